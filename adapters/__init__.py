@@ -1,0 +1,78 @@
+"""Floor 1: what a layer says, in one language. Specs, and the adapters that read layers into them."""
+
+from __future__ import annotations
+
+from .base import Adapter, Facts
+from .deepseek_v3 import DEEPSEEK_V3
+from .errors import (
+    FactsError,
+    InnerLayerError,
+    LayerfuseError,
+    MissingAttributeError,
+    ParallelConflictError,
+    ParallelUnknownError,
+    SpecError,
+    UnknownLayerError,
+)
+from .gpt_oss import GPT_OSS
+from .kimi_k2 import KIMI_K2
+from .kimi_linear import KIMI_LINEAR
+from .parallel import tensor_parallel
+from .qwen3_next import QWEN3_NEXT
+from .reader import LayerReader
+from .sources import const, gated_norm, norm
+from .specs import (
+    WHOLE,
+    GatedDeltaNetKernelSpec,
+    GatedDeltaNetSpec,
+    GatedNormSpec,
+    GQAKernelSpec,
+    GQASpec,
+    KernelSpec,
+    LayerSpec,
+    MLAKernelSpec,
+    MLASpec,
+    NormSpec,
+    Parallel,
+    ResidualSpec,
+)
+
+BUILTIN: tuple[Adapter, ...] = (DEEPSEEK_V3, KIMI_K2, KIMI_LINEAR, GPT_OSS, QWEN3_NEXT)
+"""The adapters that come with the library. Relatives that share their classes are declared in models.toml."""
+
+__all__ = [
+    "BUILTIN",
+    "DEEPSEEK_V3",
+    "GPT_OSS",
+    "KIMI_K2",
+    "KIMI_LINEAR",
+    "QWEN3_NEXT",
+    "WHOLE",
+    "Adapter",
+    "Facts",
+    "FactsError",
+    "GQAKernelSpec",
+    "GQASpec",
+    "GatedDeltaNetKernelSpec",
+    "GatedDeltaNetSpec",
+    "GatedNormSpec",
+    "InnerLayerError",
+    "KernelSpec",
+    "LayerReader",
+    "LayerSpec",
+    "LayerfuseError",
+    "MLAKernelSpec",
+    "MLASpec",
+    "MissingAttributeError",
+    "NormSpec",
+    "Parallel",
+    "ParallelConflictError",
+    "ParallelUnknownError",
+    "ResidualSpec",
+    "SpecError",
+    "UnknownLayerError",
+    "const",
+    "gated_norm",
+    "norm",
+    "tensor_parallel",
+]

@@ -1,0 +1,138 @@
+"""How an architecture declares what to read.
+
+`Facts` say, for one layer class, where each field of its spec is found; an `Adapter` is a named list of them. Both
+are data: what is malformed is refused when it is defined, with the remedy, and never when a layer is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import attrs
+from attrs import field, frozen
+
+from .errors import FactsError, did_you_mean
+from .sources import NormSource, Path, Source, parse_norm, parse_path, parse_source
+from .specs import FAMILY_OF, LayerSpec, kind_of
+
+_KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
+
+PARALLEL_WORDS = ("tp_size", "tp_rank", "tp_weight")
+"""Beside the spec's own fields: the tensor-parallel size and rank (paths), and a linear module whose weight tells."""
+
+Parsed: TypeAlias = tuple[Source, ...] | NormSource | tuple[NormSource, ...] | tuple[Path, ...]
+
+
+@frozen
+class Facts:
+    """Where each field of `spec` is found on one class of layer, in the words of `sources`."""
+
+    spec: type[Any]
+    "The spec type these layers are read into."
+    words: Mapping[str, Any] = field(converter=lambda words: MappingProxyType(dict(words)))
+    "Field -> source. Of a total/local pair one is enough: which of the two is named says what the number means."
+    parsed: Mapping[str, Parsed] = field(init=False, eq=False, repr=False)
+
+    @parsed.default
+    def _parse(self) -> Mapping[str, Parsed]:
+        if self.spec not in FAMILY_OF:
+            raise FactsError(f"{self.spec!r} is no spec type; expected one of {', '.join(FAMILY_OF.values())}")
+        return MappingProxyType(_parse_words(self.spec, self.words))
+
+    def but(self, **changes: Any) -> Facts:
+        """The same facts with some differences; None takes a field's words away."""
+        words = {**self.words, **changes}
+        return Facts(self.spec, {name: word for name, word in words.items() if word is not None})
+
+    def __hash__(self) -> int:
+        return hash((self.spec, tuple(self.words)))
+
+
+def fields_of(spec: type[Any]) -> dict[str, str]:
+    """The fields that facts may speak of, with their kinds, in the spec's order."""
+    return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name != "parallel"}
+
+
+def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]:
+    kinds = fields_of(spec)
+    shardable = issubclass(spec, LayerSpec)
+    allowed = (*kinds, *(PARALLEL_WORDS if shardable else ()))
+    for name in words:
+        if name not in allowed:
+            raise FactsError(f"{spec.__name__} has no field {name!r}{did_you_mean(str(name), allowed)}")
+    missing = [name for name in kinds if name not in words]
+    for pair in spec.pairs if shardable else ():
+        if (pair.total in missing) != (pair.local in missing):
+            missing = [name for name in missing if name not in (pair.total, pair.local)]
+    if missing:
+        raise FactsError(f"{spec.__name__}: nothing says where to read {', '.join(missing)}; no geometry has a default")
+    return {name: _parse_one(name, kinds.get(name, name), words[name]) for name in allowed if name in words}
+
+
+def _parse_one(name: str, kind: str, words: Any) -> Parsed:
+    if kind in ("norm", "optional_norm", "gated_norm"):
+        return parse_norm(words, name, gated=kind == "gated_norm")
+    if kind == "norms":
+        listed = words if isinstance(words, (list, tuple)) else [words]
+        if not listed:
+            raise FactsError(f"{name}: expected at least one norm")
+        return tuple(parse_norm(word, f"{name}.{i}", gated=False) for i, word in enumerate(listed))
+    if kind == "tp_weight":
+        paths = [parse_path(word, name) for word in ([words] if isinstance(words, str) else words)]
+        if not all(isinstance(path, Path) for path in paths):
+            raise FactsError(f"{name}: expected the paths of linear modules, got {words!r}")
+        return tuple(path for path in paths if isinstance(path, Path))
+    return parse_source(words, name)
+
+
+def check_key(key: str) -> str:
+    """A layer class's key, `package.prefix:ClassName`, unchanged.
+
+    Raises:
+        FactsError: not of that form.
+    """
+    if not isinstance(key, str) or not _KEY.fullmatch(key):
+        raise FactsError(
+            f'{key!r} is no layer class; expected "package:ClassName", for example "vllm:MLAAttention" '
+            "(the package may go on: vllm.models.kimi_k3)"
+        )
+    return key
+
+
+def _layers(layers: Mapping[str, Facts | tuple[Facts, ...]]) -> Mapping[str, tuple[Facts, ...]]:
+    found = {check_key(key): facts if isinstance(facts, tuple) else (facts,) for key, facts in layers.items()}
+    for key, several in found.items():
+        specs = [facts.spec for facts in several]
+        if not specs or len(set(specs)) != len(specs):
+            raise FactsError(f"{key}: expected facts for one or more different spec types, got {specs}")
+    return MappingProxyType(found)
+
+
+@frozen
+class Adapter:
+    """One architecture: its layer classes, in every engine that has them.
+
+    A class that is two kinds of layer at once (a decoder layer that holds its attention's numbers itself) has several
+    facts; the first is what `spec_for` answers unless asked for another spec type.
+    """
+
+    name: str = field()
+    "As models.toml entries name it."
+    layers: Mapping[str, tuple[Facts, ...]] = field(converter=_layers)
+    "Layer class (`package.prefix:ClassName`) -> facts. The longest matching prefix wins."
+    ignored: frozenset[str] = field(default=frozenset(), converter=lambda keys: frozenset(map(check_key, keys)))
+    "Classes that look like attention but are none of ours: vision towers, indexers."
+
+    @name.validator
+    def _check_name(self, _: Any, name: Any) -> None:
+        if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", name):
+            raise FactsError(f"an adapter's name is lower-case letters, digits and underscores, got {name!r}")
+
+    def __iter__(self) -> Iterator[tuple[str, tuple[Facts, ...]]]:
+        return iter(self.layers.items())
+
+    def __hash__(self) -> int:
+        return hash((self.name, tuple(self.layers)))

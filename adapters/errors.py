@@ -1,0 +1,155 @@
+"""What can go wrong between a layer and its spec, one class per mistake.
+
+Every error carries its data as attributes as well as text, and is also a builtin error, so that guards written by
+others (`except LookupError`, `hasattr`) keep working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known names most like `name`, best first; compared by their last part too, since prefixes are often long."""
+    known = list(known)
+    best = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
+    tails: dict[str, list[str]] = {}
+    for full in known:
+        tails.setdefault(_tail(full), []).append(full)
+    for tail in difflib.get_close_matches(_tail(name), tails, n=count, cutoff=0.6):
+        best.extend(full for full in tails[tail] if full not in best)
+    return best[:count]
+
+
+def _tail(name: str) -> str:
+    return name.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'a' or 'b'?`, or nothing when no known name is near."""
+    near = closest(name, known)
+    return "; did you mean " + " or ".join(repr(n) for n in near) + "?" if near else ""
+
+
+class LayerfuseError(Exception):
+    """The parent of every error this library raises."""
+
+
+class SpecError(LayerfuseError, ValueError):
+    """A spec whose numbers cannot all be true. `problems` holds one sentence each."""
+
+    def __init__(self, what: str, problems: Sequence[str]) -> None:
+        self.what = what
+        self.problems = tuple(problems)
+        super().__init__(what, self.problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return f"{self.what}: {self.problems[0]}"
+        return f"{self.what}:" + "".join(f"\n  - {problem}" for problem in self.problems)
+
+
+class FactsError(LayerfuseError, ValueError):
+    """An adapter declaration that is malformed. Raised when it is defined, never when a layer is read."""
+
+
+class UnknownLayerError(LayerfuseError, LookupError):
+    """No adapter speaks for this class of layer."""
+
+    def __init__(self, class_name: str, known: Iterable[str], hint: str = "") -> None:
+        self.class_name = class_name
+        self.closest = tuple(closest(class_name, known))
+        self.hint = hint
+        super().__init__(class_name, self.closest, hint)
+
+    def __str__(self) -> str:
+        near = "; the closest known are " + ", ".join(self.closest) if self.closest else ""
+        remedy = self.hint or (
+            "declare it in a models.toml entry under layer_classes "
+            f'(for example like = "{self.closest[0] if self.closest else "transformers:DeepseekV3Attention"}"), '
+            "or call registry.register_adapter"
+        )
+        return f"no adapter knows the layer class {self.class_name}{near}. To register one, {remedy}."
+
+
+class MissingAttributeError(LayerfuseError, AttributeError):
+    """A layer that lacks what its adapter reads: names the layer, the adapter, the field and every path tried."""
+
+    def __init__(
+        self,
+        *,
+        layer: str,
+        adapter: str,
+        field: str,
+        tried: Sequence[str],
+        existing: Sequence[str],
+    ) -> None:
+        self.layer = layer
+        self.adapter = adapter
+        self.field = field
+        self.tried = tuple(tried)
+        self.existing = tuple(existing)
+        super().__init__(layer, adapter, field, self.tried, self.existing)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_missing, (self.layer, self.adapter, self.field, self.tried, self.existing)
+
+    def __str__(self) -> str:
+        lines = [f"{self.layer} does not say its {self.field} (adapter {self.adapter}). Tried:"]
+        lines += [f"  - {attempt}" for attempt in self.tried]
+        lines.append("It has: " + (", ".join(self.existing) or "no public attributes") + ".")
+        lines.append(
+            f'If one of these is the {self.field}, say so in models.toml: layer_classes."<class>" with '
+            f'{self.field} = "<attribute>".'
+        )
+        return "\n".join(lines)
+
+
+def _rebuild_missing(
+    layer: str, adapter: str, field: str, tried: Sequence[str], existing: Sequence[str]
+) -> MissingAttributeError:
+    return MissingAttributeError(layer=layer, adapter=adapter, field=field, tried=tried, existing=existing)
+
+
+class ParallelUnknownError(LayerfuseError, LookupError):
+    """The layer's weights may be sharded, and nothing says by how much. A size of 1 is never guessed."""
+
+    def __init__(self, layer: str, tried: Sequence[str]) -> None:
+        self.layer = layer
+        self.tried = tuple(tried)
+        super().__init__(layer, self.tried)
+
+    def __str__(self) -> str:
+        tried = "".join(f"\n  - {attempt}" for attempt in self.tried)
+        return (
+            f"{self.layer} does not say by how many tensor-parallel ranks it was sharded"
+            + (f". Tried:{tried}\nPass" if tried else "; pass")
+            + " parallel=Parallel(size=..., rank=...) to spec_for, or read it inside `with tensor_parallel(size, rank):`."
+        )
+
+
+class ParallelConflictError(LayerfuseError, ValueError):
+    """Two sources of the tensor-parallel degree disagree. `sources` maps each source to what it said."""
+
+    def __init__(self, layer: str, sources: dict[str, int]) -> None:
+        self.layer = layer
+        self.sources = dict(sources)
+        super().__init__(layer, self.sources)
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{source} says {size}" for source, size in self.sources.items())
+        return f"{self.layer}: its tensor-parallel size is contradicted: {said}. Correct whichever is wrong."
+
+
+class InnerLayerError(LayerfuseError, AttributeError):
+    """Something was asked of an inner kernel layer that only the layer around it knows."""
+
+    def __init__(self, field: str, spec: str, outer: str) -> None:
+        self.field = field
+        self.spec = spec
+        self.outer = outer
+        super().__init__(field, spec, outer)
+
+    def __str__(self) -> str:
+        return f"{self.spec} describes an inner kernel layer, which does not know its {self.field}; ask {self.outer}."

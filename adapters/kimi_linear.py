@@ -1,0 +1,27 @@
+"""Kimi-Linear and Kimi-K3: Kimi delta attention on most layers, MLA without rotary embedding on the others.
+
+Which kind a layer is, only its class says: `num_heads` on both may be the same number by accident.
+"""
+
+from __future__ import annotations
+
+from . import vocabulary as words
+from .base import Adapter
+
+KIMI_LINEAR = Adapter(
+    "kimi_linear",
+    layers={
+        "transformers:KimiLinearAttention": words.TRANSFORMERS_MLA,
+        "transformers:KimiLinearDeltaAttention": words.TRANSFORMERS_KDA,
+        "transformers:KimiLinearDecoderLayer": words.TRANSFORMERS_RESIDUAL,
+        "vllm:MultiHeadLatentAttention": words.VLLM_MLA_ITSELF,
+        "vllm:KimiMLAAttention": words.VLLM_MLA,
+        "vllm:KimiGatedDeltaNetAttention": words.VLLM_KDA,
+        "vllm:KimiK3DeltaAttention": words.VLLM_KDA,
+        "sglang:KimiDeltaAttention": words.SGLANG_KDA,
+        "sglang:KimiK3DeltaAttention": words.SGLANG_KDA.but(tp_size="attn_tp_size", tp_rank="attn_tp_rank"),
+        "sglang:RadixLinearAttention": words.SGLANG_GDN_KERNEL,
+        "atom:KimiFullAttention": words.ATOM_MLA.but(tp_size="tp_size"),
+        "atom:KimiKDAAttention": words.ATOM_KDA,
+    },
+)

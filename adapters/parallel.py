@@ -1,0 +1,103 @@
+"""By how many ranks a layer was sharded: what its projections say, and what the caller may add.
+
+A size of 1 is never a guess: it is read off a weight that has its full shape, or said by someone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from attrs import frozen
+
+from .sources import Unreadable
+from .specs import Parallel
+
+_ambient: ContextVar[Parallel | None] = ContextVar("layerfuse_tensor_parallel", default=None)
+
+
+@contextmanager
+def tensor_parallel(size: int, rank: int | None = None) -> Iterator[Parallel]:
+    """Say how the layers read inside the block were sharded, where they do not say it themselves.
+
+    What a layer says always wins; this only fills silence. For one layer, pass `parallel=` to `spec_for` instead:
+    there a contradiction is an error.
+
+    Raises:
+        SpecError: a size below 1, or a rank outside it.
+    """
+    parallel = Parallel(size=size, rank=0 if rank is None and size == 1 else rank)
+    token = _ambient.set(parallel)
+    try:
+        yield parallel
+    finally:
+        _ambient.reset(token)
+
+
+def ambient() -> Parallel | None:
+    """What the innermost `tensor_parallel` block says."""
+    return _ambient.get()
+
+
+@frozen
+class Shards:
+    """What one source says of the sharding."""
+
+    size: int
+    rank: int | None
+
+
+def shards_of_linear(linear: Any) -> Shards:
+    """How a linear layer was sharded, from its weight against the features it declares.
+
+    A DTensor's mesh is asked directly. A plain weight smaller than (out_features, in_features) in one dimension is a
+    local shard, whose rank nothing tells.
+
+    Raises:
+        Unreadable: the weight explains neither, as packed quantised weights do not.
+    """
+    try:
+        weight, declared = linear.weight, (linear.out_features, linear.in_features)
+    except AttributeError as error:
+        raise Unreadable(f"{type(linear).__name__} has no {error.name!r}") from None
+    if is_dtensor(weight):
+        return _shards_of_mesh(weight)
+    held = tuple(weight.shape)
+    if held == declared:
+        return Shards(1, 0)
+    for kept, cut in ((1, 0), (0, 1)):
+        if len(held) == 2 and held[kept] == declared[kept] and 0 < held[cut] and declared[cut] % held[cut] == 0:
+            return Shards(declared[cut] // held[cut], None)
+    raise Unreadable(f"a weight of shape {held} is no even shard of {declared}")
+
+
+_PLAIN: dict[type, bool] = {}
+
+
+def is_dtensor(weight: Any) -> bool:
+    """Whether a weight is a DTensor, told by its type without importing torch."""
+    kind = type(weight)
+    plain = _PLAIN.get(kind)
+    if plain is None:
+        plain = _PLAIN[kind] = not hasattr(kind, "device_mesh")
+    return not plain
+
+
+def _shards_of_mesh(weight: Any) -> Shards:
+    mesh = weight.device_mesh
+    names = mesh.mesh_dim_names
+    cut = [
+        i
+        for i, placement in enumerate(weight.placements)
+        # FSDP also shards weights, but gathers them before use: only the tensor-parallel dimension cuts heads.
+        if placement.is_shard() and (names is None or "tp" in names[i])
+    ]
+    if not cut and names is not None and not any("tp" in name for name in names):
+        raise Unreadable(f"its weight lies on a mesh with the dimensions {names}, none of them tensor-parallel")
+    if not cut:
+        return Shards(1, 0)
+    if len(cut) > 1:
+        raise Unreadable("its weight is cut along more than one mesh dimension")
+    return Shards(mesh.size(cut[0]), mesh.get_local_rank(cut[0]))

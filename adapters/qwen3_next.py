@@ -1,0 +1,54 @@
+"""Qwen3-Next and Qwen3.5: gated delta nets, with gated full attention on every fourth layer.
+
+All norms but the delta net's own are zero-centred: they add 1 to the weight they store.
+"""
+
+from __future__ import annotations
+
+from . import vocabulary as words
+from .base import Adapter
+
+_PLAIN_ATTENTION = words.TRANSFORMERS_GQA
+_EITHER_KIND = words.TRANSFORMERS_RESIDUAL.but(
+    layer_index=["self_attn.layer_idx", "linear_attn.layer_idx"],
+    tp_weight=["self_attn.o_proj", "linear_attn.out_proj"],
+)
+
+QWEN3_NEXT = Adapter(
+    "qwen3_next",
+    layers={
+        "transformers:Qwen3NextGatedDeltaNet": words.TRANSFORMERS_GDN,
+        "transformers:Qwen3NextAttention": _PLAIN_ATTENTION,
+        "transformers:Qwen3NextDecoderLayer": words.zero_centred(_EITHER_KIND, "eps"),
+        "vllm:QwenGatedDeltaNetAttention": words.VLLM_GDN,
+        "vllm:Qwen3NextGatedDeltaNet": words.VLLM_GDN,
+        "vllm:Qwen3NextAttention": words.VLLM_GQA,
+        "vllm:Qwen3NextDecoderLayer": words.zero_centred(
+            words.VLLM_RESIDUAL.but(
+                hidden_size=["self_attn.hidden_size", "linear_attn.hidden_size"],
+                tp_size=["self_attn.o_proj.tp_size", "linear_attn.tp_size"],
+                tp_rank=["self_attn.o_proj.tp_rank", "linear_attn.tp_rank"],
+            ),
+            "variance_epsilon",
+        ),
+        "sglang:Qwen3GatedDeltaNet": words.SGLANG_GDN,
+        # There is no attention module here: the decoder layer holds the head counts itself.
+        "sglang:Qwen3HybridAttentionDecoderLayer": (
+            words.SGLANG_GQA,
+            words.zero_centred(
+                words.SGLANG_RESIDUAL.but(tp_size="attn_tp_size", tp_rank="attn_tp_rank"), "variance_epsilon"
+            ),
+        ),
+        "sglang:Qwen3HybridLinearDecoderLayer": words.zero_centred(
+            words.SGLANG_RESIDUAL.but(
+                hidden_size="linear_attn.hidden_size",
+                layer_index="layer_id",
+                tp_size="linear_attn.attn_tp_size",
+                tp_rank="linear_attn.attn_tp_rank",
+            ),
+            "variance_epsilon",
+        ),
+        "atom:Qwen3NextGatedDeltaNet": words.ATOM_GDN,
+        "atom:Qwen3NextAttention": words.ATOM_GQA,
+    },
+)

@@ -1,0 +1,403 @@
+"""Reads one layer into its spec, through the facts of its class.
+
+Reading is live: every call reads the attributes again, since engines rewrite them. Only the building of an equal,
+immutable spec from equal raw values is remembered.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from .base import Facts
+from .errors import LayerfuseError, MissingAttributeError, ParallelConflictError, ParallelUnknownError, SpecError
+from .parallel import Shards, ambient, is_dtensor, shards_of_linear
+from .sources import Const, Converted, NormSource, Path, Source, Unreadable
+from .specs import GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
+
+_REMEMBERED = 4096
+
+
+class LayerReader:
+    """The facts of one layer class, compiled for reading."""
+
+    def __init__(self, key: str, owner: str, facts: Facts) -> None:
+        self.key = key
+        "The layer class, `package:ClassName`."
+        self.owner = owner
+        "The adapter or models.toml entry that declared the facts."
+        self.facts = facts
+        self._snapshot = _Snapshot(facts)
+        self._known: dict[Any, Any] = {}
+
+    def __repr__(self) -> str:
+        return f"LayerReader({self.key!r}, {self.owner!r}, {self.facts.spec.__name__})"
+
+    def read(self, layer: Any, parallel: Parallel | None = None, path: str = "") -> Any:
+        """The layer's spec.
+
+        Args:
+            layer: the module.
+            parallel: what the caller knows of the sharding; contradicting the layer is an error.
+            path: the layer's name in its model, for messages.
+
+        Raises:
+            MissingAttributeError: the layer lacks an attribute.
+            ParallelUnknownError, ParallelConflictError: the tensor-parallel degree is unsaid, or said twice.
+            SpecError: what the layer says cannot all be true.
+        """
+        around = ambient()
+        raw = self._snapshot.take(layer)
+        if raw is not None:
+            try:
+                known = self._known.get((raw, parallel, around))
+            except TypeError:  # an attribute that cannot be hashed: read without remembering
+                raw = known = None
+            if known is not None:
+                return known
+        spec = _Reading(self, layer, path).spec(parallel, around)
+        if raw is not None:
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            self._known[raw, parallel, around] = spec
+        return spec
+
+
+class _Snapshot:
+    """Takes every raw value that decides a spec, in one C call, as a key to remember the spec by.
+
+    Only facts whose first source is a plain path can be taken so; others (and layers on which a first source is
+    missing) are read in full every time.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        partners = {a.name: goes_with(a) for a in attrs.fields(facts.spec) if goes_with(a)}
+        always: list[str] = []
+        dependent: list[str] = []
+        self._reduced: list[tuple[int, Callable[[Any], Any]]] = []
+        self._partner: int | None = None
+        possible = True
+        for name, parsed in facts.parsed.items():
+            paths = list(_first_paths(name, parsed))
+            possible = possible and all(path is not None for path in paths)
+            dotted = [_without_index(path) for path in paths if path]
+            if name in partners:
+                dependent += dotted
+            else:
+                if name in partners.values():
+                    self._partner = len(always)
+                if reduce := _reduction(name, parsed):
+                    self._reduced += [(len(always) + i, reduce) for i in range(len(dotted))]
+                always += dotted
+        self._full = _getter(always + dependent) if possible else None
+        self._without = _getter(always) if possible and dependent else None
+
+    def take(self, layer: Any) -> Any:
+        if self._full is None:
+            return None
+        try:
+            raw = self._full(layer)
+        except Exception:  # whatever it is, the full reading meets it again and reports it properly
+            if self._without is None or self._partner is None:
+                return None
+            try:
+                raw = self._without(layer)
+            except Exception:
+                return None
+            if raw[self._partner] is not None:
+                return None
+        if not self._reduced:
+            return raw
+        values = list(raw)
+        try:
+            for i, reduce in self._reduced:
+                values[i] = reduce(values[i])
+        except Unreadable:
+            return None
+        return tuple(values)
+
+
+def _reduction(name: str, parsed: Any) -> Callable[[Any], Any] | None:
+    """What stands in the key for an object that must not be kept alive by it."""
+    if name == "tp_weight":
+        return _weight_facts
+    if isinstance(parsed, tuple) and isinstance(parsed[0], Converted) and parsed[0].convert == "present":
+        return _is_none
+    return None
+
+
+def _weight_facts(linear: Any) -> tuple[Any, ...]:
+    weight = linear.weight
+    if is_dtensor(weight):
+        raise Unreadable("a mesh may change without the weight")
+    return weight.shape, linear.out_features, linear.in_features
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _getter(paths: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(paths) > 1:
+        return operator.attrgetter(*paths)
+    return lambda layer: tuple(operator.attrgetter(path)(layer) for path in paths)
+
+
+def _first_paths(name: str, parsed: Any) -> Iterable[Path | None]:
+    if isinstance(parsed, NormSource):
+        for part, sources in parsed.fields:
+            for path in _first_paths(part, sources):
+                yield Path((*parsed.module.steps, *path.steps)) if path else None
+        return
+    if name in ("input_norms", "post_attention_norms"):
+        for source in parsed:
+            yield from _first_paths(name, source) if isinstance(source, NormSource) else (None,)
+        return
+    first = parsed[0]
+    if isinstance(first, Const):
+        return
+    yield from parsed if name == "tp_weight" else [_plain(first)]
+
+
+def _plain(source: Source) -> Path | None:
+    path = source.path if isinstance(source, Converted) else source
+    if not isinstance(path, Path):
+        return None
+    # attrgetter cannot index, but a trailing index can wait: `weight.shape` decides `weight.shape.0`.
+    inner = path.steps[:-1]
+    return None if any(step[0].isdigit() for step in inner) else path
+
+
+def _without_index(path: Path) -> str:
+    steps = path.steps[:-1] if path.steps[-1][0].isdigit() else path.steps
+    return ".".join(steps)
+
+
+class _Reading:
+    """One full reading of one layer, with everything an error message needs."""
+
+    def __init__(self, reader: LayerReader, layer: Any, path: str) -> None:
+        self.reader = reader
+        self.layer = layer
+        self.path = path
+        self.facts = reader.facts
+
+    def spec(self, parallel: Parallel | None, around: Parallel | None) -> Any:
+        try:
+            values = self.values()
+            if issubclass(self.facts.spec, LayerSpec):
+                values["parallel"] = self.parallel(values, parallel, around)
+                self.complete(values)
+            return self.facts.spec(**values)
+        except SpecError as error:
+            raise SpecError(f"{self.name()} ({error.what})", error.problems) from None
+
+    def name(self) -> str:
+        """The layer in words: its path if known, else its class and the index it claims."""
+        if self.path:
+            return f"{self.path} ({self.reader.key})"
+        try:
+            index = self.first("layer_index", self.facts.parsed["layer_index"])
+        except (LayerfuseError, Unreadable, KeyError):
+            return f"a {self.reader.key} layer"
+        return f"{self.reader.key} layer {index}"
+
+    # ---- fields
+
+    def values(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for attribute in attrs.fields(self.facts.spec):
+            name, kind = attribute.name, kind_of(attribute)
+            if name not in self.facts.parsed:
+                continue
+            parsed: Any = self.facts.parsed[name]
+            partner = goes_with(attribute)
+            if partner is not None and values[partner] is None:
+                values[name] = None
+            elif kind in ("norm", "optional_norm", "gated_norm"):
+                values[name] = self.norm(name, parsed, kind == "gated_norm")
+            elif kind == "norms":
+                values[name] = tuple(self.norm(name, source, False) for source in parsed)
+            else:
+                values[name] = _VALUES.get(kind, _same)(self.found(name, parsed))
+        return values
+
+    def norm(self, name: str, source: NormSource, gated: bool) -> NormSpec:
+        try:
+            module = source.module.read(self.layer)
+            if module is None:
+                raise Unreadable(f"{source.module}: is None")
+        except Unreadable as error:
+            raise self.missing(name, [str(error)]) from error.__cause__
+        said = {}
+        for part, places in source.fields:
+            kind = kind_of(getattr(attrs.fields(GatedNormSpec), part))
+            said[part] = _VALUES.get(kind, _same)(self.found(f"{name}.{part}", places, module, f"{source.module}."))
+        try:
+            return GatedNormSpec(**said) if gated else NormSpec(**said)
+        except SpecError as error:
+            raise SpecError(error.what, [f"{name}.{problem}" for problem in error.problems]) from None
+
+    def found(self, name: str, places: tuple[Source, ...], start: Any = None, prefix: str = "") -> Any:
+        try:
+            return self.first(name, places, start)
+        except Unreadable as error:
+            raise self.missing(name, [prefix + attempt for attempt in error.args]) from error.__cause__
+
+    def first(self, name: str, places: Any, start: Any = None) -> Any:
+        tried = []
+        cause = None
+        for source in places:
+            try:
+                return source.read(self.layer if start is None else start)
+            except Unreadable as error:
+                tried.append(str(error))
+                cause = error.__cause__
+        raise Unreadable(*tried) from cause
+
+    def missing(self, field: str, tried: list[str]) -> MissingAttributeError:
+        return MissingAttributeError(
+            layer=self.name() if not field.startswith("layer_index") else self.path or f"a {self.reader.key} layer",
+            adapter=self.reader.owner,
+            field=field,
+            tried=tried,
+            existing=existing_names(self.layer),
+        )
+
+    # ---- parallelism
+
+    def parallel(self, values: Mapping[str, Any], given: Parallel | None, around: Parallel | None) -> Parallel:
+        sources, rank, silent = self.evidence(values)
+        if given is not None:
+            sources["the parallel argument"] = given.size
+        if len(set(sources.values())) > 1:
+            raise ParallelConflictError(self.name(), sources)
+        hint = given or around
+        if not sources:
+            if hint is None:
+                raise ParallelUnknownError(self.name(), silent)
+            return hint
+        size = next(iter(sources.values()))
+        if rank is not None and given is not None and given.rank not in (None, rank):
+            raise ParallelConflictError(f"{self.name()}, rank", {"the layer": rank, "the parallel argument": given.rank})
+        if rank is None and hint is not None and hint.size == size:
+            rank = hint.rank
+        return Parallel(size=size, rank=0 if size == 1 else rank)
+
+    def evidence(self, values: Mapping[str, Any]) -> tuple[dict[str, int], int | None, list[str]]:
+        """What says the size (source -> size), the rank if anything says it, and what stayed silent."""
+        sources: dict[str, int] = {}
+        rank, silent = None, []
+        parsed: Mapping[str, Any] = self.facts.parsed
+        if "tp_size" in parsed:
+            try:
+                sources[str(parsed["tp_size"][0])] = _whole(self.first("tp_size", parsed["tp_size"]))
+            except Unreadable as error:
+                silent += error.args
+        for pair in self.facts.spec.pairs:
+            total, local = values.get(pair.total), values.get(pair.local)
+            # Replicated heads say nothing of the ranks that share them.
+            if not pair.replicates and type(total) is int and type(local) is int and local > 0 and total % local == 0:
+                sources[f"{pair.total} / {pair.local}"] = total // local
+        if "tp_rank" in parsed:
+            try:
+                rank = _whole(self.first("tp_rank", parsed["tp_rank"]))
+            except Unreadable:
+                rank = None
+        if not sources and "tp_weight" in parsed:
+            shards = self.shards(parsed["tp_weight"], silent)
+            if shards is not None:
+                sources["the weight of " + str(parsed["tp_weight"][0])] = shards.size
+                rank = shards.rank if rank is None else rank
+        return sources, rank, silent
+
+    def shards(self, paths: tuple[Path, ...], silent: list[str]) -> Shards | None:
+        for path in paths:
+            try:
+                return shards_of_linear(path.read(self.layer))
+            except Unreadable as error:
+                silent.append(f"{path}: {error}")
+        return None
+
+    def complete(self, values: dict[str, Any]) -> None:
+        """Fill the half of each pair that the layer does not hold."""
+        size = values["parallel"].size
+        for pair in self.facts.spec.pairs:
+            total, local = values.get(pair.total), values.get(pair.local)
+            if pair.local not in values and type(total) is int and total > 0:
+                values[pair.local] = pair.local_of(total, size)
+            elif pair.total not in values and type(local) is int:
+                if pair.replicates and local == 1 and size > 1:
+                    raise SpecError(
+                        self.facts.spec.__name__,
+                        [f"{pair.total}: one local head on {size} ranks may be a share or a replica; say the total"],
+                    )
+                values[pair.total] = local * size
+            values.setdefault(pair.total, None)
+            values.setdefault(pair.local, None)
+
+
+def existing_names(layer: Any, most: int = 60) -> list[str]:
+    """The public names a layer really holds, for messages: attributes, child modules, parameters."""
+    names: set[str] = set()
+    try:
+        own = vars(layer)
+    except TypeError:
+        own = {}
+    for name, value in own.items():
+        if name in ("_modules", "_parameters", "_buffers") and isinstance(value, Mapping):
+            names.update(value)
+        elif not name.startswith("_") and name != "training":
+            names.add(name)
+    listed = sorted(names)
+    return listed if len(listed) <= most else [*listed[:most], f"and {len(listed) - most} more"]
+
+
+# ---- raw values, by kind ---------------------------------------------------------------------------------------------
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _whole(value: Any) -> Any:
+    """An int of any flavour (numpy's too) as int; anything else unchanged, for the spec to refuse by name."""
+    if type(value) is int or isinstance(value, bool) or value is None:
+        return value
+    try:
+        return operator.index(value)
+    except TypeError:
+        return value
+
+
+def _window(value: Any) -> Any:
+    """None, -1 and (-1, -1) all mean off; a pair counts the tokens before and after the current one."""
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        before, after = value
+        if before == -1:
+            return None
+        return before + 1 if type(before) is int and after == 0 else value
+    return None if value == -1 else _whole(value)
+
+
+def _activation(value: Any) -> Any:
+    return "silu" if value == "swish" else value
+
+
+def _number(value: Any) -> Any:
+    return value if isinstance(value, (bool, str)) or not hasattr(value, "__float__") else float(value)
+
+
+_VALUES: dict[str, Callable[[Any], Any]] = {
+    "count": _whole,
+    "optional_count": _whole,
+    "width_or_zero": _whole,
+    "index": _whole,
+    "window": _window,
+    "activation": _activation,
+    "positive": _number,
+    "number": _number,
+}

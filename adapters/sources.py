@@ -1,0 +1,297 @@
+"""Where a spec field is read: the words that adapters and models.toml share.
+
+A source is an attribute path, a list of paths tried in order, a constant, or a norm module. Both Python adapters and
+TOML tables are written in these words and parsed by `parse_source`.
+
+    "num_heads"                         an attribute of the layer
+    "q_a_layernorm.variance_epsilon"    of a child module; a mapping's key or a sequence's index may be a step too
+    "o_proj.in_features / head_dim"     a quotient of two paths, which must be exact
+    ["scaling", "scale"]                the first of these that exists (None and 0 are values, not gaps)
+    {const = "sigmoid"}                 a fact about the class that no attribute says; {const = "none"} is None
+    {path = "sinks", as = "present"}    a path whose value is converted, see CONVERSIONS
+    {module = "o_norm", activation = {const = "sigmoid"}, ...}    a norm, read from that child module
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from attrs import frozen
+
+from .errors import FactsError, did_you_mean
+
+_STEP = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}")
+_LONGEST_PATH = 12
+
+
+class Unreadable(Exception):
+    """A path that leads nowhere on this layer. Carries the sentence for the error; never leaves this package."""
+
+
+@frozen
+class Path:
+    """An attribute path such as `self_attn.q_a_layernorm.variance_epsilon`."""
+
+    steps: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return ".".join(self.steps)
+
+    def __truediv__(self, divisor: Path) -> Quotient:
+        return Quotient(self, divisor)
+
+    def read(self, obj: Any) -> Any:
+        """The value at the end of the path.
+
+        Raises:
+            Unreadable: a step does not exist, or leads through None.
+        """
+        walked = ""
+        for step in self.steps:
+            if obj is None:
+                raise Unreadable(f"{self}: {walked} is None")
+            obj = _step(obj, step, self)
+            walked = f"{walked}.{step}" if walked else step
+        return obj
+
+
+def _step(obj: Any, step: str, path: Path) -> Any:
+    try:
+        if step[0].isdigit():
+            return obj[int(step)]
+        if isinstance(obj, Mapping):
+            return obj[step]
+        return getattr(obj, step)
+    except (AttributeError, LookupError):
+        raise Unreadable(f"{path}: {type(obj).__name__} has no {step!r}") from None
+    except Exception as error:  # a property of the layer that fails in its own way: report it, never hide it
+        raise Unreadable(f"{path}: reading {step!r} raised {type(error).__name__}: {error}") from error
+
+
+@frozen
+class Quotient:
+    """The exact quotient of two paths, for layers that hold a width but no count."""
+
+    dividend: Path
+    divisor: Path
+
+    def __str__(self) -> str:
+        return f"{self.dividend} / {self.divisor}"
+
+    def read(self, obj: Any) -> Any:
+        """The quotient.
+
+        Raises:
+            Unreadable: a path does not exist, or the division leaves a remainder.
+        """
+        dividend, divisor = self.dividend.read(obj), self.divisor.read(obj)
+        if type(dividend) is not int or type(divisor) is not int or divisor == 0 or dividend % divisor:
+            raise Unreadable(f"{self}: {dividend!r} / {divisor!r} is no whole number")
+        return dividend // divisor
+
+
+@frozen
+class Const:
+    """A fact about the class itself."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return f"const {self.value!r}"
+
+    def read(self, obj: Any) -> Any:
+        """The constant, whatever the layer."""
+        return self.value
+
+
+@frozen
+class Converted:
+    """A path whose value means the field in another notation."""
+
+    path: Path | Quotient
+    convert: str
+
+    def __str__(self) -> str:
+        return f"{self.path} as {self.convert}"
+
+    def read(self, obj: Any) -> Any:
+        """The converted value.
+
+        Raises:
+            Unreadable: the path does not exist, or the value is not in that notation.
+        """
+        return CONVERSIONS[self.convert](self.path.read(obj))
+
+
+def _present(value: Any) -> bool:
+    return value is not None
+
+
+def _window_before(value: Any) -> Any:
+    """SGLang and flash-attention count the tokens *before* the current one: 127 is a window of 128, -1 is off."""
+    return value + 1 if type(value) is int and value >= 0 else value
+
+
+def _name_index(per_layer: int) -> Callable[[Any], int]:
+    def convert(value: Any) -> int:
+        numbers = [int(n) for n in re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", value)] if isinstance(value, str) else []
+        if len(numbers) == 1:
+            return numbers[0]
+        if len(numbers) == 2 and numbers[1] < per_layer:
+            return numbers[0] * per_layer + numbers[1]
+        raise Unreadable(f"{value!r} holds no single layer number")
+
+    return convert
+
+
+def _parent_name(value: Any) -> str:
+    if not isinstance(value, str) or "." not in value:
+        raise Unreadable(f"{value!r} is not the dotted name of a layer")
+    return "the layer " + value.rpartition(".")[0]
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "present": _present,
+    "window_before": _window_before,
+    "name_index": _name_index(1),
+    "name_index_of_pairs": _name_index(2),
+    "parent_name": _parent_name,
+}
+"""`present`: whether it is set at all. `window_before`: a sliding window counted without the current token.
+`name_index`: the one number in a dotted layer name. `name_index_of_pairs`: the same where each decoder layer holds two
+attentions (`model.layers.3.self_attn.1` is 7). `parent_name`: a dotted name without its last part, in words."""
+
+Source: TypeAlias = Path | Quotient | Const | Converted
+"""One place to look."""
+
+
+@frozen
+class NormSource:
+    """A norm module and where its own fields are, relative to it."""
+
+    module: Path
+    fields: tuple[tuple[str, tuple[Source, ...]], ...]
+
+    @property
+    def gated(self) -> bool:
+        """Whether this describes a gated norm."""
+        return any(name == "activation" for name, _ in self.fields)
+
+    def __str__(self) -> str:
+        return f"norm at {self.module}"
+
+
+# ---- parsing ---------------------------------------------------------------------------------------------------------
+
+
+def const(value: Any) -> dict[str, Any]:
+    """A constant, in the shared words."""
+    return {"const": "none" if value is None else value}
+
+
+def norm(module: str, **words: Any) -> dict[str, Any]:
+    """A plain RMSNorm module; `weight_offset=1.0` for a zero-centred one."""
+    return {"module": module, **words}
+
+
+def gated_norm(module: str, **words: Any) -> dict[str, Any]:
+    """A gated RMSNorm module. Norm first, one group and an `activation` attribute, unless `words` say otherwise."""
+    return {
+        "module": module,
+        "activation": "activation",
+        "norm_before_gate": const(True),
+        "group_size": const(None),
+        **words,
+    }
+
+
+def parse_path(text: str, field: str) -> Path | Quotient:
+    """`a.b`, or `a.b / c`.
+
+    Raises:
+        FactsError: not of that form.
+    """
+    parts = [part.strip() for part in text.split("/")]
+    if len(parts) > 2:
+        raise FactsError(f'{field}: "{text}" divides more than once')
+    paths = []
+    for part in parts:
+        steps = tuple(part.split("."))
+        if len(steps) > _LONGEST_PATH or not all(_STEP.fullmatch(step) for step in steps):
+            raise FactsError(f'{field}: "{text}" is no attribute path (letters, digits, dots; at most one " / ")')
+        if any(step.startswith("__") for step in steps):
+            raise FactsError(f'{field}: "{text}" reads a dunder attribute, which no layer says anything with')
+        paths.append(Path(steps))
+    return paths[0] if len(paths) == 1 else paths[0] / paths[1]
+
+
+def parse_source(words: Any, field: str) -> tuple[Source, ...]:
+    """The places to look, in order, from the shared words.
+
+    Raises:
+        FactsError: words that mean nothing, naming `field`.
+    """
+    if isinstance(words, str):
+        return (parse_path(words, field),)
+    if isinstance(words, Mapping):
+        return (_parse_table(words, field),)
+    if isinstance(words, Sequence) and words:
+        return tuple(source for word in words for source in parse_source(word, field))
+    raise FactsError(
+        f"{field}: expected an attribute path, a list of them, {{const = ...}} or {{path = ..., as = ...}}, got {words!r}"
+    )
+
+
+def _parse_table(words: Mapping[str, Any], field: str) -> Source:
+    if set(words) == {"const"}:
+        value = words["const"]
+        if isinstance(value, (list, dict)):
+            raise FactsError(f"{field}: a constant is a number, a text or a flag, got {value!r}")
+        return Const(None if value == "none" else value)
+    if set(words) == {"path", "as"}:
+        if words["as"] not in CONVERSIONS:
+            raise FactsError(
+                f"{field}: unknown conversion {words['as']!r}{did_you_mean(str(words['as']), CONVERSIONS)} "
+                f"(known: {', '.join(CONVERSIONS)})"
+            )
+        if not isinstance(words["path"], str):
+            raise FactsError(f"{field}: path is a text, got {words['path']!r}")
+        return Converted(parse_path(words["path"], field), words["as"])
+    raise FactsError(f"{field}: expected {{const = ...}} or {{path = ..., as = ...}}, got the keys {sorted(words)}")
+
+
+_NORM_DEFAULTS: dict[str, Any] = {
+    # Every engine's norm holds its weight; the epsilon is called one or the other everywhere.
+    "width": "weight.shape.0",
+    "epsilon": ["variance_epsilon", "eps"],
+    "weight_offset": const(0.0),
+}
+_GATED = ("activation", "norm_before_gate", "group_size")
+
+
+def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
+    """A norm module, from the shared words (a bare text is the module of a plain norm).
+
+    Raises:
+        FactsError: unknown keys, or a gated norm that does not say its gate.
+    """
+    if isinstance(words, str):
+        words = {"module": words}
+    if not isinstance(words, Mapping) or not isinstance(words.get("module"), str):
+        raise FactsError(f'{field}: expected a norm, {{module = "...", ...}}, got {words!r}')
+    allowed = ("module", *_NORM_DEFAULTS, *(_GATED if gated else ()))
+    for word in words:
+        if word not in allowed:
+            raise FactsError(f"{field}: a norm has no {word!r}{did_you_mean(str(word), allowed)}")
+    missing = [word for word in (_GATED if gated else ()) if word not in words]
+    if missing:
+        raise FactsError(f"{field}: a gated norm must also say its {', '.join(missing)}")
+    module = parse_path(words["module"], field)
+    if not isinstance(module, Path):
+        raise FactsError(f"{field}: a norm's module is a path, not a quotient")
+    said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k != "module"}}
+    return NormSource(
+        module, tuple((name, parse_source(source, f"{field}.{name}")) for name, source in said.items())
+    )

@@ -1,0 +1,366 @@
+"""The vocabularies: how each engine names the parts of an MLA layer, a gated delta net, a GQA layer, a decoder layer.
+
+Read from transformers 5.23, vLLM 0.33, SGLang 0.5.23 and ROCm/ATOM at ffdf3bb5 (August 2026). An architecture's
+adapter says which of its classes speaks which of these, and with what differences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Facts
+from .sources import const, gated_norm, norm
+from .specs import GatedDeltaNetKernelSpec, GatedDeltaNetSpec, GQAKernelSpec, GQASpec, MLAKernelSpec, MLASpec, ResidualSpec
+
+
+def _read_as(path: str, conversion: str) -> dict[str, Any]:
+    return {"path": path, "as": conversion}
+
+
+def _plain(module: str) -> dict[str, Any]:
+    return norm(module, epsilon="variance_epsilon")
+
+
+def _same(*names: str) -> dict[str, Any]:
+    return {name: name for name in names}
+
+
+# ---- multi-head latent attention -------------------------------------------------------------------------------------
+
+_MLA_DIMS = _same("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LATENT_NORMS = {"q_norm": _plain("q_a_layernorm"), "kv_norm": _plain("kv_a_layernorm")}
+_ATOM_LATENT_NORMS = {"q_norm": norm("q_a_layernorm", epsilon="eps"), "kv_norm": norm("kv_a_layernorm", epsilon="eps")}
+
+TRANSFORMERS_MLA = Facts(
+    MLASpec,
+    _MLA_DIMS
+    | _LATENT_NORMS
+    | {
+        "num_heads": "num_heads",
+        "hidden_size": "hidden_size",
+        "layer_index": "layer_idx",
+        "softmax_scale": "scaling",
+        # Attributes stay the whole model's under transformers' tensor parallelism; only the weight is a shard.
+        "tp_weight": ["kv_b_proj"],
+    },
+)
+
+VLLM_MLA = Facts(
+    MLASpec,
+    _MLA_DIMS
+    | _LATENT_NORMS
+    | {
+        "num_heads": "num_heads",
+        "num_local_heads": "num_local_heads",
+        "hidden_size": "hidden_size",
+        # The module keeps no index; its wrapper keeps the name. LongCat holds two attentions per decoder layer.
+        "layer_index": _read_as("mla_attn.prefix", "name_index_of_pairs"),
+        "softmax_scale": "scaling",
+        "tp_rank": "o_proj.tp_rank",
+    },
+)
+VLLM_MLA_WRAPPER = VLLM_MLA.but(
+    # One level down, `num_heads` is this rank's.
+    num_heads=None,
+    num_local_heads="num_heads",
+    layer_index=_read_as("prefix", "name_index_of_pairs"),
+    softmax_scale="mla_attn.scale",
+    tp_size="o_proj.tp_size",
+)
+VLLM_MLA_ITSELF = VLLM_MLA.but(layer_index=_read_as("layer_name", "name_index"), softmax_scale="scale")
+"""vLLM's Kimi MLA on CUDA and CPU, which is its own kernel layer."""
+
+VLLM_MLA_EXPANDED = VLLM_MLA.but(layer_index=_read_as("attn.layer_name", "name_index_of_pairs"))
+"""vLLM's DeepSeek attention with MLA switched off: the same projections, ordinary attention inside."""
+
+VLLM_MLA_KERNEL = Facts(
+    MLAKernelSpec,
+    _MLA_DIMS
+    | {
+        "num_local_heads": "num_heads",
+        "softmax_scale": "scale",
+        "layer_index": _read_as("layer_name", "name_index_of_pairs"),
+        "outer": _read_as("layer_name", "parent_name"),
+    },
+)
+
+SGLANG_MLA = Facts(
+    MLASpec,
+    _MLA_DIMS
+    | _LATENT_NORMS
+    | {
+        "num_heads": "num_heads",
+        "num_local_heads": "num_local_heads",
+        "hidden_size": "hidden_size",
+        "layer_index": "layer_id",
+        "softmax_scale": "scaling",
+        "tp_rank": "o_proj.tp_rank",
+    },
+)
+
+ATOM_MLA = Facts(
+    MLASpec,
+    _MLA_DIMS
+    | _ATOM_LATENT_NORMS
+    | {
+        "num_heads": "num_heads",
+        "num_local_heads": "num_local_heads",
+        "hidden_size": "hidden_size",
+        "layer_index": "layer_num",
+        "softmax_scale": "scaling",
+        # The output projection may be an Identity (Kimi-K3); the latent's up-projection is always there.
+        "tp_rank": "kv_b_proj.tp_rank",
+    },
+)
+ATOM_MLA_KERNEL = Facts(
+    MLAKernelSpec,
+    _MLA_DIMS
+    | {
+        "num_local_heads": "num_heads",
+        "softmax_scale": "scale",
+        "layer_index": "layer_num",
+        "outer": const("the attention layer that holds it (DeepseekV2MLAAttention or KimiFullAttention)"),
+    },
+)
+
+# ---- gated delta nets ------------------------------------------------------------------------------------------------
+
+_KDA_HEADS = {
+    "num_k_heads": "num_heads",
+    "num_v_heads": "num_heads",
+    "head_k_dim": "head_dim",
+    "head_v_dim": "head_dim",
+}
+"""Kimi's delta attention has one head count and one head width for queries, keys and values."""
+
+TRANSFORMERS_KDA = Facts(
+    GatedDeltaNetSpec,
+    _KDA_HEADS
+    | {
+        "conv_kernel_size": "conv_kernel_size",
+        "hidden_size": "hidden_size",
+        "layer_index": "layer_idx",
+        "output_norm": gated_norm("o_norm", epsilon="variance_epsilon"),
+        "tp_weight": ["o_proj"],
+    },
+)
+VLLM_KDA = Facts(
+    GatedDeltaNetSpec,
+    _KDA_HEADS
+    | {
+        "num_local_k_heads": "local_num_heads",
+        "num_local_v_heads": "local_num_heads",
+        "conv_kernel_size": "conv_size",
+        "hidden_size": "hidden_size",
+        "layer_index": "layer_idx",
+        "output_norm": gated_norm("o_norm", epsilon="eps"),
+        "tp_size": "tp_size",
+        "tp_rank": "tp_rank",
+    },
+)
+SGLANG_KDA = VLLM_KDA.but(
+    # Sharded by a degree of its own under data-parallel attention; older releases had only the second name.
+    tp_size=["shard_tp_size", "attn_tp_size"],
+    tp_rank=["shard_tp_rank", "attn_tp_rank"],
+)
+ATOM_KDA = VLLM_KDA.but(
+    num_local_k_heads="num_local_heads",
+    num_local_v_heads="num_local_heads",
+    conv_kernel_size="conv_kernel_size",
+    layer_index="layer_num",
+    output_norm=gated_norm("o_norm", epsilon="variance_epsilon", activation=const("sigmoid")),
+)
+
+TRANSFORMERS_GDN = Facts(
+    GatedDeltaNetSpec,
+    _same("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim", "conv_kernel_size", "hidden_size")
+    | {
+        "layer_index": "layer_idx",
+        # transformers 4 with flash-linear-attention installed puts that library's norm here, which says `eps`.
+        "output_norm": gated_norm("norm", epsilon=["variance_epsilon", "eps"]),
+        "tp_weight": ["out_proj"],
+    },
+)
+VLLM_GDN = TRANSFORMERS_GDN.but(
+    tp_weight=None,
+    tp_size="tp_size",
+    tp_rank="tp_rank",
+    output_norm=gated_norm("norm", epsilon="eps", norm_before_gate="norm_before_gate", group_size="group_size"),
+)
+SGLANG_GDN = VLLM_GDN.but(
+    layer_index="layer_id",
+    tp_size="attn_tp_size",
+    tp_rank="attn_tp_rank",
+    # The fused norm that is usually built holds neither order nor groups: it norms first, over one group.
+    output_norm=gated_norm(
+        "norm",
+        epsilon="eps",
+        norm_before_gate=["norm_before_gate", const(True)],
+        group_size=["group_size", const(None)],
+    ),
+)
+ATOM_GDN = VLLM_GDN.but(
+    output_norm=gated_norm(
+        "norm", epsilon="eps", activation=const("silu"), norm_before_gate="norm_before_gate", group_size="group_size"
+    ),
+)
+SGLANG_GDN_KERNEL = Facts(
+    GatedDeltaNetKernelSpec,
+    {
+        # Unlike on the layer around it, these are this rank's.
+        "num_local_k_heads": "num_k_heads",
+        "num_local_v_heads": "num_v_heads",
+        "head_k_dim": "head_k_dim",
+        "head_v_dim": "head_v_dim",
+        "layer_index": "layer_id",
+        "outer": const("the delta-net layer whose .attn it is"),
+    },
+)
+
+# ---- grouped-query attention -----------------------------------------------------------------------------------------
+
+TRANSFORMERS_GQA = Facts(
+    GQASpec,
+    {
+        # The layer holds no head counts. Its query projection may be twice as wide (output gate), so only the
+        # config, or the output projection, tells.
+        "num_heads": ["config.num_attention_heads", "o_proj.in_features / head_dim"],
+        "num_kv_heads": "config.num_key_value_heads",
+        "head_dim": "head_dim",
+        "v_head_dim": "head_dim",
+        "softmax_scale": "scaling",
+        "sliding_window": const(None),
+        "has_sinks": const(False),
+        "hidden_size": "config.hidden_size",
+        "layer_index": "layer_idx",
+        "tp_weight": ["o_proj"],
+    },
+)
+VLLM_GPT_OSS = Facts(
+    GQASpec,
+    {
+        "num_heads": "num_attention_heads",
+        "num_local_heads": "num_local_attention_heads",
+        "num_kv_heads": "num_key_value_heads",
+        # A plain floor division: 0 when ranks outnumber KV heads, which the spec then refuses by name.
+        "num_local_kv_heads": "num_local_key_value_heads",
+        "head_dim": "head_dim",
+        "v_head_dim": "attn.head_size_v",
+        "softmax_scale": "scaling",
+        "sliding_window": "attn.sliding_window",
+        "has_sinks": _read_as("sinks", "present"),
+        "hidden_size": "hidden_size",
+        "layer_index": "layer_idx",
+        "tp_rank": "o_proj.tp_rank",
+    },
+)
+ATOM_GPT_OSS = VLLM_GPT_OSS.but(v_head_dim="head_dim", sliding_window="attn.impl.sliding_window")
+
+_TOTAL_COUNTS = {
+    "num_heads": "total_num_heads",
+    "num_local_heads": "num_heads",
+    "num_kv_heads": "total_num_kv_heads",
+    "num_local_kv_heads": "num_kv_heads",
+}
+"""Where a layer holds `total_num_heads`, its `num_heads` is this rank's."""
+
+VLLM_GQA = Facts(
+    GQASpec,
+    _TOTAL_COUNTS
+    | {
+        "head_dim": "head_dim",
+        "v_head_dim": "attn.head_size_v",
+        "softmax_scale": "scaling",
+        "sliding_window": "attn.sliding_window",
+        "has_sinks": "attn.has_sink",
+        "hidden_size": "hidden_size",
+        "layer_index": _read_as("attn.layer_name", "name_index"),
+        "tp_rank": "o_proj.tp_rank",
+    },
+)
+SGLANG_GQA = VLLM_GQA.but(
+    v_head_dim="attn.v_head_dim",
+    sliding_window=_read_as("attn.sliding_window_size", "window_before"),
+    has_sinks=const(False),
+    layer_index="layer_id",
+    tp_size=["attn_tp_size"],
+    tp_rank=["attn_tp_rank"],
+)
+ATOM_GQA = VLLM_GQA.but(
+    v_head_dim="head_dim",
+    sliding_window="attn.impl.sliding_window",
+    has_sinks=_read_as("attn.sinks", "present"),
+    layer_index="attn.layer_num",
+)
+
+VLLM_GQA_KERNEL = Facts(
+    GQAKernelSpec,
+    {
+        "num_local_heads": "num_heads",
+        "num_local_kv_heads": "num_kv_heads",
+        "head_dim": "head_size",
+        "v_head_dim": "head_size_v",
+        "softmax_scale": "impl.scale",
+        "sliding_window": "sliding_window",
+        "layer_index": _read_as("layer_name", "name_index"),
+        "outer": _read_as("layer_name", "parent_name"),
+    },
+)
+SGLANG_GQA_KERNEL = Facts(
+    GQAKernelSpec,
+    {
+        "num_local_heads": "tp_q_head_num",
+        "num_local_kv_heads": "tp_k_head_num",
+        "head_dim": "head_dim",
+        "v_head_dim": "v_head_dim",
+        "softmax_scale": "scaling",
+        "sliding_window": _read_as("sliding_window_size", "window_before"),
+        "layer_index": "layer_id",
+        "outer": const("the attention layer whose .attn, .attn_mqa or .attn_mha it is"),
+    },
+)
+ATOM_GQA_KERNEL = Facts(
+    GQAKernelSpec,
+    {
+        "num_local_heads": "num_heads",
+        "num_local_kv_heads": "num_kv_heads",
+        "head_dim": "head_dim",
+        "v_head_dim": "head_dim",
+        "softmax_scale": "scale",
+        "sliding_window": "impl.sliding_window",
+        "layer_index": "layer_num",
+        "outer": const("the attention layer whose .attn it is"),
+    },
+)
+
+# ---- decoder layers --------------------------------------------------------------------------------------------------
+
+TRANSFORMERS_RESIDUAL = Facts(
+    ResidualSpec,
+    {
+        "hidden_size": "hidden_size",
+        "layer_index": "self_attn.layer_idx",
+        "input_norms": [_plain("input_layernorm")],
+        "post_attention_norms": [_plain("post_attention_layernorm")],
+        "tp_weight": ["self_attn.o_proj"],
+    },
+)
+VLLM_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
+    layer_index="layer_idx", tp_weight=None, tp_size="self_attn.o_proj.tp_size", tp_rank="self_attn.o_proj.tp_rank"
+)
+SGLANG_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
+    layer_index="layer_id", tp_weight=None, tp_size="self_attn.num_heads / self_attn.num_local_heads"
+)
+ATOM_RESIDUAL = VLLM_RESIDUAL.but(
+    layer_index="self_attn.layer_num",
+    input_norms=[norm("input_layernorm", epsilon="eps")],
+    post_attention_norms=[norm("post_attention_layernorm", epsilon="eps")],
+)
+
+
+def zero_centred(facts: Facts, epsilon: str) -> Facts:
+    """The same decoder layer with norms that add 1 to their weight (Gemma's way, which Qwen3-Next follows)."""
+    return facts.but(
+        input_norms=[norm("input_layernorm", epsilon=epsilon, weight_offset=const(1.0))],
+        post_attention_norms=[norm("post_attention_layernorm", epsilon=epsilon, weight_offset=const(1.0))],
+    )

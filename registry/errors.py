@@ -1,0 +1,49 @@
+"""What can go wrong with a registration or a models.toml file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from ..adapters.errors import LayerfuseError, closest
+
+
+class ConflictError(LayerfuseError, ValueError):
+    """Two owners declare the same name differently. Neither wins."""
+
+    def __init__(self, what: str, owners: Sequence[str]) -> None:
+        self.what = what
+        self.owners = tuple(owners)
+        super().__init__(what, self.owners)
+
+    def __str__(self) -> str:
+        return f"{self.what} is declared differently by {' and by '.join(self.owners)}; rename or remove one of them"
+
+
+class CatalogError(LayerfuseError, ValueError):
+    """A models.toml file with mistakes: all of them, each as `file: problem @ path`."""
+
+    def __init__(self, file: str, problems: Sequence[str]) -> None:
+        self.file = file
+        self.problems = tuple(problems)
+        super().__init__(file, self.problems)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{self.file}: {problem}" for problem in self.problems)
+
+
+class UnknownModelError(LayerfuseError, LookupError):
+    """No models.toml entry has this name."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        self.closest = tuple(closest(name.lower(), self.known))
+        super().__init__(name, self.known)
+
+    def __str__(self) -> str:
+        near = f"; did you mean {' or '.join(self.closest)}?" if self.closest else ""
+        return f"no model is called {self.name!r}{near} `layerfuse models` lists all {len(self.known)}."
+
+
+class PluginError(LayerfuseError, ImportError):
+    """An installed plugin that cannot be loaded, or that is no adapter or models file."""

@@ -1,0 +1,240 @@
+"""models.toml <-> typed entries, by cattrs: unknown keys forbidden, types exact, every mistake reported at once.
+
+Nothing in a file can import or run code: it is parsed as TOML, structured into frozen values, and that is all.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import attrs
+import cattrs
+from cattrs import ClassValidationError, IterableValidationError, transform_error
+from cattrs.errors import ForbiddenExtraKeysError
+from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
+
+from ..adapters.errors import LayerfuseError, did_you_mean
+from .catalog import KINDS, At, EngineNorms, Every, GateWords, LayerKind, ModelEntry, Yarn
+from .errors import CatalogError
+
+LARGEST_FILE = 1 << 20
+"""Bytes. The largest models.toml read: some twenty times a hundred models."""
+
+MOST_PROBLEMS = 50
+"""Mistakes listed for one file before the rest is only counted."""
+
+
+class _Wrong(ValueError):
+    """A value of the wrong type or form; the text is the problem."""
+
+
+def make_converter() -> cattrs.Converter:
+    """A converter for models.toml values. Numbers, texts and flags are taken as written, never coerced."""
+    converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
+    converter.register_structure_hook(int, _exact_int)
+    converter.register_structure_hook(float, _exact_float)
+    converter.register_structure_hook(str, _exact_str)
+    converter.register_structure_hook(bool, _exact_bool)
+    converter.register_structure_hook_func(lambda t: get_origin(t) is Literal, _one_of)
+    converter.register_structure_hook_func(_is_count_or_word, _count_or_word)
+    converter.register_structure_hook_func(lambda t: t == At, lambda value, _: _at(converter, value))
+    converter.register_structure_hook_func(lambda t: t == LayerKind, lambda value, _: _layer_kind(converter, value))
+    converter.register_structure_hook_func(lambda t: t is Any, lambda value, _: value)
+    for cls in (*KINDS.values(), EngineNorms, Every, GateWords, Yarn):
+        converter.register_structure_hook(cls, make_dict_structure_fn(cls, converter))
+        converter.register_unstructure_hook(cls, make_dict_unstructure_fn(cls, converter, _cattrs_omit_if_default=True))
+    converter.register_unstructure_hook(
+        ModelEntry,
+        make_dict_unstructure_fn(ModelEntry, converter, _cattrs_omit_if_default=True, name=override(omit=True)),
+    )
+    return converter
+
+
+def _exact_int(value: Any, _: Any) -> int:
+    if type(value) is not int:
+        raise _Wrong(f"expected a whole number, got {_shown(value)}")
+    return value
+
+
+def _exact_float(value: Any, _: Any) -> float:
+    if type(value) not in (int, float):
+        raise _Wrong(f"expected a number, got {_shown(value)}")
+    return float(value) if abs(value) < 1e300 else value
+
+
+def _exact_str(value: Any, _: Any) -> str:
+    if type(value) is not str:
+        raise _Wrong(f"expected a text, got {_shown(value)}")
+    return value
+
+
+def _exact_bool(value: Any, _: Any) -> bool:
+    if type(value) is not bool:
+        raise _Wrong(f"expected true or false, got {_shown(value)}")
+    return value
+
+
+def _one_of(value: Any, kind: Any) -> Any:
+    words = get_args(kind)
+    if value not in words or type(value) is not str:
+        hint = did_you_mean(value, words) if isinstance(value, str) else ""
+        raise _Wrong(f"expected {' or '.join(map(repr, words))}, got {_shown(value)}{hint}")
+    return value
+
+
+def _is_count_or_word(kind: Any) -> bool:
+    parts = get_args(kind)
+    return int in parts and any(get_origin(part) is Literal for part in parts)
+
+
+def _count_or_word(value: Any, kind: Any) -> Any:
+    words = [word for part in get_args(kind) if get_origin(part) is Literal for word in get_args(part)]
+    if type(value) is int or value in words:
+        return value
+    raise _Wrong(f"expected a whole number or {' or '.join(map(repr, words))}, got {_shown(value)}")
+
+
+def _at(converter: cattrs.Converter, value: Any) -> Any:
+    if isinstance(value, dict):
+        every = converter.structure(value, Every)
+        if every.step < 1 or every.start < 0:
+            raise _Wrong(f"expected a step of at least 1 and a start of at least 0, got {_shown(value)}")
+        return every
+    if isinstance(value, list):
+        return converter.structure(value, list[int])
+    if value not in ("all", "rest"):
+        raise _Wrong(f'expected "all", "rest", a list of layers or {{start, step}}, got {_shown(value)}')
+    return value
+
+
+def _layer_kind(converter: cattrs.Converter, value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise _Wrong(f"expected a table, got {_shown(value)}")
+    family = value.get("family")
+    if not isinstance(family, str) or family not in KINDS:
+        hint = did_you_mean(family, KINDS) if isinstance(family, str) else ""
+        raise _Wrong(f"family: expected one of {', '.join(KINDS)}, got {_shown(family)}{hint}")
+    return converter.structure(value, KINDS[family])
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_file(path: str | Path) -> dict[str, ModelEntry]:
+    """The entries of a models.toml file by name.
+
+    Raises:
+        CatalogError: the file cannot be read, is no TOML, or holds mistakes; all are listed.
+    """
+    path = Path(path)
+    try:
+        # One byte more than allowed tells a file that is too large without reading it whole.
+        with path.open("rb") as file:
+            data = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise CatalogError(str(path), [f"cannot be read: {error.strerror or error}"]) from None
+    return parse(data, str(path))
+
+
+def parse(data: bytes | str, file: str = "models.toml") -> dict[str, ModelEntry]:
+    """The entries of a models.toml text by name; `file` is what messages call it.
+
+    Raises:
+        CatalogError: as `read_file`.
+    """
+    if len(data) > LARGEST_FILE:
+        raise CatalogError(file, [f"larger than {LARGEST_FILE >> 20} MiB, which no models file is"])
+    try:
+        text = data.decode("utf-8") if isinstance(data, bytes) else data
+        document = tomllib.loads(text)
+    except UnicodeDecodeError as error:
+        raise CatalogError(file, [f"is not UTF-8: byte {error.start} is {data[error.start]!r}"]) from None
+    except RecursionError:
+        raise CatalogError(file, ["is nested too deeply to be a models file"]) from None
+    except ValueError as error:
+        raise CatalogError(file, [f"is not TOML: {error}"]) from None
+    return structure(document, file)
+
+
+def structure(document: Mapping[str, Any], file: str) -> dict[str, ModelEntry]:
+    """The entries of a parsed document.
+
+    Raises:
+        CatalogError: as `read_file`.
+    """
+    problems = [
+        f"unknown table {name!r}{did_you_mean(name, ['models'])}; models stand under [models.<name>] @ $"
+        for name in document
+        if name != "models"
+    ]
+    tables = document.get("models", {})
+    if not isinstance(tables, dict):
+        raise CatalogError(file, [*problems, f"expected tables [models.<name>], got {_shown(tables)} @ $.models"])
+    converter = make_converter()
+    entries: dict[str, ModelEntry] = {}
+    for name, table in tables.items():
+        where = f"$.models.{name}"
+        if not isinstance(table, dict):
+            problems.append(f"expected a table, got {_shown(table)} @ {where}")
+            continue
+        if not name or name != name.lower() or any(c.isspace() for c in name):
+            problems.append(f"a model's name is lower-case without blanks, got {name!r} @ {where}")
+        if "name" in table:
+            problems.append(f"the table's own name is the model's name; remove this key @ {where}.name")
+        try:
+            entry = converter.structure({**table, "name": name}, ModelEntry)
+        except (ClassValidationError, IterableValidationError) as error:
+            problems += transform_error(error, path=where, format_exception=_format)
+            continue
+        problems += [f"{problem} @ {where}" for problem in contradictions(entry)]
+        entries[name] = entry
+    if problems:
+        more = [f"and {len(problems) - MOST_PROBLEMS} more problems"] if len(problems) > MOST_PROBLEMS else []
+        raise CatalogError(file, problems[:MOST_PROBLEMS] + more)
+    return entries
+
+
+def contradictions(entry: ModelEntry) -> list[str]:
+    """What in an entry cannot be true, as sentences; empty for a good one."""
+    if not 1 <= entry.attentions_per_layer <= 8:
+        return [f"attentions_per_layer: expected 1 to 8, got {entry.attentions_per_layer}"]
+    if not entry.layers:
+        return ["layers: expected at least one kind of layer"]
+    try:
+        entry.specs()
+    except LayerfuseError as error:
+        return list(getattr(error, "problems", (str(error),)))
+    return []
+
+
+def _format(error: BaseException, kind: type | None) -> str:
+    if isinstance(error, ForbiddenExtraKeysError):
+        known = [a.name for a in attrs.fields(error.cl) if a.name != "name"]
+        return "; ".join(
+            f"unknown key {key!r}{did_you_mean(key, known)}" for key in sorted(error.extra_fields)
+        ) + f" (known: {', '.join(known)})"
+    if isinstance(error, KeyError):
+        return f"required key {error.args[0]!r} is missing"
+    if isinstance(error, _Wrong):
+        return str(error)
+    return f"expected {getattr(kind, '__name__', kind)}, got something else ({error})"
+
+
+def unstructure(entries: Mapping[str, ModelEntry]) -> dict[str, Any]:
+    """The document that `structure` reads back into the same entries, ready for a TOML writer."""
+    converter = make_converter()
+    return {"models": {name: _without_none(converter.unstructure(entry)) for name, entry in entries.items()}}
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
+    return value
