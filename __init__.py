@@ -12,23 +12,23 @@ Importing this package imports neither torch nor any engine.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .adapters.errors import LayerfuseError
-from .adapters.parallel import tensor_parallel
-from .adapters.specs import (
-    GatedDeltaNetSpec,
-    GatedNormSpec,
-    GQASpec,
-    MLASpec,
-    NormSpec,
-    Parallel,
-    ResidualSpec,
-)
+from ._lazy import attach
 
 if TYPE_CHECKING:
     from . import adapters, fusion, registry, testing
+    from .adapters.errors import LayerfuseError
+    from .adapters.parallel import tensor_parallel
+    from .adapters.specs import (
+        GatedDeltaNetSpec,
+        GatedNormSpec,
+        GQASpec,
+        MLASpec,
+        NormSpec,
+        Parallel,
+        ResidualSpec,
+    )
 
 __version__ = "0.1.0"
 
@@ -49,8 +49,15 @@ __all__ = [
     "testing",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in ("adapters", "fusion", "registry", "testing"):
-        return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        **{name: f".{name}" for name in ("adapters", "fusion", "registry", "testing")},
+        **dict.fromkeys(
+            ("GQASpec", "GatedDeltaNetSpec", "GatedNormSpec", "MLASpec", "NormSpec", "Parallel", "ResidualSpec"),
+            ".adapters.specs",
+        ),
+        "LayerfuseError": ".adapters.errors",
+        "tensor_parallel": ".adapters.parallel",
+    },
+)

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-from .base import Adapter, Facts
-from .deepseek_v3 import DEEPSEEK_V3
-from .errors import (
-    FactsError,
-    InnerLayerError,
-    LayerfuseError,
-    MissingAttributeError,
-    ParallelConflictError,
-    ParallelUnknownError,
-    SpecError,
-    UnknownLayerError,
-)
-from .gpt_oss import GPT_OSS
-from .kimi_k2 import KIMI_K2
-from .kimi_linear import KIMI_LINEAR
-from .parallel import tensor_parallel
-from .qwen3_next import QWEN3_NEXT
-from .reader import LayerReader
-from .sources import const, gated_norm, norm
-from .specs import (
-    WHOLE,
-    GatedDeltaNetKernelSpec,
-    GatedDeltaNetSpec,
-    GatedNormSpec,
-    GQAKernelSpec,
-    GQASpec,
-    KernelSpec,
-    LayerSpec,
-    MLAKernelSpec,
-    MLASpec,
-    NormSpec,
-    Parallel,
-    ResidualSpec,
-)
+from typing import TYPE_CHECKING
 
-BUILTIN: tuple[Adapter, ...] = (DEEPSEEK_V3, KIMI_K2, KIMI_LINEAR, GPT_OSS, QWEN3_NEXT)
-"""The adapters that come with the library. Relatives that share their classes are declared in models.toml."""
+from .._lazy import attach
+
+if TYPE_CHECKING:
+    from .base import Adapter, Facts
+    from .builtin import BUILTIN
+    from .deepseek_v3 import DEEPSEEK_V3
+    from .errors import (
+        FactsError,
+        InnerLayerError,
+        LayerfuseError,
+        MissingAttributeError,
+        ParallelConflictError,
+        ParallelUnknownError,
+        SpecError,
+        UnknownLayerError,
+    )
+    from .gpt_oss import GPT_OSS
+    from .kimi_k2 import KIMI_K2
+    from .kimi_linear import KIMI_LINEAR
+    from .parallel import tensor_parallel
+    from .qwen3_next import QWEN3_NEXT
+    from .reader import LayerReader
+    from .sources import const, gated_norm, norm
+    from .specs import (
+        WHOLE,
+        GatedDeltaNetKernelSpec,
+        GatedDeltaNetSpec,
+        GatedNormSpec,
+        GQAKernelSpec,
+        GQASpec,
+        KernelSpec,
+        LayerSpec,
+        MLAKernelSpec,
+        MLASpec,
+        NormSpec,
+        Parallel,
+        ResidualSpec,
+    )
 
 __all__ = [
     "BUILTIN",
@@ -76,3 +79,51 @@ __all__ = [
     "norm",
     "tensor_parallel",
 ]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "BUILTIN": ".builtin",
+        "Adapter": ".base",
+        "Facts": ".base",
+        "DEEPSEEK_V3": ".deepseek_v3",
+        "GPT_OSS": ".gpt_oss",
+        "KIMI_K2": ".kimi_k2",
+        "KIMI_LINEAR": ".kimi_linear",
+        "QWEN3_NEXT": ".qwen3_next",
+        "LayerReader": ".reader",
+        "tensor_parallel": ".parallel",
+        **dict.fromkeys(("const", "gated_norm", "norm"), ".sources"),
+        **dict.fromkeys(
+            (
+                "FactsError",
+                "InnerLayerError",
+                "LayerfuseError",
+                "MissingAttributeError",
+                "ParallelConflictError",
+                "ParallelUnknownError",
+                "SpecError",
+                "UnknownLayerError",
+            ),
+            ".errors",
+        ),
+        **dict.fromkeys(
+            (
+                "WHOLE",
+                "GQAKernelSpec",
+                "GQASpec",
+                "GatedDeltaNetKernelSpec",
+                "GatedDeltaNetSpec",
+                "GatedNormSpec",
+                "KernelSpec",
+                "LayerSpec",
+                "MLAKernelSpec",
+                "MLASpec",
+                "NormSpec",
+                "Parallel",
+                "ResidualSpec",
+            ),
+            ".specs",
+        ),
+    },
+)

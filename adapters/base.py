@@ -7,7 +7,7 @@ are data: what is malformed is refused when it is defined, with the remedy, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -26,13 +26,17 @@ PARALLEL_WORDS = ("tp_size", "tp_rank", "tp_weight")
 Parsed: TypeAlias = tuple[Source, ...] | NormSource | tuple[NormSource, ...] | tuple[Path, ...]
 
 
+def _frozen(words: Mapping[str, Any]) -> Mapping[str, Any]:
+    return MappingProxyType(dict(words))
+
+
 @frozen
 class Facts:
     """Where each field of `spec` is found on one class of layer, in the words of `sources`."""
 
     spec: type[Any]
     "The spec type these layers are read into."
-    words: Mapping[str, Any] = field(converter=lambda words: MappingProxyType(dict(words)))
+    words: Mapping[str, Any] = field(converter=_frozen)
     "Field -> source. Of a total/local pair one is enough: which of the two is named says what the number means."
     parsed: Mapping[str, Parsed] = field(init=False, eq=False, repr=False)
 
@@ -111,6 +115,10 @@ def _layers(layers: Mapping[str, Facts | tuple[Facts, ...]]) -> Mapping[str, tup
     return MappingProxyType(found)
 
 
+def _keys(keys: Iterable[str]) -> frozenset[str]:
+    return frozenset(map(check_key, keys))
+
+
 @frozen
 class Adapter:
     """One architecture: its layer classes, in every engine that has them.
@@ -123,7 +131,7 @@ class Adapter:
     "As models.toml entries name it."
     layers: Mapping[str, tuple[Facts, ...]] = field(converter=_layers)
     "Layer class (`package.prefix:ClassName`) -> facts. The longest matching prefix wins."
-    ignored: frozenset[str] = field(default=frozenset(), converter=lambda keys: frozenset(map(check_key, keys)))
+    ignored: frozenset[str] = field(default=(), converter=_keys)
     "Classes that look like attention but are none of ours: vision towers, indexers."
 
     @name.validator

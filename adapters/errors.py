@@ -6,12 +6,13 @@ others (`except LookupError`, `hasattr`) keep working.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Sequence
 
 
 def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     """The known names most like `name`, best first; compared by their last part too, since prefixes are often long."""
+    import difflib  # only ever needed for a message
+
     known = list(known)
     best = difflib.get_close_matches(name, known, n=count, cutoff=0.6)
     tails: dict[str, list[str]] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
-from .sources import Unreadable
+from .sources import UnreadableError
 from .specs import Parallel
 
 _ambient: ContextVar[Parallel | None] = ContextVar("layerfuse_tensor_parallel", default=None)
@@ -56,21 +56,21 @@ def shards_of_linear(linear: Any) -> Shards:
     local shard, whose rank nothing tells.
 
     Raises:
-        Unreadable: the weight explains neither, as packed quantised weights do not.
+        UnreadableError: the weight explains neither, as packed quantised weights do not.
     """
     try:
         weight, declared = linear.weight, (linear.out_features, linear.in_features)
     except AttributeError as error:
-        raise Unreadable(f"{type(linear).__name__} has no {error.name!r}") from None
+        raise UnreadableError(f"{type(linear).__name__} has no {error.name!r}") from None
     if is_dtensor(weight):
         return _shards_of_mesh(weight)
     held = tuple(weight.shape)
     if held == declared:
         return Shards(1, 0)
     for kept, cut in ((1, 0), (0, 1)):
-        if len(held) == 2 and held[kept] == declared[kept] and 0 < held[cut] and declared[cut] % held[cut] == 0:
+        if len(held) == 2 and held[kept] == declared[kept] and held[cut] > 0 and declared[cut] % held[cut] == 0:
             return Shards(declared[cut] // held[cut], None)
-    raise Unreadable(f"a weight of shape {held} is no even shard of {declared}")
+    raise UnreadableError(f"a weight of shape {held} is no even shard of {declared}")
 
 
 _PLAIN: dict[type, bool] = {}
@@ -95,9 +95,9 @@ def _shards_of_mesh(weight: Any) -> Shards:
         if placement.is_shard() and (names is None or "tp" in names[i])
     ]
     if not cut and names is not None and not any("tp" in name for name in names):
-        raise Unreadable(f"its weight lies on a mesh with the dimensions {names}, none of them tensor-parallel")
+        raise UnreadableError(f"its weight lies on a mesh with the dimensions {names}, none of them tensor-parallel")
     if not cut:
         return Shards(1, 0)
     if len(cut) > 1:
-        raise Unreadable("its weight is cut along more than one mesh dimension")
+        raise UnreadableError("its weight is cut along more than one mesh dimension")
     return Shards(mesh.size(cut[0]), mesh.get_local_rank(cut[0]))

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
 from .base import Facts
 from .errors import LayerfuseError, MissingAttributeError, ParallelConflictError, ParallelUnknownError, SpecError
 from .parallel import Shards, ambient, is_dtensor, shards_of_linear
-from .sources import Const, Converted, NormSource, Path, Source, Unreadable
+from .sources import Const, Converted, NormSource, Path, Source, UnreadableError
 from .specs import GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
 
 _REMEMBERED = 4096
@@ -59,15 +59,22 @@ class LayerReader:
             if known is not None:
                 return known
         spec = _Reading(self, layer, path).spec(parallel, around)
-        if raw is not None:
+        if raw is not None and _settled(raw):
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             self._known[raw, parallel, around] = spec
         return spec
 
 
+def _settled(raw: Any) -> bool:
+    """Whether equal keys mean equal values for good: a tensor may change in place, and must not be kept alive."""
+    if isinstance(raw, tuple):
+        return all(map(_settled, raw))
+    return raw is None or isinstance(raw, (int, float, str))
+
+
 class _Snapshot:
-    """Takes every raw value that decides a spec, in one C call, as a key to remember the spec by.
+    """Takes every raw value that decides a spec, in a few C calls, as a key to remember the spec by.
 
     Only facts whose first source is a plain path can be taken so; others (and layers on which a first source is
     missing) are read in full every time.
@@ -75,52 +82,72 @@ class _Snapshot:
 
     def __init__(self, facts: Facts) -> None:
         partners = {a.name: goes_with(a) for a in attrs.fields(facts.spec) if goes_with(a)}
-        always: list[str] = []
-        dependent: list[str] = []
-        self._reduced: list[tuple[int, Callable[[Any], Any]]] = []
-        self._partner: int | None = None
+        always: list[tuple[Path, _Reduce]] = []
+        dependent: list[tuple[Path, _Reduce]] = []
         possible = True
+        partner: Path | None = None
         for name, parsed in facts.parsed.items():
             paths = list(_first_paths(name, parsed))
-            possible = possible and all(path is not None for path in paths)
-            dotted = [_without_index(path) for path in paths if path]
-            if name in partners:
-                dependent += dotted
-            else:
-                if name in partners.values():
-                    self._partner = len(always)
-                if reduce := _reduction(name, parsed):
-                    self._reduced += [(len(always) + i, reduce) for i in range(len(dotted))]
-                always += dotted
-        self._full = _getter(always + dependent) if possible else None
-        self._without = _getter(always) if possible and dependent else None
+            possible = possible and None not in paths
+            taken = [(path, _reduction(name, parsed)) for path in paths if path]
+            (dependent if name in partners else always).extend(taken)
+            if name in partners.values() and taken:
+                partner = taken[0][0]
+        self._full = _Getter(always + dependent) if possible else None
+        # The layer may lack what goes with a field that is None on it: no query latent, no norm of it.
+        self._without = _Getter(always) if possible and partner else None
+        self._partner = operator.attrgetter(str(partner)) if partner else None
 
     def take(self, layer: Any) -> Any:
-        if self._full is None:
-            return None
+        """The key, or None where only a full reading will do."""
         try:
-            raw = self._full(layer)
+            if self._partner is not None and self._without is not None and self._partner(layer) is None:
+                return self._without.take(layer)
+            return None if self._full is None else self._full.take(layer)
         except Exception:  # whatever it is, the full reading meets it again and reports it properly
-            if self._without is None or self._partner is None:
-                return None
-            try:
-                raw = self._without(layer)
-            except Exception:
-                return None
-            if raw[self._partner] is not None:
-                return None
-        if not self._reduced:
-            return raw
-        values = list(raw)
-        try:
+            return None
+
+
+_Reduce: TypeAlias = Callable[[Any], Any] | None
+
+
+class _Getter:
+    """Several paths at once: each child module is fetched once, which is the slow part on a torch module."""
+
+    def __init__(self, paths: list[tuple[Path, _Reduce]]) -> None:
+        own: list[tuple[str, _Reduce]] = []
+        inner: dict[str, list[str]] = {}
+        for path, reduce in paths:
+            if len(path.steps) == 1 or reduce:
+                own.append((_without_index(path.steps), reduce))
+            else:
+                inner.setdefault(path.steps[0], []).append(_without_index(path.steps[1:]))
+        self._own = _attrgetter([name for name, _ in own])
+        self._reduced = [(i, reduce) for i, (_, reduce) in enumerate(own) if reduce]
+        self._children = [(operator.attrgetter(child), operator.attrgetter(*rest)) for child, rest in inner.items()]
+
+    def take(self, layer: Any) -> tuple[Any, ...]:
+        own = self._own(layer)
+        if self._reduced:
+            values = list(own)
             for i, reduce in self._reduced:
                 values[i] = reduce(values[i])
-        except Unreadable:
-            return None
-        return tuple(values)
+            own = tuple(values)
+        return own, *[rest(child(layer)) for child, rest in self._children]
 
 
-def _reduction(name: str, parsed: Any) -> Callable[[Any], Any] | None:
+def _attrgetter(names: list[str]) -> Callable[[Any], Any]:
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    return lambda layer: tuple(operator.attrgetter(name)(layer) for name in names)
+
+
+def _without_index(steps: tuple[str, ...]) -> str:
+    """`weight.shape.0` as `weight.shape`: an attrgetter cannot index, and the whole shape decides the part."""
+    return ".".join(steps[:-1] if steps[-1][0].isdigit() else steps)
+
+
+def _reduction(name: str, parsed: Any) -> _Reduce:
     """What stands in the key for an object that must not be kept alive by it."""
     if name == "tp_weight":
         return _weight_facts
@@ -132,18 +159,12 @@ def _reduction(name: str, parsed: Any) -> Callable[[Any], Any] | None:
 def _weight_facts(linear: Any) -> tuple[Any, ...]:
     weight = linear.weight
     if is_dtensor(weight):
-        raise Unreadable("a mesh may change without the weight")
+        raise UnreadableError("a mesh may change without the weight")
     return weight.shape, linear.out_features, linear.in_features
 
 
 def _is_none(value: Any) -> bool:
     return value is None
-
-
-def _getter(paths: list[str]) -> Callable[[Any], tuple[Any, ...]]:
-    if len(paths) > 1:
-        return operator.attrgetter(*paths)
-    return lambda layer: tuple(operator.attrgetter(path)(layer) for path in paths)
 
 
 def _first_paths(name: str, parsed: Any) -> Iterable[Path | None]:
@@ -171,11 +192,6 @@ def _plain(source: Source) -> Path | None:
     return None if any(step[0].isdigit() for step in inner) else path
 
 
-def _without_index(path: Path) -> str:
-    steps = path.steps[:-1] if path.steps[-1][0].isdigit() else path.steps
-    return ".".join(steps)
-
-
 class _Reading:
     """One full reading of one layer, with everything an error message needs."""
 
@@ -200,8 +216,8 @@ class _Reading:
         if self.path:
             return f"{self.path} ({self.reader.key})"
         try:
-            index = self.first("layer_index", self.facts.parsed["layer_index"])
-        except (LayerfuseError, Unreadable, KeyError):
+            index = self.first(self.facts.parsed["layer_index"])
+        except (LayerfuseError, UnreadableError, KeyError):
             return f"a {self.reader.key} layer"
         return f"{self.reader.key} layer {index}"
 
@@ -229,8 +245,8 @@ class _Reading:
         try:
             module = source.module.read(self.layer)
             if module is None:
-                raise Unreadable(f"{source.module}: is None")
-        except Unreadable as error:
+                raise UnreadableError(f"{source.module}: is None")
+        except UnreadableError as error:
             raise self.missing(name, [str(error)]) from error.__cause__
         said = {}
         for part, places in source.fields:
@@ -243,20 +259,20 @@ class _Reading:
 
     def found(self, name: str, places: tuple[Source, ...], start: Any = None, prefix: str = "") -> Any:
         try:
-            return self.first(name, places, start)
-        except Unreadable as error:
+            return self.first(places, start)
+        except UnreadableError as error:
             raise self.missing(name, [prefix + attempt for attempt in error.args]) from error.__cause__
 
-    def first(self, name: str, places: Any, start: Any = None) -> Any:
+    def first(self, places: Any, start: Any = None) -> Any:
         tried = []
         cause = None
         for source in places:
             try:
                 return source.read(self.layer if start is None else start)
-            except Unreadable as error:
+            except UnreadableError as error:
                 tried.append(str(error))
                 cause = error.__cause__
-        raise Unreadable(*tried) from cause
+        raise UnreadableError(*tried) from cause
 
     def missing(self, field: str, tried: list[str]) -> MissingAttributeError:
         return MissingAttributeError(
@@ -282,7 +298,9 @@ class _Reading:
             return hint
         size = next(iter(sources.values()))
         if rank is not None and given is not None and given.rank not in (None, rank):
-            raise ParallelConflictError(f"{self.name()}, rank", {"the layer": rank, "the parallel argument": given.rank})
+            raise ParallelConflictError(
+                f"{self.name()}, rank", {"the layer": rank, "the parallel argument": given.rank}
+            )
         if rank is None and hint is not None and hint.size == size:
             rank = hint.rank
         return Parallel(size=size, rank=0 if size == 1 else rank)
@@ -290,12 +308,13 @@ class _Reading:
     def evidence(self, values: Mapping[str, Any]) -> tuple[dict[str, int], int | None, list[str]]:
         """What says the size (source -> size), the rank if anything says it, and what stayed silent."""
         sources: dict[str, int] = {}
-        rank, silent = None, []
+        rank: int | None = None
+        silent: list[str] = []
         parsed: Mapping[str, Any] = self.facts.parsed
         if "tp_size" in parsed:
             try:
-                sources[str(parsed["tp_size"][0])] = _whole(self.first("tp_size", parsed["tp_size"]))
-            except Unreadable as error:
+                sources[str(parsed["tp_size"][0])] = _whole(self.first(parsed["tp_size"]))
+            except UnreadableError as error:
                 silent += error.args
         for pair in self.facts.spec.pairs:
             total, local = values.get(pair.total), values.get(pair.local)
@@ -304,8 +323,8 @@ class _Reading:
                 sources[f"{pair.total} / {pair.local}"] = total // local
         if "tp_rank" in parsed:
             try:
-                rank = _whole(self.first("tp_rank", parsed["tp_rank"]))
-            except Unreadable:
+                rank = _whole(self.first(parsed["tp_rank"]))
+            except UnreadableError:
                 rank = None
         if not sources and "tp_weight" in parsed:
             shards = self.shards(parsed["tp_weight"], silent)
@@ -318,7 +337,7 @@ class _Reading:
         for path in paths:
             try:
                 return shards_of_linear(path.read(self.layer))
-            except Unreadable as error:
+            except UnreadableError as error:
                 silent.append(f"{path}: {error}")
         return None
 

@@ -26,7 +26,7 @@ _STEP = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}")
 _LONGEST_PATH = 12
 
 
-class Unreadable(Exception):
+class UnreadableError(Exception):
     """A path that leads nowhere on this layer. Carries the sentence for the error; never leaves this package."""
 
 
@@ -46,12 +46,12 @@ class Path:
         """The value at the end of the path.
 
         Raises:
-            Unreadable: a step does not exist, or leads through None.
+            UnreadableError: a step does not exist, or leads through None.
         """
         walked = ""
         for step in self.steps:
             if obj is None:
-                raise Unreadable(f"{self}: {walked} is None")
+                raise UnreadableError(f"{self}: {walked} is None")
             obj = _step(obj, step, self)
             walked = f"{walked}.{step}" if walked else step
         return obj
@@ -65,9 +65,9 @@ def _step(obj: Any, step: str, path: Path) -> Any:
             return obj[step]
         return getattr(obj, step)
     except (AttributeError, LookupError):
-        raise Unreadable(f"{path}: {type(obj).__name__} has no {step!r}") from None
+        raise UnreadableError(f"{path}: {type(obj).__name__} has no {step!r}") from None
     except Exception as error:  # a property of the layer that fails in its own way: report it, never hide it
-        raise Unreadable(f"{path}: reading {step!r} raised {type(error).__name__}: {error}") from error
+        raise UnreadableError(f"{path}: reading {step!r} raised {type(error).__name__}: {error}") from error
 
 
 @frozen
@@ -84,11 +84,11 @@ class Quotient:
         """The quotient.
 
         Raises:
-            Unreadable: a path does not exist, or the division leaves a remainder.
+            UnreadableError: a path does not exist, or the division leaves a remainder.
         """
         dividend, divisor = self.dividend.read(obj), self.divisor.read(obj)
         if type(dividend) is not int or type(divisor) is not int or divisor == 0 or dividend % divisor:
-            raise Unreadable(f"{self}: {dividend!r} / {divisor!r} is no whole number")
+            raise UnreadableError(f"{self}: {dividend!r} / {divisor!r} is no whole number")
         return dividend // divisor
 
 
@@ -101,7 +101,7 @@ class Const:
     def __str__(self) -> str:
         return f"const {self.value!r}"
 
-    def read(self, obj: Any) -> Any:
+    def read(self, _: Any) -> Any:
         """The constant, whatever the layer."""
         return self.value
 
@@ -120,7 +120,7 @@ class Converted:
         """The converted value.
 
         Raises:
-            Unreadable: the path does not exist, or the value is not in that notation.
+            UnreadableError: the path does not exist, or the value is not in that notation.
         """
         return CONVERSIONS[self.convert](self.path.read(obj))
 
@@ -141,14 +141,14 @@ def _name_index(per_layer: int) -> Callable[[Any], int]:
             return numbers[0]
         if len(numbers) == 2 and numbers[1] < per_layer:
             return numbers[0] * per_layer + numbers[1]
-        raise Unreadable(f"{value!r} holds no single layer number")
+        raise UnreadableError(f"{value!r} holds no single layer number")
 
     return convert
 
 
 def _parent_name(value: Any) -> str:
     if not isinstance(value, str) or "." not in value:
-        raise Unreadable(f"{value!r} is not the dotted name of a layer")
+        raise UnreadableError(f"{value!r} is not the dotted name of a layer")
     return "the layer " + value.rpartition(".")[0]
 
 
@@ -292,6 +292,4 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
     if not isinstance(module, Path):
         raise FactsError(f"{field}: a norm's module is a path, not a quotient")
     said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k != "module"}}
-    return NormSource(
-        module, tuple((name, parse_source(source, f"{field}.{name}")) for name, source in said.items())
-    )
+    return NormSource(module, tuple((name, parse_source(source, f"{field}.{name}")) for name, source in said.items()))

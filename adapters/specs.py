@@ -243,7 +243,7 @@ class LayerSpec(_Checked):
             SpecError: the heads cannot be shared by that many ranks.
         """
         local: dict[str, int] = {}
-        problems = []
+        problems: list[str] = []
         for pair in self.pairs:
             try:
                 local[pair.local] = pair.local_of(getattr(self, pair.total), size)
@@ -273,9 +273,7 @@ class LayerSpec(_Checked):
 class MLASpec(LayerSpec):
     """Multi-head latent attention (DeepSeek-V2 report, arXiv 2405.04434, section 2.1)."""
 
-    pairs: ClassVar[tuple[HeadPair, ...]] = (
-        HeadPair(total="num_heads", local="num_local_heads", replicates=False),
-    )
+    pairs: ClassVar[tuple[HeadPair, ...]] = (HeadPair(total="num_heads", local="num_local_heads", replicates=False),)
 
     num_heads: int = count()
     "Query heads of the whole model. MLA has one latent KV head, held by every rank, so no KV count exists."
@@ -525,7 +523,9 @@ class GatedDeltaNetKernelSpec(KernelSpec):
 
 
 AttentionSpec: TypeAlias = MLASpec | GatedDeltaNetSpec | GQASpec
-AnySpec: TypeAlias = MLASpec | GatedDeltaNetSpec | GQASpec | ResidualSpec | MLAKernelSpec | GQAKernelSpec | GatedDeltaNetKernelSpec
+AnySpec: TypeAlias = (
+    MLASpec | GatedDeltaNetSpec | GQASpec | ResidualSpec | MLAKernelSpec | GQAKernelSpec | GatedDeltaNetKernelSpec
+)
 
 FAMILIES: dict[str, type[Any]] = {
     "mla": MLASpec,

@@ -10,7 +10,15 @@ from typing import Any
 
 from .base import Facts
 from .sources import const, gated_norm, norm
-from .specs import GatedDeltaNetKernelSpec, GatedDeltaNetSpec, GQAKernelSpec, GQASpec, MLAKernelSpec, MLASpec, ResidualSpec
+from .specs import (
+    GatedDeltaNetKernelSpec,
+    GatedDeltaNetSpec,
+    GQAKernelSpec,
+    GQASpec,
+    MLAKernelSpec,
+    MLASpec,
+    ResidualSpec,
+)
 
 
 def _read_as(path: str, conversion: str) -> dict[str, Any]:

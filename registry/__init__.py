@@ -6,57 +6,30 @@ what installed plugins add. `Registry()` makes others. Importing this package im
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..adapters.parallel import tensor_parallel
-from .errors import CatalogError, ConflictError, PluginError, UnknownModelError
-from .lookup import Registry
+from .._lazy import attach
 
 if TYPE_CHECKING:
+    from ..adapters.parallel import tensor_parallel
     from .catalog import ModelEntry
-
-
-def _fill(registry: Registry) -> None:
-    from pathlib import Path
-
-    from ..adapters import BUILTIN
-    from .plugins import load_plugins
-
-    for adapter in BUILTIN:
-        registry.register_adapter(adapter)
-    registry.load(Path(__file__).parent.parent / "models.toml")
-    registry.on_miss(load_plugins)
-
-
-def fresh() -> Registry:
-    """A new registry with the built-in content and plugins, independent of the default one."""
-    return Registry(fill=_fill)
-
-
-default = fresh()
-"""The registry behind this package's functions."""
-
-spec_for = default.spec_for
-specs_in = default.specs_in
-unknown_in = default.unknown_in
-adapter_for = default.adapter_for
-models = default.models
-model = default.model
-adapters = default.adapters
-layer_classes = default.layer_classes
-register_adapter = default.register_adapter
-register_model = default.register_model
-load = default.load
-
-
-def __getattr__(name: str) -> Any:
-    # The typed entries need cattrs' neighbours only when they are used.
-    if name == "ModelEntry":
-        from .catalog import ModelEntry
-
-        return ModelEntry
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
+    from .defaults import (
+        adapter_for,
+        adapters,
+        default,
+        fresh,
+        layer_classes,
+        load,
+        model,
+        models,
+        register_adapter,
+        register_model,
+        spec_for,
+        specs_in,
+        unknown_in,
+    )
+    from .errors import CatalogError, ConflictError, PluginError, UnknownModelError
+    from .lookup import Registry
 
 __all__ = [
     "CatalogError",
@@ -80,3 +53,12 @@ __all__ = [
     "tensor_parallel",
     "unknown_in",
 ]
+
+_ERRORS = ("CatalogError", "ConflictError", "PluginError", "UnknownModelError")
+_ELSEWHERE = {
+    **dict.fromkeys(_ERRORS, ".errors"),
+    "ModelEntry": ".catalog",
+    "Registry": ".lookup",
+    "tensor_parallel": "..adapters.parallel",
+}
+__getattr__, __dir__ = attach(__name__, {name: _ELSEWHERE.get(name, ".defaults") for name in __all__})

@@ -282,9 +282,7 @@ class ModelEntry:
             raise SpecError(self.name, problems)
         return claimed
 
-    def specs(
-        self, tp: int = 1, rank: int | None = None, *, engine: str | None = None
-    ) -> list[tuple[str, LayerSpec]]:
+    def specs(self, tp: int = 1, rank: int | None = None, *, engine: str | None = None) -> list[tuple[str, LayerSpec]]:
         """The spec of every layer on one rank, as (name, spec) in layer order.
 
         Args:

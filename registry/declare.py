@@ -31,9 +31,7 @@ def declared_adapters(registry: Registry, entries: Mapping[str, ModelEntry], sou
         if entry.adapter not in known_adapters and entry.adapter not in entries
     ]
     facts: dict[str, tuple[Facts, ...]] = {}
-    waiting = [
-        (name, key, table) for name, entry in entries.items() for key, table in entry.layer_classes.items()
-    ]
+    waiting = [(name, key, table) for name, entry in entries.items() for key, table in entry.layer_classes.items()]
     found: dict[str, dict[str, tuple[Facts, ...]]] = {}
 
     def lookup(key: str) -> tuple[Facts, ...] | None:

@@ -27,7 +27,7 @@ MOST_PROBLEMS = 50
 """Mistakes listed for one file before the rest is only counted."""
 
 
-class _Wrong(ValueError):
+class _WrongValueError(ValueError):
     """A value of the wrong type or form; the text is the problem."""
 
 
@@ -38,11 +38,11 @@ def make_converter() -> cattrs.Converter:
     converter.register_structure_hook(float, _exact_float)
     converter.register_structure_hook(str, _exact_str)
     converter.register_structure_hook(bool, _exact_bool)
-    converter.register_structure_hook_func(lambda t: get_origin(t) is Literal, _one_of)
+    converter.register_structure_hook_func(_is_literal, _one_of)
     converter.register_structure_hook_func(_is_count_or_word, _count_or_word)
     converter.register_structure_hook_func(lambda t: t == At, lambda value, _: _at(converter, value))
     converter.register_structure_hook_func(lambda t: t == LayerKind, lambda value, _: _layer_kind(converter, value))
-    converter.register_structure_hook_func(lambda t: t is Any, lambda value, _: value)
+    converter.register_structure_hook_func(_is_any, lambda value, _: value)
     for cls in (*KINDS.values(), EngineNorms, Every, GateWords, Yarn):
         converter.register_structure_hook(cls, make_dict_structure_fn(cls, converter))
         converter.register_unstructure_hook(cls, make_dict_unstructure_fn(cls, converter, _cattrs_omit_if_default=True))
@@ -53,27 +53,35 @@ def make_converter() -> cattrs.Converter:
     return converter
 
 
+def _is_literal(kind: Any) -> bool:
+    return get_origin(kind) in (Literal,)
+
+
+def _is_any(kind: Any) -> bool:
+    return bool(kind == Any)
+
+
 def _exact_int(value: Any, _: Any) -> int:
     if type(value) is not int:
-        raise _Wrong(f"expected a whole number, got {_shown(value)}")
+        raise _WrongValueError(f"expected a whole number, got {_shown(value)}")
     return value
 
 
 def _exact_float(value: Any, _: Any) -> float:
     if type(value) not in (int, float):
-        raise _Wrong(f"expected a number, got {_shown(value)}")
+        raise _WrongValueError(f"expected a number, got {_shown(value)}")
     return float(value) if abs(value) < 1e300 else value
 
 
 def _exact_str(value: Any, _: Any) -> str:
     if type(value) is not str:
-        raise _Wrong(f"expected a text, got {_shown(value)}")
+        raise _WrongValueError(f"expected a text, got {_shown(value)}")
     return value
 
 
 def _exact_bool(value: Any, _: Any) -> bool:
     if type(value) is not bool:
-        raise _Wrong(f"expected true or false, got {_shown(value)}")
+        raise _WrongValueError(f"expected true or false, got {_shown(value)}")
     return value
 
 
@@ -81,42 +89,42 @@ def _one_of(value: Any, kind: Any) -> Any:
     words = get_args(kind)
     if value not in words or type(value) is not str:
         hint = did_you_mean(value, words) if isinstance(value, str) else ""
-        raise _Wrong(f"expected {' or '.join(map(repr, words))}, got {_shown(value)}{hint}")
+        raise _WrongValueError(f"expected {' or '.join(map(repr, words))}, got {_shown(value)}{hint}")
     return value
 
 
 def _is_count_or_word(kind: Any) -> bool:
     parts = get_args(kind)
-    return int in parts and any(get_origin(part) is Literal for part in parts)
+    return int in parts and any(map(_is_literal, parts))
 
 
 def _count_or_word(value: Any, kind: Any) -> Any:
-    words = [word for part in get_args(kind) if get_origin(part) is Literal for word in get_args(part)]
+    words = [word for part in get_args(kind) if _is_literal(part) for word in get_args(part)]
     if type(value) is int or value in words:
         return value
-    raise _Wrong(f"expected a whole number or {' or '.join(map(repr, words))}, got {_shown(value)}")
+    raise _WrongValueError(f"expected a whole number or {' or '.join(map(repr, words))}, got {_shown(value)}")
 
 
 def _at(converter: cattrs.Converter, value: Any) -> Any:
     if isinstance(value, dict):
         every = converter.structure(value, Every)
         if every.step < 1 or every.start < 0:
-            raise _Wrong(f"expected a step of at least 1 and a start of at least 0, got {_shown(value)}")
+            raise _WrongValueError(f"expected a step of at least 1 and a start of at least 0, got {_shown(value)}")
         return every
     if isinstance(value, list):
         return converter.structure(value, list[int])
     if value not in ("all", "rest"):
-        raise _Wrong(f'expected "all", "rest", a list of layers or {{start, step}}, got {_shown(value)}')
+        raise _WrongValueError(f'expected "all", "rest", a list of layers or {{start, step}}, got {_shown(value)}')
     return value
 
 
 def _layer_kind(converter: cattrs.Converter, value: Any) -> Any:
     if not isinstance(value, dict):
-        raise _Wrong(f"expected a table, got {_shown(value)}")
+        raise _WrongValueError(f"expected a table, got {_shown(value)}")
     family = value.get("family")
     if not isinstance(family, str) or family not in KINDS:
         hint = did_you_mean(family, KINDS) if isinstance(family, str) else ""
-        raise _Wrong(f"family: expected one of {', '.join(KINDS)}, got {_shown(family)}{hint}")
+        raise _WrongValueError(f"family: expected one of {', '.join(KINDS)}, got {_shown(family)}{hint}")
     return converter.structure(value, KINDS[family])
 
 
@@ -218,12 +226,13 @@ def contradictions(entry: ModelEntry) -> list[str]:
 def _format(error: BaseException, kind: type | None) -> str:
     if isinstance(error, ForbiddenExtraKeysError):
         known = [a.name for a in attrs.fields(error.cl) if a.name != "name"]
-        return "; ".join(
-            f"unknown key {key!r}{did_you_mean(key, known)}" for key in sorted(error.extra_fields)
-        ) + f" (known: {', '.join(known)})"
+        return (
+            "; ".join(f"unknown key {key!r}{did_you_mean(key, known)}" for key in sorted(error.extra_fields))
+            + f" (known: {', '.join(known)})"
+        )
     if isinstance(error, KeyError):
         return f"required key {error.args[0]!r} is missing"
-    if isinstance(error, _Wrong):
+    if isinstance(error, _WrongValueError):
         return str(error)
     return f"expected {getattr(kind, '__name__', kind)}, got something else ({error})"
 

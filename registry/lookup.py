@@ -102,17 +102,17 @@ class Registry:
             And whatever `spec_for` raises for one of them, with the layer's path.
         """
         found = []
-        inside: tuple[str, ...] = ()
+        # Modules come parent first, and all of a layer's before the next: one prefix tells what lies inside it.
+        inside: str | None = None
         for path, module in model.named_modules():
-            nested = path.startswith(inside) if inside else False
-            for reader in self._readers_of(type(module)):
-                spec = reader.facts.spec
-                if of is None and nested:
-                    continue
-                if of is None or issubclass(spec, of):
+            readers = self._readers_of(type(module))
+            if not readers or (of is None and _within(path, inside)):
+                continue
+            for reader in readers:
+                if of is None or issubclass(reader.facts.spec, of):
                     found.append((path, reader.read(module, parallel, path)))
-                if not issubclass(spec, (ResidualSpec, KernelSpec)):
-                    inside = (*inside, f"{path}.") if path else ("",)
+            if any(_is_attention(reader) for reader in readers):
+                inside = path
         if not found and of is None:
             raise self._nothing_in(model)
         return found
@@ -123,14 +123,18 @@ class Registry:
         What an adapter declares as ignored (vision towers), and what lies inside a known layer, is not listed.
         """
         found = []
-        inside: tuple[str, ...] = ()
+        inside: str | None = None
         for path, module in model.named_modules():
+            if _within(path, inside):
+                continue
             cls = type(module)
             readers = self._readers_of(cls)
-            if any(not issubclass(reader.facts.spec, ResidualSpec) for reader in readers):
-                inside = (*inside, f"{path}.")
-            elif not readers and _LOOKS_LIKE_ATTENTION.search(cls.__name__) and not self._is_ignored(cls):
-                if not (inside and path.startswith(inside)):
+            if any(map(_is_attention, readers)):
+                inside = path
+            elif not readers and _LOOKS_LIKE_ATTENTION.search(cls.__name__):
+                if self._is_ignored(cls):
+                    inside = path
+                else:
                     found.append((path, class_name(cls)))
         return found
 
@@ -321,7 +325,9 @@ class Registry:
         if hasattr(type(layer), "named_modules") and any(True for _ in layer.children()):
             inner = [(p, m) for p, m in layer.named_modules() if p and self._readers_of(type(m))]
             if inner:
-                hint = f"ask specs_in for a whole model; this one holds known layers, the first at {inner[0][0]}. For it"
+                hint = (
+                    f"ask specs_in for a whole model; this one holds known layers, the first at {inner[0][0]}. For it"
+                )
         return UnknownLayerError(class_name(type(layer)), self._owners, hint)
 
     def _nothing_in(self, model: Any) -> UnknownLayerError:
@@ -332,6 +338,14 @@ class Registry:
             )
         path, name = unknown[0]
         return UnknownLayerError(f"{name} (at {path}, and {len(unknown) - 1} more like it)", self._owners)
+
+
+def _within(path: str, outer: str | None) -> bool:
+    return outer is not None and (path.startswith(f"{outer}.") if outer else path != "")
+
+
+def _is_attention(reader: LayerReader) -> bool:
+    return not issubclass(reader.facts.spec, (ResidualSpec, KernelSpec))
 
 
 def class_name(cls: type) -> str:

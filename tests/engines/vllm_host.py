@@ -1,0 +1,176 @@
+"""Let real vLLM build its layers on a machine without a GPU, as any rank of any tensor-parallel group.
+
+vLLM's own configuration objects and its own group coordinators are used throughout; what this file replaces is only
+what asks a device or another process for an answer.  Import it before vLLM: it chooses the platform through the
+environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
+os.environ.setdefault("VLLM_PLUGINS", "")  # none of the plugins that happen to be installed
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Kernels over NVLink, which vLLM tries to set up when a Kimi model is built.
+os.environ.setdefault("VLLM_KIMI_K3_GEMM_AR", "0")
+os.environ.setdefault("VLLM_ENABLE_GEMM_RS", "0")
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from vllm.config import (
+    CacheConfig,
+    CompilationConfig,
+    CompilationMode,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    VllmConfig,
+)
+from vllm.distributed import parallel_state
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+CHECKPOINTS = Path(__file__).parent / "checkpoints"
+"""One folder per published checkpoint, each with the ``config.json`` keys that an engine reads to build a layer."""
+
+ROCM_ARCH = "gfx942"
+"""The GPU that ROCm-only modules are told they run on, because they ask while they are imported."""
+
+
+@contextlib.contextmanager
+def vllm_parallel(tp: int, rank: int) -> Iterator[None]:
+    """Stand at ``rank`` of a tensor-parallel group of ``tp``, alone in this process.
+
+    The groups are vLLM's own, on torch's "fake" backend: every collective returns at once and moves nothing.  They are
+    taken down at the end, so one process can be many ranks of many groups, one after the other.
+    """
+    new_group = dist.new_group
+
+    def new_fake_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup | None:
+        # vLLM pairs each device group with a gloo group, which would wait for the other ranks to come up.
+        return new_group(*args, **{**kwargs, "backend": "fake"})
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp)
+    try:
+        with (
+            mock.patch.object(dist, "new_group", new_fake_group),
+            # Both of these ask the other ranks something and believe the (empty) answer.
+            mock.patch.object(parallel_state, "_node_count", lambda group: 1),
+            mock.patch(
+                "vllm.distributed.device_communicators.shm_broadcast.MessageQueue.create_from_process_group",
+                lambda *args, **kwargs: None,
+            ),
+        ):
+            parallel_state.init_distributed_environment(tp, rank, "fake://", rank, "fake")
+            parallel_state.initialize_model_parallel(tp)
+        init_workspace_manager(torch.device("meta"))
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+        reset_workspace_manager()
+
+
+class _Nothing:
+    """A class, so that it can stand in an annotation, whose every instance is None."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
+        return None
+
+
+@contextlib.contextmanager
+def without_gpu() -> Iterator[None]:
+    """Answer the questions that GPU-only layers ask a device while they are built.
+
+    Streams and events become None (a layer without a second stream runs on one), and sparse attention, which the CPU
+    platform refuses, gets the backend that CUDA would choose.
+    """
+    choose_backend = type(current_platform).get_attn_backend_cls
+
+    def choose_backend_sparse_too(selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
+        if attn_selector_config.use_sparse:
+            return AttentionBackendEnum.FLASHMLA_SPARSE.get_path()
+        return choose_backend(selected_backend, attn_selector_config, **kwargs)
+
+    with (
+        mock.patch.object(torch.cuda, "Stream", _Nothing),
+        mock.patch.object(torch.cuda, "Event", _Nothing),
+        mock.patch.object(type(current_platform), "get_attn_backend_cls", staticmethod(choose_backend_sparse_too)),
+        # Scratch memory grows while a sparse layer is built, and tells the device to let go of the old one.
+        mock.patch.object(torch.accelerator, "empty_cache", lambda: None),
+        # vllm.platforms.rocm asks for the architecture while it is imported.
+        mock.patch.object(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(gcnArchName=ROCM_ARCH)),
+    ):
+        yield
+
+
+def import_model(path: str) -> type[torch.nn.Module]:
+    """Import ``"package.module:Class"``, a model class that may be written for another platform."""
+    module_name, _, class_name = path.partition(":")
+    with _image_processor_stand_in():
+        return getattr(importlib.import_module(module_name), class_name)
+
+
+@contextlib.contextmanager
+def _image_processor_stand_in() -> Iterator[None]:
+    """Let Qwen3.5, a model that also sees, be imported without torchvision, whose builds ask for a CUDA torch."""
+    name = "transformers.models.qwen2_vl.image_processing_qwen2_vl"
+    if name in sys.modules or importlib.util.find_spec("torchvision"):
+        yield
+        return
+    stand_in = ModuleType(name)
+    stand_in.__dict__.update(Qwen2VLImageProcessor=type("Qwen2VLImageProcessor", (), {}), smart_resize=None)
+    sys.modules[name] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+
+
+def published_config(checkpoint: str) -> dict[str, Any]:
+    """The ``config.json`` of ``checkpoint``, as published."""
+    return json.loads((CHECKPOINTS / checkpoint / "config.json").read_text())
+
+
+def architecture(checkpoint: str) -> str:
+    return published_config(checkpoint)["architectures"][0]
+
+
+def vllm_config(checkpoint: str, *, tp: int, rank: int, overrides: Mapping[str, Any]) -> VllmConfig:
+    """The configuration with which vLLM would serve ``checkpoint`` at ``tp``, not compiled.
+
+    ``overrides`` replace keys of the (text) config.  Experts are spread whole over the ranks, because CPU kernels
+    refuse the narrow slices that slicing each of them would give; attention is sharded as ever.
+    """
+    path = CHECKPOINTS / checkpoint
+    nested = "text_config" in published_config(checkpoint)
+    model = ModelConfig(
+        model=str(path),
+        tokenizer=str(path),
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=4096,
+        language_model_only=True,
+        hf_overrides={"text_config": dict(overrides)} if nested and overrides else dict(overrides),
+    )
+    return VllmConfig(
+        model_config=model,
+        parallel_config=ParallelConfig(tensor_parallel_size=tp, rank=rank, enable_expert_parallel=model.is_moe),
+        cache_config=CacheConfig(enable_prefix_caching=False),
+        device_config=DeviceConfig("cpu"),
+        compilation_config=CompilationConfig(mode=CompilationMode.NONE),
+    )

@@ -1,0 +1,173 @@
+"""Real vLLM attention layers with the dimensions of published checkpoints, at any tensor-parallel size and rank.
+
+    model = build_model("kimi-linear", tp=8, rank=5)      # every layer, on the meta device, in well under a second
+    layer = build_layer("kimi-linear/mla", tp=8, rank=5)  # the outer attention layer of one decoder layer
+
+A model is vLLM's own, built as vLLM builds it, so its layers have their real names, their decoder layers and norms, and
+their inner kernel layers.  Nothing holds data unless ``device="cpu"`` is asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from vllm_host import architecture, import_model, vllm_config, vllm_parallel, without_gpu  # isort: skip  (before vllm)
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import ModelRegistry
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """How to build one model: the published config, vLLM's class for it, and what must differ from a GPU host."""
+
+    checkpoint: str
+    model_class: str
+    overrides: dict[str, Any] = field(default_factory=dict)
+    environ: dict[str, str] = field(default_factory=dict)
+    tp_sizes: tuple[int, ...] = (1, 2, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Where one attention layer sits: the model, the decoder layer, and the name of the layer in it."""
+
+    model: str
+    decoder: str
+    name: str = "self_attn"
+
+    @property
+    def path(self) -> str:
+        return f"{self.decoder}.{self.name}"
+
+
+_DEEPSEEK = "vllm.model_executor.models.deepseek_v2:DeepseekV3ForCausalLM"
+# Their routed experts are built for one GPU family each; a dense feed-forward leaves attention and norms as they are.
+_ALL_DENSE = {"first_k_dense_replace": 1000}
+
+MODELS: dict[str, Model] = {
+    "deepseek-v3": Model(checkpoint="deepseek-v3", model_class=_DEEPSEEK),
+    "deepseek-v3-mla-off": Model(checkpoint="deepseek-v3", model_class=_DEEPSEEK, environ={"VLLM_MLA_DISABLE": "1"}),
+    "deepseek-v2-lite": Model(
+        checkpoint="deepseek-v2-lite", model_class="vllm.model_executor.models.deepseek_v2:DeepseekV2ForCausalLM"
+    ),
+    "deepseek-v3.2": Model(
+        checkpoint="deepseek-v3.2", model_class="vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM"
+    ),
+    "deepseek-v3.2-rocm": Model(
+        checkpoint="deepseek-v3.2", model_class="vllm.models.deepseek_v32.amd.model:DeepseekV32ForCausalLM"
+    ),
+    "kimi-k2": Model(checkpoint="kimi-k2", model_class=_DEEPSEEK),
+    "kimi-k2.5": Model(
+        checkpoint="kimi-k2.5", model_class="vllm.model_executor.models.kimi_k25:KimiK25ForConditionalGeneration"
+    ),
+    "kimi-linear": Model(
+        checkpoint="kimi-linear-48b-a3b",
+        model_class="vllm.models.kimi_k3.nvidia.model:KimiLinearForCausalLM",
+        overrides=_ALL_DENSE,
+    ),
+    "kimi-linear-rocm": Model(
+        checkpoint="kimi-linear-48b-a3b",
+        model_class="vllm.models.kimi_k3.amd.linear:KimiLinearForCausalLM",
+        overrides=_ALL_DENSE,
+    ),
+    "kimi-k3": Model(
+        checkpoint="kimi-k3",
+        model_class="vllm.models.kimi_k3.nvidia.model:KimiLinearForCausalLM",
+        overrides=_ALL_DENSE,
+    ),
+    "kimi-k3-rocm": Model(
+        checkpoint="kimi-k3",
+        model_class="vllm.models.kimi_k3.amd.linear:KimiLinearForCausalLM",
+        overrides=_ALL_DENSE,
+    ),
+    "gpt-oss-20b": Model(checkpoint="gpt-oss-20b", model_class="vllm.model_executor.models.gpt_oss:GptOssForCausalLM"),
+    "gpt-oss-120b": Model(
+        checkpoint="gpt-oss-120b", model_class="vllm.model_executor.models.gpt_oss:GptOssForCausalLM"
+    ),
+    "glm-4.7-flash": Model(
+        checkpoint="glm-4.7-flash",
+        model_class="vllm.model_executor.models.glm4_moe_lite:Glm4MoeLiteForCausalLM",
+        tp_sizes=(1, 2, 4),  # 20 heads
+    ),
+    "glm-5": Model(checkpoint="glm-5", model_class="vllm.models.deepseek_v32.nvidia.model:DeepseekV32ForCausalLM"),
+    "longcat-flash": Model(
+        checkpoint="longcat-flash", model_class="vllm.model_executor.models.longcat_flash:LongcatFlashForCausalLM"
+    ),
+    "qwen3-next": Model(
+        checkpoint="qwen3-next-80b-a3b", model_class="vllm.model_executor.models.qwen3_next:Qwen3NextForCausalLM"
+    ),
+    "qwen3.5-27b": Model(
+        checkpoint="qwen3.5-27b",
+        model_class="vllm.model_executor.models.qwen3_5:Qwen3_5ForConditionalGeneration",
+    ),
+    "qwen3.5-35b": Model(
+        checkpoint="qwen3.5-35b-a3b",
+        model_class="vllm.model_executor.models.qwen3_5:Qwen3_5MoeForConditionalGeneration",
+    ),
+}
+
+LAYERS: dict[str, Layer] = {
+    "deepseek-v3/mla": Layer("deepseek-v3", "model.layers.0"),
+    "deepseek-v3/mla-off": Layer("deepseek-v3-mla-off", "model.layers.0"),
+    "deepseek-v2-lite/mla": Layer("deepseek-v2-lite", "model.layers.1"),
+    "deepseek-v3.2/mla": Layer("deepseek-v3.2", "model.layers.0"),
+    "deepseek-v3.2-rocm/mla": Layer("deepseek-v3.2-rocm", "model.layers.0"),
+    "kimi-k2/mla": Layer("kimi-k2", "model.layers.1"),
+    "kimi-k2.5/mla": Layer("kimi-k2.5", "language_model.model.layers.1"),
+    "kimi-linear/kda": Layer("kimi-linear", "model.layers.0"),
+    "kimi-linear/mla": Layer("kimi-linear", "model.layers.3"),
+    "kimi-linear-rocm/kda": Layer("kimi-linear-rocm", "model.layers.0"),
+    "kimi-linear-rocm/mla": Layer("kimi-linear-rocm", "model.layers.3"),
+    "kimi-k3/kda": Layer("kimi-k3", "model.layers.0"),
+    "kimi-k3/mla": Layer("kimi-k3", "model.layers.3"),
+    "kimi-k3-rocm/kda": Layer("kimi-k3-rocm", "model.layers.0"),
+    "kimi-k3-rocm/mla": Layer("kimi-k3-rocm", "model.layers.3"),
+    "gpt-oss-20b/sliding": Layer("gpt-oss-20b", "model.layers.0", "attn"),
+    "gpt-oss-20b/full": Layer("gpt-oss-20b", "model.layers.1", "attn"),
+    "gpt-oss-120b/sliding": Layer("gpt-oss-120b", "model.layers.0", "attn"),
+    "gpt-oss-120b/full": Layer("gpt-oss-120b", "model.layers.1", "attn"),
+    "glm-4.7-flash/mla": Layer("glm-4.7-flash", "model.layers.0"),
+    "glm-5/mla": Layer("glm-5", "model.layers.0"),
+    "longcat-flash/mla-first": Layer("longcat-flash", "model.layers.0", "self_attn.0"),
+    "longcat-flash/mla-second": Layer("longcat-flash", "model.layers.0", "self_attn.1"),
+    "qwen3-next/gdn": Layer("qwen3-next", "model.layers.0", "linear_attn"),
+    "qwen3-next/gqa": Layer("qwen3-next", "model.layers.3"),
+    "qwen3.5-27b/gdn": Layer("qwen3.5-27b", "language_model.model.layers.0", "linear_attn"),
+    "qwen3.5-27b/gqa": Layer("qwen3.5-27b", "language_model.model.layers.3"),
+    "qwen3.5-35b/gdn": Layer("qwen3.5-35b", "language_model.model.layers.0", "linear_attn"),
+    "qwen3.5-35b/gqa": Layer("qwen3.5-35b", "language_model.model.layers.3"),
+}
+
+
+def build_model(name: str, *, tp: int = 1, rank: int = 0, device: str = "meta", **overrides: Any) -> nn.Module:
+    """Build the model ``name`` of ``MODELS`` as ``rank`` of ``tp``; ``overrides`` replace keys of its config.
+
+    The parallel state is gone when this returns.  To run the model, build it inside ``vllm_parallel`` yourself.
+    """
+    recipe = MODELS[name]
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict("os.environ", recipe.environ))
+        stack.enter_context(without_gpu())
+        model_class = import_model(recipe.model_class)
+        # A class that vLLM finds by its architecture's name is first inspected in a subprocess, for ten seconds.
+        ModelRegistry.register_model(architecture(recipe.checkpoint), model_class)
+        config = vllm_config(recipe.checkpoint, tp=tp, rank=rank, overrides={**recipe.overrides, **overrides})
+        stack.enter_context(set_current_vllm_config(config))
+        stack.enter_context(vllm_parallel(tp, rank))
+        stack.enter_context(set_default_torch_dtype(torch.bfloat16))
+        stack.enter_context(torch.device(device))
+        return initialize_model(config, model_class=model_class)
+
+
+def build_layer(name: str, *, tp: int = 1, rank: int = 0, **overrides: Any) -> nn.Module:
+    """Build the outer attention layer ``name`` of ``LAYERS`` as ``rank`` of ``tp``."""
+    layer = LAYERS[name]
+    return build_model(layer.model, tp=tp, rank=rank, **overrides).get_submodule(layer.path)
