@@ -14,16 +14,16 @@ from typing import Any, TypeAlias
 import attrs
 from attrs import field, frozen
 
-from .errors import FactsError, did_you_mean
-from .sources import NormSource, Path, Source, parse_norm, parse_path, parse_source
+from .errors import FactsError, did_you_mean, shown
+from .sources import NormSource, Source, Weight, parse_norm, parse_source, parse_weight
 from .specs import FAMILY_OF, LayerSpec, kind_of
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
 
 PARALLEL_WORDS = ("tp_size", "tp_rank", "tp_weight")
-"""Beside the spec's own fields: the tensor-parallel size and rank (paths), and a linear module whose weight tells."""
+"""Beside the spec's own fields: the tensor-parallel size and rank (paths), and linear modules whose weight tells."""
 
-Parsed: TypeAlias = tuple[Source, ...] | NormSource | tuple[NormSource, ...] | tuple[Path, ...]
+Parsed: TypeAlias = tuple[Source, ...] | NormSource | tuple[NormSource, ...] | tuple[Weight, ...]
 
 
 def _frozen(words: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -85,10 +85,10 @@ def _parse_one(name: str, kind: str, words: Any) -> Parsed:
             raise FactsError(f"{name}: expected at least one norm")
         return tuple(parse_norm(word, f"{name}.{i}", gated=False) for i, word in enumerate(listed))
     if kind == "tp_weight":
-        paths = [parse_path(word, name) for word in ([words] if isinstance(words, str) else words)]
-        if not all(isinstance(path, Path) for path in paths):
-            raise FactsError(f"{name}: expected the paths of linear modules, got {words!r}")
-        return tuple(path for path in paths if isinstance(path, Path))
+        listed = words if isinstance(words, (list, tuple)) else [words]
+        if not listed or not all(isinstance(word, str) for word in listed):
+            raise FactsError(f"{name}: expected the paths of linear modules, got {shown(words)}")
+        return tuple(parse_weight(word, name) for word in listed)
     return parse_source(words, name)
 
 
@@ -100,7 +100,7 @@ def check_key(key: str) -> str:
     """
     if not isinstance(key, str) or not _KEY.fullmatch(key):
         raise FactsError(
-            f'{key!r} is no layer class; expected "package:ClassName", for example "vllm:MLAAttention" '
+            f'{shown(key)} is no layer class; expected "package:ClassName", for example "vllm:MLAAttention" '
             "(the package may go on: vllm.models.kimi_k3)"
         )
     return key
@@ -137,7 +137,7 @@ class Adapter:
     @name.validator
     def _check_name(self, _: Any, name: Any) -> None:
         if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", name):
-            raise FactsError(f"an adapter's name is lower-case letters, digits and underscores, got {name!r}")
+            raise FactsError(f"an adapter's name is lower-case letters, digits and underscores, got {shown(name)}")
 
     def __iter__(self) -> Iterator[tuple[str, tuple[Facts, ...]]]:
         return iter(self.layers.items())

@@ -33,6 +33,15 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return "; did you mean " + " or ".join(repr(n) for n in near) + "?" if near else ""
 
 
+def shown(value: object, most: int = 80) -> str:
+    """`repr(value)` for a message: short, and never an error of its own."""
+    try:
+        text = repr(value)
+    except Exception:  # Python refuses to print a number of thousands of digits, and objects may break as they like
+        text = f"{type(value).__name__}, too long or too broken to print"
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
 class LayerfuseError(Exception):
     """The parent of every error this library raises."""
 
@@ -139,7 +148,7 @@ class ParallelConflictError(LayerfuseError, ValueError):
         super().__init__(layer, self.sources)
 
     def __str__(self) -> str:
-        said = ", ".join(f"{source} says {size}" for source, size in self.sources.items())
+        said = ", ".join(f"{source} says {shown(size)}" for source, size in self.sources.items())
         return f"{self.layer}: its tensor-parallel size is contradicted: {said}. Correct whichever is wrong."
 
 

@@ -27,5 +27,6 @@ GPT_OSS = Adapter(
         "sglang:RadixAttention": words.SGLANG_GQA_KERNEL,
         "atom:OAIAttention": words.ATOM_GPT_OSS,
         "atom:Attention": words.ATOM_GQA_KERNEL,
+        "atom.models.gpt_oss:TransformerBlock": words.ATOM_RESIDUAL.but(layer_index="layer_idx"),
     },
 )

@@ -21,7 +21,10 @@ KIMI_LINEAR = Adapter(
         "sglang:KimiDeltaAttention": words.SGLANG_KDA,
         "sglang:KimiK3DeltaAttention": words.SGLANG_KDA.but(tp_size="attn_tp_size", tp_rank="attn_tp_rank"),
         "sglang:RadixLinearAttention": words.SGLANG_GDN_KERNEL,
+        # The decoder layer keeps no index of its own, and each kind of attention spells it differently.
+        "sglang:KimiDecoderLayer": words.SGLANG_RESIDUAL.but(layer_index=["self_attn.layer_id", "self_attn.layer_idx"]),
         "atom:KimiFullAttention": words.ATOM_MLA.but(tp_size="tp_size"),
         "atom:KimiKDAAttention": words.ATOM_KDA,
+        "atom:KimiDecoderLayer": words.ATOM_RESIDUAL,
     },
 )

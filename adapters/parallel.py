@@ -49,11 +49,15 @@ class Shards:
     rank: int | None
 
 
-def shards_of_linear(linear: Any) -> Shards:
-    """How a linear layer was sharded, from its weight against the features it declares.
+def shards_of_linear(linear: Any, dimensions: tuple[int, ...] = (0, 1)) -> Shards:
+    """How the heads of a linear layer were shared out, from its weight against the features it declares.
 
     A DTensor's mesh is asked directly. A plain weight smaller than (out_features, in_features) in one dimension is a
     local shard, whose rank nothing tells.
+
+    Args:
+        linear: the module.
+        dimensions: of its weight, along which a cut shares the heads; cut along another, every rank has all of them.
 
     Raises:
         UnreadableError: the weight explains neither, as packed quantised weights do not.
@@ -63,13 +67,13 @@ def shards_of_linear(linear: Any) -> Shards:
     except AttributeError as error:
         raise UnreadableError(f"{type(linear).__name__} has no {error.name!r}") from None
     if is_dtensor(weight):
-        return _shards_of_mesh(weight)
+        return _shards_of_mesh(weight, dimensions)
     held = tuple(weight.shape)
     if held == declared:
         return Shards(1, 0)
     for kept, cut in ((1, 0), (0, 1)):
         if len(held) == 2 and held[kept] == declared[kept] and held[cut] > 0 and declared[cut] % held[cut] == 0:
-            return Shards(declared[cut] // held[cut], None)
+            return Shards(declared[cut] // held[cut], None) if cut in dimensions else Shards(1, 0)
     raise UnreadableError(f"a weight of shape {held} is no even shard of {declared}")
 
 
@@ -85,19 +89,19 @@ def is_dtensor(weight: Any) -> bool:
     return not plain
 
 
-def _shards_of_mesh(weight: Any) -> Shards:
+def _shards_of_mesh(weight: Any, dimensions: tuple[int, ...]) -> Shards:
     mesh = weight.device_mesh
     names = mesh.mesh_dim_names
-    cut = [
-        i
-        for i, placement in enumerate(weight.placements)
-        # FSDP also shards weights, but gathers them before use: only the tensor-parallel dimension cuts heads.
-        if placement.is_shard() and (names is None or "tp" in names[i])
-    ]
-    if not cut and names is not None and not any("tp" in name for name in names):
+    cut = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]
+    if cut and names is None:
+        raise UnreadableError("its weight is cut along a mesh without dimension names, as FSDP does too; call one 'tp'")
+    # FSDP gathers what it cuts before use: only the tensor-parallel dimension shares heads.
+    parallel = [i for i in range(mesh.ndim) if names is None or "tp" in names[i]]
+    if cut and not parallel:
         raise UnreadableError(f"its weight lies on a mesh with the dimensions {names}, none of them tensor-parallel")
-    if not cut:
+    sharing = [i for i in cut if i in parallel and weight.placements[i].dim % weight.dim() in dimensions]
+    if not sharing:
         return Shards(1, 0)
-    if len(cut) > 1:
-        raise UnreadableError("its weight is cut along more than one mesh dimension")
-    return Shards(mesh.size(cut[0]), mesh.get_local_rank(cut[0]))
+    if len(sharing) > 1:
+        raise UnreadableError("its weight is cut along more than one tensor-parallel dimension of its mesh")
+    return Shards(mesh.size(sharing[0]), mesh.get_local_rank(sharing[0]))

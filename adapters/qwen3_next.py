@@ -11,8 +11,14 @@ from .base import Adapter
 _PLAIN_ATTENTION = words.TRANSFORMERS_GQA
 _EITHER_KIND = words.TRANSFORMERS_RESIDUAL.but(
     layer_index=["self_attn.layer_idx", "linear_attn.layer_idx"],
-    tp_weight=["self_attn.o_proj", "linear_attn.out_proj"],
+    tp_weight=["self_attn.o_proj.in_features", "linear_attn.out_proj.in_features"],
 )
+
+_OF_EITHER_KIND = {
+    "hidden_size": ["self_attn.hidden_size", "linear_attn.hidden_size"],
+    "tp_size": ["self_attn.o_proj.tp_size", "linear_attn.tp_size"],
+    "tp_rank": ["self_attn.o_proj.tp_rank", "linear_attn.tp_rank"],
+}
 
 QWEN3_NEXT = Adapter(
     "qwen3_next",
@@ -24,12 +30,7 @@ QWEN3_NEXT = Adapter(
         "vllm:Qwen3NextGatedDeltaNet": words.VLLM_GDN,
         "vllm:Qwen3NextAttention": words.VLLM_GQA,
         "vllm:Qwen3NextDecoderLayer": words.zero_centred(
-            words.VLLM_RESIDUAL.but(
-                hidden_size=["self_attn.hidden_size", "linear_attn.hidden_size"],
-                tp_size=["self_attn.o_proj.tp_size", "linear_attn.tp_size"],
-                tp_rank=["self_attn.o_proj.tp_rank", "linear_attn.tp_rank"],
-            ),
-            "variance_epsilon",
+            words.VLLM_RESIDUAL.but(**_OF_EITHER_KIND), "variance_epsilon"
         ),
         "sglang:Qwen3GatedDeltaNet": words.SGLANG_GDN,
         # There is no attention module here: the decoder layer holds the head counts itself.
@@ -50,5 +51,9 @@ QWEN3_NEXT = Adapter(
         ),
         "atom:Qwen3NextGatedDeltaNet": words.ATOM_GDN,
         "atom:Qwen3NextAttention": words.ATOM_GQA,
+        "atom:LinearAttention": words.ATOM_GDN_KERNEL,
+        "atom:Qwen3NextDecoderLayer": words.zero_centred(
+            words.ATOM_RESIDUAL.but(layer_index="layer_idx", **_OF_EITHER_KIND), "variance_epsilon"
+        ),
     },
 )

@@ -13,9 +13,16 @@ from typing import Any, TypeAlias
 import attrs
 
 from .base import Facts
-from .errors import LayerfuseError, MissingAttributeError, ParallelConflictError, ParallelUnknownError, SpecError
+from .errors import (
+    LayerfuseError,
+    MissingAttributeError,
+    ParallelConflictError,
+    ParallelUnknownError,
+    SpecError,
+    shown,
+)
 from .parallel import Shards, ambient, is_dtensor, shards_of_linear
-from .sources import Const, Converted, NormSource, Path, Source, UnreadableError
+from .sources import Const, Converted, NormSource, Path, Source, UnreadableError, Weight
 from .specs import GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
 
 _REMEMBERED = 4096
@@ -59,7 +66,7 @@ class LayerReader:
             if known is not None:
                 return known
         spec = _Reading(self, layer, path).spec(parallel, around)
-        if raw is not None and _settled(raw):
+        if raw is not None and _settled(raw[0]):
             if len(self._known) >= _REMEMBERED:
                 self._known.clear()
             self._known[raw, parallel, around] = spec
@@ -124,7 +131,7 @@ class _Getter:
                 inner.setdefault(path.steps[0], []).append(_without_index(path.steps[1:]))
         self._own = _attrgetter([name for name, _ in own])
         self._reduced = [(i, reduce) for i, (_, reduce) in enumerate(own) if reduce]
-        self._children = [(operator.attrgetter(child), operator.attrgetter(*rest)) for child, rest in inner.items()]
+        self._children = [(operator.attrgetter(child), _attrgetter(rest)) for child, rest in inner.items()]
 
     def take(self, layer: Any) -> tuple[Any, ...]:
         own = self._own(layer)
@@ -133,13 +140,16 @@ class _Getter:
             for i, reduce in self._reduced:
                 values[i] = reduce(values[i])
             own = tuple(values)
-        return own, *[rest(child(layer)) for child, rest in self._children]
+        values = (*own, *[value for child, rest in self._children for value in rest(child(layer))])
+        # 64, 64.0 and True are equal keys when they should not be: one is a count, the others are mistakes.
+        return values, tuple(map(type, values))
 
 
 def _attrgetter(names: list[str]) -> Callable[[Any], Any]:
     if len(names) > 1:
         return operator.attrgetter(*names)
-    return lambda layer: tuple(operator.attrgetter(name)(layer) for name in names)
+    single = [operator.attrgetter(name) for name in names]
+    return lambda layer: tuple(get(layer) for get in single)
 
 
 def _without_index(steps: tuple[str, ...]) -> str:
@@ -276,7 +286,7 @@ class _Reading:
 
     def missing(self, field: str, tried: list[str]) -> MissingAttributeError:
         return MissingAttributeError(
-            layer=self.name() if not field.startswith("layer_index") else self.path or f"a {self.reader.key} layer",
+            layer=self.name(),
             adapter=self.reader.owner,
             field=field,
             tried=tried,
@@ -311,16 +321,22 @@ class _Reading:
         rank: int | None = None
         silent: list[str] = []
         parsed: Mapping[str, Any] = self.facts.parsed
-        if "tp_size" in parsed:
+        for place in parsed.get("tp_size", ()):
             try:
-                sources[str(parsed["tp_size"][0])] = _whole(self.first(parsed["tp_size"]))
+                sources[str(place)] = self.size(str(place), place.read(self.layer))
+                break
             except UnreadableError as error:
-                silent += error.args
+                silent.append(str(error))
         for pair in self.facts.spec.pairs:
             total, local = values.get(pair.total), values.get(pair.local)
             # Replicated heads say nothing of the ranks that share them.
-            if not pair.replicates and type(total) is int and type(local) is int and local > 0 and total % local == 0:
-                sources[f"{pair.total} / {pair.local}"] = total // local
+            if pair.replicates or type(total) is not int or type(local) is not int:
+                continue
+            ratio = f"{pair.total} / {pair.local}"
+            if 0 < local <= total and total % local == 0:
+                sources[ratio] = total // local
+            else:
+                silent.append(f"{ratio}: {shown(total)} / {shown(local)} is no whole number of ranks")
         if "tp_rank" in parsed:
             try:
                 rank = _whole(self.first(parsed["tp_rank"]))
@@ -333,10 +349,18 @@ class _Reading:
                 rank = shards.rank if rank is None else rank
         return sources, rank, silent
 
-    def shards(self, paths: tuple[Path, ...], silent: list[str]) -> Shards | None:
+    def size(self, source: str, value: Any) -> int:
+        size = _whole(value)
+        if type(size) is not int or size < 1:
+            raise SpecError(
+                self.facts.spec.__name__, [f"{source}: expected a tensor-parallel size, got {shown(value)}"]
+            )
+        return size
+
+    def shards(self, paths: tuple[Weight, ...], silent: list[str]) -> Shards | None:
         for path in paths:
             try:
-                return shards_of_linear(path.read(self.layer))
+                return shards_of_linear(path.read(self.layer), path.dimensions)
             except UnreadableError as error:
                 silent.append(f"{path}: {error}")
         return None
@@ -388,7 +412,7 @@ def _whole(value: Any) -> Any:
         return value
     try:
         return operator.index(value)
-    except TypeError:
+    except Exception:  # a tensor of several elements, or without data; the spec refuses it by name
         return value
 
 
@@ -407,7 +431,12 @@ def _activation(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    return value if isinstance(value, (bool, str)) or not hasattr(value, "__float__") else float(value)
+    if isinstance(value, (bool, str)):
+        return value
+    try:
+        return float(value)
+    except Exception:  # as above
+        return value
 
 
 _VALUES: dict[str, Callable[[Any], Any]] = {

@@ -20,10 +20,11 @@ from typing import Any, TypeAlias
 
 from attrs import frozen
 
-from .errors import FactsError, did_you_mean
+from .errors import FactsError, did_you_mean, shown
 
 _STEP = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}")
 _LONGEST_PATH = 12
+_SIDES = ("out_features", "in_features")
 
 
 class UnreadableError(Exception):
@@ -71,6 +72,25 @@ def _step(obj: Any, step: str, path: Path) -> Any:
 
 
 @frozen
+class Weight(Path):
+    """A linear module whose weight tells the sharding, and along which of its features the heads lie.
+
+    A weight that is cut along the others gives every rank all heads: transformers shards the projections of its gated
+    delta nets by columns and gathers what comes out.
+    """
+
+    side: str | None = None
+
+    def __str__(self) -> str:
+        return ".".join((*self.steps, self.side) if self.side else self.steps)
+
+    @property
+    def dimensions(self) -> tuple[int, ...]:
+        """The dimensions of the weight, (out_features, in_features), along which a cut shares the heads."""
+        return (0, 1) if self.side is None else (_SIDES.index(self.side),)
+
+
+@frozen
 class Quotient:
     """The exact quotient of two paths, for layers that hold a width but no count."""
 
@@ -88,7 +108,7 @@ class Quotient:
         """
         dividend, divisor = self.dividend.read(obj), self.divisor.read(obj)
         if type(dividend) is not int or type(divisor) is not int or divisor == 0 or dividend % divisor:
-            raise UnreadableError(f"{self}: {dividend!r} / {divisor!r} is no whole number")
+            raise UnreadableError(f"{self}: {shown(dividend)} / {shown(divisor)} is no whole number")
         return dividend // divisor
 
 
@@ -99,7 +119,7 @@ class Const:
     value: Any
 
     def __str__(self) -> str:
-        return f"const {self.value!r}"
+        return f"const {shown(self.value)}"
 
     def read(self, _: Any) -> Any:
         """The constant, whatever the layer."""
@@ -134,6 +154,10 @@ def _window_before(value: Any) -> Any:
     return value + 1 if type(value) is int and value >= 0 else value
 
 
+def _nothing(_: Any) -> None:
+    return None
+
+
 def _name_index(per_layer: int) -> Callable[[Any], int]:
     def convert(value: Any) -> int:
         numbers = [int(n) for n in re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", value)] if isinstance(value, str) else []
@@ -141,25 +165,27 @@ def _name_index(per_layer: int) -> Callable[[Any], int]:
             return numbers[0]
         if len(numbers) == 2 and numbers[1] < per_layer:
             return numbers[0] * per_layer + numbers[1]
-        raise UnreadableError(f"{value!r} holds no single layer number")
+        raise UnreadableError(f"{shown(value)} holds no single layer number")
 
     return convert
 
 
 def _parent_name(value: Any) -> str:
     if not isinstance(value, str) or "." not in value:
-        raise UnreadableError(f"{value!r} is not the dotted name of a layer")
+        raise UnreadableError(f"{shown(value)} is not the dotted name of a layer")
     return "the layer " + value.rpartition(".")[0]
 
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "present": _present,
+    "none": _nothing,
     "window_before": _window_before,
     "name_index": _name_index(1),
     "name_index_of_pairs": _name_index(2),
     "parent_name": _parent_name,
 }
-"""`present`: whether it is set at all. `window_before`: a sliding window counted without the current token.
+"""`present`: whether it is set at all. `none`: no matter what is there, it shows that the field is None (an MLA kernel has
+no sliding window). `window_before`: a sliding window counted without the current token.
 `name_index`: the one number in a dotted layer name. `name_index_of_pairs`: the same where each decoder layer holds two
 attentions (`model.layers.3.self_attn.1` is 7). `parent_name`: a dotted name without its last part, in words."""
 
@@ -227,6 +253,20 @@ def parse_path(text: str, field: str) -> Path | Quotient:
     return paths[0] if len(paths) == 1 else paths[0] / paths[1]
 
 
+def parse_weight(text: str, field: str) -> Weight:
+    """A linear module, `o_proj`, or the side of it on which the heads lie, `o_proj.in_features`.
+
+    Raises:
+        FactsError: not the path of a module.
+    """
+    path = parse_path(text, field)
+    if not isinstance(path, Path):
+        raise FactsError(f"{field}: expected the paths of linear modules, got {shown(text)}")
+    if path.steps[-1] in _SIDES and len(path.steps) > 1:
+        return Weight(path.steps[:-1], path.steps[-1])
+    return Weight(path.steps)
+
+
 def parse_source(words: Any, field: str) -> tuple[Source, ...]:
     """The places to look, in order, from the shared words.
 
@@ -240,24 +280,24 @@ def parse_source(words: Any, field: str) -> tuple[Source, ...]:
     if isinstance(words, Sequence) and words:
         return tuple(source for word in words for source in parse_source(word, field))
     raise FactsError(
-        f"{field}: expected an attribute path, a list of them, {{const = ...}} or {{path = ..., as = ...}}, got {words!r}"
+        f"{field}: expected an attribute path, a list of them, {{const = ...}} or {{path = ..., as = ...}}, got {shown(words)}"
     )
 
 
 def _parse_table(words: Mapping[str, Any], field: str) -> Source:
     if set(words) == {"const"}:
         value = words["const"]
-        if isinstance(value, (list, dict)):
-            raise FactsError(f"{field}: a constant is a number, a text or a flag, got {value!r}")
+        if value is not None and type(value) not in (bool, int, float, str):
+            raise FactsError(f"{field}: a constant is a number, a text or a flag, got {shown(value)}")
         return Const(None if value == "none" else value)
     if set(words) == {"path", "as"}:
-        if words["as"] not in CONVERSIONS:
+        if not isinstance(words["as"], str) or words["as"] not in CONVERSIONS:
             raise FactsError(
-                f"{field}: unknown conversion {words['as']!r}{did_you_mean(str(words['as']), CONVERSIONS)} "
+                f"{field}: unknown conversion {shown(words['as'])}{did_you_mean(str(words['as']), CONVERSIONS)} "
                 f"(known: {', '.join(CONVERSIONS)})"
             )
         if not isinstance(words["path"], str):
-            raise FactsError(f"{field}: path is a text, got {words['path']!r}")
+            raise FactsError(f"{field}: path is a text, got {shown(words['path'])}")
         return Converted(parse_path(words["path"], field), words["as"])
     raise FactsError(f"{field}: expected {{const = ...}} or {{path = ..., as = ...}}, got the keys {sorted(words)}")
 
@@ -280,11 +320,11 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
     if isinstance(words, str):
         words = {"module": words}
     if not isinstance(words, Mapping) or not isinstance(words.get("module"), str):
-        raise FactsError(f'{field}: expected a norm, {{module = "...", ...}}, got {words!r}')
+        raise FactsError(f'{field}: expected a norm, {{module = "...", ...}}, got {shown(words)}')
     allowed = ("module", *_NORM_DEFAULTS, *(_GATED if gated else ()))
     for word in words:
         if word not in allowed:
-            raise FactsError(f"{field}: a norm has no {word!r}{did_you_mean(str(word), allowed)}")
+            raise FactsError(f"{field}: a norm has no {shown(word)}{did_you_mean(str(word), allowed)}")
     missing = [word for word in (_GATED if gated else ()) if word not in words]
     if missing:
         raise FactsError(f"{field}: a gated norm must also say its {', '.join(missing)}")

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 import attrs
 from attrs import field, frozen
 
-from .errors import InnerLayerError, SpecError
+from .errors import InnerLayerError, SpecError, shown
 
 LARGEST = 2**31 - 1
 """The largest count or width accepted: kernels index with int32, and more than that is a typing error."""
@@ -63,33 +63,38 @@ def _problem(kind: str, value: Any) -> str | None:
             return None
         least = 0 if kind in ("width_or_zero", "index") else 1
         if type(value) is not int:
-            return f"expected a whole number, got {value!r} ({type(value).__name__})"
+            return f"expected a whole number, got {shown(value)} ({type(value).__name__})"
         if value < least:
-            return f"expected at least {least}, got {value}"
+            return f"expected at least {least}, got {shown(value)}"
         if value > LARGEST:
-            return f"expected at most {LARGEST}, got {value}"
+            return f"expected at most {LARGEST}, got {shown(value)}"
         return None
     if kind in ("positive", "number"):
-        if type(value) not in (float, int) or not math.isfinite(value):
-            return f"expected a finite number, got {value!r}"
+        # What `_float` could not convert is no number, or one beyond every float.
+        if type(value) is not float or not math.isfinite(value):
+            return f"expected a finite number, got {shown(value)}"
         if kind == "positive" and value <= 0:
             return f"expected more than 0, got {value!r}"
         return None
     if kind == "flag":
-        return None if type(value) is bool else f"expected true or false, got {value!r}"
+        return None if type(value) is bool else f"expected true or false, got {shown(value)}"
     if kind == "activation":
-        return None if value in ACTIVATIONS else f"expected one of {', '.join(ACTIVATIONS)}, got {value!r}"
+        fine = type(value) is str and value in ACTIVATIONS
+        return None if fine else f"expected one of {', '.join(ACTIVATIONS)}, got {shown(value)}"
     expected = _NESTED[kind]
     if value is None and kind == "optional_norm":
         return None
     if kind == "norms":
         fine = type(value) is tuple and value and all(isinstance(norm, NormSpec) for norm in value)
-        return None if fine else f"expected a non-empty tuple of NormSpec, got {value!r}"
-    return None if isinstance(value, expected) else f"expected {expected.__name__}, got {value!r}"
+        return None if fine else f"expected a non-empty tuple of NormSpec, got {shown(value)}"
+    return None if isinstance(value, expected) else f"expected {expected.__name__}, got {shown(value)}"
 
 
 def _float(value: Any) -> Any:
-    return float(value) if type(value) is int else value
+    try:
+        return float(value) if type(value) is int else value
+    except OverflowError:
+        return value
 
 
 @frozen(kw_only=True)
@@ -131,7 +136,7 @@ class Parallel(_Checked):
             if self.size == 1:
                 raise SpecError("Parallel", ["rank: the only rank of a size of 1 is 0, got None"])
         elif type(self.rank) is not int or not 0 <= self.rank < self.size:
-            raise SpecError("Parallel", [f"rank: expected 0 to {self.size - 1}, or None if unknown, got {self.rank!r}"])
+            raise SpecError("Parallel", [f"rank: expected 0 to {self.size - 1}, or None if unknown, got {shown(self.rank)}"])
 
 
 WHOLE = Parallel(size=1, rank=0)
@@ -189,7 +194,7 @@ def shard_heads(total: int, size: int) -> int:
         SpecError: the ranks do not divide the heads.
     """
     if total % size:
-        raise SpecError("heads per rank", [f"{total} heads cannot be shared equally by {size} ranks"])
+        raise SpecError("heads per rank", [f"{shown(total)} heads cannot be shared equally by {size} ranks"])
     return total // size
 
 
@@ -201,10 +206,10 @@ def shard_kv_heads(total: int, size: int) -> int:
     """
     if size > total:
         if size % total:
-            raise SpecError("KV heads per rank", [f"{total} KV heads cannot be replicated evenly over {size} ranks"])
+            raise SpecError("KV heads per rank", [f"{shown(total)} KV heads cannot be replicated evenly over {size} ranks"])
         return 1
     if total % size:
-        raise SpecError("KV heads per rank", [f"{total} KV heads cannot be shared equally by {size} ranks"])
+        raise SpecError("KV heads per rank", [f"{shown(total)} KV heads cannot be shared equally by {size} ranks"])
     return total // size
 
 
@@ -240,8 +245,9 @@ class LayerSpec(_Checked):
         """The same layer on one of `size` ranks (rank 0 unless given).
 
         Raises:
-            SpecError: the heads cannot be shared by that many ranks.
+            SpecError: the heads cannot be shared by that many ranks, or there is no such rank.
         """
+        parallel = Parallel(size=size, rank=0 if rank is None else rank)
         local: dict[str, int] = {}
         problems: list[str] = []
         for pair in self.pairs:
@@ -251,7 +257,7 @@ class LayerSpec(_Checked):
                 problems.extend(error.problems)
         if problems:
             raise SpecError(f"{type(self).__name__} at tensor-parallel size {size}", problems)
-        return attrs.evolve(self, parallel=Parallel(size=size, rank=0 if rank is None else rank), **local)
+        return attrs.evolve(self, parallel=parallel, **local)
 
     def _contradictions(self) -> Iterator[str]:
         size = self.parallel.size

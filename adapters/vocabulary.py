@@ -49,7 +49,7 @@ TRANSFORMERS_MLA = Facts(
         "layer_index": "layer_idx",
         "softmax_scale": "scaling",
         # Attributes stay the whole model's under transformers' tensor parallelism; only the weight is a shard.
-        "tp_weight": ["kv_b_proj"],
+        "tp_weight": "kv_b_proj.out_features",
     },
 )
 
@@ -149,7 +149,7 @@ TRANSFORMERS_KDA = Facts(
         "hidden_size": "hidden_size",
         "layer_index": "layer_idx",
         "output_norm": gated_norm("o_norm", epsilon="variance_epsilon"),
-        "tp_weight": ["o_proj"],
+        "tp_weight": "o_proj.in_features",
     },
 )
 VLLM_KDA = Facts(
@@ -186,7 +186,7 @@ TRANSFORMERS_GDN = Facts(
         "layer_index": "layer_idx",
         # transformers 4 with flash-linear-attention installed puts that library's norm here, which says `eps`.
         "output_norm": gated_norm("norm", epsilon=["variance_epsilon", "eps"]),
-        "tp_weight": ["out_proj"],
+        "tp_weight": "out_proj.in_features",
     },
 )
 VLLM_GDN = TRANSFORMERS_GDN.but(
@@ -224,6 +224,12 @@ SGLANG_GDN_KERNEL = Facts(
         "outer": const("the delta-net layer whose .attn it is"),
     },
 )
+ATOM_GDN_KERNEL = SGLANG_GDN_KERNEL.but(
+    # This one keeps the whole model's, and divides by the size its kernel object holds.
+    num_local_k_heads="num_k_heads / impl.tp_size",
+    num_local_v_heads="num_v_heads / impl.tp_size",
+    layer_index="layer_num",
+)
 
 # ---- grouped-query attention -----------------------------------------------------------------------------------------
 
@@ -241,7 +247,7 @@ TRANSFORMERS_GQA = Facts(
         "has_sinks": const(False),
         "hidden_size": "config.hidden_size",
         "layer_index": "layer_idx",
-        "tp_weight": ["o_proj"],
+        "tp_weight": "o_proj.in_features",
     },
 )
 VLLM_GPT_OSS = Facts(
@@ -333,9 +339,10 @@ ATOM_GQA_KERNEL = Facts(
         "num_local_heads": "num_heads",
         "num_local_kv_heads": "num_kv_heads",
         "head_dim": "head_dim",
-        "v_head_dim": "head_dim",
+        # The same class wraps MLA in its absorbed form, whose value is the latent and which has no window.
+        "v_head_dim": ["impl.kv_lora_rank", "head_dim"],
         "softmax_scale": "scale",
-        "sliding_window": "impl.sliding_window",
+        "sliding_window": ["impl.sliding_window", _read_as("impl.kv_lora_rank", "none")],
         "layer_index": "layer_num",
         "outer": const("the attention layer whose .attn it is"),
     },
@@ -350,14 +357,17 @@ TRANSFORMERS_RESIDUAL = Facts(
         "layer_index": "self_attn.layer_idx",
         "input_norms": [_plain("input_layernorm")],
         "post_attention_norms": [_plain("post_attention_layernorm")],
-        "tp_weight": ["self_attn.o_proj"],
+        "tp_weight": "self_attn.o_proj.in_features",
     },
 )
 VLLM_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
     layer_index="layer_idx", tp_weight=None, tp_size="self_attn.o_proj.tp_size", tp_rank="self_attn.o_proj.tp_rank"
 )
 SGLANG_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
-    layer_index="layer_id", tp_weight=None, tp_size="self_attn.num_heads / self_attn.num_local_heads"
+    layer_index="layer_id",
+    tp_weight=None,
+    # MLA, then Kimi's delta attention: no module here holds the size itself.
+    tp_size=["self_attn.num_heads / self_attn.num_local_heads", "self_attn.num_heads / self_attn.local_num_heads"],
 )
 ATOM_RESIDUAL = VLLM_RESIDUAL.but(
     layer_index="self_attn.layer_num",

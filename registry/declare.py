@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..adapters.base import Adapter, Facts
-from ..adapters.errors import FactsError, closest, did_you_mean
+from ..adapters.base import Adapter, Facts, check_key
+from ..adapters.errors import FactsError, closest, did_you_mean, shown
+from ..adapters.specs import FAMILIES
 from .catalog import ModelEntry
 from .errors import CatalogError
-from .lookup import facts_from_words
 
 if TYPE_CHECKING:
-    from .lookup import Registry
+    from .tables import Tables
 
 
-def declared_adapters(registry: Registry, entries: Mapping[str, ModelEntry], source: str) -> list[Adapter]:
+def declared_adapters(tables: Tables, entries: Mapping[str, ModelEntry], source: str) -> list[Adapter]:
     """One adapter for each entry that brings layer classes, named as the entry.
 
     A class may be `like` a registered one, or like one that another of these entries declares.
@@ -23,7 +23,7 @@ def declared_adapters(registry: Registry, entries: Mapping[str, ModelEntry], sou
     Raises:
         CatalogError: an entry names an unknown adapter, or declares classes that mean nothing; all are listed.
     """
-    known_adapters = registry._adapters
+    known_adapters = tables.adapters
     problems = [
         f"no adapter {entry.adapter!r} is registered{did_you_mean(entry.adapter, known_adapters)} "
         f"@ $.models.{name}.adapter"
@@ -35,7 +35,7 @@ def declared_adapters(registry: Registry, entries: Mapping[str, ModelEntry], sou
     found: dict[str, dict[str, tuple[Facts, ...]]] = {}
 
     def lookup(key: str) -> tuple[Facts, ...] | None:
-        owner = registry._owners.get(key)
+        owner = tables.owners.get(key)
         return known_adapters[owner].layers[key] if owner is not None else facts.get(key)
 
     # A class may be like a later one: what waits for another is tried again as long as that helps.
@@ -48,7 +48,7 @@ def declared_adapters(registry: Registry, entries: Mapping[str, ModelEntry], sou
             try:
                 found.setdefault(name, {})[key] = facts[key] = _facts(table, lookup)
             except FactsError as error:
-                near = [k for like in _likes(table) if lookup(like) is None for k in closest(like, registry._owners)]
+                near = [k for like in _likes(table) if lookup(like) is None for k in closest(like, tables.owners)]
                 hint = f"; the closest known are {', '.join(near)}" if near else ""
                 problems.append(f"{error}{hint} @ $.models.{name}.layer_classes.{key!r}")
         if len(left) == len(waiting):
@@ -78,5 +78,42 @@ def _likes(table: Any) -> list[str]:
 def _facts(table: Any, lookup: Any) -> tuple[Facts, ...]:
     tables = table if isinstance(table, list) else [table]
     if not tables or not all(isinstance(t, dict) for t in tables):
-        raise FactsError(f"expected a table of facts, or a list of them, got {table!r}")
+        raise FactsError(f"expected a table of facts, or a list of them, got {shown(table)}")
     return tuple(facts for t in tables for facts in facts_from_words(t, lookup))
+
+
+def facts_from_words(words: Mapping[str, Any], known: Callable[[str], tuple[Facts, ...] | None]) -> tuple[Facts, ...]:
+    """Facts from one declared table: `like` another class or of a `family`, then the words that differ.
+
+    Args:
+        words: the table. Beside the spec's fields: `like` (a known class), `family`, and `without` (fields to drop).
+        known: facts of a class by key.
+
+    Raises:
+        FactsError: neither or unknown `like` or `family`, or words that mean nothing.
+    """
+    like, family = words.get("like"), words.get("family")
+    changes = {name: word for name, word in words.items() if name not in ("like", "family", "without")}
+    dropped = words.get("without", [])
+    if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
+        raise FactsError(f"without: expected a list of field names, got {shown(dropped)}")
+    if family is not None and (not isinstance(family, str) or family not in FAMILIES):
+        raise FactsError(
+            f"family: expected one of {', '.join(FAMILIES)}, got {shown(family)}{did_you_mean(str(family), FAMILIES)}"
+        )
+    if like is None:
+        if family is None:
+            raise FactsError('expected like = "<a known class>" or family = "<a kind of layer>"')
+        return (Facts(FAMILIES[family], changes),)
+    facts = known(check_key(like))
+    if facts is None:
+        raise FactsError(f"like: no class {shown(like)} is known")
+    if family is not None:
+        facts = tuple(several for several in facts if several.spec is FAMILIES[family])
+        if not facts:
+            raise FactsError(f"like: {like} is not known as {family}")
+    if not changes and not dropped:
+        return facts
+    if len(facts) > 1:
+        raise FactsError(f"like: {like} is several kinds of layer; say which family the words are about")
+    return (facts[0].but(**dict.fromkeys(dropped), **changes),)

@@ -5,6 +5,7 @@ Nothing in a file can import or run code: it is parsed as TOML, structured into 
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,15 +17,27 @@ from cattrs import ClassValidationError, IterableValidationError, transform_erro
 from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
-from ..adapters.errors import LayerfuseError, did_you_mean
-from .catalog import KINDS, At, EngineNorms, Every, GateWords, LayerKind, ModelEntry, Yarn
+from ..adapters.errors import LayerfuseError, did_you_mean, shown
+from .catalog import MOST_LAYERS, ModelEntry
 from .errors import CatalogError
+from .kinds import KINDS, At, EngineNorms, Every, GateWords, LayerKind, Yarn
 
 LARGEST_FILE = 1 << 20
 """Bytes. The largest models.toml read: some twenty times a hundred models."""
 
 MOST_PROBLEMS = 50
 """Mistakes listed for one file before the rest is only counted."""
+
+TOO_MANY_PROBLEMS = 1000
+"""Mistakes after which a file is not read on: it is no models file."""
+
+MOST_KEY_PARTS = 32
+"""Parts of one dotted key. tomllib takes time in the square of them: a file of dots would keep it busy for an hour."""
+
+_LONG_KEY = re.compile(
+    # A part of a key starts where no other goes on, so that every character is looked at a bounded number of times.
+    r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){%d}""" % MOST_KEY_PARTS
+)
 
 
 class _WrongValueError(ValueError):
@@ -63,33 +76,37 @@ def _is_any(kind: Any) -> bool:
 
 def _exact_int(value: Any, _: Any) -> int:
     if type(value) is not int:
-        raise _WrongValueError(f"expected a whole number, got {_shown(value)}")
+        raise _WrongValueError(f"expected a whole number, got {shown(value)}")
+    if abs(value) >= 1 << 63:
+        raise _WrongValueError("expected a whole number of at most 64 bits, as TOML has it")
     return value
 
 
 def _exact_float(value: Any, _: Any) -> float:
     if type(value) not in (int, float):
-        raise _WrongValueError(f"expected a number, got {_shown(value)}")
-    return float(value) if abs(value) < 1e300 else value
+        raise _WrongValueError(f"expected a number, got {shown(value)}")
+    if type(value) is int:
+        _exact_int(value, int)
+    return float(value)
 
 
 def _exact_str(value: Any, _: Any) -> str:
     if type(value) is not str:
-        raise _WrongValueError(f"expected a text, got {_shown(value)}")
+        raise _WrongValueError(f"expected a text, got {shown(value)}")
     return value
 
 
 def _exact_bool(value: Any, _: Any) -> bool:
     if type(value) is not bool:
-        raise _WrongValueError(f"expected true or false, got {_shown(value)}")
+        raise _WrongValueError(f"expected true or false, got {shown(value)}")
     return value
 
 
 def _one_of(value: Any, kind: Any) -> Any:
     words = get_args(kind)
-    if value not in words or type(value) is not str:
+    if type(value) is not str or value not in words:
         hint = did_you_mean(value, words) if isinstance(value, str) else ""
-        raise _WrongValueError(f"expected {' or '.join(map(repr, words))}, got {_shown(value)}{hint}")
+        raise _WrongValueError(f"expected {' or '.join(map(repr, words))}, got {shown(value)}{hint}")
     return value
 
 
@@ -100,37 +117,36 @@ def _is_count_or_word(kind: Any) -> bool:
 
 def _count_or_word(value: Any, kind: Any) -> Any:
     words = [word for part in get_args(kind) if _is_literal(part) for word in get_args(part)]
-    if type(value) is int or value in words:
+    if type(value) is int:
+        return _exact_int(value, int)
+    if type(value) is str and value in words:
         return value
-    raise _WrongValueError(f"expected a whole number or {' or '.join(map(repr, words))}, got {_shown(value)}")
+    raise _WrongValueError(f"expected a whole number or {' or '.join(map(repr, words))}, got {shown(value)}")
 
 
 def _at(converter: cattrs.Converter, value: Any) -> Any:
     if isinstance(value, dict):
         every = converter.structure(value, Every)
         if every.step < 1 or every.start < 0:
-            raise _WrongValueError(f"expected a step of at least 1 and a start of at least 0, got {_shown(value)}")
+            raise _WrongValueError(f"expected a step of at least 1 and a start of at least 0, got {shown(value)}")
         return every
     if isinstance(value, list):
+        if len(value) > MOST_LAYERS:
+            raise _WrongValueError(f"expected at most {MOST_LAYERS} layers, got {len(value)}")
         return converter.structure(value, list[int])
-    if value not in ("all", "rest"):
-        raise _WrongValueError(f'expected "all", "rest", a list of layers or {{start, step}}, got {_shown(value)}')
+    if type(value) is not str or value not in ("all", "rest"):
+        raise _WrongValueError(f'expected "all", "rest", a list of layers or {{start, step}}, got {shown(value)}')
     return value
 
 
 def _layer_kind(converter: cattrs.Converter, value: Any) -> Any:
     if not isinstance(value, dict):
-        raise _WrongValueError(f"expected a table, got {_shown(value)}")
+        raise _WrongValueError(f"expected a table, got {shown(value)}")
     family = value.get("family")
     if not isinstance(family, str) or family not in KINDS:
         hint = did_you_mean(family, KINDS) if isinstance(family, str) else ""
-        raise _WrongValueError(f"family: expected one of {', '.join(KINDS)}, got {_shown(family)}{hint}")
+        raise _WrongValueError(f"family: expected one of {', '.join(KINDS)}, got {shown(family)}{hint}")
     return converter.structure(value, KINDS[family])
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -147,8 +163,8 @@ def read_file(path: str | Path) -> dict[str, ModelEntry]:
         # One byte more than allowed tells a file that is too large without reading it whole.
         with path.open("rb") as file:
             data = file.read(LARGEST_FILE + 1)
-    except OSError as error:
-        raise CatalogError(str(path), [f"cannot be read: {error.strerror or error}"]) from None
+    except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
+        raise CatalogError(str(path), [f"cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
     return parse(data, str(path))
 
 
@@ -162,6 +178,8 @@ def parse(data: bytes | str, file: str = "models.toml") -> dict[str, ModelEntry]
         raise CatalogError(file, [f"larger than {LARGEST_FILE >> 20} MiB, which no models file is"])
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
+        if _LONG_KEY.search(text):
+            raise ValueError(f"a key has more than {MOST_KEY_PARTS} parts")
         document = tomllib.loads(text)
     except UnicodeDecodeError as error:
         raise CatalogError(file, [f"is not UTF-8: byte {error.start} is {data[error.start]!r}"]) from None
@@ -179,22 +197,24 @@ def structure(document: Mapping[str, Any], file: str) -> dict[str, ModelEntry]:
         CatalogError: as `read_file`.
     """
     problems = [
-        f"unknown table {name!r}{did_you_mean(name, ['models'])}; models stand under [models.<name>] @ $"
-        for name in document
+        f"unknown table {shown(name)}{did_you_mean(name, ['models'])}; models stand under [models.<name>] @ $"
+        for name in list(document)[:TOO_MANY_PROBLEMS]
         if name != "models"
     ]
     tables = document.get("models", {})
     if not isinstance(tables, dict):
-        raise CatalogError(file, [*problems, f"expected tables [models.<name>], got {_shown(tables)} @ $.models"])
+        raise CatalogError(file, [*problems, f"expected tables [models.<name>], got {shown(tables)} @ $.models"])
     converter = make_converter()
     entries: dict[str, ModelEntry] = {}
     for name, table in tables.items():
+        if len(problems) >= TOO_MANY_PROBLEMS:
+            break
         where = f"$.models.{name}"
         if not isinstance(table, dict):
-            problems.append(f"expected a table, got {_shown(table)} @ {where}")
+            problems.append(f"expected a table, got {shown(table)} @ {where}")
             continue
         if not name or name != name.lower() or any(c.isspace() for c in name):
-            problems.append(f"a model's name is lower-case without blanks, got {name!r} @ {where}")
+            problems.append(f"a model's name is lower-case without blanks, got {shown(name)} @ {where}")
         if "name" in table:
             problems.append(f"the table's own name is the model's name; remove this key @ {where}.name")
         try:
@@ -216,20 +236,26 @@ def contradictions(entry: ModelEntry) -> list[str]:
         return [f"attentions_per_layer: expected 1 to 8, got {entry.attentions_per_layer}"]
     if not entry.layers:
         return ["layers: expected at least one kind of layer"]
+    problems = []
+    for name, kind in entry.layers.items():
+        yarn = getattr(kind, "yarn", None)
+        if yarn is not None and not (1 <= yarn.factor < float("inf") and 0 <= yarn.mscale_all_dim < float("inf")):
+            problems.append(f"layers.{name}.yarn: expected a factor of at least 1 and an mscale_all_dim of at least 0")
     try:
-        entry.specs()
+        for engine in (None, *entry.engines):
+            entry.first_of_each_kind(engine=engine)
     except LayerfuseError as error:
-        return list(getattr(error, "problems", (str(error),)))
-    return []
+        problems += getattr(error, "problems", (str(error),))
+    return problems
 
 
 def _format(error: BaseException, kind: type | None) -> str:
     if isinstance(error, ForbiddenExtraKeysError):
         known = [a.name for a in attrs.fields(error.cl) if a.name != "name"]
-        return (
-            "; ".join(f"unknown key {key!r}{did_you_mean(key, known)}" for key in sorted(error.extra_fields))
-            + f" (known: {', '.join(known)})"
-        )
+        extra = sorted(error.extra_fields)
+        more = f"; and {len(extra) - MOST_PROBLEMS} more" if len(extra) > MOST_PROBLEMS else ""
+        unknown = "; ".join(f"unknown key {shown(key)}{did_you_mean(key, known)}" for key in extra[:MOST_PROBLEMS])
+        return f"{unknown}{more} (known: {', '.join(known)})"
     if isinstance(error, KeyError):
         return f"required key {error.args[0]!r} is missing"
     if isinstance(error, _WrongValueError):

@@ -13,11 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from ..adapters.base import Adapter, Facts, check_key
-from ..adapters.errors import FactsError, UnknownLayerError, did_you_mean
+from ..adapters.base import Adapter
+from ..adapters.errors import UnknownLayerError
 from ..adapters.reader import LayerReader
-from ..adapters.specs import FAMILIES, KernelSpec, Parallel, ResidualSpec
-from .errors import ConflictError, UnknownModelError
+from ..adapters.specs import KernelSpec, Parallel, ResidualSpec
+from .errors import UnknownModelError
+from .tables import Readers, Tables
 
 if TYPE_CHECKING:
     from .catalog import ModelEntry
@@ -38,13 +39,8 @@ class Registry:
         self._lock = threading.RLock()
         self._fill = fill
         self._late: list[Callable[[Registry], None]] = []
-        self._adapters: dict[str, Adapter] = {}
-        self._models: dict[str, ModelEntry] = {}
-        self._owners: dict[str, str] = {}
-        # Class name -> (module prefix, readers), longest prefix first.
-        self._readers: dict[str, list[tuple[str, tuple[LayerReader, ...]]]] = {}
-        self._ignored: frozenset[str] = frozenset()
-        self._by_class: dict[type, tuple[LayerReader, ...]] = {}
+        self._tables = Tables()
+        self._by_class: dict[type, Readers] = {}
 
     # ---- asking
 
@@ -73,7 +69,10 @@ class Registry:
             ParallelUnknownError, ParallelConflictError: the sharding is unsaid, or said twice.
             SpecError: what the layer says cannot all be true.
         """
-        readers = self._by_class.get(type(layer)) or self._find(type(layer))
+        cls = type(layer)
+        readers = self._by_class.get(cls) or self._readers_of(cls)
+        if not readers and self._complete():
+            readers = self._readers_of(cls)
         if not readers:
             raise self._unknown(layer)
         if of is None:
@@ -101,6 +100,7 @@ class Registry:
             UnknownLayerError: the model holds no known layer at all; the classes that look like attention are named.
             And whatever `spec_for` raises for one of them, with the layer's path.
         """
+        self._complete()
         found = []
         # Modules come parent first, and all of a layer's before the next: one prefix tells what lies inside it.
         inside: str | None = None
@@ -122,6 +122,7 @@ class Registry:
 
         What an adapter declares as ignored (vision towers), and what lies inside a known layer, is not listed.
         """
+        self._complete()
         found = []
         inside: str | None = None
         for path, module in model.named_modules():
@@ -132,7 +133,7 @@ class Registry:
             if any(map(_is_attention, readers)):
                 inside = path
             elif not readers and _LOOKS_LIKE_ATTENTION.search(cls.__name__):
-                if self._is_ignored(cls):
+                if self._tables.ignores(cls):
                     inside = path
                 else:
                     found.append((path, class_name(cls)))
@@ -144,13 +145,15 @@ class Registry:
         Raises:
             UnknownLayerError: no adapter knows the class.
         """
+        self._complete()
         readers = self._readers_of(type(layer))
         if not readers:
             raise self._unknown(layer)
-        return self._adapters[readers[0].owner]
+        return self._tables.adapters[readers[0].owner]
 
-    def readers_for(self, cls: type) -> tuple[LayerReader, ...]:
+    def readers_for(self, cls: type) -> Readers:
         """How layers of this class are read, first the one that `spec_for` uses; empty for an unknown class."""
+        self._complete()
         return self._readers_of(cls)
 
     # ---- listing (all read-only)
@@ -158,7 +161,7 @@ class Registry:
     def models(self) -> Mapping[str, ModelEntry]:
         """The declared models by name."""
         self._complete()
-        return MappingProxyType(self._models)
+        return MappingProxyType(self._tables.models)
 
     def model(self, name: str) -> ModelEntry:
         """One declared model, by its name or its Hugging Face id.
@@ -176,12 +179,12 @@ class Registry:
     def adapters(self) -> Mapping[str, Adapter]:
         """The adapters by name. A model that brings layer classes of its own is an adapter too."""
         self._complete()
-        return MappingProxyType(self._adapters)
+        return MappingProxyType(self._tables.adapters)
 
     def layer_classes(self) -> Mapping[str, str]:
         """Every known layer class (`package:ClassName`) with the adapter that declares it."""
         self._complete()
-        return MappingProxyType(self._owners)
+        return MappingProxyType(self._tables.owners)
 
     # ---- registering
 
@@ -193,7 +196,7 @@ class Registry:
         """
         self._start()
         with self._lock:
-            self._add([adapter], {})
+            self._add([adapter], {}, "this one")
 
     def register_model(self, entry: ModelEntry) -> None:
         """Add a model and the layer classes it brings. The same one again is a no-op.
@@ -214,8 +217,7 @@ class Registry:
         from .declare import declared_adapters
 
         with self._lock:
-            adapters = declared_adapters(self, entries, source)
-            self._add(adapters, entries, source)
+            self._add(declared_adapters(self._tables, entries, source), entries, source)
 
     def load(self, path: str | Path) -> Mapping[str, ModelEntry]:
         """Read a models.toml file and register all it declares, or nothing if it holds a mistake.
@@ -259,68 +261,28 @@ class Registry:
             return False
         with self._lock:
             late, self._late = self._late, []
-            for more in late:
-                more(self)
+            try:
+                for more in late:
+                    more(self)
+            except BaseException:
+                self._late = late  # what was an error the first time is no silence the second time
+                raise
         return bool(late)
 
-    def _add(self, adapters: Iterable[Adapter], models: Mapping[str, ModelEntry], source: str = "") -> None:
-        """Check everything against the tables, then swap in new ones."""
-        all_adapters, owners, all_models = dict(self._adapters), dict(self._owners), dict(self._models)
-        readers = {name: list(entries) for name, entries in self._readers.items()}
-        ignored = self._ignored
-        for adapter in adapters:
-            known = all_adapters.get(adapter.name)
-            if known is not None and known != adapter:
-                raise ConflictError(f"the adapter {adapter.name}", ["an earlier registration", source or "this one"])
-            all_adapters[adapter.name] = adapter
-            ignored |= adapter.ignored
-            for key, facts in adapter:
-                owner = owners.get(key)
-                if owner is not None:
-                    if all_adapters[owner].layers[key] != facts:
-                        raise ConflictError(f"the layer class {key}", [owner, adapter.name])
-                    continue
-                owners[key] = adapter.name
-                prefix, _, name = key.partition(":")
-                entry = (prefix, tuple(LayerReader(key, adapter.name, several) for several in facts))
-                readers.setdefault(name, []).append(entry)
-                readers[name].sort(key=lambda candidate: -len(candidate[0]))
-        for name, entry_ in models.items():
-            if all_models.setdefault(name, entry_) != entry_:
-                raise ConflictError(f"the model {name}", ["an earlier registration", source])
-        self._adapters, self._owners, self._models = all_adapters, owners, all_models
-        self._readers, self._ignored = readers, ignored
+    def _add(self, adapters: Iterable[Adapter], models: Mapping[str, ModelEntry], source: str) -> None:
+        self._tables = self._tables.adding(adapters, models, source)
         self._by_class = {}
 
-    def _readers_of(self, cls: type) -> tuple[LayerReader, ...]:
+    def _readers_of(self, cls: type) -> Readers:
         known = self._by_class.get(cls)
-        return self._find(cls) if known is None else known
-
-    def _find(self, cls: type) -> tuple[LayerReader, ...]:
-        self._start()
-        by_class = self._by_class
-        found = self._match(cls)
-        if not found and _LOOKS_LIKE_ATTENTION.search(cls.__name__) and self._complete():
-            by_class, found = self._by_class, self._match(cls)
-        by_class[cls] = found
-        return found
-
-    def _match(self, cls: type) -> tuple[LayerReader, ...]:
-        for base in cls.__mro__:
-            for prefix, readers in self._readers.get(base.__name__, ()):
-                if base.__module__ == prefix or base.__module__.startswith(prefix + "."):
-                    return readers
-        return ()
-
-    def _is_ignored(self, cls: type) -> bool:
-        return any(
-            f"{'.'.join(base.__module__.split('.')[:depth])}:{base.__name__}" in self._ignored
-            for base in cls.__mro__
-            for depth in range(1, base.__module__.count(".") + 2)
-        )
+        if known is None:
+            self._start()
+            # Into the dictionary that was current before looking: a registration meanwhile puts another in its place.
+            by_class = self._by_class
+            known = by_class[cls] = self._tables.readers_of(cls)
+        return known
 
     def _unknown(self, layer: Any) -> UnknownLayerError:
-        self._complete()
         hint = ""
         if hasattr(type(layer), "named_modules") and any(True for _ in layer.children()):
             inner = [(p, m) for p, m in layer.named_modules() if p and self._readers_of(type(m))]
@@ -328,7 +290,7 @@ class Registry:
                 hint = (
                     f"ask specs_in for a whole model; this one holds known layers, the first at {inner[0][0]}. For it"
                 )
-        return UnknownLayerError(class_name(type(layer)), self._owners, hint)
+        return UnknownLayerError(class_name(type(layer)), self._tables.owners, hint)
 
     def _nothing_in(self, model: Any) -> UnknownLayerError:
         unknown = self.unknown_in(model)
@@ -337,7 +299,7 @@ class Registry:
                 class_name(type(model)), (), "give a model that holds attention layers; this one has none that looks so"
             )
         path, name = unknown[0]
-        return UnknownLayerError(f"{name} (at {path}, and {len(unknown) - 1} more like it)", self._owners)
+        return UnknownLayerError(f"{name} (at {path}, and {len(unknown) - 1} more like it)", self._tables.owners)
 
 
 def _within(path: str, outer: str | None) -> bool:
@@ -351,40 +313,3 @@ def _is_attention(reader: LayerReader) -> bool:
 def class_name(cls: type) -> str:
     """A class as layer classes are written: `module:ClassName`."""
     return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def facts_from_words(words: Mapping[str, Any], known: Callable[[str], tuple[Facts, ...] | None]) -> tuple[Facts, ...]:
-    """Facts from one declared table: `like` another class or of a `family`, then the words that differ.
-
-    Args:
-        words: the table. Beside the spec's fields: `like` (a known class), `family`, and `without` (fields to drop).
-        known: facts of a class by key.
-
-    Raises:
-        FactsError: neither or unknown `like` or `family`, or words that mean nothing.
-    """
-    like, family = words.get("like"), words.get("family")
-    changes = {name: word for name, word in words.items() if name not in ("like", "family", "without")}
-    dropped = words.get("without", [])
-    if not isinstance(dropped, list) or not all(isinstance(name, str) for name in dropped):
-        raise FactsError(f"without: expected a list of field names, got {dropped!r}")
-    if family is not None and (not isinstance(family, str) or family not in FAMILIES):
-        raise FactsError(
-            f"family: expected one of {', '.join(FAMILIES)}, got {family!r}{did_you_mean(str(family), FAMILIES)}"
-        )
-    if like is None:
-        if family is None:
-            raise FactsError('expected like = "<a known class>" or family = "<a kind of layer>"')
-        return (Facts(FAMILIES[family], changes),)
-    facts = known(check_key(like))
-    if facts is None:
-        raise FactsError(f"like: no class {like!r} is known")
-    if family is not None:
-        facts = tuple(several for several in facts if several.spec is FAMILIES[family])
-        if not facts:
-            raise FactsError(f"like: {like} is not known as {family}")
-    if not changes and not dropped:
-        return facts
-    if len(facts) > 1:
-        raise FactsError(f"like: {like} is several kinds of layer; say which family the words are about")
-    return (facts[0].but(**dict.fromkeys(dropped), **changes),)

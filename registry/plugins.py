@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.base import Adapter
+from ..adapters.errors import shown
 from .errors import PluginError
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def load_plugins(registry: Registry) -> None:
 def _adapters(content: Any, owner: str) -> list[Adapter]:
     listed = list(content) if isinstance(content, (list, tuple)) else [content]
     if not all(isinstance(adapter, Adapter) for adapter in listed):
-        raise PluginError(f"{owner}: expected an Adapter or a list of them, got {content!r}")
+        raise PluginError(f"{owner}: expected an Adapter or a list of them, got {shown(content)}")
     return listed
 
 
@@ -65,4 +66,4 @@ def _path(content: Any, owner: str) -> Path:
         return Path(str(files(content) / "models.toml"))
     if isinstance(content, (str, Path)):
         return Path(content)
-    raise PluginError(f"{owner}: expected a path or a package with a models.toml, got {content!r}")
+    raise PluginError(f"{owner}: expected a path or a package with a models.toml, got {shown(content)}")

@@ -1,0 +1,267 @@
+"""What a Hugging Face config.json is, in this library's terms: its adapter, the declared model it equals, an entry.
+
+Needs no torch. Facts about the architecture that no config holds (norms that add 1, sinks, an engine's own epsilons)
+come from a declared model of the same architecture, and from nowhere else; what cannot be told is said.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from attrs import frozen
+
+from ..adapters.errors import LayerfuseError
+from .catalog import ModelEntry
+from .hf_config import HFConfig, text_part
+from .kinds import GatedDeltaNetKind, GQAKind, LayerKind
+
+if TYPE_CHECKING:
+    from .lookup import Registry
+
+LARGEST_CONFIG = 16 << 20
+"""Bytes. Larger than any config.json; a weights file given by mistake is refused before it is read."""
+
+_FAMILY_ADAPTERS = {"mla": "deepseek_v3", "gqa": "gpt_oss"}
+_ZERO_CENTRED = ("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "recurrent_gemma")
+"""Model types whose norms add 1 to the stored weight, as transformers 5.23 builds them, beside the declared ones."""
+
+
+class ConfigError(LayerfuseError, ValueError):
+    """A config.json that does not say what an entry needs: every reason, and the adapter where one was recognised."""
+
+    def __init__(self, file: str, problems: Sequence[str], recognised: Sequence[str] = ()) -> None:
+        self.file = file
+        self.problems = tuple(problems)
+        self.recognised = tuple(recognised)
+        super().__init__(file, self.problems, self.recognised)
+
+    def __str__(self) -> str:
+        lines = [f"{self.file}: {sentence}" for sentence in self.recognised]
+        lines += [f"{self.file}: {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+@frozen(kw_only=True)
+class Inspection:
+    """The answer to one config."""
+
+    entry: ModelEntry
+    recognised: tuple[str, ...]
+    "Sentences: which adapter, and why."
+    same_as: tuple[str, ...]
+    "Declared models with exactly these layers."
+    differs: tuple[str, ...]
+    "How the layers differ from the declared model that `recognised` names; empty where `same_as` is not."
+    notes: tuple[str, ...]
+    "What was derived, what the config cannot say, and what is left to do."
+
+    def toml(self) -> str:
+        """The entry as models.toml text, with the notes as comments."""
+        import tomli_w
+
+        from .files import unstructure
+
+        comments = "".join(f"# {note}\n" for note in self.notes)
+        return comments + tomli_w.dumps(unstructure({self.entry.name: self.entry}))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """A config.json, or that of a folder.
+
+    Raises:
+        ConfigError: it cannot be read, or is no JSON object.
+    """
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        if path.stat().st_size > LARGEST_CONFIG:
+            raise ConfigError(str(path), [f"larger than {LARGEST_CONFIG >> 20} MiB, which no config.json is"])
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(str(path), [f"cannot be read: {error.strerror or error}"]) from None
+    except RecursionError:
+        raise ConfigError(str(path), ["is nested too deeply to be a config.json"]) from None
+    except ValueError as error:
+        raise ConfigError(str(path), [f"is not JSON: {error}"]) from None
+    if not isinstance(config, dict):
+        raise ConfigError(str(path), [f"expected a JSON object, got {type(config).__name__}"])
+    return config
+
+
+def inspect(
+    config: Mapping[str, Any], *, registry: Registry, name: str | None = None, file: str = "config.json"
+) -> Inspection:
+    """What this config describes.
+
+    Args:
+        config: a parsed config.json; a composite one may hold the language model under `text_config`.
+        registry: where declared models are looked up.
+        name: the entry's name; else the config's own `_name_or_path`, else its model_type.
+        file: what messages call the config.
+
+    Raises:
+        ConfigError: it does not say what an entry needs; everything missing is listed.
+    """
+    values, part = text_part(config)
+    hf = HFConfig(values)
+    types = [t for t in (config.get("model_type"), values.get("model_type")) if isinstance(t, str)]
+    classes = [*_texts(config.get("architectures")), *_texts(values.get("architectures"))]
+    sibling, why = _sibling(registry.models().values(), types, classes)
+    family = hf.family()
+    recognised = [why] if why else []
+    if part is not None:
+        recognised.append(f"the language model is described under {part}")
+    adapter = sibling.adapter if sibling is not None else _FAMILY_ADAPTERS.get(family[0]) if family else None
+    if sibling is None and family is not None:
+        if adapter is None:
+            adapter = "kimi_linear" if "linear_attn_config" in family[1] else "qwen3_next"
+        recognised.append(f"adapter {adapter}, by family: {family[1]}")
+    hf.refuse_what_is_not_described()
+    count = "num_layers" if sibling is not None and sibling.attentions_per_layer > 1 else "num_hidden_layers"
+    total = hf.count(count)
+    layers = hf.layers(total, types[-1] if types else "", _gate(sibling))
+    hidden_size, epsilon = hf.count("hidden_size"), hf.number("rms_norm_eps")
+    if hf.problems or adapter is None:
+        raise ConfigError(file, list(dict.fromkeys(hf.problems)), recognised)
+    entry = ModelEntry(
+        name=_name(name or _own_name(config) or (types[0] if types else "model")),
+        adapter=adapter,
+        source=f"{file}, read by layerfuse inspect",
+        num_hidden_layers=total,
+        hidden_size=hidden_size,
+        rms_norm_eps=epsilon,
+        layers={word: _with_sinks(kind, sibling) for word, kind in layers.items()},
+        norm_weight_offset=_offset(sibling, types),
+        attentions_per_layer=1 if sibling is None else sibling.attentions_per_layer,
+        hf_id=_hub_name(config),
+        model_type=types[0] if types else None,
+        architectures=_texts(config.get("architectures")),
+        engines=dict(sibling.engines) if sibling is not None and sibling.rms_norm_eps == epsilon else {},
+    )
+    from .files import contradictions
+
+    problems = contradictions(entry)
+    if problems:
+        raise ConfigError(file, problems, recognised)
+    same = _same(entry, registry.models().values())
+    return Inspection(
+        entry=entry,
+        recognised=tuple(recognised),
+        same_as=same,
+        differs=() if same or sibling is None else tuple(_differences(entry, sibling)),
+        notes=(*hf.notes, *_unsaid(hf, entry, sibling, classes)),
+    )
+
+
+# ---- recognising -----------------------------------------------------------------------------------------------------
+
+
+def _sibling(
+    entries: Iterable[ModelEntry], types: Sequence[str], classes: Sequence[str]
+) -> tuple[ModelEntry | None, str]:
+    """The declared model of the same architecture, and the sentence that says so."""
+    entries = list(entries)
+    for found in types:
+        for entry in entries:
+            if entry.model_type == found:
+                return entry, f"adapter {entry.adapter}: model_type {found} is that of {entry.name}"
+    for found in classes:
+        for entry in entries:
+            if found in entry.architectures:
+                return entry, f"adapter {entry.adapter}: architecture {found} is that of {entry.name}"
+    return None, ""
+
+
+def _gate(sibling: ModelEntry | None) -> Any:
+    kinds = () if sibling is None else sibling.layers.values()
+    return next((kind.output_norm for kind in kinds if isinstance(kind, GatedDeltaNetKind)), None)
+
+
+def _with_sinks(kind: LayerKind, sibling: ModelEntry | None) -> LayerKind:
+    if not isinstance(kind, GQAKind):
+        return kind
+    others = () if sibling is None else sibling.layers.values()
+    return attrs.evolve(kind, has_sinks=any(isinstance(other, GQAKind) and other.has_sinks for other in others))
+
+
+def _offset(sibling: ModelEntry | None, types: Sequence[str]) -> float:
+    if sibling is not None:
+        return sibling.norm_weight_offset
+    return 1.0 if any(found in _ZERO_CENTRED for found in types) else 0.0
+
+
+def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes: Sequence[str]) -> list[str]:
+    notes = []
+    if hf.has("attn_logit_softcapping"):
+        notes.append(f"attn_logit_softcapping = {hf.values['attn_logit_softcapping']}: no spec describes it")
+    if sibling is not None:
+        return notes
+    if any(isinstance(kind, GQAKind) for kind in entry.layers.values()):
+        notes.append("has_sinks is not said by any config; false was written: check the attention class for sinks")
+    offset = f"norm_weight_offset is not said by any config; {entry.norm_weight_offset} was written"
+    if not entry.norm_weight_offset:
+        notes.append(f"{offset}: check whether the norms add 1 to their weight")
+    prefix = next((c.partition("For")[0] for c in classes), "")
+    example = f'"transformers:{prefix or "My"}Attention" = {{ like = "transformers:..." }}'
+    notes.append(
+        f"no declared model has this architecture, so its layer classes may be unknown: declare them under "
+        f"layer_classes, as in {example}"
+    )
+    return notes
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def _same(entry: ModelEntry, declared: Iterable[ModelEntry]) -> tuple[str, ...]:
+    mine = [spec for _, spec in entry.specs()]
+    # Of equal ones, those of the same model_type come first.
+    declared = sorted(declared, key=lambda other: other.model_type != entry.model_type)
+    return tuple(
+        other.name
+        for other in declared
+        if (other.num_hidden_layers, other.hidden_size) == (entry.num_hidden_layers, entry.hidden_size)
+        and [spec for _, spec in other.specs()] == mine
+    )
+
+
+def _differences(entry: ModelEntry, other: ModelEntry) -> list[str]:
+    mine, theirs = _flat(entry), _flat(other)
+    return [
+        f"{key}: {mine.get(key, 'none')} (in {other.name}: {theirs.get(key, 'none')})"
+        for key in dict.fromkeys([*mine, *theirs])
+        if mine.get(key) != theirs.get(key)
+    ]
+
+
+def _flat(entry: ModelEntry) -> dict[str, Any]:
+    numbers = ("num_hidden_layers", "hidden_size", "rms_norm_eps", "norm_weight_offset", "attentions_per_layer")
+    flat: dict[str, Any] = {name: getattr(entry, name) for name in numbers}
+    for name, kind in entry.layers.items():
+        flat.update({f"{name}.{a.name}": getattr(kind, a.name) for a in attrs.fields(type(kind)) if a.name != "at"})
+    return flat
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def _texts(value: Any) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+
+
+def _hub_name(config: Mapping[str, Any]) -> str | None:
+    name = config.get("_name_or_path")
+    return name if isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) else None
+
+
+def _own_name(config: Mapping[str, Any]) -> str | None:
+    hub_name = _hub_name(config)
+    return None if hub_name is None else hub_name.rpartition("/")[2]
+
+
+def _name(text: str) -> str:
+    return re.sub(r"\s+", "-", text.strip()).lower() or "model"

@@ -1,0 +1,222 @@
+"""The kinds of attention layer that a models.toml entry declares, each of which becomes a spec.
+
+The words are the specs' own field names; what a published config leaves to be derived is derived here, and nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, TypeAlias
+
+from attrs import frozen
+
+from ..adapters.specs import GatedDeltaNetSpec, GatedNormSpec, GQASpec, MLASpec, NormSpec
+
+
+@frozen(kw_only=True)
+class Every:
+    """Layers at regular distances: `start`, `start + step`, ..."""
+
+    step: int
+    "Distance between two of them, at least 1."
+    start: int = 0
+    "The first, 0-based."
+
+
+At: TypeAlias = Literal["all", "rest"] | list[int] | Every
+
+
+@frozen(kw_only=True)
+class Yarn:
+    """What of a `rope_scaling` of type yarn changes the softmax scale (DeepSeek's mscale)."""
+
+    factor: float
+    "Context extension factor."
+    mscale_all_dim: float
+    "Weight of the correction; 0 switches it off."
+
+    @property
+    def mscale(self) -> float:
+        """Factor on each of query and key: 0.1 * mscale_all_dim * ln(factor) + 1 (YaRN, arXiv 2309.00071)."""
+        if self.factor <= 1 or self.mscale_all_dim == 0:
+            return 1.0
+        return 0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0
+
+
+@frozen(kw_only=True)
+class GateWords:
+    """The gated norm of a delta net, where it cannot be derived."""
+
+    activation: Literal["silu", "sigmoid"]
+    "What the gate passes through."
+    norm_before_gate: bool
+    "True: norm(x) * act(gate)."
+    group_size: int | Literal["none"]
+    'Elements per variance group; "none": the whole head is one group.'
+
+
+@frozen(kw_only=True)
+class MLAKind:
+    """Layers of multi-head latent attention."""
+
+    family: Literal["mla"]
+    num_heads: int
+    "Query heads of the whole model."
+    q_lora_rank: int | Literal["none"]
+    'Width of the query latent; "none": queries are projected directly.'
+    kv_lora_rank: int
+    "Width of the key/value latent."
+    qk_nope_head_dim: int
+    "Per-head query/key width without rotary embedding."
+    qk_rope_head_dim: int
+    "Width of the shared rotary key part."
+    v_head_dim: int
+    "Per-head value width."
+    at: At = "all"
+    'Which decoder layers, 0-based: "all", "rest", a list, or {start, step}.'
+    yarn: Yarn | None = None
+    "The yarn correction of the softmax scale, if the model has one."
+    softmax_scale: float | None = None
+    "Only where it is not qk_head_dim ** -0.5 times the yarn correction squared."
+    latent_norm_eps: float | None = None
+    "Epsilon of both latent norms, where it is not the model's rms_norm_eps."
+
+    def spec(self, around: Around) -> MLASpec:
+        """The spec of one such layer, whole."""
+        q_lora_rank = None if self.q_lora_rank == "none" else self.q_lora_rank
+        eps = around.epsilon("latent_norm_eps", self.latent_norm_eps)
+        scale = self.softmax_scale
+        if scale is None:
+            mscale = 1.0 if self.yarn is None else self.yarn.mscale
+            width = self.qk_nope_head_dim + self.qk_rope_head_dim
+            # A width that is no width is reported by the spec, with the field's name.
+            scale = max(width, 1) ** -0.5 * mscale * mscale
+        return MLASpec(
+            **around.common,
+            num_heads=self.num_heads,
+            num_local_heads=self.num_heads,
+            q_lora_rank=q_lora_rank,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            v_head_dim=self.v_head_dim,
+            q_norm=None if q_lora_rank is None else NormSpec(width=q_lora_rank, epsilon=eps),
+            kv_norm=NormSpec(width=self.kv_lora_rank, epsilon=eps),
+            softmax_scale=scale,
+        )
+
+
+@frozen(kw_only=True)
+class GatedDeltaNetKind:
+    """Layers of a gated delta net (Qwen) or Kimi delta attention."""
+
+    family: Literal["gated_delta_net"]
+    num_k_heads: int
+    "Key heads of the whole model."
+    num_v_heads: int
+    "Value heads of the whole model."
+    head_k_dim: int
+    "Width of one key head."
+    head_v_dim: int
+    "Width of one value head."
+    conv_kernel_size: int
+    "Taps of the short convolution."
+    output_norm: GateWords
+    "The gated norm before the output projection."
+    at: At = "all"
+    'Which decoder layers, 0-based: "all", "rest", a list, or {start, step}.'
+    output_norm_eps: float | None = None
+    "Epsilon of the gated norm, where it is not the model's rms_norm_eps."
+
+    def spec(self, around: Around) -> GatedDeltaNetSpec:
+        """The spec of one such layer, whole."""
+        gate = self.output_norm
+        return GatedDeltaNetSpec(
+            **around.common,
+            num_k_heads=self.num_k_heads,
+            num_v_heads=self.num_v_heads,
+            num_local_k_heads=self.num_k_heads,
+            num_local_v_heads=self.num_v_heads,
+            head_k_dim=self.head_k_dim,
+            head_v_dim=self.head_v_dim,
+            conv_kernel_size=self.conv_kernel_size,
+            output_norm=GatedNormSpec(
+                width=self.head_v_dim,
+                epsilon=around.epsilon("output_norm_eps", self.output_norm_eps),
+                activation=gate.activation,
+                norm_before_gate=gate.norm_before_gate,
+                group_size=None if gate.group_size == "none" else gate.group_size,
+            ),
+        )
+
+
+@frozen(kw_only=True)
+class GQAKind:
+    """Layers of grouped-query attention."""
+
+    family: Literal["gqa"]
+    num_heads: int
+    "Query heads of the whole model."
+    num_kv_heads: int
+    "Key/value heads of the whole model."
+    head_dim: int
+    "Width of one query or key head."
+    sliding_window: int | Literal["off"]
+    'Tokens a query sees, itself included; "off": all of them.'
+    has_sinks: bool
+    "Whether each query head has a learned sink logit."
+    at: At = "all"
+    'Which decoder layers, 0-based: "all", "rest", a list, or {start, step}.'
+    v_head_dim: int | None = None
+    "Width of one value head, where it is not head_dim."
+    softmax_scale: float | None = None
+    "Only where it is not head_dim ** -0.5."
+
+    def spec(self, around: Around) -> GQASpec:
+        """The spec of one such layer, whole."""
+        return GQASpec(
+            **around.common,
+            num_heads=self.num_heads,
+            num_local_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            num_local_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.head_dim if self.v_head_dim is None else self.v_head_dim,
+            softmax_scale=max(self.head_dim, 1) ** -0.5 if self.softmax_scale is None else self.softmax_scale,
+            sliding_window=None if self.sliding_window == "off" else self.sliding_window,
+            has_sinks=self.has_sinks,
+        )
+
+
+LayerKind: TypeAlias = MLAKind | GatedDeltaNetKind | GQAKind
+KINDS: Mapping[str, type[Any]] = {"mla": MLAKind, "gated_delta_net": GatedDeltaNetKind, "gqa": GQAKind}
+"""The kinds of layer by the `family` word that tells them apart."""
+
+
+@frozen(kw_only=True)
+class EngineNorms:
+    """Where one engine builds a norm with another epsilon than the published config says."""
+
+    rms_norm_eps: float | None = None
+    "Of the decoder layers' norms."
+    latent_norm_eps: float | None = None
+    "Of the MLA latent norms: transformers ignores the config here, and uses 1e-6."
+    output_norm_eps: float | None = None
+    "Of the gated norm of a delta net."
+
+
+@frozen(kw_only=True)
+class Around:
+    """What a layer's spec takes from the model around it."""
+
+    common: Mapping[str, Any]
+    rms_norm_eps: float
+    engine: EngineNorms
+
+    def epsilon(self, name: str, declared: float | None) -> float:
+        """The engine's epsilon if it has one of its own, else the declared one, else the model's."""
+        own: float | None = getattr(self.engine, name)
+        if own is not None:
+            return own
+        return self.rms_norm_eps if declared is None else declared

@@ -1,0 +1,123 @@
+"""Which decoder layer of a Hugging Face config is of which kind: the notations in use, tried one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from .hf_config import HFConfig
+
+Word = Literal["full", "sliding", "linear"]
+
+_LAYER_TYPES: Mapping[str, Word] = {
+    "full_attention": "full",
+    "attention": "full",
+    "indexed_attention": "full",
+    "deepseek_sparse_attention": "full",
+    "sliding_attention": "sliding",
+    "sliding_window_attention": "sliding",
+    "linear_attention": "linear",
+}
+
+_ALL_SLIDE = ("mistral", "mixtral", "ministral", "phi3", "phimoe", "starcoder2")
+"""Model types in whose code a `sliding_window` means every layer."""
+
+_EVEN_SLIDE = ("gemma2", "gpt_oss")
+"""Model types in whose code layers 0, 2, 4, ... slide where the config lists nothing."""
+
+
+def layer_words(config: HFConfig, total: int, model_type: str, *, linear: bool) -> list[Word]:
+    """The kind of each layer, in order. Where it cannot be told, a problem is noted and the result means nothing.
+
+    Args:
+        config: the language model's part.
+        total: how many decoder layers there are.
+        model_type: of that part.
+        linear: whether some of the layers are linear attention.
+    """
+    values = config.values
+    if config.has("layer_types"):
+        return _listed(config, values["layer_types"], total)
+    kimi = values.get("linear_attn_config")
+    if isinstance(kimi, Mapping):
+        return _kimi(config, kimi, total)
+    if linear:
+        if not config.has("full_attention_interval"):
+            config.problems.append("neither layer_types nor full_attention_interval says which layers are linear")
+            return _whole(total)
+        return _periodic(config, "full_attention_interval", total, "linear")
+    if isinstance(values.get("attn_type_list"), list) and set(values["attn_type_list"]) != {1}:
+        config.problems.append("attn_type_list: has other layers than softmax attention (1), which are not read here")
+        return _whole(total)
+    if not config.has("sliding_window") or values.get("use_sliding_window") is False:
+        return _whole(total)
+    return _sliding(config, total, model_type)
+
+
+def _whole(total: int, word: Word = "full") -> list[Word]:
+    return [word] * total
+
+
+def _listed(config: HFConfig, listed: Any, total: int) -> list[Word]:
+    if not isinstance(listed, list) or len(listed) != total:
+        found = f"{len(listed)} layers" if isinstance(listed, list) else repr(listed)
+        config.problems.append(f"layer_types: expected a list of {total} layers, got {found}")
+        return _whole(total)
+    unknown = [word for word in listed if not isinstance(word, str) or word not in _LAYER_TYPES]
+    if unknown:
+        config.problems.append(f"layer_types: {unknown[0]!r} is a kind of layer that no spec describes")
+        return _whole(total)
+    words = [_LAYER_TYPES[word] for word in listed]
+    if "linear" in words and not (
+        config.has("linear_num_value_heads") or config.has("linear_num_heads") or config.has("linear_attn_config")
+    ):
+        config.problems.append("layer_types: has linear_attention, whose heads no known key says")
+    if "sliding" in words and not config.has("sliding_window"):
+        config.problems.append("layer_types: has sliding_attention, and sliding_window is not set")
+    return words
+
+
+def _kimi(config: HFConfig, kimi: Mapping[str, Any], total: int) -> list[Word]:
+    """`kda_layers` and `full_attn_layers` count from 1, unlike `layer_types`."""
+    lists = [kimi.get("full_attn_layers"), kimi.get("kda_layers")]
+    if not all(isinstance(layers, list) and all(type(i) is int for i in layers) for layers in lists):
+        config.problems.append("linear_attn_config: expected the lists full_attn_layers and kda_layers, counted from 1")
+        return _whole(total)
+    full, linear = lists
+    if sorted(full + linear) != list(range(1, total + 1)):
+        config.problems.append(
+            f"linear_attn_config: full_attn_layers and kda_layers do not share out the layers 1 to {total} between them"
+        )
+        return _whole(total)
+    return ["full" if index + 1 in set(full) else "linear" for index in range(total)]
+
+
+def _periodic(config: HFConfig, key: str, total: int, others: Word) -> list[Word]:
+    """Every n-th layer is full attention: layers n - 1, 2n - 1, ..., counted from 0."""
+    period = config.count(key)
+    if period < 1:
+        config.problems.append(f"{key}: expected at least 1, got {period}")
+        return _whole(total)
+    return ["full" if (index + 1) % period == 0 else others for index in range(total)]
+
+
+def _sliding(config: HFConfig, total: int, model_type: str) -> list[Word]:
+    values = config.values
+    pattern = values.get("sliding_window_pattern")
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:  # EXAONE: local, global
+        return ["sliding" if pattern[index % len(pattern)] == "L" else "full" for index in range(total)]
+    if pattern is not None:
+        return _periodic(config, "sliding_window_pattern", total, "sliding")
+    if "use_sliding_window" in values and config.has("max_window_layers"):  # Qwen
+        first = config.count("max_window_layers")
+        return ["sliding" if index >= first else "full" for index in range(total)]
+    if model_type in _ALL_SLIDE:
+        return _whole(total, "sliding")
+    if model_type in _EVEN_SLIDE:
+        return ["sliding" if index % 2 == 0 else "full" for index in range(total)]
+    config.problems.append(
+        f"sliding_window = {values['sliding_window']!r}, and neither layer_types nor sliding_window_pattern says which "
+        "layers slide (null would say that none does)"
+    )
+    return _whole(total)
