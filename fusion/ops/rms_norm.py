@@ -1,0 +1,117 @@
+"""`layerfuse::rms_norm`, the canonical norm: float32 accumulation and one rounding, at the end.
+
+It is what a model may call to be recognised at once; what no pass has taken is lowered back to plain arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .library import define
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a norm of this dtype is computed: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_norm(op: str, x: Tensor, weight: Tensor, epsilon: float, names: tuple[str, str, str]) -> None:
+    """What every backend needs of one norm, checked before anything is launched.
+
+    Raises:
+        ValueError: an argument no backend could take; the message names it.
+    """
+    x_name, weight_name, epsilon_name = names
+    if x.dim() < 1:
+        raise ValueError(f"{op}: {x_name} needs at least one dimension, got a scalar")
+    if not x.dtype.is_floating_point:
+        raise ValueError(f"{op}: {x_name} must be of a floating dtype, got {x.dtype}")
+    if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: {weight_name} must have shape ({x.shape[-1]},), the last dimension of {x_name} "
+            f"{tuple(x.shape)}; got {tuple(weight.shape)}"
+        )
+    if not weight.dtype.is_floating_point:
+        raise ValueError(f"{op}: {weight_name} must be of a floating dtype, got {weight.dtype}")
+    if weight.device != x.device:
+        raise ValueError(f"{op}: {weight_name} is on {weight.device}, {x_name} on {x.device}; move one of them")
+    if not epsilon >= 0:
+        raise ValueError(f"{op}: {epsilon_name} must be at least 0, got {epsilon!r}")
+
+
+def normalise(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 0.0) -> Tensor:
+    """The reference: `x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset)` over the last dimension.
+
+    x: (..., width), any strides; weight: (width,). Returns a contiguous tensor of x's shape and dtype.
+    """
+    wide = x.to(accumulator(x.dtype))
+    # The mean square comes from the vector norm: one pass over x, and no squared copy of it.
+    mean_square = torch.linalg.vector_norm(wide, 2, -1, True).square_().mul_(1 / x.shape[-1])
+    scale = mean_square.add_(epsilon).rsqrt_()
+    factor = weight.to(wide.dtype)
+    if weight_offset:
+        factor = factor + weight_offset
+    if wide is x:
+        return (wide * scale).contiguous().mul_(factor)
+    return wide.mul_(scale).mul_(factor).to(x.dtype, memory_format=torch.contiguous_format)
+
+
+def normalise_backward(grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, offset: float) -> tuple[Tensor, Tensor]:
+    """Gradients of `normalise` with respect to x and weight, computed in the accumulator dtype."""
+    wide, grad_wide = x.to(accumulator(x.dtype)), grad.to(accumulator(x.dtype))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    unit = wide * scale
+    through = grad_wide * (weight.to(wide.dtype) + offset)
+    grad_x = (through - unit * (through * unit).mean(-1, keepdim=True)) * scale
+    grad_weight = (grad_wide * unit).reshape(-1, x.shape[-1]).sum(0)
+    return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+def _check(x: Tensor, weight: Tensor, epsilon: float, _weight_offset: float) -> None:
+    check_norm("layerfuse::rms_norm", x, weight, epsilon, ("x", "weight", "epsilon"))
+
+
+def _fake(x: Tensor, _weight: Tensor, _epsilon: float, _weight_offset: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:  # noqa: ARG001 (torch passes it by name)
+    x, weight, ctx.epsilon, ctx.weight_offset = inputs
+    ctx.save_for_backward(x, weight)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
+    return (*normalise_backward(grad, x, weight, ctx.epsilon, ctx.weight_offset), None, None)
+
+
+_op = define(
+    "rms_norm(Tensor x, Tensor weight, float epsilon, float weight_offset) -> Tensor",
+    reference=normalise,
+    check=_check,
+    fake=_fake,
+    backward=_backward,
+    setup_context=_setup,
+)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 0.0) -> Tensor:
+    """RMSNorm over the last dimension (arXiv 1910.07467).
+
+    Args:
+        x: (..., width), any floating dtype, any strides; zero rows are fine.
+        weight: (width,), any floating dtype, on x's device.
+        epsilon: added to the mean square, at least 0.
+        weight_offset: added to the weight: 1.0 for zero-centred norms.
+
+    Returns:
+        A contiguous tensor of x's shape and dtype, rounded once.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit; the message names the argument.
+    """
+    result: Tensor = _op(x, weight, epsilon, weight_offset)
+    return result

@@ -1,0 +1,36 @@
+"""The graphs before and after, as text, held to golden files.
+
+Names of values are numbered, so that the text does not change with torch's naming. To write the files anew after an
+intended change: `LAYERFUSE_REGENERATE=1 pytest tests/fusion/test_golden.py`, then read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fusion_support import HIDDEN, FusedProjection, TwoProjections, mla_spec, torch_norm, trace
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "dtype"),
+    [
+        ("one_projection_bf16", lambda: FusedProjection(), torch.bfloat16),
+        ("two_projections_bf16", lambda: TwoProjections(), torch.bfloat16),
+        ("torch_norms_fp32", lambda: FusedProjection(torch_norm), torch.float32),
+        ("look_alike_epsilon", lambda: FusedProjection(epsilon=1.1e-6), torch.bfloat16),
+    ],
+)
+def test_golden(name: str, module: Any, dtype: torch.dtype) -> None:
+    traced = trace(module().to(dtype), torch.randn(5, HIDDEN, dtype=dtype), specs=[mla_spec()])
+    text = f"# before\n{traced.before[0]}\n\n# after\n{traced.after[0]}\n"
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("LAYERFUSE_REGENERATE"):
+        path.write_text(text)
+    assert text == path.read_text()
+    assert traced.fused == (0 if name.startswith("look_alike") else 1)

@@ -1,0 +1,171 @@
+"""The ops against float64, on every shape and layout that reaches them, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layerfuse.fusion import backends
+from layerfuse.fusion.backends import Backend, BackendError
+from layerfuse.fusion.ops import mla_dual_rms_norm, rms_norm
+
+EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+def exact(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float = 0.0) -> torch.Tensor:
+    wide = x.double()
+    return wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + epsilon) * (weight.double() + offset)
+
+
+def assert_rounded_once(
+    got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float
+) -> None:
+    """Half a unit in the last place for the one rounding, and a few float32 units for the accumulation."""
+    assert got.dtype == x.dtype
+    assert got.shape == x.shape
+    assert got.is_contiguous()
+    slack = 8 * EPS[torch.float64 if x.dtype == torch.float64 else torch.float32]
+    tiny = 6e-8 if x.dtype == torch.float16 else 1e-30
+    torch.testing.assert_close(
+        got.double(), exact(x, weight, epsilon, offset), rtol=EPS[x.dtype] / 2 + slack, atol=tiny, equal_nan=True
+    )
+
+
+@given(
+    leading=st.lists(st.integers(0, 3), max_size=3),
+    width=st.integers(1, 70),
+    dtype=st.sampled_from(list(EPS)),
+    layout=st.sampled_from(["contiguous", "columns", "transposed"]),
+    scale=st.sampled_from([1e-3, 1.0, 30.0]),
+    epsilon=st.sampled_from([1e-6, 1e-5, 1e-2]),
+    offset=st.sampled_from([0.0, 1.0]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=150, deadline=None)
+def test_rms_norm_is_rounded_once(
+    leading: list[int],
+    width: int,
+    dtype: torch.dtype,
+    layout: str,
+    scale: float,
+    epsilon: float,
+    offset: float,
+    seed: int,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = (torch.randn(*leading, width + 5, generator=generator) * scale).to(dtype)
+    if layout == "transposed":
+        x = x.mT.contiguous().mT if x.dim() > 1 else x
+    x = x[..., 2 : 2 + width]
+    x = x if layout != "contiguous" else x.contiguous()
+    weight = (torch.rand(width, generator=generator) + 0.5).to(dtype)
+    kept = x.clone()
+    assert_rounded_once(rms_norm(x, weight, epsilon, offset), x, weight, epsilon, offset)
+    assert torch.equal(x, kept), "the input was written"
+
+
+@pytest.mark.parametrize("dtype", list(EPS), ids=str)
+@pytest.mark.parametrize("leading", [(), (0,), (1,), (5,), (2, 3), (2, 1, 3)])
+def test_dual_norm_on_split_views(dtype: torch.dtype, leading: tuple[int, ...]) -> None:
+    down = torch.randn(*leading, 2112).to(dtype)
+    kept = down.clone()
+    q, kv, _ = down.split([1536, 512, 64], -1)
+    weights = torch.rand(1536).to(dtype) + 0.5, torch.rand(512).to(dtype) + 0.5
+    got = mla_dual_rms_norm(q, kv, *weights, 1e-6, 1e-5)
+    for result, x, weight, epsilon in zip(got, (q, kv), weights, (1e-6, 1e-5), strict=True):
+        assert_rounded_once(result, x, weight, epsilon, 0.0)
+    assert torch.equal(down, kept)
+
+
+def test_extremes() -> None:
+    weight = torch.ones(4)
+    assert torch.equal(rms_norm(torch.zeros(2, 4), weight, 1e-6), torch.zeros(2, 4))
+    assert rms_norm(torch.full((1, 4), float("inf")), weight, 1e-6).isnan().all()
+    assert torch.equal(rms_norm(torch.full((1, 4), 60000.0).half(), weight.half(), 1e-6), torch.ones(1, 4).half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck(dtype: torch.dtype) -> None:
+    down = torch.randn(3, 24).to(dtype)
+    q, kv = down[:, :16], down[:, 16:]
+    weights = torch.rand(16).to(dtype), torch.rand(8).to(dtype)
+    torch.library.opcheck(torch.ops.layerfuse.mla_dual_rms_norm.default, (q, kv, *weights, 1e-6, 1e-5))
+    torch.library.opcheck(torch.ops.layerfuse.rms_norm.default, (q, weights[0], 1e-6, 0.0))
+    x, weight = q.float().detach().requires_grad_(), weights[0].float().requires_grad_()
+    torch.library.opcheck(torch.ops.layerfuse.rms_norm.default, (x, weight, 1e-6, 1.0))
+
+
+def test_gradients_of_the_canonical_norm() -> None:
+    x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.rand(6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, 1e-3, 1.0), (x, weight))
+
+
+ONE = torch.ones(2, 4)
+W4, W2 = torch.ones(4), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (
+            (ONE, ONE, W2, W4, 1e-6, 1e-6),
+            r"q_weight must have shape \(4,\), the last dimension of q \(2, 4\); got \(2,\)",
+        ),
+        ((ONE, ONE, W4, W2, 1e-6, 1e-6), r"kv_weight must have shape \(4,\)"),
+        ((ONE, ONE.half(), W4, W4, 1e-6, 1e-6), "kv is torch.float16, q is torch.float32"),
+        ((ONE, ONE[:1], W4, W4, 1e-6, 1e-6), r"leading dimensions of q \(2,\), got \(1,\)"),
+        ((ONE, ONE.to("meta"), W4, W4.to("meta"), 1e-6, 1e-6), "kv is on meta, q on cpu"),
+        ((ONE, ONE, W4.to("meta"), W4, 1e-6, 1e-6), "q_weight is on meta, q on cpu"),
+        ((ONE.int(), ONE, W4, W4, 1e-6, 1e-6), "q must be of a floating dtype, got torch.int32"),
+        ((ONE, ONE, W4, W4, 1e-6, -1.0), "kv_epsilon must be at least 0, got -1.0"),
+        ((ONE, ONE, W4, W4, float("nan"), 1e-6), "q_epsilon must be at least 0, got nan"),
+        ((torch.ones(()), ONE, W4, W4, 1e-6, 1e-6), "q needs at least one dimension, got a scalar"),
+    ],
+)
+def test_refusals_name_the_argument(args: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        mla_dual_rms_norm(*args)
+
+
+def test_the_dual_norm_is_for_inference() -> None:
+    weight = W4.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="for inference and has no backward"):
+        mla_dual_rms_norm(ONE, ONE, weight, W4, 1e-6, 1e-6)
+    with torch.no_grad():
+        mla_dual_rms_norm(ONE, ONE, weight, W4, 1e-6, 1e-6)
+
+
+def test_the_fake_does_not_touch_data() -> None:
+    q, kv = mla_dual_rms_norm(*(t.to("meta") for t in (torch.ones(2, 3, 4), torch.ones(2, 3, 2), W4, W2)), 1e-6, 1e-6)
+    assert (q.shape, kv.shape, q.device.type) == ((2, 3, 4), (2, 3, 2), "meta")
+
+
+# ---- the door for backends -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def _unforced() -> Iterator[None]:
+    yield
+    backends.force(None)
+
+
+@pytest.mark.usefixtures("_unforced")
+def test_the_choice_is_visible_and_can_be_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends.force("reference")
+    mla_dual_rms_norm(ONE, ONE, W4, W4, 1e-6, 1e-6)
+    assert backends.chosen()["mla_dual_rms_norm", "cpu"] == "reference"
+    with pytest.raises(BackendError, match="no backend is called 'refrence'; did you mean 'reference'"):
+        backends.force("refrence")
+    with pytest.raises(BackendError, match="already has a backend called 'reference'"):
+        backends.register(Backend(name="reference", op="rms_norm", function=print, runs_on=backends.anywhere))
+    backends.force(None)
+    monkeypatch.setenv(backends.ENVIRONMENT, "aiter")
+    with pytest.raises(
+        BackendError, match=r"rms_norm cannot run on cpu: no backend is called 'aiter' \(known: reference"
+    ):
+        rms_norm(ONE, W4, 1e-6)
