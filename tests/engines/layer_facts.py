@@ -1,21 +1,64 @@
 """Write down what a layer says about itself: plain attributes, parameter shapes and children, as JSON-ready data.
 
-Knows no engine.  The dump tools of this folder use it to show, release by release, which names an engine uses.
+Knows no engine.  The dump tools of this folder use it to show, release by release, which names an engine uses: compare
+the output of two releases to see which names and meanings changed.
 """
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor, nn
 
 _TORCH_OWN = frozenset(vars(nn.Module()))
+_WORTH_A_LOOK = frozenset({"impl", "tp_group"})
+"""Objects, not modules, that hold numbers of the layer: its kernel, and the group that a projection is sharded over."""
 _SCALARS = (bool, int, float, str, type(None))
 
 
 def facts(module: nn.Module) -> dict[str, Any]:
     """Describe ``module`` and everything below it; a module that is reachable twice is described once."""
     return _facts(module, "", {})
+
+
+def dump(
+    engine: str,
+    layers: Mapping[str, Any],
+    models: Mapping[str, Any],
+    build_model: Callable[..., nn.Module],
+    words: list[str],
+) -> None:
+    """Print what every layer whose name contains one of ``words`` (all, without any) says at each degree."""
+    wanted = {name: layer for name, layer in layers.items() if not words or any(word in name for word in words)}
+    dumped = []
+    for model_name in dict.fromkeys(layer.model for layer in wanted.values()):
+        for tp in models[model_name].tp_sizes:
+            rank = tp * 5 // 8  # not the first rank, and not the last
+            model = build_model(model_name, tp=tp, rank=rank)
+            for name, layer in wanted.items():
+                if layer.model == model_name:
+                    decoder = model.get_submodule(layer.decoder)
+                    dumped.append(
+                        {
+                            "layer": name,
+                            "path": layer.path,
+                            "tp": tp,
+                            "rank": rank,
+                            "facts": facts(model.get_submodule(layer.path)),
+                            "decoder": {
+                                "class": class_name(type(decoder)),
+                                "mro": mro(type(decoder)),
+                                **_attributes(decoder),
+                                "norms": {n: facts(child) for n, child in decoder.named_children() if "norm" in n},
+                            },
+                        }
+                    )
+    json.dump({engine: version(engine), "torch": version("torch"), "layers": dumped}, sys.stdout, indent=1)
+    print()
 
 
 def class_name(cls: type) -> str:
@@ -62,7 +105,7 @@ def _attributes(thing: Any) -> dict[str, Any]:
         plain, is_plain = _plain(value)
         if is_plain:
             values[name] = plain
-        elif name == "impl" and hasattr(value, "__dict__"):  # the kernel's own object, not a module
+        elif name in _WORTH_A_LOOK and hasattr(value, "__dict__"):
             objects[name] = {"class": class_name(type(value)), **_attributes(value)}
         else:
             other[name] = f"Tensor{list(value.shape)}" if isinstance(value, Tensor) else class_name(type(value))

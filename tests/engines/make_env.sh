@@ -29,7 +29,7 @@ requirements_nodeps=$here/requirements-$engine-nodeps.txt
 
 python=${PYTHON:-python3}
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || fail "cannot run '$python'"
-wanted=$(cat "$requirements" "$requirements_nodeps" "${BASH_SOURCE[0]}" | cat - <(echo "$version") | sha256sum)
+wanted=$( (cat "$requirements" "$requirements_nodeps" && echo "$version") | sha256sum)
 wanted=${wanted%% *}
 stamp=$dir/.layerfuse-engine
 
@@ -39,13 +39,13 @@ if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then
 fi
 
 # An environment that was made from other requirements, or whose making was cut short, is made again from nothing:
-# pip would leave behind what the new list no longer names.  Only a folder that is a virtual environment, or empty,
-# is ever cleared.
-if [[ -d $dir && ! -f $dir/pyvenv.cfg && -n $(ls -A "$dir") ]]; then
-    fail "$dir exists and is not a virtual environment; name an empty or a new folder"
+# pip would leave behind what the new list no longer names.  Nothing is ever cleared that was not made here.
+if [[ -d $dir && ! -f $stamp && -n $(ls -A "$dir") ]]; then
+    fail "$dir exists and was not made by this script; name an empty or a new folder"
 fi
 echo "make_env: making $dir with Python $version"
 "$python" -m venv --clear "$dir"
+echo "being made" >"$stamp"
 pip=("$dir/bin/python" -m pip install -qq --disable-pip-version-check)
 
 torch=$(grep -E '^torch==' "$requirements") || fail "$requirements does not pin torch"

@@ -19,6 +19,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from stand_ins import fake_process_groups, init_fake_world, no_streams
+
 os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
 os.environ.setdefault("VLLM_PLUGINS", "")  # none of the plugins that happen to be installed
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -28,8 +30,6 @@ os.environ.setdefault("VLLM_KIMI_K3_GEMM_AR", "0")
 os.environ.setdefault("VLLM_ENABLE_GEMM_RS", "0")
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from vllm.config import (
     CacheConfig,
     CompilationConfig,
@@ -58,21 +58,15 @@ def vllm_parallel(tp: int, rank: int) -> Iterator[None]:
     The groups are vLLM's own, on torch's "fake" backend: every collective returns at once and moves nothing.  They are
     taken down at the end, so one process can be many ranks of many groups, one after the other.
     """
-    new_group = dist.new_group
-
-    def new_fake_group(*args: Any, **kwargs: Any) -> dist.ProcessGroup | None:
-        # vLLM pairs each device group with a gloo group, which would wait for the other ranks to come up.
-        return new_group(*args, **{**kwargs, "backend": "fake"})
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=tp)
+    init_fake_world(tp, rank)
     try:
         with (
-            mock.patch.object(dist, "new_group", new_fake_group),
+            fake_process_groups(),
             # Both of these ask the other ranks something and believe the (empty) answer.
-            mock.patch.object(parallel_state, "_node_count", lambda group: 1),
+            mock.patch.object(parallel_state, "_node_count", return_value=1),
             mock.patch(
                 "vllm.distributed.device_communicators.shm_broadcast.MessageQueue.create_from_process_group",
-                lambda *args, **kwargs: None,
+                return_value=None,
             ),
         ):
             parallel_state.init_distributed_environment(tp, rank, "fake://", rank, "fake")
@@ -83,13 +77,6 @@ def vllm_parallel(tp: int, rank: int) -> Iterator[None]:
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
         reset_workspace_manager()
-
-
-class _Nothing:
-    """A class, so that it can stand in an annotation, whose every instance is None."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
-        return None
 
 
 @contextlib.contextmanager
@@ -107,13 +94,12 @@ def without_gpu() -> Iterator[None]:
         return choose_backend(selected_backend, attn_selector_config, **kwargs)
 
     with (
-        mock.patch.object(torch.cuda, "Stream", _Nothing),
-        mock.patch.object(torch.cuda, "Event", _Nothing),
+        no_streams(),
         mock.patch.object(type(current_platform), "get_attn_backend_cls", staticmethod(choose_backend_sparse_too)),
         # Scratch memory grows while a sparse layer is built, and tells the device to let go of the old one.
-        mock.patch.object(torch.accelerator, "empty_cache", lambda: None),
+        mock.patch.object(torch.accelerator, "empty_cache"),
         # vllm.platforms.rocm asks for the architecture while it is imported.
-        mock.patch.object(torch.cuda, "get_device_properties", lambda *args: SimpleNamespace(gcnArchName=ROCM_ARCH)),
+        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(gcnArchName=ROCM_ARCH)),
     ):
         yield
 

@@ -1,0 +1,233 @@
+"""The commands: what can be asked, with its options and help. Each imports what answers it when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from click.shell_completion import CompletionItem
+
+
+class _ModelName(click.ParamType[str]):
+    name = "model"
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from click.shell_completion import CompletionItem
+
+        from .models import shipped
+
+        return [CompletionItem(name) for name in shipped() if name.startswith(incomplete.lower())]
+
+
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_NEW_FILE = click.Path(dir_okay=False, path_type=Path)
+_model = click.argument("model", type=_ModelName())
+_files = click.option(
+    "--models", "files", metavar="FILE", multiple=True, type=_FILE, help="Know the models of this file too. Repeatable."
+)
+_json = click.option("--json", "json", is_flag=True, help="Plain JSON, for programs.")
+
+
+def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        click.echo(f"layerfuse {__version__}")
+        ctx.exit()
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print the version.")
+def app() -> None:
+    """What a model's layers are, which kernel fusions they take, and proof that they did.
+
+    \b
+    Exit codes:
+      0  all is well
+      1  the answer is no, or problems were found
+      2  the question was wrong: an unknown option, model or target
+
+    \b
+    Environment:
+      LAYERFUSE_FUSIONS=none|all|NAME|-NAME   which fusions are wanted
+      LAYERFUSE_TRACEBACK=1                   show the traceback behind an error message
+      NO_COLOR=1                              no colours on a terminal either
+    """
+
+
+def _command(function: Callable[..., Any]) -> click.Command:
+    return app.command()(function)
+
+
+@_command
+@_files
+@_json
+def models(files: tuple[Path, ...], json: bool) -> None:
+    """List the declared models.
+
+    \b
+    Example:
+      layerfuse models --models mine.toml
+    """
+    from .listing import list_models
+
+    list_models(files, json)
+
+
+@_command
+@_model
+@click.option("--tp", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Tensor-parallel size.")
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
+@click.option("--target", default="gfx950", show_default=True, help="gfx950, gfx942, sm90 or cpu.")
+@click.option("--engine", help="Use the epsilons this engine builds norms with, where it has its own.")
+@_files
+@_json
+@click.option("--svg", metavar="FILE", type=_NEW_FILE, help="Write the answer as a picture.")
+def plan(
+    model: str,
+    tp: int,
+    rank: int,
+    target: str,
+    engine: str | None,
+    files: tuple[Path, ...],
+    json: bool,
+    svg: Path | None,
+) -> None:
+    """Show each kind of layer on one rank, and each fusion with yes or the reason for no. Needs no torch.
+
+    Exits with 1 where the model cannot be sharded that way.
+
+    \b
+    Keys of the JSON:
+      model, hf_id, adapter, tp, rank, engine, num_hidden_layers, notes
+      target   {arch, vendor, fp8, capabilities}
+      config   which fusions were wanted
+      kinds    a list of {kind, family, count, layers, spec, fusions};
+               fusions: name -> {decision, reason},
+               decision: expected, refused or not_applicable
+
+    \b
+    Examples:
+      layerfuse plan kimi-k2.5 --tp 8 --target gfx942
+      layerfuse plan moonshotai/Kimi-Linear-48B-A3B-Instruct --tp 4 --svg plan.svg
+    """
+    if rank >= tp:
+        raise click.BadParameter(f"ranks are 0 to {tp - 1} at --tp {tp}, got {rank}", param_hint="--rank")
+    if json and svg is not None:
+        raise click.UsageError("give either --json or --svg")
+    from .planning import answer_plan
+
+    answer_plan(model, tp=tp, rank=rank, target=target, engine=engine, files=files, json=json, svg=svg)
+
+
+@_command
+@click.argument("names", metavar="[MODEL]...", nargs=-1, type=_ModelName())
+@click.option("--all-small", is_flag=True, help="Every declared model that transformers can build.")
+@_files
+@click.option("--json", "json", metavar="FILE", type=_NEW_FILE, help="Also write the results as JSON.")
+def verify(names: tuple[str, ...], all_small: bool, files: tuple[Path, ...], json: Path | None) -> None:
+    """Build small real models with true head and latent widths, fuse them, and compare with the unfused ones.
+
+    Without names: DeepSeek-V3, Kimi-K2.5, Kimi-Linear and GPT-OSS. Needs torch, transformers and a C++ compiler, and
+    downloads nothing. Exits with 1 where an expected fusion did not happen or a difference is over its tolerance.
+
+    \b
+    Example:
+      layerfuse verify deepseek-v3 kimi-linear-48b-a3b
+    """
+    if all_small and names:
+        raise click.UsageError("give either model names or --all-small")
+    from .verifying import answer_verify
+
+    answer_verify(names, all_small=all_small, files=files, json=json)
+
+
+@_command
+@click.argument("config", type=click.Path(exists=True, path_type=Path))
+@click.option("--name", help="What to call the model in the entry.")
+@_files
+@_json
+def inspect(config: Path, name: str | None, files: tuple[Path, ...], json: bool) -> None:
+    """Read a Hugging Face config.json, or the folder that holds it: which adapter fits and why, which declared model it
+    is, and a models.toml entry for it.
+
+    The entry goes to stdout and everything else to stderr, so that it can be redirected into a file. Exits with 1
+    where the config does not say enough: nothing is guessed.
+
+    \b
+    Example:
+      layerfuse inspect checkpoints/my-model > my-model.toml
+    """  # noqa: D205 - click shows the first paragraph as the summary
+    from .inspecting import answer_inspect
+
+    answer_inspect(config, name=name, files=files, json=json)
+
+
+@_command
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+def check(files: tuple[Path, ...]) -> None:
+    """Check models.toml files, and print every problem in them as `file: problem @ path`.
+
+    \b
+    Example:
+      layerfuse check my-models.toml
+    """
+    from .checking import answer_check
+
+    answer_check(files)
+
+
+@_command
+@_json
+def doctor(json: bool) -> None:
+    """Say what is installed and what that enables. Imports no engine, and not AITER.
+
+    Exits with 1 where something is installed that cannot work, as PyPI's unrelated `aiter` or a broken plugin.
+
+    \b
+    Example:
+      layerfuse doctor --json
+    """
+    from .doctoring import answer_doctor
+
+    answer_doctor(json)
+
+
+@_command
+@_model
+@_files
+@_json
+def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
+    """Hold a declared model to the adapter contract, on the real layers that transformers builds.
+
+    The scenarios are docs/contract.md. Exits with 1 where one fails.
+
+    \b
+    Example:
+      layerfuse contract glm-4.7-flash
+    """
+    from .contracting import answer_contract
+
+    answer_contract(model, files=files, json=json)
+
+
+@_command
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script that completes this command in a shell.
+
+    \b
+    Examples:
+      eval "$(layerfuse completion bash)"      in ~/.bashrc
+      layerfuse completion fish > ~/.config/fish/completions/layerfuse.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    script = get_completion_class(shell)
+    if script is not None:
+        click.echo(script(app, {}, "layerfuse", "_LAYERFUSE_COMPLETE").source())

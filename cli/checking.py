@@ -1,0 +1,39 @@
+"""`layerfuse check`: are these models files sound?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..adapters.errors import LayerfuseError
+
+
+def answer_check(files: Sequence[Path]) -> None:
+    """Print every problem of every file, or what is declared.
+
+    Each file is checked against the built-in models and plugins, and against the files before it.
+
+    Raises:
+        SystemExit: with 1, after the problems.
+    """
+    from .models import registry_with
+
+    registry = registry_with([])
+    found: list[str] = []
+    models = classes = 0
+    for file in files:
+        try:
+            entries = registry.load(file)
+        except LayerfuseError as error:
+            found += str(error).splitlines()
+            continue
+        models += len(entries)
+        classes += sum(len(entry.layer_classes) for entry in entries.values())
+    if found:
+        print("\n".join(found))
+        raise SystemExit(1)
+    print(f"{_count(models, 'model')}, {_count(classes, 'layer class', 'layer classes')}: all fine")
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number} {one if number == 1 else many or one + 's'}"

@@ -1,0 +1,82 @@
+"""Where output goes: colour and line length fit a terminal, and a pipe gets plain, unwrapped lines."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..adapters.errors import LayerfuseError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PIPED_WIDTH = 200
+"""Columns where no terminal says how many: wide enough that a line of output stays a line."""
+
+SVG_WIDTH = 110
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console on stdout or stderr. Colours only on a terminal, and never with NO_COLOR set."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    piped = not stream.isatty() and not os.environ.get("COLUMNS")
+    return Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPED_WIDTH if piped else None)
+
+
+def show(what: Any, to: Console) -> None:
+    """Print something. A pipe gets no blanks at the ends of lines, with which rich fills its tables."""
+    if to.is_terminal or to.record:
+        to.print(what)
+        return
+    with to.capture() as captured:
+        to.print(what)
+    print("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")), file=to.file)
+
+
+def drawing() -> Console:
+    """A console that writes nowhere and remembers, for `svg_of`."""
+    from rich.console import Console
+
+    return Console(
+        record=True,
+        file=io.StringIO(),
+        width=SVG_WIDTH,
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
+        emoji=False,
+        markup=False,
+        legacy_windows=False,
+    )
+
+
+def svg_of(recorded: Console, title: str) -> str:
+    """What a `drawing` console was given, as an SVG. The same input gives the same file."""
+    return recorded.export_svg(title=title, unique_id="layerfuse")
+
+
+def print_json(data: Any) -> None:
+    """Plain JSON on stdout, never coloured."""
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+class CannotWriteError(LayerfuseError, OSError):
+    """A file that was asked for and cannot be written."""
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that was asked for.
+
+    Raises:
+        CannotWriteError: with the system's reason.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CannotWriteError(f"{path} cannot be written: {error.strerror or error}") from None

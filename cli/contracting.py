@@ -1,0 +1,62 @@
+"""`layerfuse contract`: the scenarios of docs/contract.md on one model, a line each as they come."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..adapters.errors import LayerfuseError
+from .console import console, print_json
+from .models import registry_with
+
+_STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
+
+
+class CannotTestError(LayerfuseError, RuntimeError):
+    """What the contract runs on is not installed."""
+
+
+def answer_contract(model: str, *, files: Sequence[Path], json: bool) -> None:
+    """Run the contract and print what came of each scenario.
+
+    Raises:
+        SystemExit: with 1, after all scenarios, where one failed.
+        UnknownModelError: no entry has this name.
+        CannotTestError: torch is not installed.
+    """
+    registry = registry_with(files)
+    registry.model(model)
+    warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
+    try:
+        from ..testing.run import iter_contract
+
+        results = []
+        for result in iter_contract(model, registry=registry):
+            results.append(result)
+            if not json:
+                _print(result.scenario, result.title, result.outcome, result.reason)
+    except ModuleNotFoundError as error:
+        raise CannotTestError(f"{error.name} is not installed; pip install 'layerfuse[hf]'") from None
+    counts = Counter(result.outcome for result in results)
+    if json:
+        print_json(
+            [
+                {"scenario": r.scenario, "title": r.title, "outcome": r.outcome, "reason": r.reason, "seconds": r.seconds}
+                for r in results
+            ]
+        )
+    else:
+        print(f"{model}: " + ", ".join(f"{counts[word]} {word}" for word in _STYLES))
+    if counts["failed"]:
+        raise SystemExit(1)
+
+
+def _print(scenario: str, title: str, outcome: str, reason: str) -> None:
+    from rich.text import Text
+
+    line = Text.assemble((f"{outcome:8}", _STYLES[outcome]), f"{scenario:4} {title}")
+    console().print(line)
+    for sentence in reason.splitlines():
+        console().print(f"             {sentence}")

@@ -1,0 +1,50 @@
+"""`layerfuse inspect`: the entry on stdout, and everything said about it on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .models import registry_with
+
+
+def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json: bool) -> None:
+    """Print what a config describes.
+
+    Raises:
+        ConfigError: it does not say enough; everything missing is listed.
+    """
+    from ..registry.inspect import inspect, read_config
+
+    config = read_config(path)
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    named = path.stem if path.stem != "config" and not path.is_dir() else folder.name
+    found = inspect(config, registry=registry_with(files), name=name or _named(config, named), file=str(path))
+    if json:
+        from ..registry.files import unstructure
+        from .console import print_json
+
+        print_json(
+            {
+                "entry": unstructure({found.entry.name: found.entry}),
+                "adapter": found.entry.adapter,
+                "recognised": found.recognised,
+                "same_as": found.same_as,
+                "differs": found.differs,
+                "notes": found.notes,
+            }
+        )
+        return
+    said = list(found.recognised)
+    if found.same_as:
+        first, *others = found.same_as
+        same = f" (and {', '.join(others)}, with the same layers)" if others else ""
+        said.append(f"this is {first}{same}: no entry is needed, `layerfuse plan {first}` knows it")
+    said += found.differs
+    print("\n".join([*said, *found.notes]), file=sys.stderr)
+    print(found.toml(), end="")
+
+
+def _named(config: dict[str, object], folder: str) -> str | None:
+    return None if "_name_or_path" in config and config["_name_or_path"] else folder or None

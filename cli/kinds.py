@@ -1,0 +1,172 @@
+"""Layers that differ only in their index, taken together: what a person wants to read of 61 equal layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+from attrs import frozen
+
+from ..adapters.specs import (
+    FAMILY_OF,
+    GatedDeltaNetSpec,
+    GatedNormSpec,
+    GQASpec,
+    MLASpec,
+    NormSpec,
+    ResidualSpec,
+)
+
+
+@frozen(kw_only=True)
+class Kind:
+    """Layers with the same spec."""
+
+    name: str
+    "The kind's name in models.toml, or its family."
+    family: str
+    spec: Any
+    "Of the first of them."
+    paths: tuple[str, ...]
+    indices: tuple[int, ...]
+
+
+def kinds_of(specs: Iterable[tuple[str, Any]]) -> list[Kind]:
+    """The kinds of layer among (path, spec) pairs, in order of appearance."""
+    groups: dict[tuple[str, Any], list[tuple[str, Any]]] = {}
+    for path, spec in specs:
+        groups.setdefault((_name(path, spec), attrs.evolve(spec, layer_index=0)), []).append((path, spec))
+    return [
+        Kind(
+            name=name,
+            family=FAMILY_OF[type(same)],
+            spec=layers[0][1],
+            paths=tuple(path for path, _ in layers),
+            indices=tuple(spec.layer_index for _, spec in layers),
+        )
+        for (name, same), layers in groups.items()
+    ]
+
+
+def _name(path: str, spec: Any) -> str:
+    # A declared model's layers are called layers.3.<kind>; a real model's paths end in the module's name.
+    parts = path.split(".")
+    declared = len(parts) in (3, 4) and parts[0] == "layers" and parts[1].isdigit()
+    return parts[2] if declared else FAMILY_OF[type(spec)]
+
+
+def ranges(indices: Iterable[int]) -> str:
+    """`0-2, 5, 7-60`, or with a step where they are regular: `3, 7, ... 59`."""
+    numbers = sorted(indices)
+    steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
+    if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]}"
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    if len(runs) > 12:
+        return f"{_run(runs[0])}, {_run(runs[1])}, ... {_run(runs[-1])}"
+    return ", ".join(map(_run, runs))
+
+
+def _run(run: list[int]) -> str:
+    first, last = run
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def rows_of(spec: Any) -> list[tuple[str, str]]:
+    """A spec as (what, value) lines."""
+    if isinstance(spec, MLASpec):
+        rank = "none: queries are projected directly" if spec.q_lora_rank is None else str(spec.q_lora_rank)
+        return [
+            ("heads", f"{spec.num_heads} total, {spec.num_local_heads} local"),
+            ("query latent", rank),
+            ("key/value latent", f"{spec.kv_lora_rank}, cache entry {spec.latent_width} wide"),
+            ("split sizes", " + ".join(map(str, spec.split_sizes))),
+            (
+                "head dims",
+                f"query/key {spec.qk_head_dim} (nope {spec.qk_nope_head_dim} + rope {spec.qk_rope_head_dim}), "
+                f"value {spec.v_head_dim}",
+            ),
+            ("query norm", "none" if spec.q_norm is None else norm_line(spec.q_norm)),
+            ("key/value norm", norm_line(spec.kv_norm)),
+            ("softmax scale", f"{spec.softmax_scale:.7g}"),
+        ]
+    if isinstance(spec, GatedDeltaNetSpec):
+        return [
+            ("key heads", f"{spec.num_k_heads} total, {spec.num_local_k_heads} local, {spec.head_k_dim} wide"),
+            ("value heads", f"{spec.num_v_heads} total, {spec.num_local_v_heads} local, {spec.head_v_dim} wide"),
+            ("convolution", f"{spec.conv_kernel_size} taps, {spec.conv_dim} local channels"),
+            ("output norm", norm_line(spec.output_norm)),
+        ]
+    if isinstance(spec, GQASpec):
+        replicas = f", each on {spec.num_kv_head_replicas} ranks" if spec.num_kv_head_replicas > 1 else ""
+        width = f"{spec.head_dim}" + (f", value {spec.v_head_dim}" if spec.v_head_dim != spec.head_dim else "")
+        return [
+            ("heads", f"{spec.num_heads} total, {spec.num_local_heads} local"),
+            ("key/value heads", f"{spec.num_kv_heads} total, {spec.num_local_kv_heads} local{replicas}"),
+            ("head dim", width),
+            ("softmax scale", f"{spec.softmax_scale:.7g}"),
+            ("sliding window", "off" if spec.sliding_window is None else f"{spec.sliding_window} tokens"),
+            ("sinks", "one per head" if spec.has_sinks else "none"),
+        ]
+    if isinstance(spec, ResidualSpec):
+        return [
+            ("hidden size", str(spec.hidden_size)),
+            ("input norm", _several(spec.input_norms)),
+            ("post-attention norm", _several(spec.post_attention_norms)),
+        ]
+    return [(a.name, str(getattr(spec, a.name))) for a in attrs.fields(type(spec)) if a.name != "layer_index"]
+
+
+def _several(norms: tuple[NormSpec, ...]) -> str:
+    different = list(dict.fromkeys(map(norm_line, norms)))
+    return (f"{len(norms)} x " if len(norms) > 1 and len(different) == 1 else "") + "; ".join(different)
+
+
+def norm_line(norm: NormSpec) -> str:
+    """A norm in one line."""
+    text = f"RMSNorm over {norm.width}, epsilon {norm.epsilon:g}"
+    if norm.weight_offset:
+        text += f", weight + {norm.weight_offset:g}"
+    if isinstance(norm, GatedNormSpec):
+        order = "norm before gate" if norm.norm_before_gate else "gate before norm"
+        groups = "" if norm.group_size is None else f", groups of {norm.group_size}"
+        text += f", {norm.activation} gate, {order}{groups}"
+    return text
+
+
+def line_of(spec: Any) -> str:
+    """A spec in one line."""
+    if isinstance(spec, MLASpec):
+        splits = "+".join(map(str, spec.split_sizes))
+        norms = "no query norm" if spec.q_norm is None else f"q eps {spec.q_norm.epsilon:g}"
+        return f"{spec.num_heads} heads, splits {splits}, v {spec.v_head_dim}, {norms}, kv eps {spec.kv_norm.epsilon:g}"
+    if isinstance(spec, GatedDeltaNetSpec):
+        gate = spec.output_norm
+        return (
+            f"{spec.num_k_heads} key and {spec.num_v_heads} value heads, {spec.head_k_dim} and {spec.head_v_dim} wide, "
+            f"{gate.activation} gated norm eps {gate.epsilon:g}"
+        )
+    if isinstance(spec, GQASpec):
+        window = "full" if spec.sliding_window is None else f"window {spec.sliding_window}"
+        sinks = ", sinks" if spec.has_sinks else ""
+        return f"{spec.num_heads} heads over {spec.num_kv_heads} key/value heads of {spec.head_dim}, {window}{sinks}"
+    if isinstance(spec, ResidualSpec):
+        return f"hidden {spec.hidden_size}, norms eps {spec.input_norm.epsilon:g}"
+    return ", ".join(f"{label} {value}" for label, value in rows_of(spec))
+
+
+DERIVED = ("qk_head_dim", "latent_width", "split_sizes", "gated_norm_shape", "conv_dim", "num_kv_head_replicas")
+"""Properties that the JSON of a spec lists beside its fields, where the spec has them."""
+
+
+def spec_dict(spec: Any) -> dict[str, Any]:
+    """A spec as plain data: its fields, norms as tables, and its derived values."""
+    fields = attrs.asdict(spec, filter=lambda attribute, _: attribute.name not in ("layer_index", "parallel"))
+    derived = {name: getattr(spec, name) for name in DERIVED if name in dir(type(spec))}
+    return {**fields, "derived": derived}

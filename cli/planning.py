@@ -1,0 +1,191 @@
+"""`layerfuse plan`: what each kind of layer holds on one rank, and which fusions it takes. One dict, shown three ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..adapters.errors import LayerfuseError, SpecError
+from ..fusion import FusionConfig, Target, plan
+from .console import show, write_text
+from .kinds import kinds_of, ranges, rows_of, spec_dict
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..registry.catalog import ModelEntry
+
+LARGEST_TP_LISTED = 64
+_WORDS = {"expected": "yes", "refused": "no", "not_applicable": "not applicable"}
+_STYLES = {"expected": "green", "refused": "red", "not_applicable": "dim"}
+
+
+class TooManyRanksError(LayerfuseError, ValueError):
+    """A model whose heads cannot be shared by that many ranks. `works` holds the sizes that can."""
+
+    def __init__(self, model: str, tp: int, problems: tuple[str, ...], works: tuple[int, ...]) -> None:
+        self.model = model
+        self.tp = tp
+        self.problems = problems
+        self.works = works
+        super().__init__(model, tp, problems, works)
+
+    def __str__(self) -> str:
+        reasons = "; ".join(dict.fromkeys(self.problems))
+        sizes = ", ".join(map(str, self.works))
+        return (
+            f"{self.model} cannot be sharded over {self.tp} ranks: {reasons}. "
+            f"Sizes up to {LARGEST_TP_LISTED} that work: {sizes}."
+        )
+
+
+def sharded(entry: ModelEntry, tp: int, rank: int, engine: str | None) -> list[tuple[str, Any]]:
+    """The specs of one rank.
+
+    Raises:
+        TooManyRanksError: the model cannot be sharded that way.
+    """
+    try:
+        return list(entry.specs(tp, rank, engine=engine))
+    except SpecError as error:
+        raise TooManyRanksError(entry.name, tp, error.problems, _sizes(entry)) from None
+
+
+def _sizes(entry: ModelEntry) -> tuple[int, ...]:
+    distinct = {spec for _, spec in entry.specs()}
+    works = []
+    for size in range(1, LARGEST_TP_LISTED + 1):
+        try:
+            for spec in distinct:
+                spec.shard(size)
+        except SpecError:
+            continue
+        works.append(size)
+    return tuple(works)
+
+
+def plan_data(
+    entry: ModelEntry, *, tp: int, rank: int, target: str, engine: str | None, config: FusionConfig | None = None
+) -> dict[str, Any]:
+    """The whole answer as plain data; its keys are documented in `layerfuse plan --help` and do not change.
+
+    Raises:
+        TooManyRanksError: the heads cannot be shared by that many ranks.
+        UnknownTargetError: no such target.
+    """
+    specs = sharded(entry, tp, rank, engine)
+    decided = plan(specs, Target.named(target), config)
+    kinds = []
+    for kind in kinds_of(specs):
+        kinds.append(
+            {
+                "kind": kind.name,
+                "family": kind.family,
+                "count": len(kind.indices),
+                "layers": list(kind.indices),
+                "spec": spec_dict(kind.spec),
+                "fusions": {
+                    d.fusion: {"decision": d.kind, "reason": d.reason} for d in decided.of(kind.paths[0])
+                },
+                "rows": rows_of(kind.spec),
+            }
+        )
+    return {
+        "model": entry.name,
+        "hf_id": entry.hf_id,
+        "adapter": entry.adapter,
+        "tp": tp,
+        "rank": rank,
+        "engine": engine,
+        "target": decided.target.to_dict(),
+        "config": decided.config.to_dict(),
+        "num_hidden_layers": entry.num_hidden_layers,
+        "kinds": kinds,
+        "notes": _engine_notes(entry, engine),
+    }
+
+
+def _engine_notes(entry: ModelEntry, engine: str | None) -> list[str]:
+    words = {"rms_norm_eps": "decoder norms", "latent_norm_eps": "latent norms", "output_norm_eps": "output norms"}
+    if engine is not None and engine in entry.engines:
+        return [f"Epsilons are those that {engine} builds the norms with."]
+    return [
+        f"{name} builds the {words[field]} with epsilon {value:g}; --engine {name} shows that"
+        for name, norms in entry.engines.items()
+        for field in words
+        if (value := getattr(norms, field)) is not None and engine is None
+    ]
+
+
+def show_plan(data: dict[str, Any], to: Console) -> None:
+    """The answer for people."""
+    from rich.table import Table
+    from rich.text import Text
+
+    about = ", ".join(filter(None, [data["hf_id"], f"adapter {data['adapter']}"]))
+    to.print(Text.assemble((data["model"], "bold"), f" ({about})"))
+    to.print(f"rank {data['rank']} of {data['tp']}, {data['num_hidden_layers']} decoder layers, target {_target(data)}")
+    for kind in data["kinds"]:
+        plural = "layer" if kind["count"] == 1 else "layers"
+        to.print()
+        to.print(
+            Text.assemble((kind["kind"], "bold cyan"), f": {kind['count']} {plural} ({ranges(kind['layers'])})")
+        )
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True, style="dim")
+        grid.add_column(overflow="fold")
+        for label, value in kind["rows"]:
+            grid.add_row(f"  {label}", value)
+        for fusion, decision in kind["fusions"].items():
+            verdict = (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
+            grid.add_row(f"  {fusion}", Text.assemble(verdict, f": {decision['reason']}"))
+        show(grid, to)
+    if data["notes"]:
+        to.print()
+    for note in data["notes"]:
+        to.print(note)
+
+
+def _target(data: dict[str, Any]) -> str:
+    target = data["target"]
+    fp8 = f", fp8 {target['fp8']}" if target["fp8"] else ""
+    return f"{target['arch']} ({target['vendor']}{fp8})"
+
+
+def answer_plan(
+    model: str,
+    *,
+    tp: int,
+    rank: int,
+    target: str,
+    engine: str | None,
+    files: Sequence[Path],
+    json: bool,
+    svg: Path | None,
+) -> None:
+    """Print the plan, or write it as a picture."""
+    from .models import find_model
+
+    data = plan_data(
+        find_model(model, files),
+        tp=tp,
+        rank=rank,
+        target=target,
+        engine=engine,
+        config=FusionConfig.from_environment(),
+    )
+    if json:
+        from .console import print_json
+
+        print_json({**data, "kinds": [{k: v for k, v in kind.items() if k != "rows"} for kind in data["kinds"]]})
+        return
+    from .console import console, drawing, svg_of
+
+    if svg is None:
+        show_plan(data, console())
+        return
+    canvas = drawing()
+    show_plan(data, canvas)
+    write_text(svg, svg_of(canvas, f"layerfuse plan {data['model']} --tp {tp} --target {target}"))
+    print(f"wrote {svg}")

@@ -1,0 +1,138 @@
+"""`layerfuse verify`: a progress bar while it works, then what was expected, what matched, why not, and by how much."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .console import console, show, write_text
+from .kinds import kinds_of, line_of
+from .models import registry_with
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..verify import Step, Verified
+
+
+def answer_verify(names: Sequence[str], *, all_small: bool, files: Sequence[Path], json: Path | None) -> None:
+    """Verify the models and print what came of them.
+
+    Raises:
+        SystemExit: with 1, after everything, where a model is not verified.
+        CannotVerifyError: something that is needed is not installed.
+    """
+    from .. import verify as job
+
+    registry = registry_with(files)
+    if all_small:
+        entries = job.buildable(registry.models().values())
+    else:
+        entries = [registry.model(name) for name in names or job.FOUR]
+    job.require(entries)
+    _quiet()
+    out = console()
+    results: list[Verified] = []
+    with _progress(len(entries) * job.steps_per_model()) as step:
+        for entry in entries:
+            result = job.verify(entry, registry=registry, step=lambda doing, name=entry.name: step(f"{name}: {doing}"))  # type: ignore[misc]
+            results.append(result)
+            _show(result, out)
+    bad = [result for result in results if result.problems]
+    if json is not None:
+        import json as codec
+
+        write_text(json, codec.dumps([result.to_dict() for result in results], indent=2))
+    _verdict(results, bad, out)
+    if bad:
+        raise SystemExit(1)
+
+
+def _quiet() -> None:
+    """Keep the remarks of torch and transformers about their own business out of the answer."""
+    warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Step]:
+    """A bar on a terminal; a line per step elsewhere, so that a log shows where the time goes. Both on stderr."""
+    if not sys.stderr.isatty():
+        done = 0
+
+        def line(doing: str) -> None:
+            nonlocal done
+            done += 1
+            print(f"[{done}/{total}] {doing}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=total)
+
+        def advance(doing: str) -> None:
+            bar.update(task, description=doing, advance=1)
+
+        yield advance
+
+
+def _show(result: Verified, to: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    verdict = ("not verified", "bold red") if result.problems else ("verified", "bold green")
+    to.print()
+    to.print(Text.assemble((result.model, "bold"), ": ", verdict, f" in {result.seconds:.0f} s"))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for kind in kinds_of(result.specs):
+        grid.add_row("  spec", f"{len(kind.paths)} x {kind.family}: {line_of(kind.spec)}")
+    for fusion, found in result.fusions.items():
+        grid.add_row("  fusion", _counts(fusion, found))
+        for word in ("refused", "not_applicable"):
+            for reason, count in Counter(found[word].values()).items():
+                grid.add_row("", f"{count} x {word.replace('_', ' ')}: {reason}")
+    for comparison in result.comparisons:
+        eager, compiled, plain = (
+            f"{difference.absolute:.1e} ({difference.relative:.1e})"
+            for difference in (comparison.fused_to_eager, comparison.fused_to_compiled, comparison.compiled_to_eager)
+        )
+        grid.add_row(
+            f"  {comparison.dtype}",
+            f"fused to eager {eager}, fused to compiled {compiled}, compiled to eager {plain}; "
+            f"allowed ({comparison.tolerance:.0e})",
+        )
+    if result.uncompiled:
+        grid.add_row("  note", f"{result.uncompiled} delta net ran uncompiled: its reference unrolls 64 steps")
+    for problem in result.problems:
+        grid.add_row(Text("  problem", style="red"), problem)
+    show(grid, to)
+
+
+def _counts(fusion: str, found: dict[str, Any]) -> str:
+    return (
+        f"{fusion}: {len(found['expected'])} expected, {len(found['matched'])} matched, {len(found['refused'])} refused, "
+        f"{len(found['not_applicable'])} not applicable"
+    )
+
+
+def _verdict(results: Sequence[Verified], bad: Sequence[Verified], to: Console) -> None:
+    from rich.text import Text
+
+    expected = sum(len(found["expected"]) for result in results for found in result.fusions.values())
+    matched = sum(len(found["matched"]) for result in results for found in result.fusions.values())
+    to.print()
+    to.print("Differences are the largest of any logit, and in brackets the same relative to the largest logit.")
+    text = f"{len(results) - len(bad)} of {len(results)} models verified: {matched} of {expected} expected fusions matched"
+    to.print(Text(text, style="bold red" if bad else "bold green"))

@@ -1,0 +1,122 @@
+"""Writes the tables of the docs that follow from the code: `python docs/generate.py`, or `--check` to compare only."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from layerfuse import registry
+from layerfuse.adapters import specs
+
+HERE = Path(__file__).parent
+SPECS = (
+    specs.MLASpec,
+    specs.GatedDeltaNetSpec,
+    specs.GQASpec,
+    specs.ResidualSpec,
+    specs.NormSpec,
+    specs.GatedNormSpec,
+    specs.Parallel,
+    specs.MLAKernelSpec,
+    specs.GQAKernelSpec,
+    specs.GatedDeltaNetKernelSpec,
+)
+VALUES = {
+    "count": "at least 1",
+    "optional_count": "at least 1, or None",
+    "width_or_zero": "at least 0",
+    "index": "at least 0",
+    "window": "at least 1, or None",
+    "positive": "above 0",
+    "number": "any",
+    "flag": "True or False",
+    "activation": "silu or sigmoid",
+    "norm": "NormSpec",
+    "optional_norm": "NormSpec or None",
+    "norms": "tuple of NormSpec",
+    "gated_norm": "GatedNormSpec",
+    "parallel": "Parallel",
+    "rank": "below size, or None",
+    "text": "text",
+}
+ENGINES = ("transformers", "vllm", "sglang", "atom")
+
+
+def sentences(cls: type[Any]) -> dict[str, str]:
+    """The text under each field in the class's source."""
+    (body,) = ast.parse(inspect.getsource(cls)).body
+    found = {}
+    nodes = getattr(body, "body", [])
+    for node, following in zip(nodes, nodes[1:], strict=False):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
+            found[node.target.id] = ast.literal_eval(following.value)
+    return found
+
+
+def spec_tables() -> Iterator[str]:
+    """One section for each spec type."""
+    for cls in SPECS:
+        said = {name: text for base in reversed(cls.__mro__[:-1]) if attrs.has(base) for name, text in sentences(base).items()}
+        yield f"### {cls.__name__}\n"
+        yield f"{(inspect.getdoc(cls) or '').strip()}\n"
+        yield "| field | value | meaning |\n|---|---|---|"
+        for field in attrs.fields(cls):
+            text = " ".join(said[field.name].split()).replace("|", "\\|")
+            yield f"| `{field.name}` | {VALUES[specs.kind_of(field)]} | {text} |"
+        for name in dir(cls):
+            value = inspect.getattr_static(cls, name)
+            if isinstance(value, property) and not name.startswith("_"):
+                text = " ".join((inspect.getdoc(value) or "").split())
+                yield f"| `{name}` | derived | {text} |"
+        yield ""
+
+
+def class_table() -> Iterator[str]:
+    """Every layer class that is known, by engine."""
+    classes = registry.layer_classes()
+    adapters = registry.adapters()
+    for engine in ENGINES:
+        yield f"### {engine}\n"
+        yield "| class | read into | declared by |\n|---|---|---|"
+        for key, owner in sorted(classes.items(), key=lambda pair: pair[0].rpartition(":")[2]):
+            prefix, _, name = key.partition(":")
+            if prefix.split(".")[0] == engine:
+                kinds = ", ".join(facts.spec.__name__ for facts in adapters[owner].layers[key])
+                where = "" if prefix == engine else f" in `{prefix}`"
+                yield f"| `{name}`{where} | {kinds} | {owner} |"
+        yield ""
+
+
+PAGES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
+    "specs.md": ("specs", spec_tables),
+    "engines.md": ("classes", class_table),
+}
+
+
+def rewritten(page: str) -> str:
+    """The page with its generated part as the code says it now."""
+    name, table = PAGES[page]
+    start, end = f"<!-- generated: {name} -->", "<!-- end -->"
+    before, _, rest = (HERE / page).read_text().partition(start)
+    _, _, after = rest.partition(end)
+    return before + start + "\n\n" + "\n".join(table()).rstrip() + "\n\n" + end + after
+
+
+def main() -> int:
+    """Rewrite the pages; with --check, only say which ones are out of date."""
+    stale = [page for page in PAGES if rewritten(page) != (HERE / page).read_text()]
+    for page in stale:
+        if "--check" not in sys.argv:
+            (HERE / page).write_text(rewritten(page))
+        print(f"docs/{page}: {'out of date; run docs/generate.py' if '--check' in sys.argv else 'written'}")
+    return 1 if stale and "--check" in sys.argv else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""What a third party needs to hold its own adapter to the contract (docs/contract.md), shipped in the wheel.
+
+    from layerfuse.testing import AdapterContract
+
+    class TestMyModel(AdapterContract):
+        model = "my-model"
+
+        def build(self):
+            return MyModel(...)
+
+Without pytest, `run_contract("my-model")` (on the command line `layerfuse contract my-model`) does the same for a model
+that transformers can build. Importing this package imports neither torch, transformers nor pytest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._lazy import attach
+
+if TYPE_CHECKING:
+    from .contract import SCENARIOS, AdapterContract
+    from .models import NotBuildableError, config_of, full_model, small_entry, small_model, why_not
+    from .run import Result, iter_contract, run_contract
+    from .scenario import BrokenContractError, Scenario
+
+__all__ = [
+    "SCENARIOS",
+    "AdapterContract",
+    "BrokenContractError",
+    "NotBuildableError",
+    "Result",
+    "Scenario",
+    "config_of",
+    "full_model",
+    "iter_contract",
+    "run_contract",
+    "small_entry",
+    "small_model",
+    "why_not",
+]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        **dict.fromkeys(
+            ("NotBuildableError", "config_of", "full_model", "small_entry", "small_model", "why_not"), ".models"
+        ),
+        **dict.fromkeys(("SCENARIOS", "AdapterContract"), ".contract"),
+        **dict.fromkeys(("BrokenContractError", "Scenario"), ".scenario"),
+        **dict.fromkeys(("Result", "iter_contract", "run_contract"), ".run"),
+    },
+)

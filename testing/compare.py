@@ -1,0 +1,48 @@
+"""Two specs side by side, as sentences on what differs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+
+from ..adapters.specs import ResidualSpec
+
+SCALE_TOLERANCE = 1e-12
+"""Relative. The softmax scale is computed by each engine in its own order of floating-point operations."""
+
+
+def differences(declared: Any, read: Any, where: str = "") -> Iterator[str]:
+    """One sentence for each field in which the spec read off a layer is not the declared one."""
+    if type(declared) is not type(read):
+        yield f"{where}: declared {_named(declared)}, read {_named(read)}"
+    elif attrs.has(type(declared)):
+        for attribute in attrs.fields(type(declared)):
+            name = attribute.name
+            path = f"{where}.{name}" if where else name
+            yield from differences(getattr(declared, name), getattr(read, name), path)
+    elif isinstance(declared, tuple) and len(declared) == len(read):
+        for i, (one, other) in enumerate(zip(declared, read, strict=True)):
+            yield from differences(one, other, f"{where}.{i}")
+    elif declared != read and not (where.endswith("softmax_scale") and _close(declared, read)):
+        yield f"{where}: declared {declared!r}, read {read!r}"
+
+
+def _named(value: Any) -> str:
+    return type(value).__name__ if attrs.has(type(value)) else repr(value)
+
+
+def _close(one: float, other: float) -> bool:
+    return math.isclose(one, other, rel_tol=SCALE_TOLERANCE)
+
+
+def without_index(spec: Any) -> Any:
+    """The spec of the same kind of layer, whichever its number."""
+    return attrs.evolve(spec, layer_index=0)
+
+
+def is_residual(spec: Any) -> bool:
+    """Whether this is the residual stream of a decoder layer."""
+    return isinstance(spec, ResidualSpec)

@@ -1,0 +1,61 @@
+"""C14: what is done with the specs."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from .scenario import scenario
+from .subject import Subject
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+"""Relative to the largest output, by dtype: fusing changes the order and number of roundings, nothing else."""
+
+
+class FusingScenarios(Subject):
+    """What was planned from the specs is what happens in the graph."""
+
+    codegen: ClassVar[bool] = False
+    "True: compile with Inductor, as `fusion.compile` does. False: run the passes on the traced graph and interpret it."
+
+    @scenario(14, "Fusions planned equal fusions matched")
+    def test_c14_planned_equals_matched(self) -> None:
+        """C14. The compiled small model fuses exactly the planned layers, and answers as before."""
+        model = self.build_small()
+        if model is None:
+            self.skip("build_small is not defined: there is no model to compile")
+        import torch
+
+        from ..fusion import FUSIONS
+        from .tracing import traced
+
+        with torch.no_grad():
+            expected = _tensor(self.call(model))
+            torch.compiler.reset()
+            compiled: Any
+            if self.codegen:
+                from ..fusion import compile as compile_
+
+                compiled = compile_(model, registry=self.asked)
+            else:
+                compiled = traced(model, self.asked)
+            got = _tensor(self.call(compiled))
+        for name in FUSIONS:
+            verdict = compiled.report.of(name)
+            planned = tuple(decision.layer for decision in compiled.plan.expected(name))
+            self.validate(
+                set(verdict.matched) == set(planned),
+                f"{name}: planned for {len(planned)} layers, matched in {len(verdict.matched)}; "
+                + "; ".join(f"{layer}: {why}" for layer, why in verdict.missed.items()),
+            )
+            silent = [decision.layer for decision in compiled.plan.decisions if not decision.reason]
+            self.validate(not silent, f"{name}: decided without a reason for {', '.join(silent)}")
+        tolerance = TOLERANCE[str(expected.dtype).removeprefix("torch.")]
+        error = ((got - expected).abs().max() / expected.abs().max()).item()
+        self.validate(error <= tolerance, f"the compiled model differs by {error:.2g} of the largest output")
+
+
+def _tensor(answer: Any) -> Any:
+    for name in ("logits", "last_hidden_state"):
+        if hasattr(answer, name):
+            return getattr(answer, name)
+    return answer[0] if isinstance(answer, tuple) else answer

@@ -1,0 +1,209 @@
+"""Real transformers models of declared entries: whole on the meta device, or small enough to run on a laptop.
+
+Importing this module imports neither torch nor transformers; the functions do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from ..adapters.errors import LayerfuseError
+from ..registry.catalog import ModelEntry
+from ..registry.kinds import GatedDeltaNetKind, GQAKind, LayerKind
+from .recipes import NOT_IN_TRANSFORMERS, RECIPES, Recipe
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+YARN_ORIGINAL_LENGTH = 4096
+"""`original_max_position_embeddings` of every yarn model declared here. No spec speaks of it."""
+
+
+class NotBuildableError(LayerfuseError, LookupError):
+    """transformers cannot build this entry; the text says why."""
+
+
+def why_not(entry: ModelEntry) -> str | None:
+    """Why transformers cannot build this entry, in a sentence, or None where it can. Imports transformers' index only."""
+    if entry.model_type is None:
+        return f"{entry.name} declares no model_type"
+    recipe = RECIPES.get(entry.model_type)
+    if recipe is None:
+        return NOT_IN_TRANSFORMERS.get(
+            entry.model_type, f"layerfuse.testing has no recipe for the model_type {entry.model_type!r}"
+        )
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed (pip install 'layerfuse[hf]')"
+    import transformers
+
+    for name in (recipe.config, recipe.model):
+        if not hasattr(transformers, name):
+            return f"transformers {transformers.__version__} has no {name}"
+    return None
+
+
+def full_model(entry: ModelEntry) -> nn.Module:
+    """The real model with the published dimensions of everything a spec speaks of, without memory, on the meta device.
+
+    Vocabulary, feed-forward, experts and the vision tower are small.
+
+    Raises:
+        NotBuildableError: transformers has no such model.
+    """
+    return _build(entry, device="meta", dtype=None)
+
+
+def small_entry(
+    entry: ModelEntry, *, layers: int | Sequence[int] = 4, hidden_size: int = 128, heads: int = 4
+) -> ModelEntry:
+    """The same entry with few layers, few heads and a small hidden size. Every width of a head or a latent stays true.
+
+    Args:
+        entry: the declared model.
+        layers: how many decoder layers to keep, from the first; or the numbers of those to keep, 0-based.
+        hidden_size: width of the residual stream.
+        heads: query heads. Grouped heads keep their group size where it fits.
+    """
+    all_kinds = entry.kind_at()
+    numbers = range(min(layers, len(all_kinds))) if isinstance(layers, int) else layers
+    kept = [all_kinds[number] for number in numbers]
+    kinds = {
+        name: attrs.evolve(_few_heads(kind, heads), at=[i for i, at in enumerate(kept) if at == name])
+        for name, kind in entry.layers.items()
+        if name in kept
+    }
+    return attrs.evolve(entry, num_hidden_layers=len(kept), hidden_size=hidden_size, layers=kinds, layer_classes={})
+
+
+def small_model(
+    entry: ModelEntry,
+    *,
+    layers: int | Sequence[int] = 4,
+    hidden_size: int = 128,
+    heads: int = 4,
+    dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """A small model with random weights that runs on the CPU, with the true widths of every head and latent.
+
+    What it declares is `small_entry(entry, ...)` with the same arguments. It takes `input_ids` below 100, is in eval
+    mode, and needs no cache (`use_cache=False`).
+
+    Args:
+        entry: the declared model.
+        layers: as for `small_entry`.
+        hidden_size: as for `small_entry`.
+        heads: as for `small_entry`.
+        dtype: of the weights; torch.float32 if not given.
+        seed: of the random weights. The global random state is left as it was.
+
+    Raises:
+        NotBuildableError: transformers has no such model.
+    """
+    import torch
+
+    small = small_entry(entry, layers=layers, hidden_size=hidden_size, heads=heads)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _build(small, device="cpu", dtype=dtype or torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                # Norm weights of all ones would hide a norm that is applied twice, or with another's weight.
+                if parameter.dim() == 1 and "norm" in name:
+                    parameter.add_(torch.rand_like(parameter) * 0.2 - 0.1)
+    return model.eval().requires_grad_(False)
+
+
+def config_of(entry: ModelEntry) -> Any:
+    """The transformers config of an entry: published dimensions, everything else small.
+
+    Raises:
+        NotBuildableError: transformers has no such model.
+    """
+    reason = why_not(entry)
+    if reason is not None:
+        raise NotBuildableError(reason)
+    import transformers
+
+    recipe = _recipe(entry)
+    config = getattr(transformers, recipe.config)(**arguments(entry))
+    config._attn_implementation = "eager"
+    if recipe.around is None:
+        return config
+    name, others = recipe.around
+    composite = getattr(transformers, name)(text_config=config, **others)
+    composite._attn_implementation = "eager"
+    return composite
+
+
+def arguments(entry: ModelEntry) -> dict[str, Any]:
+    """The arguments of the config class, from the entry and its recipe."""
+    recipe = _recipe(entry)
+    words: dict[str, Any] = {
+        **recipe.small,
+        recipe.layers: entry.num_hidden_layers,
+        "hidden_size": entry.hidden_size,
+        "rms_norm_eps": entry.rms_norm_eps,
+        "max_position_embeddings": 4096,
+    }
+    for kind in entry.layers.values():
+        for declared, keys in recipe.keys[kind.family].items():
+            value = getattr(kind, declared)
+            words.update(dict.fromkeys(keys, None if value == "none" else value))
+        words.update(_rope(kind))
+    for extra in recipe.extra:
+        words.update(extra(entry))
+    return words
+
+
+def _rope(kind: LayerKind) -> dict[str, Any]:
+    yarn = getattr(kind, "yarn", None)
+    if yarn is None:
+        return {}
+    return {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": yarn.factor,
+            "mscale": yarn.mscale_all_dim,
+            "mscale_all_dim": yarn.mscale_all_dim,
+            "original_max_position_embeddings": YARN_ORIGINAL_LENGTH,
+        },
+        "max_position_embeddings": int(YARN_ORIGINAL_LENGTH * yarn.factor),
+    }
+
+
+def _recipe(entry: ModelEntry) -> Recipe:
+    return RECIPES[entry.model_type or ""]
+
+
+def _few_heads(kind: LayerKind, heads: int) -> LayerKind:
+    if isinstance(kind, GQAKind):
+        group = min(kind.num_heads // kind.num_kv_heads, max(1, heads // 2))
+        return attrs.evolve(kind, num_heads=heads, num_kv_heads=max(1, heads // group))
+    if isinstance(kind, GatedDeltaNetKind):
+        each = kind.num_v_heads // kind.num_k_heads
+        keys = heads if each == 1 else max(2, heads // 2)
+        return attrs.evolve(kind, num_k_heads=keys, num_v_heads=keys * each)
+    return attrs.evolve(kind, num_heads=heads)
+
+
+def _build(entry: ModelEntry, *, device: str, dtype: torch.dtype | None) -> nn.Module:
+    config = config_of(entry)
+    import torch
+    import transformers
+
+    usual = torch.get_default_dtype()
+    # As transformers does: weights follow the default dtype, while rotary tables that ask for float32 keep it.
+    torch.set_default_dtype(dtype or usual)
+    try:
+        with torch.device(device):
+            model: nn.Module = getattr(transformers, _recipe(entry).model)(config)
+    finally:
+        torch.set_default_dtype(usual)
+    return model

@@ -1,0 +1,251 @@
+"""How a models.toml entry becomes the config of a real transformers model: one recipe per `model_type`, as data.
+
+A recipe says which classes to use, which config key each declared field goes to, and what to make small because no
+spec speaks of it: vocabulary, feed-forward, experts, the vision tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+if TYPE_CHECKING:
+    from ..registry.catalog import ModelEntry
+
+MLA_KEYS = {
+    "num_heads": ("num_attention_heads", "num_key_value_heads"),
+    "q_lora_rank": ("q_lora_rank",),
+    "kv_lora_rank": ("kv_lora_rank",),
+    "qk_nope_head_dim": ("qk_nope_head_dim",),
+    "qk_rope_head_dim": ("qk_rope_head_dim",),
+    "v_head_dim": ("v_head_dim",),
+}
+GQA_KEYS = {
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim",),
+}
+GDN_KEYS = {
+    "num_k_heads": ("linear_num_key_heads",),
+    "num_v_heads": ("linear_num_value_heads",),
+    "head_k_dim": ("linear_key_head_dim",),
+    "head_v_dim": ("linear_value_head_dim",),
+    "conv_kernel_size": ("linear_conv_kernel_dim",),
+}
+KDA_KEYS = {
+    "num_k_heads": ("linear_num_heads",),
+    "head_k_dim": ("linear_head_dim",),
+    "conv_kernel_size": ("linear_conv_kernel_dim",),
+}
+
+_VOCABULARY = {"vocab_size": 128, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+_DENSE = {"intermediate_size": 64}
+_ROUTED = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+_GROUPED = {"n_group": 1, "topk_group": 1}
+
+Extra = Callable[["ModelEntry"], Mapping[str, Any]]
+
+
+def _layer_types(entry: ModelEntry) -> dict[str, Any]:
+    """The kind of each layer, in transformers' words."""
+    words = []
+    for kind in entry.kind_at():
+        declared = entry.layers[kind]
+        if declared.family == "gated_delta_net":
+            words.append("linear_attention")
+        elif declared.family == "gqa" and declared.sliding_window != "off":
+            words.append("sliding_attention")
+        else:
+            words.append("full_attention")
+    return {"layer_types": words}
+
+
+def _all_dense(entry: ModelEntry) -> dict[str, Any]:
+    return {"mlp_layer_types": ["dense"] * entry.num_hidden_layers}
+
+
+def _first_dense(entry: ModelEntry) -> dict[str, Any]:
+    return {"first_k_dense_replace": entry.num_hidden_layers}
+
+
+def _window(entry: ModelEntry) -> dict[str, Any]:
+    windows = [k.sliding_window for k in entry.layers.values() if k.family == "gqa" and k.sliding_window != "off"]
+    return {"sliding_window": windows[0] if windows else None}
+
+
+def _own_head_dim(entry: ModelEntry) -> dict[str, Any]:
+    """LongCat's rotary embedding reads `head_dim`, which must be the rope width."""
+    mla = next(kind for kind in entry.layers.values() if kind.family == "mla")
+    return {"head_dim": mla.qk_rope_head_dim}
+
+
+@frozen(kw_only=True)
+class Recipe:
+    """How one `model_type` of transformers is built."""
+
+    config: str
+    "The config class of the text model."
+    model: str
+    "The model class."
+    keys: Mapping[str, Mapping[str, tuple[str, ...]]]
+    "Family -> declared field -> the config keys it goes to."
+    layers: str = "num_hidden_layers"
+    "The config key that counts decoder layers."
+    small: Mapping[str, Any] = field(factory=dict)
+    "What no spec speaks of, made small."
+    extra: tuple[Extra, ...] = ()
+    "What depends on the whole entry."
+    around: tuple[str, Mapping[str, Any]] | None = None
+    "A composite config class that holds the text config, and its other arguments."
+
+
+_DEEPSEEK_SMALL = {**_VOCABULARY, **_DENSE, **_ROUTED, **_GROUPED, "n_shared_experts": 1}
+_KIMI_VISION = {
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+        "pos_emb_height": 4,
+        "pos_emb_width": 4,
+    },
+    "projection_hidden_size": 32,
+    "tie_word_embeddings": False,
+    "image_token_id": 100,
+    "video_token_id": 101,
+    "vision_start_token_id": 102,
+    "vision_end_token_id": 103,
+}
+
+RECIPES: Mapping[str, Recipe] = {
+    "deepseek_v2": Recipe(
+        config="DeepseekV2Config",
+        model="DeepseekV2ForCausalLM",
+        keys={"mla": MLA_KEYS},
+        small=_DEEPSEEK_SMALL,
+        extra=(_first_dense,),
+    ),
+    "deepseek_v3": Recipe(
+        config="DeepseekV3Config",
+        model="DeepseekV3ForCausalLM",
+        keys={"mla": MLA_KEYS},
+        small=_DEEPSEEK_SMALL,
+        extra=(_first_dense,),
+    ),
+    "deepseek_v32": Recipe(
+        config="DeepseekV32Config",
+        model="DeepseekV32ForCausalLM",
+        keys={"mla": MLA_KEYS},
+        small={**_DEEPSEEK_SMALL, "index_n_heads": 2, "index_topk": 16},
+        extra=(_first_dense,),
+    ),
+    # transformers has no kimi_k2: its checkpoints are DeepSeek-V3's code.
+    "kimi_k2": Recipe(
+        config="DeepseekV3Config",
+        model="DeepseekV3ForCausalLM",
+        keys={"mla": MLA_KEYS},
+        small=_DEEPSEEK_SMALL,
+        extra=(_first_dense,),
+    ),
+    "kimi_k25": Recipe(
+        config="DeepseekV3Config",
+        model="Kimi_K25ForConditionalGeneration",
+        keys={"mla": MLA_KEYS},
+        small=_DEEPSEEK_SMALL,
+        extra=(_first_dense,),
+        around=("Kimi_K25Config", _KIMI_VISION),
+    ),
+    "kimi_linear": Recipe(
+        config="KimiLinearConfig",
+        model="KimiLinearForCausalLM",
+        keys={"mla": MLA_KEYS, "gated_delta_net": KDA_KEYS},
+        small={
+            **_VOCABULARY,
+            **_DENSE,
+            **_GROUPED,
+            "moe_intermediate_size": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+        extra=(_layer_types, _all_dense),
+    ),
+    "gpt_oss": Recipe(
+        config="GptOssConfig",
+        model="GptOssForCausalLM",
+        keys={"gqa": GQA_KEYS},
+        small={**_VOCABULARY, **_DENSE, "num_local_experts": 2, "num_experts_per_tok": 1},
+        extra=(_layer_types, _window),
+    ),
+    "qwen3_next": Recipe(
+        config="Qwen3NextConfig",
+        model="Qwen3NextForCausalLM",
+        keys={"gated_delta_net": GDN_KEYS, "gqa": GQA_KEYS},
+        small={
+            **_VOCABULARY,
+            **_DENSE,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+        extra=(_layer_types, lambda entry: {"mlp_only_layers": list(range(entry.num_hidden_layers))}),
+    ),
+    "qwen3_5": Recipe(
+        config="Qwen3_5TextConfig",
+        model="Qwen3_5ForCausalLM",
+        keys={"gated_delta_net": GDN_KEYS, "gqa": GQA_KEYS},
+        small={**_VOCABULARY, **_DENSE},
+        extra=(_layer_types,),
+    ),
+    "qwen3_5_moe": Recipe(
+        config="Qwen3_5MoeTextConfig",
+        model="Qwen3_5MoeForCausalLM",
+        keys={"gated_delta_net": GDN_KEYS, "gqa": GQA_KEYS},
+        small={
+            **_VOCABULARY,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+        extra=(_layer_types,),
+    ),
+    # No `head_dim` here: Glm4MoeLiteConfig takes it for another name of qk_rope_head_dim.
+    "glm4_moe_lite": Recipe(
+        config="Glm4MoeLiteConfig",
+        model="Glm4MoeLiteForCausalLM",
+        keys={"mla": MLA_KEYS},
+        small=_DEEPSEEK_SMALL,
+        extra=(_all_dense,),
+    ),
+    "glm_moe_dsa": Recipe(
+        config="GlmMoeDsaConfig",
+        model="GlmMoeDsaForCausalLM",
+        keys={"mla": MLA_KEYS},
+        small={**_DEEPSEEK_SMALL, "index_n_heads": 2, "index_topk": 16},
+        extra=(_all_dense,),
+    ),
+    "longcat_flash": Recipe(
+        config="LongcatFlashConfig",
+        model="LongcatFlashForCausalLM",
+        keys={"mla": MLA_KEYS},
+        layers="num_layers",
+        small={
+            **_VOCABULARY,
+            "ffn_hidden_size": 64,
+            "expert_ffn_hidden_size": 16,
+            "n_routed_experts": 2,
+            "zero_expert_num": 1,
+            "moe_topk": 2,
+        },
+        extra=(_own_head_dim,),
+    ),
+}
+"""The recipes by the `model_type` that entries declare."""
+
+NOT_IN_TRANSFORMERS: Mapping[str, str] = {
+    "kimi_k3": "transformers 5.23 has no kimi_k3; vLLM's layers of it are read instead (docs/engines.md)",
+}
+"""Why a declared `model_type` has no recipe, in a sentence."""

@@ -1,0 +1,141 @@
+"""C7 to C10: how the model is sharded."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import attrs
+
+from ..adapters.errors import ParallelConflictError, ParallelUnknownError, SpecError
+from ..adapters.sources import Path, UnreadableError
+from ..adapters.specs import LayerSpec, Parallel
+from .compare import differences, is_residual
+from .meshes import rank_of_two, sharded_linear
+from .reads import counts_say_size, size_paths
+from .scenario import scenario
+from .subject import Sample, Subject
+from .surgery import changed, without
+
+SIZES = (2, 4, 8, 16)
+"""Tensor-parallel sizes at which every declaration is asked."""
+
+
+class ShardingScenarios(Subject):
+    """Total and local are never mixed up, and a size is never guessed."""
+
+    @scenario(7, "Unsaid sharding is refused")
+    def test_c07_unsaid_sharding_is_refused(self) -> None:
+        """C7. A layer that does not say its tensor-parallel size is refused, and `parallel=` says it."""
+        silenced = 0
+        for sample in self._shardable():
+            facts = sample.reader.facts
+            if counts_say_size(facts) or self.parallel is not None:
+                continue
+            with ExitStack() as stack:
+                for path in size_paths(facts):
+                    try:
+                        stack.enter_context(without(sample.layer, path))
+                    except UnreadableError:
+                        continue
+                where = f"{sample} when nothing says its size"
+                self.validate_refuses(
+                    ParallelUnknownError, partial(self.again, sample), sample.path, "parallel=", where=where
+                )
+                told = self.again(sample, Parallel(size=1, rank=0))
+            self.validate_spec(sample.spec, told, f"{sample} with parallel=Parallel(size=1, rank=0)")
+            silenced += 1
+        if not silenced:
+            self.skip("every layer holds total and local counts, so none can be silent about its size")
+
+    @scenario(8, "Contradicted sharding is refused")
+    def test_c08_contradicted_sharding_is_refused(self) -> None:
+        """C8. A `parallel=` that contradicts the layer is an error that names both."""
+        if self.parallel is not None:
+            self.skip("these layers do not say their size, so nothing can contradict it")
+        for sample in self._shardable():
+            wrong = Parallel(size=2 * sample.spec.parallel.size, rank=0)
+            self.validate_refuses(
+                ParallelConflictError,
+                partial(self.again, sample, wrong),
+                sample.path,
+                "the parallel argument",
+                where=f"{sample} with parallel={wrong}",
+            )
+
+    @scenario(9, "Declared shards are valid or refused")
+    def test_c09_declared_shards_are_valid_or_refused(self) -> None:
+        """C9. At TP 2, 4, 8 and 16 the entry gives specs whose counts follow from the totals, or says why not."""
+        whole = self.declared()
+        for size in SIZES:
+            for rank in (0, size - 1):
+                where = f"{self.model} at TP {size}, rank {rank}"
+                try:
+                    shards = self.declared(size, rank)
+                except SpecError as error:
+                    self.validate(str(size) in str(error), f"{where}: refused without saying why: {error}")
+                    continue
+                self.validate(len(shards) == len(whole), f"{where}: {len(shards)} layers, {len(whole)} when whole")
+                for (name, one), (_, all_) in zip(shards, whole, strict=True):
+                    expected = attrs.evolve(all_, parallel=Parallel(size=size, rank=rank), **_local(all_, size))
+                    self.validate_spec(expected, one, f"{where}: {name}")
+
+    @scenario(10, "Real shards are read right")
+    def test_c10_real_shards_are_read_right(self) -> None:
+        """C10. The layers of one rank are read into what the entry declares for that rank."""
+        if self._engine_shards() or self._tensor_shards():
+            return
+        self.skip("these layers tell their size by no weight, and build_sharded is not defined")
+
+    def _engine_shards(self) -> bool:
+        any_built = False
+        for size in SIZES:
+            for rank in (0, size - 1):
+                try:
+                    self.declared(size, rank)
+                except SpecError:
+                    break  # C9 holds these to a reason
+                model = self.build_sharded(size, rank)
+                if model is None:
+                    break
+                found = self.asked.specs_in(model, parallel=self.parallel and Parallel(size=size, rank=rank))
+                found = [pair for pair in found if self.decoder_layers or not is_residual(pair[1])]
+                self.validate_under_tp(size, rank, found, self.engine_of(found, model))
+                any_built = True
+        return any_built
+
+    def _tensor_shards(self) -> bool:
+        samples = [sample for sample in self._shardable() if "tp_weight" in sample.reader.facts.parsed]
+        for rank in (0, 1) if samples else ():
+            with rank_of_two(rank) as mesh:
+                for sample in samples:
+                    self._validate_tensor_shard(sample, mesh, rank)
+        return bool(samples)
+
+    def _validate_tensor_shard(self, sample: Sample, mesh: Any, rank: int) -> None:
+        paths: Any = sample.reader.facts.parsed["tp_weight"]
+        for path in paths:
+            try:
+                linear = path.read(sample.layer)
+            except UnreadableError:
+                continue
+            for dim in path.dimensions:
+                weight = sharded_linear(linear, mesh, dim)
+                with changed(sample.layer, Path((*path.steps, "weight")), weight):
+                    spec = self.again(sample)
+                expected = sample.spec.shard(2, rank)
+                wrong = "; ".join(differences(expected, spec))
+                self.validate(not wrong, f"{sample} as rank {rank} of 2, {path} cut along dimension {dim}: {wrong}")
+
+    def _shardable(self) -> list[Sample]:
+        return [sample for sample in self.samples() if isinstance(sample.spec, LayerSpec)]
+
+
+def _local(spec: LayerSpec, size: int) -> dict[str, int]:
+    """Local counts, worked out here again: an entry must not be its own judge."""
+    local = {}
+    for pair in spec.pairs:
+        total = getattr(spec, pair.total)
+        local[pair.local] = max(1, total // size) if pair.replicates else total // size
+    return local

@@ -1,0 +1,39 @@
+"""The fusion passes on a traced model, without Inductor's code generation: the same graphs and counts, in a second."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attrs import frozen
+
+
+@frozen
+class TracedModel:
+    """Called like the model. `plan` and `report` are as those of `fusion.compile`."""
+
+    plan: Any
+    report: Any
+    run: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; the first call traces it."""
+        return self.run(*args, **kwargs)
+
+
+def traced(model: Any, registry: Any) -> TracedModel:
+    """The model with the passes applied to the graphs that Inductor would be given, which are then interpreted."""
+    import torch
+
+    from ..fusion import Target, plan
+    from ..fusion.compiler import inductor_with
+    from ..fusion.passes import Pipeline
+
+    made = plan(registry.specs_in(model), Target.named("cpu"))
+    pipeline = Pipeline(made)
+    backend = inductor_with(pipeline, model, lower=_interpreted)
+    return TracedModel(made, pipeline.report, torch.compile(model, backend=backend))
+
+
+def _interpreted(graph_module: Any, _: Any, **__: Any) -> Any:
+    return graph_module

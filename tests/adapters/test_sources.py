@@ -1,0 +1,319 @@
+"""The words that adapters and models.toml share: what they mean, and what they refuse when they are written."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from layerfuse.adapters.base import Adapter, Facts, fields_of
+from layerfuse.adapters.errors import FactsError
+from layerfuse.adapters.sources import (
+    CONVERSIONS,
+    Path,
+    Quotient,
+    UnreadableError,
+    const,
+    gated_norm,
+    norm,
+    parse_norm,
+    parse_path,
+    parse_source,
+)
+from layerfuse.adapters.specs import FAMILIES, GatedDeltaNetSpec, MLASpec, NormSpec
+from layerfuse.adapters.vocabulary import TRANSFORMERS_KDA, TRANSFORMERS_MLA
+
+
+def read(words: Any, obj: Any) -> Any:
+    """The value of the first place that can be read."""
+    tried = []
+    for source in parse_source(words, "field"):
+        try:
+            return source.read(obj)
+        except UnreadableError as error:
+            tried.append(str(error))
+    raise UnreadableError(*tried)
+
+
+def layer(**attributes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**attributes)
+
+
+# ---- paths
+
+
+@pytest.mark.parametrize("text", ["num_heads", "a.b.c", "weight.shape.0", "_private", "layers.12.attn", "a_1.b2"])
+def test_a_path_is_names_and_indices_joined_by_dots(text: str) -> None:
+    path = parse_path(text, "field")
+    assert isinstance(path, Path) and str(path) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ".", "a.", ".a", "a..b", "a b", "a[0]", "a()", "a;b", "é", "1.2.34567", "-1", "a.-1", "lambda:0", "a\0"]
+    + [".".join("a" * 13)],
+)
+def test_what_is_no_path_is_refused_with_the_field(text: str) -> None:
+    with pytest.raises(FactsError, match="num_heads: .* is no attribute path"):
+        parse_path(text, "num_heads")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["__class__", "__class__.__init__.__globals__", "forward.__globals__", "a / b.__dict__", "o_proj.__class__.__mro__.1"],
+)
+def test_a_path_reads_no_dunder(text: str) -> None:
+    with pytest.raises(FactsError, match="reads a dunder attribute"):
+        parse_path(text, "num_heads")
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_path_or_a_facts_error(text: str) -> None:
+    try:
+        path = parse_path(text, "field")
+    except FactsError:
+        return
+    steps = (path.dividend, path.divisor) if isinstance(path, Quotient) else (path,)
+    assert all(not step.startswith("__") for part in steps for step in part.steps)
+    with pytest.raises(UnreadableError):
+        path.read(object())
+
+
+def test_a_step_is_an_attribute_a_key_or_an_index() -> None:
+    obj = layer(config={"heads": [4, 8]}, weight=layer(shape=(16, 32)))
+    assert read("config.heads.1", obj) == 8
+    assert read("weight.shape.0", obj) == 16
+
+
+def test_reading_calls_nothing() -> None:
+    called = []
+    obj = layer(forward=lambda: called.append("forward"), config=type("C", (), {"heads": lambda self: called.append(1)})())
+    assert callable(read("forward", obj)) and callable(read("config.heads", obj))
+    assert called == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("heads", "heads: SimpleNamespace has no 'heads'"),
+        ("q.weight", "q.weight: q is None"),
+        ("p.q.weight", "p.q.weight: p.q is None"),
+        ("names.7", "names.7: list has no '7'"),
+        ("table.x", "table.x: dict has no 'x'"),
+        ("broken.heads", "broken.heads: reading 'heads' raised RuntimeError: not yet loaded"),
+        ("wide / zero", "wide / zero: 12 / 0 is no whole number"),
+        ("wide / five", "wide / five: 12 / 5 is no whole number"),
+        ("wide / half", "wide / half: 12 / 0.5 is no whole number"),
+        ({"path": "wide", "as": "name_index"}, "12 holds no single layer number"),
+        ({"path": "plain", "as": "parent_name"}, "'plain' is not the dotted name of a layer"),
+    ],
+)
+def test_what_cannot_be_read_is_said_in_a_sentence(words: Any, said: str) -> None:
+    class Broken:
+        @property
+        def heads(self) -> int:
+            raise RuntimeError("not yet loaded")
+
+    obj = layer(
+        q=None, p=layer(q=None), names=[], table={}, broken=Broken(), wide=12, zero=0, five=5, half=0.5, plain="plain"
+    )
+    with pytest.raises(UnreadableError) as caught:
+        read(words, obj)
+    assert str(caught.value) == said
+
+
+# ---- the other words
+
+
+def test_a_quotient_is_exact() -> None:
+    obj = layer(o_proj=layer(in_features=4096), head_dim=64)
+    assert read("o_proj.in_features / head_dim", obj) == 64
+    with pytest.raises(FactsError, match="divides more than once"):
+        parse_path("a / b / c", "field")
+
+
+def test_a_list_takes_the_first_that_exists_and_none_and_zero_exist() -> None:
+    assert read(["scaling", "scale"], layer(scale=0.5)) == 0.5
+    assert read(["scaling", "scale"], layer(scaling=None, scale=0.5)) is None
+    assert read(["scaling", "scale"], layer(scaling=0, scale=0.5)) == 0
+
+
+def test_a_constant_is_a_fact_and_none_is_written_as_a_word() -> None:
+    assert read({"const": "sigmoid"}, object()) == "sigmoid"
+    assert read({"const": "none"}, object()) is None
+    assert read(const(None), object()) is None
+    assert read({"const": False}, object()) is False
+
+
+@pytest.mark.parametrize(
+    ("conversion", "value", "meaning"),
+    [
+        ("present", None, False),
+        ("present", 0, True),
+        ("none", 12, None),
+        ("window_before", 127, 128),
+        ("window_before", 0, 1),
+        ("window_before", -1, -1),
+        ("window_before", None, None),
+        ("name_index", "model.layers.3.self_attn.attn", 3),
+        ("name_index", "3", 3),
+        ("name_index", "layers.12", 12),
+        ("name_index", "mtp2.layers.61.attn", 61),
+        ("name_index_of_pairs", "model.layers.3.self_attn.1", 7),
+        ("name_index_of_pairs", "model.layers.3.self_attn.0.mla_attn", 6),
+        ("name_index_of_pairs", "model.layers.3.self_attn", 3),
+        ("parent_name", "model.layers.3.self_attn.attn", "the layer model.layers.3.self_attn"),
+    ],
+)
+def test_conversions(conversion: str, value: Any, meaning: Any) -> None:
+    assert CONVERSIONS[conversion](value) == meaning
+    assert read({"path": "x", "as": conversion}, layer(x=value)) == meaning
+
+
+@pytest.mark.parametrize("name", ["model.layers", "", "a.1.b.2.c.3", "layers.3.experts.9", "model.layers.3.x.2"])
+def test_a_name_without_one_layer_number_is_refused(name: str) -> None:
+    with pytest.raises(UnreadableError, match="holds no single layer number"):
+        CONVERSIONS["name_index_of_pairs"](name)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (7, "expected an attribute path, a list of them"),
+        (None, "expected an attribute path, a list of them"),
+        ([], "expected an attribute path, a list of them"),
+        ([["a"], 7], "expected an attribute path, a list of them"),
+        ({}, "expected {const = ...} or {path = ..., as = ...}, got the keys []"),
+        ({"path": "a"}, "expected {const = ...} or {path = ..., as = ...}, got the keys ['path']"),
+        ({"const": 1, "as": "present"}, "expected {const = ...} or {path = ..., as = ...}, got the keys ['as', 'const']"),
+        ({"const": [1]}, "a constant is a number, a text or a flag, got [1]"),
+        ({"const": {"a": 1}}, "a constant is a number, a text or a flag"),
+        ({"path": "a", "as": "presnt"}, "unknown conversion 'presnt'; did you mean 'present'?"),
+        ({"path": "a", "as": ["present"]}, "unknown conversion"),
+        ({"path": 7, "as": "present"}, "path is a text, got 7"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused_with_the_field(words: Any, problem: str) -> None:
+    with pytest.raises(FactsError) as caught:
+        parse_source(words, "num_heads")
+    assert str(caught.value).startswith("num_heads: ")
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "gated", "problem"),
+    [
+        (7, False, 'q_norm: expected a norm, {module = "...", ...}, got 7'),
+        ({"epsilon": "eps"}, False, 'q_norm: expected a norm, {module = "...", ...}'),
+        ({"module": "n", "epsilom": "eps"}, False, "q_norm: a norm has no 'epsilom'; did you mean 'epsilon'?"),
+        ({"module": "n", "activation": "act"}, False, "q_norm: a norm has no 'activation'"),
+        ({"module": "a / b"}, False, "q_norm: a norm's module is a path, not a quotient"),
+        ("norm", True, "q_norm: a gated norm must also say its activation, norm_before_gate, group_size"),
+        ({"module": "n", "epsilon": 1e-5}, False, "q_norm.epsilon: expected an attribute path"),
+    ],
+)
+def test_malformed_norms_are_refused(words: Any, gated: bool, problem: str) -> None:
+    with pytest.raises(FactsError) as caught:
+        parse_norm(words, "q_norm", gated=gated)
+    assert str(caught.value).startswith(problem)
+
+
+def test_a_plain_norm_needs_only_its_module() -> None:
+    said = dict(parse_norm("o_norm", "x", gated=False).fields)
+    assert [str(place) for place in said["epsilon"]] == ["variance_epsilon", "eps"]
+    assert [str(place) for place in said["weight_offset"]] == ["const 0.0"]
+
+
+# ---- facts
+
+
+def test_facts_must_say_where_every_field_is() -> None:
+    with pytest.raises(FactsError) as caught:
+        TRANSFORMERS_MLA.but(kv_lora_rank=None, softmax_scale=None)
+    assert str(caught.value) == (
+        "MLASpec: nothing says where to read kv_lora_rank, softmax_scale; no geometry has a default"
+    )
+
+
+def test_one_of_a_pair_of_counts_is_enough_and_none_is_not() -> None:
+    local = TRANSFORMERS_MLA.but(num_heads=None, num_local_heads="num_heads")
+    assert "num_heads" not in local.words
+    with pytest.raises(FactsError, match="nothing says where to read num_heads, num_local_heads"):
+        TRANSFORMERS_MLA.but(num_heads=None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_unknown_field_is_refused_with_the_closest(family: str) -> None:
+    spec = FAMILIES[family]
+    name = next(iter(fields_of(spec)))
+    with pytest.raises(FactsError) as caught:
+        Facts(spec, {name + "x": "a"})
+    assert str(caught.value) == f"{spec.__name__} has no field {name + 'x'!r}; did you mean {name!r}?"
+
+
+def test_facts_of_no_spec_type_are_refused() -> None:
+    with pytest.raises(FactsError, match="is no spec type; expected one of mla, gated_delta_net"):
+        Facts(NormSpec, {})
+
+
+def test_the_words_of_facts_cannot_be_changed_afterwards() -> None:
+    words = dict(TRANSFORMERS_MLA.words)
+    facts = Facts(MLASpec, words)
+    words["num_heads"] = "n_heads"
+    assert facts.words["num_heads"] == "num_heads"
+    with pytest.raises(TypeError):
+        facts.words["num_heads"] = "n_heads"  # type: ignore[index]
+
+
+def test_but_says_only_the_difference() -> None:
+    facts = TRANSFORMERS_MLA.but(num_heads="n_heads", tp_weight=None, tp_size="tp_size")
+    assert facts.words == {
+        **{name: word for name, word in TRANSFORMERS_MLA.words.items() if name != "tp_weight"},
+        "num_heads": "n_heads",
+        "tp_size": "tp_size",
+    }
+    assert facts != TRANSFORMERS_MLA == TRANSFORMERS_MLA.but()
+    assert hash(TRANSFORMERS_MLA) == hash(TRANSFORMERS_MLA.but())
+
+
+def test_tp_weight_names_modules() -> None:
+    with pytest.raises(FactsError, match="tp_weight: expected the paths of linear modules"):
+        TRANSFORMERS_MLA.but(tp_weight=["a / b"])
+
+
+@pytest.mark.parametrize("words", [7, {"path": "a"}, [7]])
+def test_tp_weight_of_another_form_is_a_facts_error(words: Any) -> None:
+    with pytest.raises(FactsError, match="tp_weight"):
+        TRANSFORMERS_MLA.but(tp_weight=words)
+
+
+@pytest.mark.parametrize("key", ["DeepseekV3Attention", "a:", ":B", "a:b:c", "a b:C", "a.:C", ".a:C", "a/b:C", 7, ""])
+def test_a_layer_class_is_a_package_and_a_name(key: Any) -> None:
+    with pytest.raises(FactsError, match='is no layer class; expected "package:ClassName"'):
+        Adapter("mine", {key: TRANSFORMERS_MLA})
+
+
+@pytest.mark.parametrize("name", ["", "Mine", "my adapter", "_mine", 7])
+def test_an_adapter_has_a_plain_name(name: Any) -> None:
+    with pytest.raises(FactsError, match="an adapter's name is lower-case"):
+        Adapter(name, {})
+
+
+def test_facts_of_one_class_are_of_different_spec_types() -> None:
+    both = Adapter("mine", {"a:B": (TRANSFORMERS_MLA, TRANSFORMERS_KDA)})
+    assert [facts.spec for facts in both.layers["a:B"]] == [MLASpec, GatedDeltaNetSpec]
+    for wrong in ((), (TRANSFORMERS_MLA, TRANSFORMERS_MLA.but(num_heads="n"))):
+        with pytest.raises(FactsError, match="a:B: expected facts for one or more different spec types"):
+            Adapter("mine", {"a:B": wrong})
+
+
+def test_a_gated_norm_says_its_order_unless_told() -> None:
+    assert gated_norm("o_norm", activation=const("silu")) == {
+        "module": "o_norm",
+        "activation": {"const": "silu"},
+        "norm_before_gate": {"const": True},
+        "group_size": {"const": "none"},
+    }
+    assert norm("n", epsilon="eps") == {"module": "n", "epsilon": "eps"}

@@ -1,0 +1,154 @@
+"""Every code block of the docs is run, every link leads somewhere, and what is generated is up to date.
+
+`UPDATE_DOCS=1 pytest tests/docs` writes the outputs that pages show.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+from doc_blocks import DOCS, blocks_of, expected_outputs
+
+from layerfuse import registry
+from layerfuse.registry import files
+
+PAGES = sorted(DOCS.glob("*.md"))
+ROOT = DOCS.parent
+
+FRAGMENT_OF_PYPROJECT = "project"
+SLOW_COMMANDS = ("contract", "verify")
+"""Run with --help only: they build and compile models, and have tests of their own."""
+
+
+def _run(command, cwd):
+    paths = os.pathsep.join(str(path) for path in [*sys.path] if path)
+    return subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": paths, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_python_blocks_run_and_print_what_the_page_shows(page, tmp_path):
+    text = page.read_text()
+    shown = expected_outputs(blocks_of(text))
+    if not shown:
+        pytest.skip("no Python on this page")
+    done = _run([sys.executable, str(Path(__file__).parent / "doc_blocks.py"), str(page)], tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    outputs = json.loads(done.stdout.rpartition("OUTPUTS ")[2])
+    if os.environ.get("UPDATE_DOCS"):
+        for (_, block), output in reversed(list(zip(shown, outputs, strict=True))):
+            if block is not None:
+                text = text[: block.start] + output + text[block.end :]
+        page.write_text(text)
+        return
+    for (code, block), output in zip(shown, outputs, strict=True):
+        assert output == (block.code if block is not None else ""), code.code
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_toml_blocks_are_models_files_or_known_fragments(page):
+    declared = {}
+    for block in blocks_of(page.read_text()):
+        if block.language != "toml":
+            continue
+        document = tomllib.loads(block.code)
+        if FRAGMENT_OF_PYPROJECT in document:
+            groups = document["project"]["entry-points"]
+            assert set(groups) <= {"layerfuse.adapters", "layerfuse.models"}
+            continue
+        # A fragment adds to the models that the page declared before it.
+        for name, table in document["models"].items():
+            for key, value in table.items():
+                previous = declared.setdefault(name, {}).get(key)
+                declared[name][key] = {**previous, **value} if isinstance(previous, dict) else value
+        entries = files.parse(tomli_w.dumps({"models": declared}))
+        registry.fresh().register_models(entries, page.name)
+
+
+def test_commands_run(tmp_path):
+    if importlib.util.find_spec("layerfuse.cli") is None:
+        pytest.skip("no command line")
+    ran = 0
+    for page in PAGES:
+        blocks = blocks_of(page.read_text())
+        for block in blocks:
+            if block.language == "toml" and block.title:
+                (tmp_path / block.title).write_text(block.code)
+        for block in blocks:
+            for line in block.code.splitlines() if block.language == "console" else ():
+                assert line.startswith("$ layerfuse "), f"{page.name}: {line}"
+                words = line.removeprefix("$ layerfuse ").split()
+                if words[0] in SLOW_COMMANDS:
+                    words = [words[0], "--help"]
+                done = _run([sys.executable, "-m", "layerfuse", *words], tmp_path)
+                assert done.returncode == 0, f"{page.name}: {line}\n{done.stdout}{done.stderr}"
+                ran += 1
+    assert ran
+
+
+def test_generated_tables_are_up_to_date():
+    done = _run([sys.executable, str(DOCS / "generate.py"), "--check"], ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_contract_page_has_every_scenario_with_its_title():
+    from layerfuse.testing import SCENARIOS
+
+    headings = re.findall(r"^### (C\d+)\. (.+)$", (DOCS / "contract.md").read_text(), re.MULTILINE)
+    assert headings == [(scenario.id, scenario.title) for scenario in SCENARIOS]
+
+
+def test_errors_page_has_every_error():
+    import inspect
+
+    from layerfuse.adapters import errors as adapters
+    from layerfuse.fusion import config, report, target
+    from layerfuse.registry import errors
+    from layerfuse.testing import models
+
+    defined = {
+        name
+        for module in (adapters, errors, config, report, target, models)
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, adapters.LayerfuseError) and value is not adapters.LayerfuseError
+    }
+    headings = set(re.findall(r"^## (\w+Error)$", (DOCS / "errors.md").read_text(), re.MULTILINE))
+    assert headings == defined
+
+
+def test_traps_page_has_all_32_and_names_tests_that_exist():
+    text = (DOCS / "traps.md").read_text()
+    numbers = [int(number) for number in re.findall(r"^\| (\d+) \|", text, re.MULTILINE)]
+    assert numbers == list(range(1, 33))
+    tests = ROOT / "tests" / "adapters" / "test_traps.py"
+    if not tests.exists():
+        pytest.skip("tests/adapters/test_traps.py is not there")
+    written = re.findall(r"def (test_trap_\d\d_\w*)", tests.read_text())
+    for number in range(1, 33):
+        assert any(name.startswith(f"test_trap_{number:02d}_") for name in written), f"trap {number} has no test"
+
+
+def test_site_builds_without_a_warning(tmp_path):
+    mkdocs = shutil.which("mkdocs", path=str(Path(sys.executable).parent)) or shutil.which("mkdocs")
+    if mkdocs is None:
+        pytest.skip("mkdocs is not installed")
+    done = _run([mkdocs, "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")], ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    index = (tmp_path / "site" / "index.html").read_text()
+    assert not re.findall(r'(?:src|href)="(https?://[^"]+\.(?:js|css|woff2?)[^"]*)"', index)

@@ -1,0 +1,126 @@
+"""Real SGLang attention layers with the dimensions of published checkpoints, at any tensor-parallel size and rank.
+
+    model = build_model("kimi-linear", tp=8, rank=5)      # every layer, on the meta device, in well under a second
+    layer = build_layer("kimi-linear/mla", tp=8, rank=5)  # the layer that holds the attention's numbers
+
+The counterpart of ``vllm_layers``, with the same names.  SGLang's Qwen models have no module for full attention: there
+the decoder layer itself is the layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Any
+
+from sglang_host import model_config, server_args, sglang_parallel, without_gpu  # isort: skip  (before SGLang)
+import torch
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.model_loader.loader import _initialize_model
+from sglang.srt.model_loader.utils import set_default_torch_dtype
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """How to build one model: the published config, and what must differ in it for SGLang to read it."""
+
+    checkpoint: str
+    patch: dict[str, Any] = field(default_factory=dict)
+    tp_sizes: tuple[int, ...] = (1, 2, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Where one attention layer sits: the model, the decoder layer, and the name of the layer in it, "" for itself."""
+
+    model: str
+    decoder: str
+    name: str = "self_attn"
+
+    @property
+    def path(self) -> str:
+        return f"{self.decoder}.{self.name}" if self.name else self.decoder
+
+
+MODELS: dict[str, Model] = {
+    "deepseek-v3": Model(checkpoint="deepseek-v3"),
+    "deepseek-v2-lite": Model(checkpoint="deepseek-v2-lite"),
+    "deepseek-v3.2": Model(checkpoint="deepseek-v3.2"),
+    "kimi-k2": Model(checkpoint="kimi-k2"),
+    "kimi-k2.5": Model(
+        checkpoint="kimi-k2.5",
+        # A vision tower is always built; any will do.
+        patch={
+            "vision_config": {
+                "vt_hidden_size": 64,
+                "vt_intermediate_size": 64,
+                "vt_num_attention_heads": 8,
+                "vt_num_hidden_layers": 1,
+            }
+        },
+    ),
+    "kimi-linear": Model(checkpoint="kimi-linear-48b-a3b"),
+    # The text part of Kimi-K3, which the published name would build as a Kimi-Linear.
+    "kimi-k3": Model(checkpoint="kimi-k3", patch={"architectures": ["KimiK3LinearForCausalLM"]}),
+    "gpt-oss-20b": Model(checkpoint="gpt-oss-20b"),
+    "gpt-oss-120b": Model(checkpoint="gpt-oss-120b"),
+    "glm-4.7-flash": Model(checkpoint="glm-4.7-flash", tp_sizes=(1, 2, 4)),  # 20 heads
+    "glm-5": Model(checkpoint="glm-5"),
+    "longcat-flash": Model(
+        # SGLang reads rope_parameters, and stops at a config that has rope_theta alone.
+        checkpoint="longcat-flash",
+        patch={"rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0}},
+    ),
+    "qwen3-next": Model(checkpoint="qwen3-next-80b-a3b"),
+    "qwen3.5-27b": Model(checkpoint="qwen3.5-27b"),
+    "qwen3.5-35b": Model(checkpoint="qwen3.5-35b-a3b"),
+}
+
+LAYERS: dict[str, Layer] = {
+    "deepseek-v3/mla": Layer("deepseek-v3", "model.layers.0"),
+    "deepseek-v2-lite/mla": Layer("deepseek-v2-lite", "model.layers.1"),
+    "deepseek-v3.2/mla": Layer("deepseek-v3.2", "model.layers.0"),
+    "kimi-k2/mla": Layer("kimi-k2", "model.layers.1"),
+    "kimi-k2.5/mla": Layer("kimi-k2.5", "language_model.model.layers.1"),
+    "kimi-linear/kda": Layer("kimi-linear", "model.layers.0"),
+    "kimi-linear/mla": Layer("kimi-linear", "model.layers.3"),
+    "kimi-k3/kda": Layer("kimi-k3", "model.layers.0"),
+    "kimi-k3/mla": Layer("kimi-k3", "model.layers.3"),
+    "gpt-oss-20b/sliding": Layer("gpt-oss-20b", "model.layers.0"),
+    "gpt-oss-20b/full": Layer("gpt-oss-20b", "model.layers.1"),
+    "gpt-oss-120b/sliding": Layer("gpt-oss-120b", "model.layers.0"),
+    "gpt-oss-120b/full": Layer("gpt-oss-120b", "model.layers.1"),
+    "glm-4.7-flash/mla": Layer("glm-4.7-flash", "model.layers.0"),
+    "glm-5/mla": Layer("glm-5", "model.layers.0"),
+    "longcat-flash/mla-first": Layer("longcat-flash", "model.layers.0", "self_attn.0"),
+    "longcat-flash/mla-second": Layer("longcat-flash", "model.layers.0", "self_attn.1"),
+    "qwen3-next/gdn": Layer("qwen3-next", "model.layers.0", "linear_attn"),
+    "qwen3-next/gqa": Layer("qwen3-next", "model.layers.3", ""),
+    "qwen3.5-27b/gdn": Layer("qwen3.5-27b", "model.layers.0", "linear_attn"),
+    "qwen3.5-27b/gqa": Layer("qwen3.5-27b", "model.layers.3", ""),
+    "qwen3.5-35b/gdn": Layer("qwen3.5-35b", "model.layers.0", "linear_attn"),
+    "qwen3.5-35b/gqa": Layer("qwen3.5-35b", "model.layers.3", ""),
+}
+
+
+def build_model(name: str, *, tp: int = 1, rank: int = 0, device: str = "meta", **overrides: Any) -> nn.Module:
+    """Build the model ``name`` of ``MODELS`` as ``rank`` of ``tp``; ``overrides`` replace keys of its text config.
+
+    The parallel state is gone when this returns.
+    """
+    recipe = MODELS[name]
+    with contextlib.ExitStack() as stack:
+        arguments = stack.enter_context(server_args(recipe.checkpoint, tp=tp, patch=recipe.patch, text_patch=overrides))
+        stack.enter_context(without_gpu())
+        stack.enter_context(sglang_parallel(arguments, rank))
+        config = model_config(arguments)
+        stack.enter_context(set_default_torch_dtype(torch.bfloat16))
+        stack.enter_context(torch.device(device))
+        return _initialize_model(config, LoadConfig())
+
+
+def build_layer(name: str, *, tp: int = 1, rank: int = 0, **overrides: Any) -> nn.Module:
+    """Build the attention layer ``name`` of ``LAYERS`` as ``rank`` of ``tp``."""
+    layer = LAYERS[name]
+    return build_model(layer.model, tp=tp, rank=rank, **overrides).get_submodule(layer.path)

@@ -1,0 +1,49 @@
+"""Real transformers models of the declared entries, and the environment for Python subprocesses."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from layerfuse import registry
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def fresh_model(name: str) -> Any:
+    """The real transformers model of a declared entry, whole, on the meta device."""
+    pytest.importorskip("transformers")
+    from layerfuse.testing.models import full_model, why_not
+
+    entry = registry.model(name)
+    reason = why_not(entry)
+    if reason is not None:
+        pytest.skip(reason)
+    return full_model(entry)
+
+
+real_model = functools.cache(fresh_model)
+"""The same, built once: leave it as it is."""
+
+
+def fresh_layer(name: str, path: str = "model.layers.3.self_attn") -> Any:
+    """One layer of a model of its own, for a test that changes it."""
+    return fresh_model(name).get_submodule(path)
+
+
+def run_python(code: str, *paths: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a Python of its own, which finds this checkout as `layerfuse`; `paths` come first."""
+    found = os.pathsep.join(entry for entry in (*map(str, paths), os.environ.get("PYTHONPATH"), *sys.path) if entry)
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": found, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )

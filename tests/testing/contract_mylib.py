@@ -1,0 +1,142 @@
+"""A third party's library: an MLA model with words of its own, and the models file that teaches it."""
+
+from __future__ import annotations
+
+import torch
+from layerfuse import registry
+from layerfuse.registry import Registry, files
+from torch import nn
+
+HIDDEN, HEADS, Q_LORA, KV_LORA, NOPE, ROPE, V = 32, 4, 24, 16, 8, 4, 6
+
+
+class MyNorm(nn.Module):
+    def __init__(self, width, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+class MyKernel(nn.Module):
+    def __init__(self, outer):
+        super().__init__()
+        self.num_heads = outer.n_heads
+        self.q_lora_rank, self.kv_lora_rank = Q_LORA, KV_LORA
+        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = NOPE, ROPE, V
+        self.scale = outer.scale
+        self.layer_name = f"model.layers.{outer.index}.attention.kernel"
+
+
+class MyAttention(nn.Module):
+    """Says `n_heads` where others say `num_heads`. `size` is known to no attribute: only weights tell."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.index, self.width = index, HIDDEN
+        self.n_heads = HEADS
+        self.head_groups = 1
+        self.q_lora_rank, self.kv_lora_rank = Q_LORA, KV_LORA
+        self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = NOPE, ROPE, V
+        self.scale = (NOPE + ROPE) ** -0.5
+        self.q_a = nn.Linear(HIDDEN, Q_LORA, bias=False)
+        self.q_norm = MyNorm(Q_LORA, 1e-6)
+        self.q_b = nn.Linear(Q_LORA, HEADS * (NOPE + ROPE), bias=False)
+        self.kv_a = nn.Linear(HIDDEN, KV_LORA + ROPE, bias=False)
+        self.kv_norm = MyNorm(KV_LORA, 1e-6)
+        self.kv_b = nn.Linear(KV_LORA, HEADS * (NOPE + V), bias=False)
+        self.o = nn.Linear(HEADS * V, HIDDEN, bias=False)
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q = self.q_b(self.q_norm(self.q_a(x))).view(batch, length, HEADS, NOPE + ROPE).transpose(1, 2)
+        latent, rope = self.kv_a(x).split([KV_LORA, ROPE], dim=-1)
+        kv = self.kv_b(self.kv_norm(latent)).view(batch, length, HEADS, NOPE + V).transpose(1, 2)
+        k = torch.cat([kv[..., :NOPE], rope.unsqueeze(1).expand(-1, HEADS, -1, -1)], dim=-1)
+        weights = (q @ k.transpose(-1, -2) * self.scale).softmax(-1)
+        return self.o((weights @ kv[..., NOPE:]).transpose(1, 2).reshape(batch, length, HEADS * V))
+
+
+class MyModel(nn.Module):
+    def __init__(self, layers=2, kernels=False):
+        super().__init__()
+        self.embed = nn.Embedding(16, HIDDEN)
+        self.layers = nn.ModuleList(MyAttention(i) for i in range(layers))
+        if kernels:
+            for layer in self.layers:
+                layer.kernel = MyKernel(layer)
+
+    def forward(self, input_ids, use_cache=False):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+for _class in (MyNorm, MyAttention, MyKernel, MyModel):
+    _class.__module__ = "mylib.attention"
+
+MODELS_TOML = """
+[models."my-model"]
+adapter = "deepseek_v3"
+source = "this file"
+num_hidden_layers = 2
+hidden_size = 32
+rms_norm_eps = 1e-6
+
+[models."my-model".layers.mla]
+family = "mla"
+num_heads = 4
+q_lora_rank = 24
+kv_lora_rank = 16
+qk_nope_head_dim = 8
+qk_rope_head_dim = 4
+v_head_dim = 6
+
+[models."my-model".layer_classes."mylib:MyAttention"]
+family = "mla"
+num_heads = "n_heads"
+q_lora_rank = "q_lora_rank"
+kv_lora_rank = "kv_lora_rank"
+qk_nope_head_dim = "qk_nope_head_dim"
+qk_rope_head_dim = "qk_rope_head_dim"
+v_head_dim = "v_head_dim"
+q_norm = "q_norm"
+kv_norm = "kv_norm"
+softmax_scale = "scale"
+hidden_size = "width"
+layer_index = "index"
+tp_weight = "kv_b"
+
+[models."my-model".layer_classes."mylib:MyKernel"]
+like = "vllm:MLAAttention"
+"""
+
+
+def registry_of(kind=Registry, toml=MODELS_TOML, **words):
+    """A registry of this kind with the built-in content and my model, some words about MyAttention changed."""
+    made = kind(fill=registry.default._fill or _fill)
+    entries = files.parse(toml)
+    table = entries["my-model"].layer_classes["mylib:MyAttention"]
+    table.update({name: word for name, word in words.items() if word is not None})
+    for name in [name for name, word in words.items() if word is None]:
+        del table[name]
+    made.register_models(entries, "tests")
+    return made
+
+
+def _fill(made):
+    for adapter in registry.adapters().values():
+        made.register_adapter(adapter)
+
+
+def meta_model(**kwargs):
+    with torch.device("meta"):
+        return MyModel(**kwargs)
+
+
+def small():
+    torch.manual_seed(0)
+    return MyModel().eval().requires_grad_(False)

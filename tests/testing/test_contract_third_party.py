@@ -1,0 +1,88 @@
+"""A third party holds its own model to the contract in five lines."""
+
+from __future__ import annotations
+
+import contract_mylib
+import pytest
+from layerfuse.testing import AdapterContract, run_contract
+from layerfuse.testing.run import results_of
+
+
+class TestMyModel(AdapterContract):
+    model, registry = "my-model", contract_mylib.registry_of()
+    decoder_layers = False
+
+    def build(self):
+        return contract_mylib.meta_model(kernels=True)
+
+    def build_small(self):
+        return contract_mylib.small()
+
+    def call(self, model):
+        import torch
+
+        return model(torch.arange(6).reshape(2, 3))
+
+
+class TestFiveLines:
+    """As the documentation shows it, run by pytest in a process of its own."""
+
+    def test_pytest_collects_the_class(self, pytester_file):
+        result = pytester_file(
+            "import contract_mylib\n"
+            "from layerfuse.testing import AdapterContract\n\n"
+            "class TestMine(AdapterContract):\n"
+            "    model, registry = 'my-model', contract_mylib.registry_of()\n"
+            "    decoder_layers = False\n"
+            "    def build(self): return contract_mylib.meta_model()\n"
+        )
+        assert "12 passed, 2 skipped" in result, result
+        assert "build_small is not defined" in result
+        assert "holds no inner kernel layer" in result
+
+
+@pytest.fixture
+def pytester_file(tmp_path):
+    import os
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    def run(text):
+        (tmp_path / "test_mine.py").write_text(text)
+        paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "test_mine.py"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done.stdout + done.stderr
+
+    return run
+
+
+def test_without_build_the_remedy_is_said():
+    class Empty(AdapterContract):
+        model, registry = "my-model", contract_mylib.registry_of()
+
+    results = {result.scenario: result for result in results_of(Empty())}
+    assert results["C1"].outcome == "failed"
+    assert "Empty.build() must return the model" in results["C1"].reason
+    # What needs no model is held all the same.
+    assert results["C9"].outcome == "passed"
+
+
+def test_run_contract_names_every_scenario_once_and_in_order():
+    results = run_contract("kimi-k3", full=False)
+    assert [result.scenario for result in results] == [f"C{number}" for number in range(1, 15)]
+    assert {result.outcome for result in results} == {"passed", "skipped"}
+    assert [r.scenario for r in results if r.outcome == "passed"] == ["C9"]
+    assert "transformers 5.23 has no kimi_k3" in str(results[0])
+
+
+def test_an_unknown_model_is_an_error_with_the_closest_name():
+    with pytest.raises(LookupError, match="did you mean deepseek-v3"):
+        run_contract("deepseek-v33")

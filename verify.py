@@ -1,0 +1,244 @@
+"""The main job, end to end, on small real models: specs read, fusions planned, applied, counted, and compared.
+
+Each model is a real one of transformers with few layers, heads and a small hidden size, but the true widths of every
+head and latent, and random weights. Nothing is downloaded. Importing this module imports no torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from attrs import frozen
+
+from .adapters.errors import LayerfuseError
+
+if TYPE_CHECKING:
+    from .registry.catalog import ModelEntry
+    from .registry.lookup import Registry
+
+FOUR = ("deepseek-v3", "kimi-k2.5", "kimi-linear-48b-a3b", "gpt-oss-20b")
+"""The architectures that `layerfuse verify` builds unless told otherwise."""
+
+TOLERANCES = {"float32": 1e-5, "bfloat16": 3e-2}
+"""Largest difference of a logit, as a fraction of the eager model's largest logit. float32 sums in another order move
+the seventh digit; bfloat16 carries 8 bits, and the unfused compiled model differs from the eager one as much."""
+
+TOKENS = 9
+"""Tokens per sequence: no multiple of a vector width."""
+
+Step = Callable[[str], None]
+
+
+class CannotVerifyError(LayerfuseError, RuntimeError):
+    """Something that verifying needs is not installed; the text says what to do."""
+
+
+@frozen(kw_only=True)
+class Difference:
+    """Between the logits of two runs of one model."""
+
+    absolute: float
+    relative: float
+    "To the largest logit of the eager model."
+
+
+@frozen(kw_only=True)
+class Comparison:
+    """One model in one dtype."""
+
+    dtype: str
+    fused_to_eager: Difference
+    fused_to_compiled: Difference
+    "To torch.compile without fusions."
+    compiled_to_eager: Difference
+    tolerance: float
+
+    @property
+    def within(self) -> bool:
+        """Whether both differences of the fused model are within the tolerance."""
+        return max(self.fused_to_eager.relative, self.fused_to_compiled.relative) <= self.tolerance
+
+
+@frozen(kw_only=True)
+class Verified:
+    """What came of one model."""
+
+    model: str
+    specs: tuple[tuple[str, Any], ...]
+    "As read off the real layers."
+    fusions: dict[str, dict[str, Any]]
+    "Fusion -> its report: expected and matched layers, refused and not applicable with reasons; of all dtypes."
+    comparisons: tuple[Comparison, ...]
+    problems: tuple[str, ...]
+    "Empty where all is well."
+    uncompiled: int
+    "Layers that ran uncompiled; see `leave_uncompiled`."
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        data = attrs.asdict(self, filter=lambda attribute, _: attribute.name != "specs")
+        return {**data, "specs": {path: attrs.asdict(spec) for path, spec in self.specs}, "ok": not self.problems}
+
+
+def steps_per_model() -> int:
+    """How often `verify` calls `step` for one model."""
+    return 1 + 4 * len(TOLERANCES)
+
+
+def buildable(entries: Iterable[ModelEntry]) -> list[ModelEntry]:
+    """The entries that transformers can build."""
+    from .testing import why_not
+
+    return [entry for entry in entries if why_not(entry) is None]
+
+
+def require(entries: Iterable[ModelEntry]) -> None:
+    """Check that everything is there before anything takes long.
+
+    Raises:
+        CannotVerifyError: torch, transformers or a C++ compiler is missing, or a model cannot be built.
+    """
+    try:
+        import torch._inductor.cpp_builder as builder
+    except ModuleNotFoundError as error:
+        raise CannotVerifyError(f"{error.name} is not installed; pip install 'layerfuse[hf]'") from None
+    from .testing import why_not
+
+    reasons = [f"{entry.name} cannot be built: {reason}" for entry in entries if (reason := why_not(entry)) is not None]
+    if reasons:
+        raise CannotVerifyError("\n".join(reasons))
+    try:
+        builder.get_cpp_compiler()
+    except Exception as error:
+        raise CannotVerifyError(
+            f"torch.compile finds no C++ compiler ({type(error).__name__}); install one (Debian: g++ and python3-dev) or "
+            "name it in CXX"
+        ) from None
+
+
+def one_of_each(entry: ModelEntry, *, at_least: int = 2) -> ModelEntry:
+    """The entry with one layer of each kind, in the order in which they first come; more of them up to `at_least`."""
+    kinds = list(dict.fromkeys(entry.kind_at()))
+    total = max(at_least, len(kinds))
+    places = {kind: list(range(i, total, len(kinds))) for i, kind in enumerate(kinds)}
+    layers = {kind: attrs.evolve(entry.layers[kind], at=at) for kind, at in places.items()}
+    return attrs.evolve(entry, num_hidden_layers=total, layers=layers)
+
+
+def verify(entry: ModelEntry, *, registry: Registry | None = None, step: Step = lambda _: None) -> Verified:
+    """Build, read, fuse, run and compare one model.
+
+    Args:
+        entry: a declared model that transformers can build.
+        registry: what reads the layers; the default one if not given.
+        step: told of each step as it begins, for a progress bar.
+
+    Raises:
+        NotBuildableError: transformers has no such model.
+    """
+    import torch
+
+    from . import registry as package
+    from .testing import small_model
+
+    registry = package.default if registry is None else registry
+    started = time.perf_counter()
+    few = one_of_each(entry)
+    problems: list[str] = []
+    fusions: dict[str, dict[str, Any]] = {}
+    comparisons = []
+    step("reading specs")
+    model = small_model(few, layers=few.num_hidden_layers)
+    specs = tuple(registry.specs_in(model))
+    problems += _contradictions(few, specs)
+    uncompiled = 0
+    for name, tolerance in TOLERANCES.items():
+        step(f"eager, {name}")
+        model = small_model(few, layers=few.num_hidden_layers, dtype=getattr(torch, name))
+        uncompiled = leave_uncompiled(model, specs)
+        with torch.no_grad():
+            comparison, report = _compare(model, specs, name, tolerance, registry, step)
+        comparisons.append(comparison)
+        for fusion, found in report.items():
+            fusions.setdefault(fusion, found)
+            problems += [f"{fusion}: {layer}, {name}: {why}" for layer, why in found["missed"].items()]
+        if not comparison.within:
+            problems.append(f"{name}: the fused model differs by more than {tolerance:g} of the largest logit")
+    return Verified(
+        model=entry.name,
+        specs=specs,
+        fusions=fusions,
+        comparisons=tuple(comparisons),
+        problems=tuple(problems),
+        uncompiled=uncompiled,
+        seconds=time.perf_counter() - started,
+    )
+
+
+def leave_uncompiled(model: Any, specs: Iterable[tuple[str, Any]]) -> int:
+    """Keep delta nets out of the compiled graphs, and say how many there are.
+
+    They hold no site of any fusion yet, and the reference recurrence of transformers unrolls 64 steps, which takes a
+    C++ compiler minutes.
+    """
+    import torch
+
+    from .adapters.specs import GatedDeltaNetSpec
+
+    nets = [path for path, spec in specs if isinstance(spec, GatedDeltaNetSpec)]
+    for path in nets:
+        module = model.get_submodule(path)
+        module.forward = torch.compiler.disable(module.forward)
+    return len(nets)
+
+
+def _contradictions(few: ModelEntry, specs: Iterable[tuple[str, Any]]) -> list[str]:
+    from .testing import small_entry
+
+    declared = small_entry(few, layers=few.num_hidden_layers).specs(engine="transformers")
+    read = [spec for _, spec in specs]
+    missing = [name for name, spec in declared if spec not in read]
+    return [f"{name}: the real layer does not say what is declared" for name in missing]
+
+
+def _compare(
+    model: Any, specs: Any, dtype: str, tolerance: float, registry: Any, step: Step
+) -> tuple[Comparison, dict[str, dict[str, Any]]]:
+    import torch
+
+    from . import fusion
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 100, (2, TOKENS), generator=generator)
+
+    def logits(of: Any) -> Any:
+        return of(input_ids=ids, use_cache=False).logits.float()
+
+    eager = logits(model)
+    step(f"compiling with fusions, {dtype}")
+    torch._dynamo.reset()
+    fused_model = fusion.compile(model, specs=specs, registry=registry)
+    fused = logits(fused_model)
+    step(f"compiling without, {dtype}")
+    torch._dynamo.reset()
+    compiled = logits(torch.compile(model))
+    step(f"comparing, {dtype}")
+    torch._dynamo.reset()
+    largest = eager.abs().max().item()
+
+    def difference(a: Any, b: Any) -> Difference:
+        absolute = (a - b).abs().max().item()
+        return Difference(absolute=absolute, relative=absolute / largest)
+
+    comparison = Comparison(
+        dtype=dtype,
+        fused_to_eager=difference(fused, eager),
+        fused_to_compiled=difference(fused, compiled),
+        compiled_to_eager=difference(compiled, eager),
+        tolerance=tolerance,
+    )
+    return comparison, fused_model.report.to_dict()["fusions"]
