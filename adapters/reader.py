@@ -307,6 +307,10 @@ class _Reading:
                 raise ParallelUnknownError(self.name(), silent)
             return hint
         size = next(iter(sources.values()))
+        if type(rank) is int and type(size) is int and rank >= size:
+            # The rank in a larger group than the one that now shares the heads (SGLang's decode tensor parallelism
+            # rewrites the counts during a forward): it does not tell which share this is.
+            rank = None
         if rank is not None and given is not None and given.rank not in (None, rank):
             raise ParallelConflictError(
                 f"{self.name()}, rank", {"the layer": rank, "the parallel argument": given.rank}

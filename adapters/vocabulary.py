@@ -102,7 +102,7 @@ SGLANG_MLA = Facts(
         "hidden_size": "hidden_size",
         "layer_index": "layer_id",
         "softmax_scale": "scaling",
-        "tp_rank": "o_proj.tp_rank",
+        "tp_rank": "o_proj.tp_group.rank_in_group",
     },
 )
 
@@ -169,7 +169,7 @@ VLLM_KDA = Facts(
 SGLANG_KDA = VLLM_KDA.but(
     # Sharded by a degree of its own under data-parallel attention; older releases had only the second name.
     tp_size=["shard_tp_size", "attn_tp_size"],
-    tp_rank=["shard_tp_rank", "attn_tp_rank"],
+    tp_rank="o_proj.tp_group.rank_in_group",
 )
 ATOM_KDA = VLLM_KDA.but(
     num_local_k_heads="num_local_heads",
@@ -297,8 +297,7 @@ SGLANG_GQA = VLLM_GQA.but(
     sliding_window=_read_as("attn.sliding_window_size", "window_before"),
     has_sinks=const(False),
     layer_index="layer_id",
-    tp_size=["attn_tp_size"],
-    tp_rank=["attn_tp_rank"],
+    tp_rank="o_proj.tp_group.rank_in_group",
 )
 ATOM_GQA = VLLM_GQA.but(
     v_head_dim="head_dim",
@@ -368,6 +367,7 @@ SGLANG_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
     tp_weight=None,
     # MLA, then Kimi's delta attention: no module here holds the size itself.
     tp_size=["self_attn.num_heads / self_attn.num_local_heads", "self_attn.num_heads / self_attn.local_num_heads"],
+    tp_rank="self_attn.o_proj.tp_group.rank_in_group",
 )
 ATOM_RESIDUAL = VLLM_RESIDUAL.but(
     layer_index="self_attn.layer_num",

@@ -18,6 +18,7 @@ from attrs import frozen
 from ..adapters.errors import LayerfuseError
 from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
+from .hf_layers import layers_of
 from .kinds import GatedDeltaNetKind, GQAKind, LayerKind
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def inspect(
     hf.refuse_what_is_not_described()
     count = "num_layers" if sibling is not None and sibling.attentions_per_layer > 1 else "num_hidden_layers"
     total = hf.count(count)
-    layers = hf.layers(total, types[-1] if types else "", _gate(sibling))
+    layers = layers_of(hf, total, types[-1] if types else "", _gate(sibling))
     hidden_size, epsilon = hf.count("hidden_size"), hf.number("rms_norm_eps")
     if hf.problems or adapter is None:
         raise ConfigError(file, list(dict.fromkeys(hf.problems)), recognised)
@@ -208,8 +209,8 @@ def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes
     prefix = next((c.partition("For")[0] for c in classes), "")
     example = f'"transformers:{prefix or "My"}Attention" = {{ like = "transformers:..." }}'
     notes.append(
-        f"no declared model has this architecture, so its layer classes may be unknown: declare them under "
-        f"layer_classes, as in {example}"
+        "no declared model has this architecture: compare the entry with the real layers, whose code may say more than "
+        f"the config, and declare their classes under layer_classes, as in {example}"
     )
     return notes
 

@@ -80,17 +80,20 @@ def _listed(config: HFConfig, listed: Any, total: int) -> list[Word]:
 
 def _kimi(config: HFConfig, kimi: Mapping[str, Any], total: int) -> list[Word]:
     """`kda_layers` and `full_attn_layers` count from 1, unlike `layer_types`."""
-    lists = [kimi.get("full_attn_layers"), kimi.get("kda_layers")]
-    if not all(isinstance(layers, list) and all(type(i) is int for i in layers) for layers in lists):
+    full, linear = (_numbers(kimi.get(key)) for key in ("full_attn_layers", "kda_layers"))
+    if full is None or linear is None:
         config.problems.append("linear_attn_config: expected the lists full_attn_layers and kda_layers, counted from 1")
         return _whole(total)
-    full, linear = lists
     if sorted(full + linear) != list(range(1, total + 1)):
         config.problems.append(
             f"linear_attn_config: full_attn_layers and kda_layers do not share out the layers 1 to {total} between them"
         )
         return _whole(total)
     return ["full" if index + 1 in set(full) else "linear" for index in range(total)]
+
+
+def _numbers(value: Any) -> list[int] | None:
+    return value if isinstance(value, list) and all(type(i) is int for i in value) else None
 
 
 def _periodic(config: HFConfig, key: str, total: int, others: Word) -> list[Word]:

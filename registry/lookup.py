@@ -108,7 +108,8 @@ class Registry:
             readers = self._readers_of(type(module))
             if not readers or (of is None and _within(path, inside)):
                 continue
-            for reader in readers:
+            # A class that is both gives its residual stream first, as a decoder layer comes before its attention.
+            for reader in sorted(readers, key=_is_attention):
                 if of is None or issubclass(reader.facts.spec, of):
                     found.append((path, reader.read(module, parallel, path)))
             if any(_is_attention(reader) for reader in readers):

@@ -1,0 +1,188 @@
+"""The kinds of layer that a Hugging Face config describes, as models.toml entries declare them.
+
+`config.head_dim` is never read for latent attention or delta nets, where it means other things in other versions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeGuard
+
+from .catalog import MOST_LAYERS
+from .hf_config import HFConfig, shown
+from .kinds import At, Every, GatedDeltaNetKind, GateWords, GQAKind, LayerKind, MLAKind, Yarn
+from .layer_pattern import layer_words
+
+_GATES: Mapping[str, Literal["silu", "sigmoid"]] = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
+
+
+def layers_of(config: HFConfig, total: int, model_type: str, gate: GateWords | None) -> dict[str, LayerKind]:
+    """The kinds of layer by name, with their places. On a problem the result means nothing."""
+    found = config.family()
+    if found is None or not 1 <= total <= MOST_LAYERS:
+        if found is None:
+            config.problems.append(
+                "none of kv_lora_rank, linear_num_value_heads, linear_attn_config and num_key_value_heads is there, "
+                "so the kind of attention cannot be told"
+            )
+        else:
+            config.problems.append(f"num_hidden_layers: expected 1 to {MOST_LAYERS}, got {total}")
+        return {}
+    words: list[str] = [*layer_words(config, total, model_type, linear=found[0] == "gated_delta_net")]
+    kinds: dict[str, LayerKind] = {}
+    places = {word: [i for i, at in enumerate(words) if at == word] for word in dict.fromkeys(words)}
+    for word, indices in places.items():
+        at = _at(indices, total, rest=_is_rest(indices, places))
+        if word == "linear":
+            name, kind = _delta_net(config, at, gate)
+            kinds[name] = kind
+        elif config.has("kv_lora_rank"):
+            if word == "sliding":
+                config.problems.append("latent attention with a sliding window, which no entry can say")
+            kinds["mla"] = _mla(config, at)
+        else:
+            kinds[word] = _gqa(config, at, sliding=word == "sliding")
+    return kinds
+
+
+def _mla(config: HFConfig, at: At) -> MLAKind:
+    if "q_lora_rank" not in config.values:
+        config.problems.append("q_lora_rank is missing; null would say that queries are projected directly")
+    q_lora_rank = config.count("q_lora_rank") if config.has("q_lora_rank") else None
+    yarn = _yarn(config)
+    kind = MLAKind(
+        family="mla",
+        num_heads=config.count("num_attention_heads"),
+        q_lora_rank="none" if q_lora_rank is None else q_lora_rank,
+        kv_lora_rank=config.count("kv_lora_rank"),
+        qk_nope_head_dim=config.count("qk_nope_head_dim"),
+        qk_rope_head_dim=config.count("qk_rope_head_dim"),
+        v_head_dim=config.count("v_head_dim"),
+        at=at,
+        yarn=yarn,
+    )
+    width = config.values.get("qk_head_dim")
+    if width is not None and width != kind.qk_nope_head_dim + kind.qk_rope_head_dim:
+        config.problems.append(
+            f"qk_head_dim: {shown(width)} is not {kind.qk_nope_head_dim} + {kind.qk_rope_head_dim}, its two parts"
+        )
+    return kind
+
+
+def _yarn(config: HFConfig) -> Yarn | None:
+    rope = next((config.values[key] for key in ("rope_scaling", "rope_parameters") if config.has(key)), None)
+    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) in ("default", None):
+        return None
+    # DeepSeek's code corrects the scale where mscale_all_dim is set and not 0, and only there.
+    weight, factor = rope.get("mscale_all_dim"), rope.get("factor")
+    if not weight:
+        return None
+    if not _is_number(weight) or not _is_number(factor):
+        config.problems.append(f"rope_scaling: expected numbers, got mscale_all_dim {weight!r} and factor {factor!r}")
+        return None
+    return Yarn(factor=float(factor), mscale_all_dim=float(weight))
+
+
+def _delta_net(config: HFConfig, at: At, gate: GateWords | None) -> tuple[str, GatedDeltaNetKind]:
+    said = config.values.get("output_gate_type")
+    activation = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}.get(said) if isinstance(said, str) else None
+    kimi = config.values.get("linear_attn_config")
+    is_kimi = kimi is not None or config.has("linear_num_heads")
+    if gate is None:
+        usual: Literal["silu", "sigmoid"] = "sigmoid" if is_kimi else "silu"
+        gate = GateWords(activation=usual, norm_before_gate=True, group_size="none")
+        if activation is None:
+            config.notes.append(
+                f"the output gate is not said; {gate.activation}, norm first, was written because "
+                f"{'Kimi' if is_kimi else 'Qwen'}'s layers have that: check the layer's gated norm"
+            )
+    if activation is not None:
+        gate = GateWords(activation=activation, norm_before_gate=gate.norm_before_gate, group_size=gate.group_size)
+    if not is_kimi:
+        return "gdn", GatedDeltaNetKind(
+            family="gated_delta_net",
+            num_k_heads=config.count("linear_num_key_heads"),
+            num_v_heads=config.count("linear_num_value_heads"),
+            head_k_dim=config.count("linear_key_head_dim"),
+            head_v_dim=config.count("linear_value_head_dim"),
+            conv_kernel_size=config.count("linear_conv_kernel_dim"),
+            output_norm=gate,
+            at=at,
+        )
+    nested = isinstance(kimi, Mapping) and "num_heads" in kimi
+    part = HFConfig(kimi, config.problems) if nested and isinstance(kimi, Mapping) else config
+    names = ("num_heads", "head_dim", "short_conv_kernel_size")
+    if not nested:
+        names = ("linear_num_heads", "linear_head_dim", "linear_conv_kernel_dim")
+    heads, width, taps = map(part.count, names)
+    return "kda", GatedDeltaNetKind(
+        family="gated_delta_net",
+        num_k_heads=heads,
+        num_v_heads=heads,
+        head_k_dim=width,
+        head_v_dim=width,
+        conv_kernel_size=taps,
+        output_norm=gate,
+        at=at,
+    )
+
+
+def _gqa(config: HFConfig, at: At, *, sliding: bool) -> GQAKind:
+    heads = config.count("num_attention_heads")
+    v_head_dim = config.count("v_head_dim") if config.has("v_head_dim") else None
+    if config.has("head_dim"):
+        head_dim = config.count("head_dim")
+    else:
+        hidden_size = config.count("hidden_size")
+        head_dim = hidden_size // max(heads, 1)
+        note = f"head_dim is not said; it is hidden_size / num_attention_heads = {head_dim}, as Llama's code has it"
+        if heads and hidden_size % heads:
+            config.problems.append("head_dim is missing, and num_attention_heads does not divide hidden_size")
+        elif note not in config.notes:
+            config.notes.append(note)
+    if config.has("num_key_value_heads"):
+        num_kv_heads = config.count("num_key_value_heads")
+    elif "num_key_value_heads" in config.values:  # transformers: null means as many as query heads
+        num_kv_heads = heads
+    else:
+        num_kv_heads = config.count("num_key_value_heads")
+    return GQAKind(
+        family="gqa",
+        num_heads=heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        sliding_window=config.count("sliding_window") if sliding else "off",
+        has_sinks=False,
+        at=at,
+        v_head_dim=None if v_head_dim == head_dim else v_head_dim,
+        softmax_scale=_scale(config, head_dim),
+    )
+
+
+def _scale(config: HFConfig, head_dim: int) -> float | None:
+    scale = None
+    if config.has("attention_multiplier"):  # Granite
+        scale = config.number("attention_multiplier")
+    elif config.has("query_pre_attn_scalar"):  # Gemma
+        scale = config.number("query_pre_attn_scalar") ** -0.5
+    return None if scale is None or scale == max(head_dim, 1) ** -0.5 else scale
+
+
+def _is_number(value: Any) -> TypeGuard[int | float]:
+    return type(value) in (int, float)
+
+
+def _is_rest(indices: Sequence[int], places: Mapping[str, Sequence[int]]) -> bool:
+    return len(places) > 1 and indices is max(places.values(), key=len)
+
+
+def _at(indices: Sequence[int], total: int, *, rest: bool) -> At:
+    """The shortest way to write these places."""
+    if len(indices) == total:
+        return "all"
+    if rest:
+        return "rest"
+    step = indices[1] - indices[0] if len(indices) > 1 else 0
+    if step and list(indices) == list(range(indices[0], total, step)):
+        return Every(step=step, start=indices[0])
+    return list(indices)

@@ -1,0 +1,86 @@
+"""What is checked of every real engine: whole models, read at several tensor-parallel sizes and ranks.
+
+Shared by the tests of the engines, each of which runs in an environment of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from layerfuse import registry
+from layerfuse.adapters import GQAKernelSpec, GQASpec, InnerLayerError, KernelSpec, MLAKernelSpec, MLASpec, ResidualSpec
+from layerfuse.adapters.specs import Parallel
+
+ENTRIES = {
+    "deepseek-v3-mla-off": "deepseek-v3",
+    "deepseek-v3.2-rocm": "deepseek-v3.2",
+    "kimi-k2": "kimi-k2-instruct",
+    "kimi-linear": "kimi-linear-48b-a3b",
+    "kimi-linear-rocm": "kimi-linear-48b-a3b",
+    "kimi-k3-rocm": "kimi-k3",
+    "qwen3-next": "qwen3-next-80b-a3b",
+    "qwen3.5-35b": "qwen3.5-35b-a3b",
+}
+"""The models.toml entry of each model whose name here differs: another platform's classes, or a shorter name."""
+
+
+def cases(models: Mapping[str, Any]) -> list[Any]:
+    """(name, tp, rank) for every model at each size that divides its heads."""
+    return [
+        pytest.param(name, tp, rank, id=f"{name}-tp{tp}-rank{rank}")
+        for name, model in models.items()
+        for tp, rank in ((1, 0), (2, 1), (8, 5))
+        if tp in model.tp_sizes
+    ]
+
+
+def check_every_layer(model: Any, engine: str, name: str, tp: int, rank: int) -> None:
+    """Every decoder and attention layer reads as models.toml declares, on this rank, and alone as well as in the model."""
+    entry = registry.model(ENTRIES.get(name, name))
+
+    read = registry.specs_in(model)
+
+    assert [spec for _, spec in read] == [spec for _, spec in entry.specs(tp, rank, engine=engine)]
+    assert {spec.parallel for _, spec in read} == {Parallel(size=tp, rank=rank)}
+    assert registry.unknown_in(model) == []
+    for path, spec in read:
+        assert registry.spec_for(model.get_submodule(path), type(spec)) == spec
+
+
+def check_kernel_layers(model: Any) -> int:
+    """Every kernel layer holds what the layer around it holds on this rank, and sends on whoever asks for more."""
+    outer = {path: spec for path, spec in registry.specs_in(model) if not isinstance(spec, ResidualSpec)}
+    kernels = registry.specs_in(model, of=KernelSpec)
+
+    for path, kernel in kernels:
+        around = next(spec for outer_path, spec in outer.items() if path.startswith(f"{outer_path}."))
+        assert kernel.layer_index == around.layer_index
+        with pytest.raises(InnerLayerError) as refused:
+            _ = kernel.hidden_size
+        assert kernel.outer in str(refused.value)
+        if isinstance(kernel, MLAKernelSpec):
+            assert kernel.softmax_scale == pytest.approx(around.softmax_scale)
+            assert kernel.num_local_heads == around.num_local_heads
+            assert (kernel.latent_width, kernel.q_lora_rank) == (around.latent_width, around.q_lora_rank)
+        elif isinstance(kernel, GQAKernelSpec):
+            assert kernel.softmax_scale == pytest.approx(around.softmax_scale)
+            assert kernel.num_local_heads == around.num_local_heads
+            _check_softmax_attention(kernel, around)
+        else:
+            assert kernel.num_local_k_heads == around.num_local_k_heads
+            assert kernel.num_local_v_heads == around.num_local_v_heads
+    return len(kernels)
+
+
+def _check_softmax_attention(kernel: GQAKernelSpec, around: Any) -> None:
+    if isinstance(around, GQASpec):
+        assert kernel.num_local_kv_heads == around.num_local_kv_heads
+        assert kernel.sliding_window == around.sliding_window
+        return
+    assert isinstance(around, MLASpec)
+    # Inside MLA it is one of two things: absorbed, over the latent, or expanded, over full heads.
+    absorbed = (1, around.latent_width)
+    expanded = (around.num_local_heads, around.qk_head_dim)
+    assert (kernel.num_local_kv_heads, kernel.head_dim) in (absorbed, expanded)
