@@ -332,12 +332,12 @@ class _Reading:
             except UnreadableError as error:
                 silent.append(str(error))
         for pair in self.facts.spec.pairs:
-            total, local = values.get(pair.total), values.get(pair.local)
             # Replicated heads say nothing of the ranks that share them.
-            if pair.replicates or type(total) is not int or type(local) is not int:
+            if pair.replicates or pair.total not in values or pair.local not in values:
                 continue
+            total, local = values[pair.total], values[pair.local]
             ratio = f"{pair.total} / {pair.local}"
-            if 0 < local <= total and total % local == 0:
+            if type(total) is int and type(local) is int and 0 < local <= total and total % local == 0:
                 sources[ratio] = total // local
             else:
                 silent.append(f"{ratio}: {shown(total)} / {shown(local)} is no whole number of ranks")
@@ -349,7 +349,7 @@ class _Reading:
         if not sources and "tp_weight" in parsed:
             shards = self.shards(parsed["tp_weight"], silent)
             if shards is not None:
-                sources["the weight of " + str(parsed["tp_weight"][0])] = shards.size
+                sources["the weight of " + ".".join(parsed["tp_weight"][0].steps)] = shards.size
                 rank = shards.rank if rank is None else rank
         return sources, rank, silent
 
@@ -366,7 +366,7 @@ class _Reading:
             try:
                 return shards_of_linear(path.read(self.layer), path.dimensions)
             except UnreadableError as error:
-                silent.append(f"{path}: {error}")
+                silent.append(f"the weight of {'.'.join(path.steps)}: {error}")
         return None
 
     def complete(self, values: dict[str, Any]) -> None:
@@ -383,8 +383,9 @@ class _Reading:
                         [f"{pair.total}: one local head on {size} ranks may be a share or a replica; say the total"],
                     )
                 values[pair.total] = local * size
-            values.setdefault(pair.total, None)
-            values.setdefault(pair.local, None)
+            # The half that is there is no whole number, which the spec reports; this one only stands in.
+            values.setdefault(pair.total, 1)
+            values.setdefault(pair.local, 1)
 
 
 def existing_names(layer: Any, most: int = 60) -> list[str]:

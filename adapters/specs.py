@@ -136,7 +136,9 @@ class Parallel(_Checked):
             if self.size == 1:
                 raise SpecError("Parallel", ["rank: the only rank of a size of 1 is 0, got None"])
         elif type(self.rank) is not int or not 0 <= self.rank < self.size:
-            raise SpecError("Parallel", [f"rank: expected 0 to {self.size - 1}, or None if unknown, got {shown(self.rank)}"])
+            raise SpecError(
+                "Parallel", [f"rank: expected 0 to {self.size - 1}, or None if unknown, got {shown(self.rank)}"]
+            )
 
 
 WHOLE = Parallel(size=1, rank=0)
@@ -206,7 +208,9 @@ def shard_kv_heads(total: int, size: int) -> int:
     """
     if size > total:
         if size % total:
-            raise SpecError("KV heads per rank", [f"{shown(total)} KV heads cannot be replicated evenly over {size} ranks"])
+            raise SpecError(
+                "KV heads per rank", [f"{shown(total)} KV heads cannot be replicated evenly over {size} ranks"]
+            )
         return 1
     if total % size:
         raise SpecError("KV heads per rank", [f"{shown(total)} KV heads cannot be shared equally by {size} ranks"])

@@ -16,13 +16,14 @@ from typing import Any
 import attrs
 import torch
 from environment import save
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
 from layerfuse import fusion, registry
 from layerfuse.adapters.base import Facts
 from layerfuse.adapters.sources import NormSource, Path
 from layerfuse.testing.models import full_model
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 MODEL = "deepseek-v3"
 

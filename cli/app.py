@@ -10,23 +10,17 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from click.shell_completion import CompletionItem
 
+def _names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+    """Model names for the shell's completion."""
+    from .models import shipped
 
-class _ModelName(click.ParamType[str]):
-    name = "model"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from click.shell_completion import CompletionItem
-
-        from .models import shipped
-
-        return [CompletionItem(name) for name in shipped() if name.startswith(incomplete.lower())]
+    return [name for name in shipped() if name.startswith(incomplete.lower())]
 
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _NEW_FILE = click.Path(dir_okay=False, path_type=Path)
-_model = click.argument("model", type=_ModelName())
+_model = click.argument("model", shell_complete=_names)
 _files = click.option(
     "--models", "files", metavar="FILE", multiple=True, type=_FILE, help="Know the models of this file too. Repeatable."
 )
@@ -42,7 +36,9 @@ def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print the version.")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print the version."
+)
 def app() -> None:
     """What a model's layers are, which kernel fusions they take, and proof that they did.
 
@@ -126,7 +122,7 @@ def plan(
 
 
 @_command
-@click.argument("names", metavar="[MODEL]...", nargs=-1, type=_ModelName())
+@click.argument("names", metavar="[MODEL]...", nargs=-1, shell_complete=_names)
 @click.option("--all-small", is_flag=True, help="Every declared model that transformers can build.")
 @_files
 @click.option("--json", "json", metavar="FILE", type=_NEW_FILE, help="Also write the results as JSON.")

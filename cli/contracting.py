@@ -39,11 +39,17 @@ def answer_contract(model: str, *, files: Sequence[Path], json: bool) -> None:
                 _print(result.scenario, result.title, result.outcome, result.reason)
     except ModuleNotFoundError as error:
         raise CannotTestError(f"{error.name} is not installed; pip install 'layerfuse[hf]'") from None
-    counts = Counter(result.outcome for result in results)
+    counts: Counter[str] = Counter(result.outcome for result in results)
     if json:
         print_json(
             [
-                {"scenario": r.scenario, "title": r.title, "outcome": r.outcome, "reason": r.reason, "seconds": r.seconds}
+                {
+                    "scenario": r.scenario,
+                    "title": r.title,
+                    "outcome": r.outcome,
+                    "reason": r.reason,
+                    "seconds": r.seconds,
+                }
                 for r in results
             ]
         )

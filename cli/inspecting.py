@@ -47,4 +47,4 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
 
 
 def _named(config: dict[str, object], folder: str) -> str | None:
-    return None if "_name_or_path" in config and config["_name_or_path"] else folder or None
+    return None if config.get("_name_or_path") else folder or None

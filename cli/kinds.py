@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import attrs
@@ -59,7 +60,7 @@ def _name(path: str, spec: Any) -> str:
 def ranges(indices: Iterable[int]) -> str:
     """`0-2, 5, 7-60`, or with a step where they are regular: `3, 7, ... 59`."""
     numbers = sorted(indices)
-    steps = {b - a for a, b in zip(numbers, numbers[1:], strict=False)}
+    steps = {b - a for a, b in pairwise(numbers)}
     if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
         return f"{numbers[0]}, {numbers[1]}, ... {numbers[-1]}"
     runs: list[list[int]] = []

@@ -53,4 +53,3 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
 
                 return structure({"models": {key: table}}, "models.toml")[key]
     return registry_with(files).model(name)
-

@@ -85,9 +85,7 @@ def plan_data(
                 "count": len(kind.indices),
                 "layers": list(kind.indices),
                 "spec": spec_dict(kind.spec),
-                "fusions": {
-                    d.fusion: {"decision": d.kind, "reason": d.reason} for d in decided.of(kind.paths[0])
-                },
+                "fusions": {d.fusion: {"decision": d.kind, "reason": d.reason} for d in decided.of(kind.paths[0])},
                 "rows": rows_of(kind.spec),
             }
         )
@@ -129,9 +127,7 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
     for kind in data["kinds"]:
         plural = "layer" if kind["count"] == 1 else "layers"
         to.print()
-        to.print(
-            Text.assemble((kind["kind"], "bold cyan"), f": {kind['count']} {plural} ({ranges(kind['layers'])})")
-        )
+        to.print(Text.assemble((kind["kind"], "bold cyan"), f": {kind['count']} {plural} ({ranges(kind['layers'])})"))
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True, style="dim")
         grid.add_column(overflow="fold")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import warnings
 from collections import Counter
@@ -56,7 +57,10 @@ def answer_verify(names: Sequence[str], *, all_small: bool, files: Sequence[Path
 def _quiet() -> None:
     """Keep the remarks of torch and transformers about their own business out of the answer."""
     warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
+    import torch
     import transformers
+
+    torch._logging.set_logs(dynamo=logging.ERROR)
 
     transformers.utils.logging.set_verbosity_error()
 
@@ -134,5 +138,7 @@ def _verdict(results: Sequence[Verified], bad: Sequence[Verified], to: Console) 
     matched = sum(len(found["matched"]) for result in results for found in result.fusions.values())
     to.print()
     to.print("Differences are the largest of any logit, and in brackets the same relative to the largest logit.")
-    text = f"{len(results) - len(bad)} of {len(results)} models verified: {matched} of {expected} expected fusions matched"
+    specs = "" if bad else "specs as declared, "
+    verified = f"{len(results) - len(bad)} of {len(results)} models verified"
+    text = f"{verified}: {specs}{matched} of {expected} expected fusions matched"
     to.print(Text(text, style="bold red" if bad else "bold green"))

@@ -6,6 +6,7 @@ import ast
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def sentences(cls: type[Any]) -> dict[str, str]:
     (body,) = ast.parse(inspect.getsource(cls)).body
     found = {}
     nodes = getattr(body, "body", [])
-    for node, following in zip(nodes, nodes[1:], strict=False):
+    for node, following in pairwise(nodes):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
             found[node.target.id] = ast.literal_eval(following.value)
     return found
@@ -62,7 +63,12 @@ def sentences(cls: type[Any]) -> dict[str, str]:
 def spec_tables() -> Iterator[str]:
     """One section for each spec type."""
     for cls in SPECS:
-        said = {name: text for base in reversed(cls.__mro__[:-1]) if attrs.has(base) for name, text in sentences(base).items()}
+        said = {
+            name: text
+            for base in reversed(cls.__mro__[:-1])
+            if attrs.has(base)
+            for name, text in sentences(base).items()
+        }
         yield f"### {cls.__name__}\n"
         yield f"{(inspect.getdoc(cls) or '').strip()}\n"
         yield "| field | value | meaning |\n|---|---|---|"

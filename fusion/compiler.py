@@ -6,6 +6,7 @@ covers the rewritten graph, no stale graph can be served, and the report is comp
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -63,6 +64,13 @@ class FusedModel:
 
     def __getattr__(self, name: str) -> Any:
         # Only names that this object lacks come here; they are the model's business.
+        if name == "generate":
+            warnings.warn(
+                "generate is the model's own method and calls the model itself, without the fusions; "
+                "write the decoding loop around this object to run them",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return getattr(self.model, name)
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from ..adapters.errors import SpecError
 from ..adapters.specs import WHOLE, LayerSpec, NormSpec, ResidualSpec
 from .kinds import Around, At, EngineNorms, Every, LayerKind
 
-MOST_LAYERS = 10_000
+MOST_LAYERS = 1_000
 """More decoder layers than this is a typing error, refused before anything is built from it."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.base import Adapter, Facts, check_key
@@ -31,30 +33,42 @@ def declared_adapters(tables: Tables, entries: Mapping[str, ModelEntry], source:
         if entry.adapter not in known_adapters and entry.adapter not in entries
     ]
     facts: dict[str, tuple[Facts, ...]] = {}
-    waiting = [(name, key, table) for name, entry in entries.items() for key, table in entry.layer_classes.items()]
     found: dict[str, dict[str, tuple[Facts, ...]]] = {}
 
     def lookup(key: str) -> tuple[Facts, ...] | None:
         owner = tables.owners.get(key)
         return known_adapters[owner].layers[key] if owner is not None else facts.get(key)
 
-    # A class may be like a later one: what waits for another is tried again as long as that helps.
-    while waiting:
-        left = []
-        for name, key, table in waiting:
-            if any(like not in facts and lookup(like) is None and like in _keys(waiting) for like in _likes(table)):
-                left.append((name, key, table))
-                continue
-            try:
-                found.setdefault(name, {})[key] = facts[key] = _facts(table, lookup)
-            except FactsError as error:
-                near = [k for like in _likes(table) if lookup(like) is None for k in closest(like, tables.owners)]
-                hint = f"; the closest known are {', '.join(near)}" if near else ""
-                problems.append(f"{error}{hint} @ $.models.{name}.layer_classes.{key!r}")
-        if len(left) == len(waiting):
-            problems += [f"like: goes in a circle @ $.models.{n}.layer_classes.{k!r}" for n, k, _ in left]
-            break
-        waiting = left
+    # A class may be like a later one: those that others wait for come first.
+    by_key: dict[str, list[tuple[str, Any]]] = {}
+    for name, entry in entries.items():
+        for key, table in entry.layer_classes.items():
+            by_key.setdefault(key, []).append((name, table))
+    order: TopologicalSorter[str] = TopologicalSorter()
+    for key, declared in by_key.items():
+        order.add(
+            key, *(like for _, table in declared for like in _likes(table) if like in by_key and lookup(like) is None)
+        )
+    with suppress(CycleError):  # what is not in a circle is done all the same
+        order.prepare()
+    done: set[str] = set()
+    while ready := order.get_ready():
+        for key in ready:
+            for name, table in by_key[key]:
+                try:
+                    found.setdefault(name, {})[key] = facts[key] = _facts(table, lookup)
+                except FactsError as error:
+                    near = [k for like in _likes(table) if lookup(like) is None for k in closest(like, tables.owners)]
+                    hint = f"; the closest known are {', '.join(near)}" if near else ""
+                    problems.append(f"{error}{hint} @ $.models.{name}.layer_classes.{key!r}")
+        order.done(*ready)
+        done.update(ready)
+    problems += [
+        f"like: goes in a circle @ $.models.{name}.layer_classes.{key!r}"
+        for key, declared in by_key.items()
+        if key not in done
+        for name, _ in declared
+    ]
     adapters = []
     for name, layers in found.items():
         try:
@@ -64,10 +78,6 @@ def declared_adapters(tables: Tables, entries: Mapping[str, ModelEntry], source:
     if problems:
         raise CatalogError(source, problems)
     return adapters
-
-
-def _keys(waiting: list[tuple[str, str, Any]]) -> set[str]:
-    return {key for _, key, _ in waiting}
 
 
 def _likes(table: Any) -> list[str]:

@@ -19,12 +19,17 @@ class ConflictError(LayerfuseError, ValueError):
         return f"{self.what} is declared differently by {' and by '.join(self.owners)}; rename or remove one of them"
 
 
+MOST_PROBLEMS = 50
+"""Mistakes listed for one file before the rest is only counted."""
+
+
 class CatalogError(LayerfuseError, ValueError):
     """A models.toml file with mistakes: all of them, each as `file: problem @ path`."""
 
     def __init__(self, file: str, problems: Sequence[str]) -> None:
         self.file = file
-        self.problems = tuple(problems)
+        more = len(problems) - MOST_PROBLEMS
+        self.problems = (*problems[:MOST_PROBLEMS], *([f"and {more} more problems"] if more > 0 else ()))
         super().__init__(file, self.problems)
 
     def __str__(self) -> str:

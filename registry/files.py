@@ -19,14 +19,11 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
 from .catalog import MOST_LAYERS, ModelEntry
-from .errors import CatalogError
+from .errors import MOST_PROBLEMS, CatalogError
 from .kinds import KINDS, At, EngineNorms, Every, GateWords, LayerKind, Yarn
 
 LARGEST_FILE = 1 << 20
 """Bytes. The largest models.toml read: some twenty times a hundred models."""
-
-MOST_PROBLEMS = 50
-"""Mistakes listed for one file before the rest is only counted."""
 
 TOO_MANY_PROBLEMS = 1000
 """Mistakes after which a file is not read on: it is no models file."""
@@ -225,8 +222,7 @@ def structure(document: Mapping[str, Any], file: str) -> dict[str, ModelEntry]:
         problems += [f"{problem} @ {where}" for problem in contradictions(entry)]
         entries[name] = entry
     if problems:
-        more = [f"and {len(problems) - MOST_PROBLEMS} more problems"] if len(problems) > MOST_PROBLEMS else []
-        raise CatalogError(file, problems[:MOST_PROBLEMS] + more)
+        raise CatalogError(file, problems)
     return entries
 
 

@@ -85,7 +85,7 @@ def _yarn(config: HFConfig) -> Yarn | None:
 
 def _delta_net(config: HFConfig, at: At, gate: GateWords | None) -> tuple[str, GatedDeltaNetKind]:
     said = config.values.get("output_gate_type")
-    activation = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}.get(said) if isinstance(said, str) else None
+    activation = _GATES.get(said) if isinstance(said, str) else None
     kimi = config.values.get("linear_attn_config")
     is_kimi = kimi is not None or config.has("linear_num_heads")
     if gate is None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -37,6 +38,8 @@ class Registry:
     def __init__(self, *, fill: Callable[[Registry], None] | None = None) -> None:
         """Args: fill: adds the first content when something is first asked of the registry."""
         self._lock = threading.RLock()
+        self._busy = False
+        # Both stay set until their work is done, so that other threads wait for it instead of seeing a half.
         self._fill = fill
         self._late: list[Callable[[Registry], None]] = []
         self._tables = Tables()
@@ -71,7 +74,8 @@ class Registry:
         """
         cls = type(layer)
         readers = self._by_class.get(cls) or self._readers_of(cls)
-        if not readers and self._complete():
+        if not readers:
+            self._complete()
             readers = self._readers_of(cls)
         if not readers:
             raise self._unknown(layer)
@@ -244,31 +248,37 @@ class Registry:
     # ---- inside
 
     def _start(self) -> None:
+        """Add the first content, once."""
         if self._fill is None:
             return
         with self._lock:
-            fill, self._fill = self._fill, None
-            if fill is not None:
-                try:
+            fill = self._fill
+            if fill is not None and not self._busy:
+                with self._being_busy():
                     fill(self)
-                except BaseException:
-                    self._fill = fill
-                    raise
+                self._fill = None
 
-    def _complete(self) -> bool:
-        """Load whatever was left for later; whether there was something."""
+    def _complete(self) -> None:
+        """Load whatever was left for later, once."""
         self._start()
         if not self._late:
-            return False
+            return
         with self._lock:
-            late, self._late = self._late, []
-            try:
-                for more in late:
-                    more(self)
-            except BaseException:
-                self._late = late  # what was an error the first time is no silence the second time
-                raise
-        return bool(late)
+            if self._late and not self._busy:
+                late = list(self._late)
+                with self._being_busy():
+                    for more in late:
+                        more(self)
+                del self._late[: len(late)]
+
+    @contextmanager
+    def _being_busy(self) -> Iterator[None]:
+        """What fills a registry asks it to register: that must not start the filling again."""
+        self._busy = True
+        try:
+            yield
+        finally:
+            self._busy = False
 
     def _add(self, adapters: Iterable[Adapter], models: Mapping[str, ModelEntry], source: str) -> None:
         self._tables = self._tables.adding(adapters, models, source)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest import SkipTest
@@ -42,3 +43,18 @@ def sharded_linear(linear: Any, mesh: Any, dim: int) -> Any:
     local = torch.empty(half, dtype=weight.dtype, device=weight.device)
     sharded = DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=weight.shape, stride=weight.stride())
     return torch.nn.Parameter(sharded, requires_grad=False)
+
+
+def cuts_of(plan: Mapping[str, str], layer: Any, path: str) -> dict[tuple[str, ...], str]:
+    """The projections of a layer that a transformers plan cuts: steps from the layer -> the plan's style.
+
+    `colwise` and `colwise_gather_output` cut the output features, `rowwise` the input features.
+    """
+    found = {}
+    for name, _ in layer.named_modules():
+        full = f"{path}.{name}"
+        for pattern, style in plan.items():
+            matches = re.search(r"(^|\.)" + re.escape(pattern).replace(r"\*", r"\d+") + "$", full)
+            if matches and style in ("colwise", "colwise_gather_output", "rowwise"):
+                found[tuple(name.split("."))] = style
+    return found

@@ -11,8 +11,8 @@ import attrs
 from ..adapters.errors import ParallelConflictError, ParallelUnknownError, SpecError
 from ..adapters.sources import Path, UnreadableError
 from ..adapters.specs import LayerSpec, Parallel
-from .compare import differences, is_residual
-from .meshes import rank_of_two, sharded_linear
+from .compare import is_residual
+from .meshes import cuts_of, rank_of_two, sharded_linear
 from .reads import counts_say_size, size_paths
 from .scenario import scenario
 from .subject import Sample, Subject
@@ -110,23 +110,38 @@ class ShardingScenarios(Subject):
         for rank in (0, 1) if samples else ():
             with rank_of_two(rank) as mesh:
                 for sample in samples:
-                    self._validate_tensor_shard(sample, mesh, rank)
+                    self._validate_each_cut(sample, mesh, rank)
+                    self._validate_own_plan(sample, mesh, rank)
         return bool(samples)
 
-    def _validate_tensor_shard(self, sample: Sample, mesh: Any, rank: int) -> None:
+    def _validate_each_cut(self, sample: Sample, mesh: Any, rank: int) -> None:
+        """A weight cut where the heads lie shares them; cut elsewhere, every rank has all of them."""
         paths: Any = sample.reader.facts.parsed["tp_weight"]
         for path in paths:
             try:
                 linear = path.read(sample.layer)
             except UnreadableError:
                 continue
-            for dim in path.dimensions:
-                weight = sharded_linear(linear, mesh, dim)
-                with changed(sample.layer, Path((*path.steps, "weight")), weight):
+            for dim in (0, 1):
+                with changed(sample.layer, Path((*path.steps, "weight")), sharded_linear(linear, mesh, dim)):
                     spec = self.again(sample)
-                expected = sample.spec.shard(2, rank)
-                wrong = "; ".join(differences(expected, spec))
-                self.validate(not wrong, f"{sample} as rank {rank} of 2, {path} cut along dimension {dim}: {wrong}")
+                expected = sample.spec.shard(2, rank) if dim in path.dimensions else sample.spec
+                where = f"{sample} as rank {rank} of 2, {path} cut along dimension {dim}"
+                self.validate_spec(expected, spec, where)
+
+    def _validate_own_plan(self, sample: Sample, mesh: Any, rank: int) -> None:
+        """Sharded as the model's own tensor-parallel plan says, the layer holds what that plan leaves it."""
+        # The feed-forward of a decoder layer may be cut where its attention is not.
+        plan = {to: how for to, how in self.tp_plan().items() if "attn" in to or not is_residual(sample.spec)}
+        styles = cuts_of(plan, sample.layer, sample.path)
+        with ExitStack() as stack:
+            for path, style in styles.items():
+                weight = sharded_linear(Path(path).read(sample.layer), mesh, 1 if style == "rowwise" else 0)
+                stack.enter_context(changed(sample.layer, Path((*path, "weight")), weight))
+            spec = self.again(sample)
+        # The output projection takes its rows from the heads this rank has; where its output is gathered, it has all.
+        expected = sample.spec.shard(2, rank) if "rowwise" in styles.values() else sample.spec
+        self.validate_spec(expected, spec, f"{sample} as rank {rank} of 2 of the model's own plan")
 
     def _shardable(self) -> list[Sample]:
         return [sample for sample in self.samples() if isinstance(sample.spec, LayerSpec)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from unittest import SkipTest
 
@@ -60,6 +60,13 @@ class Subject:
     def build_sharded(self, size: int, rank: int) -> Any | None:  # noqa: ARG002
         """The model as one rank of an engine builds it, or None where the engine shards weights as DTensors or not at all."""
         return None
+
+    def tp_plan(self) -> Mapping[str, str]:
+        """The model's own tensor-parallel plan, as transformers writes it: path pattern -> style. Empty without one."""
+        config = vars(self.built()).get("config")
+        text = config.get_text_config() if hasattr(config, "get_text_config") else None
+        plan: Mapping[str, str] | None = getattr(text, "base_model_tp_plan", None)
+        return plan or {}
 
     def call(self, model: Any) -> Any:
         """One forward pass of `build_small()`'s model: a tensor, or something with `logits`."""

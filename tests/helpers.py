@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from layerfuse import registry
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -8,9 +8,10 @@ from typing import Any
 
 import attrs
 import pytest
+from specs_at_hand import KERNELS, OUTER, mla_kernel
+
 from layerfuse.adapters.errors import InnerLayerError
 from layerfuse.adapters.specs import KernelSpec
-from specs_at_hand import KERNELS, OUTER, mla_kernel
 
 OUTER_NAMES = sorted({a.name for make in OUTER.values() for a in attrs.fields(type(make()))})
 

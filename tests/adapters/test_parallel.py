@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from fake_ranks import cut_plainly
 from helpers import fresh_layer
+from torch import nn
+
 from layerfuse import registry
 from layerfuse.adapters import (
     WHOLE,
@@ -21,7 +23,6 @@ from layerfuse.adapters import (
     tensor_parallel,
 )
 from layerfuse.adapters.vocabulary import SGLANG_MLA, TRANSFORMERS_MLA, VLLM_GPT_OSS
-from torch import nn
 
 OWN = registry.Registry()
 OWN.register_adapter(
@@ -42,8 +43,15 @@ OWN.register_adapter(
 
 def layer(name: str, **attributes: Any) -> Any:
     held = {
-        **{"num_heads": 16, "hidden_size": 64, "layer_id": 1, "scaling": 0.1, "q_lora_rank": None, "kv_lora_rank": 512},
-        **{"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+        "num_heads": 16,
+        "hidden_size": 64,
+        "layer_id": 1,
+        "scaling": 0.1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
         "kv_a_layernorm": SimpleNamespace(weight=SimpleNamespace(shape=(512,)), variance_epsilon=1e-6),
         **attributes,
     }
@@ -123,8 +131,13 @@ def test_a_rank_outside_the_size_is_refused() -> None:
 def test_one_local_kv_head_may_be_a_share_or_a_replica_and_that_is_said() -> None:
     oai = layer(
         "LocalKV",
-        **{"num_attention_heads": 64, "num_local_attention_heads": 8, "num_local_key_value_heads": 1, "head_dim": 64},
-        **{"attn": SimpleNamespace(head_size_v=64, sliding_window=None), "sinks": None, "tp_size": 8},
+        num_attention_heads=64,
+        num_local_attention_heads=8,
+        num_local_key_value_heads=1,
+        head_dim=64,
+        attn=SimpleNamespace(head_size_v=64, sliding_window=None),
+        sinks=None,
+        tp_size=8,
     )
     with pytest.raises(SpecError, match="num_kv_heads: one local head on 8 ranks may be a share or a replica"):
         read(oai)
@@ -235,7 +248,9 @@ def test_a_weight_that_is_no_even_shard_is_unknown_with_what_was_tried() -> None
     layer.kv_b_proj.weight = nn.Parameter(layer.kv_b_proj.weight.new_empty(8388608, 1), requires_grad=False)
     with pytest.raises(ParallelUnknownError) as caught:
         registry.spec_for(layer)
-    assert caught.value.tried == ("kv_b_proj.out_features: a weight of shape (8388608, 1) is no even shard of (32768, 512)",)
+    assert caught.value.tried == (
+        "kv_b_proj.out_features: a weight of shape (8388608, 1) is no even shard of (32768, 512)",
+    )
     assert registry.spec_for(layer, parallel=Parallel(size=2, rank=0)).num_local_heads == 64
 
 

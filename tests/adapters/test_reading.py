@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import fresh_layer, fresh_model, real_model
+
 from layerfuse import registry
 from layerfuse.adapters import Adapter, KernelSpec, MLASpec, NormSpec, ResidualSpec, SpecError
 from layerfuse.adapters.vocabulary import SGLANG_MLA, TRANSFORMERS_MLA
@@ -103,7 +104,11 @@ def test_zero_is_a_value_and_never_taken_for_missing() -> None:
         registry.spec_for(layer)
 
 
-@pytest.mark.parametrize("value", [128.0, "128", True, [128], {"heads": 128}, float("nan"), object()], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [128.0, "128", True, [128], {"heads": 128}, float("nan"), object()],
+    ids=["float", "str", "bool", "list", "dict", "nan", "object"],
+)
 def test_a_count_of_another_type_is_refused_with_layer_and_field(value: Any) -> None:
     layer = fresh_layer("deepseek-v3")
     layer.num_heads = value
@@ -210,8 +215,16 @@ def test_a_layer_need_not_be_a_torch_module() -> None:
     """Anything with the attributes can be read: reading imports no torch and asks for no module."""
     norm = SimpleNamespace(weight=SimpleNamespace(shape=(512,)), variance_epsilon=1e-6)
     attributes = {
-        **{"num_heads": 8, "num_local_heads": 4, "hidden_size": 64, "layer_id": 1, "scaling": 0.1, "q_lora_rank": None},
-        **{"kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32},
+        "num_heads": 8,
+        "num_local_heads": 4,
+        "hidden_size": 64,
+        "layer_id": 1,
+        "scaling": 0.1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
         "kv_a_layernorm": norm,
         "o_proj": SimpleNamespace(tp_rank=1),
     }

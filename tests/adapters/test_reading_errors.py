@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from helpers import fresh_layer, fresh_model
+from torch import nn
+
 from layerfuse import registry
 from layerfuse.adapters import MissingAttributeError
-from torch import nn
 
 
 def message(layer: Any, **kwargs: Any) -> list[str]:

@@ -11,6 +11,7 @@ pytest.importorskip("torch.testing._internal.distributed.fake_pg")
 
 from fake_ranks import cut, ranks, with_plan  # noqa: E402
 from helpers import fresh_layer, fresh_model  # noqa: E402
+
 from layerfuse import registry  # noqa: E402
 from layerfuse.adapters import (  # noqa: E402
     WHOLE,
@@ -79,7 +80,9 @@ def test_a_mesh_without_names_may_be_fsdps_and_is_refused() -> None:
     layer = fresh_layer("deepseek-v3")
     with ranks((8,), None) as mesh:
         cut(layer.kv_b_proj, mesh, 0)
-        with pytest.raises(ParallelUnknownError, match="a mesh without dimension names, as FSDP does too; call one 'tp'"):
+        with pytest.raises(
+            ParallelUnknownError, match="a mesh without dimension names, as FSDP does too; call one 'tp'"
+        ):
             registry.spec_for(layer)
         assert registry.spec_for(layer, parallel=Parallel(size=8, rank=0)).num_local_heads == 16
 
@@ -149,7 +152,6 @@ def test_transformers_own_tensor_parallelism_is_read_layer_by_layer(name: str) -
                 continue
             parallel = expected[type(spec)]
             assert spec == whole[path].shard(parallel.size, parallel.rank), path
-            assert model.get_submodule(path).o_proj.weight.shape if hasattr(model.get_submodule(path), "o_proj") else True
     assert {type(spec) for spec in sharded.values()} == {*expected, ResidualSpec}
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from layerfuse.adapters.base import Adapter, Facts, fields_of
 from layerfuse.adapters.errors import FactsError
 from layerfuse.adapters.sources import (
@@ -62,7 +63,13 @@ def test_what_is_no_path_is_refused_with_the_field(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["__class__", "__class__.__init__.__globals__", "forward.__globals__", "a / b.__dict__", "o_proj.__class__.__mro__.1"],
+    [
+        "__class__",
+        "__class__.__init__.__globals__",
+        "forward.__globals__",
+        "a / b.__dict__",
+        "o_proj.__class__.__mro__.1",
+    ],
 )
 def test_a_path_reads_no_dunder(text: str) -> None:
     with pytest.raises(FactsError, match="reads a dunder attribute"):
@@ -89,7 +96,9 @@ def test_a_step_is_an_attribute_a_key_or_an_index() -> None:
 
 def test_reading_calls_nothing() -> None:
     called = []
-    obj = layer(forward=lambda: called.append("forward"), config=type("C", (), {"heads": lambda self: called.append(1)})())
+    obj = layer(
+        forward=lambda: called.append("forward"), config=type("C", (), {"heads": lambda self: called.append(1)})()
+    )
     assert callable(read("forward", obj)) and callable(read("config.heads", obj))
     assert called == []
 
@@ -187,7 +196,10 @@ def test_a_name_without_one_layer_number_is_refused(name: str) -> None:
         ([["a"], 7], "expected an attribute path, a list of them"),
         ({}, "expected {const = ...} or {path = ..., as = ...}, got the keys []"),
         ({"path": "a"}, "expected {const = ...} or {path = ..., as = ...}, got the keys ['path']"),
-        ({"const": 1, "as": "present"}, "expected {const = ...} or {path = ..., as = ...}, got the keys ['as', 'const']"),
+        (
+            {"const": 1, "as": "present"},
+            "expected {const = ...} or {path = ..., as = ...}, got the keys ['as', 'const']",
+        ),
         ({"const": [1]}, "a constant is a number, a text or a flag, got [1]"),
         ({"const": {"a": 1}}, "a constant is a number, a text or a flag"),
         ({"path": "a", "as": "presnt"}, "unknown conversion 'presnt'; did you mean 'present'?"),

@@ -10,9 +10,10 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from specs_at_hand import EVERY, OUTER, delta_net, gated_norm, gqa, mla, parallels, residual, whole
+
 from layerfuse.adapters.errors import SpecError
 from layerfuse.adapters.specs import LARGEST, WHOLE, NormSpec, Parallel, kind_of
-from specs_at_hand import EVERY, OUTER, delta_net, gated_norm, gqa, mla, parallels, residual, whole
 
 COUNTS = [
     pytest.param(make, attribute.name, id=f"{family}-{attribute.name}")
@@ -119,7 +120,9 @@ def test_all_contradictions_are_reported_at_once() -> None:
 
 
 def test_local_heads_must_be_the_share_of_the_total() -> None:
-    assert problems_of(mla, num_local_heads=16) == ("num_local_heads: expected 128 (num_heads 128 over 1 ranks), got 16",)
+    assert problems_of(mla, num_local_heads=16) == (
+        "num_local_heads: expected 128 (num_heads 128 over 1 ranks), got 16",
+    )
     assert problems_of(mla, parallel=Parallel(size=8, rank=2)) == (
         "num_local_heads: expected 16 (num_heads 128 over 8 ranks), got 128",
     )
@@ -172,7 +175,9 @@ def test_a_residual_stream_has_one_norm_after_each_norm_before() -> None:
     )
     assert problems_of(residual, input_norms=(narrow,)) == ("a norm's width 64 is not the hidden_size 7168",)
     assert problems_of(residual, input_norms=())[0].startswith("input_norms: expected a non-empty tuple of NormSpec")
-    assert problems_of(residual, input_norms=[norm])[0].startswith("input_norms: expected a non-empty tuple of NormSpec")
+    assert problems_of(residual, input_norms=[norm])[0].startswith(
+        "input_norms: expected a non-empty tuple of NormSpec"
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,7 +189,12 @@ def test_a_residual_stream_has_one_norm_after_each_norm_before() -> None:
         (2, -1, "rank: expected 0 to 1, or None if unknown, got -1"),
         (2, True, "rank: expected 0 to 1, or None if unknown, got True"),
         (1, None, "rank: the only rank of a size of 1 is 0, got None"),
-        pytest.param(2, 10**5000, "rank: expected 0 to 1, or None if unknown, got int, too long or too broken to print", id="huge"),
+        pytest.param(
+            2,
+            10**5000,
+            "rank: expected 0 to 1, or None if unknown, got int, too long or too broken to print",
+            id="huge",
+        ),
     ],
 )
 def test_a_rank_lies_within_its_size(size: Any, rank: Any, problem: str) -> None:
@@ -305,4 +315,4 @@ def test_a_spec_error_survives_pickling(spec: Any, parallel: Parallel) -> None:
 def test_equal_specs_of_different_types_are_different() -> None:
     plain = NormSpec(width=128, epsilon=1e-5)
     assert plain != gated_norm()
-    assert WHOLE == Parallel(size=1, rank=0)
+    assert Parallel(size=1, rank=0) == WHOLE

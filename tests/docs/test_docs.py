@@ -126,7 +126,9 @@ def test_errors_page_has_every_error():
         name
         for module in (adapters, errors, config, report, target, models)
         for name, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, adapters.LayerfuseError) and value is not adapters.LayerfuseError
+        if inspect.isclass(value)
+        and issubclass(value, adapters.LayerfuseError)
+        and value is not adapters.LayerfuseError
     }
     headings = set(re.findall(r"^## (\w+Error)$", (DOCS / "errors.md").read_text(), re.MULTILINE))
     assert headings == defined

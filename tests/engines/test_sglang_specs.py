@@ -6,6 +6,7 @@ Run by `make test-engines` in an environment of its own.
 from __future__ import annotations
 
 import pytest
+
 from layerfuse import registry
 from layerfuse.adapters import GQASpec, ResidualSpec
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 
 import pytest
+
 from layerfuse import registry
 from layerfuse.adapters import MLASpec, ParallelConflictError, SpecError
 from layerfuse.adapters.specs import Parallel

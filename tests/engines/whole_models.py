@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+
 from layerfuse import registry
 from layerfuse.adapters import GQAKernelSpec, GQASpec, InnerLayerError, KernelSpec, MLAKernelSpec, MLASpec, ResidualSpec
 from layerfuse.adapters.specs import Parallel

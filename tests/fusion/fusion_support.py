@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
+
 from layerfuse.adapters.specs import WHOLE, GQASpec, MLASpec, NormSpec
 from layerfuse.fusion import FusionConfig, Report, Target, plan
 from layerfuse.fusion.compiler import inductor_with
 from layerfuse.fusion.passes import Pipeline
-from torch import nn
 
 Q, KV, ROPE, NOPE, V = 1536, 512, 64, 128, 128
 HIDDEN = 64

@@ -10,17 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import layerfuse
 import pytest
 import torch
 from fusion_support import FUSION, HIDDEN, FusedProjection, TwoProjections, mla_spec
+from torch import nn
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+
+import layerfuse
 from layerfuse import fusion
 from layerfuse.fusion import FusionConfig, FusionMissedError, Target, plan
 from layerfuse.fusion.config import ENVIRONMENT
 from layerfuse.fusion.passes import LowerCanonicalPass, MLADualRMSNormPass, Pipeline
-from torch import nn
-from torch._inductor import config as inductor_config
-from torch._inductor.utils import run_and_get_code
 
 CPU = Target.named("cpu")
 HERE = Path(__file__).parent
@@ -218,3 +219,14 @@ def test_the_cache_is_hit_by_the_same_spec_and_missed_by_another(tmp_path: Path)
     assert not third.get("fxgraph_cache_hit")
     assert matched == []
     assert "has epsilon 1e-06; the spec says 1e-05" in missed["layers.0"]
+
+
+def test_generate_is_the_models_own_and_says_that_it_runs_unfused() -> None:
+    class Generating(nn.Linear):
+        def generate(self) -> str:
+            return "own"
+
+    fused = fusion.compile(Generating(4, 4), specs=[])
+
+    with pytest.warns(RuntimeWarning, match="without the fusions"):
+        assert fused.generate() == "own"

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import FUSION, HIDDEN, KV, ROPE, FusedProjection, LlamaNorm, Q, TwoProjections, mla_spec, trace
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from layerfuse.adapters.specs import NormSpec
 from layerfuse.fusion import FusionConfig, Target, plan
 from layerfuse.fusion.passes import MLADualRMSNormPass
-from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 
 def assert_stays(module: nn.Module, reason: str, *, spec: Any = None, paths: bool = False, **kwargs: Any) -> None:

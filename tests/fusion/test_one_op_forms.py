@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import FUSION, KV, ROPE, Q, mla_spec
+from torch.fx.experimental.proxy_tensor import make_fx
+
 from layerfuse.fusion import Target, plan
 from layerfuse.fusion.passes import MLADualRMSNormPass
 from layerfuse.fusion.passes.patterns import find_op
-from torch.fx.experimental.proxy_tensor import make_fx
 
 if find_op("vllm_ir::rms_norm") is None:
     # The schema of vLLM 0.33, which is not installed here; where it is, its own op is used.

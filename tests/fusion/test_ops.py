@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from layerfuse.fusion import backends
 from layerfuse.fusion.backends import Backend, BackendError
 from layerfuse.fusion.ops import mla_dual_rms_norm, rms_norm

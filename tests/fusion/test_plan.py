@@ -8,9 +8,10 @@ import sys
 import time
 from pathlib import Path
 
-import layerfuse
 import pytest
 from fusion_support import FUSION, gqa_spec, mla_spec
+
+import layerfuse
 from layerfuse.adapters.specs import MLAKernelSpec, NormSpec
 from layerfuse.fusion import FusionConfig, FusionConfigError, Target, UnknownTargetError, plan
 from layerfuse.fusion.config import ENVIRONMENT

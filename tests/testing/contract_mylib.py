@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+
 from layerfuse import registry
 from layerfuse.registry import Registry, files
-from torch import nn
 
 HIDDEN, HEADS, Q_LORA, KV_LORA, NOPE, ROPE, V = 32, 4, 24, 16, 8, 4, 6
 
@@ -59,11 +60,19 @@ class MyAttention(nn.Module):
         return self.o((weights @ kv[..., NOPE:]).transpose(1, 2).reshape(batch, length, HEADS * V))
 
 
+class MyShardedAttention(MyAttention):
+    """As an engine builds it: total and local counts, and the rank, are attributes."""
+
+    def __init__(self, index, size=1, rank=0):
+        super().__init__(index)
+        self.n_local_heads, self.tp_rank = HEADS // size, rank
+
+
 class MyModel(nn.Module):
-    def __init__(self, layers=2, kernels=False):
+    def __init__(self, layers=2, kernels=False, make=MyAttention):
         super().__init__()
         self.embed = nn.Embedding(16, HIDDEN)
-        self.layers = nn.ModuleList(MyAttention(i) for i in range(layers))
+        self.layers = nn.ModuleList(make(i) for i in range(layers))
         if kernels:
             for layer in self.layers:
                 layer.kernel = MyKernel(layer)
@@ -75,7 +84,7 @@ class MyModel(nn.Module):
         return x
 
 
-for _class in (MyNorm, MyAttention, MyKernel, MyModel):
+for _class in (MyNorm, MyAttention, MyShardedAttention, MyKernel, MyModel):
     _class.__module__ = "mylib.attention"
 
 MODELS_TOML = """
@@ -109,6 +118,12 @@ softmax_scale = "scale"
 hidden_size = "width"
 layer_index = "index"
 tp_weight = "kv_b"
+
+[models."my-model".layer_classes."mylib:MyShardedAttention"]
+like = "mylib:MyAttention"
+without = ["tp_weight"]
+num_local_heads = "n_local_heads"
+tp_rank = "tp_rank"
 
 [models."my-model".layer_classes."mylib:MyKernel"]
 like = "vllm:MLAAttention"

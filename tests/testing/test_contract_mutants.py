@@ -7,6 +7,8 @@ import contract_mylib
 import pytest
 import torch
 from contract_mylib import MODELS_TOML, registry_of
+from torch import nn
+
 from layerfuse.adapters import (
     WHOLE,
     LayerfuseError,
@@ -18,7 +20,6 @@ from layerfuse.adapters import (
 from layerfuse.registry import Registry
 from layerfuse.testing import AdapterContract
 from layerfuse.testing.run import results_of
-from torch import nn
 
 
 def outcomes(registry, build=None, *, full=False):
@@ -31,6 +32,9 @@ def outcomes(registry, build=None, *, full=False):
 
         def build_small(self):
             return contract_mylib.small()
+
+        def tp_plan(self):
+            return {"layers.*.q_b": "colwise", "layers.*.kv_b": "colwise", "layers.*.o": "rowwise"}
 
         def call(self, model):
             return model(torch.arange(6).reshape(2, 3))
@@ -72,6 +76,7 @@ WRONG_FACTS = {
         "C5",
         "kv_norm.epsilon",
     ),
+    "the wrong side of a weight": ({"tp_weight": "kv_b.in_features"}, "C10", "num_local_heads: declared 2, read 4"),
     "a guessed size": ({"tp_weight": None, "tp_size": {"const": 1}}, "C7", "expected ParallelUnknownError"),
 }
 
@@ -95,6 +100,21 @@ def test_an_outer_layer_without_a_name_is_refused():
     toml = MODELS_TOML + '\nouter = { const = " " }\n'
     result = outcomes(registry_of(toml=toml))["C11"]
     assert (result.outcome, "does not name the outer layer" in result.reason) == ("failed", True)
+
+
+def test_a_rank_that_is_read_as_the_whole_model_is_named():
+    class Mine(AdapterContract):
+        model, registry, decoder_layers = "my-model", registry_of(), False
+
+        def build(self):
+            return contract_mylib.meta_model(make=contract_mylib.MyShardedAttention)
+
+        def build_sharded(self, size, rank):  # an engine that ignores its ranks
+            return self.build()
+
+    results = {result.scenario: result for result in results_of(Mine(), full=False)}
+    assert failed(results) == ["C10"]
+    assert "num_local_heads: declared 2, read 4" in results["C10"].reason
 
 
 def test_an_overlooked_layer_is_named():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contract_mylib
 import pytest
+
 from layerfuse.testing import AdapterContract, run_contract
 from layerfuse.testing.run import results_of
 
@@ -22,6 +23,19 @@ class TestMyModel(AdapterContract):
         import torch
 
         return model(torch.arange(6).reshape(2, 3))
+
+
+class TestMyEngine(AdapterContract):
+    """Layers that are built for one rank and say so, as vLLM's do."""
+
+    model, registry = "my-model", contract_mylib.registry_of()
+    decoder_layers = False
+
+    def build(self):
+        return contract_mylib.meta_model(make=contract_mylib.MyShardedAttention)
+
+    def build_sharded(self, size, rank):
+        return contract_mylib.meta_model(make=lambda i: contract_mylib.MyShardedAttention(i, size, rank))
 
 
 class TestFiveLines:

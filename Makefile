@@ -1,0 +1,73 @@
+# One command each, on a machine that has nothing but Python 3.11 or later, make and a C++ compiler. Each makes what it
+# needs: a virtual environment in .venv, with layerfuse installed in it as a user would (a copy, not a link to here).
+#
+#   make verify         the main job: four small real models, their specs and fusions, compared with the unfused ones
+#   make test           the tests
+#   make lint           formatting, lint, types
+#   make docs           the documentation as a site, in build/site
+#   make bench          the figures in benchmarks/results
+#   make test-engines   the tests against real vLLM and SGLang layers, in environments of their own (.venv-vllm, ...)
+#   make clean          removes all of that
+#
+# PYTHON=python3.12 chooses another interpreter, VENV=folder another place, TORCH=... another build of torch.
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+ENGINES ?= vllm sglang
+TESTS ?=
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+BIN := $(VENV)/bin
+SOURCES := pyproject.toml README.md $(wildcard *.py *.toml *.json py.typed) \
+           $(shell find adapters cli fusion registry testing -name '*.py' 2>/dev/null)
+
+.DELETE_ON_ERROR:
+.PHONY: help verify test lint docs bench test-engines clean
+
+help:
+	@sed -n '4,12s/^# \{0,1\}//p' Makefile
+
+verify: $(VENV)/.installed
+	$(BIN)/layerfuse verify
+
+# Two processes: more of them compile C++ side by side, and small machines have no memory for that.
+test: $(VENV)/.installed
+	$(BIN)/pytest -n 2 -q $(TESTS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+docs: $(VENV)/.installed
+	$(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.installed
+	@for file in benchmarks/*.py; do \
+		if grep -q '__main__' $$file; then echo "== $$file"; $(BIN)/python $$file || exit 1; fi; \
+	done
+
+test-engines: $(ENGINES:%=test-engine-%)
+
+test-engine-%: $(SOURCES)
+	PYTHON="$(PYTHON)" tests/engines/make_env.sh $* $(VENV)-$*
+	rm -rf build/lib
+	$(VENV)-$*/bin/python -m pip install -qq --no-deps --force-reinstall .
+	$(VENV)-$*/bin/python -m pytest -q tests/engines/test_$*_specs.py
+
+clean:
+	rm -rf $(VENV) $(ENGINES:%=$(VENV)-%) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+# torch comes first and alone, so that no other requirement decides which build of it is installed.
+$(VENV)/.requirements: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q '$(TORCH)'
+	$(BIN)/pip install -q '.[test]'
+	touch $@
+
+# build/lib would carry files into the wheel that are no longer in the source.
+$(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
+	rm -rf build/lib
+	$(BIN)/pip install -q --no-deps --force-reinstall .
+	touch $@

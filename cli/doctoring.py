@@ -1,0 +1,39 @@
+"""`layerfuse doctor`: what was found, a line each, and what it enables."""
+
+from __future__ import annotations
+
+from .console import console, print_json, show
+
+_MARKS = {"found": ("yes", "green"), "absent": ("no", "dim"), "broken": ("broken", "bold red")}
+
+
+def answer_doctor(json: bool) -> None:
+    """Print the diagnosis.
+
+    Raises:
+        SystemExit: with 1, after everything, where something installed cannot work.
+    """
+    from ..doctor import diagnose
+
+    diagnosis = diagnose()
+    if json:
+        print_json(diagnosis.to_dict())
+    else:
+        from rich.table import Table
+        from rich.text import Text
+
+        out = console()
+        grid = Table.grid(padding=(0, 2))
+        grid.add_column(no_wrap=True)
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for found in diagnosis.findings:
+            word, style = _MARKS[found.state]
+            grid.add_row(found.name, Text(word, style=style), found.detail)
+        show(grid, out)
+        out.print()
+        out.print(Text("What this enables", style="bold"))
+        for sentence in diagnosis.enables:
+            out.print(f"  {sentence}")
+    if diagnosis.problems:
+        raise SystemExit(1)

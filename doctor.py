@@ -1,0 +1,219 @@
+"""What is installed, and what that enables. No engine is imported, nor AITER: what they are is read from their files.
+
+Importing AMD's AITER may build C++ code, and PyPI has an unrelated project of the same import name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from attrs import frozen
+
+ENGINES = ("transformers", "vllm", "sglang")
+
+AMD_DISTRIBUTIONS = ("amd-aiter", "aiter")
+"""AMD's package is called amd-aiter from v0.1.8 on, and was called aiter before, as PyPI's is."""
+
+
+@frozen(kw_only=True)
+class Finding:
+    """One thing that is installed, or is not."""
+
+    name: str
+    state: Literal["found", "absent", "broken"]
+    detail: str
+
+
+@frozen(kw_only=True)
+class Diagnosis:
+    """Everything found, and what follows."""
+
+    findings: tuple[Finding, ...]
+    enables: tuple[str, ...]
+    "Sentences."
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """What is installed and cannot work."""
+        return tuple(f"{found.name}: {found.detail}" for found in self.findings if found.state == "broken")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "findings": {f.name: {"state": f.state, "detail": f.detail} for f in self.findings},
+            "enables": list(self.enables),
+            "problems": list(self.problems),
+        }
+
+
+def diagnose() -> Diagnosis:
+    """Look at this Python's packages and this machine's GPU. Imports torch where it is installed, and plugins."""
+    from . import __version__
+
+    torch, gpu = _torch()
+    findings = [
+        Finding(name="python", state="found", detail=f"{platform.python_version()} on {platform.machine()}"),
+        Finding(name="layerfuse", state="found", detail=__version__),
+        torch,
+        _version("triton"),
+        gpu,
+        _compiler(),
+        *map(_version, ENGINES),
+        find_aiter(),
+        *plugins(),
+    ]
+    return Diagnosis(findings=tuple(findings), enables=tuple(_enables({found.name: found for found in findings})))
+
+
+def _version(name: str) -> Finding:
+    try:
+        return Finding(name=name, state="found", detail=metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(name=name, state="absent", detail="not installed")
+
+
+def _torch() -> tuple[Finding, Finding]:
+    installed = _version("torch")
+    nothing = Finding(name="gpu", state="absent", detail="unknown without torch")
+    if installed.state == "absent":
+        return installed, nothing
+    try:
+        import torch
+    except Exception as error:  # a broken wheel raises OSError, ImportError and others
+        detail = f"{installed.detail} cannot be imported: {type(error).__name__}: {error}"
+        return Finding(name="torch", state="broken", detail=detail), nothing
+    build = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    if not (torch.version.hip or torch.version.cuda):
+        build = "built for the CPU only"
+    found = Finding(name="torch", state="found", detail=f"{torch.__version__}, {build}")
+    if not torch.cuda.is_available():
+        return found, Finding(name="gpu", state="absent", detail="none that torch can use")
+    from .fusion import Target
+
+    count = torch.cuda.device_count()
+    detail = f"{count} x {torch.cuda.get_device_name()}, {Target.detect()}"
+    return found, Finding(name="gpu", state="found", detail=detail)
+
+
+def _compiler() -> Finding:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++"]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        return Finding(name="c++ compiler", state="absent", detail=f"neither of {', '.join(names)} is on PATH")
+    return Finding(name="c++ compiler", state="found", detail=found)
+
+
+# ---- AITER -----------------------------------------------------------------------------------------------------------
+
+
+def find_aiter() -> Finding:
+    """AMD's AITER, or PyPI's asyncio helper of the same name, told apart by their files.
+
+    Only AMD's has a folder `aiter/ops`. Versions prove nothing: PyPI's newest, 0.13.20191203, compares greater than
+    any 0.1.x of AMD's, and local builds of AMD's call themselves 0.1.0.
+    """
+    spec = importlib.util.find_spec("aiter")
+    versions = {name: found.detail for name in AMD_DISTRIBUTIONS if (found := _version(name)).state == "found"}
+    if spec is None:
+        if versions:
+            named = ", ".join(f"{name} {version}" for name, version in versions.items())
+            return Finding(name="aiter", state="broken", detail=f"{named} is installed, but `aiter` cannot be found")
+        return Finding(name="aiter", state="absent", detail="not installed")
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    here = next((folder for folder in folders if (folder / "ops").is_dir()), None)
+    if here is None:
+        version = versions.get("aiter", "of unknown version")
+        detail = (
+            f"this is PyPI's `aiter` {version}, an unrelated asyncio helper, not AMD's AITER; "
+            "pip uninstall aiter, then install amd-aiter from ROCm's index or from source"
+        )
+        return Finding(name="aiter", state="broken", detail=detail)
+    if len(versions) > 1:
+        detail = (
+            f"amd-aiter {versions['amd-aiter']} and an `aiter` {versions['aiter']} are both installed, into one folder; "
+            "uninstall both, then install amd-aiter again"
+        )
+        return Finding(name="aiter", state="broken", detail=detail)
+    version = next(iter(versions.values()), "without distribution metadata")
+    mode = here / "install_mode"
+    build = f", {mode.read_text(errors='replace').strip()[:40]} build" if mode.is_file() else ""
+    name = next(iter(versions), "aiter")
+    return Finding(name="aiter", state="found", detail=f"AMD's {name} {version}{build}, not imported")
+
+
+# ---- plugins ---------------------------------------------------------------------------------------------------------
+
+
+def plugins() -> list[Finding]:
+    """Installed plugins (entry points), each registered once into a fresh registry to see whether it works."""
+    from .adapters.builtin import BUILTIN
+    from .registry import plugins as found
+    from .registry.defaults import MODELS_TOML
+    from .registry.files import read_file
+    from .registry.lookup import Registry
+
+    def fill(registry: Registry) -> None:
+        for adapter in BUILTIN:
+            registry.register_adapter(adapter)
+        registry.load(MODELS_TOML)
+
+    findings = []
+    for plugin in found.installed():
+        name = f"plugin {plugin.name}"
+        try:
+            content = plugin.load()
+            registry = Registry(fill=fill)
+            before = len(registry.layer_classes()), len(registry.models())
+            if plugin.group == found.ADAPTERS:
+                for adapter in found._adapters(content, name):
+                    registry.register_adapter(adapter)
+            else:
+                registry.register_models(read_file(found._path(content, name)), name)
+            classes, models = len(registry.layer_classes()) - before[0], len(registry.models()) - before[1]
+            detail = f"{plugin.value} adds {models} models and {classes} layer classes"
+            findings.append(Finding(name=name, state="found", detail=detail))
+        except Exception as error:  # a plugin may fail in any way; that is what the doctor is asked
+            detail = f"{plugin.value}: {type(error).__name__}: {error}"
+            findings.append(Finding(name=name, state="broken", detail=detail))
+    return findings
+
+
+# ---- what follows ----------------------------------------------------------------------------------------------------
+
+
+def _enables(found: dict[str, Finding]) -> list[str]:
+    from .fusion import FUSIONS
+
+    def has(name: str) -> bool:
+        return found[name].state == "found"
+
+    sentences = ["specs, models.toml, `plan`, `inspect` and `check`: yes, they need none of this"]
+    if not has("torch"):
+        return [*sentences, "reading layers and compiling with fusions: no, torch is missing (pip install torch)"]
+    device = "cuda" if has("gpu") else "cpu"
+    sentences += [f"fusion {name} on {device}: {_backend(name, device)}" for name in FUSIONS]
+    if not has("c++ compiler"):
+        sentences.append("torch.compile on the CPU: no, without a C++ compiler")
+    sentences.append("Triton and AITER kernels: none in this version, whatever is installed")
+    if has("transformers") and has("c++ compiler"):
+        sentences.append("`verify` and `contract`: yes")
+    else:
+        missing = [name for name in ("transformers", "c++ compiler") if not has(name)]
+        sentences.append(f"`verify`: no, without {' and '.join(missing)}")
+    return sentences
+
+
+def _backend(op: str, device: str) -> str:
+    from .fusion import ops  # noqa: F401 - registers the backends
+    from .fusion.backends import BackendError, choose
+
+    try:
+        return f"yes, by the backend `{choose(op, device).name}`"
+    except BackendError as error:
+        return f"no: {error}"

@@ -1,0 +1,239 @@
+"""A JSON Schema of models.toml for editors, made from the same classes that the file is read into.
+
+    python -m layerfuse.registry.schema > models.schema.json
+
+It knows what can be said of one value; what contradicts something elsewhere in the file is found by `layerfuse check`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import sys
+import textwrap
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import attrs
+
+from ..adapters.base import PARALLEL_WORDS, fields_of
+from ..adapters.sources import CONVERSIONS
+from ..adapters.specs import FAMILIES, LARGEST, NormSpec, kind_of
+from .catalog import MOST_LAYERS, ModelEntry
+from .kinds import KINDS, At, EngineNorms, Every, GateWords, LayerKind, Yarn
+
+_COUNT = {"minimum": 1, "maximum": LARGEST}
+_BOUNDS: dict[str, dict[str, int]] = {
+    "count": _COUNT,
+    "optional_count": _COUNT,
+    "window": _COUNT,
+    "width_or_zero": {"minimum": 0, "maximum": LARGEST},
+}
+_OWN_BOUNDS = {
+    "num_hidden_layers": {"minimum": 1, "maximum": MOST_LAYERS},
+    "attentions_per_layer": {"minimum": 1, "maximum": 8},
+    "step": {"minimum": 1},
+    "start": {"minimum": 0},
+    "factor": {"minimum": 1},
+    "mscale_all_dim": {"minimum": 0},
+}
+"""Of the numbers that no spec has a field for."""
+
+
+def schema() -> dict[str, Any]:
+    """The schema, ready to be written as JSON."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "layerfuse models.toml",
+        "description": "Models, their published dimensions, and the layer classes they bring.",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "models": {
+                "description": "Models by name: lower-case, without blanks.",
+                "type": "object",
+                "propertyNames": {"pattern": r"^[^\sA-Z]+$"},
+                "additionalProperties": {"$ref": "#/$defs/ModelEntry"},
+            }
+        },
+        "$defs": {
+            **{cls.__name__: _table(cls) for cls in (ModelEntry, *KINDS.values(), EngineNorms, Every, GateWords, Yarn)},
+            "facts": _facts(),
+            "place": _place(),
+            "norm": _norm(),
+        },
+    }
+
+
+def _table(cls: type[Any]) -> dict[str, Any]:
+    said, hints = docs_of(cls), get_type_hints(cls)
+    attributes = [a for a in attrs.fields(cls) if a.name not in getattr(cls, "UNSTRUCTURED", ())]
+    return {
+        "description": (inspect.getdoc(cls) or "").partition("\n")[0],
+        "type": "object",
+        "additionalProperties": False,
+        "required": [a.name for a in attributes if a.default is attrs.NOTHING],
+        "properties": {a.name: {"description": said[a.name], **_field(a.name, hints[a.name])} for a in attributes},
+    }
+
+
+def docs_of(cls: type[Any]) -> dict[str, str]:
+    """The text under each field of an attrs class: its description, which Python itself throws away."""
+    (found,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(found, ast.ClassDef)
+    texts: dict[str, str] = {}
+    for field, below in zip(found.body, found.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            texts[field.target.id] = ""
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                texts[field.target.id] = str(below.value.value)
+    return {a.name: texts.get(a.name, "") for a in attrs.fields(cls)}
+
+
+def _field(name: str, hint: Any) -> dict[str, Any]:
+    if name == "layer_classes":
+        return _layer_classes()
+    found = _type(hint)
+    for part in (found, *found.get("anyOf", ())):
+        if part.get("type") in ("integer", "number"):
+            part.update(_OWN_BOUNDS.get(name) or _bounds(name))
+    return found
+
+
+def _bounds(name: str) -> dict[str, int]:
+    """The bounds of the spec field of the same name."""
+    for spec in (*FAMILIES.values(), NormSpec):
+        for attribute in attrs.fields(spec):
+            if attribute.name == name:
+                return _BOUNDS.get(kind_of(attribute), {})
+    return {"exclusiveMinimum": 0} if name.endswith(("_eps", "_scale")) else {}
+
+
+def _type(hint: Any) -> dict[str, Any]:
+    if hint == At:
+        listed = {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": MOST_LAYERS}
+        return {"anyOf": [{"enum": ["all", "rest"]}, listed, {"$ref": "#/$defs/Every"}]}
+    if hint == LayerKind:
+        return {
+            "type": "object",
+            "required": ["family"],
+            "properties": {"family": {"enum": list(KINDS)}},
+            "allOf": [
+                {
+                    "if": {"properties": {"family": {"const": family}}, "required": ["family"]},
+                    "then": {"$ref": f"#/$defs/{cls.__name__}"},
+                }
+                for family, cls in KINDS.items()
+            ],
+        }
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return {"enum": list(parts)}
+    if origin in (Union, UnionType):
+        # TOML has no null: an optional field is left out.
+        kinds = [_type(part) for part in parts if part is not type(None)]
+        return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
+    if origin is list:
+        return {"type": "array", "items": _type(parts[0])}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _type(parts[1])}
+    if attrs.has(hint):
+        return {"$ref": f"#/$defs/{hint.__name__}"}
+    return {"type": {int: "integer", float: "number", str: "string", bool: "boolean"}[hint]}
+
+
+# ---- the words of adapters -------------------------------------------------------------------------------------------
+
+
+def _layer_classes() -> dict[str, Any]:
+    several = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/facts"}}
+    return {
+        "type": "object",
+        "propertyNames": {"pattern": r"^[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*$"},
+        "additionalProperties": {"anyOf": [{"$ref": "#/$defs/facts"}, several]},
+    }
+
+
+def _facts() -> dict[str, Any]:
+    properties: dict[str, Any] = {
+        "like": {"description": "A known layer class to start from.", "type": "string"},
+        "family": {"description": "The kind of layer.", "enum": list(FAMILIES)},
+        "without": {
+            "description": "Fields of the class it is like that are not read here.",
+            "type": "array",
+            "items": {"type": "string"},
+        },
+    }
+    for spec in FAMILIES.values():
+        said = {
+            name: text
+            for base in reversed(spec.__mro__)
+            if attrs.has(base)
+            for name, text in docs_of(base).items()
+            if text
+        }
+        for name, kind in fields_of(spec).items():
+            properties.setdefault(name, {"description": f"Where to read: {said.get(name, name)}", **_words(kind)})
+    described = {
+        "tp_size": "Where to read the tensor-parallel size.",
+        "tp_rank": "Where to read this rank.",
+        "tp_weight": "Linear modules whose weight tells, with the side their heads are on: `o_proj.in_features`.",
+    }
+    for name in PARALLEL_WORDS:
+        properties[name] = {"description": described[name], "$ref": "#/$defs/place"}
+    return {
+        "description": "Where each field of a layer's spec is read, in the words of adapters.",
+        "type": "object",
+        "additionalProperties": False,
+        "anyOf": [{"required": ["like"]}, {"required": ["family"]}],
+        "properties": properties,
+    }
+
+
+def _words(kind: str) -> dict[str, Any]:
+    if kind == "norms":
+        return {
+            "anyOf": [{"$ref": "#/$defs/norm"}, {"type": "array", "items": {"$ref": "#/$defs/norm"}, "minItems": 1}]
+        }
+    return {"$ref": "#/$defs/norm" if kind.endswith("norm") else "#/$defs/place"}
+
+
+def _place() -> dict[str, Any]:
+    constant = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["const"],
+        "properties": {"const": {"type": ["string", "number", "boolean"]}},
+    }
+    converted = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["path", "as"],
+        "properties": {"path": {"type": "string"}, "as": {"enum": list(CONVERSIONS)}},
+    }
+    several = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/place"}}
+    return {
+        "description": 'An attribute path, a list of them tried in order, {const = ...} or {path = ..., as = "..."}.',
+        "anyOf": [{"type": "string", "minLength": 1}, several, constant, converted],
+    }
+
+
+def _norm() -> dict[str, Any]:
+    fields = ("width", "epsilon", "weight_offset", "activation", "norm_before_gate", "group_size")
+    table = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["module"],
+        "properties": {"module": {"type": "string"}, **{name: {"$ref": "#/$defs/place"} for name in fields}},
+    }
+    return {"description": "A norm: its module, and where its own fields are.", "anyOf": [{"type": "string"}, table]}
+
+
+def text() -> str:
+    """The schema as it is checked in."""
+    return json.dumps(schema(), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(text())

@@ -1,0 +1,233 @@
+"""Every layer class that was found in the four engines for these architectures is known, by its full name alone.
+
+The list is that of the sources: transformers 5.23, vLLM 0.33, SGLang 0.5.23, ROCm/ATOM at ffdf3bb5. A class that is found
+through a base is listed with it.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from standins import layer_class
+
+from layerfuse import registry
+from layerfuse.adapters import GatedDeltaNetSpec, GQASpec, MLAKernelSpec, MLASpec, ResidualSpec
+from layerfuse.adapters.specs import FAMILY_OF
+
+_HF = "transformers.models"
+_V = "vllm.model_executor"
+_SG = "sglang.srt.models"
+_A = "atom.models"
+_DSV2 = f"{_V}.models.deepseek_v2:DeepseekV2MLAAttention"
+_V32 = "vllm.models.deepseek_v32.attention:DeepseekV32Attention"
+_KERNEL = f"{_V}.layers.attention.mla_attention:MLAAttention"
+_SG_MLA = f"{_SG}.deepseek_v2:DeepseekV2AttentionMLA"
+
+MLA = (
+    f"{_HF}.deepseek_v2.modeling_deepseek_v2:DeepseekV2Attention",
+    f"{_HF}.deepseek_v3.modeling_deepseek_v3:DeepseekV3Attention",
+    f"{_HF}.deepseek_v32.modeling_deepseek_v32:DeepseekV32Attention",
+    f"{_HF}.glm_moe_dsa.modeling_glm_moe_dsa:GlmMoeDsaAttention",
+    f"{_HF}.glm4_moe_lite.modeling_glm4_moe_lite:Glm4MoeLiteAttention",
+    f"{_HF}.kimi_linear.modeling_kimi_linear:KimiLinearAttention",
+    f"{_HF}.longcat_flash.modeling_longcat_flash:LongcatFlashMLA",
+    f"{_HF}.glm5_next.modeling_glm5_next:Glm5NextTextAttention",
+    "transformers_modules.deepseek-ai.DeepSeek-V3.1d044fd8.modeling_deepseek:DeepseekV3Attention",
+    "transformers_modules.Kimi-K2-Instruct.modeling_deepseek:DeepseekV3Attention",
+    "transformers_modules.DeepSeek-V2-Lite.modeling_deepseek:DeepseekV2Attention",
+    "transformers_modules.Kimi-Linear-48B-A3B-Instruct.modeling_kimi:KimiMLAAttention",
+    _DSV2,
+    f"{_V}.models.deepseek_v2:DeepseekV2Attention",
+    (_V32, _KERNEL),
+    ("vllm.models.deepseek_v32.amd.rocm:DeepseekV32MLAAttention", _V32, _KERNEL),
+    "vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention",
+    "vllm.models.kimi_k3.amd.linear:KimiMLAAttention",
+    (f"{_V}.models.glm4_moe_lite:Glm4MoeLiteMLAAttention", _DSV2),
+    (f"{_V}.models.glm4_moe_lite:Glm4MoeLiteAttention", f"{_V}.models.deepseek_v2:DeepseekV2Attention"),
+    "vllm.models.glm5next.common.attention:Glm5NextMLAAttention",
+    f"{_V}.layers.mla:MultiHeadLatentAttentionWrapper",
+    (
+        "vllm.models.kimi_k3.amd.mla:KimiK3MultiHeadLatentAttentionWrapper",
+        f"{_V}.layers.mla:MultiHeadLatentAttentionWrapper",
+    ),
+    _SG_MLA,
+    (f"{_SG}.kimi_k3:KimiK3MLAAttention", _SG_MLA),
+    f"{_A}.deepseek_v2:DeepseekV2MLAAttention",
+    f"{_A}.kimi_k3:KimiFullAttention",
+)
+DELTA = (
+    f"{_HF}.kimi_linear.modeling_kimi_linear:KimiLinearDeltaAttention",
+    f"{_HF}.glm5_next.modeling_glm5_next:Glm5NextTextLinearAttention",
+    f"{_HF}.qwen3_next.modeling_qwen3_next:Qwen3NextGatedDeltaNet",
+    f"{_HF}.qwen3_5.modeling_qwen3_5:Qwen3_5GatedDeltaNet",
+    f"{_HF}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeGatedDeltaNet",
+    "transformers_modules.Kimi-Linear-48B-A3B-Instruct.modeling_kimi:KimiDeltaAttention",
+    f"{_V}.layers.mamba.gdn.kimi_gdn_linear_attn:KimiGatedDeltaNetAttention",
+    "vllm.models.kimi_k3.nvidia.kda:KimiK3DeltaAttention",
+    "vllm.models.kimi_k3.amd.kda:KimiK3DeltaAttention",
+    f"{_V}.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention",
+    "vllm.models.glm5next.common.kda:Glm5NextLinearAttention",
+    f"{_SG}.kimi_linear:KimiDeltaAttention",
+    f"{_SG}.kimi_k3:KimiK3DeltaAttention",
+    f"{_SG}.glm5_next:Glm5NextLinearAttention",
+    f"{_SG}.qwen3_next:Qwen3GatedDeltaNet",
+    f"{_SG}.qwen3_5:Qwen3_5GatedDeltaNet",
+    f"{_A}.kimi_k3:KimiKDAAttention",
+    ("atom.plugin.vllm.models.kimi_k3:KimiKDAAttentionVllm", f"{_A}.kimi_k3:KimiKDAAttention"),
+    f"{_A}.qwen3_next:Qwen3NextGatedDeltaNet",
+    (f"{_A}.qwen3_5:Qwen3_5GatedDeltaNet", f"{_A}.qwen3_next:Qwen3NextGatedDeltaNet"),
+)
+GQA = (
+    f"{_HF}.gpt_oss.modeling_gpt_oss:GptOssAttention",
+    f"{_HF}.qwen3_next.modeling_qwen3_next:Qwen3NextAttention",
+    f"{_HF}.qwen3_5.modeling_qwen3_5:Qwen3_5Attention",
+    f"{_HF}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeAttention",
+    f"{_V}.models.gpt_oss:OAIAttention",
+    f"{_V}.models.qwen3_next:Qwen3NextAttention",
+    f"{_SG}.gpt_oss:GptOssAttention",
+    f"{_SG}.qwen3_next:Qwen3HybridAttentionDecoderLayer",
+    f"{_SG}.qwen3_5:Qwen3_5AttentionDecoderLayer",
+    f"{_A}.gpt_oss:OAIAttention",
+    f"{_A}.qwen3_next:Qwen3NextAttention",
+)
+KERNELS = (
+    _KERNEL,
+    f"{_V}.layers.attention.attention:Attention",
+    "sglang.srt.layers.radix_attention:RadixAttention",
+    "sglang.srt.layers.radix_linear_attention:RadixLinearAttention",
+    "atom.model_ops.attention_mla:MLAAttention",
+    ("atom.plugin.vllm.attention.layer_mla:AttentionForVllmMLA", "atom.model_ops.attention_mla:MLAAttention"),
+    "atom.model_ops.paged_attention:Attention",
+    "atom.model_ops.base_attention:LinearAttention",
+)
+DECODER = (
+    f"{_HF}.deepseek_v2.modeling_deepseek_v2:DeepseekV2DecoderLayer",
+    f"{_HF}.deepseek_v3.modeling_deepseek_v3:DeepseekV3DecoderLayer",
+    f"{_HF}.deepseek_v32.modeling_deepseek_v32:DeepseekV32DecoderLayer",
+    f"{_HF}.glm_moe_dsa.modeling_glm_moe_dsa:GlmMoeDsaDecoderLayer",
+    f"{_HF}.glm4_moe_lite.modeling_glm4_moe_lite:Glm4MoeLiteDecoderLayer",
+    f"{_HF}.kimi_linear.modeling_kimi_linear:KimiLinearDecoderLayer",
+    f"{_HF}.longcat_flash.modeling_longcat_flash:LongcatFlashDecoderLayer",
+    f"{_HF}.gpt_oss.modeling_gpt_oss:GptOssDecoderLayer",
+    f"{_HF}.qwen3_next.modeling_qwen3_next:Qwen3NextDecoderLayer",
+    f"{_HF}.qwen3_5.modeling_qwen3_5:Qwen3_5DecoderLayer",
+    f"{_HF}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeDecoderLayer",
+    "transformers_modules.DeepSeek-V3.modeling_deepseek:DeepseekV3DecoderLayer",
+    "transformers_modules.DeepSeek-V2-Lite.modeling_deepseek:DeepseekV2DecoderLayer",
+    "transformers_modules.Kimi-Linear-48B-A3B-Instruct.modeling_kimi:KimiDecoderLayer",
+    f"{_V}.models.deepseek_v2:DeepseekV2DecoderLayer",
+    "vllm.models.deepseek_v32.nvidia.model:DeepseekV32DecoderLayer",
+    "vllm.models.deepseek_v32.amd.model:DeepseekV32DecoderLayer",
+    "vllm.models.kimi_k3.nvidia.model:KimiDecoderLayer",
+    "vllm.models.kimi_k3.amd.linear:KimiDecoderLayer",
+    f"{_V}.models.glm4_moe_lite:Glm4MoeLiteDecoderLayer",
+    f"{_V}.models.longcat_flash:FlashDecoderLayer",
+    f"{_V}.models.gpt_oss:TransformerBlock",
+    f"{_V}.models.qwen3_next:Qwen3NextDecoderLayer",
+    (f"{_V}.models.qwen3_5:Qwen3_5DecoderLayer", f"{_V}.models.qwen3_next:Qwen3NextDecoderLayer"),
+    f"{_SG}.deepseek_v2:DeepseekV2DecoderLayer",
+    f"{_SG}.kimi_linear:KimiDecoderLayer",
+    f"{_SG}.kimi_k3:KimiK3DecoderLayer",
+    f"{_SG}.glm4_moe_lite:Glm4MoeLiteDecoderLayer",
+    f"{_SG}.longcat_flash:LongcatFlashDecoderLayer",
+    f"{_SG}.longcat_flash_nextn:LongcatFlashDenseDecoderLayer",
+    f"{_SG}.gpt_oss:GptOssDecoderLayer",
+    f"{_SG}.qwen3_next:Qwen3HybridLinearDecoderLayer",
+    f"{_SG}.qwen3_5:Qwen3_5LinearDecoderLayer",
+    f"{_A}.deepseek_v2:DeepseekV2DecoderLayer",
+    f"{_A}.kimi_k3:KimiDecoderLayer",
+    f"{_A}.gpt_oss:TransformerBlock",
+    f"{_A}.qwen3_next:Qwen3NextDecoderLayer",
+    (f"{_A}.qwen3_5:Qwen3_5DecoderLayer", f"{_A}.qwen3_next:Qwen3NextDecoderLayer"),
+)
+KINDS = {"mla": MLA, "gated_delta_net": DELTA, "gqa": GQA, "residual": DECODER, "kernel": KERNELS}
+CASES = [
+    pytest.param(kind, (names,) if isinstance(names, str) else names, id=names if isinstance(names, str) else names[0])
+    for kind, listed in KINDS.items()
+    for names in listed
+]
+
+
+def with_bases(names: tuple[str, ...]) -> type:
+    cls: type | None = None
+    for name in reversed(names):
+        cls = layer_class(name) if cls is None else layer_class(name, cls)
+    assert cls is not None
+    return cls
+
+
+@pytest.mark.parametrize(("kind", "names"), CASES)
+def test_the_class_is_known_by_its_name_or_its_bases(kind: str, names: tuple[str, ...]) -> None:
+    readers = registry.default.readers_for(with_bases(names))
+    assert readers, f"{names[0]} is not known"
+    family = FAMILY_OF[readers[0].facts.spec]
+    assert family.endswith("_kernel") if kind == "kernel" else family == kind
+
+
+@pytest.mark.parametrize(
+    "name", [name for listed in (MLA, DELTA, GQA, DECODER) for name in listed if isinstance(name, str) and _HF in name]
+)
+def test_transformers_has_the_class_under_this_name(name: str) -> None:
+    pytest.importorskip("transformers")
+    module, _, attribute = name.partition(":")
+    assert hasattr(importlib.import_module(module), attribute)
+
+
+def test_what_a_class_inherits_does_not_shadow_what_it_is() -> None:
+    # vLLM's sparse MLA is a kernel layer by its base, and a whole attention layer by its own name.
+    sparse = registry.default.readers_for(with_bases((_V32, _KERNEL)))
+    assert [reader.facts.spec for reader in sparse] == [MLASpec]
+    assert [reader.facts.spec for reader in registry.default.readers_for(layer_class(_KERNEL))] == [MLAKernelSpec]
+
+
+def test_sglangs_attention_decoder_layers_are_two_kinds() -> None:
+    for name in ("qwen3_next:Qwen3HybridAttentionDecoderLayer", "qwen3_5:Qwen3_5AttentionDecoderLayer"):
+        readers = registry.default.readers_for(layer_class(f"{_SG}.{name}"))
+        assert [reader.facts.spec for reader in readers] == [GQASpec, ResidualSpec]
+
+
+def test_every_declared_class_is_one_that_was_found_in_an_engine() -> None:
+    """The other way round: a misspelt or stale declaration would never be noticed."""
+    found = {
+        name for kind in KINDS.values() for names in kind for name in ((names,) if isinstance(names, str) else names)
+    }
+    older = {"vllm:Qwen3NextGatedDeltaNet"}  # of earlier vLLM releases
+    stale = [
+        key
+        for key in registry.layer_classes()
+        if key not in older
+        and not any(
+            name.partition(":")[2] == key.partition(":")[2] and name.startswith(key.partition(":")[0]) for name in found
+        )
+    ]
+    assert stale == []
+
+
+def test_vision_towers_are_known_to_be_none_of_ours() -> None:
+    for name in (
+        f"{_HF}.kimi_k25.modeling_kimi_k25:Kimi_K25VisionAttention",
+        f"{_V}.layers.attention.mm_encoder_attention:MMEncoderAttention",
+        "sglang.srt.layers.attention.vision:VisionAttention",
+    ):
+        cls = layer_class(name)
+        assert registry.default.readers_for(cls) == ()
+        assert registry.unknown_in(cls()) == []
+
+
+def test_glm5_next_layers_of_transformers_read_although_no_entry_declares_their_dimensions() -> None:
+    modeling = pytest.importorskip("transformers.models.glm5_next.modeling_glm5_next")
+    import torch
+
+    config = modeling.Glm5NextTextConfig(num_hidden_layers=4)
+    with torch.device("meta"):
+        kinds = {kind: i for i, kind in enumerate(config.layer_types)}
+        delta = modeling.Glm5NextTextLinearAttention(config, kinds["linear_attention"])
+        index = next(i for kind, i in kinds.items() if kind != "linear_attention")
+        attention = modeling.Glm5NextTextAttention(config, index)
+    spec = registry.spec_for(attention)
+    assert (spec.qk_rope_head_dim, spec.latent_width, spec.layer_index) == (0, config.kv_lora_rank, index)
+    # Unlike every other transformers MLA, its latent norms follow the config.
+    assert spec.kv_norm.epsilon == config.rms_norm_eps
+    assert isinstance(registry.spec_for(delta), GatedDeltaNetSpec)
+    assert registry.spec_for(delta).output_norm.activation == "sigmoid"

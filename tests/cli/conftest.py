@@ -1,0 +1,65 @@
+"""Running the command line inside the test process, and outside of it where what is imported matters."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import frozen
+
+from layerfuse.cli import main
+from layerfuse.fusion import compiler
+
+
+@frozen
+class Answer:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
+    def run(*arguments: object) -> Answer:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Answer(int(exit_.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Callable[..., Answer]:
+    def run(*arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Answer:
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            cwd=cwd or tmp_path,
+            env={**os.environ, **(env or {})},
+            stdin=subprocess.DEVNULL,
+        )
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def op_by_op(monkeypatch):
+    """Compiled graphs run op by op: the passes and the report are real, the C++ compiler is spared."""
+    made = compiler.inductor_with
+
+    def quick(pipeline, model=None, lower=None):
+        return made(pipeline, model, lambda graph_module, inputs, **_: graph_module)
+
+    monkeypatch.setattr(compiler, "inductor_with", quick)
+    compile_ = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda model, backend=None: compile_(model, backend=backend) if backend else model
+    )

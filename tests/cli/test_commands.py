@@ -1,0 +1,113 @@
+import json
+import re
+
+import pytest
+
+from layerfuse import __version__, registry
+
+COMMANDS = ("models", "plan", "verify", "inspect", "check", "doctor", "contract", "completion")
+
+GOOD = """
+[models.mine]
+adapter = "gpt_oss"
+source = "a test"
+num_hidden_layers = 2
+hidden_size = 64
+rms_norm_eps = 1e-6
+
+[models.mine.layers.full]
+family = "gqa"
+num_heads = 4
+num_kv_heads = 2
+head_dim = 16
+sliding_window = "off"
+has_sinks = false
+
+[models.mine.layer_classes]
+"mine:Attention" = { like = "transformers:Qwen3NextAttention" }
+"""
+
+
+def test_version(run):
+    assert run("--version").out == f"layerfuse {__version__}\n"
+
+
+def test_help_lists_every_command_and_the_exit_codes(run):
+    out = run("--help").out
+    assert all(re.search(rf"^  {command} ", out, re.MULTILINE) for command in COMMANDS)
+    assert "1  the answer is no, or problems were found" in out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_s_help_has_an_example(run, command):
+    answer = run(command, "--help")
+    assert answer.code == 0
+    assert re.search(rf"Examples?:\n.*layerfuse {command}", answer.out)
+
+
+def test_no_command_shows_the_help(run):
+    answer = run()
+    assert answer.code == 2
+    assert "Usage:" in answer.out + answer.err
+
+
+def test_models_lists_all(run):
+    out = run("models").out
+    assert all(name in out for name in registry.models())
+    data = json.loads(run("models", "--json").out)
+    assert [entry["model"] for entry in data] == list(registry.models())
+    assert next(e for e in data if e["model"] == "kimi-linear-48b-a3b")["kinds"] == {"kda": 20, "mla": 7}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(run, shell):
+    assert "_LAYERFUSE_COMPLETE" in run("completion", shell).out
+
+
+def test_completion_knows_the_models(run_python):
+    env = {"_LAYERFUSE_COMPLETE": "bash_complete", "COMP_WORDS": "layerfuse plan kimi", "COMP_CWORD": "2"}
+    out = run_python("-c", "from layerfuse.cli import main; main()", env=env).out
+    assert "plain,kimi-k2.5" in out
+
+
+# ---- check
+
+
+def test_check_counts_what_is_fine(run, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD, encoding="utf-8")
+    answer = run("check", file)
+    assert (answer.code, answer.out) == (0, "1 model, 1 layer class: all fine\n")
+
+
+def test_check_prints_every_problem_of_every_file(run, tmp_path):
+    first, second = tmp_path / "first.toml", tmp_path / "second.toml"
+    first.write_text(GOOD.replace("num_heads = 4", "num_heds = 4").replace("= 64", '= "64"'), encoding="utf-8")
+    second.write_text(GOOD.replace('"gpt_oss"', '"gpt_os"'), encoding="utf-8")
+    answer = run("check", first, second)
+    assert answer.code == 1
+    assert f"{first}: " in answer.out
+    assert "'num_heds'; did you mean 'num_heads'" in answer.out
+    assert "expected a whole number, got '64' @ $.models.mine.hidden_size" in answer.out
+    assert f"{second}: no adapter 'gpt_os' is registered; did you mean 'gpt_oss'" in answer.out
+
+
+def test_check_of_a_file_that_is_not_there(run, tmp_path):
+    answer = run("check", tmp_path / "none.toml")
+    assert answer.code == 1
+    assert "cannot be read: No such file or directory" in answer.out
+
+
+def test_check_tells_that_a_shipped_model_is_redeclared(run, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text(GOOD.replace("models.mine", 'models."deepseek-v3"'), encoding="utf-8")
+    answer = run("check", file)
+    assert answer.code == 1
+    assert "deepseek-v3 is declared differently by" in answer.out
+
+
+# ---- contract
+
+
+def test_contract_of_an_unknown_model(run):
+    assert run("contract", "no-such-model").code == 2

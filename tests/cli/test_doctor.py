@@ -1,0 +1,100 @@
+import json
+import sys
+
+import pytest
+
+from layerfuse import doctor
+
+
+@pytest.fixture
+def packages(tmp_path, monkeypatch):
+    """Packages that look installed: `packages("aiter", dist="amd-aiter", version="0.1.15", files=[...])`."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(module, *, dist, version, files=("__init__.py",), entry_points=""):
+        for file in files:
+            path = tmp_path / module / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("raise RuntimeError('this package must not be imported')\n", encoding="utf-8")
+        info = tmp_path / f"{dist.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n", encoding="utf-8")
+        if entry_points:
+            (info / "entry_points.txt").write_text(entry_points, encoding="utf-8")
+        return tmp_path / module
+
+    return make
+
+
+def test_no_aiter_is_no_problem():
+    assert doctor.find_aiter().state == "absent"
+
+
+def test_the_asyncio_helper_is_told_for_what_it_is(packages, run):
+    packages("aiter", dist="aiter", version="0.13.20191203", files=["__init__.py", "join_aiters.py"])
+    found = doctor.find_aiter()
+    assert found.state == "broken"
+    assert found.detail.startswith("this is PyPI's `aiter` 0.13.20191203, an unrelated asyncio helper, not AMD's AITER")
+    answer = run("doctor")
+    assert answer.code == 1
+    assert "unrelated asyncio helper" in answer.out
+    assert "aiter" not in sys.modules
+
+
+@pytest.mark.parametrize(("dist", "version"), [("amd-aiter", "0.1.15.post3"), ("aiter", "0.1.7.post5")])
+def test_amd_s_aiter_is_found_without_importing_it(packages, dist, version):
+    folder = packages("aiter", dist=dist, version=version, files=["__init__.py", "ops/__init__.py", "jit/core.py"])
+    (folder / "install_mode").write_text("install\n", encoding="utf-8")
+    found = doctor.find_aiter()
+    assert (found.state, found.detail) == ("found", f"AMD's {dist} {version}, install build, not imported")
+    assert "aiter" not in sys.modules
+
+
+def test_both_at_once_cannot_work(packages):
+    packages("aiter", dist="amd-aiter", version="0.1.15", files=["__init__.py", "ops/__init__.py"])
+    packages("aiter", dist="aiter", version="0.13.20191203")
+    assert "both installed, into one folder" in doctor.find_aiter().detail
+
+
+def test_metadata_without_files(packages):
+    packages("aiter", dist="amd-aiter", version="0.1.15", files=[])
+    assert doctor.find_aiter().state in ("broken", "absent")
+
+
+def test_a_plugin_that_cannot_be_imported_is_named(packages, run):
+    packages(
+        "broken_plugin",
+        dist="broken-plugin",
+        version="1",
+        entry_points="[layerfuse.adapters]\nbroken = broken_plugin\n",
+    )
+    answer = run("doctor", "--json")
+    assert answer.code == 1
+    found = json.loads(answer.out)["findings"]["plugin broken"]
+    assert found["state"] == "broken"
+    assert found["detail"] == "broken_plugin: RuntimeError: this package must not be imported"
+
+
+def test_a_plugin_that_works_is_counted(packages):
+    folder = packages(
+        "good_plugin", dist="good-plugin", version="1", entry_points="[layerfuse.adapters]\ngood = good_plugin:A\n"
+    )
+    (folder / "__init__.py").write_text(
+        "from layerfuse.adapters import DEEPSEEK_V3, Adapter\n"
+        "A = Adapter('good', {'good:Attention': DEEPSEEK_V3.layers['transformers:DeepseekV3Attention']})\n",
+        encoding="utf-8",
+    )
+    (found,) = [f for f in doctor.plugins() if f.name == "plugin good"]
+    assert (found.state, found.detail) == ("found", "good_plugin:A adds 0 models and 1 layer classes")
+
+
+def test_the_answer_for_people_and_for_programs_agree(run):
+    answer = run("doctor")
+    data = json.loads(run("doctor", "--json").out)
+    assert set(data) == {"findings", "enables", "problems"}
+    for name in ("python", "layerfuse", "torch", "triton", "gpu", "c++ compiler", "vllm", "sglang", "aiter"):
+        assert name in data["findings"]
+        assert name in answer.out
+    assert data["findings"]["torch"]["state"] == "found"
+    assert any("mla_dual_rms_norm on c" in sentence for sentence in data["enables"])
+    assert "vllm" not in sys.modules

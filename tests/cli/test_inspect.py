@@ -1,0 +1,263 @@
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from layerfuse import registry
+from layerfuse.registry import files
+from layerfuse.registry.inspect import ConfigError, inspect, read_config
+
+CHECKPOINTS = sorted((Path(__file__).parent.parent / "engines" / "checkpoints").glob("*/config.json"))
+
+NAMES = {"kimi-k2": "kimi-k2-instruct"}
+"""Folders that are not called as the declared model."""
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+}
+MLA = {
+    "architectures": ["NewForCausalLM"],
+    "model_type": "new",
+    "num_hidden_layers": 4,
+    "hidden_size": 1024,
+    "num_attention_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def ask(config, **changes):
+    config = {**copy.deepcopy(config), **changes}
+    return inspect({key: value for key, value in config.items() if value != "absent"}, registry=registry.default)
+
+
+def kinds(config, **changes):
+    return ask(config, **changes).entry.layers
+
+
+def problems(config, **changes):
+    with pytest.raises(ConfigError) as error:
+        ask(config, **changes)
+    return "\n".join(error.value.problems)
+
+
+@pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.parent.name)
+def test_a_published_config_is_the_declared_model(path):
+    declared = registry.model(NAMES.get(path.parent.name, path.parent.name))
+    found = inspect(read_config(path), registry=registry.default)
+    assert found.entry.adapter == declared.adapter
+    assert found.entry.specs() == [
+        (name, spec) for (name, _), (_, spec) in zip(found.entry.specs(), declared.specs(), strict=True)
+    ]
+    assert declared.name in found.same_as
+    assert found.differs == ()
+    assert files.parse(found.toml()) == {found.entry.name: found.entry}
+
+
+def test_the_checkpoints_are_there():
+    assert len(CHECKPOINTS) >= 15
+
+
+def test_a_folder_will_do_and_names_the_entry(run):
+    answer = run("inspect", CHECKPOINTS[0].parent)
+    assert answer.code == 0
+    assert list(files.parse(answer.out)) == [CHECKPOINTS[0].parent.name]
+    assert "no entry is needed" in answer.err
+
+
+def test_an_entry_that_was_printed_can_be_loaded_and_planned(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    file = tmp_path / "entry.toml"
+    file.write_text(run("inspect", tmp_path, "--name", "My Llama").out, encoding="utf-8")
+    assert run("check", file).out == "1 model, 0 layer classes: all fine\n"
+    assert "full: 32 layers (0-31)" in run("plan", "my-llama", "--models", file, "--tp", 8).out
+
+
+# ---- which layers are of which kind
+
+
+def test_llama_is_plain_gqa_and_what_is_derived_is_said():
+    found = ask(LLAMA)
+    kind = found.entry.layers["full"]
+    assert (kind.num_heads, kind.num_kv_heads, kind.head_dim, kind.sliding_window) == (32, 8, 128, "off")
+    notes = " ".join(found.notes)
+    assert "head_dim is not said; it is hidden_size / num_attention_heads = 128" in notes
+    assert "has_sinks is not said by any config" in notes
+    assert "no declared model has this architecture" in notes
+
+
+def test_a_head_dim_of_its_own_is_taken():
+    assert kinds(LLAMA, head_dim=64)["full"].head_dim == 64
+
+
+def test_qwen_windows_that_are_switched_off():
+    assert kinds(LLAMA, sliding_window=4096, use_sliding_window=False, max_window_layers=28)["full"].at == "all"
+    entry = ask(LLAMA, sliding_window=4096, use_sliding_window=True, max_window_layers=28).entry
+    assert entry.kind_at() == ["full"] * 28 + ["sliding"] * 4
+    assert entry.layers["sliding"].sliding_window == 4096
+
+
+def test_mistral_s_window_is_on_every_layer_and_another_model_s_is_unsaid():
+    assert kinds(LLAMA, model_type="mistral", sliding_window=4096)["sliding"].at == "all"
+    assert "neither layer_types nor sliding_window_pattern" in problems(LLAMA, sliding_window=4096)
+
+
+def test_gemma_patterns_scale_and_zero_centred_norms():
+    found = ask(
+        LLAMA, model_type="gemma3_text", sliding_window=1024, sliding_window_pattern=6, query_pre_attn_scalar=64
+    )
+    assert [i for i, kind in enumerate(found.entry.kind_at()) if kind == "full"] == [5, 11, 17, 23, 29]
+    assert found.entry.layers["full"].softmax_scale == 0.125
+    assert found.entry.norm_weight_offset == 1.0
+
+
+def test_exaone_letters():
+    found = ask(LLAMA, model_type="exaone4", sliding_window=4096, sliding_window_pattern="LLLG")
+    assert found.entry.kind_at()[:8] == ["sliding", "sliding", "sliding", "full"] * 2
+
+
+def test_layer_types_must_cover_the_layers():
+    assert "expected a list of 32 layers, got 1 layers" in problems(LLAMA, layer_types=["full_attention"])
+    assert "'mamba' is a kind of layer" in problems(LLAMA, layer_types=["mamba"] * 32)
+
+
+def test_kimi_counts_from_1_and_every_layer_once():
+    config = read_config(next(path for path in CHECKPOINTS if path.parent.name == "kimi-linear-48b-a3b"))
+    assert ask(config).entry.layers["mla"].at == [3, 7, 11, 15, 19, 23, 26]
+    config["linear_attn_config"]["kda_layers"].remove(26)
+    assert "do not share out the layers 1 to 27" in problems(config)
+
+
+def test_qwen3_next_s_interval():
+    config = read_config(next(path for path in CHECKPOINTS if path.parent.name == "qwen3-next-80b-a3b"))
+    assert [i for i, kind in enumerate(ask(config).entry.kind_at()) if kind == "full"] == list(range(3, 48, 4))
+    assert "neither layer_types nor full_attention_interval" in problems(config, full_attention_interval=None)
+
+
+# ---- latent attention
+
+
+def test_head_dim_lies_for_latent_attention():
+    assert ask(MLA, head_dim=72).entry.specs() == ask(MLA).entry.specs()
+
+
+def test_q_lora_rank_null_is_an_answer_and_absence_is_none():
+    assert kinds(MLA)["mla"].q_lora_rank == "none"
+    assert kinds(MLA, q_lora_rank=1536)["mla"].q_lora_rank == 1536
+    assert "q_lora_rank is missing" in problems(MLA, q_lora_rank="absent")
+
+
+def test_a_rope_dim_of_0_is_a_value():
+    assert kinds(MLA, qk_rope_head_dim=0)["mla"].qk_rope_head_dim == 0
+
+
+def test_a_contradicting_qk_head_dim():
+    assert "qk_head_dim: 200 is not 128 + 64" in problems(MLA, qk_head_dim=200)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_yarn_is_read_under_both_keys_and_only_with_mscale_all_dim(key):
+    yarn = {"rope_type": "yarn", "factor": 40, "mscale_all_dim": 1.0}
+    assert kinds(MLA, **{key: yarn})["mla"].yarn.factor == 40.0
+    assert kinds(MLA, **{key: {**yarn, "mscale_all_dim": 0}})["mla"].yarn is None
+    assert kinds(MLA, **{key: {"rope_type": "default"}})["mla"].yarn is None
+
+
+def test_the_declared_model_s_engines_are_taken_over():
+    config = read_config(next(path for path in CHECKPOINTS if path.parent.name == "glm-5"))
+    assert ask(config).entry.engines["transformers"].latent_norm_eps == 1e-6
+
+
+def test_differences_from_the_declared_model_are_named():
+    config = read_config(next(path for path in CHECKPOINTS if path.parent.name == "deepseek-v3"))
+    found = ask(config, num_hidden_layers=30, num_attention_heads=64)
+    assert found.same_as == ()
+    assert "num_hidden_layers: 30 (in deepseek-v3: 61)" in found.differs
+    assert "mla.num_heads: 64 (in deepseek-v3: 128)" in found.differs
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_key_value_heads": "absent"}, "the kind of attention cannot be told"),
+        ({"rms_norm_eps": "absent", "layer_norm_eps": 1e-5}, "which may be a LayerNorm's"),
+        ({"num_attention_heads": "absent", "n_head": 12}, "num_attention_heads is missing (there is n_head = 12"),
+        ({"num_attention_heads": "32"}, "num_attention_heads: expected a whole number, got '32'"),
+        ({"num_attention_heads": [32, 16]}, "num_attention_heads: expected a whole number"),
+        ({"num_attention_heads": True}, "num_attention_heads: expected a whole number, got True"),
+        ({"num_attention_heads": 10**18, "head_dim": 64}, "expected at most"),
+        ({"num_attention_heads": 0}, "num_heads: expected at least 1, got 0"),
+        ({"num_hidden_layers": 10**9}, "expected 1 to 1000"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers: expected a whole number"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: expected a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a number above 0"),
+        ({"mamba_d_state": 16}, "layers that are no attention"),
+        ({"is_encoder_decoder": True}, "decoder-only"),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, "heads that differ between layers"),
+        ({"model_type": "phimoe"}, "LayerNorms"),
+        ({"attention_chunk_size": 8192}, "attention in chunks"),
+        ({"num_attention_heads": 24, "num_key_value_heads": 24}, "does not divide hidden_size"),
+        ({"num_key_value_heads": 5}, "num_heads: 32 is no multiple of num_kv_heads 5"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_with_the_reason(changes, said):
+    assert said in problems(LLAMA, **changes)
+
+
+def test_every_gap_is_listed_at_once(run, tmp_path):
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 512, "model_type": "new"}', encoding="utf-8")
+    answer = run("inspect", tmp_path)
+    assert answer.code == 1
+    assert answer.out == ""
+    for key in ("num_hidden_layers", "hidden_size", "rms_norm_eps"):
+        assert f"{key} is missing" in answer.err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"[]", "expected a JSON object, got list"),
+        (b"\xff\xfe\xfa", "is not JSON"),
+        (b"[" * 200_000, "is n"),
+        (b"{}", "the kind of attention cannot be told"),
+        (b'{"text_config": {}}', "the kind of attention cannot be told"),
+        (b'{"text_config": 3, "architectures": "Llama", "model_type": 7}', "the kind of attention cannot be told"),
+        (b'{"linear_attn_config": 7, "num_hidden_layers": 2}', "is missing"),
+        (b'{"linear_attn_config": {"num_heads": "x"}, "num_hidden_layers": 2}', "full_attn_layers and kda_layers"),
+        (
+            b'{"kv_lora_rank": 512, "rope_scaling": {"type": "yarn", "mscale_all_dim": "x"}, "num_hidden_layers": 1}',
+            "yarn",
+        ),
+        (b'{"num_key_value_heads": 1, "layer_types": 5, "num_hidden_layers": 2}', "layer_types: expected a list"),
+    ],
+)
+def test_hostile_files_get_one_clean_message(run, tmp_path, content, said):
+    file = tmp_path / "config.json"
+    file.write_bytes(content)
+    answer = run("inspect", file)
+    assert answer.code == 1
+    assert said in answer.err or "numbers, got" in answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_the_notes_travel_with_the_entry_as_comments():
+    text = ask(LLAMA).toml()
+    assert text.startswith("# head_dim is not said")
+    assert tomli_w.dumps(files.unstructure(files.parse(text))) in text

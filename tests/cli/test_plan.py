@@ -1,0 +1,187 @@
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import tomli_w
+
+from layerfuse import registry
+
+KIMI_CONFIG = Path(__file__).parent.parent / "engines" / "checkpoints" / "kimi-k2.5" / "config.json"
+
+KIMI = """\
+kimi-k2.5 (moonshotai/Kimi-K2.5, adapter kimi_k2)
+rank 0 of 8, 61 decoder layers, target gfx950 (amd, fp8 e4m3fn)
+
+residual: 61 layers (0-60)
+  hidden size          7168
+  input norm           RMSNorm over 7168, epsilon 1e-05
+  post-attention norm  RMSNorm over 7168, epsilon 1e-05
+  mla_dual_rms_norm    not applicable: ResidualSpec describes no latent norms; only MLA layers have them
+
+mla: 61 layers (0-60)
+  heads              64 total, 8 local
+  query latent       1536
+  key/value latent   512, cache entry 576 wide
+  split sizes        1536 + 512 + 64
+  head dims          query/key 192 (nope 128 + rope 64), value 128
+  query norm         RMSNorm over 1536, epsilon 1e-05
+  key/value norm     RMSNorm over 512, epsilon 1e-05
+  softmax scale      0.1446796
+  mla_dual_rms_norm  yes: rms_norm(1536, epsilon 1e-05) and rms_norm(512, epsilon 1e-05) are one launch on gfx950
+
+transformers builds the latent norms with epsilon 1e-06; --engine transformers shows that
+"""
+
+
+def test_the_whole_answer_for_kimi_k25(run):
+    answer = run("plan", "kimi-k2.5", "--tp", 8)
+    assert answer.code == 0
+    assert answer.out == KIMI
+    assert answer.err == ""
+
+
+def test_a_hugging_face_id_is_a_name_too(run):
+    assert run("plan", "moonshotai/Kimi-K2.5", "--tp", 8).out == KIMI
+
+
+def test_no_torch_and_no_engine_is_imported(run_python):
+    code = (
+        "import sys\n"
+        "from layerfuse.cli import main\n"
+        "try: main(['plan', 'kimi-k2.5', '--tp', '8'])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'transformers', 'vllm', 'numpy', 'pydantic') if m in sys.modules])"
+    )
+    answer = run_python("-c", code)
+    assert answer.out.splitlines()[-1] == "[]"
+
+
+def test_each_kind_is_counted_once(run):
+    out = run("plan", "kimi-linear-48b-a3b", "--tp", 8).out
+    assert "kda: 20 layers (0-2, 4-6, 8-10, 12-14, 16-18, 20-22, 24-25)" in out
+    assert "mla: 7 layers (3, 7, 11, 15, 19, 23, 26)" in out
+    assert "q_lora_rank is None: there is no query latent norm to pair" in out
+
+
+def test_kv_heads_are_replicated_where_ranks_outnumber_them(run):
+    assert "key/value heads    2 total, 1 local, each on 4 ranks" in run("plan", "qwen3-next-80b-a3b", "--tp", 8).out
+
+
+def test_two_attentions_per_layer_are_counted_as_56(run):
+    out = run("plan", "longcat-flash").out
+    assert "mla: 56 layers (0-55)" in out
+    assert "input norm           2 x RMSNorm over 6144" in out
+
+
+def test_an_engine_s_own_epsilon(run):
+    out = run("plan", "kimi-k2.5", "--engine", "transformers").out
+    assert "key/value norm     RMSNorm over 512, epsilon 1e-06" in out
+    assert "input norm           RMSNorm over 7168, epsilon 1e-05" in out
+
+
+def test_heads_that_cannot_be_shared_are_refused_with_what_can_be_done(run):
+    answer = run("plan", "glm-4.7-flash", "--tp", 8)
+    assert answer.code == 1
+    assert answer.out == ""
+    assert answer.err == (
+        "layerfuse: glm-4.7-flash cannot be sharded over 8 ranks: 20 heads cannot be shared equally by 8 ranks. "
+        "Sizes up to 64 that work: 1, 2, 4, 5, 10, 20.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["plan", "deepsek-v3"], 2, "no model is called 'deepsek-v3'; did you mean deepseek-v3"),
+        (["plan", "kimi-k2.5", "--target", "gfx95"], 2, "no target is called 'gfx95'; did you mean 'gfx950'"),
+        (["plan", "kimi-k2.5", "--tp", "0"], 2, "--tp"),
+        (["plan", "kimi-k2.5", "--tp", "2", "--rank", "2"], 2, "ranks are 0 to 1 at --tp 2, got 2"),
+        (["plan", "kimi-k2.5", "--json", "--svg", "x.svg"], 2, "give either --json or --svg"),
+        (["plan"], 2, "Missing argument"),
+        (["plan", "kimi-k2.5", "--svg", "no/such/folder/plan.svg"], 1, "cannot be written: No such file"),
+        (["plan", "kimi-k2.5", "--models", "no-such-file.toml"], 2, "does not exist"),
+    ],
+)
+def test_wrong_questions_exit_with_2_and_no_traceback(run, arguments, code, said):
+    answer = run(*arguments)
+    assert answer.code == code
+    assert said in answer.err
+    assert "Traceback" not in answer.err
+
+
+def test_the_traceback_on_request(run_python):
+    answer = run_python("-m", "layerfuse", "plan", "glm-4.7-flash", "--tp", "8", env={"LAYERFUSE_TRACEBACK": "1"})
+    assert answer.code == 1
+    assert "Traceback" in answer.err
+
+
+def test_the_json_holds_what_its_help_promises(run):
+    data = json.loads(run("plan", "kimi-linear-48b-a3b", "--tp", 4, "--rank", 3, "--json").out)
+    assert set(data) == {
+        *("model", "hf_id", "adapter", "tp", "rank", "engine"),
+        *("target", "config", "num_hidden_layers", "notes", "kinds"),
+    }
+    assert [kind["kind"] for kind in data["kinds"]] == ["residual", "kda", "mla"]
+    for kind in data["kinds"]:
+        assert set(kind) == {"kind", "family", "count", "layers", "spec", "fusions"}
+        assert kind["count"] == len(kind["layers"])
+        for decision in kind["fusions"].values():
+            assert set(decision) == {"decision", "reason"}
+    mla = data["kinds"][2]
+    assert mla["spec"]["num_heads"] == 32
+    assert mla["spec"]["num_local_heads"] == 8
+    assert mla["spec"]["q_norm"] is None
+    assert mla["spec"]["derived"]["split_sizes"] == [512, 64]
+    assert data["kinds"][1]["spec"]["output_norm"]["activation"] == "sigmoid"
+    help_text = run("plan", "--help").out
+    assert all(key in help_text for key in data)
+
+
+def test_switching_a_fusion_off_shows_as_the_reason(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "-mla_dual_rms_norm")
+    assert (
+        "no: mla_dual_rms_norm is switched off by LAYERFUSE_FUSIONS=-mla_dual_rms_norm"
+        in run("plan", "deepseek-v3").out
+    )
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "-mla_dual_rms")
+    assert run("plan", "deepseek-v3").code == 2
+
+
+def test_the_picture_is_svg_and_always_the_same(run, tmp_path):
+    file = tmp_path / "plan.svg"
+    assert run("plan", "kimi-k2.5", "--tp", 8, "--svg", file).out == f"wrote {file}\n"
+    first = file.read_text(encoding="utf-8")
+    assert ElementTree.fromstring(first).tag.endswith("svg")
+    assert "1536" in first
+    run("plan", "kimi-k2.5", "--tp", 8, "--svg", file)
+    assert file.read_text(encoding="utf-8") == first
+
+
+def test_a_pipe_gets_no_escape_codes_and_no_wrapped_lines(run_python):
+    answer = run_python("-m", "layerfuse", "plan", "kimi-k2.5", "--tp", "8")
+    assert answer.out == KIMI
+
+
+def test_no_color_and_narrow_terminals(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    out = run("plan", "kimi-k2.5", "--tp", 8).out
+    assert "\x1b[1m" in out  # bold is no colour
+    assert not re.search("\x1b\\[[0-9;]*3[0-9]m", out)
+    assert max(len(line) for line in re.sub("\x1b\\[[0-9;]*m", "", out).splitlines()) <= 60
+
+
+def test_every_declared_model_can_be_planned(run):
+    for name in registry.models():
+        assert run("plan", name).code == 0
+
+
+def test_models_of_a_file_are_known(run, tmp_path):
+    entry = json.loads(run("inspect", "--json", "--name", "mine", str(KIMI_CONFIG)).out)["entry"]
+    file = tmp_path / "mine.toml"
+    file.write_text(tomli_w.dumps(entry), encoding="utf-8")
+    assert "mla: 61 layers" in run("plan", "mine", "--models", file).out
+    assert "mine" in run("models", "--models", file).out

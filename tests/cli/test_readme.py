@@ -1,0 +1,66 @@
+"""What README.md shows is true: its code runs, its links lead somewhere, its counts are right."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+
+from layerfuse import registry
+from layerfuse.fusion import FUSIONS
+from layerfuse.testing import small_model
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_the_tour_runs_and_says_what_its_comments_say(capsys):
+    (tour,) = blocks("python")
+    model = small_model(registry.model("deepseek-v3"), layers=2)
+    names = {"model": model, "layer": model.model.layers[0].self_attn, "input_ids": torch.ones(1, 3, dtype=torch.int64)}
+    exec(tour, names)
+    out = capsys.readouterr().out
+    assert "61 x expected" in out
+    assert "2 expected, 2 matched" in out
+    assert registry.spec_for(names["layer"]).split_sizes == (1536, 512, 64)
+
+
+def test_the_toml_checks(run, tmp_path):
+    (table,) = blocks("toml")
+    file = tmp_path / "my.toml"
+    entry = run("inspect", ROOT / "tests/engines/checkpoints/qwen3-next-80b-a3b", "--name", "my-model").out
+    file.write_text(f"{entry}\n{table}", encoding="utf-8")
+    assert run("check", file).out == "1 model, 1 layer class: all fine\n"
+
+
+def test_the_commands_exist(run):
+    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("layerfuse ")]
+    assert len(lines) >= 5
+    for line in lines:
+        name = shlex.split(line, comments=True)[1]
+        assert run(name, "--help").code == 0
+    assert run(*shlex.split(lines[0], comments=True)[1:]).code == 0
+
+
+def test_the_make_targets_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    said = {line.split()[1] for block in blocks("sh") for line in block.splitlines() if line.startswith("make ")}
+    assert said
+    assert said <= targets
+
+
+def test_links_lead_somewhere():
+    targets = re.findall(r"\]\(([^)#]+)", README)
+    assert targets
+    assert [target for target in targets if not target.startswith("http") and not (ROOT / target).exists()] == []
+
+
+def test_counts():
+    assert f"{len(registry.models())} models are declared" in README
+    assert ("There is one fusion" in README) == (len(FUSIONS) == 1)

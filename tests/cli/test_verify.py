@@ -1,0 +1,61 @@
+"""The job itself is run by `make verify`; here one model runs through it, and what can go wrong is provoked."""
+
+import json
+
+import pytest
+
+from layerfuse import registry, verify
+
+
+def test_one_of_each_kind_and_at_least_two_layers():
+    few = verify.one_of_each(registry.model("kimi-linear-48b-a3b"))
+    assert few.kind_at() == ["kda", "mla"]
+    assert verify.one_of_each(registry.model("deepseek-v3")).kind_at() == ["mla", "mla"]
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_a_model_is_verified_and_the_result_written(run, tmp_path):
+    answer = run("verify", "deepseek-v3", "--json", tmp_path / "out.json")
+    assert answer.code == 0, answer.out + answer.err
+    assert "2 expected, 2 matched" in answer.out
+    assert "1 of 1 models verified: specs as declared, 2 of 2 expected fusions matched" in answer.out
+    assert answer.err.count("deepseek-v3: ") == verify.steps_per_model()
+    (result,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+    assert result["ok"] is True
+    assert [c["dtype"] for c in result["comparisons"]] == ["float32", "bfloat16"]
+
+
+@pytest.mark.usefixtures("op_by_op")
+def test_a_fusion_that_does_not_happen_is_a_problem(run, monkeypatch):
+    from layerfuse.fusion.passes import Pipeline
+
+    monkeypatch.setattr(Pipeline, "__call__", lambda self, graph: None)
+    monkeypatch.setattr(verify, "TOLERANCES", {"float32": 1e-5})
+    answer = run("verify", "deepseek-v3")
+    assert answer.code == 1
+    assert "not verified" in answer.out
+    assert "0 of 1 models verified: 0 of 2 expected fusions matched" in answer.out
+
+
+def test_unknown_models_and_contradicting_options(run):
+    assert run("verify", "no-such-model").code == 2
+    assert run("verify", "deepseek-v3", "--all-small").code == 2
+
+
+def test_a_model_that_transformers_lacks_is_refused_before_anything_runs(run):
+    answer = run("verify", "deepseek-v3", "kimi-k3")
+    assert answer.code == 1
+    assert "kimi-k3 cannot be built" in answer.err
+    assert answer.out == ""
+
+
+def test_no_compiler_is_said_with_the_remedy(run, monkeypatch):
+    import torch._inductor.cpp_builder as builder
+
+    def none():
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(builder, "get_cpp_compiler", none)
+    answer = run("verify", "deepseek-v3")
+    assert answer.code == 1
+    assert "finds no C++ compiler" in answer.err

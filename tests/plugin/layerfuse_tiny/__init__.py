@@ -1,0 +1,1 @@
+"""A package that brings one model; its `models.toml` is found beside this file."""

@@ -1,0 +1,283 @@
+"""Hostile files: absurd sizes, depths and numbers get a clear error in bounded time, and nothing ever runs."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from toml_samples import GOOD, but, with_class
+
+from layerfuse import registry
+from layerfuse.adapters.base import Facts
+from layerfuse.adapters.errors import FactsError
+from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA
+from layerfuse.registry import CatalogError, files
+from layerfuse.registry.declare import declared_adapters
+from layerfuse.registry.defaults import MODELS_TOML
+from layerfuse.registry.errors import MOST_PROBLEMS
+
+FULL = files.LARGEST_FILE - 100
+ENTRY = GOOD.replace("models.mine", "models.m%d")
+
+
+def models_of(count: int) -> str:
+    return "".join(ENTRY.replace("%d", str(i)) for i in range(count))
+
+
+# Each as large as a file may be, so that anything worse than a little over linear shows.
+HUGE = {
+    "dots in a key": lambda: "a." * (FULL // 2) + "b = 1",
+    "quoted dots in a key": lambda: '"a" . ' * (FULL // 6) + "b = 1",
+    "dots in a header": lambda: "[" + "a." * (FULL // 2) + "b]",
+    "one long key": lambda: "a" * FULL,
+    "dots in a text": lambda: "x = '" + "a.b c " * (FULL // 6) + "'",
+    "quotes": lambda: "'" * FULL,
+    "brackets": lambda: "x = " + "[" * (FULL // 2) + "]" * (FULL // 2),
+    "braces": lambda: "x = " + "{a=" * (FULL // 4),
+    "a decimal number": lambda: "x = " + "9" * (FULL - 10),
+    "a hexadecimal number": lambda: but("num_heads = 8", "num_heads = 0x" + "f" * (FULL - len(GOOD))),
+    "a float": lambda: "x = 1." + "9" * (FULL - 10),
+    "unknown tables": lambda: "\n".join(f"k{i} = 1" for i in range(FULL // 11)),
+    "unknown keys": lambda: "[models.a]\n" + "\n".join(f"k{i} = 1" for i in range(FULL // 11)),
+    "empty models": lambda: "\n".join(f"[models.a{i}]" for i in range(FULL // 17)),
+    "models of a thousand layers": lambda: models_of(FULL // (len(ENTRY) + 30)).replace("layers = 4", "layers = 1000"),
+    "a list of layers": lambda: but("at = [0, 2]", "at = [" + "1," * (FULL // 2 - len(GOOD)) + "]"),
+    "a list of texts": lambda: but("at = [0, 2]", "at = [" + '"a",' * (FULL // 4 - len(GOOD)) + "]"),
+    "layer classes": lambda: (
+        GOOD
+        + "[models.mine.layer_classes]\n"
+        + "".join(f'"m:C{i}" = {{ like = "vllm:MLAAttention" }}\n' for i in range(FULL // 50))
+    ),
+    "layer classes in a row": lambda: (
+        GOOD
+        + "[models.mine.layer_classes]\n"
+        + "".join(f'"m:C{i}" = {{ like = "m:C{i + 1}" }}\n' for i in range(FULL // 45))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUGE)
+def test_a_file_as_large_as_allowed_is_done_with_in_bounded_time(name: str) -> None:
+    text = HUGE[name]()
+    assert len(text) <= files.LARGEST_FILE
+    began = time.perf_counter()
+    own = registry.fresh()
+    try:
+        own.register_models(files.parse(text), "mine.toml")
+    except CatalogError as error:
+        assert len(str(error)) < 100_000
+    assert time.perf_counter() - began < 20
+
+
+def test_a_larger_file_is_refused_without_being_read(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    with path.open("wb") as file:
+        file.truncate(50 << 20)
+    with pytest.raises(CatalogError, match="larger than 1 MiB, which no models file is"):
+        files.read_file(path)
+    if Path("/dev/zero").exists():
+        with pytest.raises(CatalogError, match="larger than 1 MiB"):
+            files.read_file("/dev/zero")
+
+
+def test_a_pipe_is_read_like_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=(GOOD,))
+    writer.start()
+    assert set(files.read_file(path)) == {"mine"}
+    writer.join()
+
+
+def test_a_thousand_layers_of_a_step_are_no_list_of_them() -> None:
+    text = but("num_hidden_layers = 4", "num_hidden_layers = 1000").replace("at = [0, 2]", "at = { step = 1000000000 }")
+    assert files.parse(text)["mine"].kind_at().count("mla") == 1
+
+
+def test_the_problems_of_a_hopeless_file_are_counted_and_not_all_listed() -> None:
+    with pytest.raises(CatalogError) as caught:
+        files.parse("\n".join(f"[models.a{i}]" for i in range(500)))
+    assert len(caught.value.problems) == MOST_PROBLEMS + 1
+    assert caught.value.problems[-1].startswith("and ")
+
+
+# ---- nothing runs
+
+
+class Loud:
+    """Everything about it that runs code says so."""
+
+    calls: tuple[str, ...] = ()
+
+    def __call__(self) -> Any:
+        Loud.calls += ("call",)
+
+    def method(self) -> Any:
+        Loud.calls += ("method",)
+
+    @property
+    def prop(self) -> int:
+        Loud.calls += ("property",)
+        return 8
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "__class__",
+        "__init__.__globals__",
+        "method.__func__.__globals__",
+        "a.__subclasses__",
+        "__dict__.x",
+        "forward.__code__",
+    ],
+)
+def test_no_path_in_a_file_reaches_the_machinery(path: str) -> None:
+    entries = files.parse(with_class(f'{{ like = "vllm:MLAAttention", kv_lora_rank = "{path}" }}'))
+    with pytest.raises(CatalogError, match="reads a dunder attribute, which no layer says anything with"):
+        registry.fresh().register_models(entries, "mine.toml")
+
+
+def test_reading_a_declared_path_calls_nothing_but_properties() -> None:
+    Loud.calls = ()
+    words = {**TRANSFORMERS_MLA.words, "num_heads": ["method.im_self", "method", "prop"]}
+    own = registry.Registry()
+    from layerfuse.adapters import Adapter, SpecError
+
+    own.register_adapter(Adapter("mine", {"mylib:Loud": Facts(TRANSFORMERS_MLA.spec, words)}))
+    layer: Any = type("Loud", (Loud,), {"__module__": "mylib"})()
+    layer.hidden_size = layer.layer_idx = layer.q_lora_rank = None
+    with pytest.raises((AttributeError, SpecError)):
+        own.spec_for(layer)
+    assert set(Loud.calls) <= {"property"}
+
+
+def test_structuring_imports_nothing() -> None:
+    import sys
+
+    before = set(sys.modules)
+    files.parse(with_class('{ like = "evil.module:Class", num_heads = "os.system" }', "evil.module:Class"))
+    assert {name for name in set(sys.modules) - before if name.startswith("evil")} == set()
+
+
+# ---- fuzzing
+
+scalars = (
+    st.none().map(lambda _: "none")
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.dates()
+    | st.datetimes()
+)
+documents = st.recursive(
+    scalars,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=20,
+)
+WORDS = [a.name for a in attrs.fields(registry.ModelEntry)]
+named = st.dictionaries(st.sampled_from(WORDS) | st.text(max_size=6), documents, max_size=5)
+
+
+def read(document: Any) -> None:
+    """Entries or a CatalogError, and nothing else, also from registering what was read."""
+    try:
+        entries = files.structure(document, "fuzz")
+        declared_adapters(registry.default._tables, entries, "fuzz")
+        for entry in entries.values():
+            for path, spec in entry.specs()[:10]:
+                assert path and spec.parallel.size == 1
+    except CatalogError as error:
+        assert error.problems and all(isinstance(problem, str) and problem for problem in error.problems)
+        assert str(error)
+
+
+@given(
+    st.dictionaries(
+        st.just("models") | st.text(max_size=6), st.dictionaries(st.just("m"), named, max_size=2), max_size=2
+    )
+)
+def test_any_document_gives_entries_or_a_catalog_error(document: Any) -> None:
+    read(document)
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield at
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _places(inner, (*at, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _places(inner, (*at, index))
+
+
+def _with(value: Any, at: tuple[Any, ...], new: Any) -> Any:
+    """A copy with one place replaced, or taken out where `new` is the marker ..."""
+    if not at:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    if len(at) == 1 and new is ...:
+        del copy[at[0]]
+    else:
+        copy[at[0]] = _with(value[at[0]], at[1:], new)
+    return copy
+
+
+OWN_DOCUMENT = files.unstructure(
+    {
+        name: entry
+        for name, entry in files.read_file(MODELS_TOML).items()
+        if name in ("kimi-k2.5", "longcat-flash", "gpt-oss-20b")
+    }
+)
+OWN_PLACES = [at for at in _places(OWN_DOCUMENT) if at]
+extremes = st.sampled_from(
+    [0, -1, 1, 2**31, 2**63, 10**18, 10**400, 1e308, -0.0, "", "none", "off", "rest", [], {}, [[]], ...]
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(OWN_PLACES), extremes | documents), min_size=1, max_size=3))
+def test_any_mutation_of_the_own_file_gives_entries_or_a_catalog_error(changes: list[tuple[Any, Any]]) -> None:
+    document: Any = OWN_DOCUMENT
+    for at, new in changes:
+        try:
+            document = _with(document, at, new)
+        except (KeyError, IndexError, TypeError):
+            continue  # an earlier change took this place away
+    read(document)
+
+
+@given(st.data())
+def test_any_text_near_toml_gives_entries_or_a_catalog_error(data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(GOOD)))
+    end = data.draw(st.integers(start, min(len(GOOD), start + 30)))
+    text = GOOD[:start] + data.draw(st.text(max_size=20)) + GOOD[end:]
+    try:
+        read({"models": {}} if not (entries := files.parse(text)) else files.unstructure(entries))
+    except CatalogError:
+        pass
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_entries_or_a_catalog_error(data: bytes) -> None:
+    try:
+        files.parse(data)
+    except CatalogError as error:
+        assert str(error)
+
+
+@given(st.sampled_from(sorted(TRANSFORMERS_MLA.words)), documents)
+def test_any_words_in_facts_are_facts_or_a_facts_error(field: str, words: Any) -> None:
+    try:
+        TRANSFORMERS_MLA.but(**{field: words})
+    except FactsError as error:
+        assert str(error)

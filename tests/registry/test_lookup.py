@@ -1,0 +1,233 @@
+"""Which adapter speaks for which layer: matching by names, walking models, and what is said of the unknown."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import fresh_model, real_model
+from torch import nn
+
+from layerfuse import registry
+from layerfuse.adapters import Adapter, KernelSpec, MLASpec, ResidualSpec, UnknownLayerError
+from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA
+
+
+def class_of(module: str, name: str, *bases: type) -> type:
+    return type(name, bases or (nn.Module,), {"__module__": module})
+
+
+def known(own: registry.Registry, cls: type) -> str | None:
+    readers = own.readers_for(cls)
+    return readers[0].key if readers else None
+
+
+@pytest.fixture
+def own() -> registry.Registry:
+    """A registry of its own, with a few classes of one name."""
+    made = registry.Registry()
+    made.register_adapter(
+        Adapter(
+            "mine",
+            {
+                "mylib:Attention": TRANSFORMERS_MLA,
+                "mylib.models.special:Attention": TRANSFORMERS_MLA.but(num_heads="n_heads"),
+                "mylib.models:Attention": TRANSFORMERS_MLA.but(num_heads="heads"),
+            },
+            ignored=["mylib.vision:VisionAttention"],
+        )
+    )
+    return made
+
+
+# ---- matching
+
+
+@pytest.mark.parametrize(
+    ("module", "key"),
+    [
+        ("mylib", "mylib:Attention"),
+        ("mylib.layers.deep", "mylib:Attention"),
+        ("mylib.models", "mylib.models:Attention"),
+        ("mylib.models.other", "mylib.models:Attention"),
+        ("mylib.models.special", "mylib.models.special:Attention"),
+        ("mylib.models.special.v2", "mylib.models.special:Attention"),
+        ("mylib.models.specialised", "mylib.models:Attention"),
+        ("mylib2", None),
+        ("my", None),
+        ("other.mylib", None),
+    ],
+)
+def test_the_longest_module_prefix_wins_and_prefixes_end_at_dots(own: registry.Registry, module: str, key: str) -> None:
+    assert known(own, class_of(module, "Attention")) == key
+
+
+def test_the_name_must_be_the_whole_name(own: registry.Registry) -> None:
+    assert known(own, class_of("mylib", "Attention2")) is None
+    assert known(own, class_of("mylib", "attention")) is None
+
+
+def test_a_subclass_is_found_by_its_base_and_its_own_name_comes_first(own: registry.Registry) -> None:
+    base = class_of("mylib.models.special", "Attention")
+    assert known(own, class_of("elsewhere", "Renamed", base)) == "mylib.models.special:Attention"
+    # Its own name, in another module of the library, is nearer than its base's.
+    assert known(own, class_of("mylib.fast", "Attention", base)) == "mylib:Attention"
+
+
+def test_a_class_made_at_run_time_is_found_by_its_base() -> None:
+    model = fresh_model("gpt-oss-20b")
+    layer = model.get_submodule("model.layers.0.self_attn")
+    before = registry.spec_for(layer)
+    # What FSDP and parametrisations do: a class of their own, of the same module or another, in front of the layer's.
+    layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {})
+    assert registry.spec_for(layer) == before
+    assert registry.adapter_for(layer).name == "gpt_oss"
+
+
+# ---- the unknown
+
+
+class GptOssAttention(nn.Module):
+    """The name of a known class, in a module of our own."""
+
+
+def test_the_same_name_in_another_package_is_not_the_same_class() -> None:
+    with pytest.raises(UnknownLayerError) as caught:
+        registry.spec_for(GptOssAttention())
+    message = str(caught.value)
+    assert message.startswith(f"no adapter knows the layer class {__name__}:GptOssAttention; the closest known are ")
+    assert "transformers:GptOssAttention" in message and "sglang:GptOssAttention" in message
+    assert message.endswith(
+        "To register one, declare it in a models.toml entry under layer_classes "
+        f'(for example like = "{caught.value.closest[0]}"), or call registry.register_adapter.'
+    )
+    assert isinstance(caught.value, LookupError)
+
+
+def test_an_empty_registry_suggests_nothing() -> None:
+    with pytest.raises(UnknownLayerError) as caught:
+        registry.Registry().spec_for(GptOssAttention())
+    assert "closest" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [None, 7, "layer", [], object(), SimpleNamespace(num_heads=4)],
+    ids=["None", "int", "str", "list", "object", "namespace"],
+)
+def test_what_is_no_layer_at_all_is_unknown_and_nothing_worse(thing: Any) -> None:
+    with pytest.raises(UnknownLayerError, match="no adapter knows the layer class"):
+        registry.spec_for(thing)
+
+
+def test_a_whole_model_is_sent_to_specs_in() -> None:
+    with pytest.raises(
+        UnknownLayerError, match="ask specs_in for a whole model; this one holds known layers, the first at"
+    ):
+        registry.spec_for(real_model("deepseek-v3"))
+
+
+def test_a_model_without_any_known_layer_names_what_looks_like_one() -> None:
+    attention = class_of("mylib.models", "SelfAttention")
+    model = nn.Sequential(nn.Linear(2, 2), attention(), attention())
+    with pytest.raises(UnknownLayerError, match=r"mylib.models:SelfAttention \(at 1, and 1 more like it\)"):
+        registry.specs_in(model)
+    assert registry.unknown_in(model) == [("1", "mylib.models:SelfAttention"), ("2", "mylib.models:SelfAttention")]
+
+
+@pytest.mark.parametrize("model", [nn.Sequential(), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())])
+def test_a_model_without_attention_says_so(model: nn.Module) -> None:
+    with pytest.raises(UnknownLayerError, match="give a model that holds attention layers"):
+        registry.specs_in(model)
+    assert registry.unknown_in(model) == []
+
+
+def test_an_ignored_class_and_what_is_inside_it_is_not_unknown(own: registry.Registry) -> None:
+    inner = class_of("mylib.vision", "PatchAttention")()
+    tower = class_of("mylib.vision.tower", "VisionAttention")()
+    tower.inner = inner
+    assert own.unknown_in(nn.Sequential(tower)) == []
+    assert own.unknown_in(nn.Sequential(inner)) == [("0", "mylib.vision:PatchAttention")]
+
+
+# ---- walking
+
+
+def test_specs_come_in_layer_order_with_decoder_layers_before_their_attention() -> None:
+    found = registry.specs_in(real_model("kimi-linear-48b-a3b"))
+    assert [path for path, _ in found[:4]] == [
+        "model.layers.0",
+        "model.layers.0.self_attn",
+        "model.layers.1",
+        "model.layers.1.self_attn",
+    ]
+    assert [spec.layer_index for _, spec in found] == [i for i in range(27) for _ in range(2)]
+
+
+def test_of_selects_by_type_and_by_parent_type() -> None:
+    model = real_model("kimi-linear-48b-a3b")
+    assert {type(spec) for _, spec in registry.specs_in(model, of=MLASpec)} == {MLASpec}
+    assert len(registry.specs_in(model, of=ResidualSpec)) == 27
+    assert registry.specs_in(model, of=KernelSpec) == []
+    with pytest.raises(UnknownLayerError):
+        registry.spec_for(model.get_submodule("model.layers.0"), of=MLASpec)
+
+
+def test_a_known_layer_may_be_the_whole_model() -> None:
+    layer = real_model("deepseek-v3").get_submodule("model.layers.0.self_attn")
+    assert registry.specs_in(layer) == [("", registry.spec_for(layer))]
+    decoder = real_model("deepseek-v3").get_submodule("model.layers.0")
+    assert [path for path, _ in registry.specs_in(decoder)] == ["", "self_attn"]
+
+
+def test_a_path_that_only_starts_alike_is_not_inside() -> None:
+    attention = real_model("deepseek-v3").get_submodule("model.layers.0.self_attn")
+    other = real_model("deepseek-v3").get_submodule("model.layers.1.self_attn")
+    model = nn.Module()
+    model.add_module("attn", attention)
+    model.add_module("attn2", other)
+    assert [path for path, _ in registry.specs_in(model)] == ["attn", "attn2"]
+
+
+def test_a_tiny_model_on_a_real_device_reads_like_one_without_memory() -> None:
+    from layerfuse.testing.models import small_entry, small_model
+
+    entry = registry.model("kimi-linear-48b-a3b")
+    read = [spec for _, spec in registry.specs_in(small_model(entry, dtype=torch.bfloat16))]
+    assert read == [spec for _, spec in small_entry(entry).specs(engine="transformers")]
+
+
+# ---- listing
+
+
+def test_adapters_models_and_classes_are_listed_read_only() -> None:
+    assert {"deepseek_v3", "kimi_k2", "kimi_linear", "gpt_oss", "qwen3_next"} <= set(registry.adapters())
+    assert registry.layer_classes()["vllm:MLAAttention"] == "deepseek_v3"
+    for view in (registry.adapters(), registry.models(), registry.layer_classes()):
+        with pytest.raises(TypeError):
+            view["new"] = None  # type: ignore[index]
+
+
+def test_adapter_for_names_the_declaring_adapter_or_model() -> None:
+    assert (
+        registry.adapter_for(real_model("deepseek-v3").get_submodule("model.layers.0.self_attn")).name == "deepseek_v3"
+    )
+    assert registry.adapter_for(real_model("glm-5").get_submodule("model.layers.0.self_attn")).name == "glm-5"
+    with pytest.raises(UnknownLayerError):
+        registry.adapter_for(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "DeepSeek-V3", "deepseek-ai/DeepSeek-V3", "DEEPSEEK-AI/deepseek-v3"])
+def test_a_model_is_found_by_name_and_hub_name(name: str) -> None:
+    assert registry.model(name).name == "deepseek-v3"
+
+
+def test_an_unknown_model_suggests_the_closest() -> None:
+    with pytest.raises(registry.UnknownModelError) as caught:
+        registry.model("kimi-k2.6")
+    assert str(caught.value).startswith("no model is called 'kimi-k2.6'; did you mean kimi-k2.5")
+    assert isinstance(caught.value, LookupError)
+    with pytest.raises(registry.UnknownModelError):
+        registry.model("")

@@ -1,0 +1,179 @@
+"""Plugins: a tiny real package is installed and found by its entry points; clashing and broken ones are told apart."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, run_python
+
+PLUGIN = ROOT / "tests" / "plugin"
+
+LAYER = """
+from types import SimpleNamespace as Some
+cls = type("Mixer", (Some,), {"__module__": "tinylib.layers"})
+norm = Some(weight=Some(shape=(16,)), eps=1e-6)
+layer = cls(heads={"all": 4, "mine": 2}, latent=16, nope=8, value=8, latent_norm=norm, scale=0.5, width=64, index=1)
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plugin, installed by pip into a folder of its own."""
+    source, target = tmp_path_factory.mktemp("source") / "plugin", tmp_path_factory.mktemp("site")
+    shutil.copytree(PLUGIN, source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build"))
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"),
+            *("--disable-pip-version-check", "--target", str(target), str(source)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return target
+
+
+def write_plugin(site: Path, name: str, group: str, value: str, code: str, **files: str) -> None:
+    """A package and its metadata as an installer would have left them."""
+    (site / f"{name}.py").write_text(code)
+    for file, text in files.items():
+        (site / file.replace("_toml", ".toml")).write_text(text)
+    info = site / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
+
+
+def run(code: str, *sites: Path, warnings: str = "default") -> list[str]:
+    done = run_python(code, *sites, PYTHONWARNINGS=warnings)
+    assert done.returncode == 0, done.stderr
+    return [*done.stdout.splitlines(), *[line for line in done.stderr.splitlines() if "Warning" in line]]
+
+
+def test_an_installed_plugin_brings_its_adapter_and_its_model(installed: Path) -> None:
+    said = run(
+        "from layerfuse import registry\n" + LAYER + "spec = registry.spec_for(layer)\n"
+        "print(spec.num_heads, spec.num_local_heads, spec.parallel.size, spec.split_sizes)\n"
+        "print(registry.adapter_for(layer).name, 'tiny' in registry.adapters())\n"
+        "print(registry.layer_classes()['tinylib:FastMixer'])\n"
+        "print(len(registry.model('tiny-mixer').specs(2)))\n",
+        installed,
+    )
+    assert said == ["4 2 2 (16, 0)", "tiny True", "tiny-mixer", "4"]
+
+
+def test_a_plugin_is_imported_only_when_something_unknown_is_asked_for(installed: Path) -> None:
+    said = run(
+        "import sys\n"
+        "from layerfuse import registry\n"
+        "from layerfuse.adapters import MissingAttributeError\n"
+        "known = type('MLAAttention', (), {'__module__': 'vllm.x'})()\n"
+        "try:\n    registry.spec_for(known)\nexcept MissingAttributeError:\n    print('layerfuse_tiny' in sys.modules)\n"
+        + LAYER
+        + "registry.spec_for(layer)\nprint('layerfuse_tiny.adapter' in sys.modules)\n",
+        installed,
+    )
+    assert said == ["False", "True"]
+
+
+def test_listing_what_is_installed_imports_nothing(installed: Path) -> None:
+    said = run(
+        "import sys\n"
+        "from layerfuse.registry.plugins import installed\n"
+        "print(sorted((p.group, p.value) for p in installed() if p.name == 'tiny'))\n"
+        "print('layerfuse_tiny' in sys.modules)\n",
+        installed,
+    )
+    assert said == [
+        "[('layerfuse.adapters', 'layerfuse_tiny.adapter:TINY'), ('layerfuse.models', 'layerfuse_tiny')]",
+        "False",
+    ]
+
+
+CLASH = """
+from layerfuse.adapters import Adapter
+from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA
+ADAPTER = Adapter("theirs", {"vllm:MLAAttention": TRANSFORMERS_MLA})
+"""
+
+
+def test_a_plugin_may_not_replace_what_is_built_in(tmp_path: Path) -> None:
+    write_plugin(tmp_path, "clashing", "layerfuse.adapters", "clashing:ADAPTER", CLASH)
+    said = run(
+        "from layerfuse import registry\n"
+        "for _ in range(2):\n"
+        "    try:\n        registry.models()\n"
+        "    except registry.ConflictError as error:\n        print(error)\n"
+        "known = type('MLAAttention', (), {'__module__': 'vllm.x'})()\n"
+        "try:\n    registry.spec_for(known)\n"
+        "except AttributeError as error:\n        print(error.adapter)\n",
+        tmp_path,
+    )
+    clash = "the layer class vllm:MLAAttention is declared differently by deepseek_v3 and by theirs; rename or remove one of them"
+    # Said every time, and an engine that needs only what is built in goes on working.
+    assert said == [clash, clash, "deepseek_v3"]
+
+
+def test_a_plugin_that_cannot_be_imported_is_a_warning_and_the_rest_works(tmp_path: Path, installed: Path) -> None:
+    write_plugin(tmp_path, "broken", "layerfuse.adapters", "broken:ADAPTER", "import no_such_library")
+    said = run(
+        "from layerfuse import registry\nprint(len(registry.models()) > 10, 'tiny' in registry.adapters())\n",
+        tmp_path,
+        installed,
+    )
+    assert said[0] == "True True"
+    assert said[1].endswith(
+        "RuntimeWarning: the plugin broken (broken:ADAPTER) cannot be imported: ModuleNotFoundError: "
+        "No module named 'no_such_library'"
+    )
+    assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("group", "code", "error"),
+    [
+        (
+            "layerfuse.adapters",
+            "THING = 7",
+            "PluginError: the plugin odd (odd:THING): expected an Adapter or a list of them, got 7",
+        ),
+        (
+            "layerfuse.models",
+            "THING = 7",
+            "PluginError: the plugin odd (odd:THING): expected a path or a package with a models.toml",
+        ),
+        (
+            "layerfuse.models",
+            "THING = '/no/such/models.toml'",
+            "/no/such/models.toml: cannot be read: No such file or directory",
+        ),
+        (
+            "layerfuse.adapters",
+            "from layerfuse.adapters import Adapter\nTHING = [Adapter('one', {}), Adapter('two', {})]",
+            "two",
+        ),
+    ],
+)
+def test_a_plugin_that_is_something_else_is_an_error_that_names_it(
+    group: str, code: str, error: str, tmp_path: Path
+) -> None:
+    write_plugin(tmp_path, "odd", group, "odd:THING", code)
+    said = run(
+        "from layerfuse import registry\n"
+        "try:\n    print('two' if 'two' in registry.adapters() else 'nothing')\n"
+        "except Exception as error:\n    print(f'{type(error).__name__}: {error}')\n",
+        tmp_path,
+    )
+    assert error in said[0]
+
+
+def test_a_path_may_be_an_entry_points_object(tmp_path: Path) -> None:
+    text = (PLUGIN / "layerfuse_tiny" / "models.toml").read_text()
+    text = text[: text.index("[models.tiny-mixer.layer_classes]")].replace('"tiny"', '"deepseek_v3"')
+    code = "from pathlib import Path\nFILE = Path(__file__).parent / 'theirs.toml'"
+    write_plugin(tmp_path, "paths", "layerfuse.models", "paths:FILE", code, theirs_toml=text)
+    said = run("from layerfuse import registry\nprint(registry.model('tiny-mixer').source)", tmp_path)
+    assert said == ["made up for the tests of entry points"]

@@ -1,0 +1,145 @@
+"""Every declared dimension against the published configs, field by field, and the heads of every rank."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from helpers import ROOT
+
+from layerfuse import registry
+from layerfuse.adapters import GatedDeltaNetSpec, GQASpec, MLASpec, ResidualSpec, SpecError
+
+PUBLISHED = json.loads((ROOT / "tests" / "data" / "published_dims.json").read_text())
+MODELS: dict[str, Any] = PUBLISHED["models"]
+MLA_FIELDS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+GDN_FIELDS = {
+    "num_k_heads": "linear_num_key_heads",
+    "num_v_heads": "linear_num_value_heads",
+    "head_k_dim": "linear_key_head_dim",
+    "head_v_dim": "linear_value_head_dim",
+    "conv_kernel_size": "linear_conv_kernel_dim",
+}
+
+
+def published(name: str) -> dict[str, Any]:
+    return {key: said["value"] for key, said in MODELS[name]["config"].items()}
+
+
+def test_every_declared_model_has_its_published_dimensions_here() -> None:
+    assert set(MODELS) == set(registry.models())
+    for name, model in MODELS.items():
+        assert all(said["source"] for said in model["config"].values()), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_model_is_as_published(name: str) -> None:
+    entry, config = registry.model(name), published(name)
+    assert (entry.hf_id or "").startswith(MODELS[name]["hf_id"])
+    assert entry.num_hidden_layers == config.get("num_hidden_layers", config.get("num_layers"))
+    assert (entry.hidden_size, entry.rms_norm_eps) == (config["hidden_size"], config["rms_norm_eps"])
+    assert (entry.architectures, entry.model_type) == (config["architectures"], config["model_type"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_layer_is_as_published(name: str) -> None:
+    entry, config = registry.model(name), published(name)
+    for kind in entry.layers.values():
+        if kind.family == "mla":
+            assert {field: getattr(kind, field) for field in MLA_FIELDS} == {
+                field: config[field] for field in MLA_FIELDS
+            }
+            assert kind.num_heads == config["num_attention_heads"]
+            assert (None if kind.q_lora_rank == "none" else kind.q_lora_rank) == config["q_lora_rank"]
+            scaling = config.get("rope_scaling")
+            said = None if kind.yarn is None else (kind.yarn.factor, kind.yarn.mscale_all_dim)
+            assert said == (None if not scaling else (scaling["factor"], scaling["mscale_all_dim"]))
+        elif kind.family == "gqa":
+            assert kind.num_heads == config["num_attention_heads"]
+            assert (kind.num_kv_heads, kind.head_dim) == (config["num_key_value_heads"], config["head_dim"])
+            assert kind.sliding_window in ("off", config.get("sliding_window"))
+        elif "linear_attn_config" in config:
+            linear = config["linear_attn_config"]
+            assert (kind.num_k_heads, kind.num_v_heads) == (linear["num_heads"],) * 2
+            assert (kind.head_k_dim, kind.head_v_dim) == (linear["head_dim"],) * 2
+            assert kind.conv_kernel_size == linear["short_conv_kernel_size"]
+        else:
+            assert {ours: getattr(kind, ours) for ours in GDN_FIELDS} == {
+                ours: config[theirs] for ours, theirs in GDN_FIELDS.items()
+            }
+
+
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model["layers"]])
+def test_the_layer_pattern_is_the_published_one_counted_from_0(name: str) -> None:
+    kinds = registry.model(name).kind_at()
+    words = {
+        "full_attention_layers_0based": ("mla", "full"),
+        "kda_layers_0based": ("kda",),
+        "linear_attention_layers_0based": ("gdn",),
+        "sliding_layers_0based": ("sliding",),
+    }
+    for word, layers in MODELS[name]["layers"].items():
+        assert [index for index, kind in enumerate(kinds) if kind in words[word]] == layers
+
+
+RANKS = [
+    pytest.param(name, int(size), heads, id=f"{name}-tp{size}")
+    for name, model in MODELS.items()
+    for size, heads in model["heads_per_rank"].items()
+]
+
+
+@pytest.mark.parametrize(("name", "size", "heads"), RANKS)
+def test_every_rank_holds_the_heads_that_were_worked_out_by_hand(name: str, size: int, heads: dict[str, Any]) -> None:
+    entry = registry.model(name)
+    counts = [heads[key] for key in ("q_heads", "kv_heads", "kda_heads", "gdn_key_heads") if key in heads]
+    if None in counts:
+        with pytest.raises(SpecError, match=f"cannot be shared equally by {size} ranks"):
+            entry.specs(size)
+        return
+    specs = [spec for _, spec in entry.specs(size, size - 1)]
+    assert {spec.parallel.rank for spec in specs} == {size - 1}
+    for spec in specs:
+        if isinstance(spec, MLASpec):
+            assert spec.num_local_heads == heads["q_heads"]
+        elif isinstance(spec, GQASpec):
+            assert (spec.num_local_heads, spec.num_local_kv_heads) == (heads["q_heads"], heads["kv_heads"])
+        elif isinstance(spec, GatedDeltaNetSpec) and "kda_heads" in heads:
+            assert (spec.num_local_k_heads, spec.num_local_v_heads) == (heads["kda_heads"],) * 2
+        elif isinstance(spec, GatedDeltaNetSpec):
+            assert (spec.num_local_k_heads, spec.num_local_v_heads, spec.conv_dim) == (
+                heads["gdn_key_heads"],
+                heads["gdn_value_heads"],
+                heads["gdn_conv_channels"],
+            )
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_at_every_size_an_entry_is_sharded_or_refused_with_the_reason(size: int) -> None:
+    for name, entry in registry.models().items():
+        try:
+            specs = entry.specs(size)
+        except SpecError as refused:
+            assert all(f"{size} ranks" in problem for problem in refused.problems), name
+            continue
+        assert all(spec.parallel.size == size for _, spec in specs)
+        streams = [spec for _, spec in specs if isinstance(spec, ResidualSpec)]
+        assert len(streams) == entry.num_hidden_layers
+
+
+def test_an_engines_own_epsilons_replace_the_published_and_only_those() -> None:
+    entry = registry.model("kimi-linear-48b-a3b")
+    published_specs, transformers = dict(entry.specs()), dict(entry.specs(engine="transformers"))
+    latent = "layers.3.mla"
+    assert (published_specs[latent].kv_norm.epsilon, transformers[latent].kv_norm.epsilon) == (1e-5, 1e-6)
+    assert {path: spec for path, spec in published_specs.items() if not path.endswith("mla")} == {
+        path: spec for path, spec in transformers.items() if not path.endswith("mla")
+    }
+    assert dict(entry.specs(engine="vllm")) == published_specs
+
+
+def test_longcat_numbers_its_attentions_on() -> None:
+    specs = registry.model("longcat-flash").specs()
+    assert [path for path, _ in specs[:4]] == ["layers.0", "layers.0.mla.0", "layers.0.mla.1", "layers.1"]
+    assert [spec.layer_index for _, spec in specs if isinstance(spec, MLASpec)] == list(range(56))

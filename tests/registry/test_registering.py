@@ -1,0 +1,216 @@
+"""Registering adapters and models: once, twice, differently, in threads, and in registries that know nothing of each
+other."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import attrs
+import pytest
+
+from layerfuse import registry
+from layerfuse.adapters import Adapter
+from layerfuse.adapters.vocabulary import TRANSFORMERS_GQA, TRANSFORMERS_MLA
+from layerfuse.registry import CatalogError, ConflictError
+
+MINE = Adapter("mine", {"mylib:MyAttention": TRANSFORMERS_MLA})
+OTHER_FACTS = TRANSFORMERS_MLA.but(num_heads="n_heads")
+
+
+def contents(own: registry.Registry) -> tuple[Any, ...]:
+    return dict(own.adapters()), dict(own.models()), dict(own.layer_classes())
+
+
+def entry(**changes: Any) -> registry.ModelEntry:
+    return attrs.evolve(registry.model("gpt-oss-20b"), name="my-model", adapter="mine", **changes)
+
+
+def test_the_same_registration_twice_is_no_registration() -> None:
+    own = registry.Registry()
+    own.register_adapter(MINE)
+    own.register_model(entry())
+    before = contents(own)
+    own.register_adapter(Adapter("mine", {"mylib:MyAttention": TRANSFORMERS_MLA.but()}))
+    own.register_model(entry())
+    assert contents(own) == before
+
+
+def test_two_owners_may_declare_the_same_class_alike() -> None:
+    own = registry.Registry()
+    own.register_adapter(MINE)
+    own.register_adapter(Adapter("another", {"mylib:MyAttention": TRANSFORMERS_MLA}))
+    assert own.layer_classes() == {"mylib:MyAttention": "mine"}
+    assert set(own.adapters()) == {"mine", "another"}
+
+
+def test_a_class_declared_differently_names_both_owners_and_changes_nothing() -> None:
+    own = registry.Registry()
+    own.register_adapter(MINE)
+    before = contents(own)
+    clash = Adapter("another", {"mylib:New": TRANSFORMERS_GQA, "mylib:MyAttention": OTHER_FACTS})
+    with pytest.raises(ConflictError) as caught:
+        own.register_adapter(clash)
+    assert str(caught.value) == (
+        "the layer class mylib:MyAttention is declared differently by mine and by another; rename or remove one of them"
+    )
+    assert caught.value.owners == ("mine", "another")
+    assert contents(own) == before
+
+
+def test_a_builtin_adapter_cannot_be_replaced() -> None:
+    own = registry.fresh()
+    before = contents(own)
+    with pytest.raises(ConflictError, match="the adapter deepseek_v3 is declared differently by"):
+        own.register_adapter(Adapter("deepseek_v3", {"mylib:MyAttention": TRANSFORMERS_MLA}))
+    with pytest.raises(
+        ConflictError, match="the layer class vllm:MLAAttention is declared differently by deepseek_v3 and by mine"
+    ):
+        own.register_adapter(Adapter("mine", {"vllm:MLAAttention": TRANSFORMERS_MLA}))
+    assert contents(own) == before
+
+
+def test_a_model_declared_differently_is_a_conflict_and_changes_nothing() -> None:
+    own = registry.Registry()
+    own.register_adapter(MINE)
+    own.register_model(entry())
+    before = contents(own)
+    with pytest.raises(ConflictError, match="the model my-model is declared differently by"):
+        own.register_model(entry(hidden_size=64))
+    assert contents(own) == before
+
+
+def test_several_models_are_added_all_or_none() -> None:
+    own = registry.Registry()
+    own.register_adapter(MINE)
+    before = contents(own)
+    good, bad = entry(), attrs.evolve(entry(), name="bad", layer_classes={"mylib:X": {"like": "mylib:Nothing"}})
+    with pytest.raises(CatalogError, match="like: no class 'mylib:Nothing' is known"):
+        own.register_models({"my-model": good, "bad": bad}, "a file")
+    assert contents(own) == before
+
+
+def test_an_entry_of_an_unknown_adapter_is_refused_with_the_closest() -> None:
+    own = registry.fresh()
+    with pytest.raises(CatalogError) as caught:
+        own.register_model(attrs.evolve(entry(), adapter="deepseek_v2"))
+    (problem,) = caught.value.problems
+    assert problem.startswith("no adapter 'deepseek_v2' is registered; did you mean 'deepseek_v3'")
+    assert problem.endswith(" @ $.models.my-model.adapter")
+
+
+def test_registries_know_nothing_of_each_other() -> None:
+    first, second = registry.fresh(), registry.fresh()
+    first.register_adapter(MINE)
+    assert "mine" in first.adapters()
+    assert "mine" not in second.adapters()
+    assert "mine" not in registry.adapters()
+    assert registry.Registry().models() == {}
+
+
+def test_a_view_taken_before_does_not_change() -> None:
+    own = registry.fresh()
+    before = own.adapters()
+    own.register_adapter(MINE)
+    assert "mine" not in before and "mine" in own.adapters()
+
+
+def test_a_class_asked_for_too_early_is_found_once_it_is_registered() -> None:
+    own = registry.Registry()
+    cls = type("MyAttention", (), {"__module__": "mylib.models"})
+    assert own.readers_for(cls) == ()
+    own.register_adapter(MINE)
+    assert own.readers_for(cls)[0].owner == "mine"
+
+
+def test_what_is_left_for_later_is_fetched_once_and_only_when_it_is_needed() -> None:
+    own = registry.Registry()
+    own.register_adapter(MINE)
+    calls = []
+
+    def more(filled: registry.Registry) -> None:
+        calls.append(1)
+        filled.register_adapter(Adapter("late", {"latelib:Mixer": TRANSFORMERS_MLA}))
+
+    own.on_miss(more)
+    layer = type("MyAttention", (), {"__module__": "mylib"})()
+    with pytest.raises(AttributeError, match="does not say its"):
+        own.spec_for(layer)  # known: nothing else is needed
+    assert calls == []
+    # A class of any name may be what was left for later; the first question already has it.
+    mixer = type("Mixer", (), {"__module__": "latelib"})()
+    with pytest.raises(AttributeError, match=r"\(adapter late\)"):
+        own.spec_for(mixer)
+    assert calls == [1]
+    with pytest.raises(LookupError):
+        own.spec_for(object())
+    assert calls == [1]
+
+
+def test_an_error_in_what_was_left_for_later_is_not_swallowed_by_the_second_question() -> None:
+    own = registry.Registry()
+
+    def more(_: registry.Registry) -> None:
+        raise ConflictError("the adapter x", ["a", "b"])
+
+    own.on_miss(more)
+    for _ in range(2):
+        with pytest.raises(ConflictError):
+            own.models()
+
+
+def test_a_first_filling_that_fails_is_tried_again() -> None:
+    tries = []
+
+    def fill(filled: registry.Registry) -> None:
+        tries.append(1)
+        if len(tries) == 1:
+            raise OSError("the disk is away")
+        filled.register_adapter(MINE)
+
+    own = registry.Registry(fill=fill)
+    with pytest.raises(OSError, match="the disk is away"):
+        own.adapters()
+    assert set(own.adapters()) == {"mine"}
+    assert len(tries) == 2
+
+
+def test_threads_that_register_the_same_and_different_things() -> None:
+    own = registry.fresh()
+    barrier = threading.Barrier(8)
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            barrier.wait()
+            for i in range(25):
+                own.register_adapter(Adapter(f"shared{i}", {f"shared{i}:A": TRANSFORMERS_MLA}))
+                own.register_adapter(Adapter(f"own{number}.{i}", {f"own{number}.x{i}:A": TRANSFORMERS_GQA}))
+                assert own.models() and own.layer_classes()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert sum(name.startswith(("shared", "own")) for name in own.adapters()) == 25 + 8 * 25
+
+
+def test_many_threads_may_ask_first() -> None:
+    own = registry.fresh()
+    barrier = threading.Barrier(8)
+    counts: list[int] = []
+
+    def ask() -> None:
+        barrier.wait()
+        counts.append(len(own.layer_classes()))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(counts) == 8 and len(set(counts)) == 1

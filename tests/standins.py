@@ -1,0 +1,95 @@
+"""Layers of engines that cannot be built here: modules whose class, attributes and children are those that were read in
+the engines' sources, and nothing else. No code of an engine is in them.
+
+`standins_sglang` follows SGLang 0.5.23, `standins_atom` ROCm/ATOM at ffdf3bb5; the tables of which attribute holds a
+total and which this rank's share are in docs/engines.md.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import nn
+
+from layerfuse.registry import ModelEntry
+
+
+@functools.cache
+def layer_class(key: str, *bases: type) -> type[nn.Module]:
+    """An empty class with the module and name of `package.module:ClassName`."""
+    module, _, name = key.partition(":")
+    return type(name, bases or (nn.Module,), {"__module__": module})
+
+
+def module(key: str, *bases: type, **held: Any) -> Any:
+    """One instance of such a class that holds these attributes and children."""
+    made: Any = layer_class(key, *bases)()
+    for name, value in held.items():
+        setattr(made, name, value)
+    return made
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape, device="meta"), requires_grad=False)
+
+
+@frozen
+class Rank:
+    """Where a layer is built: the engine's tensor-parallel size and this rank."""
+
+    size: int
+    rank: int
+
+    def share(self, total: int) -> int:
+        assert total % self.size == 0, f"{total} heads on {self.size} ranks"
+        return total // self.size
+
+    def kv_share(self, total: int) -> int:
+        return max(1, total // self.size)
+
+
+def yarn_mscale(kind: Any) -> float:
+    """The engines multiply the scale by it twice, in this order, to the last bit."""
+    return float(kind.yarn.mscale) if kind.yarn else 1.0
+
+
+def decoder_indices(entry: ModelEntry) -> list[int]:
+    """The first decoder layer of each kind, and the last of all."""
+    kinds = entry.kind_at()
+    return sorted({kinds.index(kind) for kind in entry.layers} | {len(kinds) - 1})
+
+
+def text_model(
+    entry: ModelEntry, rank: Rank, decoder: Callable[[ModelEntry, Any, int, Rank, str], Any], prefix: str = ""
+) -> nn.Module:
+    """A model with some of its decoder layers, under their real names: `model.layers.N`."""
+    kinds = entry.kind_at()
+    layers = nn.ModuleDict(
+        {
+            str(index): decoder(entry, entry.layers[kinds[index]], index, rank, f"{prefix}model.layers.{index}")
+            for index in decoder_indices(entry)
+        }
+    )
+    return _holding(model=_holding(layers=layers))
+
+
+def multimodal(text: nn.Module, vision_key: str) -> nn.Module:
+    """A wrapper whose vision tower has attention with heads of its own."""
+    tower = module(vision_key, num_heads=16, head_dim=72, scaling=72**-0.5, num_attention_heads_per_partition=16)
+    return _holding(vision_tower=_holding(layers=nn.ModuleList([_holding(attn=tower)])), language_model=text)
+
+
+def _holding(**children: nn.Module) -> nn.Module:
+    made = nn.Module()
+    for name, child in children.items():
+        setattr(made, name, child)
+    return made
+
+
+Build = Callable[[ModelEntry, Rank], nn.Module]
+Models = Mapping[str, Build]
+"""Entry name -> how its stand-in is built."""

@@ -1,0 +1,239 @@
+"""The laws of the house, held to the source itself. Each can fail: every check is first shown a file that breaks it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import pytest
+from helpers import ROOT, run_python
+
+from layerfuse.adapters.specs import FAMILIES, GatedNormSpec, NormSpec, Parallel
+
+FLOORS = ("adapters", "registry", "fusion", "testing", "cli")
+"""From the ground up: a door opens downward only."""
+
+TOP = {"__init__", "__main__", "_lazy", "doctor"}
+"""Modules beside the floors: the face, and what it needs."""
+
+CHECKED = sorted(
+    path
+    for folder in (*FLOORS, ".")
+    for path in (ROOT / folder).glob("*.py" if folder == "." else "**/*.py")
+    if "__pycache__" not in path.parts
+)
+EVERY_FILE = sorted(
+    path
+    for folder in (*FLOORS, "tests", "benchmarks", ".")
+    for path in (ROOT / folder).glob("*.py" if folder == "." else "**/*.py")
+    if not {"__pycache__", ".venv", "build"} & set(path.parts)
+)
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+# ---- law 1: no getattr, hasattr or __dict__ on a layer outside adapters/
+
+ALLOWED = {
+    # file -> how many looks by name, and at what if not at a layer
+    "_lazy.py": (2, "the modules of this package, which are imported when first used"),
+    "registry/catalog.py": (1, "a class of its own, for fields that no file says"),
+    "registry/files.py": (4, "errors, and the fields of parsed tables by the names that the schema has"),
+    "registry/kinds.py": (1, "a parsed table of epsilons, by its own field's name"),
+    "registry/schema.py": (1, "the classes that the schema is made from"),
+    "registry/lookup.py": (1, "the class of what is asked about, to tell a model from a layer in an error"),
+}
+
+
+def looks_by_name(tree: ast.AST) -> Iterator[int]:
+    """Lines that ask an object for something by its name, or for all it holds."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id in ("getattr", "hasattr", "vars", "setattr", "delattr"):
+                yield node.lineno
+        elif (
+            isinstance(node, ast.Attribute) and node.attr in ("__dict__", "__getattribute__", "_modules", "_parameters")
+        ) or (isinstance(node, ast.Attribute) and node.attr == "attrgetter"):
+            yield node.lineno
+
+
+def test_the_check_of_law_1_finds_what_it_looks_for() -> None:
+    broken = "x = getattr(layer, 'num_heads', 1)\nif hasattr(layer, 'a'): pass\nlayer.__dict__['a']\nvars(layer)\n"
+    assert list(looks_by_name(ast.parse(broken))) == [1, 2, 4, 3] or sorted(looks_by_name(ast.parse(broken))) == [
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert list(looks_by_name(ast.parse("spec.num_heads + layer.weight.shape[0]"))) == []
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in CHECKED if p.parts[len(ROOT.parts)] in ("registry", "_lazy.py")], ids=name_of
+)
+def test_law_1_only_adapters_read_layers(path: Path) -> None:
+    found = sorted(looks_by_name(parsed(path)))
+    allowed, reason = ALLOWED.get(name_of(path), (0, ""))
+    assert len(found) <= allowed, f"{name_of(path)} asks by name at lines {found}; allowed are {allowed} ({reason})"
+
+
+def test_law_1_the_allowed_looks_are_still_there() -> None:
+    for name, (allowed, _) in ALLOWED.items():
+        if (ROOT / name).exists():
+            assert len(list(looks_by_name(parsed(ROOT / name)))) == allowed, (
+                f"{name}: correct its number of allowed looks"
+            )
+
+
+FUSION_ALLOWED = {"config", "compiler", "report", "origins", "base", "parameters"}
+
+
+@pytest.mark.parametrize("path", [p for p in CHECKED if p.parts[len(ROOT.parts)] == "fusion"], ids=name_of)
+def test_law_1_fusion_takes_specs_and_reads_no_layer(path: Path) -> None:
+    """Fusion works on graphs: it may ask a node or a package for something, and never a layer for a dimension."""
+    words = {attribute.name for spec in FAMILIES.values() for attribute in attrs.fields(spec)}
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            asked = node.args[1] if len(node.args) > 1 else None
+            assert not (isinstance(asked, ast.Constant) and asked.value in words), f"{name_of(path)}:{node.lineno}"
+
+
+# ---- law 2: no upward import; no torch below fusion/
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Every module that a file imports, as an absolute name, type checking included."""
+    package = ["layerfuse", *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            yield node.lineno, module
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def floor_of(module: str) -> int | None:
+    parts = module.split(".")
+    return FLOORS.index(parts[1]) if parts[0] == "layerfuse" and len(parts) > 1 and parts[1] in FLOORS else None
+
+
+@pytest.mark.parametrize("path", [p for p in CHECKED if p.parent != ROOT], ids=name_of)
+def test_law_2_doors_open_downward_only(path: Path) -> None:
+    own = FLOORS.index(path.relative_to(ROOT).parts[0])
+    upward = [
+        (line, module) for line, module in imports(path) if (floor := floor_of(module)) is not None and floor > own
+    ]
+    assert upward == [], f"{name_of(path)} imports from a floor above"
+
+
+ENGINES = ("torch", "transformers", "vllm", "sglang", "aiter", "triton", "numpy")
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in CHECKED if p.relative_to(ROOT).parts[0] in ("adapters", "registry")], ids=name_of
+)
+def test_law_2_nothing_below_fusion_names_torch_or_an_engine(path: Path) -> None:
+    assert [module for _, module in imports(path) if module.split(".")[0] in ENGINES] == []
+
+
+LIGHT = {
+    "registry": "from layerfuse import registry; registry.models(); registry.layer_classes()",
+    "specs": "from layerfuse import registry; registry.model('kimi-k2.5').specs(8)",
+    "the face": "import layerfuse; layerfuse.MLASpec; layerfuse.registry; layerfuse.tensor_parallel",
+    "plan": "from layerfuse import fusion, registry\n"
+    "print(fusion.plan(registry.model('deepseek-v3').specs(8), fusion.Target.named('gfx950')))",
+}
+
+
+@pytest.mark.parametrize("code", LIGHT.values(), ids=LIGHT)
+def test_law_2_specs_and_plans_come_without_torch_and_without_an_engine(code: str) -> None:
+    done = run_python(f"{code}\nimport sys\nprint('LOADED', *[m for m in {ENGINES!r} if m in sys.modules])")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].strip() == "LOADED"
+
+
+def test_law_2_importing_the_registry_is_cheap_in_modules() -> None:
+    done = run_python(
+        "import sys; before = len(sys.modules); import layerfuse.registry; print(len(sys.modules) - before)"
+    )
+    assert int(done.stdout) < 15
+
+
+# ---- law 3: no default for geometry, no `or` chain that takes 0 or None for missing
+
+
+def test_law_3_no_field_of_a_spec_has_a_default() -> None:
+    defaults = {
+        f"{spec.__name__}.{attribute.name}"
+        for spec in (*FAMILIES.values(), Parallel, NormSpec, GatedNormSpec)
+        for attribute in attrs.fields(spec)
+        if attribute.default is not attrs.NOTHING
+    }
+    # An ordinary RMSNorm adds nothing to its weight; it is no geometry.
+    assert defaults == {"NormSpec.weight_offset", "GatedNormSpec.weight_offset"}
+
+
+def defaults_in(tree: ast.AST) -> Iterator[int]:
+    """getattr with a default, dict.get of geometry, and `a.x or b.y`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            if len(node.args) + len(node.keywords) > 2:
+                yield node.lineno
+        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+            if all(isinstance(value, ast.Attribute | ast.Constant | ast.Subscript) for value in node.values):
+                yield node.lineno
+
+
+def test_the_check_of_law_3_finds_what_it_looks_for() -> None:
+    assert list(defaults_in(ast.parse("a = getattr(layer, 'n', 1)\nb = layer.head_dim or config.head_dim"))) == [1, 2]
+    assert list(defaults_in(ast.parse("a = getattr(layer, 'n')\nb = x is None or y > 2"))) == []
+
+
+@pytest.mark.parametrize("path", [p for p in CHECKED if p.relative_to(ROOT).parts[0] == "adapters"], ids=name_of)
+def test_law_3_adapters_have_no_defaults_and_no_or_chains(path: Path) -> None:
+    assert list(defaults_in(parsed(path))) == []
+
+
+def test_law_3_no_declared_fact_ends_in_a_constant_for_a_count() -> None:
+    """A constant after a path is a default in disguise; the two there are say what a class without the attribute is."""
+    from layerfuse import registry
+    from layerfuse.adapters.sources import Const, NormSource
+
+    counts, disguised = {"count", "optional_count", "width_or_zero", "index", "window", "positive"}, set()
+    from layerfuse.adapters.base import fields_of
+
+    for key, owner in registry.layer_classes().items():
+        for facts in registry.adapters()[owner].layers[key]:
+            kinds = fields_of(facts.spec)
+            for name, places in facts.parsed.items():
+                if isinstance(places, tuple) and not isinstance(places[0], NormSource) and kinds.get(name) in counts:
+                    if len(places) > 1 and any(isinstance(place, Const) for place in places):
+                        disguised.add((key, name))
+    assert disguised == set()
+
+
+# ---- the house
+
+
+@pytest.mark.parametrize("path", EVERY_FILE, ids=name_of)
+def test_every_file_says_what_it_is_and_stays_short(path: Path) -> None:
+    text = path.read_text()
+    if text.strip():
+        assert ast.get_docstring(ast.parse(text)), f"{name_of(path)} has no docstring"
+    lines = text.count("\n")
+    assert lines <= 350, f"{name_of(path)} has {lines} lines: split it"
+
+
+def test_the_floors_are_all_there_is() -> None:
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages - {"tests", "benchmarks", "docs"} == set(FLOORS)
