@@ -6,22 +6,23 @@ vLLM, SGLang and ATOM serve every DeepSeek-shaped MLA model with the classes nam
 from __future__ import annotations
 
 from . import vocabulary as words
+from . import vocabulary_streams as streams
 from .base import Adapter
 
 DEEPSEEK_V3 = Adapter(
     "deepseek_v3",
     layers={
         "transformers:DeepseekV3Attention": words.TRANSFORMERS_MLA,
-        "transformers:DeepseekV3DecoderLayer": words.TRANSFORMERS_RESIDUAL,
+        "transformers:DeepseekV3DecoderLayer": streams.TRANSFORMERS_RESIDUAL,
         "vllm:DeepseekV2MLAAttention": words.VLLM_MLA,
         "vllm:DeepseekV2Attention": words.VLLM_MLA_EXPANDED,
         "vllm:MultiHeadLatentAttentionWrapper": words.VLLM_MLA_WRAPPER,
         "vllm:MLAAttention": words.VLLM_MLA_KERNEL,
-        "vllm:DeepseekV2DecoderLayer": words.VLLM_RESIDUAL,
+        "vllm:DeepseekV2DecoderLayer": streams.VLLM_RESIDUAL,
         "sglang:DeepseekV2AttentionMLA": words.SGLANG_MLA,
-        "sglang:DeepseekV2DecoderLayer": words.SGLANG_RESIDUAL,
+        "sglang:DeepseekV2DecoderLayer": streams.SGLANG_RESIDUAL,
         "atom:DeepseekV2MLAAttention": words.ATOM_MLA,
         "atom:MLAAttention": words.ATOM_MLA_KERNEL,
-        "atom:DeepseekV2DecoderLayer": words.ATOM_RESIDUAL,
+        "atom:DeepseekV2DecoderLayer": streams.ATOM_RESIDUAL,
     },
 )

@@ -6,6 +6,7 @@ Also home to the engines' common softmax-attention kernel layers.
 from __future__ import annotations
 
 from . import vocabulary as words
+from . import vocabulary_streams as streams
 from .base import Adapter
 
 GPT_OSS = Adapter(
@@ -14,19 +15,19 @@ GPT_OSS = Adapter(
         "transformers:GptOssAttention": words.TRANSFORMERS_GQA.but(
             sliding_window="sliding_window", has_sinks={"path": "sinks", "as": "present"}
         ),
-        "transformers:GptOssDecoderLayer": words.TRANSFORMERS_RESIDUAL,
+        "transformers:GptOssDecoderLayer": streams.TRANSFORMERS_RESIDUAL,
         "vllm:OAIAttention": words.VLLM_GPT_OSS,
         "vllm:Attention": words.VLLM_GQA_KERNEL,
-        "vllm.model_executor.models.gpt_oss:TransformerBlock": words.VLLM_RESIDUAL.but(
+        "vllm.model_executor.models.gpt_oss:TransformerBlock": streams.VLLM_RESIDUAL.but(
             hidden_size="attn.hidden_size", tp_size="attn.o_proj.tp_size", tp_rank="attn.o_proj.tp_rank"
         ),
         "sglang:GptOssAttention": words.SGLANG_GQA.but(has_sinks={"path": "sinks", "as": "present"}),
-        "sglang:GptOssDecoderLayer": words.SGLANG_RESIDUAL.but(
+        "sglang:GptOssDecoderLayer": streams.SGLANG_RESIDUAL.but(
             tp_size="self_attn.total_num_heads / self_attn.num_heads"
         ),
         "sglang:RadixAttention": words.SGLANG_GQA_KERNEL,
         "atom:OAIAttention": words.ATOM_GPT_OSS,
         "atom:Attention": words.ATOM_GQA_KERNEL,
-        "atom.models.gpt_oss:TransformerBlock": words.ATOM_RESIDUAL.but(layer_index="layer_idx"),
+        "atom.models.gpt_oss:TransformerBlock": streams.ATOM_RESIDUAL.but(layer_index="layer_idx"),
     },
 )

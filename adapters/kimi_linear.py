@@ -6,6 +6,7 @@ Which kind a layer is, only its class says: `num_heads` on both may be the same 
 from __future__ import annotations
 
 from . import vocabulary as words
+from . import vocabulary_streams as streams
 from .base import Adapter
 
 KIMI_LINEAR = Adapter(
@@ -13,7 +14,7 @@ KIMI_LINEAR = Adapter(
     layers={
         "transformers:KimiLinearAttention": words.TRANSFORMERS_MLA,
         "transformers:KimiLinearDeltaAttention": words.TRANSFORMERS_KDA,
-        "transformers:KimiLinearDecoderLayer": words.TRANSFORMERS_RESIDUAL,
+        "transformers:KimiLinearDecoderLayer": streams.TRANSFORMERS_RESIDUAL,
         "vllm:MultiHeadLatentAttention": words.VLLM_MLA_ITSELF,
         "vllm:KimiMLAAttention": words.VLLM_MLA,
         "vllm:KimiGatedDeltaNetAttention": words.VLLM_KDA,
@@ -22,9 +23,11 @@ KIMI_LINEAR = Adapter(
         "sglang:KimiK3DeltaAttention": words.SGLANG_KDA.but(tp_size="attn_tp_size", tp_rank="attn_tp_rank"),
         "sglang:RadixLinearAttention": words.SGLANG_GDN_KERNEL,
         # The decoder layer keeps no index of its own, and each kind of attention spells it differently.
-        "sglang:KimiDecoderLayer": words.SGLANG_RESIDUAL.but(layer_index=["self_attn.layer_id", "self_attn.layer_idx"]),
+        "sglang:KimiDecoderLayer": streams.SGLANG_RESIDUAL.but(
+            layer_index=["self_attn.layer_id", "self_attn.layer_idx"]
+        ),
         "atom:KimiFullAttention": words.ATOM_MLA.but(tp_size="tp_size"),
         "atom:KimiKDAAttention": words.ATOM_KDA,
-        "atom:KimiDecoderLayer": words.ATOM_RESIDUAL,
+        "atom:KimiDecoderLayer": streams.ATOM_RESIDUAL,
     },
 )

@@ -6,10 +6,11 @@ All norms but the delta net's own are zero-centred: they add 1 to the weight the
 from __future__ import annotations
 
 from . import vocabulary as words
+from . import vocabulary_streams as streams
 from .base import Adapter
 
 _PLAIN_ATTENTION = words.TRANSFORMERS_GQA
-_EITHER_KIND = words.TRANSFORMERS_RESIDUAL.but(
+_EITHER_KIND = streams.TRANSFORMERS_RESIDUAL.but(
     layer_index=["self_attn.layer_idx", "linear_attn.layer_idx"],
     tp_weight=["self_attn.o_proj.in_features", "linear_attn.out_proj.in_features"],
 )
@@ -25,23 +26,23 @@ QWEN3_NEXT = Adapter(
     layers={
         "transformers:Qwen3NextGatedDeltaNet": words.TRANSFORMERS_GDN,
         "transformers:Qwen3NextAttention": _PLAIN_ATTENTION,
-        "transformers:Qwen3NextDecoderLayer": words.zero_centred(_EITHER_KIND, "eps"),
+        "transformers:Qwen3NextDecoderLayer": streams.zero_centred(_EITHER_KIND, "eps"),
         "vllm:QwenGatedDeltaNetAttention": words.VLLM_GDN,
         "vllm:Qwen3NextGatedDeltaNet": words.VLLM_GDN,
         "vllm:Qwen3NextAttention": words.VLLM_GQA,
-        "vllm:Qwen3NextDecoderLayer": words.zero_centred(
-            words.VLLM_RESIDUAL.but(**_OF_EITHER_KIND), "variance_epsilon"
+        "vllm:Qwen3NextDecoderLayer": streams.zero_centred(
+            streams.VLLM_RESIDUAL.but(**_OF_EITHER_KIND), "variance_epsilon"
         ),
         "sglang:Qwen3GatedDeltaNet": words.SGLANG_GDN,
         # There is no attention module here: the decoder layer holds the head counts itself.
         "sglang:Qwen3HybridAttentionDecoderLayer": (
             words.SGLANG_GQA,
-            words.zero_centred(
-                words.SGLANG_RESIDUAL.but(tp_size="attn_tp_size", tp_rank="attn_tp_rank"), "variance_epsilon"
+            streams.zero_centred(
+                streams.SGLANG_RESIDUAL.but(tp_size="attn_tp_size", tp_rank="attn_tp_rank"), "variance_epsilon"
             ),
         ),
-        "sglang:Qwen3HybridLinearDecoderLayer": words.zero_centred(
-            words.SGLANG_RESIDUAL.but(
+        "sglang:Qwen3HybridLinearDecoderLayer": streams.zero_centred(
+            streams.SGLANG_RESIDUAL.but(
                 hidden_size="linear_attn.hidden_size",
                 layer_index="layer_id",
                 tp_size="linear_attn.attn_tp_size",
@@ -52,8 +53,8 @@ QWEN3_NEXT = Adapter(
         "atom:Qwen3NextGatedDeltaNet": words.ATOM_GDN,
         "atom:Qwen3NextAttention": words.ATOM_GQA,
         "atom:LinearAttention": words.ATOM_GDN_KERNEL,
-        "atom:Qwen3NextDecoderLayer": words.zero_centred(
-            words.ATOM_RESIDUAL.but(layer_index="layer_idx", **_OF_EITHER_KIND), "variance_epsilon"
+        "atom:Qwen3NextDecoderLayer": streams.zero_centred(
+            streams.ATOM_RESIDUAL.but(layer_index="layer_idx", **_OF_EITHER_KIND), "variance_epsilon"
         ),
     },
 )

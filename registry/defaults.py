@@ -14,7 +14,7 @@ MODELS_TOML = Path(__file__).parent.parent / "models.toml"
 
 def _fill(registry: Registry) -> None:
     for adapter in BUILTIN:
-        registry.register_adapter(adapter)
+        registry.register_adapter(adapter, "layerfuse itself")
     registry.load(MODELS_TOML)
     registry.on_miss(load_plugins)
 

@@ -33,7 +33,8 @@ MOST_KEY_PARTS = 32
 
 _LONG_KEY = re.compile(
     # A part of a key starts where no other goes on, so that every character is looked at a bounded number of times.
-    r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){%d}""" % MOST_KEY_PARTS
+    r"""(?<![\w"'-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){"""
+    rf"{MOST_KEY_PARTS}}}"
 )
 
 

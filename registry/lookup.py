@@ -193,15 +193,15 @@ class Registry:
 
     # ---- registering
 
-    def register_adapter(self, adapter: Adapter) -> None:
-        """Add an adapter. The same one again is a no-op.
+    def register_adapter(self, adapter: Adapter, source: str = "a call of register_adapter") -> None:
+        """Add an adapter. The same one again is a no-op. `source` is who declares it, for messages.
 
         Raises:
             ConflictError: the name, or one of its layer classes, is declared differently by another; nothing is added.
         """
         self._start()
         with self._lock:
-            self._add([adapter], {}, "this one")
+            self._add([adapter], {}, source)
 
     def register_model(self, entry: ModelEntry) -> None:
         """Add a model and the layer classes it brings. The same one again is a no-op.
@@ -210,7 +210,7 @@ class Registry:
             ConflictError: the name or one of its classes is declared differently; nothing is added.
             CatalogError: it names an adapter that is not registered, or its layer classes are malformed.
         """
-        self.register_models({entry.name: entry}, f"the model {entry.name}")
+        self.register_models({entry.name: entry}, "a call of register_model")
 
     def register_models(self, entries: Mapping[str, ModelEntry], source: str) -> None:
         """Add several models, all or none. `source` is who declares them, for messages.

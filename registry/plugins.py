@@ -47,7 +47,7 @@ def load_plugins(registry: Registry) -> None:
             continue
         if plugin.group == ADAPTERS:
             for adapter in _adapters(content, owner):
-                registry.register_adapter(adapter)
+                registry.register_adapter(adapter, owner)
         else:
             from .files import read_file
 

@@ -41,6 +41,9 @@ _OWN_BOUNDS = {
 """Of the numbers that no spec has a field for."""
 
 
+_CLASSES: tuple[type[Any], ...] = (ModelEntry, *KINDS.values(), EngineNorms, Every, GateWords, Yarn)
+
+
 def schema() -> dict[str, Any]:
     """The schema, ready to be written as JSON."""
     return {
@@ -58,7 +61,7 @@ def schema() -> dict[str, Any]:
             }
         },
         "$defs": {
-            **{cls.__name__: _table(cls) for cls in (ModelEntry, *KINDS.values(), EngineNorms, Every, GateWords, Yarn)},
+            **{cls.__name__: _table(cls) for cls in _CLASSES},
             "facts": _facts(),
             "place": _place(),
             "norm": _norm(),

@@ -30,6 +30,8 @@ class Tables:
     "Layer class (`package:ClassName`) -> the name of its adapter."
     readers: Mapping[str, tuple[tuple[str, Readers], ...]] = field(factory=dict)
     "Class name -> (module prefix, readers), the longest prefix first."
+    declared_by: Mapping[str, str] = field(factory=dict)
+    "`the adapter NAME` or `the model NAME` -> who declared it, for messages."
     ignored: frozenset[str] = frozenset()
     "Classes that look like attention and are none of ours."
 
@@ -41,10 +43,13 @@ class Tables:
         """
         by_name, owners, entries = dict(self.adapters), dict(self.owners), dict(self.models)
         readers = {name: list(found) for name, found in self.readers.items()}
+        declared_by = dict(self.declared_by)
         ignored = self.ignored
         for adapter in adapters:
+            what = f"the adapter {adapter.name}"
             if by_name.setdefault(adapter.name, adapter) != adapter:
-                raise ConflictError(f"the adapter {adapter.name}", ["an earlier registration", source])
+                raise ConflictError(what, [declared_by[what], source])
+            declared_by.setdefault(what, source)
             ignored |= adapter.ignored
             for key, facts in adapter:
                 owner = owners.setdefault(key, adapter.name)
@@ -55,12 +60,21 @@ class Tables:
                     compiled = tuple(LayerReader(key, owner, several) for several in facts)
                     readers.setdefault(name, []).append((prefix, compiled))
         for name, entry in models.items():
+            what = f"the model {name}"
             if entries.setdefault(name, entry) != entry:
-                raise ConflictError(f"the model {name}", ["an earlier registration", source])
+                raise ConflictError(what, [declared_by[what], source])
+            declared_by.setdefault(what, source)
         longest_first = {
             name: tuple(sorted(found, key=lambda candidate: -len(candidate[0]))) for name, found in readers.items()
         }
-        return Tables(adapters=by_name, models=entries, owners=owners, readers=longest_first, ignored=ignored)
+        return Tables(
+            adapters=by_name,
+            models=entries,
+            owners=owners,
+            readers=longest_first,
+            declared_by=declared_by,
+            ignored=ignored,
+        )
 
     def readers_of(self, cls: type) -> Readers:
         """How layers of this class are read: by its own name or, failing that, a base's; empty for an unknown one."""

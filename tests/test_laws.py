@@ -15,9 +15,6 @@ from layerfuse.adapters.specs import FAMILIES, GatedNormSpec, NormSpec, Parallel
 FLOORS = ("adapters", "registry", "fusion", "testing", "cli")
 """From the ground up: a door opens downward only."""
 
-TOP = {"__init__", "__main__", "_lazy", "doctor"}
-"""Modules beside the floors: the face, and what it needs."""
-
 CHECKED = sorted(
     path
     for folder in (*FLOORS, ".")
@@ -44,12 +41,12 @@ def parsed(path: Path) -> ast.Module:
 
 ALLOWED = {
     # file -> how many looks by name, and at what if not at a layer
-    "_lazy.py": (2, "the modules of this package, which are imported when first used"),
-    "registry/catalog.py": (1, "a class of its own, for fields that no file says"),
-    "registry/files.py": (4, "errors, and the fields of parsed tables by the names that the schema has"),
+    "_lazy.py": (3, "the modules of this package, which are imported when first used"),
+    "registry/files.py": (4, "errors, a hint's name, and a parsed table whose kind has no yarn"),
+    "registry/inspect.py": (2, "declared entries, by the names of their own fields"),
     "registry/kinds.py": (1, "a parsed table of epsilons, by its own field's name"),
-    "registry/schema.py": (1, "the classes that the schema is made from"),
     "registry/lookup.py": (1, "the class of what is asked about, to tell a model from a layer in an error"),
+    "registry/schema.py": (1, "the classes that the schema is made from"),
 }
 
 
@@ -91,9 +88,6 @@ def test_law_1_the_allowed_looks_are_still_there() -> None:
             assert len(list(looks_by_name(parsed(ROOT / name)))) == allowed, (
                 f"{name}: correct its number of allowed looks"
             )
-
-
-FUSION_ALLOWED = {"config", "compiler", "report", "origins", "base", "parameters"}
 
 
 @pytest.mark.parametrize("path", [p for p in CHECKED if p.parts[len(ROOT.parts)] == "fusion"], ids=name_of)
@@ -162,11 +156,12 @@ def test_law_2_specs_and_plans_come_without_torch_and_without_an_engine(code: st
     assert done.stdout.splitlines()[-1].strip() == "LOADED"
 
 
-def test_law_2_importing_the_registry_is_cheap_in_modules() -> None:
+def test_law_2_importing_the_registry_loads_nothing_else_of_ours_and_nothing_foreign() -> None:
     done = run_python(
-        "import sys; before = len(sys.modules); import layerfuse.registry; print(len(sys.modules) - before)"
+        "import sys; before = set(sys.modules); import layerfuse.registry\n"
+        "print(*sorted(m for m in set(sys.modules) - before if m.partition('.')[0] not in sys.stdlib_module_names))"
     )
-    assert int(done.stdout) < 15
+    assert done.stdout.split() == ["layerfuse", "layerfuse._lazy", "layerfuse.registry"]
 
 
 # ---- law 3: no default for geometry, no `or` chain that takes 0 or None for missing
@@ -189,9 +184,12 @@ def defaults_in(tree: ast.AST) -> Iterator[int]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
             if len(node.args) + len(node.keywords) > 2:
                 yield node.lineno
-        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
-            if all(isinstance(value, ast.Attribute | ast.Constant | ast.Subscript) for value in node.values):
-                yield node.lineno
+        elif isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) and all(map(_is_a_value, node.values)):
+            yield node.lineno
+
+
+def _is_a_value(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute | ast.Constant | ast.Subscript)
 
 
 def test_the_check_of_law_3_finds_what_it_looks_for() -> None:
@@ -205,20 +203,18 @@ def test_law_3_adapters_have_no_defaults_and_no_or_chains(path: Path) -> None:
 
 
 def test_law_3_no_declared_fact_ends_in_a_constant_for_a_count() -> None:
-    """A constant after a path is a default in disguise; the two there are say what a class without the attribute is."""
+    """A constant after a path is a default in disguise."""
     from layerfuse import registry
-    from layerfuse.adapters.sources import Const, NormSource
+    from layerfuse.adapters.base import fields_of
+    from layerfuse.adapters.sources import Const
 
     counts, disguised = {"count", "optional_count", "width_or_zero", "index", "window", "positive"}, set()
-    from layerfuse.adapters.base import fields_of
-
     for key, owner in registry.layer_classes().items():
         for facts in registry.adapters()[owner].layers[key]:
             kinds = fields_of(facts.spec)
             for name, places in facts.parsed.items():
-                if isinstance(places, tuple) and not isinstance(places[0], NormSource) and kinds.get(name) in counts:
-                    if len(places) > 1 and any(isinstance(place, Const) for place in places):
-                        disguised.add((key, name))
+                if kinds.get(name) in counts and len(places) > 1 and any(isinstance(place, Const) for place in places):
+                    disguised.add((key, name))
     assert disguised == set()
 
 
@@ -228,7 +224,7 @@ def test_law_3_no_declared_fact_ends_in_a_constant_for_a_count() -> None:
 @pytest.mark.parametrize("path", EVERY_FILE, ids=name_of)
 def test_every_file_says_what_it_is_and_stays_short(path: Path) -> None:
     text = path.read_text()
-    if text.strip():
+    if text.strip() and path.relative_to(ROOT).parts[0] != "tests":
         assert ast.get_docstring(ast.parse(text)), f"{name_of(path)} has no docstring"
     lines = text.count("\n")
     assert lines <= 350, f"{name_of(path)} has {lines} lines: split it"

@@ -1,12 +1,13 @@
 """SGLang 0.5.23: what its attention and decoder layers hold (srt/models, srt/layers).
 
-Its linear modules hold no tensor-parallel size and no rank; `num_heads` is the total in MLA and delta attention, and this
+Its linear modules hold no tensor-parallel size; their group knows the rank. `num_heads` is the total in MLA and delta attention, and this
 rank's share in GPT-OSS and Qwen.
 """
 
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 from standins import Models, Rank, layer_class, module, multimodal, text_model, weight, yarn_mscale
@@ -24,8 +25,12 @@ def _rms(width: int, eps: float, name: str = "RMSNorm") -> Any:
     return module(f"{_NORM}:{name}", weight=weight(width), variance_epsilon=eps)
 
 
-def _linear(kind: str, total_in: int, total_out: int) -> Any:
-    return module(f"{_LINEAR}:{kind}", input_size=total_in, output_size=total_out, parallel_group="attn_tp")
+def _linear(kind: str, total_in: int, total_out: int, rank: Rank) -> Any:
+    """Totals, and the group it is sharded over: no size and no rank of its own."""
+    group = SimpleNamespace(rank_in_group=rank.rank, world_size=rank.size)
+    return module(
+        f"{_LINEAR}:{kind}", input_size=total_in, output_size=total_out, tp_group=group, parallel_group="attn_tp"
+    )
 
 
 def _radix(
@@ -81,20 +86,20 @@ def mla(entry: ModelEntry, kind: Any, index: int, rank: Rank, key: str = "deepse
         rotary_emb=None,
         indexer=None,
         kv_a_layernorm=_rms(kind.kv_lora_rank, eps),
-        kv_b_proj=_linear("ColumnParallelLinear", kind.kv_lora_rank, heads * (nope + v)),
-        o_proj=_linear("RowParallelLinear", heads * v, entry.hidden_size),
+        kv_b_proj=_linear("ColumnParallelLinear", kind.kv_lora_rank, heads * (nope + v), rank),
+        o_proj=_linear("RowParallelLinear", heads * v, entry.hidden_size, rank),
         attn_mqa=_radix(local, 1, kind.kv_lora_rank + rope, kind.kv_lora_rank, scaling, index),
         attn_mha=_radix(local, local, nope + rope, v, scaling, index),
     )
     if q_lora is None:
-        made.q_proj = _linear("ColumnParallelLinear", entry.hidden_size, heads * (nope + rope))
-        made.kv_a_proj_with_mqa = _linear("ReplicatedLinear", entry.hidden_size, kind.kv_lora_rank + rope)
+        made.q_proj = _linear("ColumnParallelLinear", entry.hidden_size, heads * (nope + rope), rank)
+        made.kv_a_proj_with_mqa = _linear("ReplicatedLinear", entry.hidden_size, kind.kv_lora_rank + rope, rank)
     else:
         made.fused_qkv_a_proj_with_mqa = _linear(
-            "ReplicatedLinear", entry.hidden_size, q_lora + kind.kv_lora_rank + rope
+            "ReplicatedLinear", entry.hidden_size, q_lora + kind.kv_lora_rank + rope, rank
         )
         made.q_a_layernorm = _rms(q_lora, eps)
-        made.q_b_proj = _linear("ColumnParallelLinear", q_lora, heads * (nope + rope))
+        made.q_b_proj = _linear("ColumnParallelLinear", q_lora, heads * (nope + rope), rank)
     return made
 
 
@@ -128,7 +133,7 @@ def kda(entry: ModelEntry, kind: Any, index: int, rank: Rank, key: str = "kimi_l
             eps=1e-5,
             activation="sigmoid",
         ),
-        o_proj=_linear("RowParallelLinear", heads * dim, entry.hidden_size),
+        o_proj=_linear("RowParallelLinear", heads * dim, entry.hidden_size, rank),
         attn=_radix_linear(local, local, dim, dim, index),
         **sizes,
     )
@@ -164,7 +169,7 @@ def gdn(entry: ModelEntry, kind: Any, index: int, rank: Rank, key: str) -> Any:
         output_gate_type=None,
         layer_norm_epsilon=entry.rms_norm_eps,
         norm=norm,
-        out_proj=_linear("RowParallelLinear", v_heads * dim, entry.hidden_size),
+        out_proj=_linear("RowParallelLinear", v_heads * dim, entry.hidden_size, rank),
         attn=_radix_linear(rank.share(k_heads), rank.share(v_heads), kind.head_k_dim, dim, index),
     )
 
@@ -180,7 +185,7 @@ def _gqa(entry: ModelEntry, kind: Any, index: int, rank: Rank, window: int) -> d
         "head_dim": kind.head_dim,
         "scaling": kind.head_dim**-0.5,
         "layer_id": index,
-        "o_proj": _linear("RowParallelLinear", kind.num_heads * kind.head_dim, entry.hidden_size),
+        "o_proj": _linear("RowParallelLinear", kind.num_heads * kind.head_dim, entry.hidden_size, rank),
         "attn": _radix(local, kv, kind.head_dim, kind.head_dim, kind.head_dim**-0.5, index, window),
     }
 

@@ -58,6 +58,11 @@ def layer(name: str, **attributes: Any) -> Any:
     return type(name, (SimpleNamespace,), {"__module__": "mylib"})(**held)
 
 
+def in_group(rank: int) -> Any:
+    """A projection of SGLang: its group knows this rank."""
+    return SimpleNamespace(tp_group=SimpleNamespace(rank_in_group=rank))
+
+
 def read(layer: Any, **kwargs: Any) -> MLASpec:
     return OWN.spec_for(layer, **kwargs)
 
@@ -75,7 +80,7 @@ def test_both_counts_say_the_size_and_the_rank_stays_unknown() -> None:
 
 
 def test_a_size_attribute_completes_either_count() -> None:
-    assert heads(read(layer("SaysSize", attn_tp_size=4, o_proj=SimpleNamespace(tp_rank=3)))) == (16, 4, 4, 3)
+    assert heads(read(layer("SaysSize", attn_tp_size=4, o_proj=in_group(3)))) == (16, 4, 4, 3)
     # The first name that exists wins: SGLang's delta attention is sharded by the former.
     assert heads(read(layer("SaysSize", shard_tp_size=8, attn_tp_size=4))) == (16, 2, 8, None)
 
@@ -123,9 +128,15 @@ def test_a_size_attribute_that_is_no_size_is_refused_by_its_name(value: Any) -> 
     assert caught.value.problems == (f"tp_size: expected a tensor-parallel size, got {value!r}",)
 
 
-def test_a_rank_outside_the_size_is_refused() -> None:
-    with pytest.raises(SpecError, match="rank: expected 0 to 3, or None if unknown, got 4"):
-        read(layer("SaysSize", attn_tp_size=4, o_proj=SimpleNamespace(tp_rank=4)))
+def test_a_rank_of_a_larger_group_does_not_tell_which_share_this_is() -> None:
+    # The heads are shared by four for a while, out of a group of eight.
+    assert heads(read(layer("SaysSize", attn_tp_size=4, o_proj=in_group(4)))) == (16, 4, 4, None)
+
+
+@pytest.mark.parametrize("rank", [-1, "2", 2.0, True], ids=repr)
+def test_a_rank_that_is_none_is_refused(rank: Any) -> None:
+    with pytest.raises(SpecError, match="rank: expected 0 to 3, or None if unknown, got "):
+        read(layer("SaysSize", attn_tp_size=4, o_proj=in_group(rank)))
 
 
 def test_one_local_kv_head_may_be_a_share_or_a_replica_and_that_is_said() -> None:
@@ -163,7 +174,7 @@ def test_contradicting_the_layer_is_an_error_that_names_both() -> None:
         "the parallel argument says 4. Correct whichever is wrong."
     )
     with pytest.raises(ParallelConflictError) as caught:
-        read(layer("SaysSize", attn_tp_size=4, o_proj=SimpleNamespace(tp_rank=1)), parallel=Parallel(size=4, rank=2))
+        read(layer("SaysSize", attn_tp_size=4, o_proj=in_group(1)), parallel=Parallel(size=4, rank=2))
     assert caught.value.sources == {"the layer": 1, "the parallel argument": 2}
 
 
@@ -194,11 +205,15 @@ def test_the_block_fills_silence_and_the_layer_wins_over_it() -> None:
 
 
 def test_blocks_nest_and_end_with_an_exception() -> None:
-    with pytest.raises(KeyError), tensor_parallel(8, 3):
-        with tensor_parallel(2):
-            assert read(layer("SaysTotal")).parallel == Parallel(size=2, rank=None)
-        assert read(layer("SaysTotal")).parallel.size == 8
-        raise KeyError
+    def fails_inside() -> None:
+        with tensor_parallel(8, 3):
+            with tensor_parallel(2):
+                assert read(layer("SaysTotal")).parallel == Parallel(size=2, rank=None)
+            assert read(layer("SaysTotal")).parallel.size == 8
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails_inside()
     with tensor_parallel(1):
         assert read(layer("SaysTotal")).parallel == WHOLE
     with pytest.raises(ParallelUnknownError):
@@ -238,7 +253,7 @@ def test_a_plain_local_shard_says_the_size_and_no_rank(size: int) -> None:
     spec = registry.spec_for(layer)
     assert (spec.num_heads, spec.num_local_heads, spec.parallel) == (128, 128 // size, Parallel(size=size, rank=None))
     assert registry.spec_for(layer, parallel=Parallel(size=size, rank=1)).parallel.rank == 1
-    with pytest.raises(ParallelConflictError, match="the weight of kv_b_proj.out_features says"):
+    with pytest.raises(ParallelConflictError, match="the weight of kv_b_proj says"):
         registry.spec_for(layer, parallel=WHOLE)
 
 
@@ -249,7 +264,7 @@ def test_a_weight_that_is_no_even_shard_is_unknown_with_what_was_tried() -> None
     with pytest.raises(ParallelUnknownError) as caught:
         registry.spec_for(layer)
     assert caught.value.tried == (
-        "kv_b_proj.out_features: a weight of shape (8388608, 1) is no even shard of (32768, 512)",
+        "the weight of kv_b_proj: a weight of shape (8388608, 1) is no even shard of (32768, 512)",
     )
     assert registry.spec_for(layer, parallel=Parallel(size=2, rank=0)).num_local_heads == 64
 
@@ -257,9 +272,9 @@ def test_a_weight_that_is_no_even_shard_is_unknown_with_what_was_tried() -> None
 @pytest.mark.parametrize(
     ("projection", "tried"),
     [
-        (None, "kv_b_proj.out_features: NoneType has no 'weight'"),
-        (nn.Identity(), "kv_b_proj.out_features: Identity has no 'weight'"),
-        (nn.LayerNorm(4, device="meta"), "kv_b_proj.out_features: LayerNorm has no 'out_features'"),
+        (None, "the weight of kv_b_proj: NoneType has no 'weight'"),
+        (nn.Identity(), "the weight of kv_b_proj: Identity has no 'weight'"),
+        (nn.LayerNorm(4, device="meta"), "the weight of kv_b_proj: LayerNorm has no 'out_features'"),
     ],
     ids=["None", "Identity", "LayerNorm"],
 )

@@ -53,7 +53,7 @@ def test_a_rewritten_attribute_is_in_the_next_reading(
     name: str, owner: str, attribute: str, value: Any, field: str | None, reads: int
 ) -> None:
     model = fresh_model(name)
-    path, _, rest = owner.partition(".config")
+    path, _, _ = owner.partition(".config")
     module = model.get_submodule(path)
     layer_path = path if registry.default.readers_for(type(module)) else path.rpartition(".")[0]
     layer = model.get_submodule(layer_path)
@@ -226,7 +226,7 @@ def test_a_layer_need_not_be_a_torch_module() -> None:
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
         "kv_a_layernorm": norm,
-        "o_proj": SimpleNamespace(tp_rank=1),
+        "o_proj": SimpleNamespace(tp_group=SimpleNamespace(rank_in_group=1)),
     }
     own = registry.Registry()
     own.register_adapter(Adapter("plain", {"mylib:Attention": SGLANG_MLA}))

@@ -71,7 +71,7 @@ def test_a_mesh_of_another_kind_is_refused_and_not_taken_for_tensor_parallelism(
         with pytest.raises(ParallelUnknownError) as caught:
             registry.spec_for(layer)
         assert caught.value.tried == (
-            "kv_b_proj.out_features: its weight lies on a mesh with the dimensions ('fsdp',), none of them tensor-parallel",
+            "the weight of kv_b_proj: its weight lies on a mesh with the dimensions ('fsdp',), none of them tensor-parallel",
         )
         assert registry.spec_for(layer, parallel=WHOLE).num_local_heads == 128
 

@@ -53,11 +53,13 @@ def test_a_path_is_names_and_indices_joined_by_dots(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", ".", "a.", ".a", "a..b", "a b", "a[0]", "a()", "a;b", "é", "1.2.34567", "-1", "a.-1", "lambda:0", "a\0"]
-    + [".".join("a" * 13)],
+    [
+        *("", ".", "a.", ".a", "a..b", "a b", "a[0]", "a()", "a;b", "é", "1.2.34567", "-1", "a.-1", "lambda:0", "a\0"),
+        ".".join("a" * 13),
+    ],
 )
 def test_what_is_no_path_is_refused_with_the_field(text: str) -> None:
-    with pytest.raises(FactsError, match="num_heads: .* is no attribute path"):
+    with pytest.raises(FactsError, match=r"num_heads: .* is no attribute path"):
         parse_path(text, "num_heads")
 
 

@@ -39,30 +39,25 @@ def declared(name: str, engine: str, size: int, rank: int) -> list[Any]:
     return [spec for path, spec in entry.specs(size, rank, engine=engine) if path.split(".")[1] in places]
 
 
-def alike(specs: list[Any]) -> list[Any]:
-    """A class that is decoder layer and attention at once gives the two in the other order."""
-    return sorted(specs, key=lambda spec: (spec.layer_index, isinstance(spec, ResidualSpec)))
-
-
 @pytest.mark.parametrize(("engine", "name", "size", "rank"), CASES)
 def test_every_layer_reads_as_declared(engine: str, name: str, size: int, rank: int) -> None:
     model = ENGINES[engine][name](registry.model(name), Rank(size, rank))
-    # SGLang's MLA holds no rank: the caller knows it.
-    read = registry.specs_in(model, parallel=Parallel(size=size, rank=rank))
-    expected = declared(name, engine, size, rank)
-    found = [spec for _, spec in read]
-    assert (alike(found) if "qwen" in name else found) == (alike(expected) if "qwen" in name else expected)
+    read = registry.specs_in(model)
+    assert [spec for _, spec in read] == declared(name, engine, size, rank)
     assert registry.unknown_in(model) == []
     assert all("vision_tower" not in path for path, _ in read)
 
 
 @pytest.mark.parametrize(("engine", "name", "size", "rank"), CASES)
-def test_the_size_is_read_off_every_layer_without_being_told(engine: str, name: str, size: int, rank: int) -> None:
+def test_size_and_rank_are_read_off_every_layer_without_being_told(
+    engine: str, name: str, size: int, rank: int
+) -> None:
     model = ENGINES[engine][name](registry.model(name), Rank(size, rank))
     for path, spec in registry.specs_in(model):
         assert spec.parallel.size == size, path
-        # ATOM always holds the rank; SGLang on delta nets only, and its MLA and GPT-OSS hold none.
-        assert spec.parallel.rank == rank or (engine == "sglang" and spec.parallel.rank is None), path
+        assert spec.parallel.rank == rank, path
+    # Whoever says it as well must agree.
+    assert registry.specs_in(model, parallel=Parallel(size=size, rank=rank)) == registry.specs_in(model)
 
 
 @pytest.mark.parametrize(("engine", "name", "size", "rank"), CASES)
@@ -130,8 +125,8 @@ def test_a_decoder_layer_that_is_attention_itself_is_both() -> None:
     stream = registry.spec_for(layer, ResidualSpec)
     assert (stream.input_norm.weight_offset, stream.hidden_size) == (1.0, 2048)
     assert [type(spec).__name__ for path, spec in registry.specs_in(model) if path == "model.layers.3"] == [
-        "GQASpec",
         "ResidualSpec",
+        "GQASpec",
     ]
 
 

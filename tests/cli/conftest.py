@@ -21,6 +21,13 @@ class Answer:
     err: str
 
 
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What whoever runs the tests has set about their terminal (pytest-xdist sets COLUMNS) is not what is tested."""
+    for name in ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Answer]:
     def run(*arguments: object) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -261,10 +262,8 @@ def test_any_text_near_toml_gives_entries_or_a_catalog_error(data: st.DataObject
     start = data.draw(st.integers(0, len(GOOD)))
     end = data.draw(st.integers(start, min(len(GOOD), start + 30)))
     text = GOOD[:start] + data.draw(st.text(max_size=20)) + GOOD[end:]
-    try:
-        read({"models": {}} if not (entries := files.parse(text)) else files.unstructure(entries))
-    except CatalogError:
-        pass
+    with contextlib.suppress(CatalogError):
+        read(files.unstructure(files.parse(text)))
 
 
 @given(st.binary(max_size=200))

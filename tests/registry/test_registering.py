@@ -61,8 +61,12 @@ def test_a_class_declared_differently_names_both_owners_and_changes_nothing() ->
 def test_a_builtin_adapter_cannot_be_replaced() -> None:
     own = registry.fresh()
     before = contents(own)
-    with pytest.raises(ConflictError, match="the adapter deepseek_v3 is declared differently by"):
-        own.register_adapter(Adapter("deepseek_v3", {"mylib:MyAttention": TRANSFORMERS_MLA}))
+    with pytest.raises(ConflictError) as caught:
+        own.register_adapter(Adapter("deepseek_v3", {"mylib:MyAttention": TRANSFORMERS_MLA}), "the plugin mine")
+    assert str(caught.value) == (
+        "the adapter deepseek_v3 is declared differently by layerfuse itself and by the plugin mine; "
+        "rename or remove one of them"
+    )
     with pytest.raises(
         ConflictError, match="the layer class vllm:MLAAttention is declared differently by deepseek_v3 and by mine"
     ):
@@ -75,8 +79,9 @@ def test_a_model_declared_differently_is_a_conflict_and_changes_nothing() -> Non
     own.register_adapter(MINE)
     own.register_model(entry())
     before = contents(own)
-    with pytest.raises(ConflictError, match="the model my-model is declared differently by"):
-        own.register_model(entry(hidden_size=64))
+    with pytest.raises(ConflictError) as caught:
+        own.register_models({"my-model": entry(hidden_size=64)}, "mine.toml")
+    assert caught.value.owners == ("a call of register_model", "mine.toml")
     assert contents(own) == before
 
 

@@ -1,0 +1,232 @@
+"""The specs of whole layers: attention of three families, and the residual stream of a decoder layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Self
+
+import attrs
+from attrs import frozen
+
+from .errors import SpecError
+from .norm_specs import GatedNormSpec, HeadPair, NormSpec, Parallel
+from .spec_fields import Checked, as_float, count, of_kind, optional_count, width_or_zero
+
+
+@frozen(kw_only=True)
+class LayerSpec(Checked):
+    """What every outer layer knows of itself."""
+
+    pairs: ClassVar[tuple[HeadPair, ...]] = ()
+    "The head counts of this kind of layer, total and local."
+
+    hidden_size: int = count()
+    "Width of the residual stream the layer reads and writes."
+    layer_index: int = of_kind("index")
+    "0-based, as the layer itself counts: LongCat's two attentions per decoder layer count on, 0 to 55."
+    parallel: Parallel = of_kind("parallel")
+    "Degree and rank this layer was sharded by."
+
+    def shard(self, size: int, rank: int | None = None) -> Self:
+        """The same layer on one of `size` ranks (rank 0 unless given).
+
+        Raises:
+            SpecError: the heads cannot be shared by that many ranks, or there is no such rank.
+        """
+        parallel = Parallel(size=size, rank=0 if rank is None else rank)
+        local: dict[str, int] = {}
+        problems: list[str] = []
+        for pair in self.pairs:
+            try:
+                local[pair.local] = pair.local_of(getattr(self, pair.total), size)
+            except SpecError as error:
+                problems.extend(error.problems)
+        if problems:
+            raise SpecError(f"{type(self).__name__} at tensor-parallel size {size}", problems)
+        return attrs.evolve(self, parallel=parallel, **local)
+
+    def _contradictions(self) -> Iterator[str]:
+        size = self.parallel.size
+        for pair in self.pairs:
+            total, local = getattr(self, pair.total), getattr(self, pair.local)
+            try:
+                expected = pair.local_of(total, size)
+            except SpecError as error:
+                yield f"{pair.total}: {error.problems[0]}"
+            else:
+                if local != expected:
+                    yield f"{pair.local}: expected {expected} ({pair.total} {total} over {size} ranks), got {local}"
+
+
+# ---- the layers ------------------------------------------------------------------------------------------------------
+
+
+@frozen(kw_only=True)
+class MLASpec(LayerSpec):
+    """Multi-head latent attention (DeepSeek-V2 report, arXiv 2405.04434, section 2.1)."""
+
+    pairs: ClassVar[tuple[HeadPair, ...]] = (HeadPair(total="num_heads", local="num_local_heads", replicates=False),)
+
+    num_heads: int = count()
+    "Query heads of the whole model. MLA has one latent KV head, held by every rank, so no KV count exists."
+    num_local_heads: int = count()
+    "Query heads of this rank, before any padding a kernel may ask for."
+    q_lora_rank: int | None = optional_count()
+    "Width of the query latent, or None: queries are projected directly and there is no query norm."
+    kv_lora_rank: int = count()
+    "Width of the key/value latent, the part of the cache entry that is normed."
+    qk_nope_head_dim: int = count()
+    "Per-head query/key width without rotary embedding."
+    qk_rope_head_dim: int = width_or_zero()
+    "Width of the key part shared by all heads; it exists even where no rotation is applied to it (Kimi-Linear)."
+    v_head_dim: int = count()
+    "Per-head value width."
+    q_norm: NormSpec | None = of_kind("optional_norm", goes_with="q_lora_rank")
+    "Norm of the query latent; None exactly when q_lora_rank is None."
+    kv_norm: NormSpec = of_kind("norm")
+    "Norm of the key/value latent."
+    softmax_scale: float = of_kind("positive", converter=as_float)
+    "Factor on the attention logits, long-context correction (yarn mscale squared) included."
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Per-head query/key width of the expanded form: nope + rope."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def latent_width(self) -> int:
+        """Width of one token's cache entry: kv_lora_rank + qk_rope_head_dim."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def split_sizes(self) -> tuple[int, ...]:
+        """How the down-projection's output splits along its last dimension: query latent if any, KV latent, rope key."""
+        query = () if self.q_lora_rank is None else (self.q_lora_rank,)
+        return (*query, self.kv_lora_rank, self.qk_rope_head_dim)
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from LayerSpec._contradictions(self)
+        if self.qk_rope_head_dim % 2:
+            yield f"qk_rope_head_dim: rotary embedding turns pairs, so it must be even, got {self.qk_rope_head_dim}"
+        if (self.q_lora_rank is None) != (self.q_norm is None):
+            yield f"q_norm: a query latent and its norm come together, got q_lora_rank {self.q_lora_rank} and {self.q_norm}"
+        elif self.q_norm is not None and self.q_norm.width != self.q_lora_rank:
+            yield f"q_norm: width {self.q_norm.width} is not the q_lora_rank {self.q_lora_rank}"
+        if self.kv_norm.width != self.kv_lora_rank:
+            yield f"kv_norm: width {self.kv_norm.width} is not the kv_lora_rank {self.kv_lora_rank}"
+
+
+@frozen(kw_only=True)
+class GatedDeltaNetSpec(LayerSpec):
+    """A gated delta net: Qwen's (arXiv 2412.06464) or Kimi's delta attention (KDA, arXiv 2510.26692)."""
+
+    pairs: ClassVar[tuple[HeadPair, ...]] = (
+        HeadPair(total="num_k_heads", local="num_local_k_heads", replicates=False),
+        HeadPair(total="num_v_heads", local="num_local_v_heads", replicates=False),
+    )
+
+    num_k_heads: int = count()
+    "Key (and query) heads of the whole model."
+    num_v_heads: int = count()
+    "Value heads of the whole model: a multiple of the key heads, equal to them in KDA."
+    num_local_k_heads: int = count()
+    "Key heads of this rank."
+    num_local_v_heads: int = count()
+    "Value heads of this rank."
+    head_k_dim: int = count()
+    "Width of one key head."
+    head_v_dim: int = count()
+    "Width of one value head."
+    conv_kernel_size: int = count()
+    "Taps of the short causal convolution; its state holds one token fewer."
+    output_norm: GatedNormSpec = of_kind("gated_norm")
+    "The gated norm of each value head before the output projection."
+
+    @property
+    def gated_norm_shape(self) -> tuple[int, int]:
+        """Last two dimensions of the gated norm's input on this rank: (local value heads, head_v_dim)."""
+        return (self.num_local_v_heads, self.head_v_dim)
+
+    @property
+    def conv_dim(self) -> int:
+        """Channels of this rank's convolution: queries and keys, then values."""
+        return 2 * self.num_local_k_heads * self.head_k_dim + self.num_local_v_heads * self.head_v_dim
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from LayerSpec._contradictions(self)
+        if self.num_v_heads % self.num_k_heads:
+            yield f"num_v_heads: {self.num_v_heads} is no multiple of num_k_heads {self.num_k_heads}"
+        if self.output_norm.width != self.head_v_dim:
+            yield f"output_norm: width {self.output_norm.width} is not the head_v_dim {self.head_v_dim}"
+
+
+@frozen(kw_only=True)
+class GQASpec(LayerSpec):
+    """Grouped-query attention (arXiv 2305.13245); multi-head and multi-query attention are its two ends."""
+
+    pairs: ClassVar[tuple[HeadPair, ...]] = (
+        HeadPair(total="num_heads", local="num_local_heads", replicates=False),
+        HeadPair(total="num_kv_heads", local="num_local_kv_heads", replicates=True),
+    )
+
+    num_heads: int = count()
+    "Query heads of the whole model."
+    num_local_heads: int = count()
+    "Query heads of this rank."
+    num_kv_heads: int = count()
+    "Key/value heads of the whole model, replicas not counted."
+    num_local_kv_heads: int = count()
+    "Key/value heads this rank holds, at least 1."
+    head_dim: int = count()
+    "Width of one query or key head."
+    v_head_dim: int = count()
+    "Width of one value head."
+    softmax_scale: float = of_kind("positive", converter=as_float)
+    "Factor on the attention logits."
+    sliding_window: int | None = of_kind("window")
+    "Tokens a query sees, itself included, or None where it sees all."
+    has_sinks: bool = of_kind("flag")
+    "Whether each query head has a learned sink logit in the softmax."
+
+    @property
+    def num_kv_head_replicas(self) -> int:
+        """Ranks that hold a copy of the same KV head."""
+        return max(1, self.parallel.size // self.num_kv_heads)
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from LayerSpec._contradictions(self)
+        if self.num_heads % self.num_kv_heads:
+            yield f"num_heads: {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+
+
+@frozen(kw_only=True)
+class ResidualSpec(LayerSpec):
+    """The residual stream through one decoder layer: the norms it meets, in pairs, one pair per attention block.
+
+    `parallel` is that of the attention block, whose output projection is what an all-reduce sums into the stream.
+    """
+
+    input_norms: tuple[NormSpec, ...] = of_kind("norms")
+    "The norm before each attention block: one, or two in LongCat-Flash."
+    post_attention_norms: tuple[NormSpec, ...] = of_kind("norms")
+    "The norm after each attention block, before the MLP."
+
+    @property
+    def input_norm(self) -> NormSpec:
+        """The norm at the layer's entry."""
+        return self.input_norms[0]
+
+    @property
+    def post_attention_norm(self) -> NormSpec:
+        """The norm between the first attention block and its MLP."""
+        return self.post_attention_norms[0]
+
+    def _contradictions(self) -> Iterator[str]:
+        if len(self.input_norms) != len(self.post_attention_norms):
+            yield (
+                f"post_attention_norms: expected one per input norm, got {len(self.post_attention_norms)} "
+                f"for {len(self.input_norms)}"
+            )
+        for norm in (*self.input_norms, *self.post_attention_norms):
+            if norm.width != self.hidden_size:
+                yield f"a norm's width {norm.width} is not the hidden_size {self.hidden_size}"

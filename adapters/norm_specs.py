@@ -1,0 +1,111 @@
+"""The specs of the parts: the parallelism of a layer, its norms, and how its heads are shared by ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attrs import frozen
+
+from .errors import SpecError, shown
+from .spec_fields import NESTED, Checked, as_float, count, of_kind, optional_count, problem_of
+
+
+@frozen(kw_only=True)
+class Parallel(Checked):
+    """The tensor-parallel degree this layer was actually sharded by, which need not be the engine's global one."""
+
+    size: int = count()
+    "Ranks that share the layer's heads; 1 when the layer is whole or replicated."
+    rank: int | None = of_kind("rank")
+    "This rank, 0-based, or None where a sharded layer does not say which shard it is."
+
+    def __attrs_post_init__(self) -> None:
+        problem = problem_of("count", self.size)
+        if problem is not None:
+            raise SpecError("Parallel", [f"size: {problem}"])
+        if self.rank is None:
+            if self.size == 1:
+                raise SpecError("Parallel", ["rank: the only rank of a size of 1 is 0, got None"])
+        elif type(self.rank) is not int or not 0 <= self.rank < self.size:
+            raise SpecError(
+                "Parallel", [f"rank: expected 0 to {self.size - 1}, or None if unknown, got {shown(self.rank)}"]
+            )
+
+
+WHOLE = Parallel(size=1, rank=0)
+"""A layer that is not sharded."""
+
+
+@frozen(kw_only=True)
+class NormSpec(Checked):
+    """One RMSNorm over the last dimension: `x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset)`."""
+
+    width: int = count()
+    "Elements that share one variance: the last dimension of input and weight."
+    epsilon: float = of_kind("positive", converter=as_float)
+    "As the norm module holds it. Engines disagree with the config, and with each other, about it."
+    weight_offset: float = of_kind("number", converter=as_float, default=0.0)
+    "Added to the stored weight: 1.0 for zero-centred norms (Gemma, Qwen3-Next), else 0.0."
+
+
+@frozen(kw_only=True)
+class GatedNormSpec(NormSpec):
+    """An RMSNorm whose output (or input) is multiplied by an activated gate of the same shape."""
+
+    activation: str = of_kind("activation")
+    "What the gate passes through. Not the layer's `activation`, which is that of the convolution."
+    norm_before_gate: bool = of_kind("flag")
+    "True: norm(x) * act(gate). False: norm(x * act(gate))."
+    group_size: int | None = optional_count()
+    "Elements per variance group, or None where the whole width is one group."
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.group_size is not None and self.width % self.group_size:
+            yield f"group_size {self.group_size} does not divide the width {self.width}"
+
+
+NESTED.update(parallel=Parallel, norm=NormSpec, norms=NormSpec, optional_norm=NormSpec, gated_norm=GatedNormSpec)
+
+# ---- how heads are shared by ranks -----------------------------------------------------------------------------------
+
+
+def shard_heads(total: int, size: int) -> int:
+    """Heads per rank where every rank must get the same whole number of them.
+
+    Raises:
+        SpecError: the ranks do not divide the heads.
+    """
+    if total % size:
+        raise SpecError("heads per rank", [f"{shown(total)} heads cannot be shared equally by {size} ranks"])
+    return total // size
+
+
+def shard_kv_heads(total: int, size: int) -> int:
+    """KV heads per rank; with more ranks than heads each head is replicated, so that no rank holds fewer than one.
+
+    Raises:
+        SpecError: neither number divides the other.
+    """
+    if size > total:
+        if size % total:
+            raise SpecError(
+                "KV heads per rank", [f"{shown(total)} KV heads cannot be replicated evenly over {size} ranks"]
+            )
+        return 1
+    if total % size:
+        raise SpecError("KV heads per rank", [f"{shown(total)} KV heads cannot be shared equally by {size} ranks"])
+    return total // size
+
+
+@frozen(kw_only=True)
+class HeadPair:
+    """A total count, its per-rank partner, and the rule that ties them."""
+
+    total: str
+    local: str
+    replicates: bool
+    "True for KV heads: more ranks than heads means copies, not an error."
+
+    def local_of(self, total: int, size: int) -> int:
+        """This rank's count, from the model's."""
+        return shard_kv_heads(total, size) if self.replicates else shard_heads(total, size)

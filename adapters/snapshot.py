@@ -1,0 +1,147 @@
+"""Every raw value of a layer that decides its spec, taken in a few C calls.
+
+Reading is live: engines rewrite attributes, so every reading takes the values again. A spec that was built from equal
+values before is then the same spec, and need not be built and checked once more.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import attrs
+
+from .base import Facts
+from .parallel import is_dtensor
+from .sources import Const, Converted, NormSource, Path, Source, UnreadableError
+from .specs import goes_with
+
+
+def settled(raw: Any) -> bool:
+    """Whether equal keys mean equal values for good: a tensor may change in place, and must not be kept alive."""
+    if isinstance(raw, tuple):
+        return all(map(settled, raw))
+    return raw is None or isinstance(raw, (int, float, str))
+
+
+class Snapshot:
+    """Takes every raw value that decides a spec, in a few C calls, as a key to remember the spec by.
+
+    Only facts whose first source is a plain path can be taken so; others (and layers on which a first source is
+    missing) are read in full every time.
+    """
+
+    def __init__(self, facts: Facts) -> None:
+        partners = {a.name: goes_with(a) for a in attrs.fields(facts.spec) if goes_with(a)}
+        always: list[tuple[Path, _Reduce]] = []
+        dependent: list[tuple[Path, _Reduce]] = []
+        possible = True
+        partner: Path | None = None
+        for name, parsed in facts.parsed.items():
+            paths = list(_first_paths(name, parsed))
+            possible = possible and None not in paths
+            taken = [(path, _reduction(name, parsed)) for path in paths if path]
+            (dependent if name in partners else always).extend(taken)
+            if name in partners.values() and taken:
+                partner = taken[0][0]
+        self._full = _Getter(always + dependent) if possible else None
+        # The layer may lack what goes with a field that is None on it: no query latent, no norm of it.
+        self._without = _Getter(always) if possible and partner else None
+        self._partner = operator.attrgetter(str(partner)) if partner else None
+
+    def take(self, layer: Any) -> Any:
+        """The key, or None where only a full reading will do."""
+        try:
+            if self._partner is not None and self._without is not None and self._partner(layer) is None:
+                return self._without.take(layer)
+            return None if self._full is None else self._full.take(layer)
+        except Exception:  # whatever it is, the full reading meets it again and reports it properly
+            return None
+
+
+_Reduce: TypeAlias = Callable[[Any], Any] | None
+
+
+class _Getter:
+    """Several paths at once: each child module is fetched once, which is the slow part on a torch module."""
+
+    def __init__(self, paths: list[tuple[Path, _Reduce]]) -> None:
+        own: list[tuple[str, _Reduce]] = []
+        inner: dict[str, list[str]] = {}
+        for path, reduce in paths:
+            if len(path.steps) == 1 or reduce:
+                own.append((_without_index(path.steps), reduce))
+            else:
+                inner.setdefault(path.steps[0], []).append(_without_index(path.steps[1:]))
+        self._own = _attrgetter([name for name, _ in own])
+        self._reduced = [(i, reduce) for i, (_, reduce) in enumerate(own) if reduce]
+        self._children = [(operator.attrgetter(child), _attrgetter(rest)) for child, rest in inner.items()]
+
+    def take(self, layer: Any) -> tuple[Any, ...]:
+        own = self._own(layer)
+        if self._reduced:
+            reduced = list(own)
+            for i, reduce in self._reduced:
+                reduced[i] = reduce(reduced[i])
+            own = tuple(reduced)
+        values = (*own, *[value for child, rest in self._children for value in rest(child(layer))])
+        # 64, 64.0 and True are equal keys when they should not be: one is a count, the others are mistakes.
+        return values, tuple(map(type, values))
+
+
+def _attrgetter(names: list[str]) -> Callable[[Any], Any]:
+    if len(names) > 1:
+        return operator.attrgetter(*names)
+    single = [operator.attrgetter(name) for name in names]
+    return lambda layer: tuple(get(layer) for get in single)
+
+
+def _without_index(steps: tuple[str, ...]) -> str:
+    """`weight.shape.0` as `weight.shape`: an attrgetter cannot index, and the whole shape decides the part."""
+    return ".".join(steps[:-1] if steps[-1][0].isdigit() else steps)
+
+
+def _reduction(name: str, parsed: Any) -> _Reduce:
+    """What stands in the key for an object that must not be kept alive by it."""
+    if name == "tp_weight":
+        return _weight_facts
+    if isinstance(parsed, tuple) and isinstance(parsed[0], Converted) and parsed[0].convert == "present":
+        return _is_none
+    return None
+
+
+def _weight_facts(linear: Any) -> tuple[Any, ...]:
+    weight = linear.weight
+    if is_dtensor(weight):
+        raise UnreadableError("a mesh may change without the weight")
+    return weight.shape, linear.out_features, linear.in_features
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _first_paths(name: str, parsed: Any) -> Iterable[Path | None]:
+    if isinstance(parsed, NormSource):
+        for part, sources in parsed.fields:
+            for path in _first_paths(part, sources):
+                yield Path((*parsed.module.steps, *path.steps)) if path else None
+        return
+    if name in ("input_norms", "post_attention_norms"):
+        for source in parsed:
+            yield from _first_paths(name, source) if isinstance(source, NormSource) else (None,)
+        return
+    first = parsed[0]
+    if isinstance(first, Const):
+        return
+    yield from parsed if name == "tp_weight" else [_plain(first)]
+
+
+def _plain(source: Source) -> Path | None:
+    path = source.path if isinstance(source, Converted) else source
+    if not isinstance(path, Path):
+        return None
+    # attrgetter cannot index, but a trailing index can wait: `weight.shape` decides `weight.shape.0`.
+    inner = path.steps[:-1]
+    return None if any(step[0].isdigit() for step in inner) else path

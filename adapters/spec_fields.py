@@ -1,0 +1,118 @@
+"""What a single field of a spec may hold, and the check of all of them when a spec is made.
+
+The kind is data on the field, so that reading a layer, structuring TOML and validating all follow the same table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+from attrs import field, frozen
+
+from .errors import SpecError, shown
+
+LARGEST = 2**31 - 1
+"""The largest count or width accepted: kernels index with int32, and more than that is a typing error."""
+
+
+ACTIVATIONS = ("silu", "sigmoid")
+"""Output-gate activations of gated norms: silu for Qwen, sigmoid for Kimi and GLM."""
+
+NESTED: dict[str, type] = {"text": str}
+"""The class of each kind that is no number, word or flag; the spec types enter themselves."""
+
+
+def of_kind(kind: str, *, goes_with: str | None = None, **kwargs: Any) -> Any:
+    """A field of this kind, and the field whose None makes it None too."""
+    return field(metadata={"kind": kind, "goes_with": goes_with}, **kwargs)
+
+
+def count() -> Any:
+    """A whole number of at least 1: heads, widths."""
+    return of_kind("count")
+
+
+def width_or_zero() -> Any:
+    """A whole number of at least 0: a rope dimension may be 0 (no rope at all)."""
+    return of_kind("width_or_zero")
+
+
+def optional_count() -> Any:
+    """A count, or None where the architecture has no such thing. None is an answer, not a gap."""
+    return of_kind("optional_count")
+
+
+def goes_with(attribute: attrs.Attribute[Any]) -> str | None:
+    """The field whose None makes this one None too (the query norm goes with the query latent)."""
+    partner: str | None = attribute.metadata.get("goes_with")
+    return partner
+
+
+def kind_of(attribute: attrs.Attribute[Any]) -> str:
+    """The kind a spec field was declared with."""
+    kind: str = attribute.metadata["kind"]
+    return kind
+
+
+def problem_of(kind: str, value: Any) -> str | None:
+    """Why `value` is no legal value of this kind, or None if it is."""
+    if kind in ("count", "optional_count", "width_or_zero", "index", "window"):
+        if value is None and kind in ("optional_count", "window"):
+            return None
+        least = 0 if kind in ("width_or_zero", "index") else 1
+        if type(value) is not int:
+            return f"expected a whole number, got {shown(value)} ({type(value).__name__})"
+        if value < least:
+            return f"expected at least {least}, got {shown(value)}"
+        if value > LARGEST:
+            return f"expected at most {LARGEST}, got {shown(value)}"
+        return None
+    if kind in ("positive", "number"):
+        # What `as_float` could not convert is no number, or one beyond every float.
+        if type(value) is not float or not math.isfinite(value):
+            return f"expected a finite number, got {shown(value)}"
+        if kind == "positive" and value <= 0:
+            return f"expected more than 0, got {value!r}"
+        return None
+    if kind == "flag":
+        return None if type(value) is bool else f"expected true or false, got {shown(value)}"
+    if kind == "activation":
+        fine = type(value) is str and value in ACTIVATIONS
+        return None if fine else f"expected one of {', '.join(ACTIVATIONS)}, got {shown(value)}"
+    expected = NESTED[kind]
+    if value is None and kind == "optional_norm":
+        return None
+    if kind == "norms":
+        fine = type(value) is tuple and value != () and all(isinstance(norm, expected) for norm in value)
+        return None if fine else f"expected a non-empty tuple of {expected.__name__}, got {shown(value)}"
+    return None if isinstance(value, expected) else f"expected {expected.__name__}, got {shown(value)}"
+
+
+def as_float(value: Any) -> Any:
+    """A whole number as a float; anything else, and a number beyond every float, unchanged for the check to refuse."""
+    try:
+        return float(value) if type(value) is int else value
+    except OverflowError:
+        return value
+
+
+@frozen(kw_only=True)
+class Checked:
+    """Runs the per-field checks, then the cross-field ones, and raises all problems as one SpecError."""
+
+    def __attrs_post_init__(self) -> None:
+        wrong = {
+            a.name: problem
+            for a in attrs.fields(type(self))
+            if (problem := problem_of(kind_of(a), getattr(self, a.name))) is not None
+        }
+        # Cross-field rules only make sense on legal values.
+        problems = [f"{name}: {problem}" for name, problem in wrong.items()] or list(self._contradictions())
+        if problems:
+            raise SpecError(type(self).__name__, problems)
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from ()

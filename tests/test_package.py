@@ -1,0 +1,186 @@
+"""The wheel: everything that is needed, nothing with a generic name, and it works where nothing else is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DATA = ("models.toml", "models.schema.json", "py.typed")
+FOLDERS = ("adapters", "cli", "fusion", "registry", "testing")
+
+
+def packages_in_repository() -> set[str]:
+    """Every folder of the floors that holds Python."""
+    found = {"layerfuse"}
+    for folder in FOLDERS:
+        for path in (ROOT / folder).rglob("*.py"):
+            if "__pycache__" not in path.parts:
+                found.add(".".join(("layerfuse", *path.relative_to(ROOT).parts[:-1])))
+    return found
+
+
+def run(*command: str | Path, **variables: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, command)), env={**environment, **variables}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{command}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built wheel, made from a copy so that no build folder appears in the checkout."""
+    import shutil
+
+    source, out = tmp_path_factory.mktemp("source") / "layerfuse", tmp_path_factory.mktemp("wheel")
+    listed = ("*.py", "*.toml", "*.json", "*.md", "LICENSE*", "py.typed")
+    shutil.copytree(ROOT, source, ignore=_only(*listed))
+    run(
+        *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"),
+        *("--disable-pip-version-check", "--wheel-dir", out, source),
+    )
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def _only(*patterns: str):  # type: ignore[no-untyped-def]
+    """For copytree: what the build needs, and no caches, environments or tests."""
+    from fnmatch import fnmatch
+
+    skipped = {"tests", "docs", "benchmarks", "build", "dist", "site", "__pycache__", ".git"}
+
+    def ignore(folder: str, names: list[str]) -> set[str]:
+        left = {name for name in names if name in skipped or name.startswith((".", "layerfuse.egg"))}
+        return left | {
+            name
+            for name in names
+            if not (Path(folder) / name).is_dir() and not any(fnmatch(name, pattern) for pattern in patterns)
+        }
+
+    return ignore
+
+
+@pytest.fixture(scope="module")
+def files(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_every_package_of_the_repository_is_declared_and_in_the_wheel(files: set[str]) -> None:
+    packages = packages_in_repository()
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages
+    assert packages <= {name.rpartition("/")[0].replace("/", ".") for name in files if name.endswith(".py")}
+
+
+def test_every_module_of_the_repository_is_in_the_wheel(files: set[str]) -> None:
+    modules = {
+        f"layerfuse/{path.relative_to(ROOT)}"
+        for folder in (*FOLDERS, ".")
+        for path in (ROOT / folder).glob("*.py" if folder == "." else "**/*.py")
+        if "__pycache__" not in path.parts
+    }
+    assert modules <= files
+    assert {f"layerfuse/{name}" for name in DATA} <= files
+
+
+def test_nothing_with_a_generic_name_lands_at_the_top(files: set[str]) -> None:
+    assert {name.partition("/")[0].partition("-")[0] for name in files} == {"layerfuse"}
+    assert not any(part in name for name in files for part in ("/tests/", "/benchmarks/", "/docs/", "/.scratch/"))
+
+
+def test_nothing_depends_on_the_unrelated_project_called_aiter() -> None:
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"]
+    listed = [*project["dependencies"], *(name for extra in extras.values() for name in extra)]
+    assert not any(name.lower().startswith(("aiter", "amd-aiter")) for name in listed)
+    assert not any("aiter" in extra.lower() for extra in extras)
+    # The core works without torch, so it cannot depend on it.
+    assert not any(name.lower().startswith(("torch", "transformers", "triton")) for name in project["dependencies"])
+
+
+def test_the_version_is_said_once() -> None:
+    import layerfuse
+
+    assert layerfuse.__version__ == PROJECT["project"]["version"]
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
+    """The Python of a new environment with the wheel and what it depends on, and nothing else."""
+    folder = tmp_path_factory.mktemp("venv")
+    venv.create(folder, with_pip=True)
+    python = folder / "bin" / "python"
+    try:
+        run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel)
+    except AssertionError as error:
+        if any(sign in str(error) for sign in ("No matching distribution", "Connection", "Temporary failure")):
+            pytest.skip("no package index within reach")
+        raise
+    return python
+
+
+@pytest.mark.slow
+def test_an_empty_environment_resolves_specs_plans_and_finds_its_data(empty: Path, tmp_path: Path) -> None:
+    code = """
+import importlib.util, pathlib, sys
+assert importlib.util.find_spec("torch") is None
+import layerfuse
+from layerfuse import fusion, registry
+assert "site-packages" in layerfuse.__file__
+assert (pathlib.Path(layerfuse.__file__).parent / "py.typed").exists()
+specs = registry.model("kimi-k2.5").specs(8)
+print(len(specs), specs[1][1].num_local_heads)
+from types import SimpleNamespace as Some
+norm = Some(weight=Some(shape=(512,)), variance_epsilon=1e-6)
+held = dict(num_heads=8, num_local_heads=4, hidden_size=64, layer_id=1, scaling=0.1, q_lora_rank=None, kv_lora_rank=512)
+held |= dict(qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, kv_a_layernorm=norm)
+layer = type("DeepseekV2AttentionMLA", (Some,), {"__module__": "sglang.srt.models.deepseek_v2"})(**held)
+print(registry.spec_for(layer).split_sizes, registry.spec_for(layer).parallel.size)
+import layerfuse.testing
+print(sorted(name for name in ("torch", "numpy", "transformers") if name in sys.modules))
+"""
+    assert run(empty, "-c", code).splitlines() == ["122 8", "(512, 16) 2", "[]"]
+
+
+@pytest.mark.slow
+def test_the_command_line_plans_in_an_empty_environment(empty: Path, tmp_path: Path) -> None:
+    command = empty.parent / "layerfuse"
+    said = run(command, "plan", "kimi-k2.5", "--tp", "8", "--target", "gfx950")
+    assert "mla" in said.lower() and "61" in said
+    assert run(empty, "-m", "layerfuse", "models").count("\n") > 10
+    own = tmp_path / "mine.toml"
+    text = (ROOT / "models.toml").read_text()
+    start = text.index('[models."deepseek-r1"]')
+    own.write_text(text[start : text.index('[models."deepseek-v3.1"]')].replace('"deepseek-r1"', '"mine"'))
+    assert "mine" in run(command, "models", "--models", own)
+
+
+@pytest.mark.slow
+def test_type_checkers_see_the_types_of_the_installed_package(empty: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    code = tmp_path / "uses.py"
+    code.write_text(
+        "from layerfuse import MLASpec, registry\n"
+        "spec: MLASpec = registry.spec_for(object(), MLASpec)\n"
+        "heads: int = spec.num_heads\n"
+        "wrong: str = spec.num_heads\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--python-executable", str(empty), str(code)],
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert 'error: Incompatible types in assignment (expression has type "int", variable has type "str")' in done.stdout
+    assert "Found 1 error" in done.stdout, done.stdout
