@@ -20,6 +20,8 @@ from .specs import FAMILY_OF, LayerSpec, kind_of
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
 
+_EVERYTHINGS_BASE = ("object", "Module")
+
 PARALLEL_WORDS = ("tp_size", "tp_rank", "tp_weight")
 """Beside the spec's own fields: the tensor-parallel size and rank (paths), and linear modules whose weight tells."""
 
@@ -103,6 +105,8 @@ def check_key(key: str) -> str:
             f'{shown(key)} is no layer class; expected "package:ClassName", for example "vllm:MLAAttention" '
             "(the package may go on: vllm.models.kimi_k3)"
         )
+    if key.rpartition(":")[2] in _EVERYTHINGS_BASE:
+        raise FactsError(f"{key!r} is a base of every layer there is; name the layer's own class")
     return key
 
 

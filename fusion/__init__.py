@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .._lazy import attach
 from .config import FusionConfig, FusionConfigError
 from .plan import Decision, Plan, plan
 from .rules import FUSIONS, Fusion
@@ -40,12 +40,5 @@ __all__ = [
     "plan",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _NEEDS_TORCH:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    return getattr(import_module(_NEEDS_TORCH[name], __name__), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+_getattr, _dir = attach(__name__, _NEEDS_TORCH)
+__getattr__, __dir__ = _getattr, lambda: sorted({*_dir(), *__all__})

@@ -6,6 +6,7 @@ covers the rewritten graph, no stale graph can be served, and the report is comp
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,6 +21,31 @@ from .passes import Pipeline
 from .plan import Placed, Plan, plan
 from .report import Report
 from .target import Target
+
+
+class _FloatsAsConstants:
+    """Sets Dynamo's `specialize_float` while any thread is inside, and restores it when the last one leaves."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._before = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._before = dynamo_config.specialize_float
+                dynamo_config.specialize_float = True
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                dynamo_config.specialize_float = self._before
+
+
+_floats_as_constants = _FloatsAsConstants()
 
 
 class FusedModel:
@@ -51,19 +77,18 @@ class FusedModel:
         """
         # Dynamo traces a module's floats as graph inputs, always with dynamic=True and otherwise as soon as one changes
         # between layers; an epsilon that is an input cannot be compared with the spec's. The call is where it compiles.
-        before = dynamo_config.specialize_float
-        dynamo_config.specialize_float = True
-        try:
+        with _floats_as_constants:
             result = self._compiled(*args, **kwargs)
-        finally:
-            dynamo_config.specialize_float = before
         if self._strict and self._checked != len(self.report.records):
             self.report.check()
             self._checked = len(self.report.records)
         return result
 
     def __getattr__(self, name: str) -> Any:
-        # Only names that this object lacks come here; they are the model's business.
+        # Only names that this object lacks come here; they are the model's business. Dunders are Python's, and while
+        # a copy is being made there is no model yet.
+        if name.startswith("__") or "model" not in vars(self):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
         if name == "generate":
             warnings.warn(
                 "generate is the model's own method and calls the model itself, without the fusions; "
@@ -72,6 +97,9 @@ class FusedModel:
                 stacklevel=2,
             )
         return getattr(self.model, name)
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a FusedModel holds compiled code and cannot be copied or pickled; copy its .model and compile")
 
     def __repr__(self) -> str:
         return f"FusedModel({type(self.model).__name__}, {self.plan.target}, {self.report.graphs} graphs)"
@@ -94,7 +122,8 @@ def compile(  # noqa: A001 (torch.compile's own name)
         specs: (path, spec) pairs; read off the model by the registry if not given.
         target: where it will run; if not given, the CPU for a model on the CPU, else this machine's GPU.
         config: which fusions; if not given, the default as changed by `LAYERFUSE_FUSIONS`.
-        strict: raise where an expected fusion did not happen. The same as `config.strict`.
+        strict: raise where an expected fusion did not happen, or where a layer that looks like attention is known to no
+            adapter. The same as `config.strict`.
         registry: the registry that reads the specs; the default one if not given.
         torch_compile_kwargs: passed on to torch.compile: dynamic, fullgraph, mode, options, disable.
 
@@ -110,11 +139,13 @@ def compile(  # noqa: A001 (torch.compile's own name)
             "fusion.compile compiles with Inductor and takes no backend; to use the fusions elsewhere, put "
             "fusion.passes.Pipeline(plan) where that backend takes an FX graph pass"
         )
+    unknown: dict[str, str] = {}
     if specs is None:
-        specs = _read_specs(model, registry)
+        specs, unknown = _read_specs(model, registry)
     config = FusionConfig.from_environment() if config is None else config
     made = plan(specs, _target_of(model) if target is None else target, config)
     pipeline = Pipeline(made)
+    pipeline.report.unknown.update(unknown)
     compiled = torch.compile(model, backend=inductor_with(pipeline, model), **torch_compile_kwargs)
     return FusedModel(model, compiled, pipeline, strict=strict or config.strict)
 
@@ -168,10 +199,9 @@ def _target_of(model: nn.Module) -> Target:
     return Target.named("cpu") if first is None or first.device.type == "cpu" else Target.detect()
 
 
-def _read_specs(model: nn.Module, registry: Any) -> Iterable[Placed]:
+def _read_specs(model: nn.Module, registry: Any) -> tuple[Iterable[Placed], dict[str, str]]:
     if registry is None:
         from .. import registry as default
 
         registry = default
-    specs: Iterable[Placed] = registry.specs_in(model)
-    return specs
+    return registry.specs_in(model), dict(registry.unknown_in(model))

@@ -43,18 +43,29 @@ class GraphRecord:
 
 
 class FusionMissedError(LayerfuseError, RuntimeError):
-    """Expected fusions that did not happen. `missed` maps fusion to layer to reason."""
+    """Expected fusions that did not happen, or layers of which nothing can be expected.
 
-    def __init__(self, missed: dict[str, dict[str, str]]) -> None:
+    `missed` maps fusion to layer to reason; `unknown` maps a layer that looks like attention to its unknown class.
+    """
+
+    def __init__(self, missed: dict[str, dict[str, str]], unknown: dict[str, str] | None = None) -> None:
         self.missed = missed
-        super().__init__(missed)
+        self.unknown = {} if unknown is None else unknown
+        super().__init__(missed, self.unknown)
 
     def __str__(self) -> str:
         lines = []
         for fusion, layers in self.missed.items():
             lines.append(f"{fusion} was expected and did not happen in {len(layers)} layers:")
             lines += [f"  - {layer}: {reason}" for layer, reason in layers.items()]
-        lines.append("Switch the fusion off in FusionConfig, or compile with strict=False, if that is acceptable.")
+        if self.unknown:
+            lines.append("Nobody can say what these layers should fuse, since no adapter knows their class:")
+            lines += [f"  - {layer}: {name}" for layer, name in self.unknown.items()]
+            lines.append(
+                "Declare the class in a models.toml entry, or pass specs= to leave such layers out on purpose."
+            )
+        if self.missed:
+            lines.append("Switch the fusion off in FusionConfig, or compile with strict=False, if that is acceptable.")
         return "\n".join(lines)
 
 
@@ -101,6 +112,8 @@ class Report:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.records: list[GraphRecord] = []
+        self.unknown: dict[str, str] = {}
+        "Layers that look like attention, and the class that no adapter knows: they are in no plan."
 
     def add(self, record: GraphRecord) -> None:
         """Take in what a pass did to one more graph."""
@@ -174,14 +187,15 @@ class Report:
             FusionMissedError: naming each layer and its reason.
         """
         missed = self.missed()
-        if missed:
-            raise FusionMissedError(missed)
+        if missed or self.unknown:
+            raise FusionMissedError(missed, self.unknown)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
             "target": self.plan.target.to_dict(),
             "graphs": self.graphs,
+            "unknown": dict(self.unknown),
             "fusions": {name: self.of(name).to_dict() for name in FUSIONS},
             "records": [attrs.asdict(record) for record in self.records],
         }
@@ -189,4 +203,5 @@ class Report:
     def __str__(self) -> str:
         lines = [f"fusion report: {self.graphs} graphs compiled for {self.plan.target}"]
         lines += ["  " + line for name in FUSIONS for line in str(self.of(name)).splitlines()]
+        lines += [f"  unknown: {layer}: no adapter knows {name}" for layer, name in self.unknown.items()]
         return "\n".join(lines)

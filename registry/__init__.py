@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         specs_in,
         unknown_in,
     )
-    from .errors import CatalogError, ConflictError, PluginError, UnknownModelError
+    from .errors import CatalogError, ConflictError, PluginError, UnknownEngineError, UnknownModelError
     from .lookup import Registry
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "ModelEntry",
     "PluginError",
     "Registry",
+    "UnknownEngineError",
     "UnknownModelError",
     "adapter_for",
     "adapters",
@@ -54,7 +55,7 @@ __all__ = [
     "unknown_in",
 ]
 
-_ERRORS = ("CatalogError", "ConflictError", "PluginError", "UnknownModelError")
+_ERRORS = ("CatalogError", "ConflictError", "PluginError", "UnknownEngineError", "UnknownModelError")
 _ELSEWHERE = {
     **dict.fromkeys(_ERRORS, ".errors"),
     "ModelEntry": ".catalog",

@@ -12,7 +12,8 @@ from attrs import field, frozen
 
 from ..adapters.errors import SpecError
 from ..adapters.specs import WHOLE, LayerSpec, NormSpec, ResidualSpec
-from .kinds import Around, At, EngineNorms, Every, LayerKind
+from .errors import UnknownEngineError
+from .kinds import ENGINES, Around, At, EngineNorms, Every, LayerKind
 
 MOST_LAYERS = 1_000
 """More decoder layers than this is a typing error, refused before anything is built from it."""
@@ -75,6 +76,7 @@ class ModelEntry:
 
         Raises:
             SpecError: the entry contradicts itself, or a layer cannot be sharded that way.
+            UnknownEngineError: no engine of that name is known.
         """
         whole = list(self._whole(engine))
         if tp == 1 and rank in (None, 0):
@@ -93,7 +95,9 @@ class ModelEntry:
         return list(self._whole(engine, [(index, kind) for kind, index in first.items()]))
 
     def _whole(self, engine: str | None, only: list[tuple[int, str]] | None = None) -> Iterator[tuple[str, LayerSpec]]:
-        norms = self.engines.get(engine, EngineNorms()) if engine is not None else EngineNorms()
+        norms = EngineNorms() if engine is None else self.engines.get(engine, EngineNorms())
+        if engine is not None and engine not in ENGINES and engine not in self.engines:
+            raise UnknownEngineError(engine, (*ENGINES, *self.engines))
         eps = self.rms_norm_eps if norms.rms_norm_eps is None else norms.rms_norm_eps
         decoder_norms = (
             NormSpec(width=self.hidden_size, epsilon=eps, weight_offset=self.norm_weight_offset),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..adapters.errors import LayerfuseError, closest
+from ..adapters.errors import LayerfuseError, closest, did_you_mean
 
 
 class ConflictError(LayerfuseError, ValueError):
@@ -33,7 +33,12 @@ class CatalogError(LayerfuseError, ValueError):
         super().__init__(file, self.problems)
 
     def __str__(self) -> str:
-        return "\n".join(f"{self.file}: {problem}" for problem in self.problems)
+        return "\n".join(f"{self.file}: {_printable(problem)}" for problem in self.problems)
+
+
+def _printable(text: str) -> str:
+    """One line, whatever a file calls its models: a name may hold a newline, or what a terminal takes for a command."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class UnknownModelError(LayerfuseError, LookupError):
@@ -46,8 +51,22 @@ class UnknownModelError(LayerfuseError, LookupError):
         super().__init__(name, self.known)
 
     def __str__(self) -> str:
-        near = f"; did you mean {' or '.join(self.closest)}?" if self.closest else ""
+        near = f"; did you mean {' or '.join(self.closest)}?" if self.closest else "."
         return f"no model is called {self.name!r}{near} `layerfuse models` lists all {len(self.known)}."
+
+
+class UnknownEngineError(LayerfuseError, LookupError):
+    """No engine of this name is known."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        super().__init__(name, self.known)
+
+    def __str__(self) -> str:
+        return (
+            f"no engine is called {self.name!r}{did_you_mean(self.name, self.known)} (known: {', '.join(self.known)})"
+        )
 
 
 class PluginError(LayerfuseError, ImportError):

@@ -194,6 +194,10 @@ KINDS: Mapping[str, type[Any]] = {"mla": MLAKind, "gated_delta_net": GatedDeltaN
 """The kinds of layer by the `family` word that tells them apart."""
 
 
+ENGINES = ("transformers", "vllm", "sglang", "atom")
+"""The engines whose layers are known."""
+
+
 @frozen(kw_only=True)
 class EngineNorms:
     """Where one engine builds a norm with another epsilon than the published config says."""

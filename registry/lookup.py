@@ -177,7 +177,7 @@ class Registry:
         models = self.models()
         wanted = name.lower()
         for entry in models.values():
-            if wanted in (entry.name, (entry.hf_id or "").lower()):
+            if wanted == entry.name or (entry.hf_id is not None and wanted == entry.hf_id.lower()):
                 return entry
         raise UnknownModelError(name, models)
 

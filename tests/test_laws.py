@@ -1,4 +1,4 @@
-"""The laws of the house, held to the source itself. Each can fail: every check is first shown a file that breaks it."""
+"""The laws of the house, held to the source itself. The checks that search are first shown what they must find."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ def parsed(path: Path) -> ast.Module:
 ALLOWED = {
     # file -> how many looks by name, and at what if not at a layer
     "_lazy.py": (3, "the modules of this package, which are imported when first used"),
+    "fusion/compiler.py": (2, "itself, and the model that it stands for, whose attributes it passes on unread"),
+    "fusion/ops/library.py": (1, "the ops that it has just registered"),
+    "fusion/parameters.py": (1, "what AOTAutograd says of a graph input"),
+    "fusion/passes/patterns.py": (2, "the ops of whichever library is loaded"),
     "registry/files.py": (4, "errors, a hint's name, and a parsed table whose kind has no yarn"),
     "registry/inspect.py": (2, "declared entries, by the names of their own fields"),
     "registry/kinds.py": (1, "a parsed table of epsilons, by its own field's name"),
@@ -64,17 +68,12 @@ def looks_by_name(tree: ast.AST) -> Iterator[int]:
 
 def test_the_check_of_law_1_finds_what_it_looks_for() -> None:
     broken = "x = getattr(layer, 'num_heads', 1)\nif hasattr(layer, 'a'): pass\nlayer.__dict__['a']\nvars(layer)\n"
-    assert list(looks_by_name(ast.parse(broken))) == [1, 2, 4, 3] or sorted(looks_by_name(ast.parse(broken))) == [
-        1,
-        2,
-        3,
-        4,
-    ]
+    assert sorted(looks_by_name(ast.parse(broken))) == [1, 2, 3, 4]
     assert list(looks_by_name(ast.parse("spec.num_heads + layer.weight.shape[0]"))) == []
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in CHECKED if p.parts[len(ROOT.parts)] in ("registry", "_lazy.py")], ids=name_of
+    "path", [p for p in CHECKED if p.parts[len(ROOT.parts)] in ("registry", "fusion", "_lazy.py")], ids=name_of
 )
 def test_law_1_only_adapters_read_layers(path: Path) -> None:
     found = sorted(looks_by_name(parsed(path)))
@@ -88,16 +87,6 @@ def test_law_1_the_allowed_looks_are_still_there() -> None:
             assert len(list(looks_by_name(parsed(ROOT / name)))) == allowed, (
                 f"{name}: correct its number of allowed looks"
             )
-
-
-@pytest.mark.parametrize("path", [p for p in CHECKED if p.parts[len(ROOT.parts)] == "fusion"], ids=name_of)
-def test_law_1_fusion_takes_specs_and_reads_no_layer(path: Path) -> None:
-    """Fusion works on graphs: it may ask a node or a package for something, and never a layer for a dimension."""
-    words = {attribute.name for spec in FAMILIES.values() for attribute in attrs.fields(spec)}
-    for node in ast.walk(parsed(path)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
-            asked = node.args[1] if len(node.args) > 1 else None
-            assert not (isinstance(asked, ast.Constant) and asked.value in words), f"{name_of(path)}:{node.lineno}"
 
 
 # ---- law 2: no upward import; no torch below fusion/

@@ -122,7 +122,9 @@ def empty(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     try:
         run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel)
     except AssertionError as error:
-        if any(sign in str(error) for sign in ("No matching distribution", "Connection", "Temporary failure")):
+        # In CI an index is always there, and a dependency that it does not have is a mistake.
+        signs = ("No matching distribution", "Connection", "Temporary failure")
+        if "CI" not in os.environ and any(sign in str(error) for sign in signs):
             pytest.skip("no package index within reach")
         raise
     return python

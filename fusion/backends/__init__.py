@@ -77,7 +77,9 @@ def choose(op: str, device: str) -> Backend:
 
 
 def _decide(op: str, device: str) -> Backend:
-    wanted = _forced[0] if _forced else os.environ.get(ENVIRONMENT) or None
+    wanted = _forced[0] if _forced else os.environ.get(ENVIRONMENT)
+    if wanted == "":  # set to nothing, as shells do, is not set
+        wanted = None
     refusals = []
     for backend in _backends.get(op, ()):
         if wanted in (None, backend.name):

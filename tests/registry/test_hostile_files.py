@@ -280,3 +280,17 @@ def test_any_words_in_facts_are_facts_or_a_facts_error(field: str, words: Any) -
         TRANSFORMERS_MLA.but(**{field: words})
     except FactsError as error:
         assert str(error)
+
+
+@pytest.mark.parametrize("base", ["builtins:object", "torch.nn:Module", "torch:Module"])
+def test_a_base_of_everything_is_no_layer_class(base: str) -> None:
+    text = with_class('{ like = "vllm:MLAAttention" }', base)
+    with pytest.raises(CatalogError, match="is a base of every layer there is"):
+        registry.fresh().register_models(files.parse(text), "mine.toml")
+
+
+def test_what_a_file_calls_its_models_cannot_command_a_terminal() -> None:
+    with pytest.raises(CatalogError) as refused:
+        files.parse('[models."a\\u001b[31m\\nb"]\nadapter = 1\n', "mine.toml")
+    assert all(line.startswith("mine.toml: ") for line in str(refused.value).splitlines())
+    assert str(refused.value).replace("\n", "").isprintable()
