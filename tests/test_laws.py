@@ -222,3 +222,9 @@ def test_every_file_says_what_it_is_and_stays_short(path: Path) -> None:
 def test_the_floors_are_all_there_is() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages - {"tests", "benchmarks", "docs"} == set(FLOORS)
+
+
+def test_test_files_have_names_of_their_own() -> None:
+    """pytest imports them by their base name, and stops at the second of one name."""
+    names = [path.name for path in EVERY_FILE if path.name.startswith("test_")]
+    assert sorted(names) == sorted(set(names))
