@@ -7,6 +7,7 @@ values before is then the same spec, and need not be built and checked once more
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -74,20 +75,20 @@ class _Getter:
                 own.append((_without_index(path.steps), reduce))
             else:
                 inner.setdefault(path.steps[0], []).append(_without_index(path.steps[1:]))
-        self._own = _attrgetter([name for name, _ in own])
-        self._reduced = [(i, reduce) for i, (_, reduce) in enumerate(own) if reduce]
-        self._children = [(operator.attrgetter(child), _attrgetter(rest)) for child, rest in inner.items()]
+        self._own = _attrgetter([name for name, reduce in own if not reduce])
+        self._reduced = [(_path_getter(name), reduce) for name, reduce in own if reduce]
+        self._children = [(_member(child), [_path_getter(path) for path in rest]) for child, rest in inner.items()]
 
     def take(self, layer: Any) -> tuple[Any, ...]:
-        own = self._own(layer)
-        if self._reduced:
-            reduced = list(own)
-            for i, reduce in self._reduced:
-                reduced[i] = reduce(reduced[i])
-            own = tuple(reduced)
-        values = (*own, *[value for child, rest in self._children for value in rest(child(layer))])
+        values = [*self._own(layer)]
+        for get, reduce in self._reduced:
+            values.append(reduce(get(layer)))
+        for child, rest in self._children:
+            module = child(layer)
+            for get in rest:
+                values.append(get(module))
         # 64, 64.0 and True are equal keys when they should not be: one is a count, the others are mistakes.
-        return values, tuple(map(type, values))
+        return tuple(values), tuple(map(type, values))
 
 
 def _attrgetter(names: list[str]) -> Callable[[Any], Any]:
@@ -95,6 +96,52 @@ def _attrgetter(names: list[str]) -> Callable[[Any], Any]:
         return operator.attrgetter(*names)
     single = [operator.attrgetter(name) for name in names]
     return lambda layer: tuple(get(layer) for get in single)
+
+
+_STORES = ("_parameters", "_buffers", "_modules")
+
+
+def _path_getter(path: str) -> Callable[[Any], Any]:
+    first, _, rest = path.partition(".")
+    member = _member(first)
+    if not rest:
+        return member
+    further = operator.attrgetter(rest)
+    return lambda obj: further(member(obj))
+
+
+def _member(name: str) -> Callable[[Any], Any]:
+    """`operator.attrgetter(name)`, by a shorter way on torch modules.
+
+    A module keeps parameters and children in dictionaries that Python asks only after everything else has failed,
+    which takes longer than the rest of a reading. Where nothing but torch's own lookup would answer, they are asked
+    here in torch's order.
+    """
+    usual = operator.attrgetter(name)
+    short: dict[type, bool] = {}
+
+    def get(obj: Any) -> Any:
+        cls = type(obj)
+        direct = short.get(cls)
+        if direct is None:
+            direct = short[cls] = _has_torch_lookup(cls) and not hasattr(cls, name)
+        if direct:
+            held = obj.__dict__
+            if name in held:
+                return held[name]
+            for store in _STORES:
+                if name in held[store]:
+                    return held[store][name]
+        return usual(obj)
+
+    return get
+
+
+def _has_torch_lookup(cls: type) -> bool:
+    torch = sys.modules.get("torch")  # never imported for this: without it there are no torch modules
+    if torch is None or not issubclass(cls, torch.nn.Module):
+        return False
+    return cls.__getattribute__ is object.__getattribute__ and cls.__getattr__ is torch.nn.Module.__getattr__
 
 
 def _without_index(steps: tuple[str, ...]) -> str:
@@ -112,10 +159,13 @@ def _reduction(name: str, parsed: Any) -> _Reduce:
 
 
 def _weight_facts(linear: Any) -> tuple[Any, ...]:
-    weight = linear.weight
+    weight = _weight(linear)
     if is_dtensor(weight):
         raise UnreadableError("a mesh may change without the weight")
     return weight.shape, linear.out_features, linear.in_features
+
+
+_weight = _member("weight")
 
 
 def _is_none(value: Any) -> bool:

@@ -48,8 +48,9 @@ def bare_paths(facts: Facts) -> list[str]:
                     last = "weight.shape" if part == "width" else str(sources[0])
                     paths.append(f"{parsed.module}.{last}")
         elif name == "tp_weight":
-            paths += [f"{parsed[0]}.{last}" for last in ("weight.shape", "out_features", "in_features")]
-        elif isinstance(parsed[0], Path):
+            linear = ".".join(parsed[0].steps)
+            paths += [f"{linear}.{last}" for last in ("weight.shape", "out_features", "in_features")]
+        elif isinstance(parsed, tuple) and isinstance(parsed[0], Path):
             paths.append(str(parsed[0]))
     return paths
 
