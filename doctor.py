@@ -23,7 +23,7 @@ AMD_DISTRIBUTIONS = ("amd-aiter", "aiter")
 
 @frozen(kw_only=True)
 class Finding:
-    """One thing that is installed, or is not."""
+    """One thing that is installed or set, or is not."""
 
     name: str
     state: Literal["found", "absent", "broken"]
@@ -40,7 +40,7 @@ class Diagnosis:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is installed and cannot work."""
+        """What is there and cannot work."""
         return tuple(f"{found.name}: {found.detail}" for found in self.findings if found.state == "broken")
 
     def to_dict(self) -> dict[str, Any]:
@@ -67,6 +67,7 @@ def diagnose() -> Diagnosis:
         *map(_version, ENGINES),
         find_aiter(),
         *plugins(),
+        *environment(on="cuda" if gpu.state == "found" else "cpu", has_torch=torch.state == "found"),
     ]
     return Diagnosis(findings=tuple(findings), enables=tuple(_enables({found.name: found for found in findings})))
 
@@ -181,6 +182,38 @@ def plugins() -> list[Finding]:
         except Exception as error:  # a plugin may fail in any way; that is what the doctor is asked
             detail = f"{plugin.value}: {type(error).__name__}: {error}"
             findings.append(Finding(name=name, state="broken", detail=detail))
+    return findings
+
+
+# ---- the environment -------------------------------------------------------------------------------------------------
+
+
+def environment(*, on: str, has_torch: bool) -> list[Finding]:
+    """The variables of this library that are set and change what happens, and whether what they name exists.
+
+    Args:
+        on: torch's device type here, where a forced backend must run.
+        has_torch: without torch no backend is registered, so that none can be looked up.
+    """
+    from .fusion import FUSIONS, FusionConfig
+    from .fusion.backends import ENVIRONMENT as BACKEND
+    from .fusion.config import ENVIRONMENT as WANTED
+    from .fusion.config import FusionConfigError
+
+    findings = []
+    if wanted := os.environ.get(WANTED, "").strip():
+        try:
+            config = FusionConfig.from_environment()
+            off = [name for name, fusion in FUSIONS.items() if config.why_off(fusion)]
+            findings.append(Finding(name=WANTED, state="found", detail=f"{wanted}, off: {', '.join(off) or 'none'}"))
+        except FusionConfigError as error:
+            findings.append(Finding(name=WANTED, state="broken", detail=str(error)))
+    if forced := os.environ.get(BACKEND, ""):
+        detail = f"{forced}, for every op" + ("" if has_torch else "; unknown without torch")
+        refused = [said for name in FUSIONS if (said := _backend(name, on)).startswith("no")] if has_torch else []
+        if refused:
+            detail = f"{forced}: {refused[0].removeprefix('no: ')}"
+        findings.append(Finding(name=BACKEND, state="broken" if refused else "found", detail=detail))
     return findings
 
 

@@ -139,13 +139,16 @@ def verify(entry: ModelEntry, *, registry: Registry | None = None, step: Step = 
 
     Raises:
         NotBuildableError: transformers has no such model.
+        FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
     """
     import torch
 
     from . import registry as package
+    from .fusion import FusionConfig
     from .testing import small_model
 
     registry = package.default if registry is None else registry
+    FusionConfig.from_environment()  # before anything takes long
     started = time.perf_counter()
     few = one_of_each(entry)
     problems: list[str] = []

@@ -137,11 +137,12 @@ def _member(name: str) -> Callable[[Any], Any]:
     return get
 
 
-def _has_torch_lookup(cls: type) -> bool:
-    torch = sys.modules.get("torch")  # never imported for this: without it there are no torch modules
+def _has_torch_lookup(cls: Any) -> bool:
+    torch: Any = sys.modules.get("torch")  # never imported for this: without it there are no torch modules
     if torch is None or not issubclass(cls, torch.nn.Module):
         return False
-    return cls.__getattribute__ is object.__getattribute__ and cls.__getattr__ is torch.nn.Module.__getattr__
+    own: Any = object
+    return cls.__getattribute__ is own.__getattribute__ and cls.__getattr__ is torch.nn.Module.__getattr__
 
 
 def _without_index(steps: tuple[str, ...]) -> str:

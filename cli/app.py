@@ -46,11 +46,13 @@ def app() -> None:
     Exit codes:
       0  all is well
       1  the answer is no, or problems were found
-      2  the question was wrong: an unknown option, model or target
+      2  the question was wrong: an unknown option, model, target,
+         engine or fusion, or a file that is not there
 
     \b
     Environment:
       LAYERFUSE_FUSIONS=none|all|NAME|-NAME   which fusions are wanted
+      LAYERFUSE_BACKEND=NAME                  the one backend to use
       LAYERFUSE_TRACEBACK=1                   show the traceback behind an error message
       NO_COLOR=1                              no colours on a terminal either
     """
@@ -80,7 +82,12 @@ def models(files: tuple[Path, ...], json: bool) -> None:
 @click.option("--tp", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Tensor-parallel size.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
 @click.option("--target", default="gfx950", show_default=True, help="gfx950, gfx942, sm90 or cpu.")
-@click.option("--engine", help="Use the epsilons this engine builds norms with, where it has its own.")
+@click.option(
+    "--engine",
+    type=str.lower,
+    metavar="NAME",
+    help="Use the epsilons this engine builds norms with, where it has its own: transformers, vllm, sglang or atom.",
+)
 @_files
 @_json
 @click.option("--svg", metavar="FILE", type=_NEW_FILE, help="Write the answer as a picture.")
@@ -118,7 +125,7 @@ def plan(
         raise click.UsageError("give either --json or --svg")
     from .planning import answer_plan
 
-    answer_plan(model, tp=tp, rank=rank, target=target, engine=engine, files=files, json=json, svg=svg)
+    answer_plan(model, tp=tp, rank=rank, target=target.lower(), engine=engine, files=files, json=json, svg=svg)
 
 
 @_command
@@ -153,19 +160,21 @@ def inspect(config: Path, name: str | None, files: tuple[Path, ...], json: bool)
     is, and a models.toml entry for it.
 
     The entry goes to stdout and everything else to stderr, so that it can be redirected into a file. Exits with 1
-    where the config does not say enough: nothing is guessed.
+    where the config does not say enough, or contradicts itself. What is derived is noted, to be checked.
 
     \b
     Example:
       layerfuse inspect checkpoints/my-model > my-model.toml
     """  # noqa: D205 - click shows the first paragraph as the summary
+    if config.is_dir() and not (config / "config.json").exists():
+        raise click.BadParameter(f"there is no config.json in {str(config)!r}", param_hint="CONFIG")
     from .inspecting import answer_inspect
 
     answer_inspect(config, name=name, files=files, json=json)
 
 
 @_command
-@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=_FILE)
 def check(files: tuple[Path, ...]) -> None:
     """Check models.toml files, and print every problem in them as `file: problem @ path`.
 
@@ -183,7 +192,8 @@ def check(files: tuple[Path, ...]) -> None:
 def doctor(json: bool) -> None:
     """Say what is installed and what that enables. Imports no engine, and not AITER.
 
-    Exits with 1 where something is installed that cannot work, as PyPI's unrelated `aiter` or a broken plugin.
+    Exits with 1 where something is there that cannot work, as PyPI's unrelated `aiter`, a broken plugin, or a
+    LAYERFUSE_FUSIONS or LAYERFUSE_BACKEND that names nothing.
 
     \b
     Example:

@@ -20,6 +20,7 @@ def answer_check(files: Sequence[Path]) -> None:
 
     registry = registry_with([])
     found: list[str] = []
+    empty: list[str] = []
     models = classes = 0
     for file in files:
         try:
@@ -27,12 +28,17 @@ def answer_check(files: Sequence[Path]) -> None:
         except LayerfuseError as error:
             found += str(error).splitlines()
             continue
+        if not entries:
+            empty.append(f"{file}: declares no models")
         models += len(entries)
         classes += sum(len(entry.layer_classes) for entry in entries.values())
     if found:
         print("\n".join(found))
         raise SystemExit(1)
-    print(f"{_count(models, 'model')}, {_count(classes, 'layer class', 'layer classes')}: all fine")
+    if empty:
+        print("\n".join(empty))
+    if models:
+        print(f"{_count(models, 'model')}, {_count(classes, 'layer class', 'layer classes')}: all fine")
 
 
 def _count(number: int, one: str, many: str = "") -> str:

@@ -24,9 +24,14 @@ def console(*, stderr: bool = False) -> Console:
     """A console on stdout or stderr. Colours only on a terminal, and never with NO_COLOR set."""
     from rich.console import Console
 
+    class Piped(Console):
+        def on_broken_pipe(self) -> None:
+            # Rich would exit with 1, which says that the answer is no; `main` knows what to do.
+            raise  # noqa: PLE0704 - called where BrokenPipeError is being handled
+
     stream = sys.stderr if stderr else sys.stdout
-    piped = not stream.isatty() and not os.environ.get("COLUMNS")
-    return Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPED_WIDTH if piped else None)
+    piped = not (stream is not None and stream.isatty()) and not os.environ.get("COLUMNS")
+    return Piped(stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPED_WIDTH if piped else None)
 
 
 def show(what: Any, to: Console) -> None:

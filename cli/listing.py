@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .console import console, print_json, show
 from .models import registry_with
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ID = "Hugging Face id"
+LEAST_ID, LEAST_LAYERS, BETWEEN = 20, 12, 3
+"""Columns of the terminal that an id and a list of layers need to be readable, and those between two columns."""
 
 
 def list_models(files: Sequence[Path], json: bool) -> None:
@@ -28,12 +36,30 @@ def list_models(files: Sequence[Path], json: bool) -> None:
             ]
         )
         return
-    from rich import box
-    from rich.table import Table
-
-    table = Table("model", "Hugging Face id", "adapter", "layers", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    rows = []
     for entry in entries:
         each = f", {entry.attentions_per_layer} attentions each" if entry.attentions_per_layer > 1 else ""
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(entry.kind_at()).items())
-        table.add_row(entry.name, entry.hf_id or "", entry.adapter, kinds + each)
-    show(table, console())
+        rows.append({"model": entry.name, ID: entry.hf_id or "", "adapter": entry.adapter, "layers": kinds + each})
+    _show(rows, console())
+
+
+def _show(rows: Sequence[Mapping[str, str]], to: Console) -> None:
+    """A table. Where the line is too short, the ids go first, and names are never cut: they are what one types."""
+    from rich import box
+    from rich.table import Table
+
+    wide = {name: max(map(len, (name, *(row[name] for row in rows)))) for name in ("model", "adapter")}
+    left = to.width - sum(wide.values()) - LEAST_LAYERS - 3 * BETWEEN
+    if left + BETWEEN < 0:
+        for row in rows:
+            to.print(row["model"], soft_wrap=True)
+            to.print(f"  {row['adapter']}: {row['layers']}")
+        return
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    columns = ["model", *([ID] if left >= LEAST_ID else []), "adapter", "layers"]
+    for name in columns:
+        table.add_column(name, no_wrap=name in wide, overflow="fold")
+    for row in rows:
+        table.add_row(*(row[name] for name in columns))
+    show(table, to)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -10,8 +11,11 @@ from typing import NoReturn
 TRACEBACK = "LAYERFUSE_TRACEBACK"
 """Set to 1 to see the traceback of an error instead of its message."""
 
-WRONG_QUESTIONS = frozenset({"UnknownModelError", "UnknownTargetError", "FusionConfigError"})
+WRONG_QUESTIONS = frozenset({"UnknownModelError", "UnknownTargetError", "UnknownEngineError", "FusionConfigError"})
 """Errors about what was asked, rather than answers to it: these exit with 2."""
+
+INTERRUPTED = 130
+"""What shells call the exit of a program that Ctrl-C ended."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -20,18 +24,69 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     Args:
         arguments: as in `sys.argv[1:]`, which is used if not given.
     """
+    code = 0
+    try:
+        code = _run(sys.argv[1:] if arguments is None else list(arguments))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        pass  # The reader has what it wanted (`| head`): that is no answer of "no".
+    except OSError as error:
+        if error.filename is not None or _traceback():  # about some file, not about the output
+            raise
+        code = 1
+        _say(f"cannot write output: {error.strerror or error}")
+    _give_up_what_cannot_be_written()
+    raise SystemExit(code)
+
+
+def _run(arguments: list[str]) -> int:
+    """The exit code of a command. What cannot be written is raised."""
+    import click
+
     from ..adapters.errors import LayerfuseError
     from .app import app
 
     try:
-        app.main(args=None if arguments is None else list(arguments), prog_name="layerfuse")
+        if os.environ.get("_LAYERFUSE_COMPLETE"):
+            app.main(args=arguments, prog_name="layerfuse")
+        # Not `app.main`, which exits with 1 where the reader of a pipe has gone, in its standalone mode and without.
+        with app.make_context("layerfuse", arguments) as context:
+            app.invoke(context)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except click.exceptions.Exit as error:
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        _say("interrupted")
+        return INTERRUPTED
     except LayerfuseError as error:
-        if os.environ.get(TRACEBACK, "") not in ("", "0"):
+        if _traceback():
             raise
-        print(f"layerfuse: {error}", file=sys.stderr)
-        raise SystemExit(2 if type(error).__name__ in WRONG_QUESTIONS else 1) from None
-    except BrokenPipeError:
-        # The reader has gone (`| head`). Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(0) from None
-    raise SystemExit(0)
+        _say(str(error))
+        return 2 if type(error).__name__ in WRONG_QUESTIONS else 1
+    return 0
+
+
+def _traceback() -> bool:
+    return os.environ.get(TRACEBACK, "") not in ("", "0")
+
+
+def _say(message: str) -> None:
+    with contextlib.suppress(OSError):  # there is nowhere left to say it
+        print(f"layerfuse: {message}", file=sys.stderr)
+
+
+def _give_up_what_cannot_be_written() -> None:
+    """Python would complain once more, and exit with 120, when it flushes the streams at exit."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None:
+                stream.flush()
+        except OSError:
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, stream.fileno())
+            os.close(devnull)

@@ -108,11 +108,13 @@ def _engine_notes(entry: ModelEntry, engine: str | None) -> list[str]:
     words = {"rms_norm_eps": "decoder norms", "latent_norm_eps": "latent norms", "output_norm_eps": "output norms"}
     if engine is not None and engine in entry.engines:
         return [f"Epsilons are those that {engine} builds the norms with."]
+    if engine is not None:
+        return [f"{engine} builds the norms with the published epsilons."]
     return [
         f"{name} builds the {words[field]} with epsilon {value:g}; --engine {name} shows that"
         for name, norms in entry.engines.items()
         for field in words
-        if (value := getattr(norms, field)) is not None and engine is None
+        if (value := getattr(norms, field)) is not None
     ]
 
 

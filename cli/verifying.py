@@ -27,7 +27,11 @@ def answer_verify(names: Sequence[str], *, all_small: bool, files: Sequence[Path
     Raises:
         SystemExit: with 1, after everything, where a model is not verified.
         CannotVerifyError: something that is needed is not installed.
+        FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
     """
+    from ..fusion import FusionConfig
+
+    FusionConfig.from_environment()  # first of all: a typo is not worth minutes of work
     from .. import verify as job
 
     registry = registry_with(files)

@@ -97,7 +97,7 @@ class ModelEntry:
     def _whole(self, engine: str | None, only: list[tuple[int, str]] | None = None) -> Iterator[tuple[str, LayerSpec]]:
         norms = EngineNorms() if engine is None else self.engines.get(engine, EngineNorms())
         if engine is not None and engine not in ENGINES and engine not in self.engines:
-            raise UnknownEngineError(engine, (*ENGINES, *self.engines))
+            raise UnknownEngineError(engine, dict.fromkeys((*ENGINES, *self.engines)))
         eps = self.rms_norm_eps if norms.rms_norm_eps is None else norms.rms_norm_eps
         decoder_norms = (
             NormSpec(width=self.hidden_size, epsilon=eps, weight_offset=self.norm_weight_offset),

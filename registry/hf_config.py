@@ -1,13 +1,20 @@
-"""A Hugging Face config.json, read key by key. Nothing is guessed: what it does not say is collected as a problem."""
+"""A Hugging Face config.json, read key by key. What is derived is noted; what it does not say is collected as a problem."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from attrs import field, frozen
 
 Family = Literal["mla", "gated_delta_net", "gqa"]
+
+FAMILIES: Mapping[str, str] = {
+    "mla": "multi-head latent attention",
+    "gated_delta_net": "a gated delta net",
+    "gqa": "grouped-query attention",
+}
+"""The families in words."""
 
 TEXT_PARTS = ("text_config", "language_config", "llm_config")
 """Where composite (multimodal) configs keep their language model."""
@@ -123,6 +130,31 @@ class HFConfig:
             return "gqa", "num_key_value_heads belongs to grouped-query attention"
         return None
 
+    def refuse_another_family(self, known: str, families: Collection[str]) -> None:
+        """Note a problem where the keys say other families than what the config calls itself is known to have.
+
+        Args:
+            known: what tells, as in "model_type deepseek_v3".
+            families: those of the declared model of that architecture.
+        """
+        found = self.family()
+        if found is None:
+            return
+        linear = "linear_attn_config or linear_num_value_heads"
+        tells = (
+            ("mla", "kv_lora_rank", self.has("kv_lora_rank")),
+            ("gated_delta_net", linear, found[0] == "gated_delta_net"),
+        )
+        for family, key, there in tells:
+            if family in families and not there:
+                self.problems.append(
+                    f"{known} has {FAMILIES[family]}, and {key} is missing or null, so that the keys say "
+                    f"{FAMILIES[found[0]]}: which is meant?"
+                )
+            elif there and family not in families:
+                known_ones = " and ".join(FAMILIES[name] for name in FAMILIES if name in families)
+                self.problems.append(f"{known} has {known_ones}, and {key} says {FAMILIES[family]}: which is meant?")
+
     def refuse_what_is_not_described(self) -> None:
         """Note a problem for each thing that no entry could say."""
         for key, why in _NOT_DESCRIBED.items():
@@ -131,6 +163,12 @@ class HFConfig:
         model_type = self.values.get("model_type")
         if isinstance(model_type, str) and model_type in _CODE_DIFFERS:
             self.problems.append(f"model_type {model_type}: {_CODE_DIFFERS[model_type]}")
+        for key in ("qk_nope_head_dim", "qk_rope_head_dim"):
+            if self.values.get(key) and not self.has("kv_lora_rank"):
+                self.problems.append(
+                    f"{key} = {shown(self.values[key])} belongs to multi-head latent attention, and kv_lora_rank is "
+                    f"{'null' if 'kv_lora_rank' in self.values else 'missing'}"
+                )
         if self.values.get("use_mla") is False and self.has("kv_lora_rank"):
             self.problems.append("use_mla = false beside kv_lora_rank: which of the two attentions is meant?")
 

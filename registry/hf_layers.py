@@ -135,7 +135,7 @@ def _gqa(config: HFConfig, at: At, *, sliding: bool) -> GQAKind:
     else:
         hidden_size = config.count("hidden_size")
         head_dim = hidden_size // max(heads, 1)
-        note = f"head_dim is not said; it is hidden_size / num_attention_heads = {head_dim}, as Llama's code has it"
+        note = f"head_dim is not said; it is hidden_size / num_attention_heads = {head_dim}, as in Llama: derived, to be checked"
         if heads and hidden_size % heads:
             config.problems.append("head_dim is missing, and num_attention_heads does not divide hidden_size")
         elif note not in config.notes:

@@ -1,13 +1,15 @@
 """What a Hugging Face config.json is, in this library's terms: its adapter, the declared model it equals, an entry.
 
 Needs no torch. Facts about the architecture that no config holds (norms that add 1, sinks, an engine's own epsilons)
-come from a declared model of the same architecture, and from nowhere else; what cannot be told is said.
+come from a declared model of the same architecture, and from nowhere else. What is derived is noted, what cannot be told
+is said, and a config that contradicts itself or what it calls itself is refused.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +59,7 @@ class Inspection:
     same_as: tuple[str, ...]
     "Declared models with exactly these layers."
     differs: tuple[str, ...]
-    "How the layers differ from the declared model that `recognised` names; empty where `same_as` is not."
+    "How the layers differ from the first declared model of this architecture; empty where `same_as` is not."
     notes: tuple[str, ...]
     "What was derived, what the config cannot say, and what is left to do."
 
@@ -79,9 +81,14 @@ def read_config(path: Path) -> dict[str, Any]:
     """
     path = path / "config.json" if path.is_dir() else path
     try:
-        if path.stat().st_size > LARGEST_CONFIG:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):  # reading a pipe would wait for whoever writes it
+            raise ConfigError(str(path), ["is no regular file"])
+        if found.st_size > LARGEST_CONFIG:
             raise ConfigError(str(path), [f"larger than {LARGEST_CONFIG >> 20} MiB, which no config.json is"])
         config = json.loads(path.read_bytes())
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(str(path), [f"cannot be read: {error.strerror or error}"]) from None
     except RecursionError:
@@ -113,7 +120,7 @@ def inspect(
     classes = [*_texts(config.get("architectures")), *_texts(values.get("architectures"))]
     sibling, why = _sibling(registry.models().values(), types, classes)
     family = hf.family()
-    recognised = [why] if why else []
+    recognised = [] if sibling is None else [f"adapter {sibling.adapter}, by {why}"]
     if part is not None:
         recognised.append(f"the language model is described under {part}")
     adapter = sibling.adapter if sibling is not None else _FAMILY_ADAPTERS.get(family[0]) if family else None
@@ -121,6 +128,8 @@ def inspect(
         if adapter is None:
             adapter = "kimi_linear" if "linear_attn_config" in family[1] else "qwen3_next"
         recognised.append(f"adapter {adapter}, by family: {family[1]}")
+    if sibling is not None:
+        hf.refuse_another_family(why, {kind.family for kind in sibling.layers.values()})
     hf.refuse_what_is_not_described()
     count = "num_layers" if sibling is not None and sibling.attentions_per_layer > 1 else "num_hidden_layers"
     total = hf.count(count)
@@ -164,16 +173,16 @@ def inspect(
 def _sibling(
     entries: Iterable[ModelEntry], types: Sequence[str], classes: Sequence[str]
 ) -> tuple[ModelEntry | None, str]:
-    """The declared model of the same architecture, and the sentence that says so."""
+    """The first declared model of the same architecture, and what told."""
     entries = list(entries)
     for found in types:
         for entry in entries:
             if entry.model_type == found:
-                return entry, f"adapter {entry.adapter}: model_type {found} is that of {entry.name}"
+                return entry, f"model_type {found}"
     for found in classes:
         for entry in entries:
             if found in entry.architectures:
-                return entry, f"adapter {entry.adapter}: architecture {found} is that of {entry.name}"
+                return entry, f"architecture {found}"
     return None, ""
 
 

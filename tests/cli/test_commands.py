@@ -1,5 +1,8 @@
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -94,8 +97,73 @@ def test_check_prints_every_problem_of_every_file(run, tmp_path):
 
 def test_check_of_a_file_that_is_not_there(run, tmp_path):
     answer = run("check", tmp_path / "none.toml")
-    assert answer.code == 1
-    assert "cannot be read: No such file or directory" in answer.out
+    assert answer.code == 2
+    assert "does not exist" in answer.err
+
+
+def test_a_file_that_is_not_there_is_a_wrong_question_everywhere(run, tmp_path):
+    assert run("inspect", tmp_path / "none.json").code == 2
+    assert run("inspect", tmp_path).code == 2
+    assert run("models", "--models", tmp_path / "none.toml").code == 2
+    assert "a file that is not there" in run("--help").out
+
+
+def test_check_of_a_file_without_models(run, tmp_path):
+    file = tmp_path / "empty.toml"
+    file.write_text("", encoding="utf-8")
+    answer = run("check", file)
+    assert (answer.code, answer.out) == (0, f"{file}: declares no models\n")
+
+
+@pytest.mark.parametrize("columns", ["20", "40", "60", "80"])
+def test_no_terminal_is_too_narrow_for_the_names(run, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    lines = run("models").out.splitlines()
+    assert set(registry.models()) <= {line.split()[0] for line in lines if line.strip()}
+    assert "…" not in "".join(lines)
+
+
+# ---- output that cannot be written
+
+
+def _into(stdout, *arguments, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "layerfuse", *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        env={**os.environ, **env},
+    )
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["models", "plan kimi-k2.5", "plan kimi-k2.5 --json", "--version"])
+def test_a_reader_that_has_gone_is_no_error(command, unbuffered):
+    read, write = os.pipe()
+    os.close(read)
+    done = _into(write, *command.split(), PYTHONUNBUFFERED=unbuffered)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+@pytest.mark.parametrize("command", ["models", "--help"])
+def test_a_full_disk_is_said_once(command):
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = _into(full, *command.split())
+    assert (done.returncode, done.stderr) == (1, "layerfuse: cannot write output: No space left on device\n")
+
+
+def test_an_interrupt_is_said_without_a_traceback(run, monkeypatch):
+    from layerfuse.cli import listing
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(listing, "list_models", interrupted)
+    answer = run("models")
+    assert (answer.code, answer.err) == (130, "layerfuse: interrupted\n")
 
 
 def test_check_tells_that_a_shipped_model_is_redeclared(run, tmp_path):

@@ -98,3 +98,22 @@ def test_the_answer_for_people_and_for_programs_agree(run):
     assert data["findings"]["torch"]["state"] == "found"
     assert any("mla_dual_rms_norm on c" in sentence for sentence in data["enables"])
     assert "vllm" not in sys.modules
+
+
+def test_what_the_environment_forces_is_shown(run_python):
+    found = {"LAYERFUSE_FUSIONS": "none", "LAYERFUSE_BACKEND": "reference"}
+    data = json.loads(run_python("-m", "layerfuse", "doctor", "--json", env=found).out)["findings"]
+    assert data["LAYERFUSE_FUSIONS"] == {"state": "found", "detail": "none, off: mla_dual_rms_norm"}
+    assert data["LAYERFUSE_BACKEND"] == {"state": "found", "detail": "reference, for every op"}
+    typos = {"LAYERFUSE_FUSIONS": "nome", "LAYERFUSE_BACKEND": "referense"}
+    answer = run_python("-m", "layerfuse", "doctor", "--json", env=typos)
+    data = json.loads(answer.out)["findings"]
+    assert answer.code == 1
+    assert "no fusion is called 'nome'" in data["LAYERFUSE_FUSIONS"]["detail"]
+    assert "no backend is called 'referense'" in data["LAYERFUSE_BACKEND"]["detail"]
+
+
+def test_an_environment_that_forces_nothing_is_not_mentioned(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_BACKEND", "")
+    monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
+    assert "LAYERFUSE_" not in run("doctor").out

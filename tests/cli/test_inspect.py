@@ -1,5 +1,6 @@
 import copy
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -261,3 +262,56 @@ def test_the_notes_travel_with_the_entry_as_comments():
     text = ask(LLAMA).toml()
     assert text.startswith("# head_dim is not said")
     assert tomli_w.dumps(files.unstructure(files.parse(text))) in text
+
+
+# ---- contradictions
+
+
+def published(name):
+    return read_config(next(path for path in CHECKPOINTS if path.parent.name == name))
+
+
+@pytest.mark.parametrize("value", [None, "absent"])
+def test_a_latent_model_without_its_latent_is_no_grouped_query_attention(value):
+    said = problems(published("deepseek-v3"), kv_lora_rank=value)
+    assert (
+        "model_type deepseek_v3 has multi-head latent attention, and kv_lora_rank is missing or null, so that the keys "
+        "say grouped-query attention: which is meant?"
+    ) in said
+    assert "qk_nope_head_dim = 128 belongs to multi-head latent attention, and kv_lora_rank is" in said
+
+
+def test_a_hybrid_without_its_linear_layers():
+    said = problems(published("kimi-linear-48b-a3b"), linear_attn_config=None)
+    assert "model_type kimi_linear has a gated delta net, and linear_attn_config" in said
+
+
+def test_latent_keys_where_the_architecture_has_none():
+    said = problems(published("gpt-oss-20b"), kv_lora_rank=512)
+    assert "model_type gpt_oss has grouped-query attention, and kv_lora_rank says multi-head latent attention" in said
+
+
+@pytest.mark.parametrize("key", ["qk_nope_head_dim", "qk_rope_head_dim"])
+def test_half_a_latent_attention(key):
+    assert f"{key} = 64 belongs to multi-head latent attention, and kv_lora_rank is missing" in problems(
+        LLAMA, **{key: 64}
+    )
+    assert ask(LLAMA, **{key: 0}).entry.adapter == "gpt_oss"
+
+
+def test_what_is_derived_is_noted_as_to_be_checked(run):
+    assert "as in Llama: derived, to be checked" in ask(LLAMA).notes[0]
+    out = " ".join(run("inspect", "--help").out.split())
+    assert "What is derived is noted" in out
+    assert "guessed" not in out
+
+
+def test_the_adapter_is_recognised_and_not_some_model_of_it():
+    assert ask(published("gpt-oss-20b")).recognised == ("adapter gpt_oss, by model_type gpt_oss",)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+def test_a_pipe_is_refused_and_not_waited_for(run_python, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    answer = run_python("-m", "layerfuse", "inspect", str(tmp_path / "pipe"))
+    assert (answer.code, answer.err) == (1, f"layerfuse: {tmp_path / 'pipe'}: is no regular file\n")

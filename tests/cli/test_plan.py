@@ -81,6 +81,17 @@ def test_an_engine_s_own_epsilon(run):
     assert "input norm           RMSNorm over 7168, epsilon 1e-05" in out
 
 
+@pytest.mark.parametrize("engine", ["vllm", "VLLM"])
+def test_an_engine_without_epsilons_of_its_own(run, engine):
+    out = run("plan", "kimi-k2.5", "--tp", 8, "--engine", engine).out
+    assert out == KIMI[: KIMI.rindex("\n\n")] + "\n\nvllm builds the norms with the published epsilons.\n"
+
+
+def test_targets_and_engines_in_any_case(run):
+    small = run("plan", "kimi-k2.5", "--target", "gfx942", "--engine", "transformers").out
+    assert run("plan", "kimi-k2.5", "--target", "GFX942", "--engine", "Transformers").out == small
+
+
 def test_heads_that_cannot_be_shared_are_refused_with_what_can_be_done(run):
     answer = run("plan", "glm-4.7-flash", "--tp", 8)
     assert answer.code == 1
@@ -96,6 +107,8 @@ def test_heads_that_cannot_be_shared_are_refused_with_what_can_be_done(run):
     [
         (["plan", "deepsek-v3"], 2, "no model is called 'deepsek-v3'; did you mean deepseek-v3"),
         (["plan", "kimi-k2.5", "--target", "gfx95"], 2, "no target is called 'gfx95'; did you mean 'gfx950'"),
+        (["plan", "kimi-k2.5", "--engine", "vlm"], 2, "no engine is called 'vlm'; did you mean 'vllm'"),
+        (["plan", "kimi-k2.5", "--engine", "foo"], 2, "known: transformers, vllm, sglang, atom"),
         (["plan", "kimi-k2.5", "--tp", "0"], 2, "--tp"),
         (["plan", "kimi-k2.5", "--tp", "2", "--rank", "2"], 2, "ranks are 0 to 1 at --tp 2, got 2"),
         (["plan", "kimi-k2.5", "--json", "--svg", "x.svg"], 2, "give either --json or --svg"),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from layerfuse import registry, verify
+from layerfuse.fusion.config import FusionConfigError
 
 
 def test_one_of_each_kind_and_at_least_two_layers():
@@ -59,3 +60,13 @@ def test_no_compiler_is_said_with_the_remedy(run, monkeypatch):
     answer = run("verify", "deepseek-v3")
     assert answer.code == 1
     assert "finds no C++ compiler" in answer.err
+
+
+def test_a_typo_in_the_environment_is_told_before_anything_runs(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_dual_rmsnorm")
+    monkeypatch.setattr(verify, "require", lambda _: pytest.fail("work has started"))
+    answer = run("verify", "deepseek-v3")
+    assert answer.code == 2
+    assert "did you mean 'mla_dual_rms_norm'" in answer.err
+    with pytest.raises(FusionConfigError):
+        verify.verify(registry.model("deepseek-v3"))
