@@ -45,7 +45,7 @@ docs: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	@for file in benchmarks/*.py; do \
-		if grep -q '__main__' $$file; then echo "== $$file"; $(BIN)/python $$file || exit 1; fi; \
+		if grep -q "__main__" $$file; then echo "== $$file"; $(BIN)/python $$file || exit 1; fi; \
 	done
 
 test-engines: $(ENGINES:%=test-engine-%)

@@ -23,8 +23,8 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load": os.getloadavg()[0],
         "packages": {name: _version(name) for name in ("torch", "transformers", "attrs", "cattrs", "triton")},
-        "commit": _git("rev-parse", "HEAD"),
-        "clean": _git("status", "--porcelain", "--untracked-files=no") == "",
+        "commit": (commit := _git("rev-parse", "HEAD")),
+        "clean": commit is not None and _git("status", "--porcelain", "--untracked-files=no") == "",
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
     }
 
