@@ -47,6 +47,7 @@ def sharded(entry: ModelEntry, tp: int, rank: int, engine: str | None) -> list[t
         TooManyRanksError: the model cannot be sharded that way.
     """
     try:
+        _check_engine(entry, engine)
         return list(entry.specs(tp, rank, engine=engine))
     except SpecError as error:
         raise TooManyRanksError(entry.name, tp, error.problems, _sizes(entry)) from None
@@ -102,6 +103,14 @@ def plan_data(
         "kinds": kinds,
         "notes": _engine_notes(entry, engine),
     }
+
+
+def _check_engine(entry: ModelEntry, engine: str | None) -> None:
+    from ..registry.errors import UnknownEngineError
+    from ..registry.kinds import ENGINES
+
+    if engine is not None and engine not in (*ENGINES, *entry.engines):
+        raise UnknownEngineError(engine, dict.fromkeys((*ENGINES, *entry.engines)))
 
 
 def _engine_notes(entry: ModelEntry, engine: str | None) -> list[str]:

@@ -12,8 +12,7 @@ from attrs import field, frozen
 
 from ..adapters.errors import SpecError
 from ..adapters.specs import WHOLE, LayerSpec, NormSpec, ResidualSpec
-from .errors import UnknownEngineError
-from .kinds import ENGINES, Around, At, EngineNorms, Every, LayerKind
+from .kinds import Around, At, EngineNorms, Every, LayerKind
 
 MOST_LAYERS = 1_000
 """More decoder layers than this is a typing error, refused before anything is built from it."""
@@ -72,11 +71,11 @@ class ModelEntry:
         Args:
             tp: tensor-parallel size.
             rank: which of those ranks; 0 unless given.
-            engine: whose epsilons to use where engines disagree ("transformers", "vllm", ...); None: the published.
+            engine: whose epsilons to use where engines disagree ("transformers", "vllm", ...). None, and an
+                engine that the entry notes no exception for: the published.
 
         Raises:
             SpecError: the entry contradicts itself, or a layer cannot be sharded that way.
-            UnknownEngineError: no engine of that name is known.
         """
         whole = list(self._whole(engine))
         if tp == 1 and rank in (None, 0):
@@ -96,8 +95,6 @@ class ModelEntry:
 
     def _whole(self, engine: str | None, only: list[tuple[int, str]] | None = None) -> Iterator[tuple[str, LayerSpec]]:
         norms = EngineNorms() if engine is None else self.engines.get(engine, EngineNorms())
-        if engine is not None and engine not in ENGINES and engine not in self.engines:
-            raise UnknownEngineError(engine, dict.fromkeys((*ENGINES, *self.engines)))
         eps = self.rms_norm_eps if norms.rms_norm_eps is None else norms.rms_norm_eps
         decoder_norms = (
             NormSpec(width=self.hidden_size, epsilon=eps, weight_offset=self.norm_weight_offset),
