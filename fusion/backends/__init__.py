@@ -1,14 +1,14 @@
-"""Which implementation of a fused op runs on a device: chosen once per process and device kind, visible, forceable.
+"""Which implementation of a fused op runs: chosen once per kind of device and kind of call, visible, forceable.
 
-Only the reference exists so far. A backend adds itself with `register`, and the order of registration is the order of
-preference, latest first.
+A backend adds itself with `register`, and the order of registration is the order of preference, latest first. Whether
+a backend runs on a device and what it refuses is asked once for each case; after that a call is one dictionary lookup.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from attrs import frozen
@@ -23,19 +23,36 @@ class BackendError(LayerfuseError, LookupError):
     """A backend was asked for that does not exist, or that cannot run here."""
 
 
+def _refuses_nothing(case: Any) -> str | None:  # noqa: ARG001 (the default of Backend.refuses)
+    return None
+
+
 @frozen(kw_only=True)
 class Backend:
     """One implementation of one op."""
 
     name: str
     op: str
-    function: Callable[..., Any]
+    load: Callable[[], Callable[..., Any]]
+    "Called once, when this backend is first chosen: imports what it needs and returns the plain callable."
     runs_on: Callable[[str], tuple[bool, str]]
     "From torch's device type (cpu, cuda) to (whether it runs there, the reason in a sentence)."
+    refuses: Callable[[Any], str | None] = _refuses_nothing
+    "From the op's case (dtypes, widths and options of a call) to why it cannot take it, or None where it can."
 
 
+@frozen
+class Chosen:
+    """A backend that was chosen: its name and its callable."""
+
+    name: str
+    function: Callable[..., Any]
+
+
+_Key = tuple[str, str, Hashable]
 _backends: dict[str, list[Backend]] = {}
-_chosen: dict[tuple[str, str], Backend] = {}
+_chosen: dict[_Key, Chosen] = {}
+_loaded: dict[tuple[str, str], Chosen] = {}
 _forced: list[str] = []
 """The forced backend, or empty."""
 _lock = threading.Lock()
@@ -47,6 +64,7 @@ def register(backend: Backend) -> None:
         if any(other.name == backend.name for other in _backends.setdefault(backend.op, [])):
             raise BackendError(f"{backend.op} already has a backend called {backend.name!r}")
         _backends[backend.op].insert(0, backend)
+        _loaded.pop((backend.op, backend.name), None)
         _chosen.clear()
 
 
@@ -66,36 +84,59 @@ def force(name: str | None) -> None:
         _chosen.clear()
 
 
-def choose(op: str, device: str) -> Backend:
-    """The backend of this op on this kind of device.
+def choose(op: str, device: str, case: Hashable = None) -> Chosen:
+    """The backend of this op on this kind of device for this kind of call.
+
+    Args:
+        op: the op's name without namespace.
+        device: torch's device type.
+        case: what of a call decides whether a backend takes it (the ops' own case types); None asks for the device
+            alone.
 
     Raises:
-        BackendError: the forced backend does not run there; the message says why.
+        BackendError: no backend takes it, or the forced one does not; the message says why.
     """
-    chosen = _chosen.get((op, device))
-    return _decide(op, device) if chosen is None else chosen
+    chosen = _chosen.get((op, device, case))
+    return _decide(op, device, case) if chosen is None else chosen
 
 
-def _decide(op: str, device: str) -> Backend:
+def _decide(op: str, device: str, case: Hashable) -> Chosen:
     wanted = _forced[0] if _forced else os.environ.get(ENVIRONMENT)
     if wanted == "":  # set to nothing, as shells do, is not set
         wanted = None
     refusals = []
     for backend in _backends.get(op, ()):
         if wanted in (None, backend.name):
-            runs, reason = backend.runs_on(device)
-            if runs:
+            reason = _why_not(backend, device, case)
+            if reason is None:
                 with _lock:
-                    return _chosen.setdefault((op, device), backend)
+                    if (op, backend.name) not in _loaded:
+                        _loaded[op, backend.name] = Chosen(backend.name, backend.load())
+                    return _chosen.setdefault((op, device, case), _loaded[op, backend.name])
             refusals.append(f"{backend.name}: {reason}")
     known = ", ".join(backend.name for backend in _backends.get(op, ())) or "none"
     why = "; ".join(refusals) or f"no backend is called {wanted!r} (known: {known})"
     raise BackendError(f"{op} cannot run on {device}: {why}")
 
 
+def _why_not(backend: Backend, device: str, case: Hashable) -> str | None:
+    runs, reason = backend.runs_on(device)
+    if not runs:
+        return reason
+    return None if case is None else backend.refuses(case)
+
+
+def survey(op: str, device: str, case: Hashable = None) -> tuple[tuple[str, str | None], ...]:
+    """Every backend of an op in order of preference: (name, why it is not taken here, or None where it could be)."""
+    return tuple((backend.name, _why_not(backend, device, case)) for backend in _backends.get(op, ()))
+
+
 def chosen() -> dict[tuple[str, str], str]:
-    """The choices made so far: (op, device kind) -> backend name."""
-    return {key: backend.name for key, backend in _chosen.items()}
+    """The choices made so far: (op, device kind) -> backend name; the names, where calls of two kinds differ."""
+    names: dict[tuple[str, str], dict[str, None]] = {}
+    for (op, device, _), choice in _chosen.items():
+        names.setdefault((op, device), {})[choice.name] = None
+    return {key: ", ".join(several) for key, several in names.items()}
 
 
 def anywhere(device: str) -> tuple[bool, str]:

@@ -1,6 +1,7 @@
 """The fused ops, registered with torch.library when this package is imported: `torch.ops.layerfuse.*`."""
 
 from .mla_dual_rms_norm import mla_dual_rms_norm
+from .mla_dual_rms_norm_quant import mla_dual_rms_norm_group_quant, mla_dual_rms_norm_per_token_quant
 from .rms_norm import rms_norm
 
-__all__ = ["mla_dual_rms_norm", "rms_norm"]
+__all__ = ["mla_dual_rms_norm", "mla_dual_rms_norm_group_quant", "mla_dual_rms_norm_per_token_quant", "rms_norm"]

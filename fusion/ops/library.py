@@ -5,7 +5,7 @@ A `Library` is used rather than `custom_op`, whose Python wrapper costs more per
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ def define(
     reference: Callable[..., Any],
     check: Callable[..., None],
     fake: Callable[..., Any],
+    case: Callable[..., Hashable],
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> Any:
@@ -31,6 +32,7 @@ def define(
         reference: the meaning of the op in plain torch; it runs on every device.
         check: called with the op's arguments before any launch; raises on what no backend could take.
         fake: output shapes from input shapes.
+        case: from the op's arguments to what of them decides which backend takes the call: hashable, quick to make.
         backward: as torch.library.register_autograd takes it; None for an op that is for inference only, whose check
             then refuses inputs that require grad. It costs about 10 us per call outside inference mode.
         setup_context: likewise.
@@ -39,11 +41,11 @@ def define(
     # The row stride of a split view must reach the kernel as it is: Inductor keeps the strides that were traced
     # instead of laying out a copy.
     _LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
-    backends.register(backends.Backend(name="reference", op=name, function=reference, runs_on=backends.anywhere))
+    backends.register(backends.Backend(name="reference", op=name, load=lambda: reference, runs_on=backends.anywhere))
 
     def kernel(x: torch.Tensor, *args: Any) -> Any:
         check(x, *args)
-        return backends.choose(name, x.device.type).function(x, *args)
+        return backends.choose(name, x.device.type, case(x, *args)).function(x, *args)
 
     def fake_kernel(x: torch.Tensor, *args: Any) -> Any:
         check(x, *args)

@@ -5,6 +5,8 @@ Both inputs may be column ranges of one down-projection's output; nothing is wri
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,21 +16,47 @@ from .rms_norm import check_norm, normalise
 _NAME = "layerfuse::mla_dual_rms_norm"
 
 
-def _check(q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, q_epsilon: float, kv_epsilon: float) -> None:
-    check_norm(_NAME, q, q_weight, q_epsilon, ("q", "q_weight", "q_epsilon"))
-    check_norm(_NAME, kv, kv_weight, kv_epsilon, ("kv", "kv_weight", "kv_epsilon"))
+class DualNormCase(NamedTuple):
+    """What of a call decides which backend takes it."""
+
+    dtype: torch.dtype
+    q_width: int
+    kv_width: int
+
+
+def check_dual_norm(
+    op: str, q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, q_epsilon: float, kv_epsilon: float
+) -> None:
+    """What every backend needs of the two norms, checked before anything is launched.
+
+    Raises:
+        ValueError: an argument no backend could take; the message names it.
+        RuntimeError: an input requires grad while grad is enabled.
+    """
+    check_norm(op, q, q_weight, q_epsilon, ("q", "q_weight", "q_epsilon"))
+    check_norm(op, kv, kv_weight, kv_epsilon, ("kv", "kv_weight", "kv_epsilon"))
     if torch.is_grad_enabled() and (
         q.requires_grad or kv.requires_grad or q_weight.requires_grad or kv_weight.requires_grad
     ):
-        raise RuntimeError(f"{_NAME} is for inference and has no backward; use layerfuse::rms_norm twice, or no_grad()")
+        raise RuntimeError(f"{op} is for inference and has no backward; use layerfuse::rms_norm twice, or no_grad()")
     if q.device != kv.device:
-        raise ValueError(f"{_NAME}: kv is on {kv.device}, q on {q.device}; move one of them")
+        raise ValueError(f"{op}: kv is on {kv.device}, q on {q.device}; move one of them")
     if q.dtype != kv.dtype:
-        raise ValueError(f"{_NAME}: kv is {kv.dtype}, q is {q.dtype}; both come from one projection and must agree")
+        raise ValueError(f"{op}: kv is {kv.dtype}, q is {q.dtype}; both come from one projection and must agree")
     if q.shape[:-1] != kv.shape[:-1]:
         raise ValueError(
-            f"{_NAME}: kv must have the leading dimensions of q {tuple(q.shape[:-1])}, got {tuple(kv.shape[:-1])}"
+            f"{op}: kv must have the leading dimensions of q {tuple(q.shape[:-1])}, got {tuple(kv.shape[:-1])}"
         )
+
+
+def _check(q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, q_epsilon: float, kv_epsilon: float) -> None:
+    check_dual_norm(_NAME, q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon)
+
+
+def _case(
+    q: Tensor, kv: Tensor, _q_weight: Tensor, _kv_weight: Tensor, _q_epsilon: float, _kv_epsilon: float
+) -> DualNormCase:
+    return DualNormCase(q.dtype, q.shape[-1], kv.shape[-1])
 
 
 def _reference(
@@ -52,6 +80,7 @@ _op = define(
     reference=_reference,
     check=_check,
     fake=_fake,
+    case=_case,
 )
 
 

@@ -5,7 +5,7 @@ It is what a model may call to be recognised at once; what no pass has taken is 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,11 +42,8 @@ def check_norm(op: str, x: Tensor, weight: Tensor, epsilon: float, names: tuple[
         raise ValueError(f"{op}: {epsilon_name} must be at least 0, got {epsilon!r}")
 
 
-def normalise(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 0.0) -> Tensor:
-    """The reference: `x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset)` over the last dimension.
-
-    x: (..., width), any strides; weight: (width,). Returns a contiguous tensor of x's shape and dtype.
-    """
+def normalise_wide(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 0.0) -> Tensor:
+    """The norm before its one rounding: (..., width) in the accumulator dtype, with x's strides where it can."""
     wide = x.to(accumulator(x.dtype))
     # The mean square comes from the vector norm: one pass over x, and no squared copy of it.
     mean_square = torch.linalg.vector_norm(wide, 2, -1, True).square_().mul_(1 / x.shape[-1])
@@ -55,8 +52,17 @@ def normalise(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 
     if weight_offset:
         factor = factor + weight_offset
     if wide is x:
-        return (wide * scale).contiguous().mul_(factor)
-    return wide.mul_(scale).mul_(factor).to(x.dtype, memory_format=torch.contiguous_format)
+        return (wide * scale).mul_(factor)
+    return wide.mul_(scale).mul_(factor)
+
+
+def normalise(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 0.0) -> Tensor:
+    """The reference: `x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset)` over the last dimension.
+
+    x: (..., width), any strides; weight: (width,). Returns a contiguous tensor of x's shape and dtype.
+    """
+    wide = normalise_wide(x, weight, epsilon, weight_offset)
+    return wide.to(x.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 def normalise_backward(grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, offset: float) -> tuple[Tensor, Tensor]:
@@ -68,6 +74,17 @@ def normalise_backward(grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, 
     grad_x = (through - unit * (through * unit).mean(-1, keepdim=True)) * scale
     grad_weight = (grad_wide * unit).reshape(-1, x.shape[-1]).sum(0)
     return grad_x.to(x.dtype), grad_weight.to(weight.dtype)
+
+
+class NormCase(NamedTuple):
+    """What of a call decides which backend takes it."""
+
+    dtype: torch.dtype
+    width: int
+
+
+def _case(x: Tensor, _weight: Tensor, _epsilon: float, _weight_offset: float) -> NormCase:
+    return NormCase(x.dtype, x.shape[-1])
 
 
 def _check(x: Tensor, weight: Tensor, epsilon: float, _weight_offset: float) -> None:
@@ -93,6 +110,7 @@ _op = define(
     reference=normalise,
     check=_check,
     fake=_fake,
+    case=_case,
     backward=_backward,
     setup_context=_setup,
 )

@@ -163,7 +163,7 @@ def test_the_choice_is_visible_and_can_be_forced(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(BackendError, match="no backend is called 'refrence'; did you mean 'reference'"):
         backends.force("refrence")
     with pytest.raises(BackendError, match="already has a backend called 'reference'"):
-        backends.register(Backend(name="reference", op="rms_norm", function=print, runs_on=backends.anywhere))
+        backends.register(Backend(name="reference", op="rms_norm", load=lambda: print, runs_on=backends.anywhere))
     backends.force(None)
     monkeypatch.setenv(backends.ENVIRONMENT, "aiter")
     with pytest.raises(
