@@ -39,6 +39,12 @@ def check_dual_norm(
         q.requires_grad or kv.requires_grad or q_weight.requires_grad or kv_weight.requires_grad
     ):
         raise RuntimeError(f"{op} is for inference and has no backward; use layerfuse::rms_norm twice, or no_grad()")
+    for name, x in (("q", q), ("kv", kv), ("q_weight", q_weight), ("kv_weight", kv_weight)):
+        if x.stride(-1) != 1 and x.shape[-1] > 1 and x.numel() > 0:
+            raise ValueError(
+                f"{op}: {name} has stride {x.stride(-1)} along its last dimension, and kernels read rows whose elements "
+                f"lie together; pass {name}.contiguous()"
+            )
     if q.device != kv.device:
         raise ValueError(f"{op}: kv is on {kv.device}, q on {q.device}; move one of them")
     if q.dtype != kv.dtype:
@@ -90,7 +96,7 @@ def mla_dual_rms_norm(
     """RMSNorm of the query latent and of the key/value latent (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
     Args:
-        q: (..., q_lora_rank), any floating dtype, any strides: a split view goes in as it is.
+        q: (..., q_lora_rank), any floating dtype, last stride 1: a split view goes in as it is.
         kv: (..., kv_lora_rank), of q's leading dimensions, dtype and device.
         q_weight: (q_lora_rank,).
         kv_weight: (kv_lora_rank,).

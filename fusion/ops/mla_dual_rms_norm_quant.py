@@ -131,7 +131,7 @@ def mla_dual_rms_norm_per_token_quant(
     """The dual norm, the query latent quantised to fp8 with one scale per token.
 
     Args:
-        q: (..., q_lora_rank), bfloat16, float16 or float32, any strides: a split view goes in as it is.
+        q: (..., q_lora_rank), bfloat16, float16 or float32, last stride 1: a split view goes in as it is.
         kv: (..., kv_lora_rank), of q's leading dimensions, dtype and device.
         q_weight: (q_lora_rank,).
         kv_weight: (kv_lora_rank,).
@@ -166,7 +166,7 @@ def mla_dual_rms_norm_group_quant(
     """The dual norm, the query latent quantised to fp8 with one scale per `group_size` columns.
 
     Args:
-        q: (..., q_lora_rank), bfloat16, float16 or float32, any strides: a split view goes in as it is.
+        q: (..., q_lora_rank), bfloat16, float16 or float32, last stride 1: a split view goes in as it is.
         kv: (..., kv_lora_rank), of q's leading dimensions, dtype and device.
         q_weight: (q_lora_rank,).
         kv_weight: (kv_lora_rank,).

@@ -1,0 +1,146 @@
+"""From an op's arguments to a kernel launch, with little work on the host: compiled kernels are kept and called directly.
+
+Which kernel is decided by what is constant for a layer (widths, epsilons, strides) and by the number of rows.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.quantisation import LARGEST, empty_scales
+from . import tuning
+from .kernels import dual_norm
+
+OVERLAP = "LAYERFUSE_PDL"
+"""Environment variable: 0 turns off programmatic dependent launch, with which a kernel starts while the one before ends."""
+
+_NO_QUANT, _PER_TOKEN, _PER_GROUP = 0, 1, 2
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def mla_dual_rms_norm(
+    q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, q_epsilon: float, kv_epsilon: float
+) -> tuple[Tensor, Tensor]:
+    """See `ops.mla_dual_rms_norm`."""
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    kv_out = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
+    _launch((q, kv, q_weight, kv_weight, q_out, q_out, kv_out), q_epsilon, kv_epsilon, _NO_QUANT, 0, False, (0, 0))
+    return q_out, kv_out
+
+
+def mla_dual_rms_norm_per_token_quant(
+    q: Tensor,
+    kv: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    q_epsilon: float,
+    kv_epsilon: float,
+    dtype: torch.dtype,
+    use_ue8m0: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `ops.mla_dual_rms_norm_quant`."""
+    q_out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    scales = torch.empty((*q.shape[:-1], 1), dtype=torch.float32, device=q.device)
+    kv_out = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
+    tensors = (q, kv, q_weight, kv_weight, q_out, scales, kv_out)
+    _launch(tensors, q_epsilon, kv_epsilon, _PER_TOKEN, 0, use_ue8m0, (1, 1))
+    return q_out, scales, kv_out
+
+
+def mla_dual_rms_norm_group_quant(
+    q: Tensor,
+    kv: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    q_epsilon: float,
+    kv_epsilon: float,
+    dtype: torch.dtype,
+    group_size: int,
+    column_major: bool,
+    use_ue8m0: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `ops.mla_dual_rms_norm_quant`."""
+    q_out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    scales = empty_scales(q, group_size, column_major)
+    kv_out = torch.empty(kv.shape, dtype=kv.dtype, device=kv.device)
+    tensors = (q, kv, q_weight, kv_weight, q_out, scales, kv_out)
+    # Strides in a scale tensor of (rows, groups): leading dimensions keep their order, so they count as one.
+    groups = scales.shape[-1]
+    strides = (1, scales.numel() // max(groups, 1)) if column_major else (groups, 1)
+    _launch(tensors, q_epsilon, kv_epsilon, _PER_GROUP, group_size, use_ue8m0, strides)
+    return q_out, scales, kv_out
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The (rows, width) view of x, or a copy where its leading dimensions cannot be counted as one."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _launch(
+    tensors: tuple[Tensor, ...],
+    q_epsilon: float,
+    kv_epsilon: float,
+    quant: int,
+    group_size: int,
+    use_ue8m0: bool,
+    scale_strides: tuple[int, int],
+) -> None:
+    q, kv, q_weight, kv_weight, q_out, scales, kv_out = tensors
+    q, kv = _rows(q), _rows(kv)
+    rows, q_width = q.shape
+    kv_width = kv.shape[1]
+    if rows == 0:
+        return
+    step = tuning.regime(rows, quant != _NO_QUANT)
+    device = q.device.index
+    arguments = (q, kv, q_weight, kv_weight, q_out, scales, kv_out, q.stride(0), kv.stride(0), *scale_strides)
+    if (q.data_ptr() | kv.data_ptr() | q_weight.data_ptr() | kv_weight.data_ptr()) & 15:
+        # Triton compiles for the alignment it sees; for inputs off the 16-byte grid it decides at every launch.
+        key = None
+    else:
+        key = (
+            device, step, q.dtype, q_weight.dtype, kv_weight.dtype, q_out.dtype, q_width, kv_width, q_epsilon,
+            kv_epsilon, quant, group_size, use_ue8m0, q.stride(0), kv.stride(0), _specialised(scale_strides),
+        )  # fmt: skip
+        known = _compiled.get(key)
+        if known is not None and device == torch.cuda.current_device():
+            kernel, constants = known
+            kernel[(2 * rows if constants[-3] else rows, 1, 1)](*arguments, *constants)
+            return
+    quantised = quant != _NO_QUANT
+    launch = tuning.launch_for(step, q_width, kv_width, group_size or None, quantised, _wave(q.device))
+    early = _overlaps(q.device)
+    constants = (
+        q_width, kv_width, q_epsilon, kv_epsilon, quant, group_size, LARGEST[q_out.dtype] if quantised else 0.0,
+        use_ue8m0, launch.q_chunk, launch.kv_chunk, launch.split, launch.hint, early,
+    )  # fmt: skip
+    grid = (2 * rows if launch.split else rows, 1, 1)
+    options: dict[str, Any] = {"num_warps": launch.warps} | ({"launch_pdl": True} if early else {})
+    if device is None:  # Triton's interpreter
+        dual_norm[grid](*arguments, *constants, **options)
+        return
+    with torch.cuda.device(q.device):
+        kernel = dual_norm[grid](*arguments, *constants, **options)
+    if key is not None:
+        _compiled[key] = kernel, constants
+
+
+def _specialised(numbers: tuple[int, int]) -> tuple[tuple[bool, bool], ...]:
+    """What Triton makes constant of an integer: being 1, and being a multiple of 16."""
+    return tuple((number == 1, number % 16 == 0) for number in numbers)
+
+
+def _wave(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).warp_size) if device.type == "cuda" else 32
+
+
+def _overlaps(device: torch.device) -> bool:
+    """Whether kernels may start while the one before ends: NVIDIA from sm90 on, unless turned off."""
+    if device.type != "cuda" or torch.version.hip or os.environ.get(OVERLAP) == "0":
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
