@@ -1,0 +1,32 @@
+"""Stand-ins for AMD's AITER: its recorded signatures, release by release, with bodies in plain torch on the CPU.
+
+A body follows what the real function does with its arguments, outputs and result, and fails with `StandInMisuse` where
+the real one would silently misread an argument or reach outside a buffer.
+"""
+
+from __future__ import annotations
+
+from .flavours import make_checkout, make_unrelated
+from .generate import make_standin
+from .importing import imported, on_path
+from .misuse import StandInMisuse
+from .mutation import Mutation
+from .recorded import EVERY_REF, RELEASES, Definition, Parameter, aliases, between, definitions, version
+
+__all__ = [
+    "EVERY_REF",
+    "RELEASES",
+    "Definition",
+    "Mutation",
+    "Parameter",
+    "StandInMisuse",
+    "aliases",
+    "between",
+    "definitions",
+    "imported",
+    "make_checkout",
+    "make_standin",
+    "make_unrelated",
+    "on_path",
+    "version",
+]

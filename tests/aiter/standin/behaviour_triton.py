@@ -1,0 +1,146 @@
+"""The Triton ops: they allocate their results, at fixed places in a tuple."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerfuse.fusion.ops.quantisation import quantise
+from layerfuse.fusion.ops.rms_norm import normalise, normalise_wide
+
+from .behaviour import LARGEST, Call, body
+from .misuse import check, expect, expect_bool, expect_rows
+
+OLD, NEW = "aiter.ops.triton.fused_fp8_quant", "aiter.ops.triton.quant.fused_fp8_quant"
+
+
+def _two_dimensions(x: Tensor, name: str) -> tuple[int, int]:
+    check(x.dim() == 2, f"wrong number of values to unpack: {name} has {x.dim()} dimensions", ValueError)
+    expect_rows(x, name)
+    return x.shape[0], x.shape[1]
+
+
+def _weight(weight: Tensor, width: int, name: str) -> None:
+    expect(weight.dim() == 1 and weight.numel() == width, f"{name} {tuple(weight.shape)}: {width} elements are read")
+    expect(weight.stride(0) == 1, f"{name} has stride {weight.stride(0)}, but 1 is assumed unchecked")
+
+
+def _fp8(call: Call, dtype: torch.dtype) -> torch.dtype:
+    if dtype not in LARGEST:
+        raise NotImplementedError(f"the stand-in does not quantise to {dtype}")
+    expect(dtype == call.fp8, f"{dtype} is not the fp8 of {call.arch}: Triton has no such store there")
+    return dtype
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def _first(call: Call) -> tuple[Tensor, Tensor | None]:
+    """The first norm before rounding, and the rounded sum with the residual."""
+    x, residual = call["inp1"], call["res1"]
+    rows, width = _two_dimensions(x, "inp1")
+    _weight(call["inp1_weight"], width, "inp1_weight")
+    wide, summed = x.float(), None
+    if residual is not None:
+        check(tuple(residual.shape) == (rows, width), "inp1 and res1 should have one shape", AssertionError)
+        wide = wide + residual.float()
+        summed = wide.to(x.dtype)
+    return normalise_wide(wide, call["inp1_weight"].float(), call["inp1_epsilon"]), summed
+
+
+def _second(call: Call) -> Tensor | None:
+    x = call["inp2"]
+    if x is None:
+        return None
+    rows, width = _two_dimensions(x, "inp2")
+    check(rows == call["inp1"].shape[0], "The leading dimension should be identical", AssertionError)
+    expect(call["inp2_weight"] is not None and call["inp2_epsilon"] is not None, "inp2 needs its weight and epsilon")
+    _weight(call["inp2_weight"], width, "inp2_weight")
+    return normalise_wide(x.float(), call["inp2_weight"].float(), call["inp2_epsilon"]).to(call["inp1"].dtype)
+
+
+@body(f"{OLD}:fused_rms_fp8_group_quant", f"{NEW}:fused_rms_fp8_group_quant")
+def fused_rms_fp8_group_quant(call: Call) -> tuple[Any, ...]:
+    """((fp8, scales), unquantised, second norm, sum with the residual): what was not asked for is None."""
+    group_size, transposed, strided = call["group_size"], call["transpose_scale"], call.get("is_x_scale_strided", False)
+    expect_bool(transposed, "transpose_scale")
+    expect_bool(strided, "is_x_scale_strided")
+    expect_bool(call["output_unquantized_inp1"], "output_unquantized_inp1")
+    check(_is_power_of_two(group_size), f"arange's range must be a power of 2, got {group_size}", ValueError)
+    normed, summed = _first(call)
+    second = _second(call)
+    values, scales = quantise(normed, _fp8(call, call["dtype_quant"]), group_size, False, False)
+    if transposed:
+        memory = scales.t().contiguous()
+        scales = memory.t() if strided else memory.view(scales.shape)
+    unquantised = normed.to(call["inp1"].dtype) if call["output_unquantized_inp1"] else None
+    return (values, scales), unquantised, second, summed
+
+
+@body(f"{OLD}:fused_rms_fp8_per_tensor_static_quant", f"{NEW}:fused_rms_fp8_per_tensor_static_quant")
+def fused_rms_fp8_per_tensor_static_quant(call: Call) -> tuple[Any, ...]:
+    """(fp8, unquantised, second norm, sum with the residual), by a scale that is given."""
+    scale = call["inp1_scale"]
+    expect(isinstance(scale, Tensor) and scale.numel() == 1, "inp1_scale is a tensor of one element")
+    normed, summed = _first(call)
+    second = _second(call)
+    if second is not None:
+        block = 1 << (second.shape[1] - 1).bit_length()
+        expect(block >= normed.shape[1], f"the block of {block} is chosen by inp2 alone: columns of inp1 are left out")
+    dtype = _fp8(call, call["dtype_quant"])
+    rounded = normed.to(call["inp1"].dtype).float() if call.get("rmsnorm_convert_to_inp1_type", False) else normed
+    largest = LARGEST[dtype]
+    values = (rounded * scale.float().reciprocal().reshape(())).clamp(-largest, largest).to(dtype)
+    unquantised = normed.to(call["inp1"].dtype) if call["output_unquantized_inp1"] else None
+    return values, unquantised, second, summed
+
+
+@body(
+    "aiter.ops.triton.fused_add_rmsnorm_pad:fused_add_rmsnorm_pad",
+    "aiter.ops.triton.normalization.fused_add_rmsnorm_pad:fused_add_rmsnorm_pad",
+)
+def fused_add_rmsnorm_pad(call: Call) -> Tensor | tuple[Tensor, Tensor]:
+    """The norm, zero-padded to a multiple; with a residual a tuple, without one a tensor."""
+    x, residual, multiple = call["x"], call["res"], call["x_pad_to_multiple"]
+    rows, width = _two_dimensions(x, "x")
+    _weight(call["weight"], width, "weight")
+    wide = x.float()
+    if residual is not None:
+        check(tuple(residual.shape) == (rows, width), "Shape error!", AssertionError)
+        wide = wide + residual.float()
+    out = normalise_wide(wide, call["weight"].float(), call["epsilon"]).to(x.dtype)
+    if multiple > 0:
+        out = torch.nn.functional.pad(out, (0, -width % multiple))
+    return out if residual is None else (out, wide.to(residual.dtype))
+
+
+@body("aiter.ops.triton.rmsnorm:rms_norm", "aiter.ops.triton.normalization.rmsnorm:rms_norm")
+def rms_norm(call: Call) -> Tensor:
+    """Triton's own norm, which has three parameters."""
+    x, weight = call["input"], call["weight"]
+    _two_dimensions(x, "input")
+    _weight(weight, x.shape[1], "weight")
+    return normalise(x, weight, call["epsilon"])
+
+
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+@body("aiter.ops.triton.activation:act_mul_and_fp8_group_quant")
+def act_mul_and_fp8_group_quant(call: Call) -> tuple[Tensor, Tensor]:
+    """The first half activated, times the second."""
+    x, group_size = call["x"], call["group_size"]
+    _, width = _two_dimensions(x, "x")
+    check(width % 2 == 0, "N % 2 == 0", AssertionError)
+    check(_is_power_of_two(group_size), f"arange's range must be a power of 2, got {group_size}", ValueError)
+    expect(call["activation"] in ACTIVATIONS, f"activation {call['activation']!r} silently means none")
+    half = width // 2
+    product = ACTIVATIONS[call["activation"]](x[:, :half].float()) * x[:, half:].float()
+    return quantise(product, _fp8(call, call["dtype_quant"]), group_size, False, False)

@@ -1,0 +1,196 @@
+"""Writes a package `aiter` that looks, to whoever imports or parses it, like one recorded release of AMD's AITER."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Literal
+
+from . import texts
+from .mutation import Mutated, Mutation, mutated
+from .recorded import Definition, Parameter, aliases, between, definitions, version
+
+Fault = Literal["rocm", "gfx", "library", "module"]
+
+STAR_MODULES = (
+    "attention",
+    "quick_all_reduce",
+    "moe_op",
+    "rmsnorm",
+    "fused_qk_norm_rope_cache_quant",
+    "fused_qk_rmsnorm_group_quant",
+)
+"""The modules under `aiter.ops` that `import aiter` re-exports, in AITER's order: the later one wins."""
+
+HEADER = '''"""Generated: the recorded signatures of AITER {release}, with bodies in plain torch."""
+
+from __future__ import annotations
+
+from typing import Literal, Optional, Union
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import aiter
+from aiter._standin import behave
+'''
+
+COMPILED = "from aiter.jit.core import compile_ops\n"
+GUARDED = "from aiter.jit.utils.torch_guard import torch_compile_guard\n"
+ENUMS = "from aiter.ops.enum import MlaVersion, QuantType\n"
+FP8 = "\nfp8_dtype = aiter.dtypes.fp8\n"
+
+RANK = '''
+class CustomAllreduce:
+    """All-reduce over one rank, which changes nothing: what is left is the norm."""
+{methods}
+    def should_custom_ar(self, inp, prefill_support=False):
+        """Whether the communicator takes this tensor."""
+        return behave("CustomAllreduce.should_custom_ar", {{"self": self, "inp": inp}})
+'''
+
+
+def _signature(parameters: tuple[Parameter, ...]) -> str:
+    written: list[str] = []
+    for index, parameter in enumerate(parameters):
+        if parameter.keyword_only and (index == 0 or not parameters[index - 1].keyword_only):
+            written.append("*")
+        written.append(str(parameter))
+    return ", ".join(written)
+
+
+def _function(recorded: Definition, new: Mutated) -> str:
+    """The source of one function: its signature, and a body that hands its arguments to the stand-in's."""
+    definition = new.definition
+    decorator = {
+        "compile_ops": f'@compile_ops("module_standin"{", develop=True" if definition.torch_free else ""})\n',
+        "torch_compile_guard": "@torch_compile_guard(mutates_args=[])\n",
+        None: "",
+    }[definition.hidden_by]
+    returns = "" if definition.returns is None else f" -> {definition.returns}"
+    values = ", ".join(f'"{name}": {source}' for name, source in new.values.items())
+    return (
+        f"\n\n{decorator}def {new.name}({_signature(definition.parameters)}){returns}:\n"
+        f'    return behave("{recorded.key}", {{{values}}})\n'
+    )
+
+
+def _module(path: str, functions: dict[Definition, Mutated], release: str) -> str:
+    text = HEADER.format(release=release)
+    hidden = {definition.hidden_by for definition in functions}
+    text += COMPILED if "compile_ops" in hidden else ""
+    text += GUARDED if "torch_compile_guard" in hidden else ""
+    text += ENUMS if not path.startswith("aiter.ops.triton") else ""
+    defaults = {parameter.default for definition in functions for parameter in definition.parameters}
+    text += FP8 if "fp8_dtype" in defaults else ""
+    methods = {definition: new for definition, new in functions.items() if definition.owner}
+    for definition, new in functions.items():
+        if definition not in methods:
+            text += _function(definition, new)
+    if methods:
+        body = "".join(_function(definition, new) for definition, new in methods.items())
+        text += "\n" + RANK.format(methods="\n".join(f"    {line}".rstrip() for line in body.splitlines()))
+    return text
+
+
+def _write(root: Path, path: str, text: str) -> None:
+    """Writes a file, and an empty `__init__.py` into each new folder above it."""
+    target = root / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+    folder = target.parent
+    while folder != root:
+        init = folder / "__init__.py"
+        if not init.exists():
+            init.write_text("")
+        folder = folder.parent
+
+
+def _quant_package(release: str, names: list[str]) -> str:
+    """`aiter/ops/triton/quant/__init__.py`, which re-exports."""
+    return f'"""AITER\'s quantising Triton ops."""\nfrom .fused_fp8_quant import {", ".join(names)}\n' if names else ""
+
+
+def write_metadata(folder: Path, name: str, its_version: str) -> None:
+    """A `dist-info` that importlib.metadata finds when `folder` is on the path."""
+    info = folder / f"{name.replace('-', '_')}-{its_version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {its_version}\n")
+    (info / "top_level.txt").write_text("aiter\n")
+    (info / "RECORD").write_text("aiter/__init__.py,,\n")
+
+
+def make_standin(
+    folder: Path,
+    release: str,
+    *,
+    arch: str = "gfx950",
+    mutate: Mutation | None = None,
+    fault: Fault | None = None,
+    without: Collection[str] = (),
+    metadata: bool = True,
+) -> Path:
+    """Writes the package `aiter` of a release under `folder`, which the caller puts on the path.
+
+    Args:
+        folder: an empty folder of its own, created if need be.
+        release: a recorded tag, or HEAD.
+        arch: the architecture the package believes to run on.
+        mutate: one change to one function.
+        fault: what goes wrong in `import aiter`, see `texts.FAULTS`; some releases swallow it.
+        without: keys of definitions that this build lacks.
+        metadata: whether it was installed; a source checkout has neither a `dist-info` nor `aiter/_version.py`.
+
+    Returns:
+        `folder`.
+
+    Raises:
+        KeyError: no such release, or no such function in it.
+    """
+    known = definitions(release)
+    for key in [*without, *([mutate.function] if mutate else [])]:
+        if key not in known:
+            raise KeyError(f"{release} defines no {key}")
+    modules: dict[str, dict[Definition, Mutated]] = {}
+    for key, definition in known.items():
+        if key not in without:
+            modules.setdefault(definition.module, {})[definition] = mutated(definition, mutate)
+    root = folder / "aiter"
+    root.mkdir(parents=True)
+    faults = {name: text if name == fault else "" for name, text in texts.FAULTS.items()}
+    for path, functions in modules.items():
+        _write(folder, path.replace(".", "/") + ".py", _module(path, functions, release))
+    _write(folder, "aiter/ops/moe_op.py", f'"""Mixture of experts."""\n{faults["module"]}\n')
+    _write(folder, "aiter/ops/enum.py", texts.ENUM.format(fault=faults["library"]))
+    _write(folder, "aiter/jit/core.py", texts.CORE.format(fault=faults["rocm"]))
+    _write(folder, "aiter/jit/utils/torch_guard.py", texts.TORCH_GUARD)
+    fp8 = texts.fp8_name(release, arch)
+    _write(folder, "aiter/utility/dtypes.py", texts.DTYPES.format(fault=faults["gfx"], fp8=fp8))
+    tests = str(Path(__file__).resolve().parents[1])
+    _write(folder, "aiter/_standin.py", texts.SUPPORT.format(release=release, arch=arch, tests=tests))
+    _write_triton(folder, release, modules)
+    stars = [name for name in STAR_MODULES if name == "moe_op" or f"aiter.ops.{name}" in modules]
+    _write(folder, "aiter/__init__.py", texts.package_init(release, stars))
+    if metadata:
+        its_version = version(release)
+        _write(folder, "aiter/_version.py", f"__version__ = version = {its_version!r}\n")
+        (root / "install_mode").write_text("install")
+        write_metadata(folder, "amd-aiter" if between(release, "v0.1.8", None) else "aiter", its_version)
+    return folder
+
+
+def _write_triton(folder: Path, release: str, modules: dict[str, dict[Definition, Mutated]]) -> None:
+    """The package around the Triton ops; the functions themselves are already written."""
+    if between(release, "v0.1.10", None):
+        moved = "aiter.ops.triton.quant.fused_fp8_quant"
+        addresses = aliases(release)
+        exported = [
+            new.name
+            for definition, new in modules.get(moved, {}).items()
+            if f"aiter.ops.triton.quant:{definition.name}" in addresses
+        ]
+        _write(folder, "aiter/ops/triton/quant/__init__.py", _quant_package(release, exported))
+    elif between(release, "v0.1.6.post2", None):
+        _write(folder, "aiter/ops/triton/quant.py", '"""Quantisation, none of which is recorded here."""\n')
+    _write(folder, "aiter/ops/triton/__init__.py", texts.triton_init(release))

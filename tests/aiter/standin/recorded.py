@@ -1,0 +1,159 @@
+"""The recorded signatures of AITER, release by release: what the stand-ins are generated from.
+
+The data lies in `tests/data/aiter_signatures.json`; its `source` says where it comes from.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).resolve().parents[2] / "data" / "aiter_signatures.json"
+
+
+@functools.cache
+def _data() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(DATA.read_text())
+    return loaded
+
+
+RELEASES: tuple[str, ...] = tuple(release for release in _data()["releases"] if release != "HEAD")
+"""The 59 tags, oldest first, as PEP 440 orders them; `v0.1.17-longctx` is after `v0.1.17`."""
+
+EVERY_REF: tuple[str, ...] = (*RELEASES, "HEAD")
+"""The tags, and main at the recorded commit."""
+
+
+def position(release: str) -> int:
+    """Where a release stands among all.
+
+    Raises:
+        KeyError: no such release was recorded.
+    """
+    if release not in EVERY_REF:
+        raise KeyError(f"{release!r} is no recorded release of AITER; the last ones are {', '.join(EVERY_REF[-4:])}")
+    return EVERY_REF.index(release)
+
+
+def between(release: str, first: str | None, last: str | None) -> bool:
+    """Whether a release is one of first..last, both included; None leaves that end open."""
+    here = position(release)
+    return (first is None or position(first) <= here) and (last is None or here <= position(last))
+
+
+def version(release: str) -> str:
+    """The version that setuptools_scm gives to a release: `v0.1.13-rc2` is 0.1.13rc2, `v0.1.17-longctx` is 0.1.17."""
+    if release == "HEAD":
+        return "0.1.20.post2.dev7+ge4048607a5"
+    return release.removeprefix("v").replace("-longctx", "").replace("-rc", "rc")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter as it is written; the texts are Python source, or None."""
+
+    name: str
+    annotation: str | None = None
+    default: str | None = None
+    keyword_only: bool = False
+
+    def __str__(self) -> str:
+        text = self.name if self.annotation is None else f"{self.name}: {self.annotation}"
+        if self.default is None:
+            return text
+        return f"{text} = {self.default}" if self.annotation is not None else f"{text}={self.default}"
+
+
+@dataclass(frozen=True)
+class Definition:
+    """One function of one release.
+
+    Attributes:
+        key: `module:function` or `module:Class.method`, where it is defined.
+        parameters: in order, `self` included.
+        returns: the annotation of its result, as source, or None.
+        hidden_by: `compile_ops` or `torch_compile_guard` where the name is bound to a `(*args, **kwargs)` closure;
+            None where the plain function can be inspected.
+        torch_free: whether tensors are handed to C++ without torch: a dtype it does not know is then an AssertionError.
+    """
+
+    key: str
+    parameters: tuple[Parameter, ...]
+    returns: str | None
+    hidden_by: str | None
+    torch_free: bool
+
+    @property
+    def module(self) -> str:
+        """The module of the definition."""
+        return self.key.split(":")[0]
+
+    @property
+    def name(self) -> str:
+        """The function's own name, without a class."""
+        return self.key.split(":")[1].split(".")[-1]
+
+    @property
+    def owner(self) -> str | None:
+        """The class it is a method of, or None."""
+        path = self.key.split(":")[1]
+        return path.split(".")[0] if "." in path else None
+
+
+def _parameters(texts: list[str]) -> tuple[Parameter, ...]:
+    """Recorded texts to parameters, by Python's own parser."""
+    arguments = ast.parse(f"def f({', '.join(texts)}): ...").body[0]
+    assert isinstance(arguments, ast.FunctionDef)
+    found = arguments.args
+
+    def one(argument: ast.arg, default: ast.expr | None, keyword_only: bool) -> Parameter:
+        annotation = None if argument.annotation is None else ast.unparse(argument.annotation)
+        return Parameter(argument.arg, annotation, None if default is None else ast.unparse(default), keyword_only)
+
+    required = len(found.args) - len(found.defaults)
+    plain = [
+        one(argument, found.defaults[index - required] if index >= required else None, False)
+        for index, argument in enumerate(found.args)
+    ]
+    named = [
+        one(argument, default, True) for argument, default in zip(found.kwonlyargs, found.kw_defaults, strict=True)
+    ]
+    return (*plain, *named)
+
+
+@functools.cache
+def definitions(release: str) -> dict[str, Definition]:
+    """Every recorded function that a release defines, by key."""
+    found = {}
+    for key, entries in _data()["definitions"].items():
+        for entry in entries:
+            if between(release, entry["from"], entry["to"]):
+                found[key] = Definition(
+                    key,
+                    _parameters(entry["parameters"]),
+                    entry["returns"],
+                    entry.get("hidden_by"),
+                    entry.get("torch_free", False),
+                )
+    return found
+
+
+@functools.cache
+def aliases(release: str) -> dict[str, str]:
+    """Every other address at which a recorded function is found: `aiter:rms_norm` -> the key of its definition."""
+    return {
+        key: entry["of"]
+        for key, entries in _data()["aliases"].items()
+        for entry in entries
+        if between(release, entry["from"], entry["to"])
+    }
+
+
+@functools.cache
+def every_key() -> tuple[str, ...]:
+    """Every address of any release, definitions and aliases."""
+    return tuple(sorted({*_data()["definitions"], *_data()["aliases"]}))
