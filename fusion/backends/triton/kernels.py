@@ -147,7 +147,8 @@ def _finish_q(
         _quantise_row(normed, out, scales + row * scale_stride, group_stride, WIDTH, CHUNK, GROUP, LARGEST, UE8M0)
 
 
-@triton.jit
+# The strides of the scales change with the number of rows when they are column-major.
+@triton.jit(do_not_specialize=["scale_stride", "group_stride"])
 def dual_norm(
     q,
     kv,
