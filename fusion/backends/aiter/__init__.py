@@ -1,0 +1,40 @@
+"""AMD's AITER as installed, whichever release it is: found by its files, bound by the parameters of its functions.
+
+AITER renames and reorders its functions from release to release. Nothing here trusts a version: `find_build` tells
+which `aiter` is installed without importing it, `probe` reads what a function takes from its source, and `bind` gives
+a callable with one convention of ours, or a sentence that says why not.
+"""
+
+from __future__ import annotations
+
+from .backend import OPS, register
+from .bind import Bound, Probed, Refused, bind, bound, forget, installed_releases, probe, probe_all
+from .calls import Call
+from .detect import Absent, Build, find_build
+from .errors import AiterCallError, AiterUnavailableError
+from .releases import RELEASES, ReleaseRange, release_range
+from .table import BINDINGS
+
+__all__ = [
+    "BINDINGS",
+    "OPS",
+    "RELEASES",
+    "Absent",
+    "AiterCallError",
+    "AiterUnavailableError",
+    "Bound",
+    "Build",
+    "Call",
+    "Probed",
+    "Refused",
+    "ReleaseRange",
+    "bind",
+    "bound",
+    "find_build",
+    "forget",
+    "installed_releases",
+    "probe",
+    "probe_all",
+    "register",
+    "release_range",
+]

@@ -1,0 +1,76 @@
+"""AITER as a backend of the fused ops: on ROCm GPUs, for the cases that the installed functions answer rightly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .. import Backend
+from .. import register as add
+from .calls import Call
+
+OPS = ("mla_dual_rms_norm", "mla_dual_rms_norm_per_token_quant", "mla_dual_rms_norm_group_quant")
+"""The ops that have a binding of the same name."""
+
+
+def register() -> None:
+    """Add AITER to the backends of the fused ops. Imports nothing and looks at nothing yet."""
+    for op in OPS:
+        add(
+            Backend(
+                name="aiter",
+                op=op,
+                load=functools.partial(_load, op),
+                runs_on=functools.partial(_runs_on, op),
+                refuses=functools.partial(_refuses, op),
+            )
+        )
+
+
+def _load(op: str) -> Callable[..., Any]:
+    from .bind import bound
+
+    return bound(op).call
+
+
+def _runs_on(op: str, device: str) -> tuple[bool, str]:
+    """Whether the installed source has what is needed. Nothing of AITER is imported to say so."""
+    if device != "cuda":
+        return False, f"AITER's kernels run on AMD GPUs, not on {device}"
+    import torch
+
+    if torch.version.hip is None:
+        return False, "AITER's kernels run on AMD GPUs, and this torch is not built for ROCm"
+    from .bind import Refused, probe
+
+    found = probe(op)
+    return (False, found.reason) if isinstance(found, Refused) else (True, found.convention)
+
+
+def _refuses(op: str, case: Any) -> str | None:
+    """From the ops' cases. Binds the function, so that an AITER that cannot be imported is refused with its reason."""
+    from .bind import Refused, bind
+
+    found = bind(op)
+    if isinstance(found, Refused):
+        return found.reason
+    return found.refuses(call_of(case))
+
+
+def call_of(case: Any) -> Call:
+    """A `DualNormCase` or `DualNormQuantCase` of the ops, in the words of the restrictions."""
+    said = case._asdict()
+    said["width"] = said.pop("q_width")
+    return Call(**said, arch=_arch())
+
+
+@functools.cache
+def _arch() -> str | None:
+    """As gfx950, or None without an AMD GPU."""
+    import torch
+
+    if torch.version.hip is None or not torch.cuda.is_available():
+        return None
+    name: str = torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName
+    return name.partition(":")[0]

@@ -1,0 +1,247 @@
+"""From a binding's name to a callable with our convention, once: look at the source, import, check, wrap.
+
+After that a call asks nothing: no import, no `hasattr`, no `try`. Before it, nothing of AITER is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve, frozen
+
+from ....adapters.errors import did_you_mean
+from .. import BackendError
+from . import detect, source
+from .calls import Call
+from .conventions import Binding, Function, Match, existed, match
+from .errors import AiterCallError, AiterUnavailableError
+from .releases import ReleaseRange, release_range
+from .resolved import Resolved
+from .restrictions import Restriction, restrictions_of
+from .table import BINDINGS, BY_NAME
+
+
+@frozen(kw_only=True)
+class Probed:
+    """What the installed source says of a binding: nothing has been imported."""
+
+    binding: Binding
+    main: Match
+    beside: tuple[Match, ...]
+    releases: ReleaseRange
+
+    @property
+    def convention(self) -> str:
+        """What was found, as a sentence."""
+        return "; beside it ".join(map(str, (self.main, *self.beside)))
+
+    @property
+    def recorded(self) -> bool:
+        """Whether every parameter list is exactly one that was read off a release."""
+        return all(each.recorded for each in (self.main, *self.beside))
+
+
+@frozen(kw_only=True)
+class Refused:
+    """A binding that cannot be used here."""
+
+    name: str
+    reason: str
+    "One sentence."
+
+
+@frozen(kw_only=True)
+class Bound:
+    """A binding that is ready: calling it calls `call`."""
+
+    name: str
+    call: Callable[..., Any]
+    "The plain callable with our convention; what AITER must not be asked for is for `refuses` to say, beforehand."
+    probed: Probed
+    restrictions: tuple[Restriction, ...]
+    "Those true of some release that the build can be."
+    fp8: Any
+    "The fp8 dtype that AITER has chosen for this GPU, or None where it does not say."
+
+    @property
+    def convention(self) -> str:
+        """The function and the convention that were found, as a sentence."""
+        return self.probed.convention
+
+    @property
+    def path(self) -> str:
+        """`module:function` of AITER's."""
+        return self.probed.main.function.path
+
+    def refuses(self, call: Call) -> str | None:
+        """Why this kind of call must not be made, or None where it can be."""
+        asked = evolve(call, fp8=self.fp8) if call.fp8 is None else call
+        return next((f"{r.reason} ({r.releases})" for r in self.restrictions if r.when(asked)), None)
+
+    def check(self, call: Call) -> None:
+        """Raise what `refuses` says.
+
+        Raises:
+            AiterCallError: this kind of call must not be made.
+        """
+        reason = self.refuses(call)
+        if reason is not None:
+            raise AiterCallError(self.name, reason)
+
+
+_lock = threading.RLock()
+
+
+def probe(name: str) -> Probed | Refused:
+    """What the installed source says of a binding. Reads files only, once.
+
+    Raises:
+        BackendError: no binding has this name.
+    """
+    if name not in BY_NAME:
+        raise BackendError(f"no AITER binding is called {name!r}{did_you_mean(name, BY_NAME)}")
+    with _lock:
+        return _probe(name)
+
+
+def bind(name: str) -> Bound | Refused:
+    """The binding, ready to be called, or why not. Imports AITER the first time, which may build C++ code for minutes.
+
+    Raises:
+        BackendError: no binding has this name.
+    """
+    found = probe(name)
+    if isinstance(found, Refused):
+        return found
+    with _lock:
+        return _bind(name)
+
+
+def bound(name: str) -> Bound:
+    """The same for those who cannot go on without it.
+
+    Raises:
+        BackendError: no binding has this name.
+        AiterUnavailableError: it cannot be used here; the message says why.
+    """
+    found = bind(name)
+    if isinstance(found, Refused):
+        raise AiterUnavailableError(name, found.reason)
+    return found
+
+
+def probe_all() -> tuple[Probed | Refused, ...]:
+    """Every binding, in the order of the table."""
+    return tuple(probe(binding.name) for binding in BINDINGS)
+
+
+@functools.cache
+def installed_releases() -> ReleaseRange | None:
+    """The releases that the installed build can be, or None without one."""
+    build = detect.find_build()
+    return release_range(build.folder) if isinstance(build, detect.Build) else None
+
+
+def forget() -> None:
+    """Look, probe and bind again when next asked. What Python has imported stays imported."""
+    with _lock:
+        for cached in (installed_releases, _probe, _bind, source.definitions):
+            cached.cache_clear()
+        detect.forget()
+
+
+@functools.cache
+def _probe(name: str) -> Probed | Refused:
+    binding = BY_NAME[name]
+    build, releases = detect.find_build(), installed_releases()
+    if isinstance(build, detect.Absent) or releases is None:
+        return Refused(name=name, reason=build.reason if isinstance(build, detect.Absent) else "not installed")
+    if build.triton_only is not None and binding.kind != "triton":
+        return Refused(name=name, reason=f"Triton-only: {build.triton_only}")
+    main = _first(build.folder, binding.functions, releases)
+    if isinstance(main, str):
+        return Refused(name=name, reason=main)
+    beside: list[Match] = []
+    for function in binding.needs:
+        needed = _first(build.folder, (function,), releases)
+        if isinstance(needed, str):
+            return Refused(name=name, reason=needed)
+        beside.append(needed)
+    optional = (match(build.folder, function) for function in binding.with_)
+    beside += [each for each in optional if isinstance(each, Match)]
+    return Probed(binding=binding, main=main, beside=tuple(beside), releases=releases)
+
+
+def _first(folder: Path, functions: tuple[Function, ...], releases: ReleaseRange) -> Match | str:
+    """The first function that is there, or a sentence."""
+    for function in functions:
+        found = match(folder, function)
+        if found is not None:
+            return found
+    names = "; ".join(map(existed, functions))
+    return f"this build ({releases}) has no such function: {names}"
+
+
+@functools.cache
+def _bind(name: str) -> Bound | Refused:
+    probed = _probe(name)
+    if isinstance(probed, Refused):
+        return probed
+    functions: dict[str, tuple[Callable[..., Any], frozenset[str]]] = {}
+    for each in (probed.main, *probed.beside):
+        function = _imported(each.function.path)
+        if isinstance(function, str):
+            return Refused(name=name, reason=function)
+        functions[each.function.path.rpartition(":")[2]] = (function, each.convention.names)
+    main, *beside = functions
+    resolved = Resolved(
+        binding=name,
+        function=functions[main][0],
+        names=functions[main][1],
+        beside={each: functions[each] for each in beside},
+        releases=probed.releases,
+    )
+    module, _, maker = probed.binding.calls.partition(".")
+    make = getattr(importlib.import_module(f".{module}", __package__), maker)
+    restrictions = restrictions_of(name, probed.releases)
+    return Bound(name=name, call=make(resolved), probed=probed, restrictions=restrictions, fp8=_fp8())
+
+
+def _imported(path: str) -> Callable[..., Any] | str:
+    """The function itself, or why it is not there once its module is imported."""
+    module_name, _, name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # AITER raises RuntimeError, KeyError, OSError and others when imported
+        return f"importing {module_name} raised {type(error).__name__}: {error}"
+    build = detect.find_build()
+    if isinstance(build, detect.Build) and not _is_below(module, build.folder):
+        return f"{module_name} was imported from {module.__file__}, not from {build.folder}"
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        return (
+            f"{path} is declared but not there after the import: AITER swallowed an error on the way"
+            if found is None
+            else f"{path} is a {type(found).__name__}, which cannot be called"
+        )
+    function: Callable[..., Any] = found
+    return function
+
+
+def _is_below(module: Any, folder: Path) -> bool:
+    return module.__file__ is None or Path(module.__file__).resolve().is_relative_to(folder.resolve())
+
+
+def _fp8() -> Any:
+    """`aiter.dtypes.fp8`: Triton-only mode has no such module."""
+    try:
+        return getattr(importlib.import_module("aiter.utility.dtypes"), "fp8", None)
+    except (Exception, SystemExit):
+        return None

@@ -1,0 +1,155 @@
+"""What decides whether AITER takes a kind of call, and the questions that the table of restrictions asks about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attrs import frozen
+
+
+@frozen(kw_only=True)
+class Call:
+    """What is known of a kind of call. None: not known, or of no meaning for the binding; nothing follows from it."""
+
+    dtype: Any = None
+    "torch dtype of the activations; of q for the decode."
+    weight_dtype: Any = None
+    width: int | None = None
+    "Columns; of the query latent for the dual norms."
+    kv_width: int | None = None
+    weight_offset: float | None = None
+    quant_dtype: Any = None
+    group_size: int | None = None
+    column_major: bool | None = None
+    use_ue8m0: bool | None = None
+    has_residual: bool | None = None
+    activation: str | None = None
+    num_heads: int | None = None
+    head_dim: int | None = None
+    max_seqlen_q: int | None = None
+    has_plan: bool | None = None
+    "Whether the decode follows a plan (AITER's persistent mode)."
+    world_size: int | None = None
+    use_1stage: bool | None = None
+    fp8: Any = None
+    "The fp8 dtype that AITER has chosen for this GPU: filled in when binding."
+    arch: str | None = None
+    "As gfx950: filled in where torch knows it."
+
+
+def name_of(dtype: Any) -> str | None:
+    """bfloat16, from torch.bfloat16: this module does without torch."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def is_not(dtype: Any, *allowed: str) -> bool:
+    """Whether the dtype is known and none of these."""
+    return dtype is not None and name_of(dtype) not in allowed
+
+
+def over(value: int | None, most: int) -> bool:
+    """Whether the value is known and above."""
+    return value is not None and value > most
+
+
+def leaves_rest(value: int | None, divisor: int | None) -> bool:
+    """Whether both are known and the division does not come out even."""
+    return value is not None and divisor is not None and divisor > 0 and value % divisor != 0
+
+
+def not_16_bit(call: Call) -> bool:
+    """Activations in another dtype than float16 and bfloat16."""
+    return is_not(call.dtype, "float16", "bfloat16")
+
+
+def not_floating(call: Call) -> bool:
+    """Activations in another dtype than float16, bfloat16 and float32."""
+    return is_not(call.dtype, "float16", "bfloat16", "float32")
+
+
+def mixed(call: Call) -> bool:
+    """A weight of another dtype than the activations."""
+    return call.weight_dtype is not None and call.dtype is not None and call.weight_dtype != call.dtype
+
+
+def item_size(call: Call) -> int:
+    """Bytes of an activation: these functions take 16 and 32 bits."""
+    return 4 if name_of(call.dtype) == "float32" else 2
+
+
+def odd_rows(call: Call) -> bool:
+    """Rows that are no multiple of 16 bytes."""
+    pack = 16 // item_size(call)
+    return leaves_rest(call.width, pack) or leaves_rest(call.kv_width, pack)
+
+
+def wide(call: Call) -> bool:
+    """Rows of more than 8192 columns."""
+    return over(call.width, 8192) or over(call.kv_width, 8192)
+
+
+def has_offset(call: Call) -> bool:
+    """A weight offset other than 0."""
+    return bool(call.weight_offset)
+
+
+def strange_offset(call: Call) -> bool:
+    """A weight offset other than 0 and 1."""
+    return call.weight_offset not in (None, 0, 1)
+
+
+def has_ue8m0(call: Call) -> bool:
+    """Power-of-two scales."""
+    return call.use_ue8m0 is True
+
+
+def other_flavour(call: Call) -> bool:
+    """An fp8 dtype that is not the one of this GPU."""
+    wanted = call.quant_dtype
+    if wanted is None and call.dtype is not None and "float8" in str(call.dtype):
+        wanted = call.dtype
+    return wanted is not None and call.fp8 is not None and wanted != call.fp8
+
+
+def broken_groups(call: Call) -> bool:
+    """Groups that do not divide the width."""
+    return leaves_rest(call.width, call.group_size)
+
+
+def strange_groups(call: Call) -> bool:
+    """Groups of other than 32, 64 and 128 columns."""
+    return call.group_size not in (None, 32, 64, 128)
+
+
+def in_the_hole(call: Call) -> bool:
+    """Groups in rows of 4097 to 6144 columns, where a thread has 24 columns and no group is a multiple of 24."""
+    return call.group_size is not None and call.width is not None and 4096 < call.width <= 6144
+
+
+def not_a_power_of_two(value: int | None) -> bool:
+    """Whether the value is known and no power of two."""
+    return value is not None and (value <= 0 or value & (value - 1) != 0)
+
+
+def is_rdna(call: Call) -> bool:
+    """An RDNA GPU."""
+    return call.arch is not None and call.arch.startswith(("gfx10", "gfx11", "gfx12"))
+
+
+def not_in_two_stages(call: Call) -> bool:
+    """Rows that the two-stage all-reduce before v0.1.12 leaves unwritten: 1 to 32 KiB in whole KiB."""
+    row = None if call.width is None else call.width * item_size(call)
+    return row is not None and (row % 1024 != 0 or not 1024 <= row <= 32768)
+
+
+def not_in_either_stage(call: Call) -> bool:
+    """The same, where v0.1.10.post2 to v0.1.11.post1 do not take one stage instead."""
+    return not (call.use_1stage is True and call.width in (512, 1024, 2048, 4096)) and not_in_two_stages(call)
+
+
+def out_of_stages(call: Call) -> bool:
+    """Rows for neither stage from v0.1.12 on: up to 8192 columns of 16 bits in one, 512 to 16384 in two."""
+    if call.width is None:
+        return False
+    packs = call.width * item_size(call) // 16
+    return not (call.use_1stage is True and packs <= 1024) and not 64 <= packs <= 2048

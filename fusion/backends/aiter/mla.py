@@ -1,0 +1,232 @@
+"""MLA decoding and the plans it follows: sizes, buffers and the decode itself, by the names of v0.1.8 and later.
+
+Sizes differ from release to release and with every argument, so they are always asked for, never computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import AiterCallError
+from .resolved import Resolved
+
+PLAN = ("work_metadata_ptrs", "work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
+"""The buffers of a plan, in the order in which AITER's sizes come. Its planner takes another order."""
+
+Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def metadata_info(found: Resolved) -> Callable[..., Sizes]:
+    """`mla_metadata_info(batch, max_seqlen_qo, num_heads, q_dtype, kv_dtype, is_sparse, ...)`.
+
+    Returns buffer name -> (shape, dtype), for the names of `PLAN`.
+
+    Raises:
+        AiterCallError: an option that the installed function does not know.
+    """
+    name, function, names = found.binding, found.function, found.names
+
+    def call(
+        batch: int,
+        max_seqlen_qo: int,
+        num_heads: int,
+        q_dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        is_sparse: bool,
+        fast_mode: bool = True,
+        num_kv_splits: int = 32,
+        intra_batch_mode: bool = False,
+        max_split_per_batch: int = -1,
+    ) -> Sizes:
+        options = _known(
+            name,
+            names,
+            ("num_kv_splits", num_kv_splits, 32),
+            ("intra_batch_mode", intra_batch_mode, False),
+            ("max_split_per_batch", max_split_per_batch, -1),
+        )
+        sizes = function(
+            batch_size=batch,
+            max_seqlen_qo=max_seqlen_qo,
+            num_head_qo=num_heads,
+            q_dtype=q_dtype,
+            kv_dtype=kv_dtype,
+            is_sparse=is_sparse,
+            fast_mode=fast_mode,
+            **options,
+        )
+        return _named(sizes)
+
+    return call
+
+
+def ps_metadata_info(found: Resolved) -> Callable[[int, int, int, int], Sizes]:
+    """`ps_metadata_info(batch, num_heads_k, max_qlen, qlen_granularity)`, sizes as in `metadata_info`."""
+    function = found.function
+
+    def call(batch: int, num_heads_k: int, max_qlen: int, qlen_granularity: int) -> Sizes:
+        return _named(
+            function(batch_size=batch, num_head_k=num_heads_k, max_qlen=max_qlen, qlen_granularity=qlen_granularity)
+        )
+
+    return call
+
+
+def metadata(found: Resolved) -> Callable[..., None]:
+    """`mla_metadata(qo_indptr, kv_indptr, kv_last_page_lens, num_heads_per_head_k, num_heads_k, is_causal, buffers)`.
+
+    Fills the buffers, a mapping with the names of `PLAN`, allocated as `metadata_info` said for the same options.
+    qo_indptr and kv_indptr: (batch + 1,) int32; kv_last_page_lens: (batch,) int32. Options are AITER's own.
+
+    Raises:
+        AiterCallError: an option that the installed function does not know, or an index tensor it would misread.
+    """
+    name, function, names = found.binding, found.function, found.names
+    paged = "kv_last_page_lens" in names
+
+    def call(
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_last_page_lens: Tensor,
+        num_heads_per_head_k: int,
+        num_heads_k: int,
+        is_causal: bool,
+        buffers: Mapping[str, Tensor],
+        *,
+        page_size: int = 1,
+        kv_granularity: int = 16,
+        max_seqlen_qo: int = -1,
+        uni_seqlen_qo: int = -1,
+        fast_mode: bool = True,
+        topk: int = -1,
+        max_split_per_batch: int = -1,
+        intra_batch_mode: bool = False,
+        dtype_q: torch.dtype | None = None,
+        dtype_kv: torch.dtype | None = None,
+    ) -> None:
+        _check_indices(name, qo_indptr, kv_indptr, kv_last_page_lens)
+        if kv_granularity & (kv_granularity - 1) or page_size & (page_size - 1):
+            raise AiterCallError(name, f"kv_granularity {kv_granularity} and page_size {page_size}: powers of two only")
+        options = _known(
+            name,
+            names,
+            ("page_size", page_size, 1),
+            ("max_split_per_batch", max_split_per_batch, -1),
+            ("intra_batch_mode", intra_batch_mode, False),
+            ("dtype_q", dtype_q, None),
+            ("dtype_kv", dtype_kv, None),
+        )
+        if paged:
+            options["kv_last_page_lens"] = kv_last_page_lens
+        function(
+            seqlens_qo_indptr=qo_indptr,
+            seqlens_kv_indptr=kv_indptr,
+            num_heads_per_head_k=num_heads_per_head_k,
+            num_heads_k=num_heads_k,
+            is_causal=is_causal,
+            kv_granularity=kv_granularity,
+            max_seqlen_qo=max_seqlen_qo,
+            uni_seqlen_qo=uni_seqlen_qo,
+            fast_mode=fast_mode,
+            topk=topk,
+            **options,
+            **{buffer: buffers[buffer] for buffer in PLAN},
+        )
+
+    return call
+
+
+def decode(found: Resolved) -> Callable[..., Tensor]:
+    """`mla_decode(q, kv_buffer, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens, max_seqlen_q, v_head_dim, ...)`.
+
+    q: (tokens, heads, qk width), bfloat16 or fp8; kv_buffer: (pages, page size, 1, qk width). `softmax_scale` has no
+    default; `buffers` is a filled plan, or None. Returns (tokens, heads, v_head_dim) in bfloat16. The output is ours
+    to allocate, because some releases point the tensor they are given at other storage.
+
+    Raises:
+        AiterCallError: an option that the installed function does not know, or a dtype or scale it needs.
+    """
+    name, function, names = found.binding, found.function, found.names
+    can_plan = "work_meta_data" in names
+
+    def call(
+        q: Tensor,
+        kv_buffer: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_last_page_lens: Tensor,
+        max_seqlen_q: int,
+        v_head_dim: int,
+        *,
+        softmax_scale: float,
+        page_size: int = 1,
+        num_kv_splits: int | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+        q_scale: Tensor | None = None,
+        kv_scale: Tensor | None = None,
+        intra_batch_mode: bool = False,
+    ) -> Tensor:
+        _check_indices(name, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
+        if q.dtype == torch.float16 or (q.element_size() == 1 and (q_scale is None or kv_scale is None)):
+            raise AiterCallError(name, f"q is {q.dtype}: bfloat16, or fp8 with q_scale and kv_scale")
+        options = _known(
+            name,
+            names,
+            ("page_size", page_size, 1),
+            ("q_scale", q_scale, None),
+            ("kv_scale", kv_scale, None),
+            ("intra_batch_mode", intra_batch_mode, False),
+        )
+        if buffers is not None:
+            if not can_plan:
+                raise AiterCallError(name, "a plan: this release decodes without one")
+            options["work_meta_data"] = buffers["work_metadata_ptrs"]
+            options.update({buffer: buffers[buffer] for buffer in PLAN[1:]})
+        out = torch.empty((q.shape[0], q.shape[1], v_head_dim), dtype=torch.bfloat16, device=q.device)
+        if not q.shape[0]:
+            return out
+        function(
+            q=q.contiguous(),
+            kv_buffer=kv_buffer,
+            o=out,
+            qo_indptr=qo_indptr,
+            kv_indptr=kv_indptr,
+            kv_indices=kv_indices,
+            kv_last_page_lens=kv_last_page_lens,
+            max_seqlen_q=max_seqlen_q,
+            sm_scale=softmax_scale,
+            num_kv_splits=num_kv_splits,
+            **options,
+        )
+        return out
+
+    return call
+
+
+def _named(sizes: Any) -> Sizes:
+    return {
+        name: ((shape,) if isinstance(shape, int) else tuple(shape), dtype)
+        for name, (shape, dtype) in zip(PLAN, sizes, strict=True)
+    }
+
+
+def _known(binding: str, names: frozenset[str], *options: tuple[str, Any, Any]) -> dict[str, Any]:
+    """The options that the function knows; one that it does not know must be at the value that means nothing."""
+    found = {}
+    for name, value, nothing in options:
+        if name in names:
+            found[name] = value
+        elif value is not nothing and value != nothing:
+            raise AiterCallError(binding, f"{name}={value!r}: the installed function has no such option")
+    return found
+
+
+def _check_indices(binding: str, *indices: Tensor) -> None:
+    for index in indices:
+        if index.dtype != torch.int32 or (index.numel() > 1 and index.stride(-1) != 1):
+            raise AiterCallError(binding, f"index tensors are int32 without gaps, got {index.dtype} {index.stride()}")

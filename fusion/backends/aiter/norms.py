@@ -1,0 +1,184 @@
+"""Single norms over AITER's HIP and CK kernels, `aiter.ops.rmsnorm`: with a residual, and quantised.
+
+The HIP kernels take the width from dimension 1, so everything is handed over in two dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...ops.quantisation import empty_scales
+from .errors import AiterCallError
+from .resolved import Resolved
+from .tensors import (
+    empty_like,
+    flat_like,
+    is_gemma,
+    packed_rows,
+    rows,
+    same_shape,
+    scale_buffer,
+    scales_of,
+    vector,
+)
+
+Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
+
+HIP_WIDTH = 8192
+"""The widest row of AITER's HIP norms. Wider ones, and float32, go through its generic kernels."""
+
+
+def rms_norm(found: Resolved) -> Callable[[Tensor, Tensor, float, float], Tensor]:
+    """`rms_norm(x, weight, epsilon, weight_offset) -> out`, as `layerfuse::rms_norm`.
+
+    x: (..., width); weight: (width,), of x's dtype; weight_offset: 0, or 1 where the build has `gemma_norm`.
+
+    Raises:
+        AiterCallError: another offset, or a weight of another dtype.
+    """
+    name, function = found.binding, found.function
+    into, into_names = found.beside.get("rmsnorm", (None, frozenset()))
+    gemma_known = "gemma_norm" in into_names
+
+    def call(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float) -> Tensor:
+        if not x.numel():
+            return empty_like(x)
+        weight = vector(name, "weight", weight, x)
+        if is_gemma(name, weight_offset, gemma_known) and into is not None:
+            if x.shape[-1] > HIP_WIDTH:
+                raise AiterCallError(name, f"weight_offset {weight_offset}: only up to {HIP_WIDTH} columns")
+            out = empty_like(x)
+            into(out=flat_like(out), input=rows(x), weight=weight, epsilon=epsilon, gemma_norm=True)
+            return out
+        result: Tensor = function(input=rows(x), weight=weight, epsilon=epsilon)
+        return result.view(x.shape)
+
+    return call
+
+
+def add_rms_norm(found: Resolved) -> Callable[[Tensor, Tensor, Tensor, float, float], Pair]:
+    """`add_rms_norm(x, residual, weight, epsilon, weight_offset) -> (out, residual_out)`.
+
+    residual_out is the rounded sum; out is the norm of the sum before rounding. Shapes as in `rms_norm`; residual is
+    like x.
+
+    Raises:
+        AiterCallError: an offset the build does not know, or a weight or residual that does not fit.
+    """
+    name, function = found.binding, found.function
+    gemma_known = "gemma_norm" in found.names
+    # Before v0.1.10.post1 every width goes through CK, which takes one row stride for input and residual.
+    widest_strided = HIP_WIDTH if found.releases.surely_from("v0.1.10.post1") else 0
+
+    def call(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, weight_offset: float) -> Pair:
+        out, residual_out = empty_like(x), empty_like(x)
+        same_shape(name, "residual", residual, x)
+        if not x.numel():
+            return out, residual_out
+        strided = x.shape[-1] <= widest_strided and x.dtype != torch.float32
+        rows_of = rows if strided else packed_rows
+        common = (flat_like(out), rows_of(x), rows_of(residual), flat_like(residual_out))
+        weight = vector(name, "weight", weight, x)
+        if is_gemma(name, weight_offset, gemma_known):
+            _add(function, common, weight=weight, epsilon=epsilon, gemma_norm=True)
+        else:
+            _add(function, common, weight=weight, epsilon=epsilon)
+        return out, residual_out
+
+    return call
+
+
+def rms_norm_quant(
+    found: Resolved,
+) -> Callable[[Tensor, Tensor, float, float, torch.dtype, int | None, bool], Pair]:
+    """`rms_norm_quant(x, weight, epsilon, weight_offset, dtype, group_size, column_major) -> (out, scales)`.
+
+    The norm, quantised before any rounding to fp8 with a float32 scale per row (group_size None) or per group_size
+    columns, laid out as `fusion.ops.quantisation.scale_strides` says.
+
+    Raises:
+        AiterCallError: an offset the build does not know, or a weight of another dtype.
+    """
+    name, function = found.binding, found.function
+    gemma_known = "gemma_norm" in found.names
+
+    def call(
+        x: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        weight_offset: float,
+        dtype: torch.dtype,
+        group_size: int | None,
+        column_major: bool,
+    ) -> Pair:
+        out = empty_like(x, dtype)
+        if not x.numel():
+            return out, empty_scales(x, group_size, column_major)
+        scale = scale_buffer(x, 1 if group_size is None else x.shape[-1] // group_size)
+        options = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
+        function(
+            out=flat_like(out),
+            input=rows(x),
+            scale=scale,
+            weight=vector(name, "weight", weight, x),
+            epsilon=epsilon,
+            group_size=group_size or 0,
+            shuffle_scale=column_major,
+            **options,
+        )
+        return out, scales_of(scale, x.shape[:-1], column_major)
+
+    return call
+
+
+def add_rms_norm_quant(
+    found: Resolved,
+) -> Callable[[Tensor, Tensor, Tensor, float, float, torch.dtype, int | None, bool], Triple]:
+    """`add_rms_norm_quant(x, residual, weight, epsilon, ...) -> (out, scales, residual_out)`, else as `rms_norm_quant`.
+
+    Raises:
+        AiterCallError: as `rms_norm_quant`, or a residual that is not like x.
+    """
+    name, function = found.binding, found.function
+    gemma_known = "gemma_norm" in found.names
+
+    def call(
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        weight_offset: float,
+        dtype: torch.dtype,
+        group_size: int | None,
+        column_major: bool,
+    ) -> Triple:
+        out, residual_out = empty_like(x, dtype), empty_like(x)
+        same_shape(name, "residual", residual, x)
+        if not x.numel():
+            return out, empty_scales(x, group_size, column_major), residual_out
+        scale = scale_buffer(x, 1 if group_size is None else x.shape[-1] // group_size)
+        options = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
+        _add(
+            function,
+            (flat_like(out), rows(x), rows(residual), flat_like(residual_out)),
+            scale=scale,
+            weight=vector(name, "weight", weight, x),
+            epsilon=epsilon,
+            group_size=group_size or 0,
+            shuffle_scale=column_major,
+            **options,
+        )
+        return out, scales_of(scale, x.shape[:-1], column_major), residual_out
+
+    return call
+
+
+def _add(
+    function: Callable[..., object], tensors: tuple[Tensor, Tensor, Tensor, Tensor], **options: Tensor | float
+) -> None:
+    out, x, residual, residual_out = tensors
+    function(out=out, input=x, residual_in=residual, residual_out=residual_out, **options)

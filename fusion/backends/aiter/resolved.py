@@ -1,0 +1,24 @@
+"""What a binding found, handed to the function that puts our convention over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from attrs import frozen
+
+from .releases import ReleaseRange
+
+
+@frozen(kw_only=True)
+class Resolved:
+    """Functions of AITER's, imported, with what is known of them. Everything here is asked once, when binding."""
+
+    binding: str
+    function: Callable[..., Any]
+    names: frozenset[str]
+    "The parameters of the convention that it follows; what else it may take has no known meaning."
+    beside: dict[str, tuple[Callable[..., Any], frozenset[str]]]
+    "Functions used beside it, by name, with their parameters."
+    releases: ReleaseRange
+    "What the build can be."

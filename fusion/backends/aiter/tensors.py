@@ -1,0 +1,117 @@
+"""Tensors as AITER's kernels need them: 2-D, rows that start on 16 bytes, one dtype. Copied only where they are not.
+
+The kernels load 16 bytes at a time and check neither alignment nor the dtype of a weight, so both are looked at here,
+in every call: it is two comparisons.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ...ops.quantisation import scale_strides
+from .errors import AiterCallError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .releases import ReleaseRange
+
+_ALIGNED = 15
+
+
+def rows(x: Tensor) -> Tensor:
+    """A tensor (..., width), not empty, as a 2-D view of row-contiguous, aligned, separate rows; else as a copy of it."""
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    step = flat.stride(0)
+    if flat.stride(1) == 1 and step >= flat.shape[1] and not (step * flat.element_size() | flat.data_ptr()) & _ALIGNED:
+        return flat
+    return flat.clone(memory_format=torch.contiguous_format)
+
+
+def packed_rows(x: Tensor) -> Tensor:
+    """The same without gaps between rows, for functions that ignore the row stride."""
+    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if flat.stride(1) == 1 and flat.stride(0) == flat.shape[1] and not flat.data_ptr() & _ALIGNED:
+        return flat
+    return flat.clone(memory_format=torch.contiguous_format)
+
+
+def rows_by(releases: ReleaseRange, strided_from: str) -> Callable[[Tensor], Tensor]:
+    """`rows` where every release that the build can be honours the row stride, else `packed_rows`."""
+    return rows if releases.surely_from(strided_from) else packed_rows
+
+
+def vector(binding: str, name: str, weight: Tensor, x: Tensor) -> Tensor:
+    """A norm's weight, aligned and without gaps.
+
+    Raises:
+        AiterCallError: its dtype is not that of x. The kernels read both as one.
+    """
+    if weight.dtype != x.dtype:
+        raise AiterCallError(
+            binding, f"{name} is {weight.dtype}, the activations {x.dtype}; AITER reads both as one dtype"
+        )
+    return weight if weight.stride(0) == 1 and not weight.data_ptr() & _ALIGNED else weight.clone()
+
+
+def same_shape(binding: str, name: str, other: Tensor, x: Tensor) -> Tensor:
+    """`other`, which must have the shape and dtype of x: the kernels do not look.
+
+    Raises:
+        AiterCallError: it has not.
+    """
+    if other.dtype != x.dtype or other.shape != x.shape:
+        raise AiterCallError(
+            binding, f"{name} must be like x, {x.dtype} {tuple(x.shape)}; got {other.dtype} {tuple(other.shape)}"
+        )
+    return other
+
+
+def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An uninitialised contiguous tensor of x's shape, whatever x's strides are."""
+    return torch.empty(x.shape, dtype=x.dtype if dtype is None else dtype, device=x.device)
+
+
+def flat_like(out: Tensor) -> Tensor:
+    """A contiguous output as the 2-D view that the kernel writes."""
+    return out if out.dim() == 2 else out.view(-1, out.shape[-1])
+
+
+def scale_buffer(x: Tensor, groups: int) -> Tensor:
+    """Uninitialised float32 scales for the rows of x, not empty: (rows, groups), contiguous."""
+    return torch.empty((x.numel() // x.shape[-1], groups), dtype=torch.float32, device=x.device)
+
+
+def scales_of(buffer: Tensor, leading: torch.Size, column_major: bool) -> Tensor:
+    """The written buffer as (*leading, groups); AITER wrote it group by group where it is column-major."""
+    shape = (*leading, buffer.shape[1])
+    if column_major:
+        return buffer.as_strided(shape, scale_strides(shape, True))
+    return buffer if len(shape) == 2 else buffer.view(shape)
+
+
+def no_offset(binding: str, weight_offset: float) -> None:
+    """For functions that know no weight offset.
+
+    Raises:
+        AiterCallError: there is one.
+    """
+    if weight_offset:
+        raise AiterCallError(binding, f"weight_offset {weight_offset}: this function of AITER's has no such option")
+
+
+def is_gemma(binding: str, weight_offset: float, known: bool) -> bool:
+    """Whether to ask for AITER's `gemma_norm`, which adds 1 to the weight.
+
+    Raises:
+        AiterCallError: another offset, or the installed function has no such option.
+    """
+    if not weight_offset:
+        return False
+    if weight_offset != 1 or not known:
+        only = "1 is the only other offset it knows" if known else "the installed function has no gemma_norm"
+        raise AiterCallError(binding, f"weight_offset {weight_offset}: {only}")
+    return True
