@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._lazy import attach
+from .activation_quant import ActivationQuant, ActivationQuantError
 from .config import FusionConfig, FusionConfigError
 from .plan import Decision, Plan, plan
 from .rules import FUSIONS, Fusion
@@ -25,6 +26,8 @@ _NEEDS_TORCH = {
 
 __all__ = [
     "FUSIONS",
+    "ActivationQuant",
+    "ActivationQuantError",
     "Decision",
     "FusedModel",
     "Fusion",

@@ -9,9 +9,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from attrs import field, frozen
+from attrs import asdict, field, frozen
+from attrs.validators import instance_of, optional
 
 from ..adapters.errors import LayerfuseError, did_you_mean
+from .activation_quant import ActivationQuant
 from .rules import FUSIONS, Fusion
 
 ENVIRONMENT = "LAYERFUSE_FUSIONS"
@@ -20,7 +22,7 @@ ENVIRONMENT = "LAYERFUSE_FUSIONS"
 LEVELS = {
     0: "no fusion",
     1: "fusions that change at most the order and number of float roundings",
-    2: "also fusions that change numerics, such as quantisation (none exists yet)",
+    2: "also fusions that change numerics, such as quantisation (the norms that quantise)",
 }
 """The optimisation levels. The default is 1."""
 
@@ -63,6 +65,8 @@ class FusionConfig:
     "See `LEVELS`."
     switches: tuple[tuple[str, bool], ...] = field(default=(), converter=_switches)
     "Fusions turned on or off whatever the level: given as a mapping from name to bool."
+    quant: ActivationQuant | None = field(default=None, validator=optional(instance_of(ActivationQuant)))
+    "How the engine quantises the activations of its matrix products; None: not at all."
     strict: bool = False
     "True: an expected fusion that did not happen raises FusionMissedError."
     origin: str = "FusionConfig"
@@ -102,6 +106,16 @@ class FusionConfig:
             return f"{fusion.name} is switched off by {self.origin}"
         return None
 
+    def concerns(self, fusion: Fusion) -> bool:
+        """Whether the fusion can come about at all: one that takes in a quantisation needs that one to be declared."""
+        return fusion.scheme is None or (self.quant is not None and self.quant.scheme == fusion.scheme)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and for cache keys."""
-        return {"level": self.level, "switches": dict(self.switches), "strict": self.strict, "origin": self.origin}
+        return {
+            "level": self.level,
+            "switches": dict(self.switches),
+            "quant": None if self.quant is None else asdict(self.quant),
+            "strict": self.strict,
+            "origin": self.origin,
+        }

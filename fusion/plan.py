@@ -74,6 +74,17 @@ class Plan:
         layers = {decision.layer for decision in self.expected(fusion)}
         return tuple((layer, spec) for layer, spec in self.specs if layer in layers)
 
+    def fallback_specs(self, fusion: str) -> tuple[tuple[str, Any], ...]:
+        """(layer, spec) of the layers expected to take a fusion that falls back to this one; none where it is off."""
+        if self.config.why_off(FUSIONS[fusion]) is not None:
+            return ()
+        return tuple(
+            placed
+            for other in FUSIONS.values()
+            if other.fallback == fusion
+            for placed in self.expected_specs(other.name)
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
@@ -84,7 +95,7 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"plan for {self.target}:"]
-        for name in FUSIONS:
+        for name in (fusion.name for fusion in FUSIONS.values() if self.config.concerns(fusion)):
             lines.append(
                 f"  {name}: {len(self.expected(name))} expected, {len(self.refused(name))} refused, "
                 f"{len(self.not_applicable(name))} not applicable"
@@ -117,7 +128,7 @@ def plan(specs: Iterable[Placed], target: Target, config: FusionConfig | None = 
     off = {fusion.name: config.why_off(fusion) for fusion in FUSIONS.values()}
     for layer, spec in placed:
         for fusion in FUSIONS.values():
-            kind, reason = fusion.rule(spec, target)
+            kind, reason = fusion.rule(spec, target, config)
             switched_off = off[fusion.name]
             if kind == "expected" and switched_off is not None:
                 kind, reason = "refused", switched_off

@@ -83,6 +83,8 @@ class FusionReport:
     refused: dict[str, str]
     "`missed`, and the layers that the plan itself refused."
     not_applicable: dict[str, str]
+    instead: tuple[str, ...] = ()
+    "Layers fused here because the fusion they were planned for missed, and falls back to this one."
 
     @property
     def complete(self) -> bool:
@@ -94,9 +96,10 @@ class FusionReport:
         return attrs.asdict(self)
 
     def __str__(self) -> str:
+        instead = f", {len(self.instead)} fused as a fallback" if self.instead else ""
         lines = [
             f"{self.fusion}: {len(self.expected)} expected, {len(self.matched)} matched, {len(self.refused)} refused, "
-            f"{len(self.not_applicable)} not applicable"
+            f"{len(self.not_applicable)} not applicable{instead}"
         ]
         for kind, layers in (("refused", self.refused), ("not applicable", self.not_applicable)):
             for reason, count in Counter(layers.values()).items():
@@ -134,7 +137,7 @@ class Report:
             raise KeyError(f"no fusion is called {fusion!r}; known: {', '.join(FUSIONS)}")
         records = [record for record in self.records if record.fusion == fusion]
         expected = tuple(decision.layer for decision in self.plan.expected(fusion))
-        fused = {match.layer for record in records for match in record.matched}
+        fused = self._fused(fusion)
         missed: dict[str, str] = {}
         for layer in expected:
             why = next((record.missed[layer] for record in records if layer in record.missed), None)
@@ -145,6 +148,13 @@ class Report:
                     fused.add(layer)
                 else:
                     missed[layer] = self._absent(records)
+        other = FUSIONS[fusion].fallback
+        caught = set() if other is None else self._fused(other)
+        missed = {
+            layer: f"{why}; {other} was fused there instead" if layer in caught else why
+            for layer, why in missed.items()
+        }
+        fallen = (layer for layer, _ in self.plan.fallback_specs(fusion))
         return FusionReport(
             fusion=fusion,
             expected=expected,
@@ -152,7 +162,12 @@ class Report:
             missed=missed,
             refused={**{d.layer: d.reason for d in self.plan.refused(fusion)}, **missed},
             not_applicable={d.layer: d.reason for d in self.plan.not_applicable(fusion)},
+            instead=tuple(layer for layer in fallen if layer in fused),
         )
+
+    def _fused(self, fusion: str) -> set[str]:
+        """Layers that this fusion was matched in, expected or not."""
+        return {match.layer for record in self.records if record.fusion == fusion for match in record.matched}
 
     def _shares(self, layer: str, match: Match) -> bool:
         """Whether a layer without a graph of its own runs the one that a layer of the same spec was matched in.
@@ -202,6 +217,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"fusion report: {self.graphs} graphs compiled for {self.plan.target}"]
-        lines += ["  " + line for name in FUSIONS for line in str(self.of(name)).splitlines()]
+        named = (fusion.name for fusion in FUSIONS.values() if self.plan.config.concerns(fusion))
+        lines += ["  " + line for name in named for line in str(self.of(name)).splitlines()]
         lines += [f"  unknown: {layer}: no adapter knows {name}" for layer, name in self.unknown.items()]
         return "\n".join(lines)

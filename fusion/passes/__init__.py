@@ -9,12 +9,18 @@ from torch.fx import Graph
 
 from ..plan import Plan
 from ..report import Report
+from ..rules import FUSIONS
 from .base import FusionPass
 from .lower_canonical import LowerCanonicalPass
 from .mla_dual_rms_norm import MLADualRMSNormPass
+from .mla_dual_rms_norm_quant import MLADualRMSNormGroupQuantPass, MLADualRMSNormPerTokenQuantPass
 
-PIPELINE: tuple[type[FusionPass], ...] = (MLADualRMSNormPass,)
-"""The fusions, in order. `LowerCanonicalPass` always runs after them."""
+PIPELINE: tuple[type[FusionPass], ...] = (
+    MLADualRMSNormPerTokenQuantPass,
+    MLADualRMSNormGroupQuantPass,
+    MLADualRMSNormPass,
+)
+"""The fusions, in order: a fusion comes before the one that it falls back to. `LowerCanonicalPass` runs after them."""
 
 
 class Pipeline(CustomGraphPass):  # type: ignore[misc]
@@ -24,7 +30,7 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
         self.plan = plan
         self.report = Report(plan) if report is None else report
         self.passes: tuple[CustomGraphPass, ...] = (
-            *(build(plan, self.report) for build in PIPELINE),
+            *(build(plan, self.report) for build in PIPELINE if plan.config.concerns(FUSIONS[build.fusion])),
             LowerCanonicalPass(),
         )
 
@@ -38,4 +44,12 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
         return tuple(each.uuid() for each in self.passes)
 
 
-__all__ = ["PIPELINE", "FusionPass", "LowerCanonicalPass", "MLADualRMSNormPass", "Pipeline"]
+__all__ = [
+    "PIPELINE",
+    "FusionPass",
+    "LowerCanonicalPass",
+    "MLADualRMSNormGroupQuantPass",
+    "MLADualRMSNormPass",
+    "MLADualRMSNormPerTokenQuantPass",
+    "Pipeline",
+]
