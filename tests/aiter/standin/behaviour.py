@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +79,11 @@ class Call:
 Body = Callable[[Call], Any]
 
 BODIES: dict[str, Body] = {}
-"""Key of a definition -> its body; filled by the modules that `perform` imports."""
+"""Key of a definition -> its body; filled by the modules of `MODULES` when they are imported."""
+
+
+MODULES = ("allreduce", "decode", "gated", "mla", "norms", "qk", "quick_reduce", "triton")
+"""The modules `behaviour_*` that hold the bodies."""
 
 
 def body(*keys: str) -> Callable[[Body], Body]:
@@ -119,10 +124,8 @@ def perform(key: str, release: str, arch: str, values: dict[str, Any]) -> Any:
         StandInMisuse: the real function would go wrong in silence.
         NotImplementedError: the stand-in has no body for this.
     """
-    from . import behaviour_allreduce, behaviour_gated, behaviour_mla, behaviour_norms, behaviour_qk, behaviour_triton
-
-    assert behaviour_allreduce and behaviour_gated and behaviour_mla  # imported for what they register
-    assert behaviour_norms and behaviour_qk and behaviour_triton
+    for name in MODULES:
+        importlib.import_module(f"{__package__}.behaviour_{name}")  # each registers its bodies
     if key not in BODIES:
         raise NotImplementedError(f"the stand-in has the signature of {key}, but no body")
     call = Call(key, release, arch, values)

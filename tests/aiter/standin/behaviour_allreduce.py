@@ -1,1 +1,228 @@
-"""To come."""
+"""`CustomAllreduce` with one rank: the sum over ranks is the input, so that what is left is the norm.
+
+The limits are those of two ranks, since one rank has no communicator.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerfuse.fusion.ops.quantisation import quantise
+from layerfuse.fusion.ops.rms_norm import normalise_wide
+
+from .behaviour import Call, body
+from .misuse import SIXTEEN_BIT, StandInMisuse, check, expect, expect_bool, expect_like, expect_rows, expect_weight
+
+CLASS = "aiter.dist.device_communicators.custom_all_reduce:CustomAllreduce"
+OLD_CLASS = "aiter.dist.custom_all_reduce:CustomAllreduce"
+MOST_BLOCKS = 80
+
+
+@body(f"{CLASS}.__init__", f"{OLD_CLASS}.__init__")
+def construct(call: Call) -> None:
+    """The attributes that others look at; `_pool` is there from v0.1.12 on."""
+    communicator = call["self"]
+    communicator.disabled = False
+    communicator._IS_CAPTURING = False
+    communicator.fully_connected = True
+    communicator.world_size = 2
+    communicator.rank = 0
+    communicator.max_size = call["max_size"]
+    communicator._ptr = 1
+    if call.since("v0.1.12"):
+        communicator._pool = {"input": None}
+
+
+def _weakly_contiguous(tensor: Tensor) -> bool:
+    """Contiguous, or dense in some order of its dimensions."""
+    storage = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+    return tensor.is_contiguous() or storage == tensor.numel() * tensor.element_size()
+
+
+def takes(call: Call, communicator: Any, tensor: Tensor, prefill: bool = False) -> bool:
+    """`should_custom_ar`: the sizes a communicator takes."""
+    size = tensor.numel() * tensor.element_size()
+    if communicator.disabled or size % 16 or not _weakly_contiguous(tensor):
+        return False
+    most = communicator.max_size
+    if call.until("v0.1.6.post1"):
+        return bool(size < most)
+    if call.until("v0.1.10.post1"):
+        return bool(size <= most)
+    if call.until("v0.1.12.post2"):
+        return bool(size <= most / 2)
+    return bool(size <= (most / 2 if prefill else 8192 * 8192))
+
+
+@body("CustomAllreduce.should_custom_ar")
+def should_custom_ar(call: Call) -> bool:
+    """Whether the communicator takes this tensor."""
+    return takes(call, call["self"], call["inp"], call.get("prefill_support", False))
+
+
+def _check_kernel(call: Call, x: Tensor, width: int, one_stage: bool, quantising: bool) -> None:
+    """Whether a kernel of the release takes rows of this width, and this many; some only print that they do not."""
+    pack = 16 // x.element_size()
+    rows = x.numel() // x.shape[-1]
+    check(x.dtype in SIXTEEN_BIT or x.dtype == torch.float32, f"unsupported dtype {x.dtype}")
+    check(rows * width % pack == 0, "fused allreduce rmsnorm: numel % pack_size must be 0")
+    powers = width in (512, 1024, 2048, 4096)
+    fits = width % pack == 0 and width // pack <= 1024
+    short = powers if call.until("v0.1.11.post1") else fits
+    if one_stage and short:
+        limited = call.until("v0.1.16.post6") and rows > MOST_BLOCKS
+        check(not limited, f"allreduce_fusion_kernel_1stage: token_num {rows} exceeds {MOST_BLOCKS}")
+        return
+    if quantising:
+        expect(short, f"a width of {width} is only printed as not supported, and nothing is written")
+        return
+    if call.until("v0.1.11.post1"):
+        size = width * x.element_size()
+        supported = size % 1024 == 0 and 1024 <= size <= 32768
+        expect(supported, f"a width of {width} is only printed as not supported, and nothing is written")
+        return
+    check(width // pack >= 64, f"fused allreduce rmsnorm: n {width} too small")
+    check(width <= 16384, f"fused allreduce rmsnorm: n {width} not supported")
+
+
+def _sum(call: Call, x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
+    """The sum with the residual, in float32, over the columns that the weight covers."""
+    width = weight.numel()
+    expect_rows(x, "inp")
+    expect(_weakly_contiguous(x), "inp is not contiguous, but is copied as if it were")
+    if call.since("v0.1.16"):
+        check(x.shape[-1] >= width, "the last dim of inp must equal weight.numel()")
+    else:
+        expect(x.shape[-1] == width, f"weight has {width} elements, inp {x.shape[-1]} columns")
+    expect_weight(weight, x[..., :width], "w")
+    wide = x[..., :width].float()
+    if residual is None:
+        return wide
+    expect(residual.shape == wide.shape, f"the residual {tuple(residual.shape)} does not fit {tuple(wide.shape)}")
+    expect(residual.dtype == x.dtype, f"the residual is {residual.dtype}, but would be read as {x.dtype}")
+    expect(residual.is_contiguous(), "the residual is not contiguous, but is read as if it were")
+    return wide + residual.float()
+
+
+def _flags(call: Call, *names: str) -> None:
+    for name in names:
+        expect_bool(call.get(name, False), name)
+
+
+def _check_output(out: Tensor | None, like: Tensor, name: str) -> Tensor:
+    """A given output, or a new one."""
+    if out is None:
+        return torch.empty_like(like, memory_format=torch.contiguous_format)
+    expect_like(out, like, name)
+    expect(out.is_contiguous(), f"{name} is not contiguous, but is written as if it were")
+    return out
+
+
+@body(f"{CLASS}.fused_ar_rms")
+def fused_ar_rms(call: Call) -> tuple[Tensor, ...]:
+    """(out, res_out), but (res_out, out) up to v0.1.7.post2; with a quantisation (fp8, res_out, scale[, bf16])."""
+    x, weight = call["inp"], call["w"]
+    _flags(call, "registered", "use_1stage", "post_per_token_quant", "gemma_norm", "emit_bf16")
+    quantising = call.get("post_per_token_quant", False)
+    expect(not call["registered"], "registered=True, but the input was never registered")
+    total = _sum(call, x, weight, call.get("res_inp"))
+    _check_kernel(call, x, weight.numel(), call.get("use_1stage", False), quantising)
+    res_out = _check_output(call["res_out"], total.to(x.dtype), "res_out").copy_(total)
+    normed = normalise_wide(total, weight.float(), call["eps"], 1.0 if call.get("gemma_norm", False) else 0.0)
+    if quantising:
+        return _per_token(call, normed, res_out)
+    expect(call.get("scale_out") is None, "scale_out is given without post_per_token_quant: nothing is written to it")
+    expect(not call.get("emit_bf16", False), "emit_bf16 is silently ignored without post_per_token_quant")
+    padded = torch.nn.functional.pad(normed, (0, (call.get("out_hidden_dim", 0) or x.shape[-1]) - weight.numel()))
+    out = _check_output(call["out"], padded.to(x.dtype), "out").copy_(padded)
+    return (res_out, out) if call.until("v0.1.7.post2") else (out, res_out)
+
+
+def _per_token(call: Call, normed: Tensor, res_out: Tensor) -> tuple[Tensor, ...]:
+    expect(call.get("out_hidden_dim", 0) in (0, normed.shape[-1]), "out_hidden_dim is silently ignored here")
+    values, scales = quantise(normed, call.fp8, None, False, False)
+    out = _check_output(call["out"], values, "out")
+    out.copy_(values)
+    scale = _check_output(call["scale_out"], scales, "scale_out").copy_(scales)
+    mirror = (normed.to(res_out.dtype),) if call.get("emit_bf16", False) else ()
+    return out, res_out, scale, *mirror
+
+
+def _custom(call: Call, zeros: tuple[Tensor, ...], **arguments: Any) -> tuple[Tensor, ...] | None:
+    """What the `custom_*` methods do around the fused ones."""
+    communicator, x = call["self"], call["input"]
+    if communicator.disabled or not takes(call, communicator, x):
+        return None
+    if communicator._IS_CAPTURING:
+        return zeros
+    values = {"self": communicator, "inp": x, "res_inp": call.get("residual_inp"), "w": call["weight"]}
+    values |= {"eps": call["eps"], "registered": False, "res_out": None, "out": None, "scale_out": None}
+    name = "fused_ar_rms_per_group_quant" if "group_size" in arguments else "fused_ar_rms"
+    inner = Call(f"{CLASS}.{name}", call.release, call.arch, {**values, **arguments})
+    return fused_ar_rms_per_group_quant(inner) if "group_size" in arguments else fused_ar_rms(inner)
+
+
+@body(f"{CLASS}.custom_fused_ar_rms")
+def custom_fused_ar_rms(call: Call) -> tuple[Tensor, ...] | None:
+    """None where the communicator does not take the tensor; zeros while a capture warms up."""
+    _flags(call, "use_1stage", "gemma_norm")
+    x = call["input"]
+    shape = (*x.shape[:-1], call.get("out_hidden_dim", 0) or x.shape[-1])
+    zeros = x.new_zeros(shape), x.new_zeros((*x.shape[:-1], call["weight"].numel()))
+    names = ("use_1stage", "out_hidden_dim", "gemma_norm")
+    return _custom(call, zeros, **{name: call[name] for name in names if name in call.values})
+
+
+@body(f"{CLASS}.custom_fused_ar_rms_quant")
+def custom_fused_ar_rms_quant(call: Call) -> tuple[Tensor, ...] | None:
+    """The same with one scale per token."""
+    _flags(call, "use_1stage", "gemma_norm", "emit_bf16")
+    x = call["input"]
+    zeros = torch.zeros(x.shape, dtype=call.fp8), torch.zeros_like(x), torch.zeros(*x.shape[:-1], 1)
+    names = ("use_1stage", "gemma_norm", "emit_bf16")
+    given = {name: call[name] for name in names if name in call.values}
+    return _custom(call, zeros, post_per_token_quant=True, **given)
+
+
+def _check_group_size(group_size: Any, x: Tensor) -> None:
+    check(isinstance(group_size, int), f"per-group quant group_size must be int, got {group_size!r}", TypeError)
+    pack = 16 // x.element_size()
+    threads = group_size // pack
+    fits = group_size > 0 and group_size % pack == 0 and threads & (threads - 1) == 0 and threads <= 64
+    check(fits and x.shape[-1] % group_size == 0, f"per-group quant: group_size={group_size} not supported", ValueError)
+
+
+@body(f"{CLASS}.fused_ar_rms_per_group_quant")
+def fused_ar_rms_per_group_quant(call: Call) -> tuple[Tensor, ...]:
+    """(fp8, res_out, scales[, bf16]); transposed scales have strides (1, rows)."""
+    x, weight, group_size = call["inp"], call["w"], call["group_size"]
+    _flags(call, "registered", "use_1stage", "emit_bf16", "transpose_scale")
+    _check_group_size(group_size, x)
+    expect(not call["registered"], "registered=True, but the input was never registered")
+    check(x.shape[-1] == weight.numel(), "the last dim of inp must equal weight.numel()")
+    total = _sum(call, x, weight, call["res_inp"])
+    pack = 16 // x.element_size()
+    check(weight.numel() % pack == 0 and weight.numel() // pack <= 1024, f"n {weight.numel()} not supported")
+    normed = normalise_wide(total, weight.float(), call["eps"])
+    values, scales = quantise(normed, call.fp8, group_size, False, False)
+    if call.get("transpose_scale", False):
+        if x.dim() != 2:
+            raise StandInMisuse("transposed scales take two dimensions only")
+        scales = scales.t().contiguous().t()
+    mirror = (normed.to(x.dtype),) if call["emit_bf16"] else ()
+    return values, total.to(x.dtype), scales, *mirror
+
+
+@body(f"{CLASS}.custom_fused_ar_rms_per_group_quant")
+def custom_fused_ar_rms_per_group_quant(call: Call) -> tuple[Tensor, ...] | None:
+    """The same around it."""
+    _flags(call, "use_1stage", "emit_bf16", "transpose_scale")
+    x = call["input"]
+    groups = math.ceil(x.shape[-1] / call["group_size"])
+    zeros = torch.zeros(x.shape, dtype=call.fp8), torch.zeros_like(x), torch.zeros(*x.shape[:-1], groups)
+    names = ("group_size", "use_1stage", "emit_bf16", "transpose_scale")
+    return _custom(call, zeros, **{name: call[name] for name in names if name in call.values})

@@ -26,6 +26,7 @@ HEADER = '''"""Generated: the recorded signatures of AITER {release}, with bodie
 
 from __future__ import annotations
 
+import contextlib
 from typing import Literal, Optional, Union
 
 import torch
@@ -41,13 +42,22 @@ GUARDED = "from aiter.jit.utils.torch_guard import torch_compile_guard\n"
 ENUMS = "from aiter.ops.enum import MlaVersion, QuantType\n"
 FP8 = "\nfp8_dtype = aiter.dtypes.fp8\n"
 
-RANK = '''
+RANKS = '''
 class CustomAllreduce:
     """All-reduce over one rank, which changes nothing: what is left is the norm."""
 {methods}
-    def should_custom_ar(self, inp, prefill_support=False):
+    @contextlib.contextmanager
+    def capture(self):
+        """Around the capture of a graph."""
+        self._IS_CAPTURING = True
+        try:
+            yield
+        finally:
+            self._IS_CAPTURING = False
+
+    def should_custom_ar(self, inp{prefill}):
         """Whether the communicator takes this tensor."""
-        return behave("CustomAllreduce.should_custom_ar", {{"self": self, "inp": inp}})
+        return behave("CustomAllreduce.should_custom_ar", {{"self": self, "inp": inp{passed}}})
 '''
 
 
@@ -90,7 +100,12 @@ def _module(path: str, functions: dict[Definition, Mutated], release: str) -> st
             text += _function(definition, new)
     if methods:
         body = "".join(_function(definition, new) for definition, new in methods.items())
-        text += "\n" + RANK.format(methods="\n".join(f"    {line}".rstrip() for line in body.splitlines()))
+        prefill = between(release, "v0.1.13.dev0", None)
+        text += "\n" + RANKS.format(
+            methods="\n".join(f"    {line}".rstrip() for line in body.splitlines()),
+            prefill=", prefill_support: bool = False" if prefill else "",
+            passed=', "prefill_support": prefill_support' if prefill else "",
+        )
     return text
 
 
