@@ -5,20 +5,15 @@ Importing AMD's AITER may build C++ code, and PyPI has an unrelated project of t
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import shutil
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Literal
 
 from attrs import frozen
 
 ENGINES = ("transformers", "vllm", "sglang")
-
-AMD_DISTRIBUTIONS = ("amd-aiter", "aiter")
-"""AMD's package is called amd-aiter from v0.1.8 on, and was called aiter before, as PyPI's is."""
 
 
 @frozen(kw_only=True)
@@ -31,12 +26,22 @@ class Finding:
 
 
 @frozen(kw_only=True)
+class AiterFunction(Finding):
+    """One call of layerfuse's to AITER: whether the installed source has it as it is known."""
+
+    convention: str | None = None
+    "The function and its parameters as installed, in full, or None where it is not called."
+
+
+@frozen(kw_only=True)
 class Diagnosis:
     """Everything found, and what follows."""
 
     findings: tuple[Finding, ...]
     enables: tuple[str, ...]
     "Sentences."
+    aiter: tuple[AiterFunction, ...] = ()
+    "Every function of AITER's that layerfuse calls, in the order of docs/aiter.md; empty without AITER."
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -49,6 +54,7 @@ class Diagnosis:
             "findings": {f.name: {"state": f.state, "detail": f.detail} for f in self.findings},
             "enables": list(self.enables),
             "problems": list(self.problems),
+            "aiter": {f.name: {"state": f.state, "detail": f.detail, "convention": f.convention} for f in self.aiter},
         }
 
 
@@ -69,7 +75,8 @@ def diagnose() -> Diagnosis:
         *plugins(),
         *environment(on="cuda" if gpu.state == "found" else "cpu", has_torch=torch.state == "found"),
     ]
-    return Diagnosis(findings=tuple(findings), enables=tuple(_enables({found.name: found for found in findings})))
+    enables = tuple(_enables({found.name: found for found in findings}))
+    return Diagnosis(findings=tuple(findings), enables=enables, aiter=aiter_bindings())
 
 
 def _version(name: str) -> Finding:
@@ -114,38 +121,29 @@ def _compiler() -> Finding:
 
 
 def find_aiter() -> Finding:
-    """AMD's AITER, or PyPI's asyncio helper of the same name, told apart by their files.
+    """AMD's AITER, PyPI's asyncio helper of the same name, or neither: told apart by their files, not imported."""
+    from .fusion.backends import aiter as amd
 
-    Only AMD's has a folder `aiter/ops`. Versions prove nothing: PyPI's newest, 0.13.20191203, compares greater than
-    any 0.1.x of AMD's, and local builds of AMD's call themselves 0.1.0.
-    """
-    spec = importlib.util.find_spec("aiter")
-    versions = {name: found.detail for name in AMD_DISTRIBUTIONS if (found := _version(name)).state == "found"}
-    if spec is None:
-        if versions:
-            named = ", ".join(f"{name} {version}" for name, version in versions.items())
-            return Finding(name="aiter", state="broken", detail=f"{named} is installed, but `aiter` cannot be found")
-        return Finding(name="aiter", state="absent", detail="not installed")
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    here = next((folder for folder in folders if (folder / "ops").is_dir()), None)
-    if here is None:
-        version = versions.get("aiter", "of unknown version")
-        detail = (
-            f"this is PyPI's `aiter` {version}, an unrelated asyncio helper, not AMD's AITER; "
-            "pip uninstall aiter, then install amd-aiter from ROCm's index or from source"
-        )
-        return Finding(name="aiter", state="broken", detail=detail)
-    if len(versions) > 1:
-        detail = (
-            f"amd-aiter {versions['amd-aiter']} and an `aiter` {versions['aiter']} are both installed, into one folder; "
-            "uninstall both, then install amd-aiter again"
-        )
-        return Finding(name="aiter", state="broken", detail=detail)
-    version = next(iter(versions.values()), "without distribution metadata")
-    mode = here / "install_mode"
-    build = f", {mode.read_text(errors='replace').strip()[:40]} build" if mode.is_file() else ""
-    name = next(iter(versions), "aiter")
-    return Finding(name="aiter", state="found", detail=f"AMD's {name} {version}{build}, not imported")
+    build = amd.find_build()
+    if isinstance(build, amd.Absent):
+        return Finding(name="aiter", state="broken" if build.broken else "absent", detail=build.reason)
+    releases = f", by its files {amd.installed_releases()}"
+    only = "" if build.triton_only is None else f", Triton functions only: {build.triton_only}"
+    return Finding(name="aiter", state="found", detail=f"{build.origin}{releases}{only}, not imported")
+
+
+def aiter_bindings() -> tuple[AiterFunction, ...]:
+    """What the source of the installed AITER says of every function that layerfuse calls; empty without one."""
+    from .fusion.backends import aiter as amd
+
+    if isinstance(amd.find_build(), amd.Absent):
+        return ()
+    return tuple(
+        AiterFunction(name=found.name, state="absent", detail=found.reason)
+        if isinstance(found, amd.Refused)
+        else AiterFunction(name=found.binding.name, state="found", detail=found.summary, convention=found.convention)
+        for found in amd.probe_all()
+    )
 
 
 # ---- plugins ---------------------------------------------------------------------------------------------------------
@@ -233,7 +231,6 @@ def _enables(found: dict[str, Finding]) -> list[str]:
     sentences += [f"fusion {name} on {device}: {_backend(name, device)}" for name in FUSIONS]
     if not has("c++ compiler"):
         sentences.append("torch.compile on the CPU: no, without a C++ compiler")
-    sentences.append("Triton and AITER kernels: none in this version, whatever is installed")
     if has("transformers") and has("c++ compiler"):
         sentences.append("`verify` and `contract`: yes")
     else:
@@ -243,10 +240,19 @@ def _enables(found: dict[str, Finding]) -> list[str]:
 
 
 def _backend(op: str, device: str) -> str:
+    """Which backend would be taken, and why not a more preferred one. Loads none: AITER may build C++ when imported."""
     from .fusion import ops  # noqa: F401 - registers the backends
-    from .fusion.backends import BackendError, choose
+    from .fusion.backends import ENVIRONMENT, survey
 
-    try:
-        return f"yes, by the backend `{choose(op, device).name}`"
-    except BackendError as error:
-        return f"no: {error}"
+    forced = os.environ.get(ENVIRONMENT) or None
+    seen = survey(op, device)
+    if forced is not None and forced not in dict(seen):
+        return f"no: no backend is called {forced!r} (known: {', '.join(dict(seen)) or 'none'})"
+    passed = []
+    for name, reason in seen:
+        if forced not in (None, name):
+            continue
+        if reason is None:
+            return f"yes, by the backend `{name}`" + (f"; not by {'; '.join(passed)}" if passed else "")
+        passed.append(f"`{name}`: {reason}")
+    return f"no: {op} cannot run on {device}: {'; '.join(passed) or 'it has no backend'}"

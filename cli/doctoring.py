@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .console import console, print_json, show
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
+
+    from ..doctor import Finding
 
 _MARKS = {"found": ("yes", "green"), "absent": ("no", "dim"), "broken": ("broken", "bold red")}
 
@@ -19,21 +28,31 @@ def answer_doctor(json: bool) -> None:
     if json:
         print_json(diagnosis.to_dict())
     else:
-        from rich.table import Table
         from rich.text import Text
 
         out = console()
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True)
-        grid.add_column(no_wrap=True)
-        grid.add_column(overflow="fold")
-        for found in diagnosis.findings:
-            word, style = _MARKS[found.state]
-            grid.add_row(found.name, Text(word, style=style), found.detail)
-        show(grid, out)
+        show(_grid(diagnosis.findings), out)
+        if diagnosis.aiter:
+            out.print()
+            out.print(Text("What layerfuse calls of AITER, by its source", style="bold"))
+            show(_grid(diagnosis.aiter), out)
         out.print()
         out.print(Text("What this enables", style="bold"))
         for sentence in diagnosis.enables:
             out.print(f"  {sentence}")
     if diagnosis.problems:
         raise SystemExit(1)
+
+
+def _grid(findings: Iterable[Finding]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for found in findings:
+        word, style = _MARKS[found.state]
+        grid.add_row(found.name, Text(word, style=style), Text(found.detail))
+    return grid

@@ -4,6 +4,14 @@ import sys
 import pytest
 
 from layerfuse import doctor
+from layerfuse.fusion.backends import aiter as amd
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered_of_aiter():
+    amd.forget()
+    yield
+    amd.forget()
 
 
 @pytest.fixture
@@ -21,6 +29,7 @@ def packages(tmp_path, monkeypatch):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n", encoding="utf-8")
         if entry_points:
             (info / "entry_points.txt").write_text(entry_points, encoding="utf-8")
+        amd.forget()
         return tmp_path / module
 
     return make
@@ -46,8 +55,46 @@ def test_amd_s_aiter_is_found_without_importing_it(packages, dist, version):
     folder = packages("aiter", dist=dist, version=version, files=["__init__.py", "ops/__init__.py", "jit/core.py"])
     (folder / "install_mode").write_text("install\n", encoding="utf-8")
     found = doctor.find_aiter()
-    assert (found.state, found.detail) == ("found", f"AMD's {dist} {version}, install build, not imported")
+    assert found.state == "found"
+    assert found.detail == f"AMD's {dist} {version}, install build, by its files v0.1.5 to v0.1.5.post1, not imported"
     assert "aiter" not in sys.modules
+
+
+NORM = """
+def rmsnorm2d_fwd(input, weight, epsilon, use_model_sensitive_rmsnorm=0): ...
+def rmsnorm2d_fwd_with_add(out, input, residual_in, residual_out, weight, eps): ...
+"""
+
+
+def test_every_function_called_of_aiter_is_listed_with_its_convention_or_the_reason(packages, run):
+    folder = packages(
+        "aiter", dist="amd-aiter", version="0.1.15", files=["__init__.py", "ops/rmsnorm.py", "jit/core.py"]
+    )
+    (folder / "ops" / "rmsnorm.py").write_text(NORM, encoding="utf-8")
+    answer = run("doctor")
+    assert answer.code == 0
+    assert "aiter.ops.rmsnorm:rmsnorm2d_fwd, as since v0.1.5" in answer.out
+    data = json.loads(run("doctor", "--json").out)["aiter"]
+    assert list(data) == [binding.name for binding in amd.BINDINGS]
+    assert data["rms_norm"] == {
+        "state": "found",
+        "detail": "aiter.ops.rmsnorm:rmsnorm2d_fwd, as since v0.1.5",
+        "convention": "aiter.ops.rmsnorm:rmsnorm2d_fwd(input, weight, epsilon, use_model_sensitive_rmsnorm=), "
+        "as since v0.1.5",
+    }
+    assert data["add_rms_norm"]["detail"].startswith(
+        "aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add has an unknown signature: "
+        "(out, input, residual_in, residual_out, weight, eps). Known: ("
+    )
+    assert data["add_rms_norm"]["convention"] is None
+    assert "in v0.1.12 to v0.1.13.post1" in data["mla_dual_rms_norm"]["detail"]
+    assert "aiter" not in sys.modules
+
+
+def test_without_aiter_its_part_is_one_line(run):
+    answer = run("doctor")
+    assert sum("aiter" in line.lower() for line in answer.out.splitlines()) == 1
+    assert json.loads(run("doctor", "--json").out)["aiter"] == {}
 
 
 def test_both_at_once_cannot_work(packages):
@@ -91,7 +138,7 @@ def test_a_plugin_that_works_is_counted(packages):
 def test_the_answer_for_people_and_for_programs_agree(run):
     answer = run("doctor")
     data = json.loads(run("doctor", "--json").out)
-    assert set(data) == {"findings", "enables", "problems"}
+    assert set(data) == {"findings", "enables", "problems", "aiter"}
     for name in ("python", "layerfuse", "torch", "triton", "gpu", "c++ compiler", "vllm", "sglang", "aiter"):
         assert name in data["findings"]
         assert name in answer.out
@@ -103,7 +150,8 @@ def test_the_answer_for_people_and_for_programs_agree(run):
 def test_what_the_environment_forces_is_shown(run_python):
     found = {"LAYERFUSE_FUSIONS": "none", "LAYERFUSE_BACKEND": "reference"}
     data = json.loads(run_python("-m", "layerfuse", "doctor", "--json", env=found).out)["findings"]
-    assert data["LAYERFUSE_FUSIONS"] == {"state": "found", "detail": "none, off: mla_dual_rms_norm"}
+    assert data["LAYERFUSE_FUSIONS"]["state"] == "found"
+    assert data["LAYERFUSE_FUSIONS"]["detail"].startswith("none, off: mla_dual_rms_norm")
     assert data["LAYERFUSE_BACKEND"] == {"state": "found", "detail": "reference, for every op"}
     typos = {"LAYERFUSE_FUSIONS": "nome", "LAYERFUSE_BACKEND": "referense"}
     answer = run_python("-m", "layerfuse", "doctor", "--json", env=typos)

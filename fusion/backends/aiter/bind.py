@@ -41,6 +41,11 @@ class Probed:
         return "; beside it ".join(map(str, (self.main, *self.beside)))
 
     @property
+    def summary(self) -> str:
+        """The same in short."""
+        return "; beside it ".join(each.summary for each in (self.main, *self.beside))
+
+    @property
     def recorded(self) -> bool:
         """Whether every parameter list is exactly one that was read off a release."""
         return all(each.recorded for each in (self.main, *self.beside))

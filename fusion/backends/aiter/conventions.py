@@ -74,6 +74,11 @@ class Match:
         """Whether the installed parameter list is exactly the known one."""
         return self.signature == self.convention.signature
 
+    @property
+    def summary(self) -> str:
+        """The function and the release whose convention it follows; its parameters only where they are news."""
+        return f"{self.function.path}, as since {self.convention.since}" if self.recorded else str(self)
+
     def __str__(self) -> str:
         if self.recorded:
             return f"{self.function.path}({self.signature}), as since {self.convention.since}"

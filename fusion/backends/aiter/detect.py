@@ -70,6 +70,8 @@ def find_build() -> Build | Absent:
         return Absent(reason="not installed", broken=False)
     folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     folder = next((folder for folder in folders if (folder / "ops").is_dir()), None)
+    if folder is None and spec.origin is None and not versions:
+        return Absent(reason="not installed", broken=False)  # a mere folder of that name on the path
     if folder is None:
         return Absent(reason=_not_amds(versions, folders, spec.origin), broken=True)
     if len(versions) > 1:
