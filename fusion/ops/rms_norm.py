@@ -5,6 +5,7 @@ It is what a model may call to be recognised at once; what no pass has taken is 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -42,18 +43,20 @@ def check_norm(op: str, x: Tensor, weight: Tensor, epsilon: float, names: tuple[
         raise ValueError(f"{op}: {epsilon_name} must be at least 0, got {epsilon!r}")
 
 
+@lru_cache(maxsize=256)
+def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=dtype, device=device)
+
+
 def normalise_wide(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 0.0) -> Tensor:
     """The norm before its one rounding: (..., width) in the accumulator dtype, with x's strides where it can."""
     wide = x.to(accumulator(x.dtype))
-    # The mean square comes from the vector norm: one pass over x, and no squared copy of it.
-    mean_square = torch.linalg.vector_norm(wide, 2, -1, True).square_().mul_(1 / x.shape[-1])
-    scale = mean_square.add_(epsilon).rsqrt_()
-    factor = weight.to(wide.dtype)
-    if weight_offset:
-        factor = factor + weight_offset
-    if wide is x:
-        return (wide * scale).mul_(factor)
-    return wide.mul_(scale).mul_(factor)
+    # Few calls, as each costs about as much as a row: the norm of the vector squares without a copy of x, and addcmul
+    # makes epsilon plus the mean square of it.
+    norm = torch.linalg.vector_norm(wide, 2, -1, True)
+    scale = torch.addcmul(_constant(epsilon, wide.dtype, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    factor = weight.to(wide.dtype) + weight_offset if weight_offset else weight
+    return (wide * scale if wide is x else wide.mul_(scale)).mul_(factor)
 
 
 def normalise(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 0.0) -> Tensor:
