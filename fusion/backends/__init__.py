@@ -37,6 +37,8 @@ class Backend:
     "Called once, when this backend is first chosen: imports what it needs and returns the plain callable."
     runs_on: Callable[[str], tuple[bool, str]]
     "From torch's device type (cpu, cuda) to (whether it runs there, the reason in a sentence)."
+    only_by_name: frozenset[str] = frozenset()
+    "Device types where it is taken only when it is forced by name: a slow stand-in for the real thing."
     refuses: Callable[[Any], str | None] = _refuses_nothing
     "From the op's case (dtypes, widths and options of a call) to why it cannot take it, or None where it can."
 
@@ -108,6 +110,8 @@ def _decide(op: str, device: str, case: Hashable) -> Chosen:
     for backend in _backends.get(op, ()):
         if wanted in (None, backend.name):
             reason = _why_not(backend, device, case)
+            if reason is None and wanted is None and device in backend.only_by_name:
+                reason = f"on {device} only when asked for by name ({ENVIRONMENT}={backend.name})"
             if reason is None:
                 with _lock:
                     if (op, backend.name) not in _loaded:

@@ -170,3 +170,13 @@ def test_the_choice_is_visible_and_can_be_forced(monkeypatch: pytest.MonkeyPatch
         BackendError, match=r"rms_norm cannot run on cpu: no backend is called 'aiter' \(known: reference"
     ):
         rms_norm(ONE, W4, 1e-6)
+    with pytest.raises(BackendError, match=r"mla_dual_rms_norm cannot run on cpu: aiter: .* not on cpu"):
+        mla_dual_rms_norm(ONE, ONE, W4, W4, 1e-6, 1e-6)
+
+
+def test_a_stand_in_is_taken_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
+    assert dict(backends.survey("mla_dual_rms_norm", "cpu"))["triton"] is None
+    mla_dual_rms_norm(ONE, ONE, W4, W4, 1e-6, 1e-6)
+    assert backends.chosen()["mla_dual_rms_norm", "cpu"] == "reference"

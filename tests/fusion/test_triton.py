@@ -30,12 +30,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.fixture(autouse=True, scope="module")
 def _triton() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        if not GPU:
-            patch.setenv("TRITON_INTERPRET", "1")  # read when the kernels are first imported, here
-        backends.force("triton")
-        yield
-        backends.force(None)
+    backends.force("triton")
+    yield
+    backends.force(None)
 
 
 def inputs(

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from .. import Backend, register
+from .. import Backend
+from .. import register as register_backend
 from .tuning import WIDEST
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,8 +22,11 @@ def _runs_on(device: str) -> tuple[bool, str]:
     if device == "cuda":
         return True, "Triton compiles for this GPU"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return True, "TRITON_INTERPRET=1: the kernels run in Triton's interpreter, slowly"
-    return False, f"Triton compiles for GPUs, not for {device} (TRITON_INTERPRET=1 interprets its kernels)"
+        return True, "Triton's interpreter runs the kernels, slowly"
+    return (
+        False,
+        f"Triton compiles for GPUs, not for {device} (with TRITON_INTERPRET=1 set before it is imported, its interpreter runs them)",
+    )
 
 
 def _refuses(case: Any) -> str | None:
@@ -57,11 +61,13 @@ def _load_group() -> Callable[..., Any]:
     return mla_dual_rms_norm_group_quant
 
 
-def add() -> None:
+def register() -> None:
     """Register the kernels of this backend."""
     for op, load, refuses in (
         ("mla_dual_rms_norm", _load, _refuses),
         ("mla_dual_rms_norm_per_token_quant", _load_per_token, _refuses_quant),
         ("mla_dual_rms_norm_group_quant", _load_group, _refuses_quant),
     ):
-        register(Backend(name="triton", op=op, load=load, runs_on=_runs_on, refuses=refuses))
+        register_backend(
+            Backend(name="triton", op=op, load=load, runs_on=_runs_on, refuses=refuses, only_by_name=frozenset({"cpu"}))
+        )
