@@ -22,7 +22,7 @@ from .conventions import Binding, Function, Match, existed, match
 from .errors import AiterCallError, AiterUnavailableError
 from .releases import ReleaseRange, release_range
 from .resolved import Resolved
-from .restrictions import Restriction, restrictions_of
+from .restrictions import Restriction, refused_altogether, restrictions_of
 from .table import BINDINGS, BY_NAME
 
 
@@ -33,22 +33,24 @@ class Probed:
     binding: Binding
     main: Match
     beside: tuple[Match, ...]
+    unmatched: tuple[str, ...]
+    "What is there, would be used beside it, and cannot be: sentences. Some options are refused for it."
     releases: ReleaseRange
 
     @property
     def convention(self) -> str:
         """What was found, as a sentence."""
-        return "; beside it ".join(map(str, (self.main, *self.beside)))
+        return "; beside it ".join((*map(str, (self.main, *self.beside)), *self.unmatched))
 
     @property
     def summary(self) -> str:
         """The same in short."""
-        return "; beside it ".join(each.summary for each in (self.main, *self.beside))
+        return "; beside it ".join((*(each.summary for each in (self.main, *self.beside)), *self.unmatched))
 
     @property
     def recorded(self) -> bool:
         """Whether every parameter list is exactly one that was read off a release."""
-        return all(each.recorded for each in (self.main, *self.beside))
+        return not self.unmatched and all(each.recorded for each in (self.main, *self.beside))
 
 
 @frozen(kw_only=True)
@@ -169,17 +171,19 @@ def _probe(name: str) -> Probed | Refused:
     if build.triton_only is not None and binding.kind != "triton":
         return Refused(name=name, reason=f"Triton-only: {build.triton_only}")
     main = _first(build.folder, binding.functions, releases)
-    if isinstance(main, str):
-        return Refused(name=name, reason=main)
-    beside: list[Match] = []
-    for function in binding.needs:
-        needed = _first(build.folder, (function,), releases)
-        if isinstance(needed, str):
-            return Refused(name=name, reason=needed)
-        beside.append(needed)
-    optional = (match(build.folder, function) for function in binding.with_)
-    beside += [each for each in optional if isinstance(each, Match)]
-    return Probed(binding=binding, main=main, beside=tuple(beside), releases=releases)
+    needed = [_first(build.folder, (function,), releases) for function in binding.needs]
+    reason = next((each for each in (main, *needed) if isinstance(each, str)), None)
+    reason = reason or refused_altogether(restrictions_of(name, releases))
+    if isinstance(main, str) or reason is not None:
+        return Refused(name=name, reason=reason or str(main))
+    beside = [*needed, *(match(build.folder, function) for function in binding.with_)]
+    return Probed(
+        binding=binding,
+        main=main,
+        beside=tuple(each for each in beside if isinstance(each, Match)),
+        unmatched=tuple(each for each in beside if isinstance(each, str)),
+        releases=releases,
+    )
 
 
 def _first(folder: Path, functions: tuple[Function, ...], releases: ReleaseRange) -> Match | str:

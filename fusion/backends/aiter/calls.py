@@ -136,20 +136,14 @@ def is_rdna(call: Call) -> bool:
     return call.arch is not None and call.arch.startswith(("gfx10", "gfx11", "gfx12"))
 
 
-def not_in_two_stages(call: Call) -> bool:
-    """Rows that the two-stage all-reduce before v0.1.12 leaves unwritten: 1 to 32 KiB in whole KiB."""
-    row = None if call.width is None else call.width * item_size(call)
-    return row is not None and (row % 1024 != 0 or not 1024 <= row <= 32768)
-
-
-def not_in_either_stage(call: Call) -> bool:
-    """The same, where v0.1.10.post2 to v0.1.11.post1 do not take one stage instead."""
-    return not (call.use_1stage is True and call.width in (512, 1024, 2048, 4096)) and not_in_two_stages(call)
-
-
 def out_of_stages(call: Call) -> bool:
     """Rows for neither stage from v0.1.12 on: up to 8192 columns of 16 bits in one, 512 to 16384 in two."""
     if call.width is None:
         return False
     packs = call.width * item_size(call) // 16
     return not (call.use_1stage is True and packs <= 1024) and not 64 <= packs <= 2048
+
+
+def always(_: Call) -> bool:
+    """Every call: the binding itself is refused."""
+    return True

@@ -174,6 +174,10 @@ def decode(found: Resolved) -> Callable[..., Tensor]:
         _check_indices(name, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
         if q.dtype == torch.float16 or (q.element_size() == 1 and (q_scale is None or kv_scale is None)):
             raise AiterCallError(name, f"q is {q.dtype}: bfloat16, or fp8 with q_scale and kv_scale")
+        if not kv_buffer.is_contiguous() or kv_buffer.dim() != 4 or kv_buffer.shape[1:3] != (page_size, 1):
+            raise AiterCallError(
+                name, f"kv_buffer must be (pages, {page_size}, 1, width) without gaps, got {tuple(kv_buffer.shape)}"
+            )
         options = _known(
             name,
             names,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from .errors import AiterCallError
 from .resolved import Resolved
 from .tensors import empty_like, flat_like, no_offset, packed_rows, same_shape, vector
 
@@ -49,7 +50,7 @@ def all_reduce_rms_norm(
     Returns (norm of the sum, rounded sum).
 
     Raises:
-        AiterCallError: any offset, or a weight or residual that does not fit.
+        AiterCallError: any offset, another level, or a weight or residual that does not fit.
     """
     name, function = found.binding, found.function
 
@@ -64,6 +65,8 @@ def all_reduce_rms_norm(
         cast_bf2half: bool,
     ) -> tuple[Tensor, Tensor]:
         no_offset(name, weight_offset)
+        if not 0 <= quant_level <= 3:
+            raise AiterCallError(name, f"quant_level {quant_level}: 0 to 3; above them it would silently not quantise")
         same_shape(name, "residual", residual, x)
         out, residual_out = empty_like(x), empty_like(x)
         if x.numel():

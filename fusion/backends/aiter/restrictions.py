@@ -208,31 +208,19 @@ RESTRICTIONS: tuple[Restriction, ...] = (
     R((*_AR_QUANT, *_QR), "dtype", calls.not_16_bit, _16_BIT),
     R((*_AR, *_AR_QUANT, *_QR), "weight dtype", calls.mixed, _WEIGHT),
     R((*_AR, *_AR_QUANT), "rows", calls.odd_rows, "rows that are no multiple of 16 bytes"),
-    R(_AR, "offset", calls.has_offset, _GEMMA, until="v0.1.16.post6"),
+    R(_AR, "offset", calls.has_offset, _GEMMA, since="v0.1.12", until="v0.1.16.post6"),
     R(_AR, "offset", calls.strange_offset, _GEMMA_ONE),
     R((*_AR_QUANT, *_QR), "offset", calls.has_offset, _OFFSET),
     R(
         _AR,
-        "width",
-        calls.not_in_two_stages,
-        "rows that are not 1 to 32 whole KiB: the outputs stay unwritten",
-        until="v0.1.10.post1",
-    ),
-    R(
-        _AR,
-        "width",
-        calls.not_in_either_stage,
-        "rows that are not 1 to 32 whole KiB, nor 512, 1024, 2048 or 4096 in one stage: the outputs stay unwritten",
-        since="v0.1.10.post2",
+        "epsilon",
+        calls.always,
+        "its C++ takes epsilon for an integer, so that it becomes 0; rows that are not 1 to 32 whole KiB (2880 columns) "
+        "stay unwritten",
         until="v0.1.11.post1",
     ),
-    R(
-        (*_AR, *_AR_QUANT),
-        "width",
-        calls.out_of_stages,
-        "rows outside 1 to 32 KiB in two stages, or above 16 KiB in one",
-        since="v0.1.12",
-    ),
+    R(_AR, "width", calls.out_of_stages, "rows outside 1 to 32 KiB in two stages, or above 16 KiB in one"),
+    R(_AR_QUANT, "width", lambda call: calls.over(call.width, 8192), "rows of more than 8192 columns"),
     R(_AR_QUANT, "groups", calls.broken_groups, "groups that do not divide the width"),
     R(
         _AR_QUANT,
@@ -266,3 +254,8 @@ RESTRICTIONS: tuple[Restriction, ...] = (
 def restrictions_of(binding: str, releases: ReleaseRange) -> tuple[Restriction, ...]:
     """Those of a binding that are true of some release the build can be."""
     return tuple(r for r in RESTRICTIONS if binding in r.bindings and r.releases.overlaps(releases))
+
+
+def refused_altogether(restrictions: tuple[Restriction, ...]) -> str | None:
+    """Why a binding with these restrictions cannot be used for any call, or None."""
+    return next((f"{r.reason} ({r.releases})" for r in restrictions if r.when is calls.always), None)

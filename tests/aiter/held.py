@@ -1,0 +1,374 @@
+"""What every binding is asked for at a small size, and what layerfuse's own plain torch says to it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from standin import on_path
+from torch import Tensor
+
+from layerfuse.fusion.backends import aiter as amd
+from layerfuse.fusion.backends.aiter import Bound
+from layerfuse.fusion.backends.aiter.mla import PLAN
+from layerfuse.fusion.ops.quantisation import quantise, scale_strides
+from layerfuse.fusion.ops.rms_norm import normalise, normalise_wide
+
+EPSILON = 1e-5
+FP8 = torch.float8_e4m3fn
+"""The stand-ins' flavour where nothing else is said: gfx950's."""
+
+
+@contextlib.contextmanager
+def installed(*folders: Path) -> Iterator[None]:
+    """With these packages installed, and nothing remembered of others, before or after."""
+    with on_path(*folders):
+        amd.forget()
+        try:
+            yield
+        finally:
+            amd.forget()
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def pair(*leading: int, q: int = 256, kv: int = 128) -> tuple[Tensor, Tensor]:
+    """Two column ranges of one projection's output: rows are further apart than they are wide."""
+    whole = random(*leading, q + kv + 64)
+    return whole[..., :q], whole[..., q : q + kv]
+
+
+def weight(width: int) -> Tensor:
+    return (1 + 0.2 * random(width, dtype=torch.float32, seed=1)).to(torch.bfloat16)
+
+
+def same(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected)
+
+
+def same_quantised(found: tuple[Tensor, Tensor], values: Tensor, group: int | None, columns: bool = False) -> None:
+    """Of a flat result: the same scales, laid out as said, and the same values but for a rounding."""
+    expected, scales = quantise(values, FP8, group, columns, False)
+    assert found[0].shape == expected.shape
+    assert found[0].dtype == FP8
+    assert found[1].shape == scales.shape
+    assert found[1].stride() == scale_strides(tuple(scales.shape), columns) or 1 in scales.shape
+    torch.testing.assert_close(found[1], scales, rtol=1e-5, atol=1e-9)
+    torch.testing.assert_close(found[0].float(), expected.float(), rtol=0.07, atol=1e-6)
+
+
+LEADING = ((5,), (2, 3), (1,), (2, 0), ())
+"""Leading dimensions of every norm: flat, more of them, one row, none, and a vector."""
+
+
+def mla_dual_rms_norm(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        q, kv = pair(*leading)
+        out, kv_out = call(q, kv, weight(256), weight(128), EPSILON, 1e-6)
+        same(out, normalise(q, weight(256), EPSILON))
+        same(kv_out, normalise(kv, weight(128), 1e-6))
+
+
+def mla_dual_rms_norm_per_token_quant(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        q, kv = pair(*leading)
+        *quantised, kv_out = call(q, kv, weight(256), weight(128), EPSILON, 1e-6, FP8, False)
+        same_quantised(tuple(quantised), normalise_wide(q, weight(256), EPSILON), None)
+        same(kv_out, normalise(kv, weight(128), 1e-6))
+
+
+def mla_dual_rms_norm_group_quant(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        for columns in (False, True):
+            q, kv = pair(*leading)
+            *quantised, kv_out = call(q, kv, weight(256), weight(128), EPSILON, 1e-6, FP8, 64, columns, False)
+            same_quantised(tuple(quantised), normalise_wide(q, weight(256), EPSILON), 64, columns)
+            same(kv_out, normalise(kv, weight(128), 1e-6))
+
+
+def rms_norm(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        x, _ = pair(*leading)
+        same(call(x, weight(256), EPSILON, 0.0), normalise(x, weight(256), EPSILON))
+
+
+def rms_norm_with_an_offset(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        x, _ = pair(*leading)
+        same(call(x, weight(256), EPSILON, 1.0), normalise(x, weight(256), EPSILON, 1.0))
+
+
+def add_rms_norm(call: Callable[..., Any], offset: float = 0.0) -> None:
+    for leading in LEADING:
+        x, _ = pair(*leading)
+        residual = random(*leading, 256, seed=2)
+        out, residual_out = call(x, residual, weight(256), EPSILON, offset)
+        wide = x.float() + residual.float()
+        same(residual_out, wide.to(x.dtype))
+        same(out, normalise_wide(wide, weight(256).float(), EPSILON, offset).to(x.dtype))
+
+
+def rms_norm_quant(call: Callable[..., Any], offset: float = 0.0) -> None:
+    for leading in LEADING:
+        for group, columns in ((None, False), (64, False), (64, True)):
+            x, _ = pair(*leading)
+            found = call(x, weight(256), EPSILON, offset, FP8, group, columns)
+            same_quantised(found, normalise_wide(x, weight(256), EPSILON, offset), group, columns)
+
+
+def add_rms_norm_quant(call: Callable[..., Any], offset: float = 0.0) -> None:
+    for leading in LEADING:
+        for group, columns in ((None, False), (64, True)):
+            x, _ = pair(*leading)
+            residual = random(*leading, 256, seed=2)
+            out, scales, residual_out = call(x, residual, weight(256), EPSILON, offset, FP8, group, columns)
+            wide = x.float() + residual.float()
+            same(residual_out, wide.to(x.dtype))
+            same_quantised((out, scales), normalise_wide(wide, weight(256).float(), EPSILON, offset), group, columns)
+
+
+def _gated(x: Tensor, z: Tensor, by: Tensor, activation: str = "silu") -> Tensor:
+    gate = z.float().sigmoid() * (z.float() if activation == "silu" else 1.0)
+    return normalise_wide(x, by, EPSILON) * gate
+
+
+def _heads(*leading: int) -> tuple[Tensor, Tensor]:
+    whole = random(*leading, 3, 128 * 2 + 64)
+    return whole[..., :128], whole[..., 128:256]
+
+
+def gated_rms_norm_group_quant(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        for columns in (False, True):
+            x, z = _heads(*leading)
+            found = call(x, z, weight(128), EPSILON, FP8, columns)
+            same_quantised(found, _gated(x, z, weight(128)).flatten(-2), 128, columns)
+
+
+def gated_rms_norm_per_token_quant(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        x, z = _heads(*leading)
+        found = call(x, z, weight(128), EPSILON, FP8)
+        same_quantised(found, _gated(x, z, weight(128)).flatten(-2), None)
+
+
+def triton_gated_rms_norm_quant(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        for group in (None, 64):
+            for activation in ("silu", "sigmoid"):
+                x, z = _heads(*leading)
+                found = call(x, z, weight(128), EPSILON, FP8, group, activation)
+                same_quantised(found, _gated(x, z, weight(128), activation), group)
+
+
+def triton_rms_norm_group_quant(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        for columns in (False, True):
+            x, second = pair(*leading)
+            wide = normalise_wide(x, weight(256), EPSILON)
+            out, scales, nothing, neither = call(x, weight(256), EPSILON, FP8, 64, columns)
+            same_quantised((out, scales), wide, 64, columns)
+            assert nothing is neither is None
+            residual = random(*leading, 256, seed=2)
+            out, scales, second_out, summed = call(
+                x, weight(256), EPSILON, FP8, 64, columns, second, weight(128), 1e-6, residual
+            )
+            wide = x.float() + residual.float()
+            same_quantised((out, scales), normalise_wide(wide, weight(256).float(), EPSILON), 64, columns)
+            same(second_out, normalise(second, weight(128), 1e-6))
+            same(summed, wide.to(x.dtype))
+
+
+def triton_add_rms_norm_pad(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        for multiple, behind in ((0, 0), (96, 32)):
+            x, _ = pair(*leading)
+            residual = random(*leading, 256, seed=2)
+            out, summed = call(x, residual, weight(256), EPSILON, multiple)
+            wide = x.float() + residual.float()
+            same(summed, wide.to(x.dtype))
+            normed = normalise_wide(wide, weight(256).float(), EPSILON).to(x.dtype)
+            same(out, torch.nn.functional.pad(normed, (0, behind)))
+
+
+def triton_act_mul_group_quant(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        x, _ = pair(*leading)
+        found = call(x, "silu", 64, FP8)
+        values = torch.nn.functional.silu(x[..., :128].float()) * x[..., 128:].float()
+        same_quantised(found, values, 64)
+
+
+def plan_of(sizes: dict[str, Any]) -> dict[str, Tensor]:
+    """Buffers as large as AITER says."""
+    return {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in sizes.items()}
+
+
+def _batch(requests: int = 4, pages: int = 3) -> dict[str, Tensor]:
+    return {
+        "qo_indptr": torch.arange(requests + 1, dtype=torch.int32),
+        "kv_indptr": torch.arange(requests + 1, dtype=torch.int32) * pages,
+        "kv_last_page_lens": torch.ones(requests, dtype=torch.int32),
+    }
+
+
+def mla_metadata_info(call: Callable[..., Any]) -> None:
+    from standin.mla_sizes import mla_shapes
+
+    release = sys.modules["aiter._standin"].RELEASE
+    sizes = call(64, 1, 16, torch.bfloat16, torch.bfloat16, False)
+    assert tuple(sizes) == PLAN
+    expected = mla_shapes(release, "gfx950", 64, 1, 16, torch.bfloat16, torch.bfloat16, False, True, 32, False, -1)
+    assert [size for size, _ in sizes.values()] == [(s,) if isinstance(s, int) else tuple(s) for s, _ in expected]
+    assert [dtype for _, dtype in sizes.values()] == [dtype for _, dtype in expected]
+
+
+def ps_metadata_info(call: Callable[..., Any]) -> None:
+    sizes = call(4, 1, 512, 256)
+    assert tuple(sizes) == PLAN
+    compute_units = 256  # gfx950 in the stand-ins
+    assert [size for size, _ in sizes.values()] == [
+        *((2,), (compute_units + 1,), ((4 + compute_units - 1) * 2, 8), (4 * 2 + 1,), (4 * 2, 2)),
+        (min(4 + compute_units - 1, 2 * (compute_units - 1)) * 2,),
+    ]
+
+
+def mla_metadata(call: Callable[..., Any]) -> None:
+    batch = _batch()
+    buffers = plan_of(amd.bound("mla_metadata_info").call(4, 1, 16, torch.bfloat16, torch.bfloat16, False))
+    call(*batch.values(), 16, 1, True, buffers, max_seqlen_qo=1, uni_seqlen_qo=1)
+    assert buffers["work_indptr"].unique().numel() == 1, "the buffer of another kind was filled"
+    assert buffers["work_info_set"].flatten()[:2].tolist() == [4, 16]
+
+
+def mla_decode(call: Callable[..., Any]) -> None:
+    batch = _batch()
+    q, kv = random(4, 16, 576), random(12, 1, 1, 576)
+    indices = torch.arange(12, dtype=torch.int32)
+    arguments = (q, kv, *list(batch.values())[:2], indices, batch["kv_last_page_lens"], 1, 512)
+    scores = torch.einsum("bhd,bpd->bhp", q.float(), kv.float().view(4, 3, 576)) * 0.07
+    expected = torch.einsum("bhp,bpd->bhd", scores.softmax(-1), kv.float().view(4, 3, 576)[..., :512])
+    plans = [None]
+    if isinstance(planner := amd.bind("mla_metadata"), Bound):
+        sizes = amd.bound("mla_metadata_info").call(4, 1, 16, torch.bfloat16, torch.bfloat16, False)
+        plans.append(plan_of(sizes))
+        planner.call(*batch.values(), 16, 1, True, plans[-1], max_seqlen_qo=1, uni_seqlen_qo=1)
+    for plan in plans:
+        out = call(*arguments, softmax_scale=0.07, buffers=plan)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
+
+
+def communicator() -> Any:
+    """One of AITER's, of the stand-in's two ranks that hold the same."""
+    return sys.modules["aiter.dist.device_communicators.custom_all_reduce"].CustomAllreduce(None, torch.device("cpu"))
+
+
+def all_reduce_rms_norm(call: Callable[..., Any], offset: float = 0.0) -> None:
+    ranks = communicator()
+    for leading in LEADING:
+        for one_stage in (False, True):
+            x = random(*leading, 2 * 1024)[..., :1024]  # the communicator takes what is contiguous only
+            residual = random(*leading, 1024, seed=2)
+            out, summed = call(ranks, x, residual, weight(1024), EPSILON, offset, one_stage)
+            wide = x.float() + residual.float()
+            same(summed, wide.to(x.dtype))
+            same(out, normalise_wide(wide, weight(1024).float(), EPSILON, offset).to(x.dtype))
+    many = random(100, 1024)  # more tokens than a launch in one stage has blocks
+    assert call(ranks, many, many, weight(1024), EPSILON, 0.0, True) is not None
+    ranks.world_size = 3  # one pack of 16 bytes among three ranks: AITER would drop it
+    assert call(ranks, x[..., :8], x[..., :8], weight(8), EPSILON, 0.0, True) is None
+    ranks.disabled = True
+    assert call(ranks, many, many, weight(1024), EPSILON, 0.0, True) is None
+
+
+def all_reduce_rms_norm_group_quant(call: Callable[..., Any], columns: bool = False) -> None:
+    ranks = communicator()
+    for leading in LEADING:
+        if 0 in leading:
+            continue  # declined: the fp8 flavour is AITER's to say
+        x, residual = random(*leading, 2 * 1024)[..., :1024], random(*leading, 1024, seed=2)
+        out, scales, summed = call(ranks, x, residual, weight(1024), EPSILON, 0.0, 128, columns, False)
+        wide = x.float() + residual.float()
+        same(summed, wide.to(x.dtype))
+        same_quantised((out, scales), normalise_wide(wide, weight(1024).float(), EPSILON), 128, columns)
+    ranks.disabled = True
+    assert call(ranks, x, residual, weight(1024), EPSILON, 0.0, 128, columns, False) is None
+
+
+def quick_reduce() -> int:
+    module = sys.modules["aiter.ops.quick_all_reduce"]
+    address: int = module.init_custom_qr(0, 2)
+    return address
+
+
+def qr_handles(call: Callable[..., Any]) -> None:
+    seen: list[Tensor] = []
+
+    def exchange(handle: Tensor) -> list[Tensor]:
+        seen.append(handle)
+        return [handle, handle.clone()]
+
+    call(quick_reduce(), exchange)
+    assert seen[0].tolist() == list(range(64))
+
+
+def qr_all_reduce_rms_norm(call: Callable[..., Any]) -> None:
+    for leading in LEADING:
+        x, _ = pair(*leading)
+        residual = random(*leading, 256, seed=2)
+        out, summed = call(quick_reduce(), x, residual, weight(256), EPSILON, 0.0, 2, False)
+        wide = x.float() + residual.float()
+        same(summed, wide.to(x.dtype))
+        same(out, normalise_wide(wide, weight(256).float(), EPSILON).to(x.dtype))
+
+
+def triton_rms_norm(call: Callable[..., Any]) -> None:
+    rms_norm(call)
+
+
+CASES: dict[str, Callable[[Callable[..., Any]], None]] = {
+    function.__name__: function
+    for function in (
+        mla_dual_rms_norm,
+        mla_dual_rms_norm_per_token_quant,
+        mla_dual_rms_norm_group_quant,
+        rms_norm,
+        add_rms_norm,
+        rms_norm_quant,
+        add_rms_norm_quant,
+        gated_rms_norm_group_quant,
+        gated_rms_norm_per_token_quant,
+        triton_gated_rms_norm_quant,
+        triton_rms_norm_group_quant,
+        triton_add_rms_norm_pad,
+        triton_act_mul_group_quant,
+        mla_metadata_info,
+        ps_metadata_info,
+        mla_metadata,
+        mla_decode,
+        all_reduce_rms_norm,
+        all_reduce_rms_norm_group_quant,
+        qr_handles,
+        qr_all_reduce_rms_norm,
+        triton_rms_norm,
+    )
+}
+
+
+def hold(bound: Bound) -> None:
+    """The binding gives the right numbers.
+
+    Raises:
+        AssertionError: it does not, or AITER's function would have been misused.
+    """
+    CASES[bound.name](bound.call)

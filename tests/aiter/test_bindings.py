@@ -1,0 +1,112 @@
+"""Every binding in every release: it works and gives the right numbers, or it is refused for the recorded reason."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import pytest
+from expected import EXPECTED, REPRESENTATIVE, No, Works
+from held import (
+    CASES,
+    add_rms_norm,
+    add_rms_norm_quant,
+    all_reduce_rms_norm,
+    all_reduce_rms_norm_group_quant,
+    hold,
+    installed,
+    rms_norm_quant,
+    rms_norm_with_an_offset,
+)
+from standin import RELEASES, StandInMisuse, make_standin
+
+from layerfuse.fusion.backends import BackendError
+from layerfuse.fusion.backends import aiter as amd
+from layerfuse.fusion.backends.aiter import Bound, Refused
+from layerfuse.fusion.backends.aiter.releases import RELEASES as KNOWN
+
+
+def expected_of(binding: str, release: str) -> Works | No:
+    """By position in the recorded order of releases."""
+    at = RELEASES.index(release)
+    (found,) = [
+        outcome for first, last, outcome in EXPECTED[binding] if RELEASES.index(first) <= at <= RELEASES.index(last)
+    ]
+    return found
+
+
+def test_the_expectations_are_about_every_binding_and_every_release() -> None:
+    assert RELEASES == KNOWN
+    assert set(EXPECTED) == {binding.name for binding in amd.BINDINGS} == set(CASES)
+    for binding in EXPECTED:
+        for release in RELEASES:
+            expected_of(binding, release)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release(release, tmp_path):
+    with installed(make_standin(tmp_path / release, release)):
+        releases = amd.installed_releases()
+        assert releases is not None
+        assert release in releases
+        for name in EXPECTED:
+            expected, found = expected_of(name, release), amd.bind(name)
+            if isinstance(expected, No):
+                assert isinstance(found, Refused), name
+                assert expected.words in found.reason
+            else:
+                assert isinstance(found, Bound), found
+                assert found.probed.recorded, found.convention
+                assert found.probed.main.convention.since == expected.since
+                hold(found)
+
+
+@pytest.mark.parametrize("release", [r for r in REPRESENTATIVE if RELEASES.index(r) >= RELEASES.index("v0.1.17")])
+def test_gemma_norms_and_column_major_all_reduce_scales(release, tmp_path):
+    with installed(make_standin(tmp_path / release, release)):
+        rms_norm_with_an_offset(amd.bound("rms_norm").call)
+        add_rms_norm(amd.bound("add_rms_norm").call, 1.0)
+        rms_norm_quant(amd.bound("rms_norm_quant").call, 1.0)
+        add_rms_norm_quant(amd.bound("add_rms_norm_quant").call, 1.0)
+        all_reduce_rms_norm(amd.bound("all_reduce_rms_norm").call, 1.0)
+        if release in ("v0.1.17", "v0.1.20.post1"):
+            all_reduce_rms_norm_group_quant(amd.bound("all_reduce_rms_norm_group_quant").call, True)
+
+
+def test_probing_imports_nothing_and_binding_imports_once(tmp_path):
+    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+        amd.probe_all()
+        assert "aiter" not in sys.modules
+        first = amd.bind("rms_norm")
+        assert "aiter.ops.rmsnorm" in sys.modules
+        assert amd.bind("rms_norm") is first
+
+
+def test_many_threads_bind_one_binding(tmp_path):
+    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+        found: list[object] = []
+        threads = [threading.Thread(target=lambda: found.append(amd.bind("mla_decode"))) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(found) == 8
+        assert len(set(map(id, found))) == 1
+
+
+def test_a_binding_of_no_such_name():
+    with pytest.raises(BackendError, match="no AITER binding is called 'rmsnorm'; did you mean 'rms_norm'"):
+        amd.bind("rmsnorm")
+
+
+def test_a_call_that_aiter_would_misread_is_seen_by_the_stand_in(tmp_path):
+    """The numbers would mean little if the stand-in took everything."""
+    with installed(make_standin(tmp_path / "a", "v0.1.16")):
+        bound = amd.bound("add_rms_norm")
+        module = sys.modules["aiter.ops.rmsnorm"]
+        import torch
+
+        x = torch.zeros(2, 3, 256, dtype=torch.bfloat16)
+        with pytest.raises(StandInMisuse):
+            module.rmsnorm2d_fwd_with_add(x, x, x, x, torch.ones(256, dtype=torch.bfloat16), 1e-5)
+        assert bound.call(x, x, torch.ones(256, dtype=torch.bfloat16), 1e-5, 0.0)[0].shape == (2, 3, 256)
