@@ -1,0 +1,158 @@
+"""The stand-ins say what was recorded: every signature of every release, in the source and, where AITER shows it, live."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import inspect
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from standin import EVERY_REF, RELEASES, aliases, between, definitions, imported, make_standin, version
+from standin.recorded import DATA, every_key
+
+RECORDED: dict[str, Any] = json.loads(DATA.read_text())
+
+
+def written(folder: Path, key: str) -> ast.FunctionDef | None:
+    """The definition of a key in the generated source, found as a reader of files would find it."""
+    module, _, path = key.partition(":")
+    file = folder / (module.replace(".", "/") + ".py")
+    if not file.exists():
+        return None
+    body = ast.parse(file.read_text()).body
+    *owner, name = path.split(".")
+    for outer in owner:
+        body = next((node.body for node in body if isinstance(node, ast.ClassDef) and node.name == outer), [])
+    return next((node for node in body if isinstance(node, ast.FunctionDef) and node.name == name), None)
+
+
+def texts(arguments: ast.arguments) -> str:
+    return ast.unparse(arguments)
+
+
+def as_recorded(release: str, key: str) -> dict[str, Any]:
+    """The raw entry, looked up without the reader that the generator uses."""
+    order = RECORDED["releases"].index
+    return next(
+        entry for entry in RECORDED["definitions"][key] if order(entry["from"]) <= order(release) <= order(entry["to"])
+    )
+
+
+def reached(key: str) -> Any:
+    module, _, path = key.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def same_source(one: Any, other: Any) -> bool:
+    """Of one definition; as in AITER, an old path may execute the moved module once more."""
+    names = (one.__module__, one.__qualname__) == (other.__module__, other.__qualname__)
+    return names and bool(one.__code__.co_filename == other.__code__.co_filename)
+
+
+def exists(key: str) -> bool:
+    try:
+        reached(key)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def check_source(folder: Path, release: str) -> None:
+    for key in definitions(release):
+        function, raw = written(folder, key), as_recorded(release, key)
+        assert function is not None, f"{release} lacks {key} in its source"
+        expected = ast.parse(f"def f({', '.join(raw['parameters'])}): ...").body[0]
+        assert isinstance(expected, ast.FunctionDef)
+        assert texts(function.args) == texts(expected.args), f"{release} {key}"
+        assert (None if function.returns is None else ast.unparse(function.returns)) == raw["returns"]
+        decorators = [node.func.id for node in function.decorator_list if isinstance(node, ast.Call)]  # type: ignore[attr-defined]
+        assert decorators == ([raw["hidden_by"]] if "hidden_by" in raw else [])
+
+
+def check_live(release: str) -> None:
+    for key, definition in definitions(release).items():
+        signature = inspect.signature(reached(key))
+        if definition.hidden_by:
+            assert str(signature) == "(*args, **kwargs)", f"{release} {key} can be inspected"
+            continue
+        kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
+        assert list(kinds) == [parameter.name for parameter in definition.parameters], f"{release} {key}"
+        for parameter in definition.parameters:
+            assert (kinds[parameter.name] is inspect.Parameter.KEYWORD_ONLY) == parameter.keyword_only
+            default = signature.parameters[parameter.name].default
+            assert (default is inspect.Parameter.empty) == (parameter.default is None)
+
+
+@pytest.mark.parametrize("release", EVERY_REF)
+def test_every_recorded_signature_is_there_and_nothing_else(tmp_path: Path, release: str) -> None:
+    make_standin(tmp_path, release)
+    check_source(tmp_path, release)
+    with imported(tmp_path):
+        check_live(release)
+        for alias, target in aliases(release).items():
+            one, other = reached(alias), reached(target)
+            moved = alias.startswith("aiter.ops.triton.") and same_source(one, other)
+            assert one is other or moved, f"{release} {alias}"
+        absent = set(every_key()) - set(definitions(release)) - set(aliases(release))
+        assert not [key for key in absent if exists(key)]
+
+
+@pytest.mark.parametrize("release", ["v0.1.7.post5", "v0.1.8", "v0.1.13-rc2", "v0.1.17-longctx", "v0.1.20"])
+def test_metadata_is_found_under_the_name_of_its_time(tmp_path: Path, release: str) -> None:
+    name, other = ("aiter", "amd-aiter") if release == "v0.1.7.post5" else ("amd-aiter", "aiter")
+    with imported(make_standin(tmp_path, release)) as package:
+        assert importlib.metadata.version(name) == version(release)
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(other)
+        assert not hasattr(package, "__version__")
+        assert importlib.import_module("aiter._version").__version__ == version(release)
+
+
+def test_versions_are_what_setuptools_scm_makes_of_the_tags() -> None:
+    assert version("v0.1.13-rc2") == "0.1.13rc2"
+    assert version("v0.1.13.dev0") == "0.1.13.dev0"
+    assert version("v0.1.16.post6") == "0.1.16.post6"
+    assert version("v0.1.17-longctx") == version("v0.1.17") == "0.1.17"
+
+
+def test_the_record_is_whole_and_in_order() -> None:
+    assert len(RELEASES) == 59 and RECORDED["releases"][-1] == "HEAD"
+    assert "e4048607a5" in RECORDED["source"]
+    for entries in (*RECORDED["definitions"].values(), *RECORDED["aliases"].values()):
+        ends = [RECORDED["releases"].index(entry[end]) for entry in entries for end in ("from", "to")]
+        assert ends == sorted(ends)
+    assert between("v0.1.17-longctx", "v0.1.17", "v0.1.18") and not between("v0.1.13-rc2", "v0.1.13", None)
+    with pytest.raises(KeyError, match="no recorded release"):
+        make_standin(Path("unused"), "v0.1.21")
+
+
+def module_of(package: ModuleType, name: str) -> str:
+    return str(vars(package)[name].__module__)
+
+
+def test_one_name_is_two_functions(tmp_path: Path) -> None:
+    """`aiter.fused_qk_rmsnorm` is the dual norm up to v0.1.13.post1, and a dispatcher with 16 keywords after it."""
+    with imported(make_standin(tmp_path / "old", "v0.1.13.post1")) as package:
+        assert len(inspect.signature(package.fused_qk_rmsnorm).parameters) == 6
+        assert module_of(package, "fused_qk_rmsnorm") == "aiter.ops.fused_qk_norm_rope_cache_quant"
+    with imported(make_standin(tmp_path / "new", "v0.1.14-rc0")) as package:
+        assert len(inspect.signature(package.fused_qk_rmsnorm).parameters) == 16
+        assert not hasattr(package, "_fused_qk_rmsnorm")
+
+
+def test_old_paths_lead_to_the_moved_modules(tmp_path: Path) -> None:
+    with imported(make_standin(tmp_path, "v0.1.19")):
+        old = importlib.import_module("aiter.ops.triton.fused_fp8_quant")
+        assert old.__file__ == importlib.import_module("aiter.ops.triton.quant.fused_fp8_quant").__file__
+        triton = importlib.import_module("aiter.ops.triton")
+        assert triton.rmsnorm is importlib.import_module("aiter.ops.triton.normalization.rmsnorm")
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("aiter.ops.triton.nothing_of_the_kind")
