@@ -137,37 +137,31 @@ class Report:
             raise KeyError(f"no fusion is called {fusion!r}; known: {', '.join(FUSIONS)}")
         records = [record for record in self.records if record.fusion == fusion]
         expected = tuple(decision.layer for decision in self.plan.expected(fusion))
-        fused = self._fused(fusion)
         missed: dict[str, str] = {}
         for layer in expected:
             why = next((record.missed[layer] for record in records if layer in record.missed), None)
             if why is not None:
                 missed[layer] = why
-            elif layer not in fused:
-                if any(self._shares(layer, match) for record in records for match in record.matched):
-                    fused.add(layer)
-                else:
-                    missed[layer] = self._absent(records)
+            elif not self._served(fusion, layer):
+                missed[layer] = self._absent(records)
         other = FUSIONS[fusion].fallback
-        caught = set() if other is None else self._fused(other)
-        missed = {
-            layer: f"{why}; {other} was fused there instead" if layer in caught else why
-            for layer, why in missed.items()
-        }
-        fallen = (layer for layer, _ in self.plan.fallback_specs(fusion))
+        if other is not None:
+            for layer in missed:
+                missed[layer] += f"; {other} was fused there instead" if self._served(other, layer) else ""
         return FusionReport(
             fusion=fusion,
             expected=expected,
-            matched=tuple(layer for layer in expected if layer in fused and layer not in missed),
+            matched=tuple(layer for layer in expected if layer not in missed),
             missed=missed,
             refused={**{d.layer: d.reason for d in self.plan.refused(fusion)}, **missed},
             not_applicable={d.layer: d.reason for d in self.plan.not_applicable(fusion)},
-            instead=tuple(layer for layer in fallen if layer in fused),
+            instead=tuple(layer for layer, _ in self.plan.fallback_specs(fusion) if self._served(fusion, layer)),
         )
 
-    def _fused(self, fusion: str) -> set[str]:
-        """Layers that this fusion was matched in, expected or not."""
-        return {match.layer for record in self.records if record.fusion == fusion for match in record.matched}
+    def _served(self, fusion: str, layer: str) -> bool:
+        """Whether some graph that this layer runs was fused, expected or not."""
+        matches = (match for record in self.records if record.fusion == fusion for match in record.matched)
+        return any(match.layer == layer or self._shares(layer, match) for match in matches)
 
     def _shares(self, layer: str, match: Match) -> bool:
         """Whether a layer without a graph of its own runs the one that a layer of the same spec was matched in.

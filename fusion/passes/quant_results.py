@@ -115,17 +115,16 @@ def _plan_views(result: Node, shape: tuple[Any, ...], inside: set[Node], whole: 
 
     `whole`: an op made the result, in the layout that it was asked for.
     """
+    if whole and _same_shape(value(result).shape, shape):
+        return [(result, None)]
     plans: _Plan = []
     for node in reshapes_of(result):
         if all(user in inside for user in node.users):
             continue
         val = value(node)
-        if _same_shape(val.shape, shape) and (whole or is_contiguous(val)):
-            plans.append((node, None))
-        elif is_contiguous(val):
-            plans.append((node, _sizes(node, val.shape, shape)))
-        else:
+        if not is_contiguous(val):
             raise NotTaken(f"the quantisation's result {node} has strides {tuple(val.stride())}, and is not contiguous")
+        plans.append((node, None if _same_shape(val.shape, shape) else _sizes(node, val.shape, shape)))
     return plans
 
 

@@ -126,7 +126,7 @@ def _read(conversion: Node, normed: Node) -> QuantSite:
     dtype: torch.dtype = conversion.args[1]
     nodes = [conversion]
     scaled = _unclamped(conversion.args[0], largest_of(dtype), normed, nodes)
-    if not isinstance(scaled, Node) or scaled.target not in (aten.div.Tensor, aten.mul.Tensor):
+    if scaled is normed or not isinstance(scaled, Node) or scaled.target not in (aten.div.Tensor, aten.mul.Tensor):
         raise NotTaken(f"{conversion} converts {scaled} to fp8, which no scale was applied to")
     nodes.append(scaled)
     operands = list(scaled.args)
@@ -176,23 +176,27 @@ def _from_factor(factor: Any, dtype: torch.dtype, nodes: list[Node]) -> tuple[An
     inverse = _back(factor, None, nodes, floats=False)
     if not isinstance(inverse, Node):
         raise NotTaken(f"the values are multiplied by {inverse}: a static scale")
-    if inverse.target is aten.reciprocal.default:
+    times = 1.0
+    if inverse.target is aten.mul.Tensor and isinstance(inverse.args[1], float | int):
         nodes.append(inverse)
-        return inverse.args[0], factor
-    # x * (largest / amax), and the scale amax / largest beside it.
-    if inverse.target is aten.mul.Tensor and is_number(inverse.args[1], largest_of(dtype)):
+        times, inverse = float(inverse.args[1]), inverse.args[0]
+    if isinstance(inverse, Node) and inverse.target is aten.reciprocal.default:
+        nodes.append(inverse)
         over = inverse.args[0]
-        if isinstance(over, Node) and over.target is aten.reciprocal.default and isinstance(over.args[0], Node):
-            nodes += [inverse, over]
-            amax = over.args[0]
-            scales = [user for user in amax.users if divides(user, dtype) and user.args[0] is amax]
+        if times == 1.0:
+            return over, factor
+        if is_number(times, largest_of(dtype)):
+            # x * (largest / amax), and the scale amax / largest beside it.
+            amax = _back(over, None, nodes, floats=False)
+            scales = [user for view in reshapes_of(amax) for user in view.users if divides(user, dtype)]
             if len(scales) == 1:
                 return scales[0], factor
             raise NotTaken(
                 f"the values are divided by {amax}, and its {len(scales)} quotients by the format's largest value "
                 "should be one, the scale"
             )
-    raise NotTaken(static(inverse) or f"the values are multiplied by {inverse}, which is no inverse of a scale")
+    given = static(inverse) if isinstance(inverse, Node) else None
+    raise NotTaken(given or f"the values are multiplied by {inverse}, which is no inverse of a scale")
 
 
 def _check_shapes(what: Any, scale: Any, columns: int) -> None:

@@ -93,11 +93,12 @@ def trace(
     grad: bool = False,
     config: FusionConfig | None = None,
     by_weight: bool = False,
+    target: Target | None = None,
     **compile_kwargs: Any,
 ) -> Traced:
     """Compile with the passes, run op by op, and keep the graphs' texts."""
     torch._dynamo.reset()
-    pipeline = Pipeline(plan(specs, Target.named("cpu"), config))
+    pipeline = Pipeline(plan(specs, target or Target.named("cpu"), config))
     traced = Traced(None, pipeline.report)
 
     def recorded(graph: torch.fx.Graph) -> None:

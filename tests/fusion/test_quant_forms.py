@@ -1,0 +1,218 @@
+"""Every way in which engines quantise the normed query is found, fused exactly once, and gives what is stated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fusion_support import HIDDEN, NORMS, TOLERANCE, FusedProjection, Q, mla_spec, trace
+from quant_support import (
+    CPU_FNUZ,
+    FORMS,
+    PLAIN,
+    Quantised,
+    QuantisedTwo,
+    assert_quantised,
+    canonical_group,
+    canonical_per_token,
+    dequantise,
+    exact_query,
+    exact_scales,
+    fusion_of,
+    sglang_group,
+    trace_quantised,
+    vllm_group,
+    vllm_per_token,
+)  # fmt: skip
+from torch import nn
+
+ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
+"""What the graphs round before they quantise, which the fused op does not: twice to the activations' dtype."""
+
+
+def assert_fused(module: Any, x: torch.Tensor, quant: str, *, ue8m0: bool = False, **kwargs: Any) -> Any:
+    with torch.no_grad():
+        eager = module(x)
+    traced = trace_quantised(module, x, quant, **kwargs)
+    verdict = traced.report.of(fusion_of(quant))
+    assert verdict.matched == verdict.expected == ("layer 0",), str(traced.report)
+    assert traced.report.of(PLAIN).instead == ()
+    (after,) = traced.after
+    assert after.count(f"layerfuse.{fusion_of(quant)}(") == traced.fused == 1
+    assert not any(word in after for word in ("rsqrt", "amax", "aten.max", "aten.abs", "reciprocal")), after
+    values, scales, keys, rest = traced.output
+    assert [part.stride() for part in traced.output] == [part.stride() for part in eager]
+    normed = exact_query(module, x)
+    wanted = exact_scales(normed, scales.shape[-1], ue8m0=ue8m0)
+    torch.testing.assert_close(scales.double(), wanted, rtol=1e-5, atol=0)
+    # Against what is stated, and against the unfused module, which has rounded twice before.
+    assert_quantised(values, scales, normed, rounding=1e-5)
+    rounding = ROUNDING[x.dtype]
+    assert_quantised(eager[0], eager[1], normed, rounding=rounding)
+    torch.testing.assert_close(scales, eager[1], rtol=1.01 if ue8m0 else rounding, atol=0)
+    ours, theirs = ((dequantise(*pair).double() - normed).abs().mean() for pair in ((values, scales), eager[:2]))
+    assert ours <= theirs * 1.02
+    torch.testing.assert_close(keys, eager[2], **TOLERANCE[x.dtype])
+    if isinstance(module, QuantisedTwo):
+        # A product of quantised values: each is off by up to 2**-4, 2.6 % of it in the mean square.
+        assert (rest - eager[3]).float().norm() <= 0.04 * eager[3].float().norm()
+    else:
+        assert torch.equal(rest, eager[3])
+    return traced
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_form(form: str, dtype: torch.dtype) -> None:
+    quantise, quant = FORMS[form]
+    assert_fused(Quantised(quantise).to(dtype), torch.randn(7, HIDDEN, dtype=dtype), quant, ue8m0="ue8m0" in quant)
+
+
+@pytest.mark.parametrize("form", ["vllm, per token", "vllm, groups", "deepgemm, groups", "canonical, groups"])
+@pytest.mark.parametrize("norm", sorted(set(NORMS) - {"llama", "torch"}))
+def test_every_norm(form: str, norm: str) -> None:
+    quantise, quant = FORMS[form]
+    assert_fused(Quantised(quantise, NORMS[norm]).bfloat16(), torch.randn(7, HIDDEN, dtype=torch.bfloat16), quant)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_product_comes_before_the_keys(form: str) -> None:
+    quantise, quant = FORMS[form]
+    x = torch.randn(7, HIDDEN, dtype=torch.bfloat16)
+    assert_fused(QuantisedTwo(quantise).bfloat16(), x, quant, ue8m0="ue8m0" in quant)
+
+
+ROW_MAJOR = [form for form, (_, quant) in FORMS.items() if "column" not in quant]
+
+
+@pytest.mark.parametrize("leading", [(2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("form", ROW_MAJOR)
+def test_more_dimensions(form: str, leading: tuple[int, ...]) -> None:
+    quantise, quant = FORMS[form]
+    module = Quantised(quantise).half()
+    assert_fused(module, torch.randn(*leading, HIDDEN, dtype=torch.float16), quant, ue8m0="ue8m0" in quant)
+
+
+@pytest.mark.parametrize("shape", [Quantised, QuantisedTwo])
+@pytest.mark.parametrize("form", FORMS)
+def test_one_graph_serves_every_token_count(form: str, shape: Any) -> None:
+    quantise, quant = FORMS[form]
+    x = torch.randn(7, HIDDEN)
+    torch._dynamo.mark_dynamic(x, 0)
+    traced = assert_fused(shape(quantise), x, quant, ue8m0="ue8m0" in quant)
+    assert "float8_e4m3fn[s" in traced.after[0]
+
+
+@pytest.mark.parametrize("form", ["vllm, per token", "vllm, groups", "sglang, groups", "canonical, groups"])
+def test_batches_and_tokens_may_both_vary(form: str) -> None:
+    quantise, quant = FORMS[form]
+    x = torch.randn(2, 3, HIDDEN)
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(x, 1)
+    assert_fused(QuantisedTwo(quantise), x, quant)
+
+
+def test_the_format_of_gfx942() -> None:
+    module = Quantised(lambda x: vllm_per_token(x, 240.0, torch.float8_e4m3fnuz)).bfloat16()
+    x = torch.randn(7, HIDDEN, dtype=torch.bfloat16)
+    traced = trace_quantised(module, x, "per_token", target=CPU_FNUZ)
+    assert traced.fused == 1
+    values, scales = traced.output[:2]
+    assert values.dtype == torch.float8_e4m3fnuz
+    torch.testing.assert_close(scales.double(), exact_scales(exact_query(module, x), 1, 240.0), rtol=1e-5, atol=0)
+
+
+def test_rows_of_zeros_and_tiny_rows() -> None:
+    # The graph's floor is 1 / (448 * 512) under the scale, the op's 1e-10 / 448: only such rows differ.
+    module = Quantised(vllm_per_token)
+    x = torch.randn(3, HIDDEN)
+    x[0] = 0
+    x[1] *= 1e-7
+    with torch.no_grad():
+        eager = module(x)
+    values, scales, *_ = trace_quantised(module, x, "per_token").output
+    assert (values[0].float() == 0).all() and (eager[0][0].float() == 0).all()
+    assert scales[0].item() == pytest.approx(1e-10 / 448)
+    assert eager[1][0].item() == pytest.approx(1 / (448 * 512))
+    # The floor under the scale leaves a tiny row few steps; without it the row has them all.
+    normed = exact_query(module, x)
+    assert scales[1] < eager[1][1]
+    assert_quantised(values[1:], scales[1:], normed[1:], rounding=1e-5)
+    ours, theirs = (
+        (dequantise(v[1:2], s[1:2]).double() - normed[1:2]).abs().mean() for v, s in ((values, scales), eager[:2])
+    )
+    assert ours < theirs
+    torch.testing.assert_close(values[2].float(), eager[0][2].float(), rtol=2**-3, atol=2**-9)
+
+
+def test_without_a_floor_a_row_of_zeros_is_nan_until_it_is_fused() -> None:
+    quantise, quant = FORMS["torchao, no floor"]
+    module, x = Quantised(quantise), torch.zeros(2, HIDDEN)
+    with torch.no_grad():
+        assert module(x)[0].float().isnan().all()
+    values, scales, *_ = trace_quantised(module, x, quant).output
+    assert (values.float() == 0).all() and (scales > 0).all()
+
+
+class Twice(FusedProjection):
+    """Two readers quantise the same value the same way, as an indexer beside the attention does."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        q, kv, _ = self.split(x)
+        query = self.q_norm(q)
+        return *sglang_group(query), self.kv_norm(kv), *vllm_group(query)
+
+
+def test_two_equal_quantisations_are_one() -> None:
+    x = torch.randn(5, HIDDEN)
+    traced = trace_quantised(Twice(), x, "group128")
+    assert traced.fused == 1
+    a, a_scales, _, b, b_scales = traced.output
+    assert torch.equal(a.float(), b.float()) and torch.equal(a_scales, b_scales)
+
+
+class Stack(nn.Module):
+    def __init__(self, *quantise: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Quantised(each) for each in quantise)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return tuple(part for layer in self.layers for part in layer(x))
+
+
+@pytest.mark.parametrize("by_weight", [True, False])
+def test_each_layer_gets_its_own(by_weight: bool) -> None:
+    specs = [(f"layers.{i}", mla_spec(i)) for i in range(3)]
+    model = Stack(sglang_group, vllm_group, canonical_group)
+    traced = trace_quantised(model, torch.randn(5, HIDDEN), "group128", specs=specs, by_weight=by_weight)
+    assert traced.fused == 3
+    assert traced.report.of(fusion_of("group128")).matched == ("layers.0", "layers.1", "layers.2")
+
+
+@pytest.mark.parametrize(
+    "quantise",
+    [
+        canonical_per_token,
+        lambda x: canonical_per_token(x, True),
+        canonical_group,
+        lambda x: canonical_group(x, 64, True, True),
+        lambda x: canonical_group(x, 32, False, True),
+    ],
+)
+@pytest.mark.parametrize("rows", [(7,), (2, 3)])
+def test_canonical_ops_that_nothing_took_are_lowered_bit_for_bit(quantise: Any, rows: tuple[int, ...]) -> None:
+    class Alone(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return quantise(x)
+
+    x = torch.randn(*rows, Q, dtype=torch.bfloat16)
+    x[0] = 0
+    x[-1, ..., 5] = torch.nan
+    traced = trace(Alone(), x, specs=[])
+    # Rows in several dimensions, laid out column by column, are said best by the op itself.
+    stays = len(rows) > 1 and not quantise(x)[1].is_contiguous()
+    assert ("layerfuse" in traced.after[0]) == stays
+    for got, wanted in zip(traced.output, quantise(x), strict=True):
+        assert got.stride() == wanted.stride()
+        assert torch.equal(got.float().nan_to_num(nan=7e7), wanted.float().nan_to_num(nan=7e7))
