@@ -33,8 +33,13 @@ class _Step(NamedTuple):
     warps: int
 
 
-_PLAIN = (_Step(2048, True, False, 4), _Step(float("inf"), False, True, 2))
-_QUANT = (_Step(2048, True, False, 4), _Step(8192, False, False, 2), _Step(float("inf"), False, False, 1))
+_PLAIN = (_Step(1024, True, False, 4), _Step(3072, False, True, 2), _Step(float("inf"), False, True, 4))
+_QUANT = (
+    _Step(128, True, False, 4),
+    _Step(512, False, False, 4),
+    _Step(6144, False, False, 2),
+    _Step(float("inf"), False, False, 1),
+)
 
 
 def regime(rows: int, quantised: bool) -> int:
