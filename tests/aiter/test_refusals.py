@@ -1,0 +1,248 @@
+"""What AITER would answer wrongly is refused, in the releases in which it would; and only there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expected import REPRESENTATIVE, No
+from held import EPSILON, FP8, communicator, installed, pair, random, rms_norm, weight
+from refusals import REFUSED, TAKEN
+from standin import RELEASES, StandInMisuse, make_standin
+from test_bindings import expected_of
+
+from layerfuse.fusion.backends import aiter as amd
+from layerfuse.fusion.backends.aiter import AiterCallError, AiterUnavailableError, Call
+from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS
+from layerfuse.fusion.ops.rms_norm import normalise, normalise_wide
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_every_case_in_a_release(release, tmp_path):
+    at = RELEASES.index(release)
+    with installed(make_standin(tmp_path / "a", release)):
+        for case in (*TAKEN, *REFUSED):
+            if isinstance(expected_of(case.binding, release), No):
+                continue
+            reason = amd.bound(case.binding).refuses(Call(**case.call))
+            if any(RELEASES.index(first) <= at <= RELEASES.index(last) for first, last in case.releases):
+                assert reason is not None, case
+                assert case.words in reason
+            else:
+                assert reason is None, case
+
+
+def test_every_restriction_has_a_case():
+    """A row of the table that no call here meets would be a claim without a test."""
+    unmet = [
+        (r.bindings, r.kind, r.reason)
+        for r in RESTRICTIONS
+        if not any(case.binding in r.bindings and r.when(Call(fp8=FP8, **case.call)) for case in REFUSED)
+    ]
+    assert unmet == []
+
+
+def test_nothing_follows_from_what_is_not_known():
+    always = [r for r in RESTRICTIONS if r.when(Call())]
+    assert [r.kind for r in always] == ["epsilon"], "only what holds for every call may hold for an unknown one"
+
+
+def test_check_raises_what_refuses_says(tmp_path):
+    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+        bound = amd.bound("mla_dual_rms_norm")
+        bound.check(Call(dtype=torch.bfloat16))
+        with pytest.raises(
+            AiterCallError, match="aiter, mla_dual_rms_norm: its kernel takes float16 and bfloat16 only"
+        ):
+            bound.check(Call(dtype=torch.float32))
+
+
+def test_bound_raises_where_bind_answers(tmp_path):
+    with installed(make_standin(tmp_path / "a", "v0.1.5")):
+        with pytest.raises(AiterUnavailableError, match="aiter, mla_dual_rms_norm: this build") as caught:
+            amd.bound("mla_dual_rms_norm")
+        assert caught.value.binding == "mla_dual_rms_norm"
+
+
+# ---- the same calls made all the same: AITER fails, or is wrong without a word
+
+
+def test_the_refused_is_really_wrong(tmp_path):
+    x = random(4, 12288)
+    with installed(make_standin(tmp_path / "a", "v0.1.17")):
+        with pytest.raises(StandInMisuse, match="gemma_norm is silently dropped"):
+            amd.bound("add_rms_norm").call(x, x, weight(12288), EPSILON, 1.0)
+        with pytest.raises(AiterCallError, match="only up to 8192 columns"):
+            amd.bound("rms_norm").call(x, weight(12288), EPSILON, 1.0)
+    with installed(make_standin(tmp_path / "b", "v0.1.10.post1")):
+        with pytest.raises(TypeError, match="4 positional arguments but 5"):
+            amd.bound("rms_norm").call(x, weight(12288), EPSILON, 0.0)
+        with pytest.raises(RuntimeError, match="group_size not support"):
+            amd.bound("rms_norm_quant").call(x[:, :5120], weight(5120), EPSILON, 0.0, FP8, 128, False)
+    with installed(make_standin(tmp_path / "c", "v0.1.19")):
+        q, kv = pair(4)
+        call = amd.bound("mla_dual_rms_norm_per_token_quant").call
+        with pytest.raises(ValueError, match="fp8"):
+            call(q, kv, weight(256), weight(128), EPSILON, EPSILON, torch.float8_e4m3fnuz, False)
+
+
+# ---- what changes from call to call
+
+
+def _misaligned(*shape: int) -> torch.Tensor:
+    """Contiguous, but its rows start two bytes behind a multiple of 16."""
+    whole = random(shape[0] * shape[1] + 1)
+    return whole[1:].view(shape)
+
+
+STRANGE = {
+    "a base two bytes off": lambda: _misaligned(5, 256),
+    "rows an odd number of elements apart": lambda: random(5, 257)[:, :256],
+    "columns apart": lambda: random(5, 512)[:, ::2],
+    "transposed": lambda: random(256, 5).t(),
+    "one row over and over": lambda: random(1, 256).expand(5, 256),
+    "one row, its stride of no meaning": lambda: random(3, 300)[:1].as_strided((1, 256), (1, 1)),
+    "four dimensions, permuted": lambda: random(3, 2, 4, 256).permute(1, 2, 0, 3),
+    "columns of four dimensions": lambda: random(2, 3, 4, 300)[..., 8:264],
+}
+
+
+@pytest.mark.parametrize("release", ["v0.1.5", "v0.1.12", "v0.1.20"])
+@pytest.mark.parametrize("strange", STRANGE)
+def test_strange_strides_give_the_same_numbers(release, strange, tmp_path):
+    x = STRANGE[strange]()
+    kv = x[..., :128]
+    strange_weight = torch.stack([weight(256), weight(256)], dim=1)[:, 0]
+    with installed(make_standin(tmp_path / "a", release)):
+        out = amd.bound("rms_norm").call(x, strange_weight, EPSILON, 0.0)
+        torch.testing.assert_close(out, normalise(x, weight(256), EPSILON))
+        out, summed = amd.bound("add_rms_norm").call(x, x, strange_weight, EPSILON, 0.0)
+        torch.testing.assert_close(summed, (x.float() * 2).to(x.dtype))
+        torch.testing.assert_close(out, normalise_wide(x.float() * 2, weight(256).float(), EPSILON).to(x.dtype))
+        if release == "v0.1.5":
+            return
+        for name in ("mla_dual_rms_norm", "mla_dual_rms_norm_group_quant"):
+            quant = (FP8, 64, True, False) if name.endswith("quant") else ()
+            *_, kv_out = amd.bound(name).call(x, kv, strange_weight, weight(128), EPSILON, 1e-6, *quant)
+            torch.testing.assert_close(kv_out, normalise(kv, weight(128), 1e-6))
+
+
+@pytest.mark.parametrize("width", [12288, 8200])
+@pytest.mark.parametrize("release", ["v0.1.10.post2", "v0.1.17", "v0.1.20"])
+def test_wide_rows_take_the_generic_kernels(release, width, tmp_path):
+    x = random(3, width + 8)[:, :width]
+    with installed(make_standin(tmp_path / "a", release)):
+        torch.testing.assert_close(
+            amd.bound("rms_norm").call(x, weight(width), EPSILON, 0.0), normalise(x, weight(width), EPSILON)
+        )
+        out, _ = amd.bound("add_rms_norm").call(x, x, weight(width), EPSILON, 0.0)
+        expected = normalise_wide(x.float() * 2, weight(width).float(), EPSILON).to(x.dtype)
+        torch.testing.assert_close(out, expected)
+
+
+def test_float32_where_there_is_a_kernel_for_it(tmp_path):
+    x = random(3, 264, dtype=torch.float32)[:, :256]
+    by = weight(256).float()
+    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+        torch.testing.assert_close(amd.bound("rms_norm").call(x, by, EPSILON, 0.0), normalise(x, by, EPSILON))
+        out, _ = amd.bound("add_rms_norm").call(x, x, by, EPSILON, 0.0)
+        torch.testing.assert_close(out, normalise(x * 2, by, EPSILON))
+
+
+def test_more_dimensions_cannot_reach_a_kernel_that_takes_the_width_from_dimension_1(tmp_path):
+    with installed(make_standin(tmp_path / "a", "v0.1.16")):
+        rms_norm(amd.bound("rms_norm").call)  # up to three dimensions; the stand-in fails on any but two
+
+
+WRONG_CALLS = {
+    "a weight of another dtype": (
+        "rms_norm",
+        lambda call: call(random(2, 256), weight(256).float(), EPSILON, 0.0),
+        "weight is torch.float32, the activations torch.bfloat16",
+    ),
+    "a residual of another dtype": (
+        "add_rms_norm",
+        lambda call: call(random(2, 256), random(2, 256).float(), weight(256), EPSILON, 0.0),
+        "residual must be like x",
+    ),
+    "a residual of another shape": (
+        "add_rms_norm",
+        lambda call: call(random(2, 256), random(1, 256), weight(256), EPSILON, 0.0),
+        "residual must be like x",
+    ),
+    "an offset that gemma_norm does not mean": (
+        "add_rms_norm",
+        lambda call: call(random(2, 256), random(2, 256), weight(256), EPSILON, 0.5),
+        "weight_offset 0.5: 1 is the only other offset",
+    ),
+    "a gate without a kernel": (
+        "triton_gated_rms_norm_quant",
+        lambda call: call(random(2, 128), random(2, 128), weight(128), EPSILON, FP8, None, "relu"),
+        "activation must be one of silu, sigmoid",
+    ),
+    "heads of another width": (
+        "gated_rms_norm_group_quant",
+        lambda call: call(random(2, 3, 64), random(2, 3, 64), weight(64), EPSILON, FP8, False),
+        r"x must be \(..., heads, 128\)",
+    ),
+    "too many heads": (
+        "gated_rms_norm_per_token_quant",
+        lambda call: call(random(1, 130, 128), random(1, 130, 128), weight(128), EPSILON, FP8),
+        "130 heads",
+    ),
+    "half of a second input": (
+        "triton_rms_norm_group_quant",
+        lambda call: call(random(2, 256), weight(256), EPSILON, FP8, 64, False, random(2, 128)),
+        "come together",
+    ),
+    "indices in int64": (
+        "mla_metadata",
+        lambda call: call(*[torch.zeros(2, dtype=torch.int64)] * 3, 16, 1, True, {}),
+        "index tensors are int32",
+    ),
+    "a page size that is no power of two": (
+        "mla_metadata",
+        lambda call: call(*[torch.zeros(2, dtype=torch.int32)] * 3, 16, 1, True, {}, page_size=3),
+        "powers of two only",
+    ),
+    "a level that would not quantise": (
+        "qr_all_reduce_rms_norm",
+        lambda call: call(1, random(2, 256), random(2, 256), weight(256), EPSILON, 0.0, 4, False),
+        "quant_level 4",
+    ),
+    "an offset for the grouped all-reduce": (
+        "all_reduce_rms_norm_group_quant",
+        lambda call: call(communicator(), *[random(2, 512)] * 2, weight(512), EPSILON, 1.0, 128, False, False),
+        "has no such option",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_CALLS)
+def test_a_wrong_call_is_an_error_with_words(wrong, tmp_path):
+    name, call, words = WRONG_CALLS[wrong]
+    with (
+        installed(make_standin(tmp_path / "a", "v0.1.20")),
+        pytest.raises(AiterCallError, match=words) as caught,
+    ):
+        call(amd.bound(name).call)
+    assert caught.value.binding == name
+
+
+UNKNOWN_OPTIONS = {
+    "v0.1.7": ("mla_metadata_info", {"intra_batch_mode": True}),
+    "v0.1.15": ("mla_metadata_info", {"max_split_per_batch": 4}),
+}
+
+
+@pytest.mark.parametrize("release", UNKNOWN_OPTIONS)
+def test_an_option_of_a_later_release_is_not_dropped(release, tmp_path):
+    name, options = UNKNOWN_OPTIONS[release]
+    with (
+        installed(make_standin(tmp_path / "a", release)),
+        pytest.raises(AiterCallError, match="the installed function has no such option"),
+    ):
+        amd.bound(name).call(4, 1, 16, torch.bfloat16, torch.bfloat16, False, **options)
+
+
+def test_representative_releases_are_releases():
+    assert set(REPRESENTATIVE) <= set(RELEASES)
