@@ -97,6 +97,16 @@ def test_per_group_quantisation_lost_its_transposed_scales_for_a_while(
             fused(X, RESIDUAL, WEIGHT, EPS, transpose_scale=True)
 
 
+@pytest.mark.parametrize("release", ["v0.1.14-rc0", "v0.1.20"])
+def test_a_row_of_zeros_has_a_scale_of_one(aiter_of: Callable[..., Any], release: str) -> None:
+    aiter_of(release)
+    zeros = torch.zeros(2, WIDTH).bfloat16()
+    for method in (communicator().custom_fused_ar_rms_quant, communicator().custom_fused_ar_rms_per_group_quant):
+        stage = {"use_1stage": False}
+        values, summed, scales = method(zeros, zeros, WEIGHT, EPS, **stage)
+        assert not values.float().any() and not summed.any() and bool((scales == 1).all())
+
+
 def test_when_the_communicator_does_nothing(aiter_of: Callable[..., Any]) -> None:
     aiter_of("v0.1.20")
     ranks = communicator()

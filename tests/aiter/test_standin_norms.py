@@ -173,6 +173,18 @@ def test_the_opus_kernel_takes_float32_and_checks_by_assertions(aiter_of: Callab
         package.rms_norm(x, weight.bfloat16(), EPS)
 
 
+def test_the_opus_kernel_reads_rows_by_one_stride(aiter_of: Callable[..., Any]) -> None:
+    package, weight, residual = aiter_of("v0.1.20"), torch.rand(8), torch.randn(2, 3, 8)
+    split, turned = torch.randn(2, 3, 16)[..., :8], torch.randn(3, 2, 8).transpose(0, 1)
+    out, summed = torch.zeros(2, 3, 8), torch.zeros(2, 3, 8)
+    package.rmsnorm2d_fwd_with_add(out, split, residual, summed, weight, EPS)
+    close(out, exact(split.double() + residual.double(), weight))
+    with pytest.raises(StandInMisuse, match="evenly apart"):
+        package.rmsnorm2d_fwd_with_add(out, turned, residual, summed, weight, EPS)
+    with pytest.raises(AssertionError, match="bad out"):
+        package.rms_norm(turned, weight, EPS)
+
+
 # ---- Triton
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerfuse.fusion.ops.quantisation import quantise
 from layerfuse.fusion.ops.rms_norm import normalise_wide
 
-from .behaviour import Call, body
+from .behaviour import LARGEST, Call, body
 from .misuse import SIXTEEN_BIT, StandInMisuse, check, expect, expect_bool, expect_like, expect_rows, expect_weight
 
 CLASS = "aiter.dist.device_communicators.custom_all_reduce:CustomAllreduce"
@@ -142,9 +141,17 @@ def fused_ar_rms(call: Call) -> tuple[Tensor, ...]:
     return (res_out, out) if call.until("v0.1.7.post2") else (out, res_out)
 
 
+def _quantise(values: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
+    """fp8 and one scale per group. Zeros get a scale of 1: there is no smallest scale, unlike in the other kernels."""
+    grouped, largest = values.unflatten(-1, (-1, group_size)), LARGEST[dtype]
+    amax = grouped.abs().amax(-1)
+    scales = torch.where(amax == 0, 1.0, amax / largest)
+    return (grouped / scales.unsqueeze(-1)).clamp(-largest, largest).flatten(-2).to(dtype), scales
+
+
 def _per_token(call: Call, normed: Tensor, res_out: Tensor) -> tuple[Tensor, ...]:
     expect(call.get("out_hidden_dim", 0) in (0, normed.shape[-1]), "out_hidden_dim is silently ignored here")
-    values, scales = quantise(normed, call.fp8, None, False, False)
+    values, scales = _quantise(normed, call.fp8, normed.shape[-1])
     out = _check_output(call["out"], values, "out")
     out.copy_(values)
     scale = _check_output(call["scale_out"], scales, "scale_out").copy_(scales)
@@ -208,7 +215,7 @@ def fused_ar_rms_per_group_quant(call: Call) -> tuple[Tensor, ...]:
     pack = 16 // x.element_size()
     check(weight.numel() % pack == 0 and weight.numel() // pack <= 1024, f"n {weight.numel()} not supported")
     normed = normalise_wide(total, weight.float(), call["eps"])
-    values, scales = quantise(normed, call.fp8, group_size, False, False)
+    values, scales = _quantise(normed, call.fp8, group_size)
     if call.get("transpose_scale", False):
         if x.dim() != 2:
             raise StandInMisuse("transposed scales take two dimensions only")

@@ -46,6 +46,9 @@ def _check_input(x: Tensor, weight: Tensor, kernel: str, **others: Tensor | None
         )
         for name, tensor in given.items():
             check(tensor.is_contiguous() and tensor.dtype == x.dtype, f"{name} must be contiguous", AssertionError)
+        if "residual_in" in given and x.dim() > 2:
+            rows = x.is_contiguous() or x.stride() == x.flatten(0, -2).unflatten(0, x.shape[:-1]).stride()
+            expect(rows, "input's rows are not evenly apart, but are read by one stride")
         return
     check(x.dtype in SIXTEEN_BIT, f"not support input type: {x.dtype}")
     if kernel == "hip":
@@ -91,8 +94,9 @@ def rms_norm(call: Call) -> Tensor:
     if call.name == "rmsnorm2d_fwd" and kernel == "ck" and call.release == "v0.1.10.post1":
         raise TypeError("rmsnorm2d_fwd_ck() takes 4 positional arguments but 5 were given")
     _check_input(x, call["weight"], kernel)
-    out = _normed(x, call["weight"], call["epsilon"], False, sensitive)
-    return torch.empty_like(x).copy_(out)
+    out = torch.empty_like(x)
+    check(kernel != "opus" or out.is_contiguous(), "rms_norm_opus: bad out", AssertionError)
+    return out.copy_(_normed(x, call["weight"], call["epsilon"], False, sensitive))
 
 
 def _with_add(call: Call, kernel: str, gemma: bool, sensitive: int) -> None:
