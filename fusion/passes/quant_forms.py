@@ -50,6 +50,8 @@ class Described(NamedTuple):
     columns: int | None
     column_major: bool
     use_ue8m0: bool
+    largest_fnuz: float = 240.0
+    "What it scales the largest magnitude to in e4m3fnuz; vLLM keeps below the format's own."
 
 
 _Arguments = Mapping[str, Any]
@@ -78,13 +80,13 @@ def _vllm_ir(given: _Arguments) -> Described | str:
         return "it has one scale for the whole tensor"
     if given.get("scale_ub") is not None or given.get("num_token_padding") is not None:
         return "it bounds its scale or pads its rows"
-    return Described(None, False, False)
+    return Described(None, False, False, 224.0)
 
 
 def _vllm_ir_group(given: _Arguments) -> Described | str:
     if given["group_shape"][0] != 1 or given.get("scale_alignment", 1) != 1:
         return "its groups span rows, or its scales are padded"
-    return Described(given["group_shape"][1], given["column_major"], given["use_ue8m0"])
+    return Described(given["group_shape"][1], given["column_major"], given["use_ue8m0"], 224.0)
 
 
 ONE_OP_QUANTS: dict[str, Callable[[_Arguments], Described | str]] = {

@@ -86,6 +86,8 @@ def _one_op(node: Node, said: Described | str) -> QuantSite:
     columns = width if said.columns is None else said.columns
     if width % columns:
         raise NotTaken(f"the last group of {node} is short: {columns} columns of {width}")
+    if val[0].dtype == torch.float8_e4m3fnuz and said.largest_fnuz != largest_of(val[0].dtype):
+        raise NotTaken(f"{node} reaches {said.largest_fnuz:g}, and the fused op {largest_of(val[0].dtype):g}")
     return QuantSite(
         form=str(node.target),
         dtype=val[0].dtype,

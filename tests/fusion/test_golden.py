@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_support import HIDDEN, FusedProjection, TwoProjections, mla_spec, torch_norm, trace
+from fusion_support import HIDDEN, FusedProjection, Traced, TwoProjections, mla_spec, torch_norm, trace
+from quant_support import QuantisedTwo, sglang_group, trace_quantised, vllm_per_token
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -28,9 +29,28 @@ GOLDEN = Path(__file__).parent / "golden"
 )
 def test_golden(name: str, module: Any, dtype: torch.dtype) -> None:
     traced = trace(module().to(dtype), torch.randn(5, HIDDEN, dtype=dtype), specs=[mla_spec()])
+    assert_golden(name, traced)
+    assert traced.fused == (0 if name.startswith("look_alike") else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "quantise", "quant"),
+    [
+        ("per_token_quant_bf16", vllm_per_token, "per_token"),
+        ("group_quant_bf16", sglang_group, "group128"),
+        ("look_alike_group_size", sglang_group, "group64"),
+    ],
+)
+def test_golden_quantised(name: str, quantise: Any, quant: str) -> None:
+    x = torch.randn(5, HIDDEN, dtype=torch.bfloat16)
+    traced = trace_quantised(QuantisedTwo(quantise).bfloat16(), x, quant)
+    assert_golden(name, traced)
+    assert ("_quant(" in traced.after[0]) == (not name.startswith("look_alike"))
+
+
+def assert_golden(name: str, traced: Traced) -> None:
     text = f"# before\n{traced.before[0]}\n\n# after\n{traced.after[0]}\n"
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("LAYERFUSE_REGENERATE"):
         path.write_text(text)
     assert text == path.read_text()
-    assert traced.fused == (0 if name.startswith("look_alike") else 1)

@@ -1,0 +1,195 @@
+"""A quantisation that is not the plan's, or not safe to take in, stays as it is, and the report says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fusion_support import HIDDEN, Q, mla_spec, trace
+from quant_support import (
+    CPU_FNUZ,
+    CPU_FP8,
+    FP8,
+    MAX,
+    Quantised,
+    Wrapped,
+    assert_left,
+    canonical_group,
+    canonical_per_token,
+    config,
+    fusion_of,
+    sglang_group,
+    trace_quantised,
+    vllm_group,
+    vllm_per_token,
+)
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from layerfuse.fusion import plan
+from layerfuse.fusion.passes import MLADualRMSNormPerTokenQuantPass, Pipeline
+
+# ---- what the plan says and the graph does not ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quantise", "quant", "reason"),
+    [
+        (vllm_group, "group64", "the graph quantises groups of 128, the plan says 64"),
+        (vllm_group, "per_token", "the graph quantises groups of 128, the plan says one scale per token"),
+        (vllm_per_token, "group128", "the graph quantises with one scale per token, the plan says 128"),
+        (canonical_per_token, "group128", "the graph quantises with one scale per token, the plan says 128"),
+        (vllm_group, "group128,ue8m0", "the graph's scales are not rounded, the plan's powers of two"),
+        (
+            lambda x: vllm_group(x, ue8m0=True),
+            "group128",
+            "the graph's scales are powers of two, the plan's not rounded",
+        ),
+        (vllm_group, "group128,column_major", "the graph has the scales row by row, the plan column by column"),
+        (canonical_group, "group128,column_major", "the graph has the scales row by row, the plan column by column"),
+        (
+            lambda x: vllm_group(x, column_major=True),
+            "group128",
+            "the graph has the scales column by column, the plan row by row",
+        ),
+        (
+            lambda x: canonical_group(x, column=True),
+            "group128",
+            "the graph has the scales column by column, the plan row by row",
+        ),
+    ],
+)
+def test_another_quantisation_than_planned(quantise: Any, quant: str, reason: str) -> None:
+    assert_left(Quantised(quantise), quant, reason)
+
+
+def test_another_format_than_the_targets() -> None:
+    reason = "the graph quantises to torch.float8_e4m3fn, and cpu takes e4m3fnuz"
+    assert_left(Quantised(vllm_per_token), "per_token", reason, target=CPU_FNUZ)
+
+
+def test_two_quantisations_that_differ() -> None:
+    def both(x: Tensor) -> tuple[Tensor, ...]:
+        return (*vllm_group(x), *vllm_group(x, 64))
+
+    class Module(Quantised):
+        def forward(self, x: Tensor) -> Any:
+            q, kv, _ = self.split(x)
+            return *self.quantise(self.q_norm(q)), self.kv_norm(kv)
+
+    assert_left(Module(both), "group128", "the graph quantises groups of 64, the plan says 128")
+
+
+def test_columns_of_rows_in_two_dimensions() -> None:
+    # Each batch column by column is not the whole column by column.
+    module = Quantised(lambda x: vllm_group(x, column_major=True))
+    assert_left(module, "group128,column_major", "neither row by row nor column by column", x=torch.randn(2, 3, HIDDEN))
+
+
+# ---- norms that are no pair, as for the plain fusion ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kv_epsilon", [1e-5, 1e-6 + 1e-7])
+def test_an_epsilon_off(kv_epsilon: float) -> None:
+    assert_left(Quantised(vllm_per_token, kv_epsilon=kv_epsilon), "per_token", "has epsilon", plain=False)
+
+
+def test_saved_for_the_backward_pass() -> None:
+    class Weighted(Quantised):
+        def forward(self, x: Tensor) -> Any:
+            values, scales, *rest = super().forward(x)
+            return (values.float() * scales, *rest)
+
+    module = Wrapped(Weighted(vllm_per_token))
+    specs = [("layer", mla_spec())]
+    traced = trace_quantised(module, torch.randn(5, HIDDEN), "per_token", specs=specs, by_weight=True, grad=True)
+    assert traced.fused == 0
+    assert traced.report.of(fusion_of("per_token")).missed
+
+
+class Breaks(Quantised):
+    """The quantisation is in the next graph."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, kv, k_pe = self.split(x)
+        query, keys = self.q_norm(q), self.kv_norm(kv)
+        torch._dynamo.graph_break()
+        return *self.quantise(query), keys, k_pe.exp()
+
+
+def test_a_graph_break_in_between() -> None:
+    traced = trace_quantised(
+        Wrapped(Breaks(vllm_per_token)),
+        torch.randn(5, HIDDEN),
+        "per_token",
+        specs=[("layer", mla_spec())],
+        by_weight=True,
+    )
+    verdict = traced.report.of(fusion_of("per_token"))
+    assert "nothing quantises the normed query" in verdict.missed["layer"]
+    assert verdict.missed["layer"].endswith("; mla_dual_rms_norm was fused there instead")
+    assert traced.fused == 1
+
+
+# ---- graphs that really write in place -----------------------------------------------------------------------------
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("the query", "nothing quantises the normed query"),
+        ("the scale", "the scale comes from mul_, which is no step of a known quantisation"),
+        ("elsewhere", "writes in place between the norm and its quantisation"),
+        ("after", None),
+    ],
+)
+def test_writes_in_place(place: str, reason: str | None) -> None:
+    def function(x: Tensor, q_weight: Tensor, kv_weight: Tensor) -> Any:
+        x = x + 0
+        q, kv, k_pe = x.split([Q, 512, 64], -1)
+        keys = _norm(kv, kv_weight)
+        query = _norm(q, q_weight)
+        if place == "the query":
+            query.mul_(2)
+        scale = torch.ops.prims.convert_element_type(query, torch.float32).abs().amax(-1, keepdim=True) / MAX
+        if place == "the scale":
+            scale.mul_(2)
+        if place == "elsewhere":
+            k_pe.add_(1)
+        values = torch.ops.prims.convert_element_type(query / scale, FP8)
+        if place == "after":
+            k_pe.mul_(2)
+        return values, scale, keys, k_pe
+
+    inputs = (torch.randn(3, Q + 512 + 64), torch.rand(Q), torch.rand(512))
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    each = MLADualRMSNormPerTokenQuantPass(plan([mla_spec()], CPU_FP8, config("per_token")))
+    each(module.graph)
+    module.graph.lint()
+    module.recompile()
+    assert str(module.graph).count("per_token_quant.default") == (reason is None)
+    verdict = each.report.of(fusion_of("per_token"))
+    assert verdict.complete == (reason is None)
+    if reason is not None:
+        assert reason in verdict.missed["layer 0"]
+        for got, wanted in zip(module(*inputs), function(*inputs), strict=True):
+            assert torch.equal(got.float(), wanted.float())
+
+
+def test_only_what_is_declared_is_looked_for() -> None:
+    traced = trace(Quantised(vllm_per_token), torch.randn(5, HIDDEN), specs=[mla_spec()])
+    assert traced.fused == 1
+    assert "_quant(" not in traced.after[0]
+    assert len(Pipeline(plan([mla_spec()], CPU_FP8, config("per_token"))).passes) == 3
+    assert len(Pipeline(plan([mla_spec()], CPU_FP8)).passes) == 2
+
+
+def test_sglang_in_groups_that_no_plan_has() -> None:
+    assert_left(
+        Quantised(lambda x: sglang_group(x, 48)), "group128", "the graph quantises groups of 48, the plan says 128"
+    )

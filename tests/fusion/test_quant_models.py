@@ -1,0 +1,82 @@
+"""DeepSeek-V3 of transformers, its query up-projection quantised: what was planned is what was fused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fusion_support import TOLERANCE, trace
+from quant_support import CPU_FP8, FORMS, PLAIN, config, dequantise, fusion_of, trace_quantised, vllm_group
+from test_real_models import deepseek, paths, tokens
+from torch import nn
+
+
+class QuantisedLinear(nn.Module):
+    """Quantises its input as an engine does, and multiplies what it stands for."""
+
+    def __init__(self, linear: nn.Linear, quantise: Any) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.quantise = quantise
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, scales = self.quantise(x)
+        return nn.functional.linear(dequantise(values, scales).to(x.dtype), self.weight)
+
+
+def quantised(quantise: Any, layers: int = 2, **changes: Any) -> Any:
+    model = deepseek(layers, **changes)
+    for layer in model.model.layers:
+        layer.self_attn.q_b_proj = QuantisedLinear(layer.self_attn.q_b_proj, quantise)
+    return model
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(
+    "form", ["vllm, per token", "vllm, groups", "sglang, groups", "deepgemm, ue8m0", "canonical, groups"]
+)
+def test_deepseek_v3(form: str, dtype: torch.dtype) -> None:
+    quantise, quant = FORMS[form]
+    model = quantised(quantise).to(dtype)
+    given: dict[str, Any] = {"by_weight": True, "kwargs": {"use_cache": False}}
+    traced = trace_quantised(model, tokens(), quant, specs=paths(model, 2), **given)
+    verdict = traced.report.of(fusion_of(quant))
+    assert verdict.matched == verdict.expected == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    assert traced.fused == sum(text.count(f"layerfuse.{fusion_of(quant)}(") for text in traced.after) == 2
+    assert traced.report.of(PLAIN).instead == ()
+    unfused = trace(model, tokens(), specs=[], **given)
+    got, wanted = traced.output.logits.float(), unfused.output.logits.float()
+    # Both quantise the query, the fused one before a rounding and the other after: a step of e4m3 apart where they differ.
+    assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()
+
+
+def test_one_layer_that_is_not_quantised_falls_back() -> None:
+    model = quantised(vllm_group, 3)
+    attention = model.model.layers[1].self_attn
+    plain = nn.Linear(attention.q_b_proj.weight.shape[1], attention.q_b_proj.weight.shape[0], bias=False)
+    plain.weight = attention.q_b_proj.weight
+    attention.q_b_proj = plain
+    traced = trace_quantised(
+        model, tokens(), "group128", specs=paths(model, 3), by_weight=True, kwargs={"use_cache": False}
+    )
+    verdict = traced.report.of(fusion_of("group128"))
+    assert verdict.matched == ("model.layers.0.self_attn", "model.layers.2.self_attn")
+    assert "nothing quantises the normed query" in verdict.missed["model.layers.1.self_attn"]
+    assert verdict.missed["model.layers.1.self_attn"].endswith("mla_dual_rms_norm was fused there instead")
+    assert traced.report.of(PLAIN).instead == ("model.layers.1.self_attn",)
+    assert traced.fused == 3
+
+
+def test_a_cache_and_one_token() -> None:
+    from layerfuse import fusion
+
+    torch._dynamo.reset()
+    model = quantised(vllm_group, 1)
+    compiled = fusion.compile(
+        model, specs=paths(model, 1), target=CPU_FP8, config=config("group128"), strict=True, dynamic=True
+    )
+    with torch.no_grad():
+        got, wanted = compiled(tokens(), use_cache=False).logits, model(tokens(), use_cache=False).logits
+    assert compiled.report.of(fusion_of("group128")).matched == ("model.layers.0.self_attn",)
+    assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()

@@ -1,0 +1,239 @@
+"""Planning with a declared quantisation, and the report that holds a miss and its fallback."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from fusion_support import FUSION, HIDDEN, gqa_spec, mla_spec
+from quant_support import CPU_FP8, GROUP, PER_TOKEN, PLAIN, Quantised, config, trace_quantised, vllm_group
+from torch import nn
+
+from layerfuse import fusion
+from layerfuse.adapters.specs import NormSpec
+from layerfuse.fusion import (
+    FUSIONS,
+    ActivationQuant,
+    ActivationQuantError,
+    FusionConfig,
+    FusionMissedError,
+    Target,
+    plan,
+)
+from layerfuse.fusion.activation_quant import GROUP_SIZES
+from layerfuse.fusion.ops import quantisation
+from layerfuse.fusion.passes import Pipeline
+from layerfuse.fusion.rules import FP8_FORMATS
+
+GFX950 = Target.named("gfx950")
+NORMS = "rms_norm(1536, epsilon 1e-06) and rms_norm(512, epsilon 1e-06) are one launch on"
+
+
+def decided(config: FusionConfig, spec: Any = None, target: Target = GFX950) -> dict[str, tuple[str, str]]:
+    made = plan([("path", spec or mla_spec())], target, config)
+    return {decision.fusion: (decision.kind, decision.reason) for decision in made.decisions}
+
+
+def test_nobody_quantises_unless_somebody_says_so() -> None:
+    undeclared = ("not_applicable", "FusionConfig.quant is None: nobody said that the query latent is quantised")
+    for given in (FusionConfig(), FusionConfig(level=2), FusionConfig.parse("all")):
+        found = decided(given)
+        assert found[PLAIN] == ("expected", f"{NORMS} gfx950")
+        assert found[PER_TOKEN] == found[GROUP] == undeclared
+
+
+@pytest.mark.parametrize(
+    ("quant", "taken", "other", "what"),
+    [
+        ("per_token", PER_TOKEN, GROUP, "one scale per token"),
+        ("group128", GROUP, PER_TOKEN, "one scale per 128 columns"),
+        ("group64,column_major,ue8m0", GROUP, PER_TOKEN, "one scale per 64 columns, column-major, powers of two"),
+    ],
+)
+def test_what_is_declared_is_expected_and_the_others_name_it(quant: str, taken: str, other: str, what: str) -> None:
+    found = decided(config(quant))
+    assert found[taken] == ("expected", f"{NORMS} gfx950, the query in e4m3fn with {what}")
+    assert found[other] == ("not_applicable", f"FusionConfig.quant says {what}: {taken}'s case")
+    assert found[PLAIN] == ("not_applicable", f"{taken} takes the pair")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (config("per_token", level=1), f"{PER_TOKEN} needs optimisation level 2, and FusionConfig sets level 1"),
+        (config("per_token", switches={PER_TOKEN: False}), f"{PER_TOKEN} is switched off by FusionConfig"),
+    ],
+)
+def test_where_it_is_off_the_plain_one_is_expected(given: FusionConfig, reason: str) -> None:
+    found = decided(given)
+    assert found[PER_TOKEN] == ("refused", reason)
+    assert found[PLAIN][0] == "expected"
+
+
+def test_a_switch_turns_it_on_at_level_1() -> None:
+    found = decided(config("group128", level=1, switches={GROUP: True}))
+    assert found[GROUP][0] == "expected"
+    assert found[PLAIN][0] == "not_applicable"
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (Target.named("cpu"), "cpu has no fp8 format, and the fused op writes e4m3fn or e4m3fnuz"),
+        (Target(arch="x", vendor="x", fp8="e5m2"), "x has fp8 e5m2, and the fused op writes e4m3fn or e4m3fnuz"),
+    ],
+)
+def test_a_target_without_the_format(target: Target, reason: str) -> None:
+    found = decided(config("per_token"), target=target)
+    assert found[PER_TOKEN] == ("refused", reason)
+    assert found[PLAIN][0] == "expected"
+
+
+def test_layers_that_have_no_pair_say_what_they_say_of_the_plain_one() -> None:
+    for spec in (
+        gqa_spec(),
+        mla_spec(q_lora_rank=None),
+        mla_spec(kv_norm=NormSpec(width=512, epsilon=1e-6, weight_offset=1.0)),
+    ):
+        found = decided(config("group128"), spec)
+        assert len(set(found.values())) == 1
+        assert found[PLAIN][0] != "expected"
+
+
+def test_a_latent_that_is_no_multiple_of_the_group() -> None:
+    found = decided(config("group128"), mla_spec(q_lora_rank=1600))
+    assert found[GROUP] == (
+        "refused",
+        "the query latent is 1600 wide, which is no multiple of the 128 columns that share a scale",
+    )
+    assert found[PLAIN][0] == "expected"
+
+
+def test_plans_in_words_list_what_can_come_about() -> None:
+    assert "quant" not in str(plan([mla_spec()], GFX950))
+    text = str(plan([mla_spec()], GFX950, config("group128")))
+    assert GROUP in text and PER_TOKEN not in text
+    assert len(plan([mla_spec()], GFX950).to_dict()["decisions"]) == len(FUSIONS)
+
+
+@pytest.mark.parametrize(
+    "text", ["per_token", "group32", "group64,ue8m0", "group128, column_major, ue8m0", "per_token,ue8m0"]
+)
+def test_words(text: str) -> None:
+    words = text.replace(" ", "").split(",")
+    quant = ActivationQuant.parse(text)
+    assert quant.scheme == words[0].rstrip("0123456789")
+    assert quant.group_size == (int(words[0].removeprefix("group")) if "group" in words[0] else None)
+    assert (quant.column_major, quant.use_ue8m0) == ("column_major" in words, "ue8m0" in words)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("group", "expected per_token or group32|64|128, then column_major or ue8m0, separated by commas, got 'group'"),
+        ("per_tensor", "got 'per_tensor'"),
+        ("group128,row_major", "got 'group128,row_major'"),
+        ("group100", "group_size: expected None or one of 32, 64, 128, got 100"),
+        ("per_token,column_major", "one scale per token is one column"),
+        ("", "got ''"),
+    ],
+)
+def test_wrong_words(text: str, says: str) -> None:
+    with pytest.raises(ActivationQuantError, match=says.replace("|", r"\|")):
+        ActivationQuant.parse(text)
+
+
+def test_wrong_types() -> None:
+    with pytest.raises(TypeError, match="quant"):
+        FusionConfig(quant="per_token")  # type: ignore[arg-type]
+    with pytest.raises(ActivationQuantError):
+        ActivationQuant(group_size=True)
+
+
+def test_the_rules_know_what_the_ops_take() -> None:
+    assert GROUP_SIZES == quantisation.GROUP_SIZES
+    assert {f"torch.float8_{name}" for name in FP8_FORMATS} == set(map(str, quantisation.LARGEST))
+    assert all(hasattr(torch.ops.layerfuse, name) for name in FUSIONS)
+    assert all(other.fallback in (None, PLAIN) for other in FUSIONS.values())
+
+
+# ---- reports and caches --------------------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """One layer whose quantisation is the plan's, and one whose is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Quantised(vllm_group), Quantised(lambda x: vllm_group(x, 64))])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return tuple(part for layer in self.layers for part in layer(x))
+
+
+SPECS = [(f"layers.{i}", mla_spec(i)) for i in range(2)]
+
+
+def test_the_report_says_both() -> None:
+    traced = trace_quantised(Two(), torch.randn(5, HIDDEN), "group128", specs=SPECS, by_weight=True)
+    assert str(traced.report) == (
+        "fusion report: 1 graphs compiled for cpu\n"
+        "  mla_dual_rms_norm: 0 expected, 0 matched, 0 refused, 2 not applicable, 1 fused as a fallback\n"
+        "    not applicable: layers.0 and 1 more: mla_dual_rms_norm_group_quant takes the pair\n"
+        "  mla_dual_rms_norm_group_quant: 2 expected, 1 matched, 1 refused, 0 not applicable\n"
+        "    refused: layers.1: the graph quantises groups of 64, the plan says 128; "
+        "mla_dual_rms_norm was fused there instead"
+    )
+    data = json.loads(json.dumps(traced.report.to_dict(), default=str))["fusions"]
+    assert data[PLAIN]["instead"] == ["layers.1"]
+    assert data[GROUP]["matched"] == ["layers.0"]
+    assert set(data) == set(FUSIONS)
+
+
+def test_a_fallback_is_still_a_miss_when_strict() -> None:
+    torch._dynamo.reset()
+    compiled = fusion.compile(Two(), specs=SPECS, target=CPU_FP8, config=config("group128"), strict=True)
+    with torch.no_grad(), pytest.raises(FusionMissedError) as caught:
+        compiled(torch.randn(5, HIDDEN))
+    assert list(caught.value.missed) == [GROUP]
+    assert "layers.1: the graph quantises groups of 64, the plan says 128; mla" in str(caught.value)
+
+
+def test_inductor_runs_it_and_recompiles_it() -> None:
+    torch._dynamo.reset()
+    model = Quantised(vllm_group).bfloat16()
+    wrapped = nn.ModuleDict({"layer": model})
+    wrapped.forward = lambda x: wrapped["layer"](x)  # type: ignore[method-assign]
+    compiled = fusion.compile(
+        wrapped, specs=[("layer", mla_spec())], target=CPU_FP8, config=config("group128"), strict=True
+    )
+    for count in (5, 9, 12):
+        x = torch.randn(count, HIDDEN, dtype=torch.bfloat16)
+        with torch.no_grad():
+            values, scales, keys, _ = compiled(x)
+            wanted = model(x)
+        torch.testing.assert_close(scales, wanted[1], rtol=2**-6, atol=0)
+        torch.testing.assert_close(values.float(), wanted[0].float(), rtol=2**-3, atol=2**-6)
+        torch.testing.assert_close(keys, wanted[2], rtol=1.6e-2, atol=1.6e-2)
+    assert compiled.report.graphs == 2
+    assert compiled.report.of(GROUP).complete
+
+
+def test_the_cache_key_covers_the_quantisation() -> None:
+    pipelines = [
+        Pipeline(plan([mla_spec()], CPU_FP8, given))
+        for given in (
+            FusionConfig(),
+            config("per_token"),
+            config("group128"),
+            config("group64"),
+            config("group64,ue8m0"),
+        )
+    ]
+    assert len({repr(pipeline.uuid()) for pipeline in pipelines}) == len(pipelines)
+    copy = pickle.loads(pickle.dumps(pipelines[2]))
+    assert copy.uuid() == pipelines[2].uuid()
+    assert copy.passes[0].fusion == GROUP and copy.passes[1].fusion == FUSION
