@@ -223,6 +223,53 @@ def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
 
 
 @_command
+@click.argument("op")
+@click.option("--model", default="deepseek-v3", show_default=True, shell_complete=_names, help="Whose latent widths.")
+@click.option("--widths", metavar="Q,KV,ROPE", help="Widths of your own instead of a model's.")
+@click.option("--tokens", metavar="N,N,...", help="How many rows; by default 1 to 65536 on a GPU, to 1024 on a CPU.")
+@click.option("--dtype", default="bf16", show_default=True, help="bf16, fp16 or fp32.")
+@click.option(
+    "--group-size", type=int, default=128, show_default=True, help="Columns per scale, where groups have one."
+)
+@click.option("--ue8m0", is_flag=True, help="Scales that are powers of two.")
+@click.option("--fp8", metavar="NAME", help="e4m3fn or e4m3fnuz; by default that of this GPU.")
+@click.option("--peers", metavar="A,B,...", help="Only these; `layerfuse` stands for all of our backends.")
+@click.option(
+    "--aiter",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="A checkout of ROCm/aiter, whose Triton ops then take part, on NVIDIA GPUs too.",
+)
+@click.option("--quick", is_flag=True, help="Fewer tokens and rounds, and nothing that takes minutes to tune.")
+@click.option("--device", metavar="NAME", help="cuda or cpu; by default the GPU if there is one.")
+@click.option(
+    "--out",
+    metavar="FOLDER",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where the files go: here, or benchmarks/results in the root of the repository, unless given.",
+)
+@_files
+@_json
+def bench(op: str, peers: str | None, **options: Any) -> None:
+    """Time a fused op against its peers in one run, and check every result against float64.
+
+    OP is mla_dual_rms_norm, mla_dual_rms_norm_group_quant or mla_dual_rms_norm_per_token_quant. Prints tables, and
+    writes them with a plot and all figures as JSON. Exits with 1 where a result was wrong or a peer failed; a peer that
+    is not installed is named and is no failure.
+
+    \b
+    Examples:
+      layerfuse bench mla_dual_rms_norm
+      layerfuse bench mla_dual_rms_norm_group_quant --model kimi-k2.5 --aiter aiter
+      layerfuse bench mla_dual_rms_norm --peers layerfuse,inductor,copy --tokens 1,64,4096
+    """
+    from .benching import answer_bench
+
+    names = None if peers is None else [name.strip() for name in peers.split(",")]
+    answer_bench(op, peers=names, **options)
+
+
+@_command
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print the script that completes this command in a shell.

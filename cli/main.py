@@ -11,7 +11,17 @@ from typing import NoReturn
 TRACEBACK = "LAYERFUSE_TRACEBACK"
 """Set to 1 to see the traceback of an error instead of its message."""
 
-WRONG_QUESTIONS = frozenset({"UnknownModelError", "UnknownTargetError", "UnknownEngineError", "FusionConfigError"})
+WRONG_QUESTIONS = frozenset(
+    {
+        "BenchError",
+        "FusionConfigError",
+        "UnknownEngineError",
+        "UnknownModelError",
+        "UnknownOpError",
+        "UnknownPeerError",
+        "UnknownTargetError",
+    }
+)
 """Errors about what was asked, rather than answers to it: these exit with 2."""
 
 INTERRUPTED = 130

@@ -1,0 +1,53 @@
+"""Our fused ops against their peers, in one run: every result is checked against float64, every time has a floor.
+
+    from layerfuse import bench
+
+    result = bench.run("mla_dual_rms_norm", model="deepseek-v3", tokens=[1, 64, 4096])
+    print(bench.markdown(result))
+    bench.write(result, "results")
+
+On the command line: `layerfuse bench mla_dual_rms_norm`. How it measures is docs/benchmarks.md. Importing this package
+imports no torch; running it does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .._lazy import attach
+from .cases import OPS, Case
+from .errors import BenchError, UnknownOpError, UnknownPeerError
+
+if TYPE_CHECKING:
+    from .measure import run
+    from .peers import Peer, register, unregister
+    from .report import markdown, write
+    from .result import Result
+
+_LATER = {
+    "Peer": ".peers",
+    "Result": ".result",
+    "markdown": ".report",
+    "register": ".peers",
+    "run": ".measure",
+    "unregister": ".peers",
+    "write": ".report",
+}
+
+__all__ = [
+    "OPS",
+    "BenchError",
+    "Case",
+    "Peer",
+    "Result",
+    "UnknownOpError",
+    "UnknownPeerError",
+    "markdown",
+    "register",
+    "run",
+    "unregister",
+    "write",
+]
+
+_getattr, _dir = attach(__name__, _LATER)
+__getattr__, __dir__ = _getattr, lambda: sorted({*_dir(), *__all__})

@@ -1,0 +1,164 @@
+"""Whether a peer's results are right: every element, against float64.
+
+A norm may err by its roundings. A quantised value may err by half a step of fp8 at its size, and a scale by float32's
+rounding; a peer that quantises the rounded norm is held to that norm's rounding on top.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from .inputs import Work
+from .plain import LARGEST, SMALLEST_AMAX
+
+NORM_UNITS = {torch.bfloat16: 1.6, torch.float16: 1.6, torch.float32: 16.0}
+"""Largest relative error of a norm, in units of its dtype's epsilon. A rounding errs by half a unit, and kernels that
+round before the weight do it twice; in float32 the sums themselves are what errs."""
+
+SCALE_UNITS = 16.0
+"""Largest relative error of a scale, in units of float32's epsilon."""
+
+_FLOAT32 = torch.finfo(torch.float32).eps
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """What came of a check."""
+
+    ok: bool
+    error: float
+    "Of norms, in units of the dtype's epsilon; the largest of all."
+    quant_error: float | None
+    "Of quantised values, in half steps of fp8; None where nothing is quantised."
+    message: str
+    "What is wrong, or empty."
+
+
+@frozen(kw_only=True, eq=False)
+class Expected:
+    """Both norms of one set in float64."""
+
+    q: Tensor
+    kv: Tensor
+
+
+def expected(work: Work, index: int) -> Expected:
+    """What the results of one set should be."""
+    q, kv = work.sets[index]
+    case = work.case
+
+    def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.double()
+        return wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight.double()
+
+    return Expected(q=norm(q, work.q_weight, case.q_epsilon), kv=norm(kv, work.kv_weight, case.kv_epsilon))
+
+
+def poison(results: tuple[Tensor, ...]) -> None:
+    """Fill results with NaN, so that what is not written again shows."""
+    for result in results:
+        if result.dtype == torch.uint8:
+            result.zero_()
+        elif result.dtype in LARGEST:
+            result.view(torch.uint8).fill_(_nan_byte(result.dtype))
+        else:
+            result.fill_(float("nan"))
+
+
+def _nan_byte(dtype: torch.dtype) -> int:
+    return 0x80 if dtype == torch.float8_e4m3fnuz else 0x7F
+
+
+def check(work: Work, right: Expected, results: tuple[Tensor, ...], rounds_between: bool) -> Verdict:
+    """Hold the results of one set to what they should be."""
+    problem = _shapes(work, results)
+    if problem:
+        return Verdict(ok=False, error=float("inf"), quant_error=None, message=problem)
+    if work.case.quant is None:
+        error = max(_norm_error(results[0], right.q), _norm_error(results[1], right.kv))
+        return _verdict(work, error, None, "")
+    error = _norm_error(results[2], right.kv)
+    quant_error, problem = _quantised(work, right.q, results[0], results[1], rounds_between)
+    return _verdict(work, error, quant_error, problem)
+
+
+def check_copy(results: tuple[Tensor, ...]) -> Verdict:
+    """A copy has copied."""
+    same = torch.equal(results[0], results[1])
+    return Verdict(ok=same, error=0.0, quant_error=None, message="" if same else "the copy differs from its source")
+
+
+def _verdict(work: Work, error: float, quant_error: float | None, problem: str) -> Verdict:
+    allowed = NORM_UNITS[work.dtype]
+    if not error <= allowed:
+        problem = f"a norm is off by {error:.3g} roundings of {work.case.dtype} (allowed {allowed:g})"
+        if error != error:
+            problem = "a norm holds NaN: an element was not written, or computed wrongly"
+    return Verdict(ok=not problem, error=error, quant_error=quant_error, message=problem)
+
+
+def _shapes(work: Work, results: tuple[Tensor, ...]) -> str:
+    case, rows = work.case, work.tokens
+    shapes: list[tuple[tuple[int, int], Any]] = [
+        ((rows, case.q_width), work.dtype),
+        ((rows, case.kv_width), work.dtype),
+    ]
+    if case.quant is not None:
+        shapes[:1] = [((rows, case.q_width), work.fp8), ((rows, case.groups), torch.float32)]
+    found = [(tuple(result.shape), result.dtype) for result in results]
+    if found != shapes:
+        return f"results are {_listed(found)}, expected {_listed(shapes)}"
+    return ""
+
+
+def _listed(shapes: list[Any]) -> str:
+    return ", ".join(f"{dtype} {shape}".removeprefix("torch.") for shape, dtype in shapes)
+
+
+def _norm_error(got: Tensor, right: Tensor) -> float:
+    info = torch.finfo(got.dtype)
+    unit = right.abs().clamp_(min=info.tiny).mul_(info.eps)
+    error = (got.double() - right).abs_().div_(unit).max()  # NaN goes through max
+    return float(error)
+
+
+def _quantised(work: Work, right: Tensor, got: Tensor, scales: Tensor, rounds_between: bool) -> tuple[float, str]:
+    """(largest error in half steps, what is wrong or empty)."""
+    case = work.case
+    slack = SCALE_UNITS * _FLOAT32 + (0.5 * torch.finfo(work.dtype).eps if rounds_between else 0.0)
+    size = case.q_width if case.group_size is None else case.group_size
+    padding = case.groups * size - case.q_width
+    amax = torch.nn.functional.pad(right.abs(), (0, padding)).unflatten(-1, (case.groups, size)).amax(-1)
+    ideal = amax.clamp_(min=SMALLEST_AMAX).div_(LARGEST[work.fp8])
+    problem = _scale_problem(ideal, scales.double(), slack, case.ue8m0)
+    per_column = scales.double().repeat_interleave(size, dim=-1)[:, : case.q_width]
+    # In units of the scale, where fp8 has 3 bits after the leading one and a smallest step.
+    magnitude = (right / per_column).abs_().mul_(1 + slack)
+    least = 2.0 ** (-10 if work.fp8 == torch.float8_e4m3fnuz else -9)
+    half_step = torch.exp2(torch.frexp(magnitude.clamp(min=least)).exponent.double() - 5).clamp_(min=least / 2)
+    # float8 has no arithmetic of its own; float32 holds each of its values.
+    error = (got.float().double() - right / per_column).abs_().sub_(magnitude.mul_(slack)).div_(half_step)
+    largest = float(error.max())
+    if largest != largest:
+        return largest, "a quantised value or a scale is NaN: an element was not written, or computed wrongly"
+    # Sums in another order move a value across the middle of a step by the slack, which is subtracted above.
+    if largest > 1 + 1e-6 and not problem:
+        problem = f"a quantised value is off by {largest:.3g} half steps of fp8 (allowed 1)"
+    return largest, problem
+
+
+def _scale_problem(ideal: Tensor, got: Tensor, slack: float, ue8m0: bool) -> str:
+    if ue8m0:
+        # The power of two that is not below; either neighbour where the ideal is within rounding of one.
+        low = torch.exp2(torch.ceil(torch.log2(ideal * (1 - slack))))
+        high = torch.exp2(torch.ceil(torch.log2(ideal * (1 + slack))))
+        right = (got == low) | (got == high)
+        return "" if bool(right.all()) else "a scale is not the power of two that it should be"
+    error = float(((got - ideal) / ideal).abs().max())
+    if error != error:
+        return "a scale is NaN: an element was not written, or computed wrongly"
+    return "" if error <= slack else f"a scale is off by {error:.2g} of itself (allowed {slack:.2g})"

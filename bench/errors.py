@@ -1,0 +1,41 @@
+"""What can be wrong with a question to `bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..adapters.errors import LayerfuseError, did_you_mean
+
+
+class BenchError(LayerfuseError, ValueError):
+    """A benchmark that cannot be run as asked; the text says why and what to ask instead."""
+
+
+class UnknownOpError(LayerfuseError, LookupError):
+    """No op of this name can be measured. `known` holds those that can."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        super().__init__(name, self.known)
+
+    def __str__(self) -> str:
+        return (
+            f"no op called {self.name!r} can be measured{did_you_mean(self.name, self.known) or '.'} "
+            f"Known: {', '.join(self.known)}."
+        )
+
+
+class UnknownPeerError(LayerfuseError, LookupError):
+    """No peer has this name. `known` holds the names that exist."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        super().__init__(name, self.known)
+
+    def __str__(self) -> str:
+        return (
+            f"no peer is called {self.name!r}{did_you_mean(self.name, self.known) or '.'} "
+            f"Known: {', '.join(self.known)}."
+        )

@@ -1,0 +1,192 @@
+"""A result for people: tables, for a terminal and in Markdown, sentences on who was missing or wrong, and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from .errors import BenchError
+from .result import Result, Row
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+COPY = "copy"
+
+
+@frozen(kw_only=True)
+class Table:
+    """A title, a head and rows of text."""
+
+    title: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def tables(result: Result) -> list[Table]:
+    """Microseconds; the peers relative to ours, and ours to the copy; the host's time."""
+    found = [_times(result)]
+    if result.ours is not None:
+        found.append(_ratios(result, result.ours))
+    if result.host:
+        found.append(
+            Table(
+                title=f"Microseconds of the host per call, {result.host_tokens} tokens, no graph",
+                head=tuple(host.peer for host in result.host),
+                rows=(tuple(f"{host.us:.1f}" for host in result.host),),
+            )
+        )
+    return found
+
+
+def _columns(result: Result) -> list[str]:
+    """The copy first, then ours as chosen, then the others."""
+    order = [name for name in (COPY, result.ours) if name in result.present]
+    return [*order, *(name for name in result.present if name not in order)]
+
+
+def _times(result: Result) -> Table:
+    names = _columns(result)
+    return Table(
+        title="Microseconds per call",
+        head=("tokens", "sets", *names),
+        rows=tuple((str(row.tokens), str(row.sets), *(_cell(row, name) for name in names)) for row in result.rows),
+    )
+
+
+def _cell(row: Row, name: str) -> str:
+    found = row.of(name)
+    if found is None or found.us is None:
+        return "" if found is None else found.verdict
+    return f"{found.us:.2f}" if found.us < 1000 else f"{found.us:.0f}"
+
+
+def _ratios(result: Result, ours: str) -> Table:
+    others = [name for name in _columns(result) if name not in (ours, COPY)]
+    return Table(
+        title=f"Their time divided by that of {ours}; {ours} divided by the copy",
+        head=("tokens", *others, "ours / copy"),
+        rows=tuple(
+            (
+                str(row.tokens),
+                *(_ratio(row.us(name), row.us(ours)) for name in others),
+                _ratio(row.us(ours), row.us(COPY)),
+            )
+            for row in result.rows
+        ),
+    )
+
+
+def _ratio(above: float | None, below: float | None) -> str:
+    return "" if above is None or below is None else f"{above / below:.2f}"
+
+
+def heading(result: Result) -> str:
+    """What was measured on what, in a sentence or two."""
+    case, where = result.case, result.environment
+    quant = ""
+    if case.quant is not None:
+        scale = "per token" if case.group_size is None else f"per {case.group_size} columns"
+        quant = f", q to {case.fp8} with one {'power-of-two ' if case.ue8m0 else ''}scale {scale}"
+    versions = ", ".join(f"{name} {where['packages'][name]}" for name in ("triton",) if where["packages"].get(name))
+    return (
+        f"{case.op} of {case.name}: widths {case.q_width} and {case.kv_width} of rows of {case.row_width}, "
+        f"{case.dtype}{quant}. {where['device']}, torch {where['torch']}{', ' if versions else ''}{versions}, "
+        f"{result.date[:10]}."
+    )
+
+
+def remarks(result: Result) -> Iterator[str]:
+    """Who was missing and why, who was wrong, and how to read the figures."""
+    for peer in result.peers:
+        if not peer.present:
+            yield f"{peer.name} is missing: {peer.why_not}"
+    for row in result.rows:
+        for one in row.measured:
+            if one.verdict != "ok":
+                yield f"{one.peer} {one.verdict} at {row.tokens} tokens: {one.message}"
+    for peer in result.peers:
+        if peer.present and peer.rounds_between and result.case.quant is not None:
+            yield f"{peer.name} quantises the rounded norm, as an unfused chain does, and is checked as such"
+    small = [row.tokens for row in result.rows if row.caches is not None and row.caches < 1]
+    if small:
+        yield f"all sets together fit the last-level cache at {', '.join(map(str, small))} tokens"
+
+
+def markdown(result: Result) -> str:
+    """The tables and remarks as a Markdown document."""
+    lines = [
+        f"# {result.case.op}, {result.case.name}",
+        "",
+        heading(result),
+        "",
+        f"{result.method[0].upper()}{result.method[1:]}.",
+    ]
+    for table in tables(result):
+        lines += ["", f"## {table.title}", "", _line(table.head), _line(["---:"] * len(table.head))]
+        lines += [_line(row) for row in table.rows]
+    lines += ["", "## Remarks", "", *(f"- {remark}" for remark in remarks(result))]
+    lines += [
+        f"- {peer.name}: {peer.about}{f' ({peer.version})' if peer.version else ''}"
+        for peer in result.peers
+        if peer.present
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def rich_table(table: Table) -> RichTable:
+    """For a terminal."""
+    from rich import box
+    from rich.table import Table as RichTable
+
+    rich = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    for name in table.head:
+        rich.add_column(name, justify="right")
+    for row in table.rows:
+        rich.add_row(*row)
+    return rich
+
+
+def write(result: Result, folder: str | Path) -> list[Path]:
+    """Write `<slug>.json`, `.md` and, where matplotlib is installed, `.svg`; each whole or not at all.
+
+    Raises:
+        BenchError: the folder cannot be written.
+    """
+    from . import plot
+
+    folder = Path(folder)
+    files = {
+        "json": json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n",
+        "md": markdown(result),
+    }
+    if plot.why_not() is None:
+        files["svg"] = plot.svg(result)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return [_whole(folder / f"{result.slug}.{ending}", text) for ending, text in files.items()]
+    except OSError as error:
+        raise BenchError(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+def _whole(path: Path, text: str) -> Path:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).chmod(0o644)  # mkstemp's own is for the owner alone
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path

@@ -1,0 +1,132 @@
+"""What came of a benchmark, as data: to JSON and back without loss."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import attrs
+from attrs import frozen
+
+from .cases import Case
+
+FORMAT = 1
+"""Of the JSON; it grows when a key changes its meaning."""
+
+
+@frozen(kw_only=True)
+class Measured:
+    """One peer with one number of tokens."""
+
+    peer: str
+    verdict: str
+    "ok; wrong: its result is, so its time is none; failed: it raised."
+    us: float | None
+    "Median microseconds per call; None unless ok."
+    low: float | None
+    "First quartile."
+    high: float | None
+    "Third quartile."
+    rounds: int
+    calls: int
+    "In one round."
+    error: float | None
+    "Of norms, in units of the dtype's epsilon."
+    quant_error: float | None
+    "Of quantised values, in half steps of fp8."
+    message: str
+    "Why it is wrong or failed, or empty."
+
+
+@frozen(kw_only=True)
+class Row:
+    """All peers with one number of tokens."""
+
+    tokens: int
+    sets: int
+    "Of inputs, through which the calls rotate."
+    bytes_read: int
+    bytes_written: int
+    "By one call, at least."
+    caches: float | None
+    "How many times the last-level cache all sets, with their results, would fill; None where its size is unknown."
+    measured: tuple[Measured, ...]
+
+    def of(self, peer: str) -> Measured | None:
+        """What this peer measured."""
+        return next((one for one in self.measured if one.peer == peer), None)
+
+    def us(self, peer: str) -> float | None:
+        """Median microseconds of a peer whose result was right."""
+        found = self.of(peer)
+        return None if found is None else found.us
+
+
+@frozen(kw_only=True)
+class Attendance:
+    """A peer, and whether it took part."""
+
+    name: str
+    about: str
+    present: bool
+    why_not: str | None
+    version: str | None
+    rounds_between: bool
+
+
+@frozen(kw_only=True)
+class Host:
+    """What one call costs the host."""
+
+    peer: str
+    us: float
+    low: float
+    high: float
+
+
+@frozen(kw_only=True)
+class Result:
+    """One run."""
+
+    case: Case
+    ours: str | None
+    "The peer that users of the op get; None where it did not take part."
+    date: str
+    device: str
+    "torch's device type."
+    method: str
+    environment: dict[str, Any]
+    peers: tuple[Attendance, ...]
+    rows: tuple[Row, ...]
+    host_tokens: int
+    host: tuple[Host, ...]
+    "Empty on a CPU, where the time of a call is the host's."
+    seconds: float
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        """Who took part, ours first and the copy last."""
+        return tuple(peer.name for peer in self.peers if peer.present)
+
+    @property
+    def slug(self) -> str:
+        """The name of its files, without an ending."""
+        case = self.case
+        device = re.sub(r"\W+", "-", re.sub(r"\((R|TM)\)|@.*", "", self.environment["device"])).strip("-").lower()
+        parts = [case.op, case.name, case.dtype]
+        if case.group_size not in (None, 128):
+            parts.append(f"g{case.group_size}")
+        if case.ue8m0:
+            parts.append("ue8m0")
+        return "-".join([*parts, device])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"format": FORMAT, **attrs.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Result:
+        """Back from `to_dict`."""
+        from cattrs import Converter
+
+        return Converter(forbid_extra_keys=True).structure({k: v for k, v in data.items() if k != "format"}, cls)

@@ -1,0 +1,112 @@
+"""`layerfuse bench`: a progress bar while it measures, then the tables, who was missing, and where the files are."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .console import console, print_json, show
+from .models import registry_with
+
+if TYPE_CHECKING:
+    from ..bench.measure import Step
+
+REPOSITORY_RESULTS = Path("benchmarks") / "results"
+
+
+def answer_bench(
+    op: str,
+    *,
+    tokens: str | None,
+    widths: str | None,
+    files: Sequence[Path],
+    out: Path | None,
+    json: bool,
+    **options: Any,
+) -> None:
+    """Measure, print, write.
+
+    Raises:
+        SystemExit: with 1, after everything, where a result was wrong or a peer failed.
+        LayerfuseError: it cannot be measured as asked; see `bench.run`.
+    """
+    from .. import bench
+    from ..bench.cases import OPS
+    from ..bench.errors import UnknownOpError
+    from ..bench.plot import why_not
+
+    if op not in OPS:
+        raise UnknownOpError(op, OPS)
+    counts, three = _numbers("--tokens", tokens), _numbers("--widths", widths)
+    registry = registry_with(files)
+    warnings.filterwarnings("ignore", module=r"(torch|triton)\b")
+    with _progress() as step:
+        result = bench.run(op, tokens=counts, widths=three, registry=registry, step=step, **options)
+    folder = _default_folder() if out is None else out
+    written = bench.write(result, folder)
+    if json:
+        print_json(result.to_dict())
+    else:
+        from ..bench.report import heading, remarks, rich_table, tables
+
+        to = console()
+        to.print(heading(result), soft_wrap=True)
+        to.print(f"{result.method[0].upper()}{result.method[1:]}.", soft_wrap=True)
+        for table in tables(result):
+            to.print()
+            show(rich_table(table), to)
+        to.print()
+        for remark in remarks(result):
+            to.print(f"- {remark}", soft_wrap=True)
+        if (reason := why_not()) is not None:
+            to.print(f"- the plot was left out: {reason}", soft_wrap=True)
+        to.print(f"{result.seconds:.0f} s; wrote {', '.join(map(str, written))}", soft_wrap=True)
+    if any(one.verdict != "ok" for row in result.rows for one in row.measured):
+        raise SystemExit(1)
+
+
+def _numbers(option: str, text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    import click
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"whole numbers with commas between them, got {text!r}", param_hint=option) from None
+
+
+def _default_folder() -> Path:
+    """Where the repository keeps its results, when run from its root; else here."""
+    return REPOSITORY_RESULTS if REPOSITORY_RESULTS.is_dir() and Path("models.toml").is_file() else Path()
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Step]:
+    """A bar on a terminal; a line per step elsewhere. Both on stderr."""
+    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
+    if not sys.stderr.isatty():
+        done = 0
+
+        def line(doing: str, total: int) -> None:
+            nonlocal done
+            done += 1
+            print(f"[{done}/{total}] {doing}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def advance(doing: str, total: int) -> None:
+            bar.update(task, description=doing, advance=1, total=total)
+
+        yield advance
