@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from standin import RELEASES, StandInMisuse, between
+from standin.behaviour import Call
+from standin.behaviour_decode import check_heads
 from standin.mla_sizes import mla_shapes, ps_shapes
 from torch import Tensor
 
@@ -274,6 +276,35 @@ def test_heads_that_no_kernel_takes(aiter_of: Callable[..., Any]) -> None:
     old = Request(aiter_of("v0.1.5"), "v0.1.5", heads=32)
     with pytest.raises(AssertionError, match="not supported"):
         old.decode()
+
+
+@pytest.mark.parametrize(
+    ("release", "arch", "dtype", "heads", "longest", "moved"),
+    [
+        ("v0.1.7", "gfx942", BF16, 256, 1, False),
+        ("v0.1.7.post3", "gfx942", BF16, 256, 1, None),
+        ("v0.1.8", "gfx942", BF16, 48, 2, None),
+        ("v0.1.9", "gfx942", BF16, 48, 2, False),
+        ("v0.1.11.post1", "gfx942", BF16, 48, 2, True),
+        ("v0.1.14.post1", "gfx950", BF16, 48, 2, False),
+        ("v0.1.13", "gfx950", E4M3FN, 64, 2, False),
+        ("v0.1.20", "gfx950", E4M3FN, 48, 2, True),
+        ("v0.1.19.post2", "gfx950", E4M3FN, 32, 3, True),
+        ("v0.1.20", "gfx950", E4M3FN, 32, 3, False),
+        ("v0.1.20", "gfx942", FNUZ, 8, 1, None),
+        ("v0.1.20", "gfx942", BF16, 8, 2, False),
+    ],
+)
+def test_which_head_counts_are_refused_folded_and_moved(
+    release: str, arch: str, dtype: torch.dtype, heads: int, longest: int, moved: bool | None
+) -> None:
+    tensor = torch.zeros(1, dtype=dtype)
+    call = Call("aiter.mla:mla_decode_fwd", release, arch, {"q": tensor, "kv_buffer": tensor})
+    if moved is None:
+        with pytest.raises(AssertionError, match="not supported"):
+            check_heads(call, heads, longest, True)
+    else:
+        assert check_heads(call, heads, longest, True) == moved
 
 
 def test_prefill_names_its_buffers_in_the_other_order(aiter_of: Callable[..., Any]) -> None:

@@ -120,6 +120,19 @@ def test_the_norm_with_a_residual(aiter_of: Callable[..., Any], release: str) ->
     assert torch.equal(x, out) and torch.equal(residual, summed)
 
 
+@pytest.mark.parametrize("release", ["v0.1.10.post1", "v0.1.10.post2", "v0.1.10.post3"])
+def test_one_release_went_back_to_ck_for_the_residual(aiter_of: Callable[..., Any], release: str) -> None:
+    """v0.1.10.post2 adds with CK alone, which takes three dimensions; its neighbours take dim 1 for the width."""
+    package, x, weight = aiter_of(release), random(4, 3, 16), random(16)
+    arguments = torch.zeros_like(x), x, x, torch.zeros_like(x), weight, EPS
+    if release == "v0.1.10.post2":
+        package.rmsnorm2d_fwd_with_add(*arguments)
+        close(arguments[0], exact(x.double() * 2, weight))
+    else:
+        with pytest.raises(StandInMisuse, match=r"size\(1\)"):
+            package.rmsnorm2d_fwd_with_add(*arguments)
+
+
 @pytest.mark.parametrize("release", ["v0.1.16.post6", "v0.1.17-rc0", "v0.1.20"])
 def test_the_seventh_position_changed_its_meaning(aiter_of: Callable[..., Any], release: str) -> None:
     package, x, weight = aiter_of(release), random(4, 16), random(16)

@@ -8,6 +8,7 @@ from torch import Tensor
 from .behaviour import Call, body
 from .behaviour_mla import FILLED, code
 from .misuse import check, expect, expect_bool, expect_int, expect_rows
+from .recorded import between
 
 PERSISTENT = ("work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
 FP8_PRODUCTS = (16, 32, 48, 64, 128, 256, 384, 512)
@@ -77,21 +78,45 @@ def _native(call: Call, heads: int, longest: int) -> bool:
     if heads == 8:
         on_950 = call.arch == "gfx950" and fp8 and longest == 4 and call.since("v0.1.12")
         return on_950 or (call.arch == "gfx942" and bf16 and longest == 2 and call.since("v0.1.13.dev0"))
-    if heads == 128 and fp8:
+    if not fp8:
+        return False
+    if heads == 128:
         if call.arch == "gfx942" or call.until("v0.1.11.post1"):
-            return call.since("v0.1.7.post3")
-        return call.since("v0.1.14-rc0") and not (
-            call.since("v0.1.15-rc0") and call.until("v0.1.15.post3") and longest == 4
-        )
-    if heads == 64 and fp8:
+            return True
+        without_four = call.since("v0.1.15-rc0") and call.until("v0.1.15.post3")
+        return call.since("v0.1.14-rc0") and not (without_four and longest == 4)
+    if heads == 64:
         if call.arch == "gfx950" and call.since("v0.1.16"):
             return True
-        since = "v0.1.13.dev0" if call.arch == "gfx950" else "v0.1.17-longctx"
-        return longest == 1 and call.since(since)
-    return heads == 32 and fp8 and call.arch == "gfx950" and longest in (2, 4) and call.since("v0.1.13.dev0")
+        return longest == 1 and call.since("v0.1.12.post1" if call.arch == "gfx950" else "v0.1.17-longctx")
+    return heads == 32 and _native_32(call, longest)
 
 
-def _check_heads(call: Call, heads: int, longest: int, persistent: bool) -> bool:
+def _native_32(call: Call, longest: int) -> bool:
+    """Thirty-two heads in fp8, whose numbers of query tokens grew one by one."""
+    if call.arch != "gfx950":
+        return call.release == "v0.1.10.post3" and longest == 4
+    if call.since("v0.1.20"):
+        return True
+    one = between(call.release, "v0.1.14.post1", "v0.1.15.post3") or call.since("v0.1.17-rc0")
+    known = (
+        (1, one),
+        (2, call.since("v0.1.13.dev0")),
+        (4, call.since("v0.1.10.post3")),
+        (max(longest, 5), call.since("v0.1.17-longctx")),
+    )
+    return any(longest == tokens and there for tokens, there in known)
+
+
+def _folds_tokens(call: Call, heads: int, longest: int) -> bool:
+    """gfx950 with fp8 from v0.1.12 to v0.1.15.post3: query tokens are folded too, and nothing has to be moved."""
+    fp8 = call["q"].dtype == call["kv_buffer"].dtype == call.fp8
+    if not fp8 or call.arch != "gfx950" or not between(call.release, "v0.1.12", "v0.1.15.post3"):
+        return False
+    return longest * (heads // 16) == 4 or (heads == 64 and longest == 2)
+
+
+def check_heads(call: Call, heads: int, longest: int, persistent: bool) -> bool:
     """Refuses a head count as the release does; returns whether it is folded into sixteens with its rows moved."""
     message = f"nhead={heads} and max_seqlen_q={longest} not supported"
     if not call.since("v0.1.6.post2"):
@@ -109,7 +134,7 @@ def _check_heads(call: Call, heads: int, longest: int, persistent: bool) -> bool
     check(heads in range(32, widest + 1, 16), message, AssertionError)
     if call.until("v0.1.8"):
         check(longest == 1, message, AssertionError)
-    return longest > 1 and call.since("v0.1.11.post1") and call["q"].dtype == torch.bfloat16
+    return longest > 1 and call.since("v0.1.11.post1") and not _folds_tokens(call, heads, longest)
 
 
 def _check_metadata(call: Call, heads: int, requests: int, longest: int, page_size: int) -> None:
@@ -178,7 +203,7 @@ def mla_decode_fwd(call: Call) -> tuple[Tensor, Tensor | None]:
     expect(int(call["kv_indptr"][-1]) <= call["kv_indices"].numel(), "kv_indptr leads past kv_indices")
     lengths = _lengths(call, requests, page_size)
     persistent = call.get("work_meta_data") is not None
-    moved = _check_heads(call, heads, longest, persistent)
+    moved = check_heads(call, heads, longest, persistent)
     if persistent:
         _check_metadata(call, heads, requests, longest, page_size)
     out, sums = _attend(call, lengths, page_size)

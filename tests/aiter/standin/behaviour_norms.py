@@ -27,7 +27,7 @@ WIDEST = 8192
 
 def kernel_of(call: Call, x: Tensor, sensitive: int) -> str:
     """Which kernel a Python function of `aiter.ops.rmsnorm` chooses: `ck`, `hip` or `opus`."""
-    if call.until("v0.1.10"):
+    if call.until("v0.1.10") or (call.release == "v0.1.10.post2" and "with_add" in call.name):
         return "ck"
     if call.until("v0.1.17"):
         return "ck" if sensitive > 0 or x.shape[-1] > WIDEST else "hip"
