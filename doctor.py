@@ -127,7 +127,7 @@ def find_aiter() -> Finding:
     build = amd.find_build()
     if isinstance(build, amd.Absent):
         return Finding(name="aiter", state="broken" if build.broken else "absent", detail=build.reason)
-    releases = f", by its files {amd.installed_releases()}"
+    releases = f", by its files {amd.installed_releases()}"  # a version would not tell
     only = "" if build.triton_only is None else f", Triton functions only: {build.triton_only}"
     return Finding(name="aiter", state="found", detail=f"{build.origin}{releases}{only}, not imported")
 
@@ -253,6 +253,7 @@ def _backend(op: str, device: str) -> str:
         if forced not in (None, name):
             continue
         if reason is None:
-            return f"yes, by the backend `{name}`" + (f"; not by {'; '.join(passed)}" if passed else "")
+            others = f"; not by {'; '.join(passed)}" if passed and device != "cpu" else ""
+            return f"yes, by the backend `{name}`{others}"
         passed.append(f"`{name}`: {reason}")
     return f"no: {op} cannot run on {device}: {'; '.join(passed) or 'it has no backend'}"

@@ -49,8 +49,9 @@ class Probed:
 
     @property
     def recorded(self) -> bool:
-        """Whether every parameter list is exactly one that was read off a release."""
-        return not self.unmatched and all(each.recorded for each in (self.main, *self.beside))
+        """Whether this is what was read off a release: its parameter lists, in a build that looks like that release."""
+        known = not self.unmatched and not self.releases.contradictory
+        return known and all(each.recorded and each.is_of(self.releases) for each in (self.main, *self.beside))
 
 
 @frozen(kw_only=True)
@@ -173,7 +174,10 @@ def _probe(name: str) -> Probed | Refused:
     main = _first(build.folder, binding.functions, releases)
     needed = [_first(build.folder, (function,), releases) for function in binding.needs]
     reason = next((each for each in (main, *needed) if isinstance(each, str)), None)
-    reason = reason or refused_altogether(restrictions_of(name, releases))
+    if reason is None and (never := refused_altogether(restrictions_of(name, releases))) is not None:
+        reason = (
+            f"this build looks like {releases}, and may be one of these: {never}" if releases.contradictory else never
+        )
     if isinstance(main, str) or reason is not None:
         return Refused(name=name, reason=reason or str(main))
     beside = [*needed, *(match(build.folder, function) for function in binding.with_)]

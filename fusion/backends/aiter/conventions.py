@@ -11,7 +11,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from .releases import ReleaseRange, before
+from .releases import NEWEST, RELEASES, ReleaseRange, before, is_after
 from .source import Signature, read_signature
 
 
@@ -25,6 +25,8 @@ class Convention:
     "As text: `out, input, gemma_norm=`."
     refused: str | None = None
     "Why this one cannot be called at all."
+    again: tuple[str, str] | None = None
+    "First and last release in which it came back after another one."
 
     @property
     def names(self) -> frozenset[str]:
@@ -42,6 +44,14 @@ class Function:
     "Oldest first."
     gone: str | None = None
     "The first release without it again."
+
+    def spans(self, convention: Convention) -> tuple[ReleaseRange, ...]:
+        """The releases of one of its conventions: until the next one starts, and again where it came back."""
+        starts = [c.since for c in self.conventions] + [c.again[0] for c in self.conventions if c.again]
+        later = [start for start in (*starts, *([self.gone] if self.gone else ())) if is_after(start, convention.since)]
+        end = before(min(later, key=RELEASES.index)) if later else NEWEST
+        again = () if convention.again is None else (ReleaseRange(*convention.again),)
+        return (ReleaseRange(convention.since, end), *again)
 
 
 @frozen(kw_only=True)
@@ -74,6 +84,10 @@ class Match:
         """Whether the installed parameter list is exactly the known one."""
         return self.signature == self.convention.signature
 
+    def is_of(self, releases: ReleaseRange) -> bool:
+        """Whether some of these releases have this convention."""
+        return any(span.overlaps(releases) for span in self.function.spans(self.convention))
+
     @property
     def summary(self) -> str:
         """The function and the release whose convention it follows; its parameters only where they are news."""
@@ -88,13 +102,21 @@ class Match:
         )
 
 
-def follows(signature: Signature, convention: Convention) -> bool:
-    """Whether a call by name that fits the convention fits the signature: nothing gone, nothing newly required."""
+def follows(signature: Signature, convention: Convention, function: Function) -> bool:
+    """Whether a call by name that fits the convention fits the signature.
+
+    Nothing of it may be gone or newly required, and what the signature has beyond it may be left out and must be new:
+    a parameter known from another convention would make it a mixture of two, about which nothing is known.
+    """
     known = {parameter.name: parameter for parameter in convention.signature.parameters}
+    ever = {name for other in function.conventions for name in other.names}
     found = {parameter.name: parameter for parameter in signature.parameters}
     if any(name not in found for name in known):
         return False
-    return all(not p.required or (name in known and known[name].required) for name, p in found.items())
+    return all(
+        known[name].required or not parameter.required if name in known else not parameter.required and name not in ever
+        for name, parameter in found.items()
+    )
 
 
 def match(folder: Path, function: Function) -> Match | str | None:
@@ -103,9 +125,8 @@ def match(folder: Path, function: Function) -> Match | str | None:
     if signature is None:
         return None
     exact = [convention for convention in function.conventions if convention.signature == signature]
-    close = [convention for convention in reversed(function.conventions) if follows(signature, convention)]
-    # The newest convention that fits is the one that knows most of the installed parameters.
-    best = (exact or sorted(close, key=lambda c: len(c.names), reverse=True) or [None])[0]
+    close = [convention for convention in function.conventions if follows(signature, convention, function)]
+    best = next(iter(exact or close), None)
     if best is None:
         known = "; ".join(f"({convention.signature}) since {convention.since}" for convention in function.conventions)
         return f"{function.path} has an unknown signature: ({signature}). Known: {known}"

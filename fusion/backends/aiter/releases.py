@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from attrs import frozen
+from attrs import field, frozen
 
 from .source import module_file, read_signature
 
@@ -38,6 +38,8 @@ class ReleaseRange:
 
     first: str = OLDEST
     last: str = NEWEST
+    contradictory: bool = field(default=False, kw_only=True, eq=False)
+    "Whether no release looks like the build, so that it had to be taken for any."
 
     def overlaps(self, other: ReleaseRange) -> bool:
         """Whether some release is in both."""
@@ -54,8 +56,15 @@ class ReleaseRange:
         return iter(RELEASES[_ORDER[self.first] : _ORDER[self.last] + 1])
 
     def __str__(self) -> str:
+        if self.contradictory:
+            return "no release known here"
         newest = f"{self.last} or later" if self.last == NEWEST else self.last
         return newest if self.first == self.last else f"{self.first} to {newest}"
+
+
+def is_after(release: str, other: str) -> bool:
+    """Whether the one release is later than the other."""
+    return _ORDER[release] > _ORDER[other]
 
 
 def before(release: str) -> str:
@@ -122,11 +131,13 @@ PROBES = (
     Probe("v0.1.14-rc0", _QK_GROUP, "fused_qk_rmsnorm_per_token_quant"),
     Probe("v0.1.14-rc0", _AR, "CustomAllreduce.fused_ar_rms_per_group_quant"),
     Probe("v0.1.16", _ATTENTION, "get_mla_metadata_info_v1", "max_split_per_batch"),
+    Probe("v0.1.16", _AR, "CustomAllreduce.custom_fused_ar_rms", "out_hidden_dim"),
     Probe("v0.1.17-rc0", "aiter.ops.rmsnorm", "rmsnorm2d_fwd_with_add", "gemma_norm"),
     Probe("v0.1.17-rc0", "aiter.mla", "mla_decode_fwd", "g_kv_indptr"),
     Probe("v0.1.17-longctx", "aiter.ops.gated_rmsnorm_fp8_per_token_quant"),
     Probe("v0.1.17-longctx", _ATTENTION, "get_mla_metadata_v1", "mla_version"),
     Probe("v0.1.19.post1", "aiter.ops.quick_all_reduce", "qr_get_handle", "out_ptr"),
+    Probe("v0.1.19.post1", "aiter.ops.triton.quant.fused_fp8_quant", "fused_rms_fp8_group_quant", "is_x_scale_strided"),
     Probe(
         *("v0.1.17-rc0", _AR, "CustomAllreduce.fused_ar_rms_per_group_quant", "transpose_scale"),
         but_not=("v0.1.17-longctx", "v0.1.19.post1"),
@@ -144,4 +155,4 @@ def release_range(folder: Path) -> ReleaseRange:
     """
     outcomes = [(probe, seen) for probe in PROBES if (seen := probe.look(folder)) is not None]
     possible = [r for r in RELEASES if all(probe.allows(r, seen) for probe, seen in outcomes)]
-    return ReleaseRange(possible[0], possible[-1]) if possible else ReleaseRange()
+    return ReleaseRange(possible[0], possible[-1]) if possible else ReleaseRange(contradictory=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .conventions import Binding, Function
 from .conventions import Convention as C  # noqa: N817 - it stands in front of every line below
+from .releases import NEWEST
 
 _AR_HEAD = "input, residual_inp, weight, eps"
 AR = "aiter.dist.device_communicators.custom_all_reduce:CustomAllreduce"
@@ -33,9 +34,16 @@ ALL_REDUCE_BINDINGS: tuple[Binding, ...] = (
             Function(
                 f"{AR}.custom_fused_ar_rms_per_group_quant",
                 (
-                    C("v0.1.14-rc0", f"{_AR_HEAD}, group_size=, use_1stage=, emit_bf16="),
-                    # there in v0.1.17-rc0 and v0.1.17, gone in v0.1.17-longctx, back in v0.1.19.post2
-                    C("v0.1.17-rc0", f"{_AR_HEAD}, group_size=, use_1stage=, emit_bf16=, transpose_scale="),
+                    C(
+                        "v0.1.14-rc0",
+                        f"{_AR_HEAD}, group_size=, use_1stage=, emit_bf16=",
+                        again=("v0.1.17-longctx", "v0.1.19.post1"),
+                    ),
+                    C(
+                        "v0.1.17-rc0",
+                        f"{_AR_HEAD}, group_size=, use_1stage=, emit_bf16=, transpose_scale=",
+                        again=("v0.1.19.post2", NEWEST),
+                    ),
                 ),
             ),
         ),

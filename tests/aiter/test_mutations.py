@@ -1,0 +1,120 @@
+"""Releases that were never made: one change to one signature. Each is seen, and none gives a wrong number.
+
+The check that holds the bindings to the record (`recorded`) must turn red for every change, and what is then still
+called, because a call by name does not care, must still be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from expected import EXPECTED, No, Works
+from held import hold, installed
+from standin import Mutation, definitions, make_standin
+from test_bindings import expected_of
+
+from layerfuse.fusion.backends import aiter as amd
+from layerfuse.fusion.backends.aiter import Bound, Probed, Refused
+from layerfuse.fusion.backends.aiter.source import read_signature
+from layerfuse.fusion.backends.aiter.table import BY_NAME
+
+SOME_RELEASES = ("v0.1.8", "v0.1.13", "v0.1.16.post6", "v0.1.20")
+CHANGED = [
+    (binding, release)
+    for binding in EXPECTED
+    for release in SOME_RELEASES
+    if not isinstance(expected_of(binding, release), No)
+]
+
+
+def functions_of(binding: str, release: str) -> Iterator[str]:
+    """The keys of the functions that the binding uses in this release."""
+    declared = BY_NAME[binding]
+    for functions in (declared.functions, *((each,) for each in (*declared.needs, *declared.with_))):
+        there = next((f.path for f in functions if f.path in definitions(release)), None)
+        if there is not None:
+            yield there
+
+
+def mutations(function: str, release: str) -> Iterator[Mutation]:
+    """Every change of a kind that AITER's releases have made."""
+    parameters = [p for p in definitions(release)[function].parameters if p.name != "self"]
+    yield Mutation("rename", function, name="renamed")
+    yield Mutation("insert", function, parameters[0].name, name="inserted")
+    for parameter in parameters:
+        yield Mutation("rename_parameter", function, parameter.name, name=f"{parameter.name}_renamed")
+        yield Mutation("drop", function, parameter.name)
+    for one, other in pairwise(parameters):
+        if (one.default is None) is (other.default is None) and one.keyword_only is other.keyword_only:
+            yield Mutation("swap", function, one.name, other.name)
+
+
+@pytest.mark.parametrize(("binding", "release"), CHANGED)
+def test_every_change_turns_the_check_red(binding, release, tmp_path):
+    count = 0
+    for function in functions_of(binding, release):
+        for i, mutation in enumerate(mutations(function, release)):
+            count += 1
+            folder = tmp_path / f"{function.rpartition(':')[2]}-{i}"
+            with installed(make_standin(folder, release, mutate=mutation)):
+                found = amd.probe(binding)
+                changed = read_signature(folder / "aiter", function)
+                if isinstance(found, Refused):
+                    if mutation.kind == "rename":
+                        assert "has no such function" in found.reason
+                    elif "this build looks like no release known here" not in found.reason:
+                        assert f"{function} has an unknown signature: ({changed})." in found.reason, mutation
+                        assert "Known: (" in found.reason
+                    assert isinstance(amd.bind(binding), Refused)
+                    continue
+                if mutation.kind == "rename" and function != found.main.function.path:
+                    assert f"{function}(" not in found.convention, "an optional function that is gone is not used"
+                else:
+                    # Without `causal`, v0.1.20 is v0.1.19.post2 to the last parameter: then it is the convention that differs.
+                    expected = expected_of(binding, release)
+                    assert isinstance(expected, Works)
+                    assert not found.recorded or found.main.convention.since != expected.since, mutation
+                    assert f"({changed})" in found.convention
+                    if mutation.kind == "drop" and all(each.recorded for each in (found.main, *found.beside)):
+                        continue  # exactly the list of another release, which is seen; the stand-in's body is of this one
+                bound = amd.bind(binding)
+                assert isinstance(bound, Bound)
+                hold(bound)
+    assert count > 3
+
+
+@pytest.mark.parametrize("release", ["v0.1.10.post2", "v0.1.20"])
+def test_a_new_parameter_that_may_be_left_out_does_no_harm_and_is_seen(release, tmp_path):
+    folder = make_standin(tmp_path / "a", release)
+    for name in ("rms_norm", "add_rms_norm", "mla_decode", "mla_metadata_info"):
+        module, _, function = BY_NAME[name].functions[0].path.partition(":")
+        file = folder / (module.replace(".", "/") + ".py")
+        source = file.read_text()
+        at = source.index(")", source.index(f"def {function}("))
+        while source[at : at + 2] not in (")\n", ") ", "):", ") -"):
+            at = source.index(")", at + 1)
+        file.write_text(source[:at] + ", brand_new=None" + source[at:])
+    with installed(folder):
+        for name in ("rms_norm", "add_rms_norm", "mla_decode", "mla_metadata_info"):
+            found = amd.bind(name)
+            assert isinstance(found, Bound), found
+            assert not found.probed.recorded
+            assert "brand_new=" in found.convention
+            hold(found)
+
+
+def test_a_function_that_hides_its_parameters_in_the_source_too_is_refused(tmp_path):
+    folder = make_standin(tmp_path / "a", "v0.1.20")
+    file = folder / "aiter" / "ops" / "rmsnorm.py"
+    file.write_text(file.read_text() + "\n\ndef rmsnorm2d_fwd(*args, **kwargs):\n    return args\n")
+    with installed(folder):
+        found = amd.bind("rms_norm")
+        assert isinstance(found, Refused)
+        assert "has an unknown signature: (*args, **kwargs)" in found.reason
+
+
+def test_the_check_is_green_where_nothing_was_changed(tmp_path):
+    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+        assert all(isinstance(found, Probed) and found.recorded for found in amd.probe_all())
