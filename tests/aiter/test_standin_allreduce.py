@@ -25,8 +25,8 @@ X, RESIDUAL, WEIGHT = random(4, WIDTH), random(4, WIDTH, seed=1), random(WIDTH, 
 TOTAL = X.double() + RESIDUAL.double()
 
 
-def exact(x: Tensor, offset: float = 0.0) -> Tensor:
-    return x.double() / (x.double().square().mean(-1, keepdim=True) + EPS).sqrt() * (WEIGHT.double() + offset)
+def exact(x: Tensor, offset: float = 0.0, epsilon: float = EPS) -> Tensor:
+    return x.double() / (x.double().square().mean(-1, keepdim=True) + epsilon).sqrt() * (WEIGHT.double() + offset)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -41,15 +41,16 @@ def communicator() -> Any:
 def test_the_order_of_the_results_and_whether_there_is_a_residual(aiter_of: Callable[..., Any], release: str) -> None:
     """Up to v0.1.7.post2 the sum comes first, although v0.1.7.post3 has the very signature of v0.1.7.post2."""
     aiter_of(release)
+    epsilon = 0.0 if between(release, None, "v0.1.11.post1") else EPS
     alone, sum_first = between(release, None, "v0.1.7.post1"), between(release, None, "v0.1.7.post2")
     residual = () if alone else (RESIDUAL,)
-    results = communicator().fused_ar_rms(X, *residual, w=WEIGHT, eps=EPS)
+    results = communicator().fused_ar_rms(X, *residual, w=WEIGHT, eps=epsilon)
     summed, normed = results if sum_first else reversed(results)
     total = X.double() if alone else TOTAL
     assert torch.equal(summed, total.bfloat16())
-    close(normed, exact(total))
+    close(normed, exact(total, epsilon=epsilon))
     stage = (False,) if between(release, "v0.1.10.post2", None) else ()
-    again = communicator().custom_fused_ar_rms(X, *residual, WEIGHT, EPS, *stage)
+    again = communicator().custom_fused_ar_rms(X, *residual, WEIGHT, epsilon, *stage)
     assert all(torch.equal(one, other) for one, other in zip(again, results, strict=True))
 
 
@@ -69,9 +70,10 @@ def test_padded_results(aiter_of: Callable[..., Any]) -> None:
 
 def test_per_token_quantisation(aiter_of: Callable[..., Any]) -> None:
     aiter_of("v0.1.10.post3")
-    values, summed, scales = communicator().custom_fused_ar_rms_quant(X, RESIDUAL, WEIGHT, EPS, False)
+    values, summed, scales = communicator().custom_fused_ar_rms_quant(X, RESIDUAL, WEIGHT, 0.0, False)
     assert torch.equal(summed, TOTAL.bfloat16()) and scales.shape == (4, 1)
-    torch.testing.assert_close(values.double() * scales.double(), exact(TOTAL), rtol=0.07, atol=0.02)
+    expected = exact(TOTAL, epsilon=0.0)
+    torch.testing.assert_close(values.double() * scales.double(), expected, rtol=0.07, atol=0.02)
     aiter_of("v0.1.18")
     results = communicator().custom_fused_ar_rms_quant(X, RESIDUAL, WEIGHT, EPS, False, emit_bf16=True)
     assert len(results) == 4
@@ -128,7 +130,9 @@ def test_widths_and_tokens_that_no_kernel_takes(aiter_of: Callable[..., Any]) ->
     aiter_of("v0.1.11")
     odd = random(4, 720), random(4, 720), random(720)
     with pytest.raises(StandInMisuse, match="only printed"):
-        communicator().custom_fused_ar_rms(*odd, EPS, False)
+        communicator().custom_fused_ar_rms(*odd, 0.0, False)
+    with pytest.raises(StandInMisuse, match="becomes 0"):
+        communicator().custom_fused_ar_rms(X, RESIDUAL, WEIGHT, EPS, False)
     aiter_of("v0.1.16")
     many = random(81, WIDTH), random(81, WIDTH), WEIGHT
     with pytest.raises(RuntimeError, match="exceeds 80"):

@@ -128,6 +128,8 @@ def fused_ar_rms(call: Call) -> tuple[Tensor, ...]:
     _flags(call, "registered", "use_1stage", "post_per_token_quant", "gemma_norm", "emit_bf16")
     quantising = call.get("post_per_token_quant", False)
     expect(not call["registered"], "registered=True, but the input was never registered")
+    if call.until("v0.1.11.post1"):
+        expect(int(call["eps"]) == call["eps"], f"eps {call['eps']} passes through an int of the C++ and becomes 0")
     total = _sum(call, x, weight, call.get("res_inp"))
     _check_kernel(call, x, weight.numel(), call.get("use_1stage", False), quantising)
     res_out = _check_output(call["res_out"], total.to(x.dtype), "res_out").copy_(total)
