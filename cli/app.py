@@ -88,6 +88,12 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     metavar="NAME",
     help="Use the epsilons this engine builds norms with, where it has its own: transformers, vllm, sglang or atom.",
 )
+@click.option(
+    "--quant",
+    metavar="HOW",
+    help="The engine quantises its activations to fp8: per_token, group32, group64 or group128, then perhaps "
+    ",column_major or ,ue8m0. Fusions that take this in change numerics, so this plans at level 2.",
+)
 @_files
 @_json
 @click.option("--svg", metavar="FILE", type=_NEW_FILE, help="Write the answer as a picture.")
@@ -97,6 +103,7 @@ def plan(
     rank: int,
     target: str,
     engine: str | None,
+    quant: str | None,
     files: tuple[Path, ...],
     json: bool,
     svg: Path | None,
@@ -117,6 +124,7 @@ def plan(
     \b
     Examples:
       layerfuse plan kimi-k2.5 --tp 8 --target gfx942
+      layerfuse plan deepseek-v3 --tp 8 --quant group128
       layerfuse plan moonshotai/Kimi-Linear-48B-A3B-Instruct --tp 4 --svg plan.svg
     """
     if rank >= tp:
@@ -125,7 +133,9 @@ def plan(
         raise click.UsageError("give either --json or --svg")
     from .planning import answer_plan
 
-    answer_plan(model, tp=tp, rank=rank, target=target.lower(), engine=engine, files=files, json=json, svg=svg)
+    answer_plan(
+        model, tp=tp, rank=rank, target=target.lower(), engine=engine, quant=quant, files=files, json=json, svg=svg
+    )
 
 
 @_command
@@ -228,9 +238,7 @@ def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
 @click.option("--widths", metavar="Q,KV,ROPE", help="Widths of your own instead of a model's.")
 @click.option("--tokens", metavar="N,N,...", help="How many rows; by default 1 to 65536 on a GPU, to 1024 on a CPU.")
 @click.option("--dtype", default="bf16", show_default=True, help="bf16, fp16 or fp32.")
-@click.option(
-    "--group-size", type=int, default=128, show_default=True, help="Columns per scale, where groups have one."
-)
+@click.option("--group-size", type=int, help="Columns per scale, where groups have one; by default 128.")
 @click.option("--ue8m0", is_flag=True, help="Scales that are powers of two.")
 @click.option("--fp8", metavar="NAME", help="e4m3fn or e4m3fnuz; by default that of this GPU.")
 @click.option("--peers", metavar="A,B,...", help="Only these; `layerfuse` stands for all of our backends.")

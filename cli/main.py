@@ -13,6 +13,7 @@ TRACEBACK = "LAYERFUSE_TRACEBACK"
 
 WRONG_QUESTIONS = frozenset(
     {
+        "ActivationQuantError",
         "BenchError",
         "FusionConfigError",
         "UnknownEngineError",

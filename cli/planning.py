@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from ..adapters.errors import LayerfuseError, SpecError
-from ..fusion import FusionConfig, Target, plan
+from ..fusion import FUSIONS, ActivationQuant, FusionConfig, Target, plan
 from .console import show, write_text
 from .kinds import kinds_of, ranges, rows_of, spec_dict
 
@@ -135,6 +137,7 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
     about = ", ".join(filter(None, [data["hf_id"], f"adapter {data['adapter']}"]))
     to.print(Text.assemble((data["model"], "bold"), f" ({about})"))
     to.print(f"rank {data['rank']} of {data['tp']}, {data['num_hidden_layers']} decoder layers, target {_target(data)}")
+    listed = _listed(data)
     for kind in data["kinds"]:
         plural = "layer" if kind["count"] == 1 else "layers"
         to.print()
@@ -145,6 +148,8 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
         for label, value in kind["rows"]:
             grid.add_row(f"  {label}", value)
         for fusion, decision in kind["fusions"].items():
+            if fusion not in listed:
+                continue
             verdict = (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
             grid.add_row(f"  {fusion}", Text.assemble(verdict, f": {decision['reason']}"))
         show(grid, to)
@@ -154,10 +159,30 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
         to.print(note)
 
 
+def _listed(data: dict[str, Any]) -> set[str]:
+    """The fusions worth a line: those that can come about. Nobody who does not quantise need read of the others."""
+    quant = data["config"]["quant"]
+    config = FusionConfig(quant=None if quant is None else ActivationQuant(**quant))
+    return {name for name, fusion in FUSIONS.items() if config.concerns(fusion)}
+
+
 def _target(data: dict[str, Any]) -> str:
     target = data["target"]
     fp8 = f", fp8 {target['fp8']}" if target["fp8"] else ""
     return f"{target['arch']} ({target['vendor']}{fp8})"
+
+
+def config_for(quant: str | None) -> FusionConfig:
+    """What the environment wants, and the quantisation that was asked about, which level 1 would refuse.
+
+    Raises:
+        ActivationQuantError: no such quantisation.
+        FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
+    """
+    config = FusionConfig.from_environment()
+    if quant is None:
+        return config
+    return attrs.evolve(config, quant=ActivationQuant.parse(quant), level=2 if config.level else 0)
 
 
 def answer_plan(
@@ -167,6 +192,7 @@ def answer_plan(
     rank: int,
     target: str,
     engine: str | None,
+    quant: str | None,
     files: Sequence[Path],
     json: bool,
     svg: Path | None,
@@ -180,7 +206,7 @@ def answer_plan(
         rank=rank,
         target=target,
         engine=engine,
-        config=FusionConfig.from_environment(),
+        config=config_for(quant),
     )
     if json:
         from .console import print_json

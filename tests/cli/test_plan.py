@@ -109,6 +109,8 @@ def test_heads_that_cannot_be_shared_are_refused_with_what_can_be_done(run):
         (["plan", "kimi-k2.5", "--target", "gfx95"], 2, "no target is called 'gfx95'; did you mean 'gfx950'"),
         (["plan", "kimi-k2.5", "--engine", "vlm"], 2, "no engine is called 'vlm'; did you mean 'vllm'"),
         (["plan", "kimi-k2.5", "--engine", "foo"], 2, "known: transformers, vllm, sglang, atom"),
+        (["plan", "kimi-k2.5", "--quant", "per_tensor"], 2, "expected per_token or group32|64|128, then column_major"),
+        (["plan", "kimi-k2.5", "--quant", "group100"], 2, "expected None or one of 32, 64, 128, got 100"),
         (["plan", "kimi-k2.5", "--tp", "0"], 2, "--tp"),
         (["plan", "kimi-k2.5", "--tp", "2", "--rank", "2"], 2, "ranks are 0 to 1 at --tp 2, got 2"),
         (["plan", "kimi-k2.5", "--json", "--svg", "x.svg"], 2, "give either --json or --svg"),
@@ -160,6 +162,45 @@ def test_switching_a_fusion_off_shows_as_the_reason(run, monkeypatch):
     )
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "-mla_dual_rms")
     assert run("plan", "deepseek-v3").code == 2
+
+
+QUANTISED = """\
+  softmax scale                  0.1446796
+  mla_dual_rms_norm              not applicable: mla_dual_rms_norm_group_quant takes the pair
+  mla_dual_rms_norm_group_quant  yes: rms_norm(1536, epsilon 1e-05) and rms_norm(512, epsilon 1e-05) are one launch on \
+gfx950, the query in e4m3fn with one scale per 128 columns
+"""
+
+
+def test_an_engine_that_quantises(run):
+    assert QUANTISED in run("plan", "kimi-k2.5", "--tp", 8, "--quant", "group128").out
+    data = json.loads(run("plan", "kimi-k2.5", "--quant", "per_token,ue8m0", "--json").out)
+    assert data["config"]["quant"] == {"group_size": None, "column_major": False, "use_ue8m0": True}
+    decisions = {name: found["decision"] for name, found in data["kinds"][1]["fusions"].items()}
+    assert decisions == {
+        "mla_dual_rms_norm": "not_applicable",
+        "mla_dual_rms_norm_per_token_quant": "expected",
+        "mla_dual_rms_norm_group_quant": "not_applicable",
+    }
+
+
+def test_an_engine_that_quantises_on_a_target_without_fp8(run):
+    out = run("plan", "kimi-k2.5", "--target", "cpu", "--quant", "per_token").out
+    assert "mla_dual_rms_norm_per_token_quant  no: cpu has no fp8 format" in out
+    assert "mla_dual_rms_norm                  yes: " in out
+
+
+def test_the_environment_still_counts_where_the_engine_quantises(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "none")
+    out = run("plan", "kimi-k2.5", "--quant", "per_token").out
+    assert (
+        "no: mla_dual_rms_norm_per_token_quant needs optimisation level 2, and LAYERFUSE_FUSIONS=none sets level 0"
+        in out
+    )
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_dual_rms_norm")
+    out = run("plan", "kimi-k2.5", "--quant", "per_token").out
+    assert "no: mla_dual_rms_norm_per_token_quant is switched off by LAYERFUSE_FUSIONS=mla_dual_rms_norm" in out
+    assert "mla_dual_rms_norm                  yes: " in out
 
 
 def test_the_picture_is_svg_and_always_the_same(run, tmp_path):
