@@ -14,10 +14,10 @@ from held import (
     all_reduce_rms_norm,
     all_reduce_rms_norm_group_quant,
     hold,
-    installed,
     rms_norm_quant,
     rms_norm_with_an_offset,
 )
+from held_tools import installed
 from standin import RELEASES, StandInMisuse, make_standin
 
 from layerfuse.fusion.backends import BackendError

@@ -11,7 +11,8 @@ from itertools import pairwise
 
 import pytest
 from expected import EXPECTED, No, Works
-from held import hold, installed
+from held import hold
+from held_tools import installed
 from standin import Mutation, definitions, make_standin
 from test_bindings import expected_of
 

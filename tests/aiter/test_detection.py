@@ -1,0 +1,318 @@
+"""Which `aiter` is installed: every sentence that can be said, and that nothing is imported to say it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from held_tools import installed
+from standin import RELEASES, make_checkout, make_standin, make_unrelated
+
+from layerfuse.fusion.backends import aiter as amd
+from layerfuse.fusion.backends import choose, survey
+from layerfuse.fusion.backends.aiter import Absent, Bound, Build, Refused, backend
+from layerfuse.fusion.backends.aiter.releases import PROBES, ReleaseRange, release_range
+
+
+def absent() -> Absent:
+    found = amd.find_build()
+    assert isinstance(found, Absent), found
+    assert "aiter" not in sys.modules
+    return found
+
+
+def build() -> Build:
+    found = amd.find_build()
+    assert isinstance(found, Build), found
+    assert "aiter" not in sys.modules
+    return found
+
+
+# ---- every "no" is a sentence
+
+
+def test_nothing_is_installed():
+    with installed():
+        assert absent() == Absent(reason="not installed", broken=False)
+        assert amd.bind("rms_norm") == Refused(name="rms_norm", reason="not installed")
+
+
+def test_pypi_s_asyncio_helper(tmp_path):
+    with installed(make_unrelated(tmp_path / "a")):
+        found = absent()
+        assert found.broken
+        assert found.reason.startswith(
+            "this is PyPI's `aiter` 0.13.20191203, an unrelated asyncio helper, not AMD's AITER; pip uninstall aiter"
+        )
+        assert amd.bind("rms_norm") == Refused(name="rms_norm", reason=found.reason)
+
+
+def test_both_in_one_folder(tmp_path):
+    folder = make_standin(tmp_path / "a", "v0.1.20")
+    make_unrelated(tmp_path / "b")
+    (tmp_path / "b" / "aiter-0.13.20191203.dist-info").rename(folder / "aiter-0.13.20191203.dist-info")
+    with installed(folder):
+        assert absent().broken
+        assert "are both installed, into one folder; uninstall both" in absent().reason
+
+
+def test_metadata_whose_files_are_gone(tmp_path):
+    folder = make_standin(tmp_path / "a", "v0.1.20")
+    (folder / "aiter").rename(tmp_path / "moved")
+    with installed(folder):
+        assert absent() == Absent(reason="amd-aiter 0.1.20 is installed, but `aiter` cannot be found", broken=True)
+
+
+def test_files_overwritten_by_the_helper(tmp_path):
+    """`pip install aiter` over amd-aiter, and then uninstalled by hand down to its metadata."""
+    folder = make_standin(tmp_path / "a", "v0.1.20")
+    (folder / "aiter" / "ops").rename(tmp_path / "ops")
+    with installed(folder):
+        assert absent().reason == "amd-aiter 0.1.20 is installed, but `aiter` has no folder `ops`; install it again"
+
+
+@pytest.mark.parametrize("file", ["aiter.py", "aiter/__init__.py"])
+def test_something_else_of_that_name(file, tmp_path):
+    (tmp_path / "a" / file).parent.mkdir(parents=True)
+    (tmp_path / "a" / file).write_text("raise SystemExit('imported')\n")
+    with installed(tmp_path / "a"):
+        assert absent().broken
+        assert "which is not AMD's AITER: it has no folder `ops`" in absent().reason
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path):
+    (tmp_path / "a" / "aiter" / "notes").mkdir(parents=True)
+    with installed(tmp_path / "a"):
+        assert absent() == Absent(reason="not installed", broken=False)
+
+
+def test_a_module_without_a_spec(monkeypatch):
+    with installed():
+        module = type(sys)("aiter")
+        module.__spec__ = None
+        monkeypatch.setitem(sys.modules, "aiter", module)
+        amd.forget()
+        found = amd.find_build()
+        assert isinstance(found, Absent)
+        assert found.reason.startswith("`aiter` cannot be looked for")
+
+
+# ---- what is there
+
+
+@pytest.mark.parametrize(
+    ("release", "name"), [("v0.1.7.post5", "aiter"), ("v0.1.8", "amd-aiter"), ("v0.1.20", "amd-aiter")]
+)
+def test_a_wheel(release, name, tmp_path):
+    with installed(make_standin(tmp_path / "a", release)):
+        assert build().origin == f"AMD's {name} {release[1:]}, install build"
+
+
+def test_a_source_checkout(tmp_path):
+    with installed(make_checkout(tmp_path / "a", "v0.1.18")):
+        assert build().origin == "a source checkout"
+        assert build().version is None
+        assert amd.installed_releases() == ReleaseRange("v0.1.17-longctx", "v0.1.19")
+
+
+def test_looking_runs_nothing_of_it(tmp_path):
+    folder = make_standin(tmp_path / "a", "v0.1.20")
+    for file in folder.rglob("*.py"):
+        file.write_text("raise SystemExit('imported')\n" + file.read_text().replace("from __future__", "# "))
+    with installed(folder):
+        build()
+        assert len(amd.probe_all()) == len(amd.BINDINGS)
+        assert "aiter" not in sys.modules
+
+
+def test_it_is_looked_for_once(tmp_path):
+    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+        assert amd.find_build() is amd.find_build()
+        assert amd.probe("rms_norm") is amd.probe("rms_norm")
+
+
+# ---- Triton-only mode
+
+
+def hip_and_triton() -> tuple[object, object]:
+    return amd.probe("rms_norm"), amd.probe("triton_rms_norm")
+
+
+def test_triton_only_by_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("AITER_TRITON_ONLY", "1")
+    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+        hip, triton = hip_and_triton()
+        assert hip == Refused(name="rms_norm", reason="Triton-only: AITER_TRITON_ONLY=1 is set")
+        assert not isinstance(triton, Refused)
+    with installed(make_standin(tmp_path / "b", "v0.1.15")):  # does not know the variable, so it does not count
+        assert not any(isinstance(found, Refused) for found in hip_and_triton())
+
+
+def test_triton_only_without_c_parts(tmp_path):
+    folder = make_standin(tmp_path / "a", "v0.1.20")
+    (folder / "aiter" / "jit").rename(tmp_path / "jit")
+    with installed(folder):
+        hip, _ = hip_and_triton()
+        assert isinstance(hip, Refused)
+        assert hip.reason == "Triton-only: this installation has no C++ parts (there is no folder `jit`)"
+
+
+def test_what_triton_only_mode_cannot_import_is_a_reason_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("AITER_TRITON_ONLY", "1")
+    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+        found = amd.bind("triton_act_mul_group_quant")
+        assert isinstance(found, Refused)
+        assert re.match(
+            r"importing aiter\.ops\.triton\.activation raised (Attribute|Import|ModuleNotFound)Error: ", found.reason
+        )
+
+
+# ---- imports that fail
+
+FAULTS = {
+    "rocm": "RuntimeError",
+    "gfx": "KeyError",
+    "library": "OSError",
+    "module": "ImportError",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("release", ["v0.1.10", "v0.1.12", "v0.1.14.post1", "v0.1.20"])
+def test_an_import_that_fails_is_a_reason(release, fault, tmp_path):
+    """Some releases swallow it, and go on with half a namespace: then the function is there, or it is a reason."""
+    with installed(make_standin(tmp_path / "a", release, fault=fault)):
+        found = amd.bind("add_rms_norm")
+        if isinstance(found, Bound):
+            assert release in ("v0.1.12", "v0.1.14.post1"), "an error of this release is not swallowed"
+        else:
+            assert re.match(r"importing aiter\.ops\.rmsnorm raised \w+: ", found.reason), found.reason
+        assert amd.bind("add_rms_norm") is found, "asked once"
+
+
+def test_an_exit_during_the_import_is_a_reason(tmp_path):
+    folder = make_standin(tmp_path / "a", "v0.1.20")
+    file = folder / "aiter" / "ops" / "rmsnorm.py"
+    file.write_text(file.read_text() + "\nraise SystemExit(3)\n")
+    (folder / "aiter" / "__init__.py").write_text("")
+    with installed(folder):
+        found = amd.bind("rms_norm")
+        assert isinstance(found, Refused)
+        assert found.reason.startswith("importing aiter.ops.rmsnorm raised SystemExit")
+
+
+@pytest.mark.parametrize(
+    ("last", "words"), [("del rmsnorm2d_fwd", "AITER swallowed an error"), ("rmsnorm2d_fwd = 3", "is a int")]
+)
+def test_a_function_that_is_not_there_once_imported(last, words, tmp_path):
+    folder = make_standin(tmp_path / "a", "v0.1.20")
+    file = folder / "aiter" / "ops" / "rmsnorm.py"
+    file.write_text(f"{file.read_text()}\n{last}\n")
+    init = folder / "aiter" / "__init__.py"
+    init.write_text(init.read_text().replace("from .ops.rmsnorm import *", ""))
+    with installed(folder):
+        found = amd.bind("rms_norm")
+        assert isinstance(found, Refused)
+        assert words in found.reason
+
+
+def test_another_aiter_that_was_imported_before(tmp_path):
+    with installed(make_standin(tmp_path / "a", "v0.1.20"), make_standin(tmp_path / "b", "v0.1.20")):
+        amd.find_build()
+        sys.path[:2] = sys.path[1::-1]
+        __import__("aiter.ops.rmsnorm")
+        found = amd.bind("rms_norm")
+        assert isinstance(found, Refused)
+        assert "was imported from" in found.reason
+
+
+def test_sources_that_do_not_parse(tmp_path):
+    folder = make_standin(tmp_path / "a", "v0.1.20")
+    (folder / "aiter" / "ops" / "rmsnorm.py").write_text("def rmsnorm2d_fwd(:\n")
+    with installed(folder):
+        found = amd.probe("rms_norm")
+        assert isinstance(found, Refused)
+        assert "has no such function" in found.reason
+
+
+# ---- releases
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_release_is_in_the_range_and_the_range_is_short(release, tmp_path):
+    found = release_range(make_standin(tmp_path / "a", release) / "aiter")
+    assert release in found
+    assert not found.contradictory
+    assert len(list(found)) <= 8
+
+
+def test_the_probes_tell_these_generations_apart(tmp_path):
+    ranges = {str(release_range(make_standin(tmp_path / release, release) / "aiter")) for release in RELEASES}
+    assert len(ranges) >= 23
+    assert "v0.1.17-rc0 to v0.1.17" in ranges
+    assert "v0.1.20 to v0.1.20.post1 or later" in ranges
+
+
+def test_files_of_two_releases_are_none_of_either(tmp_path):
+    folder = make_standin(tmp_path / "a", "v0.1.8")
+    newer = make_standin(tmp_path / "b", "v0.1.20")
+    (newer / "aiter" / "mla.py").replace(folder / "aiter" / "mla.py")
+    found = release_range(folder / "aiter")
+    assert found.contradictory
+    assert str(found) == "no release known here"
+    assert list(found) == list(RELEASES), "every restriction is kept"
+
+
+def test_every_probe_names_a_release():
+    assert {probe.since for probe in PROBES} <= set(RELEASES)
+
+
+# ---- the backend
+
+
+def test_aiter_is_a_backend_of_the_ops_and_not_for_this_machine():
+    for op in amd.OPS:
+        (reason,) = [why for name, why in survey(op, "cpu") if name == "aiter"]
+        assert reason == "AITER's kernels run on AMD GPUs, not on cpu"
+        (reason,) = [why for name, why in survey(op, "cuda") if name == "aiter"]
+        assert reason == "AITER's kernels run on AMD GPUs, and this torch is not built for ROCm"
+        assert choose(op, "cpu").name == "reference"
+
+
+def test_on_rocm_the_backend_answers_without_importing_and_binds_for_a_case(tmp_path, monkeypatch):
+    import torch
+
+    from layerfuse.fusion.ops.mla_dual_rms_norm import DualNormCase
+    from layerfuse.fusion.ops.mla_dual_rms_norm_quant import DualNormQuantCase
+
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    with installed(make_standin(tmp_path / "a", "v0.1.13")):
+        for op, runs in zip(amd.OPS, (True, False, True), strict=True):
+            found, reason = backend._runs_on(op, "cuda")
+            assert found is runs, reason
+        assert "aiter" not in sys.modules
+        assert backend._refuses(amd.OPS[0], DualNormCase(torch.bfloat16, 1536, 512)) is None
+        assert "aiter" in sys.modules
+        said = backend._refuses(amd.OPS[0], DualNormCase(torch.float32, 1536, 512))
+        assert said is not None
+        assert said.startswith("its kernel takes float16 and bfloat16 only")
+        quant = DualNormQuantCase(torch.bfloat16, 1536, 512, torch.float8_e4m3fn, 128, True, False)
+        assert backend._refuses(amd.OPS[2], quant) is None
+        assert "power-of-two" in str(backend._refuses(amd.OPS[2], quant._replace(use_ue8m0=True)))
+        assert "no such function" in str(backend._refuses(amd.OPS[1], quant._replace(group_size=None)))
+        call = backend._load(amd.OPS[0])
+        x = torch.randn(3, 64).bfloat16()
+        ones = torch.ones(64).bfloat16()
+        assert call(x, x, ones, ones, 1e-5, 1e-5)[0].shape == (3, 64)
+
+
+def test_importing_the_ops_looks_at_nothing():
+    code = (
+        "import sys, layerfuse.fusion.ops\n"
+        "from layerfuse.fusion.backends.aiter import detect\n"
+        "sys.exit('aiter' in sys.modules or detect.find_build.cache_info().misses)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
