@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from standin import imported, make_standin
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny: several threads only wait for one another, for minutes where other work is going on."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -111,9 +111,15 @@ def test_what_the_group_form_refuses(
 
 def test_the_first_release_takes_no_views(aiter_of: Callable[..., Any]) -> None:
     given = {**qk_arguments(), "q": random(5, 200)[:, :128]}
+    first = aiter_of("v0.1.12").fused_qk_rmsnorm_group_quant
     with pytest.raises(RuntimeError, match="must be contiguous"):
-        aiter_of("v0.1.12").fused_qk_rmsnorm_group_quant(**given)
-    aiter_of("v0.1.12.post1").fused_qk_rmsnorm_group_quant(**given)
+        first(**given)
+    strided = {**qk_arguments(), "q_out_scale": torch.zeros(4, 5).t(), "transpose_scale": True}
+    with pytest.raises(RuntimeError, match="q_out_scale must be contiguous"):
+        first(**strided)
+    second = aiter_of("v0.1.12.post1").fused_qk_rmsnorm_group_quant
+    second(**given)
+    second(**strided)
 
 
 def test_one_scale_per_token(aiter_of: Callable[..., Any]) -> None:

@@ -1,7 +1,15 @@
 """Stand-ins for AMD's AITER: its recorded signatures, release by release, with bodies in plain torch on the CPU.
 
 A body follows what the real function does with its arguments, outputs and result, and fails with `StandInMisuse` where
-the real one would silently misread an argument or reach outside a buffer.
+the real one would silently misread an argument or reach outside a buffer. What the real one refuses, it refuses with
+the same type of exception.
+
+    make_standin(tmp_path, "v0.1.20", arch="gfx942", mutate=Mutation("rename", "aiter.ops.rmsnorm:rmsnorm", name="norm"))
+    with imported(tmp_path) as package:
+        package.norm(out, x, weight, epsilon)
+
+`recorded` reads the signatures, `generate` and `texts` write the package, `behaviour` finds the bodies in its
+neighbours, `mla_sizes` states the sizes of the attention metadata.
 """
 
 from __future__ import annotations

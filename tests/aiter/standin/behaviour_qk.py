@@ -133,6 +133,7 @@ def _quantised_pair(call: Call, group_size: int | None, transpose_scale: bool) -
         columns = 1 if group_size is None else width // group_size
         check(tuple(scale.shape) == (rows, columns), f"q_out_scale must be [{rows}, {columns}]")
         check(scale.dtype == torch.float32, "q_out_scale must be float32 for fp8")
+        check(call.since("v0.1.12.post1") or scale.is_contiguous(), "q_out_scale must be contiguous")
         values, scales = quantise(normed, call.fp8, group_size, False, False)
         quantised.copy_(values)
         _store_scales(scale, scales, transpose_scale)
