@@ -1,0 +1,97 @@
+"""Which head counts the MLA decode of a release takes as they are, as a table of rules.
+
+Whatever is a multiple of 16 and not in it is folded: the query is looked at as groups of 16 heads. Read off
+`mla_decode_fwd` in `aiter/mla.py` and the head counts of its reduction (`csrc/kernels/mla/reduce.cu`), tag by tag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from attrs import frozen
+
+from ..backends.aiter.releases import NEWEST, ReleaseRange
+from .dtypes import Dtype
+
+FOLD = 16
+"""Heads of the kernel that every release has, and of the groups into which other counts are folded."""
+
+MOST_HEADS = 128
+"""The widest kernel, and the widest count that is folded."""
+
+PERSISTENT_SINCE = "v0.1.6.post2"
+"""The first release that decodes by a plan. Before it there are kernels for 16 and for 128 heads, and nothing else."""
+
+FOLDS_QUERIES_SINCE = "v0.1.9"
+"""The first release that folds heads for more than one query per sequence."""
+
+
+@frozen
+class Native:
+    """Head counts that need no folding."""
+
+    heads: tuple[int, ...]
+    "Empty: any."
+    arch: str | None
+    "None: both."
+    q: Dtype | None
+    "None: either."
+    kv: Dtype | None
+    since: str
+    until: str = NEWEST
+    when: Callable[[int, int], bool] | None = None
+    "From heads and queries per sequence to whether it holds; None: always."
+
+    def takes(self, heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str) -> bool:
+        """Whether this line holds for a call."""
+        return (
+            (not self.heads or heads in self.heads)
+            and self.arch in (None, arch)
+            and self.q in (None, q)
+            and self.kv in (None, kv)
+            and release in ReleaseRange(self.since, self.until)
+            and (self.when is None or self.when(heads, queries))
+        )
+
+
+def _queries(*counts: int) -> Callable[[int, int], bool]:
+    return lambda _, queries: queries in counts
+
+
+N = Native
+NATIVE: tuple[Native, ...] = (
+    N((16,), None, None, None, "v0.1.5"),
+    N((128,), None, None, None, "v0.1.5", "v0.1.6.post1"),
+    # ---- 128 heads in fp8: an own kernel that gfx950 lost and found again
+    N((128,), None, None, "fp8", "v0.1.6.post2", "v0.1.7.post4"),
+    N((128,), None, "fp8", "fp8", "v0.1.7.post5", "v0.1.11.post1"),
+    N((128,), "gfx942", "fp8", "fp8", "v0.1.12"),
+    N((128,), "gfx950", "fp8", "fp8", "v0.1.14-rc0", "v0.1.14.post1"),
+    N((128,), "gfx950", "fp8", "fp8", "v0.1.15-rc0", "v0.1.15.post3", lambda _, queries: queries != 4),
+    N((64, 128), "gfx950", "fp8", "fp8", "v0.1.16"),
+    # ---- 32 and 64 heads in fp8
+    N((32,), None, "fp8", "fp8", "v0.1.10.post3", "v0.1.10.post3", _queries(4)),
+    N((32,), "gfx950", "fp8", "fp8", "v0.1.11", "v0.1.17", _queries(4)),
+    N((32,), "gfx950", "fp8", "fp8", "v0.1.17-longctx", "v0.1.19.post2", lambda _, queries: queries >= 4),
+    N((32,), "gfx950", "fp8", "fp8", "v0.1.13.dev0", "v0.1.19.post2", _queries(2)),
+    N((32,), "gfx950", "fp8", "fp8", "v0.1.14.post1", "v0.1.15.post3", _queries(1)),
+    N((32,), "gfx950", "fp8", "fp8", "v0.1.17-rc0", "v0.1.19.post2", _queries(1)),
+    N((32,), "gfx950", "fp8", "fp8", "v0.1.20"),
+    N((64,), "gfx950", "fp8", "fp8", "v0.1.12.post1", "v0.1.15.post3", _queries(1)),
+    N((64,), "gfx942", "fp8", "fp8", "v0.1.17-longctx", NEWEST, _queries(1)),
+    # ---- 8 heads, for one number of queries only
+    N((8,), "gfx950", "fp8", "fp8", "v0.1.12", NEWEST, _queries(4)),
+    N((8,), "gfx942", "bf16", "bf16", "v0.1.13.dev0", NEWEST, _queries(2)),
+    # ---- gfx950 in bf16: the kernels for 32 and 64 heads serve other counts; what limits them is the reduction
+    N((), "gfx950", "bf16", "bf16", "v0.1.13.dev0", "v0.1.13.post1", lambda heads, queries: heads * queries % 128 == 0),
+    N((), "gfx950", "bf16", "bf16", "v0.1.14-rc0"),
+)
+"""A count that some line takes is native."""
+
+REDUCES_24_SINCE = "v0.1.20"
+"""The first release whose reduction knows 24 heads, which is what 24 native heads on gfx950 waited for."""
+
+
+def is_native(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str) -> bool:
+    """Whether the decode of a release takes this many heads without folding them."""
+    return any(line.takes(heads, queries, arch, q, kv, release) for line in NATIVE)
