@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from .._lazy import attach
 from .cases import OPS, Case
-from .errors import BenchError, UnknownOpError, UnknownPeerError
+from .errors import BenchError, CannotMeasureError, UnknownOpError, UnknownPeerError
 
 if TYPE_CHECKING:
     from .measure import run
@@ -37,6 +37,7 @@ _LATER = {
 __all__ = [
     "OPS",
     "BenchError",
+    "CannotMeasureError",
     "Case",
     "Peer",
     "Result",

@@ -30,14 +30,15 @@ ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 FP8 = ("e4m3fn", "e4m3fnuz")
 GROUP_SIZES = (32, 64, 128)
+GROUP_SIZE = 128
 
 TOKENS = {
-    "gpu": (1, 8, 64, 256, 1024, 4096, 16384, 65536),
-    "gpu, quick": (1, 64, 1024, 16384),
-    "cpu": (1, 16, 256, 1024),
-    "cpu, quick": (1, 64),
+    ("cuda", False): (1, 8, 64, 256, 1024, 4096, 16384, 65536),
+    ("cuda", True): (1, 64, 1024, 16384),
+    ("cpu", False): (1, 16, 256, 1024),
+    ("cpu", True): (1, 64),
 }
-"""How many tokens unless told otherwise."""
+"""From the device and whether to be quick: how many tokens, unless told otherwise."""
 
 MOST_TOKENS = 1 << 20
 EPSILON = 1e-6
@@ -104,11 +105,12 @@ def make_case(
     model: str,
     widths: Sequence[int] | None,
     dtype: str,
-    fp8: str,
-    group_size: int,
+    fp8: str | None,
+    detected_fp8: str,
+    group_size: int | None,
     ue8m0: bool,
 ) -> Case:
-    """The case that was asked for.
+    """The case that was asked for. `fp8` and `group_size` are None where nothing was said about them.
 
     Raises:
         UnknownOpError: no such op.
@@ -119,9 +121,14 @@ def make_case(
         raise UnknownOpError(op, OPS)
     _one_of("dtype", dtype, ITEM_SIZES)
     quant = OPS[op]
-    if quant is not None:
-        _one_of("fp8", fp8, FP8)
-    if quant == "group" and group_size not in GROUP_SIZES:
+    if quant is None and (fp8 is not None or ue8m0):
+        raise BenchError(f"{op} quantises nothing, so it has no {'ue8m0 scales' if ue8m0 else 'fp8 format'} to choose")
+    if quant != "group" and group_size is not None:
+        raise BenchError(f"{op} has no groups; mla_dual_rms_norm_group_quant has")
+    fp8 = detected_fp8 if fp8 is None else fp8
+    group_size = GROUP_SIZE if group_size is None else group_size
+    _one_of("fp8", fp8, FP8)
+    if group_size not in GROUP_SIZES:
         raise BenchError(f"the group size must be one of {', '.join(map(str, GROUP_SIZES))}, got {shown(group_size)}")
     name, q_width, kv_width, rope_width, q_epsilon, kv_epsilon = (
         _of_model(registry, model) if widths is None else _of_widths(widths)
@@ -137,7 +144,7 @@ def make_case(
         dtype=dtype,
         fp8=fp8 if quant is not None else None,
         group_size=group_size if quant == "group" else None,
-        ue8m0=ue8m0 and quant is not None,
+        ue8m0=ue8m0,
     )
 
 

@@ -79,7 +79,8 @@ def check(work: Work, right: Expected, results: tuple[Tensor, ...], rounds_betwe
     if problem:
         return Verdict(ok=False, error=float("inf"), quant_error=None, message=problem)
     if work.case.quant is None:
-        error = max(_norm_error(results[0], right.q), _norm_error(results[1], right.kv))
+        errors = _norm_error(results[0], right.q), _norm_error(results[1], right.kv)
+        error = max(errors, key=lambda one: (one != one, one))  # NaN above all
         return _verdict(work, error, None, "")
     error = _norm_error(results[2], right.kv)
     quant_error, problem = _quantised(work, right.q, results[0], results[1], rounds_between)
@@ -129,7 +130,8 @@ def _norm_error(got: Tensor, right: Tensor) -> float:
 def _quantised(work: Work, right: Tensor, got: Tensor, scales: Tensor, rounds_between: bool) -> tuple[float, str]:
     """(largest error in half steps, what is wrong or empty)."""
     case = work.case
-    slack = SCALE_UNITS * _FLOAT32 + (0.5 * torch.finfo(work.dtype).eps if rounds_between else 0.0)
+    rounding = NORM_UNITS[work.dtype] * torch.finfo(work.dtype).eps if rounds_between else 0.0
+    slack = SCALE_UNITS * _FLOAT32 + rounding
     size = case.q_width if case.group_size is None else case.group_size
     padding = case.groups * size - case.q_width
     amax = torch.nn.functional.pad(right.abs(), (0, padding)).unflatten(-1, (case.groups, size)).amax(-1)

@@ -11,6 +11,10 @@ class BenchError(LayerfuseError, ValueError):
     """A benchmark that cannot be run as asked; the text says why and what to ask instead."""
 
 
+class CannotMeasureError(LayerfuseError, RuntimeError):
+    """Something that measuring needs is not here: torch, a device, any peer, a folder to write to."""
+
+
 class UnknownOpError(LayerfuseError, LookupError):
     """No op of this name can be measured. `known` holds those that can."""
 

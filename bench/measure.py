@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from attrs import define
 
 from .cases import TOKENS, check_tokens, make_case
-from .errors import BenchError
-from .result import Attendance, Host, Measured, Result, Row
+from .errors import BenchError, CannotMeasureError
+from .result import NOT_ASKED_FOR, Attendance, Host, Measured, Result, Row
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,7 @@ def run(
     widths: Sequence[int] | None = None,
     tokens: Sequence[int] | None = None,
     dtype: str = "bf16",
-    group_size: int = 128,
+    group_size: int | None = None,
     ue8m0: bool = False,
     fp8: str | None = None,
     peers: Sequence[str] | None = None,
@@ -73,7 +73,7 @@ def run(
         widths: of the query latent, the key/value latent and what follows them in a row, instead of a model's.
         tokens: how many rows to try; by default from one to 65536 on a GPU and to 1024 on a CPU.
         dtype: bf16, fp16 or fp32.
-        group_size: columns per scale, of the op that quantises by groups.
+        group_size: columns per scale, of the op that quantises by groups; 128 if not given.
         ue8m0: scales that are powers of two.
         fp8: e4m3fn or e4m3fnuz; the one of this machine's GPU if not given.
         peers: names of those to measure, `layerfuse` for all of ours; all that are here if not given.
@@ -88,6 +88,7 @@ def run(
         UnknownPeerError: no such peer.
         UnknownModelError: no such model.
         BenchError: anything else that cannot be measured.
+        CannotMeasureError: torch, a GPU, or every peer that was asked for is missing.
     """
     begun = time.perf_counter()
     if registry is None:
@@ -100,8 +101,7 @@ def run(
     from .peers import Setting, all_peers, select
 
     place = _device(torch, device)
-    if fp8 is None:
-        fp8 = (Target.detect().fp8 if place.type == "cuda" else None) or "e4m3fn"
+    detected = Target.detect().fp8 if place.type == "cuda" else None
     case = make_case(
         op,
         registry=registry,
@@ -109,19 +109,20 @@ def run(
         widths=widths,
         dtype=dtype,
         fp8=fp8,
+        detected_fp8="e4m3fn" if detected is None else detected,
         group_size=group_size,
         ue8m0=ue8m0,
     )
-    counts = check_tokens(
-        TOKENS[("gpu" if place.type == "cuda" else "cpu") + (", quick" if quick else "")] if tokens is None else tokens
-    )
+    counts = check_tokens(TOKENS[place.type, quick] if tokens is None else tokens)
     setting = Setting(case=case, device=place.type, aiter=aiter)
     everybody = all_peers(setting)
     wanted = select(everybody, peers, setting, quick)
     reasons = {peer.name: peer.why_not(setting) for peer in wanted}
     present = [peer for peer in wanted if reasons[peer.name] is None]
     if not present:
-        raise BenchError("none of these peers can run here: " + "; ".join(f"{n}: {why}" for n, why in reasons.items()))
+        raise CannotMeasureError(
+            "none of these peers can run here: " + "; ".join(f"{n}: {why}" for n, why in reasons.items())
+        )
     total = len(counts) * (len(present) + 1) + 1
     rows: list[Row] = []
     host: tuple[Host, ...] = ()
@@ -157,7 +158,7 @@ def _torch() -> Any:
         import torch
         import torch._dynamo
     except ModuleNotFoundError as error:
-        raise BenchError(f"{error.name} is not installed; pip install 'layerfuse[torch]'") from None
+        raise CannotMeasureError(f"{error.name} is not installed; pip install 'layerfuse[torch]'") from None
     return torch
 
 
@@ -166,7 +167,7 @@ def _device(torch: Any, wanted: str | None) -> torch.device:
     if wanted not in (None, "cpu", "cuda"):
         raise BenchError(f"device must be cuda or cpu, got {wanted!r}")
     if wanted == "cuda" and not there:
-        raise BenchError("torch finds no GPU on this machine; use device cpu")
+        raise CannotMeasureError("torch finds no GPU on this machine; use device cpu")
     if wanted == "cpu" or not there:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -179,9 +180,7 @@ def _attendance(
     asked: Sequence[str] | None,
     setting: Setting,
 ) -> Attendance:
-    left_out = (
-        "not asked for" if asked is not None else "left out here, as it takes long to tune; ask for it with --peers"
-    )
+    left_out = "left out here, as it takes long to tune; ask for it with --peers" if asked is None else NOT_ASKED_FOR
     why_not = reasons[peer.name] if peer in wanted else left_out
     return Attendance(
         name=peer.name,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from .errors import BenchError
-from .result import Result, Row
+from .errors import CannotMeasureError
+from .result import NOT_ASKED_FOR, Result, Row
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -105,7 +105,7 @@ def heading(result: Result) -> str:
 def remarks(result: Result) -> Iterator[str]:
     """Who was missing and why, who was wrong, and how to read the figures."""
     for peer in result.peers:
-        if not peer.present:
+        if not peer.present and peer.why_not != NOT_ASKED_FOR:
             yield f"{peer.name} is missing: {peer.why_not}"
     for row in result.rows:
         for one in row.measured:
@@ -145,11 +145,11 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def rich_table(table: Table) -> RichTable:
-    """For a terminal."""
+    """For a terminal, without its title."""
     from rich import box
     from rich.table import Table as RichTable
 
-    rich = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold")
+    rich = RichTable(box=box.SIMPLE_HEAD, show_edge=False)
     for name in table.head:
         rich.add_column(name, justify="right")
     for row in table.rows:
@@ -161,11 +161,11 @@ def write(result: Result, folder: str | Path) -> list[Path]:
     """Write `<slug>.json`, `.md` and, where matplotlib is installed, `.svg`; each whole or not at all.
 
     Raises:
-        BenchError: the folder cannot be written.
+        CannotMeasureError: the folder cannot be written.
     """
     from . import plot
 
-    folder = Path(folder)
+    folder = writable(folder)
     files = {
         "json": json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n",
         "md": markdown(result),
@@ -173,10 +173,24 @@ def write(result: Result, folder: str | Path) -> list[Path]:
     if plot.why_not() is None:
         files["svg"] = plot.svg(result)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         return [_whole(folder / f"{result.slug}.{ending}", text) for ending, text in files.items()]
     except OSError as error:
-        raise BenchError(f"{folder} cannot be written: {error.strerror or error}") from None
+        raise CannotMeasureError(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+def writable(folder: str | Path) -> Path:
+    """The folder, made if it was not there: asked before anything takes minutes.
+
+    Raises:
+        CannotMeasureError: it cannot be written.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise CannotMeasureError(f"{folder} cannot be written: {error.strerror or error}") from None
 
 
 def _whole(path: Path, text: str) -> Path:

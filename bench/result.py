@@ -13,6 +13,8 @@ from .cases import Case
 FORMAT = 1
 """Of the JSON; it grows when a key changes its meaning."""
 
+NOT_ASKED_FOR = "not asked for"
+
 
 @frozen(kw_only=True)
 class Measured:

@@ -39,19 +39,22 @@ def answer_bench(
     from ..bench.cases import OPS
     from ..bench.errors import UnknownOpError
     from ..bench.plot import why_not
+    from ..bench.report import writable
 
     if op not in OPS:
         raise UnknownOpError(op, OPS)
     counts, three = _numbers("--tokens", tokens), _numbers("--widths", widths)
+    folder = writable(_default_folder() if out is None else out)
     registry = registry_with(files)
     warnings.filterwarnings("ignore", module=r"(torch|triton)\b")
     with _progress() as step:
         result = bench.run(op, tokens=counts, widths=three, registry=registry, step=step, **options)
-    folder = _default_folder() if out is None else out
     written = bench.write(result, folder)
     if json:
         print_json(result.to_dict())
     else:
+        from rich.text import Text
+
         from ..bench.report import heading, remarks, rich_table, tables
 
         to = console()
@@ -59,6 +62,7 @@ def answer_bench(
         to.print(f"{result.method[0].upper()}{result.method[1:]}.", soft_wrap=True)
         for table in tables(result):
             to.print()
+            to.print(Text(table.title, style="bold"))
             show(rich_table(table), to)
         to.print()
         for remark in remarks(result):

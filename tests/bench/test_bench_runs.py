@@ -1,0 +1,172 @@
+"""A tiny benchmark from end to end, and that no wrong result gets a time."""
+
+import json
+
+import pytest
+import torch
+
+from layerfuse import bench
+from layerfuse.bench import check, report
+from layerfuse.bench.result import Result
+
+OURS = "layerfuse (reference)"
+QUANTS = ["mla_dual_rms_norm_group_quant", "mla_dual_rms_norm_per_token_quant"]
+
+
+@pytest.mark.parametrize("op", bench.OPS)
+@pytest.mark.parametrize("options", [{}, {"dtype": "fp16"}, {"dtype": "fp32"}, {"ue8m0": True}, {"fp8": "e4m3fnuz"}])
+def test_everybody_here_is_right_and_gets_a_time(tiny, op, options):
+    if bench.OPS[op] is None and ("ue8m0" in options or "fp8" in options):
+        pytest.skip("quantises nothing")
+    result = tiny(op, **options)
+    assert result.present == (OURS, "eager", "copy")
+    assert result.ours == OURS
+    assert [row.tokens for row in result.rows] == [1, 5]
+    for row in result.rows:
+        assert {one.peer: (one.verdict, one.message) for one in row.measured} == dict.fromkeys(
+            result.present, ("ok", "")
+        )
+        assert all(one.us > 0 and one.low <= one.us <= one.high and one.rounds >= 5 for one in row.measured)
+        assert row.sets >= 8
+
+
+def test_who_is_missing_says_why(tiny):
+    result = tiny(names=[OURS, "layerfuse (aiter)", "copy"])
+    missing = {peer.name: peer.why_not for peer in result.peers if not peer.present}
+    assert missing["layerfuse (aiter)"] == "AITER's kernels run on AMD GPUs, not on cpu"
+    assert missing["eager"] == "not asked for"
+    said = list(report.remarks(result))
+    assert "layerfuse (aiter) is missing: AITER's kernels run on AMD GPUs, not on cpu" in said
+    assert not any(line.startswith("eager") for line in said)
+    with pytest.raises(bench.CannotMeasureError, match="none of these peers can run here: layerfuse"):
+        tiny(names=["layerfuse (aiter)"])
+
+
+def test_a_result_goes_to_json_and_back(tiny):
+    result = tiny(QUANTS[0])
+    text = json.dumps(result.to_dict(), allow_nan=False)
+    assert Result.from_dict(json.loads(text)) == result
+
+
+def test_the_files_are_whole_and_nothing_else_is_left(tiny, tmp_path):
+    result = tiny()
+    written = bench.write(result, tmp_path / "new" / "folder")
+    assert sorted(path.suffix for path in written) == [".json", ".md", ".svg"]
+    assert sorted((tmp_path / "new" / "folder").iterdir()) == sorted(written)
+    assert all(path.stem.startswith("mla_dual_rms_norm-q256-kv128-rope16-bf16-") for path in written)
+    by_suffix = {path.suffix: path.read_text() for path in written}
+    assert Result.from_dict(json.loads(by_suffix[".json"])) == result
+    assert OURS in by_suffix[".svg"]
+    for row in result.rows:
+        cells = f"| {row.tokens} | {row.sets} | {row.us('copy'):.2f} |"
+        assert cells in by_suffix[".md"]
+
+
+def test_ratios_are_theirs_to_ours_and_ours_to_the_copy(tiny):
+    result = tiny()
+    ratios = report.tables(result)[1]
+    row = result.rows[0]
+    ours, eager, copy = (row.us(name) for name in (OURS, "eager", "copy"))
+    assert ratios.head == ("tokens", "eager", "ours / copy")
+    assert ratios.rows[0] == ("1", f"{eager / ours:.2f}", f"{ours / copy:.2f}")
+
+
+# ---- wrong peers
+
+
+def held_against(result):
+    """The verdict and message on `broken`, the same at every number of tokens; nothing of it may be a time."""
+    found = [row.of("broken") for row in result.rows]
+    assert all(one.us is one.low is one.high is None for one in found)
+    assert len({one.verdict for one in found}) == 1
+    return found[-1].verdict, found[-1].message
+
+
+def as_bytes(change):
+    """Change an fp8 tensor through its bytes."""
+    return lambda q, *rest: (change(q.clone().view(torch.uint8)).view(q.dtype), *rest)
+
+
+def a_last_element(*results):
+    results[-1][-1, -1] *= 1.05
+    return results
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda q, kv: (q * 1.02, kv), "a norm is off by"),
+        (a_last_element, "a norm is off by"),
+        (lambda q, kv: (torch.zeros_like(q), kv), "a norm is off by"),
+        (lambda q, kv: (q, torch.full_like(kv, float("nan"))), "a norm holds NaN"),
+        (lambda q, kv: (kv, q), "results are bfloat16 (5, 128), bfloat16 (5, 256), expected"),
+        (lambda q, kv: (q.float(), kv), "results are float32 (5, 256)"),
+        (lambda q, kv: (q,), "results are bfloat16 (5, 256), expected"),
+    ],
+    ids=["two percent", "one element", "zeros", "NaN", "swapped", "another dtype", "one missing"],
+)
+def test_a_wrong_norm_gets_no_time(tiny, peer, change, said):
+    peer(change)
+    result = tiny(names=[OURS, "broken", "copy"])
+    verdict, message = held_against(result)
+    assert verdict == "wrong"
+    assert said in message
+    assert result.rows[0].us(OURS) is not None
+    assert report.tables(result)[0].rows[0][-1] == "wrong"
+    assert any(line.startswith("broken wrong at 5 tokens: ") for line in report.remarks(result))
+    bench.markdown(result)
+
+
+@pytest.mark.parametrize("op", QUANTS)
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (as_bytes(lambda q: q - ((q & 0x7F) > 0).byte()), "a quantised value is off by"),
+        (as_bytes(lambda q: q.fill_(0x7F)), "a quantised value or a scale is NaN"),
+        (lambda q, scales, kv: (q, scales * 1.05, kv), "a scale is off by"),
+        (lambda q, scales, kv: (q, scales.flip(0), kv), "a scale is off by"),
+        (lambda q, scales, kv: (q, scales, kv * 1.02), "a norm is off by"),
+        (lambda q, scales, kv: (q.float(), scales, kv), "results are float32 (5, 256)"),
+    ],
+    ids=["a step too small", "NaN", "scale", "rows swapped", "kv", "not quantised"],
+)
+def test_a_wrong_quantisation_gets_no_time(tiny, peer, op, change, said):
+    peer(change)
+    verdict, message = held_against(tiny(op, names=["broken"], tokens=[5]))
+    assert verdict == "wrong"
+    assert said in message
+
+
+def test_scales_that_are_no_powers_of_two_are_wrong_where_they_were_asked_for(tiny, peer):
+    peer(lambda q, scales, kv: (q, scales * 0.9, kv))
+    assert held_against(tiny(QUANTS[0], names=["broken"], ue8m0=True)) == (
+        "wrong",
+        "a scale is not the power of two that it should be",
+    )
+
+
+def test_results_that_are_not_written_again_are_seen(tiny, peer):
+    """What was right once is not enough: the second call hands out what the first one wrote."""
+
+    def build(work, setting):
+        from layerfuse.bench.peers import EAGER
+
+        once = [call() for call in EAGER.build(work, setting)]
+        return [lambda results=results: results for results in once]
+
+    peer(build=build)
+    verdict, message = held_against(tiny(names=["broken"]))
+    assert (verdict, message[:17]) == ("wrong", "a norm holds NaN:")
+
+
+def test_a_peer_that_raises_stops_nobody_else(tiny, peer):
+    peer(lambda *_: 1 / 0)
+    result = tiny(names=[OURS, "broken", "copy"])
+    assert held_against(result) == ("failed", "ZeroDivisionError: division by zero")
+    assert result.rows[0].us("copy") is not None
+
+
+def test_a_copy_that_does_not_copy_is_wrong():
+    there, source = torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8)
+    assert not check.check_copy((there, source)).ok
+    assert check.check_copy((there.copy_(source), source)).ok
