@@ -248,7 +248,7 @@ def _backend(op: str, device: str) -> str:
     seen = survey(op, device)
     if forced is not None and forced not in dict(seen):
         return f"no: no backend is called {forced!r} (known: {', '.join(dict(seen)) or 'none'})"
-    passed = []
+    passed: list[str] = []
     for name, reason in seen:
         if forced not in (None, name):
             continue

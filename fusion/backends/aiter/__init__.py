@@ -8,7 +8,7 @@ a callable with one convention of ours, or a sentence that says why not.
 from __future__ import annotations
 
 from .backend import OPS, register
-from .bind import Bound, Probed, Refused, bind, bound, forget, installed_releases, probe, probe_all
+from .binding import Bound, Probed, Refused, bind, bound, forget, installed_releases, probe, probe_all
 from .calls import Call
 from .detect import Absent, Build, find_build
 from .errors import AiterCallError, AiterUnavailableError

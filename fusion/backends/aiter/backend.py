@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def _load(op: str) -> Callable[..., Any]:
-    from .bind import bound
+    from .binding import bound
 
     return bound(op).call
 
@@ -42,7 +42,7 @@ def _runs_on(op: str, device: str) -> tuple[bool, str]:
 
     if torch.version.hip is None:
         return False, "AITER's kernels run on AMD GPUs, and this torch is not built for ROCm"
-    from .bind import Refused, probe
+    from .binding import Refused, probe
 
     found = probe(op)
     return (False, found.reason) if isinstance(found, Refused) else (True, found.convention)
@@ -50,7 +50,7 @@ def _runs_on(op: str, device: str) -> tuple[bool, str]:
 
 def _refuses(op: str, case: Any) -> str | None:
     """From the ops' cases. Binds the function, so that an AITER that cannot be imported is refused with its reason."""
-    from .bind import Refused, bind
+    from .binding import Refused, bind
 
     found = bind(op)
     if isinstance(found, Refused):

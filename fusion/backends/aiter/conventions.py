@@ -12,7 +12,7 @@ from typing import Literal
 from attrs import field, frozen
 
 from .releases import NEWEST, RELEASES, ReleaseRange, before, is_after
-from .source import Signature, read_signature
+from .source import Signature, read_signature, signature_of
 
 
 @frozen
@@ -21,7 +21,7 @@ class Convention:
 
     since: str
     "The first release that has it."
-    signature: Signature = field(converter=Signature.of)
+    signature: Signature = field(converter=signature_of)
     "As text: `out, input, gemma_norm=`."
     refused: str | None = None
     "Why this one cannot be called at all."

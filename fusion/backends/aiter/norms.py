@@ -81,12 +81,16 @@ def add_rms_norm(found: Resolved) -> Callable[[Tensor, Tensor, Tensor, float, fl
             return out, residual_out
         strided = x.shape[-1] <= widest_strided and x.dtype != torch.float32
         rows_of = rows if strided else packed_rows
-        common = (flat_like(out), rows_of(x), rows_of(residual), flat_like(residual_out))
-        weight = vector(name, "weight", weight, x)
-        if is_gemma(name, weight_offset, gemma_known):
-            _add(function, common, weight=weight, epsilon=epsilon, gemma_norm=True)
-        else:
-            _add(function, common, weight=weight, epsilon=epsilon)
+        options = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
+        function(
+            out=flat_like(out),
+            input=rows_of(x),
+            residual_in=rows_of(residual),
+            residual_out=flat_like(residual_out),
+            weight=vector(name, "weight", weight, x),
+            epsilon=epsilon,
+            **options,
+        )
         return out, residual_out
 
     return call
@@ -162,9 +166,11 @@ def add_rms_norm_quant(
             return out, empty_scales(x, group_size, column_major), residual_out
         scale = scale_buffer(x, 1 if group_size is None else x.shape[-1] // group_size)
         options = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        _add(
-            function,
-            (flat_like(out), rows(x), rows(residual), flat_like(residual_out)),
+        function(
+            out=flat_like(out),
+            input=rows(x),
+            residual_in=rows(residual),
+            residual_out=flat_like(residual_out),
             scale=scale,
             weight=vector(name, "weight", weight, x),
             epsilon=epsilon,
@@ -175,10 +181,3 @@ def add_rms_norm_quant(
         return out, scales_of(scale, x.shape[:-1], column_major), residual_out
 
     return call
-
-
-def _add(
-    function: Callable[..., object], tensors: tuple[Tensor, Tensor, Tensor, Tensor], **options: Tensor | float
-) -> None:
-    out, x, residual, residual_out = tensors
-    function(out=out, input=x, residual_in=residual, residual_out=residual_out, **options)

@@ -39,17 +39,17 @@ class Signature:
             said.append(str(parameter))
         return ", ".join(said)
 
-    @classmethod
-    def of(cls, text: str) -> Signature:
-        """From `out, input, *, weight, gemma_norm=`: an `=` marks what may be left out."""
-        parameters: list[Parameter] = []
-        by_name = False
-        for word in filter(None, (part.strip() for part in text.split(","))):
-            if word == "*":
-                by_name = True
-            else:
-                parameters.append(Parameter(word.rstrip("="), not word.endswith("="), by_name))
-        return cls(tuple(parameters))
+
+def signature_of(text: str) -> Signature:
+    """From `out, input, *, weight, gemma_norm=`: an `=` marks what may be left out."""
+    parameters: list[Parameter] = []
+    by_name = False
+    for word in filter(None, (part.strip() for part in text.split(","))):
+        if word == "*":
+            by_name = True
+        else:
+            parameters.append(Parameter(word.rstrip("="), not word.endswith("="), by_name))
+    return Signature(tuple(parameters))
 
 
 def module_file(folder: Path, module: str) -> Path | None:

@@ -1,7 +1,7 @@
 """Tensors as AITER's kernels need them: 2-D, rows that start on 16 bytes, one dtype. Copied only where they are not.
 
 The kernels load 16 bytes at a time and check neither alignment nor the dtype of a weight, so both are looked at here,
-in every call: it is two comparisons.
+in every call: two comparisons and no copy, where a model lays its tensors out as models do.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _ALIGNED = 15
 
 def rows(x: Tensor) -> Tensor:
     """A tensor (..., width), not empty, as a 2-D view of row-contiguous, aligned, separate rows; else as a copy of it."""
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    step = flat.stride(0)
-    if flat.stride(1) == 1 and step >= flat.shape[1] and not (step * flat.element_size() | flat.data_ptr()) & _ALIGNED:
+    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    step, gap = flat.stride()
+    if gap == 1 and step >= flat.shape[1] and not (step * flat.itemsize | flat.data_ptr()) & _ALIGNED:
         return flat
     return flat.clone(memory_format=torch.contiguous_format)
 
 
 def packed_rows(x: Tensor) -> Tensor:
     """The same without gaps between rows, for functions that ignore the row stride."""
-    flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if flat.stride(1) == 1 and flat.stride(0) == flat.shape[1] and not flat.data_ptr() & _ALIGNED:
+    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+    if flat.stride() == (flat.shape[1], 1) and not flat.data_ptr() & _ALIGNED:
         return flat
     return flat.clone(memory_format=torch.contiguous_format)
 
@@ -54,7 +54,9 @@ def vector(binding: str, name: str, weight: Tensor, x: Tensor) -> Tensor:
         raise AiterCallError(
             binding, f"{name} is {weight.dtype}, the activations {x.dtype}; AITER reads both as one dtype"
         )
-    return weight if weight.stride(0) == 1 and not weight.data_ptr() & _ALIGNED else weight.clone()
+    if weight.is_contiguous() and not weight.data_ptr() & _ALIGNED:
+        return weight
+    return weight.clone(memory_format=torch.contiguous_format)
 
 
 def same_shape(binding: str, name: str, other: Tensor, x: Tensor) -> Tensor:
@@ -72,17 +74,17 @@ def same_shape(binding: str, name: str, other: Tensor, x: Tensor) -> Tensor:
 
 def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised contiguous tensor of x's shape, whatever x's strides are."""
-    return torch.empty(x.shape, dtype=x.dtype if dtype is None else dtype, device=x.device)
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def flat_like(out: Tensor) -> Tensor:
     """A contiguous output as the 2-D view that the kernel writes."""
-    return out if out.dim() == 2 else out.view(-1, out.shape[-1])
+    return out if out.ndim == 2 else out.view(-1, out.shape[-1])
 
 
 def scale_buffer(x: Tensor, groups: int) -> Tensor:
     """Uninitialised float32 scales for the rows of x, not empty: (rows, groups), contiguous."""
-    return torch.empty((x.numel() // x.shape[-1], groups), dtype=torch.float32, device=x.device)
+    return x.new_empty((x.numel() // x.shape[-1], groups), dtype=torch.float32)
 
 
 def scales_of(buffer: Tensor, leading: torch.Size, column_major: bool) -> Tensor:
