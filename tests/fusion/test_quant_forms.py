@@ -113,6 +113,38 @@ def test_batches_and_tokens_may_both_vary(form: str) -> None:
     assert_fused(QuantisedTwo(quantise), x, quant)
 
 
+def as_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Left in rows of one group each, which no other size of the graph has."""
+    rows = x.reshape(-1, 128)
+    scale = rows.abs().amax(-1, keepdim=True).float() / 448
+    return (rows / scale).to(torch.float8_e4m3fn), scale
+
+
+def turned(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scales = vllm_group(x)
+    return values, scales.T
+
+
+def both_layouts(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    values, scales = vllm_group(x)
+    return values, torch.stack([scales, scales.T.contiguous().T])
+
+
+@pytest.mark.parametrize("quantise", [as_rows, turned, both_layouts])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_results_are_read_in_other_shapes(quantise: Any, dynamic: bool) -> None:
+    module, x = Quantised(quantise), torch.randn(5, HIDDEN)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        eager = module(x)
+    traced = trace_quantised(module, x, "group128")
+    assert traced.fused == 1, str(traced.report)
+    for got, wanted in zip(traced.output[:2], eager[:2], strict=True):
+        assert (got.shape, got.stride()) == (wanted.shape, wanted.stride())
+        torch.testing.assert_close(got.float(), wanted.float(), rtol=2**-3, atol=2**-9)
+
+
 def test_the_format_of_gfx942() -> None:
     module = Quantised(lambda x: vllm_per_token(x, 240.0, torch.float8_e4m3fnuz)).bfloat16()
     x = torch.randn(7, HIDDEN, dtype=torch.bfloat16)

@@ -147,9 +147,56 @@ def only_values(x: Tensor) -> tuple[Tensor, ...]:
     return canonical_per_token(x)[:1]
 
 
+def each_by_itself(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs() / MAX
+    return (x / scale).to(FP8), scale
+
+
+def nearest_power(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.exp2(torch.round(torch.log2(x.abs().amax(-1, keepdim=True) / MAX)))
+    return (x / scale).clamp(-MAX, MAX).to(FP8), scale
+
+
+def rooted_power(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.exp2(torch.ceil(x.abs().amax(-1, keepdim=True) / MAX))
+    return (x / scale).clamp(-MAX, MAX).to(FP8), scale
+
+
+def spread(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.view(-1, 12, 128).abs().amax(-1) / MAX
+    return (x / scale.repeat_interleave(128, -1)).to(FP8), scale
+
+
+def other_quotient(x: Tensor) -> tuple[Tensor, Tensor]:
+    amax = x.abs().amax(-1, keepdim=True)
+    return (x * (MAX / amax)).to(FP8), amax / 240.0
+
+
+def no_inverse(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().amax(-1, keepdim=True) / MAX
+    return (x * scale).to(FP8), scale
+
+
+def by_itself(x: Tensor) -> tuple[Tensor, ...]:
+    return ((x * x).to(FP8),)
+
+
+def scale_bounded_by_a_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.maximum(x.abs().amax(-1, keepdim=True), x[:1, :1]) / MAX
+    return (x / scale).clamp(-MAX, MAX).to(FP8), scale
+
+
 @pytest.mark.parametrize(
     ("quantise", "reason"),
     [
+        (each_by_itself, "is magnitudes, divided by the largest value of the format: there is none for each row"),
+        (nearest_power, "the scale comes from exp2, which is no step of a known quantisation"),
+        (rooted_power, "the scale comes from exp2, which is no step of a known quantisation"),
+        (spread, "the scale comes from "),
+        (other_quotient, "0 quotients by the format's largest value should be one, the scale"),
+        (no_inverse, "the values are multiplied by div, which is no inverse of a scale"),
+        (by_itself, "which is not the normed query over a scale"),
+        (scale_bounded_by_a_tensor, "the scale comes from maximum, which is no step of a known quantisation"),
         (per_tensor, "takes one scale for the whole tensor"),
         (per_channel, "along dimensions [0], not along the last"),
         (across_rows, "takes the largest of 7680 values, which are no part of one row of 1536"),
