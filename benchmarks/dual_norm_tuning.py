@@ -23,9 +23,9 @@ ROWS = (1, 8, 64, 256, 1024, 2048, 4096, 8192, 16384, 65536)
 FORMS = {"plain": (0, 0, 1), "per token": (1, 0, 1), "group 128": (2, 128, Q // 128)}
 """Name -> the kernel's QUANT and GROUP, and the scales of a row."""
 VARIANTS = [
-    {"split": split, "chunk": chunk, "warps": warps, "hint": hint, "early": early}
-    for split, (chunk, warps), hint, early in product(
-        (True, False), ((512, 1), (512, 2), (512, 4), (2048, 4), (2048, 8)), (False, True), (False, True)
+    {"split": split, "chunk": chunk, "warps": warps, "early": early}
+    for split, (chunk, warps), early in product(
+        (True, False), ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 4), (2048, 4), (2048, 8)), (False, True)
     )
 ]
 
@@ -85,7 +85,7 @@ def measured(form: str, rows: int) -> dict[str, Any]:
         options = {"launch_pdl": True} if v["early"] else {}
         dual_norm[(rows * 2 if v["split"] else rows,)](
             q, kv, *weights, *out, down.stride(0), down.stride(0), groups, 1, Q, KV, 1e-6, 1e-6, quant, group, 448.0,
-            False, v["chunk"], 512, v["split"], v["hint"], v["early"], num_warps=v["warps"], **options,
+            False, v["chunk"], 512, v["split"], v["early"], num_warps=v["warps"], **options,
         )  # fmt: skip
 
     graphs = {"copy": captured([lambda pair=pair: pair[0].copy_(pair[1]) for pair in copies], repeat)}
@@ -115,7 +115,7 @@ def main() -> None:
             f"{result['form']:10} {result['rows']:6} copy {result['copy_us']:7.2f} us; best to copy: "
             + "; ".join(
                 f"{'overlapping' if v['early'] else 'alone'} {v['to_copy']:.3f} "
-                f"(split {v['split']}, chunk {v['chunk']}, warps {v['warps']}, hint {v['hint']})"
+                f"(split {v['split']}, chunk {v['chunk']}, warps {v['warps']})"
                 for v in best
             )
         )

@@ -34,7 +34,7 @@ def built(name: str, form: str, step: int, early: bool) -> dict[str, Any]:
     constants = {
         "Q_WIDTH": 1536, "KV_WIDTH": 512, "Q_EPSILON": 1e-6, "KV_EPSILON": 1e-6, "QUANT": quant, "GROUP": group,
         "LARGEST": LARGEST[dtype] if quant else 0.0, "UE8M0": False, "Q_CHUNK": launch.q_chunk,
-        "KV_CHUNK": launch.kv_chunk, "SPLIT": launch.split, "HINT": launch.hint, "EARLY": early,
+        "KV_CHUNK": launch.kv_chunk, "SPLIT": launch.split, "EARLY": early,
     }  # fmt: skip
     types = dict.fromkeys(("q", "kv", "q_weight", "kv_weight", "kv_out"), "*bf16")
     types |= {"q_out": f"*{fp8}" if quant else "*bf16", "scales": "*fp32" if quant else "*bf16"}

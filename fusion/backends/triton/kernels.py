@@ -26,12 +26,12 @@ def _columns(START: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _load(x, START: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, HINT: tl.constexpr):
+def _load(x, START: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr):
     columns = _columns(START, CHUNK, GROUP)
     if START + CHUNK <= WIDTH:
-        return tl.load(x + columns, eviction_policy=HINT)
+        return tl.load(x + columns)
     else:
-        return tl.load(x + columns, mask=columns < WIDTH, other=0.0, eviction_policy=HINT)
+        return tl.load(x + columns, mask=columns < WIDTH, other=0.0)
 
 
 @triton.jit
@@ -45,11 +45,11 @@ def _store(out, value, START: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.const
 
 
 @triton.jit
-def _read(x, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, HINT: tl.constexpr):
+def _read(x, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr):
     """One row or weight, chunk by chunk."""
     chunks = ()
     for i in tl.static_range(0, (WIDTH + CHUNK - 1) // CHUNK):
-        chunks = chunks + (_load(x, i * CHUNK, WIDTH, CHUNK, GROUP, HINT),)
+        chunks = chunks + (_load(x, i * CHUNK, WIDTH, CHUNK, GROUP),)
     return chunks
 
 
@@ -172,41 +172,38 @@ def dual_norm(
     Q_CHUNK: tl.constexpr,
     KV_CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
-    HINT: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Norm one row of q (Q_WIDTH columns, q_stride elements apart) and of kv (KV_WIDTH, kv_stride) per program.
 
     SPLIT: even programs take a row's query side and odd ones its key/value side, which shortens the longest program.
-    HINT: tell the cache that inputs are read once and weights again. EARLY (NVIDIA from sm90 on): the launch may overlap
-    the end of the kernel before, so nothing is read, the weights included, until that kernel's writes are visible.
+    EARLY (NVIDIA from sm90 on): the launch may overlap the end of the kernel before, so nothing is read, the weights
+    included, until that kernel's writes are visible.
     """
     if EARLY:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    ONCE: tl.constexpr = "evict_first" if HINT else ""
-    AGAIN: tl.constexpr = "evict_last" if HINT else ""
     if SPLIT:
         row = (tl.program_id(0) // 2).to(tl.int64)
         if tl.program_id(0) % 2 == 0:
-            q_weights = _read(q_weight, Q_WIDTH, Q_CHUNK, GROUP, AGAIN)
-            q_values = _read(q + row * q_stride, Q_WIDTH, Q_CHUNK, GROUP, ONCE)
+            q_weights = _read(q_weight, Q_WIDTH, Q_CHUNK, GROUP)
+            q_values = _read(q + row * q_stride, Q_WIDTH, Q_CHUNK, GROUP)
             _finish_q(
                 q_values, q_weights, q_out, scales, row, scale_stride, group_stride,
                 Q_WIDTH, Q_EPSILON, Q_CHUNK, QUANT, GROUP, LARGEST, UE8M0,
             )  # fmt: skip
         else:
-            kv_weights = _read(kv_weight, KV_WIDTH, KV_CHUNK, 0, AGAIN)
-            kv_values = _read(kv + row * kv_stride, KV_WIDTH, KV_CHUNK, 0, ONCE)
+            kv_weights = _read(kv_weight, KV_WIDTH, KV_CHUNK, 0)
+            kv_values = _read(kv + row * kv_stride, KV_WIDTH, KV_CHUNK, 0)
             kv_normed = _normed(kv_values, kv_weights, KV_EPSILON, KV_WIDTH)
             _store_row(kv_normed, kv_out + row * KV_WIDTH, KV_WIDTH, KV_CHUNK)
     else:
         # Everything is read before anything is written: more reads are on their way at once.
         row = tl.program_id(0).to(tl.int64)
-        q_weights = _read(q_weight, Q_WIDTH, Q_CHUNK, GROUP, AGAIN)
-        kv_weights = _read(kv_weight, KV_WIDTH, KV_CHUNK, 0, AGAIN)
-        q_values = _read(q + row * q_stride, Q_WIDTH, Q_CHUNK, GROUP, ONCE)
-        kv_values = _read(kv + row * kv_stride, KV_WIDTH, KV_CHUNK, 0, ONCE)
+        q_weights = _read(q_weight, Q_WIDTH, Q_CHUNK, GROUP)
+        kv_weights = _read(kv_weight, KV_WIDTH, KV_CHUNK, 0)
+        q_values = _read(q + row * q_stride, Q_WIDTH, Q_CHUNK, GROUP)
+        kv_values = _read(kv + row * kv_stride, KV_WIDTH, KV_CHUNK, 0)
         _finish_q(
             q_values, q_weights, q_out, scales, row, scale_stride, group_stride,
             Q_WIDTH, Q_EPSILON, Q_CHUNK, QUANT, GROUP, LARGEST, UE8M0,

@@ -134,7 +134,7 @@ def _launch(
     early = _overlaps(q.device)
     constants = (
         q_width, kv_width, q_epsilon, kv_epsilon, quant, group_size, LARGEST[q_out.dtype] if quantised else 0.0,
-        use_ue8m0, launch.q_chunk, launch.kv_chunk, launch.split, launch.hint, early,
+        use_ue8m0, launch.q_chunk, launch.kv_chunk, launch.split, early,
     )  # fmt: skip
     grid = (2 * rows if launch.split else rows, 1, 1)
     options: dict[str, Any] = {"num_warps": launch.warps} | ({"launch_pdl": True} if early else {})

@@ -20,8 +20,6 @@ class Launch(NamedTuple):
     kv_chunk: int
     split: bool
     "Two programs per row."
-    hint: bool
-    "Cache hints on loads."
     warps: int
 
 
@@ -29,16 +27,15 @@ class _Step(NamedTuple):
     up_to: float
     "Rows."
     split: bool
-    hint: bool
     warps: int
 
 
-_PLAIN = (_Step(1024, True, False, 4), _Step(3072, False, True, 2), _Step(float("inf"), False, True, 4))
+_PLAIN = (_Step(1024, True, 4), _Step(3072, False, 2), _Step(float("inf"), False, 4))
 _QUANT = (
-    _Step(128, True, False, 4),
-    _Step(512, False, False, 4),
-    _Step(6144, False, False, 2),
-    _Step(float("inf"), False, False, 1),
+    _Step(128, True, 4),
+    _Step(512, False, 4),
+    _Step(6144, False, 2),
+    _Step(float("inf"), False, 1),
 )
 
 
@@ -70,7 +67,6 @@ def launch_for(step: int, q_width: int, kv_width: int, group_size: int | None, q
         q_chunk=_chunk(q_width, 512 * factor, least),
         kv_chunk=_chunk(kv_width, 512 * factor, 1),
         split=chosen.split,
-        hint=chosen.hint,
         warps=warps,
     )
 
