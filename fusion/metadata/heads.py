@@ -17,10 +17,9 @@ from .dtypes import Dtype, dtype_named
 from .errors import HeadCountError, HeadsRefusedError
 from .native import (
     FOLD,
-    FOLDS_QUERIES_SINCE,
     MOST_HEADS,
     PERSISTENT_SINCE,
-    REDUCES_24_SINCE,
+    cannot,
     is_native,
 )
 
@@ -182,11 +181,15 @@ def plan_heads(
     queries = 1 if sparse else max_query_length
     plans = []
     for each in releases:
-        refused = _refused(spec, target, each, q, kv, heads, queries, dcp)
-        if refused is not None:
-            raise HeadsRefusedError(f"layer {spec.layer_index}", each, refused)
-        plans.append(_kernel_heads(heads, queries, target.arch, q, kv, each, dcp))
+        found = _refused(spec, target, each, q, kv) or _kernel_heads(heads, queries, target.arch, q, kv, each, dcp)
+        if isinstance(found, str):
+            raise HeadsRefusedError(f"layer {spec.layer_index}", each, found)
+        plans.append(found)
     kernel_heads, why = max(plans, key=lambda plan: plan[0])
+    for each in releases:  # a build that can be several releases gets what all of them take
+        problem = cannot(kernel_heads, queries, target.arch, q, kv, each)
+        if problem is not None:
+            raise HeadsRefusedError(f"layer {spec.layer_index}", each, f"{kernel_heads} heads: {problem}")
     folds = any(not is_native(kernel_heads, queries, target.arch, q, kv, each) for each in releases)
     return MLAHeadPlan(
         num_heads=heads,
@@ -197,10 +200,8 @@ def plan_heads(
     )
 
 
-def _refused(
-    spec: MLASpec | MLAKernelSpec, target: Target, release: str, q: Dtype, kv: Dtype, heads: int, queries: int, dcp: int
-) -> str | None:
-    """Why the decode of this release does not take the layer at all, or None."""
+def _refused(spec: MLASpec | MLAKernelSpec, target: Target, release: str, q: Dtype, kv: Dtype) -> str | None:
+    """Why no head count would do, or None."""
     latent = (spec.kv_lora_rank, spec.qk_rope_head_dim)
     if target.arch not in ARCHITECTURES:
         return f"AITER's MLA kernels are for {' and '.join(ARCHITECTURES)}, and the target is {target}"
@@ -208,44 +209,33 @@ def _refused(
         return "its MLA kernels take cache entries of {} + {}, this layer's are {} + {}".format(*LATENT, *latent)
     if (q, kv) == ("fp8", "bf16"):
         return "an fp8 query needs an fp8 cache: there is no kernel for a bf16 one"
+    if (q, kv) == ("bf16", "fp8") and is_after(PERSISTENT_SINCE, release):
+        return f"fp8 caches came with {PERSISTENT_SINCE}"
+    return None
+
+
+def _kernel_heads(
+    heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str, dcp: int
+) -> tuple[int, str] | str:
+    """The count for one release and why, in a clause; or why there is none."""
     if heads > MOST_HEADS:
         return f"{heads} query heads, and its MLA kernels take at most {MOST_HEADS}"
-    if queries > 1 and heads > FOLD and is_after(FOLDS_QUERIES_SINCE, release):
-        wide = next((n for n in _padded(heads, release) if is_native(n, queries, target.arch, q, kv, release)), None)
-        if wide is None:
-            return f"{heads} heads with {queries} queries per sequence: heads are folded for one query only before " + (
-                FOLDS_QUERIES_SINCE
-            )
     if dcp > 1 and queries > 1 and is_after(ROUND_ROBIN_SINCE, release):
         return (
             f"several queries per sequence under decode context parallelism: their mask came with {ROUND_ROBIN_SINCE}"
         )
-    return None
-
-
-def _padded(heads: int, release: str) -> tuple[int, ...]:
-    """Counts that a release could be given for this one, in rising order: before plans there were two."""
-    counts = (16, 128) if is_after(PERSISTENT_SINCE, release) else range(FOLD, MOST_HEADS + 1, FOLD)
-    return tuple(count for count in counts if count >= heads)
-
-
-def _kernel_heads(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str, dcp: int) -> tuple[int, str]:
-    """The count for one release, and why, in a clause."""
+    counts = ROUND_ROBIN_HEADS if dcp > 1 else (*((24,) if heads == 24 else ()), *range(FOLD, MOST_HEADS + 1, FOLD))
+    problems = {count: cannot(count, queries, arch, q, kv, release) for count in counts if count >= heads}
+    count = next((count for count, problem in problems.items() if problem is None), None)
+    if count is None:
+        return f"{heads} heads with {queries} queries per sequence: {next(iter(problems.values()))}"
     if dcp > 1:
-        count = next(count for count in ROUND_ROBIN_HEADS if count >= heads)
         return count, f"{heads} gathered heads, of 16, 32, 64 and 128 that the round-robin mask is right for"
-    if heads == 24 and arch == "gfx950" and (q, kv) == ("bf16", "bf16") and not is_after(REDUCES_24_SINCE, release):
-        return 24, f"24 heads are native on gfx950 in bf16 since {REDUCES_24_SINCE}"
-    counts = _padded(heads, release)
-    if queries > 1 and heads > FOLD and is_after(FOLDS_QUERIES_SINCE, release):
-        counts = tuple(count for count in counts if is_native(count, queries, arch, q, kv, release))
-    count = counts[0]
     if count == heads:
         return count, f"{heads} heads are taken as they are"
-    if is_after(PERSISTENT_SINCE, release):
-        return count, f"{heads} heads: before {PERSISTENT_SINCE} there are kernels for 16 and 128 only"
-    return (
-        count,
-        f"{heads} heads are padded to {'16, the fewest that' if count == FOLD else 'a multiple of 16, which'} "
-        + ("every kernel takes"),
-    )
+    if count == FOLD:
+        return count, f"{heads} heads are padded to {FOLD}, the fewest that every kernel takes"
+    if count - heads < FOLD:
+        return count, f"{heads} heads are padded to the next multiple of {FOLD}"
+    passed = next(iter(problems.values()))
+    return count, f"{heads} heads are padded to {count}: {passed}"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from ..backends.aiter.releases import NEWEST, ReleaseRange
+from ..backends.aiter.releases import NEWEST, ReleaseRange, is_after
 from .dtypes import Dtype
 
 FOLD = 16
@@ -58,6 +58,9 @@ def _queries(*counts: int) -> Callable[[int, int], bool]:
     return lambda _, queries: queries in counts
 
 
+MOST_QUERIES = 4
+"""Queries per sequence that the kernel for 16 heads takes, folded or not, but for what `_takes_more_queries` says."""
+
 N = Native
 NATIVE: tuple[Native, ...] = (
     N((16,), None, None, None, "v0.1.5"),
@@ -88,10 +91,50 @@ NATIVE: tuple[Native, ...] = (
 )
 """A count that some line takes is native."""
 
-REDUCES_24_SINCE = "v0.1.20"
-"""The first release whose reduction knows 24 heads, which is what 24 native heads on gfx950 waited for."""
+REDUCES = (
+    ("v0.1.5", (16, 32, 64, 128)),
+    ("v0.1.12", (8, 16, 32, 64, 128)),
+    ("v0.1.14-rc0", (8, 16, 32, 48, 64, 80, 96, 112, 128)),
+    ("v0.1.20", (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)),
+)
+"""Head counts that the reduction of partial results knows at a value width of 512, and since when."""
 
 
 def is_native(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str) -> bool:
     """Whether the decode of a release takes this many heads without folding them."""
     return any(line.takes(heads, queries, arch, q, kv, release) for line in NATIVE)
+
+
+def reduces(heads: int, release: str) -> bool:
+    """Whether the reduction of a release knows this many heads."""
+    known = [counts for since, counts in REDUCES if not is_after(since, release)]
+    return heads in known[-1]
+
+
+def cannot(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str) -> str | None:
+    """Why a release cannot decode with this many heads, padded as they are, in a clause; None where it can."""
+    if is_native(heads, queries, arch, q, kv, release):
+        if not is_after(PERSISTENT_SINCE, release) and not reduces(heads, release):
+            return f"its reduction knows no {heads} heads"
+        wide = heads != FOLD
+    elif heads % FOLD or heads == FOLD or is_after(PERSISTENT_SINCE, release):
+        return f"it has no kernel for {heads} heads"
+    elif queries > 1 and is_after(FOLDS_QUERIES_SINCE, release):
+        return f"heads are folded for one query per sequence only before {FOLDS_QUERIES_SINCE}"
+    else:
+        wide = False
+    if queries > MOST_QUERIES and not wide and not _takes_more_queries(heads, queries, arch, q, kv, release):
+        return f"its kernel for {FOLD} heads takes at most {MOST_QUERIES} queries per sequence"
+    return None
+
+
+def _takes_more_queries(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str) -> bool:
+    """gfx950 sends more than four queries to a wider kernel (`csrc/py_itfs_cu/asm_mla.cu`).
+
+    In bf16 the kernel of 64 rows is used since v0.1.14-rc0, but the sizes count its tiles only since v0.1.17-rc0.
+    """
+    if arch != "gfx950" or q != kv:
+        return False
+    if q == "fp8":
+        return not is_after("v0.1.17-longctx", release)
+    return not is_after("v0.1.17-rc0" if heads * queries < 128 else "v0.1.14-rc0", release)
