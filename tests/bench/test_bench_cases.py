@@ -26,8 +26,8 @@ def test_the_bytes_are_those_that_must_be_read_and_written_once(case):
 
 
 @pytest.mark.parametrize("op", bench.OPS)
-@pytest.mark.parametrize("tokens", [1, 7])
-def test_the_copy_moves_exactly_those_bytes(case, op, tokens):
+@pytest.mark.parametrize("tokens", [1, 7, 100])
+def test_the_copy_moves_those_bytes_to_half_a_percent_of_a_round_number(case, op, tokens):
     made = case(op, widths=(96, 32, 8))
     work = inputs.make(made, tokens, torch.device("cpu"), sets=2)
     calls = peers.COPY.build(work, peers.Setting(case=made, device="cpu"))
@@ -35,8 +35,11 @@ def test_the_copy_moves_exactly_those_bytes(case, op, tokens):
     to, source = calls[0]()
     assert to.data_ptr() != source.data_ptr()
     assert to.is_contiguous()
-    assert to.nbytes + source.nbytes == made.bytes_moved(tokens) + made.bytes_moved(tokens) % 2
-    # What tensors of the op's real shapes hold.
+    assert to.nbytes == source.nbytes
+    assert to.nbytes % 16 == 0
+    too_few = made.bytes_moved(tokens) - 2 * to.nbytes
+    assert 0 <= too_few <= max(2 * 16, 0.005 * made.bytes_moved(tokens))
+    # And what must be moved is what tensors of the real shapes hold.
     q, kv = work.sets[0]
     peer = peers.EAGER.build(work, peers.Setting(case=made, device="cpu"))
     touched = (q.numel() + kv.numel()) * 2 + work.q_weight.nbytes + work.kv_weight.nbytes

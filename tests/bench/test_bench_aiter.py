@@ -1,0 +1,87 @@
+"""AITER's Triton ops from a checkout: what stands in off ROCm, held to a small package that imports as AITER does."""
+
+import subprocess
+
+import pytest
+from helpers import run_python
+
+from layerfuse.bench import aiter_checkout
+
+FILES = {
+    "aiter/__init__.py": """
+import os
+assert os.environ["AITER_TRITON_ONLY"] == "1", "this would build C++"
+""",
+    "aiter/utility/__init__.py": "",
+    "aiter/utility/dtypes.py": "raise RuntimeError('ROCm version file not found')",
+    "aiter/ops/__init__.py": "",
+    "aiter/ops/triton/__init__.py": "",
+    "aiter/ops/triton/utils/__init__.py": "",
+    "aiter/ops/triton/utils/_triton/__init__.py": "",
+    "aiter/ops/triton/utils/_triton/arch_info.py": """
+import jax
+
+def get_arch():
+    raise RuntimeError
+
+def is_fp8_avail():
+    raise RuntimeError
+""",
+    "aiter/ops/triton/normalization/__init__.py": "",
+    "aiter/ops/triton/normalization/rmsnorm.py": """
+from aiter.ops.triton.utils._triton.arch_info import get_arch, is_fp8_avail
+rms_norm = ("rms_norm", get_arch(), is_fp8_avail())
+rmsnorm2d_fwd_with_dynamicquant = "dynamicquant"
+""",
+    "aiter/ops/triton/quant/__init__.py": "from aiter.utility import dtypes",
+    "aiter/ops/triton/quant/fused_fp8_quant.py": """
+import aiter
+fused_rms_fp8_group_quant = aiter.dtypes.fp8
+""",
+}
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    for name, text in FILES.items():
+        file = tmp_path / "a checkout" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path / "a checkout"
+
+
+@pytest.mark.parametrize(("fp8", "arch"), [("float8_e4m3fn", "gfx950"), ("float8_e4m3fnuz", "gfx942")])
+def test_off_rocm_two_modules_are_stood_in_for_and_nothing_else(checkout, fp8, arch):
+    done = run_python(
+        "import os, sys, torch\n"
+        "from pathlib import Path\n"
+        "from layerfuse.bench import aiter_checkout\n"
+        "before = list(sys.path)\n"
+        f"found = aiter_checkout.load(Path({str(checkout)!r}), torch.{fp8})\n"
+        "print(found.rms_norm, found.fused_rms_fp8_group_quant)\n"
+        "print(sys.path == before, os.environ.get('AITER_TRITON_ONLY'))\n"
+        f"print(aiter_checkout.load(Path({str(checkout)!r}), torch.{fp8}) == found)"
+    )
+    assert done.stdout.splitlines() == [f"('rms_norm', '{arch}', False) torch.{fp8}", "True None", "True"], done.stderr
+
+
+def test_what_is_no_checkout_is_said_so(tmp_path, checkout):
+    assert aiter_checkout.why_not(checkout) is None
+    assert aiter_checkout.why_not(checkout / "aiter") == (
+        "aiter holds no aiter/ops/triton: give the root of a checkout of ROCm/aiter"
+    )
+
+
+def test_the_version_is_the_commit_of_the_checkout_and_not_of_what_it_lies_in(checkout):
+    def git(*arguments):
+        return subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *arguments],
+            cwd=checkout, check=True, capture_output=True, text=True,
+        ).stdout.strip()  # fmt: skip
+
+    assert aiter_checkout.version(checkout) is None
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    assert aiter_checkout.version(checkout) == f"commit {git('rev-parse', 'HEAD')}"
+    assert aiter_checkout.version(checkout / "aiter") is None

@@ -1,0 +1,122 @@
+"""`layerfuse bench` as it is typed."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from layerfuse.bench.result import Result
+from layerfuse.cli import main
+
+TINY = [
+    "--widths",
+    "256,128,16",
+    "--tokens",
+    "1,5",
+    "--device",
+    "cpu",
+    "--quick",
+    "--peers",
+    "layerfuse (reference),eager,copy",
+]
+
+
+@pytest.fixture
+def type_in(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def run(*arguments):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            main(["bench", *arguments])
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_tables_on_stdout_progress_on_stderr_and_files_here(type_in, tmp_path):
+    code, out, err = type_in("mla_dual_rms_norm", *TINY)
+    assert code == 0
+    assert "Microseconds per call\n" in out
+    head = next(line for line in out.splitlines() if "sets" in line)
+    assert head.split() == ["tokens", "sets", "copy", "layerfuse", "(reference)", "eager"]
+    rows = [line.split() for line in out.splitlines() if line.split()[:1] in (["1"], ["5"])]
+    assert [(row[0], len(row)) for row in rows[:4]] == [("1", 5), ("5", 5), ("1", 3), ("5", 3)]
+    assert err.startswith("[1/9] 1 tokens: layerfuse (reference)\n")
+    assert "[9/9]" in err.splitlines()[-1]
+    files = sorted(path.name for path in tmp_path.iterdir())
+    assert [name.rsplit(".", 1)[1] for name in files] == ["json", "md", "svg"]
+    assert all(name in out for name in files)
+
+
+def test_json_is_the_result_alone(type_in, tmp_path):
+    code, out, _ = type_in("mla_dual_rms_norm_group_quant", *TINY, "--json", "--out", "there")
+    assert code == 0
+    (file,) = (tmp_path / "there").glob("*.json")
+    assert Result.from_dict(json.loads(out)) == Result.from_dict(json.loads(file.read_text()))
+
+
+def test_in_the_repository_they_go_to_its_results(type_in, tmp_path):
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "models.toml").touch()
+    type_in("mla_dual_rms_norm", *TINY)
+    assert len(list((tmp_path / "benchmarks" / "results").glob("mla_dual_rms_norm-*"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        (["mla_dual_rmsnorm"], 2, "no op called 'mla_dual_rmsnorm' can be measured; did you mean 'mla_dual_rms_norm'"),
+        (["mla_dual_rms_norm", *TINY, "--peers", "eagr"], 2, "no peer is called 'eagr'; did you mean 'eager'?"),
+        (["mla_dual_rms_norm", "--model", "deepseek-v4"], 2, "did you mean deepseek-v3 or"),
+        (["mla_dual_rms_norm", "--model", "deepseek-v2-lite"], 2, "q_lora_rank is none"),
+        (["mla_dual_rms_norm", "--tokens", "1,many"], 2, "whole numbers with commas between them, got '1,many'"),
+        (["mla_dual_rms_norm", "--dtype", "int8"], 2, "dtype must be one of bf16, fp16, fp32, got 'int8'"),
+        (["mla_dual_rms_norm", *TINY, "--out", "file/inside"], 1, "file/inside cannot be written: Not a directory"),
+    ],
+)
+def test_mistakes_are_answered_in_a_line_before_anything_is_measured(type_in, tmp_path, typed, code, said):
+    (tmp_path / "file").touch()
+    got, out, err = type_in(*typed)
+    assert (got, out) == (code, "")
+    assert said in err
+    assert "Traceback" not in err
+    assert "[1/" not in err
+
+
+def test_a_wrong_peer_makes_it_exit_with_1(type_in, peer):
+    peer(lambda q, kv: (q * 1.02, kv))
+    code, out, _ = type_in("mla_dual_rms_norm", *TINY[:-1], "broken,copy")
+    assert code == 1
+    assert "broken wrong at 5 tokens: a norm is off by" in out
+
+
+def in_a_python_without(module, code, tmp_path):
+    return subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.modules[{module!r}] = None\n{code}"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TRITON_INTERPRET": "0"},
+        check=False,
+        timeout=120,
+    )
+
+
+def test_without_matplotlib_the_plot_is_left_out_and_said_so(tmp_path):
+    code = f"from layerfuse.cli import main; main(['bench', 'mla_dual_rms_norm', *{TINY!r}])"
+    done = in_a_python_without("matplotlib", code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "the plot was left out: matplotlib is not installed; pip install 'layerfuse[plot]'" in done.stdout
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md"]
+
+
+def test_without_torch_it_says_how_to_install_it(tmp_path):
+    done = in_a_python_without(
+        "torch", "from layerfuse.cli import main; main(['bench', 'mla_dual_rms_norm'])", tmp_path
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "layerfuse: torch is not installed; pip install 'layerfuse[torch]'\n"
