@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -14,6 +15,9 @@ import attrs
 
 from layerfuse import registry
 from layerfuse.adapters import specs
+from layerfuse.fusion.backends.aiter import BINDINGS, RELEASES, ReleaseRange, calls
+from layerfuse.fusion.backends.aiter.conventions import Binding
+from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS, refused_altogether, restrictions_of
 
 HERE = Path(__file__).parent
 SPECS = (
@@ -99,9 +103,45 @@ def class_table() -> Iterator[str]:
         yield ""
 
 
+def aiter_tables() -> Iterator[str]:
+    """Which function of AITER's answers which call in which releases, and what is refused."""
+    yield "### What is called\n"
+    yield "| call | in AITER | is |\n|---|---|---|"
+    for binding in BINDINGS:
+        for said, span in spans_of(binding):
+            if said is not None:
+                yield f"| `{binding.name}` | {span} | {said} |"
+    yield "\n### What is refused of it\n"
+    yield "| call | in AITER | refused |\n|---|---|---|"
+    for restriction in RESTRICTIONS:
+        if restriction.when is not calls.always:
+            names = ", ".join(f"`{name}`" for name in restriction.bindings)
+            span = "every release" if restriction.releases == ReleaseRange() else str(restriction.releases)
+            yield f"| {names} | {span} | {restriction.reason} |"
+
+
+def spans_of(binding: Binding) -> Iterator[tuple[str | None, ReleaseRange]]:
+    """What a binding is, for each run of releases in which that is the same."""
+    for said, releases in itertools.groupby(RELEASES, key=lambda release: said_of(binding, release)):
+        span = list(releases)
+        yield said, ReleaseRange(span[0], span[-1])
+
+
+def said_of(binding: Binding, release: str) -> str | None:
+    """The function that answers in one release, or why none does; None where there is none."""
+    here = ReleaseRange(release, release)
+    for function in binding.functions:
+        for convention in function.conventions:
+            if any(release in span for span in function.spans(convention)):
+                never = convention.refused or refused_altogether(restrictions_of(binding.name, here))
+                return f"refused: {never.partition(' (v0')[0]}" if never else f"`{function.path}`"
+    return None
+
+
 PAGES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "specs.md": ("specs", spec_tables),
     "engines.md": ("classes", class_table),
+    "aiter.md": ("aiter", aiter_tables),
 }
 
 
