@@ -116,8 +116,7 @@ def aiter_tables() -> Iterator[str]:
     for restriction in RESTRICTIONS:
         if restriction.when is not calls.always:
             names = ", ".join(f"`{name}`" for name in restriction.bindings)
-            span = "every release" if restriction.releases == ReleaseRange() else str(restriction.releases)
-            yield f"| {names} | {span} | {restriction.reason} |"
+            yield f"| {names} | {restriction.releases} | {restriction.reason} |"
 
 
 def spans_of(binding: Binding) -> Iterator[tuple[str | None, ReleaseRange]]:

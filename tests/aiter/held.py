@@ -234,6 +234,9 @@ def all_reduce_rms_norm(call: Callable[..., Any], offset: float = 0.0) -> None:
             same(out, normalise_wide(wide, weight(1024).float(), EPSILON, offset).to(x.dtype))
     many = random(100, 1024)  # more tokens than a launch in one stage has blocks
     assert call(ranks, many, many, weight(1024), EPSILON, 0.0, True) is not None
+    ranks._IS_CAPTURING, ranks.enable_register_for_capturing = True, False
+    assert call(ranks, many, many, weight(1024), EPSILON, 0.0, True) is None, "its input is not registered"
+    ranks._IS_CAPTURING = False
     ranks.world_size = 3  # one pack of 16 bytes among three ranks: AITER would drop it
     assert call(ranks, x[..., :8], x[..., :8], weight(8), EPSILON, 0.0, True) is None
     ranks.disabled = True

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import sys
 import threading
+from pathlib import Path
 
 import pytest
-from expected import EXPECTED, REPRESENTATIVE, No, Works
+from expected import ABSENT, EXPECTED, REPRESENTATIVE, No, Works
 from held import (
     CASES,
     add_rms_norm,
@@ -110,3 +113,51 @@ def test_a_call_that_aiter_would_misread_is_seen_by_the_stand_in(tmp_path):
         with pytest.raises(StandInMisuse):
             module.rmsnorm2d_fwd_with_add(x, x, x, x, torch.ones(256, dtype=torch.bfloat16), 1e-5)
         assert bound.call(x, x, torch.ones(256, dtype=torch.bfloat16), 1e-5, 0.0)[0].shape == (2, 3, 256)
+
+
+def test_the_table_of_the_docs_says_what_is_expected():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "aiter.md").read_text()
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([^|]+) \| (refused: )?[^|]+\|$", page.partition("### What is refused")[0], re.MULTILINE
+    )
+    said: dict[tuple[str, str], bool] = {}
+    for name, span, refused in rows:
+        for release in span_of(span):
+            assert (name, release) not in said
+            said[name, release] = not refused
+    for name in EXPECTED:
+        for release in RELEASES:
+            expected = expected_of(name, release)
+            assert said.get((name, release)) is (None if expected == ABSENT else isinstance(expected, Works)), (
+                name,
+                release,
+            )
+
+
+def span_of(text: str) -> tuple[str, ...]:
+    """The releases of `v0.1.8 to v0.1.9`, `up to v0.1.9`, `v0.1.8 or later`, `v0.1.8` and `every release`."""
+    first, last = RELEASES[0], RELEASES[-1]
+    if text.startswith("up to "):
+        last = text.removeprefix("up to ")
+    elif text.endswith(" or later"):
+        first = text.removesuffix(" or later")
+    elif text != "every release":
+        first, _, to = text.partition(" to ")
+        last = to or first
+    return RELEASES[RELEASES.index(first) : RELEASES.index(last) + 1]
+
+
+HOT = ("all_reduce", "dual_norms", "gated", "mla", "norms", "quick_reduce", "tensors", "triton_ops")
+
+
+@pytest.mark.parametrize("module", HOT)
+def test_the_hot_path_asks_nothing(module):
+    """No import, no look by name, no `try`, no `inspect` in anything that a bound call runs."""
+    file = Path(amd.__file__).with_name(f"{module}.py")
+    functions = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.FunctionDef)]
+    assert functions
+    for function in functions:
+        for node in ast.walk(function):
+            assert not isinstance(node, ast.Import | ast.ImportFrom | ast.Try), (module, node.lineno)
+            if isinstance(node, ast.Name):
+                assert node.id not in ("getattr", "hasattr", "inspect", "importlib"), (module, node.lineno)

@@ -56,7 +56,7 @@ def test_amd_s_aiter_is_found_without_importing_it(packages, dist, version):
     (folder / "install_mode").write_text("install\n", encoding="utf-8")
     found = doctor.find_aiter()
     assert found.state == "found"
-    assert found.detail == f"AMD's {dist} {version}, install build, by its files v0.1.5 to v0.1.5.post1, not imported"
+    assert found.detail == f"AMD's {dist} {version}, install build, by its files up to v0.1.5.post1, not imported"
     assert "aiter" not in sys.modules
 
 

@@ -1,7 +1,7 @@
 """Norms fused into AITER's all-reduce: the methods of its `CustomAllreduce`, bound from the class.
 
-They answer None where AITER declines (switched off, too large, not contiguous): the caller then reduces and norms by
-itself. So do these, also where AITER would drop a remainder without a word.
+They answer None where AITER declines (switched off, too large): the caller then reduces and norms by itself. So do these,
+also where AITER would be wrong without a word. Between the start of `capture()` and the capture itself AITER answers zeros.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rms_norm(found: Resolved) -> Callable[[Any, Tensor, Tensor, Tensor, float, f
         options: dict[str, bool] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
         if not x.numel():
             return empty_like(x), empty_like(x)
-        if _leaves_a_rest(communicator, x):
+        if _cannot(communicator, x):
             return None
         flat = packed_rows(x)
         if stages:
@@ -103,7 +103,7 @@ def rms_norm_group_quant(
         same_shape(name, "residual", residual, x)
         if column_major and not can_transpose:
             raise AiterCallError(name, "column-major scales: the installed function has no transpose_scale")
-        if not x.numel() or _leaves_a_rest(communicator, x):
+        if not x.numel() or _cannot(communicator, x):
             return None
         flat = packed_rows(x)
         options = {"transpose_scale": True} if column_major else {}
@@ -129,9 +129,14 @@ def rms_norm_group_quant(
     return call
 
 
-def _leaves_a_rest(communicator: Any, x: Tensor) -> bool:
-    """Whether the 16-byte packs do not divide among the ranks: its reduce-scatter drops the rest and says nothing."""
+def _cannot(communicator: Any, x: Tensor) -> bool:
+    """What AITER does not decline by itself, and would answer wrongly."""
     if communicator.disabled:
         return False
-    packs, rest = divmod(x.numel() * x.element_size(), 16)
+    # While a graph is captured it takes the input for registered, whether it registers inputs or not (not on gfx1250,
+    # nor with expandable segments).
+    if communicator._IS_CAPTURING and not communicator.enable_register_for_capturing:
+        return True
+    # Its reduce-scatter drops the 16-byte packs that do not divide among the ranks.
+    packs, rest = divmod(x.numel() * x.itemsize, 16)
     return bool(rest or packs % communicator.world_size)

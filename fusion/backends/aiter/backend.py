@@ -61,8 +61,9 @@ def _refuses(op: str, case: Any) -> str | None:
 def call_of(case: Any) -> Call:
     """A `DualNormCase` or `DualNormQuantCase` of the ops, in the words of the restrictions."""
     said = case._asdict()
-    said["width"] = said.pop("q_width")
-    return Call(**said, arch=_arch())
+    weights = [said.pop(name) for name in ("q_weight_dtype", "kv_weight_dtype") if name in said]
+    other = next((dtype for dtype in weights if dtype != case.dtype), case.dtype if weights else None)
+    return Call(width=said.pop("q_width"), weight_dtype=other, arch=_arch(), **said)
 
 
 @functools.cache

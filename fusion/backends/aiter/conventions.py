@@ -137,7 +137,5 @@ def match(folder: Path, function: Function) -> Match | str | None:
 
 def existed(function: Function) -> str:
     """In which releases the function was, in words."""
-    first = function.conventions[0].since
-    return (
-        f"{function.path} is in {ReleaseRange(first, before(function.gone)) if function.gone else first + ' or later'}"
-    )
+    last = before(function.gone) if function.gone else NEWEST
+    return f"{function.path} is in {ReleaseRange(function.conventions[0].since, last)}"

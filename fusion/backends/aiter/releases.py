@@ -34,7 +34,7 @@ _ORDER = {release: i for i, release in enumerate(RELEASES)}
 
 @frozen
 class ReleaseRange:
-    """A closed interval of releases. One that ends with the newest may also be a later release."""
+    """A closed interval of releases. At its ends, older and newer ones than are known here may be meant too."""
 
     first: str = OLDEST
     last: str = NEWEST
@@ -58,8 +58,11 @@ class ReleaseRange:
     def __str__(self) -> str:
         if self.contradictory:
             return "no release known here"
-        newest = f"{self.last} or later" if self.last == NEWEST else self.last
-        return newest if self.first == self.last else f"{self.first} to {newest}"
+        if self.first == OLDEST:
+            return "every release" if self.last == NEWEST else f"up to {self.last}"
+        if self.last == NEWEST:
+            return f"{self.first} or later"
+        return self.first if self.first == self.last else f"{self.first} to {self.last}"
 
 
 def is_after(release: str, other: str) -> bool:
