@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
-from .errors import HeadCountError, HeadsRefusedError
-from .heads import MLAHeadPlan, how_padded, plan_heads
+from typing import TYPE_CHECKING
 
-__all__ = ["HeadCountError", "HeadsRefusedError", "MLAHeadPlan", "how_padded", "plan_heads"]
+from ..._lazy import attach
+from .buffers import BufferSpec, byte_text
+from .errors import HeadCountError, HeadsRefusedError, MixedGroupError, PlanExceededError
+from .groups import LayerGroup, group_layers
+from .heads import MLAHeadPlan, how_padded, plan_heads
+from .plan import MLAMetadataPlan, plan_metadata
+from .prefill import PrefillPlan
+from .state import StatePlan, plan_state
+
+if TYPE_CHECKING:
+    from .tensors import MetadataBuffers, allocate
+
+_NEEDS_TORCH = {"MetadataBuffers": ".tensors", "allocate": ".tensors"}
+
+__all__ = [
+    "BufferSpec",
+    "HeadCountError",
+    "HeadsRefusedError",
+    "LayerGroup",
+    "MLAHeadPlan",
+    "MLAMetadataPlan",
+    "MetadataBuffers",
+    "MixedGroupError",
+    "PlanExceededError",
+    "PrefillPlan",
+    "StatePlan",
+    "allocate",
+    "byte_text",
+    "group_layers",
+    "how_padded",
+    "plan_heads",
+    "plan_metadata",
+    "plan_state",
+]
+
+_getattr, _dir = attach(__name__, _NEEDS_TORCH)
+__getattr__, __dir__ = _getattr, lambda: sorted({*_dir(), *__all__})

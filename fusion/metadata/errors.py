@@ -31,3 +31,36 @@ class HeadCountError(LayerfuseError, ValueError):
 
     def __str__(self) -> str:
         return f"{self.what}: expected (tokens, {self.expected}, ...) as planned, got {self.found}"
+
+
+class PlanExceededError(LayerfuseError, ValueError):
+    """A step with more sequences than its buffers were planned for, or index tensors of unequal length."""
+
+    def __init__(self, planned: int, sequences: int, indptr: tuple[int, int]) -> None:
+        self.planned = planned
+        self.sequences = sequences
+        self.indptr = indptr
+        super().__init__(planned, sequences, indptr)
+
+    def __str__(self) -> str:
+        return (
+            f"the buffers were planned for {self.planned} sequences, and this step has {self.sequences}, with index "
+            f"tensors of {self.indptr[0]} and {self.indptr[1]} entries (one more than the sequences). Plan a larger batch"
+        )
+
+
+class MixedGroupError(LayerfuseError, ValueError):
+    """Two layers in one group that cannot share buffers. `layers` are their names, `differences` one clause each."""
+
+    def __init__(self, group: str, layers: tuple[str, str], differences: Sequence[str]) -> None:
+        self.group = group
+        self.layers = layers
+        self.differences = tuple(differences)
+        super().__init__(group, layers, self.differences)
+
+    def __str__(self) -> str:
+        first, other = self.layers
+        return (
+            f"group {self.group!r}: {first} and {other} cannot share metadata buffers: {'; '.join(self.differences)}. "
+            "Give each its own group, or leave the grouping to group_layers"
+        )

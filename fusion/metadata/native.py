@@ -138,3 +138,14 @@ def _takes_more_queries(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype
     if q == "fp8":
         return not is_after("v0.1.17-longctx", release)
     return not is_after("v0.1.17-rc0" if heads * queries < 128 else "v0.1.14-rc0", release)
+
+
+def folds_into_queries(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str) -> bool:
+    """Whether the decode of a release folds these heads into more queries, not into more sequences.
+
+    gfx950 did so for fp8 in v0.1.12 to v0.1.15.post3 where four queries of 16 heads, or of 32, come of it.
+    """
+    if arch != "gfx950" or (q, kv) != ("fp8", "fp8") or release not in ReleaseRange("v0.1.12", "v0.1.15.post3"):
+        return False
+    folded = heads > FOLD and heads % FOLD == 0 and not is_native(heads, queries, arch, q, kv, release)
+    return folded and (queries * (heads // FOLD) == 4 or (heads, queries) == (64, 2))
