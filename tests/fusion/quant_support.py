@@ -75,6 +75,12 @@ def deepseek_group(x: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:
     return (blocks / scale.unsqueeze(-1)).to(FP8).flatten(-2), scale
 
 
+def widened_first(x: Tensor) -> tuple[Tensor, Tensor]:
+    wide = x.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=1e-10) * (1 / MAX)
+    return torch.clamp(wide / scale, -MAX, MAX).to(FP8), scale
+
+
 def deepgemm_group(x: Tensor, size: int = 128) -> tuple[Tensor, Tensor]:
     """Multiplied by largest / amax, with the scale beside it."""
     blocks = x.view(-1, x.shape[-1] // size, size)
@@ -110,6 +116,7 @@ FORMS: dict[str, tuple[Quantise, str]] = {
     "sglang, groups of 32": (lambda x: sglang_group(x, 32), "group32"),
     "torchao, per token": (torchao_row, "per_token"),
     "torchao, no floor": (lambda x: torchao_row(x, None), "per_token"),
+    "widened first": (widened_first, "per_token"),
     "deepseek, groups": (deepseek_group, "group128"),
     "deepgemm, groups": (deepgemm_group, "group128"),
     "deepgemm, ue8m0": (deepgemm_group_ue8m0, "group128,ue8m0"),

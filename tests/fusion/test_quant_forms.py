@@ -69,7 +69,7 @@ def test_form(form: str, dtype: torch.dtype) -> None:
     assert_fused(Quantised(quantise).to(dtype), torch.randn(7, HIDDEN, dtype=dtype), quant, ue8m0="ue8m0" in quant)
 
 
-@pytest.mark.parametrize("form", ["vllm, per token", "vllm, groups", "deepgemm, groups", "canonical, groups"])
+@pytest.mark.parametrize("form", ["vllm, per token", "widened first", "deepgemm, groups", "canonical, groups"])
 @pytest.mark.parametrize("norm", sorted(set(NORMS) - {"llama", "torch"}))
 def test_every_norm(form: str, norm: str) -> None:
     quantise, quant = FORMS[form]
