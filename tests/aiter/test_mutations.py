@@ -119,3 +119,13 @@ def test_a_function_that_hides_its_parameters_in_the_source_too_is_refused(tmp_p
 def test_the_check_is_green_where_nothing_was_changed(tmp_path):
     with installed(make_standin(tmp_path / "a", "v0.1.20")):
         assert all(isinstance(found, Probed) and found.recorded for found in amd.probe_all())
+
+
+def test_two_halves_of_an_exchange_that_do_not_fit_are_refused(tmp_path):
+    folder = make_standin(tmp_path / "a", "v0.1.20")
+    file = folder / "aiter" / "ops" / "quick_all_reduce.py"
+    file.write_text(file.read_text() + "\n\ndef qr_open_handles(fa, handles):\n    return None\n")
+    with installed(folder):
+        found = amd.bind("qr_handles")
+        assert isinstance(found, Refused)
+        assert found.reason.startswith("qr_get_handle and qr_open_handles are of different releases")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -221,8 +222,12 @@ def _bind(name: str) -> Bound | Refused:
     )
     module, _, maker = probed.binding.calls.partition(".")
     make = getattr(importlib.import_module(f".{module}", __package__), maker)
+    try:
+        call = make(resolved)
+    except AiterUnavailableError as error:
+        return Refused(name=name, reason=error.reason)
     restrictions = restrictions_of(name, probed.releases)
-    return Bound(name=name, call=make(resolved), probed=probed, restrictions=restrictions, fp8=_fp8())
+    return Bound(name=name, call=call, probed=probed, restrictions=restrictions, fp8=_fp8())
 
 
 def _imported(path: str) -> Callable[..., Any] | str:
@@ -253,8 +258,6 @@ def _is_below(module: Any, folder: Path) -> bool:
 
 
 def _fp8() -> Any:
-    """`aiter.dtypes.fp8`: Triton-only mode has no such module."""
-    try:
-        return getattr(importlib.import_module("aiter.utility.dtypes"), "fp8", None)
-    except (Exception, SystemExit):
-        return None
+    """`aiter.dtypes.fp8`, where AITER has bound it: in Triton-only mode, and after an error it swallowed, it has not."""
+    dtypes = getattr(sys.modules.get("aiter"), "dtypes", None)
+    return getattr(dtypes, "fp8", None)

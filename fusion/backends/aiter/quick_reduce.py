@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .errors import AiterCallError
+from .errors import AiterCallError, AiterUnavailableError
 from .resolved import Resolved
 from .tensors import empty_like, flat_like, no_offset, packed_rows, same_shape, vector
 
@@ -22,6 +22,9 @@ def handles(found: Resolved) -> Callable[[int, Exchange], None]:
 
     fa: what `init_custom_qr` returned. exchange: from this rank's handle, a uint8 CPU tensor of 64 bytes, to those of
     all ranks in order, as torch.distributed.all_gather_object gives them.
+
+    Raises:
+        AiterUnavailableError: when binding, where the two functions of the exchange do not fit each other.
     """
     get = found.function
     open_, open_names = found.beside["qr_open_handles"]
@@ -37,7 +40,8 @@ def handles(found: Resolved) -> Callable[[int, Exchange], None]:
         open_(fa=fa, handle_ptrs=[each.data_ptr() for each in everyone])
 
     if by_pointer is not ("handle_ptrs" in open_names):
-        raise TypeError("qr_get_handle and qr_open_handles follow different conventions")
+        reason = "qr_get_handle and qr_open_handles are of different releases: one hands over pointers, one tensors"
+        raise AiterUnavailableError(found.binding, reason)
     return as_pointers if by_pointer else as_tensors
 
 
