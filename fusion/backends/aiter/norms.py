@@ -71,8 +71,8 @@ def add_rms_norm(found: Resolved) -> Callable[[Tensor, Tensor, Tensor, float, fl
     """
     name, function = found.binding, found.function
     gemma_known = "gemma_norm" in found.names
-    # Before v0.1.10.post1 every width goes through CK, which takes one row stride for input and residual.
-    widest_strided = HIP_WIDTH if found.releases.surely_from("v0.1.10.post1") else 0
+    # Up to v0.1.10, and in v0.1.10.post2 again, every width goes through CK: it gets rows without gaps.
+    widest_strided = HIP_WIDTH if found.releases.surely_from("v0.1.10.post3") else 0
 
     def call(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, weight_offset: float) -> Pair:
         out, residual_out = empty_like(x), empty_like(x)
