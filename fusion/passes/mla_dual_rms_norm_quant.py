@@ -40,7 +40,7 @@ class LatentPairQuantPass(LatentPairPass):
         sites = find_quant_sites(q.out)
         results = [Results(site, like) for site in sites]
         for site, result in zip(sites, results, strict=True):
-            reason = self._differs(site, result.column_major, like.shape[-1], quant)
+            reason = self._differs(site, result, like.shape[-1], quant)
             if reason is not None:
                 return reason
         nodes = sorted({node for site in sites for node in site.nodes})
@@ -59,7 +59,7 @@ class LatentPairQuantPass(LatentPairPass):
         erase_unused((*unread, *nodes, *q.nodes, *kv.nodes))
         return None
 
-    def _differs(self, site: QuantSite, column_major: bool, width: int, quant: ActivationQuant) -> str | None:
+    def _differs(self, site: QuantSite, result: Results, width: int, quant: ActivationQuant) -> str | None:
         """How a site differs from what the plan says, or None."""
         if site.columns != (width if quant.group_size is None else quant.group_size):
             graph = "with one scale per token" if site.columns == width else f"groups of {site.columns}"
@@ -69,8 +69,8 @@ class LatentPairQuantPass(LatentPairPass):
         if site.use_ue8m0 != quant.use_ue8m0:
             graph, planned = ("powers of two" if each else "not rounded" for each in (site.use_ue8m0, quant.use_ue8m0))
             return f"the graph's scales are {graph}, the plan's {planned}"
-        if column_major != quant.column_major:
-            graph, planned = ("column" if each else "row" for each in (column_major, quant.column_major))
+        if result.column_major != quant.column_major and not result.in_either_layout:
+            graph, planned = ("column" if each else "row" for each in (result.column_major, quant.column_major))
             return f"the graph has the scales {graph} by {graph}, the plan {planned} by {planned}"
         return None
 

@@ -41,6 +41,8 @@ class Results:
         whole = site.column_major is not None
         self._values = _plan_views(site.values, tuple(like.shape), self._inside, whole)
         shape = (*leading, like.shape[-1] // site.columns)
+        self.in_either_layout = _lie_alike(shape)
+        "Whether row by row and column by column are the same, as for a single token."
         self._scales = [] if self._columns else _plan_views(site.scales, shape, self._inside, whole)
 
     def replace(self, values: Node, scales: Node) -> list[Node]:
@@ -101,6 +103,13 @@ def _swaps_the_last_two(node: Node) -> bool:
 
 def _same_shape(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def _lie_alike(shape: tuple[Any, ...]) -> bool:
+    if any(same(size, 0) for size in shape):
+        return True
+    rows, columns = (scale_strides(shape, column_major) for column_major in (False, True))
+    return all(same(size, 1) or same(a, b) for size, a, b in zip(shape, rows, columns, strict=True))
 
 
 def _same_strides(tensor: torch.Tensor, strides: tuple[Any, ...]) -> bool:

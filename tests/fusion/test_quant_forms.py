@@ -113,6 +113,16 @@ def test_batches_and_tokens_may_both_vary(form: str) -> None:
     assert_fused(QuantisedTwo(quantise), x, quant)
 
 
+@pytest.mark.parametrize("form", [form for form, (_, quant) in FORMS.items() if "column" in quant])
+@pytest.mark.parametrize("rows", [0, 1])
+def test_a_single_token_lies_row_by_row_and_column_by_column(form: str, rows: int) -> None:
+    quantise, quant = FORMS[form]
+    for planned in (quant, quant.replace(",column_major", "")):
+        traced = trace_quantised(Quantised(quantise), torch.randn(rows, HIDDEN), planned)
+        assert traced.report.of(fusion_of(quant)).complete, str(traced.report)
+        assert traced.output[1].shape == (rows, 12)
+
+
 def as_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Left in rows of one group each, which no other size of the graph has."""
     rows = x.reshape(-1, 128)
