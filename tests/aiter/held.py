@@ -324,3 +324,20 @@ def hold(bound: Bound) -> None:
         AssertionError: it does not, or AITER's function would have been misused.
     """
     CASES[bound.name](bound.call)
+
+
+def mla_decode_of_several_queries(call: Callable[..., Any], heads: int = 32) -> None:
+    """Two queries for each request, and heads that are folded: some releases point the output at other storage."""
+    batch = _batch() | {"qo_indptr": torch.arange(5, dtype=torch.int32) * 2}
+    q, kv = random(8, heads, 576), random(12, 1, 1, 576)
+    sizes = amd.bound("mla_metadata_info").call(4, 2, heads, torch.bfloat16, torch.bfloat16, False)
+    plan = plan_of(sizes)
+    amd.bound("mla_metadata").call(*batch.values(), heads, 1, True, plan, max_seqlen_qo=2, uni_seqlen_qo=2)
+    indices = torch.arange(12, dtype=torch.int32)
+    arguments = (q, kv, batch["qo_indptr"], batch["kv_indptr"], indices, batch["kv_last_page_lens"], 2, 512)
+    out = call(*arguments, softmax_scale=0.07, buffers=plan)
+    keys = kv.float().view(4, 3, 576)
+    scores = torch.einsum("bthd,bpd->bthp", q.float().view(4, 2, heads, 576), keys) * 0.07
+    scores[:, 0, :, 2] = -torch.inf  # the first of the two does not see the second one's key
+    expected = torch.einsum("bthp,bpd->bthd", scores.softmax(-1), keys[..., :512]).view(8, heads, 512)
+    torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)

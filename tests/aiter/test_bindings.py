@@ -17,6 +17,7 @@ from held import (
     all_reduce_rms_norm,
     all_reduce_rms_norm_group_quant,
     hold,
+    mla_decode_of_several_queries,
     rms_norm_quant,
     rms_norm_with_an_offset,
 )
@@ -74,6 +75,12 @@ def test_gemma_norms_and_column_major_all_reduce_scales(release, tmp_path):
         all_reduce_rms_norm(amd.bound("all_reduce_rms_norm").call, 1.0)
         if release in ("v0.1.17", "v0.1.20.post1"):
             all_reduce_rms_norm_group_quant(amd.bound("all_reduce_rms_norm_group_quant").call, True)
+
+
+@pytest.mark.parametrize("release", ["v0.1.9", "v0.1.11.post1", "v0.1.14", "v0.1.18", "v0.1.20.post1"])
+def test_decoding_several_queries_with_folded_heads(release, tmp_path):
+    with installed(make_standin(tmp_path / "a", release, arch="gfx942")):
+        mla_decode_of_several_queries(amd.bound("mla_decode").call)
 
 
 def test_probing_imports_nothing_and_binding_imports_once(tmp_path):
