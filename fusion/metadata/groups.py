@@ -74,16 +74,13 @@ def group_layers(
         KeyError: a group of the caller's names a layer that is not there, or that needs no metadata.
     """
     placed = _placed(specs)
-    facts = {path: found for path, spec in placed.items() if (found := _facts(spec)) is not None}
+    facts = {path: what for path, spec in placed.items() if (what := _facts(spec)) is not None}
     if groups is not None:
         return tuple(_checked(name, tuple(paths), placed, facts) for name, paths in groups.items())
     found: dict[Hashable, list[str]] = {}
-    for path, what in facts.items():
-        found.setdefault(tuple(what.items()), []).append(path)
-    return tuple(
-        LayerGroup(name=_name(placed[paths[0]]), spec=_planned(placed[paths[0]]), layers=tuple(paths))
-        for paths in found.values()
-    )
+    for path, equal in facts.items():
+        found.setdefault(tuple(equal.items()), []).append(path)
+    return tuple(_group(tuple(paths), _planned(placed[paths[0]])) for paths in found.values())
 
 
 def _placed(specs: Iterable[Placed] | Mapping[str, Iterable[Placed]]) -> dict[str, AnySpec]:
@@ -117,7 +114,9 @@ def _planned(spec: AnySpec) -> MLASpec | MLAKernelSpec | GatedDeltaNetSpec:
     return spec
 
 
-def _name(spec: AnySpec) -> str:
+def _group(paths: tuple[str, ...], spec: MLASpec | MLAKernelSpec | GatedDeltaNetSpec) -> LayerGroup:
     if isinstance(spec, GatedDeltaNetSpec):
-        return f"gated delta net, {spec.num_local_k_heads} key and {spec.num_local_v_heads} value heads"
-    return f"MLA, {spec.num_local_heads} heads"
+        name = f"gated delta net, {spec.num_local_k_heads} key and {spec.num_local_v_heads} value heads"
+    else:
+        name = f"MLA, {spec.num_local_heads} heads"
+    return LayerGroup(name=name, spec=spec, layers=paths)

@@ -1,0 +1,95 @@
+"""Our table of sizes held to AITER's own functions: `LAYERFUSE_AITER_CHECKOUT=path pytest tests/metadata`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+from layerfuse.fusion.backends.aiter.releases import RELEASES
+from layerfuse.fusion.metadata import sizes
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import metadata_formula
+
+CHECKOUT = os.environ.get(metadata_formula.VARIABLE, "")
+
+
+@pytest.mark.skipif(not CHECKOUT, reason=f"{metadata_formula.VARIABLE} names no checkout of ROCm/aiter")
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_table_is_aiters_own_function(release):
+    found = metadata_formula.compare(Path(CHECKOUT), release)
+    if not found:
+        pytest.skip(f"the checkout has no metadata functions of {release}")
+    assert found["mismatches"] == 0, found["first"]
+    assert found["points"]["decode"] >= 2_000
+
+
+def test_it_was_held_to_the_releases_asked_for():
+    result = json.loads((ROOT / "benchmarks" / "results" / "metadata_formula.json").read_text())
+    assert result["mismatches"] == 0
+    assert result["not in the checkout"] == []
+    assert all(result["releases"][release]["points"]["decode"] >= 2_000 for release in metadata_formula.ASKED)
+
+
+GFX942 = {"arch": "gfx942", "cu_count": 304}
+GFX950 = {"arch": "gfx950", "cu_count": 256}
+
+
+def sized(release, heads, queries, dtype, device, batch=64, **more):
+    """work_indptr, W, reduce_indptr and R."""
+    case = sizes.Case(batch=batch, queries=queries, heads=heads, q=dtype, kv=dtype, **device, **more)
+    shapes = sizes.metadata_shapes(case, release)
+    return [shapes[name][0] for name in ("work_indptr", "work_info_set", "reduce_indptr", "reduce_partial_map")]
+
+
+@pytest.mark.parametrize(
+    ("release", "heads", "queries", "dtype", "device", "expected"),
+    [
+        ("v0.1.6.post2", 16, 1, "bf16", GFX942, [305, 367, 65, 367]),
+        ("v0.1.20.post1", 16, 1, "bf16", GFX942, [305, 367, 65, 367]),
+        ("v0.1.7.post5", 128, 1, "bf16", GFX942, [305, 815, 513, 2936]),
+        ("v0.1.8", 128, 1, "bf16", GFX942, [305, 2936, 513, 2936]),
+        ("v0.1.16.post6", 64, 1, "bf16", GFX950, [257, 1276, 257, 1276]),
+        ("v0.1.17-rc0", 64, 1, "bf16", GFX950, [257, 319, 65, 319]),
+        ("v0.1.11.post1", 128, 1, "fp8", GFX950, [257, 319, 65, 319]),
+        ("v0.1.12", 128, 1, "fp8", GFX950, [257, 2552, 513, 2552]),
+        ("v0.1.14", 128, 1, "fp8", GFX950, [257, 319, 65, 319]),
+        ("v0.1.15.post3", 32, 4, "fp8", GFX950, [257, 2552, 513, 2552]),
+        ("v0.1.16", 32, 4, "fp8", GFX950, [257, 319, 65, 319]),
+    ],
+)
+def test_sizes_that_changed(release, heads, queries, dtype, device, expected):
+    """Worked out by hand, beside the comparison that needs a checkout."""
+    assert sized(release, heads, queries, dtype, device) == expected
+
+
+def test_options_change_what_they_should():
+    split = {"batch": 512, "max_split_per_batch": 4}
+    assert sized("v0.1.16", 16, 1, "bf16", GFX950, **split)[3] == 512 * 256
+    assert sized("v0.1.17-rc0", 16, 1, "bf16", GFX950, **split)[3] == 512 + 256
+    assert sized("v0.1.20", 16, 1, "bf16", GFX950, batch=8, intra_batch=True, num_kv_splits=4)[1::2] == [32, 32]
+    assert sized("v0.1.18", 16, 1, "bf16", GFX950, fast=False)[1::2] == [64 * 256] * 2
+    assert sized("v0.1.18", 16, 4, "fp8", GFX950, experimental=True)[0] == 513
+    assert sized("v0.1.18", 16, 4, "bf16", GFX950, sparse=True)[2] == 4 * 64 + 1
+
+
+@pytest.mark.parametrize(
+    ("release", "more", "words"),
+    [
+        ("v0.1.6.post1", {}, "plans came with v0.1.6.post2"),
+        ("v0.1.11.post1", {"heads": 24}, "multiple of 16"),
+        ("v0.1.12", {"heads": 20}, "multiple of 8"),
+        ("v0.1.7", {"intra_batch": True}, "intra_batch_mode came with"),
+        ("v0.1.15", {"max_split_per_batch": 4}, "max_split_per_batch came with"),
+    ],
+)
+def test_what_a_release_does_not_size(release, more, words):
+    case = sizes.Case(**{"batch": 1, "queries": 1, "heads": 16, "q": "bf16", "kv": "bf16", **GFX950, **more})
+    with pytest.raises(ValueError, match=words):
+        sizes.metadata_shapes(case, release)
