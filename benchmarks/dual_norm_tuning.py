@@ -8,8 +8,7 @@ Needs a GPU. CUDA graphs over rotating inputs, variants replayed in turns, besid
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -18,81 +17,60 @@ from environment import save
 from rich.console import Console
 from rich.progress import track
 
+from layerfuse.bench.timing import Graph, time_graphs
+
 Q, KV, ROPE = 1536, 512, 64
-ROWS = (1, 8, 64, 256, 1024, 2048, 4096, 8192, 16384, 65536)
+ROWS = (1, 8, 64, 128, 256, 384, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 FORMS = {"plain": (0, 0, 1), "per token": (1, 0, 1), "group 128": (2, 128, Q // 128)}
 """Name -> the kernel's QUANT and GROUP, and the scales of a row."""
 VARIANTS = [
     {"split": split, "chunk": chunk, "warps": warps, "early": early}
     for split, (chunk, warps), early in product(
-        (True, False), ((512, 1), (512, 2), (512, 4), (512, 8), (1024, 4), (2048, 4), (2048, 8)), (False, True)
+        (True, False), ((512, 1), (512, 2), (512, 4), (1024, 4), (2048, 4), (2048, 8)), (True, False)
     )
 ]
 
 
-def captured(calls: list[Callable[[], Any]], repeat: int) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph that makes all calls `repeat` times, and how many that are."""
-    for call in calls:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeat):
-            for call in calls:
-                call()
-    return graph, len(calls) * repeat
+def launched(form: str, variant: dict[str, Any], weights: list[torch.Tensor], down: torch.Tensor) -> tuple[Any, ...]:
+    """One launch, its results allocated as the op does."""
+    from layerfuse.fusion.backends.triton.kernels import dual_norm
+
+    quant, group, groups = FORMS[form]
+    q, kv, _ = down.split([Q, KV, ROPE], -1)
+    rows = down.shape[0]
+    out = (
+        torch.empty(rows, Q, device="cuda", dtype=torch.float8_e4m3fn if quant else down.dtype),
+        torch.empty(rows, groups, device="cuda"),
+        torch.empty(rows, KV, device="cuda", dtype=down.dtype),
+    )
+    options = {"launch_pdl": True} if variant["early"] else {}
+    dual_norm[(rows * 2 if variant["split"] else rows,)](
+        q, kv, *weights, *out, down.stride(0), down.stride(0), groups, 1, Q, KV, 1e-6, 1e-6, quant, group, 448.0, False,
+        variant["chunk"], 512, variant["split"], variant["early"], num_warps=variant["warps"], **options,
+    )  # fmt: skip
+    return out
 
 
-def in_turns(graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]]) -> dict[str, float]:
-    """Median microseconds per call, over 30 replays of each graph, in ten rounds."""
-    times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(10):
-        for name, (graph, calls) in graphs.items():
-            graph.replay()
-            for _ in range(3):
-                start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                graph.replay()
-                stop.record()
-                stop.synchronize()
-                times[name].append(start.elapsed_time(stop) * 1e3 / calls)
-    return {name: statistics.median(several) for name, several in times.items()}
+def copied(source: torch.Tensor, to: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The floor."""
+    return (to.copy_(source),)
 
 
 def measured(form: str, rows: int) -> dict[str, Any]:
     """All variants for one form and number of rows."""
-    from layerfuse.fusion.backends.triton.kernels import dual_norm
-
-    quant, group, groups = FORMS[form]
-    dtype = torch.bfloat16
-    sets = max(4, min(20, int(2e10 / (rows * 2112 * 6))))
-    weights = [torch.rand(width, device="cuda", dtype=dtype) + 0.5 for width in (Q, KV)]
-    inputs = [torch.randn(rows, Q + KV + ROPE, device="cuda", dtype=dtype) for _ in range(sets)]
-    outputs = [
-        (
-            torch.empty(rows, Q, device="cuda", dtype=torch.float8_e4m3fn if quant else dtype),
-            torch.empty(rows, groups, device="cuda"),
-            torch.empty(rows, KV, device="cuda", dtype=dtype),
-        )
-        for _ in range(sets)
-    ]
+    quant, _, groups = FORMS[form]
     moved = rows * ((Q + KV) * 2 + KV * 2 + (Q + groups * 4 if quant else Q * 2))
-    copies = [torch.randint(0, 255, (2, moved // 2), device="cuda", dtype=torch.uint8) for _ in range(sets)]
-    repeat = max(1, int(300 / (sets * (1.2 + rows * 0.002))))
-
-    def call(down: torch.Tensor, out: tuple[torch.Tensor, ...], v: dict[str, Any]) -> None:
-        q, kv, _ = down.split([Q, KV, ROPE], -1)
-        options = {"launch_pdl": True} if v["early"] else {}
-        dual_norm[(rows * 2 if v["split"] else rows,)](
-            q, kv, *weights, *out, down.stride(0), down.stride(0), groups, 1, Q, KV, 1e-6, 1e-6, quant, group, 448.0,
-            False, v["chunk"], 512, v["split"], v["early"], num_warps=v["warps"], **options,
-        )  # fmt: skip
-
-    graphs = {"copy": captured([lambda pair=pair: pair[0].copy_(pair[1]) for pair in copies], repeat)}
+    sets = max(6, min(40, int(2e10 / moved / len(VARIANTS))))
+    weights = [torch.rand(width, device="cuda", dtype=torch.bfloat16) + 0.5 for width in (Q, KV)]
+    inputs = [torch.randn(rows, Q + KV + ROPE, device="cuda", dtype=torch.bfloat16) for _ in range(sets)]
+    # A round number of bytes: other lengths take CUDA's copy half as long again.
+    length = moved // 2 // 64 * 64 if rows < 512 else moved // 2 // 65536 * 65536
+    pairs = [torch.randint(0, 255, (2, length), device="cuda", dtype=torch.uint8) for _ in range(sets)]
+    repeat = max(1, int(400 / (sets * (1.2 + rows * 0.002))))
+    graphs = {"copy": Graph([partial(copied, *pair) for pair in pairs], repeat)}
     for number, variant in enumerate(VARIANTS):
-        calls = [lambda i=i, v=variant: call(inputs[i], outputs[i], v) for i in range(sets)]
-        graphs[str(number)] = captured(calls, repeat)
-    times = in_turns(graphs)
+        graphs[str(number)] = Graph([partial(launched, form, variant, weights, down) for down in inputs], repeat)
+    times = {name: timing.us for name, timing in time_graphs(graphs, 20).items()}
     copy = times.pop("copy")
     ranked = sorted(times, key=times.__getitem__)
     return {

@@ -37,7 +37,7 @@ def expected(down: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor
     )  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 64, 128, 129, 512, 513, 1024, 1025, 3072, 3073, 6144, 6145, 20000])
+@pytest.mark.parametrize("rows", [1, 2, 64, 384, 385, 640, 641, 1024, 1025, 3072, 3073, 6144, 6145, 20000])
 def test_every_number_of_rows(rows: int) -> None:
     down = torch.randn(rows, sum(WIDTHS), device="cuda", dtype=torch.bfloat16)
     q, kv, _ = down.split(WIDTHS, -1)

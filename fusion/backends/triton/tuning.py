@@ -32,8 +32,8 @@ class _Step(NamedTuple):
 
 _PLAIN = (_Step(1024, True, 4), _Step(3072, False, 2), _Step(float("inf"), False, 4))
 _QUANT = (
-    _Step(128, True, 4),
-    _Step(512, False, 4),
+    _Step(384, True, 4),
+    _Step(640, False, 4),
     _Step(6144, False, 2),
     _Step(float("inf"), False, 1),
 )
