@@ -78,7 +78,7 @@ def models(files: tuple[Path, ...], json: bool) -> None:
 
 
 @_command
-@_model
+@click.argument("model", required=False, shell_complete=_names)
 @click.option("--tp", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Tensor-parallel size.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
 @click.option("--target", default="gfx950", show_default=True, help="gfx950, gfx942, sm90 or cpu.")
@@ -94,21 +94,39 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     help="The engine quantises its activations to fp8: per_token, group32, group64 or group128, then perhaps "
     ",column_major or ,ue8m0. Fusions that take this in change numerics, so this plans at level 2.",
 )
+@click.option("--batch", metavar="N", type=click.IntRange(1), help="Show attention's buffers for N sequences a step.")
+@click.option("--queries", metavar="N", type=click.IntRange(1), help="Per sequence and step: 1 + speculated tokens.")
+@click.option("--context", metavar="N", type=click.IntRange(1), help="Tokens of a sequence, for the size of the cache.")
+@click.option("--kv", type=click.Choice(["bf16", "fp8"]), help="Dtype of the cache, and of MLA's queries.")
+@click.option(
+    "--aiter", "release", metavar="RELEASE", help="AITER's release, as v0.1.14; the newest known if not given."
+)
+@click.option("--all-tp", is_flag=True, help="A matrix instead: MLA models against tensor-parallel sizes.")
 @_files
 @_json
 @click.option("--svg", metavar="FILE", type=_NEW_FILE, help="Write the answer as a picture.")
 def plan(
-    model: str,
+    model: str | None,
     tp: int,
     rank: int,
     target: str,
     engine: str | None,
     quant: str | None,
+    batch: int | None,
+    queries: int | None,
+    context: int | None,
+    kv: str | None,
+    release: str | None,
+    all_tp: bool,
     files: tuple[Path, ...],
     json: bool,
     svg: Path | None,
 ) -> None:
     """Show each kind of layer on one rank, and each fusion with yes or the reason for no. Needs no torch.
+
+    With --batch, --queries, --context, --kv or --aiter it also shows what attention allocates: the heads that AITER's MLA
+    decode is given, its buffers and scratch, cache and state, and what the release is known to do wrong. With --all-tp it
+    shows the heads of all MLA models, or of MODEL, at every tensor-parallel size.
 
     Exits with 1 where the model cannot be sharded that way.
 
@@ -120,21 +138,57 @@ def plan(
       kinds    a list of {kind, family, count, layers, spec, fusions};
                fusions: name -> {decision, reason},
                decision: expected, refused or not_applicable
+      attention  {batch, queries, context, kv, aiter, groups, cache,
+               state_bytes_per_sequence, bytes}, where asked for
+    With --all-tp:
+      target, kv, aiter, queries, degrees
+      models   a list of {model, num_heads, cells}; a cell is {tp,
+               local_heads, kernel_heads, how, waste_percent, refused}
 
     \b
     Examples:
       layerfuse plan kimi-k2.5 --tp 8 --target gfx942
       layerfuse plan deepseek-v3 --tp 8 --quant group128
+      layerfuse plan kimi-k2.5 --tp 8 --batch 256 --context 131072 --kv fp8
+      layerfuse plan --all-tp --aiter v0.1.14 --svg heads.svg
       layerfuse plan moonshotai/Kimi-Linear-48B-A3B-Instruct --tp 4 --svg plan.svg
     """
     if rank >= tp:
         raise click.BadParameter(f"ranks are 0 to {tp - 1} at --tp {tp}, got {rank}", param_hint="--rank")
     if json and svg is not None:
         raise click.UsageError("give either --json or --svg")
+    if all_tp:
+        if batch is not None or context is not None or quant is not None or engine is not None:
+            raise click.UsageError("--all-tp takes --target, --kv, --aiter and --queries, and shows heads only")
+        from .matrix import answer_matrix
+
+        answer_matrix(
+            model,
+            target=target.lower(),
+            kv=kv or "bf16",
+            release=release,
+            queries=queries or 1,
+            files=files,
+            json=json,
+            svg=svg,
+        )
+        return
+    if model is None:
+        raise click.UsageError("give a model, or --all-tp for all of them")
+    asked = {"batch": batch, "queries": queries, "context": context, "kv": kv, "release": release}
     from .planning import answer_plan
 
     answer_plan(
-        model, tp=tp, rank=rank, target=target.lower(), engine=engine, quant=quant, files=files, json=json, svg=svg
+        model,
+        tp=tp,
+        rank=rank,
+        target=target.lower(),
+        engine=engine,
+        quant=quant,
+        asked={name: value for name, value in asked.items() if value is not None},
+        files=files,
+        json=json,
+        svg=svg,
     )
 
 

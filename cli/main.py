@@ -20,6 +20,7 @@ WRONG_QUESTIONS = frozenset(
         "UnknownModelError",
         "UnknownOpError",
         "UnknownPeerError",
+        "UnknownReleaseError",
         "UnknownTargetError",
     }
 )

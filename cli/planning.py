@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,6 +157,10 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
         to.print()
     for note in data["notes"]:
         to.print(note)
+    if "attention" in data:
+        from .attention import show_attention
+
+        show_attention(data["attention"], to)
 
 
 def _listed(data: dict[str, Any]) -> set[str]:
@@ -193,6 +197,7 @@ def answer_plan(
     target: str,
     engine: str | None,
     quant: str | None,
+    asked: Mapping[str, Any],
     files: Sequence[Path],
     json: bool,
     svg: Path | None,
@@ -200,14 +205,12 @@ def answer_plan(
     """Print the plan, or write it as a picture."""
     from .models import find_model
 
-    data = plan_data(
-        find_model(model, files),
-        tp=tp,
-        rank=rank,
-        target=target,
-        engine=engine,
-        config=config_for(quant),
-    )
+    entry = find_model(model, files)
+    data = plan_data(entry, tp=tp, rank=rank, target=target, engine=engine, config=config_for(quant))
+    if asked:
+        from .attention import Asked, attention_data
+
+        data["attention"] = attention_data(sharded(entry, tp, rank, engine), target, Asked(**asked))
     if json:
         from .console import print_json
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..._lazy import attach
 from .buffers import BufferSpec, byte_text
-from .errors import HeadCountError, HeadsRefusedError, MixedGroupError, PlanExceededError
+from .errors import HeadCountError, HeadsRefusedError, MixedGroupError, PlanExceededError, UnknownReleaseError
 from .groups import LayerGroup, group_layers
 from .heads import MLAHeadPlan, how_padded, plan_heads
 from .plan import MLAMetadataPlan, plan_metadata
@@ -30,6 +30,7 @@ __all__ = [
     "PlanExceededError",
     "PrefillPlan",
     "StatePlan",
+    "UnknownReleaseError",
     "allocate",
     "byte_text",
     "group_layers",

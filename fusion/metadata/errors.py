@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...adapters.errors import LayerfuseError
+from ...adapters.errors import LayerfuseError, did_you_mean
 
 
 class HeadsRefusedError(LayerfuseError, ValueError):
@@ -64,3 +64,16 @@ class MixedGroupError(LayerfuseError, ValueError):
             f"group {self.group!r}: {first} and {other} cannot share metadata buffers: {'; '.join(self.differences)}. "
             "Give each its own group, or leave the grouping to group_layers"
         )
+
+
+class UnknownReleaseError(LayerfuseError, LookupError):
+    """A release of AITER that nothing is recorded of. `known` holds those that are, oldest first."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        super().__init__(name, self.known)
+
+    def __str__(self) -> str:
+        near = did_you_mean(self.name, self.known) or "."
+        return f"no release of AITER is called {self.name!r}{near} Known: {self.known[0]} to {self.known[-1]}."

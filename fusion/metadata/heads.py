@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import field, frozen
 
 from ...adapters.specs import MLAKernelSpec, MLASpec
-from ..backends.aiter.releases import NEWEST, ReleaseRange, is_after
+from ..backends.aiter.releases import ReleaseRange, is_after
 from ..target import Target
 from .dtypes import Dtype, dtype_named
 from .errors import HeadCountError, HeadsRefusedError
@@ -21,6 +21,7 @@ from .native import (
     PERSISTENT_SINCE,
     cannot,
     is_native,
+    releases_named,
 )
 
 if TYPE_CHECKING:
@@ -173,9 +174,9 @@ def plan_heads(
 
     Raises:
         HeadsRefusedError: there is no kernel for it; the message says why.
+        UnknownReleaseError: nothing is recorded of this release.
     """
-    release = NEWEST if release is None else release
-    releases = ReleaseRange(release, release) if isinstance(release, str) else release
+    releases = releases_named(release)
     q, kv = dtype_named(q_dtype), dtype_named(kv_dtype)
     heads = spec.num_local_heads * dcp
     queries = 1 if sparse else max_query_length

@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from ..backends.aiter.releases import NEWEST, ReleaseRange, is_after
+from ..backends.aiter.releases import NEWEST, RELEASES, ReleaseRange, is_after
 from .dtypes import Dtype
+from .errors import UnknownReleaseError
 
 FOLD = 16
 """Heads of the kernel that every release has, and of the groups into which other counts are folded."""
@@ -98,6 +99,20 @@ REDUCES = (
     ("v0.1.20", (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)),
 )
 """Head counts that the reduction of partial results knows at a value width of 512, and since when."""
+
+
+def releases_named(release: str | ReleaseRange | None) -> ReleaseRange:
+    """The interval of one release by its name, with or without the v; the newest for None.
+
+    Raises:
+        UnknownReleaseError: no such release.
+    """
+    if isinstance(release, ReleaseRange):
+        return release
+    name = NEWEST if release is None else release if release.startswith("v") else f"v{release}"
+    if name not in RELEASES:
+        raise UnknownReleaseError(name, RELEASES)
+    return ReleaseRange(name, name)
 
 
 def is_native(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str) -> bool:

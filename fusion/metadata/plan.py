@@ -12,14 +12,14 @@ import attrs
 from attrs import field, frozen
 
 from ...adapters.specs import MLAKernelSpec, MLASpec
-from ..backends.aiter.releases import NEWEST, ReleaseRange
+from ..backends.aiter.releases import ReleaseRange
 from ..target import Target
 from .buffers import BufferSpec, installed_shapes, largest, specs_of, total_bytes
 from .dtypes import Dtype, dtype_named
 from .errors import HeadsRefusedError
 from .heads import MLAHeadPlan, plan_heads
 from .misbehaviour import warnings_of
-from .native import folds_into_queries
+from .native import folds_into_queries, releases_named
 from .prefill import PrefillPlan, plan_prefill
 from .sizes import Case, metadata_shapes
 
@@ -176,11 +176,10 @@ def plan_metadata(
 
     Raises:
         HeadsRefusedError: there is no kernel or no plan for it; the message says why.
+        UnknownReleaseError: nothing is recorded of this release.
         ValueError: a number that cannot be.
     """
-    if release is None:
-        release = NEWEST if build is None else build.probed.releases
-    releases = ReleaseRange(release, release) if isinstance(release, str) else release
+    releases = releases_named(build.probed.releases if release is None and build is not None else release)
     for name, value in (("batch", batch), ("max_query_length", max_query_length), ("dcp", dcp)):
         if value < 1:
             raise ValueError(f"{name} is at least 1, got {value}")

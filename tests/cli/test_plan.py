@@ -114,7 +114,7 @@ def test_heads_that_cannot_be_shared_are_refused_with_what_can_be_done(run):
         (["plan", "kimi-k2.5", "--tp", "0"], 2, "--tp"),
         (["plan", "kimi-k2.5", "--tp", "2", "--rank", "2"], 2, "ranks are 0 to 1 at --tp 2, got 2"),
         (["plan", "kimi-k2.5", "--json", "--svg", "x.svg"], 2, "give either --json or --svg"),
-        (["plan"], 2, "Missing argument"),
+        (["plan"], 2, "give a model, or --all-tp for all of them"),
         (["plan", "kimi-k2.5", "--svg", "no/such/folder/plan.svg"], 1, "cannot be written: No such file"),
         (["plan", "kimi-k2.5", "--models", "no-such-file.toml"], 2, "does not exist"),
     ],

@@ -1,0 +1,131 @@
+"""`layerfuse plan --all-tp`: every MLA model against tensor-parallel degrees: local heads, padded heads, waste."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..adapters.errors import SpecError
+from ..adapters.specs import MLASpec
+from ..fusion import Target
+from ..fusion.metadata import HeadsRefusedError, plan_heads
+from .console import show, write_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..registry.catalog import ModelEntry
+
+DEGREES = (1, 2, 4, 8, 16, 32)
+
+
+def matrix_data(
+    entries: Sequence[ModelEntry], *, target: str, kv: str, release: str | None, queries: int
+) -> dict[str, Any]:
+    """The matrix as plain data. Models without MLA have no row.
+
+    Raises:
+        UnknownReleaseError: nothing is recorded of this release of AITER.
+        UnknownTargetError: no such target.
+    """
+    device = Target.named(target)
+    rows = []
+    for entry in entries:
+        spec = next((spec for _, spec in entry.specs() if isinstance(spec, MLASpec)), None)
+        if spec is not None:
+            cells = [_cell(spec, size, device, kv, release, queries) for size in DEGREES]
+            rows.append({"model": entry.name, "num_heads": spec.num_heads, "cells": cells})
+    return {
+        "target": device.to_dict(),
+        "kv": kv,
+        "aiter": release,
+        "queries": queries,
+        "degrees": list(DEGREES),
+        "models": rows,
+    }
+
+
+def _cell(spec: MLASpec, size: int, target: Target, kv: str, release: str | None, queries: int) -> dict[str, Any]:
+    cell: dict[str, Any] = {"tp": size, "local_heads": None, "kernel_heads": None, "how": None, "waste_percent": None}
+    try:
+        local = spec.shard(size)
+        cell["local_heads"] = local.num_local_heads
+        plan = plan_heads(local, target, release, q_dtype=kv, kv_dtype=kv, max_query_length=queries)
+    except SpecError as error:
+        return {**cell, "refused": error.problems[0]}
+    except HeadsRefusedError as error:
+        return {**cell, "refused": error.reason}
+    return {
+        **cell,
+        "kernel_heads": plan.kernel_heads,
+        "how": plan.how,
+        "waste_percent": round(100 * plan.waste, 1),
+        "refused": None,
+    }
+
+
+def show_matrix(data: dict[str, Any], to: Console) -> None:
+    """The matrix for people: what is refused has a number, and its reason below."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    reasons: dict[str, int] = {}
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("model", no_wrap=True)
+    for degree in data["degrees"]:
+        table.add_column(f"TP {degree}", justify="right", no_wrap=True)
+    for row in data["models"]:
+        table.add_row(row["model"], *(_shown(cell, reasons) for cell in row["cells"]))
+    to.print(
+        f"query heads of a rank -> heads of the kernel, and the share that is thrown away: {data['target']['arch']}, "
+        f"{data['kv']}, AITER {data['aiter'] or 'newest known'}"
+    )
+    to.print()
+    show(table, to)
+    if reasons:
+        to.print()
+    for reason, number in reasons.items():
+        to.print(Text(f"[{number}] {reason}", style="dim"))
+
+
+def _shown(cell: dict[str, Any], reasons: dict[str, int]) -> Any:
+    from rich.text import Text
+
+    if cell["refused"] is not None:
+        return Text(f"[{reasons.setdefault(cell['refused'], len(reasons) + 1)}]", style="red")
+    if cell["local_heads"] == cell["kernel_heads"]:
+        return Text(str(cell["local_heads"]), style="green")
+    waste = cell["waste_percent"]
+    return Text(
+        f"{cell['local_heads']} -> {cell['kernel_heads']} {waste:.0f} %", style="yellow" if waste <= 50 else "magenta"
+    )
+
+
+def answer_matrix(
+    model: str | None,
+    *,
+    target: str,
+    kv: str,
+    release: str | None,
+    queries: int,
+    files: Sequence[Path],
+    json: bool,
+    svg: Path | None,
+) -> None:
+    """Print the matrix, or write it as a picture."""
+    from .console import console, drawing, print_json, svg_of
+    from .models import find_model, registry_with
+
+    entries = list(registry_with(files).models().values()) if model is None else [find_model(model, files)]
+    data = matrix_data(entries, target=target, kv=kv, release=release, queries=queries)
+    if json:
+        print_json(data)
+    elif svg is None:
+        show_matrix(data, console())
+    else:
+        canvas = drawing()
+        show_matrix(data, canvas)
+        write_text(svg, svg_of(canvas, f"layerfuse plan --all-tp --target {target} --kv {kv}"))
+        print(f"wrote {svg}")

@@ -1,0 +1,141 @@
+"""`layerfuse plan` with what attention allocates, and the matrix of models against tensor-parallel sizes."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+KIMI = """\
+attention: batch 256, 1 query per sequence, fp8 queries and cache
+
+MLA, 8 heads: 61 layers
+  heads                    8 -> 16, repeated twice (8 heads are padded to 16, the fewest that every kernel takes)
+  sizes                    for AITER v0.1.14, 256 compute units
+  work_metadata_ptrs       2 uint64, 16 B
+  work_indptr              257 int32, 1.0 KiB
+  work_info_set            511 x 8 int32, 16.0 KiB
+  reduce_indptr            257 int32, 1.0 KiB
+  reduce_final_map         256 x 2 int32, 2.0 KiB
+  reduce_partial_map       510 int32, 2.0 KiB
+  scratch, partial_output  510 x 1 x 16 x 512 fp32, 15.9 MiB, allocated in every decode
+  scratch, partial_lse     510 x 1 x 16 x 1 fp32, 31.9 KiB, allocated in every decode
+
+memory on this rank
+  mla cache  576 B per token and layer, 34.3 KiB per token, 4.3 GiB per sequence of 131072
+  metadata   22.0 KiB, and 16.0 MiB of scratch at a time
+  in all     1098.0 GiB, of which 1098.0 GiB are cache of 256 sequences
+"""
+
+
+def attention_of(run, *arguments):
+    answer = run("plan", *arguments)
+    assert answer.code == 0, answer.err
+    return answer.out[answer.out.index("attention: ") :]
+
+
+def test_the_whole_answer_for_kimi_k25(run):
+    asked = ("--batch", 256, "--context", 131072, "--kv", "fp8", "--aiter", "v0.1.14")
+    assert attention_of(run, "kimi-k2.5", "--tp", 8, "--target", "gfx950", *asked) == KIMI
+
+
+def test_without_the_options_nothing_is_said_of_attention(run):
+    assert "attention:" not in run("plan", "kimi-k2.5", "--tp", 8).out
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("--batch", 64, "--aiter", "0.1.18"), "AITER v0.1.17-longctx or later: the decode ignores its plan"),
+        (("--batch", 512, "--aiter", "v0.1.16"), "AITER v0.1.16 to v0.1.16.post6: max_split_per_batch"),
+        (("--queries", 2, "--aiter", "v0.1.18", "--target", "gfx942", "--tp", 2), "points its output at new storage"),
+        (("--batch", 8, "--target", "sm90"), "gfx942 and gfx950, and the target is sm90"),
+    ],
+)
+def test_what_a_release_does_wrong_is_a_warning_and_what_it_cannot_do_a_refusal(run, asked, words):
+    assert words in attention_of(run, "kimi-k2.5", *(() if "--tp" in asked else ("--tp", 8)), *asked)
+
+
+def test_delta_nets_have_state_and_windows_end(run):
+    linear = attention_of(run, "kimi-linear-48b-a3b", "--tp", 8, "--batch", 4)
+    assert "conv state       1536 x 3 bf16, 9.0 KiB" in linear
+    assert "state      5.2 MiB per sequence, 20.7 MiB in all" in linear
+    oss = attention_of(run, "gpt-oss-20b", "--tp", 4, "--context", 131072)
+    assert "6.0 KiB per token of the last 128, 768.0 KiB per sequence of 131072" in oss
+
+
+def test_json_holds_the_same(run):
+    data = json.loads(run("plan", "kimi-k2.5", "--tp", 8, "--batch", 256, "--context", 1000, "--json").out)["attention"]
+    (group,) = data["groups"]
+    assert group["metadata"]["heads"]["kernel_heads"] == 16
+    assert data["bytes"]["cache"] == 576 * 2 * 61 * 1000 * 256
+    assert data["bytes"]["metadata"] == sum(buffer["bytes"] for buffer in group["metadata"]["buffers"])
+    assert "attention" not in json.loads(run("plan", "kimi-k2.5", "--json").out)
+
+
+def test_an_unknown_release_is_a_wrong_question(run):
+    answer = run("plan", "kimi-k2.5", "--aiter", "v0.1.99")
+    assert answer.code == 2
+    assert "no release of AITER is called 'v0.1.99'" in answer.err
+
+
+def test_the_matrix(run):
+    lines = run("plan", "--all-tp", "--aiter", "v0.1.14").out.splitlines()
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line and not line.startswith("query")}
+    assert rows["kimi-k2.5"] == "64 32 16 8 -> 16 50 % 4 -> 16 75 % 2 -> 16 88 %"
+    assert rows["kimi-k3"].startswith("96 48 24 -> 32 25 % 12 -> 16 25 %")
+    assert rows["glm-4.7-flash"].endswith("5 -> 16 69 % [2] [3] [4]")
+    assert rows["[2]"] == "20 heads cannot be shared equally by 8 ranks"
+    assert not any(name.startswith(("gpt-oss", "qwen")) for name in rows)
+
+
+def test_the_matrix_of_one_model_as_json_says_why_a_cell_is_refused(run):
+    asked = ("--queries", 2, "--aiter", "v0.1.8", "--target", "gfx942")
+    data = json.loads(run("plan", "kimi-k2.5", "--all-tp", *asked, "--json").out)
+    (row,) = data["models"]
+    cells = {cell["tp"]: cell for cell in row["cells"]}
+    assert "before v0.1.9" in cells[2]["refused"]
+    assert cells[8] == {
+        "tp": 8,
+        "local_heads": 8,
+        "kernel_heads": 16,
+        "how": "repeat",
+        "waste_percent": 50.0,
+        "refused": None,
+    }
+
+
+def test_the_matrix_as_a_picture(run, tmp_path):
+    file = tmp_path / "heads.svg"
+    assert run("plan", "--all-tp", "--kv", "fp8", "--svg", file).out == f"wrote {file}\n"
+    text = "".join(ElementTree.parse(file).getroot().itertext())
+    assert "kimi-k2.5" in text
+    assert "longcat-flash" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "give a model, or --all-tp"),
+        (("--all-tp", "--batch", 4), "shows heads only"),
+        (("--all-tp", "--target", "gfx95"), "no target is called"),
+        (("kimi-k2.5", "--kv", "fp4"), "fp4"),
+        (("kimi-k2.5", "--batch", 0), "0"),
+    ],
+)
+def test_wrong_questions(run, arguments, words):
+    answer = run("plan", *arguments)
+    assert answer.code == 2
+    assert words in answer.err
+
+
+def test_no_torch_is_imported(run_python):
+    code = (
+        "import sys\n"
+        "from layerfuse.cli import main\n"
+        "try: main(['plan', 'kimi-k2.5', '--tp', '8', '--batch', '256'])\n"
+        "except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
+    )
+    assert run_python("-c", code).out.splitlines()[-1] == "False"
