@@ -49,9 +49,9 @@ def _case(setting: Setting) -> Hashable:
     case = setting.case
     dtype = DTYPES[case.dtype]
     if case.fp8 is None:
-        return DualNormCase(dtype, case.q_width, case.kv_width)
+        return DualNormCase(dtype, case.q_width, case.kv_width, dtype, dtype)
     return DualNormQuantCase(
-        dtype, case.q_width, case.kv_width, FP8_DTYPES[case.fp8], case.group_size, False, case.ue8m0
+        dtype, case.q_width, case.kv_width, dtype, dtype, FP8_DTYPES[case.fp8], case.group_size, False, case.ue8m0
     )
 
 

@@ -22,6 +22,8 @@ class DualNormCase(NamedTuple):
     dtype: torch.dtype
     q_width: int
     kv_width: int
+    q_weight_dtype: torch.dtype
+    kv_weight_dtype: torch.dtype
 
 
 def check_dual_norm(
@@ -60,9 +62,9 @@ def _check(q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, q_epsilon
 
 
 def _case(
-    q: Tensor, kv: Tensor, _q_weight: Tensor, _kv_weight: Tensor, _q_epsilon: float, _kv_epsilon: float
+    q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, _q_epsilon: float, _kv_epsilon: float
 ) -> DualNormCase:
-    return DualNormCase(q.dtype, q.shape[-1], kv.shape[-1])
+    return DualNormCase(q.dtype, q.shape[-1], kv.shape[-1], q_weight.dtype, kv_weight.dtype)
 
 
 def _reference(

@@ -30,6 +30,8 @@ class DualNormQuantCase(NamedTuple):
     dtype: torch.dtype
     q_width: int
     kv_width: int
+    q_weight_dtype: torch.dtype
+    kv_weight_dtype: torch.dtype
     quant_dtype: torch.dtype
     group_size: int | None
     column_major: bool
@@ -100,8 +102,8 @@ _per_token = define(
     reference=_reference_per_token,
     check=_check_per_token,
     fake=lambda q, kv, _qw, _kvw, _qe, _kve, dtype, _ue8m0: _empty(q, kv, dtype, None, False),
-    case=lambda q, kv, _qw, _kvw, _qe, _kve, dtype, use_ue8m0: DualNormQuantCase(
-        q.dtype, q.shape[-1], kv.shape[-1], dtype, None, False, use_ue8m0
+    case=lambda q, kv, qw, kvw, _qe, _kve, dtype, use_ue8m0: DualNormQuantCase(
+        q.dtype, q.shape[-1], kv.shape[-1], qw.dtype, kvw.dtype, dtype, None, False, use_ue8m0
     ),
 )
 _group = define(
@@ -112,8 +114,8 @@ _group = define(
     fake=lambda q, kv, _qw, _kvw, _qe, _kve, dtype, size, column_major, _ue8m0: _empty(
         q, kv, dtype, size, column_major
     ),
-    case=lambda q, kv, _qw, _kvw, _qe, _kve, dtype, size, column_major, use_ue8m0: DualNormQuantCase(
-        q.dtype, q.shape[-1], kv.shape[-1], dtype, size, column_major, use_ue8m0
+    case=lambda q, kv, qw, kvw, _qe, _kve, dtype, size, column_major, use_ue8m0: DualNormQuantCase(
+        q.dtype, q.shape[-1], kv.shape[-1], qw.dtype, kvw.dtype, dtype, size, column_major, use_ue8m0
     ),
 )
 

@@ -17,6 +17,8 @@ from layerfuse.fusion.backends import choose, survey
 from layerfuse.fusion.backends.aiter import Absent, Bound, Build, Refused, backend
 from layerfuse.fusion.backends.aiter.releases import PROBES, ReleaseRange, release_range
 
+BF16 = torch.bfloat16
+
 
 def absent() -> Absent:
     found = amd.find_build()
@@ -293,12 +295,14 @@ def test_on_rocm_the_backend_answers_without_importing_and_binds_for_a_case(tmp_
             found, reason = backend._runs_on(op, "cuda")
             assert found is runs, reason
         assert "aiter" not in sys.modules
-        assert backend._refuses(amd.OPS[0], DualNormCase(torch.bfloat16, 1536, 512)) is None
+        assert backend._refuses(amd.OPS[0], DualNormCase(BF16, 1536, 512, BF16, BF16)) is None
         assert "aiter" in sys.modules
-        said = backend._refuses(amd.OPS[0], DualNormCase(torch.float32, 1536, 512))
+        said = backend._refuses(amd.OPS[0], DualNormCase(torch.float32, 1536, 512, torch.float32, torch.float32))
         assert said is not None
         assert said.startswith("its kernel takes float16 and bfloat16 only")
-        quant = DualNormQuantCase(torch.bfloat16, 1536, 512, torch.float8_e4m3fn, 128, True, False)
+        mixed = backend._refuses(amd.OPS[0], DualNormCase(BF16, 1536, 512, torch.float32, BF16))
+        assert mixed is not None
+        quant = DualNormQuantCase(BF16, 1536, 512, BF16, BF16, torch.float8_e4m3fn, 128, True, False)
         assert backend._refuses(amd.OPS[2], quant) is None
         assert "power-of-two" in str(backend._refuses(amd.OPS[2], quant._replace(use_ue8m0=True)))
         assert "no such function" in str(backend._refuses(amd.OPS[1], quant._replace(group_size=None)))

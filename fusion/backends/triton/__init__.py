@@ -25,7 +25,7 @@ def _runs_on(device: str) -> tuple[bool, str]:
         return True, "Triton's interpreter runs the kernels, slowly"
     return (
         False,
-        f"Triton compiles for GPUs, not for {device} (with TRITON_INTERPRET=1 set before it is imported, its interpreter runs them)",
+        f"Triton compiles for GPUs, not for {device} (with TRITON_INTERPRET=1 set before it is imported, its interpreter runs them on the CPU)",
     )
 
 

@@ -27,8 +27,8 @@ _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _hooks = triton.knobs.runtime
 
 # What torch.cuda's functions of these names call, without asking first whether CUDA is initialised.
-_current_device = torch._C._cuda_getDevice if torch.cuda._is_compiled() else None
-_current_stream = torch._C._cuda_getCurrentRawStream if torch.cuda._is_compiled() else None
+_current_device: Any = torch._C._cuda_getDevice if torch.cuda._is_compiled() else None
+_current_stream: Any = torch._C._cuda_getCurrentRawStream if torch.cuda._is_compiled() else None
 
 
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
