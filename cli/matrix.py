@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..adapters.errors import SpecError
 from ..adapters.specs import MLASpec
 from ..fusion import Target
-from ..fusion.metadata import HeadsRefusedError, plan_heads
+from ..fusion.metadata import HeadsRefusedError, plan_heads, releases_named
 from .console import show, write_text
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def matrix_data(
         UnknownReleaseError: nothing is recorded of this release of AITER.
         UnknownTargetError: no such target.
     """
-    device = Target.named(target)
+    device, release = Target.named(target), releases_named(release).last
     rows = []
     for entry in entries:
         spec = next((spec for _, spec in entry.specs() if isinstance(spec, MLASpec)), None)
@@ -78,10 +78,8 @@ def show_matrix(data: dict[str, Any], to: Console) -> None:
         table.add_column(f"TP {degree}", justify="right", no_wrap=True)
     for row in data["models"]:
         table.add_row(row["model"], *(_shown(cell, reasons) for cell in row["cells"]))
-    to.print(
-        f"query heads of a rank -> heads of the kernel, and the share that is thrown away: {data['target']['arch']}, "
-        f"{data['kv']}, AITER {data['aiter'] or 'newest known'}"
-    )
+    about = f"{data['target']['arch']}, {data['kv']}, AITER {data['aiter']}"
+    to.print(f"heads of a rank → heads of the kernel, and the share that is thrown away ({about})")
     to.print()
     show(table, to)
     if reasons:
@@ -99,7 +97,7 @@ def _shown(cell: dict[str, Any], reasons: dict[str, int]) -> Any:
         return Text(str(cell["local_heads"]), style="green")
     waste = cell["waste_percent"]
     return Text(
-        f"{cell['local_heads']} -> {cell['kernel_heads']} {waste:.0f} %", style="yellow" if waste <= 50 else "magenta"
+        f"{cell['local_heads']}→{cell['kernel_heads']} {waste:.0f}%", style="yellow" if waste <= 50 else "magenta"
     )
 
 

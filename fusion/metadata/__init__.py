@@ -9,6 +9,7 @@ from .buffers import BufferSpec, byte_text
 from .errors import HeadCountError, HeadsRefusedError, MixedGroupError, PlanExceededError, UnknownReleaseError
 from .groups import LayerGroup, group_layers
 from .heads import MLAHeadPlan, how_padded, plan_heads
+from .native import releases_named
 from .plan import MLAMetadataPlan, plan_metadata
 from .prefill import PrefillPlan
 from .state import StatePlan, plan_state
@@ -38,6 +39,7 @@ __all__ = [
     "plan_heads",
     "plan_metadata",
     "plan_state",
+    "releases_named",
 ]
 
 _getattr, _dir = attach(__name__, _NEEDS_TORCH)

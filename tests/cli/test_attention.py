@@ -82,10 +82,10 @@ def test_an_unknown_release_is_a_wrong_question(run):
 
 def test_the_matrix(run):
     lines = run("plan", "--all-tp", "--aiter", "v0.1.14").out.splitlines()
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line and not line.startswith("query")}
-    assert rows["kimi-k2.5"] == "64 32 16 8 -> 16 50 % 4 -> 16 75 % 2 -> 16 88 %"
-    assert rows["kimi-k3"].startswith("96 48 24 -> 32 25 % 12 -> 16 25 %")
-    assert rows["glm-4.7-flash"].endswith("5 -> 16 69 % [2] [3] [4]")
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line and not line.startswith("heads of")}
+    assert rows["kimi-k2.5"] == "64 32 16 8→16 50% 4→16 75% 2→16 88%"
+    assert rows["kimi-k3"].startswith("96 48 24→32 25% 12→16 25%")
+    assert rows["glm-4.7-flash"].endswith("5→16 69% [2] [3] [4]")
     assert rows["[2]"] == "20 heads cannot be shared equally by 8 ranks"
     assert not any(name.startswith(("gpt-oss", "qwen")) for name in rows)
 

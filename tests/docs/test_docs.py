@@ -120,12 +120,13 @@ def test_errors_page_has_every_error():
     from layerfuse.adapters import errors as adapters
     from layerfuse.fusion import activation_quant, config, report, target
     from layerfuse.fusion.backends.aiter import errors as aiter_errors
+    from layerfuse.fusion.metadata import errors as metadata_errors
     from layerfuse.registry import errors
     from layerfuse.testing import models
 
     defined = {
         name
-        for module in (adapters, errors, activation_quant, config, report, target, models, aiter_errors)
+        for module in (adapters, errors, activation_quant, config, report, target, models, aiter_errors, metadata_errors)
         for name, value in vars(module).items()
         if inspect.isclass(value)
         and issubclass(value, adapters.LayerfuseError)
