@@ -229,7 +229,8 @@ def _kernel_heads(
     problems = {count: cannot(count, queries, arch, q, kv, release) for count in counts if count >= heads}
     count = next((count for count, problem in problems.items() if problem is None), None)
     if count is None:
-        return f"{heads} heads with {queries} queries per sequence: {next(iter(problems.values()))}"
+        problem = next(problem for count, problem in problems.items() if count % FOLD == 0)
+        return f"{heads} heads with {queries} queries per sequence: {problem}"
     if dcp > 1:
         return count, f"{heads} gathered heads, of 16, 32, 64 and 128 that the round-robin mask is right for"
     if count == heads:

@@ -135,7 +135,7 @@ def cannot(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: st
     elif heads % FOLD or heads == FOLD or is_after(PERSISTENT_SINCE, release):
         return f"it has no kernel for {heads} heads"
     elif queries > 1 and is_after(FOLDS_QUERIES_SINCE, release):
-        return f"heads are folded for one query per sequence only before {FOLDS_QUERIES_SINCE}"
+        return f"before {FOLDS_QUERIES_SINCE} heads are folded for one query per sequence only"
     else:
         wide = False
     if queries > MOST_QUERIES and not wide and not _takes_more_queries(heads, queries, arch, q, kv, release):

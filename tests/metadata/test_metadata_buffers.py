@@ -153,3 +153,16 @@ def test_a_query_of_other_heads_is_refused(aiter_of):
             *(torch.arange(12, dtype=torch.int32), indices[2]),
             softmax_scale=1.0,
         )
+
+
+def test_24_native_heads_decode_as_they_are(aiter_of):
+    aiter_of("v0.1.20")
+    plan = plan_metadata(with_heads(24), GFX950, "v0.1.20", batch=4, build=amd.bound("mla_metadata_info"))
+    assert (plan.heads.kernel_heads, plan.heads.how) == (24, "native")
+    buffers, indices = allocate(plan, "cpu"), step(4)
+    buffers.build(*indices, uniform=True)
+    q, kv = torch.randn(4, 24, 576, dtype=torch.bfloat16), torch.randn(12, 1, 1, 576, dtype=torch.bfloat16)
+    out = buffers.decode(q, kv, *indices[:2], torch.arange(12, dtype=torch.int32), indices[2], softmax_scale=0.07)
+    scores = torch.einsum("bhd,bpd->bhp", q.float(), kv.float().view(4, 3, 576)) * 0.07
+    expected = torch.einsum("bhp,bpd->bhd", scores.softmax(-1), kv.float().view(4, 3, 576)[..., :512])
+    torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)

@@ -92,7 +92,7 @@ def test_what_is_not_native_is_folded(heads, release, target, more, fold):
         (8, None, Target.named("sm90"), {}, "gfx942 and gfx950, and the target is sm90"),
         (129, None, GFX950, {}, "at most 128"),
         (8, None, GFX950, {"q_dtype": "fp8"}, "an fp8 query needs an fp8 cache"),
-        (32, "v0.1.8", GFX942, {"max_query_length": 2}, "folded for one query per sequence only before v0.1.9"),
+        (32, "v0.1.8", GFX942, {"max_query_length": 2}, "before v0.1.9 heads are folded for one query"),
         (16, "v0.1.14", GFX942, {"max_query_length": 5}, "at most 4 queries"),
         (8, "v0.1.16", GFX950, {"max_query_length": 2, "dcp": 2}, "their mask came with v0.1.17-rc0"),
         (8, "v0.1.6", GFX942, {"kv_dtype": "fp8"}, "fp8 caches came with"),
