@@ -132,6 +132,8 @@ def _quantised(work: Work, right: Tensor, got: Tensor, scales: Tensor, rounds_be
     case = work.case
     rounding = NORM_UNITS[work.dtype] * torch.finfo(work.dtype).eps if rounds_between else 0.0
     slack = SCALE_UNITS * _FLOAT32 + rounding
+    # Below the normal numbers of float16 a rounding errs by a step of fixed size.
+    subnormal = torch.finfo(work.dtype).smallest_normal * torch.finfo(work.dtype).eps if rounds_between else 0.0
     size = case.q_width if case.group_size is None else case.group_size
     padding = case.groups * size - case.q_width
     amax = torch.nn.functional.pad(right.abs(), (0, padding)).unflatten(-1, (case.groups, size)).amax(-1)
@@ -143,7 +145,8 @@ def _quantised(work: Work, right: Tensor, got: Tensor, scales: Tensor, rounds_be
     least = 2.0 ** (-10 if work.fp8 == torch.float8_e4m3fnuz else -9)
     half_step = torch.exp2(torch.frexp(magnitude.clamp(min=least)).exponent.double() - 5).clamp_(min=least / 2)
     # float8 has no arithmetic of its own; float32 holds each of its values.
-    error = (got.float().double() - right / per_column).abs_().sub_(magnitude.mul_(slack)).div_(half_step)
+    error = (got.float().double() - right / per_column).abs_().sub_(magnitude.mul_(slack))
+    error = error.sub_(subnormal / per_column).div_(half_step)
     largest = float(error.max())
     if largest != largest:
         return largest, "a quantised value or a scale is NaN: an element was not written, or computed wrongly"
