@@ -43,5 +43,5 @@ __all__ = [
     "plan",
 ]
 
-_getattr, _dir = attach(__name__, _NEEDS_TORCH)
+_getattr, _dir = attach(__name__, {**_NEEDS_TORCH, "metadata": ".metadata"})
 __getattr__, __dir__ = _getattr, lambda: sorted({*_dir(), *__all__})
