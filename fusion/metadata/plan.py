@@ -12,7 +12,7 @@ import attrs
 from attrs import field, frozen
 
 from ...adapters.specs import MLAKernelSpec, MLASpec
-from ..backends.aiter.releases import ReleaseRange
+from ..backends.aiter.releases import ReleaseRange, is_after
 from ..target import Target
 from .buffers import BufferSpec, installed_shapes, largest, specs_of, total_bytes
 from .dtypes import Dtype, dtype_named
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 CU_COUNT = {"gfx942": 304, "gfx950": 256}
 """Compute units of a whole MI300X and MI325X, MI350X and MI355X. Others, and partitions of these, must be given."""
+
+PAGES_SINCE = "v0.1.10.post2"
+"""The first release whose cache has pages of more than one token."""
 
 
 @frozen(kw_only=True)
@@ -162,7 +165,7 @@ def plan_metadata(
         kv_dtype: the same of the cache.
         page_size: tokens per cache page, a power of two.
         sparse: whether each query has its own list of keys.
-        topk: how many keys, where it is sparse.
+        topk: how many keys, where it is sparse and only there.
         dcp: decode context parallel degree.
         cu_count: compute units; None: those of the whole device.
         max_split_per_batch: AITER's option of that name, of v0.1.16 and later.
@@ -185,6 +188,8 @@ def plan_metadata(
             raise ValueError(f"{name} is at least 1, got {value}")
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"page_size is a power of two, got {page_size}")
+    if sparse != (topk > 0):
+        raise ValueError(f"topk is given for sparse attention and for nothing else, got {topk} and sparse={sparse}")
     q, kv = dtype_named(q_dtype), dtype_named(kv_dtype)
     heads = plan_heads(
         *(spec, target, releases),
@@ -211,6 +216,9 @@ def plan_metadata(
     )
     recorded = {}
     for each in releases:
+        if page_size > 1 and is_after(PAGES_SINCE, each):
+            reason = f"pages of {page_size} tokens: before {PAGES_SINCE} a page is one token"
+            raise HeadsRefusedError(f"layer {spec.layer_index}", each, reason)
         try:
             recorded[each] = metadata_shapes(case, each)
         except ValueError as error:

@@ -12,7 +12,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from ..backends.aiter import Bound, bound
+from ..backends.aiter import AiterCallError, Bound, bound
 from .errors import PlanExceededError
 from .plan import MLAMetadataPlan
 
@@ -65,7 +65,8 @@ class MetadataBuffers:
         """Plan this step's work into the buffers. Nothing is allocated, and nothing waits for the device.
 
         Args:
-            qo_indptr: (sequences + 1,) int32, where each sequence's queries begin.
+            qo_indptr: (sequences + 1,) int32, where each sequence's queries begin. In sparse attention each query is a
+                sequence of its own, with its own list of keys.
             kv_indptr: (sequences + 1,) int32, where each sequence's pages begin.
             kv_last_page_lens: (sequences,) int32, tokens on the last page.
             is_causal: whether the last query of a sequence sees all keys and each one before it one fewer.
@@ -74,21 +75,24 @@ class MetadataBuffers:
 
         Raises:
             PlanExceededError: more sequences than were planned for.
+            AiterCallError: several queries per sequence under decode context parallelism, which the binding leaves out.
             AiterUnavailableError: there is no AITER that can be called.
         """
         plan = self.plan
-        sequences = kv_last_page_lens.shape[0]
+        sequences, queries = kv_last_page_lens.shape[0], 1 if plan.sparse else plan.max_query_length
         most = plan.batch * plan.max_query_length if plan.sparse else plan.batch
         if sequences > most or not qo_indptr.shape[0] == kv_indptr.shape[0] == sequences + 1:
             raise PlanExceededError(most, sequences, (qo_indptr.shape[0], kv_indptr.shape[0]))
+        if plan.dcp > 1 and queries > 1:
+            raise AiterCallError("mla_metadata", "several queries under decode context parallelism: not bound yet")
         call = bound("mla_metadata").call if function is None else function.call
         case = plan.case
         call(
             *(qo_indptr, kv_indptr, kv_last_page_lens, plan.heads.kernel_heads, 1, is_causal, self.tensors),
             page_size=plan.page_size,
             kv_granularity=max(plan.page_size, GRANULARITY),
-            max_seqlen_qo=plan.max_query_length,
-            uni_seqlen_qo=plan.max_query_length if uniform else -1,
+            max_seqlen_qo=queries,
+            uni_seqlen_qo=queries if uniform or plan.sparse else -1,
             fast_mode=case.fast,
             topk=plan.topk,
             max_split_per_batch=case.max_split_per_batch,

@@ -166,3 +166,36 @@ def test_24_native_heads_decode_as_they_are(aiter_of):
     scores = torch.einsum("bhd,bpd->bhp", q.float(), kv.float().view(4, 3, 576)) * 0.07
     expected = torch.einsum("bhp,bpd->bhd", scores.softmax(-1), kv.float().view(4, 3, 576)[..., :512])
     torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
+
+
+def test_context_parallel_steps_of_several_queries_are_refused():
+    """The mask would be wrong: its option is not bound."""
+    buffers = allocate(plan_metadata(KIMI, GFX950, batch=2, max_query_length=2, dcp=2), "cpu")
+    with pytest.raises(amd.AiterCallError, match="several queries under decode context parallelism"):
+        buffers.build(*step(2, queries=2))
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_pages_of_several_tokens(aiter_of, page_size):
+    aiter_of("v0.1.18")
+    plan = plan_metadata(KIMI, GFX950, batch=2, page_size=page_size)
+    buffers = allocate(plan, "cpu")
+    each = torch.tensor([0, 1, 2], dtype=torch.int32)
+    indices = (each, torch.tensor([0, 2, 3], dtype=torch.int32), torch.tensor([3, page_size], dtype=torch.int32))
+    buffers.build(*indices, uniform=True)
+    q, kv = torch.randn(2, 8, 576, dtype=torch.bfloat16), torch.randn(3, page_size, 1, 576, dtype=torch.bfloat16)
+    out = buffers.decode(q, kv, *indices[:2], torch.arange(3, dtype=torch.int32), indices[2], softmax_scale=0.07)
+    for row, keys in enumerate((kv[:2].flatten(0, 2)[: page_size + 3].float(), kv[2].flatten(0, 1).float())):
+        expected = (q[row].float() @ keys.T * 0.07).softmax(-1) @ keys[:, :512]
+        torch.testing.assert_close(out[row].float(), expected, rtol=0.02, atol=0.02)
+
+
+def test_sparse_queries_are_sequences_of_their_own(aiter_of):
+    aiter_of("v0.1.18")
+    plan = plan_metadata(KIMI, GFX950, batch=2, max_query_length=3, sparse=True, topk=64)
+    buffers = allocate(plan, "cpu")
+    buffers.build(*step(6))
+    assert buffers["reduce_final_map"].shape == (6, 2)
+    assert buffers["work_info_set"].flatten()[:3].tolist() == [6, 16, 1]
+    with pytest.raises(PlanExceededError, match="planned for 6"):
+        buffers.build(*step(7))

@@ -46,7 +46,7 @@ def test_kimi_k2_5_at_tp_8():
 
 def test_sized_for_the_layers_own_heads_the_buffers_would_be_too_small():
     """The bug of vllm-project/vllm pull request 38615, at 4 queries per sequence."""
-    plan = plan_metadata(KIMI, GFX942, "v0.1.18", batch=8, max_query_length=16, kv_dtype="bf16", sparse=True)
+    plan = plan_metadata(KIMI, GFX942, "v0.1.18", batch=8, max_query_length=16, sparse=True, topk=2048)
     assert plan.heads.kernel_heads == 16
     many = plan_metadata(with_heads(40), GFX942, "v0.1.18", batch=8)
     few = plan_metadata(with_heads(32), GFX942, "v0.1.18", batch=8)
@@ -158,11 +158,17 @@ def test_where_there_is_no_fp8_prefill_the_plan_says_why(model, release, more, w
 
 
 @pytest.mark.parametrize(
-    "more", [{"batch": 0}, {"max_query_length": 0}, {"page_size": 3}, {"dcp": 0}, {"q_dtype": "fp16"}]
+    "more", [{"batch": 0}, {"max_query_length": 0}, {"page_size": 3}, {"dcp": 0}, {"q_dtype": "fp16"}, {"sparse": True}]
 )
 def test_numbers_that_cannot_be(more):
-    with pytest.raises(ValueError, match=r"at least 1|power of two|takes bf16 and fp8"):
+    with pytest.raises(ValueError, match=r"at least 1|power of two|takes bf16 and fp8|topk is given for sparse"):
         plan_metadata(KIMI, GFX950, **{"batch": 1, **more})
+
+
+def test_pages_of_several_tokens_came_later():
+    assert plan_metadata(KIMI, GFX942, "v0.1.10.post2", batch=1, page_size=64).page_size == 64
+    with pytest.raises(HeadsRefusedError, match=r"pages of 64 tokens: before v0\.1\.10\.post2 a page is one token"):
+        plan_metadata(KIMI, GFX942, "v0.1.10.post1", batch=1, page_size=64)
 
 
 def test_a_release_without_plans_is_refused():
