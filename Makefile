@@ -44,6 +44,7 @@ docs: $(VENV)/.installed
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.installed
+	$(BIN)/layerfuse bench mla_dual_rms_norm
 	@for file in benchmarks/*.py; do \
 		if grep -q "__main__" $$file; then echo "== $$file"; $(BIN)/python $$file || exit 1; fi; \
 	done

@@ -53,6 +53,7 @@ def app() -> None:
     Environment:
       LAYERFUSE_FUSIONS=none|all|NAME|-NAME   which fusions are wanted
       LAYERFUSE_BACKEND=NAME                  the one backend to use
+      LAYERFUSE_PDL=0                         no kernel starts while the one before it ends
       LAYERFUSE_TRACEBACK=1                   show the traceback behind an error message
       NO_COLOR=1                              no colours on a terminal either
     """

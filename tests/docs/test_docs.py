@@ -118,6 +118,7 @@ def test_errors_page_has_every_error():
     import inspect
 
     from layerfuse.adapters import errors as adapters
+    from layerfuse.bench import errors as bench_errors
     from layerfuse.fusion import activation_quant, config, report, target
     from layerfuse.fusion.backends.aiter import errors as aiter_errors
     from layerfuse.fusion.metadata import errors as metadata_errors
@@ -126,7 +127,18 @@ def test_errors_page_has_every_error():
 
     defined = {
         name
-        for module in (adapters, errors, activation_quant, config, report, target, models, aiter_errors, metadata_errors)
+        for module in (
+            adapters,
+            errors,
+            activation_quant,
+            config,
+            report,
+            target,
+            models,
+            aiter_errors,
+            metadata_errors,
+            bench_errors,
+        )
         for name, value in vars(module).items()
         if inspect.isclass(value)
         and issubclass(value, adapters.LayerfuseError)
