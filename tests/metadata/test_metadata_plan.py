@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 import pytest
-from helpers import run_python
+from helpers import real_model, run_python
 from test_metadata_heads import FP8, GFX942, GFX950, mla, with_heads
 
 from layerfuse import registry
@@ -258,3 +258,12 @@ def test_speculated_tokens_widen_the_convolutions_state():
 def test_layers_that_differ_in_epsilon_only_share_a_group():
     other = attrs.evolve(KIMI, kv_norm=attrs.evolve(KIMI.kv_norm, epsilon=1e-3))
     assert len(group_layers([("a", KIMI), ("b", other)])) == 1
+
+
+@pytest.mark.parametrize(("model", "groups"), [("deepseek-v3", {"MLA, 128 heads": 61}), ("gpt-oss-20b", {})])
+def test_real_layers_are_grouped_as_declared_ones_are(model, groups):
+    found = group_layers(registry.specs_in(real_model(model)))
+    assert {group.name: len(group.layers) for group in found} == groups
+    declared = group_layers(registry.model(model).specs())
+    plans = [[plan_metadata(group.spec, GFX950, batch=8).buffers for group in each] for each in (found, declared)]
+    assert plans[0] == plans[1]
