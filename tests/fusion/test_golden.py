@@ -14,6 +14,7 @@ import pytest
 import torch
 from fusion_support import HIDDEN, FusedProjection, Traced, TwoProjections, mla_spec, torch_norm, trace
 from quant_support import QuantisedTwo, sglang_group, trace_quantised, vllm_per_token
+from torch.torch_version import TorchVersion
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -29,8 +30,8 @@ GOLDEN = Path(__file__).parent / "golden"
 )
 def test_golden(name: str, module: Any, dtype: torch.dtype) -> None:
     traced = trace(module().to(dtype), torch.randn(5, HIDDEN, dtype=dtype), specs=[mla_spec()])
-    assert_golden(name, traced)
     assert traced.fused == (0 if name.startswith("look_alike") else 1)
+    assert_golden(name, traced)
 
 
 @pytest.mark.parametrize(
@@ -44,8 +45,8 @@ def test_golden(name: str, module: Any, dtype: torch.dtype) -> None:
 def test_golden_quantised(name: str, quantise: Any, quant: str) -> None:
     x = torch.randn(5, HIDDEN, dtype=torch.bfloat16)
     traced = trace_quantised(QuantisedTwo(quantise).bfloat16(), x, quant)
-    assert_golden(name, traced)
     assert ("_quant(" in traced.after[0]) == (not name.startswith("look_alike"))
+    assert_golden(name, traced)
 
 
 def assert_golden(name: str, traced: Traced) -> None:
@@ -53,4 +54,6 @@ def assert_golden(name: str, traced: Traced) -> None:
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("LAYERFUSE_REGENERATE"):
         path.write_text(text)
+    if TorchVersion(torch.__version__) < (2, 13):
+        pytest.skip("the files hold the graphs of torch 2.13; older ones round differently between operations")
     assert text == path.read_text()

@@ -26,6 +26,7 @@ from quant_support import (
     vllm_per_token,
 )  # fmt: skip
 from torch import nn
+from torch.torch_version import TorchVersion
 
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
 """What the graphs round before they quantise, which the fused op does not: twice to the activations' dtype."""
@@ -72,6 +73,8 @@ def test_form(form: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("form", ["vllm, per token", "widened first", "deepgemm, groups", "canonical, groups"])
 @pytest.mark.parametrize("norm", sorted(set(NORMS) - {"llama", "torch"}))
 def test_every_norm(form: str, norm: str) -> None:
+    if (form, norm) == ("widened first", "wide") and TorchVersion(torch.__version__) < (2, 13):
+        pytest.skip("torch before 2.13 folds the rounding between norm and quantisation away: no norm is left to find")
     quantise, quant = FORMS[form]
     assert_fused(Quantised(quantise, NORMS[norm]).bfloat16(), torch.randn(7, HIDDEN, dtype=torch.bfloat16), quant)
 
