@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_models.py
 
-Writes `benchmarks/results/gpu_models.json`. It says nothing of speed: the op has no GPU kernel of its own yet.
+Writes `benchmarks/results/gpu_models.json`. It says nothing of speed; `mla_attention.py` does, with full sizes.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def compiled(name: str) -> dict[str, Any]:
         "largest_logit": eager.abs().max().item(),
         "fused_to_eager": (result - eager).abs().max().item(),
         "fused_to_compiled": (result - plain).abs().max().item(),
+        "backend": fusion.backends.chosen().get(("mla_dual_rms_norm", "cuda")),
     }
 
 
