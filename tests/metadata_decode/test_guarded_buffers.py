@@ -158,9 +158,19 @@ def test_a_schedule_for_other_heads_is_refused():
         run(plan, guarded, step, make_query(step, 32), heads=32, tile_rows=32)
 
 
-@pytest.mark.parametrize(("queries", "lengths"), [((1, 2), (91, 40)), ((2, 2), (90, 40)), ((1, 2), (90, 0))])
-def test_the_schedule_of_the_step_before_is_refused(queries, lengths):
-    plan, guarded, _ = scheduled()
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"lengths": (91, 40)}),
+        ({}, {"queries": (2, 2)}),
+        ({}, {"lengths": (90, 0)}),
+        ({"lengths": (0, 40)}, {"lengths": (0, 40), "queries": (2, 2)}),  # the same rows, one token later
+        ({"queries": (1, 2)}, {"queries": (1,), "lengths": (90,)}),
+    ],
+)
+def test_the_schedule_of_the_step_before_is_refused(before, after):
+    plan, guarded, _ = scheduled(**before)
+    queries, lengths = ({"queries": (1, 2), "lengths": (90, 40)} | after).values()
     step = make_step(queries, lengths)
     with pytest.raises(ScheduleMismatchError):
         run(plan, guarded, step, make_query(step, 16))

@@ -125,6 +125,7 @@ def test_the_sizes_of_every_release_suffice(release):
                     assert plan.buffer("reduce_final_map").shape[0] == 3 * shape.tiles
                     assert plan.buffer("reduce_partial_map").shape[0] * shape.slot_rows <= scratch_rows(plan)
                     assert 1 <= shape.parts <= 8
+                    assert (3 + shape.parts - 1) * shape.tiles <= plan.buffer("work_info_set").shape[0]
     assert asked >= 20
 
 
