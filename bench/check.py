@@ -152,7 +152,7 @@ def _quantised(work: Work, right: Tensor, got: Tensor, scales: Tensor, rounds_be
         return largest, "a quantised value or a scale is NaN: an element was not written, or computed wrongly"
     # Sums in another order move a value across the middle of a step by the slack, which is subtracted above.
     if largest > 1 + 1e-6 and not problem:
-        problem = f"a quantised value is off by {largest:.3g} half steps of fp8 (allowed 1)"
+        problem = f"a quantised value is off by {largest:.6g} half steps of fp8 (allowed 1)"
     return largest, problem
 
 

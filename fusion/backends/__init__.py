@@ -55,9 +55,11 @@ _Key = tuple[str, str, Hashable]
 _backends: dict[str, list[Backend]] = {}
 _chosen: dict[_Key, Chosen] = {}
 _loaded: dict[tuple[str, str], Chosen] = {}
+_broken: dict[tuple[str, str], str] = {}
 _forced: list[str] = []
 """The forced backend, or empty."""
-_lock = threading.Lock()
+_lock = threading.RLock()
+"""Held while a backend loads, too; loading may register another one."""
 
 
 def register(backend: Backend) -> None:
@@ -67,6 +69,7 @@ def register(backend: Backend) -> None:
             raise BackendError(f"{backend.op} already has a backend called {backend.name!r}")
         _backends[backend.op].insert(0, backend)
         _loaded.pop((backend.op, backend.name), None)
+        _broken.pop((backend.op, backend.name), None)
         _chosen.clear()
 
 
@@ -103,36 +106,51 @@ def choose(op: str, device: str, case: Hashable = None) -> Chosen:
 
 
 def _decide(op: str, device: str, case: Hashable) -> Chosen:
-    wanted = _forced[0] if _forced else os.environ.get(ENVIRONMENT)
-    if wanted == "":  # set to nothing, as shells do, is not set
-        wanted = None
+    wanted = _wanted()
     refusals = []
     for backend in _backends.get(op, ()):
         if wanted in (None, backend.name):
-            reason = _why_not(backend, device, case)
-            if reason is None and wanted is None and device in backend.only_by_name:
-                reason = f"on {device} only when asked for by name ({ENVIRONMENT}={backend.name})"
+            reason = _why_not(backend, device, case, wanted)
             if reason is None:
                 with _lock:
-                    if (op, backend.name) not in _loaded:
-                        _loaded[op, backend.name] = Chosen(backend.name, backend.load())
-                    return _chosen.setdefault((op, device, case), _loaded[op, backend.name])
+                    reason = _load(backend)
+                    if reason is None:
+                        return _chosen.setdefault((op, device, case), _loaded[op, backend.name])
             refusals.append(f"{backend.name}: {reason}")
     known = ", ".join(backend.name for backend in _backends.get(op, ())) or "none"
-    why = "; ".join(refusals) or f"no backend is called {wanted!r} (known: {known})"
+    why = "; ".join(refusals) or f"it has no backend called {wanted!r}, which was asked for by name (it has: {known})"
     raise BackendError(f"{op} cannot run on {device}: {why}")
 
 
-def _why_not(backend: Backend, device: str, case: Hashable) -> str | None:
+def _wanted() -> str | None:
+    # A variable that is set to nothing, as shells do, is not set.
+    return _forced[0] if _forced else os.environ.get(ENVIRONMENT) or None
+
+
+def _load(backend: Backend) -> str | None:
+    """Load a backend once. None when it is loaded, else why it cannot be, for good."""
+    key = backend.op, backend.name
+    if key not in _loaded and key not in _broken:
+        try:
+            _loaded[key] = Chosen(backend.name, backend.load())
+        except Exception as error:  # what a backend imports may fail in any way, and another one may still run
+            _broken[key] = f"it cannot be loaded: {type(error).__name__}: {error}"
+    return _broken.get(key)
+
+
+def _why_not(backend: Backend, device: str, case: Hashable, wanted: str | None) -> str | None:
     runs, reason = backend.runs_on(device)
     if not runs:
         return reason
+    if device in backend.only_by_name and wanted != backend.name:
+        return f"on {device} only when asked for by name ({ENVIRONMENT}={backend.name})"
     return None if case is None else backend.refuses(case)
 
 
 def survey(op: str, device: str, case: Hashable = None) -> tuple[tuple[str, str | None], ...]:
     """Every backend of an op in order of preference: (name, why it is not taken here, or None where it could be)."""
-    return tuple((backend.name, _why_not(backend, device, case)) for backend in _backends.get(op, ()))
+    wanted = _wanted()
+    return tuple((backend.name, _why_not(backend, device, case, wanted)) for backend in _backends.get(op, ()))
 
 
 def chosen() -> dict[tuple[str, str], str]:

@@ -41,7 +41,7 @@ class DualNormQuantCase(NamedTuple):
 def _check(op: str, q: Tensor, kv: Tensor, weights: tuple[Tensor, Tensor], epsilons: tuple[float, float]) -> None:
     check_dual_norm(op, q, kv, *weights, *epsilons)
     if q.dtype == torch.float64:
-        raise ValueError(f"{op}: q is torch.float64; quantisation starts from float32, bfloat16 or float16")
+        raise ValueError(f"{op}: q must be float32, bfloat16 or float16 to be quantised, got {q.dtype}")
 
 
 def _check_per_token(

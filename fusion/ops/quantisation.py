@@ -92,6 +92,8 @@ def quantise(
     if use_ue8m0:
         scale = round_up_to_power_of_two(scale)
     scaled = (padded * scale.reciprocal().unsqueeze(-1)).clamp(-largest, largest)
-    quantised = scaled.flatten(-2)[..., :width].contiguous().to(dtype)
+    # Into a tensor of its own: a slice of one row or of none counts as contiguous whatever its strides.
+    quantised = torch.empty(values.shape, dtype=dtype, device=values.device)
+    quantised.copy_(scaled.flatten(-2)[..., :width])
     scales = empty_scales(values, group_size, column_major)
     return quantised, scales.copy_(scale)

@@ -35,6 +35,8 @@ def _check(op: str, x: Tensor, dtype: torch.dtype, group_size: int | None) -> No
         raise ValueError(f"{op}: x needs at least one dimension, got a scalar")
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{op}: x must be float32, bfloat16 or float16, got {x.dtype}")
+    if x.shape[-1] == 0:
+        raise ValueError(f"{op}: x {tuple(x.shape)} has rows of no columns, and so no scale")
     check_quant(op, dtype, group_size)
     if torch.is_grad_enabled() and x.requires_grad:
         raise RuntimeError(f"{op} is for inference and has no backward; use no_grad()")

@@ -5,13 +5,15 @@ It is what a model may call to be recognised at once; what no pass has taken is 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .library import define
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""What is normed, and what it is multiplied by."""
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -26,35 +28,33 @@ def check_norm(op: str, x: Tensor, weight: Tensor, epsilon: float, names: tuple[
         ValueError: an argument no backend could take; the message names it.
     """
     x_name, weight_name, epsilon_name = names
+    if x is None:  # which the dispatcher lets through for the first argument
+        raise TypeError(f"{op}: {x_name} must be a tensor, got None")
     if x.dim() < 1:
         raise ValueError(f"{op}: {x_name} needs at least one dimension, got a scalar")
-    if not x.dtype.is_floating_point:
-        raise ValueError(f"{op}: {x_name} must be of a floating dtype, got {x.dtype}")
+    if x.dtype not in FLOATS:
+        raise ValueError(f"{op}: {x_name} must be one of {', '.join(map(str, FLOATS))}, got {x.dtype}")
+    if x.shape[-1] == 0:
+        raise ValueError(f"{op}: {x_name} {tuple(x.shape)} has rows of no columns, of which there is no mean square")
     if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
         raise ValueError(
             f"{op}: {weight_name} must have shape ({x.shape[-1]},), the last dimension of {x_name} "
             f"{tuple(x.shape)}; got {tuple(weight.shape)}"
         )
-    if not weight.dtype.is_floating_point:
-        raise ValueError(f"{op}: {weight_name} must be of a floating dtype, got {weight.dtype}")
+    if weight.dtype not in FLOATS:
+        raise ValueError(f"{op}: {weight_name} must be one of {', '.join(map(str, FLOATS))}, got {weight.dtype}")
     if weight.device != x.device:
         raise ValueError(f"{op}: {weight_name} is on {weight.device}, {x_name} on {x.device}; move one of them")
     if not epsilon >= 0:
         raise ValueError(f"{op}: {epsilon_name} must be at least 0, got {epsilon!r}")
 
 
-@lru_cache(maxsize=256)
-def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=dtype, device=device)
-
-
 def normalise_wide(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 0.0) -> Tensor:
     """The norm before its one rounding: (..., width) in the accumulator dtype, with x's strides where it can."""
     wide = x.to(accumulator(x.dtype))
-    # Few calls, as each costs about as much as a row: the norm of the vector squares without a copy of x, and addcmul
-    # makes epsilon plus the mean square of it.
+    # The mean square comes from the vector norm: one pass over x, and no squared copy of it.
     norm = torch.linalg.vector_norm(wide, 2, -1, True)
-    scale = torch.addcmul(_constant(epsilon, wide.dtype, x.device), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    scale = norm.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
     factor = weight.to(wide.dtype) + weight_offset if weight_offset else weight
     return (wide * scale if wide is x else wide.mul_(scale)).mul_(factor)
 

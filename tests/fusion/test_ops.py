@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from layerfuse.fusion import backends
 from layerfuse.fusion.backends import Backend, BackendError
-from layerfuse.fusion.ops import mla_dual_rms_norm, rms_norm
+from layerfuse.fusion.ops import (
+    mla_dual_rms_norm,
+    mla_dual_rms_norm_group_quant,
+    mla_dual_rms_norm_per_token_quant,
+    rms_norm,
+)
 
 EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
@@ -122,7 +127,10 @@ W4, W2 = torch.ones(4), torch.ones(2)
         ((ONE, ONE[:1], W4, W4, 1e-6, 1e-6), r"leading dimensions of q \(2,\), got \(1,\)"),
         ((ONE, ONE.to("meta"), W4, W4.to("meta"), 1e-6, 1e-6), "kv is on meta, q on cpu"),
         ((ONE, ONE, W4.to("meta"), W4, 1e-6, 1e-6), "q_weight is on meta, q on cpu"),
-        ((ONE.int(), ONE, W4, W4, 1e-6, 1e-6), "q must be of a floating dtype, got torch.int32"),
+        (
+            (ONE.int(), ONE, W4, W4, 1e-6, 1e-6),
+            "q must be one of torch.bfloat16, torch.float16, torch.float32, torch.float64, got torch.int32",
+        ),
         ((ONE, ONE, W4, W4, 1e-6, -1.0), "kv_epsilon must be at least 0, got -1.0"),
         ((ONE, ONE, W4, W4, float("nan"), 1e-6), "q_epsilon must be at least 0, got nan"),
         ((torch.ones(()), ONE, W4, W4, 1e-6, 1e-6), "q needs at least one dimension, got a scalar"),
@@ -167,7 +175,7 @@ def test_the_choice_is_visible_and_can_be_forced(monkeypatch: pytest.MonkeyPatch
     backends.force(None)
     monkeypatch.setenv(backends.ENVIRONMENT, "aiter")
     with pytest.raises(
-        BackendError, match=r"rms_norm cannot run on cpu: no backend is called 'aiter' \(known: reference"
+        BackendError, match=r"rms_norm cannot run on cpu: it has no backend called 'aiter', .* \(it has: reference"
     ):
         rms_norm(ONE, W4, 1e-6)
     with pytest.raises(BackendError, match=r"mla_dual_rms_norm cannot run on cpu: aiter: .* not on cpu"):
@@ -177,6 +185,76 @@ def test_the_choice_is_visible_and_can_be_forced(monkeypatch: pytest.MonkeyPatch
 def test_a_stand_in_is_taken_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
-    assert dict(backends.survey("mla_dual_rms_norm", "cpu"))["triton"] is None
+    reason = dict(backends.survey("mla_dual_rms_norm", "cpu"))["triton"]
+    assert reason == "on cpu only when asked for by name (LAYERFUSE_BACKEND=triton)"
     mla_dual_rms_norm(ONE, ONE, W4, W4, 1e-6, 1e-6)
     assert backends.chosen()["mla_dual_rms_norm", "cpu"] == "reference"
+
+
+@pytest.fixture
+def spare_op() -> Iterator[str]:
+    """An op of no library, so that a backend of it can be anything."""
+    name = "spare_op"
+    backends.register(Backend(name="reference", op=name, load=lambda: lambda: "reference", runs_on=backends.anywhere))
+    yield name
+    backends._backends.pop(name)
+    for table in (backends._chosen, backends._loaded, backends._broken):
+        for key in [key for key in table if key[0] == name]:
+            table.pop(key)  # type: ignore[attr-defined]
+
+
+def test_a_backend_that_cannot_be_loaded_is_passed_over(spare_op: str) -> None:
+    def broken() -> None:
+        raise ImportError("no module named kernels")
+
+    backends.register(Backend(name="broken", op=spare_op, load=broken, runs_on=backends.anywhere))
+    assert backends.choose(spare_op, "cpu").name == "reference"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(backends.ENVIRONMENT, "broken")
+        backends._chosen.clear()
+        with pytest.raises(BackendError, match="it cannot be loaded: ImportError: no module named kernels"):
+            backends.choose(spare_op, "cpu")
+
+
+def test_loading_a_backend_may_register_another(spare_op: str) -> None:
+    def load() -> Any:
+        backends.register(Backend(name="third", op=spare_op, load=lambda: print, runs_on=backends.anywhere))
+        return lambda: "second"
+
+    backends.register(Backend(name="second", op=spare_op, load=load, runs_on=backends.anywhere))
+    assert backends.choose(spare_op, "cpu").function() == "second"
+
+
+# ---- what the quantised forms refuse, and what they promise of their strides --------------------------------------------
+
+
+@pytest.mark.parametrize("op", [mla_dual_rms_norm, mla_dual_rms_norm_per_token_quant, mla_dual_rms_norm_group_quant])
+def test_what_no_norm_can_be_of(op: Any) -> None:
+    none, one = torch.ones(4, 0), torch.ones(4, 4)
+    with pytest.raises(ValueError, match=r"q \(4, 0\) has rows of no columns"):
+        op(none, one, none[0], W4, 1e-6, 1e-6)
+    with pytest.raises(ValueError, match=r"kv \(4, 0\) has rows of no columns"):
+        op(one, none, W4, none[0], 1e-6, 1e-6)
+    fp8 = one.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"q must be one of torch.bfloat16.*, got torch.float8_e4m3fn"):
+        op(fp8, fp8, W4, W4, 1e-6, 1e-6)
+    with pytest.raises(ValueError, match="kv_weight must be one of"):
+        op(one, one, W4, fp8[0], 1e-6, 1e-6)
+    with pytest.raises(TypeError, match="q must be a tensor, got None"):
+        op(None, one, W4, W4, 1e-6, 1e-6)
+    with pytest.raises(ValueError, match=r"kv has stride 2 along its last dimension.*pass kv.contiguous\(\)"):
+        op(one, torch.ones(4, 8)[:, ::2], W4, W4, 1e-6, 1e-6)
+
+
+@pytest.mark.parametrize("leading", [(), (0,), (1,), (3,), (2, 3), (3, 0), (1, 1)])
+@pytest.mark.parametrize("width", [96, 100, 200])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_real_strides_are_the_fakes(leading: tuple[int, ...], width: int, column_major: bool) -> None:
+    def call(device: str) -> tuple[torch.Tensor, ...]:
+        q, weight = torch.ones(*leading, width, device=device), torch.ones(width, device=device)
+        return mla_dual_rms_norm_group_quant(
+            q, q, weight, weight, 1e-6, 1e-6, torch.float8_e4m3fn, 64, column_major, False
+        )
+
+    for real, fake in zip(call("cpu"), call("meta"), strict=True):
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)

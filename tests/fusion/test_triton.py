@@ -108,8 +108,12 @@ def test_every_step_of_the_tuning_table(step: int, quantised: bool, monkeypatch:
     monkeypatch.setattr(tuning, "regime", lambda *_: step)
     q, kv, q_weight, kv_weight = inputs((7,), 1536, 512, torch.bfloat16)
     if quantised:
-        _, scale, kv_out = mla_dual_rms_norm_group_quant(q, kv, q_weight, kv_weight, 1e-6, 1e-6)
-        assert torch.isfinite(scale).all()
+        got, scale, kv_out = mla_dual_rms_norm_group_quant(q, kv, q_weight, kv_weight, 1e-6, 1e-6)
+        values = exact(q, q_weight, 1e-6)
+        torch.testing.assert_close(scale.double(), expected_scale(values, 128, False), rtol=1e-6, atol=0)
+        dequantised = got.double() * scale.double().repeat_interleave(128, -1)
+        # The interpreter loses carries: one value in fifty is half of what it should be.
+        assert ((dequantised - values).norm() / values.norm()) < (0.04 if GPU else 0.12)
     else:
         q_out, kv_out = mla_dual_rms_norm(q, kv, q_weight, kv_weight, 1e-6, 1e-6)
         assert_rounded_once(q_out, q, q_weight, 1e-6)
@@ -217,6 +221,19 @@ def test_what_is_refused_says_why() -> None:
     wide = torch.ones(1, 65537, device=DEVICE)
     with pytest.raises(BackendError, match="65537 columns is wider than the 65536"):
         mla_dual_rms_norm(wide, wide, wide[0], wide[0], 1e-6, 1e-6)
+
+
+@pytest.mark.skipif(bool(torch.version.hip), reason="ROCm converts to e4m3fn everywhere")
+def test_fp8_is_refused_where_a_gpu_is_too_old_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerfuse.fusion.backends.triton import _refuses_quant
+    from layerfuse.fusion.ops.mla_dual_rms_norm_quant import DualNormQuantCase
+
+    case = DualNormQuantCase(*[torch.bfloat16, 16, 16, torch.bfloat16, torch.bfloat16, E4M3, None, False, False])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((9, 0), (8, 0))[index])
+    assert _refuses_quant(case) == "Triton converts to float8_e4m3fn from sm89 on, and a GPU here is sm80"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    assert _refuses_quant(case) is None
 
 
 @pytest.mark.skipif(bool(torch.version.hip), reason="ROCm converts to e4m3fnuz")

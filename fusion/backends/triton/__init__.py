@@ -38,8 +38,12 @@ def _refuses(case: Any) -> str | None:
 
 
 def _refuses_quant(case: Any) -> str | None:
-    if case.quant_dtype == torch.float8_e4m3fnuz and not torch.version.hip:
-        return "float8_e4m3fnuz is AMD's (gfx942); Triton converts to it on ROCm only"
+    if not torch.version.hip:
+        if case.quant_dtype == torch.float8_e4m3fnuz:
+            return "float8_e4m3fnuz is AMD's (gfx942); Triton converts to it on ROCm only"
+        oldest = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=(9, 0))
+        if oldest < (8, 9):
+            return f"Triton converts to float8_e4m3fn from sm89 on, and a GPU here is sm{oldest[0]}{oldest[1]}"
     return _refuses(case)
 
 

@@ -109,7 +109,7 @@ def _quantise_row(
         for i in tl.static_range(0, len(normed)):
             scale = _scale_of(tl.max(tl.abs(normed[i]).to(tl.int32, bitcast=True), axis=1), LARGEST, UE8M0)
             groups = i * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
-            tl.store(scales + groups * group_stride, scale, mask=groups * GROUP < WIDTH)
+            tl.store(scales + groups.to(tl.int64) * group_stride, scale, mask=groups * GROUP < WIDTH)
             _store(out, normed[i] * (1.0 / scale)[:, None], i * CHUNK, WIDTH, CHUNK, GROUP)
     else:
         most = tl.abs(normed[0]).to(tl.int32, bitcast=True)

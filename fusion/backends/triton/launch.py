@@ -11,13 +11,15 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.knobs import HookChain
 
 from ...ops.quantisation import LARGEST, empty_scales
 from . import tuning
 from .kernels import dual_norm
 
 OVERLAP = "LAYERFUSE_PDL"
-"""Environment variable: 0 turns off programmatic dependent launch, with which a kernel starts while the one before ends."""
+"""Environment variable: 0 turns off programmatic dependent launch, with which a kernel starts while the one before ends.
+It is read when a kernel is first launched."""
 
 _NO_QUANT, _PER_TOKEN, _PER_GROUP = 0, 1, 2
 
@@ -25,6 +27,7 @@ _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 """From what a kernel is compiled for to how it is launched: launcher, function, metadata, programs per row, constants."""
 
 _hooks = triton.knobs.runtime
+_HIP = torch.version.hip is not None
 
 # What torch.cuda's functions of these names call, without asking first whether CUDA is initialised.
 _current_device: Any = torch._C._cuda_getDevice if torch.cuda._is_compiled() else None
@@ -113,14 +116,15 @@ def _launch(
     device = q.get_device()
     reads = q.data_ptr(), kv.data_ptr(), q_weight.data_ptr(), kv_weight.data_ptr()
     # Triton compiles for the alignment that it sees. For inputs off the 16-byte grid it decides at every launch.
-    aligned = not (reads[0] | reads[1] | reads[2] | reads[3]) & 15
+    # On ROCm it also compiles for storages below 2 GiB.
+    usual = not (reads[0] | reads[1] | reads[2] | reads[3]) & 15 and not (_HIP and _has_large_storage(tensors))
     key = (
         device, step, q.dtype, q_weight.dtype, kv_weight.dtype, q_out.dtype, q_width, kv_width, q_epsilon, kv_epsilon,
         quant, group_size, use_ue8m0, q_stride, kv_stride,
     )  # fmt: skip
     numbers = (q_stride, kv_stride, *scale_strides)
     known = _compiled.get(key)
-    if known is not None and aligned and device == _current_device() and not _hooks.launch_enter_hook.calls:
+    if known is not None and usual and device == _current_device() and not _profiled():
         run, function, metadata, per_row, constants = known
         # What the compiled kernel's own launcher does, without its detours; addresses instead of tensors, as Triton
         # would ask the driver about each tensor again. A profiler's hooks take the long way below.
@@ -144,9 +148,19 @@ def _launch(
         return
     with torch.cuda.device(device):
         kernel = dual_norm[grid](*arguments, **options)
-    if aligned:
+    if usual:
         per_row = 2 if launch.split else 1
         _compiled[key] = kernel.run, kernel.function, kernel.packed_metadata, per_row, constants
+
+
+def _has_large_storage(tensors: tuple[Tensor, ...]) -> bool:
+    return any(tensor.untyped_storage().nbytes() > 2**31 - 1 for tensor in tensors)
+
+
+def _profiled() -> bool:
+    """Whether somebody has hooks on Triton's launches: a chain that is not empty, or a function in place of the chain."""
+    hooks = _hooks.launch_enter_hook, _hooks.launch_exit_hook
+    return any(hook.calls if isinstance(hook, HookChain) else hook is not None for hook in hooks)
 
 
 def _wave(device: torch.device) -> int:
