@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING
 
 from ..._lazy import attach
 from .buffers import BufferSpec, byte_text
-from .errors import HeadCountError, HeadsRefusedError, MixedGroupError, PlanExceededError, UnknownReleaseError
+from .errors import (
+    BufferTooSmallError,
+    HeadCountError,
+    HeadsRefusedError,
+    MixedGroupError,
+    PlanExceededError,
+    ScheduleMismatchError,
+    UnknownReleaseError,
+)
 from .groups import LayerGroup, group_layers
 from .heads import MLAHeadPlan, how_padded, plan_heads
 from .native import releases_named
@@ -15,12 +23,14 @@ from .prefill import PrefillPlan
 from .state import StatePlan, plan_state
 
 if TYPE_CHECKING:
+    from .reference_decode import decode_planned
     from .tensors import MetadataBuffers, allocate
 
-_NEEDS_TORCH = {"MetadataBuffers": ".tensors", "allocate": ".tensors"}
+_NEEDS_TORCH = {"MetadataBuffers": ".tensors", "allocate": ".tensors", "decode_planned": ".reference_decode"}
 
 __all__ = [
     "BufferSpec",
+    "BufferTooSmallError",
     "HeadCountError",
     "HeadsRefusedError",
     "LayerGroup",
@@ -30,10 +40,12 @@ __all__ = [
     "MixedGroupError",
     "PlanExceededError",
     "PrefillPlan",
+    "ScheduleMismatchError",
     "StatePlan",
     "UnknownReleaseError",
     "allocate",
     "byte_text",
+    "decode_planned",
     "group_layers",
     "how_padded",
     "plan_heads",

@@ -77,3 +77,24 @@ class UnknownReleaseError(LayerfuseError, LookupError):
     def __str__(self) -> str:
         near = did_you_mean(self.name, self.known) or "."
         return f"no release of AITER is called {self.name!r}{near} Known: {self.known[0]} to {self.known[-1]}."
+
+
+class BufferTooSmallError(LayerfuseError, ValueError):
+    """A buffer that does not hold what a step needs, found before anything was written. `name`, `needed`, `found`."""
+
+    def __init__(self, name: str, needed: int, found: int, why: str) -> None:
+        self.name = name
+        self.needed = needed
+        self.found = found
+        self.why = why
+        super().__init__(name, needed, found, why)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.needed} rows are needed, it has {self.found} ({self.why}). Nothing was written. "
+            "Size it by the plan of the heads that the kernel gets"
+        )
+
+
+class ScheduleMismatchError(LayerfuseError, ValueError):
+    """A schedule in the buffers that is not the one of this step: of other heads, other lengths, other buffers."""

@@ -15,10 +15,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from ...adapters.errors import LayerfuseError
-from .errors import HeadCountError, PlanExceededError
+from .errors import BufferTooSmallError, HeadCountError, PlanExceededError, ScheduleMismatchError
 from .plan import MLAMetadataPlan
-from .reference_schedule import BufferTooSmallError, ScheduleShape, addresses, fill_schedule, kv_lengths
+from .reference_schedule import ScheduleShape, addresses, fill_schedule, kv_lengths
 from .tensors import MetadataBuffers
 
 KEYS = 1024
@@ -28,10 +27,6 @@ ELEMENTS = 1 << 21
 """Most elements of a product that is held at once."""
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-
-
-class ScheduleMismatchError(LayerfuseError, ValueError):
-    """A schedule in the buffers that is not the one of this step: of other heads, other lengths, other buffers."""
 
 
 @frozen(kw_only=True, eq=False)

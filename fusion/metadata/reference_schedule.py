@@ -14,7 +14,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from ...adapters.errors import LayerfuseError
+from .errors import BufferTooSmallError
 from .plan import MLAMetadataPlan
 from .sizes import BUFFERS, TILINGS
 
@@ -32,23 +32,6 @@ WORK_COLUMNS = (
     "kv_length",  # keys of the whole sequence
 )
 """What the 8 int32 of a row of `work_info_set` say."""
-
-
-class BufferTooSmallError(LayerfuseError, ValueError):
-    """A buffer that does not hold what a step needs, found before anything was written. `name`, `needed`, `found`."""
-
-    def __init__(self, name: str, needed: int, found: int, why: str) -> None:
-        self.name = name
-        self.needed = needed
-        self.found = found
-        self.why = why
-        super().__init__(name, needed, found, why)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.needed} rows are needed, it has {self.found} ({self.why}). Nothing was written. "
-            "Size it by the plan of the heads that the kernel gets"
-        )
 
 
 @frozen(kw_only=True)

@@ -5,6 +5,7 @@ It is what a model may call to be recognised at once; what no pass has taken is 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -54,7 +55,10 @@ def normalise_wide(x: Tensor, weight: Tensor, epsilon: float, weight_offset: flo
     wide = x.to(accumulator(x.dtype))
     # The mean square comes from the vector norm: one pass over x, and no squared copy of it.
     norm = torch.linalg.vector_norm(wide, 2, -1, True)
-    scale = norm.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
+    if _plain_on_cpu(norm):
+        scale = torch.addcmul(_constant(epsilon, norm.dtype), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    else:
+        scale = norm.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
     factor = weight.to(wide.dtype) + weight_offset if weight_offset else weight
     return (wide * scale if wide is x else wide.mul_(scale)).mul_(factor)
 
@@ -64,8 +68,39 @@ def normalise(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 
 
     x: (..., width), any strides; weight: (width,). Returns a contiguous tensor of x's shape and dtype.
     """
+    if x.numel() == x.shape[-1] and weight.dtype == x.dtype and not weight_offset and _plain_on_cpu(x):
+        return _normalise_row(x, weight, epsilon)
     wide = normalise_wide(x, weight, epsilon, weight_offset)
     return wide.to(x.dtype, memory_format=torch.contiguous_format).contiguous()
+
+
+# A call on a CPU tensor takes about a microsecond however small the tensor is; for few rows that is all of the time.
+
+
+def _plain_on_cpu(x: Tensor) -> bool:
+    """Whether this is a real tensor on the CPU, and not one that a tracer follows."""
+    return x.device.type == "cpu" and type(x) is Tensor
+
+
+_constants: dict[tuple[float, torch.dtype], Tensor] = {}
+
+
+def _constant(value: float, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor on the CPU, made once."""
+    constant = _constants.get((value, dtype))
+    if constant is None:
+        constant = torch.tensor(value, dtype=dtype)
+        if type(constant) is Tensor:
+            _constants[value, dtype] = constant
+    return constant
+
+
+def _normalise_row(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """The norm of a single row, whose scale is a Python number. addcmul_ multiplies in float32 and rounds once."""
+    length = torch.linalg.vector_norm(x, 2, dtype=accumulator(x.dtype)).item()
+    shifted = length * length / x.shape[-1] + epsilon
+    scale = 1 / math.sqrt(shifted) if shifted else math.inf
+    return torch.zeros(x.shape, dtype=x.dtype).addcmul_(x, weight, value=scale)
 
 
 def normalise_backward(grad: Tensor, x: Tensor, weight: Tensor, epsilon: float, offset: float) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,9 @@ from decode_support import GFX942, GFX950, SCALE, VALUES, Guarded, make_query, m
 
 from layerfuse.fusion.metadata import MetadataBuffers, plan_metadata
 from layerfuse.fusion.metadata.buffers import specs_of
-from layerfuse.fusion.metadata.reference_decode import ScheduleMismatchError, decode_planned, decode_scheduled
-from layerfuse.fusion.metadata.reference_schedule import BufferTooSmallError, ScheduleShape, fill_schedule
+from layerfuse.fusion.metadata.errors import BufferTooSmallError, ScheduleMismatchError
+from layerfuse.fusion.metadata.reference_decode import decode_planned, decode_scheduled
+from layerfuse.fusion.metadata.reference_schedule import ScheduleShape, fill_schedule
 from layerfuse.fusion.metadata.sizes import BUFFERS, metadata_shapes
 
 UNITS = 6
