@@ -34,15 +34,23 @@ class HeadCountError(LayerfuseError, ValueError):
 
 
 class PlanExceededError(LayerfuseError, ValueError):
-    """A step with more sequences than its buffers were planned for, or index tensors of unequal length."""
+    """A step with more sequences or query tokens than were planned for, or index tensors of unequal length."""
 
-    def __init__(self, planned: int, sequences: int, indptr: tuple[int, int]) -> None:
+    def __init__(
+        self, planned: int, sequences: int, indptr: tuple[int, int], tokens: tuple[int, int] | None = None
+    ) -> None:
         self.planned = planned
         self.sequences = sequences
         self.indptr = indptr
-        super().__init__(planned, sequences, indptr)
+        self.tokens = tokens
+        super().__init__(planned, sequences, indptr, tokens)
 
     def __str__(self) -> str:
+        if self.tokens is not None:
+            return (
+                f"the buffers were planned for {self.tokens[0]} query tokens, and q has {self.tokens[1]}. Plan a larger "
+                "batch or max_query_length"
+            )
         return (
             f"the buffers were planned for {self.planned} sequences, and this step has {self.sequences}, with index "
             f"tensors of {self.indptr[0]} and {self.indptr[1]} entries (one more than the sequences). Plan a larger batch"

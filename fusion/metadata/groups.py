@@ -92,6 +92,8 @@ def _placed(specs: Iterable[Placed] | Mapping[str, Iterable[Placed]]) -> dict[st
 def _checked(
     name: str, paths: tuple[str, ...], placed: Mapping[str, AnySpec], facts: Mapping[str, dict[str, Hashable]]
 ) -> LayerGroup:
+    if not paths:
+        raise ValueError(f"group {name!r} holds no layer")
     first = paths[0]
     for path in paths:
         if path not in facts:

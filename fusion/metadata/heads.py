@@ -149,6 +149,17 @@ def how_padded(num_heads: int, kernel_heads: int) -> How:
     return "tile" if kernel_heads % num_heads else "repeat"
 
 
+def check_counts(**numbers: int | None) -> None:
+    """Numbers that count something.
+
+    Raises:
+        ValueError: one that is no whole number from 1 on; None is passed over.
+    """
+    for name, value in numbers.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} is a whole number from 1 on, got {value!r}")
+
+
 def plan_heads(
     spec: MLASpec | MLAKernelSpec,
     target: Target,
@@ -175,7 +186,9 @@ def plan_heads(
     Raises:
         HeadsRefusedError: there is no kernel for it; the message says why.
         UnknownReleaseError: nothing is recorded of this release.
+        ValueError: a number that cannot be.
     """
+    check_counts(max_query_length=max_query_length, dcp=dcp)
     releases = releases_named(release)
     q, kv = dtype_named(q_dtype), dtype_named(kv_dtype)
     heads = spec.num_local_heads * dcp

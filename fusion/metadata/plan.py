@@ -17,7 +17,7 @@ from ..target import Target
 from .buffers import BufferSpec, installed_shapes, largest, specs_of, total_bytes
 from .dtypes import Dtype, dtype_named
 from .errors import HeadsRefusedError
-from .heads import MLAHeadPlan, plan_heads
+from .heads import MLAHeadPlan, check_counts, plan_heads
 from .misbehaviour import warnings_of
 from .native import folds_into_queries, releases_named
 from .prefill import PrefillPlan, plan_prefill
@@ -183,9 +183,8 @@ def plan_metadata(
         ValueError: a number that cannot be.
     """
     releases = releases_named(build.probed.releases if release is None and build is not None else release)
-    for name, value in (("batch", batch), ("max_query_length", max_query_length), ("dcp", dcp)):
-        if value < 1:
-            raise ValueError(f"{name} is at least 1, got {value}")
+    check_counts(batch=batch, max_query_length=max_query_length, dcp=dcp, num_kv_splits=num_kv_splits)
+    check_counts(cu_count=cu_count, prefill_length=prefill_length)
     if page_size < 1 or page_size & (page_size - 1):
         raise ValueError(f"page_size is a power of two, got {page_size}")
     if sparse != (topk > 0):
@@ -267,7 +266,9 @@ def _scratch(
     rows = partials * queries
     yield BufferSpec(name="partial_output", shape=(rows, 1, width, spec.kv_lora_rank), dtype="fp32")
     yield BufferSpec(name="partial_lse", shape=(rows, 1, width, 1), dtype="fp32")
-    if heads.fold > 1 and queries > 1 and not turned:
+    # Before, groups were folded as they lay in memory.
+    copies = any(not is_after("v0.1.11.post1", each) for each in releases)
+    if heads.fold > 1 and queries > 1 and not turned and copies:
         tokens = case.batch * queries
         yield BufferSpec(name="folded_query", shape=(tokens, heads.kernel_heads, spec.latent_width), dtype=case.q)
         yield BufferSpec(name="unfolded_output", shape=(tokens, heads.kernel_heads, spec.kv_lora_rank), dtype="bf16")

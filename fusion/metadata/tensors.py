@@ -78,11 +78,7 @@ class MetadataBuffers:
             AiterCallError: several queries per sequence under decode context parallelism, which the binding leaves out.
             AiterUnavailableError: there is no AITER that can be called.
         """
-        plan = self.plan
-        sequences, queries = kv_last_page_lens.shape[0], 1 if plan.sparse else plan.max_query_length
-        most = plan.batch * plan.max_query_length if plan.sparse else plan.batch
-        if sequences > most or not qo_indptr.shape[0] == kv_indptr.shape[0] == sequences + 1:
-            raise PlanExceededError(most, sequences, (qo_indptr.shape[0], kv_indptr.shape[0]))
+        plan, queries = self.plan, self._check_step(qo_indptr, kv_indptr, kv_last_page_lens)
         if plan.dcp > 1 and queries > 1:
             raise AiterCallError("mla_metadata", "several queries under decode context parallelism: not bound yet")
         call = bound("mla_metadata").call if function is None else function.call
@@ -100,6 +96,14 @@ class MetadataBuffers:
             dtype_q=torch_dtype(plan.q_dtype, plan),
             dtype_kv=torch_dtype(plan.kv_dtype, plan),
         )
+
+    def _check_step(self, qo_indptr: Tensor, kv_indptr: Tensor, kv_last_page_lens: Tensor) -> int:
+        """Queries per sequence. Looks at shapes, which the host knows."""
+        plan, sequences = self.plan, kv_last_page_lens.shape[0]
+        most = plan.batch * plan.max_query_length if plan.sparse else plan.batch
+        if sequences > most or not qo_indptr.shape[0] == kv_indptr.shape[0] == sequences + 1:
+            raise PlanExceededError(most, sequences, (qo_indptr.shape[0], kv_indptr.shape[0]))
+        return 1 if plan.sparse else plan.max_query_length
 
     def decode(
         self,
@@ -121,14 +125,23 @@ class MetadataBuffers:
 
         Raises:
             HeadCountError: q has other heads than were planned.
+            PlanExceededError: more sequences or query tokens than were planned for.
+            AiterCallError: under decode context parallelism, whose ranks need the log-sum-exp: it is not bound yet.
             AiterUnavailableError: there is no AITER that can be called.
         """
-        plan = self.plan
+        plan, queries = self.plan, self._check_step(qo_indptr, kv_indptr, kv_last_page_lens)
+        tokens = plan.batch * plan.max_query_length
+        if q.shape[0] > tokens:
+            raise PlanExceededError(plan.batch, kv_last_page_lens.shape[0], (0, 0), (tokens, q.shape[0]))
+        if plan.dcp > 1:
+            raise AiterCallError(
+                "mla_decode", "decode context parallelism, whose ranks need the log-sum-exp: not bound yet"
+            )
         call = bound("mla_decode").call if function is None else function.call
         padded = plan.heads.pad_query(q)
         out: Tensor = call(
             *(padded, kv_buffer, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens),
-            *(1 if plan.sparse else plan.max_query_length, plan.value_width),
+            *(queries, plan.value_width),
             softmax_scale=softmax_scale,
             page_size=plan.page_size,
             buffers=self.tensors,
@@ -147,12 +160,14 @@ def allocate(
     too small is allocated anew.
     """
     device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
     whole: dict[str, Tensor] = {}
     tensors: dict[str, Tensor] = {}
     for spec in plan.buffers:
         old = None if reuse is None else reuse.whole[spec.name]
         count = math.prod(spec.shape)
-        enough = old is not None and old.device.type == device.type and old.numel() >= count
+        enough = old is not None and old.device == device and old.numel() >= count
         whole[spec.name] = (
             old if old is not None and enough else torch.zeros(count, dtype=DTYPES[spec.dtype], device=device)
         )

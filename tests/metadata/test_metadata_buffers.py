@@ -199,3 +199,28 @@ def test_sparse_queries_are_sequences_of_their_own(aiter_of):
     assert buffers["work_info_set"].flatten()[:3].tolist() == [6, 16, 1]
     with pytest.raises(PlanExceededError, match="planned for 6"):
         buffers.build(*step(7))
+
+
+def test_a_decode_that_was_not_planned_for_is_refused():
+    """Before anything is called: more sequences, more query tokens, ranks that share a context."""
+    plan = plan_metadata(KIMI, GFX950, "v0.1.18", batch=2, max_query_length=2)
+    buffers = allocate(plan, "cpu")
+
+    def decode(tokens, sequences, held=buffers):
+        indptr = torch.arange(sequences + 1, dtype=torch.int32)
+        q, cache = torch.zeros(tokens, held.plan.heads.num_heads, 576), torch.zeros(sequences, 1, 1, 576)
+        held.decode(q, cache, indptr, indptr, indptr[:-1], indptr[1:], softmax_scale=1.0)
+
+    with pytest.raises(PlanExceededError, match="planned for 2 sequences, and this step has 5"):
+        decode(5, 5)
+    with pytest.raises(PlanExceededError, match="planned for 4 query tokens, and q has 5"):
+        decode(5, 2)
+    shared = allocate(plan_metadata(KIMI, GFX950, "v0.1.18", batch=2, dcp=2), "cpu")
+    with pytest.raises(amd.AiterCallError, match="decode context parallelism"):
+        decode(2, 2, shared)
+
+
+@pytest.mark.parametrize("wrong", [{"cu_count": 0}, {"cu_count": -4}, {"batch": 1.5}, {"num_kv_splits": 0}, {"dcp": 0}])
+def test_numbers_that_cannot_be(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))} is a whole number from 1 on, got"):
+        plan_metadata(KIMI, GFX950, **{"batch": 2} | wrong)
