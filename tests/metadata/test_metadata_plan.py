@@ -161,7 +161,9 @@ def test_where_there_is_no_fp8_prefill_the_plan_says_why(model, release, more, w
     "more", [{"batch": 0}, {"max_query_length": 0}, {"page_size": 3}, {"dcp": 0}, {"q_dtype": "fp16"}, {"sparse": True}]
 )
 def test_numbers_that_cannot_be(more):
-    with pytest.raises(ValueError, match=r"whole number from 1 on|power of two|takes bf16 and fp8|topk is given for sparse"):
+    with pytest.raises(
+        ValueError, match=r"whole number from 1 on|power of two|takes bf16 and fp8|topk is given for sparse"
+    ):
         plan_metadata(KIMI, GFX950, **{"batch": 1, **more})
 
 
