@@ -159,8 +159,8 @@ def plan(
     if json and svg is not None:
         raise click.UsageError("give either --json or --svg")
     if all_tp:
-        if batch is not None or context is not None or quant is not None or engine is not None:
-            raise click.UsageError("--all-tp takes --target, --kv, --aiter and --queries, and shows heads only")
+        if (batch, context, quant, engine) != (None,) * 4 or (tp, rank) != (1, 0):
+            raise click.UsageError("--all-tp takes --target, --kv, --aiter and --queries, and shows every size")
         from .matrix import answer_matrix
 
         answer_matrix(

@@ -71,6 +71,9 @@ def show_matrix(data: dict[str, Any], to: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    if not data["models"]:
+        to.print("no MLA layers here: only their heads are padded")
+        return
     reasons: dict[str, int] = {}
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("model", no_wrap=True)

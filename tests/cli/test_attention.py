@@ -118,7 +118,8 @@ def test_the_matrix_as_a_picture(run, tmp_path):
     ("arguments", "words"),
     [
         ((), "give a model, or --all-tp"),
-        (("--all-tp", "--batch", 4), "shows heads only"),
+        (("--all-tp", "--batch", 4), "shows every size"),
+        (("--all-tp", "--tp", 8), "shows every size"),
         (("--all-tp", "--target", "gfx95"), "no target is called"),
         (("kimi-k2.5", "--kv", "fp4"), "fp4"),
         (("kimi-k2.5", "--batch", 0), "0"),
@@ -139,3 +140,7 @@ def test_no_torch_is_imported(run_python):
         "print('torch' in sys.modules)"
     )
     assert run_python("-c", code).out.splitlines()[-1] == "False"
+
+
+def test_the_matrix_of_a_model_without_mla_layers(run):
+    assert run("plan", "gpt-oss-20b", "--all-tp").out == "no MLA layers here: only their heads are padded\n"
