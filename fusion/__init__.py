@@ -1,25 +1,28 @@
-"""Floor 3: what is done with specs. Planning needs no torch; ops, passes and compile load when they are first used."""
+"""Floor 3: what is done with specs. Planning needs no torch; ops, rewriting and compile load when they are first used."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from .._lazy import attach
-from .activation_quant import ActivationQuant, ActivationQuantError
+from ..adapters.activation_quant import ActivationQuant, ActivationQuantError
+from .catalog import FUSIONS
+from .chain import Fusion, FusionError
 from .config import FusionConfig, FusionConfigError
+from .engine import Engine
 from .plan import Decision, Plan, plan
-from .rules import FUSIONS, Fusion
+from .sites import Site, sites_of
 from .target import Target, UnknownTargetError
 
 if TYPE_CHECKING:
     from .compiler import FusedModel, compile  # noqa: A004 (torch.compile's own name)
-    from .passes import MLADualRMSNormPass
     from .report import FusionMissedError, Report
+    from .rewrite import Pipeline
 
 _NEEDS_TORCH = {
     "FusedModel": ".compiler",
     "FusionMissedError": ".report",
-    "MLADualRMSNormPass": ".passes",
+    "Pipeline": ".rewrite",
     "Report": ".report",
     "compile": ".compiler",
 }
@@ -29,18 +32,22 @@ __all__ = [
     "ActivationQuant",
     "ActivationQuantError",
     "Decision",
+    "Engine",
     "FusedModel",
     "Fusion",
     "FusionConfig",
     "FusionConfigError",
+    "FusionError",
     "FusionMissedError",
-    "MLADualRMSNormPass",
+    "Pipeline",
     "Plan",
     "Report",
+    "Site",
     "Target",
     "UnknownTargetError",
     "compile",
     "plan",
+    "sites_of",
 ]
 
 _getattr, _dir = attach(__name__, {**_NEEDS_TORCH, "metadata": ".metadata"})

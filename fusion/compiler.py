@@ -1,12 +1,12 @@
 """The way into torch.compile: a model in, the same model compiled with its fusions out, and a report.
 
-The passes run on the graph that AOTAutograd hands to Inductor, before Inductor computes its cache key. So the key
+Rewriting runs on the graph that AOTAutograd hands to Inductor, before Inductor computes its cache key. So the key
 covers the rewritten graph, no stale graph can be served, and the report is complete on a cache hit too.
 """
 
 from __future__ import annotations
 
-import threading
+import copy
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,79 +15,80 @@ import torch
 from torch import nn
 from torch._dynamo import config as dynamo_config
 
+from .audit import Audit, audit_call
 from .config import FusionConfig
-from .parameters import mark, parameters_of
-from .passes import Pipeline
+from .engine import Engine
 from .plan import Placed, Plan, plan
-from .report import Report
+from .report import GraphRecord, Report
+from .rewrite import Pipeline, Surroundings
+from .rewrite.parameters import mark, parameters_of
+from .tally import Tally
 from .target import Target
 
-
-class _FloatsAsConstants:
-    """Sets Dynamo's `specialize_float` while any thread is inside, and restores it when the last one leaves."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._before = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._inside == 0:
-                self._before = dynamo_config.specialize_float
-                dynamo_config.specialize_float = True
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                dynamo_config.specialize_float = self._before
+_OWN = frozenset({"original", "plan", "report", "_arguments", "_compiled", "_pipeline", "_strict", "_tally"})
+"""What a FusedModel holds itself. Every other attribute is the model's."""
 
 
-_floats_as_constants = _FloatsAsConstants()
+class FusedModel(nn.Module):
+    """A compiled model, which behaves as the model that it was made from.
 
-
-class FusedModel:
-    """A compiled model. Calls and attributes are those of the model it was made from.
-
-    `report` fills as graphs are compiled: on the first call, and on every recompilation.
+    Parameters, buffers, submodules, hooks on them, `state_dict`, `train`, `to` and every other attribute are the
+    model's own; a call runs it compiled with its fusions.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        compiled: Callable[..., Any],
-        pipeline: Pipeline,
-        *,
-        strict: bool,
-    ) -> None:
-        self.model = model
-        self.report: Report = pipeline.report
-        self.plan: Plan = pipeline.plan
-        self._compiled = compiled
-        self._strict = strict
-        self._checked = -1
+    original: nn.Module
+    "The model itself, uncompiled."
+    plan: Plan
+    "What was expected. Made anew where the model's layers have changed before a compilation."
+    report: Report
+    "Fills as graphs are compiled and called."
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, model: nn.Module, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        held = vars(self)
+        held["original"] = model
+        # One and the same dictionaries: what is set on either is set on both.
+        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+            held[name] = vars(model)[name]
+        held["_arguments"] = arguments
+        held["training"] = model.training
+        _prepare(self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
 
         Raises:
-            FusionMissedError: in strict mode, after a call that left an expected fusion out.
+            FusionMissedError: strict, and an expected fusion did not run in this call.
         """
-        # Dynamo traces a module's floats as graph inputs, always with dynamic=True and otherwise as soon as one changes
-        # between layers; an epsilon that is an input cannot be compared with the spec's. The call is where it compiles.
-        with _floats_as_constants:
+        # Without this a module's floats, such as a norm's epsilon, become inputs of the graph with dynamic=True, and
+        # otherwise as soon as one changes between layers; an epsilon that is an input cannot be compared with the
+        # spec's. The call is where it compiles.
+        with self._tally.call(), dynamo_config.patch(specialize_float=True):
             result = self._compiled(*args, **kwargs)
-        if self._strict and self._checked != len(self.report.records):
-            self.report.check()
-            self._checked = len(self.report.records)
+        if self._strict:
+            self.report.check_call()
         return result
 
+    def audit(self, *args: Any, **kwargs: Any) -> Audit:
+        """Call the model with these arguments, and count the fused ops that ran with torch's profiler.
+
+        The model is called until a call compiles nothing new, three times at most; the last one is counted.
+
+        Returns:
+            The profiler's count, the counters' and the plan's, for each fusion, and what they disagree on.
+        """
+
+        def call() -> None:
+            with self._tally.call(), dynamo_config.patch(specialize_float=True):
+                self._compiled(*args, **kwargs)
+
+        return audit_call(call, self.plan, self.report)
+
+    # ---- the model's own
+
     def __getattr__(self, name: str) -> Any:
-        # Only names that this object lacks come here; they are the model's business. Dunders are Python's, and while
-        # a copy is being made there is no model yet.
-        if name.startswith("__") or "model" not in vars(self):
+        # Only names that this object lacks come here.
+        if name.startswith("__") or "original" not in vars(self):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
         if name == "generate":
             warnings.warn(
@@ -96,13 +97,49 @@ class FusedModel:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return getattr(self.model, name)
+        return getattr(self.original, name)
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a FusedModel holds compiled code and cannot be copied or pickled; copy its .model and compile")
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN:
+            vars(self)[name] = value
+        else:
+            setattr(self.original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.original, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self.original)})
+
+    def train(self, mode: bool = True) -> FusedModel:
+        """Set the model's mode."""
+        self.original.train(mode)
+        vars(self)["training"] = self.original.training
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> FusedModel:  # to, half, cuda, ...
+        self.original._apply(*args, **kwargs)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, with its names."""
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's, with its names."""
+        return self.original.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:  # as part of another module
+        self.original._load_from_state_dict(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # copies and pickles compile for themselves
+        return _rebuilt, (self.original, dict(self._arguments))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedModel:
+        return FusedModel(copy.deepcopy(self.original, memo), self._arguments)
 
     def __repr__(self) -> str:
-        return f"FusedModel({type(self.model).__name__}, {self.plan.target}, {self.report.graphs} graphs)"
+        return f"FusedModel({type(self.original).__name__}, {self.plan.target}, {self.report.graphs} graphs)"
 
 
 def compile(  # noqa: A001 (torch.compile's own name)
@@ -111,62 +148,107 @@ def compile(  # noqa: A001 (torch.compile's own name)
     specs: Iterable[Placed] | None = None,
     target: Target | None = None,
     config: FusionConfig | None = None,
+    engine: Engine | str | None = None,
     strict: bool = False,
     registry: Any = None,
+    parallel: Any = None,
     **torch_compile_kwargs: Any,
 ) -> FusedModel:
     """torch.compile with the fusions that the model's specs call for.
 
     Args:
         model: any module; only the layers that specs describe are touched.
-        specs: (path, spec) pairs; read off the model by the registry if not given.
+        specs: specs, or (path, spec) pairs; read off the model by the registry if not given. A spec without a path is
+            looked for in the whole model.
         target: where it will run; if not given, the CPU for a model on the CPU, else this machine's GPU.
         config: which fusions; if not given, the default as changed by `LAYERFUSE_FUSIONS`.
-        strict: raise where an expected fusion did not happen, or where a layer that looks like attention is known to no
-            adapter. The same as `config.strict`.
+        engine: what an engine around it will not let happen; see `plan`.
+        strict: raise where an expected fusion did not run in a call, or where a layer that looks like attention is known
+            to no adapter. The same as `config.strict`.
         registry: the registry that reads the specs; the default one if not given.
+        parallel: the `Parallel` that every layer was sharded by, where the layers do not say it.
         torch_compile_kwargs: passed on to torch.compile: dynamic, fullgraph, mode, options, disable.
 
     Returns:
-        An object that is called like the model, with `report`, `plan` and `model`.
+        A module that behaves as the model, with `report`, `plan`, `audit` and `original`.
 
     Raises:
-        TypeError: `backend` was given; to use the passes in another one, put `passes.Pipeline(plan)` in its slot for
+        TypeError: `backend` was given; to use the fusions in another one, put `fusion.Pipeline(plan)` in its slot for
             graph passes.
     """
     if "backend" in torch_compile_kwargs:
         raise TypeError(
             "fusion.compile compiles with Inductor and takes no backend; to use the fusions elsewhere, put "
-            "fusion.passes.Pipeline(plan) where that backend takes an FX graph pass"
+            "fusion.Pipeline(plan) where that backend takes an FX graph pass"
         )
-    unknown: dict[str, str] = {}
+    arguments = {
+        "specs": None if specs is None else tuple(specs),
+        "target": target,
+        "config": FusionConfig.from_environment() if config is None else config,
+        "engine": engine,
+        "strict": strict,
+        "registry": registry,
+        "parallel": parallel,
+        "torch": torch_compile_kwargs,
+    }
+    return FusedModel(model, arguments)
+
+
+def _rebuilt(model: nn.Module, arguments: dict[str, Any]) -> FusedModel:
+    return FusedModel(model, arguments)
+
+
+def _prepare(fused: FusedModel) -> None:
+    """Plan, and make what compiles: on the first graph if the layers have not changed since, else anew."""
+    model, arguments = fused.original, fused._arguments
+    specs, unknown = arguments["specs"], {}
     if specs is None:
-        specs, unknown = _read_specs(model, registry)
-    config = FusionConfig.from_environment() if config is None else config
-    made = plan(specs, _target_of(model) if target is None else target, config)
-    pipeline = Pipeline(made)
+        specs, unknown = _read_specs(model, arguments["registry"], arguments["parallel"])
+    config: FusionConfig = arguments["config"]
+    target = _target_of(model) if arguments["target"] is None else arguments["target"]
+    around = surroundings_of(model)
+    made = plan(specs, target, config, arguments["engine"])
+    pipeline = Pipeline(made, around=around)
     pipeline.report.unknown.update(unknown)
-    compiled = torch.compile(model, backend=inductor_with(pipeline, model), **torch_compile_kwargs)
-    return FusedModel(model, compiled, pipeline, strict=strict or config.strict)
+    fused.plan, fused.report = made, pipeline.report
+    fused._pipeline, fused._strict = pipeline, arguments["strict"] or config.strict
+    fused._tally = Tally(model, made, pipeline.report, around)
+    fused._compiled = torch.compile(
+        model, backend=inductor_with(pipeline, model, tally=fused._tally), **arguments["torch"]
+    )
+
+
+def surroundings_of(model: nn.Module) -> Surroundings:
+    """The paths of a model's modules, and which of them are one module under several paths."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        known = first.setdefault(id(module), path)
+        if known != path:
+            aliases[path] = known
+    return Surroundings(paths=frozenset((*first.values(), *aliases)), aliases=aliases)
 
 
 def inductor_with(
-    pipeline: Callable[[torch.fx.Graph], None],
+    pipeline: Pipeline | Callable[[torch.fx.Graph], GraphRecord | None],
     model: nn.Module | None = None,
     lower: Callable[..., Any] | None = None,
+    tally: Tally | None = None,
 ) -> Callable[..., Any]:
     """A torch.compile backend: Inductor, with the pipeline run on each inference or forward graph.
 
     Args:
         pipeline: rewrites a graph in place.
-        model: ties norms to layers by the identity of their weights, which survives graph breaks.
+        model: ties norms to sites by the identity of their weights, which survives graph breaks.
         lower: what compiles the rewritten graph, called as `compile_fx_inner` is; Inductor if not given. One that
             returns the graph module itself runs it op by op, which is quick to compile.
+        tally: counts the calls of the compiled graphs.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     lower = compile_fx_inner if lower is None else lower
+    rewrite = pipeline.rewrite if isinstance(pipeline, Pipeline) else pipeline
 
     def backend(
         gm: torch.fx.GraphModule,
@@ -177,19 +259,27 @@ def inductor_with(
         **_: Any,
     ) -> Any:
         parameters = parameters_of(gm, model)
+        records: list[GraphRecord] = []
 
         def inner_compile(graph_module: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
             if not kwargs.get("is_backward"):
                 mark(graph_module.graph, parameters)
-                pipeline(graph_module.graph)
+                record = rewrite(graph_module.graph)
+                if record is not None:
+                    records.append(record)
                 graph_module.recompile()
             return lower(graph_module, example_inputs, **kwargs)
 
         patches = dict(torch._inductor.list_mode_options(mode)) if mode else {}
         patches.update({name.replace("-", "_"): value for name, value in (options or {}).items()})
-        # A hit in AOTAutograd's own cache would skip inner_compile, and with it the passes and the report.
+        # A hit in AOTAutograd's own cache would skip inner_compile, and with it the rewriting and the report.
         with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches or None)
+            compiled = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches or None)
+        if tally is None or not any(record.uses for record in records):
+            return compiled
+        for record in records:
+            compiled = tally.counted(record, compiled)
+        return compiled
 
     return backend
 
@@ -199,9 +289,9 @@ def _target_of(model: nn.Module) -> Target:
     return Target.named("cpu") if first is None or first.device.type == "cpu" else Target.detect()
 
 
-def _read_specs(model: nn.Module, registry: Any) -> tuple[Iterable[Placed], dict[str, str]]:
+def _read_specs(model: nn.Module, registry: Any, parallel: Any) -> tuple[tuple[Placed, ...], dict[str, str]]:
     if registry is None:
         from .. import registry as default
 
         registry = default
-    return registry.specs_in(model), dict(registry.unknown_in(model))
+    return tuple(registry.specs_in(model, parallel=parallel)), dict(registry.unknown_in(model))

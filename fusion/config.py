@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 from attrs import asdict, field, frozen
-from attrs.validators import instance_of, optional
 
 from ..adapters.errors import LayerfuseError, did_you_mean
-from .activation_quant import ActivationQuant
-from .rules import FUSIONS, Fusion
+from ..adapters.activation_quant import ActivationQuant
+from .catalog import FUSIONS
+from .chain import Fusion
+from .sites import ROLES, Site
 
 ENVIRONMENT = "LAYERFUSE_FUSIONS"
 """The environment variable that `FusionConfig.from_environment` reads."""
@@ -22,7 +23,7 @@ ENVIRONMENT = "LAYERFUSE_FUSIONS"
 LEVELS = {
     0: "no fusion",
     1: "fusions that change at most the order and number of float roundings",
-    2: "also fusions that change numerics, such as quantisation (the norms that quantise)",
+    2: "also fusions that change numerics, such as quantisation",
 }
 """The optimisation levels. The default is 1."""
 
@@ -53,6 +54,32 @@ def _level(_instance: object, _attribute: object, value: object) -> None:
         raise FusionConfigError(f"FusionConfig.level: expected one of {', '.join(map(str, LEVELS))}, got {value!r}")
 
 
+Quants: TypeAlias = tuple[tuple[str, ActivationQuant | None], ...]
+"""(role, quantisation) pairs."""
+
+
+def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quants | None) -> Quants:
+    """One quantisation for every role, or one for each that is named."""
+    if value is None:
+        return ()
+    if isinstance(value, ActivationQuant):
+        return tuple((role, value) for role in ROLES)
+    if not isinstance(value, Mapping | tuple):
+        raise FusionConfigError(
+            f"FusionConfig.quant: expected an ActivationQuant, or a mapping from roles to them, got {value!r}"
+        )
+    pairs = dict(value)
+    for role, quant in pairs.items():
+        if role not in ROLES:
+            raise FusionConfigError(
+                f"FusionConfig.quant: no role is called {role!r}{did_you_mean(str(role), ROLES) or '.'} "
+                f"Known: {', '.join(ROLES)}."
+            )
+        if quant is not None and not isinstance(quant, ActivationQuant):
+            raise FusionConfigError(f"FusionConfig.quant[{role!r}]: expected an ActivationQuant or None, got {quant!r}")
+    return tuple(sorted(pairs.items()))
+
+
 @frozen(kw_only=True)
 class FusionConfig:
     """What is wanted of the fusions.
@@ -65,8 +92,9 @@ class FusionConfig:
     "See `LEVELS`."
     switches: tuple[tuple[str, bool], ...] = field(default=(), converter=_switches)
     "Fusions turned on or off whatever the level: given as a mapping from name to bool."
-    quant: ActivationQuant | None = field(default=None, validator=optional(instance_of(ActivationQuant)))
-    "How the engine quantises the activations of its matrix products; None: not at all."
+    quant: Quants = field(default=(), converter=_quants)
+    """How the linear layers after a role's sites quantise their activations: an ActivationQuant for all roles, or a
+    mapping from role to one. What is not declared here is what the specs say, as read off the model."""
     strict: bool = False
     "True: an expected fusion that did not happen raises FusionMissedError."
     origin: str = "FusionConfig"
@@ -97,25 +125,35 @@ class FusionConfig:
                 switches[_known(word[1:], origin)] = False
         return cls(switches=switches, origin=origin, strict=strict)
 
-    def why_off(self, fusion: Fusion) -> str | None:
-        """The reason why this fusion is off, as a sentence, or None where it is on."""
+    def why_off(self, fusion: Fusion, engine: str | None = None) -> str | None:
+        """The reason why this fusion is off, as a sentence, or None where it is on.
+
+        Args:
+            fusion: of the catalog.
+            engine: where it would run; a fusion that was measured no faster there is off unless switched on.
+        """
         switch = dict(self.switches).get(fusion.name)
+        if switch is None and engine in fusion.off_in:
+            return f"{fusion.name} is off in {engine} unless switched on: {fusion.off_in[engine]}"
         if switch is None and fusion.level > self.level:
             return f"{fusion.name} needs optimisation level {fusion.level}, and {self.origin} sets level {self.level}"
         if switch is False:
             return f"{fusion.name} is switched off by {self.origin}"
         return None
 
-    def concerns(self, fusion: Fusion) -> bool:
-        """Whether the fusion can come about at all: one that takes in a quantisation needs that one to be declared."""
-        return fusion.scheme is None or (self.quant is not None and self.quant.scheme == fusion.scheme)
+    def quant_at(self, site: Site) -> ActivationQuant | None:
+        """How what reads a site's first norm quantises it: as declared here, else as read off the model."""
+        declared = dict(self.quant)
+        if site.role in declared:
+            return declared[site.role]
+        return site.norms[0].quant if site.norms else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and for cache keys."""
         return {
             "level": self.level,
             "switches": dict(self.switches),
-            "quant": None if self.quant is None else asdict(self.quant),
+            "quant": {role: None if quant is None else asdict(quant) for role, quant in self.quant},
             "strict": self.strict,
             "origin": self.origin,
         }

@@ -1,4 +1,4 @@
-"""Which layer takes which fusion on a target, and why not: pure, from specs alone.
+"""Which site takes which fusion on a target, and why not: pure, from specs alone.
 
 No torch, no GPU, no layer: the answer comes before the model exists, and everything later is held to it.
 """
@@ -7,52 +7,116 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import attrs
-from attrs import field, frozen
+from attrs import define, field, frozen
 
-from ..adapters.specs import AnySpec, KernelSpec, ResidualSpec
+from ..adapters.activation_quant import ActivationQuant
+from ..adapters.specs import AnySpec, FinalNormSpec, GatedNormSpec, KernelSpec, NormSpec, ResidualSpec
+from .catalog import FUSIONS
+from .chain import Fusion
 from .config import FusionConfig
-from .rules import FUSIONS, Kind
+from .engine import Engine
+from .sites import Site, sites_of
 from .target import Target
 
 Placed: TypeAlias = "AnySpec | tuple[str, AnySpec]"
 """A spec, or a spec with the path of its layer in the model."""
 
+Kind = Literal["expected", "fallback", "refused", "not_applicable"]
+"""`fallback`: another fusion is expected there, and this one is taken where that one is missed. `refused`: the site has
+the steps and may not take the fusion. `not_applicable`: it has no such steps."""
+
+FP8_FORMATS = ("e4m3fn", "e4m3fnuz")
+"""What a quantising fusion can write; `Target.fp8` is one of them where it can run."""
+
+
+@frozen
+class Tokens:
+    """A range of token counts, both ends included."""
+
+    first: int = 1
+    last: int | None = None
+    "None: no end."
+
+    def __contains__(self, count: int) -> bool:
+        return self.first <= count and (self.last is None or count <= self.last)
+
+    def __str__(self) -> str:
+        if self.last is None:
+            return "any number of tokens" if self.first == 1 else f"from {self.first} tokens"
+        return f"up to {self.last} tokens" if self.first == 1 else f"{self.first} to {self.last} tokens"
+
+
+ANY = Tokens()
+"""Every number of tokens."""
+
 
 @frozen(kw_only=True)
 class Decision:
-    """One fusion at one layer."""
+    """One fusion at one site, for a range of tokens."""
 
-    layer: str
-    "The layer's path in the model, or `layer 3` where no path was given."
+    site: str
+    "The site's name: `model.layers.3.self_attn:latents`."
     fusion: str
     kind: Kind
     reason: str
     "A sentence, whichever way it was decided."
+    tokens: Tokens = ANY
 
     @property
     def applies(self) -> bool:
         """Whether the fusion is expected to happen here."""
         return self.kind == "expected"
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return attrs.asdict(self)
+
     def __str__(self) -> str:
-        return f"{self.layer}: {self.fusion}: {self.kind.replace('_', ' ')}: {self.reason}"
+        tokens = "" if self.tokens == ANY else f" ({self.tokens})"
+        return f"{self.site}: {self.fusion}{tokens}: {self.kind.replace('_', ' ')}: {self.reason}"
 
 
-@frozen(kw_only=True)
+class Verdict(NamedTuple):
+    """What one fusion is at one site, before the others are looked at."""
+
+    kind: Kind
+    reason: str
+
+
+@define(kw_only=True, frozen=True, slots=False)
 class Plan:
-    """The decisions for a model: layer by layer in the order given, fusions in the order of `rules.FUSIONS`."""
+    """The decisions for a model: site by site in the order given, fusions in the order of the catalog."""
 
     target: Target
     config: FusionConfig
+    engine: Engine | None = None
     specs: tuple[tuple[str, AnySpec], ...] = field(repr=False)
+    sites: tuple[Site, ...] = field(repr=False)
     decisions: tuple[Decision, ...] = field(repr=False)
 
+    @cached_property
+    def site(self) -> dict[str, Site]:
+        """Every site by its name."""
+        return {site.name: site for site in self.sites}
+
+    @cached_property
+    def _by_site(self) -> dict[str, list[Decision]]:
+        found: dict[str, list[Decision]] = {}
+        for decision in self.decisions:
+            found.setdefault(decision.site, []).append(decision)
+        return found
+
+    def at(self, site: str) -> tuple[Decision, ...]:
+        """The decisions for one site; empty where the plan has no such site."""
+        return tuple(self._by_site.get(site, ()))
+
     def of(self, layer: str) -> tuple[Decision, ...]:
-        """The decisions for one layer; empty where the plan has no such layer."""
-        return tuple(decision for decision in self.decisions if decision.layer == layer)
+        """The decisions for all sites of one layer; empty where the plan has no such layer."""
+        return tuple(d for site in self.sites if site.layer == layer for d in self.at(site.name))
 
     def _kind(self, kind: Kind, fusion: str | None) -> tuple[Decision, ...]:
         return tuple(d for d in self.decisions if d.kind == kind and fusion in (None, d.fusion))
@@ -61,82 +125,198 @@ class Plan:
         """Where this fusion (or any) will happen."""
         return self._kind("expected", fusion)
 
+    def fallback(self, fusion: str | None = None) -> tuple[Decision, ...]:
+        """Where this fusion (or any) is taken if a longer one is missed."""
+        return self._kind("fallback", fusion)
+
     def refused(self, fusion: str | None = None) -> tuple[Decision, ...]:
         """Where it could be thought to happen but may not."""
         return self._kind("refused", fusion)
 
     def not_applicable(self, fusion: str | None = None) -> tuple[Decision, ...]:
-        """Where the layer has no such thing."""
+        """Where the site has no such steps."""
         return self._kind("not_applicable", fusion)
 
-    def expected_specs(self, fusion: str) -> tuple[tuple[str, Any], ...]:
-        """(layer, spec) of the layers that will take this fusion: what a pass is built from."""
-        layers = {decision.layer for decision in self.expected(fusion)}
-        return tuple((layer, spec) for layer, spec in self.specs if layer in layers)
-
-    def fallback_specs(self, fusion: str) -> tuple[tuple[str, Any], ...]:
-        """(layer, spec) of the layers expected to take a fusion that falls back to this one; none where it is off."""
-        if self.config.why_off(FUSIONS[fusion]) is not None:
-            return ()
-        return tuple(
-            placed
-            for other in FUSIONS.values()
-            if other.fallback == fusion
-            for placed in self.expected_specs(other.name)
-        )
+    def concerns(self, fusion: str) -> bool:
+        """Whether the fusion is worth a line: some site takes it, falls back to it or is refused it."""
+        return any(d.fusion == fusion and d.kind != "not_applicable" for d in self.decisions)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         return {
             "target": self.target.to_dict(),
             "config": self.config.to_dict(),
-            "decisions": [attrs.asdict(decision) for decision in self.decisions],
+            "engine": None if self.engine is None else {"name": self.engine.name, "refuses": dict(self.engine.refuses)},
+            "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
     def __str__(self) -> str:
-        lines = [f"plan for {self.target}:"]
-        for name in (fusion.name for fusion in FUSIONS.values() if self.config.concerns(fusion)):
-            lines.append(
-                f"  {name}: {len(self.expected(name))} expected, {len(self.refused(name))} refused, "
-                f"{len(self.not_applicable(name))} not applicable"
-            )
-            # Layers of one kind give the same answer; saying it once per kind keeps 61 layers readable.
-            reasons = Counter((d.kind, d.reason) for d in self.decisions if d.fusion == name)
-            for (kind, reason), count in reasons.items():
-                lines.append(f"    {count} x {kind.replace('_', ' ')}: {reason}")
+        where = f"{self.target}" if self.engine is None else f"{self.target} in {self.engine.name}"
+        lines = [f"plan for {where}:"]
+        for name in filter(self.concerns, FUSIONS):
+            kinds = Counter(d.kind for d in self.decisions if d.fusion == name)
+            counts = ", ".join(f"{kinds[kind]} {kind.replace('_', ' ')}" for kind in KINDS if kinds[kind])
+            lines.append(f"  {name}: {counts}")
+            # Sites of one kind give the same answer; saying it once per kind keeps 61 layers readable.
+            reasons = Counter((d.kind, d.tokens, d.reason) for d in self.decisions if d.fusion == name)
+            for (kind, tokens, reason), count in reasons.items():
+                of = "" if tokens == ANY else f" ({tokens})"
+                lines.append(f"    {count} x {kind.replace('_', ' ')}{of}: {reason}")
         return "\n".join(lines)
 
 
-def plan(specs: Iterable[Placed], target: Target, config: FusionConfig | None = None) -> Plan:
-    """Decide every fusion for every layer.
+KINDS: tuple[Kind, ...] = ("expected", "fallback", "refused", "not_applicable")
+"""In the order in which they are listed."""
+
+
+def plan(
+    specs: Iterable[Placed],
+    target: Target,
+    config: FusionConfig | None = None,
+    engine: Engine | str | None = None,
+) -> Plan:
+    """Decide every fusion for every site.
 
     Args:
-        specs: specs, or (path, spec) pairs as `registry.specs_in` yields them.
+        specs: specs, or (path, spec) pairs as `registry.specs_in` yields them. One layer may have several specs of
+            different types, as a decoder layer that holds its attention's numbers itself.
         target: what the kernels will run on.
         config: what is wanted; the default config if not given. The environment is not read here:
             pass `FusionConfig.from_environment()` for that.
+        engine: where the model runs, by name or with what it will not let happen; None: torch.compile as it is.
 
     Raises:
-        ValueError: two specs claim the same layer.
+        ValueError: two specs of one type claim the same layer.
+        UnknownFusionEngineError: no engine has this name.
     """
     config = FusionConfig() if config is None else config
+    engine = Engine.named(engine) if isinstance(engine, str) else engine
     placed = tuple(spec if isinstance(spec, tuple) else (_label(spec), spec) for spec in specs)
-    twice = [layer for layer, count in Counter(layer for layer, _ in placed).items() if count > 1]
+    twice = [key for key, n in Counter((layer, type(spec).__name__) for layer, spec in placed).items() if n > 1]
     if twice:
-        raise ValueError(f"{len(twice)} layers have more than one spec ({twice[0]!r}, ...); give (path, spec) pairs")
-    decisions = []
-    off = {fusion.name: config.why_off(fusion) for fusion in FUSIONS.values()}
-    for layer, spec in placed:
-        for fusion in FUSIONS.values():
-            kind, reason = fusion.rule(spec, target, config)
-            switched_off = off[fusion.name]
-            if kind == "expected" and switched_off is not None:
-                kind, reason = "refused", switched_off
-            decisions.append(Decision(layer=layer, fusion=fusion.name, kind=kind, reason=reason))
-    return Plan(target=target, config=config, specs=placed, decisions=tuple(decisions))
+        layer, kind = twice[0]
+        raise ValueError(
+            f"{len(twice)} layers have more than one spec of a type ({layer!r} has several {kind}); give each spec "
+            "with the path of its own layer, as (path, spec)"
+        )
+    sites = tuple(site for layer, spec in placed for site in sites_of(layer, spec))
+    decide = _Decider(target, config, engine)
+    decisions = tuple(decision for site in sites for decision in decide(site))
+    return Plan(target=target, config=config, engine=engine, specs=placed, sites=sites, decisions=decisions)
 
 
 def _label(spec: AnySpec) -> str:
+    name = f"layer {spec.layer_index}"
     if isinstance(spec, KernelSpec):
-        return f"layer {spec.layer_index} kernel"
-    return f"layer {spec.layer_index} residual" if isinstance(spec, ResidualSpec) else f"layer {spec.layer_index}"
+        return f"{name} kernel"
+    if isinstance(spec, ResidualSpec):
+        return f"{name} residual"
+    return "final norm" if isinstance(spec, FinalNormSpec) else name
+
+
+class _Decider:
+    """Decides site by site. Sites that differ in their layer only are decided once."""
+
+    def __init__(self, target: Target, config: FusionConfig, engine: Engine | None) -> None:
+        self._target = target
+        self._config = config
+        self._engine = engine
+        self._known: dict[Any, list[tuple[str, Kind, str, Tokens]]] = {}
+
+    def __call__(self, site: Site) -> list[Decision]:
+        quant = self._config.quant_at(site)
+        key = (site.role, site.norms, site.adds, site.absent, site.unknown, quant, site.spec.layer_index == 0)
+        if any(fusion.limit is not None for fusion in FUSIONS.values()):
+            key = (*key, site.spec)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = list(self._decide(site, quant))
+        return [
+            Decision(site=site.name, fusion=fusion, kind=kind, reason=reason, tokens=tokens)
+            for fusion, kind, reason, tokens in found
+        ]
+
+    def _decide(self, site: Site, quant: ActivationQuant | None) -> Iterable[tuple[str, Kind, str, Tokens]]:
+        verdicts = {f: self._verdict(f, site, quant) for f in FUSIONS.values() if site.role in f.roles}
+        # The longest chain first; of equal ones the catalog's first. What is left of the token counts goes on.
+        wanted = sorted((f for f, v in verdicts.items() if v.kind == "expected"), key=lambda f: -len(f.chain))
+        left: Tokens | None = ANY
+        taken: dict[Fusion, list[tuple[str, Kind, str, Tokens]]] = {}
+        holders: list[str] = []
+        for fusion in wanted:
+            reason = verdicts[fusion].reason
+            limit = None if fusion.limit is None else fusion.limit(site, self._target)
+            rows = taken.setdefault(fusion, [])
+            if left is not None and (limit is None or left.first <= limit.most):
+                until = left.last if limit is None else limit.most
+                rows.append((fusion.name, "expected", reason, Tokens(left.first, until)))
+                left = None if limit is None else Tokens(limit.most + 1)
+                if limit is not None:
+                    rows.append((fusion.name, "not_applicable", limit.reason, Tokens(limit.most + 1)))
+                holders.append(fusion.name)
+            else:
+                why = f"{' and '.join(holders)} takes the same nodes; this is taken where it is missed"
+                rows.append((fusion.name, "fallback", why, ANY))
+        for fusion, verdict in verdicts.items():
+            yield from taken.get(fusion) or [(fusion.name, verdict.kind, verdict.reason, ANY)]
+
+    def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Verdict:
+        found = verdict(fusion, site, self._target, quant)
+        if found.kind != "expected":
+            return found
+        off = self._config.why_off(fusion, None if self._engine is None else self._engine.name)
+        refusal = None if self._engine is None else self._engine.why_not(fusion.name, site.role)
+        reason = refusal or off
+        return found if reason is None else Verdict("refused", reason)
+
+
+def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None) -> Verdict:
+    """Whether a site has the steps of a fusion's chain, and the target takes them. Switches are not looked at."""
+    if site.absent is not None:
+        return Verdict("not_applicable", site.absent)
+    if site.unknown is not None:
+        return Verdict("refused", site.unknown)
+    if fusion.add is not None and not site.adds:
+        return Verdict("not_applicable", "the first layer's input norm has no residual to add")
+    for step, norm in zip(fusion.norms, site.norms, strict=True):
+        problem = _not_plain(norm, step.weight_offset is not None)
+        if problem is not None:
+            return Verdict("refused", f"{step.x if len(site.norms) > 1 else 'the'} norm {problem}")
+    norms = " and ".join(_described(norm) for norm in site.norms)
+    what = f"the residual add and {norms}" if fusion.add is not None else norms
+    verb = "are" if fusion.add is not None or len(site.norms) > 1 else "is"
+    if fusion.quant is None:
+        return Verdict("expected", f"{what} {verb} one launch on {target}")
+    if quant is None:
+        return Verdict("not_applicable", f"nothing says that what reads the {site.role} site quantises its activations")
+    if quant.scheme != fusion.quant.scheme:
+        return Verdict("not_applicable", f"what reads the {site.role} site quantises with {quant}")
+    if target.fp8 not in FP8_FORMATS:
+        return Verdict(
+            "refused",
+            f"{target} has {'no fp8 format' if target.fp8 is None else 'fp8 ' + target.fp8}, and "
+            f"the fused op writes {' or '.join(FP8_FORMATS)}",
+        )
+    width = site.norms[0].width
+    if quant.group_size is not None and width % quant.group_size:
+        return Verdict(
+            "refused",
+            f"what is quantised is {width} wide, which is no multiple of the {quant.group_size} columns that share a "
+            "scale",
+        )
+    return Verdict("expected", f"{what} {verb} one launch on {target}, the first in {target.fp8} with {quant}")
+
+
+def _not_plain(norm: NormSpec, takes_offset: bool) -> str | None:
+    if isinstance(norm, GatedNormSpec):
+        return "is gated, and the fused op takes plain norms only"
+    if norm.weight_offset != 0.0 and not takes_offset:
+        return (
+            f"is zero-centred (gemma style, weight_offset {norm.weight_offset}), and the fused op multiplies by the "
+            "stored weight"
+        )
+    return None
+
+
+def _described(norm: NormSpec) -> str:
+    return f"rms_norm({norm.width}, epsilon {norm.epsilon:g})"

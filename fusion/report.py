@@ -1,65 +1,90 @@
-"""What came of a plan: for each fusion, where it was expected, where it happened, and why it did not elsewhere.
+"""What came of a plan: what was expected, what was fused in compiled graphs, what ran fused, and why the rest did not.
 
-Passes add one record per compiled graph; the verdict for a layer is drawn from all of them, so a recompilation that
-loses a layer shows.
+Rewriting adds a record for each compiled graph. `fusion.compile` also counts the calls of those graphs, so that the
+report tells what was compiled from what was executed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 from attrs import field, frozen
 
 from ..adapters.errors import LayerfuseError
+from .catalog import FUSIONS
 from .plan import Plan
-from .rules import FUSIONS
+
+Missed = dict[str, dict[str, str]]
+"""Fusion -> site -> reason."""
 
 
 @frozen(kw_only=True)
-class Match:
-    """One rewritten site."""
+class Use:
+    """One use of a site in one graph."""
 
-    layer: str
-    how: str
-    "How the site was tied to its layer: parameter, module path, or structure alone."
-    frame: str = ""
-    "The module whose forward the graph was traced from, where that is not the model; its siblings may share the graph."
+    site: str
+    fused: str | None
+    "The fusion that was put there, or None."
+    missed: Mapping[str, str] = field(factory=dict)
+    "Expected fusion -> why it was not."
+    how: str = "structure"
+    "How the norms were tied to the site: parameter, module path, or structure alone."
+    weights: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    "The norms' weights: position among the graph's inputs, and the names that the model has for the parameter."
+    whole: bool = True
+    "Whether the graph always runs with these weights. If not, sibling layers share it."
 
 
 @frozen(kw_only=True)
 class GraphRecord:
-    """What one pass did to one graph."""
+    """What rewriting did to one graph."""
 
-    fusion: str
     graph: int
     "0-based, in order of compilation."
-    matched: tuple[Match, ...]
-    missed: dict[str, str] = field(factory=dict)
-    "Layers whose norms are in this graph and were not fused, with the reason."
+    uses: tuple[Use, ...]
     unattributed: tuple[str, ...] = ()
-    "Sentences on sites that resemble this fusion's and could be tied to no layer."
+    "Sentences on norms that resemble a site's and could be tied to none."
+
+    def fused(self, fusion: str | None = None) -> int:
+        """Uses that this fusion (or any) was put at."""
+        return sum(use.fused is not None and fusion in (None, use.fused) for use in self.uses)
+
+
+@frozen(kw_only=True)
+class CallRecord:
+    """One call of a compiled model."""
+
+    ran: Counter[tuple[str, str]]
+    "(site, fusion) -> uses that ran fused."
+    missed: Missed
+    "What was expected and did not run fused in this call."
+
+    def fused(self, fusion: str | None = None) -> int:
+        """Uses that ran with this fusion, or any."""
+        return sum(count for (_, name), count in self.ran.items() if fusion in (None, name))
 
 
 class FusionMissedError(LayerfuseError, RuntimeError):
     """Expected fusions that did not happen, or layers of which nothing can be expected.
 
-    `missed` maps fusion to layer to reason; `unknown` maps a layer that looks like attention to its unknown class.
+    `missed` maps fusion to site to reason; `unknown` maps a layer that looks like attention to its unknown class.
     """
 
-    def __init__(self, missed: dict[str, dict[str, str]], unknown: dict[str, str] | None = None) -> None:
+    def __init__(self, missed: Missed, unknown: dict[str, str] | None = None) -> None:
         self.missed = missed
         self.unknown = {} if unknown is None else unknown
         super().__init__(missed, self.unknown)
 
     def __str__(self) -> str:
         lines = []
-        for fusion, layers in self.missed.items():
-            lines.append(f"{fusion} was expected and did not happen in {len(layers)} layers:")
-            lines += [f"  - {layer}: {reason}" for layer, reason in layers.items()]
+        for fusion, sites in self.missed.items():
+            lines.append(f"{fusion} was expected and did not happen at {len(sites)} sites:")
+            lines += [f"  - {site}: {reason}" for site, reason in sites.items()]
         if self.unknown:
-            lines.append("Nobody can say what these layers should fuse, since no adapter knows their class:")
+            lines.append("No adapter knows the class of these layers, so nothing can be planned for them:")
             lines += [f"  - {layer}: {name}" for layer, name in self.unknown.items()]
             lines.append(
                 "Declare the class in a models.toml entry, or pass specs= to leave such layers out on purpose."
@@ -71,20 +96,26 @@ class FusionMissedError(LayerfuseError, RuntimeError):
 
 @frozen(kw_only=True)
 class FusionReport:
-    """One fusion over all graphs so far."""
+    """One fusion over all graphs and calls so far."""
 
     fusion: str
     expected: tuple[str, ...]
-    "Layers, in the plan's order."
+    "Sites, in the plan's order."
     matched: tuple[str, ...]
-    "Layers fused in every graph that holds their sites."
+    "Expected sites that were fused in every graph that holds them, and that ran fused in the last call if there was one."
     missed: dict[str, str]
-    "Expected layers that are not matched, with the reason."
+    "Expected sites that are not matched, with the reason."
     refused: dict[str, str]
-    "`missed`, and the layers that the plan itself refused."
+    "`missed`, and the sites that the plan itself refused."
     not_applicable: dict[str, str]
-    instead: tuple[str, ...] = ()
-    "Layers fused here because the fusion they were planned for missed, and falls back to this one."
+    fallback: tuple[str, ...] = ()
+    "Sites that were fused this way because a longer fusion was missed there."
+    compiled: int = 0
+    "Uses that were fused in all compiled graphs together."
+    executed: int = 0
+    "Uses that ran fused in all calls together."
+    last_call: int | None = None
+    "Uses that ran fused in the last call; None where calls are not counted, or there was none."
 
     @property
     def complete(self) -> bool:
@@ -96,36 +127,49 @@ class FusionReport:
         return attrs.asdict(self)
 
     def __str__(self) -> str:
-        instead = f", {len(self.instead)} fused as a fallback" if self.instead else ""
+        more = f", {len(self.fallback)} as a fallback" if self.fallback else ""
+        more += "" if self.last_call is None else f"; {self.last_call} uses ran fused in the last call"
         lines = [
             f"{self.fusion}: {len(self.expected)} expected, {len(self.matched)} matched, {len(self.refused)} refused, "
-            f"{len(self.not_applicable)} not applicable{instead}"
+            f"{len(self.not_applicable)} not applicable{more}"
         ]
-        for kind, layers in (("refused", self.refused), ("not applicable", self.not_applicable)):
-            for reason, count in Counter(layers.values()).items():
-                first = next(layer for layer, why in layers.items() if why == reason)
+        for kind, sites in (("refused", self.refused), ("not applicable", self.not_applicable)):
+            for reason, count in Counter(sites.values()).items():
+                first = next(site for site, why in sites.items() if why == reason)
                 others = f" and {count - 1} more" if count > 1 else ""
                 lines.append(f"  {kind}: {first}{others}: {reason}")
         return "\n".join(lines)
 
 
 class Report:
-    """The plan, the records of every compiled graph, and what follows from both."""
+    """The plan, the records of every compiled graph and call, and what follows from them."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.records: list[GraphRecord] = []
+        self.calls = 0
+        "Calls that were counted."
+        self.executed: Counter[tuple[str, str]] = Counter()
+        "(site, fusion) -> uses that ran fused in all calls together."
+        self.last: CallRecord | None = None
+        "The last call, or None."
         self.unknown: dict[str, str] = {}
         "Layers that look like attention, and the class that no adapter knows: they are in no plan."
 
     def add(self, record: GraphRecord) -> None:
-        """Take in what a pass did to one more graph."""
+        """Take in what rewriting did to one more graph."""
         self.records.append(record)
+
+    def add_call(self, call: CallRecord) -> None:
+        """Take in one more call."""
+        self.calls += 1
+        self.executed.update(call.ran)
+        self.last = call
 
     @property
     def graphs(self) -> int:
         """Graphs seen so far."""
-        return len({record.graph for record in self.records})
+        return len(self.records)
 
     def of(self, fusion: str) -> FusionReport:
         """The verdict on one fusion.
@@ -135,67 +179,69 @@ class Report:
         """
         if fusion not in FUSIONS:
             raise KeyError(f"no fusion is called {fusion!r}; known: {', '.join(FUSIONS)}")
-        records = [record for record in self.records if record.fusion == fusion]
-        expected = tuple(decision.layer for decision in self.plan.expected(fusion))
-        missed: dict[str, str] = {}
-        for layer in expected:
-            why = next((record.missed[layer] for record in records if layer in record.missed), None)
-            if why is not None:
-                missed[layer] = why
-            elif not self._served(fusion, layer):
-                missed[layer] = self._absent(records)
-        other = FUSIONS[fusion].fallback
-        if other is not None:
-            for layer in missed:
-                missed[layer] += f"; {other} was fused there instead" if self._served(other, layer) else ""
+        expected = tuple(dict.fromkeys(decision.site for decision in self.plan.expected(fusion)))
+        missed = {site: why for site in expected if (why := self._why_missed(fusion, site)) is not None}
+        wanted, served = set(expected), self._served(fusion)
         return FusionReport(
             fusion=fusion,
             expected=expected,
-            matched=tuple(layer for layer in expected if layer not in missed),
+            matched=tuple(site for site in expected if site not in missed),
             missed=missed,
-            refused={**{d.layer: d.reason for d in self.plan.refused(fusion)}, **missed},
-            not_applicable={d.layer: d.reason for d in self.plan.not_applicable(fusion)},
-            instead=tuple(layer for layer, _ in self.plan.fallback_specs(fusion) if self._served(fusion, layer)),
+            refused={**{d.site: d.reason for d in self.plan.refused(fusion)}, **missed},
+            not_applicable={d.site: d.reason for d in self.plan.not_applicable(fusion) if d.site not in wanted},
+            fallback=tuple(
+                decision.site for decision in self.plan.fallback(fusion) if decision.site in served
+            ),
+            compiled=sum(record.fused(fusion) for record in self.records),
+            executed=sum(count for (_, name), count in self.executed.items() if name == fusion),
+            last_call=None if self.last is None else self.last.fused(fusion),
         )
 
-    def _served(self, fusion: str, layer: str) -> bool:
-        """Whether some graph that this layer runs was fused, expected or not."""
-        matches = (match for record in self.records if record.fusion == fusion for match in record.matched)
-        return any(match.layer == layer or self._shares(layer, match) for match in matches)
+    def _served(self, fusion: str) -> set[str]:
+        """Sites that some graph was fused at, or that ran fused."""
+        compiled = {use.site for record in self.records for use in record.uses if use.fused == fusion}
+        return compiled | {site for site, name in self.executed if name == fusion}
 
-    def _shares(self, layer: str, match: Match) -> bool:
-        """Whether a layer without a graph of its own runs the one that a layer of the same spec was matched in.
+    def _why_missed(self, fusion: str, site: str) -> str | None:
+        for record in self.records:
+            for use in record.uses:
+                if use.site == site and fusion in use.missed:
+                    return with_fallback(use.missed[fusion], use.fused)
+        if self.last is not None:
+            return self.last.missed.get(fusion, {}).get(site)
+        rivals = {d.fusion for d in self.plan.at(site) if d.kind == "expected"}
+        return None if any(site in self._served(name) for name in rivals) else self._absent()
 
-        After a graph break Dynamo compiles a module's forward once, takes its parameters as inputs, and runs it for
-        every module that passes the guards, which compare epsilons and shapes.
-        """
-        if not match.frame or not layer.endswith(match.layer.removeprefix(match.frame)):
-            return False
-        specs = dict(self.plan.specs)
-        here, there = specs[layer], specs[match.layer]
-        return type(here) is type(there) and attrs.evolve(here, layer_index=there.layer_index) == there
+    def _absent(self) -> str:
+        if not self.records:
+            return "no graph has come to the rewriting: the model was not called, Dynamo is off, or Inductor had it cached"
+        loose = [sentence for record in self.records for sentence in record.unattributed]
+        hint = f"; norms tied to no site: {'; '.join(loose[:3])}" if loose else ""
+        plural = "s" if len(self.records) > 1 else ""
+        return f"its norms are in none of the {len(self.records)} compiled graph{plural}{hint}"
 
-    @staticmethod
-    def _absent(records: list[GraphRecord]) -> str:
-        if not records:
-            return "no graph has come to the pass: the model was not called, Dynamo is off, or Inductor had it cached"
-        loose = [sentence for record in records for sentence in record.unattributed]
-        hint = f"; norms tied to no layer: {'; '.join(loose[:3])}" if loose else ""
-        plural = "s" if len(records) > 1 else ""
-        return f"its latent norms are in none of the {len(records)} compiled graph{plural}{hint}"
-
-    def missed(self) -> dict[str, dict[str, str]]:
-        """Fusion -> layer -> reason, for everything expected that did not happen; empty when all is well."""
+    def missed(self) -> Missed:
+        """Everything expected that was lost in some graph, or did not run in the last call; empty when all is well."""
         found = {name: self.of(name).missed for name in FUSIONS}
-        return {name: layers for name, layers in found.items() if layers}
+        return {name: sites for name, sites in found.items() if sites}
 
     def check(self) -> None:
-        """Raise where something expected did not happen.
+        """Raise where something expected did not happen, in any graph so far or in the last call.
 
         Raises:
-            FusionMissedError: naming each layer and its reason.
+            FusionMissedError: naming each site and its reason.
         """
-        missed = self.missed()
+        self._raise(self.missed())
+
+    def check_call(self) -> None:
+        """Raise where something expected did not run fused in the last call.
+
+        Raises:
+            FusionMissedError: naming each site and its reason.
+        """
+        self._raise({} if self.last is None else self.last.missed)
+
+    def _raise(self, missed: Missed) -> None:
         if missed or self.unknown:
             raise FusionMissedError(missed, self.unknown)
 
@@ -204,14 +250,21 @@ class Report:
         return {
             "target": self.plan.target.to_dict(),
             "graphs": self.graphs,
+            "calls": self.calls,
             "unknown": dict(self.unknown),
             "fusions": {name: self.of(name).to_dict() for name in FUSIONS},
             "records": [attrs.asdict(record) for record in self.records],
         }
 
     def __str__(self) -> str:
-        lines = [f"fusion report: {self.graphs} graphs compiled for {self.plan.target}"]
-        named = (fusion.name for fusion in FUSIONS.values() if self.plan.config.concerns(fusion))
-        lines += ["  " + line for name in named for line in str(self.of(name)).splitlines()]
+        calls = f", {self.calls} calls" if self.calls else ""
+        lines = [f"fusion report: {self.graphs} graphs compiled for {self.plan.target}{calls}"]
+        for name in filter(self.plan.concerns, FUSIONS):
+            lines += ["  " + line for line in str(self.of(name)).splitlines()]
         lines += [f"  unknown: {layer}: no adapter knows {name}" for layer, name in self.unknown.items()]
         return "\n".join(lines)
+
+
+def with_fallback(reason: str, fused: str | None) -> str:
+    """The reason of a miss, and what was fused there instead."""
+    return reason if fused is None else f"{reason}; {fused} was fused there instead"

@@ -1,20 +1,20 @@
-"""What the kernels will run on, as data: architecture, vendor, fp8 flavour, capabilities.
+"""What the kernels will run on, as data: architecture, vendor, fp8 format.
 
 Planning needs no GPU: a target is named, and only `Target.detect` asks torch what this machine has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
 from typing import Any
 
-from attrs import field, frozen
+from attrs import frozen
 
 from ..adapters.errors import LayerfuseError, did_you_mean
 
 
 class UnknownTargetError(LayerfuseError, LookupError):
-    """A target name that nobody declared. `known` holds the names that exist."""
+    """A target name that is no architecture. `known` holds the names that are declared."""
 
     def __init__(self, name: str, known: tuple[str, ...]) -> None:
         self.name = name
@@ -23,13 +23,10 @@ class UnknownTargetError(LayerfuseError, LookupError):
 
     def __str__(self) -> str:
         return (
-            f"no target is called {self.name!r}{did_you_mean(self.name, self.known) or '.'} "
-            f"Known: {', '.join(self.known)}. For another one, build Target(arch=..., vendor=...) yourself."
+            f"no target is called {self.name!r}{did_you_mean(self.name, self.known) or '.'} Known: "
+            f"{', '.join(self.known)}, and every other smNN of NVIDIA and gfxNNN of AMD. "
+            "For another one, build Target(arch=..., vendor=...) yourself."
         )
-
-
-def _names(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(names)
 
 
 @frozen(kw_only=True)
@@ -41,68 +38,59 @@ class Target:
     vendor: str
     "amd, nvidia or cpu."
     fp8: str | None = None
-    "The float8 format its matrix units take: e4m3fn (OCP), e4m3fnuz (gfx942), or None."
-    capabilities: frozenset[str] = field(default=frozenset(), converter=_names)
-    "What rules may ask for: triton, aiter, mxfp4."
+    "The float8 format its matrix units take: e4m3fn (OCP), e4m3fnuz (gfx940 to gfx942), or None."
 
     @property
     def name(self) -> str:
         """The name to give `Target.named`."""
         return self.arch
 
-    def has(self, capability: str) -> bool:
-        """Whether the device has a capability."""
-        return capability in self.capabilities
-
     @classmethod
     def named(cls, name: str) -> Target:
-        """The declared target of this name.
+        """The target of this architecture: one of `TARGETS`, or any other smNN or gfxNNN, newer ones included.
 
         Raises:
-            UnknownTargetError: no such name; the message holds the closest one.
+            UnknownTargetError: no architecture is spelled like that; the message holds the closest name.
         """
-        if name not in TARGETS:
-            raise UnknownTargetError(name, tuple(TARGETS))
-        return TARGETS[name]
+        if name == "cpu":
+            return cls(arch="cpu", vendor="cpu")
+        if re.fullmatch(r"sm[1-9]\d+[a-z]?", name):
+            return cls(arch=name, vendor="nvidia", fp8="e4m3fn" if int(re.sub(r"\D", "", name)) >= FIRST_FP8 else None)
+        if re.fullmatch(r"gfx[1-9][0-9a-f]{2,3}", name):
+            return cls(arch=name, vendor="amd", fp8=_amd_fp8(name))
+        raise UnknownTargetError(name, TARGETS)
 
     @classmethod
     def detect(cls) -> Target:
-        """The target of torch's current device on this machine, `cpu` without a GPU. Imports torch.
-
-        A GPU that is not declared is described by its own arch, with no fp8 flavour and Triton as its only capability.
-        """
+        """The target of torch's current device on this machine, `cpu` without a GPU. Imports torch."""
         import torch
 
         if not torch.cuda.is_available():
-            return TARGETS["cpu"]
+            return cls.named("cpu")
         if torch.version.hip:
-            arch = str(torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName).split(":")[0]
-            vendor = "amd"
-        else:
-            arch = "sm{}{}".format(*torch.cuda.get_device_capability())
-            vendor = "nvidia"
-        return TARGETS.get(arch) or cls(arch=arch, vendor=vendor, capabilities=["triton"])
+            return cls.named(torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.split(":")[0])
+        return cls.named("sm{}{}".format(*torch.cuda.get_device_capability()))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {
-            "arch": self.arch,
-            "vendor": self.vendor,
-            "fp8": self.fp8,
-            "capabilities": sorted(self.capabilities),
-        }
+        return {"arch": self.arch, "vendor": self.vendor, "fp8": self.fp8}
 
     def __str__(self) -> str:
         return self.arch
 
 
-TARGETS: dict[str, Target] = {
-    target.arch: target
-    for target in (
-        Target(arch="gfx950", vendor="amd", fp8="e4m3fn", capabilities=["triton", "aiter", "mxfp4"]),
-        Target(arch="gfx942", vendor="amd", fp8="e4m3fnuz", capabilities=["triton", "aiter"]),
-        Target(arch="sm90", vendor="nvidia", fp8="e4m3fn", capabilities=["triton"]),
-        Target(arch="cpu", vendor="cpu"),
-    )
-}
-"""The declared targets. fp8 flavours: CDNA3 has the FNUZ formats, CDNA4 and Hopper the OCP ones."""
+FIRST_FP8 = 89
+"""NVIDIA's first compute capability with fp8 (Ada), and the first for which Triton converts to e4m3fn."""
+
+
+def _amd_fp8(arch: str) -> str | None:
+    """CDNA3 (gfx940 to gfx942) has the FNUZ formats; CDNA4 (gfx950) and RDNA4 (gfx12), and what follows, OCP's."""
+    if arch in ("gfx940", "gfx941", "gfx942"):
+        return "e4m3fnuz"
+    number = int(arch.removeprefix("gfx"), 16)
+    family = int(arch.removeprefix("gfx")[:-2], 16)
+    return "e4m3fn" if (family == 9 and number >= 0x950) or family >= 0x12 else None
+
+
+TARGETS = ("gfx950", "gfx942", "gfx90a", "sm120", "sm100", "sm90", "sm89", "sm80", "cpu")
+"""The targets that help texts name."""

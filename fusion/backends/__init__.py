@@ -6,6 +6,8 @@ a backend runs on a device and what it refuses is asked once for each case; afte
 
 from __future__ import annotations
 
+import functools
+import importlib
 import os
 import threading
 from collections.abc import Callable, Hashable
@@ -14,9 +16,10 @@ from typing import Any
 from attrs import frozen
 
 from ...adapters.errors import LayerfuseError, did_you_mean
+from ..declare import Kernel
 
 ENVIRONMENT = "LAYERFUSE_BACKEND"
-"""Environment variable that forces one backend by name for every op and device."""
+"""Environment variable that forces one backend by name, on every device, for the ops that have it."""
 
 
 class BackendError(LayerfuseError, LookupError):
@@ -58,27 +61,32 @@ _loaded: dict[tuple[str, str], Chosen] = {}
 _broken: dict[tuple[str, str], str] = {}
 _forced: list[str] = []
 """The forced backend, or empty."""
+_choices = 0
+"""Counts registrations and changes of `force`: what was decided before one of them is not kept."""
 _lock = threading.RLock()
 """Held while a backend loads, too; loading may register another one."""
 
 
 def register(backend: Backend) -> None:
     """Add an implementation; it is preferred to those added before it."""
+    global _choices
     with _lock:
         if any(other.name == backend.name for other in _backends.setdefault(backend.op, [])):
             raise BackendError(f"{backend.op} already has a backend called {backend.name!r}")
         _backends[backend.op].insert(0, backend)
         _loaded.pop((backend.op, backend.name), None)
         _broken.pop((backend.op, backend.name), None)
+        _choices += 1
         _chosen.clear()
 
 
 def force(name: str | None) -> None:
-    """Use this backend for every op and device from now on; None goes back to the automatic choice.
+    """Use this backend from now on, on every device, for the ops that have it; None: the automatic choice again.
 
     Raises:
         BackendError: no op has a backend of this name.
     """
+    global _choices
     known = sorted({backend.name for several in _backends.values() for backend in several})
     if name is not None and name not in known:
         raise BackendError(
@@ -86,6 +94,7 @@ def force(name: str | None) -> None:
         )
     with _lock:
         _forced[:] = [] if name is None else [name]
+        _choices += 1
         _chosen.clear()
 
 
@@ -106,25 +115,43 @@ def choose(op: str, device: str, case: Hashable = None) -> Chosen:
 
 
 def _decide(op: str, device: str, case: Hashable) -> Chosen:
-    wanted = _wanted()
-    refusals = []
-    for backend in _backends.get(op, ()):
-        if wanted in (None, backend.name):
+    while True:
+        before, wanted = _choices, wanted_for(op)
+        refusals = []
+        for backend in _backends.get(op, ()):
+            if wanted not in (None, backend.name):
+                continue
+            # Asked without the lock: a question may import AITER, which takes minutes.
             reason = _why_not(backend, device, case, wanted)
             if reason is None:
                 with _lock:
                     reason = _load(backend)
-                    if reason is None:
+                    if reason is None and before == _choices:
                         return _chosen.setdefault((op, device, case), _loaded[op, backend.name])
+            if reason is None:
+                break  # somebody has forced or registered a backend meanwhile
             refusals.append(f"{backend.name}: {reason}")
-    known = ", ".join(backend.name for backend in _backends.get(op, ())) or "none"
-    why = "; ".join(refusals) or f"it has no backend called {wanted!r}, which was asked for by name (it has: {known})"
-    raise BackendError(f"{op} cannot run on {device}: {why}")
+        else:
+            raise BackendError(f"{op} cannot run on {device}: {'; '.join(refusals) or 'it has no backend'}")
 
 
-def _wanted() -> str | None:
+def wanted_for(op: str) -> str | None:
+    """The backend that is forced for this op; None where none is, or where the op has no backend of that name.
+
+    Raises:
+        BackendError: no op at all has a backend of the forced name.
+    """
     # A variable that is set to nothing, as shells do, is not set.
-    return _forced[0] if _forced else os.environ.get(ENVIRONMENT) or None
+    wanted = _forced[0] if _forced else os.environ.get(ENVIRONMENT) or None
+    if wanted is None or any(backend.name == wanted for backend in _backends.get(op, ())):
+        return wanted
+    known = sorted({backend.name for several in _backends.values() for backend in several})
+    if wanted not in known:
+        raise BackendError(
+            f"{ENVIRONMENT}={wanted}: no op has a backend called {wanted!r}{did_you_mean(wanted, known) or '.'} "
+            f"Known: {', '.join(known)}."
+        )
+    return None
 
 
 def _load(backend: Backend) -> str | None:
@@ -149,7 +176,7 @@ def _why_not(backend: Backend, device: str, case: Hashable, wanted: str | None) 
 
 def survey(op: str, device: str, case: Hashable = None) -> tuple[tuple[str, str | None], ...]:
     """Every backend of an op in order of preference: (name, why it is not taken here, or None where it could be)."""
-    wanted = _wanted()
+    wanted = wanted_for(op)
     return tuple((backend.name, _why_not(backend, device, case, wanted)) for backend in _backends.get(op, ()))
 
 
@@ -164,3 +191,52 @@ def chosen() -> dict[tuple[str, str], str]:
 def anywhere(device: str) -> tuple[bool, str]:
     """For a reference in plain torch."""
     return True, f"plain torch runs on {device}"
+
+
+# ---- from declarations -----------------------------------------------------------------------------------------------
+
+
+def reference(op: str, function: Callable[..., Any]) -> Backend:
+    """An op's reference, which runs anywhere."""
+    return Backend(name="reference", op=op, load=lambda: function, runs_on=anywhere)
+
+
+def backend_of(op: str, kernel: Kernel) -> Backend:
+    """A declared kernel as a backend, with the rules of its kind: Triton's, AITER's, or none."""
+    if kernel.backend == "aiter":
+        from .aiter.backend import backend
+
+        return backend(op)
+    if not kernel.function:
+        raise BackendError(f"{op}: the kernel of backend {kernel.backend!r} names no function (`module:function`)")
+    if kernel.backend == "triton":
+        from .triton import backend as triton_backend
+
+        return triton_backend(op, kernel)
+    return Backend(
+        name=kernel.backend,
+        op=op,
+        load=functools.partial(imported, kernel.function),
+        runs_on=anywhere,
+        refuses=refusal_of(kernel),
+    )
+
+
+def refusal_of(kernel: Kernel) -> Callable[[Any], str | None]:
+    """What a kernel itself refuses; nothing unless it says so."""
+    if kernel.refuses is None:
+        return _refuses_nothing
+    path = kernel.refuses
+
+    def refuses(case: Any) -> str | None:
+        said: str | None = imported(path)(case)
+        return said
+
+    return refuses
+
+
+def imported(path: str) -> Callable[..., Any]:
+    """The function at `module:function`."""
+    module, _, name = path.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function

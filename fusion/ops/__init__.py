@@ -1,21 +1,28 @@
-"""The fused ops, registered with torch.library when this package is imported: `torch.ops.layerfuse.*`."""
+"""The ops, registered with torch.library when this package is imported: `torch.ops.layerfuse.*`.
 
-from ..backends.aiter import register as register_aiter
-from ..backends.triton import register as register_triton
-from .mla_dual_rms_norm import mla_dual_rms_norm
-from .mla_dual_rms_norm_quant import mla_dual_rms_norm_group_quant, mla_dual_rms_norm_per_token_quant
-from .quantise import quantise_group, quantise_per_token
-from .rms_norm import rms_norm
+They are the canonical ops and the op of every fusion in the catalog, other packages' included, each as a function here.
+"""
 
-# The ops have registered their references. What is added later is preferred where it runs.
-register_triton()
-register_aiter()
+from __future__ import annotations
 
-__all__ = [
-    "mla_dual_rms_norm",
-    "mla_dual_rms_norm_group_quant",
-    "mla_dual_rms_norm_per_token_quant",
-    "quantise_group",
-    "quantise_per_token",
-    "rms_norm",
-]
+from collections.abc import Callable
+from typing import Any
+
+from ..catalog import FUSIONS
+from .canonical import CANONICAL
+from .library import public
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **{op.name: public(op) for op in CANONICAL},
+    **{fusion.op.name: public(fusion.op, fusion.backends) for fusion in FUSIONS.values()},
+}
+"""Every op by name, as users call it."""
+
+globals().update(FUNCTIONS)
+
+__all__ = ["FUNCTIONS", *FUNCTIONS]  # noqa: PLE0604 (names of functions that are made from declarations)
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    """For type checkers, which do not see the names above."""
+    raise AttributeError(f"layerfuse.fusion.ops has no op {name!r}; it has: {', '.join(FUNCTIONS)}")

@@ -1,58 +1,316 @@
-"""The one place where layerfuse ops enter torch.library: schema, kernel, fake and backward.
+"""From the declaration of an op to `torch.ops.layerfuse.<name>`: schema, checks, fake, case and public function.
 
 A `Library` is used rather than `custom_op`, whose Python wrapper costs more per call than a small norm takes.
 """
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import backends
+from ..declare import (
+    REQUIRED,
+    Argument,
+    Epsilon,
+    GroupSize,
+    Kernel,
+    Like,
+    Op,
+    QuantDtype,
+    Quantised,
+    Result,
+    Rows,
+    Weight,
+)
+from .norm import FLOATS
+from .quantisation import GROUP_SIZES, LARGEST, empty_scales
 
 _LIBRARY = torch.library.Library("layerfuse", "FRAGMENT")
+_defined: dict[str, Op] = {}
+_QUANTISED_FROM = (torch.float32, torch.bfloat16, torch.float16)
+
+Check = Callable[..., None]
 
 
-def define(
-    schema: str,
-    *,
-    reference: Callable[..., Any],
-    check: Callable[..., None],
-    fake: Callable[..., Any],
-    case: Callable[..., Hashable],
-    backward: Callable[..., Any] | None = None,
-    setup_context: Callable[..., None] | None = None,
-) -> Any:
-    """Register an op and return it as callable `torch.ops.layerfuse.<name>.default`.
+def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
+    """Register an op once, with its reference and its kernels, and return `torch.ops.layerfuse.<name>.default`.
 
     Args:
-        schema: as torch.library takes it; the first argument is a tensor, whose device picks the backend.
-        reference: the meaning of the op in plain torch; it runs on every device.
-        check: called with the op's arguments before any launch; raises on what no backend could take.
-        fake: output shapes from input shapes.
-        case: from the op's arguments to what of them decides which backend takes the call: hashable, quick to make.
-        backward: as torch.library.register_autograd takes it; None for an op that is for inference only, whose check
-            then refuses inputs that require grad. It costs about 10 us per call outside inference mode.
-        setup_context: likewise.
+        op: the declaration.
+        kernels: beside the reference, the preferred one first.
+
+    Raises:
+        ValueError: another op of this name is defined.
     """
-    name = schema.split("(", 1)[0]
+    name = op.name
+    if name in _defined:
+        if _defined[name] is not op:
+            raise ValueError(f"an op called layerfuse::{name} is defined already; give one of the two another name")
+        return getattr(torch.ops.layerfuse, name).default
     # The row stride of a split view must reach the kernel as it is: Inductor keeps the strides that were traced
     # instead of laying out a copy.
-    _LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
-    backends.register(backends.Backend(name="reference", op=name, load=lambda: reference, runs_on=backends.anywhere))
+    _LIBRARY.define(op.schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
+    backends.register(backends.reference(name, op.reference))
+    for kernel in reversed(kernels):
+        backends.register(backends.backend_of(name, kernel))
+    check, fake, case = checker(op), _fake(op), case_maker(op)
 
-    def kernel(x: torch.Tensor, *args: Any) -> Any:
+    def run(x: Tensor, *args: Any) -> Any:
         check(x, *args)
         return backends.choose(name, x.device.type, case(x, *args)).function(x, *args)
 
-    def fake_kernel(x: torch.Tensor, *args: Any) -> Any:
+    def run_fake(x: Tensor, *args: Any) -> Any:
         check(x, *args)
         return fake(x, *args)
 
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"layerfuse::{name}", fake_kernel, lib=_LIBRARY)
-    if backward is not None:
-        torch.library.register_autograd(f"layerfuse::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"layerfuse::{name}", run_fake, lib=_LIBRARY)
+    if op.backward is not None:
+        # About 10 us per call outside inference mode.
+        torch.library.register_autograd(
+            f"layerfuse::{name}", op.backward, setup_context=op.setup_context, lib=_LIBRARY
+        )
+    _defined[name] = op
     return getattr(torch.ops.layerfuse, name).default
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def checker(op: Op) -> Check:
+    """What every backend needs of the arguments, checked before anything is launched.
+
+    The function raises TypeError, ValueError or RuntimeError, and the message names the argument.
+    """
+    name = f"layerfuse::{op.name}"
+    places = {argument.name: place for place, argument in enumerate(op.args)}
+    quantises = any(isinstance(argument, QuantDtype) for argument in op.args)
+    checks: list[tuple[int, Callable[..., None], int]] = []
+    for place, argument in enumerate(op.args):
+        found = _check_of(name, argument, quantises, op.rows[0].any_strides)
+        if found is not None:
+            other = argument.like if isinstance(argument, Rows) else argument.of if isinstance(argument, Weight) else None
+            checks.append((place, found, place if other is None else places[other]))
+    widths = [
+        (places[each.name], places[first.name], each.name, first.name)
+        for each in op.rows
+        if (first := next(rows for rows in op.rows if rows.width == each.width)) is not each
+    ]
+    tensors = tuple(place for place, argument in enumerate(op.args) if isinstance(argument, Rows | Weight))
+    inference_only, more = op.backward is None, op.check
+
+    def check(*given: Any) -> None:
+        for place, each, other in checks:
+            each(given[place], given[other])
+        for place, first, one, another in widths:
+            if given[place].shape[-1] != given[first].shape[-1]:
+                raise ValueError(
+                    f"{name}: {one} must be as wide as {another}, {given[first].shape[-1]} columns; "
+                    f"got {tuple(given[place].shape)}"
+                )
+        if inference_only and torch.is_grad_enabled() and any([given[place].requires_grad for place in tensors]):
+            raise RuntimeError(f"{name} is for inference and has no backward; use torch.no_grad()")
+        if more is not None:
+            more(*given)
+
+    return check
+
+
+def _check_of(op: str, argument: Argument, quantises: bool, strided: bool) -> Check | None:
+    if isinstance(argument, Rows):
+        return _rows_check(op, argument, _QUANTISED_FROM if quantises else FLOATS)
+    if isinstance(argument, Weight):
+        return _weight_check(op, argument, strided)
+    if isinstance(argument, Epsilon):
+        return _epsilon_check(op, argument)
+    if isinstance(argument, QuantDtype):
+        return _one_of(op, argument.name, tuple(LARGEST))
+    if isinstance(argument, GroupSize):
+        return _one_of(op, argument.name, GROUP_SIZES)
+    return None
+
+
+def _rows_check(op: str, argument: Rows, dtypes: tuple[torch.dtype, ...]) -> Check:
+    name, like, any_strides = argument.name, argument.like, argument.any_strides
+    known = ", ".join(map(str, dtypes))
+
+    def check(x: Any, other: Any) -> None:
+        if x is None:  # which the dispatcher lets through for the first argument
+            raise TypeError(f"{op}: {name} must be a tensor, got None")
+        shape = x.shape
+        if not len(shape):
+            raise ValueError(f"{op}: {name} needs at least one dimension, got a scalar")
+        if x.dtype not in dtypes:
+            raise ValueError(f"{op}: {name} must be one of {known}, got {x.dtype}")
+        if shape[-1] == 0:
+            raise ValueError(f"{op}: {name} {tuple(shape)} has rows of no columns")
+        if not any_strides and x.stride(-1) != 1 and shape[-1] > 1 and x.numel() > 0:
+            raise ValueError(_gaps(op, name, x))
+        if x is not other:
+            if x.device != other.device:
+                raise ValueError(f"{op}: {name} is on {x.device}, {like} on {other.device}; move one of them")
+            if x.dtype != other.dtype:
+                raise ValueError(f"{op}: {name} is {x.dtype}, {like} is {other.dtype}; they must agree")
+            if shape[:-1] != other.shape[:-1]:
+                raise ValueError(
+                    f"{op}: {name} must have the leading dimensions of {like} {tuple(other.shape[:-1])}, "
+                    f"got {tuple(shape[:-1])}"
+                )
+
+    return check
+
+
+def _gaps(op: str, name: str, x: Tensor) -> str:
+    return (
+        f"{op}: {name} has stride {x.stride(-1)} along its last dimension, and kernels read rows whose elements "
+        f"lie together; pass {name}.contiguous()"
+    )
+
+
+def _weight_check(op: str, argument: Weight, strided: bool) -> Check:
+    name, of = argument.name, argument.of
+
+    def check(weight: Any, x: Any) -> None:
+        if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+            raise ValueError(
+                f"{op}: {name} must have shape ({x.shape[-1]},), the last dimension of {of} {tuple(x.shape)}; "
+                f"got {tuple(weight.shape)}"
+            )
+        if weight.dtype not in FLOATS:
+            raise ValueError(f"{op}: {name} must be one of {', '.join(map(str, FLOATS))}, got {weight.dtype}")
+        if weight.device != x.device:
+            raise ValueError(f"{op}: {name} is on {weight.device}, {of} on {x.device}; move one of them")
+        if not strided and weight.stride(0) != 1 and weight.shape[0] > 1:
+            raise ValueError(_gaps(op, name, weight))
+
+    return check
+
+
+def _epsilon_check(op: str, argument: Epsilon) -> Check:
+    def check(epsilon: Any, _: Any) -> None:
+        if not epsilon >= 0:
+            raise ValueError(f"{op}: {argument.name} must be at least 0, got {epsilon!r}")
+
+    return check
+
+
+def _one_of(op: str, name: str, known: tuple[Any, ...]) -> Check:
+    def check(value: Any, _: Any) -> None:
+        if value not in known:
+            raise ValueError(f"{op}: {name} must be one of {', '.join(map(str, known))}, got {value}")
+
+    return check
+
+
+# ---- what torch and the backends need --------------------------------------------------------------------------------
+
+
+def _fake(op: Op) -> Callable[..., Any]:
+    places = {argument.name: place for place, argument in enumerate(op.args)}
+    dtype = next((places[argument.name] for argument in op.args if isinstance(argument, QuantDtype)), None)
+    group, major = places.get("group_size"), places.get("column_major")
+
+    def one(result: Result, given: tuple[Any, ...]) -> Tensor:
+        x = given[places[result.of]]
+        if isinstance(result, Like):
+            return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if isinstance(result, Quantised):
+            return torch.empty(x.shape, dtype=given[dtype] if dtype is not None else x.dtype, device=x.device)
+        return empty_scales(x, None if group is None else given[group], False if major is None else given[major])
+
+    def fake(*given: Any) -> Any:
+        results = tuple(one(result, given) for result in op.results)
+        return results[0] if len(results) == 1 else results
+
+    return fake
+
+
+def case_fields(op: Op) -> tuple[str, ...]:
+    """The fields of the op's case: dtype, widths, the weights' dtypes, and every option that is no number."""
+    weights = [f"{argument.name}_dtype" for argument in op.args if isinstance(argument, Weight)]
+    options = [
+        "quant_dtype" if isinstance(argument, QuantDtype) else argument.name
+        for argument in op.args
+        if not isinstance(argument, Rows | Weight | Epsilon)
+    ]
+    return ("dtype", *op.widths, *weights, *options)
+
+
+def case_maker(op: Op) -> Callable[..., Hashable]:
+    """From the op's arguments to what of them decides which backend takes the call: a named tuple of `case_fields`."""
+    make = namedtuple("Case", case_fields(op))  # type: ignore[misc]
+    first = {rows.width: place for place, rows in reversed(list(enumerate(op.args))) if isinstance(rows, Rows)}
+    widths = tuple(first[width] for width in op.widths)
+    weights = tuple(place for place, argument in enumerate(op.args) if isinstance(argument, Weight))
+    options = tuple(
+        place for place, argument in enumerate(op.args) if not isinstance(argument, Rows | Weight | Epsilon)
+    )
+
+    def case(*given: Any) -> Hashable:
+        # Lists are quicker than generators here, and this runs at every call.
+        return make(
+            given[0].dtype,
+            *[given[place].shape[-1] for place in widths],
+            *[given[place].dtype for place in weights],
+            *[given[place] for place in options],
+        )
+
+    return case
+
+
+# ---- the public function ---------------------------------------------------------------------------------------------
+
+
+def public(op: Op, kernels: tuple[Kernel, ...] = ()) -> Callable[..., Any]:
+    """The op as a Python function with its arguments' names and defaults, and a docstring."""
+    taken = ", ".join(
+        f"{argument.name}: {argument.annotation}"
+        + ("" if argument.default is REQUIRED else f" = {argument.default!r}")
+        for argument in op.args
+    )
+    given = ", ".join(argument.name for argument in op.args)
+    result = "Tensor" if len(op.results) == 1 else f"tuple[{', '.join('Tensor' for _ in op.results)}]"
+    source = f"def {op.name}({taken}) -> {result}:\n    return _op({given})\n"
+    scope: dict[str, Any] = {"_op": define(op, kernels), "torch": torch, "Tensor": Tensor}
+    exec(compile(source, f"<layerfuse op {op.name}>", "exec"), scope)
+    function: Callable[..., Any] = scope[op.name]
+    function.__doc__ = docstring(op)
+    function.__module__ = "layerfuse.fusion.ops"
+    return function
+
+
+def docstring(op: Op) -> str:
+    """Google style, from the declaration."""
+    arguments = [f"    {argument.name}: {_describe(op, argument)}" for argument in op.args]
+    results = [f"{result.name}: {result.doc.rstrip('.') or f'of the shape and dtype of {result.of}'}" for result in op.results]
+    grad = "" if op.backward is not None else "\n    RuntimeError: an input requires grad while grad is enabled."
+    return "\n".join(
+        [
+            op.doc,
+            "",
+            "Args:",
+            *arguments,
+            "",
+            "Returns:",
+            f"    Contiguous: {'; '.join(results)}.",
+            "",
+            "Raises:",
+            f"    ValueError: shapes, dtypes, devices or options that do not fit; the message names the argument.{grad}",
+        ]
+    )
+
+
+def _describe(op: Op, argument: Argument) -> str:
+    if isinstance(argument, Rows):
+        dtypes = "bfloat16, float16 or float32" if any(isinstance(a, QuantDtype) for a in op.args) else "floating"
+        like = f" Leading dimensions, dtype and device are those of {argument.like}." if argument.like else ""
+        stride = "" if argument.any_strides else " Its last stride is 1."
+        return f"{argument.doc or '(..., ' + argument.width + ').'}{like or f' Its dtype is {dtypes}.'}{stride}"
+    if isinstance(argument, Weight):
+        return argument.doc or f"(width of {argument.of},), any floating dtype, on the device of {argument.of}."
+    return argument.doc or "added to the mean square, at least 0."

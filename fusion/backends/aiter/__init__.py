@@ -7,7 +7,7 @@ a callable with one convention of ours, or a sentence that says why not.
 
 from __future__ import annotations
 
-from .backend import OPS, register
+from .backend import backend
 from .binding import Bound, Probed, Refused, bind, bound, forget, installed_releases, probe, probe_all
 from .calls import Call
 from .detect import Absent, Build, find_build
@@ -17,7 +17,6 @@ from .table import BINDINGS
 
 __all__ = [
     "BINDINGS",
-    "OPS",
     "RELEASES",
     "Absent",
     "AiterCallError",
@@ -28,6 +27,7 @@ __all__ = [
     "Probed",
     "Refused",
     "ReleaseRange",
+    "backend",
     "bind",
     "bound",
     "find_build",
@@ -35,6 +35,5 @@ __all__ = [
     "installed_releases",
     "probe",
     "probe_all",
-    "register",
     "release_range",
 ]

@@ -6,26 +6,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import attrs
+
 from .. import Backend
-from .. import register as add
 from .calls import Call
 
-OPS = ("mla_dual_rms_norm", "mla_dual_rms_norm_per_token_quant", "mla_dual_rms_norm_group_quant")
-"""The ops that have a binding of the same name."""
 
-
-def register() -> None:
-    """Add AITER to the backends of the fused ops. Imports nothing and looks at nothing yet."""
-    for op in OPS:
-        add(
-            Backend(
-                name="aiter",
-                op=op,
-                load=functools.partial(_load, op),
-                runs_on=functools.partial(_runs_on, op),
-                refuses=functools.partial(_refuses, op),
-            )
-        )
+def backend(op: str) -> Backend:
+    """AITER as a backend of an op that has a binding of the same name. Imports nothing and looks at nothing yet."""
+    return Backend(
+        name="aiter",
+        op=op,
+        load=functools.partial(_load, op),
+        runs_on=functools.partial(_runs_on, op),
+        refuses=functools.partial(_refuses, op),
+    )
 
 
 def _load(op: str) -> Callable[..., Any]:
@@ -59,11 +54,16 @@ def _refuses(op: str, case: Any) -> str | None:
 
 
 def call_of(case: Any) -> Call:
-    """A `DualNormCase` or `DualNormQuantCase` of the ops, in the words of the restrictions."""
+    """An op's case in the words of the restrictions: of what `Call` does not know, nothing follows."""
     said = case._asdict()
-    weights = [said.pop(name) for name in ("q_weight_dtype", "kv_weight_dtype") if name in said]
+    weights = [value for name, value in said.items() if name.endswith("weight_dtype")]
     other = next((dtype for dtype in weights if dtype != case.dtype), case.dtype if weights else None)
-    return Call(width=said.pop("q_width"), weight_dtype=other, arch=_arch(), **said)
+    width = next(value for name, value in said.items() if name == "width" or name.endswith("_width"))
+    known = {name: said[name] for name in _OF_CALL if name in said}
+    return Call(**{**known, "width": width, "weight_dtype": other, "arch": _arch()})
+
+
+_OF_CALL = tuple(attribute.name for attribute in attrs.fields(Call))
 
 
 @functools.cache

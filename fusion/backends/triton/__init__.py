@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from .. import Backend
-from .. import register as register_backend
+from ...declare import Kernel
+from .. import Backend, imported, refusal_of
 from .tuning import WIDEST
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def backend(op: str, kernel: Kernel) -> Backend:
+    """A Triton kernel as a backend of an op: what Triton and these GPUs can do, then what the kernel itself refuses."""
+    own = refusal_of(kernel)
+
+    def refuses(case: Any) -> str | None:
+        return _refuses(case) or own(case)
+
+    return Backend(
+        name="triton",
+        op=op,
+        load=functools.partial(imported, kernel.function),
+        runs_on=_runs_on,
+        refuses=refuses,
+        only_by_name=frozenset({"cpu"}),
+    )
 
 
 def _runs_on(device: str) -> tuple[bool, str]:
@@ -30,48 +47,22 @@ def _runs_on(device: str) -> tuple[bool, str]:
 
 
 def _refuses(case: Any) -> str | None:
+    """From an op's case: a dtype, a width or an fp8 format that these kernels cannot have here."""
+    said = case._asdict()
     if case.dtype not in _FLOATS:
-        return f"q is {case.dtype}; the kernel takes {', '.join(map(str, _FLOATS))}"
-    if max(case.q_width, case.kv_width) > WIDEST:
-        return f"a row of {max(case.q_width, case.kv_width)} columns is wider than the {WIDEST} that a program holds"
+        return f"the rows are {case.dtype}; the kernel takes {', '.join(map(str, _FLOATS))}"
+    widest = max(value for name, value in said.items() if name == "width" or name.endswith("_width"))
+    if widest > WIDEST:
+        return f"a row of {widest} columns is wider than the {WIDEST} that a program holds"
+    return _refuses_fp8(said["quant_dtype"]) if "quant_dtype" in said else None
+
+
+def _refuses_fp8(dtype: torch.dtype) -> str | None:
+    if torch.version.hip:
+        return None
+    if dtype == torch.float8_e4m3fnuz:
+        return "float8_e4m3fnuz is AMD's (gfx942); Triton converts to it on ROCm only"
+    oldest = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=(9, 0))
+    if oldest < (8, 9):
+        return f"Triton converts to float8_e4m3fn from sm89 on, and a GPU here is sm{oldest[0]}{oldest[1]}"
     return None
-
-
-def _refuses_quant(case: Any) -> str | None:
-    if not torch.version.hip:
-        if case.quant_dtype == torch.float8_e4m3fnuz:
-            return "float8_e4m3fnuz is AMD's (gfx942); Triton converts to it on ROCm only"
-        oldest = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())), default=(9, 0))
-        if oldest < (8, 9):
-            return f"Triton converts to float8_e4m3fn from sm89 on, and a GPU here is sm{oldest[0]}{oldest[1]}"
-    return _refuses(case)
-
-
-def _load() -> Callable[..., Any]:
-    from .launch import mla_dual_rms_norm
-
-    return mla_dual_rms_norm
-
-
-def _load_per_token() -> Callable[..., Any]:
-    from .launch import mla_dual_rms_norm_per_token_quant
-
-    return mla_dual_rms_norm_per_token_quant
-
-
-def _load_group() -> Callable[..., Any]:
-    from .launch import mla_dual_rms_norm_group_quant
-
-    return mla_dual_rms_norm_group_quant
-
-
-def register() -> None:
-    """Register the kernels of this backend."""
-    for op, load, refuses in (
-        ("mla_dual_rms_norm", _load, _refuses),
-        ("mla_dual_rms_norm_per_token_quant", _load_per_token, _refuses_quant),
-        ("mla_dual_rms_norm_group_quant", _load_group, _refuses_quant),
-    ):
-        register_backend(
-            Backend(name="triton", op=op, load=load, runs_on=_runs_on, refuses=refuses, only_by_name=frozenset({"cpu"}))
-        )

@@ -1,4 +1,4 @@
-"""Whether two norms are the latent norms of one MLA layer, judged from where their inputs come from.
+"""Matching of latents: whether two norms are the latent norms of one MLA layer, judged from where their inputs come from.
 
 Engines have one down-projection and split it, transformers has two projections of one hidden state; in both the
 latents lie at the columns that the spec says.
@@ -9,20 +9,20 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ...adapters.specs import MLASpec
-from .norm_sites import NormSite
-from .origins import Columns, columns_of, source_of
+from .norms import FoundNorm
+from .provenance import Columns, columns_of, source_of
 
 
-def base_of(site: NormSite) -> Node:
+def base_of(norm: FoundNorm) -> Node:
     """The node that both latents of a layer share: what their projections read, or the tensor they are columns of."""
-    origin = columns_of(site.x)
+    origin = columns_of(norm.x)
     if origin is None:
-        return site.x
+        return norm.x
     source = source_of(origin.root)
     return origin.root if source is None else source.root
 
 
-def why_not_tied(spec: MLASpec, q: NormSite, kv: NormSite) -> str | None:
+def why_unpaired(spec: MLASpec, q: FoundNorm, kv: FoundNorm) -> str | None:
     """None where `q` and `kv` norm the query and the key/value latent of one layer, else why they do not."""
     q_at, kv_at = columns_of(q.x), columns_of(kv.x)
     if q_at is None or kv_at is None:

@@ -14,8 +14,8 @@ from torch.fx import Graph, Node
 
 from .. import ops as _ops  # noqa: F401  (registers the ops)
 from ..ops.quantisation import LARGEST, SMALLEST_AMAX
-from .base import source_hash
-from .norm_sites import value
+from ..match.values import value
+from .identity import source_hash
 
 aten = torch.ops.aten
 _convert = torch.ops.prims.convert_element_type.default

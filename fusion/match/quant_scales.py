@@ -1,6 +1,6 @@
 """Reading the arithmetic of a scale, backwards from the scale to the values that it comes from.
 
-What is of no known form raises `NotTaken` with the reason, as a sentence.
+What is of no known form raises `Unmatched` with the reason, as a sentence.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .norm_sites import value
-from .origins import ROW_PRESERVING
+from .errors import Unmatched
+from .provenance import ROW_PRESERVING
 from .quant_forms import LARGEST_FLOOR, convert, is_number, largest_of, name_of, spell
+from .values import value
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Conversions among these may stand anywhere: they are roundings."""
-
-
-class NotTaken(Exception):  # noqa: N818 (not an error: a reason on its way to the report)
-    """Why a quantisation cannot become part of a fused op."""
 
 
 def static(node: Node) -> str | None:
@@ -46,7 +43,7 @@ def read_scale(scales: Any, normed: Node, dtype: torch.dtype, nodes: list[Node])
     node = scales
     while node is not normed:
         if not isinstance(node, Node):
-            raise NotTaken(f"the scale is the number {node}: a static scale")
+            raise Unmatched(f"the scale is the number {node}: a static scale")
         nodes.append(node)
         if node.target in ROW_PRESERVING or (node.target is convert and node.args[1] in FLOATS):
             node = node.args[0]
@@ -58,11 +55,11 @@ def read_scale(scales: Any, normed: Node, dtype: torch.dtype, nodes: list[Node])
             _check_floor(node, word, dtype)
         word, node = letter + word, before
     if columns is None:
-        raise NotTaken(f"the scale {scales} is {spell(word)}: there is none for each row or group")
+        raise Unmatched(f"the scale {scales} is {spell(word)}: there is none for each row or group")
     if name_of(word) is None:
-        raise NotTaken(f"the scale {scales} is written in no known form ({spell(word)})")
+        raise Unmatched(f"the scale {scales} is written in no known form ({spell(word)})")
     if value(scales).dtype != torch.float32:
-        raise NotTaken(f"the scale {scales} is {value(scales).dtype}, and the fused op's are torch.float32")
+        raise Unmatched(f"the scale {scales} is {value(scales).dtype}, and the fused op's are torch.float32")
     return word, columns
 
 
@@ -77,11 +74,11 @@ def _step(node: Node, dtype: torch.dtype, nodes: list[Node], reduced: bool) -> t
         nodes.append(node.args[0])
         return "r", node.args[0].args[0]
     if target is aten.max.default:
-        raise NotTaken(f"{node} takes one scale for the whole tensor")
+        raise Unmatched(f"{node} takes one scale for the whole tensor")
     if target in (aten.clamp_min.default, aten.clamp.default, aten.clamp_max.default):
         upper = node.args[1] if target is aten.clamp_max.default else (*node.args[2:3], node.kwargs.get("max"))[0]
         if upper is not None:
-            raise NotTaken(f"the scale is bounded above ({node}), and the fused op's is not")
+            raise Unmatched(f"the scale is bounded above ({node}), and the fused op's is not")
         return "f", node.args[0]
     power = _power_of_two(node, nodes)
     if power is not None:
@@ -90,10 +87,10 @@ def _step(node: Node, dtype: torch.dtype, nodes: list[Node], reduced: bool) -> t
         return "d", node.args[0]
     if target in (aten.div.Tensor, aten.mul.Tensor) and isinstance(node.args[1], float | int):
         verb = "divides" if target is aten.div.Tensor else "multiplies"
-        raise NotTaken(f"{node} {verb} the scale by {node.args[1]:g}; the largest {dtype} is {largest_of(dtype):g}")
+        raise Unmatched(f"{node} {verb} the scale by {node.args[1]:g}; the largest {dtype} is {largest_of(dtype):g}")
     if reduced:
-        raise NotTaken(f"the scale comes from {node}, and not from the values that are quantised")
-    raise NotTaken(static(node) or f"the scale comes from {node}, which is no step of a known quantisation")
+        raise Unmatched(f"the scale comes from {node}, and not from the values that are quantised")
+    raise Unmatched(static(node) or f"the scale comes from {node}, which is no step of a known quantisation")
 
 
 def _power_of_two(node: Node, nodes: list[Node]) -> Any | None:
@@ -120,12 +117,12 @@ def _columns(node: Node, before: Any, normed: Node) -> int:
     given = reduction.args[1] if len(reduction.args) > 1 else []
     dims = [given] if isinstance(given, int) else list(given)
     if not dims or (len(dims) == val.dim() > 1):
-        raise NotTaken(f"{reduction} takes one scale for the whole tensor")
+        raise Unmatched(f"{reduction} takes one scale for the whole tensor")
     columns, width = val.shape[-1], value(normed).shape[-1]
     if dims not in ([-1], [val.dim() - 1]):
-        raise NotTaken(f"{reduction} takes the largest value along dimensions {dims}, not along the last")
+        raise Unmatched(f"{reduction} takes the largest value along dimensions {dims}, not along the last")
     if not isinstance(columns, int) or width % columns:
-        raise NotTaken(f"{reduction} takes the largest of {columns} values, which are no part of one row of {width}")
+        raise Unmatched(f"{reduction} takes the largest of {columns} values, which are no part of one row of {width}")
     return columns
 
 
@@ -134,6 +131,6 @@ def _check_floor(node: Node, after: str, dtype: torch.dtype) -> None:
     # What comes before a floor is read after it; a floor under the amax still has the division ahead.
     amax = floor if "d" in after else (floor * largest_of(dtype) if isinstance(floor, float | int) else None)
     if not isinstance(amax, float | int):
-        raise NotTaken(f"the scale's floor {floor} ({node}) is no number")
+        raise Unmatched(f"the scale's floor {floor} ({node}) is no number")
     if amax > LARGEST_FLOOR * (1 + 1e-6):
-        raise NotTaken(f"{node} raises the largest magnitude of a row to {amax:g}, which concerns more than tiny rows")
+        raise Unmatched(f"{node} raises the largest magnitude of a row to {amax:g}, which concerns more than tiny rows")

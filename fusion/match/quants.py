@@ -1,6 +1,6 @@
 """Finding the quantisation of a normed tensor: what its readers compute, read backwards from the conversions to fp8.
 
-Nothing is rewritten here. What cannot be taken in raises `NotTaken` with the reason, as a sentence.
+Nothing is rewritten here. What cannot be taken in raises `Unmatched` with the reason, as a sentence.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import torch
 from attrs import frozen
 from torch.fx import Node
 
-from .norm_sites import same, value
-from .origins import ROW_PRESERVING
+from .errors import Unmatched
+from .provenance import ROW_PRESERVING
 from .quant_forms import FP8, Described, convert, describe, is_number, largest_of, name_of
-from .quant_scales import FLOATS, NotTaken, divides, read_scale, static
+from .quant_scales import FLOATS, divides, read_scale, static
+from .values import same, value
 
 aten = torch.ops.aten
 _CLAMPS = (aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default)
@@ -24,7 +25,7 @@ _ON_THE_WAY = {*ROW_PRESERVING, *_CLAMPS, convert, aten.div.Tensor, aten.mul.Ten
 
 
 @frozen(kw_only=True, eq=False)
-class QuantSite:
+class FoundQuant:
     """One quantisation in a graph: of rows, with a scale per `columns` of them."""
 
     form: str
@@ -41,11 +42,11 @@ class QuantSite:
     "All that computes it, both results included."
 
 
-def find_quant_sites(normed: Node) -> list[QuantSite]:
+def find_quants(normed: Node) -> list[FoundQuant]:
     """Every quantisation of a tensor, where all that reads the tensor is its quantisation.
 
     Raises:
-        NotTaken: something else reads it, or a quantisation is of no known form.
+        Unmatched: something else reads it, or a quantisation is of no known form.
     """
     whole = [
         _one_op(node, said)
@@ -56,14 +57,14 @@ def find_quant_sites(normed: Node) -> list[QuantSite]:
     sites = whole + [_read(node, normed) for node in _conversions(normed)]
     if not sites:
         readers = ", ".join(str(user) for user in list(normed.users)[:3])
-        raise NotTaken(f"nothing quantises the normed query {normed} to fp8; its readers: {readers}")
+        raise Unmatched(f"nothing quantises the normed tensor {normed} to fp8; its readers: {readers}")
     for site in sites:
         _check_readers(site)
     inside = {node for site in sites for node in site.nodes}
     for view in reshapes_of(normed):
         for user in view.users:
             if user not in inside and user not in reshapes_of(normed):
-                raise NotTaken(f"{user} reads the normed query too, and needs it unquantised")
+                raise Unmatched(f"{user} reads the normed tensor too, and needs it unquantised")
     return sites
 
 
@@ -75,20 +76,20 @@ def reshapes_of(node: Node) -> list[Node]:
     return found
 
 
-def _one_op(node: Node, said: Described | str) -> QuantSite:
+def _one_op(node: Node, said: Described | str) -> FoundQuant:
     if isinstance(said, str):
-        raise NotTaken(said)
+        raise Unmatched(said)
     val = value(node)
     parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if set(parts) != {0, 1} or len(node.users) != 2:
-        raise NotTaken(f"one of the two results of {node} is not read, or both are read as one")
+        raise Unmatched(f"one of the two results of {node} is not read, or both are read as one")
     width = value(node.args[0]).shape[-1]
     columns = width if said.columns is None else said.columns
     if width % columns:
-        raise NotTaken(f"the last group of {node} is short: {columns} columns of {width}")
+        raise Unmatched(f"the last group of {node} is short: {columns} columns of {width}")
     if val[0].dtype == torch.float8_e4m3fnuz and said.largest_fnuz != largest_of(val[0].dtype):
-        raise NotTaken(f"{node} reaches {said.largest_fnuz:g}, and the fused op {largest_of(val[0].dtype):g}")
-    return QuantSite(
+        raise Unmatched(f"{node} reaches {said.largest_fnuz:g}, and the fused op {largest_of(val[0].dtype):g}")
+    return FoundQuant(
         form=str(node.target),
         dtype=val[0].dtype,
         columns=columns,
@@ -123,13 +124,13 @@ def _back(node: Any, stop: Node | None, passed: list[Node], *, floats: bool) -> 
     return node
 
 
-def _read(conversion: Node, normed: Node) -> QuantSite:
+def _read(conversion: Node, normed: Node) -> FoundQuant:
     """One quantisation, from its conversion backwards."""
     dtype: torch.dtype = conversion.args[1]
     nodes = [conversion]
     scaled = _unclamped(conversion.args[0], largest_of(dtype), normed, nodes)
     if scaled is normed or not isinstance(scaled, Node) or scaled.target not in (aten.div.Tensor, aten.mul.Tensor):
-        raise NotTaken(f"{conversion} converts {scaled} to fp8, which no scale was applied to")
+        raise Unmatched(f"{conversion} converts {scaled} to fp8, which no scale was applied to")
     nodes.append(scaled)
     operands = list(scaled.args)
     behind: list[list[Node]] = [[], []]
@@ -137,14 +138,14 @@ def _read(conversion: Node, normed: Node) -> QuantSite:
         _back(each, normed, passed, floats=True) is normed for each, passed in zip(operands, behind, strict=True)
     ]
     if from_normed[0] is from_normed[1] or (scaled.target is aten.div.Tensor and from_normed[1]):
-        raise NotTaken(f"{conversion} quantises {scaled}, which is not the normed query over a scale")
+        raise Unmatched(f"{conversion} quantises {scaled}, which is not the normed tensor over a scale")
     nodes += behind[from_normed.index(True)]
     what, factor = operands if from_normed[0] else reversed(operands)
     scale, used = (factor, factor) if scaled.target is aten.div.Tensor else _from_factor(factor, dtype, nodes)
     scales = _back(scale, normed, nodes, floats=False)
     word, columns = read_scale(scales, normed, dtype, nodes)
     _check_shapes(what, used, columns)
-    return QuantSite(
+    return FoundQuant(
         form=str(name_of(word)),
         dtype=dtype,
         columns=columns,
@@ -168,7 +169,7 @@ def _unclamped(node: Any, largest: float, normed: Node, nodes: list[Node]) -> An
         for side, wanted in (("min", -largest), ("max", largest)):
             bound = bounds.get(side)
             if bound is not None and not is_number(bound, wanted):
-                raise NotTaken(f"{node} clamps to {bound}, and the format reaches {wanted:g}")
+                raise Unmatched(f"{node} clamps to {bound}, and the format reaches {wanted:g}")
         nodes.append(node)
         node = node.args[0]
 
@@ -177,7 +178,7 @@ def _from_factor(factor: Any, dtype: torch.dtype, nodes: list[Node]) -> tuple[An
     """The scale of which the values are multiplied by the inverse, and what has its shape."""
     inverse = _back(factor, None, nodes, floats=False)
     if not isinstance(inverse, Node):
-        raise NotTaken(f"the values are multiplied by {inverse}: a static scale")
+        raise Unmatched(f"the values are multiplied by {inverse}: a static scale")
     times = 1.0
     if inverse.target is aten.mul.Tensor and isinstance(inverse.args[1], float | int):
         nodes.append(inverse)
@@ -193,12 +194,12 @@ def _from_factor(factor: Any, dtype: torch.dtype, nodes: list[Node]) -> tuple[An
             scales = [user for view in reshapes_of(amax) for user in view.users if divides(user, dtype)]
             if len(scales) == 1:
                 return scales[0], factor
-            raise NotTaken(
+            raise Unmatched(
                 f"the values are divided by {amax}, and its {len(scales)} quotients by the format's largest value "
                 "should be one, the scale"
             )
     given = static(inverse) if isinstance(inverse, Node) else None
-    raise NotTaken(given or f"the values are multiplied by {inverse}, which is no inverse of a scale")
+    raise Unmatched(given or f"the values are multiplied by {inverse}, which is no inverse of a scale")
 
 
 def _check_shapes(what: Any, scale: Any, columns: int) -> None:
@@ -206,12 +207,12 @@ def _check_shapes(what: Any, scale: Any, columns: int) -> None:
     values, scales = value(what), value(scale)
     wanted = (*values.shape[:-1], 1)
     if not same(values.shape[-1], columns):
-        raise NotTaken(f"the scales are taken over {columns} columns and applied to {values.shape[-1]}")
+        raise Unmatched(f"the scales are taken over {columns} columns and applied to {values.shape[-1]}")
     if len(scales.shape) != len(wanted) or not all(same(a, b) for a, b in zip(scales.shape, wanted, strict=True)):
-        raise NotTaken(f"the scales {tuple(scales.shape)} are not one for each row of {tuple(values.shape)}")
+        raise Unmatched(f"the scales {tuple(scales.shape)} are not one for each row of {tuple(values.shape)}")
 
 
-def _check_readers(site: QuantSite) -> None:
+def _check_readers(site: FoundQuant) -> None:
     """Everything but the two results must be read by the quantisation alone."""
     inside = {*site.nodes, *reshapes_of(site.scales), *reshapes_of(site.values)}
     for node in site.nodes:
@@ -219,7 +220,7 @@ def _check_readers(site: QuantSite) -> None:
             continue
         for user in node.users:
             if user not in inside:
-                raise NotTaken(
+                raise Unmatched(
                     f"{user} reads the intermediate {node} of the quantisation, which a fused op does not compute"
                 )
     for view in reshapes_of(site.scales):
@@ -227,4 +228,4 @@ def _check_readers(site: QuantSite) -> None:
             if user not in inside and (
                 user.target is aten.reciprocal.default or (user.target is aten.div.Tensor and user.args[1] is view)
             ):
-                raise NotTaken(f"the scale {site.scales} is shared: {user} scales something else by it")
+                raise Unmatched(f"the scale {site.scales} is shared: {user} scales something else by it")

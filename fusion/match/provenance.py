@@ -12,7 +12,7 @@ import torch
 from attrs import frozen
 from torch.fx import Node
 
-from .norm_sites import same, value
+from .values import last_width, same, value
 
 aten = torch.ops.aten
 
@@ -56,7 +56,7 @@ class Columns:
 
 def columns_of(node: Node) -> Columns | None:
     """The origin of a tensor's last dimension, or None where that dimension is not static."""
-    width = _width(node)
+    width = last_width(node)
     if width is None:
         return None
     start = 0
@@ -66,7 +66,7 @@ def columns_of(node: Node) -> Columns | None:
             break
         node, offset = step
         start += offset
-    whole = _width(node)
+    whole = last_width(node)
     return None if whole is None else Columns(root=node, start=start, stop=start + width, width=whole)
 
 
@@ -77,13 +77,6 @@ def source_of(projection: Node) -> Columns | None:
         return None
     activations = projection.args[position]
     return columns_of(activations) if isinstance(activations, Node) else None
-
-
-def _width(node: Any) -> int | None:
-    val = value(node)
-    if not isinstance(val, torch.Tensor) or val.dim() < 1 or not isinstance(val.shape[-1], int):
-        return None
-    return val.shape[-1]
 
 
 def _step(node: Node) -> tuple[Node, int] | None:
@@ -97,7 +90,7 @@ def _step(node: Node) -> tuple[Node, int] | None:
         return _slice(node, before)
     if _writes_its_input(node.target):
         return before, 0
-    if node.target in ROW_PRESERVING and _width(before) is not None and same(_width(before), _width(node)):
+    if node.target in ROW_PRESERVING and last_width(before) is not None and same(last_width(before), last_width(node)):
         return before, 0
     return None
 
@@ -131,7 +124,7 @@ def _split(split: Node, index: Any) -> tuple[Node, int] | None:
 def _slice(node: Node, before: Node) -> tuple[Node, int] | None:
     given = dict(zip(("dim", "start", "end", "step"), node.args[1:], strict=False)) | node.kwargs
     dim, start, step = given.get("dim", 0), given.get("start"), given.get("step", 1)
-    width = _width(before)
+    width = last_width(before)
     if not _is_last(dim, before) or step != 1 or width is None:
         return None
     start = 0 if start is None else start

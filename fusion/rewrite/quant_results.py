@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from ...adapters.activation_quant import ActivationQuant
+from ..match.errors import Unmatched
+from ..match.quants import FoundQuant, reshapes_of
+from ..match.values import is_contiguous, same, same_shape, value
 from ..ops.quantisation import scale_strides
-from .norm_sites import same, value
-from .pairs import is_contiguous
-from .quant_scales import NotTaken
-from .quant_sites import QuantSite, reshapes_of
+from ..target import Target
 
 aten = torch.ops.aten
 Size = int | tuple[str, int]
@@ -26,10 +27,10 @@ class Results:
     """The two results of one quantisation, and how those of a fused op take their place.
 
     Raises:
-        NotTaken: a result has a shape or layout that no view of the new one has.
+        Unmatched: a result has a shape or layout that no view of the new one has.
     """
 
-    def __init__(self, site: QuantSite, like: torch.Tensor) -> None:
+    def __init__(self, site: FoundQuant, like: torch.Tensor) -> None:
         """Plan it, given the normed tensor's traced value. Nothing changes yet."""
         leading = tuple(like.shape[:-1])
         self._inside = set(site.nodes)
@@ -61,7 +62,7 @@ class Results:
         return user not in self._inside
 
 
-def _columns(site: QuantSite, inside: set[Node], leading: tuple[Any, ...]) -> list[list[Node]]:
+def _columns(site: FoundQuant, inside: set[Node], leading: tuple[Any, ...]) -> list[list[Node]]:
     """The chains of nodes that lay the scales out column by column, if that is all that is done with them; else none."""
     if site.column_major is not None:
         return []
@@ -74,8 +75,8 @@ def _columns(site: QuantSite, inside: set[Node], leading: tuple[Any, ...]) -> li
     for *_, last in chains:
         val = value(last)
         shape = (*leading, val.shape[-1])
-        if not _same_shape(val.shape, shape) or not _same_strides(val, scale_strides(shape, True)):
-            raise NotTaken(
+        if not same_shape(val.shape, shape) or not _same_strides(val, scale_strides(shape, True)):
+            raise Unmatched(
                 f"the scales {last} have strides {tuple(val.stride())}, neither row by row nor column by column"
             )
     return chains
@@ -101,10 +102,6 @@ def _swaps_the_last_two(node: Node) -> bool:
     return [i % count for i in order] == [*range(count - 2), count - 1, count - 2] if count > 1 else False
 
 
-def _same_shape(a: Any, b: Any) -> bool:
-    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
-
-
 def _lie_alike(shape: tuple[Any, ...]) -> bool:
     if any(same(size, 0) for size in shape):
         return True
@@ -124,7 +121,7 @@ def _plan_views(result: Node, shape: tuple[Any, ...], inside: set[Node], whole: 
 
     `whole`: an op made the result, in the layout that it was asked for.
     """
-    if whole and _same_shape(value(result).shape, shape):
+    if whole and same_shape(value(result).shape, shape):
         return [(result, None)]
     plans: _Plan = []
     for node in reshapes_of(result):
@@ -132,8 +129,8 @@ def _plan_views(result: Node, shape: tuple[Any, ...], inside: set[Node], whole: 
             continue
         val = value(node)
         if not is_contiguous(val):
-            raise NotTaken(f"the quantisation's result {node} has strides {tuple(val.stride())}, and is not contiguous")
-        plans.append((node, None if _same_shape(val.shape, shape) else _sizes(node, val.shape, shape)))
+            raise Unmatched(f"the quantisation's result {node} has strides {tuple(val.stride())}, and is not contiguous")
+        plans.append((node, None if same_shape(val.shape, shape) else _sizes(node, val.shape, shape)))
     return plans
 
 
@@ -147,7 +144,7 @@ def _sizes(node: Node, wanted: Any, given: tuple[Any, ...]) -> list[Size]:
         else:
             sizes.append(-1)
     if sizes.count(-1) > 1:
-        raise NotTaken(f"the quantisation's result {node} has a shape {tuple(wanted)} that cannot be told from {given}")
+        raise Unmatched(f"the quantisation's result {node} has a shape {tuple(wanted)} that cannot be told from {given}")
     return sizes
 
 
@@ -167,3 +164,21 @@ def _view(result: Node, sizes: list[Size], at: Node) -> Node:
     view.args = (result, known)
     view.meta = {**at.meta, "val": aten.view.default(value(result), list(value(at).shape))}
     return view
+
+
+def why_not_as_planned(
+    found: FoundQuant, result: Results, width: int, quant: ActivationQuant, target: Target
+) -> str | None:
+    """How a quantisation of a graph differs from what the plan says, or None."""
+    if found.columns != (width if quant.group_size is None else quant.group_size):
+        graph = "with one scale per token" if found.columns == width else f"groups of {found.columns}"
+        return f"the graph quantises {graph}, the plan says {quant.group_size or 'one scale per token'}"
+    if str(found.dtype) != f"torch.float8_{target.fp8}":
+        return f"the graph quantises to {found.dtype}, and {target} takes {target.fp8}"
+    if found.use_ue8m0 != quant.use_ue8m0:
+        graph, planned = ("powers of two" if each else "not rounded" for each in (found.use_ue8m0, quant.use_ue8m0))
+        return f"the graph's scales are {graph}, the plan's {planned}"
+    if result.column_major != quant.column_major and not result.in_either_layout:
+        graph, planned = ("column" if each else "row" for each in (result.column_major, quant.column_major))
+        return f"the graph has the scales {graph} by {graph}, the plan {planned} by {planned}"
+    return None

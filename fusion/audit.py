@@ -1,0 +1,95 @@
+"""An audit: what ran, counted by torch's profiler, beside what the counters and the plan say."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import torch
+from attrs import frozen
+from torch.profiler import ProfilerActivity, profile
+
+from .catalog import FUSIONS
+from .plan import Plan
+from .report import Missed, Report
+
+MOST_CALLS = 3
+"""Calls before the counted one, at most: the first compiles, the second may compile for dynamic sizes."""
+
+
+@frozen(kw_only=True)
+class Counted:
+    """One fusion in one call."""
+
+    expected: int
+    "Sites that the plan expects it at."
+    profiled: int
+    "Calls of its op that the profiler saw."
+    counted: int
+    "Uses that ran fused by the counters of the compiled graphs."
+
+
+@frozen(kw_only=True)
+class Audit:
+    """One audited call."""
+
+    fusions: dict[str, Counted]
+    missed: Missed
+    "Fusion -> site -> why it did not run fused in this call."
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Sentences: what was missed, and where profiler and counters disagree. Empty where all is well."""
+        found = [
+            f"{name}: the profiler saw {counted.profiled} calls of the op, the counters {counted.counted}"
+            for name, counted in self.fusions.items()
+            if counted.profiled != counted.counted
+        ]
+        found += [f"{name}: {site}: {why}" for name, sites in self.missed.items() for site, why in sites.items()]
+        return tuple(found)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything expected ran, and everybody agrees that it did."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        lines = ["audit of one call:"]
+        for name, counted in self.fusions.items():
+            lines.append(
+                f"  {name}: expected at {counted.expected} sites, {counted.profiled} by the profiler, "
+                f"{counted.counted} by the counters"
+            )
+        return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
+
+
+def audit_call(call: Callable[[], None], plan: Plan, report: Report) -> Audit:
+    """Call until nothing new is compiled, and count one call.
+
+    Args:
+        call: calls the model once and adds the call to the report.
+        plan: what is expected.
+        report: the model's.
+    """
+    for _ in range(MOST_CALLS):
+        graphs = report.graphs
+        call()
+        if report.graphs == graphs:
+            break
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    seen = Counter(event.name for event in profiled.events() if event.name.startswith("layerfuse::"))
+    if report.last is None:
+        raise RuntimeError("the call was not counted")
+    last = report.last
+    expected = Counter(decision.fusion for decision in plan.expected())
+    fusions = {
+        name: Counted(
+            expected=expected[name], profiled=seen[f"layerfuse::{fusion.op.name}"], counted=last.fused(name)
+        )
+        for name, fusion in FUSIONS.items()
+        if expected[name] or seen[f"layerfuse::{fusion.op.name}"] or last.fused(name)
+    }
+    return Audit(fusions=fusions, missed=last.missed)

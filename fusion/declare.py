@@ -1,0 +1,237 @@
+"""How an op is declared: its arguments, its results and its reference. Nothing here needs torch.
+
+The schema, the checks, the fake, the case that picks a backend, the public function with its docstring and the
+benchmark's inputs are made from the declaration (`ops.library`, `bench`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeAlias
+
+from attrs import field, frozen
+
+
+@frozen(kw_only=True)
+class Argument:
+    """One argument of an op."""
+
+    schema: ClassVar[str]
+    "Its type in torch's schema language."
+    annotation: ClassVar[str]
+    "Its type in Python."
+
+    name: str
+    doc: str = ""
+
+    @property
+    def default(self) -> Any:
+        """The default of the public function, or `REQUIRED`."""
+        return REQUIRED
+
+
+REQUIRED: Any = object()
+"""The default of an argument that has none."""
+
+
+@frozen(kw_only=True)
+class Rows(Argument):
+    """A tensor of rows, (..., width): any leading dimensions and row strides, last stride 1."""
+
+    schema = "Tensor"
+    annotation = "Tensor"
+
+    width: str = "width"
+    "The name of its width. Rows of one width name are equally wide."
+    like: str | None = None
+    "An earlier argument whose leading dimensions, dtype and device it has."
+    any_strides: bool = False
+    "True: the last stride may be another than 1."
+
+
+@frozen(kw_only=True)
+class Weight(Argument):
+    """A norm's weight, (width,), of any floating dtype."""
+
+    schema = "Tensor"
+    annotation = "Tensor"
+
+    of: str
+    "The rows that it belongs to."
+
+
+@frozen(kw_only=True)
+class Epsilon(Argument):
+    """Added to the mean square, at least 0."""
+
+    schema = "float"
+    annotation = "float"
+
+    name: str = "epsilon"
+
+
+@frozen(kw_only=True)
+class WeightOffset(Argument):
+    """Added to the weight: 1.0 for zero-centred norms."""
+
+    schema = "float"
+    annotation = "float"
+
+    name: str = "weight_offset"
+    doc: str = "added to the weight: 1.0 for zero-centred norms."
+
+    @property
+    def default(self) -> Any:
+        """No offset."""
+        return 0.0
+
+
+@frozen(kw_only=True)
+class QuantDtype(Argument):
+    """The fp8 format of quantised results."""
+
+    schema = "ScalarType"
+    annotation = "torch.dtype"
+
+    name: str = "dtype"
+    doc: str = "torch.float8_e4m3fn, or torch.float8_e4m3fnuz for gfx942."
+
+    @property
+    def default(self) -> Any:
+        """The OCP format, as source text: torch is not imported here."""
+        return Source("torch.float8_e4m3fn")
+
+
+@frozen(kw_only=True)
+class GroupSize(Argument):
+    """Columns that share a scale."""
+
+    schema = "int"
+    annotation = "int"
+
+    name: str = "group_size"
+    doc: str = "32, 64 or 128; the last group may be short."
+
+    @property
+    def default(self) -> Any:
+        """DeepSeek's."""
+        return 128
+
+
+@frozen(kw_only=True)
+class Flag(Argument):
+    """A switch, off unless set."""
+
+    schema = "bool"
+    annotation = "bool"
+
+    @property
+    def default(self) -> Any:
+        """Off."""
+        return False
+
+
+@frozen
+class Source:
+    """A default that is written as source text."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+COLUMN_MAJOR = Flag(
+    name="column_major",
+    doc="the scales' strides, (1, M) for M rows instead of (groups, 1); indexing means the same in both.",
+)
+UE8M0 = Flag(name="use_ue8m0", doc="round the scales up to powers of two.")
+
+
+@frozen(kw_only=True)
+class Result:
+    """One result of an op: a contiguous tensor unless it says otherwise."""
+
+    name: str
+    of: str
+    "The rows whose leading dimensions and device it has."
+    doc: str = ""
+
+
+@frozen(kw_only=True)
+class Like(Result):
+    """A tensor of the shape and dtype of `of`."""
+
+
+@frozen(kw_only=True)
+class Quantised(Result):
+    """An fp8 tensor of the shape of `of`; its dtype is the argument of kind `QuantDtype`."""
+
+
+@frozen(kw_only=True)
+class Scales(Result):
+    """The float32 scales, (..., groups), laid out as `ops.quantisation.scale_strides` says."""
+
+
+Results: TypeAlias = tuple[Result, ...]
+
+
+@frozen(kw_only=True)
+class Kernel:
+    """One implementation of an op beside its reference."""
+
+    backend: str
+    "triton, aiter, or a name of one's own."
+    function: str = ""
+    "`module:function`, imported when first chosen; it takes the op's arguments. Empty for aiter: its table has it."
+    refuses: str | None = None
+    "`module:function` from the op's case to why it cannot take it, or None where it can: beside the backend's own rules."
+
+
+@frozen(kw_only=True, eq=False)
+class Op:
+    """One op, `torch.ops.layerfuse.<name>`."""
+
+    name: str
+    doc: str
+    "The first sentence of the public function's docstring."
+    args: tuple[Argument, ...] = field(converter=tuple)
+    results: Results = field(converter=tuple)
+    reference: Callable[..., Any]
+    "The meaning, in plain torch: takes all arguments by position, runs on every device. It may import torch inside."
+    plain: Callable[..., Any] | None = None
+    """The same arithmetic as a model without fused kernels has it, for compilers to fuse: what benchmarks compile.
+    None: the reference."""
+    backward: Callable[..., Any] | None = None
+    "As torch.library.register_autograd takes it; None: for inference only, inputs that require grad are refused."
+    setup_context: Callable[..., None] | None = None
+    check: Callable[..., None] | None = None
+    "What the arguments' kinds do not say, with all arguments by position: raises ValueError."
+
+    @property
+    def rows(self) -> tuple[Rows, ...]:
+        """The arguments that are rows, the first of which decides device and dtype."""
+        return tuple(argument for argument in self.args if isinstance(argument, Rows))
+
+    @property
+    def widths(self) -> tuple[str, ...]:
+        """The names of its widths, each once."""
+        return tuple(dict.fromkeys(rows.width for rows in self.rows))
+
+    @property
+    def schema(self) -> str:
+        """As torch.library takes it."""
+        taken = ", ".join(f"{argument.schema} {argument.name}" for argument in self.args)
+        given = "Tensor" if len(self.results) == 1 else f"({', '.join('Tensor' for _ in self.results)})"
+        return f"{self.name}({taken}) -> {given}"
+
+    def argument(self, name: str) -> Argument:
+        """The argument of this name.
+
+        Raises:
+            KeyError: no such argument.
+        """
+        found = next((argument for argument in self.args if argument.name == name), None)
+        if found is None:
+            raise KeyError(f"{self.name} has no argument {name!r}")
+        return found

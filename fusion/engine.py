@@ -1,0 +1,53 @@
+"""What an inference engine does with a fusion: what it will not let happen, and what is not faster there.
+
+An engine is data that `plan` takes as input, so that a plan says what will come of it inside that engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import field, frozen
+
+from ..adapters.errors import LayerfuseError, did_you_mean
+
+
+class UnknownFusionEngineError(LayerfuseError, LookupError):
+    """An engine of which nothing is known."""
+
+
+def _reasons(reasons: Mapping[str, str]) -> dict[str, str]:
+    return dict(reasons)
+
+
+@frozen(kw_only=True)
+class Engine:
+    """One engine, as far as fusions are concerned."""
+
+    name: str
+    "As `Fusion.off_in` names it."
+    refuses: Mapping[str, str] = field(factory=dict, converter=_reasons)
+    """Fusion or role -> why the engine will not let it happen, as a sentence; `*` stands for everything. For example
+    {"*": "vLLM 0.33 does not compile this model"}."""
+
+    @classmethod
+    def named(cls, name: str) -> Engine:
+        """An engine of which only the name is known.
+
+        Raises:
+            UnknownFusionEngineError: none of `NAMES`.
+        """
+        if name not in NAMES:
+            raise UnknownFusionEngineError(
+                f"no engine is called {name!r}{did_you_mean(name, NAMES) or '.'} Known: {', '.join(NAMES)}. "
+                "For another one, give plan() an Engine(name=...)."
+            )
+        return cls(name=name)
+
+    def why_not(self, fusion: str, role: str) -> str | None:
+        """Why the engine does not let a fusion happen at a role, or None where it does."""
+        return next((self.refuses[key] for key in (fusion, role, "*") if key in self.refuses), None)
+
+
+NAMES = ("transformers", "vllm", "sglang", "atom")
+"""The engines that can be planned for by name."""

@@ -1,0 +1,205 @@
+"""Finding norms in a graph: every place where an RMSNorm is computed, and what only resembles one.
+
+Nothing is rewritten here, and nothing is known of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from attrs import field, frozen
+from torch._inductor.pattern_matcher import Match, is_match
+from torch.fx import Graph, Node
+
+from .patterns import Form, decomposed, find_op, one_op
+from .values import last_width, same, value
+
+aten = torch.ops.aten
+_convert = torch.ops.prims.convert_element_type.default
+_ADDS = (aten.add.Tensor, aten.add.Scalar)
+_ON_THE_WAY = (aten.mul.Tensor, _convert)
+"""What may lie between a norm's reciprocal root and its result."""
+
+
+@frozen(kw_only=True, eq=False)
+class FoundNorm:
+    """One norm in a graph."""
+
+    width: int
+    epsilon: float
+    weight_offset: float
+    form: str
+    x: Node
+    weight: Node
+    out: Node
+    nodes: tuple[Node, ...]
+    "All nodes that compute it, inputs excluded, `out` last."
+
+    def __str__(self) -> str:
+        return f"{self.out} (rms_norm of width {self.width}, epsilon {self.epsilon:g})"
+
+
+@frozen(kw_only=True, eq=False)
+class NearNorm:
+    """Something that computes a norm in no form that can be replaced."""
+
+    root: Node
+    "The reciprocal root, or the op itself."
+    width: int | None
+    epsilon: float | Node | None
+    shared: str | None
+    "Who else reads an intermediate of it, or None."
+    weights: tuple[Node, ...] = field(default=())
+    "Tensors of one dimension that its result is multiplied by."
+
+    def describe(self) -> str:
+        """The norm in words."""
+        return f"{self.root} norms width {self.width} with {epsilon_in_words(self.epsilon)}"
+
+
+def find_norms(graph: Graph) -> tuple[list[FoundNorm], list[NearNorm]]:
+    """The norms of a graph in its order, and what resembles one."""
+    found: dict[Node, FoundNorm] = {}
+    near: list[NearNorm] = []
+    for root in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
+        norm = _first_match(_results(root), decomposed())
+        if norm is not None:
+            found[norm.out] = norm
+        elif (resembling := _from_rsqrt(root)) is not None:
+            near.append(resembling)
+    unmatched: dict[Node, None] = {}
+    for op, form in one_op():
+        for node in graph.find_nodes(op="call_function", target=op):
+            candidates = [*node.users, node] if form.pattern.fns[0] is not op else [node]
+            norm = _first_match(candidates, (form,))
+            if norm is None:
+                unmatched.setdefault(node)
+            else:
+                found.setdefault(norm.out, norm)
+    taken = {node for norm in found.values() for node in norm.nodes}
+    near += [_from_op(node) for node in unmatched if node not in taken]
+    return sorted(found.values(), key=lambda norm: norm.out), near
+
+
+def _results(root: Node) -> list[Node]:
+    """What may be the result of a norm, the farthest from its reciprocal root first."""
+    found: list[Node] = []
+    step = [root]
+    for _ in range(4):
+        step = [user for node in step for user in node.users if user.target in _ON_THE_WAY]
+        found += step
+    return list(dict.fromkeys(reversed(found)))
+
+
+def _first_match(results: list[Node], forms: tuple[Form, ...]) -> FoundNorm | None:
+    for out in results:
+        for form in forms:
+            if out.target not in form.pattern.fns:
+                continue
+            match = form.pattern.match(out)
+            if is_match(match):
+                norm = _checked(match, form)
+                if norm is not None:
+                    return norm
+    return None
+
+
+def _checked(match: Match, form: Form) -> FoundNorm | None:
+    bound = match.kwargs
+    epsilon, out = bound["epsilon"], match.nodes[-1]
+    x, weight, result = (value(node) for node in (bound["x"], bound["weight"], out))
+    if not all(isinstance(v, torch.Tensor) for v in (x, weight, result)):
+        return None
+    if isinstance(epsilon, bool) or not isinstance(epsilon, float | int):
+        return None
+    width = last_width(bound["x"])
+    if width is None or weight.dim() != 1 or not same(weight.shape[0], width):
+        return None
+    if bound.get("width", width) != width:
+        return None
+    if "dim" in bound:
+        # One dimension, the last, however it is counted.
+        if list(bound["dim"]) not in ([-1], [x.dim() - 1]):
+            return None
+        # The plain form accumulates in x's own dtype; below float32 that is a different norm.
+        low = x.dtype in (torch.bfloat16, torch.float16)
+        if low != ("back" in bound) or not (low or x.dtype in (torch.float32, torch.float64)):
+            return None
+        if low and bound["back"] != x.dtype:
+            return None
+    # A float32 weight on a bfloat16 input widens the result in some forms; a fused op keeps the input's dtype.
+    if result.dtype != x.dtype or weight.device != x.device:
+        return None
+    return FoundNorm(
+        width=width,
+        epsilon=float(epsilon),
+        weight_offset=form.weight_offset,
+        form=form.name,
+        x=bound["x"],
+        weight=bound["weight"],
+        out=out,
+        nodes=tuple(match.nodes),
+    )
+
+
+# ---- what resembles a norm -------------------------------------------------------------------------------------------
+
+
+def epsilon_in_words(epsilon: float | Node | None) -> str:
+    """An epsilon as reasons say it."""
+    if isinstance(epsilon, Node):
+        return (
+            f"an epsilon that is an input of the graph ({epsilon}): dynamic=True traces a module's floats as inputs, "
+            "unless torch._dynamo.config.specialize_float is True"
+        )
+    return "no epsilon" if epsilon is None else f"epsilon {epsilon!r}"
+
+
+def _from_op(node: Node) -> NearNorm:
+    numbers = [a for a in node.args if isinstance(a, float)]
+    return NearNorm(
+        root=node,
+        width=last_width(node.args[0]),
+        epsilon=next(iter(numbers), None),
+        shared=None,
+        weights=tuple(_vectors(node)),
+    )
+
+
+def _from_rsqrt(rsqrt: Node) -> NearNorm | None:
+    add = rsqrt.args[0]
+    if not isinstance(add, Node) or add.target not in _ADDS:
+        return None
+    mean, epsilon = add.args[0], add.args[1]
+    if not isinstance(mean, Node) or mean.target is not aten.mean.dim:
+        return None
+    shared = next((why for node in (rsqrt, add, mean) if (why := _other_reader(node)) is not None), None)
+    return NearNorm(
+        root=rsqrt,
+        width=last_width(mean.args[0]),
+        epsilon=epsilon if isinstance(epsilon, Node) else float(epsilon) if isinstance(epsilon, float | int) else None,
+        shared=shared,
+        weights=tuple(weight for node in _results(rsqrt) for weight in _vectors(node)),
+    )
+
+
+def _vectors(node: Node) -> Iterator[Node]:
+    for source in node.all_input_nodes:
+        val = value(source)
+        if isinstance(val, torch.Tensor) and val.dim() == 1:
+            yield source
+
+
+def _other_reader(node: Node) -> str | None:
+    if len(node.users) < 2:
+        return None
+    if any(user.op == "output" for user in node.users):
+        return (
+            f"its intermediate {node} is a result of the graph, saved for the backward pass; fuse for inference, "
+            "under torch.no_grad() or torch.inference_mode()"
+        )
+    return f"its intermediate {node} has {len(node.users)} readers, and a fused op does not compute it"
+
+
+__all__ = ["FoundNorm", "NearNorm", "epsilon_in_words", "find_norms", "find_op"]

@@ -1,0 +1,41 @@
+"""What tracing left on the nodes of a graph: their fake tensors, compared without adding guards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+
+def value(node: Any) -> Any:
+    """The fake tensor (or None) that tracing left on a node."""
+    return node.meta.get("val") if isinstance(node, Node) else None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal for every input."""
+    return bool(statically_known_true(a == b))
+
+
+def same_shape(a: Any, b: Any) -> bool:
+    """Whether two shapes are equal for every input."""
+    return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+
+
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """Whether a traced tensor is contiguous for every size it may have."""
+    expected: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if not same(size, 1) and not same(stride, expected):
+            return False
+        expected = expected * size
+    return True
+
+
+def last_width(node: object) -> int | None:
+    """The static size of a tensor's last dimension, or None."""
+    val = value(node)
+    width = val.shape[-1] if isinstance(val, torch.Tensor) and val.dim() else None
+    return width if isinstance(width, int) else None

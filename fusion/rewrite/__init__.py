@@ -1,0 +1,70 @@
+"""Rewriting graphs by a plan: one graph pass for any slot that takes one.
+
+It runs inside `fusion.compile`, and alone in Inductor's `post_grad_custom_pre_pass` or vLLM's
+`post_grad_custom_post_pass`.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from typing import Any
+
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from ..plan import Plan
+from ..report import GraphRecord, Report
+from .driver import Driver
+from .identity import plan_hash, source_hash
+from .lowering import LowerCanonicalPass
+from .ownership import Surroundings
+
+_here: weakref.WeakValueDictionary[str, Pipeline] = weakref.WeakValueDictionary()
+"""The pipelines of this process by their token: a copy finds the report of its original here."""
+
+
+class Pipeline(CustomGraphPass):  # type: ignore[misc]
+    """The rewriting that a plan calls for, as one graph pass, with its report.
+
+    It can be pickled and copied. A copy in the same process shares the report of the original, so that whoever made the
+    pipeline sees what an engine's copy did; in another process it starts a report of its own.
+    """
+
+    def __init__(self, plan: Plan, report: Report | None = None, around: Surroundings | None = None) -> None:
+        self.plan = plan
+        self.report = Report(plan) if report is None else report
+        self._driver = Driver(plan, around)
+        self._lower = LowerCanonicalPass()
+        self._lock = threading.Lock()
+        self._token = uuid.uuid4().hex
+        _here[self._token] = self
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite the graph in place and add its record to the report."""
+        self.rewrite(graph)
+
+    def rewrite(self, graph: Graph) -> GraphRecord:
+        """The same, with the record as the answer."""
+        # Dynamo compiles under a lock of its own; other compilers may not.
+        with self._lock:
+            record = self._driver(graph, self.report.graphs)
+            self.report.add(record)
+        self._lower(graph)
+        return record
+
+    def uuid(self) -> Any:
+        """Changes with the specs (but for the rank), the plan, the config and the source: a key for caches."""
+        return f"layerfuse-{source_hash()}-{plan_hash(self.plan)}"
+
+    def __reduce__(self) -> Any:
+        return _again, (self._token, self.plan)
+
+
+def _again(token: str, plan: Plan) -> Pipeline:
+    original = _here.get(token)
+    return Pipeline(plan, None if original is None else original.report)
+
+
+__all__ = ["LowerCanonicalPass", "Pipeline", "Surroundings"]

@@ -1,0 +1,161 @@
+"""Which site a norm of a graph belongs to: by the parameter it reads, else by the module path that tracing left on it.
+
+Dynamo names modules from the frame it compiled, which after a graph break is not the model. So a path is compared with
+the end of each norm's path, and several sites may fit.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping
+
+from attrs import field, frozen
+from torch.fx import Node
+
+from ...adapters.specs import NormSpec
+from ..match.norms import FoundNorm
+from ..sites import Site
+from .parameters import PARAMETER, Parameter, module_path
+
+Place = tuple[Site, int]
+"""A site, and which of its norms."""
+
+
+@frozen(kw_only=True)
+class Location:
+    """What is known of where a norm belongs."""
+
+    places: tuple[Place, ...] = ()
+    "In the plan's order; several where it cannot be told which."
+    how: str = "structure"
+    "parameter, module path, or structure alone."
+    parameter: Parameter | None = None
+    elsewhere: bool = False
+    "Whether it certainly belongs to no site of the plan."
+
+
+@frozen(kw_only=True)
+class Surroundings:
+    """What the model says beside the specs. Empty where there is no model at hand."""
+
+    paths: frozenset[str] = frozenset()
+    "Every module's path."
+    aliases: Mapping[str, str] = field(factory=dict)
+    "A second path of a module that the model holds several times -> the path that the plan may know."
+
+
+class Ownership:
+    """Looks up the sites of a plan. Immutable after construction but for a cache of paths."""
+
+    def __init__(self, sites: Iterable[Site], around: Surroundings | None = None) -> None:
+        self._around = Surroundings() if around is None else around
+        self._exact: dict[str, list[Place]] = {}
+        self._layers: dict[str, list[Place]] = {}
+        self._ends: dict[tuple[str, ...], list[str]] = {}
+        self._all: list[Place] = []
+        self._unplaced: list[Place] = []
+        for site in sites:
+            for i, norm in enumerate(site.norms):
+                place = (site, i)
+                self._all.append(place)
+                if self._around.paths and site.layer and site.layer not in self._around.paths:
+                    self._unplaced.append(place)
+                    continue
+                if norm.module is None:
+                    self._layers.setdefault(site.layer, []).append(place)
+                else:
+                    self._exact.setdefault(join(site.layer, norm.module), []).append(place)
+        for path in dict.fromkeys([*self._exact, *self._layers]):
+            parts = tuple(path.split("."))
+            for k in range(len(parts)):
+                self._ends.setdefault(parts[k:], []).append(path)
+        self._paths: dict[str, tuple[Place, ...]] = {}
+
+    def locate(self, weights: Iterable[Node], out: Node) -> Location:
+        """Where a norm belongs that reads one of these weights and gives `out`."""
+        by_path = self._of_path(out)
+        for weight in weights:
+            parameter = _parameter(weight)
+            if parameter is not None:
+                places = tuple(dict.fromkeys(place for name in parameter.names for place in self._of_name(name)))
+                # Tied weights belong to several norms; where the module path tells which, it decides.
+                places = tuple(place for place in places if place in by_path) or places
+                if not places and self._unplaced:
+                    return Location(places=tuple(self._unplaced), parameter=parameter)
+                return Location(places=places, how="parameter", parameter=parameter, elsewhere=not places)
+        if by_path:
+            return Location(places=by_path, how="module path")
+        return Location(places=tuple(self._unplaced or self._all))
+
+    def _of_name(self, name: str) -> list[Place]:
+        """The places of a parameter, by its own module and then by the layers around it."""
+        path = self._around.aliases.get(name.rpartition(".")[0], name.rpartition(".")[0])
+        if path in self._exact:
+            return self._exact[path]
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self._layers:
+                return self._layers[path]
+        return []
+
+    def _of_path(self, node: Node) -> tuple[Place, ...]:
+        stack = node.meta.get("nn_module_stack")
+        if not stack:
+            return ()
+        text = next(reversed(stack.values()))[0]
+        if text not in self._paths:
+            self._paths[text] = tuple(self._resolve(module_path(text)))
+        return self._paths[text]
+
+    def _resolve(self, path: str) -> list[Place]:
+        path = self._around.aliases.get(path, path)
+        parts = tuple(path.split("."))
+        for length in range(len(parts), -1, -1):
+            inner = ".".join(parts[:length])
+            found = self._exact.get(inner) if length == len(parts) else None
+            found = found or self._layers.get(inner)
+            if found:
+                return found
+        for length in range(len(parts), 0, -1):
+            ends = self._ends.get(parts[:length], [])
+            places = [
+                place
+                for end in ends
+                for place in (self._exact.get(end, []) if length == len(parts) else []) or self._layers.get(end, [])
+            ]
+            if places:
+                return places
+        return []
+
+
+def join(layer: str, module: str) -> str:
+    """A path below a layer; the model itself has the empty path."""
+    return f"{layer}.{module}" if layer else module
+
+
+def _parameter(weight: Node) -> Parameter | None:
+    while weight.op == "call_function" and len(weight.all_input_nodes) == 1:
+        weight = weight.all_input_nodes[0]
+    found: Parameter | None = weight.meta.get(PARAMETER)
+    return found
+
+
+def fits(norm: FoundNorm, spec: NormSpec) -> bool:
+    """Whether a norm of a graph is the one that a spec describes."""
+    return (norm.width, norm.weight_offset) == (spec.width, spec.weight_offset) and same_epsilon(
+        norm.epsilon, spec.epsilon
+    )
+
+
+def same_epsilon(found: float, wanted: float) -> bool:
+    """Whether a number of a graph is this epsilon, as it is or rounded to float32, as `torch.rms_norm` traces it."""
+    return found in (wanted, struct.unpack("f", struct.pack("f", wanted))[0])
+
+
+def differs(norm: FoundNorm, spec: NormSpec) -> str:
+    """How a norm differs from the one that a spec describes, as a sentence."""
+    if norm.width != spec.width:
+        return f"the norm {norm.out} has width {norm.width}; the spec says {spec.width}"
+    if norm.weight_offset != spec.weight_offset:
+        return f"the norm {norm.out} adds {norm.weight_offset:g} to its weight; the spec says {spec.weight_offset:g}"
+    return f"the norm {norm.out} has epsilon {norm.epsilon!r}; the spec says {spec.epsilon!r}"

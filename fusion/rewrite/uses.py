@@ -1,0 +1,259 @@
+"""From the norms of a graph to the uses of a plan's sites in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import product
+
+from attrs import define, field
+from torch.fx import Graph, Node
+
+from ...adapters.specs import MLASpec, NormSpec
+from ..match.latents import base_of, why_unpaired
+from ..match.norms import FoundNorm, NearNorm, epsilon_in_words, find_norms
+from ..plan import Plan
+from ..sites import Site
+from .ownership import Location, Ownership, Place, differs, fits, same_epsilon
+
+
+@define(kw_only=True, eq=False)
+class SiteUse:
+    """One use of a site in a graph: its norms, or why it has none that can be replaced."""
+
+    site: Site
+    norms: tuple[FoundNorm, ...] = ()
+    "In the order of the site's; empty where `problem` says why."
+    problem: str | None = None
+    how: str = "structure"
+    weights: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    "As in `report.Use`."
+    whole: bool = True
+    "Whether the weights are always these: see `Parameter.whole`."
+
+
+@define(kw_only=True)
+class Found:
+    """What a graph holds of a plan."""
+
+    uses: list[SiteUse] = field(factory=list)
+    loose: list[str] = field(factory=list)
+    "Sentences on norms that look like a site's and could be tied to none."
+
+
+class UseFinder:
+    """Finds the uses of a plan's sites. Counts them, so that what cannot be told apart is handed out in turn."""
+
+    def __init__(self, plan: Plan, ownership: Ownership) -> None:
+        wanted = {decision.site for decision in plan.decisions if decision.kind in ("expected", "fallback")}
+        self._wanted = wanted
+        self._ownership = ownership
+        self._visits: Counter[str] = Counter()
+
+    def __call__(self, graph: Graph) -> Found:
+        """The uses in graph order."""
+        if not self._wanted:
+            return Found()
+        norms, near = find_norms(graph)
+        found = Found()
+        pairs: dict[str, list[tuple[FoundNorm, int, Location]]] = {}
+        sites: dict[str, Site] = {}
+        unsure: list[tuple[FoundNorm, Location]] = []
+        for norm in norms:
+            where = self._ownership.locate((norm.weight,), norm.out)
+            fitting = self._fitting(norm, where)
+            owners = list(dict.fromkeys(site.name for site, _ in fitting))
+            if len(owners) == 1:
+                site = fitting[0][0]
+                sites[site.name] = site
+                if len(site.norms) > 1:
+                    pairs.setdefault(site.name, []).extend((norm, i, where) for _, i in fitting)
+                else:
+                    found.uses.append(_use(site, (norm,), (where,)))
+                    self._visits[site.name] += 1
+            elif fitting:
+                unsure.append((norm, where))
+            else:
+                found.uses += self._misfit(norm, where)
+        for name, several in pairs.items():
+            found.uses += self._paired(sites[name], several, near)
+        self._hand_out(unsure, near, found)
+        self._add_near(near, found)
+        fusable = sorted((use for use in found.uses if use.norms), key=lambda use: use.norms[0].out)
+        found.uses = [*fusable, *(use for use in found.uses if not use.norms)]
+        return found
+
+    def _fitting(self, norm: FoundNorm, where: Location) -> list[Place]:
+        return [(site, i) for site, i in where.places if site.name in self._wanted and fits(norm, site.norms[i])]
+
+    def _misfit(self, norm: FoundNorm, where: Location) -> Iterator[SiteUse]:
+        """A norm that reads a site's weight, or stands in its module, and is not what the spec says."""
+        if where.how == "structure" or len(where.places) != 1:
+            return
+        ((site, i),) = where.places
+        if site.name in self._wanted:
+            yield SiteUse(site=site, problem=_named(site, i, differs(norm, site.norms[i])), how=where.how)
+
+    # ---- two norms of one site
+
+    def _paired(
+        self, site: Site, several: list[tuple[FoundNorm, int, Location]], near: list[NearNorm]
+    ) -> Iterator[SiteUse]:
+        """The pairs of one site, each norm once; what is left is a use that is missed."""
+        firsts, seconds = ([(n, where) for n, i, where in several if i == side] for side in (0, 1))
+        taken: set[FoundNorm] = set()
+        reason: str | None = None
+        for (q, q_where), (kv, kv_where) in product(firsts, seconds):
+            if q in taken or kv in taken or q is kv:
+                continue
+            why = _why_unpaired(site, q, kv)
+            if why is None:
+                taken |= {q, kv}
+                self._visits[site.name] += 1
+                yield _use(site, (q, kv), (q_where, kv_where))
+            else:
+                reason = reason or why
+        if firsts and seconds:
+            left_q, left_kv = ({norm for norm, _ in side} - taken for side in (firsts, seconds))
+            # With equal norms on both sides each norm stands on both.
+            missed = -(-len(left_q) // 2) if left_q == left_kv else max(len(left_q), len(left_kv))
+            problem = reason or "one norm was found where two are needed"
+            yield from (SiteUse(site=site, problem=problem, how=firsts[0][1].how) for _ in range(missed))
+        if not (firsts and seconds):
+            here = [n for n in near if self._owns(site, n)] or near
+            problem = why_missing(site, bool(firsts), bool(seconds), here)
+            for _, where in firsts or seconds:
+                yield SiteUse(site=site, problem=problem, how=where.how)
+
+    # ---- norms that several sites may own
+
+    def _hand_out(self, unsure: list[tuple[FoundNorm, Location]], near: list[NearNorm], found: Found) -> None:
+        """Give each norm, or pair of norms, to the site that was used least among those it fits, in the plan's order."""
+        groups: dict[Node, list[tuple[FoundNorm, Location]]] = {}
+        for norm, where in unsure:
+            if any(len(site.norms) > 1 for site, _ in self._fitting(norm, where)):
+                groups.setdefault(base_of(norm), []).append((norm, where))
+        done: set[FoundNorm] = set()
+        reasons: list[str] = []
+        for group in groups.values():
+            while (use := self._next_pair(group, reasons)) is not None:
+                found.uses.append(use)
+                done.update(use.norms)
+                group[:] = [(norm, where) for norm, where in group if norm not in done]
+        left: list[FoundNorm] = []
+        for norm, where in unsure:
+            if norm in done:
+                continue
+            single = [site for site, _ in self._fitting(norm, where) if len(site.norms) == 1]
+            if single:
+                site = min(single, key=lambda site: self._visits[site.name])
+                self._visits[site.name] += 1
+                found.uses.append(_use(site, (norm,), (where,)))
+            else:
+                left.append(norm)
+        found.loose += reasons or [f"{norm.out} norms width {norm.width} and has no partner" for norm in left]
+        widths = {norm.width for site in self._sites_of(unsure) for norm in site.norms}
+        if not unsure:
+            widths = set()
+        found.loose += [norm.describe() for norm in near if norm.width in widths]
+
+    def _sites_of(self, unsure: list[tuple[FoundNorm, Location]]) -> Iterable[Site]:
+        return (site for _, where in unsure for site, _ in where.places)
+
+    def _next_pair(self, group: list[tuple[FoundNorm, Location]], reasons: list[str]) -> SiteUse | None:
+        for (q, q_where), (kv, kv_where) in product(group, group):
+            if q is kv:
+                continue
+            first = {site.name: site for site, i in self._fitting(q, q_where) if i == 0 and len(site.norms) > 1}
+            second = {site.name for site, i in self._fitting(kv, kv_where) if i == 1}
+            sites = [site for name, site in first.items() if name in second]
+            for site in sorted(sites, key=lambda site: self._visits[site.name]):
+                why = _why_unpaired(site, q, kv)
+                if why is None:
+                    self._visits[site.name] += 1
+                    return _use(site, (q, kv), (q_where, kv_where))
+                if why not in reasons:
+                    reasons.append(why)
+                break
+        return None
+
+    # ---- what only resembles a norm
+
+    def _owns(self, site: Site, norm: NearNorm) -> bool:
+        where = self._ownership.locate(norm.weights, norm.root)
+        return where.how != "structure" and any(other.name == site.name for other, _ in where.places)
+
+    def _add_near(self, near: list[NearNorm], found: Found) -> None:
+        """A site whose norms are here in no known form is a use that is missed."""
+        used = {use.site.name for use in found.uses}
+        problems: dict[str, tuple[Site, list[NearNorm]]] = {}
+        for norm in near:
+            where = self._ownership.locate(norm.weights, norm.root)
+            owners = {site.name: site for site, _ in where.places if site.name in self._wanted}
+            if where.how == "structure" and where.places:
+                if norm.width in {n.width for site, _ in where.places for n in site.norms}:
+                    found.loose.append(norm.describe())
+            elif len(owners) >= 1:
+                name, site = min(owners.items(), key=lambda item: self._visits[item[0]])
+                if name not in used:
+                    problems.setdefault(name, (site, []))[1].append(norm)
+        for site, several in problems.values():
+            found.uses.append(SiteUse(site=site, problem=why_missing(site, False, False, several), how="module path"))
+
+
+def _use(site: Site, norms: tuple[FoundNorm, ...], where: tuple[Location, ...]) -> SiteUse:
+    parameters = [each.parameter for each in where]
+    known = [parameter for parameter in parameters if parameter is not None]
+    return SiteUse(
+        site=site,
+        norms=norms,
+        how=where[0].how,
+        weights=tuple((parameter.position, parameter.names) for parameter in known),
+        whole=all(parameter.whole for parameter in known),
+    )
+
+
+def _why_unpaired(site: Site, q: FoundNorm, kv: FoundNorm) -> str | None:
+    if q.weight is kv.weight:
+        return f"both norms share the weight {q.weight}, so they are not an MLA layer's two latent norms"
+    return why_unpaired(site.spec, q, kv) if isinstance(site.spec, MLASpec) else None
+
+
+_SIDES = ("query", "key/value")
+
+
+def _named(site: Site, which: int, sentence: str) -> str:
+    if len(site.norms) == 1:
+        return sentence
+    return sentence.replace("the norm", f"the {_SIDES[which]} norm", 1)
+
+
+def why_missing(site: Site, has_first: bool, has_second: bool, near: list[NearNorm]) -> str:
+    """Why some of a site's norms are not among the norms of a graph."""
+    if len(site.norms) == 1:
+        return _why("norm", site.norms[0], near)
+    sides = [
+        (f"{name} norm", norm)
+        for name, norm, has in zip(_SIDES, site.norms, (has_first, has_second), strict=True)
+        if not has
+    ]
+    found = "" if not (has_first or has_second) else f"found the {_SIDES[0 if has_first else 1]} norm only: "
+    return found + "; ".join(_why(name, norm, near) for name, norm in sides)
+
+
+def _why(name: str, norm: NormSpec, near: list[NearNorm]) -> str:
+    wide = [n for n in near if n.width == norm.width]
+    if not wide:
+        widths = ", ".join(str(n.width) for n in near)
+        seen = f"norms of width {widths} are" if widths else "no norm is"
+        return f"no {name} of width {norm.width} in its part of the graph ({seen} there)"
+    exact = [n for n in wide if isinstance(n.epsilon, float) and same_epsilon(n.epsilon, norm.epsilon)]
+    if not exact:
+        return f"the {name} {wide[0].root} has {epsilon_in_words(wide[0].epsilon)}; the spec says {norm.epsilon!r}"
+    shared = next((n.shared for n in exact if n.shared is not None), None)
+    if shared is not None:
+        return f"the {name} cannot be replaced: {shared}"
+    return (
+        f"the {name} {exact[0].root} is written in no known form, rounds to another dtype than its input's, or "
+        "an intermediate of it has other readers"
+    )

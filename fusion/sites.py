@@ -1,0 +1,136 @@
+"""Where chains of row-wise operations stand in a model: the sites of each layer, from its spec alone.
+
+The site is the unit of planning, matching and reporting. A layer has several, and a graph may use each more than once.
+"""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+
+from ..adapters.specs import (
+    AnySpec,
+    FinalNormSpec,
+    GatedDeltaNetSpec,
+    MLAKernelSpec,
+    MLASpec,
+    NormSpec,
+    ResidualSpec,
+)
+
+INPUT = "input"
+POST_ATTENTION = "post_attention"
+FINAL = "final"
+LATENTS = "latents"
+OUTPUT = "output"
+
+
+@frozen(kw_only=True)
+class Role:
+    """What stands at one kind of site."""
+
+    name: str
+    doc: str
+    norms: int
+    "How many norms a chain at such a site has."
+    steps: frozenset[str]
+    "Names of the step classes (`chain`) that may stand there."
+
+
+ROLES: dict[str, Role] = {
+    role.name: role
+    for role in (
+        Role(
+            name=INPUT,
+            doc="the norm at the entry of a decoder layer, after the residual add of the layer before",
+            norms=1,
+            steps=frozenset({"AllReduce", "Add", "Norm", "Quant", "Pad"}),
+        ),
+        Role(
+            name=POST_ATTENTION,
+            doc="the norm between attention and MLP, after the residual add of the attention",
+            norms=1,
+            steps=frozenset({"AllReduce", "Add", "Norm", "Quant", "Pad"}),
+        ),
+        Role(
+            name=FINAL,
+            doc="the norm after the last decoder layer",
+            norms=1,
+            steps=frozenset({"AllReduce", "Add", "Norm", "Quant", "Pad"}),
+        ),
+        Role(
+            name=LATENTS,
+            doc="the norms of an MLA layer's query and key/value latents",
+            norms=2,
+            steps=frozenset({"Norm", "Quant"}),
+        ),
+        Role(
+            name=OUTPUT,
+            doc="the gated norm of a delta net's value heads",
+            norms=1,
+            steps=frozenset({"GatedNorm", "Quant"}),
+        ),
+    )
+}
+"""Every role a site can have."""
+
+
+@frozen(kw_only=True)
+class Site:
+    """One place in one layer."""
+
+    layer: str
+    "The layer's path in the model, or a label such as `layer 3` where no path was given."
+    role: str
+    "A name of `ROLES`."
+    norms: tuple[NormSpec, ...]
+    "In the order of the role: for `latents` the query's, then the key/value's."
+    spec: AnySpec = field(repr=False)
+    block: int = 0
+    "Which attention block of the layer: LongCat-Flash has two, each with an input and a post-attention norm."
+    adds: bool = False
+    "Whether a residual is added in front of the norm. The first layer's input norm has nothing to add."
+    absent: str | None = None
+    "Why no fusion can stand here, as a sentence; None where one can."
+    unknown: str | None = None
+    "Why the spec cannot say what stands here, as a sentence; None where it does."
+
+    @property
+    def name(self) -> str:
+        """Unique in a plan: `model.layers.3.self_attn:latents`."""
+        return f"{self.layer}:{self.role}" + (f".{self.block}" if self.block else "")
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def sites_of(layer: str, spec: AnySpec) -> tuple[Site, ...]:
+    """The sites of one layer, in the order in which a forward pass meets them.
+
+    Args:
+        layer: the layer's path in the model; the empty string for the model itself.
+        spec: what the layer is.
+    """
+    if isinstance(spec, ResidualSpec):
+        return tuple(_stream(layer, spec))
+    if isinstance(spec, FinalNormSpec):
+        return (Site(layer=layer, role=FINAL, norms=(spec.final_norm,), spec=spec, adds=True),)
+    if isinstance(spec, GatedDeltaNetSpec):
+        return (Site(layer=layer, role=OUTPUT, norms=(spec.output_norm,), spec=spec),)
+    if isinstance(spec, MLAKernelSpec):
+        reason = f"an inner kernel layer knows no norms; ask {spec.outer}"
+        return (Site(layer=layer, role=LATENTS, norms=(), spec=spec, unknown=reason),)
+    if isinstance(spec, MLASpec):
+        if spec.q_norm is None:
+            reason = "q_lora_rank is None: there is no query latent norm to pair"
+            return (Site(layer=layer, role=LATENTS, norms=(spec.kv_norm,), spec=spec, absent=reason),)
+        return (Site(layer=layer, role=LATENTS, norms=(spec.q_norm, spec.kv_norm), spec=spec),)
+    return ()
+
+
+def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
+    sites = []
+    for block, (before, after) in enumerate(zip(spec.input_norms, spec.post_attention_norms, strict=True)):
+        first = spec.layer_index == 0 and block == 0
+        sites.append(Site(layer=layer, role=INPUT, norms=(before,), spec=spec, block=block, adds=not first))
+        sites.append(Site(layer=layer, role=POST_ATTENTION, norms=(after,), spec=spec, block=block, adds=True))
+    return sites

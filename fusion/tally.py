@@ -1,0 +1,152 @@
+"""What ran: counts the calls of compiled graphs, and says after each call of the model which sites ran fused.
+
+The count is one dictionary entry per call of a graph, outside any CUDA graph. What it means is worked out afterwards.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from .plan import Plan
+from .report import CallRecord, GraphRecord, Missed, Report, Use, with_fallback
+from .rewrite.ownership import Surroundings
+from .rewrite.parameters import names_of
+from .uncompiled import why_uncompiled
+
+Key = tuple[int, ...]
+"""A graph's number, and for a graph that sibling layers share the identities of the weights it was called with."""
+
+
+class _Current(threading.local):
+    """The calls of graphs in this thread's call of the model."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Key, int] = {}
+
+
+class Tally:
+    """Counts for one model and one plan."""
+
+    def __init__(self, model: nn.Module, plan: Plan, report: Report, around: Surroundings) -> None:
+        self._model = model
+        self._plan = plan
+        self._report = report
+        self._current = _Current()
+        self._records: dict[int, GraphRecord] = {}
+        self._resolved: dict[Key, list[tuple[Use, tuple[str, ...]]]] = {}
+        self._complete: dict[frozenset[tuple[Key, int]], CallRecord] = {}
+        self._around = around
+        self._wanted = dict(self._count_wanted())
+
+    def counted(self, record: GraphRecord, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        """A compiled graph that counts its calls."""
+        number = record.graph
+        self._records[number] = record
+        self._complete.clear()
+        positions = sorted({position for use in record.uses if not use.whole for position, _ in use.weights})
+        current = self._current
+
+        def of_the_model(*args: Any) -> Any:
+            calls = current.calls
+            calls[key] = calls.get(key, 0) + 1
+            return compiled(*args)
+
+        def of_siblings(*args: Any) -> Any:
+            calls = current.calls
+            with_weights = (number, *[id(args[position]) for position in positions])
+            calls[with_weights] = calls.get(with_weights, 0) + 1
+            return compiled(*args)
+
+        key = (number,)
+        return of_siblings if positions else of_the_model
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Around one call of the model: adds it to the report when it has finished."""
+        outer, self._current.calls = self._current.calls, {}
+        try:
+            yield
+            self._report.add_call(self._record(self._current.calls))
+        finally:
+            self._current.calls = outer
+
+    def _record(self, calls: dict[Key, int]) -> CallRecord:
+        pattern = frozenset(calls.items())
+        known = self._complete.get(pattern)
+        if known is not None:
+            return known
+        ran: Counter[tuple[str, str]] = Counter()
+        lost: dict[str, dict[str, tuple[int, str]]] = {}
+        seen: Counter[str] = Counter()
+        for key, times in calls.items():
+            for use, owners in self._uses(key):
+                site = min(owners, key=seen.__getitem__)
+                seen[site] += times
+                if use.fused is not None:
+                    ran[site, use.fused] += times
+                for fusion, reason in use.missed.items():
+                    before, _ = lost.setdefault(fusion, {}).get(site, (0, ""))
+                    lost[fusion][site] = before + times, with_fallback(reason, use.fused)
+        missed: Missed = {
+            fusion: {site: reason for site, (_, reason) in sites.items()} for fusion, sites in lost.items()
+        }
+        for site, (fusion, wanted) in self._wanted.items():
+            if seen[site] < wanted and site not in missed.get(fusion, {}):
+                reason = why_uncompiled(self._model, self._plan.site[site].layer)
+                partly = f"{seen[site]} of {wanted} uses ran in a compiled graph; " if seen[site] else ""
+                missed.setdefault(fusion, {})[site] = partly + reason
+        record = CallRecord(ran=ran, missed=missed)
+        if not missed:
+            if len(self._complete) > 64:
+                self._complete.clear()
+            self._complete[pattern] = record
+        return record
+
+    def _uses(self, key: Key) -> list[tuple[Use, tuple[str, ...]]]:
+        """The uses of a graph, each with the sites that it can be of when the graph is called with these weights."""
+        found = self._resolved.get(key)
+        if found is None:
+            number, *identities = key
+            record = self._records[number]
+            positions = sorted({position for use in record.uses if not use.whole for position, _ in use.weights})
+            given = dict(zip(positions, identities, strict=True))
+            names = names_of(self._model) if given else {}
+            found = [(use, self._owners(use, given, names)) for use in record.uses]
+            self._resolved[key] = found
+        return found
+
+    def _owners(self, use: Use, given: dict[int, int], names: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
+        if use.whole or not use.weights:
+            return (use.site,)
+        site = self._plan.site[use.site]
+        candidates: list[str] | None = None
+        for position, compiled_with in use.weights:
+            ends = [name[len(site.layer) :] for name in compiled_with if name.startswith(site.layer)]
+            layers = [
+                self._around.aliases.get(layer, layer)
+                for name in names.get(given[position], ())
+                for end in ends
+                if name.endswith(end) and (layer := name.removesuffix(end)) is not None
+            ]
+            sites = [
+                other.name
+                for layer in dict.fromkeys(layers)
+                if (other := self._plan.site.get(f"{layer}{site.name[len(site.layer) :]}")) is not None
+            ]
+            candidates = sites if candidates is None else [name for name in candidates if name in sites]
+        return tuple(candidates) if candidates else (use.site,)
+
+    def _count_wanted(self) -> Iterator[tuple[str, tuple[str, int]]]:
+        """Site -> (the fusion that is expected there, uses in one call): once for each place where the model holds it."""
+        places = Counter(
+            self._around.aliases.get(path, path) for path, _ in self._model.named_modules(remove_duplicate=False)
+        )
+        for decision in self._plan.expected():
+            layer = self._plan.site[decision.site].layer
+            yield decision.site, (decision.fusion, places.get(layer, 1))
