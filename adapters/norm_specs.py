@@ -46,6 +46,9 @@ class NormSpec(Checked):
     "As the norm module holds it. Engines disagree with the config, and with each other, about it."
     weight_offset: float = of_kind("number", converter=as_float, default=0.0)
     "Added to the stored weight: 1.0 for zero-centred norms (Gemma, Qwen3-Next), else 0.0."
+    module: str | None = of_kind("module_path", default=None, eq=False, repr=False)
+    """Path of the norm's module below the layer it was read off (`q_a_layernorm`), or None where it was not read off one.
+    It says where the spec comes from and not what the norm is: equal norms may differ in it."""
 
 
 @frozen(kw_only=True)

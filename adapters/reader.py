@@ -130,7 +130,7 @@ class _Reading:
                 raise UnreadableError(f"{source.module}: is None")
         except UnreadableError as error:
             raise self.missing(name, [str(error)]) from error.__cause__
-        said = {}
+        said: dict[str, Any] = {"module": str(source.module)}
         for part, places in source.fields:
             kind = kind_of(getattr(attrs.fields(GatedNormSpec), part))
             said[part] = _VALUES.get(kind, _same)(self.found(f"{name}.{part}", places, module, f"{source.module}."))

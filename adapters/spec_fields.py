@@ -21,7 +21,7 @@ LARGEST = 2**31 - 1
 ACTIVATIONS = ("silu", "sigmoid")
 """Output-gate activations of gated norms: silu for Qwen, sigmoid for Kimi and GLM."""
 
-NESTED: dict[str, type] = {"text": str}
+NESTED: dict[str, type] = {"text": str, "module_path": str}
 """The class of each kind that is no number, word or flag; the spec types enter themselves."""
 
 
@@ -83,7 +83,7 @@ def problem_of(kind: str, value: Any) -> str | None:
         fine = type(value) is str and value in ACTIVATIONS
         return None if fine else f"expected one of {', '.join(ACTIVATIONS)}, got {shown(value)}"
     expected = NESTED[kind]
-    if value is None and kind == "optional_norm":
+    if value is None and kind in ("optional_norm", "module_path"):
         return None
     if kind == "norms":
         fine = type(value) is tuple and value != () and all(isinstance(norm, expected) for norm in value)

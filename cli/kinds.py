@@ -168,6 +168,7 @@ DERIVED = ("qk_head_dim", "latent_width", "split_sizes", "gated_norm_shape", "co
 
 def spec_dict(spec: Any) -> dict[str, Any]:
     """A spec as plain data: its fields, norms as tables, and its derived values."""
-    fields = attrs.asdict(spec, filter=lambda attribute, _: attribute.name not in ("layer_index", "parallel"))
+    hidden = ("layer_index", "parallel")
+    fields = attrs.asdict(spec, filter=lambda attribute, _: attribute.eq and attribute.name not in hidden)
     derived = {name: getattr(spec, name) for name in DERIVED if name in dir(type(spec))}
     return {**fields, "derived": derived}

@@ -49,6 +49,7 @@ VALUES = {
     "parallel": "Parallel",
     "rank": "below size, or None",
     "text": "text",
+    "module_path": "text, or None",
 }
 ENGINES = ("transformers", "vllm", "sglang", "atom")
 

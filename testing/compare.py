@@ -19,7 +19,8 @@ def differences(declared: Any, read: Any, where: str = "") -> Iterator[str]:
     if type(declared) is not type(read):
         yield f"{where}: declared {_named(declared)}, read {_named(read)}"
     elif attrs.has(type(declared)):
-        for attribute in attrs.fields(type(declared)):
+        # What does not count for equality says where a spec comes from: a declared one comes from no module.
+        for attribute in filter(lambda attribute: attribute.eq, attrs.fields(type(declared))):
             name = attribute.name
             path = f"{where}.{name}" if where else name
             yield from differences(getattr(declared, name), getattr(read, name), path)

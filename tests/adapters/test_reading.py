@@ -8,6 +8,7 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from helpers import fresh_layer, fresh_model, real_model
@@ -242,3 +243,41 @@ def test_one_spec_type_can_be_asked_of_a_layer() -> None:
     with pytest.raises(LookupError, match="as MLASpec \\(it is known as ResidualSpec\\)"):
         registry.spec_for(decoder, MLASpec)
     assert registry.specs_in(real_model("deepseek-v3"), of=KernelSpec) == []
+
+
+# ---- where a norm was read
+
+MODULES = [
+    ("deepseek-v3", "model.layers.3.self_attn", "q_norm", "q_a_layernorm"),
+    ("deepseek-v3", "model.layers.3.self_attn", "kv_norm", "kv_a_layernorm"),
+    ("deepseek-v3", "model.layers.3", "input_norm", "input_layernorm"),
+    ("deepseek-v3", "model.layers.3", "post_attention_norm", "post_attention_layernorm"),
+    ("kimi-linear-48b-a3b", "model.layers.0.self_attn", "output_norm", "o_norm"),
+    ("qwen3-next-80b-a3b", "model.layers.0.linear_attn", "output_norm", "norm"),
+    ("longcat-flash", "model.layers.0", "input_norms.1", "input_layernorm.1"),
+    ("longcat-flash", "model.layers.0", "post_attention_norms.0", "post_attention_layernorm.0"),
+]
+
+
+def norms_of(spec: Any) -> list[NormSpec]:
+    values = [getattr(spec, attribute.name) for attribute in attrs.fields(type(spec))]
+    flat = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
+    return [value for value in flat if isinstance(value, NormSpec)]
+
+
+@pytest.mark.parametrize(("name", "path", "field", "module"), MODULES)
+def test_a_norm_says_from_which_module_it_was_read(name: str, path: str, field: str, module: str) -> None:
+    norm: Any = registry.spec_for(real_model(name).get_submodule(path))
+    for part in field.split("."):
+        norm = norm[int(part)] if part.isdigit() else getattr(norm, part)
+    assert norm.module == module
+
+
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_every_norm_that_is_read_names_its_module_and_no_declared_one_does(name: str) -> None:
+    assert {norm.module for _, spec in registry.model(name).specs() for norm in norms_of(spec)} <= {None}
+    model = real_model(name)
+    for path, spec in registry.specs_in(model):
+        for norm in norms_of(spec):
+            assert norm.module is not None
+            assert model.get_submodule(f"{path}.{norm.module}").weight.shape == (norm.width,)

@@ -316,3 +316,20 @@ def test_equal_specs_of_different_types_are_different() -> None:
     plain = NormSpec(width=128, epsilon=1e-5)
     assert plain != gated_norm()
     assert Parallel(size=1, rank=0) == WHOLE
+
+
+# ---- where a norm was read
+
+
+def test_the_module_of_a_norm_is_no_part_of_what_it_is() -> None:
+    declared = NormSpec(width=512, epsilon=1e-6)
+    read = attrs.evolve(declared, module="q_a_layernorm")
+    assert (declared.module, read.module) == (None, "q_a_layernorm")
+    assert read == declared and hash(read) == hash(declared) and repr(read) == repr(declared)
+    assert pickle.loads(pickle.dumps(read)).module == "q_a_layernorm"
+    assert attrs.evolve(gated_norm(), module="o_norm") == gated_norm()
+
+
+def test_the_module_of_a_norm_is_a_path() -> None:
+    with pytest.raises(SpecError, match="module: expected str, got 3"):
+        NormSpec(width=512, epsilon=1e-6, module=3)  # type: ignore[arg-type]
