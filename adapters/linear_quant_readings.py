@@ -1,0 +1,244 @@
+"""How each kind of quantised linear says what it does to its activations: one short reading per kind.
+
+A reading takes the object that the table of `linear_quant` knows (a linear, its quantisation method, its weight) and the
+linear itself. It answers with an ActivationQuant, with None (activations stay as they are), or with the reason why
+neither would be true. Attribute names are those of transformers 5.23, compressed-tensors 0.20, torchao 0.18, vLLM
+0.33, SGLang 0.5.23 and ROCm/ATOM 0027562b. Nothing here imports an engine or torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from .activation_quant import ActivationQuant, ActivationQuantError
+from .errors import shown
+from .sources import Path
+
+Answer: TypeAlias = ActivationQuant | str | None
+"""What is known of a linear's activations: the quantisation, none, or the reason why ActivationQuant cannot say it."""
+
+PER_TOKEN = ActivationQuant()
+STATIC = "quantises activations with a static scale"
+PER_TENSOR = "quantises activations with one scale for all tokens"
+IN_KERNEL = "quantises activations inside its matrix product"
+
+
+def at(obj: Any, path: str) -> Any:
+    """The value at the end of a dotted path.
+
+    Raises:
+        UnreadableError: the path leads nowhere.
+    """
+    return Path(tuple(path.split("."))).read(obj)
+
+
+def maybe(obj: Any, name: str) -> Any:
+    """An attribute that not every release or state of the object has; None where it is missing."""
+    return getattr(obj, name, None)
+
+
+def grouped(size: Any, *, column_major: bool = False, use_ue8m0: bool = False) -> Answer:
+    """One scale per `size` columns, if a fusion can describe that."""
+    try:
+        return ActivationQuant(group_size=size, column_major=bool(column_major), use_ue8m0=bool(use_ue8m0))
+    except ActivationQuantError:
+        return f"quantises activations in groups of {shown(size)} columns"
+
+
+def is_fp8(dtype: Any) -> bool:
+    """Whether a torch dtype is one of the eight-bit floats with a sign (not the exponents of `float8_e8m0fnu`)."""
+    name = str(dtype)
+    return name.startswith("torch.float8") and "e8m0" not in name
+
+
+# ---- transformers ----------------------------------------------------------------------------------------------------
+
+
+def finegrained_fp8(linear: Any, _: Any) -> Answer:
+    """transformers/integrations/finegrained_fp8.py, `FP8Linear`; kernels-community/finegrained-fp8, matmul.py.
+
+    Without a block size the kernel takes one scale per token, else one per `block_size[1]` columns.
+    """
+    weight = at(linear, "weight")
+    if weight.element_size() > 1:
+        return None  # a dequantised checkpoint: `forward` is that of a plain linear
+    if at(linear, "activation_scheme") != "dynamic":
+        return STATIC
+    if not is_fp8(weight.dtype):
+        return f"holds {weight.dtype} weights, whose activations are quantised by the format of the weights"
+    if "e8m0" in str(at(linear, "weight_scale_inv").dtype):
+        return "holds scales that are powers of two, and the kernel chosen at run time decides whether its activations' are"
+    block = at(linear, "block_size")
+    return PER_TOKEN if block is None else grouped(block[1])
+
+
+# ---- compressed-tensors ----------------------------------------------------------------------------------------------
+
+
+def compressed_tensors(scheme: Any, linear: Any) -> Answer:
+    """compressed_tensors/quantization/quant_args.py, `QuantizationArgs`; lifecycle/forward.py, `quantized_forward`.
+
+    The library rounds activations to fp8 and multiplies in the model's dtype; the scales are the same.
+    """
+    args = at(scheme, "input_activations")
+    if args is None or maybe(linear, "quantization_enabled") is False:
+        return None
+    kind, bits = at(args, "type"), at(args, "num_bits")
+    if (kind, bits) != ("float", 8):
+        return f"quantises activations to {kind} of {bits} bits"
+    if at(args, "dynamic") is not True:
+        return STATIC
+    if at(args, "symmetric") is not True:
+        return "quantises activations with a zero point"
+    if maybe(args, "scale_dtype") is not None:
+        return f"stores the scales of its activations as {args.scale_dtype}"
+    strategy = at(args, "strategy")
+    if strategy == "token":
+        return PER_TOKEN
+    return grouped(at(args, "group_size")) if strategy == "group" else PER_TENSOR
+
+
+# ---- torchao ---------------------------------------------------------------------------------------------------------
+
+
+def float8_tensor(weight: Any, _: Any) -> Answer:
+    """torchao/quantization/quantize_/workflows/float8/float8_tensor.py, `Float8Tensor`: None is weight-only."""
+    kwargs = at(weight, "act_quant_kwargs")
+    if kwargs is None:
+        return None
+    if maybe(kwargs, "hp_value_lb") is not None or maybe(kwargs, "hp_value_ub") is not None:
+        return "bounds the values of its activations before it quantises them"
+    return _granularity(at(kwargs, "granularity"), at(kwargs, "float8_dtype"))
+
+
+def linear_activation_quantized(weight: Any, _: Any) -> Answer:
+    """torchao/quantization/linear_activation_quantized_tensor.py, before `Float8Tensor` (torchao 0.13)."""
+    kwargs = maybe(weight, "quant_kwargs")
+    if not isinstance(kwargs, Mapping) or "activation_granularity" not in kwargs:
+        return "quantises activations by a function that does not say how"
+    return _granularity(kwargs["activation_granularity"], kwargs.get("activation_dtype"))
+
+
+def _granularity(granularity: Any, dtype: Any) -> Answer:
+    if not is_fp8(dtype):
+        return f"quantises activations to {dtype}"
+    kind = type(granularity).__name__
+    if kind == "PerRow" and maybe(granularity, "dim") in (None, -1):
+        return PER_TOKEN
+    if kind == "PerBlock" and len(granularity.block_size) == 2 and granularity.block_size[0] == 1:
+        return grouped(granularity.block_size[1])
+    return PER_TENSOR if kind == "PerTensor" else f"quantises activations by {shown(granularity)}"
+
+
+# ---- vLLM ------------------------------------------------------------------------------------------------------------
+
+
+def quant_fp8(kernel: Any, _: Any) -> Answer:
+    """vllm/model_executor/layers/quantization/input_quant_fp8.py, `QuantFP8`, which the kernel applies to its input.
+
+    Every kernel of kernels/linear/scaled_mm builds its own, with the layout of scales that its product takes.
+    """
+    if maybe(kernel, "apply_input_quant") is False:
+        return IN_KERNEL
+    op = at(kernel, "quant_fp8")
+    if at(op, "static"):
+        return STATIC
+    rows, columns = at(op, "group_shape.row"), at(op, "group_shape.col")
+    if (rows, columns) == (1, -1):
+        return PER_TOKEN  # `use_ue8m0` is on the op, and only its group form looks at it
+    if rows != 1:
+        return PER_TENSOR
+    return grouped(columns, column_major=at(op, "column_major_scales"), use_ue8m0=at(op, "use_ue8m0"))
+
+
+def marlin(kernel: Any, _: Any) -> Answer:
+    """vllm/model_executor/kernels/linear/scaled_mm/marlin.py: weight-only unless VLLM_MARLIN_INPUT_DTYPE is set."""
+    return None if maybe(kernel, "marlin_input_dtype") is None else IN_KERNEL
+
+
+# ---- SGLang ----------------------------------------------------------------------------------------------------------
+
+_ROW_MAJOR, _COLUMN_MAJOR = False, True
+_SGLANG_BLOCK: dict[str, bool | str] = {
+    "triton_w8a8_block_fp8_linear": _ROW_MAJOR,
+    "torch_w8a8_block_fp8_linear": _ROW_MAJOR,
+    "deepgemm_w8a8_block_fp8_linear_with_fallback": _COLUMN_MAJOR,
+    "aiter_w8a8_block_fp8_linear": _ROW_MAJOR,
+    "cutlass_w8a8_block_fp8_linear_with_fallback": "pads the rows of its quantised activations",
+    "flashinfer_gemm_w8a8_block_fp8_linear_with_fallback": "lays out the scales as the GPU's FlashInfer kernel takes them",
+    "flashinfer_deepgemm_w8a8_block_fp8_linear_with_fallback": IN_KERNEL + " below 32 tokens, and before it above that",
+}
+"""sglang/srt/layers/quantization/fp8_utils.py: each block product, and the layout of the scales that it makes."""
+
+
+def sglang_fp8(method: Any, linear: Any) -> Answer:
+    """sglang/srt/layers/quantization/fp8.py, `Fp8LinearMethod.apply`."""
+    if at(method, "use_marlin"):
+        return None
+    if at(method, "use_mxfp8") or maybe(method, "block_fp8_as_mxfp8"):
+        return "quantises activations to MXFP8"
+    if at(method, "block_quant"):
+        return _sglang_block(method, linear, "weight_scale_inv")
+    return _sglang_whole(method, linear)
+
+
+def sglang_w8a8_fp8(method: Any, linear: Any) -> Answer:
+    """sglang/srt/layers/quantization/w8a8_fp8.py, `W8A8Fp8LinearMethod.apply`: never a static scale."""
+    return _sglang_dynamic(method, linear)
+
+
+def sglang_compressed_tensors(scheme: Any, linear: Any) -> Answer:
+    """sglang/srt/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py, `apply_weights`."""
+    if at(scheme, "is_static_input_scheme"):
+        return STATIC
+    return PER_TOKEN if at(scheme, "weight_block_size") is None else _sglang_block(scheme, linear, "weight_scale")
+
+
+def _sglang_block(method: Any, linear: Any, scale: str) -> Answer:
+    product = at(method, "w8a8_block_fp8_linear")
+    name = maybe(maybe(product, "func") or product, "__name__")
+    bound = maybe(product, "keywords") or {}
+    layout = _SGLANG_BLOCK.get(str(name), f"multiplies by {name}, whose quantisation is not known")
+    if isinstance(layout, str):
+        return layout
+    power_of_two = bool(bound.get("act_scale_ue8m0"))
+    if layout is _COLUMN_MAJOR and power_of_two:
+        return "lays out scales that are powers of two by the GPU it runs on"
+    if maybe(maybe(linear, scale), "format_ue8m0") or "int32" in str(maybe(maybe(linear, scale), "dtype")):
+        return "packs four scales that are powers of two into one whole number"
+    if maybe(linear, "aiter_bpreshuffled"):
+        return "lays out the scales by the number of tokens"
+    return grouped(at(method, "weight_block_size")[1], column_major=layout, use_ue8m0=power_of_two)
+
+
+def _sglang_whole(method: Any, linear: Any) -> Answer:
+    return STATIC if maybe(linear, "input_scale") is not None else _sglang_dynamic(method, linear)
+
+
+def _sglang_dynamic(method: Any, linear: Any) -> Answer:
+    """fp8_utils.py, `apply_fp8_linear`: per tensor only on ROCm, where the weight has one scale and nobody forbids it."""
+    scale = at(linear, "weight_scale")
+    several = scale is not None and scale.numel() > 1
+    if at(method, "cutlass_fp8_supported") or maybe(method, "use_per_token_if_dynamic") or several:
+        return PER_TOKEN
+    return "quantises activations per token on CUDA and per tensor on ROCm, and does not say which it runs on"
+
+
+# ---- ATOM ------------------------------------------------------------------------------------------------------------
+
+
+def atom(linear: Any, _: Any) -> Answer:
+    """atom/model_ops/linear.py, `LinearBase.forward`; the names are those of AITER's `QuantType`."""
+    kind, dtype = at(linear, "quant_type.name"), at(linear, "params_dtype")
+    if kind == "No":
+        return None
+    if not is_fp8(dtype):
+        return f"quantises activations to {dtype}"
+    if maybe(linear, "input_scale") is not None:
+        return STATIC
+    if kind == "per_Token":
+        return PER_TOKEN
+    if kind == "per_1x128":
+        return grouped(128, column_major=True)
+    return PER_TENSOR if kind == "per_Tensor" else f"quantises activations by {kind}"
