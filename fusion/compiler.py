@@ -25,7 +25,7 @@ from .rewrite.parameters import mark, parameters_of
 from .tally import Tally
 from .target import Target
 
-_OWN = frozenset({"original", "plan", "report", "_arguments", "_compiled", "_pipeline", "_strict", "_tally"})
+_OWN = frozenset({"original", "report", "_arguments", "_compiled", "_pipeline", "_strict", "_tally"})
 """What a FusedModel holds itself. Every other attribute is the model's."""
 
 
@@ -38,8 +38,6 @@ class FusedModel(nn.Module):
 
     original: nn.Module
     "The model itself, uncompiled."
-    plan: Plan
-    "What was expected. Made anew where the model's layers have changed before a compilation."
     report: Report
     "Fills as graphs are compiled and called."
 
@@ -53,6 +51,11 @@ class FusedModel(nn.Module):
         held["_arguments"] = arguments
         held["training"] = model.training
         _prepare(self)
+
+    @property
+    def plan(self) -> Plan:
+        """What is expected. Made anew where the model's modules have changed before a compilation."""
+        return self._pipeline.plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
@@ -199,23 +202,38 @@ def _rebuilt(model: nn.Module, arguments: dict[str, Any]) -> FusedModel:
 
 
 def _prepare(fused: FusedModel) -> None:
-    """Plan, and make what compiles: on the first graph if the layers have not changed since, else anew."""
+    """Plan, and make what compiles."""
     model, arguments = fused.original, fused._arguments
+    config: FusionConfig = arguments["config"]
+    around = surroundings_of(model)
+    made, unknown = _planned(model, arguments)
+    pipeline = Pipeline(made, around=around)
+    pipeline.report.unknown.update(unknown)
+    tally = Tally(model, made, pipeline.report, around)
+    fused.report, fused._pipeline, fused._tally = pipeline.report, pipeline, tally
+    fused._strict = arguments["strict"] or config.strict
+
+    def look_again() -> None:
+        """Plan anew where modules were added or taken away since; specs that were given stay."""
+        nonlocal around
+        now = surroundings_of(model)
+        if now != around:
+            around = now
+            made, unknown = _planned(model, arguments)
+            pipeline.replan(made, now)
+            tally.replan(made, now)
+            pipeline.report.unknown = unknown
+
+    backend = inductor_with(pipeline, model, tally=tally, before=look_again)
+    fused._compiled = torch.compile(model, backend=backend, **arguments["torch"])
+
+
+def _planned(model: nn.Module, arguments: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
     specs, unknown = arguments["specs"], {}
     if specs is None:
         specs, unknown = _read_specs(model, arguments["registry"], arguments["parallel"])
-    config: FusionConfig = arguments["config"]
     target = _target_of(model) if arguments["target"] is None else arguments["target"]
-    around = surroundings_of(model)
-    made = plan(specs, target, config, arguments["engine"])
-    pipeline = Pipeline(made, around=around)
-    pipeline.report.unknown.update(unknown)
-    fused.plan, fused.report = made, pipeline.report
-    fused._pipeline, fused._strict = pipeline, arguments["strict"] or config.strict
-    fused._tally = Tally(model, made, pipeline.report, around)
-    fused._compiled = torch.compile(
-        model, backend=inductor_with(pipeline, model, tally=fused._tally), **arguments["torch"]
-    )
+    return plan(specs, target, arguments["config"], arguments["engine"]), unknown
 
 
 def surroundings_of(model: nn.Module) -> Surroundings:
@@ -234,6 +252,7 @@ def inductor_with(
     model: nn.Module | None = None,
     lower: Callable[..., Any] | None = None,
     tally: Tally | None = None,
+    before: Callable[[], None] = lambda: None,
 ) -> Callable[..., Any]:
     """A torch.compile backend: Inductor, with the pipeline run on each inference or forward graph.
 
@@ -243,6 +262,7 @@ def inductor_with(
         lower: what compiles the rewritten graph, called as `compile_fx_inner` is; Inductor if not given. One that
             returns the graph module itself runs it op by op, which is quick to compile.
         tally: counts the calls of the compiled graphs.
+        before: called before each graph is compiled.
     """
     from torch._functorch import config as functorch_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -258,6 +278,7 @@ def inductor_with(
         options: dict[str, Any] | None = None,
         **_: Any,
     ) -> Any:
+        before()
         parameters = parameters_of(gm, model)
         records: list[GraphRecord] = []
 

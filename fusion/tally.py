@@ -44,6 +44,13 @@ class Tally:
         self._around = around
         self._wanted = dict(self._count_wanted())
 
+    def replan(self, plan: Plan, around: Surroundings) -> None:
+        """Hold calls to another plan from now on."""
+        self._plan, self._around = plan, around
+        self._resolved.clear()
+        self._complete.clear()
+        self._wanted = dict(self._count_wanted())
+
     def counted(self, record: GraphRecord, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """A compiled graph that counts its calls."""
         number = record.graph

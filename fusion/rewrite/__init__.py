@@ -54,6 +54,12 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
         self._lower(graph)
         return record
 
+    def replan(self, plan: Plan, around: Surroundings) -> None:
+        """Rewrite by another plan from now on, with the same report."""
+        with self._lock:
+            self.plan = self.report.plan = plan
+            self._driver = Driver(plan, around)
+
     def uuid(self) -> Any:
         """Changes with the specs (but for the rank), the plan, the config and the source: a key for caches."""
         return f"layerfuse-{source_hash()}-{plan_hash(self.plan)}"
