@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .sources import const, gated_norm, norm
     from .specs import (
         WHOLE,
+        FinalNormSpec,
         GatedDeltaNetKernelSpec,
         GatedDeltaNetSpec,
         GatedNormSpec,
@@ -54,6 +55,7 @@ __all__ = [
     "Adapter",
     "Facts",
     "FactsError",
+    "FinalNormSpec",
     "GQAKernelSpec",
     "GQASpec",
     "GatedDeltaNetKernelSpec",
@@ -110,6 +112,7 @@ __getattr__, __dir__ = attach(
         **dict.fromkeys(
             (
                 "WHOLE",
+                "FinalNormSpec",
                 "GQAKernelSpec",
                 "GQASpec",
                 "GatedDeltaNetKernelSpec",

@@ -1,10 +1,13 @@
-"""How each engine names the parts of a decoder layer: its norms, its index, and where its attention says the sharding."""
+"""How each engine names the parts of a decoder layer: its norms, its index, and where its attention says the sharding.
+
+The model around the decoder layers holds one more norm, of the same class.
+"""
 
 from __future__ import annotations
 
-from .base import Facts
-from .sources import const, norm
-from .specs import ResidualSpec
+from .base import PARALLEL_WORDS, Facts
+from .sources import below, const, norm
+from .specs import FinalNormSpec, ResidualSpec
 
 TRANSFORMERS_RESIDUAL = Facts(
     ResidualSpec,
@@ -38,4 +41,15 @@ def zero_centred(facts: Facts, epsilon: str) -> Facts:
     return facts.but(
         input_norms=[norm("input_layernorm", epsilon=epsilon, weight_offset=const(1.0))],
         post_attention_norms=[norm("post_attention_layernorm", epsilon=epsilon, weight_offset=const(1.0))],
+    )
+
+
+def final_norm(decoder: Facts) -> Facts:
+    """The class that holds these decoder layers as `layers`, and after them a norm of the same kind as `norm`."""
+    (like,) = decoder.words["input_norms"]
+    said = ("hidden_size", *PARALLEL_WORDS)
+    return Facts(
+        FinalNormSpec,
+        {name: below("layers.-1", decoder.words[name]) for name in said if name in decoder.words}
+        | {"layer_index": {"path": "layers", "as": "length"}, "final_norm": {**like, "module": "norm"}},
     )

@@ -164,8 +164,11 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         for attribute in attrs.fields(spec)
         if attribute.default is not attrs.NOTHING
     }
-    # An ordinary RMSNorm adds nothing to its weight; it is no geometry.
-    assert defaults == {"NormSpec.weight_offset", "GatedNormSpec.weight_offset"}
+    # No geometry: an ordinary RMSNorm adds nothing to its weight, and a declared norm was read off no module.
+    assert defaults == {
+        *("NormSpec.weight_offset", "GatedNormSpec.weight_offset"),
+        *("NormSpec.module", "GatedNormSpec.module"),
+    }
 
 
 def defaults_in(tree: ast.AST) -> Iterator[int]:

@@ -43,7 +43,7 @@ def test_a_kimi_linear_model_holds_both_kinds_where_the_checkpoint_puts_them() -
     specs = registry.specs_in(build_model("kimi-linear", tp=8, rank=5))
 
     kinds = collections.Counter(type(spec).__name__ for _, spec in specs)
-    assert kinds == {"ResidualSpec": 27, "GatedDeltaNetSpec": 20, "MLASpec": 7}
+    assert kinds == {"ResidualSpec": 27, "GatedDeltaNetSpec": 20, "MLASpec": 7, "FinalNormSpec": 1}
     assert [spec.layer_index for _, spec in specs if isinstance(spec, MLASpec)] == [3, 7, 11, 15, 19, 23, 26]
 
 

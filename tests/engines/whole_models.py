@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from layerfuse import registry
-from layerfuse.adapters import GQAKernelSpec, GQASpec, InnerLayerError, KernelSpec, MLAKernelSpec, MLASpec, ResidualSpec
+from layerfuse.adapters import (
+    FinalNormSpec,
+    GQAKernelSpec,
+    GQASpec,
+    InnerLayerError,
+    KernelSpec,
+    MLAKernelSpec,
+    MLASpec,
+    ResidualSpec,
+)
 from layerfuse.adapters.specs import Parallel
 
 ENTRIES = {
@@ -52,7 +61,9 @@ def check_every_layer(model: Any, engine: str, name: str, tp: int, rank: int) ->
 
 def check_kernel_layers(model: Any) -> int:
     """Every kernel layer holds what the layer around it holds on this rank, and sends on whoever asks for more."""
-    outer = {path: spec for path, spec in registry.specs_in(model) if not isinstance(spec, ResidualSpec)}
+    outer = {
+        path: spec for path, spec in registry.specs_in(model) if not isinstance(spec, (ResidualSpec, FinalNormSpec))
+    }
     kernels = registry.specs_in(model, of=KernelSpec)
 
     for path, kernel in kernels:
