@@ -19,7 +19,10 @@ GPT_OSS = Adapter(
         "vllm:OAIAttention": words.VLLM_GPT_OSS,
         "vllm:Attention": words.VLLM_GQA_KERNEL,
         "vllm.model_executor.models.gpt_oss:TransformerBlock": streams.VLLM_RESIDUAL.but(
-            hidden_size="attn.hidden_size", tp_size="attn.o_proj.tp_size", tp_rank="attn.o_proj.tp_rank"
+            hidden_size="attn.hidden_size",
+            tp_size="attn.o_proj.tp_size",
+            tp_rank="attn.o_proj.tp_rank",
+            **streams.norms("variance_epsilon", ["attn.qkv_proj"], []),
         ),
         "sglang:GptOssAttention": words.SGLANG_GQA.but(has_sinks={"path": "sinks", "as": "present"}),
         "sglang:GptOssDecoderLayer": streams.SGLANG_RESIDUAL.but(

@@ -164,8 +164,10 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         for attribute in attrs.fields(spec)
         if attribute.default is not attrs.NOTHING
     }
-    # An ordinary RMSNorm adds nothing to its weight; it is no geometry.
-    assert defaults == {"NormSpec.weight_offset", "GatedNormSpec.weight_offset"}
+    # An ordinary RMSNorm adds nothing to its weight; where it was read and what reads it are no geometry.
+    assert defaults == {
+        f"{n}.{field}" for n in ("NormSpec", "GatedNormSpec") for field in ("weight_offset", "module", "quant")
+    }
 
 
 def defaults_in(tree: ast.AST) -> Iterator[int]:
