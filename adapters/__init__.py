@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from .._lazy import attach
 
 if TYPE_CHECKING:
+    from .activation_quant import ActivationQuant, ActivationQuantError
     from .base import Adapter, Facts
     from .builtin import BUILTIN
     from .deepseek_v3 import DEEPSEEK_V3
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from .gpt_oss import GPT_OSS
     from .kimi_k2 import KIMI_K2
     from .kimi_linear import KIMI_LINEAR
+    from .linear_quant import activation_quant_of, describe_linear_quant
     from .parallel import tensor_parallel
     from .qwen3_next import QWEN3_NEXT
     from .reader import LayerReader
@@ -52,6 +54,8 @@ __all__ = [
     "KIMI_LINEAR",
     "QWEN3_NEXT",
     "WHOLE",
+    "ActivationQuant",
+    "ActivationQuantError",
     "Adapter",
     "Facts",
     "FactsError",
@@ -76,7 +80,9 @@ __all__ = [
     "ResidualSpec",
     "SpecError",
     "UnknownLayerError",
+    "activation_quant_of",
     "const",
+    "describe_linear_quant",
     "gated_norm",
     "norm",
     "tensor_parallel",
@@ -95,6 +101,8 @@ __getattr__, __dir__ = attach(
         "QWEN3_NEXT": ".qwen3_next",
         "LayerReader": ".reader",
         "tensor_parallel": ".parallel",
+        **dict.fromkeys(("ActivationQuant", "ActivationQuantError"), ".activation_quant"),
+        **dict.fromkeys(("activation_quant_of", "describe_linear_quant"), ".linear_quant"),
         **dict.fromkeys(("const", "gated_norm", "norm"), ".sources"),
         **dict.fromkeys(
             (

@@ -48,6 +48,14 @@ class Facts:
             raise FactsError(f"{self.spec!r} is no spec type; expected one of {', '.join(FAMILY_OF.values())}")
         return MappingProxyType(_parse_words(self.spec, self.words))
 
+    @property
+    def norms(self) -> tuple[NormSource, ...]:
+        """The norms that are read, in the spec's order."""
+        found = (
+            source for parsed in self.parsed.values() for source in (parsed if isinstance(parsed, tuple) else (parsed,))
+        )
+        return tuple(source for source in found if isinstance(source, NormSource))
+
     def but(self, **changes: Any) -> Facts:
         """The same facts with some differences; None takes a field's words away."""
         words = {**self.words, **changes}

@@ -10,7 +10,10 @@ from . import vocabulary_streams as streams
 from .base import Adapter
 
 _VLLM_BLOCK = streams.VLLM_RESIDUAL.but(
-    hidden_size="attn.hidden_size", tp_size="attn.o_proj.tp_size", tp_rank="attn.o_proj.tp_rank"
+    hidden_size="attn.hidden_size",
+    tp_size="attn.o_proj.tp_size",
+    tp_rank="attn.o_proj.tp_rank",
+    **streams.norms("variance_epsilon", ["attn.qkv_proj"], []),
 )
 _SGLANG_DECODER = streams.SGLANG_RESIDUAL.but(tp_size="self_attn.total_num_heads / self_attn.num_heads")
 

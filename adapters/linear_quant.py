@@ -6,7 +6,7 @@ engine is imported. Where each line was read, its reading says.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -14,7 +14,7 @@ from attrs import frozen
 
 from . import linear_quant_readings as read
 from .activation_quant import ActivationQuant
-from .linear_quant_readings import Answer, maybe
+from .linear_quant_readings import Answer, maybe, stored
 from .sources import UnreadableError
 
 
@@ -38,6 +38,8 @@ TABLE: dict[str, Entry] = {
     "compressed_tensors:QuantizationScheme": read.compressed_tensors,
     # torchao, on any linear as its `weight`
     "torchao:Float8Tensor": read.float8_tensor,
+    "torchao:Int8Tensor": read.int8_tensor,
+    "torchao:AffineQuantizedTensor": None,
     "torchao:LinearActivationQuantizedTensor": read.linear_activation_quantized,
     "torchao:WeightTensorWithLinearActivationQuantizationMetadata": read.STATIC,
     # bitsandbytes/nn/modules.py
@@ -81,10 +83,18 @@ TABLE: dict[str, Entry] = {
 _HOLDERS = ("quantization_scheme", "scheme", "quant_method", "weight")
 """What of a linear is looked up after the linear itself: the first that the table knows answers."""
 
-_NOBODYS = ("torch", "builtins")
-"""Whose classes say nothing of a quantisation: a Parameter, a text."""
 
-_UNKNOWN: Any = object()
+@frozen
+class _Strange:
+    """A class that the table does not know."""
+
+    name: str
+
+
+_NOBODYS = _Strange("")
+"""A class that says nothing of a quantisation: torch's Linear and Parameter, a text, nothing at all."""
+
+_ATTACHED = frozenset(_HOLDERS)
 
 
 def activation_quant_of(linear: Any) -> ActivationQuant | None:
@@ -94,6 +104,8 @@ def activation_quant_of(linear: Any) -> ActivationQuant | None:
         None where it does not: a plain linear, weights only, static scales, another format, an unknown class.
         `describe_linear_quant` tells these apart.
     """
+    if _is_plain(linear):
+        return None
     answer = describe_linear_quant(linear)
     return answer if isinstance(answer, ActivationQuant) else None
 
@@ -108,53 +120,55 @@ def describe_linear_quant(linear: Any) -> ActivationQuant | str | None:
         answer = _answer(linear)
     except UnreadableError as error:
         answer = f"does not say how it quantises activations: {error.args[0]}"
+    except Exception as error:  # a property of the linear that fails in its own way: in words, as this decides no spec
+        answer = f"does not say how it quantises activations: {type(error).__name__}: {error}"
     return f"{type(linear).__name__} {answer}" if isinstance(answer, str) else answer
 
 
-def agreed(linears: Iterable[Any]) -> ActivationQuant | None:
-    """What all of these linears quantise their activations to; None where they differ, or there are none."""
-    found = {activation_quant_of(linear) for linear in linears}
-    return found.pop() if len(found) == 1 else None
+def _is_plain(linear: Any) -> bool:
+    """Whether this is torch's own linear with nothing attached: most are, and a layer is read often."""
+    held = getattr(linear, "__dict__", {})
+    if "_parameters" not in held or held["_modules"] or not _ATTACHED.isdisjoint(held):
+        return False
+    weight = held["_parameters"].get("weight")
+    return (
+        _entry(linear.__class__) is _entry(weight.__class__) is _NOBODYS
+        and weight is not None
+        and weight.dtype.itemsize > 1
+    )
 
 
 def _answer(linear: Any) -> Answer:
     strange = ""
-    for held in _held(linear):
-        entry = _entry(type(held))
-        if entry is not _UNKNOWN:
+    for held in (linear, *[stored(linear, name) for name in _HOLDERS]):
+        entry = _entry(held.__class__)
+        if not isinstance(entry, _Strange):
             return _resolved(entry, held, linear)
-        if held is not linear and not strange and _name(type(held)).partition(":")[0] not in _NOBODYS:
-            strange = _name(type(held))
+        if held is not linear and not strange:
+            strange = entry.name
     if strange:
         return f"is quantised by {strange}, which is not known here"
-    dtype = maybe(maybe(linear, "weight"), "dtype")
+    dtype = maybe(stored(linear, "weight"), "dtype")
     if dtype is None or dtype.itemsize < 2:
         return f"is no plain linear (weight: {dtype}), and its class is not known here"
     return None
 
 
-def _held(linear: Any) -> Iterator[Any]:
-    yield linear
-    for name in _HOLDERS:
-        held = maybe(linear, name)
-        if held is not None:
-            yield held
-
-
 def _resolved(entry: Entry, held: Any, linear: Any) -> Answer:
     if isinstance(entry, Asks):
         asked = read.at(held, entry.attribute)
-        further = _entry(type(asked))
-        if further is _UNKNOWN:
-            return f"multiplies by {_name(type(asked))}, which is not known here"
+        further = _entry(asked.__class__)
+        if isinstance(further, _Strange):
+            return f"multiplies by {further.name or asked}, which is not known here"
         return _resolved(further, asked, linear)
     return entry(held, linear) if callable(entry) else entry
 
 
 @lru_cache(maxsize=512)
-def _entry(cls: type) -> Any:
-    return next((TABLE[name] for name in map(_name, cls.__mro__) if name in TABLE), _UNKNOWN)
-
-
-def _name(cls: type) -> str:
-    return f"{cls.__module__.partition('.')[0]}:{cls.__name__}"
+def _entry(cls: Hashable) -> Entry | _Strange:
+    bases = getattr(cls, "__mro__", ())
+    names = [f"{base.__module__.partition('.')[0]}:{base.__name__}" for base in bases]
+    known = [TABLE[name] for name in names if name in TABLE]
+    if known:
+        return known[0]
+    return _NOBODYS if names[0].partition(":")[0] in ("torch", "builtins") else _Strange(names[0])

@@ -38,6 +38,17 @@ def maybe(obj: Any, name: str) -> Any:
     return getattr(obj, name, None)
 
 
+def stored(obj: Any, name: str) -> Any:
+    """What an object itself holds under a name, or None: torch's own lookup takes far longer to say that there is nothing."""
+    held = getattr(obj, "__dict__", {})
+    if name in held:
+        return held[name]
+    for store in ("_parameters", "_modules"):
+        if name in held.get(store, ()):
+            return held[store][name]
+    return None
+
+
 def grouped(size: Any, *, column_major: bool = False, use_ue8m0: bool = False) -> Answer:
     """One scale per `size` columns, if a fusion can describe that."""
     try:
@@ -110,6 +121,11 @@ def float8_tensor(weight: Any, _: Any) -> Answer:
     if maybe(kwargs, "hp_value_lb") is not None or maybe(kwargs, "hp_value_ub") is not None:
         return "bounds the values of its activations before it quantises them"
     return _granularity(at(kwargs, "granularity"), at(kwargs, "float8_dtype"))
+
+
+def int8_tensor(weight: Any, _: Any) -> Answer:
+    """torchao/quantization/quantize_/workflows/int8/int8_tensor.py, `Int8Tensor`: None is weight-only."""
+    return None if at(weight, "act_quant_kwargs") is None else "quantises activations to int8"
 
 
 def linear_activation_quantized(weight: Any, _: Any) -> Answer:

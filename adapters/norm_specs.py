@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from attrs import frozen
 
+from .activation_quant import ActivationQuant
 from .errors import SpecError, shown
 from .spec_fields import NESTED, Checked, as_float, count, of_kind, optional_count, problem_of
 
@@ -49,6 +50,9 @@ class NormSpec(Checked):
     module: str | None = of_kind("module_path", default=None, eq=False, repr=False)
     """Path of the norm's module below the layer it was read off (`q_a_layernorm`), or None where it was not read off one.
     It says where the spec comes from and not what the norm is: equal norms may differ in it."""
+    quant: ActivationQuant | None = of_kind("activation_quant", default=None, eq=False, repr=False)
+    """How the linears that read this norm's result quantise it, or None: they do not, disagree, or were not read. It is a
+    fact about those linears and not about the norm, so equal norms may differ in it too."""
 
 
 @frozen(kw_only=True)
@@ -67,7 +71,14 @@ class GatedNormSpec(NormSpec):
             yield f"group_size {self.group_size} does not divide the width {self.width}"
 
 
-NESTED.update(parallel=Parallel, norm=NormSpec, norms=NormSpec, optional_norm=NormSpec, gated_norm=GatedNormSpec)
+NESTED.update(
+    parallel=Parallel,
+    norm=NormSpec,
+    norms=NormSpec,
+    optional_norm=NormSpec,
+    gated_norm=GatedNormSpec,
+    activation_quant=ActivationQuant,
+)
 
 # ---- how heads are shared by ranks -----------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from .errors import (
     UnreadableError,
     shown,
 )
+from .feeds import Feeds
 from .parallel import ambient, shards_of_linear
 from .snapshot import Snapshot, settled
 from .sources import NormSource, Source
@@ -40,6 +41,7 @@ class LayerReader:
         "The adapter or models.toml entry that declared the facts."
         self.facts = facts
         self._snapshot = Snapshot(facts)
+        self._feeds = [Feeds(norm.feeds) for norm in facts.norms if norm.feeds]
         self._known: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
@@ -75,6 +77,8 @@ class LayerReader:
         around = ambient()
         raw = self._snapshot.take(layer)
         if raw is not None:
+            # Linears may be exchanged under a norm that stays as it is, so what they quantise is part of the key.
+            raw = (*raw, *[feeds.quant(layer) for feeds in self._feeds])
             try:
                 known = self._known.get((raw, parallel, around))
             except TypeError:  # an attribute that cannot be hashed: read without remembering
@@ -145,7 +149,7 @@ class _Reading:
                 raise UnreadableError(f"{source.module}: is None")
         except UnreadableError as error:
             raise self.missing(name, [str(error)]) from error.__cause__
-        said: dict[str, Any] = {"module": str(source.module)}
+        said: dict[str, Any] = {"module": str(source.module), "quant": Feeds(source.feeds).quant(self.layer)}
         for part, places in source.fields:
             kind = kind_of(getattr(attrs.fields(GatedNormSpec), part))
             said[part] = _VALUES.get(kind, _same)(self.found(f"{name}.{part}", places, module, f"{source.module}."))

@@ -175,7 +175,7 @@ def _is_none(value: Any) -> bool:
 
 
 def _first_paths(name: str, parsed: Any) -> Iterable[Path | None]:
-    if isinstance(parsed, NormSource):
+    if isinstance(parsed, NormSource):  # what its `feeds` say is in the key of its own, see LayerReader
         for part, sources in parsed.fields:
             for path in _first_paths(part, sources):
                 yield Path((*parsed.module.steps, *path.steps)) if path else None

@@ -11,6 +11,7 @@ TOML tables are written in these words and parsed by `parse_source`.
     {const = "sigmoid"}                 a fact about the class that no attribute says; {const = "none"} is None
     {path = "sinks", as = "present"}    a path whose value is converted, see CONVERSIONS
     {module = "o_norm", activation = {const = "sigmoid"}, ...}    a norm, read from that child module
+    {module = "q_a_layernorm", feeds = ["q_b_proj"]}    and the linears that read its result, as far as a layer has them
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ class NormSource:
 
     module: Path
     fields: tuple[tuple[str, tuple[Source, ...]], ...]
+    feeds: tuple[Path, ...] = ()
+    "The linears that read its result, relative to the layer. Those that a layer lacks are passed over."
 
     @property
     def gated(self) -> bool:
@@ -186,7 +189,7 @@ def below(prefix: str, words: Any) -> Any:
 
 
 def norm(module: str, **words: Any) -> dict[str, Any]:
-    """A plain RMSNorm module; `weight_offset=1.0` for a zero-centred one."""
+    """A plain RMSNorm module; `weight_offset=const(1.0)` for a zero-centred one, `feeds=[...]` the linears that read it."""
     return {"module": module, **words}
 
 
@@ -291,7 +294,7 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
         words = {"module": words}
     if not isinstance(words, Mapping) or not isinstance(words.get("module"), str):
         raise FactsError(f'{field}: expected a norm, {{module = "...", ...}}, got {shown(words)}')
-    allowed = ("module", *_NORM_DEFAULTS, *(_GATED if gated else ()))
+    allowed = ("module", "feeds", *_NORM_DEFAULTS, *(_GATED if gated else ()))
     for word in words:
         if word not in allowed:
             raise FactsError(f"{field}: a norm has no {shown(word)}{did_you_mean(str(word), allowed)}")
@@ -301,5 +304,18 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
     module = parse_path(words["module"], field)
     if not isinstance(module, Path):
         raise FactsError(f"{field}: a norm's module is a path, not a quotient")
-    said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k != "module"}}
-    return NormSource(module, tuple((name, parse_source(source, f"{field}.{name}")) for name, source in said.items()))
+    said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k not in ("module", "feeds")}}
+    return NormSource(
+        module,
+        tuple((name, parse_source(source, f"{field}.{name}")) for name, source in said.items()),
+        _parse_feeds(words.get("feeds", []), f"{field}.feeds"),
+    )
+
+
+def _parse_feeds(words: Any, field: str) -> tuple[Path, ...]:
+    if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
+        raise FactsError(f"{field}: expected the paths of linear modules, got {shown(words)}")
+    paths = [parse_path(word, field) for word in words]
+    if not all(isinstance(path, Path) for path in paths):
+        raise FactsError(f"{field}: a linear module is at a path, not at a quotient")
+    return tuple(path for path in paths if isinstance(path, Path))

@@ -83,7 +83,7 @@ def problem_of(kind: str, value: Any) -> str | None:
         fine = type(value) is str and value in ACTIVATIONS
         return None if fine else f"expected one of {', '.join(ACTIVATIONS)}, got {shown(value)}"
     expected = NESTED[kind]
-    if value is None and kind in ("optional_norm", "module_path"):
+    if value is None and kind in ("optional_norm", "module_path", "activation_quant"):
         return None
     if kind == "norms":
         fine = type(value) is tuple and value != () and all(isinstance(norm, expected) for norm in value)

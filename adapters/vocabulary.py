@@ -24,10 +24,6 @@ def _read_as(path: str, conversion: str) -> dict[str, Any]:
     return {"path": path, "as": conversion}
 
 
-def _plain(module: str) -> dict[str, Any]:
-    return norm(module, epsilon="variance_epsilon")
-
-
 def _same(*names: str) -> dict[str, Any]:
     return {name: name for name in names}
 
@@ -35,14 +31,24 @@ def _same(*names: str) -> dict[str, Any]:
 # ---- multi-head latent attention -------------------------------------------------------------------------------------
 
 _MLA_DIMS = _same("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_LATENT_NORMS = {"q_norm": _plain("q_a_layernorm"), "kv_norm": _plain("kv_a_layernorm")}
-_ATOM_LATENT_NORMS = {"q_norm": norm("q_a_layernorm", epsilon="eps"), "kv_norm": norm("kv_a_layernorm", epsilon="eps")}
+_LATENT_NORMS = {
+    "q_norm": norm("q_a_layernorm", epsilon="variance_epsilon", feeds=["q_b_proj"]),
+    "kv_norm": norm("kv_a_layernorm", epsilon="variance_epsilon"),
+}
+"""The normed key/value latent goes to the cache, and engines put only that of a prefill through its up-projection."""
+
+_ATOM_LATENT_NORMS = {
+    "q_norm": norm("q_a_layernorm", epsilon="eps", feeds=["q_b_proj"]),
+    "kv_norm": norm("kv_a_layernorm", epsilon="eps"),
+}
 
 TRANSFORMERS_MLA = Facts(
     MLASpec,
     _MLA_DIMS
     | _LATENT_NORMS
     | {
+        # There is no absorbed form here: every token's key/value latent goes through the up-projection.
+        "kv_norm": norm("kv_a_layernorm", epsilon="variance_epsilon", feeds=["kv_b_proj"]),
         "num_heads": "num_heads",
         "hidden_size": "hidden_size",
         "layer_index": "layer_idx",
@@ -147,7 +153,7 @@ TRANSFORMERS_KDA = Facts(
         "conv_kernel_size": "conv_kernel_size",
         "hidden_size": "hidden_size",
         "layer_index": "layer_idx",
-        "output_norm": gated_norm("o_norm", epsilon="variance_epsilon"),
+        "output_norm": gated_norm("o_norm", epsilon="variance_epsilon", feeds=["o_proj"]),
         "tp_weight": "o_proj.in_features",
     },
 )
@@ -160,7 +166,7 @@ VLLM_KDA = Facts(
         "conv_kernel_size": "conv_size",
         "hidden_size": "hidden_size",
         "layer_index": "layer_idx",
-        "output_norm": gated_norm("o_norm", epsilon="eps"),
+        "output_norm": gated_norm("o_norm", epsilon="eps", feeds=["o_proj"]),
         "tp_size": "tp_size",
         "tp_rank": "tp_rank",
     },
@@ -175,7 +181,7 @@ ATOM_KDA = VLLM_KDA.but(
     num_local_v_heads="num_local_heads",
     conv_kernel_size="conv_kernel_size",
     layer_index="layer_num",
-    output_norm=gated_norm("o_norm", epsilon="variance_epsilon", activation=const("sigmoid")),
+    output_norm=gated_norm("o_norm", epsilon="variance_epsilon", activation=const("sigmoid"), feeds=["o_proj"]),
 )
 
 TRANSFORMERS_GDN = Facts(
@@ -184,7 +190,7 @@ TRANSFORMERS_GDN = Facts(
     | {
         "layer_index": "layer_idx",
         # transformers 4 with flash-linear-attention installed puts that library's norm here, which says `eps`.
-        "output_norm": gated_norm("norm", epsilon=["variance_epsilon", "eps"]),
+        "output_norm": gated_norm("norm", epsilon=["variance_epsilon", "eps"], feeds=["out_proj"]),
         "tp_weight": "out_proj.in_features",
     },
 )
@@ -192,7 +198,9 @@ VLLM_GDN = TRANSFORMERS_GDN.but(
     tp_weight=None,
     tp_size="tp_size",
     tp_rank="tp_rank",
-    output_norm=gated_norm("norm", epsilon="eps", norm_before_gate="norm_before_gate", group_size="group_size"),
+    output_norm=gated_norm(
+        "norm", epsilon="eps", norm_before_gate="norm_before_gate", group_size="group_size", feeds=["out_proj"]
+    ),
 )
 SGLANG_GDN = VLLM_GDN.but(
     layer_index="layer_id",
@@ -204,11 +212,17 @@ SGLANG_GDN = VLLM_GDN.but(
         epsilon="eps",
         norm_before_gate=["norm_before_gate", const(True)],
         group_size=["group_size", const(None)],
+        feeds=["out_proj"],
     ),
 )
 ATOM_GDN = VLLM_GDN.but(
     output_norm=gated_norm(
-        "norm", epsilon="eps", activation=const("silu"), norm_before_gate="norm_before_gate", group_size="group_size"
+        "norm",
+        epsilon="eps",
+        activation=const("silu"),
+        norm_before_gate="norm_before_gate",
+        group_size="group_size",
+        feeds=["out_proj"],
     ),
 )
 SGLANG_GDN_KERNEL = Facts(

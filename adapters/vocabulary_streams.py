@@ -1,26 +1,75 @@
-"""How each engine names the parts of a decoder layer: its norms, its index, and where its attention says the sharding.
+"""How each engine names the parts of a decoder layer: its norms, the linears that read them, its index, its sharding.
 
 The model around the decoder layers holds one more norm, of the same class.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from .base import PARALLEL_WORDS, Facts
 from .sources import below, const, norm
 from .specs import FinalNormSpec, ResidualSpec
+
+
+def _below(parent: str, *names: str) -> list[str]:
+    return [f"{parent}.{name}" for name in names]
+
+
+TRANSFORMERS_FIRST_PROJECTIONS = [
+    *_below("self_attn", "q_a_proj", "kv_a_proj_with_mqa", "q_proj", "k_proj", "v_proj"),
+    *_below("linear_attn", "in_proj_qkvz", "in_proj_qkv", "in_proj_z"),
+]
+VLLM_FIRST_PROJECTIONS = [
+    *_below("self_attn", "fused_qkv_a_proj", "fused_qkv_a_g_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_proj"),
+    *_below("self_attn", "qkv_proj", "in_proj_qkvgfab"),
+    "linear_attn.in_proj_qkvz",
+]
+SGLANG_FIRST_PROJECTIONS = [
+    *_below("self_attn", "fused_qkv_a_proj_with_mqa", "q_a_proj", "kv_a_proj_with_mqa", "q_proj", "qkv_proj"),
+    *_below("self_attn", "fused_qkvbfg_a_proj", "fused_qkvbfg_proj", "fused_qkvg_proj"),
+    "linear_attn.in_proj_qkvz",
+    "qkv_proj",
+]
+ATOM_FIRST_PROJECTIONS = [
+    *_below("self_attn", "fused_qkv_a_proj", "kv_a_proj_with_mqa", "q_proj", "qkv_proj", "in_proj"),
+    *_below("linear_attn", "in_proj_qkvz", "in_proj_qkvzba"),
+]
+"""What reads the norm before the attention, MLA, delta net or softmax. The small projections of gates are left out: many
+checkpoints keep them unquantised, and they read the norm's result as it is."""
+
+SPLIT_MLP = [
+    *_below("mlp", "gate_proj", "up_proj"),
+    *_below("mlp.shared_experts", "gate_proj", "up_proj"),
+    *_below("mlp.shared_expert", "gate_proj", "up_proj"),
+]
+MERGED_MLP = ["mlp.gate_up_proj", "mlp.shared_experts.gate_up_proj", "mlp.shared_expert.gate_up_proj"]
+"""What reads the norm after the attention. Routers and routed experts read it too, and take it unquantised."""
+
+
+def norms(epsilon: str, attention: list[str], mlp: list[str], **words: Any) -> dict[str, Any]:
+    """The words of a decoder layer's two norms, and of the linears that read each."""
+    return {
+        "input_norms": [norm("input_layernorm", epsilon=epsilon, feeds=attention, **words)],
+        "post_attention_norms": [norm("post_attention_layernorm", epsilon=epsilon, feeds=mlp, **words)],
+    }
+
 
 TRANSFORMERS_RESIDUAL = Facts(
     ResidualSpec,
     {
         "hidden_size": "hidden_size",
         "layer_index": "self_attn.layer_idx",
-        "input_norms": [norm("input_layernorm", epsilon="variance_epsilon")],
-        "post_attention_norms": [norm("post_attention_layernorm", epsilon="variance_epsilon")],
         "tp_weight": "self_attn.o_proj.in_features",
+        **norms("variance_epsilon", TRANSFORMERS_FIRST_PROJECTIONS, SPLIT_MLP),
     },
 )
 VLLM_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
-    layer_index="layer_idx", tp_weight=None, tp_size="self_attn.o_proj.tp_size", tp_rank="self_attn.o_proj.tp_rank"
+    layer_index="layer_idx",
+    tp_weight=None,
+    tp_size="self_attn.o_proj.tp_size",
+    tp_rank="self_attn.o_proj.tp_rank",
+    **norms("variance_epsilon", VLLM_FIRST_PROJECTIONS, MERGED_MLP),
 )
 SGLANG_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
     layer_index="layer_id",
@@ -28,25 +77,26 @@ SGLANG_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
     # MLA, then Kimi's delta attention: no module here holds the size itself.
     tp_size=["self_attn.num_heads / self_attn.num_local_heads", "self_attn.num_heads / self_attn.local_num_heads"],
     tp_rank="self_attn.o_proj.tp_group.rank_in_group",
+    **norms("variance_epsilon", SGLANG_FIRST_PROJECTIONS, MERGED_MLP),
 )
-ATOM_RESIDUAL = VLLM_RESIDUAL.but(
-    layer_index="self_attn.layer_num",
-    input_norms=[norm("input_layernorm", epsilon="eps")],
-    post_attention_norms=[norm("post_attention_layernorm", epsilon="eps")],
-)
+ATOM_RESIDUAL = VLLM_RESIDUAL.but(layer_index="self_attn.layer_num", **norms("eps", ATOM_FIRST_PROJECTIONS, MERGED_MLP))
 
 
 def zero_centred(facts: Facts, epsilon: str) -> Facts:
     """The same decoder layer with norms that add 1 to their weight (Gemma's way, which Qwen3-Next follows)."""
+    changes = {"epsilon": epsilon, "weight_offset": const(1.0)}
     return facts.but(
-        input_norms=[norm("input_layernorm", epsilon=epsilon, weight_offset=const(1.0))],
-        post_attention_norms=[norm("post_attention_layernorm", epsilon=epsilon, weight_offset=const(1.0))],
+        **{
+            name: [{**words, **changes} for words in facts.words[name]]
+            for name in ("input_norms", "post_attention_norms")
+        }
     )
 
 
 def final_norm(decoder: Facts) -> Facts:
     """The class that holds these decoder layers as `layers`, and after them a norm of the same kind as `norm`."""
     (like,) = decoder.words["input_norms"]
+    like = {name: word for name, word in like.items() if name != "feeds"}
     said = ("hidden_size", *PARALLEL_WORDS)
     return Facts(
         FinalNormSpec,

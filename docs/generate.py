@@ -51,6 +51,7 @@ VALUES = {
     "rank": "below size, or None",
     "text": "text",
     "module_path": "text, or None",
+    "activation_quant": "ActivationQuant, or None",
 }
 ENGINES = ("transformers", "vllm", "sglang", "atom")
 

@@ -228,7 +228,15 @@ def _norm() -> dict[str, Any]:
         "type": "object",
         "additionalProperties": False,
         "required": ["module"],
-        "properties": {"module": {"type": "string"}, **{name: {"$ref": "#/$defs/place"} for name in fields}},
+        "properties": {
+            "module": {"type": "string"},
+            "feeds": {
+                "description": "The linears that read its result, as far as a layer has them.",
+                "type": "array",
+                "items": {"type": "string"},
+            },
+            **{name: {"$ref": "#/$defs/place"} for name in fields},
+        },
     }
     return {"description": "A norm: its module, and where its own fields are.", "anyOf": [{"type": "string"}, table]}
 

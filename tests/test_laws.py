@@ -164,10 +164,9 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         for attribute in attrs.fields(spec)
         if attribute.default is not attrs.NOTHING
     }
-    # No geometry: an ordinary RMSNorm adds nothing to its weight, and a declared norm was read off no module.
+    # An ordinary RMSNorm adds nothing to its weight; where it was read and what reads it are no geometry.
     assert defaults == {
-        *("NormSpec.weight_offset", "GatedNormSpec.weight_offset"),
-        *("NormSpec.module", "GatedNormSpec.module"),
+        f"{n}.{field}" for n in ("NormSpec", "GatedNormSpec") for field in ("weight_offset", "module", "quant")
     }
 
 

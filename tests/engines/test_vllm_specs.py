@@ -10,11 +10,11 @@ import collections
 import pytest
 
 from layerfuse import registry
-from layerfuse.adapters import MLASpec, ParallelConflictError, SpecError
+from layerfuse.adapters import ActivationQuant, MLASpec, ParallelConflictError, SpecError, describe_linear_quant
 from layerfuse.adapters.specs import Parallel
 
 vllm_layers = pytest.importorskip("vllm_layers")
-from vllm_layers import MODELS, build_layer, build_model  # noqa: E402
+from vllm_layers import MODELS, build_layer, build_model, fp8_kernel  # noqa: E402
 from whole_models import cases, check_every_layer, check_kernel_layers  # noqa: E402
 
 
@@ -61,3 +61,59 @@ def test_a_layer_that_contradicts_the_caller_is_an_error() -> None:
 
     with pytest.raises(ParallelConflictError, match="says 8, the parallel argument says 4"):
         registry.spec_for(layer, parallel=Parallel(size=4, rank=0))
+
+
+# ---- what fp8 linears quantise
+
+BLOCK = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+STATIC = {"quant_method": "fp8", "activation_scheme": "static"}
+FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+
+def compressed(activations: dict[str, object], **weights: object) -> dict[str, object]:
+    group = {
+        "targets": ["Linear"],
+        "weights": {**FLOAT8, "dynamic": False, **weights},
+        "input_activations": {**FLOAT8, "dynamic": True, **activations},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"all": group},
+        "ignore": ["lm_head"],
+    }
+
+
+PER_TOKEN = compressed({"strategy": "token"}, strategy="channel")
+PER_GROUP = compressed({"strategy": "group", "group_size": 128}, strategy="block", block_structure=[128, 128])
+COLUMN_MAJOR = ActivationQuant(group_size=128, column_major=True)
+FP8 = {
+    "block, DeepGEMM": (BLOCK, "deep_gemm:DeepGemmFp8BlockScaledMMKernel", COLUMN_MAJOR),
+    "block, CUTLASS": (BLOCK, "cutlass:CutlassFp8BlockScaledMMKernel", COLUMN_MAJOR),
+    "block, Triton": (BLOCK, "triton:TritonFp8BlockScaledMMKernel", ActivationQuant(group_size=128)),
+    "block, FlashInfer": (
+        BLOCK,
+        "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+        "inside its matrix product",
+    ),
+    "block, Marlin": (BLOCK, "marlin:MarlinFP8ScaledMMLinearKernel", None),
+    "static": (STATIC, "cutlass:CutlassFP8ScaledMMLinearKernel", "static scale"),
+    "compressed-tensors, per token": (PER_TOKEN, "cutlass:CutlassFP8ScaledMMLinearKernel", ActivationQuant()),
+    "compressed-tensors, block": (PER_GROUP, "cutlass:CutlassFp8BlockScaledMMKernel", COLUMN_MAJOR),
+}
+
+
+@pytest.mark.parametrize(("quantization", "kernel", "expected"), FP8.values(), ids=FP8)
+def test_what_an_fp8_linear_quantises_is_read_off_the_kernel_that_vllm_gave_it(
+    quantization: dict[str, object], kernel: str, expected: ActivationQuant | str | None
+) -> None:
+    with fp8_kernel(kernel):
+        model = build_model("deepseek-v3", first_k_dense_replace=1000, quantization_config=quantization)
+    decoder = model.get_submodule("model.layers.0")
+    described = describe_linear_quant(decoder.self_attn.q_b_proj)
+    quant = expected if isinstance(expected, ActivationQuant) else None
+    assert described == quant or (isinstance(expected, str) and expected in described)
+
+    attention, stream = registry.spec_for(decoder.self_attn), registry.spec_for(decoder)
+    assert (attention.q_norm.quant, stream.input_norm.quant, stream.post_attention_norm.quant) == (quant,) * 3
+    assert attention.kv_norm.quant is None

@@ -10,6 +10,8 @@ their inner kernel layers.  Nothing holds data unless ``device="cpu"`` is asked 
 from __future__ import annotations
 
 import contextlib
+import importlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -165,6 +167,19 @@ def build_model(name: str, *, tp: int = 1, rank: int = 0, device: str = "meta", 
         stack.enter_context(set_default_torch_dtype(torch.bfloat16))
         stack.enter_context(torch.device(device))
         return initialize_model(config, model_class=model_class)
+
+
+@contextlib.contextmanager
+def fp8_kernel(kernel: str) -> Iterator[None]:
+    """Have vLLM give fp8 linears this kernel, ``package.module:Class`` below its kernels, whatever the machine can run."""
+    module_name, _, class_name = kernel.partition(":")
+    cls = getattr(importlib.import_module(f"vllm.model_executor.kernels.linear.scaled_mm.{module_name}"), class_name)
+    with (
+        mock.patch("vllm.model_executor.kernels.linear.choose_scaled_mm_linear_kernel", return_value=cls),
+        mock.patch.object(cls, "is_supported", return_value=(True, None)),
+        mock.patch.object(cls, "can_implement", return_value=(True, None)),
+    ):
+        yield
 
 
 def build_layer(name: str, *, tp: int = 1, rank: int = 0, **overrides: Any) -> nn.Module:
