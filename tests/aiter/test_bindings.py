@@ -9,19 +9,19 @@ import threading
 from pathlib import Path
 
 import pytest
-from expected import ABSENT, EXPECTED, REPRESENTATIVE, No, Works
-from held import (
+from binding_checks import (
     CASES,
     add_rms_norm,
     add_rms_norm_quant,
     all_reduce_rms_norm,
     all_reduce_rms_norm_group_quant,
-    hold,
+    check_numbers,
     mla_decode_of_several_queries,
     rms_norm_quant,
     rms_norm_with_an_offset,
 )
-from held_tools import installed
+from check_tools import installed
+from expected import ABSENT, EXPECTED, REPRESENTATIVE, No, Works
 from standin import RELEASES, StandInMisuse, make_standin
 
 from layerfuse.fusion.backends import BackendError
@@ -62,7 +62,7 @@ def test_a_release(release, tmp_path):
                 assert isinstance(found, Bound), found
                 assert found.probed.recorded, found.convention
                 assert found.probed.main.convention.since == expected.since
-                hold(found)
+                check_numbers(found)
 
 
 @pytest.mark.parametrize("release", [r for r in REPRESENTATIVE if RELEASES.index(r) >= RELEASES.index("v0.1.17")])

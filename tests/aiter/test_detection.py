@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from held_tools import installed
+from check_tools import installed
 from standin import RELEASES, make_checkout, make_standin, make_unrelated
 
 from layerfuse.fusion.backends import aiter as amd

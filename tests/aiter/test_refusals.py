@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from binding_checks import communicator, rms_norm
+from check_tools import EPSILON, FP8, installed, pair, random, weight
 from expected import REPRESENTATIVE, No
-from held import communicator, rms_norm
-from held_tools import EPSILON, FP8, installed, pair, random, weight
 from refusals import REFUSED, TAKEN
 from standin import RELEASES, StandInMisuse, make_standin
 from test_bindings import expected_of
