@@ -1,7 +1,7 @@
 """How large AITER's six metadata buffers are, release by release, as one table of rules.
 
 What changed from release to release is mostly how many tiles the rows of one sequence, queries times heads, are cut
-into. The rules are data; `tests/metadata/test_metadata_formula.py` holds them to AITER's own functions in a checkout.
+into. The rules are data; `tests/metadata/test_metadata_formula.py` compares them with AITER's own functions in a checkout.
 """
 
 from __future__ import annotations
