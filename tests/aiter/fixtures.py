@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from standin import imported, make_standin
+from standin import imported, shared_standin
 
 from layerfuse.fusion.backends import aiter as amd
 
@@ -29,7 +29,8 @@ def aiter_of(tmp_path: Path) -> Iterator[Callable[..., Any]]:
     with contextlib.ExitStack() as stack:
 
         def load(release: str, **options: Any) -> Any:
-            module = stack.enter_context(imported(make_standin(tmp_path / release, release, **options)))
+            folder = shared_standin(release, **options)
+            module = stack.enter_context(imported(folder))
             amd.forget()
             return module
 
