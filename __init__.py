@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .adapters.errors import LayerfuseError
     from .adapters.parallel import tensor_parallel
     from .adapters.specs import (
+        FinalNormSpec,
         GatedDeltaNetSpec,
         GatedNormSpec,
         GQASpec,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "FinalNormSpec",
     "GQASpec",
     "GatedDeltaNetSpec",
     "GatedNormSpec",
@@ -54,7 +56,16 @@ __getattr__, __dir__ = attach(
     {
         **{name: f".{name}" for name in ("adapters", "fusion", "registry", "testing")},
         **dict.fromkeys(
-            ("GQASpec", "GatedDeltaNetSpec", "GatedNormSpec", "MLASpec", "NormSpec", "Parallel", "ResidualSpec"),
+            (
+                "FinalNormSpec",
+                "GQASpec",
+                "GatedDeltaNetSpec",
+                "GatedNormSpec",
+                "MLASpec",
+                "NormSpec",
+                "Parallel",
+                "ResidualSpec",
+            ),
             ".adapters.specs",
         ),
         "LayerfuseError": ".adapters.errors",

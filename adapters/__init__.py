@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .sources import const, gated_norm, norm
     from .specs import (
         WHOLE,
+        FinalNormSpec,
         GatedDeltaNetKernelSpec,
         GatedDeltaNetSpec,
         GatedNormSpec,
@@ -58,6 +59,7 @@ __all__ = [
     "Adapter",
     "Facts",
     "FactsError",
+    "FinalNormSpec",
     "GQAKernelSpec",
     "GQASpec",
     "GatedDeltaNetKernelSpec",
@@ -118,6 +120,7 @@ __getattr__, __dir__ = attach(
         **dict.fromkeys(
             (
                 "WHOLE",
+                "FinalNormSpec",
                 "GQAKernelSpec",
                 "GQASpec",
                 "GatedDeltaNetKernelSpec",

@@ -42,6 +42,10 @@ def shown(value: object, most: int = 80) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+class UnreadableError(Exception):
+    """A path that leads nowhere on this layer. Carries the sentence for the error; never leaves this package."""
+
+
 class LayerfuseError(Exception):
     """The parent of every error this library raises."""
 

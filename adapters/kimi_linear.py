@@ -15,6 +15,7 @@ KIMI_LINEAR = Adapter(
         "transformers:KimiLinearAttention": words.TRANSFORMERS_MLA,
         "transformers:KimiLinearDeltaAttention": words.TRANSFORMERS_KDA,
         "transformers:KimiLinearDecoderLayer": streams.TRANSFORMERS_RESIDUAL,
+        "transformers:KimiLinearModel": streams.final_norm(streams.TRANSFORMERS_RESIDUAL),
         "vllm:MultiHeadLatentAttention": words.VLLM_MLA_ITSELF,
         "vllm:KimiMLAAttention": words.VLLM_MLA,
         "vllm:KimiGatedDeltaNetAttention": words.VLLM_KDA,
@@ -26,8 +27,10 @@ KIMI_LINEAR = Adapter(
         "sglang:KimiDecoderLayer": streams.SGLANG_RESIDUAL.but(
             layer_index=["self_attn.layer_id", "self_attn.layer_idx"]
         ),
+        "sglang:KimiLinearModel": streams.final_norm(streams.SGLANG_RESIDUAL),
         "atom:KimiFullAttention": words.ATOM_MLA.but(tp_size="tp_size"),
         "atom:KimiKDAAttention": words.ATOM_KDA,
         "atom:KimiDecoderLayer": streams.ATOM_RESIDUAL,
+        "atom:KimiLinearModel": streams.final_norm(streams.ATOM_RESIDUAL),
     },
 )

@@ -1,4 +1,4 @@
-"""The specs of whole layers: attention of three families, and the residual stream of a decoder layer."""
+"""The specs of whole layers: attention of three families, the residual stream of a decoder layer, the final norm."""
 
 from __future__ import annotations
 
@@ -230,3 +230,19 @@ class ResidualSpec(LayerSpec):
         for norm in (*self.input_norms, *self.post_attention_norms):
             if norm.width != self.hidden_size:
                 yield f"a norm's width {norm.width} is not the hidden_size {self.hidden_size}"
+
+
+@frozen(kw_only=True)
+class FinalNormSpec(LayerSpec):
+    """The norm after the last decoder layer, which the model itself holds and not a layer.
+
+    `layer_index` is the number of decoder layers before it. A model says nothing of its sharding, so `parallel` is that of
+    the last decoder layer, whose all-reduce comes before this norm.
+    """
+
+    final_norm: NormSpec = of_kind("norm")
+    "The norm before the language-model head."
+
+    def _contradictions(self) -> Iterator[str]:
+        if self.final_norm.width != self.hidden_size:
+            yield f"final_norm: width {self.final_norm.width} is not the hidden_size {self.hidden_size}"

@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
-from .sources import UnreadableError
+from .errors import UnreadableError
 from .specs import Parallel
 
 _ambient: ContextVar[Parallel | None] = ContextVar("layerfuse_tensor_parallel", default=None)

@@ -21,40 +21,45 @@ _OF_EITHER_KIND = {
     "tp_rank": ["self_attn.o_proj.tp_rank", "linear_attn.tp_rank"],
 }
 
+_TRANSFORMERS = streams.zero_centred(_EITHER_KIND, "eps")
+_VLLM = streams.zero_centred(streams.VLLM_RESIDUAL.but(**_OF_EITHER_KIND), "variance_epsilon")
+_SGLANG_FULL = streams.zero_centred(
+    streams.SGLANG_RESIDUAL.but(tp_size="attn_tp_size", tp_rank="attn_tp_rank"), "variance_epsilon"
+)
+_SGLANG_LINEAR = _SGLANG_FULL.but(
+    hidden_size="linear_attn.hidden_size",
+    layer_index="layer_id",
+    tp_size="linear_attn.attn_tp_size",
+    tp_rank="linear_attn.attn_tp_rank",
+)
+_SGLANG_EITHER = _SGLANG_FULL.but(
+    hidden_size=["hidden_size", "linear_attn.hidden_size"],
+    tp_size=["attn_tp_size", "linear_attn.attn_tp_size"],
+    tp_rank=["attn_tp_rank", "linear_attn.attn_tp_rank"],
+)
+_ATOM = streams.zero_centred(streams.ATOM_RESIDUAL.but(layer_index="layer_idx", **_OF_EITHER_KIND), "variance_epsilon")
+
 QWEN3_NEXT = Adapter(
     "qwen3_next",
     layers={
         "transformers:Qwen3NextGatedDeltaNet": words.TRANSFORMERS_GDN,
         "transformers:Qwen3NextAttention": _PLAIN_ATTENTION,
-        "transformers:Qwen3NextDecoderLayer": streams.zero_centred(_EITHER_KIND, "eps"),
+        "transformers:Qwen3NextDecoderLayer": _TRANSFORMERS,
+        "transformers:Qwen3NextModel": streams.final_norm(_TRANSFORMERS),
         "vllm:QwenGatedDeltaNetAttention": words.VLLM_GDN,
         "vllm:Qwen3NextGatedDeltaNet": words.VLLM_GDN,
         "vllm:Qwen3NextAttention": words.VLLM_GQA,
-        "vllm:Qwen3NextDecoderLayer": streams.zero_centred(
-            streams.VLLM_RESIDUAL.but(**_OF_EITHER_KIND), "variance_epsilon"
-        ),
+        "vllm:Qwen3NextDecoderLayer": _VLLM,
+        "vllm:Qwen3NextModel": streams.final_norm(_VLLM),
         "sglang:Qwen3GatedDeltaNet": words.SGLANG_GDN,
         # There is no attention module here: the decoder layer holds the head counts itself.
-        "sglang:Qwen3HybridAttentionDecoderLayer": (
-            words.SGLANG_GQA,
-            streams.zero_centred(
-                streams.SGLANG_RESIDUAL.but(tp_size="attn_tp_size", tp_rank="attn_tp_rank"), "variance_epsilon"
-            ),
-        ),
-        "sglang:Qwen3HybridLinearDecoderLayer": streams.zero_centred(
-            streams.SGLANG_RESIDUAL.but(
-                hidden_size="linear_attn.hidden_size",
-                layer_index="layer_id",
-                tp_size="linear_attn.attn_tp_size",
-                tp_rank="linear_attn.attn_tp_rank",
-            ),
-            "variance_epsilon",
-        ),
+        "sglang:Qwen3HybridAttentionDecoderLayer": (words.SGLANG_GQA, _SGLANG_FULL),
+        "sglang:Qwen3HybridLinearDecoderLayer": _SGLANG_LINEAR,
+        "sglang:Qwen3NextModel": streams.final_norm(_SGLANG_EITHER),
         "atom:Qwen3NextGatedDeltaNet": words.ATOM_GDN,
         "atom:Qwen3NextAttention": words.ATOM_GQA,
         "atom:LinearAttention": words.ATOM_GDN_KERNEL,
-        "atom:Qwen3NextDecoderLayer": streams.zero_centred(
-            streams.ATOM_RESIDUAL.but(layer_index="layer_idx", **_OF_EITHER_KIND), "variance_epsilon"
-        ),
+        "atom:Qwen3NextDecoderLayer": _ATOM,
+        "atom:Qwen3NextModel": streams.final_norm(_ATOM),
     },
 )

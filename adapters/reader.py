@@ -19,13 +19,14 @@ from .errors import (
     ParallelConflictError,
     ParallelUnknownError,
     SpecError,
+    UnreadableError,
     shown,
 )
 from .feeds import Feeds
 from .parallel import ambient, shards_of_linear
 from .snapshot import Snapshot, settled
-from .sources import NormSource, Source, UnreadableError
-from .specs import GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
+from .sources import NormSource, Source
+from .specs import FinalNormSpec, GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
 
 _REMEMBERED = 4096
 
@@ -45,6 +46,20 @@ class LayerReader:
 
     def __repr__(self) -> str:
         return f"LayerReader({self.key!r}, {self.owner!r}, {self.facts.spec.__name__})"
+
+    def elsewhere(self, module: Any) -> bool:
+        """Whether another rank of a pipeline holds what the facts describe: only the last one has a model's final norm.
+
+        The others have None in its place, or what vLLM, SGLang and ATOM all call a PPMissingLayer.
+        """
+        if self.facts.spec is not FinalNormSpec:
+            return False
+        source: Any = self.facts.parsed["final_norm"]
+        try:
+            held = source.module.read(module)
+        except UnreadableError:
+            return False
+        return held is None or any(base.__name__ == "PPMissingLayer" for base in type(held).__mro__)
 
     def read(self, layer: Any, parallel: Parallel | None = None, path: str = "") -> Any:
         """The layer's spec.

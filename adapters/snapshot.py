@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 import attrs
 
 from .base import Facts
+from .errors import UnreadableError
 from .parallel import is_dtensor
-from .sources import Const, Converted, NormSource, Path, Source, UnreadableError
+from .sources import Const, Converted, NormSource, Path, Source, is_index
 from .specs import goes_with
 
 
@@ -147,7 +148,7 @@ def _has_torch_lookup(cls: Any) -> bool:
 
 def _without_index(steps: tuple[str, ...]) -> str:
     """`weight.shape.0` as `weight.shape`: an attrgetter cannot index, and the whole shape decides the part."""
-    return ".".join(steps[:-1] if steps[-1][0].isdigit() else steps)
+    return ".".join(steps[:-1] if is_index(steps[-1]) else steps)
 
 
 def _reduction(name: str, parsed: Any) -> _Reduce:
@@ -195,4 +196,4 @@ def _plain(source: Source) -> Path | None:
         return None
     # attrgetter cannot index, but a trailing index can wait: `weight.shape` decides `weight.shape.0`.
     inner = path.steps[:-1]
-    return None if any(step[0].isdigit() for step in inner) else path
+    return None if any(map(is_index, inner)) else path

@@ -5,6 +5,7 @@ TOML tables are written in these words and parsed by `parse_source`.
 
     "num_heads"                         an attribute of the layer
     "q_a_layernorm.variance_epsilon"    of a child module; a mapping's key or a sequence's index may be a step too
+    "layers.-1.hidden_size"             of the last one in a sequence
     "o_proj.in_features / head_dim"     a quotient of two paths, which must be exact
     ["scaling", "scale"]                the first of these that exists (None and 0 are values, not gaps)
     {const = "sigmoid"}                 a fact about the class that no attribute says; {const = "none"} is None
@@ -16,20 +17,17 @@ TOML tables are written in these words and parsed by `parse_source`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from attrs import frozen
 
-from .errors import FactsError, did_you_mean, shown
+from .conversions import CONVERSIONS
+from .errors import FactsError, UnreadableError, did_you_mean, shown
 
-_STEP = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}")
+_STEP = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}|-1")
 _LONGEST_PATH = 12
 _SIDES = ("out_features", "in_features")
-
-
-class UnreadableError(Exception):
-    """A path that leads nowhere on this layer. Carries the sentence for the error; never leaves this package."""
 
 
 @frozen
@@ -59,9 +57,14 @@ class Path:
         return obj
 
 
+def is_index(step: str) -> bool:
+    """Whether a step is the index into a sequence, and no name."""
+    return step == "-1" or step[0].isdigit()
+
+
 def _step(obj: Any, step: str, path: Path) -> Any:
     try:
-        if step[0].isdigit():
+        if is_index(step):
             return obj[int(step)]
         if isinstance(obj, Mapping):
             return obj[step]
@@ -146,50 +149,6 @@ class Converted:
         return CONVERSIONS[self.convert](self.path.read(obj))
 
 
-def _present(value: Any) -> bool:
-    return value is not None
-
-
-def _window_before(value: Any) -> Any:
-    """SGLang and flash-attention count the tokens *before* the current one: 127 is a window of 128, -1 is off."""
-    return value + 1 if type(value) is int and value >= 0 else value
-
-
-def _nothing(_: Any) -> None:
-    return None
-
-
-def _name_index(per_layer: int) -> Callable[[Any], int]:
-    def convert(value: Any) -> int:
-        numbers = [int(n) for n in re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", value)] if isinstance(value, str) else []
-        if len(numbers) == 1:
-            return numbers[0]
-        if len(numbers) == 2 and numbers[1] < per_layer:
-            return numbers[0] * per_layer + numbers[1]
-        raise UnreadableError(f"{shown(value)} holds no single layer number")
-
-    return convert
-
-
-def _parent_name(value: Any) -> str:
-    if not isinstance(value, str) or "." not in value:
-        raise UnreadableError(f"{shown(value)} is not the dotted name of a layer")
-    return "the layer " + value.rpartition(".")[0]
-
-
-CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    "present": _present,
-    "none": _nothing,
-    "window_before": _window_before,
-    "name_index": _name_index(1),
-    "name_index_of_pairs": _name_index(2),
-    "parent_name": _parent_name,
-}
-"""`present`: whether it is set at all. `none`: no matter what is there, it shows that the field is None (an MLA kernel has
-no sliding window). `window_before`: a sliding window counted without the current token.
-`name_index`: the one number in a dotted layer name. `name_index_of_pairs`: the same where each decoder layer holds two
-attentions (`model.layers.3.self_attn.1` is 7). `parent_name`: a dotted name without its last part, in words."""
-
 Source: TypeAlias = Path | Quotient | Const | Converted
 """One place to look."""
 
@@ -218,6 +177,15 @@ class NormSource:
 def const(value: Any) -> dict[str, Any]:
     """A constant, in the shared words."""
     return {"const": "none" if value is None else value}
+
+
+def below(prefix: str, words: Any) -> Any:
+    """The same places, seen from an object that holds the layer at `prefix`."""
+    if isinstance(words, str):
+        return " / ".join(f"{prefix}.{path.strip()}" for path in words.split("/"))
+    if isinstance(words, Mapping):
+        return {name: below(prefix, word) if name == "path" else word for name, word in words.items()}
+    return [below(prefix, word) for word in words]
 
 
 def norm(module: str, **words: Any) -> dict[str, Any]:
@@ -249,7 +217,9 @@ def parse_path(text: str, field: str) -> Path | Quotient:
     for part in parts:
         steps = tuple(part.split("."))
         if len(steps) > _LONGEST_PATH or not all(_STEP.fullmatch(step) for step in steps):
-            raise FactsError(f'{field}: "{text}" is no attribute path (letters, digits, dots; at most one " / ")')
+            raise FactsError(
+                f'{field}: "{text}" is no attribute path (letters, digits, dots; -1 for the last of a sequence; at most one " / ")'
+            )
         if any(step.startswith("__") for step in steps):
             raise FactsError(f'{field}: "{text}" reads a dunder attribute, which no layer says anything with')
         paths.append(Path(steps))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from .kernel_specs import GatedDeltaNetKernelSpec, GQAKernelSpec, KernelSpec, MLAKernelSpec
-from .layer_specs import GatedDeltaNetSpec, GQASpec, LayerSpec, MLASpec, ResidualSpec
+from .layer_specs import FinalNormSpec, GatedDeltaNetSpec, GQASpec, LayerSpec, MLASpec, ResidualSpec
 from .norm_specs import WHOLE, GatedNormSpec, HeadPair, NormSpec, Parallel, shard_heads, shard_kv_heads
 from .spec_fields import ACTIVATIONS, LARGEST, goes_with, kind_of
 
@@ -23,6 +23,7 @@ __all__ = [
     "WHOLE",
     "AnySpec",
     "AttentionSpec",
+    "FinalNormSpec",
     "GQAKernelSpec",
     "GQASpec",
     "GatedDeltaNetKernelSpec",
@@ -44,7 +45,14 @@ __all__ = [
 
 AttentionSpec: TypeAlias = MLASpec | GatedDeltaNetSpec | GQASpec
 AnySpec: TypeAlias = (
-    MLASpec | GatedDeltaNetSpec | GQASpec | ResidualSpec | MLAKernelSpec | GQAKernelSpec | GatedDeltaNetKernelSpec
+    MLASpec
+    | GatedDeltaNetSpec
+    | GQASpec
+    | ResidualSpec
+    | FinalNormSpec
+    | MLAKernelSpec
+    | GQAKernelSpec
+    | GatedDeltaNetKernelSpec
 )
 
 FAMILIES: dict[str, type[Any]] = {
@@ -52,6 +60,7 @@ FAMILIES: dict[str, type[Any]] = {
     "gated_delta_net": GatedDeltaNetSpec,
     "gqa": GQASpec,
     "residual": ResidualSpec,
+    "final": FinalNormSpec,
     "mla_kernel": MLAKernelSpec,
     "gqa_kernel": GQAKernelSpec,
     "gated_delta_net_kernel": GatedDeltaNetKernelSpec,

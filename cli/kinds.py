@@ -11,6 +11,7 @@ from attrs import frozen
 
 from ..adapters.specs import (
     FAMILY_OF,
+    FinalNormSpec,
     GatedDeltaNetSpec,
     GatedNormSpec,
     GQASpec,
@@ -121,6 +122,8 @@ def rows_of(spec: Any) -> list[tuple[str, str]]:
             ("input norm", _several(spec.input_norms)),
             ("post-attention norm", _several(spec.post_attention_norms)),
         ]
+    if isinstance(spec, FinalNormSpec):
+        return [("hidden size", str(spec.hidden_size)), ("norm", norm_line(spec.final_norm))]
     return [(a.name, str(getattr(spec, a.name))) for a in attrs.fields(type(spec)) if a.name != "layer_index"]
 
 
@@ -159,6 +162,8 @@ def line_of(spec: Any) -> str:
         return f"{spec.num_heads} heads over {spec.num_kv_heads} key/value heads of {spec.head_dim}, {window}{sinks}"
     if isinstance(spec, ResidualSpec):
         return f"hidden {spec.hidden_size}, norms eps {spec.input_norm.epsilon:g}"
+    if isinstance(spec, FinalNormSpec):
+        return f"hidden {spec.hidden_size}, norm eps {spec.final_norm.epsilon:g}"
     return ", ".join(f"{label} {value}" for label, value in rows_of(spec))
 
 

@@ -139,9 +139,8 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
     to.print(f"rank {data['rank']} of {data['tp']}, {data['num_hidden_layers']} decoder layers, target {_target(data)}")
     listed = _listed(data)
     for kind in data["kinds"]:
-        plural = "layer" if kind["count"] == 1 else "layers"
         to.print()
-        to.print(Text.assemble((kind["kind"], "bold cyan"), f": {kind['count']} {plural} ({ranges(kind['layers'])})"))
+        to.print(Text.assemble((kind["kind"], "bold cyan"), f": {_where(kind)}"))
         grid = Table.grid(padding=(0, 2))
         grid.add_column(no_wrap=True, style="dim")
         grid.add_column(overflow="fold")
@@ -161,6 +160,13 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
         from .attention import show_attention
 
         show_attention(data["attention"], to)
+
+
+def _where(kind: Mapping[str, Any]) -> str:
+    if kind["family"] == "final":
+        return "the norm after the last layer"
+    plural = "layer" if kind["count"] == 1 else "layers"
+    return f"{kind['count']} {plural} ({ranges(kind['layers'])})"
 
 
 def _listed(data: dict[str, Any]) -> set[str]:

@@ -25,6 +25,7 @@ SPECS = (
     specs.GatedDeltaNetSpec,
     specs.GQASpec,
     specs.ResidualSpec,
+    specs.FinalNormSpec,
     specs.NormSpec,
     specs.GatedNormSpec,
     specs.Parallel,

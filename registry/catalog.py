@@ -11,8 +11,11 @@ from typing import Any, ClassVar
 from attrs import field, frozen
 
 from ..adapters.errors import SpecError
-from ..adapters.specs import WHOLE, LayerSpec, NormSpec, ResidualSpec
+from ..adapters.specs import WHOLE, FinalNormSpec, LayerSpec, NormSpec, ResidualSpec
 from .kinds import Around, At, EngineNorms, Every, LayerKind
+
+FINAL = "final"
+"""The name of the norm after a declared model's last layer."""
 
 MOST_LAYERS = 1_000
 """More decoder layers than this is a typing error, refused before anything is built from it."""
@@ -36,11 +39,11 @@ class ModelEntry:
     hidden_size: int
     "Width of the residual stream."
     rms_norm_eps: float
-    "Epsilon of the decoder layers' norms, and of the others unless they say otherwise."
+    "Epsilon of the decoder layers' norms and the final norm, and of the others unless they say otherwise."
     layers: dict[str, LayerKind]
     "The kinds of attention layer by name; together they cover every decoder layer exactly once."
     norm_weight_offset: float = 0.0
-    "1.0 where the decoder layers' norms are zero-centred (Gemma, Qwen3-Next)."
+    "1.0 where the decoder layers' norms and the final norm are zero-centred (Gemma, Qwen3-Next)."
     attentions_per_layer: int = 1
     "Attention blocks in one decoder layer: 2 in LongCat-Flash."
     hf_id: str | None = None
@@ -66,7 +69,7 @@ class ModelEntry:
         return claimed
 
     def specs(self, tp: int = 1, rank: int | None = None, *, engine: str | None = None) -> list[tuple[str, LayerSpec]]:
-        """The spec of every layer on one rank, as (name, spec) in layer order.
+        """The spec of every layer on one rank, as (name, spec) in layer order, and that of the final norm after them.
 
         Args:
             tp: tensor-parallel size.
@@ -96,9 +99,8 @@ class ModelEntry:
     def _whole(self, engine: str | None, only: list[tuple[int, str]] | None = None) -> Iterator[tuple[str, LayerSpec]]:
         norms = EngineNorms() if engine is None else self.engines.get(engine, EngineNorms())
         eps = self.rms_norm_eps if norms.rms_norm_eps is None else norms.rms_norm_eps
-        decoder_norms = (
-            NormSpec(width=self.hidden_size, epsilon=eps, weight_offset=self.norm_weight_offset),
-        ) * self.attentions_per_layer
+        norm = NormSpec(width=self.hidden_size, epsilon=eps, weight_offset=self.norm_weight_offset)
+        decoder_norms = (norm,) * self.attentions_per_layer
         for index, kind in enumerate(self.kind_at()) if only is None else only:
             yield (
                 f"layers.{index}",
@@ -113,6 +115,8 @@ class ModelEntry:
                 common = self._common(index * self.attentions_per_layer + block)
                 around = Around(common=common, rms_norm_eps=self.rms_norm_eps, engine=norms)
                 yield f"layers.{index}.{kind}{suffix}", self.layers[kind].spec(around)
+        if only is None:
+            yield FINAL, FinalNormSpec(**self._common(self.num_hidden_layers), final_norm=norm)
 
     def _common(self, layer_index: int) -> dict[str, Any]:
         return {"hidden_size": self.hidden_size, "layer_index": layer_index, "parallel": WHOLE}

@@ -203,7 +203,7 @@ class EngineNorms:
     """Where one engine builds a norm with another epsilon than the published config says."""
 
     rms_norm_eps: float | None = None
-    "Of the decoder layers' norms."
+    "Of the decoder layers' norms and the final norm."
     latent_norm_eps: float | None = None
     "Of the MLA latent norms: transformers ignores the config here, and uses 1e-6."
     output_norm_eps: float | None = None

@@ -10,6 +10,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from ..adapters.base import Adapter
 from ..adapters.errors import UnknownLayerError
 from ..adapters.reader import LayerReader
-from ..adapters.specs import KernelSpec, Parallel, ResidualSpec
+from ..adapters.specs import FinalNormSpec, KernelSpec, Parallel, ResidualSpec
 from .errors import UnknownModelError
 from .tables import Readers, Tables
 
@@ -64,7 +65,7 @@ class Registry:
             path: the layer's name in its model, for messages.
 
         Returns:
-            An MLASpec, GatedDeltaNetSpec, GQASpec, ResidualSpec, or the spec of a kernel layer.
+            An MLASpec, GatedDeltaNetSpec, GQASpec, ResidualSpec, FinalNormSpec, or the spec of a kernel layer.
 
         Raises:
             UnknownLayerError: no adapter knows the class.
@@ -92,8 +93,9 @@ class Registry:
     def specs_in(self, model: Any, *, of: type[Any] | None = None, parallel: Parallel | None = None) -> list[Any]:
         """The specs of a model's layers as (path, spec), in the order of its modules, which is that of its layers.
 
-        Decoder layers give their residual stream, attention layers their attention. Kernel layers inside a layer that
-        is itself known are left out; ask `spec_for` for those, or pass `of=KernelSpec`.
+        Decoder layers give their residual stream, attention layers their attention. The module around the layers gives the
+        final norm, after them; on a rank of a pipeline that does not hold that norm it gives nothing. Kernel layers inside
+        a layer that is itself known are left out; ask `spec_for` for those, or pass `of=KernelSpec`.
 
         Args:
             model: a module with `named_modules()`.
@@ -105,19 +107,28 @@ class Registry:
             And whatever `spec_for` raises for one of them, with the layer's path.
         """
         self._complete()
-        found = []
+        found: list[Any] = []
         # Modules come parent first, and all of a layer's before the next: one prefix tells what lies inside it.
         inside: str | None = None
+        around: list[tuple[str, Callable[[], Any]]] = []
         for path, module in model.named_modules():
+            while around and not _within(path, around[-1][0]):
+                outer, read = around.pop()
+                found.append((outer, read()))
             readers = self._readers_of(type(module))
             if not readers or (of is None and _within(path, inside)):
                 continue
             # A class that is both gives its residual stream first, as a decoder layer comes before its attention.
             for reader in sorted(readers, key=_is_attention):
-                if of is None or issubclass(reader.facts.spec, of):
+                if (of is not None and not issubclass(reader.facts.spec, of)) or reader.elsewhere(module):
+                    continue
+                if reader.facts.spec is FinalNormSpec:
+                    around.append((path, partial(reader.read, module, parallel, path)))
+                else:
                     found.append((path, reader.read(module, parallel, path)))
             if any(_is_attention(reader) for reader in readers):
                 inside = path
+        found += [(outer, read()) for outer, read in reversed(around)]
         if not found and of is None:
             raise self._nothing_in(model)
         return found
@@ -318,7 +329,7 @@ def _within(path: str, outer: str | None) -> bool:
 
 
 def _is_attention(reader: LayerReader) -> bool:
-    return not issubclass(reader.facts.spec, (ResidualSpec, KernelSpec))
+    return not issubclass(reader.facts.spec, (ResidualSpec, FinalNormSpec, KernelSpec))
 
 
 def class_name(cls: type) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import attrs
 
 from ..adapters.base import PARALLEL_WORDS, fields_of
-from ..adapters.sources import CONVERSIONS
+from ..adapters.conversions import CONVERSIONS
 from ..adapters.specs import FAMILIES, LARGEST, NormSpec, kind_of
 from .catalog import MOST_LAYERS, ModelEntry
 from .kinds import KINDS, At, EngineNorms, Every, GateWords, LayerKind, Yarn

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from ..adapters.specs import ResidualSpec
+from ..adapters.specs import FinalNormSpec, ResidualSpec
 
 SCALE_TOLERANCE = 1e-12
 """Relative. The softmax scale is computed by each engine in its own order of floating-point operations."""
@@ -44,6 +44,6 @@ def without_index(spec: Any) -> Any:
     return attrs.evolve(spec, layer_index=0)
 
 
-def is_residual(spec: Any) -> bool:
-    """Whether this is the residual stream of a decoder layer."""
-    return isinstance(spec, ResidualSpec)
+def is_stream(spec: Any) -> bool:
+    """Whether this is of the residual stream: a decoder layer's norms, or the final norm."""
+    return isinstance(spec, (ResidualSpec, FinalNormSpec))

@@ -9,7 +9,8 @@ import attrs
 from attrs import frozen
 
 from ..adapters.base import Facts
-from ..adapters.sources import Const, Converted, NormSource, Path, Quotient, Source, UnreadableError
+from ..adapters.errors import UnreadableError
+from ..adapters.sources import Const, Converted, NormSource, Path, Quotient, Source
 from ..adapters.specs import GatedNormSpec, LayerSpec, goes_with, kind_of
 
 GEOMETRY = ("count", "width_or_zero", "index", "positive")

@@ -8,10 +8,10 @@ from typing import Any
 
 import attrs
 
-from ..adapters.errors import ParallelConflictError, ParallelUnknownError, SpecError
-from ..adapters.sources import Path, UnreadableError
-from ..adapters.specs import LayerSpec, Parallel
-from .compare import is_residual
+from ..adapters.errors import ParallelConflictError, ParallelUnknownError, SpecError, UnreadableError
+from ..adapters.sources import Path
+from ..adapters.specs import FinalNormSpec, LayerSpec, Parallel
+from .compare import is_stream
 from .meshes import cuts_of, rank_of_two, sharded_linear
 from .reads import counts_say_size, size_paths
 from .scenario import scenario
@@ -100,7 +100,7 @@ class ShardingScenarios(Subject):
                 if model is None:
                     break
                 found = self.asked.specs_in(model, parallel=self.parallel and Parallel(size=size, rank=rank))
-                found = [pair for pair in found if self.decoder_layers or not is_residual(pair[1])]
+                found = [pair for pair in found if self.decoder_layers or not is_stream(pair[1])]
                 self.validate_under_tp(size, rank, found, self.engine_of(found, model))
                 any_built = True
         return any_built
@@ -132,8 +132,11 @@ class ShardingScenarios(Subject):
     def _validate_own_plan(self, sample: Sample, mesh: Any, rank: int) -> None:
         """Sharded as the model's own tensor-parallel plan says, the layer holds what that plan leaves it."""
         # The feed-forward of a decoder layer may be cut where its attention is not.
-        plan = {to: how for to, how in self.tp_plan().items() if "attn" in to or not is_residual(sample.spec)}
+        plan = {to: how for to, how in self.tp_plan().items() if "attn" in to or not is_stream(sample.spec)}
         styles = cuts_of(plan, sample.layer, sample.path)
+        if isinstance(sample.spec, FinalNormSpec):  # its sharding is that of the last decoder layer
+            last = ("layers", str(sample.spec.layer_index - 1))
+            styles = {path: style for path, style in styles.items() if path[:2] == last}
         with ExitStack() as stack:
             for path, style in styles.items():
                 weight = sharded_linear(Path(path).read(sample.layer), mesh, 1 if style == "rowwise" else 0)

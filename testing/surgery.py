@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..adapters.sources import Path
+from ..adapters.sources import Path, is_index
 
 
 class CannotOperateError(Exception):
@@ -26,7 +26,7 @@ def owner_of(root: Any, path: Path) -> tuple[Any, str, tuple[str, ...]]:
     for depth in range(len(path.steps), 0, -1):
         name = path.steps[depth - 1]
         owner = Path(path.steps[: depth - 1]).read(root) if depth > 1 else root
-        if isinstance(owner, MutableMapping) or (not name[0].isdigit() and _is_plain_object(owner)):
+        if isinstance(owner, MutableMapping) or (not is_index(name) and _is_plain_object(owner)):
             return owner, name, path.steps[:depth]
     raise CannotOperateError(f"{path}: nothing along it can be changed")
 

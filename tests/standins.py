@@ -64,17 +64,21 @@ def decoder_indices(entry: ModelEntry) -> list[int]:
 
 
 def text_model(
-    entry: ModelEntry, rank: Rank, decoder: Callable[[ModelEntry, Any, int, Rank, str], Any], prefix: str = ""
+    entry: ModelEntry,
+    rank: Rank,
+    decoder: Callable[[ModelEntry, Any, int, Rank, str], Any],
+    key: str,
+    norm: Callable[[int, float], nn.Module],
 ) -> nn.Module:
-    """A model with some of its decoder layers, under their real names: `model.layers.N`."""
+    """A model of the class `key` with some of its decoder layers, under their real names: `model.layers.N`.
+
+    The others are what engines put where another rank of a pipeline has the layer.
+    """
     kinds = entry.kind_at()
-    layers = nn.ModuleDict(
-        {
-            str(index): decoder(entry, entry.layers[kinds[index]], index, rank, f"{prefix}model.layers.{index}")
-            for index in decoder_indices(entry)
-        }
-    )
-    return _holding(model=_holding(layers=layers))
+    layers = nn.ModuleList([module("engine.utils:PPMissingLayer") for _ in kinds])
+    for index in decoder_indices(entry):
+        layers[index] = decoder(entry, entry.layers[kinds[index]], index, rank, f"model.layers.{index}")
+    return _holding(model=module(key, layers=layers, norm=norm(entry.hidden_size, entry.rms_norm_eps)))
 
 
 def multimodal(text: nn.Module, vision_key: str) -> nn.Module:

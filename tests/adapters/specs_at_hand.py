@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from layerfuse.adapters.specs import (
     WHOLE,
+    FinalNormSpec,
     GatedDeltaNetKernelSpec,
     GatedDeltaNetSpec,
     GatedNormSpec,
@@ -86,6 +87,10 @@ def residual(**changes: Any) -> ResidualSpec:
     return ResidualSpec(**{**_RESIDUAL, **changes})
 
 
+def final(**changes: Any) -> FinalNormSpec:
+    return FinalNormSpec(**{**_LAYER, "final_norm": NormSpec(width=7168, epsilon=1e-6), **changes})
+
+
 def gated_norm(**changes: Any) -> GatedNormSpec:
     return GatedNormSpec(**{**_GATED, **changes})
 
@@ -111,7 +116,7 @@ def delta_net_kernel(**changes: Any) -> GatedDeltaNetKernelSpec:
     return GatedDeltaNetKernelSpec(**{**_KERNEL, **fields, **changes})
 
 
-OUTER = {"mla": mla, "gated_delta_net": delta_net, "gqa": gqa, "residual": residual}
+OUTER = {"mla": mla, "gated_delta_net": delta_net, "gqa": gqa, "residual": residual, "final": final}
 KERNELS = {"mla_kernel": mla_kernel, "gqa_kernel": gqa_kernel, "gated_delta_net_kernel": delta_net_kernel}
 EVERY = {**OUTER, **KERNELS}
 

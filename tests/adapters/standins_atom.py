@@ -273,18 +273,20 @@ def _full(entry: ModelEntry, kind: Any, index: int, rank: Rank, name: str) -> An
     )
 
 
-def _text(decoder: Any, **words: str) -> Any:
-    return lambda entry, rank: text_model(entry, rank, functools.partial(decoder, **words))
+def _text(decoder: Any, key: str, norm: Any = _rms, **words: str) -> Any:
+    return lambda entry, rank: text_model(entry, rank, functools.partial(decoder, **words), f"{_MODELS}.{key}", norm)
 
 
+_DEEPSEEK = _text(_deepseek, "deepseek_v2:DeepseekV2Model")
 MODELS: Models = {
-    "deepseek-v3": _text(_deepseek),
-    "deepseek-v3.2": _text(_deepseek),
-    "kimi-k2-instruct": _text(_deepseek),
-    "kimi-k2.5": lambda entry, rank: multimodal(_text(_deepseek)(entry, rank), "atom.models.kimi_k25:VisionAttention"),
-    "glm-5": _text(_deepseek),
-    "kimi-k3": _text(_kimi_k3),
-    "gpt-oss-20b": _text(_gpt_oss),
-    "qwen3-next-80b-a3b": _text(_qwen, release="qwen3_next"),
-    "qwen3.5-27b": _text(_qwen, release="qwen3_5"),
+    "deepseek-v3": _DEEPSEEK,
+    "deepseek-v3.2": _DEEPSEEK,
+    "kimi-k2-instruct": _DEEPSEEK,
+    "kimi-k2.5": lambda entry, rank: multimodal(_DEEPSEEK(entry, rank), "atom.models.kimi_k25:VisionAttention"),
+    "glm-5": _DEEPSEEK,
+    "kimi-k3": _text(_kimi_k3, "kimi_k3:KimiLinearModel"),
+    "gpt-oss-20b": _text(_gpt_oss, "gpt_oss:GptOssModel", lambda width, _: _rms(width, 1e-5)),
+    "qwen3-next-80b-a3b": _text(_qwen, "qwen3_next:Qwen3NextModel", _gemma, release="qwen3_next"),
+    # Its own class derives from this one.
+    "qwen3.5-27b": _text(_qwen, "qwen3_next:Qwen3NextModel", _gemma, release="qwen3_5"),
 }

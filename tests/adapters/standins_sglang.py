@@ -193,8 +193,8 @@ def _gqa(entry: ModelEntry, kind: Any, index: int, rank: Rank, window: int) -> d
 # ---- decoder layers
 
 
-def _deepseek(entry: ModelEntry, kind: Any, index: int, rank: Rank, name: str, key: str) -> Any:
-    return _decoder(entry, key, layer_id=index, self_attn=mla(entry, kind, index, rank))
+def _deepseek(entry: ModelEntry, kind: Any, index: int, rank: Rank, name: str, decoder_key: str) -> Any:
+    return _decoder(entry, decoder_key, layer_id=index, self_attn=mla(entry, kind, index, rank))
 
 
 def _decoder(entry: ModelEntry, key: str, norm: str = "RMSNorm", **held: Any) -> Any:
@@ -271,11 +271,12 @@ def _longcat(entry: ModelEntry, kind: Any, index: int, rank: Rank, name: str) ->
     )
 
 
-def _text(decoder: Any, **words: str) -> Any:
-    return lambda entry, rank: text_model(entry, rank, functools.partial(decoder, **words))
+def _text(decoder: Any, key: str, norm: str = "RMSNorm", **words: str) -> Any:
+    built = functools.partial(decoder, **words)
+    return lambda entry, rank: text_model(entry, rank, built, f"{_MODELS}.{key}", functools.partial(_rms, name=norm))
 
 
-_DEEPSEEK = _text(_deepseek, key="deepseek_v2:DeepseekV2DecoderLayer")
+_DEEPSEEK = _text(_deepseek, "deepseek_v2:DeepseekV2Model", decoder_key="deepseek_v2:DeepseekV2DecoderLayer")
 MODELS: Models = {
     "deepseek-v2-lite": _DEEPSEEK,
     "deepseek-v3": _DEEPSEEK,
@@ -284,11 +285,13 @@ MODELS: Models = {
     "kimi-k2.5": lambda entry, rank: multimodal(
         _DEEPSEEK(entry, rank), "sglang.srt.layers.attention.vision:VisionAttention"
     ),
-    "kimi-linear-48b-a3b": _text(_kimi),
-    "kimi-k3": _text(_kimi_k3),
-    "gpt-oss-20b": _text(_gpt_oss),
-    "qwen3-next-80b-a3b": _text(_qwen, release="qwen3_next"),
-    "qwen3.5-27b": _text(_qwen, release="qwen3_5"),
-    "glm-4.7-flash": _text(_deepseek, key="glm4_moe_lite:Glm4MoeLiteDecoderLayer"),
-    "longcat-flash": _text(_longcat),
+    "kimi-linear-48b-a3b": _text(_kimi, "kimi_linear:KimiLinearModel"),
+    "kimi-k3": _text(_kimi_k3, "kimi_k3:KimiK3LinearModel"),
+    "gpt-oss-20b": _text(_gpt_oss, "gpt_oss:GptOssModel"),
+    "qwen3-next-80b-a3b": _text(_qwen, "qwen3_next:Qwen3NextModel", "GemmaRMSNorm", release="qwen3_next"),
+    "qwen3.5-27b": _text(_qwen, "qwen3_5:Qwen3_5ForCausalLM", "GemmaRMSNorm", release="qwen3_5"),
+    "glm-4.7-flash": _text(
+        _deepseek, "glm4_moe_lite:Glm4MoeLiteModel", decoder_key="glm4_moe_lite:Glm4MoeLiteDecoderLayer"
+    ),
+    "longcat-flash": _text(_longcat, "longcat_flash:LongcatFlashModel"),
 }

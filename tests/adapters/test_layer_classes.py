@@ -101,6 +101,50 @@ KERNELS = (
     "atom.model_ops.paged_attention:Attention",
     "atom.model_ops.base_attention:LinearAttention",
 )
+MODEL = (
+    *(
+        f"{_HF}.{name}.modeling_{name}:{cls}Model"
+        for name, cls in (
+            ("deepseek_v2", "DeepseekV2"),
+            ("deepseek_v3", "DeepseekV3"),
+            ("deepseek_v32", "DeepseekV32"),
+            ("glm_moe_dsa", "GlmMoeDsa"),
+            ("glm4_moe_lite", "Glm4MoeLite"),
+            ("kimi_linear", "KimiLinear"),
+            ("longcat_flash", "LongcatFlash"),
+            ("gpt_oss", "GptOss"),
+            ("qwen3_next", "Qwen3Next"),
+            ("qwen3_5", "Qwen3_5Text"),
+            ("qwen3_5_moe", "Qwen3_5MoeText"),
+        )
+    ),
+    "transformers_modules.DeepSeek-V3.modeling_deepseek:DeepseekV3Model",
+    "transformers_modules.DeepSeek-V2-Lite.modeling_deepseek:DeepseekV2Model",
+    "transformers_modules.Kimi-Linear-48B-A3B-Instruct.modeling_kimi:KimiLinearModel",
+    f"{_V}.models.deepseek_v2:DeepseekV2Model",
+    "vllm.models.deepseek_v32.nvidia.model:DeepseekV32Model",
+    "vllm.models.deepseek_v32.amd.model:DeepseekV32Model",
+    "vllm.models.kimi_k3.nvidia.model:KimiLinearModel",
+    "vllm.models.kimi_k3.amd.linear:KimiLinearModel",
+    f"{_V}.models.glm4_moe_lite:Glm4MoeLiteModel",
+    f"{_V}.models.longcat_flash:FlashModel",
+    f"{_V}.models.gpt_oss:GptOssModel",
+    f"{_V}.models.qwen3_next:Qwen3NextModel",
+    (f"{_V}.models.qwen3_5:Qwen3_5Model", f"{_V}.models.qwen3_next:Qwen3NextModel"),
+    f"{_SG}.deepseek_v2:DeepseekV2Model",
+    f"{_SG}.kimi_linear:KimiLinearModel",
+    f"{_SG}.kimi_k3:KimiK3LinearModel",
+    f"{_SG}.glm4_moe_lite:Glm4MoeLiteModel",
+    f"{_SG}.longcat_flash:LongcatFlashModel",
+    f"{_SG}.gpt_oss:GptOssModel",
+    f"{_SG}.qwen3_next:Qwen3NextModel",
+    f"{_SG}.qwen3_5:Qwen3_5ForCausalLM",
+    f"{_A}.deepseek_v2:DeepseekV2Model",
+    f"{_A}.kimi_k3:KimiLinearModel",
+    f"{_A}.gpt_oss:GptOssModel",
+    f"{_A}.qwen3_next:Qwen3NextModel",
+    (f"{_A}.qwen3_5:Qwen3_5Model", f"{_A}.qwen3_next:Qwen3NextModel"),
+)
 DECODER = (
     f"{_HF}.deepseek_v2.modeling_deepseek_v2:DeepseekV2DecoderLayer",
     f"{_HF}.deepseek_v3.modeling_deepseek_v3:DeepseekV3DecoderLayer",
@@ -141,7 +185,7 @@ DECODER = (
     f"{_A}.qwen3_next:Qwen3NextDecoderLayer",
     (f"{_A}.qwen3_5:Qwen3_5DecoderLayer", f"{_A}.qwen3_next:Qwen3NextDecoderLayer"),
 )
-KINDS = {"mla": MLA, "gated_delta_net": DELTA, "gqa": GQA, "residual": DECODER, "kernel": KERNELS}
+KINDS = {"mla": MLA, "gated_delta_net": DELTA, "gqa": GQA, "residual": DECODER, "final": MODEL, "kernel": KERNELS}
 CASES = [
     pytest.param(kind, (names,) if isinstance(names, str) else names, id=names if isinstance(names, str) else names[0])
     for kind, listed in KINDS.items()
@@ -166,7 +210,8 @@ def test_the_class_is_known_by_its_name_or_its_bases(kind: str, names: tuple[str
 
 
 @pytest.mark.parametrize(
-    "name", [name for listed in (MLA, DELTA, GQA, DECODER) for name in listed if isinstance(name, str) and _HF in name]
+    "name",
+    [name for listed in (MLA, DELTA, GQA, DECODER, MODEL) for name in listed if isinstance(name, str) and _HF in name],
 )
 def test_transformers_has_the_class_under_this_name(name: str) -> None:
     pytest.importorskip("transformers")

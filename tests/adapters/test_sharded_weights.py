@@ -15,6 +15,7 @@ from helpers import fresh_layer, fresh_model  # noqa: E402
 from layerfuse import registry  # noqa: E402
 from layerfuse.adapters import (  # noqa: E402
     WHOLE,
+    FinalNormSpec,
     GatedDeltaNetSpec,
     GQASpec,
     MLASpec,
@@ -148,11 +149,11 @@ def test_transformers_own_tensor_parallelism_is_read_layer_by_layer(name: str) -
         assert list(sharded) == list(whole)
         expected = PLANS[name]
         for path, spec in sharded.items():
-            if isinstance(spec, ResidualSpec):
+            if isinstance(spec, (ResidualSpec, FinalNormSpec)):
                 continue
             parallel = expected[type(spec)]
             assert spec == whole[path].shard(parallel.size, parallel.rank), path
-    assert {type(spec) for spec in sharded.values()} == {*expected, ResidualSpec}
+    assert {type(spec) for spec in sharded.values()} == {*expected, ResidualSpec, FinalNormSpec}
 
 
 def test_one_model_may_hold_layers_of_different_degrees() -> None:

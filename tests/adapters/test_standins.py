@@ -11,6 +11,7 @@ from standins import Rank, decoder_indices
 
 from layerfuse import registry
 from layerfuse.adapters import (
+    FinalNormSpec,
     GatedDeltaNetKernelSpec,
     GQAKernelSpec,
     GQASpec,
@@ -36,7 +37,9 @@ def declared(name: str, engine: str, size: int, rank: int) -> list[Any]:
     """The specs of the decoder layers that a stand-in has."""
     entry = registry.model(name)
     places = {str(index) for index in decoder_indices(entry)}
-    return [spec for path, spec in entry.specs(size, rank, engine=engine) if path.split(".")[1] in places]
+    return [
+        spec for path, spec in entry.specs(size, rank, engine=engine) if path == "final" or path.split(".")[1] in places
+    ]
 
 
 @pytest.mark.parametrize(("engine", "name", "size", "rank"), CASES)
@@ -68,7 +71,9 @@ def test_every_kernel_layer_says_what_it_is_handed_and_sends_on_for_the_rest(
     if "gpt-oss" in name and engine == "atom" and size > 8:
         return
     kernels = registry.specs_in(model, of=KernelSpec)
-    outer = {path: spec for path, spec in registry.specs_in(model) if not isinstance(spec, ResidualSpec)}
+    outer = {
+        path: spec for path, spec in registry.specs_in(model) if not isinstance(spec, (ResidualSpec, FinalNormSpec))
+    }
     assert kernels or "kda" in str(registry.model(name).layers)
     for path, kernel in kernels:
         around = next(spec for at, spec in outer.items() if path.startswith(f"{at}."))

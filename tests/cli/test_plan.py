@@ -31,6 +31,11 @@ mla: 61 layers (0-60)
   softmax scale      0.1446796
   mla_dual_rms_norm  yes: rms_norm(1536, epsilon 1e-05) and rms_norm(512, epsilon 1e-05) are one launch on gfx950
 
+final: the norm after the last layer
+  hidden size        7168
+  norm               RMSNorm over 7168, epsilon 1e-05
+  mla_dual_rms_norm  not applicable: FinalNormSpec describes no latent norms; only MLA layers have them
+
 transformers builds the latent norms with epsilon 1e-06; --engine transformers shows that
 """
 
@@ -138,7 +143,7 @@ def test_the_json_holds_what_its_help_promises(run):
         *("model", "hf_id", "adapter", "tp", "rank", "engine"),
         *("target", "config", "num_hidden_layers", "notes", "kinds"),
     }
-    assert [kind["kind"] for kind in data["kinds"]] == ["residual", "kda", "mla"]
+    assert [kind["kind"] for kind in data["kinds"]] == ["residual", "kda", "mla", "final"]
     for kind in data["kinds"]:
         assert set(kind) == {"kind", "family", "count", "layers", "spec", "fusions"}
         assert kind["count"] == len(kind["layers"])

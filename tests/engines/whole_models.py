@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 
 from layerfuse import registry
-from layerfuse.adapters import GQAKernelSpec, GQASpec, InnerLayerError, KernelSpec, MLAKernelSpec, MLASpec, ResidualSpec
+from layerfuse.adapters import (
+    FinalNormSpec,
+    GQAKernelSpec,
+    GQASpec,
+    InnerLayerError,
+    KernelSpec,
+    MLAKernelSpec,
+    MLASpec,
+    ResidualSpec,
+)
 from layerfuse.adapters.specs import Parallel
 
 ENTRIES = {
@@ -54,8 +63,10 @@ def norms_that_feed_nothing(model: Any) -> set[str]:
     """Norms of which no linear is where the adapter says that its readers are, as `layer class.norm module`."""
     found = set()
     for path, spec in registry.specs_in(model):
+        if isinstance(spec, FinalNormSpec):
+            continue  # the head reads it, which is outside of the module that holds it
         layer = model.get_submodule(path)
-        children = dict(layer.named_modules())
+        children = dict(layer.named_modules(remove_duplicate=False))
         (facts,) = [
             reader.facts for reader in registry.default.readers_for(type(layer)) if reader.facts.spec is type(spec)
         ]
@@ -67,7 +78,9 @@ def norms_that_feed_nothing(model: Any) -> set[str]:
 
 def check_kernel_layers(model: Any) -> int:
     """Every kernel layer holds what the layer around it holds on this rank, and sends on whoever asks for more."""
-    outer = {path: spec for path, spec in registry.specs_in(model) if not isinstance(spec, ResidualSpec)}
+    outer = {
+        path: spec for path, spec in registry.specs_in(model) if not isinstance(spec, (ResidualSpec, FinalNormSpec))
+    }
     kernels = registry.specs_in(model, of=KernelSpec)
 
     for path, kernel in kernels:

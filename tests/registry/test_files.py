@@ -71,7 +71,7 @@ def test_a_good_file_is_read() -> None:
     assert entry.kind_at() == ["mla", "delta", "mla", "delta"]
     assert [path for path, _ in entry.specs()] == [
         *("layers.0", "layers.0.mla", "layers.1", "layers.1.delta"),
-        *("layers.2", "layers.2.mla", "layers.3", "layers.3.delta"),
+        *("layers.2", "layers.2.mla", "layers.3", "layers.3.delta", "final"),
     ]
     assert files.parse(GOOD.encode())["mine"] == entry
     assert files.parse("") == files.parse("[models]") == {}

@@ -163,7 +163,8 @@ def test_specs_come_in_layer_order_with_decoder_layers_before_their_attention() 
         "model.layers.1",
         "model.layers.1.self_attn",
     ]
-    assert [spec.layer_index for _, spec in found] == [i for i in range(27) for _ in range(2)]
+    assert [spec.layer_index for _, spec in found] == [*(i for i in range(27) for _ in range(2)), 27]
+    assert [path for path, _ in found[-2:]] == ["model.layers.26.self_attn", "model"]
 
 
 def test_of_selects_by_type_and_by_parent_type() -> None:

@@ -62,7 +62,7 @@ def test_an_installed_plugin_brings_its_adapter_and_its_model(installed: Path) -
         "print(len(registry.model('tiny-mixer').specs(2)))\n",
         installed,
     )
-    assert said == ["4 2 2 (16, 0)", "tiny True", "tiny-mixer", "4"]
+    assert said == ["4 2 2 (16, 0)", "tiny True", "tiny-mixer", "5"]
 
 
 def test_a_plugin_is_imported_only_when_something_unknown_is_asked_for(installed: Path) -> None:

@@ -1,0 +1,63 @@
+"""Values in another notation: what stands after `as` where a path does not say a field in the spec's own terms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from .errors import UnreadableError, shown
+
+
+def _present(value: Any) -> bool:
+    return value is not None
+
+
+def _window_before(value: Any) -> Any:
+    """SGLang and flash-attention count the tokens *before* the current one: 127 is a window of 128, -1 is off."""
+    return value + 1 if type(value) is int and value >= 0 else value
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def _length(value: Any) -> int:
+    try:
+        return len(value)
+    except TypeError:
+        raise UnreadableError(f"{shown(value)} is no sequence, so it has no length") from None
+
+
+def _name_index(per_layer: int) -> Callable[[Any], int]:
+    def convert(value: Any) -> int:
+        numbers = [int(n) for n in re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", value)] if isinstance(value, str) else []
+        if len(numbers) == 1:
+            return numbers[0]
+        if len(numbers) == 2 and numbers[1] < per_layer:
+            return numbers[0] * per_layer + numbers[1]
+        raise UnreadableError(f"{shown(value)} holds no single layer number")
+
+    return convert
+
+
+def _parent_name(value: Any) -> str:
+    if not isinstance(value, str) or "." not in value:
+        raise UnreadableError(f"{shown(value)} is not the dotted name of a layer")
+    return "the layer " + value.rpartition(".")[0]
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "present": _present,
+    "none": _nothing,
+    "length": _length,
+    "window_before": _window_before,
+    "name_index": _name_index(1),
+    "name_index_of_pairs": _name_index(2),
+    "parent_name": _parent_name,
+}
+"""`present`: whether it is set at all. `none`: no matter what is there, it shows that the field is None (an MLA kernel has
+no sliding window). `length`: how many a sequence holds (the decoder layers of a model). `window_before`: a sliding window
+counted without the current token. `name_index`: the one number in a dotted layer name. `name_index_of_pairs`: the same
+where each decoder layer holds two attentions (`model.layers.3.self_attn.1` is 7). `parent_name`: a dotted name without its
+last part, in words."""

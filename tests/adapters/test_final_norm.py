@@ -1,0 +1,93 @@
+"""The norm after the last decoder layer: read off the model that holds the layers, and declared after them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import pytest
+import standins_sglang
+from fake_ranks import cut, ranks
+from helpers import fresh_model, real_model
+from standins import Rank, module
+
+from layerfuse import registry
+from layerfuse.adapters import WHOLE, FinalNormSpec, MissingAttributeError, NormSpec, Parallel, SpecError
+
+EVERY_MODEL = sorted(registry.models())
+
+
+def final_norms(model: Any) -> list[tuple[str, FinalNormSpec]]:
+    return registry.specs_in(model, of=FinalNormSpec)
+
+
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_every_declared_model_ends_in_its_final_norm(name: str) -> None:
+    entry = registry.model(name)
+    specs = entry.specs(engine="vllm")
+    path, last = specs[-1]
+    assert (path, type(last)) == ("final", FinalNormSpec)
+    assert isinstance(last, FinalNormSpec)
+    assert (last.layer_index, last.hidden_size) == (entry.num_hidden_layers, entry.hidden_size)
+    assert last.final_norm == NormSpec(
+        width=entry.hidden_size, epsilon=entry.rms_norm_eps, weight_offset=entry.norm_weight_offset
+    )
+    assert sum(isinstance(spec, FinalNormSpec) for _, spec in specs) == 1
+
+
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_every_real_model_gives_it_after_its_layers_with_the_path_of_the_model(name: str) -> None:
+    model = real_model(name)
+    found = registry.specs_in(model)
+    (final,) = final_norms(model)
+    assert found[-1] == final
+    path, spec = final
+    assert spec == registry.model(name).specs(engine="transformers")[-1][1]
+    assert spec.final_norm.module == "norm"
+    assert model.get_submodule(f"{path}.norm").weight.shape == (spec.hidden_size,)
+    assert registry.spec_for(model.get_submodule(path), path=path) == spec
+
+
+def test_it_is_read_live() -> None:
+    model = fresh_model("deepseek-v3")
+    model.model.norm.variance_epsilon = 1e-4
+    assert registry.spec_for(model.model).final_norm.epsilon == 1e-4
+    del model.model.layers[-1]
+    assert registry.spec_for(model.model).layer_index == 60
+
+
+def test_its_width_is_the_hidden_size() -> None:
+    spec = registry.model("deepseek-v3").specs()[-1][1]
+    with pytest.raises(SpecError, match="final_norm: width 7168 is not the hidden_size 4096"):
+        attrs.evolve(spec, hidden_size=4096)
+
+
+def test_its_sharding_is_that_of_the_last_decoder_layer() -> None:
+    model = fresh_model("deepseek-v3")
+    with ranks((4,), ("tp",), rank=3) as mesh:
+        cut(model.model.layers[0].self_attn.o_proj, mesh, 1)
+        assert registry.spec_for(model.model).parallel == WHOLE
+        cut(model.model.layers[-1].self_attn.o_proj, mesh, 1)
+        assert registry.spec_for(model.model).parallel == Parallel(size=4, rank=3)
+
+
+@pytest.mark.parametrize("instead", [None, module("engine.utils:PPMissingLayer")], ids=["None", "PPMissingLayer"])
+def test_a_rank_of_a_pipeline_without_it_has_no_final_spec(instead: object) -> None:
+    model: Any = standins_sglang.MODELS["deepseek-v3"](registry.model("deepseek-v3"), Rank(8, 5))
+    assert len(final_norms(model)) == 1
+    before = registry.specs_in(model)
+    model.model.norm = instead
+    # The last layers are on another rank too.
+    model.model.layers[-1] = module("engine.utils:PPMissingLayer")
+    assert final_norms(model) == []
+    assert registry.specs_in(model) == before[:-3]
+    with pytest.raises(MissingAttributeError, match="does not say its"):
+        registry.spec_for(model.model)
+
+
+def test_a_model_in_a_model_gives_its_own_final_norm_before_what_follows() -> None:
+    """A draft model beside the main one: each norm comes right after its own layers."""
+    pair = module("some:Pair", main=real_model("deepseek-v3"), draft=real_model("gpt-oss-20b"))
+    paths = [path for path, _ in registry.specs_in(pair)]
+    assert paths[122:124] == ["main.model", "draft.model.layers.0"]
+    assert paths[-1] == "draft.model"
