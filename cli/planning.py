@@ -53,10 +53,10 @@ def sharded(entry: ModelEntry, tp: int, rank: int, engine: str | None) -> list[t
         _check_engine(entry, engine)
         return list(entry.specs(tp, rank, engine=engine))
     except SpecError as error:
-        raise TooManyRanksError(entry.name, tp, error.problems, _sizes(entry)) from None
+        raise TooManyRanksError(entry.name, tp, error.problems, _sizes(entry, engine)) from None
 
 
-def _sizes(entry: ModelEntry) -> tuple[int, ...]:
+def _sizes(entry: ModelEntry, engine: str | None) -> tuple[int, ...]:
     distinct = {spec for _, spec in entry.specs()}
     works = []
     for size in range(1, LARGEST_TP_LISTED + 1):
@@ -65,7 +65,8 @@ def _sizes(entry: ModelEntry) -> tuple[int, ...]:
                 spec.shard(size)
         except SpecError:
             continue
-        works.append(size)
+        if entry.refusal(size, engine) is None:
+            works.append(size)
     return tuple(works)
 
 
@@ -131,16 +132,21 @@ def _check_engine(entry: ModelEntry, engine: str | None) -> None:
 
 
 def _engine_notes(entry: ModelEntry, engine: str | None) -> list[str]:
-    words = {"rms_norm_eps": "decoder norms", "latent_norm_eps": "latent norms", "output_norm_eps": "output norms"}
-    if engine is not None and engine in entry.engines:
+    from ..registry.kinds import EPSILONS
+
+    own = {
+        (name, norms): value
+        for name, facts in entry.engines.items()
+        for field, norms in EPSILONS.items()
+        if (value := getattr(facts, field)) is not None
+    }
+    if engine is not None and any(name == engine for name, _ in own):
         return [f"Epsilons are those that {engine} builds the norms with."]
     if engine is not None:
         return [f"{engine} builds the norms with the published epsilons."]
     return [
-        f"{name} builds the {words[field]} with epsilon {value:g}; --engine {name} shows that"
-        for name, norms in entry.engines.items()
-        for field in words
-        if (value := getattr(norms, field)) is not None
+        f"{name} builds the {norms} with epsilon {value:g}; --engine {name} shows that"
+        for (name, norms), value in own.items()
     ]
 
 
