@@ -85,9 +85,7 @@ def replace(fusion: Fusion, norms: tuple[FoundNorm, ...], plan: Plan, site: Site
     erase_unused((*more, *bound.nodes))
 
 
-def _bind(
-    fusion: Fusion, norms: tuple[FoundNorm, ...], plan: Plan, site: Site, moved: dict[Node, Node]
-) -> Binding:
+def _bind(fusion: Fusion, norms: tuple[FoundNorm, ...], plan: Plan, site: Site, moved: dict[Node, Node]) -> Binding:
     bound = Binding()
     inner = fusion.norms[0] if fusion.quant is not None else None
     for step, norm in zip(fusion.norms, norms, strict=True):
