@@ -15,7 +15,8 @@ def _names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
     """Model names for the shell's completion."""
     from .models import shipped
 
-    return [name for name in shipped() if name.startswith(incomplete.lower())]
+    names = [name for key, table in shipped().items() for name in (key, *table.get("aliases", ()))]
+    return [name for name in names if name.startswith(incomplete.lower())]
 
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -53,6 +53,11 @@ def test_a_hugging_face_id_is_a_name_too(run):
     assert run("plan", "moonshotai/Kimi-K2.5", "--tp", 8).out == KIMI
 
 
+@pytest.mark.parametrize("name", ["k2.5", "K2.5"])
+def test_a_short_name_is_a_name_too(run, name):
+    assert run("plan", name, "--tp", 8).out == KIMI
+
+
 def test_no_torch_and_no_engine_is_imported(run_python):
     code = (
         "import sys\n"
