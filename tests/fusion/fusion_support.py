@@ -5,6 +5,7 @@ quick compile that runs the rewritten graph op by op.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import nn
 
 from layerfuse.adapters.specs import WHOLE, GQASpec, MLASpec, NormSpec
 from layerfuse.fusion import FusionConfig, Report, Target, plan
-from layerfuse.fusion.compiler import inductor_with
-from layerfuse.fusion.passes import Pipeline
+from layerfuse.fusion.compiler import inductor_with, surroundings_of
+from layerfuse.fusion.report import GraphRecord
+from layerfuse.fusion.rewrite import Pipeline
+from layerfuse.fusion.tally import Tally
 
 Q, KV, ROPE, NOPE, V = 1536, 512, 64, 128, 128
 HIDDEN = 64
@@ -33,8 +36,11 @@ def mla_spec(
     q_lora_rank: int | None = Q,
     epsilon: float = 1e-6,
     kv_epsilon: float | None = None,
+    named: bool = False,
     **changes: Any,
 ) -> MLASpec:
+    """`named`: the norms say which modules they were read from, as those of a real model do."""
+    q_module, kv_module = ("q_norm", "kv_norm") if named else (None, None)
     fields: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "layer_index": index,
@@ -46,8 +52,8 @@ def mla_spec(
         "qk_nope_head_dim": NOPE,
         "qk_rope_head_dim": ROPE,
         "v_head_dim": V,
-        "q_norm": None if q_lora_rank is None else NormSpec(width=q_lora_rank, epsilon=epsilon),
-        "kv_norm": NormSpec(width=KV, epsilon=epsilon if kv_epsilon is None else kv_epsilon),
+        "q_norm": None if q_lora_rank is None else NormSpec(width=q_lora_rank, epsilon=epsilon, module=q_module),
+        "kv_norm": NormSpec(width=KV, epsilon=epsilon if kv_epsilon is None else kv_epsilon, module=kv_module),
         "softmax_scale": 192**-0.5,
     }
     return MLASpec(**{**fields, **changes})
@@ -92,25 +98,33 @@ def trace(
     kwargs: dict[str, Any] | None = None,
     grad: bool = False,
     config: FusionConfig | None = None,
-    by_weight: bool = False,
+    by_weight: bool = True,
     target: Target | None = None,
     **compile_kwargs: Any,
 ) -> Traced:
-    """Compile with the passes, run op by op, and keep the graphs' texts."""
+    """Compile with the rewriting, run op by op, and keep the graphs' texts.
+
+    A module is tied by its weights and its call is counted, as `fusion.compile` does. With `by_weight` False only what
+    tracing leaves on the nodes is there to go by, as in a slot of another compiler.
+    """
     torch._dynamo.reset()
-    pipeline = Pipeline(plan(specs, target or Target.named("cpu"), config))
+    made = plan(specs, target or Target.named("cpu"), config)
+    model = function if by_weight and isinstance(function, nn.Module) else None
+    around = None if model is None else surroundings_of(model)
+    pipeline = Pipeline(made, around=around)
+    tally = None if model is None or around is None else Tally(model, made, pipeline.report, around)
     traced = Traced(None, pipeline.report)
 
-    def recorded(graph: torch.fx.Graph) -> None:
+    def recorded(graph: torch.fx.Graph) -> GraphRecord:
         traced.before.append(graph_text(graph))
-        pipeline(graph)
+        record = pipeline.rewrite(graph)
         graph.lint()
         traced.after.append(graph_text(graph))
+        return record
 
-    model = function if by_weight and isinstance(function, nn.Module) else None
-    backend = inductor_with(recorded, model, lower=lambda gm, inputs, **_: gm)
+    backend = inductor_with(recorded, model, lower=lambda gm, inputs, **_: gm, tally=tally)
     compiled = torch.compile(function, backend=backend, **compile_kwargs)
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), nullcontext() if tally is None else tally.call():
         traced.output = compiled(*args, **(kwargs or {}))
     return traced
 
