@@ -105,7 +105,10 @@ class Tally:
         }
         for site, (fusion, wanted) in self._wanted.items():
             if seen[site] < wanted and site not in missed.get(fusion, {}):
-                reason = why_uncompiled(self._model, self._plan.site[site].layer)
+                layer = self._plan.site[site].layer
+                # A layer that the model does not have by this name was looked for by its norms alone.
+                placed = layer in self._around.paths
+                reason = why_uncompiled(self._model, layer) if placed else self._report.why_absent()
                 partly = f"{seen[site]} of {wanted} uses ran in a compiled graph; " if seen[site] else ""
                 missed.setdefault(fusion, {})[site] = partly + reason
         record = CallRecord(ran=ran, missed=missed)
