@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
@@ -36,11 +37,8 @@ def mla_spec(
     q_lora_rank: int | None = Q,
     epsilon: float = 1e-6,
     kv_epsilon: float | None = None,
-    named: bool = False,
     **changes: Any,
 ) -> MLASpec:
-    """`named`: the norms say which modules they were read from, as those of a real model do."""
-    q_module, kv_module = ("q_norm", "kv_norm") if named else (None, None)
     fields: dict[str, Any] = {
         "hidden_size": HIDDEN,
         "layer_index": index,
@@ -52,11 +50,17 @@ def mla_spec(
         "qk_nope_head_dim": NOPE,
         "qk_rope_head_dim": ROPE,
         "v_head_dim": V,
-        "q_norm": None if q_lora_rank is None else NormSpec(width=q_lora_rank, epsilon=epsilon, module=q_module),
-        "kv_norm": NormSpec(width=KV, epsilon=epsilon if kv_epsilon is None else kv_epsilon, module=kv_module),
+        "q_norm": None if q_lora_rank is None else NormSpec(width=q_lora_rank, epsilon=epsilon),
+        "kv_norm": NormSpec(width=KV, epsilon=epsilon if kv_epsilon is None else kv_epsilon),
         "softmax_scale": 192**-0.5,
     }
     return MLASpec(**{**fields, **changes})
+
+
+def with_modules(spec: MLASpec) -> MLASpec:
+    """The same, with norms that say which modules they were read from, as those of a real model do."""
+    q_norm = None if spec.q_norm is None else attrs.evolve(spec.q_norm, module="q_norm")
+    return attrs.evolve(spec, q_norm=q_norm, kv_norm=attrs.evolve(spec.kv_norm, module="kv_norm"))
 
 
 def gqa_spec(index: int = 0) -> GQASpec:

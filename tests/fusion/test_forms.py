@@ -20,6 +20,7 @@ from fusion_support import (
     mla_spec,
     torch_norm,
     trace,
+    with_modules,
 )  # fmt: skip
 from torch import nn
 
@@ -148,7 +149,8 @@ def test_layers_without_paths_are_told_apart_by_order() -> None:
 def test_layers_with_paths_are_tied_by_path_or_weight() -> None:
     for by_weight, how in ((True, "parameter"), (False, "module path")):
         for named in (True, False):
-            specs = [(f"layers.{i}", mla_spec(i, named=named)) for i in range(2)]
+            given = [with_modules(mla_spec(i)) if named else mla_spec(i) for i in range(2)]
+            specs = [(f"layers.{i}", spec) for i, spec in enumerate(given)]
             traced = trace(Stack(2), torch.randn(5, HIDDEN), specs=specs, by_weight=by_weight)
             (record,) = traced.report.records
             assert [(use.site, use.fused, use.how) for use in record.uses] == [
@@ -158,9 +160,8 @@ def test_layers_with_paths_are_tied_by_path_or_weight() -> None:
 
 
 def test_a_layer_that_the_plan_leaves_out_stays() -> None:
-    for named in (True, False):
-        specs = [("layers.1", mla_spec(1, named=named))]
-        traced = trace(Stack(3), torch.randn(5, HIDDEN), specs=specs)
+    for spec in (mla_spec(1), with_modules(mla_spec(1))):
+        traced = trace(Stack(3), torch.randn(5, HIDDEN), specs=[("layers.1", spec)])
         assert traced.fused == 1
         assert traced.report.of(FUSION).matched == ("layers.1:latents",)
 
