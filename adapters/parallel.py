@@ -12,6 +12,7 @@ from typing import Any
 
 from attrs import frozen
 
+from .conversions import whole
 from .errors import UnreadableError
 from .specs import Parallel
 
@@ -63,7 +64,7 @@ def shards_of_linear(linear: Any, dimensions: tuple[int, ...] = (0, 1)) -> Shard
         UnreadableError: the weight explains neither, as packed quantised weights do not.
     """
     try:
-        weight, declared = linear.weight, (linear.out_features, linear.in_features)
+        weight, declared = linear.weight, (whole(linear.out_features), whole(linear.in_features))
     except AttributeError as error:
         raise UnreadableError(f"{type(linear).__name__} has no {error.name!r}") from None
     if is_dtensor(weight):
