@@ -95,6 +95,11 @@ class Tally:
             for use, owners in self._uses(key):
                 site = min(owners, key=seen.__getitem__)
                 seen[site] += times
+                if site in self._wanted and self._plan.site[site].norms != self._plan.site[use.site].norms:
+                    # Modules of one class run one graph, whatever their specs say.
+                    wrong = f"it ran the graph of {use.site}, and the norms there are not what its spec says"
+                    lost.setdefault(self._wanted[site][0], {})[site] = times, wrong
+                    continue
                 if use.fused is not None:
                     ran[site, use.fused] += times
                 for fusion, reason in use.missed.items():
