@@ -208,9 +208,10 @@ class Report:
         if self.last is not None:
             return self.last.missed.get(fusion, {}).get(site)
         rivals = {d.fusion for d in self.plan.at(site) if d.kind == "expected"}
-        return None if any(site in self._served(name) for name in rivals) else self._absent()
+        return None if any(site in self._served(name) for name in rivals) else self.why_absent()
 
-    def _absent(self) -> str:
+    def why_absent(self) -> str:
+        """Why a site has no use in any graph so far, as a sentence."""
         if not self.records:
             return (
                 "no graph has come to the rewriting: the model was not called, Dynamo is off, or Inductor had it cached"
