@@ -207,12 +207,30 @@ def environment(*, on: str, has_torch: bool) -> list[Finding]:
         except FusionConfigError as error:
             findings.append(Finding(name=WANTED, state="broken", detail=str(error)))
     if forced := os.environ.get(BACKEND, ""):
-        detail = f"{forced}, for every op" + ("" if has_torch else "; unknown without torch")
-        refused = [said for name in FUSIONS if (said := _backend(name, on)).startswith("no")] if has_torch else []
-        if refused:
-            detail = f"{forced}: {refused[0].removeprefix('no: ')}"
-        findings.append(Finding(name=BACKEND, state="broken" if refused else "found", detail=detail))
+        findings.append(_forced(BACKEND, forced, on) if has_torch else Finding(
+            name=BACKEND, state="found", detail=f"{forced}; unknown without torch"
+        ))
     return findings
+
+
+def _forced(variable: str, forced: str, on: str) -> Finding:
+    """Which ops a forced backend takes, and which run on another one since they have none of that name."""
+    from .fusion import backends, ops
+
+    without = []
+    for op in ops.FUNCTIONS:
+        try:
+            wanted = backends.wanted_for(op)
+        except backends.BackendError as error:
+            return Finding(name=variable, state="broken", detail=str(error))
+        if wanted is None:
+            without.append(op)
+            continue
+        said = _backend(op, on)
+        if said.startswith("no"):
+            return Finding(name=variable, state="broken", detail=f"{forced}: {said.removeprefix('no: ')}")
+    rest = f"; the automatic choice for {', '.join(without)}, which have no such backend" if without else ""
+    return Finding(name=variable, state="found", detail=f"{forced}, for every op that has it{rest}")
 
 
 # ---- what follows ----------------------------------------------------------------------------------------------------
@@ -228,7 +246,11 @@ def _enables(found: dict[str, Finding]) -> list[str]:
     if not has("torch"):
         return [*sentences, "reading layers and compiling with fusions: no, torch is missing (pip install torch)"]
     device = "cuda" if has("gpu") else "cpu"
-    sentences += [f"fusion {name} on {device}: {_backend(name, device)}" for name in FUSIONS]
+    sentences += [
+        f"fusion {name} on {device}: {_backend(fusion.op.name, device)}"
+        + ("" if fusion.owner == "layerfuse" else f" (of {fusion.owner})")
+        for name, fusion in FUSIONS.items()
+    ]
     if not has("c++ compiler"):
         sentences.append("torch.compile on the CPU: no, without a C++ compiler")
     if has("transformers") and has("c++ compiler"):
@@ -241,13 +263,13 @@ def _enables(found: dict[str, Finding]) -> list[str]:
 
 def _backend(op: str, device: str) -> str:
     """Which backend would be taken, and why not a more preferred one. Loads none: AITER may build C++ when imported."""
-    from .fusion import ops  # noqa: F401 - registers the backends
-    from .fusion.backends import ENVIRONMENT, survey
+    from .fusion import backends
+    from .fusion import ops as _ops  # noqa: F401 - registers the backends
 
-    forced = os.environ.get(ENVIRONMENT) or None
-    seen = survey(op, device)
-    if forced is not None and forced not in dict(seen):
-        return f"no: no backend is called {forced!r} (known: {', '.join(dict(seen)) or 'none'})"
+    try:
+        forced, seen = backends.wanted_for(op), backends.survey(op, device)
+    except backends.BackendError as error:
+        return f"no: {error}"
     passed: list[str] = []
     for name, reason in seen:
         if forced not in (None, name):

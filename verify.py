@@ -67,10 +67,13 @@ class Verified:
     """What came of one model."""
 
     model: str
+    device: str
+    "cpu or cuda."
     specs: tuple[tuple[str, Any], ...]
     "As read off the real layers."
     fusions: dict[str, dict[str, Any]]
-    "Fusion -> its report: expected and matched layers, refused and not applicable with reasons; of all dtypes."
+    """Fusion -> its report: expected and matched sites, refused and not applicable with reasons, uses that ran, and the
+    backend that ran them; of the first dtype."""
     comparisons: tuple[Comparison, ...]
     problems: tuple[str, ...]
     "Empty where all is well."
@@ -96,11 +99,16 @@ def buildable(entries: Iterable[ModelEntry]) -> list[ModelEntry]:
     return [entry for entry in entries if why_not(entry) is None]
 
 
-def require(entries: Iterable[ModelEntry]) -> None:
+def require(entries: Iterable[ModelEntry], device: str | None = None) -> None:
     """Check that everything is there before anything takes long.
 
+    Args:
+        entries: what is to be verified.
+        device: cpu or cuda; the GPU if there is one and nothing is said.
+
     Raises:
-        CannotVerifyError: torch, transformers or a C++ compiler is missing, or a model cannot be built.
+        CannotVerifyError: torch, transformers, a C++ compiler or the GPU that was asked for is missing, or a model cannot
+            be built.
     """
     try:
         import torch._inductor.cpp_builder as builder
@@ -111,6 +119,12 @@ def require(entries: Iterable[ModelEntry]) -> None:
     reasons = [f"{entry.name} cannot be built: {reason}" for entry in entries if (reason := why_not(entry)) is not None]
     if reasons:
         raise CannotVerifyError("\n".join(reasons))
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CannotVerifyError("--device cuda: torch finds no GPU that it can use; `layerfuse doctor` says what is there")
+    if device_of(device) == "cuda":
+        return
     try:
         builder.get_cpp_compiler()
     except Exception as error:
@@ -129,12 +143,22 @@ def one_of_each(entry: ModelEntry, *, at_least: int = 2) -> ModelEntry:
     return attrs.evolve(entry, num_hidden_layers=total, layers=layers)
 
 
-def verify(entry: ModelEntry, *, registry: Registry | None = None, step: Step = lambda _: None) -> Verified:
+def device_of(device: str | None) -> str:
+    """The device that is meant: the GPU if there is one and nothing is said."""
+    import torch
+
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def verify(
+    entry: ModelEntry, *, registry: Registry | None = None, device: str | None = None, step: Step = lambda _: None
+) -> Verified:
     """Build, read, fuse, run and compare one model.
 
     Args:
         entry: a declared model that transformers can build.
         registry: what reads the layers; the default one if not given.
+        device: cpu or cuda; the GPU if there is one and nothing is said.
         step: told of each step as it begins, for a progress bar.
 
     Raises:
@@ -149,6 +173,7 @@ def verify(entry: ModelEntry, *, registry: Registry | None = None, step: Step = 
 
     registry = package.default if registry is None else registry
     FusionConfig.from_environment()  # before anything takes long
+    device = device_of(device)
     started = time.perf_counter()
     few = one_of_each(entry)
     problems: list[str] = []
@@ -161,18 +186,19 @@ def verify(entry: ModelEntry, *, registry: Registry | None = None, step: Step = 
     uncompiled = 0
     for name, tolerance in TOLERANCES.items():
         step(f"eager, {name}")
-        model = small_model(few, layers=few.num_hidden_layers, dtype=getattr(torch, name))
+        model = small_model(few, layers=few.num_hidden_layers, dtype=getattr(torch, name)).to(device)
         uncompiled = leave_uncompiled(model, specs)
         with torch.no_grad():
             comparison, report = _compare(model, specs, name, tolerance, registry, step)
         comparisons.append(comparison)
         for fusion, found in report.items():
             fusions.setdefault(fusion, found)
-            problems += [f"{fusion}: {layer}, {name}: {why}" for layer, why in found["missed"].items()]
+            problems += [f"{fusion}: {site}, {name}: {why}" for site, why in found["missed"].items()]
         if not comparison.within:
             problems.append(f"{name}: the fused model differs by more than {tolerance:g} of the largest logit")
     return Verified(
         model=entry.name,
+        device=device,
         specs=specs,
         fusions=fusions,
         comparisons=tuple(comparisons),
@@ -216,7 +242,7 @@ def _compare(
     from . import fusion
 
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 100, (2, TOKENS), generator=generator)
+    ids = torch.randint(0, 100, (2, TOKENS), generator=generator).to(model.device)
 
     def logits(of: Any) -> Any:
         return of(input_ids=ids, use_cache=False).logits.float()
@@ -244,4 +270,13 @@ def _compare(
         compiled_to_eager=difference(compiled, eager),
         tolerance=tolerance,
     )
-    return comparison, fused_model.report.to_dict()["fusions"]
+    return comparison, _with_backends(fused_model.report.to_dict()["fusions"], model.device.type)
+
+
+def _with_backends(found: dict[str, dict[str, Any]], device: str) -> dict[str, dict[str, Any]]:
+    from .fusion import FUSIONS, backends
+
+    chosen = backends.chosen()
+    return {
+        name: {**report, "backend": chosen.get((FUSIONS[name].op.name, device), "none")} for name, report in found.items()
+    }

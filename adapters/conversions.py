@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from typing import Any
 
 from .errors import UnreadableError, shown
+
+
+def whole(value: Any) -> Any:
+    """An integer of any library (numpy's, a tensor of one element) as int. All else, a flag too, is left to be refused."""
+    if type(value) is int or isinstance(value, bool) or value is None:
+        return value
+    try:
+        return operator.index(value)
+    except Exception:  # a tensor of several elements, or without data; the spec refuses it by name
+        return value
 
 
 def _present(value: Any) -> bool:
@@ -15,6 +26,7 @@ def _present(value: Any) -> bool:
 
 def _window_before(value: Any) -> Any:
     """SGLang and flash-attention count the tokens *before* the current one: 127 is a window of 128, -1 is off."""
+    value = whole(value)
     return value + 1 if type(value) is int and value >= 0 else value
 
 

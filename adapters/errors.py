@@ -6,7 +6,11 @@ others (`except LookupError`, `hasattr`) keep working.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+
+_LAST_WORD = re.compile(r"[A-Z][a-z]+|[A-Z]+(?![a-z])")
+_NORM = re.compile(r"Norm(Gated)?\d*$")
 
 
 def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
@@ -25,6 +29,29 @@ def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 def _tail(name: str) -> str:
     return name.rsplit(":", 1)[-1].rsplit(".", 1)[-1]
+
+
+def closest_classes(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """The known layer classes (`package:ClassName`) most like this one, best first.
+
+    Only the class's own name counts, and where others end in the same word (Attention, DecoderLayer, Model), only those:
+    a norm is not like a decoder layer of the same package. Of equal names the one of the same package comes first.
+    """
+    import difflib
+
+    package, _, own = name.rpartition(":")
+    tails: dict[str, list[str]] = {}
+    for full in known:
+        tails.setdefault(_tail(full), []).append(full)
+    word = _LAST_WORD.findall(own)[-1:]
+    near = [tail for tail in tails if _LAST_WORD.findall(tail)[-1:] == word] or list(tails)
+    top = package.partition(".")[0]
+    best = [
+        full
+        for tail in difflib.get_close_matches(own, near, n=count, cutoff=0.6)
+        for full in sorted(tails[tail], key=lambda full: full.partition(":")[0].partition(".")[0] != top)
+    ]
+    return best[:count]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -68,23 +95,30 @@ class FactsError(LayerfuseError, ValueError):
     """An adapter declaration that is malformed. Raised when it is defined, never when a layer is read."""
 
 
-class UnknownLayerError(LayerfuseError, LookupError):
-    """No adapter speaks for this class of layer."""
+_OF_NORMS = (
+    "A norm is no layer of its own: it is read as part of the layer that holds it, so ask spec_for for that layer."
+)
 
-    def __init__(self, class_name: str, known: Iterable[str], hint: str = "") -> None:
+
+class UnknownLayerError(LayerfuseError, LookupError):
+    """No adapter speaks for this class of layer. `hint` is the sentence that says what to do, `where` stands after the class."""
+
+    def __init__(self, class_name: str, known: Iterable[str], hint: str = "", where: str = "") -> None:
         self.class_name = class_name
-        self.closest = tuple(closest(class_name, known))
-        self.hint = hint
-        super().__init__(class_name, self.closest, hint)
+        self.where = where
+        is_norm = not hint and _NORM.search(class_name) is not None
+        self.closest = () if is_norm else tuple(closest_classes(class_name, known))
+        self.hint = _OF_NORMS if is_norm else hint
+        super().__init__(class_name, self.closest, self.hint, where)
 
     def __str__(self) -> str:
         near = "; the closest known are " + ", ".join(self.closest) if self.closest else ""
         remedy = self.hint or (
-            "declare it in a models.toml entry under layer_classes "
+            "To register one, declare it in a models.toml entry under layer_classes "
             f'(for example like = "{self.closest[0] if self.closest else "transformers:DeepseekV3Attention"}"), '
-            "or call registry.register_adapter"
+            "or call registry.register_adapter."
         )
-        return f"no adapter knows the layer class {self.class_name}{near}. To register one, {remedy}."
+        return f"no adapter knows the layer class {self.class_name}{self.where}{near}. {remedy}"
 
 
 class MissingAttributeError(LayerfuseError, AttributeError):
@@ -139,7 +173,8 @@ class ParallelUnknownError(LayerfuseError, LookupError):
         return (
             f"{self.layer} does not say by how many tensor-parallel ranks it was sharded"
             + (f". Tried:{tried}\nPass" if tried else "; pass")
-            + " parallel=Parallel(size=..., rank=...) to spec_for, or read it inside `with tensor_parallel(size, rank):`."
+            + " parallel=Parallel(size=..., rank=...) to spec_for, specs_in or fusion.compile, or read it inside "
+            "`with tensor_parallel(size, rank):`."
         )
 
 

@@ -43,8 +43,9 @@ class Feeds:
 
 def _children(parent: Any) -> Mapping[str, Any]:
     """By name, without asking a module for what it does not have: torch takes far longer to say that."""
-    held = getattr(parent, "__dict__", None)
-    if held is None:
+    try:
+        held = vars(parent)
+    except TypeError:
         return {str(i): child for i, child in enumerate(parent)} if isinstance(parent, Sequence) else _NOTHING
     children: Mapping[str, Any] = held.get("_modules", held)
     return children

@@ -14,8 +14,8 @@ from attrs import frozen
 
 from . import linear_quant_readings as read
 from .activation_quant import ActivationQuant
+from .errors import UnreadableError
 from .linear_quant_readings import Answer, maybe, stored
-from .sources import UnreadableError
 
 
 @frozen
@@ -127,7 +127,10 @@ def describe_linear_quant(linear: Any) -> ActivationQuant | str | None:
 
 def _is_plain(linear: Any) -> bool:
     """Whether this is torch's own linear with nothing attached: most are, and a layer is read often."""
-    held = getattr(linear, "__dict__", {})
+    try:
+        held = vars(linear)
+    except TypeError:
+        return False
     if "_parameters" not in held or held["_modules"] or not _ATTACHED.isdisjoint(held):
         return False
     weight = held["_parameters"].get("weight")
@@ -166,8 +169,8 @@ def _resolved(entry: Entry, held: Any, linear: Any) -> Answer:
 
 @lru_cache(maxsize=512)
 def _entry(cls: Hashable) -> Entry | _Strange:
-    bases = getattr(cls, "__mro__", ())
-    names = [f"{base.__module__.partition('.')[0]}:{base.__name__}" for base in bases]
+    assert isinstance(cls, type)
+    names = [f"{base.__module__.partition('.')[0]}:{base.__name__}" for base in cls.__mro__]
     known = [TABLE[name] for name in names if name in TABLE]
     if known:
         return known[0]

@@ -35,12 +35,18 @@ def at(obj: Any, path: str) -> Any:
 
 def maybe(obj: Any, name: str) -> Any:
     """An attribute that not every release or state of the object has; None where it is missing."""
-    return getattr(obj, name, None)
+    try:
+        return getattr(obj, name)
+    except AttributeError:
+        return None
 
 
 def stored(obj: Any, name: str) -> Any:
     """What an object itself holds under a name, or None: torch's own lookup takes far longer to say that there is nothing."""
-    held = getattr(obj, "__dict__", {})
+    try:
+        held = vars(obj)
+    except TypeError:  # a text, a tensor's dtype: it holds nothing
+        return None
     if name in held:
         return held[name]
     for store in ("_parameters", "_modules"):

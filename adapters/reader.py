@@ -6,13 +6,13 @@ immutable spec from equal raw values is remembered.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
 from .base import Facts
+from .conversions import whole
 from .errors import (
     LayerfuseError,
     MissingAttributeError,
@@ -234,7 +234,7 @@ class _Reading:
                 silent.append(f"{ratio}: {shown(total)} / {shown(local)} is no whole number of ranks")
         if "tp_rank" in parsed:
             try:
-                rank = _whole(self.first(parsed["tp_rank"]))
+                rank = whole(self.first(parsed["tp_rank"]))
             except UnreadableError:
                 rank = None
         if not sources and "tp_weight" in parsed:
@@ -251,7 +251,7 @@ class _Reading:
         return sources, rank, silent
 
     def size(self, source: str, value: Any) -> int:
-        size = _whole(value)
+        size = whole(value)
         if type(size) is not int or size < 1:
             raise SpecError(
                 self.facts.spec.__name__, [f"{source}: expected a tensor-parallel size, got {shown(value)}"]
@@ -300,24 +300,14 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _whole(value: Any) -> Any:
-    """An int of any flavour (numpy's too) as int; anything else unchanged, for the spec to refuse by name."""
-    if type(value) is int or isinstance(value, bool) or value is None:
-        return value
-    try:
-        return operator.index(value)
-    except Exception:  # a tensor of several elements, or without data; the spec refuses it by name
-        return value
-
-
 def _window(value: Any) -> Any:
     """None, -1 and (-1, -1) all mean off; a pair counts the tokens before and after the current one."""
     if isinstance(value, (tuple, list)) and len(value) == 2:
-        before, after = value
+        before, after = map(whole, value)
         if before == -1:
             return None
         return before + 1 if type(before) is int and after == 0 else value
-    return None if value == -1 else _whole(value)
+    return None if value == -1 else whole(value)
 
 
 def _activation(value: Any) -> Any:
@@ -334,10 +324,10 @@ def _number(value: Any) -> Any:
 
 
 _VALUES: dict[str, Callable[[Any], Any]] = {
-    "count": _whole,
-    "optional_count": _whole,
-    "width_or_zero": _whole,
-    "index": _whole,
+    "count": whole,
+    "optional_count": whole,
+    "width_or_zero": whole,
+    "index": whole,
     "window": _window,
     "activation": _activation,
     "positive": _number,

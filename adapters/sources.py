@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from attrs import frozen
 
-from .conversions import CONVERSIONS
+from .conversions import CONVERSIONS, whole
 from .errors import FactsError, UnreadableError, did_you_mean, shown
 
 _STEP = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}|-1")
@@ -110,7 +110,7 @@ class Quotient:
         Raises:
             UnreadableError: a path does not exist, or the division leaves a remainder.
         """
-        dividend, divisor = self.dividend.read(obj), self.divisor.read(obj)
+        dividend, divisor = whole(self.dividend.read(obj)), whole(self.divisor.read(obj))
         if type(dividend) is not int or type(divisor) is not int or divisor == 0 or dividend % divisor:
             raise UnreadableError(f"{self}: {shown(dividend)} / {shown(divisor)} is no whole number")
         return dividend // divisor

@@ -24,6 +24,14 @@ def _read_as(path: str, conversion: str) -> dict[str, Any]:
     return {"path": path, "as": conversion}
 
 
+def _latent_norms(epsilon: str, *, kv_feeds: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Of the two, engines put only a prefill's key/value latent through its up-projection, inside their attention."""
+    return {
+        "q_norm": norm("q_a_layernorm", epsilon=epsilon, feeds=["q_b_proj"]),
+        "kv_norm": norm("kv_a_layernorm", epsilon=epsilon, feeds=list(kv_feeds)),
+    }
+
+
 def _same(*names: str) -> dict[str, Any]:
     return {name: name for name in names}
 
@@ -31,37 +39,26 @@ def _same(*names: str) -> dict[str, Any]:
 # ---- multi-head latent attention -------------------------------------------------------------------------------------
 
 _MLA_DIMS = _same("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_LATENT_NORMS = {
-    "q_norm": norm("q_a_layernorm", epsilon="variance_epsilon", feeds=["q_b_proj"]),
-    "kv_norm": norm("kv_a_layernorm", epsilon="variance_epsilon"),
-}
-"""The normed key/value latent goes to the cache, and engines put only that of a prefill through its up-projection."""
-
-_ATOM_LATENT_NORMS = {
-    "q_norm": norm("q_a_layernorm", epsilon="eps", feeds=["q_b_proj"]),
-    "kv_norm": norm("kv_a_layernorm", epsilon="eps"),
-}
 
 TRANSFORMERS_MLA = Facts(
     MLASpec,
     _MLA_DIMS
-    | _LATENT_NORMS
+    | _latent_norms("variance_epsilon", kv_feeds=("kv_b_proj",))
     | {
-        # There is no absorbed form here: every token's key/value latent goes through the up-projection.
-        "kv_norm": norm("kv_a_layernorm", epsilon="variance_epsilon", feeds=["kv_b_proj"]),
         "num_heads": "num_heads",
         "hidden_size": "hidden_size",
         "layer_index": "layer_idx",
         "softmax_scale": "scaling",
         # Attributes stay the whole model's under transformers' tensor parallelism; only the weight is a shard.
-        "tp_weight": "kv_b_proj.out_features",
+        # A quantised one may be packed; then the other tells.
+        "tp_weight": ["kv_b_proj.out_features", "o_proj.in_features"],
     },
 )
 
 VLLM_MLA = Facts(
     MLASpec,
     _MLA_DIMS
-    | _LATENT_NORMS
+    | _latent_norms("variance_epsilon")
     | {
         "num_heads": "num_heads",
         "num_local_heads": "num_local_heads",
@@ -100,7 +97,7 @@ VLLM_MLA_KERNEL = Facts(
 SGLANG_MLA = Facts(
     MLASpec,
     _MLA_DIMS
-    | _LATENT_NORMS
+    | _latent_norms("variance_epsilon")
     | {
         "num_heads": "num_heads",
         "num_local_heads": "num_local_heads",
@@ -114,7 +111,7 @@ SGLANG_MLA = Facts(
 ATOM_MLA = Facts(
     MLASpec,
     _MLA_DIMS
-    | _ATOM_LATENT_NORMS
+    | _latent_norms("eps")
     | {
         "num_heads": "num_heads",
         "num_local_heads": "num_local_heads",
@@ -216,14 +213,7 @@ SGLANG_GDN = VLLM_GDN.but(
     ),
 )
 ATOM_GDN = VLLM_GDN.but(
-    output_norm=gated_norm(
-        "norm",
-        epsilon="eps",
-        activation=const("silu"),
-        norm_before_gate="norm_before_gate",
-        group_size="group_size",
-        feeds=["out_proj"],
-    ),
+    output_norm={**VLLM_GDN.words["output_norm"], "activation": const("silu")},
 )
 SGLANG_GDN_KERNEL = Facts(
     GatedDeltaNetKernelSpec,

@@ -12,36 +12,36 @@ from .sources import below, const, norm
 from .specs import FinalNormSpec, ResidualSpec
 
 
-def _below(parent: str, *names: str) -> list[str]:
+def _of(parent: str, *names: str) -> list[str]:
     return [f"{parent}.{name}" for name in names]
 
 
 TRANSFORMERS_FIRST_PROJECTIONS = [
-    *_below("self_attn", "q_a_proj", "kv_a_proj_with_mqa", "q_proj", "k_proj", "v_proj"),
-    *_below("linear_attn", "in_proj_qkvz", "in_proj_qkv", "in_proj_z"),
+    *_of("self_attn", "q_a_proj", "kv_a_proj_with_mqa", "q_proj", "k_proj", "v_proj"),
+    *_of("linear_attn", "in_proj_qkvz", "in_proj_qkv", "in_proj_z"),
 ]
 VLLM_FIRST_PROJECTIONS = [
-    *_below("self_attn", "fused_qkv_a_proj", "fused_qkv_a_g_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_proj"),
-    *_below("self_attn", "qkv_proj", "in_proj_qkvgfab"),
+    *_of("self_attn", "fused_qkv_a_proj", "fused_qkv_a_g_proj", "q_a_proj", "kv_a_proj_with_mqa", "q_proj"),
+    *_of("self_attn", "qkv_proj", "in_proj_qkvgfab"),
     "linear_attn.in_proj_qkvz",
 ]
 SGLANG_FIRST_PROJECTIONS = [
-    *_below("self_attn", "fused_qkv_a_proj_with_mqa", "q_a_proj", "kv_a_proj_with_mqa", "q_proj", "qkv_proj"),
-    *_below("self_attn", "fused_qkvbfg_a_proj", "fused_qkvbfg_proj", "fused_qkvg_proj"),
+    *_of("self_attn", "fused_qkv_a_proj_with_mqa", "q_a_proj", "kv_a_proj_with_mqa", "q_proj", "qkv_proj"),
+    *_of("self_attn", "fused_qkvbfg_a_proj", "fused_qkvbfg_proj", "fused_qkvg_proj"),
     "linear_attn.in_proj_qkvz",
     "qkv_proj",
 ]
 ATOM_FIRST_PROJECTIONS = [
-    *_below("self_attn", "fused_qkv_a_proj", "kv_a_proj_with_mqa", "q_proj", "qkv_proj", "in_proj"),
-    *_below("linear_attn", "in_proj_qkvz", "in_proj_qkvzba"),
+    *_of("self_attn", "fused_qkv_a_proj", "kv_a_proj_with_mqa", "q_proj", "qkv_proj", "in_proj"),
+    *_of("linear_attn", "in_proj_qkvz", "in_proj_qkvzba"),
 ]
 """What reads the norm before the attention, MLA, delta net or softmax. The small projections of gates are left out: many
 checkpoints keep them unquantised, and they read the norm's result as it is."""
 
 SPLIT_MLP = [
-    *_below("mlp", "gate_proj", "up_proj"),
-    *_below("mlp.shared_experts", "gate_proj", "up_proj"),
-    *_below("mlp.shared_expert", "gate_proj", "up_proj"),
+    *_of("mlp", "gate_proj", "up_proj"),
+    *_of("mlp.shared_experts", "gate_proj", "up_proj"),
+    *_of("mlp.shared_expert", "gate_proj", "up_proj"),
 ]
 MERGED_MLP = ["mlp.gate_up_proj", "mlp.shared_experts.gate_up_proj", "mlp.shared_expert.gate_up_proj"]
 """What reads the norm after the attention. Routers and routed experts read it too, and take it unquantised."""
@@ -94,12 +94,15 @@ def zero_centred(facts: Facts, epsilon: str) -> Facts:
 
 
 def final_norm(decoder: Facts) -> Facts:
-    """The class that holds these decoder layers as `layers`, and after them a norm of the same kind as `norm`."""
+    """The class that holds these decoder layers as `layers`, and after them a norm of the same kind as `norm`.
+
+    What reads that norm is the language-model head, which the class around this one holds.
+    """
     (like,) = decoder.words["input_norms"]
     like = {name: word for name, word in like.items() if name != "feeds"}
     said = ("hidden_size", *PARALLEL_WORDS)
     return Facts(
         FinalNormSpec,
         {name: below("layers.-1", decoder.words[name]) for name in said if name in decoder.words}
-        | {"layer_index": {"path": "layers", "as": "length"}, "final_norm": {**like, "module": "norm"}},
+        | {"layer_index": {"path": "layers", "as": "length"}, "final_norm": {**like, "module": "norm", "feeds": []}},
     )

@@ -24,7 +24,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "aiter"))
 
-from held_tools import installed
+from check_tools import installed
 from standin import make_standin
 
 from layerfuse.fusion.backends import aiter as amd

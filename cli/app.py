@@ -84,18 +84,21 @@ def models(files: tuple[Path, ...], json: bool) -> None:
 @click.argument("model", required=False, shell_complete=_names)
 @click.option("--tp", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Tensor-parallel size.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
-@click.option("--target", default="gfx950", show_default=True, help="gfx950, gfx942, sm90 or cpu.")
+@click.option("--target", default="gfx950", show_default=True, help="gfx950, gfx942, sm90, cpu, or any other gfxNNN and smNN.")
 @click.option(
     "--engine",
     type=str.lower,
     metavar="NAME",
-    help="Use the epsilons this engine builds norms with, where it has its own: transformers, vllm, sglang or atom.",
+    help="Plan for this engine: with the epsilons that it builds norms with, and without the fusions that are off "
+    "there: transformers, vllm, sglang or atom.",
 )
 @click.option(
     "--quant",
-    metavar="HOW",
-    help="The engine quantises its activations to fp8: per_token, group32, group64 or group128, then perhaps "
-    ",column_major or ,ue8m0. Fusions that take this in change numerics, so this plans at level 2.",
+    metavar="[ROLE=]HOW",
+    multiple=True,
+    help="The linear layers quantise their activations to fp8: per_token, group32, group64 or group128, then perhaps "
+    ",column_major or ,ue8m0; for every role, or for one (latents, input, post_attention, final, output). Fusions that "
+    "take this in change numerics, so this plans at level 2. Repeatable.",
 )
 @click.option("--batch", metavar="N", type=click.IntRange(1), help="Show attention's buffers for N sequences a step.")
 @click.option("--queries", metavar="N", type=click.IntRange(1), help="Per sequence and step: 1 + speculated tokens.")
@@ -114,7 +117,7 @@ def plan(
     rank: int,
     target: str,
     engine: str | None,
-    quant: str | None,
+    quant: tuple[str, ...],
     batch: int | None,
     queries: int | None,
     context: int | None,
@@ -136,11 +139,12 @@ def plan(
     \b
     Keys of the JSON:
       model, hf_id, adapter, tp, rank, engine, num_hidden_layers, notes
-      target   {arch, vendor, fp8, capabilities}
+      target   {arch, vendor, fp8}
       config   which fusions were wanted
-      kinds    a list of {kind, family, count, layers, spec, fusions};
-               fusions: name -> {decision, reason},
-               decision: expected, refused or not_applicable
+      kinds    a list of {kind, family, count, layers, spec, sites};
+               sites: role -> a list of {fusion, decision, reason,
+               tokens, sites}, decision: expected, fallback, refused
+               or not_applicable; sites: how many it is true of
       attention  {batch, queries, context, kv, aiter, groups, cache,
                state_bytes_per_sequence, bytes}, where asked for
     With --all-tp:
@@ -161,7 +165,7 @@ def plan(
     if json and svg is not None:
         raise click.UsageError("give either --json or --svg")
     if all_tp:
-        if (batch, context, quant, engine) != (None,) * 4 or (tp, rank) != (1, 0):
+        if (batch, context, engine, quant) != (None, None, None, ()) or (tp, rank) != (1, 0):
             raise click.UsageError("--all-tp takes --target, --kv, --aiter and --queries, and shows every size")
         from .matrix import answer_matrix
 
@@ -199,8 +203,11 @@ def plan(
 @click.argument("names", metavar="[MODEL]...", nargs=-1, shell_complete=_names)
 @click.option("--all-small", is_flag=True, help="Every declared model that transformers can build.")
 @_files
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run; the GPU if there is one.")
 @click.option("--json", "json", metavar="FILE", type=_NEW_FILE, help="Also write the results as JSON.")
-def verify(names: tuple[str, ...], all_small: bool, files: tuple[Path, ...], json: Path | None) -> None:
+def verify(
+    names: tuple[str, ...], all_small: bool, files: tuple[Path, ...], device: str | None, json: Path | None
+) -> None:
     """Build small real models with true head and latent widths, fuse them, and compare with the unfused ones.
 
     Without names: DeepSeek-V3, Kimi-K2.5, Kimi-Linear and GPT-OSS. Needs torch, transformers and a C++ compiler, and
@@ -214,7 +221,7 @@ def verify(names: tuple[str, ...], all_small: bool, files: tuple[Path, ...], jso
         raise click.UsageError("give either model names or --all-small")
     from .verifying import answer_verify
 
-    answer_verify(names, all_small=all_small, files=files, json=json)
+    answer_verify(names, all_small=all_small, files=files, device=device, json=json)
 
 
 @_command

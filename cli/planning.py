@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..adapters.errors import LayerfuseError, SpecError
-from ..fusion import FUSIONS, ActivationQuant, FusionConfig, Target, plan
+from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
+from ..fusion.plan import ANY
 from .console import show, write_text
 from .kinds import kinds_of, ranges, rows_of, spec_dict
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
 
 LARGEST_TP_LISTED = 64
-_WORDS = {"expected": "yes", "refused": "no", "not_applicable": "not applicable"}
-_STYLES = {"expected": "green", "refused": "red", "not_applicable": "dim"}
+_WORDS = {"expected": "yes", "fallback": "fallback", "refused": "no", "not_applicable": "not applicable"}
+_STYLES = {"expected": "green", "fallback": "cyan", "refused": "red", "not_applicable": "dim"}
 
 
 class TooManyRanksError(LayerfuseError, ValueError):
@@ -52,10 +53,10 @@ def sharded(entry: ModelEntry, tp: int, rank: int, engine: str | None) -> list[t
         _check_engine(entry, engine)
         return list(entry.specs(tp, rank, engine=engine))
     except SpecError as error:
-        raise TooManyRanksError(entry.name, tp, error.problems, _sizes(entry)) from None
+        raise TooManyRanksError(entry.name, tp, error.problems, _sizes(entry, engine)) from None
 
 
-def _sizes(entry: ModelEntry) -> tuple[int, ...]:
+def _sizes(entry: ModelEntry, engine: str | None) -> tuple[int, ...]:
     distinct = {spec for _, spec in entry.specs()}
     works = []
     for size in range(1, LARGEST_TP_LISTED + 1):
@@ -64,7 +65,8 @@ def _sizes(entry: ModelEntry) -> tuple[int, ...]:
                 spec.shard(size)
         except SpecError:
             continue
-        works.append(size)
+        if entry.refusal(size, engine) is None:
+            works.append(size)
     return tuple(works)
 
 
@@ -78,7 +80,7 @@ def plan_data(
         UnknownTargetError: no such target.
     """
     specs = sharded(entry, tp, rank, engine)
-    decided = plan(specs, Target.named(target), config)
+    decided = plan(specs, Target.named(target), config, None if engine is None else Engine(name=engine))
     kinds = []
     for kind in kinds_of(specs):
         kinds.append(
@@ -88,7 +90,7 @@ def plan_data(
                 "count": len(kind.indices),
                 "layers": list(kind.indices),
                 "spec": spec_dict(kind.spec),
-                "fusions": {d.fusion: {"decision": d.kind, "reason": d.reason} for d in decided.of(kind.paths[0])},
+                "sites": _sites(decided, kind.paths),
                 "rows": rows_of(kind.spec),
             }
         )
@@ -107,6 +109,20 @@ def plan_data(
     }
 
 
+def _sites(decided: Plan, paths: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+    """Role -> what was decided at the sites of these layers, equal decisions taken together."""
+    layers = set(paths)
+    found: dict[str, dict[tuple[Any, ...], int]] = {}
+    for site in decided.sites:
+        if site.layer in layers:
+            rows = found.setdefault(site.role, {})
+            for d in decided.at(site.name):
+                key = (d.fusion, d.kind, d.reason, str(d.tokens))
+                rows[key] = rows.get(key, 0) + 1
+    names = ("fusion", "decision", "reason", "tokens", "sites")
+    return {role: [dict(zip(names, (*key, n), strict=True)) for key, n in rows.items()] for role, rows in found.items()}
+
+
 def _check_engine(entry: ModelEntry, engine: str | None) -> None:
     from ..registry.errors import UnknownEngineError
     from ..registry.kinds import ENGINES
@@ -116,16 +132,21 @@ def _check_engine(entry: ModelEntry, engine: str | None) -> None:
 
 
 def _engine_notes(entry: ModelEntry, engine: str | None) -> list[str]:
-    words = {"rms_norm_eps": "decoder norms", "latent_norm_eps": "latent norms", "output_norm_eps": "output norms"}
-    if engine is not None and engine in entry.engines:
+    from ..registry.kinds import EPSILONS
+
+    own = {
+        (name, norms): value
+        for name, facts in entry.engines.items()
+        for field, norms in EPSILONS.items()
+        if (value := getattr(facts, field)) is not None
+    }
+    if engine is not None and any(name == engine for name, _ in own):
         return [f"Epsilons are those that {engine} builds the norms with."]
     if engine is not None:
         return [f"{engine} builds the norms with the published epsilons."]
     return [
-        f"{name} builds the {words[field]} with epsilon {value:g}; --engine {name} shows that"
-        for name, norms in entry.engines.items()
-        for field in words
-        if (value := getattr(norms, field)) is not None
+        f"{name} builds the {norms} with epsilon {value:g}; --engine {name} shows that"
+        for (name, norms), value in own.items()
     ]
 
 
@@ -137,7 +158,6 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
     about = ", ".join(filter(None, [data["hf_id"], f"adapter {data['adapter']}"]))
     to.print(Text.assemble((data["model"], "bold"), f" ({about})"))
     to.print(f"rank {data['rank']} of {data['tp']}, {data['num_hidden_layers']} decoder layers, target {_target(data)}")
-    listed = _listed(data)
     for kind in data["kinds"]:
         to.print()
         to.print(Text.assemble((kind["kind"], "bold cyan"), f": {_where(kind)}"))
@@ -146,11 +166,14 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
         grid.add_column(overflow="fold")
         for label, value in kind["rows"]:
             grid.add_row(f"  {label}", value)
-        for fusion, decision in kind["fusions"].items():
-            if fusion not in listed:
-                continue
-            verdict = (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
-            grid.add_row(f"  {fusion}", Text.assemble(verdict, f": {decision['reason']}"))
+        for role, decisions in kind["sites"].items():
+            for decision in _listed(decisions):
+                verdict = (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
+                some = "" if decision["sites"] == kind["count"] else f" at {decision['sites']} of {kind['count']}"
+                tokens = "" if decision["tokens"] == str(ANY) else f", {decision['tokens']}"
+                grid.add_row(
+                    f"  {role}: {decision['fusion']}", Text.assemble(verdict, f"{some}{tokens}: {decision['reason']}")
+                )
         show(grid, to)
     if data["notes"]:
         to.print()
@@ -169,11 +192,11 @@ def _where(kind: Mapping[str, Any]) -> str:
     return f"{kind['count']} {plural} ({ranges(kind['layers'])})"
 
 
-def _listed(data: dict[str, Any]) -> set[str]:
-    """The fusions worth a line: those that can come about. Nobody who does not quantise need read of the others."""
-    quant = data["config"]["quant"]
-    config = FusionConfig(quant=None if quant is None else ActivationQuant(**quant))
-    return {name for name, fusion in FUSIONS.items() if config.concerns(fusion)}
+def _listed(decisions: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """The decisions worth a line: those on fusions that can come about, or else all, where none can."""
+    possible = {decision["fusion"] for decision in decisions if decision["decision"] != "not_applicable"}
+    reasons = {decision["reason"]: decision for decision in reversed(decisions)}
+    return [d for d in decisions if d["fusion"] in possible] or list(reasons.values())[-1:]
 
 
 def _target(data: dict[str, Any]) -> str:
@@ -182,7 +205,7 @@ def _target(data: dict[str, Any]) -> str:
     return f"{target['arch']} ({target['vendor']}{fp8})"
 
 
-def config_for(quant: str | None) -> FusionConfig:
+def config_for(quant: Sequence[str]) -> FusionConfig:
     """What the environment wants, and the quantisation that was asked about, which level 1 would refuse.
 
     Raises:
@@ -190,9 +213,16 @@ def config_for(quant: str | None) -> FusionConfig:
         FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
     """
     config = FusionConfig.from_environment()
-    if quant is None:
+    if not quant:
         return config
-    return attrs.evolve(config, quant=ActivationQuant.parse(quant), level=2 if config.level else 0)
+    declared: ActivationQuant | dict[str, ActivationQuant] | None = None
+    for words in quant:
+        role, equals, how = words.partition("=")
+        if not equals:
+            declared = ActivationQuant.parse(words)
+        else:
+            declared = {**(declared if isinstance(declared, dict) else {}), role.strip(): ActivationQuant.parse(how)}
+    return attrs.evolve(config, quant=declared, level=2 if config.level else 0)
 
 
 def answer_plan(
@@ -202,7 +232,7 @@ def answer_plan(
     rank: int,
     target: str,
     engine: str | None,
-    quant: str | None,
+    quant: Sequence[str],
     asked: Mapping[str, Any],
     files: Sequence[Path],
     json: bool,

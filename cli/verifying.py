@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from ..verify import Step, Verified
 
 
-def answer_verify(names: Sequence[str], *, all_small: bool, files: Sequence[Path], json: Path | None) -> None:
+def answer_verify(
+    names: Sequence[str], *, all_small: bool, files: Sequence[Path], device: str | None, json: Path | None
+) -> None:
     """Verify the models and print what came of them.
 
     Raises:
@@ -39,13 +41,18 @@ def answer_verify(names: Sequence[str], *, all_small: bool, files: Sequence[Path
         entries = job.buildable(registry.models().values())
     else:
         entries = [registry.model(name) for name in names or job.FOUR]
-    job.require(entries)
+    job.require(entries, device)
     _quiet()
     out = console()
     results: list[Verified] = []
     with _progress(len(entries) * job.steps_per_model()) as step:
         for entry in entries:
-            result = job.verify(entry, registry=registry, step=lambda doing, name=entry.name: step(f"{name}: {doing}"))  # type: ignore[misc]
+            result = job.verify(
+                entry,
+                registry=registry,
+                device=device,
+                step=lambda doing, name=entry.name: step(f"{name}: {doing}"),  # type: ignore[misc]
+            )
             results.append(result)
             _show(result, out)
     bad = [result for result in results if result.problems]
@@ -98,19 +105,17 @@ def _show(result: Verified, to: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from ..fusion import FUSIONS
-
     verdict = ("not verified", "bold red") if result.problems else ("verified", "bold green")
     to.print()
-    to.print(Text.assemble((result.model, "bold"), ": ", verdict, f" in {result.seconds:.0f} s"))
+    to.print(Text.assemble((result.model, "bold"), ": ", verdict, f" on {result.device} in {result.seconds:.0f} s"))
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True, style="dim")
     grid.add_column(overflow="fold")
     for kind in kinds_of(result.specs):
         grid.add_row("  spec", f"{len(kind.paths)} x {kind.family}: {line_of(kind.spec)}")
     for fusion, found in result.fusions.items():
-        if FUSIONS[fusion].scheme is not None and not found["expected"]:
-            continue  # nothing was said to quantise
+        if not (found["expected"] or found["refused"] or found["fallback"]):
+            continue  # no site of this model can take it
         grid.add_row("  fusion", _counts(fusion, found))
         for word in ("refused", "not_applicable"):
             for reason, count in Counter(found[word].values()).items():
@@ -135,7 +140,8 @@ def _show(result: Verified, to: Console) -> None:
 def _counts(fusion: str, found: dict[str, Any]) -> str:
     return (
         f"{fusion}: {len(found['expected'])} expected, {len(found['matched'])} matched, {len(found['refused'])} refused, "
-        f"{len(found['not_applicable'])} not applicable"
+        f"{len(found['not_applicable'])} not applicable; {found['last_call']} ran fused in one call, by the backend "
+        f"{found['backend']}"
     )
 
 

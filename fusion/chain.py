@@ -106,8 +106,10 @@ class Fusion:
     op: Op = field(repr=False)
     backends: tuple[Kernel, ...] = field(default=(), converter=tuple, repr=False)
     "Its kernels, the preferred one first. The op's reference comes after them."
+    faster_in: frozenset[str] = field(default=frozenset(), converter=frozenset, repr=False)
+    "Engines in which it was measured faster than what the engine does without it: it is on there by default."
     off_in: Mapping[str, str] = field(factory=dict, repr=False)
-    "Engine -> why the fusion is off there unless it is switched on: a measured figure."
+    "Engine -> the figure that speaks against it there, as a sentence."
     limit: Callable[[Site, Any], TokenLimit | None] | None = field(default=None, repr=False)
     "From a site and a target to the number of tokens up to which the fusion is taken there; None: any."
     owner: str = "layerfuse"
@@ -142,6 +144,12 @@ class Fusion:
     def quant(self) -> Quant | None:
         """The quantisation, if the chain has one."""
         return next((step for step in self.chain if isinstance(step, Quant)), None)
+
+    def why_off_in(self, engine: str | None) -> str | None:
+        """Why it is off in an engine unless switched on, or None where it is on. transformers runs in torch.compile."""
+        if engine in (None, "transformers", *self.faster_in):
+            return None
+        return self.off_in.get(str(engine), f"it was not benchmarked in {engine}")
 
     def _bad_roles(self) -> Iterable[str]:
         if not self.roles:

@@ -133,8 +133,9 @@ class FusionConfig:
             engine: where it would run; a fusion that was measured no faster there is off unless switched on.
         """
         switch = dict(self.switches).get(fusion.name)
-        if switch is None and engine in fusion.off_in:
-            return f"{fusion.name} is off in {engine} unless switched on: {fusion.off_in[engine]}"
+        slower = fusion.why_off_in(engine)
+        if switch is None and slower is not None:
+            return f"{fusion.name} is off in {engine} unless switched on: {slower}"
         if switch is None and fusion.level > self.level:
             return f"{fusion.name} needs optimisation level {fusion.level}, and {self.origin} sets level {self.level}"
         if switch is False:

@@ -25,7 +25,7 @@ class Engine:
     """One engine, as far as fusions are concerned."""
 
     name: str
-    "As `Fusion.off_in` names it."
+    "As `Fusion.faster_in` and `off_in` name it."
     refuses: Mapping[str, str] = field(factory=dict, converter=_reasons)
     """Fusion or role -> why the engine will not let it happen, as a sentence; `*` stands for everything. For example
     {"*": "vLLM 0.33 does not compile this model"}."""

@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from ..adapters.errors import SpecError
 from ..adapters.specs import WHOLE, FinalNormSpec, LayerSpec, NormSpec, ResidualSpec
-from .kinds import Around, At, EngineNorms, Every, LayerKind
+from .kinds import Around, At, EngineFacts, Every, GQAKind, LayerKind
 
 FINAL = "final"
 """The name of the norm after a declared model's last layer."""
@@ -52,8 +52,8 @@ class ModelEntry:
     "`model_type` of its config.json."
     architectures: list[str] = field(factory=list)
     "`architectures` of its config.json."
-    engines: dict[str, EngineNorms] = field(factory=dict)
-    "Engines that build a norm with another epsilon."
+    engines: dict[str, EngineFacts] = field(factory=dict)
+    "Engines that build the model otherwise than published: norms with another epsilon, KV heads without replicas."
     layer_classes: dict[str, Any] = field(factory=dict)
     "Layer classes this model brings: class -> table (or list of tables) of facts, in the words of adapters."
 
@@ -78,13 +78,28 @@ class ModelEntry:
                 engine that the entry notes no exception for: the published.
 
         Raises:
-            SpecError: the entry contradicts itself, or a layer cannot be sharded that way.
+            SpecError: the entry contradicts itself, or a layer cannot be sharded that way, by this engine or by any.
         """
+        refused = self.refusal(tp, engine)
+        if refused is not None:
+            raise SpecError(f"{self.name} at tensor-parallel size {tp}", [refused])
         whole = list(self._whole(engine))
         if tp == 1 and rank in (None, 0):
             return whole
         sharded: dict[LayerSpec, LayerSpec] = {}
         return [(path, sharded.setdefault(spec, spec.shard(tp, rank))) for path, spec in whole]
+
+    def refusal(self, tp: int, engine: str | None) -> str | None:
+        """Why this engine cannot build the model on so many ranks, in a sentence, or None where that is not known."""
+        if engine is None or engine not in self.engines or self.engines[engine].replicates_kv_heads:
+            return None
+        least = min((kind.num_kv_heads for kind in self.layers.values() if isinstance(kind, GQAKind)), default=tp)
+        if tp <= least:
+            return None
+        return (
+            f"{engine} shares out the {least} KV heads of this model without replicating them, so that each of {tp} ranks "
+            f"would hold {least} // {tp} = 0 of them, and it cannot be built"
+        )
 
     def first_of_each_kind(self, *, engine: str | None = None) -> list[tuple[str, LayerSpec]]:
         """As `specs`, of only the first decoder layer of each kind: enough to know whether the entry is sound.
@@ -97,7 +112,7 @@ class ModelEntry:
         return list(self._whole(engine, [(index, kind) for kind, index in first.items()]))
 
     def _whole(self, engine: str | None, only: list[tuple[int, str]] | None = None) -> Iterator[tuple[str, LayerSpec]]:
-        norms = EngineNorms() if engine is None else self.engines.get(engine, EngineNorms())
+        norms = EngineFacts() if engine is None else self.engines.get(engine, EngineFacts())
         eps = self.rms_norm_eps if norms.rms_norm_eps is None else norms.rms_norm_eps
         norm = NormSpec(width=self.hidden_size, epsilon=eps, weight_offset=self.norm_weight_offset)
         decoder_norms = (norm,) * self.attentions_per_layer

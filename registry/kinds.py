@@ -194,20 +194,25 @@ KINDS: Mapping[str, type[Any]] = {"mla": MLAKind, "gated_delta_net": GatedDeltaN
 """The kinds of layer by the `family` word that tells them apart."""
 
 
+EPSILONS = {"rms_norm_eps": "decoder norms", "latent_norm_eps": "latent norms", "output_norm_eps": "output norms"}
+"""The epsilons that an engine may have of its own, in words."""
+
 ENGINES = ("transformers", "vllm", "sglang", "atom")
 """The engines whose layers are known."""
 
 
 @frozen(kw_only=True)
-class EngineNorms:
-    """Where one engine builds a norm with another epsilon than the published config says."""
+class EngineFacts:
+    """Where one engine builds the model otherwise than its published config says."""
 
     rms_norm_eps: float | None = None
-    "Of the decoder layers' norms and the final norm."
+    "Epsilon of the decoder layers' norms and the final norm."
     latent_norm_eps: float | None = None
-    "Of the MLA latent norms: transformers ignores the config here, and uses 1e-6."
+    "Epsilon of the MLA latent norms: transformers ignores the config here, and uses 1e-6."
     output_norm_eps: float | None = None
-    "Of the gated norm of a delta net."
+    "Epsilon of the gated norm of a delta net."
+    replicates_kv_heads: bool = True
+    "false: the engine only divides the key/value heads, and cannot build the model on more ranks than there are."
 
 
 @frozen(kw_only=True)
@@ -216,7 +221,7 @@ class Around:
 
     common: Mapping[str, Any]
     rms_norm_eps: float
-    engine: EngineNorms
+    engine: EngineFacts
 
     def epsilon(self, name: str, declared: float | None) -> float:
         """The engine's epsilon if it has one of its own, else the declared one, else the model's."""

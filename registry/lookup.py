@@ -87,7 +87,9 @@ class Registry:
                 return reader.read(layer, parallel, path)
         kinds = ", ".join(reader.facts.spec.__name__ for reader in readers)
         raise UnknownLayerError(
-            class_name(type(layer)), (), hint=f"as {of.__name__} (it is known as {kinds}), declare facts for that type"
+            f"{class_name(cls)} as {of.__name__}",
+            (),
+            f"It is known as {kinds}: ask for that, or declare facts of the other type for it.",
         )
 
     def specs_in(self, model: Any, *, of: type[Any] | None = None, parallel: Parallel | None = None) -> list[Any]:
@@ -309,19 +311,20 @@ class Registry:
         if hasattr(type(layer), "named_modules") and any(True for _ in layer.children()):
             inner = [(p, m) for p, m in layer.named_modules() if p and self._readers_of(type(m))]
             if inner:
-                hint = (
-                    f"ask specs_in for a whole model; this one holds known layers, the first at {inner[0][0]}. For it"
-                )
+                hint = f"It holds known layers, the first at {inner[0][0]}: ask specs_in for all of them."
         return UnknownLayerError(class_name(type(layer)), self._tables.owners, hint)
 
     def _nothing_in(self, model: Any) -> UnknownLayerError:
         unknown = self.unknown_in(model)
         if not unknown:
             return UnknownLayerError(
-                class_name(type(model)), (), "give a model that holds attention layers; this one has none that looks so"
+                class_name(type(model)),
+                (),
+                "Give a model that holds attention layers: nothing in this one looks like it.",
             )
         path, name = unknown[0]
-        return UnknownLayerError(f"{name} (at {path}, and {len(unknown) - 1} more like it)", self._tables.owners)
+        more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        return UnknownLayerError(name, self._tables.owners, where=f" (at {path}{more})")
 
 
 def _within(path: str, outer: str | None) -> bool:

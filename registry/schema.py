@@ -21,7 +21,7 @@ from ..adapters.base import PARALLEL_WORDS, fields_of
 from ..adapters.conversions import CONVERSIONS
 from ..adapters.specs import FAMILIES, LARGEST, NormSpec, kind_of
 from .catalog import MOST_LAYERS, ModelEntry
-from .kinds import KINDS, At, EngineNorms, Every, GateWords, LayerKind, Yarn
+from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, Yarn
 
 _COUNT = {"minimum": 1, "maximum": LARGEST}
 _BOUNDS: dict[str, dict[str, int]] = {
@@ -41,7 +41,7 @@ _OWN_BOUNDS = {
 """Of the numbers that no spec has a field for."""
 
 
-_CLASSES: tuple[type[Any], ...] = (ModelEntry, *KINDS.values(), EngineNorms, Every, GateWords, Yarn)
+_CLASSES: tuple[type[Any], ...] = (ModelEntry, *KINDS.values(), EngineFacts, Every, GateWords, Yarn)
 
 
 def schema() -> dict[str, Any]:

@@ -41,13 +41,13 @@ class FusingScenarios(Subject):
             got = _tensor(self.call(compiled))
         for name in FUSIONS:
             verdict = compiled.report.of(name)
-            planned = tuple(decision.layer for decision in compiled.plan.expected(name))
+            planned = tuple(decision.site for decision in compiled.plan.expected(name))
             self.validate(
                 set(verdict.matched) == set(planned),
-                f"{name}: planned for {len(planned)} layers, matched in {len(verdict.matched)}; "
-                + "; ".join(f"{layer}: {why}" for layer, why in verdict.missed.items()),
+                f"{name}: planned for {len(planned)} sites, matched at {len(verdict.matched)}; "
+                + "; ".join(f"{site}: {why}" for site, why in verdict.missed.items()),
             )
-            silent = [decision.layer for decision in compiled.plan.decisions if not decision.reason]
+            silent = [decision.site for decision in compiled.plan.decisions if not decision.reason]
             self.validate(not silent, f"{name}: decided without a reason for {', '.join(silent)}")
         tolerance = TOLERANCE[str(expected.dtype).removeprefix("torch.")]
         error = ((got - expected).abs().max() / expected.abs().max()).item()

@@ -51,4 +51,8 @@ FUSION = Fusion(
         Kernel(backend="aiter"),
         Kernel(backend="triton", function="layerfuse.fusion.backends.triton.launch:add_rms_norm"),
     ),
+    off_in={
+        "vllm": "vLLM's models call an op of its own for the add and the norm (fused_add_rms_norm)",
+        "sglang": "SGLang's models call an op of its own for the add and the norm (fused_add_rmsnorm)",
+    },
 )

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 from ..._lazy import attach
 from .buffers import BufferSpec, byte_text
 from .errors import (
-    BufferTooSmallError,
     HeadCountError,
     HeadsRefusedError,
     MixedGroupError,
     PlanExceededError,
-    ScheduleMismatchError,
     UnknownReleaseError,
 )
 from .groups import LayerGroup, group_layers
@@ -23,14 +21,12 @@ from .prefill import PrefillPlan
 from .state import StatePlan, plan_state
 
 if TYPE_CHECKING:
-    from .reference_decode import decode_planned
     from .tensors import MetadataBuffers, allocate
 
-_NEEDS_TORCH = {"MetadataBuffers": ".tensors", "allocate": ".tensors", "decode_planned": ".reference_decode"}
+_NEEDS_TORCH = {"MetadataBuffers": ".tensors", "allocate": ".tensors"}
 
 __all__ = [
     "BufferSpec",
-    "BufferTooSmallError",
     "HeadCountError",
     "HeadsRefusedError",
     "LayerGroup",
@@ -40,12 +36,10 @@ __all__ = [
     "MixedGroupError",
     "PlanExceededError",
     "PrefillPlan",
-    "ScheduleMismatchError",
     "StatePlan",
     "UnknownReleaseError",
     "allocate",
     "byte_text",
-    "decode_planned",
     "group_layers",
     "how_padded",
     "plan_heads",

@@ -1,4 +1,4 @@
-"""One buffer as data: its name, shape, dtype and bytes; and where the shapes of six of them come from."""
+"""Buffers as data: name, shape, dtype and bytes; and their shapes as the installed AITER computes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BufferSpec:
 
     @property
     def bytes(self) -> int:
-        """What it takes."""
+        """Its size."""
         return math.prod(self.shape) * ITEM_SIZE[self.dtype]
 
     def to_dict(self) -> dict[str, Any]:
@@ -35,7 +35,7 @@ class BufferSpec:
 
 
 def total_bytes(buffers: Iterable[BufferSpec]) -> int:
-    """Of several buffers."""
+    """The bytes of several buffers."""
     return sum(buffer.bytes for buffer in buffers)
 
 

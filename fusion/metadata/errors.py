@@ -1,4 +1,4 @@
-"""What can go wrong between a spec and its buffers: refused heads, a group of unequal layers, buffers that do not fit."""
+"""Errors of attention metadata: heads without a kernel, groups of unequal layers, steps beyond the plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ...adapters.errors import LayerfuseError, did_you_mean
 
 
 class HeadsRefusedError(LayerfuseError, ValueError):
-    """No kernel of the release takes this layer. `layer` and `reason` are sentences' parts, `release` a name."""
+    """No kernel of the release takes this layer. `layer` and `reason` are parts of a sentence, `release` is a name."""
 
     def __init__(self, layer: str, release: str, reason: str) -> None:
         self.layer = layer
@@ -75,7 +75,7 @@ class MixedGroupError(LayerfuseError, ValueError):
 
 
 class UnknownReleaseError(LayerfuseError, LookupError):
-    """A release of AITER that nothing is recorded of. `known` holds those that are, oldest first."""
+    """An unknown release of AITER. `known` lists those that are recorded, oldest first."""
 
     def __init__(self, name: str, known: Sequence[str]) -> None:
         self.name = name
@@ -85,24 +85,3 @@ class UnknownReleaseError(LayerfuseError, LookupError):
     def __str__(self) -> str:
         near = did_you_mean(self.name, self.known) or "."
         return f"no release of AITER is called {self.name!r}{near} Known: {self.known[0]} to {self.known[-1]}."
-
-
-class BufferTooSmallError(LayerfuseError, ValueError):
-    """A buffer that does not hold what a step needs, found before anything was written. `name`, `needed`, `found`."""
-
-    def __init__(self, name: str, needed: int, found: int, why: str) -> None:
-        self.name = name
-        self.needed = needed
-        self.found = found
-        self.why = why
-        super().__init__(name, needed, found, why)
-
-    def __str__(self) -> str:
-        return (
-            f"{self.name}: {self.needed} rows are needed, it has {self.found} ({self.why}). Nothing was written. "
-            "Size it by the plan of the heads that the kernel gets"
-        )
-
-
-class ScheduleMismatchError(LayerfuseError, ValueError):
-    """A schedule in the buffers that is not the one of this step: of other heads, other lengths, other buffers."""

@@ -112,7 +112,7 @@ def _checked(
 
 def _planned(spec: AnySpec) -> MLASpec | MLAKernelSpec | GatedDeltaNetSpec:
     if not isinstance(spec, MLASpec | MLAKernelSpec | GatedDeltaNetSpec):
-        raise TypeError(f"{type(spec).__name__} is planned for nothing")
+        raise TypeError(f"no metadata is planned for a {type(spec).__name__}")
     return spec
 
 

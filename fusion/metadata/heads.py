@@ -33,7 +33,7 @@ LATENT = (512, 64)
 """kv_lora_rank and qk_rope_head_dim that AITER's MLA kernels are compiled for (`hsa/*/mla`)."""
 
 ARCHITECTURES = ("gfx942", "gfx950")
-"""What this table was read off for."""
+"""The architectures that the table of native head counts covers."""
 
 ROUND_ROBIN_SINCE = "v0.1.17-rc0"
 """The first release whose decode masks by global positions under decode context parallelism."""
@@ -54,7 +54,7 @@ class MLAHeadPlan:
     """native: nothing is padded. repeat: each head kernel_heads / num_heads times, head by head. tile: all heads over
     and over, cut at kernel_heads."""
     fold: int = 1
-    "Groups of 16 heads as which the decode looks at the query, in the releases that have no kernel of this width."
+    "Groups of 16 heads into which the decode folds the query, in the releases that have no kernel of this width."
     reason: str
     "A sentence."
 
@@ -150,7 +150,7 @@ def how_padded(num_heads: int, kernel_heads: int) -> How:
 
 
 def check_counts(**numbers: int | None) -> None:
-    """Numbers that count something.
+    """Refuse numbers that count nothing.
 
     Raises:
         ValueError: one that is no whole number from 1 on; None is passed over.

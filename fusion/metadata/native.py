@@ -1,6 +1,6 @@
-"""Which head counts the MLA decode of a release takes as they are, as a table of rules.
+"""Which head counts the MLA decode of a release supports natively, as a table of rules.
 
-Whatever is a multiple of 16 and not in it is folded: the query is looked at as groups of 16 heads. Read off
+Other multiples of 16 are folded: the query is viewed as groups of 16 heads. Read from
 `mla_decode_fwd` in `aiter/mla.py` and the head counts of its reduction (`csrc/kernels/mla/reduce.cu`), tag by tag.
 """
 
@@ -98,7 +98,7 @@ REDUCES = (
     ("v0.1.14-rc0", (8, 16, 32, 48, 64, 80, 96, 112, 128)),
     ("v0.1.20", (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)),
 )
-"""Head counts that the reduction of partial results knows at a value width of 512, and since when."""
+"""Head counts that the reduction of partial results supports at a value width of 512, and since when."""
 
 
 def releases_named(release: str | ReleaseRange | None) -> ReleaseRange:
@@ -121,7 +121,7 @@ def is_native(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release:
 
 
 def reduces(heads: int, release: str) -> bool:
-    """Whether the reduction of a release knows this many heads."""
+    """Whether the reduction of a release supports this many heads."""
     known = [counts for since, counts in REDUCES if not is_after(since, release)]
     return heads in known[-1]
 
@@ -130,7 +130,7 @@ def cannot(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: st
     """Why a release cannot decode with this many heads, padded as they are, in a clause; None where it can."""
     if is_native(heads, queries, arch, q, kv, release):
         if not is_after(PERSISTENT_SINCE, release) and not reduces(heads, release):
-            return f"its reduction knows no {heads} heads"
+            return f"its reduction does not support {heads} heads"
         wide = heads != FOLD
     elif heads % FOLD or heads == FOLD or is_after(PERSISTENT_SINCE, release):
         return f"it has no kernel for {heads} heads"

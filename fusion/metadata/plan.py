@@ -18,7 +18,7 @@ from .buffers import BufferSpec, installed_shapes, largest, specs_of, total_byte
 from .dtypes import Dtype, dtype_named
 from .errors import HeadsRefusedError
 from .heads import MLAHeadPlan, check_counts, plan_heads
-from .misbehaviour import warnings_of
+from .known_issues import Use, known_issues
 from .native import folds_into_queries, releases_named
 from .prefill import PrefillPlan, plan_prefill
 from .sizes import Case, metadata_shapes
@@ -61,7 +61,7 @@ class MLAMetadataPlan:
     source: str
     "Where the sizes come from: the recorded formula, or the installed function."
     warnings: tuple[str, ...] = ()
-    "What the releases are known to do wrong with such a plan, one sentence each."
+    "Known issues of the releases that this plan meets, one sentence each."
 
     @property
     def batch(self) -> int:
@@ -229,7 +229,8 @@ def plan_metadata(
         if shapes not in recorded.values():
             warnings.append(_disagreement(shapes, next(iter(recorded.values())), releases))
     buffers = specs_of(shapes)
-    made = MLAMetadataPlan(
+    use = Use(heads=heads, case=case, releases=releases, value_width=spec.kv_lora_rank)
+    return MLAMetadataPlan(
         heads=heads,
         case=case,
         target=target,
@@ -243,8 +244,8 @@ def plan_metadata(
         scratch=tuple(_scratch(heads, case, releases, spec, shapes["reduce_partial_map"][0])),
         prefill=plan_prefill(spec, releases, batch, prefill_length, kv, case.cu_count),
         source=source,
+        warnings=(*warnings, *known_issues(use)),
     )
-    return attrs.evolve(made, warnings=(*warnings, *warnings_of(made)))
 
 
 def _disagreement(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]], releases: object) -> str:
@@ -260,7 +261,7 @@ def _scratch(
     heads: MLAHeadPlan, case: Case, releases: ReleaseRange, spec: MLASpec | MLAKernelSpec, partials: int
 ) -> Iterator[BufferSpec]:
     """What `mla_decode_fwd` allocates in persistent mode."""
-    queries = 1 if case.sparse else case.queries
+    queries = case.queries_per_sequence
     turned = all(folds_into_queries(case.heads, queries, case.arch, case.q, case.kv, each) for each in releases)
     width = heads.kernel_heads if turned else heads.kernel_heads // heads.fold
     rows = partials * queries

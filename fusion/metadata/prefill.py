@@ -1,4 +1,4 @@
-"""The buffers of AITER's fp8 prefill, which has a head rule of its own: its reduction knows a list of counts.
+"""The buffers of AITER's fp8 prefill, whose head counts follow another rule: its reduction supports a fixed list.
 
 Prefill works on expanded keys and values, one head each, so a padded head is padded in q, k and v alike.
 """
@@ -23,7 +23,7 @@ REDUCES = (
     ("v0.1.12", (1, 2, 4, 8, 10, 16, 32, 40, 64, 128)),
     ("v0.1.20", (1, 2, 4, 8, 10, 16, 32, 40, 48, 64, 96, 128)),
 )
-"""Head counts that the reduction knows at a value width of 128, and since when (`csrc/kernels/mla/reduce.cu`)."""
+"""Head counts that the reduction supports at a value width of 128, and since when (`csrc/kernels/mla/reduce.cu`)."""
 
 WIDTHS = (192, 128)
 """qk and v width of a head that the fp8 prefill kernel is compiled for (`hsa/*/mla`, `mla_pfl_qh192_vh128`)."""
@@ -78,7 +78,7 @@ def plan_prefill(
     known = [counts for since, counts in REDUCES if not is_after(since, releases.first)][-1]
     count = next((count for count in known if count >= spec.num_local_heads), None)
     if count is None:
-        return f"{spec.num_local_heads} heads, and its reduction knows at most {known[-1]}"
+        return f"{spec.num_local_heads} heads, and its reduction supports at most {known[-1]}"
     shapes = largest([ps_metadata_shapes(batch, count, length, TILE, cu_count)])
     rows = shapes["reduce_partial_map"][0] * TILE
     return PrefillPlan(
@@ -86,7 +86,7 @@ def plan_prefill(
             num_heads=spec.num_local_heads,
             kernel_heads=count,
             how=how_padded(spec.num_local_heads, count),
-            reason=f"the reduction of {releases.first} knows {', '.join(map(str, known))} heads",
+            reason=f"the reduction of {releases.first} supports {', '.join(map(str, known))} heads",
         ),
         max_query_length=length,
         buffers=specs_of(shapes),

@@ -1,7 +1,7 @@
 """How large AITER's six metadata buffers are, release by release, as one table of rules.
 
 What changed from release to release is mostly how many tiles the rows of one sequence, queries times heads, are cut
-into. The rules are data; `tests/metadata/test_metadata_formula.py` holds them to AITER's own functions in a checkout.
+into. The rules are data; `tests/metadata/test_metadata_formula.py` compares them with AITER's own functions in a checkout.
 """
 
 from __future__ import annotations
@@ -55,6 +55,16 @@ class Case:
     max_split_per_batch: int = -1
     experimental: bool = False
     "AITER_ENABLE_EXPERIMENTAL."
+
+    @property
+    def sequences(self) -> int:
+        """Most sequences of a step. In sparse attention each query is one, with its own list of keys."""
+        return self.batch * self.queries if self.sparse else self.batch
+
+    @property
+    def queries_per_sequence(self) -> int:
+        """Most queries of such a sequence."""
+        return 1 if self.sparse else self.queries
 
     @property
     def fp8(self) -> bool:
@@ -154,17 +164,16 @@ def metadata_shapes(case: Case, release: str) -> Shapes:
         raise ValueError(f"AITER {release}: {problem}")
     shared = case.sparse and not is_after("v0.1.13.dev0", release)
     queries = 1 if shared else case.queries
-    batch = case.batch * case.queries if case.sparse else case.batch
     tiles = _tiles(case, queries, release)
     splits = case.cu_count * _occupancy(case, release)
-    all_tiles = batch * tiles
+    all_tiles = case.sequences * tiles
     if case.fast:
-        work = all_tiles + splits - 1 if is_after("v0.1.8", release) else (batch + splits - 1) * tiles
-        partial = min(batch + splits - 1, 2 * (splits - 1)) * tiles
+        work = all_tiles + splits - 1 if is_after("v0.1.8", release) else (case.sequences + splits - 1) * tiles
+        partial = min(case.sequences + splits - 1, 2 * (splits - 1)) * tiles
     else:
         work = partial = all_tiles * splits
     if case.max_split_per_batch > 0:
-        most = min(splits, case.max_split_per_batch * batch)
+        most = min(splits, case.max_split_per_batch * case.sequences)
         each = is_after("v0.1.17-rc0", release)  # every tile was thought to get all splits
         partial = max(partial, all_tiles * most if each else all_tiles + most)
     if case.intra_batch:

@@ -99,11 +99,10 @@ class MetadataBuffers:
 
     def _check_step(self, qo_indptr: Tensor, kv_indptr: Tensor, kv_last_page_lens: Tensor) -> int:
         """Queries per sequence. Looks at shapes, which the host knows."""
-        plan, sequences = self.plan, kv_last_page_lens.shape[0]
-        most = plan.batch * plan.max_query_length if plan.sparse else plan.batch
-        if sequences > most or not qo_indptr.shape[0] == kv_indptr.shape[0] == sequences + 1:
-            raise PlanExceededError(most, sequences, (qo_indptr.shape[0], kv_indptr.shape[0]))
-        return 1 if plan.sparse else plan.max_query_length
+        case, sequences = self.plan.case, kv_last_page_lens.shape[0]
+        if sequences > case.sequences or not qo_indptr.shape[0] == kv_indptr.shape[0] == sequences + 1:
+            raise PlanExceededError(case.sequences, sequences, (qo_indptr.shape[0], kv_indptr.shape[0]))
+        return case.queries_per_sequence
 
     def decode(
         self,

@@ -154,9 +154,10 @@ def test_every_norm_of_every_built_in_class_says_who_reads_it(adapter: Any) -> N
         for source in facts.norms
         if not source.feeds
     }
-    allowed = {"kv_a_layernorm"} if adapter.name != "gpt_oss" else {"post_attention_layernorm"}
+    # What reads the final norm is the head, which is outside of the class that holds it.
+    allowed = {"norm", "post_attention_layernorm" if adapter.name == "gpt_oss" else "kv_a_layernorm"}
     assert {name for _, name in silent} <= allowed
-    assert all("transformers" not in key for key, _ in silent)
+    assert {name for key, name in silent if key.startswith("transformers")} <= {"norm"}
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "kimi-linear-48b-a3b", "qwen3.5-27b", "longcat-flash", "gpt-oss-20b"])

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from helpers import fresh_layer, fresh_model, real_model
@@ -240,7 +241,7 @@ def test_a_layer_need_not_be_a_torch_module() -> None:
 def test_one_spec_type_can_be_asked_of_a_layer() -> None:
     decoder = real_model("deepseek-v3").get_submodule("model.layers.0")
     assert isinstance(registry.spec_for(decoder, ResidualSpec), ResidualSpec)
-    with pytest.raises(LookupError, match="as MLASpec \\(it is known as ResidualSpec\\)"):
+    with pytest.raises(LookupError, match=r"as MLASpec\. It is known as ResidualSpec: ask for that"):
         registry.spec_for(decoder, MLASpec)
     assert registry.specs_in(real_model("deepseek-v3"), of=KernelSpec) == []
 
@@ -281,3 +282,49 @@ def test_every_norm_that_is_read_names_its_module_and_no_declared_one_does(name:
         for norm in norms_of(spec):
             assert norm.module is not None
             assert model.get_submodule(f"{path}.{norm.module}").weight.shape == (norm.width,)
+
+
+# ---- numbers of numpy, as configs that were computed hold them
+
+
+def as_numpy(value: Any) -> Any:
+    if type(value) is int:
+        return np.int64(value)
+    if type(value) is float:
+        return np.float64(value)
+    return tuple(map(as_numpy, value)) if type(value) is tuple else value
+
+
+@pytest.mark.parametrize("name", EVERY_MODEL)
+def test_numpys_numbers_read_as_python_s_own(name: str) -> None:
+    model = fresh_model(name)
+    plain = registry.specs_in(model)
+    for module in model.modules():
+        for key, value in vars(module).items():
+            if not key.startswith("_"):
+                vars(module)[key] = as_numpy(value)
+        for key, value in vars(module.config).items() if hasattr(module, "config") else ():
+            vars(module.config)[key] = as_numpy(value)
+    found = registry.specs_in(model)
+    assert found == plain
+    for (_, spec), (_, before) in zip(found, plain, strict=True):
+        for attribute in attrs.fields(type(spec)):
+            assert type(getattr(spec, attribute.name)) is type(getattr(before, attribute.name)), attribute.name
+
+
+def test_a_flag_of_numpy_is_no_count() -> None:
+    layer = fresh_layer("deepseek-v3")
+    layer.num_heads = np.bool_(True)
+    with pytest.raises(SpecError, match="num_heads: expected a whole number, got "):
+        registry.spec_for(layer)
+
+
+def test_numpys_numbers_are_divided_like_any_other() -> None:
+    layer = fresh_layer("qwen3-next-80b-a3b", "model.layers.3.self_attn")
+    plain = registry.spec_for(layer)
+    del vars(layer.config)["num_attention_heads"]
+    layer.o_proj.in_features, layer.head_dim = np.int64(layer.o_proj.in_features), np.int64(layer.head_dim)
+    assert registry.spec_for(layer) == plain
+    layer.o_proj.weight = torch.nn.Parameter(torch.empty(layer.o_proj.out_features, 2048, device="meta"))
+    sharded = registry.spec_for(layer)
+    assert (sharded.parallel.size, type(sharded.parallel.size)) == (2, int)

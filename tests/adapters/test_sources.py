@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -273,3 +274,15 @@ def test_places_seen_from_an_object_around_the_layer() -> None:
         {"path": "layers.-1.d", "as": "present"},
         const(3),
     ]
+
+
+@pytest.mark.parametrize(("said", "tokens"), [(127, 128), (-1, -1)])
+def test_a_window_of_numpy_is_counted_like_any_other(said: int, tokens: int) -> None:
+    assert read({"path": "window", "as": "window_before"}, layer(window=np.int32(said))) == tokens
+
+
+def test_a_quotient_of_numpys_numbers_is_a_plain_int() -> None:
+    heads = read("width / head", layer(width=np.int64(2048), head=np.int32(128)))
+    assert (heads, type(heads)) == (16, int)
+    with pytest.raises(UnreadableError, match="is no whole number"):
+        read("width / head", layer(width=np.int64(2048), head=np.bool_(True)))

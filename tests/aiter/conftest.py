@@ -1,32 +1,5 @@
 """Shared by the tests of the AITER layer: stand-ins that last for one test."""
 
-from __future__ import annotations
+from fixtures import aiter_of, one_thread
 
-import contextlib
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
-
-import pytest
-import torch
-from standin import imported, make_standin
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Tensors are tiny: several threads only wait for one another, for minutes where other work is going on."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture
-def aiter_of(tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """Imports the stand-in of a release, with the options of `make_standin`; forgotten when the test is over."""
-    with contextlib.ExitStack() as stack:
-
-        def load(release: str, **options: Any) -> Any:
-            return stack.enter_context(imported(make_standin(tmp_path / release, release, **options)))
-
-        yield load
+__all__ = ["aiter_of", "one_thread"]

@@ -9,20 +9,20 @@ import threading
 from pathlib import Path
 
 import pytest
-from expected import ABSENT, EXPECTED, REPRESENTATIVE, No, Works
-from held import (
+from binding_checks import (
     CASES,
     add_rms_norm,
     add_rms_norm_quant,
     all_reduce_rms_norm,
     all_reduce_rms_norm_group_quant,
-    hold,
+    check_numbers,
     mla_decode_of_several_queries,
     rms_norm_quant,
     rms_norm_with_an_offset,
 )
-from held_tools import installed
-from standin import RELEASES, StandInMisuse, make_standin
+from check_tools import installed
+from expected import ABSENT, EXPECTED, REPRESENTATIVE, No, Works
+from standin import RELEASES, StandInMisuse, shared_standin
 
 from layerfuse.fusion.backends import BackendError
 from layerfuse.fusion.backends import aiter as amd
@@ -48,8 +48,8 @@ def test_the_expectations_are_about_every_binding_and_every_release() -> None:
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_a_release(release, tmp_path):
-    with installed(make_standin(tmp_path / release, release)):
+def test_a_release(release):
+    with installed(shared_standin(release)):
         releases = amd.installed_releases()
         assert releases is not None
         assert release in releases
@@ -62,12 +62,12 @@ def test_a_release(release, tmp_path):
                 assert isinstance(found, Bound), found
                 assert found.probed.recorded, found.convention
                 assert found.probed.main.convention.since == expected.since
-                hold(found)
+                check_numbers(found)
 
 
 @pytest.mark.parametrize("release", [r for r in REPRESENTATIVE if RELEASES.index(r) >= RELEASES.index("v0.1.17")])
-def test_gemma_norms_and_column_major_all_reduce_scales(release, tmp_path):
-    with installed(make_standin(tmp_path / release, release)):
+def test_gemma_norms_and_column_major_all_reduce_scales(release):
+    with installed(shared_standin(release)):
         rms_norm_with_an_offset(amd.bound("rms_norm").call)
         add_rms_norm(amd.bound("add_rms_norm").call, 1.0)
         rms_norm_quant(amd.bound("rms_norm_quant").call, 1.0)
@@ -78,13 +78,13 @@ def test_gemma_norms_and_column_major_all_reduce_scales(release, tmp_path):
 
 
 @pytest.mark.parametrize("release", ["v0.1.9", "v0.1.11.post1", "v0.1.14", "v0.1.18", "v0.1.20.post1"])
-def test_decoding_several_queries_with_folded_heads(release, tmp_path):
-    with installed(make_standin(tmp_path / "a", release, arch="gfx942")):
+def test_decoding_several_queries_with_folded_heads(release):
+    with installed(shared_standin(release, arch="gfx942")):
         mla_decode_of_several_queries(amd.bound("mla_decode").call)
 
 
-def test_probing_imports_nothing_and_binding_imports_once(tmp_path):
-    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+def test_probing_imports_nothing_and_binding_imports_once():
+    with installed(shared_standin("v0.1.20")):
         amd.probe_all()
         assert "aiter" not in sys.modules
         first = amd.bind("rms_norm")
@@ -92,8 +92,8 @@ def test_probing_imports_nothing_and_binding_imports_once(tmp_path):
         assert amd.bind("rms_norm") is first
 
 
-def test_many_threads_bind_one_binding(tmp_path):
-    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+def test_many_threads_bind_one_binding():
+    with installed(shared_standin("v0.1.20")):
         found: list[object] = []
         threads = [threading.Thread(target=lambda: found.append(amd.bind("mla_decode"))) for _ in range(8)]
         for thread in threads:
@@ -109,9 +109,9 @@ def test_a_binding_of_no_such_name():
         amd.bind("rmsnorm")
 
 
-def test_a_call_that_aiter_would_misread_is_seen_by_the_stand_in(tmp_path):
+def test_a_call_that_aiter_would_misread_is_seen_by_the_stand_in():
     """The numbers would mean little if the stand-in took everything."""
-    with installed(make_standin(tmp_path / "a", "v0.1.16")):
+    with installed(shared_standin("v0.1.16")):
         bound = amd.bound("add_rms_norm")
         module = sys.modules["aiter.ops.rmsnorm"]
         import torch

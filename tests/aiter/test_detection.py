@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from held_tools import installed
-from standin import RELEASES, make_checkout, make_standin, make_unrelated
+from check_tools import installed
+from standin import RELEASES, make_checkout, make_standin, make_unrelated, shared_standin
 
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends import choose, survey
@@ -109,8 +109,8 @@ def test_a_module_without_a_spec(monkeypatch):
 @pytest.mark.parametrize(
     ("release", "name"), [("v0.1.7.post5", "aiter"), ("v0.1.8", "amd-aiter"), ("v0.1.20", "amd-aiter")]
 )
-def test_a_wheel(release, name, tmp_path):
-    with installed(make_standin(tmp_path / "a", release)):
+def test_a_wheel(release, name):
+    with installed(shared_standin(release)):
         assert build().origin == f"AMD's {name} {release[1:]}, install build"
 
 
@@ -131,8 +131,8 @@ def test_looking_runs_nothing_of_it(tmp_path):
         assert "aiter" not in sys.modules
 
 
-def test_it_is_looked_for_once(tmp_path):
-    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+def test_it_is_looked_for_once():
+    with installed(shared_standin("v0.1.20")):
         assert amd.find_build() is amd.find_build()
         assert amd.probe("rms_norm") is amd.probe("rms_norm")
 
@@ -144,13 +144,13 @@ def hip_and_triton() -> tuple[object, object]:
     return amd.probe("rms_norm"), amd.probe("triton_rms_norm")
 
 
-def test_triton_only_by_the_environment(tmp_path, monkeypatch):
+def test_triton_only_by_the_environment(monkeypatch):
     monkeypatch.setenv("AITER_TRITON_ONLY", "1")
-    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+    with installed(shared_standin("v0.1.20")):
         hip, triton = hip_and_triton()
         assert hip == Refused(name="rms_norm", reason="Triton-only: AITER_TRITON_ONLY=1 is set")
         assert not isinstance(triton, Refused)
-    with installed(make_standin(tmp_path / "b", "v0.1.15")):  # does not know the variable, so it does not count
+    with installed(shared_standin("v0.1.15")):  # does not know the variable, so it does not count
         assert not any(isinstance(found, Refused) for found in hip_and_triton())
 
 
@@ -163,9 +163,9 @@ def test_triton_only_without_c_parts(tmp_path):
         assert hip.reason == "Triton-only: this installation has no C++ parts (there is no folder `jit`)"
 
 
-def test_what_triton_only_mode_cannot_import_is_a_reason_too(tmp_path, monkeypatch):
+def test_what_triton_only_mode_cannot_import_is_a_reason_too(monkeypatch):
     monkeypatch.setenv("AITER_TRITON_ONLY", "1")
-    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+    with installed(shared_standin("v0.1.20")):
         found = amd.bind("triton_act_mul_group_quant")
         assert isinstance(found, Refused)
         assert re.match(
@@ -245,15 +245,15 @@ def test_sources_that_do_not_parse(tmp_path):
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_release_is_in_the_range_and_the_range_is_short(release, tmp_path):
-    found = release_range(make_standin(tmp_path / "a", release) / "aiter")
+def test_the_release_is_in_the_range_and_the_range_is_short(release):
+    found = release_range(shared_standin(release) / "aiter")
     assert release in found
     assert not found.contradictory
     assert len(list(found)) <= 8
 
 
-def test_the_probes_tell_these_generations_apart(tmp_path):
-    ranges = {str(release_range(make_standin(tmp_path / release, release) / "aiter")) for release in RELEASES}
+def test_the_probes_tell_these_generations_apart():
+    ranges = {str(release_range(shared_standin(release) / "aiter")) for release in RELEASES}
     assert len(ranges) >= 23
     assert "v0.1.17-rc0 to v0.1.17" in ranges
     assert "v0.1.20 or later" in ranges
@@ -285,12 +285,12 @@ def test_aiter_is_a_backend_of_the_ops_and_not_for_this_machine():
         assert choose(op, "cpu").name == "reference"
 
 
-def test_on_rocm_the_backend_answers_without_importing_and_binds_for_a_case(tmp_path, monkeypatch):
+def test_on_rocm_the_backend_answers_without_importing_and_binds_for_a_case(monkeypatch):
     from layerfuse.fusion.ops.mla_dual_rms_norm import DualNormCase
     from layerfuse.fusion.ops.mla_dual_rms_norm_quant import DualNormQuantCase
 
     monkeypatch.setattr(torch.version, "hip", "7.2")
-    with installed(make_standin(tmp_path / "a", "v0.1.13")):
+    with installed(shared_standin("v0.1.13")):
         for op, runs in zip(amd.OPS, (True, False, True), strict=True):
             found, reason = backend._runs_on(op, "cuda")
             assert found is runs, reason

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from binding_checks import communicator, rms_norm
+from check_tools import EPSILON, FP8, installed, pair, random, weight
 from expected import REPRESENTATIVE, No
-from held import communicator, rms_norm
-from held_tools import EPSILON, FP8, installed, pair, random, weight
 from refusals import REFUSED, TAKEN
-from standin import RELEASES, StandInMisuse, make_standin
+from standin import RELEASES, StandInMisuse, shared_standin
 from test_bindings import expected_of
 
 from layerfuse.fusion.backends import aiter as amd
@@ -18,9 +18,9 @@ from layerfuse.fusion.ops.rms_norm import normalise, normalise_wide
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_every_case_in_a_release(release, tmp_path):
+def test_every_case_in_a_release(release):
     at = RELEASES.index(release)
-    with installed(make_standin(tmp_path / "a", release)):
+    with installed(shared_standin(release)):
         for case in (*TAKEN, *REFUSED):
             if isinstance(expected_of(case.binding, release), No):
                 continue
@@ -47,8 +47,8 @@ def test_nothing_follows_from_what_is_not_known():
     assert [r.kind for r in always] == ["epsilon"], "only what holds for every call may hold for an unknown one"
 
 
-def test_check_raises_what_refuses_says(tmp_path):
-    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+def test_check_raises_what_refuses_says():
+    with installed(shared_standin("v0.1.20")):
         bound = amd.bound("mla_dual_rms_norm")
         bound.check(Call(dtype=torch.bfloat16))
         with pytest.raises(
@@ -57,8 +57,8 @@ def test_check_raises_what_refuses_says(tmp_path):
             bound.check(Call(dtype=torch.float32))
 
 
-def test_bound_raises_where_bind_answers(tmp_path):
-    with installed(make_standin(tmp_path / "a", "v0.1.5")):
+def test_bound_raises_where_bind_answers():
+    with installed(shared_standin("v0.1.5")):
         with pytest.raises(AiterUnavailableError, match="aiter, mla_dual_rms_norm: this build") as caught:
             amd.bound("mla_dual_rms_norm")
         assert caught.value.binding == "mla_dual_rms_norm"
@@ -67,19 +67,19 @@ def test_bound_raises_where_bind_answers(tmp_path):
 # ---- the same calls made all the same: AITER fails, or is wrong without a word
 
 
-def test_the_refused_is_really_wrong(tmp_path):
+def test_the_refused_is_really_wrong():
     x = random(4, 12288)
-    with installed(make_standin(tmp_path / "a", "v0.1.17")):
+    with installed(shared_standin("v0.1.17")):
         with pytest.raises(StandInMisuse, match="gemma_norm is silently dropped"):
             amd.bound("add_rms_norm").call(x, x, weight(12288), EPSILON, 1.0)
         with pytest.raises(AiterCallError, match="only up to 8192 columns"):
             amd.bound("rms_norm").call(x, weight(12288), EPSILON, 1.0)
-    with installed(make_standin(tmp_path / "b", "v0.1.10.post1")):
+    with installed(shared_standin("v0.1.10.post1")):
         with pytest.raises(TypeError, match="4 positional arguments but 5"):
             amd.bound("rms_norm").call(x, weight(12288), EPSILON, 0.0)
         with pytest.raises(RuntimeError, match="group_size not support"):
             amd.bound("rms_norm_quant").call(x[:, :5120], weight(5120), EPSILON, 0.0, FP8, 128, False)
-    with installed(make_standin(tmp_path / "c", "v0.1.19")):
+    with installed(shared_standin("v0.1.19")):
         q, kv = pair(4)
         call = amd.bound("mla_dual_rms_norm_per_token_quant").call
         with pytest.raises(ValueError, match="fp8"):
@@ -109,11 +109,11 @@ STRANGE = {
 
 @pytest.mark.parametrize("release", ["v0.1.5", "v0.1.12", "v0.1.20"])
 @pytest.mark.parametrize("strange", STRANGE)
-def test_strange_strides_give_the_same_numbers(release, strange, tmp_path):
+def test_strange_strides_give_the_same_numbers(release, strange):
     x = STRANGE[strange]()
     kv = x[..., :128]
     strange_weight = torch.stack([weight(256), weight(256)], dim=1)[:, 0]
-    with installed(make_standin(tmp_path / "a", release)):
+    with installed(shared_standin(release)):
         out = amd.bound("rms_norm").call(x, strange_weight, EPSILON, 0.0)
         torch.testing.assert_close(out, normalise(x, weight(256), EPSILON))
         out, summed = amd.bound("add_rms_norm").call(x, x, strange_weight, EPSILON, 0.0)
@@ -129,9 +129,9 @@ def test_strange_strides_give_the_same_numbers(release, strange, tmp_path):
 
 @pytest.mark.parametrize("width", [12288, 8200])
 @pytest.mark.parametrize("release", ["v0.1.10.post2", "v0.1.17", "v0.1.20"])
-def test_wide_rows_take_the_generic_kernels(release, width, tmp_path):
+def test_wide_rows_take_the_generic_kernels(release, width):
     x = random(3, width + 8)[:, :width]
-    with installed(make_standin(tmp_path / "a", release)):
+    with installed(shared_standin(release)):
         torch.testing.assert_close(
             amd.bound("rms_norm").call(x, weight(width), EPSILON, 0.0), normalise(x, weight(width), EPSILON)
         )
@@ -140,17 +140,17 @@ def test_wide_rows_take_the_generic_kernels(release, width, tmp_path):
         torch.testing.assert_close(out, expected)
 
 
-def test_float32_where_there_is_a_kernel_for_it(tmp_path):
+def test_float32_where_there_is_a_kernel_for_it():
     x = random(3, 264, dtype=torch.float32)[:, :256]
     by = weight(256).float()
-    with installed(make_standin(tmp_path / "a", "v0.1.20")):
+    with installed(shared_standin("v0.1.20")):
         torch.testing.assert_close(amd.bound("rms_norm").call(x, by, EPSILON, 0.0), normalise(x, by, EPSILON))
         out, _ = amd.bound("add_rms_norm").call(x, x, by, EPSILON, 0.0)
         torch.testing.assert_close(out, normalise(x * 2, by, EPSILON))
 
 
-def test_more_dimensions_cannot_reach_a_kernel_that_takes_the_width_from_dimension_1(tmp_path):
-    with installed(make_standin(tmp_path / "a", "v0.1.16")):
+def test_more_dimensions_cannot_reach_a_kernel_that_takes_the_width_from_dimension_1():
+    with installed(shared_standin("v0.1.16")):
         rms_norm(amd.bound("rms_norm").call)  # up to three dimensions; the stand-in fails on any but two
 
 
@@ -219,10 +219,10 @@ WRONG_CALLS = {
 
 
 @pytest.mark.parametrize("wrong", WRONG_CALLS)
-def test_a_wrong_call_is_an_error_with_words(wrong, tmp_path):
+def test_a_wrong_call_is_an_error_with_words(wrong):
     name, call, words = WRONG_CALLS[wrong]
     with (
-        installed(make_standin(tmp_path / "a", "v0.1.20")),
+        installed(shared_standin("v0.1.20")),
         pytest.raises(AiterCallError, match=words) as caught,
     ):
         call(amd.bound(name).call)
@@ -236,10 +236,10 @@ UNKNOWN_OPTIONS = {
 
 
 @pytest.mark.parametrize("release", UNKNOWN_OPTIONS)
-def test_an_option_of_a_later_release_is_not_dropped(release, tmp_path):
+def test_an_option_of_a_later_release_is_not_dropped(release):
     name, options = UNKNOWN_OPTIONS[release]
     with (
-        installed(make_standin(tmp_path / "a", release)),
+        installed(shared_standin(release)),
         pytest.raises(AiterCallError, match="the installed function has no such option"),
     ):
         amd.bound(name).call(4, 1, 16, torch.bfloat16, torch.bfloat16, False, **options)

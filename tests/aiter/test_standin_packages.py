@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from standin import Mutation, StandInMisuse, imported, make_checkout, make_standin, make_unrelated, on_path
+from standin import (
+    Mutation,
+    StandInMisuse,
+    imported,
+    make_checkout,
+    make_standin,
+    make_unrelated,
+    on_path,
+    shared_standin,
+)
 from standin.generate import Fault
 
 SWALLOWING = ["v0.1.12", "v0.1.12.post2", "v0.1.13.dev0", "v0.1.13-rc2", "v0.1.14-rc0", "v0.1.14.post1"]
@@ -61,9 +70,9 @@ def test_triton_only_mode_has_no_dtypes_and_no_quantising_ops(
         assert norm(torch.ones(2, 4), torch.ones(4), 0.0).shape == (2, 4)
 
 
-def test_triton_only_mode_is_unknown_before_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_only_mode_is_unknown_before_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AITER_TRITON_ONLY", "1")
-    with imported(make_standin(tmp_path, "v0.1.15.post3")) as package:
+    with imported(shared_standin("v0.1.15.post3")) as package:
         assert hasattr(package, "rms_norm")
 
 
@@ -79,10 +88,8 @@ def test_triton_only_mode_is_unknown_before_it_came(tmp_path: Path, monkeypatch:
         ("v0.1.20", "gfx906", torch.uint8),
     ],
 )
-def test_the_fp8_flavour_follows_the_architecture(
-    tmp_path: Path, release: str, arch: str, expected: torch.dtype
-) -> None:
-    with imported(make_standin(tmp_path, release, arch=arch)) as package:
+def test_the_fp8_flavour_follows_the_architecture(release: str, arch: str, expected: torch.dtype) -> None:
+    with imported(shared_standin(release, arch=arch)) as package:
         assert package.dtypes.fp8 == expected
 
 
@@ -113,10 +120,10 @@ def test_a_build_may_lack_a_function(tmp_path: Path) -> None:
         make_standin(tmp_path / "other", "v0.1.5", without=lacking)
 
 
-def test_nothing_of_an_import_is_left_behind(tmp_path: Path) -> None:
+def test_nothing_of_an_import_is_left_behind() -> None:
     path, finders = list(sys.path), list(sys.meta_path)
     for release in ("v0.1.5", "v0.1.20"):
-        with imported(make_standin(tmp_path / release, release)):
+        with imported(shared_standin(release)):
             importlib.import_module("aiter.ops.triton.fused_add_rmsnorm_pad" if release == "v0.1.20" else "aiter.mla")
     assert (sys.path, sys.meta_path) == (path, finders)
     assert not [name for name in sys.modules if name.split(".")[0] == "aiter"]

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from standin import EVERY_REF, RELEASES, aliases, between, definitions, imported, make_standin, version
+from standin import EVERY_REF, RELEASES, aliases, between, definitions, imported, make_standin, shared_standin, version
 from standin.recorded import DATA, every_key
 
 RECORDED: dict[str, Any] = json.loads(DATA.read_text())
@@ -92,10 +92,10 @@ def check_live(release: str) -> None:
 
 
 @pytest.mark.parametrize("release", EVERY_REF)
-def test_every_recorded_signature_is_there_and_nothing_else(tmp_path: Path, release: str) -> None:
-    make_standin(tmp_path, release)
-    check_source(tmp_path, release)
-    with imported(tmp_path):
+def test_every_recorded_signature_is_there_and_nothing_else(release: str) -> None:
+    folder = shared_standin(release)
+    check_source(folder, release)
+    with imported(folder):
         check_live(release)
         for alias, target in aliases(release).items():
             one, other = reached(alias), reached(target)
@@ -106,9 +106,9 @@ def test_every_recorded_signature_is_there_and_nothing_else(tmp_path: Path, rele
 
 
 @pytest.mark.parametrize("release", ["v0.1.7.post5", "v0.1.8", "v0.1.13-rc2", "v0.1.17-longctx", "v0.1.20"])
-def test_metadata_is_found_under_the_name_of_its_time(tmp_path: Path, release: str) -> None:
+def test_metadata_is_found_under_the_name_of_its_time(release: str) -> None:
     name, other = ("aiter", "amd-aiter") if release == "v0.1.7.post5" else ("amd-aiter", "aiter")
-    with imported(make_standin(tmp_path, release)) as package:
+    with imported(shared_standin(release)) as package:
         assert importlib.metadata.version(name) == version(release)
         with pytest.raises(importlib.metadata.PackageNotFoundError):
             importlib.metadata.version(other)
@@ -138,18 +138,18 @@ def module_of(package: ModuleType, name: str) -> str:
     return str(vars(package)[name].__module__)
 
 
-def test_one_name_is_two_functions(tmp_path: Path) -> None:
+def test_one_name_is_two_functions() -> None:
     """`aiter.fused_qk_rmsnorm` is the dual norm up to v0.1.13.post1, and a dispatcher with 16 keywords after it."""
-    with imported(make_standin(tmp_path / "old", "v0.1.13.post1")) as package:
+    with imported(shared_standin("v0.1.13.post1")) as package:
         assert len(inspect.signature(package.fused_qk_rmsnorm).parameters) == 6
         assert module_of(package, "fused_qk_rmsnorm") == "aiter.ops.fused_qk_norm_rope_cache_quant"
-    with imported(make_standin(tmp_path / "new", "v0.1.14-rc0")) as package:
+    with imported(shared_standin("v0.1.14-rc0")) as package:
         assert len(inspect.signature(package.fused_qk_rmsnorm).parameters) == 16
         assert not hasattr(package, "_fused_qk_rmsnorm")
 
 
-def test_old_paths_lead_to_the_moved_modules(tmp_path: Path) -> None:
-    with imported(make_standin(tmp_path, "v0.1.19")):
+def test_old_paths_lead_to_the_moved_modules() -> None:
+    with imported(shared_standin("v0.1.19")):
         old = importlib.import_module("aiter.ops.triton.fused_fp8_quant")
         assert old.__file__ == importlib.import_module("aiter.ops.triton.quant.fused_fp8_quant").__file__
         triton = importlib.import_module("aiter.ops.triton")

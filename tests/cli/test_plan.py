@@ -107,6 +107,17 @@ def test_heads_that_cannot_be_shared_are_refused_with_what_can_be_done(run):
     )
 
 
+def test_what_only_one_engine_cannot_build_is_refused_for_that_engine(run):
+    answer = run("plan", "gpt-oss-20b", "--tp", 16, "--engine", "vllm")
+    assert answer.code == 1
+    assert answer.err.startswith(
+        "layerfuse: gpt-oss-20b cannot be sharded over 16 ranks: vllm shares out the 8 KV heads"
+    )
+    assert answer.err.endswith("Sizes up to 64 that work: 1, 2, 4, 8.\n")
+    assert run("plan", "gpt-oss-20b", "--tp", 16, "--engine", "sglang").code == 0
+    assert "published epsilons" in run("plan", "gpt-oss-20b", "--tp", 8, "--engine", "vllm").out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

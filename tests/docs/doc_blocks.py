@@ -10,6 +10,7 @@ import io
 import json
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,10 +34,23 @@ def expected_outputs(blocks):
     """(Python block, the text block that shows its output or None)."""
     found = []
     for i, block in enumerate(blocks):
-        if block.language == "python":
+        if block.language == "python" and not block.title:
             following = blocks[i + 1] if i + 1 < len(blocks) else None
             found.append((block, following if following and following.language == "text" else None))
     return found
+
+
+def pretend_installed(pyproject):
+    """Put the current folder on the path, with the metadata that installing a package there would have left."""
+    project = tomllib.loads(pyproject)["project"]
+    info = Path(f"{project['name'].replace('-', '_')}-{project['version']}.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = project["entry-points"]
+    (info / "entry_points.txt").write_text(
+        "".join(f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups.items())
+    )
+    sys.path.insert(0, str(Path.cwd()))
 
 
 def run_page(path):
@@ -45,9 +59,11 @@ def run_page(path):
     namespace = {"__name__": "__docs__"}
     outputs = []
     for block in blocks:
-        if block.language == "toml" and block.title:
+        if block.title:
             Path(block.title).write_text(block.code)
-        if block.language != "python":
+            if block.title == "pyproject.toml":
+                pretend_installed(block.code)
+        if block.language != "python" or block.title:
             continue
         line = path.read_text()[: block.start].count("\n")
         captured = io.StringIO()

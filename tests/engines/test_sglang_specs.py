@@ -12,7 +12,7 @@ from layerfuse.adapters import GQASpec, ResidualSpec
 
 sglang_layers = pytest.importorskip("sglang_layers")
 from sglang_layers import MODELS, build_layer, build_model  # noqa: E402
-from whole_models import cases, check_every_layer, check_kernel_layers  # noqa: E402
+from whole_models import cases, check_every_layer, check_kernel_layers, norms_that_feed_nothing  # noqa: E402
 
 
 @pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
@@ -43,3 +43,12 @@ def test_local_heads_that_the_engine_rewrites_during_a_forward_are_read_anew() -
 
     assert registry.spec_for(layer).num_local_heads == 32
     assert registry.spec_for(layer).parallel.size == 4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_linears_that_read_a_norm_are_where_the_adapters_say(name: str) -> None:
+    """The key/value latent goes to the cache, and gpt-oss has nothing but experts after its attention."""
+    silent = norms_that_feed_nothing(build_model(name))
+
+    allowed = "post_attention_layernorm" if name.startswith("gpt-oss") else "kv_a_layernorm"
+    assert {found.partition(".")[2] for found in silent} <= {allowed}

@@ -15,7 +15,7 @@ from layerfuse.adapters.specs import Parallel
 
 vllm_layers = pytest.importorskip("vllm_layers")
 from vllm_layers import MODELS, build_layer, build_model, fp8_kernel  # noqa: E402
-from whole_models import cases, check_every_layer, check_kernel_layers  # noqa: E402
+from whole_models import cases, check_every_layer, check_kernel_layers, norms_that_feed_nothing  # noqa: E402
 
 
 @pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
@@ -117,3 +117,12 @@ def test_what_an_fp8_linear_quantises_is_read_off_the_kernel_that_vllm_gave_it(
     attention, stream = registry.spec_for(decoder.self_attn), registry.spec_for(decoder)
     assert (attention.q_norm.quant, stream.input_norm.quant, stream.post_attention_norm.quant) == (quant,) * 3
     assert attention.kv_norm.quant is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_linears_that_read_a_norm_are_where_the_adapters_say(name: str) -> None:
+    """The key/value latent goes to the cache, and gpt-oss has nothing but experts after its attention."""
+    silent = norms_that_feed_nothing(build_model(name))
+
+    allowed = "post_attention_layernorm" if name.startswith("gpt-oss") else "kv_a_layernorm"
+    assert {found.partition(".")[2] for found in silent} <= {allowed}

@@ -59,6 +59,23 @@ def check_every_layer(model: Any, engine: str, name: str, tp: int, rank: int) ->
         assert registry.spec_for(model.get_submodule(path), type(spec)) == spec
 
 
+def norms_that_feed_nothing(model: Any) -> set[str]:
+    """Norms of which no linear is where the adapter says that its readers are, as `layer class.norm module`."""
+    found = set()
+    for path, spec in registry.specs_in(model):
+        if isinstance(spec, FinalNormSpec):
+            continue  # the head reads it, which is outside of the module that holds it
+        layer = model.get_submodule(path)
+        children = dict(layer.named_modules(remove_duplicate=False))
+        (facts,) = [
+            reader.facts for reader in registry.default.readers_for(type(layer)) if reader.facts.spec is type(spec)
+        ]
+        for norm in facts.norms:
+            if str(norm.module) in children and not any(str(feed) in children for feed in norm.feeds):
+                found.add(f"{type(layer).__name__}.{norm.module}")
+    return found
+
+
 def check_kernel_layers(model: Any) -> int:
     """Every kernel layer holds what the layer around it holds on this rank, and sends on whoever asks for more."""
     outer = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from test_metadata_heads import FP8, GFX942, GFX950, mla, with_heads
+from mla_layers import FP8, GFX942, GFX950, mla, with_heads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from layerfuse.fusion.backends import aiter as amd

@@ -7,26 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mla_layers import BF16, FP8, GFX942, GFX950, mla, with_heads
 
-from layerfuse import registry
-from layerfuse.adapters.specs import MLASpec
 from layerfuse.fusion import Target
 from layerfuse.fusion.backends.aiter.calls import Call
 from layerfuse.fusion.backends.aiter.releases import RELEASES, ReleaseRange
 from layerfuse.fusion.backends.aiter.restrictions import restrictions_of
 from layerfuse.fusion.metadata import HeadCountError, HeadsRefusedError, MLAHeadPlan, plan_heads, plan_metadata
-
-GFX942, GFX950 = Target.named("gfx942"), Target.named("gfx950")
-BF16 = {"q_dtype": "bf16", "kv_dtype": "bf16"}
-FP8 = {"q_dtype": "fp8", "kv_dtype": "fp8"}
-
-
-def mla(name: str, tp: int = 1) -> MLASpec:
-    return next(spec for _, spec in registry.model(name).specs(tp, 0) if isinstance(spec, MLASpec))
-
-
-def with_heads(heads: int, tp: int = 1) -> MLASpec:
-    return attrs.evolve(mla("kimi-k2.5"), num_heads=heads, num_local_heads=heads).shard(tp)
 
 
 @pytest.mark.parametrize(

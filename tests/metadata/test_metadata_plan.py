@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 from helpers import real_model, run_python
-from test_metadata_heads import FP8, GFX942, GFX950, mla, with_heads
+from mla_layers import FP8, GFX942, GFX950, mla, with_heads
 
 from layerfuse import registry
 from layerfuse.adapters.specs import GatedDeltaNetSpec

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from test_metadata_heads import GFX942, GFX950, with_heads
+from mla_layers import GFX942, GFX950, with_heads
 
 from layerfuse.fusion.backends.aiter.releases import RELEASES, is_after
 from layerfuse.fusion.metadata import HeadsRefusedError, plan_heads, plan_metadata

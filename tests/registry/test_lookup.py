@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 
 from layerfuse import registry
 from layerfuse.adapters import Adapter, KernelSpec, MLASpec, ResidualSpec, UnknownLayerError
+from layerfuse.adapters.errors import closest_classes
 from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA
 
 
@@ -123,23 +126,59 @@ def test_what_is_no_layer_at_all_is_unknown_and_nothing_worse(thing: Any) -> Non
 
 
 def test_a_whole_model_is_sent_to_specs_in() -> None:
-    with pytest.raises(
-        UnknownLayerError, match="ask specs_in for a whole model; this one holds known layers, the first at"
-    ):
+    with pytest.raises(UnknownLayerError) as caught:
         registry.spec_for(real_model("deepseek-v3"))
+    assert str(caught.value).endswith(". It holds known layers, the first at model: ask specs_in for all of them.")
+
+
+NORMS = ["vllm.model_executor.layers.layernorm:RMSNorm", "my.lib:Qwen3NextRMSNorm", "my.lib:FusedRMSNormGated"]
+
+
+@pytest.mark.parametrize("key", NORMS)
+def test_a_norm_is_no_layer_and_no_layer_is_close_to_it(key: str) -> None:
+    with pytest.raises(UnknownLayerError) as caught:
+        registry.spec_for(class_of(*key.split(":"))())
+    assert caught.value.closest == ()
+    assert str(caught.value) == (
+        f"no adapter knows the layer class {key}. A norm is no layer of its own: it is read as part of the layer that holds "
+        "it, so ask spec_for for that layer."
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "first"),
+    [
+        ("vllm.model_executor.models.llama:LlamaAttention", "vllm:Attention"),
+        ("sglang.srt.models.new:KimiK4DecoderLayer", "sglang:KimiK3DecoderLayer"),
+        ("my.lib:DeepseekV4Model", "transformers:DeepseekV3Model"),
+        ("vllm.x:GptOssModel2", "vllm:GptOssModel"),
+        ("my.lib:DeepseekV3AttentionPlus", "transformers:DeepseekV3Attention"),
+        ("vllm.model_executor.models.gpt_oss:Embedding", None),
+    ],
+)
+def test_the_closest_classes_are_layers_of_the_same_kind(key: str, first: str | None) -> None:
+    found = closest_classes(key, registry.layer_classes())
+    assert (found[0] if found else None) == first
+    last = re.findall("Attention|DecoderLayer|Model", key)
+    assert all(last[-1] in near for near in found)
+
+
+def test_an_unknown_layer_error_survives_pickling() -> None:
+    error = UnknownLayerError("a:B", ("c:B",), where=" (at 1)")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_a_model_without_any_known_layer_names_what_looks_like_one() -> None:
     attention = class_of("mylib.models", "SelfAttention")
     model = nn.Sequential(nn.Linear(2, 2), attention(), attention())
-    with pytest.raises(UnknownLayerError, match=r"mylib.models:SelfAttention \(at 1, and 1 more like it\)"):
+    with pytest.raises(UnknownLayerError, match=r"mylib.models:SelfAttention \(at 1, and 1 more\)"):
         registry.specs_in(model)
     assert registry.unknown_in(model) == [("1", "mylib.models:SelfAttention"), ("2", "mylib.models:SelfAttention")]
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())])
 def test_a_model_without_attention_says_so(model: nn.Module) -> None:
-    with pytest.raises(UnknownLayerError, match="give a model that holds attention layers"):
+    with pytest.raises(UnknownLayerError, match="Give a model that holds attention layers"):
         registry.specs_in(model)
     assert registry.unknown_in(model) == []
 

@@ -143,3 +143,18 @@ def test_longcat_numbers_its_attentions_on() -> None:
     specs = registry.model("longcat-flash").specs()
     assert [path for path, _ in specs[:4]] == ["layers.0", "layers.0.mla.0", "layers.0.mla.1", "layers.1"]
     assert [spec.layer_index for _, spec in specs if isinstance(spec, MLASpec)] == list(range(56))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])
+def test_an_engine_that_does_not_replicate_kv_heads_is_refused_where_ranks_outnumber_them(name: str) -> None:
+    entry = registry.model(name)
+    assert len(entry.specs(8, engine="vllm")) == len(entry.specs())
+    with pytest.raises(SpecError) as caught:
+        entry.specs(16, engine="vllm")
+    assert str(caught.value) == (
+        f"{name} at tensor-parallel size 16: vllm shares out the 8 KV heads of this model without replicating them, so that "
+        "each of 16 ranks would hold 8 // 16 = 0 of them, and it cannot be built"
+    )
+    for engine in (None, "transformers", "sglang"):
+        attention = entry.specs(16, engine=engine)[1][1]
+        assert isinstance(attention, GQASpec) and attention.num_local_kv_heads == 1

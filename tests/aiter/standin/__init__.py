@@ -15,7 +15,7 @@ neighbours, `mla_sizes` states the sizes of the attention metadata.
 from __future__ import annotations
 
 from .flavours import make_checkout, make_unrelated
-from .generate import make_standin
+from .generate import make_standin, shared_standin
 from .importing import imported, on_path
 from .misuse import StandInMisuse
 from .mutation import Mutation
@@ -36,5 +36,6 @@ __all__ = [
     "make_standin",
     "make_unrelated",
     "on_path",
+    "shared_standin",
     "version",
 ]

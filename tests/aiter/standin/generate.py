@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Collection
+from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Literal
 
@@ -109,9 +112,18 @@ def _module(path: str, functions: dict[Definition, Mutated], release: str) -> st
     return text
 
 
+_WRITTEN: dict[Path, str] = {}
+"""What this process wrote last."""
+
+
 def _write(root: Path, path: str, text: str) -> None:
-    """Writes a file, and an empty `__init__.py` into each new folder above it."""
+    """Writes a file unless it was written so before, and an empty `__init__.py` into each new folder above it."""
     target = root / path
+    if _WRITTEN.get(target) == text and target.exists():
+        return
+    # Two texts of one length, written within a second, look alike to Python's cache.
+    Path(cache_from_source(target)).unlink(missing_ok=True)
+    _WRITTEN[target] = text
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text)
     folder = target.parent
@@ -130,7 +142,7 @@ def _quant_package(release: str, names: list[str]) -> str:
 def write_metadata(folder: Path, name: str, its_version: str) -> None:
     """A `dist-info` that importlib.metadata finds when `folder` is on the path."""
     info = folder / f"{name.replace('-', '_')}-{its_version}.dist-info"
-    info.mkdir(parents=True)
+    info.mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {its_version}\n")
     (info / "top_level.txt").write_text("aiter\n")
     (info / "RECORD").write_text("aiter/__init__.py,,\n")
@@ -149,7 +161,8 @@ def make_standin(
     """Writes the package `aiter` of a release under `folder`, which the caller puts on the path.
 
     Args:
-        folder: an empty folder of its own, created if need be.
+        folder: an empty folder of its own, created if need be; or one with a stand-in of the same release and options
+            but for `mutate`, of which only what differs is written.
         release: a recorded tag, or HEAD.
         arch: the architecture the package believes to run on.
         mutate: one change to one function.
@@ -172,7 +185,7 @@ def make_standin(
         if key not in without:
             modules.setdefault(definition.module, {})[definition] = mutated(definition, mutate)
     root = folder / "aiter"
-    root.mkdir(parents=True)
+    root.mkdir(parents=True, exist_ok=True)
     faults = {name: text if name == fault else "" for name, text in texts.FAULTS.items()}
     for path, functions in modules.items():
         _write(folder, path.replace(".", "/") + ".py", _module(path, functions, release))
@@ -193,6 +206,18 @@ def make_standin(
         (root / "install_mode").write_text("install")
         write_metadata(folder, "amd-aiter" if between(release, "v0.1.8", None) else "aiter", its_version)
     return folder
+
+
+@functools.cache
+def _shared_folder() -> tempfile.TemporaryDirectory[str]:
+    """Removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="aiter-standins-")
+
+
+@functools.cache
+def shared_standin(release: str, arch: str = "gfx950") -> Path:
+    """The stand-in of a release as it is, written once per process, for tests that change none of its files."""
+    return make_standin(Path(_shared_folder().name) / f"{release}-{arch}", release, arch=arch)
 
 
 def _write_triton(folder: Path, release: str, modules: dict[str, dict[Definition, Mutated]]) -> None:

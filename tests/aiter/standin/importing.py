@@ -28,12 +28,15 @@ def on_path(*folders: Path) -> Iterator[None]:
     """
     path, finders = list(sys.path), list(sys.meta_path)
     before = {name: module for name, module in sys.modules.items() if name == "aiter" or name.startswith("aiter.")}
+    searched = set(sys.path_importer_cache)
     _forget()
     sys.path[:] = [*map(str, folders), *(entry for entry in path if Path(entry or ".").resolve() != TESTS)]
     try:
         yield
     finally:
         _forget()
+        for entry in sys.path_importer_cache.keys() - searched:  # thousands of folders would slow down every import
+            del sys.path_importer_cache[entry]
         sys.modules.update(before)
         sys.path[:], sys.meta_path[:] = path, finders
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from held_tools import EPSILON, FP8, pair, random, same, same_quantised, weight
+from check_tools import EPSILON, FP8, pair, random, same, same_quantised, weight
 from torch import Tensor
 
 from layerfuse.fusion.backends import aiter as amd
@@ -317,8 +317,8 @@ CASES: dict[str, Callable[[Callable[..., Any]], None]] = {
 }
 
 
-def hold(bound: Bound) -> None:
-    """The binding gives the right numbers.
+def check_numbers(bound: Bound) -> None:
+    """Check that the binding gives the right numbers.
 
     Raises:
         AssertionError: it does not, or AITER's function would have been misused.

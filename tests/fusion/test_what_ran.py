@@ -1,0 +1,395 @@
+"""What ran: report, counters and profiler agree, whatever Dynamo did with a model, and strict speaks of the call at hand.
+
+The graphs are run op by op instead of by generated code: the same graphs and calls, in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from typing import Any
+
+import pytest
+import torch
+from fusion_support import HIDDEN, CanonicalNorm, FusedProjection, LlamaNorm, TwoProjections, mla_spec
+from torch import nn
+
+from layerfuse import fusion
+from layerfuse.adapters.specs import WHOLE, NormSpec, ResidualSpec
+from layerfuse.fusion import FusedModel, FusionMissedError
+
+transformers = pytest.importorskip("transformers")
+
+DUAL, ADD = "mla_dual_rms_norm", "add_rms_norm"
+SMALL = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "max_position_embeddings": 64,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda gm, _inputs, **_: gm)
+
+
+def deepseek(layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    config = transformers.DeepseekV3Config(**SMALL, num_hidden_layers=layers, first_k_dense_replace=layers)
+    return transformers.DeepseekV3ForCausalLM(config).eval()
+
+
+def call(model: Any, length: int = 6, **kwargs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(length)[None] % 64, **{"use_cache": False, **kwargs}).logits
+
+
+def assert_agree(fused: FusedModel, expected: dict[str, int], ran: dict[str, int], *args: Any, **kwargs: Any) -> Any:
+    """Profiler, counters and report say that these many of these many ran."""
+    with torch.no_grad():
+        audit = fused.audit(*args, **kwargs)
+    assert {name: found.expected for name, found in audit.fusions.items()} == expected
+    assert {name: found.profiled for name, found in audit.fusions.items()} == ran
+    assert {name: found.counted for name, found in audit.fusions.items()} == ran
+    assert {name: fused.report.of(name).last_call for name in ran} == ran
+    return audit
+
+
+IDS = {"input_ids": torch.arange(6)[None], "use_cache": False}
+
+
+def test_a_whole_model() -> None:
+    fused = fusion.compile(deepseek(3), strict=True)
+    torch.testing.assert_close(call(fused), call(fused.original), rtol=1e-5, atol=1e-5)
+    audit = assert_agree(fused, {DUAL: 3, ADD: 6}, {DUAL: 3, ADD: 6}, **IDS)
+    assert audit.ok and "3 by the profiler" in str(audit)
+    verdict = fused.report.of(DUAL)
+    assert (verdict.compiled, verdict.executed, verdict.last_call) == (3, 3 * fused.report.calls, 3)
+
+
+# ---- several uses of one site (findings 1 and 18) --------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    def __init__(self, layers: list[nn.Module], times: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return tuple(part for _ in range(self.times) for layer in self.layers for part in layer(x))
+
+
+def specs(count: int = 1, **changes: Any) -> list[tuple[str, Any]]:
+    return [(f"layers.{i}", mla_spec(i, **changes)) for i in range(count)]
+
+
+X = torch.randn(5, HIDDEN)
+
+
+def test_a_layer_called_twice_in_one_forward() -> None:
+    fused = fusion.compile(Layers([TwoProjections(), TwoProjections()], times=2), specs=specs(2), strict=True)
+    with torch.no_grad():
+        for got, wanted in zip(fused(X), fused.original(X), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert_agree(fused, {DUAL: 2}, {DUAL: 4}, X)
+    assert fused.report.of(DUAL).compiled == 4
+
+
+def test_a_layer_that_the_model_holds_three_times() -> None:
+    layer = TwoProjections()
+    fused = fusion.compile(Layers([layer, layer, layer]), specs=specs(1), strict=True)
+    with torch.no_grad():
+        fused(X)
+    assert_agree(fused, {DUAL: 1}, {DUAL: 3}, X)
+
+
+def test_an_attention_shared_by_two_decoder_layers() -> None:
+    model = deepseek(2)
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    fused = fusion.compile(model, strict=True)
+    call(fused)
+    # The shared attention says that it is layer 0's, so the second input norm counts as the first layer's.
+    assert_agree(fused, {DUAL: 1, ADD: 3}, {DUAL: 2, ADD: 3}, **IDS)
+
+
+def test_a_decoder_layer_used_three_times() -> None:
+    model = deepseek(1)
+    model.model.layers = nn.ModuleList([model.model.layers[0]] * 3)
+    model.config.num_hidden_layers = 3
+    fused = fusion.compile(model)
+    torch.testing.assert_close(call(fused), call(model), rtol=1e-5, atol=1e-5)
+    assert fused.report.of(DUAL).last_call == 3
+    assert fused.report.of(DUAL).complete
+
+
+def test_a_layer_appended_after_compile() -> None:
+    model = deepseek(2)
+    fused = fusion.compile(model, strict=True)
+    call(fused)
+    model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+    model.model.layers[2].self_attn.layer_idx = 2
+    model.config.num_hidden_layers = 3
+    call(fused)
+    assert len(fused.plan.expected(DUAL)) == 3
+    assert_agree(fused, {DUAL: 3, ADD: 6}, {DUAL: 3, ADD: 6}, **IDS)
+
+
+# ---- graph breaks and Dynamo's limit (findings 16 and 17) ------------------------------------------------------------
+
+
+def hooked(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    return model
+
+
+def test_graph_breaks_per_layer() -> None:
+    fused = fusion.compile(hooked(deepseek(3)))
+    torch.testing.assert_close(call(fused), call(fused.original), rtol=1e-5, atol=1e-5)
+    audit = assert_agree(
+        fused, {DUAL: 3, ADD: 6}, {DUAL: 3, ADD: fused.report.of(ADD).last_call or 0}, **IDS
+    )
+    assert not any("profiler" in problem for problem in audit.problems)
+    assert fused.report.of(DUAL).complete
+
+
+def test_dynamos_limit_is_named() -> None:
+    # With a cache each layer's index is a guard, so that every frame is compiled anew for each layer.
+    with torch._dynamo.config.patch(recompile_limit=2):
+        fused = fusion.compile(hooked(deepseek(4)), strict=True)
+        with pytest.raises(FusionMissedError, match=r"Dynamo has reached its limit of 2 recompilations"):
+            call(fused, use_cache=True)
+        with torch.no_grad():
+            audit = fused.audit(input_ids=torch.arange(6)[None], use_cache=True)
+    found = audit.fusions[DUAL]
+    assert found.expected == 4
+    assert found.profiled == found.counted == fused.report.of(DUAL).last_call < 4
+    verdict = fused.report.of(DUAL)
+    assert len(verdict.matched) == found.counted
+    assert all("limit of" in why for why in verdict.missed.values())
+
+
+def test_twelve_lengths_without_dynamic_shapes() -> None:
+    fused = fusion.compile(Layers([TwoProjections()]), specs=specs(), dynamic=False, strict=True)
+    with torch.no_grad():
+        for length in range(2, 10):
+            fused(torch.randn(length, HIDDEN))
+        for length in range(10, 14):
+            with pytest.raises(FusionMissedError, match=r"limit of 8 .*dynamic=True"):
+                fused(torch.randn(length, HIDDEN))
+            assert fused.report.of(DUAL).last_call == 0
+        assert not fused.report.of(DUAL).complete
+        fused(torch.randn(3, HIDDEN))
+    assert fused.report.of(DUAL).last_call == 1
+    assert fused.report.of(DUAL).complete
+
+
+def test_the_ninth_model_of_one_class() -> None:
+    held = []
+    for i in range(9):
+        fused = fusion.compile(Layers([TwoProjections(torch_norm_of(i))]), specs=specs(1, **eps_of(i)), strict=True)
+        held.append(fused)
+        if i < 8:
+            with torch.no_grad():
+                fused(X)
+        else:
+            with torch.no_grad(), pytest.raises(FusionMissedError, match="limit of 8"):
+                fused(X)
+
+
+def torch_norm_of(i: int) -> Any:
+    return lambda width, epsilon=1e-6: LlamaNorm(width, 1e-6 * (i + 1))
+
+
+def eps_of(i: int) -> dict[str, float]:
+    return {"epsilon": 1e-6 * (i + 1)}
+
+
+# ---- what is kept out of compilation ---------------------------------------------------------------------------------
+
+
+def test_a_disabled_attention() -> None:
+    model = deepseek(2)
+    attention = model.model.layers[1].self_attn
+    attention.forward = torch.compiler.disable(attention.forward)
+    fused = fusion.compile(model, strict=True)
+    with pytest.raises(FusionMissedError, match=r"layers.1.self_attn:latents: model.layers.1.self_attn.forward is kept"):
+        call(fused)
+    with torch.no_grad():
+        audit = fused.audit(**IDS)
+    assert (audit.fusions[DUAL].profiled, audit.fusions[DUAL].counted, audit.fusions[DUAL].expected) == (1, 1, 2)
+    assert list(fused.report.of(DUAL).missed) == ["model.layers.1.self_attn:latents"]
+
+
+def test_disabled_decoder_layers() -> None:
+    model = deepseek(3)
+    for i in (0, 2):
+        model.model.layers[i].forward = torch.compiler.disable(model.model.layers[i].forward)
+    fused = fusion.compile(model)
+    call(fused)
+    verdict = fused.report.of(DUAL)
+    assert verdict.matched == ("model.layers.1.self_attn:latents",)
+    assert all("torch.compiler.disable" in why for why in verdict.missed.values())
+    with torch.no_grad():
+        audit = fused.audit(**IDS)
+    assert audit.fusions[DUAL].profiled == audit.fusions[DUAL].counted == 1
+
+
+def test_a_stance_and_a_switch_after_a_good_call() -> None:
+    fused = fusion.compile(deepseek(1), strict=True)
+    call(fused)
+    with torch.compiler.set_stance("force_eager"), pytest.raises(FusionMissedError, match="set_stance"):
+        call(fused)
+    assert fused.report.of(DUAL).last_call == 0
+    call(fused)
+    assert fused.report.of(DUAL).complete
+
+
+def test_a_switch_before_the_first_call() -> None:
+    with torch._dynamo.config.patch(disable=True):
+        fused = fusion.compile(deepseek(1), strict=True)
+        with pytest.raises(FusionMissedError, match="config.disable is set"):
+            call(fused)
+
+
+# ---- one miss is not for ever, and a later graph that loses a fusion shows (findings 2 and 19) -----------------------
+
+
+class Changing(TwoProjections):
+    """Another spelling of the norm from ten tokens on."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        q, kv, _ = self.down(x), *self.kv_down(x).split([512, 64], -1)
+        if x.shape[0] < 10:
+            return self.q_norm(q), self.kv_norm(kv)
+        return q / torch.sqrt(q.pow(2).mean(-1, keepdim=True) + 1e-6) * self.q_norm.weight, self.kv_norm(kv)
+
+
+def test_a_recompilation_that_loses_the_fusion() -> None:
+    fused = fusion.compile(Layers([Changing()]), specs=specs(), dynamic=False, strict=True)
+    with torch.no_grad():
+        fused(X)
+        assert fused.report.of(DUAL).complete
+        with pytest.raises(FusionMissedError, match="found the key/value norm only"):
+            fused(torch.randn(12, HIDDEN))
+        verdict = fused.report.of(DUAL)
+        assert list(verdict.missed) == ["layers.0:latents"]
+        assert verdict.last_call == 0
+        fused(X)
+    assert fused.report.of(DUAL).last_call == 1
+    assert not fused.report.of(DUAL).complete, "a graph that lost the fusion stays in the report"
+
+
+# ---- specs, weights and shapes that are not as usual (findings 3, 4, 7 and 20) ---------------------------------------
+
+
+def test_two_specs_of_one_layer() -> None:
+    norm = NormSpec(width=HIDDEN, epsilon=1e-6)
+    residual = ResidualSpec(
+        hidden_size=HIDDEN, layer_index=1, parallel=WHOLE, input_norms=(norm,), post_attention_norms=(norm,)
+    )
+    made = fusion.plan([("layers.0", residual), ("layers.0", mla_spec(1))], fusion.Target.named("cpu"))
+    assert [site.name for site in made.sites] == ["layers.0:input", "layers.0:post_attention", "layers.0:latents"]
+    with pytest.raises(ValueError, match="several MLASpec"):
+        fusion.plan([("layers.0", mla_spec()), ("layers.0", mla_spec())], fusion.Target.named("cpu"))
+
+
+@pytest.mark.parametrize("placed", [[mla_spec()], [("", mla_spec())], [("layers.0", mla_spec())]])
+def test_specs_without_a_path_or_with_that_of_the_whole_model(placed: list[Any]) -> None:
+    whole = placed[0][0] == "" if isinstance(placed[0], tuple) else False
+    model = TwoProjections() if whole else Layers([TwoProjections()])
+    fused = fusion.compile(model, specs=placed, strict=True)
+    with torch.no_grad():
+        fused(X)
+    assert_agree(fused, {DUAL: 1}, {DUAL: 1}, X)
+
+
+class Turned(FusedProjection):
+    """The latents are columns of a transposed product, and the norms are one op each."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        q, kv, _ = (self.down.weight @ x.T).T.split([1536, 512, 64], -1)
+        return self.q_norm(q), self.kv_norm(kv)
+
+
+def test_what_the_op_itself_refuses_is_a_reason() -> None:
+    fused = fusion.compile(Layers([Turned(CanonicalNorm)]), specs=specs())
+    with torch.no_grad():
+        for got, wanted in zip(fused(X), fused.original(X), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    (reason,) = fused.report.of(DUAL).missed.values()
+    assert "q has stride" in reason and "q.contiguous()" in reason
+
+
+def test_tied_norm_weights() -> None:
+    model = deepseek(3)
+    for layer in model.model.layers[1:]:
+        layer.self_attn.q_a_layernorm.weight = model.model.layers[0].self_attn.q_a_layernorm.weight
+        layer.input_layernorm.weight = model.model.layers[0].input_layernorm.weight
+    fused = fusion.compile(model, strict=True)
+    torch.testing.assert_close(call(fused), call(model), rtol=1e-5, atol=1e-5)
+    assert_agree(fused, {DUAL: 3, ADD: 6}, {DUAL: 3, ADD: 6}, **IDS)
+
+
+# ---- the module that comes back (finding 6) --------------------------------------------------------------------------
+
+
+def test_it_is_a_module_that_behaves_as_the_model() -> None:
+    model = deepseek(1)
+    fused = fusion.compile(model)
+    assert isinstance(fused, nn.Module)
+    assert fused.eval() is fused and fused.to(torch.float32) is fused and fused.cpu() is fused
+    assert dict(fused.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    assert fused.state_dict().keys() == model.state_dict().keys()
+    outer = nn.ModuleDict({"inner": fused})
+    assert len(list(outer.parameters())) == len(list(model.parameters()))
+    assert outer.state_dict().keys() == {f"inner.{name}" for name in model.state_dict()}
+    outer.load_state_dict(outer.state_dict())
+    fused.train()
+    assert model.training and fused.training
+    outer.eval()
+    assert not model.training and not fused.training
+    assert fused.get_submodule("model.layers.0") is model.model.layers[0]
+    assert fused.config is model.config
+    fused.marked = 1
+    assert model.marked == 1
+    fused.half()
+    assert next(model.parameters()).dtype == torch.float16
+    assert next(fused.parameters()).dtype == torch.float16
+
+
+def test_copies_compile_for_themselves() -> None:
+    fused = fusion.compile(deepseek(1), strict=True)
+    wanted = call(fused)
+    for again in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        assert isinstance(again, FusedModel) and again.original is not fused.original
+        torch.testing.assert_close(call(again), wanted, rtol=1e-6, atol=1e-6)
+        assert again.report is not fused.report
+        assert again.report.of(DUAL).last_call == 1
+    assert copy.copy(fused).original is fused.original
+
+
+# ---- threads (findings 5 and 8) --------------------------------------------------------------------------------------
+
+
+def test_two_threads_with_dynamic_shapes() -> None:
+    models = [fusion.compile(deepseek(2), dynamic=True) for _ in range(2)]
+    before = torch._dynamo.config.specialize_float
+    after: list[bool] = []
+
+    def run(fused: FusedModel) -> None:
+        call(fused)
+        after.append(torch._dynamo.config.specialize_float)
+
+    threads = [threading.Thread(target=run, args=(fused,)) for fused in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert after == [before, before]
+    for fused in models:
+        assert fused.report.of(DUAL).last_call == 2, str(fused.report)
+        assert fused.report.of(DUAL).complete
