@@ -99,7 +99,7 @@ def test_real_models(name: str, dtype: torch.dtype) -> None:
     breaks = sum("in another graph" in why or "compiled for" in why for why in verdict.missed.values())
     assert len(verdict.matched) + breaks == 4, str(fused.report)
     assert breaks == 0 or "linear_attn" in str(model)
-    assert verdict.last_call == verdict.compiled == len(verdict.matched)
+    assert verdict.last_call == len(verdict.matched) >= verdict.compiled
 
 
 # ---- what is found and what is left alone
