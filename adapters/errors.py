@@ -173,7 +173,8 @@ class ParallelUnknownError(LayerfuseError, LookupError):
         return (
             f"{self.layer} does not say by how many tensor-parallel ranks it was sharded"
             + (f". Tried:{tried}\nPass" if tried else "; pass")
-            + " parallel=Parallel(size=..., rank=...) to spec_for, or read it inside `with tensor_parallel(size, rank):`."
+            + " parallel=Parallel(size=..., rank=...) to spec_for, specs_in or fusion.compile, or read it inside "
+            "`with tensor_parallel(size, rank):`."
         )
 
 

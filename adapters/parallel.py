@@ -5,6 +5,7 @@ A size of 1 is never a guess: it is read off a weight that has its full shape, o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -53,7 +54,7 @@ class Shards:
 def shards_of_linear(linear: Any, dimensions: tuple[int, ...] = (0, 1)) -> Shards:
     """How the heads of a linear layer were shared out, from its weight against the features it declares.
 
-    A DTensor's mesh is asked directly. A plain weight smaller than (out_features, in_features) in one dimension is a
+    A DTensor's mesh is asked directly: its dimension called `tp` shares heads, FSDP's do not. A plain weight smaller than (out_features, in_features) in one dimension is a
     local shard, whose rank nothing tells.
 
     Args:
@@ -68,14 +69,30 @@ def shards_of_linear(linear: Any, dimensions: tuple[int, ...] = (0, 1)) -> Shard
     except AttributeError as error:
         raise UnreadableError(f"{type(linear).__name__} has no {error.name!r}") from None
     if is_dtensor(weight):
-        return _shards_of_mesh(weight, dimensions)
+        return _shards_of_mesh(weight, dimensions, _is_fsdps(linear))
     held = tuple(weight.shape)
     if held == declared:
         return Shards(1, 0)
+    if _is_packed(weight):
+        raise UnreadableError(f"a packed weight of {weight.dtype} and shape {held} tells nothing of {declared}")
     for kept, cut in ((1, 0), (0, 1)):
         if len(held) == 2 and held[kept] == declared[kept] and held[cut] > 0 and declared[cut] % held[cut] == 0:
             return Shards(declared[cut] // held[cut], None) if cut in dimensions else Shards(1, 0)
     raise UnreadableError(f"a weight of shape {held} is no even shard of {declared}")
+
+
+def _is_packed(weight: Any) -> bool:
+    """Whether one element may hold several weights: integers of 4-bit formats, and pairs of float4."""
+    return not weight.dtype.is_floating_point or str(weight.dtype).endswith("_x2")
+
+
+def _is_fsdps(module: Any) -> bool:
+    """Whether FSDP shards this module: by the class that `fully_shard` gives it, or the mark on those inside."""
+    by_class = any(
+        base.__name__ == "FSDPModule" and base.__module__.startswith("torch.distributed.")
+        for base in type(module).__mro__
+    )
+    return by_class or hasattr(module, "_is_fsdp_managed_module")
 
 
 _PLAIN: dict[type, bool] = {}
@@ -90,17 +107,23 @@ def is_dtensor(weight: Any) -> bool:
     return not plain
 
 
-def _shards_of_mesh(weight: Any, dimensions: tuple[int, ...]) -> Shards:
+_DATA_PARALLEL = re.compile(r"dp|data|replicate|shard")
+"""What is in the names of mesh dimensions along which data is shared and not heads: dp, fsdp, hsdp, dp_shard, ..."""
+
+
+def _shards_of_mesh(weight: Any, dimensions: tuple[int, ...], fsdp: bool) -> Shards:
+    """What a DTensor's mesh says. FSDP gathers what it cuts before use, so that every rank has all heads of its share."""
     mesh = weight.device_mesh
     names = mesh.mesh_dim_names
     cut = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]
-    if cut and names is None:
-        raise UnreadableError("its weight is cut along a mesh without dimension names, as FSDP does too; call one 'tp'")
-    # FSDP gathers what it cuts before use: only the tensor-parallel dimension shares heads.
-    parallel = [i for i in range(mesh.ndim) if names is None or "tp" in names[i]]
-    if cut and not parallel:
-        raise UnreadableError(f"its weight lies on a mesh with the dimensions {names}, none of them tensor-parallel")
-    sharing = [i for i in cut if i in parallel and weight.placements[i].dim % weight.dim() in dimensions]
+    sharing = [i for i in cut if names is not None and "tp" in names[i]]
+    if not any("tp" in name for name in names or ()):
+        unknown = [i for i in cut if names is None or not _DATA_PARALLEL.search(names[i])]
+        # FSDP cuts a weight once; what is cut twice is cut by something else too.
+        if unknown and not (fsdp and len(cut) == 1):
+            found = "without dimension names" if names is None else f"with the dimensions {names}"
+            raise UnreadableError(f"its weight is cut along a mesh {found}: call the tensor-parallel one 'tp'")
+    sharing = [i for i in sharing if weight.placements[i].dim % weight.dim() in dimensions]
     if not sharing:
         return Shards(1, 0)
     if len(sharing) > 1:

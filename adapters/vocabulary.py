@@ -50,7 +50,8 @@ TRANSFORMERS_MLA = Facts(
         "layer_index": "layer_idx",
         "softmax_scale": "scaling",
         # Attributes stay the whole model's under transformers' tensor parallelism; only the weight is a shard.
-        "tp_weight": "kv_b_proj.out_features",
+        # A quantised one may be packed; then the other tells.
+        "tp_weight": ["kv_b_proj.out_features", "o_proj.in_features"],
     },
 )
 

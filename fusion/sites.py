@@ -97,7 +97,8 @@ class Site:
     @property
     def name(self) -> str:
         """Unique in a plan: `model.layers.3.self_attn:latents`."""
-        return f"{self.layer}:{self.role}" + (f".{self.block}" if self.block else "")
+        role = self.role + (f".{self.block}" if self.block else "")
+        return f"{self.layer}:{role}" if self.layer else role
 
     def __str__(self) -> str:
         return self.name

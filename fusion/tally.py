@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 from torch import nn
 
 from .plan import Plan
@@ -144,7 +145,7 @@ class Tally:
             sites = [
                 other.name
                 for layer in dict.fromkeys(layers)
-                if (other := self._plan.site.get(f"{layer}{site.name[len(site.layer) :]}")) is not None
+                if (other := self._plan.site.get(attrs.evolve(site, layer=layer).name)) is not None
             ]
             candidates = sites if candidates is None else [name for name in candidates if name in sites]
         return tuple(candidates) if candidates else (use.site,)

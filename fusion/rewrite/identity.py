@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,16 +28,23 @@ def source_hash() -> str:
 
 
 def plan_hash(plan: Plan) -> str:
-    """A hash of everything in a plan that rewriting may act on: specs, decisions, target, config, owners of fusions.
+    """A hash of everything in a plan that rewriting may act on: specs, decisions, target, config, fusions of
+    other packages.
 
     The rank is left out: the ranks of a tensor-parallel group compile one graph, and may share its cache.
     """
     from ..catalog import FUSIONS
 
     specs = [(layer, type(spec).__name__, _without_rank(attrs.asdict(spec))) for layer, spec in plan.specs]
-    owners = [(fusion.name, fusion.owner) for fusion in FUSIONS.values()]
-    text = json.dumps([plan.to_dict(), specs, owners], sort_keys=True, default=repr)
+    foreign = [_source_of(fusion.op.reference) for fusion in FUSIONS.values() if fusion.owner != "layerfuse"]
+    text = json.dumps([plan.to_dict(), specs, list(FUSIONS), foreign], sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _source_of(function: Callable[..., Any]) -> str:
+    """A hash of the file that a function of another package is defined in."""
+    path = inspect.getsourcefile(function)
+    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _without_rank(fields: dict[str, Any]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ def test_a_local_count_alone_needs_somebody_to_say_the_size() -> None:
         read(layer("SaysLocal"))
     assert str(caught.value) == (
         "mylib:SaysLocal layer 1 does not say by how many tensor-parallel ranks it was sharded; pass "
-        "parallel=Parallel(size=..., rank=...) to spec_for, or read it inside `with tensor_parallel(size, rank):`."
+        "parallel=Parallel(size=..., rank=...) to spec_for, specs_in or fusion.compile, or read it inside `with tensor_parallel(size, rank):`."
     )
     assert heads(read(layer("SaysLocal"), parallel=Parallel(size=8, rank=5))) == (128, 16, 8, 5)
 
@@ -109,7 +109,7 @@ def test_every_silence_is_listed() -> None:
         "mylib:SaysSize layer 1 does not say by how many tensor-parallel ranks it was sharded. Tried:",
         "  - shard_tp_size: SaysSize has no 'shard_tp_size'",
         "  - attn_tp_size: SaysSize has no 'attn_tp_size'",
-        "Pass parallel=Parallel(size=..., rank=...) to spec_for, or read it inside `with tensor_parallel(size, rank):`.",
+        "Pass parallel=Parallel(size=..., rank=...) to spec_for, specs_in or fusion.compile, or read it inside `with tensor_parallel(size, rank):`.",
     ]
 
 
@@ -261,10 +261,12 @@ def test_a_weight_that_is_no_even_shard_is_unknown_with_what_was_tried() -> None
     layer = fresh_layer("deepseek-v3")
     # Packed four-bit weights: two numbers to a byte, so that half the rows are missing on each side.
     layer.kv_b_proj.weight = nn.Parameter(layer.kv_b_proj.weight.new_empty(8388608, 1), requires_grad=False)
+    layer.o_proj = nn.Identity()
     with pytest.raises(ParallelUnknownError) as caught:
         registry.spec_for(layer)
     assert caught.value.tried == (
         "the weight of kv_b_proj: a weight of shape (8388608, 1) is no even shard of (32768, 512)",
+        "the weight of o_proj: Identity has no 'weight'",
     )
     assert registry.spec_for(layer, parallel=Parallel(size=2, rank=0)).num_local_heads == 64
 
@@ -280,7 +282,7 @@ def test_a_weight_that_is_no_even_shard_is_unknown_with_what_was_tried() -> None
 )
 def test_a_projection_that_is_no_linear_module_is_said(projection: Any, tried: str) -> None:
     layer = fresh_layer("deepseek-v3")
-    layer.kv_b_proj = projection
+    layer.kv_b_proj, layer.o_proj = projection, nn.Identity()
     with pytest.raises(ParallelUnknownError) as caught:
         registry.spec_for(layer)
-    assert caught.value.tried == (tried,)
+    assert caught.value.tried == (tried, "the weight of o_proj: Identity has no 'weight'")

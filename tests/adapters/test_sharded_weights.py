@@ -65,41 +65,99 @@ def test_fsdp_beside_tensor_parallelism_cuts_no_heads() -> None:
         assert registry.spec_for(layer).parallel == Parallel(size=4, rank=1)
 
 
-def test_a_mesh_of_another_kind_is_refused_and_not_taken_for_tensor_parallelism() -> None:
+@pytest.mark.parametrize("name", ["dp", "fsdp", "dp_shard", "data"])
+def test_a_mesh_for_data_shares_no_heads(name: str) -> None:
     layer = fresh_layer("deepseek-v3")
-    with ranks((8,), ("fsdp",)) as mesh:
+    with ranks((8,), (name,), rank=5) as mesh:
         cut(layer.kv_b_proj, mesh, 0)
+        assert registry.spec_for(layer).parallel == WHOLE
+        with pytest.raises(ParallelConflictError):
+            registry.spec_for(layer, parallel=Parallel(size=8, rank=5))
+
+
+@pytest.mark.parametrize("names", [None, ("model",)], ids=["unnamed", "model"])
+def test_a_mesh_that_may_share_heads_or_not_is_refused(names: tuple[str] | None) -> None:
+    layer = fresh_layer("deepseek-v3")
+    with ranks((8,), names) as mesh:
+        cut(layer.kv_b_proj, mesh, 0)
+        cut(layer.o_proj, mesh, 1)
         with pytest.raises(ParallelUnknownError) as caught:
             registry.spec_for(layer)
-        assert caught.value.tried == (
-            "the weight of kv_b_proj: its weight lies on a mesh with the dimensions ('fsdp',), none of them tensor-parallel",
+        found = "without dimension names" if names is None else "with the dimensions ('model',)"
+        assert caught.value.tried[0] == (
+            f"the weight of kv_b_proj: its weight is cut along a mesh {found}: call the tensor-parallel one 'tp'"
         )
-        assert registry.spec_for(layer, parallel=WHOLE).num_local_heads == 128
-
-
-def test_a_mesh_without_names_may_be_fsdps_and_is_refused() -> None:
-    layer = fresh_layer("deepseek-v3")
-    with ranks((8,), None) as mesh:
-        cut(layer.kv_b_proj, mesh, 0)
-        with pytest.raises(
-            ParallelUnknownError, match="a mesh without dimension names, as FSDP does too; call one 'tp'"
-        ):
-            registry.spec_for(layer)
+        assert "to spec_for, specs_in or fusion.compile, or read it inside" in str(caught.value)
         assert registry.spec_for(layer, parallel=Parallel(size=8, rank=0)).num_local_heads == 16
 
 
-def test_what_fully_shard_does_is_never_read_as_tensor_parallelism() -> None:
+MODELS = ["deepseek-v3", "kimi-linear-48b-a3b", "gpt-oss-20b", "qwen3-next-80b-a3b"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("shape", "names"), [((4,), None), ((4,), ("dp",)), ((4,), ("workers",)), ((2, 2), ("dp_replicate", "dp_shard"))]
+)
+def test_fully_sharded_models_are_read_whole(name: str, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    model = fresh_model("gpt-oss-20b")
-    layer = model.get_submodule("model.layers.0.self_attn")
-    with ranks((4,), None) as mesh:
-        fully_shard(layer, mesh=mesh)
+    model = fresh_model(name)
+    whole = registry.specs_in(model)
+    layers = model.get_submodule("model.layers")
+    with ranks(shape, names, rank=3) as mesh:
+        for layer in layers[:4]:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         # FSDP puts a class of its own in front of the layer's: it is still found by its bases.
-        assert type(layer).__name__ != "GptOssAttention"
-        with pytest.raises(ParallelUnknownError):
-            registry.spec_for(layer)
-        assert registry.spec_for(layer, parallel=WHOLE).num_local_heads == 64
+        assert type(layers[0]).__name__.startswith("FSDP")
+        assert registry.specs_in(model) == whole
+        # An attention layer alone has no such class, and its projections are marked all the same.
+        attention = next(path for path, spec in whole if isinstance(spec, (MLASpec, GQASpec)))
+        assert registry.spec_for(model.get_submodule(attention)).parallel == WHOLE
+
+
+def test_fsdp_over_tensor_parallelism_leaves_its_degree() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = fresh_model("deepseek-v2-lite")
+    with ranks((2, 2), ("dp", "tp"), rank=3) as mesh:
+        with_plan(model, mesh["tp"])
+        sharded = registry.specs_in(model)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        assert model.model.layers[3].self_attn.o_proj.weight.device_mesh.mesh_dim_names == ("dp", "tp")
+        assert registry.specs_in(model) == sharded
+    assert {spec.parallel for _, spec in sharded} == {Parallel(size=2, rank=1)}
+
+
+# ---- packed weights
+
+
+def test_where_one_weight_is_packed_another_tells() -> None:
+    layer = fresh_layer("deepseek-v3")
+    layer.kv_b_proj.weight = packed(layer.kv_b_proj.weight)
+    assert registry.spec_for(layer).parallel == WHOLE
+    with ranks((4,), ("tp",), rank=2) as mesh:
+        cut(layer.o_proj, mesh, 1)
+        assert registry.spec_for(layer).parallel == Parallel(size=4, rank=2)
+
+
+def test_where_all_are_packed_the_caller_must_say() -> None:
+    """Two 4-bit weights in a byte halve the input features: that is no tensor parallelism of degree 2."""
+    layer = fresh_layer("deepseek-v3")
+    layer.kv_b_proj.weight, layer.o_proj.weight = packed(layer.kv_b_proj.weight), packed(layer.o_proj.weight)
+    with pytest.raises(ParallelUnknownError) as caught:
+        registry.spec_for(layer)
+    assert "the weight of o_proj: a packed weight of torch.uint8 and shape (7168, 8192) tells nothing of" in str(
+        caught.value
+    )
+    assert "Pass parallel=Parallel(size=..., rank=...) to spec_for, specs_in or fusion.compile" in str(caught.value)
+    assert registry.spec_for(layer, parallel=Parallel(size=2, rank=0)).num_local_heads == 64
+
+
+def packed(weight: Any) -> Any:
+    shape = (weight.shape[0], weight.shape[1] // 2)
+    return torch.nn.Parameter(torch.empty(shape, dtype=torch.uint8, device="meta"), requires_grad=False)
 
 
 def test_a_replicated_weight_is_whole() -> None:

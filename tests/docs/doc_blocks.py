@@ -11,6 +11,8 @@ import io
 import multiprocessing
 import os
 import re
+import sys
+import tomllib
 import traceback
 from pathlib import Path
 from typing import NamedTuple
@@ -35,10 +37,23 @@ def expected_outputs(blocks):
     """(Python block, the text block that shows its output or None)."""
     found = []
     for i, block in enumerate(blocks):
-        if block.language == "python":
+        if block.language == "python" and not block.title:
             following = blocks[i + 1] if i + 1 < len(blocks) else None
             found.append((block, following if following and following.language == "text" else None))
     return found
+
+
+def pretend_installed(pyproject):
+    """Put the current folder on the path, with the metadata that installing a package there would have left."""
+    project = tomllib.loads(pyproject)["project"]
+    info = Path(f"{project['name'].replace('-', '_')}-{project['version']}.dist-info")
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n")
+    groups = project["entry-points"]
+    (info / "entry_points.txt").write_text(
+        "".join(f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in points.items()) for group, points in groups.items())
+    )
+    sys.path.insert(0, str(Path.cwd()))
 
 
 def run_page(path):
@@ -47,9 +62,11 @@ def run_page(path):
     namespace = {"__name__": "__docs__"}
     outputs = []
     for block in blocks_of(text):
-        if block.language == "toml" and block.title:
+        if block.title:
             Path(block.title).write_text(block.code)
-        if block.language != "python":
+            if block.title == "pyproject.toml":
+                pretend_installed(block.code)
+        if block.language != "python" or block.title:
             continue
         line = text[: block.start].count("\n")
         captured = io.StringIO()
@@ -74,7 +91,8 @@ def run_command(words):
 
 
 _forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(["layerfuse.testing", "layerfuse.cli", "layerfuse.fusion.compiler", "transformers"])
+# Nothing of layerfuse: what it reads once, such as the installed plugins, each page shall read for itself.
+_forkserver.set_forkserver_preload(["torch._inductor.compile_fx", "torch.profiler", "transformers", "rich.console"])
 
 
 def in_own_process(folder, function, argument):
