@@ -62,8 +62,8 @@ def op_by_op(monkeypatch):
     """Compiled graphs run op by op: the passes and the report are real, the C++ compiler is spared."""
     made = compiler.inductor_with
 
-    def quick(pipeline, model=None, lower=None):
-        return made(pipeline, model, lambda graph_module, inputs, **_: graph_module)
+    def quick(pipeline, model=None, lower=None, **how):
+        return made(pipeline, model, lambda graph_module, inputs, **_: graph_module, **how)
 
     monkeypatch.setattr(compiler, "inductor_with", quick)
     compile_ = torch.compile
