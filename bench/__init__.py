@@ -1,4 +1,4 @@
-"""Our fused ops against their peers, in one run: every result is checked against float64, every time has a floor.
+"""Every fusion of the catalog against their peers, in one run: every result is checked against float64, every time has a floor.
 
     from layerfuse import bench
 
@@ -15,33 +15,35 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._lazy import attach
-from .cases import OPS, Case
-from .errors import BenchError, CannotMeasureError, UnknownOpError, UnknownPeerError
+from .cases import Case
+from .errors import BenchError, CannotMeasureError, UnknownFusionError, UnknownPeerError
 
 if TYPE_CHECKING:
+    from .files import write
     from .measure import run
-    from .peers import Peer, register, unregister
-    from .report import markdown, write
+    from .peers import InPlace, Peer, register, unregister
+    from .report import markdown
     from .result import Result
 
 _LATER = {
+    "InPlace": ".peers",
     "Peer": ".peers",
     "Result": ".result",
     "markdown": ".report",
     "register": ".peers",
     "run": ".measure",
     "unregister": ".peers",
-    "write": ".report",
+    "write": ".files",
 }
 
 __all__ = [
-    "OPS",
     "BenchError",
     "CannotMeasureError",
     "Case",
+    "InPlace",
     "Peer",
     "Result",
-    "UnknownOpError",
+    "UnknownFusionError",
     "UnknownPeerError",
     "markdown",
     "register",

@@ -34,6 +34,7 @@ class Functions:
     """The functions that are measured, as AITER names them."""
 
     rms_norm: Any
+    rmsnorm2d_fwd_with_add: Any
     rmsnorm2d_fwd_with_dynamicquant: Any
     fused_rms_fp8_group_quant: Any
 
@@ -93,6 +94,7 @@ def _functions() -> Functions:
     quant: Any = importlib.import_module("aiter.ops.triton.quant.fused_fp8_quant")
     return Functions(
         norms.rms_norm,
+        norms.rmsnorm2d_fwd_with_add,
         norms.rmsnorm2d_fwd_with_dynamicquant,
         quant.fused_rms_fp8_group_quant,
     )

@@ -1,36 +1,114 @@
-"""What is measured, as data: the op, its widths and epsilons, its dtypes and options, and the bytes it must move.
+"""What is measured, as data: the fusion, its widths and epsilons, its dtypes and options, and the bytes it must move.
 
-Widths and epsilons are those of a declared model, or given by hand. Nothing here needs torch.
+All of it follows from the fusion's declaration and a site of a declared model, or widths given by hand. Nothing here
+needs torch.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from ..adapters.errors import did_you_mean, shown
-from ..adapters.specs import MLASpec
-from .errors import BenchError, UnknownOpError
+from ..fusion.catalog import FUSIONS
+from ..fusion.chain import Fusion
+from ..fusion.declare import Epsilon, Like, Quantised, Rows, Weight, WeightOffset
+from .errors import BenchError
 
 if TYPE_CHECKING:
-    from ..registry.lookup import Registry
-
-OPS = {
-    "mla_dual_rms_norm": None,
-    "mla_dual_rms_norm_group_quant": "group",
-    "mla_dual_rms_norm_per_token_quant": "per_token",
-}
-"""The ops that can be measured, and how each quantises the query latent."""
+    from ..fusion.declare import Op
 
 ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one element of a dtype."""
 
-FP8 = ("e4m3fn", "e4m3fnuz")
-GROUP_SIZES = (32, 64, 128)
-GROUP_SIZE = 128
+EPSILON = 1e-6
+"""Of every norm, where widths are given instead of a model."""
+
+
+@frozen(kw_only=True)
+class Case:
+    """One fusion with one set of widths, dtypes and options; only the number of tokens is open."""
+
+    fusion: str
+    op: str
+    name: str
+    "The model, or the widths."
+    widths: dict[str, int]
+    "By the op's names for them, in its order."
+    row_width: int | None
+    """Columns in a row of the projection that all rows are views of, from its first column on; what follows them is not
+    touched. None: every argument is a contiguous tensor of its own."""
+    epsilons: dict[str, float]
+    "By argument."
+    weight_offsets: dict[str, float]
+    "By argument."
+    dtype: str
+    "bf16, fp16 or fp32."
+    quant: str | None
+    "group, per_token or None."
+    fp8: str | None
+    "e4m3fn or e4m3fnuz; None where nothing is quantised."
+    group_size: int | None
+    "Columns per scale; None for one scale per token, or where nothing is quantised."
+    column_major: bool
+    ue8m0: bool
+
+    @property
+    def declared(self) -> Fusion:
+        """The fusion's declaration.
+
+        Raises:
+            KeyError: the package that declares it is not installed here.
+        """
+        return FUSIONS[self.fusion]
+
+    def width_of(self, name: str) -> int:
+        """Columns of an argument of kind `Rows`."""
+        return self.widths[rows_of(self.declared.op, name).width]
+
+    def groups_of(self, name: str) -> int:
+        """Scales per token of rows of this name."""
+        return 1 if self.group_size is None else -(-self.width_of(name) // self.group_size)
+
+    def bytes_read(self, tokens: int) -> int:
+        """The rows of every token and the weights, each once."""
+        op, size = self.declared.op, ITEM_SIZES[self.dtype]
+        rows = sum(self.width_of(rows.name) for rows in op.rows)
+        weights = sum(self.width_of(weight.of) for weight in op.args if isinstance(weight, Weight))
+        return (tokens * rows + weights) * size
+
+    def bytes_written(self, tokens: int) -> int:
+        """All results of every token, the scales included, each once."""
+        size, row = ITEM_SIZES[self.dtype], 0
+        for result in self.declared.op.results:
+            if isinstance(result, Like):
+                row += self.width_of(result.of) * size
+            elif isinstance(result, Quantised):
+                row += self.width_of(result.of)
+            else:
+                row += self.groups_of(result.of) * 4
+        return tokens * row
+
+    def bytes_moved(self, tokens: int) -> int:
+        """What the op must read and write."""
+        return self.bytes_read(tokens) + self.bytes_written(tokens)
+
+
+def rows_of(op: Op, name: str) -> Rows:
+    """The argument of this name, which is rows."""
+    return next(rows for rows in op.rows if rows.name == name)
+
+
+def epsilons_of(op: Op) -> tuple[str, ...]:
+    """The names of an op's epsilons."""
+    return tuple(argument.name for argument in op.args if isinstance(argument, Epsilon))
+
+
+def offsets_of(op: Op) -> tuple[str, ...]:
+    """The names of an op's weight offsets."""
+    return tuple(argument.name for argument in op.args if isinstance(argument, WeightOffset))
+
 
 TOKENS = {
     ("cuda", False): (1, 8, 64, 256, 1024, 4096, 16384, 65536),
@@ -41,145 +119,6 @@ TOKENS = {
 """From the device and whether to be quick: how many tokens, unless told otherwise."""
 
 MOST_TOKENS = 1 << 20
-EPSILON = 1e-6
-"""Of both norms, where widths are given instead of a model."""
-
-
-@frozen(kw_only=True)
-class Case:
-    """One op with one set of widths, dtypes and options; only the number of tokens is open."""
-
-    op: str
-    name: str
-    "The model, or the widths."
-    q_width: int
-    kv_width: int
-    rope_width: int
-    "Columns of a projection's row that follow the two latents and are not touched."
-    q_epsilon: float
-    kv_epsilon: float
-    dtype: str
-    "bf16, fp16 or fp32."
-    fp8: str | None
-    "e4m3fn or e4m3fnuz; None where nothing is quantised."
-    group_size: int | None
-    "Columns per scale; None for one scale per token, or where nothing is quantised."
-    ue8m0: bool
-
-    @property
-    def quant(self) -> str | None:
-        """group, per_token or None."""
-        return OPS[self.op]
-
-    @property
-    def row_width(self) -> int:
-        """Columns of a row of the projection that the latents are views of."""
-        return self.q_width + self.kv_width + self.rope_width
-
-    @property
-    def groups(self) -> int:
-        """Scales per token."""
-        if self.quant is None:
-            return 0
-        return 1 if self.group_size is None else -(-self.q_width // self.group_size)
-
-    def bytes_read(self, tokens: int) -> int:
-        """Both latents of every token and both weights, each once."""
-        return (tokens + 1) * (self.q_width + self.kv_width) * ITEM_SIZES[self.dtype]
-
-    def bytes_written(self, tokens: int) -> int:
-        """Both results of every token, and the scales, each once."""
-        size = ITEM_SIZES[self.dtype]
-        q_bytes = self.q_width * (size if self.quant is None else 1)
-        return tokens * (q_bytes + self.groups * 4 + self.kv_width * size)
-
-    def bytes_moved(self, tokens: int) -> int:
-        """What the op must read and write."""
-        return self.bytes_read(tokens) + self.bytes_written(tokens)
-
-
-def make_case(
-    op: str,
-    *,
-    registry: Registry,
-    model: str,
-    widths: Sequence[int] | None,
-    dtype: str,
-    fp8: str | None,
-    detected_fp8: str,
-    group_size: int | None,
-    ue8m0: bool,
-) -> Case:
-    """The case that was asked for. `fp8` and `group_size` are None where nothing was said about them.
-
-    Raises:
-        UnknownOpError: no such op.
-        UnknownModelError: no such model.
-        BenchError: a dtype, widths or option that cannot be measured, or a model without the op's two norms.
-    """
-    if op not in OPS:
-        raise UnknownOpError(op, OPS)
-    _one_of("dtype", dtype, ITEM_SIZES)
-    quant = OPS[op]
-    if quant is None and (fp8 is not None or ue8m0):
-        raise BenchError(f"{op} quantises nothing, so it has no {'ue8m0 scales' if ue8m0 else 'fp8 format'} to choose")
-    if quant != "group" and group_size is not None:
-        raise BenchError(f"{op} has no groups; mla_dual_rms_norm_group_quant has")
-    fp8 = detected_fp8 if fp8 is None else fp8
-    group_size = GROUP_SIZE if group_size is None else group_size
-    _one_of("fp8", fp8, FP8)
-    if group_size not in GROUP_SIZES:
-        raise BenchError(f"the group size must be one of {', '.join(map(str, GROUP_SIZES))}, got {shown(group_size)}")
-    name, q_width, kv_width, rope_width, q_epsilon, kv_epsilon = (
-        _of_model(registry, model) if widths is None else _of_widths(widths)
-    )
-    return Case(
-        op=op,
-        name=name,
-        q_width=q_width,
-        kv_width=kv_width,
-        rope_width=rope_width,
-        q_epsilon=q_epsilon,
-        kv_epsilon=kv_epsilon,
-        dtype=dtype,
-        fp8=fp8 if quant is not None else None,
-        group_size=group_size if quant == "group" else None,
-        ue8m0=ue8m0,
-    )
-
-
-def _one_of(what: str, value: str, known: Iterable[str]) -> None:
-    known = list(known)
-    if value not in known:
-        raise BenchError(f"{what} must be one of {', '.join(known)}, got {shown(value)}{did_you_mean(value, known)}")
-
-
-def _of_widths(widths: Sequence[int]) -> tuple[str, int, int, int, float, float]:
-    if len(widths) != 3 or min(widths[:2]) < 1 or widths[2] < 0:
-        raise BenchError(
-            "widths are three numbers, those of the query latent, the key/value latent and what follows them in a row "
-            f"(0 for nothing), as 1536,512,64; got {','.join(map(str, widths))}"
-        )
-    q_width, kv_width, rope_width = widths
-    return f"q{q_width}-kv{kv_width}-rope{rope_width}", q_width, kv_width, rope_width, EPSILON, EPSILON
-
-
-def _of_model(registry: Registry, model: str) -> tuple[str, int, int, int, float, float]:
-    entry = registry.model(model)
-    layers = [spec for _, spec in entry.specs() if isinstance(spec, MLASpec)]
-    shapes = Counter(
-        (spec.q_lora_rank, spec.kv_lora_rank, spec.qk_rope_head_dim, spec.q_norm.epsilon, spec.kv_norm.epsilon)
-        for spec in layers
-        if spec.q_lora_rank is not None and spec.q_norm is not None
-    )
-    if not shapes:
-        what = "no MLA layer" if not layers else "MLA layers without a query latent (q_lora_rank is none)"
-        raise BenchError(
-            f"{entry.name} has {what}, so it has no two latent norms; take a model that has, as deepseek-v3, or give "
-            "--widths Q,KV,ROPE"
-        )
-    (q_width, kv_width, rope_width, q_epsilon, kv_epsilon), _ = shapes.most_common(1)[0]
-    return entry.name, q_width, kv_width, rope_width, q_epsilon, kv_epsilon
 
 
 def check_tokens(tokens: Sequence[int]) -> tuple[int, ...]:

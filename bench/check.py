@@ -1,6 +1,6 @@
 """Whether a peer's results are right: every element, against float64.
 
-A norm may err by its roundings. A quantised value may err by half a step of fp8 at its size, and a scale by float32's
+What is right is the fusion's chain in float64. A norm may err by its roundings, a sum by one. A quantised value may err by half a step of fp8 at its size, and a scale by float32's
 rounding; a peer that quantises the rounded norm is held to that norm's rounding on top.
 """
 
@@ -12,12 +12,17 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from ..fusion.declare import Like, Quantised, Result
+from ..fusion.ops.quantisation import scale_strides
+from .arithmetic import EXACT, LARGEST, SMALLEST_AMAX, compose
 from .inputs import Work
-from .plain import LARGEST, SMALLEST_AMAX
 
 NORM_UNITS = {torch.bfloat16: 1.6, torch.float16: 1.6, torch.float32: 16.0}
 """Largest relative error of a norm, in units of its dtype's epsilon. A rounding errs by half a unit, and kernels that
 round before the weight do it twice; in float32 the sums themselves are what errs."""
+
+SUM_UNITS = 0.6
+"""Likewise of a residual sum, which is rounded once."""
 
 SCALE_UNITS = 16.0
 """Largest relative error of a scale, in units of float32's epsilon."""
@@ -38,24 +43,9 @@ class Verdict:
     "What is wrong, or empty."
 
 
-@frozen(kw_only=True, eq=False)
-class Expected:
-    """Both norms of one set in float64."""
-
-    q: Tensor
-    kv: Tensor
-
-
-def expected(work: Work, index: int) -> Expected:
-    """What the results of one set should be."""
-    q, kv = work.sets[index]
-    case = work.case
-
-    def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        wide = x.double()
-        return wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt() * weight.double()
-
-    return Expected(q=norm(q, work.q_weight, case.q_epsilon), kv=norm(kv, work.kv_weight, case.kv_epsilon))
+def expected(work: Work, index: int) -> tuple[Tensor, ...]:
+    """What the results of one set should be, in float64: for quantised values and for scales, what is quantised."""
+    return compose(work.case.declared, EXACT)(*work.arguments(work.sets[index]))
 
 
 def poison(results: tuple[Tensor, ...]) -> None:
@@ -73,18 +63,32 @@ def _nan_byte(dtype: torch.dtype) -> int:
     return 0x80 if dtype == torch.float8_e4m3fnuz else 0x7F
 
 
-def check(work: Work, right: Expected, results: tuple[Tensor, ...], rounds_between: bool) -> Verdict:
+def check(work: Work, right: tuple[Tensor, ...], results: tuple[Tensor, ...], rounds_between: bool) -> Verdict:
     """Hold the results of one set to what they should be."""
     problem = _shapes(work, results)
     if problem:
         return Verdict(ok=False, error=float("inf"), quant_error=None, message=problem)
-    if work.case.quant is None:
-        errors = _norm_error(results[0], right.q), _norm_error(results[1], right.kv)
-        error = max(errors, key=lambda one: (one != one, one))  # NaN above all
-        return _verdict(work, error, None, "")
-    error = _norm_error(results[2], right.kv)
-    quant_error, problem = _quantised(work, right.q, results[0], results[1], rounds_between)
-    return _verdict(work, error, quant_error, problem)
+    fusion = work.case.declared
+    sums = () if fusion.add is None else (fusion.add.out,)
+    error, quant_error = 0.0, None
+    problems = []
+    for result, got, exact in zip(fusion.op.results, results, right, strict=True):
+        if isinstance(result, Like):
+            off = _norm_error(got, exact)
+            error = max(error, off, key=_nan_above_all)
+            problems.append(_rounding_problem(work, off, "sum" if result.name in sums else "norm"))
+    quant = fusion.quant
+    if quant is not None:
+        places = {result.name: place for place, result in enumerate(fusion.op.results)}
+        values, scales = results[places[quant.out]], results[places[quant.scales]]
+        quant_error, problem = _quantised(work, right[places[quant.out]], values, scales, rounds_between)
+        problems.append(problem)
+    message = next(filter(None, problems), "")
+    return Verdict(ok=not message, error=error, quant_error=quant_error, message=message)
+
+
+def _nan_above_all(error: float) -> tuple[bool, float]:
+    return error != error, error
 
 
 def check_copy(results: tuple[Tensor, ...]) -> Verdict:
@@ -93,27 +97,37 @@ def check_copy(results: tuple[Tensor, ...]) -> Verdict:
     return Verdict(ok=same, error=0.0, quant_error=None, message="" if same else "the copy differs from its source")
 
 
-def _verdict(work: Work, error: float, quant_error: float | None, problem: str) -> Verdict:
-    allowed = NORM_UNITS[work.dtype]
-    if not error <= allowed:
-        problem = f"a norm is off by {error:.3g} roundings of {work.case.dtype} (allowed {allowed:g})"
-        if error != error:
-            problem = "a norm holds NaN: an element was not written, or computed wrongly"
-    return Verdict(ok=not problem, error=error, quant_error=quant_error, message=problem)
+def _rounding_problem(work: Work, error: float, what: str) -> str:
+    allowed = SUM_UNITS if what == "sum" else NORM_UNITS[work.dtype]
+    if error != error:
+        return f"a {what} holds NaN: an element was not written, or computed wrongly"
+    if error > allowed:
+        return f"a {what} is off by {error:.3g} roundings of {work.case.dtype} (allowed {allowed:g})"
+    return ""
 
 
 def _shapes(work: Work, results: tuple[Tensor, ...]) -> str:
-    case, rows = work.case, work.tokens
-    shapes: list[tuple[tuple[int, int], Any]] = [
-        ((rows, case.q_width), work.dtype),
-        ((rows, case.kv_width), work.dtype),
-    ]
-    if case.quant is not None:
-        shapes[:1] = [((rows, case.q_width), work.fp8), ((rows, case.groups), torch.float32)]
+    wanted = [_kind_of(work, result) for result in work.case.declared.op.results]
     found = [(tuple(result.shape), result.dtype) for result in results]
-    if found != shapes:
-        return f"results are {_listed(found)}, expected {_listed(shapes)}"
+    if found != wanted:
+        return f"results are {_listed(found)}, expected {_listed(wanted)}"
+    quant = work.case.declared.quant
+    for result, got in zip(work.case.declared.op.results, results, strict=True):
+        if quant is not None and result.name == quant.scales:
+            strides = scale_strides(tuple(got.shape), work.case.column_major)
+            if any(size > 1 and one != two for size, one, two in zip(got.shape, got.stride(), strides, strict=True)):
+                return f"the scales {tuple(got.shape)} have strides {got.stride()}, expected {strides}"
     return ""
+
+
+def _kind_of(work: Work, result: Result) -> tuple[tuple[int, int], torch.dtype]:
+    """Shape and dtype."""
+    case = work.case
+    if isinstance(result, Like):
+        return (work.tokens, case.width_of(result.of)), work.dtype
+    if isinstance(result, Quantised):
+        return (work.tokens, case.width_of(result.of)), work.fp8
+    return (work.tokens, case.groups_of(result.of)), torch.float32
 
 
 def _listed(shapes: list[Any]) -> str:
@@ -134,12 +148,13 @@ def _quantised(work: Work, right: Tensor, got: Tensor, scales: Tensor, rounds_be
     slack = SCALE_UNITS * _FLOAT32 + rounding
     # Below the normal numbers of float16 a rounding errs by a step of fixed size.
     subnormal = torch.finfo(work.dtype).smallest_normal * torch.finfo(work.dtype).eps if rounds_between else 0.0
-    size = case.q_width if case.group_size is None else case.group_size
-    padding = case.groups * size - case.q_width
-    amax = torch.nn.functional.pad(right.abs(), (0, padding)).unflatten(-1, (case.groups, size)).amax(-1)
+    width, groups = got.shape[-1], scales.shape[-1]
+    size = width if case.group_size is None else case.group_size
+    padding = groups * size - width
+    amax = torch.nn.functional.pad(right.abs(), (0, padding)).unflatten(-1, (groups, size)).amax(-1)
     ideal = amax.clamp_(min=SMALLEST_AMAX).div_(LARGEST[work.fp8])
     problem = _scale_problem(ideal, scales.double(), slack, case.ue8m0)
-    per_column = scales.double().repeat_interleave(size, dim=-1)[:, : case.q_width]
+    per_column = scales.double().repeat_interleave(size, dim=-1)[:, :width]
     # In units of the scale, where fp8 has 3 bits after the leading one and a smallest step.
     magnitude = (right / per_column).abs_().mul_(1 + slack)
     least = 2.0 ** (-10 if work.fp8 == torch.float8_e4m3fnuz else -9)

@@ -13,7 +13,16 @@ import torch
 
 from .. import __version__
 
-PACKAGES = ("torch", "triton", "amd-aiter", "liger-kernel", "flash-linear-attention")
+PACKAGES = (
+    "torch",
+    "triton",
+    "amd-aiter",
+    "liger-kernel",
+    "flash-linear-attention",
+    "quack-kernels",
+    "flashinfer-python",
+    "vllm",
+)
 
 
 def environment(device: torch.device) -> dict[str, Any]:

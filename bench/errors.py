@@ -15,8 +15,8 @@ class CannotMeasureError(LayerfuseError, RuntimeError):
     """Something that measuring needs is not here: torch, a device, any peer, a folder to write to."""
 
 
-class UnknownOpError(LayerfuseError, LookupError):
-    """No op of this name can be measured. `known` holds those that can."""
+class UnknownFusionError(LayerfuseError, LookupError):
+    """No fusion has this name. `known` holds the names of the catalog."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         self.name = name
@@ -25,7 +25,7 @@ class UnknownOpError(LayerfuseError, LookupError):
 
     def __str__(self) -> str:
         return (
-            f"no op called {self.name!r} can be measured{did_you_mean(self.name, self.known) or '.'} "
+            f"no fusion is called {self.name!r}{did_you_mean(self.name, self.known) or '.'} "
             f"Known: {', '.join(self.known)}."
         )
 

@@ -1,13 +1,19 @@
-"""The tensors of a measurement: column views of one projection's output, as many sets of them as outgrow the cache."""
+"""The tensors of a measurement, as many sets of them as outgrow the cache.
+
+Latents are column views of one projection's output, as an MLA layer has them; other rows are tensors of their own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from ..fusion.declare import Argument, Epsilon, GroupSize, QuantDtype, Rows, Weight, WeightOffset
 from .cases import ITEM_SIZES, Case
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -26,10 +32,10 @@ class Work:
     case: Case
     tokens: int
     device: torch.device
-    sets: tuple[tuple[Tensor, Tensor], ...]
-    "(query latent, key/value latent): views of rows of one projection, (tokens, width) each."
-    q_weight: Tensor
-    kv_weight: Tensor
+    sets: tuple[tuple[Tensor, ...], ...]
+    "The arguments of kind `Rows` in the op's order, (tokens, width) each."
+    weights: dict[str, Tensor]
+    "By argument, (width,) each."
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,7 +45,43 @@ class Work:
     @property
     def fp8(self) -> torch.dtype:
         """Of the quantised result."""
-        return FP8_DTYPES[self.case.fp8 or "e4m3fn"]
+        return fp8_of(self.case)
+
+    def arguments(self, rows: Sequence[Tensor]) -> tuple[Any, ...]:
+        """All of the op's arguments by position, with these rows."""
+        return arguments(self.case, rows, self.weights)
+
+
+def fp8_of(case: Case) -> torch.dtype:
+    """The fp8 dtype of a case; some fp8 dtype where it quantises nothing."""
+    return FP8_DTYPES[case.fp8 or "e4m3fn"]
+
+
+def arguments(case: Case, rows: Sequence[Tensor], weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    """All of the op's arguments by position."""
+    fusion = case.declared
+    tensors = {**{each.name: tensor for each, tensor in zip(fusion.op.rows, rows, strict=True)}, **weights}
+    return tuple(
+        tensors[argument.name] if isinstance(argument, Rows | Weight) else _constant(case, argument)
+        for argument in fusion.op.args
+    )
+
+
+def _constant(case: Case, argument: Argument) -> Any:
+    name, quant = argument.name, case.declared.quant
+    if isinstance(argument, Epsilon):
+        return case.epsilons[name]
+    if isinstance(argument, WeightOffset):
+        return case.weight_offsets[name]
+    if isinstance(argument, QuantDtype):
+        return fp8_of(case)
+    if isinstance(argument, GroupSize):
+        return case.group_size
+    if quant is not None and name == quant.use_ue8m0:
+        return case.ue8m0
+    if quant is not None and name == quant.column_major:
+        return case.column_major
+    return argument.default
 
 
 def sets_for(case: Case, tokens: int, device: torch.device, peers: int) -> int:
@@ -52,31 +94,40 @@ def sets_for(case: Case, tokens: int, device: torch.device, peers: int) -> int:
         peers: how many peers keep a result for each set.
     """
     wanted = -(-CACHES * cache_size(device) // case.bytes_moved(tokens)) if device.type == "cuda" else FEWEST_SETS
-    row = case.row_width * ITEM_SIZES[case.dtype] * tokens
-    each = row + (peers + 1) * case.bytes_moved(tokens)
+    columns = case.row_width or sum(case.width_of(rows.name) for rows in case.declared.op.rows)
+    each = columns * ITEM_SIZES[case.dtype] * tokens + (peers + 1) * case.bytes_moved(tokens)
     return max(1, min(max(FEWEST_SETS, min(wanted, MOST_SETS)), memory_for(device) // each))
 
 
 def make(case: Case, tokens: int, device: torch.device, sets: int, seed: int = 0) -> Work:
-    """Fresh random inputs; rows differ in size, as hidden states do, and weights lie around one."""
-    dtype = DTYPES[case.dtype]
+    """Fresh random inputs; rows differ in size, as hidden states do, and weights lie around one (offset included)."""
+    dtype, op = DTYPES[case.dtype], case.declared.op
+    widths = [case.width_of(rows.name) for rows in op.rows]
     generator = torch.Generator(device).manual_seed(seed + tokens)
+    centre = 1 - max(case.weight_offsets.values(), default=0.0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, generator=generator)
 
-    def latents() -> tuple[Tensor, Tensor]:
-        rows = normal(tokens, case.row_width).mul_(normal(tokens, 1).exp_()).to(dtype)
-        q, kv, _ = rows.split((case.q_width, case.kv_width, case.rope_width), dim=-1)
-        return q, kv
+    def tensor(width: int) -> Tensor:
+        return normal(tokens, width).mul_(normal(tokens, 1).exp_()).to(dtype)
+
+    def rows() -> tuple[Tensor, ...]:
+        if case.row_width is None:
+            return tuple(tensor(width) for width in widths)
+        shared = tensor(case.row_width)
+        return tuple(shared.split([*widths, case.row_width - sum(widths)], dim=-1)[:-1])
 
     return Work(
         case=case,
         tokens=tokens,
         device=device,
-        sets=tuple(latents() for _ in range(sets)),
-        q_weight=(1 + 0.2 * normal(case.q_width)).to(dtype),
-        kv_weight=(1 + 0.2 * normal(case.kv_width)).to(dtype),
+        sets=tuple(rows() for _ in range(sets)),
+        weights={
+            each.name: (centre + 0.2 * normal(case.width_of(each.of))).to(dtype)
+            for each in op.args
+            if isinstance(each, Weight)
+        },
     )
 
 

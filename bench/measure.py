@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import define
 
-from .cases import TOKENS, check_tokens, make_case
+from .cases import TOKENS, check_tokens
+from .choosing import make_case
 from .errors import BenchError, CannotMeasureError
 from .result import NOT_ASKED_FOR, Attendance, Host, Measured, Result, Row
 
@@ -49,13 +50,14 @@ class _Entrant:
 
 
 def run(
-    op: str,
+    fusion: str,
     *,
     model: str = "deepseek-v3",
     widths: Sequence[int] | None = None,
     tokens: Sequence[int] | None = None,
     dtype: str = "bf16",
     group_size: int | None = None,
+    column_major: bool = False,
     ue8m0: bool = False,
     fp8: str | None = None,
     peers: Sequence[str] | None = None,
@@ -65,15 +67,16 @@ def run(
     registry: Registry | None = None,
     step: Step = lambda _doing, _total: None,
 ) -> Result:
-    """Measure an op against its peers.
+    """Measure a fusion's op against its peers.
 
     Args:
-        op: a name of `bench.OPS`.
-        model: whose latent widths and epsilons to take.
-        widths: of the query latent, the key/value latent and what follows them in a row, instead of a model's.
+        fusion: a name of the catalog, `layerfuse.fusion.FUSIONS`.
+        model: whose widths, epsilons and weight offsets to take, from its first site where the fusion can stand.
+        widths: by hand instead, in the order of `op.widths`; for latents perhaps also of what follows them in a row.
         tokens: how many rows to try; by default from one to 65536 on a GPU and to 1024 on a CPU.
         dtype: bf16, fp16 or fp32.
-        group_size: columns per scale, of the op that quantises by groups; 128 if not given.
+        group_size: columns per scale, of a fusion that quantises by groups; 128 if not given.
+        column_major: scales of groups lie column after column.
         ue8m0: scales that are powers of two.
         fp8: e4m3fn or e4m3fnuz; the one of this machine's GPU if not given.
         peers: names of those to measure, `layerfuse` for all of ours; all that are here if not given.
@@ -84,11 +87,12 @@ def run(
         step: told of each step as it begins, for a progress bar.
 
     Raises:
-        UnknownOpError: no such op.
+        UnknownFusionError: no such fusion.
         UnknownPeerError: no such peer.
         UnknownModelError: no such model.
         BenchError: anything else that cannot be measured.
-        CannotMeasureError: torch, a GPU, or every peer that was asked for is missing.
+        CannotMeasureError: torch, a GPU, or every peer that was asked for is missing; or the fusion's chain does not say
+            what its op gives.
     """
     begun = time.perf_counter()
     if registry is None:
@@ -98,12 +102,14 @@ def run(
     torch = _torch()
     from ..fusion import Target
     from . import environment, ours
-    from .peers import Setting, all_peers, select
+    from .arithmetic import EXACT, compose
+    from .peers import Setting, select
+    from .roster import all_peers
 
     place = _device(torch, device)
     detected = Target.detect().fp8 if place.type == "cuda" else None
     case = make_case(
-        op,
+        fusion,
         registry=registry,
         model=model,
         widths=widths,
@@ -111,8 +117,10 @@ def run(
         fp8=fp8,
         detected_fp8="e4m3fn" if detected is None else detected,
         group_size=group_size,
+        column_major=column_major,
         ue8m0=ue8m0,
     )
+    compose(case.declared, EXACT)  # what cannot be checked is not measured
     counts = check_tokens(TOKENS[place.type, quick] if tokens is None else tokens)
     setting = Setting(case=case, device=place.type, aiter=aiter)
     everybody = all_peers(setting)
@@ -269,16 +277,21 @@ def _check(work: Work, entrants: Sequence[_Entrant]) -> None:
 
 def _anew(entrant: _Entrant, index: int) -> tuple[torch.Tensor, ...]:
     from . import check
+    from .peers import InPlace
 
     written = 1 if entrant.peer.is_copy else None  # the second result of the copy is its source
     if entrant.graph is not None:
-        for results in entrant.graph.results:
+        graph = entrant.graph.checked
+        for results in graph.results:
             check.poison(results[:written])
-        entrant.graph.replay()
-        return entrant.graph.results[index]
+        graph.write_anew()
+        return graph.results[index]
+    call = entrant.calls[index]
     # A fresh allocation of the same size is likely to get this memory.
-    check.poison(entrant.calls[index]()[:written])
-    return entrant.calls[index]()
+    check.poison(call()[:written])
+    if isinstance(call, InPlace):
+        call.restore()
+    return call()
 
 
 def _measured(entrant: _Entrant, timing: Timing | None) -> Measured:

@@ -6,25 +6,19 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from ..fusion import backends, ops
-from ..fusion.ops.mla_dual_rms_norm import DualNormCase
-from ..fusion.ops.mla_dual_rms_norm_quant import DualNormQuantCase
-from .inputs import DTYPES, FP8_DTYPES, Work
-from .peers import OURS, Call, Peer, Setting, over_sets
-
-_PUBLIC: dict[str, Callable[..., Any]] = {
-    "mla_dual_rms_norm": ops.mla_dual_rms_norm,
-    "mla_dual_rms_norm_group_quant": ops.mla_dual_rms_norm_group_quant,
-    "mla_dual_rms_norm_per_token_quant": ops.mla_dual_rms_norm_per_token_quant,
-}
+from ..fusion import backends
+from ..fusion.declare import Weight
+from ..fusion.ops.library import case_maker, public
+from .inputs import DTYPES, Work, arguments
+from .peers import OURS, Call, Peer, Setting
 
 
 def our_peers(setting: Setting) -> list[Peer]:
     """Every backend of the op, the preferred one first."""
-    op, case = setting.case.op, _case(setting)
-    chosen = backends.choose(op, setting.device, case).name
+    op = setting.case.op
+    chosen, case = _chosen(setting), _case(setting)
     return [
         Peer(
             name=f"{OURS} ({name})",
@@ -38,7 +32,17 @@ def our_peers(setting: Setting) -> list[Peer]:
 
 def chosen_name(setting: Setting) -> str:
     """The peer that users of the op get."""
-    return f"{OURS} ({backends.choose(setting.case.op, setting.device, _case(setting)).name})"
+    return f"{OURS} ({_chosen(setting)})"
+
+
+def _chosen(setting: Setting) -> str:
+    _public(setting)
+    return backends.choose(setting.case.op, setting.device, _case(setting)).name
+
+
+def _public(setting: Setting) -> Callable[..., Any]:
+    """The op as users call it; defines it if nobody has."""
+    return public(setting.fusion.op, setting.fusion.backends)
 
 
 def _why_not(reason: str | None, _: Setting) -> str | None:
@@ -46,30 +50,25 @@ def _why_not(reason: str | None, _: Setting) -> str | None:
 
 
 def _case(setting: Setting) -> Hashable:
-    case = setting.case
-    dtype = DTYPES[case.dtype]
-    if case.fp8 is None:
-        return DualNormCase(dtype, case.q_width, case.kv_width, dtype, dtype)
-    return DualNormQuantCase(
-        dtype, case.q_width, case.kv_width, dtype, dtype, FP8_DTYPES[case.fp8], case.group_size, False, case.ue8m0
-    )
+    """What decides which backend takes the calls, from tensors without content."""
+    case, op = setting.case, setting.fusion.op
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=DTYPES[case.dtype], device="meta")
+
+    rows = [tensor(1, case.width_of(each.name)) for each in op.rows]
+    weights = {each.name: tensor(case.width_of(each.of)) for each in op.args if isinstance(each, Weight)}
+    return case_maker(op)(*arguments(case, rows, weights))
 
 
 def _build(name: str, chosen: bool, work: Work, setting: Setting) -> Sequence[Call]:
-    case = work.case
-    function = _PUBLIC[case.op] if chosen else _function(name, setting)
-    weights = (work.q_weight, work.kv_weight, case.q_epsilon, case.kv_epsilon)
-    options: tuple[Any, ...] = ()
-    if case.quant == "group":
-        options = (work.fp8, case.group_size, False, case.ue8m0)
-    elif case.quant == "per_token":
-        options = (work.fp8, case.ue8m0)
+    function = _public(setting) if chosen else _function(name, setting)
+    calls = [functools.partial(function, *work.arguments(rows)) for rows in work.sets]
+    return [functools.partial(_alone, call) for call in calls] if len(setting.fusion.op.results) == 1 else calls
 
-    def call(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = function(q, kv, *weights, *options)
-        return results
 
-    return over_sets(call, work)
+def _alone(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return (call(),)
 
 
 def _function(name: str, setting: Setting) -> Callable[..., Any]:

@@ -1,7 +1,4 @@
-"""Who is measured: ours on every backend, what others would run in its place, and the copy that nothing can beat.
-
-A peer says whether it is here, or why not, and builds one call per set of inputs. Others can be added with `register`.
-"""
+"""What a peer is: somebody who computes the same thing, or says why it cannot. Others can be added with `register`."""
 
 from __future__ import annotations
 
@@ -10,13 +7,12 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from . import plain
+from ..fusion.chain import Fusion
 from .cases import Case
 from .errors import UnknownPeerError
 from .inputs import Work
@@ -34,6 +30,11 @@ class Setting:
     aiter: Path | None = None
     "A checkout of ROCm/aiter, or None to take what is installed."
 
+    @property
+    def fusion(self) -> Fusion:
+        """The declaration of what is measured."""
+        return self.case.declared
+
 
 @frozen(kw_only=True, eq=False)
 class Peer:
@@ -45,7 +46,7 @@ class Peer:
     why_not: Callable[[Setting], str | None]
     "Why it cannot run, or None where it can."
     build: Callable[[Work, Setting], Sequence[Call]]
-    "One call per set of `work.sets`, in their order: the results of the op's schema, in its order."
+    "One call per set of `work.sets`, in their order: the results of the op's schema, in its order, always as a tuple."
     rounds_between: bool = False
     "Whether it quantises the rounded norm, which an unfused chain does: its results are then held to that."
     is_copy: bool = False
@@ -55,9 +56,30 @@ class Peer:
     "Of what it runs, for the record."
 
 
-def over_sets(function: Callable[[Tensor, Tensor], tuple[Tensor, ...]], work: Work) -> list[Call]:
-    """One call of `function` per set."""
-    return [functools.partial(function, q, kv) for q, kv in work.sets]
+def over_sets(function: Callable[..., tuple[Tensor, ...]], work: Work) -> list[Call]:
+    """One call of `function` per set, which takes the rows of the set."""
+    return [functools.partial(function, *rows) for rows in work.sets]
+
+
+class InPlace:
+    """A call that writes its results over its inputs, and so has copies of them as its own.
+
+    Repeated, it reads what it wrote: right for timing. Before it is checked, `restore` brings the inputs back.
+    """
+
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], rows: Sequence[Tensor]) -> None:
+        self._function = function
+        self._rows = tuple(rows)
+        self._own = tuple(row.clone(memory_format=torch.contiguous_format) for row in rows)
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """Run it once more on what is in the copies."""
+        return self._function(*self._own)
+
+    def restore(self) -> None:
+        """Bring the inputs back."""
+        for own, row in zip(self._own, self._rows, strict=True):
+            own.copy_(row)
 
 
 _added: dict[str, Peer] = {}
@@ -73,12 +95,9 @@ def unregister(name: str) -> None:
     _added.pop(name, None)
 
 
-def all_peers(setting: Setting) -> list[Peer]:
-    """Every peer, here or not: ours first, the copy last."""
-    from .ours import our_peers
-    from .thirdparty import PEERS as THIRD_PARTY
-
-    return [*our_peers(setting), EAGER, INDUCTOR, MAX_AUTOTUNE, *THIRD_PARTY, *_added.values(), COPY]
+def added() -> tuple[Peer, ...]:
+    """What was registered."""
+    return tuple(_added.values())
 
 
 OURS = "layerfuse"
@@ -106,10 +125,6 @@ def is_ours(peer: Peer) -> bool:
     return peer.name.startswith(f"{OURS} (")
 
 
-def _here(_: Setting) -> str | None:
-    return None
-
-
 def missing(module: str) -> bool:
     """Whether a module is not installed."""
     try:
@@ -127,84 +142,6 @@ def needs_triton(setting: Setting) -> str | None:
     return f"its kernels are Triton's, which compiles for GPUs, not for {setting.device}"
 
 
-# ---- plain torch
-
-EAGER = Peer(
-    name="eager",
-    about="torch.nn.functional.rms_norm twice, then plain arithmetic where q is quantised",
-    why_not=_here,
-    build=lambda work, _: over_sets(functools.partial(plain.eager, work), work),
-    rounds_between=True,
-)
-
-
-def _why_no_inductor(setting: Setting) -> str | None:
-    if setting.device == "cuda":
-        return "torch.compile needs Triton on a GPU (pip install triton)" if missing("triton") else None
-    from torch._inductor import cpp_builder
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except Exception as error:
-        return f"torch.compile finds no C++ compiler ({type(error).__name__})"
-    return None
-
-
-def _compiled(mode: str | None, work: Work, _: Setting) -> list[Call]:
-    compiled: Any = torch.compile(plain.fusable(work), fullgraph=True, dynamic=False, mode=mode)
-
-    def call(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-        return tuple(compiled(q, kv, work.q_weight, work.kv_weight))
-
-    return over_sets(call, work)
-
-
-INDUCTOR = Peer(
-    name="inductor",
-    about="torch.compile of the plain arithmetic, compiled for the exact shapes",
-    why_not=_why_no_inductor,
-    build=functools.partial(_compiled, None),
-)
-MAX_AUTOTUNE = Peer(
-    name="inductor max-autotune",
-    about='torch.compile of the plain arithmetic, mode="max-autotune-no-cudagraphs"',
-    why_not=_why_no_inductor,
-    build=functools.partial(_compiled, "max-autotune-no-cudagraphs"),
-    slow=True,
-)
-
-
-# ---- the floor
-
-
-def copied_bytes(case: Case, tokens: int) -> int:
-    """Length of a copy that reads and writes, together, what the op must read and write, to within half a percent.
-
-    It is rounded down to a round number: CUDA's copy of 2^28 + 16 bytes takes half as long again as one of 2^28 (seen on
-    an H200), and would be no floor.
-    """
-    length = case.bytes_moved(tokens) // 2
-    step = min(65536, 1 << max(4, (length // 256).bit_length() - 1))
-    return max(length // step * step, 16)
-
-
-def _copies(work: Work, _: Setting) -> list[Call]:
-    length = copied_bytes(work.case, work.tokens)
-    calls: list[Call] = []
-    for _set in work.sets:
-        source = torch.randint(1, 256, (length,), dtype=torch.uint8, device=work.device)
-        calls.append(functools.partial(_copy, source, torch.empty_like(source)))
-    return calls
-
-
-def _copy(source: Tensor, to: Tensor) -> tuple[Tensor, ...]:
-    return to.copy_(source), source
-
-
-COPY = Peer(
-    name="copy",
-    about="a contiguous copy on the device that reads and writes as many bytes as the op must",
-    why_not=_here,
-    build=_copies,
-    is_copy=True,
-)
+def needs_gpu(setting: Setting) -> str | None:
+    """Why kernels that are compiled ahead for GPUs cannot run, or None."""
+    return None if setting.device == "cuda" else f"its kernels are for GPUs, not for {setting.device}"

@@ -6,8 +6,8 @@ import importlib.util
 import io
 from typing import Any
 
-from .report import COPY, heading
-from .result import Result
+from .report import heading
+from .result import COPY, Result
 
 REMEDY = "matplotlib is not installed; pip install 'layerfuse[plot]'"
 

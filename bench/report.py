@@ -1,23 +1,16 @@
-"""A result for people: tables, for a terminal and in Markdown, sentences on who was missing or wrong, and files."""
+"""A result for people: tables, for a terminal and in Markdown, sentences on who was missing or wrong."""
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from .errors import CannotMeasureError
-from .result import NOT_ASKED_FOR, Result, Row
+from .result import COPY, NOT_ASKED_FOR, Result, Row
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
-
-COPY = "copy"
 
 
 @frozen(kw_only=True)
@@ -90,14 +83,18 @@ def _ratio(above: float | None, below: float | None) -> str:
 def heading(result: Result) -> str:
     """What was measured on what, in a sentence or two."""
     case, where = result.case, result.environment
+    widths = " and ".join(map(str, case.widths.values()))
+    shape = f"width{'s' if len(case.widths) > 1 else ''} {widths}"
+    if case.row_width is not None:
+        shape += f" of rows of {case.row_width}"
     quant = ""
     if case.quant is not None:
         scale = "per token" if case.group_size is None else f"per {case.group_size} columns"
-        quant = f", q to {case.fp8} with one {'power-of-two ' if case.ue8m0 else ''}scale {scale}"
+        order = ", column-major" if case.column_major else ""
+        quant = f", to {case.fp8} with one {'power-of-two ' if case.ue8m0 else ''}scale {scale}{order}"
     versions = ", ".join(f"{name} {where['packages'][name]}" for name in ("triton",) if where["packages"].get(name))
     return (
-        f"{case.op} of {case.name}: widths {case.q_width} and {case.kv_width} of rows of {case.row_width}, "
-        f"{case.dtype}{quant}. {where['device']}, torch {where['torch']}{', ' if versions else ''}{versions}, "
+        f"{case.fusion} of {case.name}: {shape}, {case.dtype}{quant}. {where['device']}, torch {where['torch']}{', ' if versions else ''}{versions}, "
         f"{result.date[:10]}."
     )
 
@@ -122,7 +119,7 @@ def remarks(result: Result) -> Iterator[str]:
 def markdown(result: Result) -> str:
     """The tables and remarks as a Markdown document."""
     lines = [
-        f"# {result.case.op}, {result.case.name}",
+        f"# {result.case.fusion}, {result.case.name}",
         "",
         heading(result),
         "",
@@ -155,52 +152,3 @@ def rich_table(table: Table) -> RichTable:
     for row in table.rows:
         rich.add_row(*row)
     return rich
-
-
-def write(result: Result, folder: str | Path) -> list[Path]:
-    """Write `<slug>.json`, `.md` and, where matplotlib is installed, `.svg`; each whole or not at all.
-
-    Raises:
-        CannotMeasureError: the folder cannot be written.
-    """
-    from . import plot
-
-    folder = writable(folder)
-    files = {
-        "json": json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n",
-        "md": markdown(result),
-    }
-    if plot.why_not() is None:
-        files["svg"] = plot.svg(result)
-    try:
-        return [_whole(folder / f"{result.slug}.{ending}", text) for ending, text in files.items()]
-    except OSError as error:
-        raise CannotMeasureError(f"{folder} cannot be written: {error.strerror or error}") from None
-
-
-def writable(folder: str | Path) -> Path:
-    """The folder, made if it was not there: asked before anything takes minutes.
-
-    Raises:
-        CannotMeasureError: it cannot be written.
-    """
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        raise CannotMeasureError(f"{folder} cannot be written: {error.strerror or error}") from None
-
-
-def _whole(path: Path, text: str) -> Path:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).chmod(0o644)  # mkstemp's own is for the owner alone
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-    return path

@@ -10,8 +10,11 @@ from attrs import frozen
 
 from .cases import Case
 
-FORMAT = 1
-"""Of the JSON; it grows when a key changes its meaning."""
+FORMAT = 2
+"""Of the JSON; it grows when a key changes its meaning. 1 had widths and epsilons of two MLA latents."""
+
+COPY = "copy"
+"""The peer that is the floor."""
 
 NOT_ASKED_FOR = "not asked for"
 
@@ -115,11 +118,13 @@ class Result:
         """The name of its files, without an ending."""
         case = self.case
         device = re.sub(r"\W+", "-", re.sub(r"\((R|TM)\)|@.*", "", self.environment["device"])).strip("-").lower()
-        parts = [case.op, case.name, case.dtype]
+        parts = [case.fusion, case.name, case.dtype]
         if case.group_size not in (None, 128):
             parts.append(f"g{case.group_size}")
         if case.ue8m0:
             parts.append("ue8m0")
+        if case.column_major:
+            parts.append("column-major")
         return "-".join([*parts, device])
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,124 +1,231 @@
-"""The kernels of others, where they are installed: AITER's Triton ops, Liger-Kernel, flash-linear-attention."""
+"""The kernels of others, as installed packages: a table by package and op, one line for each op that a package has."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any
 
 import torch
+from attrs import field, frozen
 from torch import Tensor
 
-from . import aiter_checkout
 from .inputs import Work
-from .peers import Call, Peer, Setting, missing, needs_triton, over_sets
+from .peers import Call, InPlace, Peer, Setting, missing, needs_gpu, needs_triton, over_sets
 
-# ---- AITER
-
-
-def _why_no_aiter(setting: Setting) -> str | None:
-    reason = needs_triton(setting) or aiter_checkout.why_not(setting.aiter)
-    if reason is not None:
-        return reason
-    return "its Triton ops have no power-of-two scales" if setting.case.ue8m0 else None
+Results = tuple[Tensor, ...]
+Function = Callable[..., Results]
 
 
-def _aiter_calls(work: Work, setting: Setting) -> Sequence[Call]:
-    case = work.case
-    functions = aiter_checkout.load(setting.aiter, work.fp8)
-    rms_norm: Any = functions.rms_norm
+@frozen(kw_only=True, eq=False)
+class Offer:
+    """What a package calls for one op."""
 
-    def plain(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-        return rms_norm(q, work.q_weight, case.q_epsilon), rms_norm(kv, work.kv_weight, case.kv_epsilon)
+    about: str
+    make: Callable[[Work], Function]
+    "From the work to a function of the op's rows, with everything else bound."
+    in_place: bool = False
+    "Whether it writes over its rows."
 
-    def group(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-        (quantised, scales), _, kv_normed, _ = functions.fused_rms_fp8_group_quant(
-            q, work.q_weight, case.q_epsilon, kv, work.kv_weight, case.kv_epsilon,
-            group_size=case.group_size, dtype_quant=work.fp8,
-        )  # fmt: skip
-        return quantised, scales, kv_normed
-
-    def per_token(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-        quantised = torch.empty(q.shape, dtype=work.fp8, device=q.device)
-        scales = torch.empty(q.shape[0], dtype=torch.float32, device=q.device)
-        functions.rmsnorm2d_fwd_with_dynamicquant(quantised, q, scales, work.q_weight, case.q_epsilon)
-        return quantised, scales.unsqueeze(-1), rms_norm(kv, work.kv_weight, case.kv_epsilon)
-
-    return over_sets({None: plain, "group": group, "per_token": per_token}[case.quant], work)
+    def calls(self, work: Work) -> Sequence[Call]:
+        """One per set."""
+        function = self.make(work)
+        return [InPlace(function, rows) for rows in work.sets] if self.in_place else over_sets(function, work)
 
 
-AITER = Peer(
-    name="aiter triton",
-    about="AITER's Triton ops: rms_norm twice, fused_rms_fp8_group_quant, or rmsnorm2d_fwd_with_dynamicquant and rms_norm",
-    why_not=_why_no_aiter,
-    build=_aiter_calls,
-    version=lambda setting: aiter_checkout.version(setting.aiter),
-)
+@frozen(kw_only=True, eq=False)
+class ThirdParty:
+    """A package with kernels."""
+
+    name: str
+    "Of the peer."
+    package: str
+    "As pip calls it."
+    module: str
+    "What is imported to see whether it works."
+    needs: Callable[[Setting], str | None]
+    "What its kernels need of the machine: why they cannot run, or None."
+    offers: dict[str, Offer] = field(repr=False)
+    "By op."
+    dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 
-# ---- Liger-Kernel and flash-linear-attention: norms without quantisation
+def why_not_offered(offers: dict[str, Offer], package: str, setting: Setting) -> str | None:
+    """What of the question a package's kernels do not take, or None."""
+    case = setting.case
+    if case.op not in offers:
+        return f"{package} has no kernel for {case.op}"
+    if any(case.weight_offsets.values()):
+        return f"{package} is not measured with zero-centred weights"
+    if case.column_major:
+        return f"{package} is not measured with column-major scales"
+    return None
 
 
-def _why_no_plain(module: str, package: str, setting: Setting) -> str | None:
-    if missing(module):
-        return f"{package} is not installed (pip install {package})"
-    if setting.case.quant is not None:
-        return f"{package} has no quantised norm"
-    return needs_triton(setting)
+def peer_of(third: ThirdParty, setting: Setting) -> Peer:
+    """A package as a peer for what is measured."""
+    offer = third.offers.get(setting.case.op)
+    return Peer(
+        name=third.name,
+        about=third.package if offer is None else offer.about,
+        why_not=functools.partial(_why_not, third),
+        build=lambda work, _: third.offers[setting.case.op].calls(work),
+        version=lambda _: _version_of(third.package),
+    )
 
 
-def _version_of(package: str, _: Setting) -> str | None:
+def _why_not(third: ThirdParty, setting: Setting) -> str | None:
+    said = why_not_offered(third.offers, third.package, setting)
+    if said is None and missing(third.module.partition(".")[0]):
+        said = f"{third.package} is not installed (pip install {third.package})"
+    if said is None and setting.case.dtype not in third.dtypes:
+        said = f"its kernels take {' and '.join(third.dtypes)}, not {setting.case.dtype}"
+    return said or third.needs(setting) or _why_not_imported(third)
+
+
+def _why_not_imported(third: ThirdParty) -> str | None:
+    try:
+        importlib.import_module(third.module)
+    except Exception as error:  # a package that is built for another torch may fail in any way
+        return f"{third.module} cannot be imported: {type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300]
+    return None
+
+
+def _version_of(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _liger_calls(work: Work, _: Setting) -> Sequence[Call]:
+def _norms_of(work: Work) -> tuple[tuple[Tensor, float], ...]:
+    """The weight and the epsilon of each norm of the chain."""
+    case = work.case
+    return tuple((work.weights[norm.weight], case.epsilons[norm.epsilon]) for norm in case.declared.norms)
+
+
+# ---- Liger-Kernel
+
+
+def _liger_norms(work: Work) -> Function:
     from liger_kernel.transformers.functional import liger_rms_norm
 
-    case = work.case
+    (q_weight, q_epsilon), (kv_weight, kv_epsilon) = _norms_of(work)
 
-    def call(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
+    def call(q: Tensor, kv: Tensor) -> Results:
         return (
-            liger_rms_norm(q, work.q_weight, case.q_epsilon, in_place=False),
-            liger_rms_norm(kv, work.kv_weight, case.kv_epsilon, in_place=False),
+            liger_rms_norm(q, q_weight, q_epsilon, in_place=False),
+            liger_rms_norm(kv, kv_weight, kv_epsilon, in_place=False),
         )
 
-    return over_sets(call, work)
+    return call
 
 
-def _fla_calls(work: Work, _: Setting) -> Sequence[Call]:
+def _liger_add(work: Work) -> Function:
+    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
+
+    ((weight, epsilon),) = _norms_of(work)
+
+    def call(x: Tensor, residual: Tensor) -> Results:
+        normed, total = liger_fused_add_rms_norm(x, residual, weight, epsilon, in_place=False)
+        return normed, total
+
+    return call
+
+
+# ---- flash-linear-attention
+
+
+def _fla_modules(work: Work) -> list[Any]:
     from fla.modules import RMSNorm
 
-    case = work.case
     norms = []
-    for weight, epsilon in ((work.q_weight, case.q_epsilon), (work.kv_weight, case.kv_epsilon)):
+    for weight, epsilon in _norms_of(work):
         norm = RMSNorm(weight.shape[0], eps=epsilon).to(work.device, work.dtype).requires_grad_(False)
         norm.weight.copy_(weight)
         norms.append(norm)
-    q_norm, kv_norm = norms
-
-    def call(q: Tensor, kv: Tensor) -> tuple[Tensor, ...]:
-        return q_norm(q), kv_norm(kv)
-
-    return over_sets(call, work)
+    return norms
 
 
-LIGER = Peer(
-    name="liger",
-    about="Liger-Kernel's liger_rms_norm twice",
-    why_not=functools.partial(_why_no_plain, "liger_kernel", "liger-kernel"),
-    build=_liger_calls,
-    version=functools.partial(_version_of, "liger-kernel"),
-)
-FLA = Peer(
-    name="fla",
-    about="flash-linear-attention's RMSNorm module twice",
-    why_not=functools.partial(_why_no_plain, "fla", "flash-linear-attention"),
-    build=_fla_calls,
-    version=functools.partial(_version_of, "flash-linear-attention"),
-)
+def _fla_norms(work: Work) -> Function:
+    q_norm, kv_norm = _fla_modules(work)
+    return lambda q, kv: (q_norm(q), kv_norm(kv))
 
-PEERS = (AITER, LIGER, FLA)
+
+def _fla_add(work: Work) -> Function:
+    (norm,) = _fla_modules(work)
+    return lambda x, residual: tuple(norm(x, residual=residual, prenorm=True))
+
+
+# ---- quack, FlashInfer, vLLM: only what fuses the residual add
+
+
+def _quack_add(work: Work) -> Function:
+    from quack import rmsnorm
+
+    ((weight, epsilon),) = _norms_of(work)
+    return lambda x, residual: tuple(rmsnorm(x, weight, residual=residual, eps=epsilon, prenorm=True))
+
+
+def _flashinfer_add(work: Work) -> Function:
+    from flashinfer.norm import fused_add_rmsnorm
+
+    ((weight, epsilon),) = _norms_of(work)
+
+    def call(x: Tensor, residual: Tensor) -> Results:
+        fused_add_rmsnorm(x, residual, weight, epsilon)
+        return x, residual
+
+    return call
+
+
+def _vllm_add(work: Work) -> Function:
+    fused_add_rms_norm: Any = torch.ops._C.fused_add_rms_norm
+    ((weight, epsilon),) = _norms_of(work)
+
+    def call(x: Tensor, residual: Tensor) -> Results:
+        fused_add_rms_norm(x, residual, weight, epsilon)
+        return x, residual
+
+    return call
+
+
+_IN_PLACE = "in place, on copies of the inputs"
+
+THIRD_PARTIES = (
+    ThirdParty(
+        name="liger", package="liger-kernel", module="liger_kernel.transformers.functional", needs=needs_triton,
+        offers={
+            "mla_dual_rms_norm": Offer(about="Liger-Kernel's liger_rms_norm twice", make=_liger_norms),
+            "add_rms_norm": Offer(about="Liger-Kernel's liger_fused_add_rms_norm", make=_liger_add),
+        },
+    ),
+    ThirdParty(
+        name="fla", package="flash-linear-attention", module="fla.modules", needs=needs_triton,
+        offers={
+            "mla_dual_rms_norm": Offer(about="flash-linear-attention's RMSNorm module twice", make=_fla_norms),
+            "add_rms_norm": Offer(about="flash-linear-attention's RMSNorm module with a residual", make=_fla_add),
+        },
+    ),
+    ThirdParty(
+        name="quack", package="quack-kernels", module="quack", needs=needs_gpu,
+        offers={"add_rms_norm": Offer(about="quack.rmsnorm with a residual", make=_quack_add)},
+    ),
+    ThirdParty(
+        name="flashinfer", package="flashinfer-python", module="flashinfer.norm", needs=needs_gpu, dtypes=("bf16", "fp16"),
+        offers={
+            "add_rms_norm": Offer(
+                about=f"FlashInfer's fused_add_rmsnorm, {_IN_PLACE}", make=_flashinfer_add, in_place=True
+            )
+        },
+    ),
+    ThirdParty(
+        name="vllm", package="vllm", module="vllm._C", needs=needs_gpu,
+        offers={
+            "add_rms_norm": Offer(about=f"vLLM's _C.fused_add_rms_norm, {_IN_PLACE}", make=_vllm_add, in_place=True)
+        },
+    ),
+)  # fmt: skip
+"""Every package that is measured where it is installed."""

@@ -14,7 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from .peers import Call
+from .peers import Call, InPlace
 
 Results = tuple[Tensor, ...]
 
@@ -60,7 +60,11 @@ def repeats_for(sets: int, moved: int) -> int:
 
 
 class Graph:
-    """A peer's calls as a CUDA graph. `results` holds, for every set, what the latest replay wrote."""
+    """A peer's calls as a CUDA graph.
+
+    `results` holds, for every set, what the latest replay wrote. `checked` is the graph whose results are checked: this
+    one, but for calls in place.
+    """
 
     def __init__(self, calls: Sequence[Call], repeats: int) -> None:
         stream = torch.cuda.Stream()
@@ -71,6 +75,7 @@ class Graph:
                     call()
         stream.synchronize()
         self.calls = len(calls) * repeats
+        self._in_place = [call for call in calls if isinstance(call, InPlace)]
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=stream):
             # Kept, so that each set has results of its own; those of the repetitions take turns in freed memory.
@@ -78,8 +83,16 @@ class Graph:
             for _ in range(repeats - 1):
                 for call in calls:
                     call()
+        # Calls that write over their inputs are right once, not when repeated.
+        self.checked: Graph = Graph(calls, 1) if self._in_place and repeats > 1 else self
         self.replay()
         torch.cuda.synchronize()
+
+    def write_anew(self) -> None:
+        """Queue what fills all results from the inputs as they were made."""
+        for call in self._in_place:
+            call.restore()
+        self.replay()
 
     def replay(self) -> None:
         """Queue all calls once more."""

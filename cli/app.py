@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .fusions import CommandOnFusions, fusion_names
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -297,13 +299,14 @@ def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
     answer_contract(model, files=files, json=json)
 
 
-@_command
-@click.argument("op")
-@click.option("--model", default="deepseek-v3", show_default=True, shell_complete=_names, help="Whose latent widths.")
-@click.option("--widths", metavar="Q,KV,ROPE", help="Widths of your own instead of a model's.")
+@app.command(cls=CommandOnFusions)
+@click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=fusion_names)
+@click.option("--model", default="deepseek-v3", show_default=True, shell_complete=_names, help="Whose widths to take.")
+@click.option("--widths", metavar="N,N,...", help="Widths of your own instead, in the order of the op's arguments.")
 @click.option("--tokens", metavar="N,N,...", help="How many rows; by default 1 to 65536 on a GPU, to 1024 on a CPU.")
 @click.option("--dtype", default="bf16", show_default=True, help="bf16, fp16 or fp32.")
 @click.option("--group-size", type=int, help="Columns per scale, where groups have one; by default 128.")
+@click.option("--column-major", is_flag=True, help="Scales of groups that lie column after column.")
 @click.option("--ue8m0", is_flag=True, help="Scales that are powers of two.")
 @click.option("--fp8", metavar="NAME", help="e4m3fn or e4m3fnuz; by default that of this GPU.")
 @click.option("--peers", metavar="A,B,...", help="Only these; `layerfuse` stands for all of our backends.")
@@ -323,23 +326,21 @@ def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
 )
 @_files
 @_json
-def bench(op: str, peers: str | None, **options: Any) -> None:
-    """Time a fused op against its peers in one run, and check every result against float64.
+def bench(names: tuple[str, ...], peers: str | None, **options: Any) -> None:
+    """Time fusions against their peers in one run, and check every result against float64: by default all of them.
 
-    OP is mla_dual_rms_norm, mla_dual_rms_norm_group_quant or mla_dual_rms_norm_per_token_quant. Prints tables, and
-    writes them with a plot and all figures as JSON. Exits with 1 where a result was wrong or a peer failed; a peer that
-    is not installed is named and is no failure.
+    Prints tables, and writes them with a plot and all figures as JSON. Exits with 1 where a result was wrong or a peer
+    failed; a peer that is not installed is named and is no failure.
 
     \b
     Examples:
       layerfuse bench mla_dual_rms_norm
       layerfuse bench mla_dual_rms_norm_group_quant --model kimi-k2.5 --aiter aiter
-      layerfuse bench mla_dual_rms_norm --peers layerfuse,inductor,copy --tokens 1,64,4096
+      layerfuse bench add_rms_norm --peers layerfuse,inductor,copy --tokens 1,64,4096
     """
     from .benching import answer_bench
 
-    names = None if peers is None else [name.strip() for name in peers.split(",")]
-    answer_bench(op, peers=names, **options)
+    answer_bench(names, peers=None if peers is None else [name.strip() for name in peers.split(",")], **options)
 
 
 @_command

@@ -15,12 +15,13 @@ from .models import registry_with
 
 if TYPE_CHECKING:
     from ..bench.measure import Step
+    from ..bench.result import Result
 
 REPOSITORY_RESULTS = Path("benchmarks") / "results"
 
 
 def answer_bench(
-    op: str,
+    names: Sequence[str],
     *,
     tokens: str | None,
     widths: str | None,
@@ -29,49 +30,56 @@ def answer_bench(
     json: bool,
     **options: Any,
 ) -> None:
-    """Measure, print, write.
+    """Measure, print, write: these fusions, or all.
 
     Raises:
         SystemExit: with 1, after everything, where a result was wrong or a peer failed.
         LayerfuseError: it cannot be measured as asked; see `bench.run`.
     """
     from .. import bench
-    from ..bench.cases import OPS
-    from ..bench.errors import UnknownOpError
-    from ..bench.plot import why_not
-    from ..bench.report import writable
+    from ..bench.choosing import known_fusion
+    from ..bench.files import writable
+    from ..fusion.catalog import FUSIONS
 
-    if op not in OPS:
-        raise UnknownOpError(op, OPS)
-    counts, three = _numbers("--tokens", tokens), _numbers("--widths", widths)
+    wanted = [known_fusion(name).name for name in names] or list(FUSIONS)
+    counts, by_hand = _numbers("--tokens", tokens), _numbers("--widths", widths)
     folder = writable(_default_folder() if out is None else out)
     registry = registry_with(files)
     warnings.filterwarnings("ignore", module=r"(torch|triton)\b")
-    with _progress() as step:
-        result = bench.run(op, tokens=counts, widths=three, registry=registry, step=step, **options)
-    written = bench.write(result, folder)
+    results = []
+    for name in dict.fromkeys(wanted):
+        with _progress() as step:
+            result = bench.run(name, tokens=counts, widths=by_hand, registry=registry, step=step, **options)
+        written = bench.write(result, folder)
+        results.append(result)
+        if not json:
+            _print(result, written)
     if json:
-        print_json(result.to_dict())
-    else:
-        from rich.text import Text
-
-        from ..bench.report import heading, remarks, rich_table, tables
-
-        to = console()
-        to.print(heading(result), soft_wrap=True)
-        to.print(f"{result.method[0].upper()}{result.method[1:]}.", soft_wrap=True)
-        for table in tables(result):
-            to.print()
-            to.print(Text(table.title, style="bold"))
-            show(rich_table(table), to)
-        to.print()
-        for remark in remarks(result):
-            to.print(f"- {remark}", soft_wrap=True)
-        if (reason := why_not()) is not None:
-            to.print(f"- the plot was left out: {reason}", soft_wrap=True)
-        to.print(f"{result.seconds:.0f} s; wrote {', '.join(map(str, written))}", soft_wrap=True)
-    if any(one.verdict != "ok" for row in result.rows for one in row.measured):
+        plain = [result.to_dict() for result in results]
+        print_json(plain[0] if len(names) == 1 else plain)
+    if any(one.verdict != "ok" for result in results for row in result.rows for one in row.measured):
         raise SystemExit(1)
+
+
+def _print(result: Result, written: Sequence[Path]) -> None:
+    from rich.text import Text
+
+    from ..bench.plot import why_not
+    from ..bench.report import heading, remarks, rich_table, tables
+
+    to = console()
+    to.print(heading(result), soft_wrap=True)
+    to.print(f"{result.method[0].upper()}{result.method[1:]}.", soft_wrap=True)
+    for table in tables(result):
+        to.print()
+        to.print(Text(table.title, style="bold"))
+        show(rich_table(table), to)
+    to.print()
+    for remark in remarks(result):
+        to.print(f"- {remark}", soft_wrap=True)
+    if (reason := why_not()) is not None:
+        to.print(f"- the plot was left out: {reason}", soft_wrap=True)
+    to.print(f"{result.seconds:.0f} s; wrote {', '.join(map(str, written))}", soft_wrap=True)
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:

@@ -18,7 +18,7 @@ WRONG_QUESTIONS = frozenset(
         "FusionConfigError",
         "UnknownEngineError",
         "UnknownModelError",
-        "UnknownOpError",
+        "UnknownFusionError",
         "UnknownPeerError",
         "UnknownReleaseError",
         "UnknownTargetError",

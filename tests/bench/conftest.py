@@ -1,13 +1,16 @@
-"""Tiny cases, and peers that are wrong on purpose."""
+"""Tiny cases, peers that are wrong on purpose, and a fusion of somebody else's."""
 
+import attrs
 import pytest
+from bench_support import ANOTHER, OURS, peer_of, widths_for
 
 from layerfuse import bench, registry
-from layerfuse.bench import peers
-from layerfuse.bench.cases import make_case
-from layerfuse.fusion import backends, ops  # noqa: F401 (the backends register themselves with the ops)
+from layerfuse.bench.choosing import make_case
+from layerfuse.bench.plain_torch import EAGER_TORCH
+from layerfuse.fusion import FUSIONS, backends, ops  # noqa: F401 (the backends register themselves with the ops)
+from layerfuse.fusion.catalog import add
 
-TINY = {"widths": (256, 128, 16), "device": "cpu", "quick": True, "tokens": [1, 5]}
+TINY = {"device": "cpu", "quick": True, "tokens": [1, 5]}
 
 
 @pytest.fixture(autouse=True)
@@ -20,16 +23,17 @@ def _the_reference_is_ours():
 
 @pytest.fixture
 def case():
-    def make(op="mla_dual_rms_norm", **given):
+    def make(fusion="mla_dual_rms_norm", **given):
         options = {
             "model": "deepseek-v3",
             "widths": None,
             "dtype": "bf16",
             "fp8": None,
             "group_size": None,
+            "column_major": False,
             "ue8m0": False,
         }
-        return make_case(op, registry=registry.default, detected_fp8="e4m3fn", **{**options, **given})
+        return make_case(fusion, registry=registry.default, detected_fp8="e4m3fn", **{**options, **given})
 
     return make
 
@@ -38,8 +42,8 @@ def case():
 def tiny():
     """Run with our reference, `eager` and the copy, or others."""
 
-    def run(op="mla_dual_rms_norm", names=("layerfuse (reference)", "eager", "copy"), **given):
-        return bench.run(op, peers=names, **{**TINY, **given})
+    def run(fusion="mla_dual_rms_norm", names=(OURS, "eager", "copy"), **given):
+        return bench.run(fusion, peers=names, **{"widths": widths_for(fusion), **TINY, **given})
 
     return run
 
@@ -49,21 +53,29 @@ def peer():
     """Registers `eager` with its results changed by a function, or another builder."""
     added = []
 
-    def add(change=None, *, build=None, name="broken"):
+    def add_peer(change=None, *, build=None, name="broken"):
         def changed(work, setting):
-            return [lambda call=call: change(*call()) for call in peers.EAGER.build(work, setting)]
+            return [lambda call=call: change(*call()) for call in EAGER_TORCH.build(work, setting)]
 
-        bench.register(
-            bench.Peer(
-                name=name,
-                about="a test's",
-                why_not=lambda _: None,
-                build=build or changed,
-                rounds_between=True,
-            )
-        )
+        bench.register(peer_of(name, build or changed))
         added.append(name)
 
-    yield add
+    yield add_peer
     for name in added:
         bench.unregister(name)
+
+
+@pytest.fixture
+def another():
+    """A fusion in the catalog that no file of the house declares; other variants of it by what differs."""
+    names = []
+
+    def put(**changes):
+        fusion = attrs.evolve(ANOTHER, **changes)
+        add(FUSIONS._all(), fusion)
+        names.append(fusion.name)
+        return fusion
+
+    yield put
+    for name in names:
+        del FUSIONS._all()[name]

@@ -31,6 +31,7 @@ def is_fp8_avail():
     "aiter/ops/triton/normalization/rmsnorm.py": """
 from aiter.ops.triton.utils._triton.arch_info import get_arch, is_fp8_avail
 rms_norm = ("rms_norm", get_arch(), is_fp8_avail())
+rmsnorm2d_fwd_with_add = "with_add"
 rmsnorm2d_fwd_with_dynamicquant = "dynamicquant"
 """,
     "aiter/ops/triton/quant/__init__.py": "from aiter.utility import dtypes",

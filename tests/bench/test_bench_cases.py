@@ -1,15 +1,34 @@
 import pytest
 import torch
+from bench_support import ALL, widths_for
 
 from layerfuse import bench
-from layerfuse.bench import inputs, peers
+from layerfuse.bench import inputs, plain_torch
+from layerfuse.bench.peers import Setting
+from layerfuse.fusion import FUSIONS
+from layerfuse.fusion.declare import Rows, Weight
 
 
-def test_a_model_says_its_widths_and_epsilons(case):
+def test_a_model_says_widths_epsilons_and_what_its_rows_are_views_of(case):
     v3 = case()
-    assert (v3.q_width, v3.kv_width, v3.rope_width, v3.row_width) == (1536, 512, 64, 2112)
-    assert (v3.q_epsilon, v3.kv_epsilon, v3.name) == (1e-6, 1e-6, "deepseek-v3")
+    assert (v3.widths, v3.row_width) == ({"q_width": 1536, "kv_width": 512}, 2112)
+    assert (v3.epsilons, v3.name) == ({"q_epsilon": 1e-6, "kv_epsilon": 1e-6}, "deepseek-v3")
     assert case(model="moonshotai/Kimi-K2.5").name == "kimi-k2.5"
+
+
+def test_the_residual_stream_has_tensors_of_its_own_at_the_first_site_that_adds(case):
+    oss = case("add_rms_norm", model="gpt-oss-20b")
+    assert (oss.widths, oss.row_width) == ({"width": 2880}, None)
+    assert (oss.epsilons, oss.weight_offsets) == ({"epsilon": 1e-5}, {"weight_offset": 0.0})
+    assert case("add_rms_norm", model="deepseek-v2-lite").widths == {"width": 2048}
+
+
+def test_zero_centred_weights_are_taken_with_their_offset(case):
+    gemma = case("add_rms_norm", model="qwen3-next-80b-a3b")
+    assert gemma.weight_offsets == {"weight_offset": 1.0}
+    work = inputs.make(gemma, 3, torch.device("cpu"), sets=1)
+    assert abs(float(work.weights["weight"].float().mean())) < 0.1
+    assert work.arguments(work.sets[0])[3:] == (1e-6, 1.0)
 
 
 def test_the_bytes_are_those_that_must_be_read_and_written_once(case):
@@ -23,14 +42,18 @@ def test_the_bytes_are_those_that_must_be_read_and_written_once(case):
     assert case("mla_dual_rms_norm_per_token_quant").bytes_written(1) == 1536 + 4 + 512 * 2
     short = case("mla_dual_rms_norm_group_quant", widths=(100, 8, 0), group_size=64)
     assert short.bytes_written(1) == 100 + 2 * 4 + 8 * 2
+    # Both inputs, one weight; both results.
+    add = case("add_rms_norm", widths=(7168,))
+    assert (add.bytes_read(2), add.bytes_written(2)) == (5 * 7168 * 2, 4 * 7168 * 2)
 
 
-@pytest.mark.parametrize("op", bench.OPS)
+@pytest.mark.parametrize("fusion", ALL)
 @pytest.mark.parametrize("tokens", [1, 7, 100])
-def test_the_copy_moves_those_bytes_to_half_a_percent_of_a_round_number(case, op, tokens):
-    made = case(op, widths=(96, 32, 8))
+def test_the_copy_moves_those_bytes_to_half_a_percent_of_a_round_number(case, fusion, tokens):
+    made = case(fusion, widths=widths_for(fusion))
+    setting = Setting(case=made, device="cpu")
     work = inputs.make(made, tokens, torch.device("cpu"), sets=2)
-    calls = peers.COPY.build(work, peers.Setting(case=made, device="cpu"))
+    calls = plain_torch.COPY.build(work, setting)
     assert len(calls) == 2
     to, source = calls[0]()
     assert to.data_ptr() != source.data_ptr()
@@ -40,13 +63,14 @@ def test_the_copy_moves_those_bytes_to_half_a_percent_of_a_round_number(case, op
     too_few = made.bytes_moved(tokens) - 2 * to.nbytes
     assert 0 <= too_few <= max(2 * 16, 0.005 * made.bytes_moved(tokens))
     # And what must be moved is what tensors of the real shapes hold.
-    q, kv = work.sets[0]
-    peer = peers.EAGER.build(work, peers.Setting(case=made, device="cpu"))
-    touched = (q.numel() + kv.numel()) * 2 + work.q_weight.nbytes + work.kv_weight.nbytes
-    assert made.bytes_moved(tokens) == touched + sum(result.nbytes for result in peer[0]())
+    kinds = FUSIONS[fusion].op.args
+    given = [tensor for tensor in work.arguments(work.sets[0]) if isinstance(tensor, torch.Tensor)]
+    assert len(given) == len([argument for argument in kinds if isinstance(argument, Rows | Weight)])
+    results = plain_torch.EAGER_TORCH.build(work, setting)[0]()
+    assert made.bytes_moved(tokens) == sum(tensor.numel() * tensor.itemsize for tensor in (*given, *results))
 
 
-def test_inputs_are_views_of_one_projection_all_different_and_never_zero(case):
+def test_latents_are_views_of_one_projection_all_different_and_never_zero(case):
     work = inputs.make(case(widths=(96, 32, 8)), 5, torch.device("cpu"), sets=3)
     for q, kv in work.sets:
         assert (q.shape, kv.shape) == ((5, 96), (5, 32))
@@ -56,30 +80,49 @@ def test_inputs_are_views_of_one_projection_all_different_and_never_zero(case):
     assert len({float(q.float().sum()) for q, _ in work.sets}) == 3
 
 
+def test_what_follows_the_latents_may_be_left_out(case):
+    ((q, kv),) = inputs.make(case(widths=(96, 32)), 5, torch.device("cpu"), sets=1).sets
+    assert q.stride() == kv.stride() == (128, 1)
+
+
+def test_other_rows_are_contiguous_tensors_of_their_own(case):
+    ((x, residual),) = inputs.make(case("add_rms_norm", widths=(96,)), 5, torch.device("cpu"), sets=1).sets
+    assert x.is_contiguous() and residual.is_contiguous()
+    assert x.untyped_storage().data_ptr() != residual.untyped_storage().data_ptr()
+    assert not torch.equal(x, residual)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"model": "deepseek-v2-lite"}, "deepseek-v2-lite has MLA layers without a query latent"),
-        ({"model": "gpt-oss-20b"}, "gpt-oss-20b has no MLA layer"),
-        ({"widths": (1, 2)}, "widths are three numbers"),
-        ({"widths": (0, 2, 3)}, "widths are three numbers"),
+        (
+            {"model": "deepseek-v2-lite"},
+            "deepseek-v2-lite has no site where mla_dual_rms_norm can stand: q_lora_rank is",
+        ),
+        ({"model": "gpt-oss-20b"}, "it has none of the kind latents (the norms of an MLA layer's"),
+        ({"fusion": "add_rms_norm", "model": "nope"}, "nope"),
+        ({"widths": (1,)}, "widths of mla_dual_rms_norm are 2 numbers, q_width, kv_width, then perhaps that of what"),
+        ({"widths": (0, 2, 3)}, "widths of mla_dual_rms_norm are 2 numbers"),
+        ({"widths": (1, 2, 3, 4)}, "got 1,2,3,4"),
+        ({"fusion": "add_rms_norm", "widths": (8, 8)}, "widths of add_rms_norm are 1 number, width; got 8,8"),
         ({"dtype": "bf61"}, "dtype must be one of bf16, fp16, fp32, got 'bf61'; did you mean 'bf16'"),
         ({"ue8m0": True}, "mla_dual_rms_norm quantises nothing, so it has no ue8m0 scales"),
         ({"fp8": "e4m3fn"}, "mla_dual_rms_norm quantises nothing, so it has no fp8 format"),
-        ({"group_size": 64}, "mla_dual_rms_norm has no groups"),
-        ({"op": "mla_dual_rms_norm_per_token_quant", "group_size": 64}, "has no groups"),
-        ({"op": "mla_dual_rms_norm_group_quant", "group_size": 48}, "must be one of 32, 64, 128, got 48"),
-        ({"op": "mla_dual_rms_norm_group_quant", "fp8": "e5m2"}, "fp8 must be one of e4m3fn, e4m3fnuz, got 'e5m2'"),
+        ({"group_size": 64}, "mla_dual_rms_norm has no groups; mla_dual_rms_norm_group_quant has"),
+        ({"fusion": "mla_dual_rms_norm_per_token_quant", "group_size": 64}, "has no groups"),
+        ({"fusion": "mla_dual_rms_norm_per_token_quant", "column_major": True}, "has no groups"),
+        ({"fusion": "mla_dual_rms_norm_group_quant", "group_size": 48}, "must be one of 32, 64, 128, got 48"),
+        ({"fusion": "mla_dual_rms_norm_group_quant", "fp8": "e5m2"}, "fp8 must be one of e4m3fn, e4m3fnuz, got 'e5m2'"),
     ],
 )
 def test_a_case_that_cannot_be_says_why(case, given, said):
-    with pytest.raises(bench.BenchError, match=r"^[a-z]") as error:
+    with pytest.raises((bench.BenchError, LookupError), match=r"^[a-z]") as error:
         case(**given)
     assert said in str(error.value)
 
 
-def test_an_unknown_op_or_peer_is_answered_with_the_closest(tiny):
-    with pytest.raises(bench.UnknownOpError, match="did you mean 'mla_dual_rms_norm'"):
+def test_an_unknown_fusion_or_peer_is_answered_with_the_closest(tiny):
+    with pytest.raises(bench.UnknownFusionError, match="did you mean 'mla_dual_rms_norm'"):
         tiny("mla_dual_rmsnorm")
     with pytest.raises(bench.UnknownPeerError, match="did you mean 'eager'"):
         tiny(names=["eagr"])

@@ -9,6 +9,7 @@ import pytest
 
 from layerfuse.bench.result import Result
 from layerfuse.cli import main
+from layerfuse.fusion import FUSIONS
 
 TINY = [
     "--widths",
@@ -59,6 +60,30 @@ def test_json_is_the_result_alone(type_in, tmp_path):
     assert Result.from_dict(json.loads(out)) == Result.from_dict(json.loads(file.read_text()))
 
 
+def test_several_are_measured_in_turn_and_their_json_is_a_list(type_in, tmp_path):
+    """Of one width and of two: so at a model's."""
+    options = ["--tokens", "1", "--device", "cpu", "--quick", "--peers", "layerfuse (reference)", "--json"]
+    code, out, _ = type_in("add_rms_norm", "mla_dual_rms_norm", "--model", "glm-4.7-flash", *options)
+    assert code == 0
+    assert [one["case"]["fusion"] for one in json.loads(out)] == ["add_rms_norm", "mla_dual_rms_norm"]
+
+
+def test_without_a_name_it_is_every_fusion_of_the_catalog(type_in, another):
+    another()
+    options = ["--tokens", "1", "--device", "cpu", "--quick", "--peers", "layerfuse (reference)", "--json"]
+    code, out, _ = type_in(*options)
+    assert code == 0
+    assert [one["case"]["fusion"] for one in json.loads(out)] == list(FUSIONS)
+
+
+def test_the_help_lists_the_catalog_whoever_declares_it(type_in, another):
+    fusion = another()
+    code, out, _ = type_in("--help")
+    assert code == 0
+    assert all(name in out for name in FUSIONS)
+    assert f"({fusion.owner})" in " ".join(out.split())
+
+
 def test_in_the_repository_they_go_to_its_results(type_in, tmp_path):
     (tmp_path / "benchmarks" / "results").mkdir(parents=True)
     (tmp_path / "models.toml").touch()
@@ -69,10 +94,10 @@ def test_in_the_repository_they_go_to_its_results(type_in, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "code", "said"),
     [
-        (["mla_dual_rmsnorm"], 2, "no op called 'mla_dual_rmsnorm' can be measured; did you mean 'mla_dual_rms_norm'"),
+        (["mla_dual_rmsnorm"], 2, "no fusion is called 'mla_dual_rmsnorm'; did you mean 'mla_dual_rms_norm'"),
         (["mla_dual_rms_norm", *TINY, "--peers", "eagr"], 2, "no peer is called 'eagr'; did you mean 'eager'?"),
         (["mla_dual_rms_norm", "--model", "deepseek-v4"], 2, "did you mean deepseek-v3 or"),
-        (["mla_dual_rms_norm", "--model", "deepseek-v2-lite"], 2, "q_lora_rank is none"),
+        (["mla_dual_rms_norm", "--model", "deepseek-v2-lite"], 2, "q_lora_rank is None"),
         (["mla_dual_rms_norm", "--tokens", "1,many"], 2, "whole numbers with commas between them, got '1,many'"),
         (["mla_dual_rms_norm", "--dtype", "int8"], 2, "dtype must be one of bf16, fp16, fp32, got 'int8'"),
         (["mla_dual_rms_norm", *TINY, "--out", "file/inside"], 1, "file/inside cannot be written: Not a directory"),

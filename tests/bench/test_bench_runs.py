@@ -4,21 +4,20 @@ import json
 
 import pytest
 import torch
+from bench_support import ALL, DUAL_QUANTS, OURS, QUANTS
 
 from layerfuse import bench
 from layerfuse.bench import check, report
+from layerfuse.bench.plain_torch import EAGER_TORCH
 from layerfuse.bench.result import Result
 
-OURS = "layerfuse (reference)"
-QUANTS = ["mla_dual_rms_norm_group_quant", "mla_dual_rms_norm_per_token_quant"]
 
-
-@pytest.mark.parametrize("op", bench.OPS)
+@pytest.mark.parametrize("fusion", ALL)
 @pytest.mark.parametrize("options", [{}, {"dtype": "fp16"}, {"dtype": "fp32"}, {"ue8m0": True}, {"fp8": "e4m3fnuz"}])
-def test_everybody_here_is_right_and_gets_a_time(tiny, op, options):
-    if bench.OPS[op] is None and ("ue8m0" in options or "fp8" in options):
+def test_everybody_here_is_right_and_gets_a_time(tiny, fusion, options):
+    if fusion not in QUANTS and ("ue8m0" in options or "fp8" in options):
         pytest.skip("quantises nothing")
-    result = tiny(op, **options)
+    result = tiny(fusion, **options)
     assert result.present == (OURS, "eager", "copy")
     assert result.ours == OURS
     assert [row.tokens for row in result.rows] == [1, 5]
@@ -43,7 +42,7 @@ def test_who_is_missing_says_why(tiny):
 
 
 def test_a_result_goes_to_json_and_back(tiny):
-    result = tiny(QUANTS[0])
+    result = tiny(DUAL_QUANTS[0])
     text = json.dumps(result.to_dict(), allow_nan=False)
     assert Result.from_dict(json.loads(text)) == result
 
@@ -117,7 +116,7 @@ def test_a_wrong_norm_gets_no_time(tiny, peer, change, said):
     bench.markdown(result)
 
 
-@pytest.mark.parametrize("op", QUANTS)
+@pytest.mark.parametrize("fusion", DUAL_QUANTS)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -130,16 +129,41 @@ def test_a_wrong_norm_gets_no_time(tiny, peer, change, said):
     ],
     ids=["a step too small", "NaN", "scale", "rows swapped", "kv", "not quantised"],
 )
-def test_a_wrong_quantisation_gets_no_time(tiny, peer, op, change, said):
+def test_a_wrong_quantisation_gets_no_time(tiny, peer, fusion, change, said):
     peer(change)
-    verdict, message = held_against(tiny(op, names=["broken"], tokens=[5]))
+    verdict, message = held_against(tiny(fusion, names=["broken"], tokens=[5]))
     assert verdict == "wrong"
     assert said in message
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda normed, total: (normed * 1.02, total), "a norm is off by"),
+        (lambda normed, total: (normed, total * 1.01), "a sum is off by"),
+        (lambda normed, total: (normed, torch.full_like(total, float("nan"))), "a sum holds NaN"),
+        (lambda normed, total: (total, normed), "is off by"),
+    ],
+    ids=["norm", "sum", "NaN", "swapped"],
+)
+def test_a_wrong_sum_or_its_norm_gets_no_time(tiny, peer, change, said):
+    peer(change)
+    verdict, message = held_against(tiny("add_rms_norm", names=["broken"], tokens=[5]))
+    assert verdict == "wrong"
+    assert said in message
+
+
+def test_scales_that_lie_the_other_way_are_wrong(tiny, peer):
+    peer(lambda q, scales, kv: (q, scales.contiguous(), kv))
+    verdict, message = held_against(
+        tiny("mla_dual_rms_norm_group_quant", names=["broken"], tokens=[5], column_major=True)
+    )
+    assert (verdict, message) == ("wrong", "the scales (5, 2) have strides (2, 1), expected (1, 5)")
+
+
 def test_scales_that_are_no_powers_of_two_are_wrong_where_they_were_asked_for(tiny, peer):
     peer(lambda q, scales, kv: (q, scales * 0.9, kv))
-    assert held_against(tiny(QUANTS[0], names=["broken"], ue8m0=True)) == (
+    assert held_against(tiny(DUAL_QUANTS[0], names=["broken"], ue8m0=True)) == (
         "wrong",
         "a scale is not the power of two that it should be",
     )
@@ -149,9 +173,7 @@ def test_results_that_are_not_written_again_are_seen(tiny, peer):
     """What was right once is not enough: the second call hands out what the first one wrote."""
 
     def build(work, setting):
-        from layerfuse.bench.peers import EAGER
-
-        once = [call() for call in EAGER.build(work, setting)]
+        once = [call() for call in EAGER_TORCH.build(work, setting)]
         return [lambda results=results: results for results in once]
 
     peer(build=build)

@@ -1,0 +1,60 @@
+"""A result as files: JSON, Markdown and a picture, each whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from . import plot
+from .errors import CannotMeasureError
+from .report import markdown
+from .result import Result
+
+
+def write(result: Result, folder: str | Path) -> list[Path]:
+    """Write `<slug>.json`, `.md` and, where matplotlib is installed, `.svg`; each whole or not at all.
+
+    Raises:
+        CannotMeasureError: the folder cannot be written.
+    """
+    folder = writable(folder)
+    files = {
+        "json": json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n",
+        "md": markdown(result),
+    }
+    if plot.why_not() is None:
+        files["svg"] = plot.svg(result)
+    try:
+        return [_whole(folder / f"{result.slug}.{ending}", text) for ending, text in files.items()]
+    except OSError as error:
+        raise CannotMeasureError(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+def writable(folder: str | Path) -> Path:
+    """The folder, made if it was not there: asked before anything takes minutes.
+
+    Raises:
+        CannotMeasureError: it cannot be written.
+    """
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise CannotMeasureError(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+def _whole(path: Path, text: str) -> Path:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).chmod(0o644)  # mkstemp's own is for the owner alone
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return path
