@@ -134,7 +134,7 @@ def plan(
     """Show each kind of layer on one rank, and each fusion with yes or the reason for no. Needs no torch.
 
     With --batch, --queries, --context, --kv or --aiter it also shows what attention allocates: the heads that AITER's MLA
-    decode is given, its buffers and scratch, cache and state, and what the release is known to do wrong. With --all-tp it
+    decode is given, its buffers and scratch, cache and state, and known issues of the release. With --all-tp it
     shows the heads of all MLA models, or of MODEL, at every tensor-parallel size.
 
     Exits with 1 where the model cannot be sharded that way.

@@ -1,4 +1,4 @@
-"""The way in: runs the commands, and turns this library's errors into one clean message and an exit code."""
+"""The entry point: runs the commands, and turns this library's errors into one message and an exit code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way into torch.compile: a model in, the same model compiled with its fusions out, and a report.
+"""torch.compile with fusions: takes a model, and returns the model compiled with its fusions and a report.
 
 Rewriting runs on the graph that AOTAutograd hands to Inductor, before Inductor computes its cache key. So the key
 covers the rewritten graph, no stale graph can be served, and the report is complete on a cache hit too.

@@ -1,6 +1,6 @@
 """Which site takes which fusion on a target, and why not: pure, from specs alone.
 
-No torch, no GPU, no layer: the answer comes before the model exists, and everything later is held to it.
+It needs no torch, no GPU and no layer. The report compares everything later with it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Plan:
         return self._kind("not_applicable", fusion)
 
     def concerns(self, fusion: str) -> bool:
-        """Whether the fusion is worth a line: some site takes it, falls back to it or is refused it."""
+        """Whether some site takes the fusion, falls back to it or is refused it."""
         return any(d.fusion == fusion and d.kind != "not_applicable" for d in self.decisions)
 
     def to_dict(self) -> dict[str, Any]:

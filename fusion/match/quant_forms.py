@@ -127,7 +127,7 @@ def is_number(given: object, wanted: float) -> bool:
 
 
 def name_of(word: str) -> str | None:
-    """Who writes a scale that way, or None where nobody is known to."""
+    """Which libraries write a scale that way, or None where none is known."""
     return SCALE_FORMS.get(word)
 
 

@@ -1,7 +1,7 @@
 """How a dual norm is launched: a small table over the number of rows, scaled to the widths.
 
 The rows of the table were measured on an H200 with DeepSeek-V3's widths (1536 and 512), bfloat16
-(benchmarks/results/dual_norm_tuning.json). On AMD they are a starting point that nobody has timed.
+(benchmarks/results/dual_norm_tuning.json). Not benchmarked on AMD.
 """
 
 from __future__ import annotations
