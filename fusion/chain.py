@@ -173,9 +173,10 @@ class Fusion:
                 continue
             wrong = [type(step).__name__ for step in self.chain if type(step).__name__ not in role.steps]
             if wrong:
-                yield f"a {name} site has no {', '.join(wrong)}; it may have {', '.join(sorted(role.steps))}"
+                yield f"the role {name} has no {', '.join(wrong)}; it may have {', '.join(sorted(role.steps))}"
             elif len(self.norms) != role.norms:
-                yield f"a {name} site has {role.norms} norms, and the chain has {len(self.norms)}"
+                norms = "1 norm" if role.norms == 1 else f"{role.norms} norms"
+                yield f"the role {name} has {norms}, and the chain has {len(self.norms)}"
 
     def _bad_op(self) -> Iterable[str]:
         taken = {argument.name for argument in self.op.args}

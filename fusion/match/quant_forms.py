@@ -132,6 +132,6 @@ def name_of(word: str) -> str | None:
 
 
 def spell(word: str) -> str:
-    """A word in words."""
+    """The steps of a word, spelled out."""
     meanings = dict(re.findall(r"^(\w)  (.+)$", STEPS, re.MULTILINE))
     return ", ".join(meanings[letter] for letter in word)
