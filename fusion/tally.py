@@ -96,19 +96,14 @@ class Tally:
             for use, owners in self._uses(key):
                 site = min(owners, key=seen.__getitem__)
                 seen[site] += times
-                if site in self._wanted and self._plan.site[site].norms != self._plan.site[use.site].norms:
-                    # Modules of one class run one graph, whatever their specs say.
-                    wrong = f"it ran the graph of {use.site}, and the norms there are not what its spec says"
-                    lost.setdefault(self._wanted[site][0], {})[site] = times, wrong
-                    continue
                 if use.fused is not None:
                     ran[site, use.fused] += times
                 for fusion, reason in use.missed.items():
                     missed.setdefault(fusion, {})[site] = with_fallback(reason, use.fused)
-                fusion, _ = self._wanted.get(site, (use.fused, 0))
-                if fusion is not None and fusion != use.fused and fusion not in use.missed:
-                    reason = f"it ran in the graph that was compiled for {use.site}, where {fusion} is not expected"
-                    missed.setdefault(fusion, {})[site] = with_fallback(reason, use.fused)
+                expected, _ = self._wanted.get(site, (None, 0))
+                wrong = None if expected is None else self._why_not_its_own(site, use, expected)
+                if wrong is not None:
+                    missed.setdefault(str(expected), {})[site] = with_fallback(wrong, use.fused)
         for site, (fusion, wanted) in self._wanted.items():
             if seen[site] < wanted and site not in missed.get(fusion, {}):
                 layer = self._plan.site[site].layer
@@ -123,6 +118,15 @@ class Tally:
                 self._complete.clear()
             self._complete[pattern] = record
         return record
+
+    def _why_not_its_own(self, site: str, use: Use, expected: str) -> str | None:
+        """Why the graph of a sibling is not what the plan says of this site, or None where it is."""
+        if self._plan.site[site].norms != self._plan.site[use.site].norms:
+            # Modules of one class run one graph, whatever their specs say.
+            return f"it ran the graph of {use.site}, and the norms there are not what its spec says"
+        if use.fused != expected and expected not in use.missed:
+            return f"it ran in the graph that was compiled for {use.site}, where {expected} is not expected"
+        return None
 
     def _uses(self, key: Key) -> list[tuple[Use, tuple[str, ...]]]:
         """The uses of a graph, each with the sites that it can be of when the graph is called with these weights."""

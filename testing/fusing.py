@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from .contract_case import ContractCase
 from .scenario import scenario
-from .subject import Subject
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 """Relative to the largest output, by dtype: fusing changes the order and number of roundings, nothing else."""
 
 
-class FusingScenarios(Subject):
+class FusingScenarios(ContractCase):
     """What was planned from the specs is what happens in the graph."""
 
     codegen: ClassVar[bool] = False

@@ -243,7 +243,7 @@ def case_fields(op: Op) -> tuple[str, ...]:
 
 def case_type(op: Op) -> Callable[..., Hashable]:
     """The named tuple of `case_fields`."""
-    return namedtuple("Case", case_fields(op))  # type: ignore[misc]
+    return namedtuple("Case", case_fields(op))
 
 
 def case_maker(op: Op) -> Callable[..., Hashable]:

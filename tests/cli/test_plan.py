@@ -223,7 +223,9 @@ def test_an_engine_that_quantises_on_a_target_without_fp8(run):
 def test_a_quantisation_of_one_role(run):
     out = run("plan", "kimi-k2.5", "--quant", "latents=group128,ue8m0").out
     assert "latents: mla_dual_rms_norm_group_quant  yes" in out
-    data = json.loads(run("plan", "kimi-k2.5", "--quant", "latents=group128", "--quant", "input=per_token", "--json").out)
+    data = json.loads(
+        run("plan", "kimi-k2.5", "--quant", "latents=group128", "--quant", "input=per_token", "--json").out
+    )
     assert {role: found["group_size"] for role, found in data["config"]["quant"].items()} == {
         "latents": 128,
         "input": None,

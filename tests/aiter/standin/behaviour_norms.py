@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from layerfuse.fusion.ops.quantisation import quantise
 from layerfuse.fusion.ops.norm import normalise_wide
+from layerfuse.fusion.ops.quantisation import quantise
 
 from .behaviour import LARGEST, Call, body
 from .misuse import (
