@@ -107,7 +107,7 @@ def test_a_file_that_is_not_there_is_a_wrong_question_everywhere(run, tmp_path):
     assert run("inspect", tmp_path / "none.json").code == 2
     assert run("inspect", tmp_path).code == 2
     assert run("models", "--models", tmp_path / "none.toml").code == 2
-    assert "a file that is not there" in run("--help").out
+    assert "a file that does not exist" in run("--help").out
 
 
 def test_check_of_a_file_without_models(run, tmp_path):

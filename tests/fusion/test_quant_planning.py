@@ -121,7 +121,7 @@ def test_a_latent_that_is_no_multiple_of_the_group() -> None:
     found = decided(config("group128"), mla_spec(q_lora_rank=1600))
     assert found[GROUP] == (
         "refused",
-        "what is quantised is 1600 wide, which is no multiple of the 128 columns that share a scale",
+        "the quantised tensor is 1600 wide, which is no multiple of the 128 columns that share a scale",
     )
     assert found[PLAIN][0] == "expected"
 
