@@ -207,9 +207,11 @@ def environment(*, on: str, has_torch: bool) -> list[Finding]:
         except FusionConfigError as error:
             findings.append(Finding(name=WANTED, state="broken", detail=str(error)))
     if forced := os.environ.get(BACKEND, ""):
-        findings.append(_forced(BACKEND, forced, on) if has_torch else Finding(
-            name=BACKEND, state="found", detail=f"{forced}; unknown without torch"
-        ))
+        findings.append(
+            _forced(BACKEND, forced, on)
+            if has_torch
+            else Finding(name=BACKEND, state="found", detail=f"{forced}; unknown without torch")
+        )
     return findings
 
 

@@ -122,7 +122,9 @@ def require(entries: Iterable[ModelEntry], device: str | None = None) -> None:
     import torch
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise CannotVerifyError("--device cuda: torch finds no GPU that it can use; `layerfuse doctor` says what is there")
+        raise CannotVerifyError(
+            "--device cuda: torch finds no GPU that it can use; `layerfuse doctor` says what is there"
+        )
     if device_of(device) == "cuda":
         return
     try:
@@ -278,5 +280,6 @@ def _with_backends(found: dict[str, dict[str, Any]], device: str) -> dict[str, d
 
     chosen = backends.chosen()
     return {
-        name: {**report, "backend": chosen.get((FUSIONS[name].op.name, device), "none")} for name, report in found.items()
+        name: {**report, "backend": chosen.get((FUSIONS[name].op.name, device), "none")}
+        for name, report in found.items()
     }

@@ -68,7 +68,7 @@ def shards_of_linear(linear: Any, dimensions: tuple[int, ...] = (0, 1)) -> Shard
         weight, declared = linear.weight, (whole(linear.out_features), whole(linear.in_features))
     except AttributeError as error:
         raise UnreadableError(f"{type(linear).__name__} has no {error.name!r}") from None
-    if is_dtensor(weight):
+    if hasattr(type(weight), "device_mesh"):  # a DTensor, told without importing torch
         return _shards_of_mesh(weight, dimensions, _is_fsdps(linear))
     held = tuple(weight.shape)
     if held == declared:
@@ -93,18 +93,6 @@ def _is_fsdps(module: Any) -> bool:
         for base in type(module).__mro__
     )
     return by_class or hasattr(module, "_is_fsdp_managed_module")
-
-
-_PLAIN: dict[type, bool] = {}
-
-
-def is_dtensor(weight: Any) -> bool:
-    """Whether a weight is a DTensor, told by its type without importing torch."""
-    kind = type(weight)
-    plain = _PLAIN.get(kind)
-    if plain is None:
-        plain = _PLAIN[kind] = not hasattr(kind, "device_mesh")
-    return not plain
 
 
 _DATA_PARALLEL = re.compile(r"dp|data|replicate|shard")

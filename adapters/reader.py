@@ -1,7 +1,7 @@
 """Reads one layer into its spec, through the facts of its class.
 
-Reading is live: every call reads the attributes again, since engines rewrite them. Only the building of an equal,
-immutable spec from equal raw values is remembered.
+Reading is live: every call reads the attributes again, since engines rewrite them, and nothing is remembered. A caller
+that needs a spec often keeps it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ from .errors import (
 )
 from .feeds import Feeds
 from .parallel import ambient, shards_of_linear
-from .snapshot import Snapshot, settled
 from .sources import NormSource, Source
 from .specs import FinalNormSpec, GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
-
-_REMEMBERED = 4096
 
 
 class LayerReader:
@@ -40,9 +37,6 @@ class LayerReader:
         self.owner = owner
         "The adapter or models.toml entry that declared the facts."
         self.facts = facts
-        self._snapshot = Snapshot(facts)
-        self._feeds = [Feeds(norm.feeds) for norm in facts.norms if norm.feeds]
-        self._known: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         return f"LayerReader({self.key!r}, {self.owner!r}, {self.facts.spec.__name__})"
@@ -74,23 +68,7 @@ class LayerReader:
             ParallelUnknownError, ParallelConflictError: the tensor-parallel degree is unsaid, or said twice.
             SpecError: what the layer says cannot all be true.
         """
-        around = ambient()
-        raw = self._snapshot.take(layer)
-        if raw is not None:
-            # Linears may be exchanged under a norm that stays as it is, so what they quantise is part of the key.
-            raw = (*raw, *[feeds.quant(layer) for feeds in self._feeds])
-            try:
-                known = self._known.get((raw, parallel, around))
-            except TypeError:  # an attribute that cannot be hashed: read without remembering
-                raw = known = None
-            if known is not None:
-                return known
-        spec = _Reading(self, layer, path).spec(parallel, around)
-        if raw is not None and settled(raw[0]):
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            self._known[raw, parallel, around] = spec
-        return spec
+        return _Reading(self, layer, path).spec(parallel, ambient())
 
 
 class _Reading:
@@ -151,8 +129,7 @@ class _Reading:
             raise self.missing(name, [str(error)]) from error.__cause__
         said: dict[str, Any] = {"module": str(source.module), "quant": Feeds(source.feeds).quant(self.layer)}
         for part, places in source.fields:
-            kind = kind_of(getattr(attrs.fields(GatedNormSpec), part))
-            said[part] = _VALUES.get(kind, _same)(self.found(f"{name}.{part}", places, module, f"{source.module}."))
+            said[part] = _NORM_VALUES[part](self.found(f"{name}.{part}", places, module, f"{source.module}."))
         try:
             return GatedNormSpec(**said) if gated else NormSpec(**said)
         except SpecError as error:
@@ -333,3 +310,5 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "positive": _number,
     "number": _number,
 }
+_NORM_VALUES = {a.name: _VALUES.get(kind_of(a), _same) for a in attrs.fields(GatedNormSpec)}
+"""Of the fields of a norm, by name."""

@@ -48,12 +48,10 @@ class Path:
         Raises:
             UnreadableError: a step does not exist, or leads through None.
         """
-        walked = ""
-        for step in self.steps:
+        for depth, step in enumerate(self.steps):
             if obj is None:
-                raise UnreadableError(f"{self}: {walked} is None")
+                raise UnreadableError(f"{self}: {'.'.join(self.steps[:depth])} is None")
             obj = _step(obj, step, self)
-            walked = f"{walked}.{step}" if walked else step
         return obj
 
 

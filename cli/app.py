@@ -17,7 +17,8 @@ def _names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
     """Model names for the shell's completion."""
     from .models import shipped
 
-    return [name for name in shipped() if name.startswith(incomplete.lower())]
+    names = [name for key, table in shipped().items() for name in (key, *table.get("aliases", ()))]
+    return [name for name in names if name.startswith(incomplete.lower())]
 
 
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -84,7 +85,9 @@ def models(files: tuple[Path, ...], json: bool) -> None:
 @click.argument("model", required=False, shell_complete=_names)
 @click.option("--tp", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Tensor-parallel size.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
-@click.option("--target", default="gfx950", show_default=True, help="gfx950, gfx942, sm90, cpu, or any other gfxNNN and smNN.")
+@click.option(
+    "--target", default="gfx950", show_default=True, help="gfx950, gfx942, sm90, cpu, or any other gfxNNN and smNN."
+)
 @click.option(
     "--engine",
     type=str.lower,

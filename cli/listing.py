@@ -13,19 +13,20 @@ from .models import registry_with
 if TYPE_CHECKING:
     from rich.console import Console
 
-ID = "Hugging Face id"
-LEAST_ID, LEAST_LAYERS, BETWEEN = 20, 12, 3
-"""Columns of the terminal that an id and a list of layers need to be readable, and those between two columns."""
+ID, ALIASES = "Hugging Face id", "also called"
+LEAST_ID, LEAST_ALIASES, LEAST_LAYERS, BETWEEN = 20, 12, 12, 3
+"""Columns of the terminal that an id, aliases and a list of layers need to be readable, and those between two columns."""
 
 
 def list_models(files: Sequence[Path], json: bool) -> None:
-    """Print every declared model: name, Hugging Face id, adapter, and its layers by kind."""
+    """Print every declared model: name, aliases, Hugging Face id, adapter, and its layers by kind."""
     entries = registry_with(files).models().values()
     if json:
         print_json(
             [
                 {
                     "model": entry.name,
+                    "aliases": entry.aliases,
                     "hf_id": entry.hf_id,
                     "adapter": entry.adapter,
                     "num_hidden_layers": entry.num_hidden_layers,
@@ -40,12 +41,13 @@ def list_models(files: Sequence[Path], json: bool) -> None:
     for entry in entries:
         each = f", {entry.attentions_per_layer} attentions each" if entry.attentions_per_layer > 1 else ""
         kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(entry.kind_at()).items())
-        rows.append({"model": entry.name, ID: entry.hf_id or "", "adapter": entry.adapter, "layers": kinds + each})
+        about = {ALIASES: ", ".join(entry.aliases), ID: entry.hf_id or "", "adapter": entry.adapter}
+        rows.append({"model": entry.name, **about, "layers": kinds + each})
     _show(rows, console())
 
 
 def _show(rows: Sequence[Mapping[str, str]], to: Console) -> None:
-    """A table. Where the line is too short, the ids go first, and names are never cut: they are what one types."""
+    """A table. Where the line is too short, the ids go first, then the aliases, and names are never cut: they are what one types."""
     from rich import box
     from rich.table import Table
 
@@ -57,7 +59,9 @@ def _show(rows: Sequence[Mapping[str, str]], to: Console) -> None:
             to.print(f"  {row['adapter']}: {row['layers']}")
         return
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    columns = ["model", *([ID] if left >= LEAST_ID else []), "adapter", "layers"]
+    aliases = [ALIASES] if left >= LEAST_ALIASES + BETWEEN else []
+    ids = [ID] if left >= LEAST_ID + len(aliases) * (LEAST_ALIASES + BETWEEN) else []
+    columns = ["model", *aliases, *ids, "adapter", "layers"]
     for name in columns:
         table.add_column(name, no_wrap=name in wide, overflow="fold")
     for row in rows:

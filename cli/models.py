@@ -36,7 +36,7 @@ def registry_with(files: Sequence[Path]) -> Registry:
 
 
 def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
-    """One model by its name or Hugging Face id.
+    """One model by its name, an alias of it or its Hugging Face id.
 
     A model that ships with the library is read alone: checking all others, and looking for plugins, would take longer
     than everything else that `plan` does.
@@ -48,7 +48,7 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
     if not files:
         wanted = name.lower()
         for key, table in shipped().items():
-            if wanted in (key, table.get("hf_id", "").lower()):
+            if wanted in (key, table.get("hf_id", "").lower(), *table.get("aliases", ())):
                 from ..registry.files import structure
 
                 return structure({"models": {key: table}}, "models.toml")[key]

@@ -169,7 +169,8 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
         for role, decisions in kind["sites"].items():
             for decision in _listed(decisions):
                 verdict = (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
-                some = "" if decision["sites"] == kind["count"] else f" at {decision['sites']} of {kind['count']}"
+                total = sum(other["sites"] for other in decisions if other["fusion"] == decision["fusion"])
+                some = "" if decision["sites"] == total else f" at {decision['sites']} of {total}"
                 tokens = "" if decision["tokens"] == str(ANY) else f", {decision['tokens']}"
                 grid.add_row(
                     f"  {role}: {decision['fusion']}", Text.assemble(verdict, f"{some}{tokens}: {decision['reason']}")

@@ -86,9 +86,7 @@ def audit_call(call: Callable[[], None], plan: Plan, report: Report) -> Audit:
     last = report.last
     expected = Counter(decision.fusion for decision in plan.expected())
     fusions = {
-        name: Counted(
-            expected=expected[name], profiled=seen[f"layerfuse::{fusion.op.name}"], counted=last.fused(name)
-        )
+        name: Counted(expected=expected[name], profiled=seen[f"layerfuse::{fusion.op.name}"], counted=last.fused(name))
         for name, fusion in FUSIONS.items()
         if expected[name] or seen[f"layerfuse::{fusion.op.name}"] or last.fused(name)
     }

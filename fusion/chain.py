@@ -86,6 +86,18 @@ def _steps(chain: Iterable[Any]) -> tuple[Step, ...]:
     return tuple(step() if isinstance(step, type) else step for step in chain)
 
 
+def _names(several: Iterable[str]) -> tuple[str, ...]:
+    return tuple(several)
+
+
+def _engines(several: Iterable[str]) -> frozenset[str]:
+    return frozenset(several)
+
+
+def _kernels(several: Iterable[Kernel]) -> tuple[Kernel, ...]:
+    return tuple(several)
+
+
 @frozen(kw_only=True, eq=False)
 class Fusion:
     """One fusion.
@@ -99,14 +111,14 @@ class Fusion:
     "What becomes one kernel, in a few words."
     level: int = field()
     "1: changes at most the order and number of float roundings. 2: changes numerics, such as quantisation."
-    roles: tuple[str, ...] = field(converter=tuple)
+    roles: tuple[str, ...] = field(converter=_names)
     "Where it may stand: names of `sites.ROLES`."
     chain: tuple[Step, ...] = field(converter=_steps)
     "What happens there, in order. A longer chain is preferred to a shorter one, which is then its fallback."
     op: Op = field(repr=False)
-    backends: tuple[Kernel, ...] = field(default=(), converter=tuple, repr=False)
+    backends: tuple[Kernel, ...] = field(default=(), converter=_kernels, repr=False)
     "Its kernels, the preferred one first. The op's reference comes after them."
-    faster_in: frozenset[str] = field(default=frozenset(), converter=frozenset, repr=False)
+    faster_in: frozenset[str] = field(default=frozenset(), converter=_engines, repr=False)
     "Engines in which it was measured faster than what the engine does without it: it is on there by default."
     off_in: Mapping[str, str] = field(factory=dict, repr=False)
     "Engine -> the figure that speaks against it there, as a sentence."

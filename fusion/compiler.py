@@ -29,7 +29,7 @@ _OWN = frozenset({"original", "report", "_arguments", "_compiled", "_pipeline", 
 """What a FusedModel holds itself. Every other attribute is the model's."""
 
 
-class FusedModel(nn.Module):
+class FusedModel(nn.Module):  # type: ignore[misc]
     """A compiled model, which behaves as the model that it was made from.
 
     Parameters, buffers, submodules, hooks on them, `state_dict`, `train`, `to` and every other attribute are the
@@ -43,19 +43,19 @@ class FusedModel(nn.Module):
 
     def __init__(self, model: nn.Module, arguments: dict[str, Any]) -> None:
         super().__init__()
-        held = vars(self)
-        held["original"] = model
+        keep = object.__setattr__
         # One and the same dictionaries: what is set on either is set on both.
         for name in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
-            held[name] = vars(model)[name]
-        held["_arguments"] = arguments
-        held["training"] = model.training
+            keep(self, name, vars(model)[name])
+        keep(self, "training", model.training)
+        self.original, self._arguments = model, arguments
         _prepare(self)
 
     @property
     def plan(self) -> Plan:
         """What is expected. Made anew where the model's modules have changed before a compilation."""
-        return self._pipeline.plan
+        made: Plan = self._pipeline.plan
+        return made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
@@ -104,7 +104,7 @@ class FusedModel(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OWN:
-            vars(self)[name] = value
+            object.__setattr__(self, name, value)
         else:
             setattr(self.original, name, value)
 
@@ -117,7 +117,7 @@ class FusedModel(nn.Module):
     def train(self, mode: bool = True) -> FusedModel:
         """Set the model's mode."""
         self.original.train(mode)
-        vars(self)["training"] = self.original.training
+        object.__setattr__(self, "training", self.original.training)
         return self
 
     def _apply(self, *args: Any, **kwargs: Any) -> FusedModel:  # to, half, cuda, ...
@@ -229,7 +229,8 @@ def _prepare(fused: FusedModel) -> None:
 
 
 def _planned(model: nn.Module, arguments: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
-    specs, unknown = arguments["specs"], {}
+    specs: Iterable[Placed] | None = arguments["specs"]
+    unknown: dict[str, str] = {}
     if specs is None:
         specs, unknown = _read_specs(model, arguments["registry"], arguments["parallel"])
     target = _target_of(model) if arguments["target"] is None else arguments["target"]

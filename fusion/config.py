@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from attrs import asdict, field, frozen
 
-from ..adapters.errors import LayerfuseError, did_you_mean
 from ..adapters.activation_quant import ActivationQuant
+from ..adapters.errors import LayerfuseError, did_you_mean
 from .catalog import FUSIONS
 from .chain import Fusion
 from .sites import ROLES, Site

@@ -6,7 +6,7 @@ benchmark's inputs are made from the declaration (`ops.library`, `bench`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeAlias
 
 from attrs import field, frozen
@@ -176,6 +176,14 @@ class Scales(Result):
 Results: TypeAlias = tuple[Result, ...]
 
 
+def _arguments(several: Iterable[Argument]) -> tuple[Argument, ...]:
+    return tuple(several)
+
+
+def _results(several: Iterable[Result]) -> Results:
+    return tuple(several)
+
+
 @frozen(kw_only=True)
 class Kernel:
     """One implementation of an op beside its reference."""
@@ -195,8 +203,8 @@ class Op:
     name: str
     doc: str
     "The first sentence of the public function's docstring."
-    args: tuple[Argument, ...] = field(converter=tuple)
-    results: Results = field(converter=tuple)
+    args: tuple[Argument, ...] = field(converter=_arguments)
+    results: Results = field(converter=_results)
     reference: Callable[..., Any]
     "The meaning, in plain torch: takes all arguments by position, runs on every device. It may import torch inside."
     plain: Callable[..., Any] | None = None

@@ -225,7 +225,15 @@ class _Decider:
 
     def __call__(self, site: Site) -> list[Decision]:
         quant = self._config.quant_at(site)
-        key = (site.role, site.norms, site.adds, site.absent, site.unknown, quant, site.spec.layer_index == 0)
+        key: tuple[Any, ...] = (
+            site.role,
+            site.norms,
+            site.adds,
+            site.absent,
+            site.unknown,
+            quant,
+            site.spec.layer_index == 0,
+        )
         if any(fusion.limit is not None for fusion in FUSIONS.values()):
             key = (*key, site.spec)
         found = self._known.get(key)

@@ -189,9 +189,7 @@ class Report:
             missed=missed,
             refused={**{d.site: d.reason for d in self.plan.refused(fusion)}, **missed},
             not_applicable={d.site: d.reason for d in self.plan.not_applicable(fusion) if d.site not in wanted},
-            fallback=tuple(
-                decision.site for decision in self.plan.fallback(fusion) if decision.site in served
-            ),
+            fallback=tuple(decision.site for decision in self.plan.fallback(fusion) if decision.site in served),
             compiled=sum(record.fused(fusion) for record in self.records),
             executed=sum(count for (_, name), count in self.executed.items() if name == fusion),
             last_call=None if self.last is None else self.last.fused(fusion),
@@ -210,11 +208,14 @@ class Report:
         if self.last is not None:
             return self.last.missed.get(fusion, {}).get(site)
         rivals = {d.fusion for d in self.plan.at(site) if d.kind == "expected"}
-        return None if any(site in self._served(name) for name in rivals) else self._absent()
+        return None if any(site in self._served(name) for name in rivals) else self.why_absent()
 
-    def _absent(self) -> str:
+    def why_absent(self) -> str:
+        """Why a site has no use in any graph so far, as a sentence."""
         if not self.records:
-            return "no graph has come to the rewriting: the model was not called, Dynamo is off, or Inductor had it cached"
+            return (
+                "no graph has come to the rewriting: the model was not called, Dynamo is off, or Inductor had it cached"
+            )
         loose = [sentence for record in self.records for sentence in record.unattributed]
         hint = f"; norms tied to no site: {'; '.join(loose[:3])}" if loose else ""
         plural = "s" if len(self.records) > 1 else ""

@@ -96,6 +96,11 @@ class Tally:
             for use, owners in self._uses(key):
                 site = min(owners, key=seen.__getitem__)
                 seen[site] += times
+                if site in self._wanted and self._plan.site[site].norms != self._plan.site[use.site].norms:
+                    # Modules of one class run one graph, whatever their specs say.
+                    wrong = f"it ran the graph of {use.site}, and the norms there are not what its spec says"
+                    lost.setdefault(self._wanted[site][0], {})[site] = times, wrong
+                    continue
                 if use.fused is not None:
                     ran[site, use.fused] += times
                 for fusion, reason in use.missed.items():
@@ -106,7 +111,10 @@ class Tally:
         }
         for site, (fusion, wanted) in self._wanted.items():
             if seen[site] < wanted and site not in missed.get(fusion, {}):
-                reason = why_uncompiled(self._model, self._plan.site[site].layer)
+                layer = self._plan.site[site].layer
+                # A layer that the model does not have by this name was looked for by its norms alone.
+                placed = layer in self._around.paths
+                reason = why_uncompiled(self._model, layer) if placed else self._report.why_absent()
                 partly = f"{seen[site]} of {wanted} uses ran in a compiled graph; " if seen[site] else ""
                 missed.setdefault(fusion, {})[site] = partly + reason
         record = CallRecord(ran=ran, missed=missed)

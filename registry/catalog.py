@@ -46,6 +46,8 @@ class ModelEntry:
     "1.0 where the decoder layers' norms and the final norm are zero-centred (Gemma, Qwen3-Next)."
     attentions_per_layer: int = 1
     "Attention blocks in one decoder layer: 2 in LongCat-Flash."
+    aliases: list[str] = field(factory=list)
+    "Short names that find the model too: lower-case, without blanks, and of no other model."
     hf_id: str | None = None
     "The checkpoint's name on the Hugging Face hub."
     model_type: str | None = None
@@ -56,6 +58,11 @@ class ModelEntry:
     "Engines that build the model otherwise than published: norms with another epsilon, KV heads without replicas."
     layer_classes: dict[str, Any] = field(factory=dict)
     "Layer classes this model brings: class -> table (or list of tables) of facts, in the words of adapters."
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Everything that finds this model, in lower case: its name, its aliases and its Hugging Face id."""
+        return (self.name, *self.aliases, *([] if self.hf_id is None else [self.hf_id.lower()]))
 
     def kind_at(self) -> list[str]:
         """The kind of each decoder layer, in order.

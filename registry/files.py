@@ -211,7 +211,7 @@ def structure(document: Mapping[str, Any], file: str) -> dict[str, ModelEntry]:
         if not isinstance(table, dict):
             problems.append(f"expected a table, got {shown(table)} @ {where}")
             continue
-        if not name or name != name.lower() or any(c.isspace() for c in name):
+        if not _is_name(name):
             problems.append(f"a model's name is lower-case without blanks, got {shown(name)} @ {where}")
         if "name" in table:
             problems.append(f"the table's own name is the model's name; remove this key @ {where}.name")
@@ -227,13 +227,21 @@ def structure(document: Mapping[str, Any], file: str) -> dict[str, ModelEntry]:
     return entries
 
 
+def _is_name(text: str) -> bool:
+    return text != "" and text == text.lower() and not any(c.isspace() for c in text)
+
+
 def contradictions(entry: ModelEntry) -> list[str]:
     """What in an entry cannot be true, as sentences; empty for a good one."""
     if not 1 <= entry.attentions_per_layer <= 8:
         return [f"attentions_per_layer: expected 1 to 8, got {entry.attentions_per_layer}"]
     if not entry.layers:
         return ["layers: expected at least one kind of layer"]
-    problems = []
+    problems = [
+        f"aliases: a model's name is lower-case without blanks, got {shown(alias)}"
+        for alias in entry.aliases
+        if not _is_name(alias)
+    ]
     for name, kind in entry.layers.items():
         yarn = getattr(kind, "yarn", None)
         if yarn is not None and not (1 <= yarn.factor < float("inf") and 0 <= yarn.mscale_all_dim < float("inf")):

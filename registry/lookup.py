@@ -182,7 +182,7 @@ class Registry:
         return MappingProxyType(self._tables.models)
 
     def model(self, name: str) -> ModelEntry:
-        """One declared model, by its name or its Hugging Face id.
+        """One declared model, by its name, an alias of it or its Hugging Face id.
 
         Raises:
             UnknownModelError: with the closest names.
@@ -190,7 +190,7 @@ class Registry:
         models = self.models()
         wanted = name.lower()
         for entry in models.values():
-            if wanted == entry.name or (entry.hf_id is not None and wanted == entry.hf_id.lower()):
+            if wanted in entry.names:
                 return entry
         raise UnknownModelError(name, models)
 

@@ -64,6 +64,7 @@ class Tables:
             if entries.setdefault(name, entry) != entry:
                 raise ConflictError(what, [declared_by[what], source])
             declared_by.setdefault(what, source)
+        _check_names(entries, declared_by)
         longest_first = {
             name: tuple(sorted(found, key=lambda candidate: -len(candidate[0]))) for name, found in readers.items()
         }
@@ -95,3 +96,15 @@ class Tables:
 
 def _ends_of_parts(module: str) -> list[int]:
     return [i for i, character in enumerate(module) if character == "."] + [len(module)]
+
+
+def _check_names(entries: Mapping[str, ModelEntry], declared_by: Mapping[str, str]) -> None:
+    """Refuse an alias that another model goes by as well: as its name, its alias or its Hugging Face id."""
+    owners: dict[str, list[ModelEntry]] = {}
+    for entry in entries.values():
+        for name in dict.fromkeys(entry.names):
+            owners.setdefault(name, []).append(entry)
+    for name, several in owners.items():
+        if len(several) > 1 and any(name in entry.aliases for entry in several):
+            said = [f"the model {entry.name} ({declared_by[f'the model {entry.name}']})" for entry in several]
+            raise ConflictError(f"the name {name!r}", said)

@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 from ..adapters.errors import InnerLayerError, UnknownLayerError
+from .contract_case import ContractCase, is_kernel
 from .scenario import scenario
-from .subject import Subject, is_kernel
 
 
-class ClassScenarios(Subject):
+class ClassScenarios(ContractCase):
     """A class is known by its name and its bases, and by nothing else."""
 
     @scenario(11, "A kernel layer names its outer layer")

@@ -18,7 +18,7 @@ class AdapterContract(ReadingScenarios, ShardingScenarios, ClassScenarios, Fusin
             def build(self):
                 return MyModel(...)
 
-    `model` is the name of a declared entry and `build` returns the model with its published dimensions. See `Subject`
+    `model` is the name of a declared entry and `build` returns the model with its published dimensions. See `ContractCase`
     for what else can be set: `registry`, `engine`, `parallel`, `build_small`, `build_sharded`.
     """
 

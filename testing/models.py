@@ -77,7 +77,9 @@ def small_entry(
         for name, kind in entry.layers.items()
         if name in kept
     }
-    return attrs.evolve(entry, num_hidden_layers=len(kept), hidden_size=hidden_size, layers=kinds, layer_classes={})
+    return attrs.evolve(
+        entry, num_hidden_layers=len(kept), hidden_size=hidden_size, layers=kinds, layer_classes={}, aliases=[]
+    )
 
 
 def small_model(

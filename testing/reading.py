@@ -7,15 +7,18 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import attrs
+
 from ..adapters.errors import LayerfuseError, MissingAttributeError
 from ..adapters.sources import Converted, Path, Quotient
+from ..adapters.specs import goes_with
+from .contract_case import ContractCase, Sample
 from .reads import GEOMETRY, Read, norms_of, paths_of, reads_of
 from .scenario import BrokenContractError, scenario
-from .subject import Sample, Subject
 from .surgery import CannotOperateError, changed, without
 
 
-class ReadingScenarios(Subject):
+class ReadingScenarios(ContractCase):
     """What is read equals what the layer says, now."""
 
     @scenario(1, "What is read equals what is declared")
@@ -115,6 +118,10 @@ class ReadingScenarios(Subject):
                 if isinstance(place, Path) and type(place.read(sample.layer)) in (int, float, type(None)):
                     for value in (0, None):
                         self._validate_value(sample, read, reads, place, value)
+            for attribute in attrs.fields(type(sample.spec)):
+                partner = goes_with(attribute)
+                if partner is not None:
+                    self._validate_partners(sample, attribute.name, partner)
 
     def _validate_value(self, sample: Sample, read: Read, reads: tuple[Read, ...], place: Path, value: Any) -> None:
         where = f"{sample} with {place} = {value}"
@@ -132,6 +139,21 @@ class ReadingScenarios(Subject):
         self.validate(
             said == value and (said is None) == (value is None), f"{where}: {read.field} was read as {said!r}"
         )
+
+    def _validate_partners(self, sample: Sample, name: str, partner: str) -> None:
+        """A latent and its norm come together: without the one the other is None, and with it the other is asked for."""
+        parsed: Any = sample.reader.facts.parsed
+        place = parsed[partner][0]
+        if not isinstance(place, Path):  # a constant of the class: it has no other kind of layer
+            return
+        there = getattr(sample.spec, partner) is not None
+        where = f"{sample} with {partner} {'taken away' if there else 'of 7'}"
+        with changed(sample.layer, place, None if there else 7):
+            if there:
+                found = getattr(self.again(sample), name)
+                self.validate(found is None, f"{where}: {name} was read as {found}")
+            else:
+                self.validate_refuses(LayerfuseError, partial(self.again, sample), name, where=where)
 
 
 def _field(spec: Any, name: str) -> Any:

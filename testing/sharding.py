@@ -12,17 +12,17 @@ from ..adapters.errors import ParallelConflictError, ParallelUnknownError, SpecE
 from ..adapters.sources import Path
 from ..adapters.specs import FinalNormSpec, LayerSpec, Parallel
 from .compare import is_stream
+from .contract_case import ContractCase, Sample
 from .meshes import cuts_of, rank_of_two, sharded_linear
 from .reads import counts_say_size, size_paths
 from .scenario import scenario
-from .subject import Sample, Subject
 from .surgery import changed, without
 
 SIZES = (2, 4, 8, 16)
 """Tensor-parallel sizes at which every declaration is asked."""
 
 
-class ShardingScenarios(Subject):
+class ShardingScenarios(ContractCase):
     """Total and local are never mixed up, and a size is never guessed."""
 
     @scenario(7, "Unsaid sharding is refused")

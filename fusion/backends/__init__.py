@@ -61,7 +61,7 @@ _loaded: dict[tuple[str, str], Chosen] = {}
 _broken: dict[tuple[str, str], str] = {}
 _forced: list[str] = []
 """The forced backend, or empty."""
-_choices = 0
+_choices = [0]
 """Counts registrations and changes of `force`: what was decided before one of them is not kept."""
 _lock = threading.RLock()
 """Held while a backend loads, too; loading may register another one."""
@@ -69,14 +69,13 @@ _lock = threading.RLock()
 
 def register(backend: Backend) -> None:
     """Add an implementation; it is preferred to those added before it."""
-    global _choices
     with _lock:
         if any(other.name == backend.name for other in _backends.setdefault(backend.op, [])):
             raise BackendError(f"{backend.op} already has a backend called {backend.name!r}")
         _backends[backend.op].insert(0, backend)
         _loaded.pop((backend.op, backend.name), None)
         _broken.pop((backend.op, backend.name), None)
-        _choices += 1
+        _choices[0] += 1
         _chosen.clear()
 
 
@@ -86,7 +85,6 @@ def force(name: str | None) -> None:
     Raises:
         BackendError: no op has a backend of this name.
     """
-    global _choices
     known = sorted({backend.name for several in _backends.values() for backend in several})
     if name is not None and name not in known:
         raise BackendError(
@@ -94,7 +92,7 @@ def force(name: str | None) -> None:
         )
     with _lock:
         _forced[:] = [] if name is None else [name]
-        _choices += 1
+        _choices[0] += 1
         _chosen.clear()
 
 
@@ -116,7 +114,7 @@ def choose(op: str, device: str, case: Hashable = None) -> Chosen:
 
 def _decide(op: str, device: str, case: Hashable) -> Chosen:
     while True:
-        before, wanted = _choices, wanted_for(op)
+        before, wanted = _choices[0], wanted_for(op)
         refusals = []
         for backend in _backends.get(op, ()):
             if wanted not in (None, backend.name):
@@ -126,7 +124,7 @@ def _decide(op: str, device: str, case: Hashable) -> Chosen:
             if reason is None:
                 with _lock:
                     reason = _load(backend)
-                    if reason is None and before == _choices:
+                    if reason is None and before == _choices[0]:
                         return _chosen.setdefault((op, device, case), _loaded[op, backend.name])
             if reason is None:
                 break  # somebody has forced or registered a backend meanwhile

@@ -30,8 +30,8 @@ def reference(
     use_ue8m0: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The query side quantised from float32, the key/value side rounded once."""
-    from ..ops.quantisation import quantise
     from ..ops.norm import normalise, normalise_wide
+    from ..ops.quantisation import quantise
 
     wide = normalise_wide(q, qw, qe)
     return (*quantise(wide, dtype, group_size, column_major, use_ue8m0), normalise(kv, kvw, kve))

@@ -21,8 +21,8 @@ def reference(
     q: Tensor, kv: Tensor, qw: Tensor, kvw: Tensor, qe: float, kve: float, dtype: torch.dtype, use_ue8m0: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The query side quantised from float32, the key/value side rounded once."""
-    from ..ops.quantisation import quantise
     from ..ops.norm import normalise, normalise_wide
+    from ..ops.quantisation import quantise
 
     return (*quantise(normalise_wide(q, qw, qe), dtype, None, False, use_ue8m0), normalise(kv, kvw, kve))
 

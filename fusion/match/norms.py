@@ -52,6 +52,20 @@ class NearNorm:
     "Who else reads an intermediate of it, or None."
     weights: tuple[Node, ...] = field(default=())
     "Tensors of one dimension that its result is multiplied by."
+    weight_offset: float | None = None
+    "Where the form is known."
+
+    @classmethod
+    def of(cls, norm: FoundNorm) -> NearNorm:
+        """A norm of a known form that is not the one that was looked for."""
+        return cls(
+            root=norm.out,
+            width=norm.width,
+            epsilon=norm.epsilon,
+            shared=None,
+            weights=(norm.weight,),
+            weight_offset=norm.weight_offset,
+        )
 
     def describe(self) -> str:
         """The norm in words."""

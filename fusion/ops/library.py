@@ -72,9 +72,7 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     torch.library.register_fake(f"layerfuse::{name}", run_fake, lib=_LIBRARY)
     if op.backward is not None:
         # About 10 us per call outside inference mode.
-        torch.library.register_autograd(
-            f"layerfuse::{name}", op.backward, setup_context=op.setup_context, lib=_LIBRARY
-        )
+        torch.library.register_autograd(f"layerfuse::{name}", op.backward, setup_context=op.setup_context, lib=_LIBRARY)
     _defined[name] = op
     return getattr(torch.ops.layerfuse, name).default
 
@@ -94,7 +92,9 @@ def checker(op: Op) -> Check:
     for place, argument in enumerate(op.args):
         found = _check_of(name, argument, quantises, op.rows[0].any_strides)
         if found is not None:
-            other = argument.like if isinstance(argument, Rows) else argument.of if isinstance(argument, Weight) else None
+            other = (
+                argument.like if isinstance(argument, Rows) else argument.of if isinstance(argument, Weight) else None
+            )
             checks.append((place, found, place if other is None else places[other]))
     widths = [
         (places[each.name], places[first.name], each.name, first.name)
@@ -113,7 +113,7 @@ def checker(op: Op) -> Check:
                     f"{name}: {one} must be as wide as {another}, {given[first].shape[-1]} columns; "
                     f"got {tuple(given[place].shape)}"
                 )
-        if inference_only and torch.is_grad_enabled() and any([given[place].requires_grad for place in tensors]):
+        if inference_only and torch.is_grad_enabled() and any(given[place].requires_grad for place in tensors):
             raise RuntimeError(f"{name} is for inference and has no backward; use torch.no_grad()")
         if more is not None:
             more(*given)
@@ -241,9 +241,14 @@ def case_fields(op: Op) -> tuple[str, ...]:
     return ("dtype", *op.widths, *weights, *options)
 
 
+def case_type(op: Op) -> Callable[..., Hashable]:
+    """The named tuple of `case_fields`."""
+    return namedtuple("Case", case_fields(op))  # type: ignore[misc]
+
+
 def case_maker(op: Op) -> Callable[..., Hashable]:
     """From the op's arguments to what of them decides which backend takes the call: a named tuple of `case_fields`."""
-    make = namedtuple("Case", case_fields(op))  # type: ignore[misc]
+    make = case_type(op)
     first = {rows.width: place for place, rows in reversed(list(enumerate(op.args))) if isinstance(rows, Rows)}
     widths = tuple(first[width] for width in op.widths)
     weights = tuple(place for place, argument in enumerate(op.args) if isinstance(argument, Weight))
@@ -269,8 +274,7 @@ def case_maker(op: Op) -> Callable[..., Hashable]:
 def public(op: Op, kernels: tuple[Kernel, ...] = ()) -> Callable[..., Any]:
     """The op as a Python function with its arguments' names and defaults, and a docstring."""
     taken = ", ".join(
-        f"{argument.name}: {argument.annotation}"
-        + ("" if argument.default is REQUIRED else f" = {argument.default!r}")
+        f"{argument.name}: {argument.annotation}" + ("" if argument.default is REQUIRED else f" = {argument.default!r}")
         for argument in op.args
     )
     given = ", ".join(argument.name for argument in op.args)
@@ -287,7 +291,9 @@ def public(op: Op, kernels: tuple[Kernel, ...] = ()) -> Callable[..., Any]:
 def docstring(op: Op) -> str:
     """Google style, from the declaration."""
     arguments = [f"    {argument.name}: {_describe(op, argument)}" for argument in op.args]
-    results = [f"{result.name}: {result.doc.rstrip('.') or f'of the shape and dtype of {result.of}'}" for result in op.results]
+    results = [
+        f"{result.name}: {result.doc.rstrip('.') or f'of the shape and dtype of {result.of}'}" for result in op.results
+    ]
     grad = "" if op.backward is not None else "\n    RuntimeError: an input requires grad while grad is enabled."
     return "\n".join(
         [

@@ -48,9 +48,7 @@ class Driver:
                     break
             if decision.kind == "expected":
                 missed[fusion.name] = problem
-        return Use(
-            site=use.site.name, fused=fused, missed=missed, how=use.how, weights=use.weights, whole=use.whole
-        )
+        return Use(site=use.site.name, fused=fused, missed=missed, how=use.how, weights=use.weights, whole=use.whole)
 
     def _candidates(self, use: SiteUse) -> list[tuple[Fusion, Decision]]:
         """What the plan allows here, longest chain first."""

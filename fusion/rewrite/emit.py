@@ -85,15 +85,14 @@ def replace(fusion: Fusion, norms: tuple[FoundNorm, ...], plan: Plan, site: Site
     erase_unused((*more, *bound.nodes))
 
 
-def _bind(
-    fusion: Fusion, norms: tuple[FoundNorm, ...], plan: Plan, site: Site, moved: dict[Node, Node]
-) -> Binding:
+def _bind(fusion: Fusion, norms: tuple[FoundNorm, ...], plan: Plan, site: Site, moved: dict[Node, Node]) -> Binding:
     bound = Binding()
     inner = fusion.norms[0] if fusion.quant is not None else None
-    for step, norm in zip(fusion.norms, norms, strict=True):
+    for step, norm, spec in zip(fusion.norms, norms, site.norms, strict=True):
         if norm.weight_offset and step.weight_offset is None:
             raise Unmatched(f"{norm.out} adds {norm.weight_offset:g} to its weight, which {fusion.op.name} does not")
-        bound.args |= {step.x: moved.get(norm.x, norm.x), step.weight: norm.weight, step.epsilon: norm.epsilon}
+        # The spec's epsilon: a graph may have it rounded to float32.
+        bound.args |= {step.x: moved.get(norm.x, norm.x), step.weight: norm.weight, step.epsilon: spec.epsilon}
         if step.weight_offset is not None:
             bound.args[step.weight_offset] = norm.weight_offset
         bound.nodes += norm.nodes

@@ -28,8 +28,7 @@ def source_hash() -> str:
 
 
 def plan_hash(plan: Plan) -> str:
-    """A hash of everything in a plan that rewriting may act on: specs, decisions, target, config, fusions of
-    other packages.
+    """A hash of everything in a plan that rewriting may act on: specs, decisions, target, config, other packages' fusions.
 
     The rank is left out: the ranks of a tensor-parallel group compile one graph, and may share its cache.
     """

@@ -13,8 +13,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from .. import ops as _ops  # noqa: F401  (registers the ops)
-from ..ops.quantisation import LARGEST, SMALLEST_AMAX
 from ..match.values import value
+from ..ops.quantisation import LARGEST, SMALLEST_AMAX
 from .identity import source_hash
 
 aten = torch.ops.aten

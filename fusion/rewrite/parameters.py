@@ -69,13 +69,13 @@ def parameters_of(gm: torch.fx.GraphModule, model: nn.Module | None) -> dict[int
 def mark(graph: Graph, parameters: Mapping[int, Parameter]) -> None:
     """Leave the parameters on the placeholders of the graph that AOTAutograd made from a Dynamo graph."""
     for node in graph.find_nodes(op="placeholder"):
-        position = _position(node)
-        if position in parameters:
-            node.meta[PARAMETER] = parameters[position]
+        parameter = parameters.get(_position(node))
+        if parameter is not None:
+            node.meta[PARAMETER] = parameter
 
 
-def _position(node: Node) -> int | None:
-    """AOTAutograd describes each input by the position of the argument that it came from."""
+def _position(node: Node) -> int:
+    """AOTAutograd describes each input by the position of the argument that it came from; -1 where it does not."""
     described: Any = node.meta.get("desc")
     position = None if described is None else vars(described).get("idx")
-    return position if isinstance(position, int) else None
+    return position if isinstance(position, int) else -1

@@ -129,7 +129,9 @@ def _plan_views(result: Node, shape: tuple[Any, ...], inside: set[Node], whole: 
             continue
         val = value(node)
         if not is_contiguous(val):
-            raise Unmatched(f"the quantisation's result {node} has strides {tuple(val.stride())}, and is not contiguous")
+            raise Unmatched(
+                f"the quantisation's result {node} has strides {tuple(val.stride())}, and is not contiguous"
+            )
         plans.append((node, None if same_shape(val.shape, shape) else _sizes(node, val.shape, shape)))
     return plans
 
@@ -144,7 +146,9 @@ def _sizes(node: Node, wanted: Any, given: tuple[Any, ...]) -> list[Size]:
         else:
             sizes.append(-1)
     if sizes.count(-1) > 1:
-        raise Unmatched(f"the quantisation's result {node} has a shape {tuple(wanted)} that cannot be told from {given}")
+        raise Unmatched(
+            f"the quantisation's result {node} has a shape {tuple(wanted)} that cannot be told from {given}"
+        )
     return sizes
 
 

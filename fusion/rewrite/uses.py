@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import product
 
 from attrs import define, field
@@ -73,11 +73,13 @@ class UseFinder:
                     self._visits[site.name] += 1
             elif fitting:
                 unsure.append((norm, where))
+            elif (misfit := self._misfit(norm, where)) is not None:
+                found.uses.append(misfit)
             else:
-                found.uses += self._misfit(norm, where)
+                near.append(NearNorm.of(norm))
         for name, several in pairs.items():
             found.uses += self._paired(sites[name], several, near)
-        self._hand_out(unsure, near, found)
+        self._hand_out(unsure, found)
         self._add_near(near, found)
         fusable = sorted((use for use in found.uses if use.norms), key=lambda use: use.norms[0].out)
         found.uses = [*fusable, *(use for use in found.uses if not use.norms)]
@@ -86,13 +88,14 @@ class UseFinder:
     def _fitting(self, norm: FoundNorm, where: Location) -> list[Place]:
         return [(site, i) for site, i in where.places if site.name in self._wanted and fits(norm, site.norms[i])]
 
-    def _misfit(self, norm: FoundNorm, where: Location) -> Iterator[SiteUse]:
+    def _misfit(self, norm: FoundNorm, where: Location) -> SiteUse | None:
         """A norm that reads a site's weight, or stands in its module, and is not what the spec says."""
         if where.how == "structure" or len(where.places) != 1:
-            return
+            return None
         ((site, i),) = where.places
-        if site.name in self._wanted:
-            yield SiteUse(site=site, problem=_named(site, i, differs(norm, site.norms[i])), how=where.how)
+        if site.name not in self._wanted or len(site.norms) != 1:
+            return None
+        return SiteUse(site=site, problem=differs(norm, site.norms[i]), how=where.how)
 
     # ---- two norms of one site
 
@@ -120,14 +123,13 @@ class UseFinder:
             problem = reason or "one norm was found where two are needed"
             yield from (SiteUse(site=site, problem=problem, how=firsts[0][1].how) for _ in range(missed))
         if not (firsts and seconds):
-            here = [n for n in near if self._owns(site, n)] or near
-            problem = why_missing(site, bool(firsts), bool(seconds), here)
+            problem = why_missing(site, bool(firsts), bool(seconds), self._around(site, near))
             for _, where in firsts or seconds:
                 yield SiteUse(site=site, problem=problem, how=where.how)
 
     # ---- norms that several sites may own
 
-    def _hand_out(self, unsure: list[tuple[FoundNorm, Location]], near: list[NearNorm], found: Found) -> None:
+    def _hand_out(self, unsure: list[tuple[FoundNorm, Location]], found: Found) -> None:
         """Give each norm, or pair of norms, to the site that was used least among those it fits, in the plan's order."""
         groups: dict[Node, list[tuple[FoundNorm, Location]]] = {}
         for norm, where in unsure:
@@ -152,13 +154,6 @@ class UseFinder:
             else:
                 left.append(norm)
         found.loose += reasons or [f"{norm.out} norms width {norm.width} and has no partner" for norm in left]
-        widths = {norm.width for site in self._sites_of(unsure) for norm in site.norms}
-        if not unsure:
-            widths = set()
-        found.loose += [norm.describe() for norm in near if norm.width in widths]
-
-    def _sites_of(self, unsure: list[tuple[FoundNorm, Location]]) -> Iterable[Site]:
-        return (site for _, where in unsure for site, _ in where.places)
 
     def _next_pair(self, group: list[tuple[FoundNorm, Location]], reasons: list[str]) -> SiteUse | None:
         for (q, q_where), (kv, kv_where) in product(group, group):
@@ -179,26 +174,30 @@ class UseFinder:
 
     # ---- what only resembles a norm
 
-    def _owns(self, site: Site, norm: NearNorm) -> bool:
-        where = self._ownership.locate(norm.weights, norm.root)
-        return where.how != "structure" and any(other.name == site.name for other, _ in where.places)
+    def _around(self, site: Site, near: list[NearNorm]) -> list[NearNorm]:
+        """What is tied to a site, or, where nothing is, what is tied to nothing."""
+        located = [(norm, self._ownership.locate(norm.weights, norm.root)) for norm in near]
+        own = [
+            n for n, where in located if where.how != "structure" and any(s.name == site.name for s, _ in where.places)
+        ]
+        return own or [norm for norm, where in located if where.how == "structure"]
 
     def _add_near(self, near: list[NearNorm], found: Found) -> None:
         """A site whose norms are here in no known form is a use that is missed."""
         used = {use.site.name for use in found.uses}
-        problems: dict[str, tuple[Site, list[NearNorm]]] = {}
+        problems: dict[str, tuple[Site, list[NearNorm], str]] = {}
         for norm in near:
             where = self._ownership.locate(norm.weights, norm.root)
             owners = {site.name: site for site, _ in where.places if site.name in self._wanted}
             if where.how == "structure" and where.places:
                 if norm.width in {n.width for site, _ in where.places for n in site.norms}:
                     found.loose.append(norm.describe())
-            elif len(owners) >= 1:
+            elif owners:
                 name, site = min(owners.items(), key=lambda item: self._visits[item[0]])
                 if name not in used:
-                    problems.setdefault(name, (site, []))[1].append(norm)
-        for site, several in problems.values():
-            found.uses.append(SiteUse(site=site, problem=why_missing(site, False, False, several), how="module path"))
+                    problems.setdefault(name, (site, [], where.how))[1].append(norm)
+        for site, several, how in problems.values():
+            found.uses.append(SiteUse(site=site, problem=why_missing(site, False, False, several), how=how))
 
 
 def _use(site: Site, norms: tuple[FoundNorm, ...], where: tuple[Location, ...]) -> SiteUse:
@@ -220,12 +219,6 @@ def _why_unpaired(site: Site, q: FoundNorm, kv: FoundNorm) -> str | None:
 
 
 _SIDES = ("query", "key/value")
-
-
-def _named(site: Site, which: int, sentence: str) -> str:
-    if len(site.norms) == 1:
-        return sentence
-    return sentence.replace("the norm", f"the {_SIDES[which]} norm", 1)
 
 
 def why_missing(site: Site, has_first: bool, has_second: bool, near: list[NearNorm]) -> str:
@@ -250,6 +243,9 @@ def _why(name: str, norm: NormSpec, near: list[NearNorm]) -> str:
     exact = [n for n in wide if isinstance(n.epsilon, float) and same_epsilon(n.epsilon, norm.epsilon)]
     if not exact:
         return f"the {name} {wide[0].root} has {epsilon_in_words(wide[0].epsilon)}; the spec says {norm.epsilon!r}"
+    offset = next((n.weight_offset for n in exact if n.weight_offset not in (None, norm.weight_offset)), None)
+    if offset is not None:
+        return f"the {name} {exact[0].root} adds {offset:g} to its weight; the spec says {norm.weight_offset:g}"
     shared = next((n.shared for n in exact if n.shared is not None), None)
     if shared is not None:
         return f"the {name} cannot be replaced: {shared}"

@@ -174,15 +174,6 @@ def test_equal_layers_give_equal_specs_and_different_ones_do_not_mix() -> None:
         assert registry.spec_for(second).num_heads == 64
 
 
-def test_the_memory_of_specs_is_bounded() -> None:
-    layer = fresh_layer("deepseek-v3")
-    reader = registry.default.readers_for(type(layer))[0]
-    for index in range(5_000):
-        layer.layer_idx = index
-        assert registry.spec_for(layer).layer_index == index
-    assert len(reader._known) <= 4_096
-
-
 def test_threads_read_and_register_at_once() -> None:
     own = registry.fresh()
     model = real_model("kimi-linear-48b-a3b")

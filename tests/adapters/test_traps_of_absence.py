@@ -145,6 +145,7 @@ def test_trap_27_vllms_transformers_backend_holds_totals_outside_and_shares_insi
     layer = fresh_layer("deepseek-v3")
     layer.attn = vllm.mla().mla_attn.mla_attn
     layer.kv_b_proj = vllm.linear(8, 5, input_size=512, output_size=32768)
+    layer.o_proj = vllm.linear(8, 5, input_size=16384, output_size=7168)
     assert registry.spec_for(layer.attn).num_local_heads == 16
     # The outside cannot tell its sharding any more: it says so, and is not taken for whole.
     with pytest.raises(LookupError, match="the weight of kv_b_proj: RowParallelLinear has no"):

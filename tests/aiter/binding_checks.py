@@ -13,7 +13,7 @@ from torch import Tensor
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends.aiter import Bound
 from layerfuse.fusion.backends.aiter.mla import PLAN
-from layerfuse.fusion.ops.rms_norm import normalise, normalise_wide
+from layerfuse.fusion.ops.norm import normalise, normalise_wide
 
 LEADING = ((5,), (2, 3), (1,), (2, 0), ())
 """Leading dimensions of every norm: flat, more of them, one row, none, and a vector."""

@@ -12,10 +12,12 @@ import torch
 from check_tools import installed
 from standin import RELEASES, make_checkout, make_standin, make_unrelated, shared_standin
 
+from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends import choose, survey
 from layerfuse.fusion.backends.aiter import Absent, Bound, Build, Refused, backend
 from layerfuse.fusion.backends.aiter.releases import PROBES, ReleaseRange, release_range
+from layerfuse.fusion.ops.library import case_type
 
 BF16 = torch.bfloat16
 
@@ -276,8 +278,11 @@ def test_every_probe_names_a_release():
 # ---- the backend
 
 
+OPS = ("mla_dual_rms_norm", "mla_dual_rms_norm_per_token_quant", "mla_dual_rms_norm_group_quant", "add_rms_norm")
+
+
 def test_aiter_is_a_backend_of_the_ops_and_not_for_this_machine():
-    for op in amd.OPS:
+    for op in OPS:
         (reason,) = [why for name, why in survey(op, "cpu") if name == "aiter"]
         assert reason == "AITER's kernels run on AMD GPUs, not on cpu"
         (reason,) = [why for name, why in survey(op, "cuda") if name == "aiter"]
@@ -286,27 +291,26 @@ def test_aiter_is_a_backend_of_the_ops_and_not_for_this_machine():
 
 
 def test_on_rocm_the_backend_answers_without_importing_and_binds_for_a_case(monkeypatch):
-    from layerfuse.fusion.ops.mla_dual_rms_norm import DualNormCase
-    from layerfuse.fusion.ops.mla_dual_rms_norm_quant import DualNormQuantCase
-
+    DualNormCase, DualNormQuantCase = (case_type(FUSIONS[op].op) for op in (OPS[0], OPS[2]))
+    per_token = case_type(FUSIONS[OPS[1]].op)(BF16, 1536, 512, BF16, BF16, torch.float8_e4m3fn, False)
     monkeypatch.setattr(torch.version, "hip", "7.2")
     with installed(shared_standin("v0.1.13")):
-        for op, runs in zip(amd.OPS, (True, False, True), strict=True):
+        for op, runs in zip(OPS, (True, False, True, True), strict=True):
             found, reason = backend._runs_on(op, "cuda")
             assert found is runs, reason
         assert "aiter" not in sys.modules
-        assert backend._refuses(amd.OPS[0], DualNormCase(BF16, 1536, 512, BF16, BF16)) is None
+        assert backend._refuses(OPS[0], DualNormCase(BF16, 1536, 512, BF16, BF16)) is None
         assert "aiter" in sys.modules
-        said = backend._refuses(amd.OPS[0], DualNormCase(torch.float32, 1536, 512, torch.float32, torch.float32))
+        said = backend._refuses(OPS[0], DualNormCase(torch.float32, 1536, 512, torch.float32, torch.float32))
         assert said is not None
         assert said.startswith("its kernel takes float16 and bfloat16 only")
-        mixed = backend._refuses(amd.OPS[0], DualNormCase(BF16, 1536, 512, torch.float32, BF16))
+        mixed = backend._refuses(OPS[0], DualNormCase(BF16, 1536, 512, torch.float32, BF16))
         assert mixed is not None
         quant = DualNormQuantCase(BF16, 1536, 512, BF16, BF16, torch.float8_e4m3fn, 128, True, False)
-        assert backend._refuses(amd.OPS[2], quant) is None
-        assert "power-of-two" in str(backend._refuses(amd.OPS[2], quant._replace(use_ue8m0=True)))
-        assert "no such function" in str(backend._refuses(amd.OPS[1], quant._replace(group_size=None)))
-        call = backend._load(amd.OPS[0])
+        assert backend._refuses(OPS[2], quant) is None
+        assert "power-of-two" in str(backend._refuses(OPS[2], quant._replace(use_ue8m0=True)))
+        assert "no such function" in str(backend._refuses(OPS[1], per_token))
+        call = backend._load(OPS[0])
         x = torch.randn(3, 64).bfloat16()
         ones = torch.ones(64).bfloat16()
         assert call(x, x, ones, ones, 1e-5, 1e-5)[0].shape == (3, 64)

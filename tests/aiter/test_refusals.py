@@ -14,7 +14,7 @@ from test_bindings import expected_of
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends.aiter import AiterCallError, AiterUnavailableError, Call
 from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS
-from layerfuse.fusion.ops.rms_norm import normalise, normalise_wide
+from layerfuse.fusion.ops.norm import normalise, normalise_wide
 
 
 @pytest.mark.parametrize("release", RELEASES)

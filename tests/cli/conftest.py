@@ -11,7 +11,6 @@ import torch
 from attrs import frozen
 
 from layerfuse.cli import main
-from layerfuse.fusion import compiler
 
 
 @frozen
@@ -60,12 +59,7 @@ def run_python(tmp_path: Path) -> Callable[..., Answer]:
 @pytest.fixture
 def op_by_op(monkeypatch):
     """Compiled graphs run op by op: the passes and the report are real, the C++ compiler is spared."""
-    made = compiler.inductor_with
-
-    def quick(pipeline, model=None, lower=None):
-        return made(pipeline, model, lambda graph_module, inputs, **_: graph_module)
-
-    monkeypatch.setattr(compiler, "inductor_with", quick)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda graph_module, _inputs, **_: graph_module)
     compile_ = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda model, backend=None: compile_(model, backend=backend) if backend else model

@@ -59,6 +59,8 @@ def test_models_lists_all(run):
     assert all(name in out for name in registry.models())
     data = json.loads(run("models", "--json").out)
     assert [entry["model"] for entry in data] == list(registry.models())
+    assert {alias for entry in data for alias in entry["aliases"]} >= {"kimi-k2", "deepseek", "v3", "gpt-oss"}
+    assert re.search(r"kimi-k2-instruct +kimi-k2, k2 ", out)
     assert next(e for e in data if e["model"] == "kimi-linear-48b-a3b")["kinds"] == {"kda": 20, "mla": 7}
 
 

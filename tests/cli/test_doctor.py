@@ -152,13 +152,13 @@ def test_what_the_environment_forces_is_shown(run_python):
     data = json.loads(run_python("-m", "layerfuse", "doctor", "--json", env=found).out)["findings"]
     assert data["LAYERFUSE_FUSIONS"]["state"] == "found"
     assert data["LAYERFUSE_FUSIONS"]["detail"].startswith("none, off: mla_dual_rms_norm")
-    assert data["LAYERFUSE_BACKEND"] == {"state": "found", "detail": "reference, for every op"}
+    assert data["LAYERFUSE_BACKEND"] == {"state": "found", "detail": "reference, for every op that has it"}
     typos = {"LAYERFUSE_FUSIONS": "nome", "LAYERFUSE_BACKEND": "referense"}
     answer = run_python("-m", "layerfuse", "doctor", "--json", env=typos)
     data = json.loads(answer.out)["findings"]
     assert answer.code == 1
     assert "no fusion is called 'nome'" in data["LAYERFUSE_FUSIONS"]["detail"]
-    assert "no backend is called 'referense'" in data["LAYERFUSE_BACKEND"]["detail"]
+    assert "no op has a backend called 'referense'" in data["LAYERFUSE_BACKEND"]["detail"]
 
 
 def test_an_environment_that_forces_nothing_is_not_mentioned(run, monkeypatch):

@@ -18,8 +18,10 @@ def test_one_of_each_kind_and_at_least_two_layers():
 def test_a_model_is_verified_and_the_result_written(run, tmp_path):
     answer = run("verify", "deepseek-v3", "--json", tmp_path / "out.json")
     assert answer.code == 0, answer.out + answer.err
-    assert "2 expected, 2 matched" in answer.out
-    assert "1 of 1 models verified: specs as declared, 2 of 2 expected fusions matched" in answer.out
+    assert "mla_dual_rms_norm: 2 expected, 2 matched" in answer.out
+    assert "add_rms_norm: 4 expected, 4 matched" in answer.out
+    assert "4 ran fused in one call, by the backend reference" in answer.out
+    assert "1 of 1 models verified: specs as declared, 6 of 6 expected fusions matched" in answer.out
     assert answer.err.count("deepseek-v3: ") == verify.steps_per_model()
     (result,) = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert result["ok"] is True
@@ -28,14 +30,14 @@ def test_a_model_is_verified_and_the_result_written(run, tmp_path):
 
 @pytest.mark.usefixtures("op_by_op")
 def test_a_fusion_that_does_not_happen_is_a_problem(run, monkeypatch):
-    from layerfuse.fusion.passes import Pipeline
+    from layerfuse.fusion.rewrite import Pipeline
 
-    monkeypatch.setattr(Pipeline, "__call__", lambda self, graph: None)
+    monkeypatch.setattr(Pipeline, "rewrite", lambda self, graph: None)
     monkeypatch.setattr(verify, "TOLERANCES", {"float32": 1e-5})
     answer = run("verify", "deepseek-v3")
     assert answer.code == 1
     assert "not verified" in answer.out
-    assert "0 of 1 models verified: 0 of 2 expected fusions matched" in answer.out
+    assert "0 of 1 models verified: 0 of 6 expected fusions matched" in answer.out
 
 
 def test_unknown_models_and_contradicting_options(run):
@@ -48,6 +50,16 @@ def test_a_model_that_transformers_lacks_is_refused_before_anything_runs(run):
     assert answer.code == 1
     assert "kimi-k3 cannot be built" in answer.err
     assert answer.out == ""
+
+
+def test_a_gpu_that_is_not_there_is_said_before_anything_runs(run):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    answer = run("verify", "deepseek-v3", "--device", "cuda")
+    assert answer.code == 1
+    assert "torch finds no GPU" in answer.err
 
 
 def test_no_compiler_is_said_with_the_remedy(run, monkeypatch):
@@ -64,7 +76,7 @@ def test_no_compiler_is_said_with_the_remedy(run, monkeypatch):
 
 def test_a_typo_in_the_environment_is_told_before_anything_runs(run, monkeypatch):
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_dual_rmsnorm")
-    monkeypatch.setattr(verify, "require", lambda _: pytest.fail("work has started"))
+    monkeypatch.setattr(verify, "require", lambda *_: pytest.fail("work has started"))
     answer = run("verify", "deepseek-v3")
     assert answer.code == 2
     assert "did you mean 'mla_dual_rms_norm'" in answer.err

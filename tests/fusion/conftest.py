@@ -16,5 +16,8 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _quick() -> None:
     torch.set_num_threads(1)
-    # pytest records every log; torch then renders its structured traces, which takes longer than the tests.
-    logging.getLogger("torch.__trace").propagate = False
+    # torch renders its structured traces, which takes longer than the tests, as long as their logger has a handler. pytest
+    # from 9.2 on hands its own to every logger that does not propagate.
+    traces = logging.getLogger("torch.__trace")
+    traces.propagate = True
+    traces.handlers.clear()

@@ -5,16 +5,20 @@ quick compile that runs the rewritten graph op by op.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
 from layerfuse.adapters.specs import WHOLE, GQASpec, MLASpec, NormSpec
 from layerfuse.fusion import FusionConfig, Report, Target, plan
-from layerfuse.fusion.compiler import inductor_with
-from layerfuse.fusion.passes import Pipeline
+from layerfuse.fusion.compiler import inductor_with, surroundings_of
+from layerfuse.fusion.report import GraphRecord
+from layerfuse.fusion.rewrite import Pipeline
+from layerfuse.fusion.tally import Tally
 
 Q, KV, ROPE, NOPE, V = 1536, 512, 64, 128, 128
 HIDDEN = 64
@@ -51,6 +55,12 @@ def mla_spec(
         "softmax_scale": 192**-0.5,
     }
     return MLASpec(**{**fields, **changes})
+
+
+def with_modules(spec: MLASpec) -> MLASpec:
+    """The same, with norms that say which modules they were read from, as those of a real model do."""
+    q_norm = None if spec.q_norm is None else attrs.evolve(spec.q_norm, module="q_norm")
+    return attrs.evolve(spec, q_norm=q_norm, kv_norm=attrs.evolve(spec.kv_norm, module="kv_norm"))
 
 
 def gqa_spec(index: int = 0) -> GQASpec:
@@ -92,25 +102,33 @@ def trace(
     kwargs: dict[str, Any] | None = None,
     grad: bool = False,
     config: FusionConfig | None = None,
-    by_weight: bool = False,
+    by_weight: bool = True,
     target: Target | None = None,
     **compile_kwargs: Any,
 ) -> Traced:
-    """Compile with the passes, run op by op, and keep the graphs' texts."""
+    """Compile with the rewriting, run op by op, and keep the graphs' texts.
+
+    A module is tied by its weights and its call is counted, as `fusion.compile` does. With `by_weight` False only what
+    tracing leaves on the nodes is there to go by, as in a slot of another compiler.
+    """
     torch._dynamo.reset()
-    pipeline = Pipeline(plan(specs, target or Target.named("cpu"), config))
+    made = plan(specs, target or Target.named("cpu"), config)
+    model = function if by_weight and isinstance(function, nn.Module) else None
+    around = None if model is None else surroundings_of(model)
+    pipeline = Pipeline(made, around=around)
+    tally = None if model is None or around is None else Tally(model, made, pipeline.report, around)
     traced = Traced(None, pipeline.report)
 
-    def recorded(graph: torch.fx.Graph) -> None:
+    def recorded(graph: torch.fx.Graph) -> GraphRecord:
         traced.before.append(graph_text(graph))
-        pipeline(graph)
+        record = pipeline.rewrite(graph)
         graph.lint()
         traced.after.append(graph_text(graph))
+        return record
 
-    model = function if by_weight and isinstance(function, nn.Module) else None
-    backend = inductor_with(recorded, model, lower=lambda gm, inputs, **_: gm)
+    backend = inductor_with(recorded, model, lower=lambda gm, inputs, **_: gm, tally=tally)
     compiled = torch.compile(function, backend=backend, **compile_kwargs)
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), nullcontext() if tally is None else tally.call():
         traced.output = compiled(*args, **(kwargs or {}))
     return traced
 

@@ -20,6 +20,7 @@ from fusion_support import (
     mla_spec,
     torch_norm,
     trace,
+    with_modules,
 )  # fmt: skip
 from torch import nn
 
@@ -33,8 +34,10 @@ def assert_fused(module: nn.Module, x: torch.Tensor, spec: Any = None, count: in
     traced = trace(module, x, specs=specs, **kwargs)
     assert traced.fused == count, str(traced.report)
     verdict = traced.report.of(FUSION)
+    assert len(verdict.matched) == count
     assert verdict.matched == verdict.expected
     assert not verdict.missed
+    assert (verdict.compiled, verdict.executed, verdict.last_call) == (count, count, count)
     assert not any("rsqrt" in text for text in traced.after), "the norms were fused and computed"
     for got, expected in zip(traced.output, eager, strict=True):
         torch.testing.assert_close(got, expected, **TOLERANCE[x.dtype])
@@ -145,16 +148,22 @@ def test_layers_without_paths_are_told_apart_by_order() -> None:
 
 def test_layers_with_paths_are_tied_by_path_or_weight() -> None:
     for by_weight, how in ((True, "parameter"), (False, "module path")):
-        specs = [(f"layers.{i}", mla_spec(i)) for i in range(2)]
-        traced = trace(Stack(2), torch.randn(5, HIDDEN), specs=specs, by_weight=by_weight)
-        (record,) = traced.report.records
-        assert [(match.layer, match.how) for match in record.matched] == [("layers.0", how), ("layers.1", how)]
+        for named in (True, False):
+            given = [with_modules(mla_spec(i)) if named else mla_spec(i) for i in range(2)]
+            specs = [(f"layers.{i}", spec) for i, spec in enumerate(given)]
+            traced = trace(Stack(2), torch.randn(5, HIDDEN), specs=specs, by_weight=by_weight)
+            (record,) = traced.report.records
+            assert [(use.site, use.fused, use.how) for use in record.uses] == [
+                ("layers.0:latents", FUSION, how),
+                ("layers.1:latents", FUSION, how),
+            ]
 
 
 def test_a_layer_that_the_plan_leaves_out_stays() -> None:
-    traced = trace(Stack(3), torch.randn(5, HIDDEN), specs=[("layers.1", mla_spec(1))], by_weight=True)
-    assert traced.fused == 1
-    assert traced.report.of(FUSION).matched == ("layers.1",)
+    for spec in (mla_spec(1), with_modules(mla_spec(1))):
+        traced = trace(Stack(3), torch.randn(5, HIDDEN), specs=[("layers.1", spec)])
+        assert traced.fused == 1
+        assert traced.report.of(FUSION).matched == ("layers.1:latents",)
 
 
 def test_unmatched_canonical_ops_are_lowered() -> None:

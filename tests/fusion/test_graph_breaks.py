@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from fusion_support import FUSION, HIDDEN, TwoProjections, mla_spec, trace
+from fusion_support import FUSION, HIDDEN, TwoProjections, mla_spec, trace, with_modules
 from torch import nn
 
 
@@ -31,34 +32,40 @@ def specs(*epsilons: float) -> list[tuple[str, Any]]:
     return [(f"layers.{i}", mla_spec(i, epsilon=epsilon, kv_epsilon=1e-6)) for i, epsilon in enumerate(epsilons)]
 
 
-def test_one_graph_serves_layers_of_one_shape() -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_one_graph_serves_layers_of_one_shape(named: bool) -> None:
     model, x = Layers(1e-6, 1e-6), torch.randn(5, HIDDEN)
-    traced = trace(model, x, specs=specs(1e-6, 1e-6), by_weight=True)
+    given = [(path, with_modules(spec) if named else spec) for path, spec in specs(1e-6, 1e-6)]
+    traced = trace(model, x, specs=given)
     # Dynamo compiles the layer's forward once and runs it for both: one fused op, two layers served.
     assert traced.fused == 1
-    (match,) = [match for record in traced.report.records for match in record.matched]
-    assert (match.layer, match.frame) == ("layers.0", "layers.0")
-    assert traced.report.of(FUSION).matched == ("layers.0", "layers.1")
+    (use,) = [use for record in traced.report.records for use in record.uses]
+    assert (use.site, use.fused, use.how, use.whole) == ("layers.0:latents", FUSION, "parameter", False)
+    verdict = traced.report.of(FUSION)
+    assert verdict.matched == ("layers.0:latents", "layers.1:latents")
+    assert (verdict.compiled, verdict.executed, verdict.last_call) == (1, 2, 2)
     with torch.no_grad():
         torch.testing.assert_close(traced.output, model(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_layer_of_another_spec_does_not_share() -> None:
     # The second layer's spec is wrong: whatever graph it ran, it was not one that its spec allows.
-    traced = trace(Layers(1e-6, 1e-6), torch.randn(5, HIDDEN), specs=specs(1e-6, 1e-5), by_weight=True)
+    traced = trace(Layers(1e-6, 1e-6), torch.randn(5, HIDDEN), specs=specs(1e-6, 1e-5))
     verdict = traced.report.of(FUSION)
-    assert verdict.matched == ("layers.0",)
-    assert list(verdict.missed) == ["layers.1"]
+    assert verdict.matched == ("layers.0:latents",)
+    assert list(verdict.missed) == ["layers.1:latents"]
+    assert "it ran the graph of layers.0:latents, and the norms there" in verdict.missed["layers.1:latents"]
+    assert (verdict.executed, verdict.last_call) == (1, 1)
 
 
 def test_different_epsilons_have_graphs_of_their_own() -> None:
     with torch._dynamo.config.patch(specialize_float=True):
-        traced = trace(Layers(1e-6, 1e-5), torch.randn(5, HIDDEN), specs=specs(1e-6, 1e-5), by_weight=True)
+        traced = trace(Layers(1e-6, 1e-5), torch.randn(5, HIDDEN), specs=specs(1e-6, 1e-5))
     assert traced.fused == 2
     assert traced.report.of(FUSION).complete, str(traced.report)
 
 
 def test_an_epsilon_that_became_an_input() -> None:
     # Without what fusion.compile does about it, Dynamo makes an input of a float that changes between layers.
-    traced = trace(Layers(1e-6, 1e-5), torch.randn(5, HIDDEN), specs=specs(1e-6, 1e-5), by_weight=True)
-    assert "specialize_float" in traced.report.of(FUSION).missed["layers.1"]
+    traced = trace(Layers(1e-6, 1e-5), torch.randn(5, HIDDEN), specs=specs(1e-6, 1e-5))
+    assert "specialize_float" in traced.report.of(FUSION).missed["layers.1:latents"]

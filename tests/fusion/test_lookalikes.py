@@ -9,25 +9,43 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_support import FUSION, HIDDEN, KV, ROPE, FusedProjection, LlamaNorm, Q, TwoProjections, mla_spec, trace
+from fusion_support import (
+    FUSION,
+    HIDDEN,
+    KV,
+    ROPE,
+    FusedProjection,
+    LlamaNorm,
+    Q,
+    TwoProjections,
+    mla_spec,
+    trace,
+    with_modules,
+)
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerfuse.adapters.specs import NormSpec
 from layerfuse.fusion import FusionConfig, Target, plan
-from layerfuse.fusion.passes import MLADualRMSNormPass
+from layerfuse.fusion.rewrite import Pipeline
 
 
 def assert_stays(module: nn.Module, reason: str, *, spec: Any = None, paths: bool = False, **kwargs: Any) -> None:
+    """Whether or not there are weights to go by, and whether or not the norms say which modules they are."""
     x = torch.randn(5, HIDDEN)
     spec = spec or mla_spec()
-    traced = trace(module, x, specs=[("layer", spec)] if paths else [spec], **kwargs)
-    assert traced.fused == 0
-    assert traced.before == traced.after
-    verdict = traced.report.of(FUSION)
-    assert verdict.matched == ()
-    (said,) = verdict.missed.values()
-    assert reason in said, said
+    name = "layer" if paths else "layer 0"
+    for by_weight, named in ((True, False), (False, False), *([(True, True), (False, True)] if paths else [])):
+        each = with_modules(spec) if named else spec
+        traced = trace(module, x, specs=[(name, each)] if paths else [each], by_weight=by_weight, **kwargs)
+        assert traced.fused == 0
+        assert traced.before == traced.after
+        verdict = traced.report.of(FUSION)
+        assert verdict.matched == ()
+        assert verdict.compiled == verdict.executed == 0
+        assert list(verdict.missed) == [f"{name}:latents"]
+        said = verdict.missed[f"{name}:latents"]
+        assert reason in said, (by_weight, named, said)
 
 
 class Wrapped(nn.Module):
@@ -155,8 +173,8 @@ def test_norms_of_two_layers() -> None:
         assert traced.fused == 0
         assert traced.before == traced.after
         missed = traced.report.of(FUSION).missed
-        assert "found the query norm only" in missed["layers.0"]
-        assert "found the key/value norm only" in missed["layers.1"]
+        assert "found the query norm only" in missed["layers.0:latents"]
+        assert "found the key/value norm only" in missed["layers.1:latents"]
 
 
 class DependentInput(TwoProjections):
@@ -190,7 +208,7 @@ def test_mixed_dtypes_stay() -> None:
     traced = trace(Wrapped(module), x, specs=[("layer", mla_spec())])
     assert traced.fused == 0
     assert traced.before == traced.after
-    assert "another dtype" in traced.report.of(FUSION).missed["layer"]
+    assert "another dtype" in traced.report.of(FUSION).missed["layer:latents"]
 
 
 class ReadsRope(FusedProjection):
@@ -217,13 +235,13 @@ def test_rope_columns_with_other_readers_are_kept_intact() -> None:
 # ---- graphs that really write in place, as a backend may hand them over ----------------------------------------------
 
 
-def run_pass(function: Any, *args: torch.Tensor) -> tuple[str, MLADualRMSNormPass, torch.fx.GraphModule]:
+def run_pass(function: Any, *args: torch.Tensor) -> tuple[str, Pipeline, torch.fx.GraphModule]:
     module = make_fx(function, tracing_mode="fake")(*args)
-    each = MLADualRMSNormPass(plan([mla_spec()], Target.named("cpu")))
-    each(module.graph)
+    pipeline = Pipeline(plan([mla_spec()], Target.named("cpu")))
+    pipeline(module.graph)
     module.graph.lint()
     module.recompile()
-    return str(module.graph), each, module
+    return str(module.graph), pipeline, module
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -250,11 +268,11 @@ def test_writes_in_place(place: str, count: int) -> None:
             k_pe.mul_(2)
         return query, keys, k_pe
 
-    text, each, module = run_pass(function, *INPUTS)
+    text, pipeline, module = run_pass(function, *INPUTS)
     assert text.count("layerfuse.mla_dual_rms_norm") == count
     torch.testing.assert_close(module(*INPUTS), function(*INPUTS), rtol=1e-5, atol=1e-5)
     if not count:
-        assert "writes in place between the two norms" in each.report.of(FUSION).missed["layer 0"]
+        assert "add_ writes in place between mul_1 and mul_3" in pipeline.report.of(FUSION).missed["layer 0:latents"]
 
 
 def test_nothing_random_is_moved() -> None:
@@ -265,9 +283,9 @@ def test_nothing_random_is_moved() -> None:
         noise = torch.rand_like(b)
         return query, _norm((h @ (b + noise))[:, :KV], wkv)
 
-    text, each, _ = run_pass(function, hidden, q_down, kv_down, *INPUTS[1:])
+    text, pipeline, _ = run_pass(function, hidden, q_down, kv_down, *INPUTS[1:])
     assert "mla_dual_rms_norm" not in text
-    assert "random" in each.report.of(FUSION).missed["layer 0"]
+    assert "random" in pipeline.report.of(FUSION).missed["layer 0:latents"]
 
 
 # ---- specs and switches that refuse before any graph -----------------------------------------------------------------
@@ -285,5 +303,5 @@ def test_refused_by_the_plan(spec: Any, config: FusionConfig | None, reason: str
     traced = trace(FusedProjection(), torch.randn(5, HIDDEN), specs=[spec], config=config)
     assert traced.fused == 0
     assert traced.before == traced.after
-    assert reason in traced.report.of(FUSION).refused["layer 0"]
+    assert reason in traced.report.of(FUSION).refused["layer 0:latents"]
     assert traced.report.of(FUSION).complete

@@ -12,8 +12,8 @@ from fusion_support import FUSION, KV, ROPE, Q, mla_spec
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerfuse.fusion import Target, plan
-from layerfuse.fusion.passes import MLADualRMSNormPass
-from layerfuse.fusion.passes.patterns import find_op
+from layerfuse.fusion.rewrite import Pipeline
+from layerfuse.fusion.match.patterns import find_op
 
 if find_op("vllm_ir::rms_norm") is None:
     # The schema of vLLM 0.33, which is not installed here; where it is, its own op is used.
@@ -28,23 +28,23 @@ FORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-def run(form: Callable[..., Any]) -> tuple[str, MLADualRMSNormPass]:
+def run(form: Callable[..., Any]) -> tuple[str, Pipeline]:
     def function(x: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor) -> Any:
         q, kv, _ = x.split([Q, KV, ROPE], -1)
         return form(q, q_weight), form(kv, kv_weight)
 
     module = make_fx(function, tracing_mode="fake")(torch.randn(3, Q + KV + ROPE), torch.rand(Q), torch.rand(KV))
-    each = MLADualRMSNormPass(plan([mla_spec()], Target.named("cpu")))
-    each(module.graph)
+    pipeline = Pipeline(plan([mla_spec()], Target.named("cpu")))
+    pipeline(module.graph)
     module.graph.lint()
-    return str(module.graph), each
+    return str(module.graph), pipeline
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_fused(name: str) -> None:
-    text, each = run(FORMS[name])
+    text, pipeline = run(FORMS[name])
     assert text.count("layerfuse.mla_dual_rms_norm.default") == 1
-    assert each.report.of(FUSION).complete
+    assert pipeline.report.of(FUSION).complete
 
 
 @pytest.mark.parametrize(
@@ -58,9 +58,9 @@ def test_fused(name: str) -> None:
     ids=["part of the width", "no weight", "epsilon", "offset"],
 )
 def test_not_fused(form: Callable[..., Any]) -> None:
-    text, each = run(form)
+    text, pipeline = run(form)
     assert "mla_dual_rms_norm" not in text
-    assert not each.report.of(FUSION).complete
+    assert not pipeline.report.of(FUSION).complete
 
 
 @pytest.mark.parametrize(("reader", "count"), [(False, 1), (True, 0)])
@@ -91,7 +91,7 @@ def test_torchs_own_op(reader: bool, count: int) -> None:
             results.append(call(operator.getitem, norm, 1))
     graph.output(tuple(results))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    each = MLADualRMSNormPass(plan([mla_spec()], Target.named("cpu")))
-    each(module.graph)
+    pipeline = Pipeline(plan([mla_spec()], Target.named("cpu")))
+    pipeline(module.graph)
     assert str(module.graph).count("layerfuse.mla_dual_rms_norm.default") == count
-    assert len(each.report.of(FUSION).matched) == count
+    assert len(pipeline.report.of(FUSION).matched) == count

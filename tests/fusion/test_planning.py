@@ -15,8 +15,10 @@ import layerfuse
 from layerfuse.adapters.specs import MLAKernelSpec, NormSpec
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError, Target, UnknownTargetError, plan
 from layerfuse.fusion.config import ENVIRONMENT
+from layerfuse.fusion.sites import LATENTS
 
 CPU = Target.named("cpu")
+LATENT_FUSIONS = [fusion for fusion in FUSIONS.values() if LATENTS in fusion.roles]
 
 
 def kernel_spec() -> MLAKernelSpec:
@@ -35,19 +37,24 @@ def kernel_spec() -> MLAKernelSpec:
             "rms_norm(1536, epsilon 1e-06) and rms_norm(512, epsilon 1e-06) are one launch on cpu",
         ),
         (mla_spec(q_lora_rank=None), "not_applicable", "q_lora_rank is None: there is no query latent norm to pair"),
-        (gqa_spec(), "not_applicable", "GQASpec describes no latent norms; only MLA layers have them"),
         (kernel_spec(), "refused", "an inner kernel layer knows no norms; ask the DeepseekV2MLAAttention around it"),
         (
             mla_spec(kv_norm=NormSpec(width=512, epsilon=1e-6, weight_offset=1.0)),
             "refused",
-            "kv_norm is zero-centred (gemma style, weight_offset 1.0), and the fused op multiplies by the stored weight",
+            "kv norm is zero-centred (gemma style, weight_offset 1.0), and the fused op multiplies by the stored weight",
         ),
     ],
 )
 def test_decisions(spec: object, kind: str, reason: str) -> None:
-    decision = plan([("path", spec)], CPU).decisions[0]  # type: ignore[list-item]
-    assert (decision.layer, decision.kind, decision.reason) == ("path", kind, reason)
+    made = plan([("path", spec)], CPU)  # type: ignore[list-item]
+    (decision,) = [decision for decision in made.decisions if decision.fusion == FUSION]
+    assert (decision.site, decision.kind, decision.reason) == ("path:latents", kind, reason)
     assert decision.applies is (kind == "expected")
+
+
+def test_a_layer_without_sites_is_in_no_decision() -> None:
+    made = plan([("path", gqa_spec())], CPU)
+    assert made.sites == made.decisions == made.of("path") == ()
 
 
 def test_sixty_one_layers() -> None:
@@ -57,10 +64,12 @@ def test_sixty_one_layers() -> None:
     assert time.perf_counter() - start < 0.02
     assert len(made.expected(FUSION)) == 61
     assert made.refused() == made.not_applicable(FUSION) == ()
-    assert [layer for layer, _ in made.expected_specs(FUSION)] == [path for path, _ in specs]
-    assert made.of("model.layers.60.self_attn")[0].applies
+    assert [decision.site for decision in made.expected(FUSION)] == [f"{path}:latents" for path, _ in specs]
+    decisions = {decision.fusion: decision for decision in made.of("model.layers.60.self_attn")}
+    assert decisions[FUSION].applies
+    assert tuple(decisions.values()) == made.at("model.layers.60.self_attn:latents")
     assert "61 x expected" in str(made)
-    assert len(json.loads(json.dumps(made.to_dict()))["decisions"]) == 61 * len(FUSIONS)
+    assert len(json.loads(json.dumps(made.to_dict()))["decisions"]) == 61 * len(LATENT_FUSIONS)
 
 
 def test_it_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,8 +80,8 @@ def test_it_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bare_specs_are_named_by_index_and_never_twice() -> None:
     made = plan([mla_spec(3), kernel_spec()], CPU)
-    assert [d.layer for d in made.decisions if d.fusion == FUSION] == ["layer 3", "layer 0 kernel"]
-    with pytest.raises(ValueError, match=r"more than one spec \('layer 3'"):
+    assert [d.site for d in made.decisions if d.fusion == FUSION] == ["layer 3:latents", "layer 0 kernel:latents"]
+    with pytest.raises(ValueError, match=r"more than one spec of a type \('layer 3' has several MLASpec"):
         plan([mla_spec(3), mla_spec(3)], CPU)
 
 
@@ -94,8 +103,9 @@ def test_the_environment(text: str, expected: int, reason: str, monkeypatch: pyt
 
 
 def test_off_is_not_said_of_what_never_applied() -> None:
-    decisions = plan([gqa_spec()], CPU, FusionConfig(level=0)).decisions
+    decisions = plan([mla_spec(q_lora_rank=None)], CPU, FusionConfig(level=0)).decisions
     assert {decision.kind for decision in decisions} == {"not_applicable"}
+    assert len(decisions) == len(LATENT_FUSIONS)
 
 
 def test_typos() -> None:
@@ -107,14 +117,16 @@ def test_typos() -> None:
         FusionConfig(switches={"mla_dual_norm": True})
     with pytest.raises(FusionConfigError, match="level: expected one of 0, 1, 2, got 3"):
         FusionConfig(level=3)
-    with pytest.raises(UnknownTargetError, match="no target is called 'gfx940'; did you mean 'gfx950' or 'gfx942'"):
-        Target.named("gfx940")
+    with pytest.raises(UnknownTargetError, match="no target is called 'gfx95O'; did you mean 'gfx950'"):
+        Target.named("gfx95O")
 
 
 def test_targets() -> None:
     assert (Target.named("gfx942").fp8, Target.named("gfx950").fp8) == ("e4m3fnuz", "e4m3fn")
-    assert Target.named("sm90").has("triton")
-    assert not CPU.has("triton")
+    # Also those that no list names.
+    assert (Target.named("gfx940").fp8, Target.named("gfx1201").fp8) == ("e4m3fnuz", "e4m3fn")
+    assert (Target.named("gfx90a").fp8, Target.named("sm80").fp8, CPU.fp8) == (None, None, None)
+    assert (Target.named("sm90").fp8, Target.named("sm103a").fp8) == ("e4m3fn", "e4m3fn")
     assert Target.detect().arch
 
 

@@ -97,7 +97,8 @@ def test_it_is_known_everywhere(site: Path) -> None:
 def test_the_command_line_knows_it(site: Path) -> None:
     code = "from layerfuse.cli import main; main()"
     done = run_python(
-        f"import sys; sys.argv = ['layerfuse', 'plan', 'deepseek-v3', '--quant', 'post_attention=per_token']; {code}", site
+        f"import sys; sys.argv = ['layerfuse', 'plan', 'deepseek-v3', '--quant', 'post_attention=per_token']; {code}",
+        site,
     )
     assert f"post_attention: {NAME}" in done.stdout, done.stdout + done.stderr
 

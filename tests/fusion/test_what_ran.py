@@ -149,9 +149,7 @@ def hooked(model: Any) -> Any:
 def test_graph_breaks_per_layer() -> None:
     fused = fusion.compile(hooked(deepseek(3)))
     torch.testing.assert_close(call(fused), call(fused.original), rtol=1e-5, atol=1e-5)
-    audit = assert_agree(
-        fused, {DUAL: 3, ADD: 6}, {DUAL: 3, ADD: fused.report.of(ADD).last_call or 0}, **IDS
-    )
+    audit = assert_agree(fused, {DUAL: 3, ADD: 6}, {DUAL: 3, ADD: fused.report.of(ADD).last_call or 0}, **IDS)
     assert not any("profiler" in problem for problem in audit.problems)
     assert fused.report.of(DUAL).complete
 
@@ -216,7 +214,9 @@ def test_a_disabled_attention() -> None:
     attention = model.model.layers[1].self_attn
     attention.forward = torch.compiler.disable(attention.forward)
     fused = fusion.compile(model, strict=True)
-    with pytest.raises(FusionMissedError, match=r"layers.1.self_attn:latents: model.layers.1.self_attn.forward is kept"):
+    with pytest.raises(
+        FusionMissedError, match=r"layers.1.self_attn:latents: model.layers.1.self_attn.forward is kept"
+    ):
         call(fused)
     with torch.no_grad():
         audit = fused.audit(**IDS)
@@ -251,7 +251,7 @@ def test_a_stance_and_a_switch_after_a_good_call() -> None:
 def test_a_switch_before_the_first_call() -> None:
     with torch._dynamo.config.patch(disable=True):
         fused = fusion.compile(deepseek(1), strict=True)
-        with pytest.raises(FusionMissedError, match="config.disable is set"):
+        with pytest.raises(FusionMissedError, match=r"config\.disable is set"):
             call(fused)
 
 

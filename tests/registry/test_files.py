@@ -55,7 +55,9 @@ def test_all_mistakes_of_a_file_are_reported_at_once_with_file_and_path() -> Non
     )
     with pytest.raises(CatalogError) as caught:
         files.parse(text, "mine.toml")
-    known = "num_hidden_layers, hidden_size, rms_norm_eps, layers, norm_weight_offset, attentions_per_layer, hf_id"
+    known = (
+        "num_hidden_layers, hidden_size, rms_norm_eps, layers, norm_weight_offset, attentions_per_layer, aliases, hf_id"
+    )
     assert str(caught.value).splitlines() == [
         "mine.toml: required key 'hidden_size' is missing @ $.models.mine.hidden_size",
         "mine.toml: expected a whole number, got True @ $.models.mine.layers['mla'].num_heads",
@@ -225,3 +227,11 @@ def test_a_circle_of_likes_is_found(tmp_path: Path) -> None:
     with pytest.raises(CatalogError) as caught:
         registry.fresh().load(path)
     assert [problem.partition(" @ ")[0] for problem in caught.value.problems] == ["like: goes in a circle"] * 3
+
+
+@pytest.mark.parametrize("alias", ["Mine", "my model", ""])
+def test_an_alias_is_written_like_a_name(alias: str) -> None:
+    text = but('adapter = "deepseek_v3"', f'adapter = "deepseek_v3"\naliases = ["{alias}"]')
+    assert list(problems(text)) == [
+        f"aliases: a model's name is lower-case without blanks, got {alias!r} @ $.models.mine"
+    ]

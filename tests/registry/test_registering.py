@@ -23,7 +23,7 @@ def contents(own: registry.Registry) -> tuple[Any, ...]:
 
 
 def entry(**changes: Any) -> registry.ModelEntry:
-    return attrs.evolve(registry.model("gpt-oss-20b"), name="my-model", adapter="mine", **changes)
+    return attrs.evolve(registry.model("gpt-oss-20b"), name="my-model", adapter="mine", **{"aliases": [], **changes})
 
 
 def test_the_same_registration_twice_is_no_registration() -> None:
@@ -219,3 +219,55 @@ def test_many_threads_may_ask_first() -> None:
     for thread in threads:
         thread.join()
     assert len(counts) == 8 and len(set(counts)) == 1
+
+
+# ---- aliases
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("kimi-k2", "kimi-k2-instruct"),
+        ("K2", "kimi-k2-instruct"),
+        ("deepseek", "deepseek-v3"),
+        ("v3", "deepseek-v3"),
+        ("kimi-linear", "kimi-linear-48b-a3b"),
+        ("gpt-oss", "gpt-oss-120b"),
+        ("qwen3-next", "qwen3-next-80b-a3b"),
+    ],
+)
+def test_a_short_name_finds_its_model(short: str, name: str) -> None:
+    assert registry.model(short) is registry.model(name)
+
+
+def test_no_name_is_that_of_two_models() -> None:
+    names = [name for model in registry.models().values() for name in model.names]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize(
+    ("aliases", "hf_id"),
+    [(["gpt-oss-20b"], None), (["openai/gpt-oss-20b"], None), (["oss-20b"], None), ([], "oss-20b")],
+    ids=["a name", "an id", "an alias", "its id is an alias"],
+)
+def test_an_alias_that_another_model_goes_by_is_refused_with_both_names(aliases: list[str], hf_id: str | None) -> None:
+    own = registry.Registry()
+    own.register_adapter(MINE)
+    own.register_adapter(registry.adapters()["gpt_oss"])
+    own.register_models({"gpt-oss-20b": registry.model("gpt-oss-20b")}, "the first file")
+    before = contents(own)
+    with pytest.raises(ConflictError) as caught:
+        own.register_models({"my-model": entry(aliases=aliases, hf_id=hf_id)}, "the second file")
+    assert str(caught.value) == (
+        f"the name {(aliases or [hf_id])[0]!r} is declared differently by the model gpt-oss-20b (the first file) and by "
+        "the model my-model (the second file); rename or remove one of them"
+    )
+    assert contents(own) == before
+
+
+def test_a_model_may_not_take_the_alias_of_another_for_its_name() -> None:
+    own = registry.Registry()
+    own.register_adapter(MINE)
+    own.register_model(entry(aliases=["short"]))
+    with pytest.raises(ConflictError, match="the name 'short' is declared differently by the model my-model"):
+        own.register_model(attrs.evolve(entry(aliases=[]), name="short"))

@@ -6,7 +6,7 @@ import attrs
 import contract_mylib
 import pytest
 import torch
-from contract_mylib import MODELS_TOML, registry_of
+from contract_mylib import MODELS_TOML, _fill, registry_of
 from torch import nn
 
 from layerfuse.adapters import (
@@ -17,8 +17,8 @@ from layerfuse.adapters import (
     ParallelUnknownError,
     UnknownLayerError,
 )
-from layerfuse.registry import Registry
-from layerfuse.testing import AdapterContract
+from layerfuse.registry import Registry, default, fresh
+from layerfuse.testing import AdapterContract, full_model
 from layerfuse.testing.run import results_of
 
 
@@ -229,6 +229,41 @@ def test_wrong_registries_turn_their_scenario_red(kind):
     result = outcomes(registry_of(kind))[scenario]
     assert result.outcome == "failed"
     assert says in result.reason
+
+
+class Careless(Registry):
+    """Takes a query latent without its norm for none at all."""
+
+    def spec_for(self, layer, of=None, **kwargs):
+        usual = vars(self).setdefault("usual", {})
+        try:
+            spec = super().spec_for(layer, of, **kwargs)
+        except MissingAttributeError as error:
+            if error.field != "q_norm":
+                raise
+            return usual[id(layer)]
+        usual.setdefault(id(layer), spec)
+        return spec
+
+
+def test_a_model_without_a_query_latent_is_held_to_the_norm_that_comes_with_one():
+    entry = attrs.evolve(default.model("deepseek-v2-lite"), num_hidden_layers=2)
+
+    class Lite(AdapterContract):
+        model, registry = "deepseek-v2-lite", fresh()
+
+        def build(self):
+            return full_model(entry)
+
+    def c6():
+        return next(result for result in results_of(Lite(), full=False) if result.scenario == "C6")
+
+    assert c6().outcome == "passed"
+    careless = Careless(fill=default._fill or _fill)
+    careless.register_models(default.models(), "tests")
+    Lite.registry = careless
+    assert c6().outcome == "failed"
+    assert "with q_lora_rank of 7: expected LayerfuseError, got MLASpec" in c6().reason
 
 
 def test_every_scenario_has_a_mutant():

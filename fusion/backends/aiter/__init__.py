@@ -7,7 +7,6 @@ a callable with one convention of ours, or a sentence that says why not.
 
 from __future__ import annotations
 
-from .backend import backend
 from .binding import Bound, Probed, Refused, bind, bound, forget, installed_releases, probe, probe_all
 from .calls import Call
 from .detect import Absent, Build, find_build
@@ -27,7 +26,6 @@ __all__ = [
     "Probed",
     "Refused",
     "ReleaseRange",
-    "backend",
     "bind",
     "bound",
     "find_build",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerfuse.fusion.ops.rms_norm import normalise_wide
+from layerfuse.fusion.ops.norm import normalise_wide
 
 from .behaviour import LARGEST, Call, body
 from .misuse import SIXTEEN_BIT, StandInMisuse, check, expect, expect_bool, expect_like, expect_rows, expect_weight

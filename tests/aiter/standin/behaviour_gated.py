@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from layerfuse.fusion.ops.quantisation import round_up_to_power_of_two
-from layerfuse.fusion.ops.rms_norm import normalise_wide
+from layerfuse.fusion.ops.norm import normalise_wide
 
 from .behaviour import LARGEST, Call, body
 from .misuse import SIXTEEN_BIT, check, expect, expect_bool, expect_rows, expect_unit_stride

@@ -7,7 +7,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from layerfuse.fusion.ops.rms_norm import normalise_wide
+from layerfuse.fusion.ops.norm import normalise_wide
 
 from .behaviour import Call, body
 from .misuse import SIXTEEN_BIT, check, expect, expect_bool, expect_int, expect_rows

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from layerfuse.fusion.ops.quantisation import quantise
-from layerfuse.fusion.ops.rms_norm import normalise, normalise_wide
+from layerfuse.fusion.ops.norm import normalise, normalise_wide
 
 from .behaviour import LARGEST, Call, body
 from .misuse import check, expect, expect_bool, expect_rows
