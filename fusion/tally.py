@@ -90,7 +90,7 @@ class Tally:
         if known is not None:
             return known
         ran: Counter[tuple[str, str]] = Counter()
-        lost: dict[str, dict[str, tuple[int, str]]] = {}
+        missed: Missed = {}
         seen: Counter[str] = Counter()
         for key, times in calls.items():
             for use, owners in self._uses(key):
@@ -104,11 +104,11 @@ class Tally:
                 if use.fused is not None:
                     ran[site, use.fused] += times
                 for fusion, reason in use.missed.items():
-                    before, _ = lost.setdefault(fusion, {}).get(site, (0, ""))
-                    lost[fusion][site] = before + times, with_fallback(reason, use.fused)
-        missed: Missed = {
-            fusion: {site: reason for site, (_, reason) in sites.items()} for fusion, sites in lost.items()
-        }
+                    missed.setdefault(fusion, {})[site] = with_fallback(reason, use.fused)
+                fusion, _ = self._wanted.get(site, (use.fused, 0))
+                if fusion is not None and fusion != use.fused and fusion not in use.missed:
+                    reason = f"it ran in the graph that was compiled for {use.site}, where {fusion} is not expected"
+                    missed.setdefault(fusion, {})[site] = with_fallback(reason, use.fused)
         for site, (fusion, wanted) in self._wanted.items():
             if seen[site] < wanted and site not in missed.get(fusion, {}):
                 layer = self._plan.site[site].layer

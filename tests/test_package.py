@@ -162,7 +162,9 @@ def test_the_command_line_plans_in_an_empty_environment(empty: Path, tmp_path: P
     own = tmp_path / "mine.toml"
     text = (ROOT / "models.toml").read_text()
     start = text.index('[models."deepseek-r1"]')
-    own.write_text(text[start : text.index('[models."deepseek-v3.1"]')].replace('"deepseek-r1"', '"mine"'))
+    own.write_text(
+        text[start : text.index('[models."deepseek-v3.1"]')].replace('"deepseek-r1"', '"mine"').replace('"r1"', '"m1"')
+    )
     assert "mine" in run(command, "models", "--models", own)
 
 

@@ -86,7 +86,8 @@ class UseFinder:
         return found
 
     def _fitting(self, norm: FoundNorm, where: Location) -> list[Place]:
-        return [(site, i) for site, i in where.places if site.name in self._wanted and fits(norm, site.norms[i])]
+        # Sites of which nothing is expected too: a graph may serve siblings of which something is.
+        return [(site, i) for site, i in where.places if fits(norm, site.norms[i])]
 
     def _misfit(self, norm: FoundNorm, where: Location) -> SiteUse | None:
         """A norm that reads a site's weight, or stands in its module, and is not what the spec says."""
@@ -121,10 +122,11 @@ class UseFinder:
             # With equal norms on both sides each norm stands on both.
             missed = -(-len(left_q) // 2) if left_q == left_kv else max(len(left_q), len(left_kv))
             problem = reason or "one norm was found where two are needed"
-            yield from (SiteUse(site=site, problem=problem, how=firsts[0][1].how) for _ in range(missed))
+            if site.name in self._wanted:
+                yield from (SiteUse(site=site, problem=problem, how=firsts[0][1].how) for _ in range(missed))
         if not (firsts and seconds):
             problem = why_missing(site, bool(firsts), bool(seconds), self._around(site, near))
-            for _, where in firsts or seconds:
+            for _, where in (firsts or seconds) if site.name in self._wanted else ():
                 yield SiteUse(site=site, problem=problem, how=where.how)
 
     # ---- norms that several sites may own

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from layerfuse import registry
-from layerfuse.fusion import FUSIONS
-from layerfuse.testing import small_model
+from layerfuse import registry, verify
+from layerfuse.fusion import FUSIONS, Target, plan
+from layerfuse.fusion.backends.aiter import RELEASES
+from layerfuse.testing import small_entry, small_model
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -27,7 +28,8 @@ def test_the_tour_runs_and_says_what_its_comments_say(capsys):
     exec(tour, names)
     out = capsys.readouterr().out
     assert "61 x expected" in out
-    assert "2 expected, 2 matched" in out
+    assert "mla_dual_rms_norm: 2 expected, 2 matched" in out
+    assert "mla_dual_rms_norm: expected at 2 sites, 2 by the profiler, 2 by the counters" in out
     assert registry.spec_for(names["layer"]).split_sizes == (1536, 512, 64)
 
 
@@ -61,6 +63,39 @@ def test_links_lead_somewhere():
     assert [target for target in targets if not target.startswith("http") and not (ROOT / target).exists()] == []
 
 
-def test_counts():
-    assert f"{len(registry.models())} models are declared" in README
-    assert ("There is one fusion" in README) == (len(FUSIONS) == 1)
+def numbers(pattern):
+    """Every number that the README gives in such words; at least one."""
+    found = {int(number) for number in re.findall(pattern, README)}
+    assert found, pattern
+    return found
+
+
+def expected_by_verify():
+    """What `layerfuse verify` expects to be fused, by model."""
+    found = {}
+    for name in verify.FOUR:
+        few = verify.one_of_each(registry.model(name))
+        small = small_entry(few, layers=few.num_hidden_layers)
+        found[name] = plan(small.specs(engine="transformers"), Target.named("cpu"))
+    return found
+
+
+def test_counts_are_those_of_the_code():
+    own = [name for name, fusion in FUSIONS.items() if fusion.owner == "layerfuse"]
+    assert numbers(r"There are (\d+) fusions") == {len(own)}
+    assert sorted(re.findall(r"^\| \[`(\w+)`\]", README, re.MULTILINE)) == sorted(own)
+    assert numbers(r"(\d+) models are declared") == {len(registry.models())}
+    assert numbers(r"(\d+) releases") == {len(RELEASES)}
+
+
+def test_counts_of_the_transcript_are_those_of_the_plan():
+    plans = expected_by_verify()
+    assert numbers(r"(\d+) of \d+ models verified") == numbers(r"\d+ of (\d+) models verified") == {len(plans)}
+    total = {sum(len(made.expected()) for made in plans.values())}
+    assert numbers(r"(\d+) of \d+ expected fusions") == numbers(r"of (\d+) expected fusions") == total
+    model = re.search(r"```text\n([\w.-]+): verified", README)[1]
+    for fusion, expected, refused, not_applicable in re.findall(
+        r"fusion +(\w+): (\d+) expected, \d+ matched, (\d+) refused, (\d+) not applicable", README
+    ):
+        kinds = (plans[model].expected(fusion), plans[model].refused(fusion), plans[model].not_applicable(fusion))
+        assert (int(expected), int(refused), int(not_applicable)) == tuple(map(len, kinds)), fusion

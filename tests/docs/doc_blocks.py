@@ -1,16 +1,19 @@
 """The fenced code blocks of a page, and how the Python ones are run: in order, in one namespace, output captured.
 
-As a script: `doc_blocks.py PAGE` runs a page in the current folder and prints the outputs as JSON.
+Pages and commands each run in a process of their own. Those are forked from one that has imported what is slow to
+import, so that only one interpreter starts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
-import json
+import multiprocessing
+import os
 import re
 import sys
 import tomllib
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,17 +58,17 @@ def pretend_installed(pyproject):
 
 def run_page(path):
     """Every Python block's output, in order. Titled TOML blocks are files in the current folder."""
-    blocks = blocks_of(path.read_text())
+    text = path.read_text()
     namespace = {"__name__": "__docs__"}
     outputs = []
-    for block in blocks:
+    for block in blocks_of(text):
         if block.title:
             Path(block.title).write_text(block.code)
             if block.title == "pyproject.toml":
                 pretend_installed(block.code)
         if block.language != "python" or block.title:
             continue
-        line = path.read_text()[: block.start].count("\n")
+        line = text[: block.start].count("\n")
         captured = io.StringIO()
         with contextlib.redirect_stdout(captured):
             exec(compile("\n" * line + block.code, str(path), "exec"), namespace)
@@ -73,5 +76,50 @@ def run_page(path):
     return outputs
 
 
-if __name__ == "__main__":
-    print("OUTPUTS " + json.dumps(run_page(Path(sys.argv[1]))))
+def run_command(words):
+    """The exit code of `layerfuse WORDS` and what it printed, on stdout and stderr together."""
+    from layerfuse.cli import main
+
+    captured = io.StringIO()
+    code = 0
+    with contextlib.redirect_stdout(captured), contextlib.redirect_stderr(captured):
+        try:
+            main(words)
+        except SystemExit as exit_:
+            code = exit_.code or 0
+    return code, captured.getvalue()
+
+
+_forkserver = multiprocessing.get_context("forkserver")
+# Nothing of layerfuse: what it reads once, such as the installed plugins, each page shall read for itself.
+_forkserver.set_forkserver_preload(["torch._inductor.compile_fx", "torch.profiler", "transformers", "rich.console"])
+
+
+def in_own_process(folder, function, argument):
+    """What the function gives for the argument, run in a process of its own in this folder.
+
+    Raises:
+        AssertionError: it raised; the message is the traceback.
+    """
+    receiver, sender = _forkserver.Pipe(duplex=False)
+    process = _forkserver.Process(target=_serve, args=(sender, folder, function, argument))
+    process.start()
+    sender.close()
+    try:
+        failure, result = receiver.recv()
+    except EOFError:
+        process.join()
+        raise AssertionError(f"the process ended with exit code {process.exitcode}") from None
+    process.join()
+    assert failure is None, failure
+    return result
+
+
+def _serve(sender, folder, function, argument):
+    os.chdir(folder)
+    os.environ["COLUMNS"] = "200"
+    try:
+        answer = (None, function(argument))
+    except BaseException:
+        answer = (traceback.format_exc()[-3000:], None)
+    sender.send(answer)

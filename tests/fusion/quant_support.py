@@ -207,14 +207,14 @@ class Wrapped(nn.Module):
 def assert_left(module: nn.Module, quant: str, reason: str, *, plain: bool = True, **kwargs: Any) -> None:
     x = kwargs.pop("x", None)
     x = torch.randn(5, HIDDEN) if x is None else x
-    given: dict[str, Any] = {"specs": [("layer", mla_spec())], "by_weight": True, **kwargs}
+    given: dict[str, Any] = {"specs": [("layer", mla_spec())], **kwargs}
     # The plain norm off: nothing at all changes.
     off = trace_quantised(Wrapped(module), x, quant, **{**given, "config": config(quant, switches={FUSION: False})})
     assert off.before == off.after or "layerfuse.quantise" in off.before[0]  # canonical ops are lowered
     (said,) = off.report.of(fusion_of(quant)).missed.values()
     assert said.endswith(reason) or reason in said, said
     assert "instead" not in said
-    unfused = trace(Wrapped(module), x, specs=[], by_weight=True)
+    unfused = trace(Wrapped(module), x, specs=[])
     for got, wanted in zip(off.output, unfused.output, strict=True):
         assert torch.equal(got.float().nan_to_num(), wanted.float().nan_to_num())
     # The plain norm on: it takes the pair, and both say so.
@@ -222,7 +222,8 @@ def assert_left(module: nn.Module, quant: str, reason: str, *, plain: bool = Tru
     verdict, fallback = traced.report.of(fusion_of(quant)), traced.report.of(FUSION)
     assert verdict.matched == ()
     assert not any("_quant(" in text for text in traced.after)
-    assert traced.fused == len(fallback.instead) == plain
+    assert traced.fused == len(fallback.fallback) == plain
+    assert (fallback.compiled, fallback.executed, verdict.executed) == (plain, plain, 0)
     (said,) = verdict.missed.values()
     assert said.endswith("; mla_dual_rms_norm was fused there instead") == plain
     assert fallback.expected == fallback.matched == ()

@@ -1,4 +1,7 @@
-"""fusion.compile on real Inductor: results, report, strictness, switches, caches, and the passes in other slots."""
+"""fusion.compile: results, report, strictness, switches, caches, and the rewriting in other slots.
+
+On real Inductor where generated code or its caches are the point, else op by op.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,25 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fusion_support import FUSION, HIDDEN, FusedProjection, TwoProjections, mla_spec
+from fusion_support import FUSION, HIDDEN, KV, FusedProjection, TwoProjections, mla_spec
 from torch import nn
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import layerfuse
 from layerfuse import fusion
+from layerfuse.adapters.specs import Parallel
 from layerfuse.fusion import FusionConfig, FusionMissedError, Target, plan
 from layerfuse.fusion.config import ENVIRONMENT
-from layerfuse.fusion.passes import LowerCanonicalPass, MLADualRMSNormPass, Pipeline
+from layerfuse.fusion.rewrite import LowerCanonicalPass, Pipeline
 
 CPU = Target.named("cpu")
 HERE = Path(__file__).parent
@@ -53,20 +60,22 @@ def test_end_to_end() -> None:
     model = Layers(TwoProjections)
     compiled = fusion.compile(model, specs=specs(), strict=True, mode="default")
     assert compiled.layers is model.layers
-    assert compiled.model is model
-    assert "no graph has come to the pass" in compiled.report.of(FUSION).missed["layers.0"]
+    assert compiled.original is model
+    assert "no graph has come to the rewriting" in compiled.report.of(FUSION).missed["layers.0:latents"]
     for count in (5, 5, 9, 12):
         x = tokens(count)
         with torch.no_grad():
             torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
     # The first count is compiled as it is, the second one makes the graph dynamic, the third reuses it.
     assert compiled.report.graphs == 2
-    assert all(len(record.matched) == 1 for record in compiled.report.records)
+    assert [record.fused() for record in compiled.report.records] == [1, 1]
     assert str(compiled.report) == (
-        "fusion report: 2 graphs compiled for cpu\n"
-        "  mla_dual_rms_norm: 1 expected, 1 matched, 0 refused, 0 not applicable"
+        "fusion report: 2 graphs compiled for cpu, 4 calls\n"
+        "  mla_dual_rms_norm: 1 expected, 1 matched, 0 refused, 0 not applicable; 1 uses ran fused in the last call"
     )
-    assert json.loads(json.dumps(compiled.report.to_dict()))["fusions"][FUSION]["matched"] == ["layers.0"]
+    verdict = compiled.report.of(FUSION)
+    assert (verdict.compiled, verdict.executed, verdict.last_call) == (2, 4, 1)
+    assert json.loads(json.dumps(compiled.report.to_dict()))["fusions"][FUSION]["matched"] == ["layers.0:latents"]
 
 
 def test_views_reach_the_kernel_without_a_copy() -> None:
@@ -83,20 +92,22 @@ def test_views_reach_the_kernel_without_a_copy() -> None:
     assert compiled.report.of(FUSION).complete
 
 
+@pytest.mark.usefixtures("_op_by_op")
 def test_strict_names_layer_and_reason() -> None:
     compiled = fusion.compile(Layers(count=2, epsilon=1e-5), specs=specs(2, kv_epsilon=1e-5), strict=True)
     with torch.no_grad(), pytest.raises(FusionMissedError) as caught:
         compiled(tokens())
-    assert set(caught.value.missed[FUSION]) == {"layers.0", "layers.1"}
+    assert set(caught.value.missed[FUSION]) == {"layers.0:latents", "layers.1:latents"}
     text = str(caught.value)
-    assert "happen in 2 layers" in text
-    assert "layers.1: " in text
+    assert "happen at 2 sites" in text
+    assert "layers.1:latents: " in text
     assert "1e-05" in text
     assert "strict=False" in text
     with torch.no_grad(), pytest.raises(FusionMissedError):
         compiled(tokens())
 
 
+@pytest.mark.usefixtures("_op_by_op")
 def test_a_recompilation_that_loses_a_layer() -> None:
     compiled = fusion.compile(Layers(), specs=specs(), config=FusionConfig(strict=True))
     with torch.no_grad():
@@ -106,9 +117,10 @@ def test_a_recompilation_that_loses_a_layer() -> None:
         compiled(tokens())
     verdict = compiled.report.of(FUSION)
     assert verdict.matched == ()
-    assert list(verdict.missed) == ["layers.0"]
+    assert list(verdict.missed) == ["layers.0:latents"]
 
 
+@pytest.mark.usefixtures("_op_by_op")
 def test_gradients_are_those_of_the_model() -> None:
     model = Layers()
     compiled = fusion.compile(model, specs=specs())
@@ -121,6 +133,7 @@ def test_gradients_are_those_of_the_model() -> None:
         torch.testing.assert_close(got[name], parameter.grad, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("_op_by_op")
 def test_switched_off_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENVIRONMENT, "none")
     compiled = fusion.compile(Layers(), specs=specs(), strict=True)
@@ -128,40 +141,12 @@ def test_switched_off_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
         compiled(tokens())
     verdict = compiled.report.of(FUSION)
     assert verdict.expected == verdict.matched == ()
-    assert "LAYERFUSE_FUSIONS=none" in verdict.refused["layers.0"]
+    assert "LAYERFUSE_FUSIONS=none" in verdict.refused["layers.0:latents"]
 
 
 def test_a_backend_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"takes no backend; .* fusion.passes.Pipeline"):
+    with pytest.raises(TypeError, match=r"takes no backend; .* fusion.Pipeline\(plan\)"):
         fusion.compile(Layers(), specs=specs(), backend="inductor")
-
-
-def test_in_inductors_own_slot() -> None:
-    # The joint passes have run by then; module paths alone tie sites to layers. A graph from Inductor's cache never
-    # comes to its slots, so the caches are off.
-    model = Layers(TwoProjections, count=2)
-    each = MLADualRMSNormPass(plan(specs(2), CPU))
-    with inductor_config.patch(post_grad_custom_pre_pass=each, force_disable_caches=True), torch.no_grad():
-        x = tokens()
-        torch.testing.assert_close(torch.compile(model)(x), model(x), rtol=1e-5, atol=1e-5)
-    assert each.report.of(FUSION).matched == ("layers.0", "layers.1")
-
-
-def test_uuid_covers_specs_plan_and_config() -> None:
-    base = plan(specs(2), CPU)
-    others = [
-        plan(specs(3), CPU),
-        plan(specs(2, epsilon=1e-5), CPU),
-        plan([("elsewhere", mla_spec(0)), specs(2)[1]], CPU),
-        plan(specs(2), Target.named("gfx950")),
-        plan(specs(2), CPU, FusionConfig(level=2)),
-    ]
-    for build in (MLADualRMSNormPass, Pipeline):
-        uuids = [build(made).uuid() for made in (base, *others)]
-        assert len(set(uuids)) == len(uuids)
-        assert build(plan(specs(2), CPU)).uuid() == uuids[0]
-        assert pickle.loads(pickle.dumps(build(base))).uuid() == uuids[0]
-    assert LowerCanonicalPass().uuid() == LowerCanonicalPass().uuid()
 
 
 class Bare(FusedProjection):
@@ -172,53 +157,111 @@ class Bare(FusedProjection):
         return self.q_norm(q), self.kv_norm(kv)
 
 
+class BareTwo(TwoProjections):
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.up(self.q_norm(self.down(x))), self.kv_norm(self.kv_down(x)[..., :KV])
+
+
+def test_in_inductors_own_slot() -> None:
+    # The joint passes have run by then; module paths alone tie sites to layers. A graph from Inductor's cache never
+    # comes to its slots, so the caches are off.
+    model = Layers(BareTwo, count=2)
+    pipeline = Pipeline(plan(specs(2), CPU))
+    with inductor_config.patch(post_grad_custom_pre_pass=pipeline, force_disable_caches=True), torch.no_grad():
+        x = tokens()
+        torch.testing.assert_close(torch.compile(model)(x), model(x), rtol=1e-5, atol=1e-5)
+    assert pipeline.report.of(FUSION).matched == ("layers.0:latents", "layers.1:latents")
+    assert {use.how for record in pipeline.report.records for use in record.uses} == {"module path"}
+
+
+def test_the_key_of_the_slot_keeps_the_caches_of_two_plans_apart(own_cache: Path) -> None:
+    model, x = Layers(Bare), tokens()
+
+    def hits_and_misses(target: Target) -> tuple[int, int]:
+        torch._dynamo.reset()
+        counters.clear()
+        with inductor_config.patch(post_grad_custom_pre_pass=Pipeline(plan(specs(), target))), torch.no_grad():
+            torch.compile(model)(x)
+        return counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+
+    # AOTAutograd's cache lies in front of Inductor's and has the same key.
+    with functorch_config.patch(enable_autograd_cache=False):
+        assert hits_and_misses(CPU) == (0, 1)
+        assert hits_and_misses(CPU) == (1, 0)
+        assert hits_and_misses(Target.named("gfx950")) == (0, 1)
+
+
+def test_uuid_covers_specs_plan_and_config() -> None:
+    base = plan(specs(2), CPU)
+    others = [
+        plan(specs(3), CPU),
+        plan(specs(2, epsilon=1e-5), CPU),
+        plan([("elsewhere", mla_spec(0)), specs(2)[1]], CPU),
+        plan(specs(2), Target.named("gfx950")),
+        plan(specs(2), CPU, FusionConfig(level=2)),
+        plan(specs(2, parallel=Parallel(size=2, rank=0), num_heads=4), CPU),
+    ]
+    uuids = [Pipeline(made).uuid() for made in (base, *others)]
+    assert len(set(uuids)) == len(uuids)
+    assert Pipeline(plan(specs(2), CPU)).uuid() == uuids[0]
+    assert pickle.loads(pickle.dumps(Pipeline(base))).uuid() == uuids[0]
+    # The ranks of one group may share a cache.
+    ranks = [plan(specs(2, parallel=Parallel(size=2, rank=rank), num_heads=4), CPU) for rank in (0, 1)]
+    assert len({Pipeline(made).uuid() for made in ranks}) == 1
+    assert LowerCanonicalPass().uuid() == LowerCanonicalPass().uuid()
+
+
 CHILD = """
 import json, sys
 sys.path.insert(0, {here!r})
-import torch
-from test_compile import Bare, Layers, specs
-torch._inductor.config.cpp_cache_precompile_headers = False
-from torch._dynamo.utils import counters
-from layerfuse import fusion
+from test_compile import compiled_with
 
-torch.manual_seed(0)
-compiled = fusion.compile(Layers(Bare), specs=specs(epsilon={epsilon}))
-with torch.no_grad():
-    compiled(torch.randn(5, {hidden}))
-verdict = compiled.report.of("mla_dual_rms_norm")
-print(json.dumps([dict(counters["inductor"]), verdict.matched, verdict.missed]))
+print(json.dumps(compiled_with(1e-6)))
 """
 
 
-def child(cache: Path, epsilon: float) -> tuple[dict[str, int], list[str], dict[str, str]]:
-    root = str(Path(layerfuse.__path__[0]).parent)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": root,
-        "TORCHINDUCTOR_CACHE_DIR": str(cache),
-        # Otherwise each fresh cache directory compiles a probe for the CPU's vector instructions.
-        "TORCHINDUCTOR_VEC_ISA_OK": "1",
-    }
-    code = CHILD.format(here=str(HERE), epsilon=epsilon, hidden=HIDDEN)
+def compiled_with(epsilon: float) -> tuple[dict[str, int], list[str], dict[str, str]]:
+    """Compile one model with specs of this epsilon: Inductor's counters, and what became of the layer."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    counters.clear()
+    compiled = fusion.compile(Layers(Bare), specs=specs(epsilon=epsilon))
+    with torch.no_grad():
+        compiled(tokens())
+    verdict = compiled.report.of(FUSION)
+    return dict(counters["inductor"]), list(verdict.matched), verdict.missed
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A cache directory of its own, for this process and its children."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # Otherwise each fresh cache directory compiles a probe for the CPU's vector instructions, and headers.
+    monkeypatch.setenv("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    with inductor_config.patch({"cpp.vec_isa_ok": True, "cpp_cache_precompile_headers": False}):
+        yield tmp_path
+
+
+def test_the_cache_is_hit_by_the_same_spec_and_missed_by_another(own_cache: Path) -> None:
+    first, matched, _ = compiled_with(1e-6)
+    assert first.get("fxgraph_cache_miss") == 1
+    assert matched == ["layers.0:latents"]
+    # Another process.
+    environment = {**os.environ, "PYTHONPATH": str(Path(layerfuse.__path__[0]).parent)}
+    code = CHILD.format(here=str(HERE))
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    inductor, matched, missed = json.loads(done.stdout.splitlines()[-1])
-    return inductor, matched, missed
-
-
-def test_the_cache_is_hit_by_the_same_spec_and_missed_by_another(tmp_path: Path) -> None:
-    first, matched, _ = child(tmp_path, 1e-6)
-    assert first.get("fxgraph_cache_miss") == 1
-    assert matched == ["layers.0"]
-    second, matched, _ = child(tmp_path, 1e-6)
+    second, matched, _ = json.loads(done.stdout.splitlines()[-1])
     assert second.get("fxgraph_cache_hit") == 1
     assert not second.get("fxgraph_cache_miss")
-    assert matched == ["layers.0"], "the report must be complete on a cache hit too"
-    third, matched, missed = child(tmp_path, 1e-5)
+    assert matched == ["layers.0:latents"], "the report must be complete on a cache hit too"
+    third, matched, missed = compiled_with(1e-5)
     assert third.get("fxgraph_cache_miss") == 1
     assert not third.get("fxgraph_cache_hit")
     assert matched == []
-    assert "has epsilon 1e-06; the spec says 1e-05" in missed["layers.0"]
+    assert "has epsilon 1e-06; the spec says 1e-05" in missed["layers.0:latents"]
 
 
 def test_generate_is_the_models_own_and_says_that_it_runs_unfused() -> None:

@@ -37,8 +37,8 @@ def assert_fused(module: Any, x: torch.Tensor, quant: str, *, ue8m0: bool = Fals
         eager = module(x)
     traced = trace_quantised(module, x, quant, **kwargs)
     verdict = traced.report.of(fusion_of(quant))
-    assert verdict.matched == verdict.expected == ("layer 0",), str(traced.report)
-    assert traced.report.of(PLAIN).instead == ()
+    assert verdict.matched == verdict.expected == ("layer 0:latents",), str(traced.report)
+    assert traced.report.of(PLAIN).fallback == ()
     (after,) = traced.after
     assert after.count(f"layerfuse.{fusion_of(quant)}(") == traced.fused == 1
     assert not any(word in after for word in ("rsqrt", "amax", "aten.max", "aten.abs", "reciprocal")), after
@@ -232,7 +232,11 @@ def test_each_layer_gets_its_own(by_weight: bool) -> None:
     model = Stack(sglang_group, vllm_group, canonical_group)
     traced = trace_quantised(model, torch.randn(5, HIDDEN), "group128", specs=specs, by_weight=by_weight)
     assert traced.fused == 3
-    assert traced.report.of(fusion_of("group128")).matched == ("layers.0", "layers.1", "layers.2")
+    assert traced.report.of(fusion_of("group128")).matched == (
+        "layers.0:latents",
+        "layers.1:latents",
+        "layers.2:latents",
+    )
 
 
 @pytest.mark.parametrize(

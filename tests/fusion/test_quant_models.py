@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_support import trace
 from quant_support import CPU_FP8, FORMS, PLAIN, config, dequantise, fusion_of, trace_quantised, vllm_group
 from test_real_models import deepseek, paths, tokens
 from torch import nn
+
+from layerfuse import fusion
 
 
 class QuantisedLinear(nn.Module):
@@ -48,14 +49,15 @@ def quantised(quantise: Any, layers: int = 2, **changes: Any) -> Any:
 def test_deepseek_v3(form: str, dtype: torch.dtype) -> None:
     quantise, quant = FORMS[form]
     model = quantised(quantise).to(dtype)
-    given: dict[str, Any] = {"by_weight": True, "kwargs": {"use_cache": False}}
-    traced = trace_quantised(model, tokens(), quant, specs=paths(model, 2), **given)
+    traced = trace_quantised(model, tokens(), quant, specs=paths(model, 2), kwargs={"use_cache": False})
     verdict = traced.report.of(fusion_of(quant))
-    assert verdict.matched == verdict.expected == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    assert (
+        verdict.matched == verdict.expected == ("model.layers.0.self_attn:latents", "model.layers.1.self_attn:latents")
+    )
     assert traced.fused == sum(text.count(f"layerfuse.{fusion_of(quant)}(") for text in traced.after) == 2
-    assert traced.report.of(PLAIN).instead == ()
-    unfused = trace(model, tokens(), specs=[], **given)
-    got, wanted = traced.output.logits.float(), unfused.output.logits.float()
+    assert traced.report.of(PLAIN).fallback == ()
+    with torch.no_grad():
+        got, wanted = traced.output.logits.float(), model(tokens(), use_cache=False).logits.float()
     # Both quantise the query, the fused one before a rounding and the other after: a step of e4m3 apart where they differ.
     assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()
 
@@ -66,26 +68,22 @@ def test_one_layer_that_is_not_quantised_falls_back() -> None:
     plain = nn.Linear(attention.q_b_proj.weight.shape[1], attention.q_b_proj.weight.shape[0], bias=False)
     plain.weight = attention.q_b_proj.weight
     attention.q_b_proj = plain
-    traced = trace_quantised(
-        model, tokens(), "group128", specs=paths(model, 3), by_weight=True, kwargs={"use_cache": False}
-    )
+    traced = trace_quantised(model, tokens(), "group128", specs=paths(model, 3), kwargs={"use_cache": False})
     verdict = traced.report.of(fusion_of("group128"))
-    assert verdict.matched == ("model.layers.0.self_attn", "model.layers.2.self_attn")
-    assert "nothing quantises the normed query" in verdict.missed["model.layers.1.self_attn"]
-    assert verdict.missed["model.layers.1.self_attn"].endswith("mla_dual_rms_norm was fused there instead")
-    assert traced.report.of(PLAIN).instead == ("model.layers.1.self_attn",)
+    assert verdict.matched == ("model.layers.0.self_attn:latents", "model.layers.2.self_attn:latents")
+    assert "nothing quantises the normed tensor" in verdict.missed["model.layers.1.self_attn:latents"]
+    assert verdict.missed["model.layers.1.self_attn:latents"].endswith("mla_dual_rms_norm was fused there instead")
+    assert traced.report.of(PLAIN).fallback == ("model.layers.1.self_attn:latents",)
     assert traced.fused == 3
 
 
-def test_a_cache_and_one_token() -> None:
-    from layerfuse import fusion
-
-    torch._dynamo.reset()
+@pytest.mark.usefixtures("_op_by_op")
+def test_dynamic_shapes_and_strict() -> None:
     model = quantised(vllm_group, 1)
     compiled = fusion.compile(
         model, specs=paths(model, 1), target=CPU_FP8, config=config("group128"), strict=True, dynamic=True
     )
     with torch.no_grad():
         got, wanted = compiled(tokens(), use_cache=False).logits, model(tokens(), use_cache=False).logits
-    assert compiled.report.of(fusion_of("group128")).matched == ("model.layers.0.self_attn",)
+    assert compiled.report.of(fusion_of("group128")).matched == ("model.layers.0.self_attn:latents",)
     assert (got - wanted).abs().max() <= 2e-2 * wanted.abs().max()

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerfuse.fusion import Target, plan
-from layerfuse.fusion.passes import Pipeline
-from layerfuse.fusion.passes.patterns import find_op
+from layerfuse.fusion.match.patterns import find_op
+from layerfuse.fusion.rewrite import Pipeline
 
 _LIBRARIES = []
 
@@ -112,7 +112,7 @@ def test_fused(form: str) -> None:
             "its groups span rows, or its scales are padded",
         ),
         (lambda x: VLLM.rocm_aiter_group_fp8_quant(x, 64), "group128", "the graph quantises groups of 64"),
-        (lambda x: (*VLLM.rocm_aiter_group_fp8_quant(x, 128), x), "group128", "output reads the normed query too"),
+        (lambda x: (*VLLM.rocm_aiter_group_fp8_quant(x, 128), x), "group128", "output reads the normed tensor too"),
     ],
 )
 def test_not_fused(quantise: Callable[..., Any], quant: str, reason: str) -> None:

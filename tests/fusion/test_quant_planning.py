@@ -8,25 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_support import FUSION, HIDDEN, gqa_spec, mla_spec
+from fusion_support import HIDDEN, gqa_spec, mla_spec
 from quant_support import CPU_FP8, GROUP, PER_TOKEN, PLAIN, Quantised, config, trace_quantised, vllm_group
 from torch import nn
 
 from layerfuse import fusion
+from layerfuse.adapters.activation_quant import GROUP_SIZES
 from layerfuse.adapters.specs import NormSpec
 from layerfuse.fusion import (
     FUSIONS,
     ActivationQuant,
     ActivationQuantError,
     FusionConfig,
+    FusionConfigError,
     FusionMissedError,
     Target,
     plan,
 )
-from layerfuse.fusion.activation_quant import GROUP_SIZES
 from layerfuse.fusion.ops import quantisation
-from layerfuse.fusion.passes import Pipeline
-from layerfuse.fusion.rules import FP8_FORMATS
+from layerfuse.fusion.plan import FP8_FORMATS
+from layerfuse.fusion.rewrite import Pipeline
 
 GFX950 = Target.named("gfx950")
 NORMS = "rms_norm(1536, epsilon 1e-06) and rms_norm(512, epsilon 1e-06) are one launch on"
@@ -38,7 +39,7 @@ def decided(config: FusionConfig, spec: Any = None, target: Target = GFX950) -> 
 
 
 def test_nobody_quantises_unless_somebody_says_so() -> None:
-    undeclared = ("not_applicable", "FusionConfig.quant is None: nobody said that the query latent is quantised")
+    undeclared = ("not_applicable", "nothing says that what reads the latents site quantises its activations")
     for given in (FusionConfig(), FusionConfig(level=2), FusionConfig.parse("all")):
         found = decided(given)
         assert found[PLAIN] == ("expected", f"{NORMS} gfx950")
@@ -55,9 +56,22 @@ def test_nobody_quantises_unless_somebody_says_so() -> None:
 )
 def test_what_is_declared_is_expected_and_the_others_name_it(quant: str, taken: str, other: str, what: str) -> None:
     found = decided(config(quant))
-    assert found[taken] == ("expected", f"{NORMS} gfx950, the query in e4m3fn with {what}")
-    assert found[other] == ("not_applicable", f"FusionConfig.quant says {what}: {taken}'s case")
-    assert found[PLAIN] == ("not_applicable", f"{taken} takes the pair")
+    assert found[taken] == ("expected", f"{NORMS} gfx950, the first in e4m3fn with {what}")
+    assert found[other] == ("not_applicable", f"what reads the latents site quantises with {what}")
+    assert found[PLAIN] == ("fallback", f"{taken} takes the same nodes; this is taken where it is missed")
+
+
+def test_what_is_read_off_the_model_is_expected_unless_something_else_is_declared() -> None:
+    read = mla_spec(q_norm=NormSpec(width=1536, epsilon=1e-6, quant=ActivationQuant.parse("group128")))
+    assert decided(FusionConfig(level=2), read)[GROUP][0] == "expected"
+    assert decided(config("per_token"), read)[PER_TOKEN][0] == "expected"
+    per_role = FusionConfig(level=2, quant={"latents": ActivationQuant.parse("per_token")})
+    assert decided(per_role, read)[PER_TOKEN][0] == "expected"
+    assert decided(FusionConfig(level=2, quant={"latents": None}), read)[GROUP][0] == "not_applicable"
+    # What is declared for other sites says nothing of these.
+    elsewhere = FusionConfig(level=2, quant={"input": ActivationQuant.parse("per_token")})
+    assert decided(elsewhere, read)[GROUP][0] == "expected"
+    assert decided(elsewhere)[PER_TOKEN][0] == "not_applicable"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +90,7 @@ def test_where_it_is_off_the_plain_one_is_expected(given: FusionConfig, reason: 
 def test_a_switch_turns_it_on_at_level_1() -> None:
     found = decided(config("group128", level=1, switches={GROUP: True}))
     assert found[GROUP][0] == "expected"
-    assert found[PLAIN][0] == "not_applicable"
+    assert found[PLAIN][0] == "fallback"
 
 
 @pytest.mark.parametrize(
@@ -93,8 +107,8 @@ def test_a_target_without_the_format(target: Target, reason: str) -> None:
 
 
 def test_layers_that_have_no_pair_say_what_they_say_of_the_plain_one() -> None:
+    assert decided(config("group128"), gqa_spec()) == {}
     for spec in (
-        gqa_spec(),
         mla_spec(q_lora_rank=None),
         mla_spec(kv_norm=NormSpec(width=512, epsilon=1e-6, weight_offset=1.0)),
     ):
@@ -107,7 +121,7 @@ def test_a_latent_that_is_no_multiple_of_the_group() -> None:
     found = decided(config("group128"), mla_spec(q_lora_rank=1600))
     assert found[GROUP] == (
         "refused",
-        "the query latent is 1600 wide, which is no multiple of the 128 columns that share a scale",
+        "what is quantised is 1600 wide, which is no multiple of the 128 columns that share a scale",
     )
     assert found[PLAIN][0] == "expected"
 
@@ -116,7 +130,8 @@ def test_plans_in_words_list_what_can_come_about() -> None:
     assert "quant" not in str(plan([mla_spec()], GFX950))
     text = str(plan([mla_spec()], GFX950, config("group128")))
     assert GROUP in text and PER_TOKEN not in text
-    assert len(plan([mla_spec()], GFX950).to_dict()["decisions"]) == len(FUSIONS)
+    decisions = plan([mla_spec()], GFX950).to_dict()["decisions"]
+    assert {decision["fusion"] for decision in decisions} == {PLAIN, PER_TOKEN, GROUP}
 
 
 @pytest.mark.parametrize(
@@ -147,17 +162,20 @@ def test_wrong_words(text: str, says: str) -> None:
 
 
 def test_wrong_types() -> None:
-    with pytest.raises(TypeError, match="quant"):
+    with pytest.raises(FusionConfigError, match="quant: expected an ActivationQuant, or a mapping"):
         FusionConfig(quant="per_token")  # type: ignore[arg-type]
+    with pytest.raises(FusionConfigError, match=r"quant\['latents'\]: expected an ActivationQuant or None, got 'per_"):
+        FusionConfig(quant={"latents": "per_token"})  # type: ignore[dict-item]
+    with pytest.raises(FusionConfigError, match="quant: no role is called 'latent'; did you mean 'latents'"):
+        FusionConfig(quant={"latent": None})
     with pytest.raises(ActivationQuantError):
         ActivationQuant(group_size=True)
 
 
-def test_the_rules_know_what_the_ops_take() -> None:
+def test_plans_know_what_the_ops_take() -> None:
     assert GROUP_SIZES == quantisation.GROUP_SIZES
     assert {f"torch.float8_{name}" for name in FP8_FORMATS} == set(map(str, quantisation.LARGEST))
-    assert all(hasattr(torch.ops.layerfuse, name) for name in FUSIONS)
-    assert all(other.fallback in (None, PLAIN) for other in FUSIONS.values())
+    assert all(hasattr(torch.ops.layerfuse, fusion.op.name) for fusion in FUSIONS.values())
 
 
 # ---- reports and caches --------------------------------------------------------------------------------------------
@@ -178,28 +196,29 @@ SPECS = [(f"layers.{i}", mla_spec(i)) for i in range(2)]
 
 
 def test_the_report_says_both() -> None:
-    traced = trace_quantised(Two(), torch.randn(5, HIDDEN), "group128", specs=SPECS, by_weight=True)
+    traced = trace_quantised(Two(), torch.randn(5, HIDDEN), "group128", specs=SPECS)
     assert str(traced.report) == (
-        "fusion report: 1 graphs compiled for cpu\n"
-        "  mla_dual_rms_norm: 0 expected, 0 matched, 0 refused, 2 not applicable, 1 fused as a fallback\n"
-        "    not applicable: layers.0 and 1 more: mla_dual_rms_norm_group_quant takes the pair\n"
-        "  mla_dual_rms_norm_group_quant: 2 expected, 1 matched, 1 refused, 0 not applicable\n"
-        "    refused: layers.1: the graph quantises groups of 64, the plan says 128; "
-        "mla_dual_rms_norm was fused there instead"
+        "fusion report: 1 graphs compiled for cpu, 1 calls\n"
+        "  mla_dual_rms_norm_group_quant: 2 expected, 1 matched, 1 refused, 0 not applicable; "
+        "1 uses ran fused in the last call\n"
+        "    refused: layers.1:latents: the graph quantises groups of 64, the plan says 128; "
+        "mla_dual_rms_norm was fused there instead\n"
+        "  mla_dual_rms_norm: 0 expected, 0 matched, 0 refused, 0 not applicable, 1 as a fallback; "
+        "1 uses ran fused in the last call"
     )
     data = json.loads(json.dumps(traced.report.to_dict(), default=str))["fusions"]
-    assert data[PLAIN]["instead"] == ["layers.1"]
-    assert data[GROUP]["matched"] == ["layers.0"]
+    assert data[PLAIN]["fallback"] == ["layers.1:latents"]
+    assert data[GROUP]["matched"] == ["layers.0:latents"]
     assert set(data) == set(FUSIONS)
 
 
+@pytest.mark.usefixtures("_op_by_op")
 def test_a_fallback_is_still_a_miss_when_strict() -> None:
-    torch._dynamo.reset()
     compiled = fusion.compile(Two(), specs=SPECS, target=CPU_FP8, config=config("group128"), strict=True)
     with torch.no_grad(), pytest.raises(FusionMissedError) as caught:
         compiled(torch.randn(5, HIDDEN))
     assert list(caught.value.missed) == [GROUP]
-    assert "layers.1: the graph quantises groups of 64, the plan says 128; mla" in str(caught.value)
+    assert "layers.1:latents: the graph quantises groups of 64, the plan says 128; mla" in str(caught.value)
 
 
 def test_inductor_runs_it_and_recompiles_it() -> None:
@@ -236,4 +255,6 @@ def test_the_cache_key_covers_the_quantisation() -> None:
     assert len({repr(pipeline.uuid()) for pipeline in pipelines}) == len(pipelines)
     copy = pickle.loads(pickle.dumps(pipelines[2]))
     assert copy.uuid() == pipelines[2].uuid()
-    assert copy.passes[0].fusion == GROUP and copy.passes[1].fusion == FUSION
+    # A copy shares the report: whoever made the pipeline sees what an engine's copy did.
+    assert copy.plan == pipelines[2].plan
+    assert copy.report is pipelines[2].report

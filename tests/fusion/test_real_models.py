@@ -43,10 +43,12 @@ def tokens(count: int = 6) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_deepseek_v3(dtype: torch.dtype) -> None:
     model = deepseek().to(dtype)
-    traced = trace(model, tokens(), specs=paths(model, 2), by_weight=True, kwargs={"use_cache": False})
+    traced = trace(model, tokens(), specs=paths(model, 2), kwargs={"use_cache": False})
     assert traced.fused == 2
     verdict = traced.report.of(FUSION)
-    assert verdict.matched == verdict.expected == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    assert (
+        verdict.matched == verdict.expected == ("model.layers.0.self_attn:latents", "model.layers.1.self_attn:latents")
+    )
     unfused = trace(model, tokens(), specs=[], kwargs={"use_cache": False})
     assert unfused.fused == 0
     with torch.no_grad():
@@ -58,8 +60,8 @@ def test_deepseek_v3(dtype: torch.dtype) -> None:
 def test_without_weights_to_go_by() -> None:
     # As in a slot of another compiler: only nn_module_stack ties sites to layers.
     model = deepseek(3)
-    traced = trace(model, tokens(), specs=paths(model, 3), kwargs={"use_cache": False})
-    assert {match.how for match in traced.report.records[0].matched} == {"module path"}
+    traced = trace(model, tokens(), specs=paths(model, 3), by_weight=False, kwargs={"use_cache": False})
+    assert {use.how for use in traced.report.records[0].uses} == {"module path"}
     assert traced.fused == 3
     assert traced.report.of(FUSION).complete
 
@@ -70,7 +72,7 @@ def test_kimi_k2_with_experts() -> None:
         3, first_k_dense_replace=1, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
         moe_intermediate_size=16, n_shared_experts=1, attention_bias=False,
     )  # fmt: skip
-    traced = trace(model, tokens(), specs=paths(model, 3), by_weight=True, kwargs={"use_cache": False})
+    traced = trace(model, tokens(), specs=paths(model, 3), kwargs={"use_cache": False})
     assert traced.fused == 3
     assert traced.report.of(FUSION).complete, str(traced.report)
     with torch.no_grad():
@@ -82,11 +84,11 @@ def test_one_epsilon_missing() -> None:
     # transformers norms the latents with 1e-6 whatever the config says; a spec that believed the config is caught.
     model = deepseek(2, rms_norm_eps=1e-5)
     specs = [paths(model, 1)[0], (paths(model, 2)[1][0], mla_spec(1, epsilon=1e-5))]
-    traced = trace(model, tokens(), specs=specs, by_weight=True, kwargs={"use_cache": False})
+    traced = trace(model, tokens(), specs=specs, kwargs={"use_cache": False})
     assert traced.fused == 1
     verdict = traced.report.of(FUSION)
-    assert verdict.matched == ("model.layers.0.self_attn",)
-    assert "has epsilon 1e-06; the spec says 1e-05" in verdict.missed["model.layers.1.self_attn"]
+    assert verdict.matched == ("model.layers.0.self_attn:latents",)
+    assert "has epsilon 1e-06; the spec says 1e-05" in verdict.missed["model.layers.1.self_attn:latents"]
 
 
 def test_kimi_linear_has_no_query_latent() -> None:
@@ -113,16 +115,17 @@ def test_kimi_linear_has_no_query_latent() -> None:
     ]
     assert len(mla) >= 1
     specs = [(name, mla_spec(1, q_lora_rank=None)) for name in mla]
-    traced = trace(model, tokens(), specs=specs, by_weight=True, kwargs={"use_cache": False})
+    traced = trace(model, tokens(), specs=specs, kwargs={"use_cache": False})
     verdict = traced.report.of(FUSION)
     assert traced.fused == 0
     assert verdict.expected == ()
     assert verdict.refused == {}
+    assert len(verdict.not_applicable) == len(mla)
     assert all("q_lora_rank is None" in reason for reason in verdict.not_applicable.values())
     assert traced.before == traced.after
 
 
-def test_gpt_oss_is_not_applicable() -> None:
+def test_gpt_oss_has_no_latents() -> None:
     config = transformers.GptOssConfig(
         **{**SMALL, "num_attention_heads": 4},
         num_hidden_layers=2,
@@ -132,10 +135,12 @@ def test_gpt_oss_is_not_applicable() -> None:
     )
     model = transformers.GptOssForCausalLM(config).eval()
     specs = [(f"model.layers.{i}.self_attn", gqa_spec(i)) for i in range(2)]
-    traced = trace(model, tokens(), specs=specs, by_weight=True, kwargs={"use_cache": False})
+    traced = trace(model, tokens(), specs=specs, kwargs={"use_cache": False})
     verdict = traced.report.of(FUSION)
     assert traced.fused == 0
     assert verdict.expected == ()
-    assert len(verdict.not_applicable) == 2
-    assert "only MLA layers" in verdict.not_applicable["model.layers.0.self_attn"]
+    # Its layers have no latents: no site, and no decision.
+    assert traced.report.plan.decisions == ()
+    assert verdict.not_applicable == verdict.refused == {}
+    assert traced.report.missed() == {}
     assert traced.before == traced.after

@@ -239,7 +239,7 @@ class Careless(Registry):
         try:
             spec = super().spec_for(layer, of, **kwargs)
         except MissingAttributeError as error:
-            if error.field != "q_norm":
+            if error.field != "q_norm" or layer.q_lora_rank == 0:  # 0 is refused as it should be
                 raise
             return usual[id(layer)]
         usual.setdefault(id(layer), spec)

@@ -1,0 +1,116 @@
+"""Which backend runs: chosen once, forced by name where an op has it, and never by a choice that is out of date."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from layerfuse.fusion import FUSIONS, Target, UnknownTargetError, backends, ops
+from layerfuse.fusion.backends import Backend, BackendError
+from layerfuse.fusion.declare import Like, Op, Rows
+from layerfuse.fusion.ops.library import define
+
+
+@pytest.fixture(autouse=True)
+def _unforced() -> Iterator[None]:
+    yield
+    backends.force(None)
+
+
+# ---- a forced backend concerns the ops that have it (finding 10)
+
+
+def test_an_op_without_the_forced_backend_runs_on_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backends.ENVIRONMENT, "triton")
+    backends.force(None)
+    values, scales = ops.quantise_per_token(torch.randn(3, 64))
+    assert values.shape == (3, 64) and scales.shape == (3, 1)
+    assert backends.wanted_for("quantise_per_token") is None
+    assert backends.wanted_for("add_rms_norm") == "triton"
+    assert backends.choose("quantise_per_token", "cpu").name == "reference"
+
+
+def test_a_backend_that_no_op_has_is_an_error_with_the_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(backends.ENVIRONMENT, "tritn")
+    with pytest.raises(BackendError, match=r"did you mean 'triton'\? Known: aiter, "):
+        backends.wanted_for("add_rms_norm")
+    with pytest.raises(BackendError, match="no backend is called 'tritn'; did you mean"):
+        backends.force("tritn")
+
+
+# ---- force() while a backend is being chosen (finding 11)
+
+
+def test_a_choice_that_began_before_force_is_not_kept() -> None:
+    asked, go = threading.Event(), threading.Event()
+
+    def slow(_: object) -> None:
+        asked.set()
+        go.wait(10)
+
+    name = "forced_meanwhile"
+    define(
+        Op(name=name, doc="", args=(Rows(name="x"),), results=(Like(name="y", of="x"),), reference=lambda x: x.clone())
+    )
+    backends.register(
+        Backend(name="slow", op=name, load=lambda: torch.neg, runs_on=lambda _: (True, "anywhere"), refuses=slow)
+    )
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(backends.choose(name, "cpu", 1).name))
+    thread.start()
+    assert asked.wait(10)
+    backends.force("reference")
+    go.set()
+    thread.join(10)
+    assert found == ["reference"]
+    assert backends.choose(name, "cpu", 1).name == "reference"
+
+
+# ---- targets (finding 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "fp8"),
+    [
+        ("sm80", None), ("sm86", None), ("sm89", "e4m3fn"), ("sm90", "e4m3fn"), ("sm100", "e4m3fn"), ("sm103", "e4m3fn"),
+        ("sm120", "e4m3fn"), ("sm130", "e4m3fn"), ("gfx90a", None), ("gfx942", "e4m3fnuz"), ("gfx950", "e4m3fn"),
+        ("gfx1100", None), ("gfx1201", "e4m3fn"), ("gfx1300", "e4m3fn"), ("cpu", None),
+    ],
+)  # fmt: skip
+def test_every_architecture_has_its_format(name: str, fp8: str | None) -> None:
+    target = Target.named(name)
+    assert (target.arch, target.fp8) == (name, fp8)
+    assert target.vendor == ("cpu" if name == "cpu" else "nvidia" if name.startswith("sm") else "amd")
+
+
+@pytest.mark.parametrize("name", ["sm", "sm9", "gfx", "gfx95", "h100", "rocm"])
+def test_what_is_no_architecture_is_refused(name: str) -> None:
+    with pytest.raises(UnknownTargetError, match="Known: gfx950"):
+        Target.named(name)
+
+
+def test_detection_asks_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (12, 1))
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert Target.detect() == Target(arch="sm121", vendor="nvidia", fp8="e4m3fn")
+
+
+# ---- ops are what their declarations say
+
+
+@pytest.mark.parametrize("name", list(ops.FUNCTIONS))
+def test_every_op_has_its_docstring_and_its_schema(name: str) -> None:
+    function = ops.FUNCTIONS[name]
+    assert function.__doc__ and "Args:" in function.__doc__ and "Raises:" in function.__doc__
+    schema = getattr(torch.ops.layerfuse, name).default._schema
+    assert [argument.name for argument in schema.arguments] == list(function.__annotations__)[:-1]
+
+
+def test_every_fusion_has_a_reference_and_two_kernels() -> None:
+    for fusion in FUSIONS.values():
+        assert [kernel.backend for kernel in fusion.backends] == ["aiter", "triton"]
+        assert [name for name, _ in backends.survey(fusion.op.name, "cpu")] == ["aiter", "triton", "reference"]
