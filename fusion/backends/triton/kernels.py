@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from .rows import NO_QUANT, added, finish, read_rows, read_weight, row_numbers, write_rows
+from .rows import KEPT, NO_QUANT, PASSING, added, finish, read_rows, read_weight, row_numbers, write_rows
 
 
 # The strides of the scales change with the number of rows when they are column-major.
@@ -38,14 +38,14 @@ def dual_norm(
             q_values = read_rows(q, row, q_units, Q_UNIT, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP)
             finish(
                 q_values, q_weights, q_out, scales, row, scale_stride, group_stride,
-                Q_WIDTH, Q_EPSILON, 0.0, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS,
+                Q_WIDTH, Q_EPSILON, 0.0, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS, PASSING,
             )  # fmt: skip
         else:
             kv_weights = read_weight(kv_weight, row, KV_WIDTH, KV_CHUNK, 0, 0)
             kv_values = read_rows(kv, row, kv_units, KV_UNIT, KV_WIDTH, KV_CHUNK, 0, 0)
             finish(
                 kv_values, kv_weights, kv_out, scales, row, 0, 0,
-                KV_WIDTH, KV_EPSILON, 0.0, KV_CHUNK, 0, NO_QUANT, 0, 0.0, False, ROWS,
+                KV_WIDTH, KV_EPSILON, 0.0, KV_CHUNK, 0, NO_QUANT, 0, 0.0, False, ROWS, PASSING,
             )  # fmt: skip
     else:
         row = row_numbers(tl.program_id(0) * ROWS, rows, ROWS)
@@ -55,11 +55,11 @@ def dual_norm(
         kv_values = read_rows(kv, row, kv_units, KV_UNIT, KV_WIDTH, KV_CHUNK, 0, 0)
         finish(
             q_values, q_weights, q_out, scales, row, scale_stride, group_stride,
-            Q_WIDTH, Q_EPSILON, 0.0, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS,
+            Q_WIDTH, Q_EPSILON, 0.0, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS, PASSING,
         )  # fmt: skip
         finish(
             kv_values, kv_weights, kv_out, scales, row, 0, 0,
-            KV_WIDTH, KV_EPSILON, 0.0, KV_CHUNK, 0, NO_QUANT, 0, 0.0, False, ROWS,
+            KV_WIDTH, KV_EPSILON, 0.0, KV_CHUNK, 0, NO_QUANT, 0, 0.0, False, ROWS, PASSING,
         )  # fmt: skip
 
 
@@ -83,8 +83,8 @@ def row_norm(
     values = read_rows(x, row, x_units, X_UNIT, WIDTH, CHUNK, TAIL, GROUP)
     if ADD:
         values = added(values, read_rows(residual, row, residual_units, RESIDUAL_UNIT, WIDTH, CHUNK, TAIL, GROUP))
-        write_rows(values, residual_out, row, WIDTH, CHUNK, TAIL, GROUP)
+        write_rows(values, residual_out, row, WIDTH, CHUNK, TAIL, GROUP, KEPT)
     finish(
         values, weights, out, scales, row, scale_stride, group_stride,
-        WIDTH, EPSILON, OFFSET, CHUNK, TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS,
+        WIDTH, EPSILON, OFFSET, CHUNK, TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS, KEPT,
     )  # fmt: skip

@@ -89,20 +89,19 @@ def add_rms_norm(
     rows, width = x.shape
     if rows == 0:
         return out, residual_out
-    x_units, x_unit = launcher.units(x.stride(0))
-    residual_units, residual_unit = launcher.units(residual.stride(0))
-    step, device = tuning.regime(rows), x.get_device()
+    x_stride, residual_stride = x.stride(0), residual.stride(0)
+    # Strides are counted in the largest power of two that divides them, up to 16: the kernel then knows their alignment.
+    x_unit, residual_unit = x_stride & -x_stride & 15 or 16, residual_stride & -residual_stride & 15 or 16
+    numbers = (rows, x_stride // x_unit, residual_stride // residual_unit, 0, 0)
     reads = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
-    tensors, numbers = (x, residual, weight, out, residual_out, out), (rows, x_units, residual_units, 0, 0)
-    bits = reads[0] | reads[1] | reads[2]
-    special = launcher.special(bits, rows | x_units | residual_units, reads, tensors)
+    bits, high = reads[0] | reads[1] | reads[2], rows | x_stride | residual_stride
+    tensors = (x, residual, weight, out, residual_out, out)
+    special = launcher.special(high, reads, tensors) if bits & 15 or high >> 31 or launcher.HIP else None
+    step, device, written = tuning.regime(rows), x.get_device(), out.data_ptr()
     key = (
         "add_rms_norm", device, step, x.dtype, weight.dtype, width, epsilon, weight_offset, x_unit, residual_unit, special,
     )  # fmt: skip
-    known = launcher.find(key, device)
-    if known is not None:
-        written = out.data_ptr()
-        launcher.again(known, device, rows, (*reads, written, residual_out.data_ptr(), written), numbers)
+    if launcher.again(key, device, (*reads, written, residual_out.data_ptr(), written), numbers):
         return out, residual_out
     item = x.element_size()
     aligned = not (bits | x_unit * item | residual_unit * item | width * item) & 15
@@ -130,21 +129,18 @@ def _dual_norm(
     if rows == 0:
         return
     kv_width = kv.shape[1]
-    q_units, q_unit = launcher.units(q.stride(0))
-    kv_units, kv_unit = launcher.units(kv.stride(0))
-    step, device = tuning.regime(rows), q.get_device()
+    q_stride, kv_stride = q.stride(0), kv.stride(0)
+    q_unit, kv_unit = q_stride & -q_stride & 15 or 16, kv_stride & -kv_stride & 15 or 16  # as in add_rms_norm
+    numbers = (rows, q_stride // q_unit, kv_stride // kv_unit, *scale_strides)
     reads = q.data_ptr(), kv.data_ptr(), q_weight.data_ptr(), kv_weight.data_ptr()
-    numbers = (rows, q_units, kv_units, *scale_strides)
-    bits = reads[0] | reads[1] | reads[2] | reads[3]
-    special = launcher.special(bits, rows | q_units | kv_units, reads, tensors)
+    bits, high = reads[0] | reads[1] | reads[2] | reads[3], rows | q_stride | kv_stride
+    special = launcher.special(high, reads, tensors) if bits & 15 or high >> 31 or launcher.HIP else None
+    step, device = tuning.regime(rows), q.get_device()
     key = (
         "dual_norm", device, step, q.dtype, q_weight.dtype, kv_weight.dtype, q_out.dtype, q_width, kv_width, q_epsilon,
         kv_epsilon, quant, group_size, use_ue8m0, q_unit, kv_unit, special,
     )  # fmt: skip
-    known = launcher.find(key, device)
-    if known is not None:
-        addresses = (*reads, q_out.data_ptr(), scales.data_ptr(), kv_out.data_ptr())
-        launcher.again(known, device, rows, addresses, numbers)
+    if launcher.again(key, device, (*reads, q_out.data_ptr(), scales.data_ptr(), kv_out.data_ptr()), numbers):
         return
     item, quantised = q.element_size(), quant != _NO_QUANT
     aligned = not (bits | q_unit * item | kv_unit * item | q_width * item) & 15

@@ -19,7 +19,7 @@ OVERLAP = "LAYERFUSE_PDL"
 It is read when a kernel is first launched."""
 
 _hooks = triton.knobs.runtime
-_HIP = torch.version.hip is not None
+HIP = torch.version.hip is not None
 
 # What torch.cuda's functions of these names call, without asking first whether CUDA is initialised.
 _current_device: Any = torch._C._cuda_getDevice if torch.cuda._is_compiled() else None
@@ -42,41 +42,38 @@ class Compiled(NamedTuple):
 _compiled: dict[tuple[Any, ...], Compiled] = {}
 
 
-def units(stride: int) -> tuple[int, int]:
-    """A stride as a number of units, and the unit: the largest power of two up to 16 that divides it."""
-    unit = (stride & -stride) & 15 or 16
-    return stride // unit, unit
-
-
-def special(bits: int, numbers: int, addresses: tuple[int, ...], tensors: tuple[Tensor, ...]) -> Any:
-    """What a kernel is compiled for besides its constants; None as a rule. A part of the key.
+def special(numbers: int, addresses: tuple[int, ...], tensors: tuple[Tensor, ...]) -> Any:
+    """What a kernel is compiled for besides its constants, where `unusual` says so. A part of the key.
 
     Args:
-        bits: of all addresses, by `|`. Triton compiles for those on the 16-byte grid.
         numbers: all numbers, by `|`. Beyond 32 bits they are of another type.
-        addresses: of the inputs.
+        addresses: of the inputs. Triton compiles for those on the 16-byte grid.
         tensors: all of them. On ROCm Triton compiles for storages below 2 GiB.
     """
-    if not bits & 15 and not numbers >> 31 and not _HIP:
-        return None
-    return tuple(address & 15 != 0 for address in addresses), numbers >> 31 == 0, _HIP and _has_large_storage(tensors)
+    return tuple(address & 15 != 0 for address in addresses), numbers >> 31 == 0, HIP and _has_large_storage(tensors)
 
 
-def find(key: tuple[Any, ...], device: int) -> Compiled | None:
-    """The kernel that was compiled for this key, if it can be called directly. A profiler's hooks take the long way."""
-    known = _compiled.get(key)
-    return known if known is not None and device == _current_device() and not _profiled() else None
+def again(key: tuple[Any, ...], device: int, addresses: tuple[int, ...], numbers: tuple[int, ...]) -> bool:
+    """Launch the kernel that was compiled for this key, if there is one that can be called directly.
 
+    It does what the compiled kernel's own launcher does, without its detours; addresses stand for tensors, as Triton would
+    ask the driver about each tensor again. A profiler's hooks take the long way.
 
-def again(known: Compiled, device: int, rows: int, addresses: tuple[int, ...], numbers: tuple[int, ...]) -> None:
-    """What the compiled kernel's own launcher does, without its detours.
-
-    Addresses stand for tensors, as Triton would ask the driver about each tensor again.
+    Args:
+        key: what the kernel was compiled for.
+        device: index of the inputs' device.
+        addresses: of all tensors, in their order.
+        numbers: the arguments for which it was not compiled, the number of rows first.
     """
-    known.run(
-        -(-rows // known.rows) * known.sides, 1, 1, _current_stream(device), known.function, known.metadata,
-        None, None, None, *addresses, *numbers, *known.constants,
+    known = _compiled.get(key)
+    if known is None or device != _current_device() or _profiled():
+        return False
+    run, function, metadata, rows, sides, constants = known
+    run(
+        -(-numbers[0] // rows) * sides, 1, 1, _current_stream(device), function, metadata, None, None, None,
+        *addresses, *numbers, *constants,
     )  # fmt: skip
+    return True
 
 
 def first(
@@ -112,7 +109,7 @@ def first(
         return
     with torch.cuda.device(device):
         built = kernel[grid](*tensors, *numbers, *constants, **options)
-    if not (_HIP and _has_large_storage(tensors)) and max(numbers) < 2**31:
+    if not (HIP and _has_large_storage(tensors)) and max(numbers) < 2**31:
         _compiled[key] = Compiled(built.run, built.function, built.packed_metadata, rows, sides, constants)
 
 
@@ -127,8 +124,11 @@ def _has_large_storage(tensors: tuple[Tensor, ...]) -> bool:
 
 def _profiled() -> bool:
     """Whether somebody has hooks on Triton's launches: a chain that is not empty, or a function in place of the chain."""
-    hooks = _hooks.launch_enter_hook, _hooks.launch_exit_hook
-    return any(hook.calls if isinstance(hook, HookChain) else hook is not None for hook in hooks)
+    enter, leave = _hooks.launch_enter_hook, _hooks.launch_exit_hook
+    return bool(
+        (enter.calls if isinstance(enter, HookChain) else enter is not None)
+        or (leave.calls if isinstance(leave, HookChain) else leave is not None)
+    )
 
 
 def _overlaps(device: torch.device) -> bool:

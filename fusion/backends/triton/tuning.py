@@ -15,12 +15,13 @@ are a starting point that nobody has timed. What they come down to:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 WIDEST = 65536
 """The widest row that one program holds in registers."""
 
-_STEPS = (128, 1024, 3072, 8192)
+_STEPS = (128, 384, 1024, 3072, 8192)
 """Rows up to which a step goes."""
 _LITTLE, _LESS = 2048, 4500
 """Bytes that a row moves: below, rows come several to a program from the second step on, or in the last."""
@@ -64,10 +65,7 @@ class Dual(NamedTuple):
 
 def regime(rows: int) -> int:
     """The step for this many rows."""
-    for step, most in enumerate(_STEPS):
-        if rows <= most:
-            return step
-    return len(_STEPS)
+    return bisect_left(_STEPS, rows)
 
 
 def launch_single(step: int, width: int, item_size: int, aligned: bool, wave: int) -> Launch:
@@ -82,9 +80,10 @@ def launch_single(step: int, width: int, item_size: int, aligned: bool, wave: in
     """
     together = _rows_together(step, 4 * width * item_size, aligned)
     if together > 1:
-        return _several(width, 0, 1, together, wave)
+        return _several(width, 0, together, wave)
     warps = max(_power_of_two(width / 1024), min(4, _power_of_two(width / 256)))
-    return _whole(width, 0, min(warps, 32), aligned, False, wave)
+    vector = _VECTOR if aligned and step < 3 else _VECTOR // 2
+    return _whole(width, 0, min(warps, 32), vector, False, wave)
 
 
 def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
@@ -97,29 +96,31 @@ def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
     """
     q, kv, total, widest = dual.q_width, dual.kv_width, dual.q_width + dual.kv_width, max(dual.q_width, dual.kv_width)
     moved = 2 * total * dual.item_size - (q * (dual.item_size - 1) if dual.quantised else 0)
-    together = _rows_together(step, moved, dual.aligned)
+    # Not in groups: Triton 3.6 stores wrong scales for some of these shapes.
+    together = 1 if dual.group_size else _rows_together(step, moved, dual.aligned)
     if together > 1:
-        return _several(q, kv, max(dual.group_size, 1), together, wave)
+        return _several(q, kv, together, wave)
     if dual.quantised:
-        split = step == 0 or (step == 1 and q <= 2048)
+        split = step == 0 or (step == 1 and q <= 2048) or (step == 2 and q <= 3072 and not dual.group_size)
         warps = _power_of_two(total / 1408)
     else:
-        split = step <= 1 or (step == 2 and total * dual.item_size > 4224)
+        split = step <= 2 or (step == 3 and total * dual.item_size > 4224)
         # With four warps a row of up to 1408 columns leaves enough registers for 2048 rows at once, with two up to 2112.
-        least = 4 if dual.aligned and (step != 2 or total <= 1408) else 1
+        least = 4 if dual.aligned and (step != 3 or total <= 1408) else 1
         warps = max(_power_of_two(total / 1280), min(least, _power_of_two(total / 640)))
     if split and dual.group_size:
         chunk = max(_power_of_two(q), dual.group_size)
-        warps = max(1, min(8 if step == 0 else 4, chunk // (256 if step == 0 else 512)), _power_of_two(widest / 1024))
+        warps = max(1, min(8, chunk // (256 if step == 0 else 512)), _power_of_two(widest / 1024))
         if chunk <= _LARGEST_CHUNK:
-            return Launch(chunk, 0, _chunk(kv, 32 * warps, dual.aligned), 1, True, _waves(warps, wave))
+            return Launch(chunk, 0, _chunk(kv, 32 * warps, _VECTOR), 1, True, _waves(warps, wave))
     elif split and widest <= 1024 and dual.aligned:
         warps = 1
     elif split:
-        warps = max(4, _power_of_two(widest / (512 if dual.quantised and widest > 3072 else 1024)))
+        warps = max(4, _power_of_two(widest / (512 if widest > 3072 and step < 2 else 1024)))
     if dual.group_size:
         return _grouped(dual, min(warps, 32), split, wave)
-    return _whole(q, kv, min(warps, 32), dual.aligned, split, wave)
+    vector = _VECTOR if dual.aligned and (split or dual.quantised) else _VECTOR // 2
+    return _whole(q, kv, min(warps, 32), vector, split, wave)
 
 
 def _rows_together(step: int, moved: int, aligned: bool) -> int:
@@ -129,17 +130,17 @@ def _rows_together(step: int, moved: int, aligned: bool) -> int:
     return 1
 
 
-def _several(width: int, kv_width: int, least: int, rows: int, wave: int) -> Launch:
+def _several(width: int, kv_width: int, rows: int, wave: int) -> Launch:
     """Several rows per program, none of which takes more than one warp."""
-    chunk = max(min(_power_of_two(width), _LANES * _VECTOR), least)
+    chunk = min(_power_of_two(width), _LANES * _VECTOR)
     kv_chunk = min(_power_of_two(kv_width), _LANES * _VECTOR) if kv_width else 0
     threads = rows * max(1, max(chunk, kv_chunk) // _VECTOR)
     return Launch(chunk, 0, kv_chunk, rows, False, max(1, min(threads, 256) // wave))
 
 
-def _whole(width: int, kv_width: int, warps: int, aligned: bool, split: bool, wave: int) -> Launch:
+def _whole(width: int, kv_width: int, warps: int, vector: int, split: bool, wave: int) -> Launch:
     """One row per program, in chunks of one size."""
-    chunk, kv_chunk = (_chunk(columns, 32 * warps, aligned) if columns else 0 for columns in (width, kv_width))
+    chunk, kv_chunk = (_chunk(columns, 32 * warps, vector) if columns else 0 for columns in (width, kv_width))
     return Launch(chunk, 0, kv_chunk, 1, split, _waves(warps, wave))
 
 
@@ -151,13 +152,13 @@ def _grouped(dual: Dual, warps: int, split: bool, wave: int) -> Launch:
     tail = max(_power_of_two(rest), least) if rest else 0
     if tail >= chunk:  # one chunk for both, if it may be that large
         chunk, tail = min(2 * chunk, max(_LARGEST_CHUNK, least)), 0
-    return Launch(chunk, tail, _chunk(dual.kv_width, 32 * warps, dual.aligned), 1, split, _waves(warps, wave))
+    return Launch(chunk, tail, _chunk(dual.kv_width, 32 * warps, _VECTOR), 1, split, _waves(warps, wave))
 
 
-def _chunk(width: int, threads: int, aligned: bool) -> int:
-    """Four or eight columns per thread: what leaves fewer columns idle; where it is the same, eight if rows are aligned."""
-    most = max(_power_of_two(width), 1)
-    sizes = [min(threads * columns, most) for columns in ((8, 4) if aligned else (4,))]
+def _chunk(width: int, threads: int, first: int) -> int:
+    """Four or eight columns per thread: what leaves fewer columns idle; where it is the same, `first`."""
+    most = _power_of_two(width)
+    sizes = [min(threads * columns, most) for columns in (first, 12 - first)]
     return min(sizes, key=lambda size: -width % size)
 
 
