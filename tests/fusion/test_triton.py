@@ -99,7 +99,7 @@ def test_a_float32_weight_on_a_low_precision_input() -> None:
     assert_rounded_once(results[0], q, q_weight.float() * 1.0001, 1e-6)
 
 
-@pytest.mark.parametrize("step", range(6))
+@pytest.mark.parametrize("step", range(7))
 @pytest.mark.parametrize("quantised", [False, True])
 @pytest.mark.parametrize("widths", [(1536, 512), (2304, 512), (256, 128), (1000, 384)], ids=str)
 def test_every_step_of_the_tuning(

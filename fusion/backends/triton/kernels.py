@@ -1,7 +1,8 @@
 """The kernels of the norm family, put together from the steps in `rows`. Every switch is a compile-time constant.
 
 EARLY (NVIDIA from sm90 on): a launch may overlap the end of the kernel before, so nothing is read, the weights included,
-until that kernel's writes are visible. Everything is read before anything is written: more reads are on their way at once.
+until that kernel's writes are visible.
+HOLD: what is read leaves the cache last. Everything is read before anything is written: more reads are on their way at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from .rows import KEPT, NO_QUANT, PASSING, added, finish, read_rows, read_weight, row_numbers, write_rows
+from .rows import FIRST, LAST, NO_QUANT, USUAL, added, finish, read_rows, read_weight, row_numbers, write_rows
 
 
 # The strides of the scales change with the number of rows when they are column-major.
@@ -22,12 +23,13 @@ def dual_norm(
     Q_UNIT: tl.constexpr, KV_UNIT: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
     Q_CHUNK: tl.constexpr, Q_TAIL: tl.constexpr, KV_CHUNK: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
-    EARLY: tl.constexpr,
+    HOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Norm ROWS rows of q (Q_WIDTH columns) and of kv (KV_WIDTH) per program; q comes out as QUANT says.
 
     SPLIT: even programs take the query side and odd ones the key/value side, which shortens the longest program.
     """
+    READ: tl.constexpr = LAST if HOLD else USUAL
     if EARLY:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
@@ -35,31 +37,31 @@ def dual_norm(
         row = row_numbers(tl.program_id(0) // 2 * ROWS, rows, ROWS)
         if tl.program_id(0) % 2 == 0:
             q_weights = read_weight(q_weight, row, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP)
-            q_values = read_rows(q, row, q_units, Q_UNIT, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP)
+            q_values = read_rows(q, row, q_units, Q_UNIT, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP, READ)
             finish(
                 q_values, q_weights, q_out, scales, row, scale_stride, group_stride,
-                Q_WIDTH, Q_EPSILON, 0.0, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS, PASSING,
+                Q_WIDTH, Q_EPSILON, 0.0, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS, FIRST,
             )  # fmt: skip
         else:
             kv_weights = read_weight(kv_weight, row, KV_WIDTH, KV_CHUNK, 0, 0)
-            kv_values = read_rows(kv, row, kv_units, KV_UNIT, KV_WIDTH, KV_CHUNK, 0, 0)
+            kv_values = read_rows(kv, row, kv_units, KV_UNIT, KV_WIDTH, KV_CHUNK, 0, 0, READ)
             finish(
                 kv_values, kv_weights, kv_out, scales, row, 0, 0,
-                KV_WIDTH, KV_EPSILON, 0.0, KV_CHUNK, 0, NO_QUANT, 0, 0.0, False, ROWS, PASSING,
+                KV_WIDTH, KV_EPSILON, 0.0, KV_CHUNK, 0, NO_QUANT, 0, 0.0, False, ROWS, FIRST,
             )  # fmt: skip
     else:
         row = row_numbers(tl.program_id(0) * ROWS, rows, ROWS)
         q_weights = read_weight(q_weight, row, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP)
         kv_weights = read_weight(kv_weight, row, KV_WIDTH, KV_CHUNK, 0, 0)
-        q_values = read_rows(q, row, q_units, Q_UNIT, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP)
-        kv_values = read_rows(kv, row, kv_units, KV_UNIT, KV_WIDTH, KV_CHUNK, 0, 0)
+        q_values = read_rows(q, row, q_units, Q_UNIT, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP, READ)
+        kv_values = read_rows(kv, row, kv_units, KV_UNIT, KV_WIDTH, KV_CHUNK, 0, 0, READ)
         finish(
             q_values, q_weights, q_out, scales, row, scale_stride, group_stride,
-            Q_WIDTH, Q_EPSILON, 0.0, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS, PASSING,
+            Q_WIDTH, Q_EPSILON, 0.0, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS, FIRST,
         )  # fmt: skip
         finish(
             kv_values, kv_weights, kv_out, scales, row, 0, 0,
-            KV_WIDTH, KV_EPSILON, 0.0, KV_CHUNK, 0, NO_QUANT, 0, 0.0, False, ROWS, PASSING,
+            KV_WIDTH, KV_EPSILON, 0.0, KV_CHUNK, 0, NO_QUANT, 0, 0.0, False, ROWS, FIRST,
         )  # fmt: skip
 
 
@@ -69,22 +71,24 @@ def row_norm(
     rows, x_units, residual_units, scale_stride, group_stride,
     WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr, X_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
     ADD: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
-    CHUNK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr, HOLD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Norm ROWS rows of WIDTH columns per program, with the weight plus OFFSET.
 
     ADD: of the float32 sum with the residual's rows, which is also written, rounded, to residual_out.
     """
+    READ: tl.constexpr = LAST if HOLD else USUAL
     if EARLY:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     row = row_numbers(tl.program_id(0) * ROWS, rows, ROWS)
     weights = read_weight(weight, row, WIDTH, CHUNK, TAIL, GROUP)
-    values = read_rows(x, row, x_units, X_UNIT, WIDTH, CHUNK, TAIL, GROUP)
+    values = read_rows(x, row, x_units, X_UNIT, WIDTH, CHUNK, TAIL, GROUP, READ)
     if ADD:
-        values = added(values, read_rows(residual, row, residual_units, RESIDUAL_UNIT, WIDTH, CHUNK, TAIL, GROUP))
-        write_rows(values, residual_out, row, WIDTH, CHUNK, TAIL, GROUP, KEPT)
+        others = read_rows(residual, row, residual_units, RESIDUAL_UNIT, WIDTH, CHUNK, TAIL, GROUP, READ)
+        values = added(values, others)
+        write_rows(values, residual_out, row, WIDTH, CHUNK, TAIL, GROUP, USUAL)
     finish(
         values, weights, out, scales, row, scale_stride, group_stride,
-        WIDTH, EPSILON, OFFSET, CHUNK, TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS, KEPT,
+        WIDTH, EPSILON, OFFSET, CHUNK, TAIL, QUANT, GROUP, LARGEST, UE8M0, ROWS, USUAL,
     )  # fmt: skip

@@ -108,7 +108,7 @@ def add_rms_norm(
     plan = tuning.launch_single(step, width, item, aligned, launcher.wave(x.device))
     constants = (
         width, epsilon, weight_offset, x_unit, residual_unit, True, _NO_QUANT, 0, 0.0, False,
-        plan.chunk, plan.tail, plan.rows,
+        plan.chunk, plan.tail, plan.rows, plan.hold,
     )  # fmt: skip
     launcher.first(row_norm, key, tensors, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
     return out, residual_out
@@ -149,7 +149,7 @@ def _dual_norm(
     constants = (
         q_width, kv_width, q_epsilon, kv_epsilon, q_unit, kv_unit, quant, group_size,
         LARGEST[q_out.dtype] if quantised else 0.0, use_ue8m0,
-        plan.chunk, plan.tail, plan.kv_chunk, plan.rows, plan.split,
+        plan.chunk, plan.tail, plan.kv_chunk, plan.rows, plan.split, plan.hold,
     )  # fmt: skip
     inputs = (q, kv, *tensors[2:])
     sides = 2 if plan.split else 1

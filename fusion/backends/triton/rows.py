@@ -16,10 +16,10 @@ NO_QUANT = tl.constexpr(0)
 PER_TOKEN = tl.constexpr(1)
 PER_GROUP = tl.constexpr(2)
 
-# How results are written. The dual norm's are out of the cache's way: a few percent less time for few rows. Behind an
-# addition it is the other way around for many.
-PASSING = tl.constexpr("evict_first")
-KEPT = tl.constexpr("")
+# How rows are read and written: as usual, or as what leaves the cache first or last.
+USUAL = tl.constexpr("")
+FIRST = tl.constexpr("evict_first")
+LAST = tl.constexpr("evict_last")
 
 
 @triton.jit
@@ -53,12 +53,14 @@ def _beside(per_row, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _load(x, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr):
+def _load(
+    x, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, HINT: tl.constexpr
+):  # fmt: skip
     columns = _columns(START, SIZE, GROUP)
     if START + SIZE <= WIDTH:
-        return tl.load(x + columns)
+        return tl.load(x + columns, eviction_policy=HINT)
     else:
-        return tl.load(x + columns, mask=columns < WIDTH, other=0.0)
+        return tl.load(x + columns, mask=columns < WIDTH, other=0.0, eviction_policy=HINT)
 
 
 @triton.jit
@@ -74,23 +76,25 @@ def _store(
 
 
 @triton.jit
-def _read(x, WIDTH: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr):
+def _read(
+    x, WIDTH: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, HINT: tl.constexpr
+):  # fmt: skip
     BODY: tl.constexpr = WIDTH // CHUNK if TAIL > 0 else (WIDTH + CHUNK - 1) // CHUNK
     chunks = ()
     for i in tl.static_range(0, BODY):
-        chunks = chunks + (_load(x, i * CHUNK, WIDTH, CHUNK, GROUP),)
+        chunks = chunks + (_load(x, i * CHUNK, WIDTH, CHUNK, GROUP, HINT),)
     if TAIL > 0:
-        chunks = chunks + (_load(x, BODY * CHUNK, WIDTH, TAIL, GROUP),)
+        chunks = chunks + (_load(x, BODY * CHUNK, WIDTH, TAIL, GROUP, HINT),)
     return chunks
 
 
 @triton.jit
 def read_rows(
     x, row, units, UNIT: tl.constexpr,
-    WIDTH: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """Rows that lie units * UNIT elements apart: a constant UNIT tells the compiler to what they are aligned."""
-    return _read(x + _beside(row * (units.to(tl.int64) * UNIT), GROUP), WIDTH, CHUNK, TAIL, GROUP)
+    return _read(x + _beside(row * (units.to(tl.int64) * UNIT), GROUP), WIDTH, CHUNK, TAIL, GROUP, HINT)
 
 
 @triton.jit
@@ -100,7 +104,7 @@ def read_weight(
     """The weight once for each row, so that every thread reads the columns that it has of its row."""
     if len(row.shape) > 0:
         weight = tl.broadcast_to(weight, _beside(row, GROUP).shape)
-    return _read(weight, WIDTH, CHUNK, TAIL, GROUP)
+    return _read(weight, WIDTH, CHUNK, TAIL, GROUP, USUAL)
 
 
 @triton.jit

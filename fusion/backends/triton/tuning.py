@@ -21,15 +21,19 @@ from typing import NamedTuple
 WIDEST = 65536
 """The widest row that one program holds in registers."""
 
-_STEPS = (128, 384, 1024, 3072, 8192)
+_STEPS = (128, 384, 640, 1024, 3072, 8192)
 """Rows up to which a step goes."""
-_LITTLE, _LESS = 2048, 4500
+_LITTLE, _LESS = 2048, 4800
 """Bytes that a row moves: below, rows come several to a program from the second step on, or in the last."""
 _ENOUGH = 6000
 """Bytes that are worth a program of their own."""
 _LARGEST_CHUNK = 8192
 _LANES, _VECTOR = 32, 8
 """Threads of a row that shares its program, and columns that each of them handles at once."""
+_ONE_BY_ONE = (4, 2, 1)
+"""Columns per thread where rows are off the grid, and elements come one by one anyhow."""
+_CACHE = 40e6
+"""Bytes that a cache does not hold besides what else is in it."""
 
 
 class Launch(NamedTuple):
@@ -46,6 +50,8 @@ class Launch(NamedTuple):
     split: bool
     "Two programs per row."
     warps: int
+    hold: bool = False
+    "What is read is marked to leave the cache last."
 
 
 class Dual(NamedTuple):
@@ -78,12 +84,13 @@ def launch_single(step: int, width: int, item_size: int, aligned: bool, wave: in
         aligned: whether all rows start on the 16-byte grid.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
-    together = _rows_together(step, 4 * width * item_size, aligned)
+    moved = 4 * width * item_size
+    together = _rows_together(step, moved, aligned)
     if together > 1:
-        return _several(width, 0, together, wave)
-    warps = max(_power_of_two(width / 1024), min(4, _power_of_two(width / 256)))
-    vector = _VECTOR if aligned and step < 3 else _VECTOR // 2
-    return _whole(width, 0, min(warps, 32), vector, False, wave)
+        return _several(width, 0, together, wave, _hold(step, moved))
+    warps = min(max(_power_of_two(width / 1024), min(4, _power_of_two(width / 256))), 32)
+    columns = _ONE_BY_ONE if not aligned else (8, 4) if step < 4 else (4, 8)
+    return Launch(_chunk(width, 32 * warps, columns), 0, 0, 1, False, _waves(warps, wave), _hold(step, moved))
 
 
 def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
@@ -96,70 +103,78 @@ def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
     """
     q, kv, total, widest = dual.q_width, dual.kv_width, dual.q_width + dual.kv_width, max(dual.q_width, dual.kv_width)
     moved = 2 * total * dual.item_size - (q * (dual.item_size - 1) if dual.quantised else 0)
+    hold = _hold(step, moved)
     # Not in groups: Triton 3.6 stores wrong scales for some of these shapes.
     together = 1 if dual.group_size else _rows_together(step, moved, dual.aligned)
     if together > 1:
-        return _several(q, kv, together, wave)
+        return _several(q, kv, together, wave, hold)
     if dual.quantised:
-        split = step == 0 or (step == 1 and q <= 2048) or (step == 2 and q <= 3072 and not dual.group_size)
+        split = step == 0 or (step == 1 and q <= 2048) or (step <= 3 and q <= 3072 and not dual.group_size)
         warps = _power_of_two(total / 1408)
     else:
-        split = step <= 2 or (step == 3 and total * dual.item_size > 4224)
+        split = step <= 3 or (step == 4 and (total * dual.item_size > 4224 or not dual.aligned))
         # With four warps a row of up to 1408 columns leaves enough registers for 2048 rows at once, with two up to 2112.
-        least = 4 if dual.aligned and (step != 3 or total <= 1408) else 1
-        warps = max(_power_of_two(total / 1280), min(least, _power_of_two(total / 640)))
-    if split and dual.group_size:
-        chunk = max(_power_of_two(q), dual.group_size)
-        warps = max(1, min(8, chunk // (256 if step == 0 else 512)), _power_of_two(widest / 1024))
-        if chunk <= _LARGEST_CHUNK:
-            return Launch(chunk, 0, _chunk(kv, 32 * warps, _VECTOR), 1, True, _waves(warps, wave))
-    elif split and widest <= 1024 and dual.aligned:
-        warps = 1
-    elif split:
-        warps = max(4, _power_of_two(widest / (512 if widest > 3072 and step < 2 else 1024)))
-    if dual.group_size:
-        return _grouped(dual, min(warps, 32), split, wave)
-    vector = _VECTOR if dual.aligned and (split or dual.quantised) else _VECTOR // 2
-    return _whole(q, kv, min(warps, 32), vector, split, wave)
+        warps = max(
+            _power_of_two(total / 1280), min(4 if step != 4 or total <= 1408 else 1, _power_of_two(total / 640))
+        )
+    if split:
+        warps = _power_of_two(widest / (512 if widest > 3072 and step < 2 else 1024))
+        warps = max(warps, 1 if widest <= 1024 and dual.aligned else 4)
+    elif not dual.aligned:
+        warps = max(_power_of_two(total / 1408), 4 if step < 4 else 1)
+    warps = min(warps, 32)
+    if dual.group_size and dual.aligned:
+        return _grouped(step, dual, warps, split, wave, hold)
+    if not dual.aligned:
+        columns = _ONE_BY_ONE
+    else:
+        columns = (8, 4) if dual.quantised or warps == 1 or widest > 24 * 32 * warps else (4, 8)
+    chunk = max(_chunk(q, 32 * warps, columns), dual.group_size)
+    return Launch(chunk, 0, _chunk(kv, 32 * warps, columns), 1, split, _waves(warps, wave), hold)
+
+
+def _hold(step: int, moved: int) -> bool:
+    """Whether reads are marked to stay, which takes 2 to 3 % off a launch that does not fit into the cache."""
+    return step >= 5 and moved * _STEPS[step - 1] >= _CACHE
 
 
 def _rows_together(step: int, moved: int, aligned: bool) -> int:
     """How many rows a program takes that would move too little with one."""
-    if (step >= 1 and moved <= _LITTLE) or (step >= len(_STEPS) and moved <= _LESS and aligned):
+    if (step >= 1 and moved <= _LITTLE) or (step == len(_STEPS) and moved <= _LESS and aligned):
         return min(16, _power_of_two(_ENOUGH / moved))
     return 1
 
 
-def _several(width: int, kv_width: int, rows: int, wave: int) -> Launch:
+def _several(width: int, kv_width: int, rows: int, wave: int, hold: bool) -> Launch:
     """Several rows per program, none of which takes more than one warp."""
     chunk = min(_power_of_two(width), _LANES * _VECTOR)
     kv_chunk = min(_power_of_two(kv_width), _LANES * _VECTOR) if kv_width else 0
     threads = rows * max(1, max(chunk, kv_chunk) // _VECTOR)
-    return Launch(chunk, 0, kv_chunk, rows, False, max(1, min(threads, 256) // wave))
+    return Launch(chunk, 0, kv_chunk, rows, False, max(1, min(threads, 256) // wave), hold)
 
 
-def _whole(width: int, kv_width: int, warps: int, vector: int, split: bool, wave: int) -> Launch:
-    """One row per program, in chunks of one size."""
-    chunk, kv_chunk = (_chunk(columns, 32 * warps, vector) if columns else 0 for columns in (width, kv_width))
-    return Launch(chunk, 0, kv_chunk, 1, split, _waves(warps, wave))
-
-
-def _grouped(dual: Dual, warps: int, split: bool, wave: int) -> Launch:
-    """One row per program, q in large chunks and what is left of it."""
+def _grouped(step: int, dual: Dual, warps: int, split: bool, wave: int, hold: bool) -> Launch:
+    """One row per program, q in one chunk, or in large ones and what is left."""
     width, least = dual.q_width, dual.group_size
-    chunk = max(min(_power_of_two(width // 2 + 1), _LARGEST_CHUNK), least)
-    rest = width % chunk if width > chunk else 0
-    tail = max(_power_of_two(rest), least) if rest else 0
-    if tail >= chunk:  # one chunk for both, if it may be that large
-        chunk, tail = min(2 * chunk, max(_LARGEST_CHUNK, least)), 0
-    return Launch(chunk, tail, _chunk(dual.kv_width, 32 * warps, _VECTOR), 1, split, _waves(warps, wave))
+    chunk, tail = max(_power_of_two(width), least), 0
+    if split and chunk <= _LARGEST_CHUNK:
+        warps = max(min(8, chunk // (256 if step == 0 else 512)), _power_of_two(max(width, dual.kv_width) / 1024))
+    else:
+        chunk = max(min(_power_of_two(width // 2 + 1), _LARGEST_CHUNK), least)
+        rest = width % chunk if width > chunk else 0
+        tail = max(_power_of_two(rest), least) if rest else 0
+        if tail >= chunk:  # one chunk for both, if it may be that large
+            chunk, tail = min(2 * chunk, max(_LARGEST_CHUNK, least)), 0
+        elif step == 3 and 2 * tail == chunk:
+            chunk, tail = tail, 0
+    return Launch(chunk, tail, _chunk(dual.kv_width, 32 * warps, (8, 4)), 1, split, _waves(warps, wave), hold)
 
 
-def _chunk(width: int, threads: int, first: int) -> int:
-    """Four or eight columns per thread: what leaves fewer columns idle; where it is the same, `first`."""
+def _chunk(width: int, threads: int, columns: tuple[int, ...]) -> int:
+    """So many columns per thread that the fewest are idle; the first where it is the same."""
     most = _power_of_two(width)
-    sizes = [min(threads * columns, most) for columns in (first, 12 - first)]
-    return min(sizes, key=lambda size: -width % size)
+    sizes = [min(threads * number, most) for number in columns]
+    return min((size for size in sizes if width <= 16 * size), key=lambda size: -width % size, default=max(sizes))
 
 
 def _waves(warps: int, wave: int) -> int:
