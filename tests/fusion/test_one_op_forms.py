@@ -12,8 +12,8 @@ from fusion_support import FUSION, KV, ROPE, Q, mla_spec
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerfuse.fusion import Target, plan
-from layerfuse.fusion.rewrite import Pipeline
 from layerfuse.fusion.match.patterns import find_op
+from layerfuse.fusion.rewrite import Pipeline
 
 if find_op("vllm_ir::rms_norm") is None:
     # The schema of vLLM 0.33, which is not installed here; where it is, its own op is used.
