@@ -1,4 +1,4 @@
-"""What is installed, and what that enables. No engine is imported, nor AITER: what they are is read from their files.
+"""What is installed, and what that enables. Neither engines nor AITER are imported; their files are read.
 
 Importing AMD's AITER may build C++ code, and PyPI has an unrelated project of the same import name.
 """
@@ -18,7 +18,7 @@ ENGINES = ("transformers", "vllm", "sglang")
 
 @frozen(kw_only=True)
 class Finding:
-    """One thing that is installed or set, or is not."""
+    """One package, device or setting, and whether it is there."""
 
     name: str
     state: Literal["found", "absent", "broken"]
@@ -27,7 +27,7 @@ class Finding:
 
 @frozen(kw_only=True)
 class AiterFunction(Finding):
-    """One call of layerfuse's to AITER: whether the installed source has it as it is known."""
+    """One function of AITER that layerfuse calls, and whether the installed source has it in a known form."""
 
     convention: str | None = None
     "The function and its parameters as installed, in full, or None where it is not called."
@@ -45,7 +45,7 @@ class Diagnosis:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """What is there and cannot work."""
+        """What is installed or set and cannot work."""
         return tuple(f"{found.name}: {found.detail}" for found in self.findings if found.state == "broken")
 
     def to_dict(self) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def find_aiter() -> Finding:
     build = amd.find_build()
     if isinstance(build, amd.Absent):
         return Finding(name="aiter", state="broken" if build.broken else "absent", detail=build.reason)
-    releases = f", by its files {amd.installed_releases()}"  # a version would not tell
+    releases = f", by its files {amd.installed_releases()}"  # its version does not tell the release
     only = "" if build.triton_only is None else f", Triton functions only: {build.triton_only}"
     return Finding(name="aiter", state="found", detail=f"{build.origin}{releases}{only}, not imported")
 

@@ -1,4 +1,4 @@
-"""The main job, end to end, on small real models: specs read, fusions planned, applied, counted, and compared.
+"""Verification on small real models: specs are read, fusions planned, applied and counted, and outputs compared.
 
 Each model is a real one of transformers with few layers, heads and a small hidden size, but the true widths of every
 head and latent, and random weights. Nothing is downloaded. Importing this module imports no torch.
@@ -174,7 +174,7 @@ def verify(
     from .testing import small_model
 
     registry = package.default if registry is None else registry
-    FusionConfig.from_environment()  # before anything takes long
+    FusionConfig.from_environment()  # before minutes of work
     device = device_of(device)
     started = time.perf_counter()
     few = one_of_each(entry)

@@ -1,4 +1,4 @@
-"""The commands: what can be asked, with its options and help. Each imports what answers it when it runs."""
+"""The commands, with their options and help. Each imports its implementation when it runs."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def app() -> None:
     Exit codes:
       0  all is well
       1  the answer is no, or problems were found
-      2  the question was wrong: an unknown option, model, target,
-         engine or fusion, or a file that is not there
+      2  a usage error: an unknown option, model, target,
+         engine or fusion, or a file that does not exist
 
     \b
     Environment:
@@ -134,7 +134,7 @@ def plan(
     """Show each kind of layer on one rank, and each fusion with yes or the reason for no. Needs no torch.
 
     With --batch, --queries, --context, --kv or --aiter it also shows what attention allocates: the heads that AITER's MLA
-    decode is given, its buffers and scratch, cache and state, and what the release is known to do wrong. With --all-tp it
+    decode is given, its buffers and scratch, cache and state, and known issues of the release. With --all-tp it
     shows the heads of all MLA models, or of MODEL, at every tensor-parallel size.
 
     Exits with 1 where the model cannot be sharded that way.
@@ -267,10 +267,10 @@ def check(files: tuple[Path, ...]) -> None:
 @_command
 @_json
 def doctor(json: bool) -> None:
-    """Say what is installed and what that enables. Imports no engine, and not AITER.
+    """Show what is installed and what that enables. Imports no engine, and not AITER.
 
-    Exits with 1 where something is there that cannot work, as PyPI's unrelated `aiter`, a broken plugin, or a
-    LAYERFUSE_FUSIONS or LAYERFUSE_BACKEND that names nothing.
+    Exits with 1 where something installed cannot work: PyPI's unrelated `aiter`, a broken plugin, or a LAYERFUSE_FUSIONS
+    or LAYERFUSE_BACKEND with an unknown name.
 
     \b
     Example:
@@ -286,7 +286,7 @@ def doctor(json: bool) -> None:
 @_files
 @_json
 def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
-    """Hold a declared model to the adapter contract, on the real layers that transformers builds.
+    """Run the adapter contract for a declared model, on the real layers that transformers builds.
 
     The scenarios are docs/contract.md. Exits with 1 where one fails.
 

@@ -1,4 +1,4 @@
-"""`layerfuse check`: are these models files sound?"""
+"""`layerfuse check`: the problems of models files."""
 
 from __future__ import annotations
 

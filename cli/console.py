@@ -1,4 +1,4 @@
-"""Where output goes: colour and line length fit a terminal, and a pipe gets plain, unwrapped lines."""
+"""Output: colour and line length fit a terminal, and a pipe gets plain, unwrapped lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that differ only in their index, taken together: what a person wants to read of 61 equal layers."""
+"""Layers that differ only in their index, taken together: 61 equal layers are one kind."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def list_models(files: Sequence[Path], json: bool) -> None:
 
 
 def _show(rows: Sequence[Mapping[str, str]], to: Console) -> None:
-    """A table. Where the line is too short, the ids go first, then the aliases, and names are never cut: they are what one types."""
+    """A table. Where the line is too short, the ids are shortened first, then the aliases. Names are never cut."""
     from rich import box
     from rich.table import Table
 

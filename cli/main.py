@@ -1,4 +1,4 @@
-"""The way in: runs the commands, and turns this library's errors into one clean message and an exit code."""
+"""The entry point: runs the commands, and turns this library's errors into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ WRONG_QUESTIONS = frozenset(
         "UnknownTargetError",
     }
 )
-"""Errors about what was asked, rather than answers to it: these exit with 2."""
+"""Errors about the arguments: these exit with 2."""
 
 INTERRUPTED = 130
-"""What shells call the exit of a program that Ctrl-C ended."""
+"""The exit code of a program that Ctrl-C ended, as shells have it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         if sys.stdout is not None:
             sys.stdout.flush()
     except BrokenPipeError:
-        pass  # The reader has what it wanted (`| head`): that is no answer of "no".
+        pass  # The reader of a pipe has closed it (`| head`): that is no error.
     except OSError as error:
         if error.filename is not None or _traceback():  # about some file, not about the output
             raise

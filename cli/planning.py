@@ -194,7 +194,7 @@ def _where(kind: Mapping[str, Any]) -> str:
 
 
 def _listed(decisions: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The decisions worth a line: those on fusions that can come about, or else all, where none can."""
+    """The decisions to show: those on fusions that are possible here, or one for each reason where none is."""
     possible = {decision["fusion"] for decision in decisions if decision["decision"] != "not_applicable"}
     reasons = {decision["reason"]: decision for decision in reversed(decisions)}
     return [d for d in decisions if d["fusion"] in possible] or list(reasons.values())[-1:]

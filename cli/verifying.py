@@ -33,7 +33,7 @@ def answer_verify(
     """
     from ..fusion import FusionConfig
 
-    FusionConfig.from_environment()  # first of all: a typo is not worth minutes of work
+    FusionConfig.from_environment()  # before minutes of work
     from .. import verify as job
 
     registry = registry_with(files)
@@ -66,7 +66,7 @@ def answer_verify(
 
 
 def _quiet() -> None:
-    """Keep the remarks of torch and transformers about their own business out of the answer."""
+    """Turn off warnings and logs of torch and transformers."""
     warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
     import torch
     import transformers

@@ -1,4 +1,4 @@
-"""Floor 3: what is done with specs. Planning needs no torch; ops, rewriting and compile load when they are first used."""
+"""Floor 3: fusions from specs. Planning needs no torch; ops, rewriting and compile load when they are first used."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """Whether everything expected ran, and everybody agrees that it did."""
+        """Whether everything expected ran, by the profiler and by the counters."""
         return not self.problems
 
     def __str__(self) -> str:

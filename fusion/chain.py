@@ -17,7 +17,7 @@ from .sites import ROLES, Site
 
 
 class FusionError(LayerfuseError, ValueError):
-    """A fusion that is declared wrongly; the message says how to mend it."""
+    """A fusion that is declared wrongly; the message says what to change."""
 
 
 @frozen(kw_only=True)
@@ -121,7 +121,7 @@ class Fusion:
     faster_in: frozenset[str] = field(default=frozenset(), converter=_engines, repr=False)
     "Engines in which it was measured faster than what the engine does without it: it is on there by default."
     off_in: Mapping[str, str] = field(factory=dict, repr=False)
-    "Engine -> the figure that speaks against it there, as a sentence."
+    "Engine -> why it is off there, with the measurement, as a sentence."
     limit: Callable[[Site, Any], TokenLimit | None] | None = field(default=None, repr=False)
     "From a site and a target to the number of tokens up to which the fusion is taken there; None: any."
     owner: str = "layerfuse"
@@ -173,9 +173,10 @@ class Fusion:
                 continue
             wrong = [type(step).__name__ for step in self.chain if type(step).__name__ not in role.steps]
             if wrong:
-                yield f"a {name} site has no {', '.join(wrong)}; it may have {', '.join(sorted(role.steps))}"
+                yield f"the role {name} has no {', '.join(wrong)}; it may have {', '.join(sorted(role.steps))}"
             elif len(self.norms) != role.norms:
-                yield f"a {name} site has {role.norms} norms, and the chain has {len(self.norms)}"
+                norms = "1 norm" if role.norms == 1 else f"{role.norms} norms"
+                yield f"the role {name} has {norms}, and the chain has {len(self.norms)}"
 
     def _bad_op(self) -> Iterable[str]:
         taken = {argument.name for argument in self.op.args}

@@ -1,4 +1,4 @@
-"""The way into torch.compile: a model in, the same model compiled with its fusions out, and a report.
+"""torch.compile with fusions: takes a model, and returns the model compiled with its fusions and a report.
 
 Rewriting runs on the graph that AOTAutograd hands to Inductor, before Inductor computes its cache key. So the key
 covers the rewritten graph, no stale graph can be served, and the report is complete on a cache hit too.
@@ -259,7 +259,7 @@ def inductor_with(
 
     Args:
         pipeline: rewrites a graph in place.
-        model: ties norms to sites by the identity of their weights, which survives graph breaks.
+        model: norms are assigned to sites by the identity of its weights, which survives graph breaks.
         lower: what compiles the rewritten graph, called as `compile_fx_inner` is; Inductor if not given. One that
             returns the graph module itself runs it op by op, which is quick to compile.
         tally: counts the calls of the compiled graphs.

@@ -1,6 +1,6 @@
 """Which fusions are wanted: an optimisation level, a switch per fusion, and whether a miss is an error.
 
-For the impatient, `LAYERFUSE_FUSIONS` says the same in one line: `none`, `all`, `a,b` (only these), `-a` (all but a).
+The environment variable `LAYERFUSE_FUSIONS` says the same in one line: `none`, `all`, `a,b` (only these), `-a` (all but a).
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ class Kernel:
     """One implementation of an op beside its reference."""
 
     backend: str
-    "triton, aiter, or a name of one's own."
+    "triton, aiter, or another name."
     function: str = ""
     "`module:function`, imported when first chosen; it takes the op's arguments. Empty for aiter: its table has it."
     refuses: str | None = None

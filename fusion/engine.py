@@ -1,6 +1,6 @@
-"""What an inference engine does with a fusion: what it will not let happen, and what is not faster there.
+"""Inference engines, as far as fusions are concerned: what they do not allow, and what is not faster there.
 
-An engine is data that `plan` takes as input, so that a plan says what will come of it inside that engine.
+An engine is data. `plan` takes it as input, so that a plan holds inside that engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..adapters.errors import LayerfuseError, did_you_mean
 
 
 class UnknownFusionEngineError(LayerfuseError, LookupError):
-    """An engine of which nothing is known."""
+    """An engine of an unknown name."""
 
 
 def _reasons(reasons: Mapping[str, str]) -> dict[str, str]:
@@ -27,7 +27,7 @@ class Engine:
     name: str
     "As `Fusion.faster_in` and `off_in` name it."
     refuses: Mapping[str, str] = field(factory=dict, converter=_reasons)
-    """Fusion or role -> why the engine will not let it happen, as a sentence; `*` stands for everything. For example
+    """Fusion or role -> why the engine does not allow it, as a sentence; `*` stands for everything. For example
     {"*": "vLLM 0.33 does not compile this model"}."""
 
     @classmethod

@@ -1,6 +1,6 @@
 """Which site takes which fusion on a target, and why not: pure, from specs alone.
 
-No torch, no GPU, no layer: the answer comes before the model exists, and everything later is held to it.
+It needs no torch, no GPU and no layer. The report compares everything later with it.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Plan:
         return self._kind("fallback", fusion)
 
     def refused(self, fusion: str | None = None) -> tuple[Decision, ...]:
-        """Where it could be thought to happen but may not."""
+        """Where the site has the steps, and this fusion (or any) may not be taken."""
         return self._kind("refused", fusion)
 
     def not_applicable(self, fusion: str | None = None) -> tuple[Decision, ...]:
@@ -138,7 +138,7 @@ class Plan:
         return self._kind("not_applicable", fusion)
 
     def concerns(self, fusion: str) -> bool:
-        """Whether the fusion is worth a line: some site takes it, falls back to it or is refused it."""
+        """Whether some site takes the fusion, falls back to it or is refused it."""
         return any(d.fusion == fusion and d.kind != "not_applicable" for d in self.decisions)
 
     def to_dict(self) -> dict[str, Any]:
@@ -296,9 +296,9 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
     if fusion.quant is None:
         return Verdict("expected", f"{what} {verb} one launch on {target}")
     if quant is None:
-        return Verdict("not_applicable", f"nothing says that what reads the {site.role} site quantises its activations")
+        return Verdict("not_applicable", f"the linears that read the {site.role} site are not known to quantise their activations")
     if quant.scheme != fusion.quant.scheme:
-        return Verdict("not_applicable", f"what reads the {site.role} site quantises with {quant}")
+        return Verdict("not_applicable", f"the linears that read the {site.role} site quantise with {quant}")
     if target.fp8 not in FP8_FORMATS:
         return Verdict(
             "refused",
@@ -309,7 +309,7 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
     if quant.group_size is not None and width % quant.group_size:
         return Verdict(
             "refused",
-            f"what is quantised is {width} wide, which is no multiple of the {quant.group_size} columns that share a "
+            f"the quantised tensor is {width} wide, which is no multiple of the {quant.group_size} columns that share a "
             "scale",
         )
     return Verdict("expected", f"{what} {verb} one launch on {target}, the first in {target.fp8} with {quant}")

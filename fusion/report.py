@@ -1,4 +1,4 @@
-"""What came of a plan: what was expected, what was fused in compiled graphs, what ran fused, and why the rest did not.
+"""The result of a plan: what was expected, what was fused in compiled graphs, what ran fused, and why the rest did not.
 
 Rewriting adds a record for each compiled graph. `fusion.compile` also counts the calls of those graphs, so that the
 report tells what was compiled from what was executed.
@@ -31,7 +31,7 @@ class Use:
     missed: Mapping[str, str] = field(factory=dict)
     "Expected fusion -> why it was not."
     how: str = "structure"
-    "How the norms were tied to the site: parameter, module path, or structure alone."
+    "How the norms were assigned to the site: parameter, module path, or structure alone."
     weights: tuple[tuple[int, tuple[str, ...]], ...] = ()
     "The norms' weights: position among the graph's inputs, and the names that the model has for the parameter."
     whole: bool = True
@@ -46,7 +46,7 @@ class GraphRecord:
     "0-based, in order of compilation."
     uses: tuple[Use, ...]
     unattributed: tuple[str, ...] = ()
-    "Sentences on norms that resemble a site's and could be tied to none."
+    "Sentences on norms that resemble a site's and could be assigned to none."
 
     def fused(self, fusion: str | None = None) -> int:
         """Uses that this fusion (or any) was put at."""
@@ -142,7 +142,7 @@ class FusionReport:
 
 
 class Report:
-    """The plan, the records of every compiled graph and call, and what follows from them."""
+    """The plan, the records of every compiled graph and call, and the verdicts on each fusion."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -214,10 +214,10 @@ class Report:
         """Why a site has no use in any graph so far, as a sentence."""
         if not self.records:
             return (
-                "no graph has come to the rewriting: the model was not called, Dynamo is off, or Inductor had it cached"
+                "no graph was rewritten: the model was not called, Dynamo is off, or Inductor had the graph in its cache"
             )
         loose = [sentence for record in self.records for sentence in record.unattributed]
-        hint = f"; norms tied to no site: {'; '.join(loose[:3])}" if loose else ""
+        hint = f"; norms that match no site: {'; '.join(loose[:3])}" if loose else ""
         plural = "s" if len(self.records) > 1 else ""
         return f"its norms are in none of the {len(self.records)} compiled graph{plural}{hint}"
 

@@ -41,7 +41,7 @@ class Backend:
     runs_on: Callable[[str], tuple[bool, str]]
     "From torch's device type (cpu, cuda) to (whether it runs there, the reason in a sentence)."
     only_by_name: frozenset[str] = frozenset()
-    "Device types where it is taken only when it is forced by name: a slow stand-in for the real thing."
+    "Device types where it is taken only when it is forced by name, because it is slow there."
     refuses: Callable[[Any], str | None] = _refuses_nothing
     "From the op's case (dtypes, widths and options of a call) to why it cannot take it, or None where it can."
 
@@ -127,7 +127,7 @@ def _decide(op: str, device: str, case: Hashable) -> Chosen:
                     if reason is None and before == _choices[0]:
                         return _chosen.setdefault((op, device, case), _loaded[op, backend.name])
             if reason is None:
-                break  # somebody has forced or registered a backend meanwhile
+                break  # another thread has forced or registered a backend meanwhile
             refusals.append(f"{backend.name}: {reason}")
         else:
             raise BackendError(f"{op} cannot run on {device}: {'; '.join(refusals) or 'it has no backend'}")
@@ -221,7 +221,7 @@ def backend_of(op: str, kernel: Kernel) -> Backend:
 
 
 def refusal_of(kernel: Kernel) -> Callable[[Any], str | None]:
-    """What a kernel itself refuses; nothing unless it says so."""
+    """What a kernel itself refuses; by default nothing."""
     if kernel.refuses is None:
         return _refuses_nothing
     path = kernel.refuses

@@ -28,7 +28,7 @@ class FusionPluginError(FusionError):
         self.plugin = plugin
         self.package = package
         self.problem = problem
-        super().__init__(f"entry point {plugin!r} of {package}: {problem}. Mend the package, or uninstall it.")
+        super().__init__(f"entry point {plugin!r} of {package}: {problem}. Fix the package, or uninstall it.")
 
 
 def built_in() -> Iterator[Fusion]:

@@ -127,11 +127,11 @@ def is_number(given: object, wanted: float) -> bool:
 
 
 def name_of(word: str) -> str | None:
-    """Who writes a scale that way, or None where nobody is known to."""
+    """Which libraries write a scale that way, or None where none is known."""
     return SCALE_FORMS.get(word)
 
 
 def spell(word: str) -> str:
-    """A word in words."""
+    """The steps of a word, spelled out."""
     meanings = dict(re.findall(r"^(\w)  (.+)$", STEPS, re.MULTILINE))
     return ", ".join(meanings[letter] for letter in word)

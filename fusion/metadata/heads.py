@@ -150,7 +150,7 @@ def how_padded(num_heads: int, kernel_heads: int) -> How:
 
 
 def check_counts(**numbers: int | None) -> None:
-    """Refuse numbers that count nothing.
+    """Refuse numbers that are no counts.
 
     Raises:
         ValueError: one that is no whole number from 1 on; None is passed over.

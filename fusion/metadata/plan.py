@@ -1,6 +1,6 @@
 """Everything that an MLA layer's persistent decode allocates, planned from its spec: buffers, scratch, warnings.
 
-It runs without a GPU and without torch, so that gigabytes are seen before an engine meets them.
+It runs without a GPU and without torch, so that memory is known before an engine allocates it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The buffers themselves: allocated once by a plan, filled in every step through AITER's function, at one address.
+"""The buffers as tensors: allocated once by a plan, filled in every step through AITER's function, at one address.
 
 Importing this module imports torch; planning does not.
 """
@@ -30,7 +30,7 @@ GRANULARITY = 16
 
 
 def torch_dtype(name: str, plan: MLAMetadataPlan) -> torch.dtype:
-    """The torch dtype of a plan's `bf16` or `fp8`, in the flavour of its target."""
+    """The torch dtype of a plan's `bf16` or `fp8`, in the format of its target."""
     return DTYPES[plan.target.fp8 if name == "fp8" and plan.target.fp8 is not None else name]
 
 
@@ -98,7 +98,7 @@ class MetadataBuffers:
         )
 
     def _check_step(self, qo_indptr: Tensor, kv_indptr: Tensor, kv_last_page_lens: Tensor) -> int:
-        """Queries per sequence. Looks at shapes, which the host knows."""
+        """Queries per sequence. Reads shapes only, without a synchronisation."""
         case, sequences = self.plan.case, kv_last_page_lens.shape[0]
         if sequences > case.sequences or not qo_indptr.shape[0] == kv_indptr.shape[0] == sequences + 1:
             raise PlanExceededError(case.sequences, sequences, (qo_indptr.shape[0], kv_indptr.shape[0]))

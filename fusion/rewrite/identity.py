@@ -1,4 +1,4 @@
-"""What names a plan's rewriting for caches of compiled graphs."""
+"""The key of a plan's rewriting for caches of compiled graphs."""
 
 from __future__ import annotations
 

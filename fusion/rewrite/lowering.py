@@ -22,7 +22,7 @@ _convert = torch.ops.prims.convert_element_type.default
 
 
 class LowerCanonicalPass(CustomGraphPass):  # type: ignore[misc]
-    """Runs last, after every fusion had its chance."""
+    """Runs last, after all fusions."""
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite every canonical op of the graph in place."""

@@ -36,7 +36,7 @@ class Location:
 
 @frozen(kw_only=True)
 class Surroundings:
-    """What the model says beside the specs. Empty where there is no model at hand."""
+    """What the model says in addition to the specs. Empty without a model."""
 
     paths: frozenset[str] = frozenset()
     "Every module's path."

@@ -38,7 +38,7 @@ class Found:
 
     uses: list[SiteUse] = field(factory=list)
     loose: list[str] = field(factory=list)
-    "Sentences on norms that look like a site's and could be tied to none."
+    "Sentences on norms that look like a site's and could be assigned to none."
 
 
 class UseFinder:
@@ -177,7 +177,7 @@ class UseFinder:
     # ---- what only resembles a norm
 
     def _around(self, site: Site, near: list[NearNorm]) -> list[NearNorm]:
-        """What is tied to a site, or, where nothing is, what is tied to nothing."""
+        """The norms that are assigned to a site, or, where there are none, those that are assigned to no site."""
         located = [(norm, self._ownership.locate(norm.weights, norm.root)) for norm in near]
         own = [
             n for n, where in located if where.how != "structure" and any(s.name == site.name for s, _ in where.places)

@@ -39,7 +39,7 @@ def decided(config: FusionConfig, spec: Any = None, target: Target = GFX950) -> 
 
 
 def test_nobody_quantises_unless_somebody_says_so() -> None:
-    undeclared = ("not_applicable", "nothing says that what reads the latents site quantises its activations")
+    undeclared = ("not_applicable", "the linears that read the latents site are not known to quantise their activations")
     for given in (FusionConfig(), FusionConfig(level=2), FusionConfig.parse("all")):
         found = decided(given)
         assert found[PLAIN] == ("expected", f"{NORMS} gfx950")
@@ -57,7 +57,7 @@ def test_nobody_quantises_unless_somebody_says_so() -> None:
 def test_what_is_declared_is_expected_and_the_others_name_it(quant: str, taken: str, other: str, what: str) -> None:
     found = decided(config(quant))
     assert found[taken] == ("expected", f"{NORMS} gfx950, the first in e4m3fn with {what}")
-    assert found[other] == ("not_applicable", f"what reads the latents site quantises with {what}")
+    assert found[other] == ("not_applicable", f"the linears that read the latents site quantise with {what}")
     assert found[PLAIN] == ("fallback", f"{taken} takes the same nodes; this is taken where it is missed")
 
 

@@ -139,7 +139,7 @@ def test_a_clash_of_ops_names_both_owners() -> None:
     [
         ({"roles": ("inputs",)}, "no role is called 'inputs'; known: input, post_attention"),
         ({"roles": ()}, "it stands at no role"),
-        ({"roles": (LATENTS,)}, "a latents site has no Add"),
+        ({"roles": (LATENTS,)}, "the role latents has no Add"),
         ({"chain": (Add, Norm(x="y"))}, "Norm fills y, which add_rms_norm does not take"),
         ({"chain": (Add(out="sum"), Norm)}, "Add gives sum, which add_rms_norm does not return"),
         ({"chain": (Add, Norm, Quant(per="token"))}, "Quant fills dtype, use_ue8m0, which add_rms_norm does not take"),

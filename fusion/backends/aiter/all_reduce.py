@@ -130,7 +130,7 @@ def rms_norm_group_quant(
 
 
 def _cannot(communicator: Any, x: Tensor) -> bool:
-    """What AITER does not decline by itself, and would answer wrongly."""
+    """Cases that AITER does not decline, and for which its result is wrong."""
     if communicator.disabled:
         return False
     # While a graph is captured it takes the input for registered, whether it registers inputs or not (not on gfx1250,

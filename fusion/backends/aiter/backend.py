@@ -1,4 +1,4 @@
-"""AITER as a backend of the fused ops: on ROCm GPUs, for the cases that the installed functions answer rightly."""
+"""AITER as a backend of the fused ops: on ROCm GPUs, for the cases in which the installed functions are correct."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _load(op: str) -> Callable[..., Any]:
 
 
 def _runs_on(op: str, device: str) -> tuple[bool, str]:
-    """Whether the installed source has what is needed. Nothing of AITER is imported to say so."""
+    """Whether the installed source has what is needed. Imports nothing of AITER."""
     if device != "cuda":
         return False, f"AITER's kernels run on AMD GPUs, not on {device}"
     import torch

@@ -1,6 +1,6 @@
 """From a binding's name to a callable with our convention, once: look at the source, import, check, wrap.
 
-After that a call asks nothing: no import, no `hasattr`, no `try`. Before it, nothing of AITER is imported.
+After that a call looks nothing up: no import, no `hasattr`, no `try`. Before it, nothing of AITER is imported.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def bind(name: str) -> Bound | Refused:
 
 
 def bound(name: str) -> Bound:
-    """The same for those who cannot go on without it.
+    """The same, for callers that need it.
 
     Raises:
         BackendError: no binding has this name.

@@ -1,7 +1,7 @@
 """How a function of AITER's is described, and how the one that is installed is matched with the descriptions.
 
 A convention is a parameter list of one or more releases. What we pass is passed by name, so that a new optional
-parameter or another order does no harm; a parameter that is gone, renamed or newly required is refused.
+parameter or another order does no harm; a parameter that was removed, renamed or newly required is refused.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Match:
 def follows(signature: Signature, convention: Convention, function: Function) -> bool:
     """Whether a call by name that fits the convention fits the signature.
 
-    Nothing of it may be gone or newly required, and what the signature has beyond it may be left out and must be new:
+    None of its parameters may be missing or newly required, and what the signature has beyond it may be left out and must be new:
     a parameter known from another convention would make it a mixture of two, about which nothing is known.
     """
     known = {parameter.name: parameter for parameter in convention.signature.parameters}

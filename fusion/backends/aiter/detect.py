@@ -52,7 +52,7 @@ class Absent:
     reason: str
     "One sentence."
     broken: bool
-    "Whether something is there that should not be, or cannot work."
+    "Whether something else is installed under this name, or cannot work."
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What can go wrong with AITER: it cannot be used at all, or not for this call."""
+"""Errors of AITER: it cannot be used at all, or not for this call."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AiterUnavailableError(BackendError):
 
 
 class AiterCallError(LayerfuseError, ValueError):
-    """A call that the installed function would answer wrongly, or not at all. `binding` is the binding's name."""
+    """A call for which the installed function gives a wrong result, or fails. `binding` is the binding's name."""
 
     def __init__(self, binding: str, reason: str) -> None:
         self.binding = binding

@@ -1,4 +1,4 @@
-"""What AITER's functions answer wrongly, crash on, or do not know: refused, each with the releases it is true of.
+"""Calls for which AITER's functions give wrong results, crash, or have no support: refused, each with its releases.
 
 A restriction depends on dtypes, widths and options only, so it is asked once for each kind of call. What changes from
 call to call (strides, alignment, empty tensors) is handled in the calls themselves, by a copy where it must be.

@@ -20,7 +20,7 @@ Pair = tuple[Tensor, Tensor]
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 GATES = ("silu", "sigmoid")
-"""AITER's function also takes other words, and then silently does not gate."""
+"""AITER's function also accepts other words, and then does not gate, without an error."""
 
 
 def rms_norm(found: Resolved) -> Callable[[Tensor, Tensor, float, float], Tensor]:
@@ -105,7 +105,7 @@ def gated_rms_norm_quant(found: Resolved) -> Callable[..., Pair]:
     of the scales are layerfuse's own; left alone, AITER takes 224 for e4m3fnuz here and 240 elsewhere.
 
     Raises:
-        AiterCallError: an activation that it would silently leave out, or z unlike x.
+        AiterCallError: an activation that AITER would leave out without an error, or z unlike x.
     """
     name, function = found.binding, found.function
 
