@@ -5,7 +5,7 @@
 #   make test           the tests
 #   make lint           formatting, lint, types
 #   make docs           the documentation as a site, in build/site
-#   make bench          the figures in benchmarks/results
+#   make bench          every fusion against its peers, quickly (build/bench), and the scripts of benchmarks/
 #   make test-engines   the tests against real vLLM and SGLang layers, in environments of their own (.venv-vllm, ...)
 #   make clean          removes all of that
 #
@@ -43,8 +43,9 @@ lint: $(VENV)/.installed
 docs: $(VENV)/.installed
 	$(BIN)/mkdocs build --strict
 
+# The tables go to build/bench: quick ones must not take the place of those in benchmarks/results.
 bench: $(VENV)/.installed
-	$(BIN)/layerfuse bench mla_dual_rms_norm
+	$(BIN)/layerfuse bench --quick --out build/bench
 	@for file in benchmarks/*.py; do \
 		if grep -q "__main__" $$file; then echo "== $$file"; $(BIN)/python $$file || exit 1; fi; \
 	done

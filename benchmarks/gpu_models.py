@@ -29,14 +29,22 @@ def compiled(name: str) -> dict[str, Any]:
         result = fused(input_ids=ids, use_cache=False).logits.float()
         eager = model(input_ids=ids, use_cache=False).logits.float()
         plain = torch.compile(model)(input_ids=ids, use_cache=False).logits.float()
-    report = fused.report.of("mla_dual_rms_norm")
+    reports = [fused.report.of(name) for name in fusion.FUSIONS]
+    chosen = fusion.backends.chosen()
     return {
-        "expected": len(report.expected),
-        "matched": len(report.matched),
+        "fusions": {
+            report.fusion: {
+                "expected": len(report.expected),
+                "matched": len(report.matched),
+                "last_call": report.last_call,
+                "backend": chosen.get((fusion.FUSIONS[report.fusion].op.name, "cuda")),
+            }
+            for report in reports
+            if report.expected
+        },
         "largest_logit": eager.abs().max().item(),
         "fused_to_eager": (result - eager).abs().max().item(),
         "fused_to_compiled": (result - plain).abs().max().item(),
-        "backend": fusion.backends.chosen().get(("mla_dual_rms_norm", "cuda")),
     }
 
 

@@ -29,7 +29,7 @@ def reference(
 
 FUSION = Fusion(
     name="mla_dual_rms_norm_per_token_quant",
-    doc="the same, and the query latent comes out in fp8 with one scale per token",
+    doc="one kernel for an MLA layer's latent norms, the query latent in fp8 with one scale per token",
     level=2,
     roles=(LATENTS,),
     chain=(Norm.of("q"), Norm.of("kv"), Quant(per="token", out="q")),

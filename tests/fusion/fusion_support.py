@@ -57,10 +57,10 @@ def mla_spec(
     return MLASpec(**{**fields, **changes})
 
 
-def with_modules(spec: MLASpec) -> MLASpec:
+def with_modules(spec: MLASpec, q_module: str = "q_norm", kv_module: str = "kv_norm") -> MLASpec:
     """The same, with norms that say which modules they were read from, as those of a real model do."""
-    q_norm = None if spec.q_norm is None else attrs.evolve(spec.q_norm, module="q_norm")
-    return attrs.evolve(spec, q_norm=q_norm, kv_norm=attrs.evolve(spec.kv_norm, module="kv_norm"))
+    q_norm = None if spec.q_norm is None else attrs.evolve(spec.q_norm, module=q_module)
+    return attrs.evolve(spec, q_norm=q_norm, kv_norm=attrs.evolve(spec.kv_norm, module=kv_module))
 
 
 def gqa_spec(index: int = 0) -> GQASpec:

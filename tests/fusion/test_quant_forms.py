@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_support import HIDDEN, NORMS, TOLERANCE, FusedProjection, Q, mla_spec, trace
+from fusion_support import HIDDEN, NORMS, TOLERANCE, FusedProjection, Q, mla_spec, trace, with_modules
 from quant_support import (
     CPU_FNUZ,
     FORMS,
@@ -226,9 +226,11 @@ class Stack(nn.Module):
         return tuple(part for layer in self.layers for part in layer(x))
 
 
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("by_weight", [True, False])
-def test_each_layer_gets_its_own(by_weight: bool) -> None:
-    specs = [(f"layers.{i}", mla_spec(i)) for i in range(3)]
+def test_each_layer_gets_its_own(by_weight: bool, named: bool) -> None:
+    given = [with_modules(mla_spec(i)) if named else mla_spec(i) for i in range(3)]
+    specs = [(f"layers.{i}", spec) for i, spec in enumerate(given)]
     model = Stack(sglang_group, vllm_group, canonical_group)
     traced = trace_quantised(model, torch.randn(5, HIDDEN), "group128", specs=specs, by_weight=by_weight)
     assert traced.fused == 3

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_support import FUSION, KV, ROPE, TOLERANCE, Q, V, gqa_spec, mla_spec, trace
+from fusion_support import FUSION, KV, ROPE, TOLERANCE, Q, V, gqa_spec, mla_spec, trace, with_modules
 
 transformers = pytest.importorskip("transformers")
 
@@ -32,8 +32,12 @@ def deepseek(layers: int = 2, **changes: Any) -> Any:
     return transformers.DeepseekV3ForCausalLM(config).eval()
 
 
-def paths(model: Any, count: int, **changes: Any) -> list[tuple[str, Any]]:
-    return [(f"model.layers.{i}.self_attn", mla_spec(i, **changes)) for i in range(count)]
+def paths(model: Any, count: int, *, named: bool = False, **changes: Any) -> list[tuple[str, Any]]:
+    """Specs with the paths of their layers; `named`: the norms say which modules they are, too."""
+    specs = [mla_spec(i, **changes) for i in range(count)]
+    if named:
+        specs = [with_modules(spec, "q_a_layernorm", "kv_a_layernorm") for spec in specs]
+    return [(f"model.layers.{i}.self_attn", spec) for i, spec in enumerate(specs)]
 
 
 def tokens(count: int = 6) -> torch.Tensor:
@@ -43,7 +47,7 @@ def tokens(count: int = 6) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_deepseek_v3(dtype: torch.dtype) -> None:
     model = deepseek().to(dtype)
-    traced = trace(model, tokens(), specs=paths(model, 2), kwargs={"use_cache": False})
+    traced = trace(model, tokens(), specs=paths(model, 2, named=dtype != torch.float32), kwargs={"use_cache": False})
     assert traced.fused == 2
     verdict = traced.report.of(FUSION)
     assert (
@@ -57,10 +61,11 @@ def test_deepseek_v3(dtype: torch.dtype) -> None:
     torch.testing.assert_close(traced.output.logits, unfused.output.logits, **TOLERANCE[dtype])
 
 
-def test_without_weights_to_go_by() -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_without_weights_to_go_by(named: bool) -> None:
     # As in a slot of another compiler: only nn_module_stack ties sites to layers.
     model = deepseek(3)
-    traced = trace(model, tokens(), specs=paths(model, 3), by_weight=False, kwargs={"use_cache": False})
+    traced = trace(model, tokens(), specs=paths(model, 3, named=named), by_weight=False, kwargs={"use_cache": False})
     assert {use.how for use in traced.report.records[0].uses} == {"module path"}
     assert traced.fused == 3
     assert traced.report.of(FUSION).complete
@@ -80,14 +85,16 @@ def test_kimi_k2_with_experts() -> None:
     torch.testing.assert_close(traced.output.logits, eager, **TOLERANCE[torch.float32])
 
 
-def test_one_epsilon_missing() -> None:
+@pytest.mark.parametrize("named", [True, False])
+def test_one_epsilon_missing(named: bool) -> None:
     # transformers norms the latents with 1e-6 whatever the config says; a spec that believed the config is caught.
     model = deepseek(2, rms_norm_eps=1e-5)
-    specs = [paths(model, 1)[0], (paths(model, 2)[1][0], mla_spec(1, epsilon=1e-5))]
+    specs = [paths(model, 1, named=named)[0], paths(model, 2, named=named, epsilon=1e-5)[1]]
     traced = trace(model, tokens(), specs=specs, kwargs={"use_cache": False})
     assert traced.fused == 1
     verdict = traced.report.of(FUSION)
     assert verdict.matched == ("model.layers.0.self_attn:latents",)
+    assert "the query norm mul_" in verdict.missed["model.layers.1.self_attn:latents"]
     assert "has epsilon 1e-06; the spec says 1e-05" in verdict.missed["model.layers.1.self_attn:latents"]
 
 

@@ -37,7 +37,25 @@ def expected(down: torch.Tensor, q_weight: torch.Tensor, kv_weight: torch.Tensor
     )  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("rows", [1, 2, 64, 384, 385, 640, 641, 1024, 1025, 3072, 3073, 6144, 6145, 20000])
+ROWS = [1, 2, 64, 128, 129, 384, 385, 640, 641, 1024, 1025, 3072, 3073, 8192, 8193, 20000]
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [96, 512, 1000, 7168])
+def test_every_number_of_rows_added_and_normed(width: int, rows: int) -> None:
+    from layerfuse.fusion.backends.triton.launch import add_rms_norm
+
+    x, residual = (torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.rand(width, device="cuda")
+    for _ in range(2):  # the second time without Triton's search
+        normed, total = add_rms_norm(x, residual, weight, 1e-6, 1.0)
+        wide = x.float() + residual.float()
+        assert torch.equal(total, wide.to(x.dtype))
+        wanted = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * (weight + 1)
+        torch.testing.assert_close(normed, wanted.to(x.dtype), rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("rows", ROWS)
 def test_every_number_of_rows(rows: int) -> None:
     down = torch.randn(rows, sum(WIDTHS), device="cuda", dtype=torch.bfloat16)
     q, kv, _ = down.split(WIDTHS, -1)

@@ -1,42 +1,18 @@
-"""From an op's arguments to a kernel launch, with little work on the host: compiled kernels are kept and called directly.
+"""The ops of the Triton backend: from their arguments to a launch.
 
-Which kernel is decided by what is constant for a layer (widths, epsilons, strides) and by the number of rows.
+Which kernel is decided by what is constant for a layer (widths, epsilons, alignment) and by the number of rows.
 """
 
 from __future__ import annotations
 
-import os
-from typing import Any
-
 import torch
-import triton
 from torch import Tensor
-from triton.knobs import HookChain
 
 from ...ops.quantisation import LARGEST, empty_scales
-from . import tuning
-from .kernels import dual_norm
-
-OVERLAP = "LAYERFUSE_PDL"
-"""Environment variable: 0 turns off programmatic dependent launch, with which a kernel starts while the one before ends.
-It is read when a kernel is first launched."""
+from . import launcher, tuning
+from .kernels import dual_norm, row_norm
 
 _NO_QUANT, _PER_TOKEN, _PER_GROUP = 0, 1, 2
-
-_compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-"""From what a kernel is compiled for to how it is launched: launcher, function, metadata, programs per row, constants."""
-
-_hooks = triton.knobs.runtime
-_HIP = torch.version.hip is not None
-
-# What torch.cuda's functions of these names call, without asking first whether CUDA is initialised.
-_current_device: Any = torch._C._cuda_getDevice if torch.cuda._is_compiled() else None
-_current_stream: Any = torch._C._cuda_getCurrentRawStream if torch.cuda._is_compiled() else None
-
-
-def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
-    # Less than half the time of torch.empty with a shape, a dtype and a device.
-    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def mla_dual_rms_norm(
@@ -45,7 +21,7 @@ def mla_dual_rms_norm(
     """See `ops.mla_dual_rms_norm`."""
     q_out = _empty(q, q.dtype)
     kv_out = _empty(kv, kv.dtype)
-    _launch((q, kv, q_weight, kv_weight, q_out, q_out, kv_out), q_epsilon, kv_epsilon, _NO_QUANT, 0, False, (0, 0))
+    _dual_norm((q, kv, q_weight, kv_weight, q_out, q_out, kv_out), q_epsilon, kv_epsilon, _NO_QUANT, 0, False, (0, 0))
     return q_out, kv_out
 
 
@@ -64,7 +40,7 @@ def mla_dual_rms_norm_per_token_quant(
     scales = torch.empty((*q.shape[:-1], 1), dtype=torch.float32, device=q.device)
     kv_out = _empty(kv, kv.dtype)
     tensors = (q, kv, q_weight, kv_weight, q_out, scales, kv_out)
-    _launch(tensors, q_epsilon, kv_epsilon, _PER_TOKEN, 0, use_ue8m0, (1, 1))
+    _dual_norm(tensors, q_epsilon, kv_epsilon, _PER_TOKEN, 0, use_ue8m0, (1, 1))
     return q_out, scales, kv_out
 
 
@@ -88,16 +64,57 @@ def mla_dual_rms_norm_group_quant(
     # Strides in a scale tensor of (rows, groups): leading dimensions keep their order, so they count as one.
     groups = scales.shape[-1]
     strides = (1, scales.numel() // max(groups, 1)) if column_major else (groups, 1)
-    _launch(tensors, q_epsilon, kv_epsilon, _PER_GROUP, group_size, use_ue8m0, strides)
+    _dual_norm(tensors, q_epsilon, kv_epsilon, _PER_GROUP, group_size, use_ue8m0, strides)
     return q_out, scales, kv_out
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The (rows, width) view of x, or a copy where its leading dimensions cannot be counted as one."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, weight_offset: float
+) -> tuple[Tensor, Tensor]:
+    """The norm of x + residual, and that sum.
+
+    Args:
+        x: (..., width), bfloat16, float16 or float32; the elements of a row lie together, rows as they like.
+        residual: of the same shape and dtype, with strides of its own.
+        weight: (width,), of any float dtype.
+        epsilon: added to the mean square.
+        weight_offset: added to the weight in float32: 0.0, or 1.0 where weights are stored around zero.
+
+    Returns:
+        The norm of the float32 sum, and the sum, each rounded once to the dtype of x; both contiguous.
+    """
+    out = _empty(x, x.dtype)
+    residual_out = _empty(x, x.dtype)
+    x, residual = _rows(x), _rows(residual)
+    rows, width = x.shape
+    if rows == 0:
+        return out, residual_out
+    x_stride, residual_stride = x.stride(0), residual.stride(0)
+    # Strides are counted in the largest power of two that divides them, up to 16: the kernel then knows their alignment.
+    x_unit, residual_unit = x_stride & -x_stride & 15 or 16, residual_stride & -residual_stride & 15 or 16
+    numbers = (rows, x_stride // x_unit, residual_stride // residual_unit, 0, 0)
+    reads = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
+    bits, high = reads[0] | reads[1] | reads[2], rows | x_stride | residual_stride
+    tensors = (x, residual, weight, out, residual_out, out)
+    special = launcher.special(high, reads, tensors) if bits & 15 or high >> 31 or launcher.HIP else None
+    step, device, written = tuning.regime(rows), x.get_device(), out.data_ptr()
+    key = (
+        "add_rms_norm", device, step, x.dtype, weight.dtype, width, epsilon, weight_offset, x_unit, residual_unit, special,
+    )  # fmt: skip
+    if launcher.again(key, device, (*reads, written, residual_out.data_ptr(), written), numbers):
+        return out, residual_out
+    item = x.element_size()
+    aligned = not (bits | x_unit * item | residual_unit * item | width * item) & 15
+    plan = tuning.launch_single(step, width, item, aligned, launcher.wave(x.device))
+    constants = (
+        width, epsilon, weight_offset, x_unit, residual_unit, True, _NO_QUANT, 0, 0.0, False,
+        plan.chunk, plan.tail, plan.rows, plan.hold,
+    )  # fmt: skip
+    launcher.first(row_norm, key, tensors, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
+    return out, residual_out
 
 
-def _launch(
+def _dual_norm(
     tensors: tuple[Tensor, ...],
     q_epsilon: float,
     kv_epsilon: float,
@@ -111,64 +128,39 @@ def _launch(
     rows, q_width = q.shape
     if rows == 0:
         return
-    kv_width, q_stride, kv_stride = kv.shape[1], q.stride(0), kv.stride(0)
-    step = tuning.regime(rows, quant != _NO_QUANT)
-    device = q.get_device()
+    kv_width = kv.shape[1]
+    q_stride, kv_stride = q.stride(0), kv.stride(0)
+    q_unit, kv_unit = q_stride & -q_stride & 15 or 16, kv_stride & -kv_stride & 15 or 16  # as in add_rms_norm
+    numbers = (rows, q_stride // q_unit, kv_stride // kv_unit, *scale_strides)
     reads = q.data_ptr(), kv.data_ptr(), q_weight.data_ptr(), kv_weight.data_ptr()
-    # Triton compiles for the alignment that it sees. For inputs off the 16-byte grid it decides at every launch.
-    # On ROCm it also compiles for storages below 2 GiB.
-    usual = not (reads[0] | reads[1] | reads[2] | reads[3]) & 15 and not (_HIP and _has_large_storage(tensors))
+    bits, high = reads[0] | reads[1] | reads[2] | reads[3], rows | q_stride | kv_stride
+    special = launcher.special(high, reads, tensors) if bits & 15 or high >> 31 or launcher.HIP else None
+    step, device = tuning.regime(rows), q.get_device()
     key = (
-        device, step, q.dtype, q_weight.dtype, kv_weight.dtype, q_out.dtype, q_width, kv_width, q_epsilon, kv_epsilon,
-        quant, group_size, use_ue8m0, q_stride, kv_stride,
+        "dual_norm", device, step, q.dtype, q_weight.dtype, kv_weight.dtype, q_out.dtype, q_width, kv_width, q_epsilon,
+        kv_epsilon, quant, group_size, use_ue8m0, q_unit, kv_unit, special,
     )  # fmt: skip
-    numbers = (q_stride, kv_stride, *scale_strides)
-    known = _compiled.get(key)
-    if known is not None and usual and device == _current_device() and not _profiled():
-        run, function, metadata, per_row, constants = known
-        # What the compiled kernel's own launcher does, without its detours; addresses instead of tensors, as Triton
-        # would ask the driver about each tensor again. A profiler's hooks take the long way below.
-        run(
-            per_row * rows, 1, 1, _current_stream(device), function, metadata, None, None, None,
-            *reads, q_out.data_ptr(), scales.data_ptr(), kv_out.data_ptr(), *numbers, *constants,
-        )  # fmt: skip
+    if launcher.again(key, device, (*reads, q_out.data_ptr(), scales.data_ptr(), kv_out.data_ptr()), numbers):
         return
-    quantised = quant != _NO_QUANT
-    launch = tuning.launch_for(step, q_width, kv_width, group_size or None, quantised, _wave(q.device))
-    early = _overlaps(q.device)
+    item, quantised = q.element_size(), quant != _NO_QUANT
+    aligned = not (bits | q_unit * item | kv_unit * item | q_width * item) & 15
+    dual = tuning.Dual(q_width, kv_width, item, quantised, group_size, aligned)
+    plan = tuning.launch_dual(step, dual, launcher.wave(q.device))
     constants = (
-        q_width, kv_width, q_epsilon, kv_epsilon, quant, group_size, LARGEST[q_out.dtype] if quantised else 0.0,
-        use_ue8m0, launch.q_chunk, launch.kv_chunk, launch.split, early,
+        q_width, kv_width, q_epsilon, kv_epsilon, q_unit, kv_unit, quant, group_size,
+        LARGEST[q_out.dtype] if quantised else 0.0, use_ue8m0,
+        plan.chunk, plan.tail, plan.kv_chunk, plan.rows, plan.split, plan.hold,
     )  # fmt: skip
-    grid = (2 * rows if launch.split else rows, 1, 1)
-    options: dict[str, Any] = {"num_warps": launch.warps} | ({"launch_pdl": True} if early else {})
-    arguments = (q, kv, q_weight, kv_weight, q_out, scales, kv_out, *numbers, *constants)
-    if device < 0:  # Triton's interpreter
-        dual_norm[grid](*arguments, **options)
-        return
-    with torch.cuda.device(device):
-        kernel = dual_norm[grid](*arguments, **options)
-    if usual:
-        per_row = 2 if launch.split else 1
-        _compiled[key] = kernel.run, kernel.function, kernel.packed_metadata, per_row, constants
+    inputs = (q, kv, *tensors[2:])
+    sides = 2 if plan.split else 1
+    launcher.first(dual_norm, key, inputs, numbers, constants, rows=plan.rows, sides=sides, warps=plan.warps)
 
 
-def _has_large_storage(tensors: tuple[Tensor, ...]) -> bool:
-    return any(tensor.untyped_storage().nbytes() > 2**31 - 1 for tensor in tensors)
+def _rows(x: Tensor) -> Tensor:
+    """The (rows, width) view of x, or a copy where its leading dimensions cannot be counted as one."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _profiled() -> bool:
-    """Whether somebody has hooks on Triton's launches: a chain that is not empty, or a function in place of the chain."""
-    hooks = _hooks.launch_enter_hook, _hooks.launch_exit_hook
-    return any(hook.calls if isinstance(hook, HookChain) else hook is not None for hook in hooks)
-
-
-def _wave(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).warp_size) if device.type == "cuda" else 32
-
-
-def _overlaps(device: torch.device) -> bool:
-    """Whether kernels may start while the one before ends: NVIDIA from sm90 on, unless turned off."""
-    if device.type != "cuda" or torch.version.hip or os.environ.get(OVERLAP) == "0":
-        return False
-    return bool(torch.cuda.get_device_capability(device) >= (9, 0))
+def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+    # Less than half the time of torch.empty with a shape, a dtype and a device.
+    return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)

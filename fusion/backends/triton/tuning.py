@@ -1,84 +1,189 @@
-"""How a dual norm is launched: a small table over the number of rows, scaled to the widths.
+"""How a kernel is launched: rules over the widths, in a few steps over the number of rows.
 
-The rows of the table were measured on an H200 with DeepSeek-V3's widths (1536 and 512), bfloat16
-(benchmarks/results/dual_norm_tuning.json). Not benchmarked on AMD.
+They were found on an H200 (benchmarks/results/row_norm_tuning.json, by benchmarks/row_norm_tuning.py) and hold for the
+widths that were measured there. They count in threads, so that a wave of 64 takes the place of two warps; on AMD they
+are a starting point that nobody has timed. What they come down to:
+
+- Many rows: a thread holds about 16 to 40 columns. Fewer, and what each thread does once counts; more, and registers
+  leave room for too few programs. Quantising costs instructions, so it goes to the upper end.
+- Few rows: the two sides of a dual norm get a program each, of more threads than are worth it otherwise.
+- An H200 starts about 800 programs per microsecond and moves 4.3 GB in a millisecond: a program that moves less than
+  5 KB is what limits it, so narrow rows come several to a program, each with as many threads as its columns fill.
+- Columns beyond the end of a row cost as much as others. A chunk that leaves few of them comes before a larger one.
+- Scales of groups leave a program with two barriers for every chunk, so that group-quantised rows come in one chunk or two.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 WIDEST = 65536
 """The widest row that one program holds in registers."""
 
+_STEPS = (128, 384, 640, 1024, 3072, 8192)
+"""Rows up to which a step goes."""
+_LITTLE, _LESS = 2048, 4800
+"""Bytes that a row moves: below, rows come several to a program from the second step on, or in the last."""
+_ENOUGH = 6000
+"""Bytes that are worth a program of their own."""
+_LARGEST_CHUNK = 8192
+_LANES, _VECTOR = 32, 8
+"""Threads of a row that shares its program, and columns that each of them handles at once."""
+_ONE_BY_ONE = (4, 2, 1)
+"""Columns per thread where rows are off the grid, and elements come one by one anyhow."""
+_CACHE = 40e6
+"""Bytes that a cache does not hold besides what else is in it."""
+
 
 class Launch(NamedTuple):
     """The launch parameters of one kernel variant."""
 
-    q_chunk: int
+    chunk: int
     "Columns that are handled at once; a power of two."
+    tail: int
+    "Columns of the last chunk, 0 where it is like the others."
     kv_chunk: int
+    "Like chunk, of the key/value side; 0 for a kernel without one."
+    rows: int
+    "Rows of a program."
     split: bool
     "Two programs per row."
     warps: int
+    hold: bool = False
+    "What is read is marked to leave the cache last."
 
 
-class _Step(NamedTuple):
-    up_to: float
-    "Rows."
-    split: bool
-    warps: int
+class Dual(NamedTuple):
+    """What is known of a dual norm for as long as a layer lives."""
+
+    q_width: int
+    kv_width: int
+    item_size: int
+    "Bytes of an element of q and kv."
+    quantised: bool
+    "Whether q comes out in fp8."
+    group_size: int
+    "Columns per scale, 0 without groups."
+    aligned: bool
+    "Whether all rows start on the 16-byte grid."
 
 
-_PLAIN = (_Step(1024, True, 4), _Step(3072, False, 2), _Step(float("inf"), False, 4))
-_QUANT = (
-    _Step(384, True, 4),
-    _Step(640, False, 4),
-    _Step(6144, False, 2),
-    _Step(float("inf"), False, 1),
-)
+def regime(rows: int) -> int:
+    """The step for this many rows."""
+    return bisect_left(_STEPS, rows)
 
 
-def regime(rows: int, quantised: bool) -> int:
-    """The step of the table for this many rows."""
-    for number, step in enumerate(_QUANT if quantised else _PLAIN):
-        if rows <= step.up_to:
-            return number
-    raise AssertionError("the last step has no end")
-
-
-def launch_for(step: int, q_width: int, kv_width: int, group_size: int | None, quantised: bool, wave: int) -> Launch:
-    """The launch parameters of a step of the table.
+def launch_single(step: int, width: int, item_size: int, aligned: bool, wave: int) -> Launch:
+    """The launch of a norm that reads two rows and writes two.
 
     Args:
         step: from `regime`.
-        q_width: columns of q.
-        kv_width: columns of kv.
-        group_size: columns per scale, None without groups.
-        quantised: whether q comes out in fp8.
+        width: columns.
+        item_size: bytes of an element.
+        aligned: whether all rows start on the 16-byte grid.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
-    chosen = (_QUANT if quantised else _PLAIN)[step]
-    # Wider rows take more threads, so that a thread holds about as much as it does for DeepSeek's.
-    factor = _power_of_two(-(-max(q_width, kv_width) // 2048))
-    warps = max(1, min(chosen.warps * factor * 32 // wave, 1024 // wave))
-    least = 1 if group_size is None else group_size
-    return Launch(
-        q_chunk=_chunk(q_width, 512 * factor, least),
-        kv_chunk=_chunk(kv_width, 512 * factor, 1),
-        split=chosen.split,
-        warps=warps,
-    )
+    moved = 4 * width * item_size
+    together = _rows_together(step, moved, aligned)
+    if together > 1:
+        return _several(width, 0, together, wave, _hold(step, moved))
+    warps = min(max(_power_of_two(width / 1024), min(4, _power_of_two(width / 256))), 32)
+    columns = _ONE_BY_ONE if not aligned else (8, 4) if step < 4 else (4, 8)
+    return Launch(_chunk(width, 32 * warps, columns), 0, 0, 1, False, _waves(warps, wave), _hold(step, moved))
 
 
-def _chunk(width: int, most: int, least: int) -> int:
-    """The power of two that covers the width with the least idle columns, as large as possible."""
-    sizes = [size for size in (most, most // 2, most // 4) if size >= least]
-    if width <= sizes[-1]:
-        return max(_power_of_two(width), least)
-    return min(sizes, key=lambda size: (-width % size, -size))
+def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
+    """The launch of a dual norm.
+
+    Args:
+        step: from `regime`.
+        dual: what is normed.
+        wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
+    """
+    q, kv, total, widest = dual.q_width, dual.kv_width, dual.q_width + dual.kv_width, max(dual.q_width, dual.kv_width)
+    moved = 2 * total * dual.item_size - (q * (dual.item_size - 1) if dual.quantised else 0)
+    hold = _hold(step, moved)
+    # Not in groups: Triton 3.6 stores wrong scales for some of these shapes.
+    together = 1 if dual.group_size else _rows_together(step, moved, dual.aligned)
+    if together > 1:
+        return _several(q, kv, together, wave, hold)
+    if dual.quantised:
+        split = step == 0 or (step == 1 and q <= 2048) or (step <= 3 and q <= 3072 and not dual.group_size)
+        warps = _power_of_two(total / 1408)
+    else:
+        split = step <= 3 or (step == 4 and (total * dual.item_size > 4224 or not dual.aligned))
+        # With four warps a row of up to 1408 columns leaves enough registers for 2048 rows at once, with two up to 2112.
+        warps = max(
+            _power_of_two(total / 1280), min(4 if step != 4 or total <= 1408 else 1, _power_of_two(total / 640))
+        )
+    if split:
+        warps = _power_of_two(widest / (512 if widest > 3072 and step < 2 else 1024))
+        warps = max(warps, 1 if widest <= 1024 and dual.aligned else 4)
+    elif not dual.aligned:
+        warps = max(_power_of_two(total / 1408), 4 if step < 4 else 1)
+    warps = min(warps, 32)
+    if dual.group_size and dual.aligned:
+        return _grouped(step, dual, warps, split, wave, hold)
+    if not dual.aligned:
+        columns = _ONE_BY_ONE
+    else:
+        columns = (8, 4) if dual.quantised or warps == 1 or widest > 24 * 32 * warps else (4, 8)
+    chunk = max(_chunk(q, 32 * warps, columns), dual.group_size)
+    return Launch(chunk, 0, _chunk(kv, 32 * warps, columns), 1, split, _waves(warps, wave), hold)
 
 
-def _power_of_two(number: int) -> int:
+def _hold(step: int, moved: int) -> bool:
+    """Whether reads are marked to stay, which takes 2 to 3 % off a launch that does not fit into the cache."""
+    return step >= 5 and moved * _STEPS[step - 1] >= _CACHE
+
+
+def _rows_together(step: int, moved: int, aligned: bool) -> int:
+    """How many rows a program takes that would move too little with one."""
+    if (step >= 1 and moved <= _LITTLE) or (step == len(_STEPS) and moved <= _LESS and aligned):
+        return min(16, _power_of_two(_ENOUGH / moved))
+    return 1
+
+
+def _several(width: int, kv_width: int, rows: int, wave: int, hold: bool) -> Launch:
+    """Several rows per program, none of which takes more than one warp."""
+    chunk = min(_power_of_two(width), _LANES * _VECTOR)
+    kv_chunk = min(_power_of_two(kv_width), _LANES * _VECTOR) if kv_width else 0
+    threads = rows * max(1, max(chunk, kv_chunk) // _VECTOR)
+    return Launch(chunk, 0, kv_chunk, rows, False, max(1, min(threads, 256) // wave), hold)
+
+
+def _grouped(step: int, dual: Dual, warps: int, split: bool, wave: int, hold: bool) -> Launch:
+    """One row per program, q in one chunk, or in large ones and what is left."""
+    width, least = dual.q_width, dual.group_size
+    chunk, tail = max(_power_of_two(width), least), 0
+    if split and chunk <= _LARGEST_CHUNK:
+        warps = max(min(8, chunk // (256 if step == 0 else 512)), _power_of_two(max(width, dual.kv_width) / 1024))
+    else:
+        chunk = max(min(_power_of_two(width // 2 + 1), _LARGEST_CHUNK), least)
+        rest = width % chunk if width > chunk else 0
+        tail = max(_power_of_two(rest), least) if rest else 0
+        if tail >= chunk:  # one chunk for both, if it may be that large
+            chunk, tail = min(2 * chunk, max(_LARGEST_CHUNK, least)), 0
+        elif step == 3 and 2 * tail == chunk:
+            chunk, tail = tail, 0
+    return Launch(chunk, tail, _chunk(dual.kv_width, 32 * warps, (8, 4)), 1, split, _waves(warps, wave), hold)
+
+
+def _chunk(width: int, threads: int, columns: tuple[int, ...]) -> int:
+    """So many columns per thread that the fewest are idle; the first where it is the same."""
+    most = _power_of_two(width)
+    sizes = [min(threads * number, most) for number in columns]
+    return min((size for size in sizes if width <= 16 * size), key=lambda size: -width % size, default=max(sizes))
+
+
+def _waves(warps: int, wave: int) -> int:
+    return max(1, min(warps * 32, 1024) // wave)
+
+
+def _power_of_two(number: float) -> int:
     """The smallest power of two that is not below a positive number."""
-    return 1 << (number - 1).bit_length()
+    size = 1
+    while size < number:
+        size *= 2
+    return size

@@ -1,0 +1,138 @@
+"""Launching a compiled kernel with little work on the host: it is kept, and called directly.
+
+What a kernel was compiled for is its key: everything that is constant for a layer, the step of the number of rows, and
+to what the inputs are aligned. Only what is launched for the first time goes through Triton's own search.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.knobs import HookChain
+
+OVERLAP = "LAYERFUSE_PDL"
+"""Environment variable: 0 turns off programmatic dependent launch, with which a kernel starts while the one before ends.
+It is read when a kernel is first launched."""
+
+_hooks = triton.knobs.runtime
+HIP = torch.version.hip is not None
+
+# What torch.cuda's functions of these names call, without asking first whether CUDA is initialised.
+_current_device: Any = torch._C._cuda_getDevice if torch.cuda._is_compiled() else None
+_current_stream: Any = torch._C._cuda_getCurrentRawStream if torch.cuda._is_compiled() else None
+
+
+class Compiled(NamedTuple):
+    """A kernel and how it is launched."""
+
+    run: Any
+    function: Any
+    metadata: Any
+    rows: int
+    "Of a program."
+    sides: int
+    "Programs that share these rows."
+    constants: tuple[Any, ...]
+
+
+_compiled: dict[tuple[Any, ...], Compiled] = {}
+
+
+def special(numbers: int, addresses: tuple[int, ...], tensors: tuple[Tensor, ...]) -> Any:
+    """What a kernel is compiled for besides its constants, where `unusual` says so. A part of the key.
+
+    Args:
+        numbers: all numbers, by `|`. Beyond 32 bits they are of another type.
+        addresses: of the inputs. Triton compiles for those on the 16-byte grid.
+        tensors: all of them. On ROCm Triton compiles for storages below 2 GiB.
+    """
+    return tuple(address & 15 != 0 for address in addresses), numbers >> 31 == 0, HIP and _has_large_storage(tensors)
+
+
+def again(key: tuple[Any, ...], device: int, addresses: tuple[int, ...], numbers: tuple[int, ...]) -> bool:
+    """Launch the kernel that was compiled for this key, if there is one that can be called directly.
+
+    It does what the compiled kernel's own launcher does, without its detours; addresses stand for tensors, as Triton would
+    ask the driver about each tensor again. A profiler's hooks take the long way.
+
+    Args:
+        key: what the kernel was compiled for.
+        device: index of the inputs' device.
+        addresses: of all tensors, in their order.
+        numbers: the arguments for which it was not compiled, the number of rows first.
+    """
+    known = _compiled.get(key)
+    if known is None or device != _current_device() or _profiled():
+        return False
+    run, function, metadata, rows, sides, constants = known
+    run(
+        -(-numbers[0] // rows) * sides, 1, 1, _current_stream(device), function, metadata, None, None, None,
+        *addresses, *numbers, *constants,
+    )  # fmt: skip
+    return True
+
+
+def first(
+    kernel: Any,
+    key: tuple[Any, ...],
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
+    constants: tuple[Any, ...],
+    *,
+    rows: int,
+    sides: int,
+    warps: int,
+) -> None:
+    """Compile a kernel, launch it, and keep it.
+
+    Args:
+        kernel: the Triton kernel. Its arguments are the tensors, the numbers, the constants and then whether launches overlap.
+        key: under which it is kept.
+        tensors: of which the first decides on the device.
+        numbers: arguments for which it is not compiled, the number of rows first.
+        constants: arguments for which it is compiled.
+        rows: that a program takes.
+        sides: programs that share these rows.
+        warps: of a program.
+    """
+    device = tensors[0].device
+    early = _overlaps(device)
+    constants = (*constants, early)
+    options: dict[str, Any] = {"num_warps": warps} | ({"launch_pdl": True} if early else {})
+    grid = (-(-numbers[0] // rows) * sides, 1, 1)
+    if device.type != "cuda":  # Triton's interpreter
+        kernel[grid](*tensors, *numbers, *constants, **options)
+        return
+    with torch.cuda.device(device):
+        built = kernel[grid](*tensors, *numbers, *constants, **options)
+    if not (HIP and _has_large_storage(tensors)) and max(numbers) < 2**31:
+        _compiled[key] = Compiled(built.run, built.function, built.packed_metadata, rows, sides, constants)
+
+
+def wave(device: torch.device) -> int:
+    """Threads of a warp."""
+    return int(torch.cuda.get_device_properties(device).warp_size) if device.type == "cuda" else 32
+
+
+def _has_large_storage(tensors: tuple[Tensor, ...]) -> bool:
+    return any(tensor.untyped_storage().nbytes() > 2**31 - 1 for tensor in tensors)
+
+
+def _profiled() -> bool:
+    """Whether somebody has hooks on Triton's launches: a chain that is not empty, or a function in place of the chain."""
+    enter, leave = _hooks.launch_enter_hook, _hooks.launch_exit_hook
+    return bool(
+        (enter.calls if isinstance(enter, HookChain) else enter is not None)
+        or (leave.calls if isinstance(leave, HookChain) else leave is not None)
+    )
+
+
+def _overlaps(device: torch.device) -> bool:
+    """Whether kernels may start while the one before ends: NVIDIA from sm90 on, unless turned off."""
+    if device.type != "cuda" or torch.version.hip or os.environ.get(OVERLAP) == "0":
+        return False
+    return bool(torch.cuda.get_device_capability(device) >= (9, 0))

@@ -1,0 +1,169 @@
+"""The kernel that adds and norms, against float64: on a GPU compiled, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+EPS = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-6, offset: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from layerfuse.fusion.backends.triton.launch import add_rms_norm
+
+    return add_rms_norm(x, residual, weight, epsilon, offset)
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    x, residual = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    weight = (torch.rand(shape[-1], generator=generator) + 0.5).to(dtype)
+    return x.to(DEVICE), (residual * 3).to(DEVICE), weight.to(DEVICE)
+
+
+def assert_exact(
+    got: tuple[torch.Tensor, torch.Tensor],
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float = 1e-6,
+    offset: float = 0.0,
+) -> None:
+    """The norm of the sum before it was rounded, and the sum, each rounded once."""
+    total = x.float() + residual.float()
+    wide = total.double()
+    normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + epsilon) * (weight.double() + offset)
+    # Triton's interpreter cuts float32 down to bfloat16 where the hardware rounds to nearest.
+    unit = EPS[x.dtype] / (2 if GPU or x.dtype != torch.bfloat16 else 1)
+    tiny = 6e-8 if x.dtype == torch.float16 else 1e-30
+    for result, wanted in zip(got, (normed, wide), strict=True):
+        assert (result.dtype, result.shape, result.is_contiguous()) == (x.dtype, x.shape, True)
+        torch.testing.assert_close(
+            result.double(), wanted, rtol=unit + 8 * EPS[torch.float32], atol=tiny, equal_nan=True
+        )
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 128, 333, 1000, 2880, 7168])
+@pytest.mark.parametrize("dtype", list(EPS), ids=str)
+@pytest.mark.parametrize("leading", [(), (0,), (1,), (5,), (2, 3), (2, 0)], ids=str)
+def test_sum_and_norm_are_rounded_once(leading: tuple[int, ...], dtype: torch.dtype, width: int) -> None:
+    x, residual, weight = inputs(*leading, width, dtype=dtype)
+    kept = x.clone(), residual.clone()
+    assert_exact(add_rms_norm(x, residual, weight), x, residual, weight)
+    assert torch.equal(x, kept[0]), "an input was written"
+    assert torch.equal(residual, kept[1]), "an input was written"
+
+
+@pytest.mark.parametrize("width", [5120, 12288, 16384])
+def test_wide_rows(width: int) -> None:
+    x, residual, weight = inputs(2, width)
+    assert_exact(add_rms_norm(x, residual, weight), x, residual, weight)
+
+
+@pytest.mark.parametrize("rows", [200, 700])
+@pytest.mark.parametrize("width", [64, 100, 256])
+def test_rows_that_share_a_program(width: int, rows: int) -> None:
+    """More rows than the last program has: what it does twice is the same."""
+    x, residual, weight = inputs(rows + 3, width, dtype=torch.float32)
+    assert_exact(add_rms_norm(x, residual, weight), x, residual, weight)
+
+
+@pytest.mark.parametrize("step", range(7))
+@pytest.mark.parametrize("width", [128, 512, 2880])
+def test_every_step_of_the_tuning(width: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerfuse.fusion.backends.triton import tuning
+
+    monkeypatch.setattr(tuning, "regime", lambda _: step)
+    x, residual, weight = inputs(9, width)
+    assert_exact(add_rms_norm(x, residual, weight), x, residual, weight)
+
+
+@pytest.mark.parametrize("gap", [1, 2, 8, 24])
+def test_rows_with_gaps(gap: int) -> None:
+    """Column ranges of wider tensors, on and off the 16-byte grid, each with a stride of its own."""
+    x, residual, weight = inputs(6, 200 + gap)
+    x, residual, weight = x[:, gap:], torch.cat([residual, residual], -1)[:, gap : 200 + gap], weight[gap:].clone()
+    assert_exact(add_rms_norm(x, residual, weight), x, residual, weight)
+
+
+def test_rows_that_no_single_stride_reaches() -> None:
+    x = torch.randn(4, 2, 128, device=DEVICE).transpose(0, 1)
+    residual = torch.randn(2, 4, 128, device=DEVICE)
+    weight = torch.rand(128, device=DEVICE)
+    assert_exact(add_rms_norm(x, residual, weight), x, residual, weight)
+
+
+def test_one_row_for_all() -> None:
+    x, residual, weight = inputs(5, 128)
+    residual = residual[:1].expand(5, 128)
+    assert_exact(add_rms_norm(x, residual, weight), x, residual, weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_a_float32_weight_on_a_low_precision_input(offset: float, dtype: torch.dtype) -> None:
+    x, residual, weight = inputs(3, 384, dtype=dtype)
+    weight = weight.float() * 1.0001
+    assert_exact(add_rms_norm(x, residual, weight, offset=offset), x, residual, weight, offset=offset)
+
+
+def test_weights_stored_around_zero() -> None:
+    """The offset is added in float32: in bfloat16, 1 + 2^-9 would be 1."""
+    x, residual, weight = inputs(3, 256)
+    weight = (weight - 1) * 2**-6
+    assert_exact(add_rms_norm(x, residual, weight, 1e-5, 1.0), x, residual, weight, 1e-5, 1.0)
+
+
+def test_rows_of_zeros_and_broken_rows() -> None:
+    x, residual, weight = inputs(5, 96, dtype=torch.float32)
+    x, residual = x.clone(), residual.clone()
+    x[0], residual[0] = 0, 0
+    x[1, 40] = float("nan")
+    x[2, 5] = float("inf")
+    x[3, 6], residual[3, 6] = float("inf"), float("-inf")
+    normed, total = add_rms_norm(x, residual, weight)
+    torch.testing.assert_close(total, x + residual, rtol=0, atol=0, equal_nan=True)
+    assert not normed[0].any()
+    assert normed[1].isnan().all()
+    assert normed[2, 5].isnan()
+    assert not normed[2, 6:].any(), "the mean square is infinite"
+    assert normed[3].isnan().all()
+    assert_exact((normed[4:], total[4:]), x[4:], residual[4:], weight)
+
+
+def test_the_norm_is_of_the_sum_before_it_is_rounded() -> None:
+    """256 + 1 is 256 in bfloat16. Normed, one lies below 256 and the other above, where steps are wide enough to show it."""
+    x = torch.full((1, 64), 256.0, device=DEVICE, dtype=torch.bfloat16)
+    residual = torch.ones(1, 64, device=DEVICE, dtype=torch.bfloat16)
+    residual[0, ::2] = 0
+    weight = torch.full((64,), 256.0, device=DEVICE)
+    normed, total = add_rms_norm(x, residual, weight, 0.0)
+    assert torch.equal(total, x)
+    assert normed[0, 0] < normed[0, 1], "256 and 257, divided by 256.5"
+
+
+def test_the_kernel_quantises_what_it_adds() -> None:
+    """The switches are the dual norm's: groups of 64 of the normed sum in fp8."""
+    from layerfuse.fusion.backends.triton.kernels import row_norm
+
+    x, residual, weight = inputs(4, 192, dtype=torch.float32)
+    out = torch.empty(4, 192, dtype=torch.float8_e4m3fn, device=DEVICE)
+    total, scales = torch.empty_like(x), torch.empty(4, 3, device=DEVICE)
+    row_norm[(4,)](
+        x, residual, weight, out, total, scales, 4, 12, 12, 3, 1,
+        192, 1e-6, 0.0, 16, 16, True, 2, 64, 448.0, False, 128, 64, 1, False, False, num_warps=4,
+    )  # fmt: skip
+    wide = (x + residual).double()
+    wanted = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(scales.double(), wanted.view(4, 3, 64).abs().amax(-1) / 448, rtol=1e-6, atol=0)
+    got = (out.double().view(4, 3, 64) * scales.double().unsqueeze(-1)).view(4, 192)
+    assert (got - wanted).norm() / wanted.norm() < (0.04 if GPU else 0.12)
