@@ -55,7 +55,8 @@ def test_a_layer_of_another_spec_does_not_share() -> None:
     assert verdict.matched == ("layers.0:latents",)
     assert list(verdict.missed) == ["layers.1:latents"]
     assert "it ran the graph of layers.0:latents, and the norms there" in verdict.missed["layers.1:latents"]
-    assert (verdict.executed, verdict.last_call) == (1, 1)
+    # The op did run for both layers, and is counted as the profiler would count it.
+    assert (verdict.executed, verdict.last_call) == (2, 2)
 
 
 def test_different_epsilons_have_graphs_of_their_own() -> None:

@@ -259,7 +259,10 @@ def _quantise_groups(
     products, scale, out, scales, group_stride, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
-    """One chunk in fp8, and the scales of its groups."""
+    """One chunk in fp8, and the scales of its groups.
+
+    For programs of one row: with several, Triton 3.6 was seen to store wrong scales (768 columns, two rows, two warps).
+    """
     most = tl.max(_magnitude(products), axis=2).to(tl.float32, bitcast=True)
     quant_scale = _quant_scale(most * scale, LARGEST, UE8M0)
     groups = START // GROUP + tl.arange(0, SIZE // GROUP)[None, :]
