@@ -128,7 +128,10 @@ def main() -> int:
                 run.fusion, model=run.model, widths=run.widths, dtype=run.dtype, tokens=tokens, peers=peers,
                 aiter=given.aiter, device=given.device, quick=given.device == "cpu",
             )  # fmt: skip
-        except (bench.BenchError, bench.CannotMeasureError) as error:  # a fusion of another package may have no site in the model
+        except (
+            bench.BenchError,
+            bench.CannotMeasureError,
+        ) as error:  # a fusion of another package may have no site in the model
             print(f"left out: {run}: {error}", flush=True)
             continue
         bench.write(result, given.out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -63,7 +64,7 @@ class Audit:
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
 
-def audit_call(call: Callable[[], None], plan: Plan, report: Report) -> Audit:
+def audit_call(call: Callable[[], Any], plan: Plan, report: Report) -> Audit:
     """Call until nothing new is compiled, and count one call.
 
     Args:

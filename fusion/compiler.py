@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import config as dynamo_config
 
 from .audit import Audit, audit_call
 from .config import FusionConfig
+from .dynamo_floats import floats_as_constants
 from .engine import Engine
 from .plan import Placed, Plan, plan
 from .report import GraphRecord, Report
@@ -63,11 +63,7 @@ class FusedModel(nn.Module):  # type: ignore[misc]
         Raises:
             FusionMissedError: strict, and an expected fusion did not run in this call.
         """
-        # Without this a module's floats, such as a norm's epsilon, become inputs of the graph with dynamic=True, and
-        # otherwise as soon as one changes between layers; an epsilon that is an input cannot be compared with the
-        # spec's. The call is where it compiles.
-        with self._tally.call(), dynamo_config.patch(specialize_float=True):
-            result = self._compiled(*args, **kwargs)
+        result = self._call(*args, **kwargs)
         if self._strict:
             self.report.check_call()
         return result
@@ -80,12 +76,12 @@ class FusedModel(nn.Module):  # type: ignore[misc]
         Returns:
             The profiler's count, the counters' and the plan's, for each fusion, and what they disagree on.
         """
+        return audit_call(lambda: self._call(*args, **kwargs), self.plan, self.report)
 
-        def call() -> None:
-            with self._tally.call(), dynamo_config.patch(specialize_float=True):
-                self._compiled(*args, **kwargs)
-
-        return audit_call(call, self.plan, self.report)
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        # The call is where it compiles.
+        with self._tally.call(), floats_as_constants():
+            return self._compiled(*args, **kwargs)
 
     # ---- the model's own
 

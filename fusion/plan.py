@@ -296,7 +296,9 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
     if fusion.quant is None:
         return Verdict("expected", f"{what} {verb} one launch on {target}")
     if quant is None:
-        return Verdict("not_applicable", f"the linears that read the {site.role} site are not known to quantise their activations")
+        return Verdict(
+            "not_applicable", f"the linears that read the {site.role} site are not known to quantise their activations"
+        )
     if quant.scheme != fusion.quant.scheme:
         return Verdict("not_applicable", f"the linears that read the {site.role} site quantise with {quant}")
     if target.fp8 not in FP8_FORMATS:

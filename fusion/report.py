@@ -213,9 +213,7 @@ class Report:
     def why_absent(self) -> str:
         """Why a site has no use in any graph so far, as a sentence."""
         if not self.records:
-            return (
-                "no graph was rewritten: the model was not called, Dynamo is off, or Inductor had the graph in its cache"
-            )
+            return "no graph was rewritten: the model was not called, Dynamo is off, or Inductor had the graph in its cache"
         loose = [sentence for record in self.records for sentence in record.unattributed]
         hint = f"; norms that match no site: {'; '.join(loose[:3])}" if loose else ""
         plural = "s" if len(self.records) > 1 else ""

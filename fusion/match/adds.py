@@ -13,6 +13,10 @@ from .values import same_shape, value
 aten = torch.ops.aten
 
 
+OTHER_GRAPH = "its residual add is in another graph"
+"""What a graph break between the add and the norm comes to."""
+
+
 @frozen(kw_only=True, eq=False)
 class FoundAdd:
     """One sum of two tensors of one shape and dtype."""
@@ -30,7 +34,7 @@ def find_add(total: Node) -> FoundAdd:
         Unmatched: the tensor is no plain sum of two tensors like it.
     """
     if total.op == "placeholder":
-        raise Unmatched(f"the norm's input {total} is an input of the graph: its residual add is in another graph")
+        raise Unmatched(f"the norm's input {total} is an input of the graph: {OTHER_GRAPH}")
     if total.target is not aten.add.Tensor:
         raise Unmatched(f"the norm's input {total} is no sum of two tensors")
     a, b = total.args

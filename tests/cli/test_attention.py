@@ -32,7 +32,7 @@ memory on this rank
 def attention_of(run, *arguments):
     answer = run("plan", *arguments)
     assert answer.code == 0, answer.err
-    return answer.out[answer.out.index("attention: ") :]
+    return answer.out[answer.out.index("\nattention: ") + 1 :]
 
 
 def test_the_whole_answer_for_kimi_k25(run):
@@ -41,7 +41,7 @@ def test_the_whole_answer_for_kimi_k25(run):
 
 
 def test_without_the_options_nothing_is_said_of_attention(run):
-    assert "attention:" not in run("plan", "kimi-k2.5", "--tp", 8).out
+    assert "\nattention:" not in run("plan", "kimi-k2.5", "--tp", 8).out
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,10 @@ def decided(config: FusionConfig, spec: Any = None, target: Target = GFX950) -> 
 
 
 def test_nobody_quantises_unless_somebody_says_so() -> None:
-    undeclared = ("not_applicable", "the linears that read the latents site are not known to quantise their activations")
+    undeclared = (
+        "not_applicable",
+        "the linears that read the latents site are not known to quantise their activations",
+    )
     for given in (FusionConfig(), FusionConfig(level=2), FusionConfig.parse("all")):
         found = decided(given)
         assert found[PLAIN] == ("expected", f"{NORMS} gfx950")

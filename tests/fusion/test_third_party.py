@@ -89,7 +89,9 @@ def test_it_is_known_everywhere(site: Path) -> None:
     assert said["matched"] == ["post_attention"]
     assert said["audit"] == [1, 1]
     assert f"{NAME} was expected" in said["strict"] and "nothing quantises" in said["strict"]
-    assert said["doctor"] == [f"fusion {NAME} on cpu: yes, by the backend `reference` (of layerfuse-example)"]
+    assert len(said["doctor"]) == 1 and said["doctor"][0].endswith(
+        "yes, by the backend `reference` (of layerfuse-example)"
+    )
     assert NAME in said["bench"] and "layerfuse (reference)" in said["bench"]
     assert "RMSNorm of `x + residual`" in said["op"]
 

@@ -93,7 +93,7 @@ def test_a_wrong_epsilon_is_planned_and_not_matched():
     words = {"kv_norm": {"module": "kv_norm", "epsilon": {"const": 2e-6}}}
     result = outcomes(registry_of(**words), full=True)["C14"]
     assert result.outcome == "failed"
-    assert "planned for 2 layers, matched in 0" in result.reason
+    assert "planned for 2 sites, matched at 0" in result.reason
 
 
 def test_an_outer_layer_without_a_name_is_refused():

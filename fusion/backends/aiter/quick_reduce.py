@@ -70,7 +70,9 @@ def all_reduce_rms_norm(
     ) -> tuple[Tensor, Tensor]:
         no_offset(name, weight_offset)
         if not 0 <= quant_level <= 3:
-            raise AiterCallError(name, f"quant_level {quant_level}: 0 to 3; above them AITER does not quantise, without an error")
+            raise AiterCallError(
+                name, f"quant_level {quant_level}: 0 to 3; above them AITER does not quantise, without an error"
+            )
         same_shape(name, "residual", residual, x)
         out, residual_out = empty_like(x), empty_like(x)
         if x.numel():
