@@ -144,10 +144,10 @@ def test_the_norm_is_of_the_sum_before_it_is_rounded() -> None:
     x = torch.full((1, 64), 256.0, device=DEVICE, dtype=torch.bfloat16)
     residual = torch.ones(1, 64, device=DEVICE, dtype=torch.bfloat16)
     residual[0, ::2] = 0
-    weight = torch.full((64,), 254.5, device=DEVICE)
+    weight = torch.full((64,), 254.75, device=DEVICE)
     normed, total = add_rms_norm(x, residual, weight, 0.0)
     assert torch.equal(total, x)
-    assert normed[0, 0] < normed[0, 1], "254.0 and 255.0, where bfloat16 has steps of one"
+    assert normed[0, 0] < normed[0, 1], "254.25 and 255.25, where bfloat16 has steps of one"
 
 
 def test_the_kernel_quantises_what_it_adds() -> None:
