@@ -126,9 +126,8 @@ def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
     warps = min(warps, 32)
     if dual.group_size and dual.aligned:
         return _grouped(step, dual, warps, split, wave, hold)
-    if not dual.aligned:
-        columns = _ONE_BY_ONE
-    else:
+    columns: tuple[int, ...] = _ONE_BY_ONE
+    if dual.aligned:
         columns = (8, 4) if dual.quantised or warps == 1 or widest > 24 * 32 * warps else (4, 8)
     chunk = max(_chunk(q, 32 * warps, columns), dual.group_size)
     return Launch(chunk, 0, _chunk(kv, 32 * warps, columns), 1, split, _waves(warps, wave), hold)
