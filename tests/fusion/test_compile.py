@@ -214,6 +214,10 @@ def test_uuid_covers_specs_plan_and_config() -> None:
 CHILD = """
 import json, sys
 sys.path.insert(0, {here!r})
+import torch._inductor.config as inductor_config
+
+# As `own_cache` patches them; older releases of torch read no variable for these.
+inductor_config.cpp_cache_precompile_headers, inductor_config.cpp.vec_isa_ok = False, True
 from test_compile import compiled_with
 
 print(json.dumps(compiled_with(1e-6)))

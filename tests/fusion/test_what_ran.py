@@ -389,7 +389,9 @@ def test_two_threads_with_dynamic_shapes() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert after == [before, before]
+    # Before torch 2.13 the config is one for all threads: the other thread may have been inside.
+    assert after == [before, before] or "ContextVar" not in vars(torch.utils._config_module)
+    assert torch._dynamo.config.specialize_float == before
     for fused in models:
         assert fused.report.of(DUAL).last_call == 2, str(fused.report)
         assert fused.report.of(DUAL).complete
