@@ -24,6 +24,13 @@ Key = tuple[int, ...]
 """A graph's number, and for a graph that sibling layers share the identities of the weights it was called with."""
 
 
+class Call:
+    """One call of the model, while it runs. Of its own, as another thread may call the model meanwhile."""
+
+    record: CallRecord | None = None
+    "When it has finished."
+
+
 class _Current(threading.local):
     """The calls of graphs in this thread's call of the model."""
 
@@ -75,12 +82,14 @@ class Tally:
         return of_siblings if positions else of_the_model
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self) -> Iterator[Call]:
         """Around one call of the model: adds it to the report when it has finished."""
         outer, self._current.calls = self._current.calls, {}
+        call = Call()
         try:
-            yield
-            self._report.add_call(self._record(self._current.calls))
+            yield call
+            call.record = self._record(self._current.calls)
+            self._report.add_call(call.record)
         finally:
             self._current.calls = outer
 
