@@ -245,6 +245,8 @@ def _prepare(fused: FusedModel) -> None:
 
     backend = inductor_with(pipeline, model, tally=tally, before=look_again)
     fused._compiled = torch.compile(model, backend=backend, **arguments["torch"])
+    if arguments["torch"].get("disable"):
+        tally.off = "fusion.compile was given disable=True: nothing is compiled"
 
 
 def _planned(model: nn.Module, arguments: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
