@@ -465,3 +465,25 @@ def test_sharded_by_fsdp(tmp_path: Any) -> None:
         assert set(audit.missed[ADD]) == {"model.layers.1:input", "model:final"}
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_parametrised_norm() -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 2
+
+    model = deepseek(1)
+    norm = model.model.layers[0].self_attn.q_a_layernorm
+    nn.utils.parametrize.register_parametrization(norm, "weight", Doubled())
+    fused = fusion.compile(model)
+    assert assert_agree(fused, {DUAL: 1, ADD: 2}, {DUAL: 1, ADD: 2}, **IDS).ok
+    torch.testing.assert_close(call(fused), call(model), rtol=1e-4, atol=1e-5)
+
+
+def test_an_audit_of_a_model_that_compiles_at_every_call_says_so() -> None:
+    model, kept = deepseek(1), []
+    model.model.layers[0].self_attn.q_a_layernorm.register_forward_hook(lambda *given: kept.append(given[2]))
+    with torch.no_grad():
+        audit = fusion.compile(model).audit(**IDS)
+    assert audit.compiled
+    assert "while compiling" in audit.problems[0]
