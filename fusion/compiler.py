@@ -193,9 +193,13 @@ def compile(  # noqa: A001 (torch.compile's own name)
         A module that behaves as the model, with `report`, `plan`, `audit` and `original`.
 
     Raises:
-        TypeError: `backend` was given; to use the fusions in another one, put `fusion.Pipeline(plan)` in its slot for
-            graph passes.
+        TypeError: an argument is of another type, or `backend` was given; to use the fusions in another one, put
+            `fusion.Pipeline(plan)` in its slot for graph passes.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {model!r:.80}")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict: expected True or False, got {strict!r:.80}")
     if "backend" in torch_compile_kwargs:
         raise TypeError(
             "fusion.compile compiles with Inductor and takes no backend; to use the fusions elsewhere, put "
@@ -204,7 +208,7 @@ def compile(  # noqa: A001 (torch.compile's own name)
     if isinstance(model, FusedModel):
         model = model.original
     arguments = {
-        "specs": None if specs is None else tuple(specs),
+        "specs": specs if specs is None or not isinstance(specs, Iterable) else tuple(specs),
         "target": target,
         "config": FusionConfig.from_environment() if config is None else config,
         "engine": engine,
