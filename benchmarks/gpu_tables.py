@@ -107,7 +107,9 @@ def main() -> int:
     parser.add_argument("--aiter", type=Path, help="a checkout of ROCm/aiter")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--limit", type=float, default=360.0, help="seconds after which no further run begins")
-    parser.add_argument("--skip", type=int, default=0, help="leave out the first runs: to go on where a limit ended one")
+    parser.add_argument(
+        "--skip", type=int, default=0, help="leave out the first runs: to go on where a limit ended one"
+    )
     parser.add_argument("--max-autotune", action="store_true")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script: tiny, and no tables"

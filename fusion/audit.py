@@ -37,12 +37,19 @@ class Audit:
     fusions: dict[str, Counted]
     missed: Missed
     "Fusion -> site -> why it did not run fused in this call."
+    compiled: int = 0
+    "Graphs that the counted call compiled: compiling runs ops too, and the profiler sees those."
 
     @property
     def problems(self) -> tuple[str, ...]:
         """Sentences: what was missed, and where profiler and counters disagree. Empty where all is well."""
+        while_compiling = (
+            f"; the counted call compiled {self.compiled} graphs, as the {MOST_CALLS} before it did "
+            "(TORCH_LOGS=recompiles says why), and ops that run while compiling are counted too"
+        )
         found = [
             f"{name}: the profiler saw {counted.profiled} calls of the op, the counters {counted.counted}"
+            + (while_compiling if self.compiled else "")
             for name, counted in self.fusions.items()
             if counted.profiled != counted.counted
         ]
@@ -77,6 +84,7 @@ def audit_call(call: Callable[[], Any], plan: Plan, report: Report) -> Audit:
         call()
         if report.graphs == graphs:
             break
+    graphs = report.graphs
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         call()
         if torch.cuda.is_available():
@@ -91,4 +99,4 @@ def audit_call(call: Callable[[], Any], plan: Plan, report: Report) -> Audit:
         for name, fusion in FUSIONS.items()
         if expected[name] or seen[f"layerfuse::{fusion.op.name}"] or last.fused(name)
     }
-    return Audit(fusions=fusions, missed=last.missed)
+    return Audit(fusions=fusions, missed=last.missed, compiled=report.graphs - graphs)

@@ -25,8 +25,14 @@ from .rewrite.parameters import mark, parameters_of
 from .tally import Tally
 from .target import Target
 
-_OWN = frozenset({"original", "report", "_arguments", "_compiled", "_pipeline", "_strict", "_tally"})
-"""What a FusedModel holds itself. Every other attribute is the model's."""
+_OWN = frozenset(
+    {
+        *("original", "report", "_arguments", "_compiled", "_pipeline", "_strict", "_tally"),
+        # What nn.Module sets on itself in `compile` and `register_full_backward_hook`: of this object's calls.
+        *("_compiled_call_impl", "_is_full_backward_hook"),
+    }
+)
+"""What a FusedModel holds itself, beside names with two leading underscores. Every other attribute is the model's."""
 
 
 class FusedModel(nn.Module):  # type: ignore[misc]
@@ -47,7 +53,6 @@ class FusedModel(nn.Module):  # type: ignore[misc]
         # One and the same dictionaries: what is set on either is set on both.
         for name in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
             keep(self, name, vars(model)[name])
-        keep(self, "training", model.training)
         self.original, self._arguments = model, arguments
         _prepare(self)
 
@@ -63,9 +68,11 @@ class FusedModel(nn.Module):  # type: ignore[misc]
         Raises:
             FusionMissedError: strict, and an expected fusion did not run in this call.
         """
-        result = self._call(*args, **kwargs)
+        # The call is where it compiles.
+        with self._tally.call() as call, floats_as_constants():
+            result = self._compiled(*args, **kwargs)
         if self._strict:
-            self.report.check_call()
+            self.report.check_call(call.record)
         return result
 
     def audit(self, *args: Any, **kwargs: Any) -> Audit:
@@ -76,12 +83,12 @@ class FusedModel(nn.Module):  # type: ignore[misc]
         Returns:
             The profiler's count, the counters' and the plan's, for each fusion, and what they disagree on.
         """
-        return audit_call(lambda: self._call(*args, **kwargs), self.plan, self.report)
 
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        # The call is where it compiles.
-        with self._tally.call(), floats_as_constants():
-            return self._compiled(*args, **kwargs)
+        def call() -> None:
+            with self._tally.call(), floats_as_constants():
+                self._compiled(*args, **kwargs)
+
+        return audit_call(call, self.plan, self.report)
 
     # ---- the model's own
 
@@ -99,13 +106,28 @@ class FusedModel(nn.Module):  # type: ignore[misc]
         return getattr(self.original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN:
+        # A new class too is this object's: fully_shard and parametrisations set one.
+        if name in _OWN or name.startswith("__"):
             object.__setattr__(self, name, value)
+        elif name == "plan":
+            raise AttributeError(
+                "a FusedModel's plan is made from specs; compile again to change it", name=name, obj=self
+            )
         else:
             setattr(self.original, name, value)
 
     def __delattr__(self, name: str) -> None:
         delattr(self.original, name)
+
+    @property
+    def training(self) -> bool:
+        """The model's mode."""
+        return bool(self.original.training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "original" in vars(self):  # nn.Module's own __init__ comes before
+            self.original.training = mode
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self.original)})
@@ -113,7 +135,6 @@ class FusedModel(nn.Module):  # type: ignore[misc]
     def train(self, mode: bool = True) -> FusedModel:
         """Set the model's mode."""
         self.original.train(mode)
-        object.__setattr__(self, "training", self.original.training)
         return self
 
     def _apply(self, *args: Any, **kwargs: Any) -> FusedModel:  # to, half, cuda, ...
@@ -156,7 +177,7 @@ def compile(  # noqa: A001 (torch.compile's own name)
     """torch.compile with the fusions that the model's specs call for.
 
     Args:
-        model: any module; only the layers that specs describe are touched.
+        model: any module; only the layers that specs describe are touched. Of a FusedModel its `original` is taken.
         specs: specs, or (path, spec) pairs; read off the model by the registry if not given. A spec without a path is
             looked for in the whole model.
         target: where it will run; if not given, the CPU for a model on the CPU, else this machine's GPU.
@@ -172,16 +193,22 @@ def compile(  # noqa: A001 (torch.compile's own name)
         A module that behaves as the model, with `report`, `plan`, `audit` and `original`.
 
     Raises:
-        TypeError: `backend` was given; to use the fusions in another one, put `fusion.Pipeline(plan)` in its slot for
-            graph passes.
+        TypeError: an argument is of another type, or `backend` was given; to use the fusions in another one, put
+            `fusion.Pipeline(plan)` in its slot for graph passes.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {model!r:.80}")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict: expected True or False, got {strict!r:.80}")
     if "backend" in torch_compile_kwargs:
         raise TypeError(
             "fusion.compile compiles with Inductor and takes no backend; to use the fusions elsewhere, put "
             "fusion.Pipeline(plan) where that backend takes an FX graph pass"
         )
+    if isinstance(model, FusedModel):
+        model = model.original
     arguments = {
-        "specs": None if specs is None else tuple(specs),
+        "specs": specs if specs is None or not isinstance(specs, Iterable) else tuple(specs),
         "target": target,
         "config": FusionConfig.from_environment() if config is None else config,
         "engine": engine,
@@ -222,6 +249,8 @@ def _prepare(fused: FusedModel) -> None:
 
     backend = inductor_with(pipeline, model, tally=tally, before=look_again)
     fused._compiled = torch.compile(model, backend=backend, **arguments["torch"])
+    if arguments["torch"].get("disable"):
+        tally.off = "fusion.compile was given disable=True: nothing is compiled"
 
 
 def _planned(model: nn.Module, arguments: dict[str, Any]) -> tuple[Plan, dict[str, str]]:

@@ -41,6 +41,11 @@ def _known(name: str, where: str) -> str:
 
 
 def _switches(value: Mapping[str, bool] | tuple[tuple[str, bool], ...]) -> tuple[tuple[str, bool], ...]:
+    if not isinstance(value, Mapping | tuple):
+        raise FusionConfigError(
+            f"FusionConfig.switches: expected a mapping from fusions to True or False, got {value!r}; "
+            "FusionConfig.parse takes a line such as 'add_rms_norm,-mla_dual_rms_norm'"
+        )
     pairs = dict(value)
     for name, on in pairs.items():
         _known(name, "FusionConfig.switches")
@@ -52,6 +57,11 @@ def _switches(value: Mapping[str, bool] | tuple[tuple[str, bool], ...]) -> tuple
 def _level(_instance: object, _attribute: object, value: object) -> None:
     if type(value) is not int or value not in LEVELS:
         raise FusionConfigError(f"FusionConfig.level: expected one of {', '.join(map(str, LEVELS))}, got {value!r}")
+
+
+def _strict(_instance: object, _attribute: object, value: object) -> None:
+    if not isinstance(value, bool):
+        raise FusionConfigError(f"FusionConfig.strict: expected True or False, got {value!r}")
 
 
 Quants: TypeAlias = tuple[tuple[str, ActivationQuant | None], ...]
@@ -85,7 +95,7 @@ class FusionConfig:
     """What is wanted of the fusions.
 
     Raises:
-        FusionConfigError: an unknown level, or a switch for a fusion that does not exist.
+        FusionConfigError: an unknown level, a switch for a fusion that does not exist, or a value of another type.
     """
 
     level: int = field(default=1, validator=_level)
@@ -95,7 +105,7 @@ class FusionConfig:
     quant: Quants = field(default=(), converter=_quants)
     """How the linear layers after a role's sites quantise their activations: an ActivationQuant for all roles, or a
     mapping from role to one. What is not declared here is what the specs say, as read off the model."""
-    strict: bool = False
+    strict: bool = field(default=False, validator=_strict)
     "True: an expected fusion that did not happen raises FusionMissedError."
     origin: str = "FusionConfig"
     "Where the switches were set, as the reasons in plans and reports say it."
@@ -118,6 +128,9 @@ class FusionConfig:
             return cls(level=0, origin=origin, strict=strict)
         if words == ["all"]:
             return cls(level=2, switches=dict.fromkeys(FUSIONS, True), origin=origin, strict=strict)
+        alone = next((word for word in words if word in ("none", "all")), None)
+        if alone is not None:
+            raise FusionConfigError(f"{origin}: {alone!r} stands alone, and {', '.join(words)} are {len(words)} words")
         wanted = [_known(word, origin) for word in words if not word.startswith("-")]
         switches = {name: name in wanted for name in FUSIONS} if wanted else {}
         for word in words:

@@ -14,10 +14,12 @@ import attrs
 from attrs import define, field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
+from ..adapters.layer_specs import LayerSpec
 from ..adapters.specs import AnySpec, FinalNormSpec, GatedNormSpec, KernelSpec, NormSpec, ResidualSpec
 from .catalog import FUSIONS
 from .chain import Fusion
 from .config import FusionConfig
+from .engine import NAMES as ENGINES
 from .engine import Engine
 from .sites import Site, sites_of
 from .target import Target
@@ -187,11 +189,19 @@ def plan(
 
     Raises:
         ValueError: two specs of one type claim the same layer.
+        TypeError: an argument is of another type.
         UnknownFusionEngineError: no engine has this name.
     """
     config = FusionConfig() if config is None else config
     engine = Engine.named(engine) if isinstance(engine, str) else engine
-    placed = tuple(spec if isinstance(spec, tuple) else (_label(spec), spec) for spec in specs)
+    for name, value, kind, how in (
+        ("target", target, Target, "Target.named('gfx950') makes one from a name"),
+        ("config", config, FusionConfig, "give FusionConfig(...), or None for the default"),
+        ("engine", engine, Engine | None, f"give one of {', '.join(ENGINES)}, or an Engine(name=...)"),
+    ):
+        if not isinstance(value, kind):
+            raise TypeError(f"{name}: got {value!r:.80}; {how}")
+    placed = tuple(map(_placed, _several(specs)))
     twice = [key for key, n in Counter((layer, type(spec).__name__) for layer, spec in placed).items() if n > 1]
     if twice:
         layer, kind = twice[0]
@@ -203,6 +213,19 @@ def plan(
     decide = _Decider(target, config, engine)
     decisions = tuple(decision for site in sites for decision in decide(site))
     return Plan(target=target, config=config, engine=engine, specs=placed, sites=sites, decisions=decisions)
+
+
+def _several(specs: Iterable[Placed]) -> Iterable[Placed]:
+    if isinstance(specs, LayerSpec | KernelSpec | str) or not isinstance(specs, Iterable):
+        raise TypeError(f"specs: expected specs, or (path, spec) pairs, in a list; got {specs!r:.80}")
+    return specs
+
+
+def _placed(spec: Placed) -> tuple[str, AnySpec]:
+    pair = spec if isinstance(spec, tuple) else ("", spec)
+    if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], LayerSpec | KernelSpec):
+        raise TypeError(f"specs: expected a spec or a (path, spec) pair, got {spec!r:.80}")
+    return (pair[0] if isinstance(spec, tuple) else _label(pair[1])), pair[1]
 
 
 def _label(spec: AnySpec) -> str:

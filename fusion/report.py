@@ -232,13 +232,14 @@ class Report:
         """
         self._raise(self.missed())
 
-    def check_call(self) -> None:
-        """Raise where something expected did not run fused in the last call.
+    def check_call(self, call: CallRecord | None = None) -> None:
+        """Raise where something expected did not run fused in a call, the last one if not given.
 
         Raises:
             FusionMissedError: naming each site and its reason.
         """
-        self._raise({} if self.last is None else self.last.missed)
+        call = self.last if call is None else call
+        self._raise({} if call is None else call.missed)
 
     def _raise(self, missed: Missed) -> None:
         if missed or self.unknown:

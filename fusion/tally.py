@@ -24,6 +24,13 @@ Key = tuple[int, ...]
 """A graph's number, and for a graph that sibling layers share the identities of the weights it was called with."""
 
 
+class Call:
+    """One call of the model, while it runs. Of its own, as another thread may call the model meanwhile."""
+
+    record: CallRecord | None = None
+    "When it has finished."
+
+
 class _Current(threading.local):
     """The calls of graphs in this thread's call of the model."""
 
@@ -44,6 +51,9 @@ class Tally:
         self._complete: dict[frozenset[tuple[Key, int]], CallRecord] = {}
         self._around = around
         self._wanted = dict(self._count_wanted())
+        self._expected = {(decision.site, decision.fusion) for decision in plan.expected()}
+        self.off: str | None = None
+        "Why nothing at all is compiled, as a sentence, or None."
 
     def replan(self, plan: Plan, around: Surroundings) -> None:
         """Hold calls to another plan from now on."""
@@ -51,6 +61,7 @@ class Tally:
         self._resolved.clear()
         self._complete.clear()
         self._wanted = dict(self._count_wanted())
+        self._expected = {(decision.site, decision.fusion) for decision in plan.expected()}
 
     def counted(self, record: GraphRecord, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """A compiled graph that counts its calls."""
@@ -68,6 +79,9 @@ class Tally:
         def of_siblings(*args: Any) -> Any:
             calls = current.calls
             with_weights = (number, *[id(args[position]) for position in positions])
+            if with_weights not in self._resolved:
+                # Now: FSDP gives a model other parameters after the call.
+                self._uses(with_weights)
             calls[with_weights] = calls.get(with_weights, 0) + 1
             return compiled(*args)
 
@@ -75,12 +89,14 @@ class Tally:
         return of_siblings if positions else of_the_model
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self) -> Iterator[Call]:
         """Around one call of the model: adds it to the report when it has finished."""
         outer, self._current.calls = self._current.calls, {}
+        call = Call()
         try:
-            yield
-            self._report.add_call(self._record(self._current.calls))
+            yield call
+            call.record = self._record(self._current.calls)
+            self._report.add_call(call.record)
         finally:
             self._current.calls = outer
 
@@ -99,7 +115,9 @@ class Tally:
                 if use.fused is not None:
                     ran[site, use.fused] += times
                 for fusion, reason in use.missed.items():
-                    missed.setdefault(fusion, {})[site] = with_fallback(reason, use.fused)
+                    # The graph may have been compiled for a sibling of which more is expected.
+                    if (site, fusion) in self._expected:
+                        missed.setdefault(fusion, {})[site] = with_fallback(reason, use.fused)
                 expected, _ = self._wanted.get(site, (None, 0))
                 wrong = None if expected is None else self._why_not_its_own(site, use, expected)
                 if wrong is not None:
@@ -109,7 +127,7 @@ class Tally:
                 layer = self._plan.site[site].layer
                 # A layer that the model does not have by this name was looked for by its norms alone.
                 placed = layer in self._around.paths
-                reason = why_uncompiled(self._model, layer) if placed else self._report.why_absent()
+                reason = self.off or (why_uncompiled(self._model, layer) if placed else self._report.why_absent())
                 partly = f"{seen[site]} of {wanted} uses ran in a compiled graph; " if seen[site] else ""
                 missed.setdefault(fusion, {})[site] = partly + reason
         record = CallRecord(ran=ran, missed=missed)

@@ -26,6 +26,9 @@ def why_uncompiled(model: nn.Module, layer: str) -> str:
     stance = eval_frame._stance.stance
     if stance not in ("default", "fail_on_recompile"):
         return f"torch.compiler.set_stance({stance!r}) is in force: what is not compiled yet runs uncompiled"
+    forced = eval_frame._stance.backend
+    if forced is not None:
+        return f"torch.compiler.set_stance(force_backend={forced!r}) is in force: another backend compiles"
     modules = list(_around(model, layer))
     for path, module in modules:
         if _disabled(module):
@@ -34,13 +37,18 @@ def why_uncompiled(model: nn.Module, layer: str) -> str:
     for path, module in modules:
         for code in _codes(module):
             count = _entries(code)
-            limit = dynamo_config.recompile_limit
-            if count >= limit:
-                return (
-                    f"Dynamo has reached its limit of {limit} recompilations of {type(module).__name__}.forward "
-                    f"({path or 'the model'}), and runs further variants uncompiled; raise "
-                    "torch._dynamo.config.recompile_limit, or compile with dynamic=True"
-                )
+            for name in ("recompile_limit", "accumulated_recompile_limit"):
+                limit = getattr(dynamo_config, name)
+                if count >= limit:
+                    return (
+                        f"Dynamo has reached its limit of {limit} recompilations of {type(module).__name__}.forward "
+                        f"({path or 'the model'}), and runs further variants uncompiled; raise "
+                        f"torch._dynamo.config.{name}, or compile with dynamic=True"
+                    )
+    for path, module in modules:
+        if module._compiled_call_impl is not None:
+            name = path or type(model).__name__
+            return f"{name} has a compilation of its own (nn.Module.compile), which may run instead"
     return (
         "it ran in no compiled graph: the model did not call it in this call, or Dynamo skipped its frame "
         "(TORCH_LOGS=graph_breaks says why)"

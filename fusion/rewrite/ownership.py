@@ -94,8 +94,10 @@ class Ownership:
             return self._exact[path]
         while path:
             path = path.rpartition(".")[0]
-            if path in self._layers:
-                return self._layers[path]
+            # A parametrised norm holds its weight in a module below.
+            found = self._exact.get(path) or self._layers.get(path)
+            if found:
+                return found
         return []
 
     def _of_path(self, node: Node) -> tuple[Place, ...]:

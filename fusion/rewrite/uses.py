@@ -96,7 +96,7 @@ class UseFinder:
         ((site, i),) = where.places
         if site.name not in self._wanted or len(site.norms) != 1:
             return None
-        return SiteUse(site=site, problem=differs(norm, site.norms[i]), how=where.how)
+        return _missed(site, differs(norm, site.norms[i]), (where,))
 
     # ---- two norms of one site
 
@@ -123,11 +123,11 @@ class UseFinder:
             missed = -(-len(left_q) // 2) if left_q == left_kv else max(len(left_q), len(left_kv))
             problem = reason or "one norm was found where two are needed"
             if site.name in self._wanted:
-                yield from (SiteUse(site=site, problem=problem, how=firsts[0][1].how) for _ in range(missed))
+                yield from (_missed(site, problem, (firsts[0][1],)) for _ in range(missed))
         if not (firsts and seconds):
             problem = why_missing(site, bool(firsts), bool(seconds), self._around(site, near))
             for _, where in (firsts or seconds) if site.name in self._wanted else ():
-                yield SiteUse(site=site, problem=problem, how=where.how)
+                yield _missed(site, problem, (where,))
 
     # ---- norms that several sites may own
 
@@ -187,7 +187,7 @@ class UseFinder:
     def _add_near(self, near: list[NearNorm], found: Found) -> None:
         """A site whose norms are here in no known form is a use that is missed."""
         used = {use.site.name for use in found.uses}
-        problems: dict[str, tuple[Site, list[NearNorm], str]] = {}
+        problems: dict[str, tuple[Site, list[NearNorm], Location]] = {}
         for norm in near:
             where = self._ownership.locate(norm.weights, norm.root)
             owners = {site.name: site for site, _ in where.places if site.name in self._wanted}
@@ -197,17 +197,22 @@ class UseFinder:
             elif owners:
                 name, site = min(owners.items(), key=lambda item: self._visits[item[0]])
                 if name not in used:
-                    problems.setdefault(name, (site, [], where.how))[1].append(norm)
-        for site, several, how in problems.values():
-            found.uses.append(SiteUse(site=site, problem=why_missing(site, False, False, several), how=how))
+                    problems.setdefault(name, (site, [], where))[1].append(norm)
+        for site, several, where in problems.values():
+            found.uses.append(_missed(site, why_missing(site, False, False, several), (where,)))
 
 
-def _use(site: Site, norms: tuple[FoundNorm, ...], where: tuple[Location, ...]) -> SiteUse:
+def _missed(site: Site, problem: str, where: tuple[Location, ...]) -> SiteUse:
+    return _use(site, (), where, problem)
+
+
+def _use(site: Site, norms: tuple[FoundNorm, ...], where: tuple[Location, ...], problem: str | None = None) -> SiteUse:
     parameters = [each.parameter for each in where]
     known = [parameter for parameter in parameters if parameter is not None]
     return SiteUse(
         site=site,
         norms=norms,
+        problem=problem,
         how=where[0].how,
         weights=tuple((parameter.position, parameter.names) for parameter in known),
         whole=all(parameter.whole for parameter in known),

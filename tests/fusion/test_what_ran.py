@@ -395,3 +395,97 @@ def test_two_threads_with_dynamic_shapes() -> None:
     for fused in models:
         assert fused.report.of(DUAL).last_call == 2, str(fused.report)
         assert fused.report.of(DUAL).complete
+
+
+# ---- the cause, where nothing was compiled
+
+
+def only_reason(fused: FusedModel) -> str:
+    call(fused)
+    (reason,) = {why for sites in fused.report.missed().values() for why in sites.values()}
+    return reason
+
+
+def test_disabled_as_a_whole() -> None:
+    assert "disable=True" in only_reason(fusion.compile(deepseek(1), disable=True))
+
+
+def test_a_forced_backend() -> None:
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        assert "force_backend='eager'" in only_reason(fusion.compile(deepseek(1)))
+
+
+def test_a_model_that_was_compiled_in_place() -> None:
+    model = deepseek(1)
+    model.compile(backend="eager")
+    assert "nn.Module.compile" in only_reason(fusion.compile(model))
+
+
+def test_dynamos_limit_over_all_models_is_named() -> None:
+    fused = fusion.compile(deepseek(1), dynamic=False)
+    with torch._dynamo.config.patch(accumulated_recompile_limit=2):
+        for length in range(1, 4):
+            call(fused, length)
+    assert fused.report.last is not None
+    assert "accumulated_recompile_limit" in fused.report.last.missed[DUAL]["model.layers.0.self_attn:latents"]
+
+
+# ---- graphs that sibling layers share
+
+
+def test_a_graph_of_a_sibling_of_which_more_is_expected() -> None:
+    # After the break, layer 0 may run the graph of layer 1, in which the residual add is expected and missed.
+    model = deepseek(2)
+    attention = model.model.layers[1].self_attn
+    attention.forward = torch.compiler.disable(attention.forward)
+    with torch.no_grad():
+        audit = fusion.compile(model).audit(**IDS)
+    assert "model.layers.0:input" not in audit.missed[ADD]
+
+
+def test_a_miss_in_a_shared_graph_is_of_the_layer_that_ran_it() -> None:
+    model = deepseek(2)
+    model.model.layers[0].self_attn.q_a_layernorm.register_forward_hook(lambda *_: print(end=""))
+    with torch.no_grad():
+        missed = fusion.compile(model).audit(**IDS).missed[DUAL]
+    assert all("norm only" in missed[f"model.layers.{i}.self_attn:latents"] for i in range(2))
+
+
+def test_sharded_by_fsdp(tmp_path: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model = deepseek(2).requires_grad_(False)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert_agree(fusion.compile(model), {DUAL: 2, ADD: 4}, {DUAL: 2, ADD: 2}, **IDS)
+        audit = fusion.compile(model).audit(**IDS)
+        assert set(audit.missed) == {ADD}
+        assert set(audit.missed[ADD]) == {"model.layers.1:input", "model:final"}
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_parametrised_norm() -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight * 2
+
+    model = deepseek(1)
+    norm = model.model.layers[0].self_attn.q_a_layernorm
+    nn.utils.parametrize.register_parametrization(norm, "weight", Doubled())
+    fused = fusion.compile(model)
+    assert assert_agree(fused, {DUAL: 1, ADD: 2}, {DUAL: 1, ADD: 2}, **IDS).ok
+    torch.testing.assert_close(call(fused), call(model), rtol=1e-4, atol=1e-5)
+
+
+def test_an_audit_of_a_model_that_compiles_at_every_call_says_so() -> None:
+    model, kept = deepseek(1), []
+    model.model.layers[0].self_attn.q_a_layernorm.register_forward_hook(lambda *given: kept.append(given[2]))
+    with torch.no_grad():
+        audit = fusion.compile(model).audit(**IDS)
+    assert audit.compiled
+    assert "while compiling" in audit.problems[0]
