@@ -194,12 +194,12 @@ def plan(
     """
     config = FusionConfig() if config is None else config
     engine = Engine.named(engine) if isinstance(engine, str) else engine
-    for name, value, kind, how in (
+    for name, value, wanted, how in (
         ("target", target, Target, "Target.named('gfx950') makes one from a name"),
         ("config", config, FusionConfig, "give FusionConfig(...), or None for the default"),
         ("engine", engine, Engine | None, f"give one of {', '.join(ENGINES)}, or an Engine(name=...)"),
     ):
-        if not isinstance(value, kind):
+        if not isinstance(value, wanted):
             raise TypeError(f"{name}: got {value!r:.80}; {how}")
     placed = tuple(map(_placed, _several(specs)))
     twice = [key for key, n in Counter((layer, type(spec).__name__) for layer, spec in placed).items() if n > 1]
