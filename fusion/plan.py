@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 from attrs import define, field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
 from ..adapters.layer_specs import LayerSpec
-from ..adapters.specs import AnySpec, FinalNormSpec, GatedNormSpec, KernelSpec, NormSpec, ResidualSpec
+from ..adapters.specs import AnySpec, FinalNormSpec, KernelSpec, ResidualSpec
 from .catalog import FUSIONS
 from .chain import Fusion
 from .config import FusionConfig
@@ -23,16 +23,10 @@ from .engine import NAMES as ENGINES
 from .engine import Engine
 from .sites import Site, sites_of
 from .target import Target
+from .verdict import Kind, Verdict, verdict
 
 Placed: TypeAlias = "AnySpec | tuple[str, AnySpec]"
 """A spec, or a spec with the path of its layer in the model."""
-
-Kind = Literal["expected", "fallback", "refused", "not_applicable"]
-"""`fallback`: another fusion is expected there, and this one is taken where that one is missed. `refused`: the site has
-the steps and may not take the fusion. `not_applicable`: it has no such steps."""
-
-FP8_FORMATS = ("e4m3fn", "e4m3fnuz")
-"""What a quantising fusion can write; `Target.fp8` is one of them where it can run."""
 
 
 @frozen
@@ -80,13 +74,6 @@ class Decision:
     def __str__(self) -> str:
         tokens = "" if self.tokens == ANY else f" ({self.tokens})"
         return f"{self.site}: {self.fusion}{tokens}: {self.kind.replace('_', ' ')}: {self.reason}"
-
-
-class Verdict(NamedTuple):
-    """What one fusion is at one site, before the others are looked at."""
-
-    kind: Kind
-    reason: str
 
 
 @define(kw_only=True, frozen=True, slots=False)
@@ -288,8 +275,8 @@ class _Decider:
             else:
                 why = f"{' and '.join(holders)} takes the same nodes; this is taken where it is missed"
                 rows.append((fusion.name, "fallback", why, ANY))
-        for fusion, verdict in verdicts.items():
-            yield from taken.get(fusion) or [(fusion.name, verdict.kind, verdict.reason, ANY)]
+        for fusion, found in verdicts.items():
+            yield from taken.get(fusion) or [(fusion.name, found.kind, found.reason, ANY)]
 
     def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Verdict:
         found = verdict(fusion, site, self._target, quant)
@@ -299,57 +286,3 @@ class _Decider:
         refusal = None if self._engine is None else self._engine.why_not(fusion.name, site.role)
         reason = refusal or off
         return found if reason is None else Verdict("refused", reason)
-
-
-def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None) -> Verdict:
-    """Whether a site has the steps of a fusion's chain, and the target takes them. Switches are not looked at."""
-    if site.absent is not None:
-        return Verdict("not_applicable", site.absent)
-    if site.unknown is not None:
-        return Verdict("refused", site.unknown)
-    if fusion.add is not None and not site.adds:
-        return Verdict("not_applicable", "the first layer's input norm has no residual to add")
-    for step, norm in zip(fusion.norms, site.norms, strict=True):
-        problem = _not_plain(norm, step.weight_offset is not None)
-        if problem is not None:
-            return Verdict("refused", f"{step.x if len(site.norms) > 1 else 'the'} norm {problem}")
-    norms = " and ".join(_described(norm) for norm in site.norms)
-    what = f"the residual add and {norms}" if fusion.add is not None else norms
-    verb = "are" if fusion.add is not None or len(site.norms) > 1 else "is"
-    if fusion.quant is None:
-        return Verdict("expected", f"{what} {verb} one launch on {target}")
-    if quant is None:
-        return Verdict(
-            "not_applicable", f"the linears that read the {site.role} site are not known to quantise their activations"
-        )
-    if quant.scheme != fusion.quant.scheme:
-        return Verdict("not_applicable", f"the linears that read the {site.role} site quantise with {quant}")
-    if target.fp8 not in FP8_FORMATS:
-        return Verdict(
-            "refused",
-            f"{target} has {'no fp8 format' if target.fp8 is None else 'fp8 ' + target.fp8}, and "
-            f"the fused op writes {' or '.join(FP8_FORMATS)}",
-        )
-    width = site.norms[0].width
-    if quant.group_size is not None and width % quant.group_size:
-        return Verdict(
-            "refused",
-            f"the quantised tensor is {width} wide, which is no multiple of the {quant.group_size} columns that share a "
-            "scale",
-        )
-    return Verdict("expected", f"{what} {verb} one launch on {target}, the first in {target.fp8} with {quant}")
-
-
-def _not_plain(norm: NormSpec, takes_offset: bool) -> str | None:
-    if isinstance(norm, GatedNormSpec):
-        return "is gated, and the fused op takes plain norms only"
-    if norm.weight_offset != 0.0 and not takes_offset:
-        return (
-            f"is zero-centred (gemma style, weight_offset {norm.weight_offset}), and the fused op multiplies by the "
-            "stored weight"
-        )
-    return None
-
-
-def _described(norm: NormSpec) -> str:
-    return f"rms_norm({norm.width}, epsilon {norm.epsilon:g})"
