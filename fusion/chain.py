@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from attrs import field, frozen
 
 from ..adapters.errors import LayerfuseError
-from .declare import Kernel, Op
+from .declare import REQUIRED, Kernel, Op
 from .sites import ROLES, Site
 
 
@@ -138,7 +138,7 @@ class Fusion:
             raise FusionError(f"{self.name}: level must be 1 or 2, got {value!r}")
 
     def __attrs_post_init__(self) -> None:
-        problems = [*self._bad_roles(), *self._bad_op()]
+        problems = [*self._bad_chain()] or [*self._bad_roles(), *self._bad_op()]
         if problems:
             raise FusionError(f"{self.name}: " + "; ".join(problems))
 
@@ -162,6 +162,20 @@ class Fusion:
         if engine in (None, "transformers", *self.faster_in):
             return None
         return self.off_in.get(str(engine), f"it was not benchmarked in {engine}")
+
+    def _bad_chain(self) -> Iterable[str]:
+        op: Any = self.op
+        if not isinstance(op, Op):
+            yield f"op: expected an Op, got {op!r:.80}"
+        wrong: list[Any] = [step for step in self.chain if not isinstance(step, Add | Norm | Quant)]
+        if wrong:
+            yield f"chain: expected steps (Add, Norm, Quant), got {wrong[0]!r:.80}"
+        order = [(Add, Norm, Quant).index(type(step)) for step in self.chain if step not in wrong]
+        several = [step.__name__ for step in (Add, Quant) if sum(isinstance(s, step) for s in self.chain) > 1]
+        if several:
+            yield f"the chain has {several[0]} twice"
+        if order != sorted(order):
+            yield "the steps of a chain stand in the order Add, Norm, Quant"
 
     def _bad_roles(self) -> Iterable[str]:
         if not self.roles:
@@ -190,6 +204,14 @@ class Fusion:
             absent = [out for out in outs if out not in given and not self._is_inner(step)]
             if absent:
                 yield f"{type(step).__name__} gives {', '.join(absent)}, which {self.op.name} does not return"
+        filled = {name for step in self.chain for name in step_arguments(step)}
+        read = {step.out for step in self.chain} | {step.scales for step in self.chain if isinstance(step, Quant)}
+        unfilled = [each.name for each in self.op.args if each.name not in filled and each.default is REQUIRED]
+        if unfilled:
+            yield f"no step fills {', '.join(unfilled)}, which {self.op.name} takes"
+        unread = [each.name for each in self.op.results if each.name not in read]
+        if unread:
+            yield f"no step gives {', '.join(unread)}, which {self.op.name} returns"
 
     def _is_inner(self, step: Step) -> bool:
         """Whether a step's result stays inside: the quantised norm is no result of its own."""

@@ -6,10 +6,17 @@ benchmark's inputs are made from the declaration (`ops.library`, `bench`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from keyword import iskeyword
 from typing import Any, ClassVar, TypeAlias
 
 from attrs import field, frozen
+
+from ..adapters.errors import LayerfuseError
+
+
+class OpError(LayerfuseError, ValueError):
+    """An op that is declared wrongly; the message says what to change."""
 
 
 @frozen(kw_only=True)
@@ -198,7 +205,11 @@ class Kernel:
 
 @frozen(kw_only=True, eq=False)
 class Op:
-    """One op, `torch.ops.layerfuse.<name>`."""
+    """One op, `torch.ops.layerfuse.<name>`.
+
+    Raises:
+        OpError: names or references that do not fit together.
+    """
 
     name: str
     doc: str
@@ -215,6 +226,39 @@ class Op:
     setup_context: Callable[..., None] | None = None
     check: Callable[..., None] | None = None
     "What the arguments' kinds do not say, with all arguments by position: raises ValueError."
+
+    def __attrs_post_init__(self) -> None:
+        problems = [*self._problems()]
+        if problems:
+            raise OpError(f"op {self.name}: " + "; ".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        names = [argument.name for argument in self.args] + [result.name for result in self.results]
+        bad = [name for name in (self.name, *names) if not name.isidentifier() or iskeyword(name)]
+        if bad:
+            yield f"{bad[0]!r} is no name"
+        twice = next((name for i, name in enumerate(names[: len(self.args)]) if name in names[:i]), None)
+        if twice is not None:
+            yield f"two arguments are called {twice}"
+        if not self.args or not isinstance(self.args[0], Rows):
+            yield "the first argument is rows: it decides device and dtype"
+        if not self.results:
+            yield "it returns nothing"
+        reference: Any = self.reference
+        if not callable(reference):
+            yield f"reference: expected a function, got {reference!r:.80}"
+        rows: list[str] = []
+        for argument in self.args:
+            other = (
+                argument.like if isinstance(argument, Rows) else argument.of if isinstance(argument, Weight) else None
+            )
+            if other is not None and other not in rows:
+                yield f"{argument.name} refers to {other!r}, and no rows of that name stand before it"
+            if isinstance(argument, Rows):
+                rows.append(argument.name)
+        for result in self.results:
+            if result.of not in rows:
+                yield f"the result {result.name} is of {result.of!r}, and no rows are called that"
 
     @property
     def rows(self) -> tuple[Rows, ...]:

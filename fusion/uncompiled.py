@@ -37,8 +37,10 @@ def why_uncompiled(model: nn.Module, layer: str) -> str:
     for path, module in modules:
         for code in _codes(module):
             count = _entries(code)
-            for name in ("recompile_limit", "accumulated_recompile_limit"):
-                limit = getattr(dynamo_config, name)
+            for name, limit in (
+                ("recompile_limit", dynamo_config.recompile_limit),
+                ("accumulated_recompile_limit", dynamo_config.accumulated_recompile_limit),
+            ):
                 if count >= limit:
                     return (
                         f"Dynamo has reached its limit of {limit} recompilations of {type(module).__name__}.forward "
