@@ -89,7 +89,7 @@ class Ownership:
 
     def _of_name(self, name: str) -> list[Place]:
         """The places of a parameter, by its own module and then by the layers around it."""
-        path = self._around.aliases.get(name.rpartition(".")[0], name.rpartition(".")[0])
+        path = self._planned(name.rpartition(".")[0])
         if path in self._exact:
             return self._exact[path]
         while path:
@@ -99,6 +99,10 @@ class Ownership:
             if found:
                 return found
         return []
+
+    def _planned(self, path: str) -> str:
+        """The path that the plan has of a module that the model holds several times."""
+        return path if path in self._exact or path in self._layers else self._around.aliases.get(path, path)
 
     def _of_path(self, node: Node) -> tuple[Place, ...]:
         stack = node.meta.get("nn_module_stack")
@@ -110,7 +114,7 @@ class Ownership:
         return self._paths[text]
 
     def _resolve(self, path: str) -> list[Place]:
-        path = self._around.aliases.get(path, path)
+        path = self._planned(path)
         parts = tuple(path.split("."))
         for length in range(len(parts), -1, -1):
             inner = ".".join(parts[:length])

@@ -334,6 +334,14 @@ def test_tied_norm_weights() -> None:
     assert_agree(fused, {DUAL: 3, ADD: 6}, {DUAL: 3, ADD: 6}, **IDS)
 
 
+def test_one_norm_module_of_two_layers() -> None:
+    model = deepseek(2)
+    model.model.layers[1].input_layernorm = model.model.layers[0].post_attention_layernorm
+    fused = fusion.compile(model, strict=True)
+    torch.testing.assert_close(call(fused), call(model), rtol=1e-5, atol=1e-5)
+    assert_agree(fused, {DUAL: 2, ADD: 4}, {DUAL: 2, ADD: 4}, **IDS)
+
+
 # ---- the module that comes back (finding 6) --------------------------------------------------------------------------
 
 
