@@ -6,6 +6,7 @@ head and latent, and random weights. Nothing is downloaded. Importing this modul
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -211,20 +212,40 @@ def verify(
 
 
 def leave_uncompiled(model: Any, specs: Iterable[tuple[str, Any]]) -> int:
-    """Keep delta nets out of the compiled graphs, and say how many there are.
+    """Make each delta net one opaque op of the compiled graphs, and say how many there are.
 
     They hold no site of any fusion yet, and the reference recurrence of transformers unrolls 64 steps, which takes a
-    C++ compiler minutes.
+    C++ compiler minutes. An op does not break the graph around it, as `torch.compiler.disable` would.
     """
-    import torch
-
     from .adapters.specs import GatedDeltaNetSpec
 
     nets = [path for path, spec in specs if isinstance(spec, GatedDeltaNetSpec)]
     for path in nets:
         module = model.get_submodule(path)
-        module.forward = torch.compiler.disable(module.forward)
+        module.forward = _as_one_op(module.forward)
     return len(nets)
+
+
+def _as_one_op(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward from hidden states to hidden states, without a cache and a mask, as an op of its own."""
+    import torch
+
+    name = f"delta_net_{next(_numbers)}"
+
+    def run(hidden_states: Any) -> Any:
+        result = forward(hidden_states)
+        return result[0] if isinstance(result, tuple) else result
+
+    op = torch.library.custom_op(f"layerfuse_verify::{name}", run, mutates_args=(), schema="(Tensor x) -> Tensor")
+    op.register_fake(torch.empty_like)
+
+    def opaque(hidden_states: Any, *_: Any, **__: Any) -> Any:
+        return op(hidden_states)
+
+    return opaque
+
+
+_numbers = itertools.count()
 
 
 def _contradictions(few: ModelEntry, specs: Iterable[tuple[str, Any]]) -> list[str]:
