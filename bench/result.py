@@ -9,6 +9,7 @@ import attrs
 from attrs import frozen
 
 from .cases import Case
+from .errors import BenchError
 
 FORMAT = 2
 """Of the JSON; it grows when a key changes its meaning. 1 had widths and epsilons of two MLA latents."""
@@ -133,7 +134,14 @@ class Result:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Result:
-        """Back from `to_dict`."""
+        """Back from `to_dict`.
+
+        Raises:
+            BenchError: it was written in another format.
+        """
         from cattrs import Converter
+
+        if data.get("format") != FORMAT:
+            raise BenchError(f"this result has format {data.get('format')}, and format {FORMAT} is read; measure again")
 
         return Converter(forbid_extra_keys=True).structure({k: v for k, v in data.items() if k != "format"}, cls)

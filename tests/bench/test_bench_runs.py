@@ -47,6 +47,11 @@ def test_a_result_goes_to_json_and_back(tiny):
     assert Result.from_dict(json.loads(text)) == result
 
 
+def test_a_result_of_an_older_format_says_so(tiny):
+    with pytest.raises(bench.BenchError, match="this result has format 1, and format 2 is read; measure again"):
+        Result.from_dict({**tiny(tokens=[1]).to_dict(), "format": 1})
+
+
 def test_the_files_are_whole_and_nothing_else_is_left(tiny, tmp_path):
     result = tiny()
     written = bench.write(result, tmp_path / "new" / "folder")
