@@ -11,6 +11,7 @@ import attrs
 from ..adapters.errors import LayerfuseError, SpecError
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.plan import ANY
+from ..fusion.sites import ROLES
 from .console import show, write_text
 from .kinds import kinds_of, ranges, rows_of, spec_dict
 
@@ -216,13 +217,13 @@ def config_for(quant: Sequence[str]) -> FusionConfig:
     config = FusionConfig.from_environment()
     if not quant:
         return config
-    declared: ActivationQuant | dict[str, ActivationQuant] | None = None
-    for words in quant:
+    declared: dict[str, ActivationQuant] = {}
+    for words in sorted(quant, key=lambda words: "=" in words):  # a role's own words count more than those for all
         role, equals, how = words.partition("=")
-        if not equals:
-            declared = ActivationQuant.parse(words)
+        if equals:
+            declared[role.strip()] = ActivationQuant.parse(how)
         else:
-            declared = {**(declared if isinstance(declared, dict) else {}), role.strip(): ActivationQuant.parse(how)}
+            declared = dict.fromkeys(ROLES, ActivationQuant.parse(words))
     return attrs.evolve(config, quant=declared, level=2 if config.level else 0)
 
 

@@ -230,6 +230,10 @@ def test_a_quantisation_of_one_role(run):
         "latents": 128,
         "input": None,
     }
+    both = ["--quant", "latents=group64", "--quant", "per_token"]
+    data = json.loads(run("plan", "kimi-k2.5", *both, "--json").out)
+    sizes = {role: found["group_size"] for role, found in data["config"]["quant"].items()}
+    assert sizes == {**dict.fromkeys(("input", "post_attention", "final", "output")), "latents": 64}
     answer = run("plan", "kimi-k2.5", "--quant", "latent=group128")
     assert answer.code == 2
     assert "no role is called 'latent'; did you mean 'latents'" in answer.err
