@@ -16,7 +16,14 @@ _NO_QUANT, _PER_TOKEN, _PER_GROUP = 0, 1, 2
 
 
 def mla_dual_rms_norm(
-    q: Tensor, kv: Tensor, q_weight: Tensor, kv_weight: Tensor, q_epsilon: float, kv_epsilon: float
+    q: Tensor,
+    kv: Tensor,
+    q_weight: Tensor,
+    kv_weight: Tensor,
+    q_epsilon: float,
+    kv_epsilon: float,
+    q_offset: float,
+    kv_offset: float,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.mla_dual_rms_norm`."""
     q_out = _empty(q, q.dtype)
@@ -32,6 +39,8 @@ def mla_dual_rms_norm_per_token_quant(
     kv_weight: Tensor,
     q_epsilon: float,
     kv_epsilon: float,
+    q_offset: float,
+    kv_offset: float,
     dtype: torch.dtype,
     use_ue8m0: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,9 +60,12 @@ def mla_dual_rms_norm_group_quant(
     kv_weight: Tensor,
     q_epsilon: float,
     kv_epsilon: float,
+    q_offset: float,
+    kv_offset: float,
     dtype: torch.dtype,
     group_size: int,
     column_major: bool,
+    tma_aligned: bool,
     use_ue8m0: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `ops.mla_dual_rms_norm_quant`."""
@@ -164,3 +176,12 @@ def _rows(x: Tensor) -> Tensor:
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
     # Less than half the time of torch.empty with a shape, a dtype and a device.
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def function_of(op):
+    return {
+        "mla_dual_rms_norm": mla_dual_rms_norm,
+        "mla_dual_rms_norm_per_token_quant": mla_dual_rms_norm_per_token_quant,
+        "mla_dual_rms_norm_group_quant": mla_dual_rms_norm_group_quant,
+        "add_rms_norm": add_rms_norm,
+    }[op.name]
