@@ -102,7 +102,7 @@ def test_a_gated_norm_has_heads_gate_and_order_of_its_model(case):
     assert [row.shape for row in work.sets[0]] == [(3, 32, 128)] * 2
     # 3 tokens of 32 heads x 128 twice and one weight read; as many fp8 values, and a scale for each head, written.
     assert (qwen.bytes_read(3), qwen.bytes_written(3)) == ((2 * 3 * 4096 + 128) * 2, 3 * (4096 + 32 * 4))
-    kimi = case("gated_rms_norm_group_quant", model="kimi-linear-48b-a3b-instruct")
+    kimi = case("gated_rms_norm_group_quant", model="kimi-linear-48b-a3b")
     assert (kimi.activation, kimi.norm_before_gate) == ("sigmoid", True)
 
 

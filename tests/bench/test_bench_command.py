@@ -73,7 +73,7 @@ def test_without_a_name_it_is_every_form_of_every_fusion_that_has_a_site(type_in
     options = ["--tokens", "1", "--device", "cpu", "--quick", "--peers", "layerfuse (reference)", "--json"]
     code, out, err = type_in(*options)
     assert code == 0
-    left_out = [line.split()[6] for line in err.splitlines() if line.startswith("left out: ")]
+    left_out = [line.split(" where ")[1].split()[0] for line in err.splitlines() if line.startswith("left out: ")]
     measured = [one["case"]["op"] for one in json.loads(out)]
     assert sorted(measured + left_out) == sorted(form.op.name for _, form in forms().values())
     assert "add_rms_norm_pad" in measured and "gated_rms_norm_static_quant" in measured
@@ -83,7 +83,7 @@ def test_the_help_lists_the_catalog_whoever_declares_it(type_in, another):
     fusion = another()
     code, out, _ = type_in("--help")
     assert code == 0
-    assert all(name in out for name in FUSIONS)
+    assert all(name in out for name in forms() if not name.endswith(("_pad", "_with_norm")))
     assert f"({fusion.owner})" in " ".join(out.split())
 
 

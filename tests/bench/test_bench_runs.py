@@ -11,7 +11,6 @@ from layerfuse.bench import check, report
 from layerfuse.bench.plain_torch import EAGER_TORCH
 from layerfuse.bench.result import Result
 
-
 TAKES = {"ue8m0": ("group_quant", "token_quant"), "fp8": ("group_quant", "token_quant", "static_quant")}
 
 
@@ -19,7 +18,7 @@ TAKES = {"ue8m0": ("group_quant", "token_quant"), "fp8": ("group_quant", "token_
 @pytest.mark.parametrize("options", [{}, {"dtype": "fp16"}, {"dtype": "fp32"}, {"ue8m0": True}, {"fp8": "e4m3fnuz"}])
 def test_everybody_here_is_right_and_gets_a_time(tiny, fusion, options):
     if ("ue8m0" in options or "fp8" in options) and not fusion.removesuffix("_with_norm").endswith(
-        TAKES[[*options][0]]
+        TAKES[next(iter(options))]
     ):
         pytest.skip("has no such option")
     result = tiny(fusion, **options)
