@@ -77,7 +77,7 @@ def _store(value: Tensor | _Sum | _Padded, rows: Tensor) -> Tensor:
         out[..., : narrow.shape[-1]].copy_(narrow)
         out[..., narrow.shape[-1] :].zero_()
         return out
-    return value.to(rows.dtype).contiguous()
+    return value.to(rows.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 REFERENCE: dict[str, Callable[..., Any]] = {
