@@ -119,6 +119,8 @@ def launch_row(step: int, row: Row, wave: int) -> Launch:
     share = 900 if row.quantised else 1024
     warps = min(max(power_of_two(width / share), min(4, power_of_two(width / 256))), 32)
     columns = _ONE_BY_ONE if not row.aligned else (8, 4) if step < 4 and not row.per_token else (4, 8)
+    if row.quantised and not row.per_token and row.aligned:
+        columns = (8,)  # one chunk waits for the other's static scale: fewer of them
     return Launch(_chunk(width, 32 * warps, columns), 0, 0, 1, False, _waves(warps, wave), hold)
 
 
