@@ -199,7 +199,8 @@ def _load(path: str) -> str | None:
         if not hasattr(torch.ops._C, "rms_norm"):
             torch.ops.load_library(path)
     except OSError as error:
-        return f"{Path(path).name} cannot be loaded: {str(error).splitlines()[0]}"[:300]
+        # torch says only that it could not; the loader's own words are the cause.
+        return f"{Path(path).name} cannot be loaded: {str(error.__cause__ or error).splitlines()[0]}"[:300]
     return None if hasattr(torch.ops._C, "rms_norm") else f"{Path(path).name} holds no norm"
 
 
