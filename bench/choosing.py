@@ -317,6 +317,9 @@ def _gate_of(site: Site, form: Form) -> dict[str, Any]:
         norm: Any = site.norms[0]
         given = Options(activation=norm.activation, gate_first=not norm.norm_before_gate)
         return {"heads": spec.gated_norm_shape[0], "given": given}
+    if step_of(form, SiluMul) is not None:
+        clamped: Any = site.spec
+        return {"given": Options(limit=clamped.swiglu_limit)}
     return {}
 
 
