@@ -114,7 +114,7 @@ class BlockLinear(nn.Module):
         """From a weight (columns, depth), whole blocks of both."""
         columns, depth = weight.shape
         blocks = weight.float().view(columns // BLOCK, BLOCK, depth // BLOCK, BLOCK)
-        scales = blocks.abs().amax((1, 3)) / LARGEST
+        scales = blocks.abs().amax((1, 3)).clamp(min=1e-10) / LARGEST
         values = (blocks / scales[:, None, :, None]).view(columns, depth).to(FP8)
         return cls(values, scales.contiguous())
 
@@ -125,32 +125,35 @@ class BlockLinear(nn.Module):
         return result.view(*x.shape[:-1], -1)
 
 
-def replace_linears(module: nn.Module) -> int:
-    """Every nn.Linear of a module by one in fp8; how many there were. Columns are padded to whole blocks of weights."""
-    found = 0
-    for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear):
-            setattr(module, name, _padded_linear(child.weight.detach()))
-            found += 1
-        else:
-            found += replace_linears(child)
-    return found
+class Part(nn.Module):
+    """Some columns of a product that several linears share, as engines merge what reads one hidden state.
 
+    The first of them multiplies and leaves the product to the others, which are called in their order.
+    """
 
-class _Narrowed(BlockLinear):
-    """A product whose last block of columns is not whole."""
-
-    columns: int
+    def __init__(self, whole: BlockLinear, left: list[Tensor], start: int, stop: int) -> None:
+        super().__init__()
+        self.whole, self.left, self.start, self.stop = whole, left, start, stop
+        self.out_features, self.in_features = stop - start, whole.in_features
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., depth) to (..., columns)."""
-        return super().forward(x)[..., : self.columns]
+        """(..., depth) to (..., stop - start)."""
+        if self.start:
+            product = self.left.pop()
+        else:
+            product = self.whole(x)
+            self.left.append(product)
+        return product[..., self.start : self.stop]
 
 
-def _padded_linear(weight: Tensor) -> BlockLinear:
-    columns = weight.shape[0]
-    if columns % BLOCK == 0:
-        return BlockLinear.of(weight)
-    linear = _Narrowed.of(nn.functional.pad(weight, (0, 0, 0, -columns % BLOCK)))
-    linear.columns = linear.out_features = columns  # type: ignore[attr-defined]
-    return linear
+def replace(module: nn.Module, *names: str) -> None:
+    """One or two linears of a module by one in fp8, padded with columns of zeros to whole blocks."""
+    weights = [getattr(module, name).weight.detach() for name in names]
+    columns = sum(weight.shape[0] for weight in weights)
+    whole = BlockLinear.of(nn.functional.pad(torch.cat(weights), (0, 0, 0, -columns % BLOCK)))
+    left: list[Tensor] = []
+    start = 0
+    for name, weight in zip(names, weights, strict=True):
+        stop = start + weight.shape[0]
+        setattr(module, name, whole if weight.shape[0] == whole.out_features else Part(whole, left, start, stop))
+        start = stop

@@ -2,7 +2,8 @@
 
     python benchmarks/decode_layer.py [deepseek-v3] [qwen3-next] --tokens 1,8,64 [--each] [--save]
 
-DeepSeek-V3: a layer with a dense MLP, every linear in fp8 with block scales (`block_gemm`). Qwen3-Next: a delta net and the
+DeepSeek-V3: a layer with a dense MLP, every linear in fp8 with block scales (`block_gemm`), those
+that read one hidden state merged as engines merge them. Qwen3-Next: a delta net and the
 dense MLP of its configuration in bfloat16; the recurrence is one opaque op, flash-linear-attention's where it is installed.
 The classes are transformers'. The cache is empty, so that what is timed are projections, norms and what lies between; the
 residual is added in front, as in a stack of layers. Against it: torch.compile, the better of plain and combo kernels.
@@ -18,13 +19,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from block_gemm import replace_linears, try_out
+from block_gemm import replace, try_out
 from environment import save
 from torch import Tensor, nn
 
 from layerfuse import fusion, registry
 from layerfuse.adapters.specs import Parallel
-from layerfuse.fusion import ActivationQuant, FusionConfig
+from layerfuse.fusion import ActivationQuant, FusionConfig, Target
 from layerfuse.testing import config_of
 
 ROUNDS = 60
@@ -72,9 +73,16 @@ def deepseek(device: str, tiny: bool) -> tuple[Step, Any, FusionConfig]:
     with torch.device(device):
         layer = _scaled(source.DeepseekV3DecoderLayer(config, layer_idx=1).to(torch.bfloat16))
         rotary = source.DeepseekV3RotaryEmbedding(config)
-    replaced = replace_linears(layer)
-    print(f"DeepSeek-V3: {replaced} linears in fp8")
     attention = layer.self_attn
+    for module, names in (
+        (attention, ("q_a_proj", "kv_a_proj_with_mqa")),
+        (attention, ("q_b_proj",)),
+        (attention, ("kv_b_proj",)),
+        (attention, ("o_proj",)),
+        (layer.mlp, ("gate_proj", "up_proj")),
+        (layer.mlp, ("down_proj",)),
+    ):
+        replace(module, *names)
     step = Step(layer, lambda hidden, cos, sin: attention(hidden, (cos, sin), None)[0])
     return step, rotary, FusionConfig(level=2, quant=QUANT)
 
@@ -187,7 +195,13 @@ def measured(name: str, tokens: int, device: str, each: bool) -> dict[str, Any]:
     def arm(label: str, wanted: FusionConfig, **options: Any) -> Any:
         torch._dynamo.reset()
         compiled = fusion.compile(
-            step, config=wanted, parallel=Parallel(size=1, rank=0), fullgraph=True, dynamic=False, **options
+            step,
+            config=wanted,
+            target=target,
+            parallel=Parallel(size=1, rank=0),
+            fullgraph=True,
+            dynamic=False,
+            **options,
         )
         replays[label], results[label] = graph_of(compiled, arguments)
         one = compiled.report
@@ -199,6 +213,7 @@ def measured(name: str, tokens: int, device: str, each: bool) -> dict[str, Any]:
               flush=True)  # fmt: skip
         return compiled
 
+    target = None if device == "cuda" else Target(arch="cpu", vendor="cpu", fp8="e4m3fn")
     variants = VARIANTS if device == "cuda" else {"plain": {}}
     none = FusionConfig(level=0)
     last = None
