@@ -11,17 +11,25 @@ from pathlib import Path
 import pytest
 from binding_checks import (
     CASES,
-    add_rms_norm,
-    add_rms_norm_quant,
     all_reduce_rms_norm,
     all_reduce_rms_norm_group_quant,
     check_numbers,
     mla_decode_of_several_queries,
-    rms_norm_quant,
-    rms_norm_with_an_offset,
 )
 from check_tools import installed
 from expected import ABSENT, EXPECTED, REPRESENTATIVE, No, Works
+from norm_checks import (
+    WIDTH,
+    add_rms_norm,
+    dual_quant,
+    gated_group_quant_of_triton,
+    gated_rms_norm_group_quant,
+    mxfp8_quant,
+    norm_quant,
+    rms_norm,
+    silu_mul_group_quant,
+    silu_mul_per_token_quant,
+)
 from standin import RELEASES, StandInMisuse, shared_standin
 
 from layerfuse.fusion.backends import BackendError
@@ -41,7 +49,8 @@ def expected_of(binding: str, release: str) -> Works | No:
 
 def test_the_expectations_are_about_every_binding_and_every_release() -> None:
     assert RELEASES == KNOWN
-    assert set(EXPECTED) == {binding.name for binding in amd.BINDINGS} == set(CASES)
+    assert list(EXPECTED) == [binding.name for binding in amd.BINDINGS]
+    assert {binding.op for binding in amd.BINDINGS} == set(CASES)
     for binding in EXPECTED:
         for release in RELEASES:
             expected_of(binding, release)
@@ -65,16 +74,49 @@ def test_a_release(release):
                 check_numbers(found)
 
 
-@pytest.mark.parametrize("release", [r for r in REPRESENTATIVE if RELEASES.index(r) >= RELEASES.index("v0.1.17")])
+def since(first: str) -> list[str]:
+    """The representative releases from this one on."""
+    return [release for release in REPRESENTATIVE if RELEASES.index(release) >= RELEASES.index(first)]
+
+
+@pytest.mark.parametrize("release", since("v0.1.17"))
 def test_gemma_norms_and_column_major_all_reduce_scales(release):
     with installed(shared_standin(release)):
-        rms_norm_with_an_offset(amd.bound("rms_norm").call)
+        rms_norm(amd.bound("rms_norm").call, 1.0)
         add_rms_norm(amd.bound("add_rms_norm").call, 1.0)
-        rms_norm_quant(amd.bound("rms_norm_quant").call, 1.0)
-        add_rms_norm_quant(amd.bound("add_rms_norm_quant").call, 1.0)
+        for op in ("rms_norm_group_quant", "add_rms_norm_group_quant", "rms_norm_per_token_quant"):
+            norm_quant(amd.bound(op).call, op, 1.0)
+        if release != "v0.1.17":
+            mxfp8_quant(amd.bound("add_rms_norm_mxfp8_quant").call, "add_rms_norm_mxfp8_quant", 1.0)
         all_reduce_rms_norm(amd.bound("all_reduce_rms_norm").call, 1.0)
         if release in ("v0.1.17", "v0.1.20.post1"):
             all_reduce_rms_norm_group_quant(amd.bound("all_reduce_rms_norm_group_quant").call, True)
+
+
+@pytest.mark.parametrize("release", since("v0.1.13.post1"))
+def test_gemma_norms_of_the_latents(release):
+    with installed(shared_standin(release)):
+        for op in ("rms_norm_group_quant", "add_rms_norm_group_quant_with_norm"):
+            norm_quant(amd.bound(f"{op}.latents").call, op, 1.0)
+        dual_quant(amd.bound("mla_dual_rms_norm_group_quant").call, "group_quant", 1.0)
+        if release != "v0.1.13.post1":
+            op = "rms_norm_per_token_quant_with_norm"
+            norm_quant(amd.bound(f"{op}.latents").call, op, 1.0)
+            dual_quant(amd.bound("mla_dual_rms_norm_per_token_quant").call, "per_token_quant", 1.0)
+
+
+@pytest.mark.parametrize("release", since("v0.1.15.post3"))
+def test_what_only_some_bindings_of_an_op_take(release):
+    with installed(shared_standin(release)):
+        gated_rms_norm_group_quant(amd.bound("gated_rms_norm_group_quant").call, columns=True)
+        gated_group_quant_of_triton(amd.bound("gated_rms_norm_group_quant.triton").call)
+        silu_mul_group_quant(amd.bound("silu_mul_group_quant").call, 64, 0.75, columns=True)
+        silu_mul_group_quant(amd.bound("silu_mul_group_quant.triton").call, 64)
+        clamp = amd.bound("silu_mul_group_quant.clamp").call
+        silu_mul_group_quant(clamp, 128, 0.7, columns=True)
+        if release != "v0.1.15.post3":
+            silu_mul_group_quant(clamp, 32, 0.7)
+            silu_mul_per_token_quant(amd.bound("silu_mul_per_token_quant.clamp").call, WIDTH, 0.7)
 
 
 @pytest.mark.parametrize("release", ["v0.1.9", "v0.1.11.post1", "v0.1.14", "v0.1.18", "v0.1.20.post1"])
@@ -125,13 +167,14 @@ def test_a_call_that_aiter_would_misread_is_seen_by_the_stand_in():
 def test_the_table_of_the_docs_says_what_is_expected():
     page = (Path(__file__).resolve().parents[2] / "docs" / "aiter.md").read_text()
     rows = re.findall(
-        r"^\| `(\w+)` \| ([^|]+) \| (refused: )?[^|]+\|$", page.partition("### What is refused")[0], re.MULTILINE
+        r"^\| (`[^|]+`) \| ([^|]+) \| (refused: )?[^|]+\|$", page.partition("### What is refused")[0], re.MULTILINE
     )
     said: dict[tuple[str, str], bool] = {}
-    for name, span, refused in rows:
-        for release in span_of(span):
-            assert (name, release) not in said
-            said[name, release] = not refused
+    for names, span, refused in rows:
+        for name in re.findall(r"`([\w.]+)`", names):
+            for release in span_of(span):
+                assert (name, release) not in said
+                said[name, release] = not refused
     for name in EXPECTED:
         for release in RELEASES:
             expected = expected_of(name, release)
@@ -154,7 +197,21 @@ def span_of(text: str) -> tuple[str, ...]:
     return RELEASES[RELEASES.index(first) : RELEASES.index(last) + 1]
 
 
-HOT = ("all_reduce", "dual_norms", "gated", "mla", "norms", "quick_reduce", "tensors", "triton_ops")
+HOT = (
+    *(
+        "all_reduce",
+        "dual_norms",
+        "gated",
+        "mla",
+        "mx",
+        "norm_quant",
+        "norms",
+        "quick_reduce",
+        "signatures",
+        "silu_mul",
+    ),
+    *("tensors", "triton_norms"),
+)
 
 
 @pytest.mark.parametrize("module", HOT)
