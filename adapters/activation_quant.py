@@ -31,9 +31,25 @@ def _layout(instance: ActivationQuant, _attribute: object, value: object) -> Non
         raise ActivationQuantError("ActivationQuant.column_major: one scale per token is one column, in either layout")
 
 
+def _aligned(instance: ActivationQuant, _attribute: object, value: object) -> None:
+    if value and not instance.column_major:
+        raise ActivationQuantError("ActivationQuant.tma_aligned: aligned scales are column-major; say both")
+
+
+def _fixed(instance: ActivationQuant, _attribute: object, value: object) -> None:
+    if value not in (None, *FIXED):
+        raise ActivationQuantError(f"ActivationQuant.fixed: expected None or one of {', '.join(FIXED)}, got {value!r}")
+    if value is not None and (instance.group_size is not None or instance.use_ue8m0):
+        raise ActivationQuantError(f"ActivationQuant.fixed: {value} has no group size and no ue8m0 to choose")
+
+
+FIXED = ("static", "mxfp8", "mxfp4")
+"""Schemes that leave nothing to choose."""
+
+
 @frozen(kw_only=True)
 class ActivationQuant:
-    """Dynamic fp8 quantisation of activations: the scales come from the values of each token.
+    """Quantisation of activations: dynamic fp8 unless `fixed` says otherwise.
 
     Raises:
         ActivationQuantError: a group size that is not in `GROUP_SIZES`, or column-major scales without groups.
@@ -45,33 +61,44 @@ class ActivationQuant:
     "The scales' strides: (1, M) for M rows instead of (groups, 1), as DeepGEMM and CUTLASS take them."
     use_ue8m0: bool = False
     "The scales are powers of two."
+    tma_aligned: bool = field(default=False, validator=_aligned)
+    "Column-major scales whose columns start on 16 bytes: strides (1, M rounded up to 4)."
+    fixed: str | None = field(default=None, validator=_fixed)
+    "static: one scale for the whole tensor, from calibration. mxfp8, mxfp4: OCP's MX formats. None: dynamic fp8."
 
     @property
     def scheme(self) -> str:
-        """`per_token` or `group`, as the fused ops are named."""
-        return "per_token" if self.group_size is None else "group"
+        """`static`, `per_token`, `group`, `mxfp8` or `mxfp4`, as the fused ops are named."""
+        return self.fixed or ("per_token" if self.group_size is None else "group")
 
     @classmethod
     def parse(cls, text: str) -> ActivationQuant:
-        """From words with commas: `per_token`, or `group128`, and then `column_major`, `ue8m0`.
+        """From words with commas: `static`, `per_token`, `group128`, `mxfp8` or `mxfp4`, and then options.
+
+        The options are `column_major`, `tma_aligned` (which implies column_major) and `ue8m0`.
 
         Raises:
             ActivationQuantError: another word.
         """
         scheme, *options = (word.strip() for word in text.split(","))
         match = re.fullmatch(r"group(\d+)", scheme)
-        unknown = [word for word in options if word not in ("column_major", "ue8m0")]
-        if (scheme != "per_token" and match is None) or unknown:
+        unknown = [word for word in options if word not in ("column_major", "tma_aligned", "ue8m0")]
+        if (scheme not in ("per_token", *FIXED) and match is None) or unknown:
             raise ActivationQuantError(
-                f"expected per_token or group{'|'.join(map(str, GROUP_SIZES))}, then column_major or ue8m0, separated "
-                f"by commas, got {text!r}"
+                f"expected static, per_token, group{'|'.join(map(str, GROUP_SIZES))}, mxfp8 or mxfp4, then column_major, "
+                f"tma_aligned or ue8m0, separated by commas, got {text!r}"
             )
         return cls(
             group_size=None if match is None else int(match[1]),
-            column_major="column_major" in options,
+            column_major="column_major" in options or "tma_aligned" in options,
             use_ue8m0="ue8m0" in options,
+            tma_aligned="tma_aligned" in options,
+            fixed=scheme if scheme in FIXED else None,
         )
 
     def __str__(self) -> str:
+        if self.fixed is not None:
+            return "a static scale" if self.fixed == "static" else self.fixed
         what = "one scale per token" if self.group_size is None else f"one scale per {self.group_size} columns"
-        return what + (", column-major" if self.column_major else "") + (", powers of two" if self.use_ue8m0 else "")
+        layout = ", column-major and TMA-aligned" if self.tma_aligned else ", column-major"
+        return what + (layout if self.column_major else "") + (", powers of two" if self.use_ue8m0 else "")

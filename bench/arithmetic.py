@@ -5,17 +5,17 @@ The steps of the chain name the op's arguments, so what is composed here is made
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
 
-from ..fusion.chain import Add, Fusion, Norm, Quant
-from ..fusion.declare import Like
-from .errors import CannotMeasureError
+from ..fusion.chain import Fusion
+from ..fusion.compose import written
+from ..fusion.ops.quantisation import quantise_mxfp4, quantise_mxfp8
 
 Results = tuple[Tensor, ...]
 
@@ -24,56 +24,13 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
 SMALLEST_AMAX = 1e-10
 
 
-@frozen(kw_only=True)
-class Arithmetic:
-    """How each kind of step is computed."""
-
-    add: Callable[[Tensor, Tensor], Tensor]
-    norm: Callable[[Tensor, Tensor, float, float], Tensor]
-    "From rows, weight, epsilon and weight offset."
-    quantise: Callable[[Tensor, torch.dtype, int | None, bool, bool], tuple[Tensor, Tensor]]
-    "From values, fp8 dtype, group size, column_major and use_ue8m0 to fp8 values and scales."
-    store: Callable[[Tensor, Tensor], Tensor]
-    "From a value and the rows that it belongs to, to the result."
+Arithmetic = Mapping[str, Callable[..., Any]]
+"""How each kind of step is computed: functions by the names that `compose.lines` gives them."""
 
 
 def compose(fusion: Fusion, how: Arithmetic) -> Callable[..., Results]:
-    """The chain as one function, which takes all of the op's arguments by position and gives all of its results.
-
-    It is written out as source, since a compiler guards every object that it meets on the way through a loop over steps.
-
-    Raises:
-        CannotMeasureError: a step that is not known here.
-    """
-    lines = [f"def chain({', '.join(argument.name for argument in fusion.op.args)}):"]
-    lines += [f"    {line}" for line in _lines(fusion)]
-    scope: dict[str, Any] = {"_add": how.add, "_norm": how.norm, "_quantise": how.quantise, "_store": how.store}
-    exec(compile("\n".join(lines), f"<chain of {fusion.name}>", "exec"), scope)
-    function: Callable[..., Results] = scope["chain"]
-    return function
-
-
-def _lines(fusion: Fusion) -> Iterator[str]:
-    reads = {argument.name: argument.name for argument in fusion.op.args}
-    for step in fusion.chain:
-        if isinstance(step, Add):
-            # What follows reads the sum where it would have read x.
-            yield f"made_{step.out} = _add({step.x}, {step.residual})"
-            reads[step.x] = f"made_{step.out}"
-        elif isinstance(step, Norm):
-            offset = "0.0" if step.weight_offset is None else step.weight_offset
-            yield f"made_{step.out} = _norm({reads[step.x]}, {step.weight}, {step.epsilon}, {offset})"
-        elif isinstance(step, Quant):
-            groups = ("None", "False") if step.per == "token" else (step.group_size, step.column_major)
-            values = f"made_{fusion.norms[0].out}, {step.dtype}, {', '.join(groups)}, {step.use_ue8m0}"
-            yield f"made_{step.out}, made_{step.scales} = _quantise({values})"
-        else:
-            raise CannotMeasureError(f"{fusion.name} has a step {type(step).__name__} that cannot be measured yet")
-    stored = [
-        f"_store(made_{result.name}, {result.of})" if isinstance(result, Like) else f"made_{result.name}"
-        for result in fusion.op.results
-    ]
-    yield f"return ({', '.join(stored)},)"
+    """The chain as one function, which takes all of the op's arguments by position and gives all of its results."""
+    return written(fusion.name, fusion.chain, fusion.op.args, fusion.op.results, how)
 
 
 # ---- as a model without fused kernels has it -------------------------------------------------------------------------
@@ -87,7 +44,7 @@ def wide_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tenso
 
 
 def quantise(
-    values: Tensor, dtype: torch.dtype, group_size: int | None, column_major: bool, ue8m0: bool
+    values: Tensor, dtype: torch.dtype, group_size: int | None, column_major: bool, ue8m0: bool, tma_aligned: bool
 ) -> tuple[Tensor, Tensor]:
     """Values (tokens, width) to fp8 and the float32 scales (tokens, groups)."""
     values = values.float()
@@ -101,7 +58,9 @@ def quantise(
     if ue8m0:
         scales = torch.exp2(torch.ceil(torch.log2(scales)))
     quantised = (grouped / scales.unsqueeze(-1)).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
-    if column_major:
+    if tma_aligned:
+        scales = F.pad(scales.t(), (0, -scales.shape[0] % 4)).contiguous()[:, : scales.shape[0]].t()
+    elif column_major:
         scales = scales.t().contiguous().t()
     return quantised.view(-1, groups * size)[:, :width], scales
 
@@ -110,20 +69,64 @@ def _torch_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Ten
     return F.rms_norm(x, x.shape[-1:], weight + offset if offset else weight, epsilon)
 
 
-EAGER = Arithmetic(
-    add=lambda x, residual: x + residual,
-    norm=_torch_norm,
-    quantise=quantise,
-    store=lambda value, _: value,
-)
+def _activated(gate: Tensor, activation: str) -> Tensor:
+    return F.silu(gate) if activation == "silu" else gate.sigmoid()
+
+
+def _gated(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def gated(
+        x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, offset: float, activation: str, norm_before_gate: bool
+    ) -> Tensor:
+        factor = _activated(gate.float(), activation)
+        if norm_before_gate:
+            return norm(x, weight, epsilon, offset) * factor
+        return norm(x * factor, weight, epsilon, offset)
+
+    return gated
+
+
+def silu_mul(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """In the dtype of the inputs."""
+    if math.isfinite(limit):
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return F.silu(gate) * up
+
+
+def quantise_static(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """By a given scale of one element."""
+    return (values.float() / scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
+
+
+def _padded(value: Tensor, width: int) -> Tensor:
+    return F.pad(value, (0, width - value.shape[-1]))
+
+
+_ROUNDED: dict[str, Callable[..., Any]] = {
+    "_quantise": quantise,
+    "_quantise_static": quantise_static,
+    "_quantise_mxfp8": quantise_mxfp8,
+    "_quantise_mxfp4": quantise_mxfp4,
+    "_pad": _padded,
+}
+
+EAGER: Arithmetic = {
+    **_ROUNDED,
+    "_add": lambda x, residual: x + residual,
+    "_norm": _torch_norm,
+    "_gated_norm": _gated(_torch_norm),
+    "_silu_mul": silu_mul,
+    "_store": lambda value, rows: value.to(rows.dtype),
+}
 """PyTorch's own operations one after another, with a rounding after each."""
 
-FUSABLE = Arithmetic(
-    add=lambda x, residual: x.float() + residual.float(),
-    norm=wide_norm,
-    quantise=quantise,
-    store=lambda value, rows: value.to(rows.dtype),
-)
+FUSABLE: Arithmetic = {
+    **_ROUNDED,
+    "_add": lambda x, residual: x.float() + residual.float(),
+    "_norm": wide_norm,
+    "_gated_norm": _gated(wide_norm),
+    "_silu_mul": lambda gate, up, limit: silu_mul(gate.float(), up.float(), limit),
+    "_store": lambda value, rows: value.to(rows.dtype),
+}
 """The arithmetic without a rounding in between, for a compiler to fuse."""
 
 
@@ -135,12 +138,31 @@ def _exact_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Ten
     return wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt() * (weight.double() + offset)
 
 
-EXACT = Arithmetic(
-    add=lambda x, residual: x.double() + residual.double(),
-    norm=_exact_norm,
-    quantise=lambda values, *_: (values, values),
-    store=lambda value, _: value,
-)
+def _unquantised(values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return values, values
+
+
+def _exact_gated(
+    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, offset: float, activation: str, norm_before_gate: bool
+) -> Tensor:
+    factor = _activated(gate.double(), activation)
+    if norm_before_gate:
+        return _exact_norm(x, weight, epsilon, offset) * factor
+    return _exact_norm(x.double() * factor, weight, epsilon, offset)
+
+
+EXACT: Arithmetic = {
+    "_add": lambda x, residual: x.double() + residual.double(),
+    "_norm": _exact_norm,
+    "_gated_norm": _exact_gated,
+    "_silu_mul": lambda gate, up, limit: silu_mul(gate.double(), up.double(), limit),
+    "_quantise": _unquantised,
+    "_quantise_static": lambda values, *_: values,
+    "_quantise_mxfp8": _unquantised,
+    "_quantise_mxfp4": _unquantised,
+    "_pad": _padded,
+    "_store": lambda value, _: value,
+}
 """In float64 and never rounded. In place of quantised values and of their scales, the values themselves."""
 
 

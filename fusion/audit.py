@@ -25,7 +25,7 @@ class Counted:
     expected: int
     "Sites that the plan expects it at."
     profiled: int
-    "Calls of its op that the profiler saw."
+    "Calls of its ops that the profiler saw."
     counted: int
     "Uses that ran fused by the counters of the compiled graphs."
 
@@ -94,9 +94,10 @@ def audit_call(call: Callable[[], Any], plan: Plan, report: Report) -> Audit:
         raise RuntimeError("the call was not counted")
     last = report.last
     expected = Counter(decision.fusion for decision in plan.expected())
+    ran = {name: sum(seen[f"layerfuse::{form.op.name}"] for form in fusion.forms) for name, fusion in FUSIONS.items()}
     fusions = {
-        name: Counted(expected=expected[name], profiled=seen[f"layerfuse::{fusion.op.name}"], counted=last.fused(name))
-        for name, fusion in FUSIONS.items()
-        if expected[name] or seen[f"layerfuse::{fusion.op.name}"] or last.fused(name)
+        name: Counted(expected=expected[name], profiled=ran[name], counted=last.fused(name))
+        for name in FUSIONS
+        if expected[name] or ran[name] or last.fused(name)
     }
     return Audit(fusions=fusions, missed=last.missed, compiled=report.graphs - graphs)

@@ -1,75 +1,22 @@
 """What a fusion is: a declared chain of steps at a site, and the op that does them in one launch.
 
-A step names the arguments and results of the op that it stands for. Nothing here needs torch.
+A fusion whose op is not given has the one that its chain composes to. Nothing here needs torch.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from functools import cached_property
+from typing import Any
 
-from attrs import field, frozen
+import attrs
+from attrs import define, field, frozen
 
-from ..adapters.errors import LayerfuseError
+from .compose import op_of, quantised_step
 from .declare import REQUIRED, Kernel, Op
 from .sites import ROLES, Site
-
-
-class FusionError(LayerfuseError, ValueError):
-    """A fusion that is declared wrongly; the message says what to change."""
-
-
-@frozen(kw_only=True)
-class Add:
-    """The residual add in front of a norm: `x + residual`, with the sum as a result of its own."""
-
-    x: str = "x"
-    residual: str = "residual"
-    out: str = "residual_out"
-
-
-@frozen(kw_only=True)
-class Norm:
-    """An RMSNorm. `weight_offset` None: the op takes no zero-centred weights."""
-
-    x: str = "x"
-    weight: str = "weight"
-    epsilon: str = "epsilon"
-    weight_offset: str | None = None
-    out: str = "normed"
-
-    @classmethod
-    def of(cls, name: str) -> Norm:
-        """One norm of several: `of("q")` takes `q`, `q_weight` and `q_epsilon`, and gives `q`."""
-        return cls(x=name, weight=f"{name}_weight", epsilon=f"{name}_epsilon", out=name)
-
-
-@frozen(kw_only=True)
-class Quant:
-    """Dynamic fp8 quantisation of the chain's first norm, which then has no other reader."""
-
-    per: str = field()
-    "token or group."
-    dtype: str = "dtype"
-    group_size: str = "group_size"
-    column_major: str = "column_major"
-    use_ue8m0: str = "use_ue8m0"
-    out: str = "values"
-    scales: str = "scales"
-
-    @per.validator
-    def _check(self, _: object, value: object) -> None:
-        if value not in ("token", "group"):
-            raise FusionError(f"Quant.per: expected token or group, got {value!r}")
-
-    @property
-    def scheme(self) -> str:
-        """As `ActivationQuant.scheme` names it."""
-        return "per_token" if self.per == "token" else "group"
-
-
-Step: TypeAlias = Add | Norm | Quant
+from .steps import ORDER, Add, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step
 
 
 @frozen(kw_only=True)
@@ -90,6 +37,13 @@ def _names(several: Iterable[str]) -> tuple[str, ...]:
     return tuple(several)
 
 
+FAMILY = (
+    Kernel(backend="aiter"),
+    Kernel(backend="triton", made_by="layerfuse.fusion.backends.triton.family:function_of"),
+)
+"""The kernels of an op that is made from its chain."""
+
+
 def _engines(several: Iterable[str]) -> frozenset[str]:
     return frozenset(several)
 
@@ -99,6 +53,14 @@ def _kernels(several: Iterable[Kernel]) -> tuple[Kernel, ...]:
 
 
 @frozen(kw_only=True, eq=False)
+class Form:
+    """One way to run a fusion: which of several a use takes is decided by who reads the norm in the graph."""
+
+    chain: tuple[Step, ...]
+    op: Op
+
+
+@define(kw_only=True, eq=False, frozen=True, slots=False)
 class Fusion:
     """One fusion.
 
@@ -116,8 +78,11 @@ class Fusion:
     chain: tuple[Step, ...] = field(converter=_steps)
     "What happens there, in order. A longer chain is preferred to a shorter one, which is then its fallback."
     op: Op = field(repr=False)
-    backends: tuple[Kernel, ...] = field(default=(), converter=_kernels, repr=False)
-    "Its kernels, the preferred one first. The op's reference comes after them."
+    "Made from the chain unless given, and called like the fusion."
+    pads: bool = False
+    "Whether there is a form for norms that are padded with columns of zeros behind them."
+    backends: tuple[Kernel, ...] = field(converter=_kernels, repr=False)
+    "Its kernels, the preferred one first: AITER and Triton for a chain of the family. The op's reference comes after them."
     faster_in: frozenset[str] = field(default=frozenset(), converter=_engines, repr=False)
     "Engines in which it was measured faster than what the engine does without it: it is on there by default."
     off_in: Mapping[str, str] = field(factory=dict, repr=False)
@@ -126,6 +91,14 @@ class Fusion:
     "From a site and a target to the number of tokens up to which the fusion is taken there; None: any."
     owner: str = "layerfuse"
     "The package that declares it."
+
+    @op.default
+    def _composed(self) -> Op:
+        return op_of(self.name, self.chain)
+
+    @backends.default
+    def _family(self) -> tuple[Kernel, ...]:
+        return FAMILY if self._is_composed else ()
 
     @name.validator
     def _check_name(self, _: object, value: str) -> None:
@@ -143,9 +116,30 @@ class Fusion:
             raise FusionError(f"{self.name}: " + "; ".join(problems))
 
     @property
-    def norms(self) -> tuple[Norm, ...]:
+    def _is_composed(self) -> bool:
+        return self.op.chain is not None
+
+    @cached_property
+    def forms(self) -> tuple[Form, ...]:
+        """The forms in the order in which they are tried: padded, then the chain itself, then the one that keeps the norm."""
+        found = [Form(chain=self.chain, op=self.op)]
+        if not self._is_composed:
+            return tuple(found)
+        if self.pads:
+            chain = (*self.chain, Pad())
+            found.insert(0, Form(chain=chain, op=op_of(f"{self.name}_pad", chain)))
+        first = self.norms[0] if self.norms and self.quant is not None else None
+        if isinstance(first, Norm):
+            out = first.out if first.out == "normed" else f"{first.out}_normed"
+            kept = attrs.evolve(first, out=out, kept=True)
+            chain = tuple(kept if step is first else step for step in self.chain)
+            found.append(Form(chain=chain, op=op_of(f"{self.name}_with_norm", chain)))
+        return tuple(found)
+
+    @property
+    def norms(self) -> tuple[Norm | GatedNorm, ...]:
         """The norms of the chain, in the order of the site's."""
-        return tuple(step for step in self.chain if isinstance(step, Norm))
+        return tuple(step for step in self.chain if isinstance(step, Norm | GatedNorm))
 
     @property
     def add(self) -> Add | None:
@@ -167,15 +161,18 @@ class Fusion:
         op: Any = self.op
         if not isinstance(op, Op):
             yield f"op: expected an Op, got {op!r:.80}"
-        wrong: list[Any] = [step for step in self.chain if not isinstance(step, Add | Norm | Quant)]
+        known = ", ".join(step.__name__ for step in ORDER)
+        wrong: list[Any] = [step for step in self.chain if not isinstance(step, ORDER)]
         if wrong:
-            yield f"chain: expected steps (Add, Norm, Quant), got {wrong[0]!r:.80}"
-        order = [(Add, Norm, Quant).index(type(step)) for step in self.chain if step not in wrong]
-        several = [step.__name__ for step in (Add, Quant) if sum(isinstance(s, step) for s in self.chain) > 1]
+            yield f"chain: expected steps ({known}), got {wrong[0]!r:.80}"
+        order = [ORDER.index(type(step)) for step in self.chain if step not in wrong]
+        several = [
+            step.__name__ for step in ORDER if step is not Norm and sum(isinstance(s, step) for s in self.chain) > 1
+        ]
         if several:
             yield f"the chain has {several[0]} twice"
         if order != sorted(order):
-            yield "the steps of a chain stand in the order Add, Norm, Quant"
+            yield f"the steps of a chain stand in the order {known}"
 
     def _bad_roles(self) -> Iterable[str]:
         if not self.roles:
@@ -195,17 +192,19 @@ class Fusion:
     def _bad_op(self) -> Iterable[str]:
         taken = {argument.name for argument in self.op.args}
         given = {result.name for result in self.op.results}
+        filled: set[str] = set()
+        read: set[str] = set()
         for step in self.chain:
-            names = step_arguments(step)
+            names = [argument.name for argument in step.arguments()]
             missing = [name for name in names if name not in taken]
             if missing:
                 yield f"{type(step).__name__} fills {', '.join(missing)}, which {self.op.name} does not take"
-            outs = [step.out, *([step.scales] if isinstance(step, Quant) else [])]
+            outs = step.outs if isinstance(step, Quant) else (step.out,)
             absent = [out for out in outs if out not in given and not self._is_inner(step)]
             if absent:
                 yield f"{type(step).__name__} gives {', '.join(absent)}, which {self.op.name} does not return"
-        filled = {name for step in self.chain for name in step_arguments(step)}
-        read = {step.out for step in self.chain} | {step.scales for step in self.chain if isinstance(step, Quant)}
+            filled.update(names)
+            read.update(outs)
         unfilled = [each.name for each in self.op.args if each.name not in filled and each.default is REQUIRED]
         if unfilled:
             yield f"no step fills {', '.join(unfilled)}, which {self.op.name} takes"
@@ -214,16 +213,21 @@ class Fusion:
             yield f"no step gives {', '.join(unread)}, which {self.op.name} returns"
 
     def _is_inner(self, step: Step) -> bool:
-        """Whether a step's result stays inside: the quantised norm is no result of its own."""
-        return isinstance(step, Norm) and self.quant is not None and step is self.norms[0]
+        """Whether a step's result stays inside: what is quantised is no result of its own."""
+        return self.quant is not None and step is quantised_step(self.chain)
 
 
-def step_arguments(step: Step) -> tuple[str, ...]:
-    """The op's arguments that a step fills."""
-    if isinstance(step, Add):
-        return (step.x, step.residual)
-    if isinstance(step, Norm):
-        offset = () if step.weight_offset is None else (step.weight_offset,)
-        return (step.x, step.weight, step.epsilon, *offset)
-    groups = () if step.per == "token" else (step.group_size, step.column_major)
-    return (step.dtype, *groups, step.use_ue8m0)
+__all__ = [
+    "FAMILY",
+    "Add",
+    "Form",
+    "Fusion",
+    "FusionError",
+    "GatedNorm",
+    "Norm",
+    "Pad",
+    "Quant",
+    "SiluMul",
+    "Step",
+    "TokenLimit",
+]

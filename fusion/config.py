@@ -156,11 +156,11 @@ class FusionConfig:
         return None
 
     def quant_at(self, site: Site) -> ActivationQuant | None:
-        """How what reads a site's first norm quantises it: as declared here, else as read off the model."""
+        """How what reads a site's first norm, or its product, quantises it: as declared here, else as read off the model."""
         declared = dict(self.quant)
         if site.role in declared:
             return declared[site.role]
-        return site.norms[0].quant if site.norms else None
+        return site.quant
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and for cache keys."""

@@ -54,6 +54,8 @@ class Rows(Argument):
     "An earlier argument whose leading dimensions, dtype and device it has."
     any_strides: bool = False
     "True: the last stride may be another than 1."
+    heads: bool = False
+    "True: (..., heads, width), normed head by head. Quantised results are those of (..., heads * width)."
 
 
 @frozen(kw_only=True)
@@ -127,15 +129,70 @@ class GroupSize(Argument):
 
 @frozen(kw_only=True)
 class Flag(Argument):
-    """A switch, off unless set."""
+    """A switch, off unless it says otherwise."""
 
     schema = "bool"
     annotation = "bool"
 
+    on: bool = False
+
     @property
     def default(self) -> Any:
-        """Off."""
-        return False
+        """Whether it is on unless given."""
+        return self.on
+
+
+@frozen(kw_only=True)
+class Choice(Argument):
+    """One of several words, the first of them unless given."""
+
+    schema = "str"
+    annotation = "str"
+
+    words: tuple[str, ...]
+
+    @property
+    def default(self) -> Any:
+        """The first word."""
+        return self.words[0]
+
+
+@frozen(kw_only=True)
+class Limit(Argument):
+    """The clamp of a gated MLP: gates are at most this, the other half lies between minus and plus this."""
+
+    schema = "float"
+    annotation = "float"
+
+    name: str = "limit"
+    doc: str = "gate is clamped from above and up on both sides; positive, infinite where a model clamps nothing."
+
+    @property
+    def default(self) -> Any:
+        """No clamp."""
+        return Source('float("inf")')
+
+
+@frozen(kw_only=True)
+class StaticScale(Argument):
+    """The scale of a static quantisation."""
+
+    schema = "Tensor"
+    annotation = "Tensor"
+
+    name: str = "scale"
+    doc: str = "one float32 element on the device of the rows: values are divided by it."
+
+
+@frozen(kw_only=True)
+class PaddedWidth(Argument):
+    """How wide a padded result is."""
+
+    schema = "int"
+    annotation = "int"
+
+    name: str = "padded_width"
+    doc: str = "columns of the padded result, at least the width; what is behind the width is zero."
 
 
 @frozen
@@ -151,6 +208,10 @@ class Source:
 COLUMN_MAJOR = Flag(
     name="column_major",
     doc="the scales' strides, (1, M) for M rows instead of (groups, 1); indexing means the same in both.",
+)
+TMA_ALIGNED = Flag(
+    name="tma_aligned",
+    doc="column-major scales whose columns start on 16 bytes, as TMA loads want it: strides (1, M rounded up to 4).",
 )
 UE8M0 = Flag(name="use_ue8m0", doc="round the scales up to powers of two.")
 
@@ -172,12 +233,27 @@ class Like(Result):
 
 @frozen(kw_only=True)
 class Quantised(Result):
-    """An fp8 tensor of the shape of `of`; its dtype is the argument of kind `QuantDtype`."""
+    """An fp8 tensor as wide as `of`, heads joined; its dtype is the argument of kind `QuantDtype`, or e4m3fn."""
 
 
 @frozen(kw_only=True)
 class Scales(Result):
     """The float32 scales, (..., groups), laid out as `ops.quantisation.scale_strides` says."""
+
+
+@frozen(kw_only=True)
+class Packed(Result):
+    """Two fp4 (e2m1) values per byte, the first in the low bits: uint8, half as wide as `of`."""
+
+
+@frozen(kw_only=True)
+class Exponents(Result):
+    """The scales of MX formats: their exponents plus 127 (e8m0) in uint8, one per 32 columns."""
+
+
+@frozen(kw_only=True)
+class Padded(Result):
+    """A tensor of the dtype of `of`, as wide as the argument of kind `PaddedWidth`."""
 
 
 Results: TypeAlias = tuple[Result, ...]
@@ -199,6 +275,8 @@ class Kernel:
     "triton, aiter, or another name."
     function: str = ""
     "`module:function`, imported when first chosen; it takes the op's arguments. Empty for aiter: its table has it."
+    made_by: str = ""
+    "`module:function` from the op to such a function, in place of `function`: for a kernel that serves many ops."
     refuses: str | None = None
     "`module:function` from the op's case to why it cannot take it, or None where it can: beside the backend's own rules."
 
@@ -226,6 +304,9 @@ class Op:
     setup_context: Callable[..., None] | None = None
     check: Callable[..., None] | None = None
     "What the arguments' kinds do not say, with all arguments by position: raises ValueError."
+
+    chain: tuple[Any, ...] | None = None
+    "The steps that it was composed from (`compose.op_of`); None for an op that was written by hand."
 
     def __attrs_post_init__(self) -> None:
         problems = [*self._problems()]

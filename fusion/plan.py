@@ -21,7 +21,7 @@ from .chain import Fusion
 from .config import FusionConfig
 from .engine import NAMES as ENGINES
 from .engine import Engine
-from .sites import Site, sites_of
+from .sites import OUTPUT, Site, sites_of
 from .target import Target
 from .verdict import Kind, Verdict, verdict
 
@@ -244,7 +244,7 @@ class _Decider:
             quant,
             site.spec.layer_index == 0,
         )
-        if any(fusion.limit is not None for fusion in FUSIONS.values()):
+        if not site.norms or site.role == OUTPUT or any(fusion.limit is not None for fusion in FUSIONS.values()):
             key = (*key, site.spec)
         found = self._known.get(key)
         if found is None:

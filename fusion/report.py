@@ -28,6 +28,8 @@ class Use:
     site: str
     fused: str | None
     "The fusion that was put there, or None."
+    form: str | None = None
+    "The op that it was put there with: the fusion's, or that of a form which keeps or pads the norm."
     missed: Mapping[str, str] = field(factory=dict)
     "Expected fusion -> why it was not."
     how: str = "structure"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from attrs import field, frozen
 
+from ..adapters.activation_quant import ActivationQuant
 from ..adapters.specs import (
     AnySpec,
     FinalNormSpec,
@@ -22,6 +23,7 @@ POST_ATTENTION = "post_attention"
 FINAL = "final"
 LATENTS = "latents"
 OUTPUT = "output"
+ACTIVATION = "activation"
 
 
 @frozen(kw_only=True)
@@ -69,6 +71,12 @@ ROLES: dict[str, Role] = {
             norms=1,
             steps=frozenset({"GatedNorm", "Quant"}),
         ),
+        Role(
+            name=ACTIVATION,
+            doc="the product inside a gated MLP, before its down-projection",
+            norms=0,
+            steps=frozenset({"SiluMul", "Quant"}),
+        ),
     )
 }
 """Every role a site can have."""
@@ -93,6 +101,21 @@ class Site:
     "Why no fusion can stand here, as a sentence; None where one can."
     unknown: str | None = None
     "Why the spec cannot say what stands here, as a sentence; None where it does."
+
+    @property
+    def quant(self) -> ActivationQuant | None:
+        """How what reads the first norm, or the product, quantises it: as read off the model."""
+        if self.norms:
+            return self.norms[0].quant
+        return getattr(self.spec, "quant", None)
+
+    @property
+    def quantised_width(self) -> int:
+        """Columns of what a quantisation takes here: a rank's heads of a gated norm are joined."""
+        if isinstance(self.spec, GatedDeltaNetSpec):
+            heads, width = self.spec.gated_norm_shape
+            return heads * width
+        return self.norms[0].width if self.norms else int(getattr(self.spec, "local_intermediate_size", 0))
 
     @property
     def name(self) -> str:

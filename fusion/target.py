@@ -41,6 +41,12 @@ class Target:
     "The float8 format its matrix units take: e4m3fn (OCP), e4m3fnuz (gfx940 to gfx942), or None."
 
     @property
+    def mx(self) -> bool:
+        """Whether its matrix units take the MX formats: NVIDIA from sm100 on, AMD gfx950 and gfx1250."""
+        number = re.sub(r"\D", "", self.arch)
+        return self.arch.startswith(("gfx950", "gfx125")) or (self.vendor == "nvidia" and int(number or 0) >= FIRST_MX)
+
+    @property
     def name(self) -> str:
         """The name to give `Target.named`."""
         return self.arch
@@ -81,6 +87,10 @@ class Target:
 
 FIRST_FP8 = 89
 """NVIDIA's first compute capability with fp8 (Ada), and the first for which Triton converts to e4m3fn."""
+
+
+FIRST_MX = 100
+"""NVIDIA's first compute capability with MX formats (Blackwell)."""
 
 
 def _amd_fp8(arch: str) -> str | None:

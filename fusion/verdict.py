@@ -11,6 +11,7 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.specs import GatedNormSpec, NormSpec
 from .chain import Fusion
 from .sites import Site
+from .steps import GATES, GatedNorm, Norm
 from .target import Target
 
 Kind = Literal["expected", "fallback", "refused", "not_applicable"]
@@ -37,12 +38,11 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
     if fusion.add is not None and not site.adds:
         return Verdict("not_applicable", "the first layer's input norm has no residual to add")
     for step, norm in zip(fusion.norms, site.norms, strict=True):
-        problem = _not_plain(norm, step.weight_offset is not None)
+        problem = _misfit(step, norm)
         if problem is not None:
             return Verdict("refused", f"{step.x if len(site.norms) > 1 else 'the'} norm {problem}")
-    norms = " and ".join(_described(norm) for norm in site.norms)
-    what = f"the residual add and {norms}" if fusion.add is not None else norms
-    verb = "are" if fusion.add is not None or len(site.norms) > 1 else "is"
+    what, several = _described(fusion, site)
+    verb = "are" if several else "is"
     if fusion.quant is None:
         return Verdict("expected", f"{what} {verb} one launch on {target}")
     if quant is None:
@@ -51,26 +51,49 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
         )
     if quant.scheme != fusion.quant.scheme:
         return Verdict("not_applicable", f"the linears that read the {site.role} site quantise with {quant}")
+    problem = _why_not_quantised(site, target, quant)
+    if problem is not None:
+        return Verdict("refused", problem)
+    which = "the first " if len(site.norms) > 1 else ""
+    fp8 = f"in {quant}" if fusion.quant.mx else f"in {target.fp8} with {quant}"
+    return Verdict("expected", f"{what} {verb} one launch on {target}, {which}{fp8}")
+
+
+def _why_not_quantised(site: Site, target: Target, quant: ActivationQuant) -> str | None:
+    width = site.quantised_width
+    if quant.fixed in ("mxfp8", "mxfp4"):
+        if not target.mx:
+            return f"{target} has no MX formats; gfx950, gfx1250 and sm100 have"
+        return f"the quantised tensor is {width} wide, which is no multiple of 32" if width % 32 else None
     if target.fp8 not in FP8_FORMATS:
-        return Verdict(
-            "refused",
+        return (
             f"{target} has {'no fp8 format' if target.fp8 is None else 'fp8 ' + target.fp8}, and "
-            f"the fused op writes {' or '.join(FP8_FORMATS)}",
+            f"the fused op writes {' or '.join(FP8_FORMATS)}"
         )
-    width = site.norms[0].width
-    if quant.group_size is not None and width % quant.group_size:
-        return Verdict(
-            "refused",
+    if quant.group_size is None:
+        return None
+    if width % quant.group_size:
+        return (
             f"the quantised tensor is {width} wide, which is no multiple of the {quant.group_size} columns that share a "
-            "scale",
+            "scale"
         )
-    return Verdict("expected", f"{what} {verb} one launch on {target}, the first in {target.fp8} with {quant}")
+    if site.norms and isinstance(site.norms[0], GatedNormSpec) and site.norms[0].width % quant.group_size:
+        return f"groups of {quant.group_size} columns straddle heads of {site.norms[0].width}"
+    return None
 
 
-def _not_plain(norm: NormSpec, takes_offset: bool) -> str | None:
+def _misfit(step: Norm | GatedNorm, norm: NormSpec) -> str | None:
+    if isinstance(step, GatedNorm):
+        if not isinstance(norm, GatedNormSpec):
+            return "is not gated"
+        if norm.activation not in GATES:
+            return f"has a gate of {norm.activation}; the fused op knows {' and '.join(GATES)}"
+        if norm.group_size not in (None, norm.width):
+            return f"takes its variance over {norm.group_size} columns of {norm.width}, and the fused op over all of a head"
+        return None
     if isinstance(norm, GatedNormSpec):
         return "is gated, and the fused op takes plain norms only"
-    if norm.weight_offset != 0.0 and not takes_offset:
+    if norm.weight_offset != 0.0 and step.weight_offset is None:
         return (
             f"is zero-centred (gemma style, weight_offset {norm.weight_offset}), and the fused op multiplies by the "
             "stored weight"
@@ -78,5 +101,16 @@ def _not_plain(norm: NormSpec, takes_offset: bool) -> str | None:
     return None
 
 
-def _described(norm: NormSpec) -> str:
-    return f"rms_norm({norm.width}, epsilon {norm.epsilon:g})"
+def _described(fusion: Fusion, site: Site) -> tuple[str, bool]:
+    """What becomes one launch, and whether that is several things."""
+    if not site.norms:
+        return f"silu(gate) * up of {site.quantised_width} columns", False
+    norms = " and ".join(map(_norm, site.norms))
+    if fusion.add is not None:
+        return f"the residual add and {norms}", True
+    return norms, len(site.norms) > 1
+
+
+def _norm(norm: NormSpec) -> str:
+    gate = f", {norm.activation} gate" if isinstance(norm, GatedNormSpec) else ""
+    return f"rms_norm({norm.width}, epsilon {norm.epsilon:g}{gate})"

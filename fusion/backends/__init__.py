@@ -16,7 +16,7 @@ from typing import Any
 from attrs import frozen
 
 from ...adapters.errors import LayerfuseError, did_you_mean
-from ..declare import Kernel
+from ..declare import Kernel, Op
 
 ENVIRONMENT = "LAYERFUSE_BACKEND"
 """Environment variable that forces one backend by name, on every device, for the ops that have it."""
@@ -208,22 +208,22 @@ def reference(op: str, function: Callable[..., Any]) -> Backend:
     return Backend(name="reference", op=op, load=lambda: function, runs_on=anywhere)
 
 
-def backend_of(op: str, kernel: Kernel) -> Backend:
+def backend_of(op: Op, kernel: Kernel) -> Backend:
     """A declared kernel as a backend, with the rules of its kind: Triton's, AITER's, or none."""
     if kernel.backend == "aiter":
         from .aiter.backend import backend
 
-        return backend(op)
-    if not kernel.function:
-        raise BackendError(f"{op}: the kernel of backend {kernel.backend!r} names no function (`module:function`)")
+        return backend(op.name)
+    if not kernel.function and not kernel.made_by:
+        raise BackendError(f"{op.name}: the kernel of backend {kernel.backend!r} names no function (`module:function`)")
     if kernel.backend == "triton":
         from .triton import backend as triton_backend
 
         return triton_backend(op, kernel)
     return Backend(
         name=kernel.backend,
-        op=op,
-        load=functools.partial(imported, kernel.function),
+        op=op.name,
+        load=functools.partial(loaded, op, kernel),
         runs_on=anywhere,
         refuses=refusal_of(kernel),
     )
@@ -240,6 +240,14 @@ def refusal_of(kernel: Kernel) -> Callable[[Any], str | None]:
         return said
 
     return refuses
+
+
+def loaded(op: Op, kernel: Kernel) -> Callable[..., Any]:
+    """A kernel's function for an op."""
+    if kernel.function:
+        return imported(kernel.function)
+    function: Callable[..., Any] = imported(kernel.made_by)(op)
+    return function
 
 
 def imported(path: str) -> Callable[..., Any]:

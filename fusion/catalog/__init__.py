@@ -71,9 +71,10 @@ def add(fusions: dict[str, Fusion], fusion: Fusion) -> None:
             raise FusionError(
                 f"two fusions are called {fusion.name!r}: one of {other.owner}, one of {fusion.owner}. Rename one of them."
             )
-        if fusion.op.name == other.op.name and fusion.op is not other.op:
+        twice = {form.op.name for form in fusion.forms} & {form.op.name for form in other.forms}
+        if twice and fusion.op is not other.op:
             raise FusionError(
-                f"two ops are called {fusion.op.name!r}: that of {other.name} ({other.owner}) and that of {fusion.name} "
+                f"two ops are called {twice.pop()!r}: that of {other.name} ({other.owner}) and that of {fusion.name} "
                 f"({fusion.owner}). Rename one of them."
             )
     fusions[fusion.name] = fusion

@@ -1,41 +1,9 @@
-"""Both latent norms of an MLA layer in one launch, which also quantises the query latent in groups of columns.
-
-The query latent is normed and quantised without a rounding in between (`ops.quantisation` says how).
-"""
+"""Both latent norms of an MLA layer in one launch, the query's quantised to fp8 with one scale per group of columns."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..chain import Fusion, Norm, Quant
-from ..declare import COLUMN_MAJOR, UE8M0, GroupSize, Kernel, Like, Op, QuantDtype, Quantised, Scales
 from ..sites import LATENTS
-from .mla_dual_rms_norm import NORMS
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-
-def reference(
-    q: Tensor,
-    kv: Tensor,
-    qw: Tensor,
-    kvw: Tensor,
-    qe: float,
-    kve: float,
-    dtype: torch.dtype,
-    group_size: int,
-    column_major: bool,
-    use_ue8m0: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The query side quantised from float32, the key/value side rounded once."""
-    from ..ops.norm import normalise, normalise_wide
-    from ..ops.quantisation import quantise
-
-    wide = normalise_wide(q, qw, qe)
-    return (*quantise(wide, dtype, group_size, column_major, use_ue8m0), normalise(kv, kvw, kve))
-
 
 FUSION = Fusion(
     name="mla_dual_rms_norm_group_quant",
@@ -43,19 +11,4 @@ FUSION = Fusion(
     level=2,
     roles=(LATENTS,),
     chain=(Norm.of("q"), Norm.of("kv"), Quant(per="group", out="q")),
-    op=Op(
-        name="mla_dual_rms_norm_group_quant",
-        doc="The dual norm, the query latent quantised to fp8 with one scale per `group_size` columns.",
-        args=(*NORMS, QuantDtype(), GroupSize(), COLUMN_MAJOR, UE8M0),
-        results=(
-            Quantised(name="q", of="q", doc="q normed, in fp8."),
-            Scales(name="scales", of="q", doc="q's float32 scales, (..., groups)."),
-            Like(name="kv", of="kv", doc="kv normed."),
-        ),
-        reference=reference,
-    ),
-    backends=(
-        Kernel(backend="aiter"),
-        Kernel(backend="triton", function="layerfuse.fusion.backends.triton.launch:mla_dual_rms_norm_group_quant"),
-    ),
 )

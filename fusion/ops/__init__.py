@@ -1,6 +1,6 @@
 """The ops, registered with torch.library when this package is imported: `torch.ops.layerfuse.*`.
 
-They are the canonical ops and the op of every fusion in the catalog, other packages' included, each as a function here.
+They are the canonical ops and the ops of every fusion in the catalog, other packages' included, each as a function here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .library import public
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{op.name: public(op) for op in CANONICAL},
-    **{fusion.op.name: public(fusion.op, fusion.backends) for fusion in FUSIONS.values()},
+    **{form.op.name: public(form.op, fusion.backends) for fusion in FUSIONS.values() for form in fusion.forms},
 }
 """Every op by name, as users call it."""
 

@@ -1,4 +1,4 @@
-"""The canonical ops: one norm, and two fp8 quantisations of activations.
+"""The canonical ops: one norm, and three fp8 quantisations of activations.
 
 They are what a model may call to be recognised at once. What no fusion has taken is lowered back to plain arithmetic.
 """
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..declare import (
     COLUMN_MAJOR,
+    TMA_ALIGNED,
     UE8M0,
     Epsilon,
     GroupSize,
@@ -21,11 +22,12 @@ from ..declare import (
     Quantised,
     Rows,
     Scales,
+    StaticScale,
     Weight,
     WeightOffset,
 )
 from .norm import normalise, normalise_backward
-from .quantisation import quantise
+from .quantisation import quantise, quantise_static
 
 _X = Rows(name="x", doc="(..., width), any strides.", any_strides=True)
 
@@ -45,9 +47,13 @@ def _per_token(x: Tensor, dtype: torch.dtype, use_ue8m0: bool) -> tuple[Tensor, 
 
 
 def _group(
-    x: Tensor, dtype: torch.dtype, group_size: int, column_major: bool, use_ue8m0: bool
+    x: Tensor, dtype: torch.dtype, group_size: int, column_major: bool, tma_aligned: bool, use_ue8m0: bool
 ) -> tuple[Tensor, Tensor]:
-    return quantise(x.float(), dtype, group_size, column_major, use_ue8m0)
+    return quantise(x.float(), dtype, group_size, column_major, use_ue8m0, tma_aligned)
+
+
+def _static(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return quantise_static(x.float(), scale, dtype)
 
 
 RMS_NORM = Op(
@@ -72,11 +78,18 @@ QUANTISE_PER_TOKEN = Op(
 QUANTISE_GROUP = Op(
     name="quantise_group",
     doc="Quantise to fp8 with one scale per `group_size` columns; `quantisation` says how.",
-    args=(_X, QuantDtype(), GroupSize(), COLUMN_MAJOR, UE8M0),
+    args=(_X, QuantDtype(), GroupSize(), COLUMN_MAJOR, TMA_ALIGNED, UE8M0),
     results=(
         Quantised(name="values", of="x", doc="x in fp8."),
         Scales(name="scales", of="x", doc="its float32 scales, (..., groups)."),
     ),
     reference=_group,
 )
-CANONICAL = (RMS_NORM, QUANTISE_PER_TOKEN, QUANTISE_GROUP)
+QUANTISE_STATIC = Op(
+    name="quantise_static",
+    doc="Quantise to fp8 by a static scale; `quantisation` says how.",
+    args=(_X, StaticScale(), QuantDtype()),
+    results=(Quantised(name="values", of="x", doc="x in fp8."),),
+    reference=_static,
+)
+CANONICAL = (RMS_NORM, QUANTISE_PER_TOKEN, QUANTISE_GROUP, QUANTISE_STATIC)

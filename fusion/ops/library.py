@@ -15,20 +15,28 @@ from torch import Tensor
 from .. import backends
 from ..declare import (
     REQUIRED,
+    TMA_ALIGNED,
     Argument,
+    Choice,
     Epsilon,
+    Exponents,
     GroupSize,
     Kernel,
     Like,
+    Limit,
     Op,
+    Packed,
+    Padded,
+    PaddedWidth,
     QuantDtype,
     Quantised,
     Result,
     Rows,
+    StaticScale,
     Weight,
 )
 from .norm import FLOATS
-from .quantisation import GROUP_SIZES, LARGEST, empty_scales
+from .quantisation import GROUP_SIZES, LARGEST, MX_COLUMNS, empty_scales
 
 _LIBRARY = torch.library.Library("layerfuse", "FRAGMENT")
 _defined: dict[str, Op] = {}
@@ -57,7 +65,7 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     _LIBRARY.define(op.schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
     backends.register(backends.reference(name, op.reference))
     for kernel in reversed(kernels):
-        backends.register(backends.backend_of(name, kernel))
+        backends.register(backends.backend_of(op, kernel))
     check, fake, case = checker(op), _fake(op), case_maker(op)
 
     def run(x: Tensor, *args: Any) -> Any:
@@ -87,14 +95,12 @@ def checker(op: Op) -> Check:
     """
     name = f"layerfuse::{op.name}"
     places = {argument.name: place for place, argument in enumerate(op.args)}
-    quantises = any(isinstance(argument, QuantDtype) for argument in op.args)
+    quantises = any(isinstance(result, Quantised | Packed) for result in op.results)
     checks: list[tuple[int, Callable[..., None], int]] = []
     for place, argument in enumerate(op.args):
         found = _check_of(name, argument, quantises, op.rows[0].any_strides)
         if found is not None:
-            other = (
-                argument.like if isinstance(argument, Rows) else argument.of if isinstance(argument, Weight) else None
-            )
+            other = _other(op, argument)
             checks.append((place, found, place if other is None else places[other]))
     widths = [
         (places[each.name], places[first.name], each.name, first.name)
@@ -103,6 +109,7 @@ def checker(op: Op) -> Check:
     ]
     tensors = tuple(place for place, argument in enumerate(op.args) if isinstance(argument, Rows | Weight))
     inference_only, more = op.backward is None, op.check
+    groups = [places[each.of] for each in op.results if isinstance(each, Exponents)]
 
     def check(*given: Any) -> None:
         for place, each, other in checks:
@@ -113,12 +120,28 @@ def checker(op: Op) -> Check:
                     f"{name}: {one} must be as wide as {another}, {given[first].shape[-1]} columns; "
                     f"got {tuple(given[place].shape)}"
                 )
+        for place in groups:
+            if given[place].shape[-1] % MX_COLUMNS:
+                raise ValueError(f"{name}: rows of {given[place].shape[-1]} columns are no multiple of {MX_COLUMNS}")
         if inference_only and torch.is_grad_enabled() and any(given[place].requires_grad for place in tensors):
             raise RuntimeError(f"{name} is for inference and has no backward; use torch.no_grad()")
         if more is not None:
             more(*given)
 
     return check
+
+
+def _other(op: Op, argument: Argument) -> str | None:
+    """The argument that an argument is checked beside."""
+    if isinstance(argument, Rows):
+        return argument.like
+    if isinstance(argument, Weight):
+        return argument.of
+    if isinstance(argument, StaticScale | PaddedWidth):
+        return op.rows[0].name
+    if argument.name == TMA_ALIGNED.name:
+        return next((each.name for each in op.args if each.name == "column_major"), None)
+    return None
 
 
 def _check_of(op: str, argument: Argument, quantises: bool, strided: bool) -> Check | None:
@@ -132,19 +155,65 @@ def _check_of(op: str, argument: Argument, quantises: bool, strided: bool) -> Ch
         return _one_of(op, argument.name, tuple(LARGEST))
     if isinstance(argument, GroupSize):
         return _one_of(op, argument.name, GROUP_SIZES)
-    return None
+    if isinstance(argument, Choice):
+        return _one_of(op, argument.name, argument.words)
+    if isinstance(argument, Limit):
+        return _limit_check(op, argument)
+    if isinstance(argument, StaticScale):
+        return _scale_check(op, argument)
+    if isinstance(argument, PaddedWidth):
+        return _padded_check(op, argument)
+    return _aligned_check(op) if argument.name == TMA_ALIGNED.name else None
+
+
+def _limit_check(op: str, argument: Limit) -> Check:
+    def check(limit: Any, _: Any) -> None:
+        if not limit > 0:
+            raise ValueError(f"{op}: {argument.name} must be positive, infinite for no clamp; got {limit!r}")
+
+    return check
+
+
+def _scale_check(op: str, argument: StaticScale) -> Check:
+    def check(scale: Any, x: Any) -> None:
+        if scale.numel() != 1 or scale.dtype != torch.float32:
+            raise ValueError(
+                f"{op}: {argument.name} must be one element of torch.float32, got {tuple(scale.shape)} of {scale.dtype}"
+            )
+        if scale.device != x.device:
+            raise ValueError(f"{op}: {argument.name} is on {scale.device}, the rows on {x.device}; move one of them")
+
+    return check
+
+
+def _padded_check(op: str, argument: PaddedWidth) -> Check:
+    def check(width: Any, x: Any) -> None:
+        if width < x.shape[-1]:
+            raise ValueError(f"{op}: {argument.name} must be at least the width {x.shape[-1]}, got {width}")
+
+    return check
+
+
+def _aligned_check(op: str) -> Check:
+    def check(tma_aligned: Any, column_major: Any) -> None:
+        if tma_aligned and not column_major:
+            raise ValueError(f"{op}: tma_aligned scales are column-major; give column_major=True too")
+
+    return check
 
 
 def _rows_check(op: str, argument: Rows, dtypes: tuple[torch.dtype, ...]) -> Check:
-    name, like, any_strides = argument.name, argument.like, argument.any_strides
+    name, like, any_strides, least = argument.name, argument.like, argument.any_strides, 1 + argument.heads
     known = ", ".join(map(str, dtypes))
 
     def check(x: Any, other: Any) -> None:
         if x is None:  # which the dispatcher lets through for the first argument
             raise TypeError(f"{op}: {name} must be a tensor, got None")
         shape = x.shape
-        if not len(shape):
-            raise ValueError(f"{op}: {name} needs at least one dimension, got a scalar")
+        if len(shape) < least:
+            if least == 1:
+                raise ValueError(f"{op}: {name} needs at least one dimension, got a scalar")
+            raise ValueError(f"{op}: {name} must be (..., heads, width), got {tuple(shape)}")
         if x.dtype not in dtypes:
             raise ValueError(f"{op}: {name} must be one of {known}, got {x.dtype}")
         if shape[-1] == 0:
@@ -213,15 +282,28 @@ def _one_of(op: str, name: str, known: tuple[Any, ...]) -> Check:
 def _fake(op: Op) -> Callable[..., Any]:
     places = {argument.name: place for place, argument in enumerate(op.args)}
     dtype = next((places[argument.name] for argument in op.args if isinstance(argument, QuantDtype)), None)
-    group, major = places.get("group_size"), places.get("column_major")
+    padded = next((places[argument.name] for argument in op.args if isinstance(argument, PaddedWidth)), None)
+    group, major, aligned = places.get("group_size"), places.get("column_major"), places.get("tma_aligned")
+    joined = {rows.name for rows in op.rows if rows.heads}
+
+    def option(place: int | None, given: tuple[Any, ...]) -> Any:
+        return False if place is None else given[place]
 
     def one(result: Result, given: tuple[Any, ...]) -> Tensor:
         x = given[places[result.of]]
         if isinstance(result, Like):
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        shape = (*x.shape[:-2], x.shape[-2] * x.shape[-1]) if result.of in joined else tuple(x.shape)
+        if isinstance(result, Padded):
+            return torch.empty((*shape[:-1], option(padded, given)), dtype=x.dtype, device=x.device)
         if isinstance(result, Quantised):
-            return torch.empty(x.shape, dtype=given[dtype] if dtype is not None else x.dtype, device=x.device)
-        return empty_scales(x, None if group is None else given[group], False if major is None else given[major])
+            return torch.empty(shape, dtype=torch.float8_e4m3fn if dtype is None else given[dtype], device=x.device)
+        if isinstance(result, Packed):
+            return torch.empty((*shape[:-1], shape[-1] // 2), dtype=torch.uint8, device=x.device)
+        if isinstance(result, Exponents):
+            return torch.empty((*shape[:-1], shape[-1] // MX_COLUMNS), dtype=torch.uint8, device=x.device)
+        size = None if group is None else given[group]
+        return empty_scales(x.new_empty(shape), size, option(major, given), option(aligned, given))
 
     def fake(*given: Any) -> Any:
         results = tuple(one(result, given) for result in op.results)
@@ -230,15 +312,18 @@ def _fake(op: Op) -> Callable[..., Any]:
     return fake
 
 
+_NOT_OF_THE_CASE = (Rows, Weight, Epsilon, StaticScale, Limit)
+
+
 def case_fields(op: Op) -> tuple[str, ...]:
-    """The fields of the op's case: dtype, widths, the weights' dtypes, and every option that is no number."""
+    """The fields of the op's case: dtype, widths, heads, the weights' dtypes, and every option that is no number."""
     weights = [f"{argument.name}_dtype" for argument in op.args if isinstance(argument, Weight)]
     options = [
         "quant_dtype" if isinstance(argument, QuantDtype) else argument.name
         for argument in op.args
-        if not isinstance(argument, Rows | Weight | Epsilon)
+        if not isinstance(argument, _NOT_OF_THE_CASE)
     ]
-    return ("dtype", *op.widths, *weights, *options)
+    return ("dtype", *op.widths, *(("heads",) if op.rows[0].heads else ()), *weights, *options)
 
 
 def case_type(op: Op) -> Callable[..., Hashable]:
@@ -252,15 +337,15 @@ def case_maker(op: Op) -> Callable[..., Hashable]:
     first = {rows.width: place for place, rows in reversed(list(enumerate(op.args))) if isinstance(rows, Rows)}
     widths = tuple(first[width] for width in op.widths)
     weights = tuple(place for place, argument in enumerate(op.args) if isinstance(argument, Weight))
-    options = tuple(
-        place for place, argument in enumerate(op.args) if not isinstance(argument, Rows | Weight | Epsilon)
-    )
+    options = tuple(place for place, argument in enumerate(op.args) if not isinstance(argument, _NOT_OF_THE_CASE))
+    heads = op.rows[0].heads
 
     def case(*given: Any) -> Hashable:
         # Lists are quicker than generators here, and this runs at every call.
         return make(
             given[0].dtype,
             *[given[place].shape[-1] for place in widths],
+            *([given[0].shape[-2]] if heads else []),
             *[given[place].dtype for place in weights],
             *[given[place] for place in options],
         )
@@ -273,9 +358,11 @@ def case_maker(op: Op) -> Callable[..., Hashable]:
 
 def public(op: Op, kernels: tuple[Kernel, ...] = ()) -> Callable[..., Any]:
     """The op as a Python function with its arguments' names and defaults, and a docstring."""
+    required = max(place for place, argument in enumerate(op.args) if argument.default is REQUIRED)
     taken = ", ".join(
-        f"{argument.name}: {argument.annotation}" + ("" if argument.default is REQUIRED else f" = {argument.default!r}")
-        for argument in op.args
+        # Python wants arguments without a default first: what stands before one has none either.
+        f"{argument.name}: {argument.annotation}" + ("" if place <= required else f" = {argument.default!r}")
+        for place, argument in enumerate(op.args)
     )
     given = ", ".join(argument.name for argument in op.args)
     result = "Tensor" if len(op.results) == 1 else f"tuple[{', '.join('Tensor' for _ in op.results)}]"

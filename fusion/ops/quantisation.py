@@ -1,4 +1,4 @@
-"""Dynamic fp8 quantisation, written down once: what every backend computes for given values, and for broken ones.
+"""Quantisation of activations, written down once: what every backend computes for given values, and for broken ones.
 
 From float32 values `n` (a norm's result before any rounding), per row or per group of columns:
 
@@ -8,6 +8,11 @@ From float32 values `n` (a norm's result before any rounding), per row or per gr
 - `q = n * (1 / scale)`, clamped to +-largest, rounded to nearest even. Dequantised: `q * scale`.
 - A NaN in a group makes the group's scale NaN and all its values NaN. An infinity makes the scale infinite; the
   infinity itself becomes NaN and the finite values become zero. Nothing broken is hidden behind a finite number.
+- Static: the scale is given, `q = n * (1 / scale)`, clamped likewise. A NaN stays NaN, and an infinity becomes +-largest.
+- MXFP8 and MXFP4 (OCP Microscaling formats 1.0): per 32 columns an exponent e8m0, that of amax after rounding amax to
+  one and a half bits (from 1.75 * 2^k up it counts as 2^(k+1)), less 8 for e4m3 or 2 for e2m1, as AITER's kernels and
+  quark have it. Values are `n / 2^exponent`, rounded to nearest even, clamped. A group with a NaN or an infinity has the
+  byte 255, which is e8m0's NaN.
 """
 
 from __future__ import annotations
@@ -30,24 +35,28 @@ def scale_shape(leading: tuple[int, ...], width: int, group_size: int | None) ->
     return (*leading, 1 if group_size is None else -(-width // group_size))
 
 
-def scale_strides(shape: tuple[int, ...], column_major: bool) -> tuple[int, ...]:
+def scale_strides(shape: tuple[int, ...], column_major: bool, tma_aligned: bool = False) -> tuple[int, ...]:
     """Strides of a scale tensor.
 
     Column-major means that the scales of one group lie together, row after row: for (M, G) the strides are (1, M), and
-    element [r, g] is still the scale of row r and group g. Leading dimensions keep their order.
+    element [r, g] is still the scale of row r and group g. Leading dimensions keep their order. TMA-aligned: (1, M rounded
+    up to 4), so that each group's scales start on 16 bytes, as DeepGEMM asks for.
     """
     strides = [0] * len(shape)
     step = 1
     for i in (*range(len(shape) - 2, -1, -1), len(shape) - 1) if column_major else range(len(shape) - 1, -1, -1):
+        if tma_aligned and i == len(shape) - 1:
+            step = (step + 3) // 4 * 4
         strides[i] = step
         step *= max(shape[i], 1)
     return tuple(strides)
 
 
-def empty_scales(x: Tensor, group_size: int | None, column_major: bool) -> Tensor:
+def empty_scales(x: Tensor, group_size: int | None, column_major: bool, tma_aligned: bool = False) -> Tensor:
     """An uninitialised float32 scale tensor for x, on x's device."""
     shape = scale_shape(tuple(x.shape[:-1]), x.shape[-1], group_size)
-    return torch.empty_strided(shape, scale_strides(shape, column_major), dtype=torch.float32, device=x.device)
+    strides = scale_strides(shape, column_major, tma_aligned)
+    return torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
 
 
 def check_quant(op: str, dtype: torch.dtype, group_size: int | None) -> None:
@@ -69,9 +78,14 @@ def round_up_to_power_of_two(scale: Tensor) -> Tensor:
 
 
 def quantise(
-    values: Tensor, dtype: torch.dtype, group_size: int | None, column_major: bool, use_ue8m0: bool
+    values: Tensor,
+    dtype: torch.dtype,
+    group_size: int | None,
+    column_major: bool,
+    use_ue8m0: bool,
+    tma_aligned: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The reference.
+    """The reference of the dynamic forms.
 
     Args:
         values: (..., width), float32 or float64, not yet rounded.
@@ -79,6 +93,7 @@ def quantise(
         group_size: columns per scale, the last group may be short; None for one scale per row.
         column_major: how the scales lie in memory, see `scale_strides`.
         use_ue8m0: whether scales are powers of two.
+        tma_aligned: how column-major scales lie in memory, likewise.
 
     Returns:
         The contiguous fp8 tensor of the shape of `values`, and the float32 scales (..., groups).
@@ -95,5 +110,55 @@ def quantise(
     # Into a tensor of its own: a slice of one row or of none counts as contiguous whatever its strides.
     quantised = torch.empty(values.shape, dtype=dtype, device=values.device)
     quantised.copy_(scaled.flatten(-2)[..., :width])
-    scales = empty_scales(values, group_size, column_major)
+    scales = empty_scales(values, group_size, column_major, tma_aligned)
     return quantised, scales.copy_(scale)
+
+
+def quantise_static(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The reference of the static form: values (..., width), float32 or float64; scale: one float32 element."""
+    largest = LARGEST[dtype]
+    scaled = (values.float() * scale.reciprocal().reshape(())).clamp(-largest, largest)
+    return scaled.to(dtype).contiguous()
+
+
+MX_COLUMNS = 32
+"""Columns per exponent of the MX formats."""
+
+
+def _mx(values: Tensor, largest_exponent: int) -> tuple[Tensor, Tensor]:
+    """The values (..., groups, 32) over their groups' scales, and the scales' bytes."""
+    grouped = values.float().unflatten(-1, (-1, MX_COLUMNS))
+    bits = grouped.abs().amax(-1).contiguous().view(torch.int32)
+    exponent = (((bits + 0x200000) >> 23) - largest_exponent).clamp(0, 254)
+    # 2 ** (127 - exponent) by halves, since the whole may lie outside float32's normal numbers.
+    half = (127 - exponent) // 2
+    scaled = (
+        grouped * torch.exp2(half.float()).unsqueeze(-1) * torch.exp2((127 - exponent - half).float()).unsqueeze(-1)
+    )
+    broken = bits >= 0x7F800000
+    return scaled, torch.where(broken, 255, exponent).to(torch.uint8).contiguous()
+
+
+def quantise_mxfp8(values: Tensor) -> tuple[Tensor, Tensor]:
+    """MXFP8: e4m3fn values of the shape of `values` (..., width), and uint8 exponents (..., width / 32)."""
+    scaled, exponents = _mx(values, 8)
+    return scaled.clamp(-448.0, 448.0).flatten(-2).to(torch.float8_e4m3fn).contiguous(), exponents
+
+
+def quantise_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """MXFP4: two e2m1 values per byte, the first in the low bits, uint8 (..., width / 2); exponents (..., width / 32)."""
+    scaled, exponents = _mx(values, 2)
+    codes = e2m1(scaled).flatten(-2)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4), exponents
+
+
+def e2m1(values: Tensor) -> Tensor:
+    """Each float32 as a 4-bit code of sign, two exponent bits and one of mantissa, to nearest even; 6 is the largest."""
+    magnitude = values.abs().clamp(max=6.0)
+    # Steps of a half up to 2, of 1 up to 4, then of 2; the codes count them. round() goes to the even one of two.
+    code = torch.where(
+        magnitude <= 2.0,
+        (magnitude * 2).round(),
+        torch.where(magnitude <= 4.0, magnitude.round() + 2, (magnitude / 2).round() + 4),
+    )
+    return code.nan_to_num(7.0).to(torch.uint8) | (values.signbit().to(torch.uint8) << 3)

@@ -36,11 +36,12 @@ class Driver:
     def _fuse(self, use: SiteUse, moved: dict[Node, Node]) -> Use:
         missed: dict[str, str] = {}
         fused: str | None = None
+        form: str | None = None
         for fusion, decision in self._candidates(use):
             problem = use.problem or _outside(decision, use)
             if problem is None:
                 try:
-                    replace(fusion, use.norms, self._plan, use.site, moved)
+                    form = replace(fusion, use, self._plan, moved).op.name
                 except Unmatched as reason:
                     problem = str(reason)
                 else:
@@ -48,7 +49,9 @@ class Driver:
                     break
             if decision.kind == "expected":
                 missed[fusion.name] = problem
-        return Use(site=use.site.name, fused=fused, missed=missed, how=use.how, weights=use.weights, whole=use.whole)
+        return Use(
+            site=use.site.name, fused=fused, missed=missed, form=form, how=use.how, weights=use.weights, whole=use.whole
+        )
 
     def _candidates(self, use: SiteUse) -> list[tuple[Fusion, Decision]]:
         """What the plan allows here, longest chain first."""

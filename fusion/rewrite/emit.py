@@ -13,7 +13,9 @@ import torch
 from attrs import define, field
 from torch.fx import Node
 
-from ..chain import Fusion, Quant
+from ...adapters.specs import NormSpec
+from ..chain import Form, Fusion
+from ..compose import quantised_step
 from ..declare import REQUIRED, Rows
 from ..match.adds import find_add
 from ..match.errors import Unmatched
@@ -23,8 +25,10 @@ from ..match.quants import find_quants
 from ..match.values import is_contiguous, same_shape, value
 from ..plan import Plan
 from ..sites import Site
+from ..steps import Add, GatedNorm, Norm, Pad, Quant, SiluMul
 from .hoisting import hoist, mutation_between
 from .quant_results import Results, why_not_as_planned
+from .uses import SiteUse
 
 _COPIED_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "from_node", "seq_nr")
 
@@ -45,29 +49,40 @@ class Binding:
     "Replaces what is read in other shapes and layouts; returns nodes that may be unread afterwards."
 
 
-def replace(fusion: Fusion, norms: tuple[FoundNorm, ...], plan: Plan, site: Site, moved: dict[Node, Node]) -> None:
-    """Replace a site's chain by the fusion's op.
+def replace(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Form:
+    """Replace a site's chain by the fusion's op, in the form that the graph calls for.
 
     Args:
         fusion: what to put there.
-        norms: the site's, in order.
+        use: the site, and what of it was found in the graph.
         plan: says how the site is quantised, and for which target.
-        site: where it is.
         moved: nodes that earlier replacements took out -> what stands for them; added to.
 
     Raises:
         Unmatched: a step is not there, or the graph forbids the replacement. Nothing has been replaced then.
     """
-    bound = _bind(fusion, norms, plan, site, moved)
-    _check_alike(bound, fusion)
+    problem = Unmatched(f"{fusion.name} has no form")
+    for form in fusion.forms:
+        try:
+            _replace(form, use, plan, moved)
+        except Unmatched as reason:
+            problem = reason
+        else:
+            return form
+    raise problem
+
+
+def _replace(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> None:
+    bound = _bind(form, use, plan, moved)
+    _check_alike(bound, form)
     first, last = _span(bound)
     writer = mutation_between(first, last)
     if writer is not None:
         raise Unmatched(f"{writer} writes in place between {first} and {last}, which would become one op")
-    op = find_op(f"layerfuse::{fusion.op.name}")
-    args = [bound.args.get(argument.name, argument.default) for argument in fusion.op.args]
+    op = find_op(f"layerfuse::{form.op.name}")
+    args = [bound.args.get(argument.name, argument.default) for argument in form.op.args]
     if REQUIRED in args or op is None:
-        raise Unmatched(f"{fusion.name} binds no value for an argument of {fusion.op.name}")
+        raise Unmatched(f"the graph gives no value for an argument of {form.op.name}")
     try:
         with torch.no_grad():
             val = op(*(value(arg) if isinstance(arg, Node) else arg for arg in args))
@@ -76,7 +91,7 @@ def replace(fusion: Fusion, norms: tuple[FoundNorm, ...], plan: Plan, site: Site
     reason = hoist((arg for arg in args if isinstance(arg, Node)), before=first)
     if reason is not None:
         raise Unmatched(reason)
-    results = _call(op, args, val, fusion, first)
+    results = _call(op, args, val, form, first)
     for name, node in bound.outs.items():
         results[name].meta = dict(node.meta)
         node.replace_all_uses_with(results[name])
@@ -85,44 +100,79 @@ def replace(fusion: Fusion, norms: tuple[FoundNorm, ...], plan: Plan, site: Site
     erase_unused((*more, *bound.nodes))
 
 
-def _bind(fusion: Fusion, norms: tuple[FoundNorm, ...], plan: Plan, site: Site, moved: dict[Node, Node]) -> Binding:
+def _bind(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Binding:
     bound = Binding()
-    inner = fusion.norms[0] if fusion.quant is not None else None
-    for step, norm, spec in zip(fusion.norms, norms, site.norms, strict=True):
-        if norm.weight_offset and step.weight_offset is None:
-            raise Unmatched(f"{norm.out} adds {norm.weight_offset:g} to its weight, which {fusion.op.name} does not")
-        # The spec's epsilon: a graph may have it rounded to float32.
-        bound.args |= {step.x: moved.get(norm.x, norm.x), step.weight: norm.weight, step.epsilon: spec.epsilon}
-        if step.weight_offset is not None:
-            bound.args[step.weight_offset] = norm.weight_offset
-        bound.nodes += norm.nodes
-        if step is not inner:
-            bound.outs[step.out] = norm.out
-    if fusion.add is not None:
-        found = find_add(bound.args[fusion.norms[0].x])
-        bound.args |= {fusion.add.x: found.x, fusion.add.residual: found.residual}
-        bound.outs[fusion.add.out] = found.out
-        bound.nodes.append(found.out)
-    if fusion.quant is not None:
-        _bind_quant(bound, fusion.quant, norms[0], plan, site)
+    norms, ends = iter(zip(use.norms, use.site.norms, strict=True)), any(isinstance(s, Quant | Pad) for s in form.chain)
+    inner = quantised_step(form.chain) if ends else None
+    for step in form.chain:
+        if isinstance(step, Norm):
+            _bind_norm(bound, step, *next(norms), inner=step is inner and not step.kept, moved=moved)
+        elif isinstance(step, GatedNorm):
+            _bind_gated_norm(bound, step, *next(norms), inner=step is inner)
+        elif isinstance(step, SiluMul):
+            _bind_product(bound, step, use, inner=step is inner)
+    for step in form.chain:
+        if isinstance(step, Add):
+            # Of what the norm reads, which is bound by now.
+            found = find_add(bound.args[step.x])
+            bound.args |= {step.x: found.x, step.residual: found.residual}
+            bound.outs[step.out] = found.out
+            bound.nodes.append(found.out)
+        elif isinstance(step, Quant):
+            main = quantised_step(form.chain)
+            kept = isinstance(main, Norm) and main.kept
+            _bind_quant(bound, step, _main_result(bound, use), plan, use.site, kept=kept)
+        elif isinstance(step, Pad):
+            _bind_pad(bound, step, use.norms[0])
     return bound
 
 
-def _bind_quant(bound: Binding, step: Quant, norm: FoundNorm, plan: Plan, site: Site) -> None:
+def _bind_norm(
+    bound: Binding, step: Norm, norm: FoundNorm, spec: NormSpec, *, inner: bool, moved: dict[Node, Node]
+) -> None:
+    if norm.weight_offset and step.weight_offset is None:
+        raise Unmatched(f"{norm.out} adds {norm.weight_offset:g} to its weight, which the fused op does not")
+    # The spec's epsilon: a graph may have it rounded to float32.
+    bound.args |= {step.x: moved.get(norm.x, norm.x), step.weight: norm.weight, step.epsilon: spec.epsilon}
+    if step.weight_offset is not None:
+        bound.args[step.weight_offset] = norm.weight_offset
+    bound.nodes += norm.nodes
+    if not inner:
+        bound.outs[step.out] = norm.out
+
+
+def _bind_gated_norm(bound: Binding, step: GatedNorm, norm: FoundNorm, spec: NormSpec, *, inner: bool) -> None:
+    raise Unmatched("gates are not looked for yet")
+
+
+def _bind_product(bound: Binding, step: SiluMul, use: SiteUse, *, inner: bool) -> None:
+    raise Unmatched("products are not looked for yet")
+
+
+def _bind_pad(bound: Binding, step: Pad, norm: FoundNorm) -> None:
+    raise Unmatched("pads are not looked for yet")
+
+
+def _main_result(bound: Binding, use: SiteUse) -> Node:
+    """The node that a quantisation starts from."""
+    return use.norms[0].out
+
+
+def _bind_quant(bound: Binding, step: Quant, out: Node, plan: Plan, site: Site, *, kept: bool) -> None:
     quant = plan.config.quant_at(site)
     if quant is None:
         raise Unmatched("the plan declares no quantisation here")
-    like = value(norm.out)
+    like = value(out)
     if like.dtype == torch.float64:
-        raise Unmatched(f"{norm.out} is torch.float64; quantisation starts from float32, bfloat16 or float16")
-    found = find_quants(norm.out)
+        raise Unmatched(f"{out} is torch.float64; quantisation starts from float32, bfloat16 or float16")
+    found = find_quants(out)
     results = [Results(each, like) for each in found]
     for each, result in zip(found, results, strict=True):
         reason = why_not_as_planned(each, result, like.shape[-1], quant, plan.target)
         if reason is not None:
             raise Unmatched(reason)
     inside = sorted({node for each in found for node in each.nodes})
-    bound.last += [norm.out, inside[-1]]
+    bound.last += [out, inside[-1]]
     bound.args |= {step.dtype: found[0].dtype, step.use_ue8m0: quant.use_ue8m0}
     if quant.group_size is not None:
         bound.args |= {step.group_size: quant.group_size, step.column_major: quant.column_major}
@@ -134,9 +184,9 @@ def _bind_quant(bound: Binding, step: Quant, norm: FoundNorm, plan: Plan, site: 
     bound.finish = finish
 
 
-def _check_alike(bound: Binding, fusion: Fusion) -> None:
+def _check_alike(bound: Binding, form: Form) -> None:
     """What the op's own check would say less clearly, and what only the graph knows."""
-    rows = [bound.args[argument.name] for argument in fusion.op.args if isinstance(argument, Rows)]
+    rows = [bound.args[argument.name] for argument in form.op.args if isinstance(argument, Rows)]
     one = value(rows[0])
     for other in map(value, rows[1:]):
         if one.dtype != other.dtype or one.device != other.device:
@@ -155,7 +205,7 @@ def _span(bound: Binding) -> tuple[Node, Node]:
     return ends[0], ends[-1]
 
 
-def _call(op: Any, args: list[Any], val: Any, fusion: Fusion, before: Node) -> dict[str, Node]:
+def _call(op: Any, args: list[Any], val: Any, form: Form, before: Node) -> dict[str, Node]:
     """One call of the op in front of a node, and its results by name."""
     graph, values = before.graph, val if isinstance(val, tuple) else (val,)
     meta = {key: before.meta[key] for key in _COPIED_META if key in before.meta}
@@ -167,7 +217,7 @@ def _call(op: Any, args: list[Any], val: Any, fusion: Fusion, before: Node) -> d
     called.meta = {**meta, "val": val}
     for result, each in zip(results, values, strict=True):
         result.meta = {**meta, "val": each}
-    return {declared.name: result for declared, result in zip(fusion.op.results, results, strict=True)}
+    return {declared.name: result for declared, result in zip(form.op.results, results, strict=True)}
 
 
 def erase_unused(nodes: Iterable[Node]) -> None:

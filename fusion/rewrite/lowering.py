@@ -99,7 +99,20 @@ def _quantise_per_token(emit: _Emitter) -> None:
 
 
 def _quantise_group(emit: _Emitter) -> None:
-    _quantise(emit, *emit.node.args)
+    x, dtype, group_size, column_major, tma_aligned, use_ue8m0 = emit.node.args
+    if not tma_aligned:  # which no plain arithmetic can ask for: the op stays
+        _quantise(emit, x, dtype, group_size, column_major, use_ue8m0)
+
+
+def _quantise_static(emit: _Emitter) -> None:
+    x, scale, dtype = emit.node.args
+    if not isinstance(x, Node) or not isinstance(scale, Node) or not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{emit.node}: expected rows, a scale and a dtype, got {emit.node.args}")
+    largest = LARGEST[dtype]
+    inverse = emit(aten.reshape.default, emit(aten.reciprocal.default, scale), [])
+    scaled = emit(aten.mul.Tensor, emit.to(emit.contiguous(x), torch.float32), inverse)
+    clamped = emit(aten.clamp_max.default, emit(aten.clamp_min.default, scaled, -largest), largest)
+    emit.replace(emit(_convert, clamped, dtype))
 
 
 def _quantise(emit: _Emitter, x: Any, dtype: Any, group_size: Any, column_major: Any, use_ue8m0: Any) -> None:
@@ -135,5 +148,6 @@ LOWERED: dict[Any, Callable[[_Emitter], None]] = {
     torch.ops.layerfuse.rms_norm.default: _rms_norm,
     torch.ops.layerfuse.quantise_per_token.default: _quantise_per_token,
     torch.ops.layerfuse.quantise_group.default: _quantise_group,
+    torch.ops.layerfuse.quantise_static.default: _quantise_static,
 }
 """The canonical ops, and what writes each as plain arithmetic."""

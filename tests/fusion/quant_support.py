@@ -102,7 +102,7 @@ def canonical_per_token(x: Tensor, ue8m0: bool = False) -> tuple[Tensor, Tensor]
 
 
 def canonical_group(x: Tensor, size: int = 128, column: bool = False, ue8m0: bool = False) -> tuple[Tensor, Tensor]:
-    return torch.ops.layerfuse.quantise_group(x, FP8, size, column, ue8m0)
+    return torch.ops.layerfuse.quantise_group(x, FP8, size, column, False, ue8m0)
 
 
 FORMS: dict[str, tuple[Quantise, str]] = {

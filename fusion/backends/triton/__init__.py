@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from ...declare import Kernel
-from .. import Backend, imported, refusal_of
+from ...declare import Kernel, Op
+from .. import Backend, loaded, refusal_of
 from .tuning import WIDEST
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def backend(op: str, kernel: Kernel) -> Backend:
+def backend(op: Op, kernel: Kernel) -> Backend:
     """A Triton kernel as a backend of an op: what Triton and these GPUs can do, then what the kernel itself refuses."""
     own = refusal_of(kernel)
 
@@ -25,8 +25,8 @@ def backend(op: str, kernel: Kernel) -> Backend:
 
     return Backend(
         name="triton",
-        op=op,
-        load=functools.partial(imported, kernel.function),
+        op=op.name,
+        load=functools.partial(loaded, op, kernel),
         runs_on=_runs_on,
         refuses=refuses,
         only_by_name=frozenset({"cpu"}),

@@ -1,0 +1,14 @@
+"""Both latent norms of an MLA layer in one launch, the query's quantised to fp8 by a static scale."""
+
+from __future__ import annotations
+
+from ..chain import Fusion, Norm, Quant
+from ..sites import LATENTS
+
+FUSION = Fusion(
+    name="mla_dual_rms_norm_static_quant",
+    doc="one kernel for an MLA layer's latent norms, the query latent in fp8 by a static scale",
+    level=2,
+    roles=(LATENTS,),
+    chain=(Norm.of("q"), Norm.of("kv"), Quant(per="static", out="q")),
+)
