@@ -53,15 +53,6 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def same_static(found: Tensor, values: Tensor, scale: Tensor) -> None:
-    """The values divided by a given scale, to a rounding."""
-    expected = (values / scale).clamp(-448, 448)
-    assert found.shape == expected.shape
-    assert found.dtype == FP8
-    assert found.is_contiguous()
-    torch.testing.assert_close(found.float(), expected.to(FP8).float(), rtol=0.07, atol=1e-6)
-
-
 def same_quantised(
     found: tuple[Tensor, Tensor], values: Tensor, group: int | None, columns: bool = False, ue8m0: bool = False
 ) -> None:

@@ -70,11 +70,16 @@ TRITON_PAD: Spans = (
     ("v0.1.10", LAST, Works("v0.1.10")),
 )
 TRITON_MXFP4: Spans = (
-    ("v0.1.5", "v0.1.6.post1", Works("v0.1.5")),
+    ("v0.1.5", "v0.1.6.post1", No("its scales lie column by column")),
     ("v0.1.6.post2", "v0.1.7.post2", Works("v0.1.6.post2")),
     ("v0.1.7.post3", "v0.1.9.post1", Works("v0.1.7.post3")),
     ("v0.1.10", "v0.1.19.post2", Works("v0.1.10")),
     ("v0.1.20", LAST, Works("v0.1.20")),
+)
+TRITON_MXFP4_KEPT: Spans = (
+    ("v0.1.5", "v0.1.6.post1", No("its scales lie column by column")),
+    ("v0.1.6.post2", "v0.1.7.post2", No("does not return the plain norm")),
+    *TRITON_MXFP4[2:],
 )
 TRITON_ACT: Spans = (
     ("v0.1.5", "v0.1.6.post1", ABSENT),
@@ -97,7 +102,9 @@ EXPECTED: dict[str, Spans] = {
     "rms_norm_mxfp8_quant.triton": (("v0.1.5", "v0.1.15.post3", ABSENT), ("v0.1.16", LAST, Works("v0.1.16"))),
     "add_rms_norm_mxfp8_quant": HIP_BYTES,
     "rms_norm_mxfp4_quant": TRITON_MXFP4,
+    "rms_norm_mxfp4_quant_with_norm": TRITON_MXFP4_KEPT,
     "add_rms_norm_mxfp4_quant": TRITON_MXFP4,
+    "add_rms_norm_mxfp4_quant_with_norm": TRITON_MXFP4_KEPT,
     "rms_norm_per_token_quant": HIP_QUANT,
     "rms_norm_per_token_quant.latents": LATENTS_TOKEN,
     "rms_norm_per_token_quant.triton": TRITON_GROUP,

@@ -198,5 +198,6 @@ NORMS_REFUSED = (
     Case(f"{MXFP8}.triton", _norm(width=7184), "multiple of 32"),
     Case(f"{MXFP8}.triton", _norm(weight_offset=1.0), "knows none"),
     Case(MXFP4, _norm(weight_offset=1.0), "knows none"),
+    Case(f"{MXFP4}_with_norm", _norm(width=7184), "multiple of 32"),
 )
 """What is refused in these releases, and in no others that have the function."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from binding_checks import (
-    CASES,
+    CALLS,
     all_reduce_rms_norm,
     all_reduce_rms_norm_group_quant,
     check_numbers,
@@ -18,24 +18,21 @@ from binding_checks import (
 )
 from check_tools import installed
 from expected import ABSENT, EXPECTED, REPRESENTATIVE, No, Works
-from norm_checks import (
-    WIDTH,
-    add_rms_norm,
-    dual_quant,
-    gated_group_quant_of_triton,
-    gated_rms_norm_group_quant,
-    mxfp8_quant,
-    norm_quant,
-    rms_norm,
-    silu_mul_group_quant,
-    silu_mul_per_token_quant,
-)
+from norm_checks import OPS, WIDTH, check
 from standin import RELEASES, StandInMisuse, shared_standin
 
 from layerfuse.fusion.backends import BackendError
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends.aiter import Bound, Refused
 from layerfuse.fusion.backends.aiter.releases import RELEASES as KNOWN
+
+NOTHING_FOR = {
+    "gated_rms_norm",
+    "gated_rms_norm_static_quant",
+    "rms_norm_mxfp8_quant_with_norm",
+    "add_rms_norm_mxfp8_quant_with_norm",
+}
+"""Ops that no function of AITER's does."""
 
 
 def expected_of(binding: str, release: str) -> Works | No:
@@ -50,7 +47,9 @@ def expected_of(binding: str, release: str) -> Works | No:
 def test_the_expectations_are_about_every_binding_and_every_release() -> None:
     assert RELEASES == KNOWN
     assert list(EXPECTED) == [binding.name for binding in amd.BINDINGS]
-    assert {binding.op for binding in amd.BINDINGS} == set(CASES)
+    served = {binding.op for binding in amd.BINDINGS}
+    assert served <= {*OPS, *CALLS}, "a binding that no op uses"
+    assert set(OPS) - served == NOTHING_FOR
     for binding in EXPECTED:
         for release in RELEASES:
             expected_of(binding, release)
@@ -82,12 +81,10 @@ def since(first: str) -> list[str]:
 @pytest.mark.parametrize("release", since("v0.1.17"))
 def test_gemma_norms_and_column_major_all_reduce_scales(release):
     with installed(shared_standin(release)):
-        rms_norm(amd.bound("rms_norm").call, 1.0)
-        add_rms_norm(amd.bound("add_rms_norm").call, 1.0)
-        for op in ("rms_norm_group_quant", "add_rms_norm_group_quant", "rms_norm_per_token_quant"):
-            norm_quant(amd.bound(op).call, op, 1.0)
+        for op in ("rms_norm", "add_rms_norm", "rms_norm_group_quant", "add_rms_norm_per_token_quant"):
+            check(amd.bound(op).call, op, weight_offset=1.0)
         if release != "v0.1.17":
-            mxfp8_quant(amd.bound("add_rms_norm_mxfp8_quant").call, "add_rms_norm_mxfp8_quant", 1.0)
+            check(amd.bound("add_rms_norm_mxfp8_quant").call, "add_rms_norm_mxfp8_quant", weight_offset=1.0)
         all_reduce_rms_norm(amd.bound("all_reduce_rms_norm").call, 1.0)
         if release in ("v0.1.17", "v0.1.20.post1"):
             all_reduce_rms_norm_group_quant(amd.bound("all_reduce_rms_norm_group_quant").call, True)
@@ -96,27 +93,31 @@ def test_gemma_norms_and_column_major_all_reduce_scales(release):
 @pytest.mark.parametrize("release", since("v0.1.13.post1"))
 def test_gemma_norms_of_the_latents(release):
     with installed(shared_standin(release)):
-        for op in ("rms_norm_group_quant", "add_rms_norm_group_quant_with_norm"):
-            norm_quant(amd.bound(f"{op}.latents").call, op, 1.0)
-        dual_quant(amd.bound("mla_dual_rms_norm_group_quant").call, "group_quant", 1.0)
-        if release != "v0.1.13.post1":
-            op = "rms_norm_per_token_quant_with_norm"
-            norm_quant(amd.bound(f"{op}.latents").call, op, 1.0)
-            dual_quant(amd.bound("mla_dual_rms_norm_per_token_quant").call, "per_token_quant", 1.0)
+        per = ("group", "per_token") if release != "v0.1.13.post1" else ("group",)
+        for each in per:
+            for op in (f"rms_norm_{each}_quant", f"add_rms_norm_{each}_quant_with_norm"):
+                check(amd.bound(f"{op}.latents").call, op, weight_offset=1.0)
+            op = f"mla_dual_rms_norm_{each}_quant_with_norm"
+            check(amd.bound(op).call, op, q_weight_offset=1.0, kv_weight_offset=1.0)
 
 
 @pytest.mark.parametrize("release", since("v0.1.15.post3"))
 def test_what_only_some_bindings_of_an_op_take(release):
     with installed(shared_standin(release)):
-        gated_rms_norm_group_quant(amd.bound("gated_rms_norm_group_quant").call, columns=True)
-        gated_group_quant_of_triton(amd.bound("gated_rms_norm_group_quant.triton").call)
-        silu_mul_group_quant(amd.bound("silu_mul_group_quant").call, 64, 0.75, columns=True)
-        silu_mul_group_quant(amd.bound("silu_mul_group_quant.triton").call, 64)
-        clamp = amd.bound("silu_mul_group_quant.clamp").call
-        silu_mul_group_quant(clamp, 128, 0.7, columns=True)
+        gated = "gated_rms_norm_group_quant"
+        check(amd.bound(gated).call, gated, column_major=True)
+        for activation in ("silu", "sigmoid"):
+            for before in (False, True):
+                options = {"activation": activation, "norm_before_gate": before, "group_size": 64}
+                check(amd.bound(f"{gated}.triton").call, gated, **options)
+                check(amd.bound(f"{gated}.triton").call, gated, **options, use_ue8m0=True)
+        silu, token = "silu_mul_group_quant", "silu_mul_per_token_quant"
+        check(amd.bound(silu).call, silu, group_size=64, limit=0.75, column_major=True)
+        check(amd.bound(f"{silu}.triton").call, silu, group_size=64)
+        check(amd.bound(f"{silu}.clamp").call, silu, limit=0.7, column_major=True)
         if release != "v0.1.15.post3":
-            silu_mul_group_quant(clamp, 32, 0.7)
-            silu_mul_per_token_quant(amd.bound("silu_mul_per_token_quant.clamp").call, WIDTH, 0.7)
+            check(amd.bound(f"{silu}.clamp").call, silu, group_size=32, limit=0.7)
+            check(amd.bound(f"{token}.clamp").call, token, width=WIDTH, limit=0.7)
 
 
 @pytest.mark.parametrize("release", ["v0.1.9", "v0.1.11.post1", "v0.1.14", "v0.1.18", "v0.1.20.post1"])

@@ -9,7 +9,7 @@ import torch
 from binding_checks import communicator
 from check_tools import EPSILON, FP8, installed, pair, random, same, same_quantised, weight
 from expected import REPRESENTATIVE, No
-from norm_checks import rms_norm, silu_values
+from norm_checks import check
 from refusals import REFUSED, TAKEN
 from standin import RELEASES, StandInMisuse, shared_standin
 from test_bindings import expected_of
@@ -19,6 +19,7 @@ from layerfuse.fusion.backends.aiter import AiterCallError, AiterUnavailableErro
 from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS
 from layerfuse.fusion.backends.aiter.silu_mul import halves
 from layerfuse.fusion.backends.aiter.table import BY_NAME
+from layerfuse.fusion.ops.arithmetic import silu_mul
 from layerfuse.fusion.ops.norm import normalise, normalise_wide
 
 
@@ -178,7 +179,7 @@ def test_strange_halves_give_the_same_numbers(strange):
         for name in ("silu_mul_group_quant", "silu_mul_group_quant.clamp", "silu_mul_group_quant.triton"):
             with installed(shared_standin("v0.1.20")):
                 found = amd.bound(name).call(gate, up, float("inf"), FP8, 128, False, False, False)
-                same_quantised(found, silu_values(gate, up, float("inf")), 128)
+                same_quantised(found, silu_mul(gate, up, float("inf")), 128)
 
 
 def test_halves_of_one_tensor_are_not_copied():
@@ -217,7 +218,7 @@ def test_float32_where_there_is_a_kernel_for_it():
 
 def test_more_dimensions_cannot_reach_a_kernel_that_takes_the_width_from_dimension_1():
     with installed(shared_standin("v0.1.16")):
-        rms_norm(amd.bound("rms_norm").call)  # up to three dimensions; the stand-in fails on any but two
+        check(amd.bound("rms_norm").call, "rms_norm")  # up to three dimensions; the stand-in fails on any but two
 
 
 def _gated(width: int, heads: int = 3) -> tuple[object, ...]:

@@ -99,10 +99,12 @@ def call_of(case: Any) -> Call:
     other = next((dtype for dtype in weights if dtype != case.dtype), case.dtype if weights else None)
     width = next(value for name, value in said.items() if name == "width" or name.endswith("_width"))
     known = {name: said[name] for name in _OF_CALL if name in said}
-    if "q_weight_offset" in said:
-        known["weight_offset"] = said["q_weight_offset"]
+    known |= {ours: said[theirs] for theirs, ours in _OTHERWISE.items() if theirs in said}
     return Call(**{**known, "width": width, "weight_dtype": other, "arch": _arch()})
 
+
+_OTHERWISE = {"q_weight_offset": "weight_offset", "heads": "num_heads"}
+"""What a case calls otherwise."""
 
 _OF_CALL = tuple(attribute.name for attribute in attrs.fields(Call))
 

@@ -138,24 +138,36 @@ TRITON_GATED_QUANT = (
 TRITON_MXFP8_QUANT = (
     Function(f"{_TRITON}.quant.fused_mxfp8_quant:fused_rms_mxfp8_quant", (C("v0.1.16", "x, weight, eps, y=, scale="),)),
 )
-TRITON_MXFP4_QUANT = (
-    Function(
-        f"{_TRITON}.quant.fused_mxfp4_quant:fused_rms_mxfp4_quant",
-        (
-            C("v0.1.10", f"{_MXFP4}, output_unquantized_inp1="),
-            C("v0.1.20", f"{_MXFP4}, output_unquantized_inp1=, inargs="),
+
+
+def _mxfp4(refused: str | None) -> tuple[Function, ...]:
+    """`refused`: why the parameter list without `output_unquantized_inp1` cannot be used."""
+    return (
+        Function(
+            f"{_TRITON}.quant.fused_mxfp4_quant:fused_rms_mxfp4_quant",
+            (
+                C("v0.1.10", f"{_MXFP4}, output_unquantized_inp1="),
+                C("v0.1.20", f"{_MXFP4}, output_unquantized_inp1=, inargs="),
+            ),
         ),
-    ),
-    Function(
-        f"{_TRITON}.fused_mxfp4_quant:fused_rms_mxfp4_quant",
-        (
-            C("v0.1.5", "inp1, inp1_weight, inp1_epsilon, inp2=, inp2_weight=, inp2_epsilon=, res1="),
-            C("v0.1.6.post2", _MXFP4),
-            C("v0.1.7.post3", f"{_MXFP4}, output_unquantized_inp1="),
+        Function(
+            f"{_TRITON}.fused_mxfp4_quant:fused_rms_mxfp4_quant",
+            (
+                C(
+                    "v0.1.5",
+                    "inp1, inp1_weight, inp1_epsilon, inp2=, inp2_weight=, inp2_epsilon=, res1=",
+                    refused="its scales lie column by column",
+                ),
+                C("v0.1.6.post2", _MXFP4, refused=refused),
+                C("v0.1.7.post3", f"{_MXFP4}, output_unquantized_inp1="),
+            ),
+            gone="v0.1.10",
         ),
-        gone="v0.1.10",
-    ),
-)
+    )
+
+
+TRITON_MXFP4_QUANT = _mxfp4(None)
+TRITON_MXFP4_KEPT = _mxfp4("it does not return the plain norm")
 TRITON_SILU_STATIC_QUANT = (
     Function(
         f"{_TRITON}.quant.fused_fp8_quant:fused_silu_mul_fp8_per_tensor_static_quant", (C("v0.1.10", _SILU_STATIC),)

@@ -1,7 +1,7 @@
 """Norms quantised in blocks of 32 columns with a byte for each scale: MXFP8 over AITER's HIP and Triton kernels, MXFP4 over Triton's.
 
-Rounding of the scales differs. HIP and Triton's MXFP8 take the least power of two with which nothing saturates, Triton's doubles it
-where the largest value would be exactly 448. Triton's MXFP4 rounds the largest value to a power of two from 1.75 times it on.
+Triton's round the scales as `ops.quantisation` does. HIP's differ in one thing: a block whose largest magnitude is exactly 448 times a
+power of two keeps the scale with which that is 448, and a block of zeros has the scale of 1e-10. HIP's MXFP4, which rounds up, is not called.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ def triton_mxfp8(found: Resolved) -> Callable[[Tensor, Tensor, float, float], tu
 
 
 def triton_mxfp4(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_mxfp4_quant`, over `fused_rms_mxfp4_quant`."""
+    """`[add_]rms_norm_mxfp4_quant[_with_norm]`, over `fused_rms_mxfp4_quant`."""
     return signatures.mx(found, _triton_mxfp4(found))
 
 
 def _triton_mxfp4(found: Resolved) -> MX:
-    name, function = found.binding, found.function
-    first = "x1" if "x1" in found.names else "inp1"  # its keywords were renamed in v0.1.6.post2
+    name, function, keeps_norm = found.binding, found.function, found.keeps_norm
+    options = {"output_unquantized_inp1": True} if keeps_norm else {}
 
     def core(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, weight_offset: float) -> Results:
         no_offset(name, weight_offset)
@@ -88,18 +88,21 @@ def _triton_mxfp4(found: Resolved) -> MX:
             same_shape(name, "residual", residual, x)
         if not x.numel():
             out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
-            return out, _no_scales(x), None, None if residual is None else empty_like(x)
-        given = {first: rows(x), f"{first}_weight": dense(weight), f"{first}_epsilon": epsilon}
-        result = function(**given, res1=None if residual is None else rows(residual))
-        # Up to v0.1.7.post2 what was not asked for is not returned; after it there are always four.
-        if len(result) == 4:
-            (out, scale), _, _, summed = result
-        else:
-            (out, scale), summed = (result, None) if residual is None else result
+            normed, summed = empty_like(x) if keeps_norm else None, None if residual is None else empty_like(x)
+            return out, _no_scales(x), normed, summed
+        # Behind the values stand the plain norm (from v0.1.7.post3 on), the norm of a second input, and the sum.
+        (out, scale), *norms, summed = function(
+            x1=rows(x),
+            x1_weight=dense(weight),
+            x1_epsilon=epsilon,
+            res1=None if residual is None else rows(residual),
+            **options,
+        )
+        normed = norms[0] if keeps_norm else None
         return (
             out.view(*x.shape[:-1], out.shape[1]),
             scale.view(*x.shape[:-1], scale.shape[1]),
-            None,
+            None if normed is None else normed.view(x.shape),
             None if summed is None else summed.view(x.shape),
         )
 

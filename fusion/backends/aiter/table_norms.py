@@ -31,12 +31,16 @@ NORM_BINDINGS: tuple[Binding, ...] = (
         kind="triton",
     ),
     Binding(name="add_rms_norm_mxfp8_quant", calls="mx.hip_mxfp8", functions=(known.ADD_NORM_QUANT,), adds=True),
-    Binding(name="rms_norm_mxfp4_quant", calls="mx.triton_mxfp4", functions=known.TRITON_MXFP4_QUANT, kind="triton"),
-    Binding(
-        name="add_rms_norm_mxfp4_quant",
-        calls="mx.triton_mxfp4",
-        functions=known.TRITON_MXFP4_QUANT,
-        kind="triton",
-        adds=True,
+    *(
+        Binding(
+            name=f"{'add_' if adds else ''}rms_norm_mxfp4_quant{'_with_norm' if keeps_norm else ''}",
+            calls="mx.triton_mxfp4",
+            functions=known.TRITON_MXFP4_KEPT if keeps_norm else known.TRITON_MXFP4_QUANT,
+            kind="triton",
+            adds=adds,
+            keeps_norm=keeps_norm,
+        )
+        for adds in (False, True)
+        for keeps_norm in (False, True)
     ),
 )

@@ -65,7 +65,7 @@ def _e2m1(values: Tensor) -> Tensor:
     "aiter.ops.triton.quant.fused_mxfp4_quant:fused_rms_mxfp4_quant",
 )
 def fused_rms_mxfp4_quant(call: Call) -> tuple[Any, ...]:
-    """Two values in a byte, the first in its low half. Up to v0.1.7.post2 what was not asked for is not returned."""
+    """Two values in a byte, the first in its low half. Scales were column-major once, and then results were left out."""
     first = "x1" if "x1" in call.values else "inp1"
     x, residual = call[first], call["res1"]
     expect(call[first.replace("1", "2")] is None, "the stand-in knows no second input")
@@ -78,7 +78,9 @@ def fused_rms_mxfp4_quant(call: Call) -> tuple[Any, ...]:
     codes = _e2m1((blocks * torch.exp2(-exponent).unsqueeze(-1)).flatten(-2))
     quantised = codes[:, ::2] | (codes[:, 1::2] << 4), (exponent + 127).to(torch.uint8)
     summed = None if residual is None else wide.to(x.dtype).contiguous()
-    if call.since("v0.1.7.post3"):
-        kept = call["output_unquantized_inp1"]
-        return quantised, blocks.flatten(-2).to(x.dtype) if kept else None, None, summed
-    return quantised if summed is None else (quantised, summed)
+    if call.until("v0.1.6.post1"):
+        columns = quantised[0], quantised[1].t().contiguous().t()
+        return columns if summed is None else (columns, summed)
+    kept = call.get("output_unquantized_inp1", False)
+    plain = (blocks.flatten(-2).to(x.dtype) if kept else None,) if call.since("v0.1.7.post3") else ()
+    return quantised, *plain, None, summed
