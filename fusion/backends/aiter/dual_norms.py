@@ -292,12 +292,8 @@ def _group(found: Resolved, core: Core) -> Callable[..., Any]:
         _tma_aligned: bool,
         _ue8m0: bool,
     ) -> Any:
-        return pick(
-            core(
-                *(q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon, q_offset, kv_offset),
-                *(dtype, group_size, column_major),
-            )
-        )
+        offsets = q_offset, kv_offset
+        return pick(core(q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon, *offsets, dtype, group_size, column_major))
 
     return call
 
