@@ -23,6 +23,8 @@ from .kernels import dual_norm, row_norm
 from .product import silu_mul
 
 NO_QUANT, PER_TOKEN, PER_GROUP, STATIC, MXFP8, MXFP4 = range(6)
+ELEMENTS = 128
+"""Columns that a program of a product handles as one where no group says how many."""
 _MODES = {"token": PER_TOKEN, "group": PER_GROUP, "static": STATIC, "mxfp8": MXFP8, "mxfp4": MXFP4}
 
 
@@ -159,7 +161,7 @@ def _launch_row(
         return
     item = x.element_size()
     aligned = not (reads[0] | reads[1] | reads[2] | x_unit * item | residual_unit * item | width * item) & 15
-    shape = tuning.Row(width, item, adds, mode != NO_QUANT, kept, given.group, aligned)
+    shape = tuning.Row(width, item, adds, mode != NO_QUANT, kept, given.group, mode == PER_TOKEN, aligned)
     plan = tuning.launch_row(step, shape, launcher.wave(x.device))
     zeros = tuning.power_of_two(padded - width) if padded > width else 0
     constants = (
@@ -276,9 +278,7 @@ def _gated(name: str, mode: int) -> Callable[..., Any]:
         )  # fmt: skip
         if launcher.again(key, device, (*reads, given.out.data_ptr(), given.scales.data_ptr()), numbers):
             return results
-        plan = tuning.launch_gated(
-            step, heads if mode == PER_TOKEN else 0, width, x.element_size(), given.group, launcher.wave(x.device)
-        )
+        plan = tuning.launch_gated(step, heads if mode == PER_TOKEN else 0, width, given.group, launcher.wave(x.device))
         constants = (
             heads, width, epsilon, offset, x_unit, gate_unit, activation == "sigmoid", norm_before_gate, mode,
             given.group, given.largest, given.ue8m0, plan.chunk, plan.rows,
@@ -303,25 +303,27 @@ def _product(name: str, mode: int) -> Callable[..., Any]:
             return results
         gate_stride, up_stride = gate.stride(0), up.stride(0)
         gate_unit, up_unit = gate_stride & -gate_stride & 15 or 16, up_stride & -up_stride & 15 or 16
+        step, device = tuning.regime(rows), gate.get_device()
+        group = given.group or ELEMENTS
+        if mode != PER_TOKEN:
+            rows *= -(-width // group)
         numbers = (rows, gate_stride // gate_unit, up_stride // up_unit, *given.strides)
         reads = gate.data_ptr(), up.data_ptr(), given.scale_in.data_ptr()
         bits, high = reads[0] | reads[1] | reads[2], rows | gate_stride | up_stride | given.strides[1]
         every = (gate, up, given.scale_in, given.out, given.scales)
         special = launcher.special(high, reads, every) if bits & 15 or high >> 31 or launcher.HIP else None
-        step, device = tuning.regime(rows), gate.get_device()
         key = (
             name, device, step, gate.dtype, given.out.dtype, width, limit, gate_unit, up_unit, given.group, given.ue8m0,
             special,
         )  # fmt: skip
         if launcher.again(key, device, (*reads, given.out.data_ptr(), given.scales.data_ptr()), numbers):
             return results
-        plan = tuning.launch_product(step, width, mode == PER_TOKEN, given.group, launcher.wave(gate.device))
-        parts = 1 if mode == PER_TOKEN else -(-width // plan.chunk)
+        plan = tuning.launch_product(step, width, mode == PER_TOKEN, group, launcher.wave(gate.device))
         constants = (
-            width, limit if math.isfinite(limit) else 0.0, gate_unit, up_unit, mode, given.group, given.largest,
-            given.ue8m0, plan.chunk, parts,
+            width, limit if math.isfinite(limit) else 0.0, gate_unit, up_unit, mode, group, given.largest, given.ue8m0,
+            plan.chunk, plan.rows,
         )  # fmt: skip
-        launcher.first(silu_mul, key, every, numbers, constants, rows=1, sides=parts, warps=plan.warps)
+        launcher.first(silu_mul, key, every, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
         return results
 
     return function

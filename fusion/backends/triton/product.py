@@ -29,11 +29,11 @@ def silu_mul(
     rows, gate_units, up_units, scale_stride, group_stride,
     WIDTH: tl.constexpr, LIMIT: tl.constexpr, GATE_UNIT: tl.constexpr, UP_UNIT: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
-    CHUNK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The product of rows of WIDTH columns. One scale per token: CHUNK columns at a time, all of a row in a program.
 
-    Otherwise CHUNK columns of one row per program, PARTS programs to a row. LIMIT 0: nothing is clamped.
+    Otherwise GROUPS groups of GROUP columns per program, and `rows` counts the groups. LIMIT 0: nothing is clamped.
     """
     if EARLY:
         tl_cuda.gdc_wait()
@@ -61,21 +61,19 @@ def silu_mul(
             value = products[i] * (1.0 / own)
             tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=column < WIDTH)
     else:
-        row = (tl.program_id(0) // PARTS).to(tl.int64)
-        start = (tl.program_id(0) % PARTS) * CHUNK
-        if QUANT == PER_GROUP:
-            group = start // GROUP + tl.arange(0, CHUNK // GROUP)
-            column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        else:
-            column = start + tl.arange(0, CHUNK)
+        # Groups of all rows, counted through: rows of any width leave no program half empty.
+        parts: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+        number = tl.minimum(tl.program_id(0) * GROUPS + tl.arange(0, GROUPS), rows - 1)
+        row = (number // parts).to(tl.int64)
+        group = number % parts
+        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         mask = column < WIDTH
-        value = _product(
-            gate, up, row * gate_units * GATE_UNIT + column, row * up_units * UP_UNIT + column, mask, LIMIT
-        )
+        at_gate, at_up = (row * gate_units * GATE_UNIT)[:, None] + column, (row * up_units * UP_UNIT)[:, None] + column
+        value = _product(gate, up, at_gate, at_up, mask, LIMIT)
         if QUANT == PER_GROUP:
             own = quant_scale(tl.max(magnitude(value), axis=1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
-            tl.store(scales + row * scale_stride + group.to(tl.int64) * group_stride, own, mask=group * GROUP < WIDTH)
+            tl.store(scales + row * scale_stride + group.to(tl.int64) * group_stride, own)
             value *= (1.0 / own)[:, None]
         elif QUANT == STATIC:
             value = clamped(value * (1.0 / tl.load(scale_in)), LARGEST)
-        tl.store(out + row * WIDTH + column, value.to(out.dtype.element_ty), mask=mask)
+        tl.store(out + (row * WIDTH)[:, None] + column, value.to(out.dtype.element_ty), mask=mask)

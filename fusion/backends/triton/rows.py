@@ -240,22 +240,28 @@ def finish(
                     _scaled(products, _beside(scale, GROUP)), normed, row, WIDTH, WIDTH, CHUNK, TAIL, GROUP, USUAL
                 )
             for i in tl.static_range(0, len(products)):
-                SIZE: tl.constexpr = TAIL if TAIL > 0 and i == len(products) - 1 else CHUNK
-                if QUANT == STATIC:
-                    factor = scale * (1.0 / tl.load(scale_in))
-                    value = clamped(products[i] * _beside(factor, GROUP), LARGEST)
-                    _store(out + _beside(row * WIDTH, GROUP), value, i * CHUNK, WIDTH, SIZE, GROUP, HINT)
-                elif QUANT == PER_GROUP:
-                    _quantise_groups(
-                        products[i], _beside(scale, 0), out + _beside(row * WIDTH, GROUP),
-                        scales + _beside(row * scale_stride, 0), group_stride, i * CHUNK, WIDTH, SIZE,
-                        GROUP, LARGEST, UE8M0, HINT,
-                    )  # fmt: skip
-                else:
-                    _quantise_mx(
-                        products[i] * _beside(scale, GROUP), out, scales, _beside(row, GROUP), i * CHUNK, WIDTH, SIZE,
-                        QUANT,
-                    )  # fmt: skip
+                _quantise_chunk(
+                    products[i], scale, out, scale_in, scales, row, scale_stride, group_stride, i * CHUNK, WIDTH,
+                    TAIL if TAIL > 0 and i == len(products) - 1 else CHUNK, QUANT, GROUP, LARGEST, UE8M0, HINT,
+                )  # fmt: skip
+
+
+@triton.jit
+def _quantise_chunk(
+    products, scale, out, scale_in, scales, row, scale_stride, group_stride,
+    START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    if QUANT == STATIC:
+        value = clamped(products * _beside(scale * (1.0 / tl.load(scale_in)), GROUP), LARGEST)
+        _store(out + _beside(row * WIDTH, GROUP), value, START, WIDTH, SIZE, GROUP, HINT)
+    elif QUANT == PER_GROUP:
+        _quantise_groups(
+            products, _beside(scale, 0), out + _beside(row * WIDTH, GROUP), scales + _beside(row * scale_stride, 0),
+            group_stride, START, WIDTH, SIZE, GROUP, LARGEST, UE8M0, HINT,
+        )  # fmt: skip
+    else:
+        _quantise_mx(products * _beside(scale, GROUP), out, scales, _beside(row, GROUP), START, WIDTH, SIZE, QUANT)
 
 
 @triton.jit

@@ -88,6 +88,8 @@ class Row(NamedTuple):
     "Whether the norm is written besides its quantisation."
     group_size: int
     "Columns per scale, 0 without groups."
+    per_token: bool
+    "Whether a scale goes with each row."
     aligned: bool
     "Whether all rows start on the 16-byte grid."
 
@@ -111,64 +113,83 @@ def launch_row(step: int, row: Row, wave: int) -> Launch:
     together = 1 if row.group_size else _rows_together(step, row.moved, row.aligned)
     if together > 1:
         return _several(width, 0, together, wave, hold)
-    warps = min(max(power_of_two(width / 1024), min(4, power_of_two(width / 256))), 32)
     if row.group_size:
-        return _grouped_row(step, row, warps, wave, hold)
-    columns = _ONE_BY_ONE if not row.aligned else (8, 4) if step < 4 or row.quantised else (4, 8)
+        return _grouped_row(step, row, wave, hold)
+    # Quantising costs instructions, and a static scale leaves no second reduction to wait for: more columns at once.
+    share = 900 if row.quantised else 1024
+    warps = min(max(power_of_two(width / share), min(4, power_of_two(width / 256))), 32)
+    columns = _ONE_BY_ONE if not row.aligned else (8, 4) if step < 4 and not row.per_token else (4, 8)
+    if row.quantised and not row.per_token and row.aligned:
+        columns = (8,)  # one chunk waits for the other's static scale: fewer of them
     return Launch(_chunk(width, 32 * warps, columns), 0, 0, 1, False, _waves(warps, wave), hold)
 
 
-def _grouped_row(step: int, row: Row, warps: int, wave: int, hold: bool) -> Launch:
-    """One row per program, in one chunk, or in large ones and what is left."""
+def _grouped_row(step: int, row: Row, wave: int, hold: bool) -> Launch:
+    """One row per program, in one chunk, or in quarters and what is left."""
     width, least = row.width, row.group_size
-    chunk, tail = max(power_of_two(width), least), 0
-    if chunk > _LARGEST_CHUNK or (step >= 3 and width < chunk):
-        chunk = max(min(power_of_two(width // 2 + 1), _LARGEST_CHUNK), least)
-        rest = width % chunk if width > chunk else 0
-        tail = max(power_of_two(rest), least) if rest else 0
-        if tail >= chunk:  # one chunk for both, if it may be that large
-            chunk, tail = min(2 * chunk, max(_LARGEST_CHUNK, least)), 0
-    return Launch(chunk, tail, 0, 1, False, _waves(warps, wave), hold)
+    few, whole = step <= 3, max(power_of_two(width), least)
+    if whole <= (4096 if row.adds or not few else _LARGEST_CHUNK) and (few or width == whole):
+        warps = power_of_two(width / 400) if few else power_of_two(width / 1024)
+        return Launch(whole, 0, 0, 1, False, _waves(min(warps, 16), wave), hold)
+    chunk, tail = _quarters(width, least) if width > 4096 else _halves(width, least)
+    warps = power_of_two(width / (1024 if few else 2048)) if width > 4096 else power_of_two(width / 1408)
+    return Launch(chunk, tail, 0, 1, False, _waves(min(warps, 32), wave), hold)
 
 
-def launch_gated(step: int, heads: int, width: int, item_size: int, group_size: int, wave: int) -> Launch:
+def _quarters(width: int, least: int) -> tuple[int, int]:
+    """A chunk of about a quarter of a row, and what is left behind the last whole one where that is less."""
+    return _with_tail(width, max(min(power_of_two(width) // 4, _LARGEST_CHUNK), least), least)
+
+
+def _halves(width: int, least: int) -> tuple[int, int]:
+    return _with_tail(width, max(power_of_two(width // 2 + 1), least), least)
+
+
+def _with_tail(width: int, chunk: int, least: int) -> tuple[int, int]:
+    rest = width % chunk
+    tail = max(power_of_two(rest), least) if rest and width > chunk else 0
+    return chunk, tail if tail < chunk else 0
+
+
+def launch_gated(step: int, heads: int, width: int, group_size: int, wave: int) -> Launch:
     """The launch of a gated norm: `chunk` holds a head, `rows` are heads.
 
     Args:
         step: from `regime`, of the number of heads of all tokens.
         heads: of a token, where a program takes all of them; 0: a program takes any heads.
         width: of a head.
-        item_size: bytes of an element of the rows.
         group_size: columns per scale, 0 without groups.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
     block = power_of_two(width)
     if heads:
         rows = power_of_two(heads)
+        warps = rows * block // (32 * (8 if step <= 5 else 16))
     elif group_size and group_size < block:
-        rows = 1
+        rows, warps = 1, block // 256
     else:
-        rows = max(1, min(1 << step, 16, power_of_two(2048 / block)))
-    warps = min(max(1, rows * block * item_size // (2 * 32 * 16)), 32 if heads else 8)
-    return Launch(block, 0, 0, rows, False, _waves(warps, wave))
+        # Eight columns per thread, sixteen where a scale of each head costs instructions and there is work enough.
+        rows = max(1, (1024 if step == 0 else 2048 if not group_size or step <= 4 else 4096) // block)
+        warps = rows * block // (32 * (4 if step == 0 else 8 if not group_size or step <= 4 else 16))
+    return Launch(block, 0, 0, rows, False, _waves(min(max(1, warps), 16), wave))
 
 
-def launch_product(step: int, width: int, whole: bool, group_size: int, wave: int) -> Launch:
-    """The launch of a gated MLP's product.
+def launch_product(step: int, width: int, whole: bool, group: int, wave: int) -> Launch:
+    """The launch of a gated MLP's product: `rows` are groups of a program.
 
     Args:
-        step: from `regime`.
+        step: from `regime`, of the number of rows.
         width: columns of the product.
         whole: whether a program takes a whole row, for one scale per token.
-        group_size: columns per scale, 0 without groups.
+        group: columns that share a scale, or are handled as one.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
-    most = max(power_of_two(width), group_size)
     if whole:
-        warps = min(max(power_of_two(width / 1024), 4), 32)
-        return Launch(min(most, 32 * warps * 8), 0, 0, 1, False, _waves(warps, wave))
-    chunk = max(min(most, 512 if step < 2 else 2048), group_size)
-    return Launch(chunk, 0, 0, 1, False, _waves(max(1, chunk // 512), wave))
+        warps = power_of_two(width / (576 if step < 5 or width > 4096 else 1152))
+        warps = min(max(warps, 1), 32)
+        return Launch(min(power_of_two(width), 32 * warps * 4), 0, 0, 1, False, _waves(warps, wave))
+    columns = 512 if step <= 1 else 1024 if step <= 4 else 2048
+    return Launch(group, 0, 0, max(1, columns // group), False, _waves(4 if step <= 4 else 8, wave))
 
 
 def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
