@@ -98,7 +98,7 @@ NORM_RESTRICTIONS: tuple[R, ...] = (
         "groups of other than 32, 64 or 128 columns",
     ),
     R(_HIP, "groups", calls.groups_in_the_gap, _GAP),
-    R(_HIP_MX, "groups", calls.in_the_gap, _GAP),
+    R(_HIP_MX, "groups", calls.in_the_gap, f"blocks with an exponent in such rows: {_GAP}"),
     R(_SILU, "groups", calls.groups_in_the_gap, f"{_GAP}; the kernel does not look, and reduces over other columns"),
     # ---- gated norms
     R(_GATED, "width", lambda call: call.width not in (None, 128), "heads that are not 128 wide"),
