@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from block_gemm import replace, try_out
+from block_gemm import layout, replace, try_out
 from environment import save
 from torch import Tensor, nn
 
@@ -31,7 +31,6 @@ from layerfuse.testing import config_of
 ROUNDS = 60
 COMBO = {"combo_kernels": True}
 VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "combo": {"options": COMBO}}
-QUANT = ActivationQuant(group_size=128, column_major=True)
 
 
 class Step(nn.Module):
@@ -84,7 +83,7 @@ def deepseek(device: str, tiny: bool) -> tuple[Step, Any, FusionConfig]:
     ):
         replace(module, *names)
     step = Step(layer, lambda hidden, cos, sin: attention(hidden, (cos, sin), None)[0])
-    return step, rotary, FusionConfig(level=2, quant=QUANT)
+    return step, rotary, FusionConfig(level=2, quant=ActivationQuant(group_size=128, column_major=layout == ["column"]))
 
 
 def qwen(device: str, tiny: bool) -> tuple[Step, Any, FusionConfig]:
@@ -255,7 +254,9 @@ def main() -> None:
     parser.add_argument("--each", action="store_true", help="also every fusion alone")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/decode_layer.json")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script: tiny layers")
+    parser.add_argument("--scales", choices=("column", "row"), default="column", help="row: never cuBLASLt's GEMM")
     given = parser.parse_args()
+    layout[:] = [given.scales]
     if given.device == "cuda" and not torch.cuda.is_available():
         print("nothing measured: this needs a GPU that torch can see")
         return
