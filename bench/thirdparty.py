@@ -188,11 +188,14 @@ def _fla_add(work: Work) -> Function:
 
 
 def _fla_gated(work: Work) -> Function:
-    from fla.modules.fused_norm_gate import rms_norm_gated
+    from fla.modules import FusedRMSNormGated
 
     ((weight, epsilon),) = norms_of(work)
     activation = "swish" if work.case.activation == "silu" else work.case.activation
-    return lambda x, gate: (rms_norm_gated(x, gate, weight, None, activation=activation, eps=epsilon),)
+    norm: Any = FusedRMSNormGated(weight.shape[0], eps=epsilon, activation=activation)
+    norm = norm.to(work.device, weight.dtype).requires_grad_(False)
+    norm.weight.copy_(weight)
+    return lambda x, gate: (norm(x, gate),)
 
 
 # ---- quack, FlashInfer
@@ -250,7 +253,7 @@ THIRD_PARTIES = (
             "mla_dual_rms_norm": Offer(about="flash-linear-attention's RMSNorm module twice", make=_fla_norms),
             "add_rms_norm": Offer(about="flash-linear-attention's RMSNorm module with a residual", make=_fla_add),
             "gated_rms_norm": Offer(
-                about="flash-linear-attention's rms_norm_gated", make=_fla_gated, takes=frozenset({"wide weights"})
+                about="flash-linear-attention's FusedRMSNormGated module", make=_fla_gated, takes=frozenset({"wide weights"})
             ),
         },
     ),
