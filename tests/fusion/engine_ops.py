@@ -55,9 +55,7 @@ def per_token_group_fp8_quant(
     _quantise(x, values, scales, eps, high, ue8m0)
 
 
-@_op(
-    "_C::dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()"
-)
+@_op("_C::dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()")
 def dynamic_per_token_scaled_fp8_quant(values: Tensor, x: Tensor, scales: Tensor, bound: Tensor | None) -> None:
     _quantise(x, values, scales, 1 / 512, LARGEST[values.dtype])
 
@@ -65,6 +63,8 @@ def dynamic_per_token_scaled_fp8_quant(values: Tensor, x: Tensor, scales: Tensor
 @_op("_C::static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, (int, int)? group_shape=None) -> ()")
 def static_scaled_fp8_quant(values: Tensor, x: Tensor, scale: Tensor, shape: Any = None) -> None:
     largest = LARGEST[values.dtype]
+    if scale.dim() == 2:
+        scale = scale.repeat_interleave(x.shape[-1] // scale.shape[-1], -1)
     values.copy_((x.float() * scale.reciprocal()).clamp(-largest, largest).to(values.dtype))
 
 
@@ -101,9 +101,7 @@ def rms_norm_dynamic_per_token_quant(
     rms_norm_per_block_quant(values, x, weight, scales, epsilon, bound, residual)
 
 
-@_op(
-    "_C::rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()"
-)
+@_op("_C::rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()")
 def rms_norm_static_fp8_quant(values: Tensor, x: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
     static_scaled_fp8_quant(values, normed(x, weight, epsilon), scale)
 
@@ -118,9 +116,7 @@ def sgl_gemma_rmsnorm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float, pd
     out.copy_(normed(x, weight, epsilon, 1.0))
 
 
-@_op(
-    "sgl_kernel::fused_add_rmsnorm(Tensor! input, Tensor! residual, Tensor weight, float eps, bool enable_pdl) -> ()"
-)
+@_op("sgl_kernel::fused_add_rmsnorm(Tensor! input, Tensor! residual, Tensor weight, float eps, bool enable_pdl) -> ()")
 def sgl_fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
     fused_add_rms_norm(x, residual, weight, epsilon)
 
@@ -144,7 +140,15 @@ def sglang_per_token_quant_fp8(x: Tensor, values: Tensor, scales: Tensor) -> Non
     "float min_8bit, float max_8bit, bool scale_ue8m0=False, bool fuse_silu_and_mul=False, Tensor? masked_m=None) -> ()"
 )
 def sglang_per_token_group_quant_8bit_v2(
-    x: Tensor, values: Tensor, scales: Tensor, size: int, eps: float, low: float, high: float, ue8m0: bool, *_: Any
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    size: int,
+    eps: float,
+    low: float,
+    high: float,
+    ue8m0: bool = False,
+    *_: Any,
 ) -> None:
     _quantise(x, values, scales, eps, high, ue8m0)
 

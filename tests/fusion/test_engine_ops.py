@@ -24,7 +24,13 @@ def _version(request: pytest.FixtureRequest) -> Any:
 
 
 def vllm_group(
-    x: Tensor, layout: str = "row", size: int = 128, eps: float = 1e-10, high: float = MAX, low: float = -MAX, **more: Any
+    x: Tensor,
+    layout: str = "row",
+    size: int = 128,
+    eps: float = 1e-10,
+    high: float = MAX,
+    low: float = -MAX,
+    **more: Any,
 ) -> tuple[Tensor, Tensor]:
     values, scales = torch.empty(x.shape, dtype=FP8), scale_buffer(x.shape[0], x.shape[1] // size, layout)
     torch.ops._C.per_token_group_fp8_quant(
@@ -288,9 +294,7 @@ class FusedByVllm(FusedProjection):
             )
         else:
             scales = torch.empty((q.shape[0], 1), dtype=torch.float32)
-            torch.ops._C.rms_norm_dynamic_per_token_quant(
-                values, q, self.q_norm.weight, scales, EPSILON, None, None
-            )
+            torch.ops._C.rms_norm_dynamic_per_token_quant(values, q, self.q_norm.weight, scales, EPSILON, None, None)
         keys = torch.empty(kv.shape, dtype=kv.dtype)
         torch.ops._C.rms_norm(keys, kv, self.kv_norm.weight, EPSILON)
         return values, scales, keys, k_pe.exp()
@@ -319,9 +323,7 @@ def test_what_the_engine_has_fused_is_left_where_nothing_is_added_to_it() -> Non
         def forward(self, x: Tensor, residual: Tensor) -> Any:
             values = torch.empty(x.shape, dtype=FP8)
             scales, total = scale_buffer(x.shape[0], 2, "row"), residual.clone()
-            torch.ops._C.rms_norm_per_block_quant(
-                values, x, self.norm.weight, scales, EPSILON, None, total, 128, False
-            )
+            torch.ops._C.rms_norm_per_block_quant(values, x, self.norm.weight, scales, EPSILON, None, total, 128, False)
             return values, scales, total
 
     module = Fused(None)  # type: ignore[arg-type]

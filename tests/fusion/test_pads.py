@@ -31,7 +31,11 @@ def twice(x: Tensor) -> tuple[Tensor, ...]:
 
 def routed(x: Tensor) -> tuple[Tensor, ...]:
     """gpt-oss: the router reads the norm, the experts read it padded."""
-    return pad(x, (0, 32)), x @ torch.full((x.shape[-1], 4), 2**-6, dtype=x.dtype), (x.view(-1, x.shape[-1]) * 2).view(x.shape)
+    return (
+        pad(x, (0, 32)),
+        x @ torch.full((x.shape[-1], 4), 2**-6, dtype=x.dtype),
+        (x.view(-1, x.shape[-1]) * 2).view(x.shape),
+    )
 
 
 def split_up(x: Tensor) -> tuple[Tensor, ...]:
@@ -74,9 +78,7 @@ def test_three_dimensions() -> None:
         torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
 
 
-def assert_padded(
-    module: Any, dtype: torch.dtype, width: int = 256, wide: int = 288, dynamic: bool = False
-) -> Any:
+def assert_padded(module: Any, dtype: torch.dtype, width: int = 256, wide: int = 288, dynamic: bool = False) -> Any:
     module.norm.to(dtype)
     x, residual = rows(dtype=dtype, width=width)
     if dynamic:

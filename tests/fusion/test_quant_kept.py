@@ -35,7 +35,7 @@ def widened(x: Tensor) -> tuple[Tensor, ...]:
     wide = x.float()
     scale = wide.view(-1, 2, 128).abs().amax(-1).clamp(min=1e-10) / MAX
     values = (wide.view(-1, 2, 128) / scale.unsqueeze(-1)).clamp(-MAX, MAX).to(FP8).view(x.shape)
-    return values, scale, wide.cos()
+    return values, scale, wide.neg()
 
 
 def returned(x: Tensor) -> tuple[Tensor, ...]:
@@ -43,7 +43,7 @@ def returned(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def reshaped(x: Tensor) -> tuple[Tensor, ...]:
-    return (*vllm_group(x), x.view(-1, 128).cos())
+    return (*vllm_group(x), x.view(-1, 128).neg())
 
 
 def keeps_the_largest(x: Tensor) -> tuple[Tensor, ...]:
