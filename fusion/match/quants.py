@@ -5,6 +5,7 @@ Nothing is rewritten here. What cannot be taken in raises `Unmatched` with the r
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -110,6 +111,32 @@ def reshapes_of(node: Node) -> list[Node]:
     for each in found:
         found += [user for user in each.users if user.target in ROW_PRESERVING and user not in found]
     return found
+
+
+def unquantised(node: Node) -> Node:
+    """What an fp8 tensor was before it was scaled and converted, or the node itself where it is none."""
+    if not isinstance(value(node), torch.Tensor) or value(node).dtype not in FP8:
+        return node
+    before, scaled = node, False
+    while True:
+        call = before.args[0] if before.target is operator.getitem else before
+        form = ONE_OP_QUANTS.get(name_of_op(call) or "") if isinstance(call, Node) else None
+        if form is not None and isinstance(call, Node):
+            source: Node = call_of(call)[form.source]
+            return source
+        scales = before.target in (aten.div.Tensor, aten.mul.Tensor)
+        if before.target not in _ON_THE_WAY or (scales and scaled):
+            return before
+        scaled = scaled or scales
+        source_of_values = next((each for each in before.args if _is_as_large(each, before)), None)
+        if source_of_values is None:
+            return before
+        before = source_of_values
+
+
+def _is_as_large(node: Any, other: Node) -> bool:
+    val = value(node)
+    return isinstance(val, torch.Tensor) and same(val.numel(), value(other).numel())
 
 
 # ---- one op ----------------------------------------------------------------------------------------------------------

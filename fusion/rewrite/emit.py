@@ -185,7 +185,6 @@ def _bind_pad(bound: Binding, step: Pad, norm: FoundNorm) -> None:
     plan = PaddedResults(found, norm.out)
     bound.args[step.width] = found.width
     bound.last += [norm.out, *found.pads]
-    bound.nodes += found.nodes
     bound.finish = lambda given: plan.replace(given[step.out])
 
 
