@@ -143,7 +143,8 @@ def one_of_each(entry: ModelEntry, *, at_least: int = 2) -> ModelEntry:
     total = max(at_least, len(kinds))
     places = {kind: list(range(i, total, len(kinds))) for i, kind in enumerate(kinds)}
     layers = {kind: attrs.evolve(entry.layers[kind], at=at) for kind, at in places.items()}
-    return attrs.evolve(entry, num_hidden_layers=total, layers=layers)
+    mlps = {name: attrs.evolve(kind, at="all") for name, kind in [*entry.mlps.items()][:1]}
+    return attrs.evolve(entry, num_hidden_layers=total, layers=layers, mlps=mlps)
 
 
 def device_of(device: str | None) -> str:
