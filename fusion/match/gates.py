@@ -29,6 +29,21 @@ class FoundGatedNorm(FoundNorm):
     activation: str
     norm_before_gate: bool
 
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """What it reads, the weight aside."""
+        return (self.x, self.gate)
+
+
+def why_ungated(norm: FoundNorm) -> str:
+    """Why a norm is no gated norm, as a sentence."""
+    reading = _of_norm(norm)
+    try:
+        reading.gated()
+    except Unmatched as reason:
+        return str(reason)
+    return f"{norm.out} is a norm whose gate is not its own"
+
 
 def find_gated_norms(graph: Graph, norms: Iterable[FoundNorm]) -> tuple[list[FoundGatedNorm], dict[Node, str]]:
     """The gated norms of a graph in its order, and why the other norms are none.

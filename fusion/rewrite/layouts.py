@@ -68,7 +68,7 @@ def lay_out(tensors: Sequence[Node], tail: tuple[int, ...]) -> list[Node | Made]
     Raises:
         Unmatched: no such views of all of them.
     """
-    chains = [list(_sources(tensor)) for tensor in tensors]
+    chains = [list(sources_of(tensor)) for tensor in tensors]
     # What lies furthest back is wanted: a strided tensor before the copy that flattens it.
     depth = max(map(len, chains))
     for like in [chain[i] for i in range(depth) for chain in chains if i < len(chain)]:
@@ -96,11 +96,11 @@ def sizes_of(shape: Sequence[Any], *nodes: Node) -> tuple[Size, ...]:
     return tuple(sizes)
 
 
-def _sources(node: Node) -> Iterator[Node]:
+def sources_of(node: Node) -> Iterator[Node]:
     """A tensor and those before it with the same elements in the same order, the furthest back first."""
     before = node.args[0] if node.target in ROW_PRESERVING else None
     if isinstance(before, Node) and not any(same(stride, 0) for stride in value(before).stride()):
-        yield from _sources(before)
+        yield from sources_of(before)
     yield node
 
 
