@@ -80,11 +80,15 @@ class _Reading:
     out: Node
     normed: Node
     "What the mean square is of."
+    inside: torch.dtype
+    "What it is computed in."
     epsilon: float
     width: int
     has_input: bool = False
     weight: Node | None = None
     weight_offset: float = 0.0
+    loose: Node | None = None
+    "A factor that may be the gate of a silu, whose sigmoid comes as a factor of its own."
 
     def gated(self) -> FoundGatedNorm:
         """The gated norm.
@@ -135,9 +139,14 @@ class _Reading:
         if self.weight is None and self._take_weight(other):
             return None
         activated = read_activation(other)
-        if activated is None:
-            raise Unmatched(f"the norm is multiplied by {what_is(other)}, which is no silu or sigmoid of a gate")
-        return activated
+        if self.loose is not None and activated is not None and activated[0] == "sigmoid":
+            loose, self.loose = self.loose, None
+            if unrounded(activated[1]) is unrounded(loose):
+                return "silu", activated[1]
+        elif activated is not None or (self.loose is None and same_shape(value(other).shape, value(reader).shape)):
+            self.loose = other if activated is None else None
+            return activated
+        raise Unmatched(f"the norm is multiplied by {what_is(other)}, which is no silu or sigmoid of a gate")
 
     def _take_weight(self, node: Any) -> bool:
         """Whether a factor is the norm's weight, with or without an offset."""
@@ -162,9 +171,9 @@ class _Reading:
         return None
 
     def _found(self, x: Node, gate: Node, activation: str, before: bool) -> FoundGatedNorm:
-        out, dtype, wide = self.out, value(x).dtype, value(self.normed).dtype
-        if wide.itemsize < 4:
-            raise Unmatched(f"{self.normed} is normed in {wide}, and the fused op norms in float32")
+        out, dtype = self.out, value(x).dtype
+        if self.inside.itemsize < 4:
+            raise Unmatched(f"{self.normed} is normed in {self.inside}, and the fused op norms in float32")
         if value(out).dtype != dtype:
             rounded = [user for user in out.users if is_rounding(user) and value(user).dtype == dtype]
             if len(out.users) != 1 or not rounded:
@@ -196,6 +205,7 @@ def _of_norm(norm: FoundNorm) -> _Reading:
     return _Reading(
         out=norm.out,
         normed=norm.x,
+        inside=torch.float32,
         epsilon=norm.epsilon,
         width=norm.width,
         has_input=True,
@@ -220,4 +230,5 @@ def _of_root(root: Node) -> _Reading | None:
     width = last_width(square)
     if not (squared or product) or width is None or len(mean.args) < 3 or mean.args[2] is not True:
         return None
-    return _Reading(out=root, normed=square.args[0], epsilon=float(epsilon), width=width)
+    dtype = value(square).dtype
+    return _Reading(out=root, normed=square.args[0], inside=dtype, epsilon=float(epsilon), width=width)
