@@ -49,7 +49,7 @@ def operands(node: Any, target: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def read_activation(node: Any) -> tuple[str, Node] | None:
-    """silu or sigmoid and the gate, before it was widened; None where the node is neither."""
+    """Which of silu and sigmoid it is, and the gate, before it was widened; None where the node is neither."""
     node = unrounded(node)
     if not isinstance(node, Node):
         return None

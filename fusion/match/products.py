@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,15 +10,13 @@ from attrs import frozen
 from torch.fx import Graph, Node
 
 from .activations import aten, between, narrow, operands, read_activation, unrounded, what_is
+from .calls import call_of, name_of_op
 from .errors import Unmatched
-from .patterns import find_op
 from .provenance import ROW_PRESERVING
 from .values import last_width, same_shape, value
 
 ONE_OP = ("_C::silu_and_mul", "_C::silu_and_mul_with_clamp", "sgl_kernel::silu_and_mul")
 """Ops of vLLM and SGLang that write `silu(gate) * up` into a buffer, with gate and up as the halves of one tensor."""
-_FUNCTIONAL = (torch.ops.higher_order.auto_functionalized, torch.ops.higher_order.auto_functionalized_v2)
-"""How a graph holds a call of such an op: its first argument is the op, its results are those and the buffers."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -57,7 +53,8 @@ class NearProduct:
 
 def find_products(graph: Graph) -> tuple[list[FoundProduct], list[NearProduct]]:
     """The products of a graph in its order, and what only resembles one."""
-    found = [product for product in map(_one_op, _calls(graph)) if product is not None]
+    calls = (node for node in graph.nodes if node.op == "call_function" and name_of_op(node) in ONE_OP)
+    found = [product for product in map(_one_op, calls) if product is not None]
     near: list[NearProduct] = []
     for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         a, b = node.args
@@ -98,23 +95,20 @@ def _read(product: Node) -> FoundProduct:
     return FoundProduct(gate=gate, up=up, limit=limit, width=width, out=out, nodes=nodes)
 
 
-_NO = math.inf
-
-
 def _clamped(node: Node) -> tuple[Node, float]:
     """What is clamped from above, and to what."""
     inner = unrounded(node)
     low, high, before = _bounds(inner)
-    if low != -_NO:
+    if low != -math.inf:
         raise Unmatched(f"{inner} clamps the gate from below, at {low:g}, and the fused op does not")
-    return (node, _NO) if high == _NO else (narrow(before), high)
+    return (node, math.inf) if high == math.inf else (narrow(before), high)
 
 
 def _clamped_both(node: Node) -> tuple[Node, float]:
     """What is clamped on both sides, and to what."""
     low, high, before = _bounds(unrounded(node))
-    if (low, high) == (-_NO, _NO):
-        return node, _NO
+    if (low, high) == (-math.inf, math.inf):
+        return node, math.inf
     if low != -high:
         raise Unmatched(
             f"{unrounded(node)} clamps between {low:g} and {high:g}, which are not one number and its negative"
@@ -124,7 +118,7 @@ def _clamped_both(node: Node) -> tuple[Node, float]:
 
 def _bounds(node: Any) -> tuple[float, float, Any]:
     """The least and the largest value that clamps leave, and what they clamp."""
-    low, high = -_NO, _NO
+    low, high = -math.inf, math.inf
     while isinstance(node, Node):
         given = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
         if node.target is aten.clamp_max.default:
@@ -143,30 +137,19 @@ def _bounds(node: Any) -> tuple[float, float, Any]:
 # ---- one op ----------------------------------------------------------------------------------------------------------
 
 
-def _calls(graph: Graph) -> Iterator[Node]:
-    ops = [op for name in ONE_OP if (op := find_op(name)) is not None]
-    for functional in _FUNCTIONAL if ops else ():
-        for node in graph.find_nodes(op="call_function", target=functional):
-            if node.args[0] in ops:
-                yield node
-
-
 def _one_op(node: Node) -> FoundProduct | None:
     """A call of an op; None where it does more, or its result is not read as such."""
-    given = node.kwargs
-    tensor, limit = given.get("input"), given.get("limit", _NO)
-    results = [user for user in node.users if user.target is operator.getitem and user.args[1] == 1]
-    if len(node.users) != 1 or not results or not isinstance(tensor, Node) or not isinstance(limit, float | int):
-        return None
+    call = call_of(node)
+    tensor, out = call[1], call.results.get(0)
     # vLLM's clamped form: gate * sigmoid(alpha * gate) * (up + beta).
-    if (given.get("alpha", 1), given.get("beta", 0)) != (1, 0):
+    limit, alpha, beta = call[2], call[3], call[4]
+    if not isinstance(tensor, Node) or out is None or (alpha, beta) not in ((None, None), (1, 0)):
         return None
-    out = results[0]
-    width, halves = last_width(out), value(tensor)
-    if width is None or not same_shape(halves.shape, (*value(out).shape[:-1], 2 * width)):
+    width = last_width(out)
+    if width is None or not same_shape(value(tensor).shape, (*value(out).shape[:-1], 2 * width)):
         return None
-    buffers = [each for each in node.all_input_nodes if each is not tensor]
-    return FoundProduct(gate=tensor, up=tensor, limit=float(limit), width=width, out=out, nodes=(*buffers, node, out))
+    known = math.inf if limit is None else float(limit)
+    return FoundProduct(gate=tensor, up=tensor, limit=known, width=width, out=out, nodes=(*call.buffers, *call.nodes))
 
 
 # ---- who reads it ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from attrs import define, field
 from torch.fx import Node
 
+from ..match.quants import FoundQuant
 from ..match.values import value
 from .layouts import Made, Size
 
@@ -29,6 +30,8 @@ class Binding:
     "Everything that may be unread afterwards."
     last: list[Node] = field(factory=list)
     "Further nodes up to which nothing may write in place."
+    quantised: tuple[Node, FoundQuant] | None = None
+    "The rows of a norm that the graph's op quantises itself, and how."
     finish: Callable[[dict[str, Node]], Iterable[Node]] | None = None
     "Replaces what is read in other shapes and layouts; returns nodes that may be unread afterwards."
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from fusion_support import HIDDEN
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
+from torch.nn import functional as F
 
 from layerfuse.adapters.specs import WHOLE, GatedDeltaNetSpec, GatedMLPSpec, GatedNormSpec
 

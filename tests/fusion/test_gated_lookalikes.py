@@ -10,7 +10,7 @@ import torch
 from fusion_support import HIDDEN, trace
 from gated_support import FORMS, GATED, HEADS, WIDTH, GatedNorm, Heads, Rounded, RoundedBefore, delta_net
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
+from torch.nn import functional as F
 
 
 class PerHead(Heads):

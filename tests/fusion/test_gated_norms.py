@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import HIDDEN, trace
-from gated_support import FORMS, GATED, HEADS, WIDTH, GatedNorm, Heads, dequantised, delta_net, exact
+from gated_support import FORMS, GATED, HEADS, WIDTH, GatedNorm, Heads, delta_net, dequantised, exact
 from quant_support import CPU_FP8, config, sglang_group, vllm_group, vllm_per_token
 from torch import Tensor, nn
 
