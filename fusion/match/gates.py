@@ -106,6 +106,8 @@ class _Reading:
         except Unmatched:
             # Nothing gates the result. Its input may be gated.
             inside = None if complete is None else self._gated_input()
+            if inside is None and self.loose is not None:
+                raise _no_gate(self.loose) from None
             if inside is None:
                 raise
             self.out, before = complete or self.out, False
@@ -146,7 +148,7 @@ class _Reading:
         elif activated is not None or (self.loose is None and same_shape(value(other).shape, value(reader).shape)):
             self.loose = other if activated is None else None
             return activated
-        raise Unmatched(f"the norm is multiplied by {what_is(other)}, which is no silu or sigmoid of a gate")
+        raise _no_gate(other)
 
     def _take_weight(self, node: Any) -> bool:
         """Whether a factor is the norm's weight, with or without an offset."""
@@ -199,6 +201,10 @@ class _Reading:
             activation=activation,
             norm_before_gate=before,
         )
+
+
+def _no_gate(factor: Any) -> Unmatched:
+    return Unmatched(f"the norm is multiplied by {what_is(factor)}, which is no silu or sigmoid of a gate")
 
 
 def _of_norm(norm: FoundNorm) -> _Reading:

@@ -110,6 +110,21 @@ def test_a_float32_weight_beside_16_bit_activations() -> None:
         assert_as_exact_as_one_rounding(traced.output, wanted.flatten(-2))
 
 
+def test_a_write_in_place_elsewhere_in_the_graph_is_none_of_its_business() -> None:
+    class Caching(Heads):
+        def __init__(self) -> None:
+            super().__init__(GatedNorm())
+            self.register_buffer("seen", torch.zeros(2, 3, HIDDEN))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            self.seen.copy_(hidden)
+            return super().forward(hidden)
+
+    traced = trace(Caching(), torch.randn(2, 3, HIDDEN), specs=[("", delta_net())])
+    assert "copy_" in traced.after[0]
+    assert traced.report.of(GATED).complete, str(traced.report)
+
+
 # ---- with a quantisation ---------------------------------------------------------------------------------------------
 
 
