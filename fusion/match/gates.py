@@ -87,6 +87,8 @@ class _Reading:
     has_input: bool = False
     weight: Node | None = None
     weight_offset: float = 0.0
+    activated: tuple[str, Node] | None = None
+    "What the gate passes through, and the gate."
     loose: Node | None = None
     "A factor that may be the gate of a silu, whose sigmoid comes as a factor of its own."
 
@@ -96,33 +98,29 @@ class _Reading:
         Raises:
             Unmatched: it is none, or one that no fused op computes.
         """
-        activated: tuple[str, Node] | None = None
-        complete: Node | None = None
+        plain: Node | None = None
         try:
-            while activated is None or not self._complete:
-                if activated is None and self._complete:
-                    complete = complete or self.out
-                activated = self._next() or activated
-        except Unmatched:
+            while self.activated is None or not self._complete:
+                if self._complete:
+                    plain = plain or self.out
+                self._next()
+            if self.loose is not None:
+                raise _no_gate(self.loose)
+        except Unmatched as reason:
             # Nothing gates the result. Its input may be gated.
-            inside = None if complete is None else self._gated_input()
-            if inside is None and self.loose is not None:
-                raise _no_gate(self.loose) from None
-            if inside is None:
-                raise
-            self.out, before = complete or self.out, False
-            x, (activation, gate) = inside
-        else:
-            x, before = narrow(self.normed), True
-            activation, gate = activated
-        return self._found(x, gate, activation, before)
+            inside = None if plain is None else self._gated_input()
+            if plain is None or inside is None:
+                raise reason if self.loose is None else _no_gate(self.loose) from None
+            self.out = plain
+            return self._found(*inside, before=False)
+        return self._found(narrow(self.normed), self.activated, before=True)
 
     @property
     def _complete(self) -> bool:
         return self.has_input and self.weight is not None
 
-    def _next(self) -> tuple[str, Node] | None:
-        """Take in the next factor; the activation and the gate where it is one."""
+    def _next(self) -> None:
+        """Take in the next factor."""
         readers = list(self.out.users)
         if len(readers) != 1:
             names = ", ".join(map(str, readers[:3]))
@@ -130,25 +128,26 @@ class _Reading:
         reader = readers[0]
         if is_rounding(reader):
             self.out = reader
-            return None
+            return
         others = [other for one, other in operands(reader, aten.mul.Tensor) if one is self.out]
         if len(others) != 1:
             raise Unmatched(f"{what_is(reader)} reads the norm {self.out}, and is no product with a gate")
-        other, self.out = others[0], reader
-        if not self.has_input and unrounded(other) is unrounded(self.normed):
+        self.out, factor = reader, others[0]
+        if not self.has_input and unrounded(factor) is unrounded(self.normed):
             self.has_input = True
-            return None
-        if self.weight is None and self._take_weight(other):
-            return None
-        activated = read_activation(other)
-        if self.loose is not None and activated is not None and activated[0] == "sigmoid":
-            loose, self.loose = self.loose, None
-            if unrounded(activated[1]) is unrounded(loose):
-                return "silu", activated[1]
-        elif activated is not None or (self.loose is None and same_shape(value(other).shape, value(reader).shape)):
-            self.loose = other if activated is None else None
-            return activated
-        raise _no_gate(other)
+        elif self.weight is not None or not self._take_weight(factor):
+            self._take_gate(factor)
+
+    def _take_gate(self, factor: Any) -> None:
+        known = read_activation(factor)
+        if self.activated is not None or (known is None and self.loose is not None):
+            raise _no_gate(factor)
+        if known is None:
+            self.loose = factor
+        elif self.loose is None:
+            self.activated = known
+        elif known[0] == "sigmoid" and unrounded(known[1]) is unrounded(self.loose):
+            self.activated, self.loose = ("silu", known[1]), None
 
     def _take_weight(self, node: Any) -> bool:
         """Whether a factor is the norm's weight, with or without an offset."""
@@ -172,7 +171,8 @@ class _Reading:
                 return narrow(x), activated
         return None
 
-    def _found(self, x: Node, gate: Node, activation: str, before: bool) -> FoundGatedNorm:
+    def _found(self, x: Node, activated: tuple[str, Node], *, before: bool) -> FoundGatedNorm:
+        activation, gate = activated
         out, dtype = self.out, value(x).dtype
         if self.inside.itemsize < 4:
             raise Unmatched(f"{self.normed} is normed in {self.inside}, and the fused op norms in float32")
@@ -188,6 +188,10 @@ class _Reading:
             )
         if self.weight is None:  # not reached: what is incomplete raises before
             raise Unmatched(f"the norm {out} has no weight")
+        nodes = tuple(reversed(between(out, {x, gate, self.weight})))
+        coarse = next((node for node in nodes if value(node).dtype.itemsize < dtype.itemsize), None)
+        if coarse is not None:
+            raise Unmatched(f"{coarse} rounds to {value(coarse).dtype}, and the fused op to {dtype} only")
         return FoundGatedNorm(
             width=self.width,
             epsilon=self.epsilon,
@@ -196,7 +200,7 @@ class _Reading:
             x=x,
             weight=self.weight,
             out=out,
-            nodes=tuple(reversed(between(out, {x, gate, self.weight}))),
+            nodes=nodes,
             gate=gate,
             activation=activation,
             norm_before_gate=before,

@@ -92,6 +92,9 @@ def _read(product: Node) -> FoundProduct:
     if width is None:
         raise Unmatched(f"the width of {out} is not static")
     nodes = tuple(reversed(between(out, {gate, up})))
+    coarse = next((node for node in nodes if value(node).dtype.itemsize < dtype.itemsize), None)
+    if coarse is not None:
+        raise Unmatched(f"{coarse} rounds to {value(coarse).dtype}, and the fused op to {dtype} only")
     return FoundProduct(gate=gate, up=up, limit=limit, width=width, out=out, nodes=nodes)
 
 

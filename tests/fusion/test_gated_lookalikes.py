@@ -54,6 +54,28 @@ class Steep(GatedNorm):
         return (self.unit(x.float()) * self.weight.float() * (wide * torch.sigmoid(1.702 * wide))).to(x.dtype)
 
 
+class TwoGates(GatedNorm):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        wide = gate.float()
+        return (self.unit(x.float()) * wide.sigmoid() * F.silu(wide.abs()) * self.weight.float()).to(x.dtype)
+
+
+class FactorBehind(GatedNorm):
+    """sigmoid(gate), and then the gate itself: a silu that is not gathered before the weight."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        wide = gate.float()
+        return (self.unit(x.float()) * wide.sigmoid() * wide * self.weight.float()).to(x.dtype)
+
+
+class Coarse(GatedNorm):
+    """Rounded on the way to fewer bits than the model's."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        normed = self.unit(x.float()).to(torch.bfloat16).float() * self.weight.float()
+        return (normed * self.activation(gate.float())).to(x.dtype)
+
+
 LOOK_ALIKES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "tanh": (lambda: Heads(GatedNorm(torch.tanh)), {}, "aten.tanh.default), which is no silu or sigmoid"),
     "relu": (lambda: Heads(Rounded(torch.relu)), {}, "aten.relu.default), which is no silu or sigmoid"),
@@ -70,6 +92,8 @@ LOOK_ALIKES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "not zero-centred": (lambda: Heads(GatedNorm()), {"offset": 1.0}, "adds 0 to its weight; the spec says 1"),
     "another reader": (lambda: Heads(ReadTwice()), {}, "2 nodes read"),
     "accumulated in bfloat16": (lambda: Heads(Low()), {}, "is normed in torch.bfloat16, and the fused op norms in float32"),
+    "two gates": (lambda: Heads(TwoGates()), {}, "which is no silu or sigmoid of a gate"),
+    "a factor behind": (lambda: Heads(FactorBehind()), {}, "which is no silu or sigmoid of a gate"),
     "not rounded": (lambda: Heads(LeftWide()), {}, "is torch.float32, and its input"),
 }  # fmt: skip
 
@@ -85,6 +109,32 @@ def test_a_look_alike_is_left_alone_with_its_reason(name: str) -> None:
     assert (len(verdict.expected), verdict.matched, verdict.last_call) == (1, (), 0)
     assert reason in verdict.missed["output"]
     torch.testing.assert_close(traced.output, model(hidden))
+
+
+def test_a_rounding_to_fewer_bits_than_the_models_is_left_alone() -> None:
+    traced = trace(Heads(Coarse()), torch.randn(2, 3, HIDDEN), specs=[("", delta_net())])
+    assert traced.after == traced.before
+    assert (
+        "rounds to torch.bfloat16, and the fused op to torch.float32 only" in traced.report.of(GATED).missed["output"]
+    )
+
+
+@pytest.mark.parametrize("by_weight", [True, False])
+def test_each_layer_has_its_own(by_weight: bool) -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Heads(GatedNorm(), "flat") for _ in range(3))
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            return torch.cat([layer(hidden) for layer in self.layers], -1)
+
+    specs = [(f"layers.{i}", delta_net(index=i)) for i in range(3)]
+    traced = trace(Several(), torch.randn(2, 3, HIDDEN), specs=specs, by_weight=by_weight)
+    uses = traced.report.records[0].uses
+    assert [use.site for use in uses] == [f"layers.{i}:output" for i in range(3)]
+    assert {use.how for use in uses} == {"parameter" if by_weight else "module path"}
+    assert traced.report.of(GATED).complete
 
 
 def test_two_layers_one_of_which_is_another() -> None:

@@ -162,7 +162,9 @@ def test_experts_are_not_the_shared_mlp() -> None:
 def engine_ops() -> Iterator[None]:
     """vLLM's and SGLang's ops, with their schemas and a meaning on the CPU."""
 
-    def silu_and_mul(out: Tensor, given: Tensor, limit: float = float("inf"), alpha: float = 1.0, beta: float = 0.0) -> None:
+    def silu_and_mul(
+        out: Tensor, given: Tensor, limit: float = float("inf"), alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
         gate, up = given.chunk(2, -1)
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         out.copy_(gate * torch.sigmoid(alpha * gate) * (up + beta))
@@ -170,7 +172,10 @@ def engine_ops() -> Iterator[None]:
     libraries = []
     for space, schema in (
         ("_C", "silu_and_mul(Tensor! result, Tensor input) -> ()"),
-        ("_C", "silu_and_mul_with_clamp(Tensor! result, Tensor input, float limit, float alpha=1.0, float beta=0.0) -> ()"),
+        (
+            "_C",
+            "silu_and_mul_with_clamp(Tensor! result, Tensor input, float limit, float alpha=1.0, float beta=0.0) -> ()",
+        ),
         ("sgl_kernel", "silu_and_mul(Tensor! out, Tensor input) -> ()"),
     ):
         library = torch.library.Library(space, "FRAGMENT")
