@@ -56,7 +56,7 @@ def call_of(node: Node) -> Call:
         return _functionalised(node)
     if node.target is _FUNCTIONALISED_V2:
         return _functionalised_v2(node)
-    schema = node.target._schema  # type: ignore[union-attr]
+    schema = node.target._schema
     given = {argument.name: argument.default_value for argument in schema.arguments}
     given.update(zip(given, node.args, strict=False))
     results = {0: node} if len(schema.returns) == 1 else _parts(node)
@@ -65,7 +65,7 @@ def call_of(node: Node) -> Call:
 
 
 def _functionalised(node: Node) -> Call:
-    schema = node.args[0]._schema  # type: ignore[union-attr]
+    schema = node.args[0]._schema
     given = {each.name: node.kwargs.get(each.name, each.default_value) for each in schema.arguments}
     parts, first = _parts(node), max(1, len(schema.returns))
     written = _written(schema)
@@ -75,7 +75,7 @@ def _functionalised(node: Node) -> Call:
 
 def _functionalised_v2(node: Node) -> Call:
     """The written arguments are views of bases, and what reads them views of what the bases have become."""
-    schema = node.args[0]._schema  # type: ignore[union-attr]
+    schema = node.args[0]._schema
     given = {each.name: node.kwargs.get(each.name, each.default_value) for each in schema.arguments}
     parts, first = _parts(node), max(1, len(schema.returns))
     bases: Any = node.kwargs["_all_bases"]

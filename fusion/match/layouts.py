@@ -12,7 +12,7 @@ import torch
 from torch.fx import Node
 
 from ..ops.quantisation import scale_strides
-from .values import same, value
+from .values import same, same_shape, value
 
 aten = torch.ops.aten
 
@@ -75,7 +75,7 @@ def laid_out(node: Node, view: Node, shape: tuple[Any, ...]) -> list[Node] | Non
         chain.append(node)
         moved = moved or node.target in _MOVES
         if moved and not padded and dims == [*range(len(shape))]:
-            return chain[1:]
+            return chain[1:] if same_shape(value(node).shape, shape) else None
         if len(node.users) != 1:
             return None
         node = next(iter(node.users))
@@ -104,34 +104,34 @@ def _step(
 ) -> tuple[list[int | None], bool] | None:
     """Which dimension of the scales each dimension of a node is, and whether there are rows behind the last one."""
     target, rows = node.target, len(shape) - 2
-    if rows < 0 or before not in node.args[:2]:
+    args: Any = node.args
+    if rows < 0 or before not in args[:2]:
         return None
     if target is aten.permute.default:
-        return [dims[i] for i in node.args[1]], padded  # type: ignore[index,union-attr]
-    if target is aten.clone.default or (target is aten.copy.default and node.args[1] is before):
+        return [dims[i] for i in args[1]], padded
+    if target is aten.clone.default or (target is aten.copy.default and args[1] is before):
         return dims, padded
     if target is aten.unsqueeze.default:
-        at: Any = node.args[1]
-        at = at % (len(dims) + 1)
+        at = args[1] % (len(dims) + 1)
         return [*dims[:at], None, *dims[at:]], padded
     if target is aten.squeeze.dim:
-        at = node.args[1]
         left = [*dims]
-        return (left, padded) if left.pop(at) is None else None
+        return (left, padded) if left.pop(args[1]) is None else None
     if target is aten.constant_pad_nd.default:
-        pad: Any = node.args[1]
-        return (dims, True) if len(pad) == 2 and same(_size(pad[0]), 0) and dims[-1] == rows else None
-    if target is aten.slice_scatter.default and node.args[1] is before:
+        behind = len(args[1]) == 2 and same(_size(args[1][0]), 0)
+        return (dims, True) if behind and dims[-1] == rows else None
+    if target is aten.slice_scatter.default and args[1] is before:
         return (dims, True) if _from_the_first(node, 2, dims, rows, shape) else None
-    if target is aten.slice.Tensor and node.args[0] is before:
+    if target is aten.slice.Tensor and args[0] is before:
         return (dims, False) if padded and _from_the_first(node, 1, dims, rows, shape) else None
     return None
 
 
 def _from_the_first(node: Node, position: int, dims: list[int | None], rows: int, shape: Any) -> bool:
     """Whether a slice is of all rows of the scales: `dim`, `start` and `end` lie at a position of the arguments."""
-    dim, start, end, step = (*node.args[position:], *(0, None, None, 1)[len(node.args) - position :])
-    if node.kwargs or step != 1 or start not in (0, None) or dims[dim] != rows:  # type: ignore[index]
+    given: list[Any] = [*node.args[position:]]
+    dim, start, end, step = [*given, *[0, None, None, 1][len(given) :]]
+    if node.kwargs or step != 1 or start not in (0, None) or dims[dim] != rows:
         return False
     return same(_size(end), shape[rows])
 

@@ -33,11 +33,11 @@ def find_norms(graph: Graph) -> tuple[list[FoundNorm], list[NearNorm]]:
             found[norm.out] = norm
         elif (resembling := _from_rsqrt(root)) is not None:
             near.append(resembling)
-    for norm in norm_ops(graph):
-        if isinstance(norm, FoundNorm):
-            found.setdefault(norm.out, norm)
+    for each in norm_ops(graph):
+        if isinstance(each, FoundNorm):
+            found.setdefault(each.out, each)
         else:
-            near.append(norm)
+            near.append(each)
     return sorted(found.values(), key=lambda norm: norm.out), near
 
 

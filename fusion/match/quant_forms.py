@@ -123,7 +123,7 @@ def _vllm_ir_group(given: _Arguments) -> Described | str:
 
 
 def _writes_groups(given: _Arguments) -> Described | str:
-    """vLLM's and SGLang's ops, `(input, output_q, output_s, group_size, eps, smallest, largest, scale_ue8m0, ...)`."""
+    """Of vLLM's and SGLang's ops, `(input, output_q, output_s, group_size, eps, smallest, largest, scale_ue8m0, ...)`."""
     size, eps, smallest, largest, ue8m0 = [*given.values()][3:8]
     if given.get("fuse_silu_and_mul") or given.get("masked_m") is not None:
         return "it multiplies or masks what it quantises"

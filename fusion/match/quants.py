@@ -85,14 +85,10 @@ def readers_of(normed: Node) -> Readers:
     quants: list[FoundQuant] = []
     problems: list[str] = []
     views = reshapes_of(normed)
-    calls = [(user, form) for view in views for user in view.users if (form := _one_op_form(user, view)) is not None]
-    conversions = _conversions(normed)
-    for read, node, more in (
-        *((_one_op, node, form) for node, form in calls),
-        *((_read, node, normed) for node in conversions),
-    ):
+    forms = {user: form for view in views for user in view.users if (form := _one_op_form(user, view)) is not None}
+    for node in (*forms, *_conversions(normed)):
         try:
-            quants.append(read(node, more))  # type: ignore[operator]
+            quants.append(_one_op(node, forms[node]) if node in forms else _read(node, normed))
         except Unmatched as reason:
             problems.append(str(reason))
     if not quants and not problems:

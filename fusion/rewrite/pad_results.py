@@ -61,7 +61,7 @@ def _trace_views(node: Node) -> None:
         elif _is_view(user):
             try:
                 args = map_arg(user.args, value)
-                user.meta["val"] = user.target(*args, **map_arg(user.kwargs, value))  # type: ignore[operator]
+                user.meta["val"] = user.target(*args, **map_arg(user.kwargs, value))
             except (RuntimeError, ValueError):
                 user.replace_input_with(node, _copied(node))
             else:

@@ -84,7 +84,7 @@ def _planned(
     found: FoundQuant, like: Any, quant: ActivationQuant, target: Target, before: Chosen
 ) -> tuple[Results | None, str]:
     if isinstance(like, torch.Tensor) and like.dtype == torch.float64:
-        return None, f"{found.values} quantises torch.float64; quantisation starts from float32, bfloat16 or float16"
+        return None, "what is quantised is torch.float64; quantisation starts from float32, bfloat16 or float16"
     try:
         result = Results(found, like)
     except Unmatched as reason:

@@ -137,6 +137,7 @@ def _sizes(node: Node, wanted: Any, given: tuple[Any, ...]) -> list[Size]:
 
 
 def view_of(result: Node, sizes: list[Size], at: Node) -> Node:
+    """A view of a result with these sizes, behind the node whose place it takes."""
     graph = at.graph
     with graph.inserting_after(at):
         view = graph.call_function(aten.view.default, (result, []))
