@@ -188,8 +188,10 @@ def launch_product(step: int, width: int, whole: bool, group: int, wave: int) ->
         warps = power_of_two(width / (576 if step < 5 or width > 4096 else 1152))
         warps = min(max(warps, 1), 32)
         return Launch(min(power_of_two(width), 32 * warps * 4), 0, 0, 1, False, _waves(warps, wave))
-    columns = 512 if step <= 1 else 1024 if step <= 4 else 2048
-    return Launch(group, 0, 0, max(1, columns // group), False, _waves(4 if step <= 4 else 8, wave))
+    # Little work: as many programs as there can be. Much of it: sixteen columns per thread instead of eight.
+    much = step > 0 and _STEPS[step - 1] * width >= 4e6
+    columns = 512 if step == 0 else 2048
+    return Launch(group, 0, 0, max(1, columns // group), False, _waves(4 if much or step == 0 else 8, wave))
 
 
 def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
