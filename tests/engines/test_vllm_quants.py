@@ -23,7 +23,11 @@ from vllm_layers import build_model, fp8_kernel  # noqa: E402
 WIDTH = 1536
 KERNELS: dict[str, Any] = {
     "group": (BLOCK, "triton:TritonFp8BlockScaledMMKernel", ActivationQuant(group_size=128)),
-    "column-major": (BLOCK, "cutlass:CutlassFp8BlockScaledMMKernel", ActivationQuant(group_size=128, column_major=True)),
+    "column-major": (
+        BLOCK,
+        "cutlass:CutlassFp8BlockScaledMMKernel",
+        ActivationQuant(group_size=128, column_major=True),
+    ),
     "per token": (PER_TOKEN, "cutlass:CutlassFP8ScaledMMLinearKernel", ActivationQuant()),
     "static": (STATIC, "cutlass:CutlassFP8ScaledMMLinearKernel", ActivationQuant(fixed="static")),
 }
