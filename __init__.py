@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .adapters.specs import (
         FinalNormSpec,
         GatedDeltaNetSpec,
+        GatedMLPSpec,
         GatedNormSpec,
         GQASpec,
         MLASpec,
@@ -37,6 +38,7 @@ __all__ = [
     "FinalNormSpec",
     "GQASpec",
     "GatedDeltaNetSpec",
+    "GatedMLPSpec",
     "GatedNormSpec",
     "LayerfuseError",
     "MLASpec",
@@ -60,6 +62,7 @@ __getattr__, __dir__ = attach(
                 "FinalNormSpec",
                 "GQASpec",
                 "GatedDeltaNetSpec",
+                "GatedMLPSpec",
                 "GatedNormSpec",
                 "MLASpec",
                 "NormSpec",

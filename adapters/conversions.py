@@ -53,6 +53,32 @@ def _name_index(per_layer: int) -> Callable[[Any], int]:
     return convert
 
 
+_ACTIVATIONS = {
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    # Of torch and of transformers: activations.py
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    # Of the engines: layers/activation.py in vLLM and SGLang, model_ops/activation.py and models/kimi_k3.py in ATOM
+    "SiluAndMul": "silu",
+    "SituAndMul": "situ",
+}
+
+
+def mlp_activation(value: Any) -> Any:
+    """The activation that a name or a module means. One that is not known here is named, for the spec to refuse."""
+    if isinstance(value, str):
+        return _ACTIVATIONS.get(value, value)
+    names = [base.__name__ for base in type(value).__mro__]
+    if "GELU" in names or "GeluAndMul" in names:
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(value.approximate, names[0])
+    if "SiluAndMulWithClamp" in names:  # x * sigmoid(alpha * x) * (up + beta) is silu(x) * up for 1 and 0 alone
+        return "silu" if (value.alpha, value.beta) == (1.0, 0.0) else f"{names[0]} of {value.alpha}, {value.beta}"
+    return next((_ACTIVATIONS[name] for name in names if name in _ACTIVATIONS), names[0])
+
+
 def _parent_name(value: Any) -> str:
     if not isinstance(value, str) or "." not in value:
         raise UnreadableError(f"{shown(value)} is not the dotted name of a layer")

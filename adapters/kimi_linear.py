@@ -6,6 +6,7 @@ Which kind a layer is, only its class says: `num_heads` on both may be the same 
 from __future__ import annotations
 
 from . import vocabulary as words
+from . import vocabulary_mlps as mlps
 from . import vocabulary_streams as streams
 from .base import Adapter
 
@@ -14,15 +15,20 @@ KIMI_LINEAR = Adapter(
     layers={
         "transformers:KimiLinearAttention": words.TRANSFORMERS_MLA,
         "transformers:KimiLinearDeltaAttention": words.TRANSFORMERS_KDA,
+        "transformers:KimiLinearMLP": mlps.TRANSFORMERS_MLP,
         "transformers:KimiLinearDecoderLayer": streams.TRANSFORMERS_RESIDUAL,
         "transformers:KimiLinearModel": streams.final_norm(streams.TRANSFORMERS_RESIDUAL),
         "vllm:MultiHeadLatentAttention": words.VLLM_MLA_ITSELF,
         "vllm:KimiMLAAttention": words.VLLM_MLA,
         "vllm:KimiGatedDeltaNetAttention": words.VLLM_KDA,
         "vllm:KimiK3DeltaAttention": words.VLLM_KDA,
+        "vllm:KimiMLP": mlps.VLLM_MLP,
         "sglang:KimiDeltaAttention": words.SGLANG_KDA,
         "sglang:KimiK3DeltaAttention": words.SGLANG_KDA.but(tp_size="attn_tp_size", tp_rank="attn_tp_rank"),
         "sglang:RadixLinearAttention": words.SGLANG_GDN_KERNEL,
+        # SGLang builds Kimi-Linear with this one.
+        "sglang:LlamaMLP": mlps.SGLANG_MLP,
+        "sglang:KimiK3MLP": mlps.SGLANG_MLP,
         # The decoder layer keeps no index of its own, and each kind of attention spells it differently.
         "sglang:KimiDecoderLayer": streams.SGLANG_RESIDUAL.but(
             layer_index=["self_attn.layer_id", "self_attn.layer_idx"]
@@ -30,6 +36,7 @@ KIMI_LINEAR = Adapter(
         "sglang:KimiLinearModel": streams.final_norm(streams.SGLANG_RESIDUAL),
         "atom:KimiFullAttention": words.ATOM_MLA.but(tp_size="tp_size"),
         "atom:KimiKDAAttention": words.ATOM_KDA,
+        "atom:KimiMLP": mlps.ATOM_MLP,
         "atom:KimiDecoderLayer": streams.ATOM_RESIDUAL,
         "atom:KimiLinearModel": streams.final_norm(streams.ATOM_RESIDUAL),
     },

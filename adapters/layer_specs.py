@@ -1,4 +1,4 @@
-"""The specs of whole layers: attention of three families, the residual stream of a decoder layer, the final norm."""
+"""The specs of whole layers: attention of three families, gated MLPs, the residual stream of a decoder layer, the final norm."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 import attrs
 from attrs import frozen
 
+from .activation_quant import ActivationQuant
 from .errors import SpecError
 from .norm_specs import GatedNormSpec, HeadPair, NormSpec, Parallel
 from .spec_fields import Checked, as_float, count, of_kind, optional_count, width_or_zero
@@ -197,6 +198,33 @@ class GQASpec(LayerSpec):
         yield from LayerSpec._contradictions(self)
         if self.num_heads % self.num_kv_heads:
             yield f"num_heads: {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+
+
+@frozen(kw_only=True)
+class GatedMLPSpec(LayerSpec):
+    """A gated MLP, `down(act(gate(x)) * up(x))` (arXiv 2002.05202): that of a dense decoder layer, or shared experts.
+
+    Routed experts are none: their kernels run them all at once, and no linear of theirs stands alone.
+    """
+
+    pairs: ClassVar[tuple[HeadPair, ...]] = (
+        HeadPair(total="intermediate_size", local="local_intermediate_size", replicates=False, what="columns"),
+    )
+
+    layer_index: int | None = of_kind("optional_index")  # type: ignore[assignment]  # an int in all other layers
+    """0-based, from the module's name in its model, as no MLP keeps its index: those of LongCat-Flash count on, 0 to 55.
+    None where it was read without such a name."""
+    intermediate_size: int = count()
+    "Width between the projections in the whole model: of the gate alone, not of gate and up as engines merge them."
+    local_intermediate_size: int = count()
+    "The same on this rank: the columns of the activation's result, which down_proj takes."
+    activation: str = of_kind("mlp_activation")
+    "What the gate passes through."
+    swiglu_limit: float | None = of_kind("optional_positive", converter=as_float)
+    "The gate is clamped to at most this and up to within plus and minus this before the activation; None: neither is."
+    quant: ActivationQuant | None = of_kind("activation_quant", default=None, eq=False, repr=False)
+    """How down_proj quantises the activation's result, or None: it does not, or was not read. As with a norm it is no part
+    of what the MLP is, so equal ones may differ in it."""
 
 
 @frozen(kw_only=True)

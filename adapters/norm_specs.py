@@ -83,14 +83,14 @@ NESTED.update(
 # ---- how heads are shared by ranks -----------------------------------------------------------------------------------
 
 
-def shard_heads(total: int, size: int) -> int:
+def shard_heads(total: int, size: int, what: str = "heads") -> int:
     """Heads per rank where every rank must get the same whole number of them.
 
     Raises:
-        SpecError: the ranks do not divide the heads.
+        SpecError: the ranks do not divide the heads (or `what` they share instead).
     """
     if total % size:
-        raise SpecError("heads per rank", [f"{shown(total)} heads cannot be shared equally by {size} ranks"])
+        raise SpecError(f"{what} per rank", [f"{shown(total)} {what} cannot be shared equally by {size} ranks"])
     return total // size
 
 
@@ -119,7 +119,9 @@ class HeadPair:
     local: str
     replicates: bool
     "True for KV heads: more ranks than heads means copies, not an error."
+    what: str = "heads"
+    "What is counted, in errors."
 
     def local_of(self, total: int, size: int) -> int:
         """This rank's count, from the model's."""
-        return shard_kv_heads(total, size) if self.replicates else shard_heads(total, size)
+        return shard_kv_heads(total, size) if self.replicates else shard_heads(total, size, self.what)

@@ -6,6 +6,7 @@ All norms but the delta net's own are zero-centred: they add 1 to the weight the
 from __future__ import annotations
 
 from . import vocabulary as words
+from . import vocabulary_mlps as mlps
 from . import vocabulary_streams as streams
 from .base import Adapter
 
@@ -44,20 +45,24 @@ QWEN3_NEXT = Adapter(
     layers={
         "transformers:Qwen3NextGatedDeltaNet": words.TRANSFORMERS_GDN,
         "transformers:Qwen3NextAttention": _PLAIN_ATTENTION,
+        "transformers:Qwen3NextMLP": mlps.TRANSFORMERS_MLP,
         "transformers:Qwen3NextDecoderLayer": _TRANSFORMERS,
         "transformers:Qwen3NextModel": streams.final_norm(_TRANSFORMERS),
         "vllm:QwenGatedDeltaNetAttention": words.VLLM_GDN,
         "vllm:Qwen3NextGatedDeltaNet": words.VLLM_GDN,
         "vllm:Qwen3NextAttention": words.VLLM_GQA,
+        "vllm:Qwen2MoeMLP": mlps.VLLM_MLP,
         "vllm:Qwen3NextDecoderLayer": _VLLM,
         "vllm:Qwen3NextModel": streams.final_norm(_VLLM),
         "sglang:Qwen3GatedDeltaNet": words.SGLANG_GDN,
         # There is no attention module here: the decoder layer holds the head counts itself.
         "sglang:Qwen3HybridAttentionDecoderLayer": (words.SGLANG_GQA, _SGLANG_FULL),
         "sglang:Qwen3HybridLinearDecoderLayer": _SGLANG_LINEAR,
+        "sglang:Qwen2MoeMLP": mlps.SGLANG_MLP,
         "sglang:Qwen3NextModel": streams.final_norm(_SGLANG_EITHER),
         "atom:Qwen3NextGatedDeltaNet": words.ATOM_GDN,
         "atom:Qwen3NextAttention": words.ATOM_GQA,
+        "atom:Qwen3NextMLP": mlps.ATOM_MLP,
         "atom:LinearAttention": words.ATOM_GDN_KERNEL,
         "atom:Qwen3NextDecoderLayer": _ATOM,
         "atom:Qwen3NextModel": streams.final_norm(_ATOM),

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 
 from .base import Facts
-from .conversions import whole
+from .conversions import mlp_activation, whole
 from .errors import (
     LayerfuseError,
     MissingAttributeError,
@@ -23,8 +23,9 @@ from .errors import (
     shown,
 )
 from .feeds import Feeds
+from .linear_quant import activation_quant_of
 from .parallel import ambient, shards_of_linear
-from .sources import NormSource, Source
+from .sources import Named, NormSource, Source
 from .specs import FinalNormSpec, GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
 
 
@@ -97,8 +98,8 @@ class _Reading:
         try:
             index = self.first(self.facts.parsed["layer_index"])
         except (LayerfuseError, UnreadableError, KeyError):
-            return f"a {self.reader.key} layer"
-        return f"{self.reader.key} layer {index}"
+            index = None
+        return f"a {self.reader.key} layer" if index is None else f"{self.reader.key} layer {index}"
 
     # ---- fields
 
@@ -146,6 +147,8 @@ class _Reading:
         cause = None
         for source in places:
             try:
+                if isinstance(source, Named):
+                    return source.read(self.path)
                 return source.read(self.layer if start is None else start)
             except UnreadableError as error:
                 tried.append(str(error))
@@ -305,9 +308,13 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "optional_count": whole,
     "width_or_zero": whole,
     "index": whole,
+    "optional_index": whole,
     "window": _window,
     "activation": _activation,
+    "mlp_activation": mlp_activation,
+    "activation_quant": activation_quant_of,
     "positive": _number,
+    "optional_positive": _number,
     "number": _number,
 }
 _NORM_VALUES = {a.name: _VALUES.get(kind_of(a), _same) for a in attrs.fields(GatedNormSpec)}

@@ -10,6 +10,7 @@ TOML tables are written in these words and parsed by `parse_source`.
     ["scaling", "scale"]                the first of these that exists (None and 0 are values, not gaps)
     {const = "sigmoid"}                 a fact about the class that no attribute says; {const = "none"} is None
     {path = "sinks", as = "present"}    a path whose value is converted, see CONVERSIONS
+    {name_as = "name_index"}            the layer's own name in its model, converted: what no attribute says
     {module = "o_norm", activation = {const = "sigmoid"}, ...}    a norm, read from that child module
     {module = "q_a_layernorm", feeds = ["q_b_proj"]}    and the linears that read its result, as far as a layer has them
 """
@@ -147,7 +148,27 @@ class Converted:
         return CONVERSIONS[self.convert](self.path.read(obj))
 
 
-Source: TypeAlias = Path | Quotient | Const | Converted
+@frozen
+class Named:
+    """What the layer's name in its model says, as the caller gives it: for modules that know nothing of their place."""
+
+    convert: str
+
+    def __str__(self) -> str:
+        return f"the layer's name as {self.convert}"
+
+    def read(self, name: Any) -> Any:
+        """The converted name. Unlike the other sources' argument it is no layer.
+
+        Raises:
+            UnreadableError: the name does not say it, or none was given.
+        """
+        if not isinstance(name, str) or not name:
+            raise UnreadableError(f"{self}: no name was given, pass path=")
+        return CONVERSIONS[self.convert](name)
+
+
+Source: TypeAlias = Path | Quotient | Const | Converted | Named
 """One place to look."""
 
 
@@ -262,15 +283,24 @@ def _parse_table(words: Mapping[str, Any], field: str) -> Source:
             raise FactsError(f"{field}: a constant is a number, a text or a flag, got {shown(value)}")
         return Const(None if value == "none" else value)
     if set(words) == {"path", "as"}:
-        if not isinstance(words["as"], str) or words["as"] not in CONVERSIONS:
-            raise FactsError(
-                f"{field}: unknown conversion {shown(words['as'])}{did_you_mean(str(words['as']), CONVERSIONS)} "
-                f"(known: {', '.join(CONVERSIONS)})"
-            )
+        convert = _conversion(words["as"], field)
         if not isinstance(words["path"], str):
             raise FactsError(f"{field}: path is a text, got {shown(words['path'])}")
-        return Converted(parse_path(words["path"], field), words["as"])
-    raise FactsError(f"{field}: expected {{const = ...}} or {{path = ..., as = ...}}, got the keys {sorted(words)}")
+        return Converted(parse_path(words["path"], field), convert)
+    if set(words) == {"name_as"}:
+        return Named(_conversion(words["name_as"], field))
+    raise FactsError(
+        f"{field}: expected {{const = ...}}, {{path = ..., as = ...}} or {{name_as = ...}}, got the keys {sorted(words)}"
+    )
+
+
+def _conversion(name: Any, field: str) -> str:
+    if not isinstance(name, str) or name not in CONVERSIONS:
+        raise FactsError(
+            f"{field}: unknown conversion {shown(name)}{did_you_mean(str(name), CONVERSIONS)} "
+            f"(known: {', '.join(CONVERSIONS)})"
+        )
+    return name
 
 
 _NORM_DEFAULTS: dict[str, Any] = {

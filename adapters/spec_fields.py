@@ -21,6 +21,22 @@ LARGEST = 2**31 - 1
 ACTIVATIONS = ("silu", "sigmoid")
 """Output-gate activations of gated norms: silu for Qwen, sigmoid for Kimi and GLM."""
 
+MLP_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "situ")
+"""Activations of the gate in a gated MLP. `situ` is Kimi-K3's: beta * tanh(gate / beta) * sigmoid(gate), and a bounded up."""
+
+_WORDS = {"activation": ACTIVATIONS, "mlp_activation": MLP_ACTIVATIONS}
+
+_OPTIONAL = (
+    "optional_count",
+    "optional_index",
+    "optional_norm",
+    "optional_positive",
+    "window",
+    "module_path",
+    "activation_quant",
+)
+"""The kinds of which None is a value."""
+
 NESTED: dict[str, type] = {"text": str, "module_path": str}
 """The class of each kind that is no number, word or flag; the spec types enter themselves."""
 
@@ -59,10 +75,10 @@ def kind_of(attribute: attrs.Attribute[Any]) -> str:
 
 def problem_of(kind: str, value: Any) -> str | None:
     """Why `value` is no legal value of this kind, or None if it is."""
-    if kind in ("count", "optional_count", "width_or_zero", "index", "window"):
-        if value is None and kind in ("optional_count", "window"):
-            return None
-        least = 0 if kind in ("width_or_zero", "index") else 1
+    if value is None and kind in _OPTIONAL:
+        return None
+    if kind in ("count", "optional_count", "width_or_zero", "index", "optional_index", "window"):
+        least = 0 if kind in ("width_or_zero", "index", "optional_index") else 1
         if type(value) is not int:
             return f"expected a whole number, got {shown(value)} ({type(value).__name__})"
         if value < least:
@@ -70,21 +86,19 @@ def problem_of(kind: str, value: Any) -> str | None:
         if value > LARGEST:
             return f"expected at most {LARGEST}, got {shown(value)}"
         return None
-    if kind in ("positive", "number"):
+    if kind in ("positive", "optional_positive", "number"):
         # What `as_float` could not convert is no number, or one beyond every float.
         if type(value) is not float or not math.isfinite(value):
             return f"expected a finite number, got {shown(value)}"
-        if kind == "positive" and value <= 0:
+        if kind != "number" and value <= 0:
             return f"expected more than 0, got {value!r}"
         return None
     if kind == "flag":
         return None if type(value) is bool else f"expected true or false, got {shown(value)}"
-    if kind == "activation":
-        fine = type(value) is str and value in ACTIVATIONS
-        return None if fine else f"expected one of {', '.join(ACTIVATIONS)}, got {shown(value)}"
+    if kind in _WORDS:
+        fine = type(value) is str and value in _WORDS[kind]
+        return None if fine else f"expected one of {', '.join(_WORDS[kind])}, got {shown(value)}"
     expected = NESTED[kind]
-    if value is None and kind in ("optional_norm", "module_path", "activation_quant"):
-        return None
     if kind == "norms":
         fine = type(value) is tuple and value != () and all(isinstance(norm, expected) for norm in value)
         return None if fine else f"expected a non-empty tuple of {expected.__name__}, got {shown(value)}"

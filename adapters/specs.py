@@ -11,15 +11,16 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from .kernel_specs import GatedDeltaNetKernelSpec, GQAKernelSpec, KernelSpec, MLAKernelSpec
-from .layer_specs import FinalNormSpec, GatedDeltaNetSpec, GQASpec, LayerSpec, MLASpec, ResidualSpec
+from .layer_specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, GQASpec, LayerSpec, MLASpec, ResidualSpec
 from .norm_specs import WHOLE, GatedNormSpec, HeadPair, NormSpec, Parallel, shard_heads, shard_kv_heads
-from .spec_fields import ACTIVATIONS, LARGEST, goes_with, kind_of
+from .spec_fields import ACTIVATIONS, LARGEST, MLP_ACTIVATIONS, goes_with, kind_of
 
 __all__ = [
     "ACTIVATIONS",
     "FAMILIES",
     "FAMILY_OF",
     "LARGEST",
+    "MLP_ACTIVATIONS",
     "WHOLE",
     "AnySpec",
     "AttentionSpec",
@@ -28,6 +29,7 @@ __all__ = [
     "GQASpec",
     "GatedDeltaNetKernelSpec",
     "GatedDeltaNetSpec",
+    "GatedMLPSpec",
     "GatedNormSpec",
     "HeadPair",
     "KernelSpec",
@@ -48,6 +50,7 @@ AnySpec: TypeAlias = (
     MLASpec
     | GatedDeltaNetSpec
     | GQASpec
+    | GatedMLPSpec
     | ResidualSpec
     | FinalNormSpec
     | MLAKernelSpec
@@ -59,6 +62,7 @@ FAMILIES: dict[str, type[Any]] = {
     "mla": MLASpec,
     "gated_delta_net": GatedDeltaNetSpec,
     "gqa": GQASpec,
+    "gated_mlp": GatedMLPSpec,
     "residual": ResidualSpec,
     "final": FinalNormSpec,
     "mla_kernel": MLAKernelSpec,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from .._lazy import attach
 from .cases import Case
+from .choosing import Options
 from .errors import BenchError, CannotMeasureError, UnknownFusionError, UnknownPeerError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ __all__ = [
     "CannotMeasureError",
     "Case",
     "InPlace",
+    "Options",
     "Peer",
     "Result",
     "UnknownFusionError",

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import frozen
 
 from ..fusion.backends.aiter.detect import Absent, find_build
 
@@ -27,16 +26,6 @@ _ARCH_INFO = "aiter.ops.triton.utils._triton.arch_info"
 _DTYPES = "aiter.utility.dtypes"
 _ARCHES = {torch.float8_e4m3fn: "gfx950", torch.float8_e4m3fnuz: "gfx942"}
 """An architecture that has each fp8 format: AITER derives the one from the other."""
-
-
-@frozen
-class Functions:
-    """The functions that are measured, as AITER names them."""
-
-    rms_norm: Any
-    rmsnorm2d_fwd_with_add: Any
-    rmsnorm2d_fwd_with_dynamicquant: Any
-    fused_rms_fp8_group_quant: Any
 
 
 def why_not(checkout: Path | None) -> str | None:
@@ -53,24 +42,23 @@ def why_not(checkout: Path | None) -> str | None:
     return None
 
 
-def load(checkout: Path | None, fp8: torch.dtype) -> Functions:
-    """Import AITER's Triton ops. In one process, always from the same place.
+def load(checkout: Path | None, fp8: torch.dtype, path: str) -> Any:
+    """One function of AITER's Triton ops, as `module:function` below aiter.ops.triton. In one process, all from one place.
 
     Raises:
         ImportError: AITER cannot be imported.
     """
-    if checkout is None or torch.version.hip is not None:
-        with _on_path(checkout):
-            importlib.import_module("aiter")
-            return _functions()
-    with _on_path(checkout), _triton_only():
-        if "aiter" not in sys.modules:
+    module, _, name = path.partition(":")
+    off_rocm = checkout is not None and torch.version.hip is None
+    with _on_path(checkout), _triton_only() if off_rocm else contextlib.nullcontext():
+        if checkout is not None and off_rocm and "aiter" not in sys.modules:
             dtypes = _dtypes(fp8)
             sys.modules[_ARCH_INFO] = _arch_info(checkout, fp8)
             sys.modules[_DTYPES] = dtypes
             package: Any = importlib.import_module("aiter")
             package.dtypes = dtypes
-        return _functions()
+        importlib.import_module("aiter")
+        return getattr(importlib.import_module(f"aiter.ops.triton.{module}"), name)
 
 
 def version(checkout: Path | None) -> str | None:
@@ -87,17 +75,6 @@ def version(checkout: Path | None) -> str | None:
     # A folder inside some other repository has a HEAD too, but not its own.
     own = top.returncode == 0 and Path(top.stdout.strip()).resolve() == checkout.resolve()
     return f"commit {done.stdout.strip()}" if done.returncode == 0 and own else None
-
-
-def _functions() -> Functions:
-    norms: Any = importlib.import_module("aiter.ops.triton.normalization.rmsnorm")
-    quant: Any = importlib.import_module("aiter.ops.triton.quant.fused_fp8_quant")
-    return Functions(
-        norms.rms_norm,
-        norms.rmsnorm2d_fwd_with_add,
-        norms.rmsnorm2d_fwd_with_dynamicquant,
-        quant.fused_rms_fp8_group_quant,
-    )
 
 
 def _dtypes(fp8: torch.dtype) -> types.ModuleType:

@@ -1,4 +1,4 @@
-"""A fusion's chain as plain torch: as a model without fused kernels has it, as a compiler should fuse it, and exactly.
+"""A form's chain as plain torch: as a model without fused kernels has it, as a compiler should fuse it, and exactly.
 
 The steps of the chain name the op's arguments, so what is composed here is made from the declaration alone.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
 
-from ..fusion.chain import Fusion
+from ..fusion.chain import Form
 from ..fusion.compose import written
 from ..fusion.ops.quantisation import quantise_mxfp4, quantise_mxfp8
 
@@ -28,9 +28,12 @@ Arithmetic = Mapping[str, Callable[..., Any]]
 """How each kind of step is computed: functions by the names that `compose.lines` gives them."""
 
 
-def compose(fusion: Fusion, how: Arithmetic) -> Callable[..., Results]:
+def compose(form: Form, how: Arithmetic) -> Callable[..., Results]:
     """The chain as one function, which takes all of the op's arguments by position and gives all of its results."""
-    return written(fusion.name, fusion.chain, fusion.op.args, fusion.op.results, how)
+    function = written(form.op.name, form.chain, form.op.args, form.op.results, how)
+    if len(form.op.results) > 1:
+        return function
+    return lambda *args: (function(*args),)
 
 
 # ---- as a model without fused kernels has it -------------------------------------------------------------------------
@@ -66,6 +69,8 @@ def quantise(
 
 
 def _torch_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+    if weight.dtype != x.dtype:  # rms_norm wants one dtype; a model with float32 weights norms in float32
+        x, weight = x.float(), weight.float()
     return F.rms_norm(x, x.shape[-1:], weight + offset if offset else weight, epsilon)
 
 
@@ -166,16 +171,16 @@ EXACT: Arithmetic = {
 """In float64 and never rounded. In place of quantised values and of their scales, the values themselves."""
 
 
-def fusable(fusion: Fusion, arguments: Sequence[Any]) -> Callable[..., Results | Tensor]:
+def fusable(form: Form, arguments: Sequence[Any]) -> Callable[..., Results | Tensor]:
     """What compilers are given: the op's own plain form if it has one, else its chain, as a function of tensors alone.
 
     Args:
-        fusion: what is measured.
+        form: what is measured.
         arguments: of the op, by position; those that are no tensors become constants.
     """
-    plain = fusion.op.plain
-    tensors, every = [], [argument.name for argument in fusion.op.args]
-    scope: dict[str, Any] = {"_chain": compose(fusion, FUSABLE) if plain is None else plain}
+    plain = form.op.plain
+    tensors, every = [], [argument.name for argument in form.op.args]
+    scope: dict[str, Any] = {"_chain": compose(form, FUSABLE) if plain is None else plain}
     for name, value in zip(every, arguments, strict=True):
         if isinstance(value, Tensor):
             tensors.append(name)

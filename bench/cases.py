@@ -7,17 +7,26 @@ needs torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from attrs import frozen
 
 from ..fusion.catalog import FUSIONS
-from ..fusion.chain import Fusion
-from ..fusion.declare import Epsilon, Like, Quantised, Rows, Weight, WeightOffset
-from .errors import BenchError
+from ..fusion.chain import Form, Fusion
+from ..fusion.declare import (
+    Exponents,
+    Like,
+    Packed,
+    Padded,
+    Quantised,
+    Result,
+    Rows,
+    Weight,
+)
+from .errors import BenchError, UnknownFusionError
 
 if TYPE_CHECKING:
-    from ..fusion.declare import Op
+    from ..fusion.declare import Argument, Op
 
 ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one element of a dtype."""
@@ -25,33 +34,51 @@ ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 EPSILON = 1e-6
 """Of every norm, where widths are given instead of a model."""
 
+MX_COLUMNS = 32
+"""Columns per exponent of the MX formats."""
+
+_S = TypeVar("_S")
+
 
 @frozen(kw_only=True)
 class Case:
-    """One fusion with one set of widths, dtypes and options; only the number of tokens is open."""
+    """One form of a fusion with one set of widths, dtypes and options; only the number of tokens is open."""
 
     fusion: str
     op: str
+    "Of the form: the fusion's own, or that of another of its forms."
     name: str
     "The model, or the widths."
     widths: dict[str, int]
     "By the op's names for them, in its order."
+    heads: int | None
+    "Rows are (tokens, heads, width); None: (tokens, width)."
     row_width: int | None
     """Columns in a row of the projection that all rows are views of, from its first column on; what follows them is not
     touched. None: every argument is a contiguous tensor of its own."""
+    padded_width: int | None
+    "Columns of the padded result; None where nothing is padded."
     epsilons: dict[str, float]
     "By argument."
     weight_offsets: dict[str, float]
     "By argument."
+    activation: str | None
+    "Of the gate of a gated norm; None elsewhere."
+    norm_before_gate: bool | None
+    limit: float | None
+    "What a gated MLP clamps to; None where it clamps nothing."
     dtype: str
     "bf16, fp16 or fp32."
+    weight_dtype: str
+    "Likewise."
     quant: str | None
-    "group, per_token or None."
+    "static, per_token, group, mxfp8, mxfp4 or None."
     fp8: str | None
-    "e4m3fn or e4m3fnuz; None where nothing is quantised."
+    "e4m3fn or e4m3fnuz; None where nothing is quantised to it."
     group_size: int | None
     "Columns per scale; None for one scale per token, or where nothing is quantised."
     column_major: bool
+    tma_aligned: bool
     ue8m0: bool
 
     @property
@@ -63,36 +90,81 @@ class Case:
         """
         return FUSIONS[self.fusion]
 
-    def width_of(self, name: str) -> int:
-        """Columns of an argument of kind `Rows`."""
-        return self.widths[rows_of(self.declared.op, name).width]
+    @property
+    def form(self) -> Form:
+        """The chain that is measured, and its op."""
+        return next(form for form in self.declared.forms if form.op.name == self.op)
 
-    def groups_of(self, name: str) -> int:
-        """Scales per token of rows of this name."""
-        return 1 if self.group_size is None else -(-self.width_of(name) // self.group_size)
+    def width_of(self, name: str) -> int:
+        """Columns of an argument of kind `Rows`, its heads joined."""
+        return self.widths[rows_of(self.form.op, name).width] * (self.heads or 1)
+
+    def shape_of(self, result: Result, tokens: int) -> tuple[int, ...]:
+        """Of one result."""
+        width = self.width_of(result.of)
+        if isinstance(result, Like):
+            return (tokens, width) if self.heads is None else (tokens, self.heads, width // self.heads)
+        if isinstance(result, Padded):
+            return tokens, self.padded_width or width
+        if isinstance(result, Quantised):
+            return tokens, width
+        if isinstance(result, Packed):
+            return tokens, width // 2
+        if isinstance(result, Exponents):
+            return tokens, width // MX_COLUMNS
+        return tokens, 1 if self.group_size is None else -(-width // self.group_size)
 
     def bytes_read(self, tokens: int) -> int:
-        """The rows of every token and the weights, each once."""
-        op, size = self.declared.op, ITEM_SIZES[self.dtype]
+        """The rows of every token, the weights and a static scale, each once."""
+        op, size = self.form.op, ITEM_SIZES[self.dtype]
         rows = sum(self.width_of(rows.name) for rows in op.rows)
-        weights = sum(self.width_of(weight.of) for weight in op.args if isinstance(weight, Weight))
-        return (tokens * rows + weights) * size
+        weights = sum(self.widths[rows_of(op, each.of).width] for each in op.args if isinstance(each, Weight))
+        return tokens * rows * size + weights * ITEM_SIZES[self.weight_dtype] + 4 * (self.quant == "static")
 
     def bytes_written(self, tokens: int) -> int:
         """All results of every token, the scales included, each once."""
-        size, row = ITEM_SIZES[self.dtype], 0
-        for result in self.declared.op.results:
-            if isinstance(result, Like):
-                row += self.width_of(result.of) * size
-            elif isinstance(result, Quantised):
-                row += self.width_of(result.of)
-            else:
-                row += self.groups_of(result.of) * 4
-        return tokens * row
+        written = 0
+        for result in self.form.op.results:
+            elements = 1
+            for size in self.shape_of(result, tokens):
+                elements *= size
+            written += elements * self._bytes_of(result)
+        return written
+
+    def _bytes_of(self, result: Result) -> int:
+        if isinstance(result, Like | Padded):
+            return ITEM_SIZES[self.dtype]
+        return 1 if isinstance(result, Quantised | Packed | Exponents) else 4
 
     def bytes_moved(self, tokens: int) -> int:
         """What the op must read and write."""
         return self.bytes_read(tokens) + self.bytes_written(tokens)
+
+
+def forms() -> dict[str, tuple[Fusion, Form]]:
+    """Everything that can be measured: each fusion by its name, and its other forms by the names of their ops."""
+    found: dict[str, tuple[Fusion, Form]] = {}
+    for name, fusion in FUSIONS.items():
+        for form in fusion.forms:
+            found[name if form.op is fusion.op else form.op.name] = (fusion, form)
+    return found
+
+
+def known_form(name: str) -> tuple[Fusion, Form]:
+    """A fusion, and which of its forms is called this.
+
+    Raises:
+        UnknownFusionError: there is none.
+    """
+    known = forms()
+    if name not in known:
+        raise UnknownFusionError(name, known)
+    return known[name]
+
+
+def step_of(form: Form, kind: type[_S]) -> _S | None:
+    """The first step of this kind in the chain, or None."""
+    return next((step for step in form.chain if isinstance(step, kind)), None)
 
 
 def rows_of(op: Op, name: str) -> Rows:
@@ -100,14 +172,9 @@ def rows_of(op: Op, name: str) -> Rows:
     return next(rows for rows in op.rows if rows.name == name)
 
 
-def epsilons_of(op: Op) -> tuple[str, ...]:
-    """The names of an op's epsilons."""
-    return tuple(argument.name for argument in op.args if isinstance(argument, Epsilon))
-
-
-def offsets_of(op: Op) -> tuple[str, ...]:
-    """The names of an op's weight offsets."""
-    return tuple(argument.name for argument in op.args if isinstance(argument, WeightOffset))
+def names_of(op: Op, kind: type[Argument]) -> tuple[str, ...]:
+    """The names of an op's arguments of one kind."""
+    return tuple(argument.name for argument in op.args if isinstance(argument, kind))
 
 
 TOKENS = {

@@ -1,7 +1,8 @@
 """Whether a peer's results are right: every element, against float64.
 
-What is right is the fusion's chain in float64. A norm may err by its roundings, a sum by one. A quantised value may err by half a step of fp8 at its size, and a scale by float32's
-rounding; a peer that quantises the rounded norm is held to that norm's rounding on top.
+What is right is the form's chain in float64. A norm may err by its roundings, a sum by one, and padding not at all. A
+quantised value may err by half a step of its format at its size, a scale by float32's rounding, and an exponent of the MX
+formats not at all; a peer that quantises the rounded norm is held to that norm's rounding on top.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from ..fusion.declare import Like, Quantised, Result
+from ..fusion.declare import Exponents, Like, Packed, Padded, Quantised, Result
 from ..fusion.ops.quantisation import scale_strides
+from ..fusion.steps import Add, Quant
 from .arithmetic import EXACT, LARGEST, SMALLEST_AMAX, compose
+from .cases import MX_COLUMNS, step_of
 from .inputs import Work
 
 NORM_UNITS = {torch.bfloat16: 1.6, torch.float16: 1.6, torch.float32: 16.0}
@@ -38,14 +41,14 @@ class Verdict:
     error: float
     "Of norms, in units of the dtype's epsilon; the largest of all."
     quant_error: float | None
-    "Of quantised values, in half steps of fp8; None where nothing is quantised."
+    "Of quantised values, in half steps of their format; None where nothing is quantised."
     message: str
     "What is wrong, or empty."
 
 
 def expected(work: Work, index: int) -> tuple[Tensor, ...]:
     """What the results of one set should be, in float64: for quantised values and for scales, what is quantised."""
-    return compose(work.case.declared, EXACT)(*work.arguments(work.sets[index]))
+    return compose(work.case.form, EXACT)(*work.arguments(work.sets[index]))
 
 
 def poison(results: tuple[Tensor, ...]) -> None:
@@ -68,20 +71,23 @@ def check(work: Work, right: tuple[Tensor, ...], results: tuple[Tensor, ...], ro
     problem = _shapes(work, results)
     if problem:
         return Verdict(ok=False, error=float("inf"), quant_error=None, message=problem)
-    fusion = work.case.declared
-    sums = () if fusion.add is None else (fusion.add.out,)
+    form = work.case.form
+    add, quant = step_of(form, Add), step_of(form, Quant)
     error, quant_error = 0.0, None
     problems = []
-    for result, got, exact in zip(fusion.op.results, results, right, strict=True):
-        if isinstance(result, Like):
-            off = _norm_error(got, exact)
+    for result, got, exact in zip(form.op.results, results, right, strict=True):
+        if isinstance(result, Like | Padded):
+            width = work.case.width_of(result.of) if isinstance(result, Padded) else got.shape[-1]
+            off = _norm_error(got[..., :width], exact[..., :width])
             error = max(error, off, key=_nan_above_all)
-            problems.append(_rounding_problem(work, off, "sum" if result.name in sums else "norm"))
-    quant = fusion.quant
+            is_sum = add is not None and result.name == add.out
+            problems.append(_rounding_problem(work, off, "sum" if is_sum else "norm"))
+            # NaN is not zero either: a padding that was not written.
+            problems.append("the padding is not zero" if bool((got[..., width:] != 0).any()) else "")
     if quant is not None:
-        places = {result.name: place for place, result in enumerate(fusion.op.results)}
-        values, scales = results[places[quant.out]], results[places[quant.scales]]
-        quant_error, problem = _quantised(work, right[places[quant.out]], values, scales, rounds_between)
+        given = {result.name: place for place, result in enumerate(form.op.results)}
+        exact, found = right[given[quant.out]], [results[given[name]] for name in quant.outs]
+        quant_error, problem = _quantised(work, quant, exact, found, rounds_between)
         problems.append(problem)
     message = next(filter(None, problems), "")
     return Verdict(ok=not message, error=error, quant_error=quant_error, message=message)
@@ -107,27 +113,26 @@ def _rounding_problem(work: Work, error: float, what: str) -> str:
 
 
 def _shapes(work: Work, results: tuple[Tensor, ...]) -> str:
-    wanted = [_kind_of(work, result) for result in work.case.declared.op.results]
+    case = work.case
+    wanted = [(case.shape_of(result, work.tokens), _dtype_of(work, result)) for result in case.form.op.results]
     found = [(tuple(result.shape), result.dtype) for result in results]
     if found != wanted:
         return f"results are {_listed(found)}, expected {_listed(wanted)}"
-    quant = work.case.declared.quant
-    for result, got in zip(work.case.declared.op.results, results, strict=True):
+    quant = step_of(case.form, Quant)
+    for result, got in zip(case.form.op.results, results, strict=True):
         if quant is not None and result.name == quant.scales:
-            strides = scale_strides(tuple(got.shape), work.case.column_major)
+            strides = scale_strides(tuple(got.shape), case.column_major, case.tma_aligned)
             if any(size > 1 and one != two for size, one, two in zip(got.shape, got.stride(), strides, strict=True)):
                 return f"the scales {tuple(got.shape)} have strides {got.stride()}, expected {strides}"
     return ""
 
 
-def _kind_of(work: Work, result: Result) -> tuple[tuple[int, int], torch.dtype]:
-    """Shape and dtype."""
-    case = work.case
-    if isinstance(result, Like):
-        return (work.tokens, case.width_of(result.of)), work.dtype
-    if isinstance(result, Quantised):
-        return (work.tokens, case.width_of(result.of)), work.fp8
-    return (work.tokens, case.groups_of(result.of)), torch.float32
+def _dtype_of(work: Work, result: Result) -> torch.dtype:
+    if isinstance(result, Like | Padded):
+        return work.dtype
+    if isinstance(result, Packed | Exponents):
+        return torch.uint8
+    return work.fp8 if isinstance(result, Quantised) else torch.float32
 
 
 def _listed(shapes: list[Any]) -> str:
@@ -137,38 +142,87 @@ def _listed(shapes: list[Any]) -> str:
 def _norm_error(got: Tensor, right: Tensor) -> float:
     info = torch.finfo(got.dtype)
     unit = right.abs().clamp_(min=info.tiny).mul_(info.eps)
-    error = (got.double() - right).abs_().div_(unit).max()  # NaN goes through max
-    return float(error)
+    # The sigmoid of a gate of -90 lies below float32's normal numbers, where GPUs may take zero.
+    error = (got.double() - right).abs_().sub_(torch.finfo(torch.float32).tiny).div_(unit).max()  # NaN goes through max
+    return max(float(error), 0.0) if error == error else float(error)
 
 
-def _quantised(work: Work, right: Tensor, got: Tensor, scales: Tensor, rounds_between: bool) -> tuple[float, str]:
-    """(largest error in half steps, what is wrong or empty)."""
+def _quantised(work: Work, quant: Quant, right: Tensor, found: list[Tensor], rounds_between: bool) -> tuple[float, str]:
+    """(largest error in half steps, what is wrong or empty). `found`: the values, and what scales them if it is a result."""
     case = work.case
     rounding = NORM_UNITS[work.dtype] * torch.finfo(work.dtype).eps if rounds_between else 0.0
     slack = SCALE_UNITS * _FLOAT32 + rounding
-    # Below the normal numbers of float16 a rounding errs by a step of fixed size.
+    width = right.shape[-1]
+    step = _FORMATS["e2m1" if quant.per == "mxfp4" else case.fp8 or ""]
+    got = _e2m1(found[0]) if quant.per == "mxfp4" else found[0].float().double()  # float8 has no arithmetic of its own
+    problem = ""
+    if quant.per == "static":
+        scale = work.weights[quant.scale].double()
+    else:
+        groups = found[1].shape[-1]
+        size = MX_COLUMNS if quant.mx else width if case.group_size is None else case.group_size
+        amax = torch.nn.functional.pad(right.abs(), (0, groups * size - width)).unflatten(-1, (groups, size)).amax(-1)
+        if quant.mx:
+            largest = 2 if quant.per == "mxfp4" else 8
+            problem = _exponent_problem(amax, found[1], slack, largest)
+            per_group = torch.exp2(found[1].double() - 127)
+        else:
+            ideal = amax.clamp_(min=SMALLEST_AMAX).div_(LARGEST[work.fp8])
+            per_group = found[1].double()
+            problem = _scale_problem(ideal, per_group, slack, case.ue8m0)
+        scale = per_group.repeat_interleave(size, dim=-1)[:, :width]
+    # In units of the scale. Below the normal numbers of float16 a rounding errs by a step of fixed size.
+    exact = (right / scale).clamp_(-step.largest, step.largest)
     subnormal = torch.finfo(work.dtype).smallest_normal * torch.finfo(work.dtype).eps if rounds_between else 0.0
-    width, groups = got.shape[-1], scales.shape[-1]
-    size = width if case.group_size is None else case.group_size
-    padding = groups * size - width
-    amax = torch.nn.functional.pad(right.abs(), (0, padding)).unflatten(-1, (groups, size)).amax(-1)
-    ideal = amax.clamp_(min=SMALLEST_AMAX).div_(LARGEST[work.fp8])
-    problem = _scale_problem(ideal, scales.double(), slack, case.ue8m0)
-    per_column = scales.double().repeat_interleave(size, dim=-1)[:, :width]
-    # In units of the scale, where fp8 has 3 bits after the leading one and a smallest step.
-    magnitude = (right / per_column).abs_().mul_(1 + slack)
-    least = 2.0 ** (-10 if work.fp8 == torch.float8_e4m3fnuz else -9)
-    half_step = torch.exp2(torch.frexp(magnitude.clamp(min=least)).exponent.double() - 5).clamp_(min=least / 2)
-    # float8 has no arithmetic of its own; float32 holds each of its values.
-    error = (got.float().double() - right / per_column).abs_().sub_(magnitude.mul_(slack))
-    error = error.sub_(subnormal / per_column).div_(half_step)
-    largest = float(error.max())
-    if largest != largest:
-        return largest, "a quantised value or a scale is NaN: an element was not written, or computed wrongly"
+    magnitude = exact.abs().mul_(1 + slack)
+    exponent = torch.frexp(magnitude.clamp(min=step.smallest)).exponent.double()
+    half_step = torch.exp2(exponent - 2 - step.mantissa).clamp_(min=step.smallest / 2)
+    error = (got - exact).abs_().sub_(magnitude.mul_(slack)).sub_(subnormal / scale).div_(half_step)
+    worst = float(error.max())
+    if worst != worst:
+        return worst, problem or "a quantised value or a scale is NaN: an element was not written, or computed wrongly"
     # Sums in another order move a value across the middle of a step by the slack, which is subtracted above.
-    if largest > 1 + 1e-6 and not problem:
-        problem = f"a quantised value is off by {largest:.6g} half steps of fp8 (allowed 1)"
-    return largest, problem
+    if worst > 1 + 1e-6 and not problem:
+        problem = f"a quantised value is off by {worst:.6g} half steps of {step.name} (allowed 1)"
+    return worst, problem
+
+
+@frozen
+class _Format:
+    """What decides the step of a format at a magnitude."""
+
+    name: str
+    largest: float
+    mantissa: int
+    "Bits."
+    smallest: float
+    "The smallest positive value."
+
+
+_FORMATS = {
+    "e4m3fn": _Format("fp8", 448.0, 3, 2.0**-9),
+    "e4m3fnuz": _Format("fp8", 240.0, 3, 2.0**-10),
+    "e2m1": _Format("fp4", 6.0, 1, 0.5),
+}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def _e2m1(packed: Tensor) -> Tensor:
+    """Two values of each byte, the low bits first, in float64."""
+    codes = torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2).long()
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64, device=packed.device)
+    return table[codes]
+
+
+def _exponent_problem(amax: Tensor, got: Tensor, slack: float, largest: int) -> str:
+    """An amax from 1.75 * 2^k on counts as 2^(k+1); within rounding of that either exponent is right."""
+
+    def byte(value: Tensor) -> Tensor:
+        mantissa, exponent = torch.frexp(value)
+        return (exponent - 1 + (2 * mantissa >= 1.75) - largest + 127).masked_fill(value == 0, 0).clamp(0, 254)
+
+    low, high = byte(amax * (1 - slack)), byte(amax * (1 + slack))
+    return "" if bool(((got >= low) & (got <= high)).all()) else "an exponent is not that of the largest of its values"
 
 
 def _scale_problem(ideal: Tensor, got: Tensor, slack: float, ue8m0: bool) -> str:

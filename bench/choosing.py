@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from attrs import frozen
+from attrs import field, frozen
 
 from ..adapters.errors import did_you_mean, shown
 from ..adapters.specs import MLASpec
-from ..fusion.catalog import FUSIONS
-from ..fusion.chain import Fusion
-from ..fusion.declare import GroupSize
+from ..fusion.chain import Form, Fusion
+from ..fusion.declare import (
+    COLUMN_MAJOR,
+    TMA_ALIGNED,
+    UE8M0,
+    Epsilon,
+    GroupSize,
+    Limit,
+    PaddedWidth,
+    QuantDtype,
+    WeightOffset,
+)
 from ..fusion.sites import LATENTS, ROLES, Site, sites_of
-from .cases import EPSILON, ITEM_SIZES, Case, epsilons_of, offsets_of, rows_of
-from .errors import BenchError, UnknownFusionError
+from ..fusion.steps import GATES, Add, GatedNorm, Norm, Quant, SiluMul
+from .cases import EPSILON, ITEM_SIZES, MX_COLUMNS, Case, forms, known_form, names_of, rows_of, step_of
+from .errors import BenchError
 
 if TYPE_CHECKING:
     from ..adapters.specs import AnySpec
@@ -23,6 +34,45 @@ if TYPE_CHECKING:
 FP8 = ("e4m3fn", "e4m3fnuz")
 GROUP_SIZES = (32, 64, 128)
 GROUP_SIZE = 128
+PAD_MULTIPLE = 256
+"""Of what padded results are as wide as, unless told otherwise."""
+
+MODELS = ("deepseek-v3", "qwen3-next-80b-a3b")
+"""Whose widths are taken where nothing is asked for: the first that has a site."""
+PADDED_MODELS = ("gpt-oss-20b",)
+"""Likewise where something is padded: a width that is no multiple of anything."""
+
+
+@frozen(kw_only=True)
+class Options:
+    """What a case leaves open besides its widths. None: as the model has it, else as the op has it."""
+
+    dtype: str = "bf16"
+    "Of rows and unquantised results."
+    weight_dtype: str | None = None
+    "None: that of the rows."
+    fp8: str | None = None
+    "e4m3fn or e4m3fnuz; None: the one of this machine's GPU."
+    group_size: int | None = None
+    "Columns per scale, of a fusion that quantises by groups; 128 if not given."
+    column_major: bool = False
+    "Scales of groups that lie column after column."
+    tma_aligned: bool = False
+    "The same, each column starting on 16 bytes."
+    ue8m0: bool = False
+    "Scales that are powers of two."
+    heads: int | None = None
+    "Of a gated norm."
+    pad_to: int | None = None
+    "Columns of a padded result; the next multiple of 256 if not given."
+    weight_offset: float | None = None
+    "1.0: zero-centred weights."
+    activation: str | None = None
+    "Of a gated norm's gate: silu or sigmoid."
+    gate_first: bool | None = None
+    "Whether a gated norm's gate comes before its norm."
+    limit: float | None = None
+    "What a gated MLP clamps to."
 
 
 @frozen(kw_only=True)
@@ -34,91 +84,143 @@ class _Shape:
     columns_after: int | None
     epsilons: dict[str, float]
     weight_offsets: dict[str, float]
-
-
-def known_fusion(name: str) -> Fusion:
-    """The fusion of this name.
-
-    Raises:
-        UnknownFusionError: there is none.
-    """
-    if name not in FUSIONS:
-        raise UnknownFusionError(name, FUSIONS)
-    return FUSIONS[name]
+    heads: int | None = None
+    given: Options = field(factory=Options)
+    "What the model says of the options."
 
 
 def make_case(
     name: str,
     *,
     registry: Registry,
-    model: str,
-    widths: Sequence[int] | None,
-    dtype: str,
-    fp8: str | None,
-    detected_fp8: str,
-    group_size: int | None,
-    column_major: bool,
-    ue8m0: bool,
+    model: str | None = None,
+    widths: Sequence[int] | None = None,
+    detected_fp8: str = "e4m3fn",
+    options: Options | None = None,
 ) -> Case:
-    """The case that was asked for. `fp8` and `group_size` are None where nothing was said about them.
+    """The case that was asked for.
 
     Raises:
-        UnknownFusionError: no such fusion.
+        UnknownFusionError: no such fusion, and no form whose op is called so.
         UnknownModelError: no such model.
         BenchError: a dtype, widths or option that cannot be measured, or a model without a site for the fusion.
     """
-    fusion = known_fusion(name)
-    _one_of("dtype", dtype, ITEM_SIZES)
-    quant = fusion.quant
-    if quant is None and (fp8 is not None or ue8m0):
-        raise BenchError(
-            f"{name} quantises nothing, so it has no {'ue8m0 scales' if ue8m0 else 'fp8 format'} to choose"
-        )
-    groups = quant is not None and quant.per == "group"
-    if not groups and (group_size is not None or column_major):
-        raise BenchError(f"{name} has no groups; {' and '.join(_with_groups()) or 'no fusion'} has")
-    fp8 = detected_fp8 if fp8 is None else fp8
-    group_size = GROUP_SIZE if group_size is None else group_size
-    _one_of("fp8", fp8, FP8)
-    if group_size not in GROUP_SIZES:
-        raise BenchError(f"the group size must be one of {', '.join(map(str, GROUP_SIZES))}, got {shown(group_size)}")
-    shape = _of_model(registry, model, fusion) if widths is None else _of_widths(widths, fusion)
-    return Case(
-        fusion=name,
-        op=fusion.op.name,
+    fusion, form = known_form(name)
+    options = options or Options()
+    problem = next(_refusals(name, form, options), None)
+    if problem is not None:
+        raise BenchError(problem)
+    shape = _of_model(registry, model, fusion, form) if widths is None else _of_widths(widths, fusion, form)
+    quant, op, gated = step_of(form, Quant), form.op, step_of(form, GatedNorm)
+    heads = None if gated is None else options.heads or shape.heads
+    if gated is not None and heads is None:
+        raise BenchError(f"{name} norms head by head, so widths given by hand need --heads")
+    padded = _padded_width(form, shape, options)
+    offsets = shape.weight_offsets
+    if options.weight_offset is not None:
+        offsets = dict.fromkeys(names_of(op, WeightOffset), options.weight_offset)
+    limit = options.limit or shape.given.limit
+    case = Case(
+        fusion=fusion.name,
+        op=op.name,
         name=shape.name,
         widths=shape.widths,
-        row_width=None if shape.columns_after is None else sum(_widths_of_rows(fusion, shape)) + shape.columns_after,
+        heads=heads,
+        row_width=None if shape.columns_after is None else sum(_widths_of_rows(form, shape)) + shape.columns_after,
+        padded_width=padded,
         epsilons=shape.epsilons,
-        weight_offsets=shape.weight_offsets,
-        dtype=dtype,
+        weight_offsets=offsets,
+        activation=None if gated is None else options.activation or shape.given.activation or GATES[0],
+        norm_before_gate=None if gated is None else not _first(options.gate_first, shape.given.gate_first, False),
+        limit=limit if limit is not None and math.isfinite(limit) else None,
+        dtype=options.dtype,
+        weight_dtype=options.weight_dtype or options.dtype,
         quant=None if quant is None else quant.scheme,
-        fp8=None if quant is None else fp8,
-        group_size=group_size if groups else None,
-        column_major=column_major,
-        ue8m0=ue8m0,
+        fp8=_fp8(form, options, detected_fp8),
+        group_size=(options.group_size or GROUP_SIZE) if quant is not None and quant.per == "group" else None,
+        column_major=options.column_major or options.tma_aligned,
+        tma_aligned=options.tma_aligned,
+        ue8m0=options.ue8m0,
     )
+    if quant is not None and quant.mx and case.width_of(op.rows[0].name) % MX_COLUMNS:
+        raise BenchError(f"{name} has one exponent per {MX_COLUMNS} columns: the width must be a multiple of that")
+    return case
 
 
-def _widths_of_rows(fusion: Fusion, shape: _Shape) -> list[int]:
-    return [shape.widths[rows.width] for rows in fusion.op.rows]
+def _first(*several: Any) -> Any:
+    return next(value for value in several if value is not None)
+
+
+def _refusals(name: str, form: Form, options: Options) -> Iterator[str]:
+    """What cannot be asked of a form, each as a sentence."""
+    quant, op = step_of(form, Quant), form.op
+    for what, value, known in (
+        ("dtype", options.dtype, ITEM_SIZES),
+        ("weight-dtype", options.weight_dtype or options.dtype, ITEM_SIZES),
+        ("fp8", options.fp8 or FP8[0], FP8),
+        ("activation", options.activation or GATES[0], GATES),
+    ):
+        if value not in known:
+            yield f"{what} must be one of {', '.join(known)}, got {shown(value)}{did_you_mean(value, list(known))}"
+    if quant is None and (options.fp8 is not None or options.ue8m0):
+        yield f"{name} quantises nothing, so it has no {'ue8m0 scales' if options.ue8m0 else 'fp8 format'} to choose"
+    if quant is not None and options.fp8 not in (None, FP8[0]) and not names_of(op, QuantDtype):
+        yield f"{name} has a format of its own, so it has no fp8 format to choose"
+    if quant is not None and options.ue8m0 and UE8M0.name not in names_of(op, type(UE8M0)):
+        yield f"{name} has no scales that could be rounded to powers of two"
+    grouped = (options.group_size is not None, options.column_major, options.tma_aligned)
+    if any(grouped) and not names_of(op, GroupSize):
+        yield f"{name} has no groups; {' and '.join(_with_groups()) or 'no fusion'} has"
+    flags = {argument.name for argument in op.args}
+    if options.column_major and COLUMN_MAJOR.name not in flags:
+        yield f"{name} has row-major scales only"
+    if options.tma_aligned and TMA_ALIGNED.name not in flags:
+        yield f"{name} has no TMA-aligned scales"
+    if options.group_size is not None and options.group_size not in GROUP_SIZES:
+        yield f"the group size must be one of {', '.join(map(str, GROUP_SIZES))}, got {shown(options.group_size)}"
+    gates = (options.heads, options.activation, options.gate_first)
+    if step_of(form, GatedNorm) is None and any(option is not None for option in gates):
+        yield f"{name} has no gated norm, so it takes no heads and no gate"
+    if options.heads is not None and options.heads < 1:
+        yield f"heads must be at least 1, got {options.heads}"
+    if options.pad_to is not None and not names_of(op, PaddedWidth):
+        yield f"{name} pads nothing"
+    if options.weight_offset is not None and not names_of(op, WeightOffset):
+        yield f"{name} takes no offset of its weights"
+    if options.limit is not None and (not names_of(op, Limit) or not options.limit > 0):
+        yield f"{name} takes no such limit"
+
+
+def _fp8(form: Form, options: Options, detected: str) -> str | None:
+    quant = step_of(form, Quant)
+    if quant is None or quant.per == "mxfp4":
+        return None
+    return FP8[0] if quant.mx else options.fp8 or detected
+
+
+def _padded_width(form: Form, shape: _Shape, options: Options) -> int | None:
+    if not names_of(form.op, PaddedWidth):
+        return None
+    width = shape.widths[form.op.rows[0].width]
+    wanted = options.pad_to or -(-width // PAD_MULTIPLE) * PAD_MULTIPLE
+    if wanted < width:
+        raise BenchError(f"rows of {width} columns cannot be padded to {wanted}")
+    return wanted
+
+
+def _widths_of_rows(form: Form, shape: _Shape) -> list[int]:
+    return [shape.widths[rows.width] for rows in form.op.rows]
 
 
 def _with_groups() -> list[str]:
-    return [name for name, fusion in FUSIONS.items() if any(isinstance(each, GroupSize) for each in fusion.op.args)]
-
-
-def _one_of(what: str, value: str, known: Iterable[str]) -> None:
-    known = list(known)
-    if value not in known:
-        raise BenchError(f"{what} must be one of {', '.join(known)}, got {shown(value)}{did_you_mean(value, known)}")
+    return [name for name, (fusion, form) in forms().items() if form.op is fusion.op and names_of(form.op, GroupSize)]
 
 
 # ---- by hand
 
 
-def _of_widths(widths: Sequence[int], fusion: Fusion) -> _Shape:
-    names = fusion.op.widths
+def _of_widths(widths: Sequence[int], fusion: Fusion, form: Form) -> _Shape:
+    names = form.op.widths
     shares = LATENTS in fusion.roles
     given, after = list(widths[: len(names)]), list(widths[len(names) :])
     if len(given) < len(names) or len(after) > shares or min(given) < 1 or min(after, default=0) < 0:
@@ -131,10 +233,15 @@ def _of_widths(widths: Sequence[int], fusion: Fusion) -> _Shape:
     return _Shape(
         name="-".join([*parts, *(f"rope{columns}" for columns in after)]),
         widths=dict(zip(names, given, strict=True)),
-        columns_after=sum(after) if shares else None,
-        epsilons=dict.fromkeys(epsilons_of(fusion.op), EPSILON),
-        weight_offsets=dict.fromkeys(offsets_of(fusion.op), 0.0),
+        columns_after=sum(after) if shares else _halves(form),
+        epsilons=dict.fromkeys(names_of(form.op, Epsilon), EPSILON),
+        weight_offsets=dict.fromkeys(names_of(form.op, WeightOffset), 0.0),
     )
+
+
+def _halves(form: Form) -> int | None:
+    """Gate and up are the halves of one projection's row, with nothing behind them."""
+    return None if step_of(form, SiluMul) is None else 0
 
 
 def _short(width: str) -> str:
@@ -144,36 +251,47 @@ def _short(width: str) -> str:
 # ---- of a model
 
 
-def _of_model(registry: Registry, model: str, fusion: Fusion) -> _Shape:
+def _of_model(registry: Registry, model: str | None, fusion: Fusion, form: Form) -> _Shape:
+    names = (model,) if model is not None else PADDED_MODELS if names_of(form.op, PaddedWidth) else MODELS
+    said = ""
+    for name in names:
+        found = _at_model(registry, name, fusion, form)
+        if isinstance(found, _Shape):
+            return found
+        said = said or found
+    hint = ",".join(name.upper() for name in form.op.widths)
+    raise BenchError(f"{said}. Take another model, or give --widths {hint}")
+
+
+def _at_model(registry: Registry, model: str, fusion: Fusion, form: Form) -> _Shape | str:
+    """What the first site of a model says, or why there is none."""
     entry = registry.model(model)
     reasons: dict[str, None] = {}
     placed = cast("list[tuple[str, AnySpec]]", entry.specs())
     for path, spec in placed:
         for site in sites_of(path, spec):
             if site.role in fusion.roles:
-                found = _at(site, fusion)
+                found = _at(site, form)
                 if isinstance(found, dict):
-                    return _Shape(name=entry.name, columns_after=_columns_after(site), **found)
+                    return _Shape(name=entry.name, columns_after=_columns_after(site, form), **found)
                 reasons[found] = None
     roles = " or ".join(f"{name} ({ROLES[name].doc})" for name in fusion.roles)
     why = "; ".join(reasons) or f"it has none of the kind {roles}"
-    hint = ",".join(name.upper() for name in fusion.op.widths)
-    raise BenchError(
-        f"{entry.name} has no site where {fusion.name} can stand: {why}. Take another model, or give --widths {hint}"
-    )
+    return f"{entry.name} has no site where {form.op.name} can stand: {why}"
 
 
-def _at(site: Site, fusion: Fusion) -> dict[str, Any] | str:
-    """Widths, epsilons and offsets of a fusion at a site; or why it cannot stand there."""
+def _at(site: Site, form: Form) -> dict[str, Any] | str:
+    """Widths, epsilons and offsets of a form at a site; or why it cannot stand there."""
     if site.absent is not None or site.unknown is not None:
         return site.absent or site.unknown or ""
-    if fusion.add is not None and not site.adds:
+    if step_of(form, Add) is not None and not site.adds:
         return "no residual is added in front of its norm"
-    op = fusion.op
+    op = form.op
     widths: dict[str, int] = {}
-    epsilons = dict.fromkeys(epsilons_of(op), EPSILON)
-    offsets = dict.fromkeys(offsets_of(op), 0.0)
-    for step, norm in zip(fusion.norms, site.norms, strict=True):
+    epsilons = dict.fromkeys(names_of(op, Epsilon), EPSILON)
+    offsets = dict.fromkeys(names_of(op, WeightOffset), 0.0)
+    norms = [step for step in form.chain if isinstance(step, Norm | GatedNorm)]
+    for step, norm in zip(norms, site.norms, strict=True):
         epsilons[step.epsilon] = norm.epsilon
         if step.weight_offset is not None:
             offsets[step.weight_offset] = norm.weight_offset
@@ -182,15 +300,31 @@ def _at(site: Site, fusion: Fusion) -> dict[str, Any] | str:
         width = rows_of(op, step.x).width
         if widths.setdefault(width, norm.width) != norm.width:
             return f"its norms are {widths[width]} and {norm.width} wide, and {op.name} has one width for both"
+    product = step_of(form, SiluMul)
+    if product is not None:
+        widths[rows_of(op, product.gate).width] = site.quantised_width
     missing = [name for name in op.widths if name not in widths]
     if missing:
         return f"no norm says the {', '.join(missing)} of {op.name}"
     in_order = {name: widths[name] for name in op.widths}
-    return {"widths": in_order, "epsilons": epsilons, "weight_offsets": offsets}
+    return {"widths": in_order, "epsilons": epsilons, "weight_offsets": offsets, **_gate_of(site, form)}
 
 
-def _columns_after(site: Site) -> int | None:
+def _gate_of(site: Site, form: Form) -> dict[str, Any]:
+    """What a site says of a gate: heads, activation and order, or the clamp of a gated MLP."""
+    if step_of(form, GatedNorm) is not None:
+        spec: Any = site.spec
+        norm: Any = site.norms[0]
+        given = Options(activation=norm.activation, gate_first=not norm.norm_before_gate)
+        return {"heads": spec.gated_norm_shape[0], "given": given}
+    if step_of(form, SiluMul) is not None:
+        clamped: Any = site.spec
+        return {"given": Options(limit=clamped.swiglu_limit)}
+    return {}
+
+
+def _columns_after(site: Site, form: Form) -> int | None:
     """What follows the latents in a row of the projection that they are split from."""
     if site.role != LATENTS or not isinstance(site.spec, MLASpec):
-        return None
+        return _halves(form)
     return sum(site.spec.split_sizes) - sum(norm.width for norm in site.norms)

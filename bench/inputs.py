@@ -1,6 +1,7 @@
 """The tensors of a measurement, as many sets of them as outgrow the cache.
 
-Latents are column views of one projection's output, as an MLA layer has them; other rows are tensors of their own.
+Latents, and gate and up of a gated MLP, are column views of one projection's output, as models have them; other rows are
+tensors of their own.
 """
 
 from __future__ import annotations
@@ -13,14 +14,28 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from ..fusion.declare import Argument, Epsilon, GroupSize, QuantDtype, Rows, Weight, WeightOffset
-from .cases import ITEM_SIZES, Case
+from ..fusion.declare import (
+    Argument,
+    Epsilon,
+    GroupSize,
+    Limit,
+    PaddedWidth,
+    QuantDtype,
+    Rows,
+    StaticScale,
+    Weight,
+    WeightOffset,
+)
+from ..fusion.steps import GatedNorm, Quant, SiluMul
+from .cases import ITEM_SIZES, Case, step_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 
 FEWEST_SETS, MOST_SETS = 8, 64
 """On a GPU; on a CPU, whose cache may outsize anything that is worth the time, always the fewest."""
+STATIC_SCALE = 0.02
+"""Of a norm of about one: the largest values are near the middle of fp8's range, and few are clamped."""
 CACHES = 4
 """How many times the last-level cache all sets together should hold."""
 
@@ -33,13 +48,13 @@ class Work:
     tokens: int
     device: torch.device
     sets: tuple[tuple[Tensor, ...], ...]
-    "The arguments of kind `Rows` in the op's order, (tokens, width) each."
+    "The arguments of kind `Rows` in the op's order, (tokens, width) or (tokens, heads, width) each."
     weights: dict[str, Tensor]
-    "By argument, (width,) each."
+    "By argument, (width,) each; a static scale, (1,)."
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of inputs, weights and unquantised results."""
+        """Of inputs and unquantised results."""
         return DTYPES[self.case.dtype]
 
     @property
@@ -59,16 +74,16 @@ def fp8_of(case: Case) -> torch.dtype:
 
 def arguments(case: Case, rows: Sequence[Tensor], weights: Mapping[str, Tensor]) -> tuple[Any, ...]:
     """All of the op's arguments by position."""
-    fusion = case.declared
-    tensors = {**{each.name: tensor for each, tensor in zip(fusion.op.rows, rows, strict=True)}, **weights}
+    op = case.form.op
+    tensors = {**{each.name: tensor for each, tensor in zip(op.rows, rows, strict=True)}, **weights}
     return tuple(
-        tensors[argument.name] if isinstance(argument, Rows | Weight) else _constant(case, argument)
-        for argument in fusion.op.args
+        tensors[argument.name] if isinstance(argument, Rows | Weight | StaticScale) else _constant(case, argument)
+        for argument in op.args
     )
 
 
 def _constant(case: Case, argument: Argument) -> Any:
-    name, quant = argument.name, case.declared.quant
+    name, quant, gated = argument.name, step_of(case.form, Quant), step_of(case.form, GatedNorm)
     if isinstance(argument, Epsilon):
         return case.epsilons[name]
     if isinstance(argument, WeightOffset):
@@ -77,10 +92,20 @@ def _constant(case: Case, argument: Argument) -> Any:
         return fp8_of(case)
     if isinstance(argument, GroupSize):
         return case.group_size
+    if isinstance(argument, PaddedWidth):
+        return case.padded_width
+    if isinstance(argument, Limit):
+        return float("inf") if case.limit is None else case.limit
+    if gated is not None and name == gated.activation:
+        return case.activation
+    if gated is not None and name == gated.norm_before_gate:
+        return case.norm_before_gate
     if quant is not None and name == quant.use_ue8m0:
         return case.ue8m0
     if quant is not None and name == quant.column_major:
         return case.column_major
+    if quant is not None and name == quant.tma_aligned:
+        return case.tma_aligned
     return argument.default
 
 
@@ -94,23 +119,26 @@ def sets_for(case: Case, tokens: int, device: torch.device, peers: int) -> int:
         peers: how many peers keep a result for each set.
     """
     wanted = -(-CACHES * cache_size(device) // case.bytes_moved(tokens)) if device.type == "cuda" else FEWEST_SETS
-    columns = case.row_width or sum(case.width_of(rows.name) for rows in case.declared.op.rows)
+    columns = case.row_width or sum(case.width_of(rows.name) for rows in case.form.op.rows)
     each = columns * ITEM_SIZES[case.dtype] * tokens + (peers + 1) * case.bytes_moved(tokens)
     return max(1, min(max(FEWEST_SETS, min(wanted, MOST_SETS)), memory_for(device) // each))
 
 
 def make(case: Case, tokens: int, device: torch.device, sets: int, seed: int = 0) -> Work:
     """Fresh random inputs; rows differ in size, as hidden states do, and weights lie around one (offset included)."""
-    dtype, op = DTYPES[case.dtype], case.declared.op
+    op = case.form.op
     widths = [case.width_of(rows.name) for rows in op.rows]
     generator = torch.Generator(device).manual_seed(seed + tokens)
     centre = 1 - max(case.weight_offsets.values(), default=0.0)
+    # A product of two small rows would reach the floors that others put under their scales.
+    spread = 1.0 if step_of(case.form, SiluMul) is None else 0.25
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, device=device, generator=generator)
 
     def tensor(width: int) -> Tensor:
-        return normal(tokens, width).mul_(normal(tokens, 1).exp_()).to(dtype)
+        rows = normal(tokens, width).mul_(normal(tokens, 1).mul_(spread).exp_()).to(DTYPES[case.dtype])
+        return rows if case.heads is None else rows.unflatten(-1, (case.heads, -1))
 
     def rows() -> tuple[Tensor, ...]:
         if case.row_width is None:
@@ -118,16 +146,21 @@ def make(case: Case, tokens: int, device: torch.device, sets: int, seed: int = 0
         shared = tensor(case.row_width)
         return tuple(shared.split([*widths, case.row_width - sum(widths)], dim=-1)[:-1])
 
+    weights = {
+        each.name: (centre + 0.2 * normal(case.widths[width])).to(DTYPES[case.weight_dtype])
+        for each in op.args
+        if isinstance(each, Weight)
+        for width in (next(rows.width for rows in op.rows if rows.name == each.of),)
+    }
+    scales = {
+        each.name: torch.full((1,), STATIC_SCALE, device=device) for each in op.args if isinstance(each, StaticScale)
+    }
     return Work(
         case=case,
         tokens=tokens,
         device=device,
         sets=tuple(rows() for _ in range(sets)),
-        weights={
-            each.name: (centre + 0.2 * normal(case.width_of(each.of))).to(dtype)
-            for each in op.args
-            if isinstance(each, Weight)
-        },
+        weights={**weights, **scales},
     )
 
 

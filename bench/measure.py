@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import define
 
 from .cases import TOKENS, check_tokens
-from .choosing import make_case
+from .choosing import Options, make_case
 from .errors import BenchError, CannotMeasureError
 from .result import NOT_ASKED_FOR, Attendance, Host, Measured, Result, Row
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
     from ..registry.lookup import Registry
-    from .cases import Case
     from .check import Verdict
     from .inputs import Work
     from .peers import Call, Peer, Setting
@@ -52,39 +51,36 @@ class _Entrant:
 def run(
     fusion: str,
     *,
-    model: str = "deepseek-v3",
+    model: str | None = None,
     widths: Sequence[int] | None = None,
     tokens: Sequence[int] | None = None,
-    dtype: str = "bf16",
-    group_size: int | None = None,
-    column_major: bool = False,
-    ue8m0: bool = False,
-    fp8: str | None = None,
     peers: Sequence[str] | None = None,
     aiter: Path | None = None,  # noqa: A002 (the project, not the builtin)
+    vllm: Path | None = None,
     quick: bool = False,
     device: str | None = None,
     registry: Registry | None = None,
+    rounds: int | None = None,
     step: Step = lambda _doing, _total: None,
+    **options: Any,
 ) -> Result:
-    """Measure a fusion's op against its peers.
+    """Measure a fusion's op, or that of another of its forms, against its peers.
 
     Args:
-        fusion: a name of the catalog, `layerfuse.fusion.FUSIONS`.
-        model: whose widths, epsilons and weight offsets to take, from its first site where the fusion can stand.
+        fusion: a name of the catalog, `layerfuse.fusion.FUSIONS`, or the name of a form's op.
+        model: whose widths, epsilons and weight offsets to take, from its first site where the fusion can stand; if not
+            given, that of the first of `choosing.MODELS` that has one.
         widths: by hand instead, in the order of `op.widths`; for latents perhaps also of what follows them in a row.
         tokens: how many rows to try; by default from one to 65536 on a GPU and to 1024 on a CPU.
-        dtype: bf16, fp16 or fp32.
-        group_size: columns per scale, of a fusion that quantises by groups; 128 if not given.
-        column_major: scales of groups lie column after column.
-        ue8m0: scales that are powers of two.
-        fp8: e4m3fn or e4m3fnuz; the one of this machine's GPU if not given.
         peers: names of those to measure, `layerfuse` for all of ours; all that are here if not given.
         aiter: a checkout of ROCm/aiter, for its Triton ops.
+        vllm: vLLM's compiled library or the folder that holds it, for its CUDA ops; the installed one if not given.
         quick: fewer tokens and rounds.
         device: cuda or cpu; the GPU if there is one.
         registry: what knows the model; the default one if not given.
+        rounds: of timing, on a GPU; 40 if not given, 10 if quick.
         step: told of each step as it begins, for a progress bar.
+        options: of the case, the fields of `bench.Options`: dtype, group_size, tma_aligned, heads, ...
 
     Raises:
         UnknownFusionError: no such fusion.
@@ -113,16 +109,12 @@ def run(
         registry=registry,
         model=model,
         widths=widths,
-        dtype=dtype,
-        fp8=fp8,
         detected_fp8="e4m3fn" if detected is None else detected,
-        group_size=group_size,
-        column_major=column_major,
-        ue8m0=ue8m0,
+        options=Options(**options),
     )
-    compose(case.declared, EXACT)  # what cannot be checked is not measured
+    compose(case.form, EXACT)  # what cannot be checked is not measured
     counts = check_tokens(TOKENS[place.type, quick] if tokens is None else tokens)
-    setting = Setting(case=case, device=place.type, aiter=aiter)
+    setting = Setting(case=case, device=place.type, aiter=aiter, vllm=vllm)
     everybody = all_peers(setting)
     wanted = select(everybody, peers, setting, quick)
     reasons = {peer.name: peer.why_not(setting) for peer in wanted}
@@ -132,11 +124,12 @@ def run(
             "none of these peers can run here: " + "; ".join(f"{n}: {why}" for n, why in reasons.items())
         )
     total = len(counts) * (len(present) + 1) + 1
+    wanted_rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     rows: list[Row] = []
     host: tuple[Host, ...] = ()
     with torch.inference_mode():
         for count in counts:
-            row, entrants = _row(case, count, place, setting, present, quick, lambda doing: step(doing, total))
+            row, entrants = _row(count, place, setting, present, wanted_rounds, lambda doing: step(doing, total))
             rows.append(row)
             if count == counts[0]:
                 step(f"{count} tokens: time on the host", total)
@@ -201,17 +194,16 @@ def _attendance(
 
 
 def _row(
-    case: Case,
     tokens: int,
     place: torch.device,
     setting: Setting,
     peers: Sequence[Peer],
-    quick: bool,
+    rounds: int,
     step: Callable[[str], None],
 ) -> tuple[Row, list[_Entrant]]:
     from . import inputs, timing
 
-    cache = inputs.cache_size(place)
+    case, cache = setting.case, inputs.cache_size(place)
     sets = inputs.sets_for(case, tokens, place, len(peers))
     work = inputs.make(case, tokens, place, sets)
     entrants = []
@@ -220,7 +212,6 @@ def _row(
         entrants.append(_prepare(peer, work, setting))
     _check(work, entrants)
     step(f"{tokens} tokens: timing")
-    rounds = QUICK_ROUNDS if quick else ROUNDS
     good = [entrant for entrant in entrants if entrant.verdict is not None and entrant.verdict.ok]
     if place.type == "cuda":
         timings = timing.time_graphs({one.peer.name: one.graph for one in good if one.graph is not None}, rounds)

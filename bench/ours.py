@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..fusion import backends
-from ..fusion.declare import Weight
+from ..fusion.declare import StaticScale, Weight
 from ..fusion.ops.library import case_maker, public
 from .inputs import DTYPES, Work, arguments
 from .peers import OURS, Call, Peer, Setting
@@ -42,7 +42,7 @@ def _chosen(setting: Setting) -> str:
 
 def _public(setting: Setting) -> Callable[..., Any]:
     """The op as users call it; defines it if nobody has."""
-    return public(setting.fusion.op, setting.fusion.backends)
+    return public(setting.case.form.op, setting.case.declared.backends)
 
 
 def _why_not(reason: str | None, _: Setting) -> str | None:
@@ -51,20 +51,26 @@ def _why_not(reason: str | None, _: Setting) -> str | None:
 
 def _case(setting: Setting) -> Hashable:
     """What decides which backend takes the calls, from tensors without content."""
-    case, op = setting.case, setting.fusion.op
+    case, op = setting.case, setting.case.form.op
 
-    def tensor(*shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=DTYPES[case.dtype], device="meta")
+    def tensor(dtype: str, *shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=DTYPES[dtype], device="meta")
 
-    rows = [tensor(1, case.width_of(each.name)) for each in op.rows]
-    weights = {each.name: tensor(case.width_of(each.of)) for each in op.args if isinstance(each, Weight)}
+    heads = () if case.heads is None else (case.heads,)
+    rows = [tensor(case.dtype, 1, *heads, case.widths[each.width]) for each in op.rows]
+    weights = {
+        each.name: tensor(case.weight_dtype, case.widths[next(r.width for r in op.rows if r.name == each.of)])
+        for each in op.args
+        if isinstance(each, Weight)
+    }
+    weights.update({each.name: tensor("fp32", 1) for each in op.args if isinstance(each, StaticScale)})
     return case_maker(op)(*arguments(case, rows, weights))
 
 
 def _build(name: str, chosen: bool, work: Work, setting: Setting) -> Sequence[Call]:
     function = _public(setting) if chosen else _function(name, setting)
     calls = [functools.partial(function, *work.arguments(rows)) for rows in work.sets]
-    return [functools.partial(_alone, call) for call in calls] if len(setting.fusion.op.results) == 1 else calls
+    return [functools.partial(_alone, call) for call in calls] if len(setting.case.form.op.results) == 1 else calls
 
 
 def _alone(call: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, ...]:

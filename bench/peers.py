@@ -12,7 +12,6 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from ..fusion.chain import Fusion
 from .cases import Case
 from .errors import UnknownPeerError
 from .inputs import Work
@@ -29,11 +28,8 @@ class Setting:
     "torch's device type: cuda or cpu."
     aiter: Path | None = None
     "A checkout of ROCm/aiter, or None to take what is installed."
-
-    @property
-    def fusion(self) -> Fusion:
-        """The declaration of what is measured."""
-        return self.case.declared
+    vllm: Path | None = None
+    "vLLM's compiled library or the folder that holds it, or None to take what is installed."
 
 
 @frozen(kw_only=True, eq=False)

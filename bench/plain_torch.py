@@ -23,7 +23,7 @@ def _here(_: Setting) -> str | None:
 
 
 def _eager_calls(work: Work, _: Setting) -> list[Call]:
-    function = compose(work.case.declared, EAGER)
+    function = compose(work.case.form, EAGER)
     return [functools.partial(function, *work.arguments(rows)) for rows in work.sets]
 
 
@@ -60,7 +60,7 @@ def _why_no_combo_kernels(setting: Setting) -> str | None:
 
 def _compiled(mode: str | None, options: dict[str, Any] | None, work: Work, _: Setting) -> Sequence[Call]:
     every = [work.arguments(rows) for rows in work.sets]
-    function = fusable(work.case.declared, every[0])
+    function = fusable(work.case.form, every[0])
     compiled: Any = torch.compile(function, fullgraph=True, dynamic=False, mode=mode, options=options)
 
     def call(*tensors: Tensor) -> Results:

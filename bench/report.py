@@ -12,6 +12,8 @@ from .result import COPY, NOT_ASKED_FOR, Result, Row
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
+    from .cases import Case
+
 
 @frozen(kw_only=True)
 class Table:
@@ -85,18 +87,29 @@ def heading(result: Result) -> str:
     case, where = result.case, result.environment
     widths = " and ".join(map(str, case.widths.values()))
     shape = f"width{'s' if len(case.widths) > 1 else ''} {widths}"
+    if case.heads is not None:
+        shape = f"{case.heads} heads of {widths}, {case.activation}"
     if case.row_width is not None:
         shape += f" of rows of {case.row_width}"
-    quant = ""
-    if case.quant is not None:
-        scale = "per token" if case.group_size is None else f"per {case.group_size} columns"
-        order = ", column-major" if case.column_major else ""
-        quant = f", to {case.fp8} with one {'power-of-two ' if case.ue8m0 else ''}scale {scale}{order}"
+    if case.padded_width is not None:
+        shape += f" padded to {case.padded_width}"
+    weights = "" if case.weight_dtype == case.dtype else f" with {case.weight_dtype} weights"
+    quant = f", to {_quantised(case)}" if case.quant is not None else ""
     versions = ", ".join(f"{name} {where['packages'][name]}" for name in ("triton",) if where["packages"].get(name))
     return (
-        f"{case.fusion} of {case.name}: {shape}, {case.dtype}{quant}. {where['device']}, torch {where['torch']}{', ' if versions else ''}{versions}, "
+        f"{case.op} of {case.name}: {shape}, {case.dtype}{weights}{quant}. {where['device']}, torch {where['torch']}{', ' if versions else ''}{versions}, "
         f"{result.date[:10]}."
     )
+
+
+def _quantised(case: Case) -> str:
+    if case.quant == "static":
+        return f"{case.fp8} by a given scale"
+    if case.quant in ("mxfp8", "mxfp4"):
+        return case.quant
+    scale = "per token" if case.group_size is None else f"per {case.group_size} columns"
+    order = ", TMA-aligned" if case.tma_aligned else ", column-major" if case.column_major else ""
+    return f"{case.fp8} with one {'power-of-two ' if case.ue8m0 else ''}scale {scale}{order}"
 
 
 def remarks(result: Result) -> Iterator[str]:
@@ -119,7 +132,7 @@ def remarks(result: Result) -> Iterator[str]:
 def markdown(result: Result) -> str:
     """The tables and remarks as a Markdown document."""
     lines = [
-        f"# {result.case.fusion}, {result.case.name}",
+        f"# {result.case.op}, {result.case.name}",
         "",
         heading(result),
         "",

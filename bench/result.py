@@ -11,8 +11,8 @@ from attrs import frozen
 from .cases import Case
 from .errors import BenchError
 
-FORMAT = 2
-"""Of the JSON; it grows when a key changes its meaning. 1 had widths and epsilons of two MLA latents."""
+FORMAT = 3
+"""Of the JSON; it grows when a key changes its meaning. 1 had widths and epsilons of two MLA latents, 2 no forms."""
 
 COPY = "copy"
 """The peer that is the floor."""
@@ -119,13 +119,21 @@ class Result:
         """The name of its files, without an ending."""
         case = self.case
         device = re.sub(r"\W+", "-", re.sub(r"\((R|TM)\)|@.*", "", self.environment["device"])).strip("-").lower()
-        parts = [case.fusion, case.name, case.dtype]
+        parts = [case.op, case.name, case.dtype]
+        if case.heads is not None:
+            parts[1] += f"-heads{case.heads}"
+        if case.weight_dtype != case.dtype:
+            parts.append(f"weights-{case.weight_dtype}")
+        if any(case.weight_offsets.values()):
+            parts.append("zero-centred")
+        if case.activation not in (None, "silu"):
+            parts.append(case.activation)
         if case.group_size not in (None, 128):
             parts.append(f"g{case.group_size}")
         if case.ue8m0:
             parts.append("ue8m0")
         if case.column_major:
-            parts.append("column-major")
+            parts.append("tma-aligned" if case.tma_aligned else "column-major")
         return "-".join([*parts, device])
 
     def to_dict(self) -> dict[str, Any]:

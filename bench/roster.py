@@ -7,10 +7,11 @@ from .ours import our_peers
 from .peers import Peer, Setting, added
 from .plain_torch import COMBO_KERNELS, COPY, EAGER_TORCH, INDUCTOR, MAX_AUTOTUNE
 from .thirdparty import THIRD_PARTIES, peer_of
+from .vllm_peer import vllm_peer
 
 
 def all_peers(setting: Setting) -> list[Peer]:
     """Every peer, here or not: ours first, the copy last."""
     compilers = (INDUCTOR, COMBO_KERNELS, MAX_AUTOTUNE)
-    others = (aiter_peer(setting), *(peer_of(third, setting) for third in THIRD_PARTIES))
+    others = (aiter_peer(setting), vllm_peer(setting), *(peer_of(third, setting) for third in THIRD_PARTIES))
     return [*our_peers(setting), EAGER_TORCH, *compilers, *others, *added(), COPY]

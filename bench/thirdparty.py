@@ -12,6 +12,8 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from ..fusion.steps import GatedNorm, Norm
+from .cases import Case
 from .inputs import Work
 from .peers import Call, InPlace, Peer, Setting, missing, needs_gpu, needs_triton, over_sets
 
@@ -28,6 +30,12 @@ class Offer:
     "From the work to a function of the op's rows, with everything else bound."
     in_place: bool = False
     "Whether it writes over its rows."
+    rounds_between: bool = False
+    "Whether it quantises the rounded norm."
+    takes: frozenset[str] = frozenset()
+    "Of `_SPECIAL`, what it can do."
+    refuses: Callable[[Case], str | None] = lambda _: None
+    "Why its kernel cannot take a case, or None."
 
     def calls(self, work: Work) -> Sequence[Call]:
         """One per set."""
@@ -52,16 +60,28 @@ class ThirdParty:
     dtypes: tuple[str, ...] = ("bf16", "fp16", "fp32")
 
 
+_SPECIAL: dict[str, tuple[Callable[[Case], bool], str]] = {
+    "offset": (lambda case: any(case.weight_offsets.values()), "zero-centred weights"),
+    "wide weights": (lambda case: case.weight_dtype != case.dtype, "weights of another dtype than the rows"),
+    "column_major": (lambda case: case.column_major and not case.tma_aligned, "column-major scales"),
+    "tma_aligned": (lambda case: case.tma_aligned, "TMA-aligned scales"),
+    "ue8m0": (lambda case: case.ue8m0, "power-of-two scales"),
+    "limit": (lambda case: case.limit is not None, "clamped gates"),
+    "gate_first": (lambda case: case.norm_before_gate is False, "a gate before the norm"),
+}
+"""By name: whether a case has it, and what it is."""
+
+
 def why_not_offered(offers: dict[str, Offer], package: str, setting: Setting) -> str | None:
     """What of the question a package's kernels do not take, or None."""
     case = setting.case
-    if case.op not in offers:
+    offer = offers.get(case.op)
+    if offer is None:
         return f"{package} has no kernel for {case.op}"
-    if any(case.weight_offsets.values()):
-        return f"{package} is not measured with zero-centred weights"
-    if case.column_major:
-        return f"{package} is not measured with column-major scales"
-    return None
+    for name, (has, what) in _SPECIAL.items():
+        if has(case) and name not in offer.takes:
+            return f"{package} is not measured with {what}"
+    return offer.refuses(case)
 
 
 def peer_of(third: ThirdParty, setting: Setting) -> Peer:
@@ -72,6 +92,7 @@ def peer_of(third: ThirdParty, setting: Setting) -> Peer:
         about=third.package if offer is None else offer.about,
         why_not=functools.partial(_why_not, third),
         build=lambda work, _: third.offers[setting.case.op].calls(work),
+        rounds_between=offer is not None and offer.rounds_between,
         version=lambda _: _version_of(third.package),
     )
 
@@ -100,10 +121,17 @@ def _version_of(package: str) -> str | None:
         return None
 
 
-def _norms_of(work: Work) -> tuple[tuple[Tensor, float], ...]:
+def norms_of(work: Work) -> tuple[tuple[Tensor, float], ...]:
     """The weight and the epsilon of each norm of the chain."""
-    case = work.case
-    return tuple((work.weights[norm.weight], case.epsilons[norm.epsilon]) for norm in case.declared.norms)
+    norms = [step for step in work.case.form.chain if isinstance(step, Norm | GatedNorm)]
+    return tuple((work.weights[norm.weight], work.case.epsilons[norm.epsilon]) for norm in norms)
+
+
+def halves_joined(gate: Tensor, up: Tensor) -> Tensor:
+    """The tensor (tokens, 2 * width) whose halves these are."""
+    if up.data_ptr() != gate.data_ptr() + gate.shape[-1] * gate.itemsize or gate.stride() != up.stride():
+        raise ValueError("gate and up are no halves of one tensor")
+    return gate.as_strided((gate.shape[0], 2 * gate.shape[-1]), gate.stride())
 
 
 # ---- Liger-Kernel
@@ -112,7 +140,7 @@ def _norms_of(work: Work) -> tuple[tuple[Tensor, float], ...]:
 def _liger_norms(work: Work) -> Function:
     from liger_kernel.transformers.functional import liger_rms_norm
 
-    (q_weight, q_epsilon), (kv_weight, kv_epsilon) = _norms_of(work)
+    (q_weight, q_epsilon), (kv_weight, kv_epsilon) = norms_of(work)
 
     def call(q: Tensor, kv: Tensor) -> Results:
         return (
@@ -126,7 +154,7 @@ def _liger_norms(work: Work) -> Function:
 def _liger_add(work: Work) -> Function:
     from liger_kernel.transformers.functional import liger_fused_add_rms_norm
 
-    ((weight, epsilon),) = _norms_of(work)
+    ((weight, epsilon),) = norms_of(work)
 
     def call(x: Tensor, residual: Tensor) -> Results:
         normed, total = liger_fused_add_rms_norm(x, residual, weight, epsilon, in_place=False)
@@ -142,7 +170,7 @@ def _fla_modules(work: Work) -> list[Any]:
     from fla.modules import RMSNorm
 
     norms = []
-    for weight, epsilon in _norms_of(work):
+    for weight, epsilon in norms_of(work):
         norm = RMSNorm(weight.shape[0], eps=epsilon).to(work.device, work.dtype).requires_grad_(False)
         norm.weight.copy_(weight)
         norms.append(norm)
@@ -159,20 +187,31 @@ def _fla_add(work: Work) -> Function:
     return lambda x, residual: tuple(norm(x, residual=residual, prenorm=True))
 
 
-# ---- quack, FlashInfer, vLLM: only what fuses the residual add
+def _fla_gated(work: Work) -> Function:
+    from fla.modules import FusedRMSNormGated
+
+    ((weight, epsilon),) = norms_of(work)
+    activation = "swish" if work.case.activation == "silu" else work.case.activation
+    norm: Any = FusedRMSNormGated(weight.shape[0], eps=epsilon, activation=activation)
+    norm = norm.to(work.device, weight.dtype).requires_grad_(False)
+    norm.weight.copy_(weight)
+    return lambda x, gate: (norm(x, gate),)
+
+
+# ---- quack, FlashInfer
 
 
 def _quack_add(work: Work) -> Function:
     from quack import rmsnorm
 
-    ((weight, epsilon),) = _norms_of(work)
+    ((weight, epsilon),) = norms_of(work)
     return lambda x, residual: tuple(rmsnorm(x, weight, residual=residual, eps=epsilon, prenorm=True))
 
 
 def _flashinfer_add(work: Work) -> Function:
     from flashinfer.norm import fused_add_rmsnorm
 
-    ((weight, epsilon),) = _norms_of(work)
+    ((weight, epsilon),) = norms_of(work)
 
     def call(x: Tensor, residual: Tensor) -> Results:
         fused_add_rmsnorm(x, residual, weight, epsilon)
@@ -181,18 +220,24 @@ def _flashinfer_add(work: Work) -> Function:
     return call
 
 
-def _vllm_add(work: Work) -> Function:
-    fused_add_rms_norm: Any = torch.ops._C.fused_add_rms_norm
-    ((weight, epsilon),) = _norms_of(work)
+def _flashinfer_static(work: Work) -> Function:
+    from flashinfer.norm import fused_add_rmsnorm_quant, rmsnorm_quant
 
-    def call(x: Tensor, residual: Tensor) -> Results:
-        fused_add_rms_norm(x, residual, weight, epsilon)
-        return x, residual
+    ((weight, epsilon),) = norms_of(work)
+    scale = work.weights["scale"]
+
+    def call(x: Tensor, *residual: Tensor) -> Results:
+        out = torch.empty(x.shape, dtype=work.fp8, device=x.device)
+        if residual:
+            fused_add_rmsnorm_quant(out, x, residual[0], weight, scale, epsilon)
+        else:
+            rmsnorm_quant(out, x, weight, scale, epsilon)
+        return (out, *residual)
 
     return call
 
 
-_IN_PLACE = "in place, on copies of the inputs"
+IN_PLACE = "in place, on copies of the inputs"
 
 THIRD_PARTIES = (
     ThirdParty(
@@ -207,24 +252,32 @@ THIRD_PARTIES = (
         offers={
             "mla_dual_rms_norm": Offer(about="flash-linear-attention's RMSNorm module twice", make=_fla_norms),
             "add_rms_norm": Offer(about="flash-linear-attention's RMSNorm module with a residual", make=_fla_add),
+            "gated_rms_norm": Offer(
+                about="flash-linear-attention's FusedRMSNormGated module", make=_fla_gated, takes=frozenset({"wide weights"})
+            ),
         },
     ),
     ThirdParty(
         name="quack", package="quack-kernels", module="quack", needs=needs_gpu,
-        offers={"add_rms_norm": Offer(about="quack.rmsnorm with a residual", make=_quack_add)},
+        offers={
+            "add_rms_norm": Offer(
+                about="quack.rmsnorm with a residual", make=_quack_add, takes=frozenset({"wide weights"})
+            )
+        },
     ),
     ThirdParty(
         name="flashinfer", package="flashinfer-python", module="flashinfer.norm", needs=needs_gpu, dtypes=("bf16", "fp16"),
         offers={
             "add_rms_norm": Offer(
-                about=f"FlashInfer's fused_add_rmsnorm, {_IN_PLACE}", make=_flashinfer_add, in_place=True
-            )
-        },
-    ),
-    ThirdParty(
-        name="vllm", package="vllm", module="vllm._C", needs=needs_gpu,
-        offers={
-            "add_rms_norm": Offer(about=f"vLLM's _C.fused_add_rms_norm, {_IN_PLACE}", make=_vllm_add, in_place=True)
+                about=f"FlashInfer's fused_add_rmsnorm, {IN_PLACE}", make=_flashinfer_add, in_place=True
+            ),
+            "rms_norm_static_quant": Offer(
+                about="FlashInfer's rmsnorm_quant", make=_flashinfer_static, rounds_between=True
+            ),
+            "add_rms_norm_static_quant": Offer(
+                about=f"FlashInfer's fused_add_rmsnorm_quant, {IN_PLACE}", make=_flashinfer_static, in_place=True,
+                rounds_between=True,
+            ),
         },
     ),
 )  # fmt: skip

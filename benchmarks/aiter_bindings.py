@@ -94,9 +94,9 @@ def measures() -> dict[str, dict[str, float]]:
         return out, residual_out
 
     pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-        "mla_dual_rms_norm": (lambda: dual(q, kv, q_weight, kv_weight, EPSILON, EPSILON), dual_by_hand),
+        "mla_dual_rms_norm": (lambda: dual(q, kv, q_weight, kv_weight, EPSILON, EPSILON, 0.0, 0.0), dual_by_hand),
         "mla_dual_rms_norm_group_quant": (
-            lambda: group(q, kv, q_weight, kv_weight, EPSILON, EPSILON, FP8, 128, False, False),
+            lambda: group(q, kv, q_weight, kv_weight, EPSILON, EPSILON, 0.0, 0.0, FP8, 128, False, False, False),
             group_by_hand,
         ),
         "add_rms_norm": (lambda: add(x, residual, weight, EPSILON, 0.0), add_by_hand),

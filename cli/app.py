@@ -301,20 +301,38 @@ def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
 
 @app.command(cls=CommandOnFusions)
 @click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=fusion_names)
-@click.option("--model", default="deepseek-v3", show_default=True, shell_complete=_names, help="Whose widths to take.")
+@click.option(
+    "--model",
+    shell_complete=_names,
+    help="Whose widths to take; by default DeepSeek-V3's, Qwen3-Next's for gated norms, gpt-oss's for padding.",
+)
 @click.option("--widths", metavar="N,N,...", help="Widths of your own instead, in the order of the op's arguments.")
 @click.option("--tokens", metavar="N,N,...", help="How many rows; by default 1 to 65536 on a GPU, to 1024 on a CPU.")
 @click.option("--dtype", default="bf16", show_default=True, help="bf16, fp16 or fp32.")
 @click.option("--group-size", type=int, help="Columns per scale, where groups have one; by default 128.")
 @click.option("--column-major", is_flag=True, help="Scales of groups that lie column after column.")
+@click.option("--tma-aligned", is_flag=True, help="The same, each column starting on 16 bytes.")
 @click.option("--ue8m0", is_flag=True, help="Scales that are powers of two.")
 @click.option("--fp8", metavar="NAME", help="e4m3fn or e4m3fnuz; by default that of this GPU.")
+@click.option("--heads", type=int, help="Of a gated norm, which are normed one by one.")
+@click.option("--activation", metavar="NAME", help="Of a gated norm's gate: silu or sigmoid.")
+@click.option("--gate-first", is_flag=True, default=None, help="A gated norm's gate comes before its norm.")
+@click.option("--limit", type=float, help="What a gated MLP clamps its halves to.")
+@click.option("--pad-to", type=int, metavar="N", help="Columns of a padded norm; by default the next multiple of 256.")
+@click.option("--weight-offset", type=float, help="Added to weights: 1 for zero-centred ones.")
+@click.option("--weight-dtype", metavar="NAME", help="bf16, fp16 or fp32; by default that of the rows.")
 @click.option("--peers", metavar="A,B,...", help="Only these; `layerfuse` stands for all of our backends.")
 @click.option(
     "--aiter",
     metavar="FOLDER",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A checkout of ROCm/aiter, whose Triton ops then take part, on NVIDIA GPUs too.",
+)
+@click.option(
+    "--vllm",
+    metavar="FOLDER",
+    type=click.Path(exists=True, path_type=Path),
+    help="Where vLLM's compiled library lies, whose CUDA ops then take part; by default that of the installed vLLM.",
 )
 @click.option("--quick", is_flag=True, help="Fewer tokens and rounds, and nothing that takes minutes to tune.")
 @click.option("--device", metavar="NAME", help="cuda or cpu; by default the GPU if there is one.")

@@ -37,19 +37,26 @@ def answer_bench(
         LayerfuseError: it cannot be measured as asked; see `bench.run`.
     """
     from .. import bench
-    from ..bench.choosing import known_fusion
+    from ..bench.cases import forms, known_form
     from ..bench.files import writable
-    from ..fusion.catalog import FUSIONS
 
-    wanted = [known_fusion(name).name for name in names] or list(FUSIONS)
+    for name in names:
+        known_form(name)
+    wanted = names or tuple(forms())
     counts, by_hand = _numbers("--tokens", tokens), _numbers("--widths", widths)
     folder = writable(_default_folder() if out is None else out)
     registry = registry_with(files)
     warnings.filterwarnings("ignore", module=r"(torch|triton)\b")
     results = []
     for name in dict.fromkeys(wanted):
-        with _progress() as step:
-            result = bench.run(name, tokens=counts, widths=by_hand, registry=registry, step=step, **options)
+        try:
+            with _progress() as step:
+                result = bench.run(name, tokens=counts, widths=by_hand, registry=registry, step=step, **options)
+        except bench.BenchError as error:
+            if names:
+                raise
+            console(stderr=True).print(f"left out: {error}", soft_wrap=True)  # of all, some do not fit the question
+            continue
         written = bench.write(result, folder)
         results.append(result)
         if not json:

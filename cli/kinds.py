@@ -13,6 +13,7 @@ from ..adapters.specs import (
     FAMILY_OF,
     FinalNormSpec,
     GatedDeltaNetSpec,
+    GatedMLPSpec,
     GatedNormSpec,
     GQASpec,
     MLASpec,
@@ -45,7 +46,7 @@ def kinds_of(specs: Iterable[tuple[str, Any]]) -> list[Kind]:
             family=FAMILY_OF[type(same)],
             spec=layers[0][1],
             paths=tuple(path for path, _ in layers),
-            indices=tuple(spec.layer_index for _, spec in layers),
+            indices=tuple(spec.layer_index for _, spec in layers if spec.layer_index is not None),
         )
         for (name, same), layers in groups.items()
     ]
@@ -116,6 +117,12 @@ def rows_of(spec: Any) -> list[tuple[str, str]]:
             ("sliding window", "off" if spec.sliding_window is None else f"{spec.sliding_window} tokens"),
             ("sinks", "one per head" if spec.has_sinks else "none"),
         ]
+    if isinstance(spec, GatedMLPSpec):
+        clamp = "" if spec.swiglu_limit is None else f", gate and up clamped at {spec.swiglu_limit:g}"
+        return [
+            ("width", f"{spec.intermediate_size} total, {spec.local_intermediate_size} local"),
+            ("activation", spec.activation + clamp),
+        ]
     if isinstance(spec, ResidualSpec):
         return [
             ("hidden size", str(spec.hidden_size)),
@@ -160,6 +167,8 @@ def line_of(spec: Any) -> str:
         window = "full" if spec.sliding_window is None else f"window {spec.sliding_window}"
         sinks = ", sinks" if spec.has_sinks else ""
         return f"{spec.num_heads} heads over {spec.num_kv_heads} key/value heads of {spec.head_dim}, {window}{sinks}"
+    if isinstance(spec, GatedMLPSpec):
+        return f"{spec.intermediate_size} wide, {spec.activation}"
     if isinstance(spec, ResidualSpec):
         return f"hidden {spec.hidden_size}, norms eps {spec.input_norm.epsilon:g}"
     if isinstance(spec, FinalNormSpec):

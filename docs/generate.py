@@ -24,6 +24,7 @@ SPECS = (
     specs.MLASpec,
     specs.GatedDeltaNetSpec,
     specs.GQASpec,
+    specs.GatedMLPSpec,
     specs.ResidualSpec,
     specs.FinalNormSpec,
     specs.NormSpec,
@@ -38,11 +39,14 @@ VALUES = {
     "optional_count": "at least 1, or None",
     "width_or_zero": "at least 0",
     "index": "at least 0",
+    "optional_index": "at least 0, or None",
     "window": "at least 1, or None",
     "positive": "above 0",
+    "optional_positive": "above 0, or None",
     "number": "any",
     "flag": "True or False",
     "activation": "silu or sigmoid",
+    "mlp_activation": "silu, gelu, gelu_tanh or situ",
     "norm": "NormSpec",
     "optional_norm": "NormSpec or None",
     "norms": "tuple of NormSpec",
@@ -110,16 +114,29 @@ def aiter_tables() -> Iterator[str]:
     """Which function of AITER's answers which call in which releases, and what is refused."""
     yield "### What is called\n"
     yield "| call | in AITER | is |\n|---|---|---|"
+    alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for binding in BINDINGS:
-        for said, span in spans_of(binding):
-            if said is not None:
-                yield f"| `{binding.name}` | {span} | {said} |"
+        spans = tuple((str(span), said) for said, span in spans_of(binding) if said is not None)
+        alike.setdefault(spans, []).append(f"`{binding.name}`")
+    for spans, names in alike.items():
+        for span, said in spans:
+            yield f"| {', '.join(names)} | {span} | {said} |"
     yield "\n### What is refused of it\n"
-    yield "| call | in AITER | refused |\n|---|---|---|"
+    yield "| of | in AITER | refused |\n|---|---|---|"
     for restriction in RESTRICTIONS:
         if restriction.when is not calls.always:
-            names = ", ".join(f"`{name}`" for name in restriction.bindings)
-            yield f"| {names} | {restriction.releases} | {restriction.reason} |"
+            yield f"| {', '.join(functions_of(restriction.bindings))} | {restriction.releases} | {restriction.reason} |"
+
+
+def functions_of(names: tuple[str, ...]) -> Iterator[str]:
+    """The functions that these bindings call, each once, by their own names; Triton's are named so."""
+    found = (
+        f"`{function.path.rpartition(':')[2].rpartition('.')[2]}`{' (Triton)' if binding.kind == 'triton' else ''}"
+        for binding in BINDINGS
+        if binding.name in names
+        for function in binding.functions
+    )
+    yield from dict.fromkeys(found)
 
 
 def spans_of(binding: Binding) -> Iterator[tuple[str | None, ReleaseRange]]:

@@ -5,14 +5,14 @@ An entry alone, without torch and without a layer, gives the spec of every layer
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from attrs import field, frozen
 
 from ..adapters.errors import SpecError
 from ..adapters.specs import WHOLE, FinalNormSpec, LayerSpec, NormSpec, ResidualSpec
-from .kinds import Around, At, EngineFacts, Every, GQAKind, LayerKind
+from .kinds import Around, At, EngineFacts, Every, GQAKind, LayerKind, MLPKind
 
 FINAL = "final"
 """The name of the norm after a declared model's last layer."""
@@ -42,6 +42,8 @@ class ModelEntry:
     "Epsilon of the decoder layers' norms and the final norm, and of the others unless they say otherwise."
     layers: dict[str, LayerKind]
     "The kinds of attention layer by name; together they cover every decoder layer exactly once."
+    mlps: dict[str, MLPKind] = field(factory=dict)
+    "The kinds of gated MLP by name, `shared_experts` for those of mixtures. One per attention block, or none."
     norm_weight_offset: float = 0.0
     "1.0 where the decoder layers' norms and the final norm are zero-centred (Gemma, Qwen3-Next)."
     attentions_per_layer: int = 1
@@ -70,9 +72,25 @@ class ModelEntry:
         Raises:
             SpecError: the kinds leave a layer out, or claim one twice.
         """
-        claimed, problems = _claims(self)
+        claimed, problems = _claims(self.num_hidden_layers, "layers", self.layers)
+        left = [index for index, name in enumerate(claimed) if name is None]
+        if left and not problems:
+            problems.append(
+                f"layers: no kind claims layer {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else "")
+            )
         if problems:
-            raise SpecError(self.name, problems)
+            raise SpecError(self.name, problems[:20])
+        return [name for name in claimed if name is not None]
+
+    def mlp_at(self) -> list[str | None]:
+        """The kind of gated MLP of each decoder layer, in order; None where it has none, or none is declared.
+
+        Raises:
+            SpecError: the kinds claim a layer twice, or one that does not exist.
+        """
+        claimed, problems = _claims(self.num_hidden_layers, "mlps", self.mlps)
+        if problems:
+            raise SpecError(self.name, problems[:20])
         return claimed
 
     def specs(self, tp: int = 1, rank: int | None = None, *, engine: str | None = None) -> list[tuple[str, LayerSpec]]:
@@ -114,16 +132,19 @@ class ModelEntry:
         Raises:
             SpecError: the entry contradicts itself.
         """
-        kinds = self.kind_at()
-        first = {kind: kinds.index(kind) for kind in self.layers if kind in kinds}
-        return list(self._whole(engine, [(index, kind) for kind, index in first.items()]))
+        kinds, mlps = self.kind_at(), self.mlp_at()
+        return list(self._whole(engine, {*map(kinds.index, kinds), *map(mlps.index, mlps)}))
 
-    def _whole(self, engine: str | None, only: list[tuple[int, str]] | None = None) -> Iterator[tuple[str, LayerSpec]]:
+    def _whole(self, engine: str | None, only: set[int] | None = None) -> Iterator[tuple[str, LayerSpec]]:
         norms = EngineFacts() if engine is None else self.engines.get(engine, EngineFacts())
         eps = self.rms_norm_eps if norms.rms_norm_eps is None else norms.rms_norm_eps
         norm = NormSpec(width=self.hidden_size, epsilon=eps, weight_offset=self.norm_weight_offset)
-        decoder_norms = (norm,) * self.attentions_per_layer
-        for index, kind in enumerate(self.kind_at()) if only is None else only:
+        each = self.attentions_per_layer
+        decoder_norms = (norm,) * each
+        for index, (kind, mlp) in enumerate(zip(self.kind_at(), self.mlp_at(), strict=True)):
+            if only is not None and index not in only:
+                continue
+            blocks = [(f".{block}" if each > 1 else "", self._common(index * each + block)) for block in range(each)]
             yield (
                 f"layers.{index}",
                 ResidualSpec(
@@ -132,11 +153,11 @@ class ModelEntry:
                     post_attention_norms=decoder_norms,
                 ),
             )
-            for block in range(self.attentions_per_layer):
-                suffix = f".{block}" if self.attentions_per_layer > 1 else ""
-                common = self._common(index * self.attentions_per_layer + block)
+            for suffix, common in blocks:
                 around = Around(common=common, rms_norm_eps=self.rms_norm_eps, engine=norms)
                 yield f"layers.{index}.{kind}{suffix}", self.layers[kind].spec(around)
+            if mlp is not None:
+                yield from ((f"layers.{index}.{mlp}{suffix}", self.mlps[mlp].spec(common)) for suffix, common in blocks)
         if only is None:
             yield FINAL, FinalNormSpec(**self._common(self.num_hidden_layers), final_norm=norm)
 
@@ -144,32 +165,29 @@ class ModelEntry:
         return {"hidden_size": self.hidden_size, "layer_index": layer_index, "parallel": WHOLE}
 
 
-def _claims(entry: ModelEntry) -> tuple[list[str], list[str]]:
-    total = entry.num_hidden_layers
+def _claims(total: int, table: str, kinds: Mapping[str, LayerKind | MLPKind]) -> tuple[list[str | None], list[str]]:
+    """Which kind claims each decoder layer, and what is wrong with the claims."""
     if not 1 <= total <= MOST_LAYERS:
         return [], [f"num_hidden_layers: expected 1 to {MOST_LAYERS}, got {total}"]
     claimed: list[str | None] = [None] * total
     problems = []
-    rest = [name for name, kind in entry.layers.items() if kind.at == "rest"]
+    rest = [name for name, kind in kinds.items() if kind.at == "rest"]
     if len(rest) > 1:
-        problems.append(f'layers: only one kind can be at "rest", got {", ".join(rest)}')
-    for name, kind in entry.layers.items():
+        problems.append(f'{table}: only one kind can be at "rest", got {", ".join(rest)}')
+    for name, kind in kinds.items():
         for index in _places(kind.at, total):
             if not 0 <= index < total:
-                problems.append(f"layers.{name}.at: layer {index} does not exist among {total} (counted from 0)")
+                problems.append(f"{table}.{name}.at: layer {index} does not exist among {total} (counted from 0)")
             elif claimed[index] is not None:
-                problems.append(f"layers.{name}.at: layer {index} already belongs to {claimed[index]}")
+                problems.append(f"{table}.{name}.at: layer {index} already belongs to {claimed[index]}")
             else:
                 claimed[index] = name
-    nowhere = [name for name, kind in entry.layers.items() if kind.at != "rest" and name not in claimed]
+    nowhere = [name for name, kind in kinds.items() if kind.at != "rest" and name not in claimed]
     # A kind that another one pushed out is reported already.
-    problems += [f"layers.{name}.at: claims no layer" for name in nowhere if not problems]
-    left = [index for index, name in enumerate(claimed) if name is None]
-    if rest and not left:
-        problems.append(f'layers.{rest[0]}.at: no layer is left for "rest"')
-    if left and not rest:
-        problems.append(f"layers: no kind claims layer {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else ""))
-    return [name if name is not None else rest[0] if rest else "" for name in claimed], problems[:20]
+    problems += [f"{table}.{name}.at: claims no layer" for name in nowhere if not problems]
+    if rest and None not in claimed:
+        problems.append(f'{table}.{rest[0]}.at: no layer is left for "rest"')
+    return [name if name is not None else rest[0] if rest else None for name in claimed], problems
 
 
 def _places(at: At, total: int) -> range | list[int]:

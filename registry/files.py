@@ -20,7 +20,7 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
 from .catalog import MOST_LAYERS, ModelEntry
 from .errors import MOST_PROBLEMS, CatalogError
-from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, Yarn
+from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLPKind, Yarn
 
 LARGEST_FILE = 1 << 20
 """Bytes. The largest models.toml read: some twenty times a hundred models."""
@@ -54,7 +54,7 @@ def make_converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda t: t == At, lambda value, _: _at(converter, value))
     converter.register_structure_hook_func(lambda t: t == LayerKind, lambda value, _: _layer_kind(converter, value))
     converter.register_structure_hook_func(_is_any, lambda value, _: value)
-    for cls in (*KINDS.values(), EngineFacts, Every, GateWords, Yarn):
+    for cls in (*KINDS.values(), MLPKind, EngineFacts, Every, GateWords, Yarn):
         converter.register_structure_hook(cls, make_dict_structure_fn(cls, converter))
         converter.register_unstructure_hook(cls, make_dict_unstructure_fn(cls, converter, _cattrs_omit_if_default=True))
     converter.register_unstructure_hook(

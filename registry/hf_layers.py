@@ -32,7 +32,7 @@ def layers_of(config: HFConfig, total: int, model_type: str, gate: GateWords | N
     kinds: dict[str, LayerKind] = {}
     places = {word: [i for i, at in enumerate(words) if at == word] for word in dict.fromkeys(words)}
     for word, indices in places.items():
-        at = _at(indices, total, rest=_is_rest(indices, places))
+        at = at_of(indices, total, rest=is_rest(indices, places))
         if word == "linear":
             name, kind = _delta_net(config, at, gate)
             kinds[name] = kind
@@ -172,11 +172,12 @@ def _is_number(value: Any) -> TypeGuard[int | float]:
     return type(value) in (int, float)
 
 
-def _is_rest(indices: Sequence[int], places: Mapping[str, Sequence[int]]) -> bool:
+def is_rest(indices: Sequence[int], places: Mapping[str, Sequence[int]]) -> bool:
+    """Whether these places are written as those that are left: of several kinds, those of the commonest."""
     return len(places) > 1 and indices is max(places.values(), key=len)
 
 
-def _at(indices: Sequence[int], total: int, *, rest: bool) -> At:
+def at_of(indices: Sequence[int], total: int, *, rest: bool) -> At:
     """The shortest way to write these places."""
     if len(indices) == total:
         return "all"

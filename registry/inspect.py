@@ -21,6 +21,7 @@ from ..adapters.errors import LayerfuseError
 from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
 from .hf_layers import layers_of
+from .hf_mlps import mlps_of
 from .kinds import GatedDeltaNetKind, GQAKind, LayerKind
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def inspect(
         hidden_size=hidden_size,
         rms_norm_eps=epsilon,
         layers={word: _with_sinks(kind, sibling) for word, kind in layers.items()},
+        mlps={} if sibling is None else mlps_of(hf, total, sibling),
         norm_weight_offset=_offset(sibling, types),
         attentions_per_layer=1 if sibling is None else sibling.attentions_per_layer,
         hf_id=_hub_name(config),
@@ -215,6 +217,7 @@ def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes
     offset = f"norm_weight_offset is not said by any config; {entry.norm_weight_offset} was written"
     if not entry.norm_weight_offset:
         notes.append(f"{offset}: check whether the norms add 1 to their weight")
+    notes.append("whether an MLP is gated is not said by any config; none was written: declare them under mlps")
     prefix = next((c.partition("For")[0] for c in classes), "")
     example = f'"transformers:{prefix or "My"}Attention" = {{ like = "transformers:..." }}'
     notes.append(
@@ -251,7 +254,7 @@ def _differences(entry: ModelEntry, other: ModelEntry) -> list[str]:
 def _flat(entry: ModelEntry) -> dict[str, Any]:
     numbers = ("num_hidden_layers", "hidden_size", "rms_norm_eps", "norm_weight_offset", "attentions_per_layer")
     flat: dict[str, Any] = {name: getattr(entry, name) for name in numbers}
-    for name, kind in entry.layers.items():
+    for name, kind in [*entry.layers.items(), *entry.mlps.items()]:
         flat.update({f"{name}.{a.name}": getattr(kind, a.name) for a in attrs.fields(type(kind)) if a.name != "at"})
     return flat
 

@@ -1,4 +1,4 @@
-"""The kinds of attention layer that a models.toml entry declares, each of which becomes a spec.
+"""The kinds of layer that a models.toml entry declares, attention and gated MLPs, each of which becomes a spec.
 
 The words are the specs' own field names; what a published config leaves to be derived is derived here, and nothing else.
 """
@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from attrs import frozen
 
-from ..adapters.specs import GatedDeltaNetSpec, GatedNormSpec, GQASpec, MLASpec, NormSpec
+from ..adapters.specs import GatedDeltaNetSpec, GatedMLPSpec, GatedNormSpec, GQASpec, MLASpec, NormSpec
 
 
 @frozen(kw_only=True)
@@ -191,7 +191,34 @@ class GQAKind:
 
 LayerKind: TypeAlias = MLAKind | GatedDeltaNetKind | GQAKind
 KINDS: Mapping[str, type[Any]] = {"mla": MLAKind, "gated_delta_net": GatedDeltaNetKind, "gqa": GQAKind}
-"""The kinds of layer by the `family` word that tells them apart."""
+"""The kinds of attention layer by the `family` word that tells them apart."""
+
+SHARED_EXPERTS = "shared_experts"
+"""What the MLPs of mixtures are called in `mlps`. What a kind of any other name claims is a dense layer."""
+
+
+@frozen(kw_only=True)
+class MLPKind:
+    """Gated MLPs: those of dense decoder layers, or the shared experts of mixtures."""
+
+    intermediate_size: int
+    "Width between the projections; of several shared experts, which engines build as one, their sum."
+    activation: Literal["silu", "gelu", "gelu_tanh", "situ"]
+    "What the gate passes through."
+    at: At = "all"
+    'Which decoder layers, 0-based: "all", "rest", a list, or {start, step}. The others have none.'
+    swiglu_limit: float | None = None
+    "What gate and up are clamped to, where the model does that."
+
+    def spec(self, common: Mapping[str, Any]) -> GatedMLPSpec:
+        """The spec of one such MLP, whole."""
+        return GatedMLPSpec(
+            **common,
+            intermediate_size=self.intermediate_size,
+            local_intermediate_size=self.intermediate_size,
+            activation=self.activation,
+            swiglu_limit=self.swiglu_limit,
+        )
 
 
 EPSILONS = {"rms_norm_eps": "decoder norms", "latent_norm_eps": "latent norms", "output_norm_eps": "output norms"}

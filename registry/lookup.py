@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 from ..adapters.base import Adapter
 from ..adapters.errors import UnknownLayerError
 from ..adapters.reader import LayerReader
-from ..adapters.specs import FinalNormSpec, KernelSpec, Parallel, ResidualSpec
+from ..adapters.specs import FinalNormSpec, GatedMLPSpec, KernelSpec, Parallel, ResidualSpec
 from .errors import UnknownModelError
 from .tables import Readers, Tables
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from .catalog import ModelEntry
 
 S = TypeVar("S")
+
+_ROUTED_EXPERT = re.compile(r"(^|\.)experts\.\d+$")
+"""Where checkpoints with code of their own (DeepSeek's) keep each routed expert, of the same class as their other MLPs."""
 
 _LOOKS_LIKE_ATTENTION = re.compile(r"(Attention|Attn|MLA|DeltaNet|SelfAttn)\d*$")
 
@@ -58,14 +61,14 @@ class Registry:
         """What this layer is, read now.
 
         Args:
-            layer: an attention layer, a decoder layer or an inner kernel layer of any known engine.
+            layer: an attention layer, a gated MLP, a decoder layer or an inner kernel layer of any known engine.
             of: the spec type wanted, where a class is two kinds of layer at once.
             parallel: the tensor-parallel degree and rank, where the layer does not say them itself. Contradicting what
                 it does say is an error.
-            path: the layer's name in its model, for messages.
+            path: the layer's name in its model, for messages, and for the index of an MLP, which keeps none.
 
         Returns:
-            An MLASpec, GatedDeltaNetSpec, GQASpec, ResidualSpec, FinalNormSpec, or the spec of a kernel layer.
+            An MLASpec, GatedDeltaNetSpec, GQASpec, GatedMLPSpec, ResidualSpec, FinalNormSpec, or the spec of a kernel layer.
 
         Raises:
             UnknownLayerError: no adapter knows the class.
@@ -95,9 +98,10 @@ class Registry:
     def specs_in(self, model: Any, *, of: type[Any] | None = None, parallel: Parallel | None = None) -> list[Any]:
         """The specs of a model's layers as (path, spec), in the order of its modules, which is that of its layers.
 
-        Decoder layers give their residual stream, attention layers their attention. The module around the layers gives the
-        final norm, after them; on a rank of a pipeline that does not hold that norm it gives nothing. Kernel layers inside
-        a layer that is itself known are left out; ask `spec_for` for those, or pass `of=KernelSpec`.
+        Decoder layers give their residual stream, attention layers their attention, gated MLPs themselves; a routed expert
+        gives nothing. The module around the layers gives the final norm, after them; on a rank of a pipeline that does not
+        hold that norm it gives nothing. Kernel layers inside a layer that is itself known are left out; ask `spec_for` for
+        those, or pass `of=KernelSpec`.
 
         Args:
             model: a module with `named_modules()`.
@@ -118,7 +122,9 @@ class Registry:
                 outer, read = around.pop()
                 found.append((outer, read()))
             readers = self._readers_of(type(module))
-            if not readers or (of is None and _within(path, inside)):
+            # A decoder layer that is its own attention holds an MLP all the same.
+            mlp = any(map(_is_mlp, readers))
+            if not readers or (_ROUTED_EXPERT.search(path) if mlp else of is None and _within(path, inside)):
                 continue
             # A class that is both gives its residual stream first, as a decoder layer comes before its attention.
             for reader in sorted(readers, key=_is_attention):
@@ -332,7 +338,11 @@ def _within(path: str, outer: str | None) -> bool:
 
 
 def _is_attention(reader: LayerReader) -> bool:
-    return not issubclass(reader.facts.spec, (ResidualSpec, FinalNormSpec, KernelSpec))
+    return not issubclass(reader.facts.spec, (ResidualSpec, FinalNormSpec, KernelSpec, GatedMLPSpec))
+
+
+def _is_mlp(reader: LayerReader) -> bool:
+    return reader.facts.spec is GatedMLPSpec
 
 
 def class_name(cls: type) -> str:

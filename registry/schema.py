@@ -21,10 +21,11 @@ from ..adapters.base import PARALLEL_WORDS, fields_of
 from ..adapters.conversions import CONVERSIONS
 from ..adapters.specs import FAMILIES, LARGEST, NormSpec, kind_of
 from .catalog import MOST_LAYERS, ModelEntry
-from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, Yarn
+from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLPKind, Yarn
 
 _COUNT = {"minimum": 1, "maximum": LARGEST}
 _BOUNDS: dict[str, dict[str, int]] = {
+    "optional_positive": {"exclusiveMinimum": 0},
     "count": _COUNT,
     "optional_count": _COUNT,
     "window": _COUNT,
@@ -41,7 +42,7 @@ _OWN_BOUNDS = {
 """Of the numbers that no spec has a field for."""
 
 
-_CLASSES: tuple[type[Any], ...] = (ModelEntry, *KINDS.values(), EngineFacts, Every, GateWords, Yarn)
+_CLASSES: tuple[type[Any], ...] = (ModelEntry, *KINDS.values(), MLPKind, EngineFacts, Every, GateWords, Yarn)
 
 
 def schema() -> dict[str, Any]:
@@ -215,10 +216,19 @@ def _place() -> dict[str, Any]:
         "required": ["path", "as"],
         "properties": {"path": {"type": "string"}, "as": {"enum": list(CONVERSIONS)}},
     }
+    named = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["name_as"],
+        "properties": {"name_as": {"enum": list(CONVERSIONS)}},
+    }
     several = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/place"}}
     return {
-        "description": 'An attribute path, a list of them tried in order, {const = ...} or {path = ..., as = "..."}.',
-        "anyOf": [{"type": "string", "minLength": 1}, several, constant, converted],
+        "description": (
+            'An attribute path, a list of them tried in order, {const = ...}, {path = ..., as = "..."}, or {name_as = "..."} '
+            "for what the layer's name in its model says."
+        ),
+        "anyOf": [{"type": "string", "minLength": 1}, several, constant, converted, named],
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 
-from ..adapters.specs import FinalNormSpec, ResidualSpec
+from ..adapters.specs import FinalNormSpec, GatedMLPSpec, ResidualSpec
 
 SCALE_TOLERANCE = 1e-12
 """Relative. The softmax scale is computed by each engine in its own order of floating-point operations."""
@@ -42,6 +42,11 @@ def _close(one: float, other: float) -> bool:
 def without_index(spec: Any) -> Any:
     """The spec of the same kind of layer, whichever its number."""
     return attrs.evolve(spec, layer_index=0)
+
+
+def is_attention(spec: Any) -> bool:
+    """Whether this is an attention layer, or the kernel layer of one."""
+    return not (is_stream(spec) or isinstance(spec, GatedMLPSpec))
 
 
 def is_stream(spec: Any) -> bool:

@@ -9,8 +9,8 @@ from unittest import SkipTest
 from attrs import frozen
 
 from ..adapters.reader import LayerReader
-from ..adapters.specs import KernelSpec, LayerSpec, Parallel
-from .compare import differences, is_stream, without_index
+from ..adapters.specs import GatedMLPSpec, KernelSpec, LayerSpec, Parallel
+from .compare import differences, is_attention, without_index
 from .scenario import BrokenContractError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ContractCase:
     parallel: ClassVar[Parallel | None] = None
     "Passed to every read, where layers do not say how they were sharded."
     decoder_layers: ClassVar[bool] = True
-    "False where only the attention classes are taught, and not the decoder layer and the model with their norms."
+    "False where only the attention classes are taught, and not the decoder layer and the model with their norms and MLPs."
 
     # ---- hooks
 
@@ -99,20 +99,24 @@ class ContractCase:
 
     def found(self) -> list[tuple[str, Any]]:
         """(path, spec) of the model's layers."""
-        pairs: list[tuple[str, Any]] = self.asked.specs_in(self.built(), parallel=self.parallel)
-        return pairs if self.decoder_layers else [(path, spec) for path, spec in pairs if not is_stream(spec)]
+        return self.held(self.asked.specs_in(self.built(), parallel=self.parallel))
+
+    def held(self, pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+        """Those that are held to the contract: of the MLPs, only where the entry declares any."""
+        if not self.decoder_layers:
+            return [(path, spec) for path, spec in pairs if is_attention(spec)]
+        return pairs if self.entry.mlps else [pair for pair in pairs if not isinstance(pair[1], GatedMLPSpec)]
 
     def declared(self, tp: int = 1, rank: int | None = None, engine: str | None = None) -> list[tuple[str, LayerSpec]]:
         """(name, spec) of the entry's layers on one rank."""
-        pairs = self.entry.specs(tp, rank, engine=engine or self.engine)
-        return pairs if self.decoder_layers else [(name, spec) for name, spec in pairs if not is_stream(spec)]
+        return self.held(self.entry.specs(tp, rank, engine=engine or self.engine))
 
     def engine_of(self, found: list[tuple[str, Any]], model: Any) -> str | None:
         """Whose epsilons to expect: the top package of the class that holds the attention."""
         if self.engine is not None:
             return self.engine
         modules = dict(model.named_modules())
-        attention = next((path for path, spec in found if not is_stream(spec)), None)
+        attention = next((path for path, spec in found if is_attention(spec)), None)
         readers = self.asked.readers_for(type(modules[attention])) if attention in modules else ()
         return readers[0].key.split(":")[0].split(".")[0] if readers else None
 

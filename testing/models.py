@@ -13,7 +13,7 @@ import attrs
 
 from ..adapters.errors import LayerfuseError
 from ..registry.catalog import ModelEntry
-from ..registry.kinds import GatedDeltaNetKind, GQAKind, LayerKind
+from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLPKind
 from .recipes import NOT_IN_TRANSFORMERS, RECIPES, Recipe
 
 if TYPE_CHECKING:
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 
 YARN_ORIGINAL_LENGTH = 4096
 """`original_max_position_embeddings` of every yarn model declared here. No spec speaks of it."""
+
+
+SMALL_MLP = 64
+"""Width of the MLPs of a small model."""
 
 
 class NotBuildableError(LayerfuseError, LookupError):
@@ -50,7 +54,7 @@ def why_not(entry: ModelEntry) -> str | None:
 def full_model(entry: ModelEntry) -> nn.Module:
     """The real model with the published dimensions of everything a spec speaks of, without memory, on the meta device.
 
-    Vocabulary, feed-forward, experts and the vision tower are small.
+    Vocabulary, routed experts and the vision tower are small.
 
     Raises:
         NotBuildableError: transformers has no such model.
@@ -61,7 +65,9 @@ def full_model(entry: ModelEntry) -> nn.Module:
 def small_entry(
     entry: ModelEntry, *, layers: int | Sequence[int] = 4, hidden_size: int = 128, heads: int = 4
 ) -> ModelEntry:
-    """The same entry with few layers, few heads and a small hidden size. Every width of a head or a latent stays true.
+    """The same entry with few layers, few heads, a small hidden size and small MLPs, dense where the model can have those.
+
+    Every width of a head or a latent stays true.
 
     Args:
         entry: the declared model.
@@ -78,7 +84,13 @@ def small_entry(
         if name in kept
     }
     return attrs.evolve(
-        entry, num_hidden_layers=len(kept), hidden_size=hidden_size, layers=kinds, layer_classes={}, aliases=[]
+        entry,
+        num_hidden_layers=len(kept),
+        hidden_size=hidden_size,
+        layers=kinds,
+        mlps=_small_mlps(entry),
+        layer_classes={},
+        aliases=[],
     )
 
 
@@ -158,6 +170,9 @@ def arguments(entry: ModelEntry) -> dict[str, Any]:
             value = getattr(kind, declared)
             words.update(dict.fromkeys(keys, None if value == "none" else value))
         words.update(_rope(kind))
+    for name, mlp in entry.mlps.items():
+        key = recipe.shared if name == SHARED_EXPERTS else recipe.dense
+        words.update({key: mlp.intermediate_size, "hidden_act": mlp.activation} if key is not None else {})
     for extra in recipe.extra:
         words.update(extra(entry))
     return words
@@ -182,6 +197,13 @@ def _rope(kind: LayerKind) -> dict[str, Any]:
 
 def _recipe(entry: ModelEntry) -> Recipe:
     return RECIPES[entry.model_type or ""]
+
+
+def _small_mlps(entry: ModelEntry) -> dict[str, MLPKind]:
+    recipe = RECIPES.get(entry.model_type or "")
+    name = SHARED_EXPERTS if recipe is not None and recipe.dense is None else "dense"
+    kind = next(iter(entry.mlps.values()), None)
+    return {} if kind is None else {name: attrs.evolve(kind, at="all", intermediate_size=SMALL_MLP)}
 
 
 def _few_heads(kind: LayerKind, heads: int) -> LayerKind:

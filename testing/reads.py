@@ -102,10 +102,10 @@ def norms_of(facts: Facts, spec: Any) -> tuple[tuple[str, Path], ...]:
 
 
 def size_paths(facts: Facts) -> tuple[Path, ...]:
-    """Every path that may say the tensor-parallel size: `tp_size`, and the modules whose weight tells."""
+    """Every path that may say the tensor-parallel size: `tp_size`, and the weights that tell."""
     parsed: Any = facts.parsed
     sources = [path for place in parsed.get("tp_size", ()) for path in paths_of(place)]
-    return (*sources, *parsed.get("tp_weight", ()))
+    return (*sources, *(Path((*module.steps, "weight")) for module in parsed.get("tp_weight", ())))
 
 
 def counts_say_size(facts: Facts) -> bool:

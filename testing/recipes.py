@@ -1,7 +1,7 @@
 """How a models.toml entry becomes the config of a real transformers model: one recipe per `model_type`, as data.
 
 A recipe says which classes to use, which config key each declared field goes to, and what to make small because no
-spec speaks of it: vocabulary, feed-forward, experts, the vision tower.
+spec speaks of it: vocabulary, routed experts, the vision tower.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
+
+from ..registry.kinds import SHARED_EXPERTS
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
@@ -62,12 +64,21 @@ def _layer_types(entry: ModelEntry) -> dict[str, Any]:
     return {"layer_types": words}
 
 
-def _all_dense(entry: ModelEntry) -> dict[str, Any]:
-    return {"mlp_layer_types": ["dense"] * entry.num_hidden_layers}
+def _mlp_layer_types(entry: ModelEntry) -> dict[str, Any]:
+    return {"mlp_layer_types": ["sparse" if sparse else "dense" for sparse in _sparse(entry)]}
 
 
 def _first_dense(entry: ModelEntry) -> dict[str, Any]:
-    return {"first_k_dense_replace": entry.num_hidden_layers}
+    return {"first_k_dense_replace": [*_sparse(entry), True].index(True)}
+
+
+def _dense_ones(entry: ModelEntry) -> dict[str, Any]:
+    return {"mlp_only_layers": [index for index, sparse in enumerate(_sparse(entry)) if not sparse]}
+
+
+def _sparse(entry: ModelEntry) -> list[bool]:
+    """Which decoder layers are mixtures: none where the entry speaks of no MLP."""
+    return [name == SHARED_EXPERTS for name in entry.mlp_at()]
 
 
 def _window(entry: ModelEntry) -> dict[str, Any]:
@@ -91,6 +102,10 @@ class Recipe:
     "The model class."
     keys: Mapping[str, Mapping[str, tuple[str, ...]]]
     "Family -> declared field -> the config keys it goes to."
+    dense: str | None = "intermediate_size"
+    "The config key of a dense layer's MLP; None where every layer is a mixture."
+    shared: str = "moe_intermediate_size"
+    "The config key of the shared experts' width, of which there is one."
     layers: str = "num_hidden_layers"
     "The config key that counts decoder layers."
     small: Mapping[str, Any] = field(factory=dict)
@@ -168,8 +183,9 @@ RECIPES: Mapping[str, Recipe] = {
             "moe_intermediate_size": 16,
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
         },
-        extra=(_layer_types, _all_dense),
+        extra=(_layer_types, _mlp_layer_types),
     ),
     "gpt_oss": Recipe(
         config="GptOssConfig",
@@ -190,7 +206,8 @@ RECIPES: Mapping[str, Recipe] = {
             "num_experts": 2,
             "num_experts_per_tok": 1,
         },
-        extra=(_layer_types, lambda entry: {"mlp_only_layers": list(range(entry.num_hidden_layers))}),
+        shared="shared_expert_intermediate_size",
+        extra=(_layer_types, _dense_ones),
     ),
     "qwen3_5": Recipe(
         config="Qwen3_5TextConfig",
@@ -210,6 +227,8 @@ RECIPES: Mapping[str, Recipe] = {
             "num_experts": 2,
             "num_experts_per_tok": 1,
         },
+        dense=None,
+        shared="shared_expert_intermediate_size",
         extra=(_layer_types,),
     ),
     # No `head_dim` here: Glm4MoeLiteConfig takes it for another name of qk_rope_head_dim.
@@ -218,20 +237,21 @@ RECIPES: Mapping[str, Recipe] = {
         model="Glm4MoeLiteForCausalLM",
         keys={"mla": MLA_KEYS},
         small=_DEEPSEEK_SMALL,
-        extra=(_all_dense,),
+        extra=(_mlp_layer_types,),
     ),
     "glm_moe_dsa": Recipe(
         config="GlmMoeDsaConfig",
         model="GlmMoeDsaForCausalLM",
         keys={"mla": MLA_KEYS},
         small={**_DEEPSEEK_SMALL, "index_n_heads": 2, "index_topk": 16},
-        extra=(_all_dense,),
+        extra=(_mlp_layer_types,),
     ),
     "longcat_flash": Recipe(
         config="LongcatFlashConfig",
         model="LongcatFlashForCausalLM",
         keys={"mla": MLA_KEYS},
         layers="num_layers",
+        dense="ffn_hidden_size",
         small={
             **_VOCABULARY,
             "ffn_hidden_size": 64,

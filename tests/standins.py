@@ -16,6 +16,7 @@ from attrs import frozen
 from torch import nn
 
 from layerfuse.registry import ModelEntry
+from layerfuse.registry.kinds import SHARED_EXPERTS
 
 
 @functools.cache
@@ -69,6 +70,7 @@ def text_model(
     decoder: Callable[[ModelEntry, Any, int, Rank, str], Any],
     key: str,
     norm: Callable[[int, float], nn.Module],
+    mlp: Callable[[ModelEntry, Any, Rank], nn.Module],
 ) -> nn.Module:
     """A model of the class `key` with some of its decoder layers, under their real names: `model.layers.N`.
 
@@ -78,7 +80,21 @@ def text_model(
     layers = nn.ModuleList([module("engine.utils:PPMissingLayer") for _ in kinds])
     for index in decoder_indices(entry):
         layers[index] = decoder(entry, entry.layers[kinds[index]], index, rank, f"model.layers.{index}")
+        _add_mlps(layers[index], entry, index, functools.partial(mlp, entry, rank=rank))
     return _holding(model=module(key, layers=layers, norm=norm(entry.hidden_size, entry.rms_norm_eps)))
+
+
+def _add_mlps(layer: Any, entry: ModelEntry, index: int, mlp: Callable[[Any], nn.Module]) -> None:
+    name = entry.mlp_at()[index]
+    if name is None:
+        return
+    made = [mlp(entry.mlps[name]) for _ in range(entry.attentions_per_layer)]
+    if len(made) > 1:
+        layer.mlps = nn.ModuleList(made)
+    elif name == SHARED_EXPERTS:
+        layer.mlp = _holding(**{"shared_expert" if entry.adapter == "qwen3_next" else name: made[0]})
+    else:
+        layer.mlp = made[0]
 
 
 def multimodal(text: nn.Module, vision_key: str) -> nn.Module:

@@ -150,7 +150,7 @@ print(registry.spec_for(layer).split_sizes, registry.spec_for(layer).parallel.si
 import layerfuse.testing
 print(sorted(name for name in ("torch", "numpy", "transformers") if name in sys.modules))
 """
-    assert run(empty, "-c", code).splitlines() == ["123 8", "(512, 16) 2", "[]"]
+    assert run(empty, "-c", code).splitlines() == ["184 8", "(512, 16) 2", "[]"]
 
 
 @pytest.mark.slow

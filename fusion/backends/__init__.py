@@ -38,6 +38,8 @@ class Backend:
     op: str
     load: Callable[[], Callable[..., Any]]
     "Called once, when this backend is first chosen: imports what it needs and returns the plain callable."
+    load_for: Callable[[Any], Callable[..., Any]] | None = None
+    "Where functions differ by case: from a case that is not refused to its function. Asked once for each case."
     runs_on: Callable[[str], tuple[bool, str]]
     "From torch's device type (cpu, cuda) to (whether it runs there, the reason in a sentence)."
     only_by_name: frozenset[str] = frozenset()
@@ -125,7 +127,7 @@ def _decide(op: str, device: str, case: Hashable) -> Chosen:
                 with _lock:
                     reason = _load(backend)
                     if reason is None and before == _choices[0]:
-                        return _chosen.setdefault((op, device, case), _loaded[op, backend.name])
+                        return _chosen.setdefault((op, device, case), _for(backend, case))
             if reason is None:
                 break  # another thread has forced or registered a backend meanwhile
             refusals.append(f"{backend.name}: {reason}")
@@ -161,6 +163,13 @@ def _load(backend: Backend) -> str | None:
         except Exception as error:  # what a backend imports may fail in any way, and another one may still run
             _broken[key] = f"it cannot be loaded: {type(error).__name__}: {error}"
     return _broken.get(key)
+
+
+def _for(backend: Backend, case: Hashable) -> Chosen:
+    """A loaded backend's choice for a case."""
+    if case is None or backend.load_for is None:
+        return _loaded[backend.op, backend.name]
+    return Chosen(backend.name, backend.load_for(case))
 
 
 def _why_not(backend: Backend, device: str, case: Hashable, wanted: str | None) -> str | None:

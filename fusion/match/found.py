@@ -46,6 +46,8 @@ class NearNorm:
     "Tensors of one dimension that its result is multiplied by."
     weight_offset: float | None = None
     "Where the form is known."
+    ungated: str | None = None
+    "Why it is no gated norm, where that was asked."
 
     @classmethod
     def of(cls, norm: FoundNorm) -> NearNorm:

@@ -6,15 +6,39 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
 
-from .norm import accumulator, normalise_wide
+from .norm import accumulator, normalise_over, normalise_wide
 from .quantisation import quantise, quantise_mxfp4, quantise_mxfp8, quantise_static
 
 
-def _add(x: Tensor, residual: Tensor) -> Tensor:
-    return x.to(accumulator(x.dtype)) + residual
+@frozen(eq=False)
+class _Sum:
+    """A residual sum on its way through a chain: what is normed, in the accumulator dtype, and what the op returns."""
+
+    wide: Tensor
+    stored: Tensor
+    "Rounded already, so that the norm may be written over `wide`; `wide` itself where nothing is rounded."
+
+
+def _add(x: Tensor, residual: Tensor) -> _Sum:
+    wide = x.to(accumulator(x.dtype))
+    if wide is x:
+        total = x + residual
+        return _Sum(total, total)
+    wide.add_(residual)
+    # Contiguous by name: a single row counts as contiguous whatever its stride, and would keep it.
+    return _Sum(wide, wide.to(x.dtype, memory_format=torch.contiguous_format))
+
+
+def _norm(x: Tensor | _Sum, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+    if not isinstance(x, _Sum):
+        return normalise_wide(x, weight, epsilon, offset)
+    function = normalise_wide if x.stored is x.wide else normalise_over
+    return function(x.wide, weight, epsilon, offset)
 
 
 def gated_norm(
@@ -22,10 +46,10 @@ def gated_norm(
 ) -> Tensor:
     """The gated norm of each head, (..., heads, width) in the accumulator dtype: nothing is rounded in between."""
     wide = gate.to(accumulator(gate.dtype))
-    factor = F.silu(wide) if activation == "silu" else wide.sigmoid()
+    factor = F.silu(wide, inplace=wide is not gate) if activation == "silu" else wide.sigmoid()
     if norm_before_gate:
         return normalise_wide(x, weight, epsilon, offset).mul_(factor)
-    return normalise_wide(x * factor, weight, epsilon, offset)
+    return normalise_over(factor.mul_(x), weight, epsilon, offset)
 
 
 def silu_mul(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -33,27 +57,39 @@ def silu_mul(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     wide, other = gate.to(accumulator(gate.dtype)), up
     if math.isfinite(limit):
         wide, other = wide.clamp(max=limit), up.to(wide.dtype).clamp(-limit, limit)
-    return F.silu(wide).mul_(other)
+    return F.silu(wide, inplace=wide is not gate).mul_(other)
 
 
-def _pad(value: Tensor, width: int) -> Tensor:
-    return F.pad(value, (0, width - value.shape[-1]))
+@frozen(eq=False)
+class _Padded:
+    """A value that is written beside its zeros when it is stored: it is then rounded, and half as wide."""
+
+    value: Tensor
+    width: int
 
 
-def _store(value: Tensor, rows: Tensor) -> Tensor:
-    return value.to(rows.dtype).contiguous()
+def _store(value: Tensor | _Sum | _Padded, rows: Tensor) -> Tensor:
+    if isinstance(value, _Sum):
+        return value.stored.contiguous()
+    if isinstance(value, _Padded):
+        narrow = value.value
+        out = torch.empty((*narrow.shape[:-1], value.width), dtype=rows.dtype, device=rows.device)
+        out[..., : narrow.shape[-1]].copy_(narrow)
+        out[..., narrow.shape[-1] :].zero_()
+        return out
+    return value.to(rows.dtype, memory_format=torch.contiguous_format).contiguous()
 
 
 REFERENCE: dict[str, Callable[..., Any]] = {
     "_add": _add,
-    "_norm": normalise_wide,
+    "_norm": _norm,
     "_gated_norm": gated_norm,
     "_silu_mul": silu_mul,
     "_quantise": quantise,
     "_quantise_static": quantise_static,
     "_quantise_mxfp8": quantise_mxfp8,
     "_quantise_mxfp4": quantise_mxfp4,
-    "_pad": _pad,
+    "_pad": _Padded,
     "_store": _store,
 }
 """As `compose.lines` names them."""

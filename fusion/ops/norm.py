@@ -19,14 +19,27 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 def normalise_wide(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 0.0) -> Tensor:
     """The norm before its one rounding: (..., width) in the accumulator dtype, with x's strides where it can."""
     wide = x.to(accumulator(x.dtype))
+    if wide is not x:
+        return normalise_over(wide, weight, epsilon, weight_offset)
+    return _weighted(wide * _scale(wide, epsilon), weight, weight_offset)
+
+
+def normalise_over(wide: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 0.0) -> Tensor:
+    """The norm written over what is normed, which is in the accumulator dtype and nobody else's."""
+    return _weighted(wide.mul_(_scale(wide, epsilon)), weight, weight_offset)
+
+
+def _scale(wide: Tensor, epsilon: float) -> Tensor:
+    """1 / sqrt(mean(x^2) + epsilon), (..., 1)."""
     # The mean square comes from the vector norm: one pass over x, and no squared copy of it.
     norm = torch.linalg.vector_norm(wide, 2, -1, True)
     if _plain_on_cpu(norm):
-        scale = torch.addcmul(_constant(epsilon, norm.dtype), norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    else:
-        scale = norm.square_().mul_(1 / x.shape[-1]).add_(epsilon).rsqrt_()
-    factor = weight.to(wide.dtype) + weight_offset if weight_offset else weight
-    return (wide * scale if wide is x else wide.mul_(scale)).mul_(factor)
+        return torch.addcmul(_constant(epsilon, norm.dtype), norm, norm, value=1 / wide.shape[-1]).rsqrt_()
+    return norm.square_().mul_(1 / wide.shape[-1]).add_(epsilon).rsqrt_()
+
+
+def _weighted(scaled: Tensor, weight: Tensor, weight_offset: float) -> Tensor:
+    return scaled.mul_(weight.to(scaled.dtype) + weight_offset if weight_offset else weight)
 
 
 def normalise(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float = 0.0) -> Tensor:

@@ -102,22 +102,29 @@ def quantise(
     width = values.shape[-1]
     step = width if group_size is None else group_size
     groups = -(-width // step)
-    padded = torch.nn.functional.pad(values.float(), (0, groups * step - width)).unflatten(-1, (groups, step))
-    scale = padded.abs().amax(-1).clamp(min=SMALLEST_AMAX) / largest
+    padded = values.float()
+    if groups * step != width:
+        padded = torch.nn.functional.pad(padded, (0, groups * step - width))
+    padded = padded.unflatten(-1, (groups, step))
+    scale = padded.abs().amax(-1).clamp_(min=SMALLEST_AMAX).div_(largest)
     if use_ue8m0:
         scale = round_up_to_power_of_two(scale)
-    scaled = (padded * scale.reciprocal().unsqueeze(-1)).clamp(-largest, largest)
-    # Into a tensor of its own: a slice of one row or of none counts as contiguous whatever its strides.
-    quantised = torch.empty(values.shape, dtype=dtype, device=values.device)
-    quantised.copy_(scaled.flatten(-2)[..., :width])
-    scales = empty_scales(values, group_size, column_major, tma_aligned)
-    return quantised, scales.copy_(scale)
+    # Nothing is left to clamp: a value times the reciprocal is at most two roundings above the largest, and rounds to it.
+    scaled = (padded * scale.reciprocal().unsqueeze(-1)).flatten(-2)
+    if groups * step != width:
+        # Into a tensor of its own: a slice of one row or of none counts as contiguous whatever its strides.
+        quantised = torch.empty(values.shape, dtype=dtype, device=values.device).copy_(scaled[..., :width])
+    else:
+        quantised = scaled.to(dtype).contiguous()
+    if not column_major:
+        return quantised, scale.contiguous()
+    return quantised, empty_scales(values, group_size, column_major, tma_aligned).copy_(scale)
 
 
 def quantise_static(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The reference of the static form: values (..., width), float32 or float64; scale: one float32 element."""
     largest = LARGEST[dtype]
-    scaled = (values.float() * scale.reciprocal().reshape(())).clamp(-largest, largest)
+    scaled = (values.float() * scale.reciprocal().reshape(())).clamp_(-largest, largest)
     return scaled.to(dtype).contiguous()
 
 
@@ -142,7 +149,7 @@ def _mx(values: Tensor, largest_exponent: int) -> tuple[Tensor, Tensor]:
 def quantise_mxfp8(values: Tensor) -> tuple[Tensor, Tensor]:
     """MXFP8: e4m3fn values of the shape of `values` (..., width), and uint8 exponents (..., width / 32)."""
     scaled, exponents = _mx(values, 8)
-    return scaled.clamp(-448.0, 448.0).flatten(-2).to(torch.float8_e4m3fn).contiguous(), exponents
+    return scaled.clamp_(-448.0, 448.0).flatten(-2).to(torch.float8_e4m3fn).contiguous(), exponents
 
 
 def quantise_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:

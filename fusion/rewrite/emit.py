@@ -6,11 +6,10 @@ Nothing changes in the graph before every check has passed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from attrs import define, field
 from torch.fx import Node
 
 from ...adapters.specs import NormSpec
@@ -22,35 +21,19 @@ from ..match.errors import Unmatched
 from ..match.norms import FoundNorm
 from ..match.pads import find_pads
 from ..match.patterns import find_op
-from ..match.quants import FoundQuant
 from ..match.values import is_contiguous, same_shape, value
 from ..plan import Plan
 from ..sites import Site
 from ..steps import Add, GatedNorm, Norm, Pad, Quant, SiluMul
+from .binding import Binding, needed_by, val_of
+from .gated import bind_gated_norm, bind_product, main_result
 from .hoisting import hoist, mutation_between
+from .layouts import Made, view
 from .pad_results import PaddedResults
 from .quant_choice import all_of, some_of
 from .uses import SiteUse
 
 _COPIED_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "from_node", "seq_nr")
-
-
-@define(kw_only=True, eq=False)
-class Binding:
-    """What a chain is in a graph: the op's arguments, and what takes the place of its results."""
-
-    args: dict[str, Any] = field(factory=dict)
-    "Argument -> node or constant."
-    outs: dict[str, Node] = field(factory=dict)
-    "Result -> the node that it replaces, of the same shape and dtype, contiguous."
-    nodes: list[Node] = field(factory=list)
-    "Everything that may be unread afterwards."
-    last: list[Node] = field(factory=list)
-    "Further nodes up to which nothing may write in place."
-    quantised: tuple[Node, FoundQuant] | None = None
-    "The rows of a norm that the graph's op quantises itself, and how."
-    finish: Callable[[dict[str, Node]], Iterable[Node]] | None = None
-    "Replaces what is read in other shapes and layouts; returns nodes that may be unread afterwards."
 
 
 def replace(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Form:
@@ -90,20 +73,24 @@ def _replace(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> N
     narrow = [i for i, each in enumerate(form.op.args) if isinstance(each, StaticScale) and not _is_float32(args[i])]
     try:
         with torch.no_grad():
-            values = [value(arg) if isinstance(arg, Node) else arg for arg in args]
+            values = [val_of(arg) for arg in args]
             val = op(*(each.float() if i in narrow else each for i, each in enumerate(values)))
     except (TypeError, ValueError, RuntimeError) as error:
         raise Unmatched(str(error).partition("\n")[0]) from None
-    reason = hoist((arg for arg in args if isinstance(arg, Node)), before=first)
+    reason = hoist((node for arg in args for node in needed_by(arg)), before=first)
     if reason is not None:
         raise Unmatched(reason)
     for i in narrow:
         args[i] = _widened(args[i], first)
     results = _call(op, args, val, form, first)
     for name, node in bound.outs.items():
-        results[name].meta = dict(node.meta)
-        node.replace_all_uses_with(results[name])
-        moved[node] = results[name]
+        result = results[name]
+        if name in bound.views:
+            with node.graph.inserting_before(first):
+                result = view(node.graph, result, bound.views[name], {})
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        moved[node] = result
     more = [] if bound.finish is None else list(bound.finish(results))
     erase_unused((*more, *bound.nodes))
 
@@ -117,9 +104,9 @@ def _bind(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Bind
         if isinstance(step, Norm):
             _bind_norm(bound, step, *next(norms), inner=step is inner and not step.kept, moved=moved)
         elif isinstance(step, GatedNorm):
-            _bind_gated_norm(bound, step, *next(norms), inner=step is inner)
+            bind_gated_norm(bound, step, *next(norms), use.site, inner=step is inner, moved=moved)
         elif isinstance(step, SiluMul):
-            _bind_product(bound, step, use, inner=step is inner)
+            bind_product(bound, step, use, inner=step is inner, moved=moved)
     for step in form.chain:
         if isinstance(step, Add):
             # Of what the norm reads, which is bound by now.
@@ -134,7 +121,7 @@ def _bind(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Bind
         elif isinstance(step, Quant):
             main = quantised_step(form.chain)
             kept = isinstance(main, Norm) and main.kept
-            _bind_quant(bound, step, _main_result(bound, use), plan, use.site, kept=kept)
+            _bind_quant(bound, step, main_result(bound, use), plan, use.site, kept=kept)
         elif isinstance(step, Pad):
             _bind_pad(bound, step, use.norms[0])
     return bound
@@ -172,25 +159,12 @@ def _bind_quantised(bound: Binding, norm: FoundNorm, *, inner: bool) -> None:
     bound.quantised = (norm.x, norm.quant)
 
 
-def _bind_gated_norm(bound: Binding, step: GatedNorm, norm: FoundNorm, spec: NormSpec, *, inner: bool) -> None:
-    raise Unmatched("gates are not looked for yet")
-
-
-def _bind_product(bound: Binding, step: SiluMul, use: SiteUse, *, inner: bool) -> None:
-    raise Unmatched("products are not looked for yet")
-
-
 def _bind_pad(bound: Binding, step: Pad, norm: FoundNorm) -> None:
     found = find_pads(norm.out)
     plan = PaddedResults(found, norm.out)
     bound.args[step.width] = found.width
     bound.last += [norm.out, *found.pads]
     bound.finish = lambda given: plan.replace(given[step.out])
-
-
-def _main_result(bound: Binding, use: SiteUse) -> Node:
-    """The node that a quantisation starts from."""
-    return use.norms[0].out
 
 
 def _bind_quant(bound: Binding, step: Quant, out: Node, plan: Plan, site: Site, *, kept: bool) -> None:
@@ -202,7 +176,7 @@ def _bind_quant(bound: Binding, step: Quant, out: Node, plan: Plan, site: Site, 
         chosen = all_of(rows, quant, plan.target, [already])
     else:
         bound.last.append(out)
-        chosen = (some_of if kept else all_of)(out, quant, plan.target)
+        chosen = some_of(out, quant, plan.target) if kept else all_of(out, quant, plan.target, like=bound.like)
     first = chosen[0][0]
     inside = sorted({node for each, _ in chosen for node in each.nodes})
     bound.last += [inside[0], inside[-1]]
@@ -226,8 +200,8 @@ def _bind_quant(bound: Binding, step: Quant, out: Node, plan: Plan, site: Site, 
 def _check_alike(bound: Binding, form: Form) -> None:
     """What the op's own check would say less clearly, and what only the graph knows."""
     rows = [bound.args[argument.name] for argument in form.op.args if isinstance(argument, Rows)]
-    one = value(rows[0])
-    for other in map(value, rows[1:]):
+    one = val_of(rows[0])
+    for other in map(val_of, rows[1:]):
         if one.dtype != other.dtype or one.device != other.device:
             raise Unmatched(f"the inputs differ: {one.dtype} on {one.device} and {other.dtype} on {other.device}")
         if not same_shape(one.shape[:-1], other.shape[:-1]):
@@ -249,7 +223,7 @@ def _call(op: Any, args: list[Any], val: Any, form: Form, before: Node) -> dict[
     graph, values = before.graph, val if isinstance(val, tuple) else (val,)
     meta = {key: before.meta[key] for key in _COPIED_META if key in before.meta}
     with graph.inserting_before(before):
-        called = graph.call_function(op, tuple(args))
+        called = graph.call_function(op, tuple(arg.emit(graph, meta) if isinstance(arg, Made) else arg for arg in args))
         results = [called]
         if isinstance(val, tuple):
             results = [graph.call_function(operator.getitem, (called, i)) for i in range(len(values))]
@@ -274,5 +248,5 @@ def _widened(scale: Node, before: Node) -> Node:
 def erase_unused(nodes: Iterable[Node]) -> None:
     """Take those of the nodes out of their graph that nothing reads."""
     for node in sorted(set(nodes), reverse=True):
-        if not node.users:
+        if node.op == "call_function" and not node.users:
             node.graph.erase_node(node)

@@ -19,7 +19,13 @@ _SAME = {*ROW_PRESERVING, convert}
 Chosen = list[tuple[FoundQuant, Results]]
 
 
-def all_of(out: Node, quant: ActivationQuant, target: Target, found: list[FoundQuant] | None = None) -> Chosen:
+def all_of(
+    out: Node,
+    quant: ActivationQuant,
+    target: Target,
+    found: list[FoundQuant] | None = None,
+    like: torch.Tensor | None = None,
+) -> Chosen:
     """Every quantisation of a node, where nothing else reads it and they are all one.
 
     Args:
@@ -27,11 +33,12 @@ def all_of(out: Node, quant: ActivationQuant, target: Target, found: list[FoundQ
         quant: what the plan says.
         target: whose fp8 format is wanted.
         found: the quantisations where they are known, as with an op that norms and quantises.
+        like: what the op's quantised values are shaped like, where that is not the node.
 
     Raises:
         Unmatched: something else reads it, or a quantisation is not as planned.
     """
-    like = out.meta["val"]
+    like = out.meta["val"] if like is None else like
     chosen: Chosen = []
     for each in find_quants(out) if found is None else found:
         result, reason = _planned(each, like, quant, target, chosen)

@@ -11,6 +11,7 @@ from layerfuse.adapters.specs import (
     FinalNormSpec,
     GatedDeltaNetKernelSpec,
     GatedDeltaNetSpec,
+    GatedMLPSpec,
     GatedNormSpec,
     GQAKernelSpec,
     GQASpec,
@@ -63,6 +64,13 @@ _GQA = {
     "sliding_window": 128,
     "has_sinks": True,
 }
+_MLP = {
+    **_LAYER,
+    "intermediate_size": 18432,
+    "local_intermediate_size": 18432,
+    "activation": "silu",
+    "swiglu_limit": None,
+}
 _RESIDUAL = {
     **_LAYER,
     "input_norms": (NormSpec(width=7168, epsilon=1e-6),),
@@ -81,6 +89,10 @@ def delta_net(**changes: Any) -> GatedDeltaNetSpec:
 
 def gqa(**changes: Any) -> GQASpec:
     return GQASpec(**{**_GQA, **changes})
+
+
+def gated_mlp(**changes: Any) -> GatedMLPSpec:
+    return GatedMLPSpec(**{**_MLP, **changes})
 
 
 def residual(**changes: Any) -> ResidualSpec:
@@ -116,7 +128,14 @@ def delta_net_kernel(**changes: Any) -> GatedDeltaNetKernelSpec:
     return GatedDeltaNetKernelSpec(**{**_KERNEL, **fields, **changes})
 
 
-OUTER = {"mla": mla, "gated_delta_net": delta_net, "gqa": gqa, "residual": residual, "final": final}
+OUTER = {
+    "mla": mla,
+    "gated_delta_net": delta_net,
+    "gqa": gqa,
+    "gated_mlp": gated_mlp,
+    "residual": residual,
+    "final": final,
+}
 KERNELS = {"mla_kernel": mla_kernel, "gqa_kernel": gqa_kernel, "gated_delta_net_kernel": delta_net_kernel}
 EVERY = {**OUTER, **KERNELS}
 
@@ -181,4 +200,15 @@ def whole_delta_net(draw: st.DrawFn) -> GatedDeltaNetSpec:
     )
 
 
-whole = st.one_of(whole_mla(), whole_gqa(), whole_delta_net())
+@st.composite
+def whole_mlp(draw: st.DrawFn) -> GatedMLPSpec:
+    width = draw(widths)
+    return gated_mlp(
+        intermediate_size=width,
+        local_intermediate_size=width,
+        layer_index=draw(st.none() | st.integers(0, 100)),
+        swiglu_limit=draw(st.none() | st.floats(1.0, 20.0)),
+    )
+
+
+whole = st.one_of(whole_mla(), whole_gqa(), whole_delta_net(), whole_mlp())

@@ -273,8 +273,20 @@ def _full(entry: ModelEntry, kind: Any, index: int, rank: Rank, name: str) -> An
     )
 
 
-def _text(decoder: Any, key: str, norm: Any = _rms, **words: str) -> Any:
-    return lambda entry, rank: text_model(entry, rank, functools.partial(decoder, **words), f"{_MODELS}.{key}", norm)
+def mlp(entry: ModelEntry, kind: Any, rank: Rank, key: str) -> Any:
+    hidden, local = entry.hidden_size, rank.share(kind.intermediate_size)
+    activation = {"silu": f"{_OPS}.activation:SiluAndMul", "situ": f"{_MODELS}.kimi_k3:SituAndMul"}[kind.activation]
+    return module(
+        f"{_MODELS}.{key}",
+        gate_up_proj=_linear("MergedColumnParallelLinear", hidden, 2 * local, rank),
+        down_proj=_linear("RowParallelLinear", local, hidden, rank),
+        act_fn=module(activation),
+    )
+
+
+def _text(decoder: Any, key: str, norm: Any = _rms, mlp_key: str = "deepseek_v2:DeepseekV2MLP", **words: str) -> Any:
+    built, mlps = functools.partial(decoder, **words), functools.partial(mlp, key=mlp_key)
+    return lambda entry, rank: text_model(entry, rank, built, f"{_MODELS}.{key}", norm, mlps)
 
 
 _DEEPSEEK = _text(_deepseek, "deepseek_v2:DeepseekV2Model")
@@ -284,9 +296,11 @@ MODELS: Models = {
     "kimi-k2-instruct": _DEEPSEEK,
     "kimi-k2.5": lambda entry, rank: multimodal(_DEEPSEEK(entry, rank), "atom.models.kimi_k25:VisionAttention"),
     "glm-5": _DEEPSEEK,
-    "kimi-k3": _text(_kimi_k3, "kimi_k3:KimiLinearModel"),
+    "kimi-k3": _text(_kimi_k3, "kimi_k3:KimiLinearModel", mlp_key="kimi_k3:KimiMLP"),
     "gpt-oss-20b": _text(_gpt_oss, "gpt_oss:GptOssModel", lambda width, _: _rms(width, 1e-5)),
-    "qwen3-next-80b-a3b": _text(_qwen, "qwen3_next:Qwen3NextModel", _gemma, release="qwen3_next"),
+    "qwen3-next-80b-a3b": _text(
+        _qwen, "qwen3_next:Qwen3NextModel", _gemma, "qwen3_next:Qwen3NextMLP", release="qwen3_next"
+    ),
     # Its own class derives from this one.
-    "qwen3.5-27b": _text(_qwen, "qwen3_next:Qwen3NextModel", _gemma, release="qwen3_5"),
+    "qwen3.5-27b": _text(_qwen, "qwen3_next:Qwen3NextModel", _gemma, "qwen3_next:Qwen3NextMLP", release="qwen3_5"),
 }

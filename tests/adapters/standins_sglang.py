@@ -19,6 +19,8 @@ _MODELS = "sglang.srt.models"
 _NORM = "sglang.srt.layers.layernorm"
 _FLA = "sglang.kernels.ops.attention.fla"
 _LINEAR = "sglang.srt.layers.linear"
+_DEEPSEEK_MLP = "deepseek_v2:DeepseekV2MLP"
+_QWEN_MLP = "qwen2_moe:Qwen2MoeMLP"
 
 
 def _rms(width: int, eps: float, name: str = "RMSNorm") -> Any:
@@ -190,6 +192,27 @@ def _gqa(entry: ModelEntry, kind: Any, index: int, rank: Rank, window: int) -> d
     }
 
 
+# ---- MLPs
+
+
+def mlp(entry: ModelEntry, kind: Any, rank: Rank, key: str) -> Any:
+    """Gate and up are one linear, whose output is twice as wide."""
+    hidden, width = entry.hidden_size, kind.intermediate_size
+    gate_up = _linear("MergedColumnParallelLinear", hidden, 2 * width, rank)
+    gate_up.output_size_per_partition = 2 * rank.share(width)
+    down = _linear("RowParallelLinear", width, hidden, rank)
+    down.input_size_per_partition = rank.share(width)
+    activation = {"silu": "SiluAndMul", "situ": "SituAndMul"}[kind.activation]
+    clamp = {"swiglu_limit": kind.swiglu_limit} if key.startswith("deepseek_v2:") else {}
+    return module(
+        f"{_MODELS}.{key}",
+        gate_up_proj=gate_up,
+        down_proj=down,
+        act_fn=module(f"sglang.srt.layers.activation:{activation}"),
+        **clamp,
+    )
+
+
 # ---- decoder layers
 
 
@@ -271,9 +294,10 @@ def _longcat(entry: ModelEntry, kind: Any, index: int, rank: Rank, name: str) ->
     )
 
 
-def _text(decoder: Any, key: str, norm: str = "RMSNorm", **words: str) -> Any:
-    built = functools.partial(decoder, **words)
-    return lambda entry, rank: text_model(entry, rank, built, f"{_MODELS}.{key}", functools.partial(_rms, name=norm))
+def _text(decoder: Any, key: str, norm: str = "RMSNorm", mlp_key: str = _DEEPSEEK_MLP, **words: str) -> Any:
+    built, norms = functools.partial(decoder, **words), functools.partial(_rms, name=norm)
+    mlps = functools.partial(mlp, key=mlp_key)
+    return lambda entry, rank: text_model(entry, rank, built, f"{_MODELS}.{key}", norms, mlps)
 
 
 _DEEPSEEK = _text(_deepseek, "deepseek_v2:DeepseekV2Model", decoder_key="deepseek_v2:DeepseekV2DecoderLayer")
@@ -285,13 +309,16 @@ MODELS: Models = {
     "kimi-k2.5": lambda entry, rank: multimodal(
         _DEEPSEEK(entry, rank), "sglang.srt.layers.attention.vision:VisionAttention"
     ),
-    "kimi-linear-48b-a3b": _text(_kimi, "kimi_linear:KimiLinearModel"),
-    "kimi-k3": _text(_kimi_k3, "kimi_k3:KimiK3LinearModel"),
+    "kimi-linear-48b-a3b": _text(_kimi, "kimi_linear:KimiLinearModel", mlp_key="llama:LlamaMLP"),
+    "kimi-k3": _text(_kimi_k3, "kimi_k3:KimiK3LinearModel", mlp_key="kimi_k3:KimiK3MLP"),
     "gpt-oss-20b": _text(_gpt_oss, "gpt_oss:GptOssModel"),
-    "qwen3-next-80b-a3b": _text(_qwen, "qwen3_next:Qwen3NextModel", "GemmaRMSNorm", release="qwen3_next"),
-    "qwen3.5-27b": _text(_qwen, "qwen3_5:Qwen3_5ForCausalLM", "GemmaRMSNorm", release="qwen3_5"),
+    "qwen3-next-80b-a3b": _text(_qwen, "qwen3_next:Qwen3NextModel", "GemmaRMSNorm", _QWEN_MLP, release="qwen3_next"),
+    "qwen3.5-27b": _text(_qwen, "qwen3_5:Qwen3_5ForCausalLM", "GemmaRMSNorm", _QWEN_MLP, release="qwen3_5"),
     "glm-4.7-flash": _text(
-        _deepseek, "glm4_moe_lite:Glm4MoeLiteModel", decoder_key="glm4_moe_lite:Glm4MoeLiteDecoderLayer"
+        _deepseek,
+        "glm4_moe_lite:Glm4MoeLiteModel",
+        mlp_key="glm4_moe_lite:Glm4MoeLiteMLP",
+        decoder_key="glm4_moe_lite:Glm4MoeLiteDecoderLayer",
     ),
-    "longcat-flash": _text(_longcat, "longcat_flash:LongcatFlashModel"),
+    "longcat-flash": _text(_longcat, "longcat_flash:LongcatFlashModel", mlp_key="longcat_flash:LongcatFlashMLP"),
 }

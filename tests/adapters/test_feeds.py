@@ -44,12 +44,13 @@ def norms_of(spec: Any) -> list[NormSpec]:
 def test_an_fp8_checkpoint_says_it_at_every_norm_of_a_layer(name: str, layer: int) -> None:
     model = fp8_model(name)
     read = [(path, spec) for path, spec in registry.specs_in(model) if f"layers.{layer}." in f"{path}."]
-    assert len(read) == 2
-    for _, spec in read:
+    assert len(read) == 3
+    for _, spec in read[:2]:
         assert [found.quant for found in norms_of(spec)] == [GROUP] * len(norms_of(spec))
+    assert read[2][1].quant == GROUP
     # It is no part of what the layer is.
     plain = real_model(name)
-    assert [spec for _, spec in read] == [registry.spec_for(plain.get_submodule(path)) for path, _ in read]
+    assert [spec for _, spec in read] == [registry.spec_for(plain.get_submodule(path), path=path) for path, _ in read]
 
 
 def test_longcat_has_its_norms_and_their_readers_in_pairs() -> None:

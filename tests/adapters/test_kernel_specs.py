@@ -13,8 +13,9 @@ from specs_at_hand import KERNELS, OUTER, mla_kernel
 from layerfuse.adapters.errors import InnerLayerError
 from layerfuse.adapters.specs import KernelSpec
 
-# The final norm is the model's, and no layer around a kernel knows it.
-OUTER_NAMES = sorted({a.name for kind, make in OUTER.items() if kind != "final" for a in attrs.fields(type(make()))})
+# No layer around a kernel knows the final norm, which is the model's, or the MLP, which stands beside it.
+AROUND = [make for kind, make in OUTER.items() if kind not in ("final", "gated_mlp")]
+OUTER_NAMES = sorted({a.name for make in AROUND for a in attrs.fields(type(make()))})
 
 
 @pytest.mark.parametrize("make", KERNELS.values(), ids=KERNELS)

@@ -91,6 +91,39 @@ GQA = (
     f"{_A}.gpt_oss:OAIAttention",
     f"{_A}.qwen3_next:Qwen3NextAttention",
 )
+MLP = (
+    f"{_HF}.deepseek_v2.modeling_deepseek_v2:DeepseekV2MLP",
+    f"{_HF}.deepseek_v3.modeling_deepseek_v3:DeepseekV3MLP",
+    f"{_HF}.deepseek_v32.modeling_deepseek_v32:DeepseekV32MLP",
+    f"{_HF}.glm_moe_dsa.modeling_glm_moe_dsa:GlmMoeDsaMLP",
+    f"{_HF}.glm4_moe_lite.modeling_glm4_moe_lite:Glm4MoeLiteMLP",
+    f"{_HF}.glm5_next.modeling_glm5_next:Glm5NextTextMLP",
+    f"{_HF}.kimi_linear.modeling_kimi_linear:KimiLinearMLP",
+    f"{_HF}.longcat_flash.modeling_longcat_flash:LongcatFlashMLP",
+    f"{_HF}.qwen3_next.modeling_qwen3_next:Qwen3NextMLP",
+    f"{_HF}.qwen3_5.modeling_qwen3_5:Qwen3_5MLP",
+    f"{_HF}.qwen3_5_moe.modeling_qwen3_5_moe:Qwen3_5MoeMLP",
+    "transformers_modules.DeepSeek-V3.modeling_deepseek:DeepseekV3MLP",
+    "transformers_modules.DeepSeek-V2-Lite.modeling_deepseek:DeepseekV2MLP",
+    "transformers_modules.Kimi-Linear-48B-A3B-Instruct.modeling_kimi:KimiMLP",
+    f"{_V}.models.deepseek_v2:DeepseekV2MLP",
+    f"{_V}.models.qwen2_moe:Qwen2MoeMLP",
+    f"{_V}.models.glm4_moe:Glm4MoeMLP",
+    (f"{_V}.models.glm4_moe_lite:Glm4MoeLiteMLP", f"{_V}.models.glm4_moe:Glm4MoeMLP"),
+    f"{_V}.models.longcat_flash:FlashMLP",
+    "vllm.models.kimi_k3.nvidia.model:KimiMLP",
+    "vllm.models.kimi_k3.amd.linear:KimiMLP",
+    "vllm.models.glm5next.common.model:Glm5NextMLP",
+    f"{_SG}.deepseek_v2:DeepseekV2MLP",
+    f"{_SG}.llama:LlamaMLP",
+    f"{_SG}.kimi_k3:KimiK3MLP",
+    f"{_SG}.qwen2_moe:Qwen2MoeMLP",
+    f"{_SG}.glm4_moe_lite:Glm4MoeLiteMLP",
+    f"{_SG}.longcat_flash:LongcatFlashMLP",
+    f"{_A}.deepseek_v2:DeepseekV2MLP",
+    f"{_A}.kimi_k3:KimiMLP",
+    f"{_A}.qwen3_next:Qwen3NextMLP",
+)
 KERNELS = (
     _KERNEL,
     f"{_V}.layers.attention.attention:Attention",
@@ -185,7 +218,15 @@ DECODER = (
     f"{_A}.qwen3_next:Qwen3NextDecoderLayer",
     (f"{_A}.qwen3_5:Qwen3_5DecoderLayer", f"{_A}.qwen3_next:Qwen3NextDecoderLayer"),
 )
-KINDS = {"mla": MLA, "gated_delta_net": DELTA, "gqa": GQA, "residual": DECODER, "final": MODEL, "kernel": KERNELS}
+KINDS = {
+    "mla": MLA,
+    "gated_delta_net": DELTA,
+    "gqa": GQA,
+    "gated_mlp": MLP,
+    "residual": DECODER,
+    "final": MODEL,
+    "kernel": KERNELS,
+}
 CASES = [
     pytest.param(kind, (names,) if isinstance(names, str) else names, id=names if isinstance(names, str) else names[0])
     for kind, listed in KINDS.items()
@@ -211,7 +252,12 @@ def test_the_class_is_known_by_its_name_or_its_bases(kind: str, names: tuple[str
 
 @pytest.mark.parametrize(
     "name",
-    [name for listed in (MLA, DELTA, GQA, DECODER, MODEL) for name in listed if isinstance(name, str) and _HF in name],
+    [
+        name
+        for listed in (MLA, DELTA, GQA, MLP, DECODER, MODEL)
+        for name in listed
+        if isinstance(name, str) and _HF in name
+    ],
 )
 def test_transformers_has_the_class_under_this_name(name: str) -> None:
     pytest.importorskip("transformers")

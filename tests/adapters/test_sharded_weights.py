@@ -17,6 +17,7 @@ from layerfuse.adapters import (  # noqa: E402
     WHOLE,
     FinalNormSpec,
     GatedDeltaNetSpec,
+    GatedMLPSpec,
     GQASpec,
     MLASpec,
     Parallel,
@@ -128,6 +129,7 @@ def test_fsdp_over_tensor_parallelism_leaves_its_degree() -> None:
         assert model.model.layers[3].self_attn.o_proj.weight.device_mesh.mesh_dim_names == ("dp", "tp")
         assert registry.specs_in(model) == sharded
     assert {spec.parallel for _, spec in sharded} == {Parallel(size=2, rank=1)}
+    assert {type(spec) for _, spec in sharded} == {MLASpec, GatedMLPSpec, ResidualSpec, FinalNormSpec}
 
 
 # ---- packed weights
@@ -184,17 +186,19 @@ def test_a_weight_cut_across_its_heads_leaves_every_rank_all_of_them(name: str) 
 SHARDED = Parallel(size=2, rank=1)
 PLANS: dict[str, dict[type[Any], Parallel]] = {
     # DeepSeek-V3's and Kimi-Linear's plans shard the feed-forward only; GPT-OSS has none.
-    "deepseek-v3": {MLASpec: WHOLE},
-    "kimi-linear-48b-a3b": {MLASpec: WHOLE, GatedDeltaNetSpec: WHOLE},
+    "deepseek-v3": {MLASpec: WHOLE, GatedMLPSpec: SHARDED},
+    "kimi-linear-48b-a3b": {MLASpec: WHOLE, GatedDeltaNetSpec: WHOLE, GatedMLPSpec: SHARDED},
     "gpt-oss-20b": {GQASpec: WHOLE},
-    "deepseek-v2-lite": {MLASpec: SHARDED},
-    "deepseek-v3.2": {MLASpec: SHARDED},
-    "glm-4.7-flash": {MLASpec: SHARDED},
-    "longcat-flash": {MLASpec: SHARDED},
+    "deepseek-v2-lite": {MLASpec: SHARDED, GatedMLPSpec: SHARDED},
+    "deepseek-v3.2": {MLASpec: SHARDED, GatedMLPSpec: SHARDED},
+    "glm-4.7-flash": {MLASpec: SHARDED, GatedMLPSpec: SHARDED},
+    "longcat-flash": {MLASpec: SHARDED, GatedMLPSpec: SHARDED},
     # The delta net's projections are cut by columns and gathered again: every rank runs all heads.
-    "qwen3-next-80b-a3b": {GQASpec: SHARDED, GatedDeltaNetSpec: WHOLE},
-    "qwen3.5-27b": {GQASpec: SHARDED, GatedDeltaNetSpec: WHOLE},
+    "qwen3-next-80b-a3b": {GQASpec: SHARDED, GatedDeltaNetSpec: WHOLE, GatedMLPSpec: SHARDED},
+    "qwen3.5-27b": {GQASpec: SHARDED, GatedDeltaNetSpec: WHOLE, GatedMLPSpec: SHARDED},
 }
+LEFT_WHOLE = {"glm-4.7-flash": "shared_experts"}
+"""What a plan shards elsewhere but forgets here: every rank runs Glm4MoeLite's shared experts whole."""
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -209,7 +213,7 @@ def test_transformers_own_tensor_parallelism_is_read_layer_by_layer(name: str) -
         for path, spec in sharded.items():
             if isinstance(spec, (ResidualSpec, FinalNormSpec)):
                 continue
-            parallel = expected[type(spec)]
+            parallel = WHOLE if path.endswith(LEFT_WHOLE.get(name, "-")) else expected[type(spec)]
             assert spec == whole[path].shard(parallel.size, parallel.rank), path
     assert {type(spec) for spec in sharded.values()} == {*expected, ResidualSpec, FinalNormSpec}
 

@@ -19,7 +19,7 @@ COUNTS = [
     pytest.param(make, attribute.name, id=f"{family}-{attribute.name}")
     for family, make in EVERY.items()
     for attribute in attrs.fields(type(make()))
-    if kind_of(attribute) in ("count", "optional_count", "width_or_zero", "index", "window")
+    if kind_of(attribute) in ("count", "optional_count", "width_or_zero", "index", "optional_index", "window")
 ]
 
 

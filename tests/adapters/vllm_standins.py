@@ -129,3 +129,15 @@ def gpt_oss(*, tp: int = 8, rank: int = 5, window: int | None = 128) -> Any:
         o_proj=linear(tp, rank),
         attn=attention(local=64 // tp, kv=8 // tp, window=window),
     )
+
+
+def mlp(*, tp: int = 8, rank: int = 5, width: int = 18432, hidden: int = 7168) -> Any:
+    """`DeepseekV2MLP`: gate and up are one linear, so its widths are twice the MLP's."""
+    return module(
+        f"{_V}.models.deepseek_v2:DeepseekV2MLP",
+        gate_up_proj=linear(
+            tp, rank, input_size=hidden, output_size=2 * width, output_size_per_partition=2 * width // tp
+        ),
+        down_proj=linear(tp, rank, input_size=width, output_size=hidden, input_size_per_partition=width // tp),
+        act_fn=module(f"{_V}.layers.activation:SiluAndMul"),
+    )

@@ -7,154 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from check_tools import EPSILON, FP8, pair, random, same, same_quantised, weight
+from check_tools import EPSILON, LEADING, pair, random, same, same_quantised, weight
+from norm_checks import check_op
 from torch import Tensor
 
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends.aiter import Bound
 from layerfuse.fusion.backends.aiter.mla import PLAN
-from layerfuse.fusion.ops.norm import normalise, normalise_wide
-
-LEADING = ((5,), (2, 3), (1,), (2, 0), ())
-"""Leading dimensions of every norm: flat, more of them, one row, none, and a vector."""
-
-
-def mla_dual_rms_norm(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        q, kv = pair(*leading)
-        out, kv_out = call(q, kv, weight(256), weight(128), EPSILON, 1e-6)
-        same(out, normalise(q, weight(256), EPSILON))
-        same(kv_out, normalise(kv, weight(128), 1e-6))
-
-
-def mla_dual_rms_norm_per_token_quant(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        q, kv = pair(*leading)
-        *quantised, kv_out = call(q, kv, weight(256), weight(128), EPSILON, 1e-6, FP8, False)
-        same_quantised(tuple(quantised), normalise_wide(q, weight(256), EPSILON), None)
-        same(kv_out, normalise(kv, weight(128), 1e-6))
-
-
-def mla_dual_rms_norm_group_quant(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        for columns in (False, True):
-            q, kv = pair(*leading)
-            *quantised, kv_out = call(q, kv, weight(256), weight(128), EPSILON, 1e-6, FP8, 64, columns, False)
-            same_quantised(tuple(quantised), normalise_wide(q, weight(256), EPSILON), 64, columns)
-            same(kv_out, normalise(kv, weight(128), 1e-6))
-
-
-def rms_norm(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        x, _ = pair(*leading)
-        same(call(x, weight(256), EPSILON, 0.0), normalise(x, weight(256), EPSILON))
-
-
-def rms_norm_with_an_offset(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        x, _ = pair(*leading)
-        same(call(x, weight(256), EPSILON, 1.0), normalise(x, weight(256), EPSILON, 1.0))
-
-
-def add_rms_norm(call: Callable[..., Any], offset: float = 0.0) -> None:
-    for leading in LEADING:
-        x, _ = pair(*leading)
-        residual = random(*leading, 256, seed=2)
-        out, residual_out = call(x, residual, weight(256), EPSILON, offset)
-        wide = x.float() + residual.float()
-        same(residual_out, wide.to(x.dtype))
-        same(out, normalise_wide(wide, weight(256).float(), EPSILON, offset).to(x.dtype))
-
-
-def rms_norm_quant(call: Callable[..., Any], offset: float = 0.0) -> None:
-    for leading in LEADING:
-        for group, columns in ((None, False), (64, False), (64, True)):
-            x, _ = pair(*leading)
-            found = call(x, weight(256), EPSILON, offset, FP8, group, columns)
-            same_quantised(found, normalise_wide(x, weight(256), EPSILON, offset), group, columns)
-
-
-def add_rms_norm_quant(call: Callable[..., Any], offset: float = 0.0) -> None:
-    for leading in LEADING:
-        for group, columns in ((None, False), (64, True)):
-            x, _ = pair(*leading)
-            residual = random(*leading, 256, seed=2)
-            out, scales, residual_out = call(x, residual, weight(256), EPSILON, offset, FP8, group, columns)
-            wide = x.float() + residual.float()
-            same(residual_out, wide.to(x.dtype))
-            same_quantised((out, scales), normalise_wide(wide, weight(256).float(), EPSILON, offset), group, columns)
-
-
-def _gated(x: Tensor, z: Tensor, by: Tensor, activation: str = "silu") -> Tensor:
-    gate = z.float().sigmoid() * (z.float() if activation == "silu" else 1.0)
-    return normalise_wide(x, by, EPSILON) * gate
-
-
-def _heads(*leading: int) -> tuple[Tensor, Tensor]:
-    whole = random(*leading, 3, 128 * 2 + 64)
-    return whole[..., :128], whole[..., 128:256]
-
-
-def gated_rms_norm_group_quant(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        for columns in (False, True):
-            x, z = _heads(*leading)
-            found = call(x, z, weight(128), EPSILON, FP8, columns)
-            same_quantised(found, _gated(x, z, weight(128)).flatten(-2), 128, columns)
-
-
-def gated_rms_norm_per_token_quant(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        x, z = _heads(*leading)
-        found = call(x, z, weight(128), EPSILON, FP8)
-        same_quantised(found, _gated(x, z, weight(128)).flatten(-2), None)
-
-
-def triton_gated_rms_norm_quant(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        for group in (None, 64):
-            for activation in ("silu", "sigmoid"):
-                x, z = _heads(*leading)
-                found = call(x, z, weight(128), EPSILON, FP8, group, activation)
-                same_quantised(found, _gated(x, z, weight(128), activation), group)
-
-
-def triton_rms_norm_group_quant(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        for columns in (False, True):
-            x, second = pair(*leading)
-            wide = normalise_wide(x, weight(256), EPSILON)
-            out, scales, nothing, neither = call(x, weight(256), EPSILON, FP8, 64, columns)
-            same_quantised((out, scales), wide, 64, columns)
-            assert nothing is neither is None
-            residual = random(*leading, 256, seed=2)
-            out, scales, second_out, summed = call(
-                x, weight(256), EPSILON, FP8, 64, columns, second, weight(128), 1e-6, residual
-            )
-            wide = x.float() + residual.float()
-            same_quantised((out, scales), normalise_wide(wide, weight(256).float(), EPSILON), 64, columns)
-            same(second_out, normalise(second, weight(128), 1e-6))
-            same(summed, wide.to(x.dtype))
-
-
-def triton_add_rms_norm_pad(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        for multiple, behind in ((0, 0), (96, 32)):
-            x, _ = pair(*leading)
-            residual = random(*leading, 256, seed=2)
-            out, summed = call(x, residual, weight(256), EPSILON, multiple)
-            wide = x.float() + residual.float()
-            same(summed, wide.to(x.dtype))
-            normed = normalise_wide(wide, weight(256).float(), EPSILON).to(x.dtype)
-            same(out, torch.nn.functional.pad(normed, (0, behind)))
-
-
-def triton_act_mul_group_quant(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        x, _ = pair(*leading)
-        found = call(x, "silu", 64, FP8)
-        values = torch.nn.functional.silu(x[..., :128].float()) * x[..., 128:].float()
-        same_quantised(found, values, 64)
+from layerfuse.fusion.ops.norm import normalise_wide
 
 
 def plan_of(sizes: dict[str, Any]) -> dict[str, Tensor]:
@@ -284,26 +144,9 @@ def qr_all_reduce_rms_norm(call: Callable[..., Any]) -> None:
         same(out, normalise_wide(wide, weight(256).float(), EPSILON).to(x.dtype))
 
 
-def triton_rms_norm(call: Callable[..., Any]) -> None:
-    rms_norm(call)
-
-
-CASES: dict[str, Callable[[Callable[..., Any]], None]] = {
+CALLS: dict[str, Callable[[Callable[..., Any]], None]] = {
     function.__name__: function
     for function in (
-        mla_dual_rms_norm,
-        mla_dual_rms_norm_per_token_quant,
-        mla_dual_rms_norm_group_quant,
-        rms_norm,
-        add_rms_norm,
-        rms_norm_quant,
-        add_rms_norm_quant,
-        gated_rms_norm_group_quant,
-        gated_rms_norm_per_token_quant,
-        triton_gated_rms_norm_quant,
-        triton_rms_norm_group_quant,
-        triton_add_rms_norm_pad,
-        triton_act_mul_group_quant,
         mla_metadata_info,
         ps_metadata_info,
         mla_metadata,
@@ -312,9 +155,9 @@ CASES: dict[str, Callable[[Callable[..., Any]], None]] = {
         all_reduce_rms_norm_group_quant,
         qr_handles,
         qr_all_reduce_rms_norm,
-        triton_rms_norm,
     )
 }
+"""What is no op's backend."""
 
 
 def check_numbers(bound: Bound) -> None:
@@ -323,7 +166,11 @@ def check_numbers(bound: Bound) -> None:
     Raises:
         AssertionError: it does not, or AITER's function would have been misused.
     """
-    CASES[bound.name](bound.call)
+    op = bound.probed.binding.op
+    if op in CALLS:
+        CALLS[op](bound.call)
+    else:
+        check_op(bound.call, op)
 
 
 def mla_decode_of_several_queries(call: Callable[..., Any], heads: int = 32) -> None:

@@ -17,6 +17,9 @@ EPSILON = 1e-5
 FP8 = torch.float8_e4m3fn
 """The stand-ins' flavour where nothing else is said: gfx950's."""
 
+LEADING = ((5,), (2, 3), (1,), (2, 0), ())
+"""Leading dimensions of every call: flat, more of them, one row, none, and a vector."""
+
 
 @contextlib.contextmanager
 def installed(*folders: Path) -> Iterator[None]:
@@ -50,9 +53,11 @@ def same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def same_quantised(found: tuple[Tensor, Tensor], values: Tensor, group: int | None, columns: bool = False) -> None:
-    """Of a flat result: the same scales, laid out as said, and the same values but for a rounding."""
-    expected, scales = quantise(values, FP8, group, columns, False)
+def same_quantised(
+    found: tuple[Tensor, Tensor], values: Tensor, group: int | None, columns: bool = False, ue8m0: bool = False
+) -> None:
+    """The same scales, laid out as said, and the same values but for a rounding."""
+    expected, scales = quantise(values, FP8, group, columns, ue8m0)
     assert found[0].shape == expected.shape
     assert found[0].dtype == FP8
     assert found[1].shape == scales.shape

@@ -25,68 +25,158 @@ class No:
 ABSENT = No("has no such function")
 LAST = "v0.1.20.post1"
 
-EXPECTED: dict[str, tuple[tuple[str, str, Works | No], ...]] = {
+Spans = tuple[tuple[str, str, Works | No], ...]
+
+HIP_QUANT: Spans = (
+    ("v0.1.5", "v0.1.10", ABSENT),
+    ("v0.1.10.post1", "v0.1.16.post6", Works("v0.1.10.post1")),
+    ("v0.1.17-rc0", LAST, Works("v0.1.17-rc0")),
+)
+HIP_BYTES: Spans = (
+    ("v0.1.5", "v0.1.10", ABSENT),
+    ("v0.1.10.post1", "v0.1.17", No("floats into a buffer of bytes")),
+    ("v0.1.17-longctx", LAST, Works("v0.1.17-rc0")),
+)
+LATENTS_TOKEN: Spans = (
+    ("v0.1.5", "v0.1.13.post1", ABSENT),
+    ("v0.1.14-rc0", LAST, Works("v0.1.14-rc0")),
+)
+LATENTS_GROUP: Spans = (
+    ("v0.1.5", "v0.1.11.post1", ABSENT),
+    ("v0.1.12", "v0.1.12.post2", Works("v0.1.12")),
+    ("v0.1.13.dev0", "v0.1.13.post1", Works("v0.1.13.dev0")),
+    ("v0.1.14-rc0", LAST, Works("v0.1.14-rc0")),
+)
+TRITON_GROUP: Spans = (
+    ("v0.1.5", "v0.1.6.post1", ABSENT),
+    ("v0.1.6.post2", "v0.1.9.post1", Works("v0.1.6.post2")),
+    ("v0.1.10", "v0.1.19", Works("v0.1.10")),
+    ("v0.1.19.post1", LAST, Works("v0.1.19.post1")),
+)
+TRITON_STATIC: Spans = (
+    ("v0.1.5", "v0.1.6.post1", ABSENT),
+    ("v0.1.6.post2", "v0.1.9", Works("v0.1.6.post2")),
+    ("v0.1.9.post1", "v0.1.9.post1", Works("v0.1.9.post1")),
+    ("v0.1.10", LAST, Works("v0.1.10")),
+)
+TRITON_STATIC_KEPT: Spans = (
+    ("v0.1.5", "v0.1.6.post1", ABSENT),
+    ("v0.1.6.post2", "v0.1.9", No("asks the missing second input")),
+    *TRITON_STATIC[2:],
+)
+TRITON_PAD: Spans = (
+    ("v0.1.5", "v0.1.6.post1", ABSENT),
+    ("v0.1.6.post2", "v0.1.9.post1", Works("v0.1.6.post2")),
+    ("v0.1.10", LAST, Works("v0.1.10")),
+)
+TRITON_MXFP4: Spans = (
+    ("v0.1.5", "v0.1.6.post1", No("its scales lie column by column")),
+    ("v0.1.6.post2", "v0.1.7.post2", Works("v0.1.6.post2")),
+    ("v0.1.7.post3", "v0.1.9.post1", Works("v0.1.7.post3")),
+    ("v0.1.10", "v0.1.19.post2", Works("v0.1.10")),
+    ("v0.1.20", LAST, Works("v0.1.20")),
+)
+TRITON_MXFP4_KEPT: Spans = (
+    ("v0.1.5", "v0.1.6.post1", No("its scales lie column by column")),
+    ("v0.1.6.post2", "v0.1.7.post2", No("does not return the plain norm")),
+    *TRITON_MXFP4[2:],
+)
+TRITON_ACT: Spans = (
+    ("v0.1.5", "v0.1.6.post1", ABSENT),
+    ("v0.1.6.post2", LAST, Works("v0.1.6.post2")),
+)
+
+EXPECTED: dict[str, Spans] = {
+    "rms_norm": (("v0.1.5", LAST, Works("v0.1.5")),),
+    "rms_norm.triton": (
+        ("v0.1.5", "v0.1.9.post1", Works("v0.1.5")),
+        ("v0.1.10", LAST, Works("v0.1.10")),
+    ),
+    "add_rms_norm": (
+        ("v0.1.5", "v0.1.16.post6", Works("v0.1.5")),
+        ("v0.1.17-rc0", LAST, Works("v0.1.17-rc0")),
+    ),
+    "add_rms_norm.triton": TRITON_PAD,
+    "add_rms_norm_pad": TRITON_PAD,
+    "rms_norm_mxfp8_quant": HIP_BYTES,
+    "rms_norm_mxfp8_quant.triton": (("v0.1.5", "v0.1.15.post3", ABSENT), ("v0.1.16", LAST, Works("v0.1.16"))),
+    "add_rms_norm_mxfp8_quant": HIP_BYTES,
+    "rms_norm_mxfp4_quant": TRITON_MXFP4,
+    "rms_norm_mxfp4_quant_with_norm": TRITON_MXFP4_KEPT,
+    "add_rms_norm_mxfp4_quant": TRITON_MXFP4,
+    "add_rms_norm_mxfp4_quant_with_norm": TRITON_MXFP4_KEPT,
+    "rms_norm_per_token_quant": HIP_QUANT,
+    "rms_norm_per_token_quant.latents": LATENTS_TOKEN,
+    "rms_norm_per_token_quant.triton": TRITON_GROUP,
+    "rms_norm_group_quant": HIP_QUANT,
+    "rms_norm_group_quant.latents": LATENTS_GROUP,
+    "rms_norm_group_quant.triton": TRITON_GROUP,
+    "rms_norm_static_quant": TRITON_STATIC,
+    "rms_norm_per_token_quant_with_norm.latents": LATENTS_TOKEN,
+    "rms_norm_per_token_quant_with_norm.triton": TRITON_GROUP,
+    "rms_norm_group_quant_with_norm.latents": LATENTS_GROUP,
+    "rms_norm_group_quant_with_norm.triton": TRITON_GROUP,
+    "rms_norm_static_quant_with_norm": TRITON_STATIC_KEPT,
+    "add_rms_norm_per_token_quant": HIP_QUANT,
+    "add_rms_norm_per_token_quant.latents": LATENTS_TOKEN,
+    "add_rms_norm_per_token_quant.triton": TRITON_GROUP,
+    "add_rms_norm_group_quant": HIP_QUANT,
+    "add_rms_norm_group_quant.latents": LATENTS_GROUP,
+    "add_rms_norm_group_quant.triton": TRITON_GROUP,
+    "add_rms_norm_static_quant": TRITON_STATIC,
+    "add_rms_norm_per_token_quant_with_norm.latents": LATENTS_TOKEN,
+    "add_rms_norm_per_token_quant_with_norm.triton": TRITON_GROUP,
+    "add_rms_norm_group_quant_with_norm.latents": LATENTS_GROUP,
+    "add_rms_norm_group_quant_with_norm.triton": TRITON_GROUP,
+    "add_rms_norm_static_quant_with_norm": TRITON_STATIC_KEPT,
     "mla_dual_rms_norm": (
         ("v0.1.5", "v0.1.11.post1", ABSENT),
         ("v0.1.12", "v0.1.13.post1", Works("v0.1.12")),
         ("v0.1.14-rc0", LAST, Works("v0.1.14-rc0")),
     ),
-    "mla_dual_rms_norm_per_token_quant": (
-        ("v0.1.5", "v0.1.13.post1", ABSENT),
-        ("v0.1.14-rc0", LAST, Works("v0.1.14-rc0")),
-    ),
-    "mla_dual_rms_norm_group_quant": (
-        ("v0.1.5", "v0.1.11.post1", ABSENT),
-        ("v0.1.12", "v0.1.12.post2", Works("v0.1.12")),
-        ("v0.1.13.dev0", "v0.1.13.post1", Works("v0.1.13.dev0")),
-        ("v0.1.14-rc0", LAST, Works("v0.1.14-rc0")),
-    ),
-    "rms_norm": (("v0.1.5", LAST, Works("v0.1.5")),),
-    "add_rms_norm": (
-        ("v0.1.5", "v0.1.16.post6", Works("v0.1.5")),
-        ("v0.1.17-rc0", LAST, Works("v0.1.17-rc0")),
-    ),
-    "rms_norm_quant": (
-        ("v0.1.5", "v0.1.10", ABSENT),
-        ("v0.1.10.post1", "v0.1.16.post6", Works("v0.1.10.post1")),
-        ("v0.1.17-rc0", LAST, Works("v0.1.17-rc0")),
-    ),
-    "add_rms_norm_quant": (
-        ("v0.1.5", "v0.1.10", ABSENT),
-        ("v0.1.10.post1", "v0.1.16.post6", Works("v0.1.10.post1")),
-        ("v0.1.17-rc0", LAST, Works("v0.1.17-rc0")),
+    "mla_dual_rms_norm_per_token_quant": LATENTS_TOKEN,
+    "mla_dual_rms_norm_per_token_quant.triton": TRITON_GROUP,
+    "mla_dual_rms_norm_group_quant": LATENTS_GROUP,
+    "mla_dual_rms_norm_group_quant.triton": TRITON_GROUP,
+    "mla_dual_rms_norm_static_quant": TRITON_STATIC,
+    "mla_dual_rms_norm_per_token_quant_with_norm": LATENTS_TOKEN,
+    "mla_dual_rms_norm_per_token_quant_with_norm.triton": TRITON_GROUP,
+    "mla_dual_rms_norm_group_quant_with_norm": LATENTS_GROUP,
+    "mla_dual_rms_norm_group_quant_with_norm.triton": TRITON_GROUP,
+    "mla_dual_rms_norm_static_quant_with_norm": TRITON_STATIC,
+    "gated_rms_norm_per_token_quant": (
+        ("v0.1.5", "v0.1.17", ABSENT),
+        ("v0.1.17-longctx", LAST, Works("v0.1.17-longctx")),
     ),
     "gated_rms_norm_group_quant": (
         ("v0.1.5", "v0.1.12", ABSENT),
         ("v0.1.12.post1", LAST, Works("v0.1.12.post1")),
     ),
-    "gated_rms_norm_per_token_quant": (
-        ("v0.1.5", "v0.1.17", ABSENT),
-        ("v0.1.17-longctx", LAST, Works("v0.1.17-longctx")),
-    ),
-    "triton_gated_rms_norm_quant": (
+    "gated_rms_norm_group_quant.triton": (
         ("v0.1.5", "v0.1.13-rc1", ABSENT),
         ("v0.1.13-rc2", LAST, Works("v0.1.13-rc2")),
     ),
-    "triton_rms_norm": (
-        ("v0.1.5", "v0.1.9.post1", Works("v0.1.5")),
+    "silu_mul_static_quant": (
+        ("v0.1.5", "v0.1.9", ABSENT),
+        ("v0.1.9.post1", "v0.1.9.post1", Works("v0.1.9.post1")),
         ("v0.1.10", LAST, Works("v0.1.10")),
     ),
-    "triton_rms_norm_group_quant": (
-        ("v0.1.5", "v0.1.6.post1", ABSENT),
-        ("v0.1.6.post2", "v0.1.9.post1", Works("v0.1.6.post2")),
-        ("v0.1.10", "v0.1.19", Works("v0.1.10")),
-        ("v0.1.19.post1", LAST, Works("v0.1.19.post1")),
+    "silu_mul_per_token_quant.clamp": (
+        ("v0.1.5", "v0.1.13.post1", ABSENT),
+        ("v0.1.14-rc0", "v0.1.15.post3", No("quant_block_size came with v0.1.16")),
+        ("v0.1.16", LAST, Works("v0.1.16")),
     ),
-    "triton_add_rms_norm_pad": (
-        ("v0.1.5", "v0.1.6.post1", ABSENT),
-        ("v0.1.6.post2", "v0.1.9.post1", Works("v0.1.6.post2")),
-        ("v0.1.10", LAST, Works("v0.1.10")),
+    "silu_mul_per_token_quant.triton": TRITON_ACT,
+    "silu_mul_group_quant": (
+        ("v0.1.5", "v0.1.14.post1", ABSENT),
+        ("v0.1.15-rc0", LAST, Works("v0.1.15-rc0")),
     ),
-    "triton_act_mul_group_quant": (
-        ("v0.1.5", "v0.1.6.post1", ABSENT),
-        ("v0.1.6.post2", LAST, Works("v0.1.6.post2")),
+    "silu_mul_group_quant.clamp": (
+        ("v0.1.5", "v0.1.13.post1", ABSENT),
+        ("v0.1.14-rc0", "v0.1.15.post3", Works("v0.1.14-rc0")),
+        ("v0.1.16", LAST, Works("v0.1.16")),
     ),
+    "silu_mul_group_quant.triton": TRITON_ACT,
     "mla_metadata_info": (
         ("v0.1.5", "v0.1.6.post1", ABSENT),
         ("v0.1.6.post2", "v0.1.7.post4", Works("v0.1.6.post2")),

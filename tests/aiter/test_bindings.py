@@ -10,24 +10,29 @@ from pathlib import Path
 
 import pytest
 from binding_checks import (
-    CASES,
-    add_rms_norm,
-    add_rms_norm_quant,
+    CALLS,
     all_reduce_rms_norm,
     all_reduce_rms_norm_group_quant,
     check_numbers,
     mla_decode_of_several_queries,
-    rms_norm_quant,
-    rms_norm_with_an_offset,
 )
 from check_tools import installed
 from expected import ABSENT, EXPECTED, REPRESENTATIVE, No, Works
+from norm_checks import OPS, WIDTH, check
 from standin import RELEASES, StandInMisuse, shared_standin
 
 from layerfuse.fusion.backends import BackendError
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends.aiter import Bound, Refused
 from layerfuse.fusion.backends.aiter.releases import RELEASES as KNOWN
+
+NOTHING_FOR = {
+    "gated_rms_norm",
+    "gated_rms_norm_static_quant",
+    "rms_norm_mxfp8_quant_with_norm",
+    "add_rms_norm_mxfp8_quant_with_norm",
+}
+"""Ops that no function of AITER's does."""
 
 
 def expected_of(binding: str, release: str) -> Works | No:
@@ -41,7 +46,10 @@ def expected_of(binding: str, release: str) -> Works | No:
 
 def test_the_expectations_are_about_every_binding_and_every_release() -> None:
     assert RELEASES == KNOWN
-    assert set(EXPECTED) == {binding.name for binding in amd.BINDINGS} == set(CASES)
+    assert list(EXPECTED) == [binding.name for binding in amd.BINDINGS]
+    served = {binding.op for binding in amd.BINDINGS}
+    assert served <= {*OPS, *CALLS}, "a binding that no op uses"
+    assert set(OPS) - served == NOTHING_FOR
     for binding in EXPECTED:
         for release in RELEASES:
             expected_of(binding, release)
@@ -65,16 +73,51 @@ def test_a_release(release):
                 check_numbers(found)
 
 
-@pytest.mark.parametrize("release", [r for r in REPRESENTATIVE if RELEASES.index(r) >= RELEASES.index("v0.1.17")])
+def since(first: str) -> list[str]:
+    """The representative releases from this one on."""
+    return [release for release in REPRESENTATIVE if RELEASES.index(release) >= RELEASES.index(first)]
+
+
+@pytest.mark.parametrize("release", since("v0.1.17"))
 def test_gemma_norms_and_column_major_all_reduce_scales(release):
     with installed(shared_standin(release)):
-        rms_norm_with_an_offset(amd.bound("rms_norm").call)
-        add_rms_norm(amd.bound("add_rms_norm").call, 1.0)
-        rms_norm_quant(amd.bound("rms_norm_quant").call, 1.0)
-        add_rms_norm_quant(amd.bound("add_rms_norm_quant").call, 1.0)
+        for op in ("rms_norm", "add_rms_norm", "rms_norm_group_quant", "add_rms_norm_per_token_quant"):
+            check(amd.bound(op).call, op, weight_offset=1.0)
+        if release != "v0.1.17":
+            check(amd.bound("add_rms_norm_mxfp8_quant").call, "add_rms_norm_mxfp8_quant", weight_offset=1.0)
         all_reduce_rms_norm(amd.bound("all_reduce_rms_norm").call, 1.0)
         if release in ("v0.1.17", "v0.1.20.post1"):
             all_reduce_rms_norm_group_quant(amd.bound("all_reduce_rms_norm_group_quant").call, True)
+
+
+@pytest.mark.parametrize("release", since("v0.1.13.post1"))
+def test_gemma_norms_of_the_latents(release):
+    with installed(shared_standin(release)):
+        per = ("group", "per_token") if release != "v0.1.13.post1" else ("group",)
+        for each in per:
+            for op in (f"rms_norm_{each}_quant", f"add_rms_norm_{each}_quant_with_norm"):
+                check(amd.bound(f"{op}.latents").call, op, weight_offset=1.0)
+            op = f"mla_dual_rms_norm_{each}_quant_with_norm"
+            check(amd.bound(op).call, op, q_weight_offset=1.0, kv_weight_offset=1.0)
+
+
+@pytest.mark.parametrize("release", since("v0.1.15.post3"))
+def test_what_only_some_bindings_of_an_op_take(release):
+    with installed(shared_standin(release)):
+        gated = "gated_rms_norm_group_quant"
+        check(amd.bound(gated).call, gated, column_major=True)
+        for activation in ("silu", "sigmoid"):
+            for before in (False, True):
+                options = {"activation": activation, "norm_before_gate": before, "group_size": 64}
+                check(amd.bound(f"{gated}.triton").call, gated, **options)
+                check(amd.bound(f"{gated}.triton").call, gated, **options, use_ue8m0=True)
+        silu, token = "silu_mul_group_quant", "silu_mul_per_token_quant"
+        check(amd.bound(silu).call, silu, group_size=64, limit=0.75, column_major=True)
+        check(amd.bound(f"{silu}.triton").call, silu, group_size=64)
+        check(amd.bound(f"{silu}.clamp").call, silu, limit=0.7, column_major=True)
+        if release != "v0.1.15.post3":
+            check(amd.bound(f"{silu}.clamp").call, silu, group_size=32, limit=0.7)
+            check(amd.bound(f"{token}.clamp").call, token, width=WIDTH, limit=0.7)
 
 
 @pytest.mark.parametrize("release", ["v0.1.9", "v0.1.11.post1", "v0.1.14", "v0.1.18", "v0.1.20.post1"])
@@ -125,13 +168,14 @@ def test_a_call_that_aiter_would_misread_is_seen_by_the_stand_in():
 def test_the_table_of_the_docs_says_what_is_expected():
     page = (Path(__file__).resolve().parents[2] / "docs" / "aiter.md").read_text()
     rows = re.findall(
-        r"^\| `(\w+)` \| ([^|]+) \| (refused: )?[^|]+\|$", page.partition("### What is refused")[0], re.MULTILINE
+        r"^\| (`[^|]+`) \| ([^|]+) \| (refused: )?[^|]+\|$", page.partition("### What is refused")[0], re.MULTILINE
     )
     said: dict[tuple[str, str], bool] = {}
-    for name, span, refused in rows:
-        for release in span_of(span):
-            assert (name, release) not in said
-            said[name, release] = not refused
+    for names, span, refused in rows:
+        for name in re.findall(r"`([\w.]+)`", names):
+            for release in span_of(span):
+                assert (name, release) not in said
+                said[name, release] = not refused
     for name in EXPECTED:
         for release in RELEASES:
             expected = expected_of(name, release)
@@ -154,7 +198,21 @@ def span_of(text: str) -> tuple[str, ...]:
     return RELEASES[RELEASES.index(first) : RELEASES.index(last) + 1]
 
 
-HOT = ("all_reduce", "dual_norms", "gated", "mla", "norms", "quick_reduce", "tensors", "triton_ops")
+HOT = (
+    *(
+        "all_reduce",
+        "dual_norms",
+        "gated",
+        "mla",
+        "mx",
+        "norm_quant",
+        "norms",
+        "quick_reduce",
+        "signatures",
+        "silu_mul",
+    ),
+    *("tensors", "triton_norms"),
+)
 
 
 @pytest.mark.parametrize("module", HOT)

@@ -12,10 +12,10 @@ import torch
 from check_tools import installed
 from standin import RELEASES, make_checkout, make_standin, make_unrelated, shared_standin
 
-from layerfuse.fusion import FUSIONS
+from layerfuse.fusion import FUSIONS, backends
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends import choose, survey
-from layerfuse.fusion.backends.aiter import Absent, Bound, Build, Refused, backend
+from layerfuse.fusion.backends.aiter import Absent, AiterUnavailableError, Bound, Build, Refused, backend
 from layerfuse.fusion.backends.aiter.releases import PROBES, ReleaseRange, release_range
 from layerfuse.fusion.ops.library import case_type
 
@@ -143,7 +143,7 @@ def test_it_is_looked_for_once():
 
 
 def hip_and_triton() -> tuple[object, object]:
-    return amd.probe("rms_norm"), amd.probe("triton_rms_norm")
+    return amd.probe("rms_norm"), amd.probe("rms_norm.triton")
 
 
 def test_triton_only_by_the_environment(monkeypatch):
@@ -168,7 +168,7 @@ def test_triton_only_without_c_parts(tmp_path):
 def test_what_triton_only_mode_cannot_import_is_a_reason_too(monkeypatch):
     monkeypatch.setenv("AITER_TRITON_ONLY", "1")
     with installed(shared_standin("v0.1.20")):
-        found = amd.bind("triton_act_mul_group_quant")
+        found = amd.bind("silu_mul_group_quant.triton")
         assert isinstance(found, Refused)
         assert re.match(
             r"importing aiter\.ops\.triton\.activation raised (Attribute|Import|ModuleNotFound)Error: ", found.reason
@@ -290,30 +290,111 @@ def test_aiter_is_a_backend_of_the_ops_and_not_for_this_machine():
         assert choose(op, "cpu").name == "reference"
 
 
-def test_on_rocm_the_backend_answers_without_importing_and_binds_for_a_case(monkeypatch):
-    DualNormCase, DualNormQuantCase = (case_type(FUSIONS[op].op) for op in (OPS[0], OPS[2]))
-    per_token = case_type(FUSIONS[OPS[1]].op)(BF16, 1536, 512, BF16, BF16, torch.float8_e4m3fn, False)
+class Normed(NamedTuple):
+    """The case of a norm that quantises in groups."""
+
+    dtype: torch.dtype = BF16
+    width: int = 7168
+    weight_dtype: torch.dtype = BF16
+    weight_offset: float = 0.0
+    quant_dtype: torch.dtype = torch.float8_e4m3fn
+    group_size: int = 128
+    column_major: bool = False
+    tma_aligned: bool = False
+    use_ue8m0: bool = False
+
+
+class Latents(NamedTuple):
+    """The case of the norms of two latents."""
+
+    dtype: torch.dtype = BF16
+    q_width: int = 1536
+    kv_width: int = 512
+    q_weight_dtype: torch.dtype = BF16
+    kv_weight_dtype: torch.dtype = BF16
+    q_weight_offset: float = 0.0
+    kv_weight_offset: float = 0.0
+
+
+@pytest.fixture
+def on_rocm(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.2")
-    with installed(shared_standin("v0.1.13")):
-        for op, runs in zip(OPS, (True, False, True, True), strict=True):
+
+
+@pytest.mark.usefixtures("on_rocm")
+def test_the_backend_answers_without_importing_and_binds_for_a_case():
+    with installed(shared_standin("v0.1.11")):
+        for op, runs in (("mla_dual_rms_norm", False), ("rms_norm_group_quant", True), ("add_rms_norm", True)):
             found, reason = backend._runs_on(op, "cuda")
             assert found is runs, reason
         assert "aiter" not in sys.modules
-        assert backend._refuses(OPS[0], DualNormCase(BF16, 1536, 512, BF16, BF16)) is None
+    with installed(shared_standin("v0.1.13")):
+        assert backend._refuses("mla_dual_rms_norm", Latents()) is None
         assert "aiter" in sys.modules
-        said = backend._refuses(OPS[0], DualNormCase(torch.float32, 1536, 512, torch.float32, torch.float32))
+        floats = Latents(dtype=torch.float32, q_weight_dtype=torch.float32, kv_weight_dtype=torch.float32)
+        said = backend._refuses("mla_dual_rms_norm", floats)
         assert said is not None
         assert said.startswith("its kernel takes float16 and bfloat16 only")
-        mixed = backend._refuses(OPS[0], DualNormCase(BF16, 1536, 512, torch.float32, BF16))
-        assert mixed is not None
-        quant = DualNormQuantCase(BF16, 1536, 512, BF16, BF16, torch.float8_e4m3fn, 128, True, False)
-        assert backend._refuses(OPS[2], quant) is None
-        assert "power-of-two" in str(backend._refuses(OPS[2], quant._replace(use_ue8m0=True)))
-        assert "no such function" in str(backend._refuses(OPS[1], per_token))
-        call = backend._load(OPS[0])
+        assert "another dtype" in str(backend._refuses("mla_dual_rms_norm", Latents(q_weight_dtype=torch.float32)))
+        assert "weight offset" in str(backend._refuses("mla_dual_rms_norm", Latents(kv_weight_offset=1.0)))
+        call = backend._load("mla_dual_rms_norm")
         x = torch.randn(3, 64).bfloat16()
         ones = torch.ones(64).bfloat16()
-        assert call(x, x, ones, ones, 1e-5, 1e-5)[0].shape == (3, 64)
+        assert call(x, x, ones, ones, 1e-5, 1e-5, 0.0, 0.0)[0].shape == (3, 64)
+
+
+@pytest.mark.usefixtures("on_rocm")
+@pytest.mark.parametrize(
+    ("case", "binding"),
+    [
+        (Normed(), "rms_norm_group_quant"),
+        (Normed(width=5120), "rms_norm_group_quant.latents"),
+        (Normed(weight_offset=1.0), "rms_norm_group_quant.latents"),
+        (Normed(width=16384), "rms_norm_group_quant.triton"),
+        (Normed(weight_dtype=torch.float32), "rms_norm_group_quant.triton"),
+    ],
+)
+def test_the_first_binding_that_takes_a_case_serves_it(case, binding):
+    with installed(shared_standin("v0.1.16")):
+        assert backend._refuses("rms_norm_group_quant", case) is None
+        assert backend._load_for("rms_norm_group_quant", case) is amd.bound(binding).call
+
+
+@pytest.mark.usefixtures("on_rocm")
+def test_an_op_is_given_a_function_for_each_case(monkeypatch):
+    for table in ("_chosen", "_loaded", "_broken"):
+        monkeypatch.setattr(backends, table, {})
+    case = case_type(FUSIONS["add_rms_norm"].op)
+    with installed(shared_standin("v0.1.16")):
+        monkeypatch.setenv("LAYERFUSE_BACKEND", "aiter")
+        for weight_dtype, binding in ((BF16, "add_rms_norm"), (torch.float32, "add_rms_norm.triton")):
+            chosen = choose("add_rms_norm", "cuda", case(BF16, 7168, weight_dtype, 0.0))
+            assert chosen.name == "aiter"
+            assert chosen.function is amd.bound(binding).call
+
+
+@pytest.mark.usefixtures("on_rocm")
+def test_where_no_binding_takes_a_case_each_says_why():
+    with installed(shared_standin("v0.1.16")):
+        said = backend._refuses("rms_norm_group_quant", Normed(width=16384, weight_offset=1.0))
+        assert said is not None
+        hip, latents, triton = said.split("; rms_norm_group_quant.")
+        assert hip.startswith("rows of more than 8192 columns")
+        assert latents.startswith("latents: rows of more than 8192 columns")
+        assert triton.startswith("triton: a weight offset: the function knows none")
+        assert "power-of-two" in str(backend._refuses("rms_norm_group_quant", Normed(use_ue8m0=True)))
+        assert "padded columns" in str(backend._refuses("rms_norm_group_quant", Normed(tma_aligned=True)))
+    with installed(shared_standin("v0.1.6")):
+        said = backend._refuses("rms_norm_group_quant", Normed())
+        assert said is not None
+        assert said.count("no such function") == 3
+        with pytest.raises(AiterUnavailableError, match="aiter, rms_norm_group_quant: this build"):
+            backend._load("rms_norm_group_quant")
+
+
+@pytest.mark.usefixtures("on_rocm")
+def test_an_op_that_aiter_has_nothing_for():
+    assert backend._runs_on("gated_rms_norm", "cuda") == (False, "AITER has no function for it that is known here")
 
 
 def test_the_dtypes_of_weights_are_asked_about_where_a_case_has_them():

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
-from binding_checks import communicator, rms_norm
-from check_tools import EPSILON, FP8, installed, pair, random, weight
+from binding_checks import communicator
+from check_tools import EPSILON, FP8, installed, pair, random, same, same_quantised, weight
 from expected import REPRESENTATIVE, No
+from norm_checks import check
 from refusals import REFUSED, TAKEN
 from standin import RELEASES, StandInMisuse, shared_standin
 from test_bindings import expected_of
@@ -14,6 +17,9 @@ from test_bindings import expected_of
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends.aiter import AiterCallError, AiterUnavailableError, Call
 from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS
+from layerfuse.fusion.backends.aiter.silu_mul import halves
+from layerfuse.fusion.backends.aiter.table import BY_NAME
+from layerfuse.fusion.ops.arithmetic import silu_mul
 from layerfuse.fusion.ops.norm import normalise, normalise_wide
 
 
@@ -37,14 +43,16 @@ def test_every_restriction_has_a_case():
     unmet = [
         (r.bindings, r.kind, r.reason)
         for r in RESTRICTIONS
-        if not any(case.binding in r.bindings and r.when(Call(fp8=FP8, **case.call)) for case in REFUSED)
+        if not any(case.binding in r.bindings and r.when(Call(**{"fp8": FP8, **case.call})) for case in REFUSED)
     ]
     assert unmet == []
 
 
 def test_nothing_follows_from_what_is_not_known():
     always = [r for r in RESTRICTIONS if r.when(Call())]
-    assert [r.kind for r in always] == ["epsilon"], "only what holds for every call may hold for an unknown one"
+    assert [r.kind for r in always] == ["bytes", "norm", "groups", "epsilon"], (
+        "only what holds for every call may hold for an unknown one"
+    )
 
 
 def test_check_raises_what_refuses_says():
@@ -77,13 +85,25 @@ def test_the_refused_is_really_wrong():
     with installed(shared_standin("v0.1.10.post1")):
         with pytest.raises(TypeError, match="4 positional arguments but 5"):
             amd.bound("rms_norm").call(x, weight(12288), EPSILON, 0.0)
+        call = amd.bound("rms_norm_group_quant").call
         with pytest.raises(RuntimeError, match="group_size not support"):
-            amd.bound("rms_norm_quant").call(x[:, :5120], weight(5120), EPSILON, 0.0, FP8, 128, False)
+            call(x[:, :5120], weight(5120), EPSILON, 0.0, FP8, 128, False, False, False)
     with installed(shared_standin("v0.1.19")):
         q, kv = pair(4)
         call = amd.bound("mla_dual_rms_norm_per_token_quant").call
         with pytest.raises(ValueError, match="fp8"):
-            call(q, kv, weight(256), weight(128), EPSILON, EPSILON, torch.float8_e4m3fnuz, False)
+            call(q, kv, weight(256), weight(128), EPSILON, EPSILON, 0.0, 0.0, torch.float8_e4m3fnuz, False)
+        call = amd.bound("mla_dual_rms_norm_static_quant").call
+        with pytest.raises(StandInMisuse, match="chosen by inp2 alone"):
+            call(q, kv, weight(256), weight(128), EPSILON, EPSILON, 0.0, 0.0, torch.ones(1), FP8)
+        call = amd.bound("silu_mul_group_quant").call
+        with pytest.raises(StandInMisuse, match="other columns are reduced"):
+            call(x[:, :6144], x[:, 6144:], float("inf"), FP8, 128, False, False, False)
+    with installed(shared_standin("v0.1.8")):
+        function = BY_NAME["rms_norm_static_quant"].functions[1].path
+        static = getattr(importlib.import_module(function.partition(":")[0]), function.partition(":")[2])
+        with pytest.raises(AttributeError, match="stride"):
+            static(x, weight(12288), EPSILON, torch.ones(1), dtype_quant=FP8, output_unquantized_inp1=True)
 
 
 # ---- what changes from call to call
@@ -122,9 +142,56 @@ def test_strange_strides_give_the_same_numbers(release, strange):
         if release == "v0.1.5":
             return
         for name in ("mla_dual_rms_norm", "mla_dual_rms_norm_group_quant"):
-            quant = (FP8, 64, True, False) if name.endswith("quant") else ()
-            *_, kv_out = amd.bound(name).call(x, kv, strange_weight, weight(128), EPSILON, 1e-6, *quant)
+            quant = (FP8, 64, True, False, False) if name.endswith("quant") else ()
+            *_, kv_out = amd.bound(name).call(x, kv, strange_weight, weight(128), EPSILON, 1e-6, 0.0, 0.0, *quant)
             torch.testing.assert_close(kv_out, normalise(kv, weight(128), 1e-6))
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_strange_strides_give_the_same_numbers_quantised(strange):
+    x = STRANGE[strange]()
+    strange_weight = torch.stack([weight(256), weight(256)], dim=1)[:, 0]
+    wide = x.float() * 2
+    normed = normalise_wide(wide, weight(256).float(), EPSILON)
+    with installed(shared_standin("v0.1.20")):
+        for name in BY_NAME:
+            if name.startswith("add_rms_norm_group_quant"):
+                out, scales, *_, summed = amd.bound(name).call(
+                    x, x, strange_weight, EPSILON, 0.0, FP8, 64, True, False, False
+                )
+                same(summed, wide.to(x.dtype))
+                same_quantised((out, scales), normed, 64, True)
+        for name in ("add_rms_norm.triton", "rms_norm.triton"):
+            residual = (x,) if name.startswith("add_") else ()
+            found = amd.bound(name).call(x, *residual, strange_weight, EPSILON, 0.0)
+            expected = normed if residual else normalise_wide(x, weight(256), EPSILON)
+            same(found[0] if residual else found, expected.to(x.dtype))
+        values, scales, summed = amd.bound("add_rms_norm_mxfp4_quant").call(x, x, strange_weight, EPSILON, 0.0)
+        plain = x.clone(memory_format=torch.contiguous_format)
+        expected = amd.bound("add_rms_norm_mxfp4_quant").call(plain, plain, weight(256), EPSILON, 0.0)
+        assert all(map(torch.equal, (values, scales, summed), expected))
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+def test_strange_halves_give_the_same_numbers(strange):
+    x = STRANGE[strange]()
+    for gate, up in ((x[..., :128], x[..., 128:]), (x[..., 128:], x[..., :128]), (x, x)):
+        for name in ("silu_mul_group_quant", "silu_mul_group_quant.clamp", "silu_mul_group_quant.triton"):
+            with installed(shared_standin("v0.1.20")):
+                found = amd.bound(name).call(gate, up, float("inf"), FP8, 128, False, False, False)
+                same_quantised(found, silu_mul(gate, up, float("inf")), 128)
+
+
+def test_halves_of_one_tensor_are_not_copied():
+    whole = random(4, 3, 512)
+    found = halves(whole[..., :256], whole[..., 256:])
+    assert found.data_ptr() == whole.data_ptr()
+    assert found.shape == (12, 512)
+    strided = random(4, 600)
+    assert halves(strided[:, :256], strided[:, 256:512]).data_ptr() == strided.data_ptr()
+    for gate, up in ((whole[..., 256:], whole[..., :256]), (whole[..., :128], whole[..., 256:384])):
+        copied = halves(gate, up)
+        assert torch.equal(copied, torch.cat((gate, up), dim=-1).flatten(0, -2))
 
 
 @pytest.mark.parametrize("width", [12288, 8200])
@@ -151,7 +218,11 @@ def test_float32_where_there_is_a_kernel_for_it():
 
 def test_more_dimensions_cannot_reach_a_kernel_that_takes_the_width_from_dimension_1():
     with installed(shared_standin("v0.1.16")):
-        rms_norm(amd.bound("rms_norm").call)  # up to three dimensions; the stand-in fails on any but two
+        check(amd.bound("rms_norm").call, "rms_norm")  # up to three dimensions; the stand-in fails on any but two
+
+
+def _gated(width: int, heads: int = 3) -> tuple[object, ...]:
+    return random(2, heads, width), random(2, heads, width), weight(width), EPSILON
 
 
 WRONG_CALLS = {
@@ -176,24 +247,62 @@ WRONG_CALLS = {
         "weight_offset 0.5: 1 is the only other offset",
     ),
     "a gate without a kernel": (
-        "triton_gated_rms_norm_quant",
-        lambda call: call(random(2, 128), random(2, 128), weight(128), EPSILON, FP8, None, "relu"),
-        "activation must be one of silu, sigmoid",
+        "gated_rms_norm_group_quant.triton",
+        lambda call: call(*_gated(128), 0.0, "relu", True, FP8, 128, False, False, False),
+        "activation one of silu, sigmoid",
+    ),
+    "a gate that is not built in": (
+        "gated_rms_norm_group_quant",
+        lambda call: call(*_gated(128), 0.0, "sigmoid", True, FP8, 128, False, False, False),
+        "it gates with silu behind the norm",
+    ),
+    "a gate before the norm": (
+        "gated_rms_norm_per_token_quant",
+        lambda call: call(*_gated(128), 0.0, "silu", False, FP8, False),
+        "it gates with silu behind the norm",
     ),
     "heads of another width": (
         "gated_rms_norm_group_quant",
-        lambda call: call(random(2, 3, 64), random(2, 3, 64), weight(64), EPSILON, FP8, False),
+        lambda call: call(*_gated(64), 0.0, "silu", True, FP8, 64, False, False, False),
         r"x must be \(..., heads, 128\)",
     ),
     "too many heads": (
         "gated_rms_norm_per_token_quant",
-        lambda call: call(random(1, 130, 128), random(1, 130, 128), weight(128), EPSILON, FP8),
+        lambda call: call(*_gated(128, heads=130), 0.0, "silu", True, FP8, False),
         "130 heads",
     ),
-    "half of a second input": (
-        "triton_rms_norm_group_quant",
-        lambda call: call(random(2, 256), weight(256), EPSILON, FP8, 64, False, random(2, 128)),
-        "come together",
+    "an offset that Triton's norms do not know": (
+        "add_rms_norm_static_quant",
+        lambda call: call(random(2, 256), random(2, 256), weight(256), EPSILON, 1.0, torch.ones(1), FP8),
+        "has no such option",
+    ),
+    "two offsets": (
+        "mla_dual_rms_norm_group_quant",
+        lambda call: call(
+            *(random(2, 256), random(2, 256), weight(256), weight(256), EPSILON, EPSILON, 1.0, 0.0),
+            *(FP8, 128, False, False, False),
+        ),
+        "weight offsets 1.0 and 0.0",
+    ),
+    "a limit of nothing": (
+        "silu_mul_group_quant.clamp",
+        lambda call: call(random(2, 128), random(2, 128), 0.0, FP8, 128, False, False, False),
+        "AITER takes limits above 0",
+    ),
+    "a limit that the function has not": (
+        "silu_mul_static_quant",
+        lambda call: call(random(2, 128), random(2, 128), 7.0, torch.ones(1), FP8),
+        "limit 7.0: this function of AITER's has no such option",
+    ),
+    "column-major scales that it does not write": (
+        "silu_mul_group_quant.triton",
+        lambda call: call(random(2, 128), random(2, 128), float("inf"), FP8, 64, True, False, False),
+        "column_major=True",
+    ),
+    "groups that do not divide": (
+        "silu_mul_group_quant.triton",
+        lambda call: call(random(2, 192), random(2, 192), float("inf"), FP8, 128, False, False, False),
+        "groups of 128 in 192 columns",
     ),
     "indices in int64": (
         "mla_metadata",

@@ -1,7 +1,8 @@
 """Widths small enough for a CPU, and a fusion that no catalog file declares."""
 
 from layerfuse.bench import Peer
-from layerfuse.fusion import FUSIONS, Fusion
+from layerfuse.bench.cases import forms
+from layerfuse.fusion import Fusion
 from layerfuse.fusion.chain import Add, Norm, Quant
 from layerfuse.fusion.declare import (
     COLUMN_MAJOR,
@@ -20,14 +21,14 @@ from layerfuse.fusion.declare import (
 from layerfuse.fusion.sites import INPUT, POST_ATTENTION
 
 OURS = "layerfuse (reference)"
-ALL = sorted(FUSIONS)
-QUANTS = [name for name in ALL if FUSIONS[name].quant is not None]
-DUAL_QUANTS = [name for name in QUANTS if name.startswith("mla_")]
+ALL = sorted(forms())
+QUANTS = [name for name in ALL if name.endswith(("_quant", "_quant_with_norm"))]
+DUAL_QUANTS = ["mla_dual_rms_norm_group_quant", "mla_dual_rms_norm_per_token_quant"]
 
 
 def widths_for(fusion):
     """256 columns, then 128; latents have 16 columns after them in a row."""
-    widths = (256, 128)[: len(FUSIONS[fusion].op.widths)] if fusion in FUSIONS else (256,)
+    widths = (256, 128)[: len(forms()[fusion][1].op.widths)] if fusion in forms() else (256,)
     return (*widths, 16) if len(widths) == 2 else widths
 
 
@@ -48,7 +49,7 @@ ANOTHER = Fusion(
     chain=(
         Add(x="hidden", residual="stream", out="stream"),
         Norm(x="hidden", weight="gamma", epsilon="eps", weight_offset="shift", out="normed"),
-        Quant(per="group", out="low", scales="factors"),
+        Quant(per="group", out="low", scales="factors", tma_aligned=None),
     ),
     op=Op(
         name="another_packages_add_norm_quant",

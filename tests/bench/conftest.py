@@ -5,7 +5,7 @@ import pytest
 from bench_support import ANOTHER, OURS, peer_of, widths_for
 
 from layerfuse import bench, registry
-from layerfuse.bench.choosing import make_case
+from layerfuse.bench.choosing import Options, make_case
 from layerfuse.bench.plain_torch import EAGER_TORCH
 from layerfuse.fusion import FUSIONS, backends, ops  # noqa: F401 (the backends register themselves with the ops)
 from layerfuse.fusion.catalog import add
@@ -23,17 +23,10 @@ def _the_reference_is_ours():
 
 @pytest.fixture
 def case():
-    def make(fusion="mla_dual_rms_norm", **given):
-        options = {
-            "model": "deepseek-v3",
-            "widths": None,
-            "dtype": "bf16",
-            "fp8": None,
-            "group_size": None,
-            "column_major": False,
-            "ue8m0": False,
-        }
-        return make_case(fusion, registry=registry.default, detected_fp8="e4m3fn", **{**options, **given})
+    def make(fusion="mla_dual_rms_norm", model=None, widths=None, **options):
+        if widths is not None and fusion.startswith("gated"):
+            options.setdefault("heads", 2)
+        return make_case(fusion, registry=registry.default, model=model, widths=widths, options=Options(**options))
 
     return make
 
@@ -43,7 +36,8 @@ def tiny():
     """Run with our reference, `eager` and the copy, or others."""
 
     def run(fusion="mla_dual_rms_norm", names=(OURS, "eager", "copy"), **given):
-        return bench.run(fusion, peers=names, **{"widths": widths_for(fusion), **TINY, **given})
+        heads = {"heads": 2} if fusion.startswith("gated") and "model" not in given else {}
+        return bench.run(fusion, peers=names, **{"widths": widths_for(fusion), **heads, **TINY, **given})
 
     return run
 

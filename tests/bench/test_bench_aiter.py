@@ -58,10 +58,11 @@ def test_off_rocm_two_modules_are_stood_in_for_and_nothing_else(checkout, fp8, a
         "from pathlib import Path\n"
         "from layerfuse.bench import aiter_checkout\n"
         "before = list(sys.path)\n"
-        f"found = aiter_checkout.load(Path({str(checkout)!r}), torch.{fp8})\n"
-        "print(found.rms_norm, found.fused_rms_fp8_group_quant)\n"
+        f"load = lambda path: aiter_checkout.load(Path({str(checkout)!r}), torch.{fp8}, path)\n"
+        "found = load('normalization.rmsnorm:rms_norm')\n"
+        "print(found, load('quant.fused_fp8_quant:fused_rms_fp8_group_quant'))\n"
         "print(sys.path == before, os.environ.get('AITER_TRITON_ONLY'))\n"
-        f"print(aiter_checkout.load(Path({str(checkout)!r}), torch.{fp8}) == found)"
+        "print(load('normalization.rmsnorm:rms_norm') is found)"
     )
     assert done.stdout.splitlines() == [f"('rms_norm', '{arch}', False) torch.{fp8}", "True None", "True"], done.stderr
 

@@ -5,8 +5,8 @@ from bench_support import ALL, widths_for
 from layerfuse import bench
 from layerfuse.bench import inputs, plain_torch
 from layerfuse.bench.peers import Setting
-from layerfuse.fusion import FUSIONS
-from layerfuse.fusion.declare import Rows, Weight
+from layerfuse.bench.thirdparty import halves_joined
+from layerfuse.fusion.declare import Rows, StaticScale, Weight
 
 
 def test_a_model_says_widths_epsilons_and_what_its_rows_are_views_of(case):
@@ -63,9 +63,9 @@ def test_the_copy_moves_those_bytes_to_half_a_percent_of_a_round_number(case, fu
     too_few = made.bytes_moved(tokens) - 2 * to.nbytes
     assert 0 <= too_few <= max(2 * 16, 0.005 * made.bytes_moved(tokens))
     # And what must be moved is what tensors of the real shapes hold.
-    kinds = FUSIONS[fusion].op.args
+    kinds = made.form.op.args
     given = [tensor for tensor in work.arguments(work.sets[0]) if isinstance(tensor, torch.Tensor)]
-    assert len(given) == len([argument for argument in kinds if isinstance(argument, Rows | Weight)])
+    assert len(given) == len([argument for argument in kinds if isinstance(argument, Rows | Weight | StaticScale)])
     results = plain_torch.EAGER_TORCH.build(work, setting)[0]()
     assert made.bytes_moved(tokens) == sum(tensor.numel() * tensor.itemsize for tensor in (*given, *results))
 
@@ -83,6 +83,39 @@ def test_latents_are_views_of_one_projection_all_different_and_never_zero(case):
 def test_what_follows_the_latents_may_be_left_out(case):
     ((q, kv),) = inputs.make(case(widths=(96, 32)), 5, torch.device("cpu"), sets=1).sets
     assert q.stride() == kv.stride() == (128, 1)
+
+
+def test_gate_and_up_are_the_halves_of_one_tensor(case):
+    ((gate, up),) = inputs.make(case("silu_mul_group_quant", widths=(96,)), 5, torch.device("cpu"), sets=1).sets
+    assert gate.stride() == up.stride() == (192, 1)
+    both = halves_joined(gate, up)
+    assert both.is_contiguous() and torch.equal(both, torch.cat([gate, up], -1))
+    with pytest.raises(ValueError, match="no halves of one tensor"):
+        halves_joined(up, gate)
+
+
+def test_a_gated_norm_has_heads_gate_and_order_of_its_model(case):
+    qwen = case("gated_rms_norm_group_quant")
+    assert (qwen.name, qwen.heads, qwen.widths) == ("qwen3-next-80b-a3b", 32, {"width": 128})
+    assert (qwen.activation, qwen.norm_before_gate) == ("silu", True)
+    work = inputs.make(qwen, 3, torch.device("cpu"), sets=1)
+    assert [row.shape for row in work.sets[0]] == [(3, 32, 128)] * 2
+    # 3 tokens of 32 heads x 128 twice and one weight read; as many fp8 values, and a scale for each head, written.
+    assert (qwen.bytes_read(3), qwen.bytes_written(3)) == ((2 * 3 * 4096 + 128) * 2, 3 * (4096 + 32 * 4))
+    kimi = case("gated_rms_norm_group_quant", model="kimi-linear-48b-a3b")
+    assert (kimi.activation, kimi.norm_before_gate) == ("sigmoid", True)
+
+
+def test_a_padded_norm_is_as_wide_as_was_asked_for(case):
+    padded = case("add_rms_norm_pad")
+    assert (padded.name, padded.widths, padded.padded_width) == ("gpt-oss-20b", {"width": 2880}, 3072)
+    assert padded.bytes_written(2) == 2 * (3072 + 2880) * 2
+    assert case("add_rms_norm_pad", pad_to=4096).padded_width == 4096
+
+
+def test_packed_values_and_exponents_are_bytes(case):
+    mx = case("add_rms_norm_mxfp4_quant_with_norm", widths=(64,))
+    assert mx.bytes_written(1) == 32 + 2 + 64 * 2 + 64 * 2
 
 
 def test_other_rows_are_contiguous_tensors_of_their_own(case):
@@ -108,7 +141,17 @@ def test_other_rows_are_contiguous_tensors_of_their_own(case):
         ({"dtype": "bf61"}, "dtype must be one of bf16, fp16, fp32, got 'bf61'; did you mean 'bf16'"),
         ({"ue8m0": True}, "mla_dual_rms_norm quantises nothing, so it has no ue8m0 scales"),
         ({"fp8": "e4m3fn"}, "mla_dual_rms_norm quantises nothing, so it has no fp8 format"),
-        ({"group_size": 64}, "mla_dual_rms_norm has no groups; mla_dual_rms_norm_group_quant has"),
+        ({"group_size": 64}, "mla_dual_rms_norm has no groups; add_rms_norm_group_quant and"),
+        ({"heads": 4}, "mla_dual_rms_norm has no gated norm, so it takes no heads and no gate"),
+        ({"fusion": "gated_rms_norm", "heads": 0}, "heads must be at least 1, got 0"),
+        ({"fusion": "gated_rms_norm", "activation": "gelu"}, "activation must be one of silu, sigmoid, got 'gelu'"),
+        ({"fusion": "add_rms_norm", "pad_to": 3072}, "add_rms_norm pads nothing"),
+        ({"fusion": "add_rms_norm_pad", "pad_to": 2560}, "rows of 2880 columns cannot be padded to 2560"),
+        ({"fusion": "rms_norm_mxfp8_quant", "fp8": "e4m3fnuz"}, "has a format of its own"),
+        ({"fusion": "rms_norm_mxfp4_quant", "ue8m0": True}, "has no scales that could be rounded to powers of two"),
+        ({"fusion": "rms_norm_mxfp4_quant", "widths": (100,)}, "the width must be a multiple of that"),
+        ({"fusion": "silu_mul_static_quant", "widths": (64,), "weight_offset": 1.0}, "takes no offset of its weights"),
+        ({"fusion": "silu_mul_static_quant", "widths": (64,), "limit": -1.0}, "takes no such limit"),
         ({"fusion": "mla_dual_rms_norm_per_token_quant", "group_size": 64}, "has no groups"),
         ({"fusion": "mla_dual_rms_norm_per_token_quant", "column_major": True}, "has no groups"),
         ({"fusion": "mla_dual_rms_norm_group_quant", "group_size": 48}, "must be one of 32, 64, 128, got 48"),

@@ -53,7 +53,9 @@ def test_compilers_are_given_its_plain_form_where_it_has_one(case, another):
     fusion = another(op=attrs.evolve(ANOTHER.op, name="another_packages_plain", plain=plain), name="another_plain")
     work = inputs.make(case("another_plain", widths=(128,)), 2, torch.device("cpu"), sets=1)
     given = work.arguments(work.sets[0])
-    results = arithmetic.fusable(fusion, given)(*(tensor for tensor in given if isinstance(tensor, torch.Tensor)))
+    results = arithmetic.fusable(fusion.forms[0], given)(
+        *(tensor for tensor in given if isinstance(tensor, torch.Tensor))
+    )
     assert calls == [9]
     assert len(results) == 3
 
@@ -86,7 +88,7 @@ def test_a_result_that_no_step_gives_is_refused_before_anything_is_measured(anot
 
 @pytest.mark.parametrize("fusion", ALL)
 def test_everybody_says_for_every_fusion_what_is_called_or_why_not(case, fusion):
-    setting = Setting(case=case(fusion), device="cpu")
+    setting = Setting(case=case(fusion, widths=widths_for(fusion)), device="cpu")
     peers = all_peers(setting)
     names = [peer.name for peer in peers]
     assert len(set(names)) == len(names)
@@ -109,8 +111,11 @@ def test_third_parties_have_what_they_offer_and_say_what_they_have_not(case):
     assert "no kernel" not in reasons("add_rms_norm")["liger"]
     shifted = reasons("add_rms_norm", model="qwen3-next-80b-a3b")
     assert shifted["fla"] == "flash-linear-attention is not measured with zero-centred weights"
-    turned = reasons("mla_dual_rms_norm_group_quant", column_major=True)
-    assert turned["aiter triton"] == "AITER's Triton library is not measured with column-major scales"
+    turned = reasons("mla_dual_rms_norm_group_quant", tma_aligned=True)
+    assert turned["aiter triton"] == "AITER's Triton library is not measured with TMA-aligned scales"
+    assert "not measured" not in reasons("rms_norm_group_quant", tma_aligned=True)["vllm"]
+    short = reasons("add_rms_norm_group_quant", widths=(5001,))
+    assert short["vllm"] == "vLLM's kernels want whole groups, and 5001 columns are none of 128"
 
 
 # ---- Inductor
@@ -119,10 +124,12 @@ def test_third_parties_have_what_they_offer_and_say_what_they_have_not(case):
 @pytest.mark.parametrize("fusion", ALL)
 def test_what_compilers_are_given_is_right_by_itself(case, fusion):
     """Without a compiler: the plain arithmetic against float64."""
-    for options in ({}, {"dtype": "fp16"}):
+    for options in ({}, {"dtype": "fp16"}, {"weight_dtype": "fp32"}):
         work = inputs.make(case(fusion, widths=widths_for(fusion), **options), 33, torch.device("cpu"), sets=1)
         given = work.arguments(work.sets[0])
-        results = arithmetic.fusable(FUSIONS[fusion], given)(*(x for x in given if isinstance(x, torch.Tensor)))
+        plain = arithmetic.fusable(work.case.form, given)
+        results = plain(*(each for each in given if isinstance(each, torch.Tensor)))
+        results = (results,) if isinstance(results, torch.Tensor) else results
         verdict = check.check(work, check.expected(work, 0), results, rounds_between=False)
         assert verdict.ok, verdict.message
 

@@ -4,19 +4,23 @@ import json
 
 import pytest
 import torch
-from bench_support import ALL, DUAL_QUANTS, OURS, QUANTS
+from bench_support import ALL, DUAL_QUANTS, OURS
 
 from layerfuse import bench
 from layerfuse.bench import check, report
 from layerfuse.bench.plain_torch import EAGER_TORCH
 from layerfuse.bench.result import Result
 
+TAKES = {"ue8m0": ("group_quant", "token_quant"), "fp8": ("group_quant", "token_quant", "static_quant")}
+
 
 @pytest.mark.parametrize("fusion", ALL)
 @pytest.mark.parametrize("options", [{}, {"dtype": "fp16"}, {"dtype": "fp32"}, {"ue8m0": True}, {"fp8": "e4m3fnuz"}])
 def test_everybody_here_is_right_and_gets_a_time(tiny, fusion, options):
-    if fusion not in QUANTS and ("ue8m0" in options or "fp8" in options):
-        pytest.skip("quantises nothing")
+    if ("ue8m0" in options or "fp8" in options) and not fusion.removesuffix("_with_norm").endswith(
+        TAKES[next(iter(options))]
+    ):
+        pytest.skip("has no such option")
     result = tiny(fusion, **options)
     assert result.present == (OURS, "eager", "copy")
     assert result.ours == OURS
@@ -48,7 +52,7 @@ def test_a_result_goes_to_json_and_back(tiny):
 
 
 def test_a_result_of_an_older_format_says_so(tiny):
-    with pytest.raises(bench.BenchError, match="this result has format 1, and format 2 is read; measure again"):
+    with pytest.raises(bench.BenchError, match="this result has format 1, and format 3 is read; measure again"):
         Result.from_dict({**tiny(tokens=[1]).to_dict(), "format": 1})
 
 
@@ -156,6 +160,39 @@ def test_a_wrong_sum_or_its_norm_gets_no_time(tiny, peer, change, said):
     verdict, message = held_against(tiny("add_rms_norm", names=["broken"], tokens=[5]))
     assert verdict == "wrong"
     assert said in message
+
+
+@pytest.mark.parametrize(
+    ("fusion", "change", "said"),
+    [
+        ("rms_norm_static_quant", as_bytes(lambda q: q ^ 0x80), "half steps of fp8"),
+        ("rms_norm_mxfp8_quant", lambda q, e: (q, e + 1), "an exponent is not that of the largest of its values"),
+        ("rms_norm_mxfp8_quant", as_bytes(lambda q: q - ((q & 0x7F) > 0).byte()), "half steps of fp8"),
+        ("rms_norm_mxfp4_quant", lambda q, e: ((q >> 4) | (q << 4), e), "half steps of fp4"),
+        ("add_rms_norm_pad", lambda x, total: (pad_with_ones(x), total), "the padding is not zero"),
+        ("add_rms_norm_pad", lambda x, total: (x[:, :256], total), "results are bfloat16 (5, 256)"),
+        ("rms_norm_group_quant_with_norm", lambda q, scales, normed: (q, scales, normed * 1.02), "a norm is off by"),
+        ("rms_norm_group_quant_with_norm", lambda q, scales, normed: (q, scales * 1.05, normed), "a scale is off by"),
+        ("gated_rms_norm", lambda normed: (normed.flip(1),), "a norm is off by"),
+        ("silu_mul_group_quant", lambda q, scales: (q.roll(1, 0), scales), "half steps of fp8"),
+    ],
+)
+def test_a_wrong_result_of_any_kind_gets_no_time(tiny, peer, fusion, change, said):
+    peer(change)
+    more = {"pad_to": 300} if fusion == "add_rms_norm_pad" else {}
+    verdict, message = held_against(tiny(fusion, names=["broken"], tokens=[5], **more))
+    assert verdict == "wrong"
+    assert said in message
+
+
+def pad_with_ones(x):
+    return torch.cat([x[:, :-1], torch.ones_like(x[:, -1:])], -1)
+
+
+def test_aligned_scales_that_are_not_aligned_are_wrong(tiny, peer):
+    peer(lambda q, scales: (q, scales.t().contiguous().t()))
+    verdict, message = held_against(tiny("rms_norm_group_quant", names=["broken"], tokens=[5], tma_aligned=True))
+    assert (verdict, message) == ("wrong", "the scales (5, 2) have strides (1, 5), expected (1, 8)")
 
 
 def test_scales_that_lie_the_other_way_are_wrong(tiny, peer):

@@ -189,6 +189,50 @@ def test_differences_from_the_declared_model_are_named():
     assert "mla.num_heads: 64 (in deepseek-v3: 128)" in found.differs
 
 
+# ---- gated MLPs
+
+
+def test_mixtures_come_after_the_first_dense_layers_or_as_listed():
+    listed = ["sparse", "dense"] * 30 + ["sparse"]
+    entry = ask(published("deepseek-v3"), mlp_layer_types=listed, n_shared_experts=3).entry
+    assert entry.mlps["shared_experts"].intermediate_size == 3 * 2048
+    assert [{"shared_experts": "sparse"}.get(kind, kind) for kind in entry.mlp_at()] == listed
+    assert ask(published("deepseek-v3"), moe_layer_freq=2).entry.mlp_at()[:6] == [
+        *["dense"] * 4,
+        "shared_experts",
+        "dense",
+    ]
+    only = ask(published("qwen3-next-80b-a3b"), mlp_only_layers=[0, 5]).entry
+    assert [i for i, kind in enumerate(only.mlp_at()) if kind == "dense"] == [0, 5]
+    assert only.mlps["dense"].intermediate_size == 5120
+
+
+def test_a_clamp_and_another_activation_are_taken():
+    mlp = ask(published("deepseek-v3"), hidden_act="gelu_pytorch_tanh", swiglu_limit=7).entry.mlps["dense"]
+    assert (mlp.activation, mlp.swiglu_limit) == ("gelu_tanh", 7.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"n_shared_experts": None}, "n_shared_experts is null"),
+        ({"hidden_act": "relu"}, "hidden_act = 'relu', which no spec describes"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 61 times dense or sparse, got ['dense']"),
+        ({"first_k_dense_replace": "absent"}, "neither mlp_layer_types nor first_k_dense_replace says which"),
+    ],
+)
+def test_mlps_that_a_config_does_not_say_are_left_out_with_the_reason(changes, said):
+    found = ask(published("deepseek-v3"), **changes)
+    assert found.entry.mlps == {}
+    assert f"the gated MLPs are left out: {said}" in " ".join(found.notes)
+
+
+def test_whether_an_unknown_architecture_s_mlps_are_gated_no_config_says():
+    found = ask(LLAMA, intermediate_size=11008, hidden_act="silu")
+    assert found.entry.mlps == {}
+    assert "whether an MLP is gated is not said by any config" in " ".join(found.notes)
+
+
 # ---- refusals
 
 

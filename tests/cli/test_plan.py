@@ -33,6 +33,14 @@ mla: 61 layers (0-60)
   softmax scale               0.1446796
   latents: mla_dual_rms_norm  yes: rms_norm(1536, epsilon 1e-05) and rms_norm(512, epsilon 1e-05) are one launch on gfx950
 
+dense: 1 layer (0)
+  width       18432 total, 2304 local
+  activation  silu
+
+shared_experts: 60 layers (1-60)
+  width       2048 total, 256 local
+  activation  silu
+
 final: the norm after the last layer
   hidden size          7168
   norm                 RMSNorm over 7168, epsilon 1e-05
@@ -114,7 +122,7 @@ def test_heads_that_cannot_be_shared_are_refused_with_what_can_be_done(run):
     assert answer.out == ""
     assert answer.err == (
         "layerfuse: glm-4.7-flash cannot be sharded over 8 ranks: 20 heads cannot be shared equally by 8 ranks. "
-        "Sizes up to 64 that work: 1, 2, 4, 5, 10, 20.\n"
+        "Sizes up to 64 that work: 1, 2, 4.\n"
     )
 
 
@@ -165,14 +173,15 @@ def test_the_json_holds_what_its_help_promises(run):
         *("model", "hf_id", "adapter", "tp", "rank", "engine"),
         *("target", "config", "num_hidden_layers", "notes", "kinds"),
     }
-    assert [kind["kind"] for kind in data["kinds"]] == ["residual", "kda", "mla", "final"]
+    kinds = ["residual", "kda", "dense", "shared_experts", "mla", "final"]
+    assert [kind["kind"] for kind in data["kinds"]] == kinds
     for kind in data["kinds"]:
         assert set(kind) == {"kind", "family", "count", "layers", "spec", "sites"}
         assert kind["count"] == len(kind["layers"])
         for decisions in kind["sites"].values():
             for decision in decisions:
                 assert set(decision) == {"fusion", "decision", "reason", "tokens", "sites"}
-    mla = data["kinds"][2]
+    mla = data["kinds"][kinds.index("mla")]
     assert mla["spec"]["num_heads"] == 32
     assert mla["spec"]["num_local_heads"] == 8
     assert mla["spec"]["q_norm"] is None

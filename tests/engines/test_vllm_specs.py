@@ -20,7 +20,8 @@ from whole_models import cases, check_every_layer, check_kernel_layers, norms_th
 
 @pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
 def test_every_layer_reads_as_declared(name: str, tp: int, rank: int) -> None:
-    check_every_layer(build_model(name, tp=tp, rank=rank), "vllm", name, tp, rank)
+    dense = "first_k_dense_replace" in MODELS[name].overrides
+    check_every_layer(build_model(name, tp=tp, rank=rank), "vllm", name, tp, rank, all_dense=dense)
 
 
 @pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
@@ -43,7 +44,7 @@ def test_a_kimi_linear_model_holds_both_kinds_where_the_checkpoint_puts_them() -
     specs = registry.specs_in(build_model("kimi-linear", tp=8, rank=5))
 
     kinds = collections.Counter(type(spec).__name__ for _, spec in specs)
-    assert kinds == {"ResidualSpec": 27, "GatedDeltaNetSpec": 20, "MLASpec": 7, "FinalNormSpec": 1}
+    assert kinds == {"ResidualSpec": 27, "GatedDeltaNetSpec": 20, "MLASpec": 7, "GatedMLPSpec": 27, "FinalNormSpec": 1}
     assert [spec.layer_index for _, spec in specs if isinstance(spec, MLASpec)] == [3, 7, 11, 15, 19, 23, 26]
 
 
@@ -117,6 +118,7 @@ def test_what_an_fp8_linear_quantises_is_read_off_the_kernel_that_vllm_gave_it(
     attention, stream = registry.spec_for(decoder.self_attn), registry.spec_for(decoder)
     assert (attention.q_norm.quant, stream.input_norm.quant, stream.post_attention_norm.quant) == (quant,) * 3
     assert attention.kv_norm.quant is None
+    assert registry.spec_for(decoder.mlp).quant == quant
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 import pytest
 
 from layerfuse import registry
@@ -46,9 +47,14 @@ def cases(models: Mapping[str, Any]) -> list[Any]:
     ]
 
 
-def check_every_layer(model: Any, engine: str, name: str, tp: int, rank: int) -> None:
-    """Every decoder and attention layer reads as models.toml declares, on this rank, and alone as well as in the model."""
+def check_every_layer(model: Any, engine: str, name: str, tp: int, rank: int, *, all_dense: bool = False) -> None:
+    """Every decoder layer, attention and MLP reads as models.toml declares, on this rank, and alone as well as in the model.
+
+    ``all_dense``: the model was built without mixtures, so that each of its MLPs is like those of its dense layers.
+    """
     entry = registry.model(ENTRIES.get(name, name))
+    if all_dense:
+        entry = attrs.evolve(entry, mlps={"dense": attrs.evolve(entry.mlps["dense"], at="all")})
 
     read = registry.specs_in(model)
 
@@ -56,7 +62,7 @@ def check_every_layer(model: Any, engine: str, name: str, tp: int, rank: int) ->
     assert {spec.parallel for _, spec in read} == {Parallel(size=tp, rank=rank)}
     assert registry.unknown_in(model) == []
     for path, spec in read:
-        assert registry.spec_for(model.get_submodule(path), type(spec)) == spec
+        assert registry.spec_for(model.get_submodule(path), type(spec), path=path) == spec
 
 
 def norms_that_feed_nothing(model: Any) -> set[str]:

@@ -1,6 +1,7 @@
 """Compiles the norm kernels for GPUs that are not here, and prints what came out as JSON. Run by test_triton_targets.
 
-Apart from the tests, as their process interprets kernels and cannot compile them.
+Apart from the tests, as their process interprets kernels and cannot compile them. Each op is called as always, with tensors
+without memory; only the last step, the launch, compiles for another target instead.
 """
 
 from __future__ import annotations
@@ -14,88 +15,111 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
-from layerfuse.fusion.backends.triton import tuning
-from layerfuse.fusion.backends.triton.kernels import dual_norm, row_norm
-from layerfuse.fusion.ops.quantisation import LARGEST
+from layerfuse.fusion.backends.triton import family, launcher, tuning
+from layerfuse.fusion.catalog import FUSIONS
 
 TARGETS = {
-    "gfx942": (GPUTarget("hip", "gfx942", 64), torch.float8_e4m3fnuz, "fp8e4b8"),
-    "gfx950": (GPUTarget("hip", "gfx950", 64), torch.float8_e4m3fn, "fp8e4nv"),
-    "sm90": (GPUTarget("cuda", 90, 32), torch.float8_e4m3fn, "fp8e4nv"),
-    "sm100": (GPUTarget("cuda", 100, 32), torch.float8_e4m3fn, "fp8e4nv"),
+    "gfx942": (GPUTarget("hip", "gfx942", 64), torch.float8_e4m3fnuz),
+    "gfx950": (GPUTarget("hip", "gfx950", 64), torch.float8_e4m3fn),
+    "sm90": (GPUTarget("cuda", 90, 32), torch.float8_e4m3fn),
+    "sm100": (GPUTarget("cuda", 100, 32), torch.float8_e4m3fn),
 }
-QUANTS = {"plain": (0, 0), "per token": (1, 0), "group": (2, 128)}
+TYPES = {
+    torch.bfloat16: "*bf16",
+    torch.float32: "*fp32",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.float8_e4m3fnuz: "*fp8e4b8",
+    torch.uint8: "*u8",
+}
 FEW, MANY = 0, 6
 """Steps of the tuning."""
 _WIDE = r"(?:global|buffer)_load_dwordx4|ld\.global\S*\.v4\.b32"
 _ONE_BY_ONE = r"(?:global|buffer)_load_(?:ushort|u16|d16|short_d16)\w*|ld\.global(?!\S*\.v)\S*\.b16"
+FORMS = {form.op.name: form.op for fusion in FUSIONS.values() for form in fusion.forms}
 
 
-def dual(name: str, form: str, widths: tuple[int, int], step: int, early: bool = False) -> dict[str, Any]:
-    """A dual norm in bfloat16, of column ranges of a projection with 64 columns more."""
-    (target, dtype, fp8), (quant, group), (q, kv) = TARGETS[name], QUANTS[form], widths
-    unit = min(16, (sum(widths) + 64) & -(sum(widths) + 64))
-    launch = tuning.launch_dual(step, tuning.Dual(q, kv, 2, quant != 0, group, unit >= 8), target.warp_size)
-    constants = {
-        "Q_WIDTH": q, "KV_WIDTH": kv, "Q_EPSILON": 1e-6, "KV_EPSILON": 1e-6, "Q_UNIT": unit, "KV_UNIT": unit,
-        "QUANT": quant, "GROUP": group, "LARGEST": LARGEST[dtype] if quant else 0.0, "UE8M0": False,
-        "Q_CHUNK": launch.chunk, "Q_TAIL": launch.tail, "KV_CHUNK": launch.kv_chunk, "ROWS": launch.rows,
-        "SPLIT": launch.split, "HOLD": launch.hold, "EARLY": early,
-    }  # fmt: skip
-    types = dict.fromkeys(("q", "kv", "q_weight", "kv_weight", "kv_out"), "*bf16")
-    types |= {"q_out": f"*{fp8}" if quant else "*bf16", "scales": "*fp32" if quant else "*bf16"}
-    return built(dual_norm, name, types, constants, launch) | {
-        "target": name, "kernel": "dual_norm", "form": form, "widths": widths, "step": step, "early": early,
-    }  # fmt: skip
+class Compiler:
+    """Takes the place of `launcher.first`."""
+
+    def __init__(self, name: str, early: bool) -> None:
+        self.target, self.early = TARGETS[name][0], early
+        self.built: dict[str, Any] = {}
+
+    def __call__(
+        self,
+        kernel: Any,
+        key: tuple[Any, ...],
+        tensors: tuple[torch.Tensor, ...],
+        numbers: tuple[int, ...],
+        constants: tuple[Any, ...],
+        *,
+        rows: int,
+        sides: int,
+        warps: int,
+    ) -> None:
+        names, known = kernel.arg_names, len(tensors) + len(numbers)
+        types = dict.fromkeys(names, "constexpr")
+        types |= {name: TYPES[tensor.dtype] for name, tensor in zip(names, tensors, strict=False)}
+        types |= dict.fromkeys(names[len(tensors) : known], "i32")
+        source = ASTSource(
+            fn=kernel,
+            signature=types,
+            constexprs={(known + i,): value for i, value in enumerate((*constants, self.early))},
+            attrs={(i,): [["tt.divisibility", 16]] for i in range(len(tensors))},
+        )
+        result = compile(source, target=self.target, options={"num_warps": warps})
+        text = result.asm["amdgcn"] if "amdgcn" in result.asm else result.asm["ptx"]
+        self.built = {
+            "op": key[0], "kernel": kernel.__name__, "rows": rows, "warps": warps,
+            "binary": len(result.asm["hsaco"] if "hsaco" in result.asm else result.asm["cubin"]),
+            "wide_loads": len(re.findall(_WIDE, text)),
+            "loads_one_by_one": len(re.findall(_ONE_BY_ONE, text)),
+            "overlap": "griddepcontrol" in text,
+            "spills": sum(int(n) for n in re.findall(r"spill_count:\s+(\d+)", text)),
+        }  # fmt: skip
 
 
-def row(name: str, form: str, width: int, step: int) -> dict[str, Any]:
-    """An addition and a norm in bfloat16."""
-    (target, dtype, fp8), (quant, group) = TARGETS[name], QUANTS[form]
-    launch = tuning.launch_single(step, width, 2, True, target.warp_size)
-    constants = {
-        "WIDTH": width, "EPSILON": 1e-6, "OFFSET": 1.0, "X_UNIT": 16, "RESIDUAL_UNIT": 16, "ADD": True, "QUANT": quant,
-        "GROUP": group, "LARGEST": LARGEST[dtype] if quant else 0.0, "UE8M0": False, "CHUNK": launch.chunk,
-        "TAIL": launch.tail, "ROWS": launch.rows, "HOLD": launch.hold, "EARLY": False,
-    }  # fmt: skip
-    types = dict.fromkeys(("x", "residual", "weight", "residual_out"), "*bf16")
-    types |= {"out": f"*{fp8}" if quant else "*bf16", "scales": "*fp32" if quant else "*bf16"}
-    return built(row_norm, name, types, constants, launch) | {
-        "target": name, "kernel": "row_norm", "form": form, "widths": (width,), "step": step, "early": False,
-    }  # fmt: skip
-
-
-def built(
-    kernel: Any, name: str, types: dict[str, str], constants: dict[str, Any], launch: tuning.Launch
-) -> dict[str, Any]:
-    """What one variant compiles to."""
-    aligned = list(types)
-    names = kernel.arg_names
-    types = {argument: types.get(argument, "constexpr" if argument in constants else "i32") for argument in names}
-    source = ASTSource(
-        fn=kernel,
-        signature=types,
-        constexprs={(names.index(argument),): value for argument, value in constants.items()},
-        attrs={(names.index(argument),): [["tt.divisibility", 16]] for argument in aligned},
-    )
-    result = compile(source, target=TARGETS[name][0], options={"num_warps": launch.warps})
-    text = result.asm["amdgcn"] if "amdgcn" in result.asm else result.asm["ptx"]
-    return {
-        "rows": launch.rows, "warps": launch.warps,
-        "binary": len(result.asm["hsaco"] if "hsaco" in result.asm else result.asm["cubin"]),
-        "wide_loads": len(re.findall(_WIDE, text)),
-        "loads_one_by_one": len(re.findall(_ONE_BY_ONE, text)),
-        "overlap": "griddepcontrol" in text,
-        "spills": sum(int(n) for n in re.findall(r"spill_count:\s+(\d+)", text)),
-    }  # fmt: skip
+def built(name: str, op: str, widths: tuple[int, ...], step: int, early: bool = False) -> dict[str, Any]:
+    """What one variant compiles to. Rows are column ranges of a projection with 64 columns more."""
+    compiler = Compiler(name, early)
+    target, dtype = TARGETS[name]
+    launcher.first = compiler  # type: ignore[assignment]
+    launcher.again = lambda *_: False  # type: ignore[assignment]
+    launcher.wave = lambda _: target.warp_size  # type: ignore[assignment]
+    tuning.regime = lambda _: step  # type: ignore[assignment]
+    declared = FORMS[op]
+    of = dict(zip(declared.widths, widths, strict=True))
+    args: list[Any] = []
+    for argument in declared.args:
+        kind = type(argument).__name__
+        if kind == "Rows":
+            shape = (8, 32) if argument.heads else (8,)  # type: ignore[attr-defined]
+            width = of[argument.width]  # type: ignore[attr-defined]
+            args.append(torch.empty(*shape, sum(widths) + 64, dtype=torch.bfloat16)[..., :width])
+        elif kind == "Weight":
+            args.append(torch.empty(of[declared.argument(argument.of).width], dtype=torch.bfloat16))  # type: ignore[attr-defined]
+        elif kind == "StaticScale":
+            args.append(torch.empty(1))
+        elif kind == "QuantDtype":
+            args.append(dtype)
+        else:
+            known = {"Epsilon": 1e-6, "WeightOffset": 1.0, "Limit": 7.0, "PaddedWidth": widths[0] + 192}
+            args.append(known.get(kind, argument.default))
+    family.function_of(declared)(*args)
+    return compiler.built | {"target": name, "widths": widths, "step": step, "early": early}
 
 
 if __name__ == "__main__":
     found = []
+    dual, group = "mla_dual_rms_norm", "mla_dual_rms_norm_group_quant"
     for target in TARGETS:
-        found += [dual(target, form, (1536, 512), step) for form in QUANTS for step in (FEW, MANY)]
-        found += [dual(target, "plain", (1000, 384), MANY), dual(target, "group", (2304, 512), MANY)]
-        found += [row(target, "plain", 7168, MANY), row(target, "plain", 128, MANY), row(target, "group", 7168, FEW)]
-    found += [dual("sm90", form, (1536, 512), FEW, early=True) for form in QUANTS]
-    found.append(dual("sm90", "plain", (1001, 333), MANY))
+        for op, declared in FORMS.items():
+            widths = (1536, 512) if len(declared.widths) == 2 else (128,) if declared.rows[0].heads else (7168,)
+            found += [built(target, op, widths, step) for step in (FEW, MANY)]
+        found += [built(target, dual, (1000, 384), MANY), built(target, group, (2304, 512), MANY)]
+        found.append(built(target, "add_rms_norm", (128,), MANY))
+    found += [built("sm90", op, (1536, 512), FEW, early=True) for op in (dual, group)]
+    found += [built("sm90", op, (128,), FEW, early=True) for op in ("add_rms_norm", "gated_rms_norm")]
+    found.append(built("sm90", "silu_mul_group_quant", (2048,), FEW, early=True))
+    found.append(built("sm90", dual, (1001, 333), MANY))
     json.dump(found, sys.stdout)

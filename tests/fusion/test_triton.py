@@ -139,9 +139,11 @@ def test_launches_cover_any_width(
 
     step = tuning.regime(rows)
     dual = tuning.Dual(q, kv, item_size, group_size is not None, group_size or 0, aligned)
+    quantised = group_size is not None
+    row = tuning.Row(q, item_size, aligned, quantised, False, group_size or 0, group_size == 0, aligned)
     for launch, widths in (
         (tuning.launch_dual(step, dual, wave), (q, kv)),
-        (tuning.launch_single(step, q, item_size, aligned, wave), (q,)),
+        (tuning.launch_row(step, row, wave), (q,)),
     ):
         assert 1 <= launch.warps * wave <= 1024
         assert launch.warps.bit_count() == launch.rows.bit_count() == 1
@@ -149,21 +151,54 @@ def test_launches_cover_any_width(
         for width, chunk in zip(widths, (launch.chunk, launch.kv_chunk), strict=False):
             assert chunk.bit_count() == 1
             assert -(-width // chunk) <= 20, "more chunks than a kernel should be unrolled to"
-    launch = tuning.launch_dual(step, dual, wave)
-    assert launch.chunk % (group_size or 1) == launch.tail % (group_size or 1) == 0
-    if launch.tail:
-        assert launch.tail.bit_count() == 1
-        assert 0 < q % launch.chunk <= launch.tail < launch.chunk < q
+        assert launch.chunk % (group_size or 1) == launch.tail % (group_size or 1) == 0
+        if launch.tail:
+            assert launch.tail.bit_count() == 1
+            assert 0 < q % launch.chunk <= launch.tail < launch.chunk < q
+
+
+@given(
+    rows=st.integers(1, 10**9),
+    width=st.integers(1, 65536),
+    heads=st.integers(0, 256),
+    group_size=st.sampled_from([0, 32, 64, 128]),
+    wave=st.sampled_from([32, 64]),
+)
+def test_launches_of_gates_and_products_cover_any_width(
+    rows: int, width: int, heads: int, group_size: int, wave: int
+) -> None:
+    from layerfuse.fusion.backends.triton import tuning
+
+    step, head = tuning.regime(rows), min(width, 1024)
+    for launch in (
+        tuning.launch_gated(step, heads, head, group_size, wave),
+        tuning.launch_product(step, width, True, 0, wave),
+        tuning.launch_product(step, width, False, group_size or 128, wave),
+    ):
+        assert 1 <= launch.warps * wave <= 1024
+        assert launch.warps.bit_count() == launch.rows.bit_count() == launch.chunk.bit_count() == 1
+    assert tuning.launch_gated(step, heads, head, group_size, wave).chunk >= head
+    assert tuning.launch_gated(step, heads, head, group_size, wave).rows >= heads
 
 
 # ---- quantisation ----------------------------------------------------------------------------------------------------
 
 QUANTS: dict[str, tuple[Callable[..., Any], int | None, bool, bool]] = {
-    "per token": (lambda *a: mla_dual_rms_norm_per_token_quant(*a, E4M3, False), None, False, False),
-    "per token, ue8m0": (lambda *a: mla_dual_rms_norm_per_token_quant(*a, E4M3, True), None, False, True),
-    "128": (lambda *a: mla_dual_rms_norm_group_quant(*a, E4M3, 128, False, False), 128, False, False),
-    "64, column-major": (lambda *a: mla_dual_rms_norm_group_quant(*a, E4M3, 64, True, False), 64, True, False),
-    "32, ue8m0": (lambda *a: mla_dual_rms_norm_group_quant(*a, E4M3, 32, False, True), 32, False, True),
+    "per token": (lambda *a: mla_dual_rms_norm_per_token_quant(*a, 0.0, 0.0, E4M3, False), None, False, False),
+    "per token, ue8m0": (lambda *a: mla_dual_rms_norm_per_token_quant(*a, 0.0, 0.0, E4M3, True), None, False, True),
+    "128": (lambda *a: mla_dual_rms_norm_group_quant(*a, 0.0, 0.0, E4M3, 128, False, False, False), 128, False, False),
+    "64, column-major": (
+        lambda *a: mla_dual_rms_norm_group_quant(*a, 0.0, 0.0, E4M3, 64, True, False, False),
+        64,
+        True,
+        False,
+    ),
+    "32, ue8m0": (
+        lambda *a: mla_dual_rms_norm_group_quant(*a, 0.0, 0.0, E4M3, 32, False, False, True),
+        32,
+        False,
+        True,
+    ),
 }
 
 
@@ -227,7 +262,7 @@ def test_power_of_two_scales_are_exact_at_their_steps(exponent: int, ulps: int) 
     """A largest magnitude of 448 * 2^k has the scale 2^k, and one float32 step more has 2^(k+1)."""
     amax = (torch.tensor([448.0 * 2.0**exponent]).view(torch.int32) + ulps).view(torch.float32).to(DEVICE)
     one = torch.ones(1, 1, device=DEVICE)  # of one column: its norm is its weight
-    _, scale, _ = mla_dual_rms_norm_per_token_quant(one, one, amax, amax, 0.0, 0.0, E4M3, True)
+    _, scale, _ = mla_dual_rms_norm_per_token_quant(one, one, amax, amax, 0.0, 0.0, 0.0, 0.0, E4M3, True)
     assert scale.item() == 2.0 ** (exponent + (ulps > 0))
 
 
@@ -246,7 +281,7 @@ def test_what_is_refused_says_why() -> None:
 @pytest.mark.skipif(bool(torch.version.hip), reason="ROCm converts to e4m3fn everywhere")
 def test_fp8_is_refused_where_a_gpu_is_too_old_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     op = FUSIONS["mla_dual_rms_norm_per_token_quant"].op
-    case = case_type(op)(torch.bfloat16, 16, 16, torch.bfloat16, torch.bfloat16, E4M3, False)
+    case = case_type(op)(torch.bfloat16, 16, 16, torch.bfloat16, torch.bfloat16, 0.0, 0.0, E4M3, False)
 
     def said() -> str | None:
         # A forced backend is asked by name on the CPU too, in the interpreter.
@@ -263,4 +298,4 @@ def test_fp8_is_refused_where_a_gpu_is_too_old_for_it(monkeypatch: pytest.Monkey
 def test_amds_fp8_is_refused_off_rocm() -> None:
     q, kv, q_weight, kv_weight = inputs((2,), 16, 8, torch.float32)
     with pytest.raises(BackendError, match="float8_e4m3fnuz is AMD's"):
-        mla_dual_rms_norm_per_token_quant(q, kv, q_weight, kv_weight, 1e-6, 1e-6, torch.float8_e4m3fnuz)
+        mla_dual_rms_norm_per_token_quant(q, kv, q_weight, kv_weight, 1e-6, 1e-6, dtype=torch.float8_e4m3fnuz)

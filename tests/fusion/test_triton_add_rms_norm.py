@@ -7,6 +7,8 @@ import importlib.util
 import pytest
 import torch
 
+from layerfuse.fusion import FUSIONS
+
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 EPS = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
@@ -17,9 +19,12 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float = 1e-6, offset: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    from layerfuse.fusion.backends.triton.launch import add_rms_norm
+    from layerfuse.fusion.backends.triton.family import function_of
 
-    return add_rms_norm(x, residual, weight, epsilon, offset)
+    result: tuple[torch.Tensor, torch.Tensor] = function_of(FUSIONS["add_rms_norm"].op)(
+        x, residual, weight, epsilon, offset
+    )
+    return result
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -148,22 +153,3 @@ def test_the_norm_is_of_the_sum_before_it_is_rounded() -> None:
     normed, total = add_rms_norm(x, residual, weight, 0.0)
     assert torch.equal(total, x)
     assert normed[0, 0] < normed[0, 1], "254.25 and 255.25, where bfloat16 has steps of one"
-
-
-def test_the_kernel_quantises_what_it_adds() -> None:
-    """The switches are the dual norm's: groups of 64 of the normed sum in fp8."""
-    from layerfuse.fusion.backends.triton.kernels import row_norm
-
-    x, residual, weight = inputs(4, 192, dtype=torch.float32)
-    out = torch.empty(4, 192, dtype=torch.float8_e4m3fn, device=DEVICE)
-    total, scales = torch.empty_like(x), torch.empty(4, 3, device=DEVICE)
-    row_norm[(4,)](
-        x, residual, weight, out, total, scales, 4, 12, 12, 3, 1,
-        192, 1e-6, 0.0, 16, 16, True, 2, 64, 448.0, False, 128, 64, 1, False, False, num_warps=4,
-    )  # fmt: skip
-    wide = (x + residual).double()
-    wanted = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + 1e-6) * weight.double()
-    assert torch.equal(total, x + residual)
-    torch.testing.assert_close(scales.double(), wanted.view(4, 3, 64).abs().amax(-1) / 448, rtol=1e-6, atol=0)
-    got = (out.double().view(4, 3, 64) * scales.double().unsqueeze(-1)).view(4, 192)
-    assert (got - wanted).norm() / wanted.norm() < (0.04 if GPU else 0.12)

@@ -196,14 +196,16 @@ def test_an_ignored_class_and_what_is_inside_it_is_not_unknown(own: registry.Reg
 
 def test_specs_come_in_layer_order_with_decoder_layers_before_their_attention() -> None:
     found = registry.specs_in(real_model("kimi-linear-48b-a3b"))
-    assert [path for path, _ in found[:4]] == [
+    assert [path for path, _ in found[:6]] == [
         "model.layers.0",
         "model.layers.0.self_attn",
+        "model.layers.0.mlp",
         "model.layers.1",
         "model.layers.1.self_attn",
+        "model.layers.1.mlp.shared_experts",
     ]
-    assert [spec.layer_index for _, spec in found] == [*(i for i in range(27) for _ in range(2)), 27]
-    assert [path for path, _ in found[-2:]] == ["model.layers.26.self_attn", "model"]
+    assert [spec.layer_index for _, spec in found] == [*(i for i in range(27) for _ in range(3)), 27]
+    assert [path for path, _ in found[-2:]] == ["model.layers.26.mlp.shared_experts", "model"]
 
 
 def test_of_selects_by_type_and_by_parent_type() -> None:
@@ -219,7 +221,7 @@ def test_a_known_layer_may_be_the_whole_model() -> None:
     layer = real_model("deepseek-v3").get_submodule("model.layers.0.self_attn")
     assert registry.specs_in(layer) == [("", registry.spec_for(layer))]
     decoder = real_model("deepseek-v3").get_submodule("model.layers.0")
-    assert [path for path, _ in registry.specs_in(decoder)] == ["", "self_attn"]
+    assert [path for path, _ in registry.specs_in(decoder)] == ["", "self_attn", "mlp"]
 
 
 def test_a_path_that_only_starts_alike_is_not_inside() -> None:

@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT
 
 from layerfuse import registry
-from layerfuse.adapters import GatedDeltaNetSpec, GQASpec, MLASpec, ResidualSpec, SpecError
+from layerfuse.adapters import GatedDeltaNetSpec, GatedMLPSpec, GQASpec, MLASpec, ResidualSpec, SpecError
 
 PUBLISHED = json.loads((ROOT / "tests" / "data" / "published_dims.json").read_text())
 MODELS: dict[str, Any] = PUBLISHED["models"]
@@ -68,6 +68,29 @@ def test_every_kind_of_layer_is_as_published(name: str) -> None:
             assert {ours: getattr(kind, ours) for ours in GDN_FIELDS} == {
                 ours: config[theirs] for ours, theirs in GDN_FIELDS.items()
             }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_gated_mlp_is_as_published(name: str) -> None:
+    """gpt-oss has routed experts and nothing else; LongCat's configs leave the activation to the code."""
+    entry, config = registry.model(name), published(name)
+    dense = config.get("ffn_hidden_size", config.get("intermediate_size"))
+    shared = config.get("shared_expert_intermediate_size")
+    if shared is None and "moe_intermediate_size" in config:
+        number = config["num_shared_experts"] if "num_shared_experts" in config else config["n_shared_experts"]
+        shared = config["moe_intermediate_size"] * number
+    expected = {"dense": dense, "shared_experts": shared}
+    assert {kind: mlp.intermediate_size for kind, mlp in entry.mlps.items()} == {
+        kind: expected[kind] for kind in entry.mlps
+    }
+    assert {mlp.activation for mlp in entry.mlps.values()} <= {config["hidden_act"] or "silu"}
+    first = config.get("first_k_dense_replace")
+    if first is not None:
+        rest = entry.num_hidden_layers - first
+        assert entry.mlp_at() == ["dense"] * first + ["shared_experts"] * rest
+    else:
+        assert len(set(entry.mlp_at())) == 1
+    assert (entry.mlps == {}) == (entry.adapter == "gpt_oss")
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model["layers"]])
@@ -141,8 +164,10 @@ def test_an_engines_own_epsilons_replace_the_published_and_only_those() -> None:
 
 def test_longcat_numbers_its_attentions_on() -> None:
     specs = registry.model("longcat-flash").specs()
-    assert [path for path, _ in specs[:4]] == ["layers.0", "layers.0.mla.0", "layers.0.mla.1", "layers.1"]
-    assert [spec.layer_index for _, spec in specs if isinstance(spec, MLASpec)] == list(range(56))
+    assert [path for path, _ in specs[:3]] == ["layers.0", "layers.0.mla.0", "layers.0.mla.1"]
+    assert [path for path, _ in specs[3:6]] == ["layers.0.dense.0", "layers.0.dense.1", "layers.1"]
+    for kind in (MLASpec, GatedMLPSpec):
+        assert [spec.layer_index for _, spec in specs if isinstance(spec, kind)] == list(range(56))
 
 
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "gpt-oss-120b"])

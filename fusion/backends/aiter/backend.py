@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
 from .. import Backend
 from .calls import Call
 
+if TYPE_CHECKING:
+    from .binding import Bound
+
 
 def backend(op: str) -> Backend:
-    """AITER as a backend of an op that has a binding of the same name. Imports nothing and looks at nothing yet."""
+    """AITER as a backend of an op that has bindings. Imports nothing and looks at nothing yet."""
     return Backend(
         name="aiter",
         op=op,
         load=functools.partial(_load, op),
+        load_for=functools.partial(_load_for, op),
         runs_on=functools.partial(_runs_on, op),
         refuses=functools.partial(_refuses, op),
     )
 
 
 def _load(op: str) -> Callable[..., Any]:
-    from .binding import bound
+    """For a call of which nothing is known: the preferred binding that there is."""
+    return _bound(op)[0].call
 
-    return bound(op).call
+
+def _load_for(op: str, case: Any) -> Callable[..., Any]:
+    call = call_of(case)
+    return next(bound.call for bound in _bound(op) if bound.refuses(call) is None)
 
 
 def _runs_on(op: str, device: str) -> tuple[bool, str]:
@@ -37,20 +45,51 @@ def _runs_on(op: str, device: str) -> tuple[bool, str]:
 
     if torch.version.hip is None:
         return False, "AITER's kernels run on AMD GPUs, and this torch is not built for ROCm"
-    from .binding import Refused, probe
+    from .binding import Probed, probe
+    from .table import candidates
 
-    found = probe(op)
-    return (False, found.reason) if isinstance(found, Refused) else (True, found.convention)
+    found = [probe(binding.name) for binding in candidates(op)]
+    there = [each.convention for each in found if isinstance(each, Probed)]
+    if there:
+        return True, "; or ".join(there)
+    return False, _joined(each.reason for each in found if not isinstance(each, Probed))
 
 
 def _refuses(op: str, case: Any) -> str | None:
-    """From the ops' cases. Binds the function, so that an AITER that cannot be imported is refused with its reason."""
+    """From the ops' cases. Binds the functions, so that an AITER that cannot be imported is refused with its reason."""
     from .binding import Refused, bind
+    from .table import candidates
 
-    found = bind(op)
-    if isinstance(found, Refused):
-        return found.reason
-    return found.refuses(call_of(case))
+    call, reasons = call_of(case), []
+    for binding in candidates(op):
+        found = bind(binding.name)
+        reason = found.reason if isinstance(found, Refused) else found.refuses(call)
+        if reason is None:
+            return None
+        reasons.append(reason if binding.name == op else f"{binding.name}: {reason}")
+    return _joined(reasons)
+
+
+def _bound(op: str) -> tuple[Bound, ...]:
+    """The bindings of an op that can be used here.
+
+    Raises:
+        AiterUnavailableError: none can.
+    """
+    from .binding import Bound, Refused, bind
+    from .errors import AiterUnavailableError
+    from .table import candidates
+
+    found = [bind(binding.name) for binding in candidates(op)]
+    there = tuple(each for each in found if isinstance(each, Bound))
+    if not there:
+        raise AiterUnavailableError(op, _joined(each.reason for each in found if isinstance(each, Refused)))
+    return there
+
+
+def _joined(reasons: Iterable[str]) -> str:
+    """Each reason once."""
+    return "; ".join(dict.fromkeys(reasons)) or "AITER has no function for it that is known here"
 
 
 def call_of(case: Any) -> Call:
@@ -60,8 +99,12 @@ def call_of(case: Any) -> Call:
     other = next((dtype for dtype in weights if dtype != case.dtype), case.dtype if weights else None)
     width = next(value for name, value in said.items() if name == "width" or name.endswith("_width"))
     known = {name: said[name] for name in _OF_CALL if name in said}
+    known |= {ours: said[theirs] for theirs, ours in _OTHERWISE.items() if theirs in said}
     return Call(**{**known, "width": width, "weight_dtype": other, "arch": _arch()})
 
+
+_OTHERWISE = {"q_weight_offset": "weight_offset", "heads": "num_heads"}
+"""What a case calls otherwise."""
 
 _OF_CALL = tuple(attribute.name for attribute in attrs.fields(Call))
 

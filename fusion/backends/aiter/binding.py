@@ -23,7 +23,8 @@ from .conventions import Binding, Function, Match, existed, match
 from .errors import AiterCallError, AiterUnavailableError
 from .releases import ReleaseRange, release_range
 from .resolved import Resolved
-from .restrictions import Restriction, refused_altogether, restrictions_of
+from .restriction import Restriction
+from .restrictions import refused_altogether, restrictions_of
 from .table import BINDINGS, BY_NAME
 
 
@@ -219,6 +220,8 @@ def _bind(name: str) -> Bound | Refused:
         names=functions[main][1],
         beside={each: functions[each] for each in beside},
         releases=probed.releases,
+        adds=probed.binding.adds,
+        keeps_norm=probed.binding.keeps_norm,
     )
     module, _, maker = probed.binding.calls.partition(".")
     make = getattr(importlib.import_module(f".{module}", __package__), maker)

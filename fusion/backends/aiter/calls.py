@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 from attrs import frozen
@@ -18,14 +19,18 @@ class Call:
     "Columns; of the query latent for the dual norms."
     kv_width: int | None = None
     weight_offset: float | None = None
+    "Of the query latent for the dual norms."
+    kv_weight_offset: float | None = None
     quant_dtype: Any = None
     group_size: int | None = None
     column_major: bool | None = None
+    tma_aligned: bool | None = None
     use_ue8m0: bool | None = None
-    has_residual: bool | None = None
     activation: str | None = None
+    norm_before_gate: bool | None = None
+    limit: float | None = None
+    "What a gated activation is cut at, infinity for none."
     num_heads: int | None = None
-    head_dim: int | None = None
     max_seqlen_q: int | None = None
     has_plan: bool | None = None
     "Whether the decode follows a plan (AITER's persistent mode)."
@@ -90,12 +95,33 @@ def wide(call: Call) -> bool:
 
 def has_offset(call: Call) -> bool:
     """A weight offset other than 0."""
-    return bool(call.weight_offset)
+    return bool(call.weight_offset or call.kv_weight_offset)
 
 
 def strange_offset(call: Call) -> bool:
     """A weight offset other than 0 and 1."""
-    return call.weight_offset not in (None, 0, 1)
+    return call.weight_offset not in (None, 0, 1) or call.kv_weight_offset not in (None, 0, 1)
+
+
+def two_offsets(call: Call) -> bool:
+    """Weight offsets of the two norms that differ."""
+    return None not in (call.weight_offset, call.kv_weight_offset) and call.weight_offset != call.kv_weight_offset
+
+
+def has_limit(call: Call) -> bool:
+    """An activation that is cut."""
+    return call.limit is not None and call.limit != float("inf")
+
+
+def rounded_limit(call: Call) -> bool:
+    """A limit that the dtype of the activations does not hold."""
+    if call.limit is None or not has_limit(call) or not call.limit > 0:
+        return False
+    if name_of(call.dtype) == "bfloat16":
+        return bool(struct.unpack("<I", struct.pack("<f", call.limit))[0] & 0xFFFF)
+    if name_of(call.dtype) == "float16":
+        return bool(call.limit > 65504 or struct.unpack("<e", struct.pack("<e", call.limit))[0] != call.limit)
+    return False
 
 
 def has_ue8m0(call: Call) -> bool:
@@ -121,9 +147,29 @@ def strange_groups(call: Call) -> bool:
     return call.group_size not in (None, 32, 64, 128)
 
 
-def in_the_hole(call: Call) -> bool:
-    """Groups in rows of 4097 to 6144 columns, where a thread has 24 columns and no group is a multiple of 24."""
-    return call.group_size is not None and call.width is not None and 4096 < call.width <= 6144
+def in_the_gap(call: Call) -> bool:
+    """Rows of 4097 to 6144 columns, where a thread has 24 columns and no group of a power of two is a multiple of 24."""
+    return call.width is not None and 4096 < call.width <= 6144
+
+
+def groups_in_the_gap(call: Call) -> bool:
+    """The same, quantised in groups."""
+    return call.group_size is not None and in_the_gap(call)
+
+
+def is_column_major(call: Call) -> bool:
+    """Column-major scales."""
+    return call.column_major is True
+
+
+def is_tma_aligned(call: Call) -> bool:
+    """Column-major scales whose columns are padded."""
+    return call.tma_aligned is True
+
+
+def narrower_kv(call: Call) -> bool:
+    """A kv whose next power of two does not cover q."""
+    return call.width is not None and call.kv_width is not None and 1 << (call.kv_width - 1).bit_length() < call.width
 
 
 def not_a_power_of_two(value: int | None) -> bool:

@@ -59,6 +59,7 @@ class Binding:
     """One call of ours and the functions of AITER's that can answer it, the preferred one first."""
 
     name: str
+    "An op's name, with a suffix where the op has several bindings: `rms_norm_group_quant.triton`. Else a call of ours."
     calls: str
     "`module.function` in this package: from what was found to the callable with our convention."
     functions: tuple[Function, ...]
@@ -68,6 +69,15 @@ class Binding:
     "Functions used beside it that must be there."
     kind: Literal["hip", "triton"] = "hip"
     "triton: there in Triton-only mode too."
+    adds: bool = False
+    "Whether a residual is added first."
+    keeps_norm: bool = False
+    "Whether the norm is returned unquantised too."
+
+    @property
+    def op(self) -> str:
+        """The op that it serves."""
+        return self.name.partition(".")[0]
 
 
 @frozen

@@ -1,6 +1,6 @@
-"""Gated norms quantised to fp8 over AITER's HIP kernels: `norm(x) * silu(z)` per head of 128, then the scale.
+"""Gated norms quantised to fp8 over AITER's HIP and Triton kernels: the norm of each head, its gate, then the scale.
 
-A row whose largest magnitude is at most 1e-10 gets the scale 1e-10, where layerfuse's own ops give 1e-10 / largest.
+HIP's give a row whose largest magnitude is at most 1e-10 the scale 1e-10, where layerfuse's own ops give 1e-10 / largest.
 """
 
 from __future__ import annotations
@@ -10,39 +10,63 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...ops.quantisation import empty_scales
+from ...ops.quantisation import LARGEST, SMALLEST_AMAX, empty_scales, round_up_to_power_of_two
 from .errors import AiterCallError
 from .resolved import Resolved
-from .tensors import scale_buffer, scales_of, vector
+from .tensors import dense, flat, no_offset, same_shape, scale_buffer, scales_of, vector
 
 Pair = tuple[Tensor, Tensor]
+PerToken = Callable[[Tensor, Tensor, Tensor, float, float, str, bool, torch.dtype, bool], Pair]
+Grouped = Callable[[Tensor, Tensor, Tensor, float, float, str, bool, torch.dtype, int, bool, bool, bool], Pair]
+
+GATES = ("silu", "sigmoid")
+"""AITER's Triton function also accepts other words, and then does not gate, without an error."""
+
+FLOORS = {
+    (dtype, ue8m0): float(round_up_to_power_of_two(torch.tensor(floor)) if ue8m0 else floor)
+    for dtype, floor in ((dtype, SMALLEST_AMAX / largest) for dtype, largest in LARGEST.items())
+    for ue8m0 in (False, True)
+}
+"""The least scale of a dtype, which is a power of two where all are: AITER applies it after rounding them up."""
 
 
-def group_quant(found: Resolved) -> Callable[[Tensor, Tensor, Tensor, float, torch.dtype, bool], Pair]:
-    """`gated_rms_norm_group_quant(x, z, weight, epsilon, dtype, column_major) -> (out, scales)`.
-
-    x, z: (..., heads, 128), alike; weight: (128,). out: (..., heads * 128) in fp8; scales: (..., heads), one per head.
+def hip_group(found: Resolved) -> Grouped:
+    """`gated_rms_norm_group_quant`, for heads of 128 columns: one scale per head.
 
     Raises:
-        AiterCallError: another shape, or dtypes that differ.
+        AiterCallError: another shape, gate or order, dtypes that differ, or a weight offset.
     """
     name, function = found.binding, found.function
     heads_of = _heads if found.releases.surely_from("v0.1.14-rc0") else _packed_heads
 
-    def call(x: Tensor, z: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype, column_major: bool) -> Pair:
-        _check(name, x, z, weight)
+    def call(
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        weight_offset: float,
+        activation: str,
+        norm_before_gate: bool,
+        dtype: torch.dtype,
+        group_size: int,
+        column_major: bool,
+        _tma_aligned: bool,
+        _ue8m0: bool,
+    ) -> Pair:
+        no_offset(name, weight_offset)
+        _check(name, x, gate, weight, activation, norm_before_gate)
         out, leading = _flat_out(x, dtype)
         if not x.numel():
-            return out, empty_scales(x.flatten(-2), x.shape[-1], column_major)
+            return out, empty_scales(out, group_size, column_major)
         scale = scale_buffer(out, x.shape[-2])
         function(
             out=out.view(-1, out.shape[-1]),
             scale=scale,
             x=heads_of(x),
-            z=heads_of(z),
+            z=heads_of(gate),
             weight=vector(name, "weight", weight, x),
             epsilon=epsilon,
-            group_size=x.shape[-1],
+            group_size=group_size,
             transpose_scale=column_major,
         )
         return out, scales_of(scale, leading, column_major)
@@ -50,29 +74,38 @@ def group_quant(found: Resolved) -> Callable[[Tensor, Tensor, Tensor, float, tor
     return call
 
 
-def per_token_quant(found: Resolved) -> Callable[[Tensor, Tensor, Tensor, float, torch.dtype], Pair]:
-    """`gated_rms_norm_per_token_quant(x, z, weight, epsilon, dtype) -> (out, scales)`; scales: (..., 1).
-
-    x, z: (..., heads, 128), at most 128 heads; else as `group_quant`.
+def hip_per_token(found: Resolved) -> PerToken:
+    """`gated_rms_norm_per_token_quant`, for at most 128 heads of 128 columns.
 
     Raises:
-        AiterCallError: another shape, or dtypes that differ.
+        AiterCallError: as `hip_group`, or more heads.
     """
     name, function = found.binding, found.function
 
-    def call(x: Tensor, z: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Pair:
-        _check(name, x, z, weight)
+    def call(
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        weight_offset: float,
+        activation: str,
+        norm_before_gate: bool,
+        dtype: torch.dtype,
+        _ue8m0: bool,
+    ) -> Pair:
+        no_offset(name, weight_offset)
+        _check(name, x, gate, weight, activation, norm_before_gate)
         if x.shape[-2] > 128:
             raise AiterCallError(name, f"{x.shape[-2]} heads: AITER's kernel covers at most 128")
         out, leading = _flat_out(x, dtype)
         if not x.numel():
-            return out, empty_scales(x.flatten(-2), None, False)
+            return out, empty_scales(out, None, False)
         scale = scale_buffer(out, 1)
         function(
             out=out.view(-1, out.shape[-1]),
             scale=scale.view(-1),
             x=_heads(x),
-            z=_heads(z),
+            z=_heads(gate),
             weight=vector(name, "weight", weight, x),
             epsilon=epsilon,
         )
@@ -81,13 +114,72 @@ def per_token_quant(found: Resolved) -> Callable[[Tensor, Tensor, Tensor, float,
     return call
 
 
-def _check(name: str, x: Tensor, z: Tensor, weight: Tensor) -> None:
+def triton_group(found: Resolved) -> Grouped:
+    """`gated_rms_norm_group_quant`, for heads of any width that the groups divide.
+
+    The bounds and the floor of the scales are layerfuse's own; left alone, AITER takes 224 for e4m3fnuz here and 240
+    elsewhere.
+
+    Raises:
+        AiterCallError: a gate that AITER would leave out without an error, column-major scales, or a weight offset.
+    """
+    name, function = found.binding, found.function
+
+    def call(
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        weight_offset: float,
+        activation: str,
+        norm_before_gate: bool,
+        dtype: torch.dtype,
+        group_size: int,
+        column_major: bool,
+        _tma_aligned: bool,
+        use_ue8m0: bool,
+    ) -> Pair:
+        no_offset(name, weight_offset)
+        same_shape(name, "gate", gate, x)
+        if activation not in GATES or column_major or x.dim() < 2:
+            raise AiterCallError(
+                name,
+                f"x must be (..., heads, width), activation one of {', '.join(GATES)} and scales row-major; got "
+                f"{tuple(x.shape)}, {activation!r}, column_major={column_major}",
+            )
+        leading, width = x.shape[:-2], x.shape[-2] * x.shape[-1]
+        if not x.numel():
+            out, _ = _flat_out(x, dtype)
+            return out, empty_scales(out, group_size, False)
+        largest = LARGEST[dtype]
+        out, scales = function(
+            x=flat(x).contiguous(),
+            weight=dense(weight),
+            bias=None,
+            z=flat(gate).contiguous(),
+            eps=epsilon,
+            norm_before_gate=norm_before_gate,
+            use_ue8m0=use_ue8m0,
+            activation=activation,
+            out_dtype=dtype,
+            fp8_min=-largest,
+            fp8_max=largest,
+            fp8_min_scaling_factor=FLOORS[dtype, use_ue8m0],
+            group_size=group_size,
+        )
+        return out.view(*leading, width), scales.view(*leading, width // group_size)
+
+    return call
+
+
+def _check(name: str, x: Tensor, gate: Tensor, weight: Tensor, activation: str, norm_before_gate: bool) -> None:
     if x.dim() < 2 or x.shape[-1] != 128 or weight.shape != x.shape[-1:]:
         raise AiterCallError(
             name, f"x must be (..., heads, 128) with a weight of (128,), got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    if z.shape != x.shape or z.dtype != x.dtype:
-        raise AiterCallError(name, f"z must be like x, {x.dtype} {tuple(x.shape)}; got {z.dtype} {tuple(z.shape)}")
+    same_shape(name, "gate", gate, x)
+    if activation != "silu" or not norm_before_gate:
+        raise AiterCallError(name, f"it gates with silu behind the norm; got {activation!r}, {norm_before_gate=}")
 
 
 def _flat_out(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, torch.Size]:
@@ -97,16 +189,16 @@ def _flat_out(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, torch.Size]:
 
 def _heads(x: Tensor) -> Tensor:
     """The tensor as (tokens, heads, head width), its last dimension without gaps and every head on 16 bytes; else a copy."""
-    flat = x.reshape(-1, x.shape[-2], x.shape[-1])
-    size = flat.element_size()
-    if flat.stride(2) == 1 and not (flat.stride(0) * size | flat.stride(1) * size | flat.data_ptr()) & 15:
-        return flat
-    return flat.clone(memory_format=torch.contiguous_format)
+    three = x.reshape(-1, x.shape[-2], x.shape[-1])
+    size = three.element_size()
+    if three.stride(2) == 1 and not (three.stride(0) * size | three.stride(1) * size | three.data_ptr()) & 15:
+        return three
+    return three.clone(memory_format=torch.contiguous_format)
 
 
 def _packed_heads(x: Tensor) -> Tensor:
     """The same, contiguous: the kernels before v0.1.14-rc0 ignore strides and say nothing."""
-    flat = x.reshape(-1, x.shape[-2], x.shape[-1])
-    if flat.is_contiguous() and not flat.data_ptr() & 15:
-        return flat
-    return flat.clone(memory_format=torch.contiguous_format)
+    three = x.reshape(-1, x.shape[-2], x.shape[-1])
+    if three.is_contiguous() and not three.data_ptr() & 15:
+        return three
+    return three.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""Single norms over AITER's HIP and CK kernels, `aiter.ops.rmsnorm`: with a residual, and quantised.
+"""Single norms over AITER's HIP and CK kernels, `aiter.ops.rmsnorm`, with and without a residual.
 
 The HIP kernels take the width from dimension 1, so everything is handed over in two dimensions.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...ops.quantisation import empty_scales
 from .errors import AiterCallError
 from .resolved import Resolved
 from .tensors import (
@@ -20,13 +19,10 @@ from .tensors import (
     packed_rows,
     rows,
     same_shape,
-    scale_buffer,
-    scales_of,
     vector,
 )
 
 Pair = tuple[Tensor, Tensor]
-Triple = tuple[Tensor, Tensor, Tensor]
 
 HIP_WIDTH = 8192
 """The widest row of AITER's HIP norms. Wider ones, and float32, go through its generic kernels."""
@@ -92,92 +88,5 @@ def add_rms_norm(found: Resolved) -> Callable[[Tensor, Tensor, Tensor, float, fl
             **options,
         )
         return out, residual_out
-
-    return call
-
-
-def rms_norm_quant(
-    found: Resolved,
-) -> Callable[[Tensor, Tensor, float, float, torch.dtype, int | None, bool], Pair]:
-    """`rms_norm_quant(x, weight, epsilon, weight_offset, dtype, group_size, column_major) -> (out, scales)`.
-
-    The norm, quantised before any rounding to fp8 with a float32 scale per row (group_size None) or per group_size
-    columns, laid out as `fusion.ops.quantisation.scale_strides` says.
-
-    Raises:
-        AiterCallError: an offset the build does not know, or a weight of another dtype.
-    """
-    name, function = found.binding, found.function
-    gemma_known = "gemma_norm" in found.names
-
-    def call(
-        x: Tensor,
-        weight: Tensor,
-        epsilon: float,
-        weight_offset: float,
-        dtype: torch.dtype,
-        group_size: int | None,
-        column_major: bool,
-    ) -> Pair:
-        out = empty_like(x, dtype)
-        if not x.numel():
-            return out, empty_scales(x, group_size, column_major)
-        scale = scale_buffer(x, 1 if group_size is None else x.shape[-1] // group_size)
-        options = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        function(
-            out=flat_like(out),
-            input=rows(x),
-            scale=scale,
-            weight=vector(name, "weight", weight, x),
-            epsilon=epsilon,
-            group_size=group_size or 0,
-            shuffle_scale=column_major,
-            **options,
-        )
-        return out, scales_of(scale, x.shape[:-1], column_major)
-
-    return call
-
-
-def add_rms_norm_quant(
-    found: Resolved,
-) -> Callable[[Tensor, Tensor, Tensor, float, float, torch.dtype, int | None, bool], Triple]:
-    """`add_rms_norm_quant(x, residual, weight, epsilon, ...) -> (out, scales, residual_out)`, else as `rms_norm_quant`.
-
-    Raises:
-        AiterCallError: as `rms_norm_quant`, or a residual that is not like x.
-    """
-    name, function = found.binding, found.function
-    gemma_known = "gemma_norm" in found.names
-
-    def call(
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        epsilon: float,
-        weight_offset: float,
-        dtype: torch.dtype,
-        group_size: int | None,
-        column_major: bool,
-    ) -> Triple:
-        out, residual_out = empty_like(x, dtype), empty_like(x)
-        same_shape(name, "residual", residual, x)
-        if not x.numel():
-            return out, empty_scales(x, group_size, column_major), residual_out
-        scale = scale_buffer(x, 1 if group_size is None else x.shape[-1] // group_size)
-        options = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        function(
-            out=flat_like(out),
-            input=rows(x),
-            residual_in=rows(residual),
-            residual_out=flat_like(residual_out),
-            scale=scale,
-            weight=vector(name, "weight", weight, x),
-            epsilon=epsilon,
-            group_size=group_size or 0,
-            shuffle_scale=column_major,
-            **options,
-        )
-        return out, scales_of(scale, x.shape[:-1], column_major), residual_out
 
     return call

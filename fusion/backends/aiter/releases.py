@@ -111,6 +111,7 @@ class Probe:
 _AR = "aiter.dist.device_communicators.custom_all_reduce"
 _QK_GROUP = "aiter.ops.fused_qk_rmsnorm_group_quant"
 _ATTENTION = "aiter.ops.attention"
+_OLD_FP8 = "aiter.ops.triton.fused_fp8_quant"
 
 PROBES = (
     Probe("v0.1.5.post2", "aiter.ops.quick_all_reduce"),
@@ -121,6 +122,7 @@ PROBES = (
     Probe("v0.1.7.post5", _ATTENTION, "get_mla_metadata_info_v1", "intra_batch_mode"),
     Probe("v0.1.8", _ATTENTION, "get_mla_metadata_v1", "work_info_set"),
     Probe("v0.1.9", "aiter.mla", "mla_decode_fwd", "return_lse"),
+    Probe("v0.1.9.post1", _OLD_FP8, "fused_rms_fp8_per_tensor_static_quant", "rmsnorm_convert_to_inp1_type"),
     Probe("v0.1.10", "aiter.ops.triton.quant.fused_fp8_quant"),
     Probe("v0.1.10.post1", "aiter.ops.rmsnorm", "add_rmsnorm"),
     Probe("v0.1.10.post1", _ATTENTION, "get_ps_metadata_info_v1"),

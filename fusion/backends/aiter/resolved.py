@@ -22,3 +22,7 @@ class Resolved:
     "Functions used beside it, by name, with their parameters."
     releases: ReleaseRange
     "What the build can be."
+    adds: bool = False
+    "Whether a residual is added first."
+    keeps_norm: bool = False
+    "Whether the norm is returned unquantised too."

@@ -24,19 +24,34 @@ _ALIGNED = 15
 
 def rows(x: Tensor) -> Tensor:
     """A tensor (..., width), not empty, as a 2-D view of row-contiguous, aligned, separate rows; else as a copy of it."""
-    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    step, gap = flat.stride()
-    if gap == 1 and step >= flat.shape[1] and not (step * flat.itemsize | flat.data_ptr()) & _ALIGNED:
-        return flat
-    return flat.clone(memory_format=torch.contiguous_format)
+    two = flat(x)
+    step, gap = two.stride()
+    if gap == 1 and step >= two.shape[1] and not (step * two.itemsize | two.data_ptr()) & _ALIGNED:
+        return two
+    return two.clone(memory_format=torch.contiguous_format)
 
 
 def packed_rows(x: Tensor) -> Tensor:
     """The same without gaps between rows, for functions that ignore the row stride."""
-    flat = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    if flat.stride() == (flat.shape[1], 1) and not flat.data_ptr() & _ALIGNED:
-        return flat
-    return flat.clone(memory_format=torch.contiguous_format)
+    two = flat(x)
+    if two.stride() == (two.shape[1], 1) and not two.data_ptr() & _ALIGNED:
+        return two
+    return two.clone(memory_format=torch.contiguous_format)
+
+
+def flat(x: Tensor) -> Tensor:
+    """A tensor (..., width) in two dimensions, for kernels that read every stride: a view where there is one."""
+    return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
+
+
+def dense(weight: Tensor) -> Tensor:
+    """A weight without gaps, for kernels that read it in any dtype."""
+    return weight if weight.is_contiguous() else weight.contiguous()
+
+
+def next_power_of_two(number: int) -> int:
+    """The least power of two that is not below."""
+    return 1 << (number - 1).bit_length()
 
 
 def rows_by(releases: ReleaseRange, strided_from: str) -> Callable[[Tensor], Tensor]:
@@ -82,9 +97,9 @@ def flat_like(out: Tensor) -> Tensor:
     return out if out.ndim == 2 else out.view(-1, out.shape[-1])
 
 
-def scale_buffer(x: Tensor, groups: int) -> Tensor:
-    """Uninitialised float32 scales for the rows of x, not empty: (rows, groups), contiguous."""
-    return x.new_empty((x.numel() // x.shape[-1], groups), dtype=torch.float32)
+def scale_buffer(x: Tensor, groups: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Uninitialised scales for the rows of x, not empty: (rows, groups), contiguous."""
+    return x.new_empty((x.numel() // x.shape[-1], groups), dtype=dtype)
 
 
 def scales_of(buffer: Tensor, leading: torch.Size, column_major: bool) -> Tensor:
@@ -93,6 +108,12 @@ def scales_of(buffer: Tensor, leading: torch.Size, column_major: bool) -> Tensor
     if column_major:
         return buffer.as_strided(shape, scale_strides(shape, True))
     return buffer if len(shape) == 2 else buffer.view(shape)
+
+
+def unpermuted(scales: Tensor, leading: torch.Size, column_major: bool) -> Tensor:
+    """Scales that a function allocated: column-major ones come contiguous, so that indexing them is wrong."""
+    shape = (*leading, scales.shape[1])
+    return scales.as_strided(shape, scale_strides(shape, True)) if column_major else scales.view(shape)
 
 
 def no_offset(binding: str, weight_offset: float) -> None:

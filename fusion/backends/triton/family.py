@@ -1,171 +1,332 @@
-"""The ops of the Triton backend: from their arguments to a launch.
+"""The ops of the norm family on Triton: from an op's chain to the function that launches its kernel.
 
-Which kernel is decided by what is constant for a layer (widths, epsilons, alignment) and by the number of rows.
+Which kernel variant is launched is decided by what is constant for a layer (widths, epsilons, alignment) and by the number
+of rows.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from ...ops.quantisation import LARGEST, empty_scales
+from ...compose import quantised_step
+from ...declare import Op
+from ...ops.quantisation import LARGEST, MX_COLUMNS, empty_scales
+from ...steps import Add, GatedNorm, Norm, Pad, Quant, SiluMul
 from . import launcher, tuning
+from .gated import gated_norm
 from .kernels import dual_norm, row_norm
+from .product import silu_mul
 
-_NO_QUANT, _PER_TOKEN, _PER_GROUP = 0, 1, 2
-
-
-def mla_dual_rms_norm(
-    q: Tensor,
-    kv: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    q_epsilon: float,
-    kv_epsilon: float,
-    q_offset: float,
-    kv_offset: float,
-) -> tuple[Tensor, Tensor]:
-    """See `ops.mla_dual_rms_norm`."""
-    q_out = _empty(q, q.dtype)
-    kv_out = _empty(kv, kv.dtype)
-    _dual_norm((q, kv, q_weight, kv_weight, q_out, q_out, kv_out), q_epsilon, kv_epsilon, _NO_QUANT, 0, False, (0, 0))
-    return q_out, kv_out
+NO_QUANT, PER_TOKEN, PER_GROUP, STATIC, MXFP8, MXFP4 = range(6)
+ELEMENTS = 128
+"""Columns that a program of a product handles as one where no group says how many."""
+_MODES = {"token": PER_TOKEN, "group": PER_GROUP, "static": STATIC, "mxfp8": MXFP8, "mxfp4": MXFP4}
 
 
-def mla_dual_rms_norm_per_token_quant(
-    q: Tensor,
-    kv: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    q_epsilon: float,
-    kv_epsilon: float,
-    q_offset: float,
-    kv_offset: float,
-    dtype: torch.dtype,
-    use_ue8m0: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `ops.mla_dual_rms_norm_quant`."""
-    q_out = _empty(q, dtype)
-    scales = torch.empty((*q.shape[:-1], 1), dtype=torch.float32, device=q.device)
-    kv_out = _empty(kv, kv.dtype)
-    tensors = (q, kv, q_weight, kv_weight, q_out, scales, kv_out)
-    _dual_norm(tensors, q_epsilon, kv_epsilon, _PER_TOKEN, 0, use_ue8m0, (1, 1))
-    return q_out, scales, kv_out
+def function_of(op: Op) -> Callable[..., Any]:
+    """The function that takes the op's arguments by position and launches its kernel.
 
-
-def mla_dual_rms_norm_group_quant(
-    q: Tensor,
-    kv: Tensor,
-    q_weight: Tensor,
-    kv_weight: Tensor,
-    q_epsilon: float,
-    kv_epsilon: float,
-    q_offset: float,
-    kv_offset: float,
-    dtype: torch.dtype,
-    group_size: int,
-    column_major: bool,
-    tma_aligned: bool,
-    use_ue8m0: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `ops.mla_dual_rms_norm_quant`."""
-    q_out = _empty(q, dtype)
-    scales = empty_scales(q, group_size, column_major)
-    kv_out = _empty(kv, kv.dtype)
-    tensors = (q, kv, q_weight, kv_weight, q_out, scales, kv_out)
-    # Strides in a scale tensor of (rows, groups): leading dimensions keep their order, so they count as one.
-    groups = scales.shape[-1]
-    strides = (1, scales.numel() // max(groups, 1)) if column_major else (groups, 1)
-    _dual_norm(tensors, q_epsilon, kv_epsilon, _PER_GROUP, group_size, use_ue8m0, strides)
-    return q_out, scales, kv_out
-
-
-def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, weight_offset: float
-) -> tuple[Tensor, Tensor]:
-    """The norm of x + residual, and that sum.
-
-    Args:
-        x: (..., width), bfloat16, float16 or float32; the elements of a row lie together, rows as they like.
-        residual: of the same shape and dtype, with strides of its own.
-        weight: (width,), of any float dtype.
-        epsilon: added to the mean square.
-        weight_offset: added to the weight in float32: 0.0, or 1.0 where weights are stored around zero.
-
-    Returns:
-        The norm of the float32 sum, and the sum, each rounded once to the dtype of x; both contiguous.
+    Raises:
+        ValueError: an op that was not made from a chain.
     """
-    out = _empty(x, x.dtype)
-    residual_out = _empty(x, x.dtype)
+    if op.chain is None:
+        raise ValueError(f"{op.name} is not made from a chain; give its kernel a function of its own")
+    quant = next((step for step in op.chain if isinstance(step, Quant)), None)
+    mode = NO_QUANT if quant is None else _MODES[quant.per]
+    main = quantised_step(op.chain)
+    kept = isinstance(main, Norm) and main.kept
+    if isinstance(main, GatedNorm):
+        return _gated(op.name, mode)
+    if isinstance(main, SiluMul):
+        return _product(op.name, mode)
+    if sum(isinstance(step, Norm) for step in op.chain) == 2:
+        return _dual(op.name, mode, kept)
+    adds, pads = (any(isinstance(step, kind) for step in op.chain) for kind in (Add, Pad))
+    return _row(op.name, mode, kept, adds, pads)
+
+
+class _Quantised(NamedTuple):
+    """What a quantising launch gets besides its rows."""
+
+    out: Tensor
+    scales: Tensor
+    "The results; for a static scale, where there are none, out again."
+    scale_in: Tensor
+    "The static scale, or out again."
+    strides: tuple[int, int]
+    "Of the scales, per row and per group."
+    group: int
+    largest: float
+    ue8m0: bool
+    results: tuple[Tensor, ...]
+
+
+def _quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, ...]) -> _Quantised:
+    """Results for rows of this shape, from the op's options behind those of the norm."""
+    if mode == NO_QUANT:
+        out = _empty(x, x.dtype)
+        return _Quantised(out, out, out, (0, 0), 0, 0.0, False, (out,))
+    if mode in (MXFP8, MXFP4):
+        width = shape[-1]
+        out = (
+            torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
+            if mode == MXFP8
+            else torch.empty((*shape[:-1], width // 2), dtype=torch.uint8, device=x.device)
+        )
+        scales = torch.empty((*shape[:-1], width // MX_COLUMNS), dtype=torch.uint8, device=x.device)
+        return _Quantised(out, scales, out, (0, 0), MX_COLUMNS, 0.0, False, (out, scales))
+    if mode == STATIC:
+        scale, dtype = options
+        out = _empty(x, dtype) if shape == x.shape else torch.empty(shape, dtype=dtype, device=x.device)
+        return _Quantised(out, out, scale, (0, 0), 0, LARGEST[dtype], False, (out,))
+    dtype = options[0]
+    out = _empty(x, dtype) if shape == x.shape else torch.empty(shape, dtype=dtype, device=x.device)
+    if mode == PER_TOKEN:
+        scales = torch.empty((*shape[:-1], 1), dtype=torch.float32, device=x.device)
+        return _Quantised(out, scales, out, (1, 0), 0, LARGEST[dtype], options[1], (out, scales))
+    group, column_major, tma_aligned, ue8m0 = options[1:]
+    scales = empty_scales(out, group, column_major, tma_aligned)
+    # Strides in a scale tensor of (rows, groups): leading dimensions keep their order, so they count as one.
+    strides = (1, scales.stride(-1)) if column_major else (scales.shape[-1], 1)
+    return _Quantised(out, scales, out, strides, group, LARGEST[dtype], ue8m0, (out, scales))
+
+
+# ---- one norm per row ------------------------------------------------------------------------------------------------
+
+
+def _row(name: str, mode: int, kept: bool, adds: bool, pads: bool) -> Callable[..., Any]:
+    first = 1 + adds
+
+    def function(*args: Any) -> Any:
+        x, residual = args[0], args[first - 1]
+        weight, epsilon, offset = args[first : first + 3]
+        width = x.shape[-1]
+        padded = args[-1] if pads else width
+        if padded == width:
+            given = _quantised(mode, x, x.shape, args[first + 3 :])
+        else:
+            out = torch.empty((*x.shape[:-1], padded), dtype=x.dtype, device=x.device)
+            given = _Quantised(out, out, out, (0, 0), 0, 0.0, False, (out,))
+        results = given.results
+        normed = given.out
+        if kept:
+            normed = _empty(x, x.dtype)
+            results = (*results, normed)
+        residual_out = normed
+        if adds:
+            residual_out = _empty(x, x.dtype)
+            results = (*results, residual_out)
+        _launch_row(name, mode, kept, adds, padded, (x, residual, weight, normed, residual_out), epsilon, offset, given)
+        return results if len(results) > 1 else results[0]
+
+    return function
+
+
+def _launch_row(
+    name: str,
+    mode: int,
+    kept: bool,
+    adds: bool,
+    padded: int,
+    tensors: tuple[Tensor, ...],
+    epsilon: float,
+    offset: float,
+    given: _Quantised,
+) -> None:
+    x, residual, weight, normed, residual_out = tensors
     x, residual = _rows(x), _rows(residual)
     rows, width = x.shape
     if rows == 0:
-        return out, residual_out
+        return
     x_stride, residual_stride = x.stride(0), residual.stride(0)
     # Strides are counted in the largest power of two that divides them, up to 16: the kernel then knows their alignment.
     x_unit, residual_unit = x_stride & -x_stride & 15 or 16, residual_stride & -residual_stride & 15 or 16
-    numbers = (rows, x_stride // x_unit, residual_stride // residual_unit, 0, 0)
-    reads = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
-    bits, high = reads[0] | reads[1] | reads[2], rows | x_stride | residual_stride
-    tensors = (x, residual, weight, out, residual_out, out)
-    special = launcher.special(high, reads, tensors) if bits & 15 or high >> 31 or launcher.HIP else None
-    step, device, written = tuning.regime(rows), x.get_device(), out.data_ptr()
+    numbers = (rows, x_stride // x_unit, residual_stride // residual_unit, *given.strides)
+    reads = x.data_ptr(), residual.data_ptr(), weight.data_ptr(), given.scale_in.data_ptr()
+    bits, high = reads[0] | reads[1] | reads[2] | reads[3], rows | x_stride | residual_stride | given.strides[1]
+    every = (x, residual, weight, given.scale_in, given.out, given.scales, normed, residual_out)
+    special = launcher.special(high, reads, every) if bits & 15 or high >> 31 or launcher.HIP else None
+    step, device = tuning.regime(rows), x.get_device()
     key = (
-        "add_rms_norm", device, step, x.dtype, weight.dtype, width, epsilon, weight_offset, x_unit, residual_unit, special,
+        name, device, step, x.dtype, weight.dtype, given.out.dtype, width, padded, epsilon, offset, x_unit, residual_unit,
+        given.group, given.ue8m0, special,
     )  # fmt: skip
-    if launcher.again(key, device, (*reads, written, residual_out.data_ptr(), written), numbers):
-        return out, residual_out
+    written = given.out.data_ptr(), given.scales.data_ptr(), normed.data_ptr(), residual_out.data_ptr()
+    if launcher.again(key, device, (*reads, *written), numbers):
+        return
     item = x.element_size()
-    aligned = not (bits | x_unit * item | residual_unit * item | width * item) & 15
-    plan = tuning.launch_single(step, width, item, aligned, launcher.wave(x.device))
+    aligned = not (reads[0] | reads[1] | reads[2] | x_unit * item | residual_unit * item | width * item) & 15
+    shape = tuning.Row(width, item, adds, mode != NO_QUANT, kept, given.group, mode == PER_TOKEN, aligned)
+    plan = tuning.launch_row(step, shape, launcher.wave(x.device))
+    zeros = tuning.power_of_two(padded - width) if padded > width else 0
     constants = (
-        width, epsilon, weight_offset, x_unit, residual_unit, True, _NO_QUANT, 0, 0.0, False,
-        plan.chunk, plan.tail, plan.rows, plan.hold,
+        width, epsilon, offset, x_unit, residual_unit, adds, mode, given.group, given.largest, given.ue8m0,
+        kept, padded, zeros, plan.chunk, plan.tail, plan.rows, plan.hold,
     )  # fmt: skip
-    launcher.first(row_norm, key, tensors, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
-    return out, residual_out
+    launcher.first(row_norm, key, every, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
 
 
-def _dual_norm(
+# ---- two norms per row -----------------------------------------------------------------------------------------------
+
+
+def _dual(name: str, mode: int, kept: bool) -> Callable[..., Any]:
+    def function(
+        q: Tensor,
+        kv: Tensor,
+        q_weight: Tensor,
+        kv_weight: Tensor,
+        q_epsilon: float,
+        kv_epsilon: float,
+        q_offset: float,
+        kv_offset: float,
+        *options: Any,
+    ) -> Any:
+        given = _quantised(mode, q, q.shape, options)
+        normed = _empty(q, q.dtype) if kept else given.out
+        kv_out = _empty(kv, kv.dtype)
+        tensors = (q, kv, q_weight, kv_weight, normed, kv_out)
+        _launch_dual(name, mode, kept, tensors, (q_epsilon, kv_epsilon, q_offset, kv_offset), given)
+        return (*given.results, normed, kv_out) if kept else (*given.results, kv_out)
+
+    return function
+
+
+def _launch_dual(
+    name: str,
+    mode: int,
+    kept: bool,
     tensors: tuple[Tensor, ...],
-    q_epsilon: float,
-    kv_epsilon: float,
-    quant: int,
-    group_size: int,
-    use_ue8m0: bool,
-    scale_strides: tuple[int, int],
+    floats: tuple[float, float, float, float],
+    given: _Quantised,
 ) -> None:
-    q, kv, q_weight, kv_weight, q_out, scales, kv_out = tensors
+    q, kv, q_weight, kv_weight, normed, kv_out = tensors
     q, kv = _rows(q), _rows(kv)
     rows, q_width = q.shape
     if rows == 0:
         return
     kv_width = kv.shape[1]
     q_stride, kv_stride = q.stride(0), kv.stride(0)
-    q_unit, kv_unit = q_stride & -q_stride & 15 or 16, kv_stride & -kv_stride & 15 or 16  # as in add_rms_norm
-    numbers = (rows, q_stride // q_unit, kv_stride // kv_unit, *scale_strides)
-    reads = q.data_ptr(), kv.data_ptr(), q_weight.data_ptr(), kv_weight.data_ptr()
-    bits, high = reads[0] | reads[1] | reads[2] | reads[3], rows | q_stride | kv_stride
-    special = launcher.special(high, reads, tensors) if bits & 15 or high >> 31 or launcher.HIP else None
+    q_unit, kv_unit = q_stride & -q_stride & 15 or 16, kv_stride & -kv_stride & 15 or 16  # as in _launch_row
+    numbers = (rows, q_stride // q_unit, kv_stride // kv_unit, *given.strides)
+    reads = q.data_ptr(), kv.data_ptr(), q_weight.data_ptr(), kv_weight.data_ptr(), given.scale_in.data_ptr()
+    bits, high = reads[0] | reads[1] | reads[2] | reads[3] | reads[4], rows | q_stride | kv_stride | given.strides[1]
+    every = (q, kv, q_weight, kv_weight, given.scale_in, given.out, given.scales, normed, kv_out)
+    special = launcher.special(high, reads, every) if bits & 15 or high >> 31 or launcher.HIP else None
     step, device = tuning.regime(rows), q.get_device()
     key = (
-        "dual_norm", device, step, q.dtype, q_weight.dtype, kv_weight.dtype, q_out.dtype, q_width, kv_width, q_epsilon,
-        kv_epsilon, quant, group_size, use_ue8m0, q_unit, kv_unit, special,
+        name, device, step, q.dtype, q_weight.dtype, kv_weight.dtype, given.out.dtype, q_width, kv_width, floats,
+        given.group, given.ue8m0, q_unit, kv_unit, special,
     )  # fmt: skip
-    if launcher.again(key, device, (*reads, q_out.data_ptr(), scales.data_ptr(), kv_out.data_ptr()), numbers):
+    written = given.out.data_ptr(), given.scales.data_ptr(), normed.data_ptr(), kv_out.data_ptr()
+    if launcher.again(key, device, (*reads, *written), numbers):
         return
-    item, quantised = q.element_size(), quant != _NO_QUANT
-    aligned = not (bits | q_unit * item | kv_unit * item | q_width * item) & 15
-    dual = tuning.Dual(q_width, kv_width, item, quantised, group_size, aligned)
+    item = q.element_size()
+    aligned = not (reads[0] | reads[1] | reads[2] | reads[3] | q_unit * item | kv_unit * item | q_width * item) & 15
+    dual = tuning.Dual(q_width, kv_width, item, mode != NO_QUANT, given.group, aligned)
     plan = tuning.launch_dual(step, dual, launcher.wave(q.device))
     constants = (
-        q_width, kv_width, q_epsilon, kv_epsilon, q_unit, kv_unit, quant, group_size,
-        LARGEST[q_out.dtype] if quantised else 0.0, use_ue8m0,
+        q_width, kv_width, *floats, q_unit, kv_unit, mode, given.group, given.largest, given.ue8m0, kept,
         plan.chunk, plan.tail, plan.kv_chunk, plan.rows, plan.split, plan.hold,
     )  # fmt: skip
-    inputs = (q, kv, *tensors[2:])
     sides = 2 if plan.split else 1
-    launcher.first(dual_norm, key, inputs, numbers, constants, rows=plan.rows, sides=sides, warps=plan.warps)
+    launcher.first(dual_norm, key, every, numbers, constants, rows=plan.rows, sides=sides, warps=plan.warps)
+
+
+# ---- gated norms -----------------------------------------------------------------------------------------------------
+
+
+def _gated(name: str, mode: int) -> Callable[..., Any]:
+    def function(
+        x: Tensor,
+        gate: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        offset: float,
+        activation: str,
+        norm_before_gate: bool,
+        *options: Any,
+    ) -> Any:
+        heads, width = x.shape[-2:]
+        shape = x.shape if mode == NO_QUANT else (*x.shape[:-2], heads * width)
+        given = _quantised(mode, x, shape, options)
+        x, gate = _heads(x), _heads(gate)
+        tokens = x.shape[0]
+        results = given.results if len(given.results) > 1 else given.results[0]
+        if tokens == 0:
+            return results
+        rows = tokens if mode == PER_TOKEN else tokens * heads
+        strides = x.stride(0), x.stride(1), gate.stride(0), gate.stride(1)
+        x_unit = (strides[0] | strides[1]) & -(strides[0] | strides[1]) & 15 or 16
+        gate_unit = (strides[2] | strides[3]) & -(strides[2] | strides[3]) & 15 or 16
+        numbers = (
+            rows, strides[0] // x_unit, strides[1] // x_unit, strides[2] // gate_unit, strides[3] // gate_unit,
+            *given.strides,
+        )  # fmt: skip
+        reads = x.data_ptr(), gate.data_ptr(), weight.data_ptr(), given.scale_in.data_ptr()
+        bits, high = reads[0] | reads[1] | reads[2] | reads[3], rows | strides[0] | strides[2] | given.strides[1]
+        every = (x, gate, weight, given.scale_in, given.out, given.scales)
+        special = launcher.special(high, reads, every) if bits & 15 or high >> 31 or launcher.HIP else None
+        step, device = tuning.regime(tokens * heads), x.get_device()
+        key = (
+            name, device, step, x.dtype, weight.dtype, given.out.dtype, heads, width, epsilon, offset, activation,
+            norm_before_gate, x_unit, gate_unit, given.group, given.ue8m0, special,
+        )  # fmt: skip
+        if launcher.again(key, device, (*reads, given.out.data_ptr(), given.scales.data_ptr()), numbers):
+            return results
+        plan = tuning.launch_gated(step, heads if mode == PER_TOKEN else 0, width, given.group, launcher.wave(x.device))
+        constants = (
+            heads, width, epsilon, offset, x_unit, gate_unit, activation == "sigmoid", norm_before_gate, mode,
+            given.group, given.largest, given.ue8m0, plan.chunk, plan.rows,
+        )  # fmt: skip
+        each = 1 if mode == PER_TOKEN else plan.rows
+        launcher.first(gated_norm, key, every, numbers, constants, rows=each, sides=1, warps=plan.warps)
+        return results
+
+    return function
+
+
+# ---- gated MLPs ------------------------------------------------------------------------------------------------------
+
+
+def _product(name: str, mode: int) -> Callable[..., Any]:
+    def function(gate: Tensor, up: Tensor, limit: float, *options: Any) -> Any:
+        given = _quantised(mode, gate, gate.shape, options)
+        gate, up = _rows(gate), _rows(up)
+        rows, width = gate.shape
+        results = given.results if len(given.results) > 1 else given.results[0]
+        if rows == 0:
+            return results
+        gate_stride, up_stride = gate.stride(0), up.stride(0)
+        gate_unit, up_unit = gate_stride & -gate_stride & 15 or 16, up_stride & -up_stride & 15 or 16
+        step, device = tuning.regime(rows), gate.get_device()
+        group = given.group or ELEMENTS
+        if mode != PER_TOKEN:
+            rows *= -(-width // group)
+        numbers = (rows, gate_stride // gate_unit, up_stride // up_unit, *given.strides)
+        reads = gate.data_ptr(), up.data_ptr(), given.scale_in.data_ptr()
+        bits, high = reads[0] | reads[1] | reads[2], rows | gate_stride | up_stride | given.strides[1]
+        every = (gate, up, given.scale_in, given.out, given.scales)
+        special = launcher.special(high, reads, every) if bits & 15 or high >> 31 or launcher.HIP else None
+        key = (
+            name, device, step, gate.dtype, given.out.dtype, width, limit, gate_unit, up_unit, given.group, given.ue8m0,
+            special,
+        )  # fmt: skip
+        if launcher.again(key, device, (*reads, given.out.data_ptr(), given.scales.data_ptr()), numbers):
+            return results
+        plan = tuning.launch_product(step, width, mode == PER_TOKEN, group, launcher.wave(gate.device))
+        constants = (
+            width, limit if math.isfinite(limit) else 0.0, gate_unit, up_unit, mode, group, given.largest, given.ue8m0,
+            plan.chunk, plan.rows,
+        )  # fmt: skip
+        launcher.first(silu_mul, key, every, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
+        return results
+
+    return function
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -173,15 +334,11 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
+def _heads(x: Tensor) -> Tensor:
+    """The (tokens, heads, width) view of x, or a copy where its leading dimensions cannot be counted as one."""
+    return x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:])
+
+
 def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
     # Less than half the time of torch.empty with a shape, a dtype and a device.
     return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
-
-
-def function_of(op):
-    return {
-        "mla_dual_rms_norm": mla_dual_rms_norm,
-        "mla_dual_rms_norm_per_token_quant": mla_dual_rms_norm_per_token_quant,
-        "mla_dual_rms_norm_group_quant": mla_dual_rms_norm_group_quant,
-        "add_rms_norm": add_rms_norm,
-    }[op.name]

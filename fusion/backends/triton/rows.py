@@ -15,6 +15,9 @@ import triton.language as tl
 NO_QUANT = tl.constexpr(0)
 PER_TOKEN = tl.constexpr(1)
 PER_GROUP = tl.constexpr(2)
+STATIC = tl.constexpr(3)
+MXFP8 = tl.constexpr(4)
+MXFP4 = tl.constexpr(5)
 
 # How rows are read and written: as usual, or as what leaves the cache first or last.
 USUAL = tl.constexpr("")
@@ -109,11 +112,11 @@ def read_weight(
 
 @triton.jit
 def write_rows(
-    values, out, row,
+    values, out, row, STRIDE: tl.constexpr,
     WIDTH: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr, GROUP: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
-    """Rows that follow each other without gaps."""
-    out += _beside(row * WIDTH, GROUP)
+    """Rows that lie STRIDE elements apart."""
+    out += _beside(row * STRIDE, GROUP)
     for i in tl.static_range(0, len(values)):
         _store(out, values[i], i * CHUNK, WIDTH, TAIL if TAIL > 0 and i == len(values) - 1 else CHUNK, GROUP, HINT)
 
@@ -179,15 +182,15 @@ def _rms_scale(values, WIDTH: tl.constexpr, EPSILON: tl.constexpr, TAIL: tl.cons
 
 
 @triton.jit
-def _magnitude(x):
+def magnitude(x):
     """As integers, magnitudes order like numbers, with NaN on top."""
     return tl.abs(x).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _quant_scale(most, LARGEST: tl.constexpr, UE8M0: tl.constexpr):
+def quant_scale(most, LARGEST: tl.constexpr, UE8M0: tl.constexpr):
     """The scale of a largest magnitude."""
-    bits = tl.maximum(_magnitude(most), 0x2EDBE6FF)  # 1e-10
+    bits = tl.maximum(magnitude(most), 0x2EDBE6FF)  # 1e-10
     amax = bits.to(tl.float32, bitcast=True)
     if UE8M0:
         # 448 is 1.75 * 2^8 and 240 is 1.875 * 2^7, so amax / LARGEST rounds up to a power of two by integers, exactly.
@@ -200,35 +203,65 @@ def _quant_scale(most, LARGEST: tl.constexpr, UE8M0: tl.constexpr):
 
 
 @triton.jit
+def clamped(x, LARGEST: tl.constexpr):
+    """Between -LARGEST and LARGEST; NaN stays NaN."""
+    x = tl.where(x > LARGEST, LARGEST, x)
+    return tl.where(x < -LARGEST, -LARGEST, x)
+
+
+@triton.jit
 def finish(
-    values, weights, out, scales, row, scale_stride, group_stride,
+    values, weights, out, normed, scale_in, scales, row, scale_stride, group_stride,
     WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr, CHUNK: tl.constexpr, TAIL: tl.constexpr,
-    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, ROWS: tl.constexpr,
-    HINT: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr,
+    PADDED: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
-    """From rows as they were read, or summed, to the norm as it is written: as it is, or in fp8 with its scales.
+    """From rows as they were read, or summed, to the norm as it is written: as it is, or quantised with its scales.
 
     A row's scale is positive: where the norm is quantised, it moves out of the maximum and into the factor of every value.
-    No fp8 value exceeds LARGEST by more than float32 rounding, which the conversion rounds back: nothing has to be clamped.
+    No dynamic fp8 value exceeds LARGEST by more than float32 rounding, which the conversion rounds back: only static ones
+    have to be clamped. KEEP: the norm itself is written too, to normed.
     """
     if QUANT == PER_TOKEN:
         _quantise_rows(
-            values, _weighted(values, weights, OFFSET), out + _beside(row * WIDTH, GROUP), scales + row * scale_stride,
-            WIDTH, EPSILON, CHUNK, LARGEST, UE8M0, ROWS, HINT,
+            values, _weighted(values, weights, OFFSET), out + _beside(row * WIDTH, GROUP),
+            normed + _beside(row * WIDTH, GROUP), scales + row * scale_stride,
+            WIDTH, EPSILON, CHUNK, LARGEST, UE8M0, KEEP, ROWS, HINT,
         )  # fmt: skip
     else:
         scale = _rms_scale(values, WIDTH, EPSILON, TAIL, ROWS)
-        if QUANT == PER_GROUP:
-            products = _weighted(values, weights, OFFSET)
-            for i in tl.static_range(0, len(products)):
-                _quantise_groups(
-                    products[i], _beside(scale, 0), out + _beside(row * WIDTH, GROUP),
-                    scales + _beside(row * scale_stride, 0), group_stride, i * CHUNK, WIDTH,
-                    TAIL if TAIL > 0 and i == len(products) - 1 else CHUNK, GROUP, LARGEST, UE8M0, HINT,
-                )  # fmt: skip
+        if QUANT == NO_QUANT:
+            result = _weighted(_scaled(values, _beside(scale, GROUP)), weights, OFFSET)
+            write_rows(result, out, row, PADDED, WIDTH, CHUNK, TAIL, GROUP, HINT)
         else:
-            normed = _weighted(_scaled(values, _beside(scale, GROUP)), weights, OFFSET)
-            write_rows(normed, out, row, WIDTH, CHUNK, TAIL, GROUP, HINT)
+            products = _weighted(values, weights, OFFSET)
+            if KEEP:
+                write_rows(
+                    _scaled(products, _beside(scale, GROUP)), normed, row, WIDTH, WIDTH, CHUNK, TAIL, GROUP, USUAL
+                )
+            for i in tl.static_range(0, len(products)):
+                _quantise_chunk(
+                    products[i], scale, out, scale_in, scales, row, scale_stride, group_stride, i * CHUNK, WIDTH,
+                    TAIL if TAIL > 0 and i == len(products) - 1 else CHUNK, QUANT, GROUP, LARGEST, UE8M0, HINT,
+                )  # fmt: skip
+
+
+@triton.jit
+def _quantise_chunk(
+    products, scale, out, scale_in, scales, row, scale_stride, group_stride,
+    START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, HINT: tl.constexpr,
+):  # fmt: skip
+    if QUANT == STATIC:
+        value = clamped(products * _beside(scale * (1.0 / tl.load(scale_in)), GROUP), LARGEST)
+        _store(out + _beside(row * WIDTH, GROUP), value, START, WIDTH, SIZE, GROUP, HINT)
+    elif QUANT == PER_GROUP:
+        _quantise_groups(
+            products, _beside(scale, 0), out + _beside(row * WIDTH, GROUP), scales + _beside(row * scale_stride, 0),
+            group_stride, START, WIDTH, SIZE, GROUP, LARGEST, UE8M0, HINT,
+        )  # fmt: skip
+    else:
+        _quantise_mx(products * _beside(scale, GROUP), out, scales, _beside(row, GROUP), START, WIDTH, SIZE, QUANT)
 
 
 @triton.jit
@@ -238,19 +271,21 @@ def _sum_and_most(sum_a, most_a, sum_b, most_b):
 
 @triton.jit
 def _quantise_rows(
-    values, products, out, scales, WIDTH: tl.constexpr, EPSILON: tl.constexpr, CHUNK: tl.constexpr,
-    LARGEST: tl.constexpr, UE8M0: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr,
+    values, products, out, normed, scales, WIDTH: tl.constexpr, EPSILON: tl.constexpr, CHUNK: tl.constexpr,
+    LARGEST: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, HINT: tl.constexpr,
 ):  # fmt: skip
     """Rows in fp8 with a scale each. The mean square and the largest magnitude come from one reduction: fewer barriers."""
-    bits = _magnitude(products[0])
+    bits = magnitude(products[0])
     for i in tl.static_range(1, len(products)):
-        bits = tl.maximum(bits, _magnitude(products[i]))
+        bits = tl.maximum(bits, magnitude(products[i]))
     total, most = tl.reduce((_squares(values, len(values)), bits), 1, _sum_and_most)
     scale = tl.rsqrt(total * (1.0 / WIDTH) + EPSILON)
-    quant_scale = _quant_scale(most.to(tl.float32, bitcast=True) * scale, LARGEST, UE8M0)
-    tl.store(scales + tl.zeros((ROWS,), tl.int32), quant_scale)
-    factor = (scale * (1.0 / quant_scale))[:, None]
+    own = quant_scale(most.to(tl.float32, bitcast=True) * scale, LARGEST, UE8M0)
+    tl.store(scales + tl.zeros((ROWS,), tl.int32), own)
+    factor = (scale * (1.0 / own))[:, None]
     for i in tl.static_range(0, len(products)):
+        if KEEP:
+            _store(normed, products[i] * scale[:, None], i * CHUNK, WIDTH, CHUNK, 0, USUAL)
         _store(out, products[i] * factor, i * CHUNK, WIDTH, CHUNK, 0, HINT)
 
 
@@ -263,8 +298,55 @@ def _quantise_groups(
 
     For programs of one row: with several, Triton 3.6 was seen to store wrong scales (768 columns, two rows, two warps).
     """
-    most = tl.max(_magnitude(products), axis=2).to(tl.float32, bitcast=True)
-    quant_scale = _quant_scale(most * scale, LARGEST, UE8M0)
+    most = tl.max(magnitude(products), axis=2).to(tl.float32, bitcast=True)
+    own = quant_scale(most * scale, LARGEST, UE8M0)
     groups = START // GROUP + tl.arange(0, SIZE // GROUP)[None, :]
-    tl.store(scales + groups.to(tl.int64) * group_stride, quant_scale, mask=groups * GROUP < WIDTH)
-    _store(out, products * (scale * (1.0 / quant_scale))[:, :, None], START, WIDTH, SIZE, GROUP, HINT)
+    tl.store(scales + groups.to(tl.int64) * group_stride, own, mask=groups * GROUP < WIDTH)
+    _store(out, products * (scale * (1.0 / own))[:, :, None], START, WIDTH, SIZE, GROUP, HINT)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _nearest(x):
+    """The nearest integer of a number from 0 to 2^22, the even one of two."""
+    return (x + 8388608.0) - 8388608.0
+
+
+@triton.jit
+def _quantise_mx(
+    normed, out, scales, row, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, QUANT: tl.constexpr,
+):  # fmt: skip
+    """One chunk of (ROWS, SIZE / 32, 32) in an MX format, and the exponents of its groups."""
+    bits = tl.max(magnitude(normed), axis=2)[:, :, None]
+    exponent = ((bits + 0x200000) >> 23) - (8 if QUANT == MXFP8 else 2)
+    exponent = tl.minimum(tl.maximum(exponent, 0), 254)
+    groups = START // 32 + tl.arange(0, SIZE // 32)[None, :, None]
+    byte = tl.where(bits < 0x7F800000, exponent, 255).to(tl.uint8)
+    tl.store(scales + row * (WIDTH // 32) + groups, byte, mask=groups * 32 < WIDTH)
+    half = (127 - exponent) // 2
+    scaled = normed * _power_of_two(half) * _power_of_two(127 - exponent - half)
+    if QUANT == MXFP8:
+        _store(out + row * WIDTH, clamped(scaled, 448.0), START, WIDTH, SIZE, 32, USUAL)
+    else:
+        # The codes of e2m1 count steps of a half up to 2, of 1 up to 4, then of 2.
+        size = tl.minimum(tl.abs(scaled), 6.0)
+        code = tl.where(size <= 4.0, _nearest(size) + 2.0, _nearest(size * 0.5) + 4.0)
+        code = tl.where(size <= 2.0, _nearest(size * 2.0), code)
+        code = tl.where(scaled == scaled, code, 7.0).to(tl.int32)
+        code |= (scaled.to(tl.int32, bitcast=True) >> 28) & 8
+        low, high = tl.split(tl.reshape(code, (code.shape[0], code.shape[1], 16, 2)))
+        pairs = START // 2 + tl.arange(0, SIZE // 32)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+        tl.store(out + row * (WIDTH // 2) + pairs, (low | (high << 4)).to(tl.uint8), mask=pairs * 2 < WIDTH)
+
+
+@triton.jit
+def write_zeros(out, row, STRIDE: tl.constexpr, START: tl.constexpr, SIZE: tl.constexpr):
+    """The columns from START to STRIDE of rows that lie STRIDE apart. SIZE: a power of two that is not less."""
+    columns = START + tl.arange(0, SIZE)[None, :]
+    zeros = tl.zeros((1, SIZE), tl.float32).to(out.dtype.element_ty)
+    at = out + _beside(row * STRIDE, 0) + columns
+    tl.store(at, tl.broadcast_to(zeros, at.shape), mask=columns < STRIDE)

@@ -75,23 +75,137 @@ def regime(rows: int) -> int:
     return bisect_left(_STEPS, rows)
 
 
-def launch_single(step: int, width: int, item_size: int, aligned: bool, wave: int) -> Launch:
-    """The launch of a norm that reads two rows and writes two.
+class Row(NamedTuple):
+    """What is known of a single norm for as long as a layer lives."""
+
+    width: int
+    item_size: int
+    "Bytes of an element of the rows."
+    adds: bool
+    "Whether a residual is read and the sum written."
+    quantised: bool
+    kept: bool
+    "Whether the norm is written besides its quantisation."
+    group_size: int
+    "Columns per scale, 0 without groups."
+    per_token: bool
+    "Whether a scale goes with each row."
+    aligned: bool
+    "Whether all rows start on the 16-byte grid."
+
+    @property
+    def moved(self) -> int:
+        """Bytes that a row reads and writes, scales apart."""
+        whole = 1 + 2 * self.adds + (self.kept or not self.quantised)
+        return self.width * (whole * self.item_size + self.quantised)
+
+
+def launch_row(step: int, row: Row, wave: int) -> Launch:
+    """The launch of a norm of single rows.
 
     Args:
         step: from `regime`.
-        width: columns.
-        item_size: bytes of an element.
-        aligned: whether all rows start on the 16-byte grid.
+        row: what is normed.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
-    moved = 4 * width * item_size
-    together = _rows_together(step, moved, aligned)
+    width = row.width
+    hold = _hold(step, row.moved)
+    together = 1 if row.group_size else _rows_together(step, row.moved, row.aligned)
     if together > 1:
-        return _several(width, 0, together, wave, _hold(step, moved))
-    warps = min(max(_power_of_two(width / 1024), min(4, _power_of_two(width / 256))), 32)
-    columns = _ONE_BY_ONE if not aligned else (8, 4) if step < 4 else (4, 8)
-    return Launch(_chunk(width, 32 * warps, columns), 0, 0, 1, False, _waves(warps, wave), _hold(step, moved))
+        return _several(width, 0, together, wave, hold)
+    if row.group_size:
+        return _grouped_row(step, row, wave, hold)
+    # Quantising costs instructions, and a static scale leaves no second reduction to wait for: more columns at once.
+    share = 900 if row.quantised else 1024
+    warps = min(max(power_of_two(width / share), min(4, power_of_two(width / 256))), 32)
+    columns = _ONE_BY_ONE if not row.aligned else (8, 4) if step < 4 and not row.per_token else (4, 8)
+    if row.quantised and not row.per_token and row.aligned:
+        columns = (8,)  # every chunk is clamped by itself: fewer of them
+        warps = warps if step <= 3 or row.adds else min(warps, max(4, power_of_two(width / 2048)))
+    return Launch(_chunk(width, 32 * warps, columns), 0, 0, 1, False, _waves(warps, wave), hold)
+
+
+def _grouped_row(step: int, row: Row, wave: int, hold: bool) -> Launch:
+    """One row per program, in one chunk, or in quarters and what is left."""
+    width, least = row.width, row.group_size
+    few, whole = step <= 3, max(power_of_two(width), least)
+    one = whole <= 4096 if row.adds or not few else whole <= _LARGEST_CHUNK and 4 * width > 3 * whole
+    if one and (few or width == whole):
+        warps = power_of_two(width / 400) if few else power_of_two(width / 1024)
+        return Launch(whole, 0, 0, 1, False, _waves(min(warps, 16), wave), hold)
+    if few and whole <= _LARGEST_CHUNK and not row.adds:  # a little more than half of the whole
+        chunk, tail = _halves(width, least)
+        return Launch(chunk, tail, 0, 1, False, _waves(4, wave), hold)
+    chunk, tail = _quarters(width, least) if width > 4096 else _halves(width, least)
+    warps = power_of_two(width / (1024 if few else 2048)) if width > 4096 else power_of_two(width / 1408)
+    return Launch(chunk, tail, 0, 1, False, _waves(min(warps, 32), wave), hold)
+
+
+def _quarters(width: int, least: int) -> tuple[int, int]:
+    """A chunk of about a quarter of a row, and what is left behind the last whole one where that is less."""
+    quarter = max(min(power_of_two(width) // 4, _LARGEST_CHUNK), least)
+    if width % quarter and width % (quarter // 2) == 0 and width // (quarter // 2) <= 6 and quarter // 2 >= least:
+        return quarter // 2, 0
+    return _with_tail(width, quarter, least)
+
+
+def _halves(width: int, least: int) -> tuple[int, int]:
+    return _with_tail(width, max(power_of_two(width // 2 + 1), least), least)
+
+
+def _with_tail(width: int, chunk: int, least: int) -> tuple[int, int]:
+    rest = width % chunk
+    tail = max(power_of_two(rest), least) if rest and width > chunk else 0
+    return chunk, tail if tail < chunk else 0
+
+
+def launch_gated(step: int, heads: int, width: int, group_size: int, wave: int) -> Launch:
+    """The launch of a gated norm: `chunk` holds a head, `rows` are heads.
+
+    Args:
+        step: from `regime`, of the number of heads of all tokens.
+        heads: of a token, where a program takes all of them; 0: a program takes any heads.
+        width: of a head.
+        group_size: columns per scale, 0 without groups.
+        wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
+    """
+    block = power_of_two(width)
+    if heads:
+        rows = power_of_two(heads)
+        warps = rows * block // (32 * (8 if step <= 5 else 16))
+    elif group_size and group_size < block:
+        rows, warps = 1, block // 256
+    else:
+        # More columns per thread where there is work enough, most where each head has a scale, which costs instructions.
+        columns, each = (
+            (1024, 4) if step <= 3 else (2048, 8) if not group_size else (2048, 4) if step <= 5 else (4096, 16)
+        )
+        rows = max(1, columns // block)
+        warps = rows * block // (32 * each)
+    return Launch(block, 0, 0, rows, False, _waves(min(max(1, warps), 16), wave))
+
+
+def launch_product(step: int, width: int, whole: bool, group: int, wave: int) -> Launch:
+    """The launch of a gated MLP's product: `rows` are groups of a program.
+
+    Args:
+        step: from `regime`, of the number of rows.
+        width: columns of the product.
+        whole: whether a program takes a whole row, for one scale per token.
+        group: columns that share a scale, or are handled as one.
+        wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
+    """
+    if whole:
+        most = power_of_two(width)
+        if most <= 2 * _LARGEST_CHUNK and 4 * width >= 3 * most:  # in one chunk, which leaves few threads idle
+            warps = min(power_of_two(width / (256 if step == 0 else 512)), 32)
+            return Launch(most, 0, 0, 1, False, _waves(warps, wave))
+        warps = min(power_of_two(width / (1024 if step >= 5 and width <= 4096 else 576)), 32)
+        return Launch(min(most, 32 * warps * 4), 0, 0, 1, False, _waves(warps, wave))
+    # Little work: as many programs as there can be. Much of it: sixteen columns per thread instead of eight.
+    much = step > 0 and _STEPS[step - 1] * width >= 4e6
+    columns = 512 if step == 0 else 2048
+    return Launch(group, 0, 0, max(1, columns // group), False, _waves(4 if much or step == 0 else 8, wave))
 
 
 def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
@@ -111,18 +225,16 @@ def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
         return _several(q, kv, together, wave, hold)
     if dual.quantised:
         split = step == 0 or (step == 1 and q <= 2048) or (step <= 3 and q <= 3072 and not dual.group_size)
-        warps = _power_of_two(total / 1408)
+        warps = power_of_two(total / 1408)
     else:
         split = step <= 3 or (step == 4 and (total * dual.item_size > 4224 or not dual.aligned))
         # With four warps a row of up to 1408 columns leaves enough registers for 2048 rows at once, with two up to 2112.
-        warps = max(
-            _power_of_two(total / 1280), min(4 if step != 4 or total <= 1408 else 1, _power_of_two(total / 640))
-        )
+        warps = max(power_of_two(total / 1280), min(4 if step != 4 or total <= 1408 else 1, power_of_two(total / 640)))
     if split:
-        warps = _power_of_two(widest / (512 if widest > 3072 and step < 2 else 1024))
+        warps = power_of_two(widest / (512 if widest > 3072 and step < 2 else 1024))
         warps = max(warps, 1 if widest <= 1024 and dual.aligned else 4)
     elif not dual.aligned:
-        warps = max(_power_of_two(total / 1408), 4 if step < 4 else 1)
+        warps = max(power_of_two(total / 1408), 4 if step < 4 else 1)
     warps = min(warps, 32)
     if dual.group_size and dual.aligned:
         return _grouped(step, dual, warps, split, wave, hold)
@@ -141,14 +253,14 @@ def _hold(step: int, moved: int) -> bool:
 def _rows_together(step: int, moved: int, aligned: bool) -> int:
     """How many rows a program takes that would move too little with one."""
     if (step >= 1 and moved <= _LITTLE) or (step == len(_STEPS) and moved <= _LESS and aligned):
-        return min(16, _power_of_two(_ENOUGH / moved))
+        return min(16, power_of_two(_ENOUGH / moved))
     return 1
 
 
 def _several(width: int, kv_width: int, rows: int, wave: int, hold: bool) -> Launch:
     """Several rows per program, none of which takes more than one warp."""
-    chunk = min(_power_of_two(width), _LANES * _VECTOR)
-    kv_chunk = min(_power_of_two(kv_width), _LANES * _VECTOR) if kv_width else 0
+    chunk = min(power_of_two(width), _LANES * _VECTOR)
+    kv_chunk = min(power_of_two(kv_width), _LANES * _VECTOR) if kv_width else 0
     threads = rows * max(1, max(chunk, kv_chunk) // _VECTOR)
     return Launch(chunk, 0, kv_chunk, rows, False, max(1, min(threads, 256) // wave), hold)
 
@@ -156,13 +268,13 @@ def _several(width: int, kv_width: int, rows: int, wave: int, hold: bool) -> Lau
 def _grouped(step: int, dual: Dual, warps: int, split: bool, wave: int, hold: bool) -> Launch:
     """One row per program, q in one chunk, or in large ones and what is left."""
     width, least = dual.q_width, dual.group_size
-    chunk, tail = max(_power_of_two(width), least), 0
+    chunk, tail = max(power_of_two(width), least), 0
     if split and chunk <= _LARGEST_CHUNK:
-        warps = max(min(8, chunk // (256 if step == 0 else 512)), _power_of_two(max(width, dual.kv_width) / 1024))
+        warps = max(min(8, chunk // (256 if step == 0 else 512)), power_of_two(max(width, dual.kv_width) / 1024))
     else:
-        chunk = max(min(_power_of_two(width // 2 + 1), _LARGEST_CHUNK), least)
+        chunk = max(min(power_of_two(width // 2 + 1), _LARGEST_CHUNK), least)
         rest = width % chunk if width > chunk else 0
-        tail = max(_power_of_two(rest), least) if rest else 0
+        tail = max(power_of_two(rest), least) if rest else 0
         if tail >= chunk:  # one chunk for both, if it may be that large
             chunk, tail = min(2 * chunk, max(_LARGEST_CHUNK, least)), 0
         elif step == 3 and 2 * tail == chunk:  # measured for 1536 columns: 0.96 instead of 1.11 of a copy at 1024 rows
@@ -172,7 +284,7 @@ def _grouped(step: int, dual: Dual, warps: int, split: bool, wave: int, hold: bo
 
 def _chunk(width: int, threads: int, columns: tuple[int, ...]) -> int:
     """So many columns per thread that the fewest are idle; the first where it is the same."""
-    most = _power_of_two(width)
+    most = power_of_two(width)
     sizes = [min(threads * number, most) for number in columns]
     return min((size for size in sizes if width <= 16 * size), key=lambda size: -width % size, default=max(sizes))
 
@@ -181,7 +293,7 @@ def _waves(warps: int, wave: int) -> int:
     return max(1, min(warps * 32, 1024) // wave)
 
 
-def _power_of_two(number: float) -> int:
+def power_of_two(number: float) -> int:
     """The smallest power of two that is not below a positive number."""
     size = 1
     while size < number:

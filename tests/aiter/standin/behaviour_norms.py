@@ -9,6 +9,7 @@ from layerfuse.fusion.ops.norm import normalise_wide
 from layerfuse.fusion.ops.quantisation import quantise
 
 from .behaviour import LARGEST, Call, body
+from .behaviour_mx import exponents
 from .misuse import (
     SIXTEEN_BIT,
     check,
@@ -162,11 +163,15 @@ def _store(call: Call, normed: Tensor, scale: Tensor, adding: bool, kernel: str)
         check(group_size == 0 and not shuffle, "CK takes neither group_size nor shuffle_scale", AssertionError)
     if group_size:
         _check_groups(call, width, group_size, adding)
-    expect(scale.dtype == torch.float32, f"the scale is {scale.dtype}, but float32 is written")
+    as_bytes = scale.element_size() == 1 and call.since("v0.1.17-longctx") and kernel == "hip"
+    check(not as_bytes or group_size != 0, "e8m0 byte scale requires group_size != 0")
+    expect(as_bytes or scale.dtype == torch.float32, f"the scale is {scale.dtype}, but float32 is written")
     count = rows * (width // group_size if group_size else 1)
     expect(scale.is_contiguous() and scale.numel() == count, f"the scale has no {count} elements in a row")
-    values, scales = quantise(normed, out.dtype, group_size or None, False, False)
+    values, scales = quantise(normed, out.dtype, group_size or None, False, as_bytes)
     out.copy_(values)
+    if as_bytes:
+        scales = exponents(scales)
     scale.view(-1).copy_((scales.t() if shuffle else scales).reshape(-1))
 
 

@@ -47,7 +47,7 @@ def _first(call: Call) -> tuple[Tensor, Tensor | None]:
     if residual is not None:
         check(tuple(residual.shape) == (rows, width), "inp1 and res1 should have one shape", AssertionError)
         wide = wide + residual.float()
-        summed = wide.to(x.dtype)
+        summed = wide.to(x.dtype).contiguous()
     return normalise_wide(wide, call["inp1_weight"].float(), call["inp1_epsilon"]), summed
 
 
@@ -59,7 +59,8 @@ def _second(call: Call) -> Tensor | None:
     check(rows == call["inp1"].shape[0], "The leading dimension should be identical", AssertionError)
     expect(call["inp2_weight"] is not None and call["inp2_epsilon"] is not None, "inp2 needs its weight and epsilon")
     _weight(call["inp2_weight"], width, "inp2_weight")
-    return normalise_wide(x.float(), call["inp2_weight"].float(), call["inp2_epsilon"]).to(call["inp1"].dtype)
+    second = normalise_wide(x.float(), call["inp2_weight"].float(), call["inp2_epsilon"])
+    return second.to(call["inp1"].dtype).contiguous()
 
 
 @body(f"{OLD}:fused_rms_fp8_group_quant", f"{NEW}:fused_rms_fp8_group_quant")
@@ -76,7 +77,7 @@ def fused_rms_fp8_group_quant(call: Call) -> tuple[Any, ...]:
     if transposed:
         memory = scales.t().contiguous()
         scales = memory.t() if strided else memory.view(scales.shape)
-    unquantised = normed.to(call["inp1"].dtype) if call["output_unquantized_inp1"] else None
+    unquantised = normed.to(call["inp1"].dtype).contiguous() if call["output_unquantized_inp1"] else None
     return (values, scales), unquantised, second, summed
 
 
@@ -85,6 +86,8 @@ def fused_rms_fp8_per_tensor_static_quant(call: Call) -> tuple[Any, ...]:
     """(fp8, unquantised, second norm, sum with the residual), by a scale that is given."""
     scale = call["inp1_scale"]
     expect(isinstance(scale, Tensor) and scale.numel() == 1, "inp1_scale is a tensor of one element")
+    if call["output_unquantized_inp1"] and call["inp2"] is None and call.until("v0.1.9"):
+        raise AttributeError("'NoneType' object has no attribute 'stride'")
     normed, summed = _first(call)
     second = _second(call)
     if second is not None:
@@ -94,7 +97,7 @@ def fused_rms_fp8_per_tensor_static_quant(call: Call) -> tuple[Any, ...]:
     rounded = normed.to(call["inp1"].dtype).float() if call.get("rmsnorm_convert_to_inp1_type", False) else normed
     largest = LARGEST[dtype]
     values = (rounded * scale.float().reciprocal().reshape(())).clamp(-largest, largest).to(dtype)
-    unquantised = normed.to(call["inp1"].dtype) if call["output_unquantized_inp1"] else None
+    unquantised = normed.to(call["inp1"].dtype).contiguous() if call["output_unquantized_inp1"] else None
     return values, unquantised, second, summed
 
 
@@ -107,14 +110,16 @@ def fused_add_rmsnorm_pad(call: Call) -> Tensor | tuple[Tensor, Tensor]:
     x, residual, multiple = call["x"], call["res"], call["x_pad_to_multiple"]
     rows, width = _two_dimensions(x, "x")
     _weight(call["weight"], width, "weight")
+    strides = (*x.stride(), *(() if residual is None else residual.stride()))
+    expect(min(strides) > 0, f"the kernel assumes that strides are above 0: {strides}")
     wide = x.float()
     if residual is not None:
         check(tuple(residual.shape) == (rows, width), "Shape error!", AssertionError)
         wide = wide + residual.float()
-    out = normalise_wide(wide, call["weight"].float(), call["epsilon"]).to(x.dtype)
+    out = normalise_wide(wide, call["weight"].float(), call["epsilon"]).to(x.dtype).contiguous()
     if multiple > 0:
         out = torch.nn.functional.pad(out, (0, -width % multiple))
-    return out if residual is None else (out, wide.to(residual.dtype))
+    return out if residual is None else (out, wide.to(residual.dtype).contiguous())
 
 
 @body("aiter.ops.triton.rmsnorm:rms_norm", "aiter.ops.triton.normalization.rmsnorm:rms_norm")
@@ -142,5 +147,6 @@ def act_mul_and_fp8_group_quant(call: Call) -> tuple[Tensor, Tensor]:
     check(_is_power_of_two(group_size), f"arange's range must be a power of 2, got {group_size}", ValueError)
     expect(call["activation"] in ACTIVATIONS, f"activation {call['activation']!r} silently means none")
     half = width // 2
+    expect(half % group_size == 0, f"columns behind the {half} are not loaded, but count for a scale of {group_size}")
     product = ACTIVATIONS[call["activation"]](x[:, :half].float()) * x[:, half:].float()
     return quantise(product, _fp8(call, call["dtype_quant"]), group_size, False, False)

@@ -16,6 +16,7 @@ from .recorded import Definition, Parameter, aliases, between, definitions, vers
 Fault = Literal["rocm", "gfx", "library", "module"]
 
 STAR_MODULES = (
+    "activation",
     "attention",
     "quick_all_reduce",
     "moe_op",
@@ -134,9 +135,10 @@ def _write(root: Path, path: str, text: str) -> None:
         folder = folder.parent
 
 
-def _quant_package(release: str, names: list[str]) -> str:
-    """`aiter/ops/triton/quant/__init__.py`, which re-exports."""
-    return f'"""AITER\'s quantising Triton ops."""\nfrom .fused_fp8_quant import {", ".join(names)}\n' if names else ""
+def _quant_package(exported: dict[str, list[str]]) -> str:
+    """`aiter/ops/triton/quant/__init__.py`, which re-exports names of each of its modules."""
+    lines = [f"from .{module} import {', '.join(names)}\n" for module, names in exported.items() if names]
+    return '"""AITER\'s quantising Triton ops."""\n' + "".join(lines)
 
 
 def write_metadata(folder: Path, name: str, its_version: str) -> None:
@@ -223,14 +225,16 @@ def shared_standin(release: str, arch: str = "gfx950") -> Path:
 def _write_triton(folder: Path, release: str, modules: dict[str, dict[Definition, Mutated]]) -> None:
     """The package around the Triton ops; the functions themselves are already written."""
     if between(release, "v0.1.10", None):
-        moved = "aiter.ops.triton.quant.fused_fp8_quant"
         addresses = aliases(release)
-        exported = [
-            new.name
-            for definition, new in modules.get(moved, {}).items()
-            if f"aiter.ops.triton.quant:{definition.name}" in addresses
-        ]
-        _write(folder, "aiter/ops/triton/quant/__init__.py", _quant_package(release, exported))
+        exported = {
+            module: [
+                new.name
+                for definition, new in modules.get(f"aiter.ops.triton.quant.{module}", {}).items()
+                if f"aiter.ops.triton.quant:{definition.name}" in addresses
+            ]
+            for module in ("fused_fp8_quant", "fused_mxfp4_quant", "fused_mxfp8_quant")
+        }
+        _write(folder, "aiter/ops/triton/quant/__init__.py", _quant_package(exported))
     elif between(release, "v0.1.6.post2", None):
         _write(folder, "aiter/ops/triton/quant.py", '"""Quantisation, none of which is recorded here."""\n')
     _write(folder, "aiter/ops/triton/__init__.py", texts.triton_init(release))

@@ -108,6 +108,7 @@ from types import SimpleNamespace
 
 _OLD_NAMES = {{
     "fused_fp8_quant": "quant.fused_fp8_quant",
+    "fused_mxfp4_quant": "quant.fused_mxfp4_quant",
     "fused_add_rmsnorm_pad": "normalization.fused_add_rmsnorm_pad",
     "rmsnorm": "normalization.rmsnorm",
 }}

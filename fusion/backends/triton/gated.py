@@ -1,0 +1,82 @@
+# ruff: noqa: N803, N806 (constants of a kernel are written in capitals)
+"""The kernel of gated norms: ROWS heads of one or several tokens per program, a head in one piece.
+
+What the constants mean is said in `kernels`, and what broken values give in `ops.quantisation`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from .rows import NO_QUANT, PER_TOKEN, STATIC, clamped, magnitude, quant_scale
+
+
+@triton.jit(do_not_specialize=["rows", "x_token", "x_head", "gate_token", "gate_head", "scale_stride", "group_stride"])
+def gated_norm(
+    x, gate, weight, scale_in, out, scales,
+    rows, x_token, x_head, gate_token, gate_head, scale_stride, group_stride,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr,
+    X_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr, SIGMOID: tl.constexpr, NORM_FIRST: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Norm heads of WIDTH columns, with the activated gate as a factor behind the norm (NORM_FIRST) or before it.
+
+    One scale per token: a program takes all heads of a token, ROWS being the next power of two. Otherwise any ROWS heads.
+    x_token, x_head: strides in units of X_UNIT elements.
+    """
+    if EARLY:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    if QUANT == PER_TOKEN:
+        token = tl.program_id(0).to(tl.int64)
+        head = tl.arange(0, ROWS)
+        there = head < HEADS
+        number = token * HEADS + head
+    else:
+        number = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), rows - 1).to(tl.int64)
+        token = number // HEADS
+        head = number % HEADS
+        there = number >= 0
+    column = tl.arange(0, BLOCK)[None, :]
+    mask = there[:, None] & (column < WIDTH)
+    x_at = (token * x_token + head * x_head) * X_UNIT
+    gate_at = (token * gate_token + head * gate_head) * GATE_UNIT
+    value = tl.load(x + x_at[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    wide_gate = tl.load(gate + gate_at[:, None] + column, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(weight + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        factor += OFFSET
+    activated = tl.sigmoid(wide_gate)
+    if not SIGMOID:
+        activated *= wide_gate
+    if not NORM_FIRST:
+        value *= activated
+    scale = tl.rsqrt(tl.sum(value * value, axis=1) * (1.0 / WIDTH) + EPSILON)
+    normed = value * scale[:, None] * factor
+    if NORM_FIRST:
+        normed *= activated
+    at = out + number[:, None] * WIDTH + column
+    if QUANT == NO_QUANT:
+        result = normed
+    elif QUANT == STATIC:
+        result = clamped(normed * (1.0 / tl.load(scale_in)), LARGEST)
+    elif QUANT == PER_TOKEN:
+        most = tl.max(tl.max(magnitude(normed), axis=1), axis=0).to(tl.float32, bitcast=True)
+        own = quant_scale(most, LARGEST, UE8M0)
+        tl.store(scales + token * scale_stride, own)
+        result = normed * (1.0 / own)
+    elif GROUP == BLOCK:
+        own = quant_scale(tl.max(magnitude(normed), axis=1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
+        tl.store(scales + token * scale_stride + head * group_stride.to(tl.int64), own)
+        result = normed * (1.0 / own)[:, None]
+    else:
+        grouped = tl.reshape(normed, (ROWS, BLOCK // GROUP, GROUP))
+        own = quant_scale(tl.max(magnitude(grouped), axis=2).to(tl.float32, bitcast=True), LARGEST, UE8M0)
+        group = head[:, None] * (WIDTH // GROUP) + tl.arange(0, BLOCK // GROUP)[None, :]
+        real = tl.broadcast_to(tl.arange(0, BLOCK // GROUP)[None, :] * GROUP < WIDTH, (ROWS, BLOCK // GROUP))
+        tl.store(scales + (token * scale_stride)[:, None] + group.to(tl.int64) * group_stride, own, mask=real)
+        result = tl.reshape(grouped * (1.0 / own)[:, :, None], (ROWS, BLOCK))
+    tl.store(at, result.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,88 @@
+"""The gated MLPs that a Hugging Face config describes, for an architecture that a declared model is known to have.
+
+Whether an MLP is gated at all, no config says; so where no declared model tells, none is written.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..adapters.conversions import mlp_activation
+from ..adapters.specs import MLP_ACTIVATIONS
+from .catalog import ModelEntry
+from .hf_config import HFConfig, shown
+from .hf_layers import at_of, is_rest
+from .kinds import SHARED_EXPERTS, MLPKind
+
+
+def mlps_of(config: HFConfig, total: int, sibling: ModelEntry) -> dict[str, MLPKind]:
+    """The kinds of gated MLP by name, with their places; none, and a note, where the config does not say enough."""
+    if not sibling.mlps:
+        return {}
+    asked = HFConfig(config.values)
+    activation = _activation(asked, sibling)
+    sparse = _sparse(asked, total)
+    places = {
+        "dense": [index for index, mixture in enumerate(sparse) if not mixture],
+        SHARED_EXPERTS: [index for index, mixture in enumerate(sparse) if mixture],
+    }
+    places = {name: indices for name, indices in places.items() if indices}
+    limit = asked.number("swiglu_limit") if asked.has("swiglu_limit") else None
+    kinds = {
+        name: MLPKind(
+            intermediate_size=_shared_width(asked) if name == SHARED_EXPERTS else _dense_width(asked),
+            activation=activation,
+            at=at_of(indices, total, rest=is_rest(indices, places)),
+            swiglu_limit=limit,
+        )
+        for name, indices in places.items()
+    }
+    if asked.problems:
+        config.notes.append(f"the gated MLPs are left out: {'; '.join(dict.fromkeys(asked.problems))}")
+        return {}
+    return kinds
+
+
+def _activation(config: HFConfig, sibling: ModelEntry) -> Any:
+    """Where the config leaves it to the code, it is the declared model's."""
+    if not config.has("hidden_act"):
+        return next(iter(sibling.mlps.values())).activation
+    word = mlp_activation(config.values["hidden_act"])
+    if word not in MLP_ACTIVATIONS:
+        config.problems.append(f"hidden_act = {shown(config.values['hidden_act'])}, which no spec describes")
+    return word
+
+
+def _dense_width(config: HFConfig) -> int:
+    return config.count("ffn_hidden_size" if config.has("ffn_hidden_size") else "intermediate_size")
+
+
+def _shared_width(config: HFConfig) -> int:
+    if config.has("shared_expert_intermediate_size"):
+        return config.count("shared_expert_intermediate_size")
+    number = "num_shared_experts" if config.has("num_shared_experts") else "n_shared_experts"
+    return config.count("moe_intermediate_size") * config.count(number)
+
+
+def _sparse(config: HFConfig, total: int) -> list[bool]:
+    """Which decoder layers have a mixture of experts in the place of their MLP."""
+    values = config.values
+    if config.has("ffn_hidden_size"):  # LongCat: its experts stand beside the MLPs
+        return [False] * total
+    if config.has("mlp_layer_types"):
+        listed = values["mlp_layer_types"]
+        if isinstance(listed, list) and len(listed) == total and all(word in ("dense", "sparse") for word in listed):
+            return [word == "sparse" for word in listed]
+        config.problems.append(f"mlp_layer_types: expected {total} times dense or sparse, got {shown(listed)}")
+        return [False] * total
+    if config.has("first_k_dense_replace"):
+        first = config.count("first_k_dense_replace")
+        step = max(1, config.count("moe_layer_freq")) if config.has("moe_layer_freq") else 1
+        return [index >= first and index % step == 0 for index in range(total)]
+    if config.has("num_experts"):  # Qwen
+        step = max(1, config.count("decoder_sparse_step")) if config.has("decoder_sparse_step") else 1
+        dense = values["mlp_only_layers"] if isinstance(values.get("mlp_only_layers"), list) else []
+        return [index not in dense and (index + 1) % step == 0 for index in range(total)]
+    if config.has("n_routed_experts"):
+        config.problems.append("neither mlp_layer_types nor first_k_dense_replace says which layers are dense")
+    return [False] * total

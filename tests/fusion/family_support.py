@@ -1,0 +1,184 @@
+"""Arguments for any op of the norm family, and what its results should be in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from layerfuse.bench.arithmetic import EXACT
+from layerfuse.fusion.catalog import FUSIONS
+from layerfuse.fusion.chain import Form
+from layerfuse.fusion.compose import written
+from layerfuse.fusion.declare import (
+    Choice,
+    Epsilon,
+    Exponents,
+    GroupSize,
+    Like,
+    Limit,
+    Packed,
+    Padded,
+    PaddedWidth,
+    QuantDtype,
+    Quantised,
+    Rows,
+    Scales,
+    StaticScale,
+    Weight,
+    WeightOffset,
+)
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+E4M3 = torch.float8_e4m3fn
+FORMS = {form.op.name: form for fusion in FUSIONS.values() for form in fusion.forms}
+"""Every op of the family by name."""
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The magnitudes of fp4."""
+
+
+@frozen(kw_only=True)
+class Options:
+    """What a case is made of."""
+
+    dtype: torch.dtype = torch.bfloat16
+    weight_dtype: torch.dtype | None = None
+    offset: float = 0.0
+    group_size: int = 64
+    column_major: bool = False
+    tma_aligned: bool = False
+    use_ue8m0: bool = False
+    activation: str = "silu"
+    norm_before_gate: bool = True
+    limit: float = float("inf")
+    pad: int = 40
+    gap: int = 8
+    "Columns of a row that are not read: inputs are column ranges."
+
+
+HEADS = 3
+
+
+def arguments(form: Form, leading: tuple[int, ...], width: int, options: Options, seed: int = 0) -> list[Any]:
+    """Arguments by position. A second width is half of the first."""
+    generator = torch.Generator().manual_seed(seed)
+    widths = {name: width // (1 + i) for i, name in enumerate(form.op.widths)}
+    rows: dict[str, int] = {}
+
+    def made(argument: Any) -> Any:
+        if isinstance(argument, Rows):
+            own = rows[argument.name] = widths[argument.width]
+            shape = (*leading, *((HEADS,) if argument.heads else ()), own + options.gap)
+            size = torch.randn(*shape[:-1], 1, generator=generator).exp()
+            return (torch.randn(shape, generator=generator) * size).to(options.dtype).to(DEVICE)[..., :own]
+        if isinstance(argument, Weight):
+            weight = torch.randn(rows[argument.of], generator=generator) * 0.2 + 1 - options.offset
+            return weight.to(options.weight_dtype or options.dtype).to(DEVICE)
+        if isinstance(argument, Epsilon):
+            return 1e-6
+        if isinstance(argument, WeightOffset):
+            return options.offset
+        if isinstance(argument, QuantDtype):
+            return E4M3
+        if isinstance(argument, GroupSize):
+            return options.group_size
+        if isinstance(argument, StaticScale):
+            return torch.tensor([0.013], device=DEVICE)
+        if isinstance(argument, Limit):
+            return options.limit
+        if isinstance(argument, PaddedWidth):
+            return width + options.pad
+        return options.activation if isinstance(argument, Choice) else getattr(options, argument.name)
+
+    return [made(argument) for argument in form.op.args]
+
+
+def exact(form: Form, given: list[Any]) -> tuple[Tensor, ...]:
+    """The results in float64; of what is quantised, and of its scales, the values themselves."""
+    result = written(form.op.name, form.chain, form.op.args, form.op.results, EXACT)(*given)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """fp4 codes, two to a byte, as numbers."""
+    table = torch.tensor([*E2M1, *(-magnitude for magnitude in E2M1)], device=codes.device, dtype=torch.float64)
+    return torch.stack([table[(codes & 15).long()], table[(codes >> 4).long()]], -1).flatten(-2)
+
+
+def units(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding. Triton's interpreter cuts float32 down to bfloat16."""
+    return torch.finfo(dtype).eps / 2
+
+
+def problems(form: Form, given: list[Any], results: Any, interpreted: bool = False) -> list[str]:
+    """What is wrong with results, as sentences."""
+    results = results if isinstance(results, tuple) else (results,)
+    right = exact(form, given)
+    found = []
+    names = [result.name for result in form.op.results]
+    by_name = dict(zip(names, results, strict=True))
+    for result, got, want in zip(form.op.results, results, right, strict=True):
+        if isinstance(result, Like | Padded):
+            unit = units(got.dtype) * (2 if interpreted and got.dtype == torch.bfloat16 else 1)
+            slack = unit * 1.001 + 16 * torch.finfo(torch.float32).eps
+            tiny = 6e-8 if got.dtype == torch.float16 else 1e-30
+            off = ((got.double() - want).abs() - tiny) / want.abs().clamp(min=1e-30)
+            if got.numel() and float(off.max()) > slack:
+                found.append(f"{result.name} is off by {float(off.max()):.3g}, allowed {slack:.3g}")
+            if isinstance(result, Padded) and got[..., given[0].shape[-1] :].any():
+                found.append(f"{result.name} is not padded with zeros")
+        elif isinstance(result, Quantised | Packed):
+            found += _quantised(form, given, by_name, got, want, interpreted)
+    return found
+
+
+def _quantised(
+    form: Form, given: list[Any], results: dict[str, Tensor], got: Tensor, want: Tensor, interpreted: bool
+) -> list[str]:
+    """Every value within half a step of its format at its scale, and every scale what it should be."""
+    if not got.numel():
+        return []
+    kinds = {type(result): result.name for result in form.op.results}
+    options = {argument.name: value for argument, value in zip(form.op.args, given, strict=True)}
+    found = []
+    if Exponents in kinds:
+        exponents = results[kinds[Exponents]].double() - 127
+        size, top = 32, 8 if Quantised in kinds else 2
+        amax = want.abs().unflatten(-1, (-1, 32)).amax(-1)
+        # The exponent of amax rounded at 1.75: either neighbour where rounding decides.
+        low, high = (torch.floor(torch.log2(amax * (8 / 7) * (1 + slack))) - top for slack in (-1e-6, 1e-6))
+        if not bool(((exponents == low) | (exponents == high)).all()):
+            found.append("an exponent is wrong")
+        scale = torch.exp2(exponents)
+    elif Scales in kinds:
+        scale = results[kinds[Scales]].double()
+        size = options.get("group_size", want.shape[-1])
+        padding = scale.shape[-1] * size - want.shape[-1]
+        amax = torch.nn.functional.pad(want.abs(), (0, padding)).unflatten(-1, (-1, size)).amax(-1)
+        ideal = amax.clamp(min=1e-10) / 448
+        if options["use_ue8m0"]:
+            low, high = (torch.exp2(torch.ceil(torch.log2(ideal * (1 + slack)))) for slack in (-2e-6, 2e-6))
+            wrong = not bool(((scale == low) | (scale == high)).all())
+        else:
+            wrong = float(((scale - ideal) / ideal).abs().max()) > 2e-6
+        if wrong:
+            found.append("a scale is wrong")
+    else:
+        scale, size = options["scale"].double(), want.shape[-1]
+    spread = scale.repeat_interleave(size, -1)[..., : want.shape[-1]] if scale.dim() and scale.numel() > 1 else scale
+    values = unpacked(got) if got.dtype == torch.uint8 else got.float().double()
+    magnitude = (want / spread).abs()
+    if got.dtype == torch.uint8:
+        step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+        largest = 6.0
+    else:
+        step, largest = torch.exp2(torch.frexp(magnitude.clamp(min=2.0**-6)).exponent.double() - 4), 448.0
+    error = (values - (want / spread).clamp(-largest, largest)).abs() - magnitude * 4e-6
+    share = float((error > step / 2 * (1 + 1e-6)).double().mean())
+    # Triton's interpreter drops carries when it converts to fp8, and flushes its subnormals.
+    if share > (0.12 if interpreted and got.dtype != torch.uint8 else 0):
+        found.append(f"{share:.2%} of the values are off by more than half a step")
+    return found

@@ -1,0 +1,218 @@
+"""Every op of the norm family, in every form: the reference and the Triton kernel against float64, and against each other."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from family_support import DEVICE, E4M3, FORMS, GPU, HEADS, Options, arguments, exact, problems
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from layerfuse.fusion import ops
+from layerfuse.fusion.declare import Exponents, Flag, GroupSize, Limit, Rows
+
+triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def kernel_of(name: str) -> Any:
+    from layerfuse.fusion.backends.triton.family import function_of
+
+    return function_of(FORMS[name].op)
+
+
+def laid_out(tensor: torch.Tensor) -> list[int]:
+    """The strides that matter: of dimensions with more than one element."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return [stride for size, stride in sizes if size > 1 and tensor.numel()]
+
+
+def cases_of(name: str) -> list[Options]:
+    """Each option at least once both ways, dtypes in turn."""
+    op = FORMS[name].op
+    words = {argument.name for argument in op.args}
+    plain = Options()
+    found = [
+        plain,
+        attrs.evolve(plain, dtype=torch.float16, offset=1.0, weight_dtype=torch.float32, activation="sigmoid"),
+        attrs.evolve(plain, dtype=torch.float32, gap=0, norm_before_gate=False, limit=0.7),
+    ]
+    if any(isinstance(argument, GroupSize) for argument in op.args):
+        found += [
+            attrs.evolve(plain, group_size=32, column_major=True),
+            attrs.evolve(plain, group_size=128, column_major=True, tma_aligned=True, activation="sigmoid"),
+        ]
+    if "use_ue8m0" in words:
+        found.append(attrs.evolve(plain, use_ue8m0=True, weight_dtype=torch.float32))
+    return found
+
+
+def widths_of(name: str) -> list[int]:
+    op = FORMS[name].op
+    if any(isinstance(result, Exponents) for result in op.results):
+        return [64, 320]
+    if op.rows[0].heads:
+        return [128, 256]
+    return [128, 200, 333]
+
+
+CASES = [(name, width, options) for name in FORMS for width in widths_of(name) for options in cases_of(name)]
+IDS = [f"{name}-{width}-{i}" for i, (name, width, _) in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("name", "width", "options"), CASES, ids=IDS)
+def test_the_reference(name: str, width: int, options: Options) -> None:
+    for leading in ((7,), (2, 3)):
+        args = arguments(FORMS[name], leading, width, options)
+        with torch.no_grad():
+            results = FORMS[name].op.reference(*args)
+        assert problems(FORMS[name], args, results) == []
+
+
+@triton
+@pytest.mark.parametrize(("name", "width", "options"), CASES, ids=IDS)
+def test_the_kernel(name: str, width: int, options: Options) -> None:
+    form, kernel = FORMS[name], kernel_of(name)
+    args = arguments(form, (7,), width, options)
+    kept = [arg.clone() for arg in args if isinstance(arg, torch.Tensor)]
+    results = kernel(*args)
+    assert problems(form, args, results, interpreted=not GPU) == []
+    for before, arg in zip(kept, (arg for arg in args if isinstance(arg, torch.Tensor)), strict=True):
+        assert torch.equal(before, arg), "an input was written"
+    wanted = form.op.reference(*args)
+    several = (results, wanted) if isinstance(results, tuple) else ((results,), (wanted,))
+    for got, want in zip(*several, strict=True):
+        assert (got.shape, got.dtype, laid_out(got)) == (want.shape, want.dtype, laid_out(want))
+
+
+@triton
+@pytest.mark.parametrize("leading", [(0,), (2, 0), (), (2, 3)], ids=str)
+@pytest.mark.parametrize("name", FORMS)
+def test_any_number_of_rows(name: str, leading: tuple[int, ...]) -> None:
+    """What the op itself declares, the reference and the kernel give: for no rows too."""
+    form = FORMS[name]
+    args = arguments(form, leading, 128, Options(group_size=32))
+    with torch.no_grad():
+        wanted, got = form.op.reference(*args), kernel_of(name)(*args)
+        declared = getattr(torch.ops.layerfuse, name)(
+            *(a.to("meta") if isinstance(a, torch.Tensor) else a for a in args)
+        )
+    several = [result if isinstance(result, tuple) else (result,) for result in (wanted, got, declared)]
+    for want, result, fake in zip(*several, strict=True):
+        assert want.shape == result.shape == fake.shape
+        assert want.dtype == result.dtype == fake.dtype
+        assert laid_out(want) == laid_out(fake)
+    assert problems(form, args, got, interpreted=not GPU) == []
+
+
+@triton
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMS)),
+    rows=st.integers(0, 9),
+    width=st.integers(1, 700),
+    offset=st.sampled_from([0.0, 1.0]),
+    group_size=st.sampled_from([32, 64, 128]),
+    gap=st.integers(0, 9),
+)
+def test_any_width(name: str, rows: int, width: int, offset: float, group_size: int, gap: int) -> None:
+    form = FORMS[name]
+    if any(isinstance(result, Exponents) for result in form.op.results):
+        width = -(-width // 32) * 32
+    if form.op.rows[0].heads:
+        width = -(-width // group_size) * group_size
+    if len(form.op.widths) > 1:
+        width = max(width, 2)
+    args = arguments(form, (rows,), width, Options(offset=offset, group_size=group_size, gap=gap))
+    assert problems(form, args, kernel_of(name)(*args), interpreted=not GPU) == []
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    """Rows of zeros, with a NaN, with an infinity, of subnormal numbers."""
+    x = x.clone()
+    x[0] = 0
+    x[1, ..., 3] = float("nan")
+    x[2, ..., 5] = float("inf")
+    x[3] = 1e-40
+    return x
+
+
+@triton
+@pytest.mark.parametrize("name", FORMS)
+def test_broken_rows_are_the_same_everywhere(name: str) -> None:
+    """Nothing broken becomes a finite number, and a row of zeros stays one."""
+    form = FORMS[name]
+    args = arguments(form, (5,), 128, Options(dtype=torch.float32, group_size=32))
+    first = next(place for place, argument in enumerate(form.op.args) if isinstance(argument, Rows))
+    args[first] = broken(args[first])
+    for place, argument in enumerate(form.op.args):
+        if isinstance(argument, Rows) and place != first:
+            args[place][0] = 0
+            args[place][3] = 0
+    with torch.no_grad():
+        wanted, got = form.op.reference(*args), kernel_of(name)(*args)
+    several = [result if isinstance(result, tuple) else (result,) for result in (wanted, got)]
+    for declared, want, result in zip(form.op.results, *several, strict=True):
+        if want.dtype == E4M3 and not GPU:
+            continue  # the interpreter converts NaN to a finite fp8
+        wide, other = want.float(), result.float()
+        assert torch.equal(wide.isnan(), other.isnan()), declared.name
+        assert torch.equal(wide.isinf(), other.isinf()), declared.name
+        assert not other[0].any() or declared.name in ("scales",), declared.name
+        if declared.name != "kv" and want.dtype in (E4M3, torch.float32) and len(form.op.widths) == 1:
+            assert wide[1].isnan().any(), "the NaN shows"
+    if any(argument.name == "epsilon" for argument in form.op.args):
+        assert exact(form, args)[0][4].isfinite().all()
+
+
+@triton
+@pytest.mark.parametrize("name", [name for name, form in FORMS.items() if form.op.rows[0].heads])
+def test_a_gate_that_is_a_column_range_goes_in_as_it_is(name: str) -> None:
+    form, width = FORMS[name], 64
+    projection = torch.randn(6, HEADS, 3 * width, device=DEVICE).to(torch.bfloat16)
+    args = arguments(form, (6,), width, Options(group_size=64))
+    args[0], args[1] = projection[..., :width], projection[..., 2 * width :]
+    assert problems(form, args, kernel_of(name)(*args), interpreted=not GPU) == []
+
+
+def test_what_is_refused_names_the_argument() -> None:
+    x, weight = torch.ones(2, 4, 96), torch.ones(96)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"activation must be one of silu, sigmoid, got tanh"):
+            ops.gated_rms_norm(x, x, weight, 1e-6, 0.0, "tanh", True)
+        with pytest.raises(ValueError, match=r"x must be \(..., heads, width\), got \(96,\)"):
+            ops.gated_rms_norm(x[0, 0], x[0, 0], weight, 1e-6)
+        with pytest.raises(ValueError, match=r"limit must be positive"):
+            ops.silu_mul_per_token_quant(x, x, 0.0)
+        with pytest.raises(ValueError, match=r"scale must be one element of torch.float32, got \(2,\)"):
+            ops.rms_norm_static_quant(x, weight, 1e-6, 0.0, torch.ones(2))
+        with pytest.raises(ValueError, match=r"padded_width must be at least the width 96, got 64"):
+            ops.add_rms_norm_pad(x, x, weight, 1e-6, 0.0, 64)
+        with pytest.raises(ValueError, match=r"tma_aligned scales are column-major"):
+            ops.rms_norm_group_quant(x, weight, 1e-6, 0.0, E4M3, 32, False, True)
+        with pytest.raises(ValueError, match=r"rows of 100 columns are no multiple of 32"):
+            ops.rms_norm_mxfp4_quant(torch.ones(2, 100), torch.ones(100), 1e-6)
+
+
+def test_aligned_scales_start_on_sixteen_bytes() -> None:
+    with torch.no_grad():
+        _, scales = ops.rms_norm_group_quant(torch.randn(5, 256), torch.ones(256), 1e-6, 0.0, E4M3, 64, True, True)
+    assert (scales.shape, scales.stride()) == ((5, 4), (1, 8))
+
+
+def test_every_form_is_covered() -> None:
+    """The cases above use both values of every switch that an op has."""
+    for name, form in FORMS.items():
+        for argument in form.op.args:
+            if isinstance(argument, Flag):
+                values = {getattr(options, argument.name) for options in cases_of(name)}
+                assert values == {True, False}, (name, argument.name)
+            if isinstance(argument, Limit):
+                assert len({options.limit for options in cases_of(name)}) > 1
+    assert len(FORMS) > 30
+    assert len({options.group_size for name in FORMS for options in cases_of(name)}) == 3
+    assert list(itertools.islice(FORMS, 1))
