@@ -6,7 +6,6 @@ head and latent, and random weights. Nothing is downloaded. Importing this modul
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -78,8 +77,8 @@ class Verified:
     comparisons: tuple[Comparison, ...]
     problems: tuple[str, ...]
     "Empty where all is well."
-    uncompiled: int
-    "Layers that ran uncompiled; see `leave_uncompiled`."
+    kept: tuple[str, ...]
+    "Functions that ran as one op each; see `fusion.keep_recurrences`."
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -172,7 +171,7 @@ def verify(
     import torch
 
     from . import registry as package
-    from .fusion import FusionConfig
+    from .fusion import FusionConfig, keep_recurrences
     from .testing import small_model
 
     registry = package.default if registry is None else registry
@@ -187,11 +186,11 @@ def verify(
     model = small_model(few, layers=few.num_hidden_layers)
     specs = tuple(registry.specs_in(model))
     problems += _contradictions(few, specs)
-    uncompiled = 0
+    kept: tuple[str, ...] = ()
     for name, tolerance in TOLERANCES.items():
         step(f"eager, {name}")
         model = small_model(few, layers=few.num_hidden_layers, dtype=getattr(torch, name)).to(device)
-        uncompiled = leave_uncompiled(model, specs)
+        kept = keep_recurrences(model)
         with torch.no_grad():
             comparison, report = _compare(model, specs, name, tolerance, registry, step)
         comparisons.append(comparison)
@@ -207,46 +206,9 @@ def verify(
         fusions=fusions,
         comparisons=tuple(comparisons),
         problems=tuple(problems),
-        uncompiled=uncompiled,
+        kept=kept,
         seconds=time.perf_counter() - started,
     )
-
-
-def leave_uncompiled(model: Any, specs: Iterable[tuple[str, Any]]) -> int:
-    """Make each delta net one opaque op of the compiled graphs, and say how many there are.
-
-    They hold no site of any fusion yet, and the reference recurrence of transformers unrolls 64 steps, which takes a
-    C++ compiler minutes. An op does not break the graph around it, as `torch.compiler.disable` would.
-    """
-    from .adapters.specs import GatedDeltaNetSpec
-
-    nets = [path for path, spec in specs if isinstance(spec, GatedDeltaNetSpec)]
-    for path in nets:
-        module = model.get_submodule(path)
-        module.forward = _as_one_op(module.forward)
-    return len(nets)
-
-
-def _as_one_op(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A layer's forward from hidden states to hidden states, without a cache and a mask, as an op of its own."""
-    import torch
-
-    name = f"delta_net_{next(_numbers)}"
-
-    def run(hidden_states: Any) -> Any:
-        result = forward(hidden_states)
-        return result[0] if isinstance(result, tuple) else result
-
-    op = torch.library.custom_op(f"layerfuse_verify::{name}", run, mutates_args=(), schema="(Tensor x) -> Tensor")
-    op.register_fake(torch.empty_like)
-
-    def opaque(hidden_states: Any, *_: Any, **__: Any) -> Any:
-        return op(hidden_states)
-
-    return opaque
-
-
-_numbers = itertools.count()
 
 
 def _contradictions(few: ModelEntry, specs: Iterable[tuple[str, Any]]) -> list[str]:

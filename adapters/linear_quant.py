@@ -41,7 +41,7 @@ TABLE: dict[str, Entry] = {
     "torchao:Int8Tensor": read.int8_tensor,
     "torchao:AffineQuantizedTensor": None,
     "torchao:LinearActivationQuantizedTensor": read.linear_activation_quantized,
-    "torchao:WeightTensorWithLinearActivationQuantizationMetadata": read.STATIC,
+    "torchao:WeightTensorWithLinearActivationQuantizationMetadata": "quantises activations by a function of its own",
     # bitsandbytes/nn/modules.py
     "bitsandbytes:Linear4bit": None,
     "bitsandbytes:Linear8bitLt": "quantises activations to int8",
@@ -98,10 +98,10 @@ _ATTACHED = frozenset(_HOLDERS)
 
 
 def activation_quant_of(linear: Any) -> ActivationQuant | None:
-    """The fp8 quantisation that this linear gives its activations at run time, from the values of each token.
+    """The fp8 quantisation that this linear gives its activations at run time.
 
     Returns:
-        None where it does not: a plain linear, weights only, static scales, another format, an unknown class.
+        None where it does not: a plain linear, weights only, another format, an unknown class.
         `describe_linear_quant` tells these apart.
     """
     if _is_plain(linear):

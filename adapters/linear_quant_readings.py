@@ -19,7 +19,7 @@ Answer: TypeAlias = ActivationQuant | str | None
 """What is known of a linear's activations: the quantisation, none, or the reason why ActivationQuant cannot say it."""
 
 PER_TOKEN = ActivationQuant()
-STATIC = "quantises activations with a static scale"
+STATIC = ActivationQuant(fixed="static")
 PER_TENSOR = "quantises activations with one scale for all tokens"
 IN_KERNEL = "quantises activations inside its matrix product"
 
@@ -55,10 +55,15 @@ def stored(obj: Any, name: str) -> Any:
     return None
 
 
-def grouped(size: Any, *, column_major: bool = False, use_ue8m0: bool = False) -> Answer:
+def grouped(size: Any, *, column_major: bool = False, use_ue8m0: bool = False, tma_aligned: bool = False) -> Answer:
     """One scale per `size` columns, if a fusion can describe that."""
     try:
-        return ActivationQuant(group_size=size, column_major=bool(column_major), use_ue8m0=bool(use_ue8m0))
+        return ActivationQuant(
+            group_size=size,
+            column_major=bool(column_major),
+            use_ue8m0=bool(use_ue8m0),
+            tma_aligned=bool(column_major and tma_aligned),
+        )
     except ActivationQuantError:
         return f"quantises activations in groups of {shown(size)} columns"
 
@@ -104,13 +109,17 @@ def compressed_tensors(scheme: Any, linear: Any) -> Answer:
     kind, bits = at(args, "type"), at(args, "num_bits")
     if (kind, bits) != ("float", 8):
         return f"quantises activations to {kind} of {bits} bits"
-    if at(args, "dynamic") is not True:
-        return STATIC
     if at(args, "symmetric") is not True:
         return "quantises activations with a zero point"
+    strategy, dynamic = at(args, "strategy"), at(args, "dynamic")
+    if dynamic is not True:
+        if dynamic is False and strategy == "tensor":
+            return STATIC
+        return (
+            f"quantises activations with scales that are not of the whole tensor ({shown(strategy)}, {shown(dynamic)})"
+        )
     if maybe(args, "scale_dtype") is not None:
         return f"stores the scales of its activations as {args.scale_dtype}"
-    strategy = at(args, "strategy")
     if strategy == "token":
         return PER_TOKEN
     return grouped(at(args, "group_size")) if strategy == "group" else PER_TENSOR
@@ -164,14 +173,21 @@ def quant_fp8(kernel: Any, _: Any) -> Answer:
     if maybe(kernel, "apply_input_quant") is False:
         return IN_KERNEL
     op = at(kernel, "quant_fp8")
-    if at(op, "static"):
-        return STATIC
     rows, columns = at(op, "group_shape.row"), at(op, "group_shape.col")
+    if at(op, "static"):
+        return STATIC if (rows, columns) == (-1, -1) else f"has static scales for blocks of {rows} by {columns}"
     if (rows, columns) == (1, -1):
         return PER_TOKEN  # `use_ue8m0` is on the op, and only its group form looks at it
     if rows != 1:
         return PER_TENSOR
-    return grouped(columns, column_major=at(op, "column_major_scales"), use_ue8m0=at(op, "use_ue8m0"))
+    # The op's plain-torch form lays out columns, and does not align them.
+    plain = maybe(maybe(op, "_forward_method"), "__name__") == "forward_native"
+    return grouped(
+        columns,
+        column_major=at(op, "column_major_scales"),
+        use_ue8m0=at(op, "use_ue8m0"),
+        tma_aligned=not plain and bool(maybe(op, "tma_aligned_scales")),
+    )
 
 
 def marlin(kernel: Any, _: Any) -> Answer:

@@ -16,6 +16,7 @@ from .target import Target, UnknownTargetError
 
 if TYPE_CHECKING:
     from .compiler import FusedModel, compile  # noqa: A004 (torch.compile's own name)
+    from .recurrences import keep_recurrences
     from .report import FusionMissedError, Report
     from .rewrite import Pipeline
 
@@ -25,6 +26,7 @@ _NEEDS_TORCH = {
     "Pipeline": ".rewrite",
     "Report": ".report",
     "compile": ".compiler",
+    "keep_recurrences": ".recurrences",
 }
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "Target",
     "UnknownTargetError",
     "compile",
+    "keep_recurrences",
     "plan",
     "sites_of",
 ]

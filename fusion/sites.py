@@ -12,6 +12,7 @@ from ..adapters.specs import (
     AnySpec,
     FinalNormSpec,
     GatedDeltaNetSpec,
+    GatedMLPSpec,
     MLAKernelSpec,
     MLASpec,
     NormSpec,
@@ -107,7 +108,7 @@ class Site:
         """How what reads the first norm, or the product, quantises it: as read off the model."""
         if self.norms:
             return self.norms[0].quant
-        return getattr(self.spec, "quant", None)
+        return self.spec.quant if isinstance(self.spec, GatedMLPSpec) else None
 
     @property
     def quantised_width(self) -> int:
@@ -115,7 +116,9 @@ class Site:
         if isinstance(self.spec, GatedDeltaNetSpec):
             heads, width = self.spec.gated_norm_shape
             return heads * width
-        return self.norms[0].width if self.norms else int(getattr(self.spec, "local_intermediate_size", 0))
+        if isinstance(self.spec, GatedMLPSpec):
+            return self.spec.local_intermediate_size
+        return self.norms[0].width if self.norms else 0
 
     @property
     def name(self) -> str:
@@ -140,6 +143,8 @@ def sites_of(layer: str, spec: AnySpec) -> tuple[Site, ...]:
         return (Site(layer=layer, role=FINAL, norms=(spec.final_norm,), spec=spec, adds=True),)
     if isinstance(spec, GatedDeltaNetSpec):
         return (Site(layer=layer, role=OUTPUT, norms=(spec.output_norm,), spec=spec),)
+    if isinstance(spec, GatedMLPSpec):
+        return (Site(layer=layer, role=ACTIVATION, norms=(), spec=spec),)
     if isinstance(spec, MLAKernelSpec):
         reason = f"an inner kernel layer knows no norms; ask {spec.outer}"
         return (Site(layer=layer, role=LATENTS, norms=(), spec=spec, unknown=reason),)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from ..adapters.activation_quant import ActivationQuant
-from ..adapters.specs import GatedNormSpec, NormSpec
+from ..adapters.specs import GatedMLPSpec, GatedNormSpec, NormSpec
 from .chain import Fusion
 from .sites import Site
 from .steps import GATES, GatedNorm, Norm
@@ -41,6 +41,8 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
         problem = _misfit(step, norm)
         if problem is not None:
             return Verdict("refused", f"{step.x if len(site.norms) > 1 else 'the'} norm {problem}")
+    if isinstance(site.spec, GatedMLPSpec) and site.spec.activation != "silu":
+        return Verdict("refused", f"its gate passes through {site.spec.activation}; the fused op knows silu")
     what, several = _described(fusion, site)
     verb = "are" if several else "is"
     if fusion.quant is None:

@@ -24,7 +24,8 @@ class FoundAdd:
     x: Node
     "What joins the stream: an attention's or MLP's result, where that can be told."
     residual: Node
-    out: Node
+    out: Node | None
+    "The sum; None where nothing reads it."
 
 
 def find_add(total: Node) -> FoundAdd:

@@ -11,6 +11,7 @@ from torch.fx import Node
 from ...adapters.specs import MLASpec
 from .norms import FoundNorm
 from .provenance import Columns, columns_of, source_of
+from .quants import unquantised
 
 
 def base_of(norm: FoundNorm) -> Node:
@@ -18,7 +19,7 @@ def base_of(norm: FoundNorm) -> Node:
     origin = columns_of(norm.x)
     if origin is None:
         return norm.x
-    source = source_of(origin.root)
+    source = _source(origin.root)
     return origin.root if source is None else source.root
 
 
@@ -29,13 +30,19 @@ def why_unpaired(spec: MLASpec, q: FoundNorm, kv: FoundNorm) -> str | None:
         return "the width of a norm's input is not static, so its columns cannot be told"
     if q_at.root is kv_at.root:
         return _one_projection(spec, q_at, kv_at)
-    q_from, kv_from = source_of(q_at.root), source_of(kv_at.root)
+    q_from, kv_from = _source(q_at.root), _source(kv_at.root)
     if q_from is None or kv_from is None or q_from != kv_from:
         return (
             f"the norms are of different tensors ({q_at}; {kv_at}), neither columns of one projection nor "
             "projections of one hidden state"
         )
     return _two_projections(spec, q_at, kv_at)
+
+
+def _source(projection: Node) -> Columns | None:
+    """What a projection reads, before it is quantised: two linears quantise one hidden state each for itself."""
+    source = source_of(projection)
+    return None if source is None else columns_of(unquantised(source.root))
 
 
 def _one_projection(spec: MLASpec, q: Columns, kv: Columns) -> str | None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from attrs import field, frozen
 from torch._inductor.pattern_matcher import Match, is_match
 from torch.fx import Graph, Node
 
-from .patterns import Form, decomposed, find_op, one_op
+from .found import FoundNorm, NearNorm, epsilon_in_words
+from .norm_ops import norm_ops
+from .patterns import Form, decomposed
 from .values import last_width, same, value
 
 aten = torch.ops.aten
@@ -20,56 +21,6 @@ _convert = torch.ops.prims.convert_element_type.default
 _ADDS = (aten.add.Tensor, aten.add.Scalar)
 _ON_THE_WAY = (aten.mul.Tensor, _convert)
 """What may lie between a norm's reciprocal root and its result."""
-
-
-@frozen(kw_only=True, eq=False)
-class FoundNorm:
-    """One norm in a graph."""
-
-    width: int
-    epsilon: float
-    weight_offset: float
-    form: str
-    x: Node
-    weight: Node
-    out: Node
-    nodes: tuple[Node, ...]
-    "All nodes that compute it, inputs excluded, `out` last."
-
-    def __str__(self) -> str:
-        return f"{self.out} (rms_norm of width {self.width}, epsilon {self.epsilon:g})"
-
-
-@frozen(kw_only=True, eq=False)
-class NearNorm:
-    """Something that computes a norm in no form that can be replaced."""
-
-    root: Node
-    "The reciprocal root, or the op itself."
-    width: int | None
-    epsilon: float | Node | None
-    shared: str | None
-    "Who else reads an intermediate of it, or None."
-    weights: tuple[Node, ...] = field(default=())
-    "Tensors of one dimension that its result is multiplied by."
-    weight_offset: float | None = None
-    "Where the form is known."
-
-    @classmethod
-    def of(cls, norm: FoundNorm) -> NearNorm:
-        """A norm of a known form that is not the one that was looked for."""
-        return cls(
-            root=norm.out,
-            width=norm.width,
-            epsilon=norm.epsilon,
-            shared=None,
-            weights=(norm.weight,),
-            weight_offset=norm.weight_offset,
-        )
-
-    def describe(self) -> str:
-        """The norm in words."""
-        return f"{self.root} norms width {self.width} with {epsilon_in_words(self.epsilon)}"
 
 
 def find_norms(graph: Graph) -> tuple[list[FoundNorm], list[NearNorm]]:
@@ -82,17 +33,11 @@ def find_norms(graph: Graph) -> tuple[list[FoundNorm], list[NearNorm]]:
             found[norm.out] = norm
         elif (resembling := _from_rsqrt(root)) is not None:
             near.append(resembling)
-    unmatched: dict[Node, None] = {}
-    for op, form in one_op():
-        for node in graph.find_nodes(op="call_function", target=op):
-            candidates = [*node.users, node] if form.pattern.fns[0] is not op else [node]
-            norm = _first_match(candidates, (form,))
-            if norm is None:
-                unmatched.setdefault(node)
-            else:
-                found.setdefault(norm.out, norm)
-    taken = {node for norm in found.values() for node in norm.nodes}
-    near += [_from_op(node) for node in unmatched if node not in taken]
+    for each in norm_ops(graph):
+        if isinstance(each, FoundNorm):
+            found.setdefault(each.out, each)
+        else:
+            near.append(each)
     return sorted(found.values(), key=lambda norm: norm.out), near
 
 
@@ -160,27 +105,6 @@ def _checked(match: Match, form: Form) -> FoundNorm | None:
 # ---- what resembles a norm -------------------------------------------------------------------------------------------
 
 
-def epsilon_in_words(epsilon: float | Node | None) -> str:
-    """An epsilon as reasons say it."""
-    if isinstance(epsilon, Node):
-        return (
-            f"an epsilon that is an input of the graph ({epsilon}): dynamic=True traces a module's floats as inputs, "
-            "unless torch._dynamo.config.specialize_float is True"
-        )
-    return "no epsilon" if epsilon is None else f"epsilon {epsilon!r}"
-
-
-def _from_op(node: Node) -> NearNorm:
-    numbers = [a for a in node.args if isinstance(a, float)]
-    return NearNorm(
-        root=node,
-        width=last_width(node.args[0]),
-        epsilon=next(iter(numbers), None),
-        shared=None,
-        weights=tuple(_vectors(node)),
-    )
-
-
 def _from_rsqrt(rsqrt: Node) -> NearNorm | None:
     add = rsqrt.args[0]
     if not isinstance(add, Node) or add.target not in _ADDS:
@@ -216,4 +140,4 @@ def _other_reader(node: Node) -> str | None:
     return f"its intermediate {node} has {len(node.users)} readers, and a fused op does not compute it"
 
 
-__all__ = ["FoundNorm", "NearNorm", "epsilon_in_words", "find_norms", "find_op"]
+__all__ = ["FoundNorm", "NearNorm", "epsilon_in_words", "find_norms"]

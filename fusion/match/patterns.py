@@ -1,11 +1,10 @@
 """RMSNorm as compiled graphs hold it: patterns on Inductor's pattern matcher that bind input, weight and epsilon.
 
-The forms are listed in `DECOMPOSED` and `ONE_OP`; a new one is a line there. Patterns hold no state: threads share them.
+The forms are lines of `decomposed`; norms that are one op are in `norm_ops`. Patterns hold no state: threads share them.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
@@ -55,13 +54,6 @@ class Literal(PatternExpr):  # type: ignore[misc]
         if isinstance(node, float | int) and node == self.value:
             return Match(ctx, self)
         return FailedMatch("another number")
-
-
-class Missing(PatternExpr):  # type: ignore[misc]
-    """An argument that is None."""
-
-    def _match(self, node: Any, ctx: Any) -> Any:
-        return Match(ctx, self) if node is None else FailedMatch("given")
 
 
 class Form(NamedTuple):
@@ -119,6 +111,11 @@ def decomposed() -> tuple[Form, ...]:
         # transformers' Llama family and vLLM: rounded before the weight, and after it.
         rounded = CallFunction(_convert, _normed(True), back)
         forms += [Form("rounded before the weight", each, offset) for each in _orders(mul, weight, rounded)]
+        # The same with a float32 weight, whose product is float32 until it is converted.
+        forms += [
+            Form("rounded before a float32 weight", CallFunction(_convert, each, KeywordArg("after")), offset)
+            for each in _orders(mul, weight, CallFunction(_convert, _normed(True), back))
+        ]
         # float32 (or float64) models: nothing is converted.
         forms += [Form("plain", each, offset) for each in _orders(mul, weight, _normed(False))]
     return tuple(forms)
@@ -127,43 +124,6 @@ def decomposed() -> tuple[Form, ...]:
 def _orders(op: Any, a: PatternExpr, b: PatternExpr) -> Iterator[CallFunction]:
     yield CallFunction(op, a, b)
     yield CallFunction(op, b, a)
-
-
-_X, _W, _E = KeywordArg("x"), KeywordArg("weight"), KeywordArg("epsilon")
-
-
-class OneOp(NamedTuple):
-    """A norm that graphs hold as one op: how its arguments lie, and the offset of its weight."""
-
-    op: str
-    args: tuple[Any, ...]
-    result: int | None = None
-    "Which of several results the norm is. A reader of another one means that the op must stay."
-    weight_offset: float = 0.0
-
-
-ONE_OP: tuple[OneOp, ...] = (
-    OneOp("layerfuse::rms_norm", (_X, _W, _E, Literal(0.0))),
-    OneOp("layerfuse::rms_norm", (_X, _W, _E, Literal(1.0)), weight_offset=1.0),
-    OneOp("aten::rms_norm", (_X, [KeywordArg("width")], _W, _E)),
-    # The second result, the reciprocal root, is for the backward pass.
-    OneOp("aten::_fused_rms_norm", (_X, [KeywordArg("width")], _W, _E), result=0),
-    OneOp("vllm_ir::rms_norm", (_X, _W, _E)),
-    # variance_size None: all of the width.
-    OneOp("vllm_ir::rms_norm", (_X, _W, _E, Missing())),
-)
-"""Norms that graphs hold as one op. Ops of engines that are not loaded are skipped, so naming them imports nothing."""
-
-
-def one_op() -> Iterator[tuple[Any, Form]]:
-    """The one-op forms whose op exists in this process, with the op to look for."""
-    for line in ONE_OP:
-        op = find_op(line.op)
-        if op is not None:
-            pattern = CallFunction(op, *line.args)
-            if line.result is not None:
-                pattern = CallFunction(operator.getitem, pattern, line.result)
-            yield op, Form(line.op, pattern, line.weight_offset)
 
 
 def find_op(name: str) -> Any | None:

@@ -1,4 +1,4 @@
-"""Dynamic fp8 quantisation as compiled graphs hold it: the tables.
+"""Quantisation to fp8 as compiled graphs hold it: the tables.
 
 A scale's arithmetic is read as a word, a letter per step (`STEPS`), and the words that are known are lines in
 `SCALE_FORMS`; a quantisation that is one op is a line in `ONE_OP_QUANTS`.
@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Node
 
-aten = torch.ops.aten
+from ..ops.quantisation import SMALLEST_AMAX
+from .layouts import ROWS, Layout
+
 convert = torch.ops.prims.convert_element_type.default
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
@@ -45,34 +46,66 @@ SCALE_FORMS: dict[str, str] = {
 
 
 class Described(NamedTuple):
-    """What one op does, read off its arguments. `columns` None: one scale per token."""
+    """What one op does, read off its arguments."""
 
-    columns: int | None
-    column_major: bool
-    use_ue8m0: bool
+    columns: int | None = None
+    "Columns per scale; None: one scale per token."
+    layout: Layout | None = ROWS
+    "Of the scales; None: that of the buffer they are written into."
+    use_ue8m0: bool = False
+    largest: float | None = None
+    "What it scales the largest magnitude to, where an argument says so."
     largest_fnuz: float = 240.0
-    "What it scales the largest magnitude to in e4m3fnuz; vLLM keeps below the format's own."
+    "The same in e4m3fnuz where none does; vLLM keeps below the format's own."
+    static: bool = False
+    "One scale for the whole tensor, which is given."
 
 
 _Arguments = Mapping[str, Any]
+Read = Callable[[_Arguments], Described | str]
+
+
+class OneOp(NamedTuple):
+    """A quantisation that is one op: how it is read, and where its parts are, as `calls.Call` counts them."""
+
+    read: Read
+    source: int = 0
+    "The argument that is quantised."
+    values: int = 0
+    scales: int | None = 1
+    "The result; of a static quantisation None, or the written argument that the scale is handed on in."
+    scale: int | None = None
+    "The argument that is a static scale."
 
 
 def _ours_per_token(given: _Arguments) -> Described:
-    return Described(None, False, given["use_ue8m0"])
+    return Described(use_ue8m0=given["use_ue8m0"])
 
 
 def _ours_group(given: _Arguments) -> Described:
-    return Described(given["group_size"], given["column_major"], given["use_ue8m0"])
+    return Described(given["group_size"], Layout(given["column_major"], given["tma_aligned"]), given["use_ue8m0"])
+
+
+def _static(given: _Arguments) -> Described:  # noqa: ARG001 (its arguments say nothing more)
+    return Described(static=True)
+
+
+def _aiter_per_tensor(given: _Arguments) -> Described | str:
+    return "it has one scale for the whole tensor" if given["is_dynamic"] else Described(static=True)
+
+
+def _sglang_per_tensor(given: _Arguments) -> Described | str:
+    return Described(static=True) if given["is_static"] else "it has one scale for the whole tensor"
 
 
 def _aiter_per_token(given: _Arguments) -> Described | str:
-    return (
-        Described(None, False, False) if given.get("scale") is None else "its scale is given, not taken from the values"
-    )
+    return Described() if given.get("scale") is None else "its scale is given, not taken from the values"
 
 
-def _aiter_group(given: _Arguments) -> Described:
-    return Described(given["group_size"], False, False)
+def _aiter_group(given: _Arguments) -> Described | str:
+    if given.get("transpose_scale"):
+        return "it transposes its scales in place, into rows of another shape"
+    return Described(given["group_size"])
 
 
 def _vllm_ir(given: _Arguments) -> Described | str:
@@ -80,38 +113,68 @@ def _vllm_ir(given: _Arguments) -> Described | str:
         return "it has one scale for the whole tensor"
     if given.get("scale_ub") is not None or given.get("num_token_padding") is not None:
         return "it bounds its scale or pads its rows"
-    return Described(None, False, False, 224.0)
+    return Described(largest_fnuz=224.0)
 
 
 def _vllm_ir_group(given: _Arguments) -> Described | str:
     if given["group_shape"][0] != 1 or given.get("scale_alignment", 1) != 1:
         return "its groups span rows, or its scales are padded"
-    return Described(given["group_shape"][1], given["column_major"], given["use_ue8m0"], 224.0)
+    return Described(given["group_shape"][1], Layout(given["column_major"]), given["use_ue8m0"], largest_fnuz=224.0)
 
 
-ONE_OP_QUANTS: dict[str, Callable[[_Arguments], Described | str]] = {
-    "layerfuse::quantise_per_token": _ours_per_token,
-    "layerfuse::quantise_group": _ours_group,
-    "vllm::rocm_aiter_per_token_quant": _aiter_per_token,
-    "vllm::rocm_aiter_group_fp8_quant": _aiter_group,
-    "vllm_ir::dynamic_quant_fp8": _vllm_ir,
-    "vllm_ir::dynamic_group_quant_fp8": _vllm_ir_group,
+def _writes_groups(given: _Arguments) -> Described | str:
+    """Of vLLM's and SGLang's ops, `(input, output_q, output_s, group_size, eps, smallest, largest, scale_ue8m0, ...)`."""
+    size, eps, smallest, largest, ue8m0 = [*given.values()][3:8]
+    if given.get("fuse_silu_and_mul") or given.get("masked_m") is not None:
+        return "it multiplies or masks what it quantises"
+    if not is_number(eps, SMALLEST_AMAX):
+        return f"it raises the largest magnitude of a group to {eps:g}, and the fused op to {SMALLEST_AMAX:g}"
+    if smallest != -largest:
+        return f"it clamps to {smallest:g} and {largest:g}, and the fused op to the same on both sides"
+    return Described(size, None, bool(ue8m0), float(largest))
+
+
+def _sglang_groups(given: _Arguments) -> Described | str:
+    if given["fuse_silu_and_mul"] or given["masked_m"] is not None or given["sorted_token_ids"] is not None:
+        return "it multiplies, masks or sorts what it quantises"
+    if given["scale_ue8m0"]:
+        return "it packs four scales that are powers of two into one whole number"
+    return Described(given["group_size"], None)
+
+
+def _writes_tokens(given: _Arguments) -> Described | str:
+    if given.get("scale_ub") is not None:
+        return "the scale is bounded above, and the fused op's is not"
+    return Described(layout=None, largest_fnuz=224.0)
+
+
+def _writes_static(given: _Arguments) -> Described | str:
+    if given.get("group_shape") is not None and [*given["group_shape"]] != [-1, -1]:
+        return f"its scales are given for blocks of {tuple(given['group_shape'])}, and the fused op takes one scale"
+    return Described(static=True, largest_fnuz=224.0)
+
+
+ONE_OP_QUANTS: dict[str, OneOp] = {
+    "layerfuse::quantise_per_token": OneOp(_ours_per_token),
+    "layerfuse::quantise_group": OneOp(_ours_group),
+    "layerfuse::quantise_static": OneOp(_static, scales=None, scale=1),
+    "vllm::rocm_aiter_per_token_quant": OneOp(_aiter_per_token),
+    "vllm::rocm_aiter_group_fp8_quant": OneOp(_aiter_group),
+    "vllm::rocm_aiter_per_tensor_quant": OneOp(_aiter_per_tensor, source=1, scales=2, scale=2),
+    "vllm_ir::dynamic_quant_fp8": OneOp(_vllm_ir),
+    "vllm_ir::dynamic_group_quant_fp8": OneOp(_vllm_ir_group),
+    # vLLM's csrc/libtorch_stable; SGLang's sgl-kernel and kernels/ops/quantization.
+    "_C::per_token_group_fp8_quant": OneOp(_writes_groups, source=0, values=1, scales=2),
+    "_C::dynamic_per_token_scaled_fp8_quant": OneOp(_writes_tokens, source=1, values=0, scales=2),
+    "_C::static_scaled_fp8_quant": OneOp(_writes_static, source=1, values=0, scales=None, scale=2),
+    "sgl_kernel::sgl_per_token_group_quant_8bit": OneOp(_writes_groups, source=0, values=1, scales=2),
+    "sgl_kernel::sgl_per_token_quant_fp8": OneOp(_writes_tokens, source=0, values=1, scales=2),
+    "sglang::per_token_group_quant_8bit_v2": OneOp(_writes_groups, source=0, values=1, scales=2),
+    "sglang::per_token_group_quant": OneOp(_sglang_groups, source=0, values=1, scales=2),
+    "sglang::per_token_quant_fp8": OneOp(_writes_tokens, source=0, values=1, scales=2),
+    "sglang::per_tensor_quant_fp8": OneOp(_sglang_per_tensor, source=0, values=1, scales=2, scale=2),
 }
-"""Quantisations that are one op with results (values, scales): qualified name, and what its arguments say. They are
-found by name, so naming an engine's op imports nothing. The first argument is what is quantised."""
-
-
-def describe(node: Node) -> Described | str | None:
-    """What a one-op quantisation does, or a sentence on why it cannot be taken in; None where it is no such op."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    read = ONE_OP_QUANTS.get(node.target._schema.name)
-    if read is None:
-        return None
-    given = {argument.name: argument.default_value for argument in node.target._schema.arguments}
-    given.update(zip(given, node.args, strict=False))
-    said = read({**given, **node.kwargs})
-    return f"{node}: {said}" if isinstance(said, str) else said
+"""Quantisations that are one op, by qualified name. Nothing is imported for an engine's op."""
 
 
 def largest_of(dtype: torch.dtype) -> float:

@@ -14,18 +14,45 @@ from torch.fx import Node
 from .errors import Unmatched
 from .provenance import ROW_PRESERVING
 from .quant_forms import LARGEST_FLOOR, convert, is_number, largest_of, name_of, spell
-from .values import value
+from .values import same, value
 
 aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Conversions among these may stand anywhere: they are roundings."""
 
 
-def static(node: Node) -> str | None:
-    """The reason, where a scale is an input or a constant of the graph."""
-    if node.op in ("placeholder", "get_attr"):
-        return f"the scale {node} is static: it does not come from the values"
-    return None
+def given_scale(scale: Any, normed: Node) -> Node | None:
+    """A scale that does not come from the normed tensor, before reshapes; None where it does.
+
+    Raises:
+        Unmatched: it is no input or constant of the graph, or not of one element.
+    """
+    if not isinstance(scale, Node):
+        raise Unmatched(f"the values are divided by the number {scale}, and the fused op's static scale is a tensor")
+    sources, stack = {scale}, [scale]
+    for each in stack:
+        if each is normed:
+            return None
+        new = [source for source in each.all_input_nodes if source not in sources]
+        sources.update(new)
+        stack += new
+    given = scale
+    while given.target in ROW_PRESERVING and isinstance(given.args[0], Node):
+        given = given.args[0]
+    val = value(given)
+    if given.op in ("placeholder", "get_attr") and not same(val.numel(), 1):
+        raise Unmatched(f"the scale {given} is static and of shape {tuple(val.shape)}; the fused op takes one element")
+    large = next((each for each in stack if not _is_single(each)), None)
+    if large is not None:
+        raise Unmatched(f"the scale {given} comes from {large}, and not from the values that are quantised")
+    if val.dtype not in FLOATS:
+        raise Unmatched(f"the scale {given} is static and {val.dtype}; the fused op takes a float")
+    return given
+
+
+def _is_single(node: Node) -> bool:
+    val = value(node)
+    return not isinstance(val, torch.Tensor) or same(val.numel(), 1)
 
 
 def divides(node: Node, dtype: torch.dtype) -> bool:
@@ -90,7 +117,7 @@ def _step(node: Node, dtype: torch.dtype, nodes: list[Node], reduced: bool) -> t
         raise Unmatched(f"{node} {verb} the scale by {node.args[1]:g}; the largest {dtype} is {largest_of(dtype):g}")
     if reduced:
         raise Unmatched(f"the scale comes from {node}, and not from the values that are quantised")
-    raise Unmatched(static(node) or f"the scale comes from {node}, which is no step of a known quantisation")
+    raise Unmatched(f"the scale comes from {node}, which is no step of a known quantisation")
 
 
 def _power_of_two(node: Node, nodes: list[Node]) -> Any | None:

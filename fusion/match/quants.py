@@ -6,17 +6,20 @@ Nothing is rewritten here. What cannot be taken in raises `Unmatched` with the r
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch.fx import Node
 
+from .calls import Call, call_of, name_of_op
 from .errors import Unmatched
+from .layouts import Layout, layout_of
 from .provenance import ROW_PRESERVING
-from .quant_forms import FP8, Described, convert, describe, is_number, largest_of, name_of
-from .quant_scales import FLOATS, divides, read_scale, static
-from .values import same, value
+from .quant_forms import FP8, ONE_OP_QUANTS, Described, OneOp, convert, is_number, largest_of, name_of
+from .quant_scales import FLOATS, divides, given_scale, read_scale
+from .values import same, same_shape, value
 
 aten = torch.ops.aten
 _CLAMPS = (aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default)
@@ -26,20 +29,37 @@ _ON_THE_WAY = {*ROW_PRESERVING, *_CLAMPS, convert, aten.div.Tensor, aten.mul.Ten
 
 @frozen(kw_only=True, eq=False)
 class FoundQuant:
-    """One quantisation in a graph: of rows, with a scale per `columns` of them."""
+    """One quantisation in a graph: of rows, with a scale per `columns` of them, or with one that is given."""
 
     form: str
     dtype: torch.dtype
     columns: int
-    use_ue8m0: bool
-    column_major: bool | None
+    use_ue8m0: bool = False
+    layout: Layout | None = None
     "Where the op itself says it; None where the readers of the scales show it."
     values: Node
     "The fp8 result: the elements of what is quantised, in order, in whatever shape."
-    scales: Node
-    "The float32 scales, in order of their groups, in whatever shape."
+    scales: Node | None = None
+    "The float32 scales, in order of their groups, in whatever shape; None where the scale is given."
+    scale: Node | None = None
+    "The scale that is given, of one element."
+    echo: Node | None = None
+    "The given scale as an op hands it on."
     nodes: tuple[Node, ...]
-    "All that computes it, both results included."
+    "All that computes it from what is quantised, results included."
+    aside: tuple[Node, ...] = field(default=())
+    "What else may be unread without it: buffers, the inverse of a given scale."
+
+
+@frozen(kw_only=True, eq=False)
+class Readers:
+    """All that reads a normed tensor."""
+
+    quants: list[FoundQuant]
+    problems: list[str]
+    "Why further quantisations are of no known form."
+    others: list[Node]
+    "What reads it unquantised."
 
 
 def find_quants(normed: Node) -> list[FoundQuant]:
@@ -48,24 +68,41 @@ def find_quants(normed: Node) -> list[FoundQuant]:
     Raises:
         Unmatched: something else reads it, or a quantisation is of no known form.
     """
-    whole = [
-        _one_op(node, said)
-        for node in reshapes_of(normed)
-        for node in node.users
-        if (said := describe(node)) is not None
-    ]
-    sites = whole + [_read(node, normed) for node in _conversions(normed)]
-    if not sites:
-        readers = ", ".join(str(user) for user in list(normed.users)[:3])
-        raise Unmatched(f"nothing quantises the normed tensor {normed} to fp8; its readers: {readers}")
-    for site in sites:
-        _check_readers(site)
-    inside = {node for site in sites for node in site.nodes}
-    for view in reshapes_of(normed):
-        for user in view.users:
-            if user not in inside and user not in reshapes_of(normed):
-                raise Unmatched(f"{user} reads the normed tensor too, and needs it unquantised")
-    return sites
+    found = readers_of(normed)
+    if found.problems:
+        raise Unmatched(found.problems[0])
+    check_readers(found.quants)
+    if found.others:
+        raise Unmatched(f"{found.others[0]} reads the normed tensor too, and needs it unquantised")
+    return found.quants
+
+
+def readers_of(normed: Node) -> Readers:
+    """The quantisations of a tensor, and what else reads it.
+
+    Raises:
+        Unmatched: nothing quantises it.
+    """
+    quants: list[FoundQuant] = []
+    problems: list[str] = []
+    views = reshapes_of(normed)
+    forms = {user: form for view in views for user in view.users if (form := _one_op_form(user, view)) is not None}
+    for node in (*forms, *_conversions(normed)):
+        try:
+            quants.append(_one_op(node, forms[node]) if node in forms else _read(node, normed))
+        except Unmatched as reason:
+            problems.append(str(reason))
+    if not quants and not problems:
+        raise Unmatched(nothing_quantises(normed))
+    inside = {*views, *(node for quant in quants for node in quant.nodes)}
+    others = [user for view in views for user in view.users if user not in inside]
+    return Readers(quants=quants, problems=problems, others=others)
+
+
+def nothing_quantises(normed: Node) -> str:
+    """The reason, with what reads the tensor instead."""
+    readers = ", ".join(str(user) for user in list(normed.users)[:3])
+    return f"nothing quantises the normed tensor {normed} to fp8; its readers: {readers}"
 
 
 def reshapes_of(node: Node) -> list[Node]:
@@ -76,29 +113,93 @@ def reshapes_of(node: Node) -> list[Node]:
     return found
 
 
-def _one_op(node: Node, said: Described | str) -> FoundQuant:
-    if isinstance(said, str):
-        raise Unmatched(said)
+def unquantised(node: Node) -> Node:
+    """What an fp8 tensor was before it was scaled and converted, or the node itself where it is none."""
+    if not isinstance(value(node), torch.Tensor) or value(node).dtype not in FP8:
+        return node
+    before, scaled = node, False
+    while True:
+        call = before.args[0] if before.target is operator.getitem else before
+        form = ONE_OP_QUANTS.get(name_of_op(call) or "") if isinstance(call, Node) else None
+        if form is not None and isinstance(call, Node):
+            source: Node = call_of(call)[form.source]
+            return source
+        scales = before.target in (aten.div.Tensor, aten.mul.Tensor)
+        if before.target not in _ON_THE_WAY or (scales and scaled):
+            return before
+        scaled = scaled or scales
+        source_of_values = next((each for each in before.args if _is_as_large(each, before)), None)
+        if source_of_values is None:
+            return before
+        before = source_of_values
+
+
+def _is_as_large(node: Any, other: Node) -> bool:
     val = value(node)
-    parts = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    if set(parts) != {0, 1} or len(node.users) != 2:
-        raise Unmatched(f"one of the two results of {node} is not read, or both are read as one")
-    width = value(node.args[0]).shape[-1]
+    return isinstance(val, torch.Tensor) and same(val.numel(), value(other).numel())
+
+
+# ---- one op ----------------------------------------------------------------------------------------------------------
+
+
+def _one_op_form(node: Node, source: Node) -> OneOp | None:
+    """The table's line for a node that quantises `source`."""
+    form = ONE_OP_QUANTS.get(name_of_op(node) or "")
+    return form if form is not None and call_of(node)[form.source] is source else None
+
+
+def _one_op(node: Node, form: OneOp) -> FoundQuant:
+    call = call_of(node)
+    said = form.read(call.given)
+    if isinstance(said, str):
+        raise Unmatched(f"{node}: {said}")
+    return quant_of(call, form, said)
+
+
+def quant_of(call: Call, form: OneOp, said: Described) -> FoundQuant:
+    """What a call does that its table line describes.
+
+    Raises:
+        Unmatched: a result is not read, or is none that the fused op gives.
+    """
+    values, scales = call.results.get(form.values), call.results.get(-1 if form.scales is None else form.scales)
+    if values is None or (scales is None and not said.static):
+        raise Unmatched(f"one of the two results of {call.node} is not read, or both are read as one")
+    dtype, width = value(values).dtype, value(call[form.source]).shape[-1]
+    if dtype not in FP8:
+        raise Unmatched(f"{call.node} quantises to {dtype}, and the fused op to fp8")
+    reaches = said.largest or (said.largest_fnuz if dtype == torch.float8_e4m3fnuz else largest_of(dtype))
+    if not is_number(reaches, largest_of(dtype)):
+        raise Unmatched(f"{call.node} reaches {reaches:g}, and the fused op {largest_of(dtype):g}")
+    known: dict[str, Any] = {
+        "form": call.name,
+        "dtype": dtype,
+        "values": values,
+        "nodes": call.nodes,
+        "aside": call.buffers,
+    }
+    if not same_shape(value(values).shape, value(call[form.source]).shape):
+        raise Unmatched(f"{call.node} pads its rows: {tuple(value(values).shape)}")
+    if said.static:
+        scale = given_scale(call[form.scale or 0], call[form.source])
+        if scale is None:
+            raise Unmatched(
+                f"the scale of {call.node} comes from the values that are quantised: one for the whole tensor"
+            )
+        return FoundQuant(columns=width, scale=scale, echo=scales, **known)
     columns = width if said.columns is None else said.columns
     if width % columns:
-        raise Unmatched(f"the last group of {node} is short: {columns} columns of {width}")
-    if val[0].dtype == torch.float8_e4m3fnuz and said.largest_fnuz != largest_of(val[0].dtype):
-        raise Unmatched(f"{node} reaches {said.largest_fnuz:g}, and the fused op {largest_of(val[0].dtype):g}")
-    return FoundQuant(
-        form=str(node.target),
-        dtype=val[0].dtype,
-        columns=columns,
-        use_ue8m0=said.use_ue8m0,
-        column_major=said.column_major,
-        values=parts[0],
-        scales=parts[1],
-        nodes=(node, parts[0], parts[1]),
-    )
+        raise Unmatched(f"the last group of {call.node} is short: {columns} columns of {width}")
+    val = value(scales)
+    if val.dtype != torch.float32:
+        raise Unmatched(f"the scales of {call.node} are {val.dtype}, and the fused op's are torch.float32")
+    layout = layout_of(val) if said.layout is None else said.layout
+    if layout is None:
+        raise Unmatched(f"the scales of {call.node} have strides {tuple(val.stride())}, which is no known layout")
+    return FoundQuant(columns=columns, use_ue8m0=said.use_ue8m0, layout=layout, scales=scales, **known)
+
+
+# ---- step by step ----------------------------------------------------------------------------------------------------
 
 
 def _conversions(normed: Node) -> list[Node]:
@@ -127,8 +228,8 @@ def _back(node: Any, stop: Node | None, passed: list[Node], *, floats: bool) -> 
 def _read(conversion: Node, normed: Node) -> FoundQuant:
     """One quantisation, from its conversion backwards."""
     dtype: torch.dtype = conversion.args[1]
-    nodes = [conversion]
-    scaled = _unclamped(conversion.args[0], largest_of(dtype), normed, nodes)
+    nodes, clamped = [conversion], set[str]()
+    scaled = _unclamped(conversion.args[0], largest_of(dtype), normed, nodes, clamped)
     if scaled is normed or not isinstance(scaled, Node) or scaled.target not in (aten.div.Tensor, aten.mul.Tensor):
         raise Unmatched(f"{conversion} converts {scaled} to fp8, which no scale was applied to")
     nodes.append(scaled)
@@ -141,7 +242,24 @@ def _read(conversion: Node, normed: Node) -> FoundQuant:
         raise Unmatched(f"{conversion} quantises {scaled}, which is not the normed tensor over a scale")
     nodes += behind[from_normed.index(True)]
     what, factor = operands if from_normed[0] else reversed(operands)
-    scale, used = (factor, factor) if scaled.target is aten.div.Tensor else _from_factor(factor, dtype, nodes)
+    aside: list[Node] = []
+    scale, used = (factor, factor) if scaled.target is aten.div.Tensor else _from_factor(factor, dtype, aside)
+    static = given_scale(scale, normed)
+    if static is not None:
+        if clamped != {"min", "max"}:
+            raise Unmatched(f"{conversion} does not clamp to the format's range, which a static scale may exceed")
+        if not same_shape(value(scaled).shape, value(what).shape):
+            raise Unmatched(f"the scale {static} gives {scaled} dimensions that {what} has not")
+        return FoundQuant(
+            form="a static scale",
+            dtype=dtype,
+            columns=value(normed).shape[-1],
+            scale=static,
+            values=conversion,
+            nodes=tuple(dict.fromkeys(nodes)),
+            aside=tuple(dict.fromkeys(aside)),
+        )
+    nodes += aside
     scales = _back(scale, normed, nodes, floats=False)
     word, columns = read_scale(scales, normed, dtype, nodes)
     _check_shapes(what, used, columns)
@@ -150,15 +268,14 @@ def _read(conversion: Node, normed: Node) -> FoundQuant:
         dtype=dtype,
         columns=columns,
         use_ue8m0="u" in word,
-        column_major=None,
         values=conversion,
         scales=scales,
         nodes=tuple(dict.fromkeys(nodes)),
     )
 
 
-def _unclamped(node: Any, largest: float, normed: Node, nodes: list[Node]) -> Any:
-    """What is clamped to the format's range, if anything is."""
+def _unclamped(node: Any, largest: float, normed: Node, nodes: list[Node], clamped: set[str]) -> Any:
+    """What is clamped to the format's range, if anything is; the sides are added to `clamped`."""
     while True:
         node = _back(node, normed, nodes, floats=True)
         if not isinstance(node, Node) or node.target not in _CLAMPS:
@@ -170,6 +287,8 @@ def _unclamped(node: Any, largest: float, normed: Node, nodes: list[Node]) -> An
             bound = bounds.get(side)
             if bound is not None and not is_number(bound, wanted):
                 raise Unmatched(f"{node} clamps to {bound}, and the format reaches {wanted:g}")
+            if bound is not None:
+                clamped.add(side)
         nodes.append(node)
         node = node.args[0]
 
@@ -178,7 +297,7 @@ def _from_factor(factor: Any, dtype: torch.dtype, nodes: list[Node]) -> tuple[An
     """The scale of which the values are multiplied by the inverse, and what has its shape."""
     inverse = _back(factor, None, nodes, floats=False)
     if not isinstance(inverse, Node):
-        raise Unmatched(f"the values are multiplied by {inverse}: a static scale")
+        raise Unmatched(f"the values are multiplied by the number {inverse}, and not by the inverse of a scale")
     times = 1.0
     if inverse.target is aten.mul.Tensor and isinstance(inverse.args[1], float | int):
         nodes.append(inverse)
@@ -198,8 +317,7 @@ def _from_factor(factor: Any, dtype: torch.dtype, nodes: list[Node]) -> tuple[An
                 f"the values are divided by {amax}, and its {len(scales)} quotients by the format's largest value "
                 "should be one, the scale"
             )
-    given = static(inverse) if isinstance(inverse, Node) else None
-    raise Unmatched(given or f"the values are multiplied by {inverse}, which is no inverse of a scale")
+    raise Unmatched(f"the values are multiplied by {inverse}, which is no inverse of a scale")
 
 
 def _check_shapes(what: Any, scale: Any, columns: int) -> None:
@@ -212,20 +330,36 @@ def _check_shapes(what: Any, scale: Any, columns: int) -> None:
         raise Unmatched(f"the scales {tuple(scales.shape)} are not one for each row of {tuple(values.shape)}")
 
 
-def _check_readers(site: FoundQuant) -> None:
-    """Everything but the two results must be read by the quantisation alone."""
-    inside = {*site.nodes, *reshapes_of(site.scales), *reshapes_of(site.values)}
-    for node in site.nodes:
-        if node is site.values or node in reshapes_of(site.scales):
-            continue
-        for user in node.users:
-            if user not in inside:
-                raise Unmatched(
-                    f"{user} reads the intermediate {node} of the quantisation, which a fused op does not compute"
-                )
-    for view in reshapes_of(site.scales):
-        for user in view.users:
-            if user not in inside and (
-                user.target is aten.reciprocal.default or (user.target is aten.div.Tensor and user.args[1] is view)
-            ):
-                raise Unmatched(f"the scale {site.scales} is shared: {user} scales something else by it")
+# ---- what reads the intermediates ------------------------------------------------------------------------------------
+
+
+def check_readers(quants: Iterable[FoundQuant], beside: Iterable[Node] = ()) -> None:
+    """Everything but the results must be read by the quantisations alone.
+
+    Args:
+        quants: what one fused op is to compute.
+        beside: nodes that may read intermediates, since what they read stays.
+
+    Raises:
+        Unmatched: something else reads an intermediate, or scales something else.
+    """
+    several = list(quants)
+    inside = {*beside}
+    results: set[Node] = set()
+    for quant in several:
+        scales = [] if quant.scales is None else reshapes_of(quant.scales)
+        inside.update(quant.nodes, reshapes_of(quant.values), scales)
+        results.update([quant.values, *scales], [] if quant.echo is None else [quant.echo])
+    for node in dict.fromkeys(node for quant in several for node in quant.nodes):
+        reader = None if node in results else next((user for user in node.users if user not in inside), None)
+        if reader is not None:
+            raise Unmatched(
+                f"{reader} reads the intermediate {node} of the quantisation, which a fused op does not compute"
+            )
+    for quant in several:
+        for view in [] if quant.scales is None else reshapes_of(quant.scales):
+            for user in view.users:
+                if user not in inside and (
+                    user.target is aten.reciprocal.default or (user.target is aten.div.Tensor and user.args[1] is view)
+                ):
+                    raise Unmatched(f"the scale {quant.scales} is shared: {user} scales something else by it")

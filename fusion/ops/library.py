@@ -312,7 +312,7 @@ def _fake(op: Op) -> Callable[..., Any]:
     return fake
 
 
-_NOT_OF_THE_CASE = (Rows, Weight, Epsilon, StaticScale, Limit)
+_NOT_OF_THE_CASE = (Rows, Weight, Epsilon, StaticScale)
 
 
 def case_fields(op: Op) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from ..plan import Decision, Plan
 from ..report import GraphRecord, Use
 from .emit import replace
 from .ownership import Ownership, Surroundings
+from .product_uses import ProductFinder
 from .uses import SiteUse, UseFinder
 
 
@@ -24,13 +25,17 @@ class Driver:
 
     def __init__(self, plan: Plan, around: Surroundings | None = None) -> None:
         self._plan = plan
-        self._find = UseFinder(plan, Ownership(plan.sites, around))
+        self._find = UseFinder(plan, Ownership([site for site in plan.sites if site.norms], around))
+        self._find_products = ProductFinder(plan, around)
 
     def __call__(self, graph: Graph, number: int) -> GraphRecord:
         """Rewrite a graph in place. `number`: graphs that came before."""
         found = self._find(graph)
+        found.uses += self._find_products(
+            graph, {node for use in found.uses for norm in use.norms for node in norm.nodes}
+        )
         moved: dict[Node, Node] = {}
-        uses = tuple(self._fuse(use, moved) for use in found.uses)
+        uses = tuple(self._fuse(use, moved) for use in found.in_order)
         return GraphRecord(graph=number, uses=uses, unattributed=tuple(found.loose))
 
     def _fuse(self, use: SiteUse, moved: dict[Node, Node]) -> Use:
@@ -64,8 +69,7 @@ def _outside(decision: Decision, use: SiteUse) -> str | None:
     """Why a decision for a range of tokens does not hold in a graph, or None where it does."""
     if decision.tokens.first == 1 and decision.tokens.last is None:
         return None
-    x = use.norms[0].x.meta["val"]
-    count = x.numel() // x.shape[-1]
+    count = use.tokens
     if not isinstance(count, int):
         return f"the graph is for any number of tokens, and {decision.fusion} is planned {decision.tokens}"
     return None if count in decision.tokens else f"{count} tokens; {decision.fusion} is planned {decision.tokens}"

@@ -6,47 +6,34 @@ Nothing changes in the graph before every check has passed.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from attrs import define, field
 from torch.fx import Node
 
 from ...adapters.specs import NormSpec
 from ..chain import Form, Fusion
 from ..compose import quantised_step
-from ..declare import REQUIRED, Rows
+from ..declare import REQUIRED, Rows, StaticScale
 from ..match.adds import find_add
 from ..match.errors import Unmatched
 from ..match.norms import FoundNorm
+from ..match.pads import find_pads
 from ..match.patterns import find_op
-from ..match.quants import find_quants
 from ..match.values import is_contiguous, same_shape, value
 from ..plan import Plan
 from ..sites import Site
 from ..steps import Add, GatedNorm, Norm, Pad, Quant, SiluMul
+from .binding import Binding, needed_by, val_of
+from .gated import bind_gated_norm, bind_product, main_result
 from .hoisting import hoist, mutation_between
-from .quant_results import Results, why_not_as_planned
+from .layouts import Made, view
+from .pad_results import PaddedResults
+from .quant_choice import all_of, some_of
 from .uses import SiteUse
 
 _COPIED_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "from_node", "seq_nr")
-
-
-@define(kw_only=True, eq=False)
-class Binding:
-    """What a chain is in a graph: the op's arguments, and what takes the place of its results."""
-
-    args: dict[str, Any] = field(factory=dict)
-    "Argument -> node or constant."
-    outs: dict[str, Node] = field(factory=dict)
-    "Result -> the node that it replaces, of the same shape and dtype, contiguous."
-    nodes: list[Node] = field(factory=list)
-    "Everything that may be unread afterwards."
-    last: list[Node] = field(factory=list)
-    "Further nodes up to which nothing may write in place."
-    finish: Callable[[dict[str, Node]], Iterable[Node]] | None = None
-    "Replaces what is read in other shapes and layouts; returns nodes that may be unread afterwards."
 
 
 def replace(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Form:
@@ -83,53 +70,77 @@ def _replace(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> N
     args = [bound.args.get(argument.name, argument.default) for argument in form.op.args]
     if REQUIRED in args or op is None:
         raise Unmatched(f"the graph gives no value for an argument of {form.op.name}")
+    narrow = [i for i, each in enumerate(form.op.args) if isinstance(each, StaticScale) and not _is_float32(args[i])]
     try:
         with torch.no_grad():
-            val = op(*(value(arg) if isinstance(arg, Node) else arg for arg in args))
+            values = [val_of(arg) for arg in args]
+            val = op(*(each.float() if i in narrow else each for i, each in enumerate(values)))
     except (TypeError, ValueError, RuntimeError) as error:
         raise Unmatched(str(error).partition("\n")[0]) from None
-    reason = hoist((arg for arg in args if isinstance(arg, Node)), before=first)
+    reason = hoist((node for arg in args for node in needed_by(arg)), before=first)
     if reason is not None:
         raise Unmatched(reason)
+    for i in narrow:
+        args[i] = _widened(args[i], first)
     results = _call(op, args, val, form, first)
     for name, node in bound.outs.items():
-        results[name].meta = dict(node.meta)
-        node.replace_all_uses_with(results[name])
-        moved[node] = results[name]
+        result = results[name]
+        if name in bound.views:
+            with node.graph.inserting_before(first):
+                result = view(node.graph, result, bound.views[name], {})
+        result.meta = dict(node.meta)
+        node.replace_all_uses_with(result)
+        moved[node] = result
     more = [] if bound.finish is None else list(bound.finish(results))
     erase_unused((*more, *bound.nodes))
 
 
 def _bind(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Binding:
     bound = Binding()
+    _check_ops(form, use)
     norms, ends = iter(zip(use.norms, use.site.norms, strict=True)), any(isinstance(s, Quant | Pad) for s in form.chain)
     inner = quantised_step(form.chain) if ends else None
     for step in form.chain:
         if isinstance(step, Norm):
             _bind_norm(bound, step, *next(norms), inner=step is inner and not step.kept, moved=moved)
         elif isinstance(step, GatedNorm):
-            _bind_gated_norm(bound, step, *next(norms), inner=step is inner)
+            bind_gated_norm(bound, step, *next(norms), use.site, inner=step is inner, moved=moved)
         elif isinstance(step, SiluMul):
-            _bind_product(bound, step, use, inner=step is inner)
+            bind_product(bound, step, use, inner=step is inner, moved=moved)
     for step in form.chain:
         if isinstance(step, Add):
             # Of what the norm reads, which is bound by now.
-            found = find_add(bound.args[step.x])
-            bound.args |= {step.x: found.x, step.residual: found.residual}
-            bound.outs[step.out] = found.out
-            bound.nodes.append(found.out)
+            found = use.norms[0].add or find_add(bound.args[step.x])
+            bound.args |= {
+                step.x: moved.get(found.x, found.x),
+                step.residual: moved.get(found.residual, found.residual),
+            }
+            if found.out is not None:
+                bound.outs[step.out] = found.out
+                bound.nodes.append(found.out)
         elif isinstance(step, Quant):
             main = quantised_step(form.chain)
             kept = isinstance(main, Norm) and main.kept
-            _bind_quant(bound, step, _main_result(bound, use), plan, use.site, kept=kept)
+            _bind_quant(bound, step, main_result(bound, use), plan, use.site, kept=kept)
         elif isinstance(step, Pad):
             _bind_pad(bound, step, use.norms[0])
     return bound
 
 
+def _check_ops(form: Form, use: SiteUse) -> None:
+    """What an engine's op does beside the norm must be in the chain, and more of the chain must be left."""
+    for norm in use.norms:
+        if norm.add is not None and not any(isinstance(step, Add) for step in form.chain):
+            raise Unmatched(f"{norm.out} adds a residual itself ({norm.form}), and {form.op.name} does not")
+        if norm.quant is not None and len(use.norms) == 1:
+            raise Unmatched(f"the engine's own op norms and quantises already ({norm.form})")
+
+
 def _bind_norm(
     bound: Binding, step: Norm, norm: FoundNorm, spec: NormSpec, *, inner: bool, moved: dict[Node, Node]
 ) -> None:
+    if norm.quant is not None:
+        _bind_quantised(bound, norm, inner=inner)
     if norm.weight_offset and step.weight_offset is None:
         raise Unmatched(f"{norm.out} adds {norm.weight_offset:g} to its weight, which the fused op does not")
     # The spec's epsilon: a graph may have it rounded to float32.
@@ -141,45 +152,47 @@ def _bind_norm(
         bound.outs[step.out] = norm.out
 
 
-def _bind_gated_norm(bound: Binding, step: GatedNorm, norm: FoundNorm, spec: NormSpec, *, inner: bool) -> None:
-    raise Unmatched("gates are not looked for yet")
-
-
-def _bind_product(bound: Binding, step: SiluMul, use: SiteUse, *, inner: bool) -> None:
-    raise Unmatched("products are not looked for yet")
+def _bind_quantised(bound: Binding, norm: FoundNorm, *, inner: bool) -> None:
+    """A norm whose op quantises it too."""
+    if norm.quant is None or not inner:
+        raise Unmatched(f"{norm.form} gives the norm quantised only")
+    bound.quantised = (norm.x, norm.quant)
 
 
 def _bind_pad(bound: Binding, step: Pad, norm: FoundNorm) -> None:
-    raise Unmatched("pads are not looked for yet")
-
-
-def _main_result(bound: Binding, use: SiteUse) -> Node:
-    """The node that a quantisation starts from."""
-    return use.norms[0].out
+    found = find_pads(norm.out)
+    plan = PaddedResults(found, norm.out)
+    bound.args[step.width] = found.width
+    bound.last += [norm.out, *found.pads]
+    bound.finish = lambda given: plan.replace(given[step.out])
 
 
 def _bind_quant(bound: Binding, step: Quant, out: Node, plan: Plan, site: Site, *, kept: bool) -> None:
     quant = plan.config.quant_at(site)
     if quant is None:
         raise Unmatched("the plan declares no quantisation here")
-    like = value(out)
-    if like.dtype == torch.float64:
-        raise Unmatched(f"{out} is torch.float64; quantisation starts from float32, bfloat16 or float16")
-    found = find_quants(out)
-    results = [Results(each, like) for each in found]
-    for each, result in zip(found, results, strict=True):
-        reason = why_not_as_planned(each, result, like.shape[-1], quant, plan.target)
-        if reason is not None:
-            raise Unmatched(reason)
-    inside = sorted({node for each in found for node in each.nodes})
-    bound.last += [out, inside[-1]]
-    bound.args |= {step.dtype: found[0].dtype, step.use_ue8m0: quant.use_ue8m0}
+    if bound.quantised is not None:
+        rows, already = bound.quantised
+        chosen = all_of(rows, quant, plan.target, [already])
+    else:
+        bound.last.append(out)
+        chosen = some_of(out, quant, plan.target) if kept else all_of(out, quant, plan.target, like=bound.like)
+    first = chosen[0][0]
+    inside = sorted({node for each, _ in chosen for node in each.nodes})
+    bound.last += [inside[0], inside[-1]]
+    bound.nodes += inside
+    bound.args[step.dtype] = first.dtype
+    if first.scale is not None:
+        bound.args[step.scale] = first.scale
+    else:
+        bound.args[step.use_ue8m0] = quant.use_ue8m0
     if quant.group_size is not None:
         bound.args |= {step.group_size: quant.group_size, step.column_major: quant.column_major}
-    bound.nodes += inside
+        if step.tma_aligned is not None:
+            bound.args[step.tma_aligned] = quant.tma_aligned
 
     def finish(given: dict[str, Node]) -> list[Node]:
-        return [node for result in results for node in result.replace(given[step.out], given[step.scales])]
+        return [node for _, result in chosen for node in result.replace(given[step.out], given.get(step.scales))]
 
     bound.finish = finish
 
@@ -187,8 +200,8 @@ def _bind_quant(bound: Binding, step: Quant, out: Node, plan: Plan, site: Site, 
 def _check_alike(bound: Binding, form: Form) -> None:
     """What the op's own check would say less clearly, and what only the graph knows."""
     rows = [bound.args[argument.name] for argument in form.op.args if isinstance(argument, Rows)]
-    one = value(rows[0])
-    for other in map(value, rows[1:]):
+    one = val_of(rows[0])
+    for other in map(val_of, rows[1:]):
         if one.dtype != other.dtype or one.device != other.device:
             raise Unmatched(f"the inputs differ: {one.dtype} on {one.device} and {other.dtype} on {other.device}")
         if not same_shape(one.shape[:-1], other.shape[:-1]):
@@ -210,7 +223,7 @@ def _call(op: Any, args: list[Any], val: Any, form: Form, before: Node) -> dict[
     graph, values = before.graph, val if isinstance(val, tuple) else (val,)
     meta = {key: before.meta[key] for key in _COPIED_META if key in before.meta}
     with graph.inserting_before(before):
-        called = graph.call_function(op, tuple(args))
+        called = graph.call_function(op, tuple(arg.emit(graph, meta) if isinstance(arg, Made) else arg for arg in args))
         results = [called]
         if isinstance(val, tuple):
             results = [graph.call_function(operator.getitem, (called, i)) for i in range(len(values))]
@@ -220,8 +233,20 @@ def _call(op: Any, args: list[Any], val: Any, form: Form, before: Node) -> dict[
     return {declared.name: result for declared, result in zip(form.op.results, results, strict=True)}
 
 
+def _is_float32(scale: Node) -> bool:
+    return value(scale).dtype == torch.float32  # type: ignore[no-any-return]
+
+
+def _widened(scale: Node, before: Node) -> Node:
+    """A static scale of another float in float32, as kernels read it."""
+    with before.graph.inserting_before(before):
+        wide = before.graph.call_function(torch.ops.prims.convert_element_type.default, (scale, torch.float32))
+    wide.meta["val"] = value(scale).float()
+    return wide
+
+
 def erase_unused(nodes: Iterable[Node]) -> None:
     """Take those of the nodes out of their graph that nothing reads."""
     for node in sorted(set(nodes), reverse=True):
-        if not node.users:
+        if node.op == "call_function" and not node.users:
             node.graph.erase_node(node)

@@ -40,7 +40,7 @@ def hoist(needed: Iterable[Node], before: Node) -> str | None:
 
 def mutation_between(first: Node, last: Node) -> Node | None:
     """The first node that writes in place strictly between two nodes of one graph, or None."""
-    node = first.next
+    node = last if first is last else first.next
     while node is not last and node.op != "root":
         if node.op == "call_function" and isinstance(
             node.target, torch._ops.OpOverload | torch._ops.HigherOrderOperator

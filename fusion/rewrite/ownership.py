@@ -18,7 +18,7 @@ from ..sites import Site
 from .parameters import PARAMETER, Parameter, module_path
 
 Place = tuple[Site, int]
-"""A site, and which of its norms."""
+"""A site, and which of its norms; 0 where it has none."""
 
 
 @frozen(kw_only=True)
@@ -55,16 +55,17 @@ class Ownership:
         self._all: list[Place] = []
         self._unplaced: list[Place] = []
         for site in sites:
-            for i, norm in enumerate(site.norms):
+            # The product of a gated MLP has no norm: its layer says where it is.
+            for i, module in enumerate([norm.module for norm in site.norms] or [None]):
                 place = (site, i)
                 self._all.append(place)
                 if self._around.paths and site.layer and site.layer not in self._around.paths:
                     self._unplaced.append(place)
                     continue
-                if norm.module is None:
+                if module is None:
                     self._layers.setdefault(site.layer, []).append(place)
                 else:
-                    self._exact.setdefault(join(site.layer, norm.module), []).append(place)
+                    self._exact.setdefault(join(site.layer, module), []).append(place)
         for path in dict.fromkeys([*self._exact, *self._layers]):
             parts = tuple(path.split("."))
             for k in range(len(parts)):
@@ -147,7 +148,7 @@ def _parameter(weight: Node) -> Parameter | None:
 
 
 def fits(norm: FoundNorm, spec: NormSpec) -> bool:
-    """Whether a norm of a graph is the one that a spec describes."""
+    """Whether a norm of a graph is the one that a spec describes, its gate aside."""
     return (norm.width, norm.weight_offset) == (spec.width, spec.weight_offset) and same_epsilon(
         norm.epsilon, spec.epsilon
     )

@@ -12,9 +12,9 @@ from torch.fx import Node
 
 from ...adapters.activation_quant import ActivationQuant
 from ..match.errors import Unmatched
+from ..match.layouts import ROWS, Layout, laid_out, layout_of, lie_alike
 from ..match.quants import FoundQuant, reshapes_of
 from ..match.values import is_contiguous, same, same_shape, value
-from ..ops.quantisation import scale_strides
 from ..target import Target
 
 aten = torch.ops.aten
@@ -32,29 +32,42 @@ class Results:
 
     def __init__(self, site: FoundQuant, like: torch.Tensor) -> None:
         """Plan it, given the normed tensor's traced value. Nothing changes yet."""
-        leading = tuple(like.shape[:-1])
+        self._site = site
         self._inside = set(site.nodes)
-        if site.column_major is None:
-            self._inside.update(reshapes_of(site.values), reshapes_of(site.scales))
-        self._columns = _columns(site, self._inside, leading)
-        self.column_major = bool(self._columns) if site.column_major is None else site.column_major
-        "Whether all that reads the scales has them column by column."
-        whole = site.column_major is not None
-        self._values = _plan_views(site.values, tuple(like.shape), self._inside, whole)
-        shape = (*leading, like.shape[-1] // site.columns)
-        self.in_either_layout = _lie_alike(shape)
-        "Whether row by row and column by column are the same, as for a single token."
-        self._scales = [] if self._columns else _plan_views(site.scales, shape, self._inside, whole)
+        whole = site.layout is not None
+        if not whole:
+            self._inside.update(reshapes_of(site.values))
+        self._anew: list[list[Node]] = []
+        self._scales: _Plan = []
+        self.layout = ROWS if site.layout is None else site.layout
+        "How all that reads the scales has them."
+        self.shape = (*like.shape[:-1], like.shape[-1] // site.columns)
+        "Of the scales."
+        if site.scales is not None:
+            if not whole:
+                self._inside.update(reshapes_of(site.scales))
+                self._anew = _laid_out_anew(site.scales, self._inside, self.shape)
+            if self._anew:
+                self.layout = _common_layout(self._anew)
+            else:
+                self._scales = plan_views(site.scales, self.shape, self._inside, whole)
+        self._values = plan_views(site.values, tuple(like.shape), self._inside, whole)
 
-    def replace(self, values: Node, scales: Node) -> list[Node]:
+    def lies(self, layout: Layout) -> bool:
+        """Whether all that reads the scales has them in a layout."""
+        return self.layout == layout or lie_alike(self.shape, self.layout, layout)
+
+    def replace(self, values: Node, scales: Node | None) -> list[Node]:
         """Let all readers read these instead. Returns the nodes that may now be unread."""
-        unread = [*self._inside]
-        for chain in self._columns:
+        unread = [*self._inside, *self._site.aside]
+        if self._site.echo is not None and self._site.scale is not None:
+            self._site.echo.replace_all_uses_with(self._site.scale)
+        for chain in self._anew if scales is not None else ():
             chain[-1].replace_all_uses_with(scales)
             unread += chain
         for result, plans in ((values, self._values), (scales, self._scales)):
             for node, sizes in plans:
-                viewed = result if sizes is None else _view(result, sizes, node)
+                viewed = result if sizes is None else view_of(result, sizes, node)
                 node.replace_all_uses_with(viewed, delete_user_cb=self._is_reader)
         return unread
 
@@ -62,61 +75,32 @@ class Results:
         return user not in self._inside
 
 
-def _columns(site: FoundQuant, inside: set[Node], leading: tuple[Any, ...]) -> list[list[Node]]:
-    """The chains of nodes that lay the scales out column by column, if that is all that is done with them; else none."""
-    if site.column_major is not None:
-        return []
+def _laid_out_anew(scales: Node, inside: set[Node], shape: tuple[Any, ...]) -> list[list[Node]]:
+    """The chains of nodes that lay the scales out anew, if that is all that is done with them; else none."""
     chains: list[list[Node]] = []
-    for user in (user for view in reshapes_of(site.scales) for user in view.users if user not in inside):
-        chain = _transposed(user)
-        if chain is None:
-            return []
-        chains.append(chain)
-    for *_, last in chains:
-        val = value(last)
-        shape = (*leading, val.shape[-1])
-        if not same_shape(val.shape, shape) or not _same_strides(val, scale_strides(shape, True)):
-            raise Unmatched(
-                f"the scales {last} have strides {tuple(val.stride())}, neither row by row nor column by column"
-            )
+    for view in reshapes_of(scales):
+        for user in view.users:
+            if user in inside:
+                continue
+            chain = laid_out(user, view, shape)
+            if chain is None:
+                return []
+            chains.append(chain)
     return chains
 
 
-def _transposed(node: Node) -> list[Node] | None:
-    """Transpose, copy, transpose: the way to lay a tensor out column by column. None for anything else."""
-    chain: list[Node] = []
-    for target in (aten.permute.default, aten.clone.default, aten.permute.default):
-        if chain:
-            if len(chain[-1].users) != 1:
-                return None
-            node = next(iter(chain[-1].users))
-        if node.target is not target or (target is aten.permute.default and not _swaps_the_last_two(node)):
-            return None
-        chain.append(node)
-    return chain
+def _common_layout(chains: list[list[Node]]) -> Layout:
+    found = {chain[-1]: layout_of(value(chain[-1])) for chain in chains}
+    for last, layout in found.items():
+        if layout is None:
+            strides = tuple(value(last).stride())
+            raise Unmatched(f"the scales {last} have strides {strides}, neither row by row nor column by column")
+    if len({*found.values()}) > 1:
+        raise Unmatched(f"the scales are laid out in {len(chains)} ways: {', '.join(map(str, found.values()))}")
+    return next(layout for layout in found.values() if layout is not None)
 
 
-def _swaps_the_last_two(node: Node) -> bool:
-    order = list(node.args[1])
-    count = len(order)
-    return [i % count for i in order] == [*range(count - 2), count - 1, count - 2] if count > 1 else False
-
-
-def _lie_alike(shape: tuple[Any, ...]) -> bool:
-    if any(same(size, 0) for size in shape):
-        return True
-    rows, columns = (scale_strides(shape, column_major) for column_major in (False, True))
-    return all(same(size, 1) or same(a, b) for size, a, b in zip(shape, rows, columns, strict=True))
-
-
-def _same_strides(tensor: torch.Tensor, strides: tuple[Any, ...]) -> bool:
-    return all(
-        same(size, 1) or same(stride, wanted)
-        for size, stride, wanted in zip(tensor.shape, tensor.stride(), strides, strict=True)
-    )
-
-
-def _plan_views(result: Node, shape: tuple[Any, ...], inside: set[Node], whole: bool) -> _Plan:
+def plan_views(result: Node, shape: tuple[Any, ...], inside: set[Node], whole: bool) -> _Plan:
     """The nodes of a result that are read from outside, each with the sizes of the view it needs (None: none).
 
     `whole`: an op made the result, in the layout that it was asked for.
@@ -152,7 +136,8 @@ def _sizes(node: Node, wanted: Any, given: tuple[Any, ...]) -> list[Size]:
     return sizes
 
 
-def _view(result: Node, sizes: list[Size], at: Node) -> Node:
+def view_of(result: Node, sizes: list[Size], at: Node) -> Node:
+    """A view of a result with these sizes, behind the node whose place it takes."""
     graph = at.graph
     with graph.inserting_after(at):
         view = graph.call_function(aten.view.default, (result, []))
@@ -174,15 +159,22 @@ def why_not_as_planned(
     found: FoundQuant, result: Results, width: int, quant: ActivationQuant, target: Target
 ) -> str | None:
     """How a quantisation of a graph differs from what the plan says, or None."""
-    if found.columns != (width if quant.group_size is None else quant.group_size):
+    if (quant.fixed or "") not in ("", "static"):
+        return f"the graph quantises to {found.dtype}, the plan says {quant.fixed}"
+    if found.scale is not None and quant.fixed is None:
+        return f"the scale {found.scale} is static: it does not come from the values, and the plan says {quant}"
+    if found.scale is None and (quant.fixed is not None or found.columns != (quant.group_size or width)):
         graph = "with one scale per token" if found.columns == width else f"groups of {found.columns}"
-        return f"the graph quantises {graph}, the plan says {quant.group_size or 'one scale per token'}"
+        planned = quant.group_size or (str(quant) if quant.fixed else "one scale per token")
+        return f"the graph quantises {graph}, the plan says {planned}"
     if str(found.dtype) != f"torch.float8_{target.fp8}":
         return f"the graph quantises to {found.dtype}, and {target} takes {target.fp8}"
+    if found.scale is not None:
+        return None
     if found.use_ue8m0 != quant.use_ue8m0:
         graph, planned = ("powers of two" if each else "not rounded" for each in (found.use_ue8m0, quant.use_ue8m0))
         return f"the graph's scales are {graph}, the plan's {planned}"
-    if result.column_major != quant.column_major and not result.in_either_layout:
-        graph, planned = ("column" if each else "row" for each in (result.column_major, quant.column_major))
-        return f"the graph has the scales {graph} by {graph}, the plan {planned} by {planned}"
+    planned_layout = Layout(quant.column_major, quant.tma_aligned)
+    if not result.lies(planned_layout):
+        return f"the graph has the scales {result.layout}, the plan {planned_layout}"
     return None

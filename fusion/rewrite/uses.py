@@ -5,31 +5,52 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
+import attrs
 from attrs import define, field
 from torch.fx import Graph, Node
 
-from ...adapters.specs import MLASpec, NormSpec
+from ...adapters.specs import GatedNormSpec, MLASpec, NormSpec
+from ..match.gates import FoundGatedNorm, find_gated_norms
 from ..match.latents import base_of, why_unpaired
 from ..match.norms import FoundNorm, NearNorm, epsilon_in_words, find_norms
+from ..match.products import FoundProduct
+from ..match.values import value
 from ..plan import Plan
-from ..sites import Site
+from ..sites import OUTPUT, Site
 from .ownership import Location, Ownership, Place, differs, fits, same_epsilon
 
 
 @define(kw_only=True, eq=False)
 class SiteUse:
-    """One use of a site in a graph: its norms, or why it has none that can be replaced."""
+    """One use of a site in a graph: its norms or its product, or why it has none that can be replaced."""
 
     site: Site
     norms: tuple[FoundNorm, ...] = ()
     "In the order of the site's; empty where `problem` says why."
+    product: FoundProduct | None = None
+    "In place of norms: that of a gated MLP."
     problem: str | None = None
     how: str = "structure"
     weights: tuple[tuple[int, tuple[str, ...]], ...] = ()
     "As in `report.Use`."
     whole: bool = True
     "Whether the weights are always these: see `Parameter.whole`."
+
+    @property
+    def tokens(self) -> Any:
+        """How many rows of the whole layer there are: a number, or one that varies."""
+        rows = value(self.norms[0].out if self.product is None else self.product.out)
+        heads = bool(self.norms) and isinstance(self.norms[0], FoundGatedNorm)
+        return rows.numel() // (self.site.quantised_width if heads else rows.shape[-1])
+
+    @property
+    def first(self) -> Node | None:
+        """What places it among the uses of its graph: a result that it replaces."""
+        if self.product is not None:
+            return self.product.out
+        return self.norms[0].out if self.norms else None
 
 
 @define(kw_only=True)
@@ -40,6 +61,12 @@ class Found:
     loose: list[str] = field(factory=list)
     "Sentences on norms that look like a site's and could be assigned to none."
 
+    @property
+    def in_order(self) -> list[SiteUse]:
+        """The uses in graph order, those that cannot be replaced last."""
+        placed = sorted((first, i) for i, use in enumerate(self.uses) if (first := use.first) is not None)
+        return [*(self.uses[i] for _, i in placed), *(use for use in self.uses if use.first is None)]
+
 
 class UseFinder:
     """Finds the uses of a plan's sites. Counts them, so that what cannot be told apart is handed out in turn."""
@@ -47,14 +74,15 @@ class UseFinder:
     def __init__(self, plan: Plan, ownership: Ownership) -> None:
         wanted = {decision.site for decision in plan.decisions if decision.kind in ("expected", "fallback")}
         self._wanted = wanted
+        self._gated = any(site.role == OUTPUT and site.name in wanted for site in plan.sites)
         self._ownership = ownership
         self._visits: Counter[str] = Counter()
 
     def __call__(self, graph: Graph) -> Found:
-        """The uses in graph order."""
+        """The uses of sites that have norms."""
         if not self._wanted:
             return Found()
-        norms, near = find_norms(graph)
+        norms, near = self._norms(graph)
         found = Found()
         pairs: dict[str, list[tuple[FoundNorm, int, Location]]] = {}
         sites: dict[str, Site] = {}
@@ -81,13 +109,27 @@ class UseFinder:
             found.uses += self._paired(sites[name], several, near)
         self._hand_out(unsure, found)
         self._add_near(near, found)
-        fusable = sorted((use for use in found.uses if use.norms), key=lambda use: use.norms[0].out)
-        found.uses = [*fusable, *(use for use in found.uses if not use.norms)]
         return found
+
+    def _norms(self, graph: Graph) -> tuple[list[FoundNorm], list[NearNorm]]:
+        """The norms of a graph, those of gated sites with their gates, and what resembles one."""
+        norms, near = find_norms(graph)
+        if not self._gated:
+            return norms, near
+        found, reasons = find_gated_norms(graph, norms)
+        gated = [norm for norm in found if self._fitting(norm, self._ownership.locate((norm.weight,), norm.out))]
+        inside = {node for norm in gated for node in norm.nodes}
+        plain = [norm for norm in norms if norm.out not in inside]
+        near = [attrs.evolve(n, ungated=reasons.get(n.root)) for n in near if n.root not in inside]
+        return sorted([*plain, *gated], key=lambda norm: norm.out), near
 
     def _fitting(self, norm: FoundNorm, where: Location) -> list[Place]:
         # Sites of which nothing is expected too: a graph may serve siblings of which something is.
-        return [(site, i) for site, i in where.places if fits(norm, site.norms[i])]
+        return [
+            (site, i)
+            for site, i in where.places
+            if fits(norm, site.norms[i]) and _is_gated_alike(norm, site.norms[i], where)
+        ]
 
     def _misfit(self, norm: FoundNorm, where: Location) -> SiteUse | None:
         """A norm that reads a site's weight, or stands in its module, and is not what the spec says."""
@@ -202,17 +244,27 @@ class UseFinder:
             found.uses.append(_missed(site, why_missing(site, False, False, several), (where,)))
 
 
+def _is_gated_alike(norm: FoundNorm, spec: NormSpec, where: Location) -> bool:
+    """Whether norm and spec are both gated or both not; a site's own norm without a known gate is one that is missed."""
+    gated = isinstance(norm, FoundGatedNorm)
+    return gated is isinstance(spec, GatedNormSpec) or (not gated and where.how != "structure")
+
+
 def _missed(site: Site, problem: str, where: tuple[Location, ...]) -> SiteUse:
     return _use(site, (), where, problem)
 
 
 def _use(site: Site, norms: tuple[FoundNorm, ...], where: tuple[Location, ...], problem: str | None = None) -> SiteUse:
+    return use_at(site, where, norms=norms, problem=problem)
+
+
+def use_at(site: Site, where: tuple[Location, ...], **what: Any) -> SiteUse:
+    """A use of a site, from where its parts were found. `what`: the other fields of `SiteUse`."""
     parameters = [each.parameter for each in where]
     known = [parameter for parameter in parameters if parameter is not None]
     return SiteUse(
         site=site,
-        norms=norms,
-        problem=problem,
+        **what,
         how=where[0].how,
         weights=tuple((parameter.position, parameter.names) for parameter in known),
         whole=all(parameter.whole for parameter in known),
@@ -253,7 +305,7 @@ def _why(name: str, norm: NormSpec, near: list[NearNorm]) -> str:
     offset = next((n.weight_offset for n in exact if n.weight_offset not in (None, norm.weight_offset)), None)
     if offset is not None:
         return f"the {name} {exact[0].root} adds {offset:g} to its weight; the spec says {norm.weight_offset:g}"
-    shared = next((n.shared for n in exact if n.shared is not None), None)
+    shared = next((n.ungated or n.shared for n in exact if (n.ungated or n.shared) is not None), None)
     if shared is not None:
         return f"the {name} cannot be replaced: {shared}"
     return (

@@ -8,6 +8,7 @@ from layerfuse.adapters import ActivationQuant, activation_quant_of, describe_li
 
 PER_TOKEN = ActivationQuant()
 GROUP = ActivationQuant(group_size=128)
+STATIC = ActivationQuant(fixed="static")
 
 
 def check(linear: Any, expected: ActivationQuant | str | None) -> None:

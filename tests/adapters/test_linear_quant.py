@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_quant_checks import GROUP, PER_TOKEN, check
+from linear_quant_checks import GROUP, PER_TOKEN, STATIC, check
 from standins import layer_class, module, weight
 from torch import nn
 
@@ -27,7 +27,7 @@ from layerfuse.adapters.linear_quant_readings import grouped
         ({"block_size": (128, 128)}, GROUP),
         ({"block_size": [64, 32]}, ActivationQuant(group_size=32)),
         ({}, PER_TOKEN),
-        ({"block_size": (128, 128), "activation_scheme": "static"}, "static scale"),
+        ({"block_size": (128, 128), "activation_scheme": "static"}, STATIC),
         ({"block_size": (16, 16)}, "groups of 16 columns"),
         ({"block_size": (128, 128), "scale_fmt": "ue8m0"}, "powers of two"),
     ],
@@ -81,8 +81,9 @@ def with_scheme(**changes: Any) -> Any:
         ({"strategy": "group", "group_size": 128}, GROUP),
         ({"strategy": "group", "group_size": 16}, "groups of 16 columns"),
         ({"strategy": "tensor"}, "one scale for all tokens"),
-        ({"dynamic": False, "strategy": "tensor"}, "static scale"),
-        ({"dynamic": "local", "strategy": "tensor_group", "group_size": 16}, "static scale"),
+        ({"dynamic": False, "strategy": "tensor"}, STATIC),
+        ({"dynamic": False, "strategy": "channel"}, "not of the whole tensor"),
+        ({"dynamic": "local", "strategy": "tensor_group", "group_size": 16}, "not of the whole tensor"),
         ({"type": "int"}, "int of 8 bits"),
         ({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}, "float of 4 bits"),
         ({"symmetric": False}, "zero point"),
@@ -152,7 +153,7 @@ def test_torchao_before_float8_tensor() -> None:
     kwargs = {"activation_granularity": ROW, "activation_dtype": torch.float8_e4m3fn}
     check(with_weight("LinearActivationQuantizedTensor", quant_kwargs=kwargs), PER_TOKEN)
     check(with_weight("LinearActivationQuantizedTensor", quant_kwargs={}), "does not say how")
-    check(with_weight("WeightTensorWithLinearActivationQuantizationMetadata"), "static scale")
+    check(with_weight("WeightTensorWithLinearActivationQuantizationMetadata"), "a function of its own")
     check(with_weight("AffineQuantizedTensor"), None)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from linear_quant_checks import GROUP, PER_TOKEN, check
+from linear_quant_checks import GROUP, PER_TOKEN, STATIC, check
 from standins import layer_class, module, weight
 
 from layerfuse.adapters import ActivationQuant
@@ -70,7 +70,13 @@ VLLM = {
         vllm_kernel(
             "CutlassFP8ScaledMMLinearKernel", "FP8ScaledMMLinearKernel", quant_fp8=vllm_op(-1, -1, static=True)
         ),
-        "static scale",
+        STATIC,
+    ),
+    "static, for blocks": (
+        vllm_kernel(
+            "CutlassFP8ScaledMMLinearKernel", "FP8ScaledMMLinearKernel", quant_fp8=vllm_op(1, 128, static=True)
+        ),
+        "static scales for blocks of 1 by 128",
     ),
     "Marlin": (
         vllm_kernel("MarlinFP8ScaledMMLinearKernel", "FP8ScaledMMLinearKernel", marlin_input_dtype=None),
@@ -181,7 +187,7 @@ SGLANG = {
     "Marlin": ({"use_marlin": True}, None),
     "MXFP8": ({"use_mxfp8": True}, "MXFP8"),
     "a block checkpoint served as MXFP8": ({"block_fp8_as_mxfp8": True}, "MXFP8"),
-    "static": ({"block_quant": False, "input_scale": weight(1)}, "static scale"),
+    "static": ({"block_quant": False, "input_scale": weight(1)}, STATIC),
     "per token on CUDA": ({"block_quant": False, "cutlass_fp8_supported": True, "scale": weight(1)}, PER_TOKEN),
     "per token by channels": ({"block_quant": False, "scale": weight(8)}, PER_TOKEN),
     "per token or per tensor": ({"block_quant": False, "scale": weight(1)}, "does not say which"),
@@ -197,7 +203,7 @@ def test_sglang_w8a8_and_compressed_tensors() -> None:
     check(sglang_linear("w8a8_fp8:W8A8Fp8LinearMethod", scale=weight(8)), PER_TOKEN)
     check(sglang_linear("unquant:UnquantizedLinearMethod"), None)
     for held, expected in (
-        ({"is_static_input_scheme": True}, "static scale"),
+        ({"is_static_input_scheme": True}, STATIC),
         ({"is_static_input_scheme": False, "weight_block_size": None}, PER_TOKEN),
         (
             {
@@ -236,4 +242,4 @@ def test_atom(kind: str, dtype: torch.dtype, expected: Any) -> None:
 
 def test_atom_static() -> None:
     held = {"quant_type": SimpleNamespace(name="per_Tensor"), "params_dtype": torch.float8_e4m3fn}
-    check(module("atom.model_ops.linear:LinearBase", input_scale=weight(1), **held), "static scale")
+    check(module("atom.model_ops.linear:LinearBase", input_scale=weight(1), **held), STATIC)

@@ -98,7 +98,7 @@ FP8 = {
         "inside its matrix product",
     ),
     "block, Marlin": (BLOCK, "marlin:MarlinFP8ScaledMMLinearKernel", None),
-    "static": (STATIC, "cutlass:CutlassFP8ScaledMMLinearKernel", "static scale"),
+    "static": (STATIC, "cutlass:CutlassFP8ScaledMMLinearKernel", ActivationQuant(fixed="static")),
     "compressed-tensors, per token": (PER_TOKEN, "cutlass:CutlassFP8ScaledMMLinearKernel", ActivationQuant()),
     "compressed-tensors, block": (PER_GROUP, "cutlass:CutlassFp8BlockScaledMMKernel", COLUMN_MAJOR),
 }

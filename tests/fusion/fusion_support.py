@@ -104,6 +104,7 @@ def trace(
     config: FusionConfig | None = None,
     by_weight: bool = True,
     target: Target | None = None,
+    lower: Callable[..., Any] = lambda gm, _inputs, **_: gm,
     **compile_kwargs: Any,
 ) -> Traced:
     """Compile with the rewriting, run op by op, and keep the graphs' texts.
@@ -126,7 +127,7 @@ def trace(
         traced.after.append(graph_text(graph))
         return record
 
-    backend = inductor_with(recorded, model, lower=lambda gm, inputs, **_: gm, tally=tally)
+    backend = inductor_with(recorded, model, lower=lower, tally=tally)
     compiled = torch.compile(function, backend=backend, **compile_kwargs)
     with torch.set_grad_enabled(grad), nullcontext() if tally is None else tally.call():
         traced.output = compiled(*args, **(kwargs or {}))

@@ -14,7 +14,6 @@ from quant_support import (
     assert_left,
     canonical_per_token,
     torchao_row,
-    vllm_group,
     vllm_per_token,
 )
 from torch import Tensor, nn
@@ -130,14 +129,6 @@ def shares_with_another(x: Tensor) -> tuple[Tensor, ...]:
     return values, scale, torch.ones(5, Q) / scale
 
 
-def unquantised_too(x: Tensor) -> tuple[Tensor, ...]:
-    return (*vllm_per_token(x), x)
-
-
-def view_is_read(x: Tensor) -> tuple[Tensor, ...]:
-    return (*vllm_group(x), x.view(-1, 128).sum())
-
-
 def scale_for_half(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.view(-1, 2, Q // 2).abs().amax(-1).amax(-1, keepdim=True).float() / MAX
     return (x / scale).to(FP8), scale
@@ -215,8 +206,6 @@ def scale_bounded_by_a_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
         (keeps_the_largest, "the intermediate clamp_min of the quantisation, which a fused op does not compute"),
         (keeps_the_quotient, "the intermediate div_1 of the quantisation"),
         (shares_with_another, "is shared: div_2 scales something else by it"),
-        (unquantised_too, "output reads the normed tensor too, and needs it unquantised"),
-        (view_is_read, "sum_1 reads the normed tensor too, and needs it unquantised"),
         (scale_for_half, "is written in no known form"),
         (only_values, "one of the two results of quantise_per_token is not read"),
         (lambda x: (x,), "nothing quantises the normed tensor mul_1 to fp8; its readers: output"),

@@ -70,18 +70,6 @@ def test_another_format_than_the_targets() -> None:
     assert_left(Quantised(vllm_per_token), "per_token", reason, target=CPU_FNUZ)
 
 
-def test_two_quantisations_that_differ() -> None:
-    def both(x: Tensor) -> tuple[Tensor, ...]:
-        return (*vllm_group(x), *vllm_group(x, 64))
-
-    class Module(Quantised):
-        def forward(self, x: Tensor) -> Any:
-            q, kv, _ = self.split(x)
-            return *self.quantise(self.q_norm(q)), self.kv_norm(kv)
-
-    assert_left(Module(both), "group128", "the graph quantises groups of 64, the plan says 128")
-
-
 def test_columns_of_rows_in_two_dimensions() -> None:
     # Each batch column by column is not the whole column by column.
     module = Quantised(lambda x: vllm_group(x, column_major=True))

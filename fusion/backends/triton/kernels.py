@@ -96,6 +96,8 @@ def row_norm(
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     row = row_numbers(tl.program_id(0) * ROWS, rows, ROWS)
+    if PADDED > WIDTH:  # which waits for nothing
+        write_zeros(out, row, PADDED, WIDTH, ZEROS)
     weights = read_weight(weight, row, WIDTH, CHUNK, TAIL, GROUP)
     values = read_rows(x, row, x_units, X_UNIT, WIDTH, CHUNK, TAIL, GROUP, READ)
     if ADD:
@@ -106,5 +108,3 @@ def row_norm(
         values, weights, out, normed, scale_in, scales, row, scale_stride, group_stride,
         WIDTH, EPSILON, OFFSET, CHUNK, TAIL, QUANT, GROUP, LARGEST, UE8M0, KEEP, PADDED, ROWS, USUAL,
     )  # fmt: skip
-    if PADDED > WIDTH:
-        write_zeros(out, row, PADDED, WIDTH, ZEROS)

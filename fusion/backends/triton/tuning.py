@@ -120,7 +120,8 @@ def launch_row(step: int, row: Row, wave: int) -> Launch:
     warps = min(max(power_of_two(width / share), min(4, power_of_two(width / 256))), 32)
     columns = _ONE_BY_ONE if not row.aligned else (8, 4) if step < 4 and not row.per_token else (4, 8)
     if row.quantised and not row.per_token and row.aligned:
-        columns = (8,)  # one chunk waits for the other's static scale: fewer of them
+        columns = (8,)  # every chunk is clamped by itself: fewer of them
+        warps = warps if step <= 3 or row.adds else min(warps, max(4, power_of_two(width / 2048)))
     return Launch(_chunk(width, 32 * warps, columns), 0, 0, 1, False, _waves(warps, wave), hold)
 
 
@@ -128,9 +129,13 @@ def _grouped_row(step: int, row: Row, wave: int, hold: bool) -> Launch:
     """One row per program, in one chunk, or in quarters and what is left."""
     width, least = row.width, row.group_size
     few, whole = step <= 3, max(power_of_two(width), least)
-    if whole <= (4096 if row.adds or not few else _LARGEST_CHUNK) and (few or width == whole):
+    one = whole <= 4096 if row.adds or not few else whole <= _LARGEST_CHUNK and 4 * width > 3 * whole
+    if one and (few or width == whole):
         warps = power_of_two(width / 400) if few else power_of_two(width / 1024)
         return Launch(whole, 0, 0, 1, False, _waves(min(warps, 16), wave), hold)
+    if few and whole <= _LARGEST_CHUNK and not row.adds:  # a little more than half of the whole
+        chunk, tail = _halves(width, least)
+        return Launch(chunk, tail, 0, 1, False, _waves(4, wave), hold)
     chunk, tail = _quarters(width, least) if width > 4096 else _halves(width, least)
     warps = power_of_two(width / (1024 if few else 2048)) if width > 4096 else power_of_two(width / 1408)
     return Launch(chunk, tail, 0, 1, False, _waves(min(warps, 32), wave), hold)
@@ -138,7 +143,10 @@ def _grouped_row(step: int, row: Row, wave: int, hold: bool) -> Launch:
 
 def _quarters(width: int, least: int) -> tuple[int, int]:
     """A chunk of about a quarter of a row, and what is left behind the last whole one where that is less."""
-    return _with_tail(width, max(min(power_of_two(width) // 4, _LARGEST_CHUNK), least), least)
+    quarter = max(min(power_of_two(width) // 4, _LARGEST_CHUNK), least)
+    if width % quarter and width % (quarter // 2) == 0 and width // (quarter // 2) <= 6 and quarter // 2 >= least:
+        return quarter // 2, 0
+    return _with_tail(width, quarter, least)
 
 
 def _halves(width: int, least: int) -> tuple[int, int]:
@@ -168,9 +176,12 @@ def launch_gated(step: int, heads: int, width: int, group_size: int, wave: int) 
     elif group_size and group_size < block:
         rows, warps = 1, block // 256
     else:
-        # Eight columns per thread, sixteen where a scale of each head costs instructions and there is work enough.
-        rows = max(1, (1024 if step == 0 else 2048 if not group_size or step <= 4 else 4096) // block)
-        warps = rows * block // (32 * (4 if step == 0 else 8 if not group_size or step <= 4 else 16))
+        # More columns per thread where there is work enough, most where each head has a scale, which costs instructions.
+        columns, each = (
+            (1024, 4) if step <= 3 else (2048, 8) if not group_size else (2048, 4) if step <= 5 else (4096, 16)
+        )
+        rows = max(1, columns // block)
+        warps = rows * block // (32 * each)
     return Launch(block, 0, 0, rows, False, _waves(min(max(1, warps), 16), wave))
 
 
@@ -185,11 +196,16 @@ def launch_product(step: int, width: int, whole: bool, group: int, wave: int) ->
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
     if whole:
-        warps = power_of_two(width / (576 if step < 5 or width > 4096 else 1152))
-        warps = min(max(warps, 1), 32)
-        return Launch(min(power_of_two(width), 32 * warps * 4), 0, 0, 1, False, _waves(warps, wave))
-    columns = 512 if step <= 1 else 1024 if step <= 4 else 2048
-    return Launch(group, 0, 0, max(1, columns // group), False, _waves(4 if step <= 4 else 8, wave))
+        most = power_of_two(width)
+        if most <= 2 * _LARGEST_CHUNK and 4 * width >= 3 * most:  # in one chunk, which leaves few threads idle
+            warps = min(power_of_two(width / (256 if step == 0 else 512)), 32)
+            return Launch(most, 0, 0, 1, False, _waves(warps, wave))
+        warps = min(power_of_two(width / (1024 if step >= 5 and width <= 4096 else 576)), 32)
+        return Launch(min(most, 32 * warps * 4), 0, 0, 1, False, _waves(warps, wave))
+    # Little work: as many programs as there can be. Much of it: sixteen columns per thread instead of eight.
+    much = step > 0 and _STEPS[step - 1] * width >= 4e6
+    columns = 512 if step == 0 else 2048
+    return Launch(group, 0, 0, max(1, columns // group), False, _waves(4 if much or step == 0 else 8, wave))
 
 
 def launch_dual(step: int, dual: Dual, wave: int) -> Launch:

@@ -1,0 +1,76 @@
+"""What is found of norms: those that can be replaced, and those that only resemble one."""
+
+from __future__ import annotations
+
+from attrs import field, frozen
+from torch.fx import Node
+
+from .adds import FoundAdd
+from .quants import FoundQuant
+
+
+@frozen(kw_only=True, eq=False)
+class FoundNorm:
+    """One norm in a graph."""
+
+    width: int
+    epsilon: float
+    weight_offset: float
+    form: str
+    x: Node
+    weight: Node
+    out: Node
+    "The norm; where an op quantises it and gives nothing else, that op."
+    nodes: tuple[Node, ...]
+    "All nodes that compute it, inputs excluded, `out` last."
+    add: FoundAdd | None = None
+    "Where the op itself adds the residual; `x` is what it adds to it then."
+    quant: FoundQuant | None = None
+    "Where the op itself quantises, and gives the quantised norm only."
+
+    def __str__(self) -> str:
+        return f"{self.out} (rms_norm of width {self.width}, epsilon {self.epsilon:g})"
+
+
+@frozen(kw_only=True, eq=False)
+class NearNorm:
+    """Something that computes a norm in no form that can be replaced."""
+
+    root: Node
+    "The reciprocal root, or the op itself."
+    width: int | None
+    epsilon: float | Node | None
+    shared: str | None
+    "Who else reads an intermediate of it, or None."
+    weights: tuple[Node, ...] = field(default=())
+    "Tensors of one dimension that its result is multiplied by."
+    weight_offset: float | None = None
+    "Where the form is known."
+    ungated: str | None = None
+    "Why it is no gated norm, where that was asked."
+
+    @classmethod
+    def of(cls, norm: FoundNorm) -> NearNorm:
+        """A norm of a known form that is not the one that was looked for."""
+        return cls(
+            root=norm.out,
+            width=norm.width,
+            epsilon=norm.epsilon,
+            shared=None,
+            weights=(norm.weight,),
+            weight_offset=norm.weight_offset,
+        )
+
+    def describe(self) -> str:
+        """The norm in words."""
+        return f"{self.root} norms width {self.width} with {epsilon_in_words(self.epsilon)}"
+
+
+def epsilon_in_words(epsilon: float | Node | None) -> str:
+    """An epsilon as reasons say it."""
+    if isinstance(epsilon, Node):
+        return (
+            f"an epsilon that is an input of the graph ({epsilon}): dynamic=True traces a module's floats as inputs, "
+            "unless torch._dynamo.config.specialize_float is True"
+        )
+    return "no epsilon" if epsilon is None else f"epsilon {epsilon!r}"

@@ -1,0 +1,117 @@
+"""Binding what is gated: the gated norm of a delta net's heads, and the product of a gated MLP.
+
+A graph may hold their rows in other shapes than the ops take, so both go in and come out as views.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ...adapters.specs import GatedDeltaNetSpec, GatedNormSpec, NormSpec
+from ..match.errors import Unmatched
+from ..match.gates import FoundGatedNorm, why_ungated
+from ..match.norms import FoundNorm
+from ..match.products import FoundProduct
+from ..match.provenance import ROW_PRESERVING
+from ..match.values import last_width, same_shape, value
+from ..sites import Site
+from ..steps import GatedNorm, SiluMul
+from .binding import Binding, needed_by, val_of
+from .hoisting import mutation_between
+from .layouts import Made, lay_out, sizes_of, sources_of
+from .uses import SiteUse
+
+
+def bind_gated_norm(
+    bound: Binding,
+    step: GatedNorm,
+    norm: FoundNorm,
+    spec: NormSpec,
+    site: Site,
+    *,
+    inner: bool,
+    moved: dict[Node, Node],
+) -> None:
+    """Bind the gated norm of a site.
+
+    Raises:
+        Unmatched: it is not what the spec says, or its rows are no views of heads.
+    """
+    if not isinstance(norm, FoundGatedNorm):
+        raise Unmatched(why_ungated(norm))
+    if not isinstance(spec, GatedNormSpec) or not isinstance(site.spec, GatedDeltaNetSpec):
+        raise Unmatched(f"the spec says of no heads that {norm.out} is gated")
+    if norm.activation != spec.activation:
+        raise Unmatched(f"the gate of {norm.out} passes through {norm.activation}; the spec says {spec.activation}")
+    if norm.norm_before_gate != spec.norm_before_gate:
+        order = ["gates before it norms", "norms before it gates"]
+        raise Unmatched(
+            f"{norm.out} {order[norm.norm_before_gate]}; the spec says that it {order[spec.norm_before_gate]}"
+        )
+    heads, width = site.spec.gated_norm_shape
+    x, gate = lay_out([moved.get(each, each) for each in (norm.x, norm.gate)], (heads, width))
+    bound.args |= {step.x: x, step.gate: gate, step.weight: norm.weight, step.epsilon: spec.epsilon}
+    bound.args |= {step.weight_offset: norm.weight_offset}
+    bound.args |= {step.activation: norm.activation, step.norm_before_gate: norm.norm_before_gate}
+    shape = val_of(x).shape
+    bound.like = val_of(x).new_empty((*shape[:-2], heads * width))
+    _bind_out(bound, step.out, norm, shape, inner=inner)
+
+
+def bind_product(bound: Binding, step: SiluMul, use: SiteUse, *, inner: bool, moved: dict[Node, Node]) -> None:
+    """Bind the product of a site.
+
+    Raises:
+        Unmatched: its halves are no views of rows.
+    """
+    product = use.product
+    if product is None:
+        raise Unmatched(f"no silu(gate) * up of {use.site.layer} is known")
+    gate, up = (moved.get(each, each) for each in (product.gate, product.up))
+    rows: list[Node | Made]
+    if product.halves:
+        ends = ((0, product.width), (product.width, 2 * product.width))
+        rows = [Made(of=gate, columns=each, val=torch.ops.aten.slice.Tensor(value(gate), -1, *each)) for each in ends]
+    else:
+        rows = lay_out([gate, up], (product.width,))
+    bound.args |= {step.gate: rows[0], step.up: rows[1], step.limit: product.limit}
+    bound.like = val_of(rows[0])
+    _bind_out(bound, step.out, product, bound.like.shape, inner=inner)
+
+
+def _bind_out(bound: Binding, name: str, found: FoundGatedNorm | FoundProduct, shape: Any, *, inner: bool) -> None:
+    """The result of a step whose op may give it in another shape than the graph has it."""
+    writer = mutation_between(min(found.nodes), found.out)
+    if writer is not None:
+        raise Unmatched(
+            f"{writer} writes in place between {min(found.nodes)} and {found.out}, which would become one op"
+        )
+    # Copies and views in front are unread too, where nobody else reads them.
+    bound.nodes += [*found.nodes, *(source for each in found.inputs for source in sources_of(each))]
+    if inner:
+        return
+    bound.outs[name] = found.out
+    if not same_shape(shape, value(found.out).shape):
+        bound.views[name] = sizes_of(
+            value(found.out).shape, *(node for arg in bound.args.values() for node in needed_by(arg))
+        )
+
+
+def main_result(bound: Binding, use: SiteUse) -> Node:
+    """The node that a quantisation starts from: of a gated norm the one that joins the heads."""
+    if use.product is not None:
+        return use.product.out
+    out = use.norms[0].out
+    if not isinstance(use.norms[0], FoundGatedNorm):
+        return out
+    joined = [out]
+    while last_width(joined[-1]) != use.site.quantised_width:
+        readers = list(joined[-1].users)
+        if len(readers) != 1 or readers[0].target not in ROW_PRESERVING:
+            return out
+        joined.append(readers[0])
+    bound.nodes += joined
+    return joined[-1]

@@ -1,0 +1,185 @@
+"""The ops of vLLM and SGLang that write into their arguments, under their real schemas, in plain torch.
+
+Where an engine has defined an op itself, its own stays: the tests need what the graph says, and run it where it can run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from layerfuse.fusion.match.patterns import find_op
+
+_LIBRARIES: dict[str, torch.library.Library] = {}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
+
+
+def _op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    name = schema.partition("(")[0]
+    space, op = name.split("::")
+
+    def define(function: Callable[..., Any]) -> Callable[..., Any]:
+        if find_op(name) is None:
+            library = _LIBRARIES.setdefault(space, torch.library.Library(space, "FRAGMENT"))
+            library.define(schema.replace(f"{space}::", ""))
+            library.impl(op, function, "CPU")
+            torch.library.register_fake(name, lambda *_, **__: None, lib=library)
+        return function
+
+    return define
+
+
+def normed(x: Tensor, weight: Tensor, epsilon: float, offset: float = 0.0) -> Tensor:
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * (weight.float() + offset)
+
+
+def _quantise(x: Tensor, values: Tensor, scales: Tensor, floor: float, largest: float, ue8m0: bool = False) -> None:
+    grouped = x.float().unflatten(-1, (scales.shape[-1], -1))
+    scale = (grouped.abs().amax(-1).clamp(min=floor)) / largest
+    scale = torch.exp2(torch.ceil(torch.log2(scale))) if ue8m0 else scale
+    values.copy_((grouped / scale.unsqueeze(-1)).clamp(-largest, largest).flatten(-2).to(values.dtype))
+    scales.copy_(scale)
+
+
+@_op(
+    "_C::per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
+    "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()"
+)
+def per_token_group_fp8_quant(
+    x: Tensor, values: Tensor, scales: Tensor, size: int, eps: float, low: float, high: float, ue8m0: bool, *_: bool
+) -> None:
+    _quantise(x, values, scales, eps, high, ue8m0)
+
+
+@_op("_C::dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()")
+def dynamic_per_token_scaled_fp8_quant(values: Tensor, x: Tensor, scales: Tensor, bound: Tensor | None) -> None:
+    _quantise(x, values, scales, 1 / 512, LARGEST[values.dtype])
+
+
+@_op("_C::static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, (int, int)? group_shape=None) -> ()")
+def static_scaled_fp8_quant(values: Tensor, x: Tensor, scale: Tensor, shape: Any = None) -> None:
+    largest = LARGEST[values.dtype]
+    if scale.dim() == 2:
+        scale = scale.repeat_interleave(x.shape[-1] // scale.shape[-1], -1)
+    values.copy_((x.float() * scale.reciprocal()).clamp(-largest, largest).to(values.dtype))
+
+
+@_op("_C::rms_norm(Tensor! result, Tensor input, Tensor weight, float epsilon) -> ()")
+def rms_norm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> None:
+    out.copy_(normed(x, weight, epsilon))
+
+
+@_op("_C::fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()")
+def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
+    residual.add_(x)
+    x.copy_(normed(residual, weight, epsilon))
+
+
+@_op(
+    "_C::rms_norm_per_block_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, "
+    "Tensor? scale_ub, Tensor!? residual, int group_size, bool is_scale_transposed) -> ()"
+)
+def rms_norm_per_block_quant(
+    values: Tensor, x: Tensor, weight: Tensor, scales: Tensor, epsilon: float, bound: Any, residual: Any, *_: Any
+) -> None:
+    if residual is not None:
+        x = residual.add_(x)
+    _quantise(normed(x, weight, epsilon), values, scales, 1 / 512, LARGEST[values.dtype])
+
+
+@_op(
+    "_C::rms_norm_dynamic_per_token_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, "
+    "Tensor? scale_ub, Tensor!? residual) -> ()"
+)
+def rms_norm_dynamic_per_token_quant(
+    values: Tensor, x: Tensor, weight: Tensor, scales: Tensor, epsilon: float, bound: Any, residual: Any
+) -> None:
+    rms_norm_per_block_quant(values, x, weight, scales, epsilon, bound, residual)
+
+
+@_op("_C::rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()")
+def rms_norm_static_fp8_quant(values: Tensor, x: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
+    static_scaled_fp8_quant(values, normed(x, weight, epsilon), scale)
+
+
+@_op("sgl_kernel::rmsnorm(Tensor! output, Tensor input, Tensor weight, float eps, bool enable_pdl) -> ()")
+def sgl_rmsnorm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
+    out.copy_(normed(x, weight, epsilon))
+
+
+@_op("sgl_kernel::gemma_rmsnorm(Tensor! output, Tensor input, Tensor weight, float eps, bool enable_pdl) -> ()")
+def sgl_gemma_rmsnorm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
+    out.copy_(normed(x, weight, epsilon, 1.0))
+
+
+@_op("sgl_kernel::fused_add_rmsnorm(Tensor! input, Tensor! residual, Tensor weight, float eps, bool enable_pdl) -> ()")
+def sgl_fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
+    fused_add_rms_norm(x, residual, weight, epsilon)
+
+
+@_op(
+    "sgl_kernel::gemma_fused_add_rmsnorm(Tensor! input, Tensor! residual, Tensor weight, float eps, "
+    "bool enable_pdl) -> ()"
+)
+def sgl_gemma_fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
+    residual.add_(x)
+    x.copy_(normed(residual, weight, epsilon, 1.0))
+
+
+@_op("sglang::per_token_quant_fp8(Tensor input, Tensor! output_q, Tensor! output_s) -> ()")
+def sglang_per_token_quant_fp8(x: Tensor, values: Tensor, scales: Tensor) -> None:
+    _quantise(x, values, scales, 1e-10, 448.0)
+
+
+@_op(
+    "sglang::per_token_group_quant_8bit_v2(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
+    "float min_8bit, float max_8bit, bool scale_ue8m0=False, bool fuse_silu_and_mul=False, Tensor? masked_m=None) -> ()"
+)
+def sglang_per_token_group_quant_8bit_v2(
+    x: Tensor,
+    values: Tensor,
+    scales: Tensor,
+    size: int,
+    eps: float,
+    low: float,
+    high: float,
+    ue8m0: bool = False,
+    *_: Any,
+) -> None:
+    _quantise(x, values, scales, eps, high, ue8m0)
+
+
+@_op("sglang::per_tensor_quant_fp8(Tensor input, Tensor! output_q, Tensor! output_s, bool is_static=False) -> ()")
+def sglang_per_tensor_quant_fp8(x: Tensor, values: Tensor, scale: Tensor, static: bool) -> None:
+    static_scaled_fp8_quant(values, x, scale)
+
+
+if find_op("vllm_ir::fused_add_rms_norm") is None:
+    # vLLM's IR: plain functions, so the implementation is what a fake needs too.
+    _IR = torch.library.Library("vllm_ir", "FRAGMENT")
+    _IR.define(
+        "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon, int? variance_size=None) "
+        "-> (Tensor, Tensor)"
+    )
+
+    def _fused_add(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, size: Any = None) -> Any:
+        total = x + residual
+        return normed(total, weight, epsilon).to(x.dtype), total
+
+    _IR.impl("fused_add_rms_norm", _fused_add, "CPU")
+    torch.library.register_fake(
+        "vllm_ir::fused_add_rms_norm", lambda x, *_: (torch.empty_like(x), torch.empty_like(x)), lib=_IR
+    )
+
+
+def scale_buffer(rows: Any, groups: int, layout: str) -> Tensor:
+    """Uninitialised scales as vLLM's `per_token_group_quant_fp8` lays them out."""
+    if layout == "row":
+        return torch.empty((rows, groups), dtype=torch.float32)
+    if layout == "column":
+        return torch.empty((groups, rows), dtype=torch.float32).permute(-1, -2)
+    return torch.empty_strided((rows, groups), (1, (rows + 3) // 4 * 4), dtype=torch.float32)

@@ -1,0 +1,332 @@
+"""The products of gated MLPs with the quantisation that reads them: every form, found at the right MLP, counted, exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from fusion_support import HIDDEN, Traced, trace
+from gated_support import INNER, PRODUCTS, GatedMLP, clamped, dequantised, mlp, swiglu
+from quant_support import CPU_FP8, config, sglang_group, vllm_group, vllm_per_token
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from layerfuse import fusion
+
+GROUP, PER_TOKEN = "silu_mul_group_quant", "silu_mul_per_token_quant"
+
+
+def traced_mlp(model: nn.Module, x: Tensor, quant: str = "group128", specs: Any = None, **changes: Any) -> Traced:
+    specs = [("", mlp())] if specs is None else specs
+    with torch.no_grad():
+        return trace(model, x, specs=specs, config=config(quant), target=CPU_FP8, **changes)
+
+
+class Values(GatedMLP):
+    """The quantised product itself."""
+
+    def halves(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.gate_up_proj(x).chunk(2, -1) if self.merged else (self.gate_proj(x), self.up_proj(x))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.quantise(self.product(*self.halves(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("merged", [True, False], ids=["one projection", "two projections"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_form_is_found_and_exact(name: str, merged: bool, dtype: torch.dtype) -> None:
+    product, limit = PRODUCTS[name]
+    model = Values(sglang_group, product, merged).to(dtype)
+    x = torch.randn(2, 3, HIDDEN, dtype=dtype) * 4
+    traced = traced_mlp(model, x, specs=[("", mlp(limit))])
+    assert traced.report.of(GROUP).complete, str(traced.report)
+    assert "aten.clone" not in traced.after[0] and "aten.exp" not in traced.after[0]
+    values, scales = traced.output
+    gate, up = (half.double() for half in model.halves(x))
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    wanted = F.silu(gate) * up
+    bound = 2**-4 * wanted.abs() + scales.double().repeat_interleave(128, -1) * 2**-9
+    assert ((dequantised(values, scales).double() - wanted).abs() <= bound * 1.001).all()
+
+
+@pytest.mark.parametrize(
+    ("quantise", "quant"),
+    [
+        (vllm_per_token, "per_token"),
+        (lambda x: vllm_group(x, 64), "group64"),
+        (lambda x: vllm_group(x, column_major=True, ue8m0=True), "group128,column_major,ue8m0"),
+    ],
+)
+def test_every_scheme(quantise: Any, quant: str) -> None:
+    model = GatedMLP(quantise).bfloat16()
+    x = torch.randn(5, HIDDEN, dtype=torch.bfloat16)
+    traced = traced_mlp(model, x, quant)
+    assert traced.report.of(PER_TOKEN if quant == "per_token" else GROUP).complete, str(traced.report)
+    torch.testing.assert_close(traced.output, model(x), rtol=0.1, atol=0.03)
+
+
+def test_any_number_of_tokens() -> None:
+    model = GatedMLP(sglang_group).bfloat16()
+    x = torch.randn(2, 3, HIDDEN, dtype=torch.bfloat16)
+    with torch._dynamo.config.patch(specialize_float=True):
+        traced = traced_mlp(model, x, dynamic=True)
+    assert traced.report.of(GROUP).complete, str(traced.report)
+
+
+def test_without_a_quantisation_nothing_is_planned() -> None:
+    # The compiler makes one kernel of silu and the product by itself.
+    model = GatedMLP(None)
+    traced = trace(model, torch.randn(2, HIDDEN), specs=[("", mlp())], target=CPU_FP8)
+    assert traced.report.plan.expected() == ()
+    assert traced.after == traced.before
+
+
+# ---- whose product it is ---------------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def layers_of(count: int, **changes: Any) -> list[tuple[str, Any]]:
+    return [(f"layers.{i}", mlp(index=i, **changes)) for i in range(count)]
+
+
+@pytest.mark.parametrize("by_weight", [True, False])
+def test_each_layer_has_its_own(by_weight: bool) -> None:
+    model = Layers(*(GatedMLP(sglang_group) for _ in range(3))).bfloat16()
+    x = torch.randn(5, HIDDEN, dtype=torch.bfloat16)
+    traced = traced_mlp(model, x, specs=layers_of(3), by_weight=by_weight)
+    uses = traced.report.records[0].uses
+    assert [use.site for use in uses] == [f"layers.{i}:activation" for i in range(3)]
+    assert {use.how for use in uses} == {"parameter" if by_weight else "module path"}
+    assert traced.report.of(GROUP).complete
+
+
+def test_one_compiled_layer_serves_its_siblings() -> None:
+    # Dynamo compiles the layer once, and calls the graph with each layer's weights.
+    model = Layers(*(GatedMLP(sglang_group) for _ in range(3))).bfloat16()
+    model.forward = torch.compiler.disable(model.forward, recursive=False)  # type: ignore[method-assign]
+    specs = layers_of(3)
+    fused = fusion.compile(model, specs=specs, target=CPU_FP8, config=config("group128"))
+    with torch.no_grad():
+        audit = fused.audit(torch.randn(5, HIDDEN, dtype=torch.bfloat16))
+    assert (audit.fusions[GROUP].expected, audit.fusions[GROUP].profiled, audit.fusions[GROUP].counted) == (3, 3, 3)
+    assert audit.ok, str(audit)
+    assert fused.report.of(GROUP).matched == tuple(f"layers.{i}:activation" for i in range(3))
+
+
+def test_experts_are_not_the_shared_mlp() -> None:
+    class Experts(nn.Module):
+        """Gate, up and down of all experts in one tensor each."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up = nn.Parameter(torch.randn(2, HIDDEN, 2 * INNER) / 8)
+            self.down = nn.Parameter(torch.randn(2, INNER, HIDDEN) / 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            gate, up = (x @ self.gate_up).chunk(2, -1)
+            return (dequantised(*sglang_group(F.silu(gate) * up)).to(x.dtype) @ self.down).sum(0)
+
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts, self.shared = Experts(), GatedMLP(sglang_group)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.experts(x) + self.shared(x)
+
+    model = Sparse().bfloat16()
+    traced = traced_mlp(model, torch.randn(5, HIDDEN, dtype=torch.bfloat16), specs=[("shared", mlp())])
+    assert traced.report.of(GROUP).complete
+    assert traced.report.of(GROUP).compiled == 1
+    assert traced.after[0].count("aten.amax") + traced.after[0].count("aten.max.dim") == 1
+
+
+# ---- engines' ops ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine_ops() -> Iterator[None]:
+    """vLLM's and SGLang's ops, with their schemas and a meaning on the CPU."""
+
+    def silu_and_mul(
+        out: Tensor, given: Tensor, limit: float = float("inf"), alpha: float = 1.0, beta: float = 0.0
+    ) -> None:
+        gate, up = given.chunk(2, -1)
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        out.copy_(gate * torch.sigmoid(alpha * gate) * (up + beta))
+
+    libraries = []
+    for space, schema in (
+        ("_C", "silu_and_mul(Tensor! result, Tensor input) -> ()"),
+        (
+            "_C",
+            "silu_and_mul_with_clamp(Tensor! result, Tensor input, float limit, float alpha=1.0, float beta=0.0) -> ()",
+        ),
+        ("sgl_kernel", "silu_and_mul(Tensor! out, Tensor input) -> ()"),
+    ):
+        library = torch.library.Library(space, "FRAGMENT")
+        library.define(schema)
+        name = schema.partition("(")[0]
+        library.impl(name, silu_and_mul, "CPU")
+        torch.library.register_fake(f"{space}::{name}", lambda *_: None, lib=library)
+        libraries.append(library)
+    yield
+    for library in libraries:
+        library._destroy()
+
+
+def by(op: str, *more: float) -> Callable[[Tensor, Tensor], Tensor]:
+    space, name = op.split("::")
+
+    def call(gate: Tensor, up: Tensor) -> Tensor:
+        out = torch.empty_like(up, memory_format=torch.contiguous_format)
+        getattr(getattr(torch.ops, space), name)(out, torch.cat([gate, up], -1), *more)
+        return out
+
+    return call
+
+
+@pytest.mark.usefixtures("engine_ops")
+@pytest.mark.parametrize(
+    ("op", "more", "limit"),
+    [
+        ("_C::silu_and_mul", (), None),
+        ("sgl_kernel::silu_and_mul", (), None),
+        ("_C::silu_and_mul_with_clamp", (0.5,), 0.5),
+    ],
+)
+def test_an_engines_op_goes_in_as_columns_of_its_input(op: str, more: Any, limit: float | None) -> None:
+    model = GatedMLP(sglang_group, by(op, *more), merged=False).bfloat16()
+    x = torch.randn(5, HIDDEN, dtype=torch.bfloat16) * 4
+    traced = traced_mlp(model, x, specs=[("", mlp(limit))])
+    assert traced.report.of(GROUP).complete, str(traced.report)
+    assert "silu_and_mul" not in traced.after[0] and "aten.empty" not in traced.after[0]
+    assert traced.after[0].count("aten.slice") == 2
+    torch.testing.assert_close(traced.output, model(x), rtol=0.1, atol=0.1)
+
+
+@pytest.mark.usefixtures("engine_ops")
+def test_an_engines_op_that_does_more_is_left_alone() -> None:
+    model = GatedMLP(sglang_group, by("_C::silu_and_mul_with_clamp", 7.0, 1.702, 1.0), merged=False).bfloat16()
+    traced = traced_mlp(model, torch.randn(5, HIDDEN, dtype=torch.bfloat16), specs=[("", mlp(7.0))])
+    assert traced.after == traced.before
+    assert traced.report.of(GROUP).matched == () and traced.report.of(GROUP).missed
+
+
+# ---- look-alikes -----------------------------------------------------------------------------------------------------
+
+
+def gelu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.gelu(gate) * up
+
+
+def gpt_oss(gate: Tensor, up: Tensor) -> Tensor:
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(gate * 1.702)
+
+
+def clamped_below(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate.clamp(-0.5, 0.5)) * up.clamp(-0.5, 0.5)
+
+
+def two_clamps(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate.clamp(max=0.5)) * up.clamp(-0.25, 0.25)
+
+
+def lopsided(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate.clamp(max=0.5)) * up.clamp(-0.25, 0.5)
+
+
+LOOK_ALIKES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float | None, str]] = {
+    "gelu": (gelu, None, "neither of which is silu of a gate"),
+    "gpt-oss": (gpt_oss, 7.0, "neither of which is silu of a gate"),
+    "relu": (lambda gate, up: gate.relu() * up, None, "neither of which is silu of a gate"),
+    "sigmoid": (lambda gate, up: gate.sigmoid() * up, None, "neither of which is silu of a gate"),
+    "a clamp that is not planned": (clamped, None, "has a clamp at 0.5; the spec says no clamp"),
+    "no clamp": (swiglu, 0.5, "has no clamp; the spec says a clamp at 0.5"),
+    "another clamp": (clamped, 7.0, "has a clamp at 0.5; the spec says a clamp at 7"),
+    "a gate clamped from below": (clamped_below, 0.5, "clamps the gate from below, at -0.5"),
+    "two limits": (two_clamps, 0.5, "clamps its gate to 0.5 and the other half to 0.25"),
+    "lopsided": (lopsided, 0.5, "clamps between -0.25 and 0.5"),
+}
+
+
+@pytest.mark.parametrize("by_weight", [True, False])
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_a_look_alike_is_left_alone_with_its_reason(name: str, by_weight: bool) -> None:
+    product, limit, reason = LOOK_ALIKES[name]
+    model = GatedMLP(sglang_group, product).bfloat16()
+    x = torch.randn(2, 3, HIDDEN, dtype=torch.bfloat16)
+    traced = traced_mlp(Layers(model), x, specs=layers_of(1, limit=limit), by_weight=by_weight)
+    assert traced.after == traced.before
+    verdict = traced.report.of(GROUP)
+    assert (len(verdict.expected), verdict.matched) == (1, ())
+    assert reason in verdict.missed["layers.0:activation"]
+
+
+def test_another_activation_is_refused_by_the_plan() -> None:
+    made = fusion.plan([("mlp", mlp(activation="gelu"))], CPU_FP8, config("group128"))
+    (refused,) = made.refused(GROUP)
+    assert refused.reason == "its gate passes through gelu; the fused op knows silu"
+
+
+def test_another_reader_of_the_product() -> None:
+    class Read(GatedMLP):
+        def forward(self, x: Tensor) -> Any:
+            product = swiglu(*self.gate_up_proj(x).chunk(2, -1))
+            return self.down_proj(dequantised(*sglang_group(product)).to(x.dtype)), product.abs().amax()
+
+    traced = traced_mlp(Read(None).bfloat16(), torch.randn(5, HIDDEN, dtype=torch.bfloat16))
+    assert traced.after == traced.before
+    assert "needs it unquantised" in traced.report.of(GROUP).missed["activation"]
+
+
+def test_an_mlp_of_another_width() -> None:
+    traced = traced_mlp(GatedMLP(sglang_group, width=128), torch.randn(5, HIDDEN))
+    assert "has width 128; the spec says 256" in traced.report.of(GROUP).missed["activation"]
+
+
+# ---- a real model ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_transformers_with_quantised_mlps() -> None:
+    transformers = pytest.importorskip("transformers")
+    small = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**small, intermediate_size=INNER, num_hidden_layers=2, max_position_embeddings=64)
+    ).eval()
+    for layer in model.model.layers:
+        layer.mlp.down_proj = Quantising(layer.mlp.down_proj)
+    specs = [(f"model.layers.{i}.mlp", mlp(index=i)) for i in range(2)]
+    fused = fusion.compile(model.bfloat16(), specs=specs, target=CPU_FP8, config=config("group128"), strict=True)
+    arguments = {"input_ids": torch.arange(6)[None], "use_cache": False}
+    with torch.no_grad():
+        audit = fused.audit(**arguments)
+        difference = (fused(**arguments).logits - model(**arguments).logits).abs().max()
+    assert audit.ok and audit.fusions[GROUP].profiled == 2
+    assert difference < 0.05
+
+
+class Quantising(nn.Module):
+    """A down projection that quantises what it reads."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(dequantised(*sglang_group(x)).to(x.dtype))

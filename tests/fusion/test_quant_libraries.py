@@ -1,0 +1,134 @@
+"""Real models of transformers, quantised by libraries as their users do: what is read off the model is what is fused.
+
+torchao and compressed-tensors are not requirements of the tests; where they are missing, theirs are skipped.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from quant_support import CPU_FP8
+from torch import nn
+
+from layerfuse import fusion, registry
+from layerfuse.adapters import describe_linear_quant
+from layerfuse.fusion import FusionConfig
+from layerfuse.testing import small_model
+
+transformers = pytest.importorskip("transformers")
+FP8 = torch.float8_e4m3fn
+LEVEL_2 = FusionConfig(level=2)
+
+
+def deepseek(layers: int = 2) -> Any:
+    """DeepSeek-V3 without experts."""
+    model = small_model(registry.model("deepseek-v3"), layers=layers, hidden_size=128, heads=2, dtype=torch.bfloat16)
+    return model.eval().requires_grad_(False)
+
+
+def linears(model: nn.Module) -> list[nn.Linear]:
+    return [each for name, each in model.named_modules() if isinstance(each, nn.Linear) and "lm_head" not in name]
+
+
+def compiled(model: Any) -> Any:
+    return fusion.compile(model, target=CPU_FP8, config=LEVEL_2)
+
+
+def assert_answers_alike(model: Any, fused: Any) -> None:
+    ids = torch.arange(6)[None]
+    with torch.no_grad():
+        got, wanted = (each(input_ids=ids, use_cache=False).logits.float() for each in (fused, model))
+    assert (got - wanted).norm() <= 0.06 * wanted.norm()
+
+
+def sites(model: Any, count: int) -> tuple[str, ...]:
+    return tuple(f"model.layers.{i}:{role}" for i in range(count) for role in ("input", "post_attention"))
+
+
+@pytest.mark.usefixtures("_op_by_op")
+def test_torchao_per_row() -> None:
+    """Queries, keys and values quantise one norm each for itself, which becomes one result."""
+    pytest.importorskip("torchao")
+    from torchao.float8.inference import Float8MMConfig
+    from torchao.quantization import PerRow
+    from torchao.quantization.quantize_.workflows.float8.float8_tensor import (
+        Float8Tensor,
+        QuantizeTensorToFloat8Kwargs,
+    )
+
+    model = deepseek()
+    options = {"mm_config": Float8MMConfig(use_fast_accum=True)}
+    for linear in linears(model):
+        # quantize_ asks for a GPU before it does the same.
+        activations = QuantizeTensorToFloat8Kwargs(FP8, PerRow(), **options)
+        weight = Float8Tensor.from_hp(linear.weight.data, FP8, PerRow(), act_quant_kwargs=activations, **options)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+    fused = compiled(model)
+    assert_answers_alike(model, fused)
+    verdict = fused.report.of("add_rms_norm_per_token_quant")
+    first, *others = sites(model, 2)
+    assert verdict.matched == verdict.expected == tuple(others), str(fused.report)
+    assert fused.report.of("rms_norm_per_token_quant").matched == (first,)
+    latents = tuple(f"model.layers.{i}.self_attn:latents" for i in range(2))
+    assert fused.report.of("mla_dual_rms_norm_per_token_quant").matched == latents, str(fused.report)
+
+
+@pytest.mark.usefixtures("_op_by_op")
+@pytest.mark.parametrize("scheme", ["dynamic", "static"])
+def test_transformers_own_fp8_linear_quantises_inside_its_kernel(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`FP8Linear` hands the 16-bit norm to one kernel, so there is nothing to fuse: each site says so."""
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    model = deepseek()
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear) and name != "lm_head":
+                sizes = (child.in_features, child.out_features)
+                linear = finegrained.FP8Linear(*sizes, block_size=(128, 128), activation_scheme=scheme)
+                linear.weight = nn.Parameter(child.weight.to(FP8), requires_grad=False)
+                linear.weight_scale_inv = nn.Parameter(torch.ones(-(-sizes[1] // 128), -(-sizes[0] // 128)))
+                setattr(parent, name, linear.requires_grad_(False))
+
+    @torch.library.custom_op("layerfuse_tests::fp8_matmul", mutates_args=())
+    def matmul(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x @ weight.to(x.dtype).T
+
+    matmul.register_fake(lambda x, weight: x.new_empty(*x.shape[:-1], weight.shape[0]))
+    # The kernel is downloaded from the hub and needs a GPU.
+    kernel = SimpleNamespace(matmul=lambda x, weight, *_, **__: matmul(x, weight))
+    monkeypatch.setattr(finegrained, "load_finegrained_fp8_kernel", lambda: kernel)
+    fused = compiled(model)
+    assert_answers_alike(model, fused)
+    name = "group" if scheme == "dynamic" else "static"
+    verdict = fused.report.of(f"add_rms_norm_{name}_quant")
+    assert verdict.matched == () and set(verdict.missed) == set(sites(model, 2)[1:])
+    assert all("nothing quantises the normed tensor" in reason for reason in verdict.missed.values())
+    assert set(sites(model, 2)[1:]) <= set(fused.report.of("add_rms_norm").fallback)
+
+
+@pytest.mark.usefixtures("_op_by_op")
+def test_compressed_tensors_static() -> None:
+    """Its forward asks a tensor for its value, so that each linear's quantisation is in a graph of its own."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    model = deepseek(1)
+    float8 = {"num_bits": 8, "type": "float", "symmetric": True}
+    group = quantization.QuantizationScheme(
+        targets=["Linear"],
+        weights=quantization.QuantizationArgs(**float8, strategy="channel"),
+        input_activations=quantization.QuantizationArgs(**float8, strategy="tensor"),
+    )
+    config = quantization.QuantizationConfig(
+        config_groups={"all": group}, quantization_status="frozen", ignore=["lm_head"]
+    )
+    quantization.apply_quantization_config(model, config)
+    for name, parameter in model.named_parameters():
+        if "scale" in name:
+            parameter.data.fill_(0.02)
+    assert str(describe_linear_quant(linears(model)[0])) == "a static scale"
+    fused = compiled(model)
+    assert_answers_alike(model, fused)
+    verdict = fused.report.of("add_rms_norm_static_quant")
+    assert verdict.expected == ("model.layers.0:post_attention",)
+    assert verdict.matched == () and "nothing quantises the normed tensor" in verdict.missed[verdict.expected[0]]
