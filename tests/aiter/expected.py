@@ -87,11 +87,6 @@ TRITON_ACT: Spans = (
 )
 
 EXPECTED: dict[str, Spans] = {
-    "rms_norm": (("v0.1.5", LAST, Works("v0.1.5")),),
-    "rms_norm.triton": (
-        ("v0.1.5", "v0.1.9.post1", Works("v0.1.5")),
-        ("v0.1.10", LAST, Works("v0.1.10")),
-    ),
     "add_rms_norm": (
         ("v0.1.5", "v0.1.16.post6", Works("v0.1.5")),
         ("v0.1.17-rc0", LAST, Works("v0.1.17-rc0")),

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.declare import Op
-from layerfuse.fusion.ops.canonical import RMS_NORM
 
 OPS: dict[str, Op] = {form.op.name: form.op for fusion in FUSIONS.values() for form in fusion.forms}
-OPS[RMS_NORM.name] = RMS_NORM
 
 WIDTH = 384
 """No power of two: one scale for such a row is where Triton's block is wider than the row."""

@@ -81,7 +81,7 @@ def since(first: str) -> list[str]:
 @pytest.mark.parametrize("release", since("v0.1.17"))
 def test_gemma_norms_and_column_major_all_reduce_scales(release):
     with installed(shared_standin(release)):
-        for op in ("rms_norm", "add_rms_norm", "rms_norm_group_quant", "add_rms_norm_per_token_quant"):
+        for op in ("add_rms_norm", "rms_norm_group_quant", "add_rms_norm_per_token_quant"):
             check(amd.bound(op).call, op, weight_offset=1.0)
         if release != "v0.1.17":
             check(amd.bound("add_rms_norm_mxfp8_quant").call, "add_rms_norm_mxfp8_quant", weight_offset=1.0)
@@ -130,9 +130,9 @@ def test_probing_imports_nothing_and_binding_imports_once():
     with installed(shared_standin("v0.1.20")):
         amd.probe_all()
         assert "aiter" not in sys.modules
-        first = amd.bind("rms_norm")
+        first = amd.bind("add_rms_norm")
         assert "aiter.ops.rmsnorm" in sys.modules
-        assert amd.bind("rms_norm") is first
+        assert amd.bind("add_rms_norm") is first
 
 
 def test_many_threads_bind_one_binding():
@@ -148,8 +148,8 @@ def test_many_threads_bind_one_binding():
 
 
 def test_a_binding_of_no_such_name():
-    with pytest.raises(BackendError, match="no AITER binding is called 'rmsnorm'; did you mean 'rms_norm'"):
-        amd.bind("rmsnorm")
+    with pytest.raises(BackendError, match="no AITER binding is called 'add_rmsnorm'; did you mean 'add_rms_norm'"):
+        amd.bind("add_rmsnorm")
 
 
 def test_a_call_that_aiter_would_misread_is_seen_by_the_stand_in():

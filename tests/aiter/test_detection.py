@@ -42,7 +42,7 @@ def build() -> Build:
 def test_nothing_is_installed():
     with installed():
         assert absent() == Absent(reason="not installed", broken=False)
-        assert amd.bind("rms_norm") == Refused(name="rms_norm", reason="not installed")
+        assert amd.bind("add_rms_norm") == Refused(name="add_rms_norm", reason="not installed")
 
 
 def test_pypi_s_asyncio_helper(tmp_path):
@@ -52,7 +52,7 @@ def test_pypi_s_asyncio_helper(tmp_path):
         assert found.reason.startswith(
             "this is PyPI's `aiter` 0.13.20191203, an unrelated asyncio helper, not AMD's AITER; pip uninstall aiter"
         )
-        assert amd.bind("rms_norm") == Refused(name="rms_norm", reason=found.reason)
+        assert amd.bind("add_rms_norm") == Refused(name="add_rms_norm", reason=found.reason)
 
 
 def test_both_in_one_folder(tmp_path):
@@ -136,21 +136,21 @@ def test_looking_runs_nothing_of_it(tmp_path):
 def test_it_is_looked_for_once():
     with installed(shared_standin("v0.1.20")):
         assert amd.find_build() is amd.find_build()
-        assert amd.probe("rms_norm") is amd.probe("rms_norm")
+        assert amd.probe("add_rms_norm") is amd.probe("add_rms_norm")
 
 
 # ---- Triton-only mode
 
 
 def hip_and_triton() -> tuple[object, object]:
-    return amd.probe("rms_norm"), amd.probe("rms_norm.triton")
+    return amd.probe("add_rms_norm"), amd.probe("add_rms_norm.triton")
 
 
 def test_triton_only_by_the_environment(monkeypatch):
     monkeypatch.setenv("AITER_TRITON_ONLY", "1")
     with installed(shared_standin("v0.1.20")):
         hip, triton = hip_and_triton()
-        assert hip == Refused(name="rms_norm", reason="Triton-only: AITER_TRITON_ONLY=1 is set")
+        assert hip == Refused(name="add_rms_norm", reason="Triton-only: AITER_TRITON_ONLY=1 is set")
         assert not isinstance(triton, Refused)
     with installed(shared_standin("v0.1.15")):  # does not know the variable, so it does not count
         assert not any(isinstance(found, Refused) for found in hip_and_triton())
@@ -204,13 +204,14 @@ def test_an_exit_during_the_import_is_a_reason(tmp_path):
     file.write_text(file.read_text() + "\nraise SystemExit(3)\n")
     (folder / "aiter" / "__init__.py").write_text("")
     with installed(folder):
-        found = amd.bind("rms_norm")
+        found = amd.bind("add_rms_norm")
         assert isinstance(found, Refused)
         assert found.reason.startswith("importing aiter.ops.rmsnorm raised SystemExit")
 
 
 @pytest.mark.parametrize(
-    ("last", "words"), [("del rmsnorm2d_fwd", "AITER swallowed an error"), ("rmsnorm2d_fwd = 3", "is a int")]
+    ("last", "words"),
+    [("del rmsnorm2d_fwd_with_add", "AITER swallowed an error"), ("rmsnorm2d_fwd_with_add = 3", "is a int")],
 )
 def test_a_function_that_is_not_there_once_imported(last, words, tmp_path):
     folder = make_standin(tmp_path / "a", "v0.1.20")
@@ -219,7 +220,7 @@ def test_a_function_that_is_not_there_once_imported(last, words, tmp_path):
     init = folder / "aiter" / "__init__.py"
     init.write_text(init.read_text().replace("from .ops.rmsnorm import *", ""))
     with installed(folder):
-        found = amd.bind("rms_norm")
+        found = amd.bind("add_rms_norm")
         assert isinstance(found, Refused)
         assert words in found.reason
 
@@ -229,16 +230,16 @@ def test_another_aiter_that_was_imported_before(tmp_path):
         amd.find_build()
         sys.path[:2] = sys.path[1::-1]
         __import__("aiter.ops.rmsnorm")
-        found = amd.bind("rms_norm")
+        found = amd.bind("add_rms_norm")
         assert isinstance(found, Refused)
         assert "was imported from" in found.reason
 
 
 def test_sources_that_do_not_parse(tmp_path):
     folder = make_standin(tmp_path / "a", "v0.1.20")
-    (folder / "aiter" / "ops" / "rmsnorm.py").write_text("def rmsnorm2d_fwd(:\n")
+    (folder / "aiter" / "ops" / "rmsnorm.py").write_text("def rmsnorm2d_fwd_with_add(:\n")
     with installed(folder):
-        found = amd.probe("rms_norm")
+        found = amd.probe("add_rms_norm")
         assert isinstance(found, Refused)
         assert "has no such function" in found.reason
 

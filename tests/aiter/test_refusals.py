@@ -77,14 +77,9 @@ def test_bound_raises_where_bind_answers():
 
 def test_the_refused_is_really_wrong():
     x = random(4, 12288)
-    with installed(shared_standin("v0.1.17")):
-        with pytest.raises(StandInMisuse, match="gemma_norm is silently dropped"):
-            amd.bound("add_rms_norm").call(x, x, weight(12288), EPSILON, 1.0)
-        with pytest.raises(AiterCallError, match="only up to 8192 columns"):
-            amd.bound("rms_norm").call(x, weight(12288), EPSILON, 1.0)
+    with installed(shared_standin("v0.1.17")), pytest.raises(StandInMisuse, match="gemma_norm is silently dropped"):
+        amd.bound("add_rms_norm").call(x, x, weight(12288), EPSILON, 1.0)
     with installed(shared_standin("v0.1.10.post1")):
-        with pytest.raises(TypeError, match="4 positional arguments but 5"):
-            amd.bound("rms_norm").call(x, weight(12288), EPSILON, 0.0)
         call = amd.bound("rms_norm_group_quant").call
         with pytest.raises(RuntimeError, match="group_size not support"):
             call(x[:, :5120], weight(5120), EPSILON, 0.0, FP8, 128, False, False, False)
@@ -134,8 +129,6 @@ def test_strange_strides_give_the_same_numbers(release, strange):
     kv = x[..., :128]
     strange_weight = torch.stack([weight(256), weight(256)], dim=1)[:, 0]
     with installed(shared_standin(release)):
-        out = amd.bound("rms_norm").call(x, strange_weight, EPSILON, 0.0)
-        torch.testing.assert_close(out, normalise(x, weight(256), EPSILON))
         out, summed = amd.bound("add_rms_norm").call(x, x, strange_weight, EPSILON, 0.0)
         torch.testing.assert_close(summed, (x.float() * 2).to(x.dtype))
         torch.testing.assert_close(out, normalise_wide(x.float() * 2, weight(256).float(), EPSILON).to(x.dtype))
@@ -161,11 +154,9 @@ def test_strange_strides_give_the_same_numbers_quantised(strange):
                 )
                 same(summed, wide.to(x.dtype))
                 same_quantised((out, scales), normed, 64, True)
-        for name in ("add_rms_norm.triton", "rms_norm.triton"):
-            residual = (x,) if name.startswith("add_") else ()
-            found = amd.bound(name).call(x, *residual, strange_weight, EPSILON, 0.0)
-            expected = normed if residual else normalise_wide(x, weight(256), EPSILON)
-            same(found[0] if residual else found, expected.to(x.dtype))
+        out, summed = amd.bound("add_rms_norm.triton").call(x, x, strange_weight, EPSILON, 0.0)
+        same(out, normed.to(x.dtype))
+        same(summed, wide.to(x.dtype))
         values, scales, summed = amd.bound("add_rms_norm_mxfp4_quant").call(x, x, strange_weight, EPSILON, 0.0)
         plain = x.clone(memory_format=torch.contiguous_format)
         expected = amd.bound("add_rms_norm_mxfp4_quant").call(plain, plain, weight(256), EPSILON, 0.0)
@@ -199,9 +190,6 @@ def test_halves_of_one_tensor_are_not_copied():
 def test_wide_rows_take_the_generic_kernels(release, width):
     x = random(3, width + 8)[:, :width]
     with installed(shared_standin(release)):
-        torch.testing.assert_close(
-            amd.bound("rms_norm").call(x, weight(width), EPSILON, 0.0), normalise(x, weight(width), EPSILON)
-        )
         out, _ = amd.bound("add_rms_norm").call(x, x, weight(width), EPSILON, 0.0)
         expected = normalise_wide(x.float() * 2, weight(width).float(), EPSILON).to(x.dtype)
         torch.testing.assert_close(out, expected)
@@ -211,14 +199,15 @@ def test_float32_where_there_is_a_kernel_for_it():
     x = random(3, 264, dtype=torch.float32)[:, :256]
     by = weight(256).float()
     with installed(shared_standin("v0.1.20")):
-        torch.testing.assert_close(amd.bound("rms_norm").call(x, by, EPSILON, 0.0), normalise(x, by, EPSILON))
         out, _ = amd.bound("add_rms_norm").call(x, x, by, EPSILON, 0.0)
         torch.testing.assert_close(out, normalise(x * 2, by, EPSILON))
 
 
 def test_more_dimensions_cannot_reach_a_kernel_that_takes_the_width_from_dimension_1():
     with installed(shared_standin("v0.1.16")):
-        check(amd.bound("rms_norm").call, "rms_norm")  # up to three dimensions; the stand-in fails on any but two
+        check(
+            amd.bound("add_rms_norm").call, "add_rms_norm"
+        )  # up to three dimensions; the stand-in fails on any but two
 
 
 def _gated(width: int, heads: int = 3) -> tuple[object, ...]:
@@ -227,8 +216,8 @@ def _gated(width: int, heads: int = 3) -> tuple[object, ...]:
 
 WRONG_CALLS = {
     "a weight of another dtype": (
-        "rms_norm",
-        lambda call: call(random(2, 256), weight(256).float(), EPSILON, 0.0),
+        "add_rms_norm",
+        lambda call: call(random(2, 256), random(2, 256), weight(256).float(), EPSILON, 0.0),
         "weight is torch.float32, the activations torch.bfloat16",
     ),
     "a residual of another dtype": (

@@ -62,8 +62,8 @@ def test_amd_s_aiter_is_found_without_importing_it(packages, dist, version):
 
 
 NORM = """
-def rmsnorm2d_fwd(input, weight, epsilon, use_model_sensitive_rmsnorm=0): ...
-def rmsnorm2d_fwd_with_add(out, input, residual_in, residual_out, weight, eps): ...
+def rmsnorm2d_fwd_with_add(out, input, residual_in, residual_out, weight, epsilon, use_model_sensitive_rmsnorm=0): ...
+def rmsnorm_quant(out, input, scale, weight, eps): ...
 """
 
 
@@ -74,20 +74,19 @@ def test_every_function_called_of_aiter_is_listed_with_its_convention_or_the_rea
     (folder / "ops" / "rmsnorm.py").write_text(NORM, encoding="utf-8")
     answer = run("doctor")
     assert answer.code == 0
-    assert "aiter.ops.rmsnorm:rmsnorm2d_fwd, as since v0.1.5" in answer.out
+    assert "aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add, as since v0.1.5" in answer.out
     data = json.loads(run("doctor", "--json").out)["aiter"]
     assert list(data) == [binding.name for binding in amd.BINDINGS]
-    assert data["rms_norm"] == {
+    assert data["add_rms_norm"] == {
         "state": "found",
-        "detail": "aiter.ops.rmsnorm:rmsnorm2d_fwd, as since v0.1.5",
-        "convention": "aiter.ops.rmsnorm:rmsnorm2d_fwd(input, weight, epsilon, use_model_sensitive_rmsnorm=), "
-        "as since v0.1.5",
+        "detail": "aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add, as since v0.1.5",
+        "convention": "aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add(out, input, residual_in, residual_out, weight, epsilon, "
+        "use_model_sensitive_rmsnorm=), as since v0.1.5",
     }
-    assert data["add_rms_norm"]["detail"].startswith(
-        "aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add has an unknown signature: "
-        "(out, input, residual_in, residual_out, weight, eps). Known: ("
+    assert data["rms_norm_group_quant"]["detail"].startswith(
+        "aiter.ops.rmsnorm:rmsnorm_quant has an unknown signature: (out, input, scale, weight, eps). Known: ("
     )
-    assert data["add_rms_norm"]["convention"] is None
+    assert data["rms_norm_group_quant"]["convention"] is None
     assert "in v0.1.12 to v0.1.13.post1" in data["mla_dual_rms_norm"]["detail"]
     assert "aiter" not in sys.modules
 

@@ -35,25 +35,23 @@ class Probed:
     binding: Binding
     main: Match
     beside: tuple[Match, ...]
-    unmatched: tuple[str, ...]
-    "What is there, would be used beside it, and cannot be: sentences. Some options are refused for it."
     releases: ReleaseRange
 
     @property
     def convention(self) -> str:
         """What was found, as a sentence."""
-        return "; beside it ".join((*map(str, (self.main, *self.beside)), *self.unmatched))
+        return "; beside it ".join(map(str, (self.main, *self.beside)))
 
     @property
     def summary(self) -> str:
         """The same in short."""
-        return "; beside it ".join((*(each.summary for each in (self.main, *self.beside)), *self.unmatched))
+        return "; beside it ".join(each.summary for each in (self.main, *self.beside))
 
     @property
     def recorded(self) -> bool:
         """Whether this is what was read off a release: its parameter lists, in a build that looks like that release."""
-        known = not self.unmatched and not self.releases.contradictory
-        return known and all(each.recorded and each.is_of(self.releases) for each in (self.main, *self.beside))
+        found = (self.main, *self.beside)
+        return not self.releases.contradictory and all(each.recorded and each.is_of(self.releases) for each in found)
 
 
 @frozen(kw_only=True)
@@ -182,12 +180,10 @@ def _probe(name: str) -> Probed | Refused:
         )
     if isinstance(main, str) or reason is not None:
         return Refused(name=name, reason=reason or str(main))
-    beside = [*needed, *(match(build.folder, function) for function in binding.with_)]
     return Probed(
         binding=binding,
         main=main,
-        beside=tuple(each for each in beside if isinstance(each, Match)),
-        unmatched=tuple(each for each in beside if isinstance(each, str)),
+        beside=tuple(each for each in needed if isinstance(each, Match)),
         releases=releases,
     )
 

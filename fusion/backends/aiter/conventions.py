@@ -63,8 +63,6 @@ class Binding:
     calls: str
     "`module.function` in this package: from what was found to the callable with our convention."
     functions: tuple[Function, ...]
-    with_: tuple[Function, ...] = ()
-    "Functions used beside it where the build has them."
     needs: tuple[Function, ...] = ()
     "Functions used beside it that must be there."
     kind: Literal["hip", "triton"] = "hip"

@@ -13,14 +13,6 @@ _TRITON = "aiter.ops.triton"
 
 # ---- HIP and CK: outputs are handed in
 
-NORM = Function(f"{_NORMS}:rmsnorm2d_fwd", (C("v0.1.5", "input, weight, epsilon, use_model_sensitive_rmsnorm="),))
-NORM_INTO = Function(
-    f"{_NORMS}:rmsnorm",
-    (
-        C("v0.1.10.post1", "out, input, weight, epsilon"),
-        C("v0.1.17-rc0", "out, input, weight, epsilon, gemma_norm="),
-    ),
-)
 ADD_NORM = Function(
     f"{_NORMS}:rmsnorm2d_fwd_with_add",
     (
@@ -97,10 +89,6 @@ _CLAMP = "inp, out=, scale=, swiglu_limit=, activation=, weights=, dtype_quant=,
 _PAD = "x, weight, epsilon, res=, x_pad_to_multiple="
 _SILU_STATIC = "inp, inp_scale, dtype_quant=, silu_convert_to_inp_type="
 
-TRITON_NORM = (
-    Function(f"{_TRITON}.normalization.rmsnorm:rms_norm", (C("v0.1.10", "input, weight, epsilon"),)),
-    Function(f"{_TRITON}.rmsnorm:rms_norm", (C("v0.1.5", "input, weight, epsilon"),), gone="v0.1.10"),
-)
 TRITON_ADD_PAD = (
     Function(f"{_TRITON}.normalization.fused_add_rmsnorm_pad:fused_add_rmsnorm_pad", (C("v0.1.10", _PAD),)),
     Function(f"{_TRITON}.fused_add_rmsnorm_pad:fused_add_rmsnorm_pad", (C("v0.1.6.post2", _PAD),), gone="v0.1.10"),

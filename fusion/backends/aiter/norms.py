@@ -1,4 +1,4 @@
-"""Single norms over AITER's HIP and CK kernels, `aiter.ops.rmsnorm`, with and without a residual.
+"""The residual add and the norm over AITER's HIP and CK kernels, `aiter.ops.rmsnorm`.
 
 The HIP kernels take the width from dimension 1, so everything is handed over in two dimensions.
 """
@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .errors import AiterCallError
 from .resolved import Resolved
 from .tensors import (
     empty_like,
@@ -28,39 +27,11 @@ HIP_WIDTH = 8192
 """The widest row of AITER's HIP norms. Wider ones, and float32, go through its generic kernels."""
 
 
-def rms_norm(found: Resolved) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    """`rms_norm(x, weight, epsilon, weight_offset) -> out`, as `layerfuse::rms_norm`.
-
-    x: (..., width); weight: (width,), of x's dtype; weight_offset: 0, or 1 where the build has `gemma_norm`.
-
-    Raises:
-        AiterCallError: another offset, or a weight of another dtype.
-    """
-    name, function = found.binding, found.function
-    into, into_names = found.beside.get("rmsnorm", (None, frozenset()))
-    gemma_known = "gemma_norm" in into_names
-
-    def call(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float) -> Tensor:
-        if not x.numel():
-            return empty_like(x)
-        weight = vector(name, "weight", weight, x)
-        if is_gemma(name, weight_offset, gemma_known) and into is not None:
-            if x.shape[-1] > HIP_WIDTH:
-                raise AiterCallError(name, f"weight_offset {weight_offset}: only up to {HIP_WIDTH} columns")
-            out = empty_like(x)
-            into(out=flat_like(out), input=rows(x), weight=weight, epsilon=epsilon, gemma_norm=True)
-            return out
-        result: Tensor = function(input=rows(x), weight=weight, epsilon=epsilon)
-        return result.view(x.shape)
-
-    return call
-
-
 def add_rms_norm(found: Resolved) -> Callable[[Tensor, Tensor, Tensor, float, float], Pair]:
     """`add_rms_norm(x, residual, weight, epsilon, weight_offset) -> (out, residual_out)`.
 
-    residual_out is the rounded sum; out is the norm of the sum before rounding. Shapes as in `rms_norm`; residual is
-    like x.
+    residual_out is the rounded sum; out is the norm of the sum before rounding. x: (..., width), and residual like
+    it; weight: (width,), of x's dtype; weight_offset: 0, or 1 where the build has `gemma_norm`.
 
     Raises:
         AiterCallError: an offset the build does not know, or a weight or residual that does not fit.

@@ -6,7 +6,7 @@ from . import calls
 from .restriction import FLAVOUR, GEMMA, GEMMA_ONE, OFFSET, TYPE_16_BIT, UE8M0, WEIGHT, calling
 from .restriction import Restriction as R  # noqa: N817 - it stands in front of every line below
 
-_PLAIN = calling("norms.rms_norm", "norms.add_rms_norm")
+_PLAIN = calling("norms.add_rms_norm")
 _HIP = calling("norm_quant.hip_per_token", "norm_quant.hip_group")
 _HIP_MX = calling("mx.hip_mxfp8")
 _ONE_GROUP, _ONE_TOKEN = calling("norm_quant.latents_group"), calling("norm_quant.latents_per_token")
@@ -20,7 +20,7 @@ _GATED = (*_GATED_TOKEN, *_GATED_GROUP)
 _SILU = calling("silu_mul.hip_group")
 _ALL_HIP = (*_PLAIN, *_HIP, *_HIP_MX, *_DUAL, *_LATENTS, *_GATED)
 
-_T_PLAIN = calling("triton_norms.rms_norm", "triton_norms.add_rms_norm", "triton_norms.add_rms_norm_pad")
+_T_PLAIN = calling("triton_norms.add_rms_norm", "triton_norms.add_rms_norm_pad")
 _T_NORM = calling(
     *(f"norm_quant.triton_{per}" for per in ("per_token", "group", "static")),
     *(f"dual_norms.triton_{per}" for per in ("per_token", "group", "static")),
@@ -51,14 +51,6 @@ NORM_RESTRICTIONS: tuple[R, ...] = (
     R(_ALL_HIP, "weight dtype", calls.mixed, WEIGHT),
     R((*_PLAIN, *_HIP, *_DUAL, *_LATENTS), "rows", calls.odd_rows, _ROWS),
     R((*_HIP, *_HIP_MX, *_DUAL, *_LATENTS, *_SILU), "width", calls.wide, _WIDE),
-    R(
-        ("rms_norm",),
-        "width",
-        calls.wide,
-        "rows of more than 8192 columns: there rmsnorm2d_fwd calls a function of four parameters with five",
-        since="v0.1.10.post1",
-        until="v0.1.10.post1",
-    ),
     R((*_PLAIN, *_HIP), "offset", calls.has_offset, GEMMA, until="v0.1.16.post6"),
     R(
         (*_ONE_GROUP, *_TWO_GROUP),
@@ -76,12 +68,6 @@ NORM_RESTRICTIONS: tuple[R, ...] = (
         "a weight offset in rows of more than 8192 columns: gemma_norm is dropped without a word there",
         since="v0.1.17-rc0",
         until="v0.1.17",
-    ),
-    R(
-        ("rms_norm",),
-        "offset",
-        lambda call: calls.has_offset(call) and (calls.wide(call) or calls.not_16_bit(call)),
-        "a weight offset above 8192 columns or in float32: only the kernel for 16 bits up to 8192 has gemma_norm",
     ),
     R((*_DUAL, *_GATED), "offset", calls.has_offset, OFFSET),
     R(

@@ -6,8 +6,6 @@ from . import functions as known
 from .conventions import Binding
 
 NORM_BINDINGS: tuple[Binding, ...] = (
-    Binding(name="rms_norm", calls="norms.rms_norm", functions=(known.NORM,), with_=(known.NORM_INTO,)),
-    Binding(name="rms_norm.triton", calls="triton_norms.rms_norm", functions=known.TRITON_NORM, kind="triton"),
     Binding(name="add_rms_norm", calls="norms.add_rms_norm", functions=(known.ADD_NORM,), adds=True),
     Binding(
         name="add_rms_norm.triton",

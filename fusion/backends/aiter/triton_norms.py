@@ -13,24 +13,6 @@ from .tensors import dense, empty_like, flat, no_offset, same_shape
 Pair = tuple[Tensor, Tensor]
 
 
-def rms_norm(found: Resolved) -> Callable[[Tensor, Tensor, float, float], Tensor]:
-    """`rms_norm(x, weight, epsilon, weight_offset)`.
-
-    Raises:
-        AiterCallError: a weight_offset other than 0.
-    """
-    name, function = found.binding, found.function
-
-    def call(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float) -> Tensor:
-        no_offset(name, weight_offset)
-        if not x.numel():
-            return empty_like(x)
-        result: Tensor = function(input=flat(x), weight=dense(weight), epsilon=epsilon)
-        return result.view(x.shape)
-
-    return call
-
-
 def add_rms_norm(found: Resolved) -> Callable[[Tensor, Tensor, Tensor, float, float], Pair]:
     """`add_rms_norm(x, residual, weight, epsilon, weight_offset)`, over the norm that pads.
 
