@@ -66,11 +66,18 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     backends.register(backends.reference(name, op.reference))
     for kernel in reversed(kernels):
         backends.register(backends.backend_of(op, kernel))
-    check, fake, case = checker(op), _fake(op), case_maker(op)
+    check, fake, case, signature = checker(op), _fake(op), case_maker(op), signature_maker(op)
+    known, inference_only, checked_always = backends.Memory(), op.backward is None, op.check is not None
 
     def run(x: Tensor, *args: Any) -> Any:
-        check(x, *args)
-        return backends.choose(name, x.device.type, case(x, *args)).function(x, *args)
+        # What passed once passes again: shapes, strides, dtypes, devices and options are all that is looked at.
+        function = None if checked_always or x is None else known.get(signature(x, *args))
+        if function is None:
+            check(x, *args)
+            function = known.choose(signature(x, *args), name, x.device.type, case(x, *args))
+        elif inference_only and torch.is_grad_enabled():
+            check(x, *args)
+        return function(x, *args)
 
     def run_fake(x: Tensor, *args: Any) -> Any:
         check(x, *args)
@@ -351,6 +358,19 @@ def case_maker(op: Op) -> Callable[..., Hashable]:
         )
 
     return case
+
+
+def signature_maker(op: Op) -> Callable[..., Hashable]:
+    """From the op's arguments to everything that checks and backends look at, as a key."""
+    parts = [
+        f"{each.name}.shape, {each.name}.stride(), {each.name}.dtype, {each.name}.device"
+        if isinstance(each, Rows | Weight | StaticScale)
+        else each.name
+        for each in op.args
+    ]
+    source = f"lambda {', '.join(each.name for each in op.args)}: ({', '.join(parts)},)"
+    made: Callable[..., Hashable] = eval(compile(source, f"<signature of {op.name}>", "eval"))
+    return made
 
 
 # ---- the public function ---------------------------------------------------------------------------------------------
