@@ -35,7 +35,10 @@ def test_a_delta_net_is_compiled_but_for_its_recurrence(run, monkeypatch):
     assert answer.code == 0, answer.out + answer.err
     assert "gated_rms_norm: 1 expected, 1 matched" in answer.out
     assert "add_rms_norm: 4 expected, 4 matched" in answer.out
-    assert "kept out of compilation, as one op each: chunk_kimi_delta_attention, recurrent_kimi_delta_attention" in answer.out
+    assert (
+        "kept out of compilation, as one op each: chunk_kimi_delta_attention, recurrent_kimi_delta_attention"
+        in answer.out
+    )
 
 
 @pytest.mark.usefixtures("op_by_op")
