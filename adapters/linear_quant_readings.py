@@ -180,13 +180,13 @@ def quant_fp8(kernel: Any, _: Any) -> Answer:
         return PER_TOKEN  # `use_ue8m0` is on the op, and only its group form looks at it
     if rows != 1:
         return PER_TENSOR
-    # The op's plain-torch form lays out columns, and does not align them.
-    plain = maybe(maybe(op, "_forward_method"), "__name__") == "forward_native"
+    # Of the op's forms only that for CUDA aligns columns; in plain torch they are laid out, and not aligned.
+    cuda = maybe(maybe(op, "_forward_method"), "__name__") == "forward_cuda"
     return grouped(
         columns,
         column_major=at(op, "column_major_scales"),
         use_ue8m0=at(op, "use_ue8m0"),
-        tma_aligned=not plain and bool(maybe(op, "tma_aligned_scales")),
+        tma_aligned=cuda and bool(maybe(op, "tma_aligned_scales")),
     )
 
 

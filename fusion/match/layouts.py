@@ -129,8 +129,9 @@ def _step(
 
 def _from_the_first(node: Node, position: int, dims: list[int | None], rows: int, shape: Any) -> bool:
     """Whether a slice is of all rows of the scales: `dim`, `start` and `end` lie at a position of the arguments."""
-    given: list[Any] = [*node.args[position:]]
-    dim, start, end, step = [*given, *[0, None, None, 1][len(given) :]]
+    given = node.args[position:]
+    known: tuple[Any, ...] = (*given, *(0, None, None, 1)[len(given) :])
+    dim, start, end, step = known
     if node.kwargs or step != 1 or start not in (0, None) or dims[dim] != rows:
         return False
     return same(_size(end), shape[rows])

@@ -41,10 +41,25 @@ def vllm_linear(kernel: Any, method: str = "fp8:Fp8LinearMethod") -> Any:
     return module(f"{_V}.layers.linear:ColumnParallelLinear", quant_method=held(), weight=weight(8, 8))
 
 
+def aligned_op(form: str) -> Any:
+    """An op that aligns its columns, in one of its forms."""
+    op = vllm_op(1, 128, column_major=True)
+    op.tma_aligned_scales, op._forward_method = True, SimpleNamespace(__name__=form)
+    return op
+
+
 DEEP_GEMM = vllm_op(1, 128, column_major=True)
 VLLM = {
     "DeepGEMM on Hopper": (
         vllm_kernel("DeepGemmFp8BlockScaledMMKernel", apply_input_quant=True, quant_fp8=DEEP_GEMM),
+        ActivationQuant(group_size=128, column_major=True),
+    ),
+    "DeepGEMM, aligned by the op for CUDA": (
+        vllm_kernel("DeepGemmFp8BlockScaledMMKernel", quant_fp8=aligned_op("forward_cuda")),
+        ActivationQuant(group_size=128, column_major=True, tma_aligned=True),
+    ),
+    "DeepGEMM, in plain torch": (
+        vllm_kernel("DeepGemmFp8BlockScaledMMKernel", quant_fp8=aligned_op("forward_native")),
         ActivationQuant(group_size=128, column_major=True),
     ),
     "DeepGEMM with powers of two": (

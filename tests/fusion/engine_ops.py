@@ -158,6 +158,13 @@ def sglang_per_tensor_quant_fp8(x: Tensor, values: Tensor, scale: Tensor, static
     static_scaled_fp8_quant(values, x, scale)
 
 
+@_op("vllm::rocm_aiter_per_tensor_quant(Tensor! out, Tensor x, Tensor! scale, bool is_dynamic) -> ()")
+def rocm_aiter_per_tensor_quant(values: Tensor, x: Tensor, scale: Tensor, dynamic: bool) -> None:
+    if dynamic:
+        scale.fill_(float(x.abs().max()) / LARGEST[values.dtype])
+    static_scaled_fp8_quant(values, x, scale)
+
+
 if find_op("vllm_ir::fused_add_rms_norm") is None:
     # vLLM's IR: plain functions, so the implementation is what a fake needs too.
     _IR = torch.library.Library("vllm_ir", "FRAGMENT")

@@ -110,7 +110,13 @@ def sglang_static(values: Tensor, x: Tensor, scale: Tensor) -> Tensor:
     return handed
 
 
-@pytest.mark.parametrize("write", [vllm_static, sglang_static])
+def aiter_static(values: Tensor, x: Tensor, scale: Tensor, dynamic: bool = False) -> Tensor:
+    handed = scale.clone()
+    torch.ops.vllm.rocm_aiter_per_tensor_quant(values, x, handed, dynamic)
+    return handed
+
+
+@pytest.mark.parametrize("write", [vllm_static, sglang_static, aiter_static])
 def test_a_static_scale(write: Any) -> None:
     module = Static(write)
     module.norm.bfloat16()
@@ -147,14 +153,28 @@ def test_left(quantise: Any, quant: str, reason: str) -> None:
     assert form_of(traced) == "add_rms_norm" and "auto_functionalized" in traced.after[0]
 
 
-def test_a_static_scale_for_blocks() -> None:
-    def write(values: Tensor, x: Tensor, scale: Tensor) -> None:
-        torch.ops._C.static_scaled_fp8_quant(values, x, scale, (1, 128))
-
-    module = Static(write, (5, 2))
+@pytest.mark.parametrize(
+    ("write", "shape", "reason"),
+    [
+        (
+            lambda values, x, scale: torch.ops._C.static_scaled_fp8_quant(values, x, scale, (1, 128)),
+            (5, 2),
+            "given for blocks of (1, 128)",
+        ),
+        (
+            lambda values, x, scale: torch.ops._C.static_scaled_fp8_quant(values, x, scale, None),
+            (256,),
+            "is static and of shape (256,)",
+        ),
+        (lambda values, x, scale: aiter_static(values, x, scale, True), (1,), "one scale for the whole tensor"),
+    ],
+)
+def test_no_single_static_scale(write: Any, shape: tuple[int, ...], reason: str) -> None:
+    module = Static(write, shape)
     module.norm.bfloat16()
     traced = run(module, "static", *rows())
-    assert "given for blocks of (1, 128)" in traced.report.of(STATIC).missed[SITE]
+    assert reason in traced.report.of(STATIC).missed[SITE]
+    assert form_of(traced) == "add_rms_norm"
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------
