@@ -36,7 +36,7 @@ def _aligned(instance: ActivationQuant, _attribute: object, value: object) -> No
         raise ActivationQuantError("ActivationQuant.tma_aligned: aligned scales are column-major; say both")
 
 
-def _fixed(instance: ActivationQuant, _attribute: object, value: object) -> None:
+def _fixed(instance: ActivationQuant, _attribute: object, value: str | None) -> None:
     if value not in (None, *FIXED):
         raise ActivationQuantError(f"ActivationQuant.fixed: expected None or one of {', '.join(FIXED)}, got {value!r}")
     if value is not None and (instance.group_size is not None or instance.use_ue8m0):

@@ -55,8 +55,8 @@ def _rank(argument: Argument) -> int:
 
 def _results(chain: Sequence[Step], main: Step, of: str) -> Iterator[Result]:
     ends = [step for step in chain if isinstance(step, Quant | Pad)]
-    for step in ends:
-        yield from step.results(of)
+    for end in ends:
+        yield from end.results(of)
     for step in chain:
         inside = step is main and ends and not (isinstance(step, Norm) and step.kept)
         if not isinstance(step, Add | Quant | Pad) and not inside:
@@ -112,8 +112,8 @@ def lines(chain: Sequence[Step], results: Sequence[Result]) -> Iterator[str]:
             offset = "0.0" if step.weight_offset is None else step.weight_offset
             yield f"made_{step.out} = _norm({reads.get(step.x, step.x)}, {step.weight}, {step.epsilon}, {offset})"
         elif isinstance(step, GatedNorm):
-            given = (step.x, step.gate, step.weight, step.epsilon, step.weight_offset, step.activation)
-            yield f"made_{step.out} = _gated_norm({', '.join(given)}, {step.norm_before_gate})"
+            taken = (step.x, step.gate, step.weight, step.epsilon, step.weight_offset, step.activation)
+            yield f"made_{step.out} = _gated_norm({', '.join(taken)}, {step.norm_before_gate})"
         elif isinstance(step, SiluMul):
             yield f"made_{step.out} = _silu_mul({step.gate}, {step.up}, {step.limit})"
         elif main is None:

@@ -76,8 +76,13 @@ class Norm:
     @classmethod
     def of(cls, name: str) -> Norm:
         """One norm of several: `of("q")` takes `q`, `q_weight`, `q_epsilon` and `q_weight_offset`, and gives `q`."""
-        given = {"weight": f"{name}_weight", "epsilon": f"{name}_epsilon", "weight_offset": f"{name}_weight_offset"}
-        return cls(x=name, out=name, **given)
+        return cls(
+            x=name,
+            weight=f"{name}_weight",
+            epsilon=f"{name}_epsilon",
+            weight_offset=f"{name}_weight_offset",
+            out=name,
+        )
 
     def arguments(self) -> tuple[Argument, ...]:
         """What it fills."""

@@ -20,7 +20,8 @@ def _no_force():
 
 @pytest.mark.parametrize("fusion", ALL)
 def test_everybody_here_is_right_and_gets_a_time(fusion):
-    result = bench.run(fusion, widths=widths_for(fusion), **OPTIONS)
+    heads = {"heads": 2} if fusion.startswith("gated") else {}
+    result = bench.run(fusion, widths=widths_for(fusion), **heads, **OPTIONS)
     assert result.ours == "layerfuse (triton)"
     assert {
         "layerfuse (triton)",

@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806 (constants of a kernel are written in capitals)
+# ruff: noqa: N803 (constants of a kernel are written in capitals)
 """The kernel of gated norms: ROWS heads of one or several tokens per program, a head in one piece.
 
 What the constants mean is said in `kernels`, and what broken values give in `ops.quantisation`.

@@ -1,4 +1,4 @@
-# ruff: noqa: N803, N806 (constants of a kernel are written in capitals)
+# ruff: noqa: N803, RUF005 (constants of a kernel are written in capitals; Triton knows no unpacking in a tuple)
 """The kernel of a gated MLP's inside, silu(gate) * up, quantised: the parts of a row are independent but for one scale per token.
 
 What the constants mean is said in `kernels`, and what broken values give in `ops.quantisation`.

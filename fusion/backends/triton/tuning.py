@@ -118,7 +118,7 @@ def launch_row(step: int, row: Row, wave: int) -> Launch:
     # Quantising costs instructions, and a static scale leaves no second reduction to wait for: more columns at once.
     share = 900 if row.quantised else 1024
     warps = min(max(power_of_two(width / share), min(4, power_of_two(width / 256))), 32)
-    columns = _ONE_BY_ONE if not row.aligned else (8, 4) if step < 4 and not row.per_token else (4, 8)
+    columns: tuple[int, ...] = _ONE_BY_ONE if not row.aligned else (8, 4) if step < 4 and not row.per_token else (4, 8)
     if row.quantised and not row.per_token and row.aligned:
         columns = (8,)  # every chunk is clamped by itself: fewer of them
         warps = warps if step <= 3 or row.adds else min(warps, max(4, power_of_two(width / 2048)))
