@@ -24,10 +24,8 @@ class UnknownFusionError(LayerfuseError, LookupError):
         super().__init__(name, self.known)
 
     def __str__(self) -> str:
-        return (
-            f"no fusion is called {self.name!r}{did_you_mean(self.name, self.known) or '.'} "
-            f"Known: {', '.join(self.known)}."
-        )
+        others = did_you_mean(self.name, self.known) or f". Known: {', '.join(self.known)}."
+        return f"no fusion is called {self.name!r}{others}"
 
 
 class UnknownPeerError(LayerfuseError, LookupError):

@@ -33,6 +33,9 @@ def _steps(chain: Iterable[Any]) -> tuple[Step, ...]:
     return tuple(step() if isinstance(step, type) else step for step in chain)
 
 
+_KNOWN = ", ".join(step.__name__ for step in ORDER)
+
+
 def _names(several: Iterable[str]) -> tuple[str, ...]:
     return tuple(several)
 
@@ -94,6 +97,9 @@ class Fusion:
 
     @op.default
     def _composed(self) -> Op:
+        problems = [*self._bad_steps()]
+        if problems:
+            raise FusionError(f"{self.name}: {problems[0]}")
         return op_of(self.name, self.chain)
 
     @backends.default
@@ -117,7 +123,8 @@ class Fusion:
 
     @property
     def _is_composed(self) -> bool:
-        return self.op.chain is not None
+        op: Any = self.op
+        return isinstance(op, Op) and op.chain is not None
 
     @cached_property
     def forms(self) -> tuple[Form, ...]:
@@ -157,22 +164,24 @@ class Fusion:
             return None
         return self.off_in.get(str(engine), f"it was not benchmarked in {engine}")
 
+    def _bad_steps(self) -> Iterable[str]:
+        wrong: Any = next((step for step in self.chain if not isinstance(step, ORDER)), None)
+        if wrong is not None:
+            yield f"chain: expected steps ({_KNOWN}), got {wrong!r:.80}"
+
     def _bad_chain(self) -> Iterable[str]:
         op: Any = self.op
         if not isinstance(op, Op):
             yield f"op: expected an Op, got {op!r:.80}"
-        known = ", ".join(step.__name__ for step in ORDER)
-        wrong: list[Any] = [step for step in self.chain if not isinstance(step, ORDER)]
-        if wrong:
-            yield f"chain: expected steps ({known}), got {wrong[0]!r:.80}"
-        order = [ORDER.index(type(step)) for step in self.chain if step not in wrong]
+        yield from self._bad_steps()
+        order = [ORDER.index(type(step)) for step in self.chain if isinstance(step, ORDER)]
         several = [
             step.__name__ for step in ORDER if step is not Norm and sum(isinstance(s, step) for s in self.chain) > 1
         ]
         if several:
             yield f"the chain has {several[0]} twice"
         if order != sorted(order):
-            yield f"the steps of a chain stand in the order {known}"
+            yield f"the steps of a chain stand in the order {_KNOWN}"
 
     def _bad_roles(self) -> Iterable[str]:
         if not self.roles:

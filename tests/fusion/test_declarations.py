@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from layerfuse.fusion.chain import Add, Fusion, FusionError, Norm
+from layerfuse.fusion.chain import FAMILY, Add, Fusion, FusionError, Norm, Quant, SiluMul
 from layerfuse.fusion.declare import Epsilon, Flag, Like, Op, OpError, Rows, Weight, WeightOffset
 from layerfuse.fusion.sites import INPUT
 
@@ -53,7 +53,7 @@ def test_ops(changes: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"chain": (NORM, Add)}, "in the order Add, Norm, Quant"),
+        ({"chain": (NORM, Add)}, "in the order Add, Norm, GatedNorm, SiluMul, Quant, Pad"),
         ({"chain": (Add, Add, NORM)}, "has Add twice"),
         ({"chain": (3,)}, "expected steps"),
         ({"chain": "Add"}, "expected steps"),
@@ -65,3 +65,29 @@ def test_ops(changes: dict[str, Any], says: str) -> None:
 def test_fusions(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(FusionError, match=says):
         fusion(**changes)
+
+
+def test_an_op_that_is_not_given_is_composed() -> None:
+    made = Fusion(name="one", doc="", level=2, roles=(INPUT,), chain=(Add, Norm, Quant(per="token")))
+    assert made.op.name == "one" and made.backends == FAMILY
+    assert [argument.name for argument in made.op.args] == [
+        *("x", "residual", "weight", "epsilon", "weight_offset", "dtype", "use_ue8m0"),
+    ]
+    assert [result.name for result in made.op.results] == ["values", "scales", "residual_out"]
+    assert [form.op.name for form in made.forms] == ["one", "one_with_norm"]
+    assert [form.op.name for form in fusion().forms] == ["an_op"]
+
+
+@pytest.mark.parametrize(
+    ("chain", "says"),
+    [
+        ((3,), r"one: chain: expected steps \(Add, Norm, GatedNorm, SiluMul, Quant, Pad\), got 3"),
+        ((Add,), "one: a chain needs a Norm, GatedNorm or SiluMul to be composed to an op"),
+        ((Quant(per="token"), Norm), "in the order Add, Norm, GatedNorm, SiluMul, Quant, Pad"),
+        ((Norm, Norm), "the role input has 1 norm, and the chain has 2"),
+        ((SiluMul,), "the role input has no SiluMul"),
+    ],
+)
+def test_chains_that_compose_to_no_fusion(chain: Any, says: str) -> None:
+    with pytest.raises(FusionError, match=says):
+        Fusion(name="one", doc="", level=1, roles=(INPUT,), chain=chain)

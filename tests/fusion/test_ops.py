@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from family_support import FORMS, Options, arguments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerfuse.fusion import backends
 from layerfuse.fusion.backends import Backend, BackendError
+from layerfuse.fusion.chain import Form
 from layerfuse.fusion.ops import (
     mla_dual_rms_norm,
     mla_dual_rms_norm_group_quant,
@@ -99,7 +101,7 @@ def test_opcheck(dtype: torch.dtype) -> None:
     down = torch.randn(3, 24).to(dtype)
     q, kv = down[:, :16], down[:, 16:]
     weights = torch.rand(16).to(dtype), torch.rand(8).to(dtype)
-    torch.library.opcheck(torch.ops.layerfuse.mla_dual_rms_norm.default, (q, kv, *weights, 1e-6, 1e-5))
+    torch.library.opcheck(torch.ops.layerfuse.mla_dual_rms_norm.default, (q, kv, *weights, 1e-6, 1e-5, 0.0, 1.0))
     torch.library.opcheck(torch.ops.layerfuse.rms_norm.default, (q, weights[0], 1e-6, 0.0))
     x, weight = q.float().detach().requires_grad_(), weights[0].float().requires_grad_()
     torch.library.opcheck(torch.ops.layerfuse.rms_norm.default, (x, weight, 1e-6, 1.0))
@@ -253,13 +255,39 @@ def test_what_no_norm_can_be_of(op: Any) -> None:
 
 @pytest.mark.parametrize("leading", [(), (0,), (1,), (3,), (2, 3), (3, 0), (1, 1)])
 @pytest.mark.parametrize("width", [96, 100, 200])
-@pytest.mark.parametrize("column_major", [False, True])
-def test_real_strides_are_the_fakes(leading: tuple[int, ...], width: int, column_major: bool) -> None:
+@pytest.mark.parametrize(("column_major", "tma_aligned"), [(False, False), (True, False), (True, True)])
+def test_real_strides_are_the_fakes(
+    leading: tuple[int, ...], width: int, column_major: bool, tma_aligned: bool
+) -> None:
     def call(device: str) -> tuple[torch.Tensor, ...]:
         q, weight = torch.ones(*leading, width, device=device), torch.ones(width, device=device)
         return mla_dual_rms_norm_group_quant(
-            q, q, weight, weight, 1e-6, 1e-6, torch.float8_e4m3fn, 64, column_major, False
+            q, q, weight, weight, 1e-6, 1e-6, group_size=64, column_major=column_major, tma_aligned=tma_aligned
         )
 
     for real, fake in zip(call("cpu"), call("meta"), strict=True):
         assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+
+
+# ---- every op of the family ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_opcheck_of_every_form(form: Form) -> None:
+    options = Options(group_size=32, column_major=True, tma_aligned=True)
+    op = getattr(torch.ops.layerfuse, form.op.name).default
+    torch.library.opcheck(op, tuple(arguments(form, (3,), 64, options)))
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("leading", [(), (0,), (2, 3)])
+def test_the_fake_of_every_form_is_like_the_real_one(form: Form, leading: tuple[int, ...]) -> None:
+    op = getattr(torch.ops.layerfuse, form.op.name)
+    made = arguments(form, leading, 64, Options())
+    real, fake = op(*made), op(*(each.to("meta") if torch.is_tensor(each) else each for each in made))
+    for one, other in zip(*map(_several, (real, fake)), strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+def _several(results: Any) -> tuple[torch.Tensor, ...]:
+    return (results,) if isinstance(results, torch.Tensor) else tuple(results)

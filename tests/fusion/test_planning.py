@@ -40,8 +40,8 @@ def kernel_spec() -> MLAKernelSpec:
         (kernel_spec(), "refused", "an inner kernel layer knows no norms; ask the DeepseekV2MLAAttention around it"),
         (
             mla_spec(kv_norm=NormSpec(width=512, epsilon=1e-6, weight_offset=1.0)),
-            "refused",
-            "kv norm is zero-centred (gemma style, weight_offset 1.0), and the fused op multiplies by the stored weight",
+            "expected",
+            "rms_norm(1536, epsilon 1e-06) and rms_norm(512, epsilon 1e-06) are one launch on cpu",
         ),
     ],
 )

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests" / "docs"))
 from doc_blocks import blocks_of  # noqa: E402
 from helpers import run_python  # noqa: E402
 
-NAME = "example_add_rms_norm_quant"
+NAME = "example_silu_mul"
 PAGE = blocks_of((ROOT / "docs" / "adding-a-fusion.md").read_text())
 
 
@@ -52,18 +52,18 @@ torch.set_num_threads(1)
 import torch._inductor.compile_fx as inductor
 inductor.compile_fx_inner = lambda gm, _inputs, **_: gm
 exec({page!r})
-said = {{"plan": plan.concerns({name!r}), "report": str(fused.report), "matched": fused.report.of({name!r}).matched}}
+said = {{"plan": fusion.plan(specs, gfx950).concerns({name!r}), "report": str(fused.report)}}
+said["matched"] = fused.report.of({name!r}).matched
 with torch.no_grad():
     audit = fused.audit(x)
 said["audit"] = [audit.fusions[{name!r}].profiled, audit.fusions[{name!r}].counted]
 
-class Loses(Block):
-    def forward(self, residual):
-        residual = residual + self.attention(residual)
-        return self.norm(residual), residual
+class Loses(MLP):
+    def forward(self, x):
+        return self.down_proj(torch.nn.functional.gelu(self.gate_proj(x)) * self.up_proj(x))
 
 torch._dynamo.reset()
-strict = fusion.compile(Loses(), specs=[("", spec)], target=target, config=switched, strict=True)
+strict = fusion.compile(Loses(), specs=[("", spec)], strict=True)
 try:
     with torch.no_grad():
         strict(x)
@@ -74,7 +74,7 @@ said["doctor"] = [line for line in doctor.diagnose().enables if {name!r} in line
 from layerfuse import bench
 result = bench.run({name!r}, model="deepseek-v3", tokens=[1], quick=True, peers=["layerfuse", "eager"])
 said["bench"] = bench.markdown(result)
-said["op"] = ops.example_add_rms_norm_quant.__doc__
+said["op"] = ops.example_silu_mul.__doc__
 print("SAID " + json.dumps(said))
 """
 
@@ -86,23 +86,23 @@ def test_it_is_known_everywhere(site: Path) -> None:
     said = json.loads(done.stdout.rpartition("SAID ")[2])
     assert said["plan"]
     assert f"{NAME}: 1 expected, 1 matched" in said["report"]
-    assert said["matched"] == ["post_attention"]
+    assert said["matched"] == ["activation"]
     assert said["audit"] == [1, 1]
-    assert f"{NAME} was expected" in said["strict"] and "nothing quantises" in said["strict"]
+    assert f"{NAME} was expected" in said["strict"] and "neither of which is silu of a gate" in said["strict"]
     assert len(said["doctor"]) == 1 and said["doctor"][0].endswith(
         "yes, by the backend `reference` (of layerfuse-example)"
     )
     assert NAME in said["bench"] and "layerfuse (reference)" in said["bench"]
-    assert "RMSNorm of `x + residual`" in said["op"]
+    assert "`silu(gate) * up`" in said["op"]
 
 
 def test_the_command_line_knows_it(site: Path) -> None:
     code = "from layerfuse.cli import main; main()"
     done = run_python(
-        f"import sys; sys.argv = ['layerfuse', 'plan', 'deepseek-v3', '--quant', 'post_attention=per_token']; {code}",
+        f"import sys; sys.argv = ['layerfuse', 'plan', 'deepseek-v3']; {code}",
         site,
     )
-    assert f"post_attention: {NAME}" in done.stdout, done.stdout + done.stderr
+    assert f"activation: {NAME}" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
