@@ -35,7 +35,8 @@ class FusionConfigError(LayerfuseError, ValueError):
 def _known(name: str, where: str) -> str:
     if name not in FUSIONS:
         raise FusionConfigError(
-            f"{where}: no fusion is called {name!r}" + (did_you_mean(name, FUSIONS) or f". Known: {', '.join(FUSIONS)}.")
+            f"{where}: no fusion is called {name!r}"
+            + (did_you_mean(name, FUSIONS) or f". Known: {', '.join(FUSIONS)}.")
         )
     return name
 
