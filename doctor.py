@@ -202,8 +202,9 @@ def environment(*, on: str, has_torch: bool) -> list[Finding]:
     if wanted := os.environ.get(WANTED, "").strip():
         try:
             config = FusionConfig.from_environment()
-            off = [name for name, fusion in FUSIONS.items() if config.why_off(fusion)]
-            findings.append(Finding(name=WANTED, state="found", detail=f"{wanted}, off: {', '.join(off) or 'none'}"))
+            on_by_default = [fusion for fusion in FUSIONS.values() if not FusionConfig().why_off(fusion)]
+            off = ", ".join(fusion.name for fusion in on_by_default if config.why_off(fusion))
+            findings.append(Finding(name=WANTED, state="found", detail=f"{wanted}, turns off: {off or 'nothing'}"))
         except FusionConfigError as error:
             findings.append(Finding(name=WANTED, state="broken", detail=str(error)))
     if forced := os.environ.get(BACKEND, ""):

@@ -168,14 +168,12 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
         for label, value in kind["rows"]:
             grid.add_row(f"  {label}", value)
         for role, decisions in kind["sites"].items():
-            for decision in _listed(decisions):
+            for label, decision in _listed(decisions):
                 verdict = (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
                 total = sum(other["sites"] for other in decisions if other["fusion"] == decision["fusion"])
                 some = "" if decision["sites"] == total else f" at {decision['sites']} of {total}"
                 tokens = "" if decision["tokens"] == str(ANY) else f", {decision['tokens']}"
-                grid.add_row(
-                    f"  {role}: {decision['fusion']}", Text.assemble(verdict, f"{some}{tokens}: {decision['reason']}")
-                )
+                grid.add_row(f"  {role}: {label}", Text.assemble(verdict, f"{some}{tokens}: {decision['reason']}"))
         show(grid, to)
     if data["notes"]:
         to.print()
@@ -194,11 +192,12 @@ def _where(kind: Mapping[str, Any]) -> str:
     return f"{kind['count']} {plural} ({ranges(kind['layers'])})"
 
 
-def _listed(decisions: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """The decisions to show: those on fusions that are possible here, or one for each reason where none is."""
+def _listed(decisions: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+    """The decisions on fusions that are possible here with their names, or why no fusion is."""
     possible = {decision["fusion"] for decision in decisions if decision["decision"] != "not_applicable"}
-    reasons = {decision["reason"]: decision for decision in reversed(decisions)}
-    return [d for d in decisions if d["fusion"] in possible] or list(reasons.values())[-1:]
+    if not possible:
+        return [("any fusion", decision) for decision in decisions[:1]]
+    return [(decision["fusion"], decision) for decision in decisions if decision["fusion"] in possible]
 
 
 def _target(data: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from layerfuse import registry
 from layerfuse.adapters import specs
 from layerfuse.fusion.backends.aiter import BINDINGS, RELEASES, ReleaseRange, calls
 from layerfuse.fusion.backends.aiter.conventions import Binding
+from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS, refused_altogether, restrictions_of
 
 HERE = Path(__file__).parent
@@ -157,10 +158,24 @@ def said_of(binding: Binding, release: str) -> str | None:
     return None
 
 
+def fusion_table() -> Iterator[str]:
+    """Every fusion of the catalog that is layerfuse's own, with its forms."""
+    yield "| fusion | level | stands at | becomes one launch | further forms |\n|---|---|---|---|---|"
+    for name, fusion in sorted(FUSIONS.items()):
+        if fusion.owner == "layerfuse":
+            roles = ", ".join(f"`{role}`" for role in fusion.roles)
+            forms = ", ".join(
+                f"`{form.op.name.removeprefix(name)}`" for form in fusion.forms if form.op is not fusion.op
+            )
+            doc = fusion.doc.removeprefix("one kernel for ")
+            yield f"| `{name}` | {fusion.level} | {roles} | {doc} | {forms or '-'} |"
+
+
 PAGES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "specs.md": ("specs", spec_tables),
     "engines.md": ("classes", class_table),
     "aiter.md": ("aiter", aiter_tables),
+    "fusions.md": ("fusions", fusion_table),
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 import tomli_w
 
 from layerfuse import registry
+from layerfuse.fusion.sites import ROLES
 
 KIMI_CONFIG = Path(__file__).parent.parent / "engines" / "checkpoints" / "kimi-k2.5" / "config.json"
 
@@ -34,12 +35,14 @@ mla: 61 layers (0-60)
   latents: mla_dual_rms_norm  yes: rms_norm(1536, epsilon 1e-05) and rms_norm(512, epsilon 1e-05) are one launch on gfx950
 
 dense: 1 layer (0)
-  width       18432 total, 2304 local
-  activation  silu
+  width                   18432 total, 2304 local
+  activation              silu
+  activation: any fusion  not applicable: the linears that read the activation site are not known to quantise their activations
 
 shared_experts: 60 layers (1-60)
-  width       2048 total, 256 local
-  activation  silu
+  width                   2048 total, 256 local
+  activation              silu
+  activation: any fusion  not applicable: the linears that read the activation site are not known to quantise their activations
 
 final: the norm after the last layer
   hidden size          7168
@@ -82,7 +85,7 @@ def test_each_kind_is_counted_once(run):
     out = run("plan", "kimi-linear-48b-a3b", "--tp", 8).out
     assert "kda: 20 layers (0-2, 4-6, 8-10, 12-14, 16-18, 20-22, 24-25)" in out
     assert "mla: 7 layers (3, 7, 11, 15, 19, 23, 26)" in out
-    assert "q_lora_rank is None: there is no query latent norm to pair" in out
+    assert re.search(r"latents: any fusion +not applicable: q_lora_rank is None: there is no query latent norm", out)
 
 
 def test_kv_heads_are_replicated_where_ranks_outnumber_them(run):
@@ -144,7 +147,11 @@ def test_what_only_one_engine_cannot_build_is_refused_for_that_engine(run):
         (["plan", "kimi-k2.5", "--target", "gfx95"], 2, "no target is called 'gfx95'; did you mean 'gfx950'"),
         (["plan", "kimi-k2.5", "--engine", "vlm"], 2, "no engine is called 'vlm'; did you mean 'vllm'"),
         (["plan", "kimi-k2.5", "--engine", "foo"], 2, "known: transformers, vllm, sglang, atom"),
-        (["plan", "kimi-k2.5", "--quant", "per_tensor"], 2, "expected per_token or group32|64|128, then column_major"),
+        (
+            ["plan", "kimi-k2.5", "--quant", "per_tensor"],
+            2,
+            "expected static, per_token, group32|64|128, mxfp8 or mxfp4, then column_major",
+        ),
         (["plan", "kimi-k2.5", "--quant", "group100"], 2, "expected None or one of 32, 64, 128, got 100"),
         (["plan", "kimi-k2.5", "--tp", "0"], 2, "--tp"),
         (["plan", "kimi-k2.5", "--tp", "2", "--rank", "2"], 2, "ranks are 0 to 1 at --tp 2, got 2"),
@@ -213,14 +220,28 @@ where it is missed
 def test_an_engine_that_quantises(run):
     assert QUANTISED in run("plan", "kimi-k2.5", "--tp", 8, "--quant", "group128").out
     data = json.loads(run("plan", "kimi-k2.5", "--quant", "per_token,ue8m0", "--json").out)
-    quant = {"group_size": None, "column_major": False, "use_ue8m0": True}
-    assert data["config"]["quant"] == dict.fromkeys(("input", "post_attention", "final", "latents", "output"), quant)
+    quant = {"group_size": None, "column_major": False, "use_ue8m0": True, "tma_aligned": False, "fixed": None}
+    assert data["config"]["quant"] == dict.fromkeys(ROLES, quant)
     decisions = {found["fusion"]: found["decision"] for found in data["kinds"][1]["sites"]["latents"]}
     assert decisions == {
         "mla_dual_rms_norm": "fallback",
         "mla_dual_rms_norm_per_token_quant": "expected",
         "mla_dual_rms_norm_group_quant": "not_applicable",
+        "mla_dual_rms_norm_static_quant": "not_applicable",
     }
+
+
+def test_every_scheme_can_be_asked_for(run):
+    def shown(*quant):
+        return run("plan", "kimi-k2.5", "--tp", 8, *(word for how in quant for word in ("--quant", how))).out
+
+    assert "activation: silu_mul_static_quant  yes: silu(gate) * up of 2304 columns" in shown("activation=static")
+    assert re.search(r"post_attention: add_rms_norm_mxfp4_quant +yes: .* in mxfp4\n", shown("post_attention=mxfp4"))
+    aligned = shown("input=group128,tma_aligned")
+    assert re.search(r"input: rms_norm_group_quant +yes at 1 of 61: .*column-major and TMA-aligned\n", aligned)
+    both = shown("group128", "input=mxfp8")
+    assert re.search(r"input: add_rms_norm_mxfp8_quant +yes at 60 of 61: ", both)
+    assert "input: add_rms_norm_group_quant" not in both
 
 
 def test_an_engine_that_quantises_on_a_target_without_fp8(run):
@@ -242,7 +263,7 @@ def test_a_quantisation_of_one_role(run):
     both = ["--quant", "latents=group64", "--quant", "per_token"]
     data = json.loads(run("plan", "kimi-k2.5", *both, "--json").out)
     sizes = {role: found["group_size"] for role, found in data["config"]["quant"].items()}
-    assert sizes == {**dict.fromkeys(("input", "post_attention", "final", "output")), "latents": 64}
+    assert sizes == {**dict.fromkeys(ROLES), "latents": 64}
     answer = run("plan", "kimi-k2.5", "--quant", "latent=group128")
     assert answer.code == 2
     assert "no role is called 'latent'; did you mean 'latents'" in answer.err

@@ -83,7 +83,9 @@ def expected_by_verify():
 def test_counts_are_those_of_the_code():
     own = [name for name, fusion in FUSIONS.items() if fusion.owner == "layerfuse"]
     assert numbers(r"There are (\d+) fusions") == {len(own)}
-    assert sorted(re.findall(r"^\| \[`(\w+)`\]", README, re.MULTILINE)) == sorted(own)
+    rows = re.findall(r"^\| \[`(\w+)`\].* \| ([^|]+) \|$", README, re.MULTILINE)
+    forms = [(chain, form.replace(" ", "_")) for chain, several in rows for form in several.split(", ")]
+    assert sorted(chain if form == "alone" else f"{chain}_{form}_quant" for chain, form in forms) == sorted(own)
     assert numbers(r"(\d+) models are declared") == {len(registry.models())}
     assert numbers(r"(\d+) releases") == {len(RELEASES)}
 

@@ -15,6 +15,7 @@ FP8 = torch.float8_e4m3fn
 MAX = 448.0
 PLAIN = "mla_dual_rms_norm"
 PER_TOKEN = f"{PLAIN}_per_token_quant"
+STATIC = f"{PLAIN}_static_quant"
 GROUP = f"{PLAIN}_group_quant"
 CPU_FP8 = Target(arch="cpu", vendor="cpu", fp8="e4m3fn")
 CPU_FNUZ = Target(arch="cpu", vendor="cpu", fp8="e4m3fnuz")

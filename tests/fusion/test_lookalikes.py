@@ -25,7 +25,7 @@ from fusion_support import (
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from layerfuse.adapters.specs import NormSpec
+from layerfuse.adapters.specs import GatedNormSpec, NormSpec
 from layerfuse.fusion import FusionConfig, Target, plan
 from layerfuse.fusion.rewrite import Pipeline
 
@@ -275,6 +275,13 @@ def test_writes_in_place(place: str, count: int) -> None:
         assert "add_ writes in place between mul_1 and mul_3" in pipeline.report.of(FUSION).missed["layer 0:latents"]
 
 
+def test_a_plain_norm_where_the_spec_has_a_zero_centred_one() -> None:
+    spec = mla_spec(q_norm=NormSpec(width=Q, epsilon=1e-6, weight_offset=1.0))
+    traced = trace(FusedProjection(), torch.randn(5, HIDDEN), specs=[spec])
+    assert traced.fused == 0 and traced.before == traced.after
+    assert "adds 0 to its weight; the spec says 1" in traced.report.of(FUSION).missed["layer 0:latents"]
+
+
 def test_nothing_random_is_moved() -> None:
     hidden, q_down, kv_down = torch.randn(3, HIDDEN), torch.randn(HIDDEN, Q), torch.randn(HIDDEN, KV + ROPE)
 
@@ -291,10 +298,13 @@ def test_nothing_random_is_moved() -> None:
 # ---- specs and switches that refuse before any graph -----------------------------------------------------------------
 
 
+GATED = GatedNormSpec(width=Q, epsilon=1e-6, activation="silu", norm_before_gate=True, group_size=None)
+
+
 @pytest.mark.parametrize(
     ("spec", "config", "reason"),
     [
-        (mla_spec(q_norm=NormSpec(width=Q, epsilon=1e-6, weight_offset=1.0)), None, "gemma"),
+        (mla_spec(q_norm=GATED), None, "q norm is gated, and the fused op takes plain norms only"),
         (mla_spec(), FusionConfig(level=0), "level 0"),
         (mla_spec(), FusionConfig(switches={FUSION: False}), "switched off"),
     ],

@@ -14,8 +14,10 @@ from fusion_support import FUSION, gqa_spec, mla_spec
 import layerfuse
 from layerfuse.adapters.specs import MLAKernelSpec, NormSpec
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError, Target, UnknownTargetError, plan
+from layerfuse.fusion.chain import Fusion, Norm
 from layerfuse.fusion.config import ENVIRONMENT
-from layerfuse.fusion.sites import LATENTS
+from layerfuse.fusion.sites import LATENTS, sites_of
+from layerfuse.fusion.verdict import verdict
 
 CPU = Target.named("cpu")
 LATENT_FUSIONS = [fusion for fusion in FUSIONS.values() if LATENTS in fusion.roles]
@@ -50,6 +52,18 @@ def test_decisions(spec: object, kind: str, reason: str) -> None:
     (decision,) = [decision for decision in made.decisions if decision.fusion == FUSION]
     assert (decision.site, decision.kind, decision.reason) == ("path:latents", kind, reason)
     assert decision.applies is (kind == "expected")
+
+
+def test_an_op_that_knows_no_zero_centred_norms_is_not_taken_for_them() -> None:
+    fusion = Fusion(
+        name="plain_only", doc="", level=1, roles=(LATENTS,), chain=(Norm.of("q"), Norm(x="kv", weight_offset=None))
+    )
+    spec = mla_spec(kv_norm=NormSpec(width=512, epsilon=1e-6, weight_offset=1.0))
+    (site,) = sites_of("", spec)
+    assert verdict(fusion, site, CPU, None) == (
+        "refused",
+        "kv norm is zero-centred (gemma style, weight_offset 1.0), and the fused op multiplies by the stored weight",
+    )
 
 
 def test_a_layer_without_sites_is_in_no_decision() -> None:

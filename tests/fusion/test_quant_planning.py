@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import HIDDEN, gqa_spec, mla_spec
-from quant_support import CPU_FP8, GROUP, PER_TOKEN, PLAIN, Quantised, config, trace_quantised, vllm_group
+from quant_support import CPU_FP8, GROUP, PER_TOKEN, PLAIN, STATIC, Quantised, config, trace_quantised, vllm_group
 from torch import nn
 
 from layerfuse import fusion
 from layerfuse.adapters.activation_quant import GROUP_SIZES
-from layerfuse.adapters.specs import NormSpec
+from layerfuse.adapters.specs import GatedNormSpec, NormSpec
 from layerfuse.fusion import (
     FUSIONS,
     ActivationQuant,
@@ -55,6 +55,8 @@ def test_nobody_quantises_unless_somebody_says_so() -> None:
         ("per_token", PER_TOKEN, GROUP, "one scale per token"),
         ("group128", GROUP, PER_TOKEN, "one scale per 128 columns"),
         ("group64,column_major,ue8m0", GROUP, PER_TOKEN, "one scale per 64 columns, column-major, powers of two"),
+        ("group128,tma_aligned", GROUP, STATIC, "one scale per 128 columns, column-major and TMA-aligned"),
+        ("static", STATIC, GROUP, "a static scale"),
     ],
 )
 def test_what_is_declared_is_expected_and_the_others_name_it(quant: str, taken: str, other: str, what: str) -> None:
@@ -111,9 +113,10 @@ def test_a_target_without_the_format(target: Target, reason: str) -> None:
 
 def test_layers_that_have_no_pair_say_what_they_say_of_the_plain_one() -> None:
     assert decided(config("group128"), gqa_spec()) == {}
+    gated = GatedNormSpec(width=512, epsilon=1e-6, activation="silu", norm_before_gate=True, group_size=None)
     for spec in (
         mla_spec(q_lora_rank=None),
-        mla_spec(kv_norm=NormSpec(width=512, epsilon=1e-6, weight_offset=1.0)),
+        mla_spec(kv_norm=gated),
     ):
         found = decided(config("group128"), spec)
         assert len(set(found.values())) == 1
@@ -134,7 +137,7 @@ def test_plans_in_words_list_what_can_come_about() -> None:
     text = str(plan([mla_spec()], GFX950, config("group128")))
     assert GROUP in text and PER_TOKEN not in text
     decisions = plan([mla_spec()], GFX950).to_dict()["decisions"]
-    assert {decision["fusion"] for decision in decisions} == {PLAIN, PER_TOKEN, GROUP}
+    assert {decision["fusion"] for decision in decisions} == {PLAIN, PER_TOKEN, GROUP, STATIC}
 
 
 @pytest.mark.parametrize(
@@ -146,16 +149,30 @@ def test_words(text: str) -> None:
     assert quant.scheme == words[0].rstrip("0123456789")
     assert quant.group_size == (int(words[0].removeprefix("group")) if "group" in words[0] else None)
     assert (quant.column_major, quant.use_ue8m0) == ("column_major" in words, "ue8m0" in words)
+    assert (quant.tma_aligned, quant.fixed) == (False, None)
+
+
+def test_words_that_say_more_or_all() -> None:
+    aligned = ActivationQuant(group_size=64, column_major=True, tma_aligned=True)
+    assert ActivationQuant.parse("group64,tma_aligned") == aligned
+    for word in ("static", "mxfp8", "mxfp4"):
+        assert ActivationQuant.parse(word) == ActivationQuant(fixed=word)
+        assert ActivationQuant.parse(word).scheme == word
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("group", "expected per_token or group32|64|128, then column_major or ue8m0, separated by commas, got 'group'"),
+        (
+            "group",
+            "expected static, per_token, group32|64|128, mxfp8 or mxfp4, then column_major, tma_aligned or ue8m0, "
+            "separated by commas, got 'group'",
+        ),
         ("per_tensor", "got 'per_tensor'"),
         ("group128,row_major", "got 'group128,row_major'"),
         ("group100", "group_size: expected None or one of 32, 64, 128, got 100"),
         ("per_token,column_major", "one scale per token is one column"),
+        ("static,ue8m0", "static has no group size and no ue8m0 to choose"),
         ("", "got ''"),
     ],
 )
