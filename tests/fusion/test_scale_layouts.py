@@ -91,6 +91,8 @@ def test_tokens_flattened_for_the_quantisation(
     lay_out: Any, quant: str, shape: tuple[int, ...], back: bool, dynamic: bool
 ) -> None:
     """(batch, seq, hidden) becomes (tokens, hidden), and the scales are laid out there, by steps or by our own op."""
+    if back and lay_out is deepgemm:
+        pytest.skip("the written buffer is then read by two slices, which is no form that is known")
     aligned, count = "tma" in quant, math.prod(shape)
 
     def quantise(x: Tensor) -> tuple[Tensor, ...]:
@@ -114,7 +116,8 @@ def test_tokens_flattened_for_the_quantisation(
     assert form_of(traced) in (GROUP, f"{GROUP}_with_norm" if dynamic else GROUP)
     values, scales, powers, _ = traced.output
     expected = (1, up(count) if aligned else count)
-    assert scales.stride() == module(*given)[1].stride() == expected
+    with torch.no_grad():
+        assert scales.stride() == module(*given)[1].stride() == expected
     assert_quantised(values, scales, exact_norm(module, *given).flatten(0, -2), rounding=1e-5)
     torch.testing.assert_close(powers, (scales.view(*shape, -1) if back else scales).exp2())
 
