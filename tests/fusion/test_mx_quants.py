@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 from fusion_support import FUSION, mla_spec, trace
@@ -13,7 +14,6 @@ from stream_support import SITE, Layer, Stream, checked, exact_norm, form_of, ro
 from torch import Tensor, nn
 
 from layerfuse import fusion
-from layerfuse.adapters.specs import WHOLE, FinalNormSpec, NormSpec
 from layerfuse.fusion import Target
 from layerfuse.fusion.match import quant_forms
 from layerfuse.fusion.match.patterns import find_op
@@ -124,7 +124,7 @@ def test_a_router_keeps_the_norm(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", REFERENCE)
 def test_no_residual(scheme: str) -> None:
-    class Final(nn.Module):
+    class First(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norm = Stream(lambda x: x).norm.bfloat16()
@@ -133,15 +133,13 @@ def test_no_residual(scheme: str) -> None:
             return OURS[scheme](self.norm(x))
 
     x = rows()[0]
-    spec = FinalNormSpec(
-        hidden_size=256, layer_index=1, parallel=WHOLE, final_norm=NormSpec(width=256, epsilon=1e-6, module="norm")
-    )
-    module = Final()
+    spec = attrs.evolve(stream_spec(), layer_index=0)
+    module = First()
     traced = trace(
         Layer(module), x, specs=[("layer", spec)], config=config(scheme), target=TARGETS[0], lower=checked
     )
     verdict = traced.report.of(f"rms_norm_{scheme}_quant")
-    assert verdict.matched == ("layer:final",) and verdict.executed == 1, str(traced.report)
+    assert verdict.matched == (SITE,) and verdict.executed == 1, str(traced.report)
     assert_quantised(*traced.output, exact_norm(module, x, torch.zeros_like(x)))
 
 
