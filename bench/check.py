@@ -143,7 +143,9 @@ def _norm_error(got: Tensor, right: Tensor) -> float:
     info = torch.finfo(got.dtype)
     unit = right.abs().clamp_(min=info.tiny).mul_(info.eps)
     # silu of -90 is -90 / (1 + exp(90)), and exp(90) is infinite in float32: such a gate may be zero.
-    error = (got.double() - right).abs_().sub_(128 * torch.finfo(torch.float32).tiny).div_(unit).max()  # NaN goes through
+    error = (
+        (got.double() - right).abs_().sub_(128 * torch.finfo(torch.float32).tiny).div_(unit).max()
+    )  # NaN goes through
     return max(float(error), 0.0) if error == error else float(error)
 
 

@@ -15,9 +15,9 @@ import attrs
 
 from layerfuse import registry
 from layerfuse.adapters import specs
+from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.backends.aiter import BINDINGS, RELEASES, ReleaseRange, calls
 from layerfuse.fusion.backends.aiter.conventions import Binding
-from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS, refused_altogether, restrictions_of
 
 HERE = Path(__file__).parent
