@@ -22,6 +22,7 @@ PER_TOKEN = ActivationQuant()
 STATIC = ActivationQuant(fixed="static")
 PER_TENSOR = "quantises activations with one scale for all tokens"
 IN_KERNEL = "quantises activations inside its matrix product"
+SWIZZLED = "quantises activations to an MX format with exponents laid out for its kernel"
 
 
 def at(obj: Any, path: str) -> Any:
@@ -188,6 +189,11 @@ def quant_fp8(kernel: Any, _: Any) -> Answer:
         use_ue8m0=at(op, "use_ue8m0"),
         tma_aligned=cuda and bool(maybe(op, "tma_aligned_scales")),
     )
+
+
+def rocm_mxfp8(_: Any, linear: Any) -> Answer:
+    """vllm/model_executor/kernels/linear/mxfp8/rocm_native.py: weights that its product cannot take are 16 bits wide."""
+    return None if at(linear, "weight").element_size() > 1 else ActivationQuant(fixed="mxfp8")
 
 
 def marlin(kernel: Any, _: Any) -> Answer:

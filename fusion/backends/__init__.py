@@ -67,6 +67,37 @@ _choices = [0]
 """Counts registrations and changes of `force`: what was decided before one of them is not kept."""
 _lock = threading.RLock()
 """Held while a backend loads, too; loading may register another one."""
+_memories: list[Memory] = []
+
+
+class Memory(dict[Any, Callable[..., Any]]):
+    """What was chosen for calls that are alike in everything. Empty again after each registration and change of `force`."""
+
+    MOST = 4096
+    "Entries: a server meets as many numbers of tokens."
+
+    def __init__(self) -> None:
+        super().__init__()
+        with _lock:
+            _memories.append(self)
+
+    def choose(self, key: Hashable, op: str, device: str, case: Hashable) -> Callable[..., Any]:
+        """The function for a call, from now on under this key."""
+        before = _choices[0]
+        function = choose(op, device, case).function
+        with _lock:
+            if before == _choices[0]:
+                if len(self) >= self.MOST:
+                    self.clear()
+                self[key] = function
+        return function
+
+
+def _changed() -> None:
+    _choices[0] += 1
+    _chosen.clear()
+    for memory in _memories:
+        memory.clear()
 
 
 def register(backend: Backend) -> None:
@@ -77,8 +108,7 @@ def register(backend: Backend) -> None:
         _backends[backend.op].insert(0, backend)
         _loaded.pop((backend.op, backend.name), None)
         _broken.pop((backend.op, backend.name), None)
-        _choices[0] += 1
-        _chosen.clear()
+        _changed()
 
 
 def force(name: str | None) -> None:
@@ -94,8 +124,7 @@ def force(name: str | None) -> None:
         )
     with _lock:
         _forced[:] = [] if name is None else [name]
-        _choices[0] += 1
-        _chosen.clear()
+        _changed()
 
 
 def choose(op: str, device: str, case: Hashable = None) -> Chosen:

@@ -6,6 +6,7 @@ those of the scales in the order of rows and groups.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -63,8 +64,14 @@ def laid_out(node: Node, view: Node, shape: tuple[Any, ...]) -> list[Node] | Non
         shape: (..., groups), that of the scales.
 
     Returns:
-        The nodes, each read by the next only; None where they do anything else.
+        The nodes, each read by the next only; None where they do anything else. The last one is of that shape, or has
+        all rows in one dimension.
     """
+    flat = (math.prod(shape[:-1]), shape[-1])
+    return _laid_out(node, view, shape) or (None if same_shape(flat, shape) else _laid_out(node, view, flat))
+
+
+def _laid_out(node: Node, view: Node, shape: tuple[Any, ...]) -> list[Node] | None:
     dims = _dims(value(view).shape, shape)
     padded, moved, chain = False, False, [view]
     while dims is not None:

@@ -21,6 +21,9 @@ convert = torch.ops.prims.convert_element_type.default
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 """What counts as a conversion to fp8. The plan then says which of them it wants."""
 
+MX = ("mxfp8", "mxfp4")
+"""The MX formats, as `ActivationQuant.fixed` names them."""
+
 LARGEST_FLOOR = 1 / 512
 """The largest floor of a group's largest magnitude that only concerns tiny rows: vLLM's for one scale per token."""
 
@@ -59,6 +62,8 @@ class Described(NamedTuple):
     "The same in e4m3fnuz where none does; vLLM keeps below the format's own."
     static: bool = False
     "One scale for the whole tensor, which is given."
+    mx: str | None = None
+    "One of `MX`: with exponents per 32 columns."
 
 
 _Arguments = Mapping[str, Any]
@@ -154,10 +159,38 @@ def _writes_static(given: _Arguments) -> Described | str:
     return Described(static=True, largest_fnuz=224.0)
 
 
+def _mx(scheme: str) -> Read:
+    return lambda _: Described(mx=scheme)
+
+
+def _refused(reason: str) -> Read:
+    return lambda _: reason
+
+
+def _vllm_mxfp8(given: _Arguments) -> Described | str:
+    """Its exponents are those of amax / 448 rounded up: ours, but for an amax of 448 * 2^k to the last bit."""
+    return "it swizzles its exponents" if given["is_sf_swizzled_layout"] else Described(mx="mxfp8")
+
+
+_E8M0 = "it gives its exponents as float8_e8m0fnu, rounded up, and the fused op as uint8"
+
 ONE_OP_QUANTS: dict[str, OneOp] = {
     "layerfuse::quantise_per_token": OneOp(_ours_per_token),
     "layerfuse::quantise_group": OneOp(_ours_group),
     "layerfuse::quantise_static": OneOp(_static, scales=None, scale=1),
+    "layerfuse::quantise_mxfp8": OneOp(_mx("mxfp8")),
+    "layerfuse::quantise_mxfp4": OneOp(_mx("mxfp4")),
+    # Over AITER's Triton dynamic_mxfp4_quant, and vLLM's own (quantization/utils: mxfp8_utils.py, mxfp4_utils.py).
+    "vllm::rocm_aiter_dynamic_mxfp4_quant": OneOp(_mx("mxfp4")),
+    "vllm::mxfp8_quantize": OneOp(_vllm_mxfp8),
+    "vllm::xpu_mxfp8_quantize": OneOp(_refused(_E8M0)),
+    "vllm::xpu_mxfp4_quantize": OneOp(_refused(_E8M0)),
+    "vllm::quant_dequant_mxfp4": OneOp(_refused("it gives the values that MXFP4 would stand for, and not MXFP4")),
+    # AITER's HIP kernels round MXFP4's exponents up; torchao/prototype/mx_formats/kernels.py.
+    "aiter::dynamic_per_group_scaled_quant_fp4": OneOp(
+        _refused("it rounds the exponents of MXFP4 up, and the fused op amax"), source=1, values=0, scales=2
+    ),
+    "torchao::triton_to_mxfp8_dim0": OneOp(_refused(_E8M0)),
     "vllm::rocm_aiter_per_token_quant": OneOp(_aiter_per_token),
     "vllm::rocm_aiter_group_fp8_quant": OneOp(_aiter_group),
     "vllm::rocm_aiter_per_tensor_quant": OneOp(_aiter_per_tensor, source=1, scales=2, scale=2),

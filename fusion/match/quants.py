@@ -13,13 +13,14 @@ import torch
 from attrs import field, frozen
 from torch.fx import Node
 
+from ..ops.quantisation import MX_COLUMNS
 from .calls import Call, call_of, name_of_op
 from .errors import Unmatched
-from .layouts import Layout, layout_of
+from .layouts import ROWS, Layout, layout_of
 from .provenance import ROW_PRESERVING
 from .quant_forms import FP8, ONE_OP_QUANTS, Described, OneOp, convert, is_number, largest_of, name_of
 from .quant_scales import FLOATS, divides, given_scale, read_scale
-from .values import same, same_shape, value
+from .values import is_contiguous, same, same_shape, value
 
 aten = torch.ops.aten
 _CLAMPS = (aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default)
@@ -35,12 +36,14 @@ class FoundQuant:
     dtype: torch.dtype
     columns: int
     use_ue8m0: bool = False
+    mx: str | None = None
+    "mxfp8 or mxfp4, where it is one of these; `dtype` is then that of the values, uint8 for packed ones."
     layout: Layout | None = None
     "Where the op itself says it; None where the readers of the scales show it."
     values: Node
-    "The fp8 result: the elements of what is quantised, in order, in whatever shape."
+    "The quantised result: the elements of what is quantised, in order, in whatever shape."
     scales: Node | None = None
-    "The float32 scales, in order of their groups, in whatever shape; None where the scale is given."
+    "The scales, float32 or exponents, in order of their groups, in whatever shape; None where the scale is given."
     scale: Node | None = None
     "The scale that is given, of one element."
     echo: Node | None = None
@@ -102,7 +105,7 @@ def readers_of(normed: Node) -> Readers:
 def nothing_quantises(normed: Node) -> str:
     """The reason, with what reads the tensor instead."""
     readers = ", ".join(str(user) for user in list(normed.users)[:3])
-    return f"nothing quantises the normed tensor {normed} to fp8; its readers: {readers}"
+    return f"nothing quantises the normed tensor {normed}; its readers: {readers}"
 
 
 def reshapes_of(node: Node) -> list[Node]:
@@ -165,6 +168,8 @@ def quant_of(call: Call, form: OneOp, said: Described) -> FoundQuant:
     values, scales = call.results.get(form.values), call.results.get(-1 if form.scales is None else form.scales)
     if values is None or (scales is None and not said.static):
         raise Unmatched(f"one of the two results of {call.node} is not read, or both are read as one")
+    if said.mx is not None:
+        return _mx_quant(call, said.mx, value(call[form.source]), values, scales)
     dtype, width = value(values).dtype, value(call[form.source]).shape[-1]
     if dtype not in FP8:
         raise Unmatched(f"{call.node} quantises to {dtype}, and the fused op to fp8")
@@ -197,6 +202,33 @@ def quant_of(call: Call, form: OneOp, said: Described) -> FoundQuant:
     if layout is None:
         raise Unmatched(f"the scales of {call.node} have strides {tuple(val.stride())}, which is no known layout")
     return FoundQuant(columns=columns, use_ue8m0=said.use_ue8m0, layout=layout, scales=scales, **known)
+
+
+def _mx_quant(call: Call, mx: str, rows: torch.Tensor, values: Node, scales: Any) -> FoundQuant:
+    """One of MX formats: bytes in row order, as the fused ops give them."""
+    *leading, width = rows.shape
+    dtype, wide = (torch.float8_e4m3fn, width) if mx == "mxfp8" else (torch.uint8, width // 2)
+    for result, wanted, shape in (
+        (values, dtype, (*leading, wide)),
+        (scales, torch.uint8, (*leading, width // MX_COLUMNS)),
+    ):
+        val = value(result)
+        if width % MX_COLUMNS or val.dtype != wanted or not same_shape(val.shape, shape) or not is_contiguous(val):
+            raise Unmatched(
+                f"{result} is {val.dtype} {tuple(val.shape)} with strides {tuple(val.stride())}, and the fused op gives "
+                f"{wanted} {tuple(shape)} row by row"
+            )
+    return FoundQuant(
+        form=call.name,
+        dtype=dtype,
+        columns=MX_COLUMNS,
+        mx=mx,
+        layout=ROWS,
+        values=values,
+        scales=scales,
+        nodes=call.nodes,
+        aside=call.buffers,
+    )
 
 
 # ---- step by step ----------------------------------------------------------------------------------------------------

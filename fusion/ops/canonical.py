@@ -1,4 +1,4 @@
-"""The canonical ops: one norm, and three fp8 quantisations of activations.
+"""The canonical ops: one norm, and the quantisations of activations.
 
 They are what a model may call to be recognised at once. What no fusion has taken is lowered back to plain arithmetic.
 """
@@ -15,9 +15,11 @@ from ..declare import (
     TMA_ALIGNED,
     UE8M0,
     Epsilon,
+    Exponents,
     GroupSize,
     Like,
     Op,
+    Packed,
     QuantDtype,
     Quantised,
     Rows,
@@ -27,7 +29,7 @@ from ..declare import (
     WeightOffset,
 )
 from .norm import normalise, normalise_backward
-from .quantisation import quantise, quantise_static
+from .quantisation import quantise, quantise_mxfp4, quantise_mxfp8, quantise_static
 
 _X = Rows(name="x", doc="(..., width), any strides.", any_strides=True)
 
@@ -92,4 +94,19 @@ QUANTISE_STATIC = Op(
     results=(Quantised(name="values", of="x", doc="x in fp8."),),
     reference=_static,
 )
-CANONICAL = (RMS_NORM, QUANTISE_PER_TOKEN, QUANTISE_GROUP, QUANTISE_STATIC)
+_EXPONENTS = Exponents(name="scales", of="x", doc="exponents plus 127, one per 32 columns.")
+QUANTISE_MXFP8 = Op(
+    name="quantise_mxfp8",
+    doc="Quantise to MXFP8, fp8 with one exponent per 32 columns; `quantisation` says how.",
+    args=(_X,),
+    results=(Quantised(name="values", of="x", doc="x in fp8."), _EXPONENTS),
+    reference=quantise_mxfp8,
+)
+QUANTISE_MXFP4 = Op(
+    name="quantise_mxfp4",
+    doc="Quantise to MXFP4, fp4 with one exponent per 32 columns; `quantisation` says how.",
+    args=(_X,),
+    results=(Packed(name="values", of="x", doc="two fp4 values per byte."), _EXPONENTS),
+    reference=quantise_mxfp4,
+)
+CANONICAL = (RMS_NORM, QUANTISE_PER_TOKEN, QUANTISE_GROUP, QUANTISE_STATIC, QUANTISE_MXFP8, QUANTISE_MXFP4)

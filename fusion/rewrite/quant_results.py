@@ -13,6 +13,7 @@ from torch.fx import Node
 from ...adapters.activation_quant import ActivationQuant
 from ..match.errors import Unmatched
 from ..match.layouts import ROWS, Layout, laid_out, layout_of, lie_alike
+from ..match.quant_forms import MX
 from ..match.quants import FoundQuant, reshapes_of
 from ..match.values import is_contiguous, same, same_shape, value
 from ..target import Target
@@ -49,9 +50,12 @@ class Results:
                 self._anew = _laid_out_anew(site.scales, self._inside, self.shape)
             if self._anew:
                 self.layout = _common_layout(self._anew)
+                # Their rows are in one dimension or in those of the norm: in order either way.
+                self._scales = [_plan(chain[-1], self.shape) for chain in self._anew]
             else:
                 self._scales = plan_views(site.scales, self.shape, self._inside, whole)
-        self._values = plan_views(site.values, tuple(like.shape), self._inside, whole)
+        width = like.shape[-1] // 2 if site.mx == "mxfp4" else like.shape[-1]
+        self._values = plan_views(site.values, (*like.shape[:-1], width), self._inside, whole)
 
     def lies(self, layout: Layout) -> bool:
         """Whether all that reads the scales has them in a layout."""
@@ -62,8 +66,7 @@ class Results:
         unread = [*self._inside, *self._site.aside]
         if self._site.echo is not None and self._site.scale is not None:
             self._site.echo.replace_all_uses_with(self._site.scale)
-        for chain in self._anew if scales is not None else ():
-            chain[-1].replace_all_uses_with(scales)
+        for chain in self._anew:
             unread += chain
         for result, plans in ((values, self._values), (scales, self._scales)):
             for node, sizes in plans:
@@ -108,16 +111,22 @@ def plan_views(result: Node, shape: tuple[Any, ...], inside: set[Node], whole: b
     if whole and same_shape(value(result).shape, shape):
         return [(result, None)]
     plans: _Plan = []
-    for node in reshapes_of(result):
+    for node in [result] if whole else reshapes_of(result):
         if all(user in inside for user in node.users):
             continue
         val = value(node)
-        if not is_contiguous(val):
+        # Column-major scales whose rows are in other dimensions are views of each other, in the order of the rows.
+        if not is_contiguous(val) and not (whole and same(val.shape[-1], shape[-1])):
             raise Unmatched(
                 f"the quantisation's result {node} has strides {tuple(val.stride())}, and is not contiguous"
             )
-        plans.append((node, None if same_shape(val.shape, shape) else _sizes(node, val.shape, shape)))
+        plans.append(_plan(node, shape))
     return plans
+
+
+def _plan(node: Node, shape: tuple[Any, ...]) -> tuple[Node, list[Size] | None]:
+    wanted = value(node).shape
+    return node, None if same_shape(wanted, shape) else _sizes(node, wanted, shape)
 
 
 def _sizes(node: Node, wanted: Any, given: tuple[Any, ...]) -> list[Size]:
@@ -159,8 +168,10 @@ def why_not_as_planned(
     found: FoundQuant, result: Results, width: int, quant: ActivationQuant, target: Target
 ) -> str | None:
     """How a quantisation of a graph differs from what the plan says, or None."""
-    if (quant.fixed or "") not in ("", "static"):
-        return f"the graph quantises to {found.dtype}, the plan says {quant.fixed}"
+    if found.mx != (quant.fixed if quant.fixed in MX else None):
+        return f"the graph quantises to {found.mx or found.dtype}, the plan says {quant}"
+    if found.mx is not None:
+        return None
     if found.scale is not None and quant.fixed is None:
         return f"the scale {found.scale} is static: it does not come from the values, and the plan says {quant}"
     if found.scale is None and (quant.fixed is not None or found.columns != (quant.group_size or width)):

@@ -14,12 +14,13 @@ from torch.fx import Graph, Node
 from ...adapters.specs import GatedNormSpec, MLASpec, NormSpec
 from ..match.gates import FoundGatedNorm, find_gated_norms
 from ..match.latents import base_of, why_unpaired
-from ..match.norms import FoundNorm, NearNorm, epsilon_in_words, find_norms
+from ..match.norms import FoundNorm, NearNorm, find_norms
 from ..match.products import FoundProduct
 from ..match.values import value
 from ..plan import Plan
 from ..sites import OUTPUT, Site
-from .ownership import Location, Ownership, Place, differs, fits, same_epsilon
+from .missing import why_missing
+from .ownership import Location, Ownership, Place, differs, fits
 
 
 @define(kw_only=True, eq=False)
@@ -275,40 +276,3 @@ def _why_unpaired(site: Site, q: FoundNorm, kv: FoundNorm) -> str | None:
     if q.weight is kv.weight:
         return f"both norms share the weight {q.weight}, so they are not an MLA layer's two latent norms"
     return why_unpaired(site.spec, q, kv) if isinstance(site.spec, MLASpec) else None
-
-
-_SIDES = ("query", "key/value")
-
-
-def why_missing(site: Site, has_first: bool, has_second: bool, near: list[NearNorm]) -> str:
-    """Why some of a site's norms are not among the norms of a graph."""
-    if len(site.norms) == 1:
-        return _why("norm", site.norms[0], near)
-    sides = [
-        (f"{name} norm", norm)
-        for name, norm, has in zip(_SIDES, site.norms, (has_first, has_second), strict=True)
-        if not has
-    ]
-    found = "" if not (has_first or has_second) else f"found the {_SIDES[0 if has_first else 1]} norm only: "
-    return found + "; ".join(_why(name, norm, near) for name, norm in sides)
-
-
-def _why(name: str, norm: NormSpec, near: list[NearNorm]) -> str:
-    wide = [n for n in near if n.width == norm.width]
-    if not wide:
-        widths = ", ".join(str(n.width) for n in near)
-        seen = f"norms of width {widths} are" if widths else "no norm is"
-        return f"no {name} of width {norm.width} in its part of the graph ({seen} there)"
-    exact = [n for n in wide if isinstance(n.epsilon, float) and same_epsilon(n.epsilon, norm.epsilon)]
-    if not exact:
-        return f"the {name} {wide[0].root} has {epsilon_in_words(wide[0].epsilon)}; the spec says {norm.epsilon!r}"
-    offset = next((n.weight_offset for n in exact if n.weight_offset not in (None, norm.weight_offset)), None)
-    if offset is not None:
-        return f"the {name} {exact[0].root} adds {offset:g} to its weight; the spec says {norm.weight_offset:g}"
-    shared = next((n.ungated or n.shared for n in exact if (n.ungated or n.shared) is not None), None)
-    if shared is not None:
-        return f"the {name} cannot be replaced: {shared}"
-    return (
-        f"the {name} {exact[0].root} is written in no known form, rounds to another dtype than its input's, or "
-        "an intermediate of it has other readers"
-    )

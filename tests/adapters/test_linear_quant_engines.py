@@ -132,6 +132,37 @@ def test_vllm_without_a_quantisation_of_activations() -> None:
     check(module(f"{_V}.layers.linear:RowParallelLinear", scheme=weights_only, weight=weight(8, 8)), None)
 
 
+MXFP8 = ActivationQuant(fixed="mxfp8")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "expected"),
+    [
+        ("mxfp8:RocmDotScaledMxfp8LinearKernel", torch.float8_e4m3fn, MXFP8),
+        ("mxfp8:RocmDotScaledMxfp8LinearKernel", torch.bfloat16, None),
+        ("mxfp8:EmulationMxfp8LinearKernel", torch.bfloat16, None),
+        ("mxfp8:FlashInferCutlassMxfp8LinearKernel", torch.float8_e4m3fn, "laid out for its kernel"),
+        ("mxfp4:AiterMxfp4LinearKernel", torch.uint8, "inside its matrix product"),
+        ("mxfp4:MarlinMxFp4LinearKernel", torch.uint8, None),
+        ("mxfp4:NewMxFp4LinearKernel", torch.uint8, "multiplies by vllm:NewMxFp4LinearKernel"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("holder", "method", "attribute"),
+    [
+        ("scheme", "compressed_tensors.schemes:CompressedTensorsW8A8Mxfp8", "kernel"),
+        ("scheme", "compressed_tensors.schemes:CompressedTensorsW4A4Mxfp4", "kernel"),
+        ("scheme", "quark.schemes:QuarkOCP_MX", "ocp_mx_linear"),
+        ("quant_method", "online.mxfp8:Mxfp8OnlineLinearMethod", "kernel"),
+        ("quant_method", "online.mxfp4:Mxfp4OnlineLinearMethod", "kernel"),
+    ],
+)
+def test_vllm_mx(holder: str, method: str, attribute: str, kernel: str, dtype: torch.dtype, expected: Any) -> None:
+    held = {holder: module(f"{_QUANT}.{method}", **{attribute: module(f"{_V}.kernels.linear.{kernel}")})}
+    packed = torch.nn.Parameter(torch.empty(8, 8, dtype=dtype), requires_grad=False)
+    check(module(f"{_V}.layers.linear:RowParallelLinear", weight=packed, **held), expected)
+
+
 def test_vllm_before_its_kernel_is_chosen_says_what_is_missing() -> None:
     linear = vllm_linear(VLLM["Triton"][0])
     del linear.quant_method.fp8_linear

@@ -29,6 +29,19 @@ def test_a_model_is_verified_and_the_result_written(run, tmp_path):
 
 
 @pytest.mark.usefixtures("op_by_op")
+def test_a_delta_net_is_compiled_but_for_its_recurrence(run, monkeypatch):
+    monkeypatch.setattr(verify, "TOLERANCES", {"float32": 1e-5})
+    answer = run("verify", "kimi-linear-48b-a3b")
+    assert answer.code == 0, answer.out + answer.err
+    assert "gated_rms_norm: 1 expected, 1 matched" in answer.out
+    assert "add_rms_norm: 4 expected, 4 matched" in answer.out
+    assert (
+        "kept out of compilation, as one op each: chunk_kimi_delta_attention, recurrent_kimi_delta_attention"
+        in answer.out
+    )
+
+
+@pytest.mark.usefixtures("op_by_op")
 def test_a_fusion_that_does_not_happen_is_a_problem(run, monkeypatch):
     from layerfuse.fusion.rewrite import Pipeline
 

@@ -11,6 +11,7 @@ from fusion_support import HIDDEN, trace
 from gated_support import FORMS, GATED, HEADS, WIDTH, GatedNorm, Heads, Rounded, RoundedBefore, delta_net
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.torch_version import TorchVersion
 
 
 class PerHead(Heads):
@@ -111,6 +112,7 @@ def test_a_look_alike_is_left_alone_with_its_reason(name: str) -> None:
     torch.testing.assert_close(traced.output, model(hidden))
 
 
+@pytest.mark.skipif(TorchVersion(torch.__version__) < (2, 13), reason="Inductor takes such a rounding out by itself")
 def test_a_rounding_to_fewer_bits_than_the_models_is_left_alone() -> None:
     traced = trace(Heads(Coarse()), torch.randn(2, 3, HIDDEN), specs=[("", delta_net())])
     assert traced.after == traced.before

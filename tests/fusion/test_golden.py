@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import HIDDEN, FusedProjection, Traced, TwoProjections, mla_spec, torch_norm, trace
-from quant_support import QuantisedTwo, sglang_group, trace_quantised, vllm_per_token
+from gated_support import GatedMLP, GatedNorm, Heads, RoundedBefore, clamped, delta_net, mlp
+from quant_support import CPU_FP8, QuantisedTwo, config, sglang_group, trace_quantised, vllm_per_token
 from torch.torch_version import TorchVersion
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -46,6 +47,39 @@ def test_golden_quantised(name: str, quantise: Any, quant: str) -> None:
     x = torch.randn(5, HIDDEN, dtype=torch.bfloat16)
     traced = trace_quantised(QuantisedTwo(quantise).bfloat16(), x, quant)
     assert ("_quant(" in traced.after[0]) == (not name.startswith("look_alike"))
+    assert_golden(name, traced)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "activation"),
+    [
+        ("gated_norm_flat_bf16", lambda: Heads(RoundedBefore(), "flat"), "silu"),
+        ("gated_norm_sigmoid_bf16", lambda: Heads(GatedNorm(torch.sigmoid)), "sigmoid"),
+        ("look_alike_gate", lambda: Heads(GatedNorm(torch.tanh)), "silu"),
+    ],
+)
+def test_golden_gated(name: str, make: Any, activation: str) -> None:
+    x = torch.randn(2, 3, HIDDEN, dtype=torch.bfloat16)
+    traced = trace(make().bfloat16(), x, specs=[("", delta_net(activation))])
+    assert traced.after[0].count("layerfuse.gated_rms_norm(") == (not name.startswith("look_alike"))
+    assert_golden(name, traced)
+
+
+@pytest.mark.parametrize(
+    ("name", "product", "limit"),
+    [("silu_mul_group_quant_bf16", clamped, 0.5), ("look_alike_clamp", clamped, 7.0)],
+)
+def test_golden_product(name: str, product: Any, limit: float) -> None:
+    x = torch.randn(5, HIDDEN, dtype=torch.bfloat16)
+    with torch.no_grad():
+        traced = trace(
+            GatedMLP(sglang_group, product).bfloat16(),
+            x,
+            specs=[("", mlp(limit))],
+            config=config("group128"),
+            target=CPU_FP8,
+        )
+    assert traced.after[0].count("layerfuse.silu_mul_group_quant(") == (not name.startswith("look_alike"))
     assert_golden(name, traced)
 
 

@@ -208,7 +208,7 @@ def scale_bounded_by_a_tensor(x: Tensor) -> tuple[Tensor, Tensor]:
         (shares_with_another, "is shared: div_2 scales something else by it"),
         (scale_for_half, "is written in no known form"),
         (only_values, "one of the two results of quantise_per_token is not read"),
-        (lambda x: (x,), "nothing quantises the normed tensor mul_1 to fp8; its readers: output"),
+        (lambda x: (x,), "nothing quantises the normed tensor mul_1; its readers: output"),
     ],
 )
 def test_another_kind_of_quantisation(quantise: Any, reason: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -71,6 +72,54 @@ def test_aligned(lay_out: Any, count: int, dynamic: bool) -> None:
     values, scales, _ = traced.output
     assert scales.stride() == module(*given)[1].stride() == (1, up(count))
     assert_quantised(values, scales, exact_norm(module, *given), rounding=1e-5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("shape", [(2, 3), (5, 1), (1, 6), (2, 2, 3)])
+@pytest.mark.parametrize(
+    ("lay_out", "quant"),
+    [
+        (columns, "group128,column_major"),
+        (deepgemm, "group128,tma_aligned"),
+        (strided, "group128,tma_aligned"),
+        (None, "group128,column_major"),
+        (None, "group128,tma_aligned"),
+    ],
+)
+def test_tokens_flattened_for_the_quantisation(
+    lay_out: Any, quant: str, shape: tuple[int, ...], back: bool, dynamic: bool
+) -> None:
+    """(batch, seq, hidden) becomes (tokens, hidden), and the scales are laid out there, by steps or by our own op."""
+    if back and lay_out is deepgemm:
+        pytest.skip("the written buffer is then read by two slices, which is no form that is known")
+    aligned, count = "tma" in quant, math.prod(shape)
+
+    def quantise(x: Tensor) -> tuple[Tensor, ...]:
+        flat = x.reshape(-1, x.shape[-1])
+        if lay_out is None:
+            values, scales = torch.ops.layerfuse.quantise_group(flat, torch.float8_e4m3fn, 128, True, aligned, False)
+        else:
+            values, scales = with_scales(lay_out)(flat)
+        # exp2: something that reads the scales as they lie, and is read in either shape.
+        return values, scales, (scales.view(*x.shape[:-1], -1) if back else scales).exp2()
+
+    module = Stream(quantise)
+    module.norm.bfloat16()
+    given = tuple(each.view(*shape, -1) for each in rows(count))
+    if dynamic:
+        for each in given:
+            torch._dynamo.mark_dynamic(each, 0)
+    traced = run(module, quant, *given)
+    assert traced.report.of(GROUP).matched == (SITE,), str(traced.report)
+    # A graph for any batch asks the flattened norm how many tokens there are, and so keeps it.
+    assert form_of(traced) in (GROUP, f"{GROUP}_with_norm" if dynamic else GROUP)
+    values, scales, powers, _ = traced.output
+    expected = (1, up(count) if aligned else count)
+    with torch.no_grad():
+        assert scales.stride() == module(*given)[1].stride() == expected
+    assert_quantised(values, scales, exact_norm(module, *given).flatten(0, -2), rounding=1e-5)
+    torch.testing.assert_close(powers, (scales.view(*shape, -1) if back else scales).exp2())
 
 
 @pytest.mark.parametrize(
