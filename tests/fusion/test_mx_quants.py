@@ -135,9 +135,7 @@ def test_no_residual(scheme: str) -> None:
     x = rows()[0]
     spec = attrs.evolve(stream_spec(), layer_index=0)
     module = First()
-    traced = trace(
-        Layer(module), x, specs=[("layer", spec)], config=config(scheme), target=TARGETS[0], lower=checked
-    )
+    traced = trace(Layer(module), x, specs=[("layer", spec)], config=config(scheme), target=TARGETS[0], lower=checked)
     verdict = traced.report.of(f"rms_norm_{scheme}_quant")
     assert verdict.matched == (SITE,) and verdict.executed == 1, str(traced.report)
     assert_quantised(*traced.output, exact_norm(module, x, torch.zeros_like(x)))
