@@ -117,10 +117,11 @@ def reshapes_of(node: Node) -> list[Node]:
 
 
 def unquantised(node: Node) -> Node:
-    """What an fp8 tensor was before it was scaled and converted, or the node itself where it is none."""
-    if not isinstance(value(node), torch.Tensor) or value(node).dtype not in FP8:
+    """What an fp8 tensor, or what it stands for, was before it was scaled and converted; the node itself where it is none."""
+    quantised = _quantised(node)
+    if quantised is None:
         return node
-    before, scaled = node, False
+    before, scaled = quantised, False
     while True:
         call = before.args[0] if before.target is operator.getitem else before
         form = ONE_OP_QUANTS.get(name_of_op(call) or "") if isinstance(call, Node) else None
@@ -135,6 +136,19 @@ def unquantised(node: Node) -> Node:
         if source_of_values is None:
             return before
         before = source_of_values
+
+
+def _quantised(node: Node) -> Node | None:
+    """The fp8 tensor that a float one stands for: times its scale at most once, converted and reshaped."""
+    scaled = False
+    while isinstance(value(node), torch.Tensor) and value(node).dtype not in FP8:
+        scales = node.target in (aten.div.Tensor, aten.mul.Tensor)
+        large = [each for each in node.args if _is_as_large(each, node)]
+        if node.target not in _ON_THE_WAY or len(large) != 1 or (scales and scaled):
+            return None
+        scaled = scaled or scales
+        (node,) = large
+    return node if isinstance(value(node), torch.Tensor) else None
 
 
 def _is_as_large(node: Any, other: Node) -> bool:

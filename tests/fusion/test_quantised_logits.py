@@ -1,0 +1,38 @@
+"""Level-2 fusions on whole models: the fused logits are no farther from float64 than the unfused quantised model's."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from helpers import ROOT
+
+pytest.importorskip("transformers")
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import quantised_logits
+
+FARTHER = {"mean": 1.1, "max": 1.5}
+"""How much farther the fused logits may be: on average, and at the one worst logit of a few thousand."""
+
+SITES = {"deepseek-v3": 10, "qwen3-next": 8, "llama": 7}
+"""Expected fusions of two layers and the final norm: an MLP each, latents or a delta net's output where there are any."""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scheme"),
+    [(torch.bfloat16, "group64"), (torch.bfloat16, "static"), (torch.float32, "per_token")],
+    ids=str,
+)
+@pytest.mark.parametrize("name", quantised_logits.MODELS)
+def test_no_farther_from_float64(name: str, dtype: torch.dtype, scheme: str) -> None:
+    found = quantised_logits.measured(name, dtype, scheme)
+    # It is strict too: an expected fusion that did not run has raised.
+    assert found["expected"] == sum(found["executed"].values()) == SITES[name], found
+    word = {"group64": "group", "per_token": "per_token", "static": "static"}[scheme]
+    assert all(fused.endswith(f"_{word}_quant") for fused in found["executed"]), found
+    for what, factor in FARTHER.items():
+        assert found[f"ac_{what}"] <= factor * found[f"ab_{what}"], found
+    # The two quantised models are nearer to each other than either is to the exact one.
+    assert 0 < found["bc_mean"] < min(found["ab_mean"], found["ac_mean"]), found
