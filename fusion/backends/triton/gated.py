@@ -73,10 +73,17 @@ def gated_norm(
         tl.store(scales + token * scale_stride + head * group_stride.to(tl.int64), own)
         result = normed * (1.0 / own)[:, None]
     else:
-        grouped = tl.reshape(normed, (ROWS, BLOCK // GROUP, GROUP))
-        own = quant_scale(tl.max(magnitude(grouped), axis=2).to(tl.float32, bitcast=True), LARGEST, UE8M0)
-        group = head[:, None] * (WIDTH // GROUP) + tl.arange(0, BLOCK // GROUP)[None, :]
-        real = tl.broadcast_to(tl.arange(0, BLOCK // GROUP)[None, :] * GROUP < WIDTH, (ROWS, BLOCK // GROUP))
-        tl.store(scales + (token * scale_stride)[:, None] + group.to(tl.int64) * group_stride, own, mask=real)
-        result = tl.reshape(grouped * (1.0 / own)[:, :, None], (ROWS, BLOCK))
+        # Groups of all heads in one dimension: a third one has made Triton 3.6 store wrong scales.
+        each: tl.constexpr = BLOCK // GROUP
+        result = tl.reshape(normed, (ROWS * each, GROUP))
+        own = quant_scale(tl.max(magnitude(result), axis=1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
+        result *= (1.0 / own)[:, None]
+        counted = tl.arange(0, ROWS * each)
+        number = tl.minimum(tl.program_id(0) * ROWS + counted // each, rows - 1).to(tl.int64)
+        group = counted % each
+        scale_at = (number // HEADS) * scale_stride + ((number % HEADS) * (WIDTH // GROUP) + group) * group_stride
+        tl.store(scales + scale_at, own, mask=group * GROUP < WIDTH)
+        column = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+        at = out + number[:, None] * WIDTH + column
+        mask = column < WIDTH
     tl.store(at, result.to(out.dtype.element_ty), mask=mask)

@@ -174,7 +174,8 @@ def launch_gated(step: int, heads: int, width: int, group_size: int, wave: int) 
         rows = power_of_two(heads)
         warps = rows * block // (32 * (8 if step <= 5 else 16))
     elif group_size and group_size < block:
-        rows, warps = 1, block // 256
+        # What is laid out anew for the groups stays in a warp.
+        rows, warps = 1 if step <= 4 else max(1, 1024 // block), max(1, block // 1024)
     else:
         # More columns per thread where there is work enough, most where each head has a scale, which costs instructions.
         columns, each = (
