@@ -13,10 +13,10 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import quantised_logits
 
-FARTHER = {"mean": 1.1, "max": 1.5}
+FARTHER = {"mean": 1.15, "max": 1.5}
 """How much farther the fused logits may be: on average, and at the one worst logit of a few thousand."""
 
-SITES = {"deepseek-v3": 10, "qwen3-next": 8, "llama": 7}
+SITES = {"deepseek-v3": 9, "qwen3-next": 8, "llama": 7}
 """Expected fusions of two layers and the final norm: an MLP each, latents or a delta net's output where there are any."""
 
 
@@ -34,5 +34,6 @@ def test_no_farther_from_float64(name: str, dtype: torch.dtype, scheme: str) -> 
     assert all(fused.endswith(f"_{word}_quant") for fused in found["executed"]), found
     for what, factor in FARTHER.items():
         assert found[f"ac_{what}"] <= factor * found[f"ab_{what}"], found
-    # The two quantised models are nearer to each other than either is to the exact one.
-    assert 0 < found["bc_mean"] < min(found["ab_mean"], found["ac_mean"]), found
+    # In float32 both round alike, but for values that lie on a tie. In bfloat16 the unfused one rounds each norm first, so
+    # that the errors of the two quantisations grow apart: independent ones would be the root of two apart.
+    assert found["bc_mean"] <= found["ab_mean"] * (0.5 if dtype == torch.float32 else 1.5), found
