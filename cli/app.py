@@ -99,9 +99,10 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     "--quant",
     metavar="[ROLE=]HOW",
     multiple=True,
-    help="The linear layers quantise their activations to fp8: per_token, group32, group64 or group128, then perhaps "
-    ",column_major or ,ue8m0; for every role, or for one (latents, input, post_attention, final, output). Fusions that "
-    "take this in change numerics, so this plans at level 2. Repeatable.",
+    help="The linear layers quantise their activations to fp8: static, per_token, group32, group64, group128, "
+    "mxfp8 or mxfp4, then perhaps ,column_major, ,tma_aligned or ,ue8m0; for every role but final, or for one (latents, "
+    "input, post_attention, final, output, activation). Fusions that take this in change numerics, so this plans at "
+    "level 2. Repeatable.",
 )
 @click.option("--batch", metavar="N", type=click.IntRange(1), help="Show attention's buffers for N sequences a step.")
 @click.option("--queries", metavar="N", type=click.IntRange(1), help="Per sequence and step: 1 + speculated tokens.")

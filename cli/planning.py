@@ -11,7 +11,6 @@ import attrs
 from ..adapters.errors import LayerfuseError, SpecError
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.plan import ANY
-from ..fusion.sites import ROLES
 from .console import show, write_text
 from .kinds import kinds_of, ranges, rows_of, spec_dict
 
@@ -216,13 +215,13 @@ def config_for(quant: Sequence[str]) -> FusionConfig:
     config = FusionConfig.from_environment()
     if not quant:
         return config
-    declared: dict[str, ActivationQuant] = {}
+    declared: dict[str, ActivationQuant | None] = {}
     for words in sorted(quant, key=lambda words: "=" in words):  # a role's own words count more than those for all
         role, equals, how = words.partition("=")
         if equals:
             declared[role.strip()] = ActivationQuant.parse(how)
         else:
-            declared = dict.fromkeys(ROLES, ActivationQuant.parse(words))
+            declared = dict(FusionConfig(quant=ActivationQuant.parse(words)).quant)
     return attrs.evolve(config, quant=declared, level=2 if config.level else 0)
 
 

@@ -15,7 +15,7 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.errors import LayerfuseError, did_you_mean
 from .catalog import FUSIONS
 from .chain import Fusion
-from .sites import ROLES, Site
+from .sites import FINAL, ROLES, Site
 
 ENVIRONMENT = "LAYERFUSE_FUSIONS"
 """The environment variable that `FusionConfig.from_environment` reads."""
@@ -74,7 +74,8 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
     if value is None:
         return ()
     if isinstance(value, ActivationQuant):
-        return tuple((role, value) for role in ROLES)
+        # What reads the final norm, a language-model head, is quantised in hardly any checkpoint.
+        return tuple((role, value) for role in ROLES if role != FINAL)
     if not isinstance(value, Mapping | tuple):
         raise FusionConfigError(
             f"FusionConfig.quant: expected an ActivationQuant, or a mapping from roles to them, got {value!r}"
@@ -104,8 +105,8 @@ class FusionConfig:
     switches: tuple[tuple[str, bool], ...] = field(default=(), converter=_switches)
     "Fusions turned on or off whatever the level: given as a mapping from name to bool."
     quant: Quants = field(default=(), converter=_quants)
-    """How the linear layers after a role's sites quantise their activations: an ActivationQuant for all roles, or a
-    mapping from role to one. What is not declared here is what the specs say, as read off the model."""
+    """How the linear layers after a role's sites quantise their activations: an ActivationQuant for all roles but `final`,
+    whose reader is the language-model head, or a mapping from role to one. What is not declared here is what the specs say, as read off the model."""
     strict: bool = field(default=False, validator=_strict)
     "True: an expected fusion that did not happen raises FusionMissedError."
     origin: str = "FusionConfig"

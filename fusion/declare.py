@@ -143,6 +143,16 @@ class Flag(Argument):
 
 
 @frozen(kw_only=True)
+class ColumnMajor(Flag):
+    """The layout of the scales: column by column."""
+
+
+@frozen(kw_only=True)
+class TmaAligned(Flag):
+    """The layout of column-major scales: each column on 16 bytes."""
+
+
+@frozen(kw_only=True)
 class Choice(Argument):
     """One of several words, the first of them unless given."""
 
@@ -205,11 +215,11 @@ class Source:
         return self.text
 
 
-COLUMN_MAJOR = Flag(
+COLUMN_MAJOR = ColumnMajor(
     name="column_major",
     doc="the scales' strides, (1, M) for M rows instead of (groups, 1); indexing means the same in both.",
 )
-TMA_ALIGNED = Flag(
+TMA_ALIGNED = TmaAligned(
     name="tma_aligned",
     doc="column-major scales whose columns start on 16 bytes, as TMA loads want it: strides (1, M rounded up to 4).",
 )

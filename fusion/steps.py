@@ -13,6 +13,7 @@ from .declare import (
     UE8M0,
     Argument,
     Choice,
+    ColumnMajor,
     Epsilon,
     Exponents,
     Flag,
@@ -28,6 +29,7 @@ from .declare import (
     Rows,
     Scales,
     StaticScale,
+    TmaAligned,
     Weight,
     WeightOffset,
 )
@@ -205,8 +207,8 @@ class Quant:
         ue8m0 = Flag(name=self.use_ue8m0, doc=UE8M0.doc)
         if self.per == "token":
             return (dtype, ue8m0)
-        major = Flag(name=self.column_major, doc=COLUMN_MAJOR.doc)
-        aligned = () if self.tma_aligned is None else (Flag(name=self.tma_aligned, doc=TMA_ALIGNED.doc),)
+        major = ColumnMajor(name=self.column_major, doc=COLUMN_MAJOR.doc)
+        aligned = () if self.tma_aligned is None else (TmaAligned(name=self.tma_aligned, doc=TMA_ALIGNED.doc),)
         return (dtype, GroupSize(name=self.group_size), major, *aligned, ue8m0)
 
     def results(self, of: str) -> tuple[Result, ...]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..declare import (
-    TMA_ALIGNED,
     Argument,
     Choice,
+    ColumnMajor,
     Epsilon,
     Exponents,
     GroupSize,
@@ -23,7 +23,9 @@ from ..declare import (
     Quantised,
     Rows,
     StaticScale,
+    TmaAligned,
     Weight,
+    WeightOffset,
 )
 from .norm import FLOATS
 from .quantisation import GROUP_SIZES, LARGEST, MX_COLUMNS
@@ -52,7 +54,9 @@ def checker(op: Op) -> Check:
         for each in op.rows
         if (first := next(rows for rows in op.rows if rows.width == each.width)) is not each
     ]
-    tensors = tuple(place for place, argument in enumerate(op.args) if isinstance(argument, Rows | Weight))
+    tensors = tuple(
+        place for place, argument in enumerate(op.args) if isinstance(argument, Rows | Weight | StaticScale)
+    )
     inference_only, more = op.backward is None, op.check
     groups = [places[each.of] for each in op.results if isinstance(each, Exponents)]
 
@@ -84,8 +88,10 @@ def _other(op: Op, argument: Argument) -> str | None:
         return argument.of
     if isinstance(argument, StaticScale | PaddedWidth):
         return op.rows[0].name
-    if argument.name == TMA_ALIGNED.name:
-        return next((each.name for each in op.args if each.name == "column_major"), None)
+    if isinstance(argument, TmaAligned):
+        return next((each.name for each in op.args if isinstance(each, ColumnMajor)), None)
+    if isinstance(argument, GroupSize) and op.rows[0].heads:
+        return op.rows[0].name
     return None
 
 
@@ -99,7 +105,7 @@ def _check_of(op: str, argument: Argument, quantises: bool, strided: bool) -> Ch
     if isinstance(argument, QuantDtype):
         return _one_of(op, argument.name, tuple(LARGEST))
     if isinstance(argument, GroupSize):
-        return _one_of(op, argument.name, GROUP_SIZES)
+        return _group_check(op, argument)
     if isinstance(argument, Choice):
         return _one_of(op, argument.name, argument.words)
     if isinstance(argument, Limit):
@@ -108,7 +114,30 @@ def _check_of(op: str, argument: Argument, quantises: bool, strided: bool) -> Ch
         return _scale_check(op, argument)
     if isinstance(argument, PaddedWidth):
         return _padded_check(op, argument)
-    return _aligned_check(op) if argument.name == TMA_ALIGNED.name else None
+    if isinstance(argument, WeightOffset):
+        return _offset_check(op, argument)
+    return _aligned_check(op) if isinstance(argument, TmaAligned) else None
+
+
+def _group_check(op: str, argument: GroupSize) -> Check:
+    known = _one_of(op, argument.name, GROUP_SIZES)
+
+    def check(group_size: Any, x: Any) -> None:
+        known(group_size, x)
+        if isinstance(x, Tensor) and x.shape[-1] % group_size:  # rows of heads
+            raise ValueError(
+                f"{op}: {argument.name} {group_size} does not divide heads of {x.shape[-1]} columns; groups lie within a head"
+            )
+
+    return check
+
+
+def _offset_check(op: str, argument: WeightOffset) -> Check:
+    def check(offset: Any, _: Any) -> None:
+        if offset != offset:
+            raise ValueError(f"{op}: {argument.name} is NaN; 1.0 for zero-centred weights, else 0.0")
+
+    return check
 
 
 def _limit_check(op: str, argument: Limit) -> Check:

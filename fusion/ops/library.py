@@ -16,8 +16,10 @@ from .. import backends
 from ..declare import (
     REQUIRED,
     Argument,
+    ColumnMajor,
     Epsilon,
     Exponents,
+    GroupSize,
     Kernel,
     Like,
     Op,
@@ -29,6 +31,7 @@ from ..declare import (
     Result,
     Rows,
     StaticScale,
+    TmaAligned,
     Weight,
 )
 from .checks import checker
@@ -90,9 +93,12 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
 
 def _fake(op: Op) -> Callable[..., Any]:
     places = {argument.name: place for place, argument in enumerate(op.args)}
-    dtype = next((places[argument.name] for argument in op.args if isinstance(argument, QuantDtype)), None)
-    padded = next((places[argument.name] for argument in op.args if isinstance(argument, PaddedWidth)), None)
-    group, major, aligned = places.get("group_size"), places.get("column_major"), places.get("tma_aligned")
+
+    def place_of(kind: type[Argument]) -> int | None:
+        return next((place for place, argument in enumerate(op.args) if isinstance(argument, kind)), None)
+
+    dtype, padded, group = place_of(QuantDtype), place_of(PaddedWidth), place_of(GroupSize)
+    major, aligned = place_of(ColumnMajor), place_of(TmaAligned)
     joined = {rows.name for rows in op.rows if rows.heads}
 
     def option(place: int | None, given: tuple[Any, ...]) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from ..compose import Reference
+from ..declare import Op
 from ..plan import Plan
 
 
@@ -35,14 +36,16 @@ def plan_hash(plan: Plan) -> str:
     from ..catalog import FUSIONS
 
     specs = [(layer, type(spec).__name__, _without_rank(attrs.asdict(spec))) for layer, spec in plan.specs]
-    foreign = [_source_of(fusion.op.reference) for fusion in FUSIONS.values() if fusion.owner != "layerfuse"]
+    foreign = [_meaning_of(fusion.op) for fusion in FUSIONS.values() if fusion.owner != "layerfuse"]
     text = json.dumps([plan.to_dict(), specs, list(FUSIONS), foreign], sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _source_of(function: Callable[..., Any]) -> str:
-    """A hash of the file that a function of another package is defined in."""
-    path = inspect.getsourcefile(function)
+def _meaning_of(op: Op) -> str:
+    """What an op of another package computes: its chain, or a hash of the file that its reference is defined in."""
+    if op.chain is not None and isinstance(op.reference, Reference):
+        return f"{op.schema} {op.chain!r}"
+    path = inspect.getsourcefile(op.reference)
     return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 

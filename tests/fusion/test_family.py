@@ -216,3 +216,41 @@ def test_every_form_is_covered() -> None:
     assert len(FORMS) > 30
     assert len({options.group_size for name in FORMS for options in cases_of(name)}) == 3
     assert list(itertools.islice(FORMS, 1))
+
+
+@pytest.mark.parametrize("name", ["gated_rms_norm_group_quant"])
+@pytest.mark.parametrize(("width", "group_size"), [(96, 64), (120, 128), (64, 128)])
+def test_groups_that_straddle_heads_are_refused(name: str, width: int, group_size: int) -> None:
+    args = arguments(FORMS[name], (2,), width, Options(group_size=group_size))
+    with torch.no_grad(), pytest.raises(ValueError, match=f"group_size {group_size} does not divide heads of {width}"):
+        getattr(torch.ops.layerfuse, name)(*args)
+
+
+def test_renamed_options_keep_their_meaning() -> None:
+    from layerfuse.fusion.compose import op_of
+    from layerfuse.fusion.ops.library import public
+    from layerfuse.fusion.steps import Norm, Quant
+
+    step = Quant(per="group", group_size="gs", column_major="cm", tma_aligned="ta")
+    op = op_of("test_renamed_options", (Norm(), step))
+    run = public(op)
+    x, weight = torch.randn(3, 256), torch.ones(256)
+    with torch.no_grad():
+        scales = run(x, weight, 1e-6, 0.0, E4M3, 64, True, True, False)[1]
+        fake = run(x.to("meta"), weight.to("meta"), 1e-6, 0.0, E4M3, 64, True, True, False)[1]
+    assert (scales.shape, scales.stride()) == (fake.shape, fake.stride()) == ((3, 4), (1, 4))
+
+
+@triton
+def test_chains_that_the_kernels_do_not_know_are_refused() -> None:
+    from layerfuse.fusion.backends.triton.family import function_of
+    from layerfuse.fusion.compose import op_of
+    from layerfuse.fusion.steps import Norm, Pad, Quant
+
+    for chain in (
+        (Norm(weight_offset=None),),
+        (Norm(), Quant(per="group", tma_aligned=None)),
+        (Norm(), Quant(per="token"), Pad()),
+    ):
+        with pytest.raises(ValueError, match="the kernels are for chains with weight offsets"):
+            function_of(op_of("test_refused", chain))

@@ -53,6 +53,7 @@ import torch._inductor.compile_fx as inductor
 inductor.compile_fx_inner = lambda gm, _inputs, **_: gm
 exec({page!r})
 said = {{"plan": fusion.plan(specs, gfx950).concerns({name!r}), "report": str(fused.report)}}
+said["key"] = fusion.Pipeline(fusion.plan(specs, gfx950)).uuid()
 said["matched"] = fused.report.of({name!r}).matched
 with torch.no_grad():
     audit = fused.audit(x)
@@ -85,6 +86,7 @@ def test_it_is_known_everywhere(site: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.rpartition("SAID ")[2])
     assert said["plan"]
+    assert said["key"].startswith("layerfuse-")
     assert f"{NAME}: 1 expected, 1 matched" in said["report"]
     assert said["matched"] == ["activation"]
     assert said["audit"] == [1, 1]

@@ -52,6 +52,10 @@ def _refuses(case: Any) -> str | None:
     if case.dtype not in _FLOATS:
         return f"the rows are {case.dtype}; the kernel takes {', '.join(map(str, _FLOATS))}"
     widest = max(value for name, value in said.items() if name == "width" or name.endswith("_width"))
+    if "heads" in said and "use_ue8m0" in said and "group_size" not in said:
+        heads, width = (1 << (size - 1).bit_length() for size in (said["heads"], said["width"]))
+        if heads * width > WIDEST:
+            return f"a token of {said['heads']} heads of {said['width']} columns is wider than the {WIDEST} that a program holds"
     if widest > WIDEST:
         return f"a row of {widest} columns is wider than the {WIDEST} that a program holds"
     return _refuses_fp8(said["quant_dtype"]) if "quant_dtype" in said else None

@@ -37,6 +37,13 @@ def function_of(op: Op) -> Callable[..., Any]:
     if op.chain is None:
         raise ValueError(f"{op.name} is not made from a chain; give its kernel a function of its own")
     quant = next((step for step in op.chain if isinstance(step, Quant)), None)
+    pads = any(isinstance(step, Pad) for step in op.chain)
+    plain = any(isinstance(step, Norm) and step.weight_offset is None for step in op.chain)
+    if plain or (quant is not None and (pads or quant.tma_aligned is None)):
+        raise ValueError(
+            f"{op.name}: the kernels are for chains with weight offsets, all layouts of scales, and no padding behind a "
+            "quantisation"
+        )
     mode = NO_QUANT if quant is None else _MODES[quant.per]
     main = quantised_step(op.chain)
     kept = isinstance(main, Norm) and main.kept
@@ -46,8 +53,7 @@ def function_of(op: Op) -> Callable[..., Any]:
         return _product(op.name, mode)
     if sum(isinstance(step, Norm) for step in op.chain) == 2:
         return _dual(op.name, mode, kept)
-    adds, pads = (any(isinstance(step, kind) for step in op.chain) for kind in (Add, Pad))
-    return _row(op.name, mode, kept, adds, pads)
+    return _row(op.name, mode, kept, any(isinstance(step, Add) for step in op.chain), pads)
 
 
 class _Quantised(NamedTuple):
@@ -268,7 +274,10 @@ def _gated(name: str, mode: int) -> Callable[..., Any]:
             *given.strides,
         )  # fmt: skip
         reads = x.data_ptr(), gate.data_ptr(), weight.data_ptr(), given.scale_in.data_ptr()
-        bits, high = reads[0] | reads[1] | reads[2] | reads[3], rows | strides[0] | strides[2] | given.strides[1]
+        bits, high = (
+            reads[0] | reads[1] | reads[2] | reads[3],
+            rows | strides[0] | strides[1] | strides[2] | strides[3] | given.strides[1],
+        )
         every = (x, gate, weight, given.scale_in, given.out, given.scales)
         special = launcher.special(high, reads, every) if bits & 15 or high >> 31 or launcher.HIP else None
         step, device = tuning.regime(tokens * heads), x.get_device()

@@ -32,7 +32,7 @@ def gated_norm(
         tl_cuda.gdc_launch_dependents()
     if QUANT == PER_TOKEN:
         token = tl.program_id(0).to(tl.int64)
-        head = tl.arange(0, ROWS)
+        head = tl.arange(0, ROWS).to(tl.int64)
         there = head < HEADS
         number = token * HEADS + head
     else:
