@@ -104,8 +104,6 @@ class _Reading:
                 if self._complete:
                     plain = plain or self.out
                 self._next()
-            if self.loose is not None:
-                raise _no_gate(self.loose)
         except Unmatched as reason:
             # Nothing gates the result. Its input may be gated.
             inside = None if plain is None else self._gated_input()
@@ -117,7 +115,8 @@ class _Reading:
 
     @property
     def _complete(self) -> bool:
-        return self.has_input and self.weight is not None
+        """Whether `out` is the norm, or the norm and its gate: no factor of it is left over."""
+        return self.has_input and self.weight is not None and self.loose is None
 
     def _next(self) -> None:
         """Take in the next factor."""
@@ -140,14 +139,12 @@ class _Reading:
 
     def _take_gate(self, factor: Any) -> None:
         known = read_activation(factor)
-        if self.activated is not None or (known is None and self.loose is not None):
-            raise _no_gate(factor)
-        if known is None:
-            self.loose = factor
-        elif self.loose is None:
-            self.activated = known
-        elif known[0] == "sigmoid" and unrounded(known[1]) is unrounded(self.loose):
+        if self.activated is None and self.loose is None:
+            self.activated, self.loose = known, factor if known is None else None
+        elif known is not None and known[0] == "sigmoid" and unrounded(known[1]) is unrounded(self.loose):
             self.activated, self.loose = ("silu", known[1]), None
+        else:
+            raise _no_gate(factor)
 
     def _take_weight(self, node: Any) -> bool:
         """Whether a factor is the norm's weight, with or without an offset."""

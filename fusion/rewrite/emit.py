@@ -27,7 +27,7 @@ from ..sites import Site
 from ..steps import Add, GatedNorm, Norm, Pad, Quant, SiluMul
 from .binding import Binding, needed_by, val_of
 from .gated import bind_gated_norm, bind_product, main_result
-from .hoisting import hoist, mutation_between
+from .hoisting import check_writes, hoist
 from .layouts import Made, view
 from .pad_results import PaddedResults
 from .quant_choice import all_of, some_of
@@ -63,9 +63,7 @@ def _replace(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> N
     bound = _bind(form, use, plan, moved)
     _check_alike(bound, form)
     first, last = _span(bound)
-    writer = mutation_between(first, last)
-    if writer is not None:
-        raise Unmatched(f"{writer} writes in place between {first} and {last}, which would become one op")
+    check_writes(first, last)
     op = find_op(f"layerfuse::{form.op.name}")
     args = [bound.args.get(argument.name, argument.default) for argument in form.op.args]
     if REQUIRED in args or op is None:
@@ -143,6 +141,7 @@ def _bind_norm(
         _bind_quantised(bound, norm, inner=inner)
     if norm.weight_offset and step.weight_offset is None:
         raise Unmatched(f"{norm.out} adds {norm.weight_offset:g} to its weight, which the fused op does not")
+    check_writes(min(norm.nodes), norm.out)
     # The spec's epsilon: a graph may have it rounded to float32.
     bound.args |= {step.x: moved.get(norm.x, norm.x), step.weight: norm.weight, step.epsilon: spec.epsilon}
     if step.weight_offset is not None:

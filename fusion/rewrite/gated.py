@@ -20,9 +20,11 @@ from ..match.values import last_width, same_shape, value
 from ..sites import Site
 from ..steps import GatedNorm, SiluMul
 from .binding import Binding, needed_by, val_of
-from .hoisting import mutation_between
+from .hoisting import check_writes
 from .layouts import Made, lay_out, sizes_of, sources_of
 from .uses import SiteUse
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default)
 
 
 def bind_gated_norm(
@@ -84,14 +86,13 @@ def bind_product(bound: Binding, step: SiluMul, use: SiteUse, *, inner: bool, mo
 
 def _bind_out(bound: Binding, name: str, found: FoundGatedNorm | FoundProduct, shape: Any, *, inner: bool) -> None:
     """The result of a step whose op may give it in another shape than the graph has it."""
-    writer = mutation_between(min(found.nodes), found.out)
-    if writer is not None:
-        raise Unmatched(
-            f"{writer} writes in place between {min(found.nodes)} and {found.out}, which would become one op"
-        )
+    sources = [source for each in found.inputs for source in sources_of(each)]
+    # The op may read what was copied instead of the copy.
+    check_writes(min([*found.nodes, *(source for source in sources if source.target in _COPIES)]), found.out)
     # Copies and views in front are unread too, where nobody else reads them.
-    bound.nodes += [*found.nodes, *(source for each in found.inputs for source in sources_of(each))]
+    bound.nodes += [*found.nodes, *sources]
     if inner:
+        bound.last.append(found.out)
         return
     bound.outs[name] = found.out
     if not same_shape(shape, value(found.out).shape):

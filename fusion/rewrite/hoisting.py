@@ -11,6 +11,8 @@ import torch
 from torch._inductor.pattern_matcher import is_mutation_op
 from torch.fx import Node
 
+from ..match.errors import Unmatched
+
 
 def hoist(needed: Iterable[Node], before: Node) -> str | None:
     """Move `needed` and their ancestors ahead of `before`, keeping their order.
@@ -36,6 +38,17 @@ def hoist(needed: Iterable[Node], before: Node) -> str | None:
     for node in sorted(moving):
         before.prepend(node)
     return None
+
+
+def check_writes(first: Node, last: Node) -> None:
+    """Check that one op may stand for two nodes and all between them.
+
+    Raises:
+        Unmatched: something there writes in place, before or after what the op would read.
+    """
+    writer = mutation_between(first, last)
+    if writer is not None:
+        raise Unmatched(f"{writer} writes in place between {first} and {last}, which would become one op")
 
 
 def mutation_between(first: Node, last: Node) -> Node | None:

@@ -69,6 +69,23 @@ class FactorBehind(GatedNorm):
         return (self.unit(x.float()) * wide.sigmoid() * wide * self.weight.float()).to(x.dtype)
 
 
+class Between(GatedNorm):
+    """A factor of its own between a gate and its sigmoid."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        wide = gate.float()
+        normed = self.unit(x.float()) * self.weight.float()
+        return (normed * wide * self.activation(wide.flip(-1)) * wide.sigmoid()).to(x.dtype)
+
+
+class BeforeTheWeight(GatedNorm):
+    """The gate first, and a factor that is no part of the norm before the weight."""
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        wide = gate.float()
+        return (self.unit(x.float() * self.activation(wide)) * wide.flip(-1) * self.weight.float()).to(x.dtype)
+
+
 class Coarse(GatedNorm):
     """Rounded on the way to fewer bits than the model's."""
 
@@ -95,6 +112,11 @@ LOOK_ALIKES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "accumulated in bfloat16": (lambda: Heads(Low()), {}, "is normed in torch.bfloat16, and the fused op norms in float32"),
     "two gates": (lambda: Heads(TwoGates()), {}, "which is no silu or sigmoid of a gate"),
     "a factor behind": (lambda: Heads(FactorBehind()), {}, "which is no silu or sigmoid of a gate"),
+    "a silu between": (lambda: Heads(Between()), {}, "which is no silu or sigmoid of a gate"),
+    "a sigmoid between": (lambda: Heads(Between(torch.sigmoid)), {}, "which is no silu or sigmoid of a gate"),
+    "a factor before the weight": (
+        lambda: Heads(BeforeTheWeight()), {"before": False}, "which is no silu or sigmoid of a gate"
+    ),
     "not rounded": (lambda: Heads(LeftWide()), {}, "is torch.float32, and its input"),
 }  # fmt: skip
 
