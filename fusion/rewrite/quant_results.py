@@ -19,8 +19,8 @@ from ..match.values import is_contiguous, same, same_shape, value
 from ..target import Target
 
 aten = torch.ops.aten
-Size = int | tuple[str, int]
-"""A size of a view: a number, -1, or ("dim", i) for that of the result's dimension i."""
+Size = int | Node | tuple[str, int]
+"""A size of a view: a number, -1, a node that holds it, or ("dim", i) for that of the result's dimension i."""
 _Plan = list[tuple[Node, "list[Size] | None"]]
 
 
@@ -139,10 +139,23 @@ def _sizes(node: Node, wanted: Any, given: tuple[Any, ...]) -> list[Size]:
         else:
             sizes.append(-1)
     if sizes.count(-1) > 1:
+        # Where rows were joined, what split them in the graph has their numbers.
+        sizes = [_holder(node, wanted[i]) if size == -1 else size for i, size in enumerate(sizes)]
+    if sizes.count(-1) > 1:
         raise Unmatched(
             f"the quantisation's result {node} has a shape {tuple(wanted)} that cannot be told from {given}"
         )
     return sizes
+
+
+def _holder(before: Node, size: Any) -> Size:
+    """The first node that holds a size, among those in front of one; -1 where there is none."""
+    for node in before.graph.nodes:
+        if node is before:
+            break
+        if isinstance(value(node), torch.SymInt) and same(value(node), size):
+            return node  # type: ignore[no-any-return]
+    return -1
 
 
 def view_of(result: Node, sizes: list[Size], at: Node) -> Node:
@@ -153,12 +166,12 @@ def view_of(result: Node, sizes: list[Size], at: Node) -> Node:
     with graph.inserting_before(view):
         known: list[Any] = []
         for size in sizes:
-            if isinstance(size, int):
-                known.append(size)
-            else:
+            if isinstance(size, tuple):
                 node = graph.call_function(aten.sym_size.int, (result, size[1]))
                 node.meta["val"] = value(result).shape[size[1]]
                 known.append(node)
+            else:
+                known.append(size)
     view.args = (result, known)
     view.meta = {**at.meta, "val": aten.view.default(value(result), list(value(at).shape))}
     return view

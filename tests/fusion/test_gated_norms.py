@@ -9,6 +9,7 @@ import torch
 from fusion_support import HIDDEN, trace
 from gated_support import FORMS, GATED, HEADS, WIDTH, GatedNorm, Heads, delta_net, dequantised, exact
 from quant_support import CPU_FP8, config, sglang_group, vllm_group, vllm_per_token
+from stream_support import checked
 from torch import Tensor, nn
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -168,6 +169,38 @@ def test_quantised_in_the_readers_shapes(name: str, layout: str, quantise: Any, 
     core, gate = model.halves(hidden)
     wanted = exact(model.norm, core, gate.unflatten(-1, (HEADS, WIDTH)), activation, before, offset).flatten(-2)
     # Half a step of e4m3 of the largest value that shares the scale.
+    bound = 2**-4 * wanted.abs() + scales.double().repeat_interleave(wanted.shape[-1] // scales.shape[-1], -1) * 2**-9
+    assert ((dequantised(values, scales).double() - wanted).abs() <= bound * 1.001).all()
+
+
+class TwoProjections(Quantised):
+    """The gate has a projection of its own, as with fp8 layers that are not merged."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.gate_proj, self.proj = (nn.Linear(HIDDEN, HEADS * WIDTH, bias=False) for _ in range(2))
+
+    def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return self.proj(hidden).unflatten(-1, (HEADS, WIDTH)), self.gate_proj(hidden)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("make", [Quantised, TwoProjections])
+@pytest.mark.parametrize(("quantise", "quant"), [(vllm_per_token, "per_token"), (sglang_group, "group128")])
+def test_quantised_where_batches_and_tokens_both_vary(quantise: Any, quant: str, make: Any, layout: str) -> None:
+    model = make(GatedNorm(), layout, quantise).bfloat16()
+    hidden = torch.randn(2, 3, HIDDEN, dtype=torch.bfloat16)
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(hidden, dim)
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        traced = trace(model, hidden, specs=[("", delta_net())], config=config(quant), target=CPU_FP8, lower=checked)
+    verdict = traced.report.of(f"{GATED}_{'per_token' if quant == 'per_token' else 'group'}_quant")
+    assert verdict.complete and verdict.executed == 1, str(traced.report)
+    values, scales = traced.output
+    eager_values, eager_scales = model(hidden)
+    assert (values.shape, scales.shape) == (eager_values.shape, eager_scales.shape)
+    core, gate = model.halves(hidden)
+    wanted = exact(model.norm, core, gate.unflatten(-1, (HEADS, WIDTH)), "silu", True, 0.0).flatten(-2)
     bound = 2**-4 * wanted.abs() + scales.double().repeat_interleave(wanted.shape[-1] // scales.shape[-1], -1) * 2**-9
     assert ((dequantised(values, scales).double() - wanted).abs() <= bound * 1.001).all()
 

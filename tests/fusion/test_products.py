@@ -10,6 +10,7 @@ import torch
 from fusion_support import HIDDEN, Traced, trace
 from gated_support import INNER, PRODUCTS, GatedMLP, clamped, dequantised, mlp, swiglu
 from quant_support import CPU_FP8, config, sglang_group, vllm_group, vllm_per_token
+from stream_support import checked
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -75,6 +76,35 @@ def test_any_number_of_tokens() -> None:
     with torch._dynamo.config.patch(specialize_float=True):
         traced = traced_mlp(model, x, dynamic=True)
     assert traced.report.of(GROUP).complete, str(traced.report)
+
+
+@pytest.mark.parametrize("merged", [True, False], ids=["one projection", "two projections"])
+@pytest.mark.parametrize(
+    ("quantise", "quant"),
+    [
+        (vllm_per_token, "per_token"),
+        (sglang_group, "group128"),
+        (lambda x: vllm_group(x.contiguous()), "group128"),
+        (lambda x: sglang_group(x.flatten(0, -2)), "group128"),
+    ],
+)
+def test_batches_and_tokens_may_both_vary(quantise: Any, quant: str, merged: bool) -> None:
+    # Two projections give joined rows, and what reads the quantisation has them in two dimensions.
+    model = Values(quantise, merged=merged).bfloat16()
+    x = torch.randn(2, 3, HIDDEN, dtype=torch.bfloat16)
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(x, dim)
+    with torch._dynamo.config.patch(specialize_float=True):
+        traced = traced_mlp(model, x, quant, lower=checked)
+    verdict = traced.report.of(PER_TOKEN if quant == "per_token" else GROUP)
+    assert verdict.complete and verdict.executed == 1, str(traced.report)
+    values, scales = traced.output
+    eager_values, eager_scales = model(x)
+    assert (values.shape, scales.shape) == (eager_values.shape, eager_scales.shape)
+    gate, up = (half.double() for half in model.halves(x))
+    wanted = (F.silu(gate) * up).view(values.shape)
+    bound = 2**-4 * wanted.abs() + scales.double().repeat_interleave(INNER // scales.shape[-1], -1) * 2**-9
+    assert ((dequantised(values, scales).double() - wanted).abs() <= bound * 1.001).all()
 
 
 def test_without_a_quantisation_nothing_is_planned() -> None:
