@@ -30,6 +30,8 @@ class Use:
     "The fusion that was put there, or None."
     form: str | None = None
     "The op that it was put there with: the fusion's, or that of a form which keeps or pads the norm."
+    left: str | None = None
+    "Why a padding of the norm stayed behind the op. No miss: the fusion is there without it."
     missed: Mapping[str, str] = field(factory=dict)
     "Expected fusion -> why it was not."
     how: str = "structure"
@@ -112,6 +114,8 @@ class FusionReport:
     not_applicable: dict[str, str]
     fallback: tuple[str, ...] = ()
     "Sites that were fused this way because a longer fusion was missed there."
+    left: dict[str, str] = field(factory=dict)
+    "Sites that were fused without the padding behind them, with the reason. They are no misses."
     compiled: int = 0
     "Uses that were fused in all compiled graphs together."
     executed: int = 0
@@ -135,7 +139,8 @@ class FusionReport:
             f"{self.fusion}: {len(self.expected)} expected, {len(self.matched)} matched, {len(self.refused)} refused, "
             f"{len(self.not_applicable)} not applicable{more}"
         ]
-        for kind, sites in (("refused", self.refused), ("not applicable", self.not_applicable)):
+        kinds = {"refused": self.refused, "not applicable": self.not_applicable, "padding left": self.left}
+        for kind, sites in kinds.items():
             for reason, count in Counter(sites.values()).items():
                 first = next(site for site, why in sites.items() if why == reason)
                 others = f" and {count - 1} more" if count > 1 else ""
@@ -192,6 +197,7 @@ class Report:
             refused={**{d.site: d.reason for d in self.plan.refused(fusion)}, **missed},
             not_applicable={d.site: d.reason for d in self.plan.not_applicable(fusion) if d.site not in wanted},
             fallback=tuple(decision.site for decision in self.plan.fallback(fusion) if decision.site in served),
+            left={u.site: u.left for r in self.records for u in r.uses if u.fused == fusion and u.left is not None},
             compiled=sum(record.fused(fusion) for record in self.records),
             executed=sum(count for (_, name), count in self.executed.items() if name == fusion),
             last_call=None if self.last is None else self.last.fused(fusion),

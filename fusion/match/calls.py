@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch.fx import Node
 
 from .values import same_shape, value
@@ -38,6 +38,8 @@ class Call:
     "The call, and what takes its results apart."
     buffers: tuple[Node, ...]
     "Uninitialised tensors that nothing but this call reads."
+    parts: frozenset[int] = frozenset()
+    "Positions of written arguments that are views of what `given` has: a part of it, or laid out anew."
 
     def __getitem__(self, position: int) -> Any:
         """The argument at a position of the schema, None where it has fewer."""
@@ -80,6 +82,7 @@ def _functionalised_v2(node: Node) -> Call:
     parts, first = _parts(node), max(1, len(schema.returns))
     bases: Any = node.kwargs["_all_bases"]
     results: dict[int, Node] = {}
+    views: set[int] = set()
     for position in _written(schema):
         prefix = f"_{schema.arguments[position].name}"
         base = node.kwargs.get(f"{prefix}_base_index")
@@ -89,9 +92,23 @@ def _functionalised_v2(node: Node) -> Call:
         after = parts.get(first + base)
         if f"{prefix}_size" in node.kwargs or f"{prefix}_slice_dim" in node.kwargs:
             after = _view_after(node, prefix, after)
+            if not _is_whole(node, prefix, value(bases[base])):
+                views.add(position)
         if after is not None:
             results[position] = after
-    return _call(node, schema, given, parts, results)
+    return evolve(_call(node, schema, given, parts, results), parts=frozenset(views))
+
+
+def _is_whole(node: Node, prefix: str, base: Any) -> bool:
+    """Whether an argument lies as its base does."""
+    size, stride, offset = (node.kwargs.get(f"{prefix}_{part}") for part in ("size", "stride", "storage_offset"))
+    if not isinstance(size, list | tuple) or not isinstance(stride, list | tuple) or offset != base.storage_offset():
+        return False
+    return same_shape(_numbers(size), base.shape) and same_shape(_numbers(stride), base.stride())
+
+
+def _numbers(sizes: list[Any] | tuple[Any, ...]) -> list[Any]:
+    return [value(each) if isinstance(each, Node) else each for each in sizes]
 
 
 def _view_after(node: Node, prefix: str, base: Node | None) -> Node | None:
@@ -99,7 +116,7 @@ def _view_after(node: Node, prefix: str, base: Node | None) -> Node | None:
     size, stride = node.kwargs.get(f"{prefix}_size"), node.kwargs.get(f"{prefix}_stride")
     if base is None or not isinstance(size, list | tuple) or node.kwargs.get(f"{prefix}_storage_offset") != 0:
         return None
-    wanted = [[value(each) if isinstance(each, Node) else each for each in several] for several in (size, stride)]
+    wanted = [_numbers(several) for several in (size, stride)]  # type: ignore[arg-type]
     views = [
         user
         for user in base.users

@@ -109,7 +109,9 @@ def _found(call: Call, form: NormOp) -> FoundNorm | None:
         return None
     if factor.dim() != 1 or not same(factor.shape[0], width) or factor.device != tensor.device:
         return None
-    if form.out is not None and value(out).dtype != tensor.dtype:
+    if form.out is not None and (value(out).dtype != tensor.dtype or not same_shape(value(out).shape, tensor.shape)):
+        return None
+    if _part(call, form) is not None:
         return None
     try:
         add, quant = _add(call, form), _quant(call, form)
@@ -163,12 +165,18 @@ def _others_read(call: Call, form: NormOp) -> bool:
     )
 
 
+def _part(call: Call, form: NormOp) -> str | None:
+    """Why an input that the op writes into cannot be told, or None where it can."""
+    part = next((i for i in (form.x, form.residual) if i in call.parts), None)
+    return None if part is None else f"{call.name} reads a view of {call[part]}, and writes into it"
+
+
 def _near(call: Call, form: NormOp) -> NearNorm:
     epsilon, weight = call[form.epsilon], call[form.weight]
     return NearNorm(
         root=call.node,
         width=last_width(call[form.x]),
         epsilon=epsilon if isinstance(epsilon, float | int | Node) else None,
-        shared=None,
+        shared=_part(call, form),
         weights=(weight,) if isinstance(weight, Node) else (),
     )

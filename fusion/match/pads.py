@@ -37,9 +37,7 @@ def find_pads(normed: Node) -> FoundPads:
     Raises:
         Unmatched: nothing pads it, or not with zeros behind its columns, or to several widths.
     """
-    width = last_width(normed)
-    views = [view for view in reshapes_of(normed) if width is not None and same(last_width(view), width)]
-    pads = [user for view in views for user in view.users if user.target in _PADS and view in _first(user)]
+    views, pads = _readers(normed)
     if not pads:
         raise Unmatched(f"nothing pads the normed tensor {normed}")
     nodes: list[Node] = [*pads]
@@ -50,6 +48,21 @@ def find_pads(normed: Node) -> FoundPads:
     if len(widths) > 1 or padded is None:
         raise Unmatched(f"the norm is padded to {' and to '.join(widths)} columns, and one width is needed")
     return FoundPads(width=padded, pads=tuple(pads), nodes=tuple(dict.fromkeys(nodes)))
+
+
+def is_padded(normed: Node) -> bool:
+    """Whether anything pads a tensor, with whatever and wherever; a tensor that is joined with others is not padded."""
+    return any(
+        pad.target is not aten.cat.default or any(_filled(part) is not None for part in _first(pad))
+        for pad in _readers(normed)[1]
+    )
+
+
+def _readers(normed: Node) -> tuple[list[Node], list[Node]]:
+    """A tensor in its leading dimensions, and what may pad it."""
+    width = last_width(normed)
+    views = [view for view in reshapes_of(normed) if width is not None and same(last_width(view), width)]
+    return views, [user for view in views for user in view.users if user.target in _PADS and view in _first(user)]
 
 
 def _first(pad: Node) -> list[Any]:
@@ -86,10 +99,12 @@ def _check_cat(pad: Node, views: list[Node]) -> list[Node]:
 
 
 def _is_zero(node: Any) -> bool:
+    node = _filled(node)
+    return node is not None and (node.target in _ZEROS or operator.eq(node.args[_FULL[node.target]], 0))
+
+
+def _filled(node: Any) -> Node | None:
+    """What fills a tensor with one number."""
     while isinstance(node, Node) and node.target in ROW_PRESERVING | {aten.expand.default}:
         node = node.args[0]
-    if not isinstance(node, Node):
-        return False
-    if node.target in _ZEROS:
-        return True
-    return node.target in _FULL and operator.eq(node.args[_FULL[node.target]], 0)
+    return node if isinstance(node, Node) and (node.target in _ZEROS or node.target in _FULL) else None

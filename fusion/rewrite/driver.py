@@ -41,12 +41,12 @@ class Driver:
     def _fuse(self, use: SiteUse, moved: dict[Node, Node]) -> Use:
         missed: dict[str, str] = {}
         fused: str | None = None
-        form: str | None = None
+        form = left = None
         for fusion, decision in self._candidates(use):
             problem = use.problem or _outside(decision, use)
             if problem is None:
                 try:
-                    form = replace(fusion, use, self._plan, moved).op.name
+                    form, left = replace(fusion, use, self._plan, moved)
                 except Unmatched as reason:
                     problem = str(reason)
                 else:
@@ -55,7 +55,14 @@ class Driver:
             if decision.kind == "expected":
                 missed[fusion.name] = problem
         return Use(
-            site=use.site.name, fused=fused, missed=missed, form=form, how=use.how, weights=use.weights, whole=use.whole
+            site=use.site.name,
+            fused=fused,
+            missed=missed,
+            form=None if form is None else form.op.name,
+            left=left,
+            how=use.how,
+            weights=use.weights,
+            whole=use.whole,
         )
 
     def _candidates(self, use: SiteUse) -> list[tuple[Fusion, Decision]]:

@@ -19,7 +19,7 @@ from ..declare import REQUIRED, Rows, StaticScale
 from ..match.adds import find_add
 from ..match.errors import Unmatched
 from ..match.norms import FoundNorm
-from ..match.pads import find_pads
+from ..match.pads import find_pads, is_padded
 from ..match.patterns import find_op
 from ..match.values import is_contiguous, same_shape, value
 from ..plan import Plan
@@ -36,7 +36,7 @@ from .uses import SiteUse
 _COPIED_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "from_node", "seq_nr")
 
 
-def replace(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Form:
+def replace(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> tuple[Form, str | None]:
     """Replace a site's chain by the fusion's op, in the form that the graph calls for.
 
     Args:
@@ -45,17 +45,23 @@ def replace(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -
         plan: says how the site is quantised, and for which target.
         moved: nodes that earlier replacements took out -> what stands for them; added to.
 
+    Returns:
+        The form, and why a padding of the norm stayed behind it; None where none did.
+
     Raises:
         Unmatched: a step is not there, or the graph forbids the replacement. Nothing has been replaced then.
     """
     problem = Unmatched(f"{fusion.name} has no form")
+    left: str | None = None
     for form in fusion.forms:
+        pads = any(isinstance(step, Pad) for step in form.chain) and is_padded(use.norms[0].out)
         try:
             _replace(form, use, plan, moved)
         except Unmatched as reason:
             problem = reason
+            left = str(reason) if pads else left
         else:
-            return form
+            return form, left
     raise problem
 
 

@@ -103,27 +103,39 @@ def assert_padded(module: Any, dtype: torch.dtype, width: int = 256, wide: int =
 
 
 @pytest.mark.parametrize(
-    "reads",
+    ("reads", "reason"),
     [
-        lambda x: pad(x, (32, 0)),
-        lambda x: pad(x, (8, 24)),
-        lambda x: pad(x, (0, -16)),
-        lambda x: pad(x, (0, 32), value=1.0),
-        lambda x: pad(x, (0, 32, 0, 1)),
-        lambda x: torch.cat([x.new_zeros(5, 32), x], -1),
-        lambda x: torch.cat([x, x.new_ones(5, 32)], -1),
-        lambda x: torch.cat([x, x.new_zeros(1, 256)], 0),
-        lambda x: (pad(x, (0, 32)), pad(x, (0, 64))),
-        lambda x: pad(x * 2, (0, 32)),
+        (lambda x: pad(x, (32, 0)), "pads in front of the columns, or rows"),
+        (lambda x: pad(x, (8, 24)), "pads in front of the columns, or rows"),
+        (lambda x: pad(x, (-16, 32)), "cuts columns or rows off"),
+        (lambda x: pad(x, (0, 32), value=1.0), "pads with 1.0, and the fused op with zeros"),
+        (lambda x: pad(x, (0, 32, 0, 1)), "pads in front of the columns, or rows"),
+        (lambda x: torch.cat([x.new_zeros(5, 32), x], -1), "has something in front of the normed tensor"),
+        (lambda x: torch.cat([x, x.new_ones(5, 32)], -1), "which is not of zeros"),
+        (lambda x: torch.cat([x, x.new_zeros(1, 256)], 0), "joins along dimension 0, not along the last"),
+        (lambda x: (pad(x, (0, 32)), pad(x, (0, 64))), "padded to 288 and to 320 columns, and one width is needed"),
+        (lambda x: pad(x, (0, -16)), "cuts columns or rows off"),
+        (lambda x: (pad(x, (0, 32)), torch.cat([x, x.exp()], -1)), "which is not of zeros"),
+        # Nothing pads the norm.
+        (lambda x: pad(x * 2, (0, 32)), None),
+        (lambda x: torch.cat([x, x.exp()], -1), None),
     ],
 )
-def test_another_padding_is_left_behind_the_plain_norm(reads: Any) -> None:
+def test_another_padding_is_left_behind_the_plain_norm_with_its_reason(reads: Any, reason: str | None) -> None:
     module = Stream(reads)
     module.norm.bfloat16()
     x, residual = rows()
     traced = run(module, None, x, residual)
-    assert form_of(traced) == ADD and traced.report.of(ADD).matched == (SITE,)
-    assert "constant_pad" in traced.after[0] or "aten.cat" in traced.after[0] or "slice" in traced.after[0]
+    verdict = traced.report.of(ADD)
+    assert form_of(traced) == ADD and verdict.matched == (SITE,)
+    assert "constant_pad" in traced.after[0] or "aten.cat" in traced.after[0]
+    assert SITE not in traced.report.missed().get(ADD, {})  # of which a strict compilation makes errors
+    assert verdict.to_dict()["left"] == verdict.left
+    if reason is None:
+        assert verdict.left == {} and "padding" not in str(traced.report)
+    else:
+        assert list(verdict.left) == [SITE] and reason in verdict.left[SITE]
+        assert f"padding left: {SITE}: {verdict.left[SITE]}" in str(traced.report)
     with torch.no_grad():
         eager = module(x, residual)
     for got, wanted in zip(traced.output, eager, strict=True):
