@@ -116,7 +116,7 @@ def _view_after(node: Node, prefix: str, base: Node | None) -> Node | None:
     size, stride = node.kwargs.get(f"{prefix}_size"), node.kwargs.get(f"{prefix}_stride")
     if base is None or not isinstance(size, list | tuple) or node.kwargs.get(f"{prefix}_storage_offset") != 0:
         return None
-    wanted = [_numbers(several) for several in (size, stride)]  # type: ignore[arg-type]
+    wanted = [_numbers(several) for several in (size, stride)]
     views = [
         user
         for user in base.users

@@ -5,7 +5,7 @@ The elements are the same in the same order, so only views are needed, and they 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -19,7 +19,7 @@ from ..match.values import is_contiguous, same, same_shape, value
 from ..target import Target
 
 aten = torch.ops.aten
-Size = int | Node | tuple[str, int]
+Size: TypeAlias = int | Node | tuple[str, int]
 """A size of a view: a number, -1, a node that holds it, or ("dim", i) for that of the result's dimension i."""
 _Plan = list[tuple[Node, "list[Size] | None"]]
 
