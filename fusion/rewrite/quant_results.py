@@ -154,7 +154,7 @@ def _holder(before: Node, size: Any) -> Size:
         if node is before:
             break
         if isinstance(value(node), torch.SymInt) and same(value(node), size):
-            return node  # type: ignore[no-any-return]
+            return node
     return -1
 
 
