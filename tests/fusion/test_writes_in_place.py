@@ -109,8 +109,7 @@ def test_nothing_is_read_after_it_was_written(name: str, written: bool) -> None:
     module.recompile()
     (use,) = pipeline.report.records[0].uses
     assert use.fused is not None or written, use
-    assert all("writes in place between" in reason for reason in use.missed.values())
-    assert bool(use.missed) == written
+    assert ("writes in place between" in str(use.missed)) == written
     wanted = function(written, *(each.clone() for each in given))
     for got, right in zip(_flat(module(*given)), _flat(wanted), strict=True):
         torch.testing.assert_close(got.float(), right.float(), rtol=0.15, atol=0.15)
