@@ -56,7 +56,7 @@ test-engine-%: $(SOURCES)
 	PYTHON="$(PYTHON)" tests/engines/make_env.sh $* $(VENV)-$*
 	rm -rf build/lib
 	$(VENV)-$*/bin/python -m pip install -qq --no-deps --force-reinstall .
-	$(VENV)-$*/bin/python -m pytest -q tests/engines/test_$*_specs.py
+	$(VENV)-$*/bin/python -m pytest -q tests/engines/test_$*_*.py
 
 clean:
 	rm -rf $(VENV) $(ENGINES:%=$(VENV)-%) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

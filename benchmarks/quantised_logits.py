@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from layerfuse import fusion, registry
 from layerfuse.adapters.specs import WHOLE, FinalNormSpec, GatedMLPSpec, NormSpec, ResidualSpec
 from layerfuse.fusion import ActivationQuant, FusionConfig, Target
+from layerfuse.fusion.sites import ROLES
 from layerfuse.testing import small_model
 from layerfuse.verify import one_of_each
 
@@ -161,7 +162,12 @@ def measured(name: str, dtype: torch.dtype, scheme: str) -> dict[str, Any]:
     model, specs = MODELS[name](dtype)
     quantise(model, quant)
     fused = fusion.compile(
-        model, specs=specs, target=CPU, config=FusionConfig(level=2, quant=quant), strict=True, fullgraph=True
+        model,
+        specs=specs,
+        target=CPU,
+        config=FusionConfig(level=2, quant=dict.fromkeys(ROLES, quant)),
+        strict=True,
+        fullgraph=True,
     )
     # The rewritten graph runs op by op: the arithmetic is that of the ops, and no C++ is compiled.
     with mock.patch("torch._inductor.compile_fx.compile_fx_inner", lambda gm, _inputs, **_: gm):
