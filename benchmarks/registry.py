@@ -35,7 +35,14 @@ def least(call: Any, number: int, repeats: int = 7) -> float:
 
 def of_layers(count: int) -> torch.nn.Module:
     """The real transformers model with so many layers, its attention at full size, on the meta device."""
-    return full_model(attrs.evolve(registry.model(MODEL), num_hidden_layers=count))
+    entry = registry.model(MODEL)
+    at = entry.mlp_at()[:count]
+    mlps = {
+        name: attrs.evolve(kind, at=[i for i, found in enumerate(at) if found == name])
+        for name, kind in entry.mlps.items()
+        if name in at
+    }
+    return full_model(attrs.evolve(entry, num_hidden_layers=count, mlps=mlps))
 
 
 def bare_paths(facts: Facts) -> list[str]:

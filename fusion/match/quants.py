@@ -1,4 +1,4 @@
-"""Finding the quantisation of a normed tensor: what its readers compute, read backwards from the conversions to fp8.
+"""Finding the quantisation of a norm or a product: what its readers compute, read backwards from the conversions to fp8.
 
 Nothing is rewritten here. What cannot be taken in raises `Unmatched` with the reason, as a sentence.
 """
@@ -56,7 +56,7 @@ class FoundQuant:
 
 @frozen(kw_only=True, eq=False)
 class Readers:
-    """All that reads a normed tensor."""
+    """All that reads the result of a norm or a product."""
 
     quants: list[FoundQuant]
     problems: list[str]
@@ -76,7 +76,7 @@ def find_quants(normed: Node) -> list[FoundQuant]:
         raise Unmatched(found.problems[0])
     check_readers(found.quants)
     if found.others:
-        raise Unmatched(f"{found.others[0]} reads the normed tensor too, and needs it unquantised")
+        raise Unmatched(f"{found.others[0]} reads the result too, and needs it unquantised")
     return found.quants
 
 
@@ -105,7 +105,7 @@ def readers_of(normed: Node) -> Readers:
 def nothing_quantises(normed: Node) -> str:
     """The reason, with what reads the tensor instead."""
     readers = ", ".join(str(user) for user in list(normed.users)[:3])
-    return f"nothing quantises the normed tensor {normed}; its readers: {readers}"
+    return f"nothing quantises the result {normed}; its readers: {readers}"
 
 
 def reshapes_of(node: Node) -> list[Node]:
@@ -285,7 +285,7 @@ def _read(conversion: Node, normed: Node) -> FoundQuant:
         _back(each, normed, passed, floats=True) is normed for each, passed in zip(operands, behind, strict=True)
     ]
     if from_normed[0] is from_normed[1] or (scaled.target is aten.div.Tensor and from_normed[1]):
-        raise Unmatched(f"{conversion} quantises {scaled}, which is not the normed tensor over a scale")
+        raise Unmatched(f"{conversion} quantises {scaled}, which is not the result over a scale")
     nodes += behind[from_normed.index(True)]
     what, factor = operands if from_normed[0] else reversed(operands)
     aside: list[Node] = []

@@ -176,9 +176,12 @@ def _quantised(
         largest = 6.0
     else:
         step, largest = torch.exp2(torch.frexp(magnitude.clamp(min=2.0**-6)).exponent.double() - 4), 448.0
-    error = (values - (want / spread).clamp(-largest, largest)).abs() - magnitude * 4e-6
-    share = float((error > step / 2 * (1 + 1e-6)).double().mean())
-    # Triton's interpreter drops carries when it converts to fp8, and flushes its subnormals.
-    if share > (0.12 if interpreted and got.dtype != torch.uint8 else 0):
-        found.append(f"{share:.2%} of the values are off by more than half a step")
+    off = (values - (want / spread).clamp(-largest, largest)).abs() - magnitude * 4e-6 > step / 2 * (1 + 1e-6)
+    if interpreted and got.dtype != torch.uint8:
+        # Triton's interpreter drops the carry of a value that rounds up to a power of two, and flushes fp8's subnormals.
+        steps = magnitude / step
+        carries = (steps > 15.5 * (1 - 1e-5)) | (steps < 8 * (1 + 1e-5))
+        off &= ~(carries | (magnitude < 2.0**-6 * (1 + 1e-5)))
+    if bool(off.any()):
+        found.append(f"{float(off.double().mean()):.2%} of the values are off by more than half a step")
     return found

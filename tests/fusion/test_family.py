@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from typing import Any
 
 import attrs
 import pytest
 import torch
-from family_support import DEVICE, E4M3, FORMS, GPU, HEADS, Options, arguments, exact, problems
+from family_support import DEVICE, E4M3, FORMS, GPU, HEADS, Options, arguments, problems
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -165,8 +164,7 @@ def test_broken_rows_are_the_same_everywhere(name: str) -> None:
         assert not other[0].any() or declared.name in ("scales",), declared.name
         if declared.name != "kv" and want.dtype in (E4M3, torch.float32) and len(form.op.widths) == 1:
             assert wide[1].isnan().any(), "the NaN shows"
-    if any(argument.name == "epsilon" for argument in form.op.args):
-        assert exact(form, args)[0][4].isfinite().all()
+        assert wide[4].isfinite().all() and other[4].isfinite().all(), "a whole row stays whole"
 
 
 @triton
@@ -215,7 +213,6 @@ def test_every_form_is_covered() -> None:
                 assert len({options.limit for options in cases_of(name)}) > 1
     assert len(FORMS) > 30
     assert len({options.group_size for name in FORMS for options in cases_of(name)}) == 3
-    assert list(itertools.islice(FORMS, 1))
 
 
 @pytest.mark.parametrize("name", ["gated_rms_norm_group_quant"])

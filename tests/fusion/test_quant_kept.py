@@ -145,7 +145,7 @@ def test_the_query_latent_beside_its_quantisation(quant: str) -> None:
     [
         (lambda x: (*vllm_group(x, 64), x), "the graph quantises groups of 64, the plan says 128"),
         (lambda x: (*vllm_group(x, 64), *vllm_per_token(x)), "the graph quantises "),
-        (lambda x: (x, x * 2), "nothing quantises the normed tensor"),
+        (lambda x: (x, x * 2), "nothing quantises the result"),
         (keeps_the_largest, "a fused op does not compute"),
     ],
 )

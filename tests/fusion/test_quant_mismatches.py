@@ -115,7 +115,7 @@ def test_a_graph_break_in_between() -> None:
         specs=[("layer", mla_spec())],
     )
     verdict = traced.report.of(fusion_of("per_token"))
-    assert "nothing quantises the normed tensor" in verdict.missed["layer:latents"]
+    assert "nothing quantises the result" in verdict.missed["layer:latents"]
     assert verdict.missed["layer:latents"].endswith("; mla_dual_rms_norm was fused there instead")
     assert traced.fused == 1
 
@@ -130,7 +130,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("place", "reason"),
     [
-        ("the query", "nothing quantises the normed tensor"),
+        ("the query", "nothing quantises the result"),
         ("the scale", "the scale comes from mul_, which is no step of a known quantisation"),
         ("elsewhere", "add_ writes in place between mul_1 and convert_element_type_1"),
         ("after", None),

@@ -71,7 +71,7 @@ def test_one_layer_that_is_not_quantised_falls_back() -> None:
     traced = trace_quantised(model, tokens(), "group128", specs=paths(model, 3), kwargs={"use_cache": False})
     verdict = traced.report.of(fusion_of("group128"))
     assert verdict.matched == ("model.layers.0.self_attn:latents", "model.layers.2.self_attn:latents")
-    assert "nothing quantises the normed tensor" in verdict.missed["model.layers.1.self_attn:latents"]
+    assert "nothing quantises the result" in verdict.missed["model.layers.1.self_attn:latents"]
     assert verdict.missed["model.layers.1.self_attn:latents"].endswith("mla_dual_rms_norm was fused there instead")
     assert traced.report.of(PLAIN).fallback == ("model.layers.1.self_attn:latents",)
     assert traced.fused == 3

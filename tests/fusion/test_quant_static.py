@@ -189,7 +189,7 @@ def by_another_tensor(x: Tensor, scale: Tensor) -> Tensor:
         (by_another_tensor, (1,), ", and not from the values that are quantised"),
         (lambda x, scale: (x / 0.25).clamp(-MAX, MAX).to(FP8), (1,), "divided by the number 0.25"),
         (lambda x, scale: torch.ops.layerfuse.quantise_per_token(x, FP8, False), (1,), "the plan says a static scale"),
-        (lambda x, scale: x * scale, (1,), "nothing quantises the normed tensor"),
+        (lambda x, scale: x * scale, (1,), "nothing quantises the result"),
     ],
 )
 def test_left(quantise: Any, shape: tuple[int, ...], reason: str) -> None:
