@@ -15,17 +15,9 @@ from attrs import define, field, frozen
 
 from .compose import op_of, quantised_step
 from .declare import REQUIRED, Kernel, Op
+from .limits import TokenLimit
 from .sites import ROLES, Site
-from .steps import ORDER, Add, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step
-
-
-@frozen(kw_only=True)
-class TokenLimit:
-    """Up to how many tokens a fusion is taken at a site."""
-
-    most: int
-    reason: str
-    "A sentence."
+from .steps import ORDER, Add, AllReduce, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step
 
 
 def _steps(chain: Iterable[Any]) -> tuple[Step, ...]:
@@ -45,6 +37,13 @@ FAMILY = (
     Kernel(backend="triton", made_by="layerfuse.fusion.backends.triton.family:function_of"),
 )
 """The kernels of an op that is made from its chain."""
+
+
+COLLECTIVE = (
+    Kernel(backend="aiter"),
+    Kernel(backend="symm_mem", made_by="layerfuse.fusion.backends.symm_mem:function_of"),
+)
+"""The kernels of an op that starts with an all-reduce."""
 
 
 def _engines(several: Iterable[str]) -> frozenset[str]:
@@ -104,7 +103,9 @@ class Fusion:
 
     @backends.default
     def _family(self) -> tuple[Kernel, ...]:
-        return FAMILY if self._is_composed else ()
+        if not self._is_composed:
+            return ()
+        return FAMILY if self.all_reduce is None else COLLECTIVE
 
     @name.validator
     def _check_name(self, _: object, value: str) -> None:
@@ -147,6 +148,11 @@ class Fusion:
     def norms(self) -> tuple[Norm | GatedNorm, ...]:
         """The norms of the chain, in the order of the site's."""
         return tuple(step for step in self.chain if isinstance(step, Norm | GatedNorm))
+
+    @property
+    def all_reduce(self) -> AllReduce | None:
+        """The all-reduce, if the chain has one."""
+        return next((step for step in self.chain if isinstance(step, AllReduce)), None)
 
     @property
     def add(self) -> Add | None:
@@ -208,7 +214,7 @@ class Fusion:
             missing = [name for name in names if name not in taken]
             if missing:
                 yield f"{type(step).__name__} fills {', '.join(missing)}, which {self.op.name} does not take"
-            outs = step.outs if isinstance(step, Quant) else (step.out,)
+            outs = step.outs if isinstance(step, Quant) else () if isinstance(step, AllReduce) else (step.out,)
             absent = [out for out in outs if out not in given and not self._is_inner(step)]
             if absent:
                 yield f"{type(step).__name__} gives {', '.join(absent)}, which {self.op.name} does not return"
@@ -227,8 +233,10 @@ class Fusion:
 
 
 __all__ = [
+    "COLLECTIVE",
     "FAMILY",
     "Add",
+    "AllReduce",
     "Form",
     "Fusion",
     "FusionError",

@@ -1,6 +1,6 @@
 """The op that a chain composes to, and the chain written out as straight Python: nothing here needs torch.
 
-Arguments come in the order rows, weights, epsilons, weight offsets, options; results in the order quantisation, norms, sum.
+Arguments come in the order rows, weights, epsilons, process group, weight offsets, options; results in the order quantisation, norms, sum.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .declare import Argument, Epsilon, Like, Op, Padded, Result, Rows, Weight, WeightOffset
-from .steps import Add, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step
+from .declare import Argument, Epsilon, GroupName, Like, Op, Padded, Result, Rows, Weight, WeightOffset
+from .steps import Add, AllReduce, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step
 
-_KINDS: tuple[type[Argument], ...] = (Rows, Weight, Epsilon, WeightOffset)
+_KINDS: tuple[type[Argument], ...] = (Rows, Weight, Epsilon, GroupName, WeightOffset)
 
 
 def op_of(name: str, chain: Sequence[Step]) -> Op:
@@ -59,7 +59,7 @@ def _results(chain: Sequence[Step], main: Step, of: str) -> Iterator[Result]:
         yield from end.results(of)
     for step in chain:
         inside = step is main and ends and not (isinstance(step, Norm) and step.kept)
-        if not isinstance(step, Add | Quant | Pad) and not inside:
+        if not isinstance(step, AllReduce | Add | Quant | Pad) and not inside:
             yield from step.results(of)
     for step in chain:
         if isinstance(step, Add):
@@ -76,7 +76,10 @@ def _sentence(chain: Sequence[Step]) -> str:
     elif len(norms) > 1:
         said = "RMSNorm of the query latent and of the key/value latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)"
     else:
-        said = "RMSNorm of `x + residual`, and the sum itself" if add else "RMSNorm over the last dimension"
+        summed = (
+            "`all-reduce of x, + residual`" if any(isinstance(step, AllReduce) for step in chain) else "`x + residual`"
+        )
+        said = f"RMSNorm of {summed}, and the sum itself" if add else "RMSNorm over the last dimension"
     for step in chain:
         if isinstance(step, Quant):
             what = f"{norms[0].x} " if len(norms) > 1 else ""
@@ -100,13 +103,16 @@ _QUANTS = {
 
 
 def lines(chain: Sequence[Step], results: Sequence[Result]) -> Iterator[str]:
-    """The chain as Python statements over `_add`, `_norm`, `_gated_norm`, `_silu_mul`, `_quantise`, `_pad` and `_store`."""
+    """The chain as Python statements over `_all_reduce`, `_add`, `_norm`, `_gated_norm`, `_silu_mul`, `_quantise`, `_pad` and `_store`."""
     reads: dict[str, str] = {}
     main = quantised_step(chain)
     for step in chain:
-        if isinstance(step, Add):
+        if isinstance(step, AllReduce):
+            yield f"reduced_{step.x} = _all_reduce({step.x}, {step.group})"
+            reads[step.x] = f"reduced_{step.x}"
+        elif isinstance(step, Add):
             # What follows reads the sum where it would have read x.
-            yield f"made_{step.out} = _add({step.x}, {step.residual})"
+            yield f"made_{step.out} = _add({reads.get(step.x, step.x)}, {step.residual})"
             reads[step.x] = f"made_{step.out}"
         elif isinstance(step, Norm):
             offset = "0.0" if step.weight_offset is None else step.weight_offset

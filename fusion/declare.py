@@ -80,6 +80,19 @@ class Epsilon(Argument):
 
 
 @frozen(kw_only=True)
+class GroupName(Argument):
+    """The process group whose ranks call the op together, by name: a schema carries no communicator."""
+
+    schema = "str"
+    annotation = "str"
+
+    name: str = "group"
+    doc: str = (
+        "the name of a process group, as `torch.distributed.group.WORLD.group_name`: all its ranks make this call."
+    )
+
+
+@frozen(kw_only=True)
 class WeightOffset(Argument):
     """Added to the weight: 1.0 for zero-centred norms."""
 

@@ -17,6 +17,7 @@ from .declare import (
     Epsilon,
     Exponents,
     Flag,
+    GroupName,
     GroupSize,
     Like,
     Limit,
@@ -41,6 +42,25 @@ class FusionError(LayerfuseError, ValueError):
 
 GATES = ("silu", "sigmoid")
 """What the gate of a gated norm passes through."""
+
+
+@frozen(kw_only=True)
+class AllReduce:
+    """The sum over the ranks of a process group, in the order of the ranks and in float32: all of them get the same bits."""
+
+    x: str = "x"
+    group: str = "group"
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """What it fills."""
+        return (
+            Rows(name=self.x, doc="(..., width): this rank's part of the sum; every rank gives the same shape."),
+            GroupName(name=self.group),
+        )
+
+    def results(self, of: str) -> tuple[Result, ...]:  # noqa: ARG002 (the sum goes on unrounded into the add)
+        """What it gives."""
+        return ()
 
 
 @frozen(kw_only=True)
@@ -241,7 +261,7 @@ class Pad:
         return (Padded(name=self.out, of=of, doc="the norm with zeros behind it."),)
 
 
-Step: TypeAlias = Add | Norm | GatedNorm | SiluMul | Quant | Pad
+Step: TypeAlias = AllReduce | Add | Norm | GatedNorm | SiluMul | Quant | Pad
 """What may stand in a chain, in this order."""
 
-ORDER = (Add, Norm, GatedNorm, SiluMul, Quant, Pad)
+ORDER = (AllReduce, Add, Norm, GatedNorm, SiluMul, Quant, Pad)

@@ -11,6 +11,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
 
+from .groups import world_size
 from .norm import accumulator, normalise_over, normalise_wide
 from .quantisation import quantise, quantise_mxfp4, quantise_mxfp8, quantise_static
 
@@ -24,14 +25,28 @@ class _Sum:
     "Rounded already, so that the norm may be written over `wide`; `wide` itself where nothing is rounded."
 
 
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """The sum over a group's ranks, in the order of the ranks, in the accumulator dtype: not rounded.
+
+    Every rank gathers all parts, so that all get the same bits. A library's all-reduce promises no order and rounds in
+    between.
+    """
+    parts = torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(1, -1), world_size(group), group)
+    total = torch.zeros(x.numel(), dtype=accumulator(x.dtype), device=x.device)
+    for part in torch.ops._c10d_functional.wait_tensor(parts):
+        total += part
+    return total.view(x.shape)
+
+
 def _add(x: Tensor, residual: Tensor) -> _Sum:
     wide = x.to(accumulator(x.dtype))
-    if wide is x:
+    if wide is x and x.dtype == residual.dtype:
         total = x + residual
         return _Sum(total, total)
+    # Widened here, or the sum of an all-reduce: nobody else reads it.
     wide.add_(residual)
     # Contiguous by name: a single row counts as contiguous whatever its stride, and would keep it.
-    return _Sum(wide, wide.to(x.dtype, memory_format=torch.contiguous_format))
+    return _Sum(wide, wide.to(residual.dtype, memory_format=torch.contiguous_format))
 
 
 def _norm(x: Tensor | _Sum, weight: Tensor, epsilon: float, offset: float) -> Tensor:
@@ -81,6 +96,7 @@ def _store(value: Tensor | _Sum | _Padded, rows: Tensor) -> Tensor:
 
 
 REFERENCE: dict[str, Callable[..., Any]] = {
+    "_all_reduce": all_reduce,
     "_add": _add,
     "_norm": _norm,
     "_gated_norm": gated_norm,

@@ -14,6 +14,7 @@ from ..declare import (
     ColumnMajor,
     Epsilon,
     Exponents,
+    GroupName,
     GroupSize,
     Limit,
     Op,
@@ -27,6 +28,7 @@ from ..declare import (
     Weight,
     WeightOffset,
 )
+from .groups import GroupError, process_group
 from .norm import FLOATS
 from .quantisation import GROUP_SIZES, LARGEST, MX_COLUMNS
 
@@ -106,6 +108,8 @@ def _check_of(op: str, argument: Argument, quantises: bool, strided: bool) -> Ch
         return _one_of(op, argument.name, tuple(LARGEST))
     if isinstance(argument, GroupSize):
         return _group_check(op, argument)
+    if isinstance(argument, GroupName):
+        return _group_name_check(op, argument)
     if isinstance(argument, Choice):
         return _one_of(op, argument.name, argument.words)
     if isinstance(argument, Limit):
@@ -117,6 +121,16 @@ def _check_of(op: str, argument: Argument, quantises: bool, strided: bool) -> Ch
     if isinstance(argument, WeightOffset):
         return _offset_check(op, argument)
     return _aligned_check(op) if isinstance(argument, TmaAligned) else None
+
+
+def _group_name_check(op: str, argument: GroupName) -> Check:
+    def check(group: Any, _: Any) -> None:
+        try:
+            process_group(group)
+        except GroupError as error:
+            raise ValueError(f"{op}: {argument.name}: {error}") from None
+
+    return check
 
 
 def _group_check(op: str, argument: GroupSize) -> Check:

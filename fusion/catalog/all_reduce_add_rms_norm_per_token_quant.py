@@ -1,0 +1,19 @@
+"""The all-reduce, the residual add, the norm after it and its quantisation to fp8 with one scale per token in one launch.
+
+Every rank sums all parts in the order of the ranks, in float32: residual and norm come from the unrounded sum.
+"""
+
+from __future__ import annotations
+
+from ..chain import Add, AllReduce, Fusion, Norm, Quant
+from ..collectives import limit
+from ..sites import FINAL, INPUT, POST_ATTENTION
+
+FUSION = Fusion(
+    name="all_reduce_add_rms_norm_per_token_quant",
+    doc="one kernel for the all-reduce, the residual add, the norm after it and its quantisation to fp8 with one scale per token",
+    level=2,
+    roles=(INPUT, POST_ATTENTION, FINAL),
+    chain=(AllReduce, Add, Norm, Quant(per="token")),
+    limit=limit,
+)
