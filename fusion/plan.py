@@ -144,8 +144,11 @@ class Plan:
         where = f"{self.target}" if self.engine is None else f"{self.target} in {self.engine.name}"
         lines = [f"plan for {where}:"]
         for name in filter(self.concerns, FUSIONS):
-            kinds = Counter(d.kind for d in self.decisions if d.fusion == name)
-            counts = ", ".join(f"{kinds[kind]} {kind.replace('_', ' ')}" for kind in KINDS if kinds[kind])
+            kinds = Counter((KINDS.index(d.kind), str(d.tokens)) for d in self.decisions if d.fusion == name)
+            counts = ", ".join(
+                f"{count} {KINDS[kind].replace('_', ' ')}" + ("" if tokens == str(ANY) else f" ({tokens})")
+                for (kind, tokens), count in sorted(kinds.items())
+            )
             lines.append(f"  {name}: {counts}")
             # Sites of one kind give the same answer; saying it once per kind keeps 61 layers readable.
             reasons = Counter((d.kind, d.tokens, d.reason) for d in self.decisions if d.fusion == name)

@@ -84,7 +84,9 @@ def test_the_matrix(run):
     lines = run("plan", "--all-tp", "--aiter", "v0.1.14").out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("tokens up to"))
     of_heads = [*lines[:start], *(line for line in lines[start:] if line.startswith("["))]
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in of_heads if line and not line.startswith("heads of")}
+    rows = {
+        line.split()[0]: " ".join(line.split()[1:]) for line in of_heads if line and not line.startswith("heads of")
+    }
     assert rows["kimi-k2.5"] == "64 32 16 8→16 50% 4→16 75% 2→16 88%"
     assert rows["kimi-k3"].startswith("96 48 24→32 25% 12→16 25%")
     assert rows["glm-4.7-flash"].endswith("5→16 69% [2] [3] [4]")
