@@ -128,15 +128,14 @@ def _sum_of_several(path: list[Node]) -> _Reduced | None:
     """The sum of shared and routed experts, say, where each was reduced by itself."""
     total = path[-1]
     a, b = total.args
-    launches = [_launch(a), _launch(b)]
-    if all(len(_readers(node)) == 1 for node in path):
-        plain = total.kwargs.get("alpha", 1) == 1 and _alike(a, total) and _alike(b, total)
-        sides = [_reduced(side) if plain and isinstance(side, Node) else None for side in (a, b)]
-    else:
+    if any(len(_readers(node)) != 1 for node in path):
         # The residual stream, which others read: no sum that is looked into, unless both sides were reduced just before.
-        if None not in launches:
+        if None not in (_launch(a), _launch(b)):
             _check_readers(path, total)
         return None
+    if total.kwargs.get("alpha", 1) != 1:
+        return None
+    sides = [_reduced(side) if isinstance(side, Node) and _alike(side, total) else None for side in (a, b)]
     one, other = sides
     if one is None and other is None:
         return None
@@ -201,7 +200,7 @@ def _torch_group(group: Any) -> str:
 
 
 def _vllm_group(name: Any) -> str:
-    """torch's name of a group of vLLM's, which is never imported."""
+    """The name in torch.distributed of a group of vLLM's, which is never imported."""
     state = sys.modules.get("vllm.distributed.parallel_state")
     if state is None:
         raise Unmatched(f"{name!r} is a group of vLLM's, whose parallel_state is not loaded in this process")

@@ -26,7 +26,10 @@ def bind_all_reduce(
     the collectives of a group in one order.
 
     Args:
-        found: the add.
+        bound: gets the arguments of both steps.
+        step: the all-reduce.
+        add: the residual add behind it.
+        found: that add in the graph.
         before: the first node of the add and the norm.
         moved: as `emit.replace` has it.
 
