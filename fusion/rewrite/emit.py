@@ -24,13 +24,14 @@ from ..match.patterns import find_op
 from ..match.values import is_contiguous, same_shape, value
 from ..plan import Plan
 from ..sites import Site
-from ..steps import Add, GatedNorm, Norm, Pad, Quant, SiluMul
+from ..steps import Add, AllReduce, GatedNorm, Norm, Pad, Quant, SiluMul
 from .binding import Binding, needed_by, val_of
 from .gated import bind_gated_norm, bind_product, main_result
 from .hoisting import check_writes, hoist
 from .layouts import Made, view
 from .pad_results import PaddedResults
 from .quant_choice import all_of, some_of
+from .reduced import bind_all_reduce
 from .uses import SiteUse
 
 _COPIED_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "from_node", "seq_nr")
@@ -104,6 +105,7 @@ def _bind(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Bind
     _check_ops(form, use)
     norms, ends = iter(zip(use.norms, use.site.norms, strict=True)), any(isinstance(s, Quant | Pad) for s in form.chain)
     inner = quantised_step(form.chain) if ends else None
+    reduce = next((step for step in form.chain if isinstance(step, AllReduce)), None)
     for step in form.chain:
         if isinstance(step, Norm):
             _bind_norm(bound, step, *next(norms), inner=step is inner and not step.kept, moved=moved)
@@ -115,10 +117,13 @@ def _bind(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Bind
         if isinstance(step, Add):
             # Of what the norm reads, which is bound by now.
             found = use.norms[0].add or find_add(bound.args[step.x])
-            bound.args |= {
-                step.x: moved.get(found.x, found.x),
-                step.residual: moved.get(found.residual, found.residual),
-            }
+            if reduce is None:
+                bound.args |= {
+                    step.x: moved.get(found.x, found.x),
+                    step.residual: moved.get(found.residual, found.residual),
+                }
+            else:
+                bind_all_reduce(bound, reduce, step, found, found.out or min(use.norms[0].nodes), moved)
             if found.out is not None:
                 bound.outs[step.out] = found.out
                 bound.nodes.append(found.out)
