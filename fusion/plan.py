@@ -293,7 +293,8 @@ class _Decider:
             most = None if limit is None else limit.most
             if first != 1:
                 why = f"{' and '.join(holders)} takes the same nodes; this is taken where it is missed"
-                rows.append((fusion.name, "fallback", why, ANY if first is None else Tokens(1, first - 1)))
+                ends = [end for end in (most, None if first is None else first - 1) if end is not None]
+                rows.append((fusion.name, "fallback", why, Tokens(1, min(ends, default=None))))
             if first is not None and (most is None or first <= most):
                 how = f": {limit.how}" if limit is not None and limit.how else ""
                 rows.append((fusion.name, "expected", verdicts[fusion].reason + how, Tokens(first, most)))

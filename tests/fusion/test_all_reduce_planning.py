@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import attrs
 import pytest
 from reduced_support import sharded_spec
@@ -114,7 +116,7 @@ def test_quantised_forms_come_first_and_the_others_are_said_to_wait() -> None:
     every = [decision for decision in made.at(site) if decision.applies]
     assert [decision.fusion for decision in every] == [longest, "add_rms_norm_group_quant"]
     assert every[0].tokens.first == 1 and every[-1].tokens.last is None
-    for one, other in zip(every, every[1:], strict=False):
+    for one, other in pairwise(every):
         assert one.tokens.last is not None and other.tokens.first == one.tokens.last + 1
 
 
