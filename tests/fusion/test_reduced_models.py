@@ -69,16 +69,20 @@ def counting() -> Counter[str]:
 def on_a_rank(_rank: int, size: int) -> Any:
     """Each model sharded and fused, held against the whole one."""
     left, answers = counting(), []
-    for build, plans in ((deepseek, {}), (gpt_oss, {"ep_size": size})):
+    cases = (
+        (deepseek, {}, torch.float32, 1e-5),
+        (gpt_oss, {"ep_size": size}, torch.bfloat16, 2e-2),
+    )
+    for build, plans, dtype, tolerance in cases:
         torch._dynamo.reset()
         left.clear()
-        whole = build()
+        whole = build().to(dtype)
         fused = compile(sharded(copy.deepcopy(whole), size, tp_plan="auto", **plans))
         with torch.no_grad():
             wanted = whole(input_ids=TOKENS, use_cache=False).logits
             for _ in range(2):
                 given = fused(input_ids=TOKENS, use_cache=False).logits
-        torch.testing.assert_close(given, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+        torch.testing.assert_close(given, wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
         verdict = fused.report.of(REDUCED)
         assert sorted(verdict.matched) == ["model.layers.1:input", "model:final"], str(fused.report)
         assert verdict.last_call == 2
