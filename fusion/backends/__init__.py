@@ -30,6 +30,10 @@ def _refuses_nothing(case: Any) -> str | None:  # noqa: ARG001 (the default of B
     return None
 
 
+def _no_settings(case: Any) -> str:  # noqa: ARG001 (the default of Backend.settings)
+    return ""
+
+
 @frozen(kw_only=True)
 class Backend:
     """One implementation of one op."""
@@ -46,6 +50,8 @@ class Backend:
     "Device types where it is taken only when it is forced by name, because it is slow there."
     refuses: Callable[[Any], str | None] = _refuses_nothing
     "From the op's case (dtypes, widths and options of a call) to why it cannot take it, or None where it can."
+    settings: Callable[[Any], str] = _no_settings
+    "From a case to what else decides how it runs, line by line: for an op of several ranks they must be alike on all."
 
 
 @frozen
@@ -214,6 +220,17 @@ def survey(op: str, device: str, case: Hashable = None) -> tuple[tuple[str, str 
     """Every backend of an op in order of preference: (name, why it is not taken here, or None where it could be)."""
     wanted = wanted_for(op)
     return tuple((backend.name, _why_not(backend, device, case, wanted)) for backend in _backends.get(op, ()))
+
+
+def decision(op: str, device: str, case: Hashable) -> str:
+    """Which backend takes a case, and how, line by line: what the ranks of a process group compare.
+
+    Raises:
+        BackendError: as `choose`.
+    """
+    name = choose(op, device, case).name
+    settings = next(backend.settings(case) for backend in _backends[op] if backend.name == name)
+    return "\n".join(filter(None, [f"backend {name}", str(case), settings]))
 
 
 def chosen() -> dict[tuple[str, str], str]:

@@ -31,6 +31,7 @@ from .hoisting import check_writes, hoist
 from .layouts import Made, view
 from .pad_results import PaddedResults
 from .quant_choice import all_of, some_of
+from .ranks import check_kernel
 from .reduced import bind_all_reduce
 from .uses import SiteUse
 
@@ -82,6 +83,7 @@ def _replace(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> N
             val = op(*(each.float() if i in narrow else each for i, each in enumerate(values)))
     except (TypeError, ValueError, RuntimeError) as error:
         raise Unmatched(str(error).partition("\n")[0]) from None
+    check_kernel(form, values)
     reason = hoist((node for arg in args for node in needed_by(arg)), before=first)
     if reason is not None:
         raise Unmatched(reason)
@@ -153,13 +155,21 @@ def _bind_norm(
     if norm.weight_offset and step.weight_offset is None:
         raise Unmatched(f"{norm.out} adds {norm.weight_offset:g} to its weight, which the fused op does not")
     check_writes(min(norm.nodes), norm.out)
+    x = _unwidened(norm.x) if inner else norm.x
     # The spec's epsilon: a graph may have it rounded to float32.
-    bound.args |= {step.x: moved.get(norm.x, norm.x), step.weight: norm.weight, step.epsilon: spec.epsilon}
+    bound.args |= {step.x: moved.get(x, x), step.weight: norm.weight, step.epsilon: spec.epsilon}
     if step.weight_offset is not None:
         bound.args[step.weight_offset] = norm.weight_offset
     bound.nodes += norm.nodes
     if not inner:
         bound.outs[step.out] = norm.out
+
+
+def _unwidened(x: Node) -> Node:
+    """What was widened to float32: torch 2.11 leaves out the rounding between a norm and its quantisation."""
+    source = x.args[0] if x.target is torch.ops.prims.convert_element_type.default else None
+    widened = isinstance(source, Node) and value(source).dtype in (torch.bfloat16, torch.float16)
+    return source if widened and value(x).dtype == torch.float32 else x  # type: ignore[return-value]
 
 
 def _bind_quantised(bound: Binding, norm: FoundNorm, *, inner: bool) -> None:
