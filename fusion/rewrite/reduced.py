@@ -60,6 +60,6 @@ def _like(part: Node, residual: Node) -> Node | Made:
 def _added(parts: list[Any]) -> Node | Made:
     """The parts of several all-reduces as one: what they are on this rank is added before, in place of their sums behind."""
     if len(parts) == 1:
-        return parts[0]  # type: ignore[no-any-return]
+        return parts[0]
     first, *others = (part if isinstance(part, Made) else Made(of=part, val=value(part)) for part in parts)
     return Made(of=first.of, val=first.val.new_empty(first.val.shape), sizes=first.sizes, plus=tuple(others))

@@ -19,7 +19,7 @@ import torch.distributed as dist
 TIMEOUT = 180.0
 """Seconds that the ranks have in all."""
 
-GRACE = 5.0
+GRACE = 3.0
 """Seconds that the other ranks have once one has failed: most of them wait for it in a collective."""
 
 
@@ -53,19 +53,20 @@ def run_on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: f
             theirs.close()
             processes.append(process)
             ends[mine] = rank
+        problems: dict[int, str] = {0: "was not awaited"}
         try:
             answers, problems = _collect(ends, processes, time.monotonic() + timeout)
         finally:
             for process in processes:
-                if process.is_alive():
-                    process.kill()
+                process.join(0 if problems else GRACE)
+                process.kill()
                 process.join()
     if problems:
         raise RanksFailedError("\n".join(f"rank {rank} of {size}: {said}" for rank, said in sorted(problems.items())))
     return [answers[rank] for rank in range(size)]
 
 
-def _collect(ends: dict[Connection, int], processes: list[Any], until: float) -> tuple[dict[int, Any], dict[int, str]]:
+def _collect(ends: dict[Any, int], processes: list[Any], until: float) -> tuple[dict[int, Any], dict[int, str]]:
     """What the ranks return, and what went wrong."""
     answers: dict[int, Any] = {}
     problems: dict[int, str] = {}
@@ -75,9 +76,10 @@ def _collect(ends: dict[Connection, int], processes: list[Any], until: float) ->
             problems |= dict.fromkeys(ends.values(), "did not come to an end in time, and was killed")
             break
         for end in ready:
-            rank = ends.pop(end)  # type: ignore[call-overload]
+            said: Any
+            rank = ends.pop(end)
             try:
-                done, said = end.recv()  # type: ignore[union-attr]
+                done, said = end.recv()
             except EOFError:
                 processes[rank].join()
                 done, said = False, f"died with exit code {processes[rank].exitcode}"

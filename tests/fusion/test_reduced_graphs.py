@@ -299,16 +299,33 @@ def test_vllm_names_its_groups_itself(monkeypatch: pytest.MonkeyPatch, over: Ove
     assert "vllm.all_reduce" not in text and f", {coordinator.device_group.group_name}, 0.0)" in text
 
 
-def test_vllms_norm_that_adds(monkeypatch: pytest.MonkeyPatch, over: Over) -> None:
+@pytest.mark.parametrize("how", ["vllm_ir", "_C"])
+def test_vllms_norms_that_add(how: str, monkeypatch: pytest.MonkeyPatch, over: Over) -> None:
     coordinator = Coordinator(dist.group.WORLD)
     state = SimpleNamespace(_groups={"tp:0": weakref.ref(coordinator)})
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", state)
 
     class Layer(Joined):
         def forward(self, part: Tensor, residual: Tensor) -> Any:
-            x = torch.ops.vllm.all_reduce(part * 2, "tp:0")
-            return torch.ops.vllm_ir.fused_add_rms_norm(x, residual, self.norm.weight, 1e-6)
+            x, residual = torch.ops.vllm.all_reduce(part * 2, "tp:0"), residual * 1
+            if how == "vllm_ir":
+                return torch.ops.vllm_ir.fused_add_rms_norm(x, residual, self.norm.weight, 1e-6)
+            torch.ops._C.fused_add_rms_norm(x, residual, self.norm.weight, 1e-6)
+            return x * 1, residual
 
     (text,) = run(Layer(vllm_stream, over), None, *rows(), specs=[("layer", sharded_spec())]).after
     assert text.count(f"layerfuse.{REDUCED}") == 1
-    assert "vllm.all_reduce" not in text and "vllm_ir" not in text
+    assert "vllm.all_reduce" not in text and "fused_add" not in text.replace(REDUCED, "")
+
+
+def test_collectives_keep_an_order_that_the_graph_alone_decides(over: Over) -> None:
+    """One that was launched first moves behind one in between: on every rank, as all trace the same graph."""
+
+    def crossing(part: Tensor, residual: Tensor, over: Over) -> Tensor:
+        launched = c10d.all_reduce(part * 2, "sum", over.group)
+        between = reduced(residual, over, "max")
+        return between + c10d.wait_tensor(launched)
+
+    texts = [traced(crossing, over).after[0] for _ in range(2)]
+    assert texts[0] == texts[1]
+    assert 0 < texts[0].index("_c10d_functional.all_reduce") < texts[0].index(f"layerfuse.{REDUCED}")
