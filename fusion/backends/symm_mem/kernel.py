@@ -28,7 +28,7 @@ from ..triton.rows import (
 @triton.jit
 def _as_words(values, WORD: tl.constexpr):
     """The bits of a row. The NaN whose bits are all ones means that nothing has arrived: it becomes another NaN."""
-    NAN: tl.constexpr = 0x7FFF if WORD == tl.int16 else 0x7FFFFFFF
+    NAN: tl.constexpr = (1 << (WORD.primitive_bitwidth - 1)) - 1
     words = ()
     for i in tl.static_range(0, len(values)):
         bits = values[i].to(WORD, bitcast=True)
@@ -37,7 +37,9 @@ def _as_words(values, WORD: tl.constexpr):
 
 
 @triton.jit
-def _plane(buffers, owner, source, phase, WORLD: tl.constexpr, MOST: tl.constexpr, PITCH: tl.constexpr, WORD: tl.constexpr):
+def _plane(
+    buffers, owner, source, phase, WORLD: tl.constexpr, MOST: tl.constexpr, PITCH: tl.constexpr, WORD: tl.constexpr
+):
     """In the owner's buffer, the first row of what a source sends in a phase."""
     start = tl.load(buffers + owner).to(tl.pointer_type(WORD))
     return tl.multiple_of(start, 16) + (phase * WORLD + source).to(tl.int64) * (MOST * PITCH)
@@ -105,7 +107,7 @@ def all_reduce_row_norm(
     EARLY: the next kernel may start once nothing is left to wait for, so that none spins beside this one.
     """
     TYPE: tl.constexpr = x.dtype.element_ty
-    WORD: tl.constexpr = tl.int32 if TYPE == tl.float32 else tl.int16
+    WORD: tl.constexpr = tl.int16 if TYPE.primitive_bitwidth == 16 else tl.int32
     if EARLY:
         tl_cuda.gdc_wait()
     row = row_numbers(tl.program_id(0), rows, 1)

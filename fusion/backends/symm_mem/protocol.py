@@ -119,7 +119,9 @@ class Exchange:
             if rank.call == len(self.calls):
                 continue
             if all(stage == 2 for stage in rank.stages):
-                if not (self.rules.ends and any(self._owner(cell) == writer == number for writer, cell, _ in state.flying)):
+                if not (
+                    self.rules.ends and any(self._owner(cell) == writer == number for writer, cell, _ in state.flying)
+                ):
                     rows = self.calls[rank.call + 1].rows if rank.call + 1 < len(self.calls) else 0
                     after = Rank(rank.call + 1, (0,) * rows, rank.phases)
                     yield f"rank {number} ends call {rank.call}", self._with(state, number, after, ())
@@ -132,7 +134,11 @@ class Exchange:
 
     def problem_at_end(self, state: State) -> str | None:
         """What is wrong with a state that nothing follows."""
-        stuck = [f"rank {number} in call {rank.call}" for number, rank in enumerate(state.ranks) if rank.call < len(self.calls)]
+        stuck = [
+            f"rank {number} in call {rank.call}"
+            for number, rank in enumerate(state.ranks)
+            if rank.call < len(self.calls)
+        ]
         if stuck:
             return f"deadlock: {', '.join(stuck)}"
         return None if not any(state.memory) else "words are left over"

@@ -5,11 +5,12 @@ Either all ranks have it or none does, and then all know why: a rank that used i
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -104,7 +105,8 @@ def _set_up(group: dist.ProcessGroup, x: Tensor) -> Workspace | None:
 def _told(group: dist.ProcessGroup, device: torch.device, mine: Any) -> list[Any]:
     """What each rank says, in the order of ranks."""
     every: list[Any] = [None] * group.size()
-    with torch.cuda.device(device if device.type == "cuda" else None):  # NCCL's objects travel over the current device
+    # NCCL carries objects over the current device.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         dist.all_gather_object(every, mine, group=group)
     return every
 
@@ -118,7 +120,7 @@ def problem(device: torch.device) -> str | None:
     if device.type != "cuda" or torch.version.hip:
         return f"symmetric memory is for NVIDIA GPUs here, and the rows are on {device.type}"
     try:
-        import torch.distributed._symmetric_memory  # noqa: F401
+        importlib.import_module("torch.distributed._symmetric_memory")
     except ImportError as error:
         return f"torch {torch.__version__} has no symmetric memory ({error})"
     return None

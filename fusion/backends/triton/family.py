@@ -110,9 +110,7 @@ def _quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any,
 # ---- one norm per row ------------------------------------------------------------------------------------------------
 
 
-def _row(
-    name: str, mode: int, kept: bool, adds: bool, pads: bool, launch: Callable[..., None]
-) -> Callable[..., Any]:
+def _row(name: str, mode: int, kept: bool, adds: bool, pads: bool, launch: Callable[..., None]) -> Callable[..., Any]:
     first = 1 + adds
 
     def function(*args: Any) -> Any:
