@@ -136,7 +136,7 @@ if __name__ == "__main__":
     for target in TARGETS:
         for op, declared in FORMS.items():
             if op.startswith("all_reduce_"):
-                if target == "sm90" or (target == "sm100" and not declared.chain[3:]):  # NVIDIA's alone
+                if target == "sm90" or (target == "sm100" and not (declared.chain or ())[3:]):  # NVIDIA's alone
                     found.append(built(target, op, (7168,), FEW, early=True))
                 continue
             widths = (1536, 512) if len(declared.widths) == 2 else (128,) if declared.rows[0].heads else (7168,)
