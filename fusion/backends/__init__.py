@@ -266,6 +266,10 @@ def backend_of(op: Op, kernel: Kernel) -> Backend:
         from .triton import backend as triton_backend
 
         return triton_backend(op, kernel)
+    if kernel.backend == "symm_mem":
+        from .symm_mem.backend import backend as symm_mem_backend
+
+        return symm_mem_backend(op, kernel)
     return Backend(
         name=kernel.backend,
         op=op.name,
