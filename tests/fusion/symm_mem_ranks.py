@@ -16,7 +16,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from attrs import frozen
-from family_support import FORMS, Options, arguments
+from family_support import REDUCED, Options, arguments
 
 from layerfuse.fusion.chain import Form
 from layerfuse.fusion.compose import op_of
@@ -24,7 +24,7 @@ from layerfuse.fusion.compose import op_of
 WIDTH, MOST = 96, 5
 WIDE = 8200
 """Wider than a chunk."""
-NAMES = sorted(name for name in FORMS if name.startswith("all_reduce_"))
+NAMES = sorted(name for name in REDUCED if name.startswith("all_reduce_"))
 
 
 @frozen
@@ -41,7 +41,7 @@ class Case:
     @property
     def local(self) -> Form:
         """The form without its all-reduce."""
-        form = FORMS[self.name]
+        form = REDUCED[self.name]
         chain = form.chain[1:]
         return Form(chain=chain, op=op_of(self.name.removeprefix("all_reduce_"), chain))
 
@@ -113,7 +113,7 @@ def rank_main(
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     groups = [dist.group.WORLD.group_name, dist.new_group().group_name]
-    functions, random, results = {name: function_of(FORMS[name].op) for name in NAMES}, Random(rank), []
+    functions, random, results = {name: function_of(REDUCED[name].op) for name in NAMES}, Random(rank), []
     for (row_bytes, item, second), several in buffers.items():
         like = torch.empty(1, row_bytes // item, dtype=torch.float32 if item == 4 else torch.bfloat16)
         workspaces.keep(groups[second], like, workspace(several, rank, -(-row_bytes // 16) * 16))

@@ -24,8 +24,27 @@ def backend(op: Op, kernel: Kernel) -> Backend:
         return refuses_case(case) or _refuses_group(case) or own(case)
 
     return Backend(
-        name="symm_mem", op=op.name, load=functools.partial(loaded, op, kernel), runs_on=_runs_on, refuses=refuses
+        name="symm_mem",
+        op=op.name,
+        load=functools.partial(loaded, op, kernel),
+        runs_on=_runs_on,
+        refuses=refuses,
+        prepare=_prepare,
+        settings=_settings,
     )
+
+
+def _prepare(case: Any, device: Any) -> str | None:
+    from .workspaces import why_not, workspace_of
+
+    if workspace_of(case.group, torch.empty((1, case.width), dtype=case.dtype, device=device)) is not None:
+        return None
+    return why_not(case.group) or "the group has no workspace"
+
+
+def _settings(case: Any) -> str:
+    ranks = process_group(case.group).size()
+    return f"one shot to {one_shot_tokens(case.width, case.dtype.itemsize, ranks)} tokens"
 
 
 def _runs_on(device: str) -> tuple[bool, str]:
