@@ -1,0 +1,242 @@
+"""Up to how many tokens AITER's fused all-reduce runs in one stage, and up to how many in two: from its kernels' layout.
+
+Read off `csrc/include/custom_all_reduce.cuh` and its callers, release by release. Pure numbers, without torch, so that a
+plan says the same as the ranks decide, and all ranks decide alike.
+
+In one stage every rank reads all parts of every row. In two, each sums its share of the rows for all, and reads the sums.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+from attrs import evolve, frozen
+
+from .releases import RELEASES, ReleaseRange, is_after
+
+Kind = Literal["plain", "pad", "token", "group"]
+"""What is made of the norm: nothing, columns of zeros behind it, fp8 with one scale per token, or per group of columns."""
+
+PACK = 16
+"""Bytes that a thread loads at once."""
+
+WORLD_SIZES = (2, 4, 8)
+"""Others throw, though the plain all-reduce takes 6 too; up to v0.1.11.post1 they print a message and go on."""
+
+_KIB, _MIB = 1024, 1024 * 1024
+_BLOCKS = 80
+"""kMaxBlocks: up to v0.1.16.post6 one stage throws above as many tokens; from then on it loops."""
+_THREADS = 1024
+"""Of a block, each with one pack of a row."""
+
+_SINCE: dict[Kind, str] = {
+    "plain": "v0.1.7.post2",
+    "pad": "v0.1.16",
+    "token": "v0.1.10.post3",
+    "group": "v0.1.14-rc0",
+}
+"""The first release with the kernel that takes a residual."""
+_ONE_STAGE_SINCE = "v0.1.10.post2"
+_DYNAMIC_SINCE = "v0.1.12"
+"""Before, one stage and the quantising kernels were compiled for four widths."""
+_LOOPS_SINCE = "v0.1.17-rc0"
+_ENDS_SINCE = "v0.1.19.post1"
+"""From here on ranks wait for one another at the end of one stage."""
+_WIDTHS = (512, 1024, 2048, 4096)
+
+
+@frozen(kw_only=True)
+class Gate:
+    """Whose limits beside the layout: what its owner found to pay, and what it takes for safe."""
+
+    name: str
+    one_stage_bytes: Callable[[Kind, int, str], int | None]
+    "From kind, world size and release to the most bytes of x for one stage; None: any."
+    two_stage_bytes: Callable[[Kind], int]
+    "The most bytes of x at all."
+    one_stage_tokens: int | None = None
+    careful: bool = False
+    "Whether it leaves out what a release does wrongly without an error."
+
+
+def _of_aiter(kind: Kind, world_size: int, release: str) -> int:
+    """`CudaCommunicator.fused_allreduce_rmsnorm` and its neighbours: 128 tokens of 7168 in 16 bits for all ranks."""
+    later = kind in ("plain", "pad") and _from(release, _LOOPS_SINCE)
+    return 128 * 7168 * 2 // world_size if later else 128 * _KIB
+
+
+def _most_of_aiter(kind: Kind) -> int:
+    return 4 * _MIB if kind == "token" else 64 * _MIB - 1
+
+
+def _of_vllm(kind: Kind, world_size: int, release: str) -> int | None:  # noqa: ARG001 (alike for all of them)
+    """`use_1stage_fused_ar_rms` of vLLM 0.33."""
+    return None if world_size == 2 else (256 if world_size <= 4 else 128) * _KIB - 1
+
+
+AITER = Gate(name="AITER", one_stage_bytes=_of_aiter, two_stage_bytes=_most_of_aiter)
+"""AITER's own, in its communicator's release."""
+
+VLLM = Gate(name="vLLM", one_stage_bytes=_of_vllm, two_stage_bytes=lambda _: 64 * _MIB, one_stage_tokens=80)
+"""vLLM's, whichever release it meets."""
+
+OURS = evolve(AITER, careful=True)
+"""AITER's, without what can give wrong numbers: what layerfuse's backend does."""
+
+
+@frozen(kw_only=True)
+class Stages:
+    """Up to how many tokens which kernel is taken."""
+
+    one_stage: int
+    "One stage from the first token to this one; 0: never."
+    two_stage: int
+    "Two stages behind those, up to this one; 0: never. Above: the all-reduce by itself."
+    reason: str
+    "What ends the two, as a sentence without a capital."
+
+    @property
+    def most(self) -> int:
+        """The most tokens for which there is a kernel."""
+        return max(self.one_stage, self.two_stage)
+
+    def of(self, tokens: int) -> int:
+        """1 or 2, or 0 where no kernel is taken."""
+        return 1 if tokens <= self.one_stage else 2 if tokens <= self.two_stage else 0
+
+
+@functools.lru_cache(maxsize=1024)
+def stages(
+    width: int,
+    itemsize: int,
+    world_size: int,
+    releases: str | ReleaseRange,
+    *,
+    kind: Kind = "plain",
+    padded_width: int | None = None,
+    gate: Gate = OURS,
+) -> Stages:
+    """The kernels of a fused all-reduce.
+
+    Args:
+        width: columns of x, (tokens, width).
+        itemsize: bytes of an element: 2, or 4 where nothing is quantised.
+        world_size: ranks of the group.
+        releases: one of AITER's, as `"v0.1.20"`, or what the installed build can be: then what is true of all of them.
+        kind: what is made of the norm.
+        padded_width: columns of the padded norm, for the kind `pad`.
+        gate: whose limits.
+
+    Raises:
+        ValueError: no release of that name is known.
+    """
+    known = _known(releases)
+    out = width if padded_width is None else padded_width
+    refusal = _refused(width, out, itemsize, world_size, kind)
+    if refusal is not None:
+        return Stages(one_stage=0, two_stage=0, reason=refusal)
+    one = min((_one_stage(width, out, itemsize, world_size, each, kind, gate) for each in known), key=_tokens)
+    two = min((_two_stage(width, itemsize, world_size, each, kind, gate) for each in known), key=_tokens)
+    reason = one[1] if one[1] == two[1] else f"one stage: {one[1]}; two stages: {two[1]}"
+    return Stages(one_stage=one[0], two_stage=two[0], reason=reason)
+
+
+_Limit = tuple[int, str]
+"""Tokens, and what ends there."""
+
+
+def _tokens(limit: _Limit) -> int:
+    return limit[0]
+
+
+def _known(releases: str | ReleaseRange) -> ReleaseRange:
+    if isinstance(releases, ReleaseRange):
+        return releases
+    if releases not in RELEASES:
+        raise ValueError(f"no release of AITER that is known here is called {releases!r}; give one, as 'v0.1.20'")
+    return ReleaseRange(releases, releases)
+
+
+def _from(release: str, first: str) -> bool:
+    return not is_after(first, release)
+
+
+def _refused(width: int, out: int, itemsize: int, world_size: int, kind: Kind) -> str | None:
+    """What no release takes."""
+    if world_size not in WORLD_SIZES:
+        return f"the kernels take 2, 4 and 8 ranks, not {world_size}"
+    if itemsize != 2 and (itemsize != 4 or kind in ("token", "group")):
+        return f"elements of {itemsize} bytes: the kernels take float16 and bfloat16, and float32 unquantised"
+    if width <= 0 or width * itemsize % PACK or out * itemsize % PACK:
+        return f"rows of {width} elements are no whole packs of {PACK} bytes"
+    return f"{out} columns are fewer than {width}" if out < width else None
+
+
+def _absent(release: str, kind: Kind, gate: Gate) -> str | None:
+    if not _from(release, _SINCE[kind]):
+        return f"the kernel came with {_SINCE[kind]}"
+    if gate.careful and not _from(release, _DYNAMIC_SINCE):
+        return f"before {_DYNAMIC_SINCE} epsilon becomes an integer, 0"
+    return None
+
+
+def _one_stage(width: int, out: int, itemsize: int, world_size: int, release: str, kind: Kind, gate: Gate) -> _Limit:
+    absent = _absent(release, kind, gate)
+    if absent is not None:
+        return 0, absent
+    if not _from(release, _ONE_STAGE_SINCE):
+        return 0, f"it came with {_ONE_STAGE_SINCE}"
+    if not _from(release, _DYNAMIC_SINCE) and width not in _WIDTHS:
+        return 0, f"before {_DYNAMIC_SINCE} for {', '.join(map(str, _WIDTHS))} columns only"
+    if max(width, out) * itemsize // PACK > _THREADS:
+        return 0, f"a row is more than {_THREADS} packs of {PACK} bytes, one for each thread"
+    if gate.careful and not _from(release, _ENDS_SINCE):
+        return 0, f"before {_ENDS_SINCE} a rank may overwrite its input while another still reads it"
+    size = gate.one_stage_bytes(kind, world_size, release)
+    limits = [] if size is None else [(size // (width * itemsize), f"{gate.name}'s limit of {_bytes(size)}")]
+    if not _from(release, _LOOPS_SINCE):
+        limits.append((_BLOCKS, f"one block for each token, {_BLOCKS} at most, before {_LOOPS_SINCE}"))
+    if gate.one_stage_tokens is not None:
+        limits.append((gate.one_stage_tokens, f"{gate.name}'s limit of {gate.one_stage_tokens} tokens"))
+    most = gate.two_stage_bytes(kind)
+    return min([*limits, (most // (width * itemsize), f"{gate.name}'s limit of {_bytes(most)}")], key=_tokens)
+
+
+def _two_stage(width: int, itemsize: int, world_size: int, release: str, kind: Kind, gate: Gate) -> _Limit:
+    absent = _absent(release, kind, gate)
+    if absent is not None:
+        return 0, absent
+    size, packs = width * itemsize, width * itemsize // PACK
+    if kind in ("token", "group"):
+        if not _from(release, _DYNAMIC_SINCE) and width not in _WIDTHS:
+            return 0, f"before {_DYNAMIC_SINCE} for {', '.join(map(str, _WIDTHS))} columns only"
+        if packs > _THREADS:
+            return 0, f"a row is more than {_THREADS} packs of {PACK} bytes, one for each thread"
+        if packs % 32:
+            return (
+                0,
+                f"a row is {packs} packs of {PACK} bytes, and those that fill no warp of 32 are left out of its norm",
+            )
+    elif not _from(release, _DYNAMIC_SINCE):
+        if size % _KIB or not 1 <= size // _KIB <= 32:
+            return 0, f"before {_DYNAMIC_SINCE} for rows of 1 to 32 whole KiB only"
+    elif not 64 <= packs <= 2048:
+        return 0, f"a row is {packs} packs of {PACK} bytes, and 64 to 2048 are taken"
+    if packs % world_size:
+        return 0, f"{packs} packs of {PACK} bytes do not divide among {world_size} ranks, and the rest would be dropped"
+    most = gate.two_stage_bytes(kind)
+    return most // size, f"{gate.name}'s limit of {_bytes(most)}"
+
+
+def _bytes(size: int) -> str:
+    """`128 KiB`, `under 64 MiB`, or the bytes themselves."""
+    for unit, name in ((_MIB, "MiB"), (_KIB, "KiB")):
+        for less, words in ((0, ""), (1, "under ")):
+            if (size + less) % unit == 0:
+                return f"{words}{(size + less) // unit} {name}"
+    return f"{size} bytes"
+
+
+__all__ = ["AITER", "OURS", "PACK", "VLLM", "WORLD_SIZES", "Gate", "Kind", "Stages", "stages"]
