@@ -129,6 +129,9 @@ def test_of_several_releases_what_is_true_of_all():
         assert together.one_stage == min(one.one_stage for one in each)
         assert together.two_stage == min(one.two_stage for one in each)
     assert stages(7168, 2, 4, ReleaseRange()).most == 0
+    grouped = stages(7168, 2, 4, ReleaseRange(), kind="group")
+    assert grouped == stages(7168, 2, 4, "v0.1.14-rc0", kind="group"), "those before have no such kernel"
+    assert stages(7168, 2, 4, ReleaseRange("v0.1.5", "v0.1.8"), kind="group").reason.startswith("the kernel came with")
 
 
 def test_of_an_amount_of_tokens():
