@@ -16,13 +16,15 @@ from attrs import field, frozen
 
 from .errors import FactsError, did_you_mean, shown
 from .sources import NormSource, Source, Weight, parse_norm, parse_source, parse_weight
-from .specs import FAMILY_OF, LayerSpec, kind_of
+from .specs import FAMILY_OF, LayerSpec, ResidualSpec, kind_of
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
 
 _EVERYTHINGS_BASE = ("object", "Module")
 
 PARALLEL_WORDS = ("tp_size", "tp_rank", "tp_weight")
+RESIDUAL_WORDS = ("mlp_weight",)
+"What the facts of a residual stream may say beside."
 """Beside the spec's own fields: the tensor-parallel size and rank (paths), and linear modules whose weight tells."""
 
 Parsed: TypeAlias = tuple[Source, ...] | NormSource | tuple[NormSource, ...] | tuple[Weight, ...]
@@ -67,13 +69,13 @@ class Facts:
 
 def fields_of(spec: type[Any]) -> dict[str, str]:
     """The fields that facts may speak of, with their kinds, in the spec's order."""
-    return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name != "parallel"}
+    return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name not in ("parallel", "mlp_ranks")}
 
 
 def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]:
     kinds = fields_of(spec)
     shardable = issubclass(spec, LayerSpec)
-    allowed = (*kinds, *(PARALLEL_WORDS if shardable else ()))
+    allowed = (*kinds, *(PARALLEL_WORDS if shardable else ()), *(RESIDUAL_WORDS if spec is ResidualSpec else ()))
     for name in words:
         if name not in allowed:
             raise FactsError(f"{spec.__name__} has no field {name!r}{did_you_mean(str(name), allowed)}")
@@ -94,7 +96,7 @@ def _parse_one(name: str, kind: str, words: Any) -> Parsed:
         if not listed:
             raise FactsError(f"{name}: expected at least one norm")
         return tuple(parse_norm(word, f"{name}.{i}", gated=False) for i, word in enumerate(listed))
-    if kind == "tp_weight":
+    if kind in ("tp_weight", "mlp_weight"):
         listed = words if isinstance(words, (list, tuple)) else [words]
         if not listed or not all(isinstance(word, str) for word in listed):
             raise FactsError(f"{name}: expected the paths of linear modules, got {shown(words)}")

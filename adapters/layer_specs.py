@@ -238,6 +238,9 @@ class ResidualSpec(LayerSpec):
     "The norm before each attention block: one, or two in LongCat-Flash."
     post_attention_norms: tuple[NormSpec, ...] = of_kind("norms")
     "The norm after each attention block, before the MLP."
+    mlp_ranks: int | None = of_kind("optional_count", default=None, eq=False, repr=False)
+    """Over how many ranks what the layer's MLP or experts give is summed, or None: nothing says it. Attention and MLP of one
+    layer may differ: transformers' plan for DeepSeek-V3 replicates the attention."""
 
     @property
     def input_norm(self) -> NormSpec:

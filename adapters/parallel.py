@@ -5,6 +5,7 @@ A size of 1 is never a guess: it is read off a weight that has its full shape, o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,6 +94,30 @@ def _is_fsdps(module: Any) -> bool:
         for base in type(module).__mro__
     )
     return by_class or hasattr(module, "_is_fsdp_managed_module")
+
+
+def ranks_summed(part: Any) -> int:
+    """Over how many ranks the result of a down projection, or of routed experts, is a partial sum.
+
+    Args:
+        part: a linear module, cut along its input features, or the weight of all experts, cut anywhere.
+
+    Raises:
+        UnreadableError: its weight does not tell.
+    """
+    weight = part.weight if hasattr(part, "in_features") else part
+    if not hasattr(type(weight), "device_mesh"):
+        if weight is part:
+            raise UnreadableError(f"a plain {type(part).__name__} tells nothing of its shards")
+        return shards_of_linear(part, (1,)).size
+    mesh, names = weight.device_mesh, weight.device_mesh.mesh_dim_names
+    if names is None:
+        raise UnreadableError("its weight is on a mesh without dimension names")
+    cut = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]
+    sharing = [i for i in cut if not _DATA_PARALLEL.search(names[i])]
+    if weight is not part:
+        sharing = [i for i in sharing if weight.placements[i].dim % weight.dim() == 1]
+    return math.prod(mesh.size(i) for i in sharing)
 
 
 _DATA_PARALLEL = re.compile(r"dp|data|replicate|shard")

@@ -24,7 +24,7 @@ from .errors import (
 )
 from .feeds import Feeds
 from .linear_quant import activation_quant_of
-from .parallel import ambient, shards_of_linear
+from .parallel import ambient, ranks_summed, shards_of_linear
 from .sources import Named, NormSource, Source
 from .specs import FinalNormSpec, GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
 
@@ -87,6 +87,8 @@ class _Reading:
             if issubclass(self.facts.spec, LayerSpec):
                 values["parallel"] = self.parallel(values, parallel, around)
                 self.complete(values)
+            if "mlp_weight" in self.facts.parsed:
+                values["mlp_ranks"] = self.mlp_ranks(self.facts.parsed["mlp_weight"])
             return self.facts.spec(**values)
         except SpecError as error:
             raise SpecError(f"{self.name()} ({error.what})", error.problems) from None
@@ -229,6 +231,14 @@ class _Reading:
                 rank = shards.rank if rank is None else rank
                 break
         return sources, rank, silent
+
+    def mlp_ranks(self, paths: Any) -> int | None:
+        for path in paths:
+            try:
+                return ranks_summed(path.read(self.layer))
+            except UnreadableError:
+                continue
+        return None
 
     def size(self, source: str, value: Any) -> int:
         size = whole(value)

@@ -61,12 +61,14 @@ TRANSFORMERS_RESIDUAL = Facts(
         "hidden_size": "hidden_size",
         "layer_index": "self_attn.layer_idx",
         "tp_weight": "self_attn.o_proj.in_features",
+        "mlp_weight": ["mlp.down_proj", "mlp.experts.down_proj", "mlp.shared_experts.down_proj"],
         **norms("variance_epsilon", TRANSFORMERS_FIRST_PROJECTIONS, SPLIT_MLP),
     },
 )
 VLLM_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
     layer_index="layer_idx",
     tp_weight=None,
+    mlp_weight=None,
     tp_size="self_attn.o_proj.tp_size",
     tp_rank="self_attn.o_proj.tp_rank",
     **norms("variance_epsilon", VLLM_FIRST_PROJECTIONS, MERGED_MLP),
@@ -74,6 +76,7 @@ VLLM_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
 SGLANG_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
     layer_index="layer_id",
     tp_weight=None,
+    mlp_weight=None,
     # MLA, then Kimi's delta attention: no module here holds the size itself.
     tp_size=["self_attn.num_heads / self_attn.num_local_heads", "self_attn.num_heads / self_attn.local_num_heads"],
     tp_rank="self_attn.o_proj.tp_group.rank_in_group",

@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
 
 from ..fusion.chain import Form
 from ..fusion.compose import written
+from ..fusion.ops.groups import world_size
 from ..fusion.ops.quantisation import quantise_mxfp4, quantise_mxfp8
 
 Results = tuple[Tensor, ...]
@@ -68,6 +69,13 @@ def quantise(
     return quantised.view(-1, groups * size)[:, :width], scales
 
 
+def _parts(x: Tensor, group: str) -> Tensor:
+    """What each rank gives, (ranks, *x.shape)."""
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), world_size(group), group)
+    parts: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+    return parts
+
+
 def _torch_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
     if weight.dtype != x.dtype:  # rms_norm wants one dtype; a model with float32 weights norms in float32
         x, weight = x.float(), weight.float()
@@ -116,6 +124,7 @@ _ROUNDED: dict[str, Callable[..., Any]] = {
 
 EAGER: Arithmetic = {
     **_ROUNDED,
+    "_all_reduce": lambda x, group: _parts(x, group).sum(0),
     "_add": lambda x, residual: x + residual,
     "_norm": _torch_norm,
     "_gated_norm": _gated(_torch_norm),
@@ -126,6 +135,7 @@ EAGER: Arithmetic = {
 
 FUSABLE: Arithmetic = {
     **_ROUNDED,
+    "_all_reduce": lambda x, group: _parts(x, group).float().sum(0),
     "_add": lambda x, residual: x.float() + residual.float(),
     "_norm": wide_norm,
     "_gated_norm": _gated(wide_norm),
@@ -157,6 +167,7 @@ def _exact_gated(
 
 
 EXACT: Arithmetic = {
+    "_all_reduce": lambda x, group: _parts(x, group).double().sum(0),
     "_add": lambda x, residual: x.double() + residual.double(),
     "_norm": _exact_norm,
     "_gated_norm": _exact_gated,

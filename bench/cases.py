@@ -142,10 +142,13 @@ class Case:
 
 
 def forms() -> dict[str, tuple[Fusion, Form]]:
-    """Everything that can be measured: each fusion by its name, and its other forms by the names of their ops."""
+    """Everything that can be measured: each fusion by its name, and its other forms by the names of their ops.
+
+    What runs on several ranks at once is none of it.
+    """
     found: dict[str, tuple[Fusion, Form]] = {}
     for name, fusion in FUSIONS.items():
-        for form in fusion.forms:
+        for form in fusion.forms if fusion.all_reduce is None else ():
             found[name if form.op is fusion.op else form.op.name] = (fusion, form)
     return found
 
@@ -155,8 +158,11 @@ def known_form(name: str) -> tuple[Fusion, Form]:
 
     Raises:
         UnknownFusionError: there is none.
+        BenchError: it runs on several ranks at once.
     """
     known = forms()
+    if any(form.op.name == name for fusion in FUSIONS.values() if fusion.all_reduce for form in fusion.forms):
+        raise BenchError(f"{name} runs on several ranks at once, and this measures on one: it was not measured yet")
     if name not in known:
         raise UnknownFusionError(name, known)
     return known[name]

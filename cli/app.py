@@ -111,7 +111,7 @@ def models(files: tuple[Path, ...], json: bool) -> None:
 @click.option(
     "--aiter", "release", metavar="RELEASE", help="AITER's release, as v0.1.14; the newest known if not given."
 )
-@click.option("--all-tp", is_flag=True, help="A matrix instead: MLA models against tensor-parallel sizes.")
+@click.option("--all-tp", is_flag=True, help="Matrices instead: models against tensor-parallel sizes.")
 @_files
 @_json
 @click.option("--svg", metavar="FILE", type=_NEW_FILE, help="Write the answer as a picture.")
@@ -136,14 +136,15 @@ def plan(
 
     With --batch, --queries, --context, --kv or --aiter it also shows what attention allocates: the heads that AITER's MLA
     decode is given, its buffers and scratch, cache and state, and known issues of the release. With --all-tp it
-    shows the heads of all MLA models, or of MODEL, at every tensor-parallel size.
+    shows the heads of all MLA models, or of MODEL, at every tensor-parallel size, and up to how many tokens all-reduces
+    are fused there.
 
     Exits with 1 where the model cannot be sharded that way.
 
     \b
     Keys of the JSON:
       model, hf_id, adapter, tp, rank, engine, num_hidden_layers, notes
-      target   {arch, vendor, fp8}
+      target   {arch, vendor, fp8, aiter}
       config   which fusions were wanted
       kinds    a list of {kind, family, count, layers, spec, sites};
                sites: role -> a list of {fusion, decision, reason,
@@ -155,6 +156,8 @@ def plan(
       target, kv, aiter, queries, degrees
       models   a list of {model, num_heads, cells}; a cell is {tp,
                local_heads, kernel_heads, how, waste_percent, refused}
+      all_reduce  a list of {model, cells}; a cell is {tp, tokens,
+               stages, reason, refused}; tokens: null for any number
 
     \b
     Examples:

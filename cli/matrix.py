@@ -1,37 +1,46 @@
-"""`layerfuse plan --all-tp`: every MLA model against tensor-parallel degrees: local heads, padded heads, waste."""
+"""`layerfuse plan --all-tp`: every model against tensor-parallel degrees.
+
+MLA models with their local heads, padded heads and waste; all models with the tokens up to which all-reduces are fused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from ..adapters.errors import SpecError
-from ..adapters.specs import MLASpec
-from ..fusion import Target
+from ..adapters.specs import MLASpec, ResidualSpec
+from ..fusion import FUSIONS, Target, plan
 from ..fusion.metadata import HeadsRefusedError, plan_heads, releases_named
 from .console import show, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from ..registry.catalog import ModelEntry
 
 DEGREES = (1, 2, 4, 8, 16, 32)
+FUSED = "all_reduce_add_rms_norm"
 
 
 def matrix_data(
     entries: Sequence[ModelEntry], *, target: str, kv: str, release: str | None, queries: int
 ) -> dict[str, Any]:
-    """The matrix as plain data. Models without MLA have no row.
+    """The matrix as plain data. Models without MLA have no row among `models`.
 
     Raises:
         UnknownReleaseError: nothing is recorded of this release of AITER.
         UnknownTargetError: no such target.
     """
     device, release = Target.named(target), releases_named(release).last
-    rows = []
+    reduced = attrs.evolve(device, aiter=release)
+    rows, sums = [], []
     for entry in entries:
+        sums.append({"model": entry.name, "cells": [_reduced(entry, size, reduced) for size in DEGREES]})
         spec = next((spec for _, spec in entry.specs() if isinstance(spec, MLASpec)), None)
         if spec is not None:
             cells = [_cell(spec, size, device, kv, release, queries) for size in DEGREES]
@@ -43,7 +52,27 @@ def matrix_data(
         "queries": queries,
         "degrees": list(DEGREES),
         "models": rows,
+        "all_reduce": sums,
     }
+
+
+def _reduced(entry: ModelEntry, size: int, target: Target) -> dict[str, Any]:
+    """Up to how many tokens the all-reduce after an attention block is fused with the add and the norm."""
+    cell: dict[str, Any] = {"tp": size, "tokens": None, "stages": [], "reason": None, "refused": None}
+    try:
+        spec = next(spec for _, spec in entry.specs(size, 0) if isinstance(spec, ResidualSpec))
+    except SpecError as error:
+        return {**cell, "refused": error.problems[0]}
+    decided = plan([("layer", spec)], target)
+    site = decided.site["layer:post_attention"]
+    found = [d for d in decided.at(site.name) if d.fusion == FUSED]
+    expected = next((d for d in found if d.applies), None)
+    if expected is None:
+        return {**cell, "refused": found[0].reason}
+    fusion = FUSIONS[FUSED]
+    limit = None if fusion.limit is None else fusion.limit(site, target, None)
+    stages = [] if limit is None else list(limit.stages)
+    return {**cell, "tokens": expected.tokens.last, "stages": stages, "reason": expected.reason}
 
 
 def _cell(spec: MLASpec, size: int, target: Target, kv: str, release: str | None, queries: int) -> dict[str, Any]:
@@ -71,27 +100,43 @@ def show_matrix(data: dict[str, Any], to: Console) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    if not data["models"]:
-        to.print("no MLA layers here: only their heads are padded")
-        return
     reasons: dict[str, int] = {}
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column("model", no_wrap=True)
-    for degree in data["degrees"]:
-        table.add_column(f"TP {degree}", justify="right", no_wrap=True)
-    for row in data["models"]:
-        table.add_row(row["model"], *(_shown(cell, reasons) for cell in row["cells"]))
-    about = f"{data['target']['arch']}, {data['kv']}, AITER {data['aiter']}"
-    to.print(f"heads of a rank → heads of the kernel, and the share that is thrown away ({about})")
-    to.print()
-    show(table, to)
+
+    def table_of(rows: Sequence[dict[str, Any]], shown: Callable[[dict[str, Any], dict[str, int]], Text]) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+        table.add_column("model", no_wrap=True)
+        for degree in data["degrees"]:
+            table.add_column(f"TP {degree}", justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(row["model"], *(shown(cell, reasons) for cell in row["cells"]))
+        return table
+
+    arch, release = data["target"]["arch"], f"AITER {data['aiter']}"
+    if data["models"]:
+        to.print(
+            "heads of a rank → heads of the kernel, and the share that is thrown away "
+            f"({arch}, {data['kv']}, {release})\n"
+        )
+        show(table_of(data["models"], _shown), to)
+        to.print()
+    about = "in one stage / in two" if data["target"]["vendor"] == "amd" else "in one shot"
+    to.print(f"tokens up to which all-reduce, add and norm are one op, {about} ({arch}, 16 bits, {release})\n")
+    show(table_of(data["all_reduce"], _shown_reduced), to)
     if reasons:
         to.print()
     for reason, number in reasons.items():
         to.print(Text(f"[{number}] {reason}", style="dim"))
 
 
-def _shown(cell: dict[str, Any], reasons: dict[str, int]) -> Any:
+def _shown_reduced(cell: dict[str, Any], reasons: dict[str, int]) -> Text:
+    from rich.text import Text
+
+    if cell["refused"] is not None:
+        return Text(f"[{reasons.setdefault(cell['refused'], len(reasons) + 1)}]", style="red")
+    return Text(" / ".join(map(str, cell["stages"])) or "any", style="green")
+
+
+def _shown(cell: dict[str, Any], reasons: dict[str, int]) -> Text:
     from rich.text import Text
 
     if cell["refused"] is not None:

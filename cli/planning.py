@@ -71,7 +71,14 @@ def _sizes(entry: ModelEntry, engine: str | None) -> tuple[int, ...]:
 
 
 def plan_data(
-    entry: ModelEntry, *, tp: int, rank: int, target: str, engine: str | None, config: FusionConfig | None = None
+    entry: ModelEntry,
+    *,
+    tp: int,
+    rank: int,
+    target: str,
+    engine: str | None,
+    config: FusionConfig | None = None,
+    release: str | None = None,
 ) -> dict[str, Any]:
     """The whole answer as plain data; its keys are documented in `layerfuse plan --help` and do not change.
 
@@ -80,7 +87,12 @@ def plan_data(
         UnknownTargetError: no such target.
     """
     specs = sharded(entry, tp, rank, engine)
-    decided = plan(specs, Target.named(target), config, None if engine is None else Engine(name=engine))
+    device = Target.named(target)
+    if release is not None:
+        from ..fusion.metadata import releases_named
+
+        device = attrs.evolve(device, aiter=releases_named(release).last)
+    decided = plan(specs, device, config, None if engine is None else Engine(name=engine))
     kinds = []
     for kind in kinds_of(specs):
         kinds.append(
@@ -169,7 +181,12 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
         for role, decisions in kind["sites"].items():
             for label, decision in _listed(decisions):
                 verdict = (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
-                total = sum(other["sites"] for other in decisions if other["fusion"] == decision["fusion"])
+                # Ranges of tokens are of the same sites: those that start at one token count each site once.
+                total = sum(
+                    other["sites"]
+                    for other in decisions
+                    if other["fusion"] == decision["fusion"] and not other["tokens"].startswith("from ")
+                )
                 some = "" if decision["sites"] == total else f" at {decision['sites']} of {total}"
                 tokens = "" if decision["tokens"] == str(ANY) else f", {decision['tokens']}"
                 grid.add_row(f"  {role}: {label}", Text.assemble(verdict, f"{some}{tokens}: {decision['reason']}"))
@@ -242,7 +259,9 @@ def answer_plan(
     from .models import find_model
 
     entry = find_model(model, files)
-    data = plan_data(entry, tp=tp, rank=rank, target=target, engine=engine, config=config_for(quant))
+    data = plan_data(
+        entry, tp=tp, rank=rank, target=target, engine=engine, config=config_for(quant), release=asked.get("release")
+    )
     if asked:
         from .attention import Asked, attention_data
 

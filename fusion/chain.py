@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 from attrs import define, field, frozen
@@ -18,6 +18,9 @@ from .declare import REQUIRED, Kernel, Op
 from .limits import TokenLimit
 from .sites import ROLES, Site
 from .steps import ORDER, Add, AllReduce, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step
+
+Limit: TypeAlias = Callable[[Site, Any, Any], TokenLimit | None]
+"""From a site, a target and an engine or None to up to how many tokens a fusion is taken there; None: any number."""
 
 
 def _steps(chain: Iterable[Any]) -> tuple[Step, ...]:
@@ -89,8 +92,8 @@ class Fusion:
     "Engines in which it was measured faster than what the engine does without it: it is on there by default."
     off_in: Mapping[str, str] = field(factory=dict, repr=False)
     "Engine -> why it is off there, with the measurement, as a sentence."
-    limit: Callable[[Site, Any], TokenLimit | None] | None = field(default=None, repr=False)
-    "From a site and a target to the number of tokens up to which the fusion is taken there; None: any."
+    limit: Limit | None = field(default=None, repr=False)
+    "Up to how many tokens it is taken at a site; None: any number, everywhere."
     owner: str = "layerfuse"
     "The package that declares it."
 
@@ -153,6 +156,11 @@ class Fusion:
     def all_reduce(self) -> AllReduce | None:
         """The all-reduce, if the chain has one."""
         return next((step for step in self.chain if isinstance(step, AllReduce)), None)
+
+    @property
+    def takes_any_number(self) -> bool:
+        """Whether a graph for any number of tokens may hold its op, which does the chain in pieces beyond its range."""
+        return self.all_reduce is not None
 
     @property
     def add(self) -> Add | None:

@@ -5,12 +5,54 @@ Every rank computes this from the same numbers, so that all decide alike. Nothin
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
+from .backends.aiter.releases import NEWEST
+from .backends.aiter.stages import OURS, VLLM, Kind, stages
+from .backends.symm_mem.crossovers import one_shot_tokens
+from .chain import Limit
+from .engine import Engine
 from .limits import TokenLimit
 from .sites import Site
+from .target import Target
+
+ITEM_SIZE = 2
+"""Bytes of an activation: plans do not know the dtype, and models that are served over several GPUs have 16 bits."""
 
 
-def limit(site: Site, target: Any, engine: Any = None) -> TokenLimit | None:
-    """The range of a fused all-reduce at a site."""
-    return None
+def limit_of(kind: Kind | None) -> Limit:
+    """What `Fusion.limit` takes. `kind`: how AITER names what is made of the norm; None: it has no such kernel."""
+    return partial(_limit, kind)
+
+
+def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None) -> TokenLimit | None:
+    ranks, width = site.reduced, site.norms[0].width
+    if target.vendor == "cpu":
+        return None
+    after = "the plain all-reduce, then the fused add and norm"
+    if target.vendor == "nvidia":
+        most = one_shot_tokens(width, ITEM_SIZE, ranks)
+        if not most:
+            return TokenLimit(most=0, reason=f"the kernel is for 2 to 8 GPUs of one host, not for {ranks}")
+        return TokenLimit(
+            most=most,
+            reason=f"{after}: NCCL moves fewer bytes",
+            how=f"one shot to {most} tokens",
+            stages=(most,),
+            unless_switched_on=f"its kernel has not run on a GPU yet, so that nobody knows whether {target} gains by it",
+        )
+    if kind is None:
+        return TokenLimit(most=0, reason="AITER's fused all-reduces have no such form")
+    release = target.aiter or NEWEST
+    gate = VLLM if engine is not None and engine.name == "vllm" else OURS
+    found = stages(width, ITEM_SIZE, ranks, release, kind=kind, gate=gate)
+    if not found.most:
+        return TokenLimit(most=0, reason=f"AITER {release}: {found.reason}")
+    said = [(found.one_stage, "one stage"), (found.two_stage if found.two_stage > found.one_stage else 0, "two stages")]
+    how = ", ".join(f"{name} to {most} tokens" for most, name in said if most)
+    return TokenLimit(
+        most=found.most,
+        reason=f"{after}: {found.reason} (AITER {release})",
+        how=how,
+        stages=tuple(most for most, _ in said if most),
+    )

@@ -15,13 +15,14 @@ from attrs import define, field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
 from ..adapters.layer_specs import LayerSpec
-from ..adapters.specs import AnySpec, FinalNormSpec, KernelSpec, ResidualSpec
+from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
 from .catalog import FUSIONS
 from .chain import Fusion
 from .config import FusionConfig
 from .engine import NAMES as ENGINES
 from .engine import Engine
-from .sites import OUTPUT, Site, sites_of
+from .limits import TokenLimit
+from .sites import FINAL, INPUT, OUTPUT, Site, sites_of
 from .target import Target
 from .verdict import Kind, Verdict, verdict
 
@@ -143,8 +144,11 @@ class Plan:
         where = f"{self.target}" if self.engine is None else f"{self.target} in {self.engine.name}"
         lines = [f"plan for {where}:"]
         for name in filter(self.concerns, FUSIONS):
-            kinds = Counter(d.kind for d in self.decisions if d.fusion == name)
-            counts = ", ".join(f"{kinds[kind]} {kind.replace('_', ' ')}" for kind in KINDS if kinds[kind])
+            kinds = Counter((KINDS.index(d.kind), str(d.tokens)) for d in self.decisions if d.fusion == name)
+            counts = ", ".join(
+                f"{count} {KINDS[kind].replace('_', ' ')}" + ("" if tokens == str(ANY) else f" ({tokens})")
+                for (kind, tokens), count in sorted(kinds.items())
+            )
             lines.append(f"  {name}: {counts}")
             # Sites of one kind give the same answer; saying it once per kind keeps 61 layers readable.
             reasons = Counter((d.kind, d.tokens, d.reason) for d in self.decisions if d.fusion == name)
@@ -196,7 +200,7 @@ def plan(
             f"{len(twice)} layers have more than one spec of a type ({layer!r} has several {kind}); give each spec "
             "with the path of its own layer, as (path, spec)"
         )
-    sites = tuple(site for layer, spec in placed for site in sites_of(layer, spec))
+    sites = tuple(_reduced(placed, (site for layer, spec in placed for site in sites_of(layer, spec))))
     decide = _Decider(target, config, engine)
     decisions = tuple(decision for site in sites for decision in decide(site))
     return Plan(target=target, config=config, engine=engine, specs=placed, sites=sites, decisions=decisions)
@@ -215,6 +219,26 @@ def _placed(spec: Placed) -> tuple[str, AnySpec]:
     return (pair[0] if isinstance(spec, tuple) else _label(pair[1])), pair[1]
 
 
+def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> Iterable[Site]:
+    """The sites, with how far the MLP in front of a decoder layer, or of the final norm, is sharded where a spec says it.
+
+    Attention and MLP of one model may differ: transformers replicates DeepSeek-V3's attention.
+    """
+    mlps: dict[int, int] = {}
+    for _, spec in placed:
+        # Shared experts may be whole on every rank where the routed ones beside them are not.
+        if isinstance(spec, GatedMLPSpec) and spec.layer_index is not None and spec.parallel.size > 1:
+            mlps[spec.layer_index] = spec.parallel.size
+    for _, spec in placed:
+        if isinstance(spec, ResidualSpec) and spec.mlp_ranks is not None:
+            mlps[spec.layer_index] = spec.mlp_ranks
+    for site in sites:
+        after_mlp = site.role == FINAL or (site.role == INPUT and site.adds)
+        index = site.spec.layer_index
+        ranks = mlps.get(index - (site.block == 0)) if after_mlp and index is not None else None
+        yield site if ranks is None else attrs.evolve(site, reduced=ranks)
+
+
 def _label(spec: AnySpec) -> str:
     name = f"layer {spec.layer_index}"
     if isinstance(spec, KernelSpec):
@@ -231,6 +255,8 @@ class _Decider:
         self._target = target
         self._config = config
         self._engine = engine
+        # Limits of other packages may look at all of a spec; those of all-reduces look at what the key holds.
+        self._limited = any(f.limit is not None and f.all_reduce is None for f in FUSIONS.values())
         self._known: dict[Any, list[tuple[str, Kind, str, Tokens]]] = {}
 
     def __call__(self, site: Site) -> list[Decision]:
@@ -239,12 +265,13 @@ class _Decider:
             site.role,
             site.norms,
             site.adds,
+            site.reduced,
             site.absent,
             site.unknown,
             quant,
             site.spec.layer_index == 0,
         )
-        if not site.norms or site.role == OUTPUT or any(fusion.limit is not None for fusion in FUSIONS.values()):
+        if not site.norms or site.role == OUTPUT or self._limited:
             key = (*key, site.spec)
         found = self._known.get(key)
         if found is None:
@@ -258,25 +285,29 @@ class _Decider:
         verdicts = {f: self._verdict(f, site, quant) for f in FUSIONS.values() if site.role in f.roles}
         # The longest chain first; of equal ones the catalog's first. What is left of the token counts goes on.
         wanted = sorted((f for f, v in verdicts.items() if v.kind == "expected"), key=lambda f: -len(f.chain))
-        left: Tokens | None = ANY
+        first: int | None = 1
         taken: dict[Fusion, list[tuple[str, Kind, str, Tokens]]] = {}
         holders: list[str] = []
         for fusion in wanted:
-            reason = verdicts[fusion].reason
-            limit = None if fusion.limit is None else fusion.limit(site, self._target)
-            rows = taken.setdefault(fusion, [])
-            if left is not None and (limit is None or left.first <= limit.most):
-                until = left.last if limit is None else limit.most
-                rows.append((fusion.name, "expected", reason, Tokens(left.first, until)))
-                left = None if limit is None else Tokens(limit.most + 1)
-                if limit is not None:
-                    rows.append((fusion.name, "not_applicable", limit.reason, Tokens(limit.most + 1)))
+            limit, rows = self._limit(fusion, site), taken.setdefault(fusion, [])
+            most = None if limit is None else limit.most
+            if first != 1:
+                verb, it = ("takes", "it is") if len(holders) == 1 else ("take", "they are")
+                why = f"{' and '.join(holders)} {verb} the same nodes; this is taken where {it} missed"
+                ends = [end for end in (most, None if first is None else first - 1) if end is not None]
+                rows.append((fusion.name, "fallback", why, Tokens(1, min(ends, default=None))))
+            if first is not None and (most is None or first <= most):
+                how = f": {limit.how}" if limit is not None and limit.how else ""
+                rows.append((fusion.name, "expected", verdicts[fusion].reason + how, Tokens(first, most)))
+                first = None if most is None else most + 1
                 holders.append(fusion.name)
-            else:
-                why = f"{' and '.join(holders)} takes the same nodes; this is taken where it is missed"
-                rows.append((fusion.name, "fallback", why, ANY))
+            if limit is not None:
+                rows.append((fusion.name, "not_applicable", limit.reason, Tokens(limit.most + 1)))
         for fusion, found in verdicts.items():
             yield from taken.get(fusion) or [(fusion.name, found.kind, found.reason, ANY)]
+
+    def _limit(self, fusion: Fusion, site: Site) -> TokenLimit | None:
+        return None if fusion.limit is None else fusion.limit(site, self._target, self._engine)
 
     def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Verdict:
         found = verdict(fusion, site, self._target, quant)
@@ -284,5 +315,10 @@ class _Decider:
             return found
         off = self._config.why_off(fusion, None if self._engine is None else self._engine.name)
         refusal = None if self._engine is None else self._engine.why_not(fusion.name, site.role)
+        limit = self._limit(fusion, site)
+        if limit is not None and limit.most < 1:
+            refusal = refusal or limit.reason
+        elif limit is not None and fusion.name not in dict(self._config.switches):
+            refusal = refusal or limit.unless_switched_on
         reason = refusal or off
         return found if reason is None else Verdict("refused", reason)

@@ -5,6 +5,8 @@ The site is the unit of planning, matching and reporting. A layer has several, a
 
 from __future__ import annotations
 
+from functools import partial
+
 from attrs import field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
@@ -98,6 +100,8 @@ class Site:
     "Which attention block of the layer: LongCat-Flash has two, each with an input and a post-attention norm."
     adds: bool = False
     "Whether a residual is added in front of the norm. The first layer's input norm has nothing to add."
+    reduced: int = 1
+    "Over how many ranks what joins the residual is summed: the tensor-parallel size of the attention or MLP before."
     absent: str | None = None
     "Why no fusion can stand here, as a sentence; None where one can."
     unknown: str | None = None
@@ -140,7 +144,9 @@ def sites_of(layer: str, spec: AnySpec) -> tuple[Site, ...]:
     if isinstance(spec, ResidualSpec):
         return tuple(_stream(layer, spec))
     if isinstance(spec, FinalNormSpec):
-        return (Site(layer=layer, role=FINAL, norms=(spec.final_norm,), spec=spec, adds=True),)
+        return (
+            Site(layer=layer, role=FINAL, norms=(spec.final_norm,), spec=spec, adds=True, reduced=spec.parallel.size),
+        )
     if isinstance(spec, GatedDeltaNetSpec):
         return (Site(layer=layer, role=OUTPUT, norms=(spec.output_norm,), spec=spec),)
     if isinstance(spec, GatedMLPSpec):
@@ -160,6 +166,8 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
     sites = []
     for block, (before, after) in enumerate(zip(spec.input_norms, spec.post_attention_norms, strict=True)):
         first = spec.layer_index == 0 and block == 0
-        sites.append(Site(layer=layer, role=INPUT, norms=(before,), spec=spec, block=block, adds=not first))
-        sites.append(Site(layer=layer, role=POST_ATTENTION, norms=(after,), spec=spec, block=block, adds=True))
+        at = partial(Site, layer=layer, spec=spec, block=block)
+        ranks = spec.parallel.size
+        sites.append(at(role=INPUT, norms=(before,), adds=not first, reduced=1 if first else ranks))
+        sites.append(at(role=POST_ATTENTION, norms=(after,), adds=True, reduced=ranks))
     return sites

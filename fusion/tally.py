@@ -118,18 +118,18 @@ class Tally:
                     # The graph may have been compiled for a sibling of which more is expected.
                     if (site, fusion) in self._expected:
                         missed.setdefault(fusion, {})[site] = with_fallback(reason, use.fused)
-                expected, _ = self._wanted.get(site, (None, 0))
-                wrong = None if expected is None else self._why_not_its_own(site, use, expected)
+                expected, _ = self._wanted.get(site, ((), 0))
+                wrong = self._why_not_its_own(site, use, expected) if expected else None
                 if wrong is not None:
-                    missed.setdefault(str(expected), {})[site] = with_fallback(wrong, use.fused)
-        for site, (fusion, wanted) in self._wanted.items():
-            if seen[site] < wanted and site not in missed.get(fusion, {}):
+                    missed.setdefault(expected[0], {})[site] = with_fallback(wrong, use.fused)
+        for site, (expected, wanted) in self._wanted.items():
+            if seen[site] < wanted and not any(site in missed.get(fusion, {}) for fusion in expected):
                 layer = self._plan.site[site].layer
                 # A layer that the model does not have by this name was looked for by its norms alone.
                 placed = layer in self._around.paths
                 reason = self.off or (why_uncompiled(self._model, layer) if placed else self._report.why_absent())
                 partly = f"{seen[site]} of {wanted} uses ran in a compiled graph; " if seen[site] else ""
-                missed.setdefault(fusion, {})[site] = partly + reason
+                missed.setdefault(expected[0], {})[site] = partly + reason
         record = CallRecord(ran=ran, missed=missed)
         if not missed:
             if len(self._complete) > 64:
@@ -137,13 +137,15 @@ class Tally:
             self._complete[pattern] = record
         return record
 
-    def _why_not_its_own(self, site: str, use: Use, expected: str) -> str | None:
+    def _why_not_its_own(self, site: str, use: Use, expected: tuple[str, ...]) -> str | None:
         """Why the graph of a sibling is not what the plan says of this site, or None where it is."""
         if self._plan.site[site].norms != self._plan.site[use.site].norms:
             # Modules of one class run one graph, whatever their specs say.
             return f"it ran the graph of {use.site}, and the norms there are not what its spec says"
-        if use.fused != expected and expected not in use.missed:
-            return f"it ran in the graph that was compiled for {use.site}, where {expected} is not expected"
+        if use.fused not in expected and not any(fusion in use.missed for fusion in expected):
+            return (
+                f"it ran in the graph that was compiled for {use.site}, where {' or '.join(expected)} is not expected"
+            )
         return None
 
     def _uses(self, key: Key) -> list[tuple[Use, tuple[str, ...]]]:
@@ -180,11 +182,16 @@ class Tally:
             candidates = sites if candidates is None else [name for name in candidates if name in sites]
         return tuple(candidates) if candidates else (use.site,)
 
-    def _count_wanted(self) -> Iterator[tuple[str, tuple[str, int]]]:
-        """Site -> (the fusion that is expected there, uses in one call): once for each place where the model holds it."""
+    def _count_wanted(self) -> Iterator[tuple[str, tuple[tuple[str, ...], int]]]:
+        """Site -> (the fusions that are expected there, one for each range of tokens; uses in one call).
+
+        A use for each place where the model holds it.
+        """
         places = Counter(
             self._around.aliases.get(path, path) for path, _ in self._model.named_modules(remove_duplicate=False)
         )
+        fusions: dict[str, dict[str, None]] = {}
         for decision in self._plan.expected():
-            layer = self._plan.site[decision.site].layer
-            yield decision.site, (decision.fusion, places.get(layer, 1))
+            fusions.setdefault(decision.site, {})[decision.fusion] = None
+        for site, names in fusions.items():
+            yield site, (tuple(names), places.get(self._plan.site[site].layer, 1))

@@ -39,6 +39,8 @@ class Target:
     "amd, nvidia or cpu."
     fp8: str | None = None
     "The float8 format its matrix units take: e4m3fn (OCP), e4m3fnuz (gfx940 to gfx942), or None."
+    aiter: str | None = None
+    "The release of AITER that runs there, where limits differ by release; None: the newest that is recorded."
 
     @property
     def mx(self) -> bool:
@@ -79,7 +81,7 @@ class Target:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return {"arch": self.arch, "vendor": self.vendor, "fp8": self.fp8}
+        return {"arch": self.arch, "vendor": self.vendor, "fp8": self.fp8, "aiter": self.aiter}
 
     def __str__(self) -> str:
         return self.arch

@@ -37,6 +37,10 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
         return Verdict("refused", site.unknown)
     if fusion.add is not None and not site.adds:
         return Verdict("not_applicable", "the first layer's input norm has no residual to add")
+    if fusion.all_reduce is not None and site.reduced == 1:
+        return Verdict(
+            "not_applicable", "what joins the residual here is whole on every rank: there is nothing to reduce"
+        )
     for step, norm in zip(fusion.norms, site.norms, strict=True):
         problem = _misfit(step, norm)
         if problem is not None:
@@ -108,6 +112,8 @@ def _described(fusion: Fusion, site: Site) -> tuple[str, bool]:
     if not site.norms:
         return f"silu(gate) * up of {site.quantised_width} columns", False
     norms = " and ".join(map(_norm, site.norms))
+    if fusion.all_reduce is not None:
+        return f"all-reduce over {site.reduced} ranks, residual add and {norms}", True
     if fusion.add is not None:
         return f"the residual add and {norms}", True
     return norms, len(site.norms) > 1

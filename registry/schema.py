@@ -17,7 +17,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
-from ..adapters.base import PARALLEL_WORDS, fields_of
+from ..adapters.base import PARALLEL_WORDS, RESIDUAL_WORDS, fields_of
 from ..adapters.conversions import CONVERSIONS
 from ..adapters.specs import FAMILIES, LARGEST, NormSpec, kind_of
 from .catalog import MOST_LAYERS, ModelEntry
@@ -184,7 +184,10 @@ def _facts() -> dict[str, Any]:
         "tp_rank": "Where to read this rank.",
         "tp_weight": "Linear modules whose weight tells, with the side their heads are on: `o_proj.in_features`.",
     }
-    for name in PARALLEL_WORDS:
+    described["mlp_weight"] = (
+        "Down projections, or the weights of experts, that tell over how many ranks an MLP's result is summed."
+    )
+    for name in (*PARALLEL_WORDS, *RESIDUAL_WORDS):
         properties[name] = {"description": described[name], "$ref": "#/$defs/place"}
     return {
         "description": "Where each field of a layer's spec is read, in the words of adapters.",

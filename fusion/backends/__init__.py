@@ -30,6 +30,10 @@ def _refuses_nothing(case: Any) -> str | None:  # noqa: ARG001 (the default of B
     return None
 
 
+def _no_settings(case: Any) -> str:  # noqa: ARG001 (the default of Backend.settings)
+    return ""
+
+
 @frozen(kw_only=True)
 class Backend:
     """One implementation of one op."""
@@ -46,6 +50,8 @@ class Backend:
     "Device types where it is taken only when it is forced by name, because it is slow there."
     refuses: Callable[[Any], str | None] = _refuses_nothing
     "From the op's case (dtypes, widths and options of a call) to why it cannot take it, or None where it can."
+    settings: Callable[[Any], str] = _no_settings
+    "From a case to what else decides how it runs, line by line: for an op of several ranks they must be alike on all."
 
 
 @frozen
@@ -222,6 +228,17 @@ def survey(op: str, device: str, case: Hashable = None) -> tuple[tuple[str, str 
     return tuple((backend.name, _why_not(backend, device, case, wanted)) for backend in _backends.get(op, ()))
 
 
+def decision(op: str, device: str, case: Hashable) -> str:
+    """Which backend takes a case, and how, line by line: what the ranks of a process group compare.
+
+    Raises:
+        BackendError: as `choose`.
+    """
+    name = choose(op, device, case).name
+    settings = next(backend.settings(case) for backend in _backends[op] if backend.name == name)
+    return "\n".join(filter(None, [f"backend {name}", str(case), settings]))
+
+
 def chosen() -> dict[tuple[str, str], str]:
     """The choices made so far: (op, device kind) -> backend name; the names, where calls of two kinds differ."""
     names: dict[tuple[str, str], dict[str, None]] = {}
@@ -255,6 +272,10 @@ def backend_of(op: Op, kernel: Kernel) -> Backend:
         from .triton import backend as triton_backend
 
         return triton_backend(op, kernel)
+    if kernel.backend == "symm_mem":
+        from .symm_mem.backend import backend as symm_mem_backend
+
+        return symm_mem_backend(op, kernel)
     return Backend(
         name=kernel.backend,
         op=op.name,

@@ -6,7 +6,7 @@ Every rank sums all parts in the order of the ranks, in float32: residual and no
 from __future__ import annotations
 
 from ..chain import Add, AllReduce, Fusion, Norm
-from ..collectives import limit
+from ..collectives import limit_of
 from ..sites import FINAL, INPUT, POST_ATTENTION
 
 FUSION = Fusion(
@@ -16,5 +16,5 @@ FUSION = Fusion(
     roles=(INPUT, POST_ATTENTION, FINAL),
     chain=(AllReduce, Add, Norm),
     pads=True,
-    limit=limit,
+    limit=limit_of("plain"),
 )

@@ -6,7 +6,7 @@ Every rank sums all parts in the order of the ranks, in float32: residual and no
 from __future__ import annotations
 
 from ..chain import Add, AllReduce, Fusion, Norm, Quant
-from ..collectives import limit
+from ..collectives import limit_of
 from ..sites import FINAL, INPUT, POST_ATTENTION
 
 FUSION = Fusion(
@@ -15,5 +15,5 @@ FUSION = Fusion(
     level=2,
     roles=(INPUT, POST_ATTENTION, FINAL),
     chain=(AllReduce, Add, Norm, Quant(per="token")),
-    limit=limit,
+    limit=limit_of("token"),
 )

@@ -19,6 +19,7 @@ from ..declare import (
     ColumnMajor,
     Epsilon,
     Exponents,
+    GroupName,
     GroupSize,
     Kernel,
     Like,
@@ -34,6 +35,7 @@ from ..declare import (
     TmaAligned,
     Weight,
 )
+from .agreement import agree
 from .checks import checker
 from .quantisation import MX_COLUMNS, empty_scales
 
@@ -62,6 +64,7 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     backends.register(backends.reference(name, op.reference))
     for kernel in reversed(kernels):
         backends.register(backends.backend_of(op, kernel))
+    groups = [place for place, argument in enumerate(op.args) if isinstance(argument, GroupName)]
     check, fake, case, signature = checker(op), _fake(op), case_maker(op), signature_maker(op)
     known, inference_only, checked_always = backends.Memory(), op.backward is None, op.check is not None
 
@@ -70,6 +73,9 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
         function = None if checked_always or x is None else known.get(signature(x, *args))
         if function is None:
             check(x, *args)
+            for place in groups:
+                decision = backends.decision(name, x.device.type, case(x, *args))
+                agree(args[place - 1], f"layerfuse::{name}", decision)
             function = known.choose(signature(x, *args), name, x.device.type, case(x, *args))
         elif inference_only and torch.is_grad_enabled():
             check(x, *args)

@@ -42,8 +42,8 @@ class Driver:
         missed: dict[str, str] = {}
         fused: str | None = None
         form = left = None
-        for fusion, decision in self._candidates(use):
-            problem = use.problem or _outside(decision, use)
+        for fusion, decisions in self._candidates(use):
+            problem = use.problem or _outside(fusion, decisions, use)
             if problem is None:
                 try:
                     form, left = replace(fusion, use, self._plan, moved)
@@ -52,7 +52,7 @@ class Driver:
                 else:
                     fused = fusion.name
                     break
-            if decision.kind == "expected":
+            if any(decision.kind == "expected" for decision in decisions):
                 missed[fusion.name] = problem
         return Use(
             site=use.site.name,
@@ -65,18 +65,26 @@ class Driver:
             whole=use.whole,
         )
 
-    def _candidates(self, use: SiteUse) -> list[tuple[Fusion, Decision]]:
-        """What the plan allows here, longest chain first."""
-        allowed = [d for d in self._plan.at(use.site.name) if d.kind in ("expected", "fallback")]
-        pairs = [(FUSIONS[decision.fusion], decision) for decision in allowed]
+    def _candidates(self, use: SiteUse) -> list[tuple[Fusion, list[Decision]]]:
+        """What the plan allows here for the graph's number of tokens, longest chain first."""
+        count = None if use.first is None else use.tokens
+        found: dict[str, list[Decision]] = {}
+        for decision in self._plan.at(use.site.name):
+            if decision.kind in ("expected", "fallback") and (not isinstance(count, int) or count in decision.tokens):
+                found.setdefault(decision.fusion, []).append(decision)
+        pairs = [(FUSIONS[name], decisions) for name, decisions in found.items()]
         return sorted(pairs, key=lambda pair: -len(pair[0].chain))
 
 
-def _outside(decision: Decision, use: SiteUse) -> str | None:
-    """Why a decision for a range of tokens does not hold in a graph, or None where it does."""
-    if decision.tokens.first == 1 and decision.tokens.last is None:
+def _outside(fusion: Fusion, decisions: list[Decision], use: SiteUse) -> str | None:
+    """Why decisions for ranges of tokens do not hold in a graph for any number of them, or None where they do."""
+    if fusion.takes_any_number or isinstance(use.tokens, int):
         return None
-    count = use.tokens
-    if not isinstance(count, int):
-        return f"the graph is for any number of tokens, and {decision.fusion} is planned {decision.tokens}"
-    return None if count in decision.tokens else f"{count} tokens; {decision.fusion} is planned {decision.tokens}"
+    first: int | None = 1
+    for tokens in sorted((decision.tokens for decision in decisions), key=lambda tokens: tokens.first):
+        if tokens.first == first:
+            first = None if tokens.last is None else tokens.last + 1
+    if first is None:
+        return None
+    planned = " and ".join(str(decision.tokens) for decision in decisions)
+    return f"the graph is for any number of tokens, and {fusion.name} is planned {planned}"

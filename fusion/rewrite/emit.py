@@ -24,13 +24,15 @@ from ..match.patterns import find_op
 from ..match.values import is_contiguous, same_shape, value
 from ..plan import Plan
 from ..sites import Site
-from ..steps import Add, GatedNorm, Norm, Pad, Quant, SiluMul
+from ..steps import Add, AllReduce, GatedNorm, Norm, Pad, Quant, SiluMul
 from .binding import Binding, needed_by, val_of
 from .gated import bind_gated_norm, bind_product, main_result
 from .hoisting import check_writes, hoist
 from .layouts import Made, view
 from .pad_results import PaddedResults
 from .quant_choice import all_of, some_of
+from .ranks import check_kernel
+from .reduced import bind_all_reduce
 from .uses import SiteUse
 
 _COPIED_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "from_node", "seq_nr")
@@ -81,6 +83,7 @@ def _replace(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> N
             val = op(*(each.float() if i in narrow else each for i, each in enumerate(values)))
     except (TypeError, ValueError, RuntimeError) as error:
         raise Unmatched(str(error).partition("\n")[0]) from None
+    check_kernel(form, values)
     reason = hoist((node for arg in args for node in needed_by(arg)), before=first)
     if reason is not None:
         raise Unmatched(reason)
@@ -104,6 +107,7 @@ def _bind(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Bind
     _check_ops(form, use)
     norms, ends = iter(zip(use.norms, use.site.norms, strict=True)), any(isinstance(s, Quant | Pad) for s in form.chain)
     inner = quantised_step(form.chain) if ends else None
+    reduce = next((step for step in form.chain if isinstance(step, AllReduce)), None)
     for step in form.chain:
         if isinstance(step, Norm):
             _bind_norm(bound, step, *next(norms), inner=step is inner and not step.kept, moved=moved)
@@ -115,10 +119,13 @@ def _bind(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Bind
         if isinstance(step, Add):
             # Of what the norm reads, which is bound by now.
             found = use.norms[0].add or find_add(bound.args[step.x])
-            bound.args |= {
-                step.x: moved.get(found.x, found.x),
-                step.residual: moved.get(found.residual, found.residual),
-            }
+            if reduce is None:
+                bound.args |= {
+                    step.x: moved.get(found.x, found.x),
+                    step.residual: moved.get(found.residual, found.residual),
+                }
+            else:
+                bind_all_reduce(bound, reduce, step, found, found.out or min(use.norms[0].nodes), moved)
             if found.out is not None:
                 bound.outs[step.out] = found.out
                 bound.nodes.append(found.out)
@@ -148,13 +155,21 @@ def _bind_norm(
     if norm.weight_offset and step.weight_offset is None:
         raise Unmatched(f"{norm.out} adds {norm.weight_offset:g} to its weight, which the fused op does not")
     check_writes(min(norm.nodes), norm.out)
+    x = _unwidened(norm.x) if inner else norm.x
     # The spec's epsilon: a graph may have it rounded to float32.
-    bound.args |= {step.x: moved.get(norm.x, norm.x), step.weight: norm.weight, step.epsilon: spec.epsilon}
+    bound.args |= {step.x: moved.get(x, x), step.weight: norm.weight, step.epsilon: spec.epsilon}
     if step.weight_offset is not None:
         bound.args[step.weight_offset] = norm.weight_offset
     bound.nodes += norm.nodes
     if not inner:
         bound.outs[step.out] = norm.out
+
+
+def _unwidened(x: Node) -> Node:
+    """What was widened to float32: torch 2.11 leaves out the rounding between a norm and its quantisation."""
+    source = x.args[0] if x.target is torch.ops.prims.convert_element_type.default else None
+    widened = isinstance(source, Node) and value(source).dtype in (torch.bfloat16, torch.float16)
+    return source if widened and value(x).dtype == torch.float32 else x  # type: ignore[return-value]
 
 
 def _bind_quantised(bound: Binding, norm: FoundNorm, *, inner: bool) -> None:

@@ -24,17 +24,19 @@ Size = int | tuple[Node, int]
 
 @frozen(kw_only=True, eq=False)
 class Made:
-    """A node that is made of others once every check has passed: columns of one, and then a view of those."""
+    """A node that is made of others once every check has passed: columns of one, a view of those, and what is added to it."""
 
     of: Node
     val: torch.Tensor
     columns: tuple[int, int] | None = None
     sizes: tuple[Size, ...] | None = None
+    plus: tuple[Made, ...] = ()
 
     @property
     def needed(self) -> tuple[Node, ...]:
         """The nodes that it is made of."""
-        return (self.of, *(size[0] for size in self.sizes or () if isinstance(size, tuple)))
+        sizes = (size[0] for size in self.sizes or () if isinstance(size, tuple))
+        return (self.of, *sizes, *(node for other in self.plus for node in other.needed))
 
     def emit(self, graph: Graph, meta: dict[str, Any]) -> Node:
         """Make it where the graph inserts."""
@@ -44,6 +46,9 @@ class Made:
             made.meta = {**meta, "val": aten.slice.Tensor(value(self.of), -1, *self.columns)}
         if self.sizes is not None:
             made = view(graph, made, self.sizes, {**meta, "val": self.val})
+        for other in self.plus:
+            made = graph.call_function(aten.add.Tensor, (made, other.emit(graph, meta)))
+            made.meta = {**meta, "val": self.val}
         return made
 
 

@@ -82,7 +82,11 @@ def test_an_unknown_release_is_a_wrong_question(run):
 
 def test_the_matrix(run):
     lines = run("plan", "--all-tp", "--aiter", "v0.1.14").out.splitlines()
-    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line and not line.startswith("heads of")}
+    start = next(i for i, line in enumerate(lines) if line.startswith("tokens up to"))
+    of_heads = [*lines[:start], *(line for line in lines[start:] if line.startswith("["))]
+    rows = {
+        line.split()[0]: " ".join(line.split()[1:]) for line in of_heads if line and not line.startswith("heads of")
+    }
     assert rows["kimi-k2.5"] == "64 32 16 8→16 50% 4→16 75% 2→16 88%"
     assert rows["kimi-k3"].startswith("96 48 24→32 25% 12→16 25%")
     assert rows["glm-4.7-flash"].endswith("5→16 69% [2] [3] [4]")
@@ -142,5 +146,11 @@ def test_no_torch_is_imported(run_python):
     assert run_python("-c", code).out.splitlines()[-1] == "False"
 
 
-def test_the_matrix_of_a_model_without_mla_layers(run):
-    assert run("plan", "gpt-oss-20b", "--all-tp").out == "no MLA layers here: only their heads are padded\n"
+def test_the_matrix_of_a_model_without_mla_layers_has_its_all_reduces(run):
+    out = run("plan", "gpt-oss-20b", "--all-tp", "--target", "gfx950", "--aiter", "v0.1.20").out
+    assert "heads of" not in out
+    row = next(line for line in out.splitlines() if line.startswith("gpt-oss-20b"))
+    assert " ".join(row.split()[1:]) == "[1] 159 / 11650 79 / 11650 39 / 11650 [2] [3]"
+    assert "[2] AITER v0.1.20: the kernels take 2, 4 and 8 ranks, not 16" in out
+    before = json.loads(run("plan", "gpt-oss-20b", "--all-tp", "--aiter", "v0.1.18", "--json").out)["all_reduce"][0]
+    assert [cell["stages"] for cell in before["cells"]] == [[], [11650], [11650], [11650], [], []]

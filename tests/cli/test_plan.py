@@ -16,12 +16,23 @@ kimi-k2.5 (moonshotai/Kimi-K2.5, adapter kimi_k2)
 rank 0 of 8, 61 decoder layers, target gfx950 (amd, fp8 e4m3fn)
 
 residual: 61 layers (0-60)
-  hidden size                   7168
-  input norm                    RMSNorm over 7168, epsilon 1e-05
-  post-attention norm           RMSNorm over 7168, epsilon 1e-05
-  input: add_rms_norm           not applicable at 1 of 61: the first layer's input norm has no residual to add
-  input: add_rms_norm           yes at 60 of 61: the residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950
-  post_attention: add_rms_norm  yes: the residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950
+  hidden size                              7168
+  input norm                               RMSNorm over 7168, epsilon 1e-05
+  post-attention norm                      RMSNorm over 7168, epsilon 1e-05
+  input: all_reduce_add_rms_norm           not applicable at 1 of 61: the first layer's input norm has no residual to add
+  input: add_rms_norm                      not applicable at 1 of 61: the first layer's input norm has no residual to add
+  input: all_reduce_add_rms_norm           yes at 60 of 61, up to 4681 tokens: all-reduce over 8 ranks, residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950: one stage to 16 tokens,
+                                           two stages to 4681 tokens
+  input: all_reduce_add_rms_norm           not applicable at 60 of 61, from 4682 tokens: the plain all-reduce, then the fused add and norm: one stage: AITER's limit of 224 KiB; two stages: AITER's
+                                           limit of under 64 MiB (AITER v0.1.20.post1)
+  input: add_rms_norm                      fallback at 60 of 61, up to 4681 tokens: all_reduce_add_rms_norm takes the same nodes; this is taken where it is missed
+  input: add_rms_norm                      yes at 60 of 61, from 4682 tokens: the residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950
+  post_attention: all_reduce_add_rms_norm  yes, up to 4681 tokens: all-reduce over 8 ranks, residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950: one stage to 16 tokens, two stages
+                                           to 4681 tokens
+  post_attention: all_reduce_add_rms_norm  not applicable, from 4682 tokens: the plain all-reduce, then the fused add and norm: one stage: AITER's limit of 224 KiB; two stages: AITER's limit of under
+                                           64 MiB (AITER v0.1.20.post1)
+  post_attention: add_rms_norm             fallback, up to 4681 tokens: all_reduce_add_rms_norm takes the same nodes; this is taken where it is missed
+  post_attention: add_rms_norm             yes, from 4682 tokens: the residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950
 
 mla: 61 layers (0-60)
   heads                       64 total, 8 local
@@ -45,9 +56,14 @@ shared_experts: 60 layers (1-60)
   activation: any fusion  not applicable: the linears that read the activation site are not known to quantise their activations
 
 final: the norm after the last layer
-  hidden size          7168
-  norm                 RMSNorm over 7168, epsilon 1e-05
-  final: add_rms_norm  yes: the residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950
+  hidden size                     7168
+  norm                            RMSNorm over 7168, epsilon 1e-05
+  final: all_reduce_add_rms_norm  yes, up to 4681 tokens: all-reduce over 8 ranks, residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950: one stage to 16 tokens, two stages to 4681
+                                  tokens
+  final: all_reduce_add_rms_norm  not applicable, from 4682 tokens: the plain all-reduce, then the fused add and norm: one stage: AITER's limit of 224 KiB; two stages: AITER's limit of under 64 MiB
+                                  (AITER v0.1.20.post1)
+  final: add_rms_norm             fallback, up to 4681 tokens: all_reduce_add_rms_norm takes the same nodes; this is taken where it is missed
+  final: add_rms_norm             yes, from 4682 tokens: the residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950
 
 transformers builds the latent norms with epsilon 1e-06; --engine transformers shows that
 """

@@ -16,6 +16,7 @@ from layerfuse.fusion.declare import (
     Choice,
     Epsilon,
     Exponents,
+    GroupName,
     GroupSize,
     Like,
     Limit,
@@ -34,8 +35,11 @@ from layerfuse.fusion.declare import (
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 E4M3 = torch.float8_e4m3fn
-FORMS = {form.op.name: form for fusion in FUSIONS.values() for form in fusion.forms}
-"""Every op of the family by name."""
+ALL = [(fusion, form) for fusion in FUSIONS.values() for form in fusion.forms]
+FORMS = {form.op.name: form for fusion, form in ALL if fusion.all_reduce is None}
+"""Every op of the family on one rank by name."""
+REDUCED = {form.op.name: form for fusion, form in ALL if fusion.all_reduce is not None}
+"""Those that start with an all-reduce."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of fp4."""
 
@@ -55,6 +59,7 @@ class Options:
     norm_before_gate: bool = True
     limit: float = float("inf")
     pad: int = 40
+    group: str = ""
     gap: int = 8
     "Columns of a row that are not read: inputs are column ranges."
 
@@ -85,6 +90,8 @@ def arguments(form: Form, leading: tuple[int, ...], width: int, options: Options
             return E4M3
         if isinstance(argument, GroupSize):
             return options.group_size
+        if isinstance(argument, GroupName):
+            return options.group
         if isinstance(argument, StaticScale):
             return torch.tensor([0.013], device=DEVICE)
         if isinstance(argument, Limit):

@@ -1,0 +1,65 @@
+"""Binding the all-reduce in front of a residual add: the op takes this rank's part of the sum, and the group by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from ..match.adds import FoundAdd
+from ..match.collectives import find_all_reduce
+from ..match.errors import Unmatched
+from ..match.values import is_contiguous, same_shape, value
+from ..steps import Add, AllReduce
+from .binding import Binding
+from .hoisting import check_writes
+from .layouts import Made, sizes_of
+
+
+def bind_all_reduce(
+    bound: Binding, step: AllReduce, add: Add, found: FoundAdd, before: Node, moved: dict[Node, Node]
+) -> None:
+    """Bind the all-reduce of what joins the residual stream.
+
+    The op stands where the add stood, so an all-reduce that was launched earlier moves behind what lies in between, other
+    collectives too. What is decided here follows from the graph alone, and all ranks trace the same one: they go on calling
+    the collectives of a group in one order.
+
+    Args:
+        bound: gets the arguments of both steps.
+        step: the all-reduce.
+        add: the residual add behind it.
+        found: that add in the graph.
+        before: the first node of the add and the norm.
+        moved: as `emit.replace` has it.
+
+    Raises:
+        Unmatched: nothing is reduced there, or it cannot be replaced.
+    """
+    reduced = find_all_reduce(found)
+    # The part may be read later than it was, and was never to be written before the sum was there.
+    check_writes(min(reduced.launches), before)
+    residual = moved.get(reduced.residual, reduced.residual)
+    parts = [_like(moved.get(part, part), residual) for part in reduced.parts]
+    bound.args |= {step.x: _added(parts), add.residual: residual, step.group: reduced.group}
+    bound.nodes += reduced.nodes
+
+
+def _like(part: Node, residual: Node) -> Node | Made:
+    """A part of the sum in the shape of the residual."""
+    val, shape = value(part), value(residual).shape
+    if same_shape(val.shape, shape):
+        return part
+    if not is_contiguous(val):
+        raise Unmatched(
+            f"the part {part} {tuple(val.shape)} of the sum is not contiguous, so it has no view {tuple(shape)}"
+        )
+    return Made(of=part, val=val.new_empty(shape), sizes=sizes_of(shape, residual))
+
+
+def _added(parts: list[Any]) -> Node | Made:
+    """The parts of several all-reduces as one: what they are on this rank is added before, in place of their sums behind."""
+    if len(parts) == 1:
+        return parts[0]
+    first, *others = (part if isinstance(part, Made) else Made(of=part, val=value(part)) for part in parts)
+    return Made(of=first.of, val=first.val.new_empty(first.val.shape), sizes=first.sizes, plus=tuple(others))

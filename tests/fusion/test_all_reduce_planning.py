@@ -1,0 +1,148 @@
+"""Where fused all-reduces are planned, and up to how many tokens: from specs, targets, releases and engines alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import attrs
+import pytest
+from reduced_support import sharded_spec
+from stream_support import stream_spec
+
+from layerfuse import registry
+from layerfuse.adapters.specs import FinalNormSpec, NormSpec, Parallel
+from layerfuse.fusion import ActivationQuant, Decision, FusionConfig, Plan, Target, plan
+from layerfuse.fusion.plan import ANY, Tokens
+
+NAME = "all_reduce_add_rms_norm"
+GFX950 = attrs.evolve(Target.named("gfx950"), aiter="v0.1.20")
+
+
+def of(made: Plan, site: str, fusion: str = NAME) -> list[Decision]:
+    return [decision for decision in made.at(site) if decision.fusion == fusion]
+
+
+def kinds(decisions: list[Decision]) -> list[tuple[str, Tokens]]:
+    return [(decision.kind, decision.tokens) for decision in decisions]
+
+
+def model(name: str, tp: int, target: Target, **given: object) -> Plan:
+    return plan(registry.model(name).specs(tp=tp, rank=0), target, **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "engine", "stages", "most"),
+    [
+        ("gpt-oss-120b", 2, None, "one stage to 159 tokens, two stages to 11650 tokens", 11650),
+        ("gpt-oss-120b", 8, None, "one stage to 39 tokens, two stages to 11650 tokens", 11650),
+        ("deepseek-v3", 8, None, "one stage to 16 tokens, two stages to 4681 tokens", 4681),
+        # vLLM 0.33: 80 tokens, under 256 KiB up to four ranks, under 128 KiB up to eight.
+        ("deepseek-v3", 2, "vllm", "one stage to 80 tokens, two stages to 4681 tokens", 4681),
+        ("deepseek-v3", 4, "vllm", "one stage to 18 tokens, two stages to 4681 tokens", 4681),
+        ("deepseek-v3", 8, "vllm", "one stage to 9 tokens, two stages to 4681 tokens", 4681),
+        ("gpt-oss-120b", 8, "vllm", "one stage to 22 tokens, two stages to 11650 tokens", 11650),
+    ],
+)
+def test_a_decision_says_up_to_how_many_tokens(name: str, tp: int, engine: str | None, stages: str, most: int) -> None:
+    config = FusionConfig(switches={NAME: True, "add_rms_norm": True})
+    made = model(name, tp, GFX950, engine=engine, config=config)
+    decisions = of(made, "layers.3:post_attention")
+    assert kinds(decisions) == [("expected", Tokens(1, most)), ("not_applicable", Tokens(most + 1))]
+    assert decisions[0].reason.endswith(stages), decisions[0].reason
+    assert "the plain all-reduce, then the fused add and norm" in decisions[1].reason
+    shorter = of(made, "layers.3:post_attention", "add_rms_norm")
+    assert kinds(shorter) == [("fallback", Tokens(1, most)), ("expected", Tokens(most + 1))]
+
+
+@pytest.mark.parametrize(
+    ("release", "says"),
+    [
+        ("v0.1.11", "before v0.1.12 epsilon becomes an integer, 0"),
+        ("v0.1.5", "the kernel came with v0.1.7.post2"),
+    ],
+)
+def test_releases_whose_kernel_would_be_wrong(release: str, says: str) -> None:
+    (decision,) = of(model("gpt-oss-20b", 8, attrs.evolve(GFX950, aiter=release)), "layers.1:input")
+    assert (decision.kind, decision.tokens) == ("refused", ANY)
+    assert says in decision.reason and release in decision.reason
+
+
+def test_world_sizes_that_no_kernel_takes() -> None:
+    specs = [("layer", sharded_spec(6, 0, width=2880))]
+    (decision,) = of(plan(specs, GFX950), "layer:post_attention")
+    assert decision.kind == "refused" and "take 2, 4 and 8 ranks, not 6" in decision.reason
+    wide = [("layer", sharded_spec(16, 0))]
+    config = FusionConfig(switches={NAME: True})
+    (decision,) = of(plan(wide, Target.named("sm90"), config), "layer:post_attention")
+    assert decision.kind == "refused" and "2 to 8 GPUs of one host, not for 16" in decision.reason
+
+
+def test_widths_that_are_no_whole_packs() -> None:
+    (decision,) = of(plan([("layer", sharded_spec(4, 0, width=2881))], GFX950), "layer:post_attention")
+    assert decision.kind == "refused" and "no whole packs of 16 bytes" in decision.reason
+
+
+def test_on_nvidia_only_when_switched_on_since_it_has_not_run_there() -> None:
+    sm90 = Target.named("sm90")
+    (decision,) = of(model("gpt-oss-20b", 4, sm90), "layers.1:input")
+    assert decision.kind == "refused" and "has not run on a GPU yet" in decision.reason
+    assert kinds(of(model("gpt-oss-20b", 4, sm90), "layers.1:input", "add_rms_norm")) == [("expected", ANY)]
+    on = model("gpt-oss-20b", 4, sm90, config=FusionConfig(switches={NAME: True, "add_rms_norm": True}))
+    assert of(on, "layers.1:input")[0].applies
+
+
+def test_the_reference_takes_any_number() -> None:
+    assert kinds(of(model("gpt-oss-20b", 4, Target.named("cpu")), "layers.1:input")) == [("expected", ANY)]
+
+
+def test_nothing_to_reduce() -> None:
+    made = model("gpt-oss-20b", 1, GFX950)
+    (decision,) = of(made, "layers.1:input")
+    assert decision.kind == "not_applicable" and "whole on every rank" in decision.reason
+    (first,) = of(model("gpt-oss-20b", 8, GFX950), "layers.0:input")
+    assert first.reason == "the first layer's input norm has no residual to add"
+
+
+def test_quantised_forms_come_first_and_the_others_are_said_to_wait() -> None:
+    quant = ActivationQuant(group_size=128)
+    made = model("deepseek-v3", 8, GFX950, config=FusionConfig(level=2, quant={"input": quant}))
+    site = "layers.3:input"
+    longest = f"{NAME}_group_quant"
+    first, beyond = of(made, site, longest)
+    assert first.applies and beyond.kind == "not_applicable" and first.tokens.last is not None
+    waits, _ = of(made, site)
+    assert (waits.kind, waits.tokens) == ("fallback", Tokens(1, first.tokens.last))
+    holders = f"{longest} and add_rms_norm_group_quant"
+    assert waits.reason == f"{holders} take the same nodes; this is taken where they are missed"
+    every = [decision for decision in made.at(site) if decision.applies]
+    assert [decision.fusion for decision in every] == [longest, "add_rms_norm_group_quant"]
+    assert every[0].tokens.first == 1 and every[-1].tokens.last is None
+    for one, other in pairwise(every):
+        assert one.tokens.last is not None and other.tokens.first == one.tokens.last + 1
+
+
+def test_the_mlp_before_says_what_is_reduced_at_the_input() -> None:
+    """As transformers shards DeepSeek-V3: attention whole, MLPs cut."""
+    layers = [
+        (f"layers.{i}", attrs.evolve(stream_spec(), layer_index=i, mlp_ranks=ranks))
+        for i, ranks in enumerate((2, 1, 4))
+    ]
+    final = FinalNormSpec(
+        hidden_size=256, layer_index=3, parallel=Parallel(size=1, rank=0), final_norm=NormSpec(width=256, epsilon=1e-6)
+    )
+    made = plan([*layers, ("", final)], Target.named("cpu"))
+    assert {site.name: site.reduced for site in made.sites} == {
+        "layers.0:input": 1,
+        "layers.0:post_attention": 1,
+        "layers.1:input": 2,
+        "layers.1:post_attention": 1,
+        "layers.2:input": 1,
+        "layers.2:post_attention": 1,
+        "final": 4,
+    }
+
+
+def test_attention_that_is_cut_where_the_mlp_is_whole() -> None:
+    layers = [(f"layers.{i}", attrs.evolve(sharded_spec(2), layer_index=i, mlp_ranks=1)) for i in range(2)]
+    made = plan(layers, Target.named("cpu"))
+    assert [site.reduced for site in made.sites] == [1, 2, 1, 2]
