@@ -173,7 +173,9 @@ def test_a_call_that_aiter_would_misread_is_seen_by_the_stand_in():
 def test_the_table_of_the_docs_says_what_is_expected():
     page = (Path(__file__).resolve().parents[2] / "docs" / "aiter.md").read_text()
     rows = re.findall(
-        r"^\| (`[^|]+`) \| ([^|]+) \| (refused: )?[^|]+\|$", page.partition("### What is refused")[0], re.MULTILINE
+        r"^\| (`[^|]+`) \| ([^|]+) \| (refused: )?[^|]+\|$",
+        page.partition("### What is called")[2].partition("### What is refused")[0],
+        re.MULTILINE,
     )
     said: dict[tuple[str, str], bool] = {}
     for names, span, refused in rows:
