@@ -140,6 +140,12 @@ def force(name: str | None) -> None:
         _changed()
 
 
+def decide_again() -> None:
+    """Choose anew at the next call of each kind: what a backend refuses has changed."""
+    with _lock:
+        _changed()
+
+
 def choose(op: str, device: str, case: Hashable = None) -> Chosen:
     """The backend of this op on this kind of device for this kind of call.
 
