@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from .backends.aiter.releases import NEWEST
-from .backends.aiter.stages import OURS, VLLM, Kind, stages
+from .backends.aiter.stages import IN_VLLM, OURS, Kind, stages
 from .backends.symm_mem.crossovers import one_shot_tokens
 from .chain import Limit
 from .engine import Engine
@@ -44,7 +44,7 @@ def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None)
     if kind is None:
         return TokenLimit(most=0, reason="AITER's fused all-reduces have no such form")
     release = target.aiter or NEWEST
-    gate = VLLM if engine is not None and engine.name == "vllm" else OURS
+    gate = IN_VLLM if engine is not None and engine.name == "vllm" else OURS
     found = stages(width, ITEM_SIZE, ranks, release, kind=kind, gate=gate)
     if not found.most:
         return TokenLimit(most=0, reason=f"AITER {release}: {found.reason}")

@@ -9,13 +9,14 @@ the input for registered though it may not be, and between the start of `capture
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...catalog import FUSIONS
+from ...ops.groups import summed
 from . import communicators
 from .resolved import Resolved
 from .stages import Kind, stages
@@ -156,12 +157,12 @@ def _kernel(found: Resolved, kind: Kind) -> _Run:
     ) -> tuple[Tensor, ...] | None:
         same_shape(name, "residual", residual, x)
         weight = vector(name, "weight", weight, x)
-        ranks = communicators.ready(group, x.device)
+        ranks, gate = communicators.ready(group, x.device)
         if ranks is None or not x.numel():
             return None
         flat = packed_rows(x)
         tokens, width = flat.shape
-        sizes = stages(width, x.itemsize, ranks.world_size, releases, kind=kind, padded_width=padded_width)
+        sizes = stages(width, x.itemsize, ranks.world_size, releases, kind=kind, padded_width=padded_width, gate=gate)
         stage = sizes.of(tokens)
         if not stage or not ranks.should_custom_ar(flat):
             return None
@@ -200,6 +201,11 @@ def _quantised(x: Tensor, results: tuple[Tensor, ...], keeps_norm: bool, column_
     )
 
 
-def _pieces(op: str) -> Callable[..., Any]:
-    """The op one step after the other: every rank gathers all parts, so it costs as many times the bytes as there are ranks."""
-    return next(form.op.reference for fusion in FUSIONS.values() for form in fusion.forms if form.op.name == op)
+def _pieces(binding: str) -> Callable[..., Any]:
+    """The op in two: the group's own all-reduce, in its order and rounded, then the op without it."""
+    op = operator.attrgetter(binding.partition(".")[0].removeprefix("all_reduce_"))
+
+    def pieces(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, group: str, *others: Any) -> Any:
+        return op(torch.ops.layerfuse)(summed(x, group), residual, weight, epsilon, *others)
+
+    return pieces

@@ -24,7 +24,26 @@ def backend(op: str) -> Backend:
         load_for=functools.partial(_load_for, op),
         runs_on=functools.partial(_runs_on, op),
         refuses=functools.partial(_refuses, op),
+        prepare=_prepare,
+        settings=_settings,
     )
+
+
+def _prepare(case: Any, device: Any) -> str | None:
+    """An op of several ranks needs a communicator, which they make together."""
+    group = getattr(case, "group", None)
+    if group is None:
+        return None
+    from . import communicators
+
+    return None if communicators.ready(group, device)[0] is not None else communicators.why_not(group)
+
+
+def _settings(case: Any) -> str:
+    """What the stages follow from. The communicators' own limits are compared when they are made."""
+    from .binding import installed_releases
+
+    return f"AITER {installed_releases()}" if hasattr(case, "group") else ""
 
 
 def _load(op: str) -> Callable[..., Any]:

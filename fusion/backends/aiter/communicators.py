@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ...ops.groups import process_group
 from .. import BackendError, decide_again
 from .binding import installed_releases
-from .stages import WORLD_SIZES
+from .stages import OURS, WORLD_SIZES, Gate
 
 MODULE = "aiter.dist.device_communicators.custom_all_reduce"
 
@@ -51,6 +51,8 @@ class _Held:
     "The process group itself: another one may get its name later."
     communicator: Any = None
     reason: str = ""
+    gate: Gate = OURS
+    "Whose limits hold for its calls."
     is_ours: bool = True
     "False: an engine made it, and closes it."
 
@@ -79,9 +81,10 @@ def communicator(group: str, device: torch.device) -> Any:
     return held.communicator
 
 
-def ready(group: str, device: torch.device) -> Any:
-    """The same for a call of an op, but None where there is none: the backend then refuses the group's next calls."""
-    return _of(group, device).communicator
+def ready(group: str, device: torch.device) -> tuple[Any, Gate]:
+    """The same for a call of an op, with the limits that hold; None where there is none, and the backend refuses the next calls."""
+    held = _of(group, device)
+    return held.communicator, held.gate
 
 
 def why_not(group: str) -> str | None:
@@ -90,13 +93,14 @@ def why_not(group: str) -> str | None:
     return next((held.reason for held in named if held.communicator is None), None)
 
 
-def attach(group: str, communicator: Any) -> None:
+def attach(group: str, communicator: Any, gate: Gate = OURS) -> None:
     """Use a communicator that an engine has made: each takes gigabytes. All ranks of the group call this with theirs.
 
     Args:
         group: the group's name.
         communicator: AITER's `CustomAllreduce` over the same ranks (vLLM: `aiter_ca` of its wrapper). It stays the
             engine's: `close` forgets it only.
+        gate: whose limits hold for calls with it: `stages.OURS`, or `stages.IN_VLLM` where a plan was made for vLLM.
 
     Raises:
         CommunicatorError: some rank's cannot be used, on all ranks.
@@ -110,7 +114,7 @@ def attach(group: str, communicator: Any) -> None:
         found = _agreed(group, lambda _: _given(communicator, taken), is_ours=False)
         if found.communicator is None:
             raise CommunicatorError(group, found.reason)
-        _held[key] = found
+        _held[key] = evolve(found, gate=gate)
         decide_again()
 
 

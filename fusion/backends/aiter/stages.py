@@ -85,6 +85,9 @@ VLLM = Gate(name="vLLM", one_stage_bytes=_of_vllm, two_stage_bytes=lambda _: 64 
 OURS = evolve(AITER, careful=True)
 """AITER's, without what can give wrong numbers: what layerfuse's backend does."""
 
+IN_VLLM = evolve(VLLM, careful=True)
+"""vLLM's, without that: for a communicator that vLLM hands over (`communicators.attach`), and plans for vLLM."""
+
 
 @frozen(kw_only=True)
 class Stages:
@@ -240,4 +243,4 @@ def _bytes(size: int) -> str:
     return f"{size} bytes"
 
 
-__all__ = ["AITER", "OURS", "PACK", "VLLM", "WORLD_SIZES", "Gate", "Kind", "Stages", "stages"]
+__all__ = ["AITER", "IN_VLLM", "OURS", "PACK", "VLLM", "WORLD_SIZES", "Gate", "Kind", "Stages", "stages"]

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...compose import op_of
 from ...declare import GroupName, Op
+from ...ops.groups import summed
 from ..triton import family
 from .launch import Workspace, launch
 from .workspaces import why_not, workspace_of
@@ -39,16 +39,9 @@ def function_of(op: Op) -> Callable[..., Any]:
             if known is None or known[0] is not workspace:
                 known = fused[id(workspace)] = workspace, family.function_of(rest, partial(launch, workspace))
             return known[1](x, *others)
-        return behind(all_reduced(x, group), *others)
+        return behind(summed(x, group), *others)
 
     return function
-
-
-def all_reduced(x: Tensor, group: str) -> Tensor:
-    """The sum over a group's ranks as its library gives it."""
-    reduced = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
-    total: Tensor = torch.ops._c10d_functional.wait_tensor(reduced)
-    return total
 
 
 _said: set[str] = set()
