@@ -292,7 +292,8 @@ class _Decider:
             limit, rows = self._limit(fusion, site), taken.setdefault(fusion, [])
             most = None if limit is None else limit.most
             if first != 1:
-                why = f"{' and '.join(holders)} takes the same nodes; this is taken where it is missed"
+                verb, it = ("takes", "it is") if len(holders) == 1 else ("take", "they are")
+                why = f"{' and '.join(holders)} {verb} the same nodes; this is taken where {it} missed"
                 ends = [end for end in (most, None if first is None else first - 1) if end is not None]
                 rows.append((fusion.name, "fallback", why, Tokens(1, min(ends, default=None))))
             if first is not None and (most is None or first <= most):

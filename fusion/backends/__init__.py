@@ -34,6 +34,10 @@ def _no_settings(case: Any) -> str:  # noqa: ARG001 (the default of Backend.sett
     return ""
 
 
+def _needs_nothing(case: Any, device: Any) -> str | None:  # noqa: ARG001 (the default of Backend.prepare)
+    return None
+
+
 @frozen(kw_only=True)
 class Backend:
     """One implementation of one op."""
@@ -50,6 +54,9 @@ class Backend:
     "Device types where it is taken only when it is forced by name, because it is slow there."
     refuses: Callable[[Any], str | None] = _refuses_nothing
     "From the op's case (dtypes, widths and options of a call) to why it cannot take it, or None where it can."
+    prepare: Callable[[Any, Any], str | None] = _needs_nothing
+    """From a case and a device to why it could not be set up, or None where it is: for an op of several ranks, which make this
+    call together before the first one."""
     settings: Callable[[Any], str] = _no_settings
     "From a case to what else decides how it runs, line by line: for an op of several ranks they must be alike on all."
 
@@ -130,6 +137,12 @@ def force(name: str | None) -> None:
         )
     with _lock:
         _forced[:] = [] if name is None else [name]
+        _changed()
+
+
+def decide_again() -> None:
+    """Choose anew at the next call of each kind: what a backend refuses has changed."""
+    with _lock:
         _changed()
 
 
@@ -222,6 +235,21 @@ def survey(op: str, device: str, case: Hashable = None) -> tuple[tuple[str, str 
     return tuple((backend.name, _why_not(backend, device, case, wanted)) for backend in _backends.get(op, ()))
 
 
+def prepare(op: str, device: Any, case: Hashable) -> tuple[str, str | None]:
+    """Set up what takes a case on a device: its name, and why it could not be set up, or None where it is.
+
+    Args:
+        op: the op's name without namespace.
+        device: a torch.device.
+        case: the op's own case type.
+
+    Raises:
+        BackendError: as `choose`.
+    """
+    name = choose(op, device.type, case).name
+    return name, next(backend.prepare(case, device) for backend in _backends[op] if backend.name == name)
+
+
 def decision(op: str, device: str, case: Hashable) -> str:
     """Which backend takes a case, and how, line by line: what the ranks of a process group compare.
 
@@ -266,6 +294,10 @@ def backend_of(op: Op, kernel: Kernel) -> Backend:
         from .triton import backend as triton_backend
 
         return triton_backend(op, kernel)
+    if kernel.backend == "symm_mem":
+        from .symm_mem.backend import backend as symm_mem_backend
+
+        return symm_mem_backend(op, kernel)
     return Backend(
         name=kernel.backend,
         op=op.name,

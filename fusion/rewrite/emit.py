@@ -169,7 +169,7 @@ def _unwidened(x: Node) -> Node:
     """What was widened to float32: torch 2.11 leaves out the rounding between a norm and its quantisation."""
     source = x.args[0] if x.target is torch.ops.prims.convert_element_type.default else None
     widened = isinstance(source, Node) and value(source).dtype in (torch.bfloat16, torch.float16)
-    return source if widened and value(x).dtype == torch.float32 else x  # type: ignore[return-value]
+    return source if widened and value(x).dtype == torch.float32 else x
 
 
 def _bind_quantised(bound: Binding, norm: FoundNorm, *, inner: bool) -> None:

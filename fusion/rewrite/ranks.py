@@ -59,12 +59,16 @@ def check_kernel(form: Form, values: Sequence[Any]) -> None:
     Raises:
         Unmatched: none does; the shorter chain is faster than the reference.
     """
-    device = values[0].device.type
-    if device == "cpu" or not any(isinstance(step, AllReduce) for step in form.chain):
+    device = values[0].device
+    if device.type == "cpu" or not any(isinstance(step, AllReduce) for step in form.chain):
         return
     case = case_maker(form.op)(*values)
     with unset_fake_temporarily():  # setting a backend up makes real tensors
-        if backends.choose(form.op.name, device, case).name != "reference":
+        name, problem = backends.prepare(form.op.name, device, case)
+        reasons = [f"{name}: {problem}"]
+        if name == "reference":
+            several = backends.survey(form.op.name, device.type, case)
+            reasons = [f"{name}: {why}" for name, why in several if why is not None]
+        elif problem is None:
             return
-        reasons = [f"{name}: {why}" for name, why in backends.survey(form.op.name, device, case) if why is not None]
     raise Unmatched(f"no kernel of {form.op.name} runs here: {'; '.join(reasons)}")

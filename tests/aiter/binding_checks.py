@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from check_tools import EPSILON, LEADING, pair, random, same, same_quantised, weight
-from norm_checks import check_op
+import torch.distributed as dist
+from check_tools import LEADING, random, weight
+from norm_checks import DEFAULTS, OPS, check_op, same_results
 from torch import Tensor
 
 from layerfuse.fusion.backends import aiter as amd
-from layerfuse.fusion.backends.aiter import Bound
+from layerfuse.fusion.backends.aiter import Bound, communicators
 from layerfuse.fusion.backends.aiter.mla import PLAN
-from layerfuse.fusion.ops.norm import normalise_wide
+from layerfuse.fusion.ops.groups import process_group
 
 
 def plan_of(sizes: dict[str, Any]) -> dict[str, Tensor]:
@@ -77,71 +79,49 @@ def mla_decode(call: Callable[..., Any]) -> None:
         torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
 
 
-def communicator() -> Any:
-    """One of AITER's, of the stand-in's two ranks that hold the same."""
-    return sys.modules["aiter.dist.device_communicators.custom_all_reduce"].CustomAllreduce(None, torch.device("cpu"))
+@contextlib.contextmanager
+def group_of_one() -> Iterator[str]:
+    """The name of a process group of this process alone."""
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield dist.group.WORLD.group_name
+    finally:
+        communicators.close()
+        if started:
+            dist.destroy_process_group()
 
 
-def all_reduce_rms_norm(call: Callable[..., Any], offset: float = 0.0) -> None:
-    ranks = communicator()
-    for leading in LEADING:
-        for one_stage in (False, True):
-            x = random(*leading, 2 * 1024)[..., :1024]  # the communicator takes what is contiguous only
-            residual = random(*leading, 1024, seed=2)
-            out, summed = call(ranks, x, residual, weight(1024), EPSILON, offset, one_stage)
-            wide = x.float() + residual.float()
-            same(summed, wide.to(x.dtype))
-            same(out, normalise_wide(wide, weight(1024).float(), EPSILON, offset).to(x.dtype))
-    many = random(100, 1024)  # more tokens than a launch in one stage has blocks
-    assert call(ranks, many, many, weight(1024), EPSILON, 0.0, True) is not None
-    ranks._IS_CAPTURING, ranks.enable_register_for_capturing = True, False
-    assert call(ranks, many, many, weight(1024), EPSILON, 0.0, True) is None, "its input is not registered"
-    ranks._IS_CAPTURING = False
-    ranks.world_size = 3  # one pack of 16 bytes among three ranks: AITER would drop it
-    assert call(ranks, x[..., :8], x[..., :8], weight(8), EPSILON, 0.0, True) is None
-    ranks.disabled = True
-    assert call(ranks, many, many, weight(1024), EPSILON, 0.0, True) is None
+@contextlib.contextmanager
+def holding(ranks: Any = None) -> Iterator[tuple[str, Any]]:
+    """A group with one of AITER's communicators, whose other rank holds zeros: a group of one can have none of its own."""
+    if ranks is None:
+        made = sys.modules["aiter.dist.device_communicators.custom_all_reduce"].CustomAllreduce
+        ranks = made(None, torch.device("cpu"))
+    with group_of_one() as group:
+        of = process_group(group)
+        communicators._held[group, torch.device("cpu")] = communicators._Held(of=of, communicator=ranks, is_ours=False)
+        yield group, ranks
 
 
-def all_reduce_rms_norm_group_quant(call: Callable[..., Any], columns: bool = False) -> None:
-    ranks = communicator()
-    for leading in LEADING:
-        if 0 in leading:
-            continue  # declined: the fp8 flavour is AITER's to say
-        x, residual = random(*leading, 2 * 1024)[..., :1024], random(*leading, 1024, seed=2)
-        out, scales, summed = call(ranks, x, residual, weight(1024), EPSILON, 0.0, 128, columns, False)
-        wide = x.float() + residual.float()
-        same(summed, wide.to(x.dtype))
-        same_quantised((out, scales), normalise_wide(wide, weight(1024).float(), EPSILON), 128, columns)
-    ranks.disabled = True
-    assert call(ranks, x, residual, weight(1024), EPSILON, 0.0, 128, columns, False) is None
+def all_reduce_case(op: str, group: str, leading: tuple[int, ...], width: int = 1024, **options: Any) -> list[Any]:
+    """The arguments of an op: rows that are further apart than they are wide."""
+    x, residual = random(*leading, 2 * width)[..., :width], random(*leading, width + 8, seed=2)[..., :width]
+    tensors = {"x": x, "residual": residual, "weight": weight(width), "padded_width": width + 128, "group": group}
+    values = DEFAULTS | tensors | options
+    return [values[argument.name] for argument in OPS[op].args]
 
 
-def quick_reduce() -> int:
-    module = sys.modules["aiter.ops.quick_all_reduce"]
-    address: int = module.init_custom_qr(0, 2)
-    return address
-
-
-def qr_handles(call: Callable[..., Any]) -> None:
-    seen: list[Tensor] = []
-
-    def exchange(handle: Tensor) -> list[Tensor]:
-        seen.append(handle)
-        return [handle, handle.clone()]
-
-    call(quick_reduce(), exchange)
-    assert seen[0].tolist() == list(range(64))
-
-
-def qr_all_reduce_rms_norm(call: Callable[..., Any]) -> None:
-    for leading in LEADING:
-        x, _ = pair(*leading)
-        residual = random(*leading, 256, seed=2)
-        out, summed = call(quick_reduce(), x, residual, weight(256), EPSILON, 0.0, 2, False)
-        wide = x.float() + residual.float()
-        same(summed, wide.to(x.dtype))
-        same(out, normalise_wide(wide, weight(256).float(), EPSILON).to(x.dtype))
+def check_all_reduce(call: Callable[..., Any], op: str, **options: Any) -> None:
+    """One launch of AITER's for each call that is not empty, and what the op's reference gives."""
+    with holding() as (group, ranks):
+        # 100: more tokens than a launch in one stage has blocks in some releases.
+        for leading in (*LEADING, *(() if "quant" in op else ((100,),))):
+            given = all_reduce_case(op, group, leading, **options)
+            ranks.launches.clear()
+            same_results(call(*given), OPS[op].reference(*given))
+            assert len(ranks.launches) == (0 not in leading), "the op's pieces ran"
 
 
 CALLS: dict[str, Callable[[Callable[..., Any]], None]] = {
@@ -151,10 +131,6 @@ CALLS: dict[str, Callable[[Callable[..., Any]], None]] = {
         ps_metadata_info,
         mla_metadata,
         mla_decode,
-        all_reduce_rms_norm,
-        all_reduce_rms_norm_group_quant,
-        qr_handles,
-        qr_all_reduce_rms_norm,
     )
 }
 """What is no op's backend."""
@@ -169,6 +145,8 @@ def check_numbers(bound: Bound) -> None:
     op = bound.probed.binding.op
     if op in CALLS:
         CALLS[op](bound.call)
+    elif op.startswith("all_reduce"):
+        check_all_reduce(bound.call, op)
     else:
         check_op(bound.call, op)
 

@@ -86,6 +86,19 @@ TRITON_ACT: Spans = (
     ("v0.1.6.post2", LAST, Works("v0.1.6.post2")),
 )
 
+FUSED_AR: Spans = (
+    ("v0.1.16", "v0.1.16.post6", Works("v0.1.16")),
+    ("v0.1.17-rc0", "v0.1.17", Works("v0.1.17-rc0")),
+    ("v0.1.17-longctx", LAST, Works("v0.1.17-longctx")),
+)
+FUSED_AR_GROUP: Spans = (
+    ("v0.1.5", "v0.1.13.post1", ABSENT),
+    ("v0.1.14-rc0", "v0.1.16.post6", Works("v0.1.14-rc0")),
+    ("v0.1.17-rc0", "v0.1.17", Works("v0.1.17-rc0")),
+    ("v0.1.17-longctx", "v0.1.19.post1", Works("v0.1.14-rc0")),
+    ("v0.1.19.post2", LAST, Works("v0.1.17-rc0")),
+)
+
 EXPECTED: dict[str, Spans] = {
     "add_rms_norm": (
         ("v0.1.5", "v0.1.16.post6", Works("v0.1.5")),
@@ -199,30 +212,32 @@ EXPECTED: dict[str, Spans] = {
         ("v0.1.17-rc0", "v0.1.19.post2", Works("v0.1.17-rc0")),
         ("v0.1.20", LAST, Works("v0.1.20")),
     ),
-    "all_reduce_rms_norm": (
+    "all_reduce_add_rms_norm": (
         ("v0.1.5", "v0.1.6.post1", ABSENT),
         ("v0.1.6.post2", "v0.1.7.post1", No("it takes no residual")),
         ("v0.1.7.post2", "v0.1.11.post1", No("epsilon for an integer")),
-        ("v0.1.12", "v0.1.15.post3", Works("v0.1.10.post2")),
-        ("v0.1.16", "v0.1.16.post6", Works("v0.1.16")),
-        ("v0.1.17-rc0", LAST, Works("v0.1.17-rc0")),
+        ("v0.1.12", "v0.1.15.post3", Works("v0.1.10.post3")),
+        *FUSED_AR,
     ),
-    "all_reduce_rms_norm_group_quant": (
-        ("v0.1.5", "v0.1.13.post1", ABSENT),
-        ("v0.1.14-rc0", "v0.1.16.post6", Works("v0.1.14-rc0")),
-        ("v0.1.17-rc0", "v0.1.17", Works("v0.1.17-rc0")),
-        ("v0.1.17-longctx", "v0.1.19.post1", Works("v0.1.14-rc0")),
-        ("v0.1.19.post2", LAST, Works("v0.1.17-rc0")),
+    "all_reduce_add_rms_norm_pad": (
+        ("v0.1.5", "v0.1.6.post1", ABSENT),
+        ("v0.1.6.post2", "v0.1.15.post3", No("out_hidden_dim came with v0.1.16")),
+        *FUSED_AR,
     ),
-    "qr_handles": (
-        ("v0.1.5", "v0.1.5.post1", ABSENT),
-        ("v0.1.5.post2", "v0.1.19", Works("v0.1.5.post2")),
-        ("v0.1.19.post1", LAST, Works("v0.1.19.post1")),
+    "all_reduce_add_rms_norm_per_token_quant": (
+        ("v0.1.5", "v0.1.6.post1", ABSENT),
+        ("v0.1.6.post2", "v0.1.10.post2", No("post_per_token_quant came with v0.1.10.post3")),
+        ("v0.1.10.post3", "v0.1.11.post1", No("epsilon for an integer")),
+        ("v0.1.12", "v0.1.15.post3", Works("v0.1.10.post3")),
+        *FUSED_AR,
     ),
-    "qr_all_reduce_rms_norm": (
-        ("v0.1.5", "v0.1.17", ABSENT),
-        ("v0.1.17-longctx", LAST, Works("v0.1.17-longctx")),
+    "all_reduce_add_rms_norm_per_token_quant_with_norm": (
+        ("v0.1.5", "v0.1.6.post1", ABSENT),
+        ("v0.1.6.post2", "v0.1.17", No("emit_bf16 came with v0.1.17-longctx")),
+        FUSED_AR[-1],
     ),
+    "all_reduce_add_rms_norm_group_quant": FUSED_AR_GROUP,
+    "all_reduce_add_rms_norm_group_quant_with_norm": FUSED_AR_GROUP,
 }
 """Binding -> (first release, last release, what is expected), without gaps from v0.1.5 to v0.1.20.post1."""
 

@@ -45,7 +45,7 @@ def check(call: Callable[..., Any], op: str, **options: Any) -> None:
         for tensors in _tensors(OPS[op], leading, options.get("width")):
             values = DEFAULTS | options | tensors
             given = [values[argument.name] for argument in OPS[op].args]
-            _same(call(*given), OPS[op].reference(*given))
+            same_results(call(*given), OPS[op].reference(*given))
 
 
 def _tensors(op: Op, leading: tuple[int, ...], width: int | None) -> Iterator[dict[str, Tensor]]:
@@ -71,7 +71,7 @@ def _halves(*leading: int, width: int) -> list[tuple[Tensor, Tensor]]:
     return [(whole[..., :width], whole[..., width:]), (wider[..., :width], wider[..., width : 2 * width]), apart]
 
 
-def _same(found: Any, expected: Any) -> None:
+def same_results(found: Any, expected: Any) -> None:
     """Result for result: exact bytes, scales laid out alike, fp8 to a rounding."""
     several = [each if isinstance(each, tuple) else (each,) for each in (found, expected)]
     assert len(several[0]) == len(several[1])

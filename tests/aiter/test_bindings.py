@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from binding_checks import (
     CALLS,
-    all_reduce_rms_norm,
-    all_reduce_rms_norm_group_quant,
+    check_all_reduce,
     check_numbers,
     mla_decode_of_several_queries,
 )
@@ -31,6 +30,8 @@ NOTHING_FOR = {
     "gated_rms_norm_static_quant",
     "rms_norm_mxfp8_quant_with_norm",
     "add_rms_norm_mxfp8_quant_with_norm",
+    "all_reduce_add_rms_norm_static_quant",
+    "all_reduce_add_rms_norm_static_quant_with_norm",
 }
 """Ops that no function of AITER's does."""
 
@@ -85,9 +86,13 @@ def test_gemma_norms_and_column_major_all_reduce_scales(release):
             check(amd.bound(op).call, op, weight_offset=1.0)
         if release != "v0.1.17":
             check(amd.bound("add_rms_norm_mxfp8_quant").call, "add_rms_norm_mxfp8_quant", weight_offset=1.0)
-        all_reduce_rms_norm(amd.bound("all_reduce_rms_norm").call, 1.0)
+        for form in ("", "_pad", "_per_token_quant"):
+            op = f"all_reduce_add_rms_norm{form}"
+            check_all_reduce(amd.bound(op).call, op, weight_offset=1.0)
         if release in ("v0.1.17", "v0.1.20.post1"):
-            all_reduce_rms_norm_group_quant(amd.bound("all_reduce_rms_norm_group_quant").call, True)
+            for form in ("group_quant", "group_quant_with_norm"):
+                op = f"all_reduce_add_rms_norm_{form}"
+                check_all_reduce(amd.bound(op).call, op, column_major=True)
 
 
 @pytest.mark.parametrize("release", since("v0.1.13.post1"))
@@ -168,7 +173,9 @@ def test_a_call_that_aiter_would_misread_is_seen_by_the_stand_in():
 def test_the_table_of_the_docs_says_what_is_expected():
     page = (Path(__file__).resolve().parents[2] / "docs" / "aiter.md").read_text()
     rows = re.findall(
-        r"^\| (`[^|]+`) \| ([^|]+) \| (refused: )?[^|]+\|$", page.partition("### What is refused")[0], re.MULTILINE
+        r"^\| (`[^|]+`) \| ([^|]+) \| (refused: )?[^|]+\|$",
+        page.partition("### What is called")[2].partition("### What is refused")[0],
+        re.MULTILINE,
     )
     said: dict[tuple[str, str], bool] = {}
     for names, span, refused in rows:
@@ -207,7 +214,6 @@ HOT = (
         "mx",
         "norm_quant",
         "norms",
-        "quick_reduce",
         "signatures",
         "silu_mul",
     ),

@@ -6,7 +6,6 @@ import importlib
 
 import pytest
 import torch
-from binding_checks import communicator
 from check_tools import EPSILON, FP8, installed, pair, random, same, same_quantised, weight
 from expected import REPRESENTATIVE, No
 from norm_checks import check
@@ -303,15 +302,15 @@ WRONG_CALLS = {
         lambda call: call(*[torch.zeros(2, dtype=torch.int32)] * 3, 16, 1, True, {}, page_size=3),
         "powers of two only",
     ),
-    "a level that would not quantise": (
-        "qr_all_reduce_rms_norm",
-        lambda call: call(1, random(2, 256), random(2, 256), weight(256), EPSILON, 0.0, 4, False),
-        "quant_level 4",
-    ),
     "an offset for the grouped all-reduce": (
-        "all_reduce_rms_norm_group_quant",
-        lambda call: call(communicator(), *[random(2, 512)] * 2, weight(512), EPSILON, 1.0, 128, False, False),
+        "all_reduce_add_rms_norm_group_quant",
+        lambda call: call(*[random(2, 512)] * 2, weight(512), EPSILON, "0", 1.0, FP8, 128, False, False, False),
         "has no such option",
+    ),
+    "a residual that does not fit an all-reduce": (
+        "all_reduce_add_rms_norm",
+        lambda call: call(random(2, 512), random(3, 512), weight(512), EPSILON, "0", 0.0),
+        "residual must be like x",
     ),
 }
 

@@ -9,14 +9,19 @@ from __future__ import annotations
 import json
 import re
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
+from layerfuse.fusion.backends.symm_mem import launch as symm_mem
 from layerfuse.fusion.backends.triton import family, launcher, tuning
 from layerfuse.fusion.catalog import FUSIONS
+from layerfuse.fusion.compose import op_of
+from layerfuse.fusion.declare import GroupName, Op
+from layerfuse.fusion.steps import AllReduce
 
 TARGETS = {
     "gfx942": (GPUTarget("hip", "gfx942", 64), torch.float8_e4m3fnuz),
@@ -30,11 +35,14 @@ TYPES = {
     torch.float8_e4m3fn: "*fp8e4nv",
     torch.float8_e4m3fnuz: "*fp8e4b8",
     torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
 }
 FEW, MANY = 0, 6
 """Steps of the tuning."""
 _WIDE = r"(?:global|buffer)_load_dwordx4|ld\.global\S*\.v4\.b32"
 _ONE_BY_ONE = r"(?:global|buffer)_load_(?:ushort|u16|d16|short_d16)\w*|ld\.global(?!\S*\.v)\S*\.b16"
+_PUSH, _LOOK = r"st\.global\.v4\.b32", r"ld\.volatile\.global\.v4\.b32"
 FORMS = {form.op.name: form.op for fusion in FUSIONS.values() for form in fusion.forms}
 
 
@@ -75,6 +83,7 @@ class Compiler:
             "wide_loads": len(re.findall(_WIDE, text)),
             "loads_one_by_one": len(re.findall(_ONE_BY_ONE, text)),
             "overlap": "griddepcontrol" in text,
+            "pushes": len(re.findall(_PUSH, text.partition("ld.volatile")[0])), "looks": len(re.findall(_LOOK, text)),
             "spills": sum(int(n) for n in re.findall(r"spill_count:\s+(\d+)", text)),
         }  # fmt: skip
 
@@ -105,8 +114,20 @@ def built(name: str, op: str, widths: tuple[int, ...], step: int, early: bool = 
         else:
             known = {"Epsilon": 1e-6, "WeightOffset": 1.0, "Limit": 7.0, "PaddedWidth": widths[0] + 192}
             args.append(known.get(kind, argument.default))
-    family.function_of(declared)(*args)
+    made(declared)(*args)
     return compiler.built | {"target": name, "widths": widths, "step": step, "early": early}
+
+
+def made(declared: Op) -> Any:
+    """The function of an op; one that starts with an all-reduce is a rank's of four, without its group."""
+    if not any(isinstance(step, AllReduce) for step in declared.chain or ()):
+        return family.function_of(declared)
+    rest = op_of(declared.name, (declared.chain or ())[1:])
+    buffers, phases = torch.empty(4, dtype=torch.int64), torch.empty(16, dtype=torch.int32)
+    workspace = symm_mem.Workspace(buffers, phases, 1, 4, 16, 7168 * 2, None)
+    function = family.function_of(rest, partial(symm_mem.launch, workspace))
+    place = next(place for place, argument in enumerate(declared.args) if isinstance(argument, GroupName))
+    return lambda *args: function(*args[:place], *args[place + 1 :])
 
 
 if __name__ == "__main__":
@@ -114,6 +135,10 @@ if __name__ == "__main__":
     dual, group = "mla_dual_rms_norm", "mla_dual_rms_norm_group_quant"
     for target in TARGETS:
         for op, declared in FORMS.items():
+            if op.startswith("all_reduce_"):
+                if target == "sm90" or (target == "sm100" and not (declared.chain or ())[3:]):  # NVIDIA's alone
+                    found.append(built(target, op, (7168,), FEW, early=True))
+                continue
             widths = (1536, 512) if len(declared.widths) == 2 else (128,) if declared.rows[0].heads else (7168,)
             found += [built(target, op, widths, step) for step in (FEW, MANY)]
         found += [built(target, dual, (1000, 384), MANY), built(target, group, (2304, 512), MANY)]

@@ -58,3 +58,12 @@ def test_narrow_rows_share_a_program(kernels: list[dict[str, Any]]) -> None:
         if k["op"] == "add_rms_norm" and k["widths"] == [128] and not k["early"]
     }
     assert narrow == {(target, 8) for target in TARGETS}
+
+
+def test_all_reduces_push_everything_before_they_wait(kernels: list[dict[str, Any]]) -> None:
+    """A row goes to three peers, sixteen bytes at a time, before the first look at theirs; a look goes to memory itself."""
+    built = [kernel for kernel in kernels if kernel["kernel"] == "all_reduce_row_norm"]
+    assert {kernel["target"] for kernel in built} == {"sm90", "sm100"}
+    assert len({kernel["op"] for kernel in built}) == 8
+    # Once before the loop and once inside.
+    assert all((kernel["pushes"], kernel["looks"]) == (3, 6) for kernel in built)

@@ -1,7 +1,10 @@
-"""Norms fused into AITER's all-reduce: the methods of its `CustomAllreduce`, bound from the class.
+"""The norm fused into AITER's all-reduce, plain, padded and quantised: methods of its `CustomAllreduce`, bound from the class.
 
-They answer None where AITER declines (switched off, too large): the caller then reduces and norms by itself. So do these,
-also where AITER would be wrong without a word. Between the start of `capture()` and the capture itself AITER answers zeros.
+AITER sums in the order of the ranks in float32, then rounds before it adds the residual. Its two stages of a quantised
+norm round once more: they norm the rounded sum.
+
+`custom_fused_ar_rms` and its like, which AITER puts over these, are not called: while a graph is being captured they take
+the input for registered though it may not be, and between the start of `capture()` and the capture itself they give zeros.
 """
 
 from __future__ import annotations
@@ -9,134 +12,194 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from .errors import AiterCallError
-from .releases import ReleaseRange
+from ...catalog import FUSIONS
+from . import communicators
 from .resolved import Resolved
-from .tensors import empty_like, flat_like, is_gemma, no_offset, packed_rows, same_shape, scales_of, vector
-
-Pair = tuple[Tensor, Tensor]
-Triple = tuple[Tensor, Tensor, Tensor]
-
-_BLOCKS = 80
-"""kMaxBlocks of its kernels: the most tokens of a one-stage launch where it does not loop."""
-
-_THROWS_ABOVE = ReleaseRange("v0.1.10.post2", "v0.1.16.post6")
+from .stages import Kind, stages
+from .tensors import flat_like, is_gemma, no_offset, packed_rows, same_shape, scales_of, vector
 
 
-def rms_norm(found: Resolved) -> Callable[[Any, Tensor, Tensor, Tensor, float, float, bool], Pair | None]:
-    """`all_reduce_rms_norm(communicator, x, residual, weight, epsilon, weight_offset, use_1stage)`.
+def norm(found: Resolved) -> Callable[..., Any]:
+    """`all_reduce_add_rms_norm(x, residual, weight, epsilon, group, weight_offset) -> (normed, residual_out)`.
 
-    x: (..., width), this rank's part of the sum; residual: like x. Returns (norm of the sum, rounded sum), or None
-    where AITER declines. communicator: its `CustomAllreduce`.
+    x: (..., width), this rank's part of the sum; residual: like x. All ranks of the group make the call.
 
     Raises:
         AiterCallError: an offset the build does not know, or a weight or residual that does not fit.
     """
-    name, method = found.binding, found.function
-    stages, gemma_known = "use_1stage" in found.names, "gemma_norm" in found.names
-    throws = found.releases.overlaps(_THROWS_ABOVE)
+    run, pieces, name = _kernel(found, "plain"), _pieces(found.binding), found.binding
+    gemma_known = "gemma_norm" in found.names
 
-    def call(
-        communicator: Any,
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        epsilon: float,
-        weight_offset: float,
-        use_1stage: bool,
-    ) -> Pair | None:
-        same_shape(name, "residual", residual, x)
-        options: dict[str, bool] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        if not x.numel():
-            return empty_like(x), empty_like(x)
-        if _cannot(communicator, x):
-            return None
-        flat = packed_rows(x)
-        if stages:
-            options["use_1stage"] = use_1stage and not (throws and flat.shape[0] > _BLOCKS)
-        result = method(
-            communicator,
-            input=flat,
-            residual_inp=packed_rows(residual),
-            weight=vector(name, "weight", weight, x),
-            eps=epsilon,
-            **options,
-        )
-        if result is None:
-            return None
-        out, residual_out = result
-        return out.view(x.shape), residual_out.view(x.shape)
+    def call(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, group: str, weight_offset: float) -> Any:
+        options = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
+        results = run(x, residual, weight, epsilon, group, None, options)
+        if results is None:
+            return pieces(x, residual, weight, epsilon, group, weight_offset)
+        return results[0].view(x.shape), results[1].view(x.shape)
 
     return call
 
 
-def rms_norm_group_quant(
-    found: Resolved,
-) -> Callable[[Any, Tensor, Tensor, Tensor, float, float, int, bool, bool], Triple | None]:
-    """`all_reduce_rms_norm_group_quant(communicator, x, residual, weight, epsilon, weight_offset, group_size, ...)`.
-
-    Then column_major and use_1stage. Returns (fp8 of x's shape, float32 scales, rounded sum), or None where AITER
-    declines.
+def norm_pad(found: Resolved) -> Callable[..., Any]:
+    """`all_reduce_add_rms_norm_pad(x, residual, weight, epsilon, group, weight_offset, padded_width)`.
 
     Raises:
-        AiterCallError: any offset, column-major scales where the build has none, or a weight or residual that does
-            not fit.
+        AiterCallError: as above.
     """
-    name, method = found.binding, found.function
-    can_transpose = "transpose_scale" in found.names
-    throws = found.releases.overlaps(_THROWS_ABOVE)
+    run, pieces, name = _kernel(found, "pad"), _pieces(found.binding), found.binding
+    gemma_known = "gemma_norm" in found.names
 
     def call(
-        communicator: Any,
         x: Tensor,
         residual: Tensor,
         weight: Tensor,
         epsilon: float,
+        group: str,
         weight_offset: float,
-        group_size: int,
-        column_major: bool,
-        use_1stage: bool,
-    ) -> Triple | None:
-        no_offset(name, weight_offset)
-        same_shape(name, "residual", residual, x)
-        if column_major and not can_transpose:
-            raise AiterCallError(name, "column-major scales: the installed function has no transpose_scale")
-        if not x.numel() or _cannot(communicator, x):
-            return None
-        flat = packed_rows(x)
-        options = {"transpose_scale": True} if column_major else {}
-        result = method(
-            communicator,
-            input=flat,
-            residual_inp=packed_rows(residual),
-            weight=vector(name, "weight", weight, x),
-            eps=epsilon,
-            group_size=group_size,
-            use_1stage=use_1stage and not (throws and flat.shape[0] > _BLOCKS),
-            emit_bf16=False,
-            **options,
-        )
-        if result is None:
-            return None
-        out, residual_out, scales = result
-        # Transposed scales come as a view of (groups, tokens): their own indexing is right, only leading dimensions
-        # are to be put back.
-        buffer = scales.as_strided(scales.shape, (scales.shape[1], 1)) if column_major else scales
-        return out.view(x.shape), scales_of(flat_like(buffer), x.shape[:-1], column_major), residual_out.view(x.shape)
+        padded_width: int,
+    ) -> Any:
+        options: dict[str, Any] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
+        options["out_hidden_dim"] = padded_width
+        results = run(x, residual, weight, epsilon, group, padded_width, options)
+        if results is None:
+            return pieces(x, residual, weight, epsilon, group, weight_offset, padded_width)
+        return results[0].view(*x.shape[:-1], padded_width), results[1].view(x.shape)
 
     return call
 
 
-def _cannot(communicator: Any, x: Tensor) -> bool:
-    """Cases that AITER does not decline, and for which its result is wrong."""
-    if communicator.disabled:
-        return False
-    # While a graph is captured it takes the input for registered, whether it registers inputs or not (not on gfx1250,
-    # nor with expandable segments).
-    if communicator._IS_CAPTURING and not communicator.enable_register_for_capturing:
-        return True
-    # Its reduce-scatter drops the 16-byte packs that do not divide among the ranks.
-    packs, rest = divmod(x.numel() * x.itemsize, 16)
-    return bool(rest or packs % communicator.world_size)
+def per_token(found: Resolved) -> Callable[..., Any]:
+    """`all_reduce_add_rms_norm_per_token_quant[_with_norm](x, ..., weight_offset, dtype, use_ue8m0)`.
+
+    Raises:
+        AiterCallError: as above.
+    """
+    run, pieces, name, keeps_norm = _kernel(found, "token"), _pieces(found.binding), found.binding, found.keeps_norm
+    gemma_known = "gemma_norm" in found.names
+
+    def call(
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        group: str,
+        weight_offset: float,
+        dtype: torch.dtype,
+        use_ue8m0: bool,
+    ) -> Any:
+        options: dict[str, Any] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
+        if keeps_norm:
+            options["emit_bf16"] = True
+        results = run(x, residual, weight, epsilon, group, None, {**options, "post_per_token_quant": True})
+        if results is None:
+            return pieces(x, residual, weight, epsilon, group, weight_offset, dtype, use_ue8m0)
+        return _quantised(x, results, keeps_norm, False)
+
+    return call
+
+
+def per_group(found: Resolved) -> Callable[..., Any]:
+    """`all_reduce_add_rms_norm_group_quant[_with_norm](x, ..., weight_offset, dtype, group_size, column_major, ...)`.
+
+    Raises:
+        AiterCallError: any offset, or a weight or residual that does not fit.
+    """
+    run, pieces, name, keeps_norm = _kernel(found, "group"), _pieces(found.binding), found.binding, found.keeps_norm
+
+    def call(
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        group: str,
+        weight_offset: float,
+        dtype: torch.dtype,
+        group_size: int,
+        column_major: bool,
+        tma_aligned: bool,
+        use_ue8m0: bool,
+    ) -> Any:
+        no_offset(name, weight_offset)
+        options: dict[str, Any] = {"group_size": group_size, "emit_bf16": keeps_norm}
+        if column_major:
+            options["transpose_scale"] = True
+        results = run(x, residual, weight, epsilon, group, None, options)
+        if results is None:
+            quant = (dtype, group_size, column_major, tma_aligned, use_ue8m0)
+            return pieces(x, residual, weight, epsilon, group, weight_offset, *quant)
+        return _quantised(x, results, keeps_norm, column_major)
+
+    return call
+
+
+_Run = Callable[[Tensor, Tensor, Tensor, float, str, int | None, dict[str, Any]], tuple[Tensor, ...] | None]
+
+
+def _kernel(found: Resolved, kind: Kind) -> _Run:
+    """From the tensors and AITER's own options to its results; None where the op is to be done by its pieces.
+
+    That follows from shapes, and from what the communicators of all ranks have in common: all ranks decide alike.
+    """
+    name, method, releases = found.binding, found.function, found.releases
+
+    def run(
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        epsilon: float,
+        group: str,
+        padded_width: int | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, ...] | None:
+        same_shape(name, "residual", residual, x)
+        weight = vector(name, "weight", weight, x)
+        ranks = communicators.ready(group, x.device)
+        if ranks is None or not x.numel():
+            return None
+        flat = packed_rows(x)
+        tokens, width = flat.shape
+        sizes = stages(width, x.itemsize, ranks.world_size, releases, kind=kind, padded_width=padded_width)
+        stage = sizes.of(tokens)
+        if not stage or not ranks.should_custom_ar(flat):
+            return None
+        # What an engine captures inside of its communicator's `capture()` has the input itself read by the other ranks;
+        # elsewhere it is copied to a buffer that they know, which is right in every graph.
+        registered = (
+            ranks._IS_CAPTURING and ranks.enable_register_for_capturing and torch.cuda.is_current_stream_capturing()
+        )
+        results: tuple[Tensor, ...] = method(
+            ranks,
+            inp=flat,
+            res_inp=packed_rows(residual),
+            w=weight,
+            eps=epsilon,
+            registered=registered,
+            use_1stage=stage == 1,
+            **options,
+        )
+        return results
+
+    return run
+
+
+def _quantised(x: Tensor, results: tuple[Tensor, ...], keeps_norm: bool, column_major: bool) -> tuple[Tensor, ...]:
+    """AITER's results in the op's order: values, scales, the plain norm where it is kept, and the sum."""
+    out, summed, scales, *kept = results
+    # Transposed scales come as a view of (groups, tokens): their own indexing is right, only leading dimensions
+    # are to be put back.
+    buffer = scales.as_strided(scales.shape, (scales.shape[1], 1)) if column_major else scales
+    norms = (kept[0].view(x.shape),) if keeps_norm else ()
+    return (
+        out.view(x.shape),
+        scales_of(flat_like(buffer), x.shape[:-1], column_major),
+        *norms,
+        summed.view(x.shape),
+    )
+
+
+def _pieces(op: str) -> Callable[..., Any]:
+    """The op one step after the other: every rank gathers all parts, so it costs as many times the bytes as there are ranks."""
+    return next(form.op.reference for fusion in FUSIONS.values() for form in fusion.forms if form.op.name == op)

@@ -60,6 +60,12 @@ def _refuses(op: str, case: Any) -> str | None:
     from .binding import Refused, bind
     from .table import candidates
 
+    group = getattr(case, "group", None)
+    if group is not None:
+        from .communicators import why_not
+
+        if (absent := why_not(group)) is not None:
+            return absent
     call, reasons = call_of(case), []
     for binding in candidates(op):
         found = bind(binding.name)
@@ -100,6 +106,10 @@ def call_of(case: Any) -> Call:
     width = next(value for name, value in said.items() if name == "width" or name.endswith("_width"))
     known = {name: said[name] for name in _OF_CALL if name in said}
     known |= {ours: said[theirs] for theirs, ours in _OTHERWISE.items() if theirs in said}
+    if "group" in said:
+        from ...ops.groups import world_size
+
+        known["world_size"] = world_size(said["group"])
     return Call(**{**known, "width": width, "weight_dtype": other, "arch": _arch()})
 
 

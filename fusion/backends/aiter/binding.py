@@ -34,24 +34,22 @@ class Probed:
 
     binding: Binding
     main: Match
-    beside: tuple[Match, ...]
     releases: ReleaseRange
 
     @property
     def convention(self) -> str:
         """What was found, as a sentence."""
-        return "; beside it ".join(map(str, (self.main, *self.beside)))
+        return str(self.main)
 
     @property
     def summary(self) -> str:
         """The same in short."""
-        return "; beside it ".join(each.summary for each in (self.main, *self.beside))
+        return self.main.summary
 
     @property
     def recorded(self) -> bool:
         """Whether this is what was read off a release: its parameter lists, in a build that looks like that release."""
-        found = (self.main, *self.beside)
-        return not self.releases.contradictory and all(each.recorded and each.is_of(self.releases) for each in found)
+        return not self.releases.contradictory and self.main.recorded and self.main.is_of(self.releases)
 
 
 @frozen(kw_only=True)
@@ -172,20 +170,13 @@ def _probe(name: str) -> Probed | Refused:
     if build.triton_only is not None and binding.kind != "triton":
         return Refused(name=name, reason=f"Triton-only: {build.triton_only}")
     main = _first(build.folder, binding.functions, releases)
-    needed = [_first(build.folder, (function,), releases) for function in binding.needs]
-    reason = next((each for each in (main, *needed) if isinstance(each, str)), None)
-    if reason is None and (never := refused_altogether(restrictions_of(name, releases))) is not None:
-        reason = (
-            f"this build looks like {releases}, and may be one of these: {never}" if releases.contradictory else never
-        )
-    if isinstance(main, str) or reason is not None:
-        return Refused(name=name, reason=reason or str(main))
-    return Probed(
-        binding=binding,
-        main=main,
-        beside=tuple(each for each in needed if isinstance(each, Match)),
-        releases=releases,
-    )
+    if isinstance(main, str):
+        return Refused(name=name, reason=main)
+    never = refused_altogether(restrictions_of(name, releases))
+    if never is not None:
+        doubt = f"this build looks like {releases}, and may be one of these: " if releases.contradictory else ""
+        return Refused(name=name, reason=f"{doubt}{never}")
+    return Probed(binding=binding, main=main, releases=releases)
 
 
 def _first(folder: Path, functions: tuple[Function, ...], releases: ReleaseRange) -> Match | str:
@@ -203,30 +194,21 @@ def _bind(name: str) -> Bound | Refused:
     probed = _probe(name)
     if isinstance(probed, Refused):
         return probed
-    functions: dict[str, tuple[Callable[..., Any], frozenset[str]]] = {}
-    for each in (probed.main, *probed.beside):
-        function = _imported(each.function.path)
-        if isinstance(function, str):
-            return Refused(name=name, reason=function)
-        functions[each.function.path.rpartition(":")[2]] = (function, each.convention.names)
-    main, *beside = functions
+    function = _imported(probed.main.function.path)
+    if isinstance(function, str):
+        return Refused(name=name, reason=function)
     resolved = Resolved(
         binding=name,
-        function=functions[main][0],
-        names=functions[main][1],
-        beside={each: functions[each] for each in beside},
+        function=function,
+        names=probed.main.convention.names,
         releases=probed.releases,
         adds=probed.binding.adds,
         keeps_norm=probed.binding.keeps_norm,
     )
     module, _, maker = probed.binding.calls.partition(".")
     make = getattr(importlib.import_module(f".{module}", __package__), maker)
-    try:
-        call = make(resolved)
-    except AiterUnavailableError as error:
-        return Refused(name=name, reason=error.reason)
     restrictions = restrictions_of(name, probed.releases)
-    return Bound(name=name, call=call, probed=probed, restrictions=restrictions, fp8=_fp8())
+    return Bound(name=name, call=make(resolved), probed=probed, restrictions=restrictions, fp8=_fp8())
 
 
 def _imported(path: str) -> Callable[..., Any] | str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from attrs import frozen
+
+from .stages import WORLD_SIZES, Kind, stages
 
 
 @frozen(kw_only=True)
@@ -35,7 +38,7 @@ class Call:
     has_plan: bool | None = None
     "Whether the decode follows a plan (AITER's persistent mode)."
     world_size: int | None = None
-    use_1stage: bool | None = None
+    padded_width: int | None = None
     fp8: Any = None
     "The fp8 dtype that AITER has chosen for this GPU: filled in when binding."
     arch: str | None = None
@@ -85,7 +88,7 @@ def item_size(call: Call) -> int:
 def odd_rows(call: Call) -> bool:
     """Rows that are no multiple of 16 bytes."""
     pack = 16 // item_size(call)
-    return leaves_rest(call.width, pack) or leaves_rest(call.kv_width, pack)
+    return any(leaves_rest(width, pack) for width in (call.width, call.kv_width, call.padded_width))
 
 
 def wide(call: Call) -> bool:
@@ -182,12 +185,18 @@ def is_rdna(call: Call) -> bool:
     return call.arch is not None and call.arch.startswith(("gfx10", "gfx11", "gfx12"))
 
 
-def out_of_stages(call: Call) -> bool:
-    """Rows for neither stage from v0.1.12 on: up to 8192 columns of 16 bits in one, 512 to 16384 in two."""
-    if call.width is None:
-        return False
-    packs = call.width * item_size(call) // 16
-    return not (call.use_1stage is True and packs <= 1024) and not 64 <= packs <= 2048
+def without_stage(release: str, *, quantises: bool) -> Callable[[Call], bool]:
+    """Rows that an all-reduce takes neither in one stage nor in two. Of an unknown world size: whatever it is."""
+
+    def when(call: Call) -> bool:
+        if call.width is None or call.world_size not in (None, *WORLD_SIZES) or odd_rows(call):
+            return False
+        kind: Kind = "group" if quantises else "plain" if call.padded_width is None else "pad"
+        size = 2 if quantises else item_size(call)
+        found = stages(call.width, size, call.world_size or 2, release, kind=kind, padded_width=call.padded_width)
+        return not found.most
+
+    return when
 
 
 def always(_: Call) -> bool:

@@ -63,8 +63,6 @@ class Binding:
     calls: str
     "`module.function` in this package: from what was found to the callable with our convention."
     functions: tuple[Function, ...]
-    needs: tuple[Function, ...] = ()
-    "Functions used beside it that must be there."
     kind: Literal["hip", "triton"] = "hip"
     "triton: there in Triton-only mode too."
     adds: bool = False

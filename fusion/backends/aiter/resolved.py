@@ -12,14 +12,12 @@ from .releases import ReleaseRange
 
 @frozen(kw_only=True)
 class Resolved:
-    """Functions of AITER's, imported, with what is known of them. Everything here is asked once, when binding."""
+    """A function of AITER's, imported, with what is known of it. Everything here is asked once, when binding."""
 
     binding: str
     function: Callable[..., Any]
     names: frozenset[str]
     "The parameters of the convention that it follows; what else it may take has no known meaning."
-    beside: dict[str, tuple[Callable[..., Any], frozenset[str]]]
-    "Functions used beside it, by name, with their parameters."
     releases: ReleaseRange
     "What the build can be."
     adds: bool = False

@@ -11,6 +11,7 @@ from .releases import NEWEST, OLDEST, ReleaseRange
 from .table import BINDINGS
 
 UE8M0 = "power-of-two scales in float32: the function has none"
+TMA = "column-major scales with padded columns: AITER pads none, and a copy of them would cost what the fusion saves"
 FLAVOUR = "the fp8 dtype of another GPU: it writes the flavour of this one only"
 OFFSET = "a weight offset: the function knows none"
 GEMMA = "a weight offset: gemma_norm came with v0.1.17-rc0"

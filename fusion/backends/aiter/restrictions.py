@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from . import calls
 from .releases import ReleaseRange
-from .restriction import FLAVOUR, GEMMA, GEMMA_ONE, OFFSET, TYPE_16_BIT, WEIGHT
+from .restriction import FLAVOUR, GEMMA, GEMMA_ONE, OFFSET, TMA, TYPE_16_BIT, UE8M0, WEIGHT, calling
 from .restriction import Restriction as R  # noqa: N817 - it stands in front of every line below
 from .restrictions_norms import NORM_RESTRICTIONS
+from .stages import WORLD_SIZES
 
 _DECODE = ("mla_decode",)
 _SIZES = ("mla_metadata_info",)
-_AR = ("all_reduce_rms_norm",)
-_AR_QUANT = ("all_reduce_rms_norm_group_quant",)
-_QR = ("qr_all_reduce_rms_norm",)
+_AR_PLAIN = calling("all_reduce.norm", "all_reduce.norm_pad")
+_AR_TOKEN = calling("all_reduce.per_token")
+_AR_GROUP = calling("all_reduce.per_group")
+_AR_QUANT = (*_AR_TOKEN, *_AR_GROUP)
+_AR = (*_AR_PLAIN, *_AR_QUANT)
 
+_DIVIDED = "that divide among the ranks in packs of 16 bytes (the rest would be dropped)"
+_RACE = "one stage is not used, since a rank may overwrite its input there while another still reads it"
 _NO_TRANSPOSE = "column-major scales: transpose_scale is in v0.1.17-rc0, v0.1.17, and from v0.1.19.post2 on"
 
 RESTRICTIONS: tuple[R, ...] = (
@@ -69,31 +74,58 @@ RESTRICTIONS: tuple[R, ...] = (
     ),
     # ---- all-reduce
     R(
-        (*_AR, *_AR_QUANT, *_QR),
-        "world size",
-        lambda call: call.world_size not in (None, 2, 4, 8),
-        "a world size other than 2, 4 and 8: the fused kernels throw, or print a message and go on",
-    ),
-    R(_AR, "dtype", calls.not_floating, "dtypes other than float16, bfloat16 and float32"),
-    R((*_AR_QUANT, *_QR), "dtype", calls.not_16_bit, TYPE_16_BIT),
-    R((*_AR, *_AR_QUANT, *_QR), "weight dtype", calls.mixed, WEIGHT),
-    R((*_AR, *_AR_QUANT), "rows", calls.odd_rows, "rows that are no multiple of 16 bytes"),
-    R(_AR, "offset", calls.has_offset, GEMMA, since="v0.1.12", until="v0.1.16.post6"),
-    R(_AR, "offset", calls.strange_offset, GEMMA_ONE),
-    R((*_AR_QUANT, *_QR), "offset", calls.has_offset, OFFSET),
-    R(
         _AR,
+        "world size",
+        lambda call: call.world_size not in (None, *WORLD_SIZES),
+        "a world size other than 2, 4 and 8: the kernels throw",
+    ),
+    R(_AR_PLAIN, "dtype", calls.not_floating, "dtypes other than float16, bfloat16 and float32"),
+    R(_AR_QUANT, "dtype", calls.not_16_bit, f"where it quantises: {TYPE_16_BIT}"),
+    R(_AR, "weight dtype", calls.mixed, WEIGHT),
+    R(_AR, "rows", calls.odd_rows, "rows, or padded ones, that are no multiple of 16 bytes"),
+    R((*_AR_PLAIN, *_AR_TOKEN), "offset", calls.has_offset, GEMMA, since="v0.1.12", until="v0.1.16.post6"),
+    R((*_AR_PLAIN, *_AR_TOKEN), "offset", calls.strange_offset, GEMMA_ONE),
+    R(_AR_GROUP, "offset", calls.has_offset, OFFSET),
+    R(
+        ("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_per_token_quant"),
         "epsilon",
         calls.always,
         "its C++ takes epsilon for an integer, so that it becomes 0; rows that are not 1 to 32 whole KiB (2880 columns) "
         "stay unwritten",
         until="v0.1.11.post1",
     ),
-    R(_AR, "width", calls.out_of_stages, "rows outside 1 to 32 KiB in two stages, or above 16 KiB in one"),
-    R(_AR_QUANT, "width", lambda call: calls.over(call.width, 8192), "rows of more than 8192 columns"),
-    R(_AR_QUANT, "groups", calls.broken_groups, "groups that do not divide the width"),
+    R(
+        _AR_PLAIN,
+        "width",
+        calls.without_stage("v0.1.19", quantises=False),
+        f"rows that two stages do not take, which are 1 to 32 KiB {_DIVIDED}; {_RACE}",
+        until="v0.1.19",
+    ),
+    R(
+        _AR_PLAIN,
+        "width",
+        calls.without_stage("v0.1.19.post1", quantises=False),
+        f"rows that neither one stage takes, up to 16 KiB with their padding, nor two, 1 to 32 KiB {_DIVIDED}",
+        since="v0.1.19.post1",
+    ),
     R(
         _AR_QUANT,
+        "width",
+        calls.without_stage("v0.1.19", quantises=True),
+        "where it quantises: rows that two stages do not take, which are up to 16 KiB, multiples of 512 bytes (what fills "
+        f"no warp is left out of the norm) {_DIVIDED}; {_RACE}",
+        until="v0.1.19",
+    ),
+    R(
+        _AR_QUANT,
+        "width",
+        calls.without_stage("v0.1.19.post1", quantises=True),
+        "where it quantises: rows of more than 16 KiB",
+        since="v0.1.19.post1",
+    ),
+    R(_AR_GROUP, "groups", calls.broken_groups, "groups that do not divide the width"),
+    R(
+        _AR_GROUP,
         "groups",
         lambda call: (
             calls.not_a_power_of_two(call.group_size)
@@ -101,22 +133,11 @@ RESTRICTIONS: tuple[R, ...] = (
         ),
         "groups that are not 1 to 64 packs of 16 bytes, a power of two",
     ),
-    R(_AR_QUANT, "layout", lambda call: call.column_major is True, _NO_TRANSPOSE, until="v0.1.16.post6"),
-    R(
-        _AR_QUANT,
-        "layout",
-        lambda call: call.column_major is True,
-        _NO_TRANSPOSE,
-        since="v0.1.17-longctx",
-        until="v0.1.19.post1",
-    ),
+    R(_AR_GROUP, "layout", calls.is_column_major, _NO_TRANSPOSE, until="v0.1.16.post6"),
+    R(_AR_GROUP, "layout", calls.is_column_major, _NO_TRANSPOSE, since="v0.1.17-longctx", until="v0.1.19.post1"),
+    R(_AR_GROUP, "layout", calls.is_tma_aligned, TMA),
+    R(_AR_QUANT, "ue8m0", calls.has_ue8m0, UE8M0),
     R(_AR_QUANT, "fp8", calls.other_flavour, FLAVOUR),
-    R(
-        _QR,
-        "width",
-        lambda call: call.width is not None and (call.width <= 0 or 16384 % call.width != 0),
-        "rows that do not divide its tile of 32 KiB, as powers of two up to 16384 do",
-    ),
 )
 """The table; the first line that applies is the reason given."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import calls
-from .restriction import FLAVOUR, GEMMA, GEMMA_ONE, OFFSET, TYPE_16_BIT, UE8M0, WEIGHT, calling
+from .restriction import FLAVOUR, GEMMA, GEMMA_ONE, OFFSET, TMA, TYPE_16_BIT, UE8M0, WEIGHT, calling
 from .restriction import Restriction as R  # noqa: N817 - it stands in front of every line below
 
 _PLAIN = calling("norms.add_rms_norm")
@@ -121,7 +121,7 @@ NORM_RESTRICTIONS: tuple[R, ...] = (
         (*_HIP, *_LATENTS, *_GATED, *_SILU, *_T_NORM, *_T_GATED, *_T_SILU),
         "layout",
         calls.is_tma_aligned,
-        "column-major scales with padded columns: AITER pads none, and a copy of them would cost what the fusion saves",
+        TMA,
     ),
     R((*_T_GATED, *_T_ACT), "layout", calls.is_column_major, _ROW_MAJOR),
     R(

@@ -124,7 +124,8 @@ def stages(
         width: columns of x, (tokens, width).
         itemsize: bytes of an element: 2, or 4 where nothing is quantised.
         world_size: ranks of the group.
-        releases: one of AITER's, as `"v0.1.20"`, or what the installed build can be: then what is true of all of them.
+        releases: one of AITER's, as `"v0.1.20"`, or what the installed build can be: then what is true of all of them
+            that have the kernel.
         kind: what is made of the norm.
         padded_width: columns of the padded norm, for the kind `pad`.
         gate: whose limits.
@@ -132,7 +133,7 @@ def stages(
     Raises:
         ValueError: no release of that name is known.
     """
-    known = _known(releases)
+    known = _known(releases, kind)
     out = width if padded_width is None else padded_width
     refusal = _refused(width, out, itemsize, world_size, kind)
     if refusal is not None:
@@ -151,12 +152,12 @@ def _tokens(limit: _Limit) -> int:
     return limit[0]
 
 
-def _known(releases: str | ReleaseRange) -> ReleaseRange:
+def _known(releases: str | ReleaseRange, kind: Kind) -> list[str]:
     if isinstance(releases, ReleaseRange):
-        return releases
+        return [each for each in releases if _from(each, _SINCE[kind])] or [releases.last]
     if releases not in RELEASES:
         raise ValueError(f"no release of AITER that is known here is called {releases!r}; give one, as 'v0.1.20'")
-    return ReleaseRange(releases, releases)
+    return [releases]
 
 
 def _from(release: str, first: str) -> bool:

@@ -21,7 +21,7 @@ def backend(op: Op, kernel: Kernel) -> Backend:
     own = refusal_of(kernel)
 
     def refuses(case: Any) -> str | None:
-        return _refuses(case) or own(case)
+        return refuses_case(case) or own(case)
 
     return Backend(
         name="triton",
@@ -46,7 +46,7 @@ def _runs_on(device: str) -> tuple[bool, str]:
     )
 
 
-def _refuses(case: Any) -> str | None:
+def refuses_case(case: Any) -> str | None:
     """From an op's case: a dtype, a width or an fp8 format that these kernels cannot have here."""
     said = case._asdict()
     if case.dtype not in _FLOATS:

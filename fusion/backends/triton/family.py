@@ -28,8 +28,12 @@ ELEMENTS = 128
 _MODES = {"token": PER_TOKEN, "group": PER_GROUP, "static": STATIC, "mxfp8": MXFP8, "mxfp4": MXFP4}
 
 
-def function_of(op: Op) -> Callable[..., Any]:
+def function_of(op: Op, launch: Callable[..., None] | None = None) -> Callable[..., Any]:
     """The function that takes the op's arguments by position and launches its kernel.
+
+    Args:
+        op: the op.
+        launch: for ops of single norms, what is called in place of `launch_row`.
 
     Raises:
         ValueError: an op that was not made from a chain.
@@ -53,10 +57,11 @@ def function_of(op: Op) -> Callable[..., Any]:
         return _product(op.name, mode)
     if sum(isinstance(step, Norm) for step in op.chain) == 2:
         return _dual(op.name, mode, kept)
-    return _row(op.name, mode, kept, any(isinstance(step, Add) for step in op.chain), pads)
+    adds = any(isinstance(step, Add) for step in op.chain)
+    return _row(op.name, mode, kept, adds, pads, launch or launch_row)
 
 
-class _Quantised(NamedTuple):
+class Given(NamedTuple):
     """What a quantising launch gets besides its rows."""
 
     out: Tensor
@@ -72,11 +77,11 @@ class _Quantised(NamedTuple):
     results: tuple[Tensor, ...]
 
 
-def _quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, ...]) -> _Quantised:
+def _quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, ...]) -> Given:
     """Results for rows of this shape, from the op's options behind those of the norm."""
     if mode == NO_QUANT:
         out = _empty(x, x.dtype)
-        return _Quantised(out, out, out, (0, 0), 0, 0.0, False, (out,))
+        return Given(out, out, out, (0, 0), 0, 0.0, False, (out,))
     if mode in (MXFP8, MXFP4):
         width = shape[-1]
         out = (
@@ -85,27 +90,27 @@ def _quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any,
             else torch.empty((*shape[:-1], width // 2), dtype=torch.uint8, device=x.device)
         )
         scales = torch.empty((*shape[:-1], width // MX_COLUMNS), dtype=torch.uint8, device=x.device)
-        return _Quantised(out, scales, out, (0, 0), MX_COLUMNS, 0.0, False, (out, scales))
+        return Given(out, scales, out, (0, 0), MX_COLUMNS, 0.0, False, (out, scales))
     if mode == STATIC:
         scale, dtype = options
         out = _empty(x, dtype) if shape == x.shape else torch.empty(shape, dtype=dtype, device=x.device)
-        return _Quantised(out, out, scale, (0, 0), 0, LARGEST[dtype], False, (out,))
+        return Given(out, out, scale, (0, 0), 0, LARGEST[dtype], False, (out,))
     dtype = options[0]
     out = _empty(x, dtype) if shape == x.shape else torch.empty(shape, dtype=dtype, device=x.device)
     if mode == PER_TOKEN:
         scales = torch.empty((*shape[:-1], 1), dtype=torch.float32, device=x.device)
-        return _Quantised(out, scales, out, (1, 0), 0, LARGEST[dtype], options[1], (out, scales))
+        return Given(out, scales, out, (1, 0), 0, LARGEST[dtype], options[1], (out, scales))
     group, column_major, tma_aligned, ue8m0 = options[1:]
     scales = empty_scales(out, group, column_major, tma_aligned)
     # Strides in a scale tensor of (rows, groups): leading dimensions keep their order, so they count as one.
     strides = (1, scales.stride(-1)) if column_major else (scales.shape[-1], 1)
-    return _Quantised(out, scales, out, strides, group, LARGEST[dtype], ue8m0, (out, scales))
+    return Given(out, scales, out, strides, group, LARGEST[dtype], ue8m0, (out, scales))
 
 
 # ---- one norm per row ------------------------------------------------------------------------------------------------
 
 
-def _row(name: str, mode: int, kept: bool, adds: bool, pads: bool) -> Callable[..., Any]:
+def _row(name: str, mode: int, kept: bool, adds: bool, pads: bool, launch: Callable[..., None]) -> Callable[..., Any]:
     first = 1 + adds
 
     def function(*args: Any) -> Any:
@@ -117,7 +122,7 @@ def _row(name: str, mode: int, kept: bool, adds: bool, pads: bool) -> Callable[.
             given = _quantised(mode, x, x.shape, args[first + 3 :])
         else:
             out = torch.empty((*x.shape[:-1], padded), dtype=x.dtype, device=x.device)
-            given = _Quantised(out, out, out, (0, 0), 0, 0.0, False, (out,))
+            given = Given(out, out, out, (0, 0), 0, 0.0, False, (out,))
         results = given.results
         normed = given.out
         if kept:
@@ -127,13 +132,13 @@ def _row(name: str, mode: int, kept: bool, adds: bool, pads: bool) -> Callable[.
         if adds:
             residual_out = _empty(x, x.dtype)
             results = (*results, residual_out)
-        _launch_row(name, mode, kept, adds, padded, (x, residual, weight, normed, residual_out), epsilon, offset, given)
+        launch(name, mode, kept, adds, padded, (x, residual, weight, normed, residual_out), epsilon, offset, given)
         return results if len(results) > 1 else results[0]
 
     return function
 
 
-def _launch_row(
+def launch_row(
     name: str,
     mode: int,
     kept: bool,
@@ -142,10 +147,11 @@ def _launch_row(
     tensors: tuple[Tensor, ...],
     epsilon: float,
     offset: float,
-    given: _Quantised,
+    given: Given,
 ) -> None:
+    """Launch the kernel of single norms. Tensors: x, residual, weight, normed, residual_out."""
     x, residual, weight, normed, residual_out = tensors
-    x, residual = _rows(x), _rows(residual)
+    x, residual = as_rows(x), as_rows(residual)
     rows, width = x.shape
     if rows == 0:
         return
@@ -208,16 +214,16 @@ def _launch_dual(
     kept: bool,
     tensors: tuple[Tensor, ...],
     floats: tuple[float, float, float, float],
-    given: _Quantised,
+    given: Given,
 ) -> None:
     q, kv, q_weight, kv_weight, normed, kv_out = tensors
-    q, kv = _rows(q), _rows(kv)
+    q, kv = as_rows(q), as_rows(kv)
     rows, q_width = q.shape
     if rows == 0:
         return
     kv_width = kv.shape[1]
     q_stride, kv_stride = q.stride(0), kv.stride(0)
-    q_unit, kv_unit = q_stride & -q_stride & 15 or 16, kv_stride & -kv_stride & 15 or 16  # as in _launch_row
+    q_unit, kv_unit = q_stride & -q_stride & 15 or 16, kv_stride & -kv_stride & 15 or 16  # as in launch_row
     numbers = (rows, q_stride // q_unit, kv_stride // kv_unit, *given.strides)
     reads = q.data_ptr(), kv.data_ptr(), q_weight.data_ptr(), kv_weight.data_ptr(), given.scale_in.data_ptr()
     bits, high = reads[0] | reads[1] | reads[2] | reads[3] | reads[4], rows | q_stride | kv_stride | given.strides[1]
@@ -305,7 +311,7 @@ def _gated(name: str, mode: int) -> Callable[..., Any]:
 def _product(name: str, mode: int) -> Callable[..., Any]:
     def function(gate: Tensor, up: Tensor, limit: float, *options: Any) -> Any:
         given = _quantised(mode, gate, gate.shape, options)
-        gate, up = _rows(gate), _rows(up)
+        gate, up = as_rows(gate), as_rows(up)
         rows, width = gate.shape
         results = given.results if len(given.results) > 1 else given.results[0]
         if rows == 0:
@@ -338,7 +344,7 @@ def _product(name: str, mode: int) -> Callable[..., Any]:
     return function
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """The (rows, width) view of x, or a copy where its leading dimensions cannot be counted as one."""
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 

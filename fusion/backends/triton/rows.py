@@ -23,6 +23,8 @@ MXFP4 = tl.constexpr(5)
 USUAL = tl.constexpr("")
 FIRST = tl.constexpr("evict_first")
 LAST = tl.constexpr("evict_last")
+# Read from memory at every reading: another GPU writes there meanwhile.
+FRESH = tl.constexpr("volatile")
 
 
 @triton.jit
@@ -56,20 +58,24 @@ def _beside(per_row, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _load(
+def read_chunk(
     x, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, HINT: tl.constexpr
 ):  # fmt: skip
+    """One chunk of a row, or of rows where x is a pointer for each; zeros behind its end."""
     columns = _columns(START, SIZE, GROUP)
-    if START + SIZE <= WIDTH:
+    if HINT == FRESH:
+        return tl.load(x + columns, mask=columns < WIDTH, other=0, volatile=True)
+    elif START + SIZE <= WIDTH:
         return tl.load(x + columns, eviction_policy=HINT)
     else:
         return tl.load(x + columns, mask=columns < WIDTH, other=0.0, eviction_policy=HINT)
 
 
 @triton.jit
-def _store(
+def write_chunk(
     out, value, START: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, HINT: tl.constexpr
 ):  # fmt: skip
+    """One chunk, rounded to what it is written to."""
     columns = _columns(START, SIZE, GROUP)
     value = value.to(out.dtype.element_ty)
     if START + SIZE <= WIDTH:
@@ -85,9 +91,9 @@ def _read(
     BODY: tl.constexpr = WIDTH // CHUNK if TAIL > 0 else (WIDTH + CHUNK - 1) // CHUNK
     chunks = ()
     for i in tl.static_range(0, BODY):
-        chunks = chunks + (_load(x, i * CHUNK, WIDTH, CHUNK, GROUP, HINT),)
+        chunks = chunks + (read_chunk(x, i * CHUNK, WIDTH, CHUNK, GROUP, HINT),)
     if TAIL > 0:
-        chunks = chunks + (_load(x, BODY * CHUNK, WIDTH, TAIL, GROUP, HINT),)
+        chunks = chunks + (read_chunk(x, BODY * CHUNK, WIDTH, TAIL, GROUP, HINT),)
     return chunks
 
 
@@ -118,7 +124,7 @@ def write_rows(
     """Rows that lie STRIDE elements apart."""
     out += _beside(row * STRIDE, GROUP)
     for i in tl.static_range(0, len(values)):
-        _store(out, values[i], i * CHUNK, WIDTH, TAIL if TAIL > 0 and i == len(values) - 1 else CHUNK, GROUP, HINT)
+        write_chunk(out, values[i], i * CHUNK, WIDTH, TAIL if TAIL > 0 and i == len(values) - 1 else CHUNK, GROUP, HINT)
 
 
 @triton.jit
@@ -254,7 +260,7 @@ def _quantise_chunk(
 ):  # fmt: skip
     if QUANT == STATIC:
         value = clamped(products * _beside(scale * (1.0 / tl.load(scale_in)), GROUP), LARGEST)
-        _store(out + _beside(row * WIDTH, GROUP), value, START, WIDTH, SIZE, GROUP, HINT)
+        write_chunk(out + _beside(row * WIDTH, GROUP), value, START, WIDTH, SIZE, GROUP, HINT)
     elif QUANT == PER_GROUP:
         _quantise_groups(
             products, _beside(scale, 0), out + _beside(row * WIDTH, GROUP), scales + _beside(row * scale_stride, 0),
@@ -285,8 +291,8 @@ def _quantise_rows(
     factor = (scale * (1.0 / own))[:, None]
     for i in tl.static_range(0, len(products)):
         if KEEP:
-            _store(normed, products[i] * scale[:, None], i * CHUNK, WIDTH, CHUNK, 0, USUAL)
-        _store(out, products[i] * factor, i * CHUNK, WIDTH, CHUNK, 0, HINT)
+            write_chunk(normed, products[i] * scale[:, None], i * CHUNK, WIDTH, CHUNK, 0, USUAL)
+        write_chunk(out, products[i] * factor, i * CHUNK, WIDTH, CHUNK, 0, HINT)
 
 
 @triton.jit
@@ -302,7 +308,7 @@ def _quantise_groups(
     own = quant_scale(most * scale, LARGEST, UE8M0)
     groups = START // GROUP + tl.arange(0, SIZE // GROUP)[None, :]
     tl.store(scales + groups.to(tl.int64) * group_stride, own, mask=groups * GROUP < WIDTH)
-    _store(out, products * (scale * (1.0 / own))[:, :, None], START, WIDTH, SIZE, GROUP, HINT)
+    write_chunk(out, products * (scale * (1.0 / own))[:, :, None], START, WIDTH, SIZE, GROUP, HINT)
 
 
 @triton.jit
@@ -330,7 +336,7 @@ def _quantise_mx(
     half = (127 - exponent) // 2
     scaled = normed * _power_of_two(half) * _power_of_two(127 - exponent - half)
     if QUANT == MXFP8:
-        _store(out + row * WIDTH, clamped(scaled, 448.0), START, WIDTH, SIZE, 32, USUAL)
+        write_chunk(out + row * WIDTH, clamped(scaled, 448.0), START, WIDTH, SIZE, 32, USUAL)
     else:
         # The codes of e2m1 count steps of a half up to 2, of 1 up to 4, then of 2.
         size = tl.minimum(tl.abs(scaled), 6.0)

@@ -1,7 +1,4 @@
-"""`CustomAllreduce` with one rank: the sum over ranks is the input, so that what is left is the norm.
-
-The limits are those of two ranks, since one rank has no communicator.
-"""
+"""`CustomAllreduce`: over the ranks of a gloo group, or without one over two ranks of which the other holds zeros."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from layerfuse.fusion.ops.norm import normalise_wide
@@ -24,13 +22,23 @@ MOST_BLOCKS = 80
 @body(f"{CLASS}.__init__", f"{OLD_CLASS}.__init__")
 def construct(call: Call) -> None:
     """The attributes that others look at; `_pool` is there from v0.1.12 on."""
-    communicator = call["self"]
-    communicator.disabled = False
+    communicator, group = call["self"], call["group"]
     communicator._IS_CAPTURING = False
+    communicator.disabled = True
+    communicator.launches = []
+    if group is not None:
+        assert dist.get_backend(group) != dist.Backend.NCCL, "should be attached to a non-NCCL group"
+        if dist.get_world_size(group) not in (2, 4, 6, 8):
+            return
+    communicator.disabled = False
+    communicator.group = group
+    communicator.device = torch.device(call["device"])
     communicator.fully_connected = True
-    communicator.world_size = 2
-    communicator.rank = 0
+    communicator.world_size = 2 if group is None else dist.get_world_size(group)
+    communicator.rank = 0 if group is None else dist.get_rank(group)
     communicator.max_size = call["max_size"]
+    if call.since("v0.1.11"):
+        communicator.enable_register_for_capturing = call["enable_register_for_capturing"]
     communicator._ptr = 1
     if call.since("v0.1.12"):
         communicator._pool = {"input": None}
@@ -57,6 +65,13 @@ def takes(call: Call, communicator: Any, tensor: Tensor, prefill: bool = False) 
     return bool(size <= (most / 2 if prefill else 8192 * 8192))
 
 
+@body("CustomAllreduce.close")
+def close(call: Call) -> None:
+    """Gives the buffers back; whoever uses them afterwards reaches into freed memory."""
+    if not call["self"].disabled:
+        call["self"]._ptr = 0
+
+
 @body("CustomAllreduce.should_custom_ar")
 def should_custom_ar(call: Call) -> bool:
     """Whether the communicator takes this tensor."""
@@ -65,7 +80,7 @@ def should_custom_ar(call: Call) -> bool:
 
 def _check_kernel(call: Call, x: Tensor, width: int, one_stage: bool, quantising: bool) -> None:
     """Whether a kernel of the release takes rows of this width, and this many; some only print that they do not."""
-    pack = 16 // x.element_size()
+    pack, ranks = 16 // x.element_size(), call["self"].world_size
     rows = x.numel() // x.shape[-1]
     check(x.dtype in SIXTEEN_BIT or x.dtype == torch.float32, f"unsupported dtype {x.dtype}")
     check(rows * width % pack == 0, "fused allreduce rmsnorm: numel % pack_size must be 0")
@@ -76,8 +91,13 @@ def _check_kernel(call: Call, x: Tensor, width: int, one_stage: bool, quantising
         limited = call.until("v0.1.16.post6") and rows > MOST_BLOCKS
         check(not limited, f"allreduce_fusion_kernel_1stage: token_num {rows} exceeds {MOST_BLOCKS}")
         return
+    expect(rows * width // pack % ranks == 0, f"packs that do not divide among {ranks} ranks are dropped")
     if quantising:
         expect(short, f"a width of {width} is only printed as not supported, and nothing is written")
+        expect(width // pack % ranks == 0, f"a row's threads do not divide among {ranks} ranks")
+        expect(
+            width // pack % 32 == 0, f"{width // pack} threads: those that fill no warp of 32 are left out of the norm"
+        )
         return
     if call.until("v0.1.11.post1"):
         size = width * x.element_size()
@@ -98,13 +118,29 @@ def _sum(call: Call, x: Tensor, weight: Tensor, residual: Tensor | None) -> Tens
     else:
         expect(x.shape[-1] == width, f"weight has {width} elements, inp {x.shape[-1]} columns")
     expect_weight(weight, x[..., :width], "w")
+    communicator = call["self"]
+    expect(communicator._ptr != 0, "the communicator was closed, and its buffers freed")
     wide = x[..., :width].float()
+    if communicator.group is not None:
+        parts = [torch.empty_like(wide) for _ in range(communicator.world_size)]
+        dist.all_gather(parts, wide.contiguous(), group=communicator.group)
+        wide = torch.stack(parts).sum(0)
+        if call.since("v0.1.12"):
+            wide = wide.to(x.dtype).float()
     if residual is None:
         return wide
     expect(residual.shape == wide.shape, f"the residual {tuple(residual.shape)} does not fit {tuple(wide.shape)}")
     expect(residual.dtype == x.dtype, f"the residual is {residual.dtype}, but would be read as {x.dtype}")
     expect(residual.is_contiguous(), "the residual is not contiguous, but is read as if it were")
     return wide + residual.float()
+
+
+def _check_registered(call: Call) -> None:
+    """What is registered, and when: while a graph is captured, unless the communicator registers nothing."""
+    communicator = call["self"]
+    communicator.launches.append((call.get("use_1stage"), call["registered"]))
+    registers = communicator._IS_CAPTURING and getattr(communicator, "enable_register_for_capturing", True)
+    expect(registers or not call["registered"], "registered=True, but the input was never registered")
 
 
 def _flags(call: Call, *names: str) -> None:
@@ -127,7 +163,7 @@ def fused_ar_rms(call: Call) -> tuple[Tensor, ...]:
     x, weight = call["inp"], call["w"]
     _flags(call, "registered", "use_1stage", "post_per_token_quant", "gemma_norm", "emit_bf16")
     quantising = call.get("post_per_token_quant", False)
-    expect(not call["registered"], "registered=True, but the input was never registered")
+    _check_registered(call)
     if call.until("v0.1.11.post1"):
         expect(int(call["eps"]) == call["eps"], f"eps {call['eps']} passes through an int of the C++ and becomes 0")
     total = _sum(call, x, weight, call.get("res_inp"))
@@ -211,11 +247,12 @@ def fused_ar_rms_per_group_quant(call: Call) -> tuple[Tensor, ...]:
     x, weight, group_size = call["inp"], call["w"], call["group_size"]
     _flags(call, "registered", "use_1stage", "emit_bf16", "transpose_scale")
     _check_group_size(group_size, x)
-    expect(not call["registered"], "registered=True, but the input was never registered")
+    _check_registered(call)
     check(x.shape[-1] == weight.numel(), "the last dim of inp must equal weight.numel()")
     total = _sum(call, x, weight, call["res_inp"])
     pack = 16 // x.element_size()
     check(weight.numel() % pack == 0 and weight.numel() // pack <= 1024, f"n {weight.numel()} not supported")
+    _check_kernel(call, x, weight.numel(), call["use_1stage"], quantising=True)
     normed = normalise_wide(total, weight.float(), call["eps"])
     values, scales = _quantise(normed, call.fp8, group_size)
     if call.get("transpose_scale", False):

@@ -48,7 +48,7 @@ FP8 = "\nfp8_dtype = aiter.dtypes.fp8\n"
 
 RANKS = '''
 class CustomAllreduce:
-    """All-reduce over one rank, which changes nothing: what is left is the norm."""
+    """All-reduce over the ranks of a group."""
 {methods}
     @contextlib.contextmanager
     def capture(self):
@@ -58,6 +58,10 @@ class CustomAllreduce:
             yield
         finally:
             self._IS_CAPTURING = False
+
+    def close(self):
+        """Gives the buffers back."""
+        return behave("CustomAllreduce.close", {{"self": self}})
 
     def should_custom_ar(self, inp{prefill}):
         """Whether the communicator takes this tensor."""

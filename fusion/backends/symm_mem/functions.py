@@ -1,0 +1,61 @@
+"""The ops that start with an all-reduce: few tokens in one launch, more of them in pieces."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compose import op_of
+from ...declare import GroupName, Op
+from ..triton import family
+from .launch import Workspace, launch
+from .workspaces import why_not, workspace_of
+
+
+def function_of(op: Op) -> Callable[..., Any]:
+    """The function that takes the op's arguments by position.
+
+    Up to the workspace's number of rows it launches the kernel, which sums in float32 in the order of ranks. Beyond that, and
+    where the ranks could not set a workspace up, it is NCCL's all-reduce, in NCCL's order and rounded to the dtype of x, and
+    the kernel of the op without it.
+    """
+    place = next(place for place, argument in enumerate(op.args) if isinstance(argument, GroupName))
+    rest = op_of(op.name.removeprefix("all_reduce_"), (op.chain or ())[1:])
+    behind = family.function_of(rest)
+    fused: dict[int, tuple[Workspace, Callable[..., Any]]] = {}
+
+    def function(x: Tensor, *args: Any) -> Any:
+        group, others = args[place - 1], args[: place - 1] + args[place:]
+        workspace = workspace_of(group, x)
+        if workspace is None:
+            _say_why(op.name, group)
+        elif x.numel() <= workspace.most * x.shape[-1]:
+            known = fused.get(id(workspace))
+            if known is None or known[0] is not workspace:
+                known = fused[id(workspace)] = workspace, family.function_of(rest, partial(launch, workspace))
+            return known[1](x, *others)
+        return behind(all_reduced(x, group), *others)
+
+    return function
+
+
+def all_reduced(x: Tensor, group: str) -> Tensor:
+    """The sum over a group's ranks as its library gives it."""
+    reduced = torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group)
+    total: Tensor = torch.ops._c10d_functional.wait_tensor(reduced)
+    return total
+
+
+_said: set[str] = set()
+
+
+def _say_why(name: str, group: str) -> None:
+    reason = why_not(group)
+    if reason is not None and reason not in _said:
+        _said.add(reason)
+        warnings.warn(f"{name} runs as an all-reduce and a kernel behind it: {reason}", RuntimeWarning, stacklevel=3)

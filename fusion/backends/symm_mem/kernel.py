@@ -1,0 +1,134 @@
+# ruff: noqa: N803, N806, RUF005 (constants of a kernel are written in capitals; Triton knows no unpacking in a tuple)
+"""The kernel that sums one row over all ranks, adds the residual and norms: each program pushes its row and waits for its peers'.
+
+`protocol` has the same steps in plain Python, with the argument why they suffice. No multicast, no barrier, no atomics.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from ..triton.rows import (
+    FRESH,
+    USUAL,
+    added,
+    finish,
+    read_chunk,
+    read_rows,
+    read_weight,
+    row_numbers,
+    write_chunk,
+    write_rows,
+    write_zeros,
+)
+
+
+@triton.jit
+def _as_words(values, WORD: tl.constexpr):
+    """The bits of a row. The NaN whose bits are all ones means that nothing has arrived: it becomes another NaN."""
+    NAN: tl.constexpr = (1 << (WORD.primitive_bitwidth - 1)) - 1
+    words = ()
+    for i in tl.static_range(0, len(values)):
+        bits = values[i].to(WORD, bitcast=True)
+        words = words + (tl.where(bits == -1, tl.full(bits.shape, NAN, WORD), bits),)
+    return words
+
+
+@triton.jit
+def _plane(
+    buffers, owner, source, phase, WORLD: tl.constexpr, MOST: tl.constexpr, PITCH: tl.constexpr, WORD: tl.constexpr
+):
+    """In the owner's buffer, the first row of what a source sends in a phase."""
+    start = tl.load(buffers + owner).to(tl.pointer_type(WORD))
+    return tl.multiple_of(start, 16) + (phase * WORLD + source).to(tl.int64) * (MOST * PITCH)
+
+
+@triton.jit
+def _looked(
+    slots, START: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    WORLD: tl.constexpr, RANK: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """One chunk of each peer's row, as far as it has arrived."""
+    parts = ()
+    for source in tl.static_range(0, WORLD):
+        if source != RANK:
+            parts = parts + (read_chunk(slots + source * APART, START, WIDTH, CHUNK, GROUP, FRESH),)
+    return parts
+
+
+@triton.jit
+def _missing(parts):
+    """Whether any word has not arrived: each is asked, as nothing says that several arrive at once."""
+    missing = (parts[0] == -1).to(tl.int32)
+    for i in tl.static_range(1, len(parts)):
+        missing |= (parts[i] == -1).to(tl.int32)
+    return tl.max(missing)
+
+
+@triton.jit
+def _summed(
+    words, slots, TYPE: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
+    WORLD: tl.constexpr, RANK: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """The float32 sum over the ranks, in their order. What was read becomes empty again, for the call after the next."""
+    sums = ()
+    for i in tl.static_range(0, len(words)):
+        parts = _looked(slots, i * CHUNK, WIDTH, CHUNK, GROUP, WORLD, RANK, APART)
+        while _missing(parts) != 0:
+            parts = _looked(slots, i * CHUNK, WIDTH, CHUNK, GROUP, WORLD, RANK, APART)
+        total = tl.zeros(words[i].shape, tl.float32)
+        for source in tl.static_range(0, WORLD):
+            if source == RANK:
+                total += words[i].to(TYPE, bitcast=True).to(tl.float32)
+            else:
+                part = parts[source if source < RANK else source - 1]
+                total += part.to(TYPE, bitcast=True).to(tl.float32)
+                empty = tl.full(part.shape, -1, part.dtype)
+                write_chunk(slots + source * APART, empty, i * CHUNK, WIDTH, CHUNK, GROUP, USUAL)
+        sums = sums + (total,)
+    return sums
+
+
+@triton.jit(do_not_specialize=["rows", "x_units", "residual_units", "scale_stride", "group_stride"])
+def all_reduce_row_norm(
+    x, residual, weight, scale_in, out, scales, normed, residual_out, buffers, phases,
+    rows, x_units, residual_units, scale_stride, group_stride,
+    WORLD: tl.constexpr, RANK: tl.constexpr, MOST: tl.constexpr, PITCH: tl.constexpr,
+    WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr, X_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
+    QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr,
+    PADDED: tl.constexpr, ZEROS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Sum a row of WIDTH columns over WORLD ranks, add the residual's, and norm it as `row_norm` does.
+
+    buffers: the addresses of all ranks' buffers, of (2 phases, WORLD sources, MOST rows, PITCH words).
+    phases: for each row, the phase of its next call.
+    EARLY: the next kernel may start once nothing is left to wait for, so that none spins beside this one.
+    """
+    TYPE: tl.constexpr = x.dtype.element_ty
+    WORD: tl.constexpr = tl.int16 if TYPE.primitive_bitwidth == 16 else tl.int32
+    if EARLY:
+        tl_cuda.gdc_wait()
+    row = row_numbers(tl.program_id(0), rows, 1)
+    phase = tl.load(phases + row)
+    words = _as_words(read_rows(x, row, x_units, X_UNIT, WIDTH, CHUNK, 0, GROUP, USUAL), WORD)
+    for step in tl.static_range(1, WORLD):  # each rank begins with another peer
+        plane = _plane(buffers, (RANK + step) % WORLD, RANK, phase, WORLD, MOST, PITCH, WORD)
+        write_rows(words, plane, row, PITCH, WIDTH, CHUNK, 0, GROUP, USUAL)
+    # While the rows are on their way.
+    if PADDED > WIDTH:
+        write_zeros(out, row, PADDED, WIDTH, ZEROS)
+    weights = read_weight(weight, row, WIDTH, CHUNK, 0, GROUP)
+    others = read_rows(residual, row, residual_units, RESIDUAL_UNIT, WIDTH, CHUNK, 0, GROUP, USUAL)
+    slots = _plane(buffers, RANK, 0, phase, WORLD, MOST, PITCH, WORD) + row * PITCH
+    sums = _summed(words, slots, TYPE, WIDTH, CHUNK, GROUP, WORLD, RANK, MOST * PITCH)
+    tl.store(phases + row, 1 - phase)
+    if EARLY:
+        tl_cuda.gdc_launch_dependents()
+    values = added(sums, others)
+    write_rows(values, residual_out, row, WIDTH, WIDTH, CHUNK, 0, GROUP, USUAL)
+    finish(
+        values, weights, out, normed, scale_in, scales, row, scale_stride, group_stride,
+        WIDTH, EPSILON, OFFSET, CHUNK, 0, QUANT, GROUP, LARGEST, UE8M0, KEEP, PADDED, 1, USUAL,
+    )  # fmt: skip

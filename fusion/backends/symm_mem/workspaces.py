@@ -1,0 +1,163 @@
+"""The memory that ranks exchange rows through: set up once per process group, device and size of a row, by all ranks together.
+
+Either all ranks have it or none does, and then all know why: a rank that used it alone would wait for ever.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ....adapters.errors import LayerfuseError
+from ...ops.groups import process_group
+from .crossovers import one_shot_tokens
+from .launch import Workspace, buffer_bytes
+
+
+class WorkspaceError(LayerfuseError, RuntimeError):
+    """The memory cannot be set up now; the message says what to do first."""
+
+
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+"""Environment variable that torch reads when it sets up symmetric memory. It is 1 while ours is set up, and as it was after that."""
+
+_Key = tuple[torch.device, int, int]
+_ready: weakref.WeakKeyDictionary[Any, dict[_Key, Workspace | None]] = weakref.WeakKeyDictionary()
+"""Process group -> (device, bytes of a row, bytes of an element) -> what its ranks exchange such rows through."""
+_failed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def why_not(group: str) -> str | None:
+    """Why the ranks of a group have no symmetric memory, once they have tried; asks no other rank.
+
+    Raises:
+        GroupError: no such group.
+    """
+    return _failed.get(process_group(group))
+
+
+def keep(group: str, x: Tensor, workspace: Workspace | None) -> None:
+    """Let calls of a group with rows like those of x use this workspace, on this rank; None: let them do without."""
+    _ready.setdefault(process_group(group), {})[_key(x)] = workspace
+
+
+def workspace_of(group: str, x: Tensor) -> Workspace | None:
+    """The workspace for rows like those of x, or None where the group has none: then `why_not` may say why.
+
+    The first call sets it up and is collective: all ranks make it, with rows of the same size.
+
+    Raises:
+        GroupError: no such group.
+        WorkspaceError: the first call comes while a CUDA graph is captured.
+    """
+    members = process_group(group)
+    known, key = _ready.setdefault(members, {}), _key(x)
+    if key not in known:
+        known[key] = None if members in _failed else _set_up(members, x)
+    return known[key]
+
+
+def _key(x: Tensor) -> _Key:
+    return x.device, x.shape[-1] * x.element_size(), x.element_size()
+
+
+def _set_up(group: dist.ProcessGroup, x: Tensor) -> Workspace | None:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise WorkspaceError(
+            f"a fused all-reduce of rows of {x.shape[-1]} {x.dtype} was first called while a CUDA graph is captured, and its "
+            "memory is set up by all ranks together; call it once before the capture"
+        )
+    most = one_shot_tokens(x.shape[-1], x.element_size(), group.size())
+    if most == 0:
+        return None
+    reason = problem(x.device)
+    cores = torch.cuda.get_device_properties(x.device).multi_processor_count if reason is None else 0
+    told = _told(group, x.device, (reason, socket.gethostname(), cores))
+    hosts = sorted({host for _, host, _ in told})
+    reason = _first([why for why, _, _ in told]) or (
+        f"the group's ranks are on {len(hosts)} hosts ({', '.join(hosts)}), and symmetric memory is one host's"
+        if len(hosts) > 1
+        else None
+    )
+    workspace = None
+    if reason is None:
+        try:
+            workspace = _allocated(group, x, min(most, *(number for _, _, number in told)))
+        except Exception as error:  # drivers and torch fail in many ways, and the other ranks wait to hear of it
+            reason = f"{type(error).__name__}: {error}"
+        # All buffers are filled once everybody has answered.
+        reason = _first(_told(group, x.device, reason))
+    if reason is not None:
+        _failed[group] = f"symmetric memory could not be set up: {reason}"
+        return None
+    return workspace
+
+
+def _told(group: dist.ProcessGroup, device: torch.device, mine: Any) -> list[Any]:
+    """What each rank says, in the order of ranks."""
+    every: list[Any] = [None] * group.size()
+    # NCCL carries objects over the current device.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dist.all_gather_object(every, mine, group=group)
+    return every
+
+
+def _first(reasons: list[str | None]) -> str | None:
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason is not None), None)
+
+
+def problem(device: torch.device) -> str | None:
+    """Why this process can have no symmetric memory on a device, before anything is tried."""
+    if device.type != "cuda" or torch.version.hip:
+        return f"symmetric memory is for NVIDIA GPUs here, and the rows are on {device.type}"
+    try:
+        importlib.import_module("torch.distributed._symmetric_memory")
+    except ImportError as error:
+        return f"torch {torch.__version__} has no symmetric memory ({error})"
+    return None
+
+
+def _allocated(group: dist.ProcessGroup, x: Tensor, most: int) -> Workspace:
+    """This rank's side. Collective."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    rank, world_size = group.rank(), group.size()
+    row_bytes = -(-x.shape[-1] * x.element_size() // 16) * 16
+    with torch.cuda.device(x.device):
+        buffer = symmetric_memory.empty(
+            buffer_bytes(world_size, most, row_bytes), dtype=torch.uint8, device=x.device
+        ).fill_(255)
+        torch.cuda.synchronize()
+        with _without_multicast():
+            handle = symmetric_memory.rendezvous(buffer, group.group_name)
+        starts = list(handle.buffer_ptrs)
+        # The buffer may lie inside a larger allocation, at the same place on all ranks.
+        offset = buffer.data_ptr() - starts[rank]
+        if any((start + offset) % 16 for start in starts):
+            raise WorkspaceError("a buffer does not start on 16 bytes")
+        buffers = torch.tensor([start + offset for start in starts], dtype=torch.int64, device=x.device)
+        phases = torch.zeros(most, dtype=torch.int32, device=x.device)
+        torch.cuda.synchronize()
+    return Workspace(buffers, phases, rank, world_size, most, row_bytes, (buffer, handle))
+
+
+@contextmanager
+def _without_multicast() -> Iterator[None]:
+    before = os.environ.get(NO_MULTICAST)
+    os.environ[NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_MULTICAST]
+        else:
+            os.environ[NO_MULTICAST] = before

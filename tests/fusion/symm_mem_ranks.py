@@ -1,0 +1,133 @@
+"""Ranks as processes that call fused all-reduces over shared memory of the host, for test_symm_mem_kernel.
+
+The kernel runs in Triton's interpreter, which reads and writes at addresses: those of the buffers as each process maps them.
+Everything else is as on GPUs: the functions of the ops, real process groups (gloo), and ranks that wait for one another.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from family_support import REDUCED, Options, arguments
+
+from layerfuse.fusion.chain import Form
+from layerfuse.fusion.compose import op_of
+
+WIDTH, MOST = 96, 5
+WIDE = 8200
+"""Wider than a chunk."""
+NAMES = sorted(name for name in REDUCED if name.startswith("all_reduce_"))
+
+
+@frozen
+class Case:
+    """One call."""
+
+    name: str
+    rows: int
+    options: Options
+    second: bool = False
+    "Whether the second of two groups makes it."
+    width: int = WIDTH
+
+    @property
+    def local(self) -> Form:
+        """The form without its all-reduce."""
+        form = REDUCED[self.name]
+        chain = form.chain[1:]
+        return Form(chain=chain, op=op_of(self.name.removeprefix("all_reduce_"), chain))
+
+
+def cases() -> list[Case]:
+    """Every form in turn, with changing numbers of rows, dtypes and groups, and beyond what a workspace has."""
+    random, found = Random(0), []
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for turn in range(3):
+        for place, name in enumerate(NAMES):
+            options = Options(
+                dtype=dtypes[(turn + place) % 3],
+                offset=float(turn == 1),
+                weight_dtype=torch.float32 if turn == 2 else None,
+                group_size=(64, 32, 128)[turn],
+                column_major=turn == 1,
+                use_ue8m0=turn == 2,
+            )
+            found.append(Case(name, random.choice([1, 2, 3, MOST]), options, random.random() < 0.3))
+    found += [
+        Case("all_reduce_add_rms_norm", rows, Options(dtype=torch.float32)) for rows in (0, MOST + 1, 1, MOST, 40)
+    ]
+    wide = Case("all_reduce_add_rms_norm_per_token_quant", 2, Options(), width=WIDE)
+    return [*found, wide, attrs.evolve(wide, rows=1, options=Options(dtype=torch.float16))]
+
+
+def parts(number: int, case: Case, world_size: int) -> list[list[Any]]:
+    """The local form's arguments on each rank. Ranks differ in x alone."""
+    every = [
+        arguments(case.local, (case.rows,), case.width, case.options, seed=100 * number + r) for r in range(world_size)
+    ]
+    if case.rows:
+        words = [given[0].view(torch.int32 if case.options.dtype == torch.float32 else torch.int16) for given in every]
+        words[0][0, 3] = -1  # the NaN that means empty
+        every[1][0][0, 4] = float("-inf")
+        for given in every:
+            given[0][0, 5] = given[1][0, 5] = -0.0
+    return [[given[0], *every[0][1:]] for given in every]
+
+
+def workspace(buffers: list[torch.Tensor], rank: int, row_bytes: int) -> Any:
+    """A rank's side of buffers in shared memory."""
+    from layerfuse.fusion.backends.symm_mem.launch import Workspace
+
+    addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
+    return Workspace(addresses, torch.zeros(MOST, dtype=torch.int32), rank, len(buffers), MOST, row_bytes, buffers)
+
+
+def shared(world_size: int, row_bytes: int) -> list[torch.Tensor]:
+    """A buffer for each rank, all bits ones."""
+    size = 2 * world_size * MOST * row_bytes
+    return [torch.full((size,), 255, dtype=torch.uint8).share_memory_() for _ in range(world_size)]
+
+
+def without(function: Any, given: list[Any], group: str) -> tuple[Any, list[str]]:
+    """A call of a group whose ranks have no symmetric memory, and what was warned of."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        result = function(*given[:4], group, *given[4:])
+    return result, [str(each.message) for each in said]
+
+
+def rank_main(
+    rank: int, world_size: int, folder: str, buffers: dict[tuple[int, int, bool], list[torch.Tensor]]
+) -> None:
+    """One rank: every case in turn, after a while that differs. What came out goes to a file."""
+    from layerfuse.fusion.backends.symm_mem import function_of, workspaces
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    groups = [dist.group.WORLD.group_name, dist.new_group().group_name]
+    functions, random, results = {name: function_of(REDUCED[name].op) for name in NAMES}, Random(rank), []
+    for (row_bytes, item, second), several in buffers.items():
+        like = torch.empty(1, row_bytes // item, dtype=torch.float32 if item == 4 else torch.bfloat16)
+        workspaces.keep(groups[second], like, workspace(several, rank, -(-row_bytes // 16) * 16))
+    for number, case in enumerate(cases()):
+        given = parts(number, case, world_size)[rank]
+        time.sleep(random.choice([0, 0, 0.002, 0.02, 0.1 * (number % world_size == rank)]))
+        group = groups[case.second]
+        results.append(functions[case.name](*given[:4], group, *given[4:]))
+    first = cases()[0]
+    name = "all_reduce_add_rms_norm"
+    given = parts(0, attrs.evolve(first, name=name, options=Options(dtype=torch.float32)), world_size)[rank]
+    lacking = dist.new_group().group_name
+    tried = [without(functions[name], given, lacking) for _ in range(2)]
+    empty = [bool((several[rank] == 255).all()) for several in buffers.values()]
+    torch.save((results, tried, empty, workspaces.why_not(lacking)), Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,76 @@
+"""Where fused all-reduces over symmetric memory run, what they refuse with which reason, and up to how many tokens they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import run_python
+
+from layerfuse.fusion import FUSIONS, backends
+from layerfuse.fusion.backends.symm_mem.crossovers import MOST_TOKENS, one_shot_tokens
+from layerfuse.fusion.ops.library import case_type
+
+OP = FUSIONS["all_reduce_add_rms_norm"].op
+
+
+def refusal(group: str, width: int = 2880, dtype: torch.dtype = torch.bfloat16) -> str | None:
+    kernel = next(kernel for kernel in FUSIONS[OP.name].backends if kernel.backend == "symm_mem")
+    case = case_type(OP)(dtype=dtype, width=width, weight_dtype=dtype, group=group, weight_offset=0.0)
+    return backends.backend_of(OP, kernel).refuses(case)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[str]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "itemsize", "world_size", "tokens"),
+    [
+        (7168, 2, 2, MOST_TOKENS),
+        (7168, 2, 4, 27),
+        (7168, 2, 8, 9),
+        (2880, 2, 4, 68),
+        (2880, 2, 8, 22),
+        (7168, 2, 3, 27),
+        (7168, 2, 5, 9),
+        (7168, 4, 8, 4),
+        (16384, 2, 8, 4),
+        (16385, 2, 2, 0),
+        (7168, 2, 1, 0),
+        (7168, 2, 9, 0),
+    ],
+)
+def test_tokens_of_one_shot(hidden: int, itemsize: int, world_size: int, tokens: int) -> None:
+    assert one_shot_tokens(hidden, itemsize, world_size) == tokens
+
+
+def test_plans_read_crossovers_and_protocol_without_torch() -> None:
+    done = run_python(
+        "import sys\n"
+        "import layerfuse.fusion.backends.symm_mem.crossovers, layerfuse.fusion.backends.symm_mem.protocol\n"
+        "assert 'torch' not in sys.modules"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_stands_between_aiter_and_the_reference() -> None:
+    assert [name for name, _ in backends.survey(OP.name, "cuda")] == ["aiter", "symm_mem", "reference"]
+    assert dict(backends.survey(OP.name, "cpu"))["symm_mem"] == "symmetric memory is taken on NVIDIA GPUs, not on cpu"
+
+
+def test_what_is_refused(group: str) -> None:
+    assert refusal(group) == "the group has 1 ranks; the kernel is for 2 to 8, the GPUs of one host"
+    assert "no process group of this process is called 'nobody'" in str(refusal("nobody"))
+    assert "torch.float64" in str(refusal(group, dtype=torch.float64))
+    assert "wider than the 65536" in str(refusal(group, width=70000))
+
+
+def test_without_process_groups() -> None:
+    assert "call torch.distributed.init_process_group" in str(refusal("0"))

@@ -1,0 +1,110 @@
+"""The kernel of fused all-reduces between real processes, in Triton's interpreter over shared memory of the host.
+
+That shows the protocol as it is written for Triton, the indexing and the arithmetic. It does not show what GPUs make of the order
+of stores, nor rounding (the interpreter truncates to bfloat16): that takes GPUs, and it has not run on any yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from family_support import GPU, exact, problems
+from symm_mem_ranks import MOST, NAMES, WIDE, WIDTH, Case, cases, parts, rank_main, shared
+
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+    pytest.mark.skipif(GPU, reason="the kernel runs in Triton's interpreter here, which is off where there is a GPU"),
+]
+
+
+class Ran:
+    """What came out on each rank."""
+
+    def __init__(self, world_size: int, folder: Path) -> None:
+        self.world_size = world_size
+        sizes = [(WIDTH * 2, 2), (WIDTH * 4, 4), (WIDE * 2, 2)]
+        buffers = {
+            (size, item, second): shared(world_size, -(-size // 16) * 16)
+            for size, item in sizes
+            for second in (False, True)
+        }
+        started = torch.multiprocessing.spawn(
+            rank_main, (world_size, str(folder), buffers), nprocs=world_size, join=False
+        )
+        until = time.monotonic() + 300
+        while not started.join(timeout=10):
+            if time.monotonic() > until:
+                for process in started.processes:
+                    process.kill()
+                pytest.fail("ranks wait for one another")
+        ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+        self.results, self.tried, self.empty, self.reasons = ([each[i] for each in ranks] for i in range(4))
+
+
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(request.param, tmp_path_factory.mktemp("ranks"))
+
+
+def bits(result: Any) -> list[list[int]]:
+    several = result if isinstance(result, tuple) else (result,)
+    return [each.contiguous().view(torch.uint8).flatten().tolist() for each in several]
+
+
+def summed(case: Case, given: list[list[Any]]) -> list[Any]:
+    """The local form's arguments with the sum over ranks, in their order and in float32, as x."""
+    total = torch.zeros(given[0][0].shape)
+    for each in given:
+        total += each[0].float()
+    return [total, *given[0][1:]]
+
+
+def test_every_form_is_called() -> None:
+    assert {case.name for case in cases()} == set(NAMES)
+    assert len(NAMES) == 8
+
+
+def test_all_ranks_get_the_same_bits(ran: Ran) -> None:
+    for number, case in enumerate(cases()):
+        first, *others = (bits(results[number]) for results in ran.results)
+        assert all(other == first for other in others), (number, case)
+
+
+def test_sums_are_in_the_order_of_ranks_and_unrounded(ran: Ran) -> None:
+    """What the op says, in float64 from the float32 sum. The first row holds a NaN, an infinity and -0.0 each."""
+    for number, case in enumerate(cases()):
+        right = summed(case, parts(number, case, ran.world_size))
+        result = ran.results[0][number]
+        several = result if isinstance(result, tuple) else (result,)
+        residual_out = several[-1]
+        wide = right[0] + right[1].float()
+        if case.rows > MOST:  # gloo sums, in an order of its own
+            for got, wanted in zip(several, exact(case.local, right), strict=True):
+                torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+            continue
+        if case.options.dtype != torch.bfloat16:
+            torch.testing.assert_close(residual_out, wide.to(residual_out.dtype), rtol=0, atol=0, equal_nan=True)
+        if case.rows:
+            assert residual_out[0, 3].isnan()
+            assert residual_out[0, 4] == float("-inf")
+            assert not residual_out[0, 5].any()
+        whole = [right[0][1:], right[1][1:], *right[2:]]
+        assert problems(case.local, whole, tuple(each[1:] for each in several), interpreted=True) == [], (number, case)
+
+
+def test_buffers_are_empty_again(ran: Ran) -> None:
+    assert all(all(each) for each in ran.empty)
+
+
+def test_ranks_without_symmetric_memory_agree_and_say_so_once(ran: Ran) -> None:
+    reason = "symmetric memory could not be set up: rank 0: symmetric memory is for NVIDIA GPUs here, and the rows are on cpu"
+    assert ran.reasons == [reason] * ran.world_size
+    for (_, said), (_, again) in ran.tried:
+        assert said == [f"all_reduce_add_rms_norm runs as an all-reduce and a kernel behind it: {reason}"]
+        assert again == []
+    assert len({str([bits(result) for result, _ in tried]) for tried in ran.tried}) == 1
