@@ -114,9 +114,11 @@ def rank_main(
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     groups = [dist.group.WORLD.group_name, dist.new_group().group_name]
     functions, random, results = {name: function_of(REDUCED[name].op) for name in NAMES}, Random(rank), []
+    sides = {}
     for (row_bytes, item, second), several in buffers.items():
         like = torch.empty(1, row_bytes // item, dtype=torch.float32 if item == 4 else torch.bfloat16)
-        workspaces.keep(groups[second], like, workspace(several, rank, -(-row_bytes // 16) * 16))
+        sides[row_bytes, item, second] = workspace(several, rank, -(-row_bytes // 16) * 16)
+        workspaces.keep(groups[second], like, sides[row_bytes, item, second])
     for number, case in enumerate(cases()):
         given = parts(number, case, world_size)[rank]
         time.sleep(random.choice([0, 0, 0.002, 0.02, 0.1 * (number % world_size == rank)]))
@@ -128,6 +130,7 @@ def rank_main(
     lacking = dist.new_group().group_name
     tried = [without(functions[name], given, lacking) for _ in range(2)]
     empty = [bool((several[rank] == 255).all()) for several in buffers.values()]
-    torch.save((results, tried, empty, workspaces.why_not(lacking)), Path(folder) / f"{rank}.pt")
+    phases = {key: side.phases.tolist() for key, side in sides.items()}
+    torch.save((results, tried, empty, workspaces.why_not(lacking), phases), Path(folder) / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -43,7 +43,9 @@ class Ran:
                     process.kill()
                 pytest.fail("ranks wait for one another")
         ranks = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
-        self.results, self.tried, self.empty, self.reasons = ([each[i] for each in ranks] for i in range(4))
+        self.results, self.tried, self.empty, self.reasons, self.phases = (
+            [each[i] for each in ranks] for i in range(5)
+        )
 
 
 @pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
@@ -99,6 +101,20 @@ def test_sums_are_in_the_order_of_ranks_and_unrounded(ran: Ran) -> None:
 
 def test_buffers_are_empty_again(ran: Ran) -> None:
     assert all(all(each) for each in ran.empty)
+
+
+def test_phases_take_turns_row_by_row(ran: Ran) -> None:
+    """Seldom would a test meet the order of steps in which a single phase goes wrong; the search of the protocol does."""
+    uses: dict[tuple[int, int, bool], list[int]] = {}
+    for case in cases():
+        item = case.options.dtype.itemsize
+        known = uses.setdefault((case.width * item, item, case.second), [0] * MOST)
+        for row in range(case.rows if case.rows <= MOST else 0):
+            known[row] += 1
+    right = {key: [number % 2 for number in rows] for key, rows in uses.items()}
+    assert any(any(rows) for rows in right.values())
+    for phases in ran.phases:
+        assert {key: phases[key] for key in right} == right
 
 
 def test_ranks_without_symmetric_memory_agree_and_say_so_once(ran: Ran) -> None:
