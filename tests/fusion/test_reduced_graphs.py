@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
@@ -23,8 +24,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import pad
 
-from layerfuse.fusion import Target, plan
+from layerfuse.fusion import FUSIONS, Target, plan
 from layerfuse.fusion.dynamo_floats import floats_as_constants
+from layerfuse.fusion.limits import TokenLimit
 from layerfuse.fusion.rewrite import Pipeline
 
 
@@ -329,3 +331,26 @@ def test_collectives_keep_an_order_that_the_graph_alone_decides(over: Over) -> N
     texts = [traced(crossing, over).after[0] for _ in range(2)]
     assert texts[0] == texts[1]
     assert 0 < texts[0].index("_c10d_functional.all_reduce") < texts[0].index(f"layerfuse.{REDUCED}")
+
+
+# ---- ranges of tokens
+
+
+@pytest.mark.parametrize(
+    ("most", "dynamic", "fused"),
+    [
+        (5, False, REDUCED),
+        (4, False, "add_rms_norm"),  # above the range the plain all-reduce stays, and that is no miss
+        (4, True, REDUCED),  # for any number of tokens: beyond its range the op does the pieces
+    ],
+)
+def test_a_graph_beyond_the_range_of_a_decision_takes_the_shorter_chain(
+    most: int, dynamic: bool, fused: str, over: Over, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = attrs.evolve(FUSIONS[REDUCED], limit=lambda *_: TokenLimit(most=most, reason="the plain all-reduce"))
+    monkeypatch.setitem(FUSIONS._all(), REDUCED, limited)
+    found = traced(FORMS["functional"], over, dynamic=dynamic)
+    assert [use.fused for record in found.report.records for use in record.uses] == [fused]
+    assert SITE not in found.report.of(REDUCED).missed
+    assert SITE not in found.report.of("add_rms_norm").missed
+    assert ("_c10d_functional.all_reduce" in found.after[0]) is (fused != REDUCED)
