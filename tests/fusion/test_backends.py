@@ -112,5 +112,6 @@ def test_every_op_has_its_docstring_and_its_schema(name: str) -> None:
 
 def test_every_fusion_has_a_reference_and_two_kernels() -> None:
     for fusion in FUSIONS.values():
-        assert [kernel.backend for kernel in fusion.backends] == ["aiter", "triton"]
-        assert [name for name, _ in backends.survey(fusion.op.name, "cpu")] == ["aiter", "triton", "reference"]
+        second = "triton" if fusion.all_reduce is None else "symm_mem"
+        assert [kernel.backend for kernel in fusion.backends] == ["aiter", second]
+        assert [name for name, _ in backends.survey(fusion.op.name, "cpu")] == ["aiter", second, "reference"]
