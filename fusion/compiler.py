@@ -22,6 +22,7 @@ from .plan import Placed, Plan, plan
 from .report import GraphRecord, Report
 from .rewrite import Pipeline, Surroundings
 from .rewrite.parameters import mark, parameters_of
+from .rewrite.ranks import agree_on_graph, groups_in
 from .tally import Tally
 from .target import Target
 
@@ -67,6 +68,7 @@ class FusedModel(nn.Module):  # type: ignore[misc]
 
         Raises:
             FusionMissedError: strict, and an expected fusion did not run in this call.
+            RankDisagreementError: the ranks of a process group fused different all-reduces.
         """
         # The call is where it compiles.
         with self._tally.call() as call, floats_as_constants():
@@ -311,9 +313,12 @@ def inductor_with(
         def inner_compile(graph_module: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
             if not kwargs.get("is_backward"):
                 mark(graph_module.graph, parameters)
+                groups = groups_in(graph_module.graph)
                 record = rewrite(graph_module.graph)
                 if record is not None:
                     records.append(record)
+                if record is not None and isinstance(pipeline, Pipeline):
+                    agree_on_graph(groups, pipeline.plan, record)
                 graph_module.recompile()
             return lower(graph_module, example_inputs, **kwargs)
 

@@ -6,12 +6,13 @@ group decided is compared before the first call that rests on it, and a differen
 
 from __future__ import annotations
 
-import hashlib
+import weakref
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 
-import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...adapters.errors import LayerfuseError
 from .groups import process_group
@@ -47,39 +48,44 @@ def _differences(decisions: Sequence[str]) -> list[tuple[str, str]]:
     return [(text, ", ".join(numbers)) for text, numbers in ranks.items()]
 
 
-_agreed: set[tuple[dist.ProcessGroup, str, str]] = set()
+TIMEOUT = timedelta(minutes=10)
+"""How long a rank waits for what the others decided: they may compile kernels for minutes before."""
+
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
+_asked: Counter[str] = Counter()
+"""How often each thing was compared: the keys in the store, which outlives a process group, must be new each time."""
 
 
 def agree(group: str, what: str, decision: str) -> None:
     """Compare a decision over all ranks of a process group; all of them make this call. What was agreed on is not asked again.
 
+    The ranks meet in torch.distributed's store: no collective is called, which a rank that runs another graph might answer
+    with another one.
+
     Args:
         group: its name.
-        what: what is decided, in a few words.
+        what: what is decided, in a few words, alike on all ranks.
         decision: the decision, line by line: equal texts are equal decisions.
 
     Raises:
-        RankDisagreementError: on every rank, where they differ.
-        RuntimeError: a CUDA graph is being captured, which no comparison may be part of.
+        RankDisagreementError: on every rank, where they differ, or where one has not come to it in `TIMEOUT`.
         GroupError: no such group.
     """
     ranks = process_group(group)
-    key = ranks, what, decision
-    if key in _agreed or ranks.size() == 1 or ranks.name() == "fake":
+    agreed = _agreed.setdefault(ranks, set())
+    if (what, decision) in agreed or ranks.size() == 1 or ranks.name() == "fake":
         return
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"{what}: the ranks of process group {group!r} have not compared their decisions, and cannot while a CUDA "
-            "graph is captured; make the call once before the capture, as a warm-up"
-        )
-    with unset_fake_temporarily():
-        digests = _gathered(hashlib.sha256(decision.encode()).hexdigest(), ranks)
-        if len(set(digests)) > 1:
-            raise RankDisagreementError(group, what, tuple(_gathered(decision, ranks)))
-    _agreed.add(key)
+    store, members = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(ranks)
+    key = f"layerfuse/{'-'.join(map(str, members))}/{group}/{what}"
+    _asked[key] += 1
+    keys = [f"{key}/{_asked[key]}/{rank}" for rank in range(ranks.size())]
+    store.set(keys[ranks.rank()], decision)
+    with suppress(RuntimeError):  # DistStoreError, which says nothing of ranks
+        store.wait(keys, TIMEOUT)
+    decisions = tuple(store.get(each).decode() if store.check([each]) else _SILENT for each in keys)
+    if len(set(decisions)) > 1:
+        raise RankDisagreementError(group, what, decisions)
+    agreed.add((what, decision))
 
 
-def _gathered(text: str, ranks: dist.ProcessGroup) -> list[str]:
-    several: list[str] = [""] * ranks.size()
-    dist.all_gather_object(several, text, group=ranks)
-    return several
+_SILENT = f"has decided nothing for {TIMEOUT}: it runs another graph, or none"

@@ -20,7 +20,6 @@ from .driver import Driver
 from .identity import plan_hash, source_hash
 from .lowering import LowerCanonicalPass
 from .ownership import Surroundings
-from .ranks import agree_on_graph, groups_in
 
 _here: weakref.WeakValueDictionary[str, Pipeline] = weakref.WeakValueDictionary()
 """The pipelines of this process by their token: a copy finds the report of its original here."""
@@ -49,14 +48,12 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
     def rewrite(self, graph: Graph) -> GraphRecord:
         """The same, with the record as the answer.
 
-        Raises:
-            RankDisagreementError: ranks of a process group fused different all-reduces of this graph.
+        Ranks are not compared here, as other compilers' caches may serve some of them without a rewriting: what they run
+        is, at the first call of each op. The key of such caches holds `uuid`.
         """
         # Dynamo compiles under a lock of its own; other compilers may not.
         with self._lock:
-            groups = groups_in(graph)
             record = self._driver(graph, self.report.graphs)
-            agree_on_graph(groups, self.plan, record)
             self.report.add(record)
         self._lower(graph)
         return record

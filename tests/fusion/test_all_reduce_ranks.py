@@ -143,14 +143,35 @@ def test_graphs_that_were_fused_differently_are_an_error_on_all_ranks() -> None:
 
 
 def _asked_once(rank: int) -> int:
-    group, asked = dist.group.WORLD.group_name, []
-    gather = dist.all_gather_object
-    dist.all_gather_object = lambda *args, **kwargs: (asked.append(1), gather(*args, **kwargs))  # type: ignore[assignment]
+    group, store = dist.group.WORLD.group_name, dist.distributed_c10d._get_default_store()
+    before = store.num_keys()
+    dist.barrier()
     for _ in range(3):
         agree(group, "a thing", "one way")
     agree(group, "a thing", "another way")
-    return len(asked)
+    dist.barrier()
+    return int(store.num_keys() - before)
 
 
 def test_what_was_agreed_on_is_not_asked_again() -> None:
-    assert run_on_ranks(_asked_once, 2) == [2, 2]
+    assert run_on_ranks(_asked_once, 2) == [2 * 2] * 2
+
+
+def _never_comes(rank: int) -> str:
+    from datetime import timedelta
+
+    from layerfuse.fusion.ops import agreement
+
+    said = ""
+    if rank == 0:
+        agreement.TIMEOUT = timedelta(seconds=1)
+        with pytest.raises(RankDisagreementError) as caught:
+            agree(dist.group.WORLD.group_name, "a thing", "mine")
+        said = str(caught.value)
+    dist.barrier()
+    return said
+
+
+def test_a_rank_that_never_comes_is_an_error_and_no_hang() -> None:
+    said, _ = run_on_ranks(_never_comes, 2)
+    assert "  - rank 0: mine\n  - rank 1: has decided nothing for 0:10:00: it runs another graph, or none" in said

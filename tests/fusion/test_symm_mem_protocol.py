@@ -6,8 +6,9 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from search import explore
 
-from layerfuse.fusion.backends.symm_mem.protocol import Call, Exchange, Rules, explore
+from layerfuse.fusion.backends.symm_mem.protocol import Call, Exchange, Rules
 
 ONE = Call(1)
 CHANGING = (Call(2), Call(1), Call(2), Call(2))

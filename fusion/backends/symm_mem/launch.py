@@ -66,7 +66,7 @@ def launch(
     special = launcher.special(high, reads, every) if bits & 15 or high >> 31 else None
     device = x.get_device()
     key = (
-        "all_reduce", name, device, workspace.rank, workspace.world_size, workspace.most, x.dtype, weight.dtype,
+        name, "all_reduce", device, workspace.rank, workspace.world_size, workspace.most, x.dtype, weight.dtype,
         given.out.dtype, width, padded, epsilon, offset, x_unit, residual_unit, given.group, given.ue8m0, special,
     )  # fmt: skip
     if launcher.again(key, device, addresses, numbers):

@@ -1,4 +1,4 @@
-"""How ranks exchange rows without a barrier, in plain Python: the steps that the kernel takes, and a search over every order of them.
+"""How ranks exchange rows without a barrier, in plain Python: the steps that the kernel takes. Tests search every order of them.
 
 Each rank has a buffer that its peers write into: for each of two phases, each source and each row a slot. A word of a slot is
 empty (all bits ones) or holds what its source sent. The program that handles a row in a call
@@ -18,7 +18,6 @@ use k + 1 may meet words of use k that the peer has not read. Without emptying, 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -74,15 +73,6 @@ class State(NamedTuple):
     memory: tuple[int, ...]
     flying: tuple[_Store, ...]
     "In order; of one writer's stores to one word the first lands first."
-
-
-class Explored(NamedTuple):
-    """What a search found."""
-
-    states: int
-    problem: str | None
-    steps: tuple[str, ...]
-    "That lead to the problem."
 
 
 class Exchange:
@@ -196,31 +186,3 @@ class Exchange:
 
 def _put(several: tuple, place: int, value: object) -> tuple:  # type: ignore[type-arg]
     return (*several[:place], value, *several[place + 1 :])
-
-
-def explore(exchange: Exchange) -> Explored:
-    """Search every order of steps, breadth first: the steps to a problem are the fewest."""
-    first = exchange.first()
-    came: dict[State, tuple[State, str] | None] = {first: None}
-    waiting = deque([first])
-    while waiting:
-        state = waiting.popleft()
-        steps = list(exchange.next(state))
-        for said, after in steps:
-            if isinstance(after, str):
-                return Explored(len(came), after, (*_way(came, state), said))
-            if after not in came:
-                came[after] = state, said
-                waiting.append(after)
-        problem = None if steps else exchange.problem_at_end(state)
-        if problem is not None:
-            return Explored(len(came), problem, _way(came, state))
-    return Explored(len(came), None, ())
-
-
-def _way(came: dict[State, tuple[State, str] | None], state: State) -> tuple[str, ...]:
-    said = []
-    while (before := came[state]) is not None:
-        state = before[0]
-        said.append(before[1])
-    return tuple(reversed(said))
