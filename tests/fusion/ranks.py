@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 180.0
+TIMEOUT = 300.0
 """Seconds that the ranks have in all."""
 
 GRACE = 3.0
@@ -98,7 +98,7 @@ def _rank(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=180)
         )
         end.send((True, function(rank, *args)))
         # Others may still be in a collective with this one.
