@@ -301,6 +301,28 @@ def test_vllm_names_its_groups_itself(monkeypatch: pytest.MonkeyPatch, over: Ove
     assert "vllm.all_reduce" not in text and f", {coordinator.device_group.group_name}, 0.0)" in text
 
 
+@_op("sglang::outplace_all_reduce(Tensor tensor, str group_name, str outplace_all_reduce_method) -> Tensor")
+def outplace_all_reduce(tensor: Tensor, _group: str, _how: str) -> Tensor:
+    return tensor.clone()
+
+
+torch.library.register_fake(
+    "sglang::outplace_all_reduce", lambda tensor, _group, _how: torch.empty_like(tensor), allow_override=True
+)
+
+
+def test_sglangs_op(monkeypatch: pytest.MonkeyPatch, over: Over) -> None:
+    coordinator = Coordinator(dist.new_group([0, 1]))
+    state = SimpleNamespace(_groups={"tp:0": weakref.ref(coordinator)})
+    monkeypatch.setitem(sys.modules, "sglang.srt.distributed.parallel_state", state)
+
+    def stream(part: Tensor, residual: Tensor, _over: Over) -> Tensor:
+        return residual + torch.ops.sglang.outplace_all_reduce(part, "tp:0", "auto")
+
+    (text,) = traced(stream, over).after
+    assert "sglang." not in text and f", {coordinator.device_group.group_name}, 0.0)" in text
+
+
 @pytest.mark.parametrize("how", ["vllm_ir", "_C"])
 def test_vllms_norms_that_add(how: str, monkeypatch: pytest.MonkeyPatch, over: Over) -> None:
     coordinator = Coordinator(dist.group.WORLD)
