@@ -73,7 +73,7 @@ def agree(group: str, what: str, decision: str) -> None:
     """
     ranks = process_group(group)
     agreed = _agreed.setdefault(ranks, set())
-    if (what, decision) in agreed or ranks.size() == 1 or ranks.name() == "fake":
+    if (what, decision) in agreed or ranks.size() == 1 or dist.get_backend(ranks) == "fake":
         return
     store, members = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(ranks)
     key = f"layerfuse/{'-'.join(map(str, members))}/{group}/{what}"
