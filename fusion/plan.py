@@ -39,7 +39,8 @@ class Tokens:
     "None: no end."
 
     def __contains__(self, count: int) -> bool:
-        return self.first <= count and (self.last is None or count <= self.last)
+        # No tokens at all are planned as one is: an empty batch runs the same graph.
+        return self.first <= max(count, 1) and (self.last is None or count <= self.last)
 
     def __str__(self) -> str:
         if self.last is None:
@@ -103,6 +104,10 @@ class Plan:
     def at(self, site: str) -> tuple[Decision, ...]:
         """The decisions for one site; empty where the plan has no such site."""
         return tuple(self._by_site.get(site, ()))
+
+    def expects(self, site: str, tokens: int) -> bool:
+        """Whether some fusion is expected at a site for so many tokens."""
+        return any(decision.applies and tokens in decision.tokens for decision in self.at(site))
 
     def of(self, layer: str) -> tuple[Decision, ...]:
         """The decisions for all sites of one layer; empty where the plan has no such layer."""

@@ -30,6 +30,8 @@ class Use:
     "The fusion that was put there, or None."
     form: str | None = None
     "The op that it was put there with: the fusion's, or that of a form which keeps or pads the norm."
+    tokens: int | None = None
+    "How many tokens the graph is for; None: any number, or nothing there tells."
     left: str | None = None
     "Why a padding of the norm stayed behind the op. No miss: the fusion is there without it."
     missed: Mapping[str, str] = field(factory=dict)
@@ -209,14 +211,15 @@ class Report:
         return compiled | {site for site, name in self.executed if name == fusion}
 
     def _why_missed(self, fusion: str, site: str) -> str | None:
-        for record in self.records:
-            for use in record.uses:
-                if use.site == site and fusion in use.missed:
-                    return with_fallback(use.missed[fusion], use.fused)
+        uses = [use for record in self.records for use in record.uses if use.site == site]
+        for use in uses:
+            if fusion in use.missed:
+                return with_fallback(use.missed[fusion], use.fused)
         if self.last is not None:
             return self.last.missed.get(fusion, {}).get(site)
         rivals = {d.fusion for d in self.plan.at(site) if d.kind == "expected"}
-        return None if any(site in self._served(name) for name in rivals) else self.why_absent()
+        # A use without a miss was fused otherwise, or its graph is for a number of tokens at which nothing is expected.
+        return None if uses or any(site in self._served(name) for name in rivals) else self.why_absent()
 
     def why_absent(self) -> str:
         """Why a site has no use in any graph so far, as a sentence."""

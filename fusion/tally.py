@@ -142,6 +142,8 @@ class Tally:
         if self._plan.site[site].norms != self._plan.site[use.site].norms:
             # Modules of one class run one graph, whatever their specs say.
             return f"it ran the graph of {use.site}, and the norms there are not what its spec says"
+        if use.tokens is not None and not self._plan.expects(site, use.tokens):
+            return None
         if use.fused not in expected and not any(fusion in use.missed for fusion in expected):
             return (
                 f"it ran in the graph that was compiled for {use.site}, where {' or '.join(expected)} is not expected"

@@ -42,7 +42,9 @@ class Driver:
         missed: dict[str, str] = {}
         fused: str | None = None
         form = left = None
-        for fusion, decisions in self._candidates(use):
+        count = None if use.first is None else use.tokens
+        tokens = count if isinstance(count, int) else None
+        for fusion, decisions in self._candidates(use, tokens):
             problem = use.problem or _outside(fusion, decisions, use)
             if problem is None:
                 try:
@@ -59,18 +61,18 @@ class Driver:
             fused=fused,
             missed=missed,
             form=None if form is None else form.op.name,
+            tokens=tokens,
             left=left,
             how=use.how,
             weights=use.weights,
             whole=use.whole,
         )
 
-    def _candidates(self, use: SiteUse) -> list[tuple[Fusion, list[Decision]]]:
+    def _candidates(self, use: SiteUse, tokens: int | None) -> list[tuple[Fusion, list[Decision]]]:
         """What the plan allows here for the graph's number of tokens, longest chain first."""
-        count = None if use.first is None else use.tokens
         found: dict[str, list[Decision]] = {}
         for decision in self._plan.at(use.site.name):
-            if decision.kind in ("expected", "fallback") and (not isinstance(count, int) or count in decision.tokens):
+            if decision.kind in ("expected", "fallback") and (tokens is None or tokens in decision.tokens):
                 found.setdefault(decision.fusion, []).append(decision)
         pairs = [(FUSIONS[name], decisions) for name, decisions in found.items()]
         return sorted(pairs, key=lambda pair: -len(pair[0].chain))

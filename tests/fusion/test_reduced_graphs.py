@@ -16,15 +16,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_ops import _op
-from fusion_support import Traced
+from fusion_support import Traced, trace
 from quant_support import vllm_group, vllm_per_token
 from reduced_support import FORMS, REDUCED, Joined, Over, c10d, one_of_two, reduced, sharded_spec
-from stream_support import SITE, form_of, rows, run
+from stream_support import SITE, Layer, form_of, rows, run
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import pad
 
-from layerfuse.fusion import FUSIONS, Target, plan
+from layerfuse.fusion import FUSIONS, FusionConfig, Target, plan
 from layerfuse.fusion.dynamo_floats import floats_as_constants
 from layerfuse.fusion.limits import TokenLimit
 from layerfuse.fusion.rewrite import Pipeline
@@ -376,3 +376,25 @@ def test_a_graph_beyond_the_range_of_a_decision_takes_the_shorter_chain(
     assert SITE not in found.report.of(REDUCED).missed
     assert SITE not in found.report.of("add_rms_norm").missed
     assert ("_c10d_functional.all_reduce" in found.after[0]) is (fused != REDUCED)
+
+
+@pytest.mark.parametrize("by_weight", [True, False])
+def test_beyond_the_range_with_no_shorter_chain_nothing_is_missed(
+    by_weight: bool, over: Over, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited = attrs.evolve(FUSIONS[REDUCED], limit=lambda *_: TokenLimit(most=4, reason="the plain all-reduce"))
+    monkeypatch.setitem(FUSIONS._all(), REDUCED, limited)
+    alone = FusionConfig(switches={"add_rms_norm": False})
+    module, given = Layer(Joined(FORMS["functional"], over)), [each.view(1, 5, -1) for each in rows()]
+    found = trace(module, *given, specs=[("layer", sharded_spec())], config=alone, by_weight=by_weight)
+    assert [(use.fused, use.tokens) for record in found.report.records for use in record.uses] == [(None, 5)]
+    assert SITE not in found.report.of(REDUCED).missed
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_an_empty_batch_fuses_as_one_token_does(dynamic: bool, over: Over) -> None:
+    module, given = Layer(Joined(FORMS["functional"], over)), rows(0)
+    with floats_as_constants():
+        found = trace(module, *given, specs=[("layer", sharded_spec())], dynamic=dynamic)
+    assert [use.fused for record in found.report.records for use in record.uses] == [REDUCED]
+    assert SITE not in found.report.of(REDUCED).missed
