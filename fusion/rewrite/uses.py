@@ -42,7 +42,7 @@ class SiteUse:
     @property
     def tokens(self) -> Any:
         """How many rows of the whole layer there are: a number, or one that varies."""
-        rows = value(self.norms[0].out if self.product is None else self.product.out)
+        rows = value(self.norms[0].x if self.product is None else self.product.out)
         heads = bool(self.norms) and isinstance(self.norms[0], FoundGatedNorm)
         return rows.numel() // (self.site.quantised_width if heads else rows.shape[-1])
 

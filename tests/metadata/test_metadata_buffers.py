@@ -119,7 +119,6 @@ def test_a_step_runs_no_operation_of_its_own(aiter_of):
         binding="mla_metadata",
         function=lambda **kwargs: taken.append(kwargs),
         names=names,
-        beside={},
         releases=planner.probed.releases,
     )
     quiet = attrs.evolve(made, call=calls.metadata(nothing))

@@ -31,7 +31,7 @@ def backend(op: str) -> Backend:
 
 def _prepare(case: Any, device: Any) -> str | None:
     """An op of several ranks needs a communicator, which they make together."""
-    group = getattr(case, "group", None)
+    group = case._asdict().get("group")
     if group is None:
         return None
     from . import communicators
@@ -43,7 +43,7 @@ def _settings(case: Any) -> str:
     """What the stages follow from. The communicators' own limits are compared when they are made."""
     from .binding import installed_releases
 
-    return f"AITER {installed_releases()}" if hasattr(case, "group") else ""
+    return f"AITER {installed_releases()}" if "group" in case._asdict() else ""
 
 
 def _load(op: str) -> Callable[..., Any]:
@@ -79,7 +79,7 @@ def _refuses(op: str, case: Any) -> str | None:
     from .binding import Refused, bind
     from .table import candidates
 
-    group = getattr(case, "group", None)
+    group = case._asdict().get("group")
     if group is not None:
         from .communicators import why_not
 
