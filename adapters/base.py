@@ -23,9 +23,10 @@ _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
 _EVERYTHINGS_BASE = ("object", "Module")
 
 PARALLEL_WORDS = ("tp_size", "tp_rank", "tp_weight")
-RESIDUAL_WORDS = ("mlp_weight",)
-"What the facts of a residual stream may say beside."
 """Beside the spec's own fields: the tensor-parallel size and rank (paths), and linear modules whose weight tells."""
+
+RESIDUAL_WORDS = ("mlp_weight",)
+"""What a residual stream's facts may say besides: where the weights lie that tell over how many ranks the MLP is summed."""
 
 Parsed: TypeAlias = tuple[Source, ...] | NormSource | tuple[NormSource, ...] | tuple[Weight, ...]
 

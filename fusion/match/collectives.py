@@ -66,8 +66,12 @@ def find_all_reduce(add: FoundAdd) -> FoundAllReduce:
             continue
         if found is not None:
             return FoundAllReduce(residual=residual, **found._asdict())
+    origins = [[*_path(side)][-1] for side in (add.x, add.residual)]
+    given = (
+        "; both are inputs of the graph: it is in another one" if all(o.op == "placeholder" for o in origins) else ""
+    )
     raise problem or Unmatched(
-        f"nothing is reduced in front of the add: neither {add.x} nor {add.residual} is the result of an all-reduce"
+        f"nothing is reduced in front of the add: neither {add.x} nor {add.residual} is the result of an all-reduce{given}"
     )
 
 

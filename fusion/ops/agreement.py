@@ -32,7 +32,7 @@ class RankDisagreementError(LayerfuseError, RuntimeError):
         lines += [f"  - rank {ranks}: {text}" for text, ranks in _differences(self.decisions)]
         lines.append(
             "Give every rank the same layerfuse, torch and AITER, the same LAYERFUSE_FUSIONS and LAYERFUSE_BACKEND, and the "
-            "same FusionConfig and Target."
+            "same FusionConfig and Target, and let all trace the same graphs: a graph break on one rank parts them too."
         )
         return "\n".join(lines)
 
@@ -43,7 +43,7 @@ def _differences(decisions: Sequence[str]) -> list[tuple[str, str]]:
     common = set.intersection(*map(set, several))
     ranks: dict[str, list[str]] = {}
     for rank, lines in enumerate(several):
-        own = "; ".join(line for line in lines if line not in common) or "nothing beside what the others decided"
+        own = "; ".join(line for line in lines if line not in common) or "none of what the others have beside"
         ranks.setdefault(own, []).append(str(rank))
     return [(text, ", ".join(numbers)) for text, numbers in ranks.items()]
 

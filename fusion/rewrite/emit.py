@@ -125,7 +125,9 @@ def _bind(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Bind
                     step.residual: moved.get(found.residual, found.residual),
                 }
             else:
-                bind_all_reduce(bound, reduce, step, found, found.out or min(use.norms[0].nodes), moved)
+                bind_all_reduce(
+                    bound, reduce, step, found, found.out or min(use.norms[0].nodes), moved, use.site.reduced
+                )
             if found.out is not None:
                 bound.outs[step.out] = found.out
                 bound.nodes.append(found.out)

@@ -7,9 +7,10 @@ from typing import Any
 from torch.fx import Node
 
 from ..match.adds import FoundAdd
-from ..match.collectives import find_all_reduce
+from ..match.collectives import FoundAllReduce, find_all_reduce
 from ..match.errors import Unmatched
 from ..match.values import is_contiguous, same_shape, value
+from ..ops.groups import GroupError, world_size
 from ..steps import Add, AllReduce
 from .binding import Binding
 from .hoisting import check_writes
@@ -17,7 +18,7 @@ from .layouts import Made, sizes_of
 
 
 def bind_all_reduce(
-    bound: Binding, step: AllReduce, add: Add, found: FoundAdd, before: Node, moved: dict[Node, Node]
+    bound: Binding, step: AllReduce, add: Add, found: FoundAdd, before: Node, moved: dict[Node, Node], ranks: int
 ) -> None:
     """Bind the all-reduce of what joins the residual stream.
 
@@ -32,17 +33,32 @@ def bind_all_reduce(
         found: that add in the graph.
         before: the first node of the add and the norm.
         moved: as `emit.replace` has it.
+        ranks: over how many the plan says that it goes.
 
     Raises:
         Unmatched: nothing is reduced there, or it cannot be replaced.
     """
     reduced = find_all_reduce(found)
+    _check_group(reduced, ranks)
     # The part may be read later than it was, and was never to be written before the sum was there.
     check_writes(min(reduced.launches), before)
     residual = moved.get(reduced.residual, reduced.residual)
     parts = [_like(moved.get(part, part), residual) for part in reduced.parts]
     bound.args |= {step.x: _added(parts), add.residual: residual, step.group: reduced.group}
     bound.nodes += reduced.nodes
+
+
+def _check_group(reduced: FoundAllReduce, ranks: int) -> None:
+    """Check that the sum goes over as many ranks as planned: limits follow from their number."""
+    try:
+        size = world_size(reduced.group)
+    except GroupError as error:
+        raise Unmatched(str(error)) from None
+    if size != ranks:
+        raise Unmatched(
+            f"{reduced.launches[0]} sums over the {size} ranks of group {reduced.group!r}, and the plan says {ranks}: is it "
+            "a group of another kind (data, context), or does the spec say another tensor-parallel size?"
+        )
 
 
 def _like(part: Node, residual: Node) -> Node | Made:

@@ -398,3 +398,19 @@ def test_an_empty_batch_fuses_as_one_token_does(dynamic: bool, over: Over) -> No
         found = trace(module, *given, specs=[("layer", sharded_spec())], dynamic=dynamic)
     assert [use.fused for record in found.report.records for use in record.uses] == [REDUCED]
     assert SITE not in found.report.of(REDUCED).missed
+
+
+def test_a_group_of_another_size_than_the_plan_says(over: Over) -> None:
+    given = [each.view(1, 5, -1) for each in rows()]
+    found = run(Joined(FORMS["functional"], over), None, *given, specs=[("layer", sharded_spec(4))])
+    assert f"sums over the 2 ranks of group {over.group!r}, and the plan says 4" in missed(found)
+    assert form_of(found) == "add_rms_norm"
+
+
+def test_an_all_reduce_in_another_graph(over: Over) -> None:
+    given = [each.view(1, 5, -1) for each in rows()]
+    found = run(
+        Joined(lambda part, residual, _: part + residual, over), None, *given, specs=[("layer", sharded_spec())]
+    )
+    assert missed(found).startswith("nothing is reduced in front of the add: ")
+    assert "both are inputs of the graph: it is in another one" in missed(found)
