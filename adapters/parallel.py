@@ -114,11 +114,17 @@ def ranks_summed(part: Any) -> int:
     if names is None:
         raise UnreadableError("its weight is on a mesh without dimension names")
     cut = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]
-    sharing = [i for i in cut if not _DATA_PARALLEL.search(names[i])]
+    # A weight does not tell who cut it: FSDP gathers what it cuts, and calls its mesh what it likes.
+    sharing = [i for i in cut if _SUMMED.search(names[i])]
+    if not sharing and any(not _DATA_PARALLEL.search(names[i]) for i in cut):
+        raise UnreadableError(f"its weight is cut along a mesh with the dimensions {names}: none is called tp or ep")
     if weight is not part:
         sharing = [i for i in sharing if weight.placements[i].dim % weight.dim() == 1]
     return math.prod(mesh.size(i) for i in sharing)
 
+
+_SUMMED = re.compile(r"(^|_)(tp|ep)($|_)")
+"""Mesh dimensions whose ranks sum what they give: tensor and expert parallelism."""
 
 _DATA_PARALLEL = re.compile(r"dp|data|replicate|shard")
 """What is in the names of mesh dimensions along which data is shared and not heads: dp, fsdp, hsdp, dp_shard, ..."""

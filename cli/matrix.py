@@ -119,8 +119,12 @@ def show_matrix(data: dict[str, Any], to: Console) -> None:
         )
         show(table_of(data["models"], _shown), to)
         to.print()
-    about = "in one stage / in two" if data["target"]["vendor"] == "amd" else "in one shot"
-    to.print(f"tokens up to which all-reduce, add and norm are one op, {about} ({arch}, 16 bits, {release})\n")
+    abouts = {
+        "amd": f", in one stage / in two ({arch}, 16 bits, {release})",
+        "nvidia": f", in one shot ({arch}, 16 bits)",
+    }
+    about = abouts.get(data["target"]["vendor"], f" ({arch})")
+    to.print(f"tokens up to which all-reduce, add and norm are one op{about}\n")
     show(table_of(data["all_reduce"], _shown_reduced), to)
     if reasons:
         to.print()

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from .audit import Audit, audit_call
 from .config import FusionConfig
 from .dynamo_floats import floats_as_constants
 from .engine import Engine
+from .ops.agreement import RankDisagreementError
 from .plan import Placed, Plan, plan
 from .report import GraphRecord, Report
 from .rewrite import Pipeline, Surroundings
@@ -71,7 +74,7 @@ class FusedModel(nn.Module):  # type: ignore[misc]
             RankDisagreementError: the ranks of a process group fused different all-reduces.
         """
         # The call is where it compiles.
-        with self._tally.call() as call, floats_as_constants():
+        with self._tally.call() as call, floats_as_constants(), _unwrapped():
             result = self._compiled(*args, **kwargs)
         if self._strict:
             self.report.check_call(call.record)
@@ -162,6 +165,17 @@ class FusedModel(nn.Module):  # type: ignore[misc]
 
     def __repr__(self) -> str:
         return f"FusedModel({type(self.original).__name__}, {self.plan.target}, {self.report.graphs} graphs)"
+
+
+@contextmanager
+def _unwrapped() -> Iterator[None]:
+    """What ranks disagree on comes out as the error that it is, not inside those of the compiler."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if isinstance(error.inner_exception, RankDisagreementError):
+            raise error.inner_exception from None
+        raise
 
 
 def compile(  # noqa: A001 (torch.compile's own name)

@@ -40,6 +40,8 @@ def groups_in(graph: Graph) -> tuple[str, ...]:
 def agree_on_graph(groups: Sequence[str], plan: Plan, record: GraphRecord) -> None:
     """Compare over each group which of a graph's all-reduces were fused. Ranks of a group compile the same graphs in turn.
 
+    A graph that is compiled anew with the same decisions is not compared again: a rank may have to do that alone.
+
     Raises:
         RankDisagreementError: on every rank of the group, where they differ.
     """
@@ -50,7 +52,7 @@ def agree_on_graph(groups: Sequence[str], plan: Plan, record: GraphRecord) -> No
         if use.form in forms or plan.site[use.site].reduced > 1
     ]
     for group in groups:
-        agree(group, f"the all-reduces of graph {record.graph}", "\n".join(lines) or "none of them is fused")
+        agree(group, "the all-reduces of a graph", "\n".join(lines) or "none of them is fused")
 
 
 def check_kernel(form: Form, values: Sequence[Any]) -> None:

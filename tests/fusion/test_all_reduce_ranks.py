@@ -129,7 +129,7 @@ def _compiled(rank: int, switched_off: bool) -> str:
             _, total = fused(x, torch.zeros(3, 32))
             assert float(total[0, 0]) == 6.0
             return str(fused.report.of("all_reduce_add_rms_norm").last_call)
-        with pytest.raises(Exception, match="decided differently") as caught:
+        with pytest.raises(RankDisagreementError, match="decided differently") as caught:
             fused(x, torch.zeros(3, 32))
     return str(caught.value)
 
