@@ -116,6 +116,8 @@ class FusionReport:
     not_applicable: dict[str, str]
     fallback: tuple[str, ...] = ()
     "Sites that were fused this way because a longer fusion was missed there."
+    beyond: dict[str, str] = field(factory=dict)
+    "Expected sites whose graphs so far are all for numbers of tokens at which another chain is taken. They are no misses."
     left: dict[str, str] = field(factory=dict)
     "Sites that were fused without the padding behind them, with the reason. They are no misses."
     compiled: int = 0
@@ -141,7 +143,12 @@ class FusionReport:
             f"{self.fusion}: {len(self.expected)} expected, {len(self.matched)} matched, {len(self.refused)} refused, "
             f"{len(self.not_applicable)} not applicable{more}"
         ]
-        kinds = {"refused": self.refused, "not applicable": self.not_applicable, "padding left": self.left}
+        kinds = {
+            "refused": self.refused,
+            "not applicable": self.not_applicable,
+            "beyond its tokens": self.beyond,
+            "padding left": self.left,
+        }
         for kind, sites in kinds.items():
             for reason, count in Counter(sites.values()).items():
                 first = next(site for site, why in sites.items() if why == reason)
@@ -191,10 +198,16 @@ class Report:
         expected = tuple(dict.fromkeys(decision.site for decision in self.plan.expected(fusion)))
         missed = {site: why for site in expected if (why := self._why_missed(fusion, site)) is not None}
         wanted, served = set(expected), self._served(fusion)
+        beyond = {
+            site: why
+            for site in expected
+            if site not in missed and site not in served and (why := self._why_beyond(fusion, site)) is not None
+        }
         return FusionReport(
             fusion=fusion,
             expected=expected,
-            matched=tuple(site for site in expected if site not in missed),
+            matched=tuple(site for site in expected if site not in missed and site not in beyond),
+            beyond=beyond,
             missed=missed,
             refused={**{d.site: d.reason for d in self.plan.refused(fusion)}, **missed},
             not_applicable={d.site: d.reason for d in self.plan.not_applicable(fusion) if d.site not in wanted},
@@ -209,6 +222,16 @@ class Report:
         """Sites that some graph was fused at, or that ran fused."""
         compiled = {use.site for record in self.records for use in record.uses if use.fused == fusion}
         return compiled | {site for site, name in self.executed if name == fusion}
+
+    def _why_beyond(self, fusion: str, site: str) -> str | None:
+        """Which other numbers of tokens a site's graphs are for, where none is for one at which the fusion is expected."""
+        planned = [d.tokens for d in self.plan.at(site) if d.fusion == fusion and d.applies]
+        counts = [use.tokens for record in self.records for use in record.uses if use.site == site]
+        known = sorted({count for count in counts if count is not None})
+        if not known or None in counts or any(count in tokens for count in known for tokens in planned):
+            return None
+        several = f"{' and '.join(map(str, known[:3]))}{' and more' if len(known) > 3 else ''} tokens"
+        return f"its graphs are for {several}; it is planned {' and '.join(map(str, planned))}"
 
     def _why_missed(self, fusion: str, site: str) -> str | None:
         uses = [use for record in self.records for use in record.uses if use.site == site]

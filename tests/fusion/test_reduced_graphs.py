@@ -123,7 +123,7 @@ def twice(part: Tensor, _residual: Tensor, over: Over) -> Tensor:
 
 
 def gathered(part: Tensor, residual: Tensor, over: Over) -> Tensor:
-    return residual + c10d.wait_tensor(c10d.all_gather_into_tensor(part[:, :, :128], 2, over.group)).view(
+    return residual + c10d.wait_tensor(c10d.all_gather_into_tensor(part[:, :, :128].contiguous(), 2, over.group)).view(
         residual.shape
     )
 
@@ -376,6 +376,11 @@ def test_a_graph_beyond_the_range_of_a_decision_takes_the_shorter_chain(
     assert SITE not in found.report.of(REDUCED).missed
     assert SITE not in found.report.of("add_rms_norm").missed
     assert ("_c10d_functional.all_reduce" in found.after[0]) is (fused != REDUCED)
+    verdict = found.report.of(REDUCED)
+    assert (verdict.matched == (SITE,)) is (fused == REDUCED)
+    said = {} if fused == REDUCED else {SITE: "its graphs are for 5 tokens; it is planned up to 4 tokens"}
+    assert {site: why for site, why in verdict.beyond.items() if site == SITE} == said
+    assert ("beyond its tokens: layer:input" in str(verdict)) is bool(said)
 
 
 @pytest.mark.parametrize("by_weight", [True, False])
