@@ -39,7 +39,7 @@ def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None)
             reason=f"{after}: NCCL moves fewer bytes",
             how=f"one shot to {most} tokens",
             stages=(most,),
-            unless_switched_on=f"its kernel has not run on a GPU yet, so that nobody knows whether {target} gains by it",
+            unless_switched_on="its kernel has not run on a GPU yet; FusionConfig(switches={its name: True}) switches it on",
         )
     if kind is None:
         return TokenLimit(most=0, reason="AITER's fused all-reduces have no such form")

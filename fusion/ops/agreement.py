@@ -82,10 +82,8 @@ def agree(group: str, what: str, decision: str) -> None:
     store.set(keys[ranks.rank()], decision)
     with suppress(RuntimeError):  # DistStoreError, which says nothing of ranks
         store.wait(keys, TIMEOUT)
-    decisions = tuple(store.get(each).decode() if store.check([each]) else _SILENT for each in keys)
+    silent = f"has decided nothing for {TIMEOUT}: it runs another graph, or none"
+    decisions = tuple(store.get(each).decode() if store.check([each]) else silent for each in keys)
     if len(set(decisions)) > 1:
         raise RankDisagreementError(group, what, decisions)
     agreed.add((what, decision))
-
-
-_SILENT = f"has decided nothing for {TIMEOUT}: it runs another graph, or none"

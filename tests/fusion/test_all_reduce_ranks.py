@@ -174,4 +174,4 @@ def _never_comes(rank: int) -> str:
 
 def test_a_rank_that_never_comes_is_an_error_and_no_hang() -> None:
     said, _ = run_on_ranks(_never_comes, 2)
-    assert "  - rank 0: mine\n  - rank 1: has decided nothing for 0:10:00: it runs another graph, or none" in said
+    assert "  - rank 0: mine\n  - rank 1: has decided nothing for 0:00:01: it runs another graph, or none" in said
