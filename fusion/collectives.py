@@ -9,7 +9,7 @@ from functools import partial
 
 from .backends.aiter.releases import NEWEST
 from .backends.aiter.stages import IN_VLLM, OURS, Kind, stages
-from .backends.symm_mem.crossovers import one_shot_tokens
+from .backends.symm_mem.crossovers import MEASURED, in_words, shots_of
 from .chain import Limit
 from .engine import Engine
 from .limits import TokenLimit
@@ -18,6 +18,9 @@ from .target import Target
 
 ITEM_SIZE = 2
 """Bytes of an activation: plans do not know the dtype, and models that are served over several GPUs have 16 bits."""
+
+
+_UNMEASURED = f"it was measured on {' and '.join(map(str, MEASURED))} GPUs only; FusionConfig(switches={{its name: True}}) switches it on"
 
 
 def limit_of(kind: Kind | None) -> Limit:
@@ -31,15 +34,15 @@ def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None)
         return None
     after = "the plain all-reduce, then the fused add and norm"
     if target.vendor == "nvidia":
-        most = one_shot_tokens(width, ITEM_SIZE, ranks)
-        if not most:
+        forms = shots_of(width, ITEM_SIZE, ranks)
+        if not forms:
             return TokenLimit(most=0, reason=f"the kernel is for 2 to 8 GPUs of one host, not for {ranks}")
         return TokenLimit(
-            most=most,
+            most=forms[-1][1],
             reason=f"{after}: NCCL moves fewer bytes",
-            how=f"one shot to {most} tokens",
-            stages=(most,),
-            unless_switched_on="its kernel has not run on a GPU yet; FusionConfig(switches={its name: True}) switches it on",
+            how=in_words(forms),
+            stages=tuple(most for _, most in forms),
+            unless_switched_on=None if ranks in MEASURED else _UNMEASURED,
         )
     if kind is None:
         return TokenLimit(most=0, reason="AITER's fused all-reduces have no such form")

@@ -118,13 +118,15 @@ def built(name: str, op: str, widths: tuple[int, ...], step: int, early: bool = 
     return compiler.built | {"target": name, "widths": widths, "step": step, "early": early}
 
 
-def made(declared: Op) -> Any:
+def made(declared: Op, shots: int = 1, resident: int = 132) -> Any:
     """The function of an op; one that starts with an all-reduce is a rank's of four, without its group."""
     if not any(isinstance(step, AllReduce) for step in declared.chain or ()):
         return family.function_of(declared)
     rest = op_of(declared.name, (declared.chain or ())[1:])
     buffers, phases = torch.empty(4, dtype=torch.int64), torch.empty(16, dtype=torch.int32)
-    workspace = symm_mem.Workspace(buffers, phases, 1, 4, 16, 7168 * 2, None)
+    workspace = symm_mem.Workspace(
+        symm_mem.Layout(1, 4, shots, 16, 7168 * 2, 2, resident), 16, buffers, phases, phases, None
+    )
     function = family.function_of(rest, partial(symm_mem.launch, workspace))
     place = next(place for place, argument in enumerate(declared.args) if isinstance(argument, GroupName))
     return lambda *args: function(*args[:place], *args[place + 1 :])

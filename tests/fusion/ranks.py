@@ -27,13 +27,16 @@ class RanksFailedError(AssertionError):
     """What went wrong on which rank."""
 
 
-def run_on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: float = TIMEOUT) -> list[Any]:
-    """Call `function(rank, *args)` in `size` new processes that are a gloo group, each on one thread.
+def run_on_ranks(
+    function: Callable[..., Any], size: int, *args: Any, timeout: float = TIMEOUT, backend: str = "gloo"
+) -> list[Any]:
+    """Call `function(rank, *args)` in `size` new processes that are a process group, each on one thread.
 
     Args:
         function: at the top of a module, since the processes are spawned and import it.
         size: how many ranks.
         args: passed on; they are pickled, as is what the function returns.
+        backend: of the group. With NCCL, each rank has the GPU of its number.
         timeout: seconds that all have together; whoever is not done then is killed.
 
     Returns:
@@ -47,7 +50,7 @@ def run_on_ranks(function: Callable[..., Any], size: int, *args: Any, timeout: f
         processes, ends = [], {}
         for rank in range(size):
             mine, theirs = context.Pipe(duplex=False)
-            given = (function, rank, size, Path(folder) / "store", theirs, args)
+            given = (function, rank, size, Path(folder) / "store", theirs, args, backend)
             process = context.Process(target=_rank, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -90,15 +93,18 @@ def _collect(ends: dict[Any, int], processes: list[Any], until: float) -> tuple[
 
 
 def _rank(
-    function: Callable[..., Any], rank: int, size: int, store: Path, end: Connection, args: tuple[Any, ...]
-) -> None:
+    function: Callable[..., Any], rank: int, size: int, store: Path, end: Connection, args: tuple[Any, ...],
+    backend: str,
+) -> None:  # fmt: skip
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # As torchrun sets them: transformers makes its mesh from these.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     try:
+        if "nccl" in backend:
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=180)
+            backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=180)
         )
         end.send((True, function(rank, *args)))
         # Others may still be in a collective with this one.

@@ -82,17 +82,33 @@ def parts(number: int, case: Case, world_size: int) -> list[list[Any]]:
     return [[given[0], *every[0][1:]] for given in every]
 
 
-def workspace(buffers: list[torch.Tensor], rank: int, row_bytes: int) -> Any:
+def summed(given: list[list[Any]]) -> list[Any]:
+    """The local form's arguments with the sum over ranks, in their order and in float32, as x."""
+    total = torch.zeros(given[0][0].shape, device=given[0][0].device)
+    for each in given:
+        total += each[0].float()
+    return [total, *given[0][1:]]
+
+
+def layout(rank: int, world_size: int, row_bytes: int, item: int, shots: int) -> Any:
+    """Of buffers for MOST rows. So few programs are resident that programs take tickets at times."""
+    from layerfuse.fusion.backends.symm_mem.launch import Layout
+
+    return Layout(rank, world_size, shots, MOST, -(-row_bytes // 16) * 16, item, 2)
+
+
+def workspace(buffers: list[torch.Tensor], rank: int, row_bytes: int, item: int, shots: int) -> Any:
     """A rank's side of buffers in shared memory."""
     from layerfuse.fusion.backends.symm_mem.launch import Workspace
 
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
-    return Workspace(addresses, torch.zeros(MOST, dtype=torch.int32), rank, len(buffers), MOST, row_bytes, buffers)
+    phases, ticket = torch.zeros(MOST, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    return Workspace(layout(rank, len(buffers), row_bytes, item, shots), MOST, addresses, phases, ticket, buffers)
 
 
-def shared(world_size: int, row_bytes: int) -> list[torch.Tensor]:
+def shared(world_size: int, row_bytes: int, item: int, shots: int) -> list[torch.Tensor]:
     """A buffer for each rank, all bits ones."""
-    size = 2 * world_size * MOST * row_bytes
+    size = layout(0, world_size, row_bytes, item, shots).size
     return [torch.full((size,), 255, dtype=torch.uint8).share_memory_() for _ in range(world_size)]
 
 
@@ -105,7 +121,7 @@ def without(function: Any, given: list[Any], group: str) -> tuple[Any, list[str]
 
 
 def rank_main(
-    rank: int, world_size: int, folder: str, buffers: dict[tuple[int, int, bool], list[torch.Tensor]]
+    rank: int, world_size: int, folder: str, buffers: dict[tuple[int, int, bool], list[torch.Tensor]], shots: int
 ) -> None:
     """One rank: every case in turn, after a while that differs. What came out goes to a file."""
     from layerfuse.fusion.backends.symm_mem import function_of, workspaces
@@ -117,7 +133,7 @@ def rank_main(
     sides = {}
     for (row_bytes, item, second), several in buffers.items():
         like = torch.empty(1, row_bytes // item, dtype=torch.float32 if item == 4 else torch.bfloat16)
-        sides[row_bytes, item, second] = workspace(several, rank, -(-row_bytes // 16) * 16)
+        sides[row_bytes, item, second] = workspace(several, rank, row_bytes, item, shots)
         workspaces.keep(groups[second], like, sides[row_bytes, item, second])
     for number, case in enumerate(cases()):
         given = parts(number, case, world_size)[rank]

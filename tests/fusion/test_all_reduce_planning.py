@@ -82,13 +82,21 @@ def test_widths_that_are_no_whole_packs() -> None:
     assert decision.kind == "refused" and "no whole packs of 16 bytes" in decision.reason
 
 
-def test_on_nvidia_only_when_switched_on_since_it_has_not_run_there() -> None:
+def test_on_nvidia_by_default_where_it_was_measured() -> None:
+    sm90 = Target.named("sm90")
+    fused, beyond = of(model("gpt-oss-20b", 2, sm90), "layers.1:input")
+    assert fused.applies and "one shot to 46603 tokens" in fused.reason
+    assert (beyond.kind, beyond.tokens.first) == ("not_applicable", 46604)
+
+
+def test_on_nvidia_elsewhere_when_switched_on() -> None:
     sm90 = Target.named("sm90")
     (decision,) = of(model("gpt-oss-20b", 4, sm90), "layers.1:input")
-    assert decision.kind == "refused" and "has not run on a GPU yet" in decision.reason
+    assert decision.kind == "refused" and "it was measured on 2 GPUs only" in decision.reason
     assert kinds(of(model("gpt-oss-20b", 4, sm90), "layers.1:input", "add_rms_norm")) == [("expected", ANY)]
     on = model("gpt-oss-20b", 4, sm90, config=FusionConfig(switches={NAME: True, "add_rms_norm": True}))
-    assert of(on, "layers.1:input")[0].applies
+    (fused, _) = of(on, "layers.1:input")
+    assert fused.applies and "one shot to 68 tokens, two shots to 728 tokens" in fused.reason
 
 
 def test_the_reference_takes_any_number() -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from helpers import run_python
 
 from layerfuse.fusion import FUSIONS, backends
-from layerfuse.fusion.backends.symm_mem.crossovers import MOST_TOKENS, one_shot_tokens
+from layerfuse.fusion.backends.symm_mem.crossovers import PIECE_BYTES, rows_at_once, shots_of
 from layerfuse.fusion.ops.library import case_type
 
 OP = FUSIONS["all_reduce_add_rms_norm"].op
@@ -31,24 +31,32 @@ def group(tmp_path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("hidden", "itemsize", "world_size", "tokens"),
+    ("hidden", "itemsize", "world_size", "forms"),
     [
-        (7168, 2, 2, MOST_TOKENS),
-        (7168, 2, 4, 27),
-        (7168, 2, 8, 9),
-        (2880, 2, 4, 68),
-        (2880, 2, 8, 22),
-        (7168, 2, 3, 27),
-        (7168, 2, 5, 9),
-        (7168, 4, 8, 4),
-        (16384, 2, 8, 4),
-        (16385, 2, 2, 0),
-        (7168, 2, 1, 0),
-        (7168, 2, 9, 0),
+        (7168, 2, 2, [(1, 18724)]),
+        (7168, 2, 4, [(1, 27), (2, 292)]),
+        (7168, 2, 8, [(1, 9)]),
+        (2880, 2, 4, [(1, 68), (2, 728)]),
+        (2880, 2, 8, [(1, 22)]),
+        (7168, 2, 3, [(1, 27), (2, 292)]),
+        (7168, 2, 5, [(1, 9)]),
+        (7168, 4, 8, [(1, 4)]),
+        (16384, 2, 8, [(1, 4)]),
+        (16385, 2, 2, []),
+        (7168, 2, 1, []),
+        (7168, 2, 9, []),
     ],
 )
-def test_tokens_of_one_shot(hidden: int, itemsize: int, world_size: int, tokens: int) -> None:
-    assert one_shot_tokens(hidden, itemsize, world_size) == tokens
+def test_shots_and_their_tokens(hidden: int, itemsize: int, world_size: int, forms: list[tuple[int, int]]) -> None:
+    assert list(shots_of(hidden, itemsize, world_size)) == forms
+
+
+@pytest.mark.parametrize("row_bytes", [16, 5760, 14336, 32768])
+def test_launches_start_on_the_grid_and_buffers_stay_small(row_bytes: int) -> None:
+    rows = rows_at_once(1 << 20, row_bytes)
+    assert rows % 16 == 0
+    assert PIECE_BYTES - 16 * row_bytes < rows * row_bytes <= PIECE_BYTES
+    assert rows_at_once(5, row_bytes) == 5
 
 
 def test_plans_read_crossovers_and_protocol_without_torch() -> None:

@@ -1,7 +1,7 @@
 """The kernel of fused all-reduces between real processes, in Triton's interpreter over shared memory of the host.
 
 That shows the protocol as it is written for Triton, the indexing and the arithmetic. It does not show what GPUs make of the order
-of stores, nor rounding (the interpreter truncates to bfloat16): that takes GPUs, and it has not run on any yet.
+of stores, nor rounding (the interpreter truncates to bfloat16): test_symm_mem_gpu does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from family_support import GPU, exact, problems
-from symm_mem_ranks import MOST, NAMES, WIDE, WIDTH, Case, cases, parts, rank_main, shared
+from symm_mem_ranks import MOST, NAMES, WIDE, WIDTH, cases, parts, rank_main, shared, summed
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -25,16 +25,16 @@ pytestmark = [
 class Ran:
     """What came out on each rank."""
 
-    def __init__(self, world_size: int, folder: Path) -> None:
+    def __init__(self, world_size: int, shots: int, folder: Path) -> None:
         self.world_size = world_size
         sizes = [(WIDTH * 2, 2), (WIDTH * 4, 4), (WIDE * 2, 2)]
         buffers = {
-            (size, item, second): shared(world_size, -(-size // 16) * 16)
+            (size, item, second): shared(world_size, size, item, shots)
             for size, item in sizes
             for second in (False, True)
         }
         started = torch.multiprocessing.spawn(
-            rank_main, (world_size, str(folder), buffers), nprocs=world_size, join=False
+            rank_main, (world_size, str(folder), buffers, shots), nprocs=world_size, join=False
         )
         until = time.monotonic() + 300
         while not started.join(timeout=10):
@@ -48,22 +48,15 @@ class Ran:
         )
 
 
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.fixture(scope="module", params=[pytest.param((2, 1), marks=pytest.mark.slow), (3, 1), (3, 2)])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return Ran(request.param, tmp_path_factory.mktemp("ranks"))
+    """Of so many ranks, in so many shots."""
+    return Ran(*request.param, tmp_path_factory.mktemp("ranks"))
 
 
 def bits(result: Any) -> list[list[int]]:
     several = result if isinstance(result, tuple) else (result,)
     return [each.contiguous().view(torch.uint8).flatten().tolist() for each in several]
-
-
-def summed(case: Case, given: list[list[Any]]) -> list[Any]:
-    """The local form's arguments with the sum over ranks, in their order and in float32, as x."""
-    total = torch.zeros(given[0][0].shape)
-    for each in given:
-        total += each[0].float()
-    return [total, *given[0][1:]]
 
 
 def test_every_form_is_called() -> None:
@@ -80,7 +73,7 @@ def test_all_ranks_get_the_same_bits(ran: Ran) -> None:
 def test_sums_are_in_the_order_of_ranks_and_unrounded(ran: Ran) -> None:
     """What the op says, in float64 from the float32 sum. The first row holds a NaN, an infinity and -0.0 each."""
     for number, case in enumerate(cases()):
-        right = summed(case, parts(number, case, ran.world_size))
+        right = summed(parts(number, case, ran.world_size))
         result = ran.results[0][number]
         several = result if isinstance(result, tuple) else (result,)
         residual_out = several[-1]

@@ -13,7 +13,7 @@ from ...declare import Kernel, Op
 from ...ops.groups import GroupError, process_group
 from .. import Backend, loaded, refusal_of
 from ..triton import refuses_case
-from .crossovers import WORLD_SIZES, one_shot_tokens
+from .crossovers import WORLD_SIZES, in_words, shots_of
 
 
 def backend(op: Op, kernel: Kernel) -> Backend:
@@ -35,16 +35,16 @@ def backend(op: Op, kernel: Kernel) -> Backend:
 
 
 def _prepare(case: Any, device: Any) -> str | None:
-    from .workspaces import why_not, workspace_of
+    from .workspaces import why_not, workspaces_of
 
-    if workspace_of(case.group, torch.empty((1, case.width), dtype=case.dtype, device=device)) is not None:
+    if workspaces_of(case.group, torch.empty((1, case.width), dtype=case.dtype, device=device)):
         return None
     return why_not(case.group) or "the group has no workspace"
 
 
 def _settings(case: Any) -> str:
     ranks = process_group(case.group).size()
-    return f"one shot to {one_shot_tokens(case.width, case.dtype.itemsize, ranks)} tokens"
+    return in_words(shots_of(case.width, case.dtype.itemsize, ranks))
 
 
 def _runs_on(device: str) -> tuple[bool, str]:
@@ -73,6 +73,6 @@ def _refuses_group(case: Any) -> str | None:
     library = dist.get_backend_config(group)
     if "cuda:nccl" not in library:
         return f"the group's backends are {library}; it needs NCCL for CUDA tensors, which takes over beyond few tokens"
-    if one_shot_tokens(case.width, case.dtype.itemsize, ranks) == 0:
+    if not shots_of(case.width, case.dtype.itemsize, ranks):
         return f"one row of {case.width} {case.dtype} is more than {ranks} ranks push in one shot faster than NCCL"
     return why_not(case.group)

@@ -5,23 +5,39 @@ Beyond that, NCCL's all-reduce with the fused add and norm behind it moves fewer
 
 from __future__ import annotations
 
-MOST_TOKENS = 128
-"""The most tokens of any launch. A program takes one token and waits for its peers', so all programs of a launch must be on
-the GPU at once: 128 fit on every GPU with as many multiprocessors (H100 and H200 have 132, B200 has 148)."""
-
 WORLD_SIZES = range(2, 9)
 """The group sizes that the kernel is for: the GPUs of one host."""
 
 WIDEST_BYTES = 32768
 """Of a row: a program holds it in registers beside its peers' (16384 columns of 16 bits)."""
 
-ONE_SHOT_BYTES = {2: 16 << 20, 4: 384 << 10, 8: 128 << 10}
-"""World size -> the largest `tokens * hidden * itemsize` of a rank. Not measured here: SGLang 0.5.23's figures for pushes in one
-shot on H200 in a CUDA graph (its CustomAllReduceV2). A size between two of them has the figure of the larger one."""
+ONE_SHOT_BYTES = {2: 256 << 20, 4: 384 << 10, 8: 128 << 10}
+"""World size -> the largest `tokens * hidden * itemsize` of a rank that is pushed to every peer. Two ranks: measured on H200s, where
+one shot is ahead as far as it was tried. Others are not measured here: SGLang 0.5.23's figures for pushes in one shot on
+H200 in a CUDA graph (its CustomAllReduceV2). A size between two of them has the figure of the larger one."""
+
+TWO_SHOT_BYTES = {2: 0, 4: 4 << 20, 8: 0}
+"""The same for two shots. Two ranks: they move more than in one shot, and were never ahead. Others are not measured here:
+TensorRT-LLM's table for SM90, where NCCL takes over beyond that."""
+
+MEASURED = (2,)
+"""The group sizes whose figures were measured here."""
+
+PIECE_BYTES = 16 << 20
+"""Of the rows of one launch, at most: a call of more is several, so that buffers stay small."""
+
+_GRID = 16
+"""Rows: any number of them that is a multiple of this starts on 16 bytes."""
 
 
-def one_shot_tokens(hidden: int, itemsize: int, world_size: int) -> int:
-    """Up to how many tokens the kernel is taken: 0 where it never is.
+def rows_at_once(tokens: int, row_bytes: int) -> int:
+    """The most rows of a launch, of calls of so many tokens."""
+    piece = max(PIECE_BYTES // row_bytes // _GRID, 1) * _GRID
+    return tokens if tokens <= piece else piece
+
+
+def shots_of(hidden: int, itemsize: int, world_size: int) -> tuple[tuple[int, int], ...]:
+    """In how many shots, and up to how many tokens, fewest first; nothing where the kernel is never taken.
 
     Args:
         hidden: columns of a row.
@@ -29,6 +45,12 @@ def one_shot_tokens(hidden: int, itemsize: int, world_size: int) -> int:
         world_size: ranks of the group.
     """
     if world_size not in WORLD_SIZES or hidden * itemsize > WIDEST_BYTES:
-        return 0
-    measured = min(size for size in ONE_SHOT_BYTES if size >= world_size)
-    return min(ONE_SHOT_BYTES[measured] // (hidden * itemsize), MOST_TOKENS)
+        return ()
+    size = min(size for size in ONE_SHOT_BYTES if size >= world_size)
+    most = [table[size] // (hidden * itemsize) for table in (ONE_SHOT_BYTES, TWO_SHOT_BYTES)]
+    return tuple((shots, tokens) for shots, tokens in enumerate(most, 1) if tokens > max([0, *most[: shots - 1]]))
+
+
+def in_words(forms: tuple[tuple[int, int], ...]) -> str:
+    """`one shot to 18 tokens, two shots to 146`."""
+    return ", ".join(f"{('one shot', 'two shots')[shots - 1]} to {most} tokens" for shots, most in forms)

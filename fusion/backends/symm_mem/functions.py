@@ -14,14 +14,14 @@ from ...declare import GroupName, Op
 from ...ops.groups import summed
 from ..triton import family
 from .launch import Workspace, launch
-from .workspaces import why_not, workspace_of
+from .workspaces import why_not, workspaces_of
 
 
 def function_of(op: Op) -> Callable[..., Any]:
     """The function that takes the op's arguments by position.
 
-    Up to the workspace's number of rows it launches the kernel, which sums in float32 in the order of ranks. Beyond that, and
-    where the ranks could not set a workspace up, it is NCCL's all-reduce, in NCCL's order and rounded to the dtype of x, and
+    Up to the workspaces' numbers of tokens it launches the kernel, which sums in float32 in the order of ranks. Beyond that, and
+    where the ranks could not set workspaces up, it is NCCL's all-reduce, in NCCL's order and rounded to the dtype of x, and
     the kernel of the op without it.
     """
     place = next(place for place, argument in enumerate(op.args) if isinstance(argument, GroupName))
@@ -31,14 +31,15 @@ def function_of(op: Op) -> Callable[..., Any]:
 
     def function(x: Tensor, *args: Any) -> Any:
         group, others = args[place - 1], args[: place - 1] + args[place:]
-        workspace = workspace_of(group, x)
-        if workspace is None:
+        workspaces = workspaces_of(group, x)
+        for workspace in workspaces:
+            if x.numel() <= workspace.tokens * x.shape[-1]:
+                known = fused.get(id(workspace))
+                if known is None or known[0] is not workspace:
+                    known = fused[id(workspace)] = workspace, family.function_of(rest, partial(launch, workspace))
+                return known[1](x, *others)
+        if not workspaces:
             _say_why(op.name, group)
-        elif x.numel() <= workspace.most * x.shape[-1]:
-            known = fused.get(id(workspace))
-            if known is None or known[0] is not workspace:
-                known = fused[id(workspace)] = workspace, family.function_of(rest, partial(launch, workspace))
-            return known[1](x, *others)
         return behind(summed(x, group), *others)
 
     return function

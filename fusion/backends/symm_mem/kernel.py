@@ -37,12 +37,10 @@ def _as_words(values, WORD: tl.constexpr):
 
 
 @triton.jit
-def _plane(
-    buffers, owner, source, phase, WORLD: tl.constexpr, MOST: tl.constexpr, PITCH: tl.constexpr, WORD: tl.constexpr
-):
-    """In the owner's buffer, the first row of what a source sends in a phase."""
-    start = tl.load(buffers + owner).to(tl.pointer_type(WORD))
-    return tl.multiple_of(start, 16) + (phase * WORLD + source).to(tl.int64) * (MOST * PITCH)
+def _address(buffers, owner, AFTER: tl.constexpr, WORD: tl.constexpr):
+    """A place of the owner's buffer, AFTER so many bytes."""
+    start = tl.load(buffers + owner) + AFTER
+    return tl.multiple_of(start.to(tl.pointer_type(WORD)), 16)
 
 
 @triton.jit
@@ -91,41 +89,85 @@ def _summed(
     return sums
 
 
+@triton.jit
+def _received(
+    slot, COUNT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """The sums of a row as its owner sent them. What was read becomes empty again."""
+    sums = ()
+    for i in tl.static_range(0, COUNT):
+        bits = read_chunk(slot, i * CHUNK, WIDTH, CHUNK, GROUP, FRESH)
+        while tl.max((bits == -1).to(tl.int32)) != 0:
+            bits = read_chunk(slot, i * CHUNK, WIDTH, CHUNK, GROUP, FRESH)
+        write_chunk(slot, tl.full(bits.shape, -1, tl.int32), i * CHUNK, WIDTH, CHUNK, GROUP, USUAL)
+        sums = sums + (bits.to(tl.float32, bitcast=True),)
+    return sums
+
+
 @triton.jit(do_not_specialize=["rows", "x_units", "residual_units", "scale_stride", "group_stride"])
 def all_reduce_row_norm(
-    x, residual, weight, scale_in, out, scales, normed, residual_out, buffers, phases,
+    x, residual, weight, scale_in, out, scales, normed, residual_out, buffers, phases, ticket,
     rows, x_units, residual_units, scale_stride, group_stride,
-    WORLD: tl.constexpr, RANK: tl.constexpr, MOST: tl.constexpr, PITCH: tl.constexpr,
+    WORLD: tl.constexpr, RANK: tl.constexpr, SHOTS: tl.constexpr, MOST: tl.constexpr, PITCH: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr, X_UNIT: tl.constexpr, RESIDUAL_UNIT: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr, KEEP: tl.constexpr,
     PADDED: tl.constexpr, ZEROS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sum a row of WIDTH columns over WORLD ranks, add the residual's, and norm it as `row_norm` does.
 
-    buffers: the addresses of all ranks' buffers, of (2 phases, WORLD sources, MOST rows, PITCH words).
+    buffers: the addresses of all ranks' buffers. In one shot they are of (2 phases, WORLD sources, MOST rows, PITCH words).
+    In two they are of (2, WORLD, MOST / WORLD, PITCH) for the parts of the rows that a rank owns, and behind that, of
+    (2, MOST, PITCH) 32-bit words for the sums of all rows.
     phases: for each row, the phase of its next call.
-    EARLY: the next kernel may start once nothing is left to wait for, so that none spins beside this one.
+    IN_ORDER: programs take a ticket, as there are more of them than the GPU surely holds at once.
+    EARLY: the next kernel may come up meanwhile; it waits for the end of this one.
     """
     TYPE: tl.constexpr = x.dtype.element_ty
     WORD: tl.constexpr = tl.int16 if TYPE.primitive_bitwidth == 16 else tl.int32
+    OWNED: tl.constexpr = MOST if SHOTS == 1 else (MOST + WORLD - 1) // WORLD
+    APART: tl.constexpr = OWNED * PITCH
     if EARLY:
         tl_cuda.gdc_wait()
-    row = row_numbers(tl.program_id(0), rows, 1)
+    if IN_ORDER:
+        first = tl.atomic_add(ticket, 1, sem="relaxed")
+        if first == rows - 1:
+            tl.store(ticket, 0)
+    else:
+        first = tl.program_id(0)
+    row = row_numbers(first, rows, 1)
     phase = tl.load(phases + row)
     words = _as_words(read_rows(x, row, x_units, X_UNIT, WIDTH, CHUNK, 0, GROUP, USUAL), WORD)
-    for step in tl.static_range(1, WORLD):  # each rank begins with another peer
-        plane = _plane(buffers, (RANK + step) % WORLD, RANK, phase, WORLD, MOST, PITCH, WORD)
-        write_rows(words, plane, row, PITCH, WIDTH, CHUNK, 0, GROUP, USUAL)
+    place = phase.to(tl.int64) * (WORLD * APART) + (row if SHOTS == 1 else row // WORLD) * PITCH
+    owner = (row % WORLD).to(tl.int32)
+    if SHOTS == 1:
+        for step in tl.static_range(1, WORLD):  # each rank begins with another peer
+            theirs = _address(buffers, (RANK + step) % WORLD, 0, WORD)
+            write_rows(words, theirs + RANK * APART + place, row, 0, WIDTH, CHUNK, 0, GROUP, USUAL)
+    elif owner != RANK:
+        theirs = _address(buffers, owner, 0, WORD)
+        write_rows(words, theirs + RANK * APART + place, row, 0, WIDTH, CHUNK, 0, GROUP, USUAL)
     # While the rows are on their way.
+    if EARLY:
+        tl_cuda.gdc_launch_dependents()
     if PADDED > WIDTH:
         write_zeros(out, row, PADDED, WIDTH, ZEROS)
     weights = read_weight(weight, row, WIDTH, CHUNK, 0, GROUP)
     others = read_rows(residual, row, residual_units, RESIDUAL_UNIT, WIDTH, CHUNK, 0, GROUP, USUAL)
-    slots = _plane(buffers, RANK, 0, phase, WORLD, MOST, PITCH, WORD) + row * PITCH
-    sums = _summed(words, slots, TYPE, WIDTH, CHUNK, GROUP, WORLD, RANK, MOST * PITCH)
+    mine = _address(buffers, RANK, 0, WORD) + place
+    if SHOTS == 1:
+        sums = _summed(words, mine, TYPE, WIDTH, CHUNK, GROUP, WORLD, RANK, APART)
+    else:
+        AFTER: tl.constexpr = 2 * WORLD * APART * (WORD.primitive_bitwidth // 8)
+        slot = (phase.to(tl.int64) * MOST + row) * PITCH
+        if owner == RANK:
+            sent = _as_words(_summed(words, mine, TYPE, WIDTH, CHUNK, GROUP, WORLD, RANK, APART), tl.int32)
+            for step in tl.static_range(1, WORLD + 1):
+                theirs = _address(buffers, (RANK + step) % WORLD, AFTER, tl.int32) + slot
+                write_rows(sent, theirs, row, 0, WIDTH, CHUNK, 0, GROUP, USUAL)
+        received = _address(buffers, RANK, AFTER, tl.int32) + slot
+        sums = _received(received, len(words), WIDTH, CHUNK, GROUP)
     tl.store(phases + row, 1 - phase)
-    if EARLY:
-        tl_cuda.gdc_launch_dependents()
     values = added(sums, others)
     write_rows(values, residual_out, row, WIDTH, WIDTH, CHUNK, 0, GROUP, USUAL)
     finish(

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ....adapters.errors import LayerfuseError
 from ...ops.groups import process_group
-from .crossovers import one_shot_tokens
-from .launch import Workspace, buffer_bytes
+from .crossovers import rows_at_once, shots_of
+from .launch import Layout, Workspace
 
 
 class WorkspaceError(LayerfuseError, RuntimeError):
@@ -31,8 +31,8 @@ NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 """Environment variable that torch reads when it sets up symmetric memory. It is 1 while ours is set up, and as it was after that."""
 
 _Key = tuple[torch.device, int, int]
-_ready: weakref.WeakKeyDictionary[Any, dict[_Key, Workspace | None]] = weakref.WeakKeyDictionary()
-"""Process group -> (device, bytes of a row, bytes of an element) -> what its ranks exchange such rows through."""
+_ready: weakref.WeakKeyDictionary[Any, dict[_Key, tuple[Workspace, ...]]] = weakref.WeakKeyDictionary()
+"""Process group -> (device, bytes of a row, bytes of an element) -> what its ranks exchange such rows through, for few rows first."""
 _failed: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
@@ -45,15 +45,15 @@ def why_not(group: str) -> str | None:
     return _failed.get(process_group(group))
 
 
-def keep(group: str, x: Tensor, workspace: Workspace | None) -> None:
-    """Let calls of a group with rows like those of x use this workspace, on this rank; None: let them do without."""
-    _ready.setdefault(process_group(group), {})[_key(x)] = workspace
+def keep(group: str, x: Tensor, *workspaces: Workspace) -> None:
+    """Let calls of a group with rows like those of x use these workspaces, on this rank; none: let them do without."""
+    _ready.setdefault(process_group(group), {})[_key(x)] = workspaces
 
 
-def workspace_of(group: str, x: Tensor) -> Workspace | None:
-    """The workspace for rows like those of x, or None where the group has none: then `why_not` may say why.
+def workspaces_of(group: str, x: Tensor) -> tuple[Workspace, ...]:
+    """The workspaces for rows like those of x, that for the fewest rows first; none where `why_not` may say why.
 
-    The first call sets it up and is collective: all ranks make it, with rows of the same size.
+    The first call sets them up and is collective: all ranks make it, with rows of the same size.
 
     Raises:
         GroupError: no such group.
@@ -62,7 +62,7 @@ def workspace_of(group: str, x: Tensor) -> Workspace | None:
     members = process_group(group)
     known, key = _ready.setdefault(members, {}), _key(x)
     if key not in known:
-        known[key] = None if members in _failed else _set_up(members, x)
+        known[key] = () if members in _failed else _set_up(members, x)
     return known[key]
 
 
@@ -70,15 +70,15 @@ def _key(x: Tensor) -> _Key:
     return x.device, x.shape[-1] * x.element_size(), x.element_size()
 
 
-def _set_up(group: dist.ProcessGroup, x: Tensor) -> Workspace | None:
+def _set_up(group: dist.ProcessGroup, x: Tensor) -> tuple[Workspace, ...]:
     if x.is_cuda and torch.cuda.is_current_stream_capturing():
         raise WorkspaceError(
             f"a fused all-reduce of rows of {x.shape[-1]} {x.dtype} was first called while a CUDA graph is captured, and its "
             "memory is set up by all ranks together; call it once before the capture"
         )
-    most = one_shot_tokens(x.shape[-1], x.element_size(), group.size())
-    if most == 0:
-        return None
+    forms = shots_of(x.shape[-1], x.element_size(), group.size())
+    if not forms:
+        return ()
     reason = problem(x.device)
     cores = torch.cuda.get_device_properties(x.device).multi_processor_count if reason is None else 0
     told = _told(group, x.device, (reason, socket.gethostname(), cores))
@@ -88,18 +88,22 @@ def _set_up(group: dist.ProcessGroup, x: Tensor) -> Workspace | None:
         if len(hosts) > 1
         else None
     )
-    workspace = None
+    made: list[Workspace] = []
     if reason is None:
+        resident, row_bytes = min(number for _, _, number in told), -(-x.shape[-1] * x.element_size() // 16) * 16
         try:
-            workspace = _allocated(group, x, min(most, *(number for _, _, number in told)))
+            for shots, tokens in forms:
+                rows = rows_at_once(tokens, row_bytes)
+                layout = Layout(group.rank(), group.size(), shots, rows, row_bytes, x.element_size(), resident)
+                made.append(_allocated(group, x.device, layout, tokens))
         except Exception as error:  # drivers and torch fail in many ways, and the other ranks wait to hear of it
             reason = f"{type(error).__name__}: {error}"
         # All buffers are filled once everybody has answered.
         reason = _first(_told(group, x.device, reason))
     if reason is not None:
         _failed[group] = f"symmetric memory could not be set up: {reason}"
-        return None
-    return workspace
+        return ()
+    return tuple(made)
 
 
 def _told(group: dist.ProcessGroup, device: torch.device, mine: Any) -> list[Any]:
@@ -126,28 +130,25 @@ def problem(device: torch.device) -> str | None:
     return None
 
 
-def _allocated(group: dist.ProcessGroup, x: Tensor, most: int) -> Workspace:
+def _allocated(group: dist.ProcessGroup, device: torch.device, layout: Layout, tokens: int) -> Workspace:
     """This rank's side. Collective."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
-    rank, world_size = group.rank(), group.size()
-    row_bytes = -(-x.shape[-1] * x.element_size() // 16) * 16
-    with torch.cuda.device(x.device):
-        buffer = symmetric_memory.empty(
-            buffer_bytes(world_size, most, row_bytes), dtype=torch.uint8, device=x.device
-        ).fill_(255)
+    with torch.cuda.device(device):
+        buffer = symmetric_memory.empty(layout.size, dtype=torch.uint8, device=device).fill_(255)
         torch.cuda.synchronize()
         with _without_multicast():
             handle = symmetric_memory.rendezvous(buffer, group.group_name)
         starts = list(handle.buffer_ptrs)
         # The buffer may lie inside a larger allocation, at the same place on all ranks.
-        offset = buffer.data_ptr() - starts[rank]
+        offset = buffer.data_ptr() - starts[layout.rank]
         if any((start + offset) % 16 for start in starts):
             raise WorkspaceError("a buffer does not start on 16 bytes")
-        buffers = torch.tensor([start + offset for start in starts], dtype=torch.int64, device=x.device)
-        phases = torch.zeros(most, dtype=torch.int32, device=x.device)
+        buffers = torch.tensor([start + offset for start in starts], dtype=torch.int64, device=device)
+        phases = torch.zeros(layout.most, dtype=torch.int32, device=device)
+        ticket = torch.zeros(1, dtype=torch.int32, device=device)
         torch.cuda.synchronize()
-    return Workspace(buffers, phases, rank, world_size, most, row_bytes, (buffer, handle))
+    return Workspace(layout, tokens, buffers, phases, ticket, (buffer, handle))
 
 
 @contextmanager

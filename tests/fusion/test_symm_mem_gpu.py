@@ -1,0 +1,224 @@
+"""The kernel of fused all-reduces on GPUs, with their order of stores: ranks as streams of one process, and real processes.
+
+Streams take any number of GPUs, so that four ranks are tried on one; each rank's programs are few, as all ranks' must be on
+a GPU at once. Processes take a GPU each and everything that users take: NCCL groups, rendezvous, the functions of the ops.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+from family_support import GPU, REDUCED, Options, problems
+from ranks import run_on_ranks
+from symm_mem_ranks import NAMES, Case, parts, summed
+
+from layerfuse.fusion.chain import Form
+
+pytestmark = pytest.mark.skipif(not GPU, reason="needs a GPU")
+
+MOST = 24
+
+
+WIDTHS = (2880, 7168, 96, 8200)
+
+
+def forms(only: int | None = None) -> Iterator[Case]:
+    """Every form with changing numbers of rows, widths, dtypes and options."""
+    random = Random(1)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    for turn, width in enumerate(WIDTHS):
+        if only not in (None, width):
+            continue
+        for place, name in enumerate(NAMES):
+            options = Options(
+                dtype=dtypes[(turn + place) % 3 if width < 8000 else 0],
+                offset=float(turn == 1),
+                weight_dtype=torch.float32 if turn == 2 else None,
+                group_size=(64, 128, 32, 128)[turn],
+                column_major=turn == 1,
+                use_ue8m0=turn == 2,
+            )
+            yield Case(name, random.choice([1, 2, 7, MOST]), options, width=width)
+
+
+class Streams:
+    """Ranks of one process: each has a stream, and the GPU of its number where there are so many."""
+
+    def __init__(self, world_size: int, shots: int) -> None:
+        self.world_size, self.shots = world_size, shots
+        self.devices = [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(world_size)]
+        for device in set(self.devices):  # torch lets GPUs reach each other's memory once it has copied between them
+            torch.ones(1, device=device).to(self.devices[0])
+        self.streams = [torch.cuda.Stream(device) for device in self.devices]
+        self.random = Random(0)
+        self.known: dict[tuple[int, torch.dtype], list[Any]] = {}
+
+    def workspaces(self, case: Case) -> list[Any]:
+        """One for each rank, of rows like the case's."""
+        from layerfuse.fusion.backends.symm_mem.launch import Layout, Workspace
+
+        dtype = case.options.dtype
+        if (case.width, dtype) not in self.known:
+            pitch, item = -(-case.width * dtype.itemsize // 16) * 16, dtype.itemsize
+            resident = self.random.choice([MOST, 3])  # with three, tickets say which row is next
+            made = [
+                Layout(rank, self.world_size, self.shots, MOST, pitch, item, resident)
+                for rank in range(self.world_size)
+            ]
+            buffers = [
+                torch.full((each.size,), 255, dtype=torch.uint8, device=device)
+                for each, device in zip(made, self.devices, strict=True)
+            ]
+            starts = [buffer.data_ptr() for buffer in buffers]
+            self.known[case.width, dtype] = [
+                Workspace(
+                    layout, MOST, torch.tensor(starts, device=device), torch.zeros(MOST, dtype=torch.int32, device=device),
+                    torch.zeros(1, dtype=torch.int32, device=device), buffers[rank],
+                )
+                for rank, (layout, device) in enumerate(zip(made, self.devices, strict=True))
+            ]  # fmt: skip
+        return self.known[case.width, dtype]
+
+    def run(self, case: Case, given: list[list[Any]]) -> list[Any]:
+        """One call of all ranks."""
+        from functools import partial
+
+        from layerfuse.fusion.backends.symm_mem.launch import launch
+        from layerfuse.fusion.backends.triton import family
+
+        workspaces = self.workspaces(case)
+        functions = [family.function_of(case.local.op, partial(launch, workspace)) for workspace in workspaces]
+        moved = [
+            [each.to(device) if isinstance(each, torch.Tensor) else each for each in arguments]
+            for arguments, device in zip(given, self.devices, strict=True)
+        ]
+
+        def call(rank: int) -> Any:
+            with torch.cuda.device(self.devices[rank]), torch.cuda.stream(self.streams[rank]):
+                return functions[rank](*moved[rank])
+
+        phase = self.random.randrange(2)
+        # A kernel that is loaded waits for others of its GPU: once each alone, with buffers in which everything has arrived.
+        for rank, workspace in enumerate(workspaces):
+            workspace.owned.zero_()
+            torch.cuda.synchronize(self.devices[rank])
+            call(rank)
+            torch.cuda.synchronize(self.devices[rank])
+        for workspace in workspaces:
+            workspace.owned.fill_(255)
+            workspace.phases.fill_(phase)
+        for device in set(self.devices):
+            torch.cuda.synchronize(device)
+        order = list(range(self.world_size))
+        for _ in range(4):
+            self.random.shuffle(order)
+            results: dict[int, Any] = {}
+            for rank in order:
+                time.sleep(self.random.choice([0, 0, 0.001]))
+                results[rank] = call(rank)
+        for device in set(self.devices):
+            torch.cuda.synchronize(device)
+        for workspace in workspaces:
+            assert bool((workspace.owned == 255).all()), "a buffer is not empty again"
+            assert not int(workspace.ticket)
+            assert workspace.phases.tolist() == [phase] * MOST
+        return [results[rank] for rank in range(self.world_size)]
+
+
+def several(result: Any) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def check(form: Form, given: list[list[Any]], results: list[Any]) -> None:
+    """Against float64 from the float32 sum in the order of ranks, and the same bits on all ranks."""
+    ours = [[each.cpu().contiguous().view(torch.uint8) for each in several(result)] for result in results]
+    assert all(all(map(torch.equal, ours[0], other)) for other in ours[1:]), "ranks have different bits"
+    home = results[0][0].device if isinstance(results[0], tuple) else results[0].device
+    right = [each.to(home) if isinstance(each, torch.Tensor) else each for each in summed(given)]
+    whole = [right[0][1:], right[1][1:], *right[2:]]
+    assert problems(form, whole, tuple(each[1:] for each in several(results[0]))) == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("world_size", "shots"), [(2, 1), (4, 1), (2, 2), (4, 2), (3, 2)])
+def test_ranks_as_streams(world_size: int, shots: int, width: int) -> None:
+    """Every form, in one shot and in two."""
+    ranks = Streams(world_size, shots)
+    for number, case in enumerate(forms(width)):
+        given = parts(number, case, world_size)
+        check(case.local, given, ranks.run(case, given))
+
+
+# ---- real processes
+
+
+def late(rank: int) -> None:
+    """Called before each call: some ranks come late, on the host or on the GPU."""
+    time.sleep(RANDOM[rank].choice([0, 0, 0.001, 0.01]))
+    if RANDOM[rank].random() < 0.3:
+        torch.cuda._sleep(RANDOM[rank].choice([10_000, 1_000_000]))
+
+
+RANDOM = [Random(rank) for rank in range(8)]
+ROWS = (1, 3, 32, 128, 129, 400)
+
+
+def many(rank: int, world_size: int) -> list[str]:
+    """Eager calls of every form in two groups, with changing rows; some of them then again as graphs, between eager ones."""
+    from layerfuse.fusion.backends.symm_mem import function_of, workspaces
+
+    groups = [dist.group.WORLD.group_name, dist.new_group().group_name]
+    functions = {name: function_of(REDUCED[name].op) for name in NAMES}
+    found: list[str] = []
+    graphs: list[tuple[Any, Any, Case, list[list[Any]]]] = []
+
+    def checked(what: str, case: Case, given: list[list[Any]], result: Any) -> None:
+        torch.cuda.synchronize()
+        bits = [each.cpu().contiguous().view(torch.uint8) for each in several(result)]
+        every: list[Any] = [None] * world_size
+        dist.all_gather_object(every, bits)
+        if not all(all(map(torch.equal, every[0], other)) for other in every[1:]):
+            found.append(f"{what}: ranks have different bits")
+        right = summed(given)
+        whole = [right[0][1:], right[1][1:], *right[2:]]
+        found.extend(f"{what}: {said}" for said in problems(case.local, whole, tuple(e[1:] for e in several(result))))
+
+    for number, case in enumerate(forms()):
+        case = attrs.evolve(case, rows=ROWS[number % len(ROWS)], second=number % 3 == 0)
+        given = parts(number, case, world_size)
+        mine = given[rank]
+        call = lambda case=case, mine=mine: functions[case.name](*mine[:4], groups[case.second], *mine[4:])  # noqa: E731
+        late(rank)
+        checked(f"{number} {case.name} {case.rows} x {case.width}", case, given, call())
+        if not workspaces.workspaces_of(groups[case.second], mine[0]):
+            found.append(f"{case}: {workspaces.why_not(groups[case.second])}")
+        if number % 4 == 0:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                call()
+                result = call()
+            graphs.append((graph, result, case, given))
+    order = Random(5)
+    for turn in range(60):
+        graph, result, case, given = order.choice(graphs)
+        late(rank)
+        if turn % 3:
+            graph.replay()
+        else:
+            mine = given[rank]
+            result = functions[case.name](*mine[:4], groups[case.second], *mine[4:])
+        checked(f"turn {turn} {case.name} {case.rows} x {case.width}", case, given, result)
+    return found
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_as_processes() -> None:
+    size = torch.cuda.device_count()
+    assert run_on_ranks(many, size, size, backend="cpu:gloo,cuda:nccl") == [[]] * size
