@@ -89,7 +89,7 @@ def run(rank: int, ranks: int, given: argparse.Namespace, folder: str) -> None:
         cores = torch.cuda.get_device_properties(device).multi_processor_count
         rows = PIECE_BYTES // row_bytes // 16 * 16
         layout = Layout(rank, ranks, given.shots, rows, row_bytes, 2, cores)
-        workspace = workspaces._allocated(dist.group.WORLD, device, layout, rows)
+        workspace = workspaces._joined(dist.group.WORLD, layout, rows, workspaces._buffer(layout, device))
         workspaces.keep(group, like, workspace)
         dist.barrier()
         calls = {rows: Calls(rows, width, rank, ranks) for rows in (*ROWS, *EAGER)}

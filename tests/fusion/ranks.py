@@ -7,7 +7,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -52,7 +53,8 @@ def run_on_ranks(
             mine, theirs = context.Pipe(duplex=False)
             given = (function, rank, size, Path(folder) / "store", theirs, args, backend)
             process = context.Process(target=_rank, args=given, daemon=True)
-            process.start()
+            with _hidden_gpus() if "nccl" not in backend else nullcontext():
+                process.start()
             theirs.close()
             processes.append(process)
             ends[mine] = rank
@@ -67,6 +69,19 @@ def run_on_ranks(
     if problems:
         raise RanksFailedError("\n".join(f"rank {rank} of {size}: {said}" for rank, said in sorted(problems.items())))
     return [answers[rank] for rank in range(size)]
+
+
+@contextmanager
+def _hidden_gpus() -> Iterator[None]:
+    """What starts meanwhile sees no GPU: gloo's ranks are on the CPU."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        yield
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _collect(ends: dict[Any, int], processes: list[Any], until: float) -> tuple[dict[int, Any], dict[int, str]]:

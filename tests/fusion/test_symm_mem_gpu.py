@@ -7,6 +7,7 @@ a GPU at once. Processes take a GPU each and everything that users take: NCCL gr
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -17,8 +18,13 @@ import torch
 import torch.distributed as dist
 from family_support import GPU, REDUCED, Options, problems
 from ranks import run_on_ranks
+from reduced_support import FORMS as JOINED
+from reduced_support import Joined, Over
 from symm_mem_ranks import NAMES, Case, parts, summed
+from test_reduced_ranks import TOLERANCE, final, part_of
+from torch.distributed.device_mesh import init_device_mesh
 
+from layerfuse.fusion import compile  # noqa: A004
 from layerfuse.fusion.chain import Form
 
 pytestmark = pytest.mark.skipif(not GPU, reason="needs a GPU")
@@ -218,7 +224,71 @@ def many(rank: int, world_size: int) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_ranks_as_processes() -> None:
+def compiled(rank: int, world_size: int) -> list[int]:
+    """Layers by `fusion.compile`, strict and by default, against themselves; how often which kernel ran."""
+    mesh = init_device_mesh("cuda", (world_size,))
+    over = Over(dist.group.WORLD.group_name, mesh, dist.new_group().group_name)
+    counts = []
+    for name in ("functional", "in_place", "routed_and_shared"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        module = Joined(JOINED[name], over, reads=torch.neg).to(torch.bfloat16).cuda()
+        parts_of = [part_of(number, torch.bfloat16).cuda() for number in (rank, 99)]
+        fused = compile(module, specs=[("", final(rank))], strict=True, fullgraph=True)
+        with torch.no_grad():
+            wanted = module(parts_of[0], parts_of[1].clone())
+            fused(parts_of[0], parts_of[1].clone())
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                given = fused(parts_of[0], parts_of[1].clone())
+                torch.cuda.synchronize()
+        for got, want in zip(given, wanted, strict=True):
+            torch.testing.assert_close(got.double(), want.double(), **TOLERANCE[torch.bfloat16])
+        kernels = [event.name for event in profile.events()]
+        counts.append(sum("all_reduce_row_norm" in kernel for kernel in kernels))
+        counts.append(sum("nccl" in kernel.lower() for kernel in kernels))
+    return counts
+
+
+def failing(rank: int, world_size: int) -> tuple[str, list[str], bool]:
+    """An op where one rank has no memory left: the reason, what was warned of, and whether its sum is right."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    from layerfuse.fusion.backends.symm_mem import function_of, workspaces
+
+    if rank == 1:
+        symmetric_memory.empty = lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("no memory left"))
+    group = dist.group.WORLD.group_name
+    x, residual, weight = (torch.full(shape, 1.0, device="cuda") for shape in ((2, 64), (2, 64), (64,)))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        _, total = function_of(REDUCED["all_reduce_add_rms_norm"].op)(x, residual, weight, 1e-6, group, 0.0)
+    messages = [str(each.message) for each in said if "all_reduce_add_rms_norm" in str(each.message)]
+    return workspaces.why_not(group) or "", messages, bool((total == world_size + 1).all())
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def on_gpus(function: Any) -> list[Any]:
     size = torch.cuda.device_count()
-    assert run_on_ranks(many, size, size, backend="cpu:gloo,cuda:nccl") == [[]] * size
+    return run_on_ranks(function, size, size, backend="cpu:gloo,cuda:nccl")
+
+
+@needs_two
+def test_ranks_as_processes() -> None:
+    assert on_gpus(many) == [[]] * torch.cuda.device_count()
+
+
+@needs_two
+def test_compiled_layers_take_it_and_nothing_of_nccl() -> None:
+    """Two all-reduces that are added become one."""
+    assert on_gpus(compiled) == [[1, 0] * 3] * torch.cuda.device_count()
+
+
+@needs_two
+def test_a_rank_without_memory_is_everybodys_reason() -> None:
+    reason = "symmetric memory could not be set up: rank 1: OutOfMemoryError: no memory left"
+    for said, messages, right in on_gpus(failing):
+        assert said == reason
+        assert messages == [f"all_reduce_add_rms_norm runs as an all-reduce and a kernel behind it: {reason}"]
+        assert right

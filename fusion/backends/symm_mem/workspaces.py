@@ -9,7 +9,7 @@ import importlib
 import os
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -88,22 +88,40 @@ def _set_up(group: dist.ProcessGroup, x: Tensor) -> tuple[Workspace, ...]:
         if len(hosts) > 1
         else None
     )
-    made: list[Workspace] = []
+    made: tuple[Workspace, ...] = ()
     if reason is None:
         resident, row_bytes = min(number for _, _, number in told), -(-x.shape[-1] * x.element_size() // 16) * 16
-        try:
-            for shots, tokens in forms:
-                rows = rows_at_once(tokens, row_bytes)
-                layout = Layout(group.rank(), group.size(), shots, rows, row_bytes, x.element_size(), resident)
-                made.append(_allocated(group, x.device, layout, tokens))
-        except Exception as error:  # drivers and torch fail in many ways, and the other ranks wait to hear of it
-            reason = f"{type(error).__name__}: {error}"
+        layouts = [
+            Layout(
+                group.rank(), group.size(), shots, rows_at_once(tokens, row_bytes), row_bytes, x.element_size(), resident
+            )
+            for shots, tokens in forms
+        ]  # fmt: skip
+        reason, buffers = _by_all(group, x.device, lambda: [_buffer(layout, x.device) for layout in layouts])
+    if reason is None:
         # All buffers are filled once everybody has answered.
-        reason = _first(_told(group, x.device, reason))
+        reason, made = _by_all(
+            group,
+            x.device,
+            lambda: tuple(
+                _joined(group, layout, tokens, buffer)
+                for layout, (_, tokens), buffer in zip(layouts, forms, buffers, strict=True)
+            ),
+        )
     if reason is not None:
         _failed[group] = f"symmetric memory could not be set up: {reason}"
         return ()
-    return tuple(made)
+    return made
+
+
+def _by_all(group: dist.ProcessGroup, device: torch.device, step: Callable[[], Any]) -> tuple[str | None, Any]:
+    """What a step gives here, and why it failed on some rank: then nobody takes the next, in which all wait for all."""
+    reason = done = None
+    try:
+        done = step()
+    except Exception as error:  # drivers and torch fail in many ways, and the other ranks wait to hear of it
+        reason = f"{type(error).__name__}: {error}"
+    return _first(_told(group, device, reason)), done
 
 
 def _told(group: dist.ProcessGroup, device: torch.device, mine: Any) -> list[Any]:
@@ -130,13 +148,22 @@ def problem(device: torch.device) -> str | None:
     return None
 
 
-def _allocated(group: dist.ProcessGroup, device: torch.device, layout: Layout, tokens: int) -> Workspace:
-    """This rank's side. Collective."""
+def _buffer(layout: Layout, device: torch.device) -> Tensor:
+    """This rank's buffer, empty."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     with torch.cuda.device(device):
         buffer = symmetric_memory.empty(layout.size, dtype=torch.uint8, device=device).fill_(255)
         torch.cuda.synchronize()
+    return buffer
+
+
+def _joined(group: dist.ProcessGroup, layout: Layout, tokens: int, buffer: Tensor) -> Workspace:
+    """This rank's side. Collective."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    device = buffer.device
+    with torch.cuda.device(device):
         with _without_multicast():
             handle = symmetric_memory.rendezvous(buffer, group.group_name)
         starts = list(handle.buffer_ptrs)
