@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -41,6 +42,23 @@ def world_size(name: str) -> int:
         GroupError: no such group.
     """
     return int(process_group(name).size())
+
+
+_OTHERS = {
+    **dict.fromkeys(("dp", "data", "replicate", "fsdp", "shard"), "data"),
+    **dict.fromkeys(("pp", "pipeline", "pipe", "stage"), "pipeline"),
+    **dict.fromkeys(("cp", "dcp", "pcp", "sp", "context", "sequence"), "context"),
+}
+
+
+def other_kind(name: str) -> str | None:
+    """`data`, `pipeline` or `context`, where a group's description says that its ranks share that, as `mesh_dp` of a `DeviceMesh` does.
+
+    Raises:
+        GroupError: no such group.
+    """
+    said = str(process_group(name).group_desc)
+    return next((_OTHERS[word] for word in re.split(r"[^a-z]+", said.lower()) if word in _OTHERS), None)
 
 
 def summed(x: Tensor, group: str) -> Tensor:

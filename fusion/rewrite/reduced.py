@@ -10,7 +10,7 @@ from ..match.adds import FoundAdd
 from ..match.collectives import FoundAllReduce, find_all_reduce
 from ..match.errors import Unmatched
 from ..match.values import is_contiguous, same_shape, value
-from ..ops.groups import GroupError, world_size
+from ..ops.groups import GroupError, other_kind, process_group, world_size
 from ..steps import Add, AllReduce
 from .binding import Binding
 from .hoisting import check_writes
@@ -49,11 +49,17 @@ def bind_all_reduce(
 
 
 def _check_group(reduced: FoundAllReduce, ranks: int) -> None:
-    """Check that the sum goes over as many ranks as planned: limits follow from their number."""
+    """Check that the sum goes over as many ranks as planned, since limits follow from their number, and of no other kind."""
     try:
-        size = world_size(reduced.group)
+        size, kind = world_size(reduced.group), other_kind(reduced.group)
     except GroupError as error:
         raise Unmatched(str(error)) from None
+    if kind is not None:
+        desc = process_group(reduced.group).group_desc
+        raise Unmatched(
+            f"{reduced.launches[0]} sums over group {reduced.group!r} ({desc}), which is {kind}-parallel by its description; a "
+            "layer's partial sums go over tensor-parallel ranks"
+        )
     if size != ranks:
         raise Unmatched(
             f"{reduced.launches[0]} sums over the {size} ranks of group {reduced.group!r}, and the plan says {ranks}: is it "

@@ -412,6 +412,22 @@ def test_a_group_of_another_size_than_the_plan_says(over: Over) -> None:
     assert form_of(found) == "add_rms_norm"
 
 
+@pytest.mark.parametrize(
+    ("desc", "kind"), [("mesh_dp", "data"), ("mesh_cp", "context"), ("pp:device", "pipeline"), ("mesh_tp", None)]
+)
+def test_a_group_of_another_kind_by_its_description(desc: str, kind: str | None, over: Over) -> None:
+    """DeviceMesh and vLLM describe their groups."""
+    group = dist.new_group([0, 1], group_desc=desc)
+    given = [each.view(1, 5, -1) for each in rows()]
+    other = over._replace(group=str(group.group_name))
+    found = run(Joined(FORMS["functional"], other), None, *given, specs=[("layer", sharded_spec())])
+    if kind is None:
+        assert form_of(found) == REDUCED
+    else:
+        assert f"({desc}), which is {kind}-parallel by its description" in missed(found)
+        assert form_of(found) == "add_rms_norm"
+
+
 def test_an_all_reduce_in_another_graph(over: Over) -> None:
     given = [each.view(1, 5, -1) for each in rows()]
     found = run(
