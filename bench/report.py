@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from .against import AGAINST, best_unfused, ratio
 from .result import COPY, NOT_ASKED_FOR, Result, Row
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def tables(result: Result) -> list[Table]:
     found = [_times(result)]
     if result.ours is not None:
         found.append(_ratios(result, result.ours))
+    if result.ours is not None and result.case.ranks > 1:
+        found.append(_against(result, result.ours))
     if result.host:
         found.append(
             Table(
@@ -78,6 +81,25 @@ def _ratios(result: Result, ours: str) -> Table:
     )
 
 
+def _against(result: Result, ours: str) -> Table:
+    rows = []
+    for row in result.rows:
+        best, ratios = best_unfused(row), [ratio(row, ours, against) for against in AGAINST]
+        cells = ["" if found is None else f"{found:.2f}" for found in ratios]
+        rows.append((str(row.tokens), *cells, "" if best is None else best[0]))
+    return Table(
+        title=f"The time of {ours} divided by that of",
+        head=(
+            "tokens",
+            "best unfused",
+            "library and the better add and norm",
+            "torch one-shot alone",
+            "the best unfused is",
+        ),
+        rows=tuple(rows),
+    )
+
+
 def _ratio(above: float | None, below: float | None) -> str:
     return "" if above is None or below is None else f"{above / below:.2f}"
 
@@ -93,6 +115,8 @@ def heading(result: Result) -> str:
         shape += f" of rows of {case.row_width}"
     if case.padded_width is not None:
         shape += f" padded to {case.padded_width}"
+    if case.ranks > 1:
+        shape += f", over {case.ranks} ranks"
     weights = "" if case.weight_dtype == case.dtype else f" with {case.weight_dtype} weights"
     quant = f", to {_quantised(case)}" if case.quant is not None else ""
     versions = ", ".join(f"{name} {where['packages'][name]}" for name in ("triton",) if where["packages"].get(name))
@@ -119,7 +143,7 @@ def remarks(result: Result) -> Iterator[str]:
             yield f"{peer.name} is missing: {peer.why_not}"
     for row in result.rows:
         for one in row.measured:
-            if one.verdict != "ok":
+            if one.message:
                 yield f"{one.peer} {one.verdict} at {row.tokens} tokens: {one.message}"
     for peer in result.peers:
         if peer.present and peer.rounds_between and result.case.quant is not None:
