@@ -77,12 +77,18 @@ def _prepare(peer: Peer, work: Work, setting: Setting) -> Entrant:
     def capture() -> None:
         if work.device.type == "cuda":
             repeats = timing.repeats_for(len(work.sets), work.case.bytes_moved(work.tokens))
-            entrant.graph = timing.Graph(entrant.calls, repeats, peer.captured)
+            entrant.graph = timing.Graph(entrant.calls, repeats)
         else:
             for call in entrant.calls:
                 call()
 
-    for do in (build, capture):
+    def start() -> None:
+        if entrant.graph is not None:
+            if peer.captured is not None:
+                peer.captured()
+            entrant.graph.start()
+
+    for do in (build, capture, start):
         problem = None
         try:
             do()

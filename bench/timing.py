@@ -68,7 +68,7 @@ class Graph:
     one, but for calls in place.
     """
 
-    def __init__(self, calls: Sequence[Call], repeats: int, captured: Callable[[], None] | None = None) -> None:
+    def __init__(self, calls: Sequence[Call], repeats: int) -> None:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # compilation and tuning, which must not happen during the capture
@@ -87,11 +87,13 @@ class Graph:
             for _ in range(repeats - 1):
                 for call in calls:
                     call()
-        if captured is not None:
-            captured()
         # Calls that write over their inputs are right once, not when repeated.
-        self.checked: Graph = Graph(calls, 1, captured) if self._in_place and repeats > 1 else self
-        self.replay()
+        self.checked: Graph = Graph(calls, 1) if self._in_place and repeats > 1 else self
+
+    def start(self) -> None:
+        """Replay it for the first time. Ranks come here once all of them have captured theirs."""
+        for graph in dict.fromkeys((self, self.checked)):  # in the same order on all ranks
+            graph.replay()
         torch.cuda.synchronize()
 
     def write_anew(self) -> None:
