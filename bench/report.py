@@ -126,6 +126,16 @@ def heading(result: Result) -> str:
     )
 
 
+def _said_of_right_ones(result: Result) -> Iterator[str]:
+    tokens: dict[tuple[str, str], list[str]] = {}
+    for row in result.rows:
+        for one in row.measured:
+            if one.verdict == "ok" and one.message:
+                tokens.setdefault((one.peer, one.message), []).append(str(row.tokens))
+    for (peer, message), several in tokens.items():
+        yield f"{peer} at {', '.join(several)} tokens: {message}"
+
+
 def _quantised(case: Case) -> str:
     if case.quant == "static":
         return f"{case.fp8} by a given scale"
@@ -143,8 +153,9 @@ def remarks(result: Result) -> Iterator[str]:
             yield f"{peer.name} is missing: {peer.why_not}"
     for row in result.rows:
         for one in row.measured:
-            if one.message:
+            if one.verdict != "ok":
                 yield f"{one.peer} {one.verdict} at {row.tokens} tokens: {one.message}"
+    yield from _said_of_right_ones(result)
     for peer in result.peers:
         if peer.present and peer.rounds_between and result.case.quant is not None:
             yield f"{peer.name} quantises the rounded norm, as an unfused chain does, and is checked as such"

@@ -35,7 +35,7 @@ from layerfuse.bench.against import (
     ratio,
 )
 from layerfuse.bench.cases import forms_over_ranks
-from layerfuse.bench.result import FORMAT, Result, Row
+from layerfuse.bench.result import FORMAT, NOT_ASKED_FOR, Result, Row
 
 OURS = "layerfuse (symm_mem)"
 PEERS = (
@@ -185,18 +185,18 @@ def brief(results: Sequence[tuple[Run, Result]]) -> str:
 
 
 def absent(results: Iterable[Result]) -> list[str]:
-    """Who was asked for and is not here, once for each reason, and who was wrong, failed or refused."""
+    """Who was asked for and is not here, once for each reason, and what else the results say of peers."""
     said: dict[str, None] = {}
     for result in results:
         for peer in result.peers:
-            if peer.name in PEERS and not peer.present:
+            if not peer.present and peer.why_not != NOT_ASKED_FOR:
                 said[f"{peer.name}: {peer.why_not}"] = None
         for row in result.rows:
             for one in row.measured:
-                if one.message:
-                    said[
-                        f"{result.case.op} {result.case.name}: {one.peer} {one.verdict} at {row.tokens} tokens: {one.message}"
-                    ] = None
+                # That a library rounds its sum is known.
+                if one.message and not (one.verdict == "ok" and BEHIND in one.peer):
+                    where = f"{result.case.op} {result.case.name}, {row.tokens} tokens"
+                    said[f"{where}: {one.peer} {one.verdict}: {one.message}"] = None
     return list(said)
 
 
