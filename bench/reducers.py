@@ -51,7 +51,8 @@ class Reducer:
 
     def reductions(self, work: Work, setting: Setting) -> Sequence[Reduction]:
         """One per set, the same for all who ask with the same work."""
-        return remembered(work, self.name, lambda: self.make(work, setting))
+        made: Sequence[Reduction] = remembered(work, self.name, lambda: self.make(work, setting))
+        return made
 
 
 _memory: weakref.WeakKeyDictionary[Work, dict[str, Any]] = weakref.WeakKeyDictionary()
@@ -83,8 +84,8 @@ def copies_in(arena: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
 
 def pitch_of(part: Tensor) -> int:
     """Elements from one of `copies_in` to the next."""
-    grid = 256 // part.element_size()
-    return -(-part.numel() // grid) * grid
+    grid = 256 // int(part.element_size())
+    return -(-int(part.numel()) // grid) * grid
 
 
 # ---- torch.distributed
@@ -153,9 +154,7 @@ SYMMETRIC = "; x lies in symmetric memory already, so that no copy into it is ti
 
 
 def reducers(setting: Setting) -> list[Reducer]:
-    """Every all-reduce that is measured, here or not."""
-    from .vllm_all_reduce import vllm_reducer
-
+    """Those of torch, here or not."""
     library = LIBRARIES[setting.device]
     return [
         Reducer(
@@ -176,5 +175,4 @@ def reducers(setting: Setting) -> list[Reducer]:
             why_not=_why_not_symmetric,
             make=_two_shot,
         ),
-        vllm_reducer(),
     ]

@@ -17,13 +17,14 @@ from .cases import Case, forms
 from .inputs import Work
 from .peers import OURS, Call, InPlace, Peer, Setting
 from .reducers import Reducer, Reduction, parts_of, reducers, remembered
+from .vllm_all_reduce import vllm_reducer
 
 Function = Callable[..., tuple[Tensor, ...]]
 
 
 def unfused_peers(setting: Setting) -> list[Peer]:
     """Three for each all-reduce: with Inductor's add and norm behind it, with ours, and alone."""
-    return [peer for reducer in reducers(setting) for peer in _three(reducer, setting)]
+    return [peer for reducer in (*reducers(setting), vllm_reducer()) for peer in _three(reducer, setting)]
 
 
 def _three(reducer: Reducer, setting: Setting) -> Iterator[Peer]:
