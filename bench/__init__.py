@@ -22,13 +22,18 @@ from .errors import BenchError, CannotMeasureError, UnknownFusionError, UnknownP
 if TYPE_CHECKING:
     from .files import write
     from .measure import run
-    from .peers import InPlace, Peer, register, unregister
+    from .peers import InPlace, Peer, RefusedError, register, unregister
+    from .ranks import Ranks
     from .report import markdown
     from .result import Result
+    from .team import RankError
 
 _LATER = {
     "InPlace": ".peers",
     "Peer": ".peers",
+    "RankError": ".team",
+    "Ranks": ".ranks",
+    "RefusedError": ".peers",
     "Result": ".result",
     "markdown": ".report",
     "register": ".peers",
@@ -44,6 +49,9 @@ __all__ = [
     "InPlace",
     "Options",
     "Peer",
+    "RankError",
+    "Ranks",
+    "RefusedError",
     "Result",
     "UnknownFusionError",
     "UnknownPeerError",

@@ -80,6 +80,8 @@ class Case:
     column_major: bool
     tma_aligned: bool
     ue8m0: bool
+    ranks: int = 1
+    "How many sum the rows, one GPU or process each."
 
     @property
     def declared(self) -> Fusion:
@@ -142,13 +144,19 @@ class Case:
 
 
 def forms() -> dict[str, tuple[Fusion, Form]]:
-    """Everything that can be measured: each fusion by its name, and its other forms by the names of their ops.
+    """What can be measured on one rank: each fusion by its name, and its other forms by the names of their ops."""
+    return _forms(over_ranks=False)
 
-    What runs on several ranks at once is none of it.
-    """
+
+def forms_over_ranks() -> dict[str, tuple[Fusion, Form]]:
+    """Likewise what runs on several ranks at once."""
+    return _forms(over_ranks=True)
+
+
+def _forms(*, over_ranks: bool) -> dict[str, tuple[Fusion, Form]]:
     found: dict[str, tuple[Fusion, Form]] = {}
     for name, fusion in FUSIONS.items():
-        for form in fusion.forms if fusion.all_reduce is None else ():
+        for form in fusion.forms if (fusion.all_reduce is not None) is over_ranks else ():
             found[name if form.op is fusion.op else form.op.name] = (fusion, form)
     return found
 
@@ -158,11 +166,8 @@ def known_form(name: str) -> tuple[Fusion, Form]:
 
     Raises:
         UnknownFusionError: there is none.
-        BenchError: it runs on several ranks at once.
     """
-    known = forms()
-    if any(form.op.name == name for fusion in FUSIONS.values() if fusion.all_reduce for form in fusion.forms):
-        raise BenchError(f"{name} runs on several ranks at once, and this measures on one: it was not measured yet")
+    known = forms() | forms_over_ranks()
     if name not in known:
         raise UnknownFusionError(name, known)
     return known[name]

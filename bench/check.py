@@ -2,7 +2,8 @@
 
 What is right is the form's chain in float64. A norm may err by its roundings, a sum by one, and padding not at all. A
 quantised value may err by half a step of its format at its size, a scale by float32's rounding, and an exponent of the MX
-formats not at all; a peer that quantises the rounded norm is held to that norm's rounding on top.
+formats not at all; a peer that quantises the rounded norm is held to that norm's rounding on top. So is one that rounds a sum over
+ranks before it adds the residual, to that sum's (`sums`).
 """
 
 from __future__ import annotations
@@ -66,7 +67,18 @@ def _nan_byte(dtype: torch.dtype) -> int:
     return 0x80 if dtype == torch.float8_e4m3fnuz else 0x7F
 
 
-def check(work: Work, right: tuple[Tensor, ...], results: tuple[Tensor, ...], rounds_between: bool) -> Verdict:
+@frozen(kw_only=True, eq=False)
+class Slack:
+    """How far results may be off on top, element by element, in float64."""
+
+    total: Tensor
+    "The residual sum."
+    norm: Tensor
+
+
+def check(
+    work: Work, right: tuple[Tensor, ...], results: tuple[Tensor, ...], rounds_between: bool, more: Slack | None = None
+) -> Verdict:
     """Hold the results of one set to what they should be."""
     problem = _shapes(work, results)
     if problem:
@@ -78,16 +90,19 @@ def check(work: Work, right: tuple[Tensor, ...], results: tuple[Tensor, ...], ro
     for result, got, exact in zip(form.op.results, results, right, strict=True):
         if isinstance(result, Like | Padded):
             width = work.case.width_of(result.of) if isinstance(result, Padded) else got.shape[-1]
-            off = _norm_error(got[..., :width], exact[..., :width])
-            error = max(error, off, key=_nan_above_all)
             is_sum = add is not None and result.name == add.out
+            slack = None if more is None else more.total if is_sum else more.norm
+            off = _norm_error(got[..., :width], exact[..., :width], slack)
+            error = max(error, off, key=_nan_above_all)
             problems.append(_rounding_problem(work, off, "sum" if is_sum else "norm"))
             # NaN is not zero either: a padding that was not written.
             problems.append("the padding is not zero" if bool((got[..., width:] != 0).any()) else "")
     if quant is not None:
         given = {result.name: place for place, result in enumerate(form.op.results)}
         exact, found = right[given[quant.out]], [results[given[name]] for name in quant.outs]
-        quant_error, problem = _quantised(work, quant, exact, found, rounds_between)
+        quant_error, problem = _quantised(
+            work, quant, exact, found, rounds_between, None if more is None else more.norm
+        )
         problems.append(problem)
     message = next(filter(None, problems), "")
     return Verdict(ok=not message, error=error, quant_error=quant_error, message=message)
@@ -139,17 +154,18 @@ def _listed(shapes: list[Any]) -> str:
     return ", ".join(f"{dtype} {shape}".removeprefix("torch.") for shape, dtype in shapes)
 
 
-def _norm_error(got: Tensor, right: Tensor) -> float:
+def _norm_error(got: Tensor, right: Tensor, slack: Tensor | None) -> float:
     info = torch.finfo(got.dtype)
     unit = right.abs().clamp_(min=info.tiny).mul_(info.eps)
     # silu of -90 is -90 / (1 + exp(90)), and exp(90) is infinite in float32: such a gate may be zero.
-    error = (
-        (got.double() - right).abs_().sub_(128 * torch.finfo(torch.float32).tiny).div_(unit).max()
-    )  # NaN goes through
+    off = (got.double() - right).abs_().sub_(128 * torch.finfo(torch.float32).tiny)
+    error = (off if slack is None else off.sub_(slack)).div_(unit).max()  # NaN goes through
     return max(float(error), 0.0) if error == error else float(error)
 
 
-def _quantised(work: Work, quant: Quant, right: Tensor, found: list[Tensor], rounds_between: bool) -> tuple[float, str]:
+def _quantised(
+    work: Work, quant: Quant, right: Tensor, found: list[Tensor], rounds_between: bool, more: Tensor | None
+) -> tuple[float, str]:
     """(largest error in half steps, what is wrong or empty). `found`: the values, and what scales them if it is a result."""
     case = work.case
     rounding = NORM_UNITS[work.dtype] * torch.finfo(work.dtype).eps if rounds_between else 0.0
@@ -163,23 +179,31 @@ def _quantised(work: Work, quant: Quant, right: Tensor, found: list[Tensor], rou
     else:
         groups = found[1].shape[-1]
         size = MX_COLUMNS if quant.mx else width if case.group_size is None else case.group_size
-        amax = torch.nn.functional.pad(right.abs(), (0, groups * size - width)).unflatten(-1, (groups, size)).amax(-1)
+
+        def largest_of(values: Tensor) -> Tensor:
+            return torch.nn.functional.pad(values, (0, groups * size - width)).unflatten(-1, (groups, size)).amax(-1)
+
+        amax = largest_of(right.abs())
+        # Of a largest value, relative to it.
+        off = slack if more is None else largest_of(more).div_(amax.clamp(min=SMALLEST_AMAX)).add_(slack)
         if quant.mx:
             largest = 2 if quant.per == "mxfp4" else 8
-            problem = _exponent_problem(amax, found[1], slack, largest)
+            problem = _exponent_problem(amax, found[1], off, largest)
             per_group = torch.exp2(found[1].double() - 127)
         else:
             ideal = amax.clamp_(min=SMALLEST_AMAX).div_(LARGEST[work.fp8])
             per_group = found[1].double()
-            problem = _scale_problem(ideal, per_group, slack, case.ue8m0)
+            problem = _scale_problem(ideal, per_group, off, case.ue8m0)
         scale = per_group.repeat_interleave(size, dim=-1)[:, :width]
     # In units of the scale. Below the normal numbers of float16 a rounding errs by a step of fixed size.
     exact = (right / scale).clamp_(-step.largest, step.largest)
     subnormal = torch.finfo(work.dtype).smallest_normal * torch.finfo(work.dtype).eps if rounds_between else 0.0
+    beyond = subnormal / scale if more is None else (more + subnormal) / scale
     magnitude = exact.abs().mul_(1 + slack)
-    exponent = torch.frexp(magnitude.clamp(min=step.smallest)).exponent.double()
+    highest = magnitude if more is None else magnitude + more / scale
+    exponent = torch.frexp(highest.clamp(min=step.smallest)).exponent.double()
     half_step = torch.exp2(exponent - 2 - step.mantissa).clamp_(min=step.smallest / 2)
-    error = (got - exact).abs_().sub_(magnitude.mul_(slack)).sub_(subnormal / scale).div_(half_step)
+    error = (got - exact).abs_().sub_(magnitude.mul_(slack)).sub_(beyond).div_(half_step)
     worst = float(error.max())
     if worst != worst:
         return worst, problem or "a quantised value or a scale is NaN: an element was not written, or computed wrongly"
@@ -216,7 +240,7 @@ def _e2m1(packed: Tensor) -> Tensor:
     return table[codes]
 
 
-def _exponent_problem(amax: Tensor, got: Tensor, slack: float, largest: int) -> str:
+def _exponent_problem(amax: Tensor, got: Tensor, slack: float | Tensor, largest: int) -> str:
     """An amax from 1.75 * 2^k on counts as 2^(k+1); within rounding of that either exponent is right."""
 
     def byte(value: Tensor) -> Tensor:
@@ -227,14 +251,16 @@ def _exponent_problem(amax: Tensor, got: Tensor, slack: float, largest: int) -> 
     return "" if bool(((got >= low) & (got <= high)).all()) else "an exponent is not that of the largest of its values"
 
 
-def _scale_problem(ideal: Tensor, got: Tensor, slack: float, ue8m0: bool) -> str:
+def _scale_problem(ideal: Tensor, got: Tensor, slack: float | Tensor, ue8m0: bool) -> str:
     if ue8m0:
         # The power of two that is not below; either neighbour where the ideal is within rounding of one.
         low = torch.exp2(torch.ceil(torch.log2(ideal * (1 - slack))))
         high = torch.exp2(torch.ceil(torch.log2(ideal * (1 + slack))))
         right = (got == low) | (got == high)
         return "" if bool(right.all()) else "a scale is not the power of two that it should be"
-    error = float(((got - ideal) / ideal).abs().max())
-    if error != error:
+    error = ((got - ideal) / ideal).abs()
+    if bool(error.isnan().any()):
         return "a scale is NaN: an element was not written, or computed wrongly"
-    return "" if error <= slack else f"a scale is off by {error:.2g} of itself (allowed {slack:.2g})"
+    wrong = error > slack
+    allowed = "" if isinstance(slack, Tensor) else f" (allowed {slack:.2g})"
+    return f"a scale is off by {float(error[wrong].max()):.2g} of itself{allowed}" if bool(wrong.any()) else ""

@@ -96,6 +96,7 @@ def make_case(
     model: str | None = None,
     widths: Sequence[int] | None = None,
     detected_fp8: str = "e4m3fn",
+    ranks: int = 1,
     options: Options | None = None,
 ) -> Case:
     """The case that was asked for.
@@ -141,6 +142,7 @@ def make_case(
         column_major=options.column_major or options.tma_aligned,
         tma_aligned=options.tma_aligned,
         ue8m0=options.ue8m0,
+        ranks=ranks,
     )
     if quant is not None and quant.mx and case.width_of(op.rows[0].name) % MX_COLUMNS:
         raise BenchError(f"{name} has one exponent per {MX_COLUMNS} columns: the width must be a multiple of that")

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..fusion.declare import (
     Argument,
     Epsilon,
+    GroupName,
     GroupSize,
     Limit,
     PaddedWidth,
@@ -26,8 +27,9 @@ from ..fusion.declare import (
     Weight,
     WeightOffset,
 )
-from ..fusion.steps import GatedNorm, Quant, SiluMul
+from ..fusion.steps import AllReduce, GatedNorm, Quant, SiluMul
 from .cases import ITEM_SIZES, Case, step_of
+from .team import team
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
@@ -92,6 +94,8 @@ def _constant(case: Case, argument: Argument) -> Any:
         return fp8_of(case)
     if isinstance(argument, GroupSize):
         return case.group_size
+    if isinstance(argument, GroupName):
+        return torch.distributed.group.WORLD.group_name
     if isinstance(argument, PaddedWidth):
         return case.padded_width
     if isinstance(argument, Limit):
@@ -125,7 +129,10 @@ def sets_for(case: Case, tokens: int, device: torch.device, peers: int) -> int:
 
 
 def make(case: Case, tokens: int, device: torch.device, sets: int, seed: int = 0) -> Work:
-    """Fresh random inputs; rows differ in size, as hidden states do, and weights lie around one (offset included)."""
+    """Fresh random inputs; rows differ in size, as hidden states do, and weights lie around one (offset included).
+
+    What is summed over ranks differs on each; all else is the same.
+    """
     op = case.form.op
     widths = [case.width_of(rows.name) for rows in op.rows]
     generator = torch.Generator(device).manual_seed(seed + tokens)
@@ -133,16 +140,20 @@ def make(case: Case, tokens: int, device: torch.device, sets: int, seed: int = 0
     # A product of two small rows would reach the floors that others put under their scales.
     spread = 1.0 if step_of(case.form, SiluMul) is None else 0.25
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, generator=generator)
+    reduced = step_of(case.form, AllReduce)
+    own = torch.Generator(device).manual_seed(seed + tokens + (1 + team().rank) * 1_000_003)
 
-    def tensor(width: int) -> Tensor:
-        rows = normal(tokens, width).mul_(normal(tokens, 1).mul_(spread).exp_()).to(DTYPES[case.dtype])
+    def normal(*shape: int, of: torch.Generator = generator) -> Tensor:
+        return torch.randn(*shape, device=device, generator=of)
+
+    def tensor(width: int, of: torch.Generator = generator) -> Tensor:
+        rows = normal(tokens, width, of=of).mul_(normal(tokens, 1, of=of).mul_(spread).exp_()).to(DTYPES[case.dtype])
         return rows if case.heads is None else rows.unflatten(-1, (case.heads, -1))
 
     def rows() -> tuple[Tensor, ...]:
         if case.row_width is None:
-            return tuple(tensor(width) for width in widths)
+            parts = [reduced is not None and each.name == reduced.x for each in op.rows]
+            return tuple(tensor(width, own if part else generator) for width, part in zip(widths, parts, strict=True))
         shared = tensor(case.row_width)
         return tuple(shared.split([*widths, case.row_width - sum(widths)], dim=-1)[:-1])
 

@@ -8,21 +8,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import define
+import attrs
+from attrs import frozen
 
-from .cases import TOKENS, check_tokens
+from .cases import TOKENS, Case, check_tokens, known_form
 from .choosing import Options, make_case
 from .errors import BenchError, CannotMeasureError
-from .result import NOT_ASKED_FOR, Attendance, Host, Measured, Result, Row
+from .ranks import Ranks, ranks_for
+from .result import NOT_ASKED_FOR, Attendance, Host, Result, Row
+from .team import first, team
 
 if TYPE_CHECKING:
-    import torch
-
     from ..registry.lookup import Registry
-    from .check import Verdict
-    from .inputs import Work
-    from .peers import Call, Peer, Setting
-    from .timing import Graph, Timing
+    from .peers import Peer, Setting
 
 Step = Callable[[str, int], None]
 """Told what is being done, and how many steps there are."""
@@ -37,15 +35,21 @@ METHODS = {
 }
 
 
-@define
-class _Entrant:
-    """A peer on its way through one number of tokens."""
+OVER_RANKS = "; {} ranks, each with parts of its own, replay the same in the same order and line up before each; the slowest rank's time counts"
 
-    peer: Peer
-    calls: Sequence[Call] = ()
-    graph: Graph | None = None
-    verdict: Verdict | None = None
-    failure: str = ""
+
+@frozen(kw_only=True)
+class _Question:
+    """What is measured with whom: the same on every rank."""
+
+    case: Case
+    counts: tuple[int, ...]
+    device: str
+    peers: tuple[str, ...] | None
+    aiter: Path | None
+    vllm: Path | None
+    quick: bool
+    rounds: int
 
 
 def run(
@@ -59,6 +63,7 @@ def run(
     vllm: Path | None = None,
     quick: bool = False,
     device: str | None = None,
+    ranks: int | Ranks | None = None,
     registry: Registry | None = None,
     rounds: int | None = None,
     step: Step = lambda _doing, _total: None,
@@ -77,6 +82,8 @@ def run(
         vllm: vLLM's compiled library or the folder that holds it, for its CUDA ops; the installed one if not given.
         quick: fewer tokens and rounds.
         device: cuda or cpu; the GPU if there is one.
+        ranks: of a fusion that starts with an all-reduce, how many processes to start, one per GPU: all GPUs if not given,
+            two processes on a CPU; or `bench.Ranks` that have been started, for several runs.
         registry: what knows the model; the default one if not given.
         rounds: of timing, on a GPU; 40 if not given, 10 if quick.
         step: told of each step as it begins, for a progress bar.
@@ -87,6 +94,7 @@ def run(
         UnknownPeerError: no such peer.
         UnknownModelError: no such model.
         BenchError: anything else that cannot be measured.
+        RankError: a rank died, failed beyond what one peer does, or fell silent.
         CannotMeasureError: torch, a GPU, or every peer that was asked for is missing; or the fusion's chain does not say
             what its op gives.
     """
@@ -97,44 +105,80 @@ def run(
         registry = default
     torch = _torch()
     from ..fusion import Target
-    from . import environment, ours
     from .arithmetic import EXACT, compose
-    from .peers import Setting, select
-    from .roster import all_peers
 
-    place = _device(torch, device)
-    detected = Target.detect().fp8 if place.type == "cuda" else None
+    over_ranks = known_form(fusion)[0].all_reduce is not None
+    if ranks is not None and not over_ranks:
+        raise BenchError(f"{fusion} runs on one rank; several are for what starts with an all-reduce")
+    if isinstance(ranks, Ranks) and device not in (None, ranks.device):
+        raise BenchError(f"these ranks are on {ranks.device}, and device is {device}")
+    if over_ranks:
+        size, kind = (ranks.size, ranks.device) if isinstance(ranks, Ranks) else ranks_for(ranks, device)
+    else:
+        size, kind = 1, _device(torch, device)
+    detected = Target.detect().fp8 if kind == "cuda" else None
     case = make_case(
         fusion,
         registry=registry,
         model=model,
         widths=widths,
         detected_fp8="e4m3fn" if detected is None else detected,
+        ranks=size,
         options=Options(**options),
     )
     compose(case.form, EXACT)  # what cannot be checked is not measured
-    counts = check_tokens(TOKENS[place.type, quick] if tokens is None else tokens)
-    setting = Setting(case=case, device=place.type, aiter=aiter, vllm=vllm)
+    question = _Question(
+        case=case,
+        counts=check_tokens(TOKENS[kind, quick] if tokens is None else tokens),
+        device=kind,
+        peers=None if peers is None else tuple(peers),
+        aiter=aiter,
+        vllm=vllm,
+        quick=quick,
+        rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
+    )
+    if not over_ranks:
+        result = measured(question, step)
+    elif isinstance(ranks, Ranks):
+        result = ranks.call(measured, question, step=step)[0]
+    else:
+        with Ranks(size, kind) as started:
+            result = started.call(measured, question, step=step)[0]
+    return attrs.evolve(result, seconds=round(time.perf_counter() - begun, 1))
+
+
+def measured(question: _Question, step: Step) -> Result:
+    """The answer, found in this process; of a fusion over ranks on all of them at once."""
+    import torch
+
+    from . import entrants, environment, ours
+    from .peers import Setting, select
+    from .roster import all_peers
+
+    case, counts, ranks = question.case, question.counts, team().size
+    place = torch.device(question.device, *([torch.cuda.current_device()] if question.device == "cuda" else []))
+    setting = Setting(case=case, device=place.type, aiter=question.aiter, vllm=question.vllm)
+    if ranks > 1:
+        ours.settle(setting, place)
     everybody = all_peers(setting)
-    wanted = select(everybody, peers, setting, quick)
-    reasons = {peer.name: peer.why_not(setting) for peer in wanted}
+    wanted = select(everybody, question.peers, setting, question.quick)
+    reasons = {peer.name: first(team().gather(peer.why_not(setting))) for peer in wanted}
     present = [peer for peer in wanted if reasons[peer.name] is None]
     if not present:
         raise CannotMeasureError(
             "none of these peers can run here: " + "; ".join(f"{n}: {why}" for n, why in reasons.items())
         )
     total = len(counts) * (len(present) + 1) + 1
-    wanted_rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
     rows: list[Row] = []
     host: tuple[Host, ...] = ()
     with torch.inference_mode():
         for count in counts:
-            row, entrants = _row(count, place, setting, present, wanted_rounds, lambda doing: step(doing, total))
+            row, found = entrants.row(count, place, setting, present, question.rounds, lambda doing: step(doing, total))
             rows.append(row)
             if count == counts[0]:
                 step(f"{count} tokens: time on the host", total)
-                host = _host(torch, place, entrants)
-            del entrants
+                host = entrants.host(place, found)
+            del found
             torch._dynamo.reset()
             if place.type == "cuda":
                 torch.cuda.empty_cache()
@@ -144,13 +188,13 @@ def run(
         ours=chosen if any(peer.name == chosen for peer in present) else None,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         device=place.type,
-        method=METHODS[place.type],
+        method=METHODS[place.type] + (OVER_RANKS.format(ranks) if ranks > 1 else ""),
         environment=environment.environment(place),
-        peers=tuple(_attendance(peer, wanted, reasons, peers, setting) for peer in everybody),
+        peers=tuple(_attendance(peer, wanted, reasons, question.peers, setting) for peer in everybody),
         rows=tuple(rows),
         host_tokens=counts[0],
         host=host,
-        seconds=round(time.perf_counter() - begun, 1),
+        seconds=0.0,
     )
 
 
@@ -163,15 +207,13 @@ def _torch() -> Any:
     return torch
 
 
-def _device(torch: Any, wanted: str | None) -> torch.device:
+def _device(torch: Any, wanted: str | None) -> str:
     there = torch.cuda.is_available()
     if wanted not in (None, "cpu", "cuda"):
         raise BenchError(f"device must be cuda or cpu, got {wanted!r}")
     if wanted == "cuda" and not there:
         raise CannotMeasureError("torch finds no GPU on this machine; use device cpu")
-    if wanted == "cpu" or not there:
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return "cuda" if there and wanted != "cpu" else "cpu"
 
 
 def _attendance(
@@ -191,131 +233,3 @@ def _attendance(
         version=peer.version(setting) if why_not is None else None,
         rounds_between=peer.rounds_between,
     )
-
-
-def _row(
-    tokens: int,
-    place: torch.device,
-    setting: Setting,
-    peers: Sequence[Peer],
-    rounds: int,
-    step: Callable[[str], None],
-) -> tuple[Row, list[_Entrant]]:
-    from . import inputs, timing
-
-    case, cache = setting.case, inputs.cache_size(place)
-    sets = inputs.sets_for(case, tokens, place, len(peers))
-    work = inputs.make(case, tokens, place, sets)
-    entrants = []
-    for peer in peers:
-        step(f"{tokens} tokens: {peer.name}")
-        entrants.append(_prepare(peer, work, setting))
-    _check(work, entrants)
-    step(f"{tokens} tokens: timing")
-    good = [entrant for entrant in entrants if entrant.verdict is not None and entrant.verdict.ok]
-    if place.type == "cuda":
-        timings = timing.time_graphs({one.peer.name: one.graph for one in good if one.graph is not None}, rounds)
-    else:
-        timings = timing.time_calls({one.peer.name: one.calls for one in good}, rounds)
-    moved = case.bytes_moved(tokens)
-    return Row(
-        tokens=tokens,
-        sets=sets,
-        bytes_read=case.bytes_read(tokens),
-        bytes_written=case.bytes_written(tokens),
-        caches=round(sets * moved / cache, 3) if cache else None,
-        measured=tuple(_measured(entrant, timings.get(entrant.peer.name)) for entrant in entrants),
-    ), entrants
-
-
-def _prepare(peer: Peer, work: Work, setting: Setting) -> _Entrant:
-    """Build and compile it. What it raises is its own failure, and stops nobody else."""
-    from . import timing
-
-    entrant = _Entrant(peer)
-    try:
-        entrant.calls = peer.build(work, setting)
-        if work.device.type == "cuda":
-            moved = work.case.bytes_moved(work.tokens)
-            entrant.graph = timing.Graph(entrant.calls, timing.repeats_for(len(work.sets), moved))
-        else:
-            for call in entrant.calls:
-                call()
-    except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        entrant.failure = f"{type(error).__name__}: {lines[0]}".strip(": ")[:300]
-    return entrant
-
-
-def _check(work: Work, entrants: Sequence[_Entrant]) -> None:
-    """The first and the last set of everybody, written anew after all results were made NaN."""
-    from . import check
-
-    alive = [entrant for entrant in entrants if not entrant.failure]
-    for index in dict.fromkeys((0, len(work.sets) - 1)):
-        right = check.expected(work, index)
-        for entrant in alive:
-            if entrant.verdict is not None and not entrant.verdict.ok:
-                continue
-            results = _anew(entrant, index)
-            if entrant.peer.is_copy:
-                verdict = check.check_copy(results)
-            else:
-                verdict = check.check(work, right, results, entrant.peer.rounds_between)
-            if entrant.verdict is None or not verdict.ok or verdict.error > entrant.verdict.error:
-                entrant.verdict = verdict
-
-
-def _anew(entrant: _Entrant, index: int) -> tuple[torch.Tensor, ...]:
-    from . import check
-    from .peers import InPlace
-
-    written = 1 if entrant.peer.is_copy else None  # the second result of the copy is its source
-    if entrant.graph is not None:
-        graph = entrant.graph.checked
-        for results in graph.results:
-            check.poison(results[:written])
-        graph.write_anew()
-        return graph.results[index]
-    call = entrant.calls[index]
-    # A fresh allocation of the same size is likely to get this memory.
-    check.poison(call()[:written])
-    if isinstance(call, InPlace):
-        call.restore()
-    return call()
-
-
-def _measured(entrant: _Entrant, timing: Timing | None) -> Measured:
-    verdict = entrant.verdict
-    word = "failed" if verdict is None else "ok" if verdict.ok else "wrong"
-    return Measured(
-        peer=entrant.peer.name,
-        verdict=word,
-        us=None if timing is None else timing.us,
-        low=None if timing is None else timing.low,
-        high=None if timing is None else timing.high,
-        rounds=0 if timing is None else timing.rounds,
-        calls=0 if timing is None else timing.calls,
-        error=None if verdict is None or entrant.peer.is_copy else _finite(verdict.error),
-        quant_error=None if verdict is None else _finite(verdict.quant_error),
-        message=entrant.failure if verdict is None else verdict.message,
-    )
-
-
-def _finite(number: float | None) -> float | None:
-    """JSON has no NaN and no infinity."""
-    return number if number is not None and abs(number) < float("inf") else None
-
-
-def _host(torch: Any, place: torch.device, entrants: Sequence[_Entrant]) -> tuple[Host, ...]:
-    if place.type != "cuda":
-        return ()
-    from . import timing
-
-    calls = {
-        one.peer.name: one.calls[0]
-        for one in entrants
-        if one.verdict is not None and one.verdict.ok and not one.peer.is_copy
-    }
-    timings = timing.time_host(calls, torch.cuda.synchronize)
-    return tuple(Host(peer=name, us=found.us, low=found.low, high=found.high) for name, found in timings.items())

@@ -13,6 +13,7 @@ from ..fusion.declare import StaticScale, Weight
 from ..fusion.ops.library import case_maker, public
 from .inputs import DTYPES, Work, arguments
 from .peers import OURS, Call, Peer, Setting
+from .team import team
 
 
 def our_peers(setting: Setting) -> list[Peer]:
@@ -28,6 +29,18 @@ def our_peers(setting: Setting) -> list[Peer]:
         )
         for name, reason in backends.survey(op, setting.device, case)
     ]
+
+
+def settle(setting: Setting, place: torch.device) -> None:
+    """Set up what the op's ranks need of each other, so that the backend that is named is the one that runs.
+
+    Raises:
+        RankError: on all ranks, where that failed beyond a reason.
+    """
+    _public(setting)
+    prepared = team().together(lambda: backends.prepare(setting.case.op, place, _case(setting)))
+    if any(problem is not None for _, problem in prepared):
+        backends.decide_again()
 
 
 def chosen_name(setting: Setting) -> str:

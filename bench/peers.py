@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
@@ -15,6 +16,9 @@ from torch import Tensor
 from .cases import Case
 from .errors import UnknownPeerError
 from .inputs import Work
+
+if TYPE_CHECKING:
+    from .check import Verdict
 
 Call = Callable[[], tuple[Tensor, ...]]
 
@@ -50,6 +54,14 @@ class Peer:
     "Whether it takes minutes to prepare: left out on a CPU and of a quick run, unless asked for by name."
     version: Callable[[Setting], str | None] = lambda _: None
     "Of what it runs, for the record."
+    check: Callable[[Work, int, tuple[Tensor, ...]], Verdict] | None = None
+    "From a set's number and the results to a verdict, for a peer that gives other results than the op; all ranks call it."
+    captured: Callable[[], None] | None = None
+    "Called on every rank after its calls were captured as a graph, before that is replayed."
+
+
+class RefusedError(Exception):
+    """What `build` raises where a peer does not take this number of tokens; the text says why. It counts as no failure."""
 
 
 def over_sets(function: Callable[..., tuple[Tensor, ...]], work: Work) -> list[Call]:
@@ -58,15 +70,22 @@ def over_sets(function: Callable[..., tuple[Tensor, ...]], work: Work) -> list[C
 
 
 class InPlace:
-    """A call that writes its results over its inputs, and so has copies of them as its own.
+    """A call that writes its results over its inputs, and so has copies of them as its own (`own`, where they lie elsewhere).
 
     Repeated, it reads what it wrote: right for timing. Before it is checked, `restore` brings the inputs back.
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]], rows: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        rows: Sequence[Tensor],
+        own: Sequence[Tensor] | None = None,
+    ) -> None:
         self._function = function
         self._rows = tuple(rows)
-        self._own = tuple(row.clone(memory_format=torch.contiguous_format) for row in rows)
+        if own is None:
+            own = [row.clone(memory_format=torch.contiguous_format) for row in rows]
+        self._own = tuple(own)
 
     def __call__(self) -> tuple[Tensor, ...]:
         """Run it once more on what is in the copies."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from .arithmetic import EAGER, Results, compose, fusable
 from .cases import Case
 from .inputs import Work
-from .peers import Call, Peer, Setting, missing
+from .peers import Call, Peer, Setting, missing, over_sets
 
 
 def _here(_: Setting) -> str | None:
@@ -40,7 +40,8 @@ EAGER_TORCH = Peer(
 # ---- torch.compile
 
 
-def _why_no_inductor(setting: Setting) -> str | None:
+def why_no_inductor(setting: Setting) -> str | None:
+    """Why torch.compile cannot compile here, or None."""
     if setting.device == "cuda":
         return "torch.compile needs Triton on a GPU (pip install triton)" if missing("triton") else None
     from torch._inductor import cpp_builder
@@ -55,19 +56,23 @@ def _why_no_inductor(setting: Setting) -> str | None:
 def _why_no_combo_kernels(setting: Setting) -> str | None:
     if setting.device != "cuda":
         return f"Inductor combines kernels on GPUs only: on {setting.device} this would be `inductor` once more"
-    return _why_no_inductor(setting)
+    return why_no_inductor(setting)
+
+
+def compiled(mode: str | None, options: dict[str, Any] | None, work: Work) -> Callable[..., Results]:
+    """One function of the rows of any set of `work`."""
+    function = fusable(work.case.form, work.arguments(work.sets[0]))
+    made: Any = torch.compile(function, fullgraph=True, dynamic=False, mode=mode, options=options)
+
+    def call(*rows: Tensor) -> Results:
+        results = made(*filter(_is_tensor, work.arguments(rows)))
+        return (results,) if isinstance(results, Tensor) else tuple(results)
+
+    return call
 
 
 def _compiled(mode: str | None, options: dict[str, Any] | None, work: Work, _: Setting) -> Sequence[Call]:
-    every = [work.arguments(rows) for rows in work.sets]
-    function = fusable(work.case.form, every[0])
-    compiled: Any = torch.compile(function, fullgraph=True, dynamic=False, mode=mode, options=options)
-
-    def call(*tensors: Tensor) -> Results:
-        results = compiled(*tensors)
-        return (results,) if isinstance(results, Tensor) else tuple(results)
-
-    return [functools.partial(call, *filter(_is_tensor, arguments)) for arguments in every]
+    return over_sets(compiled(mode, options, work), work)
 
 
 def _is_tensor(argument: Any) -> bool:
@@ -77,7 +82,7 @@ def _is_tensor(argument: Any) -> bool:
 INDUCTOR = Peer(
     name="inductor",
     about="torch.compile of the plain arithmetic, compiled for the exact shapes",
-    why_not=_why_no_inductor,
+    why_not=why_no_inductor,
     build=functools.partial(_compiled, None, None),
 )
 COMBO_KERNELS = Peer(
@@ -89,7 +94,7 @@ COMBO_KERNELS = Peer(
 MAX_AUTOTUNE = Peer(
     name="inductor max-autotune",
     about='torch.compile of the plain arithmetic, mode="max-autotune-no-cudagraphs"',
-    why_not=_why_no_inductor,
+    why_not=why_no_inductor,
     build=functools.partial(_compiled, "max-autotune-no-cudagraphs", None),
     slow=True,
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from .against import AGAINST, best_unfused, ratio
 from .result import COPY, NOT_ASKED_FOR, Result, Row
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ def tables(result: Result) -> list[Table]:
     found = [_times(result)]
     if result.ours is not None:
         found.append(_ratios(result, result.ours))
+    if result.ours is not None and result.case.ranks > 1:
+        found.append(_against(result, result.ours))
     if result.host:
         found.append(
             Table(
@@ -78,6 +81,25 @@ def _ratios(result: Result, ours: str) -> Table:
     )
 
 
+def _against(result: Result, ours: str) -> Table:
+    rows = []
+    for row in result.rows:
+        best, ratios = best_unfused(row), [ratio(row, ours, against) for against in AGAINST]
+        cells = ["" if found is None else f"{found:.2f}" for found in ratios]
+        rows.append((str(row.tokens), *cells, "" if best is None else best[0]))
+    return Table(
+        title=f"The time of {ours} divided by that of",
+        head=(
+            "tokens",
+            "best unfused",
+            "library and the better add and norm",
+            "torch one-shot alone",
+            "the best unfused is",
+        ),
+        rows=tuple(rows),
+    )
+
+
 def _ratio(above: float | None, below: float | None) -> str:
     return "" if above is None or below is None else f"{above / below:.2f}"
 
@@ -93,6 +115,8 @@ def heading(result: Result) -> str:
         shape += f" of rows of {case.row_width}"
     if case.padded_width is not None:
         shape += f" padded to {case.padded_width}"
+    if case.ranks > 1:
+        shape += f", over {case.ranks} ranks"
     weights = "" if case.weight_dtype == case.dtype else f" with {case.weight_dtype} weights"
     quant = f", to {_quantised(case)}" if case.quant is not None else ""
     versions = ", ".join(f"{name} {where['packages'][name]}" for name in ("triton",) if where["packages"].get(name))
@@ -100,6 +124,16 @@ def heading(result: Result) -> str:
         f"{case.op} of {case.name}: {shape}, {case.dtype}{weights}{quant}. {where['device']}, torch {where['torch']}{', ' if versions else ''}{versions}, "
         f"{result.date[:10]}."
     )
+
+
+def _said_of_right_ones(result: Result) -> Iterator[str]:
+    tokens: dict[tuple[str, str], list[str]] = {}
+    for row in result.rows:
+        for one in row.measured:
+            if one.verdict == "ok" and one.message:
+                tokens.setdefault((one.peer, one.message), []).append(str(row.tokens))
+    for (peer, message), several in tokens.items():
+        yield f"{peer} at {', '.join(several)} tokens: {message}"
 
 
 def _quantised(case: Case) -> str:
@@ -121,6 +155,7 @@ def remarks(result: Result) -> Iterator[str]:
         for one in row.measured:
             if one.verdict != "ok":
                 yield f"{one.peer} {one.verdict} at {row.tokens} tokens: {one.message}"
+    yield from _said_of_right_ones(result)
     for peer in result.peers:
         if peer.present and peer.rounds_between and result.case.quant is not None:
             yield f"{peer.name} quantises the rounded norm, as an unfused chain does, and is checked as such"

@@ -26,7 +26,7 @@ class Measured:
 
     peer: str
     verdict: str
-    "ok; wrong: its result is, so its time is none; failed: it raised."
+    "ok; wrong: its result is, so its time is none; failed: it raised; refused: it does not take this many tokens."
     us: float | None
     "Median microseconds per call; None unless ok."
     low: float | None
@@ -41,7 +41,7 @@ class Measured:
     quant_error: float | None
     "Of quantised values, in half steps of fp8."
     message: str
-    "Why it is wrong or failed, or empty."
+    "Why it is wrong, failed or refused; what is to be said of it where it is ok; or empty."
 
 
 @frozen(kw_only=True)
@@ -120,6 +120,8 @@ class Result:
         case = self.case
         device = re.sub(r"\W+", "-", re.sub(r"\((R|TM)\)|@.*", "", self.environment["device"])).strip("-").lower()
         parts = [case.op, case.name, case.dtype]
+        if case.ranks > 1:
+            parts.append(f"{case.ranks}-ranks")
         if case.heads is not None:
             parts[1] += f"-heads{case.heads}"
         if case.weight_dtype != case.dtype:

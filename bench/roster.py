@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from .aiter_peer import aiter_peer
 from .ours import our_peers
 from .peers import Peer, Setting, added
 from .plain_torch import COMBO_KERNELS, COPY, EAGER_TORCH, INDUCTOR, MAX_AUTOTUNE
 from .thirdparty import THIRD_PARTIES, peer_of
+from .unfused import unfused_peers
 from .vllm_peer import vllm_peer
+
+WHOLE_OPS: tuple[Callable[[Setting], Peer], ...] = ()
+"""Libraries that do the all-reduce, the add and the norm in one op: from what is measured to the peer, here or not. Its `build` is
+called on all ranks at once; `team.team()` is how they talk, and torch.distributed's default group is theirs."""
 
 
 def all_peers(setting: Setting) -> list[Peer]:
     """Every peer, here or not: ours first, the copy last."""
+    if setting.case.declared.all_reduce is not None:
+        whole = [peer(setting) for peer in WHOLE_OPS]
+        return [*our_peers(setting), *whole, *unfused_peers(setting), *added(), COPY]
     compilers = (INDUCTOR, COMBO_KERNELS, MAX_AUTOTUNE)
     others = (aiter_peer(setting), vllm_peer(setting), *(peer_of(third, setting) for third in THIRD_PARTIES))
     return [*our_peers(setting), EAGER_TORCH, *compilers, *others, *added(), COPY]

@@ -15,6 +15,7 @@ from attrs import frozen
 from torch import Tensor
 
 from .peers import Call, InPlace
+from .team import team
 
 Results = tuple[Tensor, ...]
 
@@ -22,7 +23,7 @@ SHORTEST_GRAPH_US = 400.0
 """A graph should last this long at least: its own launch takes some microseconds."""
 MOST_CALLS = 384
 """In one graph."""
-_FASTEST_CALL_US = 1.3
+_FASTEST_CALL_US, _FASTEST_ALL_REDUCE_US = 1.3, 4.0
 _FASTEST_BYTES_PER_US = 8e6
 """More than any GPU of 2026 moves; it only decides how often a graph repeats its sets."""
 
@@ -55,7 +56,8 @@ def summary(samples: Sequence[float], calls: int) -> Timing:
 
 def repeats_for(sets: int, moved: int) -> int:
     """How often a graph goes through all sets of inputs; `moved` is the bytes that one call moves."""
-    once = sets * max(_FASTEST_CALL_US, moved / _FASTEST_BYTES_PER_US)
+    fastest = _FASTEST_CALL_US if team().size == 1 else _FASTEST_ALL_REDUCE_US
+    once = sets * max(fastest, moved / _FASTEST_BYTES_PER_US)
     return max(1, min(round(SHORTEST_GRAPH_US / once + 0.5), MOST_CALLS // sets))
 
 
@@ -77,7 +79,9 @@ class Graph:
         self.calls = len(calls) * repeats
         self._in_place = [call for call in calls if isinstance(call, InPlace)]
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, stream=stream):
+        # Threads of NCCL and of the store go on while this one captures.
+        mode = "global" if team().size == 1 else "thread_local"
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode=mode):
             # Kept, so that each set has results of its own; those of the repetitions take turns in freed memory.
             self.results: list[Results] = [call() for call in calls]
             for _ in range(repeats - 1):
@@ -85,7 +89,11 @@ class Graph:
                     call()
         # Calls that write over their inputs are right once, not when repeated.
         self.checked: Graph = Graph(calls, 1) if self._in_place and repeats > 1 else self
-        self.replay()
+
+    def start(self) -> None:
+        """Replay it for the first time. Ranks come here once all of them have captured theirs."""
+        for graph in dict.fromkeys((self, self.checked)):  # in the same order on all ranks
+            graph.replay()
         torch.cuda.synchronize()
 
     def write_anew(self) -> None:
@@ -100,7 +108,10 @@ class Graph:
 
 
 def time_graphs(graphs: Mapping[str, Graph], rounds: int) -> dict[str, Timing]:
-    """All graphs in every round, in an order of its own, so that what drifts hits all alike."""
+    """All graphs in every round, in an order of its own, so that what drifts hits all alike.
+
+    Several ranks replay them in the same order and line up before each; the slowest rank's time counts.
+    """
     order, shuffle = list(graphs), random.Random(0).shuffle
     if not order:
         return {}
@@ -110,34 +121,37 @@ def time_graphs(graphs: Mapping[str, Graph], rounds: int) -> dict[str, Timing]:
         # Untimed: while this one runs, the host gets ahead, and no graph waits for its launch.
         graphs[order[-1]].replay()
         for name in order:
+            team().line_up()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graphs[name].replay()
             end.record()
             events[name].append((start, end))
     torch.cuda.synchronize()
-    return {
-        name: summary([start.elapsed_time(end) * 1e3 / graphs[name].calls for start, end in pairs], graphs[name].calls)
+    samples = {
+        name: [start.elapsed_time(end) * 1e3 / graphs[name].calls for start, end in pairs]
         for name, pairs in events.items()
     }
+    return {name: summary(taken, graphs[name].calls) for name, taken in team().slowest(samples).items()}
 
 
 def time_calls(peers: Mapping[str, Sequence[Call]], rounds: int, seconds: float = CPU_SECONDS) -> dict[str, Timing]:
-    """On a CPU: all sets of every peer in each round, by the clock."""
+    """On a CPU: all sets of every peer in each round, by the clock; on several ranks as `time_graphs`."""
     order, shuffle = list(peers), random.Random(0).shuffle
     samples: dict[str, list[float]] = {name: [] for name in order}
     begun = time.perf_counter()
     for done in range(rounds):
-        if done >= min(FEWEST_ROUNDS, rounds) and time.perf_counter() - begun > seconds:
+        if done >= min(FEWEST_ROUNDS, rounds) and any(team().gather(time.perf_counter() - begun > seconds)):
             break
         shuffle(order)
         for name in order:
             calls = peers[name]
+            team().line_up()
             start = time.perf_counter()
             for call in calls:
                 call()
             samples[name].append((time.perf_counter() - start) * 1e6 / len(calls))
-    return {name: summary(taken, len(peers[name])) for name, taken in samples.items()}
+    return {name: summary(taken, len(peers[name])) for name, taken in team().slowest(samples).items()}
 
 
 def time_host(

@@ -164,7 +164,7 @@ def vllm_peer(setting: Setting) -> Peer:
         why_not=_why_not,
         build=lambda work, _: OFFERS[setting.case.op].calls(work),
         rounds_between=offer is not None and offer.rounds_between,
-        version=lambda setting: _version(_library(setting.vllm)),
+        version=lambda setting: version_of(library_of(setting.vllm)),
     )
 
 
@@ -172,17 +172,19 @@ def _why_not(setting: Setting) -> str | None:
     said = why_not_offered(OFFERS, "vLLM's compiled library", setting)
     if said is None and setting.case.dtype == "fp32" and step_of(setting.case.form, Add) is not None:
         said = "vLLM's fused add is for bf16 and fp16"
-    said = said or needs_gpu(setting)
-    if said is not None:
-        return said
-    library = _library(setting.vllm)
+    return said or needs_gpu(setting) or why_not_loaded(setting)
+
+
+def why_not_loaded(setting: Setting) -> str | None:
+    """Load the library, if it was not; None, or why it cannot be."""
+    library = library_of(setting.vllm)
     if library is None:
         where = "vLLM is not installed" if setting.vllm is None else f"{setting.vllm.name} holds none of its libraries"
         return f"{where}; --vllm takes the folder of {LIBRARIES[0]}"
     return _load(str(library))
 
 
-def _library(given: Path | None) -> Path | None:
+def library_of(given: Path | None) -> Path | None:
     """The file, or None where there is none."""
     if given is not None and given.is_file():
         return given
@@ -204,7 +206,7 @@ def _load(path: str) -> str | None:
     return None if hasattr(torch.ops._C, "rms_norm") else f"{Path(path).name} holds no norm"
 
 
-def _version(library: Path | None) -> str | None:
+def version_of(library: Path | None) -> str | None:
     """Of the installed package; a library alone does not say."""
     from importlib import metadata
 

@@ -341,6 +341,11 @@ def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
 @click.option("--quick", is_flag=True, help="Fewer tokens and rounds, and nothing that takes minutes to tune.")
 @click.option("--device", metavar="NAME", help="cuda or cpu; by default the GPU if there is one.")
 @click.option(
+    "--ranks",
+    type=int,
+    help="Of what starts with an all-reduce: processes, one per GPU; by default all GPUs, two on a CPU.",
+)
+@click.option(
     "--out",
     metavar="FOLDER",
     type=click.Path(file_okay=False, path_type=Path),
@@ -359,6 +364,7 @@ def bench(names: tuple[str, ...], peers: str | None, **options: Any) -> None:
       layerfuse bench mla_dual_rms_norm
       layerfuse bench mla_dual_rms_norm_group_quant --model kimi-k2.5 --aiter aiter
       layerfuse bench add_rms_norm --peers layerfuse,inductor,copy --tokens 1,64,4096
+      layerfuse bench all_reduce_add_rms_norm --ranks 2 --widths 7168
     """
     from .benching import answer_bench
 

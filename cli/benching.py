@@ -28,6 +28,8 @@ def answer_bench(
     files: Sequence[Path],
     out: Path | None,
     json: bool,
+    ranks: int | None,
+    device: str | None,
     **options: Any,
 ) -> None:
     """Measure, print, write: these fusions, or all.
@@ -37,34 +39,48 @@ def answer_bench(
         LayerfuseError: it cannot be measured as asked; see `bench.run`.
     """
     from .. import bench
-    from ..bench.cases import forms, known_form
+    from ..bench.cases import forms, forms_over_ranks, known_form
     from ..bench.files import writable
 
     for name in names:
         known_form(name)
-    wanted = names or tuple(forms())
+    wanted = names or (*forms(), *forms_over_ranks())
     counts, by_hand = _numbers("--tokens", tokens), _numbers("--widths", widths)
     folder = writable(_default_folder() if out is None else out)
     registry = registry_with(files)
     warnings.filterwarnings("ignore", module=r"(torch|triton)\b")
     results = []
-    for name in dict.fromkeys(wanted):
-        try:
-            with _progress() as step:
-                result = bench.run(name, tokens=counts, widths=by_hand, registry=registry, step=step, **options)
-        except bench.BenchError as error:
-            if names:
-                raise
-            console(stderr=True).print(f"left out: {error}", soft_wrap=True)  # of all, some do not fit the question
-            continue
-        written = bench.write(result, folder)
-        results.append(result)
-        if not json:
-            _print(result, written)
+    with contextlib.ExitStack() as processes:
+        started: bench.Ranks | int | None = ranks
+        for name in dict.fromkeys(wanted):
+            try:
+                with _progress() as step:
+                    if name in forms_over_ranks() and not isinstance(started, bench.Ranks):
+                        started = processes.enter_context(bench.Ranks(ranks, device))  # once for all
+                    given = started if name in forms_over_ranks() else ranks
+                    result = bench.run(
+                        name,
+                        tokens=counts,
+                        widths=by_hand,
+                        registry=registry,
+                        step=step,
+                        ranks=given,
+                        device=device,
+                        **options,
+                    )
+            except bench.BenchError as error:
+                if names:
+                    raise
+                console(stderr=True).print(f"left out: {error}", soft_wrap=True)  # of all, some do not fit the question
+                continue
+            written = bench.write(result, folder)
+            results.append(result)
+            if not json:
+                _print(result, written)
     if json:
         plain = [result.to_dict() for result in results]
         print_json(plain[0] if len(names) == 1 else plain)
-    if any(one.verdict != "ok" for result in results for row in result.rows for one in row.measured):
+    if any(one.verdict in ("wrong", "failed") for result in results for row in result.rows for one in row.measured):
         raise SystemExit(1)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from layerfuse.bench.cases import forms
+from layerfuse.bench.cases import forms, forms_over_ranks
 from layerfuse.bench.result import Result
 from layerfuse.cli import main
 
@@ -75,7 +75,7 @@ def test_without_a_name_it_is_every_form_of_every_fusion_that_has_a_site(type_in
     assert code == 0
     left_out = [line.split(" where ")[1].split()[0] for line in err.splitlines() if line.startswith("left out: ")]
     measured = [one["case"]["op"] for one in json.loads(out)]
-    assert sorted(measured + left_out) == sorted(form.op.name for _, form in forms().values())
+    assert sorted(measured + left_out) == sorted(form.op.name for _, form in (forms() | forms_over_ranks()).values())
     assert "add_rms_norm_pad" in measured and "gated_rms_norm_static_quant" in measured
 
 
