@@ -32,7 +32,9 @@ def _kernel(path: Path, one_shot: bool | None, work: Work) -> _Call:
     if key not in _ready or _ready[key][0] < work.tokens:
         _ready.pop(key, None)
         with torch.inference_mode(False):
-            kernel = FusedAllReduce(path, dist.group.WORLD, work.tokens, width, work.dtype, work.device, one_shot=one_shot)
+            kernel = FusedAllReduce(
+                path, dist.group.WORLD, work.tokens, width, work.dtype, work.device, one_shot=one_shot
+            )
         _ready[key] = work.tokens, kernel
     return _ready[key][1]
 

@@ -48,6 +48,7 @@ class _Question:
     peers: tuple[str, ...] | None
     aiter: Path | None
     vllm: Path | None
+    flashinfer: Path | None
     quick: bool
     rounds: int
 
@@ -61,6 +62,7 @@ def run(
     peers: Sequence[str] | None = None,
     aiter: Path | None = None,  # noqa: A002 (the project, not the builtin)
     vllm: Path | None = None,
+    flashinfer: Path | None = None,
     quick: bool = False,
     device: str | None = None,
     ranks: int | Ranks | None = None,
@@ -80,6 +82,7 @@ def run(
         peers: names of those to measure, `layerfuse` for all of ours; all that are here if not given.
         aiter: a checkout of ROCm/aiter, for its Triton ops.
         vllm: vLLM's compiled library or the folder that holds it, for its CUDA ops; the installed one if not given.
+        flashinfer: FlashInfer's compiled all-reduces or the folder that holds them, for fusions that start with one.
         quick: fewer tokens and rounds.
         device: cuda or cpu; the GPU if there is one.
         ranks: of a fusion that starts with an all-reduce, how many processes to start, one per GPU: all GPUs if not given,
@@ -134,6 +137,7 @@ def run(
         peers=None if peers is None else tuple(peers),
         aiter=aiter,
         vllm=vllm,
+        flashinfer=flashinfer,
         quick=quick,
         rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
     )
@@ -157,7 +161,9 @@ def measured(question: _Question, step: Step) -> Result:
 
     case, counts, ranks = question.case, question.counts, team().size
     place = torch.device(question.device, *([torch.cuda.current_device()] if question.device == "cuda" else []))
-    setting = Setting(case=case, device=place.type, aiter=question.aiter, vllm=question.vllm)
+    setting = Setting(
+        case=case, device=place.type, aiter=question.aiter, vllm=question.vllm, flashinfer=question.flashinfer
+    )
     if ranks > 1:
         ours.settle(setting, place)
     everybody = all_peers(setting)

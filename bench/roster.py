@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from .aiter_peer import aiter_peer
+from .flashinfer_reduced import flashinfer_reduced_peer
 from .ours import our_peers
 from .peers import Peer, Setting, added
 from .plain_torch import COMBO_KERNELS, COPY, EAGER_TORCH, INDUCTOR, MAX_AUTOTUNE
@@ -12,7 +14,10 @@ from .thirdparty import THIRD_PARTIES, peer_of
 from .unfused import unfused_peers
 from .vllm_peer import vllm_peer
 
-WHOLE_OPS: tuple[Callable[[Setting], Peer], ...] = ()
+WHOLE_OPS: tuple[Callable[[Setting], Peer], ...] = (
+    flashinfer_reduced_peer,
+    partial(flashinfer_reduced_peer, one_shot=False),
+)
 """Libraries that do the all-reduce, the add and the norm in one op: from what is measured to the peer, here or not. Its `build` is
 called on all ranks at once; `team.team()` is how they talk, and torch.distributed's default group is theirs."""
 

@@ -40,6 +40,8 @@ from layerfuse.bench.result import FORMAT, NOT_ASKED_FOR, Result, Row
 OURS = "layerfuse (symm_mem)"
 PEERS = (
     OURS,
+    "flashinfer fused",
+    "flashinfer two-shot",
     *(
         name + end
         for name in (LIBRARIES["cuda"], ONE_SHOT, TWO_SHOT, VLLM)
@@ -228,6 +230,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, help="processes, one per GPU; all GPUs if not given, two on a CPU")
     parser.add_argument("--vllm", type=Path, help="the folder of vLLM's compiled library")
+    parser.add_argument("--flashinfer", type=Path, help="the folder of FlashInfer's compiled all-reduces")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds after which no further run begins")
     parser.add_argument(
@@ -249,7 +252,7 @@ def _measure(run: Run, given: argparse.Namespace, ranks: bench.Ranks) -> Result:
     tokens = tuple(map(int, given.tokens.split(","))) if given.tokens else run.tokens if on_gpus else (1, 5)
     peers = given.peers.split(",") if given.peers else PEERS if on_gpus else CPU_PEERS
     return bench.run(
-        run.op, widths=(run.width,), tokens=tokens, peers=peers, vllm=given.vllm, rounds=given.rounds, quick=not on_gpus, ranks=ranks,
+        run.op, widths=(run.width,), tokens=tokens, peers=peers, vllm=given.vllm, flashinfer=given.flashinfer, rounds=given.rounds, quick=not on_gpus, ranks=ranks,
     )  # fmt: skip
 
 

@@ -210,6 +210,8 @@ def measured(case: Case, tokens: int) -> dict[str, Any]:
         with forced(variant):
             if _compiles(case, work):
                 graphs[name] = Graph([partial(function, *work.arguments(rows)) for rows in work.sets], repeats)
+    for graph in graphs.values():
+        graph.start()
     us = {name: timing.us for name, timing in time_graphs(graphs, 16).items()}
     kept = ["copy", CHOSEN, *[name for name in sorted(us, key=us.__getitem__) if name not in ("copy", CHOSEN)][:BEST]]
     return {

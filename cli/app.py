@@ -338,6 +338,12 @@ def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
     type=click.Path(exists=True, path_type=Path),
     help="Where vLLM's compiled library lies, whose CUDA ops then take part; by default that of the installed vLLM.",
 )
+@click.option(
+    "--flashinfer",
+    metavar="FOLDER",
+    type=click.Path(exists=True, path_type=Path),
+    help="Where FlashInfer's compiled all-reduces lie, which then take part.",
+)
 @click.option("--quick", is_flag=True, help="Fewer tokens and rounds, and nothing that takes minutes to tune.")
 @click.option("--device", metavar="NAME", help="cuda or cpu; by default the GPU if there is one.")
 @click.option(
