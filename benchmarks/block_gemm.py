@@ -137,8 +137,9 @@ class Part(nn.Module):
     The first of them multiplies and leaves the product to the others, which are called in their order.
     """
 
-    def __init__(self, whole: BlockLinear, left: list[Tensor], start: int, stop: int) -> None:
+    def __init__(self, whole: nn.Module, left: list[Tensor], start: int, stop: int, others: int = 1) -> None:
         super().__init__()
+        self.others = others
         self.whole, self.left, self.start, self.stop = whole, left, start, stop
         self.out_features, self.in_features = stop - start, whole.in_features
 
@@ -148,7 +149,7 @@ class Part(nn.Module):
             product = self.left.pop()
         else:
             product = self.whole(x)
-            self.left.append(product)
+            self.left += [product] * self.others
         return product[..., self.start : self.stop]
 
 
