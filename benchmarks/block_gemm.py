@@ -137,7 +137,7 @@ class Part(nn.Module):
     The first of them multiplies and leaves the product to the others, which are called in their order.
     """
 
-    def __init__(self, whole: nn.Module, left: list[Tensor], start: int, stop: int, others: int = 1) -> None:
+    def __init__(self, whole: nn.Module, left: list[Tensor], start: int, stop: int, others: int) -> None:
         super().__init__()
         self.others = others
         self.whole, self.left, self.start, self.stop = whole, left, start, stop
@@ -149,7 +149,7 @@ class Part(nn.Module):
             product = self.left.pop()
         else:
             product = self.whole(x)
-            self.left += [product] * self.others
+            self.left.extend([product] * self.others)
         return product[..., self.start : self.stop]
 
 
@@ -162,5 +162,9 @@ def replace(module: nn.Module, *names: str) -> None:
     start = 0
     for name, weight in zip(names, weights, strict=True):
         stop = start + weight.shape[0]
-        setattr(module, name, whole if weight.shape[0] == whole.out_features else Part(whole, left, start, stop))
+        setattr(
+            module,
+            name,
+            whole if weight.shape[0] == whole.out_features else Part(whole, left, start, stop, len(names) - 1),
+        )
         start = stop

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,6 +41,9 @@ from layerfuse.fusion.backends.symm_mem.workspaces import why_not
 from layerfuse.fusion.catalog import FUSIONS
 
 LAYERS: dict[str, Callable[..., tuple[Step, Any, FusionConfig]]] = {"deepseek-v3": deepseek, "gpt-oss-120b": gpt_oss}
+TOLERANCES = {"deepseek-v3": (0.06, 0.2), "gpt-oss-120b": (0.01, 0.05)}
+"""How far stream and result may be from those of the first arm, relative to them. A sum that was rounded before it is normed moves some
+values by a step of e4m3, which is 6 to 12 %; half a sum is off by 0.4 and more."""
 REDUCED = dict.fromkeys((name for name in FUSIONS if name.startswith("all_reduce_")), True)
 SITES = 2
 """All-reduces of a step."""
@@ -63,7 +68,7 @@ ARMS = {
     "opaque": Arm("", True, 0, {}),
     "all_reduce": Arm("fused all-reduces", False, 0, REDUCED),
     "all": Arm("all fusions", False, 2, REDUCED),
-    "others": Arm("all other fusions, ", True, 2, dict.fromkeys(REDUCED, False)),
+    "others": Arm("all other fusions", True, 2, dict.fromkeys(REDUCED, False)),
 }
 """`others` shows what of `all` is not the all-reduce's."""
 
@@ -79,7 +84,12 @@ class Layer:
         self.step, self.rotary, self.config = LAYERS[name](device, device == "cpu", self.parallel)
         # The layer is built with the widths of one rank, and says so; that its sums go over all of them is said here.
         self.specs = [
-            (path, attrs.evolve(spec, parallel=self.parallel, mlp_ranks=ranks.size) if isinstance(spec, ResidualSpec) else spec)
+            (
+                path,
+                attrs.evolve(spec, parallel=self.parallel, mlp_ranks=ranks.size)
+                if isinstance(spec, ResidualSpec)
+                else spec,
+            )
             for path, spec in registry.specs_in(self.step, parallel=Parallel(size=1, rank=0))
         ]
 
@@ -146,7 +156,7 @@ class Case:
         compiled = self.layer.compiled(arm, options)
         for kind, reduction in self.reductions.items() if arm.opaque else [("", None)]:
             tp_reductions.chosen[:] = [reduction] if reduction is not None else []
-            label = f"{arm.label}{kind}, {variant}"
+            label = ", ".join(filter(None, (arm.label, kind, variant)))
             begun = time.perf_counter()
             made, reason = self.ranks.attempt(label, lambda compiled=compiled: graph_of(compiled, self.arguments))  # type: ignore[misc]
             if reason is None:
@@ -212,7 +222,8 @@ class Case:
             alike = len({each[2] for each in every}) == 1
             found[label] = {"stream": stream, "result": middle, "ranks_alike": alike}
             # A NaN is no less than anything.
-            if not (stream < 0.01 and middle < 0.08 and alike):
+            within = TOLERANCES[self.layer.name]
+            if not (stream < within[0] and middle < within[1] and alike):
                 self.failures.append(f"{self.layer.name}, {self.tokens} tokens, {label}: wrong numbers: {found[label]}")
                 self.ranks.say(f"  FAILED: {label}: wrong numbers: {found[label]}")
         return found
@@ -249,7 +260,10 @@ def measure(given: argparse.Namespace) -> int:
             gc.collect()
             if given.save and ranks.rank == 0:
                 gpu = torch.cuda.get_device_name() if given.device == "cuda" else None
-                print(f"written to {save('decode_layer_tp', {'gpu': gpu, 'cases': cases, 'failures': failures})}", flush=True)
+                print(
+                    f"written to {save('decode_layer_tp', {'gpu': gpu, 'cases': cases, 'failures': failures})}",
+                    flush=True,
+                )
     for failure in failures:
         ranks.say(f"FAILED: {failure}")
     ranks.end(1 if failures else 0)
@@ -276,7 +290,11 @@ def main() -> int:
         if unknown:
             parser.error(f"{', '.join(unknown)}: expected some of {', '.join(known)}")
     if is_rank():
-        return measure(given)
+        try:
+            return measure(given)
+        except BaseException:  # an interpreter that ends in order may wait for a GPU that waits for other ranks
+            traceback.print_exc()
+            os._exit(1)
     there = torch.cuda.device_count() if given.device == "cuda" else given.ranks
     if there < given.ranks or given.ranks < 2:
         print(f"nothing measured: --ranks {given.ranks} takes 2 or more ranks and as many GPUs; torch sees {there}")

@@ -34,7 +34,16 @@ class Experts(nn.Module):
     """
 
     def __init__(
-        self, experts: int, hidden: int, intermediate: int, alpha: float, limit: float, *, biased: bool, device: str, seed: int
+        self,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        alpha: float,
+        limit: float,
+        *,
+        biased: bool,
+        device: str,
+        seed: int,
     ) -> None:
         super().__init__()
         self.alpha, self.limit = alpha, limit

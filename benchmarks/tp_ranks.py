@@ -46,7 +46,12 @@ def start(size: int, seconds: float) -> int:
     until, failed = time.monotonic() + seconds, 0
     try:
         for rank in range(size):
-            said = {_RANK: str(rank), _SIZE: str(size), _PORT: str(port), "LAYERFUSE_BENCHMARK_SECONDS": str(int(seconds))}
+            said = {
+                _RANK: str(rank),
+                _SIZE: str(size),
+                _PORT: str(port),
+                "LAYERFUSE_BENCHMARK_SECONDS": str(int(seconds)),
+            }
             processes.append(subprocess.Popen([sys.executable, *sys.argv], env={**_UNSAID, **os.environ, **said}))
         while any(process.poll() is None for process in processes):
             if not failed:
