@@ -6,10 +6,10 @@ One process per GPU. A step is a layer as it stands in a stack: all-reduce of wh
 attention, the same again, MLP. The layers are `decode_layer`'s DeepSeek-V3 (dense MLP, fp8) and `gpt_oss_layer`; their heads and
 intermediate sizes are divided by the ranks. The cache is empty.
 
-Unfused: NCCL's all-reduce as a functional collective, and as opaque ops torch's one- and two-shot all-reduce over symmetric memory
-(`tp_reductions`), each with Inductor plain and with combo kernels; the best of all is what the others are divided by. Fused: the
-`all_reduce_*` fusions alone, and all fusions. Every arm's numbers are held to the first one's. CUDA graphs take turns, ranks start
-together, a time is that of the slowest rank.
+Unfused: NCCL's all-reduce as a functional collective, and as opaque ops torch's one- and two-shot all-reduce over symmetric
+memory, with `--vllm` vLLM's custom one too (`tp_reductions`); each with Inductor plain and with combo kernels. The best of all is
+what the others are divided by. Fused: the `all_reduce_*` fusions alone, and all fusions. Every arm's numbers are held to the
+first one's. CUDA graphs take turns, ranks start together, a time is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
@@ -71,6 +72,10 @@ ARMS = {
     "others": Arm("all other fusions", True, 2, dict.fromkeys(REDUCED, False)),
 }
 """`others` shows what of `all` is not the all-reduce's."""
+
+
+kept: list[Any] = []
+"""Graphs whose memory other ranks have mapped, to the end: it may not come back at the same address."""
 
 
 class Layer:
@@ -142,6 +147,7 @@ class Case:
         self.layer, self.ranks, self.tokens = layer, layer.ranks, tokens
         self.arguments = layer.inputs(tokens)
         self.replays: dict[str, Callable[[], None]] = {}
+        kept.append(self.replays)
         self.results: dict[str, tuple[Tensor, Tensor]] = {}
         self.executed: dict[str, dict[str, int]] = {}
         self.groups: dict[str, list[str]] = {"unfused": []}
@@ -158,7 +164,9 @@ class Case:
             tp_reductions.chosen[:] = [reduction] if reduction is not None else []
             label = ", ".join(filter(None, (arm.label, kind, variant)))
             begun = time.perf_counter()
-            made, reason = self.ranks.attempt(label, lambda compiled=compiled: graph_of(compiled, self.arguments))  # type: ignore[misc]
+            made, reason = self.ranks.attempt(label, lambda compiled=compiled: graph_of(compiled, self.arguments))
+            if reason is None and reduction is not None:
+                _, reason = self.ranks.attempt(f"{label}, captured", reduction.captured)
             if reason is None:
                 self.executed[label] = per_call(compiled.report)
                 reason = self._not_fused(arm, compiled, label)
@@ -235,6 +243,7 @@ def measure(given: argparse.Namespace) -> int:
     ranks = Ranks(given.device)
     torch._dynamo.config.recompile_limit = 64
     block_gemm.layout[:] = [given.scales]
+    tp_reductions.library[:] = [given.vllm] if given.vllm else []
     if given.experts:
         mxfp4_experts.KERNELS = {given.experts: mxfp4_experts.KERNELS[given.experts]}
     variants = given.variants.split(",")
@@ -280,6 +289,9 @@ def main() -> int:
     parser.add_argument("--variants", default=None, help=f"of {', '.join(VARIANTS)}; default: all, plain on a CPU")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds after which no further case is begun")
     parser.add_argument("--experts", choices=[*mxfp4_experts.KERNELS], help="default: the first that runs")
+    parser.add_argument(
+        "--vllm", type=Path, help="a folder with vLLM's compiled library: measure its custom all-reduce too"
+    )
     parser.add_argument("--scales", choices=("column", "row"), default="column", help="row: never cuBLASLt's GEMM")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/decode_layer_tp.json")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script: tiny layers")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -39,9 +38,8 @@ def start(size: int, seconds: float) -> int:
         size: how many ranks.
         seconds: whoever has not ended by then is killed.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # The ranks meet here; it outlives them, so that none loses what another has said.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[subprocess.Popen[bytes]] = []
     until, failed = time.monotonic() + seconds, 0
     try:
@@ -49,7 +47,7 @@ def start(size: int, seconds: float) -> int:
             said = {
                 _RANK: str(rank),
                 _SIZE: str(size),
-                _PORT: str(port),
+                _PORT: str(store.port),
                 "LAYERFUSE_BENCHMARK_SECONDS": str(int(seconds)),
             }
             processes.append(subprocess.Popen([sys.executable, *sys.argv], env={**_UNSAID, **os.environ, **said}))
@@ -94,9 +92,9 @@ class Ranks:
             torch.cuda.set_device(self.device)
         else:
             torch.set_num_threads(1)
-        self._store = dist.TCPStore("127.0.0.1", int(os.environ[_PORT]), self.size, self.rank == 0, timeout=PATIENCE)
+        self.store = dist.TCPStore("127.0.0.1", int(os.environ[_PORT]), is_master=False, timeout=PATIENCE)
         library = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(library, store=self._store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
+        dist.init_process_group(library, store=self.store, rank=self.rank, world_size=self.size, timeout=PATIENCE)
         # A group of its own: what is captured in graphs and what is not share no communicator.
         self._lines = dist.new_group(timeout=PATIENCE)
         self._token = torch.zeros(1, device=self.device)
@@ -108,13 +106,13 @@ class Ranks:
         if self.rank == 0:
             print(text, flush=True)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, patience: timedelta = PATIENCE) -> list[Any]:
         """What each rank says, in their order. All ranks make this call."""
         keys = [f"layerfuse/benchmark/{self._asked}/{rank}" for rank in range(self.size)]
         self._asked += 1
-        self._store.set(keys[self.rank], pickle.dumps(value))
-        self._store.wait(keys, PATIENCE)
-        return [pickle.loads(self._store.get(key)) for key in keys]
+        self.store.set(keys[self.rank], pickle.dumps(value))
+        self.store.wait(keys, patience)
+        return [pickle.loads(self.store.get(key)) for key in keys]
 
     def line_up(self) -> None:
         """On a GPU, queue what ends at about the same time on all ranks, late enough for the host to queue more behind it."""
@@ -137,7 +135,8 @@ class Ranks:
             traceback.print_exc()
             lines = str(error).strip().splitlines() or [""]
             problem = f"{type(error).__name__}: {lines[0][:300]}"
-        problems = self.gather(problem)
+        # The others may wait for this rank on their GPUs, or still compile.
+        problems = self.gather(problem, PATIENCE if problem is None else PATIENCE / 3)
         failed = [f"rank {rank}: {said}" for rank, said in enumerate(problems) if said]
         if len(failed) == self.size:
             return None, problems[0]
@@ -150,6 +149,4 @@ class Ranks:
         self.gather(None)
         sys.stdout.flush()
         sys.stderr.flush()
-        if self.rank == 0:
-            time.sleep(0.5)  # the store is here, and the others may still read
         os._exit(code)
