@@ -257,7 +257,8 @@ def measure(given: argparse.Namespace) -> int:
                 continue
             begun = time.perf_counter()
             layer = layer or Layer(name, ranks)
-            with torch.inference_mode():
+            # Not inference_mode: what is set up on the way (symmetric memory) lives longer than this.
+            with torch.no_grad():
                 case = Case(layer, tokens)
                 for arm in given.arms.split(","):
                     for variant in variants:
