@@ -137,8 +137,9 @@ class Part(nn.Module):
     The first of them multiplies and leaves the product to the others, which are called in their order.
     """
 
-    def __init__(self, whole: BlockLinear, left: list[Tensor], start: int, stop: int) -> None:
+    def __init__(self, whole: nn.Module, left: list[Tensor], start: int, stop: int, others: int) -> None:
         super().__init__()
+        self.others = others
         self.whole, self.left, self.start, self.stop = whole, left, start, stop
         self.out_features, self.in_features = stop - start, whole.in_features
 
@@ -148,7 +149,7 @@ class Part(nn.Module):
             product = self.left.pop()
         else:
             product = self.whole(x)
-            self.left.append(product)
+            self.left.extend([product] * self.others)
         return product[..., self.start : self.stop]
 
 
@@ -161,5 +162,9 @@ def replace(module: nn.Module, *names: str) -> None:
     start = 0
     for name, weight in zip(names, weights, strict=True):
         stop = start + weight.shape[0]
-        setattr(module, name, whole if weight.shape[0] == whole.out_features else Part(whole, left, start, stop))
+        setattr(
+            module,
+            name,
+            whole if weight.shape[0] == whole.out_features else Part(whole, left, start, stop, len(names) - 1),
+        )
         start = stop

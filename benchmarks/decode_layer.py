@@ -29,6 +29,7 @@ from layerfuse.fusion import ActivationQuant, FusionConfig, Target
 from layerfuse.testing import config_of
 
 ROUNDS = 60
+ALONE = Parallel(size=1, rank=0)
 COMBO = {"combo_kernels": True}
 VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "combo": {"options": COMBO}}
 
@@ -36,21 +37,23 @@ VARIANTS: dict[str, dict[str, Any]] = {"plain": {}, "combo": {"options": COMBO}}
 class Step(nn.Module):
     """A decoder layer between two others: what the one before gave is added in front, the last add is left to the next."""
 
-    def __init__(self, layer: nn.Module, mixer: Callable[..., Any]) -> None:
+    def __init__(
+        self, layer: nn.Module, mixer: Callable[..., Any], reduce: Callable[[Tensor], Tensor] = lambda part: part
+    ) -> None:
         super().__init__()
         self.layer = layer
-        self._mixer = mixer
+        self.mixer, self.reduce = mixer, reduce
 
     def forward(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, 1, hidden_size) twice, to the same."""
-        residual = residual + x
-        mixed = self._mixer(self.layer.input_layernorm(residual), cos, sin)
-        residual = residual + mixed
+        """(batch, 1, hidden_size) twice, to the same. `reduce` makes of a rank's part what joins the residual."""
+        residual = residual + self.reduce(x)
+        mixed = self.mixer(self.layer.input_layernorm(residual), cos, sin)
+        residual = residual + self.reduce(mixed)
         result = self.layer.mlp(self.layer.post_attention_layernorm(residual))
-        return result, residual
+        return result[0] if isinstance(result, tuple) else result, residual
 
 
-def _scaled(layer: nn.Module) -> nn.Module:
+def scaled(layer: nn.Module) -> nn.Module:
     """Norm weights around one, so that a result shows them; linears that keep the size of a row."""
     for name, parameter in layer.named_parameters():
         if parameter.dim() == 1 and "norm" in name:
@@ -60,8 +63,15 @@ def _scaled(layer: nn.Module) -> nn.Module:
     return layer.eval().requires_grad_(False)
 
 
-def deepseek(device: str, tiny: bool) -> tuple[Step, Any, FusionConfig]:
-    """The layer in fp8."""
+def of_this_rank(parallel: Parallel, *linears: nn.Module) -> None:
+    """Other weights on each rank where its parts of sums come from. All else is drawn alike."""
+    for linear in linears if parallel.size > 1 else ():
+        generator = torch.Generator(linear.weight.device).manual_seed(1 + (parallel.rank or 0))
+        nn.init.normal_(linear.weight, std=linear.weight.shape[1] ** -0.5, generator=generator)
+
+
+def deepseek(device: str, tiny: bool, parallel: Parallel = ALONE) -> tuple[Step, Any, FusionConfig]:
+    """The layer in fp8, or one rank's part of it."""
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as source
 
     config = config_of(registry.model("deepseek-v3"))
@@ -69,10 +79,14 @@ def deepseek(device: str, tiny: bool) -> tuple[Step, Any, FusionConfig]:
     if tiny:
         config.num_attention_heads = config.num_key_value_heads = 2
         config.hidden_size, config.intermediate_size = 512, 512
+    config.num_attention_heads //= parallel.size
+    config.num_key_value_heads //= parallel.size
+    config.intermediate_size //= parallel.size
     with torch.device(device):
-        layer = _scaled(source.DeepseekV3DecoderLayer(config, layer_idx=1).to(torch.bfloat16))
+        layer = scaled(source.DeepseekV3DecoderLayer(config, layer_idx=1).to(torch.bfloat16))
         rotary = source.DeepseekV3RotaryEmbedding(config)
     attention = layer.self_attn
+    of_this_rank(parallel, attention.o_proj, layer.mlp.down_proj)
     for module, names in (
         (attention, ("q_a_proj", "kv_a_proj_with_mqa")),
         (attention, ("q_b_proj",)),
@@ -99,7 +113,7 @@ def qwen(device: str, tiny: bool) -> tuple[Step, Any, FusionConfig]:
     recurrence = _recurrence()
     source.torch_chunk_gated_delta_rule = recurrence
     with torch.device(device):
-        layer = _scaled(source.Qwen3NextDecoderLayer(config, layer_idx=1).to(torch.bfloat16))
+        layer = scaled(source.Qwen3NextDecoderLayer(config, layer_idx=1).to(torch.bfloat16))
         rotary = source.Qwen3NextRotaryEmbedding(config)
     net = layer.linear_attn
     return Step(layer, lambda hidden, *_: net(hidden)), rotary, FusionConfig(level=2)
@@ -144,23 +158,29 @@ def graph_of(function: Callable[..., Any], arguments: tuple[Tensor, ...]) -> tup
         result = function(*arguments)
     if not arguments[0].is_cuda:
         return lambda: function(*arguments), result
+    torch.cuda.synchronize()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         function(*arguments)
     torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # Of this thread's calls: NCCL has others, which look at events.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         result = function(*arguments)
     return graph.replay, result
 
 
-def in_turns(replays: dict[str, Callable[[], None]], cuda: bool, repeats: int = 5) -> dict[str, list[float]]:
-    """Microseconds of each call, all taking turns."""
+def in_turns(
+    replays: dict[str, Callable[[], None]], cuda: bool, repeats: int = 5, line_up: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Microseconds of each call, all taking turns. `line_up` is called before each start."""
     times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(ROUNDS if cuda else 5):
         for name, replay in replays.items():
             replay()
+            line_up()
             if cuda:
                 start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 start.record()
@@ -174,6 +194,14 @@ def in_turns(replays: dict[str, Callable[[], None]], cuda: bool, repeats: int = 
                 replay()
                 times[name].append((time.perf_counter() - begun) * 1e6)
     return times
+
+
+def per_call(report: Any) -> dict[str, int]:
+    """How often each fusion ran in a call."""
+    found: dict[str, int] = {}
+    for (_, fused), count in report.executed.items():
+        found[fused] = found.get(fused, 0) + round(count / max(report.calls, 1))
+    return found
 
 
 def measured(name: str, tokens: int, device: str, each: bool) -> dict[str, Any]:
@@ -197,17 +225,13 @@ def measured(name: str, tokens: int, device: str, each: bool) -> dict[str, Any]:
             step,
             config=wanted,
             target=target,
-            parallel=Parallel(size=1, rank=0),
+            parallel=ALONE,
             fullgraph=True,
             dynamic=False,
             **options,
         )
         replays[label], results[label] = graph_of(compiled, arguments)
-        one = compiled.report
-        one_call = {}
-        for (_, fused), count in one.executed.items():
-            one_call[fused] = one_call.get(fused, 0) + round(count / max(one.calls, 1))
-        reports[label] = one_call
+        reports[label] = one_call = per_call(compiled.report)
         print(f"  {label}: " + (", ".join(f"{fused} x{count}" for fused, count in one_call.items()) or "nothing fused"),
               flush=True)  # fmt: skip
         return compiled

@@ -1,0 +1,319 @@
+"""End to end under tensor parallelism: one rank's part of a decoder layer at decode, with and without the fused all-reduces.
+
+    python benchmarks/decode_layer_tp.py [deepseek-v3] [gpt-oss-120b] --ranks 2 --tokens 1,8,64 [--save]
+
+One process per GPU. A step is a layer as it stands in a stack: all-reduce of what the layer before left, residual add, norm,
+attention, the same again, MLP. The layers are `decode_layer`'s DeepSeek-V3 (dense MLP, fp8) and `gpt_oss_layer`; their heads and
+intermediate sizes are divided by the ranks. The cache is empty.
+
+Unfused: NCCL's all-reduce as a functional collective, and as opaque ops torch's one- and two-shot all-reduce over symmetric
+memory, with `--vllm` vLLM's custom one too (`tp_reductions`); each with Inductor plain and with combo kernels. The best of all is
+what the others are divided by. Fused: the `all_reduce_*` fusions alone, and all fusions. Every arm's numbers are held to the
+first one's. CUDA graphs take turns, ranks start together, a time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+import block_gemm
+import mxfp4_experts
+import torch
+import tp_reductions
+from decode_layer import VARIANTS, Step, deepseek, graph_of, in_turns, per_call
+from environment import save
+from gpt_oss_layer import gpt_oss
+from torch import Tensor
+from tp_ranks import Ranks, is_rank, start
+
+from layerfuse import fusion, registry
+from layerfuse.adapters.specs import Parallel, ResidualSpec
+from layerfuse.fusion import FusionConfig, Target
+from layerfuse.fusion.backends.symm_mem.workspaces import why_not
+from layerfuse.fusion.catalog import FUSIONS
+
+LAYERS: dict[str, Callable[..., tuple[Step, Any, FusionConfig]]] = {"deepseek-v3": deepseek, "gpt-oss-120b": gpt_oss}
+TOLERANCES = {"deepseek-v3": (0.06, 0.2), "gpt-oss-120b": (0.01, 0.05)}
+"""How far stream and result may be from those of the first arm, relative to them. A sum that was rounded before it is normed moves some
+values by a step of e4m3, which is 6 to 12 %; half a sum is off by 0.4 and more."""
+REDUCED = dict.fromkeys((name for name in FUSIONS if name.startswith("all_reduce_")), True)
+SITES = 2
+"""All-reduces of a step."""
+
+
+class Arm(NamedTuple):
+    """How a step is compiled."""
+
+    label: str
+    opaque: bool
+    level: int
+    switches: dict[str, bool]
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the all-reduces are to be fused."""
+        return any(self.switches.values())
+
+
+ARMS = {
+    "nccl": Arm("NCCL", False, 0, {}),
+    "opaque": Arm("", True, 0, {}),
+    "all_reduce": Arm("fused all-reduces", False, 0, REDUCED),
+    "all": Arm("all fusions", False, 2, REDUCED),
+    "others": Arm("all other fusions", True, 2, dict.fromkeys(REDUCED, False)),
+}
+"""`others` shows what of `all` is not the all-reduce's."""
+
+
+kept: list[Any] = []
+"""Graphs whose memory other ranks have mapped, to the end: it may not come back at the same address."""
+
+
+class Layer:
+    """A model's layer on this rank, built once."""
+
+    def __init__(self, name: str, ranks: Ranks) -> None:
+        torch.manual_seed(0)
+        self.name, self.ranks = name, ranks
+        device = ranks.device.type
+        self.parallel = Parallel(size=ranks.size, rank=ranks.rank)
+        self.step, self.rotary, self.config = LAYERS[name](device, device == "cpu", self.parallel)
+        # The layer is built with the widths of one rank, and says so; that its sums go over all of them is said here.
+        self.specs = [
+            (
+                path,
+                attrs.evolve(spec, parallel=self.parallel, mlp_ranks=ranks.size)
+                if isinstance(spec, ResidualSpec)
+                else spec,
+            )
+            for path, spec in registry.specs_in(self.step, parallel=Parallel(size=1, rank=0))
+        ]
+
+    def inputs(self, tokens: int) -> tuple[Tensor, ...]:
+        """This rank's part of what the layer before gave, and the stream, which is every rank's."""
+        hidden, device = self.step.layer.hidden_size, self.ranks.device
+        torch.manual_seed(tokens)
+        residual = torch.randn(tokens, 1, hidden, device=device).bfloat16()
+        torch.manual_seed(1000 * tokens + self.ranks.rank)
+        x = torch.randn(tokens, 1, hidden, device=device).bfloat16()
+        return x, residual, *self.rotary(x, torch.zeros(tokens, 1, dtype=torch.long, device=device))
+
+    def choose_kernels(self, tokens: int) -> str:
+        """The same ones on all ranks."""
+        if self.ranks.device.type == "cpu":
+            return "plain torch"
+        if self.name == "deepseek-v3":
+            said = block_gemm.try_out(tokens)
+            every = self.ranks.gather(block_gemm.chosen[tokens])
+            if len(set(every)) > 1:
+                block_gemm.chosen[tokens] = "triton"
+            return said
+        every = self.ranks.gather(mxfp4_experts.try_out(self.step.layer.mlp.experts, tokens, top_k=4))
+        for kernel in mxfp4_experts.KERNELS:
+            problems = [said.get(kernel, "not tried") for said in every]
+            if not any(problems):
+                mxfp4_experts.chosen[:] = [kernel]
+                return f"experts by {kernel}; {every[0]}"
+        raise SystemExit(f"no kernel for the experts runs: {every}")
+
+    def compiled(self, arm: Arm, options: dict[str, Any]) -> Any:
+        """The step as an arm compiles it."""
+        reduce = tp_reductions.opaque if arm.opaque else tp_reductions.functional(self.ranks.group)
+        quant = self.config.quant if arm.level or arm.switches else ()
+        return fusion.compile(
+            Step(self.step.layer, self.step.mixer, reduce),
+            specs=self.specs,
+            config=FusionConfig(level=arm.level, switches=arm.switches, quant=quant),
+            target=None if self.ranks.device.type == "cuda" else Target(arch="cpu", vendor="cpu", fp8="e4m3fn"),
+            fullgraph=True,
+            dynamic=False,
+            **options,
+        )
+
+
+class Case:
+    """One layer at one number of tokens: its arms, then their times."""
+
+    def __init__(self, layer: Layer, tokens: int) -> None:
+        self.layer, self.ranks, self.tokens = layer, layer.ranks, tokens
+        self.arguments = layer.inputs(tokens)
+        self.replays: dict[str, Callable[[], None]] = {}
+        kept.append(self.replays)
+        self.results: dict[str, tuple[Tensor, Tensor]] = {}
+        self.executed: dict[str, dict[str, int]] = {}
+        self.groups: dict[str, list[str]] = {"unfused": []}
+        self.failures: list[str] = []
+        self.kernels = layer.choose_kernels(tokens)
+        torch._dynamo.reset()
+        self.ranks.say(f"{layer.name}, {tokens} tokens, {self.ranks.size} ranks; {self.kernels}")
+        self.reductions = tp_reductions.set_up(self.ranks, self.arguments[0])
+
+    def add(self, arm: Arm, variant: str, options: dict[str, Any]) -> None:
+        """Compile and capture an arm; an opaque one once per all-reduce that runs here."""
+        compiled = self.layer.compiled(arm, options)
+        for kind, reduction in self.reductions.items() if arm.opaque else [("", None)]:
+            tp_reductions.chosen[:] = [reduction] if reduction is not None else []
+            label = ", ".join(filter(None, (arm.label, kind, variant)))
+            begun = time.perf_counter()
+            made, reason = self.ranks.attempt(label, lambda compiled=compiled: graph_of(compiled, self.arguments))
+            if reason is None and reduction is not None:
+                _, reason = self.ranks.attempt(f"{label}, captured", reduction.captured)
+            if reason is None:
+                self.executed[label] = per_call(compiled.report)
+                reason = self._not_fused(arm, compiled, label)
+            if reason is not None:
+                self.failures.append(f"{self.layer.name}, {self.tokens} tokens, {label}: {reason}")
+                self.ranks.say(f"  FAILED: {label}: {reason}")
+                continue
+            self.replays[label], self.results[label] = made
+            self.groups.setdefault(arm.label if arm.reduced or arm.level else "unfused", []).append(label)
+            ran = ", ".join(f"{fused} x{count}" for fused, count in self.executed[label].items())
+            self.ranks.say(f"  {label}: {ran or 'nothing fused'} ({time.perf_counter() - begun:.1f} s)")
+
+    def _not_fused(self, arm: Arm, compiled: Any, label: str) -> str | None:
+        """What an arm with fused all-reduces did without, on any rank."""
+        if not arm.reduced:
+            return None
+        found = sum(count for fused, count in self.executed[label].items() if fused.startswith("all_reduce_"))
+        mine = None if found == SITES else f"{found} of {SITES} all-reduces ran fused\n{compiled.report}"
+        if self.ranks.device.type == "cuda":
+            mine = mine or why_not(self.ranks.group)
+        return next((said for said in self.ranks.gather(mine) if said is not None), None)
+
+    def measured(self) -> dict[str, Any]:
+        """Times and numbers of what was added."""
+        if self.ranks.device.type == "cpu":
+            tp_reductions.chosen[:] = list(self.reductions.values())[:1]
+        off = self._differences()
+        times = in_turns(self.replays, self.ranks.device.type == "cuda", line_up=self.ranks.line_up)
+        every = self.ranks.gather(times)
+        slowest = {label: [max(row) for row in zip(*(each[label] for each in every), strict=True)] for label in times}
+        us = {label: statistics.median(several) for label, several in slowest.items()}
+        best = {group: min(labels, key=us.__getitem__) for group, labels in self.groups.items() if labels}
+        base = us[best["unfused"]] if "unfused" in best else None
+        ratios = {group: base / us[label] for group, label in best.items()} if base else {}
+        self.ranks.say("  " + "; ".join(f"{label} {one:.1f} us" for label, one in us.items()))
+        for group, label in best.items():
+            ratio = f", {ratios[group]:.3f}" if ratios and group != "unfused" else ""
+            self.ranks.say(f"{self.layer.name}, {self.tokens} tokens: {group}: {us[label]:.1f} us ({label}){ratio}")
+        return {
+            "model": self.layer.name, "tokens": self.tokens, "ranks": self.ranks.size, "kernels": self.kernels, "us": us,
+            "best": best, "ratios": ratios, "executed_per_call": self.executed, "differences": off,
+            "failures": self.failures,
+        }  # fmt: skip
+
+    def _differences(self) -> dict[str, Any]:
+        """How far each arm's numbers are from the first one's on any rank, and whether all ranks hold the same stream.
+
+        Of the result the middle token counts: a router may choose otherwise where two experts score alike.
+        """
+        found: dict[str, Any] = {}
+        reference: tuple[Tensor, Tensor] | None = None
+        for label, replay in self.replays.items():
+            replay()
+            # On a CPU a replay is a call, and what came out of the first one stays.
+            result, residual = (each.flatten(0, 1).float() for each in self.results[label])
+            reference = reference or (result, residual)
+            stream = float((residual - reference[1]).norm() / reference[1].norm())
+            rows = (result - reference[0]).norm(dim=-1) / reference[0].norm(dim=-1)
+            every = self.ranks.gather((stream, float(rows.median()), residual.double().sum().item()))
+            stream, middle = (max(each[i] for each in every) for i in range(2))
+            alike = len({each[2] for each in every}) == 1
+            found[label] = {"stream": stream, "result": middle, "ranks_alike": alike}
+            # A NaN is no less than anything.
+            within = TOLERANCES[self.layer.name]
+            if not (stream < within[0] and middle < within[1] and alike):
+                self.failures.append(f"{self.layer.name}, {self.tokens} tokens, {label}: wrong numbers: {found[label]}")
+                self.ranks.say(f"  FAILED: {label}: wrong numbers: {found[label]}")
+        return found
+
+
+def measure(given: argparse.Namespace) -> int:
+    """On one rank: all that was asked for, as far as the time goes. Returns the exit code."""
+    until = time.monotonic() + given.limit
+    ranks = Ranks(given.device)
+    torch._dynamo.config.recompile_limit = 64
+    block_gemm.layout[:] = [given.scales]
+    tp_reductions.library[:] = [given.vllm] if given.vllm else []
+    if given.experts:
+        mxfp4_experts.KERNELS = {given.experts: mxfp4_experts.KERNELS[given.experts]}
+    variants = given.variants.split(",")
+    cases: list[dict[str, Any]] = []
+    failures: list[str] = []
+    for name in given.models or LAYERS:
+        layer = None
+        for tokens in map(int, given.tokens.split(",")):
+            if ranks.gather(time.monotonic() > until)[0]:
+                failures.append(f"{name}, {tokens} tokens: not begun: {given.limit:.0f} s were over")
+                continue
+            begun = time.perf_counter()
+            layer = layer or Layer(name, ranks)
+            # Not inference_mode: what is set up on the way (symmetric memory) lives longer than this.
+            with torch.no_grad():
+                case = Case(layer, tokens)
+                for arm in given.arms.split(","):
+                    for variant in variants:
+                        case.add(ARMS[arm], variant, VARIANTS[variant])
+                cases.append(case.measured())
+            failures += case.failures
+            ranks.say(f"  {time.perf_counter() - begun:.0f} s")
+            del case
+            gc.collect()
+            if given.save and ranks.rank == 0:
+                gpu = torch.cuda.get_device_name() if given.device == "cuda" else None
+                print(
+                    f"written to {save('decode_layer_tp', {'gpu': gpu, 'cases': cases, 'failures': failures})}",
+                    flush=True,
+                )
+    for failure in failures:
+        ranks.say(f"FAILED: {failure}")
+    ranks.end(1 if failures else 0)
+    return 0
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[*LAYERS, []], help="default: all")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tokens", default="1,8,64")
+    parser.add_argument("--arms", default="nccl,opaque,all_reduce,all", help=f"of {', '.join(ARMS)}")
+    parser.add_argument("--variants", default=None, help=f"of {', '.join(VARIANTS)}; default: all, plain on a CPU")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds after which no further case is begun")
+    parser.add_argument("--experts", choices=[*mxfp4_experts.KERNELS], help="default: the first that runs")
+    parser.add_argument(
+        "--vllm", type=Path, help="a folder with vLLM's compiled library: measure its custom all-reduce too"
+    )
+    parser.add_argument("--scales", choices=("column", "row"), default="column", help="row: never cuBLASLt's GEMM")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/decode_layer_tp.json")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script: tiny layers")
+    given = parser.parse_args()
+    given.variants = given.variants or (",".join(VARIANTS) if given.device == "cuda" else "plain")
+    for chosen, known in ((given.arms, ARMS), (given.variants, VARIANTS)):
+        unknown = [each for each in chosen.split(",") if each not in known]
+        if unknown:
+            parser.error(f"{', '.join(unknown)}: expected some of {', '.join(known)}")
+    if is_rank():
+        try:
+            return measure(given)
+        except BaseException:  # an interpreter that ends in order may wait for a GPU that waits for other ranks
+            traceback.print_exc()
+            os._exit(1)
+    there = torch.cuda.device_count() if given.device == "cuda" else given.ranks
+    if there < given.ranks or given.ranks < 2:
+        print(f"nothing measured: --ranks {given.ranks} takes 2 or more ranks and as many GPUs; torch sees {there}")
+        return 2
+    return start(given.ranks, given.limit + 150)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
