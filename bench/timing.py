@@ -5,10 +5,12 @@ A graph holds one call for each set of inputs, over and over until it is long, s
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from attrs import frozen
@@ -61,6 +63,17 @@ def repeats_for(sets: int, moved: int) -> int:
     return max(1, min(round(SHORTEST_GRAPH_US / once + 0.5), MOST_CALLS // sets))
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class Graph:
     """A peer's calls as a CUDA graph.
 
@@ -79,9 +92,9 @@ class Graph:
         self.calls = len(calls) * repeats
         self._in_place = [call for call in calls if isinstance(call, InPlace)]
         self._graph = torch.cuda.CUDAGraph()
-        # Threads of NCCL and of the store go on while this one captures.
-        mode = "global" if team().size == 1 else "thread_local"
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode=mode):
+        # Other threads go on while this one captures, as NCCL's do, and the compiler's; what is collected may unload a kernel.
+        gc.collect()
+        with _uncollected(), torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
             # Kept, so that each set has results of its own; those of the repetitions take turns in freed memory.
             self.results: list[Results] = [call() for call in calls]
             for _ in range(repeats - 1):

@@ -100,6 +100,10 @@ def deepseek(device: str, tiny: bool, parallel: Parallel = ALONE) -> tuple[Step,
     return step, rotary, FusionConfig(level=2, quant=ActivationQuant(group_size=128, column_major=layout == ["column"]))
 
 
+QWEN_INTERMEDIATE = 5120
+"""Of Qwen/Qwen3-Next-80B-A3B-Instruct's configuration. The declared model says nothing of dense MLPs, as none of its layers has one."""
+
+
 def qwen(device: str, tiny: bool) -> tuple[Step, Any, FusionConfig]:
     """The layer of a delta net in bfloat16, with a dense MLP."""
     from transformers.models.qwen3_next import modeling_qwen3_next as source
@@ -107,6 +111,7 @@ def qwen(device: str, tiny: bool) -> tuple[Step, Any, FusionConfig]:
     config = config_of(registry.model("qwen3-next-80b-a3b"))
     config._attn_implementation = "sdpa"
     config.mlp_only_layers = [1]
+    config.intermediate_size = QWEN_INTERMEDIATE
     if tiny:
         config.hidden_size, config.intermediate_size = 256, 256
         config.linear_num_value_heads, config.linear_num_key_heads = 4, 2

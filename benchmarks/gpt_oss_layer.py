@@ -19,6 +19,9 @@ from layerfuse.adapters.specs import Parallel
 from layerfuse.fusion import FusionConfig
 from layerfuse.testing import config_of
 
+EXPERTS, TOP_K, INTERMEDIATE = 128, 4, 2880
+"""Of openai/gpt-oss-120b's configuration. The declared model says nothing of experts."""
+
 
 def gpt_oss(device: str, tiny: bool, parallel: Parallel) -> tuple[Step, Any, FusionConfig]:
     """The layer in bfloat16, its experts in MXFP4."""
@@ -28,6 +31,7 @@ def gpt_oss(device: str, tiny: bool, parallel: Parallel) -> tuple[Step, Any, Fus
     AttentionInterface.register("one_key", _attention)
     config = config_of(registry.model("gpt-oss-120b"))
     config._attn_implementation = "one_key"
+    config.num_local_experts, config.num_experts_per_tok, config.intermediate_size = EXPERTS, TOP_K, INTERMEDIATE
     if tiny:
         config.hidden_size, config.intermediate_size, config.num_local_experts = 256, 256, 8
         config.num_attention_heads, config.num_key_value_heads = 8, 4

@@ -117,7 +117,7 @@ def launch(
 
 
 def shape(width: int, item: int, group: int, many: bool) -> tuple[int, int]:
-    """Columns of a chunk and warps of a program, found on two H200s (benchmarks/results/all_reduce_tuning.json).
+    """Columns of a chunk and warps of a program, found on two H200s (benchmarks/results/all_reduce_tuning-2-ranks.json).
 
     A row comes in one chunk up to 16 KiB, as every chunk waits for its peers anew. A thread makes one 16-byte access per rank
     and chunk; where there are more rows than programs at once, several programs of fewer threads share a multiprocessor.
