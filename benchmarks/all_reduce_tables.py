@@ -37,10 +37,10 @@ from layerfuse.bench.against import (
 from layerfuse.bench.cases import forms_over_ranks
 from layerfuse.bench.result import FORMAT, NOT_ASKED_FOR, Result, Row
 
-OURS = "layerfuse (symm_mem)"
+OURS, FLASHINFER = "layerfuse (symm_mem)", "flashinfer fused"
 PEERS = (
     OURS,
-    "flashinfer fused",
+    FLASHINFER,
     "flashinfer two-shot",
     *(
         name + end
@@ -144,7 +144,7 @@ def misses(run: Run, row: Row, ours: str | None, plain: Plain) -> list[str]:
     return said
 
 
-HEAD = ("case", "tokens", "ours", "best unfused", "which", "library + add-norm", "one-shot alone", "two-shot alone", "vLLM alone",
+HEAD = ("case", "tokens", "ours", "best unfused", "which", "library + add-norm", "one-shot alone", "two-shot alone", "vLLM alone", "FlashInfer fused",
         "ours/best", "ours/library", "ours/one-shot alone", "ours/plain", "goals")  # fmt: skip
 
 
@@ -164,6 +164,7 @@ def cells(run: Run, row: Row, ours: str | None, plain: Plain) -> list[str]:
     return [
         str(run), str(row.tokens), verdict(ours or OURS), shown(best[1] if best else None), best[0] if best else "",
         shown(of_library(row)), shown(one_shot_alone(row)), *(verdict(name + ALONE) for name in (TWO_SHOT, VLLM)),
+        verdict(FLASHINFER),
         *(shown(ratio(row, ours, against), 3) for against in ("best unfused", "library", "one-shot alone")),
         shown(quantised, 3), said,
     ]  # fmt: skip
@@ -188,18 +189,18 @@ def brief(results: Sequence[tuple[Run, Result]]) -> str:
 
 def absent(results: Iterable[Result]) -> list[str]:
     """Who was asked for and is not here, once for each reason, and what else the results say of peers."""
-    said: dict[str, None] = {}
+    said: dict[str, str | None] = {}
     for result in results:
         for peer in result.peers:
             if not peer.present and peer.why_not != NOT_ASKED_FOR:
                 said[f"{peer.name}: {peer.why_not}"] = None
         for row in result.rows:
             for one in row.measured:
-                # That a library rounds its sum is known.
-                if one.message and not (one.verdict == "ok" and BEHIND in one.peer):
+                # That others round their sum is known; why one refuses is said once.
+                if one.message and not (one.verdict == "ok" and one.peer != result.ours):
                     where = f"{result.case.op} {result.case.name}, {row.tokens} tokens"
-                    said[f"{where}: {one.peer} {one.verdict}: {one.message}"] = None
-    return list(said)
+                    said.setdefault(f"{one.peer.split()[0]} {one.verdict}: {one.message}", where)
+    return [reason if where is None else f"{where}: {reason}" for reason, where in said.items()]
 
 
 def _line(several: Iterable[str]) -> str:
