@@ -31,7 +31,7 @@ class Alone:
 
     rank, size = 0, 1
 
-    def gather(self, value: _T) -> list[_T]:
+    def gather(self, value: _T, patience: timedelta = PATIENCE) -> list[_T]:  # noqa: ARG002
         """What each rank says, in their order. All ranks make this call."""
         return [value]
 
@@ -75,20 +75,20 @@ class Team(Alone):
         # Of its own, so that lining up shares no communicator with what is captured in graphs.
         self._lines: Any = dist.new_group(list(range(size)), timeout=PATIENCE)
 
-    def gather(self, value: _T) -> list[_T]:
+    def gather(self, value: _T, patience: timedelta = PATIENCE) -> list[_T]:
         """What each rank says, in their order. All ranks make this call.
 
         Raises:
-            RankError: a rank has not said anything for `PATIENCE`.
+            RankError: a rank has not said anything for so long.
         """
         keys = [self._key(self._asked, rank) for rank in range(self.size)]
         self._store.set(keys[self.rank], pickle.dumps(value))
         with suppress(RuntimeError):  # a timeout, which says nothing of ranks
-            self._store.wait(keys, PATIENCE)
+            self._store.wait(keys, patience)
         silent = [str(rank) for rank, key in enumerate(keys) if not self._store.check([key])]
         if silent:
             raise RankError(
-                f"rank {', '.join(silent)} has not come here for {PATIENCE.seconds} s; rank {self.rank} says {value!r:.300}"
+                f"rank {', '.join(silent)} has not come here for {patience.seconds} s; rank {self.rank} says {value!r:.300}"
             )
         if self._asked:  # whoever is here has read what was said before
             self._store.delete_key(self._key(self._asked - 1, self.rank))

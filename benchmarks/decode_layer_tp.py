@@ -9,7 +9,8 @@ intermediate sizes are divided by the ranks. The cache is empty.
 Unfused: NCCL's all-reduce as a functional collective, and as opaque ops torch's one- and two-shot all-reduce over symmetric
 memory, with `--vllm` vLLM's custom one too (`tp_reductions`); each with Inductor plain and with combo kernels. The best of all is
 what the others are divided by. Fused: the `all_reduce_*` fusions alone, and all fusions. Every arm's numbers are held to the
-first one's. CUDA graphs take turns, ranks start together, a time is that of the slowest rank.
+first one's. CUDA graphs take turns, ranks start together, a time is that of the slowest rank. What fails on all ranks alike is a
+printed reason; anything else that fails ends the run.
 """
 
 from __future__ import annotations
@@ -19,24 +20,29 @@ import gc
 import os
 import statistics
 import time
-import traceback
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
 import block_gemm
+import decode_layer_tp
 import mxfp4_experts
 import torch
+import torch.distributed as dist
 import tp_reductions
 from decode_layer import VARIANTS, Step, deepseek, graph_of, in_turns, per_call
 from environment import save
 from gpt_oss_layer import gpt_oss
 from torch import Tensor
-from tp_ranks import Ranks, is_rank, start
 
 from layerfuse import fusion, registry
+from layerfuse.adapters.errors import LayerfuseError
 from layerfuse.adapters.specs import Parallel, ResidualSpec
+from layerfuse.bench.ranks import Ranks
+from layerfuse.bench.team import team
 from layerfuse.fusion import FusionConfig, Target
 from layerfuse.fusion.backends.symm_mem.workspaces import why_not
 from layerfuse.fusion.catalog import FUSIONS
@@ -78,46 +84,48 @@ kept: list[Any] = []
 """Graphs whose memory other ranks have mapped, to the end: it may not come back at the same address."""
 
 
+def line_up() -> None:
+    """Before a timing: late enough on a GPU for the host to queue more behind it."""
+    if torch.cuda.is_initialized():
+        torch.cuda._sleep(400_000)
+    team().line_up()
+
+
 class Layer:
     """A model's layer on this rank, built once."""
 
-    def __init__(self, name: str, ranks: Ranks) -> None:
+    def __init__(self, name: str, device: str) -> None:
         torch.manual_seed(0)
-        self.name, self.ranks = name, ranks
-        device = ranks.device.type
-        self.parallel = Parallel(size=ranks.size, rank=ranks.rank)
+        self.name, self.device = name, device
+        self.parallel = Parallel(size=team().size, rank=team().rank)
         self.step, self.rotary, self.config = LAYERS[name](device, device == "cpu", self.parallel)
         # The layer is built with the widths of one rank, and says so; that its sums go over all of them is said here.
+        said: Any = {"parallel": self.parallel, "mlp_ranks": team().size}
         self.specs = [
-            (
-                path,
-                attrs.evolve(spec, parallel=self.parallel, mlp_ranks=ranks.size)
-                if isinstance(spec, ResidualSpec)
-                else spec,
-            )
+            (path, attrs.evolve(spec, **said) if isinstance(spec, ResidualSpec) else spec)
             for path, spec in registry.specs_in(self.step, parallel=Parallel(size=1, rank=0))
         ]
 
     def inputs(self, tokens: int) -> tuple[Tensor, ...]:
         """This rank's part of what the layer before gave, and the stream, which is every rank's."""
-        hidden, device = self.step.layer.hidden_size, self.ranks.device
+        hidden, device = self.step.layer.hidden_size, self.device
         torch.manual_seed(tokens)
         residual = torch.randn(tokens, 1, hidden, device=device).bfloat16()
-        torch.manual_seed(1000 * tokens + self.ranks.rank)
+        torch.manual_seed(1000 * tokens + team().rank)
         x = torch.randn(tokens, 1, hidden, device=device).bfloat16()
         return x, residual, *self.rotary(x, torch.zeros(tokens, 1, dtype=torch.long, device=device))
 
     def choose_kernels(self, tokens: int) -> str:
         """The same ones on all ranks."""
-        if self.ranks.device.type == "cpu":
+        if self.device == "cpu":
             return "plain torch"
         if self.name == "deepseek-v3":
             said = block_gemm.try_out(tokens)
-            every = self.ranks.gather(block_gemm.chosen[tokens])
+            every = team().gather(block_gemm.chosen[tokens])
             if len(set(every)) > 1:
                 block_gemm.chosen[tokens] = "triton"
             return said
-        every = self.ranks.gather(mxfp4_experts.try_out(self.step.layer.mlp.experts, tokens, top_k=4))
+        every = team().gather(mxfp4_experts.try_out(self.step.layer.mlp.experts, tokens, top_k=4))
         for kernel in mxfp4_experts.KERNELS:
             problems = [said.get(kernel, "not tried") for said in every]
             if not any(problems):
@@ -127,24 +135,30 @@ class Layer:
 
     def compiled(self, arm: Arm, options: dict[str, Any]) -> Any:
         """The step as an arm compiles it."""
-        reduce = tp_reductions.opaque if arm.opaque else tp_reductions.functional(self.ranks.group)
+        reduce = tp_reductions.opaque if arm.opaque else tp_reductions.functional()
         quant = self.config.quant if arm.level or arm.switches else ()
         return fusion.compile(
             Step(self.step.layer, self.step.mixer, reduce),
             specs=self.specs,
             config=FusionConfig(level=arm.level, switches=arm.switches, quant=quant),
-            target=None if self.ranks.device.type == "cuda" else Target(arch="cpu", vendor="cpu", fp8="e4m3fn"),
+            target=None if self.device == "cuda" else Target(arch="cpu", vendor="cpu", fp8="e4m3fn"),
             fullgraph=True,
             dynamic=False,
             **options,
         )
 
 
+layer_of = lru_cache(maxsize=1)(Layer)
+"""That of the latest model, for all numbers of tokens."""
+
+
 class Case:
     """One layer at one number of tokens: its arms, then their times."""
 
-    def __init__(self, layer: Layer, tokens: int) -> None:
-        self.layer, self.ranks, self.tokens = layer, layer.ranks, tokens
+    def __init__(self, layer: Layer, tokens: int, step: Callable[[str, int], None]) -> None:
+        self.layer, self.tokens, self.title = layer, tokens, f"{layer.name}, {tokens} tokens"
+        self.begin: Callable[[str], None] = lambda what: step(f"{self.title}, {what}", 0)
+        self.say: Callable[[str], None] = lambda line: step(line, 1)
         self.arguments = layer.inputs(tokens)
         self.replays: dict[str, Callable[[], None]] = {}
         kept.append(self.replays)
@@ -154,8 +168,8 @@ class Case:
         self.failures: list[str] = []
         self.kernels = layer.choose_kernels(tokens)
         torch._dynamo.reset()
-        self.ranks.say(f"{layer.name}, {tokens} tokens, {self.ranks.size} ranks; {self.kernels}")
-        self.reductions = tp_reductions.set_up(self.ranks, self.arguments[0])
+        self.say(f"{self.title}, {team().size} ranks; {self.kernels}")
+        self.reductions = tp_reductions.set_up(self.arguments[0], self.say)
 
     def add(self, arm: Arm, variant: str, options: dict[str, Any]) -> None:
         """Compile and capture an arm; an opaque one once per all-reduce that runs here."""
@@ -163,21 +177,22 @@ class Case:
         for kind, reduction in self.reductions.items() if arm.opaque else [("", None)]:
             tp_reductions.chosen[:] = [reduction] if reduction is not None else []
             label = ", ".join(filter(None, (arm.label, kind, variant)))
+            self.begin(label)
             begun = time.perf_counter()
-            made, reason = self.ranks.attempt(label, lambda compiled=compiled: graph_of(compiled, self.arguments))
+            made, reason = tp_reductions.attempt(label, lambda compiled=compiled: graph_of(compiled, self.arguments))
             if reason is None and reduction is not None:
-                _, reason = self.ranks.attempt(f"{label}, captured", reduction.captured)
+                _, reason = tp_reductions.attempt(f"{label}, captured", reduction.captured)
             if reason is None:
                 self.executed[label] = per_call(compiled.report)
                 reason = self._not_fused(arm, compiled, label)
             if reason is not None:
-                self.failures.append(f"{self.layer.name}, {self.tokens} tokens, {label}: {reason}")
-                self.ranks.say(f"  FAILED: {label}: {reason}")
+                self.failures.append(f"{self.title}, {label}: {reason}")
+                self.say(f"  FAILED: {label}: {reason}")
                 continue
             self.replays[label], self.results[label] = made
             self.groups.setdefault(arm.label if arm.reduced or arm.level else "unfused", []).append(label)
             ran = ", ".join(f"{fused} x{count}" for fused, count in self.executed[label].items())
-            self.ranks.say(f"  {label}: {ran or 'nothing fused'} ({time.perf_counter() - begun:.1f} s)")
+            self.say(f"  {label}: {ran or 'nothing fused'} ({time.perf_counter() - begun:.1f} s)")
 
     def _not_fused(self, arm: Arm, compiled: Any, label: str) -> str | None:
         """What an arm with fused all-reduces did without, on any rank."""
@@ -185,28 +200,27 @@ class Case:
             return None
         found = sum(count for fused, count in self.executed[label].items() if fused.startswith("all_reduce_"))
         mine = None if found == SITES else f"{found} of {SITES} all-reduces ran fused\n{compiled.report}"
-        if self.ranks.device.type == "cuda":
-            mine = mine or why_not(self.ranks.group)
-        return next((said for said in self.ranks.gather(mine) if said is not None), None)
+        if self.layer.device == "cuda":
+            mine = mine or why_not(dist.group.WORLD.group_name)
+        return next((said for said in team().gather(mine) if said is not None), None)
 
     def measured(self) -> dict[str, Any]:
         """Times and numbers of what was added."""
-        if self.ranks.device.type == "cpu":
+        self.begin("timing")
+        if self.layer.device == "cpu":
             tp_reductions.chosen[:] = list(self.reductions.values())[:1]
         off = self._differences()
-        times = in_turns(self.replays, self.ranks.device.type == "cuda", line_up=self.ranks.line_up)
-        every = self.ranks.gather(times)
-        slowest = {label: [max(row) for row in zip(*(each[label] for each in every), strict=True)] for label in times}
-        us = {label: statistics.median(several) for label, several in slowest.items()}
+        times = in_turns(self.replays, self.layer.device == "cuda", line_up=line_up)
+        us = {label: statistics.median(several) for label, several in team().slowest(times).items()}
         best = {group: min(labels, key=us.__getitem__) for group, labels in self.groups.items() if labels}
         base = us[best["unfused"]] if "unfused" in best else None
         ratios = {group: base / us[label] for group, label in best.items()} if base else {}
-        self.ranks.say("  " + "; ".join(f"{label} {one:.1f} us" for label, one in us.items()))
+        self.say("  " + "; ".join(f"{label} {one:.1f} us" for label, one in us.items()))
         for group, label in best.items():
             ratio = f", {ratios[group]:.3f}" if ratios and group != "unfused" else ""
-            self.ranks.say(f"{self.layer.name}, {self.tokens} tokens: {group}: {us[label]:.1f} us ({label}){ratio}")
+            self.say(f"{self.title}: {group}: {us[label]:.1f} us ({label}){ratio}")
         return {
-            "model": self.layer.name, "tokens": self.tokens, "ranks": self.ranks.size, "kernels": self.kernels, "us": us,
+            "model": self.layer.name, "tokens": self.tokens, "ranks": team().size, "kernels": self.kernels, "us": us,
             "best": best, "ratios": ratios, "executed_per_call": self.executed, "differences": off,
             "failures": self.failures,
         }  # fmt: skip
@@ -225,63 +239,36 @@ class Case:
             reference = reference or (result, residual)
             stream = float((residual - reference[1]).norm() / reference[1].norm())
             rows = (result - reference[0]).norm(dim=-1) / reference[0].norm(dim=-1)
-            every = self.ranks.gather((stream, float(rows.median()), residual.double().sum().item()))
+            every = team().gather((stream, float(rows.median()), residual.double().sum().item()))
             stream, middle = (max(each[i] for each in every) for i in range(2))
             alike = len({each[2] for each in every}) == 1
             found[label] = {"stream": stream, "result": middle, "ranks_alike": alike}
             # A NaN is no less than anything.
             within = TOLERANCES[self.layer.name]
             if not (stream < within[0] and middle < within[1] and alike):
-                self.failures.append(f"{self.layer.name}, {self.tokens} tokens, {label}: wrong numbers: {found[label]}")
-                self.ranks.say(f"  FAILED: {label}: wrong numbers: {found[label]}")
+                self.failures.append(f"{self.title}, {label}: wrong numbers: {found[label]}")
+                self.say(f"  FAILED: {label}: wrong numbers: {found[label]}")
         return found
 
 
-def measure(given: argparse.Namespace) -> int:
-    """On one rank: all that was asked for, as far as the time goes. Returns the exit code."""
-    until = time.monotonic() + given.limit
-    ranks = Ranks(given.device)
+# Not inference_mode: what is set up on the way (symmetric memory) lives longer than this.
+@torch.no_grad()
+def measured(given: argparse.Namespace, name: str, tokens: int, step: Callable[[str, int], None]) -> dict[str, Any]:
+    """One case, on each rank. `step` is told (line, 1) of what is to be printed and (text, 0) of what begins."""
     torch._dynamo.config.recompile_limit = 64
     block_gemm.layout[:] = [given.scales]
     tp_reductions.library[:] = [given.vllm] if given.vllm else []
     if given.experts:
         mxfp4_experts.KERNELS = {given.experts: mxfp4_experts.KERNELS[given.experts]}
-    variants = given.variants.split(",")
-    cases: list[dict[str, Any]] = []
-    failures: list[str] = []
-    for name in given.models or LAYERS:
-        layer = None
-        for tokens in map(int, given.tokens.split(",")):
-            if ranks.gather(time.monotonic() > until)[0]:
-                failures.append(f"{name}, {tokens} tokens: not begun: {given.limit:.0f} s were over")
-                continue
-            begun = time.perf_counter()
-            layer = layer or Layer(name, ranks)
-            # Not inference_mode: what is set up on the way (symmetric memory) lives longer than this.
-            with torch.no_grad():
-                case = Case(layer, tokens)
-                for arm in given.arms.split(","):
-                    for variant in variants:
-                        case.add(ARMS[arm], variant, VARIANTS[variant])
-                cases.append(case.measured())
-            failures += case.failures
-            ranks.say(f"  {time.perf_counter() - begun:.0f} s")
-            del case
-            gc.collect()
-            if given.save and ranks.rank == 0:
-                gpu = torch.cuda.get_device_name() if given.device == "cuda" else None
-                print(
-                    f"written to {save('decode_layer_tp', {'gpu': gpu, 'cases': cases, 'failures': failures})}",
-                    flush=True,
-                )
-    for failure in failures:
-        ranks.say(f"FAILED: {failure}")
-    ranks.end(1 if failures else 0)
-    return 0
+    gc.collect()
+    case = Case(layer_of(name, given.device), tokens, step)
+    for arm, variant in product(given.arms.split(","), given.variants.split(",")):
+        case.add(ARMS[arm], variant, VARIANTS[variant])
+    return case.measured()
 
 
 def main() -> int:
-    """Start the ranks, or be one."""
+    """Measure all that was asked for, as far as the time goes; 1 where something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[*LAYERS, []], help="default: all")
     parser.add_argument("--ranks", type=int, default=2)
@@ -302,17 +289,40 @@ def main() -> int:
         unknown = [each for each in chosen.split(",") if each not in known]
         if unknown:
             parser.error(f"{', '.join(unknown)}: expected some of {', '.join(known)}")
-    if is_rank():
-        try:
-            return measure(given)
-        except BaseException:  # an interpreter that ends in order may wait for a GPU that waits for other ranks
-            traceback.print_exc()
-            os._exit(1)
     there = torch.cuda.device_count() if given.device == "cuda" else given.ranks
     if there < given.ranks or given.ranks < 2:
         print(f"nothing measured: --ranks {given.ranks} takes 2 or more ranks and as many GPUs; torch sees {there}")
         return 2
-    return start(given.ranks, given.limit + 150)
+    # As torch chooses it: the ranks of one op do with one, and a layer has more kernels to compile.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(32, os.cpu_count() or 1)))
+    cases: list[dict[str, Any]] = []
+    failures: list[str] = []
+    with Ranks(given.ranks, given.device) as ranks:
+        # Of a rank, as this process leaves the GPUs to them.
+        gpu = ranks.call(torch.cuda.get_device_name)[0] if given.device == "cuda" else None
+        until = time.monotonic() + given.limit
+        for name, tokens in product(given.models or LAYERS, map(int, given.tokens.split(","))):
+            if time.monotonic() > until:
+                failures.append(f"{name}, {tokens} tokens: not begun: {given.limit:.0f} s were over")
+                continue
+            begun = time.perf_counter()
+            try:
+                case, *_ = ranks.call(
+                    decode_layer_tp.measured, given, name, tokens,
+                    step=lambda text, lines: print(text, flush=True) if lines else None,
+                )  # fmt: skip
+            except LayerfuseError as error:
+                failures.append(f"{name}, {tokens} tokens: {error}")
+                break
+            cases.append(case)
+            failures += case["failures"]
+            print(f"  {time.perf_counter() - begun:.0f} s", flush=True)
+            if given.save:
+                written = save("decode_layer_tp", {"gpu": gpu, "cases": cases, "failures": failures})
+                print(f"written to {written}", flush=True)
+    for failure in failures:
+        print(f"FAILED: {failure}")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

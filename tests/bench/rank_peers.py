@@ -1,6 +1,7 @@
 """What the ranks of a benchmark are told to do in tests: peers that go wrong on the second one, and questions to each."""
 
 import os
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -87,6 +88,11 @@ def slowest():
 
 def together():
     return team().together(lambda: 1 // (1 - team().rank))
+
+
+def waits_for_the_second(seconds):
+    if team().rank == 0:
+        team().gather("here", timedelta(seconds=seconds))
 
 
 def sleeps(seconds):

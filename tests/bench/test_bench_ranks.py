@@ -143,6 +143,14 @@ def test_a_rank_that_dies_ends_all_with_what_is_known():
     assert time.monotonic() - begun < 60
 
 
+def test_who_waits_for_a_rank_says_for_which_and_how_long():
+    with (
+        bench.Ranks(2, "cpu") as started,
+        pytest.raises(bench.RankError, match="rank 1 has not come here for 1 s; rank 0 says 'here'"),
+    ):
+        started.call(rank_peers.waits_for_the_second, 1)
+
+
 def test_a_rank_that_falls_silent_ends_all(monkeypatch):
     with bench.Ranks(2, "cpu") as started:
         monkeypatch.setattr(ranks_module, "SILENCE", 0.5)
