@@ -9,7 +9,7 @@ from functools import partial
 
 from .backends.aiter.releases import NEWEST
 from .backends.aiter.stages import IN_VLLM, OURS, Kind, stages
-from .backends.symm_mem.crossovers import MEASURED, in_words, shots_of
+from .backends.symm_mem.crossovers import MEASURED, in_words, shots_of, why_never
 from .chain import Limit
 from .engine import Engine
 from .limits import TokenLimit
@@ -18,9 +18,6 @@ from .target import Target
 
 ITEM_SIZE = 2
 """Bytes of an activation: plans do not know the dtype, and models that are served over several GPUs have 16 bits."""
-
-
-_UNMEASURED = f"it was measured on {' and '.join(map(str, MEASURED))} GPUs only; FusionConfig(switches={{its name: True}}) switches it on"
 
 
 def limit_of(kind: Kind | None) -> Limit:
@@ -34,15 +31,16 @@ def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None)
         return None
     after = "the plain all-reduce, then the fused add and norm"
     if target.vendor == "nvidia":
+        never = why_never(width, ITEM_SIZE, ranks)
+        if never is not None:
+            return TokenLimit(most=0, reason=never)
         forms = shots_of(width, ITEM_SIZE, ranks)
-        if not forms:
-            return TokenLimit(most=0, reason=f"the kernel is for 2 to 8 GPUs of one host, not for {ranks}")
         return TokenLimit(
             most=forms[-1][1],
             reason=f"{after}: NCCL moves fewer bytes",
             how=in_words(forms),
             stages=tuple(most for _, most in forms),
-            unless_switched_on=None if ranks in MEASURED else _UNMEASURED,
+            unless_switched_on=None if (target.arch, ranks) in MEASURED else _unmeasured(target.arch, ranks),
         )
     if kind is None:
         return TokenLimit(most=0, reason="AITER's fused all-reduces have no such form")
@@ -58,4 +56,12 @@ def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None)
         reason=f"{after}: {found.reason} (AITER {release})",
         how=how,
         stages=tuple(most for most, _ in said if most),
+    )
+
+
+def _unmeasured(arch: str, ranks: int) -> str:
+    measured = " and ".join(f"{size} GPUs of {name}" for name, size in MEASURED)
+    return (
+        f"it was measured on {measured} and not on {ranks} of {arch}; in Python, FusionConfig(switches={{the fusion's name: True}}) "
+        "switches it on"
     )

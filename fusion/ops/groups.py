@@ -57,8 +57,12 @@ def other_kind(name: str) -> str | None:
     Raises:
         GroupError: no such group.
     """
-    said = str(process_group(name).group_desc)
-    return next((_OTHERS[word] for word in re.split(r"[^a-z]+", said.lower()) if word in _OTHERS), None)
+    words = re.split(r"[^a-z]+", str(process_group(name).group_desc).lower())
+    return (
+        None
+        if {"tp", "tensor", "model"} & {*words}
+        else next((_OTHERS[word] for word in words if word in _OTHERS), None)
+    )
 
 
 def summed(x: Tensor, group: str) -> Tensor:

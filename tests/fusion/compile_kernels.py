@@ -125,7 +125,7 @@ def made(declared: Op, shots: int = 1, resident: int = 132) -> Any:
     rest = op_of(declared.name, (declared.chain or ())[1:])
     buffers, phases = torch.empty(4, dtype=torch.int64), torch.empty(16, dtype=torch.int32)
     workspace = symm_mem.Workspace(
-        symm_mem.Layout(1, 4, shots, 16, 7168 * 2, 2, resident), 16, buffers, phases, phases, None
+        symm_mem.Layout(1, 4, shots, 16, 7168 * 2, 2, resident), 16, buffers, phases, phases, None, {}
     )
     function = family.function_of(rest, partial(symm_mem.launch, workspace))
     place = next(place for place, argument in enumerate(declared.args) if isinstance(argument, GroupName))

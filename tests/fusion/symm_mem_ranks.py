@@ -21,7 +21,8 @@ from family_support import REDUCED, Options, arguments
 from layerfuse.fusion.chain import Form
 from layerfuse.fusion.compose import op_of
 
-WIDTH, MOST = 96, 5
+WIDTH, MOST, TOKENS = 96, 5, 13
+"""Columns; rows of a launch; tokens of a call, beyond which gloo sums."""
 WIDE = 8200
 """Wider than a chunk."""
 NAMES = sorted(name for name in REDUCED if name.startswith("all_reduce_"))
@@ -65,7 +66,15 @@ def cases() -> list[Case]:
         Case("all_reduce_add_rms_norm", rows, Options(dtype=torch.float32)) for rows in (0, MOST + 1, 1, MOST, 40)
     ]
     wide = Case("all_reduce_add_rms_norm_per_token_quant", 2, Options(), width=WIDE)
-    return [*found, wide, attrs.evolve(wide, rows=1, options=Options(dtype=torch.float16))]
+    found += [wide, attrs.evolve(wide, rows=1, options=Options(dtype=torch.float16))]
+    cut = Options(dtype=torch.float16, group_size=32)
+    found += [Case(name, TOKENS, cut) for name in NAMES]  # in three launches
+    found += [
+        Case(name, 2 * MOST, attrs.evolve(cut, column_major=True, dtype=torch.float32))
+        for name in NAMES
+        if "group" in name
+    ]
+    return found
 
 
 def parts(number: int, case: Case, world_size: int) -> list[list[Any]]:
@@ -103,7 +112,8 @@ def workspace(buffers: list[torch.Tensor], rank: int, row_bytes: int, item: int,
 
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers], dtype=torch.int64)
     phases, ticket = torch.zeros(MOST, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    return Workspace(layout(rank, len(buffers), row_bytes, item, shots), MOST, addresses, phases, ticket, buffers)
+    made = layout(rank, len(buffers), row_bytes, item, shots)
+    return Workspace(made, TOKENS, addresses, phases, ticket, buffers, {})
 
 
 def shared(world_size: int, row_bytes: int, item: int, shots: int) -> list[torch.Tensor]:

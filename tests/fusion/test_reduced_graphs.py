@@ -413,7 +413,8 @@ def test_a_group_of_another_size_than_the_plan_says(over: Over) -> None:
 
 
 @pytest.mark.parametrize(
-    ("desc", "kind"), [("mesh_dp", "data"), ("mesh_cp", "context"), ("pp:device", "pipeline"), ("mesh_tp", None)]
+    ("desc", "kind"),
+    [("mesh_dp", "data"), ("mesh_cp", "context"), ("pp:device", "pipeline"), ("mesh_tp", None), ("mesh_dp_tp", None)],
 )
 def test_a_group_of_another_kind_by_its_description(desc: str, kind: str | None, over: Over) -> None:
     """DeviceMesh and vLLM describe their groups."""

@@ -29,7 +29,8 @@ from layerfuse.fusion.chain import Form
 
 pytestmark = pytest.mark.skipif(not GPU, reason="needs a GPU")
 
-MOST = 24
+MOST, TOKENS = 32, 40
+"""Rows of a launch, and tokens of a call: the last are two launches."""
 
 
 WIDTHS = (2880, 7168, 96, 8200)
@@ -51,7 +52,7 @@ def forms(only: int | None = None) -> Iterator[Case]:
                 column_major=turn == 1,
                 use_ue8m0=turn == 2,
             )
-            yield Case(name, random.choice([1, 2, 7, MOST]), options, width=width)
+            yield Case(name, random.choice([1, 2, 7, MOST, TOKENS]), options, width=width)
 
 
 class Streams:
@@ -85,8 +86,8 @@ class Streams:
             starts = [buffer.data_ptr() for buffer in buffers]
             self.known[case.width, dtype] = [
                 Workspace(
-                    layout, MOST, torch.tensor(starts, device=device), torch.zeros(MOST, dtype=torch.int32, device=device),
-                    torch.zeros(1, dtype=torch.int32, device=device), buffers[rank],
+                    layout, TOKENS, torch.tensor(starts, device=device), torch.zeros(MOST, dtype=torch.int32, device=device),
+                    torch.zeros(1, dtype=torch.int32, device=device), buffers[rank], {},
                 )
                 for rank, (layout, device) in enumerate(zip(made, self.devices, strict=True))
             ]  # fmt: skip
@@ -134,7 +135,7 @@ class Streams:
         for workspace in workspaces:
             assert bool((workspace.owned == 255).all()), "a buffer is not empty again"
             assert not int(workspace.ticket)
-            assert workspace.phases.tolist() == [phase] * MOST
+            assert workspace.phases.tolist() == [phase] * MOST  # four calls, or eight launches for some rows
         return [results[rank] for rank in range(self.world_size)]
 
 
@@ -146,10 +147,21 @@ def check(form: Form, given: list[list[Any]], results: list[Any]) -> None:
     """Against float64 from the float32 sum in the order of ranks, and the same bits on all ranks."""
     ours = [[each.cpu().contiguous().view(torch.uint8) for each in several(result)] for result in results]
     assert all(all(map(torch.equal, ours[0], other)) for other in ours[1:]), "ranks have different bits"
-    home = results[0][0].device if isinstance(results[0], tuple) else results[0].device
+    assert wrong(form, given, several(results[0])) == []
+
+
+def wrong(form: Form, given: list[list[Any]], results: tuple[torch.Tensor, ...]) -> list[str]:
+    """What is wrong with one rank's results. The first row holds a NaN and an infinity: of it, what the residual becomes counts."""
+    home = results[0].device
     right = [each.to(home) if isinstance(each, torch.Tensor) else each for each in summed(given)]
+    summed_up = (right[0] + right[1].float()).to(results[-1].dtype)
+    found = (
+        [] if torch.equal(results[-1].nan_to_num(), summed_up.nan_to_num()) else ["the residual is not the exact sum"]
+    )
+    if not torch.equal(results[-1].isnan(), summed_up.isnan()):
+        found.append("the residual has other NaN")
     whole = [right[0][1:], right[1][1:], *right[2:]]
-    assert problems(form, whole, tuple(each[1:] for each in several(results[0]))) == []
+    return found + problems(form, whole, tuple(each[1:] for each in results))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -192,9 +204,7 @@ def many(rank: int, world_size: int) -> list[str]:
         dist.all_gather_object(every, bits)
         if not all(all(map(torch.equal, every[0], other)) for other in every[1:]):
             found.append(f"{what}: ranks have different bits")
-        right = summed(given)
-        whole = [right[0][1:], right[1][1:], *right[2:]]
-        found.extend(f"{what}: {said}" for said in problems(case.local, whole, tuple(e[1:] for e in several(result))))
+        found.extend(f"{what}: {said}" for said in wrong(case.local, given, several(result)))
 
     for number, case in enumerate(forms()):
         case = attrs.evolve(case, rows=ROWS[number % len(ROWS)], second=number % 3 == 0)
@@ -205,7 +215,7 @@ def many(rank: int, world_size: int) -> list[str]:
         checked(f"{number} {case.name} {case.rows} x {case.width}", case, given, call())
         if not workspaces.workspaces_of(groups[case.second], mine[0]):
             found.append(f"{case}: {workspaces.why_not(groups[case.second])}")
-        if number % 4 == 0:
+        if number % 3 == 0:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 call()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from family_support import GPU, exact, problems
-from symm_mem_ranks import MOST, NAMES, WIDE, WIDTH, cases, parts, rank_main, shared, summed
+from symm_mem_ranks import MOST, NAMES, TOKENS, WIDE, WIDTH, cases, parts, rank_main, shared, summed
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -78,7 +78,7 @@ def test_sums_are_in_the_order_of_ranks_and_unrounded(ran: Ran) -> None:
         several = result if isinstance(result, tuple) else (result,)
         residual_out = several[-1]
         wide = right[0] + right[1].float()
-        if case.rows > MOST:  # gloo sums, in an order of its own
+        if case.rows > TOKENS:  # gloo sums, in an order of its own
             for got, wanted in zip(several, exact(case.local, right), strict=True):
                 torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
             continue
@@ -102,8 +102,8 @@ def test_phases_take_turns_row_by_row(ran: Ran) -> None:
     for case in cases():
         item = case.options.dtype.itemsize
         known = uses.setdefault((case.width * item, item, case.second), [0] * MOST)
-        for row in range(case.rows if case.rows <= MOST else 0):
-            known[row] += 1
+        for row in range(case.rows if case.rows <= TOKENS else 0):
+            known[row % MOST] += 1
     right = {key: [number % 2 for number in rows] for key, rows in uses.items()}
     assert any(any(rows) for rows in right.values())
     for phases in ran.phases:

@@ -13,7 +13,7 @@ from ...declare import Kernel, Op
 from ...ops.groups import GroupError, process_group
 from .. import Backend, loaded, refusal_of
 from ..triton import refuses_case
-from .crossovers import WORLD_SIZES, in_words, shots_of
+from .crossovers import in_words, shots_of, why_never
 
 
 def backend(op: Op, kernel: Kernel) -> Backend:
@@ -68,11 +68,7 @@ def _refuses_group(case: Any) -> str | None:
     except GroupError as error:
         return str(error)
     ranks = group.size()
-    if ranks not in WORLD_SIZES:
-        return f"the group has {ranks} ranks; the kernel is for {WORLD_SIZES[0]} to {WORLD_SIZES[-1]}, the GPUs of one host"
     library = dist.get_backend_config(group)
     if "cuda:nccl" not in library:
         return f"the group's backends are {library}; it needs NCCL for CUDA tensors, which takes over beyond few tokens"
-    if not shots_of(case.width, case.dtype.itemsize, ranks):
-        return f"one row of {case.width} {case.dtype} is more than {ranks} ranks push in one shot faster than NCCL"
-    return why_not(case.group)
+    return why_never(case.width, case.dtype.itemsize, ranks) or why_not(case.group)

@@ -11,7 +11,7 @@ WORLD_SIZES = range(2, 9)
 WIDEST_BYTES = 32768
 """Of a row: a program holds it in registers beside its peers' (16384 columns of 16 bits)."""
 
-ONE_SHOT_BYTES = {2: 256 << 20, 4: 384 << 10, 8: 128 << 10}
+ONE_SHOT_BYTES = {2: 56 << 20, 4: 384 << 10, 8: 128 << 10}
 """World size -> the largest `tokens * hidden * itemsize` of a rank that is pushed to every peer. Two ranks: measured on H200s, where
 one shot is ahead as far as it was tried. Others are not measured here: SGLang 0.5.23's figures for pushes in one shot on
 H200 in a CUDA graph (its CustomAllReduceV2). A size between two of them has the figure of the larger one."""
@@ -20,8 +20,8 @@ TWO_SHOT_BYTES = {2: 0, 4: 4 << 20, 8: 0}
 """The same for two shots. Two ranks: they move more than in one shot, and were never ahead. Others are not measured here:
 TensorRT-LLM's table for SM90, where NCCL takes over beyond that."""
 
-MEASURED = (2,)
-"""The group sizes whose figures were measured here."""
+MEASURED = (("sm90", 2),)
+"""Architectures and group sizes whose figures were measured here: on H200s with NVLink between them."""
 
 PIECE_BYTES = 16 << 20
 """Of the rows of one launch, at most: a call of more is several, so that buffers stay small."""
@@ -36,6 +36,15 @@ def rows_at_once(tokens: int, row_bytes: int) -> int:
     return tokens if tokens <= piece else piece
 
 
+def why_never(hidden: int, itemsize: int, world_size: int) -> str | None:
+    """Why the kernel is never taken for rows of so many columns, or None; arguments as `shots_of` has them."""
+    if world_size not in WORLD_SIZES:
+        return f"the kernel is for {WORLD_SIZES[0]} to {WORLD_SIZES[-1]} GPUs of one host, not for {world_size}"
+    if hidden * itemsize > WIDEST_BYTES:
+        return f"a row of {hidden} columns has {hidden * itemsize} bytes, and the kernel takes rows of up to {WIDEST_BYTES}"
+    return None
+
+
 def shots_of(hidden: int, itemsize: int, world_size: int) -> tuple[tuple[int, int], ...]:
     """In how many shots, and up to how many tokens, fewest first; nothing where the kernel is never taken.
 
@@ -44,7 +53,7 @@ def shots_of(hidden: int, itemsize: int, world_size: int) -> tuple[tuple[int, in
         itemsize: bytes of an element.
         world_size: ranks of the group.
     """
-    if world_size not in WORLD_SIZES or hidden * itemsize > WIDEST_BYTES:
+    if why_never(hidden, itemsize, world_size) is not None:
         return ()
     size = min(size for size in ONE_SHOT_BYTES if size >= world_size)
     most = [table[size] // (hidden * itemsize) for table in (ONE_SHOT_BYTES, TWO_SHOT_BYTES)]

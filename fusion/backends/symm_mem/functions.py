@@ -13,7 +13,7 @@ from ...compose import op_of
 from ...declare import GroupName, Op
 from ...ops.groups import summed
 from ..triton import family
-from .launch import Workspace, launch
+from .launch import launch
 from .workspaces import why_not, workspaces_of
 
 
@@ -27,17 +27,16 @@ def function_of(op: Op) -> Callable[..., Any]:
     place = next(place for place, argument in enumerate(op.args) if isinstance(argument, GroupName))
     rest = op_of(op.name.removeprefix("all_reduce_"), (op.chain or ())[1:])
     behind = family.function_of(rest)
-    fused: dict[int, tuple[Workspace, Callable[..., Any]]] = {}
 
     def function(x: Tensor, *args: Any) -> Any:
         group, others = args[place - 1], args[: place - 1] + args[place:]
         workspaces = workspaces_of(group, x)
         for workspace in workspaces:
             if x.numel() <= workspace.tokens * x.shape[-1]:
-                known = fused.get(id(workspace))
-                if known is None or known[0] is not workspace:
-                    known = fused[id(workspace)] = workspace, family.function_of(rest, partial(launch, workspace))
-                return known[1](x, *others)
+                fused = workspace.functions.get(op.name)
+                if fused is None:
+                    fused = workspace.functions[op.name] = family.function_of(rest, partial(launch, workspace))
+                return fused(x, *others)
         if not workspaces:
             _say_why(op.name, group)
         return behind(summed(x, group), *others)

@@ -11,6 +11,7 @@ from ..triton.family import Given, as_rows
 from .kernel import all_reduce_row_norm
 
 _CHUNK_BYTES = 16384
+_NARROW_BYTES = 8192
 _MANY_WARPS = 8
 
 
@@ -53,6 +54,8 @@ class Workspace(NamedTuple):
     "(1,) int32, zero between calls: which row the next program takes."
     owned: Any
     "What keeps the memory mapped."
+    functions: dict[str, Any]
+    "By op, what launches on it: kept here, so that both go with the group."
 
 
 def launch(
@@ -120,7 +123,8 @@ def shape(width: int, item: int, group: int, many: bool) -> tuple[int, int]:
     """Columns of a chunk and warps of a program, found on two H200s (benchmarks/results/all_reduce_tuning-2-ranks.json).
 
     A row comes in one chunk up to 16 KiB, as every chunk waits for its peers anew. A thread makes one 16-byte access per rank
-    and chunk; where there are more rows than programs at once, several programs of fewer threads share a multiprocessor.
+    and chunk, or four where rows are narrow; where there are more rows than programs at once, several programs of fewer
+    threads share a multiprocessor.
 
     Args:
         width: of a row.
@@ -129,5 +133,6 @@ def shape(width: int, item: int, group: int, many: bool) -> tuple[int, int]:
         many: more rows than programs at once.
     """
     chunk = max(min(tuning.power_of_two(width), _CHUNK_BYTES // item), group)
-    warps = max(1, chunk * item // (32 * 16))
+    size = chunk * item
+    warps = max(1, size // (32 * 16) // (4 if size <= _NARROW_BYTES else 1))
     return chunk, min(warps, _MANY_WARPS) if many else warps

@@ -11,6 +11,7 @@ import socket
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,7 @@ def _set_up(group: dist.ProcessGroup, x: Tensor) -> tuple[Workspace, ...]:
         if len(hosts) > 1
         else None
     )
-    made: tuple[Workspace, ...] = ()
+    made: list[Workspace] = []
     if reason is None:
         resident, row_bytes = min(number for _, _, number in told), -(-x.shape[-1] * x.element_size() // 16) * 16
         layouts = [
@@ -97,21 +98,25 @@ def _set_up(group: dist.ProcessGroup, x: Tensor) -> tuple[Workspace, ...]:
             )
             for shots, tokens in forms
         ]  # fmt: skip
-        reason, buffers = _by_all(group, x.device, lambda: [_buffer(layout, x.device) for layout in layouts])
-    if reason is None:
-        # All buffers are filled once everybody has answered.
-        reason, made = _by_all(
-            group,
-            x.device,
-            lambda: tuple(
-                _joined(group, layout, tokens, buffer)
-                for layout, (_, tokens), buffer in zip(layouts, forms, buffers, strict=True)
-            ),
-        )
+        for layout, (_, tokens) in zip(layouts, forms, strict=True):
+            reason, buffer = _by_all(group, x.device, partial(_buffer, layout, x.device))
+            if reason is None:
+                # All buffers are filled once everybody has answered.
+                reason, workspace = _by_all(group, x.device, partial(_joined, group, layout, tokens, buffer))
+            if reason is not None:
+                break
+            made.append(workspace)
     if reason is not None:
         _failed[group] = f"symmetric memory could not be set up: {reason}"
         return ()
-    return made
+    return tuple(made)
+
+
+def made_for(group: dist.ProcessGroup, device: torch.device, layout: Layout, tokens: int) -> Workspace:
+    """A workspace of a layout of one's own, for calls of up to so many tokens. Collective; what fails on one rank may hang the others."""
+    buffer = _buffer(layout, device)
+    dist.barrier(group)
+    return _joined(group, layout, tokens, buffer)
 
 
 def _by_all(group: dist.ProcessGroup, device: torch.device, step: Callable[[], Any]) -> tuple[str | None, Any]:
@@ -175,7 +180,7 @@ def _joined(group: dist.ProcessGroup, layout: Layout, tokens: int, buffer: Tenso
         phases = torch.zeros(layout.most, dtype=torch.int32, device=device)
         ticket = torch.zeros(1, dtype=torch.int32, device=device)
         torch.cuda.synchronize()
-    return Workspace(layout, tokens, buffers, phases, ticket, (buffer, handle))
+    return Workspace(layout, tokens, buffers, phases, ticket, (buffer, handle), {})
 
 
 @contextmanager
