@@ -130,7 +130,7 @@ class Layer:
             problems = [said.get(kernel, "not tried") for said in every]
             if not any(problems):
                 mxfp4_experts.chosen[:] = [kernel]
-                return f"experts by {kernel}; {every[0]}"
+                return f"experts by {kernel}, {mxfp4_experts.fastest[tokens]}; {every[0]}"
         raise SystemExit(f"no kernel for the experts runs: {every}")
 
     def compiled(self, arm: Arm, options: dict[str, Any]) -> Any:

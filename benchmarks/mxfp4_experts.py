@@ -6,19 +6,23 @@ they do not run, transformers' own grouped products do, with weights in bfloat16
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from mxfp4_plain import BLOCK, dequantised, gated, plain_sum
 from torch import Tensor, nn
 
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Of e2m1, by its three lower bits."""
-BLOCK = 32
+from layerfuse.bench.timing import Graph, time_graphs
+
 chosen = ["mxfp4"]
 """Which of `KERNELS` runs on a GPU."""
+fastest: dict[int, Any] = {}
+"""By tokens: the launch of its kernels that `try_out` found."""
 
 
 class Experts(nn.Module):
@@ -72,75 +76,38 @@ class Experts(nn.Module):
         return result
 
 
-def dequantised(codes: Tensor, scales: Tensor) -> Tensor:
-    """(..., columns, depth / 2) to (..., columns, depth) in bfloat16, exactly."""
-    table = torch.tensor([*VALUES, *(-value for value in VALUES)], device=codes.device)
-    both = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    wide = scales.repeat_interleave(BLOCK, -1)[..., : both.shape[-1]]
-    return (table[both.int()] * torch.exp2(wide.float() - 127)).bfloat16()
+_kept: dict[tuple[str, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+"""Weights as a kernel reads them, made once as engines do when they load them, by its name and where they lie as published.
+
+Together with the latter, so that nothing else comes to lie there.
+"""
 
 
-def gated(product: Tensor, alpha: float, limit: float) -> Tensor:
-    """As GptOssExperts gates: (..., 2 * intermediate), gate and up taking turns, to (..., intermediate)."""
-    gate, up = product[..., ::2].clamp(max=limit), product[..., 1::2].clamp(-limit, limit)
-    return (up + 1) * gate * torch.sigmoid(gate * alpha)
+def _once(name: str, change: Callable[[Tensor, Tensor], tuple[Tensor, ...]], *several: Tensor) -> tuple[Tensor, ...]:
+    key = name, several[0].data_ptr()
+    if key not in _kept:
+        changed = [change(*one) for one in zip(*several, strict=True)]
+        _kept[key] = several, tuple(torch.stack(each) for each in zip(*changed, strict=True))
+    return _kept[key][1]
 
 
-def _plain(x: Tensor, ids: Tensor, factors: Tensor, *given: Any) -> Tensor:
-    """Token by token, in float32 but for the rounding in between."""
-    gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, alpha, limit = given
-    rows = []
-    for token, several, weights in zip(x.float(), ids.tolist(), factors.float(), strict=True):
-        total = torch.zeros_like(token)
-        for expert, factor in zip(several, weights, strict=True):
-            product = dequantised(gate_up[expert], gate_up_scales[expert]).float() @ token + gate_up_bias[expert]
-            inner = gated(product, alpha, limit).bfloat16().float()
-            total += factor * (dequantised(down[expert], down_scales[expert]).float() @ inner + down_bias[expert])
-        rows.append(total)
-    return torch.stack(rows).to(x.dtype)
-
-
-def _mxfp4(x: Tensor, ids: Tensor, factors: Tensor, *given: Any) -> Tensor:
-    import triton
-    from mxfp4_experts_kernel import expert_mm, group_pairs
+def _mxfp4(x: Tensor, ids: Tensor, factors: Tensor, *given: Any, launch: Any = None) -> Tensor:
+    import mxfp4_experts_launch as source
 
     gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, alpha, limit = given
-    (tokens, hidden), top_k, experts = x.shape, ids.shape[1], gate_up.shape[0]
-    pairs, intermediate = tokens * top_k, gate_up.shape[1] // 2
-    order, *groups = (x.new_empty(pairs, dtype=torch.int32) for _ in range(4))
-    number = x.new_empty(1, dtype=torch.int32)
-    tile = max(16, triton.next_power_of_2(pairs))
-    group_pairs[(1,)](ids, order, *groups, number, pairs, tile=tile, part=min(32, tile), num_warps=8)
-    inner = x.new_empty((pairs, intermediate))
-    parts = x.new_empty((pairs, hidden), dtype=torch.float32)
-    # Few programs read the weights of few experts: narrow tiles make more of them.
-    tile_n = 32 if pairs < 16 else 64
-    for source, weight, scales, bias, out in (
-        (x, gate_up, gate_up_scales, gate_up_bias, inner),
-        (inner, down, down_scales, down_bias, parts),
-    ):
-        columns, depth = weight.shape[1], 2 * weight.shape[2]
-        grid = (triton.cdiv(columns, tile_n), min(pairs, experts))
-        expert_mm[grid](
-            source, weight, scales, bias, factors, out, order, *groups, number, columns, depth, scales.shape[2],
-            alpha, limit, top_k=top_k, gated=source is x, tile_m=16, tile_n=tile_n, tile_k=128, num_warps=4, num_stages=4,
-        )  # fmt: skip
-    return parts.view(tokens, top_k, hidden).sum(1, dtype=torch.float32).to(x.dtype)
-
-
-_wide: dict[int, tuple[Tensor, ...]] = {}
+    launch = launch or fastest.get(len(x)) or source.launches(ids.numel())[0]
+    first, second = (_once("mxfp4", source.packed, *both) for both in ((gate_up, gate_up_scales), (down, down_scales)))
+    return source.run(launch, x, ids, factors, *first, gate_up_bias, *second, down_bias, alpha, limit)
 
 
 def _grouped_mm(x: Tensor, ids: Tensor, factors: Tensor, *given: Any) -> Tensor:
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, alpha, limit = given
-    if gate_up.data_ptr() not in _wide:
-        several = ((gate_up, gate_up_scales), (down, down_scales))
-        _wide[gate_up.data_ptr()] = tuple(
-            torch.stack([dequantised(*one).t().contiguous() for one in zip(*both, strict=True)]) for both in several
-        )
-    wide_gate_up, wide_down = _wide[gate_up.data_ptr()]
+    (wide_gate_up,), (wide_down,) = (
+        _once("wide", lambda *one: (dequantised(*one).t().contiguous(),), *both)
+        for both in ((gate_up, gate_up_scales), (down, down_scales))
+    )
     module: Any = SimpleNamespace(
         gate_up_proj=wide_gate_up, gate_up_proj_bias=gate_up_bias, down_proj=wide_down, down_proj_bias=down_bias,
         num_experts=gate_up.shape[0], has_gate=True, has_bias=True, is_transposed=True, has_post_expert_norm=False,
@@ -160,7 +127,7 @@ def expert_sum(
     alpha: float, limit: float,
 ) -> Tensor:  # fmt: skip
     """(tokens, hidden), the experts of each token and their factors, (tokens, top_k) both, to (tokens, hidden)."""
-    function = KERNELS[chosen[0]] if x.is_cuda else _plain
+    function = KERNELS[chosen[0]] if x.is_cuda else plain_sum
     return function(
         x.contiguous(), ids.contiguous(), factors.contiguous(),
         gate_up, gate_up_scales, gate_up_bias, down, down_scales, down_bias, alpha, limit,
@@ -172,22 +139,89 @@ def _fake(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def try_out(experts: Experts, tokens: int, top_k: int) -> dict[str, str | None]:
-    """For each kernel, what is wrong with it for so many tokens, on this rank; None: it runs and is right."""
-    said: dict[str, str | None] = {}
+def drawn(experts: Experts, tokens: int, top_k: int) -> list[tuple[Any, ...]]:
+    """The op's arguments, several times, with other experts each time: so many that a cache cannot hold their weights."""
     generator = torch.Generator("cuda").manual_seed(tokens)
     x = torch.randn(tokens, experts.down.shape[1], device="cuda", generator=generator).bfloat16()
-    scores = torch.randn(tokens, experts.gate_up.shape[0], device="cuda", generator=generator).bfloat16()
-    factors, ids = scores.topk(top_k)
-    given = x, ids, factors.softmax(-1), *experts.given()
-    right = _plain(*given).float()
-    for name, function in KERNELS.items():
-        try:
-            got = function(*given).float()
-            error = float((got - right).norm() / right.norm())
-            said[name] = None if error < 0.02 else f"off by {error:.3g}"
-        except Exception as problem:  # whatever this build of torch or Triton cannot do
-            said[name] = f"{type(problem).__name__}: {str(problem).strip().splitlines()[0][:200]}"
-        if said[name] is None:
+    several = []
+    for _ in range(max(4, 32 // tokens)):
+        scores = torch.randn(tokens, experts.gate_up.shape[0], device="cuda", generator=generator).bfloat16()
+        factors, ids = scores.topk(top_k)
+        several.append((x, ids, factors.softmax(-1), *experts.given()))
+    return several
+
+
+def try_out(experts: Experts, tokens: int, top_k: int) -> dict[str, str | None]:
+    """For each kernel, what is wrong with it for so many tokens, on this rank; None: it runs and is right.
+
+    The first that does is the last one tried, and from then on takes the fastest of its launches.
+    """
+    said: dict[str, str | None] = {}
+    calls = drawn(experts, tokens, top_k)
+    right = plain_sum(*calls[0]).float()
+    for name in KERNELS:
+        problems, times = compared(name, calls, right)
+        said[name] = None if times else "; ".join(problems)
+        if times:
+            fastest[tokens] = min(times, key=lambda launch: times[launch])
             break
     return said
+
+
+def compared(name: str, calls: list[tuple[Any, ...]], right: Tensor) -> tuple[list[str], dict[Any, float]]:
+    """What is wrong with some launches of a kernel, and the microseconds of each that is right for the first of the calls."""
+    problems, graphs = [], {}
+    for launch, function in _variants(name, calls[0][1].numel()):
+        try:
+            got = function(*calls[0]).float()
+            error = float((got - right).norm() / right.norm())
+            if error < 0.02:
+                graphs[launch] = Graph([partial(function, *call) for call in calls], 1)
+            else:
+                problems.append(f"{launch}: off by {error:.3g}")
+        except Exception as problem:  # whatever this build of torch or Triton cannot do
+            problems.append(f"{launch}: {type(problem).__name__}: {str(problem).strip().splitlines()[0][:200]}")
+    return problems, {launch: timing.us for launch, timing in time_graphs(graphs, rounds=9).items()}
+
+
+def _variants(name: str, pairs: int) -> list[tuple[Any, Callable[..., Tensor]]]:
+    if name != "mxfp4":
+        return [(name, KERNELS[name])]
+    from mxfp4_experts_launch import launches
+
+    return [(launch, partial(KERNELS[name], launch=launch)) for launch in launches(pairs)]
+
+
+def main() -> int:
+    """Print what each kernel takes with one of two ranks' part of gpt-oss-120b, and how that compares with a copy."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--tokens", default="1,8,64")
+    parser.add_argument("--kernels", default=",".join(KERNELS))
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("nothing measured: the kernels take a GPU")
+        return 0
+    experts = Experts(128, 2880, 1440, 1.702, 7.0, biased=True, device="cuda", seed=1)
+    source, copy = torch.empty(2, 1 << 30, dtype=torch.uint8, device="cuda")
+    graph = {"copy": Graph([lambda: copy.copy_(source)], 4)}
+    speed = 2 * source.numel() / time_graphs(graph, rounds=9)["copy"].us
+    print(f"{torch.cuda.get_device_name()}: a copy moves {speed / 1e6:.2f} TB/s")
+    each = sum(value[0].nbytes for value in experts.given() if isinstance(value, Tensor))
+    wrong = False
+    for tokens in map(int, given.tokens.split(",")):
+        calls = drawn(experts, tokens, 4)
+        right = plain_sum(*calls[0]).float()
+        floor = sum(len(call[1].unique()) for call in calls) / len(calls) * each / speed
+        print(f"{tokens} tokens: the weights of the chosen experts at that speed: {floor:.1f} us", flush=True)
+        for name in given.kernels.split(","):
+            problems, times = compared(name, calls, right)
+            for launch, us in sorted(times.items(), key=lambda pair: pair[1]):
+                print(f"  {us:7.1f} us, {us / floor:5.2f} times that: {name} {launch if launch != name else ''}")
+            for problem in problems:
+                wrong = True
+                print(f"  FAILED: {name} {problem}", flush=True)
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
