@@ -3,8 +3,9 @@
 
     python benchmarks/all_reduce_replays.py --ranks 2 --replays 100000 [--shots 1] [--save]
 
-A rank is a process with a GPU. The graph holds calls with changing numbers of rows. Before each call, a kernel waits for a
-time of its own on each rank and replay. Inputs take turns, so that what an earlier call left behind is no right answer.
+A rank is a process with a GPU. The graph holds pairs of calls with changing numbers of rows. Before each pair, a kernel waits for a
+time of its own on each rank and replay; the second call adds to what the first gave, with nothing between them. Inputs take
+turns, so that what an earlier call left behind is no right answer.
 Between replays come eager calls with other numbers of rows. The residual is compared bit by bit with the float32 sum in the
 order of ranks, the norm within one step of bfloat16. The comparison is part of the graph: it counts what is wrong.
 """
@@ -12,13 +13,11 @@ order of ranks, the norm within one step of bfloat16. The comparison is part of 
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+import all_reduce_replays  # by its name: ranks import what they call
 import torch
 import torch.distributed as dist
 import triton
@@ -26,9 +25,10 @@ import triton.language as tl
 from environment import save
 from torch import Tensor
 
+from layerfuse.bench.ranks import Ranks
 from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.backends.symm_mem import function_of, workspaces
-from layerfuse.fusion.backends.symm_mem.crossovers import PIECE_BYTES
+from layerfuse.fusion.backends.symm_mem.crossovers import rows_at_once
 from layerfuse.fusion.backends.symm_mem.launch import Layout
 
 ROWS, EAGER = (1, 33, 128, 200), (2, 64, 300)
@@ -59,94 +59,78 @@ class Calls:
         self.residual = normal(SETS, rows, width).bfloat16()
         self.weight = (normal(width) * 0.2 + 1).bfloat16()
         self.x = every[rank].clone()
-        total = every[0].float()
+        self.total = every[0].float()
         for part in every[1:]:
-            total += part.float()
-        wide = total + self.residual.float()
-        self.summed = wide.bfloat16()
-        scale = torch.rsqrt(wide.double().square().mean(-1, keepdim=True) + EPSILON)
-        self.normed = (wide.double() * scale * self.weight.double()).float()
+            self.total += part.float()
 
-    def wrong(self, results: tuple[Tensor, Tensor], place: Tensor) -> Tensor:
+    def given(self, place: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's part and the residual of a set; `place` is its number, as a tensor of one."""
+        return self.x.index_select(0, place)[0], self.residual.index_select(0, place)[0]
+
+    def wrong(self, results: tuple[Tensor, Tensor], residual: Tensor, place: Tensor) -> Tensor:
         """How many elements are wrong, as a tensor of one number."""
         normed, summed = results
-        right = self.normed.index_select(0, place)[0]
+        wide = self.total.index_select(0, place)[0] + residual.float()
+        scale = torch.rsqrt(wide.double().square().mean(-1, keepdim=True) + EPSILON)
+        right = (wide.double() * scale * self.weight.double()).float()
         off = (normed.float() - right).abs() > right.abs() * 2**-8 + 1e-30
-        return (off | (summed != self.summed.index_select(0, place)[0]) | normed.isnan()).sum()
+        return (off | (summed != wide.bfloat16()) | normed.isnan()).sum()
 
 
-def run(rank: int, ranks: int, given: argparse.Namespace, folder: str) -> None:
+def run(given: argparse.Namespace, width: int) -> dict[str, Any]:
     """One rank."""
-    torch.cuda.set_device(rank)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=ranks)
-    device, group = torch.device("cuda", rank), dist.group.WORLD.group_name
-    function = function_of(FUSIONS["all_reduce_add_rms_norm"].op)
-    found = []
-    for width in given.widths:
-        row_bytes = width * 2
-        like = torch.empty(1, width, dtype=torch.bfloat16, device=device)
-        cores = torch.cuda.get_device_properties(device).multi_processor_count
-        rows = PIECE_BYTES // row_bytes // 16 * 16
-        layout = Layout(rank, ranks, given.shots, rows, row_bytes, 2, cores)
-        workspace = workspaces._joined(dist.group.WORLD, layout, rows, workspaces._buffer(layout, device))
-        workspaces.keep(group, like, workspace)
-        dist.barrier()
-        calls = {rows: Calls(rows, width, rank, ranks) for rows in (*ROWS, *EAGER)}
-        delays = _delays(given.seed * 100 + rank, device)
-        turn = torch.zeros(1, dtype=torch.int64, device=device)
-        wrong = torch.zeros(len(calls), dtype=torch.int64, device=device)
-
-        def step(number: int, rows: int, calls: Any = calls, wrong: Tensor = wrong, turn: Tensor = turn) -> None:
-            each, place = calls[rows], (turn + number) % SETS
-            x, residual = each.x.index_select(0, place)[0], each.residual.index_select(0, place)[0]
-            wait[(1,)](delays, turn, number % len(ROWS), len(ROWS), DELAYS - 1, num_warps=1)  # noqa: B023
-            wrong[number] += each.wrong(function(x, residual, each.weight, EPSILON, group, 0.0), place)
-
-        def whole() -> None:
-            turn.add_(1)  # noqa: B023
-            for number, rows in enumerate(ROWS):
-                step(number, rows)
-
-        whole()
-        for number, rows in enumerate(EAGER, len(ROWS)):
-            step(number, rows)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            whole()
-        begun, eager = time.perf_counter(), 0
-        for number in range(given.replays):
-            graph.replay()
-            if number % STRIDE == STRIDE - 1:
-                torch.cuda.synchronize()
-            if number % (STRIDE * 20) == 0:
-                eager += 1
-                for place, rows in enumerate(EAGER, len(ROWS)):
-                    step(place, rows)
-        torch.cuda.synchronize()
-        told: list[Any] = [None] * ranks
-        whole_buffer = bool((workspace.owned[0] == 255).all())
-        dist.all_gather_object(told, (wrong.tolist(), whole_buffer))
-        found.append(
-            {
-                "width": width, "replays": given.replays, "calls_per_replay": len(ROWS), "rows": [*ROWS, *EAGER],
-                "eager_calls": eager * len(EAGER), "wrong_elements": [each for each, _ in told],
-                "buffers_empty_at_the_end": [each for _, each in told], "seconds": time.perf_counter() - begun,
-            }
-        )  # fmt: skip
-        if rank == 0:
-            print(found[-1], flush=True)
-    if rank == 0:
-        failed = any(
-            any(map(any, each["wrong_elements"])) or not all(each["buffers_empty_at_the_end"]) for each in found
-        )
-        print("WRONG" if failed else "nothing wrong", flush=True)
-        if given.save:
-            name = f"all_reduce_replays-{ranks}-ranks-{given.shots}-shots"
-            print(f"written to {save(name, {'gpu': torch.cuda.get_device_name(), 'cases': found})}")
+    group: dist.ProcessGroup = dist.group.WORLD
+    rank, ranks = group.rank(), group.size()
+    device, row_bytes = torch.device("cuda", rank), width * 2
+    cores = torch.cuda.get_device_properties(device).multi_processor_count
+    most = rows_at_once(1 << 20, row_bytes)
+    layout = Layout(rank, ranks, given.shots, most, row_bytes, 2, cores)
+    workspace = workspaces.made_for(group, device, layout, most)
+    workspaces.keep(group.group_name, torch.empty(1, width, dtype=torch.bfloat16, device=device), workspace)
     dist.barrier()
-    dist.destroy_process_group()
+    function = function_of(FUSIONS["all_reduce_add_rms_norm"].op)
+    calls = {rows: Calls(rows, width, rank, ranks) for rows in (*ROWS, *EAGER)}
+    delays = _delays(given.seed * 100 + rank, device)
+    turn = torch.zeros(1, dtype=torch.int64, device=device)
+    wrong = torch.zeros(len(calls), dtype=torch.int64, device=device)
+
+    def pair(number: int, rows: int) -> None:
+        each, places = calls[rows], [(turn + number + i) % SETS for i in range(2)]
+        (x, residual), (next_x, _) = (each.given(place) for place in places)
+        wait[(1,)](delays, turn, number % len(ROWS), len(ROWS), DELAYS - 1, num_warps=1)
+        first = function(x, residual, each.weight, EPSILON, group.group_name, 0.0)
+        second = function(next_x, first[1], each.weight, EPSILON, group.group_name, 0.0)
+        wrong[number] += each.wrong(first, residual, places[0]) + each.wrong(second, first[1], places[1])
+
+    def whole() -> None:
+        turn.add_(1)
+        for number, rows in enumerate(ROWS):
+            pair(number, rows)
+
+    def between() -> None:
+        for number, rows in enumerate(EAGER, len(ROWS)):
+            pair(number, rows)
+
+    whole()
+    between()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        whole()
+    begun, eager = time.perf_counter(), 0
+    for number in range(given.replays):
+        graph.replay()
+        if number % STRIDE == STRIDE - 1:
+            torch.cuda.synchronize()
+        if number % (STRIDE * 20) == 0:
+            eager += 2 * len(EAGER)
+            between()
+    torch.cuda.synchronize()
+    return {
+        "width": width, "replays": given.replays, "calls_per_replay": 2 * len(ROWS), "rows": [*ROWS, *EAGER],
+        "eager_calls": eager, "wrong_elements": wrong.tolist(), "seconds": time.perf_counter() - begun,
+        "buffer_empty_at_the_end": bool((workspace.owned[0] == 255).all()),
+    }  # fmt: skip
 
 
 def _delays(seed: int, device: torch.device) -> Tensor:
@@ -157,7 +141,7 @@ def _delays(seed: int, device: torch.device) -> Tensor:
     return torch.where(torch.rand(DELAYS, generator=generator) < 0.1, long, short).int().to(device)
 
 
-def main() -> None:
+def main() -> int:
     """Start the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -171,11 +155,23 @@ def main() -> None:
         print(
             f"nothing replayed: this needs {given.ranks} GPUs that torch can see, and there are {torch.cuda.device_count()}"
         )
-        return
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    with TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run, (given.ranks, given, str(Path(folder))), nprocs=given.ranks)
+        return 0
+    cases, failed = [], False
+    with Ranks(given.ranks) as ranks:
+        for width in given.widths:
+            every = ranks.call(all_reduce_replays.run, given, width)
+            cases.append(
+                every[0]
+                | {name: [each[name] for each in every] for name in ("wrong_elements", "buffer_empty_at_the_end")}
+            )
+            print(cases[-1], flush=True)
+            failed |= any(any(each["wrong_elements"]) or not each["buffer_empty_at_the_end"] for each in every)
+    print("WRONG" if failed else "nothing wrong")
+    if given.save:
+        name = f"all_reduce_replays-{given.ranks}-ranks-{given.shots}-shots"
+        print(f"written to {save(name, {'gpu': torch.cuda.get_device_name(), 'cases': cases})}")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

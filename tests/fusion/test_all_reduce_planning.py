@@ -75,6 +75,9 @@ def test_world_sizes_that_no_kernel_takes() -> None:
     config = FusionConfig(switches={NAME: True})
     (decision,) = of(plan(wide, Target.named("sm90"), config), "layer:post_attention")
     assert decision.kind == "refused" and "2 to 8 GPUs of one host, not for 16" in decision.reason
+    long = [("layer", sharded_spec(2, 0, width=20000))]
+    (decision,) = of(plan(long, Target.named("sm90"), config), "layer:post_attention")
+    assert "a row of 20000 columns has 40000 bytes, and the kernel takes rows of up to 32768" in decision.reason
 
 
 def test_widths_that_are_no_whole_packs() -> None:
@@ -85,14 +88,20 @@ def test_widths_that_are_no_whole_packs() -> None:
 def test_on_nvidia_by_default_where_it_was_measured() -> None:
     sm90 = Target.named("sm90")
     fused, beyond = of(model("gpt-oss-20b", 2, sm90), "layers.1:input")
-    assert fused.applies and "one shot to 46603 tokens" in fused.reason
-    assert (beyond.kind, beyond.tokens.first) == ("not_applicable", 46604)
+    assert fused.applies and "one shot to 10194 tokens" in fused.reason
+    assert (beyond.kind, beyond.tokens.first) == ("not_applicable", 10195)
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm100"])
+def test_on_other_architectures_when_switched_on(arch: str) -> None:
+    (decision,) = of(model("gpt-oss-20b", 2, Target.named(arch)), "layers.1:input")
+    assert decision.kind == "refused" and f"and not on 2 of {arch}" in decision.reason
 
 
 def test_on_nvidia_elsewhere_when_switched_on() -> None:
     sm90 = Target.named("sm90")
     (decision,) = of(model("gpt-oss-20b", 4, sm90), "layers.1:input")
-    assert decision.kind == "refused" and "it was measured on 2 GPUs only" in decision.reason
+    assert decision.kind == "refused" and "it was measured on 2 GPUs of sm90 and not on 4 of sm90" in decision.reason
     assert kinds(of(model("gpt-oss-20b", 4, sm90), "layers.1:input", "add_rms_norm")) == [("expected", ANY)]
     on = model("gpt-oss-20b", 4, sm90, config=FusionConfig(switches={NAME: True, "add_rms_norm": True}))
     (fused, _) = of(on, "layers.1:input")

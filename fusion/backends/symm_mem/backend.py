@@ -67,8 +67,10 @@ def _refuses_group(case: Any) -> str | None:
         group = process_group(case.group)
     except GroupError as error:
         return str(error)
-    ranks = group.size()
+    never = why_never(case.width, case.dtype.itemsize, group.size())
+    if never is not None:
+        return never
     library = dist.get_backend_config(group)
     if "cuda:nccl" not in library:
         return f"the group's backends are {library}; it needs NCCL for CUDA tensors, which takes over beyond few tokens"
-    return why_never(case.width, case.dtype.itemsize, ranks) or why_not(case.group)
+    return why_not(case.group)
