@@ -69,10 +69,10 @@ def quantise(
     return quantised.view(-1, groups * size)[:, :width], scales
 
 
-def parts_of(x: Tensor, group: str) -> Tensor:
+def gathered(x: Tensor, group: str) -> Tensor:
     """What each rank gives, (ranks, *x.shape)."""
-    gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), world_size(group), group)
-    parts: Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+    every = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), world_size(group), group)
+    parts: Tensor = torch.ops._c10d_functional.wait_tensor(every)
     return parts
 
 
@@ -124,7 +124,7 @@ _ROUNDED: dict[str, Callable[..., Any]] = {
 
 EAGER: Arithmetic = {
     **_ROUNDED,
-    "_all_reduce": lambda x, group: parts_of(x, group).sum(0),
+    "_all_reduce": lambda x, group: gathered(x, group).sum(0),
     "_add": lambda x, residual: x + residual,
     "_norm": _torch_norm,
     "_gated_norm": _gated(_torch_norm),
@@ -135,7 +135,7 @@ EAGER: Arithmetic = {
 
 FUSABLE: Arithmetic = {
     **_ROUNDED,
-    "_all_reduce": lambda x, group: parts_of(x, group).float().sum(0),
+    "_all_reduce": lambda x, group: gathered(x, group).float().sum(0),
     "_add": lambda x, residual: x.float() + residual.float(),
     "_norm": wide_norm,
     "_gated_norm": _gated(wide_norm),
@@ -167,7 +167,7 @@ def _exact_gated(
 
 
 EXACT: Arithmetic = {
-    "_all_reduce": lambda x, group: parts_of(x, group).double().sum(0),
+    "_all_reduce": lambda x, group: gathered(x, group).double().sum(0),
     "_add": lambda x, residual: x.double() + residual.double(),
     "_norm": _exact_norm,
     "_gated_norm": _exact_gated,

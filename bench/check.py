@@ -2,8 +2,8 @@
 
 What is right is the form's chain in float64. A norm may err by its roundings, a sum by one, and padding not at all. A
 quantised value may err by half a step of its format at its size, a scale by float32's rounding, and an exponent of the MX
-formats not at all; a peer that quantises the rounded norm is held to that norm's rounding on top. So is one that rounds a sum over
-ranks before it adds the residual, to that sum's (`sums`).
+formats not at all; a peer that quantises the rounded norm is held to that norm's rounding on top. A sum over ranks may err as
+float32's additions do, and where it is rounded before the residual is added, by that rounding too (`sums`).
 """
 
 from __future__ import annotations

@@ -108,27 +108,31 @@ def _check(work: Work, entrants: Sequence[Entrant]) -> None:
     alive = [entrant for entrant in entrants if not entrant.failure]
     for index in dict.fromkeys((0, len(work.sets) - 1)):
         right = check.expected(work, index)
-        more = sums.slack(work, index)
+        slack = sums.slacks(work, index)
         for entrant in alive:
             if entrant.verdict is not None and not entrant.verdict.ok:
                 continue
-            verdict = _worst(team().gather(_verdict(work, index, right, more, entrant)))
+            verdict = _worst(team().gather(_verdict(work, index, right, slack, entrant)))
             if entrant.verdict is None or not verdict.ok or verdict.error > entrant.verdict.error:
                 message = verdict.message or (entrant.verdict.message if entrant.verdict is not None else "")
                 entrant.verdict = attrs.evolve(verdict, message=message)
 
 
 def _verdict(
-    work: Work, index: int, right: tuple[torch.Tensor, ...], more: check.Slack | None, entrant: Entrant
+    work: Work,
+    index: int,
+    right: tuple[torch.Tensor, ...],
+    slack: Callable[[bool], check.Slack] | None,
+    entrant: Entrant,
 ) -> check.Verdict:
     results, peer = _anew(entrant, index), entrant.peer
     if peer.is_copy:
         return check.check_copy(results)
     if peer.check is not None:
         return peer.check(work, index, results)
-    verdict = check.check(work, right, results, peer.rounds_between)
-    if not verdict.ok and more is not None:
-        again = check.check(work, right, results, peer.rounds_between, more)
+    verdict = check.check(work, right, results, peer.rounds_between, None if slack is None else slack(False))
+    if not verdict.ok and slack is not None:
+        again = check.check(work, right, results, peer.rounds_between, slack(True))
         verdict = attrs.evolve(again, message=sums.ROUNDS_THE_SUM) if again.ok else again
     if team().size > 1 and is_ours(peer) and not sums.same_bits(results):
         return attrs.evolve(verdict, ok=False, message="its bits differ from those of the first rank")
@@ -182,10 +186,8 @@ def _finite(number: float | None) -> float | None:
     return number if number is not None and abs(number) < float("inf") else None
 
 
-def host(place: torch.device, entrants: Sequence[Entrant]) -> tuple[Host, ...]:
-    """What a call costs the host, of whoever is right; nobody's on a CPU, or where ranks would wait for each other."""
-    if place.type != "cuda" or team().size > 1:
-        return ()
+def host(entrants: Sequence[Entrant]) -> tuple[Host, ...]:
+    """What a call of a GPU's costs the host, of whoever is right."""
     calls = {one.peer.name: one.calls[0] for one in entrants if one.ok and not one.peer.is_copy}
     timings = timing.time_host(calls, torch.cuda.synchronize)
     return tuple(Host(peer=name, us=found.us, low=found.low, high=found.high) for name, found in timings.items())

@@ -14,7 +14,7 @@ from attrs import frozen
 from .cases import TOKENS, Case, check_tokens, known_form
 from .choosing import Options, make_case
 from .errors import BenchError, CannotMeasureError
-from .ranks import Ranks, ranks_for
+from .ranks import Ranks, need_torch, ranks_for
 from .result import NOT_ASKED_FOR, Attendance, Host, Result, Row
 from .team import first, team
 
@@ -86,7 +86,7 @@ def run(
         quick: fewer tokens and rounds.
         device: cuda or cpu; the GPU if there is one.
         ranks: of a fusion that starts with an all-reduce, how many processes to start, one per GPU: all GPUs if not given,
-            two processes on a CPU; or `bench.Ranks` that have been started, for several runs.
+            two processes on a CPU; or `bench.Ranks`, for several runs.
         registry: what knows the model; the default one if not given.
         rounds: of timing, on a GPU; 40 if not given, 10 if quick.
         step: told of each step as it begins, for a progress bar.
@@ -106,9 +106,11 @@ def run(
         from ..registry import default
 
         registry = default
-    torch = _torch()
+    torch = need_torch()
     from ..fusion import Target
     from .arithmetic import EXACT, compose
+    from .peers import Setting, check_names
+    from .roster import names
 
     over_ranks = known_form(fusion)[0].all_reduce is not None
     if ranks is not None and not over_ranks:
@@ -130,6 +132,9 @@ def run(
         options=Options(**options),
     )
     compose(case.form, EXACT)  # what cannot be checked is not measured
+    if peers is not None and over_ranks and not (isinstance(ranks, Ranks) and ranks.started):
+        # Processes take seconds to start. Those that run may have peers of their own, and are asked.
+        check_names(names(Setting(case=case, device=kind)), peers)
     question = _Question(
         case=case,
         counts=check_tokens(TOKENS[kind, quick] if tokens is None else tokens),
@@ -174,16 +179,18 @@ def measured(question: _Question, step: Step) -> Result:
         raise CannotMeasureError(
             "none of these peers can run here: " + "; ".join(f"{n}: {why}" for n, why in reasons.items())
         )
-    total = len(counts) * (len(present) + 1) + 1
+    # On a CPU a call's time is the host's, and ranks would wait for each other.
+    on_host = place.type == "cuda" and ranks == 1
+    total = len(counts) * (len(present) + 1) + on_host
     rows: list[Row] = []
     host: tuple[Host, ...] = ()
     with torch.inference_mode():
         for count in counts:
             row, found = entrants.row(count, place, setting, present, question.rounds, lambda doing: step(doing, total))
             rows.append(row)
-            if count == counts[0]:
+            if on_host and count == counts[0]:
                 step(f"{count} tokens: time on the host", total)
-                host = entrants.host(place, found)
+                host = entrants.host(found)
             del found
             torch._dynamo.reset()
             if place.type == "cuda":
@@ -202,15 +209,6 @@ def measured(question: _Question, step: Step) -> Result:
         host=host,
         seconds=0.0,
     )
-
-
-def _torch() -> Any:
-    try:
-        import torch
-        import torch._dynamo
-    except ModuleNotFoundError as error:
-        raise CannotMeasureError(f"{error.name} is not installed; pip install 'layerfuse[torch]'") from None
-    return torch
 
 
 def _device(torch: Any, wanted: str | None) -> str:

@@ -22,7 +22,7 @@ def our_peers(setting: Setting) -> list[Peer]:
     chosen, case = _chosen(setting), _case(setting)
     return [
         Peer(
-            name=f"{OURS} ({name})",
+            name=_named(name),
             about=f"layerfuse.fusion.ops.{op}" if name == chosen else f"layerfuse's {name} backend, called directly",
             why_not=functools.partial(_why_not, reason),
             build=functools.partial(_build, name, name == chosen),
@@ -45,7 +45,17 @@ def settle(setting: Setting, place: torch.device) -> None:
 
 def chosen_name(setting: Setting) -> str:
     """The peer that users of the op get."""
-    return f"{OURS} ({_chosen(setting)})"
+    return _named(_chosen(setting))
+
+
+def our_names(setting: Setting) -> list[str]:
+    """Those of `our_peers`; asks no backend, as one may want a GPU or a process group."""
+    _public(setting)
+    return [_named(backend.name) for backend in backends._backends[setting.case.op]]
+
+
+def _named(backend: str) -> str:
+    return f"{OURS} ({backend})"
 
 
 def _chosen(setting: Setting) -> str:

@@ -130,11 +130,16 @@ def select(peers: Iterable[Peer], wanted: Sequence[str] | None, setting: Setting
     peers = list(peers)
     if wanted is None:
         return [peer for peer in peers if not (peer.slow and (quick or setting.device == "cpu"))]
-    names = {peer.name: peer for peer in peers}
-    for name in wanted:
-        if name != OURS and name not in names:
-            raise UnknownPeerError(name, (OURS, *names))
+    check_names([peer.name for peer in peers], wanted)
     return [peer for peer in peers if peer.name in wanted or (OURS in wanted and is_ours(peer))]
+
+
+def check_names(known: Iterable[str], wanted: Iterable[str]) -> None:
+    """Raise UnknownPeerError for a name that no peer has."""
+    known = (OURS, *known)
+    for name in wanted:
+        if name not in known:
+            raise UnknownPeerError(name, known)
 
 
 def is_ours(peer: Peer) -> bool:

@@ -37,7 +37,7 @@ _UNSAID = {
 
 
 class Ranks:
-    """Processes that are one process group: NCCL's over GPUs, gloo's on a CPU.
+    """Processes that are one process group: NCCL's over GPUs, gloo's on a CPU. `with` starts them, else their first call.
 
     with bench.Ranks(2) as ranks:
         for width in (2880, 7168):
@@ -45,7 +45,7 @@ class Ranks:
     """
 
     def __init__(self, size: int | None = None, device: str | None = None) -> None:
-        """Start them.
+        """Choose how many and where.
 
         Args:
             size: how many; all GPUs of this machine (8 at most) if not given, and two on a CPU.
@@ -54,15 +54,16 @@ class Ranks:
         Raises:
             BenchError: fewer than two, or more than this machine has GPUs.
             CannotMeasureError: torch is missing, or was built without torch.distributed.
-            RankError: they could not join.
         """
         self.size, self.device = ranks_for(size, device)
+        self.started = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._ends: list[Any] = []
+
+    def _start(self) -> None:
         import torch.distributed as dist
 
-        if not dist.is_available():
-            raise CannotMeasureError("this torch was built without torch.distributed")
+        self.started = True
         # The ranks meet here; it outlives them, so that none loses what another has said.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         paths = os.pathsep.join(filter(None, [os.getcwd() if path == "" else path for path in sys.path]))
@@ -82,12 +83,14 @@ class Ranks:
                 )
                 theirs.close()
                 self._ends.append(mine)
-            self._collect(lambda _doing, _total: None)
+            self._collect("starting", lambda _doing, _total: None)
         except BaseException:
             self.close()
             raise
 
     def __enter__(self) -> Ranks:
+        if not self.started:
+            self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,28 +126,31 @@ class Ranks:
 
         Raises:
             LayerfuseError: as a rank raised it, if all did.
-            RankError: a rank raised something else, died, or said nothing for `SILENCE`; all of them are ended.
+            RankError: a rank could not join, raised something else, died, or said nothing for `SILENCE`; all of them are
+                ended.
         """
+        if not self.started:
+            self._start()
         if not self.alive:
             raise RankError("these ranks have ended")
         work = pickle.dumps((function, arguments, step is not None))
         try:
             for end in self._ends:
                 end.send_bytes(work)
-            return self._collect(step or (lambda _doing, _total: None))
+            return self._collect("working", step or (lambda _doing, _total: None))
         except _SameOnAllError as error:
             raise error.error from None
         except BaseException:
             self.close()
             raise
 
-    def _collect(self, step: Callable[[str, int], None]) -> list[Any]:
+    def _collect(self, begun: str, step: Callable[[str, int], None]) -> list[Any]:
         waiting = dict(enumerate(self._ends))
         ranks = {end: rank for rank, end in waiting.items()}
         answers: dict[int, Any] = {}
         problems: dict[int, str] = {}
         errors: list[LayerfuseError | None] = []
-        doing = ["starting"] * self.size
+        doing = [begun] * self.size
         until = [time.monotonic() + SILENCE] * self.size
         last = float("inf")
         while waiting:
@@ -200,20 +206,41 @@ class _SameOnAllError(Exception):
         super().__init__(error)
 
 
+def need_torch() -> Any:
+    """The module torch.
+
+    Raises:
+        CannotMeasureError: it is missing, or something that it needs.
+    """
+    try:
+        import torch
+        import torch._dynamo
+    except ModuleNotFoundError as error:
+        raise CannotMeasureError(f"{error.name} is not installed; pip install 'layerfuse[torch]'") from None
+    return torch
+
+
 def ranks_for(size: int | None, device: str | None) -> tuple[int, str]:
     """How many ranks there are to be, and on which kind of device.
 
     Raises:
         BenchError: fewer than two, or more than this machine has GPUs.
+        CannotMeasureError: torch is missing, or was built without torch.distributed.
     """
-    import torch
-
+    torch = need_torch()
+    if not torch.distributed.is_available():
+        raise CannotMeasureError("this torch was built without torch.distributed")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = device or ("cuda" if there else "cpu")
     if device not in ("cpu", "cuda"):
         raise BenchError(f"device must be cuda or cpu, got {device!r}")
     if size is None:
         size = min(there, MOST) if device == "cuda" else 2
+        if size < 2:
+            raise BenchError(
+                f"this machine has {there} GPU{'' if there == 1 else 's'}, and an all-reduce takes at least two, one rank each; "
+                "device cpu takes processes instead"
+            )
     if device == "cuda" and not 2 <= size <= there:
         raise BenchError(
             f"an all-reduce is measured on 2 or more GPUs, one rank each: {size} are asked for, and torch finds {there}; "

@@ -26,12 +26,11 @@ class Table:
 
 
 def tables(result: Result) -> list[Table]:
-    """Microseconds; the peers relative to ours, and ours to the copy; the host's time."""
-    found = [_times(result)]
-    if result.ours is not None:
-        found.append(_ratios(result, result.ours))
+    """Microseconds; the peers relative to ours, and ours to the copy; the host's time. Those without a figure are left out."""
+    relative = [] if result.ours is None else [_ratios(result, result.ours)]
     if result.ours is not None and result.case.ranks > 1:
-        found.append(_against(result, result.ours))
+        relative.append(_against(result, result.ours))
+    found = [_times(result), *(table for table in relative if any(any(cells) for _, *cells in table.rows))]
     if result.host:
         found.append(
             Table(

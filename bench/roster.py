@@ -7,7 +7,7 @@ from functools import partial
 
 from .aiter_peer import aiter_peer
 from .flashinfer_reduced import flashinfer_reduced_peer
-from .ours import our_peers
+from .ours import our_names, our_peers
 from .peers import Peer, Setting, added
 from .plain_torch import COMBO_KERNELS, COPY, EAGER_TORCH, INDUCTOR, MAX_AUTOTUNE
 from .thirdparty import THIRD_PARTIES, peer_of
@@ -24,9 +24,18 @@ called on all ranks at once; `team.team()` is how they talk, and torch.distribut
 
 def all_peers(setting: Setting) -> list[Peer]:
     """Every peer, here or not: ours first, the copy last."""
+    return [*our_peers(setting), *_others(setting)]
+
+
+def names(setting: Setting) -> list[str]:
+    """Those of `all_peers`, without asking any backend; needs no GPU and no process group."""
+    return [*our_names(setting), *(peer.name for peer in _others(setting))]
+
+
+def _others(setting: Setting) -> list[Peer]:
     if setting.case.declared.all_reduce is not None:
         whole = [peer(setting) for peer in WHOLE_OPS]
-        return [*our_peers(setting), *whole, *unfused_peers(setting), *added(), COPY]
+        return [*whole, *unfused_peers(setting), *added(), COPY]
     compilers = (INDUCTOR, COMBO_KERNELS, MAX_AUTOTUNE)
     others = (aiter_peer(setting), vllm_peer(setting), *(peer_of(third, setting) for third in THIRD_PARTIES))
-    return [*our_peers(setting), EAGER_TORCH, *compilers, *others, *added(), COPY]
+    return [EAGER_TORCH, *compilers, *others, *added(), COPY]

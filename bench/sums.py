@@ -1,16 +1,22 @@
-"""What is right of a sum over ranks: float64 of all parts, how far a rounded sum may be off, and the same bits on all ranks."""
+"""What is right of a sum over ranks: float64 of all parts, how far it may be off in float32 or rounded, and the same bits on all ranks."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..fusion.steps import Add, AllReduce, Norm
-from .arithmetic import parts_of
+from .arithmetic import gathered
 from .cases import step_of
 from .check import Slack, Verdict
 from .inputs import Work
+from .reducers import parts_of
+
+FLOAT32 = torch.finfo(torch.float32).eps / 2
+"""Largest error of one addition in float32, relative to the sizes of what is added."""
 
 ROUNDING_UNITS = 0.6
 """Largest error of one addition of a sum over ranks, in units of its dtype's epsilon: a rounding errs by half a unit."""
@@ -20,9 +26,8 @@ ROUNDS_THE_SUM = "right where the sum over ranks may be rounded, before the resi
 
 
 def _parts(work: Work, index: int) -> Tensor:
-    reduced = step_of(work.case.form, AllReduce)
-    place = next(place for place, rows in enumerate(work.case.form.op.rows) if reduced and rows.name == reduced.x)
-    return parts_of(work.sets[index][place], dist.group.WORLD.group_name).double()
+    """Of every rank, in float64, (ranks, tokens, width). All ranks call it."""
+    return gathered(parts_of(work)[index], dist.group.WORLD.group_name).double()
 
 
 def _rounding(parts: Tensor) -> float:
@@ -30,22 +35,33 @@ def _rounding(parts: Tensor) -> float:
     return ROUNDING_UNITS * (len(parts) - 1)
 
 
-def slack(work: Work, index: int) -> Slack | None:
-    """How far results may be off where the sum over ranks was rounded; None where the chain is another. All ranks call it."""
+def slacks(work: Work, index: int) -> Callable[[bool], Slack] | None:
+    """From whether the sum over ranks may be rounded to how far results may be off; None where the chain is another.
+
+    In float32 each rank's part and the residual cost an addition, and where they cancel, its error outgrows a rounding of
+    what is left. All ranks call it.
+    """
     form = work.case.form
     add, norm = step_of(form, Add), step_of(form, Norm)
     if step_of(form, AllReduce) is None or add is None or norm is None:
         return None
     parts = _parts(work, index)
-    off = parts.abs().sum(0).mul_(_rounding(parts) * torch.finfo(work.dtype).eps)
-    given = dict(zip((rows.name for rows in form.op.rows), work.sets[index], strict=True))
-    total = parts.sum(0).add_(given[add.residual])
+    residual = dict(zip((rows.name for rows in form.op.rows), work.sets[index], strict=True))[add.residual]
+    total, sizes = parts.sum(0).add_(residual), parts.abs().sum(0)
+    wide, rounding = len(parts) * FLOAT32, _rounding(parts) * torch.finfo(work.dtype).eps
     size = total.square().mean(-1, keepdim=True).add_(work.case.epsilons[norm.epsilon]).sqrt_()
     offset = 0.0 if norm.weight_offset is None else work.case.weight_offsets[norm.weight_offset]
     factor = (work.weights[norm.weight].double() + offset).abs()
-    # An element is off by its own error, and by that of the root mean square.
-    of_size = off.square().mean(-1, keepdim=True).sqrt_() / size
-    return Slack(total=off, norm=(off + total.abs() * of_size) * factor / size)
+
+    def slack(rounded: bool) -> Slack:
+        off = (sizes + residual.abs()).mul_(wide)
+        if rounded:
+            off.add_(sizes, alpha=rounding)
+        # An element is off by its own error, and by that of the root mean square.
+        of_size = off.square().mean(-1, keepdim=True).sqrt_() / size
+        return Slack(total=off, norm=(off + total.abs() * of_size) * factor / size)
+
+    return slack
 
 
 def check_sum(work: Work, index: int, results: tuple[Tensor, ...]) -> Verdict:

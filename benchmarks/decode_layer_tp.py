@@ -270,7 +270,7 @@ def measured(given: argparse.Namespace, name: str, tokens: int, step: Callable[[
 def main() -> int:
     """Measure all that was asked for, as far as the time goes; 1 where something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", choices=[*LAYERS, []], help="default: all")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(LAYERS)}; default: all")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", default="1,8,64")
     parser.add_argument("--arms", default="nccl,opaque,all_reduce,all", help=f"of {', '.join(ARMS)}")
@@ -285,8 +285,12 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script: tiny layers")
     given = parser.parse_args()
     given.variants = given.variants or (",".join(VARIANTS) if given.device == "cuda" else "plain")
-    for chosen, known in ((given.arms, ARMS), (given.variants, VARIANTS)):
-        unknown = [each for each in chosen.split(",") if each not in known]
+    for chosen, known in (
+        (given.models, LAYERS),
+        (given.arms.split(","), ARMS),
+        (given.variants.split(","), VARIANTS),
+    ):
+        unknown = [each for each in chosen if each not in known]
         if unknown:
             parser.error(f"{', '.join(unknown)}: expected some of {', '.join(known)}")
     there = torch.cuda.device_count() if given.device == "cuda" else given.ranks

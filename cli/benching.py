@@ -45,38 +45,50 @@ def answer_bench(
     for name in names:
         known_form(name)
     wanted = names or (*forms(), *forms_over_ranks())
+    over_ranks = [name for name in wanted if name in forms_over_ranks()]
     counts, by_hand = _numbers("--tokens", tokens), _numbers("--widths", widths)
     folder = writable(_default_folder() if out is None else out)
     registry = registry_with(files)
     warnings.filterwarnings("ignore", module=r"(torch|triton)\b")
-    results = []
+    results: list[Result] = []
+    unknown: bench.UnknownPeerError | None = None
     with contextlib.ExitStack() as processes:
-        started: bench.Ranks | int | None = ranks
+
+        def shared() -> bench.Ranks:
+            """Once for all; the first call starts the processes."""
+            made = bench.Ranks(ranks, device)
+            processes.callback(made.close)
+            return made
+
+        # What was asked for is refused before anything is measured.
+        together = shared() if over_ranks and (names or ranks is not None) else None
         for name in dict.fromkeys(wanted):
             try:
                 with _progress() as step:
-                    if name in forms_over_ranks() and not isinstance(started, bench.Ranks):
-                        started = processes.enter_context(bench.Ranks(ranks, device))  # once for all
-                    given = started if name in forms_over_ranks() else ranks
+                    if name in over_ranks:
+                        together = together or shared()
                     result = bench.run(
                         name,
                         tokens=counts,
                         widths=by_hand,
                         registry=registry,
                         step=step,
-                        ranks=given,
+                        ranks=together if name in over_ranks else None if over_ranks else ranks,
                         device=device,
                         **options,
                     )
-            except bench.BenchError as error:
+            except (bench.BenchError, bench.UnknownPeerError) as error:
                 if names:
                     raise
+                unknown = error if isinstance(error, bench.UnknownPeerError) else unknown
                 console(stderr=True).print(f"left out: {error}", soft_wrap=True)  # of all, some do not fit the question
                 continue
             written = bench.write(result, folder)
             results.append(result)
             if not json:
                 _print(result, written)
+    if unknown is not None and not results:
+        raise unknown
     if json:
         plain = [result.to_dict() for result in results]
         print_json(plain[0] if len(names) == 1 else plain)

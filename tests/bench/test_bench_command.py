@@ -46,8 +46,8 @@ def test_tables_on_stdout_progress_on_stderr_and_files_here(type_in, tmp_path):
     assert head.split() == ["tokens", "sets", "copy", "layerfuse", "(reference)", "eager"]
     rows = [line.split() for line in out.splitlines() if line.split()[:1] in (["1"], ["5"])]
     assert [(row[0], len(row)) for row in rows[:4]] == [("1", 5), ("5", 5), ("1", 3), ("5", 3)]
-    assert err.startswith("[1/9] 1 tokens: layerfuse (reference)\n")
-    assert "[9/9]" in err.splitlines()[-1]
+    assert err.startswith("[1/8] 1 tokens: layerfuse (reference)\n")
+    assert "[8/8]" in err.splitlines()[-1]
     files = sorted(path.name for path in tmp_path.iterdir())
     assert [name.rsplit(".", 1)[1] for name in files] == ["json", "md", "svg"]
     assert all(name in out for name in files)
@@ -122,6 +122,17 @@ def test_a_wrong_peer_makes_it_exit_with_1(type_in, peer):
     assert "broken wrong at 5 tokens: a norm is off by" in out
 
 
+def test_without_a_name_a_peer_is_measured_where_it_is_known_and_unknown_where_it_never_is(type_in):
+    options = ["--group-size", "64", "--tokens", "1", "--device", "cpu", "--quick", "--json"]
+    code, out, err = type_in(*options, "--peers", "eager")
+    assert code == 0
+    assert len(json.loads(out)) > 1
+    assert "left out: no peer is called 'eager'" in err
+    code, out, err = type_in(*options, "--peers", "eagr")
+    assert (code, out) == (2, "")
+    assert err.splitlines()[-1].startswith("layerfuse: no peer is called 'eagr'")
+
+
 def in_a_python_without(module, code, tmp_path):
     return subprocess.run(
         [sys.executable, "-c", f"import sys; sys.modules[{module!r}] = None\n{code}"],
@@ -142,9 +153,8 @@ def test_without_matplotlib_the_plot_is_left_out_and_said_so(tmp_path):
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".md"]
 
 
-def test_without_torch_it_says_how_to_install_it(tmp_path):
-    done = in_a_python_without(
-        "torch", "from layerfuse.cli import main; main(['bench', 'mla_dual_rms_norm'])", tmp_path
-    )
+@pytest.mark.parametrize("fusion", ["mla_dual_rms_norm", "all_reduce_add_rms_norm"])
+def test_without_torch_it_says_how_to_install_it(tmp_path, fusion):
+    done = in_a_python_without("torch", f"from layerfuse.cli import main; main(['bench', '{fusion}'])", tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == "layerfuse: torch is not installed; pip install 'layerfuse[torch]'\n"

@@ -56,6 +56,19 @@ def test_ours_is_held_against_the_best_unfused_way(measure):
     assert table.rows[0] == ("1", f"{ours / best:.2f}", f"{ours / best:.2f}", "", "gloo + layerfuse")
 
 
+def test_float32_is_no_rounding_of_the_sum_where_much_cancels(measure):
+    """At this size an element is left with so little that float32's additions show in its bfloat16."""
+    (row,) = measure(peers=[OURS], tokens=[64], widths=[7168]).rows
+    assert (row.of(OURS).verdict, row.of(OURS).message) == ("ok", "")
+
+
+def test_only_what_is_measured_is_announced_and_shown(measure):
+    steps = []
+    result = measure(peers=[OURS], step=lambda *step: steps.append(step))
+    assert steps == [(f"{count} tokens: {what}", 4) for count in (1, 5) for what in (OURS, "timing")]
+    assert [table.title for table in report.tables(result)] == ["Microseconds per call"]
+
+
 def test_a_library_that_rounds_its_sum_is_right_and_says_so(measure):
     result = measure(peers=["gloo + layerfuse"], tokens=[64])
     (said,) = [line for line in report.remarks(result) if "may be rounded" in line]
@@ -122,6 +135,7 @@ def test_multicast_stays_off(ranks):
             {"fusion": FORM, "ranks": 2, "device": "cuda"},
             "2 are asked for, and torch finds 0; device cpu takes processes",
         ),
+        ({"fusion": FORM, "device": "cuda"}, "^this machine has 0 GPUs, and an all-reduce takes at least two"),
         ({"fusion": FORM, "device": "tpu"}, "device must be cuda or cpu, got 'tpu'"),
     ],
 )
@@ -129,6 +143,20 @@ def test_ranks_that_cannot_be_are_refused(given, said, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(bench.BenchError, match=said):
         bench.run(**{"device": "cpu", **given})
+
+
+def test_an_unknown_peer_is_refused_before_any_process_starts():
+    ranks = bench.Ranks(2, "cpu")
+    for given in (2, ranks):
+        with pytest.raises(bench.UnknownPeerError, match="'gloo on'; did you mean 'gloo alone'") as error:
+            bench.run(FORM, widths=[256], peers=["gloo on"], device="cpu", ranks=given)
+        assert {"layerfuse", OURS, "flashinfer fused", "gloo + inductor", "copy"} < set(error.value.known)
+        assert error.traceback[-1].name == "check_names"  # raised here, not told by a rank
+    assert not ranks.started
+
+
+def test_peers_of_started_ranks_are_theirs_to_know(measure):
+    assert measure(peers=["sum"], tokens=[1]).present == ("sum",)
 
 
 def test_a_rank_that_dies_ends_all_with_what_is_known():
@@ -153,18 +181,60 @@ def test_who_waits_for_a_rank_says_for_which_and_how_long():
 
 def test_a_rank_that_falls_silent_ends_all(monkeypatch):
     with bench.Ranks(2, "cpu") as started:
+        started.call(rank_peers.sleeps, 0)  # imports what takes a while
         monkeypatch.setattr(ranks_module, "SILENCE", 0.5)
-        with pytest.raises(bench.RankError, match="rank 1 of 2, starting: nothing was heard for 0 s; ended"):
+        with pytest.raises(bench.RankError, match="rank 1 of 2, working: nothing was heard for 0 s; ended"):
             started.call(rank_peers.sleeps, 100)
         assert not started.alive
 
 
-def test_the_command_starts_its_own_processes(capsys, tmp_path, monkeypatch):
+def test_ranks_that_nobody_entered_start_with_their_first_call():
+    started = bench.Ranks(2, "cpu")
+    try:
+        assert not started.alive
+        assert started.call(rank_peers.sleeps, 0) == [0, 1]
+        assert started.alive
+    finally:
+        started.close()
+
+
+@pytest.fixture
+def type_in(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as left:
-        main(["bench", FORM, "--widths", "256", "--tokens", "1", "--device", "cpu", "--ranks", "2", "--quick",
-              "--peers", "layerfuse,gloo + layerfuse", "--json"])  # fmt: skip
-    assert left.value.code == 0
-    result = Result.from_dict(json.loads(capsys.readouterr().out))
+
+    def run(*arguments):
+        with pytest.raises(SystemExit) as left:
+            main(["bench", *arguments, "--device", "cpu", "--quick", "--json"])
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_command_gives_ranks_to_what_starts_with_an_all_reduce_alone(type_in):
+    names = ["add_rms_norm", FORM]
+    code, out, _ = type_in(*names, "--widths", "256", "--tokens", "1", "--ranks", "2", "--peers", OURS)
+    assert code == 0
+    assert [(one["case"]["op"], one["case"]["ranks"]) for one in json.loads(out)] == [(names[0], 1), (FORM, 2)]
+
+
+def test_the_command_refuses_ranks_where_nothing_starts_with_an_all_reduce(type_in):
+    code, out, err = type_in("add_rms_norm", "--ranks", "2")
+    assert (code, out) == (2, "")
+    assert "add_rms_norm runs on one rank; several are for what starts with an all-reduce" in err
+
+
+def test_the_command_refuses_ranks_that_cannot_be_before_it_measures(type_in):
+    code, out, err = type_in("add_rms_norm", FORM, "--ranks", "1")
+    assert (code, out) == (2, "")
+    assert err.endswith("an all-reduce is measured on 2 or more ranks, got 1\n")
+    assert "[1/" not in err
+
+
+def test_the_command_starts_its_own_processes(type_in):
+    code, out, _ = type_in(
+        FORM, "--widths", "256", "--tokens", "1", "--ranks", "2", "--peers", "layerfuse,gloo + layerfuse"
+    )
+    assert code == 0
+    result = Result.from_dict(json.loads(out))
     assert result.ours == OURS
     assert result.rows[0].us("gloo + layerfuse") is not None

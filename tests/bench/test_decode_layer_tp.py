@@ -40,6 +40,15 @@ def test_ranks_start_fuse_and_agree(model, fused):
 
 
 def test_what_was_not_begun_in_time_is_a_failure():
-    done = run("gpt-oss-120b", "--limit", "-1")
+    done = run("--limit", "-1")
     assert done.returncode == 1
-    assert done.stdout.splitlines() == ["FAILED: gpt-oss-120b, 2 tokens: not begun: -1 s were over"]
+    assert done.stdout.splitlines() == [
+        f"FAILED: {model}, 2 tokens: not begun: -1 s were over" for model in ("deepseek-v3", "gpt-oss-120b")
+    ]
+
+
+def test_models_are_those_of_the_help():
+    assert "of deepseek-v3, gpt-oss-120b; default: all" in " ".join(run("--help").stdout.split())
+    refused = run("gpt-oss-20b")
+    assert refused.returncode == 2
+    assert "gpt-oss-20b: expected some of deepseek-v3, gpt-oss-120b" in refused.stderr
