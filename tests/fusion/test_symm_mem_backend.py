@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,3 +84,25 @@ def test_what_is_refused(group: str) -> None:
 
 def test_without_process_groups() -> None:
     assert "call torch.distributed.init_process_group" in str(refusal("0"))
+
+
+def test_workspaces_go_with_their_group(group: str) -> None:
+    """And with them the functions that launch on them."""
+    pytest.importorskip("triton")
+    from layerfuse.fusion.backends.symm_mem import function_of, workspaces
+    from layerfuse.fusion.backends.symm_mem.launch import Layout, Workspace
+
+    def used() -> weakref.ref[torch.Tensor]:
+        own = dist.new_group()
+        x, buffer = torch.ones(0, 64), torch.zeros(64, dtype=torch.uint8)
+        addresses, phases = torch.zeros(2, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+        layout = Layout(rank=0, world_size=2, shots=1, most=4, row_bytes=256, item=4, resident=4)
+        workspaces.keep(own.group_name, x, Workspace(layout, 4, addresses, phases, phases[:1], buffer, {}))
+        function_of(OP)(x, x, torch.ones(64), 1e-6, own.group_name, 0.0)
+        assert own.group_name != group
+        dist.destroy_process_group(own)
+        return weakref.ref(buffer)
+
+    left = used()
+    gc.collect()
+    assert left() is None
