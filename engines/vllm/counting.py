@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
@@ -19,17 +17,34 @@ def fused_ops() -> dict[str, str]:
     return {form.op.name: fusion.name for fusion in FUSIONS.values() for form in fusion.forms}
 
 
-@contextmanager
-def counting(into: Counter[str]) -> Iterator[None]:
-    """Add the calls of fused ops to a counter, by the op's name."""
-    known = fused_ops()
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        yield
-    for event in profiled.events():
-        name = event.name.removeprefix(NAMESPACE)
-        # Under a dispatch mode, as in Inductor's first call of a graph, one call is seen twice, the one inside the other.
-        if name != event.name and name in known and not _inside(event, event.name):
-            into[name] += 1
+class Counting:
+    """Counts from `start` to `stop`."""
+
+    def __init__(self) -> None:
+        self._profile: Any = None
+
+    def start(self) -> None:
+        """Begin.
+
+        Raises:
+            RuntimeError: the profiler is in use.
+        """
+        profiled = profile(activities=[ProfilerActivity.CPU])
+        profiled.__enter__()
+        self._profile = profiled
+
+    def stop(self) -> Counter[str] | None:
+        """Calls of fused ops by the op's name; None where counting had not begun."""
+        if self._profile is None:
+            return None
+        self._profile.__exit__(None, None, None)
+        known, counts = fused_ops(), Counter[str]()
+        for event in self._profile.events():
+            name = event.name.removeprefix(NAMESPACE)
+            # Under a dispatch mode, as in Inductor's first call of a graph, one call is seen twice, one inside the other.
+            if name != event.name and name in known and not _inside(event, event.name):
+                counts[name] += 1
+        return counts
 
 
 def _inside(event: Any, name: str) -> bool:

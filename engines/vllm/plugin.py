@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -228,10 +227,17 @@ def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     unit = _running()
     if unit is None or not unit.active:
         return original(*args, **kwargs)
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    return unit.compile_piece(
-        given["graph"], given.get("graph_index", 0), str(given["compile_range"]), lambda: original(*args, **kwargs)
-    )
+    outline, started = None, unit.piece_starts()
+    with _quietly("reading a piece of the graph"):
+        from .pieces import outline_of
+
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        outline = outline_of(given["graph"])
+    result = original(*args, **kwargs)
+    with _quietly("recording a piece of the graph"):
+        if outline is not None:
+            unit.piece_ends(outline, given.get("graph_index", 0), str(given["compile_range"]), started)
+    return result
 
 
 def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -254,16 +260,25 @@ def _at_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator
         with original(*args, **kwargs) as monitor:
             yield monitor
         return
-    from .counting import counting
+    from .counting import Counting
 
-    counts: Counter[str] = Counter()
-    with original(*args, **kwargs) as monitor, counting(counts):
-        yield monitor
-    unit.counted = counts
+    counting = Counting()
+    with original(*args, **kwargs) as monitor:
+        with _quietly("counting calls"):
+            counting.start()
+        try:
+            yield monitor
+        finally:
+            with _quietly("counting calls"):
+                unit.counted = counting.stop()
 
 
 def _finish(unit: Unit) -> None:
     """After the first call: say what became of the plan, and in `strict` raise where that is not what it should be."""
+    if _state.off is not None:
+        if unit.strict:
+            raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {_state.off}")
+        return
     with _quietly("reporting", unit.strict):
         from .reporting import publish
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 from attrs import define, field, frozen
-from torch.fx import GraphModule
 
 from ...fusion.plan import Plan
 from ...fusion.report import GraphRecord, Report, Use
 from ...fusion.rewrite import Pipeline, Surroundings
 from . import kept
 from .passes import FusionPass
-from .pieces import Outline, PieceRecord, Sites, outline_of
+from .pieces import Outline, PieceRecord, Sites
 
 Source = Literal["rewritten", "equal", "cache", "unknown", "kept"]
 """Whether a piece was rewritten here, is equal to one that was, came from a cache with a record or without one, or was read
@@ -88,21 +87,20 @@ class Unit:
 
     # ---- pieces as they are compiled
 
-    def compile_piece(self, graph: GraphModule, number: int, tokens: str, compiled: Callable[[], Any]) -> Any:
-        """Have vLLM compile a piece, and take down what became of it.
+    def piece_starts(self) -> int:
+        """To be handed to `piece_ends` when vLLM has its piece."""
+        return self.pipeline.report.graphs
+
+    def piece_ends(self, outline: Outline, number: int, tokens: str, started: int) -> None:
+        """Take down what became of a piece: the pass ran since it started, or the piece came from somewhere else.
 
         Args:
-            graph: the piece, as Dynamo made it.
+            outline: of the piece.
             number: the piece's, in the model.
-            tokens: the range that it is compiled for.
-            compiled: does it. The pass runs inside, or does not where the piece comes from somewhere else.
+            tokens: the range that it was compiled for.
+            started: as `piece_starts` said.
         """
-        before = self.pipeline.report.graphs
-        outline = outline_of(graph)
-        result = compiled()
-        fresh = self.pipeline.report.records[before:]
-        self.pieces.append(self._piece(outline, number, tokens, fresh))
-        return result
+        self.pieces.append(self._piece(outline, number, tokens, self.pipeline.report.records[started:]))
 
     def _piece(self, outline: Outline, number: int, tokens: str, fresh: list[GraphRecord]) -> Piece:
         key = (outline.digest, tokens)

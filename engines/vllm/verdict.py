@@ -42,6 +42,8 @@ class Verdict:
     problems: tuple[str, ...] = ()
     "Where the calls differ from the report, and what went wrong in layerfuse itself."
     notes: tuple[str, ...] = ()
+    sources: dict[str, int] = field(factory=dict)
+    "Where the graphs came from -> how many did."
 
     def same_as(self, other: Verdict) -> bool:
         """Whether two ranks say the same."""
@@ -78,6 +80,7 @@ def verdict_of(unit: Unit, rank: int) -> Verdict:
         called=called,
         problems=(*unit.trouble, *_differences(unit, report)),
         notes=tuple(_notes(unit)),
+        sources=dict(Counter(piece.source for piece in unit.pieces)),
     )
 
 

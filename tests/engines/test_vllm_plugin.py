@@ -5,30 +5,43 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import logging
+import pickle
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("vllm_started")
-from vllm_started import loaded_from_cache, started
+from vllm.compilation import backends
+from vllm.compilation.passes.inductor_pass import CallableInductorPass
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
+from vllm_started import engine_config, loaded_from_cache, started
 
 from layerfuse.engines.vllm import plugin
+from layerfuse.engines.vllm.hooks import Hook
+from layerfuse.engines.vllm.plugin import NotHereError
+from layerfuse.engines.vllm.verdict import CallsDifferError
+from layerfuse.fusion import FusionMissedError
+from layerfuse.fusion.rewrite.driver import Driver
 
 DUAL, ADD = "mla_dual_rms_norm", "add_rms_norm"
 BOTH = {"fusions": [DUAL, ADD]}
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """As in a new process: nothing said, nothing waited for, the hooks in their places."""
     monkeypatch.setattr(plugin, "_state", plugin._State())
     monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "unused")  # vLLM sets it; what it was comes back
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # vLLM sets it; what it was comes back
     caplog.set_level(logging.INFO, logger="vllm.layerfuse")
     plugin.register()
 
@@ -95,3 +108,256 @@ def test_what_is_asked_for_is_part_of_vllms_cache_key(tmp_path: Path, monkeypatc
         with started("deepseek-v3", tmp_path, layerfuse=None if options == "environment" else options) as engine:
             hashes.add(engine.config.compute_hash())
     assert len(hashes) == 4
+
+
+# ---- a report that is true
+
+
+def test_a_piece_from_inductors_cache_is_reported_by_the_record_of_who_compiled_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As another rank of the same host is served, or a start after vLLM's compiled model was deleted."""
+    for start in ("cold", "from Inductor's cache", "from a cache without records"):
+        for model in tmp_path.rglob("rank_0_0"):
+            shutil.rmtree(model)
+        if start == "from a cache without records":
+            for folder in tmp_path.rglob("inductor_cache/layerfuse"):
+                shutil.rmtree(folder)
+        caplog.clear()
+        with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}) as engine:
+            engine()
+        lines = said(caplog)
+        # Strict does not raise: where nothing is recorded, as many calls as sites prove it.
+        assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in lines
+        assert f"{DUAL}: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run" in lines
+        sources = Counter(graph["source"] for graph in written(tmp_path)["graphs"])
+        assert (
+            sources
+            == {
+                "cold": {"rewritten": 3, "equal": 1},
+                "from Inductor's cache": {"cache": 4},
+                "from a cache without records": {"unknown": 4},
+            }[start]
+        )
+
+
+def test_a_fusion_that_is_missing_is_named_with_its_reason_and_stops_a_strict_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model's norm is not what its spec says: one epsilon is changed after the specs were read."""
+    for strict in (False, True):
+        with started("deepseek-v3", tmp_path / str(strict), layerfuse={**BOTH, "strict": strict}) as engine:
+            engine.model.model.layers[1].self_attn.kv_a_layernorm.variance_epsilon = 1e-3
+            if strict:
+                with pytest.raises(FusionMissedError, match=r"layers.1.self_attn:latents: .*epsilon 0.001"):
+                    engine()
+            else:
+                engine()
+    assert f"{DUAL}: 3 expected, 2 fused, 1 missed; called 2 times in the profiling run" in said(caplog)
+    (row,) = [row for row in written(tmp_path / "False")["sites"] if row["outcome"] == "missed"]
+    assert (row["site"], row["fusion"]) == ("layers.1.self_attn:latents", DUAL)
+
+
+def test_calls_that_the_report_does_not_account_for_are_a_warning_and_stop_a_strict_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for strict in (False, True):
+        with started("deepseek-v3", tmp_path / str(strict), layerfuse={**BOTH, "strict": strict}) as engine:
+
+            def once_more(*_: Any) -> None:
+                x, weight = torch.ones(2, 8), torch.ones(8)
+                torch.ops.layerfuse.add_rms_norm(x, x, weight, 1e-6, 0.0)
+
+            # Inside the profiling run, and in no graph that was rewritten.
+            with mock.patch("vllm_started.before_attention", once_more):
+                if strict:
+                    with pytest.raises(CallsDifferError, match="add_rms_norm was called 9 times"):
+                        engine()
+                else:
+                    engine()
+    problem = "problem: add_rms_norm was called 9 times in the profiling run; the graphs hold it 6 times"
+    assert problem in said(caplog)
+
+
+def test_without_vllms_ahead_of_time_compilation_the_report_is_the_records(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}) as engine:
+        engine()
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed" in said(caplog)
+    assert any("were not counted" in line for line in said(caplog))
+
+
+def test_copies_of_the_pass_write_to_the_same_report(tmp_path: Path) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH):
+        ((_, unit),) = plugin._state.waiting.values()
+        added = unit.new_pass()
+        for copied in (copy.deepcopy(added), pickle.loads(pickle.dumps(added))):
+            assert copied.uuid() == added.uuid()
+            assert copied.pipeline.report is unit.pipeline.report
+
+
+# ---- hostile conditions: vLLM runs on, and one line says why
+
+
+def runs_on(engine: Any) -> None:
+    torch.testing.assert_close(engine(), engine.uncompiled(), rtol=1e-4, atol=1e-4)
+
+
+def again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register as a new process would, with what is there now."""
+    monkeypatch.setattr(plugin, "_state", plugin._State())
+    plugin.register()
+
+
+def test_a_hook_that_is_gone_or_hides_its_arguments_leaves_vllm_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_piece = backends.CompilerManager.compile
+    gone = Hook(name="pass", module="vllm.compilation.backends", path="VllmBackend.configure_passes", takes=("self",))
+    for name, problem in (
+        ("gone", "VllmBackend has no 'configure_passes'"),
+        (
+            "hides its arguments",
+            "is expected to take self, graph, compile_range, graph_index, and takes self, args, kwargs",
+        ),
+    ):
+        with monkeypatch.context() as patch:
+            if name == "gone":
+                patch.setattr(plugin, "HOOKS", (*plugin.HOOKS, gone))
+            else:
+                patch.setattr(
+                    backends.CompilerManager,
+                    "compile",
+                    lambda self, *args, **kwargs: compile_piece(self, *args, **kwargs),
+                )
+            again(patch)
+            with started("deepseek-v3", tmp_path / name, layerfuse=BOTH) as engine:
+                runs_on(engine)
+            (line,) = said(caplog)
+            assert line.startswith(
+                "layerfuse leaves vLLM 0.33.0 alone (tested with 0.33.0): vllm.compilation.backends:"
+            )
+            assert line.endswith(problem)
+            caplog.clear()
+            with (
+                pytest.raises(NotHereError, match="layerfuse is strict"),
+                started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}),
+            ):
+                pass
+            caplog.clear()
+
+
+def test_hooks_that_another_plugin_wraps_and_a_pass_in_the_slot_go_together_with_ours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    compile_piece = backends.CompilerManager.compile
+
+    @functools.wraps(compile_piece)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls["wrapper"] += 1
+        return compile_piece(self, *args, **kwargs)
+
+    del wrapped.__dict__["__layerfuse__"]  # copied from ours, which stands below
+    monkeypatch.setattr(backends.CompilerManager, "compile", wrapped)
+    again(monkeypatch)
+    slot = CallableInductorPass(lambda _graph: calls.update(["slot"]), uuid="of the tests")
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH, slot=slot) as engine:
+        runs_on(engine)
+    assert calls == {"wrapper": 4, "slot": 3}
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in said(caplog)
+    assert f"is wrapped by {__name__} already; layerfuse stands around it" in said(caplog)[0]
+
+
+def test_a_cache_that_cannot_be_written_costs_the_report_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # As root every folder can be written.
+    monkeypatch.setattr("layerfuse.engines.vllm.kept.tempfile.NamedTemporaryFile", refuse)
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH) as engine:
+        runs_on(engine)
+    lines = said(caplog)
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in lines
+    assert any("the report is in this log only" in line and "Permission denied" in line for line in lines)
+
+
+def test_an_error_inside_layerfuse_leaves_the_graph_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It strikes after some of a graph has been rewritten."""
+    rewrite, seen = Driver._fuse, Counter[str]()
+
+    def fails(self: Any, use: Any, moved: Any) -> Any:
+        result = rewrite(self, use, moved)
+        seen["uses"] += 1
+        if seen["uses"] % 3 == 0:
+            raise ZeroDivisionError("of the tests")
+        return result
+
+    monkeypatch.setattr(Driver, "_fuse", fails)
+    for strict in (False, True):
+        with started(
+            "deepseek-v3", tmp_path / str(strict), layerfuse={**BOTH, "strict": strict}, split=False
+        ) as engine:
+            if strict:
+                with pytest.raises(FusionMissedError):
+                    engine()
+            else:
+                runs_on(engine)
+    assert any("rewriting a graph failed: ZeroDivisionError: of the tests" in line for line in said(caplog))
+
+
+def test_a_layer_of_an_unknown_class_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SomeAttention(torch.nn.Module):
+        """What looks like attention, and is known to nobody."""
+
+    init = DeepseekV2Model.__init__
+
+    def with_unknown(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.extra = SomeAttention()
+
+    monkeypatch.setattr(DeepseekV2Model, "__init__", with_unknown)
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH) as engine:
+        runs_on(engine)
+    assert (
+        sum("no adapter knows" in line and "SomeAttention" in line for line in said(caplog)) == 2
+    )  # at once, and in the report
+
+
+def test_options_that_do_not_exist_stop_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no option is called 'fusion'; did you mean 'fusions'"):
+        engine_config("deepseek-v3", layerfuse={"fusion": "all"})
+    with pytest.raises(ValueError, match="no fusion is called 'add_rms'"):
+        engine_config("deepseek-v3", layerfuse={"fusions": "add_rms"})
+
+
+@pytest.mark.parametrize("mode", ["NONE", "DYNAMO_TRACE_ONCE"])
+def test_a_model_that_vllms_compiler_does_not_see_is_said_once_with_the_reason(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}, mode=mode):
+        pass
+    assert said(caplog) == [
+        "layerfuse: nothing is fused in DeepseekV3ForCausalLM: "
+        f"vLLM's compilation mode is {mode} here; fusions need VLLM_COMPILE"
+    ]
+
+
+def test_batch_invariance_is_honoured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}):
+        ((_, unit),) = plugin._state.waiting.values()
+        assert not unit.active
+        assert {d.reason for d in unit.plan.refused(ADD)} == {
+            "VLLM_BATCH_INVARIANT is set: vLLM keeps to kernels whose results do not depend on the batch"
+        }

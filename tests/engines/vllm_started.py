@@ -66,8 +66,13 @@ for _name in ("rotary_embedding", "fused_add_rms_norm", "rms_norm", "silu_and_mu
         _C.define(f"{_name}(Tensor(a!) x) -> ()")
 
 
+def before_attention(q: Tensor) -> None:
+    """Called by every attention, for tests that do something there."""
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, width: int) -> Tensor:
     """Some function of all three that looks at every earlier token; what it computes matters to nobody."""
+    before_attention(q)
     mixed = torch.cat([k.flatten(1), v.flatten(1)], -1).cumsum(0)
     mixed = mixed.repeat(1, -(-width // mixed.shape[-1]))[:, :width]
     return (mixed * q.flatten(1).mean(-1, keepdim=True)).contiguous()
@@ -115,6 +120,7 @@ def engine_config(
     rank: int = 0,
     dtype: str = "float32",
     mode: str = "VLLM_COMPILE",
+    slot: Any = None,
     overrides: Mapping[str, Any] | None = None,
     **compilation: Any,
 ) -> VllmConfig:
@@ -140,7 +146,10 @@ def engine_config(
             custom_ops=["none"],
             compile_sizes=[],
             # Inductor's own fallbacks in the place of its C++ kernels, which take a compiler half a minute.
-            inductor_compile_config={"fallback_by_default": True},
+            inductor_compile_config={
+                "fallback_by_default": True,
+                **({} if slot is None else {"post_grad_custom_post_pass": slot}),
+            },
             **compilation,
         ),
         additional_config={} if layerfuse is None else {"layerfuse": layerfuse},
