@@ -25,10 +25,10 @@ def why_not_compiled(vllm_config: Any) -> str | None:
         return "enforce_eager is set: vLLM compiles nothing"
     if name == "VLLM_COMPILE":
         return f"vLLM's compilation backend is {compilation.backend!r}, which runs no pass; it needs 'inductor'"
-    if os.environ.get(BREAKABLE) == "1":
-        return f"vLLM runs {_model(vllm_config)} in breakable CUDA graphs ({BREAKABLE}=1), and does not compile it"
     if name == "NONE" and _breakable_by_default(vllm_config):
         return f"vLLM runs {_model(vllm_config)} in breakable CUDA graphs by default, and does not compile it"
+    if name == "NONE" and os.environ.get(BREAKABLE) == "1":
+        return f"vLLM runs {_model(vllm_config)} in breakable CUDA graphs ({BREAKABLE}=1), and does not compile it"
     return f"vLLM's compilation mode is {name} here; fusions need VLLM_COMPILE"
 
 

@@ -23,9 +23,11 @@ pytest.importorskip("vllm_started")
 from vllm.compilation import backends
 from vllm.compilation.passes.inductor_pass import CallableInductorPass
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
+from vllm_host import vllm_config
 from vllm_started import engine_config, loaded_from_cache, started
 
 from layerfuse.engines.vllm import plugin
+from layerfuse.engines.vllm.circumstances import why_not_compiled
 from layerfuse.engines.vllm.hooks import Hook
 from layerfuse.engines.vllm.plugin import NotHereError
 from layerfuse.engines.vllm.verdict import CallsDifferError
@@ -86,6 +88,37 @@ def test_every_site_is_fused_called_and_reported_cold_and_warm(
         assert outcomes(module) == {(ADD, "fused"): 6, (DUAL, "fused"): 3}
         assert (module["kept_since"] is not None) == (start == "warm")
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("gpt-oss-20b", {ADD: 8}),
+        # Its norms are zero-centred: vLLM gives them to its op with one added to the weight.
+        ("qwen3-next", {ADD: 8, "gated_rms_norm": 3}),
+    ],
+)
+def test_every_site_of_other_models_is_fused(
+    name: str, fused: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started(name, tmp_path, layerfuse={"fusions": "all", "strict": True}) as engine:
+        torch.testing.assert_close(engine(), engine.uncompiled(), rtol=1e-4, atol=1e-4)
+    lines = [line for line in said(caplog) if "expected" in line]
+    assert lines == [
+        f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run"
+        for fusion, sites in fused.items()
+    ]
+
+
+@mock.patch.dict("os.environ")  # vLLM sets a variable for such a model
+def test_what_vllm_does_not_compile_by_default_is_known() -> None:
+    """Kimi-Linear, K3, V3.2 and GLM-5 run in breakable CUDA graphs: no pass of any compiler ever sees them."""
+    config = vllm_config("kimi-linear-48b-a3b", tp=1, rank=0, overrides={})
+    assert why_not_compiled(config) == (
+        "vLLM runs KimiLinearForCausalLM in breakable CUDA graphs by default, and does not compile it"
+    )
+    config.model_config.enforce_eager = True
+    assert why_not_compiled(config) == "enforce_eager is set: vLLM compiles nothing"
 
 
 def test_off_by_default_nothing_is_planned_and_vllm_compiles_as_ever(

@@ -30,9 +30,11 @@ from vllm.config import (
 )
 from vllm.config.load import LoadConfig
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.models import ModelRegistry
+from vllm.model_executor.models import ModelRegistry, gpt_oss, qwen3_next
 from vllm_layers import MODELS, architecture
 
 SPLIT_AT = "layerfuse_tests::attend"
@@ -54,8 +56,38 @@ TINY = {
         "vocab_size": 128,
         "quantization_config": None,
     },
+    "gpt-oss-20b": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 256,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "experts_per_token": 2,
+        "vocab_size": 128,
+    },
+    "qwen3-next": {
+        "num_hidden_layers": 4,
+        "hidden_size": 256,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "intermediate_size": 256,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "vocab_size": 128,
+    },
 }
-"""Model of `MODELS` -> what is smaller than published. Three layers, so that the graph has pieces that are equal."""
+"""Model of `MODELS` -> what is smaller than published. Enough layers for the graph to have pieces that are equal."""
 
 _OURS = torch.library.Library("layerfuse_tests", "FRAGMENT")
 _OURS.define("attend(Tensor q, Tensor k, Tensor v, int width) -> Tensor")
@@ -84,6 +116,34 @@ torch.library.register_fake(SPLIT_AT, lambda q, k, v, width: q.new_empty(q.shape
 
 def _mla(_: nn.Module, q: Tensor, kv_c: Tensor, k_pe: Tensor, output_shape: Any, **__: Any) -> Tensor:
     return torch.ops.layerfuse_tests.attend(q, kv_c, k_pe, output_shape[1])
+
+
+def _gqa(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> Tensor:
+    return torch.ops.layerfuse_tests.attend(q, k, v, q.shape[-1])
+
+
+def _delta(_: nn.Module, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+    """In the place of the recurrence, behind vLLM's own op for it."""
+    core_attn_out.copy_(_attend(b, mixed_qkv, a, core_attn_out[0].numel()).view_as(core_attn_out))
+
+
+class PlainExpert(nn.Module):
+    """In the place of the experts, whose kernels are made for one GPU family each: the best expert's score scales a product."""
+
+    is_internal_router = False
+
+    def __init__(
+        self, *, hidden_size: int, gate: nn.Module | None = None, shared_experts: nn.Module | None = None, **_: Any
+    ) -> None:
+        super().__init__()
+        self.gate, self.shared_experts = gate, shared_experts
+        self.weight = nn.Parameter(torch.empty(hidden_size, hidden_size), requires_grad=False)
+
+    def forward(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
+        if self.gate is not None:
+            router_logits, _ = self.gate(hidden_states)
+        routed = hidden_states @ self.weight * router_logits.softmax(-1).amax(-1, keepdim=True)
+        return routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)
 
 
 @frozen(kw_only=True)
@@ -156,7 +216,7 @@ def engine_config(
     )
     made = config.compilation_config
     made.mode, made.backend, made.ir_enable_torch_wrap = CompilationMode[mode], "inductor", mode != "NONE"
-    made.splitting_ops = [SPLIT_AT] if split else []
+    made.splitting_ops = [SPLIT_AT, "vllm::qwen_gdn_attention_core"] if split else []
     for field in dataclasses.fields(made.pass_config):
         # vLLM's own fusions are not there on a CPU.
         if getattr(made.pass_config, field.name) is True and field.name != "eliminate_noops":
@@ -179,6 +239,10 @@ def in_engine(config: VllmConfig, cache: Path, groups: Any = None) -> Iterator[N
         without_gpu(),
         made,
         mock.patch.object(MLAAttention, "forward", _mla),
+        mock.patch.object(Attention, "forward", _gqa),
+        mock.patch.object(gpt_oss, "FusedMoEFactory", PlainExpert),
+        mock.patch.object(qwen3_next, "FusedMoEFactory", PlainExpert),
+        mock.patch.object(QwenGatedDeltaNetAttention, "_forward_core", _delta),
         torch.inference_mode(),
     ):
         torch._dynamo.reset()
@@ -196,6 +260,9 @@ def started(name: str, cache: Path, **config: Any) -> Iterator[Started]:
 def load(config: VllmConfig) -> Started:
     """Load a model as a worker does, with weights that make its numbers worth comparing."""
     model = get_model(vllm_config=config)
+    for module in model.modules():
+        if isinstance(module, QwenGatedDeltaNetAttention):
+            module._forward_method = module.forward_cuda  # what a GPU's platform would choose
     generator = torch.Generator().manual_seed(0)
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point():
