@@ -39,8 +39,9 @@ def _model(vllm_config: Any) -> str:
 def _breakable_by_default(vllm_config: Any) -> bool:
     from vllm.config import vllm as module
 
-    listed: frozenset[str] = getattr(module, "DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES", frozenset())
-    return not listed.isdisjoint(vllm_config.model_config.architectures)
+    # A function of the platform in 0.33; 0.26 lists names in the code, and sets the variable.
+    listed: Any = getattr(module, "default_breakable_cudagraph_architectures", frozenset)
+    return not listed().isdisjoint(vllm_config.model_config.architectures)
 
 
 def engine_for(vllm_config: Any, config: FusionConfig) -> Engine:

@@ -6,9 +6,11 @@ leaves vLLM alone.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -36,6 +38,8 @@ class Hook:
     "In the module: `Class.method`, or a function's name."
     takes: tuple[str, ...]
     "Parameters that it must have by name, in this order."
+    source: str | None = None
+    "Where its source is, as `module:path`, if not at `place`."
     needed: bool = True
     "Whether nothing may be done without it. One that is not needed belongs to a part of vLLM that few use."
 
@@ -51,6 +55,7 @@ HOOKS = (
         module="vllm.platforms",
         path="current_platform.check_and_update_config",
         takes=("vllm_config",),
+        source="vllm.platforms.interface:Platform.check_and_update_config",
     ),
     Hook(
         name="specs",
@@ -88,6 +93,7 @@ HOOKS = (
         module="vllm.compilation.decorators",
         path="monitor_profiling_run",
         takes=(),
+        source="vllm.compilation.monitor:monitor_profiling_run",
     ),
 )
 """Everything that layerfuse wraps."""
@@ -132,11 +138,40 @@ def check(hook: Hook, module: ModuleType) -> Callable[..., Any]:
         found = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         raise HookError(f"{hook.place} has no signature that Python can tell") from None
-    if [name for name in found if name in hook.takes] != list(hook.takes):
-        raise HookError(
-            f"{hook.place} is expected to take {', '.join(hook.takes)}, and takes {', '.join(found) or 'nothing'}"
-        )
+    problem = _misfit(hook, found)
+    if problem is not None:
+        raise HookError(problem)
     return function
+
+
+def check_source(hook: Hook, folder: Path) -> str | None:
+    """The same from vLLM's source, without importing it: what is not as expected, or None.
+
+    Args:
+        hook: any.
+        folder: of the package vllm.
+    """
+    module, _, path = (hook.source or hook.place).partition(":")
+    file = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    try:
+        found: Any = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"{hook.place} is expected, and {file} cannot be read: {type(error).__name__}"
+    for part in path.split("."):
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        found = next((each for each in found.body if isinstance(each, kinds) and each.name == part), None)
+        if found is None:
+            return f"{hook.place} is expected, and there is no {part!r} in {module}"
+    if isinstance(found, ast.ClassDef):
+        return f"{hook.place} is expected to be a function, and is a class"
+    names = [each.arg for each in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+    return _misfit(hook, names)
+
+
+def _misfit(hook: Hook, found: list[str]) -> str | None:
+    if [name for name in found if name in hook.takes] == list(hook.takes):
+        return None
+    return f"{hook.place} is expected to take {', '.join(hook.takes)}, and takes {', '.join(found) or 'nothing'}"
 
 
 def wrapped_by(hook: Hook, module: ModuleType) -> str | None:

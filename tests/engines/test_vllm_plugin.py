@@ -20,16 +20,19 @@ import pytest
 import torch
 
 pytest.importorskip("vllm_started")
+import vllm
 from vllm.compilation import backends
 from vllm.compilation.passes.inductor_pass import CallableInductorPass
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
 from vllm_host import vllm_config
 from vllm_started import engine_config, loaded_from_cache, started
 
+from layerfuse import registry
 from layerfuse.engines.vllm import plugin
 from layerfuse.engines.vllm.circumstances import why_not_compiled
-from layerfuse.engines.vllm.hooks import Hook
+from layerfuse.engines.vllm.hooks import HOOKS, Hook, check_source
 from layerfuse.engines.vllm.plugin import NotHereError
+from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.engines.vllm.verdict import CallsDifferError
 from layerfuse.fusion import FusionMissedError
 from layerfuse.fusion.rewrite.driver import Driver
@@ -93,6 +96,7 @@ def test_every_site_is_fused_called_and_reported_cold_and_warm(
 @pytest.mark.parametrize(
     ("name", "fused"),
     [
+        ("kimi-k2", {ADD: 6, DUAL: 3}),
         ("gpt-oss-20b", {ADD: 8}),
         # Its norms are zero-centred: vLLM gives them to its op with one added to the weight.
         ("qwen3-next", {ADD: 8, "gated_rms_norm": 3}),
@@ -119,6 +123,18 @@ def test_what_vllm_does_not_compile_by_default_is_known() -> None:
     )
     config.model_config.enforce_eager = True
     assert why_not_compiled(config) == "enforce_eager is set: vLLM compiles nothing"
+
+
+def test_the_table_of_what_is_not_compiled_is_this_releases() -> None:
+    from vllm.config.vllm import DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
+
+    declared = {name for entry in registry.models().values() for name in entry.architectures}
+    assert RELEASES["0.33"].breakable == declared & DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
+
+
+def test_the_hooks_are_found_in_the_source_as_in_the_modules() -> None:
+    folder = Path(vllm.__file__).parent
+    assert [check_source(hook, folder) for hook in HOOKS] == [None] * len(HOOKS)
 
 
 def test_off_by_default_nothing_is_planned_and_vllm_compiles_as_ever(

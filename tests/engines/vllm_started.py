@@ -87,6 +87,7 @@ TINY = {
         "vocab_size": 128,
     },
 }
+TINY["kimi-k2"] = TINY["deepseek-v3"]
 """Model of `MODELS` -> what is smaller than published. Enough layers for the graph to have pieces that are equal."""
 
 _OURS = torch.library.Library("layerfuse_tests", "FRAGMENT")
