@@ -19,6 +19,8 @@ class FusionPass(InductorPass):  # type: ignore[misc]
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
+        # Inductor asks for each graph; the plan stays what it is.
+        self._uuid = str(pipeline.uuid())
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the graph in place. Where that raises, the graph is as it was, and the report says so."""
@@ -34,7 +36,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
 
     def uuid(self) -> str:
         """Part of Inductor's key: changes with the specs (but for the rank), the plan, the config and the source."""
-        return str(self.pipeline.uuid())
+        return self._uuid
 
     def __reduce__(self) -> Any:
         return FusionPass, (self.pipeline,)

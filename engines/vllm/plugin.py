@@ -260,17 +260,11 @@ def _at_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator
         with original(*args, **kwargs) as monitor:
             yield monitor
         return
-    from .counting import Counting
+    from ...fusion.backends import counting
 
-    counting = Counting()
-    with original(*args, **kwargs) as monitor:
-        with _quietly("counting calls"):
-            counting.start()
-        try:
-            yield monitor
-        finally:
-            with _quietly("counting calls"):
-                unit.counted = counting.stop()
+    with original(*args, **kwargs) as monitor, counting() as calls:
+        yield monitor
+    unit.counted = calls
 
 
 def _finish(unit: Unit) -> None:

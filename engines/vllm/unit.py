@@ -65,21 +65,19 @@ class Unit:
     "What went wrong in layerfuse itself."
     pipeline: Pipeline = field(init=False)
     sites: Sites = field(init=False)
+    key: str = field(init=False)
+    "What caches know the rewriting by."
     _records: dict[tuple[str, str], PieceRecord] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.pipeline = Pipeline(self.plan, around=self.around)
         self.sites = Sites(self.plan, self.around)
+        self.key = str(self.pipeline.uuid())
 
     @property
     def active(self) -> bool:
         """Whether there is anything to rewrite."""
         return any(decision.kind in ("expected", "fallback") for decision in self.plan.decisions)
-
-    @property
-    def key(self) -> str:
-        """What caches know the rewriting by."""
-        return str(self.pipeline.uuid())
 
     def new_pass(self) -> FusionPass:
         """The pass to give to vLLM's pass manager."""

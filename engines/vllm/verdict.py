@@ -12,7 +12,6 @@ from ...adapters.errors import LayerfuseError
 from ...fusion.catalog import FUSIONS
 from ...fusion.plan import Plan
 from ...fusion.report import FusionMissedError, Missed, Report
-from .counting import fused_ops
 from .unit import Unit
 
 
@@ -90,13 +89,19 @@ def _unsure(unit: Unit, lost: dict[str, str]) -> list[str]:
     return [site for site in lost if site in inside]
 
 
+def fused_ops() -> dict[str, str]:
+    """Every fused op -> the fusion that it belongs to."""
+    return {form.op.name: fusion.name for fusion in FUSIONS.values() for form in fusion.forms}
+
+
 def _called(unit: Unit) -> dict[str, int] | None:
     if unit.counted is None:
         return None
     fusions = fused_ops()
     found: Counter[str] = Counter()
     for op, calls in unit.counted.items():
-        found[fusions[op]] += calls
+        if op in fusions:  # others are canonical forms, which a graph may hold as well
+            found[fusions[op]] += calls
     return dict(found)
 
 
@@ -105,16 +110,17 @@ def _differences(unit: Unit, report: Report) -> Iterable[str]:
     told = bool(unit.pieces) and not any(piece.source == "unknown" for piece in unit.pieces)
     if unit.counted is None or not told or not report.graphs:
         return
-    planned = unit.ranges()
+    planned, known = unit.ranges(), fused_ops()
+    counted = Counter({op: calls for op, calls in unit.counted.items() if op in known})
     # The run had one number of tokens, so that one range of those that were compiled was called.
-    if any(calls == unit.counted for calls in planned.values()):
+    if any(calls == counted for calls in planned.values()):
         return
-    names = sorted({name for calls in (*planned.values(), unit.counted) for name in calls})
+    names = sorted({name for calls in (*planned.values(), counted) for name in calls})
     for name in names:
         said = sorted({calls[name] for calls in planned.values()})
-        if unit.counted[name] not in said:
+        if counted[name] not in said:
             several = " or ".join(map(str, said))
-            yield f"{name} was called {unit.counted[name]} times in the profiling run; the graphs hold it {several} times"
+            yield f"{name} was called {counted[name]} times in the profiling run; the graphs hold it {several} times"
 
 
 def _notes(unit: Unit) -> Iterable[str]:
