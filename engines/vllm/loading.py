@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ... import registry
+from ...adapters.errors import UnknownLayerError
 from ...fusion.compiler import surroundings_of
 from ...fusion.plan import plan
 from ...fusion.target import Target
@@ -36,7 +37,19 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
     if reason is not None:
         once(logging.WARNING, "layerfuse: nothing is fused in %s: %s", type(model).__name__, reason)
         return
-    specs = registry.specs_in(model)
+    for layer, cls in unknown.items():
+        once(logging.WARNING, "layerfuse: no adapter knows %s (%s): nothing is fused there", cls, layer)
+    try:
+        specs = registry.specs_in(model)
+    except UnknownLayerError:
+        if config.strict:
+            raise
+        once(
+            logging.WARNING,
+            "layerfuse: nothing is fused in %s: no adapter knows any of its layers",
+            type(model).__name__,
+        )
+        return
     engine, units = engine_for(vllm_config, config), []
     held: set[str] = set()
     for path, module in compiled.items():
@@ -47,6 +60,7 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
                 module,
                 Unit(
                     name=type(module).__qualname__,
+                    model=type(model).__qualname__,
                     path=path,
                     plan=plan(inside, _target_of(module), config, engine),
                     around=surroundings_of(module),
@@ -59,8 +73,6 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
         )
     if units:
         units[0][1].outside = tuple(layer for layer, _ in specs if layer not in held)
-    for layer, cls in unknown.items():
-        once(logging.WARNING, "layerfuse: no adapter knows %s (%s): nothing is fused there", cls, layer)
     _write_key(vllm_config, [unit for _, unit in units])
     yield from units
 

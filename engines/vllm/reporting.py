@@ -95,7 +95,7 @@ def _file(unit: Unit) -> Path | None:
 def _write(path: Path, unit: Unit, outcome: Outcome, vllm_version: str) -> str | None:
     """Write the report of every module of this process so far. None, or why that was not possible."""
     modules = _written.setdefault(path, {})
-    modules[unit.path or unit.name] = {
+    modules[".".join(filter(None, (unit.model, unit.path)))] = {
         "class": unit.name,
         "target": unit.plan.target.to_dict(),
         "config": unit.plan.config.to_dict(),

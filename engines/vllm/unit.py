@@ -42,8 +42,10 @@ class Unit:
 
     name: str
     "The class of the module."
+    model: str
+    "The class of the loaded model."
     path: str
-    "Where it is in the loaded model; the plan's sites are below it."
+    "Where the module is in that; the plan's sites are below it."
     plan: Plan
     around: Surroundings
     vllm_config: Any = field(repr=False)

@@ -9,8 +9,12 @@ import copy
 import functools
 import json
 import logging
+import os
 import pickle
 import shutil
+import subprocess
+import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -63,7 +67,8 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 def written(cache: Path) -> dict[str, Any]:
     """The module of the one report below a cache."""
     (path,) = cache.rglob("layerfuse-report.json")
-    (module,) = json.loads(path.read_text())["modules"].values()
+    ((name, module),) = json.loads(path.read_text())["modules"].items()
+    assert name == "DeepseekV3ForCausalLM.model"
     return module
 
 
@@ -421,6 +426,33 @@ def test_a_layer_of_an_unknown_class_is_one_line(
     assert (
         sum("no adapter knows" in line and "SomeAttention" in line for line in said(caplog)) == 2
     )  # at once, and in the report
+
+
+def test_vllm_loads_the_plugin_by_its_entry_point(tmp_path: Path) -> None:
+    """With the entry points as pyproject.toml declares them, in a process of its own."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    info = tmp_path / "declared-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 1\n")
+    points = project["entry-points"]["vllm.general_plugins"]
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
+    code = (
+        "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "from vllm.platforms import current_platform\n"
+        "print(current_platform.check_and_update_config.__func__.__layerfuse__)\n"
+        "import vllm.model_executor.model_loader.base_loader as loader\n"
+        "print(loader.BaseModelLoader.load_model.__layerfuse__)"
+    )
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, "VLLM_PLUGINS": "layerfuse", "VLLM_TARGET_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [hook.place for hook in HOOKS[:2]]
 
 
 def test_options_that_do_not_exist_stop_the_start(tmp_path: Path) -> None:
