@@ -88,13 +88,6 @@ HOOKS = (
         path="_try_load_aot_compiled_fn",
         takes=("model", "aot_compilation_path"),
     ),
-    Hook(
-        name="run",
-        module="vllm.compilation.decorators",
-        path="monitor_profiling_run",
-        takes=(),
-        source="vllm.compilation.monitor:monitor_profiling_run",
-    ),
 )
 """Everything that layerfuse wraps."""
 

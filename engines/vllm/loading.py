@@ -55,6 +55,9 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
     for path, module in compiled.items():
         inside = [(_below(layer, path), spec) for layer, spec in specs if _is_below(layer, path)]
         held.update(layer for layer, _ in specs if _is_below(layer, path))
+        strangers = {layer: cls for layer, cls in unknown.items() if _is_below(layer, path)}
+        if not inside and not strangers:
+            continue  # a vision tower
         units.append(
             (
                 module,
@@ -67,7 +70,7 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
                     vllm_config=vllm_config,
                     strict=config.strict,
                     report_path=options.report,
-                    unknown={layer: cls for layer, cls in unknown.items() if _is_below(layer, path)},
+                    unknown=strangers,
                 ),
             )
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -61,7 +62,6 @@ def register() -> None:
         "pass": _at_pass,
         "piece": _at_piece,
         "artefact": _at_artefact,
-        "run": _at_run,
     }
     for hook in HOOKS:
         when_imported(hook.module, partial(_stand, hook, arounds[hook.name]))
@@ -140,16 +140,9 @@ def _at_options(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     options = options_in(given)
     if isinstance(given, dict) and options.fusions is None and not options.says_nothing and options.level is None:
         # Into vLLM's hash, and to workers on other hosts.
-        from ...fusion.config import ENVIRONMENT
-
-        config.additional_config = {**given, KEY: {**given.get(KEY, {}), "fusions": _environment(ENVIRONMENT)}}
+        fusions = os.environ["LAYERFUSE_FUSIONS"].strip()
+        config.additional_config = {**given, KEY: {**given.get(KEY, {}), "fusions": fusions}}
     return result
-
-
-def _environment(name: str) -> str:
-    import os
-
-    return os.environ[name].strip()
 
 
 def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -182,24 +175,30 @@ def _nothing_on(options: Options) -> bool:
 def _wait_for(module: nn.Module, unit: Unit) -> None:
     """Be told of a module's first call, in which vLLM compiles it and makes its profiling run. Later calls are its own."""
     _state.waiting[id(module)] = module, unit
-    cls: Any = type(module)
-    own = vars(cls)["__call__"]
-    if own.__code__ is not _first_call(own).__code__:  # else it is ours already
-        cls.__call__ = _first_call(own)
+    # vLLM gives a class that it compiles a __call__ of its own; classes derived from it have that too.
+    cls: Any = next(each for each in type(module).__mro__ if "__call__" in vars(each))
+    own = cls.__call__
+    if own.__code__ is not _first_call(own, cls).__code__:  # else it is ours already
+        cls.__call__ = _first_call(own, cls)
 
 
-def _first_call(own: Callable[..., Any]) -> Callable[..., Any]:
+def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
     def first_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if id(self) not in _state.waiting:
             return own(self, *args, **kwargs)
+        from ...fusion.backends import counting
+
         _, unit = _state.waiting.pop(id(self))
-        if not any(type(other) is type(self) for other, _ in _state.waiting.values()):
-            type(self).__call__ = own
+        if not any(isinstance(other, cls) for other, _ in _state.waiting.values()):
+            cls.__call__ = own
         _state.running.append(unit)
         try:
-            result = own(self, *args, **kwargs)
+            # Tracing and compiling run no fused op.
+            with counting() as calls:
+                result = own(self, *args, **kwargs)
         finally:
             _state.running.pop()
+        unit.counted = calls
         _finish(unit)
         return result
 
@@ -250,21 +249,6 @@ def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             if loaded is not None:
                 unit.take_kept()
     return loaded
-
-
-@contextmanager
-def _at_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[Any]:
-    """Around vLLM's profiling run: count the calls of the fused ops."""
-    unit = _running()
-    if unit is None or not unit.active:
-        with original(*args, **kwargs) as monitor:
-            yield monitor
-        return
-    from ...fusion.backends import counting
-
-    with original(*args, **kwargs) as monitor, counting() as calls:
-        yield monitor
-    unit.counted = calls
 
 
 def _finish(unit: Unit) -> None:

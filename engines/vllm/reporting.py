@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from .unit import Unit
 from .verdict import Outcome, Verdict, lines_of, verdict_of
 
 NAME = "layerfuse-report.json"
+
+PATIENCE = timedelta(minutes=2)
+"""How long a rank waits for the others' verdicts."""
 
 _written: dict[Path, dict[str, Any]] = {}
 """What this process has written into each file: a model may have several compiled modules."""
@@ -130,8 +134,14 @@ def _together(unit: Unit) -> tuple[int, tuple[Verdict, ...]]:
     except Exception as error:  # the others wait for an answer
         problem = f"no verdict: {type(error).__name__}: {error}"
         own = Verdict(rank=rank, fused={}, missed={}, called=None, problems=(problem,))
-    if size == 1 or not unit.active or dist.get_backend(group.cpu_group) == "fake":
+    if size == 1 or not unit.active or dist.get_backend(group.cpu_group) != "gloo":
         return rank, (own,)
     verdicts: list[Any] = [None] * size
-    dist.all_gather_object(verdicts, own, group=group.cpu_group)
+    try:
+        # All ranks have just run the model together; one that does not come has failed elsewhere, and must not be waited for.
+        dist.monitored_barrier(group.cpu_group, timeout=PATIENCE)
+        dist.all_gather_object(verdicts, own, group=group.cpu_group)
+    except RuntimeError as error:
+        problem = f"not all of the {size} ranks gave an answer: {error}"
+        return rank, (attrs.evolve(own, problems=(*own.problems, problem)),)
     return rank, tuple(verdicts)

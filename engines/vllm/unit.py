@@ -62,7 +62,7 @@ class Unit:
     "When the module was compiled, where it came from vLLM's cache with its report."
     from_cache: bool = False
     counted: Counter[str] | None = None
-    "Calls of fused ops in the profiling run, by the op's name; None where it was not counted."
+    "Calls of ops in the profiling run, which is the first call of the module, by the op's name; None before it."
     trouble: list[str] = field(factory=list)
     "What went wrong in layerfuse itself."
     pipeline: Pipeline = field(init=False)

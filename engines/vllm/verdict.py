@@ -135,8 +135,6 @@ def _notes(unit: Unit) -> Iterable[str]:
         yield f"{sources['cache']} graphs came from Inductor's cache with the records of those that filled it"
     if sources["unknown"]:
         yield f"{sources['unknown']} graphs came from a cache without a record"
-    if unit.counted is None and unit.active:
-        yield "the calls of the fused ops were not counted: vLLM made no profiling run of its own here"
     if unit.outside:
         shown = ", ".join(unit.outside[:3]) + (f" and {len(unit.outside) - 3} more" if len(unit.outside) > 3 else "")
         yield f"outside of what vLLM compiles: {shown}"

@@ -141,21 +141,19 @@ SOURCES = {
     "    def load_model(self, vllm_config, model_config, prefix=''): ...\n",
     "compilation/backends.py": "class CompilerManager:\n    def compile(self, graph, compile_range, graph_index=0): ...\n"
     "class VllmBackend:\n    def configure_post_pass(self): ...\n",
-    "compilation/decorators.py": "def _try_load_aot_compiled_fn(model, aot_compilation_path): ...\n"
-    "from .monitor import monitor_profiling_run\n",
-    "compilation/monitor.py": "def monitor_profiling_run(tag=''): ...\n",
+    "compilation/decorators.py": "def _try_load_aot_compiled_fn(model, aot_compilation_path): ...\n",
 }
 
 
 @pytest.mark.parametrize(
     ("version", "gone", "state", "detail"),
     [
-        ("0.33.0", "", "found", "vLLM 0.33.0 is tested; 6 of 6 hooks found; no fusion is on by default"),
+        ("0.33.0", "", "found", "vLLM 0.33.0 is tested; 5 of 5 hooks found; no fusion is on by default"),
         (
             "0.34.1",
             "",
             "found",
-            "vLLM 0.34.1 is not tested (0.33.0 is), and has what is expected; 6 of 6 hooks found; ",
+            "vLLM 0.34.1 is not tested (0.33.0 is), and has what is expected; 5 of 5 hooks found; ",
         ),
         ("0.40.0", "graph_index", "broken", "vLLM 0.40.0 would be left alone (tested with 0.33.0): "),
         ("0.40.0", "configure_post_pass", "broken", "there is no 'configure_post_pass' in vllm.compilation.backends"),
