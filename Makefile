@@ -20,7 +20,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
 SOURCES := pyproject.toml README.md $(wildcard *.py *.toml *.json py.typed) \
-           $(shell find adapters bench cli fusion registry testing -name '*.py' 2>/dev/null)
+           $(shell find adapters bench cli engines fusion registry testing -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
 .PHONY: help verify test lint docs bench test-engines clean

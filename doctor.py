@@ -9,6 +9,8 @@ import os
 import platform
 import shutil
 from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from attrs import frozen
@@ -71,6 +73,7 @@ def diagnose() -> Diagnosis:
         gpu,
         _compiler(),
         *map(_version, ENGINES),
+        *inside_vllm(),
         find_aiter(),
         *plugins(),
         *environment(on="cuda" if gpu.state == "found" else "cpu", has_torch=torch.state == "found"),
@@ -115,6 +118,35 @@ def _compiler() -> Finding:
     if found is None:
         return Finding(name="c++ compiler", state="absent", detail=f"neither of {', '.join(names)} is on PATH")
     return Finding(name="c++ compiler", state="found", detail=found)
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+def inside_vllm() -> list[Finding]:
+    """Whether the installed vLLM is one that layerfuse can work inside of, by its source; nothing without vLLM."""
+    from .engines.vllm.hooks import HOOKS, TESTED, check_source
+    from .engines.vllm.options import ON_BY_DEFAULT
+
+    version, spec = _version("vllm"), find_spec("vllm")
+    if version.state == "absent" or spec is None or not spec.submodule_search_locations:
+        return []
+    folder = Path(spec.submodule_search_locations[0])
+    problems = [p for hook in HOOKS if hook.needed and (p := check_source(hook, folder)) is not None]
+    if problems:
+        detail = f"vLLM {version.detail} would be left alone (tested with {', '.join(TESTED)}): {problems[0]}"
+        return [Finding(name="inside vllm", state="broken", detail=detail)]
+    known = "tested" if version.detail in TESTED else f"not tested ({', '.join(TESTED)} is), and has what is expected"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "layerfuse" not in allowed.split(","):
+        detail = f"VLLM_PLUGINS={allowed} keeps vLLM from loading it"
+        return [Finding(name="inside vllm", state="absent", detail=detail)]
+    on = ", ".join(ON_BY_DEFAULT) or "no fusion"
+    asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
+    would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else f"{on} is on by default"
+    needed = sum(hook.needed for hook in HOOKS)
+    detail = f"vLLM {version.detail} is {known}; {needed} of {needed} hooks found; {would}"
+    return [Finding(name="inside vllm", state="found", detail=detail)]
 
 
 # ---- AITER -----------------------------------------------------------------------------------------------------------

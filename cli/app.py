@@ -95,6 +95,8 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     help="Plan for this engine: with the epsilons that it builds norms with, and without the fusions that are off "
     "there: transformers, vllm, sglang or atom.",
 )
+@click.option("--engine-version", metavar="VERSION", help="Release of vLLM, as 0.33; the newest known if not given.")
+@click.option("--enforce-eager", is_flag=True, help="vLLM is started with the option of this name.")
 @click.option(
     "--quant",
     metavar="[ROLE=]HOW",
@@ -121,6 +123,8 @@ def plan(
     rank: int,
     target: str,
     engine: str | None,
+    engine_version: str | None,
+    enforce_eager: bool,
     quant: tuple[str, ...],
     batch: int | None,
     queries: int | None,
@@ -163,6 +167,7 @@ def plan(
     Examples:
       layerfuse plan kimi-k2.5 --tp 8 --target gfx942
       layerfuse plan deepseek-v3 --tp 8 --quant group128
+      layerfuse plan kimi-linear-48b-a3b --target sm90 --engine vllm
       layerfuse plan kimi-k2.5 --tp 8 --batch 256 --context 131072 --kv fp8
       layerfuse plan --all-tp --aiter v0.1.14 --svg heads.svg
       layerfuse plan moonshotai/Kimi-Linear-48B-A3B-Instruct --tp 4 --svg plan.svg
@@ -171,6 +176,8 @@ def plan(
         raise click.BadParameter(f"ranks are 0 to {tp - 1} at --tp {tp}, got {rank}", param_hint="--rank")
     if json and svg is not None:
         raise click.UsageError("give either --json or --svg")
+    if (engine_version is not None or enforce_eager) and engine != "vllm":
+        raise click.UsageError("--engine-version and --enforce-eager go with --engine vllm")
     if all_tp:
         if (batch, context, engine, quant) != (None, None, None, ()) or (tp, rank) != (1, 0):
             raise click.UsageError("--all-tp takes --target, --kv, --aiter and --queries, and shows every size")
@@ -198,6 +205,8 @@ def plan(
         rank=rank,
         target=target.lower(),
         engine=engine,
+        engine_version=engine_version,
+        enforce_eager=enforce_eager,
         quant=quant,
         asked={name: value for name, value in asked.items() if value is not None},
         files=files,

@@ -21,6 +21,7 @@ WRONG_QUESTIONS = frozenset(
         "UnknownFusionError",
         "UnknownPeerError",
         "UnknownReleaseError",
+        "UnknownReleaseOfVllmError",
         "UnknownTargetError",
     }
 )

@@ -79,12 +79,15 @@ def plan_data(
     engine: str | None,
     config: FusionConfig | None = None,
     release: str | None = None,
+    engine_version: str | None = None,
+    enforce_eager: bool = False,
 ) -> dict[str, Any]:
     """The whole answer as plain data; its keys are documented in `layerfuse plan --help` and do not change.
 
     Raises:
         TooManyRanksError: the heads cannot be shared by that many ranks.
         UnknownTargetError: no such target.
+        UnknownReleaseOfVllmError: nothing is recorded of this release.
     """
     specs = sharded(entry, tp, rank, engine)
     device = Target.named(target)
@@ -92,7 +95,14 @@ def plan_data(
         from ..fusion.metadata import releases_named
 
         device = attrs.evolve(device, aiter=releases_named(release).last)
-    decided = plan(specs, device, config, None if engine is None else Engine(name=engine))
+    around = None if engine is None else Engine(name=engine)
+    if engine == "vllm":
+        from ..engines.vllm.releases import engine_of
+
+        around = engine_of(
+            entry.architectures, vendor=device.vendor, release=engine_version, enforce_eager=enforce_eager
+        )
+    decided = plan(specs, device, config, around)
     kinds = []
     for kind in kinds_of(specs):
         kinds.append(
@@ -254,13 +264,23 @@ def answer_plan(
     files: Sequence[Path],
     json: bool,
     svg: Path | None,
+    engine_version: str | None = None,
+    enforce_eager: bool = False,
 ) -> None:
     """Print the plan, or write it as a picture."""
     from .models import find_model
 
     entry = find_model(model, files)
     data = plan_data(
-        entry, tp=tp, rank=rank, target=target, engine=engine, config=config_for(quant), release=asked.get("release")
+        entry,
+        tp=tp,
+        rank=rank,
+        target=target,
+        engine=engine,
+        config=config_for(quant),
+        release=asked.get("release"),
+        engine_version=engine_version,
+        enforce_eager=enforce_eager,
     )
     if asked:
         from .attention import Asked, attention_data

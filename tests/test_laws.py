@@ -12,7 +12,7 @@ from helpers import ROOT, run_python
 
 from layerfuse.adapters.specs import FAMILIES, GatedNormSpec, NormSpec, Parallel
 
-FLOORS = ("adapters", "registry", "fusion", "testing", "bench", "cli")
+FLOORS = ("adapters", "registry", "fusion", "engines", "testing", "bench", "cli")
 """From the ground up: a door opens downward only."""
 
 CHECKED = sorted(

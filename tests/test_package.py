@@ -15,7 +15,7 @@ from helpers import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 DATA = ("models.toml", "models.schema.json", "py.typed")
-FOLDERS = ("adapters", "bench", "cli", "fusion", "registry", "testing")
+FOLDERS = ("adapters", "bench", "cli", "engines", "fusion", "registry", "testing")
 
 
 def packages_in_repository() -> set[str]:

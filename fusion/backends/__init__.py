@@ -10,7 +10,9 @@ import functools
 import importlib
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from attrs import frozen
@@ -81,6 +83,8 @@ _choices = [0]
 _lock = threading.RLock()
 """Held while a backend loads, too; loading may register another one."""
 _memories: list[Memory] = []
+_counters: list[Counter[str]] = []
+"""While these count, no choice is remembered, so that every call comes by."""
 
 
 class Memory(dict[Any, Callable[..., Any]]):
@@ -99,11 +103,28 @@ class Memory(dict[Any, Callable[..., Any]]):
         before = _choices[0]
         function = choose(op, device, case).function
         with _lock:
-            if before == _choices[0]:
+            for counter in _counters:
+                counter[op] += 1
+            if before == _choices[0] and not _counters:
                 if len(self) >= self.MOST:
                     self.clear()
                 self[key] = function
         return function
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count the calls of every op in this process while this lasts, by the op's name. Calls are slower meanwhile, not after."""
+    counter: Counter[str] = Counter()
+    with _lock:
+        _counters.append(counter)
+        for memory in _memories:
+            memory.clear()
+    try:
+        yield counter
+    finally:
+        with _lock:
+            _counters[:] = [other for other in _counters if other is not counter]
 
 
 def _changed() -> None:

@@ -19,6 +19,9 @@ from .quant_forms import Described, OneOp
 from .quants import FoundQuant, quant_of
 from .values import last_width, same, same_shape, value
 
+_ADDS = (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar)
+_CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+
 
 class NormOp(NamedTuple):
     """Where the parts of a norm are among the arguments and results of an op, as `calls.Call` counts them."""
@@ -104,6 +107,8 @@ def _found(call: Call, form: NormOp) -> FoundNorm | None:
     if out is None or width is None or not isinstance(factor, torch.Tensor) or not isinstance(epsilon, float | int):
         return None
     offset = form.offset if form.offset_at is None else call[form.offset_at]
+    if offset == 0.0 and (stored := _stored(weight, factor)) is not None:
+        weight, offset = stored, 1.0
     whole = None if form.whole is None else call[form.whole]
     if whole not in (None, [width]) or offset not in (0.0, 1.0) or isinstance(epsilon, bool):
         return None
@@ -131,6 +136,21 @@ def _found(call: Call, form: NormOp) -> FoundNorm | None:
         add=add,
         quant=quant,
     )
+
+
+def _stored(weight: Any, factor: Any) -> Node | None:
+    """The weight that one is added to in float32, as the op does that itself where it is told to; None where nothing is.
+
+    vLLM's GemmaRMSNorm gives its op `weight.float() + 1.0`.
+    """
+    if not isinstance(weight, Node) or weight.target not in _ADDS or not isinstance(factor, torch.Tensor):
+        return None
+    stored, one = weight.args
+    if not isinstance(stored, Node) or one != 1 or factor.dtype != torch.float32 or weight.kwargs:
+        return None
+    if stored.target in _CONVERSIONS and isinstance(stored.args[0], Node):
+        stored = stored.args[0]
+    return stored if value(stored).dtype.is_floating_point else None
 
 
 def _add(call: Call, form: NormOp) -> FoundAdd | None:

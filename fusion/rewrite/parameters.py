@@ -18,6 +18,9 @@ PARAMETER = "layerfuse_parameter"
 """Placeholder meta key: the `Parameter` that the input is. `fusion.compile` sets it."""
 
 _FRAME = re.compile(r"^L\[['\"][^'\"]*['\"]\]")
+_METHOD = re.compile(r"\.\w+\.__self__\b")
+"""A method that a module holds as an attribute, and the module that it is bound to: that module."""
+
 _INDEX = re.compile(r"(?:\._modules|\._parameters)?\[['\"]?([^'\"\]]+)['\"]?\]")
 
 
@@ -36,7 +39,7 @@ class Parameter:
 
 def module_path(text: str) -> str:
     """A path below the frame, from the way Dynamo writes it: `L['self']._modules['layers'][0].mlp` -> `layers.0.mlp`."""
-    return _INDEX.sub(r".\1", _FRAME.sub("", text, count=1)).lstrip(".")
+    return _INDEX.sub(r".\1", _METHOD.sub("", _FRAME.sub("", text, count=1))).lstrip(".")
 
 
 def names_of(model: nn.Module) -> dict[int, tuple[str, ...]]:

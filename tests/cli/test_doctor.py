@@ -135,6 +135,51 @@ def test_a_plugin_that_works_is_counted(packages):
     assert (found.state, found.detail) == ("found", "good_plugin:A adds 0 models and 1 layer classes")
 
 
+SOURCES = {
+    "platforms/interface.py": "class Platform:\n    def check_and_update_config(cls, vllm_config): ...\n",
+    "model_executor/model_loader/base_loader.py": "class BaseModelLoader:\n"
+    "    def load_model(self, vllm_config, model_config, prefix=''): ...\n",
+    "compilation/backends.py": "class CompilerManager:\n    def compile(self, graph, compile_range, graph_index=0): ...\n"
+    "class VllmBackend:\n    def configure_post_pass(self): ...\n",
+    "compilation/decorators.py": "def _try_load_aot_compiled_fn(model, aot_compilation_path): ...\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "gone", "state", "detail"),
+    [
+        ("0.33.0", "", "found", "vLLM 0.33.0 is tested; 5 of 5 hooks found; no fusion is on by default"),
+        (
+            "0.34.1",
+            "",
+            "found",
+            "vLLM 0.34.1 is not tested (0.33.0 is), and has what is expected; 5 of 5 hooks found; ",
+        ),
+        ("0.40.0", "graph_index", "broken", "vLLM 0.40.0 would be left alone (tested with 0.33.0): "),
+        ("0.40.0", "configure_post_pass", "broken", "there is no 'configure_post_pass' in vllm.compilation.backends"),
+    ],
+)
+def test_an_installed_vllm_is_read_for_the_hooks_and_not_imported(version, gone, state, detail, packages, monkeypatch):
+    for name in ("VLLM_PLUGINS", "LAYERFUSE_FUSIONS"):
+        monkeypatch.delenv(name, raising=False)
+    folder = packages("vllm", dist="vllm", version=version, files=["__init__.py", *SOURCES])
+    for name, text in SOURCES.items():
+        (folder / name).write_text(text.replace(gone, "other") if gone else text, encoding="utf-8")
+    (found,) = doctor.inside_vllm()
+    assert found.state == state
+    assert detail in found.detail
+    assert "vllm" not in sys.modules
+
+
+def test_what_keeps_vllm_from_loading_the_plugin_is_said(packages, monkeypatch):
+    folder = packages("vllm", dist="vllm", version="0.33.0", files=["__init__.py", *SOURCES])
+    for name, text in SOURCES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    (found,) = doctor.inside_vllm()
+    assert (found.state, found.detail) == ("absent", "VLLM_PLUGINS=other keeps vLLM from loading it")
+
+
 def test_the_answer_for_people_and_for_programs_agree(run):
     answer = run("doctor")
     data = json.loads(run("doctor", "--json").out)

@@ -294,6 +294,23 @@ def test_an_engine_says_what_is_off_there_and_why(run):
     assert "fused_add_rms_norm" in out
 
 
+def test_what_vllm_does_not_compile_is_refused_beforehand_with_the_reason(run):
+    asked = ["plan", "kimi-linear-48b-a3b", "--engine", "vllm", "--target", "sm90"]
+    why = "runs KimiLinearForCausalLM in breakable CUDA graphs by default, and does not compile it"
+    assert f"no: vLLM 0.33 {why}" in run(*asked).out
+    assert f"no: vLLM 0.33 {why}" in run(*asked, "--engine-version", "0.33.0").out
+    for other in (["--engine-version", "0.26"], ["--target", "gfx950"]):
+        assert "breakable" not in run(*asked, *other).out
+    assert "no: enforce_eager is set: vLLM compiles nothing" in run(*asked, "--enforce-eager").out
+
+
+def test_releases_and_options_of_vllm_that_are_unknown_or_of_no_use(run):
+    answer = run("plan", "kimi-k2.5", "--engine", "vllm", "--engine-version", "0.11")
+    assert answer.code == 2 and "nothing is recorded of vLLM 0.11; known: 0.26, 0.33" in answer.err
+    answer = run("plan", "kimi-k2.5", "--enforce-eager")
+    assert answer.code == 2 and "go with --engine vllm" in answer.err
+
+
 def test_the_environment_still_counts_where_the_engine_quantises(run, monkeypatch):
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "none")
     out = run("plan", "kimi-k2.5", "--quant", "per_token").out

@@ -115,3 +115,39 @@ def test_every_fusion_has_a_reference_and_two_kernels() -> None:
         ours = "triton" if fusion.all_reduce is None else "symm_mem"
         assert [kernel.backend for kernel in fusion.backends] == ["aiter", ours]
         assert [name for name, _ in backends.survey(fusion.op.name, "cpu")] == ["aiter", ours, "reference"]
+
+
+# ---- counting calls
+
+
+def test_calls_are_counted_while_asked_for_whether_remembered_or_not() -> None:
+    x, y, weight = torch.randn(3, 64), torch.randn(5, 64), torch.ones(64)
+
+    def call(rows: torch.Tensor) -> None:
+        ops.rms_norm(rows, weight, 1e-6)
+
+    call(x)
+    with backends.counting() as outer:
+        call(x)
+        with backends.counting() as inner:
+            call(x)
+            call(y)
+            ops.add_rms_norm(x, x, weight, 1e-6)
+        call(x)
+    call(x)
+    assert outer == {"rms_norm": 4, "add_rms_norm": 1}
+    assert inner == {"rms_norm": 2, "add_rms_norm": 1}
+
+
+def test_calls_of_a_compiled_graph_are_counted_once() -> None:
+    x, weight = torch.randn(3, 64), torch.ones(64)
+
+    @torch.compile(backend="aot_eager")
+    def function(rows: torch.Tensor) -> torch.Tensor:
+        return torch.ops.layerfuse.rms_norm(rows, weight, 1e-6, 0.0) * 2
+
+    with torch.no_grad():
+        function(x)
+        with backends.counting() as calls:
+            function(x)
+    assert calls == {"rms_norm": 1}

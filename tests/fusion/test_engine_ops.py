@@ -207,9 +207,17 @@ class Functional(InPlace):
         return self.op(x, residual, self.norm.weight, EPSILON)  # type: ignore[no-any-return]
 
 
+class Gemma(Functional):
+    """vLLM's GemmaRMSNorm: its op is given the weight with one added, in float32."""
+
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.op(x, residual, self.norm.weight.float() + 1.0, EPSILON)  # type: ignore[no-any-return]
+
+
 ADDS: dict[str, Any] = {
     "vllm": lambda: InPlace(torch.ops._C.fused_add_rms_norm),
     "vllm ir": lambda: Functional(torch.ops.vllm_ir.fused_add_rms_norm),
+    "vllm ir, gemma": lambda: Gemma(torch.ops.vllm_ir.fused_add_rms_norm, (), 1.0),
     "sglang": lambda: InPlace(torch.ops.sgl_kernel.fused_add_rmsnorm, (False,)),
     "sglang, gemma": lambda: InPlace(torch.ops.sgl_kernel.gemma_fused_add_rmsnorm, (False,), 1.0),
 }
@@ -225,6 +233,22 @@ def test_the_residual_is_added_inside_the_op(name: str) -> None:
     doubled, total = traced.output
     torch.testing.assert_close(doubled.double(), 2 * exact_norm(module, x, residual), rtol=2**-7, atol=1e-6)
     assert torch.equal(total, x + residual)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [lambda w: w + 1.0, lambda w: w.float() + 2.0, lambda w: w.float().add(1.0, alpha=2)],
+    ids=["in bfloat16", "two", "twice one"],
+)
+def test_what_else_is_added_to_a_weight_is_no_zero_centred_norm(weight: Any) -> None:
+    class Other(Gemma):
+        def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            return self.op(x, residual, weight(self.norm.weight), EPSILON)  # type: ignore[no-any-return]
+
+    traced = run(
+        Other(torch.ops.vllm_ir.fused_add_rms_norm, (), 1.0), None, *rows(), specs=[("layer", stream_spec(1.0))]
+    )
+    assert "adds 0 to its weight; the spec says 1" in traced.report.of("add_rms_norm").missed[SITE]
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm ir"])

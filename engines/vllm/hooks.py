@@ -1,0 +1,200 @@
+"""The places of vLLM that layerfuse stands at, as data, and the check that each is what this version knows.
+
+A hook is a function of vLLM's that is called through one of ours. Where one is missing or takes other arguments, layerfuse
+leaves vLLM alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from attrs import frozen
+
+TESTED = ("0.33.0",)
+"""The releases of vLLM that the tests run. What lies between and after is held to the check of the hooks."""
+
+Around: TypeAlias = "Callable[..., Any]"
+"""Called in a hook's place, with the original as its first argument."""
+
+
+class HookError(LookupError):
+    """vLLM is not what this version of layerfuse knows; the message says where."""
+
+
+@frozen(kw_only=True)
+class Hook:
+    """One function of vLLM's, and what is expected of it."""
+
+    name: str
+    "What layerfuse does there."
+    module: str
+    path: str
+    "In the module: `Class.method`, or a function's name."
+    takes: tuple[str, ...]
+    "Parameters that it must have by name, in this order."
+    source: str | None = None
+    "Where its source is, as `module:path`, if not at `place`."
+    needed: bool = True
+    "Whether nothing may be done without it. One that is not needed belongs to a part of vLLM that few use."
+
+    @property
+    def place(self) -> str:
+        """`module:path`, as errors name it."""
+        return f"{self.module}:{self.path}"
+
+
+HOOKS = (
+    Hook(
+        name="options",
+        module="vllm.platforms",
+        path="current_platform.check_and_update_config",
+        takes=("vllm_config",),
+        source="vllm.platforms.interface:Platform.check_and_update_config",
+    ),
+    Hook(
+        name="specs",
+        module="vllm.model_executor.model_loader.base_loader",
+        path="BaseModelLoader.load_model",
+        takes=("self", "vllm_config"),
+    ),
+    Hook(
+        name="specs",
+        module="vllm.model_executor.model_loader.tensorizer_loader",
+        path="TensorizerLoader.load_model",
+        takes=("self", "vllm_config"),
+        needed=False,
+    ),
+    Hook(
+        name="pass",
+        module="vllm.compilation.backends",
+        path="VllmBackend.configure_post_pass",
+        takes=("self",),
+    ),
+    Hook(
+        name="piece",
+        module="vllm.compilation.backends",
+        path="CompilerManager.compile",
+        takes=("self", "graph", "compile_range", "graph_index"),
+    ),
+    Hook(
+        name="artefact",
+        module="vllm.compilation.decorators",
+        path="_try_load_aot_compiled_fn",
+        takes=("model", "aot_compilation_path"),
+    ),
+)
+"""Everything that layerfuse wraps."""
+
+
+def owner_of(hook: Hook, module: ModuleType) -> tuple[Any, str, Any]:
+    """What holds a hook's function, its name there, and the function as it is held.
+
+    Raises:
+        HookError: there is no such thing.
+    """
+    *outer, name = hook.path.split(".")
+    owner: Any = module
+    for part in outer:
+        owner = _held(owner, part, hook)
+        if not inspect.isclass(owner):
+            owner = type(owner)  # vLLM holds its platform as an object
+    return owner, name, _held(owner, name, hook)
+
+
+def _held(owner: Any, name: str, hook: Hook) -> Any:
+    try:
+        if inspect.isclass(owner):
+            return inspect.getattr_static(owner, name)
+        return getattr(owner, name)
+    except AttributeError:
+        where = getattr(owner, "__name__", repr(owner))
+        raise HookError(f"{hook.place} is expected, and {where} has no {name!r}") from None
+
+
+def check(hook: Hook, module: ModuleType) -> Callable[..., Any]:
+    """The function at a hook, if it is what is expected.
+
+    Raises:
+        HookError: it is missing, no function, or takes other parameters.
+    """
+    _, _, held = owner_of(hook, module)
+    function = _plain(held)
+    if not inspect.isroutine(function):
+        raise HookError(f"{hook.place} is expected to be a function, and is {type(function).__name__}")
+    try:
+        found = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        raise HookError(f"{hook.place} has no signature that Python can tell") from None
+    problem = _misfit(hook, found)
+    if problem is not None:
+        raise HookError(problem)
+    return function
+
+
+def check_source(hook: Hook, folder: Path) -> str | None:
+    """The same from vLLM's source, without importing it: what is not as expected, or None.
+
+    Args:
+        hook: any.
+        folder: of the package vllm.
+    """
+    module, _, path = (hook.source or hook.place).partition(":")
+    file = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    try:
+        found: Any = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"{hook.place} is expected, and {file} cannot be read: {type(error).__name__}"
+    for part in path.split("."):
+        kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        found = next((each for each in found.body if isinstance(each, kinds) and each.name == part), None)
+        if found is None:
+            return f"{hook.place} is expected, and there is no {part!r} in {module}"
+    if isinstance(found, ast.ClassDef):
+        return f"{hook.place} is expected to be a function, and is a class"
+    names = [each.arg for each in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
+    return _misfit(hook, names)
+
+
+def _misfit(hook: Hook, found: list[str]) -> str | None:
+    if [name for name in found if name in hook.takes] == list(hook.takes):
+        return None
+    return f"{hook.place} is expected to take {', '.join(hook.takes)}, and takes {', '.join(found) or 'nothing'}"
+
+
+def wrapped_by(hook: Hook, module: ModuleType) -> str | None:
+    """The module of another plugin's function that stands at a hook already, or None where vLLM's own does."""
+    found = _plain(owner_of(hook, module)[2])
+    package = getattr(found, "__module__", "") or ""
+    code = getattr(found, "__code__", None)
+    # functools.wraps copies the name of the module; the globals are the function's own.
+    package = getattr(found, "__globals__", {}).get("__name__", package) if code is not None else package
+    return None if package.partition(".")[0] in ("vllm", "contextlib", "layerfuse") else package
+
+
+def stand_at(hook: Hook, module: ModuleType, around: Around) -> None:
+    """Call `around(original, ...)` in the place of a hook's function, from now on; once.
+
+    Raises:
+        HookError: as `check`.
+    """
+    function = check(hook, module)
+    if getattr(function, "__layerfuse__", None) == hook.place:
+        return
+    owner, name, held = owner_of(hook, module)
+
+    @functools.wraps(function)
+    def standing(*args: Any, **kwargs: Any) -> Any:
+        return around(function, *args, **kwargs)
+
+    setattr(standing, "__layerfuse__", hook.place)  # noqa: B010 (functions have no such attribute by type)
+    setattr(owner, name, type(held)(standing) if isinstance(held, classmethod | staticmethod) else standing)
+
+
+def _plain(held: Any) -> Any:
+    return held.__func__ if isinstance(held, classmethod | staticmethod) else held

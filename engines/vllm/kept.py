@@ -1,0 +1,63 @@
+"""Records kept beside what vLLM's compiler keeps, so that a start from a cache has a report too. JSON files, written whole.
+
+A record that cannot be written or read is no error: the engine runs, and the report says what it does not know.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .pieces import PieceRecord, from_dict, to_dict
+
+FORMAT = 1
+"""Raised when the files change their form: older ones are then not read."""
+
+BESIDE = "layerfuse.json"
+"""The name of the file in the folder of vLLM's compiled model, one for each rank."""
+
+
+def write(path: Path, data: dict[str, Any]) -> str | None:
+    """Write a file as a whole. None, or why it could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, suffix=".tmp", delete=False) as file:
+            json.dump({"format": FORMAT, **data}, file, indent=1)
+        Path(file.name).replace(path)
+    except OSError as error:
+        return f"{path} cannot be written: {error.strerror or error}"
+    return None
+
+
+def read(path: Path, key: str) -> dict[str, Any] | None:
+    """A file's content, if it was written under this key; None where there is none, or it is damaged or another's."""
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("key") != key:
+        return None
+    return data
+
+
+def _piece(key: str, digest: str, tokens: str) -> Path:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    # Beside Inductor's own cache: whoever is served a piece from there finds its record there too.
+    return Path(cache_dir()) / "layerfuse" / f"{key[-16:]}-{digest[:32]}-{tokens}.json"
+
+
+def keep_piece(key: str, digest: str, tokens: str, record: PieceRecord) -> None:
+    """Keep a piece's record for whoever gets the piece from Inductor's cache."""
+    write(_piece(key, digest, tokens), {"key": key, "record": to_dict(record)})
+
+
+def find_piece(key: str, digest: str, tokens: str) -> PieceRecord | None:
+    """The record of an equal piece that was compiled elsewhere: by another rank, or at an earlier start."""
+    data = read(_piece(key, digest, tokens), key)
+    try:
+        return None if data is None else from_dict(data["record"])
+    except (KeyError, TypeError):
+        return None

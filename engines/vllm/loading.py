@@ -1,0 +1,119 @@
+"""From a model that vLLM has loaded to what layerfuse will do in it: specs, a plan for each module that vLLM compiles."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ... import registry
+from ...adapters.errors import UnknownLayerError
+from ...fusion.compiler import surroundings_of
+from ...fusion.plan import plan
+from ...fusion.target import Target
+from .circumstances import engine_for, why_not_compiled
+from .options import KEY, OWN, Options
+from .plugin import once
+from .unit import Unit
+
+
+def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[tuple[nn.Module, Unit]]:
+    """The modules that vLLM will compile, with what layerfuse plans in each. Writes their key into vLLM's config.
+
+    Where vLLM compiles nothing of the model, that is said, and nothing is planned.
+
+    Raises:
+        LayerfuseError: a layer cannot be read, or the options are wrong.
+    """
+    config = options.config()
+    unknown = dict(registry.unknown_in(model))
+    compiled = dict(_compiled(model))
+    reason = why_not_compiled(vllm_config)
+    if reason is None and not compiled:
+        reason = f"no module of {type(model).__name__} is one that vLLM compiles"
+    if reason is not None:
+        once(logging.WARNING, "layerfuse: nothing is fused in %s: %s", type(model).__name__, reason)
+        return
+    for layer, cls in unknown.items():
+        once(logging.WARNING, "layerfuse: no adapter knows %s (%s): nothing is fused there", cls, layer)
+    try:
+        specs = registry.specs_in(model)
+    except UnknownLayerError:
+        if config.strict:
+            raise
+        once(
+            logging.WARNING,
+            "layerfuse: nothing is fused in %s: no adapter knows any of its layers",
+            type(model).__name__,
+        )
+        return
+    engine, units = engine_for(vllm_config, config), []
+    held: set[str] = set()
+    for path, module in compiled.items():
+        inside = [(_below(layer, path), spec) for layer, spec in specs if _is_below(layer, path)]
+        held.update(layer for layer, _ in specs if _is_below(layer, path))
+        strangers = {layer: cls for layer, cls in unknown.items() if _is_below(layer, path)}
+        if not inside and not strangers:
+            continue  # a vision tower
+        units.append(
+            (
+                module,
+                Unit(
+                    name=type(module).__qualname__,
+                    model=type(model).__qualname__,
+                    path=path,
+                    plan=plan(inside, _target_of(module), config, engine),
+                    around=surroundings_of(module),
+                    vllm_config=vllm_config,
+                    strict=config.strict,
+                    report_path=options.report,
+                    unknown=strangers,
+                ),
+            )
+        )
+    if units:
+        units[0][1].outside = tuple(layer for layer, _ in specs if layer not in held)
+    _write_key(vllm_config, [unit for _, unit in units])
+    yield from units
+
+
+def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that vLLM compiles, by their path."""
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
+    for path, module in model.named_modules():
+        if isinstance(module, TorchCompileWithNoGuardsWrapper) and not module.do_not_compile:
+            yield path, module
+
+
+def _is_below(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _below(path: str, outer: str) -> str:
+    return path if not outer else path.removeprefix(outer).removeprefix(".")
+
+
+def _target_of(module: nn.Module) -> Target:
+    first = next(module.parameters(), None)
+    return Target.named("cpu") if first is None or first.device.type == "cpu" else Target.detect()
+
+
+def _write_key(vllm_config: Any, units: list[Unit]) -> None:
+    """Make what is planned part of the key of vLLM's cache, which knows its config only."""
+    active = [unit.key for unit in units if unit.active]
+    given = vllm_config.additional_config
+    if not active:
+        return
+    if not isinstance(given, dict):
+        raise TypeError(
+            f"additional_config is {type(given).__name__}: a table is needed to tell vLLM's cache of the fusions"
+        )
+    own = given.get(KEY)
+    own = dict(own) if isinstance(own, dict) else {}
+    # A draft model is loaded after the model itself, with the same config.
+    digest = hashlib.sha256("".join([own.get(OWN, ""), *active]).encode()).hexdigest()[:16]
+    vllm_config.additional_config = {**given, KEY: {**own, OWN: digest}}

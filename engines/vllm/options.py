@@ -1,0 +1,117 @@
+"""What the user asks of layerfuse inside vLLM: `--additional-config '{"layerfuse": {...}}'` and `LAYERFUSE_FUSIONS`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import attrs
+from attrs import field, frozen
+
+from ...adapters.errors import LayerfuseError, did_you_mean, shown
+
+if TYPE_CHECKING:
+    from ...fusion.config import FusionConfig
+
+KEY = "layerfuse"
+"""Under this name of vLLM's `additional_config`."""
+
+ON_BY_DEFAULT: tuple[str, ...] = ()
+"""The fusions of the catalog that are on in vLLM without being asked for. A test holds it to the catalog: to read that takes
+longer than a start-up with nothing to do may."""
+
+
+class OptionsError(LayerfuseError, ValueError):
+    """Options that do not exist, or values of another type; all of them at once."""
+
+
+def _is(kind: type, words: str) -> Any:
+    def validate(_: Any, attribute: attrs.Attribute[Any], value: Any) -> None:
+        # A bool is an int in Python, and no level.
+        if value is not None and type(value) is not kind:
+            raise OptionsError(f"{attribute.name}: expected {words}, got {shown(value)}")
+
+    return validate
+
+
+def _line(value: Any) -> Any:
+    """A list of names as the line that it stands for."""
+    if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
+        return ",".join(value) or "none"
+    return value
+
+
+@frozen(kw_only=True)
+class Options:
+    """What is asked for."""
+
+    fusions: str | None = field(
+        default=None, converter=_line, validator=_is(str, "a line such as 'all' or '-add_rms_norm', or a list of names")
+    )
+    "As `LAYERFUSE_FUSIONS` has it: none, all, names, or names with a minus; None: the default, or what that variable says."
+    level: int | None = field(default=None, validator=_is(int, "0, 1 or 2"))
+    "The optimisation level; None: that of `fusions`."
+    strict: bool = field(default=False, validator=_is(bool, "true or false"))
+    "Whether an expected fusion that did not happen stops the engine."
+    report: str | None = field(default=None, validator=_is(str, "a path"))
+    "The file that the report is written to; None: beside what vLLM's compiler keeps."
+
+    def config(self) -> FusionConfig:
+        """The same for plans.
+
+        Raises:
+            FusionConfigError: a fusion that does not exist, or an unknown level.
+        """
+        from ...fusion.config import FusionConfig
+
+        origin = f"additional_config[{KEY!r}]"
+        text = None if self.fusions is None else self.fusions.strip()
+        if text:
+            config = FusionConfig.parse(text, origin=f"fusions={text}", strict=self.strict)
+        else:
+            config = FusionConfig.from_environment(strict=self.strict)
+        return config if self.level is None else attrs.evolve(config, level=self.level, origin=origin)
+
+    @property
+    def says_nothing(self) -> bool:
+        """Whether which fusions are on is left to the default."""
+        return self.fusions is None and self.level is None and not os.environ.get("LAYERFUSE_FUSIONS", "").strip()
+
+
+def options_in(additional_config: Any) -> Options:
+    """The options in vLLM's `additional_config`; `false` in their place stands for no fusion.
+
+    Raises:
+        OptionsError: an unknown option, or a value of another type.
+        FusionConfigError: a fusion that does not exist, or an unknown level.
+    """
+    given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
+    if given is False:
+        return Options(fusions="none")
+    if not isinstance(given, Mapping):
+        raise OptionsError(f"additional_config[{KEY!r}]: expected a table of options or false, got {shown(given)}")
+    known = [attribute.name for attribute in attrs.fields(Options)]
+    problems = [
+        f"no option is called {name!r}{did_you_mean(str(name), known) or '.'} Known: {', '.join(known)}"
+        for name in given
+        if name not in (*known, OWN)
+    ]
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in known:
+            try:
+                Options(**{name: value})
+            except OptionsError as error:
+                problems.append(str(error))
+            values[name] = value
+    if problems:
+        raise OptionsError("; ".join(f"additional_config[{KEY!r}]: {problem}" for problem in problems))
+    options = Options(**values)
+    if not options.says_nothing:
+        options.config()
+    return options
+
+
+OWN = "key"
+"""What layerfuse writes beside the options when the model is loaded: that what it does is part of vLLM's cache key."""

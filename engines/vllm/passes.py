@@ -1,0 +1,71 @@
+"""The fusions as one pass of vLLM's pass manager. It leaves a graph as it was where anything goes wrong in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.fx
+from torch.fx import Graph
+from vllm.compilation.passes.inductor_pass import InductorPass
+
+from ...fusion.rewrite import Pipeline
+
+AFTER = frozenset({"NoOpEliminationPass"})
+"""Passes of vLLM's that ours stands behind, being first otherwise: they only tidy what would hide a chain."""
+
+
+class FusionPass(InductorPass):  # type: ignore[misc]
+    """Rewrites by a plan. Copies and unpickled ones of the same process write to the same report."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        # Inductor asks for each graph; the plan stays what it is.
+        self._uuid = str(pipeline.uuid())
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite the graph in place. Where that raises, the graph is as it was, and the report says so."""
+        kept = Graph()
+        output = kept.graph_copy(graph, {})
+        try:
+            self.pipeline(graph)
+        except Exception as error:
+            _restore(graph, kept, output)
+            from .plugin import troubled
+
+            troubled("rewriting a graph", error)
+
+    def uuid(self) -> str:
+        """Part of Inductor's key: changes with the specs (but for the rank), the plan, the config and the source."""
+        return self._uuid
+
+    def __reduce__(self) -> Any:
+        return FusionPass, (self.pipeline,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
+        return self
+
+
+def _restore(graph: Graph, kept: Graph, output: Any) -> None:
+    last = graph.output_node()
+    meta = dict(last.meta)
+    for node in reversed(list(graph.nodes)):
+        graph.erase_node(node)
+    values: dict[Any, Any] = {}
+    graph.graph_copy(kept, values)
+    copied = {node: values[node] for node in kept.nodes}
+    graph.output(torch.fx.map_arg(output, copied.__getitem__)).meta.update(meta)
+
+
+def insert(backend: Any, added: FusionPass) -> None:
+    """Put the pass into the manager of one of vLLM's backends, ahead of its own fusions.
+
+    Raises:
+        TypeError: the manager keeps its passes in another way than vLLM's own.
+    """
+    manager = backend.pass_manager
+    passes = getattr(manager, "passes", None)
+    if not isinstance(passes, list):
+        raise TypeError(f"{type(manager).__module__}.{type(manager).__qualname__} has no list of passes")
+    if not any(isinstance(each, FusionPass) for each in passes):
+        place = next((i + 1 for i, each in enumerate(passes) if type(each).__name__ in AFTER), 0)
+        passes.insert(place, added)

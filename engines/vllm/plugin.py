@@ -1,0 +1,263 @@
+"""What layerfuse does at each of vLLM's hooks. Whatever goes wrong here is one warning, and vLLM runs on as it would without.
+
+Nothing but `strict` and options that do not exist stops an engine.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from ...adapters.errors import LayerfuseError
+from .hooks import HOOKS, TESTED, Hook, HookError, stand_at, wrapped_by
+from .imports import when_imported
+from .options import KEY, ON_BY_DEFAULT, Options, options_in
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from .unit import Unit
+
+logger = logging.getLogger("vllm.layerfuse")
+# Below "vllm", so that vLLM's own handlers and levels hold.
+
+
+class NotHereError(LayerfuseError, RuntimeError):
+    """`strict` is set, and this vLLM is not what this version of layerfuse knows."""
+
+
+class _State:
+    """What this process knows."""
+
+    def __init__(self) -> None:
+        self.registered = False
+        self.off: str | None = None
+        "Why vLLM is left alone, or None."
+        self.waiting: dict[int, tuple[nn.Module, Unit]] = {}
+        "The modules that vLLM will compile at their first call, by identity."
+        self.running: list[Unit] = []
+        "The modules that are at their first call, the innermost last."
+        self.said: set[str] = set()
+
+
+_state = _State()
+
+
+def register() -> None:
+    """Stand at every hook, as vLLM's modules are imported."""
+    if _state.registered:
+        return
+    _state.registered = True
+    arounds: dict[str, Callable[..., Any]] = {
+        "options": _at_options,
+        "specs": _at_specs,
+        "pass": _at_pass,
+        "piece": _at_piece,
+        "artefact": _at_artefact,
+    }
+    for hook in HOOKS:
+        when_imported(hook.module, partial(_stand, hook, arounds[hook.name]))
+
+
+def version() -> str:
+    """The version of vLLM, or what stands in a sentence in its place."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _stand(hook: Hook, around: Callable[..., Any], module: ModuleType) -> None:
+    try:
+        other = wrapped_by(hook, module)
+        stand_at(hook, module, around)
+    except HookError as error:
+        if hook.needed:
+            leave_alone(str(error))
+    except Exception as error:  # an import of vLLM's must not fail here
+        leave_alone(f"{hook.place}: {type(error).__name__}: {error}")
+    else:
+        if other is not None:
+            logger.info("layerfuse: %s is wrapped by %s already; layerfuse stands around it", hook.place, other)
+
+
+def leave_alone(reason: str) -> None:
+    """Do nothing from now on, and say why once."""
+    if _state.off is None:
+        _state.off = reason
+        known = ", ".join(TESTED)
+        logger.warning("layerfuse leaves vLLM %s alone (tested with %s): %s", version(), known, reason)
+
+
+def troubled(doing: str, error: Exception) -> None:
+    """Take note of an error of layerfuse's own: a warning, and in `strict` an error once the model has run."""
+    text = f"{doing} failed: {type(error).__name__}: {error}"
+    for unit in _state.running[-1:]:
+        if text not in unit.trouble:
+            unit.trouble.append(text)
+    once(logging.WARNING, "layerfuse: %s", text)
+    logger.debug("layerfuse: %s", doing, exc_info=error)
+
+
+def once(level: int, message: str, *arguments: Any) -> None:
+    """Log a line, unless this process has."""
+    text = message % arguments
+    if text not in _state.said:
+        _state.said.add(text)
+        logger.log(level, "%s", text)
+
+
+@contextmanager
+def _quietly(doing: str, strict: bool = False) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if strict:
+            raise
+        troubled(doing, error)
+
+
+def _argument(function: Callable[..., Any], args: Any, kwargs: Any, name: str) -> Any:
+    return inspect.signature(function).bind(*args, **kwargs).arguments[name]
+
+
+# ---- at vLLM's hooks: each is given the function that it stands at
+
+
+def _at_options(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """When a config is made: mistakes in the options are errors now, and the environment becomes part of the config."""
+    result = original(*args, **kwargs)
+    config = _argument(original, args, kwargs, "vllm_config")
+    given = config.additional_config
+    options = options_in(given)
+    if isinstance(given, dict) and options.fusions is None and not options.says_nothing and options.level is None:
+        # Into vLLM's hash, and to workers on other hosts.
+        fusions = os.environ["LAYERFUSE_FUSIONS"].strip()
+        config.additional_config = {**given, KEY: {**given.get(KEY, {}), "fusions": fusions}}
+    return result
+
+
+def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """When a model is loaded: plan, and wait for the first call of what vLLM compiles of it."""
+    model = original(*args, **kwargs)
+    config = _argument(original, args, kwargs, "vllm_config")
+    options = Options()
+    with _quietly("reading the options"):
+        options = options_in(config.additional_config)
+    if _state.off is not None:
+        if options.strict:
+            raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {_state.off}")
+        return model
+    if _nothing_on(options):
+        once(logging.INFO, "layerfuse: no fusion is on in vLLM by default; see docs/vllm.md for those that can be")
+        return model
+    with _quietly("planning", options.strict):
+        from .loading import units_of
+
+        for module, unit in units_of(config, model, options):
+            _wait_for(module, unit)
+    return model
+
+
+def _nothing_on(options: Options) -> bool:
+    """Whether nothing was asked for and nothing is on: so that what plans is not even imported."""
+    return options.says_nothing and not ON_BY_DEFAULT and not metadata.entry_points(group="layerfuse.fusions")
+
+
+def _wait_for(module: nn.Module, unit: Unit) -> None:
+    """Be told of a module's first call, in which vLLM compiles it and makes its profiling run. Later calls are its own."""
+    _state.waiting[id(module)] = module, unit
+    # vLLM gives a class that it compiles a __call__ of its own; classes derived from it have that too.
+    cls: Any = next(each for each in type(module).__mro__ if "__call__" in vars(each))
+    own = cls.__call__
+    if own.__code__ is not _first_call(own, cls).__code__:  # else it is ours already
+        cls.__call__ = _first_call(own, cls)
+
+
+def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
+    def first_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in _state.waiting:
+            return own(self, *args, **kwargs)
+        from ...fusion.backends import counting
+
+        _, unit = _state.waiting.pop(id(self))
+        if not any(isinstance(other, cls) for other, _ in _state.waiting.values()):
+            cls.__call__ = own
+        _state.running.append(unit)
+        try:
+            # Tracing and compiling run no fused op.
+            with counting() as calls:
+                result = own(self, *args, **kwargs)
+        finally:
+            _state.running.pop()
+        unit.counted = calls
+        _finish(unit)
+        return result
+
+    return first_call
+
+
+def _running() -> Unit | None:
+    return _state.running[-1] if _state.running and _state.off is None else None
+
+
+def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """When a backend has made its passes: add ours, first."""
+    result = original(*args, **kwargs)
+    unit = _running()
+    if unit is not None and unit.active:
+        with _quietly("adding the pass to vLLM's"):
+            from .passes import insert
+
+            insert(_argument(original, args, kwargs, "self"), unit.new_pass())
+    return result
+
+
+def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """When a piece is compiled: take down what became of it."""
+    unit = _running()
+    if unit is None or not unit.active:
+        return original(*args, **kwargs)
+    outline, started = None, unit.piece_starts()
+    with _quietly("reading a piece of the graph"):
+        from .pieces import outline_of
+
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        outline = outline_of(given["graph"])
+    result = original(*args, **kwargs)
+    with _quietly("recording a piece of the graph"):
+        if outline is not None:
+            unit.piece_ends(outline, given.get("graph_index", 0), str(given["compile_range"]), started)
+    return result
+
+
+def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """When vLLM looks for a compiled model in its cache: know where it is, and read the report that was kept with it."""
+    loaded = original(*args, **kwargs)
+    unit = _running()
+    if unit is not None and unit.active:
+        with _quietly("reading the report that was kept"):
+            unit.artefact = Path(_argument(original, args, kwargs, "aot_compilation_path"))
+            if loaded is not None:
+                unit.take_kept()
+    return loaded
+
+
+def _finish(unit: Unit) -> None:
+    """After the first call: say what became of the plan, and in `strict` raise where that is not what it should be."""
+    if _state.off is not None:
+        if unit.strict:
+            raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {_state.off}")
+        return
+    with _quietly("reporting", unit.strict):
+        from .reporting import publish
+
+        publish(unit, version(), logger, once)

@@ -1,0 +1,147 @@
+"""The report: one block in vLLM's log, one JSON file, over all pieces, ranges of tokens and tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch.distributed as dist
+
+from ... import __version__
+from . import kept
+from .unit import Unit
+from .verdict import Outcome, Verdict, lines_of, verdict_of
+
+NAME = "layerfuse-report.json"
+
+PATIENCE = timedelta(minutes=2)
+"""How long a rank waits for the others' verdicts."""
+
+_written: dict[Path, dict[str, Any]] = {}
+"""What this process has written into each file: a model may have several compiled modules."""
+
+
+def publish(unit: Unit, vllm_version: str, logger: logging.Logger, once: Callable[..., None]) -> None:
+    """Say what became of a module's plan, on the first rank of its group.
+
+    Raises:
+        FusionMissedError: strict, and an expected fusion is missing on some rank.
+        CallsDifferError: strict, and the profiling run called other fused ops than the report says.
+    """
+    rank, ranks = _together(unit)
+    outcome = Outcome(plan=unit.plan, ranks=ranks, unknown=unit.unknown)
+    if unit.pieces and not unit.from_cache:
+        problem = unit.keep()
+        if problem is not None:
+            once(logging.WARNING, "layerfuse: a start from vLLM's cache will have no report: %s", problem)
+    if rank == 0:
+        path = _file(unit)
+        problem = None if path is None else _write(path, unit, outcome, vllm_version)
+        if problem is not None:
+            once(logging.WARNING, "layerfuse: the report is in this log only: %s", problem)
+        where = [] if path is None or problem is not None else [f"in full: {path}"]
+        level = logging.WARNING if outcome.missed or outcome.problems else logging.INFO
+        logger.log(level, "%s", "\n  ".join([_title(unit, outcome, vllm_version), *_lines(unit, outcome), *where]))
+    if unit.strict:
+        outcome.check()
+
+
+def _title(unit: Unit, outcome: Outcome, vllm_version: str) -> str:
+    ranks = len(outcome.ranks)
+    of = "" if ranks == 1 else f", {ranks} ranks"
+    return f"layerfuse {__version__} in vLLM {vllm_version}: {unit.name} on {unit.plan.target}{of}"
+
+
+def _lines(unit: Unit, outcome: Outcome) -> list[str]:
+    lines = lines_of(outcome)
+    first = outcome.ranks[0]
+    if len(outcome.ranks) > 1:
+        differing = [verdict.rank for verdict in outcome.ranks if not verdict.same_as(first)]
+        lines.append(f"ranks that differ from rank 0: {differing}" if differing else "all ranks say the same")
+    ranges = {piece.tokens: None for piece in unit.pieces}
+    if ranges:
+        pieces = len({piece.number for piece in unit.pieces})
+        lines.append(
+            f"over {_count(pieces, 'graph')} and {_count(len(ranges), 'range')} of tokens: {', '.join(ranges)}"
+        )
+    lines += first.notes
+    lines += [f"problem: {problem}" for problem in outcome.problems]
+    lines += [f"unknown: no adapter knows {cls} ({layer})" for layer, cls in unit.unknown.items()]
+    return lines
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _file(unit: Unit) -> Path | None:
+    """Where the report goes: as asked for, else beside what vLLM's compiler keeps, which all ranks share."""
+    parallel, compilation = unit.vllm_config.parallel_config, unit.vllm_config.compilation_config
+    if unit.report_path is not None:
+        path = Path(unit.report_path)
+    elif unit.artefact is not None:
+        path = unit.artefact.parent.parent / NAME
+    elif compilation.cache_dir:
+        path = Path(compilation.cache_dir) / NAME
+    else:
+        return None
+    # Stages of a pipeline and replicas are engines of their own, as far as a report goes.
+    stage = parallel.rank // parallel.tensor_parallel_size
+    parts = [f"pp{stage}"] if parallel.pipeline_parallel_size > 1 else []
+    parts += [f"dp{parallel.data_parallel_index}"] if parallel.data_parallel_size > 1 else []
+    return path.with_name("-".join([path.stem, *parts]) + path.suffix)
+
+
+def _write(path: Path, unit: Unit, outcome: Outcome, vllm_version: str) -> str | None:
+    """Write the report of every module of this process so far. None, or why that was not possible."""
+    modules = _written.setdefault(path, {})
+    modules[".".join(filter(None, (unit.model, unit.path)))] = {
+        "class": unit.name,
+        "target": unit.plan.target.to_dict(),
+        "config": unit.plan.config.to_dict(),
+        "kept_since": unit.kept_since,
+        "sites": outcome.sites(),
+        "missed": outcome.missed,
+        "problems": list(outcome.problems),
+        "unknown": dict(unit.unknown),
+        "outside": list(unit.outside),
+        "ranks": [attrs.asdict(verdict) for verdict in outcome.ranks],
+        "graphs": [
+            {
+                "number": p.number,
+                "tokens": p.tokens,
+                "source": p.source,
+                "uses": [attrs.asdict(u) for u in p.record.uses],
+            }
+            for p in unit.pieces
+        ],
+    }
+    return kept.write(path, {"layerfuse": __version__, "vllm": vllm_version, "modules": modules})
+
+
+def _together(unit: Unit) -> tuple[int, tuple[Verdict, ...]]:
+    """This rank, and the verdicts of all ranks of its tensor-parallel group."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    rank, size = group.rank_in_group, group.world_size
+    try:
+        own = verdict_of(unit, rank)
+    except Exception as error:  # the others wait for an answer
+        problem = f"no verdict: {type(error).__name__}: {error}"
+        own = Verdict(rank=rank, fused={}, missed={}, called=None, problems=(problem,))
+    if size == 1 or not unit.active or dist.get_backend(group.cpu_group) != "gloo":
+        return rank, (own,)
+    verdicts: list[Any] = [None] * size
+    try:
+        # All ranks have just run the model together; one that does not come has failed elsewhere, and must not be waited for.
+        dist.monitored_barrier(group.cpu_group, timeout=PATIENCE)
+        dist.all_gather_object(verdicts, own, group=group.cpu_group)
+    except RuntimeError as error:
+        problem = f"not all of the {size} ranks gave an answer: {error}"
+        return rank, (attrs.evolve(own, problems=(*own.problems, problem)),)
+    return rank, tuple(verdicts)

@@ -1,0 +1,185 @@
+"""One module that vLLM compiles: its plan, and what became of each piece of its graph in each range of tokens."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import attrs
+from attrs import define, field, frozen
+
+from ...fusion.plan import Plan
+from ...fusion.report import GraphRecord, Report, Use
+from ...fusion.rewrite import Pipeline, Surroundings
+from . import kept
+from .passes import FusionPass
+from .pieces import Outline, PieceRecord, Sites
+
+Source = Literal["rewritten", "equal", "cache", "unknown", "kept"]
+"""Whether a piece was rewritten here, is equal to one that was, came from a cache with a record or without one, or was read
+with the whole model from vLLM's cache."""
+
+
+@frozen(kw_only=True)
+class Piece:
+    """One piece in one range of tokens."""
+
+    number: int
+    tokens: str
+    "The range of tokens as vLLM writes it."
+    source: Source
+    record: GraphRecord
+    sites: tuple[str, ...] = ()
+    "Those whose norms stand in it; kept only where no record is known."
+
+
+@define(kw_only=True, eq=False)
+class Unit:
+    """One compiled module of one loaded model, in this process."""
+
+    name: str
+    "The class of the module."
+    model: str
+    "The class of the loaded model."
+    path: str
+    "Where the module is in that; the plan's sites are below it."
+    plan: Plan
+    around: Surroundings
+    vllm_config: Any = field(repr=False)
+    strict: bool
+    report_path: str | None = None
+    "As asked for."
+    unknown: dict[str, str] = field(factory=dict)
+    outside: tuple[str, ...] = ()
+    "Layers with sites that no compiled module holds."
+    pieces: list[Piece] = field(factory=list)
+    artefact: Path | None = None
+    "The file that vLLM keeps the compiled module in."
+    kept_since: str | None = None
+    "When the module was compiled, where it came from vLLM's cache with its report."
+    from_cache: bool = False
+    counted: Counter[str] | None = None
+    "Calls of ops in the profiling run, which is the first call of the module, by the op's name; None before it."
+    trouble: list[str] = field(factory=list)
+    "What went wrong in layerfuse itself."
+    pipeline: Pipeline = field(init=False)
+    sites: Sites = field(init=False)
+    key: str = field(init=False)
+    "What caches know the rewriting by."
+    _records: dict[tuple[str, str], PieceRecord] = field(factory=dict, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.pipeline = Pipeline(self.plan, around=self.around)
+        self.sites = Sites(self.plan, self.around)
+        self.key = str(self.pipeline.uuid())
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to rewrite."""
+        return any(decision.kind in ("expected", "fallback") for decision in self.plan.decisions)
+
+    def new_pass(self) -> FusionPass:
+        """The pass to give to vLLM's pass manager."""
+        return FusionPass(self.pipeline)
+
+    # ---- pieces as they are compiled
+
+    def piece_starts(self) -> int:
+        """To be handed to `piece_ends` when vLLM has its piece."""
+        return self.pipeline.report.graphs
+
+    def piece_ends(self, outline: Outline, number: int, tokens: str, started: int) -> None:
+        """Take down what became of a piece: the pass ran since it started, or the piece came from somewhere else.
+
+        Args:
+            outline: of the piece.
+            number: the piece's, in the model.
+            tokens: the range that it was compiled for.
+            started: as `piece_starts` said.
+        """
+        self.pieces.append(self._piece(outline, number, tokens, self.pipeline.report.records[started:]))
+
+    def _piece(self, outline: Outline, number: int, tokens: str, fresh: list[GraphRecord]) -> Piece:
+        key = (outline.digest, tokens)
+        place = len(self.pieces)
+        if fresh:
+            record = GraphRecord(
+                graph=place,
+                uses=tuple(use for each in fresh for use in each.uses),
+                unattributed=tuple(sentence for each in fresh for sentence in each.unattributed),
+            )
+            known = self._records[key] = self.sites.anchored(outline, record)
+            kept.keep_piece(self.key, *key, known)
+            return Piece(number=number, tokens=tokens, source="rewritten", record=record)
+        sources: tuple[tuple[Source, PieceRecord | None], ...] = (
+            ("equal", self._records.get(key)),
+            ("cache", None if key in self._records else kept.find_piece(self.key, *key)),
+        )
+        for source, held in sources:
+            found = None if held is None else self.sites.in_piece(outline, held, place)
+            if found is not None:
+                return Piece(number=number, tokens=tokens, source=source, record=found)
+        nothing = GraphRecord(graph=place, uses=())
+        return Piece(number=number, tokens=tokens, source="unknown", record=nothing, sites=self.sites.within(outline))
+
+    # ---- kept with what vLLM keeps of the model
+
+    def keep(self) -> str | None:
+        """Write the records beside the compiled module. None, or why that was not possible."""
+        if self.artefact is None or not self.artefact.exists():
+            return None
+        pieces = [
+            {"number": each.number, "tokens": each.tokens, "record": attrs.asdict(each.record), "sites": each.sites}
+            for each in self.pieces
+        ]
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        return kept.write(self.artefact.with_name(kept.BESIDE), {"key": self.key, "compiled": now, "pieces": pieces})
+
+    def take_kept(self) -> None:
+        """Read the records that were written when vLLM compiled what it has now read from its cache."""
+        self.from_cache = True
+        self.pieces.clear()
+        data = None if self.artefact is None else kept.read(self.artefact.with_name(kept.BESIDE), self.key)
+        if data is None:
+            return
+        try:
+            self.pieces = [_kept(each) for each in data["pieces"]]
+            self.kept_since = str(data["compiled"])
+        except (KeyError, TypeError):
+            self.pieces.clear()
+
+    # ---- what it comes to
+
+    def report(self) -> Report:
+        """The report over all pieces and ranges."""
+        made = Report(self.plan)
+        made.unknown = dict(self.unknown)
+        for piece in self.pieces:
+            made.add(piece.record)
+        return made
+
+    def ranges(self) -> dict[str, Counter[str]]:
+        """Range of tokens -> calls of each fused op in one run of the model, by the records."""
+        found: dict[str, Counter[str]] = {}
+        for piece in self.pieces:
+            calls = found.setdefault(piece.tokens, Counter())
+            calls.update(use.form for use in piece.record.uses if use.form is not None)
+        return found
+
+
+def _kept(data: Mapping[str, Any]) -> Piece:
+    record = data["record"]
+    uses = tuple(
+        Use(**{**use, "weights": tuple((place, tuple(names)) for place, names in use["weights"])})
+        for use in record["uses"]
+    )
+    return Piece(
+        number=data["number"],
+        tokens=data["tokens"],
+        source="kept",
+        record=GraphRecord(graph=record["graph"], uses=uses, unattributed=tuple(record["unattributed"])),
+        sites=tuple(data["sites"]),
+    )

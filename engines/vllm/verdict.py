@@ -1,0 +1,247 @@
+"""What a rank says of a compiled module after vLLM's profiling run, and what the ranks of a group say together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attrs import field, frozen
+
+from ...adapters.errors import LayerfuseError
+from ...fusion.catalog import FUSIONS
+from ...fusion.plan import Plan
+from ...fusion.report import FusionMissedError, Missed, Report
+from .unit import Unit
+
+
+class CallsDifferError(LayerfuseError, RuntimeError):
+    """The profiling run called other fused ops than the report says. `problems` holds a sentence for each difference."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        self.problems = problems
+        super().__init__(problems)
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
+
+
+@frozen(kw_only=True)
+class Verdict:
+    """One rank's."""
+
+    rank: int
+    fused: dict[str, tuple[str, ...]]
+    "Fusion -> sites, over all pieces and ranges."
+    missed: Missed
+    beyond: dict[str, tuple[str, ...]] = field(factory=dict)
+    "Fusion -> expected sites whose graphs are for other numbers of tokens."
+    called: dict[str, int] | None
+    "Fusion -> calls of its ops in the profiling run; None where they were not counted."
+    problems: tuple[str, ...] = ()
+    "Where the calls differ from the report, and what went wrong in layerfuse itself."
+    notes: tuple[str, ...] = ()
+    sources: dict[str, int] = field(factory=dict)
+    "Where the graphs came from -> how many did."
+
+    def same_as(self, other: Verdict) -> bool:
+        """Whether two ranks say the same."""
+        return (self.fused, self.missed, self.called) == (other.fused, other.missed, other.called)
+
+
+def verdict_of(unit: Unit, rank: int) -> Verdict:
+    """What one rank says, from its records and from the calls that were counted."""
+    report = unit.report()
+    called = _called(unit)
+    missed: Missed = {}
+    fused: dict[str, tuple[str, ...]] = {}
+    beyond: dict[str, tuple[str, ...]] = {}
+    for name in filter(unit.plan.concerns, FUSIONS):
+        of = report.of(name)
+        lost = dict(of.missed)
+        if unit.from_cache and unit.kept_since is None:
+            lost = dict.fromkeys(lost, "the model came from vLLM's cache, which holds no report of it")
+        unsure = [site for site in lost if unit.from_cache and unit.kept_since is None] or _unsure(unit, lost)
+        proven = bool(unsure) and called is not None and called.get(name, 0) == len(of.expected)
+        if proven:
+            # As many calls as sites: what no record tells, the run does.
+            lost = {site: why for site, why in lost.items() if site not in unsure}
+        sites = [site for site in of.expected if site not in lost and site not in of.beyond]
+        fused[name] = (*sites, *of.fallback)
+        beyond[name] = tuple(of.beyond)
+        if lost:
+            missed[name] = lost
+    return Verdict(
+        rank=rank,
+        fused={name: sites for name, sites in fused.items() if sites},
+        missed=missed,
+        beyond={name: sites for name, sites in beyond.items() if sites},
+        called=called,
+        problems=(*unit.trouble, *_differences(unit, report)),
+        notes=tuple(_notes(unit)),
+        sources=dict(Counter(piece.source for piece in unit.pieces)),
+    )
+
+
+def _unsure(unit: Unit, lost: dict[str, str]) -> list[str]:
+    """Missed sites that stand in a piece of which no record is known."""
+    inside = {site for piece in unit.pieces if piece.source == "unknown" for site in piece.sites}
+    return [site for site in lost if site in inside]
+
+
+def fused_ops() -> dict[str, str]:
+    """Every fused op -> the fusion that it belongs to."""
+    return {form.op.name: fusion.name for fusion in FUSIONS.values() for form in fusion.forms}
+
+
+def _called(unit: Unit) -> dict[str, int] | None:
+    if unit.counted is None:
+        return None
+    fusions = fused_ops()
+    found: Counter[str] = Counter()
+    for op, calls in unit.counted.items():
+        if op in fusions:  # others are canonical forms, which a graph may hold as well
+            found[fusions[op]] += calls
+    return dict(found)
+
+
+def _differences(unit: Unit, report: Report) -> Iterable[str]:
+    """Sentences on calls that the records do not account for; none where a record is missing that would tell."""
+    told = bool(unit.pieces) and not any(piece.source == "unknown" for piece in unit.pieces)
+    if unit.counted is None or not told or not report.graphs:
+        return
+    planned, known = unit.ranges(), fused_ops()
+    counted = Counter({op: calls for op, calls in unit.counted.items() if op in known})
+    # The run had one number of tokens, so that one range of those that were compiled was called.
+    if any(calls == counted for calls in planned.values()):
+        return
+    names = sorted({name for calls in (*planned.values(), counted) for name in calls})
+    for name in names:
+        said = sorted({calls[name] for calls in planned.values()})
+        if counted[name] not in said:
+            several = " or ".join(map(str, said))
+            yield f"{name} was called {counted[name]} times in the profiling run; the graphs hold it {several} times"
+
+
+def _notes(unit: Unit) -> Iterable[str]:
+    sources = Counter(piece.source for piece in unit.pieces)
+    if unit.kept_since is not None:
+        yield f"the model came from vLLM's cache; this is the report that was kept with it on {unit.kept_since}"
+    elif unit.from_cache:
+        yield "the model came from vLLM's cache without a report (delete that folder of the cache to have one)"
+    if sources["equal"]:
+        yield f"{sources['equal']} graphs are equal to others, and were compiled with them"
+    if sources["cache"]:
+        yield f"{sources['cache']} graphs came from Inductor's cache with the records of those that filled it"
+    if sources["unknown"]:
+        yield f"{sources['unknown']} graphs came from a cache without a record"
+    if unit.outside:
+        shown = ", ".join(unit.outside[:3]) + (f" and {len(unit.outside) - 3} more" if len(unit.outside) > 3 else "")
+        yield f"outside of what vLLM compiles: {shown}"
+
+
+# ---- ranks together
+
+
+@frozen(kw_only=True)
+class Outcome:
+    """What all ranks of a group say of one module."""
+
+    plan: Plan = field(repr=False)
+    ranks: tuple[Verdict, ...]
+    unknown: dict[str, str] = field(factory=dict)
+
+    @property
+    def missed(self) -> Missed:
+        """Fusion -> site -> reason, with the rank where the ranks differ."""
+        found: Missed = {}
+        for verdict in self.ranks:
+            for name, sites in verdict.missed.items():
+                for site, why in sites.items():
+                    everywhere = all(site in other.missed.get(name, {}) for other in self.ranks)
+                    prefix = "" if everywhere else f"rank {verdict.rank}: "
+                    found.setdefault(name, {}).setdefault(site, prefix + why)
+        return found
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Sentences, with the rank where there are several."""
+        several = len(self.ranks) > 1
+        return tuple(
+            f"rank {verdict.rank}: {problem}" if several else problem
+            for verdict in self.ranks
+            for problem in verdict.problems
+        )
+
+    def fused(self, name: str) -> tuple[str, ...]:
+        """Sites that a fusion was put at on every rank."""
+        first, *others = (verdict.fused.get(name, ()) for verdict in self.ranks)
+        return tuple(site for site in first if all(site in sites for sites in others))
+
+    def check(self) -> None:
+        """Raise where something expected did not happen.
+
+        Raises:
+            FusionMissedError: an expected fusion is missing somewhere, or a layer that looks like attention is unknown.
+            CallsDifferError: the profiling run called other fused ops than the report says.
+        """
+        if self.missed or self.unknown:
+            raise FusionMissedError(self.missed, self.unknown)
+        if self.problems:
+            raise CallsDifferError(self.problems)
+
+    def sites(self) -> list[dict[str, Any]]:
+        """Every decision and what became of it, as plain data."""
+        missed, rows = self.missed, []
+        fused = {name: set(self.fused(name)) for name in FUSIONS}
+        for decision in self.plan.decisions:
+            outcome, reason = decision.kind.replace("_", " "), decision.reason
+            if decision.site in fused[decision.fusion] and decision.kind in ("expected", "fallback"):
+                outcome = "fused"
+            elif decision.kind == "expected":
+                lost = missed.get(decision.fusion, {}).get(decision.site)
+                outcome, reason = ("beyond its tokens", reason) if lost is None else ("missed", lost)
+            rows.append(
+                {
+                    "site": decision.site,
+                    "fusion": decision.fusion,
+                    "tokens": str(decision.tokens),
+                    "decision": decision.kind,
+                    "outcome": outcome,
+                    "reason": reason,
+                }
+            )
+        return rows
+
+
+def lines_of(outcome: Outcome) -> list[str]:
+    """The outcome for people: a line for each fusion that concerns the model, and what of it did not happen."""
+    missed = outcome.missed
+    lines = []
+    for name in filter(outcome.plan.concerns, FUSIONS):
+        expected = len({decision.site for decision in outcome.plan.expected(name)})
+        refused = outcome.plan.refused(name)
+        called = _calls(name, outcome.ranks)
+        fused = len(outcome.fused(name))
+        if not expected and not fused:
+            reasons = Counter(decision.reason for decision in refused)
+            lines += [f"{name}: off at {count} sites: {reason}" for reason, count in reasons.items()]
+            continue
+        lines.append(f"{name}: {expected} expected, {fused} fused, {len(missed.get(name, {}))} missed{called}")
+        lines += [f"  missed: {line}" for line in _grouped(missed.get(name, {}))]
+    return lines
+
+
+def _calls(name: str, ranks: Sequence[Verdict]) -> str:
+    counts = [None if verdict.called is None else verdict.called.get(name, 0) for verdict in ranks]
+    if None in counts:
+        return ""
+    if len(set(counts)) == 1:
+        return f"; called {counts[0]} times in the profiling run" + (" of every rank" if len(ranks) > 1 else "")
+    return f"; called {' / '.join(map(str, counts))} times in the profiling runs of the ranks"
+
+
+def _grouped(sites: dict[str, str]) -> Iterable[str]:
+    for reason, count in Counter(sites.values()).items():
+        first = next(site for site, why in sites.items() if why == reason)
+        yield f"{first}{f' and {count - 1} more' if count > 1 else ''}: {reason}"

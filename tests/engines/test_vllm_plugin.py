@@ -1,0 +1,499 @@
+"""layerfuse inside vLLM: real models in vLLM's own compiler on CPU torch, started cold and from vLLM's cache.
+
+Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm_started")
+import vllm
+from torch import Tensor
+from vllm.compilation import backends
+from vllm.compilation.passes.inductor_pass import CallableInductorPass
+from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
+from vllm_host import vllm_config
+from vllm_layers import fp8_kernel
+from vllm_started import engine_config, loaded_from_cache, started
+
+from layerfuse import registry
+from layerfuse.engines.vllm import loading, plugin
+from layerfuse.engines.vllm.circumstances import why_not_compiled
+from layerfuse.engines.vllm.hooks import HOOKS, Hook, check_source
+from layerfuse.engines.vllm.plugin import NotHereError
+from layerfuse.engines.vllm.releases import RELEASES
+from layerfuse.engines.vllm.verdict import CallsDifferError
+from layerfuse.fusion import FusionMissedError, Target
+from layerfuse.fusion.rewrite.driver import Driver
+
+DUAL, ADD = "mla_dual_rms_norm", "add_rms_norm"
+BOTH = {"fusions": [DUAL, ADD]}
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """As in a new process: nothing said, nothing waited for, the hooks in their places."""
+    monkeypatch.setattr(plugin, "_state", plugin._State())
+    monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # vLLM sets it; what it was comes back
+    caplog.set_level(logging.INFO, logger="vllm.layerfuse")
+    plugin.register()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What layerfuse has logged, line by line."""
+    messages = [record.getMessage() for record in caplog.records if record.name == "vllm.layerfuse"]
+    return [line.strip() for message in messages for line in message.splitlines()]
+
+
+def written(cache: Path) -> dict[str, Any]:
+    """The module of the one report below a cache."""
+    (path,) = cache.rglob("layerfuse-report.json")
+    ((name, module),) = json.loads(path.read_text())["modules"].items()
+    assert name == "DeepseekV3ForCausalLM.model"
+    return module
+
+
+def outcomes(module: dict[str, Any]) -> Counter[tuple[str, str]]:
+    return Counter((row["fusion"], row["outcome"]) for row in module["sites"] if row["decision"] == "expected")
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["split at attention", "whole"])
+def test_every_site_is_fused_called_and_reported_cold_and_warm(
+    split: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    results = []
+    for start in ("cold", "warm"):
+        caplog.clear()
+        before = loaded_from_cache()
+        with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}, split=split) as engine:
+            results.append(engine())
+            assert loaded_from_cache() - before == (start == "warm")
+            torch.testing.assert_close(results[-1], engine.uncompiled(), rtol=1e-4, atol=1e-4)
+
+        lines = said(caplog)
+        assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in lines
+        assert f"{DUAL}: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run" in lines
+        assert any("the report that was kept" in line for line in lines) == (start == "warm")
+        # Layers 1 and 2 differ in nothing but their names: the piece between their attentions is compiled once.
+        assert ("1 graphs are equal to others, and were compiled with them" in lines) == (split and start == "cold")
+        module = written(tmp_path)
+        assert outcomes(module) == {(ADD, "fused"): 6, (DUAL, "fused"): 3}
+        assert (module["kept_since"] is not None) == (start == "warm")
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("kimi-k2", {ADD: 6, DUAL: 3}),
+        ("gpt-oss-20b", {ADD: 8}),
+        # Its norms are zero-centred: vLLM gives them to its op with one added to the weight.
+        ("qwen3-next", {ADD: 8, "gated_rms_norm": 3}),
+    ],
+)
+def test_every_site_of_other_models_is_fused(
+    name: str, fused: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started(name, tmp_path, layerfuse={"fusions": "all", "strict": True}) as engine:
+        torch.testing.assert_close(engine(), engine.uncompiled(), rtol=1e-4, atol=1e-4)
+    lines = [line for line in said(caplog) if "expected" in line]
+    assert lines == [
+        f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run"
+        for fusion, sites in fused.items()
+    ]
+
+
+FP8 = {
+    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+}
+"""The published format of DeepSeek-V3, with dimensions that its blocks divide."""
+
+
+def plain_product(_: Any, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+    """What the fp8 kernels compute, in float32."""
+    a = A.float() * As.repeat_interleave(128, -1)[:, : A.shape[-1]]
+    scales = Bs.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (a @ (B.float() * scales[: B.shape[0], : B.shape[1]]).T).bfloat16()
+
+
+def test_block_fp8_is_quantised_inside_the_fused_norms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kernel = "triton:TritonFp8BlockScaledMMKernel"
+    cls = TritonFp8BlockScaledMMKernel
+    with (
+        fp8_kernel(kernel),
+        mock.patch.object(cls, "apply_block_scaled_mm", plain_product),
+        # A CPU has no fp8 of its own; the arithmetic is the same.
+        mock.patch.object(loading, "_target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
+        started(
+            "deepseek-v3", tmp_path, layerfuse={"fusions": "all", "strict": True}, dtype="bfloat16", overrides=FP8
+        ) as engine,
+    ):
+        torch.testing.assert_close(engine(), engine.uncompiled(), rtol=0.1, atol=0.1)
+    lines = [line for line in said(caplog) if "expected" in line]
+    assert set(lines) == {
+        f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run"
+        for fusion, sites in {
+            ADD: 1,  # the final norm, whose reader is the head
+            f"{ADD}_group_quant": 5,
+            f"{DUAL}_group_quant": 3,
+            "rms_norm_group_quant": 1,  # the first layer has no residual to add
+            "silu_mul_group_quant": 3,
+        }.items()
+    }
+
+
+@mock.patch.dict("os.environ")  # vLLM sets a variable for such a model
+def test_what_vllm_does_not_compile_by_default_is_known() -> None:
+    """Kimi-Linear, K3, V3.2 and GLM-5 run in breakable CUDA graphs: no pass of any compiler ever sees them."""
+    config = vllm_config("kimi-linear-48b-a3b", tp=1, rank=0, overrides={})
+    assert why_not_compiled(config) == (
+        "vLLM runs KimiLinearForCausalLM in breakable CUDA graphs by default, and does not compile it"
+    )
+    config.model_config.enforce_eager = True
+    assert why_not_compiled(config) == "enforce_eager is set: vLLM compiles nothing"
+
+
+def test_the_table_of_what_is_not_compiled_is_this_releases() -> None:
+    from vllm.config.vllm import DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
+
+    declared = {name for entry in registry.models().values() for name in entry.architectures}
+    assert RELEASES["0.33"].breakable == declared & DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
+
+
+def test_the_hooks_are_found_in_the_source_as_in_the_modules() -> None:
+    folder = Path(vllm.__file__).parent
+    assert [check_source(hook, folder) for hook in HOOKS] == [None] * len(HOOKS)
+
+
+def test_off_by_default_nothing_is_planned_and_vllm_compiles_as_ever(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started("deepseek-v3", tmp_path) as engine:
+        engine()
+        assert engine.config.additional_config == {}
+    assert said(caplog) == [
+        "layerfuse: no fusion is on in vLLM by default; see docs/vllm.md for those that can be",
+    ]
+    assert not list(tmp_path.rglob("*layerfuse*"))
+
+
+def test_what_is_asked_for_is_part_of_vllms_cache_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled model with other fusions, or with none, must never be served."""
+    hashes = set()
+    for options in (None, {"fusions": DUAL}, BOTH, "environment"):
+        monkeypatch.setenv("LAYERFUSE_FUSIONS", f"-{ADD}" if options == "environment" else "")
+        with started("deepseek-v3", tmp_path, layerfuse=None if options == "environment" else options) as engine:
+            hashes.add(engine.config.compute_hash())
+    assert len(hashes) == 4
+
+
+# ---- a report that is true
+
+
+def test_a_piece_from_inductors_cache_is_reported_by_the_record_of_who_compiled_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As another rank of the same host is served, or a start after vLLM's compiled model was deleted."""
+    for start in ("cold", "from Inductor's cache", "from a cache without records"):
+        for model in tmp_path.rglob("rank_0_0"):
+            shutil.rmtree(model)
+        if start == "from a cache without records":
+            for folder in tmp_path.rglob("inductor_cache/layerfuse"):
+                shutil.rmtree(folder)
+        caplog.clear()
+        with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}) as engine:
+            engine()
+        lines = said(caplog)
+        # Strict does not raise: where nothing is recorded, as many calls as sites prove it.
+        assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in lines
+        assert f"{DUAL}: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run" in lines
+        sources = Counter(graph["source"] for graph in written(tmp_path)["graphs"])
+        assert (
+            sources
+            == {
+                "cold": {"rewritten": 3, "equal": 1},
+                "from Inductor's cache": {"cache": 4},
+                "from a cache without records": {"unknown": 4},
+            }[start]
+        )
+
+
+def test_a_fusion_that_is_missing_is_named_with_its_reason_and_stops_a_strict_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model's norm is not what its spec says: one epsilon is changed after the specs were read."""
+    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}) as engine:
+        engine.model.model.layers[1].self_attn.kv_a_layernorm.variance_epsilon = 1e-3
+        with pytest.raises(FusionMissedError, match=r"layers.1.self_attn:latents: .*epsilon 0.001"):
+            engine()
+    assert f"{DUAL}: 3 expected, 2 fused, 1 missed; called 2 times in the profiling run" in said(caplog)
+    (row,) = [row for row in written(tmp_path)["sites"] if row["outcome"] == "missed"]
+    assert (row["site"], row["fusion"]) == ("layers.1.self_attn:latents", DUAL)
+
+
+def test_calls_that_the_report_does_not_account_for_are_named_and_stop_a_strict_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def once_more(*_: Any) -> None:
+        x, weight = torch.ones(2, 8), torch.ones(8)
+        torch.ops.layerfuse.add_rms_norm(x, x, weight, 1e-6, 0.0)
+
+    with (
+        started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}) as engine,
+        # Inside the profiling run, and in no graph that was rewritten.
+        mock.patch("vllm_started.before_attention", once_more),
+        pytest.raises(CallsDifferError, match="add_rms_norm was called 9 times"),
+    ):
+        engine()
+    problem = "problem: add_rms_norm was called 9 times in the profiling run; the graphs hold it 6 times"
+    assert problem in said(caplog)
+
+
+def test_without_vllms_ahead_of_time_compilation_the_report_is_the_records(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
+    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}) as engine:
+        engine()
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in said(caplog)
+
+
+def test_copies_of_the_pass_write_to_the_same_report(tmp_path: Path) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH):
+        ((_, unit),) = plugin._state.waiting.values()
+        added = unit.new_pass()
+        for copied in (copy.deepcopy(added), pickle.loads(pickle.dumps(added))):
+            assert copied.uuid() == added.uuid()
+            assert copied.pipeline.report is unit.pipeline.report
+
+
+# ---- hostile conditions: vLLM runs on, and one line says why
+
+
+def runs_on(engine: Any) -> None:
+    torch.testing.assert_close(engine(), engine.uncompiled(), rtol=1e-4, atol=1e-4)
+
+
+def again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register as a new process would, with what is there now."""
+    monkeypatch.setattr(plugin, "_state", plugin._State())
+    plugin.register()
+
+
+def test_a_hook_that_is_gone_or_hides_its_arguments_leaves_vllm_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_piece = backends.CompilerManager.compile
+    gone = Hook(name="pass", module="vllm.compilation.backends", path="VllmBackend.configure_passes", takes=("self",))
+    for name, problem in (
+        ("gone", "VllmBackend has no 'configure_passes'"),
+        (
+            "hides its arguments",
+            "is expected to take self, graph, compile_range, graph_index, and takes self, args, kwargs",
+        ),
+    ):
+        with monkeypatch.context() as patch:
+            if name == "gone":
+                patch.setattr(plugin, "HOOKS", (*plugin.HOOKS, gone))
+            else:
+                patch.setattr(
+                    backends.CompilerManager,
+                    "compile",
+                    lambda self, *args, **kwargs: compile_piece(self, *args, **kwargs),
+                )
+            again(patch)
+            with started("deepseek-v3", tmp_path, layerfuse=BOTH) as engine:
+                if name != "gone":  # one of them is enough: nothing is added in either
+                    runs_on(engine)
+            (line,) = said(caplog)
+            assert line.startswith(
+                "layerfuse leaves vLLM 0.33.0 alone (tested with 0.33.0): vllm.compilation.backends:"
+            )
+            assert line.endswith(problem)
+            caplog.clear()
+            with (
+                pytest.raises(NotHereError, match="layerfuse is strict"),
+                started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}),
+            ):
+                pass
+            caplog.clear()
+
+
+def test_hooks_that_another_plugin_wraps_and_a_pass_in_the_slot_go_together_with_ours(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    compile_piece = backends.CompilerManager.compile
+
+    @functools.wraps(compile_piece)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls["wrapper"] += 1
+        return compile_piece(self, *args, **kwargs)
+
+    del wrapped.__dict__["__layerfuse__"]  # copied from ours, which stands below
+    monkeypatch.setattr(backends.CompilerManager, "compile", wrapped)
+    again(monkeypatch)
+
+    def slot_pass(graph: Any) -> None:
+        calls["slot"] += 1
+        # Ours has run: it stands ahead of every pass of vLLM's that fuses.
+        calls["seen there"] += len(
+            graph.find_nodes(op="call_function", target=torch.ops.layerfuse.add_rms_norm.default)
+        )
+
+    slot = CallableInductorPass(slot_pass, uuid="of the tests")
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH, slot=slot) as engine:
+        runs_on(engine)
+    assert calls == {"wrapper": 4, "slot": 3, "seen there": 4}  # of the six, two are in an equal graph
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in said(caplog)
+    assert f"is wrapped by {__name__} already; layerfuse stands around it" in said(caplog)[0]
+
+
+def test_a_cache_that_cannot_be_written_costs_the_report_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    # As root every folder can be written.
+    monkeypatch.setattr("layerfuse.engines.vllm.kept.tempfile.NamedTemporaryFile", refuse)
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH) as engine:
+        runs_on(engine)
+    lines = said(caplog)
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in lines
+    assert any("the report is in this log only" in line and "Permission denied" in line for line in lines)
+
+
+def test_an_error_inside_layerfuse_leaves_the_graph_as_it_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It strikes after some of a graph has been rewritten."""
+    rewrite, seen = Driver._fuse, Counter[str]()
+
+    def fails(self: Any, use: Any, moved: Any) -> Any:
+        result = rewrite(self, use, moved)
+        seen["uses"] += 1
+        if seen["uses"] % 3 == 0:
+            raise ZeroDivisionError("of the tests")
+        return result
+
+    monkeypatch.setattr(Driver, "_fuse", fails)
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH, split=False) as engine:
+        runs_on(engine)
+    assert any("rewriting a graph failed: ZeroDivisionError: of the tests" in line for line in said(caplog))
+
+
+def test_a_class_derived_from_one_that_vllm_compiles_is_known_by_its_first_call(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH, split=False) as engine:
+        ((module, _),) = plugin._state.waiting.values()
+        own = DeepseekV2Model.__call__
+        module.__class__ = type("Derived", (DeepseekV2Model,), {"__module__": DeepseekV2Model.__module__})
+        engine()
+        assert DeepseekV2Model.__call__ is not own  # later calls are vLLM's own
+        engine()
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in said(caplog)
+    assert len([line for line in said(caplog) if line.startswith("layerfuse 0")]) == 1
+
+
+def test_a_layer_of_an_unknown_class_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SomeAttention(torch.nn.Module):
+        """What looks like attention, and is known to nobody."""
+
+    init = DeepseekV2Model.__init__
+
+    def with_unknown(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.extra = SomeAttention()
+
+    monkeypatch.setattr(DeepseekV2Model, "__init__", with_unknown)
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH) as engine:
+        runs_on(engine)
+    assert (
+        sum("no adapter knows" in line and "SomeAttention" in line for line in said(caplog)) == 2
+    )  # at once, and in the report
+
+
+def test_vllm_loads_the_plugin_by_its_entry_point(tmp_path: Path) -> None:
+    """With the entry points as pyproject.toml declares them, in a process of its own."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    info = tmp_path / "declared-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: declared\nVersion: 1\n")
+    points = project["entry-points"]["vllm.general_plugins"]
+    lines = [f"{name} = {value}" for name, value in points.items()]
+    (info / "entry_points.txt").write_text("\n".join(["[vllm.general_plugins]", *lines]))
+    code = (
+        "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "from vllm.platforms import current_platform\n"
+        "print(current_platform.check_and_update_config.__func__.__layerfuse__)\n"
+        "import vllm.model_executor.model_loader.base_loader as loader\n"
+        "print(loader.BaseModelLoader.load_model.__layerfuse__)"
+    )
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": paths, "VLLM_PLUGINS": "layerfuse", "VLLM_TARGET_DEVICE": "cpu"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [hook.place for hook in HOOKS[:2]]
+
+
+def test_options_that_do_not_exist_stop_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no option is called 'fusion'; did you mean 'fusions'"):
+        engine_config("deepseek-v3", layerfuse={"fusion": "all"})
+    with pytest.raises(ValueError, match="no fusion is called 'add_rms'"):
+        engine_config("deepseek-v3", layerfuse={"fusions": "add_rms"})
+
+
+@pytest.mark.parametrize("mode", ["NONE", "DYNAMO_TRACE_ONCE"])
+def test_a_model_that_vllms_compiler_does_not_see_is_said_once_with_the_reason(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}, mode=mode):
+        pass
+    assert said(caplog) == [
+        "layerfuse: nothing is fused in DeepseekV3ForCausalLM: "
+        f"vLLM's compilation mode is {mode} here; fusions need VLLM_COMPILE"
+    ]
+
+
+def test_batch_invariance_is_honoured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}):
+        ((_, unit),) = plugin._state.waiting.values()
+        assert not unit.active
+        assert {d.reason for d in unit.plan.refused(ADD)} == {
+            "VLLM_BATCH_INVARIANT is set: vLLM keeps to kernels whose results do not depend on the batch"
+        }

@@ -1,0 +1,69 @@
+"""layerfuse inside vLLM on two real tensor-parallel ranks: two processes, vLLM's own groups over gloo, one cache."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm_layers")
+
+RANK = Path(__file__).with_name("vllm_rank.py")
+OPTIONS = {"fusions": ["mla_dual_rms_norm", "all_reduce_add_rms_norm"], "strict": True}
+
+
+def start(cache: Path) -> list[str]:
+    """What each of two ranks prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, RANK, str(rank), "2", port, str(cache), json.dumps(OPTIONS)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n\n".join(said)
+    return said
+
+
+def test_two_ranks_fuse_alike_share_a_cache_and_give_one_report(tmp_path: Path) -> None:
+    hashes = set()
+    # Then rank 0 reads its compiled model, and rank 1 has none and gets the pieces from Inductor's cache.
+    for second_start in (False, True):
+        first, second = start(tmp_path)
+        assert "layerfuse" not in second
+        lines = [line.strip() for line in first.splitlines()]
+        for fusion, sites in (("all_reduce_add_rms_norm", 6), ("mla_dual_rms_norm", 3)):
+            called = f"called {sites} times in the profiling run of every rank"
+            assert f"{fusion}: {sites} expected, {sites} fused, 0 missed; {called}" in lines
+        assert "all ranks say the same" in lines
+
+        (path,) = tmp_path.rglob("layerfuse-report.json")
+        (module,) = json.loads(path.read_text())["modules"].values()
+        assert [verdict["rank"] for verdict in module["ranks"]] == [0, 1]
+        found = tuple(verdict["sources"] for verdict in module["ranks"])
+        assert sum(found[0].values()) == sum(found[1].values()) == 4
+        # In the first start either may be the quicker one, whose pieces the other gets.
+        assert second_start is False or found == ({"kept": 4}, {"cache": 4})
+        assert module["ranks"][0]["fused"] == module["ranks"][1]["fused"]
+        for rank, said in enumerate((first, second)):
+            words = said.splitlines()[-1].split()
+            assert words[:2] == ["RANK", str(rank)] and float(words[3]) < 1e-4, said
+            hashes.add(words[5])
+        (compiled,) = tmp_path.rglob("rank_1_0/model")
+        shutil.rmtree(compiled.parent)
+    assert len(hashes) == 1

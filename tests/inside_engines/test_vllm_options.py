@@ -1,0 +1,90 @@
+"""The options of layerfuse inside vLLM, which need no vLLM to be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from helpers import ROOT, run_python
+
+from layerfuse.engines.vllm.options import ON_BY_DEFAULT, Options, OptionsError, options_in
+from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
+
+
+def config(given: Any) -> FusionConfig:
+    return options_in({"layerfuse": given}).config()
+
+
+def test_what_is_on_by_default_is_what_the_catalog_says() -> None:
+    built_in = [fusion for fusion in FUSIONS.values() if fusion.owner == "layerfuse"]
+    assert tuple(f.name for f in built_in if FusionConfig().why_off(f, "vllm") is None) == ON_BY_DEFAULT
+
+
+@pytest.mark.parametrize("given", [None, {}, {"other": 1}, "no table at all"])
+def test_without_options_the_default_holds(given: Any) -> None:
+    assert options_in(given) == Options()
+    assert options_in(given).says_nothing
+
+
+def test_fusions_are_said_as_in_the_environment_or_as_a_list() -> None:
+    assert config({"fusions": "all"}).level == 2
+    assert config({"fusions": "-add_rms_norm"}).switches == (("add_rms_norm", False),)
+    assert dict(config({"fusions": ["add_rms_norm"]}).switches)["add_rms_norm"]
+    assert config({"fusions": []}).level == config(False).level == 0
+    assert config({"level": 2, "strict": True}).strict
+
+
+def test_the_options_count_more_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "none")
+    assert config({}).level == 0
+    assert config({"fusions": "all"}).level == 2
+    assert not options_in({}).says_nothing
+
+
+def test_every_mistake_is_named_at_once() -> None:
+    with pytest.raises(OptionsError) as raised:
+        options_in({"layerfuse": {"fusion": "all", "strict": "yes", "level": True}})
+    assert str(raised.value).splitlines() == [
+        "additional_config['layerfuse']: no option is called 'fusion'; did you mean 'fusions'? "
+        "Known: fusions, level, strict, report; "
+        "additional_config['layerfuse']: strict: expected true or false, got 'yes'; "
+        "additional_config['layerfuse']: level: expected 0, 1 or 2, got True"
+    ]
+
+
+def test_a_fusion_or_level_that_does_not_exist_is_an_error_at_once() -> None:
+    with pytest.raises(FusionConfigError, match="did you mean 'add_rms_norm'"):
+        options_in({"layerfuse": {"fusions": "add_rms_nrom"}})
+    with pytest.raises(FusionConfigError, match="expected one of 0, 1, 2, got 3"):
+        options_in({"layerfuse": {"level": 3}})
+    with pytest.raises(OptionsError, match="expected a table of options or false, got 'all'"):
+        options_in({"layerfuse": "all"})
+
+
+def test_what_layerfuse_writes_beside_the_options_is_no_option_of_a_user() -> None:
+    assert options_in({"layerfuse": {"key": "abc", "strict": True}}) == Options(strict=True)
+
+
+def test_registering_costs_nothing_that_a_start_would_notice() -> None:
+    """Neither torch nor a plan is imported before vLLM has a model."""
+    code = (
+        "import sys, attrs, time\n"
+        "start = time.process_time()\n"
+        "from layerfuse.engines.vllm import register; register()\n"
+        "print(time.process_time() - start)\n"
+        "print(*[m for m in ('torch', 'vllm', 'cattrs', 'layerfuse.fusion', 'layerfuse.registry') if m in sys.modules])"
+    )
+    # The best of three: the first may have to compile the source.
+    runs = [run_python(code).stdout.splitlines() for _ in range(3)]
+    assert min(float(seconds) for seconds, _ in runs) < 0.05
+    assert {loaded for _, loaded in runs} == {""}
+
+
+def test_the_entry_point_is_declared() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert '[project.entry-points."vllm.general_plugins"]\nlayerfuse = "layerfuse.engines.vllm:register"' in text
