@@ -63,9 +63,23 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def shown(value: object, most: int = 80) -> str:
     """`repr(value)` for a message: short, and never an error of its own."""
     try:
-        text = repr(value)
+        # A text is cut first: of a long one the repr is several times as long.
+        return cut(repr(value[:most]) + "..." if type(value) is str and len(value) > most else repr(value), most)
     except Exception:  # Python refuses to print a number of thousands of digits, and objects may break as they like
-        text = f"{type(value).__name__}, too long or too broken to print"
+        return f"{cut(type(value).__name__, most)}, too long or too broken to print"
+
+
+def said(error: BaseException, most: int = 200) -> str:
+    """The class and text of somebody else's error for a message: short, and never an error of its own."""
+    try:
+        text = str(error)
+    except Exception:  # an error's text is its author's code
+        text = "(its text cannot be read)"
+    return f"{cut(type(error).__name__)}: {cut(text, most)}"
+
+
+def cut(text: str, most: int = 80) -> str:
+    """A text for a message, no longer than this."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 

@@ -8,7 +8,7 @@ from ..adapters.errors import LayerfuseError, closest, did_you_mean
 
 
 class ConflictError(LayerfuseError, ValueError):
-    """Two owners declare the same name differently. Neither wins."""
+    """Two owners declare the same name, or classes of which one covers the other, differently. Neither wins."""
 
     def __init__(self, what: str, owners: Sequence[str]) -> None:
         self.what = what

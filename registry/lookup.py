@@ -78,7 +78,8 @@ class Registry:
         """
         cls = type(layer)
         readers = self._by_class.get(cls) or self._readers_of(cls)
-        if not readers:
+        # A plugin may know a class that is known here by a base of it only: what it is must not depend on earlier questions.
+        if self._late and not (readers and self._tables.names(cls)):
             self._complete()
             readers = self._readers_of(cls)
         if not readers:

@@ -15,6 +15,7 @@ from typing import Any
 
 import attrs
 
+from ...adapters.errors import said, shown
 from ..chain import Fusion, FusionError
 
 GROUP = "layerfuse.fusions"
@@ -52,11 +53,11 @@ def of_plugin(point: metadata.EntryPoint, package: str) -> tuple[Fusion, ...]:
     """
     try:
         content: Any = point.load()
-    except Exception as error:  # a plugin may fail in any way
-        raise FusionPluginError(point.name, package, f"importing raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # a plugin may fail in any way
+        raise FusionPluginError(point.name, package, f"importing raised {said(error)}") from error
     several = (content,) if isinstance(content, Fusion) else content
     if not isinstance(several, list | tuple) or not all(isinstance(each, Fusion) for each in several):
-        raise FusionPluginError(point.name, package, f"expected a Fusion or a list of them, got {content!r:.80}")
+        raise FusionPluginError(point.name, package, f"expected a Fusion or a list of them, got {shown(content)}")
     return tuple(attrs.evolve(fusion, owner=package) for fusion in several)
 
 
