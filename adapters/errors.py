@@ -91,6 +91,10 @@ class LayerfuseError(Exception):
     """The parent of every error this library raises."""
 
 
+class ArgumentError(LayerfuseError, TypeError):
+    """An argument of another type than the function takes: the message names it, and says what to give."""
+
+
 class SpecError(LayerfuseError, ValueError):
     """A spec whose numbers cannot all be true. `problems` holds one sentence each."""
 
@@ -118,7 +122,7 @@ class UnknownLayerError(LayerfuseError, LookupError):
     """No adapter speaks for this class of layer. `hint` is the sentence that says what to do, `where` stands after the class."""
 
     def __init__(self, class_name: str, known: Iterable[str], hint: str = "", where: str = "") -> None:
-        self.class_name = class_name
+        self.class_name = class_name = cut(class_name, 200)
         self.where = where
         is_norm = not hint and _NORM.search(class_name) is not None
         self.closest = () if is_norm else tuple(closest_classes(class_name, known))
@@ -215,4 +219,4 @@ class InnerLayerError(LayerfuseError, AttributeError):
         super().__init__(field, spec, outer)
 
     def __str__(self) -> str:
-        return f"{self.spec} describes an inner kernel layer, which does not know its {self.field}; ask {self.outer}."
+        return f"{self.spec} describes an inner kernel layer, which does not know its {self.field}; ask {cut(self.outer, 200)}."

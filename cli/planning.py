@@ -136,11 +136,7 @@ def _sites(decided: Plan, paths: Sequence[str]) -> dict[str, list[dict[str, Any]
 
 
 def _check_engine(entry: ModelEntry, engine: str | None) -> None:
-    from ..registry.errors import UnknownEngineError
-    from ..registry.kinds import ENGINES
-
-    if engine is not None and engine not in (*ENGINES, *entry.engines):
-        raise UnknownEngineError(engine, dict.fromkeys((*ENGINES, *entry.engines)))
+    entry.check_engine(engine)
 
 
 def _engine_notes(entry: ModelEntry, engine: str | None) -> list[str]:

@@ -8,7 +8,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.base import Adapter, Facts, check_key
-from ..adapters.errors import FactsError, closest, did_you_mean, shown
+from ..adapters.errors import FactsError, closest, cut, did_you_mean, shown
 from ..adapters.specs import FAMILIES
 from .catalog import ModelEntry
 from .errors import CatalogError
@@ -27,7 +27,7 @@ def declared_adapters(tables: Tables, entries: Mapping[str, ModelEntry], source:
     """
     known_adapters = tables.adapters
     problems = [
-        f"no adapter {entry.adapter!r} is registered{did_you_mean(entry.adapter, known_adapters)} "
+        f"no adapter {shown(entry.adapter)} is registered{did_you_mean(cut(entry.adapter), known_adapters)} "
         f"@ $.models.{name}.adapter"
         for name, entry in entries.items()
         if entry.adapter not in known_adapters and entry.adapter not in entries

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..adapters.errors import LayerfuseError, closest, did_you_mean
+from ..adapters.errors import LayerfuseError, closest, cut, did_you_mean, shown
 
 
 class ConflictError(LayerfuseError, ValueError):
@@ -47,12 +47,12 @@ class UnknownModelError(LayerfuseError, LookupError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         self.name = name
         self.known = tuple(known)
-        self.closest = tuple(closest(name.lower(), self.known))
+        self.closest = tuple(closest(cut(name.lower(), 200), self.known))
         super().__init__(name, self.known)
 
     def __str__(self) -> str:
         near = f"; did you mean {' or '.join(self.closest)}?" if self.closest else "."
-        return f"no model is called {self.name!r}{near} `layerfuse models` lists all {len(self.known)}."
+        return f"no model is called {shown(self.name)}{near} `layerfuse models` lists all {len(self.known)}."
 
 
 class UnknownEngineError(LayerfuseError, LookupError):
@@ -64,9 +64,7 @@ class UnknownEngineError(LayerfuseError, LookupError):
         super().__init__(name, self.known)
 
     def __str__(self) -> str:
-        return (
-            f"no engine is called {self.name!r}{did_you_mean(self.name, self.known)} (known: {', '.join(self.known)})"
-        )
+        return f"no engine is called {shown(self.name)}{did_you_mean(cut(str(self.name)), self.known)} (known: {', '.join(self.known)})"
 
 
 class PluginError(LayerfuseError, ImportError):

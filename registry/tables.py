@@ -97,7 +97,8 @@ class Tables:
 
     def _readers_of_one(self, cls: type) -> Readers:
         for prefix, readers in self.readers.get(cls.__name__, ()):
-            if cls.__module__ == prefix or cls.__module__.startswith(f"{prefix}."):
+            # As text: a class body may say anything.
+            if f"{cls.__module__}.".startswith(f"{prefix}."):
                 return readers
         return ()
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
 import attrs
 
-from ...adapters.errors import said, shown
+from ...adapters.errors import LayerfuseError, cut, did_you_mean, said, shown
 from ..chain import Fusion, FusionError
 
 GROUP = "layerfuse.fusions"
@@ -30,6 +30,19 @@ class FusionPluginError(FusionError):
         self.package = package
         self.problem = problem
         super().__init__(f"entry point {plugin!r} of {package}: {problem}. Fix the package, or uninstall it.")
+
+
+class UnknownFusionError(LayerfuseError, KeyError):
+    """No fusion has this name. `known` holds the names of the catalog."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        super().__init__(name, self.known)
+
+    def __str__(self) -> str:
+        others = did_you_mean(cut(str(self.name)), self.known) or f". Known: {', '.join(self.known)}."
+        return f"no fusion is called {shown(self.name)}{others}"
 
 
 def built_in() -> Iterator[Fusion]:
@@ -100,6 +113,15 @@ class Catalog(Mapping[str, Fusion]):
                             add(found, fusion)
                     self._fusions = found
         return self._fusions
+
+    def check(self, name: str) -> None:
+        """Refuse a name that no fusion has.
+
+        Raises:
+            UnknownFusionError: with the closest names.
+        """
+        if not isinstance(name, str) or name not in self:
+            raise UnknownFusionError(name, self)
 
     def __getitem__(self, name: str) -> Fusion:
         return self._all()[name]
