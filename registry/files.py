@@ -5,6 +5,7 @@ Nothing in a file can import or run code: it is parsed as TOML, structured into 
 
 from __future__ import annotations
 
+import functools
 import re
 import tomllib
 from collections.abc import Mapping
@@ -40,8 +41,9 @@ class _WrongValueError(ValueError):
     """A value of the wrong type or form; the text is the problem."""
 
 
+@functools.cache
 def make_converter() -> cattrs.Converter:
-    """A converter for models.toml values. Numbers, texts and flags are taken as written, never coerced."""
+    """The converter for models.toml values, made once. Numbers, texts and flags are taken as written, never coerced."""
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
     converter.register_structure_hook(int, _exact_int)
     converter.register_structure_hook(float, _exact_float)
