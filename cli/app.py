@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..adapters.spec_fields import LARGEST
 from .fusions import CommandOnFusions, fusion_names
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def _names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 _model = click.argument("model", shell_complete=_names)
+_count = click.IntRange(1, LARGEST)
 _files = click.option(
     "--models", "files", metavar="FILE", multiple=True, type=_FILE, help="Know the models of this file too. Repeatable."
 )
@@ -104,9 +106,9 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     "input, post_attention, final, output, activation). Fusions that take this in change numerics, so this plans at "
     "level 2. Repeatable.",
 )
-@click.option("--batch", metavar="N", type=click.IntRange(1), help="Show attention's buffers for N sequences a step.")
-@click.option("--queries", metavar="N", type=click.IntRange(1), help="Per sequence and step: 1 + speculated tokens.")
-@click.option("--context", metavar="N", type=click.IntRange(1), help="Tokens of a sequence, for the size of the cache.")
+@click.option("--batch", metavar="N", type=_count, help="Show attention's buffers for N sequences a step.")
+@click.option("--queries", metavar="N", type=_count, help="Per sequence and step: 1 + speculated tokens.")
+@click.option("--context", metavar="N", type=_count, help="Tokens of a sequence, for the size of the cache.")
 @click.option("--kv", type=click.Choice(["bf16", "fp8"]), help="Dtype of the cache, and of MLA's queries.")
 @click.option(
     "--aiter", "release", metavar="RELEASE", help="AITER's release, as v0.1.14; the newest known if not given."
@@ -167,13 +169,15 @@ def plan(
       layerfuse plan --all-tp --aiter v0.1.14 --svg heads.svg
       layerfuse plan moonshotai/Kimi-Linear-48B-A3B-Instruct --tp 4 --svg plan.svg
     """
-    if rank >= tp:
-        raise click.BadParameter(f"ranks are 0 to {tp - 1} at --tp {tp}, got {rank}", param_hint="--rank")
     if json and svg is not None:
         raise click.UsageError("give either --json or --svg")
+    if release is not None and not release.strip():
+        raise click.BadParameter("expected a release, as v0.1.14, got an empty text", param_hint="--aiter")
     if all_tp:
         if (batch, context, engine, quant) != (None, None, None, ()) or (tp, rank) != (1, 0):
-            raise click.UsageError("--all-tp takes --target, --kv, --aiter and --queries, and shows every size")
+            raise click.UsageError(
+                "--all-tp shows every size, and takes --target, --kv, --aiter and --queries: no other option goes with it"
+            )
         from .matrix import answer_matrix
 
         answer_matrix(
@@ -187,6 +191,8 @@ def plan(
             svg=svg,
         )
         return
+    if rank >= tp:
+        raise click.BadParameter(f"ranks are 0 to {tp - 1} at --tp {tp}, got {rank}", param_hint="--rank")
     if model is None:
         raise click.UsageError("give a model, or --all-tp for all of them")
     asked = {"batch": batch, "queries": queries, "context": context, "kv": kv, "release": release}

@@ -42,7 +42,9 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
         same = f" (and {', '.join(others)}, with the same layers)" if others else ""
         said.append(f"this is {first}{same}: no entry is needed, `layerfuse plan {first}` knows it")
     said += found.differs
-    print("\n".join([*said, *found.notes]), file=sys.stderr)
+    if found.notes:
+        said.append(f"what is left to check is noted above the entry, in {len(found.notes)} lines")
+    print("\n".join(said), file=sys.stderr)
     print(found.toml(), end="")
 
 

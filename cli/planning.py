@@ -11,7 +11,7 @@ import attrs
 from ..adapters.errors import LayerfuseError, SpecError
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.plan import ANY
-from .console import show, write_text
+from .console import require_writable, show, write_text
 from .kinds import kinds_of, ranges, rows_of, spec_dict
 
 if TYPE_CHECKING:
@@ -254,6 +254,7 @@ def answer_plan(
     """Print the plan, or write it as a picture."""
     from .models import find_model
 
+    require_writable(svg)
     entry = find_model(model, files)
     data = plan_data(
         entry, tp=tp, rank=rank, target=target, engine=engine, config=config_for(quant), release=asked.get("release")

@@ -23,17 +23,33 @@ MOST_PROBLEMS = 50
 """Mistakes listed for one file before the rest is only counted."""
 
 
+TOO_MANY_PROBLEMS = 1000
+"""Mistakes after which a file is not read on: it is no models file."""
+
+LONGEST_PROBLEM = 800
+"""Letters of one mistake that are shown."""
+
+
 class CatalogError(LayerfuseError, ValueError):
     """A models.toml file with mistakes: all of them, each as `file: problem @ path`."""
 
     def __init__(self, file: str, problems: Sequence[str]) -> None:
         self.file = file
         more = len(problems) - MOST_PROBLEMS
-        self.problems = (*problems[:MOST_PROBLEMS], *([f"and {more} more problems"] if more > 0 else ()))
+        self.problems = (*map(_cut, problems[:MOST_PROBLEMS]), *([f"and {more} more problems"] if more > 0 else ()))
         super().__init__(file, self.problems)
 
     def __str__(self) -> str:
         return "\n".join(f"{self.file}: {_printable(problem)}" for problem in self.problems)
+
+
+def _cut(problem: str) -> str:
+    """A problem without its middle where a file has names of thousands of letters. Its place stands at its end."""
+    return (
+        problem
+        if len(problem) <= LONGEST_PROBLEM
+        else f"{problem[: LONGEST_PROBLEM * 3 // 4]}...{problem[-LONGEST_PROBLEM // 4 :]}"
+    )
 
 
 def _printable(text: str) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import frozen
 
-from ..adapters.errors import LayerfuseError
+from ..adapters.errors import LayerfuseError, shown
 from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
 from .hf_layers import layers_of
@@ -209,7 +209,7 @@ def _offset(sibling: ModelEntry | None, types: Sequence[str]) -> float:
 def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes: Sequence[str]) -> list[str]:
     notes = []
     if hf.has("attn_logit_softcapping"):
-        notes.append(f"attn_logit_softcapping = {hf.values['attn_logit_softcapping']}: no spec describes it")
+        notes.append(f"attn_logit_softcapping = {shown(hf.values['attn_logit_softcapping'])}: no spec describes it")
     if sibling is not None:
         return notes
     if any(isinstance(kind, GQAKind) for kind in entry.layers.values()):

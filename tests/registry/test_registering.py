@@ -8,11 +8,12 @@ from typing import Any
 
 import attrs
 import pytest
+from toml_samples import also
 
 from layerfuse import registry
 from layerfuse.adapters import Adapter
 from layerfuse.adapters.vocabulary import TRANSFORMERS_GQA, TRANSFORMERS_MLA
-from layerfuse.registry import CatalogError, ConflictError
+from layerfuse.registry import CatalogError, ConflictError, files
 
 MINE = Adapter("mine", {"mylib:MyAttention": TRANSFORMERS_MLA})
 OTHER_FACTS = TRANSFORMERS_MLA.but(num_heads="n_heads")
@@ -317,3 +318,20 @@ def test_a_model_may_not_take_the_alias_of_another_for_its_name() -> None:
     own.register_model(entry(aliases=["short"]))
     with pytest.raises(ConflictError, match="the name 'short' is declared differently by the model my-model"):
         own.register_model(attrs.evolve(entry(aliases=[]), name="short"))
+
+
+@pytest.mark.parametrize("engine", ["transfomers", "vlm", "my-engine"])
+def test_an_engine_that_nobody_knows_is_refused(engine: str) -> None:
+    text = also(f"engines.{engine} = {{ latent_norm_eps = 1e-6 }}")
+    with pytest.raises(CatalogError) as refused:
+        registry.fresh().register_models(files.parse(text), "mine.toml")
+    near = {"transfomers": "; did you mean 'transformers'", "vlm": "; did you mean 'vllm'"}.get(engine, "")
+    assert f"engines: no layer class of {engine!r} is known{near}" in str(refused.value)
+    assert str(refused.value).endswith("@ $.models.mine.engines")
+
+
+def test_an_engine_whose_layer_classes_an_entry_brings_is_known() -> None:
+    text = also("engines.mylib = { latent_norm_eps = 1e-6 }") + (
+        '[models.mine.layer_classes]\n"mylib.layers:Attention" = { like = "vllm:MLAAttention" }\n'
+    )
+    registry.fresh().register_models(files.parse(text), "mine.toml")
