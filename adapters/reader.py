@@ -28,7 +28,7 @@ from .errors import (
 from .feeds import Feeds
 from .parallel import ambient, ranks_summed, shards_of_linear
 from .sources import Named, NormSource, Source
-from .specs import FinalNormSpec, GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
+from .specs import LARGEST, FinalNormSpec, GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
 from .values import VALUES, same
 
 _Convert: TypeAlias = Callable[[Any], Any]
@@ -233,7 +233,8 @@ class _Reading:
                 continue
             total, local = values[pair.total], values[pair.local]
             ratio = f"{pair.total} / {pair.local}"
-            if type(total) is int and type(local) is int and 0 < local <= total and total % local == 0:
+            counts = type(total) is int and type(local) is int
+            if counts and 0 < local <= total <= LARGEST and total % local == 0:
                 sources[ratio] = total // local
             else:
                 silent.append(f"{ratio}: {shown(total)} / {shown(local)} is no whole number of ranks")
@@ -265,7 +266,7 @@ class _Reading:
 
     def size(self, source: str, value: Any) -> int:
         size = whole(value)
-        if type(size) is not int or size < 1:
+        if type(size) is not int or not 1 <= size <= LARGEST:
             raise SpecError(
                 self.facts.spec.__name__, [f"{source}: expected a tensor-parallel size, got {shown(value)}"]
             )
