@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import attrs
 from attrs import field, frozen
 
-from .errors import FactsError, cut, did_you_mean, shown
+from .errors import FactsError, did_you_mean, shown
 from .sources import Const, NormSource, Source, Weight, parse_norm, parse_source, parse_weight
 from .spec_fields import problem_of
 from .specs import FAMILY_OF, GatedNormSpec, LayerSpec, ResidualSpec, kind_of
@@ -88,7 +88,7 @@ def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]
     allowed = (*kinds, *(PARALLEL_WORDS if shardable else ()), *(RESIDUAL_WORDS if spec is ResidualSpec else ()))
     for name in words:
         if name not in allowed:
-            raise FactsError(f"{spec.__name__} has no field {shown(name)}{did_you_mean(cut(str(name)), allowed)}")
+            raise FactsError(f"{spec.__name__} has no field {shown(name)}{did_you_mean(name, allowed)}")
     missing = [name for name in kinds if name not in words]
     for pair in spec.pairs if shardable else ():
         if (pair.total in missing) != (pair.local in missing):

@@ -54,9 +54,9 @@ def closest_classes(name: str, known: Iterable[str], count: int = 3) -> list[str
     return best[:count]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'a' or 'b'?`, or nothing when no known name is near."""
-    near = closest(name, known)
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """`; did you mean 'a' or 'b'?`, or nothing when no known name is near. Of a long name the beginning is compared."""
+    near = closest(cut(name), known) if isinstance(name, str) else ()
     return "; did you mean " + " or ".join(repr(n) for n in near) + "?" if near else ""
 
 

@@ -297,7 +297,7 @@ def _parse_table(words: Mapping[str, Any], field: str) -> Source:
 def _conversion(name: Any, field: str) -> str:
     if not isinstance(name, str) or name not in CONVERSIONS:
         raise FactsError(
-            f"{field}: unknown conversion {shown(name)}{did_you_mean(cut(str(name)), CONVERSIONS)} "
+            f"{field}: unknown conversion {shown(name)}{did_you_mean(name, CONVERSIONS)} "
             f"(known: {', '.join(CONVERSIONS)})"
         )
     return name
@@ -325,7 +325,7 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
     allowed = ("module", "feeds", *_NORM_DEFAULTS, *(_GATED if gated else ()))
     for word in words:
         if word not in allowed:
-            raise FactsError(f"{field}: a norm has no {shown(word)}{did_you_mean(cut(str(word)), allowed)}")
+            raise FactsError(f"{field}: a norm has no {shown(word)}{did_you_mean(word, allowed)}")
     missing = [word for word in (_GATED if gated else ()) if word not in words]
     if missing:
         raise FactsError(f"{field}: a gated norm must also say its {', '.join(missing)}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..adapters.errors import LayerfuseError, did_you_mean
+from ..adapters.errors import LayerfuseError, did_you_mean, shown
 from ..fusion.catalog import UnknownFusionError as UnknownFusionError
 
 
@@ -26,6 +26,6 @@ class UnknownPeerError(LayerfuseError, LookupError):
 
     def __str__(self) -> str:
         return (
-            f"no peer is called {self.name!r}{did_you_mean(self.name, self.known) or '.'} "
+            f"no peer is called {shown(self.name)}{did_you_mean(self.name, self.known) or '.'} "
             f"Known: {', '.join(self.known)}."
         )

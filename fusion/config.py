@@ -36,7 +36,7 @@ def _known(name: str, where: str) -> str:
     if not isinstance(name, str) or name not in FUSIONS:
         raise FusionConfigError(
             f"{where}: no fusion is called {shown(name)}"
-            + (did_you_mean(cut(str(name)), FUSIONS) or f". Known: {', '.join(FUSIONS)}.")
+            + (did_you_mean(name, FUSIONS) or f". Known: {', '.join(FUSIONS)}.")
         )
     return name
 
@@ -94,7 +94,7 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
     for role, quant in pairs.items():
         if not isinstance(role, str) or role not in ROLES:
             raise FusionConfigError(
-                f"FusionConfig.quant: no role is called {shown(role)}{did_you_mean(cut(str(role)), ROLES) or '.'} "
+                f"FusionConfig.quant: no role is called {shown(role)}{did_you_mean(role, ROLES) or '.'} "
                 f"Known: {', '.join(ROLES)}."
             )
         if quant is not None and not isinstance(quant, ActivationQuant):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from attrs import field, frozen
 
-from ..adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean, shown
+from ..adapters.errors import ArgumentError, LayerfuseError, did_you_mean, shown
 
 
 class UnknownFusionEngineError(LayerfuseError, LookupError):
@@ -43,7 +43,7 @@ class Engine:
         """
         if name not in NAMES:
             raise UnknownFusionEngineError(
-                f"no engine is called {shown(name)}{did_you_mean(cut(str(name)), NAMES) or '.'} Known: {', '.join(NAMES)}. "
+                f"no engine is called {shown(name)}{did_you_mean(name, NAMES) or '.'} Known: {', '.join(NAMES)}. "
                 "For another one, give plan() an Engine(name=...)."
             )
         return cls(name=name)

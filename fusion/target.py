@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 from attrs import field, frozen
 
-from ..adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean, shown
+from ..adapters.errors import ArgumentError, LayerfuseError, did_you_mean, shown
 
 
 class UnknownTargetError(LayerfuseError, LookupError):
@@ -24,7 +24,7 @@ class UnknownTargetError(LayerfuseError, LookupError):
 
     def __str__(self) -> str:
         return (
-            f"no target is called {shown(self.name)}{did_you_mean(cut(str(self.name)), self.known) or '.'} Known: "
+            f"no target is called {shown(self.name)}{did_you_mean(self.name, self.known) or '.'} Known: "
             f"{', '.join(self.known)}, and every other smNN of NVIDIA and gfxNNN of AMD. "
             "For another one, build Target(arch=..., vendor=...) yourself."
         )

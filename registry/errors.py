@@ -80,7 +80,7 @@ class UnknownEngineError(LayerfuseError, LookupError):
         super().__init__(name, self.known)
 
     def __str__(self) -> str:
-        return f"no engine is called {shown(self.name)}{did_you_mean(cut(str(self.name)), self.known)} (known: {', '.join(self.known)})"
+        return f"no engine is called {shown(self.name)}{did_you_mean(self.name, self.known)} (known: {', '.join(self.known)})"
 
 
 class PluginError(LayerfuseError, ImportError):

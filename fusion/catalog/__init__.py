@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from ...adapters.errors import LayerfuseError, cut, did_you_mean, said, shown
+from ...adapters.errors import LayerfuseError, did_you_mean, said, shown
 from ..chain import Fusion, FusionError
 
 GROUP = "layerfuse.fusions"
@@ -41,7 +41,7 @@ class UnknownFusionError(LayerfuseError, KeyError):
         super().__init__(name, self.known)
 
     def __str__(self) -> str:
-        others = did_you_mean(cut(str(self.name)), self.known) or f". Known: {', '.join(self.known)}."
+        others = did_you_mean(self.name, self.known) or f". Known: {', '.join(self.known)}."
         return f"no fusion is called {shown(self.name)}{others}"
 
 
