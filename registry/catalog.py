@@ -117,15 +117,19 @@ class ModelEntry:
         sharded: dict[LayerSpec, LayerSpec] = {}
         return [(path, sharded.setdefault(spec, spec.shard(tp, rank))) for path, spec in whole]
 
+    @property
+    def known_engines(self) -> tuple[str, ...]:
+        """The engines of the library, and those that this entry has a table for."""
+        return tuple(dict.fromkeys((*ENGINES, *self.engines)))
+
     def check_engine(self, engine: str | None) -> None:
         """Refuse an engine that neither the library nor this entry knows.
 
         Raises:
             UnknownEngineError: with the closest names.
         """
-        known = dict.fromkeys((*ENGINES, *self.engines))
-        if engine is not None and (not isinstance(engine, str) or engine not in known):
-            raise UnknownEngineError(engine, known)
+        if engine is not None and engine not in self.known_engines:
+            raise UnknownEngineError(engine, self.known_engines)
 
     def refusal(self, tp: int, engine: str | None) -> str | None:
         """Why this engine cannot build the model on so many ranks, in a sentence, or None where that is not known."""
