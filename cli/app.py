@@ -298,7 +298,7 @@ def doctor(json: bool) -> None:
 def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
     """Run the adapter contract for a declared model, on the real layers that transformers builds.
 
-    The scenarios are docs/contract.md. Exits with 1 where one fails.
+    The scenarios are docs/contract.md. Exits with 1 where one fails, and where transformers cannot build the model.
 
     \b
     Example:
