@@ -5,6 +5,7 @@ Configs of one family spell the same things alike, so what is left to say is whi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
 @cache
 def general_recipe(model_type: str) -> Recipe | None:
     """How transformers builds this `model_type` for text, or None where it has no such language model."""
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -49,8 +51,10 @@ def general_recipe(model_type: str) -> Recipe | None:
         return None
     config_class = CONFIG_MAPPING[model_type]
     config_class = config_class.sub_configs.get("text_config", config_class)
-    model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config_class.model_type)
-    if not isinstance(model, str):
+    # Where only the multimodal model has an auto class, the text model is named as its config.
+    named = re.sub("(Text)?Config$", "ForCausalLM", config_class.__name__)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config_class.model_type, named)
+    if not isinstance(model, str) or not hasattr(transformers, model):
         return None
     known = config_class().to_dict()
     known |= dict.fromkeys(config_class.attribute_map)
