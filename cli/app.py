@@ -247,7 +247,8 @@ def inspect(config: Path, name: str | None, files: tuple[Path, ...], json: bool)
     is, and a models.toml entry for it.
 
     The entry goes to stdout and everything else to stderr, so that it can be redirected into a file. Exits with 1
-    where the config does not say enough, or contradicts itself. What is derived is noted, to be checked.
+    where the config does not say enough, or contradicts itself. What is derived is noted, to be checked. Of a model that
+    is not declared, transformers' code is asked for what configs leave out (epsilons, sinks, classes), if it is installed.
 
     \b
     Example:
@@ -298,7 +299,7 @@ def doctor(json: bool) -> None:
 def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
     """Run the adapter contract for a declared model, on the real layers that transformers builds.
 
-    The scenarios are docs/contract.md. Exits with 1 where one fails.
+    The scenarios are docs/contract.md. Exits with 1 where one fails, and where transformers cannot build the model.
 
     \b
     Example:

@@ -20,7 +20,12 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
     config = read_config(path)
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     named = path.stem if path.stem != "config" and not path.is_dir() else folder.name
-    found = inspect(config, registry=registry_with(files), name=name or _named(config, named), file=str(path))
+    registry = registry_with(files)
+    found = inspect(config, registry=registry, name=name or _named(config, named), file=str(path))
+    if not found.same_as:
+        from ..testing.asking import ask_code
+
+        found = ask_code(found, registry)
     if json:
         from ..registry.files import unstructure
         from .console import print_json

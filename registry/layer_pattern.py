@@ -49,7 +49,7 @@ def layer_words(config: HFConfig, total: int, model_type: str, *, linear: bool) 
             config.problems.append("neither layer_types nor full_attention_interval says which layers are linear")
             return _whole(total)
         return _periodic(config, "full_attention_interval", total, "linear")
-    if isinstance(values.get("attn_type_list"), list) and set(values["attn_type_list"]) != {1}:
+    if isinstance(values.get("attn_type_list"), list) and any(word != 1 for word in values["attn_type_list"]):
         config.problems.append("attn_type_list: has other layers than softmax attention (1), which are not read here")
         return _whole(total)
     if not config.has("sliding_window") or values.get("use_sliding_window") is False:

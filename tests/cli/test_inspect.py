@@ -82,7 +82,7 @@ def test_an_entry_that_was_printed_can_be_loaded_and_planned(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     file = tmp_path / "entry.toml"
     file.write_text(run("inspect", tmp_path, "--name", "My Llama").out, encoding="utf-8")
-    assert run("check", file).out == "1 model, 0 layer classes: all fine\n"
+    assert run("check", file).out == "1 model, 4 layer classes: all fine\n"
     assert "full: 32 layers (0-31)" in run("plan", "my-llama", "--models", file, "--tp", 8).out
 
 
@@ -291,6 +291,10 @@ def test_every_gap_is_listed_at_once(run, tmp_path):
             "yarn",
         ),
         (b'{"num_key_value_heads": 1, "layer_types": 5, "num_hidden_layers": 2}', "layer_types: expected a list"),
+        (
+            b'{"num_key_value_heads": 1, "attn_type_list": [[]], "num_hidden_layers": 2}',
+            "attn_type_list: has other layers",
+        ),
     ],
 )
 def test_hostile_files_get_one_clean_message(run, tmp_path, content, said):
@@ -384,6 +388,6 @@ def test_lightning_attention_is_no_delta_net_with_missing_keys():
 def test_notes_are_said_once(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     answer = run("inspect", tmp_path)
-    assert "# has_sinks is not said by any config" in answer.out
-    assert "has_sinks" not in answer.err
-    assert "what is left to check is noted above the entry, in 5 lines" in answer.err
+    assert "# whether an MLP is gated is not said by any config" in answer.out
+    assert "gated" not in answer.err
+    assert "what is left to check is noted above the entry, in 3 lines" in answer.err
