@@ -3,6 +3,7 @@
 #
 #   make verify         the main job: four small real models, their specs and fusions, compared with the unfused ones
 #   make test           the tests
+#   make fuzz           model files, layers and configs that chance has changed, 20 minutes for each kind
 #   make lint           formatting, lint, types
 #   make docs           the documentation as a site, in build/site
 #   make bench          every fusion against its peers, quickly (build/bench), and the scripts of benchmarks/
@@ -23,10 +24,10 @@ SOURCES := pyproject.toml README.md $(wildcard *.py *.toml *.json py.typed) \
            $(shell find adapters bench cli engines fusion registry testing -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help verify test lint docs bench test-engines clean
+.PHONY: help verify test fuzz lint docs bench test-engines clean
 
 help:
-	@sed -n '4,12s/^# \{0,1\}//p' Makefile
+	@sed -n '4,13s/^# \{0,1\}//p' Makefile
 
 verify: $(VENV)/.installed
 	$(BIN)/layerfuse verify
@@ -34,6 +35,9 @@ verify: $(VENV)/.installed
 # Two processes: more of them compile C++ side by side, and small machines have no memory for that.
 test: $(VENV)/.installed
 	$(BIN)/pytest -n 2 -q $(TESTS)
+
+fuzz: $(VENV)/.installed
+	LAYERFUSE_FUZZ_SECONDS=1200 $(BIN)/pytest -q -s tests/fuzz
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .

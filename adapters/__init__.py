@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .builtin import BUILTIN
     from .deepseek_v3 import DEEPSEEK_V3
     from .errors import (
+        ArgumentError,
         FactsError,
         InnerLayerError,
         LayerfuseError,
@@ -58,6 +59,7 @@ __all__ = [
     "ActivationQuant",
     "ActivationQuantError",
     "Adapter",
+    "ArgumentError",
     "Facts",
     "FactsError",
     "FinalNormSpec",
@@ -108,6 +110,7 @@ __getattr__, __dir__ = attach(
         **dict.fromkeys(("const", "gated_norm", "norm"), ".sources"),
         **dict.fromkeys(
             (
+                "ArgumentError",
                 "FactsError",
                 "InnerLayerError",
                 "LayerfuseError",

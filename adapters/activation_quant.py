@@ -10,7 +10,7 @@ import re
 
 from attrs import field, frozen
 
-from .errors import LayerfuseError
+from .errors import ArgumentError, LayerfuseError, shown
 
 GROUP_SIZES = (32, 64, 128)
 """Columns per scale that the group form takes; `ops.quantisation` says the same."""
@@ -23,7 +23,7 @@ class ActivationQuantError(LayerfuseError, ValueError):
 def _group_size(_instance: object, _attribute: object, value: int | None) -> None:
     if value is not None and (type(value) is not int or value not in GROUP_SIZES):
         sizes = ", ".join(map(str, GROUP_SIZES))
-        raise ActivationQuantError(f"ActivationQuant.group_size: expected None or one of {sizes}, got {value!r}")
+        raise ActivationQuantError(f"ActivationQuant.group_size: expected None or one of {sizes}, got {shown(value)}")
 
 
 def _layout(instance: ActivationQuant, _attribute: object, value: object) -> None:
@@ -37,8 +37,10 @@ def _aligned(instance: ActivationQuant, _attribute: object, value: object) -> No
 
 
 def _fixed(instance: ActivationQuant, _attribute: object, value: str | None) -> None:
-    if value not in (None, *FIXED):
-        raise ActivationQuantError(f"ActivationQuant.fixed: expected None or one of {', '.join(FIXED)}, got {value!r}")
+    if value is not None and (type(value) is not str or value not in FIXED):
+        raise ActivationQuantError(
+            f"ActivationQuant.fixed: expected None or one of {', '.join(FIXED)}, got {shown(value)}"
+        )
     if value is not None and (instance.group_size is not None or instance.use_ue8m0):
         raise ActivationQuantError(f"ActivationQuant.fixed: {value} has no group size and no ue8m0 to choose")
 
@@ -80,13 +82,15 @@ class ActivationQuant:
         Raises:
             ActivationQuantError: another word.
         """
+        if not isinstance(text, str):
+            raise ArgumentError(f"ActivationQuant.parse: expected a text such as 'group128,ue8m0', got {shown(text)}")
         scheme, *options = (word.strip() for word in text.split(","))
         match = re.fullmatch(r"group(\d+)", scheme)
         unknown = [word for word in options if word not in ("column_major", "tma_aligned", "ue8m0")]
         if (scheme not in ("per_token", *FIXED) and match is None) or unknown:
             raise ActivationQuantError(
                 f"expected static, per_token, group{'|'.join(map(str, GROUP_SIZES))}, mxfp8 or mxfp4, then column_major, "
-                f"tma_aligned or ue8m0, separated by commas, got {text!r}"
+                f"tma_aligned or ue8m0, separated by commas, got {shown(text)}"
             )
         return cls(
             group_size=None if match is None else int(match[1]),

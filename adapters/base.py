@@ -7,7 +7,7 @@ are data: what is malformed is refused when it is defined, with the remedy, and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -15,10 +15,16 @@ import attrs
 from attrs import field, frozen
 
 from .errors import FactsError, did_you_mean, shown
-from .sources import NormSource, Source, Weight, parse_norm, parse_source, parse_weight
-from .specs import FAMILY_OF, LayerSpec, ResidualSpec, kind_of
+from .sources import Const, NormSource, Source, Weight, parse_norm, parse_source, parse_weight
+from .spec_fields import problem_of
+from .specs import FAMILY_OF, GatedNormSpec, LayerSpec, ResidualSpec, kind_of
+from .values import VALUES, same
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
+
+_LONGEST_KEY = 200
+_LONGEST_NAME = 100
+"""Both stand in every message about a layer."""
 
 _EVERYTHINGS_BASE = ("object", "Module")
 
@@ -32,6 +38,8 @@ Parsed: TypeAlias = tuple[Source, ...] | NormSource | tuple[NormSource, ...] | t
 
 
 def _frozen(words: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(words, Mapping):
+        raise FactsError(f"expected a mapping from spec fields to where they are read, got {shown(words)}")
     return MappingProxyType(dict(words))
 
 
@@ -47,8 +55,9 @@ class Facts:
 
     @parsed.default
     def _parse(self) -> Mapping[str, Parsed]:
-        if self.spec not in FAMILY_OF:
-            raise FactsError(f"{self.spec!r} is no spec type; expected one of {', '.join(FAMILY_OF.values())}")
+        if not isinstance(self.spec, type) or self.spec not in FAMILY_OF:
+            known = ", ".join(spec.__name__ for spec in FAMILY_OF)
+            raise FactsError(f"{shown(self.spec)} is no spec type; expected one of {known}")
         return MappingProxyType(_parse_words(self.spec, self.words))
 
     @property
@@ -79,7 +88,7 @@ def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]
     allowed = (*kinds, *(PARALLEL_WORDS if shardable else ()), *(RESIDUAL_WORDS if spec is ResidualSpec else ()))
     for name in words:
         if name not in allowed:
-            raise FactsError(f"{spec.__name__} has no field {name!r}{did_you_mean(str(name), allowed)}")
+            raise FactsError(f"{spec.__name__} has no field {shown(name)}{did_you_mean(name, allowed)}")
     missing = [name for name in kinds if name not in words]
     for pair in spec.pairs if shardable else ():
         if (pair.total in missing) != (pair.local in missing):
@@ -89,20 +98,40 @@ def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]
     return {name: _parse_one(name, kinds.get(name, name), words[name]) for name in allowed if name in words}
 
 
+_PARALLEL_KINDS = {"tp_size": "count", "tp_rank": "index"}
+
+
 def _parse_one(name: str, kind: str, words: Any) -> Parsed:
     if kind in ("norm", "optional_norm", "gated_norm"):
-        return parse_norm(words, name, gated=kind == "gated_norm")
+        return _checked_norm(parse_norm(words, name, gated=kind == "gated_norm"), name)
     if kind == "norms":
         listed = words if isinstance(words, (list, tuple)) else [words]
         if not listed:
             raise FactsError(f"{name}: expected at least one norm")
-        return tuple(parse_norm(word, f"{name}.{i}", gated=False) for i, word in enumerate(listed))
+        return tuple(
+            _checked_norm(parse_norm(word, f"{name}.{i}", gated=False), f"{name}.{i}") for i, word in enumerate(listed)
+        )
     if kind in ("tp_weight", "mlp_weight"):
         listed = words if isinstance(words, (list, tuple)) else [words]
         if not listed or not all(isinstance(word, str) for word in listed):
             raise FactsError(f"{name}: expected the paths of linear modules, got {shown(words)}")
         return tuple(parse_weight(word, name) for word in listed)
-    return parse_source(words, name)
+    return _checked(parse_source(words, name), name, _PARALLEL_KINDS.get(kind, kind))
+
+
+def _checked_norm(source: NormSource, name: str) -> NormSource:
+    kinds = {a.name: kind_of(a) for a in attrs.fields(GatedNormSpec)}
+    for part, places in source.fields:
+        _checked(places, f"{name}.{part}", kinds[part])
+    return source
+
+
+def _checked(places: tuple[Source, ...], name: str, kind: str) -> tuple[Source, ...]:
+    """A constant that no layer could make a value of the field is refused here, and not when the first layer is read."""
+    for place in places:
+        if isinstance(place, Const) and (problem := problem_of(kind, VALUES.get(kind, same)(place.value))):
+            raise FactsError(f"{name}: {problem}")
+    return places
 
 
 def check_key(key: str) -> str:
@@ -111,26 +140,35 @@ def check_key(key: str) -> str:
     Raises:
         FactsError: not of that form.
     """
-    if not isinstance(key, str) or not _KEY.fullmatch(key):
+    if not isinstance(key, str) or len(key) > _LONGEST_KEY or not _KEY.fullmatch(key):
         raise FactsError(
             f'{shown(key)} is no layer class; expected "package:ClassName", for example "vllm:MLAAttention" '
-            "(the package may go on: vllm.models.kimi_k3)"
+            f"(the package may go on: vllm.models.kimi_k3), at most {_LONGEST_KEY} characters"
         )
     if key.rpartition(":")[2] in _EVERYTHINGS_BASE:
         raise FactsError(f"{key!r} is a base of every layer there is; name the layer's own class")
     return key
 
 
-def _layers(layers: Mapping[str, Facts | tuple[Facts, ...]]) -> Mapping[str, tuple[Facts, ...]]:
-    found = {check_key(key): facts if isinstance(facts, tuple) else (facts,) for key, facts in layers.items()}
+def _layers(layers: Mapping[str, Facts | Sequence[Facts]]) -> Mapping[str, tuple[Facts, ...]]:
+    if not isinstance(layers, Mapping):
+        raise FactsError(f"Adapter.layers: expected a mapping from layer classes to Facts, got {shown(layers)}")
+    found = {
+        check_key(key): tuple(facts) if isinstance(facts, (tuple, list)) else (facts,) for key, facts in layers.items()
+    }
     for key, several in found.items():
+        if not all(isinstance(facts, Facts) for facts in several):
+            raise FactsError(f"{key}: expected Facts, or several in a tuple, got {shown(layers[key])}")
         specs = [facts.spec for facts in several]
         if not specs or len(set(specs)) != len(specs):
-            raise FactsError(f"{key}: expected facts for one or more different spec types, got {specs}")
+            kinds = [spec.__name__ for spec in specs]
+            raise FactsError(f"{key}: expected facts for one or more different spec types, got {shown(kinds)}")
     return MappingProxyType(found)
 
 
 def _keys(keys: Iterable[str]) -> frozenset[str]:
+    if isinstance(keys, str) or not isinstance(keys, Iterable):
+        raise FactsError(f"Adapter.ignored: expected several layer classes, in a tuple, got {shown(keys)}")
     return frozenset(map(check_key, keys))
 
 
@@ -151,8 +189,10 @@ class Adapter:
 
     @name.validator
     def _check_name(self, _: Any, name: Any) -> None:
-        if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", name):
-            raise FactsError(f"an adapter's name is lower-case letters, digits and underscores, got {shown(name)}")
+        if not isinstance(name, str) or not re.fullmatch(rf"[a-z0-9][a-z0-9_.-]{{0,{_LONGEST_NAME - 1}}}", name):
+            raise FactsError(
+                f"an adapter's name is lower-case letters, digits and underscores, at most {_LONGEST_NAME}, got {shown(name)}"
+            )
 
     def __iter__(self) -> Iterator[tuple[str, tuple[Facts, ...]]]:
         return iter(self.layers.items())

@@ -5,19 +5,26 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable
+from types import NoneType
 from typing import Any
 
 from .errors import UnreadableError, shown
 
 
 def whole(value: Any) -> Any:
-    """An integer of any library (numpy's, a tensor of one element) as int. All else, a flag too, is left to be refused."""
-    if type(value) is int or isinstance(value, bool) or value is None:
+    """An integer of any library (numpy's, a tensor without dimensions) as int. All else, a flag too, is left to be refused."""
+    if type(value) in (int, bool, NoneType):
         return value
     try:
-        return operator.index(value)
-    except Exception:  # a tensor of several elements, or without data; the spec refuses it by name
+        return operator.index(value) if is_one_number(value) else value
+    except Exception:  # no integer, or without data; the spec refuses it by name
         return value
+
+
+def is_one_number(value: Any) -> bool:
+    """Whether this has no dimensions and is no flag: arrays of one element, and flags of numpy, convert to numbers too."""
+    several = hasattr(value, "shape") and value.shape != ()
+    return not several and not (hasattr(value, "dtype") and "bool" in str(value.dtype))
 
 
 def _present(value: Any) -> bool:
@@ -75,7 +82,11 @@ def mlp_activation(value: Any) -> Any:
     if "GELU" in names or "GeluAndMul" in names:
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(value.approximate, names[0])
     if "SiluAndMulWithClamp" in names:  # x * sigmoid(alpha * x) * (up + beta) is silu(x) * up for 1 and 0 alone
-        return "silu" if (value.alpha, value.beta) == (1.0, 0.0) else f"{names[0]} of {value.alpha}, {value.beta}"
+        return (
+            "silu"
+            if (value.alpha, value.beta) == (1.0, 0.0)
+            else f"{names[0]} of {shown(value.alpha)}, {shown(value.beta)}"
+        )
     return next((_ACTIVATIONS[name] for name in names if name in _ACTIVATIONS), names[0])
 
 

@@ -54,18 +54,32 @@ def closest_classes(name: str, known: Iterable[str], count: int = 3) -> list[str
     return best[:count]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'a' or 'b'?`, or nothing when no known name is near."""
-    near = closest(name, known)
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """`; did you mean 'a' or 'b'?`, or nothing when no known name is near. Of a long name the beginning is compared."""
+    near = closest(cut(name), known) if isinstance(name, str) else ()
     return "; did you mean " + " or ".join(repr(n) for n in near) + "?" if near else ""
 
 
 def shown(value: object, most: int = 80) -> str:
     """`repr(value)` for a message: short, and never an error of its own."""
     try:
-        text = repr(value)
+        # A text is cut first: of a long one the repr is several times as long.
+        return cut(repr(value[:most]) + "..." if type(value) is str and len(value) > most else repr(value), most)
     except Exception:  # Python refuses to print a number of thousands of digits, and objects may break as they like
-        text = f"{type(value).__name__}, too long or too broken to print"
+        return f"{cut(type(value).__name__, most)}, too long or too broken to print"
+
+
+def said(error: BaseException, most: int = 200) -> str:
+    """The class and text of somebody else's error for a message: short, and never an error of its own."""
+    try:
+        text = str(error)
+    except Exception:  # an error's text is its author's code
+        text = "(its text cannot be read)"
+    return f"{cut(type(error).__name__)}: {cut(text, most)}"
+
+
+def cut(text: str, most: int = 80) -> str:
+    """A text for a message, no longer than this."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
@@ -75,6 +89,10 @@ class UnreadableError(Exception):
 
 class LayerfuseError(Exception):
     """The parent of every error this library raises."""
+
+
+class ArgumentError(LayerfuseError, TypeError):
+    """An argument of another type than the function takes: the message names it, and says what to give."""
 
 
 class SpecError(LayerfuseError, ValueError):
@@ -104,7 +122,7 @@ class UnknownLayerError(LayerfuseError, LookupError):
     """No adapter speaks for this class of layer. `hint` is the sentence that says what to do, `where` stands after the class."""
 
     def __init__(self, class_name: str, known: Iterable[str], hint: str = "", where: str = "") -> None:
-        self.class_name = class_name
+        self.class_name = class_name = cut(class_name, 200)
         self.where = where
         is_norm = not hint and _NORM.search(class_name) is not None
         self.closest = () if is_norm else tuple(closest_classes(class_name, known))
@@ -201,4 +219,4 @@ class InnerLayerError(LayerfuseError, AttributeError):
         super().__init__(field, spec, outer)
 
     def __str__(self) -> str:
-        return f"{self.spec} describes an inner kernel layer, which does not know its {self.field}; ask {self.outer}."
+        return f"{self.spec} describes an inner kernel layer, which does not know its {self.field}; ask {cut(self.outer, 200)}."

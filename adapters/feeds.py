@@ -27,7 +27,10 @@ class Feeds:
 
     def quant(self, layer: Any) -> ActivationQuant | None:
         """How the linears quantise their activations; None where they differ, do not, or there are none."""
-        found = {activation_quant_of(linear) for linear in self._linears(layer)}
+        try:
+            found = {activation_quant_of(linear) for linear in self._linears(layer)}
+        except Exception:  # a layer whose own code fails where its children are looked for: this decides no spec
+            return None
         return found.pop() if len(found) == 1 else None
 
     def _linears(self, layer: Any) -> Iterator[Any]:

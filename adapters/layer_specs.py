@@ -229,15 +229,16 @@ class GatedMLPSpec(LayerSpec):
 
 @frozen(kw_only=True)
 class ResidualSpec(LayerSpec):
-    """The residual stream through one decoder layer: the norms it meets, in pairs, one pair per attention block.
+    """The residual stream through one decoder layer: the norms that read it, in pairs, one pair per attention block.
 
     `parallel` is that of the attention block, whose output projection is what an all-reduce sums into the stream.
     """
 
     input_norms: tuple[NormSpec, ...] = of_kind("norms")
-    "The norm before each attention block: one, or two in LongCat-Flash."
+    "The norm of the stream that each attention block reads: one, or two in LongCat-Flash."
     post_attention_norms: tuple[NormSpec, ...] = of_kind("norms")
-    "The norm after each attention block, before the MLP."
+    """The norm of the stream that the MLP reads, after the attention's result was added: one per attention block. No norm of
+    what the attention or the MLP gives, before it is added, is a field: Gemma 3 calls one of those post_attention_layernorm."""
     mlp_ranks: int | None = of_kind("optional_count", default=None, eq=False, repr=False)
     """Over how many ranks what the layer's MLP or experts give is summed, or None: nothing says it. Attention and MLP of one
     layer may differ: transformers' plan for DeepSeek-V3 replicates the attention."""

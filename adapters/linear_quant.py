@@ -14,7 +14,7 @@ from attrs import frozen
 
 from . import linear_quant_readings as read
 from .activation_quant import ActivationQuant
-from .errors import UnreadableError
+from .errors import UnreadableError, said
 from .linear_quant_readings import Answer, maybe, stored
 
 
@@ -119,7 +119,10 @@ def activation_quant_of(linear: Any) -> ActivationQuant | None:
         None where it does not: a plain linear, weights only, another format, an unknown class.
         `describe_linear_quant` tells these apart.
     """
-    if _is_plain(linear):
+    try:
+        if _is_plain(linear):
+            return None
+    except Exception:  # which `describe_linear_quant` has words for
         return None
     answer = describe_linear_quant(linear)
     return answer if isinstance(answer, ActivationQuant) else None
@@ -136,7 +139,7 @@ def describe_linear_quant(linear: Any) -> ActivationQuant | str | None:
     except UnreadableError as error:
         answer = f"does not say how it quantises activations: {error.args[0]}"
     except Exception as error:  # a property of the linear that fails in its own way: in words, as this decides no spec
-        answer = f"does not say how it quantises activations: {type(error).__name__}: {error}"
+        answer = f"does not say how it quantises activations: {said(error)}"
     return f"{type(linear).__name__} {answer}" if isinstance(answer, str) else answer
 
 

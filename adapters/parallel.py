@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 from attrs import frozen
 
 from .conversions import whole
-from .errors import UnreadableError
+from .errors import UnreadableError, cut, said, shown
 from .specs import Parallel
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _ambient: ContextVar[Parallel | None] = ContextVar("layerfuse_tensor_parallel", default=None)
 
@@ -52,6 +56,22 @@ class Shards:
     rank: int | None
 
 
+def _asks(read: Callable[P, T]) -> Callable[P, T]:
+    """What a layer's own code raises on the way is a reason why it tells nothing."""
+
+    @wraps(read)
+    def asked(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(*args, **kwargs)
+        except UnreadableError:
+            raise
+        except Exception as error:
+            raise UnreadableError(f"reading its weight raised {said(error)}") from error
+
+    return asked
+
+
+@_asks
 def shards_of_linear(linear: Any, dimensions: tuple[int, ...] = (0, 1)) -> Shards:
     """How the heads of a linear layer were shared out, from its weight against the features it declares.
 
@@ -68,18 +88,28 @@ def shards_of_linear(linear: Any, dimensions: tuple[int, ...] = (0, 1)) -> Shard
     try:
         weight, declared = linear.weight, (whole(linear.out_features), whole(linear.in_features))
     except AttributeError as error:
-        raise UnreadableError(f"{type(linear).__name__} has no {error.name!r}") from None
+        raise UnreadableError(f"{type(linear).__name__} has no {shown(error.name)}") from None
     if hasattr(type(weight), "device_mesh"):  # a DTensor, told without importing torch
         return _shards_of_mesh(weight, dimensions, _is_fsdps(linear))
-    held = tuple(weight.shape)
+    held = _shape_of(weight)
+    if any(type(width) is not int for width in declared):
+        raise UnreadableError(f"out_features and in_features are {shown(declared)}, which are no whole numbers")
     if held == declared:
         return Shards(1, 0)
     if _is_packed(weight):
-        raise UnreadableError(f"a packed weight of {weight.dtype} and shape {held} tells nothing of {declared}")
-    for kept, cut in ((1, 0), (0, 1)):
-        if len(held) == 2 and held[kept] == declared[kept] and held[cut] > 0 and declared[cut] % held[cut] == 0:
-            return Shards(declared[cut] // held[cut], None) if cut in dimensions else Shards(1, 0)
-    raise UnreadableError(f"a weight of shape {held} is no even shard of {declared}")
+        raise UnreadableError(f"a packed weight of {weight.dtype} and shape {held} tells nothing of {shown(declared)}")
+    for kept, short in ((1, 0), (0, 1)):
+        if len(held) == 2 and held[kept] == declared[kept] and held[short] > 0 and declared[short] % held[short] == 0:
+            return Shards(declared[short] // held[short], None) if short in dimensions else Shards(1, 0)
+    raise UnreadableError(f"a weight of shape {held} is no even shard of {shown(declared)}")
+
+
+def _shape_of(weight: Any) -> tuple[int, ...]:
+    """The shape of a tensor; torch's dynamically quantised linears have a method in its place."""
+    shape = weight.shape if hasattr(weight, "shape") else None
+    if not isinstance(shape, tuple) or any(type(width) is not int for width in shape):
+        raise UnreadableError(f"its weight is no tensor, but a {cut(type(weight).__name__)}")
+    return tuple(shape)
 
 
 def _is_packed(weight: Any) -> bool:
@@ -96,6 +126,7 @@ def _is_fsdps(module: Any) -> bool:
     return by_class or hasattr(module, "_is_fsdp_managed_module")
 
 
+@_asks
 def ranks_summed(part: Any) -> int:
     """Over how many ranks the result of a down projection, or of routed experts, is a partial sum.
 

@@ -7,26 +7,31 @@ that needs a spec often keeps it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 
 from .base import Facts
-from .conversions import mlp_activation, whole
+from .conversions import whole
 from .errors import (
+    ArgumentError,
     LayerfuseError,
     MissingAttributeError,
     ParallelConflictError,
     ParallelUnknownError,
     SpecError,
     UnreadableError,
+    cut,
+    said,
     shown,
 )
 from .feeds import Feeds
-from .linear_quant import activation_quant_of
 from .parallel import ambient, ranks_summed, shards_of_linear
 from .sources import Named, NormSource, Source
-from .specs import FinalNormSpec, GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
+from .specs import LARGEST, FinalNormSpec, GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
+from .values import VALUES, same
+
+_Convert: TypeAlias = Callable[[Any], Any]
 
 
 class LayerReader:
@@ -65,10 +70,15 @@ class LayerReader:
             path: the layer's name in its model, for messages.
 
         Raises:
-            MissingAttributeError: the layer lacks an attribute.
+            MissingAttributeError: the layer lacks an attribute, or its own code fails when it is asked for one.
             ParallelUnknownError, ParallelConflictError: the tensor-parallel degree is unsaid, or said twice.
             SpecError: what the layer says cannot all be true.
+            ArgumentError: `parallel` or `path` is of another type.
         """
+        if parallel is not None and not isinstance(parallel, Parallel):
+            raise ArgumentError(f"parallel: expected Parallel(size=..., rank=...), got {shown(parallel)}")
+        if not isinstance(path, str):
+            raise ArgumentError(f"path: expected the layer's name in its model, got {shown(path)}")
         return _Reading(self, layer, path).spec(parallel, ambient())
 
 
@@ -96,12 +106,12 @@ class _Reading:
     def name(self) -> str:
         """The layer in words: its path if known, else its class and the index it claims."""
         if self.path:
-            return f"{self.path} ({self.reader.key})"
+            return f"{cut(self.path, 200)} ({self.reader.key})"
         try:
-            index = self.first(self.facts.parsed["layer_index"])
+            index = self.first(self.facts.parsed["layer_index"], convert=whole)
         except (LayerfuseError, UnreadableError, KeyError):
             index = None
-        return f"a {self.reader.key} layer" if index is None else f"{self.reader.key} layer {index}"
+        return f"a {self.reader.key} layer" if index is None else f"{self.reader.key} layer {shown(index)}"
 
     # ---- fields
 
@@ -120,7 +130,7 @@ class _Reading:
             elif kind == "norms":
                 values[name] = tuple(self.norm(name, source, False) for source in parsed)
             else:
-                values[name] = _VALUES.get(kind, _same)(self.found(name, parsed))
+                values[name] = self.found(name, parsed, VALUES.get(kind, same))
         return values
 
     def norm(self, name: str, source: NormSource, gated: bool) -> NormSpec:
@@ -130,32 +140,43 @@ class _Reading:
                 raise UnreadableError(f"{source.module}: is None")
         except UnreadableError as error:
             raise self.missing(name, [str(error)]) from error.__cause__
-        said: dict[str, Any] = {"module": str(source.module), "quant": Feeds(source.feeds).quant(self.layer)}
+        read: dict[str, Any] = {"module": str(source.module), "quant": Feeds(source.feeds).quant(self.layer)}
         for part, places in source.fields:
-            said[part] = _NORM_VALUES[part](self.found(f"{name}.{part}", places, module, f"{source.module}."))
+            read[part] = self.found(f"{name}.{part}", places, _NORM_VALUES[part], module, f"{source.module}.")
         try:
-            return GatedNormSpec(**said) if gated else NormSpec(**said)
+            return GatedNormSpec(**read) if gated else NormSpec(**read)
         except SpecError as error:
             raise SpecError(error.what, [f"{name}.{problem}" for problem in error.problems]) from None
 
-    def found(self, name: str, places: tuple[Source, ...], start: Any = None, prefix: str = "") -> Any:
+    def found(
+        self, name: str, places: tuple[Source, ...], convert: _Convert, start: Any = None, prefix: str = ""
+    ) -> Any:
         try:
-            return self.first(places, start)
+            return self.first(places, start, convert)
         except UnreadableError as error:
             raise self.missing(name, [prefix + attempt for attempt in error.args]) from error.__cause__
 
-    def first(self, places: Any, start: Any = None) -> Any:
+    def first(self, places: Any, start: Any = None, convert: _Convert = same) -> Any:
         tried = []
         cause = None
         for source in places:
             try:
-                if isinstance(source, Named):
-                    return source.read(self.path)
-                return source.read(self.layer if start is None else start)
+                return self.one(source, start, convert)
             except UnreadableError as error:
                 tried.append(str(error))
                 cause = error.__cause__
         raise UnreadableError(*tried) from cause
+
+    def one(self, source: Source, start: Any = None, convert: _Convert = same) -> Any:
+        """What one place says. Whatever the layer's own code raises on the way is a reason why it says nothing."""
+        try:
+            if isinstance(source, Named):
+                return convert(source.read(self.path))
+            return convert(source.read(self.layer if start is None else start))
+        except UnreadableError:
+            raise
+        except Exception as error:
+            raise UnreadableError(f"{source}: reading it raised {said(error)}") from error
 
     def missing(self, field: str, tried: list[str]) -> MissingAttributeError:
         return MissingAttributeError(
@@ -180,7 +201,9 @@ class _Reading:
                 raise ParallelUnknownError(self.name(), silent)
             return hint
         size = next(iter(sources.values()))
-        if type(rank) is int and type(size) is int and rank >= size:
+        if rank is not None and (type(rank) is not int or rank < 0):
+            return Parallel(size=size, rank=rank)  # which refuses it by name
+        if rank is not None and rank >= size:
             # The rank in a larger group than the one that now shares the heads (SGLang's decode tensor parallelism
             # rewrites the counts during a forward): it does not tell which share this is.
             rank = None
@@ -200,7 +223,7 @@ class _Reading:
         parsed: Mapping[str, Any] = self.facts.parsed
         for place in parsed.get("tp_size", ()):
             try:
-                sources[str(place)] = self.size(str(place), place.read(self.layer))
+                sources[str(place)] = self.size(str(place), self.one(place))
                 break
             except UnreadableError as error:
                 silent.append(str(error))
@@ -210,13 +233,14 @@ class _Reading:
                 continue
             total, local = values[pair.total], values[pair.local]
             ratio = f"{pair.total} / {pair.local}"
-            if type(total) is int and type(local) is int and 0 < local <= total and total % local == 0:
+            counts = type(total) is int and type(local) is int
+            if counts and 0 < local <= total <= LARGEST and total % local == 0:
                 sources[ratio] = total // local
             else:
                 silent.append(f"{ratio}: {shown(total)} / {shown(local)} is no whole number of ranks")
         if "tp_rank" in parsed:
             try:
-                rank = whole(self.first(parsed["tp_rank"]))
+                rank = self.first(parsed["tp_rank"], convert=whole)
             except UnreadableError:
                 rank = None
         if not sources and "tp_weight" in parsed:
@@ -227,7 +251,7 @@ class _Reading:
                 except UnreadableError as error:
                     silent.append(f"{source}: {error}")
                     continue
-                sources[source] = shards.size
+                sources[source] = self.size(source, shards.size)
                 rank = shards.rank if rank is None else rank
                 break
         return sources, rank, silent
@@ -242,7 +266,7 @@ class _Reading:
 
     def size(self, source: str, value: Any) -> int:
         size = whole(value)
-        if type(size) is not int or size < 1:
+        if type(size) is not int or not 1 <= size <= LARGEST:
             raise SpecError(
                 self.facts.spec.__name__, [f"{source}: expected a tensor-parallel size, got {shown(value)}"]
             )
@@ -271,61 +295,16 @@ def existing_names(layer: Any, most: int = 60) -> list[str]:
     """The public names a layer really holds, for messages: attributes, child modules, parameters."""
     names: set[str] = set()
     try:
-        own = vars(layer)
-    except TypeError:
-        own = {}
-    for name, value in own.items():
-        if name in ("_modules", "_parameters", "_buffers") and isinstance(value, Mapping):
-            names.update(value)
-        elif not name.startswith("_") and name != "training":
-            names.add(name)
-    listed = sorted(names)
+        for name, value in vars(layer).items():
+            if name in ("_modules", "_parameters", "_buffers") and isinstance(value, Mapping):
+                names.update(value)
+            elif not name.startswith("_") and name != "training":
+                names.add(name)
+        listed = [cut(name) for name in sorted(names)]
+    except Exception:  # it has no names, or what it has for them is none
+        return []
     return listed if len(listed) <= most else [*listed[:most], f"and {len(listed) - most} more"]
 
 
-# ---- raw values, by kind ---------------------------------------------------------------------------------------------
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _window(value: Any) -> Any:
-    """None, -1 and (-1, -1) all mean off; a pair counts the tokens before and after the current one."""
-    if isinstance(value, (tuple, list)) and len(value) == 2:
-        before, after = map(whole, value)
-        if before == -1:
-            return None
-        return before + 1 if type(before) is int and after == 0 else value
-    return None if value == -1 else whole(value)
-
-
-def _activation(value: Any) -> Any:
-    return "silu" if value == "swish" else value
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, (bool, str)):
-        return value
-    try:
-        return float(value)
-    except Exception:  # as above
-        return value
-
-
-_VALUES: dict[str, Callable[[Any], Any]] = {
-    "count": whole,
-    "optional_count": whole,
-    "width_or_zero": whole,
-    "index": whole,
-    "optional_index": whole,
-    "window": _window,
-    "activation": _activation,
-    "mlp_activation": mlp_activation,
-    "activation_quant": activation_quant_of,
-    "positive": _number,
-    "optional_positive": _number,
-    "number": _number,
-}
-_NORM_VALUES = {a.name: _VALUES.get(kind_of(a), _same) for a in attrs.fields(GatedNormSpec)}
+_NORM_VALUES = {a.name: VALUES.get(kind_of(a), same) for a in attrs.fields(GatedNormSpec)}
 """Of the fields of a norm, by name."""

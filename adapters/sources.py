@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from attrs import frozen
 
 from .conversions import CONVERSIONS, whole
-from .errors import FactsError, UnreadableError, did_you_mean, shown
+from .errors import FactsError, UnreadableError, cut, did_you_mean, said, shown
 
 _STEP = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}|-1")
 _LONGEST_PATH = 12
@@ -71,7 +71,7 @@ def _step(obj: Any, step: str, path: Path) -> Any:
     except (AttributeError, LookupError):
         raise UnreadableError(f"{path}: {type(obj).__name__} has no {step!r}") from None
     except Exception as error:  # a property of the layer that fails in its own way: report it, never hide it
-        raise UnreadableError(f"{path}: reading {step!r} raised {type(error).__name__}: {error}") from error
+        raise UnreadableError(f"{path}: reading {step!r} raised {said(error)}") from error
 
 
 @frozen
@@ -231,16 +231,16 @@ def parse_path(text: str, field: str) -> Path | Quotient:
     """
     parts = [part.strip() for part in text.split("/")]
     if len(parts) > 2:
-        raise FactsError(f'{field}: "{text}" divides more than once')
+        raise FactsError(f'{field}: "{cut(text)}" divides more than once')
     paths = []
     for part in parts:
         steps = tuple(part.split("."))
         if len(steps) > _LONGEST_PATH or not all(_STEP.fullmatch(step) for step in steps):
             raise FactsError(
-                f'{field}: "{text}" is no attribute path (letters, digits, dots; -1 for the last of a sequence; at most one " / ")'
+                f'{field}: "{cut(text)}" is no attribute path (letters, digits, dots; -1 for the last of a sequence; at most one " / ")'
             )
         if any(step.startswith("__") for step in steps):
-            raise FactsError(f'{field}: "{text}" reads a dunder attribute, which no layer says anything with')
+            raise FactsError(f'{field}: "{cut(text)}" reads a dunder attribute, which no layer says anything with')
         paths.append(Path(steps))
     return paths[0] if len(paths) == 1 else paths[0] / paths[1]
 
@@ -290,14 +290,14 @@ def _parse_table(words: Mapping[str, Any], field: str) -> Source:
     if set(words) == {"name_as"}:
         return Named(_conversion(words["name_as"], field))
     raise FactsError(
-        f"{field}: expected {{const = ...}}, {{path = ..., as = ...}} or {{name_as = ...}}, got the keys {sorted(words)}"
+        f"{field}: expected {{const = ...}}, {{path = ..., as = ...}} or {{name_as = ...}}, got the keys {shown(sorted(map(str, words)))}"
     )
 
 
 def _conversion(name: Any, field: str) -> str:
     if not isinstance(name, str) or name not in CONVERSIONS:
         raise FactsError(
-            f"{field}: unknown conversion {shown(name)}{did_you_mean(str(name), CONVERSIONS)} "
+            f"{field}: unknown conversion {shown(name)}{did_you_mean(name, CONVERSIONS)} "
             f"(known: {', '.join(CONVERSIONS)})"
         )
     return name
@@ -325,7 +325,7 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
     allowed = ("module", "feeds", *_NORM_DEFAULTS, *(_GATED if gated else ()))
     for word in words:
         if word not in allowed:
-            raise FactsError(f"{field}: a norm has no {shown(word)}{did_you_mean(str(word), allowed)}")
+            raise FactsError(f"{field}: a norm has no {shown(word)}{did_you_mean(word, allowed)}")
     missing = [word for word in (_GATED if gated else ()) if word not in words]
     if missing:
         raise FactsError(f"{field}: a gated norm must also say its {', '.join(missing)}")

@@ -91,7 +91,7 @@ def problem_of(kind: str, value: Any) -> str | None:
         if type(value) is not float or not math.isfinite(value):
             return f"expected a finite number, got {shown(value)}"
         if kind != "number" and value <= 0:
-            return f"expected more than 0, got {value!r}"
+            return f"expected more than 0, got {shown(value)}"
         return None
     if kind == "flag":
         return None if type(value) is bool else f"expected true or false, got {shown(value)}"
@@ -100,9 +100,10 @@ def problem_of(kind: str, value: Any) -> str | None:
         return None if fine else f"expected one of {', '.join(_WORDS[kind])}, got {shown(value)}"
     expected = NESTED[kind]
     if kind == "norms":
-        fine = type(value) is tuple and value != () and all(isinstance(norm, expected) for norm in value)
+        fine = type(value) is tuple and value != () and all(issubclass(type(norm), expected) for norm in value)
         return None if fine else f"expected a non-empty tuple of {expected.__name__}, got {shown(value)}"
-    return None if isinstance(value, expected) else f"expected {expected.__name__}, got {shown(value)}"
+    # Not isinstance: that asks the value for its class, which is the value's own code.
+    return None if issubclass(type(value), expected) else f"expected {expected.__name__}, got {shown(value)}"
 
 
 def as_float(value: Any) -> Any:

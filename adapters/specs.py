@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from .kernel_specs import GatedDeltaNetKernelSpec, GQAKernelSpec, KernelSpec, MLAKernelSpec
 from .layer_specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, GQASpec, LayerSpec, MLASpec, ResidualSpec
 from .norm_specs import WHOLE, GatedNormSpec, HeadPair, NormSpec, Parallel, shard_heads, shard_kv_heads
-from .spec_fields import ACTIVATIONS, LARGEST, MLP_ACTIVATIONS, goes_with, kind_of
+from .spec_fields import ACTIVATIONS, LARGEST, MLP_ACTIVATIONS, goes_with, kind_of, problem_of
 
 __all__ = [
     "ACTIVATIONS",
@@ -41,6 +41,7 @@ __all__ = [
     "ResidualSpec",
     "goes_with",
     "kind_of",
+    "problem_of",
     "shard_heads",
     "shard_kv_heads",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..adapters.errors import LayerfuseError, did_you_mean
+from ..adapters.errors import LayerfuseError, did_you_mean, shown
+from ..fusion.catalog import UnknownFusionError as UnknownFusionError
 
 
 class BenchError(LayerfuseError, ValueError):
@@ -13,19 +14,6 @@ class BenchError(LayerfuseError, ValueError):
 
 class CannotMeasureError(LayerfuseError, RuntimeError):
     """Something that measuring needs is not here: torch, a device, any peer, a folder to write to."""
-
-
-class UnknownFusionError(LayerfuseError, LookupError):
-    """No fusion has this name. `known` holds the names of the catalog."""
-
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        self.name = name
-        self.known = tuple(known)
-        super().__init__(name, self.known)
-
-    def __str__(self) -> str:
-        others = did_you_mean(self.name, self.known) or f". Known: {', '.join(self.known)}."
-        return f"no fusion is called {self.name!r}{others}"
 
 
 class UnknownPeerError(LayerfuseError, LookupError):
@@ -38,6 +26,6 @@ class UnknownPeerError(LayerfuseError, LookupError):
 
     def __str__(self) -> str:
         return (
-            f"no peer is called {self.name!r}{did_you_mean(self.name, self.known) or '.'} "
+            f"no peer is called {shown(self.name)}{did_you_mean(self.name, self.known) or '.'} "
             f"Known: {', '.join(self.known)}."
         )

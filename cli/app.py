@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..adapters.spec_fields import LARGEST
 from .fusions import CommandOnFusions, fusion_names
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def _names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 _model = click.argument("model", shell_complete=_names)
+_count = click.IntRange(1, LARGEST)
 _files = click.option(
     "--models", "files", metavar="FILE", multiple=True, type=_FILE, help="Know the models of this file too. Repeatable."
 )
@@ -106,9 +108,9 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     "input, post_attention, final, output, activation). Fusions that take this in change numerics, so this plans at "
     "level 2. Repeatable.",
 )
-@click.option("--batch", metavar="N", type=click.IntRange(1), help="Show attention's buffers for N sequences a step.")
-@click.option("--queries", metavar="N", type=click.IntRange(1), help="Per sequence and step: 1 + speculated tokens.")
-@click.option("--context", metavar="N", type=click.IntRange(1), help="Tokens of a sequence, for the size of the cache.")
+@click.option("--batch", metavar="N", type=_count, help="Show attention's buffers for N sequences a step.")
+@click.option("--queries", metavar="N", type=_count, help="Per sequence and step: 1 + speculated tokens.")
+@click.option("--context", metavar="N", type=_count, help="Tokens of a sequence, for the size of the cache.")
 @click.option("--kv", type=click.Choice(["bf16", "fp8"]), help="Dtype of the cache, and of MLA's queries.")
 @click.option(
     "--aiter", "release", metavar="RELEASE", help="AITER's release, as v0.1.14; the newest known if not given."
@@ -172,15 +174,17 @@ def plan(
       layerfuse plan --all-tp --aiter v0.1.14 --svg heads.svg
       layerfuse plan moonshotai/Kimi-Linear-48B-A3B-Instruct --tp 4 --svg plan.svg
     """
-    if rank >= tp:
-        raise click.BadParameter(f"ranks are 0 to {tp - 1} at --tp {tp}, got {rank}", param_hint="--rank")
     if json and svg is not None:
         raise click.UsageError("give either --json or --svg")
     if (engine_version is not None or enforce_eager) and engine != "vllm":
         raise click.UsageError("--engine-version and --enforce-eager go with --engine vllm")
+    if release is not None and not release.strip():
+        raise click.BadParameter("expected a release, as v0.1.14, got an empty text", param_hint="--aiter")
     if all_tp:
         if (batch, context, engine, quant) != (None, None, None, ()) or (tp, rank) != (1, 0):
-            raise click.UsageError("--all-tp takes --target, --kv, --aiter and --queries, and shows every size")
+            raise click.UsageError(
+                "--all-tp shows every size, and takes --target, --kv, --aiter and --queries: no other option goes with it"
+            )
         from .matrix import answer_matrix
 
         answer_matrix(
@@ -194,6 +198,8 @@ def plan(
             svg=svg,
         )
         return
+    if rank >= tp:
+        raise click.BadParameter(f"ranks are 0 to {tp - 1} at --tp {tp}, got {rank}", param_hint="--rank")
     if model is None:
         raise click.UsageError("give a model, or --all-tp for all of them")
     asked = {"batch": batch, "queries": queries, "context": context, "kv": kv, "release": release}
@@ -250,7 +256,8 @@ def inspect(config: Path, name: str | None, files: tuple[Path, ...], json: bool)
     is, and a models.toml entry for it.
 
     The entry goes to stdout and everything else to stderr, so that it can be redirected into a file. Exits with 1
-    where the config does not say enough, or contradicts itself. What is derived is noted, to be checked.
+    where the config does not say enough, or contradicts itself. What is derived is noted, to be checked. Of a model that
+    is not declared, transformers' code is asked for what configs leave out (epsilons, sinks, classes), if it is installed.
 
     \b
     Example:
@@ -301,7 +308,7 @@ def doctor(json: bool) -> None:
 def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
     """Run the adapter contract for a declared model, on the real layers that transformers builds.
 
-    The scenarios are docs/contract.md. Exits with 1 where one fails.
+    The scenarios are docs/contract.md. Exits with 1 where one fails, and where transformers cannot build the model.
 
     \b
     Example:

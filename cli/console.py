@@ -75,6 +75,21 @@ class CannotWriteError(LayerfuseError, OSError):
     """A file that was asked for and cannot be written."""
 
 
+def require_writable(path: Path | None) -> None:
+    """Check that a file that was asked for can be written: before any work, at whose end it is too late.
+
+    Raises:
+        CannotWriteError: with the reason.
+    """
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise CannotWriteError(f"{path} cannot be written: there is no folder {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise CannotWriteError(f"{path} cannot be written: no permission")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that was asked for.
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..adapters.errors import LayerfuseError
+from ..testing.models import why_not
 from .console import console, print_json
 from .models import registry_with
 
@@ -15,7 +16,7 @@ _STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
 
 
 class CannotTestError(LayerfuseError, RuntimeError):
-    """What the contract runs on is not installed."""
+    """What the contract runs on is not there. A contract that nothing was held to is not kept."""
 
 
 def answer_contract(model: str, *, files: Sequence[Path], json: bool) -> None:
@@ -24,10 +25,15 @@ def answer_contract(model: str, *, files: Sequence[Path], json: bool) -> None:
     Raises:
         SystemExit: with 1, after all scenarios, where one failed.
         UnknownModelError: no entry has this name.
-        CannotTestError: torch is not installed.
+        CannotTestError: torch or transformers is not installed, or transformers cannot build the model.
     """
     registry = registry_with(files)
-    registry.model(model)
+    entry = registry.model(model)
+    if (reason := why_not(entry)) is not None:
+        raise CannotTestError(
+            f"{entry.name} was held to nothing: {reason}. Give the model yourself: a subclass of "
+            "layerfuse.testing.AdapterContract with a build() of your own, and pytest (docs/contract.md)"
+        )
     warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
     try:
         from ..testing.run import iter_contract

@@ -20,7 +20,12 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
     config = read_config(path)
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     named = path.stem if path.stem != "config" and not path.is_dir() else folder.name
-    found = inspect(config, registry=registry_with(files), name=name or _named(config, named), file=str(path))
+    registry = registry_with(files)
+    found = inspect(config, registry=registry, name=name or _named(config, named), file=str(path))
+    if not found.same_as:
+        from ..testing.asking import ask_code
+
+        found = ask_code(found, registry)
     if json:
         from ..registry.files import unstructure
         from .console import print_json
@@ -42,7 +47,9 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
         same = f" (and {', '.join(others)}, with the same layers)" if others else ""
         said.append(f"this is {first}{same}: no entry is needed, `layerfuse plan {first}` knows it")
     said += found.differs
-    print("\n".join([*said, *found.notes]), file=sys.stderr)
+    if found.notes:
+        said.append(f"what is left to check is noted above the entry, in {len(found.notes)} lines")
+    print("\n".join(said), file=sys.stderr)
     print(found.toml(), end="")
 
 

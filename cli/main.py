@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         arguments: as in `sys.argv[1:]`, which is used if not given.
     """
     code = 0
+    _write_any_letter()
     try:
         code = _run(sys.argv[1:] if arguments is None else list(arguments))
         if sys.stdout is not None:
@@ -82,6 +84,13 @@ def _run(arguments: list[str]) -> int:
         _say(str(error))
         return 2 if type(error).__name__ in WRONG_QUESTIONS else 1
     return 0
+
+
+def _write_any_letter() -> None:
+    """A terminal that lacks a letter (ASCII, a code page of Windows) gets its number: a name is no reason to fail."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _traceback() -> bool:

@@ -6,6 +6,7 @@ MLA models with their local heads, padded heads and waste; all models with the t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from ..adapters.errors import SpecError
 from ..adapters.specs import MLASpec, ResidualSpec
 from ..fusion import FUSIONS, Target, plan
 from ..fusion.metadata import HeadsRefusedError, plan_heads, releases_named
-from .console import show, write_text
+from .console import require_writable, show, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,6 +102,7 @@ def show_matrix(data: dict[str, Any], to: Console) -> None:
     from rich.text import Text
 
     reasons: dict[str, int] = {}
+    arrow = "→" if to.encoding.startswith("utf") else "->"
 
     def table_of(rows: Sequence[dict[str, Any]], shown: Callable[[dict[str, Any], dict[str, int]], Text]) -> Table:
         table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -114,10 +116,10 @@ def show_matrix(data: dict[str, Any], to: Console) -> None:
     arch, release = data["target"]["arch"], f"AITER {data['aiter']}"
     if data["models"]:
         to.print(
-            "heads of a rank → heads of the kernel, and the share that is thrown away "
+            f"heads of a rank {arrow} heads of the kernel, and the share that is thrown away "
             f"({arch}, {data['kv']}, {release})\n"
         )
-        show(table_of(data["models"], _shown), to)
+        show(table_of(data["models"], partial(_shown, arrow=arrow)), to)
         to.print()
     abouts = {
         "amd": f", in one stage / in two ({arch}, 16 bits, {release})",
@@ -140,7 +142,7 @@ def _shown_reduced(cell: dict[str, Any], reasons: dict[str, int]) -> Text:
     return Text(" / ".join(map(str, cell["stages"])) or "any", style="green")
 
 
-def _shown(cell: dict[str, Any], reasons: dict[str, int]) -> Text:
+def _shown(cell: dict[str, Any], reasons: dict[str, int], arrow: str) -> Text:
     from rich.text import Text
 
     if cell["refused"] is not None:
@@ -149,7 +151,7 @@ def _shown(cell: dict[str, Any], reasons: dict[str, int]) -> Text:
         return Text(str(cell["local_heads"]), style="green")
     waste = cell["waste_percent"]
     return Text(
-        f"{cell['local_heads']}→{cell['kernel_heads']} {waste:.0f}%", style="yellow" if waste <= 50 else "magenta"
+        f"{cell['local_heads']}{arrow}{cell['kernel_heads']} {waste:.0f}%", style="yellow" if waste <= 50 else "magenta"
     )
 
 
@@ -168,6 +170,7 @@ def answer_matrix(
     from .console import console, drawing, print_json, svg_of
     from .models import find_model, registry_with
 
+    require_writable(svg)
     entries = list(registry_with(files).models().values()) if model is None else [find_model(model, files)]
     data = matrix_data(entries, target=target, kv=kv, release=release, queries=queries)
     if json:

@@ -11,7 +11,7 @@ import attrs
 from ..adapters.errors import LayerfuseError, SpecError
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.plan import ANY
-from .console import show, write_text
+from .console import require_writable, show, write_text
 from .kinds import kinds_of, ranges, rows_of, spec_dict
 
 if TYPE_CHECKING:
@@ -146,11 +146,7 @@ def _sites(decided: Plan, paths: Sequence[str]) -> dict[str, list[dict[str, Any]
 
 
 def _check_engine(entry: ModelEntry, engine: str | None) -> None:
-    from ..registry.errors import UnknownEngineError
-    from ..registry.kinds import ENGINES
-
-    if engine is not None and engine not in (*ENGINES, *entry.engines):
-        raise UnknownEngineError(engine, dict.fromkeys((*ENGINES, *entry.engines)))
+    entry.check_engine(engine)
 
 
 def _engine_notes(entry: ModelEntry, engine: str | None) -> list[str]:
@@ -270,6 +266,7 @@ def answer_plan(
     """Print the plan, or write it as a picture."""
     from .models import find_model
 
+    require_writable(svg)
     entry = find_model(model, files)
     data = plan_data(
         entry,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import console, show, write_text
+from .console import console, require_writable, show, write_text
 from .kinds import kinds_of, line_of
 from .models import registry_with
 
@@ -29,11 +29,14 @@ def answer_verify(
     Raises:
         SystemExit: with 1, after everything, where a model is not verified.
         CannotVerifyError: something that is needed is not installed.
+        CannotWriteError: the file for the results cannot be written.
         FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
     """
     from ..fusion import FusionConfig
 
-    FusionConfig.from_environment()  # before minutes of work
+    # Before minutes of work:
+    FusionConfig.from_environment()
+    require_writable(json)
     from .. import verify as job
 
     registry = registry_with(files)

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import attrs
 from attrs import define, field, frozen
 
+from ..adapters.errors import shown
 from .compose import op_of, quantised_step
 from .declare import REQUIRED, Kernel, Op
 from .limits import TokenLimit
@@ -113,12 +114,12 @@ class Fusion:
     @name.validator
     def _check_name(self, _: object, value: str) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", value):
-            raise FusionError(f"a fusion's name is lower-case letters, digits and underscores, got {value!r}")
+            raise FusionError(f"a fusion's name is lower-case letters, digits and underscores, got {shown(value)}")
 
     @level.validator
     def _check_level(self, _: object, value: object) -> None:
         if value not in (1, 2):
-            raise FusionError(f"{self.name}: level must be 1 or 2, got {value!r}")
+            raise FusionError(f"{self.name}: level must be 1 or 2, got {shown(value)}")
 
     def __attrs_post_init__(self) -> None:
         problems = [*self._bad_chain()] or [*self._bad_roles(), *self._bad_op()]
@@ -203,7 +204,7 @@ class Fusion:
         for name in self.roles:
             role = ROLES.get(name)
             if role is None:
-                yield f"no role is called {name!r}; known: {', '.join(ROLES)}"
+                yield f"no role is called {shown(name)}; known: {', '.join(ROLES)}"
                 continue
             wrong = [type(step).__name__ for step in self.chain if type(step).__name__ not in role.steps]
             if wrong:

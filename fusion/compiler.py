@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
+from ..adapters.errors import ArgumentError, shown
 from .audit import Audit, audit_call
 from .config import FusionConfig
 from .dynamo_floats import floats_as_constants
@@ -209,15 +210,15 @@ def compile(  # noqa: A001 (torch.compile's own name)
         A module that behaves as the model, with `report`, `plan`, `audit` and `original`.
 
     Raises:
-        TypeError: an argument is of another type, or `backend` was given; to use the fusions in another one, put
+        ArgumentError: an argument is of another type, or `backend` was given; to use the fusions in another one, put
             `fusion.Pipeline(plan)` in its slot for graph passes.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {model!r:.80}")
+        raise ArgumentError(f"model: expected a torch.nn.Module, got {shown(model)}")
     if not isinstance(strict, bool):
-        raise TypeError(f"strict: expected True or False, got {strict!r:.80}")
+        raise ArgumentError(f"strict: expected True or False, got {shown(strict)}")
     if "backend" in torch_compile_kwargs:
-        raise TypeError(
+        raise ArgumentError(
             "fusion.compile compiles with Inductor and takes no backend; to use the fusions elsewhere, put "
             "fusion.Pipeline(plan) where that backend takes an FX graph pass"
         )

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from attrs import asdict, field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
-from ..adapters.errors import LayerfuseError, did_you_mean
+from ..adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean, shown
 from .catalog import FUSIONS
 from .chain import Fusion
 from .sites import FINAL, ROLES, Site
@@ -33,36 +33,46 @@ class FusionConfigError(LayerfuseError, ValueError):
 
 
 def _known(name: str, where: str) -> str:
-    if name not in FUSIONS:
+    if not isinstance(name, str) or name not in FUSIONS:
         raise FusionConfigError(
-            f"{where}: no fusion is called {name!r}"
+            f"{where}: no fusion is called {shown(name)}"
             + (did_you_mean(name, FUSIONS) or f". Known: {', '.join(FUSIONS)}.")
         )
     return name
 
 
+def _is_pairs(value: object) -> bool:
+    """Whether this is a mapping, or what a config holds for one: its pairs in a tuple."""
+    return isinstance(value, Mapping) or (
+        isinstance(value, tuple)
+        and all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in value)
+    )
+
+
 def _switches(value: Mapping[str, bool] | tuple[tuple[str, bool], ...]) -> tuple[tuple[str, bool], ...]:
-    if not isinstance(value, Mapping | tuple):
+    if not _is_pairs(value):
         raise FusionConfigError(
-            f"FusionConfig.switches: expected a mapping from fusions to True or False, got {value!r}; "
+            f"FusionConfig.switches: expected a mapping from fusions to True or False, got {shown(value)}; "
             "FusionConfig.parse takes a line such as 'add_rms_norm,-mla_dual_rms_norm'"
         )
     pairs = dict(value)
     for name, on in pairs.items():
         _known(name, "FusionConfig.switches")
         if not isinstance(on, bool):
-            raise FusionConfigError(f"FusionConfig.switches[{name!r}]: expected True or False, got {on!r}")
+            raise FusionConfigError(f"FusionConfig.switches[{shown(name)}]: expected True or False, got {shown(on)}")
     return tuple(sorted(pairs.items()))
 
 
 def _level(_instance: object, _attribute: object, value: object) -> None:
     if type(value) is not int or value not in LEVELS:
-        raise FusionConfigError(f"FusionConfig.level: expected one of {', '.join(map(str, LEVELS))}, got {value!r}")
+        raise FusionConfigError(
+            f"FusionConfig.level: expected one of {', '.join(map(str, LEVELS))}, got {shown(value)}"
+        )
 
 
 def _strict(_instance: object, _attribute: object, value: object) -> None:
     if not isinstance(value, bool):
-        raise FusionConfigError(f"FusionConfig.strict: expected True or False, got {value!r}")
+        raise FusionConfigError(f"FusionConfig.strict: expected True or False, got {shown(value)}")
 
 
 Quants: TypeAlias = tuple[tuple[str, ActivationQuant | None], ...]
@@ -76,19 +86,21 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
     if isinstance(value, ActivationQuant):
         # What reads the final norm, a language-model head, is quantised in hardly any checkpoint.
         return tuple((role, value) for role in ROLES if role != FINAL)
-    if not isinstance(value, Mapping | tuple):
+    if not _is_pairs(value):
         raise FusionConfigError(
-            f"FusionConfig.quant: expected an ActivationQuant, or a mapping from roles to them, got {value!r}"
+            f"FusionConfig.quant: expected an ActivationQuant, or a mapping from roles to them, got {shown(value)}"
         )
     pairs = dict(value)
     for role, quant in pairs.items():
-        if role not in ROLES:
+        if not isinstance(role, str) or role not in ROLES:
             raise FusionConfigError(
-                f"FusionConfig.quant: no role is called {role!r}{did_you_mean(str(role), ROLES) or '.'} "
+                f"FusionConfig.quant: no role is called {shown(role)}{did_you_mean(role, ROLES) or '.'} "
                 f"Known: {', '.join(ROLES)}."
             )
         if quant is not None and not isinstance(quant, ActivationQuant):
-            raise FusionConfigError(f"FusionConfig.quant[{role!r}]: expected an ActivationQuant or None, got {quant!r}")
+            raise FusionConfigError(
+                f"FusionConfig.quant[{shown(role)}]: expected an ActivationQuant or None, got {shown(quant)}"
+            )
     return tuple(sorted(pairs.items()))
 
 
@@ -125,6 +137,10 @@ class FusionConfig:
     @classmethod
     def parse(cls, text: str, *, origin: str = "FusionConfig.parse", strict: bool = False) -> FusionConfig:
         """The config that a line such as `none`, `all`, `mla_dual_rms_norm` or `-mla_dual_rms_norm` asks for."""
+        if not isinstance(text, str):
+            raise ArgumentError(
+                f"FusionConfig.parse: expected a line such as 'all' or '-add_rms_norm', got {shown(text)}"
+            )
         words = [word.strip() for word in text.split(",") if word.strip()]
         if words == ["none"]:
             return cls(level=0, origin=origin, strict=strict)
@@ -132,7 +148,9 @@ class FusionConfig:
             return cls(level=2, switches=dict.fromkeys(FUSIONS, True), origin=origin, strict=strict)
         alone = next((word for word in words if word in ("none", "all")), None)
         if alone is not None:
-            raise FusionConfigError(f"{origin}: {alone!r} stands alone, and {', '.join(words)} are {len(words)} words")
+            raise FusionConfigError(
+                f"{origin}: {alone!r} stands alone, and {cut(', '.join(words))} are {len(words)} words"
+            )
         wanted = [_known(word, origin) for word in words if not word.startswith("-")]
         switches = {name: name in wanted for name in FUSIONS} if wanted else {}
         for word in words:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from attrs import field, frozen
 
-from ..adapters.errors import LayerfuseError, did_you_mean
+from ..adapters.errors import ArgumentError, LayerfuseError, did_you_mean, shown
 
 
 class UnknownFusionEngineError(LayerfuseError, LookupError):
@@ -17,6 +17,10 @@ class UnknownFusionEngineError(LayerfuseError, LookupError):
 
 
 def _reasons(reasons: Mapping[str, str]) -> dict[str, str]:
+    if not isinstance(reasons, Mapping):
+        raise ArgumentError(
+            f"Engine.refuses: expected a mapping from fusions or roles to reasons, got {shown(reasons)}"
+        )
     return dict(reasons)
 
 
@@ -39,7 +43,7 @@ class Engine:
         """
         if name not in NAMES:
             raise UnknownFusionEngineError(
-                f"no engine is called {name!r}{did_you_mean(name, NAMES) or '.'} Known: {', '.join(NAMES)}. "
+                f"no engine is called {shown(name)}{did_you_mean(name, NAMES) or '.'} Known: {', '.join(NAMES)}. "
                 "For another one, give plan() an Engine(name=...)."
             )
         return cls(name=name)

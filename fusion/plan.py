@@ -14,6 +14,7 @@ import attrs
 from attrs import define, field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
+from ..adapters.errors import ArgumentError, shown
 from ..adapters.layer_specs import LayerSpec
 from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
 from .catalog import FUSIONS
@@ -114,10 +115,16 @@ class Plan:
         return tuple(d for site in self.sites if site.layer == layer for d in self.at(site.name))
 
     def _kind(self, kind: Kind, fusion: str | None) -> tuple[Decision, ...]:
+        if fusion is not None:
+            FUSIONS.check(fusion)
         return tuple(d for d in self.decisions if d.kind == kind and fusion in (None, d.fusion))
 
     def expected(self, fusion: str | None = None) -> tuple[Decision, ...]:
-        """Where this fusion (or any) will happen."""
+        """Where this fusion (or any) will happen.
+
+        Raises:
+            UnknownFusionError: no fusion has this name; the same for the other kinds.
+        """
         return self._kind("expected", fusion)
 
     def fallback(self, fusion: str | None = None) -> tuple[Decision, ...]:
@@ -133,7 +140,12 @@ class Plan:
         return self._kind("not_applicable", fusion)
 
     def concerns(self, fusion: str) -> bool:
-        """Whether some site takes the fusion, falls back to it or is refused it."""
+        """Whether some site takes the fusion, falls back to it or is refused it.
+
+        Raises:
+            UnknownFusionError: no fusion has this name.
+        """
+        FUSIONS.check(fusion)
         return any(d.fusion == fusion and d.kind != "not_applicable" for d in self.decisions)
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,7 +197,7 @@ def plan(
 
     Raises:
         ValueError: two specs of one type claim the same layer.
-        TypeError: an argument is of another type.
+        ArgumentError: an argument is of another type.
         UnknownFusionEngineError: no engine has this name.
     """
     config = FusionConfig() if config is None else config
@@ -196,13 +208,13 @@ def plan(
         ("engine", engine, Engine | None, f"give one of {', '.join(ENGINES)}, or an Engine(name=...)"),
     ):
         if not isinstance(value, wanted):
-            raise TypeError(f"{name}: got {value!r:.80}; {how}")
+            raise ArgumentError(f"{name}: got {shown(value)}; {how}")
     placed = tuple(map(_placed, _several(specs)))
     twice = [key for key, n in Counter((layer, type(spec).__name__) for layer, spec in placed).items() if n > 1]
     if twice:
         layer, kind = twice[0]
         raise ValueError(
-            f"{len(twice)} layers have more than one spec of a type ({layer!r} has several {kind}); give each spec "
+            f"{len(twice)} layers have more than one spec of a type ({shown(layer)} has several {kind}); give each spec "
             "with the path of its own layer, as (path, spec)"
         )
     sites = tuple(_reduced(placed, (site for layer, spec in placed for site in sites_of(layer, spec))))
@@ -213,14 +225,14 @@ def plan(
 
 def _several(specs: Iterable[Placed]) -> Iterable[Placed]:
     if isinstance(specs, LayerSpec | KernelSpec | str) or not isinstance(specs, Iterable):
-        raise TypeError(f"specs: expected specs, or (path, spec) pairs, in a list; got {specs!r:.80}")
+        raise ArgumentError(f"specs: expected specs, or (path, spec) pairs, in a list; got {shown(specs)}")
     return specs
 
 
 def _placed(spec: Placed) -> tuple[str, AnySpec]:
     pair = spec if isinstance(spec, tuple) else ("", spec)
     if len(pair) != 2 or not isinstance(pair[0], str) or not isinstance(pair[1], LayerSpec | KernelSpec):
-        raise TypeError(f"specs: expected a spec or a (path, spec) pair, got {spec!r:.80}")
+        raise ArgumentError(f"specs: expected a spec or a (path, spec) pair, got {shown(spec)}")
     return (pair[0] if isinstance(spec, tuple) else _label(pair[1])), pair[1]
 
 

@@ -191,10 +191,9 @@ class Report:
         """The verdict on one fusion.
 
         Raises:
-            KeyError: no such fusion.
+            UnknownFusionError: no such fusion.
         """
-        if fusion not in FUSIONS:
-            raise KeyError(f"no fusion is called {fusion!r}; known: {', '.join(FUSIONS)}")
+        FUSIONS.check(fusion)
         expected = tuple(dict.fromkeys(decision.site for decision in self.plan.expected(fusion)))
         missed = {site: why for site in expected if (why := self._why_missed(fusion, site)) is not None}
         wanted, served = set(expected), self._served(fusion)

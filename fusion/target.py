@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from attrs import frozen
+import attrs
+from attrs import field, frozen
 
-from ..adapters.errors import LayerfuseError, did_you_mean
+from ..adapters.errors import ArgumentError, LayerfuseError, did_you_mean, shown
 
 
 class UnknownTargetError(LayerfuseError, LookupError):
@@ -23,23 +24,32 @@ class UnknownTargetError(LayerfuseError, LookupError):
 
     def __str__(self) -> str:
         return (
-            f"no target is called {self.name!r}{did_you_mean(self.name, self.known) or '.'} Known: "
+            f"no target is called {shown(self.name)}{did_you_mean(self.name, self.known) or '.'} Known: "
             f"{', '.join(self.known)}, and every other smNN of NVIDIA and gfxNNN of AMD. "
             "For another one, build Target(arch=..., vendor=...) yourself."
         )
+
+
+_LONGEST = 10
+"""No architecture's name has more letters, and digits become numbers here."""
+
+
+def _text(_instance: Target, attribute: attrs.Attribute[Any], value: object) -> None:
+    if type(value) is not str and (value is not None or attribute.default is attrs.NOTHING):
+        raise ArgumentError(f"Target.{attribute.name}: expected a text, got {shown(value)}")
 
 
 @frozen(kw_only=True)
 class Target:
     """One kind of device. Two targets with equal fields are the same target."""
 
-    arch: str
+    arch: str = field(validator=_text)
     "As the toolchain spells it: gfx950, gfx942, sm90, cpu."
-    vendor: str
+    vendor: str = field(validator=_text)
     "amd, nvidia or cpu."
-    fp8: str | None = None
+    fp8: str | None = field(default=None, validator=_text)
     "The float8 format its matrix units take: e4m3fn (OCP), e4m3fnuz (gfx940 to gfx942), or None."
-    aiter: str | None = None
+    aiter: str | None = field(default=None, validator=_text)
     "The release of AITER that runs there, where limits differ by release; None: the newest that is recorded."
 
     @property
@@ -60,6 +70,8 @@ class Target:
         Raises:
             UnknownTargetError: no architecture is spelled like that; the message holds the closest name.
         """
+        if not isinstance(name, str) or len(name) > _LONGEST:
+            raise UnknownTargetError(name, TARGETS)
         if name == "cpu":
             return cls(arch="cpu", vendor="cpu")
         if re.fullmatch(r"sm[1-9]\d+[a-z]?", name):

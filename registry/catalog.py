@@ -12,7 +12,8 @@ from attrs import field, frozen
 
 from ..adapters.errors import SpecError
 from ..adapters.specs import WHOLE, FinalNormSpec, LayerSpec, NormSpec, ResidualSpec
-from .kinds import Around, At, EngineFacts, Every, GQAKind, LayerKind, MLPKind
+from .errors import UnknownEngineError
+from .kinds import ENGINES, Around, At, EngineFacts, Every, GQAKind, LayerKind, MLPKind
 
 FINAL = "final"
 """The name of the norm after a declared model's last layer."""
@@ -104,7 +105,9 @@ class ModelEntry:
 
         Raises:
             SpecError: the entry contradicts itself, or a layer cannot be sharded that way, by this engine or by any.
+            UnknownEngineError: neither a known engine, nor one that the entry has a table for.
         """
+        self.check_engine(engine)
         refused = self.refusal(tp, engine)
         if refused is not None:
             raise SpecError(f"{self.name} at tensor-parallel size {tp}", [refused])
@@ -113,6 +116,20 @@ class ModelEntry:
             return whole
         sharded: dict[LayerSpec, LayerSpec] = {}
         return [(path, sharded.setdefault(spec, spec.shard(tp, rank))) for path, spec in whole]
+
+    @property
+    def known_engines(self) -> tuple[str, ...]:
+        """The engines of the library, and those that this entry has a table for."""
+        return tuple(dict.fromkeys((*ENGINES, *self.engines)))
+
+    def check_engine(self, engine: str | None) -> None:
+        """Refuse an engine that neither the library nor this entry knows.
+
+        Raises:
+            UnknownEngineError: with the closest names.
+        """
+        if engine is not None and engine not in self.known_engines:
+            raise UnknownEngineError(engine, self.known_engines)
 
     def refusal(self, tp: int, engine: str | None) -> str | None:
         """Why this engine cannot build the model on so many ranks, in a sentence, or None where that is not known."""
@@ -131,7 +148,9 @@ class ModelEntry:
 
         Raises:
             SpecError: the entry contradicts itself.
+            UnknownEngineError: as for `specs`.
         """
+        self.check_engine(engine)
         kinds, mlps = self.kind_at(), self.mlp_at()
         return list(self._whole(engine, {*map(kinds.index, kinds), *map(mlps.index, mlps)}))
 

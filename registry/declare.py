@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ from ..adapters.base import Adapter, Facts, check_key
 from ..adapters.errors import FactsError, closest, did_you_mean, shown
 from ..adapters.specs import FAMILIES
 from .catalog import ModelEntry
-from .errors import CatalogError
+from .errors import MOST_PROBLEMS, TOO_MANY_PROBLEMS, CatalogError
+from .kinds import ENGINES
 
 if TYPE_CHECKING:
     from .tables import Tables
@@ -26,12 +28,7 @@ def declared_adapters(tables: Tables, entries: Mapping[str, ModelEntry], source:
         CatalogError: an entry names an unknown adapter, or declares classes that mean nothing; all are listed.
     """
     known_adapters = tables.adapters
-    problems = [
-        f"no adapter {entry.adapter!r} is registered{did_you_mean(entry.adapter, known_adapters)} "
-        f"@ $.models.{name}.adapter"
-        for name, entry in entries.items()
-        if entry.adapter not in known_adapters and entry.adapter not in entries
-    ]
+    problems = [*_unknown_names(tables, entries)]
     facts: dict[str, tuple[Facts, ...]] = {}
     found: dict[str, dict[str, tuple[Facts, ...]]] = {}
 
@@ -58,9 +55,13 @@ def declared_adapters(tables: Tables, entries: Mapping[str, ModelEntry], source:
                 try:
                     found.setdefault(name, {})[key] = facts[key] = _facts(table, lookup)
                 except FactsError as error:
-                    near = [k for like in _likes(table) if lookup(like) is None for k in closest(like, tables.owners)]
+                    # Looking for what is near takes far longer than reading the file: only for what will be shown.
+                    unknown = [like for like in _likes(table) if lookup(like) is None][: MOST_PROBLEMS - len(problems)]
+                    near = [k for like in unknown[:3] for k in closest(like, tables.owners)]
                     hint = f"; the closest known are {', '.join(near)}" if near else ""
                     problems.append(f"{error}{hint} @ $.models.{name}.layer_classes.{key!r}")
+            if len(problems) >= TOO_MANY_PROBLEMS:
+                raise CatalogError(source, problems)
         order.done(*ready)
         done.update(ready)
     problems += [
@@ -78,6 +79,27 @@ def declared_adapters(tables: Tables, entries: Mapping[str, ModelEntry], source:
     if problems:
         raise CatalogError(source, problems)
     return adapters
+
+
+def _unknown_names(tables: Tables, entries: Mapping[str, ModelEntry]) -> Iterator[str]:
+    """Adapters and engines that nobody knows. An engine is known by its name here, or by a layer class of its package."""
+    adapters = tables.adapters
+    engines = dict.fromkeys(ENGINES)
+    for keys in (tables.owners, *(entry.layer_classes for entry in entries.values())):
+        engines |= dict.fromkeys(re.split("[.:]", key, maxsplit=1)[0] for key in keys)
+    shown_so_far = 0
+    for name, entry in entries.items():
+        unknown = [("adapter", entry.adapter)] if entry.adapter not in adapters and entry.adapter not in entries else []
+        unknown += [("engine", engine) for engine in entry.engines if engine not in engines]
+        for what, wrong in unknown:
+            shown_so_far += 1
+            near = (
+                did_you_mean(wrong, adapters if what == "adapter" else engines) if shown_so_far <= MOST_PROBLEMS else ""
+            )
+            if what == "adapter":
+                yield f"no adapter {shown(wrong)} is registered{near} @ $.models.{name}.adapter"
+            else:
+                yield f"engines: no layer class of {shown(wrong)} is known{near} @ $.models.{name}.engines"
 
 
 def _likes(table: Any) -> list[str]:

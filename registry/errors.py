@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..adapters.errors import LayerfuseError, closest, did_you_mean
+from ..adapters.errors import LayerfuseError, closest, cut, did_you_mean, shown
 
 
 class ConflictError(LayerfuseError, ValueError):
-    """Two owners declare the same name differently. Neither wins."""
+    """Two owners declare the same name, or classes of which one covers the other, differently. Neither wins."""
 
     def __init__(self, what: str, owners: Sequence[str]) -> None:
         self.what = what
@@ -23,17 +23,33 @@ MOST_PROBLEMS = 50
 """Mistakes listed for one file before the rest is only counted."""
 
 
+TOO_MANY_PROBLEMS = 1000
+"""Mistakes after which a file is not read on: it is no models file."""
+
+LONGEST_PROBLEM = 800
+"""Letters of one mistake that are shown."""
+
+
 class CatalogError(LayerfuseError, ValueError):
     """A models.toml file with mistakes: all of them, each as `file: problem @ path`."""
 
     def __init__(self, file: str, problems: Sequence[str]) -> None:
         self.file = file
         more = len(problems) - MOST_PROBLEMS
-        self.problems = (*problems[:MOST_PROBLEMS], *([f"and {more} more problems"] if more > 0 else ()))
+        self.problems = (*map(_cut, problems[:MOST_PROBLEMS]), *([f"and {more} more problems"] if more > 0 else ()))
         super().__init__(file, self.problems)
 
     def __str__(self) -> str:
         return "\n".join(f"{self.file}: {_printable(problem)}" for problem in self.problems)
+
+
+def _cut(problem: str) -> str:
+    """A problem without its middle where a file has names of thousands of letters. Its place stands at its end."""
+    return (
+        problem
+        if len(problem) <= LONGEST_PROBLEM
+        else f"{problem[: LONGEST_PROBLEM * 3 // 4]}...{problem[-LONGEST_PROBLEM // 4 :]}"
+    )
 
 
 def _printable(text: str) -> str:
@@ -47,12 +63,12 @@ class UnknownModelError(LayerfuseError, LookupError):
     def __init__(self, name: str, known: Iterable[str]) -> None:
         self.name = name
         self.known = tuple(known)
-        self.closest = tuple(closest(name.lower(), self.known))
+        self.closest = tuple(closest(cut(name.lower(), 200), self.known))
         super().__init__(name, self.known)
 
     def __str__(self) -> str:
         near = f"; did you mean {' or '.join(self.closest)}?" if self.closest else "."
-        return f"no model is called {self.name!r}{near} `layerfuse models` lists all {len(self.known)}."
+        return f"no model is called {shown(self.name)}{near} `layerfuse models` lists all {len(self.known)}."
 
 
 class UnknownEngineError(LayerfuseError, LookupError):
@@ -64,9 +80,7 @@ class UnknownEngineError(LayerfuseError, LookupError):
         super().__init__(name, self.known)
 
     def __str__(self) -> str:
-        return (
-            f"no engine is called {self.name!r}{did_you_mean(self.name, self.known)} (known: {', '.join(self.known)})"
-        )
+        return f"no engine is called {shown(self.name)}{did_you_mean(self.name, self.known)} (known: {', '.join(self.known)})"
 
 
 class PluginError(LayerfuseError, ImportError):

@@ -5,6 +5,7 @@ Nothing in a file can import or run code: it is parsed as TOML, structured into 
 
 from __future__ import annotations
 
+import functools
 import re
 import tomllib
 from collections.abc import Mapping
@@ -19,14 +20,12 @@ from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, overrid
 
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
 from .catalog import MOST_LAYERS, ModelEntry
-from .errors import MOST_PROBLEMS, CatalogError
+from .errors import MOST_PROBLEMS, TOO_MANY_PROBLEMS, CatalogError
 from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLPKind, Yarn
+from .values import wrong_values
 
 LARGEST_FILE = 1 << 20
 """Bytes. The largest models.toml read: some twenty times a hundred models."""
-
-TOO_MANY_PROBLEMS = 1000
-"""Mistakes after which a file is not read on: it is no models file."""
 
 MOST_KEY_PARTS = 32
 """Parts of one dotted key. tomllib takes time in the square of them: a file of dots would keep it busy for an hour."""
@@ -42,8 +41,9 @@ class _WrongValueError(ValueError):
     """A value of the wrong type or form; the text is the problem."""
 
 
+@functools.cache
 def make_converter() -> cattrs.Converter:
-    """A converter for models.toml values. Numbers, texts and flags are taken as written, never coerced."""
+    """The converter for models.toml values, made once. Numbers, texts and flags are taken as written, never coerced."""
     converter = cattrs.Converter(forbid_extra_keys=True, detailed_validation=True)
     converter.register_structure_hook(int, _exact_int)
     converter.register_structure_hook(float, _exact_float)
@@ -175,7 +175,8 @@ def parse(data: bytes | str, file: str = "models.toml") -> dict[str, ModelEntry]
     if len(data) > LARGEST_FILE:
         raise CatalogError(file, [f"larger than {LARGEST_FILE >> 20} MiB, which no models file is"])
     try:
-        text = data.decode("utf-8") if isinstance(data, bytes) else data
+        # Editors of Windows begin a file with a byte-order mark, which TOML does not know.
+        text = (data.decode("utf-8") if isinstance(data, bytes) else data).removeprefix("\ufeff")
         if _LONG_KEY.search(text):
             raise ValueError(f"a key has more than {MOST_KEY_PARTS} parts")
         document = tomllib.loads(text)
@@ -246,9 +247,12 @@ def contradictions(entry: ModelEntry) -> list[str]:
         yarn = getattr(kind, "yarn", None)
         if yarn is not None and not (1 <= yarn.factor < float("inf") and 0 <= yarn.mscale_all_dim < float("inf")):
             problems.append(f"layers.{name}.yarn: expected a factor of at least 1 and an mscale_all_dim of at least 0")
+    problems += wrong_values(entry)
+    if problems:
+        return problems
+    # An engine's own epsilons are checked above, and change nothing else.
     try:
-        for engine in (None, *entry.engines):
-            entry.first_of_each_kind(engine=engine)
+        entry.first_of_each_kind()
     except LayerfuseError as error:
         problems += getattr(error, "problems", (str(error),))
     return problems

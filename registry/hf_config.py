@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from attrs import field, frozen
+
+from ..adapters.errors import shown
+from ..adapters.spec_fields import LARGEST, as_float
 
 Family = Literal["mla", "gated_delta_net", "gqa"]
 
@@ -91,19 +95,21 @@ class HFConfig:
     def count(self, key: str) -> int:
         """A whole number of at least 0. Where there is none, a problem is noted and 1 stands in."""
         value = self.values.get(key)
-        if type(value) is int and value >= 0:
+        if type(value) is int and 0 <= value <= LARGEST:
             return value
         if key not in self.values or value is None:
             self.problems.append(f"{key} is {'null' if key in self.values else 'missing'}{self._instead(key)}")
         else:
-            self.problems.append(f"{key}: expected a whole number, got {shown(value)}")
+            most = f" of at most {LARGEST}" if type(value) is int and value > 0 else ""
+            self.problems.append(f"{key}: expected a whole number{most}, got {shown(value)}")
         return 1
 
     def number(self, key: str) -> float:
         """A positive number; else as `count`."""
         value = self.values.get(key)
-        if isinstance(value, (int, float)) and type(value) is not bool and value > 0:
-            return float(value)
+        number = as_float(value)
+        if type(number) is float and 0 < number < math.inf:
+            return number
         if value is None:
             self.problems.append(f"{key} is {'null' if key in self.values else 'missing'}{self._instead(key)}")
         else:
@@ -183,9 +189,3 @@ def text_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], str | None]
         if isinstance(inner, Mapping) and isinstance(inner.get(key), Mapping):
             return inner[key], f"thinker_config.{key}"
     return config, None
-
-
-def shown(value: Any) -> str:
-    """A value for a message, cut to one line."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeGuard
+from typing import Literal
 
+from ..adapters.errors import shown
+from ..adapters.spec_fields import as_float
 from .catalog import MOST_LAYERS
-from .hf_config import HFConfig, shown
+from .hf_config import HFConfig
 from .kinds import At, Every, GatedDeltaNetKind, GateWords, GQAKind, LayerKind, MLAKind, Yarn
 from .layer_pattern import layer_words
 
@@ -77,10 +79,13 @@ def _yarn(config: HFConfig) -> Yarn | None:
     weight, factor = rope.get("mscale_all_dim"), rope.get("factor")
     if not weight:
         return None
-    if not _is_number(weight) or not _is_number(factor):
-        config.problems.append(f"rope_scaling: expected numbers, got mscale_all_dim {weight!r} and factor {factor!r}")
+    weight, factor = as_float(weight), as_float(factor)
+    if type(weight) is not float or type(factor) is not float:
+        config.problems.append(
+            f"rope_scaling: expected numbers, got mscale_all_dim {shown(weight)} and factor {shown(factor)}"
+        )
         return None
-    return Yarn(factor=float(factor), mscale_all_dim=float(weight))
+    return Yarn(factor=factor, mscale_all_dim=weight)
 
 
 def _delta_net(config: HFConfig, at: At, gate: GateWords | None) -> tuple[str, GatedDeltaNetKind]:
@@ -166,10 +171,6 @@ def _scale(config: HFConfig, head_dim: int) -> float | None:
     elif config.has("query_pre_attn_scalar"):  # Gemma
         scale = config.number("query_pre_attn_scalar") ** -0.5
     return None if scale is None or scale == max(head_dim, 1) ** -0.5 else scale
-
-
-def _is_number(value: Any) -> TypeGuard[int | float]:
-    return type(value) in (int, float)
 
 
 def is_rest(indices: Sequence[int], places: Mapping[str, Sequence[int]]) -> bool:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..adapters.conversions import mlp_activation
+from ..adapters.errors import shown
 from ..adapters.specs import MLP_ACTIVATIONS
 from .catalog import ModelEntry
-from .hf_config import HFConfig, shown
+from .hf_config import HFConfig
 from .hf_layers import at_of, is_rest
 from .kinds import SHARED_EXPERTS, MLPKind
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import frozen
 
-from ..adapters.errors import LayerfuseError
+from ..adapters.errors import LayerfuseError, shown
 from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
 from .hf_layers import layers_of
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 LARGEST_CONFIG = 16 << 20
 """Bytes. Larger than any config.json; a weights file given by mistake is refused before it is read."""
+
+NO_SINKS_SAID = "has_sinks is not said by any config"
+NOT_DECLARED = "no declared model has this architecture"
+"""Notes that end with an answer of the model's code."""
 
 _FAMILY_ADAPTERS = {"mla": "deepseek_v3", "gqa": "gpt_oss"}
 _ZERO_CENTRED = ("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "recurrent_gemma")
@@ -209,11 +213,11 @@ def _offset(sibling: ModelEntry | None, types: Sequence[str]) -> float:
 def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes: Sequence[str]) -> list[str]:
     notes = []
     if hf.has("attn_logit_softcapping"):
-        notes.append(f"attn_logit_softcapping = {hf.values['attn_logit_softcapping']}: no spec describes it")
+        notes.append(f"attn_logit_softcapping = {shown(hf.values['attn_logit_softcapping'])}: no spec describes it")
     if sibling is not None:
         return notes
     if any(isinstance(kind, GQAKind) for kind in entry.layers.values()):
-        notes.append("has_sinks is not said by any config; false was written: check the attention class for sinks")
+        notes.append(f"{NO_SINKS_SAID}; false was written: check the attention class for sinks")
     offset = f"norm_weight_offset is not said by any config; {entry.norm_weight_offset} was written"
     if not entry.norm_weight_offset:
         notes.append(f"{offset}: check whether the norms add 1 to their weight")
@@ -221,7 +225,7 @@ def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes
     prefix = next((c.partition("For")[0] for c in classes), "")
     example = f'"transformers:{prefix or "My"}Attention" = {{ like = "transformers:..." }}'
     notes.append(
-        "no declared model has this architecture: compare the entry with the real layers, whose code may say more than "
+        f"{NOT_DECLARED}: compare the entry with the real layers, whose code may say more than "
         f"the config, and declare their classes under layer_classes, as in {example}"
     )
     return notes

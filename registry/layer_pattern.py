@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..adapters.errors import shown
+
 if TYPE_CHECKING:
     from .hf_config import HFConfig
 
@@ -47,7 +49,7 @@ def layer_words(config: HFConfig, total: int, model_type: str, *, linear: bool) 
             config.problems.append("neither layer_types nor full_attention_interval says which layers are linear")
             return _whole(total)
         return _periodic(config, "full_attention_interval", total, "linear")
-    if isinstance(values.get("attn_type_list"), list) and set(values["attn_type_list"]) != {1}:
+    if isinstance(values.get("attn_type_list"), list) and any(word != 1 for word in values["attn_type_list"]):
         config.problems.append("attn_type_list: has other layers than softmax attention (1), which are not read here")
         return _whole(total)
     if not config.has("sliding_window") or values.get("use_sliding_window") is False:
@@ -61,18 +63,22 @@ def _whole(total: int, word: Word = "full") -> list[Word]:
 
 def _listed(config: HFConfig, listed: Any, total: int) -> list[Word]:
     if not isinstance(listed, list) or len(listed) != total:
-        found = f"{len(listed)} layers" if isinstance(listed, list) else repr(listed)
+        found = f"{len(listed)} layers" if isinstance(listed, list) else shown(listed)
         config.problems.append(f"layer_types: expected a list of {total} layers, got {found}")
         return _whole(total)
     unknown = [word for word in listed if not isinstance(word, str) or word not in _LAYER_TYPES]
     if unknown:
-        config.problems.append(f"layer_types: {unknown[0]!r} is a kind of layer that no spec describes")
+        config.problems.append(f"layer_types: {shown(unknown[0])} is a kind of layer that no spec describes")
         return _whole(total)
     words = [_LAYER_TYPES[word] for word in listed]
     if "linear" in words and not (
         config.has("linear_num_value_heads") or config.has("linear_num_heads") or config.has("linear_attn_config")
     ):
-        config.problems.append("layer_types: has linear_attention, whose heads no known key says")
+        config.problems.append(
+            "layer_types: has linear_attention, and none of linear_num_value_heads, linear_num_heads and linear_attn_config "
+            "says the heads of a gated delta net: another kind of linear attention (MiniMax's), which no spec describes"
+        )
+        return _whole(total)
     if "sliding" in words and not config.has("sliding_window"):
         config.problems.append("layer_types: has sliding_attention, and sliding_window is not set")
     return words
@@ -120,7 +126,7 @@ def _sliding(config: HFConfig, total: int, model_type: str) -> list[Word]:
     if model_type in _EVEN_SLIDE:
         return ["sliding" if index % 2 == 0 else "full" for index in range(total)]
     config.problems.append(
-        f"sliding_window = {values['sliding_window']!r}, and neither layer_types nor sliding_window_pattern says which "
+        f"sliding_window = {shown(values['sliding_window'])}, and neither layer_types nor sliding_window_pattern says which "
         "layers slide (null would say that none does)"
     )
     return _whole(total)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ..adapters.base import Adapter
-from ..adapters.errors import UnknownLayerError
+from ..adapters.errors import ArgumentError, UnknownLayerError, shown
 from ..adapters.reader import LayerReader
 from ..adapters.specs import FinalNormSpec, GatedMLPSpec, KernelSpec, Parallel, ResidualSpec
 from .errors import UnknownModelError
@@ -75,10 +75,14 @@ class Registry:
             MissingAttributeError: the layer lacks what its adapter reads.
             ParallelUnknownError, ParallelConflictError: the sharding is unsaid, or said twice.
             SpecError: what the layer says cannot all be true.
+            ArgumentError: an argument is of another type.
         """
+        if of is not None and not isinstance(of, type):
+            raise ArgumentError(f"of: expected a spec type such as MLASpec, got {shown(of)}")
         cls = type(layer)
         readers = self._by_class.get(cls) or self._readers_of(cls)
-        if not readers:
+        # A plugin may know a class that is known here by a base of it only: what it is must not depend on earlier questions.
+        if self._late and not (readers and self._tables.names(cls)):
             self._complete()
             readers = self._readers_of(cls)
         if not readers:
@@ -111,13 +115,16 @@ class Registry:
         Raises:
             UnknownLayerError: the model holds no known layer at all; the classes that look like attention are named.
             And whatever `spec_for` raises for one of them, with the layer's path.
+            ArgumentError: an argument is of another type.
         """
+        if of is not None and not isinstance(of, type):
+            raise ArgumentError(f"of: expected a spec type such as MLASpec, got {shown(of)}")
         self._complete()
         found: list[Any] = []
         # Modules come parent first, and all of a layer's before the next: one prefix tells what lies inside it.
         inside: str | None = None
         around: list[tuple[str, Callable[[], Any]]] = []
-        for path, module in model.named_modules():
+        for path, module in _modules(model):
             while around and not _within(path, around[-1][0]):
                 outer, read = around.pop()
                 found.append((outer, read()))
@@ -149,7 +156,7 @@ class Registry:
         self._complete()
         found = []
         inside: str | None = None
-        for path, module in model.named_modules():
+        for path, module in _modules(model):
             if _within(path, inside):
                 continue
             cls = type(module)
@@ -193,6 +200,8 @@ class Registry:
         Raises:
             UnknownModelError: with the closest names.
         """
+        if not isinstance(name, str):
+            raise ArgumentError(f"name: expected a model's name, got {shown(name)}")
         models = self.models()
         wanted = name.lower()
         for entry in models.values():
@@ -217,7 +226,10 @@ class Registry:
 
         Raises:
             ConflictError: the name, or one of its layer classes, is declared differently by another; nothing is added.
+            ArgumentError: this is no Adapter.
         """
+        if not isinstance(adapter, Adapter):
+            raise ArgumentError(f"adapter: expected one Adapter, got {shown(adapter)}")
         self._start()
         with self._lock:
             self._add([adapter], {}, source)
@@ -229,6 +241,10 @@ class Registry:
             ConflictError: the name or one of its classes is declared differently; nothing is added.
             CatalogError: it names an adapter that is not registered, or its layer classes are malformed.
         """
+        from .catalog import ModelEntry
+
+        if not isinstance(entry, ModelEntry):
+            raise ArgumentError(f"entry: expected a ModelEntry, got {shown(entry)}; registry.load reads a file of them")
         self.register_models({entry.name: entry}, "a call of register_model")
 
     def register_models(self, entries: Mapping[str, ModelEntry], source: str) -> None:
@@ -314,10 +330,13 @@ class Registry:
 
     def _unknown(self, layer: Any) -> UnknownLayerError:
         hint = ""
-        if hasattr(type(layer), "named_modules") and any(True for _ in layer.children()):
-            inner = [(p, m) for p, m in layer.named_modules() if p and self._readers_of(type(m))]
-            if inner:
-                hint = f"It holds known layers, the first at {inner[0][0]}: ask specs_in for all of them."
+        if hasattr(type(layer), "named_modules"):
+            try:
+                inner = next((p for p, m in layer.named_modules() if p and self._readers_of(type(m))), None)
+            except Exception:  # a module that was never initialised: the class is what the error is about
+                inner = None
+            if inner is not None:
+                hint = f"It holds known layers, the first at {inner}: ask specs_in for all of them."
         return UnknownLayerError(class_name(type(layer)), self._tables.owners, hint)
 
     def _nothing_in(self, model: Any) -> UnknownLayerError:
@@ -331,6 +350,14 @@ class Registry:
         path, name = unknown[0]
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         return UnknownLayerError(name, self._tables.owners, where=f" (at {path}{more})")
+
+
+def _modules(model: Any) -> Iterator[tuple[str, Any]]:
+    try:
+        named = model.named_modules
+    except AttributeError:
+        raise ArgumentError(f"model: expected a module with named_modules(), got {shown(model)}") from None
+    yield from named()
 
 
 def _within(path: str, outer: str | None) -> bool:

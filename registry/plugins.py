@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.base import Adapter
-from ..adapters.errors import shown
+from ..adapters.errors import said, shown
 from .errors import PluginError
 
 if TYPE_CHECKING:
@@ -39,11 +39,12 @@ def load_plugins(registry: Registry) -> None:
         CatalogError, FactsError: what a plugin declares is malformed.
     """
     for plugin in installed():
-        owner = f"the plugin {plugin.name} ({plugin.value})"
+        package = "" if plugin.dist is None else f" of {plugin.dist.name}"
+        owner = f"the plugin {plugin.name}{package} ({plugin.value})"
         try:
             content = plugin.load()
-        except Exception as error:
-            warnings.warn(f"{owner} cannot be imported: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+        except (Exception, SystemExit) as error:  # a script that was never meant to be imported ends in sys.exit
+            warnings.warn(f"{owner} cannot be imported: {said(error)}", RuntimeWarning, stacklevel=2)
             continue
         if plugin.group == ADAPTERS:
             for adapter in _adapters(content, owner):

@@ -45,6 +45,7 @@ class Tables:
         readers = {name: list(found) for name, found in self.readers.items()}
         declared_by = dict(self.declared_by)
         ignored = self.ignored
+        names: set[str] = set()
         for adapter in adapters:
             what = f"the adapter {adapter.name}"
             if by_name.setdefault(adapter.name, adapter) != adapter:
@@ -52,13 +53,22 @@ class Tables:
             declared_by.setdefault(what, source)
             ignored |= adapter.ignored
             for key, facts in adapter:
-                owner = owners.setdefault(key, adapter.name)
-                if by_name[owner].layers[key] != facts:
-                    raise ConflictError(f"the layer class {key}", [owner, adapter.name])
+                if key in owners:
+                    other = owners[key]
+                    if by_name[other].layers[key] != facts:
+                        both = [
+                            f"the adapter {each} ({declared_by[f'the adapter {each}']})"
+                            for each in (other, adapter.name)
+                        ]
+                        raise ConflictError(f"the layer class {key}", both)
+                    continue
+                owners[key] = adapter.name
                 prefix, _, name = key.partition(":")
-                if owner == adapter.name and prefix not in (known for known, _ in readers.get(name, ())):
-                    compiled = tuple(LayerReader(key, owner, several) for several in facts)
-                    readers.setdefault(name, []).append((prefix, compiled))
+                compiled = tuple(LayerReader(key, adapter.name, several) for several in facts)
+                readers.setdefault(name, []).append((prefix, compiled))
+                names.add(name)
+        for name in sorted(names):
+            _check_nesting(name, [prefix for prefix, _ in readers[name]], by_name, owners, declared_by)
         for name, entry in models.items():
             what = f"the model {name}"
             if entries.setdefault(name, entry) != entry:
@@ -79,10 +89,17 @@ class Tables:
 
     def readers_of(self, cls: type) -> Readers:
         """How layers of this class are read: by its own name or, failing that, a base's; empty for an unknown one."""
-        for base in cls.__mro__:
-            for prefix, readers in self.readers.get(base.__name__, ()):
-                if base.__module__ == prefix or base.__module__.startswith(f"{prefix}."):
-                    return readers
+        return next(filter(None, map(self._readers_of_one, cls.__mro__)), ())
+
+    def names(self, cls: type) -> bool:
+        """Whether this class is known by its own name, so that no plugin may declare it otherwise."""
+        return bool(self._readers_of_one(cls))
+
+    def _readers_of_one(self, cls: type) -> Readers:
+        for prefix, readers in self.readers.get(cls.__name__, ()):
+            # As text: a class body may say anything.
+            if f"{cls.__module__}.".startswith(f"{prefix}."):
+                return readers
         return ()
 
     def ignores(self, cls: type) -> bool:
@@ -96,6 +113,30 @@ class Tables:
 
 def _ends_of_parts(module: str) -> list[int]:
     return [i for i, character in enumerate(module) if character == "."] + [len(module)]
+
+
+def _check_nesting(
+    name: str,
+    prefixes: Iterable[str],
+    adapters: Mapping[str, Adapter],
+    owners: Mapping[str, str],
+    declared_by: Mapping[str, str],
+) -> None:
+    """Refuse a longer prefix by which one owner would take classes from another's shorter one.
+
+    The longest prefix wins, and plugins are read late: what a layer is would depend on what was looked up before.
+    """
+    for prefix in prefixes:
+        for end in _ends_of_parts(prefix)[:-1]:
+            inner, outer = f"{prefix}:{name}", f"{prefix[:end]}:{name}"
+            if outer not in owners or adapters[owners[inner]].layers[inner] == adapters[owners[outer]].layers[outer]:
+                continue
+            said = {key: declared_by[f"the adapter {owners[key]}"] for key in (outer, inner)}
+            if said[outer] != said[inner]:
+                raise ConflictError(
+                    f"the layer class {inner}, which {outer} covers,",
+                    [f"the adapter {owners[key]} ({said[key]})" for key in (outer, inner)],
+                )
 
 
 def _check_names(entries: Mapping[str, ModelEntry], declared_by: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ import attrs
 from ..adapters.errors import LayerfuseError
 from ..registry.catalog import ModelEntry
 from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLPKind
+from .general import general_recipe
 from .recipes import NOT_IN_TRANSFORMERS, RECIPES, Recipe
 
 if TYPE_CHECKING:
@@ -36,15 +37,16 @@ def why_not(entry: ModelEntry) -> str | None:
     """Why transformers cannot build this entry, in a sentence, or None where it can. Imports transformers' index only."""
     if entry.model_type is None:
         return f"{entry.name} declares no model_type"
-    recipe = RECIPES.get(entry.model_type)
-    if recipe is None:
-        return NOT_IN_TRANSFORMERS.get(
-            entry.model_type, f"layerfuse.testing has no recipe for the model_type {entry.model_type!r}"
-        )
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed (pip install 'layerfuse[hf]')"
     import transformers
 
+    recipe = _recipe_of(entry)
+    if recipe is None:
+        return NOT_IN_TRANSFORMERS.get(
+            entry.model_type,
+            f"transformers {transformers.__version__} builds no language model of the model_type {entry.model_type!r}",
+        )
     for name in (recipe.config, recipe.model):
         if not hasattr(transformers, name):
             return f"transformers {transformers.__version__} has no {name}"
@@ -169,7 +171,7 @@ def arguments(entry: ModelEntry) -> dict[str, Any]:
         for declared, keys in recipe.keys[kind.family].items():
             value = getattr(kind, declared)
             words.update(dict.fromkeys(keys, None if value == "none" else value))
-        words.update(_rope(kind))
+        words.update(yarn_rope(kind))
     for name, mlp in entry.mlps.items():
         key = recipe.shared if name == SHARED_EXPERTS else recipe.dense
         words.update({key: mlp.intermediate_size, "hidden_act": mlp.activation} if key is not None else {})
@@ -178,7 +180,8 @@ def arguments(entry: ModelEntry) -> dict[str, Any]:
     return words
 
 
-def _rope(kind: LayerKind) -> dict[str, Any]:
+def yarn_rope(kind: LayerKind) -> dict[str, Any]:
+    """The config keys of a kind's yarn; none without."""
     yarn = getattr(kind, "yarn", None)
     if yarn is None:
         return {}
@@ -196,11 +199,21 @@ def _rope(kind: LayerKind) -> dict[str, Any]:
 
 
 def _recipe(entry: ModelEntry) -> Recipe:
-    return RECIPES[entry.model_type or ""]
+    recipe = _recipe_of(entry)
+    if recipe is None:
+        raise NotBuildableError(why_not(entry) or f"{entry.name} has no recipe")
+    return recipe
+
+
+def _recipe_of(entry: ModelEntry) -> Recipe | None:
+    model_type = entry.model_type or ""
+    if model_type in RECIPES or importlib.util.find_spec("transformers") is None:
+        return RECIPES.get(model_type)
+    return general_recipe(model_type)
 
 
 def _small_mlps(entry: ModelEntry) -> dict[str, MLPKind]:
-    recipe = RECIPES.get(entry.model_type or "")
+    recipe = _recipe_of(entry)
     name = SHARED_EXPERTS if recipe is not None and recipe.dense is None else "dense"
     kind = next(iter(entry.mlps.values()), None)
     return {} if kind is None else {name: attrs.evolve(kind, at="all", intermediate_size=SMALL_MLP)}

@@ -92,6 +92,16 @@ def _own_head_dim(entry: ModelEntry) -> dict[str, Any]:
     return {"head_dim": mla.qk_rope_head_dim}
 
 
+EXTRAS: Mapping[str, Extra] = {
+    "layer_types": _layer_types,
+    "sliding_window": _window,
+    "mlp_layer_types": _mlp_layer_types,
+    "first_k_dense_replace": _first_dense,
+    "mlp_only_layers": _dense_ones,
+}
+"""What depends on the whole entry, by the config key that says it."""
+
+
 @frozen(kw_only=True)
 class Recipe:
     """How one `model_type` of transformers is built."""

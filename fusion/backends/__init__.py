@@ -17,7 +17,7 @@ from typing import Any
 
 from attrs import frozen
 
-from ...adapters.errors import LayerfuseError, did_you_mean
+from ...adapters.errors import LayerfuseError, did_you_mean, shown
 from ..declare import Kernel, Op
 
 ENVIRONMENT = "LAYERFUSE_BACKEND"
@@ -154,7 +154,7 @@ def force(name: str | None) -> None:
     known = sorted({backend.name for several in _backends.values() for backend in several})
     if name is not None and name not in known:
         raise BackendError(
-            f"no backend is called {name!r}{did_you_mean(name, known) or '.'} Known: {', '.join(known)}."
+            f"no backend is called {shown(name)}{did_you_mean(name, known) or '.'} Known: {', '.join(known)}."
         )
     with _lock:
         _forced[:] = [] if name is None else [name]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
 import attrs
 
+from ...adapters.errors import LayerfuseError, did_you_mean, said, shown
 from ..chain import Fusion, FusionError
 
 GROUP = "layerfuse.fusions"
@@ -29,6 +30,19 @@ class FusionPluginError(FusionError):
         self.package = package
         self.problem = problem
         super().__init__(f"entry point {plugin!r} of {package}: {problem}. Fix the package, or uninstall it.")
+
+
+class UnknownFusionError(LayerfuseError, KeyError):
+    """No fusion has this name. `known` holds the names of the catalog."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        super().__init__(name, self.known)
+
+    def __str__(self) -> str:
+        others = did_you_mean(self.name, self.known) or f". Known: {', '.join(self.known)}."
+        return f"no fusion is called {shown(self.name)}{others}"
 
 
 def built_in() -> Iterator[Fusion]:
@@ -52,11 +66,11 @@ def of_plugin(point: metadata.EntryPoint, package: str) -> tuple[Fusion, ...]:
     """
     try:
         content: Any = point.load()
-    except Exception as error:  # a plugin may fail in any way
-        raise FusionPluginError(point.name, package, f"importing raised {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:  # a plugin may fail in any way
+        raise FusionPluginError(point.name, package, f"importing raised {said(error)}") from error
     several = (content,) if isinstance(content, Fusion) else content
     if not isinstance(several, list | tuple) or not all(isinstance(each, Fusion) for each in several):
-        raise FusionPluginError(point.name, package, f"expected a Fusion or a list of them, got {content!r:.80}")
+        raise FusionPluginError(point.name, package, f"expected a Fusion or a list of them, got {shown(content)}")
     return tuple(attrs.evolve(fusion, owner=package) for fusion in several)
 
 
@@ -99,6 +113,15 @@ class Catalog(Mapping[str, Fusion]):
                             add(found, fusion)
                     self._fusions = found
         return self._fusions
+
+    def check(self, name: str) -> None:
+        """Refuse a name that no fusion has.
+
+        Raises:
+            UnknownFusionError: with the closest names.
+        """
+        if not isinstance(name, str) or name not in self:
+            raise UnknownFusionError(name, self)
 
     def __getitem__(self, name: str) -> Fusion:
         return self._all()[name]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from ...adapters.errors import cut
+
 Dtype = Literal["bf16", "fp8"]
 
 ITEM_SIZE: dict[str, int] = {"bf16": 2, "fp8": 1, "int32": 4, "uint64": 8, "fp32": 4}
@@ -27,5 +29,5 @@ def dtype_named(dtype: Any) -> Dtype:
     """
     name = str(dtype).removeprefix("torch.").lower()
     if name not in _NAMES:
-        raise ValueError(f"MLA decoding takes bf16 and fp8, got {dtype}")
+        raise ValueError(f"MLA decoding takes bf16 and fp8, got {cut(str(dtype))}")
     return _NAMES[name]

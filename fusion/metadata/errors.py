@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...adapters.errors import LayerfuseError, did_you_mean
+from ...adapters.errors import LayerfuseError, did_you_mean, shown
 
 
 class HeadsRefusedError(LayerfuseError, ValueError):
@@ -69,7 +69,7 @@ class MixedGroupError(LayerfuseError, ValueError):
     def __str__(self) -> str:
         first, other = self.layers
         return (
-            f"group {self.group!r}: {first} and {other} cannot share metadata buffers: {'; '.join(self.differences)}. "
+            f"group {shown(self.group)}: {first} and {other} cannot share metadata buffers: {'; '.join(self.differences)}. "
             "Give each its own group, or leave the grouping to group_layers"
         )
 
@@ -84,4 +84,4 @@ class UnknownReleaseError(LayerfuseError, LookupError):
 
     def __str__(self) -> str:
         near = did_you_mean(self.name, self.known) or "."
-        return f"no release of AITER is called {self.name!r}{near} Known: {self.known[0]} to {self.known[-1]}."
+        return f"no release of AITER is called {shown(self.name)}{near} Known: {self.known[0]} to {self.known[-1]}."

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
+from ...adapters.errors import ArgumentError, shown
 from ...adapters.specs import MLAKernelSpec, MLASpec
 from ..backends.aiter.releases import ReleaseRange, is_after
 from ..target import Target
@@ -157,7 +158,19 @@ def check_counts(**numbers: int | None) -> None:
     """
     for name, value in numbers.items():
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} is a whole number from 1 on, got {value!r}")
+            raise ValueError(f"{name} is a whole number from 1 on, got {shown(value)}")
+
+
+def check_layer(spec: object, target: object) -> None:
+    """Refuse what is no MLA layer's spec, or no target.
+
+    Raises:
+        ArgumentError: with what to give.
+    """
+    if not isinstance(spec, MLASpec | MLAKernelSpec):
+        raise ArgumentError(f"spec: expected the spec of an MLA layer, got {shown(spec)}")
+    if not isinstance(target, Target):
+        raise ArgumentError(f"target: got {shown(target)}; Target.named('gfx950') makes one from a name")
 
 
 def plan_heads(
@@ -187,7 +200,9 @@ def plan_heads(
         HeadsRefusedError: there is no kernel for it; the message says why.
         UnknownReleaseError: nothing is recorded of this release.
         ValueError: a number that cannot be.
+        ArgumentError: `spec` or `target` is of another type.
     """
+    check_layer(spec, target)
     check_counts(max_query_length=max_query_length, dcp=dcp)
     releases = releases_named(release)
     q, kv = dtype_named(q_dtype), dtype_named(kv_dtype)

@@ -109,6 +109,8 @@ def releases_named(release: str | ReleaseRange | None) -> ReleaseRange:
     """
     if isinstance(release, ReleaseRange):
         return release
+    if release is not None and not isinstance(release, str):
+        raise UnknownReleaseError(release, RELEASES)
     name = NEWEST if release is None else release if release.startswith("v") else f"v{release}"
     if name not in RELEASES:
         raise UnknownReleaseError(name, RELEASES)

@@ -17,7 +17,7 @@ from ..target import Target
 from .buffers import BufferSpec, installed_shapes, largest, specs_of, total_bytes
 from .dtypes import Dtype, dtype_named
 from .errors import HeadsRefusedError
-from .heads import MLAHeadPlan, check_counts, plan_heads
+from .heads import MLAHeadPlan, check_counts, check_layer, plan_heads
 from .known_issues import Use, known_issues
 from .native import folds_into_queries, releases_named
 from .prefill import PrefillPlan, plan_prefill
@@ -181,7 +181,9 @@ def plan_metadata(
         HeadsRefusedError: there is no kernel or no plan for it; the message says why.
         UnknownReleaseError: nothing is recorded of this release.
         ValueError: a number that cannot be.
+        ArgumentError: `spec` or `target` is of another type.
     """
+    check_layer(spec, target)
     releases = releases_named(build.probed.releases if release is None and build is not None else release)
     check_counts(batch=batch, max_query_length=max_query_length, dcp=dcp, num_kv_splits=num_kv_splits)
     check_counts(cu_count=cu_count, prefill_length=prefill_length)

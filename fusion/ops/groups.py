@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...adapters.errors import LayerfuseError
+from ...adapters.errors import LayerfuseError, shown
 
 
 class GroupError(LayerfuseError, LookupError):
@@ -30,7 +30,7 @@ def process_group(name: Any) -> dist.ProcessGroup:
     except (RuntimeError, TypeError, ValueError):
         pass
     raise GroupError(
-        f"no process group of this process is called {name!r}; give its group_name, as "
+        f"no process group of this process is called {shown(name)}; give its group_name, as "
         f"torch.distributed.group.WORLD.group_name, which is {dist.group.WORLD.group_name!r}"
     )
 

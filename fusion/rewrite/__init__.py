@@ -14,6 +14,7 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
+from ...adapters.errors import ArgumentError, shown
 from ..plan import Plan
 from ..report import GraphRecord, Report
 from .driver import Driver
@@ -33,6 +34,8 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
     """
 
     def __init__(self, plan: Plan, report: Report | None = None, around: Surroundings | None = None) -> None:
+        if not isinstance(plan, Plan):
+            raise ArgumentError(f"plan: expected what fusion.plan(...) gives, got {shown(plan)}")
         self.plan = plan
         self.report = Report(plan) if report is None else report
         self._driver = Driver(plan, around)

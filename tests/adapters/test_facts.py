@@ -38,7 +38,7 @@ def test_an_unknown_field_is_refused_with_the_closest(family: str) -> None:
 
 
 def test_facts_of_no_spec_type_are_refused() -> None:
-    with pytest.raises(FactsError, match="is no spec type; expected one of mla, gated_delta_net"):
+    with pytest.raises(FactsError, match="is no spec type; expected one of MLASpec, GatedDeltaNetSpec"):
         Facts(NormSpec, {})
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from layerfuse import registry
 from layerfuse.adapters import GatedDeltaNetSpec, MLASpec, Parallel, SpecError
-from layerfuse.adapters.reader import _window
+from layerfuse.adapters.values import _window
 
 TP8 = Rank(8, 5)
 

@@ -181,3 +181,54 @@ def test_check_tells_that_a_shipped_model_is_redeclared(run, tmp_path):
 
 def test_contract_of_an_unknown_model(run):
     assert run("contract", "no-such-model").code == 2
+
+
+def test_contract_of_a_model_that_cannot_be_built_is_not_kept(run):
+    answer = run("contract", "kimi-k3")
+    assert (answer.code, answer.out) == (1, "")
+    assert "kimi-k3 was held to nothing: transformers 5.23 has no kimi_k3; vLLM's layers of it are read" in answer.err
+    assert "a subclass of layerfuse.testing.AdapterContract with a build() of your own" in answer.err
+
+
+def test_contract_of_a_model_that_only_a_file_names(run, tmp_path, op_by_op):
+    """Whatever transformers has a config class for is built, without a recipe of this library's."""
+    file = tmp_path / "mine.toml"
+    file.write_text(YOUTU, encoding="utf-8")
+    answer = run("contract", "mine", "--models", file, "--json")
+    outcomes = {result["scenario"]: result["outcome"] for result in json.loads(answer.out)}
+    assert answer.code == 0
+    assert [scenario for scenario, outcome in outcomes.items() if outcome != "passed"] == ["C11"]
+
+    file.write_text(YOUTU.replace("{ latent_norm_eps = 1e-6 }", "{ latent_norm_eps = 1e-5 }"), encoding="utf-8")
+    assert run("contract", "mine", "--models", file).code == 1
+
+
+YOUTU = """
+[models.mine]
+adapter = "deepseek_v3"
+model_type = "youtu"
+source = "made up for a test"
+num_hidden_layers = 2
+hidden_size = 256
+rms_norm_eps = 1e-5
+engines.transformers = { latent_norm_eps = 1e-6 }
+
+[models.mine.layers.mla]
+family = "mla"
+num_heads = 8
+q_lora_rank = 48
+kv_lora_rank = 32
+qk_nope_head_dim = 16
+qk_rope_head_dim = 8
+v_head_dim = 24
+
+[models.mine.mlps.dense]
+intermediate_size = 96
+activation = "silu"
+
+[models.mine.layer_classes]
+"transformers:YoutuAttention" = { like = "transformers:DeepseekV3Attention" }
+"transformers:YoutuMLP" = { like = "transformers:DeepseekV3MLP" }
+"transformers:YoutuDecoderLayer" = { like = "transformers:DeepseekV3DecoderLayer" }
+"transformers:YoutuModel" = { like = "transformers:DeepseekV3Model" }
+"""

@@ -82,7 +82,7 @@ def test_an_entry_that_was_printed_can_be_loaded_and_planned(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     file = tmp_path / "entry.toml"
     file.write_text(run("inspect", tmp_path, "--name", "My Llama").out, encoding="utf-8")
-    assert run("check", file).out == "1 model, 0 layer classes: all fine\n"
+    assert run("check", file).out == "1 model, 4 layer classes: all fine\n"
     assert "full: 32 layers (0-31)" in run("plan", "my-llama", "--models", file, "--tp", 8).out
 
 
@@ -245,7 +245,7 @@ def test_whether_an_unknown_architecture_s_mlps_are_gated_no_config_says():
         ({"num_attention_heads": "32"}, "num_attention_heads: expected a whole number, got '32'"),
         ({"num_attention_heads": [32, 16]}, "num_attention_heads: expected a whole number"),
         ({"num_attention_heads": True}, "num_attention_heads: expected a whole number, got True"),
-        ({"num_attention_heads": 10**18, "head_dim": 64}, "expected at most"),
+        ({"num_attention_heads": 10**18, "head_dim": 64}, "expected a whole number of at most"),
         ({"num_attention_heads": 0}, "num_heads: expected at least 1, got 0"),
         ({"num_hidden_layers": 10**9}, "expected 1 to 1000"),
         ({"num_hidden_layers": -1}, "num_hidden_layers: expected a whole number"),
@@ -291,6 +291,10 @@ def test_every_gap_is_listed_at_once(run, tmp_path):
             "yarn",
         ),
         (b'{"num_key_value_heads": 1, "layer_types": 5, "num_hidden_layers": 2}', "layer_types: expected a list"),
+        (
+            b'{"num_key_value_heads": 1, "attn_type_list": [[]], "num_hidden_layers": 2}',
+            "attn_type_list: has other layers",
+        ),
     ],
 )
 def test_hostile_files_get_one_clean_message(run, tmp_path, content, said):
@@ -359,3 +363,31 @@ def test_a_pipe_is_refused_and_not_waited_for(run_python, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     answer = run_python("-m", "layerfuse", "inspect", str(tmp_path / "pipe"))
     assert (answer.code, answer.err) == (1, f"layerfuse: {tmp_path / 'pipe'}: is no regular file\n")
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "head_dim", "num_hidden_layers", "sliding_window", "hidden_size"])
+@pytest.mark.parametrize("number", [10**400, -(10**400), 10**4299, float("inf"), float("nan")])
+def test_a_number_beyond_every_float_is_refused_by_its_key(key, number):
+    said = problems(LLAMA, sliding_window_pattern=6, **{key: number})
+    assert f"{key}: expected a " in said
+    assert len(said) < 1000
+
+
+def test_yarn_beyond_every_float():
+    rope = {"type": "yarn", "factor": 10**400, "mscale_all_dim": 1}
+    assert "rope_scaling: expected numbers, got mscale_all_dim 1.0 and factor 1000" in problems(MLA, rope_scaling=rope)
+
+
+def test_lightning_attention_is_no_delta_net_with_missing_keys():
+    said = problems(LLAMA, model_type="minimax", layer_types=["full_attention", "linear_attention"] * 16)
+    assert said.startswith("layer_types: has linear_attention, and none of linear_num_value_heads")
+    assert "which no spec describes" in said
+    assert "missing" not in said
+
+
+def test_notes_are_said_once(run, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    answer = run("inspect", tmp_path)
+    assert "# whether an MLP is gated is not said by any config" in answer.out
+    assert "gated" not in answer.err
+    assert "what is left to check is noted above the entry, in 3 lines" in answer.err

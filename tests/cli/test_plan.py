@@ -173,7 +173,7 @@ def test_what_only_one_engine_cannot_build_is_refused_for_that_engine(run):
         (["plan", "kimi-k2.5", "--tp", "2", "--rank", "2"], 2, "ranks are 0 to 1 at --tp 2, got 2"),
         (["plan", "kimi-k2.5", "--json", "--svg", "x.svg"], 2, "give either --json or --svg"),
         (["plan"], 2, "give a model, or --all-tp for all of them"),
-        (["plan", "kimi-k2.5", "--svg", "no/such/folder/plan.svg"], 1, "cannot be written: No such file"),
+        (["plan", "kimi-k2.5", "--svg", "no/such/folder/plan.svg"], 1, "cannot be written: there is no folder"),
         (["plan", "kimi-k2.5", "--models", "no-such-file.toml"], 2, "does not exist"),
     ],
 )
@@ -360,3 +360,49 @@ def test_models_of_a_file_are_known(run, tmp_path):
     file.write_text(tomli_w.dumps(entry), encoding="utf-8")
     assert "mla: 61 layers" in run("plan", "mine", "--models", file).out
     assert "mine" in run("models", "--models", file).out
+
+
+# ---- terminals, numbers, files
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_terminal_without_arrows_gets_others(run_python, encoding):
+    answer = run_python("-m", "layerfuse", "plan", "--all-tp", env={"PYTHONIOENCODING": encoding})
+    assert (answer.code, answer.err) == (0, "")
+    assert "heads of a rank -> heads of the kernel" in answer.out
+    assert "4->16 75%" in answer.out
+
+
+def test_a_name_that_a_terminal_cannot_show_is_no_error(run_python, tmp_path):
+    file = tmp_path / "\u4e2d.toml"
+    file.write_text("", encoding="utf-8")
+    answer = run_python("-m", "layerfuse", "check", str(file), env={"PYTHONIOENCODING": "ascii"})
+    assert (answer.code, answer.err) == (0, "")
+    assert r"\u4e2d.toml: declares no models" in answer.out
+
+
+@pytest.mark.parametrize("option", ["--batch", "--queries", "--context"])
+def test_a_count_beyond_every_kernel_is_a_usage_error(run, option):
+    answer = run("plan", "deepseek-v3", option, "99999999999999999999")
+    assert answer.code == 2
+    assert f"Invalid value for '{option}'" in answer.err
+
+
+def test_an_empty_release_is_named(run):
+    answer = run("plan", "deepseek-v3", "--aiter", "")
+    assert answer.code == 2
+    assert "--aiter: expected a release, as v0.1.14, got an empty text" in answer.err
+
+
+def test_all_sizes_take_no_rank(run):
+    answer = run("plan", "--all-tp", "--rank", "1")
+    assert answer.code == 2
+    assert "--all-tp shows every size" in answer.err
+    assert "ranks are" not in answer.err
+
+
+@pytest.mark.parametrize("arguments", [["deepseek-v3"], ["--all-tp"]])
+def test_a_picture_in_no_folder_is_refused_before_any_work(run, tmp_path, arguments):
+    answer = run("plan", *arguments, "--svg", tmp_path / "nowhere" / "plan.svg")
+    assert answer.code == 1
+    assert f"cannot be written: there is no folder {tmp_path / 'nowhere'}" in answer.err

@@ -95,3 +95,10 @@ def test_a_typo_in_the_environment_is_told_before_anything_runs(run, monkeypatch
     assert "did you mean 'mla_dual_rms_norm'" in answer.err
     with pytest.raises(FusionConfigError):
         verify.verify(registry.model("deepseek-v3"))
+
+
+def test_results_that_cannot_be_written_are_refused_before_any_work(run, tmp_path):
+    answer = run("verify", "deepseek-v3", "--json", tmp_path / "nowhere" / "x.json")
+    assert answer.code == 1
+    assert f"cannot be written: there is no folder {tmp_path / 'nowhere'}" in answer.err
+    assert answer.out == ""

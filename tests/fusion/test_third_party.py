@@ -111,6 +111,7 @@ def test_the_command_line_knows_it(site: Path) -> None:
     ("code", "says"),
     [
         ("raise OSError('no such library')", "importing raised OSError: no such library"),
+        ("raise SystemExit(3)", "importing raised SystemExit: 3"),
         ("FUSION = 3", "expected a Fusion or a list of them, got 3"),
         (
             "from layerfuse.fusion.catalog.add_rms_norm import FUSION",

@@ -15,6 +15,7 @@ from toml_samples import BAD, BAD_CLASSES, GOOD, NOT_OF_ONE_VALUE, also, but, wi
 from layerfuse import registry
 from layerfuse.registry import CatalogError, files
 from layerfuse.registry import schema as schemas
+from layerfuse.registry.inspect import read_config
 
 MODELS_TOML = ROOT / "models.toml"
 
@@ -122,7 +123,9 @@ def test_broken_utf8_names_the_byte(tmp_path: Path) -> None:
     assert str(caught.value) == f"{path}: is not UTF-8: byte 25 is 255"
 
 
-@pytest.mark.parametrize("text", ["[models", "a = ", "[models.a]\n[models.a]\n", "a = 1\na = 2", "\x00", "﻿[models]"])
+@pytest.mark.parametrize(
+    "text", ["[models", "a = ", "[models.a]\n[models.a]\n", "a = 1\na = 2", "\x00", "\ufeff\ufeff[models]"]
+)
 def test_what_is_no_toml_says_where(text: str) -> None:
     (problem,) = problems(text)
     assert problem.startswith("is not TOML: ")
@@ -154,7 +157,7 @@ def test_the_schema_accepts_what_is_accepted() -> None:
 
 @pytest.mark.parametrize("name", sorted(BAD.keys() - NOT_OF_ONE_VALUE))
 def test_the_schema_refuses_what_is_refused(name: str) -> None:
-    if name in ("infinite epsilon", "epsilon of nan"):
+    if name in ("infinite epsilon", "epsilon of nan", "engine epsilon of nan that nothing uses"):
         pytest.skip("JSON has no such numbers")
     assert not validator().is_valid(json.loads(json.dumps(tomllib.loads(BAD[name][0]), default=str)))
 
@@ -233,3 +236,12 @@ def test_an_alias_is_written_like_a_name(alias: str) -> None:
     assert list(problems(text)) == [
         f"aliases: a model's name is lower-case without blanks, got {alias!r} @ $.models.mine"
     ]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file() -> None:
+    assert files.parse(b"\xef\xbb\xbf" + GOOD.encode()) == files.parse("\ufeff" + GOOD) == files.parse(GOOD)
+
+
+def test_a_config_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b'\xef\xbb\xbf{"hidden_size": 8}')
+    assert read_config(tmp_path) == {"hidden_size": 8}

@@ -27,6 +27,7 @@ from layerfuse.registry.errors import MOST_PROBLEMS
 
 FULL = files.LARGEST_FILE - 100
 ENTRY = GOOD.replace("models.mine", "models.m%d")
+DELTA = GOOD[GOOD.index("[models.mine.layers.delta]") :]
 
 
 def models_of(count: int) -> str:
@@ -62,6 +63,31 @@ HUGE = {
         + "[models.mine.layer_classes]\n"
         + "".join(f'"m:C{i}" = {{ like = "m:C{i + 1}" }}\n' for i in range(FULL // 45))
     ),
+    "misspelt likes": lambda: (
+        GOOD
+        + "[models.mine.layer_classes]\n"
+        + "".join(f'"m:C{i}" = {{ like = "vllm:MLAAtention{i}" }}\n' for i in range(FULL // 50))
+    ),
+    "misspelt fields": lambda: (
+        GOOD
+        + "[models.mine.layer_classes]\n"
+        + "".join(f'"m:C{i}" = {{ like = "vllm:MLAAttention", num_head = "a{i}" }}\n' for i in range(FULL // 70))
+    ),
+    "engines times kinds": lambda: (
+        GOOD.replace("layers = 4", "layers = 1000").replace("at = [0, 2]", "at = [0]")
+        + "".join(DELTA.replace("delta]", f"d{i}]").replace('"rest"', f"[{i + 1}]") for i in range(900))
+        + "".join(f"[models.mine.engines.e{i}]\n" for i in range((FULL - 250 * 900) // 30))
+    ),
+    "unknown adapters": lambda: "".join(
+        GOOD.replace("models.mine", f"models.m{i}").replace('"deepseek_v3"', '"deepseek_v33"')
+        for i in range(FULL // 900)
+    ),
+    "a long adapter": lambda: but('"deepseek_v3"', f'"{"deepseek_v3" * (FULL // 11 - 100)}"'),
+    "a long name": lambda: GOOD.replace("models.mine", f"models.{'m' * (FULL // 3 - 1000)}").replace("= 8", "= 0"),
+    "a long kind": lambda: GOOD.replace("layers.mla", f"layers.{'m' * (FULL - 2000)}").replace("= 8", "= 0"),
+    "a long layer class": lambda: (
+        GOOD + f'[models.mine.layer_classes]\n"m:{"C" * (FULL - 2000)}" = {{ like = "vllm:MLAA" }}\n'
+    ),
 }
 
 
@@ -69,13 +95,15 @@ HUGE = {
 def test_a_file_as_large_as_allowed_is_done_with_in_bounded_time(name: str) -> None:
     text = HUGE[name]()
     assert len(text) <= files.LARGEST_FILE
-    began = time.perf_counter()
     own = registry.fresh()
+    own.models()
+    began = time.perf_counter()
     try:
         own.register_models(files.parse(text), "mine.toml")
     except CatalogError as error:
-        assert len(str(error)) < 100_000
-    assert time.perf_counter() - began < 20
+        assert len(str(error)) < 50_000
+    # A megabyte takes under a second where nothing else runs.
+    assert time.perf_counter() - began < 6
 
 
 def test_a_larger_file_is_refused_without_being_read(tmp_path: Path) -> None:

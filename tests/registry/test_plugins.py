@@ -112,7 +112,10 @@ def test_a_plugin_may_not_replace_what_is_built_in(tmp_path: Path) -> None:
         "except AttributeError as error:\n        print(error.adapter)\n",
         tmp_path,
     )
-    clash = "the layer class vllm:MLAAttention is declared differently by deepseek_v3 and by theirs; rename or remove one of them"
+    clash = (
+        "the layer class vllm:MLAAttention is declared differently by the adapter deepseek_v3 (layerfuse itself) and by "
+        "the adapter theirs (the plugin clashing of clashing (clashing:ADAPTER)); rename or remove one of them"
+    )
     # Said every time, and an engine that needs only what is built in goes on working.
     assert said == [clash, clash, "deepseek_v3"]
 
@@ -126,10 +129,56 @@ def test_a_plugin_that_cannot_be_imported_is_a_warning_and_the_rest_works(tmp_pa
     )
     assert said[0] == "True True"
     assert said[1].endswith(
-        "RuntimeWarning: the plugin broken (broken:ADAPTER) cannot be imported: ModuleNotFoundError: "
+        "RuntimeWarning: the plugin broken of broken (broken:ADAPTER) cannot be imported: ModuleNotFoundError: "
         "No module named 'no_such_library'"
     )
     assert len(said) == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "said_of_it"),
+    [
+        ("import sys\nsys.exit(3)", "SystemExit: 3"),
+        (
+            "class Odd(Exception):\n    def __str__(self):\n        raise self\nraise Odd",
+            "Odd: (its text cannot be read)",
+        ),
+        ("raise ValueError('x' * 10**6)", "ValueError: " + 197 * "x" + "..."),
+    ],
+)
+def test_a_plugin_that_ends_python_or_breaks_its_own_error_is_named_and_passed_over(
+    code: str, said_of_it: str, tmp_path: Path, installed: Path
+) -> None:
+    write_plugin(tmp_path, "rough", "layerfuse.adapters", "rough:ADAPTER", code)
+    said = run("from layerfuse import registry\nprint('tiny' in registry.adapters())", tmp_path, installed)
+    assert said[0] == "True"
+    assert said[1].endswith(f"the plugin rough of rough (rough:ADAPTER) cannot be imported: {said_of_it}")
+
+
+SHADOW = """
+from layerfuse.adapters import Adapter, const
+from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA
+ADAPTER = Adapter("theirs", {"transformers.models.x:DeepseekV3Attention": TRANSFORMERS_MLA.but(v_head_dim=const(64))})
+"""
+
+
+def test_a_plugin_may_not_take_a_builtin_class_by_a_longer_prefix(tmp_path: Path) -> None:
+    write_plugin(tmp_path, "shadow", "layerfuse.adapters", "shadow:ADAPTER", SHADOW)
+    said = run(
+        "from layerfuse import registry\n"
+        "known = type('DeepseekV3Attention', (), {'__module__': 'transformers.models.x'})\n"
+        "for _ in range(2):\n"
+        "    try:\n        registry.spec_for(known())\n"
+        "    except AttributeError as error:\n        print(error.adapter)\n"
+        "    try:\n        registry.spec_for(object())\n"
+        "    except registry.ConflictError as error:\n        print(error.owners)\n",
+        tmp_path,
+    )
+    both = (
+        "the adapter deepseek_v3 (layerfuse itself)",
+        "the adapter theirs (the plugin shadow of shadow (shadow:ADAPTER))",
+    )
+    assert said == ["deepseek_v3", str(both)] * 2
 
 
 @pytest.mark.parametrize(
@@ -138,12 +187,12 @@ def test_a_plugin_that_cannot_be_imported_is_a_warning_and_the_rest_works(tmp_pa
         (
             "layerfuse.adapters",
             "THING = 7",
-            "PluginError: the plugin odd (odd:THING): expected an Adapter or a list of them, got 7",
+            "PluginError: the plugin odd of odd (odd:THING): expected an Adapter or a list of them, got 7",
         ),
         (
             "layerfuse.models",
             "THING = 7",
-            "PluginError: the plugin odd (odd:THING): expected a path or a package with a models.toml",
+            "PluginError: the plugin odd of odd (odd:THING): expected a path or a package with a models.toml",
         ),
         (
             "layerfuse.models",

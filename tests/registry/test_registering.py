@@ -8,11 +8,12 @@ from typing import Any
 
 import attrs
 import pytest
+from toml_samples import also
 
 from layerfuse import registry
 from layerfuse.adapters import Adapter
 from layerfuse.adapters.vocabulary import TRANSFORMERS_GQA, TRANSFORMERS_MLA
-from layerfuse.registry import CatalogError, ConflictError
+from layerfuse.registry import CatalogError, ConflictError, files
 
 MINE = Adapter("mine", {"mylib:MyAttention": TRANSFORMERS_MLA})
 OTHER_FACTS = TRANSFORMERS_MLA.but(num_heads="n_heads")
@@ -52,9 +53,10 @@ def test_a_class_declared_differently_names_both_owners_and_changes_nothing() ->
     with pytest.raises(ConflictError) as caught:
         own.register_adapter(clash)
     assert str(caught.value) == (
-        "the layer class mylib:MyAttention is declared differently by mine and by another; rename or remove one of them"
+        "the layer class mylib:MyAttention is declared differently by the adapter mine (a call of register_adapter) "
+        "and by the adapter another (a call of register_adapter); rename or remove one of them"
     )
-    assert caught.value.owners == ("mine", "another")
+    assert len(caught.value.owners) == 2
     assert contents(own) == before
 
 
@@ -68,10 +70,55 @@ def test_a_builtin_adapter_cannot_be_replaced() -> None:
         "rename or remove one of them"
     )
     with pytest.raises(
-        ConflictError, match="the layer class vllm:MLAAttention is declared differently by deepseek_v3 and by mine"
+        ConflictError,
+        match=r"vllm:MLAAttention is declared .* deepseek_v3 \(layerfuse itself\) and by the adapter mine",
     ):
         own.register_adapter(Adapter("mine", {"vllm:MLAAttention": TRANSFORMERS_MLA}))
     assert contents(own) == before
+
+
+@pytest.mark.parametrize("module", ["transformers.models", "transformers.models.deepseek_v3.modeling_deepseek_v3"])
+def test_a_longer_prefix_does_not_take_a_class_from_a_builtin_adapter(module: str) -> None:
+    own = registry.fresh()
+    before = contents(own)
+    key = f"{module}:DeepseekV3Attention"
+    with pytest.raises(ConflictError) as caught:
+        own.register_adapter(Adapter("mine", {key: OTHER_FACTS}))
+    assert f"the layer class {key}, which transformers:DeepseekV3Attention covers, is declared" in str(caught.value)
+    assert "the adapter deepseek_v3 (layerfuse itself)" in caught.value.owners
+    assert contents(own) == before
+    own.register_adapter(Adapter("same", {key: before[0]["deepseek_v3"].layers["transformers:DeepseekV3Attention"]}))
+
+
+@pytest.mark.parametrize("inner_first", [True, False])
+def test_of_two_prefixes_of_two_packages_neither_wins_in_any_order(inner_first: bool) -> None:
+    own = registry.Registry()
+    both = [
+        (Adapter("inner", {"mylib.models:MyAttention": OTHER_FACTS}), "the plugin of one package"),
+        (MINE, "the plugin of another"),
+    ]
+    first, second = both if inner_first else both[::-1]
+    own.register_adapter(*first)
+    with pytest.raises(ConflictError, match=r"mylib.models:MyAttention, which mylib:MyAttention covers"):
+        own.register_adapter(*second)
+
+
+def test_who_declares_a_class_may_declare_some_of_them_otherwise() -> None:
+    own = registry.Registry()
+    own.register_adapter(Adapter("mine", {**MINE.layers, "mylib.models:MyAttention": OTHER_FACTS}))
+    cls = type("MyAttention", (), {"__module__": "mylib.models.one"})
+    assert own.readers_for(cls)[0].facts == OTHER_FACTS
+
+
+def test_what_a_class_is_does_not_depend_on_what_was_asked_before() -> None:
+    """A plugin may declare a class whose base is known without it."""
+    base = type("MyAttention", (), {"__module__": "mylib"})
+    derived = type("Derived", (base,), {"__module__": "latelib"})
+    own = registry.Registry()
+    own.register_adapter(MINE)
+    own.on_miss(lambda filled: filled.register_adapter(Adapter("late", {"latelib:Derived": OTHER_FACTS})))
+    with pytest.raises(AttributeError, match=r"\(adapter late\)"):
+        own.spec_for(derived())
 
 
 def test_a_model_declared_differently_is_a_conflict_and_changes_nothing() -> None:
@@ -271,3 +318,20 @@ def test_a_model_may_not_take_the_alias_of_another_for_its_name() -> None:
     own.register_model(entry(aliases=["short"]))
     with pytest.raises(ConflictError, match="the name 'short' is declared differently by the model my-model"):
         own.register_model(attrs.evolve(entry(aliases=[]), name="short"))
+
+
+@pytest.mark.parametrize("engine", ["transfomers", "vlm", "my-engine"])
+def test_an_engine_that_nobody_knows_is_refused(engine: str) -> None:
+    text = also(f"engines.{engine} = {{ latent_norm_eps = 1e-6 }}")
+    with pytest.raises(CatalogError) as refused:
+        registry.fresh().register_models(files.parse(text), "mine.toml")
+    near = {"transfomers": "; did you mean 'transformers'", "vlm": "; did you mean 'vllm'"}.get(engine, "")
+    assert f"engines: no layer class of {engine!r} is known{near}" in str(refused.value)
+    assert str(refused.value).endswith("@ $.models.mine.engines")
+
+
+def test_an_engine_whose_layer_classes_an_entry_brings_is_known() -> None:
+    text = also("engines.mylib = { latent_norm_eps = 1e-6 }") + (
+        '[models.mine.layer_classes]\n"mylib.layers:Attention" = { like = "vllm:MLAAttention" }\n'
+    )
+    registry.fresh().register_models(files.parse(text), "mine.toml")

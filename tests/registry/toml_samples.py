@@ -69,9 +69,12 @@ BAD: dict[str, tuple[str, str]] = {
     ),
     "infinite epsilon": (
         but("rms_norm_eps = 1e-6", "rms_norm_eps = inf"),
-        "epsilon: expected a finite number, got inf",
+        "rms_norm_eps: expected a finite number, got inf @ $.models.mine",
     ),
-    "epsilon of nan": (but("rms_norm_eps = 1e-6", "rms_norm_eps = nan"), "epsilon: expected a finite number, got nan"),
+    "epsilon of nan": (
+        but("rms_norm_eps = 1e-6", "rms_norm_eps = nan"),
+        "rms_norm_eps: expected a finite number, got nan",
+    ),
     "text for an epsilon": (but("rms_norm_eps = 1e-6", 'rms_norm_eps = "1e-6"'), "expected a number, got '1e-6'"),
     "odd rope": (but("qk_rope_head_dim = 4", "qk_rope_head_dim = 5"), "rotary embedding turns pairs"),
     "unknown family": (but('family = "mla"', 'family = "mlaa"'), "got 'mlaa'; did you mean 'mla'?"),
@@ -102,7 +105,28 @@ BAD: dict[str, tuple[str, str]] = {
     "upper-case name": (GOOD.replace("models.mine", 'models."Mine"'), "a model's name is lower-case without blanks"),
     "list of models": ("[[models]]\nadapter = 'x'\n", "expected tables [models.<name>], got"),
     "number for a model": ("[models]\nmine = 3\n", "expected a table, got 3 @ $.models.mine"),
-    "engine epsilon below zero": (also("engines.vllm = { latent_norm_eps = -1e-6 }"), "epsilon: expected more than 0"),
+    "engine epsilon below zero": (
+        also("engines.vllm = { latent_norm_eps = -1e-6 }"),
+        "engines.vllm.latent_norm_eps: expected more than 0, got -1e-06 @",
+    ),
+    "engine epsilon of nan that nothing uses": (
+        but("q_lora_rank = 32", "q_lora_rank = 32\nlatent_norm_eps = 1e-6")
+        + "[models.mine.engines.vllm]\noutput_norm_eps = nan\n",
+        "engines.vllm.output_norm_eps: expected a finite number, got nan @",
+    ),
+    "latent width of zero": (
+        but("q_lora_rank = 32", "q_lora_rank = 0"),
+        "layers.mla.q_lora_rank: expected at least 1, got 0 @",
+    ),
+    "latent epsilon of zero": (
+        but("kv_lora_rank = 16", "kv_lora_rank = 16\nlatent_norm_eps = 0.0"),
+        "layers.mla.latent_norm_eps: expected more than 0, got 0.0 @",
+    ),
+    "hidden size of zero": (but("hidden_size = 64", "hidden_size = 0"), "hidden_size: expected at least 1, got 0 @"),
+    "head width of zero": (
+        but("head_v_dim = 8", "head_v_dim = 0"),
+        "layers.delta.head_v_dim: expected at least 1, got 0 @",
+    ),
     "unknown engine word": (also("engines.vllm = { eps = 1e-6 }"), "unknown key 'eps'"),
     "a number for the layers": (GOOD[: GOOD.index(MLA)] + "layers = 7\n", "layers"),
 }

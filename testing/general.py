@@ -1,0 +1,113 @@
+"""The recipe of a model that has none of its own: from the words that its transformers config class knows.
+
+Configs of one family spell the same things alike, so what is left to say is which of the words a config has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from .recipes import EXTRAS, GDN_KEYS, GQA_KEYS, KDA_KEYS, MLA_KEYS, Recipe
+
+if TYPE_CHECKING:
+    from ..registry.catalog import ModelEntry
+
+_SMALL: Mapping[str, Any] = {
+    "vocab_size": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_n_heads": 2,
+    "index_topk": 16,
+}
+"""What no spec speaks of, where a config has it."""
+
+_ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
+"""transformers' words where they are not a spec's."""
+
+
+@cache
+def general_recipe(model_type: str) -> Recipe | None:
+    """How transformers builds this `model_type` for text, or None where it has no such language model."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if model_type not in CONFIG_MAPPING:
+        return None
+    config_class = CONFIG_MAPPING[model_type]
+    config_class = config_class.sub_configs.get("text_config", config_class)
+    # Where only the multimodal model has an auto class, the text model is named as its config.
+    named = re.sub("(Text)?Config$", "ForCausalLM", config_class.__name__)
+    model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config_class.model_type, named)
+    if not isinstance(model, str) or not hasattr(transformers, model):
+        return None
+    known = config_class().to_dict()
+    known |= dict.fromkeys(config_class.attribute_map)
+    linear = GDN_KEYS if "linear_num_value_heads" in known else KDA_KEYS
+    families: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+        "mla": MLA_KEYS,
+        "gqa": GQA_KEYS,
+        "gated_delta_net": linear,
+    }
+    shared = "shared_expert_intermediate_size"
+    return Recipe(
+        config=config_class.__name__,
+        model=model,
+        keys={
+            family: {field: tuple(key for key in keys if key in known) for field, keys in fields.items()}
+            for family, fields in families.items()
+        },
+        dense="intermediate_size",
+        shared=shared if shared in known else "moe_intermediate_size",
+        small={key: value for key, value in _SMALL.items() if key in known},
+        extra=(
+            *(extra for key, extra in EXTRAS.items() if key in known),
+            lambda entry: _softmax_scale(entry, known),
+            lambda entry: _activation(entry, known),
+            lambda entry: _rope(entry, known),
+        ),
+    )
+
+
+def _softmax_scale(entry: ModelEntry, known: Mapping[str, Any]) -> dict[str, Any]:
+    scales = [
+        kind.head_dim**-0.5 if kind.softmax_scale is None else kind.softmax_scale
+        for kind in entry.layers.values()
+        if kind.family == "gqa"
+    ]
+    if not scales:
+        return {}
+    said = {"attention_multiplier": scales[0], "query_pre_attn_scalar": round(scales[0] ** -2)}
+    return {key: value for key, value in said.items() if key in known}
+
+
+def _activation(entry: ModelEntry, known: Mapping[str, Any]) -> dict[str, Any]:
+    words = [_ACTIVATIONS.get(mlp.activation, mlp.activation) for mlp in entry.mlps.values()]
+    return {key: word for key in ("hidden_act", "hidden_activation") for word in words[:1] if key in known}
+
+
+def _rope(entry: ModelEntry, known: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config's own rope says besides (Mistral-4 scales queries by position) stays, and only yarn is the entry's."""
+    from .models import yarn_rope
+
+    own = known.get("rope_parameters")
+    said = [rope for kind in entry.layers.values() for rope in [yarn_rope(kind)] if rope]
+    if not said or not isinstance(own, dict):
+        return {}
+    kept = {key: value for key, value in own.items() if key != "partial_rotary_factor"}
+    return {"rope_parameters": {**kept, **said[0]["rope_parameters"]}}

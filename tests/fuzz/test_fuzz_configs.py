@@ -1,0 +1,67 @@
+"""Hugging Face configs that chance has changed: an entry that can be loaded, or a ConfigError, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from mutations import ODD, cases, mutated
+
+from layerfuse import registry
+from layerfuse.registry import files
+from layerfuse.registry.inspect import ConfigError, inspect
+
+CONFIGS = [
+    json.loads(path.read_text())
+    for path in sorted((Path(__file__).parent.parent / "engines" / "checkpoints").glob("*/config.json"))
+]
+PLAIN = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+}
+KEYS = sorted(
+    {key for config in CONFIGS for part in (config, config.get("text_config", {})) for key in part}
+    | {
+        "sliding_window_pattern",
+        "attn_type_list",
+        "query_pre_attn_scalar",
+        "head_dim",
+        "qk_head_dim",
+        "use_sliding_window",
+    }
+)
+MOST_LETTERS = 20_000
+"""Of one message."""
+
+
+def one(chance: random.Random) -> str:
+    """One config."""
+    config = mutated(chance.choice([*CONFIGS, PLAIN]), chance, KEYS, (*ODD, None, [None]))
+    try:
+        found = inspect(config, registry=registry.default)
+    except ConfigError as refused:
+        assert refused.problems
+        assert 0 < len(str(refused)) < MOST_LETTERS
+        return "refused"
+    text = found.toml()
+    assert files.parse(text) == {found.entry.name: found.entry}
+    assert len(found.entry.specs()) >= 2 * found.entry.num_hidden_layers
+    assert not (found.same_as and found.differs)
+    return "accepted"
+
+
+def test_any_config_is_understood_or_refused() -> None:
+    found: dict[str, int] = {}
+    for chance in cases():
+        try:
+            word = one(chance)
+        except Exception as error:
+            raise AssertionError(f"case {chance.number}") from error  # type: ignore[attr-defined]
+        found[word] = found.get(word, 0) + 1
+    print(found)
+    assert min(found["refused"], found["accepted"]) * 20 > sum(found.values())
