@@ -32,9 +32,8 @@ def wrong_values(entry: ModelEntry) -> Iterator[str]:
 
 def _wrong(where: str, said: Any, spec: type[Any]) -> Iterator[str]:
     kinds = {a.name: kind_of(a) for cls in (NormSpec, spec) for a in attrs.fields(cls)}
-    for name in (a.name for a in attrs.fields(type(said))):
+    for name, value in attrs.asdict(said, recurse=False).items():
         kind = "positive" if name.endswith(("_eps", "_scale")) else kinds.get(name, "")
-        value = getattr(said, name)
         if kind in ("", "text") or value is None or value in _UNSET or isinstance(value, tuple | list | dict):
             continue
         if not isinstance(value, int | float | str):

@@ -24,7 +24,17 @@ _V32 = "vllm.models.deepseek_v32.attention:DeepseekV32Attention"
 _KERNEL = f"{_V}.layers.attention.mla_attention:MLAAttention"
 _SG_MLA = f"{_SG}.deepseek_v2:DeepseekV2AttentionMLA"
 
+MLA_MODELS = (("minicpm3", "MiniCPM3"), ("youtu", "Youtu"), ("mistral4", "Mistral4"))
+GQA_MODELS = (("llama", "Llama"), ("qwen3", "Qwen3"), ("gemma3", "Gemma3"))
+"""Of transformers alone, whose classes are named alike."""
+
+
+def of_models(models: tuple[tuple[str, str], ...], part: str) -> tuple[str, ...]:
+    return tuple(f"{_HF}.{module}.modeling_{module}:{name}{part}" for module, name in models)
+
+
 MLA = (
+    *of_models(MLA_MODELS, "Attention"),
     f"{_HF}.deepseek_v2.modeling_deepseek_v2:DeepseekV2Attention",
     f"{_HF}.deepseek_v3.modeling_deepseek_v3:DeepseekV3Attention",
     f"{_HF}.deepseek_v32.modeling_deepseek_v32:DeepseekV32Attention",
@@ -79,6 +89,7 @@ DELTA = (
     (f"{_A}.qwen3_5:Qwen3_5GatedDeltaNet", f"{_A}.qwen3_next:Qwen3NextGatedDeltaNet"),
 )
 GQA = (
+    *of_models(GQA_MODELS, "Attention"),
     f"{_HF}.gpt_oss.modeling_gpt_oss:GptOssAttention",
     f"{_HF}.qwen3_next.modeling_qwen3_next:Qwen3NextAttention",
     f"{_HF}.qwen3_5.modeling_qwen3_5:Qwen3_5Attention",
@@ -92,6 +103,7 @@ GQA = (
     f"{_A}.qwen3_next:Qwen3NextAttention",
 )
 MLP = (
+    *of_models((*MLA_MODELS, *GQA_MODELS), "MLP"),
     f"{_HF}.deepseek_v2.modeling_deepseek_v2:DeepseekV2MLP",
     f"{_HF}.deepseek_v3.modeling_deepseek_v3:DeepseekV3MLP",
     f"{_HF}.deepseek_v32.modeling_deepseek_v32:DeepseekV32MLP",
@@ -149,6 +161,9 @@ MODEL = (
             ("qwen3_next", "Qwen3Next"),
             ("qwen3_5", "Qwen3_5Text"),
             ("qwen3_5_moe", "Qwen3_5MoeText"),
+            *MLA_MODELS,
+            *GQA_MODELS[:2],
+            ("gemma3", "Gemma3Text"),
         )
     ),
     "transformers_modules.DeepSeek-V3.modeling_deepseek:DeepseekV3Model",
@@ -179,6 +194,7 @@ MODEL = (
     (f"{_A}.qwen3_5:Qwen3_5Model", f"{_A}.qwen3_next:Qwen3NextModel"),
 )
 DECODER = (
+    *of_models((*MLA_MODELS, *GQA_MODELS), "DecoderLayer"),
     f"{_HF}.deepseek_v2.modeling_deepseek_v2:DeepseekV2DecoderLayer",
     f"{_HF}.deepseek_v3.modeling_deepseek_v3:DeepseekV3DecoderLayer",
     f"{_HF}.deepseek_v32.modeling_deepseek_v32:DeepseekV32DecoderLayer",

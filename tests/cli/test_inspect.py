@@ -15,9 +15,9 @@ CHECKPOINTS = sorted((Path(__file__).parent.parent / "engines" / "checkpoints").
 NAMES = {"kimi-k2": "kimi-k2-instruct"}
 """Folders that are not called as the declared model."""
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+PLAIN = {
+    "architectures": ["HeliumForCausalLM"],
+    "model_type": "helium",
     "num_hidden_layers": 32,
     "hidden_size": 4096,
     "num_attention_heads": 32,
@@ -79,7 +79,7 @@ def test_a_folder_will_do_and_names_the_entry(run):
 
 
 def test_an_entry_that_was_printed_can_be_loaded_and_planned(run, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN), encoding="utf-8")
     file = tmp_path / "entry.toml"
     file.write_text(run("inspect", tmp_path, "--name", "My Llama").out, encoding="utf-8")
     assert run("check", file).out == "1 model, 4 layer classes: all fine\n"
@@ -90,7 +90,7 @@ def test_an_entry_that_was_printed_can_be_loaded_and_planned(run, tmp_path):
 
 
 def test_llama_is_plain_gqa_and_what_is_derived_is_said():
-    found = ask(LLAMA)
+    found = ask(PLAIN)
     kind = found.entry.layers["full"]
     assert (kind.num_heads, kind.num_kv_heads, kind.head_dim, kind.sliding_window) == (32, 8, 128, "off")
     notes = " ".join(found.notes)
@@ -100,24 +100,24 @@ def test_llama_is_plain_gqa_and_what_is_derived_is_said():
 
 
 def test_a_head_dim_of_its_own_is_taken():
-    assert kinds(LLAMA, head_dim=64)["full"].head_dim == 64
+    assert kinds(PLAIN, head_dim=64)["full"].head_dim == 64
 
 
 def test_qwen_windows_that_are_switched_off():
-    assert kinds(LLAMA, sliding_window=4096, use_sliding_window=False, max_window_layers=28)["full"].at == "all"
-    entry = ask(LLAMA, sliding_window=4096, use_sliding_window=True, max_window_layers=28).entry
+    assert kinds(PLAIN, sliding_window=4096, use_sliding_window=False, max_window_layers=28)["full"].at == "all"
+    entry = ask(PLAIN, sliding_window=4096, use_sliding_window=True, max_window_layers=28).entry
     assert entry.kind_at() == ["full"] * 28 + ["sliding"] * 4
     assert entry.layers["sliding"].sliding_window == 4096
 
 
 def test_mistral_s_window_is_on_every_layer_and_another_model_s_is_unsaid():
-    assert kinds(LLAMA, model_type="mistral", sliding_window=4096)["sliding"].at == "all"
-    assert "neither layer_types nor sliding_window_pattern" in problems(LLAMA, sliding_window=4096)
+    assert kinds(PLAIN, model_type="mistral", sliding_window=4096)["sliding"].at == "all"
+    assert "neither layer_types nor sliding_window_pattern" in problems(PLAIN, sliding_window=4096)
 
 
 def test_gemma_patterns_scale_and_zero_centred_norms():
     found = ask(
-        LLAMA, model_type="gemma3_text", sliding_window=1024, sliding_window_pattern=6, query_pre_attn_scalar=64
+        PLAIN, model_type="gemma3_text", sliding_window=1024, sliding_window_pattern=6, query_pre_attn_scalar=64
     )
     assert [i for i, kind in enumerate(found.entry.kind_at()) if kind == "full"] == [5, 11, 17, 23, 29]
     assert found.entry.layers["full"].softmax_scale == 0.125
@@ -125,13 +125,13 @@ def test_gemma_patterns_scale_and_zero_centred_norms():
 
 
 def test_exaone_letters():
-    found = ask(LLAMA, model_type="exaone4", sliding_window=4096, sliding_window_pattern="LLLG")
+    found = ask(PLAIN, model_type="exaone4", sliding_window=4096, sliding_window_pattern="LLLG")
     assert found.entry.kind_at()[:8] == ["sliding", "sliding", "sliding", "full"] * 2
 
 
 def test_layer_types_must_cover_the_layers():
-    assert "expected a list of 32 layers, got 1 layers" in problems(LLAMA, layer_types=["full_attention"])
-    assert "'mamba' is a kind of layer" in problems(LLAMA, layer_types=["mamba"] * 32)
+    assert "expected a list of 32 layers, got 1 layers" in problems(PLAIN, layer_types=["full_attention"])
+    assert "'mamba' is a kind of layer" in problems(PLAIN, layer_types=["mamba"] * 32)
 
 
 def test_kimi_counts_from_1_and_every_layer_once():
@@ -228,7 +228,7 @@ def test_mlps_that_a_config_does_not_say_are_left_out_with_the_reason(changes, s
 
 
 def test_whether_an_unknown_architecture_s_mlps_are_gated_no_config_says():
-    found = ask(LLAMA, intermediate_size=11008, hidden_act="silu")
+    found = ask(PLAIN, intermediate_size=11008, hidden_act="silu")
     assert found.entry.mlps == {}
     assert "whether an MLP is gated is not said by any config" in " ".join(found.notes)
 
@@ -261,7 +261,7 @@ def test_whether_an_unknown_architecture_s_mlps_are_gated_no_config_says():
     ],
 )
 def test_what_cannot_be_told_is_refused_with_the_reason(changes, said):
-    assert said in problems(LLAMA, **changes)
+    assert said in problems(PLAIN, **changes)
 
 
 def test_every_gap_is_listed_at_once(run, tmp_path):
@@ -307,7 +307,7 @@ def test_hostile_files_get_one_clean_message(run, tmp_path, content, said):
 
 
 def test_the_notes_travel_with_the_entry_as_comments():
-    text = ask(LLAMA).toml()
+    text = ask(PLAIN).toml()
     assert text.startswith("# head_dim is not said")
     assert tomli_w.dumps(files.unstructure(files.parse(text))) in text
 
@@ -342,13 +342,13 @@ def test_latent_keys_where_the_architecture_has_none():
 @pytest.mark.parametrize("key", ["qk_nope_head_dim", "qk_rope_head_dim"])
 def test_half_a_latent_attention(key):
     assert f"{key} = 64 belongs to multi-head latent attention, and kv_lora_rank is missing" in problems(
-        LLAMA, **{key: 64}
+        PLAIN, **{key: 64}
     )
-    assert ask(LLAMA, **{key: 0}).entry.adapter == "gpt_oss"
+    assert ask(PLAIN, **{key: 0}).entry.adapter == "gpt_oss"
 
 
 def test_what_is_derived_is_noted_as_to_be_checked(run):
-    assert "as in Llama: derived, to be checked" in ask(LLAMA).notes[0]
+    assert "as in Llama: derived, to be checked" in ask(PLAIN).notes[0]
     out = " ".join(run("inspect", "--help").out.split())
     assert "What is derived is noted" in out
     assert "guessed" not in out
@@ -368,7 +368,7 @@ def test_a_pipe_is_refused_and_not_waited_for(run_python, tmp_path):
 @pytest.mark.parametrize("key", ["rms_norm_eps", "head_dim", "num_hidden_layers", "sliding_window", "hidden_size"])
 @pytest.mark.parametrize("number", [10**400, -(10**400), 10**4299, float("inf"), float("nan")])
 def test_a_number_beyond_every_float_is_refused_by_its_key(key, number):
-    said = problems(LLAMA, sliding_window_pattern=6, **{key: number})
+    said = problems(PLAIN, sliding_window_pattern=6, **{key: number})
     assert f"{key}: expected a " in said
     assert len(said) < 1000
 
@@ -379,14 +379,14 @@ def test_yarn_beyond_every_float():
 
 
 def test_lightning_attention_is_no_delta_net_with_missing_keys():
-    said = problems(LLAMA, model_type="minimax", layer_types=["full_attention", "linear_attention"] * 16)
+    said = problems(PLAIN, model_type="minimax", layer_types=["full_attention", "linear_attention"] * 16)
     assert said.startswith("layer_types: has linear_attention, and none of linear_num_value_heads")
     assert "which no spec describes" in said
     assert "missing" not in said
 
 
 def test_notes_are_said_once(run, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    (tmp_path / "config.json").write_text(json.dumps(PLAIN), encoding="utf-8")
     answer = run("inspect", tmp_path)
     assert "# whether an MLP is gated is not said by any config" in answer.out
     assert "gated" not in answer.err

@@ -148,7 +148,7 @@ def test_a_norm_is_no_layer_and_no_layer_is_close_to_it(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "first"),
     [
-        ("vllm.model_executor.models.llama:LlamaAttention", "vllm:Attention"),
+        ("vllm.model_executor.models.llama:LlamaAttention", "transformers:LlamaAttention"),
         ("sglang.srt.models.new:KimiK4DecoderLayer", "sglang:KimiK3DecoderLayer"),
         ("my.lib:DeepseekV4Model", "transformers:DeepseekV3Model"),
         ("vllm.x:GptOssModel2", "vllm:GptOssModel"),
