@@ -31,8 +31,9 @@ _EVERYTHINGS_BASE = ("object", "Module")
 PARALLEL_WORDS = ("tp_size", "tp_rank", "tp_weight")
 """Beside the spec's own fields: the tensor-parallel size and rank (paths), and linear modules whose weight tells."""
 
-RESIDUAL_WORDS = ("mlp_weight",)
-"""What a residual stream's facts may say besides: where the weights lie that tell over how many ranks the MLP is summed."""
+RESIDUAL_WORDS = ("mlp_weight", "added_as_given")
+"""What a residual stream's facts may say besides: where the weights lie that tell over how many ranks the MLP is summed, and
+whether what attention and MLP give is added as it is."""
 
 Parsed: TypeAlias = tuple[Source, ...] | NormSource | tuple[NormSource, ...] | tuple[Weight, ...]
 
@@ -79,7 +80,7 @@ class Facts:
 
 def fields_of(spec: type[Any]) -> dict[str, str]:
     """The fields that facts may speak of, with their kinds, in the spec's order."""
-    return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name not in ("parallel", "mlp_ranks")}
+    return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name not in ("parallel", "mlp_ranks", "added_as_given")}
 
 
 def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]:
@@ -98,7 +99,7 @@ def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]
     return {name: _parse_one(name, kinds.get(name, name), words[name]) for name in allowed if name in words}
 
 
-_PARALLEL_KINDS = {"tp_size": "count", "tp_rank": "index"}
+_PARALLEL_KINDS = {"tp_size": "count", "tp_rank": "index", "added_as_given": "flag"}
 
 
 def _parse_one(name: str, kind: str, words: Any) -> Parsed:

@@ -242,6 +242,9 @@ class ResidualSpec(LayerSpec):
     mlp_ranks: int | None = of_kind("optional_count", default=None, eq=False, repr=False)
     """Over how many ranks what the layer's MLP or experts give is summed, or None: nothing says it. Attention and MLP of one
     layer may differ: transformers' plan for DeepSeek-V3 replicates the attention."""
+    added_as_given: bool = of_kind("flag", default=True)
+    """Whether what the attention and the MLP give is added to the stream as it is. Not where a norm (Gemma 3) or a factor
+    (MiniCPM3) stands in front of the add: no all-reduce can be fused with it then."""
 
     @property
     def input_norm(self) -> NormSpec:

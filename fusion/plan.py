@@ -249,6 +249,13 @@ def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> It
     for _, spec in placed:
         if isinstance(spec, ResidualSpec) and spec.mlp_ranks is not None:
             mlps[spec.layer_index] = spec.mlp_ranks
+    for _, spec in placed:
+        if (
+            isinstance(spec, ResidualSpec)
+            and not spec.added_as_given
+            and mlps.get(spec.layer_index, spec.parallel.size) > 1
+        ):
+            mlps[spec.layer_index] = 0
     for site in sites:
         after_mlp = site.role == FINAL or (site.role == INPUT and site.adds)
         index = site.spec.layer_index

@@ -101,7 +101,8 @@ class Site:
     adds: bool = False
     "Whether a residual is added in front of the norm. The first layer's input norm has nothing to add."
     reduced: int = 1
-    "Over how many ranks what joins the residual is summed: the tensor-parallel size of the attention or MLP before."
+    """Over how many ranks what joins the residual is summed: the tensor-parallel size of the attention or MLP before. 0: over
+    several, but it is not added as it is."""
     absent: str | None = None
     "Why no fusion can stand here, as a sentence; None where one can."
     unknown: str | None = None
@@ -167,7 +168,7 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
     for block, (before, after) in enumerate(zip(spec.input_norms, spec.post_attention_norms, strict=True)):
         first = spec.layer_index == 0 and block == 0
         at = partial(Site, layer=layer, spec=spec, block=block)
-        ranks = spec.parallel.size
+        ranks = spec.parallel.size if spec.added_as_given or spec.parallel.size == 1 else 0
         sites.append(at(role=INPUT, norms=(before,), adds=not first, reduced=1 if first else ranks))
         sites.append(at(role=POST_ATTENTION, norms=(after,), adds=True, reduced=ranks))
     return sites

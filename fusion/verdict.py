@@ -41,6 +41,11 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
         return Verdict(
             "not_applicable", "what joins the residual here is whole on every rank: there is nothing to reduce"
         )
+    if fusion.all_reduce is not None and site.reduced == 0:
+        return Verdict(
+            "not_applicable",
+            "a norm or a factor stands between the all-reduce and the residual add: it is not added as it is",
+        )
     for step, norm in zip(fusion.norms, site.norms, strict=True):
         problem = _misfit(step, norm)
         if problem is not None:

@@ -47,6 +47,8 @@ class ModelEntry:
     "The kinds of gated MLP by name, `shared_experts` for those of mixtures. One per attention block, or none."
     norm_weight_offset: float = 0.0
     "1.0 where the decoder layers' norms and the final norm are zero-centred (Gemma, Qwen3-Next)."
+    added_as_given: bool = True
+    "False where a norm (Gemma 3) or a factor (MiniCPM3) stands between what attention and MLP give and the residual add."
     attentions_per_layer: int = 1
     "Attention blocks in one decoder layer: 2 in LongCat-Flash."
     aliases: list[str] = field(factory=list)
@@ -170,6 +172,7 @@ class ModelEntry:
                     **self._common(index),
                     input_norms=decoder_norms,
                     post_attention_norms=decoder_norms,
+                    added_as_given=self.added_as_given,
                 ),
             )
             for suffix, common in blocks:

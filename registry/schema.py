@@ -187,6 +187,9 @@ def _facts() -> dict[str, Any]:
     described["mlp_weight"] = (
         "Down projections, or the weights of experts, that tell over how many ranks an MLP's result is summed."
     )
+    described["added_as_given"] = (
+        "Whether what attention and MLP give is added as it is; true unless it says otherwise."
+    )
     for name in (*PARALLEL_WORDS, *RESIDUAL_WORDS):
         properties[name] = {"description": described[name], "$ref": "#/$defs/place"}
     return {

@@ -138,6 +138,20 @@ def test_quantised_forms_come_first_and_the_others_are_said_to_wait() -> None:
         assert one.tokens.last is not None and other.tokens.first == one.tokens.last + 1
 
 
+@pytest.mark.parametrize("name", ["gemma-3-1b", "minicpm3-4b"])
+def test_what_is_changed_before_it_is_added(name: str) -> None:
+    """A norm in Gemma 3 and a factor in MiniCPM3 stand between each all-reduce and its add; the last in front of the final norm."""
+    made = plan(registry.model(name).specs(tp=2), Target.named("sm90"))
+    sites = [site for site in made.sites if site.adds]
+    assert {site.role for site in sites} == {"input", "post_attention", "final"}
+    for site in sites:
+        (decision,) = of(made, site.name)
+        assert decision.kind == "not_applicable" and "it is not added as it is" in decision.reason
+        assert of(made, site.name, "add_rms_norm")[0].applies
+    alone = plan(registry.model(name).specs(tp=1), Target.named("sm90"))
+    assert "whole on every rank" in of(alone, "layers.1:input")[0].reason
+
+
 def test_the_mlp_before_says_what_is_reduced_at_the_input() -> None:
     """As transformers shards DeepSeek-V3: attention whole, MLPs cut."""
     layers = [
