@@ -112,7 +112,7 @@ def test_zero_is_a_value_and_never_taken_for_missing() -> None:
         *(128.0, "128", True, [128], {"heads": 128}, float("nan"), object(), np.True_, np.array([128])),
         *(torch.tensor([128]), torch.tensor([[128]]), torch.tensor(True), torch.tensor(128.0), torch.tensor([1, 2])),
     ],
-    ids=str,
+    ids=lambda value: "an object" if type(value) is object else str(value),
 )
 def test_a_count_of_another_type_is_refused_with_layer_and_field(value: Any) -> None:
     layer = fresh_layer("deepseek-v3")
