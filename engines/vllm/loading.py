@@ -16,7 +16,7 @@ from ...fusion.plan import plan
 from ...fusion.target import Target
 from .circumstances import engine_for, why_not_compiled
 from .options import KEY, OWN, Options
-from .plugin import once
+from .process import once
 from .unit import Unit
 
 

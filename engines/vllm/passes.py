@@ -9,6 +9,7 @@ from torch.fx import Graph
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ...fusion.rewrite import Pipeline
+from .process import troubled
 
 AFTER = frozenset({"NoOpEliminationPass"})
 """Passes of vLLM's that ours stands behind, being first otherwise: they only tidy what would hide a chain."""
@@ -30,8 +31,6 @@ class FusionPass(InductorPass):  # type: ignore[misc]
             self.pipeline(graph)
         except Exception as error:
             _restore(graph, kept, output)
-            from .plugin import troubled
-
             troubled("rewriting a graph", error)
 
     def uuid(self) -> str:

@@ -17,45 +17,27 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.errors import LayerfuseError
-from .hooks import HOOKS, TESTED, Hook, HookError, stand_at, wrapped_by
+from . import process
+from .hooks import HOOKS, Hook, HookError, stand_at, wrapped_by
 from .imports import when_imported
 from .options import KEY, ON_BY_DEFAULT, Options, options_in
+from .process import leave_alone, logger, once, troubled, version
 
 if TYPE_CHECKING:
     from torch import nn
 
     from .unit import Unit
 
-logger = logging.getLogger("vllm.layerfuse")
-# Below "vllm", so that vLLM's own handlers and levels hold.
-
 
 class NotHereError(LayerfuseError, RuntimeError):
     """`strict` is set, and this vLLM is not what this version of layerfuse knows."""
 
 
-class _State:
-    """What this process knows."""
-
-    def __init__(self) -> None:
-        self.registered = False
-        self.off: str | None = None
-        "Why vLLM is left alone, or None."
-        self.waiting: dict[int, tuple[nn.Module, Unit]] = {}
-        "The modules that vLLM will compile at their first call, by identity."
-        self.running: list[Unit] = []
-        "The modules that are at their first call, the innermost last."
-        self.said: set[str] = set()
-
-
-_state = _State()
-
-
 def register() -> None:
     """Stand at every hook, as vLLM's modules are imported."""
-    if _state.registered:
+    if process.this.registered:
         return
-    _state.registered = True
+    process.this.registered = True
     arounds: dict[str, Callable[..., Any]] = {
         "options": _at_options,
         "specs": _at_specs,
@@ -65,14 +47,6 @@ def register() -> None:
     }
     for hook in HOOKS:
         when_imported(hook.module, partial(_stand, hook, arounds[hook.name]))
-
-
-def version() -> str:
-    """The version of vLLM, or what stands in a sentence in its place."""
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return "of an unknown version"
 
 
 def _stand(hook: Hook, around: Callable[..., Any], module: ModuleType) -> None:
@@ -87,32 +61,6 @@ def _stand(hook: Hook, around: Callable[..., Any], module: ModuleType) -> None:
     else:
         if other is not None:
             logger.info("layerfuse: %s is wrapped by %s already; layerfuse stands around it", hook.place, other)
-
-
-def leave_alone(reason: str) -> None:
-    """Do nothing from now on, and say why once."""
-    if _state.off is None:
-        _state.off = reason
-        known = ", ".join(TESTED)
-        logger.warning("layerfuse leaves vLLM %s alone (tested with %s): %s", version(), known, reason)
-
-
-def troubled(doing: str, error: Exception) -> None:
-    """Take note of an error of layerfuse's own: a warning, and in `strict` an error once the model has run."""
-    text = f"{doing} failed: {type(error).__name__}: {error}"
-    for unit in _state.running[-1:]:
-        if text not in unit.trouble:
-            unit.trouble.append(text)
-    once(logging.WARNING, "layerfuse: %s", text)
-    logger.debug("layerfuse: %s", doing, exc_info=error)
-
-
-def once(level: int, message: str, *arguments: Any) -> None:
-    """Log a line, unless this process has."""
-    text = message % arguments
-    if text not in _state.said:
-        _state.said.add(text)
-        logger.log(level, "%s", text)
 
 
 @contextmanager
@@ -152,9 +100,9 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     options = Options()
     with _quietly("reading the options"):
         options = options_in(config.additional_config)
-    if _state.off is not None:
+    if process.this.off is not None:
         if options.strict:
-            raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {_state.off}")
+            raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {process.this.off}")
         return model
     if _nothing_on(options):
         once(logging.INFO, "layerfuse: no fusion is on in vLLM by default; see docs/vllm.md for those that can be")
@@ -174,7 +122,7 @@ def _nothing_on(options: Options) -> bool:
 
 def _wait_for(module: nn.Module, unit: Unit) -> None:
     """Be told of a module's first call, in which vLLM compiles it and makes its profiling run. Later calls are its own."""
-    _state.waiting[id(module)] = module, unit
+    process.this.waiting[id(module)] = module, unit
     # vLLM gives a class that it compiles a __call__ of its own; classes derived from it have that too.
     cls: Any = next(each for each in type(module).__mro__ if "__call__" in vars(each))
     own = cls.__call__
@@ -184,20 +132,20 @@ def _wait_for(module: nn.Module, unit: Unit) -> None:
 
 def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
     def first_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if id(self) not in _state.waiting:
+        if id(self) not in process.this.waiting:
             return own(self, *args, **kwargs)
         from ...fusion.backends import counting
 
-        _, unit = _state.waiting.pop(id(self))
-        if not any(isinstance(other, cls) for other, _ in _state.waiting.values()):
+        _, unit = process.this.waiting.pop(id(self))
+        if not any(isinstance(other, cls) for other, _ in process.this.waiting.values()):
             cls.__call__ = own
-        _state.running.append(unit)
+        process.this.running.append(unit)
         try:
             # Tracing and compiling run no fused op.
             with counting() as calls:
                 result = own(self, *args, **kwargs)
         finally:
-            _state.running.pop()
+            process.this.running.pop()
         unit.counted = calls
         _finish(unit)
         return result
@@ -206,7 +154,7 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
 
 
 def _running() -> Unit | None:
-    return _state.running[-1] if _state.running and _state.off is None else None
+    return process.this.running[-1] if process.this.running and process.this.off is None else None
 
 
 def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -253,11 +201,11 @@ def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 def _finish(unit: Unit) -> None:
     """After the first call: say what became of the plan, and in `strict` raise where that is not what it should be."""
-    if _state.off is not None:
+    if process.this.off is not None:
         if unit.strict:
-            raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {_state.off}")
+            raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {process.this.off}")
         return
     with _quietly("reporting", unit.strict):
         from .reporting import publish
 
-        publish(unit, version(), logger, once)
+        publish(unit)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from ... import __version__
 from . import kept
+from .process import logger, once, version
 from .unit import Unit
 from .verdict import Outcome, Verdict, lines_of, verdict_of
 
@@ -25,7 +25,7 @@ _written: dict[Path, dict[str, Any]] = {}
 """What this process has written into each file: a model may have several compiled modules."""
 
 
-def publish(unit: Unit, vllm_version: str, logger: logging.Logger, once: Callable[..., None]) -> None:
+def publish(unit: Unit) -> None:
     """Say what became of a module's plan, on the first rank of its group.
 
     Raises:
@@ -40,20 +40,20 @@ def publish(unit: Unit, vllm_version: str, logger: logging.Logger, once: Callabl
             once(logging.WARNING, "layerfuse: a start from vLLM's cache will have no report: %s", problem)
     if rank == 0:
         path = _file(unit)
-        problem = None if path is None else _write(path, unit, outcome, vllm_version)
+        problem = None if path is None else _write(path, unit, outcome)
         if problem is not None:
             once(logging.WARNING, "layerfuse: the report is in this log only: %s", problem)
         where = [] if path is None or problem is not None else [f"in full: {path}"]
         level = logging.WARNING if outcome.missed or outcome.problems else logging.INFO
-        logger.log(level, "%s", "\n  ".join([_title(unit, outcome, vllm_version), *_lines(unit, outcome), *where]))
+        logger.log(level, "%s", "\n  ".join([_title(unit, outcome), *_lines(unit, outcome), *where]))
     if unit.strict:
         outcome.check()
 
 
-def _title(unit: Unit, outcome: Outcome, vllm_version: str) -> str:
+def _title(unit: Unit, outcome: Outcome) -> str:
     ranks = len(outcome.ranks)
     of = "" if ranks == 1 else f", {ranks} ranks"
-    return f"layerfuse {__version__} in vLLM {vllm_version}: {unit.name} on {unit.plan.target}{of}"
+    return f"layerfuse {__version__} in vLLM {version()}: {unit.name} on {unit.plan.target}{of}"
 
 
 def _lines(unit: Unit, outcome: Outcome) -> list[str]:
@@ -96,7 +96,7 @@ def _file(unit: Unit) -> Path | None:
     return path.with_name("-".join([path.stem, *parts]) + path.suffix)
 
 
-def _write(path: Path, unit: Unit, outcome: Outcome, vllm_version: str) -> str | None:
+def _write(path: Path, unit: Unit, outcome: Outcome) -> str | None:
     """Write the report of every module of this process so far. None, or why that was not possible."""
     modules = _written.setdefault(path, {})
     modules[".".join(filter(None, (unit.model, unit.path)))] = {
@@ -120,7 +120,7 @@ def _write(path: Path, unit: Unit, outcome: Outcome, vllm_version: str) -> str |
             for p in unit.pieces
         ],
     }
-    return kept.write(path, {"layerfuse": __version__, "vllm": vllm_version, "modules": modules})
+    return kept.write(path, {"layerfuse": __version__, "vllm": version(), "modules": modules})
 
 
 def _together(unit: Unit) -> tuple[int, tuple[Verdict, ...]]:

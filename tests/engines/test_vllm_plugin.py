@@ -35,7 +35,7 @@ from vllm_layers import fp8_kernel
 from vllm_started import engine_config, loaded_from_cache, started
 
 from layerfuse import registry
-from layerfuse.engines.vllm import loading, plugin
+from layerfuse.engines.vllm import loading, plugin, process
 from layerfuse.engines.vllm.circumstances import why_not_compiled
 from layerfuse.engines.vllm.hooks import HOOKS, Hook, check_source
 from layerfuse.engines.vllm.plugin import NotHereError
@@ -51,7 +51,7 @@ BOTH = {"fusions": [DUAL, ADD]}
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """As in a new process: nothing said, nothing waited for, the hooks in their places."""
-    monkeypatch.setattr(plugin, "_state", plugin._State())
+    monkeypatch.setattr(process, "this", process.Process())
     monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # vLLM sets it; what it was comes back
     caplog.set_level(logging.INFO, logger="vllm.layerfuse")
@@ -284,7 +284,7 @@ def test_without_vllms_ahead_of_time_compilation_the_report_is_the_records(
 
 def test_copies_of_the_pass_write_to_the_same_report(tmp_path: Path) -> None:
     with started("deepseek-v3", tmp_path, layerfuse=BOTH):
-        ((_, unit),) = plugin._state.waiting.values()
+        ((_, unit),) = process.this.waiting.values()
         added = unit.new_pass()
         for copied in (copy.deepcopy(added), pickle.loads(pickle.dumps(added))):
             assert copied.uuid() == added.uuid()
@@ -300,7 +300,7 @@ def runs_on(engine: Any) -> None:
 
 def again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Register as a new process would, with what is there now."""
-    monkeypatch.setattr(plugin, "_state", plugin._State())
+    monkeypatch.setattr(process, "this", process.Process())
     plugin.register()
 
 
@@ -411,7 +411,7 @@ def test_a_class_derived_from_one_that_vllm_compiles_is_known_by_its_first_call(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with started("deepseek-v3", tmp_path, layerfuse=BOTH, split=False) as engine:
-        ((module, _),) = plugin._state.waiting.values()
+        ((module, _),) = process.this.waiting.values()
         own = DeepseekV2Model.__call__
         module.__class__ = type("Derived", (DeepseekV2Model,), {"__module__": DeepseekV2Model.__module__})
         engine()
@@ -492,7 +492,7 @@ def test_batch_invariance_is_honoured(
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}):
-        ((_, unit),) = plugin._state.waiting.values()
+        ((_, unit),) = process.this.waiting.values()
         assert not unit.active
         assert {d.reason for d in unit.plan.refused(ADD)} == {
             "VLLM_BATCH_INVARIANT is set: vLLM keeps to kernels whose results do not depend on the batch"

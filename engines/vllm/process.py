@@ -1,0 +1,64 @@
+"""What one process knows of layerfuse inside vLLM beside its plans, and its lines in vLLM's log, each of them once."""
+
+from __future__ import annotations
+
+import logging
+from importlib import metadata
+from typing import Any
+
+from .hooks import TESTED
+
+logger = logging.getLogger("vllm.layerfuse")
+# Below "vllm", so that vLLM's own handlers and levels hold.
+
+
+class Process:
+    """What a new process begins with."""
+
+    def __init__(self) -> None:
+        self.registered = False
+        self.off: str | None = None
+        "Why vLLM is left alone, or None."
+        self.waiting: dict[int, tuple[Any, Any]] = {}
+        "The modules that vLLM will compile at their first call, each with its `Unit`, by identity."
+        self.running: list[Any] = []
+        "The units of the modules that are at their first call, the innermost last."
+        self.said: set[str] = set()
+
+
+this = Process()
+"""This one."""
+
+
+def version() -> str:
+    """The version of vLLM, or what stands in a sentence in its place."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
+def leave_alone(reason: str) -> None:
+    """Do nothing from now on, and say why once."""
+    if this.off is None:
+        this.off = reason
+        known = ", ".join(TESTED)
+        logger.warning("layerfuse leaves vLLM %s alone (tested with %s): %s", version(), known, reason)
+
+
+def troubled(doing: str, error: Exception) -> None:
+    """Take note of an error of layerfuse's own: a warning, and in `strict` an error once the model has run."""
+    text = f"{doing} failed: {type(error).__name__}: {error}"
+    for unit in this.running[-1:]:
+        if text not in unit.trouble:
+            unit.trouble.append(text)
+    once(logging.WARNING, "layerfuse: %s", text)
+    logger.debug("layerfuse: %s", doing, exc_info=error)
+
+
+def once(level: int, message: str, *arguments: Any) -> None:
+    """Log a line, unless this process has."""
+    text = message % arguments
+    if text not in this.said:
+        this.said.add(text)
+        logger.log(level, "%s", text)
