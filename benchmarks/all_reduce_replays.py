@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from environment import save
+from environment import save, too_few_gpus
 from torch import Tensor
 
 from layerfuse.bench.ranks import Ranks
@@ -151,10 +151,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/all_reduce_replays-*.json")
     given = parser.parse_args()
-    if torch.cuda.device_count() < given.ranks:
-        print(
-            f"nothing replayed: this needs {given.ranks} GPUs that torch can see, and there are {torch.cuda.device_count()}"
-        )
+    reason = too_few_gpus(given.ranks)
+    if reason is not None:
+        print(f"nothing replayed: {reason}")
         return 0
     cases, failed = [], False
     with Ranks(given.ranks) as ranks:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from attrs import frozen
+from table_runs import chosen, parser_of
 
 from layerfuse import bench
 from layerfuse.bench.against import (
@@ -228,23 +229,10 @@ def saved(folder: Path, ranks: int | None) -> list[tuple[Run, Result]]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "all_reduce_tables.md")
     parser.add_argument("--ranks", type=int, help="processes, one per GPU; all GPUs if not given, two on a CPU")
-    parser.add_argument("--vllm", type=Path, help="the folder of vLLM's compiled library")
     parser.add_argument("--flashinfer", type=Path, help="the folder of FlashInfer's compiled all-reduces")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--limit", type=float, default=480.0, help="seconds after which no further run begins")
-    parser.add_argument(
-        "--skip", type=int, default=0, help="leave out the first runs: to go on where a limit ended one"
-    )
-    parser.add_argument("--only", default="", help="runs whose name holds one of these words, with commas between them")
     parser.add_argument("--every", action="store_true", help="the other forms too")
-    parser.add_argument("--tokens", help="these instead, with commas between them")
-    parser.add_argument("--peers", help="these instead, with commas between them")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--list", action="store_true", help="print the runs and their numbers")
-    parser.add_argument("--summarise", action="store_true", help="write all_reduce_tables.md from the files in --out")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script: tiny")
     return parser.parse_args()
 
 
@@ -260,9 +248,7 @@ def _measure(run: Run, given: argparse.Namespace, ranks: bench.Ranks) -> Result:
 def main() -> int:
     """Measure and write; 1 where one of our own results was wrong or failed."""
     given = _arguments()
-    words = [word for word in given.only.split(",") if word]
-    wanted = [(number, run) for number, run in enumerate(runs(every=given.every))
-              if number >= given.skip and (not words or any(word in str(run) for word in words))]  # fmt: skip
+    wanted = chosen(runs(every=given.every), given)
     if given.list:
         print(*(f"{number:3} {run}, {len(run.tokens)} token counts" for number, run in wanted), sep="\n")
         return 0

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric_memory
 import triton
 from all_reduce_pull import pull_row_norm
-from environment import save
+from environment import save, too_few_gpus
 from torch import Tensor
 
 from layerfuse.bench.ranks import Ranks
@@ -148,10 +148,9 @@ def main() -> int:
     parser.add_argument("--tokens", default="1,8,32,80,256,1024,4096")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/all_reduce_tuning-N-ranks.json")
     given = parser.parse_args()
-    if torch.cuda.device_count() < given.ranks:
-        print(
-            f"nothing measured: this needs {given.ranks} GPUs that torch can see, and there are {torch.cuda.device_count()}"
-        )
+    reason = too_few_gpus(given.ranks)
+    if reason is not None:
+        print(f"nothing measured: {reason}")
         return 0
     found: list[dict[str, Any]] = []
     with Ranks(given.ranks) as ranks:

@@ -29,6 +29,14 @@ def environment() -> dict[str, Any]:
     }
 
 
+def too_few_gpus(least: int) -> str | None:
+    """What to say where torch sees fewer GPUs than a benchmark needs, or None."""
+    import torch
+
+    found = torch.cuda.device_count()
+    return None if found >= least else f"this needs {least} GPUs that torch can see, and there are {found}"
+
+
 def save(name: str, results: dict[str, Any]) -> Path:
     """Write results and environment to `benchmarks/results/<name>.json`."""
     RESULTS.mkdir(exist_ok=True)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from attrs import field, frozen
+from table_runs import chosen, parser_of
 
 from layerfuse import bench, registry
 from layerfuse.bench.cases import Case, forms
@@ -243,21 +244,8 @@ def saved(folder: Path) -> list[tuple[Run, Result]]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "gpu_tables.md")
     parser.add_argument("--aiter", type=Path, help="a checkout of ROCm/aiter")
-    parser.add_argument("--vllm", type=Path, help="the folder of vLLM's compiled library")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--limit", type=float, default=480.0, help="seconds after which no further run begins")
-    parser.add_argument(
-        "--skip", type=int, default=0, help="leave out the first runs: to go on where a limit ended one"
-    )
-    parser.add_argument("--only", default="", help="runs whose name holds one of these words, with commas between them")
-    parser.add_argument("--tokens", help="these instead, with commas between them")
-    parser.add_argument("--peers", help="these instead, with commas between them")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--list", action="store_true", help="print the runs and their numbers")
-    parser.add_argument("--summarise", action="store_true", help="write gpu_tables.md from the files in --out")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script: tiny")
     return parser.parse_args()
 
 
@@ -279,9 +267,7 @@ def _measure(run: Run, given: argparse.Namespace) -> Result | None:
 def main() -> int:
     """Measure and write; 1 where one of our own results was wrong or failed."""
     given = _arguments()
-    words = [word for word in given.only.split(",") if word]
-    wanted = [(number, run) for number, run in enumerate(runs())
-              if number >= given.skip and (not words or any(word in str(run) for word in words))]  # fmt: skip
+    wanted = chosen(runs(), given)
     if given.list:
         print(*(f"{number:3} {run}, {len(run.tokens)} token counts" for number, run in wanted), sep="\n")
         return 0

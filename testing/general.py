@@ -14,6 +14,7 @@ from .recipes import EXTRAS, GDN_KEYS, GQA_KEYS, KDA_KEYS, MLA_KEYS, Recipe
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
+    from ..registry.kinds import LayerKind
 
 _SMALL: Mapping[str, Any] = {
     "vocab_size": 128,
@@ -35,6 +36,9 @@ _SMALL: Mapping[str, Any] = {
     "index_topk": 16,
 }
 """What no spec speaks of, where a config has it."""
+
+YARN_ORIGINAL_LENGTH = 4096
+"""`original_max_position_embeddings` of every yarn model declared here. No spec speaks of it."""
 
 _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
 """transformers' words where they are not a spec's."""
@@ -103,11 +107,27 @@ def _activation(entry: ModelEntry, known: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(entry: ModelEntry, known: Mapping[str, Any]) -> dict[str, Any]:
     """What a config's own rope says besides (Mistral-4 scales queries by position) stays, and only yarn is the entry's."""
-    from .models import yarn_rope
-
     own = known.get("rope_parameters")
     said = [rope for kind in entry.layers.values() for rope in [yarn_rope(kind)] if rope]
     if not said or not isinstance(own, dict):
         return {}
     kept = {key: value for key, value in own.items() if key != "partial_rotary_factor"}
     return {"rope_parameters": {**kept, **said[0]["rope_parameters"]}}
+
+
+def yarn_rope(kind: LayerKind) -> dict[str, Any]:
+    """The config keys of a kind's yarn; none without."""
+    yarn = getattr(kind, "yarn", None)
+    if yarn is None:
+        return {}
+    return {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": yarn.factor,
+            "mscale": yarn.mscale_all_dim,
+            "mscale_all_dim": yarn.mscale_all_dim,
+            "original_max_position_embeddings": YARN_ORIGINAL_LENGTH,
+        },
+        "max_position_embeddings": int(YARN_ORIGINAL_LENGTH * yarn.factor),
+    }

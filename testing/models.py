@@ -14,16 +14,12 @@ import attrs
 from ..adapters.errors import LayerfuseError
 from ..registry.catalog import ModelEntry
 from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLPKind
-from .general import general_recipe
+from .general import general_recipe, yarn_rope
 from .recipes import NOT_IN_TRANSFORMERS, RECIPES, Recipe
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-YARN_ORIGINAL_LENGTH = 4096
-"""`original_max_position_embeddings` of every yarn model declared here. No spec speaks of it."""
-
 
 SMALL_MLP = 64
 """Width of the MLPs of a small model."""
@@ -178,24 +174,6 @@ def arguments(entry: ModelEntry) -> dict[str, Any]:
     for extra in recipe.extra:
         words.update(extra(entry))
     return words
-
-
-def yarn_rope(kind: LayerKind) -> dict[str, Any]:
-    """The config keys of a kind's yarn; none without."""
-    yarn = getattr(kind, "yarn", None)
-    if yarn is None:
-        return {}
-    return {
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": yarn.factor,
-            "mscale": yarn.mscale_all_dim,
-            "mscale_all_dim": yarn.mscale_all_dim,
-            "original_max_position_embeddings": YARN_ORIGINAL_LENGTH,
-        },
-        "max_position_embeddings": int(YARN_ORIGINAL_LENGTH * yarn.factor),
-    }
 
 
 def _recipe(entry: ModelEntry) -> Recipe:

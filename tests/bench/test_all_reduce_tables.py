@@ -1,6 +1,7 @@
 """The script of the all-reduces' tables: every run is a case, and a goal that is missed is named with its figure."""
 
-import importlib.util
+import importlib
+import sys
 
 import pytest
 from helpers import ROOT
@@ -10,9 +11,8 @@ from layerfuse.bench.cases import forms_over_ranks
 from layerfuse.bench.choosing import make_case
 from layerfuse.bench.result import Measured, Row
 
-spec = importlib.util.spec_from_file_location("all_reduce_tables", ROOT / "benchmarks" / "all_reduce_tables.py")
-tables = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tables)
+sys.path.append(str(ROOT / "benchmarks"))
+tables = importlib.import_module("all_reduce_tables")
 
 PLAIN, GROUP, *_ = tables.runs()
 GROUP = next(run for run in tables.runs() if run.op == tables.GROUP and run.width == PLAIN.width)

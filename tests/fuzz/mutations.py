@@ -9,7 +9,8 @@ import copy
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 SECONDS = float(os.environ.get("LAYERFUSE_FUZZ_SECONDS", "4"))
@@ -34,6 +35,22 @@ def cases(seconds: float | None = None) -> Iterator[random.Random]:
         source.number = number  # type: ignore[attr-defined]
         yield source
         number += 1
+
+
+def tried(one: Callable[[random.Random], str]) -> Counter[str]:
+    """What came of each case, in a word.
+
+    Raises:
+        AssertionError: a case raised; with its number.
+    """
+    found: Counter[str] = Counter()
+    for chance in cases():
+        try:
+            found[one(chance)] += 1
+        except Exception as error:
+            raise AssertionError(f"case {chance.number}: {type(error).__name__}") from error  # type: ignore[attr-defined]
+    print(f"\n{found.total()} cases: {dict(found)}")
+    return found
 
 
 def mutated(document: Any, chance: random.Random, keys: list[str], odd: tuple[Any, ...] = ODD) -> Any:
