@@ -21,7 +21,7 @@ class Layout(NamedTuple):
     rank: int
     world_size: int
     shots: int
-    "1: every rank sums every row. 2: a row's owner sums it and sends the sum."
+    "1: every rank sums every row. 2: a row's owner sums it, adds the residual and sends the row of the stream."
     most: int
     "Rows of a launch; a multiple of 16 where calls may have more, so that each launch starts on the 16-byte grid."
     row_bytes: int
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
         if self.shots == 1:
             return 2 * self.world_size * self.most * self.row_bytes
         parts = self.world_size * -(-self.most // self.world_size) * self.row_bytes
-        return 2 * parts + 2 * self.most * (self.row_bytes // self.item * 4)
+        return 2 * parts + 2 * self.most * self.row_bytes
 
 
 class Workspace(NamedTuple):
