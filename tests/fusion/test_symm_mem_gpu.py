@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
+from itertools import permutations
 from random import Random
 from typing import Any
 
@@ -61,8 +62,10 @@ class Streams:
     def __init__(self, world_size: int, shots: int) -> None:
         self.world_size, self.shots = world_size, shots
         self.devices = [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(world_size)]
-        for device in set(self.devices):  # torch lets GPUs reach each other's memory once it has copied between them
-            torch.ones(1, device=device).to(self.devices[0])
+        for device, other in permutations(
+            set(self.devices), 2
+        ):  # torch lets a GPU reach another's memory once it has copied
+            torch.ones(1, device=device).to(other)
         self.streams = [torch.cuda.Stream(device) for device in self.devices]
         self.random = Random(0)
         self.known: dict[tuple[int, torch.dtype], list[Any]] = {}
