@@ -107,8 +107,6 @@ def _parse_one(name: str, kind: str, words: Any) -> Parsed:
         return _checked_norm(parse_norm(words, name, gated=kind == "gated_norm"), name)
     if kind == "norms":
         listed = words if isinstance(words, (list, tuple)) else [words]
-        if not listed:
-            raise FactsError(f"{name}: expected at least one norm")
         return tuple(
             _checked_norm(parse_norm(word, f"{name}.{i}", gated=False), f"{name}.{i}") for i, word in enumerate(listed)
         )

@@ -100,8 +100,8 @@ def problem_of(kind: str, value: Any) -> str | None:
         return None if fine else f"expected one of {', '.join(_WORDS[kind])}, got {shown(value)}"
     expected = NESTED[kind]
     if kind == "norms":
-        fine = type(value) is tuple and value != () and all(issubclass(type(norm), expected) for norm in value)
-        return None if fine else f"expected a non-empty tuple of {expected.__name__}, got {shown(value)}"
+        fine = type(value) is tuple and all(issubclass(type(norm), expected) for norm in value)
+        return None if fine else f"expected a tuple of {expected.__name__}, got {shown(value)}"
     # Not isinstance: that asks the value for its class, which is the value's own code.
     return None if issubclass(type(value), expected) else f"expected {expected.__name__}, got {shown(value)}"
 

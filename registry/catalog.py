@@ -48,7 +48,8 @@ class ModelEntry:
     norm_weight_offset: float = 0.0
     "1.0 where the decoder layers' norms and the final norm are zero-centred (Gemma, Qwen3-Next)."
     added_as_given: bool = True
-    "False where a norm (Gemma 3) or a factor (MiniCPM3) stands between what attention and MLP give and the residual add."
+    """False where a norm (Gemma 3) or a factor (MiniCPM3) stands between what attention and MLP give and the residual add.
+    It is false of kinds with `stream_norms = "none"`, whatever is said here."""
     attentions_per_layer: int = 1
     "Attention blocks in one decoder layer: 2 in LongCat-Flash."
     aliases: list[str] = field(factory=list)
@@ -166,13 +167,14 @@ class ModelEntry:
             if only is not None and index not in only:
                 continue
             blocks = [(f".{block}" if each > 1 else "", self._common(index * each + block)) for block in range(each)]
+            read = decoder_norms if self.layers[kind].stream_norms is None else ()
             yield (
                 f"layers.{index}",
                 ResidualSpec(
                     **self._common(index),
-                    input_norms=decoder_norms,
-                    post_attention_norms=decoder_norms,
-                    added_as_given=self.added_as_given,
+                    input_norms=read,
+                    post_attention_norms=read,
+                    added_as_given=self.added_as_given and read != (),
                 ),
             )
             for suffix, common in blocks:

@@ -49,15 +49,20 @@ def why_not(entry: ModelEntry) -> str | None:
     return None
 
 
-def full_model(entry: ModelEntry) -> nn.Module:
+def full_model(entry: ModelEntry, *, mixtures: bool = False) -> nn.Module:
     """The real model with the published dimensions of everything a spec speaks of, without memory, on the meta device.
 
     Vocabulary, routed experts and the vision tower are small.
 
+    Args:
+        entry: the declared model.
+        mixtures: the second half of its layers are mixtures of experts where the architecture has those, whatever the
+            entry says.
+
     Raises:
         NotBuildableError: transformers has no such model.
     """
-    return _build(entry, device="meta", dtype=None)
+    return _build(entry, device="meta", dtype=None, mixtures=mixtures)
 
 
 def small_entry(
@@ -131,8 +136,8 @@ def small_model(
     return model.eval().requires_grad_(False)
 
 
-def config_of(entry: ModelEntry) -> Any:
-    """The transformers config of an entry: published dimensions, everything else small.
+def config_of(entry: ModelEntry, *, mixtures: bool = False) -> Any:
+    """The transformers config of an entry: published dimensions, everything else small. `mixtures`: as for `full_model`.
 
     Raises:
         NotBuildableError: transformers has no such model.
@@ -143,7 +148,10 @@ def config_of(entry: ModelEntry) -> Any:
     import transformers
 
     recipe = _recipe(entry)
-    config = getattr(transformers, recipe.config)(**arguments(entry))
+    words = arguments(entry)
+    if mixtures:
+        words.update({key: value for key, value in _half_mixtures(entry.num_hidden_layers).items() if key in words})
+    config = getattr(transformers, recipe.config)(**words)
     config._attn_implementation = "eager"
     if recipe.around is None:
         return config
@@ -174,6 +182,13 @@ def arguments(entry: ModelEntry) -> dict[str, Any]:
     for extra in recipe.extra:
         words.update(extra(entry))
     return words
+
+
+def _half_mixtures(layers: int) -> dict[str, Any]:
+    """How configs say that the second half of these layers are mixtures, each in its own key."""
+    dense = layers // 2
+    types = ["dense"] * dense + ["sparse"] * (layers - dense)
+    return {"mlp_layer_types": types, "first_k_dense_replace": dense, "mlp_only_layers": list(range(dense))}
 
 
 def _recipe(entry: ModelEntry) -> Recipe:
@@ -208,8 +223,8 @@ def _few_heads(kind: LayerKind, heads: int) -> LayerKind:
     return attrs.evolve(kind, num_heads=heads)
 
 
-def _build(entry: ModelEntry, *, device: str, dtype: torch.dtype | None) -> nn.Module:
-    config = config_of(entry)
+def _build(entry: ModelEntry, *, device: str, dtype: torch.dtype | None, mixtures: bool = False) -> nn.Module:
+    config = config_of(entry, mixtures=mixtures)
     import torch
     import transformers
 
