@@ -230,9 +230,17 @@ class Registry:
         """
         if not isinstance(adapter, Adapter):
             raise ArgumentError(f"adapter: expected one Adapter, got {shown(adapter)}")
+        self.register_adapters([adapter], source)
+
+    def register_adapters(self, adapters: Iterable[Adapter], source: str) -> None:
+        """Add several adapters, all or none. `source` is who declares them, for messages.
+
+        Raises:
+            ConflictError: as `register_adapter`.
+        """
         self._start()
         with self._lock:
-            self._add([adapter], {}, source)
+            self._add(adapters, {}, source)
 
     def register_model(self, entry: ModelEntry) -> None:
         """Add a model and the layer classes it brings. The same one again is a no-op.
@@ -276,7 +284,11 @@ class Registry:
         return MappingProxyType(entries)
 
     def on_miss(self, more: Callable[[Registry], None]) -> None:
-        """Call `more` once, when a class or name is asked for that is not yet known: how plugins stay unimported."""
+        """Call `more` once, when a class or name is asked for that is not yet known: how plugins stay unimported.
+
+        It is given a registry to add to. All that it adds is taken over at once, or nothing where it raises; it is then called
+        again, and raises again, whenever something unknown is asked for.
+        """
         with self._lock:
             self._late.append(more)
 
@@ -302,9 +314,19 @@ class Registry:
             if self._late and not self._busy:
                 late = list(self._late)
                 with self._being_busy():
-                    for more in late:
-                        more(self)
+                    self._take_over(late)
                 del self._late[: len(late)]
+
+    def _take_over(self, late: Iterable[Callable[[Registry], None]]) -> None:
+        """What these add, all or none: else a class would be known or not by how often something was asked."""
+        before = None
+        while before is not self._tables:  # a plugin may register something here too, when it is imported
+            before = self._tables
+            aside = Registry()
+            aside._tables = before
+            for more in late:
+                more(aside)
+        self._tables, self._by_class = aside._tables, {}
 
     @contextmanager
     def _being_busy(self) -> Iterator[None]:
