@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import field, frozen
 
-from ..adapters.errors import LayerfuseError
+from ..adapters.errors import LayerfuseError, said
 from ..adapters.reader import LayerReader
 from ..adapters.specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, GQASpec, MLASpec, ResidualSpec
 from ..registry.declare import facts_from_words
@@ -81,7 +81,7 @@ def ask_code(found: Inspection, registry: Registry) -> Inspection:
     try:
         model = full_model(_two_of_each(found.entry), mixtures=True)
     except Exception as error:  # a config class refuses in its own way what it does not take
-        return _noted(found, f"transformers' code was not asked: {type(error).__name__}: {error}".splitlines()[0])
+        return _noted(found, f"transformers' code was not asked: {said(error)}".splitlines()[0])
     offset = _offset(model, found.entry.hidden_size)
     entry = found.entry if offset is None else attrs.evolve(found.entry, norm_weight_offset=offset)
     kept = _two_of_each(entry).kind_at()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..adapters.errors import LayerfuseError
+from ..adapters.errors import LayerfuseError, said, shown
 from ..registry.catalog import ModelEntry
 from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLPKind
 from .general import general_recipe, yarn_rope
@@ -33,15 +33,24 @@ def why_not(entry: ModelEntry) -> str | None:
     """Why transformers cannot build this entry, in a sentence, or None where it can. Imports transformers' index only."""
     if entry.model_type is None:
         return f"{entry.name} declares no model_type"
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed (pip install 'layerfuse[hf]')"
+    try:
+        if importlib.util.find_spec("transformers") is None:
+            return "transformers is not installed (pip install 'layerfuse[hf]')"
+        return _why_not(entry)
+    except (Exception, SystemExit) as error:  # half an installation breaks in any way
+        return (
+            f"the installed transformers cannot be used: {said(error)}; install it anew (pip install 'layerfuse[hf]')"
+        )
+
+
+def _why_not(entry: ModelEntry) -> str | None:
     import transformers
 
-    recipe = _recipe_of(entry)
+    recipe, model_type = _recipe_of(entry), entry.model_type or ""
     if recipe is None:
         return NOT_IN_TRANSFORMERS.get(
-            entry.model_type,
-            f"transformers {transformers.__version__} builds no language model of the model_type {entry.model_type!r}",
+            model_type,
+            f"transformers {transformers.__version__} builds no language model of the model_type {shown(model_type)}",
         )
     for name in (recipe.config, recipe.model):
         if not hasattr(transformers, name):
@@ -206,7 +215,7 @@ def _recipe_of(entry: ModelEntry) -> Recipe | None:
 
 
 def _small_mlps(entry: ModelEntry) -> dict[str, MLPKind]:
-    recipe = _recipe_of(entry)
+    recipe = None if why_not(entry) is not None else _recipe_of(entry)
     name = SHARED_EXPERTS if recipe is not None and recipe.dense is None else "dense"
     kind = next(iter(entry.mlps.values()), None)
     return {} if kind is None else {name: attrs.evolve(kind, at="all", intermediate_size=SMALL_MLP)}
