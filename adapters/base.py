@@ -166,7 +166,7 @@ def _layers(layers: Mapping[str, Facts | Sequence[Facts]]) -> Mapping[str, tuple
 
 
 def _keys(keys: Iterable[str]) -> frozenset[str]:
-    if isinstance(keys, str) or not isinstance(keys, Iterable):
+    if not isinstance(keys, (tuple, list, set, frozenset)):
         raise FactsError(f"Adapter.ignored: expected several layer classes, in a tuple, got {shown(keys)}")
     return frozenset(map(check_key, keys))
 

@@ -5,6 +5,7 @@ The kind is data on the field, so that reading a layer, structuring TOML and val
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -73,6 +74,12 @@ def kind_of(attribute: attrs.Attribute[Any]) -> str:
     return kind
 
 
+@functools.cache
+def kinds_in(spec: type[Any]) -> tuple[tuple[str, str], ...]:
+    """The fields of a class with their kinds: asked of every spec that is made."""
+    return tuple((a.name, kind_of(a)) for a in attrs.fields(spec))
+
+
 def problem_of(kind: str, value: Any) -> str | None:
     """Why `value` is no legal value of this kind, or None if it is."""
     if value is None and kind in _OPTIONAL:
@@ -120,9 +127,9 @@ class Checked:
 
     def __attrs_post_init__(self) -> None:
         wrong = {
-            a.name: problem
-            for a in attrs.fields(type(self))
-            if (problem := problem_of(kind_of(a), getattr(self, a.name))) is not None
+            name: problem
+            for name, kind in kinds_in(type(self))
+            if (problem := problem_of(kind, getattr(self, name))) is not None
         }
         # Cross-field rules only make sense on legal values.
         problems = [f"{name}: {problem}" for name, problem in wrong.items()] or list(self._contradictions())

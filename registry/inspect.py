@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import frozen
 
-from ..adapters.errors import LayerfuseError, shown
+from ..adapters.arguments import expect
+from ..adapters.errors import LayerfuseError, cut, shown
 from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
 from .hf_layers import layers_of
@@ -122,6 +123,7 @@ def inspect(
     Raises:
         ConfigError: it does not say what an entry needs; everything missing is listed.
     """
+    expect("config", config, Mapping, "a parsed config.json (read_config reads one)")
     values, part = text_part(config)
     hf = HFConfig(values)
     types = [t for t in (config.get("model_type"), values.get("model_type")) if isinstance(t, str)]
@@ -229,7 +231,7 @@ def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes
         'instead, write stream_norms = "none" under layers, and where they stand there too, added_as_given = false'
     )
     notes.append(f"{NO_MLP_SAID}; none was written: declare them under mlps")
-    prefix = next((c.partition("For")[0] for c in classes), "")
+    prefix = cut(next((c.partition("For")[0] for c in classes), ""))
     example = f'"transformers:{prefix or "My"}Attention" = {{ like = "transformers:..." }}'
     notes.append(
         f"{NOT_DECLARED}: compare the entry with the real layers, whose code may say more than "

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from ..adapters.arguments import expect
 from ..adapters.errors import LayerfuseError, said, shown
 from ..registry.catalog import ModelEntry
 from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLPKind
@@ -30,7 +31,12 @@ class NotBuildableError(LayerfuseError, LookupError):
 
 
 def why_not(entry: ModelEntry) -> str | None:
-    """Why transformers cannot build this entry, in a sentence, or None where it can. Imports transformers' index only."""
+    """Why transformers cannot build this entry, in a sentence, or None where it can. Imports transformers' index only.
+
+    Raises:
+        ArgumentError: this is no ModelEntry.
+    """
+    expect("entry", entry, ModelEntry, "a ModelEntry (registry.model gives one by its name)")
     if entry.model_type is None:
         return f"{entry.name} declares no model_type"
     try:
@@ -87,6 +93,7 @@ def small_entry(
         hidden_size: width of the residual stream.
         heads: query heads. Grouped heads keep their group size where it fits.
     """
+    expect("entry", entry, ModelEntry, "a ModelEntry (registry.model gives one by its name)")
     all_kinds = entry.kind_at()
     numbers = range(min(layers, len(all_kinds))) if isinstance(layers, int) else layers
     kept = [all_kinds[number] for number in numbers]
