@@ -5,7 +5,6 @@ The kind is data on the field, so that reading a layer, structuring TOML and val
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -74,10 +73,15 @@ def kind_of(attribute: attrs.Attribute[Any]) -> str:
     return kind
 
 
-@functools.cache
+_KINDS_IN: dict[type[Any], tuple[tuple[str, str], ...]] = {}
+
+
 def kinds_in(spec: type[Any]) -> tuple[tuple[str, str], ...]:
-    """The fields of a class with their kinds: asked of every spec that is made."""
-    return tuple((a.name, kind_of(a)) for a in attrs.fields(spec))
+    """The fields of a class with their kinds. Kept, as it is asked of every spec that is made."""
+    found = _KINDS_IN.get(spec)
+    if found is None:
+        found = _KINDS_IN[spec] = tuple((a.name, kind_of(a)) for a in attrs.fields(spec))
+    return found
 
 
 def problem_of(kind: str, value: Any) -> str | None:

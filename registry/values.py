@@ -5,7 +5,6 @@ A spec names its own fields: a file's `latent_norm_eps` would be reported as the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +41,17 @@ def _wrong(where: str, said: Any, spec: type[Any]) -> Iterator[str]:
                 yield f"{where}{name}: {problem}"
 
 
-@functools.cache
+_NUMBERS_OF: dict[tuple[type[Any], type[Any]], tuple[tuple[str, str], ...]] = {}
+
+
 def _numbers_of(cls: type[Any], spec: type[Any]) -> tuple[tuple[str, str], ...]:
-    """The fields of a table that have bounds, with the kind of value that each takes."""
-    kinds = dict((*kinds_in(NormSpec), *kinds_in(spec)))
-    found = {
-        a.name: "positive" if a.name.endswith(("_eps", "_scale")) else kinds.get(a.name, "text")
-        for a in attrs.fields(cls)
-    }
-    return tuple((name, kind) for name, kind in found.items() if kind != "text")
+    """The fields of a table that have bounds, with the kind of value that each takes. Kept, as files hold thousands."""
+    found = _NUMBERS_OF.get((cls, spec))
+    if found is None:
+        kinds = dict((*kinds_in(NormSpec), *kinds_in(spec)))
+        several = {
+            a.name: "positive" if a.name.endswith(("_eps", "_scale")) else kinds.get(a.name, "text")
+            for a in attrs.fields(cls)
+        }
+        found = _NUMBERS_OF[cls, spec] = tuple((name, kind) for name, kind in several.items() if kind != "text")
+    return found
