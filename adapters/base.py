@@ -107,8 +107,6 @@ def _parse_one(name: str, kind: str, words: Any) -> Parsed:
         return _checked_norm(parse_norm(words, name, gated=kind == "gated_norm"), name)
     if kind == "norms":
         listed = words if isinstance(words, (list, tuple)) else [words]
-        if not listed:
-            raise FactsError(f"{name}: expected at least one norm")
         return tuple(
             _checked_norm(parse_norm(word, f"{name}.{i}", gated=False), f"{name}.{i}") for i, word in enumerate(listed)
         )
@@ -168,7 +166,7 @@ def _layers(layers: Mapping[str, Facts | Sequence[Facts]]) -> Mapping[str, tuple
 
 
 def _keys(keys: Iterable[str]) -> frozenset[str]:
-    if isinstance(keys, str) or not isinstance(keys, Iterable):
+    if not isinstance(keys, (tuple, list, set, frozenset)):
         raise FactsError(f"Adapter.ignored: expected several layer classes, in a tuple, got {shown(keys)}")
     return frozenset(map(check_key, keys))
 

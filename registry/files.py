@@ -9,6 +9,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -18,6 +19,7 @@ from cattrs import ClassValidationError, IterableValidationError, transform_erro
 from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
+from ..adapters.arguments import expect
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
 from .catalog import MOST_LAYERS, ModelEntry
 from .errors import MOST_PROBLEMS, TOO_MANY_PROBLEMS, CatalogError
@@ -155,7 +157,9 @@ def read_file(path: str | Path) -> dict[str, ModelEntry]:
 
     Raises:
         CatalogError: the file cannot be read, is no TOML, or holds mistakes; all are listed.
+        ArgumentError: this is no path.
     """
+    expect("path", path, (str, PathLike), "the path of a models file")
     path = Path(path)
     try:
         # One byte more than allowed tells a file that is too large without reading it whole.
@@ -171,7 +175,9 @@ def parse(data: bytes | str, file: str = "models.toml") -> dict[str, ModelEntry]
 
     Raises:
         CatalogError: as `read_file`.
+        ArgumentError: this is no text.
     """
+    expect("data", data, (bytes, str), "the text of a models file")
     if len(data) > LARGEST_FILE:
         raise CatalogError(file, [f"larger than {LARGEST_FILE >> 20} MiB, which no models file is"])
     try:
@@ -194,7 +200,9 @@ def structure(document: Mapping[str, Any], file: str) -> dict[str, ModelEntry]:
 
     Raises:
         CatalogError: as `read_file`.
+        ArgumentError: this is no document.
     """
+    expect("document", document, Mapping, "a parsed TOML document")
     problems = [
         f"unknown table {shown(name)}{did_you_mean(name, ['models'])}; models stand under [models.<name>] @ $"
         for name in list(document)[:TOO_MANY_PROBLEMS]

@@ -81,6 +81,8 @@ class MLAKind:
     "Only where it is not qk_head_dim ** -0.5 times the yarn correction squared."
     latent_norm_eps: float | None = None
     "Epsilon of both latent norms, where it is not the model's rms_norm_eps."
+    stream_norms: Literal["none"] | None = None
+    'Only where no norm reads the residual stream in these layers: "none". Theirs stand on what attention and MLP give.'
 
     def spec(self, around: Around) -> MLASpec:
         """The spec of one such layer, whole."""
@@ -128,6 +130,8 @@ class GatedDeltaNetKind:
     'Which decoder layers, 0-based: "all", "rest", a list, or {start, step}.'
     output_norm_eps: float | None = None
     "Epsilon of the gated norm, where it is not the model's rms_norm_eps."
+    stream_norms: Literal["none"] | None = None
+    'Only where no norm reads the residual stream in these layers: "none". Theirs stand on what attention and MLP give.'
 
     def spec(self, around: Around) -> GatedDeltaNetSpec:
         """The spec of one such layer, whole."""
@@ -172,6 +176,8 @@ class GQAKind:
     "Width of one value head, where it is not head_dim."
     softmax_scale: float | None = None
     "Only where it is not head_dim ** -0.5."
+    stream_norms: Literal["none"] | None = None
+    'Only where no norm reads the residual stream in these layers: "none". Theirs stand on what attention and MLP give.'
 
     def spec(self, around: Around) -> GQASpec:
         """The spec of one such layer, whole."""

@@ -203,9 +203,7 @@ def _facts() -> dict[str, Any]:
 
 def _words(kind: str) -> dict[str, Any]:
     if kind == "norms":
-        return {
-            "anyOf": [{"$ref": "#/$defs/norm"}, {"type": "array", "items": {"$ref": "#/$defs/norm"}, "minItems": 1}]
-        }
+        return {"anyOf": [{"$ref": "#/$defs/norm"}, {"type": "array", "items": {"$ref": "#/$defs/norm"}}]}
     return {"$ref": "#/$defs/norm" if kind.endswith("norm") else "#/$defs/place"}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from attrs import frozen
 
-from ...adapters.errors import LayerfuseError
+from ...adapters.errors import LayerfuseError, cut
 from ...fusion.engine import Engine
 
 
@@ -61,7 +61,7 @@ def engine_of(
     """
     name = NEWEST if release is None else ".".join(release.split(".")[:2])
     if name not in RELEASES:
-        raise UnknownReleaseOfVllmError(f"nothing is recorded of vLLM {release}; known: {', '.join(RELEASES)}")
+        raise UnknownReleaseOfVllmError(f"nothing is recorded of vLLM {cut(name)}; known: {', '.join(RELEASES)}")
     if enforce_eager:
         return Engine(name="vllm", refuses={"*": "enforce_eager is set: vLLM compiles nothing"})
     known = sorted(RELEASES[name].breakable.intersection(architectures))
