@@ -245,7 +245,7 @@ def config_for(quant: Sequence[str]) -> FusionConfig:
             declared[role.strip()] = ActivationQuant.parse(how)
         else:
             declared = dict(FusionConfig(quant=ActivationQuant.parse(words)).quant)
-    return attrs.evolve(config, quant=declared, level=2 if config.level else 0)
+    return attrs.evolve(config, quant=declared, level=0 if config.level == 0 else 2)
 
 
 def answer_plan(

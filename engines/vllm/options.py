@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 KEY = "layerfuse"
 """Under this name of vLLM's `additional_config`."""
 
-ON_BY_DEFAULT: tuple[str, ...] = ()
-"""The fusions of the catalog that are on in vLLM without being asked for. A test holds it to the catalog: to read that takes
-longer than a start-up with nothing to do may."""
-
 
 class OptionsError(LayerfuseError, ValueError):
     """Options that do not exist, or values of another type; all of them at once."""

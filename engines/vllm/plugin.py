@@ -20,7 +20,7 @@ from ...adapters.errors import LayerfuseError
 from . import process
 from .hooks import HOOKS, Hook, HookError, stand_at, wrapped_by
 from .imports import when_imported
-from .options import KEY, ON_BY_DEFAULT, Options, options_in
+from .options import KEY, Options, options_in
 from .process import leave_alone, logger, once, troubled, version
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {process.this.off}")
         return model
     if _nothing_on(options):
-        once(logging.INFO, "layerfuse: no fusion is on in vLLM by default; see docs/vllm.md for those that can be")
+        once(logging.INFO, "layerfuse: no fusion is on in vLLM by default here; see docs/vllm.md for those that can be")
         return model
     with _quietly("planning", options.strict):
         from .loading import units_of
@@ -117,7 +117,11 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _nothing_on(options: Options) -> bool:
     """Whether nothing was asked for and nothing is on: so that what plans is not even imported."""
-    return options.says_nothing and not ON_BY_DEFAULT and not metadata.entry_points(group="layerfuse.fusions")
+    if not options.says_nothing or metadata.entry_points(group="layerfuse.fusions"):
+        return False
+    from .defaults import arch_here, on_by_default
+
+    return not on_by_default() or not on_by_default(arch_here())
 
 
 def _wait_for(module: nn.Module, unit: Unit) -> None:

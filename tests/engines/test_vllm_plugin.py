@@ -196,7 +196,7 @@ def test_off_by_default_nothing_is_planned_and_vllm_compiles_as_ever(
         engine()
         assert engine.config.additional_config == {}
     assert said(caplog) == [
-        "layerfuse: no fusion is on in vLLM by default; see docs/vllm.md for those that can be",
+        "layerfuse: no fusion is on in vLLM by default here; see docs/vllm.md for those that can be",
     ]
     assert not list(tmp_path.rglob("*layerfuse*"))
 
