@@ -17,6 +17,7 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.errors import shown
 from .compose import op_of, quantised_step
 from .declare import REQUIRED, Kernel, Op
+from .engine import Engine
 from .faster import Faster
 from .limits import TokenLimit
 from .sites import ROLES, Site
@@ -180,16 +181,24 @@ class Fusion:
         """The quantisation, if the chain has one."""
         return next((step for step in self.chain if isinstance(step, Quant)), None)
 
-    def faster_at(self, engine: str, target: Target, site: Site, quant: ActivationQuant | None) -> Faster | None:
+    def faster_at(self, engine: Engine, target: Target, site: Site, quant: ActivationQuant | None) -> Faster | None:
         """The measurement that says that it is faster in an engine at such a site, or None."""
-        return next((f for f in self.faster_in if f.engine == engine and f.holds(target, site, quant)), None)
+        return next((f for f in self._measured_in(engine) if f.holds(target, site, quant)), None)
 
-    def why_off_in(self, engine: str) -> str:
+    def why_off_in(self, engine: Engine) -> str:
         """Why it is off in an engine unless it is switched on, wherever none of its measurements holds."""
-        where = [each.where for each in self.faster_in if each.engine == engine]
-        if engine in self.off_in:
-            return self.off_in[engine]
-        return f"it was measured faster on {'; '.join(where)}" if where else f"it was not benchmarked in {engine}"
+        where = [each.where for each in self._measured_in(engine)]
+        if engine.compiled and engine.name in self.off_in:
+            return self.off_in[engine.name]
+        how = "" if engine.compiled else " where that compiles nothing"
+        return (
+            f"it was measured faster on {'; '.join(where)}"
+            if where
+            else f"it was not benchmarked in {engine.name}{how}"
+        )
+
+    def _measured_in(self, engine: Engine) -> list[Faster]:
+        return [f for f in self.faster_in if f.engine == engine.name and f.compiled == engine.compiled]
 
     def _bad_steps(self) -> Iterable[str]:
         wrong: Any = next((step for step in self.chain if not isinstance(step, ORDER)), None)

@@ -15,6 +15,7 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean, shown
 from .catalog import FUSIONS
 from .chain import Fusion
+from .engine import Engine
 from .faster import Faster
 from .sites import FINAL, ROLES, Site
 
@@ -161,7 +162,7 @@ class FusionConfig:
                 switches[_known(word[1:], origin)] = False
         return cls(switches=switches, origin=origin, strict=strict)
 
-    def why_off(self, fusion: Fusion, engine: str | None = None, measured: Faster | None = None) -> str | None:
+    def why_off(self, fusion: Fusion, engine: Engine | None = None, measured: Faster | None = None) -> str | None:
         """The reason why this fusion is off, as a sentence, or None where it is on.
 
         Args:
@@ -173,8 +174,8 @@ class FusionConfig:
         switch = dict(self.switches).get(fusion.name)
         if switch is not None:
             return None if switch else f"{fusion.name} is switched off by {self.origin}"
-        if engine not in (None, "transformers") and measured is None:
-            return f"{fusion.name} is off in {engine} unless switched on: {fusion.why_off_in(str(engine))}"
+        if engine is not None and engine.name != "transformers" and measured is None:
+            return f"{fusion.name} is off in {engine.name} unless switched on: {fusion.why_off_in(engine)}"
         level = DEFAULT_LEVEL if self.level is None else self.level
         if fusion.level > level and (measured is None or self.level is not None):
             return f"{fusion.name} needs optimisation level {fusion.level}, and {self.origin} sets level {level}"

@@ -45,13 +45,16 @@ class Faster:
     "Only where what reads the site quantises like this: a word of `ActivationQuant.scheme`. None: however it does."
     ranks: int = 1
     "Only from this tensor-parallel size on."
+    compiled: bool = True
+    "Whether the engine compiled the model. False: it did not, and the fusion stood at module level."
 
     @property
     def where(self) -> str:
         """The conditions in words."""
         quant = [] if self.quant is None else [f"where activations are quantised {self.quant.replace('_', ' ')}"]
         ranks = [] if self.ranks == 1 else [f"from {self.ranks} ranks on"]
-        return ", ".join([" and ".join(self.archs), *quant, *ranks])
+        eager = [] if self.compiled else ["where nothing is compiled"]
+        return ", ".join([" and ".join(self.archs), *quant, *ranks, *eager])
 
     def holds(self, target: Target, site: Site, quant: ActivationQuant | None) -> bool:
         """Whether a site is one that the measurement speaks of."""

@@ -153,7 +153,7 @@ class Plan:
         return {
             "target": self.target.to_dict(),
             "config": self.config.to_dict(),
-            "engine": None if self.engine is None else {"name": self.engine.name, "refuses": dict(self.engine.refuses)},
+            "engine": None if self.engine is None else self.engine.to_dict(),
             "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
@@ -339,9 +339,15 @@ class _Decider:
         if found.kind != "expected":
             return found
         engine, switched = self._engine, fusion.name in dict(self._config.switches)
-        measured = None if engine is None else fusion.faster_at(engine.name, self._target, site, quant)
-        off = self._config.why_off(fusion, None if engine is None else engine.name, measured)
+        measured = None if engine is None else fusion.faster_at(engine, self._target, site, quant)
         refusal = None if engine is None else engine.why_not(fusion.name, site.role)
+        if engine is not None and refusal is None:
+            elsewhere = engine.keeps.get(fusion.name)
+            if elsewhere is None and measured is None and dict(self._config.switches).get(fusion.name) is not True:
+                elsewhere = engine.does.get(fusion.name)
+            if elsewhere is not None:
+                return Verdict("not_applicable", elsewhere)
+        off = self._config.why_off(fusion, engine, measured)
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason

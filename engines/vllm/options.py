@@ -50,6 +50,8 @@ class Options:
     "The optimisation level; None: that of `fusions`."
     strict: bool = field(default=False, validator=_is(bool, "true or false"))
     "Whether an expected fusion that did not happen stops the engine."
+    eager: bool = field(default=True, validator=_is(bool, "true or false"))
+    "Whether fused ops stand in the modules of a model that vLLM does not compile."
     report: str | None = field(default=None, validator=_is(str, "a path"))
     "The file that the report is written to; None: beside what vLLM's compiler keeps."
 

@@ -111,7 +111,12 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from .loading import units_of
 
         for module, unit in units_of(config, model, options):
-            _wait_for(module, unit)
+            if unit.at_modules is None:
+                _wait_for(module, unit)
+            else:
+                from .modules import at_first_call
+
+                at_first_call(module, unit, _finish)
     return model
 
 
