@@ -38,7 +38,7 @@ class Engine:
     """Fusion -> where the engine does the same itself, as a sentence: it is not applicable there, unless it is switched on by
     name or was measured faster."""
     keeps: Mapping[str, str] = field(factory=dict, converter=_reasons)
-    "The same for what the engine does whatever is switched on."
+    "Fusion or role -> why there is nothing to fuse whatever is switched on, as a sentence."
     uncompiled: str | None = None
     """Why it does not compile the model, as a sentence; fusions can then go in at module level only. None: it does."""
 
@@ -59,6 +59,10 @@ class Engine:
     def why_not(self, fusion: str, role: str) -> str | None:
         """Why the engine does not let a fusion happen at a role, or None where it does."""
         return next((self.refuses[key] for key in (fusion, role, "*") if key in self.refuses), None)
+
+    def why_kept(self, fusion: str, role: str) -> str | None:
+        """Why there is nothing to fuse for this fusion at a role, or None."""
+        return next((self.keeps[key] for key in (fusion, role) if key in self.keeps), None)
 
     @property
     def compiled(self) -> bool:

@@ -342,7 +342,7 @@ class _Decider:
         measured = None if engine is None else fusion.faster_at(engine, self._target, site, quant)
         refusal = None if engine is None else engine.why_not(fusion.name, site.role)
         if engine is not None and refusal is None:
-            elsewhere = engine.keeps.get(fusion.name)
+            elsewhere = engine.why_kept(fusion.name, site.role)
             if elsewhere is None and measured is None and dict(self._config.switches).get(fusion.name) is not True:
                 elsewhere = engine.does.get(fusion.name)
             if elsewhere is not None:

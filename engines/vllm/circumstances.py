@@ -8,7 +8,7 @@ from typing import Any
 from ...fusion.engine import Engine
 from ...fusion.target import Target
 from . import own
-from .releases import INVARIANT, is_set
+from .releases import BATCH_INVARIANT, INVARIANT, is_set
 from .seams import usable
 
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
@@ -58,7 +58,7 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None) 
         target: where it runs.
         at_modules: why vLLM does not compile the model, where fused ops are to go in at module level; None: it does.
     """
-    if is_set("VLLM_BATCH_INVARIANT"):
+    if is_set(BATCH_INVARIANT):
         return Engine(name="vllm", refuses={"*": INVARIANT})
     place = own.Place(
         vendor=target.vendor,

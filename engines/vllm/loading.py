@@ -17,6 +17,7 @@ from ...fusion.target import Target
 from .circumstances import engine_for, runs_modules, why_not_compiled
 from .options import KEY, OWN, Options
 from .process import once
+from .releases import BATCH_INVARIANT, INVARIANT, is_set
 from .unit import Unit
 
 
@@ -76,7 +77,7 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
             )
         )
     if reason is not None and not any(unit.active for _, unit in units):
-        _nothing(model, reason)
+        _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason)
         return
     if units:
         units[0][1].outside = tuple(layer for layer, _ in specs if layer not in held)

@@ -11,6 +11,7 @@ from attrs import frozen
 
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
+from ...fusion.sites import FINAL
 
 _PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
 
@@ -187,6 +188,12 @@ CODE = (
 )
 """What models do that vLLM runs without compiling them; later rows are the more special ones."""
 
+APART = {
+    architecture: {FINAL: "vLLM applies the final norm of this model in compute_logits, apart from the residual add"}
+    for architecture in ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
+}
+"""Architecture -> role -> why no chain stands there in vLLM's code."""
+
 
 def by_code(architectures: Iterable[str], place: Place) -> dict[str, Code]:
     """Fusion -> what does it in a model that is not compiled."""
@@ -217,8 +224,9 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         place: what is planned for.
         seams: the fusions that can go in at module level there.
     """
-    known = frozenset(seams)
-    does, keeps = {}, {}
+    known, architectures = frozenset(seams), tuple(architectures)
+    does: dict[str, str] = {}
+    keeps = {role: why for name in architectures for role, why in APART.get(name, {}).items()}
     for name, code in by_code(architectures, place).items():
         if code.kept or name not in known:
             keeps[name] = f"vLLM does it: {code.by}"

@@ -21,7 +21,7 @@ from . import process
 from .hooks import HOOKS, Hook, HookError, stand_at, wrapped_by
 from .imports import when_imported
 from .options import KEY, Options, options_in
-from .process import leave_alone, logger, once, troubled, version
+from .process import leave_alone, logger, once, say_if_untested, troubled, version
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,6 +107,7 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if _nothing_on(options):
         once(logging.INFO, "layerfuse: no fusion is on in vLLM by default here; see docs/vllm.md for those that can be")
         return model
+    say_if_untested()
     with _quietly("planning", options.strict):
         from .loading import units_of
 

@@ -51,7 +51,8 @@ RELEASES = {
 NEWEST = next(reversed(RELEASES))
 
 
-INVARIANT = "VLLM_BATCH_INVARIANT is set: vLLM keeps to kernels whose results do not depend on the batch"
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+INVARIANT = f"{BATCH_INVARIANT} is set: vLLM keeps to kernels whose results do not depend on the batch"
 
 
 def is_set(variable: str) -> bool:
@@ -84,7 +85,7 @@ def engine_of(
     name = NEWEST if release is None else ".".join(release.split(".")[:2])
     if name not in RELEASES:
         raise UnknownReleaseOfVllmError(f"nothing is recorded of vLLM {release}; known: {', '.join(RELEASES)}")
-    if is_set("VLLM_BATCH_INVARIANT"):
+    if is_set(BATCH_INVARIANT):
         return Engine(name="vllm", refuses={"*": INVARIANT})
     place = own.Place(vendor=target.vendor, arch=target.arch, ranks=ranks, aiter=is_set("VLLM_ROCM_USE_AITER"))
     known = sorted(RELEASES[name].breakable.intersection(architectures))
