@@ -77,6 +77,11 @@ class Options:
         return self.fusions is None and self.level is None and not os.environ.get("LAYERFUSE_FUSIONS", "").strip()
 
 
+def is_off(additional_config: Any) -> bool:
+    """Whether layerfuse is switched off as a whole: `false` in the place of its options."""
+    return isinstance(additional_config, Mapping) and additional_config.get(KEY) is False
+
+
 def options_in(additional_config: Any) -> Options:
     """The options in vLLM's `additional_config`; `false` in their place stands for no fusion.
 
@@ -84,9 +89,9 @@ def options_in(additional_config: Any) -> Options:
         OptionsError: an unknown option, or a value of another type.
         FusionConfigError: a fusion that does not exist, or an unknown level.
     """
-    given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
-    if given is False:
+    if is_off(additional_config):
         return Options(fusions="none")
+    given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
         raise OptionsError(f"additional_config[{KEY!r}]: expected a table of options or false, got {shown(given)}")
     known = [attribute.name for attribute in attrs.fields(Options)]

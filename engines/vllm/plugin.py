@@ -20,7 +20,7 @@ from ...adapters.errors import LayerfuseError
 from . import process
 from .hooks import HOOKS, Hook, HookError, stand_at, wrapped_by
 from .imports import when_imported
-from .options import KEY, Options, options_in
+from .options import KEY, Options, is_off, options_in
 from .process import leave_alone, logger, once, say_if_untested, troubled, version
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def register() -> None:
         "pass": _at_pass,
         "piece": _at_piece,
         "artefact": _at_artefact,
+        "metadata": _at_metadata,
     }
     for hook in HOOKS:
         when_imported(hook.module, partial(_stand, hook, arounds[hook.name]))
@@ -207,6 +208,19 @@ def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             if loaded is not None:
                 unit.take_kept()
     return loaded
+
+
+def _at_metadata(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """When AITER's MLA metadata has been allocated: compare it with the plan for the same layers."""
+    result = original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    config = given["vllm_config"]
+    if process.this.off is None and not is_off(config.additional_config):
+        with _quietly("checking the attention metadata"):
+            from .attention import say
+
+            say(given["self"], given["layer_names"], config)
+    return result
 
 
 def _finish(unit: Unit) -> None:
