@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -30,6 +31,13 @@ os.environ.setdefault("VLLM_KIMI_K3_GEMM_AR", "0")
 os.environ.setdefault("VLLM_ENABLE_GEMM_RS", "0")
 
 import torch
+
+_version = importlib.metadata.version
+# 0.26 does not read VLLM_TARGET_DEVICE: while it is imported, it takes the CPU platform where its version is that of a CPU build.
+with mock.patch.object(
+    importlib.metadata, "version", lambda name: _version(name) + ("+cpu" if name == "vllm" else "")
+):
+    from vllm.platforms import current_platform
 from vllm.config import (
     CacheConfig,
     CompilationConfig,
@@ -40,7 +48,6 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed import parallel_state
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
