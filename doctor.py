@@ -13,7 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from attrs import frozen
+from attrs import evolve, frozen
+
+from .adapters.errors import LayerfuseError, cut
 
 ENGINES = ("transformers", "vllm", "sglang")
 
@@ -65,6 +67,8 @@ def diagnose() -> Diagnosis:
     from . import __version__
 
     torch, gpu = _torch()
+    more = plugins()
+    usable = all(found.name != FUSION_PLUGINS for found in more)
     findings = [
         Finding(name="python", state="found", detail=f"{platform.python_version()} on {platform.machine()}"),
         Finding(name="layerfuse", state="found", detail=__version__),
@@ -75,10 +79,11 @@ def diagnose() -> Diagnosis:
         *map(_version, ENGINES),
         *inside_vllm(),
         find_aiter(),
-        *plugins(),
-        *environment(on="cuda" if gpu.state == "found" else "cpu", has_torch=torch.state == "found"),
+        *more,
     ]
-    enables = tuple(_enables({found.name: found for found in findings}))
+    if usable:
+        findings += environment(on="cuda" if gpu.state == "found" else "cpu", has_torch=torch.state == "found")
+    enables = tuple(_enables({found.name: found for found in findings}, usable))
     return Diagnosis(findings=tuple(findings), enables=enables, aiter=aiter_bindings())
 
 
@@ -182,37 +187,55 @@ def aiter_bindings() -> tuple[AiterFunction, ...]:
 
 
 def plugins() -> list[Finding]:
-    """Installed plugins (entry points), each registered once into a fresh registry to see whether it works."""
+    """Installed plugins (entry points), registered one after the other, so that two that clash are found too."""
     from .adapters.builtin import BUILTIN
+    from .registry import ConflictError
     from .registry import plugins as found
     from .registry.defaults import MODELS_TOML
-    from .registry.files import read_file
     from .registry.lookup import Registry
 
-    def fill(registry: Registry) -> None:
-        for adapter in BUILTIN:
-            registry.register_adapter(adapter)
-        registry.load(MODELS_TOML)
-
-    findings = []
+    registry = Registry()
+    registry.register_adapters(BUILTIN, "layerfuse itself")
+    registry.load(MODELS_TOML)
+    findings: list[Finding] = []
+    owners: dict[str, str] = {}
     for plugin in found.installed():
-        name = f"plugin {plugin.name}"
+        name = f"plugin {cut(plugin.name)}"
+        if any(other.name == name for other in findings):  # a package may name two alike, and so may two packages
+            name = found.owner_of(plugin).removeprefix("the ")
+        owners[name] = found.owner_of(plugin)
+        before = len(registry.layer_classes()), len(registry.models())
         try:
-            content = plugin.load()
-            registry = Registry(fill=fill)
-            before = len(registry.layer_classes()), len(registry.models())
-            if plugin.group == found.ADAPTERS:
-                for adapter in found._adapters(content, name):
-                    registry.register_adapter(adapter)
-            else:
-                registry.register_models(read_file(found._path(content, name)), name)
-            classes, models = len(registry.layer_classes()) - before[0], len(registry.models()) - before[1]
-            detail = f"{plugin.value} adds {models} models and {classes} layer classes"
-            findings.append(Finding(name=name, state="found", detail=detail))
-        except Exception as error:  # a plugin may fail in any way; that is what the doctor is asked
-            detail = f"{plugin.value}: {type(error).__name__}: {error}"
-            findings.append(Finding(name=name, state="broken", detail=detail))
-    return findings
+            found.register_content(registry, plugin, found.import_plugin(plugin))
+        except LayerfuseError as error:
+            why = str(error)
+            if isinstance(error, ConflictError):  # neither wins
+                findings = [evolve(f, state="broken", detail=why) if owners[f.name] in why else f for f in findings]
+            findings.append(Finding(name=name, state="broken", detail=why))
+            continue
+        classes, models = len(registry.layer_classes()) - before[0], len(registry.models()) - before[1]
+        detail = f"{plugin.value} adds {models} models and {classes} layer classes"
+        findings.append(Finding(name=name, state="found", detail=detail))
+    return [*findings, *_fusion_plugins()]
+
+
+FUSION_PLUGINS = "fusions of plugins"
+"""The finding that none can be used."""
+
+
+def _fusion_plugins() -> list[Finding]:
+    """Packages that add fusions. One that cannot be used, or clashes, keeps every plan from being made."""
+    from .fusion import FUSIONS
+    from .fusion.catalog import installed
+    from .fusion.chain import FusionError
+
+    names = [f"fusions of {package} ({cut(point.name)})" for point, package in installed()]
+    try:
+        added = [fusion for fusion in FUSIONS.values() if fusion.owner != "layerfuse"]
+    except FusionError as error:
+        return [Finding(name=FUSION_PLUGINS, state="broken", detail=str(error))]
+    detail = f"known: {', '.join(fusion.name for fusion in added)}"
+    return [Finding(name=name, state="found", detail=detail) for name in names]
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
@@ -271,9 +294,7 @@ def _forced(variable: str, forced: str, on: str) -> Finding:
 # ---- what follows ----------------------------------------------------------------------------------------------------
 
 
-def _enables(found: dict[str, Finding]) -> list[str]:
-    from .fusion import FUSIONS
-
+def _enables(found: dict[str, Finding], fusions_usable: bool) -> list[str]:
     def has(name: str) -> bool:
         return found[name].state == "found"
 
@@ -281,6 +302,10 @@ def _enables(found: dict[str, Finding]) -> list[str]:
     if not has("torch"):
         return [*sentences, "reading layers and compiling with fusions: no, torch is missing (pip install torch)"]
     device = "cuda" if has("gpu") else "cpu"
+    if not fusions_usable:
+        return [*sentences, f"plans and fusions: no, {FUSION_PLUGINS} cannot be used (above)"]
+    from .fusion import FUSIONS
+
     sentences += [
         f"fusion {name} on {device}: {_backend(fusion.op.name, device)}"
         + ("" if fusion.owner == "layerfuse" else f" (of {fusion.owner})")

@@ -7,6 +7,7 @@ is the target's.
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from attrs import field, frozen
 
@@ -24,6 +25,11 @@ def _group_size(_instance: object, _attribute: object, value: int | None) -> Non
     if value is not None and (type(value) is not int or value not in GROUP_SIZES):
         sizes = ", ".join(map(str, GROUP_SIZES))
         raise ActivationQuantError(f"ActivationQuant.group_size: expected None or one of {sizes}, got {shown(value)}")
+
+
+def _flag(_instance: object, attribute: Any, value: object) -> None:
+    if type(value) is not bool:
+        raise ActivationQuantError(f"ActivationQuant.{attribute.name}: expected True or False, got {shown(value)}")
 
 
 def _layout(instance: ActivationQuant, _attribute: object, value: object) -> None:
@@ -59,11 +65,11 @@ class ActivationQuant:
 
     group_size: int | None = field(default=None, validator=_group_size)
     "Columns per scale; None: one scale per token."
-    column_major: bool = field(default=False, validator=_layout)
+    column_major: bool = field(default=False, validator=[_flag, _layout])
     "The scales' strides: (1, M) for M rows instead of (groups, 1), as DeepGEMM and CUTLASS take them."
-    use_ue8m0: bool = False
+    use_ue8m0: bool = field(default=False, validator=_flag)
     "The scales are powers of two."
-    tma_aligned: bool = field(default=False, validator=_aligned)
+    tma_aligned: bool = field(default=False, validator=[_flag, _aligned])
     "Column-major scales whose columns start on 16 bytes: strides (1, M rounded up to 4)."
     fixed: str | None = field(default=None, validator=_fixed)
     "static: one scale for the whole tensor, from calibration. mxfp8, mxfp4: OCP's MX formats. None: dynamic fp8."

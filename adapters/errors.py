@@ -95,6 +95,10 @@ class ArgumentError(LayerfuseError, TypeError):
     """An argument of another type than the function takes: the message names it, and says what to give."""
 
 
+class ArgumentValueError(ArgumentError, ValueError):
+    """An argument whose value the function does not take: the message names it, and says what it takes."""
+
+
 class SpecError(LayerfuseError, ValueError):
     """A spec whose numbers cannot all be true. `problems` holds one sentence each."""
 

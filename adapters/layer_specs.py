@@ -11,6 +11,7 @@ from attrs import frozen
 from .activation_quant import ActivationQuant
 from .errors import SpecError
 from .norm_specs import GatedNormSpec, HeadPair, NormSpec, Parallel
+from .rope_specs import RopeSpec
 from .spec_fields import Checked, as_float, count, of_kind, optional_count, width_or_zero
 
 
@@ -88,6 +89,8 @@ class MLASpec(LayerSpec):
     "Norm of the key/value latent."
     softmax_scale: float = of_kind("positive", converter=as_float)
     "Factor on the attention logits, long-context correction (yarn mscale squared) included."
+    rope: RopeSpec | None = of_kind("optional_rope", default=None)
+    "How the rope columns are turned; of width 0 where they are not. None: nothing says it, and no fusion takes the rope."
 
     @property
     def qk_head_dim(self) -> int:
@@ -115,6 +118,8 @@ class MLASpec(LayerSpec):
             yield f"q_norm: width {self.q_norm.width} is not the q_lora_rank {self.q_lora_rank}"
         if self.kv_norm.width != self.kv_lora_rank:
             yield f"kv_norm: width {self.kv_norm.width} is not the kv_lora_rank {self.kv_lora_rank}"
+        if self.rope is not None and self.rope.width not in (0, self.qk_rope_head_dim):
+            yield f"rope: width {self.rope.width} is neither the qk_rope_head_dim {self.qk_rope_head_dim} nor 0"
 
 
 @frozen(kw_only=True)
@@ -231,11 +236,12 @@ class GatedMLPSpec(LayerSpec):
 class ResidualSpec(LayerSpec):
     """The residual stream through one decoder layer: the norms that read it, in pairs, one pair per attention block.
 
+    Where no norm reads it there are none: those of OLMo-2 stand on what attention and MLP give, before it is added.
     `parallel` is that of the attention block, whose output projection is what an all-reduce sums into the stream.
     """
 
     input_norms: tuple[NormSpec, ...] = of_kind("norms")
-    "The norm of the stream that each attention block reads: one, or two in LongCat-Flash."
+    "The norm of the stream that each attention block reads: one, two in LongCat-Flash, none in OLMo-2."
     post_attention_norms: tuple[NormSpec, ...] = of_kind("norms")
     """The norm of the stream that the MLP reads, after the attention's result was added: one per attention block. No norm of
     what the attention or the MLP gives, before it is added, is a field: Gemma 3 calls one of those post_attention_layernorm."""
@@ -243,18 +249,18 @@ class ResidualSpec(LayerSpec):
     """Over how many ranks what the layer's MLP or experts give is summed, or None: nothing says it. Attention and MLP of one
     layer may differ: transformers' plan for DeepSeek-V3 replicates the attention."""
     added_as_given: bool = of_kind("flag", default=True)
-    """Whether what the attention and the MLP give is added to the stream as it is. Not where a norm (Gemma 3) or a factor
-    (MiniCPM3) stands in front of the add: no all-reduce can be fused with it then."""
+    """Whether what the attention and the MLP give is added to the stream as it is. Not where a norm (Gemma 3, OLMo-2) or a
+    factor (MiniCPM3) stands in front of the add: no all-reduce can be fused with it then."""
 
     @property
-    def input_norm(self) -> NormSpec:
-        """The norm at the layer's entry."""
-        return self.input_norms[0]
+    def input_norm(self) -> NormSpec | None:
+        """The norm at the layer's entry, or None where no norm reads the stream."""
+        return self.input_norms[0] if self.input_norms else None
 
     @property
-    def post_attention_norm(self) -> NormSpec:
-        """The norm between the first attention block and its MLP."""
-        return self.post_attention_norms[0]
+    def post_attention_norm(self) -> NormSpec | None:
+        """The norm between the first attention block and its MLP, or None where no norm reads the stream."""
+        return self.post_attention_norms[0] if self.post_attention_norms else None
 
     def _contradictions(self) -> Iterator[str]:
         if len(self.input_norms) != len(self.post_attention_norms):
@@ -262,6 +268,9 @@ class ResidualSpec(LayerSpec):
                 f"post_attention_norms: expected one per input norm, got {len(self.post_attention_norms)} "
                 f"for {len(self.input_norms)}"
             )
+        if not self.input_norms and self.added_as_given:
+            # Forgotten, it would promise that an all-reduce is fused with the norm behind the next layer's add.
+            yield "added_as_given: expected false where no norm reads the stream, as the layer's norms stand before its adds"
         for norm in (*self.input_norms, *self.post_attention_norms):
             if norm.width != self.hidden_size:
                 yield f"a norm's width {norm.width} is not the hidden_size {self.hidden_size}"

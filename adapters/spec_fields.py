@@ -24,7 +24,10 @@ ACTIVATIONS = ("silu", "sigmoid")
 MLP_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "situ")
 """Activations of the gate in a gated MLP. `situ` is Kimi-K3's: beta * tanh(gate / beta) * sigmoid(gate), and a bounded up."""
 
-_WORDS = {"activation": ACTIVATIONS, "mlp_activation": MLP_ACTIVATIONS}
+ROPE_TABLES = ("none", "cos_sin", "cos_and_sin", "values")
+"""Where the cos and sin of a rope come from, see `RopeSpec.table`."""
+
+_WORDS = {"activation": ACTIVATIONS, "mlp_activation": MLP_ACTIVATIONS, "rope_table": ROPE_TABLES}
 
 _OPTIONAL = (
     "optional_count",
@@ -34,6 +37,7 @@ _OPTIONAL = (
     "window",
     "module_path",
     "activation_quant",
+    "optional_rope",
 )
 """The kinds of which None is a value."""
 
@@ -73,6 +77,17 @@ def kind_of(attribute: attrs.Attribute[Any]) -> str:
     return kind
 
 
+_KINDS_IN: dict[type[Any], tuple[tuple[str, str], ...]] = {}
+
+
+def kinds_in(spec: type[Any]) -> tuple[tuple[str, str], ...]:
+    """The fields of a class with their kinds. Kept, as it is asked of every spec that is made."""
+    found = _KINDS_IN.get(spec)
+    if found is None:
+        found = _KINDS_IN[spec] = tuple((a.name, kind_of(a)) for a in attrs.fields(spec))
+    return found
+
+
 def problem_of(kind: str, value: Any) -> str | None:
     """Why `value` is no legal value of this kind, or None if it is."""
     if value is None and kind in _OPTIONAL:
@@ -100,8 +115,8 @@ def problem_of(kind: str, value: Any) -> str | None:
         return None if fine else f"expected one of {', '.join(_WORDS[kind])}, got {shown(value)}"
     expected = NESTED[kind]
     if kind == "norms":
-        fine = type(value) is tuple and value != () and all(issubclass(type(norm), expected) for norm in value)
-        return None if fine else f"expected a non-empty tuple of {expected.__name__}, got {shown(value)}"
+        fine = type(value) is tuple and all(issubclass(type(norm), expected) for norm in value)
+        return None if fine else f"expected a tuple of {expected.__name__}, got {shown(value)}"
     # Not isinstance: that asks the value for its class, which is the value's own code.
     return None if issubclass(type(value), expected) else f"expected {expected.__name__}, got {shown(value)}"
 
@@ -120,9 +135,9 @@ class Checked:
 
     def __attrs_post_init__(self) -> None:
         wrong = {
-            a.name: problem
-            for a in attrs.fields(type(self))
-            if (problem := problem_of(kind_of(a), getattr(self, a.name))) is not None
+            name: problem
+            for name, kind in kinds_in(type(self))
+            if (problem := problem_of(kind, getattr(self, name))) is not None
         }
         # Cross-field rules only make sense on legal values.
         problems = [f"{name}: {problem}" for name, problem in wrong.items()] or list(self._contradictions())

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from attrs import frozen
 
+from ..adapters.errors import shown
 from ..fusion.catalog import FUSIONS
 from ..fusion.chain import Form, Fusion
 from ..fusion.declare import (
@@ -168,7 +169,7 @@ def known_form(name: str) -> tuple[Fusion, Form]:
         UnknownFusionError: there is none.
     """
     known = forms() | forms_over_ranks()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise UnknownFusionError(name, known)
     return known[name]
 
@@ -199,13 +200,27 @@ TOKENS = {
 MOST_TOKENS = 1 << 20
 
 
+def whole_numbers(what: str, given: object) -> list[int]:
+    """Whole numbers, in a list or a tuple.
+
+    Raises:
+        BenchError: something else; no flag is a number.
+    """
+    if not isinstance(given, list | tuple) or any(type(number) is not int for number in given):
+        raise BenchError(f"{what} are whole numbers in a list, got {shown(given)}")
+    return list(given)
+
+
 def check_tokens(tokens: Sequence[int]) -> tuple[int, ...]:
     """The numbers of tokens, each once and in order.
 
     Raises:
         BenchError: none, or one that is out of range.
     """
-    wrong = [count for count in tokens if not 1 <= count <= MOST_TOKENS]
-    if wrong or not tokens:
-        raise BenchError(f"tokens are numbers from 1 to {MOST_TOKENS}, got {', '.join(map(str, wrong)) or 'none'}")
+    given = whole_numbers("tokens", tokens)
+    wrong = [count for count in given if not 1 <= count <= MOST_TOKENS]
+    if wrong or not given:
+        raise BenchError(
+            f"tokens are numbers from 1 to {MOST_TOKENS}, got {', '.join(map(shown, wrong[:20])) or 'none'}"
+        )
     return tuple(sorted(set(tokens)))

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import attrs
 from attrs import field, frozen
 
 from ..adapters.errors import did_you_mean, shown
@@ -24,7 +25,7 @@ from ..fusion.declare import (
 )
 from ..fusion.sites import LATENTS, ROLES, Site, sites_of
 from ..fusion.steps import GATES, Add, GatedNorm, Norm, Quant, SiluMul
-from .cases import EPSILON, ITEM_SIZES, MX_COLUMNS, Case, forms, known_form, names_of, rows_of, step_of
+from .cases import EPSILON, ITEM_SIZES, MX_COLUMNS, Case, forms, known_form, names_of, rows_of, step_of, whole_numbers
 from .errors import BenchError
 
 if TYPE_CHECKING:
@@ -73,6 +74,32 @@ class Options:
     "Whether a gated norm's gate comes before its norm."
     limit: float | None = None
     "What a gated MLP clamps to."
+
+    def __attrs_post_init__(self) -> None:
+        for a in attrs.fields(Options):
+            value, (word, _, optional) = getattr(self, a.name), str(a.type).partition(" | ")
+            if (value is not None or not optional) and (
+                type(value) not in _TYPES[word] or (word == "float" and not math.isfinite(value))
+            ):
+                raise BenchError(f"{a.name}: expected {_WORDS[word]}, got {shown(value)}")
+
+
+_TYPES: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "bool": (bool,), "float": (float, int)}
+_WORDS = {"str": "a name", "int": "a whole number", "bool": "True or False", "float": "a finite number"}
+"""What an option of each type takes, in words."""
+
+
+def options_named(given: dict[str, Any]) -> Options:
+    """The options of these names.
+
+    Raises:
+        BenchError: there is none of this name, or it takes something else.
+    """
+    known = [a.name for a in attrs.fields(Options)]
+    for name in given:
+        if name not in known:
+            raise BenchError(f"no option is called {shown(name)}{did_you_mean(name, known)}; known: {', '.join(known)}")
+    return Options(**given)
 
 
 @frozen(kw_only=True)
@@ -162,7 +189,7 @@ def _refusals(name: str, form: Form, options: Options) -> Iterator[str]:
         ("fp8", options.fp8 or FP8[0], FP8),
         ("activation", options.activation or GATES[0], GATES),
     ):
-        if value not in known:
+        if type(value) is not str or value not in known:
             yield f"{what} must be one of {', '.join(known)}, got {shown(value)}{did_you_mean(value, list(known))}"
     if quant is None and (options.fp8 is not None or options.ue8m0):
         yield f"{name} quantises nothing, so it has no {'ue8m0 scales' if options.ue8m0 else 'fp8 format'} to choose"
@@ -222,6 +249,7 @@ def _with_groups() -> list[str]:
 
 
 def _of_widths(widths: Sequence[int], fusion: Fusion, form: Form) -> _Shape:
+    widths = whole_numbers("widths", widths)
     names = form.op.widths
     shares = LATENTS in fusion.roles
     given, after = list(widths[: len(names)]), list(widths[len(names) :])

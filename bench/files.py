@@ -7,6 +7,7 @@ import os
 import tempfile
 from pathlib import Path
 
+from ..adapters.arguments import expect
 from . import plot
 from .errors import CannotMeasureError
 from .report import markdown
@@ -19,6 +20,8 @@ def write(result: Result, folder: str | Path) -> list[Path]:
     Raises:
         CannotMeasureError: the folder cannot be written.
     """
+    expect("result", result, Result, "what bench.run gives")
+    expect("folder", folder, (str, Path), "a folder")
     folder = writable(folder)
     files = {
         "json": json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n",

@@ -6,13 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import frozen
 
+from ..adapters.arguments import check_counts, expect, expect_callable
+from ..adapters.errors import shown
 from .cases import TOKENS, Case, check_tokens, known_form
-from .choosing import Options, make_case
+from .choosing import make_case, options_named
 from .errors import BenchError, CannotMeasureError
 from .ranks import Ranks, need_torch, ranks_for
 from .result import NOT_ASKED_FOR, Attendance, Host, Result, Row
@@ -102,6 +105,23 @@ def run(
             what its op gives.
     """
     begun = time.perf_counter()
+    from ..registry.lookup import Registry
+
+    for name, value, kinds, what in (
+        ("model", model, (str, NoneType), "a model's name"),
+        ("peers", peers, (list, tuple, NoneType), "names of peers in a list"),
+        ("aiter", aiter, (str, Path, NoneType), "a folder"),
+        ("vllm", vllm, (str, Path, NoneType), "a folder"),
+        ("flashinfer", flashinfer, (str, Path, NoneType), "a folder"),
+        ("quick", quick, bool, "True or False"),
+        ("device", device, (str, NoneType), "cuda or cpu"),
+        ("ranks", ranks, (int, Ranks, NoneType), "a number of processes, or bench.Ranks"),
+        ("registry", registry, (Registry, NoneType), "a Registry"),
+    ):
+        expect(name, value, kinds, what)
+    if rounds is not None:
+        check_counts(rounds=rounds)
+    expect_callable("step", step)
     if registry is None:
         from ..registry import default
 
@@ -129,7 +149,7 @@ def run(
         widths=widths,
         detected_fp8="e4m3fn" if detected is None else detected,
         ranks=size,
-        options=Options(**options),
+        options=options_named(options),
     )
     compose(case.form, EXACT)  # what cannot be checked is not measured
     if peers is not None and over_ranks and not (isinstance(ranks, Ranks) and ranks.started):
@@ -214,7 +234,7 @@ def measured(question: _Question, step: Step) -> Result:
 def _device(torch: Any, wanted: str | None) -> str:
     there = torch.cuda.is_available()
     if wanted not in (None, "cpu", "cuda"):
-        raise BenchError(f"device must be cuda or cpu, got {wanted!r}")
+        raise BenchError(f"device must be cuda or cpu, got {shown(wanted)}")
     if wanted == "cuda" and not there:
         raise CannotMeasureError("torch finds no GPU on this machine; use device cpu")
     return "cuda" if there and wanted != "cpu" else "cpu"

@@ -13,6 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from ..adapters.arguments import expect
 from .cases import Case
 from .errors import UnknownPeerError
 from .inputs import Work
@@ -104,11 +105,13 @@ _added: dict[str, Peer] = {}
 
 def register(peer: Peer) -> None:
     """Measure this peer too, from now on. One of the same name is replaced."""
+    expect("peer", peer, Peer, "a bench.Peer")
     _added[peer.name] = peer
 
 
 def unregister(name: str) -> None:
     """Take back a `register`."""
+    expect("name", name, str, "a peer's name")
     _added.pop(name, None)
 
 

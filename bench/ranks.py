@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
+from types import NoneType
 from typing import Any
 
-from ..adapters.errors import LayerfuseError
+from ..adapters.arguments import check_counts, expect
+from ..adapters.errors import LayerfuseError, shown
 from .errors import BenchError, CannotMeasureError
 from .team import RankError
 
@@ -227,13 +229,16 @@ def ranks_for(size: int | None, device: str | None) -> tuple[int, str]:
         BenchError: fewer than two, or more than this machine has GPUs.
         CannotMeasureError: torch is missing, or was built without torch.distributed.
     """
+    expect("device", device, (str, NoneType), "cuda or cpu")
+    if size is not None:
+        check_counts(size=size)
     torch = need_torch()
     if not torch.distributed.is_available():
         raise CannotMeasureError("this torch was built without torch.distributed")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = device or ("cuda" if there else "cpu")
     if device not in ("cpu", "cuda"):
-        raise BenchError(f"device must be cuda or cpu, got {device!r}")
+        raise BenchError(f"device must be cuda or cpu, got {shown(device)}")
     if size is None:
         size = min(there, MOST) if device == "cuda" else 2
         if size < 2:

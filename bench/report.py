@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from ..adapters.arguments import expect
 from .against import AGAINST, best_unfused, ratio
 from .result import COPY, NOT_ASKED_FOR, Result, Row
 
@@ -165,6 +166,7 @@ def remarks(result: Result) -> Iterator[str]:
 
 def markdown(result: Result) -> str:
     """The tables and remarks as a Markdown document."""
+    expect("result", result, Result, "what bench.run gives")
     lines = [
         f"# {result.case.op}, {result.case.name}",
         "",

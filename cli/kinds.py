@@ -135,6 +135,8 @@ def rows_of(spec: Any) -> list[tuple[str, str]]:
 
 
 def _several(norms: tuple[NormSpec, ...]) -> str:
+    if not norms:
+        return "none reads the stream"
     different = list(dict.fromkeys(map(norm_line, norms)))
     return (f"{len(norms)} x " if len(norms) > 1 and len(different) == 1 else "") + "; ".join(different)
 
@@ -170,7 +172,8 @@ def line_of(spec: Any) -> str:
     if isinstance(spec, GatedMLPSpec):
         return f"{spec.intermediate_size} wide, {spec.activation}"
     if isinstance(spec, ResidualSpec):
-        return f"hidden {spec.hidden_size}, norms eps {spec.input_norm.epsilon:g}"
+        norms = "no norm reads it" if spec.input_norm is None else f"norms eps {spec.input_norm.epsilon:g}"
+        return f"hidden {spec.hidden_size}, {norms}"
     if isinstance(spec, FinalNormSpec):
         return f"hidden {spec.hidden_size}, norm eps {spec.final_norm.epsilon:g}"
     return ", ".join(f"{label} {value}" for label, value in rows_of(spec))

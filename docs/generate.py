@@ -30,6 +30,7 @@ SPECS = (
     specs.FinalNormSpec,
     specs.NormSpec,
     specs.GatedNormSpec,
+    specs.RopeSpec,
     specs.Parallel,
     specs.MLAKernelSpec,
     specs.GQAKernelSpec,
@@ -57,6 +58,8 @@ VALUES = {
     "text": "text",
     "module_path": "text, or None",
     "activation_quant": "ActivationQuant, or None",
+    "rope_table": "cos_sin, cos_and_sin, values or none",
+    "optional_rope": "RopeSpec, or None",
 }
 ENGINES = ("transformers", "vllm", "sglang", "atom")
 

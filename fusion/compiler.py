@@ -22,7 +22,7 @@ from .config import FusionConfig
 from .dynamo_floats import floats_as_constants
 from .engine import Engine
 from .ops.agreement import RankDisagreementError
-from .plan import Placed, Plan, plan
+from .plan import Placed, Plan, plan, several
 from .report import GraphRecord, Report
 from .rewrite import Pipeline, Surroundings
 from .rewrite.parameters import mark, parameters_of
@@ -225,7 +225,7 @@ def compile(  # noqa: A001 (torch.compile's own name)
     if isinstance(model, FusedModel):
         model = model.original
     arguments = {
-        "specs": specs if specs is None or not isinstance(specs, Iterable) else tuple(specs),
+        "specs": None if specs is None else tuple(several(specs)),
         "target": target,
         "config": FusionConfig.from_environment() if config is None else config,
         "engine": engine,

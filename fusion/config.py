@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from attrs import asdict, field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
+from ..adapters.arguments import expect
 from ..adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean, shown
 from .catalog import FUSIONS
 from .chain import Fusion
@@ -108,6 +109,11 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
     return tuple(sorted(pairs.items()))
 
 
+def _origin(value: str) -> str:
+    expect("FusionConfig.origin", value, str, "where it was said")
+    return cut(value, 200)
+
+
 @frozen(kw_only=True)
 class FusionConfig:
     """What is wanted of the fusions.
@@ -125,7 +131,7 @@ class FusionConfig:
     whose reader is the language-model head, or a mapping from role to one. What is not declared here is what the specs say, as read off the model."""
     strict: bool = field(default=False, validator=_strict)
     "True: an expected fusion that did not happen raises FusionMissedError."
-    origin: str = "FusionConfig"
+    origin: str = field(default="FusionConfig", converter=_origin)
     "Where the switches were set, as the reasons in plans and reports say it."
 
     @classmethod
@@ -136,7 +142,7 @@ class FusionConfig:
             FusionConfigError: the variable names a fusion that does not exist.
         """
         text = os.environ.get(ENVIRONMENT, "").strip()
-        return cls.parse(text, origin=f"{ENVIRONMENT}={text}", strict=strict) if text else cls(strict=strict)
+        return cls.parse(text, origin=f"{ENVIRONMENT}={cut(text)}", strict=strict) if text else cls(strict=strict)
 
     @classmethod
     def parse(cls, text: str, *, origin: str = "FusionConfig.parse", strict: bool = False) -> FusionConfig:

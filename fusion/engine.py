@@ -22,14 +22,25 @@ def _reasons(reasons: Mapping[str, str]) -> dict[str, str]:
         raise ArgumentError(
             f"Engine.refuses, does and keeps: expected a mapping from fusions or roles to reasons, got {shown(reasons)}"
         )
+    for key, reason in reasons.items():
+        if not isinstance(key, str) or not isinstance(reason, str):
+            raise ArgumentError(f"Engine.refuses: expected texts, got {shown(reason)} for {shown(key)}")
     return dict(reasons)
+
+
+def _name(_instance: Engine, _attribute: object, name: str) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= LONGEST_NAME:
+        raise ArgumentError(f"Engine.name: expected a name of at most {LONGEST_NAME} letters, got {shown(name)}")
+
+
+LONGEST_NAME = 100
 
 
 @frozen(kw_only=True)
 class Engine:
     """One engine, as far as fusions are concerned."""
 
-    name: str
+    name: str = field(validator=_name)
     "As `Fusion.faster_in` and `off_in` name it."
     refuses: Mapping[str, str] = field(factory=dict, converter=_reasons)
     """Fusion or role -> why the engine does not allow it, as a sentence; `*` stands for everything. For example
@@ -49,7 +60,7 @@ class Engine:
         Raises:
             UnknownFusionEngineError: none of `NAMES`.
         """
-        if name not in NAMES:
+        if not isinstance(name, str) or name not in NAMES:
             raise UnknownFusionEngineError(
                 f"no engine is called {shown(name)}{did_you_mean(name, NAMES) or '.'} Known: {', '.join(NAMES)}. "
                 "For another one, give plan() an Engine(name=...)."

@@ -14,7 +14,8 @@ import attrs
 from attrs import define, field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
-from ..adapters.errors import ArgumentError, shown
+from ..adapters.arguments import check_whole, expect
+from ..adapters.errors import ArgumentError, ArgumentValueError, shown
 from ..adapters.layer_specs import LayerSpec
 from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
 from .catalog import FUSIONS
@@ -104,14 +105,17 @@ class Plan:
 
     def at(self, site: str) -> tuple[Decision, ...]:
         """The decisions for one site; empty where the plan has no such site."""
+        expect("site", site, str, "a site's name")
         return tuple(self._by_site.get(site, ()))
 
     def expects(self, site: str, tokens: int) -> bool:
         """Whether some fusion is expected at a site for so many tokens."""
+        check_whole(tokens=tokens)
         return any(decision.applies and tokens in decision.tokens for decision in self.at(site))
 
     def of(self, layer: str) -> tuple[Decision, ...]:
         """The decisions for all sites of one layer; empty where the plan has no such layer."""
+        expect("layer", layer, str, "a layer's path")
         return tuple(d for site in self.sites if site.layer == layer for d in self.at(site.name))
 
     def _kind(self, kind: Kind, fusion: str | None) -> tuple[Decision, ...]:
@@ -196,7 +200,7 @@ def plan(
         engine: where the model runs, by name or with what it will not let happen; None: torch.compile as it is.
 
     Raises:
-        ValueError: two specs of one type claim the same layer.
+        ArgumentValueError: two specs of one type claim the same layer.
         ArgumentError: an argument is of another type.
         UnknownFusionEngineError: no engine has this name.
     """
@@ -209,11 +213,11 @@ def plan(
     ):
         if not isinstance(value, wanted):
             raise ArgumentError(f"{name}: got {shown(value)}; {how}")
-    placed = tuple(map(_placed, _several(specs)))
+    placed = tuple(map(_placed, several(specs)))
     twice = [key for key, n in Counter((layer, type(spec).__name__) for layer, spec in placed).items() if n > 1]
     if twice:
         layer, kind = twice[0]
-        raise ValueError(
+        raise ArgumentValueError(
             f"{len(twice)} layers have more than one spec of a type ({shown(layer)} has several {kind}); give each spec "
             "with the path of its own layer, as (path, spec)"
         )
@@ -223,10 +227,19 @@ def plan(
     return Plan(target=target, config=config, engine=engine, specs=placed, sites=sites, decisions=decisions)
 
 
-def _several(specs: Iterable[Placed]) -> Iterable[Placed]:
-    if isinstance(specs, LayerSpec | KernelSpec | str) or not isinstance(specs, Iterable):
-        raise ArgumentError(f"specs: expected specs, or (path, spec) pairs, in a list; got {shown(specs)}")
-    return specs
+def several(specs: Any) -> Iterable[Placed]:
+    """Several specs, or (path, spec) pairs, and no text.
+
+    Raises:
+        ArgumentError: it is something else.
+    """
+    try:
+        if isinstance(specs, str):
+            raise TypeError
+        found: Iterable[Placed] = iter(specs)
+    except TypeError:
+        raise ArgumentError(f"specs: expected specs, or (path, spec) pairs, in a list; got {shown(specs)}") from None
+    return found
 
 
 def _placed(spec: Placed) -> tuple[str, AnySpec]:

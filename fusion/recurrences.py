@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adapters.arguments import expect
 from .match.patterns import find_op
 
 _TENSORS = ["query", "key", "value", "g", "beta"]
@@ -45,6 +46,7 @@ def keep_recurrences(model: nn.Module) -> tuple[str, ...]:
     Returns:
         The names of those functions; none where the model has no such delta net.
     """
+    expect("model", model, nn.Module, "a torch.nn.Module")
     found = dict.fromkeys(function for module in dict.fromkeys(map(type, model.modules())) for function in _of(module))
     for function in found:
         if function not in _kept:

@@ -164,6 +164,9 @@ def sites_of(layer: str, spec: AnySpec) -> tuple[Site, ...]:
 
 
 def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
+    if not spec.input_norms:
+        absent = "no norm reads the residual stream in this layer: its norms stand on what attention and MLP give"
+        return [Site(layer=layer, role=role, norms=(), spec=spec, absent=absent) for role in (INPUT, POST_ATTENTION)]
     sites = []
     for block, (before, after) in enumerate(zip(spec.input_norms, spec.post_attention_norms, strict=True)):
         first = spec.layer_index == 0 and block == 0

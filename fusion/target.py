@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 from attrs import field, frozen
 
-from ..adapters.errors import ArgumentError, LayerfuseError, did_you_mean, shown
+from ..adapters.errors import ArgumentError, ArgumentValueError, LayerfuseError, did_you_mean, shown
 
 
 class UnknownTargetError(LayerfuseError, LookupError):
@@ -37,6 +37,8 @@ _LONGEST = 10
 def _text(_instance: Target, attribute: attrs.Attribute[Any], value: object) -> None:
     if type(value) is not str and (value is not None or attribute.default is attrs.NOTHING):
         raise ArgumentError(f"Target.{attribute.name}: expected a text, got {shown(value)}")
+    if type(value) is str and not re.fullmatch(r"[\w.+:-]{1,40}", value):
+        raise ArgumentValueError(f"Target.{attribute.name}: expected a short name, without blanks, got {shown(value)}")
 
 
 @frozen(kw_only=True)

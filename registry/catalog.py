@@ -6,10 +6,12 @@ An entry alone, without torch and without a layer, gives the spec of every layer
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import NoneType
 from typing import Any, ClassVar
 
 from attrs import field, frozen
 
+from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import SpecError
 from ..adapters.specs import WHOLE, FinalNormSpec, LayerSpec, NormSpec, ResidualSpec
 from .errors import UnknownEngineError
@@ -48,7 +50,8 @@ class ModelEntry:
     norm_weight_offset: float = 0.0
     "1.0 where the decoder layers' norms and the final norm are zero-centred (Gemma, Qwen3-Next)."
     added_as_given: bool = True
-    "False where a norm (Gemma 3) or a factor (MiniCPM3) stands between what attention and MLP give and the residual add."
+    """False where a norm (Gemma 3) or a factor (MiniCPM3) stands between what attention and MLP give and the residual add.
+    It is false of kinds with `stream_norms = "none"`, whatever is said here."""
     attentions_per_layer: int = 1
     "Attention blocks in one decoder layer: 2 in LongCat-Flash."
     aliases: list[str] = field(factory=list)
@@ -108,12 +111,14 @@ class ModelEntry:
         Raises:
             SpecError: the entry contradicts itself, or a layer cannot be sharded that way, by this engine or by any.
             UnknownEngineError: neither a known engine, nor one that the entry has a table for.
+            ArgumentError: an argument is of another type.
         """
         self.check_engine(engine)
+        check_whole(tp=tp)
         refused = self.refusal(tp, engine)
         if refused is not None:
             raise SpecError(f"{self.name} at tensor-parallel size {tp}", [refused])
-        whole = list(self._whole(engine))
+        whole = list(self._whole(engine, self.kind_at(), self.mlp_at()))
         if tp == 1 and rank in (None, 0):
             return whole
         sharded: dict[LayerSpec, LayerSpec] = {}
@@ -129,12 +134,16 @@ class ModelEntry:
 
         Raises:
             UnknownEngineError: with the closest names.
+            ArgumentError: this is no name.
         """
+        expect("engine", engine, (str, NoneType), f"one of {', '.join(self.known_engines)}")
         if engine is not None and engine not in self.known_engines:
             raise UnknownEngineError(engine, self.known_engines)
 
     def refusal(self, tp: int, engine: str | None) -> str | None:
         """Why this engine cannot build the model on so many ranks, in a sentence, or None where that is not known."""
+        self.check_engine(engine)
+        check_whole(tp=tp)
         if engine is None or engine not in self.engines or self.engines[engine].replicates_kv_heads:
             return None
         least = min((kind.num_kv_heads for kind in self.layers.values() if isinstance(kind, GQAKind)), default=tp)
@@ -154,25 +163,28 @@ class ModelEntry:
         """
         self.check_engine(engine)
         kinds, mlps = self.kind_at(), self.mlp_at()
-        return list(self._whole(engine, {*map(kinds.index, kinds), *map(mlps.index, mlps)}))
+        return list(self._whole(engine, kinds, mlps, {*map(kinds.index, kinds), *map(mlps.index, mlps)}))
 
-    def _whole(self, engine: str | None, only: set[int] | None = None) -> Iterator[tuple[str, LayerSpec]]:
+    def _whole(
+        self, engine: str | None, kinds: list[str], mlps: list[str | None], only: set[int] | None = None
+    ) -> Iterator[tuple[str, LayerSpec]]:
         norms = EngineFacts() if engine is None else self.engines.get(engine, EngineFacts())
         eps = self.rms_norm_eps if norms.rms_norm_eps is None else norms.rms_norm_eps
         norm = NormSpec(width=self.hidden_size, epsilon=eps, weight_offset=self.norm_weight_offset)
         each = self.attentions_per_layer
         decoder_norms = (norm,) * each
-        for index, (kind, mlp) in enumerate(zip(self.kind_at(), self.mlp_at(), strict=True)):
+        for index, (kind, mlp) in enumerate(zip(kinds, mlps, strict=True)):
             if only is not None and index not in only:
                 continue
             blocks = [(f".{block}" if each > 1 else "", self._common(index * each + block)) for block in range(each)]
+            read = decoder_norms if self.layers[kind].stream_norms is None else ()
             yield (
                 f"layers.{index}",
                 ResidualSpec(
                     **self._common(index),
-                    input_norms=decoder_norms,
-                    post_attention_norms=decoder_norms,
-                    added_as_given=self.added_as_given,
+                    input_norms=read,
+                    post_attention_norms=read,
+                    added_as_given=self.added_as_given and read != (),
                 ),
             )
             for suffix, common in blocks:

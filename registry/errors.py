@@ -40,7 +40,8 @@ class CatalogError(LayerfuseError, ValueError):
         super().__init__(file, self.problems)
 
     def __str__(self) -> str:
-        return "\n".join(f"{self.file}: {_printable(problem)}" for problem in self.problems)
+        file = _printable(_cut(self.file))
+        return "\n".join(f"{file}: {_printable(problem)}" for problem in self.problems)
 
 
 def _cut(problem: str) -> str:

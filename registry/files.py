@@ -9,6 +9,7 @@ import functools
 import re
 import tomllib
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -18,10 +19,11 @@ from cattrs import ClassValidationError, IterableValidationError, transform_erro
 from cattrs.errors import ForbiddenExtraKeysError
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn, override
 
+from ..adapters.arguments import expect
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
 from .catalog import MOST_LAYERS, ModelEntry
 from .errors import MOST_PROBLEMS, TOO_MANY_PROBLEMS, CatalogError
-from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLPKind, Yarn
+from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLAKind, MLPKind, Rope, RopeWords, Yarn
 from .values import wrong_values
 
 LARGEST_FILE = 1 << 20
@@ -54,7 +56,8 @@ def make_converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda t: t == At, lambda value, _: _at(converter, value))
     converter.register_structure_hook_func(lambda t: t == LayerKind, lambda value, _: _layer_kind(converter, value))
     converter.register_structure_hook_func(_is_any, lambda value, _: value)
-    for cls in (*KINDS.values(), MLPKind, EngineFacts, Every, GateWords, Yarn):
+    converter.register_structure_hook_func(lambda t: t == Rope, lambda value, _: _rope(converter, value))
+    for cls in (*KINDS.values(), MLPKind, EngineFacts, Every, GateWords, RopeWords, Yarn):
         converter.register_structure_hook(cls, make_dict_structure_fn(cls, converter))
         converter.register_unstructure_hook(cls, make_dict_unstructure_fn(cls, converter, _cattrs_omit_if_default=True))
     converter.register_unstructure_hook(
@@ -137,6 +140,14 @@ def _at(converter: cattrs.Converter, value: Any) -> Any:
     return value
 
 
+def _rope(converter: cattrs.Converter, value: Any) -> Any:
+    if isinstance(value, dict):
+        return converter.structure(value, RopeWords)
+    if value is not None and value != "none":
+        raise _WrongValueError(f'expected {{interleaved = ...}} or "none", got {shown(value)}')
+    return value
+
+
 def _layer_kind(converter: cattrs.Converter, value: Any) -> Any:
     if not isinstance(value, dict):
         raise _WrongValueError(f"expected a table, got {shown(value)}")
@@ -155,7 +166,9 @@ def read_file(path: str | Path) -> dict[str, ModelEntry]:
 
     Raises:
         CatalogError: the file cannot be read, is no TOML, or holds mistakes; all are listed.
+        ArgumentError: this is no path.
     """
+    expect("path", path, (str, PathLike), "the path of a models file")
     path = Path(path)
     try:
         # One byte more than allowed tells a file that is too large without reading it whole.
@@ -171,7 +184,9 @@ def parse(data: bytes | str, file: str = "models.toml") -> dict[str, ModelEntry]
 
     Raises:
         CatalogError: as `read_file`.
+        ArgumentError: this is no text.
     """
+    expect("data", data, (bytes, str), "the text of a models file")
     if len(data) > LARGEST_FILE:
         raise CatalogError(file, [f"larger than {LARGEST_FILE >> 20} MiB, which no models file is"])
     try:
@@ -194,7 +209,9 @@ def structure(document: Mapping[str, Any], file: str) -> dict[str, ModelEntry]:
 
     Raises:
         CatalogError: as `read_file`.
+        ArgumentError: this is no document.
     """
+    expect("document", document, Mapping, "a parsed TOML document")
     problems = [
         f"unknown table {shown(name)}{did_you_mean(name, ['models'])}; models stand under [models.<name>] @ $"
         for name in list(document)[:TOO_MANY_PROBLEMS]
@@ -247,6 +264,9 @@ def contradictions(entry: ModelEntry) -> list[str]:
         yarn = getattr(kind, "yarn", None)
         if yarn is not None and not (1 <= yarn.factor < float("inf") and 0 <= yarn.mscale_all_dim < float("inf")):
             problems.append(f"layers.{name}.yarn: expected a factor of at least 1 and an mscale_all_dim of at least 0")
+        rope = kind.rope if isinstance(kind, MLAKind) else None
+        if isinstance(rope, RopeWords) and not 0 < rope.attention_scaling < float("inf"):
+            problems.append(f"layers.{name}.rope.attention_scaling: expected a number above 0")
     problems += wrong_values(entry)
     if problems:
         return problems

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import frozen
 
-from ..adapters.errors import LayerfuseError, shown
+from ..adapters.arguments import expect
+from ..adapters.errors import LayerfuseError, cut, shown
 from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
 from .hf_layers import layers_of
 from .hf_mlps import mlps_of
-from .kinds import GatedDeltaNetKind, GQAKind, LayerKind
+from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
 
 if TYPE_CHECKING:
     from .lookup import Registry
@@ -32,6 +33,9 @@ LARGEST_CONFIG = 16 << 20
 
 NO_SINKS_SAID = "has_sinks is not said by any config"
 NOT_DECLARED = "no declared model has this architecture"
+NO_OFFSET_SAID = "norm_weight_offset is not said by any config"
+NO_MLP_SAID = "whether an MLP is gated is not said by any config"
+NO_STREAM_SAID = "where the norms stand is not said by any config"
 """Notes that end with an answer of the model's code."""
 
 _FAMILY_ADAPTERS = {"mla": "deepseek_v3", "gqa": "gpt_oss"}
@@ -119,6 +123,7 @@ def inspect(
     Raises:
         ConfigError: it does not say what an entry needs; everything missing is listed.
     """
+    expect("config", config, Mapping, "a parsed config.json (read_config reads one)")
     values, part = text_part(config)
     hf = HFConfig(values)
     types = [t for t in (config.get("model_type"), values.get("model_type")) if isinstance(t, str)]
@@ -138,7 +143,7 @@ def inspect(
     hf.refuse_what_is_not_described()
     count = "num_layers" if sibling is not None and sibling.attentions_per_layer > 1 else "num_hidden_layers"
     total = hf.count(count)
-    layers = layers_of(hf, total, types[-1] if types else "", _gate(sibling))
+    layers = layers_of(hf, total, types[-1] if types else "", _gate(sibling), _rope(sibling))
     hidden_size, epsilon = hf.count("hidden_size"), hf.number("rms_norm_eps")
     if hf.problems or adapter is None:
         raise ConfigError(file, list(dict.fromkeys(hf.problems)), recognised)
@@ -197,6 +202,11 @@ def _gate(sibling: ModelEntry | None) -> Any:
     return next((kind.output_norm for kind in kinds if isinstance(kind, GatedDeltaNetKind)), None)
 
 
+def _rope(sibling: ModelEntry | None) -> Any:
+    kinds = () if sibling is None else sibling.layers.values()
+    return next((kind.rope for kind in kinds if isinstance(kind, MLAKind)), None)
+
+
 def _with_sinks(kind: LayerKind, sibling: ModelEntry | None) -> LayerKind:
     if not isinstance(kind, GQAKind):
         return kind
@@ -218,11 +228,15 @@ def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes
         return notes
     if any(isinstance(kind, GQAKind) for kind in entry.layers.values()):
         notes.append(f"{NO_SINKS_SAID}; false was written: check the attention class for sinks")
-    offset = f"norm_weight_offset is not said by any config; {entry.norm_weight_offset} was written"
+    offset = f"{NO_OFFSET_SAID}; {entry.norm_weight_offset} was written"
     if not entry.norm_weight_offset:
         notes.append(f"{offset}: check whether the norms add 1 to their weight")
-    notes.append("whether an MLP is gated is not said by any config; none was written: declare them under mlps")
-    prefix = next((c.partition("For")[0] for c in classes), "")
+    notes.append(
+        f"{NO_STREAM_SAID}; one before the attention and one before the MLP were written: where they stand behind them "
+        'instead, write stream_norms = "none" under layers, and where they stand there too, added_as_given = false'
+    )
+    notes.append(f"{NO_MLP_SAID}; none was written: declare them under mlps")
+    prefix = cut(next((c.partition("For")[0] for c in classes), ""))
     example = f'"transformers:{prefix or "My"}Attention" = {{ like = "transformers:..." }}'
     notes.append(
         f"{NOT_DECLARED}: compare the entry with the real layers, whose code may say more than "

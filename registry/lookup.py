@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from ..adapters.arguments import expect, expect_callable
 from ..adapters.base import Adapter
 from ..adapters.errors import ArgumentError, UnknownLayerError, shown
 from ..adapters.reader import LayerReader
@@ -41,6 +42,8 @@ class Registry:
 
     def __init__(self, *, fill: Callable[[Registry], None] | None = None) -> None:
         """Args: fill: adds the first content when something is first asked of the registry."""
+        if fill is not None:
+            expect_callable("fill", fill)
         self._lock = threading.RLock()
         self._busy = False
         # Both stay set until their work is done, so that other threads wait for it instead of seeing a half.
@@ -77,8 +80,7 @@ class Registry:
             SpecError: what the layer says cannot all be true.
             ArgumentError: an argument is of another type.
         """
-        if of is not None and not isinstance(of, type):
-            raise ArgumentError(f"of: expected a spec type such as MLASpec, got {shown(of)}")
+        expect("of", of, (type, NoneType), "a spec type such as MLASpec")
         cls = type(layer)
         readers = self._by_class.get(cls) or self._readers_of(cls)
         # A plugin may know a class that is known here by a base of it only: what it is must not depend on earlier questions.
@@ -117,8 +119,7 @@ class Registry:
             And whatever `spec_for` raises for one of them, with the layer's path.
             ArgumentError: an argument is of another type.
         """
-        if of is not None and not isinstance(of, type):
-            raise ArgumentError(f"of: expected a spec type such as MLASpec, got {shown(of)}")
+        expect("of", of, (type, NoneType), "a spec type such as MLASpec")
         self._complete()
         found: list[Any] = []
         # Modules come parent first, and all of a layer's before the next: one prefix tells what lies inside it.
@@ -184,6 +185,7 @@ class Registry:
 
     def readers_for(self, cls: type) -> Readers:
         """How layers of this class are read, first the one that `spec_for` uses; empty for an unknown class."""
+        expect("cls", cls, type, "a layer's class")
         self._complete()
         return self._readers_of(cls)
 
@@ -200,8 +202,7 @@ class Registry:
         Raises:
             UnknownModelError: with the closest names.
         """
-        if not isinstance(name, str):
-            raise ArgumentError(f"name: expected a model's name, got {shown(name)}")
+        expect("name", name, str, "a model's name")
         models = self.models()
         wanted = name.lower()
         for entry in models.values():
@@ -228,11 +229,22 @@ class Registry:
             ConflictError: the name, or one of its layer classes, is declared differently by another; nothing is added.
             ArgumentError: this is no Adapter.
         """
-        if not isinstance(adapter, Adapter):
-            raise ArgumentError(f"adapter: expected one Adapter, got {shown(adapter)}")
+        expect("adapter", adapter, Adapter, "one Adapter")
+        self.register_adapters([adapter], source)
+
+    def register_adapters(self, adapters: Iterable[Adapter], source: str) -> None:
+        """Add several adapters, all or none. `source` is who declares them, for messages.
+
+        Raises:
+            ConflictError, ArgumentError: as `register_adapter`.
+        """
+        expect("adapters", adapters, (list, tuple), "Adapters in a list")
+        expect("source", source, str, "who declares them")
+        for adapter in adapters:
+            expect("adapters", adapter, Adapter, "Adapters in a list")
         self._start()
         with self._lock:
-            self._add([adapter], {}, source)
+            self._add(adapters, {}, source)
 
     def register_model(self, entry: ModelEntry) -> None:
         """Add a model and the layer classes it brings. The same one again is a no-op.
@@ -243,8 +255,7 @@ class Registry:
         """
         from .catalog import ModelEntry
 
-        if not isinstance(entry, ModelEntry):
-            raise ArgumentError(f"entry: expected a ModelEntry, got {shown(entry)}; registry.load reads a file of them")
+        expect("entry", entry, ModelEntry, "a ModelEntry (registry.load reads a file of them)")
         self.register_models({entry.name: entry}, "a call of register_model")
 
     def register_models(self, entries: Mapping[str, ModelEntry], source: str) -> None:
@@ -252,7 +263,16 @@ class Registry:
 
         Raises:
             CatalogError: some cannot be added; every reason is listed.
+            ArgumentError: these are no entries by their names.
         """
+        from .catalog import ModelEntry
+
+        expect("entries", entries, Mapping, "ModelEntries by name")
+        expect("source", source, str, "who declares them")
+        for name, entry in entries.items():
+            expect("entries", entry, ModelEntry, "ModelEntries by name")
+            if name != entry.name:
+                raise ArgumentError(f"entries: the entry {shown(entry.name)} stands under {shown(name)}")
         self._start()
         from .declare import declared_adapters
 
@@ -276,7 +296,12 @@ class Registry:
         return MappingProxyType(entries)
 
     def on_miss(self, more: Callable[[Registry], None]) -> None:
-        """Call `more` once, when a class or name is asked for that is not yet known: how plugins stay unimported."""
+        """Call `more` once, when a class or name is asked for that is not yet known: how plugins stay unimported.
+
+        It is given a registry to add to. All that it adds is taken over at once, or nothing where it raises; it is then called
+        again, and raises again, whenever something unknown is asked for.
+        """
+        expect_callable("more", more)
         with self._lock:
             self._late.append(more)
 
@@ -302,9 +327,19 @@ class Registry:
             if self._late and not self._busy:
                 late = list(self._late)
                 with self._being_busy():
-                    for more in late:
-                        more(self)
+                    self._take_over(late)
                 del self._late[: len(late)]
+
+    def _take_over(self, late: Iterable[Callable[[Registry], None]]) -> None:
+        """What these add, all or none: else a class would be known or not by how often something was asked."""
+        before = None
+        while before is not self._tables:  # a plugin may register something here too, when it is imported
+            before = self._tables
+            aside = Registry()
+            aside._tables = before
+            for more in late:
+                more(aside)
+        self._tables, self._by_class = aside._tables, {}
 
     @contextmanager
     def _being_busy(self) -> Iterator[None]:

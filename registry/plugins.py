@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.base import Adapter
-from ..adapters.errors import said, shown
+from ..adapters.errors import LayerfuseError, cut, said, shown
 from .errors import PluginError
 
 if TYPE_CHECKING:
@@ -24,35 +24,67 @@ MODELS = "layerfuse.models"
 
 
 def installed() -> list[EntryPoint]:
-    """The plugins that are installed, without importing any."""
-    return [*entry_points(group=ADAPTERS), *entry_points(group=MODELS)]
+    """The plugins that are installed, without importing any: adapters first, in a stable order."""
+    found = (*entry_points(group=ADAPTERS), *entry_points(group=MODELS))
+    return sorted(found, key=lambda plugin: (plugin.group, plugin.name, plugin.value))
 
 
 def load_plugins(registry: Registry) -> None:
     """Register what every installed plugin brings.
 
     A plugin that cannot be imported is reported as a warning, so that it does not take down an engine that never
-    needed it. One that redeclares what is known is an error.
+    needed it. One that redeclares what is known, or what another brings, is an error.
 
     Raises:
-        ConflictError: a plugin redeclares something; both owners are named.
-        CatalogError, FactsError: what a plugin declares is malformed.
+        ConflictError, CatalogError, PluginError: as `register_content`.
     """
     for plugin in installed():
-        package = "" if plugin.dist is None else f" of {plugin.dist.name}"
-        owner = f"the plugin {plugin.name}{package} ({plugin.value})"
         try:
-            content = plugin.load()
-        except (Exception, SystemExit) as error:  # a script that was never meant to be imported ends in sys.exit
-            warnings.warn(f"{owner} cannot be imported: {said(error)}", RuntimeWarning, stacklevel=2)
+            content = import_plugin(plugin)
+        except PluginError as error:
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
             continue
+        register_content(registry, plugin, content)
+
+
+def import_plugin(plugin: EntryPoint) -> Any:
+    """The object that a plugin's entry point names.
+
+    Raises:
+        PluginError: importing it raises, or ends in `sys.exit`.
+    """
+    try:
+        return plugin.load()
+    except (Exception, SystemExit) as error:  # a script that was never meant to be imported ends in sys.exit
+        raise PluginError(f"{owner_of(plugin)} cannot be imported: {said(error)}") from error
+
+
+def register_content(registry: Registry, plugin: EntryPoint, content: Any) -> None:
+    """Register what one plugin brings, all or none.
+
+    Raises:
+        PluginError: it is neither an adapter nor a models file, or cannot be read.
+        ConflictError: it redeclares something; both owners are named.
+        CatalogError: its models file holds mistakes, or names what is not known.
+    """
+    owner = owner_of(plugin)
+    try:
         if plugin.group == ADAPTERS:
-            for adapter in _adapters(content, owner):
-                registry.register_adapter(adapter, owner)
+            registry.register_adapters(_adapters(content, owner), owner)
         else:
             from .files import read_file
 
             registry.register_models(read_file(_path(content, owner)), owner)
+    except LayerfuseError:
+        raise
+    except Exception as error:  # the object may be anything, and break as it likes
+        raise PluginError(f"{owner}: reading it raised {said(error)}") from error
+
+
+def owner_of(plugin: EntryPoint) -> str:
+    """What messages call a plugin: its entry point, its package and the object."""
+    package = "" if plugin.dist is None else f" of {cut(plugin.dist.name)}"
+    return f"the plugin {cut(plugin.name)}{package} ({cut(plugin.value)})"
 
 
 def _adapters(content: Any, owner: str) -> list[Adapter]:

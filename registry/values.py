@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..adapters.specs import FAMILIES, GatedMLPSpec, NormSpec, ResidualSpec, kind_of, problem_of
+from ..adapters.spec_fields import kinds_in, problem_of
+from ..adapters.specs import FAMILIES, GatedMLPSpec, NormSpec, ResidualSpec
 
 if TYPE_CHECKING:
     from .catalog import ModelEntry
@@ -31,13 +32,26 @@ def wrong_values(entry: ModelEntry) -> Iterator[str]:
 
 
 def _wrong(where: str, said: Any, spec: type[Any]) -> Iterator[str]:
-    kinds = {a.name: kind_of(a) for cls in (NormSpec, spec) for a in attrs.fields(cls)}
-    for name, value in attrs.asdict(said, recurse=False).items():
-        kind = "positive" if name.endswith(("_eps", "_scale")) else kinds.get(name, "")
-        if kind in ("", "text") or value is None or value in _UNSET or isinstance(value, tuple | list | dict):
-            continue
-        if not isinstance(value, int | float | str):
-            continue  # a table of its own
-        problem = problem_of(kind, value)
-        if problem is not None:
-            yield f"{where}{name}: {problem}"
+    for name, kind in _numbers_of(type(said), spec):
+        value = getattr(said, name)
+        # Neither a table of its own, nor one of the words.
+        if isinstance(value, int | float | str) and value not in _UNSET:
+            problem = problem_of(kind, value)
+            if problem is not None:
+                yield f"{where}{name}: {problem}"
+
+
+_NUMBERS_OF: dict[tuple[type[Any], type[Any]], tuple[tuple[str, str], ...]] = {}
+
+
+def _numbers_of(cls: type[Any], spec: type[Any]) -> tuple[tuple[str, str], ...]:
+    """The fields of a table that have bounds, with the kind of value that each takes. Kept, as files hold thousands."""
+    found = _NUMBERS_OF.get((cls, spec))
+    if found is None:
+        kinds = dict((*kinds_in(NormSpec), *kinds_in(spec)))
+        several = {
+            a.name: "positive" if a.name.endswith(("_eps", "_scale")) else kinds.get(a.name, "text")
+            for a in attrs.fields(cls)
+        }
+        found = _NUMBERS_OF[cls, spec] = tuple((name, kind) for name, kind in several.items() if kind != "text")
+    return found

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..adapters.errors import LayerfuseError
+from ..adapters.arguments import expect
+from ..adapters.errors import LayerfuseError, said, shown
 from ..registry.catalog import ModelEntry
 from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLPKind
 from .general import general_recipe, yarn_rope
@@ -30,18 +31,32 @@ class NotBuildableError(LayerfuseError, LookupError):
 
 
 def why_not(entry: ModelEntry) -> str | None:
-    """Why transformers cannot build this entry, in a sentence, or None where it can. Imports transformers' index only."""
+    """Why transformers cannot build this entry, in a sentence, or None where it can. Imports transformers' index only.
+
+    Raises:
+        ArgumentError: this is no ModelEntry.
+    """
+    expect("entry", entry, ModelEntry, "a ModelEntry (registry.model gives one by its name)")
     if entry.model_type is None:
         return f"{entry.name} declares no model_type"
-    if importlib.util.find_spec("transformers") is None:
-        return "transformers is not installed (pip install 'layerfuse[hf]')"
+    try:
+        if importlib.util.find_spec("transformers") is None:
+            return "transformers is not installed (pip install 'layerfuse[hf]')"
+        return _why_not(entry)
+    except (Exception, SystemExit) as error:  # half an installation breaks in any way
+        return (
+            f"the installed transformers cannot be used: {said(error)}; install it anew (pip install 'layerfuse[hf]')"
+        )
+
+
+def _why_not(entry: ModelEntry) -> str | None:
     import transformers
 
-    recipe = _recipe_of(entry)
+    recipe, model_type = _recipe_of(entry), entry.model_type or ""
     if recipe is None:
         return NOT_IN_TRANSFORMERS.get(
-            entry.model_type,
-            f"transformers {transformers.__version__} builds no language model of the model_type {entry.model_type!r}",
+            model_type,
+            f"transformers {transformers.__version__} builds no language model of the model_type {shown(model_type)}",
         )
     for name in (recipe.config, recipe.model):
         if not hasattr(transformers, name):
@@ -49,15 +64,20 @@ def why_not(entry: ModelEntry) -> str | None:
     return None
 
 
-def full_model(entry: ModelEntry) -> nn.Module:
+def full_model(entry: ModelEntry, *, mixtures: bool = False) -> nn.Module:
     """The real model with the published dimensions of everything a spec speaks of, without memory, on the meta device.
 
     Vocabulary, routed experts and the vision tower are small.
 
+    Args:
+        entry: the declared model.
+        mixtures: the second half of its layers are mixtures of experts where the architecture has those, whatever the
+            entry says.
+
     Raises:
         NotBuildableError: transformers has no such model.
     """
-    return _build(entry, device="meta", dtype=None)
+    return _build(entry, device="meta", dtype=None, mixtures=mixtures)
 
 
 def small_entry(
@@ -73,6 +93,7 @@ def small_entry(
         hidden_size: width of the residual stream.
         heads: query heads. Grouped heads keep their group size where it fits.
     """
+    expect("entry", entry, ModelEntry, "a ModelEntry (registry.model gives one by its name)")
     all_kinds = entry.kind_at()
     numbers = range(min(layers, len(all_kinds))) if isinstance(layers, int) else layers
     kept = [all_kinds[number] for number in numbers]
@@ -131,8 +152,8 @@ def small_model(
     return model.eval().requires_grad_(False)
 
 
-def config_of(entry: ModelEntry) -> Any:
-    """The transformers config of an entry: published dimensions, everything else small.
+def config_of(entry: ModelEntry, *, mixtures: bool = False) -> Any:
+    """The transformers config of an entry: published dimensions, everything else small. `mixtures`: as for `full_model`.
 
     Raises:
         NotBuildableError: transformers has no such model.
@@ -143,7 +164,10 @@ def config_of(entry: ModelEntry) -> Any:
     import transformers
 
     recipe = _recipe(entry)
-    config = getattr(transformers, recipe.config)(**arguments(entry))
+    words = arguments(entry)
+    if mixtures:
+        words.update({key: value for key, value in _half_mixtures(entry.num_hidden_layers).items() if key in words})
+    config = getattr(transformers, recipe.config)(**words)
     config._attn_implementation = "eager"
     if recipe.around is None:
         return config
@@ -176,6 +200,13 @@ def arguments(entry: ModelEntry) -> dict[str, Any]:
     return words
 
 
+def _half_mixtures(layers: int) -> dict[str, Any]:
+    """How configs say that the second half of these layers are mixtures, each in its own key."""
+    dense = layers // 2
+    types = ["dense"] * dense + ["sparse"] * (layers - dense)
+    return {"mlp_layer_types": types, "first_k_dense_replace": dense, "mlp_only_layers": list(range(dense))}
+
+
 def _recipe(entry: ModelEntry) -> Recipe:
     recipe = _recipe_of(entry)
     if recipe is None:
@@ -191,7 +222,7 @@ def _recipe_of(entry: ModelEntry) -> Recipe | None:
 
 
 def _small_mlps(entry: ModelEntry) -> dict[str, MLPKind]:
-    recipe = _recipe_of(entry)
+    recipe = None if why_not(entry) is not None else _recipe_of(entry)
     name = SHARED_EXPERTS if recipe is not None and recipe.dense is None else "dense"
     kind = next(iter(entry.mlps.values()), None)
     return {} if kind is None else {name: attrs.evolve(kind, at="all", intermediate_size=SMALL_MLP)}
@@ -208,8 +239,8 @@ def _few_heads(kind: LayerKind, heads: int) -> LayerKind:
     return attrs.evolve(kind, num_heads=heads)
 
 
-def _build(entry: ModelEntry, *, device: str, dtype: torch.dtype | None) -> nn.Module:
-    config = config_of(entry)
+def _build(entry: ModelEntry, *, device: str, dtype: torch.dtype | None, mixtures: bool = False) -> nn.Module:
+    config = config_of(entry, mixtures=mixtures)
     import torch
     import transformers
 

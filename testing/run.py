@@ -9,6 +9,7 @@ from unittest import SkipTest
 
 from attrs import frozen
 
+from ..adapters.errors import said
 from .contract import SCENARIOS, AdapterContract
 from .models import full_model, small_model, why_not
 from .scenario import Scenario
@@ -116,7 +117,7 @@ def _run(contract: AdapterContract, scenario: Scenario) -> Result:
     except AssertionError as broken:
         return done("failed", str(broken))
     except Exception as error:
-        return done("failed", f"{type(error).__name__}: {error}")
+        return done("failed", said(error, 2000))
     return done("passed")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from attrs import frozen
 
-from ...adapters.errors import LayerfuseError
+from ...adapters.errors import LayerfuseError, cut
 from ...fusion.engine import Engine
 from ...fusion.target import Target
 from . import own
@@ -84,7 +84,7 @@ def engine_of(
     """
     name = NEWEST if release is None else ".".join(release.split(".")[:2])
     if name not in RELEASES:
-        raise UnknownReleaseOfVllmError(f"nothing is recorded of vLLM {release}; known: {', '.join(RELEASES)}")
+        raise UnknownReleaseOfVllmError(f"nothing is recorded of vLLM {cut(name)}; known: {', '.join(RELEASES)}")
     if is_set(BATCH_INVARIANT):
         return Engine(name="vllm", refuses={"*": INVARIANT})
     place = own.Place(vendor=target.vendor, arch=target.arch, ranks=ranks, aiter=is_set("VLLM_ROCM_USE_AITER"))

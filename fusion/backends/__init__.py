@@ -17,7 +17,7 @@ from typing import Any
 
 from attrs import frozen
 
-from ...adapters.errors import LayerfuseError, did_you_mean, shown
+from ...adapters.errors import LayerfuseError, cut, did_you_mean, shown
 from ..declare import Kernel, Op
 
 ENVIRONMENT = "LAYERFUSE_BACKEND"
@@ -152,7 +152,7 @@ def force(name: str | None) -> None:
         BackendError: no op has a backend of this name.
     """
     known = sorted({backend.name for several in _backends.values() for backend in several})
-    if name is not None and name not in known:
+    if name is not None and (not isinstance(name, str) or name not in known):
         raise BackendError(
             f"no backend is called {shown(name)}{did_you_mean(name, known) or '.'} Known: {', '.join(known)}."
         )
@@ -217,7 +217,7 @@ def wanted_for(op: str) -> str | None:
     known = sorted({backend.name for several in _backends.values() for backend in several})
     if wanted not in known:
         raise BackendError(
-            f"{ENVIRONMENT}={wanted}: no op has a backend called {wanted!r}{did_you_mean(wanted, known) or '.'} "
+            f"{ENVIRONMENT}={cut(wanted)}: no op has a backend called {shown(wanted)}{did_you_mean(wanted, known) or '.'} "
             f"Known: {', '.join(known)}."
         )
     return None

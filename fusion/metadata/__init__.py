@@ -10,6 +10,7 @@ from .errors import (
     HeadCountError,
     HeadsRefusedError,
     MixedGroupError,
+    NoSuchLayerError,
     PlanExceededError,
     UnknownReleaseError,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "MLAMetadataPlan",
     "MetadataBuffers",
     "MixedGroupError",
+    "NoSuchLayerError",
     "PlanExceededError",
     "PrefillPlan",
     "StatePlan",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from ...adapters.arguments import check_whole
 from .dtypes import ITEM_SIZE
 from .sizes import BUFFER_DTYPE, BUFFERS, Case, Shapes
 
@@ -74,9 +75,14 @@ def installed_shapes(build: Bound, case: Case) -> Shapes:
     return {name: tuple(shape) for name, (shape, _) in sizes.items()}
 
 
+MOST_BYTES = 1 << 80
+"""Shown for everything above it."""
+
+
 def byte_text(count: int) -> str:
     """Bytes as a person reads them: 34.0 MiB."""
-    value = float(count)
+    check_whole(count=count)
+    value = float(min(count, MOST_BYTES))
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
             return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from ...adapters.errors import cut
+from ...adapters.errors import ArgumentValueError, cut, shown
 
 Dtype = Literal["bf16", "fp8"]
 
@@ -25,9 +25,10 @@ def dtype_named(dtype: Any) -> Dtype:
     """`bf16` or `fp8`, from one of their names or a torch dtype.
 
     Raises:
-        ValueError: another dtype.
+        ArgumentValueError: another dtype.
     """
-    name = str(dtype).removeprefix("torch.").lower()
+    said = str(dtype) if isinstance(dtype, str) or type(dtype).__name__ == "dtype" else ""
+    name = said.removeprefix("torch.").lower()
     if name not in _NAMES:
-        raise ValueError(f"MLA decoding takes bf16 and fp8, got {cut(str(dtype))}")
+        raise ArgumentValueError(f"MLA decoding takes bf16 and fp8, got {cut(said) or shown(dtype)}")
     return _NAMES[name]

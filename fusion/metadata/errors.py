@@ -85,3 +85,10 @@ class UnknownReleaseError(LayerfuseError, LookupError):
     def __str__(self) -> str:
         near = did_you_mean(self.name, self.known) or "."
         return f"no release of AITER is called {shown(self.name)}{near} Known: {self.known[0]} to {self.known[-1]}."
+
+
+class NoSuchLayerError(LayerfuseError, KeyError):
+    """A group of the caller's names a layer that is not there, or that needs no metadata."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])

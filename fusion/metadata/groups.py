@@ -10,8 +10,12 @@ from typing import Any
 
 from attrs import frozen
 
-from ...adapters.specs import AnySpec, GatedDeltaNetSpec, MLAKernelSpec, MLASpec
-from .errors import MixedGroupError
+from ...adapters.arguments import expect
+from ...adapters.errors import ArgumentError, ArgumentValueError, shown
+from ...adapters.layer_specs import LayerSpec
+from ...adapters.specs import AnySpec, GatedDeltaNetSpec, KernelSpec, MLAKernelSpec, MLASpec
+from ..plan import several
+from .errors import MixedGroupError, NoSuchLayerError
 
 Placed = tuple[str, AnySpec]
 """The path of a layer and its spec, as `registry.specs_in` yields them."""
@@ -71,12 +75,14 @@ def group_layers(
 
     Raises:
         MixedGroupError: a group of the caller's whose layers differ; the message names both layers.
-        KeyError: a group of the caller's names a layer that is not there, or that needs no metadata.
+        NoSuchLayerError: a group of the caller's names a layer that is not there, or that needs no metadata.
+        ArgumentError: an argument is of another type.
     """
     placed = _placed(specs)
     facts = {path: what for path, spec in placed.items() if (what := _facts(spec)) is not None}
     if groups is not None:
-        return tuple(_checked(name, tuple(paths), placed, facts) for name, paths in groups.items())
+        expect("groups", groups, Mapping, "paths by the names of groups")
+        return tuple(_checked(name, _paths(name, paths), placed, facts) for name, paths in groups.items())
     found: dict[Hashable, list[str]] = {}
     for path, equal in facts.items():
         found.setdefault(tuple(equal.items()), []).append(path)
@@ -85,19 +91,43 @@ def group_layers(
 
 def _placed(specs: Iterable[Placed] | Mapping[str, Iterable[Placed]]) -> dict[str, AnySpec]:
     if isinstance(specs, Mapping):
-        return {f"{model}/{path}": spec for model, layers in specs.items() for path, spec in layers}
-    return dict(specs)
+        return {f"{model}/{path}": spec for model, layers in specs.items() for path, spec in _pairs(layers)}
+    return dict(_pairs(specs))
+
+
+def _pairs(specs: Any) -> list[tuple[str, AnySpec]]:
+    pairs = []
+    for pair in several(specs):
+        if not (
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], LayerSpec | KernelSpec)
+        ):
+            raise ArgumentError(f"specs: expected (path, spec) pairs in a list, got {shown(pair)}")
+        pairs.append(pair)
+    return pairs
+
+
+def _paths(name: object, paths: object) -> tuple[str, ...]:
+    if (
+        not isinstance(name, str)
+        or not isinstance(paths, list | tuple)
+        or not all(isinstance(path, str) for path in paths)
+    ):
+        raise ArgumentError(f"groups: expected the paths of layers in a list, got {shown(paths)} for {shown(name)}")
+    return tuple(paths)
 
 
 def _checked(
     name: str, paths: tuple[str, ...], placed: Mapping[str, AnySpec], facts: Mapping[str, dict[str, Hashable]]
 ) -> LayerGroup:
     if not paths:
-        raise ValueError(f"group {name!r} holds no layer")
+        raise ArgumentValueError(f"group {shown(name)} holds no layer")
     first = paths[0]
     for path in paths:
         if path not in facts:
-            raise KeyError(f"group {name!r}: {path!r} is no layer that metadata is planned for")
+            raise NoSuchLayerError(f"group {shown(name)}: {shown(path)} is no layer that metadata is planned for")
         differences = [
             f"{what} {facts[first].get(what)} and {value}"
             for what, value in facts[path].items()
@@ -112,7 +142,7 @@ def _checked(
 
 def _planned(spec: AnySpec) -> MLASpec | MLAKernelSpec | GatedDeltaNetSpec:
     if not isinstance(spec, MLASpec | MLAKernelSpec | GatedDeltaNetSpec):
-        raise TypeError(f"no metadata is planned for a {type(spec).__name__}")
+        raise ArgumentError(f"no metadata is planned for a {type(spec).__name__}")
     return spec
 
 

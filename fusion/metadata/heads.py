@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import field, frozen
 
-from ...adapters.errors import ArgumentError, shown
+from ...adapters.arguments import check_counts, check_flags, expect
 from ...adapters.specs import MLAKernelSpec, MLASpec
 from ..backends.aiter.releases import ReleaseRange, is_after
 from ..target import Target
@@ -145,20 +145,10 @@ class MLAHeadPlan:
 
 def how_padded(num_heads: int, kernel_heads: int) -> How:
     """The way from one head count to another: repeat where it divides, tile where it does not."""
+    check_counts(num_heads=num_heads, kernel_heads=kernel_heads)
     if num_heads == kernel_heads:
         return "native"
     return "tile" if kernel_heads % num_heads else "repeat"
-
-
-def check_counts(**numbers: int | None) -> None:
-    """Refuse numbers that are no counts.
-
-    Raises:
-        ValueError: one that is no whole number from 1 on; None is passed over.
-    """
-    for name, value in numbers.items():
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} is a whole number from 1 on, got {shown(value)}")
 
 
 def check_layer(spec: object, target: object) -> None:
@@ -167,10 +157,8 @@ def check_layer(spec: object, target: object) -> None:
     Raises:
         ArgumentError: with what to give.
     """
-    if not isinstance(spec, MLASpec | MLAKernelSpec):
-        raise ArgumentError(f"spec: expected the spec of an MLA layer, got {shown(spec)}")
-    if not isinstance(target, Target):
-        raise ArgumentError(f"target: got {shown(target)}; Target.named('gfx950') makes one from a name")
+    expect("spec", spec, (MLASpec, MLAKernelSpec), "the spec of an MLA layer")
+    expect("target", target, Target, "a Target (Target.named('gfx950') makes one from a name)")
 
 
 def plan_heads(
@@ -199,11 +187,12 @@ def plan_heads(
     Raises:
         HeadsRefusedError: there is no kernel for it; the message says why.
         UnknownReleaseError: nothing is recorded of this release.
-        ValueError: a number that cannot be.
-        ArgumentError: `spec` or `target` is of another type.
+        ArgumentValueError: a number that cannot be.
+        ArgumentError: an argument is of another type.
     """
     check_layer(spec, target)
     check_counts(max_query_length=max_query_length, dcp=dcp)
+    check_flags(sparse=sparse)
     releases = releases_named(release)
     q, kv = dtype_named(q_dtype), dtype_named(kv_dtype)
     heads = spec.num_local_heads * dcp

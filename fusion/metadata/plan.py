@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import field, frozen
 
+from ...adapters.arguments import check_counts, check_flags, check_whole, expect
+from ...adapters.errors import ArgumentValueError, shown
+from ...adapters.spec_fields import LARGEST
 from ...adapters.specs import MLAKernelSpec, MLASpec
 from ..backends.aiter.releases import ReleaseRange, is_after
 from ..target import Target
 from .buffers import BufferSpec, installed_shapes, largest, specs_of, total_bytes
 from .dtypes import Dtype, dtype_named
 from .errors import HeadsRefusedError
-from .heads import MLAHeadPlan, check_counts, check_layer, plan_heads
+from .heads import MLAHeadPlan, check_layer, plan_heads
 from .known_issues import Use, known_issues
 from .native import folds_into_queries, releases_named
 from .prefill import PrefillPlan, plan_prefill
@@ -180,17 +183,26 @@ def plan_metadata(
     Raises:
         HeadsRefusedError: there is no kernel or no plan for it; the message says why.
         UnknownReleaseError: nothing is recorded of this release.
-        ValueError: a number that cannot be.
-        ArgumentError: `spec` or `target` is of another type.
+        ArgumentValueError: a number that cannot be.
+        ArgumentError: an argument is of another type.
     """
     check_layer(spec, target)
+    if build is not None:
+        from ..backends.aiter import Bound
+
+        expect("build", build, Bound, 'a function of AITER, as backends.aiter.bound("mla_metadata_info") gives it')
     releases = releases_named(build.probed.releases if release is None and build is not None else release)
     check_counts(batch=batch, max_query_length=max_query_length, dcp=dcp, num_kv_splits=num_kv_splits)
-    check_counts(cu_count=cu_count, prefill_length=prefill_length)
-    if page_size < 1 or page_size & (page_size - 1):
-        raise ValueError(f"page_size is a power of two, got {page_size}")
+    check_counts(**{n: v for n, v in (("cu_count", cu_count), ("prefill_length", prefill_length)) if v is not None})
+    check_counts(least=-1, topk=topk, max_split_per_batch=max_split_per_batch)
+    check_flags(sparse=sparse, intra_batch=intra_batch, fast=fast, experimental=experimental)
+    check_whole(page_size=page_size)
+    if page_size > LARGEST or page_size < 1 or page_size & (page_size - 1):
+        raise ArgumentValueError(f"page_size is a power of two, got {shown(page_size)}")
     if sparse != (topk > 0):
-        raise ValueError(f"topk is given for sparse attention and for nothing else, got {topk} and sparse={sparse}")
+        raise ArgumentValueError(
+            f"topk is given for sparse attention and for nothing else, got {topk} and sparse={sparse}"
+        )
     q, kv = dtype_named(q_dtype), dtype_named(kv_dtype)
     heads = plan_heads(
         *(spec, target, releases),

@@ -7,10 +7,11 @@ as many bytes. ATOM stores each recurrent matrix transposed.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from attrs import frozen
 
+from ...adapters.arguments import check_counts, check_word, expect
 from ...adapters.specs import GatedDeltaNetSpec
 from .buffers import BufferSpec, total_bytes
 
@@ -66,10 +67,14 @@ def plan_state(
         recurrent_dtype: of the matrices, which engines let their users set.
 
     Raises:
-        ValueError: a number that cannot be.
+        ArgumentValueError: a number or dtype that cannot be.
+        ArgumentError: `spec` is no gated delta net's.
     """
-    if batch < 1 or speculated < 0:
-        raise ValueError(f"batch is at least 1 and speculated at least 0, got {batch} and {speculated}")
+    expect("spec", spec, GatedDeltaNetSpec, "the spec of a gated delta net")
+    check_counts(batch=batch)
+    check_counts(least=0, speculated=speculated)
+    for name, dtype in (("conv_dtype", conv_dtype), ("recurrent_dtype", recurrent_dtype)):
+        check_word(name, dtype, get_args(StateDtype))
     return StatePlan(
         conv=BufferSpec(
             name="conv_state", shape=(spec.conv_dim, spec.conv_kernel_size - 1 + speculated), dtype=conv_dtype

@@ -6,12 +6,15 @@ Importing this module imports torch; planning does not.
 from __future__ import annotations
 
 import math
+from types import NoneType
 from typing import Any
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from ...adapters.arguments import expect
+from ...adapters.errors import ArgumentValueError, shown
 from ..backends.aiter import AiterCallError, Bound, bound
 from .errors import PlanExceededError
 from .plan import MLAMetadataPlan
@@ -157,8 +160,16 @@ def allocate(
 
     With `reuse`, what an earlier plan's buffers hold is kept where it is large enough, at its address, and only what is
     too small is allocated anew.
+
+    Raises:
+        ArgumentError: an argument is of another type, or no device of torch's.
     """
-    device = torch.device(device)
+    expect("plan", plan, MLAMetadataPlan, "what plan_metadata gives")
+    expect("reuse", reuse, (MetadataBuffers, NoneType), "what allocate gave before")
+    try:
+        device = torch.device(device)
+    except (TypeError, RuntimeError, ValueError):
+        raise ArgumentValueError(f"device: expected a device of torch's, got {shown(device)}") from None
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     whole: dict[str, Tensor] = {}

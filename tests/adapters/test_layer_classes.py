@@ -27,6 +27,7 @@ _SG_MLA = f"{_SG}.deepseek_v2:DeepseekV2AttentionMLA"
 MLA_MODELS = (("minicpm3", "MiniCPM3"), ("youtu", "Youtu"), ("mistral4", "Mistral4"))
 GQA_MODELS = (("llama", "Llama"), ("qwen3", "Qwen3"), ("gemma3", "Gemma3"))
 """Of transformers alone, whose classes are named alike."""
+OLMO = (("olmo_hybrid", "OlmoHybrid"),)
 
 
 def of_models(models: tuple[tuple[str, str], ...], part: str) -> tuple[str, ...]:
@@ -67,6 +68,7 @@ MLA = (
     f"{_A}.kimi_k3:KimiFullAttention",
 )
 DELTA = (
+    *of_models(OLMO, "GatedDeltaNet"),
     f"{_HF}.kimi_linear.modeling_kimi_linear:KimiLinearDeltaAttention",
     f"{_HF}.glm5_next.modeling_glm5_next:Glm5NextTextLinearAttention",
     f"{_HF}.qwen3_next.modeling_qwen3_next:Qwen3NextGatedDeltaNet",
@@ -89,7 +91,7 @@ DELTA = (
     (f"{_A}.qwen3_5:Qwen3_5GatedDeltaNet", f"{_A}.qwen3_next:Qwen3NextGatedDeltaNet"),
 )
 GQA = (
-    *of_models(GQA_MODELS, "Attention"),
+    *of_models((*GQA_MODELS, *OLMO), "Attention"),
     f"{_HF}.gpt_oss.modeling_gpt_oss:GptOssAttention",
     f"{_HF}.qwen3_next.modeling_qwen3_next:Qwen3NextAttention",
     f"{_HF}.qwen3_5.modeling_qwen3_5:Qwen3_5Attention",
@@ -103,7 +105,7 @@ GQA = (
     f"{_A}.qwen3_next:Qwen3NextAttention",
 )
 MLP = (
-    *of_models((*MLA_MODELS, *GQA_MODELS), "MLP"),
+    *of_models((*MLA_MODELS, *GQA_MODELS, *OLMO), "MLP"),
     f"{_HF}.deepseek_v2.modeling_deepseek_v2:DeepseekV2MLP",
     f"{_HF}.deepseek_v3.modeling_deepseek_v3:DeepseekV3MLP",
     f"{_HF}.deepseek_v32.modeling_deepseek_v32:DeepseekV32MLP",
@@ -163,6 +165,7 @@ MODEL = (
             ("qwen3_5_moe", "Qwen3_5MoeText"),
             *MLA_MODELS,
             *GQA_MODELS[:2],
+            *OLMO,
             ("gemma3", "Gemma3Text"),
         )
     ),
@@ -195,6 +198,8 @@ MODEL = (
 )
 DECODER = (
     *of_models((*MLA_MODELS, *GQA_MODELS), "DecoderLayer"),
+    *of_models(OLMO, "AttentionDecoderLayer"),
+    *of_models(OLMO, "LinearAttentionDecoderLayer"),
     f"{_HF}.deepseek_v2.modeling_deepseek_v2:DeepseekV2DecoderLayer",
     f"{_HF}.deepseek_v3.modeling_deepseek_v3:DeepseekV3DecoderLayer",
     f"{_HF}.deepseek_v32.modeling_deepseek_v32:DeepseekV32DecoderLayer",

@@ -174,10 +174,11 @@ def test_a_residual_stream_has_one_norm_after_each_norm_before() -> None:
         "post_attention_norms: expected one per input norm, got 1 for 2",
     )
     assert problems_of(residual, input_norms=(narrow,)) == ("a norm's width 64 is not the hidden_size 7168",)
-    assert problems_of(residual, input_norms=())[0].startswith("input_norms: expected a non-empty tuple of NormSpec")
-    assert problems_of(residual, input_norms=[norm])[0].startswith(
-        "input_norms: expected a non-empty tuple of NormSpec"
+    assert problems_of(residual, input_norms=(), post_attention_norms=()) == (
+        "added_as_given: expected false where no norm reads the stream, as the layer's norms stand before its adds",
     )
+    assert problems_of(residual, input_norms=())[0] == "post_attention_norms: expected one per input norm, got 1 for 0"
+    assert problems_of(residual, input_norms=[norm])[0].startswith("input_norms: expected a tuple of NormSpec")
 
 
 @pytest.mark.parametrize(

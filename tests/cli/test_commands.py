@@ -221,6 +221,7 @@ kv_lora_rank = 32
 qk_nope_head_dim = 16
 qk_rope_head_dim = 8
 v_head_dim = 24
+rope = { interleaved = true }
 
 [models.mine.mlps.dense]
 intermediate_size = 96
@@ -232,3 +233,23 @@ activation = "silu"
 "transformers:YoutuDecoderLayer" = { like = "transformers:DeepseekV3DecoderLayer" }
 "transformers:YoutuModel" = { like = "transformers:DeepseekV3Model" }
 """
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable"),
+    [
+        (["plan", "kimi-k2.5", "--engine", "vllm", "--engine-version", "x" * 100_000], None),
+        (["plan", "x" * 100_000], None),
+        (["plan", "kimi-k2.5", "--target", "x" * 100_000], None),
+        (["plan", "kimi-k2.5"], "LAYERFUSE_FUSIONS"),
+        (["bench", "silu_mul_group_quant", "--quick", "--device", "cpu", "--peers", "layerfuse"], "LAYERFUSE_BACKEND"),
+    ],
+)
+def test_what_was_given_is_echoed_cut(run, monkeypatch, arguments, variable):
+    if variable is not None:
+        monkeypatch.setenv(variable, "x" * 100_000)
+    answer = run(*arguments)
+    assert answer.code in (1, 2)
+    assert 0 < len(answer.out + answer.err) < 3_000
+    assert "x" * 60 in answer.err
+    assert "..." in answer.err

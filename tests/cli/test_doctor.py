@@ -119,7 +119,9 @@ def test_a_plugin_that_cannot_be_imported_is_named(packages, run):
     assert answer.code == 1
     found = json.loads(answer.out)["findings"]["plugin broken"]
     assert found["state"] == "broken"
-    assert found["detail"] == "broken_plugin: RuntimeError: this package must not be imported"
+    assert found["detail"] == (
+        "the plugin broken of broken-plugin (broken_plugin) cannot be imported: RuntimeError: this package must not be imported"
+    )
 
 
 def test_a_plugin_that_works_is_counted(packages):
@@ -211,3 +213,45 @@ def test_an_environment_that_forces_nothing_is_not_mentioned(run, monkeypatch):
     monkeypatch.setenv("LAYERFUSE_BACKEND", "")
     monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
     assert "LAYERFUSE_" not in run("doctor").out
+
+
+CLASHING = """
+from layerfuse.adapters import DEEPSEEK_V3, Adapter, const
+FACTS = DEEPSEEK_V3.layers['transformers:DeepseekV3Attention'][0]
+A = Adapter('{name}', {{'shared:Attention': FACTS.but(v_head_dim=const({width}))}})
+"""
+
+
+def test_two_plugins_that_clash_are_both_broken(packages, run):
+    for name, width in (("one", 64), ("two", 128)):
+        points = f"[layerfuse.adapters]\nmine = {name}_plugin:A\n"
+        folder = packages(f"{name}_plugin", dist=f"{name}-plugin", version="1", entry_points=points)
+        (folder / "__init__.py").write_text(CLASHING.format(name=name, width=width), encoding="utf-8")
+    answer = run("doctor", "--json")
+    assert answer.code == 1
+    found = {n: f for n, f in json.loads(answer.out)["findings"].items() if n.startswith("plugin ")}
+    assert {f["state"] for f in found.values()} == {"broken"}
+    assert len(found) == 2
+    for each in found.values():
+        assert "the plugin mine of one-plugin (one_plugin:A)" in each["detail"]
+        assert "the plugin mine of two-plugin (two_plugin:A)" in each["detail"]
+
+
+def test_a_plugin_that_ends_python_does_not_end_the_doctor(packages, run):
+    folder = packages("rough", dist="rough", version="1", entry_points="[layerfuse.adapters]\nrough = rough:A\n")
+    (folder / "__init__.py").write_text("import sys\nsys.exit(0)\n", encoding="utf-8")
+    answer = run("doctor")
+    assert answer.code == 1
+    assert "cannot be imported: SystemExit: 0" in answer.out
+
+
+def test_fusions_that_cannot_be_used_are_named_and_the_rest_is_said(packages, run):
+    packages("odd_fusions", dist="odd-fusions", version="1", entry_points="[layerfuse.fusions]\nodd = odd_fusions:F\n")
+    FUSIONS.forget()
+    try:
+        answer = run("doctor")
+        assert answer.code == 1
+        assert "entry point 'odd' of odd-fusions: importing raised" in " ".join(answer.out.split())
+        assert "plans and fusions: no, fusions of plugins cannot be used" in answer.out
+    finally:
+        FUSIONS.forget()

@@ -388,6 +388,6 @@ def test_lightning_attention_is_no_delta_net_with_missing_keys():
 def test_notes_are_said_once(run, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(PLAIN), encoding="utf-8")
     answer = run("inspect", tmp_path)
-    assert "# whether an MLP is gated is not said by any config" in answer.out
+    assert "# its MLPs are gated, with silu" in answer.out
     assert "gated" not in answer.err
-    assert "what is left to check is noted above the entry, in 3 lines" in answer.err
+    assert "what is left to check is noted above the entry, in 2 lines" in answer.err

@@ -109,8 +109,14 @@ def test_of_a_target_by_name(name: Any) -> None:
         (lambda: fusion.Target(arch="gfx950", vendor="amd", fp8=8), "Target.fp8: expected a text, got 8"),
         (lambda: fusion.Engine(name="mine", refuses=3), "Engine.refuses, does and keeps: expected a mapping"),
         (lambda: fusion.Pipeline(SPECS), r"plan: expected what fusion.plan\(...\) gives, got \["),
-        (lambda: metadata.plan_heads(mla_spec(), "gfx942"), r"target: got 'gfx942'; Target.named"),
-        (lambda: metadata.plan_metadata(mla_spec(), "gfx942", batch=2), r"target: got 'gfx942'; Target.named"),
+        (
+            lambda: metadata.plan_heads(mla_spec(), "gfx942"),
+            r"target: expected a Target \(Target.named\('gfx950'\) .* got 'gfx942'",
+        ),
+        (
+            lambda: metadata.plan_metadata(mla_spec(), "gfx942", batch=2),
+            r"target: expected a Target \(Target.named\('gfx950'\) .* got 'gfx942'",
+        ),
         (lambda: metadata.plan_heads(SPECS, CPU), r"spec: expected the spec of an MLA layer, got \["),
     ],
 )

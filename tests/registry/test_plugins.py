@@ -226,3 +226,89 @@ def test_a_path_may_be_an_entry_points_object(tmp_path: Path) -> None:
     write_plugin(tmp_path, "paths", "layerfuse.models", "paths:FILE", code, theirs_toml=text)
     said = run("from layerfuse import registry\nprint(registry.model('tiny-mixer').source)", tmp_path)
     assert said == ["made up for the tests of entry points"]
+
+
+TWO = """
+from layerfuse.adapters import Adapter, const
+from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA
+ADAPTER = [
+    Adapter("{name}_own", {{"tinylib:{name}Mixer": TRANSFORMERS_MLA}}),
+    Adapter("{name}", {{"tinylib:SharedMixer": TRANSFORMERS_MLA.but(v_head_dim=const({width}))}}),
+]
+"""
+
+ASK = """
+from layerfuse import registry
+
+def layer(name):
+    return type(name, (), {"__module__": "tinylib.layers"})()
+
+QUESTIONS = {
+    "shared": lambda: registry.spec_for(layer("SharedMixer")),
+    "first": lambda: registry.spec_for(layer("firstMixer")),
+    "second": lambda: registry.adapter_for(layer("secondMixer")),
+    "unknown": lambda: registry.spec_for(layer("NobodysMixer")),
+    "model": lambda: registry.model("deepseek-v3"),
+    "models": registry.models,
+    "adapters": registry.adapters,
+    "classes": registry.layer_classes,
+}
+
+def ask(name):
+    try:
+        return str(QUESTIONS[name]())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+"""
+
+
+def two_that_clash(site: Path) -> str:
+    for name, width in (("first", 64), ("second", 128)):
+        write_plugin(site, name, "layerfuse.adapters", f"{name}:ADAPTER", TWO.format(name=name, width=width))
+    return (
+        "ConflictError: the layer class tinylib:SharedMixer is declared differently by the adapter first (the plugin first of "
+        "first (first:ADAPTER)) and by the adapter second (the plugin second of second (second:ADAPTER)); rename or remove one of them"
+    )
+
+
+def test_two_plugins_that_clash_give_one_answer_whatever_was_asked_before(tmp_path: Path) -> None:
+    clash = two_that_clash(tmp_path)
+    said = run(ASK + "for name in [*QUESTIONS, *reversed(QUESTIONS)]:\n    print(ask(name))\n", tmp_path)
+    assert said == [clash] * 16
+
+
+def test_a_plugin_that_clashes_half_way_leaves_nothing_registered(tmp_path: Path) -> None:
+    """Its first adapter clashes with nobody, and neither is known afterwards; nor is what came before it."""
+    two_that_clash(tmp_path)
+    said = run(
+        ASK
+        + "ask('models')\nprint(sorted(set(registry.default._tables.adapters) & {'first', 'second', 'first_own', 'second_own'}))\n",
+        tmp_path,
+    )
+    assert said == ["[]"]
+
+
+def test_one_of_two_that_clash_alone_is_known(tmp_path: Path) -> None:
+    two_that_clash(tmp_path)
+    shutil.rmtree(tmp_path / "second-1.0.dist-info")
+    said = run(ASK + "ask('models')\nprint({'first', 'first_own'} <= set(registry.adapters()))\n", tmp_path)
+    assert said == ["True"]
+
+
+def test_what_a_plugin_registers_itself_when_it_is_imported_stays(tmp_path: Path, installed: Path) -> None:
+    code = CLASH.replace("vllm:MLAAttention", "tinylib:OwnMixer")
+    code += "from layerfuse import registry\nregistry.register_adapter(Adapter('itself', {'tinylib:ItselfMixer': TRANSFORMERS_MLA}))\n"
+    write_plugin(tmp_path, "active", "layerfuse.adapters", "active:ADAPTER", code)
+    said = run(
+        "from layerfuse import registry\nprint({'itself', 'theirs', 'tiny'} <= set(registry.adapters()))\n",
+        tmp_path,
+        installed,
+    )
+    assert said == ["True"]
+
+
+def test_an_object_that_breaks_when_it_is_looked_at_is_an_error_that_names_it(tmp_path: Path) -> None:
+    code = "class Odd(list):\n    def __iter__(self):\n        raise RuntimeError('odd')\nTHING = Odd()"
+    write_plugin(tmp_path, "odd", "layerfuse.adapters", "odd:THING", code)
+    said = run(ASK + "print(ask('models'))", tmp_path)
+    assert said == ["PluginError: the plugin odd of odd (odd:THING): reading it raised RuntimeError: odd"]

@@ -6,7 +6,7 @@ import attrs
 import pytest
 
 from layerfuse import registry
-from layerfuse.adapters import GQASpec
+from layerfuse.adapters import GQASpec, ResidualSpec
 from layerfuse.registry import files
 from layerfuse.registry.inspect import inspect
 from layerfuse.testing import full_model
@@ -27,7 +27,7 @@ def undeclared():
 
 def asked(config, **changes):
     own = undeclared()
-    values = {**getattr(transformers, config)().to_dict(), **changes}
+    values = getattr(transformers, config)(**changes).to_dict()
     return ask_code(inspect(values, registry=own, name="mine"), own), own
 
 
@@ -56,9 +56,15 @@ def test_the_epsilons_of_the_code_are_found(config, epsilons):
     assert found == epsilons
 
 
-@pytest.mark.parametrize("config", ["MiniCPM3Config", "Mistral4Config", "Qwen3MoeConfig", "GraniteConfig"])
+PROPOSED = [
+    *("MiniCPM3Config", "YoutuConfig", "Mistral4Config", "OlmoHybridConfig", "Gemma3TextConfig", "AXK1Config"),
+    *("Olmo2Config", "Olmo3Config", "Gemma2Config", "Qwen3NextConfig", "Qwen3MoeConfig", "GraniteConfig"),
+]
+
+
+@pytest.mark.parametrize("config", PROPOSED)
 def test_what_is_proposed_keeps_the_contract(config):
-    found, own = asked(config, num_hidden_layers=3)
+    found, own = asked(config, num_hidden_layers=4)
     own.register_models(files.parse(found.toml()), "inspect")
     results = run_contract("mine", registry=own, full=False)
     assert {result.outcome for result in results if result.scenario not in ("C11", "C14")} == {"passed"}, results
@@ -71,11 +77,62 @@ def test_sinks_that_no_config_says_are_found():
     assert {kind.has_sinks for kind in asked("LlamaConfig")[0].entry.layers.values()} == {False}
 
 
-def test_a_decoder_layer_with_other_norms_is_left_to_the_reader():
-    found, _ = asked("Gemma3TextConfig")
-    assert "transformers:Gemma3Attention" in found.entry.layer_classes
-    assert "transformers:Gemma3DecoderLayer" not in found.entry.layer_classes
-    assert sum("transformers:Gemma3DecoderLayer could not be read" in note for note in found.notes) == 1
+def streams_of(entry):
+    return {
+        (len(spec.input_norms), spec.input_norm and spec.input_norm.weight_offset, spec.added_as_given)
+        for _, spec in entry.specs()
+        if isinstance(spec, ResidualSpec)
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "streams"),
+    [
+        ("LlamaConfig", {(1, 0.0, True)}),
+        ("Gemma3TextConfig", {(1, 1.0, False)}),  # four norms, two of which read the stream
+        ("Qwen3NextConfig", {(1, 1.0, True)}),
+        ("Olmo2Config", {(0, None, False)}),
+        ("OlmoHybridConfig", {(0, None, False), (1, 0.0, True)}),
+        ("GraniteConfig", {(1, 0.0, False)}),  # a factor on what the blocks give
+        ("AXK1Config", {(1, 0.0, False)}),  # a norm at the end of each mixture
+    ],
+)
+def test_where_the_norms_stand_is_seen_in_the_code(config, streams):
+    found, _ = asked(config)
+    assert streams_of(found.entry) == streams
+    assert not any("where the norms stand" in note or "norm_weight_offset" in note for note in found.notes)
+
+
+def test_gemmas_norm_before_the_mlp_is_the_one_that_reads_the_stream():
+    words = asked("Gemma3TextConfig")[0].entry.layer_classes["transformers:Gemma3DecoderLayer"]
+    assert [norm["module"] for norm in words["post_attention_norms"]] == ["pre_feedforward_layernorm"]
+
+
+@pytest.mark.parametrize("config", ["HYV4Config", "CohereConfig"])
+def test_a_stream_that_no_spec_describes_is_left_to_the_reader(config):
+    """HYV4 mixes four streams in front of each norm; Cohere's attention and MLP read one norm."""
+    values = {"rms_norm_eps": 1e-5} if config == "CohereConfig" else {}
+    found, _ = asked(config, **values)
+    name = config.removesuffix("Config")
+    assert f"transformers:{name}DecoderLayer" not in found.entry.layer_classes
+    said = (
+        f"transformers:{name}DecoderLayer could not be read: its forward does something else with the residual stream"
+    )
+    assert sum(said in note for note in found.notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("LlamaConfig", "its MLPs are gated, with silu: declare their widths under mlps"),
+        ("GptOssConfig", "no gated MLP of a known form was found"),
+        ("Phi3Config", "transformers:Phi3MLP could not be read: its parts have other names"),
+    ],
+)
+def test_what_is_known_of_the_mlps_is_said(config, said):
+    found, _ = asked(config)
+    assert sum(said in note for note in found.notes) == 1
+    assert not any("whether an MLP is gated" in note for note in found.notes)
 
 
 def test_what_the_code_says_otherwise_is_noted():

@@ -1,0 +1,161 @@
+"""Decoder layers whose norms stand on what attention and MLP give (OLMo-2, OLMo-3): nothing is planned there, and nothing missed.
+
+OLMo-hybrid has both: its linear layers norm the stream as usual, and every fourth layer does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from layerfuse import fusion, registry
+from layerfuse.adapters import Adapter, Facts, ResidualSpec, const
+from layerfuse.registry import files
+from layerfuse.testing import small_model
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.arange(9)[None]
+BOTH = ("input", "post_attention")
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda gm, _inputs, **_: gm)
+
+
+def olmo(which: str) -> Any:
+    config = getattr(transformers, f"{which}Config")(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=64, pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{which}ForCausalLM")(config).eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def known(which: str, **words: Any) -> registry.Registry:
+    made = registry.Registry()
+    decoder = registry.adapters()["deepseek_v3"].layers["transformers:DeepseekV3DecoderLayer"][0]
+    around = registry.adapters()["deepseek_v3"].layers["transformers:DeepseekV3Model"][0]
+    facts = decoder.but(**{"input_norms": [], "post_attention_norms": [], "added_as_given": const(False), **words})
+    made.register_adapter(
+        Adapter("olmo", {f"transformers:{which}DecoderLayer": facts, f"transformers:{which}Model": around})
+    )
+    return made
+
+
+@pytest.mark.parametrize("which", ["Olmo2", "Olmo3"])
+def test_what_runs_is_what_the_plan_says(which: str) -> None:
+    model = olmo(which)
+    specs = known(which).specs_in(model)
+    streams = [spec for _, spec in specs if isinstance(spec, ResidualSpec)]
+    assert [(spec.input_norms, spec.input_norm, spec.post_attention_norm) for spec in streams] == [((), None, None)] * 2
+    planned = fusion.plan(specs, fusion.Target.named("cpu"))
+    assert [decision.site for decision in planned.expected()] == ["model:final"]
+    fused = fusion.compile(model, specs=specs, strict=True)
+    with torch.no_grad():
+        eager = model(input_ids=IDS, use_cache=False).logits
+        logits = fused(input_ids=IDS, use_cache=False).logits
+        audit = fused.audit(input_ids=IDS, use_cache=False)
+    assert audit.ok, str(audit)
+    found = audit.fusions["add_rms_norm"]
+    assert (found.expected, found.counted, found.profiled) == (1, 1, 1)
+    torch.testing.assert_close(logits, eager, atol=1e-5, rtol=1e-5)
+
+
+def test_read_as_norms_of_the_stream_they_are_promised_and_missed() -> None:
+    """What the plan says of such layers without the declaration, and why there is one."""
+    model = olmo("Olmo2")
+    names = {"input_norms": {"module": "post_attention_layernorm", "epsilon": "variance_epsilon"}}
+    names |= {"post_attention_norms": {**names["input_norms"], "module": "post_feedforward_layernorm"}}
+    specs = known("Olmo2", **names, added_as_given=const(True)).specs_in(model)
+    assert len(fusion.plan(specs, fusion.Target.named("cpu")).expected("add_rms_norm")) == 4
+    fused = fusion.compile(model, specs=specs)
+    with torch.no_grad():
+        fused(input_ids=IDS, use_cache=False)
+    assert set(fused.report.of("add_rms_norm").matched) == {"model:final"}
+
+
+def test_each_site_of_such_a_layer_has_the_reason() -> None:
+    specs = known("Olmo2").specs_in(olmo("Olmo2"))
+    planned = fusion.plan(specs, fusion.Target.named("gfx950"))
+    for role in BOTH:
+        decisions = planned.at(f"model.layers.1:{role}")
+        assert {(d.kind, d.reason) for d in decisions} == {
+            (
+                "not_applicable",
+                "no norm reads the residual stream in this layer: its norms stand on what attention and MLP give",
+            )
+        }
+        assert "add_rms_norm" in {d.fusion for d in decisions}
+
+
+def test_a_hybrid_has_sites_where_its_layers_norm_the_stream() -> None:
+    entry = registry.model("olmo-hybrid-7b")
+    planned = fusion.plan(entry.specs(), fusion.Target.named("gfx950"))
+    usual = [index for index in range(32) if index % 4 != 3]
+    sites = [f"layers.{index}:{role}" for index in usual for role in BOTH][1:]
+    assert [d.site for d in planned.expected("add_rms_norm")] == [*sites, "final:final"]
+
+
+def test_a_compiled_hybrid_runs_what_its_plan_says() -> None:
+    model = small_model(registry.model("olmo-hybrid-7b"), layers=(0, 3), hidden_size=64)
+    fusion.keep_recurrences(model)
+    fused = fusion.compile(model, strict=True)
+    with torch.no_grad():
+        eager = model(input_ids=IDS, use_cache=False).logits
+        logits = fused(input_ids=IDS, use_cache=False).logits
+        audit = fused.audit(input_ids=IDS, use_cache=False)
+    assert audit.ok, str(audit)
+    # The first layer norms the stream behind its attention, the second nowhere, and the model at its end.
+    assert audit.fusions["add_rms_norm"].profiled == audit.fusions["add_rms_norm"].expected == 2
+    assert audit.fusions["gated_rms_norm"].profiled == 1
+    assert (logits - eager).abs().max() < 1e-5 * eager.abs().max()
+
+
+TABLE = """
+[models.mine]
+adapter = "gpt_oss"
+source = "made up"
+num_hidden_layers = 2
+hidden_size = 64
+rms_norm_eps = 1e-6
+layers.full = {{ family = "gqa", num_heads = 4, num_kv_heads = 4, head_dim = 16, sliding_window = "off", has_sinks = false{more} }}
+"""
+
+
+def test_an_entry_says_it_of_a_kind_of_layers() -> None:
+    (entry,) = files.parse(TABLE.format(more=', stream_norms = "none"')).values()
+    streams = [spec for _, spec in entry.specs() if isinstance(spec, ResidualSpec)]
+    assert {(spec.input_norms, spec.post_attention_norms, spec.added_as_given) for spec in streams} == {((), (), False)}
+    assert files.structure(files.unstructure({"mine": entry}), "again") == {"mine": entry}
+    (entry,) = files.parse(TABLE.format(more="")).values()
+    assert {len(spec.input_norms) for _, spec in entry.specs() if isinstance(spec, ResidualSpec)} == {1}
+
+
+def test_over_ranks_no_all_reduce_is_promised_behind_such_a_layer() -> None:
+    def at_the_end(more: str) -> set[str]:
+        (entry,) = files.parse(TABLE.format(more=more).replace("hidden_size = 64", "hidden_size = 4096")).values()
+        planned = fusion.plan(entry.specs(2), fusion.Target.named("gfx950"))
+        return {d.fusion for d in planned.at("final:final") if d.applies}
+
+    assert at_the_end("") == {"all_reduce_add_rms_norm", "add_rms_norm"}
+    assert at_the_end(', stream_norms = "none"') == {"add_rms_norm"}
+
+
+def test_facts_that_forget_where_the_norms_stand_are_refused() -> None:
+    """Else the next add would be planned as fused with an all-reduce that a norm stands behind."""
+    facts = known("Olmo2").adapters()["olmo"].layers["transformers:Olmo2DecoderLayer"][0]
+    made = registry.Registry()
+    forgetful = Facts(ResidualSpec, {k: v for k, v in facts.words.items() if k != "added_as_given"})
+    made.register_adapter(Adapter("olmo", {"transformers:Olmo2DecoderLayer": forgetful}))
+    with pytest.raises(ValueError, match="added_as_given: expected false where no norm reads the stream"):
+        made.specs_in(olmo("Olmo2"))

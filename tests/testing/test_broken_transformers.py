@@ -1,0 +1,53 @@
+"""An installation of transformers that is broken: `inspect` goes on without it and says so, `contract` says why it cannot."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import run_python
+
+CONFIG = {
+    "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+
+BROKEN = {
+    "RuntimeError: torch is too old": "raise RuntimeError('torch is too old')",
+    "SystemExit: 3": "import sys\nsys.exit(3)",
+    "has no attribute '__version__'": "class DeepseekV3Config: pass",
+    "RuntimeError: Failed to import DeepseekV3Config": (
+        "__version__ = '9'\ndef __getattr__(name):\n    raise RuntimeError('Failed to import ' + name)"
+    ),
+}
+MAIN = "from layerfuse.cli import main\nmain({})"
+
+
+@pytest.fixture(params=BROKEN)
+def broken(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    package = tmp_path / "site" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(BROKEN[request.param], encoding="utf-8")
+    return request.param, tmp_path / "site"
+
+
+def test_the_contract_says_what_is_wrong(broken: tuple[str, Path]) -> None:
+    why, site = broken
+    done = run_python(MAIN.format(["contract", "deepseek-v3"]), site)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("layerfuse: deepseek-v3 was held to nothing: the installed transformers cannot be used: ")
+    assert why in line
+    assert "install it anew" in line
+
+
+def test_inspect_goes_on_and_notes_it(broken: tuple[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG), encoding="utf-8")
+    done = run_python(MAIN.format(["inspect", str(tmp_path)]), broken[1])
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    (note,) = [line for line in done.stdout.splitlines() if "was not asked" in line]
+    assert "the installed transformers cannot be used: " in note
+    assert 'family = "gqa"' in done.stdout
+    # What its code would have said is said to be open.
+    for open_question in ("where the norms stand", "norm_weight_offset", "whether an MLP is gated"):
+        assert f"# {open_question}" in done.stdout
