@@ -82,7 +82,7 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
             for place in groups:
                 decision = backends.decision(name, x.device.type, case(x, *args))
                 agree(args[place - 1], f"layerfuse::{name}", decision)
-            function = known.choose(signature(x, *args), name, x.device.type, case(x, *args))
+            function = known.choose(signature(x, *args), name, case(x, *args), (x, *args))
         elif inference_only and torch.is_grad_enabled():
             check(x, *args)
         return function(x, *args)
@@ -112,6 +112,15 @@ def _count_versions(op: Op) -> None:
             return overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
 
     _LIBRARY.impl(op.name, run, "ADInplaceOrView", with_keyset=True)
+
+
+def declared(name: str) -> Op:
+    """The declaration of an op that is defined.
+
+    Raises:
+        KeyError: none is called that.
+    """
+    return _defined[name]
 
 
 # ---- what torch and the backends need --------------------------------------------------------------------------------
