@@ -16,7 +16,8 @@ class ConflictError(LayerfuseError, ValueError):
         super().__init__(what, self.owners)
 
     def __str__(self) -> str:
-        return f"{self.what} is declared differently by {' and by '.join(self.owners)}; rename or remove one of them"
+        owners = " and by ".join(cut(owner, 400) for owner in self.owners)
+        return f"{cut(self.what, 400)} is declared differently by {owners}; rename or remove one of them"
 
 
 MOST_PROBLEMS = 50

@@ -53,9 +53,7 @@ class ConfigError(LayerfuseError, ValueError):
         super().__init__(file, self.problems, self.recognised)
 
     def __str__(self) -> str:
-        lines = [f"{self.file}: {sentence}" for sentence in self.recognised]
-        lines += [f"{self.file}: {problem}" for problem in self.problems]
-        return "\n".join(lines)
+        return "\n".join(f"{cut(self.file, 400)}: {sentence}" for sentence in (*self.recognised, *self.problems))
 
 
 @frozen(kw_only=True)

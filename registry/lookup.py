@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ..adapters.arguments import expect, expect_callable
 from ..adapters.base import Adapter
-from ..adapters.errors import ArgumentError, UnknownLayerError, shown
+from ..adapters.errors import ArgumentError, UnknownLayerError, cut, shown
 from ..adapters.reader import LayerReader
 from ..adapters.specs import FinalNormSpec, GatedMLPSpec, KernelSpec, Parallel, ResidualSpec
 from .errors import UnknownModelError
@@ -384,7 +384,7 @@ class Registry:
             )
         path, name = unknown[0]
         more = f", and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        return UnknownLayerError(name, self._tables.owners, where=f" (at {path}{more})")
+        return UnknownLayerError(name, self._tables.owners, where=f" (at {cut(path, 200)}{more})")
 
 
 def _modules(model: Any) -> Iterator[tuple[str, Any]]:

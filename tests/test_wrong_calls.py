@@ -214,3 +214,44 @@ def test_a_wrong_argument_is_refused_in_this_librarys_words(call: str) -> None:
             pytest.fail(f"{call}, {name}: {type(foreign).__name__}: {foreign}")
         else:
             pytest.fail(f"{call}, {name}: accepted, and gives {adapters.errors.shown(answer)}")
+
+
+LONG = "x" * 100_000
+
+
+def layer(name: str = "DeepseekV3Attention", module: str = "transformers.x") -> Any:
+    return type(name, (), {"__module__": module})()
+
+
+def holding(path: str, inner: Any) -> Any:
+    return type("Model", (), {"named_modules": lambda _: [(path, inner)]})()
+
+
+def adding(source: str, *names: str) -> None:
+    own = registry.Registry()
+    for name in names:
+        own.register_adapter(Adapter("mine", {f"mine:{name}": FACTS}), source)
+
+
+NAMES: dict[str, Callable[[], Any]] = {
+    "a class": lambda: registry.spec_for(layer(LONG)),
+    "a module": lambda: registry.spec_for(layer("MLAAttention", LONG)),
+    "a path": lambda: registry.spec_for(layer(), path=LONG),
+    "a path in a model": lambda: registry.specs_in(holding(LONG, layer())),
+    "an unknown layer's path": lambda: registry.specs_in(holding(LONG, layer("MyAttention", "mine"))),
+    "an owner": lambda: adding(LONG, "One", "Two"),
+    "an adapter": lambda: registry.register_model(attrs.evolve(ENTRY, name="mine", aliases=[], adapter=LONG)),
+    "a file": lambda: inspect({}, registry=registry.default, file=LONG),
+    "layers of a group": lambda: metadata.group_layers(
+        [(LONG, MLA), ("y", ENTRY.specs()[1][1])], groups={"g": [LONG, "y"]}
+    ),
+    "a site": lambda: fusion.plan([(LONG, MLA), (LONG, MLA)], TARGET),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_long_name_is_cut_in_the_message(name: str) -> None:
+    with pytest.raises(LayerfuseError) as refused:
+        NAMES[name]()
+    assert "xxx" in str(refused.value)
+    assert len(str(refused.value)) <= MOST_LETTERS

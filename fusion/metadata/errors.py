@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...adapters.errors import LayerfuseError, did_you_mean, shown
+from ...adapters.errors import LayerfuseError, cut, did_you_mean, shown
 
 
 class HeadsRefusedError(LayerfuseError, ValueError):
@@ -67,7 +67,7 @@ class MixedGroupError(LayerfuseError, ValueError):
         super().__init__(group, layers, self.differences)
 
     def __str__(self) -> str:
-        first, other = self.layers
+        first, other = (cut(layer, 200) for layer in self.layers)
         return (
             f"group {shown(self.group)}: {first} and {other} cannot share metadata buffers: {'; '.join(self.differences)}. "
             "Give each its own group, or leave the grouping to group_layers"

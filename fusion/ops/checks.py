@@ -65,7 +65,7 @@ def checker(op: Op) -> Check:
     ]
     tensors = tuple(place for place, argument in enumerate(op.args) if argument.is_tensor)
     caches = [
-        (cache_check(name, argument), place, *(places[part] for part in argument.parts))
+        (cache_check(name, argument), place, places[argument.parts[0]], places[argument.parts[1]])
         for place, argument in enumerate(op.args)
         if isinstance(argument, Cache)
     ]
@@ -87,8 +87,8 @@ def checker(op: Op) -> Check:
                     f"{name}: {one} must be wider than {another}, {given[first].shape[-1]} columns; "
                     f"got {tuple(given[place].shape)}"
                 )
-        for each, place, latent, rope in caches:
-            each(given[place], given[latent], given[rope])
+        for check_cache, place, latent, rope in caches:
+            check_cache(given[place], given[latent], given[rope])
         for place in groups:
             if given[place].shape[-1] % MX_COLUMNS:
                 raise ValueError(f"{name}: rows of {given[place].shape[-1]} columns are no multiple of {MX_COLUMNS}")

@@ -98,6 +98,30 @@ def write_entries(
         _bytes(cache)[where // layout.page_size, where % layout.page_size] = _bytes(entries)
 
 
+def read_entries(cache: Tensor, slots: Tensor, latent: int, rope: int, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The entries of slots as they are attended to: (*slots.shape, latent + rope), float32.
+
+    Args:
+        cache: see `cache_layout`.
+        slots: any shape, all of them in the cache.
+        latent: columns of the latent.
+        rope: columns of the rope key.
+        scale: one float32 element: what an fp8 cache's values were divided by.
+        dtype: of the latent.
+    """
+    layout = layout_of(cache, latent, rope, dtype)
+    slots = slots.long()
+    held = _bytes(cache)
+    found = held[slots] if cache.dim() == 2 else held[slots // layout.page_size, slots % layout.page_size]
+    if layout.form != "fp8_ds_mla":
+        values = found.view(cache.dtype).float()
+        return values * scale if layout.form == "fp8" else values
+    values, scales, turned = found.split([latent, latent // DS_GROUP * 4, 2 * rope], -1)
+    factors = scales.contiguous().view(torch.float32).repeat_interleave(DS_GROUP, -1)
+    wide = values.contiguous().view(torch.float8_e4m3fn).float() * factors
+    return torch.cat([wide, turned.contiguous().view(torch.bfloat16).float()], -1)
+
+
 def _bytes(x: Tensor) -> Tensor:
     """fp8 as bytes: torch cannot index all fp8 dtypes on all devices."""
     return x.view(torch.uint8) if x.element_size() == 1 else x

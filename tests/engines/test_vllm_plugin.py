@@ -5,8 +5,10 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import importlib
 import json
 import logging
 import os
@@ -28,11 +30,10 @@ import vllm
 from torch import Tensor
 from vllm.compilation import backends
 from vllm.compilation.passes.inductor_pass import CallableInductorPass
-from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
 from vllm_host import vllm_config
 from vllm_layers import fp8_kernel
-from vllm_started import engine_config, loaded_from_cache, started
+from vllm_started import engine_config, loaded_from_cache, quantised_as_on_cuda, started
 
 from layerfuse import registry
 from layerfuse.engines.vllm import loading, plugin, process
@@ -140,10 +141,20 @@ def plain_product(_: Any, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tenso
     return (a @ (B.float() * scales[: B.shape[0], : B.shape[1]]).T).bfloat16()
 
 
-def test_block_fp8_is_quantised_inside_the_fused_norms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kernel = "triton:TritonFp8BlockScaledMMKernel"
-    cls = TritonFp8BlockScaledMMKernel
+@pytest.mark.parametrize(
+    "kernel",
+    ["triton:TritonFp8BlockScaledMMKernel", "cutlass:CutlassFp8BlockScaledMMKernel"],
+    ids=["row by row", "column by column"],
+)
+@pytest.mark.parametrize("quantised", [contextlib.nullcontext, quantised_as_on_cuda], ids=["plain torch", "vLLM's op"])
+def test_block_fp8_is_quantised_inside_the_fused_norms(
+    kernel: str, quantised: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUTLASS, which sm90 takes where DeepGEMM is off, wants the scales column by column."""
+    module, _, name = kernel.partition(":")
+    cls = getattr(importlib.import_module(f"vllm.model_executor.kernels.linear.scaled_mm.{module}"), name)
     with (
+        quantised(),
         fp8_kernel(kernel),
         mock.patch.object(cls, "apply_block_scaled_mm", plain_product),
         # A CPU has no fp8 of its own; the arithmetic is the same.

@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ import torch
 _version = importlib.metadata.version
 # 0.26 does not read VLLM_TARGET_DEVICE: while it is imported, it takes the CPU platform where its version is that of a CPU build.
 with mock.patch.object(importlib.metadata, "version", lambda name: _version(name) + ("+cpu" if name == "vllm" else "")):
+    from vllm.compilation.passes.utility import fix_functionalization
     from vllm.config import (
         CacheConfig,
         CompilationConfig,
@@ -50,9 +52,10 @@ with mock.patch.object(importlib.metadata, "version", lambda name: _version(name
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
-# Layers and passes ask for ops that no CPU build has, to keep them or to look for them in graphs; none is called.
+# Layers ask for ops that no CPU build has, to keep them, and passes to look for them in graphs; none is called.
 _C = torch.library.Library("_C", "FRAGMENT")
-for _name in ("rotary_embedding", "fused_add_rms_norm", "rms_norm", "silu_and_mul"):
+_ASKED = re.findall(r"torch\.ops\._C\.(\w+)", Path(fix_functionalization.__file__).read_text())
+for _name in {*_ASKED, "rotary_embedding", "silu_and_mul", "static_scaled_fp8_quant"}:
     with contextlib.suppress(RuntimeError):  # declared already
         _C.define(f"{_name}(Tensor(a!) x) -> ()")
 

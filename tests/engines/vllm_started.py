@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from vllm_host import CHECKPOINTS, import_model, vllm_parallel, without_gpu  # isort: skip  (before vllm)
+from vllm_host import _C, CHECKPOINTS, import_model, vllm_parallel, without_gpu  # isort: skip  (before vllm)
 from vllm.compilation.counter import compilation_counter
 from vllm.config import (
     CacheConfig,
@@ -34,8 +34,11 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import ModelRegistry, gpt_oss, qwen3_next
+from vllm.platforms import current_platform
 from vllm_layers import MODELS, architecture
 
 SPLIT_AT = "layerfuse_tests::attend"
@@ -144,6 +147,39 @@ class PlainExpert(nn.Module):
             router_logits, _ = self.gate(hidden_states)
         routed = hidden_states @ self.weight * router_logits.softmax(-1).amax(-1, keepdim=True)
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)
+
+
+def _quantise(
+    x: Tensor, values: Tensor, scales: Tensor, size: int, floor: float, low: float, high: float, *_: bool
+) -> None:
+    grouped = x.float().unflatten(-1, (-1, size))
+    scale = grouped.abs().amax(-1).clamp(min=floor) / high
+    values.copy_((grouped / scale.unsqueeze(-1)).clamp(low, high).flatten(-2).to(values.dtype))
+    scales.copy_(scale)
+
+
+class _AsCuda(type(current_platform)):
+    """The CPU's platform, which says that it is CUDA's to who asks which kernels it has."""
+
+    def is_cuda_alike(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def quantised_as_on_cuda() -> Iterator[None]:
+    """Have linears quantise what they read by vLLM's op, as on a GPU, where the CPU takes plain torch."""
+    if not hasattr(torch.ops._C, "per_token_group_fp8_quant"):
+        _C.define(
+            "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
+            "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()"
+        )
+        _C.impl("per_token_group_fp8_quant", _quantise, "CPU")
+        torch.library.register_fake("_C::per_token_group_fp8_quant", lambda *_: None, lib=_C)
+    with (
+        mock.patch.object(fp8_utils, "current_platform", _AsCuda()),
+        mock.patch.object(QuantFP8, "dispatch_forward", lambda self, **_: self.forward_cuda),
+    ):
+        yield
 
 
 @frozen(kw_only=True)

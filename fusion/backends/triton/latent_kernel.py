@@ -70,26 +70,25 @@ def _entry(
     KV_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr, ENTRY_UNIT: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr,
     CACHE_LARGEST: tl.constexpr, HALF: tl.constexpr, KV_CHUNK: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """The key/value side of one token, for which nothing is read or written if it has no slot."""
+    """The key/value side of one token. Everything is read before its slot is looked at: no read waits for another but cos and sin."""
+    group: tl.constexpr = 128 if FORM == DS_MLA else 0
+    one = tl.zeros((1,), tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
+    position = tl.load(positions + row + one).to(tl.int64)
+    weights = read_weight(kv_weight, row, KV_WIDTH, KV_CHUNK, 0, group)
+    values = read_rows(kv, row, kv_units, KV_UNIT, KV_WIDTH, KV_CHUNK, 0, group, READ)
+    at = row * (rope_units.to(tl.int64) * ROPE_UNIT) + one
+    first, second = read_pairs(k_rope, at, one == 0, ROPE_WIDTH, HALF, PAIRS)
+    if PAIRS != NOT_TURNED:
+        c = angle(cos, position, table_rows, cos_stride, ROPE_WIDTH, HALF)
+        s = angle(sin, position, table_rows, sin_stride, ROPE_WIDTH, HALF)
+        first, second = turned(first, second, c, s)
+    result = weighted_by(scaled_by(values, rms_scale(values, KV_WIDTH, KV_EPSILON, 0, 1)), weights, KV_OFFSET)
     if (slot >= 0) & (slot < entries):
-        group: tl.constexpr = 128 if FORM == DS_MLA else 0
-        one = tl.zeros((1,), tl.int64)
         page = slot // page_size
-        at = (page * page_units + (slot - page * page_size) * slot_units) * ENTRY_UNIT
-        weights = read_weight(kv_weight, row, KV_WIDTH, KV_CHUNK, 0, group)
-        values = read_rows(kv, row, kv_units, KV_UNIT, KV_WIDTH, KV_CHUNK, 0, group, READ)
-        first, second = read_pairs(
-            k_rope, row * (rope_units.to(tl.int64) * ROPE_UNIT) + one, one == 0, ROPE_WIDTH, HALF, PAIRS
-        )
-        if PAIRS != NOT_TURNED:
-            position = tl.load(positions + row + one).to(tl.int64)
-            c = angle(cos, position, table_rows, cos_stride, ROPE_WIDTH, HALF)
-            s = angle(sin, position, table_rows, sin_stride, ROPE_WIDTH, HALF)
-            first, second = turned(first, second, c, s)
-        result = weighted_by(scaled_by(values, rms_scale(values, KV_WIDTH, KV_EPSILON, 0, 1)), weights, KV_OFFSET)
         _write_entry(
-            result, first, second, cache, cache_scales, cache_rope, cache_scale, at,
+            result, first, second, cache, cache_scales, cache_rope, cache_scale,
+            (page * page_units + (slot - page * page_size) * slot_units) * ENTRY_UNIT,
             KV_WIDTH, ROPE_WIDTH, HALF, PAIRS, KV_CHUNK, FORM, CACHE_LARGEST,
         )  # fmt: skip
 
