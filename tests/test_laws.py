@@ -53,7 +53,7 @@ ALLOWED = {
     "fusion/rewrite/parameters.py": (1, "what AOTAutograd says of a graph input"),
     "fusion/uncompiled.py": (2, "functions, for the marks that torch.compiler.disable and decorators leave on them"),
     "registry/files.py": (4, "errors, a hint's name, and a parsed table whose kind has no yarn"),
-    "registry/inspect.py": (2, "declared entries, by the names of their own fields"),
+    "registry/inspect.py": (3, "declared entries, by the names of their own fields"),
     "registry/kinds.py": (1, "a parsed table of epsilons, by its own field's name"),
     "registry/lookup.py": (1, "the class of what is asked about, to tell a model from a layer in an error"),
     "registry/schema.py": (1, "the classes that the schema is made from"),
