@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         NormSpec,
         Parallel,
         ResidualSpec,
+        RopeSpec,
     )
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ __all__ = [
     "NormSpec",
     "Parallel",
     "ResidualSpec",
+    "RopeSpec",
     "__version__",
     "adapters",
     "fusion",
@@ -68,6 +70,7 @@ __getattr__, __dir__ = attach(
                 "NormSpec",
                 "Parallel",
                 "ResidualSpec",
+                "RopeSpec",
             ),
             ".adapters.specs",
         ),

@@ -130,8 +130,8 @@ def _compiler() -> Finding:
 
 def inside_vllm() -> list[Finding]:
     """Whether the installed vLLM is one that layerfuse can work inside of, by its source; nothing without vLLM."""
+    from .engines.vllm.defaults import on_by_default
     from .engines.vllm.hooks import HOOKS, TESTED, check_source
-    from .engines.vllm.options import ON_BY_DEFAULT
 
     version, spec = _version("vllm"), find_spec("vllm")
     if version.state == "absent" or spec is None or not spec.submodule_search_locations:
@@ -146,7 +146,7 @@ def inside_vllm() -> list[Finding]:
     if allowed is not None and "layerfuse" not in allowed.split(","):
         detail = f"VLLM_PLUGINS={allowed} keeps vLLM from loading it"
         return [Finding(name="inside vllm", state="absent", detail=detail)]
-    on = ", ".join(ON_BY_DEFAULT) or "no fusion"
+    on = ", ".join(f"{name} ({', '.join(archs)})" for name, archs in on_by_default().items()) or "no fusion"
     asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
     would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else f"{on} is on by default"
     needed = sum(hook.needed for hook in HOOKS)

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from .parallel import tensor_parallel
     from .qwen3_next import QWEN3_NEXT
     from .reader import LayerReader
+    from .rope_source import rope
     from .sources import const, gated_norm, norm
     from .specs import (
+        NO_ROPE,
         WHOLE,
         FinalNormSpec,
         GatedDeltaNetKernelSpec,
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
         NormSpec,
         Parallel,
         ResidualSpec,
+        RopeSpec,
     )
 
 __all__ = [
@@ -54,6 +57,7 @@ __all__ = [
     "GPT_OSS",
     "KIMI_K2",
     "KIMI_LINEAR",
+    "NO_ROPE",
     "QWEN3_NEXT",
     "WHOLE",
     "ActivationQuant",
@@ -82,6 +86,7 @@ __all__ = [
     "ParallelConflictError",
     "ParallelUnknownError",
     "ResidualSpec",
+    "RopeSpec",
     "SpecError",
     "UnknownLayerError",
     "activation_quant_of",
@@ -89,6 +94,7 @@ __all__ = [
     "describe_linear_quant",
     "gated_norm",
     "norm",
+    "rope",
     "tensor_parallel",
 ]
 
@@ -107,6 +113,7 @@ __getattr__, __dir__ = attach(
         "tensor_parallel": ".parallel",
         **dict.fromkeys(("ActivationQuant", "ActivationQuantError"), ".activation_quant"),
         **dict.fromkeys(("activation_quant_of", "describe_linear_quant"), ".linear_quant"),
+        "rope": ".rope_source",
         **dict.fromkeys(("const", "gated_norm", "norm"), ".sources"),
         **dict.fromkeys(
             (
@@ -124,6 +131,7 @@ __getattr__, __dir__ = attach(
         ),
         **dict.fromkeys(
             (
+                "NO_ROPE",
                 "WHOLE",
                 "FinalNormSpec",
                 "GQAKernelSpec",
@@ -139,6 +147,7 @@ __getattr__, __dir__ = attach(
                 "NormSpec",
                 "Parallel",
                 "ResidualSpec",
+                "RopeSpec",
             ),
             ".specs",
         ),

@@ -15,9 +15,10 @@ import attrs
 from attrs import field, frozen
 
 from .errors import FactsError, did_you_mean, shown
+from .rope_source import RopeSource, parse_rope
 from .sources import Const, NormSource, Source, Weight, parse_norm, parse_source, parse_weight
 from .spec_fields import problem_of
-from .specs import FAMILY_OF, GatedNormSpec, LayerSpec, ResidualSpec, kind_of
+from .specs import FAMILY_OF, GatedNormSpec, LayerSpec, ResidualSpec, RopeSpec, kind_of
 from .values import VALUES, same
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
@@ -35,7 +36,10 @@ RESIDUAL_WORDS = ("mlp_weight", "added_as_given")
 """What a residual stream's facts may say besides: where the weights lie that tell over how many ranks the MLP is summed, and
 whether what attention and MLP give is added as it is."""
 
-Parsed: TypeAlias = tuple[Source, ...] | NormSource | tuple[NormSource, ...] | tuple[Weight, ...]
+MAY_BE_UNSAID = ("rope",)
+"""Fields that facts need not speak of: on the spec they are then None, which says so."""
+
+Parsed: TypeAlias = tuple[Source, ...] | NormSource | RopeSource | tuple[NormSource, ...] | tuple[Weight, ...]
 
 
 def _frozen(words: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -90,7 +94,7 @@ def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]
     for name in words:
         if name not in allowed:
             raise FactsError(f"{spec.__name__} has no field {shown(name)}{did_you_mean(name, allowed)}")
-    missing = [name for name in kinds if name not in words]
+    missing = [name for name in kinds if name not in words and name not in MAY_BE_UNSAID]
     for pair in spec.pairs if shardable else ():
         if (pair.total in missing) != (pair.local in missing):
             missing = [name for name in missing if name not in (pair.total, pair.local)]
@@ -105,6 +109,10 @@ _PARALLEL_KINDS = {"tp_size": "count", "tp_rank": "index", "added_as_given": "fl
 def _parse_one(name: str, kind: str, words: Any) -> Parsed:
     if kind in ("norm", "optional_norm", "gated_norm"):
         return _checked_norm(parse_norm(words, name, gated=kind == "gated_norm"), name)
+    if kind == "optional_rope":
+        source = parse_rope(words, name)
+        _check_parts(source, name, RopeSpec)
+        return source
     if kind == "norms":
         listed = words if isinstance(words, (list, tuple)) else [words]
         return tuple(
@@ -119,10 +127,14 @@ def _parse_one(name: str, kind: str, words: Any) -> Parsed:
 
 
 def _checked_norm(source: NormSource, name: str) -> NormSource:
-    kinds = {a.name: kind_of(a) for a in attrs.fields(GatedNormSpec)}
+    _check_parts(source, name, GatedNormSpec)
+    return source
+
+
+def _check_parts(source: NormSource | RopeSource, name: str, spec: type[Any]) -> None:
+    kinds = {a.name: kind_of(a) for a in attrs.fields(spec)}
     for part, places in source.fields:
         _checked(places, f"{name}.{part}", kinds[part])
-    return source
 
 
 def _checked(places: tuple[Source, ...], name: str, kind: str) -> tuple[Source, ...]:

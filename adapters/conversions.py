@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any
 
@@ -39,6 +40,47 @@ def _window_before(value: Any) -> Any:
 
 def _nothing(_: Any) -> None:
     return None
+
+
+def _negated(value: Any) -> Any:
+    """What is no flag is left for the spec to refuse by name."""
+    return not value if type(value) is bool else value
+
+
+def _rope_scaling(config: Any) -> float:
+    return rope_attention_scaling(config.rope_parameters, config.max_position_embeddings)
+
+
+def rope_attention_scaling(rope: Mapping[str, Any], longest: int | None) -> float:
+    """What cos and sin are multiplied with, as transformers has it (`modeling_rope_utils.ROPE_INIT_FUNCTIONS`).
+
+    Args:
+        rope: a config's `rope_parameters`, or its `rope_scaling`.
+        longest: the config's `max_position_embeddings`.
+
+    Raises:
+        UnreadableError: a type of rope that is not known here.
+    """
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind in ("default", "linear", "dynamic", "proportional", "llama3"):
+        return 1.0
+    said: Any = rope.get("attention_factor")
+    factor: Any = rope.get("factor")
+    if kind not in ("yarn", "longrope"):
+        raise UnreadableError(f"rope_type {shown(kind)}: what it multiplies cos and sin with is not known here")
+    if said is not None:
+        return float(said)
+    if kind == "yarn":
+        weight, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+        one = _yarn_mscale(factor, weight) / _yarn_mscale(factor, all_dim) if weight and all_dim else None
+        return _yarn_mscale(factor, 1.0) if one is None else one
+    original: Any = rope.get("original_max_position_embeddings")
+    ratio = longest / original if longest and original and factor is None else factor
+    return 1.0 if ratio is None or ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
+
+
+def _yarn_mscale(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _length(value: Any) -> int:
@@ -98,6 +140,8 @@ def _parent_name(value: Any) -> str:
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "present": _present,
+    "not": _negated,
+    "rope_scaling": _rope_scaling,
     "none": _nothing,
     "length": _length,
     "window_before": _window_before,
@@ -105,7 +149,8 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "name_index_of_pairs": _name_index(2),
     "parent_name": _parent_name,
 }
-"""`present`: whether it is set at all. `none`: no matter what is there, it shows that the field is None (an MLA kernel has
+"""`present`: whether it is set at all. `not`: a flag that means the opposite. `rope_scaling`: of a transformers config, the
+factor on cos and sin. `none`: no matter what is there, it shows that the field is None (an MLA kernel has
 no sliding window). `length`: how many a sequence holds (the decoder layers of a model). `window_before`: a sliding window
 counted without the current token. `name_index`: the one number in a dotted layer name. `name_index_of_pairs`: the same
 where each decoder layer holds two attentions (`model.layers.3.self_attn.1` is 7). `parent_name`: a dotted name without its

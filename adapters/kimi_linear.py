@@ -9,11 +9,12 @@ from . import vocabulary as words
 from . import vocabulary_mlps as mlps
 from . import vocabulary_streams as streams
 from .base import Adapter
+from .sources import const
 
 KIMI_LINEAR = Adapter(
     "kimi_linear",
     layers={
-        "transformers:KimiLinearAttention": words.TRANSFORMERS_MLA,
+        "transformers:KimiLinearAttention": words.TRANSFORMERS_MLA.but(rope=const(None)),
         "transformers:KimiLinearDeltaAttention": words.TRANSFORMERS_KDA,
         "transformers:KimiLinearMLP": mlps.TRANSFORMERS_MLP,
         "transformers:KimiLinearDecoderLayer": streams.TRANSFORMERS_RESIDUAL,
@@ -34,7 +35,8 @@ KIMI_LINEAR = Adapter(
             layer_index=["self_attn.layer_id", "self_attn.layer_idx"]
         ),
         "sglang:KimiLinearModel": streams.final_norm(streams.SGLANG_RESIDUAL),
-        "atom:KimiFullAttention": words.ATOM_MLA.but(tp_size="tp_size"),
+        # Its rotary module turns nothing, and says the width all the same.
+        "atom:KimiFullAttention": words.ATOM_MLA.but(tp_size="tp_size", rope=const(None)),
         "atom:KimiKDAAttention": words.ATOM_KDA,
         "atom:KimiMLP": mlps.ATOM_MLP,
         "atom:KimiDecoderLayer": streams.ATOM_RESIDUAL,

@@ -11,6 +11,7 @@ from attrs import frozen
 from .activation_quant import ActivationQuant
 from .errors import SpecError
 from .norm_specs import GatedNormSpec, HeadPair, NormSpec, Parallel
+from .rope_specs import RopeSpec
 from .spec_fields import Checked, as_float, count, of_kind, optional_count, width_or_zero
 
 
@@ -88,6 +89,8 @@ class MLASpec(LayerSpec):
     "Norm of the key/value latent."
     softmax_scale: float = of_kind("positive", converter=as_float)
     "Factor on the attention logits, long-context correction (yarn mscale squared) included."
+    rope: RopeSpec | None = of_kind("optional_rope", default=None)
+    "How the rope columns are turned; of width 0 where they are not. None: nothing says it, and no fusion takes the rope."
 
     @property
     def qk_head_dim(self) -> int:
@@ -115,6 +118,8 @@ class MLASpec(LayerSpec):
             yield f"q_norm: width {self.q_norm.width} is not the q_lora_rank {self.q_lora_rank}"
         if self.kv_norm.width != self.kv_lora_rank:
             yield f"kv_norm: width {self.kv_norm.width} is not the kv_lora_rank {self.kv_lora_rank}"
+        if self.rope is not None and self.rope.width not in (0, self.qk_rope_head_dim):
+            yield f"rope: width {self.rope.width} is neither the qk_rope_head_dim {self.qk_rope_head_dim} nor 0"
 
 
 @frozen(kw_only=True)

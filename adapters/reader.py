@@ -27,8 +27,20 @@ from .errors import (
 )
 from .feeds import Feeds
 from .parallel import ambient, ranks_summed, shards_of_linear
+from .rope_source import RopeSource
 from .sources import Named, NormSource, Source
-from .specs import LARGEST, FinalNormSpec, GatedNormSpec, LayerSpec, NormSpec, Parallel, goes_with, kind_of
+from .specs import (
+    LARGEST,
+    NO_ROPE,
+    FinalNormSpec,
+    GatedNormSpec,
+    LayerSpec,
+    NormSpec,
+    Parallel,
+    RopeSpec,
+    goes_with,
+    kind_of,
+)
 from .values import VALUES, same
 
 _Convert: TypeAlias = Callable[[Any], Any]
@@ -127,6 +139,8 @@ class _Reading:
                 values[name] = None
             elif kind in ("norm", "optional_norm", "gated_norm"):
                 values[name] = self.norm(name, parsed, kind == "gated_norm")
+            elif kind == "optional_rope":
+                values[name] = self.rope(name, parsed)
             elif kind == "norms":
                 values[name] = tuple(self.norm(name, source, False) for source in parsed)
             else:
@@ -145,6 +159,27 @@ class _Reading:
             read[part] = self.found(f"{name}.{part}", places, _NORM_VALUES[part], module, f"{source.module}.")
         try:
             return GatedNormSpec(**read) if gated else NormSpec(**read)
+        except SpecError as error:
+            raise SpecError(error.what, [f"{name}.{problem}" for problem in error.problems]) from None
+
+    def rope(self, name: str, source: RopeSource) -> RopeSpec:
+        start, prefix = None, ""
+        if source.module is not None:
+            try:
+                start = source.module.read(self.layer)
+            except UnreadableError as error:
+                raise self.missing(name, [str(error)]) from error.__cause__
+            prefix = f"{source.module}."
+        if not source.fields or (source.module is not None and start is None):
+            return NO_ROPE
+        read = {
+            part: self.found(f"{name}.{part}", places, _ROPE_VALUES[part], start, prefix)
+            for part, places in source.fields
+        }
+        if read["width"] == 0:
+            return NO_ROPE
+        try:
+            return RopeSpec(**read, module=None if source.module is None else str(source.module))
         except SpecError as error:
             raise SpecError(error.what, [f"{name}.{problem}" for problem in error.problems]) from None
 
@@ -308,3 +343,6 @@ def existing_names(layer: Any, most: int = 60) -> list[str]:
 
 _NORM_VALUES = {a.name: VALUES.get(kind_of(a), same) for a in attrs.fields(GatedNormSpec)}
 """Of the fields of a norm, by name."""
+
+_ROPE_VALUES = {a.name: VALUES.get(kind_of(a), same) for a in attrs.fields(RopeSpec)}
+"""Of the fields of a rope, by name."""

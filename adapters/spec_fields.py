@@ -24,7 +24,10 @@ ACTIVATIONS = ("silu", "sigmoid")
 MLP_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "situ")
 """Activations of the gate in a gated MLP. `situ` is Kimi-K3's: beta * tanh(gate / beta) * sigmoid(gate), and a bounded up."""
 
-_WORDS = {"activation": ACTIVATIONS, "mlp_activation": MLP_ACTIVATIONS}
+ROPE_TABLES = ("none", "cos_sin", "cos_and_sin", "values")
+"""Where the cos and sin of a rope come from, see `RopeSpec.table`."""
+
+_WORDS = {"activation": ACTIVATIONS, "mlp_activation": MLP_ACTIVATIONS, "rope_table": ROPE_TABLES}
 
 _OPTIONAL = (
     "optional_count",
@@ -34,6 +37,7 @@ _OPTIONAL = (
     "window",
     "module_path",
     "activation_quant",
+    "optional_rope",
 )
 """The kinds of which None is a value."""
 

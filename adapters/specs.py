@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from .kernel_specs import GatedDeltaNetKernelSpec, GQAKernelSpec, KernelSpec, MLAKernelSpec
 from .layer_specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, GQASpec, LayerSpec, MLASpec, ResidualSpec
 from .norm_specs import WHOLE, GatedNormSpec, HeadPair, NormSpec, Parallel, shard_heads, shard_kv_heads
+from .rope_specs import NO_ROPE, RopeSpec
 from .spec_fields import ACTIVATIONS, LARGEST, MLP_ACTIVATIONS, goes_with, kind_of, problem_of
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "FAMILY_OF",
     "LARGEST",
     "MLP_ACTIVATIONS",
+    "NO_ROPE",
     "WHOLE",
     "AnySpec",
     "AttentionSpec",
@@ -39,6 +41,7 @@ __all__ = [
     "NormSpec",
     "Parallel",
     "ResidualSpec",
+    "RopeSpec",
     "goes_with",
     "kind_of",
     "problem_of",

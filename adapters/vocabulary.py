@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .base import Facts
+from .rope_source import rope
 from .sources import const, gated_norm, norm
 from .specs import (
     GatedDeltaNetKernelSpec,
@@ -40,11 +41,33 @@ def _same(*names: str) -> dict[str, Any]:
 
 _MLA_DIMS = _same("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
+_FROM_THE_MODEL = rope(
+    # The model computes cos and sin once and hands them to every layer.
+    width="qk_rope_head_dim",
+    interleaved="config.rope_interleave",
+    interleaved_out=const(False),
+    attention_scaling=_read_as("config", "rope_scaling"),
+    table=const("values"),
+)
+
+
+def _rope_module(module: str, table: str) -> dict[str, Any]:
+    """A rotary module of the engine's own. One that does not say what cos and sin are multiplied with does not do it."""
+    return rope(
+        module,
+        width="rotary_dim",
+        interleaved=_read_as("is_neox_style", "not"),
+        attention_scaling=["mscale", const(1.0)],
+        table=const(table),
+    )
+
+
 TRANSFORMERS_MLA = Facts(
     MLASpec,
     _MLA_DIMS
     | _latent_norms("variance_epsilon", kv_feeds=("kv_b_proj",))
     | {
+        "rope": _FROM_THE_MODEL,
         "num_heads": "num_heads",
         "hidden_size": "hidden_size",
         "layer_index": "layer_idx",
@@ -60,6 +83,8 @@ VLLM_MLA = Facts(
     _MLA_DIMS
     | _latent_norms("variance_epsilon")
     | {
+        # The wrapper has it in every layer; Kimi's, which have no rope, hold None there and nothing on themselves.
+        "rope": _rope_module("mla_attn.rotary_emb", "cos_sin"),
         "num_heads": "num_heads",
         "num_local_heads": "num_local_heads",
         "hidden_size": "hidden_size",
@@ -76,11 +101,18 @@ VLLM_MLA_WRAPPER = VLLM_MLA.but(
     layer_index=_read_as("prefix", "name_index_of_pairs"),
     softmax_scale="mla_attn.scale",
     tp_size="o_proj.tp_size",
+    rope=_rope_module("rotary_emb", "cos_sin"),
 )
-VLLM_MLA_ITSELF = VLLM_MLA.but(layer_index=_read_as("layer_name", "name_index"), softmax_scale="scale")
+VLLM_MLA_ITSELF = VLLM_MLA.but(
+    layer_index=_read_as("layer_name", "name_index"),
+    softmax_scale="scale",
+    rope=_rope_module("rotary_emb", "cos_sin"),
+)
 """vLLM's Kimi MLA on CUDA and CPU, which is its own kernel layer."""
 
-VLLM_MLA_EXPANDED = VLLM_MLA.but(layer_index=_read_as("attn.layer_name", "name_index_of_pairs"))
+VLLM_MLA_EXPANDED = VLLM_MLA.but(
+    layer_index=_read_as("attn.layer_name", "name_index_of_pairs"), rope=_rope_module("rotary_emb", "cos_sin")
+)
 """vLLM's DeepSeek attention with MLA switched off: the same projections, ordinary attention inside."""
 
 VLLM_MLA_KERNEL = Facts(
@@ -99,6 +131,8 @@ SGLANG_MLA = Facts(
     _MLA_DIMS
     | _latent_norms("variance_epsilon")
     | {
+        # None where the layer was built to skip it.
+        "rope": _rope_module("rotary_emb", "cos_sin"),
         "num_heads": "num_heads",
         "num_local_heads": "num_local_heads",
         "hidden_size": "hidden_size",
@@ -113,6 +147,7 @@ ATOM_MLA = Facts(
     _MLA_DIMS
     | _latent_norms("eps")
     | {
+        "rope": _rope_module("rotary_emb", "cos_and_sin"),
         "num_heads": "num_heads",
         "num_local_heads": "num_local_heads",
         "hidden_size": "hidden_size",

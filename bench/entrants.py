@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import attrs
 import torch
@@ -108,11 +108,11 @@ def _check(work: Work, entrants: Sequence[Entrant]) -> None:
     alive = [entrant for entrant in entrants if not entrant.failure]
     for index in dict.fromkeys((0, len(work.sets) - 1)):
         right = check.expected(work, index)
-        slack = sums.slacks(work, index)
+        senses = sums.senses(work, index)
         for entrant in alive:
             if entrant.verdict is not None and not entrant.verdict.ok:
                 continue
-            verdict = _worst(team().gather(_verdict(work, index, right, slack, entrant)))
+            verdict = _worst(team().gather(_verdict(work, index, right, senses, entrant)))
             if entrant.verdict is None or not verdict.ok or verdict.error > entrant.verdict.error:
                 message = verdict.message or (entrant.verdict.message if entrant.verdict is not None else "")
                 entrant.verdict = attrs.evolve(verdict, message=message)
@@ -122,7 +122,7 @@ def _verdict(
     work: Work,
     index: int,
     right: tuple[torch.Tensor, ...],
-    slack: Callable[[bool], check.Slack] | None,
+    senses: Mapping[str, check.Slack | None],
     entrant: Entrant,
 ) -> check.Verdict:
     results, peer = _anew(entrant, index), entrant.peer
@@ -130,10 +130,11 @@ def _verdict(
         return check.check_copy(results)
     if peer.check is not None:
         return peer.check(work, index, results)
-    verdict = check.check(work, right, results, peer.rounds_between, None if slack is None else slack(False))
-    if not verdict.ok and slack is not None:
-        again = check.check(work, right, results, peer.rounds_between, slack(True))
-        verdict = attrs.evolve(again, message=sums.ROUNDS_THE_SUM) if again.ok else again
+    for sense, slack in senses.items():
+        verdict = check.check(work, right, results, peer.rounds_between, slack)
+        if verdict.ok:
+            verdict = attrs.evolve(verdict, message=sense or verdict.message)
+            break
     if team().size > 1 and is_ours(peer) and not sums.same_bits(results):
         return attrs.evolve(verdict, ok=False, message="its bits differ from those of the first rank")
     return verdict

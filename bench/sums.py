@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,8 +19,9 @@ FLOAT32 = torch.finfo(torch.float32).eps / 2
 ROUNDING_UNITS = 0.6
 """Largest error of one addition of a sum over ranks, in units of its dtype's epsilon: a rounding errs by half a unit."""
 
+NORMS_THE_STREAM = "right where the norm may read the stream as it is stored"
 ROUNDS_THE_SUM = "right where the sum over ranks may be rounded, before the residual is added"
-"""What is said of results that are right in that sense alone."""
+"""What is said of results that are right in that sense alone, the stricter first."""
 
 
 def _parts(work: Work, index: int) -> Tensor:
@@ -35,33 +34,34 @@ def _rounding(parts: Tensor) -> float:
     return ROUNDING_UNITS * (len(parts) - 1)
 
 
-def slacks(work: Work, index: int) -> Callable[[bool], Slack] | None:
-    """From whether the sum over ranks may be rounded to how far results may be off; None where the chain is another.
+def senses(work: Work, index: int) -> dict[str, Slack | None]:
+    """How far results may be off, by what is then said of them, the strictest first. All ranks call it.
 
     In float32 each rank's part and the residual cost an addition, and where they cancel, its error outgrows a rounding of
-    what is left. All ranks call it.
+    what is left. Chains without a sum over ranks have nothing of that.
     """
     form = work.case.form
     add, norm = step_of(form, Add), step_of(form, Norm)
     if step_of(form, AllReduce) is None or add is None or norm is None:
-        return None
-    parts = _parts(work, index)
+        return {"": None}
+    parts, unit = _parts(work, index), torch.finfo(work.dtype).eps
     residual = dict(zip((rows.name for rows in form.op.rows), work.sets[index], strict=True))[add.residual]
     total, sizes = parts.sum(0).add_(residual), parts.abs().sum(0)
-    wide, rounding = len(parts) * FLOAT32, _rounding(parts) * torch.finfo(work.dtype).eps
     size = total.square().mean(-1, keepdim=True).add_(work.case.epsilons[norm.epsilon]).sqrt_()
     offset = 0.0 if norm.weight_offset is None else work.case.weight_offsets[norm.weight_offset]
     factor = (work.weights[norm.weight].double() + offset).abs()
 
-    def slack(rounded: bool) -> Slack:
-        off = (sizes + residual.abs()).mul_(wide)
-        if rounded:
-            off.add_(sizes, alpha=rounding)
+    def normed(off: Tensor) -> Tensor:
         # An element is off by its own error, and by that of the root mean square.
-        of_size = off.square().mean(-1, keepdim=True).sqrt_() / size
-        return Slack(total=off, norm=(off + total.abs() * of_size) * factor / size)
+        return (off + total.abs() * (off.square().mean(-1, keepdim=True).sqrt_() / size)) * factor / size
 
-    return slack
+    exact = (sizes + residual.abs()).mul_(len(parts) * FLOAT32)
+    rounded = exact.add(sizes, alpha=_rounding(parts) * unit)
+    return {
+        "": Slack(total=exact, norm=normed(exact)),
+        NORMS_THE_STREAM: Slack(total=exact, norm=normed(exact.add(total.abs(), alpha=ROUNDING_UNITS * unit))),
+        ROUNDS_THE_SUM: Slack(total=rounded, norm=normed(rounded)),
+    }
 
 
 def check_sum(work: Work, index: int, results: tuple[Tensor, ...]) -> Verdict:

@@ -173,16 +173,19 @@ def cells(run: Run, row: Row, ours: str | None, plain: Plain) -> list[str]:
 
 def brief(results: Sequence[tuple[Run, Result]]) -> str:
     """All tables in one: microseconds, ratios, and whether the goals are reached."""
-    plain = plain_times(result for _, result in results)
-    lines = ["# Fused all-reduces in brief", "", _line(HEAD), _line(["---", *["---:"] * (len(HEAD) - 2), "---"])]
+    lines = ["# Fused all-reduces in brief"]
     missed = total = 0
-    for run, result in results:
-        for row in result.rows:
-            lines.append(_line(cells(run, row, result.ours, plain)))
-            total += bool(run.goals)
-            missed += bool(misses(run, row, result.ours, plain))
+    for ranks in sorted({result.case.ranks for _, result in results}):
+        of_these = [(run, result) for run, result in results if result.case.ranks == ranks]
+        plain = plain_times(result for _, result in of_these)
+        lines += ["", f"## {ranks} GPUs", "", _line(HEAD), _line(["---", *["---:"] * (len(HEAD) - 2), "---"])]
+        for run, result in of_these:
+            for row in result.rows:
+                lines.append(_line(cells(run, row, result.ours, plain)))
+                total += bool(run.goals)
+                missed += bool(misses(run, row, result.ours, plain))
     first = results[0][1]
-    where = f"{first.case.ranks} x {first.environment['device']}, torch {first.environment['torch']}, {first.date[:10]}"
+    where = f"{first.environment['device']}, torch {first.environment['torch']}, {first.date[:10]}"
     lines += ["", f"Microseconds. {total - missed} of {total} rows reach all of their goals. {where}. {first.method}."]
     lines += ["", *(f"- {said}" for said in absent(result for _, result in results))]
     return "\n".join(lines) + "\n"

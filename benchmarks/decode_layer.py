@@ -77,7 +77,7 @@ def deepseek(device: str, tiny: bool, parallel: Parallel = ALONE) -> tuple[Step,
     config = config_of(registry.model("deepseek-v3"))
     config._attn_implementation = "sdpa"
     if tiny:
-        config.num_attention_heads = config.num_key_value_heads = 2
+        config.num_attention_heads = config.num_key_value_heads = max(2, parallel.size)
         config.hidden_size, config.intermediate_size = 512, 512
     config.num_attention_heads //= parallel.size
     config.num_key_value_heads //= parallel.size

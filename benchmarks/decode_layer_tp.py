@@ -281,7 +281,7 @@ def main() -> int:
         "--vllm", type=Path, help="a folder with vLLM's compiled library: measure its custom all-reduce too"
     )
     parser.add_argument("--scales", choices=("column", "row"), default="column", help="row: never cuBLASLt's GEMM")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/decode_layer_tp.json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/decode_layer_tp-N-ranks.json")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script: tiny layers")
     given = parser.parse_args()
     given.variants = given.variants or (",".join(VARIANTS) if given.device == "cuda" else "plain")
@@ -322,7 +322,9 @@ def main() -> int:
             failures += case["failures"]
             print(f"  {time.perf_counter() - begun:.0f} s", flush=True)
             if given.save:
-                written = save("decode_layer_tp", {"gpu": gpu, "cases": cases, "failures": failures})
+                written = save(
+                    f"decode_layer_tp-{given.ranks}-ranks", {"gpu": gpu, "cases": cases, "failures": failures}
+                )
                 print(f"written to {written}", flush=True)
     for failure in failures:
         print(f"FAILED: {failure}")

@@ -12,6 +12,7 @@ import torch
 from block_gemm import Part
 from decode_layer import Step, of_this_rank, scaled
 from mxfp4_experts import Experts
+from mxfp4_plain import BLOCK
 from torch import Tensor, nn
 
 from layerfuse import registry
@@ -37,7 +38,9 @@ def gpt_oss(device: str, tiny: bool, parallel: Parallel) -> tuple[Step, Any, Fus
         config.num_attention_heads, config.num_key_value_heads = 8, 4
     config.num_attention_heads //= parallel.size
     config.num_key_value_heads //= parallel.size
-    intermediate, config.intermediate_size = config.intermediate_size // parallel.size, 1
+    # A quarter of 2880 is no whole number of blocks of one scale: engines pad it.
+    intermediate = -(-config.intermediate_size // (parallel.size * BLOCK)) * BLOCK
+    config.intermediate_size = 1
     with torch.device(device):
         layer = scaled(source.GptOssDecoderLayer(config, layer_idx=1).to(torch.bfloat16))
         rotary = source.GptOssRotaryEmbedding(config)

@@ -150,6 +150,7 @@ def plan(
     \b
     Keys of the JSON:
       model, hf_id, adapter, tp, rank, engine, num_hidden_layers, notes
+      engine_does  fusion -> where the engine does the same itself
       target   {arch, vendor, fp8, aiter}
       config   which fusions were wanted
       kinds    a list of {kind, family, count, layers, spec, sites};

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ def plan_data(
         from ..engines.vllm.releases import engine_of
 
         around = engine_of(
-            entry.architectures, vendor=device.vendor, release=engine_version, enforce_eager=enforce_eager
+            entry.architectures, target=device, ranks=tp, release=engine_version, enforce_eager=enforce_eager
         )
     decided = plan(specs, device, config, around)
     kinds = []
@@ -127,7 +127,8 @@ def plan_data(
         "config": decided.config.to_dict(),
         "num_hidden_layers": entry.num_hidden_layers,
         "kinds": kinds,
-        "notes": _engine_notes(entry, engine),
+        "engine_does": {} if around is None else {**around.does, **around.keeps},
+        "notes": [*_engine_notes(entry, engine), *_uncompiled(around)],
     }
 
 
@@ -168,6 +169,12 @@ def _engine_notes(entry: ModelEntry, engine: str | None) -> list[str]:
     ]
 
 
+def _uncompiled(engine: Engine | None) -> list[str]:
+    if engine is None or engine.uncompiled is None:
+        return []
+    return [f"{engine.uncompiled}: fused ops can stand in its modules only."]
+
+
 def show_plan(data: dict[str, Any], to: Console) -> None:
     """The answer for people."""
     from rich.table import Table
@@ -185,7 +192,7 @@ def show_plan(data: dict[str, Any], to: Console) -> None:
         for label, value in kind["rows"]:
             grid.add_row(f"  {label}", value)
         for role, decisions in kind["sites"].items():
-            for label, decision in _listed(decisions):
+            for label, decision in _listed(decisions, data["engine_does"].values()):
                 verdict = (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
                 # Ranges of tokens are of the same sites: those that start at one token count each site once.
                 total = sum(
@@ -214,9 +221,9 @@ def _where(kind: Mapping[str, Any]) -> str:
     return f"{kind['count']} {plural} ({ranges(kind['layers'])})"
 
 
-def _listed(decisions: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """The decisions on fusions that are possible here with their names, or why no fusion is."""
-    possible = {decision["fusion"] for decision in decisions if decision["decision"] != "not_applicable"}
+def _listed(decisions: Sequence[dict[str, Any]], done: Collection[str]) -> list[tuple[str, dict[str, Any]]]:
+    """The decisions on fusions that are possible here, or that the engine does itself, with their names; or why no fusion is."""
+    possible = {d["fusion"] for d in decisions if d["decision"] != "not_applicable" or d["reason"] in done}
     if not possible:
         return [("any fusion", decision) for decision in decisions[:1]]
     return [(decision["fusion"], decision) for decision in decisions if decision["fusion"] in possible]
@@ -245,7 +252,7 @@ def config_for(quant: Sequence[str]) -> FusionConfig:
             declared[role.strip()] = ActivationQuant.parse(how)
         else:
             declared = dict(FusionConfig(quant=ActivationQuant.parse(words)).quant)
-    return attrs.evolve(config, quant=declared, level=2 if config.level else 0)
+    return attrs.evolve(config, quant=declared, level=0 if config.level == 0 else 2)
 
 
 def answer_plan(

@@ -30,6 +30,7 @@ SPECS = (
     specs.FinalNormSpec,
     specs.NormSpec,
     specs.GatedNormSpec,
+    specs.RopeSpec,
     specs.Parallel,
     specs.MLAKernelSpec,
     specs.GQAKernelSpec,
@@ -57,6 +58,8 @@ VALUES = {
     "text": "text",
     "module_path": "text, or None",
     "activation_quant": "ActivationQuant, or None",
+    "rope_table": "cos_sin, cos_and_sin, values or none",
+    "optional_rope": "RopeSpec, or None",
 }
 ENGINES = ("transformers", "vllm", "sglang", "atom")
 
@@ -171,11 +174,28 @@ def fusion_table() -> Iterator[str]:
             yield f"| `{name}` | {fusion.level} | {roles} | {doc} | {forms or '-'} |"
 
 
+def vllm_table() -> Iterator[str]:
+    """What is on in vLLM by default and what is not, with the measurements."""
+    yield "| fusion | on by default in vLLM | measured |\n|---|---|---|"
+    others = []
+    for name, fusion in sorted(FUSIONS.items()):
+        measured = [each for each in fusion.faster_in if each.engine == "vllm"]
+        for each in measured:
+            yield f"| `{name}` | yes: {each.where} | {each.figure} |"
+        if "vllm" in fusion.off_in:
+            yield f"| `{name}` | no{' elsewhere' if measured else ''} | {fusion.off_in['vllm']} |"
+        elif not measured:
+            others.append(name)
+    if others:
+        yield f"| the other {len(others)} | no | not measured in vLLM |"
+
+
 PAGES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "specs.md": ("specs", spec_tables),
     "engines.md": ("classes", class_table),
     "aiter.md": ("aiter", aiter_tables),
     "fusions.md": ("fusions", fusion_table),
+    "vllm.md": ("defaults", vllm_table),
 }
 
 

@@ -13,12 +13,16 @@ from typing import Any, TypeAlias
 import attrs
 from attrs import define, field, frozen
 
+from ..adapters.activation_quant import ActivationQuant
 from ..adapters.errors import shown
 from .compose import op_of, quantised_step
 from .declare import REQUIRED, Kernel, Op
+from .engine import Engine
+from .faster import Faster
 from .limits import TokenLimit
 from .sites import ROLES, Site
 from .steps import ORDER, Add, AllReduce, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step
+from .target import Target
 
 Limit: TypeAlias = Callable[[Site, Any, Any], TokenLimit | None]
 """From a site, a target and an engine or None to up to how many tokens a fusion is taken there; None: any number."""
@@ -50,8 +54,12 @@ COLLECTIVE = (
 """The kernels of an op that starts with an all-reduce."""
 
 
-def _engines(several: Iterable[str]) -> frozenset[str]:
-    return frozenset(several)
+def _measurements(several: Iterable[Faster]) -> tuple[Faster, ...]:
+    found = tuple(several)
+    wrong: Any = next((each for each in found if not isinstance(each, Faster)), None)
+    if wrong is not None:
+        raise FusionError(f"faster_in: expected measurements, as (Faster(engine='vllm', ...),), got {shown(wrong)}")
+    return found
 
 
 def _kernels(several: Iterable[Kernel]) -> tuple[Kernel, ...]:
@@ -89,10 +97,10 @@ class Fusion:
     "Whether there is a form for norms that are padded with columns of zeros behind them."
     backends: tuple[Kernel, ...] = field(converter=_kernels, repr=False)
     "Its kernels, the preferred one first: AITER and Triton for a chain of the family. The op's reference comes after them."
-    faster_in: frozenset[str] = field(default=frozenset(), converter=_engines, repr=False)
-    "Engines in which it was measured faster than what the engine does without it: it is on there by default."
+    faster_in: tuple[Faster, ...] = field(default=(), converter=_measurements, repr=False)
+    "Where it was measured faster than what an engine does without it: it is on there by default, whatever its level."
     off_in: Mapping[str, str] = field(factory=dict, repr=False)
-    "Engine -> why it is off there, with the measurement, as a sentence."
+    "Engine -> why it is off wherever `faster_in` does not hold, with the measurement, as a sentence."
     limit: Limit | None = field(default=None, repr=False)
     "Up to how many tokens it is taken at a site; None: any number, everywhere."
     owner: str = "layerfuse"
@@ -173,11 +181,24 @@ class Fusion:
         """The quantisation, if the chain has one."""
         return next((step for step in self.chain if isinstance(step, Quant)), None)
 
-    def why_off_in(self, engine: str | None) -> str | None:
-        """Why it is off in an engine unless switched on, or None where it is on. transformers runs in torch.compile."""
-        if engine in (None, "transformers", *self.faster_in):
-            return None
-        return self.off_in.get(str(engine), f"it was not benchmarked in {engine}")
+    def faster_at(self, engine: Engine, target: Target, site: Site, quant: ActivationQuant | None) -> Faster | None:
+        """The measurement that says that it is faster in an engine at such a site, or None."""
+        return next((f for f in self._measured_in(engine) if f.holds(target, site, quant)), None)
+
+    def why_off_in(self, engine: Engine) -> str:
+        """Why it is off in an engine unless it is switched on, wherever none of its measurements holds."""
+        where = [each.where for each in self._measured_in(engine)]
+        if engine.compiled and engine.name in self.off_in:
+            return self.off_in[engine.name]
+        how = "" if engine.compiled else " where that compiles nothing"
+        return (
+            f"it was measured faster on {'; '.join(where)}"
+            if where
+            else f"it was not benchmarked in {engine.name}{how}"
+        )
+
+    def _measured_in(self, engine: Engine) -> list[Faster]:
+        return [f for f in self.faster_in if f.engine == engine.name and f.compiled == engine.compiled]
 
     def _bad_steps(self) -> Iterable[str]:
         wrong: Any = next((step for step in self.chain if not isinstance(step, ORDER)), None)
@@ -246,6 +267,7 @@ __all__ = [
     "FAMILY",
     "Add",
     "AllReduce",
+    "Faster",
     "Form",
     "Fusion",
     "FusionError",

@@ -16,6 +16,8 @@ from ..adapters.arguments import expect
 from ..adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean, shown
 from .catalog import FUSIONS
 from .chain import Fusion
+from .engine import Engine
+from .faster import Faster
 from .sites import FINAL, ROLES, Site
 
 ENVIRONMENT = "LAYERFUSE_FUSIONS"
@@ -26,7 +28,9 @@ LEVELS = {
     1: "fusions that change at most the order and number of float roundings",
     2: "also fusions that change numerics, such as quantisation",
 }
-"""The optimisation levels. The default is 1."""
+"""The optimisation levels."""
+
+DEFAULT_LEVEL = 1
 
 
 class FusionConfigError(LayerfuseError, ValueError):
@@ -64,8 +68,8 @@ def _switches(value: Mapping[str, bool] | tuple[tuple[str, bool], ...]) -> tuple
     return tuple(sorted(pairs.items()))
 
 
-def _level(_instance: object, _attribute: object, value: object) -> None:
-    if type(value) is not int or value not in LEVELS:
+def _level(_instance: Any, _attribute: Any, value: Any) -> None:
+    if value is not None and (type(value) is not int or value not in LEVELS):
         raise FusionConfigError(
             f"FusionConfig.level: expected one of {', '.join(map(str, LEVELS))}, got {shown(value)}"
         )
@@ -118,8 +122,8 @@ class FusionConfig:
         FusionConfigError: an unknown level, a switch for a fusion that does not exist, or a value of another type.
     """
 
-    level: int = field(default=1, validator=_level)
-    "See `LEVELS`."
+    level: int | None = field(default=None, validator=_level)
+    "See `LEVELS`. None: 1, and in an engine also what was measured faster there, whose level does not matter then."
     switches: tuple[tuple[str, bool], ...] = field(default=(), converter=_switches)
     "Fusions turned on or off whatever the level: given as a mapping from name to bool."
     quant: Quants = field(default=(), converter=_quants)
@@ -164,21 +168,23 @@ class FusionConfig:
                 switches[_known(word[1:], origin)] = False
         return cls(switches=switches, origin=origin, strict=strict)
 
-    def why_off(self, fusion: Fusion, engine: str | None = None) -> str | None:
+    def why_off(self, fusion: Fusion, engine: Engine | None = None, measured: Faster | None = None) -> str | None:
         """The reason why this fusion is off, as a sentence, or None where it is on.
 
         Args:
             fusion: of the catalog.
-            engine: where it would run; a fusion that was measured no faster there is off unless switched on.
+            engine: where it would run; there it is off unless measured faster or switched on. transformers runs in
+                torch.compile as it is.
+            measured: what says that it is faster there.
         """
         switch = dict(self.switches).get(fusion.name)
-        slower = fusion.why_off_in(engine)
-        if switch is None and slower is not None:
-            return f"{fusion.name} is off in {engine} unless switched on: {slower}"
-        if switch is None and fusion.level > self.level:
-            return f"{fusion.name} needs optimisation level {fusion.level}, and {self.origin} sets level {self.level}"
-        if switch is False:
-            return f"{fusion.name} is switched off by {self.origin}"
+        if switch is not None:
+            return None if switch else f"{fusion.name} is switched off by {self.origin}"
+        if engine is not None and engine.name != "transformers" and measured is None:
+            return f"{fusion.name} is off in {engine.name} unless switched on: {fusion.why_off_in(engine)}"
+        level = DEFAULT_LEVEL if self.level is None else self.level
+        if fusion.level > level and (measured is None or self.level is not None):
+            return f"{fusion.name} needs optimisation level {fusion.level}, and {self.origin} sets level {level}"
         return None
 
     def quant_at(self, site: Site) -> ActivationQuant | None:

@@ -36,6 +36,16 @@ class Argument:
         """The default of the public function, or `REQUIRED`."""
         return REQUIRED
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor."""
+        return self.schema == "Tensor"
+
+    @property
+    def is_mutated(self) -> bool:
+        """Whether the op writes to it."""
+        return False
+
 
 REQUIRED: Any = object()
 """The default of an argument that has none."""
@@ -56,6 +66,15 @@ class Rows(Argument):
     "True: the last stride may be another than 1."
     heads: bool = False
     "True: (..., heads, width), normed head by head. Quantised results are those of (..., heads * width)."
+    mutated: bool = False
+    "Whether the op writes to them."
+    wider_than: str | None = None
+    "Rows before it that fit into its last columns, with others in front of them."
+
+    @property
+    def is_mutated(self) -> bool:
+        """Whether the op writes to them."""
+        return self.mutated
 
 
 @frozen(kw_only=True)
@@ -218,6 +237,44 @@ class PaddedWidth(Argument):
     doc: str = "columns of the padded result, at least the width; what is behind the width is zero."
 
 
+@frozen(kw_only=True)
+class Index(Argument):
+    """A whole number for each token: int32 or int64, (tokens,), contiguous."""
+
+    schema = "Tensor"
+    annotation = "Tensor"
+
+    of: str
+    "The rows whose tokens are numbered: their leading dimensions, counted as one, without heads."
+
+
+@frozen(kw_only=True)
+class Table(Argument):
+    """A table of cos or sin, (positions, width / 2), of any floating dtype, last stride 1."""
+
+    schema = "Tensor"
+    annotation = "Tensor"
+
+    of: str
+    "The rows that are turned by it."
+
+
+@frozen(kw_only=True)
+class Cache(Argument):
+    """A paged cache, which the op writes to, see `ops.cache_layout`."""
+
+    schema = "Tensor"
+    annotation = "Tensor"
+
+    parts: tuple[str, str]
+    "The rows that lie beside each other in an entry: the latent, and the rope columns."
+
+    @property
+    def is_mutated(self) -> bool:
+        """It is what the op is for."""
+        return True
+
+
 @frozen
 class Source:
     """A default that is written as source text."""
@@ -277,6 +334,13 @@ class Exponents(Result):
 @frozen(kw_only=True)
 class Padded(Result):
     """A tensor of the dtype of `of`, as wide as the argument of kind `PaddedWidth`."""
+
+
+@frozen(kw_only=True)
+class Joined(Result):
+    """A tensor as wide as `of` and `beside` together; of their dtype, or fp8 where the op has an argument of kind `QuantDtype`."""
+
+    beside: str
 
 
 Results: TypeAlias = tuple[Result, ...]
@@ -346,28 +410,39 @@ class Op:
             yield f"two arguments are called {twice}"
         if not self.args or not isinstance(self.args[0], Rows):
             yield "the first argument is rows: it decides device and dtype"
-        if not self.results:
-            yield "it returns nothing"
+        if not self.results and not any(argument.is_mutated for argument in self.args):
+            yield "it returns nothing and writes to nothing"
         reference: Any = self.reference
         if not callable(reference):
             yield f"reference: expected a function, got {reference!r:.80}"
         rows: list[str] = []
         for argument in self.args:
-            other = (
-                argument.like if isinstance(argument, Rows) else argument.of if isinstance(argument, Weight) else None
-            )
-            if other is not None and other not in rows:
-                yield f"{argument.name} refers to {other!r}, and no rows of that name stand before it"
+            others: tuple[str | None, ...] = ()
+            if isinstance(argument, Rows):
+                others = (argument.like,)
+            elif isinstance(argument, Weight | Index | Table):
+                others = (argument.of,)
+            elif isinstance(argument, Cache):
+                others = argument.parts
+            for other in others:
+                if other is not None and other not in rows:
+                    yield f"{argument.name} refers to {other!r}, and no rows of that name stand before it"
             if isinstance(argument, Rows):
                 rows.append(argument.name)
         for result in self.results:
-            if result.of not in rows:
-                yield f"the result {result.name} is of {result.of!r}, and no rows are called that"
+            for of in (result.of, result.beside) if isinstance(result, Joined) else (result.of,):
+                if of not in rows:
+                    yield f"the result {result.name} is of {of!r}, and no rows are called that"
 
     @property
     def rows(self) -> tuple[Rows, ...]:
         """The arguments that are rows, the first of which decides device and dtype."""
         return tuple(argument for argument in self.args if isinstance(argument, Rows))
+
+    @property
+    def mutated(self) -> tuple[Argument, ...]:
+        """The arguments that it writes to."""
+        return tuple(argument for argument in self.args if argument.is_mutated)
 
     @property
     def widths(self) -> tuple[str, ...]:
@@ -377,7 +452,14 @@ class Op:
     @property
     def schema(self) -> str:
         """As torch.library takes it."""
-        taken = ", ".join(f"{argument.schema} {argument.name}" for argument in self.args)
+        # Each tensor that is written to is an alias set of its own, by a letter.
+        written = {argument.name: chr(ord("a") + i) for i, argument in enumerate(self.mutated)}
+        taken = ", ".join(
+            f"Tensor({written[argument.name]}!) {argument.name}"
+            if argument.is_mutated
+            else f"{argument.schema} {argument.name}"
+            for argument in self.args
+        )
         given = "Tensor" if len(self.results) == 1 else f"({', '.join('Tensor' for _ in self.results)})"
         return f"{self.name}({taken}) -> {given}"
 

@@ -6,6 +6,7 @@ An engine is data. `plan` takes it as input, so that a plan holds inside that en
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from attrs import field, frozen
 
@@ -19,7 +20,7 @@ class UnknownFusionEngineError(LayerfuseError, LookupError):
 def _reasons(reasons: Mapping[str, str]) -> dict[str, str]:
     if not isinstance(reasons, Mapping):
         raise ArgumentError(
-            f"Engine.refuses: expected a mapping from fusions or roles to reasons, got {shown(reasons)}"
+            f"Engine.refuses, does and keeps: expected a mapping from fusions or roles to reasons, got {shown(reasons)}"
         )
     for key, reason in reasons.items():
         if not isinstance(key, str) or not isinstance(reason, str):
@@ -44,6 +45,13 @@ class Engine:
     refuses: Mapping[str, str] = field(factory=dict, converter=_reasons)
     """Fusion or role -> why the engine does not allow it, as a sentence; `*` stands for everything. For example
     {"*": "vLLM 0.33 does not compile this model"}."""
+    does: Mapping[str, str] = field(factory=dict, converter=_reasons)
+    """Fusion -> where the engine does the same itself, as a sentence: it is not applicable there, unless it is switched on by
+    name or was measured faster."""
+    keeps: Mapping[str, str] = field(factory=dict, converter=_reasons)
+    "Fusion or role -> why there is nothing to fuse whatever is switched on, as a sentence."
+    uncompiled: str | None = None
+    """Why it does not compile the model, as a sentence; fusions can then go in at module level only. None: it does."""
 
     @classmethod
     def named(cls, name: str) -> Engine:
@@ -62,6 +70,25 @@ class Engine:
     def why_not(self, fusion: str, role: str) -> str | None:
         """Why the engine does not let a fusion happen at a role, or None where it does."""
         return next((self.refuses[key] for key in (fusion, role, "*") if key in self.refuses), None)
+
+    def why_kept(self, fusion: str, role: str) -> str | None:
+        """Why there is nothing to fuse for this fusion at a role, or None."""
+        return next((self.keeps[key] for key in (fusion, role) if key in self.keeps), None)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it compiles the model."""
+        return self.uncompiled is None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON and for cache keys."""
+        return {
+            "name": self.name,
+            "refuses": dict(self.refuses),
+            "does": dict(self.does),
+            "keeps": dict(self.keeps),
+            "uncompiled": self.uncompiled,
+        }
 
 
 NAMES = ("transformers", "vllm", "sglang", "atom")

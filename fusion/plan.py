@@ -157,7 +157,7 @@ class Plan:
         return {
             "target": self.target.to_dict(),
             "config": self.config.to_dict(),
-            "engine": None if self.engine is None else {"name": self.engine.name, "refuses": dict(self.engine.refuses)},
+            "engine": None if self.engine is None else self.engine.to_dict(),
             "decisions": [decision.to_dict() for decision in self.decisions],
         }
 
@@ -307,6 +307,7 @@ class _Decider:
             site.unknown,
             quant,
             site.spec.layer_index == 0,
+            None if isinstance(site.spec, KernelSpec) else site.spec.parallel.size,
         )
         if not site.norms or site.role == OUTPUT or self._limited:
             key = (*key, site.spec)
@@ -350,12 +351,22 @@ class _Decider:
         found = verdict(fusion, site, self._target, quant)
         if found.kind != "expected":
             return found
-        off = self._config.why_off(fusion, None if self._engine is None else self._engine.name)
-        refusal = None if self._engine is None else self._engine.why_not(fusion.name, site.role)
+        engine, switched = self._engine, fusion.name in dict(self._config.switches)
+        measured = None if engine is None else fusion.faster_at(engine, self._target, site, quant)
+        refusal = None if engine is None else engine.why_not(fusion.name, site.role)
+        if engine is not None and refusal is None:
+            elsewhere = engine.why_kept(fusion.name, site.role)
+            if elsewhere is None and measured is None and dict(self._config.switches).get(fusion.name) is not True:
+                elsewhere = engine.does.get(fusion.name)
+            if elsewhere is not None:
+                return Verdict("not_applicable", elsewhere)
+        off = self._config.why_off(fusion, engine, measured)
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason
-        elif limit is not None and fusion.name not in dict(self._config.switches):
+        elif limit is not None and not switched:
             refusal = refusal or limit.unless_switched_on
         reason = refusal or off
-        return found if reason is None else Verdict("refused", reason)
+        if reason is not None:
+            return Verdict("refused", reason)
+        return found if measured is None else Verdict("expected", f"{found.reason}; measured {measured.figure}")

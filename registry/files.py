@@ -23,7 +23,7 @@ from ..adapters.arguments import expect
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
 from .catalog import MOST_LAYERS, ModelEntry
 from .errors import MOST_PROBLEMS, TOO_MANY_PROBLEMS, CatalogError
-from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLPKind, Yarn
+from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLAKind, MLPKind, Rope, RopeWords, Yarn
 from .values import wrong_values
 
 LARGEST_FILE = 1 << 20
@@ -56,7 +56,8 @@ def make_converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda t: t == At, lambda value, _: _at(converter, value))
     converter.register_structure_hook_func(lambda t: t == LayerKind, lambda value, _: _layer_kind(converter, value))
     converter.register_structure_hook_func(_is_any, lambda value, _: value)
-    for cls in (*KINDS.values(), MLPKind, EngineFacts, Every, GateWords, Yarn):
+    converter.register_structure_hook_func(lambda t: t == Rope, lambda value, _: _rope(converter, value))
+    for cls in (*KINDS.values(), MLPKind, EngineFacts, Every, GateWords, RopeWords, Yarn):
         converter.register_structure_hook(cls, make_dict_structure_fn(cls, converter))
         converter.register_unstructure_hook(cls, make_dict_unstructure_fn(cls, converter, _cattrs_omit_if_default=True))
     converter.register_unstructure_hook(
@@ -136,6 +137,14 @@ def _at(converter: cattrs.Converter, value: Any) -> Any:
         return converter.structure(value, list[int])
     if type(value) is not str or value not in ("all", "rest"):
         raise _WrongValueError(f'expected "all", "rest", a list of layers or {{start, step}}, got {shown(value)}')
+    return value
+
+
+def _rope(converter: cattrs.Converter, value: Any) -> Any:
+    if isinstance(value, dict):
+        return converter.structure(value, RopeWords)
+    if value is not None and value != "none":
+        raise _WrongValueError(f'expected {{interleaved = ...}} or "none", got {shown(value)}')
     return value
 
 
@@ -255,6 +264,9 @@ def contradictions(entry: ModelEntry) -> list[str]:
         yarn = getattr(kind, "yarn", None)
         if yarn is not None and not (1 <= yarn.factor < float("inf") and 0 <= yarn.mscale_all_dim < float("inf")):
             problems.append(f"layers.{name}.yarn: expected a factor of at least 1 and an mscale_all_dim of at least 0")
+        rope = kind.rope if isinstance(kind, MLAKind) else None
+        if isinstance(rope, RopeWords) and not 0 < rope.attention_scaling < float("inf"):
+            problems.append(f"layers.{name}.rope.attention_scaling: expected a number above 0")
     problems += wrong_values(entry)
     if problems:
         return problems

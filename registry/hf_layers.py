@@ -6,20 +6,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from ..adapters.errors import shown
+from ..adapters.conversions import rope_attention_scaling
+from ..adapters.errors import UnreadableError, shown
 from ..adapters.spec_fields import as_float
 from .catalog import MOST_LAYERS
 from .hf_config import HFConfig
-from .kinds import At, Every, GatedDeltaNetKind, GateWords, GQAKind, LayerKind, MLAKind, Yarn
+from .kinds import At, Every, GatedDeltaNetKind, GateWords, GQAKind, LayerKind, MLAKind, Rope, RopeWords, Yarn
 from .layer_pattern import layer_words
 
 _GATES: Mapping[str, Literal["silu", "sigmoid"]] = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
 
 
-def layers_of(config: HFConfig, total: int, model_type: str, gate: GateWords | None) -> dict[str, LayerKind]:
-    """The kinds of layer by name, with their places. On a problem the result means nothing."""
+def layers_of(
+    config: HFConfig, total: int, model_type: str, gate: GateWords | None, rope: Rope
+) -> dict[str, LayerKind]:
+    """The kinds of layer by name, with their places. On a problem the result means nothing.
+
+    Args:
+        config: the language model's part.
+        total: how many decoder layers there are.
+        model_type: of that part.
+        gate: of a delta net, where a declared model of this architecture says it.
+        rope: of latent attention, likewise.
+    """
     found = config.family()
     if found is None or not 1 <= total <= MOST_LAYERS:
         if found is None:
@@ -41,13 +52,13 @@ def layers_of(config: HFConfig, total: int, model_type: str, gate: GateWords | N
         elif config.has("kv_lora_rank"):
             if word == "sliding":
                 config.problems.append("latent attention with a sliding window, which no entry can say")
-            kinds["mla"] = _mla(config, at)
+            kinds["mla"] = _mla(config, at, rope)
         else:
             kinds[word] = _gqa(config, at, sliding=word == "sliding")
     return kinds
 
 
-def _mla(config: HFConfig, at: At) -> MLAKind:
+def _mla(config: HFConfig, at: At, rope: Rope) -> MLAKind:
     if "q_lora_rank" not in config.values:
         config.problems.append("q_lora_rank is missing; null would say that queries are projected directly")
     q_lora_rank = config.count("q_lora_rank") if config.has("q_lora_rank") else None
@@ -62,6 +73,7 @@ def _mla(config: HFConfig, at: At) -> MLAKind:
         v_head_dim=config.count("v_head_dim"),
         at=at,
         yarn=yarn,
+        rope=_rope(config, rope),
     )
     width = config.values.get("qk_head_dim")
     if width is not None and width != kind.qk_nope_head_dim + kind.qk_rope_head_dim:
@@ -71,8 +83,37 @@ def _mla(config: HFConfig, at: At) -> MLAKind:
     return kind
 
 
+def _rope(config: HFConfig, declared: Rope) -> Rope:
+    """What the config says of the rope, else what a declared model of the architecture has, else DeepSeek's."""
+    if config.values.get("mla_use_nope") is True or declared == "none" or config.values.get("qk_rope_head_dim") == 0:
+        return "none"
+    interleaved = config.values.get("rope_interleave")
+    if type(interleaved) is not bool:
+        interleaved = True if declared is None else declared.interleaved
+        if declared is None:
+            config.notes.append(
+                "which columns the rope turns together is not said; interleaved, as in DeepSeek's layers, was written: "
+                "check the layer's rotary embedding"
+            )
+    said = _rope_values(config)
+    try:
+        scaling = (
+            rope_attention_scaling(said, config.values.get("max_position_embeddings"))
+            if isinstance(said, Mapping)
+            else 1.0
+        )
+    except (UnreadableError, TypeError, ValueError, ArithmeticError) as error:
+        config.problems.append(f"rope_scaling: what it multiplies cos and sin with cannot be told: {error}")
+        scaling = 1.0
+    return RopeWords(interleaved=interleaved, attention_scaling=scaling)
+
+
+def _rope_values(config: HFConfig) -> Any:
+    return next((config.values[key] for key in ("rope_scaling", "rope_parameters") if config.has(key)), None)
+
+
 def _yarn(config: HFConfig) -> Yarn | None:
-    rope = next((config.values[key] for key in ("rope_scaling", "rope_parameters") if config.has(key)), None)
+    rope = _rope_values(config)
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) in ("default", None):
         return None
     # DeepSeek's code corrects the scale where mscale_all_dim is set and not 0, and only there.

@@ -23,7 +23,7 @@ from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
 from .hf_layers import layers_of
 from .hf_mlps import mlps_of
-from .kinds import GatedDeltaNetKind, GQAKind, LayerKind
+from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
 
 if TYPE_CHECKING:
     from .lookup import Registry
@@ -141,7 +141,7 @@ def inspect(
     hf.refuse_what_is_not_described()
     count = "num_layers" if sibling is not None and sibling.attentions_per_layer > 1 else "num_hidden_layers"
     total = hf.count(count)
-    layers = layers_of(hf, total, types[-1] if types else "", _gate(sibling))
+    layers = layers_of(hf, total, types[-1] if types else "", _gate(sibling), _rope(sibling))
     hidden_size, epsilon = hf.count("hidden_size"), hf.number("rms_norm_eps")
     if hf.problems or adapter is None:
         raise ConfigError(file, list(dict.fromkeys(hf.problems)), recognised)
@@ -199,6 +199,11 @@ def _sibling(
 def _gate(sibling: ModelEntry | None) -> Any:
     kinds = () if sibling is None else sibling.layers.values()
     return next((kind.output_norm for kind in kinds if isinstance(kind, GatedDeltaNetKind)), None)
+
+
+def _rope(sibling: ModelEntry | None) -> Any:
+    kinds = () if sibling is None else sibling.layers.values()
+    return next((kind.rope for kind in kinds if isinstance(kind, MLAKind)), None)
 
 
 _OF_THE_CODE = ("has_sinks", "stream_norms", "latent_norm_eps", "output_norm_eps")

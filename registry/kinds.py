@@ -11,7 +11,16 @@ from typing import Any, Literal, TypeAlias
 
 from attrs import frozen
 
-from ..adapters.specs import GatedDeltaNetSpec, GatedMLPSpec, GatedNormSpec, GQASpec, MLASpec, NormSpec
+from ..adapters.specs import (
+    NO_ROPE,
+    GatedDeltaNetSpec,
+    GatedMLPSpec,
+    GatedNormSpec,
+    GQASpec,
+    MLASpec,
+    NormSpec,
+    RopeSpec,
+)
 
 
 @frozen(kw_only=True)
@@ -42,6 +51,19 @@ class Yarn:
         if self.factor <= 1 or self.mscale_all_dim == 0:
             return 1.0
         return 0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0
+
+
+@frozen(kw_only=True)
+class RopeWords:
+    """The rotary position embedding of latent attention, over all of its rope columns."""
+
+    interleaved: bool
+    "true: columns 2i and 2i + 1 are a pair (DeepSeek). false: columns i and i + width / 2 are."
+    attention_scaling: float = 1.0
+    "Factor on cos and sin, where there is one: yarn's with an mscale that is not mscale_all_dim, longrope's."
+
+
+Rope: TypeAlias = RopeWords | Literal["none"] | None
 
 
 @frozen(kw_only=True)
@@ -79,6 +101,8 @@ class MLAKind:
     "The yarn correction of the softmax scale, if the model has one."
     softmax_scale: float | None = None
     "Only where it is not qk_head_dim ** -0.5 times the yarn correction squared."
+    rope: Rope = None
+    'How the rope columns are turned; "none": they are not. Left out: nothing is said of it.'
     latent_norm_eps: float | None = None
     "Epsilon of both latent norms, where it is not the model's rms_norm_eps."
     stream_norms: Literal["none"] | None = None
@@ -106,6 +130,18 @@ class MLAKind:
             q_norm=None if q_lora_rank is None else NormSpec(width=q_lora_rank, epsilon=eps),
             kv_norm=NormSpec(width=self.kv_lora_rank, epsilon=eps),
             softmax_scale=scale,
+            rope=self._rope(),
+        )
+
+    def _rope(self) -> RopeSpec | None:
+        if self.rope is None:
+            return None
+        if self.rope == "none" or self.qk_rope_head_dim == 0:
+            return NO_ROPE
+        return RopeSpec(
+            width=self.qk_rope_head_dim,
+            interleaved=self.rope.interleaved,
+            attention_scaling=self.rope.attention_scaling,
         )
 
 

@@ -19,9 +19,10 @@ import attrs
 
 from ..adapters.base import PARALLEL_WORDS, RESIDUAL_WORDS, fields_of
 from ..adapters.conversions import CONVERSIONS
+from ..adapters.rope_source import ROPE_WORDS
 from ..adapters.specs import FAMILIES, LARGEST, NormSpec, kind_of
 from .catalog import MOST_LAYERS, ModelEntry
-from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLPKind, Yarn
+from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLPKind, RopeWords, Yarn
 
 _COUNT = {"minimum": 1, "maximum": LARGEST}
 _BOUNDS: dict[str, dict[str, int]] = {
@@ -37,12 +38,13 @@ _OWN_BOUNDS = {
     "step": {"minimum": 1},
     "start": {"minimum": 0},
     "factor": {"minimum": 1},
+    "attention_scaling": {"exclusiveMinimum": 0},
     "mscale_all_dim": {"minimum": 0},
 }
 """Of the numbers that no spec has a field for."""
 
 
-_CLASSES: tuple[type[Any], ...] = (ModelEntry, *KINDS.values(), MLPKind, EngineFacts, Every, GateWords, Yarn)
+_CLASSES: tuple[type[Any], ...] = (ModelEntry, *KINDS.values(), MLPKind, EngineFacts, Every, GateWords, RopeWords, Yarn)
 
 
 def schema() -> dict[str, Any]:
@@ -66,6 +68,7 @@ def schema() -> dict[str, Any]:
             "facts": _facts(),
             "place": _place(),
             "norm": _norm(),
+            "rope": _rope(),
         },
     }
 
@@ -204,6 +207,8 @@ def _facts() -> dict[str, Any]:
 def _words(kind: str) -> dict[str, Any]:
     if kind == "norms":
         return {"anyOf": [{"$ref": "#/$defs/norm"}, {"type": "array", "items": {"$ref": "#/$defs/norm"}}]}
+    if kind == "optional_rope":
+        return {"$ref": "#/$defs/rope"}
     return {"$ref": "#/$defs/norm" if kind.endswith("norm") else "#/$defs/place"}
 
 
@@ -253,6 +258,25 @@ def _norm() -> dict[str, Any]:
         },
     }
     return {"description": "A norm: its module, and where its own fields are.", "anyOf": [{"type": "string"}, table]}
+
+
+def _rope() -> dict[str, Any]:
+    table = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": [name for name, default in ROPE_WORDS.items() if default is None],
+        "properties": {"module": {"type": "string"}, **{name: {"$ref": "#/$defs/place"} for name in ROPE_WORDS}},
+    }
+    none = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["const"],
+        "properties": {"const": {"const": "none"}},
+    }
+    return {
+        "description": 'A rope: its module, if it has one, and where its own fields are; {const = "none"}: there is none.',
+        "anyOf": [table, none],
+    }
 
 
 def text() -> str:

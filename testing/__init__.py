@@ -20,6 +20,7 @@ from .._lazy import attach
 
 if TYPE_CHECKING:
     from .contract import SCENARIOS, AdapterContract
+    from .mla_decode import MLADecodeLayer, mla_decode_layer
     from .models import NotBuildableError, config_of, full_model, small_entry, small_model, why_not
     from .run import Result, iter_contract, run_contract
     from .scenario import BrokenContractError, Scenario
@@ -28,12 +29,14 @@ __all__ = [
     "SCENARIOS",
     "AdapterContract",
     "BrokenContractError",
+    "MLADecodeLayer",
     "NotBuildableError",
     "Result",
     "Scenario",
     "config_of",
     "full_model",
     "iter_contract",
+    "mla_decode_layer",
     "run_contract",
     "small_entry",
     "small_model",
@@ -47,6 +50,7 @@ __getattr__, __dir__ = attach(
             ("NotBuildableError", "config_of", "full_model", "small_entry", "small_model", "why_not"), ".models"
         ),
         **dict.fromkeys(("SCENARIOS", "AdapterContract"), ".contract"),
+        **dict.fromkeys(("MLADecodeLayer", "mla_decode_layer"), ".mla_decode"),
         **dict.fromkeys(("BrokenContractError", "Scenario"), ".scenario"),
         **dict.fromkeys(("Result", "iter_contract", "run_contract"), ".run"),
     },

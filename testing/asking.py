@@ -14,10 +14,10 @@ from attrs import field, frozen
 
 from ..adapters.errors import LayerfuseError, said
 from ..adapters.reader import LayerReader
-from ..adapters.specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, GQASpec, MLASpec, ResidualSpec
+from ..adapters.specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, GQASpec, MLASpec, ResidualSpec, RopeSpec
 from ..registry.declare import facts_from_words
 from ..registry.inspect import NO_MLP_SAID, NO_OFFSET_SAID, NO_SINKS_SAID, NO_STREAM_SAID, NOT_DECLARED, Inspection
-from ..registry.kinds import EngineFacts, GatedDeltaNetKind, GateWords, GQAKind
+from ..registry.kinds import EngineFacts, GatedDeltaNetKind, GateWords, GQAKind, MLAKind, Rope, RopeWords
 from .compare import differences, without_index
 from .models import full_model, why_not
 from .run import one_of_each
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _ATTENTIONS: tuple[Mapping[str, Any], ...] = (
     {"like": "transformers:DeepseekV3Attention"},
+    # Without a word on its rope in its config, only its code tells what the rope turns together.
+    {"like": "transformers:DeepseekV3Attention", "without": ["rope"]},
     {"like": "transformers:KimiLinearDeltaAttention"},
     {"like": "transformers:Qwen3NextGatedDeltaNet"},
     {
@@ -235,6 +237,8 @@ def _with_answers(entry: ModelEntry, asked: _Asked, kept: list[str]) -> ModelEnt
         for name, kind in layers.items():
             if isinstance(spec, GQASpec) and isinstance(kind, GQAKind):
                 layers[name] = attrs.evolve(kind, has_sinks=kind.has_sinks or spec.has_sinks)
+            elif isinstance(spec, MLASpec) and isinstance(kind, MLAKind):
+                layers[name] = attrs.evolve(kind, rope=_rope(spec.rope))
             elif isinstance(spec, GatedDeltaNetSpec) and isinstance(kind, GatedDeltaNetKind):
                 layers[name] = attrs.evolve(kind, output_norm=_gate(spec))
     facts = attrs.evolve(entry.engines.get("transformers", EngineFacts()), **own)
@@ -252,6 +256,12 @@ def _own(own: dict[str, Any], name: str, epsilons: set[float], published: float)
     """An engine's own epsilon, where there is one: of two that differ no entry can speak, and what is read is noted."""
     if len(epsilons) == 1 and epsilons != {published}:
         own[name] = epsilons.pop()
+
+
+def _rope(spec: RopeSpec | None) -> Rope:
+    if spec is None or spec.width == 0:
+        return None if spec is None else "none"
+    return RopeWords(interleaved=spec.interleaved, attention_scaling=spec.attention_scaling)
 
 
 def _gate(spec: GatedDeltaNetSpec) -> GateWords:

@@ -10,8 +10,9 @@ from attrs import frozen
 
 from ..adapters.base import Facts
 from ..adapters.errors import UnreadableError
+from ..adapters.rope_source import RopeSource
 from ..adapters.sources import Const, Converted, NormSource, Path, Quotient, Source
-from ..adapters.specs import GatedNormSpec, LayerSpec, goes_with, kind_of
+from ..adapters.specs import GatedNormSpec, LayerSpec, RopeSpec, goes_with, kind_of
 
 GEOMETRY = ("count", "width_or_zero", "index", "positive")
 """Kinds of field for which no constant may stand in: counts, widths, indices, epsilons, scales."""
@@ -68,6 +69,10 @@ def reads_of(facts: Facts, spec: Any) -> tuple[Read, ...]:
         if name not in facts.parsed or (partner is not None and getattr(spec, partner) is None):
             continue
         parsed: Any = facts.parsed[name]
+        if isinstance(parsed, RopeSource):
+            if getattr(spec, name).width:  # what a rope that turns nothing says of itself decides nothing
+                found += _rope_reads(name, parsed)
+            continue
         norms = parsed if kind_of(attribute) == "norms" else [parsed] if isinstance(parsed, NormSource) else None
         if norms is None:
             found.append(Read(field=name, kind=kind_of(attribute), places=parsed))
@@ -81,6 +86,16 @@ def _norm_reads(name: str, source: NormSource) -> Iterator[Read]:
         kind = kind_of(getattr(attrs.fields(GatedNormSpec), part))
         within = tuple(_within(source.module, place) for place in places)
         yield Read(field=f"{name}.{part}", kind=kind, places=within, inner=source.module.steps)
+
+
+def _rope_reads(name: str, source: RopeSource) -> Iterator[Read]:
+    module = source.module
+    for part, places in source.fields:
+        within = places if module is None else tuple(_within(module, place) for place in places)
+        kind = kind_of(getattr(attrs.fields(RopeSpec), part))
+        # A rope without a factor says nothing of it: 1.0 is no guess there.
+        kind = "factor" if part == "attention_scaling" else kind
+        yield Read(field=f"{name}.{part}", kind=kind, places=within, inner=() if module is None else module.steps)
 
 
 def _within(module: Path, place: Source) -> Source:
@@ -97,7 +112,9 @@ def _within(module: Path, place: Source) -> Source:
 
 def norms_of(facts: Facts, spec: Any) -> tuple[tuple[str, Path], ...]:
     """The norm modules that were read, as (field, path)."""
-    found = {(read.field.split(".")[0], read.inner) for read in reads_of(facts, spec) if read.inner}
+    found = {
+        (read.field.split(".")[0], read.inner) for read in reads_of(facts, spec) if read.field.endswith(".epsilon")
+    }
     return tuple((name, Path(steps)) for name, steps in sorted(found))
 
 

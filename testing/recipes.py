@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from ..registry.kinds import SHARED_EXPERTS
+from ..registry.kinds import SHARED_EXPERTS, RopeWords
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
@@ -92,12 +92,19 @@ def _own_head_dim(entry: ModelEntry) -> dict[str, Any]:
     return {"head_dim": mla.qk_rope_head_dim}
 
 
+def _rope_interleave(entry: ModelEntry) -> dict[str, Any]:
+    ropes = [kind.rope for kind in entry.layers.values() if kind.family == "mla"]
+    said = [rope.interleaved for rope in ropes if isinstance(rope, RopeWords)]
+    return {"rope_interleave": said[0]} if said else {}
+
+
 EXTRAS: Mapping[str, Extra] = {
     "layer_types": _layer_types,
     "sliding_window": _window,
     "mlp_layer_types": _mlp_layer_types,
     "first_k_dense_replace": _first_dense,
     "mlp_only_layers": _dense_ones,
+    "rope_interleave": _rope_interleave,
 }
 """What depends on the whole entry, by the config key that says it."""
 
@@ -157,7 +164,7 @@ RECIPES: Mapping[str, Recipe] = {
         model="DeepseekV3ForCausalLM",
         keys={"mla": MLA_KEYS},
         small=_DEEPSEEK_SMALL,
-        extra=(_first_dense,),
+        extra=(_first_dense, _rope_interleave),
     ),
     "deepseek_v32": Recipe(
         config="DeepseekV32Config",
@@ -172,14 +179,14 @@ RECIPES: Mapping[str, Recipe] = {
         model="DeepseekV3ForCausalLM",
         keys={"mla": MLA_KEYS},
         small=_DEEPSEEK_SMALL,
-        extra=(_first_dense,),
+        extra=(_first_dense, _rope_interleave),
     ),
     "kimi_k25": Recipe(
         config="DeepseekV3Config",
         model="Kimi_K25ForConditionalGeneration",
         keys={"mla": MLA_KEYS},
         small=_DEEPSEEK_SMALL,
-        extra=(_first_dense,),
+        extra=(_first_dense, _rope_interleave),
         around=("Kimi_K25Config", _KIMI_VISION),
     ),
     "kimi_linear": Recipe(
@@ -247,7 +254,7 @@ RECIPES: Mapping[str, Recipe] = {
         model="Glm4MoeLiteForCausalLM",
         keys={"mla": MLA_KEYS},
         small=_DEEPSEEK_SMALL,
-        extra=(_mlp_layer_types,),
+        extra=(_mlp_layer_types, _rope_interleave),
     ),
     "glm_moe_dsa": Recipe(
         config="GlmMoeDsaConfig",

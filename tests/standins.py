@@ -53,6 +53,19 @@ class Rank:
         return max(1, total // self.size)
 
 
+def rotary(key: str, kind: Any, *tables: str) -> Any:
+    """A rotary module of an engine, with its tables of cos and sin; only DeepSeek's for yarn holds what they are scaled by."""
+    said = {} if kind.yarn is None else {"mscale": kind.rope.attention_scaling}
+    return module(
+        key,
+        head_size=kind.qk_rope_head_dim,
+        rotary_dim=kind.qk_rope_head_dim,
+        is_neox_style=not kind.rope.interleaved,
+        **{table: torch.empty(0, device="meta") for table in tables},
+        **said,
+    )
+
+
 def yarn_mscale(kind: Any) -> float:
     """The engines multiply the scale by it twice, in this order, to the last bit."""
     return float(kind.yarn.mscale) if kind.yarn else 1.0

@@ -171,10 +171,13 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         if attribute.default is not attrs.NOTHING
     }
     # An ordinary RMSNorm adds nothing to its weight, and an ordinary layer what its blocks give; where it was read and what reads it are no geometry. None says that
-    # nothing was read.
-    assert defaults == {"GatedMLPSpec.quant", "ResidualSpec.mlp_ranks", "ResidualSpec.added_as_given"} | {
-        f"{n}.{field}" for n in ("NormSpec", "GatedNormSpec") for field in ("weight_offset", "module", "quant")
-    }
+    # nothing was read, or that nothing says it.
+    assert defaults == {
+        "GatedMLPSpec.quant",
+        "MLASpec.rope",
+        "ResidualSpec.mlp_ranks",
+        "ResidualSpec.added_as_given",
+    } | {f"{n}.{field}" for n in ("NormSpec", "GatedNormSpec") for field in ("weight_offset", "module", "quant")}
 
 
 def defaults_in(tree: ast.AST) -> Iterator[int]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ...fusion.catalog import FUSIONS
-from ...fusion.chain import Fusion
-from ...fusion.config import FusionConfig
 from ...fusion.engine import Engine
+from ...fusion.target import Target
+from . import own
+from .releases import BATCH_INVARIANT, INVARIANT, is_set
+from .seams import usable
 
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 
@@ -44,37 +44,36 @@ def _breakable_by_default(vllm_config: Any) -> bool:
     return not listed().isdisjoint(vllm_config.model_config.architectures)
 
 
-def engine_for(vllm_config: Any, config: FusionConfig) -> Engine:
-    """VLLM as this config has it: what it refuses, and why. A fusion that is switched on by name is taken from vLLM."""
-    reason = why_not_compiled(vllm_config)
-    if reason is None and os.environ.get(BATCH_INVARIANT) == "1":
-        reason = f"{BATCH_INVARIANT} is set: vLLM keeps to kernels whose results do not depend on the batch"
-    if reason is not None:
-        return Engine(name="vllm", refuses={"*": reason})
-    return Engine(name="vllm", refuses=dict(_done_by_vllm(vllm_config.compilation_config.pass_config, config)))
+def runs_modules(vllm_config: Any) -> bool:
+    """Whether vLLM runs the model's modules as they are: nothing of it is compiled, by vLLM or by torch alone."""
+    mode = vllm_config.compilation_config.mode
+    return mode is None or bool(mode.name == "NONE")
 
 
-def _done_by_vllm(passes: Any, config: FusionConfig) -> list[tuple[str, str]]:
-    asked = {name for name, on in config.switches if on}
-    found = []
-    for fusion in FUSIONS.values():
-        switch = _switch_of(fusion)
-        if switch is not None and fusion.name not in asked and getattr(passes, switch, None) is True:
-            found.append(
-                (fusion.name, f"vLLM does it: its pass_config has {switch} on; naming the fusion takes it instead")
-            )
-    return found
+def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None) -> Engine:
+    """What a plan needs to know of the vLLM that runs here, as this config has it.
+
+    Args:
+        vllm_config: vLLM's own.
+        target: where it runs.
+        at_modules: why vLLM does not compile the model, where fused ops are to go in at module level; None: it does.
+    """
+    if is_set(BATCH_INVARIANT):
+        return Engine(name="vllm", refuses={"*": INVARIANT})
+    place = own.Place(
+        vendor=target.vendor,
+        arch=target.arch,
+        ranks=vllm_config.parallel_config.tensor_parallel_size,
+        aiter=target.vendor == "amd" and _uses_aiter(),
+    )
+    if at_modules is not None:
+        return own.uncompiled(at_modules, vllm_config.model_config.architectures, place, usable())
+    passes = vllm_config.compilation_config.pass_config
+    switched = {each.switch: getattr(passes, each.switch, None) is True for each in own.PASSES}
+    return own.compiled(place, switched)
 
 
-def _switch_of(fusion: Fusion) -> str | None:
-    """The switch of vLLM's own pass that fuses a chain of this kind."""
-    kinds = {type(step).__name__ for step in fusion.chain}
-    if "AllReduce" in kinds:
-        return "fuse_allreduce_rms"
-    if "SiluMul" in kinds:
-        return "fuse_act_quant"
-    if "GatedNorm" in kinds:
-        return None
-    if len(fusion.norms) > 1:
-        return "fuse_mla_dual_rms_norm" if fusion.quant is None else None
-    return "fuse_norm_quant" if fusion.quant is not None else None
+def _uses_aiter() -> bool:
+    from vllm._aiter_ops import rocm_aiter_ops
+
+    return bool(rocm_aiter_ops.is_enabled())

@@ -88,6 +88,13 @@ HOOKS = (
         path="_try_load_aot_compiled_fn",
         takes=("model", "aot_compilation_path"),
     ),
+    Hook(
+        name="metadata",
+        module="vllm.v1.attention.backends.mla.rocm_aiter_mla",
+        path="AiterMLAMetadataBuilder.__init__",
+        takes=("self", "kv_cache_spec", "layer_names", "vllm_config"),
+        needed=False,
+    ),
 )
 """Everything that layerfuse wraps."""
 

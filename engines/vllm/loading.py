@@ -14,16 +14,18 @@ from ...adapters.errors import UnknownLayerError
 from ...fusion.compiler import surroundings_of
 from ...fusion.plan import plan
 from ...fusion.target import Target
-from .circumstances import engine_for, why_not_compiled
+from .circumstances import engine_for, runs_modules, why_not_compiled
 from .options import KEY, OWN, Options
 from .process import once
+from .releases import BATCH_INVARIANT, INVARIANT, is_set
 from .unit import Unit
 
 
 def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[tuple[nn.Module, Unit]]:
     """The modules that vLLM will compile, with what layerfuse plans in each. Writes their key into vLLM's config.
 
-    Where vLLM compiles nothing of the model, that is said, and nothing is planned.
+    Where vLLM runs the model without compiling it, that is the model itself, for fused ops at module level. Where there is nothing
+    to do in it, that is said once.
 
     Raises:
         LayerfuseError: a layer cannot be read, or the options are wrong.
@@ -35,8 +37,10 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
     if reason is None and not compiled:
         reason = f"no module of {type(model).__name__} is one that vLLM compiles"
     if reason is not None:
-        once(logging.WARNING, "layerfuse: nothing is fused in %s: %s", type(model).__name__, reason)
-        return
+        if not options.eager or not runs_modules(vllm_config):
+            _nothing(model, reason)
+            return
+        compiled = {"": model}
     for layer, cls in unknown.items():
         once(logging.WARNING, "layerfuse: no adapter knows %s (%s): nothing is fused there", cls, layer)
     try:
@@ -44,13 +48,9 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
     except UnknownLayerError:
         if config.strict:
             raise
-        once(
-            logging.WARNING,
-            "layerfuse: nothing is fused in %s: no adapter knows any of its layers",
-            type(model).__name__,
-        )
+        _nothing(model, "no adapter knows any of its layers")
         return
-    engine, units = engine_for(vllm_config, config), []
+    units = []
     held: set[str] = set()
     for path, module in compiled.items():
         inside = [(_below(layer, path), spec) for layer, spec in specs if _is_below(layer, path)]
@@ -58,6 +58,7 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
         strangers = {layer: cls for layer, cls in unknown.items() if _is_below(layer, path)}
         if not inside and not strangers:
             continue  # a vision tower
+        target = _target_of(module)
         units.append(
             (
                 module,
@@ -65,19 +66,27 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
                     name=type(module).__qualname__,
                     model=type(model).__qualname__,
                     path=path,
-                    plan=plan(inside, _target_of(module), config, engine),
+                    plan=plan(inside, target, config, engine_for(vllm_config, target, reason)),
                     around=surroundings_of(module),
                     vllm_config=vllm_config,
                     strict=config.strict,
                     report_path=options.report,
                     unknown=strangers,
+                    at_modules=reason,
                 ),
             )
         )
+    if reason is not None and not any(unit.active for _, unit in units):
+        _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason)
+        return
     if units:
         units[0][1].outside = tuple(layer for layer, _ in specs if layer not in held)
     _write_key(vllm_config, [unit for _, unit in units])
     yield from units
+
+
+def _nothing(model: nn.Module, why: str) -> None:
+    once(logging.WARNING, "layerfuse: nothing is fused in %s: %s", type(model).__name__, why)
 
 
 def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

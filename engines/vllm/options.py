@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 KEY = "layerfuse"
 """Under this name of vLLM's `additional_config`."""
 
-ON_BY_DEFAULT: tuple[str, ...] = ()
-"""The fusions of the catalog that are on in vLLM without being asked for. A test holds it to the catalog: to read that takes
-longer than a start-up with nothing to do may."""
-
 
 class OptionsError(LayerfuseError, ValueError):
     """Options that do not exist, or values of another type; all of them at once."""
@@ -54,6 +50,8 @@ class Options:
     "The optimisation level; None: that of `fusions`."
     strict: bool = field(default=False, validator=_is(bool, "true or false"))
     "Whether an expected fusion that did not happen stops the engine."
+    eager: bool = field(default=True, validator=_is(bool, "true or false"))
+    "Whether fused ops stand in the modules of a model that vLLM does not compile."
     report: str | None = field(default=None, validator=_is(str, "a path"))
     "The file that the report is written to; None: beside what vLLM's compiler keeps."
 
@@ -79,6 +77,11 @@ class Options:
         return self.fusions is None and self.level is None and not os.environ.get("LAYERFUSE_FUSIONS", "").strip()
 
 
+def is_off(additional_config: Any) -> bool:
+    """Whether layerfuse is switched off as a whole: `false` in the place of its options."""
+    return isinstance(additional_config, Mapping) and additional_config.get(KEY) is False
+
+
 def options_in(additional_config: Any) -> Options:
     """The options in vLLM's `additional_config`; `false` in their place stands for no fusion.
 
@@ -86,9 +89,9 @@ def options_in(additional_config: Any) -> Options:
         OptionsError: an unknown option, or a value of another type.
         FusionConfigError: a fusion that does not exist, or an unknown level.
     """
-    given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
-    if given is False:
+    if is_off(additional_config):
         return Options(fusions="none")
+    given = additional_config.get(KEY, {}) if isinstance(additional_config, Mapping) else {}
     if not isinstance(given, Mapping):
         raise OptionsError(f"additional_config[{KEY!r}]: expected a table of options or false, got {shown(given)}")
     known = [attribute.name for attribute in attrs.fields(Options)]

@@ -20,8 +20,8 @@ from ...adapters.errors import LayerfuseError
 from . import process
 from .hooks import HOOKS, Hook, HookError, stand_at, wrapped_by
 from .imports import when_imported
-from .options import KEY, ON_BY_DEFAULT, Options, options_in
-from .process import leave_alone, logger, once, troubled, version
+from .options import KEY, Options, is_off, options_in
+from .process import leave_alone, logger, once, say_if_untested, troubled, version
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +44,7 @@ def register() -> None:
         "pass": _at_pass,
         "piece": _at_piece,
         "artefact": _at_artefact,
+        "metadata": _at_metadata,
     }
     for hook in HOOKS:
         when_imported(hook.module, partial(_stand, hook, arounds[hook.name]))
@@ -105,19 +106,29 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {process.this.off}")
         return model
     if _nothing_on(options):
-        once(logging.INFO, "layerfuse: no fusion is on in vLLM by default; see docs/vllm.md for those that can be")
+        once(logging.INFO, "layerfuse: no fusion is on in vLLM by default here; see docs/vllm.md for those that can be")
         return model
+    say_if_untested()
     with _quietly("planning", options.strict):
         from .loading import units_of
 
         for module, unit in units_of(config, model, options):
-            _wait_for(module, unit)
+            if unit.at_modules is None:
+                _wait_for(module, unit)
+            else:
+                from .modules import at_first_call
+
+                at_first_call(module, unit, _finish)
     return model
 
 
 def _nothing_on(options: Options) -> bool:
     """Whether nothing was asked for and nothing is on: so that what plans is not even imported."""
-    return options.says_nothing and not ON_BY_DEFAULT and not metadata.entry_points(group="layerfuse.fusions")
+    if not options.says_nothing or metadata.entry_points(group="layerfuse.fusions"):
+        return False
+    from .defaults import arch_here, on_by_default
+
+    return not on_by_default() or not on_by_default(arch_here())
 
 
 def _wait_for(module: nn.Module, unit: Unit) -> None:
@@ -197,6 +208,19 @@ def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             if loaded is not None:
                 unit.take_kept()
     return loaded
+
+
+def _at_metadata(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """When AITER's MLA metadata has been allocated: compare it with the plan for the same layers."""
+    result = original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    config = given["vllm_config"]
+    if process.this.off is None and not is_off(config.additional_config):
+        with _quietly("checking the attention metadata"):
+            from .attention import say
+
+            say(given["self"], given["layer_names"], config)
+    return result
 
 
 def _finish(unit: Unit) -> None:

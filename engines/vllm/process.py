@@ -38,6 +38,13 @@ def version() -> str:
         return "of an unknown version"
 
 
+def say_if_untested() -> None:
+    """Say once that nobody has tested this release of vLLM, where that is so."""
+    if version().partition("+")[0] not in TESTED:
+        known = ", ".join(TESTED)
+        once(logging.INFO, "layerfuse: vLLM %s is not tested (%s is); its hooks are as expected", version(), known)
+
+
 def leave_alone(reason: str) -> None:
     """Do nothing from now on, and say why once."""
     if this.off is None:

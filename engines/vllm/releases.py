@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from attrs import frozen
 
 from ...adapters.errors import LayerfuseError, cut
 from ...fusion.engine import Engine
+from ...fusion.target import Target
+from . import own
 
 
 class UnknownReleaseOfVllmError(LayerfuseError, LookupError):
@@ -21,12 +24,14 @@ class Release:
     name: str
     breakable: frozenset[str]
     "Architectures that run in breakable CUDA graphs on NVIDIA's GPUs, and are not compiled: of those in models.toml."
+    seams: frozenset[str]
+    "Fusions that can go in at module level where nothing is compiled (`seams.SEAMS`)."
 
 
 RELEASES = {
     release.name: release
     for release in (
-        Release(name="0.26", breakable=frozenset()),
+        Release(name="0.26", breakable=frozenset(), seams=frozenset({"add_rms_norm", "gated_rms_norm"})),
         Release(
             name="0.33",
             breakable=frozenset(
@@ -37,6 +42,7 @@ RELEASES = {
                     "KimiLinearForCausalLM",
                 }
             ),
+            seams=frozenset({"add_rms_norm", "gated_rms_norm", "mla_dual_rms_norm"}),
         ),
     )
 }
@@ -45,14 +51,31 @@ RELEASES = {
 NEWEST = next(reversed(RELEASES))
 
 
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+INVARIANT = f"{BATCH_INVARIANT} is set: vLLM keeps to kernels whose results do not depend on the batch"
+
+
+def is_set(variable: str) -> bool:
+    """Whether one of vLLM's switches is on in the environment."""
+    return os.environ.get(variable, "").strip().lower() in ("1", "true")
+
+
 def engine_of(
-    architectures: Iterable[str], *, vendor: str, release: str | None = None, enforce_eager: bool = False
+    architectures: Iterable[str],
+    *,
+    target: Target,
+    ranks: int = 1,
+    release: str | None = None,
+    enforce_eager: bool = False,
 ) -> Engine:
     """What a plan needs to know of vLLM.
 
+    The environment is read as vLLM reads it: VLLM_BATCH_INVARIANT, and VLLM_ROCM_USE_AITER.
+
     Args:
         architectures: of the model, as its config names them.
-        vendor: of the target: breakable CUDA graphs are a default on NVIDIA's only.
+        target: of the plan: breakable CUDA graphs are a default on NVIDIA's only.
+        ranks: the tensor-parallel size.
         release: the first two numbers, or more; the newest recorded one if not given.
         enforce_eager: vLLM's option of that name.
 
@@ -62,10 +85,14 @@ def engine_of(
     name = NEWEST if release is None else ".".join(release.split(".")[:2])
     if name not in RELEASES:
         raise UnknownReleaseOfVllmError(f"nothing is recorded of vLLM {cut(name)}; known: {', '.join(RELEASES)}")
-    if enforce_eager:
-        return Engine(name="vllm", refuses={"*": "enforce_eager is set: vLLM compiles nothing"})
+    if is_set(BATCH_INVARIANT):
+        return Engine(name="vllm", refuses={"*": INVARIANT})
+    place = own.Place(vendor=target.vendor, arch=target.arch, ranks=ranks, aiter=is_set("VLLM_ROCM_USE_AITER"))
     known = sorted(RELEASES[name].breakable.intersection(architectures))
-    if known and vendor == "nvidia":
-        how = f"vLLM {name} runs {known[0]} in breakable CUDA graphs by default, and does not compile it"
-        return Engine(name="vllm", refuses={"*": how})
-    return Engine(name="vllm")
+    if enforce_eager:
+        reason = "enforce_eager is set: vLLM compiles nothing"
+    elif known and target.vendor == "nvidia":
+        reason = f"vLLM {name} runs {known[0]} in breakable CUDA graphs by default, and does not compile it"
+    else:
+        return own.compiled(place)
+    return own.uncompiled(reason, architectures, place, RELEASES[name].seams)

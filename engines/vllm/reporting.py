@@ -34,16 +34,16 @@ def publish(unit: Unit) -> None:
     """
     rank, ranks = _together(unit)
     outcome = Outcome(plan=unit.plan, ranks=ranks, unknown=unit.unknown)
-    if unit.pieces and not unit.from_cache:
+    if unit.pieces and not unit.from_cache and unit.at_modules is None:
         problem = unit.keep()
         if problem is not None:
             once(logging.WARNING, "layerfuse: a start from vLLM's cache will have no report: %s", problem)
     if rank == 0:
         path = _file(unit)
-        problem = None if path is None else _write(path, unit, outcome)
+        problem = _write(path, unit, outcome)
         if problem is not None:
             once(logging.WARNING, "layerfuse: the report is in this log only: %s", problem)
-        where = [] if path is None or problem is not None else [f"in full: {path}"]
+        where = [] if problem is not None else [f"in full: {path}"]
         level = logging.WARNING if outcome.missed or outcome.problems else logging.INFO
         logger.log(level, "%s", "\n  ".join([_title(unit, outcome), *_lines(unit, outcome), *where]))
     if unit.strict:
@@ -63,7 +63,7 @@ def _lines(unit: Unit, outcome: Outcome) -> list[str]:
         differing = [verdict.rank for verdict in outcome.ranks if not verdict.same_as(first)]
         lines.append(f"ranks that differ from rank 0: {differing}" if differing else "all ranks say the same")
     ranges = {piece.tokens: None for piece in unit.pieces}
-    if ranges:
+    if ranges and unit.at_modules is None:
         pieces = len({piece.number for piece in unit.pieces})
         lines.append(
             f"over {_count(pieces, 'graph')} and {_count(len(ranges), 'range')} of tokens: {', '.join(ranges)}"
@@ -78,8 +78,8 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _file(unit: Unit) -> Path | None:
-    """Where the report goes: as asked for, else beside what vLLM's compiler keeps, which all ranks share."""
+def _file(unit: Unit) -> Path:
+    """Where the report goes: as asked for, else beside what vLLM's compiler keeps, which all ranks share; else in its cache."""
     parallel, compilation = unit.vllm_config.parallel_config, unit.vllm_config.compilation_config
     if unit.report_path is not None:
         path = Path(unit.report_path)
@@ -88,7 +88,9 @@ def _file(unit: Unit) -> Path | None:
     elif compilation.cache_dir:
         path = Path(compilation.cache_dir) / NAME
     else:
-        return None
+        import vllm.envs
+
+        path = Path(vllm.envs.VLLM_CACHE_ROOT) / "layerfuse" / unit.vllm_config.compute_hash() / NAME
     # Stages of a pipeline and replicas are engines of their own, as far as a report goes.
     stage = parallel.rank // parallel.tensor_parallel_size
     parts = [f"pp{stage}"] if parallel.pipeline_parallel_size > 1 else []

@@ -18,9 +18,9 @@ from . import kept
 from .passes import FusionPass
 from .pieces import Outline, PieceRecord, Sites
 
-Source = Literal["rewritten", "equal", "cache", "unknown", "kept"]
+Source = Literal["rewritten", "equal", "cache", "unknown", "kept", "module"]
 """Whether a piece was rewritten here, is equal to one that was, came from a cache with a record or without one, or was read
-with the whole model from vLLM's cache."""
+with the whole model from vLLM's cache. `module`: it is none, but what stands in the modules of a model that is not compiled."""
 
 
 @frozen(kw_only=True)
@@ -55,6 +55,10 @@ class Unit:
     unknown: dict[str, str] = field(factory=dict)
     outside: tuple[str, ...] = ()
     "Layers with sites that no compiled module holds."
+    at_modules: str | None = None
+    "Why vLLM does not compile the model, where the fused ops stand in its modules; None: it compiles it."
+    unreached: tuple[str, ...] = ()
+    "Sites with a fused op that the profiling run did not come to."
     pieces: list[Piece] = field(factory=list)
     artefact: Path | None = None
     "The file that vLLM keeps the compiled module in."

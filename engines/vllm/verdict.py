@@ -125,6 +125,10 @@ def _differences(unit: Unit, report: Report) -> Iterable[str]:
 
 def _notes(unit: Unit) -> Iterable[str]:
     sources = Counter(piece.source for piece in unit.pieces)
+    if unit.at_modules is not None:
+        yield f"the fused ops stand in the model's modules: {unit.at_modules}"
+    if unit.unreached:
+        yield f"the profiling run did not come to {unit.unreached[0]}{_more(unit.unreached)}, where fused ops stand too"
     if unit.kept_since is not None:
         yield f"the model came from vLLM's cache; this is the report that was kept with it on {unit.kept_since}"
     elif unit.from_cache:
@@ -138,6 +142,10 @@ def _notes(unit: Unit) -> Iterable[str]:
     if unit.outside:
         shown = ", ".join(unit.outside[:3]) + (f" and {len(unit.outside) - 3} more" if len(unit.outside) > 3 else "")
         yield f"outside of what vLLM compiles: {shown}"
+
+
+def _more(several: Sequence[str]) -> str:
+    return f" and {len(several) - 1} more" if len(several) > 1 else ""
 
 
 # ---- ranks together

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from ..ops.quantisation import scale_strides
+from ..ops.quantisation import scale_strides, up_to_4
 from .values import same, same_shape, value
 
 aten = torch.ops.aten
@@ -34,6 +34,10 @@ ROWS, COLUMNS, ALIGNED = Layout(), Layout(True), Layout(True, True)
 LAYOUTS = (ROWS, COLUMNS, ALIGNED)
 
 
+ROUNDINGS = (up_to_4, lambda count: -(count // -4) * 4)
+"""How graphs write the next multiple of 4: as we do, and as vLLM does. Nothing proves that they are the same."""
+
+
 def layout_of(tensor: torch.Tensor) -> Layout | None:
     """The layout that a traced tensor of scales has, the simplest of several; None where it has none of them."""
     return next((layout for layout in LAYOUTS if lies(tensor, layout)), None)
@@ -41,7 +45,8 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
 
 def lies(tensor: torch.Tensor, layout: Layout) -> bool:
     """Whether a traced tensor of scales lies like that, for every size it may have."""
-    return _alike(tensor.shape, tensor.stride(), scale_strides(tuple(tensor.shape), *layout))
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    return any(_alike(shape, strides, scale_strides(shape, *layout, up)) for up in ROUNDINGS)
 
 
 def lie_alike(shape: tuple[Any, ...], one: Layout, other: Layout) -> bool:

@@ -1,6 +1,6 @@
 """The ops, registered with torch.library when this package is imported: `torch.ops.layerfuse.*`.
 
-They are the canonical ops and the ops of every fusion in the catalog, other packages' included, each as a function here.
+They are the canonical ops, those of MLA decode layers, and the ops of every fusion in the catalog, other packages' included, each as a function here.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import Any
 from ..catalog import FUSIONS
 from .canonical import CANONICAL
 from .library import public
+from .mla import MLA
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{op.name: public(op) for op in CANONICAL},
+    **{op.name: public(op, kernels) for op, kernels in MLA.items()},
     **{form.op.name: public(form.op, fusion.backends) for fusion in FUSIONS.values() for form in fusion.forms},
 }
 """Every op by name, as users call it."""

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ..declare import (
     Argument,
+    Cache,
     Choice,
     ColumnMajor,
     Epsilon,
     Exponents,
     GroupName,
     GroupSize,
+    Index,
     Limit,
     Op,
     Packed,
@@ -24,10 +26,12 @@ from ..declare import (
     Quantised,
     Rows,
     StaticScale,
+    Table,
     TmaAligned,
     Weight,
     WeightOffset,
 )
+from .cache_checks import cache_check, index_check, table_check
 from .groups import GroupError, process_group
 from .norm import FLOATS
 from .quantisation import GROUP_SIZES, LARGEST, MX_COLUMNS
@@ -47,7 +51,7 @@ def checker(op: Op) -> Check:
     quantises = any(isinstance(result, Quantised | Packed) for result in op.results)
     checks: list[tuple[int, Callable[..., None], int]] = []
     for place, argument in enumerate(op.args):
-        found = _check_of(name, argument, quantises, op.rows[0].any_strides)
+        found = _check_of(name, argument, quantises, op.rows[0].any_strides, op.rows[0].heads)
         if found is not None:
             other = _other(op, argument)
             checks.append((place, found, place if other is None else places[other]))
@@ -56,9 +60,15 @@ def checker(op: Op) -> Check:
         for each in op.rows
         if (first := next(rows for rows in op.rows if rows.width == each.width)) is not each
     ]
-    tensors = tuple(
-        place for place, argument in enumerate(op.args) if isinstance(argument, Rows | Weight | StaticScale)
-    )
+    wider = [
+        (places[each.name], places[each.wider_than], each.name, each.wider_than) for each in op.rows if each.wider_than
+    ]
+    tensors = tuple(place for place, argument in enumerate(op.args) if argument.is_tensor)
+    caches = [
+        (cache_check(name, argument), place, places[argument.parts[0]], places[argument.parts[1]])
+        for place, argument in enumerate(op.args)
+        if isinstance(argument, Cache)
+    ]
     inference_only, more = op.backward is None, op.check
     groups = [places[each.of] for each in op.results if isinstance(each, Exponents)]
 
@@ -71,6 +81,14 @@ def checker(op: Op) -> Check:
                     f"{name}: {one} must be as wide as {another}, {given[first].shape[-1]} columns; "
                     f"got {tuple(given[place].shape)}"
                 )
+        for place, first, one, another in wider:
+            if given[place].shape[-1] <= given[first].shape[-1]:
+                raise ValueError(
+                    f"{name}: {one} must be wider than {another}, {given[first].shape[-1]} columns; "
+                    f"got {tuple(given[place].shape)}"
+                )
+        for check_cache, place, latent, rope in caches:
+            check_cache(given[place], given[latent], given[rope])
         for place in groups:
             if given[place].shape[-1] % MX_COLUMNS:
                 raise ValueError(f"{name}: rows of {given[place].shape[-1]} columns are no multiple of {MX_COLUMNS}")
@@ -86,7 +104,7 @@ def _other(op: Op, argument: Argument) -> str | None:
     """The argument that an argument is checked beside."""
     if isinstance(argument, Rows):
         return argument.like
-    if isinstance(argument, Weight):
+    if isinstance(argument, Weight | Index | Table):
         return argument.of
     if isinstance(argument, StaticScale | PaddedWidth):
         return op.rows[0].name
@@ -97,13 +115,17 @@ def _other(op: Op, argument: Argument) -> str | None:
     return None
 
 
-def _check_of(op: str, argument: Argument, quantises: bool, strided: bool) -> Check | None:
+def _check_of(op: str, argument: Argument, quantises: bool, strided: bool, heads: bool) -> Check | None:
     if isinstance(argument, Rows):
         return _rows_check(op, argument, _QUANTISED_FROM if quantises else FLOATS)
     if isinstance(argument, Weight):
         return _weight_check(op, argument, strided)
     if isinstance(argument, Epsilon):
         return _epsilon_check(op, argument)
+    if isinstance(argument, Index):
+        return index_check(op, argument, heads)
+    if isinstance(argument, Table):
+        return table_check(op, argument)
     if isinstance(argument, QuantDtype):
         return _one_of(op, argument.name, tuple(LARGEST))
     if isinstance(argument, GroupSize):

@@ -16,11 +16,14 @@ from .. import backends
 from ..declare import (
     REQUIRED,
     Argument,
+    Cache,
     ColumnMajor,
     Epsilon,
     Exponents,
     GroupName,
     GroupSize,
+    Index,
+    Joined,
     Kernel,
     Like,
     Op,
@@ -32,6 +35,7 @@ from ..declare import (
     Result,
     Rows,
     StaticScale,
+    Table,
     TmaAligned,
     Weight,
 )
@@ -66,6 +70,8 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
         backends.register(backends.backend_of(op, kernel))
     groups = [place for place, argument in enumerate(op.args) if isinstance(argument, GroupName)]
     check, fake, case, signature = checker(op), _fake(op), case_maker(op), signature_maker(op)
+    if op.mutated:
+        _count_versions(op)
     known, inference_only, checked_always = backends.Memory(), op.backward is None, op.check is not None
 
     def run(x: Tensor, *args: Any) -> Any:
@@ -94,6 +100,20 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     return getattr(torch.ops.layerfuse, name).default
 
 
+def _count_versions(op: Op) -> None:
+    """Autograd learns of each write: a tensor that was saved for a backward pass and then written to is an error there."""
+    places = [place for place, argument in enumerate(op.args) if argument.is_mutated]
+
+    def run(keys: Any, *args: Any) -> Any:
+        for place in places:
+            torch.autograd.graph.increment_version(args[place])
+        with torch._C._AutoDispatchBelowADInplaceOrView():
+            overload = getattr(torch.ops.layerfuse, op.name).default
+            return overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    _LIBRARY.impl(op.name, run, "ADInplaceOrView", with_keyset=True)
+
+
 # ---- what torch and the backends need --------------------------------------------------------------------------------
 
 
@@ -115,6 +135,11 @@ def _fake(op: Op) -> Callable[..., Any]:
         if isinstance(result, Like):
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
         shape = (*x.shape[:-2], x.shape[-2] * x.shape[-1]) if result.of in joined else tuple(x.shape)
+        if isinstance(result, Joined):
+            width = x.shape[-1] + given[places[result.beside]].shape[-1]
+            return torch.empty(
+                (*x.shape[:-1], width), dtype=x.dtype if dtype is None else given[dtype], device=x.device
+            )
         if isinstance(result, Padded):
             return torch.empty((*shape[:-1], option(padded, given)), dtype=x.dtype, device=x.device)
         if isinstance(result, Quantised):
@@ -128,17 +153,19 @@ def _fake(op: Op) -> Callable[..., Any]:
 
     def fake(*given: Any) -> Any:
         results = tuple(one(result, given) for result in op.results)
-        return results[0] if len(results) == 1 else results
+        return results[0] if len(results) == 1 else results or None
 
     return fake
 
 
-_NOT_OF_THE_CASE = (Rows, Weight, Epsilon, StaticScale)
+_BY_DTYPE = (Weight, Table, Cache)
+"""Of these the case knows the dtype."""
+_NOT_OF_THE_CASE = (Rows, *_BY_DTYPE, Epsilon, StaticScale, Index)
 
 
 def case_fields(op: Op) -> tuple[str, ...]:
     """The fields of the op's case: dtype, widths, heads, the weights' dtypes, and every option that is no number."""
-    weights = [f"{argument.name}_dtype" for argument in op.args if isinstance(argument, Weight)]
+    weights = [f"{argument.name}_dtype" for argument in op.args if isinstance(argument, _BY_DTYPE)]
     options = [
         "quant_dtype" if isinstance(argument, QuantDtype) else argument.name
         for argument in op.args
@@ -157,7 +184,7 @@ def case_maker(op: Op) -> Callable[..., Hashable]:
     make = case_type(op)
     first = {rows.width: place for place, rows in reversed(list(enumerate(op.args))) if isinstance(rows, Rows)}
     widths = tuple(first[width] for width in op.widths)
-    weights = tuple(place for place, argument in enumerate(op.args) if isinstance(argument, Weight))
+    weights = tuple(place for place, argument in enumerate(op.args) if isinstance(argument, _BY_DTYPE))
     options = tuple(place for place, argument in enumerate(op.args) if not isinstance(argument, _NOT_OF_THE_CASE))
     heads = op.rows[0].heads
 
@@ -178,7 +205,7 @@ def signature_maker(op: Op) -> Callable[..., Hashable]:
     """From the op's arguments to everything that checks and backends look at, as a key."""
     parts = [
         f"{each.name}.shape, {each.name}.stride(), {each.name}.dtype, {each.name}.device"
-        if isinstance(each, Rows | Weight | StaticScale)
+        if each.is_tensor
         else each.name
         for each in op.args
     ]
@@ -199,7 +226,8 @@ def public(op: Op, kernels: tuple[Kernel, ...] = ()) -> Callable[..., Any]:
         for place, argument in enumerate(op.args)
     )
     given = ", ".join(argument.name for argument in op.args)
-    result = "Tensor" if len(op.results) == 1 else f"tuple[{', '.join('Tensor' for _ in op.results)}]"
+    several = f"tuple[{', '.join('Tensor' for _ in op.results)}]" if op.results else "None"
+    result = "Tensor" if len(op.results) == 1 else several
     source = f"def {op.name}({taken}) -> {result}:\n    return _op({given})\n"
     scope: dict[str, Any] = {"_op": define(op, kernels), "torch": torch, "Tensor": Tensor}
     exec(compile(source, f"<layerfuse op {op.name}>", "exec"), scope)
@@ -215,6 +243,7 @@ def docstring(op: Op) -> str:
     results = [
         f"{result.name}: {result.doc.rstrip('.') or f'of the shape and dtype of {result.of}'}" for result in op.results
     ]
+    returned = f"    Contiguous: {'; '.join(results)}." if results else "    Nothing."
     grad = "" if op.backward is not None else "\n    RuntimeError: an input requires grad while grad is enabled."
     return "\n".join(
         [
@@ -224,7 +253,7 @@ def docstring(op: Op) -> str:
             *arguments,
             "",
             "Returns:",
-            f"    Contiguous: {'; '.join(results)}.",
+            returned,
             "",
             "Raises:",
             f"    ValueError: shapes, dtypes, devices or options that do not fit; the message names the argument.{grad}",

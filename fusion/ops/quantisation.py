@@ -17,6 +17,8 @@ From float32 values `n` (a norm's result before any rounding), per row or per gr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -35,18 +37,26 @@ def scale_shape(leading: tuple[int, ...], width: int, group_size: int | None) ->
     return (*leading, 1 if group_size is None else -(-width // group_size))
 
 
-def scale_strides(shape: tuple[int, ...], column_major: bool, tma_aligned: bool = False) -> tuple[int, ...]:
+def up_to_4(count: int) -> int:
+    """The next multiple of 4."""
+    return (count + 3) // 4 * 4
+
+
+def scale_strides(
+    shape: tuple[int, ...], column_major: bool, tma_aligned: bool = False, up: Callable[[int], int] = up_to_4
+) -> tuple[int, ...]:
     """Strides of a scale tensor.
 
     Column-major means that the scales of one group lie together, row after row: for (M, G) the strides are (1, M), and
     element [r, g] is still the scale of row r and group g. Leading dimensions keep their order. TMA-aligned: (1, M rounded
-    up to 4), so that each group's scales start on 16 bytes, as DeepGEMM asks for.
+    up to 4), so that each group's scales start on 16 bytes, as DeepGEMM asks for. `up` rounds up to 4: for symbols another
+    way to write it is another expression.
     """
     strides = [0] * len(shape)
     step = 1
     for i in (*range(len(shape) - 2, -1, -1), len(shape) - 1) if column_major else range(len(shape) - 1, -1, -1):
         if tma_aligned and i == len(shape) - 1:
-            step = (step + 3) // 4 * 4
+            step = up(step)
         strides[i] = step
         step *= max(shape[i], 1)
     return tuple(strides)

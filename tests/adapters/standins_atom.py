@@ -10,7 +10,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-from standins import Models, Rank, layer_class, module, multimodal, text_model, weight, yarn_mscale
+from standins import Models, Rank, layer_class, module, multimodal, rotary, text_model, weight, yarn_mscale
 
 from layerfuse.registry import ModelEntry
 
@@ -101,7 +101,15 @@ def _mla(entry: ModelEntry, kind: Any, index: int, rank: Rank, name: str, eps: f
         "kv_b_proj": _linear("ColumnParallelLinear", kind.kv_lora_rank, local * (nope + v), rank),
         "o_proj": _linear("RowParallelLinear", local * v, entry.hidden_size, rank),
         "kernel": _mla_kernel(kind, index, local, scaling, q_lora, name),
+        "rotary_emb": _rotary(kind),
     }
+
+
+def _rotary(kind: Any) -> Any:
+    """Kimi-K3's is a module that turns nothing, of the same width."""
+    if kind.rope == "none":
+        return module(f"{_MODELS}.kimi_k3:_NoPositionalRotaryEmbedding", rotary_dim=kind.qk_rope_head_dim)
+    return rotary("aiter.rotary_embedding:RotaryEmbedding", kind, "cos_cache", "sin_cache")
 
 
 def _decoder(key: str, norm: Any, entry: ModelEntry, **held: Any) -> Any:

@@ -10,7 +10,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
-from standins import Models, Rank, layer_class, module, multimodal, text_model, weight, yarn_mscale
+from standins import Models, Rank, layer_class, module, multimodal, rotary, text_model, weight, yarn_mscale
 from torch import nn
 
 from layerfuse.registry import ModelEntry
@@ -19,6 +19,7 @@ _MODELS = "sglang.srt.models"
 _NORM = "sglang.srt.layers.layernorm"
 _FLA = "sglang.kernels.ops.attention.fla"
 _LINEAR = "sglang.srt.layers.linear"
+_ROTARY = "sglang.srt.layers.rotary_embedding:RotaryEmbedding"
 _DEEPSEEK_MLP = "deepseek_v2:DeepseekV2MLP"
 _QWEN_MLP = "qwen2_moe:Qwen2MoeMLP"
 
@@ -85,7 +86,8 @@ def mla(entry: ModelEntry, kind: Any, index: int, rank: Rank, key: str = "deepse
         num_heads=heads,
         num_local_heads=local,
         scaling=scaling,
-        rotary_emb=None,
+        # None with skip_rope, as Kimi's layers are built.
+        rotary_emb=None if kind.rope == "none" else rotary(_ROTARY, kind, "cos_sin_cache"),
         indexer=None,
         kv_a_layernorm=_rms(kind.kv_lora_rank, eps),
         kv_b_proj=_linear("ColumnParallelLinear", kind.kv_lora_rank, heads * (nope + v), rank),

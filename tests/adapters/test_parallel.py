@@ -53,6 +53,8 @@ def layer(name: str, **attributes: Any) -> Any:
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
         "kv_a_layernorm": SimpleNamespace(weight=SimpleNamespace(shape=(512,)), variance_epsilon=1e-6),
+        "rotary_emb": None,
+        "config": SimpleNamespace(rope_interleave=True, rope_parameters={}, max_position_embeddings=64),
         **attributes,
     }
     return type(name, (SimpleNamespace,), {"__module__": "mylib"})(**held)

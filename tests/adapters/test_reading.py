@@ -228,6 +228,7 @@ def test_a_layer_need_not_be_a_torch_module() -> None:
         "qk_rope_head_dim": 16,
         "v_head_dim": 32,
         "kv_a_layernorm": norm,
+        "rotary_emb": None,
         "o_proj": SimpleNamespace(tp_group=SimpleNamespace(rank_in_group=1)),
     }
     own = registry.Registry()

@@ -20,6 +20,12 @@ def linear(tp: int, rank: int, **sizes: int) -> Any:
     return module(f"{_V}.layers.linear:RowParallelLinear", tp_size=tp, tp_rank=rank, **sizes)
 
 
+def rotary(**changes: Any) -> Any:
+    """`RotaryEmbedding`, without a factor of its own."""
+    held = {"head_size": 64, "rotary_dim": 64, "is_neox_style": False, "cos_sin_cache": weight(4096, 64), **changes}
+    return module(f"{_V}.layers.rotary_embedding.base:RotaryEmbedding", **held)
+
+
 def mla(*, tp: int = 8, rank: int = 5, total: int = 128, q_lora: int | None = 1536, index: int = 3) -> Any:
     """`DeepseekV2MLAAttention`, its wrapper, and the kernel layer inside that."""
     local, name = total // tp, f"model.layers.{index}.self_attn"
@@ -35,6 +41,7 @@ def mla(*, tp: int = 8, rank: int = 5, total: int = 128, q_lora: int | None = 15
         q_lora_rank=q_lora,
         prefix=name,
         mla_attn=kernel,
+        rotary_emb=rotary(),
         dcp_q_replicate=False,
         # The same modules once more; those that do not exist are None here, and absent on the layer outside.
         **{"q_a_layernorm": None, "q_b_proj": None, "q_proj": None, **query},
@@ -48,6 +55,7 @@ def mla(*, tp: int = 8, rank: int = 5, total: int = 128, q_lora: int | None = 15
         hidden_size=7168,
         q_lora_rank=q_lora,
         scaling=0.1,
+        rotary_emb=wrapper.rotary_emb,
         mla_attn=wrapper,
         **query,
         **shared,
@@ -70,6 +78,7 @@ def sparse_mla(*, tp: int = 8, rank: int = 5, total: int = 128) -> Any:
         kv_a_layernorm=rms(512),
         o_proj=linear(tp, rank, output_size=7168, input_size=total * 128),
         indexer=None,
+        rotary_emb=rotary(),
         **SPLIT,
     )
 

@@ -221,6 +221,7 @@ kv_lora_rank = 32
 qk_nope_head_dim = 16
 qk_rope_head_dim = 8
 v_head_dim = 24
+rope = { interleaved = true }
 
 [models.mine.mlps.dense]
 intermediate_size = 96

@@ -5,8 +5,10 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import importlib
 import json
 import logging
 import os
@@ -28,11 +30,10 @@ import vllm
 from torch import Tensor
 from vllm.compilation import backends
 from vllm.compilation.passes.inductor_pass import CallableInductorPass
-from vllm.model_executor.kernels.linear.scaled_mm.triton import TritonFp8BlockScaledMMKernel
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
 from vllm_host import vllm_config
 from vllm_layers import fp8_kernel
-from vllm_started import engine_config, loaded_from_cache, started
+from vllm_started import engine_config, loaded_from_cache, quantised_as_on_cuda, started
 
 from layerfuse import registry
 from layerfuse.engines.vllm import loading, plugin, process
@@ -140,10 +141,20 @@ def plain_product(_: Any, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tenso
     return (a @ (B.float() * scales[: B.shape[0], : B.shape[1]]).T).bfloat16()
 
 
-def test_block_fp8_is_quantised_inside_the_fused_norms(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kernel = "triton:TritonFp8BlockScaledMMKernel"
-    cls = TritonFp8BlockScaledMMKernel
+@pytest.mark.parametrize(
+    "kernel",
+    ["triton:TritonFp8BlockScaledMMKernel", "cutlass:CutlassFp8BlockScaledMMKernel"],
+    ids=["row by row", "column by column"],
+)
+@pytest.mark.parametrize("quantised", [contextlib.nullcontext, quantised_as_on_cuda], ids=["plain torch", "vLLM's op"])
+def test_block_fp8_is_quantised_inside_the_fused_norms(
+    kernel: str, quantised: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUTLASS, which sm90 takes where DeepGEMM is off, wants the scales column by column."""
+    module, _, name = kernel.partition(":")
+    cls = getattr(importlib.import_module(f"vllm.model_executor.kernels.linear.scaled_mm.{module}"), name)
     with (
+        quantised(),
         fp8_kernel(kernel),
         mock.patch.object(cls, "apply_block_scaled_mm", plain_product),
         # A CPU has no fp8 of its own; the arithmetic is the same.
@@ -196,7 +207,7 @@ def test_off_by_default_nothing_is_planned_and_vllm_compiles_as_ever(
         engine()
         assert engine.config.additional_config == {}
     assert said(caplog) == [
-        "layerfuse: no fusion is on in vLLM by default; see docs/vllm.md for those that can be",
+        "layerfuse: no fusion is on in vLLM by default here; see docs/vllm.md for those that can be",
     ]
     assert not list(tmp_path.rglob("*layerfuse*"))
 
@@ -373,6 +384,20 @@ def test_hooks_that_another_plugin_wraps_and_a_pass_in_the_slot_go_together_with
     assert f"is wrapped by {__name__} already; layerfuse stands around it" in said(caplog)[0]
 
 
+def test_a_release_that_nobody_tested_is_said_and_fused_where_its_hooks_are_as_expected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "version", lambda: "0.40.0")
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH) as engine:
+        runs_on(engine)
+    lines = said(caplog)
+    assert (
+        lines[0] == f"layerfuse: vLLM 0.40.0 is not tested ({', '.join(process.TESTED)} is); its hooks are as expected"
+    )
+    assert sum("not tested" in line for line in lines) == 1
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in lines
+
+
 def test_a_cache_that_cannot_be_written_costs_the_report_only(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,7 +504,7 @@ def test_options_that_do_not_exist_stop_the_start(tmp_path: Path) -> None:
 def test_a_model_that_vllms_compiler_does_not_see_is_said_once_with_the_reason(
     mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}, mode=mode):
+    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True, "eager": mode != "NONE"}, mode=mode):
         pass
     assert said(caplog) == [
         "layerfuse: nothing is fused in DeepseekV3ForCausalLM: "

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -30,19 +32,32 @@ os.environ.setdefault("VLLM_KIMI_K3_GEMM_AR", "0")
 os.environ.setdefault("VLLM_ENABLE_GEMM_RS", "0")
 
 import torch
-from vllm.config import (
-    CacheConfig,
-    CompilationConfig,
-    CompilationMode,
-    DeviceConfig,
-    ModelConfig,
-    ParallelConfig,
-    VllmConfig,
-)
-from vllm.distributed import parallel_state
-from vllm.platforms import current_platform
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+_version = importlib.metadata.version
+# 0.26 does not read VLLM_TARGET_DEVICE: while it is imported, it takes the CPU platform where its version is that of a CPU build.
+with mock.patch.object(importlib.metadata, "version", lambda name: _version(name) + ("+cpu" if name == "vllm" else "")):
+    from vllm.compilation.passes.utility import fix_functionalization
+    from vllm.config import (
+        CacheConfig,
+        CompilationConfig,
+        CompilationMode,
+        DeviceConfig,
+        ModelConfig,
+        ParallelConfig,
+        VllmConfig,
+    )
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.attention import mla_attention
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+# Layers ask for ops that no CPU build has, to keep them, and passes to look for them in graphs; none is called.
+_C = torch.library.Library("_C", "FRAGMENT")
+_ASKED = re.findall(r"torch\.ops\._C\.(\w+)", Path(fix_functionalization.__file__).read_text())
+for _name in {*_ASKED, "rotary_embedding", "silu_and_mul", "static_scaled_fp8_quant"}:
+    with contextlib.suppress(RuntimeError):  # declared already
+        _C.define(f"{_name}(Tensor(a!) x) -> ()")
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 """One folder per published checkpoint, each with the ``config.json`` keys that an engine reads to build a layer."""
@@ -91,11 +106,15 @@ def without_gpu() -> Iterator[None]:
     def choose_backend_sparse_too(selected_backend: Any, attn_selector_config: Any, **kwargs: Any) -> str:
         if attn_selector_config.use_sparse:
             return AttentionBackendEnum.FLASHMLA_SPARSE.get_path()
+        if attn_selector_config.use_mla:  # 0.26 refuses it on a CPU
+            return AttentionBackendEnum.TRITON_MLA.get_path()
         return choose_backend(selected_backend, attn_selector_config, **kwargs)
 
     with (
         no_streams(),
         mock.patch.object(type(current_platform), "get_attn_backend_cls", staticmethod(choose_backend_sparse_too)),
+        # 0.26 makes the kernel of prefills with the layer.
+        mock.patch.object(mla_attention, "get_mla_prefill_backend", return_value=lambda **_: None),
         # Scratch memory grows while a sparse layer is built, and tells the device to let go of the old one.
         mock.patch.object(torch.accelerator, "empty_cache"),
         # vllm.platforms.rocm asks for the architecture while it is imported.

@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from vllm_host import CHECKPOINTS, import_model, vllm_parallel, without_gpu  # isort: skip  (before vllm)
+from vllm_host import _C, CHECKPOINTS, import_model, vllm_parallel, without_gpu  # isort: skip  (before vllm)
 from vllm.compilation.counter import compilation_counter
 from vllm.config import (
     CacheConfig,
@@ -30,15 +30,22 @@ from vllm.config import (
 )
 from vllm.config.load import LoadConfig
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import ModelRegistry, gpt_oss, qwen3_next
+from vllm.platforms import current_platform
 from vllm_layers import MODELS, architecture
 
 SPLIT_AT = "layerfuse_tests::attend"
 """The op that stands for attention."""
+
+EXPERTS = "FusedMoEFactory" if "FusedMoEFactory" in vars(gpt_oss) else "FusedMoE"
+"""What models make their experts with: a function in 0.33, a class in 0.26."""
 
 TINY = {
     "deepseek-v3": {
@@ -92,11 +99,6 @@ TINY["kimi-k2"] = TINY["deepseek-v3"]
 
 _OURS = torch.library.Library("layerfuse_tests", "FRAGMENT")
 _OURS.define("attend(Tensor q, Tensor k, Tensor v, int width) -> Tensor")
-# The pass manager of vLLM asks for ops that its CPU build does not have, to look for them in graphs that hold none.
-_C = torch.library.Library("_C", "FRAGMENT")
-for _name in ("rotary_embedding", "fused_add_rms_norm", "rms_norm", "silu_and_mul"):
-    with contextlib.suppress(RuntimeError):  # declared already
-        _C.define(f"{_name}(Tensor(a!) x) -> ()")
 
 
 def before_attention(q: Tensor) -> None:
@@ -145,6 +147,39 @@ class PlainExpert(nn.Module):
             router_logits, _ = self.gate(hidden_states)
         routed = hidden_states @ self.weight * router_logits.softmax(-1).amax(-1, keepdim=True)
         return routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)
+
+
+def _quantise(
+    x: Tensor, values: Tensor, scales: Tensor, size: int, floor: float, low: float, high: float, *_: bool
+) -> None:
+    grouped = x.float().unflatten(-1, (-1, size))
+    scale = grouped.abs().amax(-1).clamp(min=floor) / high
+    values.copy_((grouped / scale.unsqueeze(-1)).clamp(low, high).flatten(-2).to(values.dtype))
+    scales.copy_(scale)
+
+
+class _AsCuda(type(current_platform)):
+    """The CPU's platform, which says that it is CUDA's to who asks which kernels it has."""
+
+    def is_cuda_alike(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def quantised_as_on_cuda() -> Iterator[None]:
+    """Have linears quantise what they read by vLLM's op, as on a GPU, where the CPU takes plain torch."""
+    if not hasattr(torch.ops._C, "per_token_group_fp8_quant"):
+        _C.define(
+            "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
+            "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()"
+        )
+        _C.impl("per_token_group_fp8_quant", _quantise, "CPU")
+        torch.library.register_fake("_C::per_token_group_fp8_quant", lambda *_: None, lib=_C)
+    with (
+        mock.patch.object(fp8_utils, "current_platform", _AsCuda()),
+        mock.patch.object(QuantFP8, "dispatch_forward", lambda self, **_: self.forward_cuda),
+    ):
+        yield
 
 
 @frozen(kw_only=True)
@@ -241,12 +276,14 @@ def in_engine(config: VllmConfig, cache: Path, groups: Any = None) -> Iterator[N
         made,
         mock.patch.object(MLAAttention, "forward", _mla),
         mock.patch.object(Attention, "forward", _gqa),
-        mock.patch.object(gpt_oss, "FusedMoEFactory", PlainExpert),
-        mock.patch.object(qwen3_next, "FusedMoEFactory", PlainExpert),
+        mock.patch.object(gpt_oss, EXPERTS, PlainExpert),
+        mock.patch.object(qwen3_next, EXPERTS, PlainExpert),
         mock.patch.object(QwenGatedDeltaNetAttention, "_forward_core", _delta),
         torch.inference_mode(),
     ):
         torch._dynamo.reset()
+        # As in a new process: 0.26 counts the layers that a model makes, as part of the key of its cache.
+        rotary_embedding._ROPE_DICT.clear()
         yield
 
 

@@ -189,4 +189,4 @@ def scale_buffer(rows: Any, groups: int, layout: str) -> Tensor:
         return torch.empty((rows, groups), dtype=torch.float32)
     if layout == "column":
         return torch.empty((groups, rows), dtype=torch.float32).permute(-1, -2)
-    return torch.empty_strided((rows, groups), (1, (rows + 3) // 4 * 4), dtype=torch.float32)
+    return torch.empty_strided((rows, groups), (1, -(rows // -4) * 4), dtype=torch.float32)

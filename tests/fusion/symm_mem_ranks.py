@@ -99,6 +99,11 @@ def summed(given: list[list[Any]]) -> list[Any]:
     return [total, *given[0][1:]]
 
 
+def normed(right: list[Any], stored: torch.Tensor, shots: int) -> list[Any]:
+    """Of the arguments with the sum, those of which the norm is right: in two shots it reads the stream as it was stored."""
+    return right if shots == 1 else [stored.float(), torch.zeros_like(right[1]), *right[2:]]
+
+
 def layout(rank: int, world_size: int, row_bytes: int, item: int, shots: int) -> Any:
     """Of buffers for MOST rows. So few programs are resident that programs take tickets at times."""
     from layerfuse.fusion.backends.symm_mem.launch import Layout

@@ -89,6 +89,8 @@ def test_on_nvidia_by_default_where_it_was_measured() -> None:
     sm90 = Target.named("sm90")
     fused, beyond = of(model("gpt-oss-20b", 2, sm90), "layers.1:input")
     assert fused.applies and "one shot to 10194 tokens" in fused.reason
+    on_four, _ = of(model("gpt-oss-20b", 4, sm90), "layers.1:input")
+    assert on_four.applies and "one shot to 48 tokens, two shots to 10194 tokens" in on_four.reason
     assert (beyond.kind, beyond.tokens.first) == ("not_applicable", 10195)
 
 
@@ -100,12 +102,13 @@ def test_on_other_architectures_when_switched_on(arch: str) -> None:
 
 def test_on_nvidia_elsewhere_when_switched_on() -> None:
     sm90 = Target.named("sm90")
-    (decision,) = of(model("gpt-oss-20b", 4, sm90), "layers.1:input")
-    assert decision.kind == "refused" and "it was measured on 2 GPUs of sm90 and not on 4 of sm90" in decision.reason
-    assert kinds(of(model("gpt-oss-20b", 4, sm90), "layers.1:input", "add_rms_norm")) == [("expected", ANY)]
-    on = model("gpt-oss-20b", 4, sm90, config=FusionConfig(switches={NAME: True, "add_rms_norm": True}))
+    (decision,) = of(model("gpt-oss-20b", 8, sm90), "layers.1:input")
+    says = "it was measured on 2 GPUs of sm90 and 4 GPUs of sm90 and not on 8 of sm90"
+    assert decision.kind == "refused" and says in decision.reason
+    assert kinds(of(model("gpt-oss-20b", 8, sm90), "layers.1:input", "add_rms_norm")) == [("expected", ANY)]
+    on = model("gpt-oss-20b", 8, sm90, config=FusionConfig(switches={NAME: True, "add_rms_norm": True}))
     (fused, _) = of(on, "layers.1:input")
-    assert fused.applies and "one shot to 68 tokens, two shots to 728 tokens" in fused.reason
+    assert fused.applies and "one shot to 22 tokens" in fused.reason
 
 
 def test_the_reference_takes_any_number() -> None:

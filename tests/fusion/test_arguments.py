@@ -107,7 +107,7 @@ def test_of_a_target_by_name(name: Any) -> None:
         (lambda: fusion.Target(arch=950, vendor="amd"), "Target.arch: expected a text, got 950"),
         (lambda: fusion.Target(arch="gfx950", vendor=None), "Target.vendor: expected a text, got None"),
         (lambda: fusion.Target(arch="gfx950", vendor="amd", fp8=8), "Target.fp8: expected a text, got 8"),
-        (lambda: fusion.Engine(name="mine", refuses=3), "Engine.refuses: expected a mapping"),
+        (lambda: fusion.Engine(name="mine", refuses=3), "Engine.refuses, does and keeps: expected a mapping"),
         (lambda: fusion.Pipeline(SPECS), r"plan: expected what fusion.plan\(...\) gives, got \["),
         (
             lambda: metadata.plan_heads(mla_spec(), "gfx942"),

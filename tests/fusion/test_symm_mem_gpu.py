@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Iterator
+from itertools import permutations
 from random import Random
 from typing import Any
 
@@ -20,7 +21,7 @@ from family_support import GPU, REDUCED, Options, problems
 from ranks import run_on_ranks
 from reduced_support import FORMS as JOINED
 from reduced_support import Joined, Over
-from symm_mem_ranks import NAMES, Case, parts, summed
+from symm_mem_ranks import NAMES, Case, normed, parts, summed
 from test_reduced_ranks import TOLERANCE, final, part_of
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -61,8 +62,10 @@ class Streams:
     def __init__(self, world_size: int, shots: int) -> None:
         self.world_size, self.shots = world_size, shots
         self.devices = [torch.device("cuda", rank % torch.cuda.device_count()) for rank in range(world_size)]
-        for device in set(self.devices):  # torch lets GPUs reach each other's memory once it has copied between them
-            torch.ones(1, device=device).to(self.devices[0])
+        for device, other in permutations(
+            set(self.devices), 2
+        ):  # torch lets a GPU reach another's memory once it has copied
+            torch.ones(1, device=device).to(other)
         self.streams = [torch.cuda.Stream(device) for device in self.devices]
         self.random = Random(0)
         self.known: dict[tuple[int, torch.dtype], list[Any]] = {}
@@ -143,14 +146,14 @@ def several(result: Any) -> tuple[torch.Tensor, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def check(form: Form, given: list[list[Any]], results: list[Any]) -> None:
+def check(form: Form, given: list[list[Any]], results: list[Any], shots: int) -> None:
     """Against float64 from the float32 sum in the order of ranks, and the same bits on all ranks."""
     ours = [[each.cpu().contiguous().view(torch.uint8) for each in several(result)] for result in results]
     assert all(all(map(torch.equal, ours[0], other)) for other in ours[1:]), "ranks have different bits"
-    assert wrong(form, given, several(results[0])) == []
+    assert wrong(form, given, several(results[0]), shots) == []
 
 
-def wrong(form: Form, given: list[list[Any]], results: tuple[torch.Tensor, ...]) -> list[str]:
+def wrong(form: Form, given: list[list[Any]], results: tuple[torch.Tensor, ...], shots: int) -> list[str]:
     """What is wrong with one rank's results. The first row holds a NaN and an infinity: of it, what the residual becomes counts."""
     home = results[0].device
     right = [each.to(home) if isinstance(each, torch.Tensor) else each for each in summed(given)]
@@ -160,6 +163,7 @@ def wrong(form: Form, given: list[list[Any]], results: tuple[torch.Tensor, ...])
     )
     if not torch.equal(results[-1].isnan(), summed_up.isnan()):
         found.append("the residual has other NaN")
+    right = normed(right, results[-1], shots)
     whole = [right[0][1:], right[1][1:], *right[2:]]
     return found + problems(form, whole, tuple(each[1:] for each in results))
 
@@ -171,7 +175,7 @@ def test_ranks_as_streams(world_size: int, shots: int, width: int) -> None:
     ranks = Streams(world_size, shots)
     for number, case in enumerate(forms(width)):
         given = parts(number, case, world_size)
-        check(case.local, given, ranks.run(case, given))
+        check(case.local, given, ranks.run(case, given), shots)
 
 
 # ---- real processes
@@ -191,6 +195,7 @@ ROWS = (1, 3, 32, 128, 129, 400)
 def many(rank: int, world_size: int) -> list[str]:
     """Eager calls of every form in two groups, with changing rows; some of them then again as graphs, between eager ones."""
     from layerfuse.fusion.backends.symm_mem import function_of, workspaces
+    from layerfuse.fusion.backends.symm_mem.crossovers import shots_of
 
     groups = [dist.group.WORLD.group_name, dist.new_group().group_name]
     functions = {name: function_of(REDUCED[name].op) for name in NAMES}
@@ -204,7 +209,9 @@ def many(rank: int, world_size: int) -> list[str]:
         dist.all_gather_object(every, bits)
         if not all(all(map(torch.equal, every[0], other)) for other in every[1:]):
             found.append(f"{what}: ranks have different bits")
-        found.extend(f"{what}: {said}" for said in wrong(case.local, given, several(result)))
+        forms = shots_of(case.width, case.options.dtype.itemsize, world_size)
+        shots = next(shots for shots, tokens in forms if case.rows <= tokens)
+        found.extend(f"{what}: {said}" for said in wrong(case.local, given, several(result), shots))
 
     for number, case in enumerate(forms()):
         case = attrs.evolve(case, rows=ROWS[number % len(ROWS)], second=number % 3 == 0)

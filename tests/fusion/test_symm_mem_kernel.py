@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from family_support import GPU, exact, problems
-from symm_mem_ranks import MOST, NAMES, TOKENS, WIDE, WIDTH, cases, parts, rank_main, shared, summed
+from symm_mem_ranks import MOST, NAMES, TOKENS, WIDE, WIDTH, cases, normed, parts, rank_main, shared, summed
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
@@ -26,7 +26,7 @@ class Ran:
     """What came out on each rank."""
 
     def __init__(self, world_size: int, shots: int, folder: Path) -> None:
-        self.world_size = world_size
+        self.world_size, self.shots = world_size, shots
         sizes = [(WIDTH * 2, 2), (WIDTH * 4, 4), (WIDE * 2, 2)]
         buffers = {
             (size, item, second): shared(world_size, size, item, shots)
@@ -71,7 +71,7 @@ def test_all_ranks_get_the_same_bits(ran: Ran) -> None:
 
 
 def test_sums_are_in_the_order_of_ranks_and_unrounded(ran: Ran) -> None:
-    """What the op says, in float64 from the float32 sum. The first row holds a NaN, an infinity and -0.0 each."""
+    """What the op says, in float64 from the float32 sum; in two shots the norm from the stream that was stored. The first row holds a NaN, an infinity and -0.0 each."""
     for number, case in enumerate(cases()):
         right = summed(parts(number, case, ran.world_size))
         result = ran.results[0][number]
@@ -88,6 +88,7 @@ def test_sums_are_in_the_order_of_ranks_and_unrounded(ran: Ran) -> None:
             assert residual_out[0, 3].isnan()
             assert residual_out[0, 4] == float("-inf")
             assert not residual_out[0, 5].any()
+        right = normed(right, residual_out, ran.shots)
         whole = [right[0][1:], right[1][1:], *right[2:]]
         assert problems(case.local, whole, tuple(each[1:] for each in several), interpreted=True) == [], (number, case)
 

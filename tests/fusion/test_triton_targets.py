@@ -17,14 +17,33 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 TARGETS = {"gfx942", "gfx950", "sm90", "sm100"}
 
 
-@pytest.fixture(scope="module")
-def kernels() -> list[dict[str, Any]]:
+def compiled(script: str) -> list[dict[str, Any]]:
+    """What a script prints in a process that does not interpret kernels."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    script = Path(__file__).with_name("compile_kernels.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name(script)], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     result: list[dict[str, Any]] = json.loads(done.stdout)
     return result
+
+
+@pytest.fixture(scope="module")
+def kernels() -> list[dict[str, Any]]:
+    return compiled("compile_kernels.py")
+
+
+def test_the_kernels_of_a_decode_layer_become_machine_code() -> None:
+    """In every form of the cache and with all pairs; none keeps in memory what belongs into registers."""
+    built = compiled("compile_latent_kernels.py")
+    assert {each["target"] for each in built} == TARGETS
+    assert {(each["form"], each["kernel"]) for each in built} >= {
+        (form, "norm_rope_cache") for form in ("plain", "fp8", "fp8_ds_mla")
+    }
+    assert {each["pairs"] for each in built} == {"interleaved", "halves", "interleaved_to_halves", "none"}
+    assert all(each["binary"] > 1000 and each["spills"] == 0 and each["overlap"] == each["early"] for each in built)
+    # The latent of a query, 512 columns of a head, is read sixteen bytes at a time.
+    assert all(each["wide_loads"] for each in built if each["op"].startswith("mla_query_concat"))
 
 
 def test_every_variant_becomes_machine_code(kernels: list[dict[str, Any]]) -> None:

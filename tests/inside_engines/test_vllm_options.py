@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers import ROOT, run_python
 
-from layerfuse.engines.vllm.options import ON_BY_DEFAULT, Options, OptionsError, options_in
+from layerfuse.engines.vllm import defaults
+from layerfuse.engines.vllm.options import Options, OptionsError, options_in
+from layerfuse.engines.vllm.plugin import _nothing_on
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError
 
 
@@ -21,8 +24,33 @@ def config(given: Any) -> FusionConfig:
 
 
 def test_what_is_on_by_default_is_what_the_catalog_says() -> None:
-    built_in = [fusion for fusion in FUSIONS.values() if fusion.owner == "layerfuse"]
-    assert tuple(f.name for f in built_in if FusionConfig().why_off(f, "vllm") is None) == ON_BY_DEFAULT
+    measured = {
+        name: tuple(arch for each in fusion.faster_in if each.engine == "vllm" for arch in each.archs)
+        for name, fusion in FUSIONS.items()
+        if fusion.owner == "layerfuse"
+    }
+    assert defaults.on_by_default() == {name: archs for name, archs in measured.items() if archs}
+
+
+def test_a_measurement_that_is_entered_turns_planning_on_where_it_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The catalog's own files, with one more line in one of them."""
+    for path in defaults.CATALOG.glob("*.py"):
+        text = path.read_text()
+        if path.stem == "gated_rms_norm":
+            entry = 'faster_in=(Faster(engine="vllm", archs=("sm90", "sm100"), figure="1.1 times", ranks=2),),'
+            text = text.replace("    level=1,", f"    level=1,\n    {entry}")
+            assert entry in text
+        (tmp_path / path.name).write_text(text)
+    already = defaults.on_by_default()
+    monkeypatch.setattr(defaults, "CATALOG", tmp_path)
+    assert defaults.on_by_default() == {**already, "gated_rms_norm": ("sm90", "sm100")}
+    assert "gated_rms_norm" not in defaults.on_by_default("gfx950")
+    for arch, nothing in (("sm100", False), ("gfx950", not any("gfx950" in archs for archs in already.values()))):
+        monkeypatch.setattr("layerfuse.engines.vllm.defaults.arch_here", lambda arch=arch: arch)
+        assert _nothing_on(Options()) is nothing
+    assert _nothing_on(Options(fusions="all")) is False
 
 
 @pytest.mark.parametrize("given", [None, {}, {"other": 1}, "no table at all"])
@@ -51,7 +79,7 @@ def test_every_mistake_is_named_at_once() -> None:
         options_in({"layerfuse": {"fusion": "all", "strict": "yes", "level": True}})
     assert str(raised.value).splitlines() == [
         "additional_config['layerfuse']: no option is called 'fusion'; did you mean 'fusions'? "
-        "Known: fusions, level, strict, report; "
+        "Known: fusions, level, strict, eager, report; "
         "additional_config['layerfuse']: strict: expected true or false, got 'yes'; "
         "additional_config['layerfuse']: level: expected 0, 1 or 2, got True"
     ]

@@ -11,16 +11,17 @@ WORLD_SIZES = range(2, 9)
 WIDEST_BYTES = 32768
 """Of a row: a program holds it in registers beside its peers' (16384 columns of 16 bits)."""
 
-ONE_SHOT_BYTES = {2: 56 << 20, 4: 384 << 10, 8: 128 << 10}
-"""World size -> the largest `tokens * hidden * itemsize` of a rank that is pushed to every peer. Two ranks: measured on H200s, where
-one shot is ahead as far as it was tried. Others are not measured here: SGLang 0.5.23's figures for pushes in one shot on
-H200 in a CUDA graph (its CustomAllReduceV2). A size between two of them has the figure of the larger one."""
+ONE_SHOT_BYTES = {2: 56 << 20, 4: 272 << 10, 8: 128 << 10}
+"""World size -> the largest `tokens * hidden * itemsize` of a rank that is pushed to every peer. Two and four ranks: measured on
+H200s (benchmarks/results/all_reduce_tuning-*-ranks.json); with two, one shot is ahead as far as it was tried. Eight are not measured
+here: SGLang 0.5.23's figure for pushes in one shot on H200 in a CUDA graph (its CustomAllReduceV2). A size between two of
+them has the figure of the larger one."""
 
-TWO_SHOT_BYTES = {2: 0, 4: 4 << 20, 8: 0}
-"""The same for two shots. Two ranks: they move more than in one shot, and were never ahead. Others are not measured here:
-TensorRT-LLM's table for SM90, where NCCL takes over beyond that."""
+TWO_SHOT_BYTES = {2: 0, 4: 56 << 20, 8: 0}
+"""The same for two shots, as far as they were tried. With two ranks they move more than one shot, and were never ahead. With eight
+they were not measured: NCCL takes over beyond one shot."""
 
-MEASURED = (("sm90", 2),)
+MEASURED = (("sm90", 2), ("sm90", 4))
 """Architectures and group sizes whose figures were measured here: on H200s with NVLink between them."""
 
 PIECE_BYTES = 16 << 20

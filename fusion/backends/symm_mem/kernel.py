@@ -26,12 +26,12 @@ from ..triton.rows import (
 
 
 @triton.jit
-def _as_words(values, WORD: tl.constexpr):
-    """The bits of a row. The NaN whose bits are all ones means that nothing has arrived: it becomes another NaN."""
+def _as_words(values, TYPE: tl.constexpr, WORD: tl.constexpr):
+    """The bits of a row in TYPE. The NaN whose bits are all ones means that nothing has arrived: it becomes another NaN."""
     NAN: tl.constexpr = (1 << (WORD.primitive_bitwidth - 1)) - 1
     words = ()
     for i in tl.static_range(0, len(values)):
-        bits = values[i].to(WORD, bitcast=True)
+        bits = values[i].to(TYPE).to(WORD, bitcast=True)
         words = words + (tl.where(bits == -1, tl.full(bits.shape, NAN, WORD), bits),)
     return words
 
@@ -91,17 +91,17 @@ def _summed(
 
 @triton.jit
 def _received(
-    slot, COUNT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr
+    slot, TYPE: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr
 ):  # fmt: skip
-    """The sums of a row as its owner sent them. What was read becomes empty again."""
-    sums = ()
+    """A row of the stream as its owner sent it. What was read becomes empty again."""
+    values = ()
     for i in tl.static_range(0, COUNT):
         bits = read_chunk(slot, i * CHUNK, WIDTH, CHUNK, GROUP, FRESH)
         while tl.max((bits == -1).to(tl.int32)) != 0:
             bits = read_chunk(slot, i * CHUNK, WIDTH, CHUNK, GROUP, FRESH)
-        write_chunk(slot, tl.full(bits.shape, -1, tl.int32), i * CHUNK, WIDTH, CHUNK, GROUP, USUAL)
-        sums = sums + (bits.to(tl.float32, bitcast=True),)
-    return sums
+        write_chunk(slot, tl.full(bits.shape, -1, bits.dtype), i * CHUNK, WIDTH, CHUNK, GROUP, USUAL)
+        values = values + (bits.to(TYPE, bitcast=True).to(tl.float32),)
+    return values
 
 
 @triton.jit(do_not_specialize=["rows", "x_units", "residual_units", "scale_stride", "group_stride"])
@@ -118,7 +118,7 @@ def all_reduce_row_norm(
 
     buffers: the addresses of all ranks' buffers. In one shot they are of (2 phases, WORLD sources, MOST rows, PITCH words).
     In two they are of (2, WORLD, MOST / WORLD, PITCH) for the parts of the rows that a rank owns, and behind that, of
-    (2, MOST, PITCH) 32-bit words for the sums of all rows.
+    (2, MOST, PITCH) for the stream: the owner adds its residual, and all ranks norm the row as it is stored.
     phases: for each row, the phase of its next call.
     IN_ORDER: programs take a ticket, as there are more of them than the GPU surely holds at once.
     EARLY: the next kernel may come up meanwhile; it waits for the end of this one.
@@ -137,7 +137,7 @@ def all_reduce_row_norm(
         first = tl.program_id(0)
     row = row_numbers(first, rows, 1)
     phase = tl.load(phases + row)
-    words = _as_words(read_rows(x, row, x_units, X_UNIT, WIDTH, CHUNK, 0, GROUP, USUAL), WORD)
+    words = _as_words(read_rows(x, row, x_units, X_UNIT, WIDTH, CHUNK, 0, GROUP, USUAL), TYPE, WORD)
     place = phase.to(tl.int64) * (WORLD * APART) + (row if SHOTS == 1 else row // WORLD) * PITCH
     owner = (row % WORLD).to(tl.int32)
     if SHOTS == 1:
@@ -153,22 +153,22 @@ def all_reduce_row_norm(
     if PADDED > WIDTH:
         write_zeros(out, row, PADDED, WIDTH, ZEROS)
     weights = read_weight(weight, row, WIDTH, CHUNK, 0, GROUP)
-    others = read_rows(residual, row, residual_units, RESIDUAL_UNIT, WIDTH, CHUNK, 0, GROUP, USUAL)
     mine = _address(buffers, RANK, 0, WORD) + place
     if SHOTS == 1:
-        sums = _summed(words, mine, TYPE, WIDTH, CHUNK, GROUP, WORLD, RANK, APART)
+        others = read_rows(residual, row, residual_units, RESIDUAL_UNIT, WIDTH, CHUNK, 0, GROUP, USUAL)
+        values = added(_summed(words, mine, TYPE, WIDTH, CHUNK, GROUP, WORLD, RANK, APART), others)
     else:
         AFTER: tl.constexpr = 2 * WORLD * APART * (WORD.primitive_bitwidth // 8)
         slot = (phase.to(tl.int64) * MOST + row) * PITCH
         if owner == RANK:
-            sent = _as_words(_summed(words, mine, TYPE, WIDTH, CHUNK, GROUP, WORLD, RANK, APART), tl.int32)
+            others = read_rows(residual, row, residual_units, RESIDUAL_UNIT, WIDTH, CHUNK, 0, GROUP, USUAL)
+            sums = _summed(words, mine, TYPE, WIDTH, CHUNK, GROUP, WORLD, RANK, APART)
+            sent = _as_words(added(sums, others), TYPE, WORD)
             for step in tl.static_range(1, WORLD + 1):
-                theirs = _address(buffers, (RANK + step) % WORLD, AFTER, tl.int32) + slot
+                theirs = _address(buffers, (RANK + step) % WORLD, AFTER, WORD) + slot
                 write_rows(sent, theirs, row, 0, WIDTH, CHUNK, 0, GROUP, USUAL)
-        received = _address(buffers, RANK, AFTER, tl.int32) + slot
-        sums = _received(received, len(words), WIDTH, CHUNK, GROUP)
+        values = _received(_address(buffers, RANK, AFTER, WORD) + slot, TYPE, len(words), WIDTH, CHUNK, GROUP)
     tl.store(phases + row, 1 - phase)
-    values = added(sums, others)
     write_rows(values, residual_out, row, WIDTH, WIDTH, CHUNK, 0, GROUP, USUAL)
     finish(
         values, weights, out, normed, scale_in, scales, row, scale_stride, group_stride,

@@ -21,7 +21,7 @@ class Layout(NamedTuple):
     rank: int
     world_size: int
     shots: int
-    "1: every rank sums every row. 2: a row's owner sums it and sends the sum."
+    "1: every rank sums every row. 2: a row's owner sums it, adds the residual and sends the row of the stream."
     most: int
     "Rows of a launch; a multiple of 16 where calls may have more, so that each launch starts on the 16-byte grid."
     row_bytes: int
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
         if self.shots == 1:
             return 2 * self.world_size * self.most * self.row_bytes
         parts = self.world_size * -(-self.most // self.world_size) * self.row_bytes
-        return 2 * parts + 2 * self.most * (self.row_bytes // self.item * 4)
+        return 2 * parts + 2 * self.most * self.row_bytes
 
 
 class Workspace(NamedTuple):
@@ -109,7 +109,7 @@ def launch(
     if launcher.again(key, device, addresses, numbers):
         return
     item = x.element_size()
-    chunk, warps = shape(width, item, given.group, in_order)
+    chunk, warps = shape(width, item, given.group, layout.world_size, in_order)
     zeros = tuning.power_of_two(padded - width) if padded > width else 0
     constants = (
         layout.world_size, layout.rank, layout.shots, layout.most, layout.row_bytes // item, in_order,
@@ -119,20 +119,21 @@ def launch(
     launcher.first(all_reduce_row_norm, key, every, numbers, constants, rows=1, sides=1, warps=warps)
 
 
-def shape(width: int, item: int, group: int, many: bool) -> tuple[int, int]:
-    """Columns of a chunk and warps of a program, found on two H200s (benchmarks/results/all_reduce_tuning-2-ranks.json).
+def shape(width: int, item: int, group: int, world_size: int, many: bool) -> tuple[int, int]:
+    """Columns of a chunk and warps of a program, found on two and four H200s (benchmarks/results/all_reduce_tuning-*-ranks.json).
 
     A row comes in one chunk up to 16 KiB, as every chunk waits for its peers anew. A thread makes one 16-byte access per rank
-    and chunk, or four where rows are narrow; where there are more rows than programs at once, several programs of fewer
-    threads share a multiprocessor.
+    and chunk, or four where rows are narrow and there is one peer. Where there are more rows than programs at once, several
+    programs of fewer threads share a multiprocessor.
 
     Args:
         width: of a row.
         item: bytes of an element.
         group: columns per scale, 0 without groups.
+        world_size: ranks.
         many: more rows than programs at once.
     """
     chunk = max(min(tuning.power_of_two(width), _CHUNK_BYTES // item), group)
     size = chunk * item
-    warps = max(1, size // (32 * 16) // (4 if size <= _NARROW_BYTES else 1))
+    warps = max(1, size // (32 * 16) // (4 if size <= _NARROW_BYTES and world_size == 2 else 1))
     return chunk, min(warps, _MANY_WARPS) if many else warps

@@ -58,10 +58,11 @@ def refuses_case(case: Any) -> str | None:
             return f"a token of {said['heads']} heads of {said['width']} columns is wider than the {WIDEST} that a program holds"
     if widest > WIDEST:
         return f"a row of {widest} columns is wider than the {WIDEST} that a program holds"
-    return _refuses_fp8(said["quant_dtype"]) if "quant_dtype" in said else None
+    return refuses_fp8(said["quant_dtype"]) if "quant_dtype" in said else None
 
 
-def _refuses_fp8(dtype: torch.dtype) -> str | None:
+def refuses_fp8(dtype: torch.dtype) -> str | None:
+    """Why Triton cannot convert to an fp8 format on the GPUs here, or None where it can."""
     if torch.version.hip:
         return None
     if dtype == torch.float8_e4m3fnuz:

@@ -77,7 +77,7 @@ class Given(NamedTuple):
     results: tuple[Tensor, ...]
 
 
-def _quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, ...]) -> Given:
+def quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, ...]) -> Given:
     """Results for rows of this shape, from the op's options behind those of the norm."""
     if mode == NO_QUANT:
         out = _empty(x, x.dtype)
@@ -119,7 +119,7 @@ def _row(name: str, mode: int, kept: bool, adds: bool, pads: bool, launch: Calla
         width = x.shape[-1]
         padded = args[-1] if pads else width
         if padded == width:
-            given = _quantised(mode, x, x.shape, args[first + 3 :])
+            given = quantised(mode, x, x.shape, args[first + 3 :])
         else:
             out = torch.empty((*x.shape[:-1], padded), dtype=x.dtype, device=x.device)
             given = Given(out, out, out, (0, 0), 0, 0.0, False, (out,))
@@ -198,7 +198,7 @@ def _dual(name: str, mode: int, kept: bool) -> Callable[..., Any]:
         kv_offset: float,
         *options: Any,
     ) -> Any:
-        given = _quantised(mode, q, q.shape, options)
+        given = quantised(mode, q, q.shape, options)
         normed = _empty(q, q.dtype) if kept else given.out
         kv_out = _empty(kv, kv.dtype)
         tensors = (q, kv, q_weight, kv_weight, normed, kv_out)
@@ -265,7 +265,7 @@ def _gated(name: str, mode: int) -> Callable[..., Any]:
     ) -> Any:
         heads, width = x.shape[-2:]
         shape = x.shape if mode == NO_QUANT else (*x.shape[:-2], heads * width)
-        given = _quantised(mode, x, shape, options)
+        given = quantised(mode, x, shape, options)
         x, gate = _heads(x), _heads(gate)
         tokens = x.shape[0]
         results = given.results if len(given.results) > 1 else given.results[0]
@@ -310,7 +310,7 @@ def _gated(name: str, mode: int) -> Callable[..., Any]:
 
 def _product(name: str, mode: int) -> Callable[..., Any]:
     def function(gate: Tensor, up: Tensor, limit: float, *options: Any) -> Any:
-        given = _quantised(mode, gate, gate.shape, options)
+        given = quantised(mode, gate, gate.shape, options)
         gate, up = as_rows(gate), as_rows(up)
         rows, width = gate.shape
         results = given.results if len(given.results) > 1 else given.results[0]

@@ -137,7 +137,7 @@ def added(values, others):
 
 
 @triton.jit
-def _scaled(values, scale):
+def scaled_by(values, scale):
     """Each value in float32, times its row's scale."""
     products = ()
     for i in tl.static_range(0, len(values)):
@@ -146,7 +146,7 @@ def _scaled(values, scale):
 
 
 @triton.jit
-def _weighted(values, weights, OFFSET: tl.constexpr):
+def weighted_by(values, weights, OFFSET: tl.constexpr):
     """Each value in float32, times the weight of its column plus OFFSET."""
     products = ()
     for i in tl.static_range(0, len(values)):
@@ -178,7 +178,7 @@ def _sum(x, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _rms_scale(values, WIDTH: tl.constexpr, EPSILON: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr):
+def rms_scale(values, WIDTH: tl.constexpr, EPSILON: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr):
     """One over the root of the mean square."""
     total = _sum(_squares(values, len(values) - (1 if TAIL > 0 else 0)), ROWS)
     if TAIL > 0:
@@ -230,20 +230,20 @@ def finish(
     """
     if QUANT == PER_TOKEN:
         _quantise_rows(
-            values, _weighted(values, weights, OFFSET), out + _beside(row * WIDTH, GROUP),
+            values, weighted_by(values, weights, OFFSET), out + _beside(row * WIDTH, GROUP),
             normed + _beside(row * WIDTH, GROUP), scales + row * scale_stride,
             WIDTH, EPSILON, CHUNK, LARGEST, UE8M0, KEEP, ROWS, HINT,
         )  # fmt: skip
     else:
-        scale = _rms_scale(values, WIDTH, EPSILON, TAIL, ROWS)
+        scale = rms_scale(values, WIDTH, EPSILON, TAIL, ROWS)
         if QUANT == NO_QUANT:
-            result = _weighted(_scaled(values, _beside(scale, GROUP)), weights, OFFSET)
+            result = weighted_by(scaled_by(values, _beside(scale, GROUP)), weights, OFFSET)
             write_rows(result, out, row, PADDED, WIDTH, CHUNK, TAIL, GROUP, HINT)
         else:
-            products = _weighted(values, weights, OFFSET)
+            products = weighted_by(values, weights, OFFSET)
             if KEEP:
                 write_rows(
-                    _scaled(products, _beside(scale, GROUP)), normed, row, WIDTH, WIDTH, CHUNK, TAIL, GROUP, USUAL
+                    scaled_by(products, _beside(scale, GROUP)), normed, row, WIDTH, WIDTH, CHUNK, TAIL, GROUP, USUAL
                 )
             for i in tl.static_range(0, len(products)):
                 _quantise_chunk(

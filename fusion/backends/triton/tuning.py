@@ -246,6 +246,37 @@ def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
     return Launch(chunk, 0, _chunk(kv, 32 * warps, columns), 1, split, _waves(warps, wave), hold)
 
 
+def launch_latents(step: int, dual: Dual, grouped: bool, wave: int) -> Launch:
+    """The launch of the norms with rope and cache write: as a dual norm's, a token per program or per two of them.
+
+    Args:
+        step: from `regime`.
+        dual: what is normed.
+        grouped: whether each 128 columns of the key/value latent have a scale: they are then one chunk.
+        wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
+    """
+    plan = launch_dual(step, dual, wave)
+    if plan.rows > 1:  # narrow latents
+        whole = power_of_two(max(dual.q_width, dual.kv_width))
+        warps = _waves(max(1, min(4, whole // 256)), wave)
+        plan = Launch(power_of_two(dual.q_width), 0, power_of_two(dual.kv_width), 1, step <= 3, warps, plan.hold)
+    return plan._replace(kv_chunk=max(power_of_two(dual.kv_width), 128)) if grouped else plan
+
+
+def launch_query(step: int, width: int, wave: int) -> Launch:
+    """The launch of the query ops: `rows` are heads of a program, and all of a head's columns one chunk. Nobody has timed it.
+
+    Args:
+        step: from `regime`, of the number of heads of all tokens.
+        width: columns of a head that are copied; of the rope alone, its own.
+        wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
+    """
+    chunk = min(power_of_two(width), 2048)
+    rows = 1 if step <= 1 else 2 if step <= 3 else 4
+    warps = min(max(1, rows * chunk // (_LANES * _VECTOR)), 8)
+    return Launch(chunk, 0, 0, rows, False, _waves(warps, wave))
+
+
 def _hold(step: int, moved: int) -> bool:
     """Whether reads are marked to stay, which takes 2 to 3 % off a launch that does not fit into the cache."""
     return step >= 5 and moved * _STEPS[step - 1] >= _CACHE

@@ -1,0 +1,333 @@
+"""An MLA decode layer without its attention kernel, with and without the fused ops between its GEMMs, on this GPU.
+
+    python benchmarks/mla_chain.py                              all of it, some minutes
+    python benchmarks/mla_chain.py --heads 16 --tokens 1 8 64   a part
+    python benchmarks/mla_chain.py --only ops                   each op alone, beside a copy of its bytes
+
+DeepSeek-V3's widths, random weights in bfloat16, several layers after each other so that no weight stays in the cache, CUDA graphs
+replayed in turns, every result checked. Writes `benchmarks/results/mla_chain.json`, anew after each case.
+
+The ways: `inductor` and `combo`, torch.compile of plain torch, the latter with combo kernels (vLLM's default); `ops`, the fused ops
+between torch's GEMMs; `buffer`, where the absorbing GEMM writes into the query's columns; `dual norm`, the fused norms alone, compiled
+with combo kernels; `gemms`, the GEMMs and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from environment import save
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from layerfuse import MLASpec, registry
+from layerfuse.fusion import ops
+from layerfuse.fusion.ops.rope import read_entries
+from layerfuse.testing import MLADecodeLayer, mla_decode_layer
+
+TP = {16: 8, 128: 1}
+"""Heads on the rank to the tensor-parallel size of DeepSeek-V3."""
+LAYERS = {16: 4, 128: 2}
+"""Layers in a graph: their weights are far larger than a cache, 73 and 460 MB each."""
+FORMS = {"bf16": ("plain", None), "fp8": ("fp8", torch.float8_e4m3fn)}
+"""Cache and query."""
+PAGE, PAGES = 64, 64
+DEVICE = "cuda"
+TOLERANCE = {"bf16": 1e-2, "fp8": 4e-2}
+"""Of the norm of the difference, relative."""
+OP_TOKENS = (1, 8, 64, 512, 4096, 16384)
+LONGEST_US = 400.0
+"""A graph lasts at least about this long: its own launch takes some microseconds."""
+
+Chain = Callable[[MLADecodeLayer, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def spec_of(heads: int) -> MLASpec:
+    """DeepSeek-V3's attention on a rank with so many heads."""
+    return next(spec for _, spec in registry.model("deepseek-v3").specs(tp=TP[heads]) if isinstance(spec, MLASpec))
+
+
+def chain(
+    layer: MLADecodeLayer, hidden: Tensor, positions: Tensor, slots: Tensor, attended: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A decode step but for the attention kernel, whose result is given."""
+    return layer.query(hidden, positions, slots), layer.projected(attended)
+
+
+def gemms(
+    layer: MLADecodeLayer, hidden: Tensor, positions: Tensor, slots: Tensor, attended: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The GEMMs of `chain`, on numbers that mean nothing."""
+    del positions, slots
+    q = torch.nn.functional.linear(hidden, layer.down)[:, : layer.q_weight.shape[0]]
+    nope, _ = layer._heads(q)
+    return layer._absorbed(nope), layer.projected(attended)
+
+
+class DualNorm(MLADecodeLayer):
+    """Plain, but for the fused norms."""
+
+    def _plain_query(self, q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        epsilons = self.spec.q_norm.epsilon, self.spec.kv_norm.epsilon
+        q, kv = ops.mla_dual_rms_norm(q, kv, self.q_weight, self.kv_weight, *epsilons)
+        nope, rope = self._heads(q)
+        self._write(kv, self._turned(k_rope, positions), slots)
+        query = torch.cat([self._absorbed(nope), self._turned(rope, positions)], -1)
+        if self.query_dtype == self.dtype:
+            return query
+        return (query.float() / self.query_scale).clamp(-448, 448).to(self.query_dtype)
+
+
+def ways(form: str) -> dict[str, tuple[str, type | None, Chain]]:
+    """Name -> the layer's way, its class, and the function."""
+    # Each has a code object of its own: Dynamo keeps what it compiled with that, and counts recompilations there.
+    plain, merged, norms = (types.FunctionType(chain.__code__.replace(), chain.__globals__) for _ in range(3))
+    found: dict[str, tuple[str, type | None, Chain]] = {
+        "inductor": ("plain", None, torch.compile(plain, fullgraph=True)),
+        "combo": ("plain", None, torch.compile(merged, fullgraph=True, options={"combo_kernels": True})),
+        "dual norm": ("plain", DualNorm, torch.compile(norms, fullgraph=True, options={"combo_kernels": True})),
+        "ops": ("ops", None, chain),
+        "buffer": ("buffer", None, chain),
+        "gemms": ("plain", None, gemms),
+    }
+    if form == "fp8":
+        found.pop("buffer")
+    return found
+
+
+def layers_for(spec: MLASpec, way: str, form: str, count: int) -> list[MLADecodeLayer]:
+    """Several layers of different weights; those of all ways are alike."""
+    cache, query_dtype = FORMS[form]
+    made = [
+        mla_decode_layer(
+            spec, pages=PAGES, page_size=PAGE, cache=cache, way=way, query_dtype=query_dtype, device=DEVICE, seed=seed
+        )
+        for seed in range(count)
+    ]
+    for layer in made:
+        layer.cache_scale.fill_(0.0625)
+        layer.query_scale.fill_(0.0625)
+    return made
+
+
+def captured(calls: list[Callable[[], Any]], repeats: int) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+    """A CUDA graph of all calls, repeated, and what the first of each gave."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            for call in calls:
+                call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [call() for call in calls]
+        for _ in range(repeats - 1):
+            for call in calls:
+                call()
+    return graph, results
+
+
+def in_turns(graphs: dict[str, torch.cuda.CUDAGraph], calls: int, rounds: int) -> dict[str, list[float]]:
+    """Microseconds per call of each replay, the graphs taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(rounds):
+        for name, graph in graphs.items():
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            graph.replay()
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            times[name].append(start.elapsed_time(stop) * 1000 / calls)
+    return times
+
+
+def difference(got: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference, relative."""
+    return float((got.float() - wanted.float()).norm() / wanted.float().norm())
+
+
+def measured(heads: int, tokens: int, form: str, rounds: int) -> dict[str, Any]:
+    """One case, all ways in one run."""
+    torch._dynamo.reset()
+    torch._dynamo.config.fail_on_recompile_limit_hit = True  # what it gave up on would be timed as if compiled
+    spec = spec_of(heads)
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    hidden = torch.randn(tokens, spec.hidden_size, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+    latents = (tokens, spec.num_local_heads, spec.kv_lora_rank)
+    attended = torch.randn(latents, device=DEVICE, dtype=torch.bfloat16, generator=generator)
+    positions = torch.randint(0, 4096, (tokens,), device=DEVICE, generator=generator)
+    slots = torch.randperm(PAGES * PAGE, device=DEVICE, generator=generator)[:tokens]
+    given, count = (hidden, positions, slots, attended), LAYERS[heads]
+    repeats = max(1, math.ceil(LONGEST_US / (count * (35.0 if heads == 16 else 110.0))))
+    graphs, results, caches = {}, {}, {}
+    truth = layers_for(spec, "plain", form, count)
+    wanted = [chain(layer, *given) for layer in truth]
+    entries = [entries_of(layer, slots) for layer in truth]
+    for name, (way, cls, function) in ways(form).items():
+        layers = layers_for(spec, way, form, count)
+        for layer, same in zip(layers, truth, strict=True):
+            if cls is not None:
+                layer.__class__ = cls
+            for one, other in zip(layer.parameters(), same.parameters(), strict=True):
+                one.data = other.data  # one copy for all ways
+        calls = [(lambda layer=layer, function=function: function(layer, *given)) for layer in layers]
+        graphs[name], results[name] = captured(calls, repeats)
+        for layer in layers:
+            layer.cache.zero_()
+        caches[name] = layers
+    times = in_turns(graphs, count * repeats, rounds)
+    wrong = {}
+    for name in graphs:
+        if name == "gemms":
+            continue
+        for i, layer in enumerate(caches[name]):
+            found = {
+                "query": difference(results[name][i][0].float(), wanted[i][0].float()),
+                "out": difference(results[name][i][1], wanted[i][1]),
+                "cache": difference(entries_of(layer, slots), entries[i]),
+            }
+            wrong[name] = {part: max(value, wrong.get(name, {}).get(part, 0.0)) for part, value in found.items()}
+    bad = {name: parts for name, parts in wrong.items() if not max(parts.values()) < TOLERANCE[form]}
+    if bad:
+        raise SystemExit(f"{heads} heads, {tokens} tokens, {form}: wrong results: {bad}")
+    middle = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "heads": heads, "tokens": tokens, "form": form, "us": middle, "differences": wrong,
+        "quartiles": {n: [statistics.quantiles(v, n=4)[i] for i in (0, 2)] for n, v in times.items()},
+    }  # fmt: skip
+
+
+def entries_of(layer: MLADecodeLayer, slots: Tensor) -> Tensor:
+    """What the layer's cache holds there."""
+    spec = layer.spec
+    return read_entries(layer.cache, slots, spec.kv_lora_rank, spec.qk_rope_head_dim, layer.cache_scale, layer.dtype)
+
+
+# ---- each op alone ---------------------------------------------------------------------------------------------------
+
+
+def op_calls(tokens: int, heads: int, form: str, sets: int) -> dict[str, tuple[list[Callable[[], Any]], int]]:
+    """Name of an op -> calls over several sets of inputs, and the bytes that one of them moves."""
+    cos, sin = torch.randn(4096, 64, device=DEVICE).chunk(2, -1)
+    scale = torch.full((1,), 0.0625, device=DEVICE)
+    found: dict[str, tuple[list[Callable[[], Any]], int]] = {}
+    cached = {"dtype": torch.bfloat16 if form == "bf16" else torch.float8_e4m3fn, "device": DEVICE}
+    weights = [torch.rand(width, device=DEVICE, dtype=torch.bfloat16) for width in (1536, 512)]
+    pages = max(1, math.ceil(tokens / PAGE))
+    norms, queries, ropes = [], [], []
+    for _ in range(sets):
+        down = torch.randn(tokens, 2112, device=DEVICE, dtype=torch.bfloat16).split([1536, 512, 64], -1)
+        positions, slots = (
+            torch.randint(0, 4096, (tokens,), device=DEVICE),
+            torch.randperm(pages * PAGE, device=DEVICE)[:tokens],
+        )
+        cache = torch.zeros(pages, PAGE, 576, dtype=torch.float32, device=DEVICE).to(cached["dtype"])
+        args = (*down, *weights, 1e-6, 1e-6, cos, sin, positions, slots, cache, scale)
+        norms.append(lambda args=args: ops.mla_norm_rope_cache(*args))
+        latent = torch.randn(heads, tokens, 512, device=DEVICE, dtype=torch.bfloat16).transpose(0, 1)
+        rope = torch.randn(tokens, heads, 192, device=DEVICE, dtype=torch.bfloat16)[..., 128:]
+        turn = (cos, sin, positions)
+        if form == "fp8":
+            queries.append(lambda a=(latent, rope, *turn, scale): ops.mla_query_concat_static_quant(*a))
+        else:
+            buffer = torch.zeros(tokens, heads, 576, device=DEVICE, dtype=torch.bfloat16)
+            queries.append(lambda a=(latent, rope, *turn): ops.mla_query_concat(*a))
+            ropes.append(lambda a=(rope, buffer, *turn): ops.mla_query_rope(*a))
+    item = 2 if form == "bf16" else 1
+    found["mla_norm_rope_cache"] = norms, tokens * (2112 * 2 + 1536 * 2 + 576 * item)
+    found["mla_query_concat"] = queries, tokens * heads * 576 * (2 + item)
+    if ropes:
+        found["mla_query_rope"] = ropes, tokens * heads * 64 * 4
+    return found
+
+
+def op_measured(tokens: int, heads: int, form: str, rounds: int) -> list[dict[str, Any]]:
+    """Each op beside a device copy that moves the same bytes. Their results are checked in tests/fusion."""
+    sets = 8 if tokens <= 4096 else 3
+    rows = []
+    for name, (calls, moved) in op_calls(tokens, heads, form, sets).items():
+        pairs = [torch.empty(2, moved // 2, dtype=torch.uint8, device=DEVICE) for _ in calls]
+        copies = [(lambda pair=pair: pair[1].copy_(pair[0])) for pair in pairs]
+        repeats = max(1, min(40, math.ceil(LONGEST_US / (sets * max(1.3, moved / 4e6)))))
+        graphs = {"op": captured(calls, repeats)[0], "copy": captured(copies, repeats)[0]}
+        middle = {n: statistics.median(v) for n, v in in_turns(graphs, sets * repeats, rounds).items()}
+        rows.append({"op": name, "tokens": tokens, "heads": heads, "form": form, "bytes": moved, "us": middle})
+    return rows
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------
+
+
+def chain_table(cases: list[dict[str, Any]]) -> Table:
+    """Microseconds, and the better of Inductor's two over the better of ours."""
+    names = [*ways("bf16")]
+    table = Table("heads", "tokens", "form", *names, "Inductor's best / ours", "/ gemms")
+    for case in cases:
+        us = case["us"]
+        best, ours = min(us["inductor"], us["combo"]), min(us["ops"], us.get("buffer", us["ops"]))
+        table.add_row(
+            str(case["heads"]), str(case["tokens"]), case["form"],
+            *(f"{us[name]:.1f}" if name in us else "-" for name in names), f"{best / ours:.3f}", f"{best / us['gemms']:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def ops_table(rows: list[dict[str, Any]]) -> Table:
+    """Each op beside the copy."""
+    table = Table("op", "heads", "tokens", "form", "op, us", "copy, us", "op / copy")
+    for row in rows:
+        us = row["us"]
+        table.add_row(
+            row["op"], str(row["heads"]), str(row["tokens"]), row["form"], f"{us['op']:.2f}", f"{us['copy']:.2f}",
+            f"{us['op'] / us['copy']:.2f}",
+        )  # fmt: skip
+    return table
+
+
+def main() -> None:
+    """Measure what was asked for and write it down after each case."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--heads", type=int, nargs="+", choices=TP, default=[*TP])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
+    parser.add_argument("--only", choices=("chain", "ops"))
+    parser.add_argument("--rounds", type=int, default=40)
+    asked = parser.parse_args()
+    console = Console(width=150)
+    if not torch.cuda.is_available():
+        console.print("nothing measured: this needs a GPU that torch can see")
+        return
+    cases: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
+
+    def keep() -> None:
+        save("mla_chain", {"gpu": torch.cuda.get_device_name(), "cases": cases, "ops": rows})
+
+    with torch.inference_mode():
+        for heads, form, tokens in itertools.product(asked.heads, asked.forms, asked.tokens):
+            if asked.only != "ops":
+                cases.append(measured(heads, tokens, form, asked.rounds))
+                console.print(chain_table(cases[-1:]))
+                keep()
+        for heads, form, tokens in itertools.product(asked.heads, asked.forms, OP_TOKENS):
+            if asked.only != "chain" and tokens * heads <= 16384 * 16:
+                rows += op_measured(tokens, heads, form, asked.rounds)
+                keep()
+    for table, found in ((chain_table(cases), cases), (ops_table(rows), rows)):
+        if found:
+            console.print(table)
+
+
+if __name__ == "__main__":
+    main()

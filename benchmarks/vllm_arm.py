@@ -1,0 +1,126 @@
+"""One vLLM engine for `vllm_engine`, in a process of its own: starts, then answers one command per line until its input ends.
+
+    python benchmarks/vllm_arm.py '{"model": ..., "seqs": 64, ...}' ANSWERS
+
+Commands and answers are JSON, the answers to a file descriptor, since standard output is vLLM's log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+STARTED = time.time()
+PROMPTS = {"short": (4, 48), "batch": (16, 33), "long": (2, 600)}
+"""Name -> sequences and their length. The long ones are prefilled outside of any CUDA graph."""
+
+
+class Arm:
+    """An engine and what can be asked of it."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.vocabulary = asked["vocabulary"]
+        before = time.time()
+        self.llm = LLM(
+            model=asked["model"], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048,
+            gpu_memory_utilization=0.05, kv_cache_memory_bytes=asked["cache"], max_num_seqs=max(asked["batches"]),
+            max_num_batched_tokens=8192, enable_prefix_caching=False, seed=0, tensor_parallel_size=asked["tp"],
+            worker_extension_cls="vllm_probe.Probe",
+            compilation_config={"cudagraph_capture_sizes": asked["batches"], **asked["compilation"]},
+            additional_config=asked["additional"], **asked["engine"],
+        )  # fmt: skip
+        self.start = {"import_s": round(before - STARTED, 1), "start_s": round(time.time() - before, 1)}
+
+    def ready(self) -> dict[str, Any]:
+        """What was started."""
+        config = self.llm.llm_engine.vllm_config.compilation_config
+        passes = vars(config.pass_config)
+        return {
+            **self.start,
+            "cudagraph": str(config.cudagraph_mode),
+            "custom_ops": list(config.custom_ops),
+            "passes": sorted(name for name, on in passes.items() if on is True),
+            "workers": self.llm.collective_rpc("probe_state"),
+        }
+
+    def _prompts(self, number: int, length: int, seed: int) -> list[Any]:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(2, self.vocabulary, (number, length), generator=generator)
+        return [{"prompt_token_ids": row} for row in drawn.tolist()]
+
+    def tokens(self) -> dict[str, Any]:
+        """Greedy tokens, with the best five of each step: name -> [tokens, [[token, log probability], ...]] of each sequence."""
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=5, detokenize=False)
+        found = {}
+        for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
+            outputs = [
+                each.outputs[0]
+                for each in self.llm.generate(self._prompts(number, length, seed), greedy, use_tqdm=False)
+            ]
+            found[name] = [
+                [
+                    list(each.token_ids),
+                    [[[i, round(p.logprob, 5)] for i, p in step.items()] for step in each.logprobs or ()],
+                ]
+                for each in outputs
+            ]
+        return found
+
+    def settle(self, batch: int) -> None:
+        """Decode so many sequences, so that the graph's inputs are those of a decode step."""
+        from vllm import SamplingParams
+
+        few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        self.llm.generate(self._prompts(batch, 128, 7), few, use_tqdm=False)
+
+    def prefill(self, lengths: list[int]) -> None:
+        """Prompts of these lengths, one after another: whatever is compiled late is compiled now, and vLLM's log says so."""
+        from vllm import SamplingParams
+
+        one = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+        for length in lengths:
+            # Sequences are no longer than 2048: several make one step of `length` tokens.
+            parts = [1024] * (length // 1024) + ([length % 1024] if length % 1024 else [])
+            self.llm.generate([self._prompts(1, part, 11)[0] for part in parts], one, use_tqdm=False)
+
+    def replay(self, tokens: int, warm: int, rounds: int, each: int) -> list[list[float]]:
+        """Of every rank."""
+        return self.llm.collective_rpc("probe_replay", args=(tokens, warm, rounds, each))
+
+    def kernels(self, tokens: int) -> list[dict[str, Any]]:
+        """Of every rank."""
+        return self.llm.collective_rpc("probe_kernels", args=(tokens,))
+
+
+def main() -> None:
+    """Serve commands."""
+    answers = os.fdopen(int(sys.argv[2]), "w")
+
+    def say(**what: Any) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        arm = Arm(json.loads(sys.argv[1]))
+        say(result=arm.ready())
+        for line in sys.stdin:
+            name, *arguments = json.loads(line)
+            say(result=getattr(arm, name)(*arguments))
+    except BaseException as error:
+        say(error=f"{type(error).__name__}: {error}"[:2000])
+        raise
+    finally:
+        answers.close()
+
+
+if __name__ == "__main__":
+    main()

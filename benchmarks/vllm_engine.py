@@ -1,0 +1,338 @@
+"""vLLM's own engine with and without layerfuse: GPU time of vLLM's full decode graph, greedy tokens, kernels of a step.
+
+    python benchmarks/vllm_engine.py [STAGE ...] --out results.json --logs FOLDER [--limit 540] [--turns 6] [--one-by-one]
+
+A stage is a model at its published widths with few layers and random weights (`vllm_shapes`), and several arms: vLLM without
+layerfuse, and with chosen fusions. Each arm is an engine in processes of its own (`vllm_arm`). All arms of a stage are started together
+on the same GPUs, then take turns: while one is timed, the others wait. A time is that of vLLM's CUDA graph for a decode step,
+replayed (`vllm_probe`); with several GPUs it is the slowest rank's. A ratio is the median over the turns, each of which times every arm.
+
+Tokens are compared with those of the first arm. Where two sequences part, the two best logits of the first arm at that step say whether
+it was a tie: one bf16 step apart or less.
+
+Results are written after every stage; a stage that the file holds is not run again, unless it is named with --again. One that would
+not end before --limit is not begun. `--list` prints the stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from environment import environment
+from vllm_shapes import MLA, VOCABULARY, folder_of
+from vllm_stages import STAGES, Stage
+
+HERE = Path(__file__).parent
+BEGAN = time.monotonic()
+BATCHES = (1, 8, 64)
+OURS = ("row_norm", "dual_norm", "gated_norm", "silu_mul", "all_reduce_row_norm")
+"""Functions that layerfuse's Triton kernels are compiled from."""
+STEP = 0.0625
+"""One step of bf16 between 8 and 16, where the best logits are."""
+LATE = "during inference"
+"""In the warnings of vLLM's monitor of kernels that are compiled late."""
+LENGTHS = (65, 300, 500, 800, 1100, 2500, 5000, 8192)
+"""Tokens of prefills, one for each step of launch variants."""
+
+QUIET = {
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONUNBUFFERED": "1",
+    # No NVLink multicast, which is a matter of the whole host: neither NCCL's, nor torch's, nor vLLM's.
+    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}  # fmt: skip
+
+
+class ArmError(RuntimeError):
+    """An arm did not do what it was asked for."""
+
+
+class Engine:
+    """The process of an arm, seen from here."""
+
+    def __init__(self, name: str, stage: Stage, fusions: tuple[str, ...] | None, work: Path, logs: Path) -> None:
+        self.name, self.log = name, logs / f"{name}.log"
+        self.report = logs / f"{name}.report.json"
+        options = {} if fusions is None else {"layerfuse": {"fusions": list(fusions), "report": str(self.report)}}
+        asked = {
+            "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
+            "cache": 2 << 30, "additional": options, "compilation": {"pass_config": {"fuse_allreduce_rms": False, **stage.passes}},
+            "engine": {"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {},
+        }  # fmt: skip
+        variables = {
+            **os.environ, **QUIET, **stage.variables,
+            "VLLM_PLUGINS": "" if fusions is None else "layerfuse", "VLLM_CACHE_ROOT": str(work / "cache" / name),
+            "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }  # fmt: skip
+        reading, writing = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "vllm_arm.py"), json.dumps(asked), str(writing)],
+            stdin=subprocess.PIPE, stdout=self.log.open("w"), stderr=subprocess.STDOUT, text=True, env=variables, pass_fds=(writing,),
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(writing)
+        self.answers, self.rest = reading, b""
+
+    def answer(self, until: float) -> Any:
+        """The next answer.
+
+        Raises:
+            ArmError: an error there, or none came in time.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.answers, selectors.EVENT_READ)
+            while b"\n" not in self.rest:
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    raise ArmError(f"{self.name}: no answer in time")
+                more = os.read(self.answers, 1 << 16)
+                if not more:
+                    raise ArmError(f"{self.name}: its process has ended; see {self.log.name}")
+                self.rest += more
+        line, _, self.rest = self.rest.partition(b"\n")
+        said = json.loads(line)
+        if "error" in said:
+            raise ArmError(f"{self.name}: {said['error']}")
+        return said["result"]
+
+    def ask(self, until: float, *command: Any) -> Any:
+        """What it answers to a command."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self.answer(until)
+
+    def stop(self) -> None:
+        """End it and its workers."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, 15)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, 9)
+        os.close(self.answers)
+
+
+def run(name: str, stage: Stage, logs: Path, work: Path, until: float, turns: int, one_by_one: bool) -> dict[str, Any]:
+    """A stage's results, as far as they came."""
+    result: dict[str, Any] = {
+        "shape": stage.shape,
+        "tp": stage.tp,
+        "variables": stage.variables,
+        "arms": {},
+        "errors": {},
+    }
+    engines: dict[str, Engine] = {}
+    started = time.monotonic()
+    try:
+        for arm, fusions in {"vllm": None, **stage.arms}.items():
+            engines[arm] = Engine(f"{name}.{arm}", stage, fusions, work, logs)
+            result["arms"][arm] = {"fusions": fusions}
+            if one_by_one:
+                _try(result, engines, arm, until, None)
+        if not one_by_one:
+            for arm in list(engines):
+                _try(result, engines, arm, until, None)
+        result["started_s"] = round(time.monotonic() - started, 1)
+        for arm in list(engines):
+            _try(result, engines, arm, until, "tokens")
+        for batch in BATCHES:
+            _time(result, engines, batch, until, turns)
+        for arm in list(engines):
+            for batch in BATCHES:
+                _try(result, engines, arm, until, "kernels", batch)
+            _try(result, engines, arm, until, "prefill", list(LENGTHS))
+    finally:
+        for engine in engines.values():
+            engine.stop()
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return _concluded(result, {f"{name}.{arm}": arm for arm in result["arms"]}, logs)
+
+
+def _try(
+    result: dict[str, Any], engines: dict[str, Engine], arm: str, until: float, command: str | None, *given: Any
+) -> Any:
+    """Ask one arm; one that fails takes no further part. No command: wait until it has started."""
+    if arm not in engines:
+        return None
+    try:
+        found = engines[arm].answer(until) if command is None else engines[arm].ask(until, command, *given)
+    except (ArmError, OSError) as error:
+        result["errors"][arm] = f"{command or 'start'} {' '.join(map(str, given))}: {error}"
+        engines.pop(arm).stop()
+        return None
+    key = " ".join(["ready" if command is None else command, *(str(each) for each in given if isinstance(each, int))])
+    if command not in ("replay", "settle", "prefill"):
+        result["arms"][arm][key] = found
+    return found
+
+
+def _time(result: dict[str, Any], engines: dict[str, Engine], batch: int, until: float, turns: int) -> None:
+    times: dict[str, list[float]] = {arm: [] for arm in engines}
+    once: dict[str, float] = {}
+    for arm in list(engines):
+        _try(result, engines, arm, until, "settle", batch)
+        found = _try(result, engines, arm, until, "replay", batch, 20, 2, 10)
+        once[arm] = max(rank[-1] for rank in found) if found else 0.0
+    for turn in range(turns):
+        order = list(engines)
+        for arm in order if turn % 2 == 0 else reversed(order):
+            each = max(5, min(100, int(20000 / once[arm])))
+            found = _try(result, engines, arm, until, "replay", batch, 4 * each, 5, each)
+            if found:
+                times[arm].append(statistics.median(map(max, zip(*found, strict=True))))
+    for arm, several in times.items():
+        if arm in engines and several:
+            first = times.get("vllm", [])
+            ratios = [a / b for a, b in zip(first, several, strict=False)]
+            result["arms"][arm][f"batch {batch}"] = {
+                "us": round(statistics.median(several), 2),
+                "turns_us": [round(each, 2) for each in several],
+                "times_faster": round(statistics.median(ratios), 4) if ratios else None,
+            }
+
+
+def _concluded(result: dict[str, Any], names: dict[str, str], logs: Path) -> dict[str, Any]:
+    """The results with what follows from them: fused kernels, tokens against the first arm's, late compilations."""
+    first = result["arms"].get("vllm", {}).get("tokens")
+    for name, arm in names.items():
+        found = result["arms"][arm]
+        for batch in BATCHES:
+            ranks = found.pop(f"kernels {batch}", None)
+            if ranks:
+                found[f"fused {batch}"] = _ours(ranks[0])
+                found[f"launches {batch}"] = round(sum(count for count, _ in ranks[0].values()), 1)
+                most = sorted(ranks[0].items(), key=lambda each: -each[1][1])
+                found[f"kernels {batch}"] = [[kernel, *numbers] for kernel, numbers in most[:40]]
+        if first is not None and arm != "vllm" and "tokens" in found:
+            found["agreement"] = agreement(first, found["tokens"])
+        log = logs / f"{name}.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        found["late"] = sorted({line[-200:] for line in lines if LATE in line})
+        found["said"] = [line[-300:] for line in lines if "layerfuse" in line][:40]
+        report = logs / f"{name}.report.json"
+        if report.exists():
+            modules = json.loads(report.read_text())["modules"].values()
+            found["missed"] = [module["missed"] for module in modules if module["missed"]]
+            found["problems"] = [problem for module in modules for problem in module["problems"]]
+    for found in result["arms"].values():
+        found.pop("tokens", None)
+    return result
+
+
+def _ours(kernels: dict[str, list[float]]) -> dict[str, float]:
+    counts = {ours: sum(n for kernel, (n, _) in kernels.items() if kernel.startswith(ours)) for ours in OURS}
+    return {ours: count for ours, count in counts.items() if count}
+
+
+def agreement(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """How far greedy tokens agree: sequences that are the same, and for others how near the two best logits were."""
+    same, margins, apart = 0, [], 0.0
+    pairs = [pair for name in first for pair in zip(first[name], other[name], strict=True)]
+    for (tokens, best), (others, best_there) in pairs:
+        place = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
+        for here, there in zip(best[: place + 1], best_there, strict=False):
+            known = dict(there)
+            apart = max([apart, *(abs(logit - known[token]) for token, logit in here if token in known)])
+        if place == len(tokens):
+            same += 1
+        else:
+            two = sorted((logit for _, logit in best[place]), reverse=True)
+            margins.append(round(two[0] - two[1], 4))
+    return {
+        "sequences": len(pairs), "the same": same, "margins where they part": margins,
+        "beyond one step": sum(margin > STEP for margin in margins), "log probabilities apart": round(apart, 4),
+    }  # fmt: skip
+
+
+def table(results: dict[str, Any]) -> str:
+    """For people: a line for each stage and arm."""
+    lines = ["| stage | arm | " + " | ".join(f"batch {batch}" for batch in BATCHES) + " | fused kernels | tokens |"]
+    lines.append("|" + "---|" * (len(BATCHES) + 4))
+    for name, stage in results["stages"].items():
+        for arm, found in stage["arms"].items():
+            cells = []
+            for batch in BATCHES:
+                timed = found.get(f"batch {batch}")
+                more = "" if timed is None or arm == "vllm" else f" ({timed['times_faster']:.3f})"
+                cells.append("-" if timed is None else f"{timed['us']:.1f} us{more}")
+            agreed = found.get("agreement")
+            said = (
+                ""
+                if agreed is None
+                else f"{agreed['the same']} of {agreed['sequences']}, {agreed['beyond one step']} beyond a tie"
+            )
+            fused = ", ".join(f"{count:g} {kernel}" for kernel, count in found.get(f"fused {BATCHES[0]}", {}).items())
+            late = f"; {len(found['late'])} compiled late" if found.get("late") else ""
+            lines.append(f"| {name} | {arm} | {' | '.join(cells)} | {fused or '-'}{late} | {said or '-'} |")
+        lines += [f"{name}: {arm} failed: {error[:300]}" for arm, error in stage["errors"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="of --list; all that fit the GPUs if none")
+    parser.add_argument("--out", type=Path, default=Path("vllm_engine.json"))
+    parser.add_argument("--logs", type=Path, default=None)
+    parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--one-by-one", action="store_true", help="start engines one after another")
+    parser.add_argument("--again", action="store_true", help="also stages that --out holds")
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args()
+    if given.list:
+        print(
+            "\n".join(
+                f"{name}: {stage.shape}, tp {stage.tp}: {', '.join(stage.arms)}" for name, stage in STAGES.items()
+            )
+        )
+        return
+    unknown = [name for name in given.stages if name not in STAGES]
+    if unknown:
+        parser.error(f"no stage is called {unknown[0]!r}; known: {', '.join(STAGES)}")
+    work = Path(tempfile.gettempdir()) / "vllm_engine"
+    logs = given.logs or work / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    results = json.loads(given.out.read_text()) if given.out.exists() else {"stages": {}}
+    results["environment"] = {**environment(), "began": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())}
+    gpus = _gpus()
+    results["environment"]["gpus"] = gpus
+    for name in given.stages or [name for name in STAGES if not name.startswith("tiny")]:
+        stage = STAGES[name]
+        left = given.limit - (time.monotonic() - BEGAN)
+        if name in results["stages"] and not given.again:
+            print(f"{name}: done before")
+        elif stage.tp > len(gpus):
+            print(f"{name}: needs {stage.tp} GPUs, and there are {len(gpus)}")
+        elif left < stage.needs:
+            print(f"{name}: not begun, {left:.0f} s are left and it needs about {stage.needs}")
+        else:
+            print(f"{name}: begins at {time.monotonic() - BEGAN:.0f} s", flush=True)
+            until = min(BEGAN + given.limit, time.monotonic() + 2 * stage.needs + 60)
+            results["stages"][name] = run(name, stage, logs, work, until, given.turns, given.one_by_one)
+            given.out.write_text(json.dumps(results, indent=1) + "\n")
+            print(table({"stages": {name: results["stages"][name]}}), flush=True)
+    print(f"after {time.monotonic() - BEGAN:.0f} s\n{table(results)}")
+
+
+def _gpus() -> list[str]:
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.sm", "--format=csv,noheader"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+if __name__ == "__main__":
+    main()

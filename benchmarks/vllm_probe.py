@@ -1,0 +1,109 @@
+"""What `vllm_engine` has vLLM's workers do beside serving: take seeded weights, and replay their own decode graphs.
+
+A class that vLLM adds to its worker (`worker_extension_cls`). The import of this module, which comes before the model is loaded, puts
+the weights of `vllm_shapes` in the place of vLLM's dummy ones.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import vllm.model_executor.model_loader.dummy_loader as loader
+import vllm_shapes
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+_filled: list[int] = []
+
+
+@torch.no_grad()
+def _initialize(module: torch.nn.Module, *_: Any, **__: Any) -> None:
+    # The loader hands over the whole model first, then every module of it.
+    if not _filled:
+        _filled.append(id(module))
+        vllm_shapes.fill(module.state_dict())
+
+
+loader.initialize_dummy_weights = _initialize
+
+
+class Probe:
+    """Methods of a worker, for `LLM.collective_rpc`."""
+
+    def probe_replay(self, tokens: int, warm: int, rounds: int, each: int) -> list[float]:
+        """Microseconds of one replay of the full decode graph of so many tokens, once for each round."""
+        graph = _graph(tokens)
+        for _ in range(warm):
+            graph.replay()
+        torch.cuda.synchronize()
+        found = []
+        for _ in range(rounds):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(each):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(begin.elapsed_time(end) * 1000 / each)
+        return found
+
+    def probe_kernels(self, tokens: int) -> dict[str, list[float]]:
+        """Kernel -> launches and microseconds, of one replay."""
+        from torch.profiler import ProfilerActivity, profile
+
+        graph, replays = _graph(tokens), 10
+        graph.replay()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            for _ in range(replays):
+                graph.replay()
+            torch.cuda.synchronize()
+        counts: Counter[str] = Counter()
+        times: Counter[str] = Counter()
+        for event in seen.events():
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
+                counts[event.name[:160]] += 1
+                times[event.name[:160]] += event.time_range.elapsed_us()
+        return {name: [count / replays, round(times[name] / replays, 2)] for name, count in counts.items()}
+
+    def probe_state(self) -> dict[str, Any]:
+        """What this worker runs."""
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return {
+            "gpu": torch.cuda.get_device_name(),
+            "graphs": sorted(_graphs()),
+            "attention": sorted(
+                {type(vars(each)["impl"]).__name__ for each in model.modules() if "impl" in vars(each)}
+            ),
+            "parameters": sum(each.numel() for each in model.parameters()),
+            "all_reduce": _all_reduce(),
+        }
+
+
+def _all_reduce() -> str:
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1:
+        return "none"
+    custom = getattr(group.device_communicator, "ca_comm", None)
+    return "NCCL" if custom is None or custom.disabled else "vLLM's custom all-reduce, then NCCL"
+
+
+def _graphs() -> dict[int, Any]:
+    """Tokens -> vLLM's full graph for as many sequences that decode."""
+    found: dict[int, Any] = {}
+    for wrapper in CUDAGraphWrapper._all_instances:
+        if wrapper.runtime_mode.name == "FULL":
+            for batch, entry in wrapper.concrete_cudagraph_entries.items():
+                if entry.cudagraph is not None and batch.uniform:
+                    found[batch.num_tokens] = entry.cudagraph
+    return found
+
+
+def _graph(tokens: int) -> Any:
+    graphs = _graphs()
+    if tokens not in graphs:
+        raise LookupError(f"vLLM has no full decode graph of {tokens} tokens; it has {sorted(graphs)}")
+    return graphs[tokens]

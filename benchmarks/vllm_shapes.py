@@ -1,0 +1,122 @@
+"""Models at their published widths and with few layers, as folders that vLLM loads without a network, and their random weights.
+
+Published are the configs in `tests/engines/checkpoints`. What is smaller here is said in `SHAPES`: layers, and the vocabulary, which no
+decode graph holds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CHECKPOINTS = Path(__file__).parents[1] / "tests" / "engines" / "checkpoints"
+VOCABULARY = 16384
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+_DENSE = {"num_hidden_layers": 4, "first_k_dense_replace": 4, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+_MIXED = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 64}
+_GPT_OSS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    # No layer is a mixture: the experts that the config must name are never built.
+    "deepseek-v3": ("deepseek-v3", _DENSE),
+    "deepseek-v3-fp8": ("deepseek-v3", {**_DENSE, "quantization_config": BLOCKS}),
+    # One dense layer and three mixtures, of 64 experts instead of 256.
+    "deepseek-v3-moe": ("deepseek-v3", _MIXED),
+    "deepseek-v3-moe-fp8": ("deepseek-v3", {**_MIXED, "quantization_config": BLOCKS}),
+    # Three delta nets and one attention, all experts.
+    "qwen3-next": ("qwen3-next-80b-a3b", {"num_hidden_layers": 4}),
+    "gpt-oss-120b": ("gpt-oss-120b", _GPT_OSS),
+    # Experts that are not quantised, where MXFP4's kernels are missing; 32 instead of 128.
+    "gpt-oss-120b-bf16": (
+        "gpt-oss-120b",
+        {**_GPT_OSS, "quantization_config": None, "num_local_experts": 32},
+    ),
+    # Small enough to try the benchmark itself.
+    "tiny": (
+        "deepseek-v3",
+        {**_DENSE, "num_hidden_layers": 2, "first_k_dense_replace": 2, "hidden_size": 1024, "num_attention_heads": 16,
+         "num_key_value_heads": 16, "intermediate_size": 2048},
+    ),
+}  # fmt: skip
+"""Shape -> the published config, and what differs from it."""
+
+MLA = frozenset(name for name, (base, _) in SHAPES.items() if base.startswith("deepseek"))
+
+
+def folder_of(shape: str, below: Path) -> Path:
+    """A folder with the config of a shape and a tokenizer of one word per token."""
+    base, changes = SHAPES[shape]
+    config = json.loads((CHECKPOINTS / base / "config.json").read_text())
+    config |= {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
+    config = {key: value for key, value in {**config, **changes}.items() if value is not None}
+    config.setdefault("torch_dtype", "bfloat16")
+    if isinstance(config.get("rope_scaling"), dict):
+        config["max_position_embeddings"] = int(
+            config["rope_scaling"]["original_max_position_embeddings"] * config["rope_scaling"]["factor"]
+        )
+    path = below / shape
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    words = {f"t{i}": i for i in range(VOCABULARY)}
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t2"},
+    }  # fmt: skip
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t0", "eos_token": "t1", "unk_token": "t2"}
+    (path / "tokenizer_config.json").write_text(json.dumps(about))
+    return path
+
+
+def fill(state: dict[str, Any]) -> None:
+    """Draw weights that make a model's numbers worth comparing: rows of unit gain, small residual branches, logits apart.
+
+    vLLM's dummy weights make all logits alike. Each tensor has a seed of its own, the same in every process.
+    """
+    import torch
+
+    for seed, (name, tensor) in enumerate(sorted(state.items()), 1):
+        if tensor.device.type == "meta" or tensor.numel() == 1:
+            continue
+        generator = torch.Generator(device=tensor.device).manual_seed(seed)
+        inner = any(word in name for word in ("o_proj", "down_proj", "out_proj", "w2_"))
+        if tensor.dtype == torch.uint8:  # MXFP4: codes, and exponents plus 127
+            if "scale" in name:
+                tensor.fill_(118 if inner else 120)
+            else:
+                tensor.random_(0, 256, generator=generator)
+        elif not tensor.is_floating_point():
+            continue
+        elif tensor.dim() == 1 and "norm" in name:
+            tensor.uniform_(0.5, 1.5, generator=generator)
+        elif tensor.dim() == 1 or name.endswith("bias"):
+            tensor.uniform_(-0.1, 0.1, generator=generator)
+        elif "scale" in name:
+            columns = state[name.removesuffix("_scale_inv").removesuffix("_scale")].shape[-1]
+            tensor.fill_(_gain(name, columns, inner) / 224)
+        elif tensor.element_size() == 1:
+            drawn = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+            tensor.copy_(drawn.uniform_(-224, 224, generator=generator))
+        else:
+            gain = _gain(name, tensor.shape[-1], inner)
+            tensor.uniform_(-gain, gain, generator=generator)
+
+
+def _gain(name: str, columns: int, inner: bool) -> float:
+    if "embed" in name:
+        return 1.7
+    return float((3.0 / columns) ** 0.5 * (0.3 if inner else 3.0 if "lm_head" in name else 1.0))

@@ -1,0 +1,207 @@
+"""Fused ops at module level, in a model that vLLM does not compile: put in, counted in the profiling run, reported.
+
+Each stands in one instance of vLLM's own classes, at a site of the plan. Where an op refuses its arguments, vLLM's own code
+runs, and the report says so.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from attrs import define, field
+from torch import nn
+
+from ...adapters.errors import LayerfuseError
+from ...adapters.specs import GatedNormSpec
+from ...fusion.catalog import FUSIONS
+from ...fusion.ops import FUNCTIONS
+from ...fusion.report import GraphRecord, Use
+from ...fusion.rewrite.ownership import join
+from ...fusion.sites import OUTPUT, Site
+from .seams import Seam, seam_of
+from .unit import Piece, Unit
+
+REFUSALS = (LayerfuseError, TypeError, ValueError)
+"""What an op raises for arguments that it does not take."""
+
+NOT_CALLED = "vLLM did not call its norms together in the profiling run"
+
+_inside: ContextVar[Callable[..., Any] | None] = ContextVar("layerfuse_inside", default=None)
+"""What stands for a module's function while an instance runs."""
+
+
+@define(kw_only=True)
+class Standing:
+    """The fused ops that stand in one model."""
+
+    unit: Unit
+    model: nn.Module = field(repr=False)
+    ran: Counter[str] = field(factory=Counter)
+    "Site -> calls of its fused op."
+    missed: dict[str, str] = field(factory=dict)
+    "Site -> why no fused op stands there, or why one did not run."
+
+    def put_in(self) -> None:
+        """Let the planned ops stand at their sites."""
+        for decision in self.unit.plan.expected():
+            site = self.unit.plan.site[decision.site]
+            problem = self._put_in(site, decision.fusion)
+            if problem is not None:
+                self.missed[site.name] = problem
+
+    def _put_in(self, site: Site, fusion: str) -> str | None:
+        """Why not, or None."""
+        path = join(site.layer, site.norms[0].module or "") if len(site.norms) == 1 else site.layer
+        around = self.model.get_submodule(path)
+        inner = [around] if len(site.norms) == 1 else list(around.modules())
+        found = next(((each, seam) for each in inner if (seam := seam_of(type(each), fusion)) is not None), None)
+        if found is None:
+            cls = type(around)
+            return f"{cls.__module__}.{cls.__qualname__} is no class of vLLM's that layerfuse knows a place in"
+        module, seam = found
+        problem = seam.why_not()
+        if problem is not None:
+            return problem
+        if not seam.plain(module):
+            return f"this {type(module).__qualname__} does more than its spec says"
+        op = FUNCTIONS[FUSIONS[fusion].op.name]
+        stand = self._norm if seam.function is None else self._function
+        stand(module, seam, site, op)
+        return None
+
+    def _counted(self, site: str, op: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+        """The fused op, or vLLM's own code where it refuses; each given its arguments ready."""
+
+        def run(fused: tuple[Any, ...], plain: tuple[Any, ...]) -> Any:
+            try:
+                result = op(*fused)
+            except REFUSALS as error:
+                self.missed[site] = f"the fused op refused its arguments: {error}"
+                return own(*plain)
+            self.ran[site] += 1
+            return result
+
+        return run
+
+    def _norm(self, module: Any, seam: Seam, site: Site, op: Callable[..., Any]) -> None:
+        (norm,) = site.norms
+        settings: tuple[Any, ...] = (norm.epsilon, norm.weight_offset)
+        if isinstance(norm, GatedNormSpec):
+            settings = (*settings, norm.activation, norm.norm_before_gate)
+        own, second = module.forward, seam.second
+        run = self._counted(site.name, op, own)
+
+        @functools.wraps(own)
+        def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.keys() == {second} and not args:
+                args, kwargs = (kwargs[second],), {}
+            # Without the second tensor, or with options of vLLM's, it is another computation.
+            if len(args) != 1 or kwargs or args[0] is None or args[0].numel() != x.numel():
+                return own(x, *args, **kwargs)
+            # Kimi's delta nets give the gate without the leading dimension of 1.
+            return run((x, args[0].view(x.shape), module.weight, *settings), (x, *args))
+
+        module.forward = forward
+
+    def _function(self, module: Any, seam: Seam, site: Site, op: Callable[..., Any]) -> None:
+        q, kv = site.norms
+        own = module.forward
+        original = _dispatched(seam)
+        run = self._counted(site.name, op, original)
+        settings = (q.epsilon, kv.epsilon, q.weight_offset, kv.weight_offset)
+
+        def fused(x: Any, y: Any, x_weight: Any, y_weight: Any, epsilon: float) -> Any:
+            return run((x, y, x_weight, y_weight, *settings), (x, y, x_weight, y_weight, epsilon))
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            before = _inside.set(fused)
+            try:
+                return own(*args, **kwargs)
+            finally:
+                _inside.reset(before)
+
+        module.forward = forward
+        if seam.switch is not None:
+            setattr(module, seam.switch, True)
+
+    def take_down(self) -> None:
+        """Write what the profiling run was as a record of the unit."""
+        uses, unreached = [], []
+        for decision in self.unit.plan.expected():
+            site, op = decision.site, FUSIONS[decision.fusion].op.name
+            why = self.missed.get(site)
+            if why is None and not self.ran[site] and self.unit.plan.site[site].role != OUTPUT:
+                why = NOT_CALLED
+            if why is not None:
+                uses.append(Use(site=site, fused=None, missed={decision.fusion: why}))
+            elif not self.ran[site]:
+                # vLLM skips the recurrence, and all that is inside of it, where there is no cache yet.
+                unreached.append(site)
+                uses.append(Use(site=site, fused=decision.fusion, how="module"))
+            uses += [Use(site=site, fused=decision.fusion, form=op, how="module")] * self.ran[site]
+        self.unit.pieces.append(
+            Piece(number=0, tokens="any", source="module", record=GraphRecord(graph=0, uses=tuple(uses)))
+        )
+        self.unit.unreached = tuple(unreached)
+
+
+def _dispatched(seam: Seam) -> Callable[..., Any]:
+    """The function of vLLM's that a place calls, from now on through what stands for it while an instance runs."""
+    assert seam.function is not None
+    module: Any = sys.modules[seam.function.module]
+    name = seam.function.path
+    held: Any = vars(module)[name]
+    known = vars(held).get("__layerfuse_original__")
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+
+    @functools.wraps(held)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        standing = _inside.get()
+        return held(*args, **kwargs) if standing is None else standing(*args, **kwargs)
+
+    setattr(dispatch, "__layerfuse_original__", held)  # noqa: B010 (functions have no such attribute by type)
+    setattr(module, name, dispatch)
+    return held  # type: ignore[no-any-return]
+
+
+@contextmanager
+def counted(unit: Unit) -> Iterator[None]:
+    """Count the fused ops that are called while this lasts."""
+    from ...fusion.backends import counting
+
+    with counting() as calls:
+        yield
+    unit.counted = calls
+
+
+def at_first_call(model: Any, unit: Unit, done: Callable[[Unit], None]) -> None:
+    """Put the planned ops into a model, and report after its first call, which is vLLM's profiling run.
+
+    Args:
+        model: as loaded.
+        unit: its plan.
+        done: called with the unit when the record of that call is in it.
+    """
+    standing = Standing(unit=unit, model=model)
+    standing.put_in()
+    own = model.forward
+
+    @functools.wraps(own)
+    def first(*args: Any, **kwargs: Any) -> Any:
+        if model.forward is first:
+            del model.forward  # later calls are the model's own
+        with counted(unit):
+            result = own(*args, **kwargs)
+        standing.take_down()
+        done(unit)
+        return result
+
+    model.forward = first

@@ -1,0 +1,242 @@
+"""What vLLM fuses by itself, as data: by a pass of its compiler, or in the code of a model that it does not compile.
+
+Read in vLLM 0.26.0 and 0.33.0. Needs no vLLM, so that plans are made beforehand from the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from attrs import frozen
+
+from ...fusion.catalog import FUSIONS
+from ...fusion.engine import Engine
+from ...fusion.sites import FINAL
+
+_PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
+
+
+@frozen(kw_only=True)
+class Place:
+    """Where a plan is for, as far as it decides what vLLM fuses."""
+
+    vendor: str
+    "nvidia, amd or cpu."
+    arch: str
+    "As `Target.arch`."
+    ranks: int = 1
+    "The tensor-parallel size."
+    aiter: bool = False
+    "Whether vLLM uses AITER (VLLM_ROCM_USE_AITER)."
+
+
+@frozen(kw_only=True)
+class Pass:
+    """One pass of vLLM's compiler on one vendor's GPUs, and the chains of the catalog that it takes."""
+
+    fusions: tuple[str, ...]
+    switch: str
+    "In vLLM's `pass_config`."
+    by: str
+    "The class of the pass."
+    vendor: str
+    aiter: bool = False
+    "Whether it needs AITER."
+    by_default: bool = True
+    "Whether vLLM's defaults switch it on for a model with such a chain."
+    archs: tuple[str, ...] = ()
+    "Where its defaults switch it on; empty: everywhere."
+
+    def there(self, place: Place) -> bool:
+        """Whether it does anything in this place if it is switched on."""
+        return place.vendor == self.vendor and (place.aiter or not self.aiter)
+
+
+def _quantised(*names: str, per: Iterable[str] = _PER_QUANT) -> tuple[str, ...]:
+    return tuple(f"{name}_{each}" for name in names for each in per)
+
+
+_GROUP, _OTHER = ("group_quant",), ("static_quant", "per_token_quant")
+_NORMS = ("add_rms_norm", "rms_norm", "mla_dual_rms_norm")
+
+PASSES = (
+    Pass(
+        fusions=("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_quant"),
+        switch="fuse_allreduce_rms",
+        by="AllReduceFusionPass",
+        vendor="nvidia",
+        archs=("sm90", "sm100", "sm103"),
+    ),
+    Pass(
+        fusions=("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_group_quant"),
+        switch="fuse_allreduce_rms",
+        by="RocmAiterAllReduceFusionPass",
+        vendor="amd",
+        aiter=True,
+    ),
+    # Of both latent norms it takes the one that is quantised.
+    Pass(
+        fusions=_quantised(*_NORMS, per=_GROUP), switch="fuse_norm_quant", by="RMSNormQuantFusionPass", vendor="nvidia"
+    ),
+    # Where nothing makes the norm or the quantisation an op of its own, that is left to Inductor.
+    Pass(
+        fusions=_quantised(*_NORMS, per=_OTHER),
+        switch="fuse_norm_quant",
+        by="RMSNormQuantFusionPass",
+        vendor="nvidia",
+        by_default=False,
+    ),
+    Pass(
+        fusions=(*_quantised("add_rms_norm", "rms_norm"), "gated_rms_norm_group_quant"),
+        switch="fuse_norm_quant",
+        by="RocmAiterRMSNormQuantFusionPass",
+        vendor="amd",
+        aiter=True,
+    ),
+    Pass(
+        fusions=("mla_dual_rms_norm", *_quantised("mla_dual_rms_norm", per=("per_token_quant", "group_quant"))),
+        switch="fuse_mla_dual_rms_norm",
+        by="MLADualRMSNormFusionPass",
+        vendor="amd",
+        aiter=True,
+    ),
+    Pass(
+        fusions=_quantised("silu_mul", per=_GROUP),
+        switch="fuse_act_quant",
+        by="ActivationQuantFusionPass",
+        vendor="nvidia",
+    ),
+    Pass(
+        fusions=_quantised("silu_mul", per=("static_quant",)),
+        switch="fuse_act_quant",
+        by="ActivationQuantFusionPass",
+        vendor="nvidia",
+        by_default=False,
+    ),
+    Pass(
+        fusions=_quantised("silu_mul", per=_GROUP),
+        switch="fuse_act_quant",
+        by="RocmAiterSiluMulFp8GroupQuantFusionPass",
+        vendor="amd",
+        aiter=True,
+    ),
+)
+"""The passes of 0.26 and 0.33 that take a chain of the catalog."""
+
+
+def by_passes(place: Place, switched: Mapping[str, bool] | None = None) -> dict[str, str]:
+    """Fusion -> the pass of vLLM's that does it.
+
+    Args:
+        place: what is planned for.
+        switched: `pass_config` of an engine that is there; None: vLLM's defaults.
+    """
+    return {name: f"its pass {each.by} ({each.switch})" for each in _on(place, switched) for name in each.fusions}
+
+
+def _on(place: Place, switched: Mapping[str, bool] | None) -> Iterator[Pass]:
+    for each in PASSES:
+        on = each.by_default and place.arch in (each.archs or (place.arch,))
+        if each.there(place) and (on if switched is None else switched.get(each.switch, False)):
+            yield each
+
+
+@frozen(kw_only=True)
+class Code:
+    """What the code of some models does in one launch without a compiler."""
+
+    fusions: tuple[str, ...]
+    by: str
+    "Function, and where."
+    architectures: frozenset[str] = frozenset()
+    "Empty: every model."
+    reduced: bool = False
+    "Only with more than one rank."
+    kept: bool = False
+    "Whether vLLM keeps it even where the fusion is asked for by name: nothing stands where that could go in."
+
+
+_SPARSE = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
+
+CODE = (
+    Code(fusions=("add_rms_norm",), by="its own op for the add and the norm (fused_add_rms_norm)"),
+    Code(fusions=("gated_rms_norm",), by="its own kernel for the gated norm (rms_norm_gated)"),
+    Code(
+        fusions=("mla_dual_rms_norm",),
+        by="fused_norm_rope in the code of the model",
+        architectures=_SPARSE,
+        kept=True,
+    ),
+    Code(
+        fusions=("all_reduce_add_rms_norm", "add_rms_norm"),
+        by="fused_allreduce_rms_norm in the code of the model",
+        architectures=_SPARSE,
+        reduced=True,
+        kept=True,
+    ),
+    Code(
+        fusions=("mla_dual_rms_norm",),
+        by="fused_q_kv_rmsnorm in the code of the model",
+        architectures=frozenset({"KimiK3ForConditionalGeneration"}),
+    ),
+    Code(
+        fusions=("add_rms_norm",),
+        by="attn_res in the code of the model",
+        architectures=frozenset({"KimiK3ForConditionalGeneration"}),
+        kept=True,
+    ),
+)
+"""What models do that vLLM runs without compiling them; later rows are the more special ones."""
+
+APART = {
+    architecture: {FINAL: "vLLM applies the final norm of this model in compute_logits, apart from the residual add"}
+    for architecture in ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
+}
+"""Architecture -> role -> why no chain stands there in vLLM's code."""
+
+
+def by_code(architectures: Iterable[str], place: Place) -> dict[str, Code]:
+    """Fusion -> what does it in a model that is not compiled."""
+    given = set(architectures)
+    return {
+        name: each
+        for each in CODE
+        if (not each.architectures or each.architectures & given) and (place.ranks > 1 or not each.reduced)
+        for name in each.fusions
+    }
+
+
+INSTEAD = "naming the fusion takes it instead"
+
+
+def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine:
+    """What vLLM does as it compiles a model; the arguments are those of `by_passes`."""
+    does = by_passes(place, switched)
+    return Engine(name="vllm", does={name: f"vLLM does it: {by}; {INSTEAD}" for name, by in does.items()})
+
+
+def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: Iterable[str]) -> Engine:
+    """What vLLM does as it runs a model that it does not compile.
+
+    Args:
+        reason: why it does not, as a sentence.
+        architectures: of the model.
+        place: what is planned for.
+        seams: the fusions that can go in at module level there.
+    """
+    known, architectures = frozenset(seams), tuple(architectures)
+    does: dict[str, str] = {}
+    keeps = {role: why for name in architectures for role, why in APART.get(name, {}).items()}
+    for name, code in by_code(architectures, place).items():
+        if code.kept or name not in known:
+            keeps[name] = f"vLLM does it: {code.by}"
+        else:
+            does[name] = f"vLLM does it: {code.by}; {INSTEAD}"
+    without = [name for name in FUSIONS if name not in known and name not in keeps]
+    return Engine(
+        name="vllm",
+        uncompiled=reason,
+        refuses=dict.fromkeys(without, f"{reason}; at module level there is no place for it"),
+        does=does,
+        keeps=keeps,
+    )

@@ -1,0 +1,113 @@
+"""The places of vLLM where a fused op can go in without a compiler, as data: what runs there, and which fusion that is.
+
+Each is checked when it is used, as hooks are: where it is not what this version knows, that place is left alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from attrs import field, frozen
+
+from .hooks import Hook, HookError, check
+
+_NORMS = "vllm.model_executor.layers.layernorm"
+_MLA = "vllm.model_executor.layers.mla"
+_KDA = "vllm.third_party.flash_linear_attention.ops.kda"
+_K3 = "vllm.models.kimi_k3.nvidia.mla"
+_FUNCTION = "fused_q_kv_rmsnorm"
+_TAKES = ("q_weight", "kv_weight", "eps")
+
+
+def _always(_module: Any) -> bool:
+    return True
+
+
+@frozen(kw_only=True)
+class Seam:
+    """One class of vLLM's in whose instances a fused op can stand.
+
+    For a norm the instance's call with a second tensor (the residual, the gate) becomes one call of the fused op. Where there is
+    a `function`, that is what becomes the op, while the instance runs.
+    """
+
+    fusion: str
+    hook: Hook
+    "A method of the class, with what it takes."
+    function: Hook | None = None
+    "What the instance calls of its module for the same chain."
+    switch: str | None = None
+    "The attribute that makes the instance call it."
+    plain: Callable[[Any], bool] = field(default=_always, repr=False)
+    "Whether an instance computes what the spec says and nothing else."
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The module and the name of the class."""
+        return self.hook.module, self.hook.path.partition(".")[0]
+
+    @property
+    def second(self) -> str:
+        """The name of a norm's second tensor."""
+        return self.hook.takes[2]
+
+    def why_not(self) -> str | None:
+        """Why this vLLM is not what is expected here, or None where it is. Imports nothing."""
+        for hook in filter(None, (self.hook, self.function)):
+            module = sys.modules.get(hook.module)
+            if module is None:
+                return f"{hook.module} is not loaded"
+            try:
+                check(hook, module)
+            except HookError as error:
+                return str(error)
+        return None
+
+
+def _norm(fusion: str, module: str, name: str, second: str, **more: Any) -> Seam:
+    hook = Hook(name="seam", module=module, path=f"{name}.forward_native", takes=("self", "x", second))
+    return Seam(fusion=fusion, hook=hook, **more)
+
+
+def _latents(module: str, name: str, **more: Any) -> Seam:
+    return Seam(
+        fusion="mla_dual_rms_norm",
+        hook=Hook(name="seam", module=module, path=f"{name}.forward", takes=("self", "positions", "hidden_states")),
+        function=Hook(
+            name="seam",
+            module=module,
+            path=_FUNCTION,
+            takes=_TAKES,
+            source=f"vllm.models.common.ops.fused_qk_rmsnorm:{_FUNCTION}",
+        ),
+        **more,
+    )
+
+
+SEAMS = (
+    _norm(
+        "add_rms_norm",
+        _NORMS,
+        "RMSNorm",
+        "residual",
+        plain=lambda norm: norm.has_weight and norm.variance_size_override is None,
+    ),
+    _norm("add_rms_norm", _NORMS, "GemmaRMSNorm", "residual"),
+    _norm("gated_rms_norm", _NORMS, "RMSNormGated", "z", plain=lambda norm: norm.bias is None),
+    _norm("gated_rms_norm", _KDA, "FusedRMSNormGated", "g", plain=lambda norm: norm.weight is not None),
+    _latents(_MLA, "MultiHeadLatentAttentionWrapper", switch="fuse_qkv_rmsnorm"),
+    _latents(_K3, "MultiHeadLatentAttention"),
+)
+"""Every place. The fused op of a site is that of the plan; a norm is the site's own module."""
+
+
+def seam_of(cls: type, fusion: str) -> Seam | None:
+    """The place that a class is for a fusion. A class derived from one that is known may do something else, and is none."""
+    return next((s for s in SEAMS if s.fusion == fusion and s.key == (cls.__module__, cls.__qualname__)), None)
+
+
+def usable() -> frozenset[str]:
+    """The fusions for which this vLLM has such a place, as far as its modules are loaded."""
+    return frozenset(seam.fusion for seam in SEAMS if seam.why_not() is None)

@@ -1,0 +1,64 @@
+"""The script that measures the decode chain, without its clock: what every way computes is checked, and what is wrong stops it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+import mla_chain
+
+from layerfuse import MLASpec, registry
+from layerfuse.fusion import ops
+from layerfuse.testing import small_entry
+
+
+@pytest.fixture(autouse=True)
+def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = small_entry(registry.model("deepseek-v3"), layers=1)
+    spec = next(spec for _, spec in entry.specs() if isinstance(spec, MLASpec))
+    monkeypatch.setattr(mla_chain, "DEVICE", "cpu")
+    monkeypatch.setattr(mla_chain, "spec_of", lambda heads: spec)
+    monkeypatch.setattr(mla_chain, "LAYERS", {16: 2})
+    monkeypatch.setattr(mla_chain, "PAGES", 2)
+    monkeypatch.setattr(mla_chain, "captured", lambda calls, repeats: (None, [call() for call in calls]))
+    monkeypatch.setattr(mla_chain, "in_turns", replayed)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda gm, _inputs, **_: gm)
+
+
+def replayed(graphs: dict[str, Any], calls: int, rounds: int) -> dict[str, list[float]]:
+    return {name: [1.0, 2.0] for name in graphs}
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_all_ways_of_a_case_are_run_and_checked(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What a graph would write when it is replayed: here nothing is.
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda self: self)
+    with torch.inference_mode():
+        case = mla_chain.measured(16, 3, form, 2)
+    names = {"inductor", "combo", "dual norm", "ops", "buffer", "gemms"} - ({"buffer"} if form == "fp8" else set())
+    assert set(case["us"]) == names and set(case["differences"]) == names - {"gemms"}
+    assert all(value < mla_chain.TOLERANCE[form] for parts in case["differences"].values() for value in parts.values())
+    mla_chain.chain_table([case])
+
+
+def test_a_wrong_result_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "zero_", lambda self: self)
+    right = ops.mla_query_concat
+    monkeypatch.setattr(ops, "mla_query_concat", lambda *args: right(*args) * 1.1)
+    with torch.inference_mode(), pytest.raises(SystemExit, match=r"wrong results: \{'ops'"):
+        mla_chain.measured(16, 3, "bf16", 2)
+
+
+def test_every_op_is_timed_beside_a_copy_of_its_bytes() -> None:
+    with torch.inference_mode():
+        rows = [row for form in ("bf16", "fp8") for row in mla_chain.op_measured(2, 4, form, 2)]
+    fp8 = ["mla_norm_rope_cache", "mla_query_concat"]
+    assert [row["op"] for row in rows] == [*fp8, "mla_query_rope", *fp8]
+    assert rows[0]["bytes"] == 2 * (2112 + 1536 + 576) * 2
+    mla_chain.ops_table(rows)

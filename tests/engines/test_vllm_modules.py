@@ -1,0 +1,290 @@
+"""Models that vLLM does not compile: fused ops stand in its own layers, are counted in the profiling run, and give its numbers.
+
+Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import attrs
+import pytest
+import torch
+
+pytest.importorskip("vllm_started")
+import vllm
+from test_vllm_plugin import ADD, DUAL, again, fresh, runs_on, said  # noqa: F401 (`fresh` is a fixture)
+from torch import Tensor
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers import mla
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm_started import TINY, _attend, engine_config, started
+
+from layerfuse.engines.vllm import process, seams
+from layerfuse.engines.vllm.hooks import check_source
+from layerfuse.engines.vllm.releases import RELEASES
+from layerfuse.engines.vllm.seams import SEAMS
+from layerfuse.engines.vllm.verdict import CallsDifferError
+from layerfuse.fusion import FusionMissedError
+
+TINY["kimi-linear"] = {
+    **TINY["deepseek-v3"],
+    "num_hidden_layers": 4,
+    "q_lora_rank": None,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 3],  # 1-based, as published
+        "full_attn_layers": [4],
+        "num_heads": 4,
+        "head_dim": 32,
+        "short_conv_kernel_size": 4,
+    },
+}
+
+
+KDA = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn.KimiGatedDeltaNetAttention"
+
+
+def _delta(layer: Any, *, mixed_qkv: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor, **_: Any) -> None:
+    """In the place of the recurrence, before vLLM's own gated norm."""
+    mixed = _attend(beta[0], mixed_qkv, beta[0], core_attn_out[0, 0].numel()).view_as(core_attn_out)
+    core_attn_out.copy_(layer.o_norm(mixed, g2))
+
+
+def _attention(_: Any, _positions: Tensor, q: Tensor, kv_c: Tensor, k_pe: Tensor, attn_out: Tensor) -> None:
+    attn_out.copy_(_attend(q, kv_c, k_pe, attn_out.shape[-1]))
+
+
+@pytest.fixture(autouse=True)
+def kimi_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plain torch in the place of the attention kernels of Kimi-Linear, as `vllm_started` does it for the others."""
+    if importlib.util.find_spec("vllm.models.kimi_k3") is not None:
+        monkeypatch.setattr(f"{KDA}._forward", _delta)
+        monkeypatch.setattr("vllm.models.kimi_k3.nvidia.mla.MultiHeadLatentAttention._attention", _attention)
+    with mock.patch.dict("os.environ"):  # vLLM sets a variable for models that it does not compile
+        yield
+
+
+GATED = "gated_rms_norm"
+HERE = RELEASES[".".join(vllm.__version__.split(".")[:2])].seams
+"""The fusions that this vLLM has a place for; the record is held to the source below."""
+kimi = pytest.mark.skipif(DUAL not in HERE, reason="this vLLM compiles Kimi-Linear, in other code")
+dual = pytest.mark.skipif(DUAL not in HERE, reason="this vLLM has no switch for both latent norms")
+STRICT = {"fusions": [ADD, DUAL, GATED], "strict": True}
+
+
+def counts(lines: list[str]) -> list[str]:
+    return [line for line in lines if "expected" in line]
+
+
+def line(fusion: str, sites: int, called: int | None = None) -> str:
+    calls = sites if called is None else called
+    return f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {calls} times in the profiling run"
+
+
+MODE = "vLLM's compilation mode is NONE here; fusions need VLLM_COMPILE"
+BREAKABLE = "vLLM runs KimiLinearForCausalLM in breakable CUDA graphs by default, and does not compile it"
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "why"),
+    [
+        ("deepseek-v3", {ADD: 6, DUAL: 3}, MODE),
+        ("kimi-k2", {ADD: 6, DUAL: 3}, MODE),
+        ("gpt-oss-20b", {ADD: 8}, MODE),
+        ("qwen3-next", {ADD: 8, GATED: 3}, MODE),  # zero-centred norms
+        pytest.param("kimi-linear", {ADD: 7, GATED: 3}, BREAKABLE, marks=kimi),  # its final norm stands apart
+    ],
+)
+def test_every_site_of_a_model_that_is_not_compiled_is_fused_called_and_gives_vllms_numbers(
+    name: str, fused: dict[str, int], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started(name, tmp_path, layerfuse=False, mode="NONE") as engine:
+        plain = [engine(tokens) for tokens in (6, 1, 33)]
+    assert said(caplog) == [f"layerfuse: nothing is fused in {type(engine.model).__name__}: {why}"]
+    caplog.clear()
+    with started(name, tmp_path, layerfuse=STRICT, mode="NONE") as engine:
+        got = [engine(tokens) for tokens in (6, 1, 33)]
+        torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
+    lines = said(caplog)
+    fused = {fusion: sites for fusion, sites in fused.items() if fusion in HERE}
+    assert counts(lines) == [line(fusion, sites) for fusion, sites in fused.items()]
+    assert lines.count(f"the fused ops stand in the model's modules: {why}") == 1
+    (path,) = tmp_path.rglob("layerfuse-report.json")
+    ((model, module),) = json.loads(path.read_text())["modules"].items()
+    assert model == type(engine.model).__name__
+    assert sum(row["outcome"] == "fused" for row in module["sites"]) == sum(fused.values())
+
+
+def test_in_bfloat16_the_numbers_stay_within_its_rounding(tmp_path: Path) -> None:
+    results = []
+    for options in (False, STRICT):
+        with started("qwen3-next", tmp_path, layerfuse=options, mode="NONE", dtype="bfloat16") as engine:
+            results.append(engine(33).float())
+    assert (results[0] - results[1]).abs().max() < 0.05 * results[0].abs().max()
+
+
+def test_nothing_stands_in_a_model_unless_it_is_asked_for_by_name_or_where_eager_is_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a name, what vLLM does itself stays its own."""
+    for options in ({"level": 2}, {**STRICT, "eager": False}):
+        caplog.clear()
+        process.this.said.clear()
+        with started("deepseek-v3", tmp_path, layerfuse=options, mode="NONE") as engine:
+            engine()
+            norm = engine.model.model.layers[1].input_layernorm
+            assert "forward" not in vars(norm)
+        assert said(caplog) == [f"layerfuse: nothing is fused in DeepseekV3ForCausalLM: {MODE}"]
+
+
+def test_the_option_is_part_of_vllms_hash() -> None:
+    hashes = [
+        engine_config("deepseek-v3", layerfuse={"fusions": ADD, **more}, mode="NONE").compute_hash()
+        for more in ({}, {"eager": False})
+    ]
+    assert hashes[0] != hashes[1]
+
+
+def test_batch_invariance_is_honoured_at_module_level_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with started("deepseek-v3", tmp_path, layerfuse=STRICT, mode="NONE") as engine:
+        engine()
+        assert not any("forward" in vars(module) for module in engine.model.modules())
+    (only,) = said(caplog)
+    assert only == (
+        "layerfuse: nothing is fused in DeepseekV3ForCausalLM: VLLM_BATCH_INVARIANT is set: "
+        "vLLM keeps to kernels whose results do not depend on the batch"
+    )
+
+
+# ---- what the report says where something is not as planned
+
+
+class OtherWay(torch.nn.Module):
+    """What a model may call in the place of its norm."""
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x + residual
+
+
+def test_a_norm_that_vllm_does_not_call_is_a_miss_and_stops_a_strict_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse=STRICT, mode="NONE") as engine:
+        layer = engine.model.model.layers[1]
+        layer.post_attention_layernorm = OtherWay()
+        with pytest.raises(FusionMissedError, match="did not call its norms together"):
+            engine()
+    assert f"{ADD}: 6 expected, 5 fused, 1 missed; called 5 times in the profiling run" in said(caplog)
+
+
+@kimi
+def test_what_the_profiling_run_does_not_come_to_is_said_and_is_no_miss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM skips a delta net's core there: it has no cache yet."""
+
+    def skipped(_: Any, *, core_attn_out: Tensor, **__: Any) -> None:
+        core_attn_out.zero_()
+
+    monkeypatch.setattr(f"{KDA}._forward", skipped)
+    with started("kimi-linear", tmp_path, layerfuse=STRICT, mode="NONE") as engine:
+        engine()
+    lines = said(caplog)
+    assert line(GATED, 3, called=0) in lines
+    assert (
+        "the profiling run did not come to model.layers.0.self_attn:output and 2 more, where fused ops stand too"
+        in lines
+    )
+
+
+def test_an_op_that_refuses_leaves_the_call_to_vllm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse=False, mode="NONE") as engine:
+        plain = engine()
+    caplog.clear()
+    with started("deepseek-v3", tmp_path, layerfuse={"fusions": [ADD]}, mode="NONE") as engine:
+        norm = engine.model.model.layers[1].input_layernorm
+        every_other = norm.weight.data.repeat_interleave(2)[::2]  # not contiguous, which the op refuses
+        norm.weight = torch.nn.Parameter(every_other, requires_grad=False)
+        torch.testing.assert_close(engine(), plain, rtol=1e-4, atol=1e-5)
+    lines = said(caplog)
+    assert f"{ADD}: 6 expected, 5 fused, 1 missed; called 5 times in the profiling run" in lines
+    assert any("model.layers.1:input: the fused op refused its arguments" in each for each in lines)
+
+
+def test_calls_from_elsewhere_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def once_more(*_: Any) -> None:
+        x, weight = torch.ones(2, 8), torch.ones(8)
+        torch.ops.layerfuse.add_rms_norm(x, x, weight, 1e-6, 0.0)
+
+    with (
+        started("deepseek-v3", tmp_path, layerfuse=STRICT, mode="NONE") as engine,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("vllm_started.before_attention", once_more)
+        with pytest.raises(CallsDifferError, match="add_rms_norm was called 9 times"):
+            engine()
+
+
+# ---- hostile conditions: vLLM runs on, and one line says why
+
+
+class Derived(RMSNorm):
+    """As another plugin's: it may compute something else."""
+
+
+def test_a_class_that_another_plugin_put_there_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(custom_op.op_registry_oot, "RMSNorm", Derived)  # what CustomOp.register_oot does
+    with started("deepseek-v3", tmp_path, layerfuse={"fusions": [ADD, DUAL]}, mode="NONE") as engine:
+        runs_on(engine)
+    lines = said(caplog)
+    assert f"{ADD}: 6 expected, 0 fused, 6 missed; called 0 times in the profiling run" in lines
+    assert any(f"{__name__}.Derived is no class of vLLM's that layerfuse knows a place in" in each for each in lines)
+    # Both latent norms go in at the layer around them.
+    assert (line(DUAL, 3) in lines) == (DUAL in HERE)
+
+
+@pytest.mark.parametrize("what", ["the method", pytest.param("the function", marks=dual)])
+def test_a_place_that_is_gone_is_said_with_what_is_missing(
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if what == "the method":
+        changed = tuple(
+            attrs.evolve(seam, hook=attrs.evolve(seam.hook, path=seam.hook.path + "_gone")) for seam in SEAMS
+        )
+        monkeypatch.setattr(seams, "SEAMS", changed)
+        fused = {}
+    else:
+        monkeypatch.delattr(mla, "fused_q_kv_rmsnorm")
+        fused = {ADD: 6}
+    with started("deepseek-v3", tmp_path, layerfuse={"fusions": [ADD, DUAL]}, mode="NONE") as engine:
+        if fused:
+            runs_on(engine)
+    lines = said(caplog)
+    if not fused:
+        assert lines == [f"layerfuse: nothing is fused in DeepseekV3ForCausalLM: {MODE}"]
+        return
+    assert line(ADD, 6) in lines
+    gone = "vllm.model_executor.layers.mla:fused_q_kv_rmsnorm is expected, and vllm.model_executor.layers.mla has no"
+    assert any(f"and 2 more: {gone} 'fused_q_kv_rmsnorm'" in each for each in lines)
+
+
+def test_the_recorded_places_of_this_release_are_those_of_its_source() -> None:
+    """Plans made without vLLM go by the record."""
+    folder = Path(vllm.__file__).parent
+    whole = {
+        seam.fusion
+        for seam in SEAMS
+        if all(check_source(hook, folder) is None for hook in (seam.hook, seam.function) if hook is not None)
+        and (seam.switch is None or seam.switch in (folder / "model_executor/layers/mla.py").read_text())
+    }
+    assert whole == seams.usable() == HERE

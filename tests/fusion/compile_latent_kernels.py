@@ -1,0 +1,65 @@
+"""Compiles the kernels of the MLA decode layer for GPUs that are not here, as `compile_kernels` does, and prints what came out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import torch
+from compile_kernels import FEW, MANY, TARGETS, Compiler
+
+from layerfuse.fusion.backends.triton import latents, launcher, queries, tuning
+from layerfuse.fusion.ops.mla import MLA
+
+OPS = {op.name: op for op in MLA}
+FORMS = {"plain": 576, "fp8": 576, "fp8_ds_mla": 656}
+TOKENS, HEADS = 8, 16
+
+
+def built(
+    name: str, op: str, step: int, *, form: str = "plain", pairs: str = "interleaved", early: bool = False
+) -> dict[str, Any]:
+    """What one variant compiles to, at DeepSeek-V3's widths."""
+    compiler = Compiler(name, early)
+    target, fp8 = TARGETS[name]
+    launcher.first = compiler  # type: ignore[assignment]
+    launcher.again = lambda *_: False  # type: ignore[assignment]
+    launcher.wave = lambda _: target.warp_size  # type: ignore[assignment]
+    tuning.regime = lambda _: step  # type: ignore[assignment]
+    index, table = torch.zeros(TOKENS, dtype=torch.int64), torch.empty(4096, 64)
+    cos, sin = table.chunk(2, -1)
+    scale = torch.ones(1)
+    if "norm" in op:
+        dtype = {"plain": torch.bfloat16, "fp8": fp8, "fp8_ds_mla": torch.uint8}[form]
+        down = torch.empty(TOKENS, 2112, dtype=torch.bfloat16).split([1536, 512, 64], -1)
+        weights = [torch.empty(width, dtype=torch.bfloat16) for width in (1536, 512)]
+        cache = torch.empty(4, 64, FORMS[form], dtype=dtype)
+        options = {"static": (scale, fp8), "per": (fp8, False), "group": (fp8, 128, False, False, False)}
+        quant = options.get(op.removeprefix("mla_norm_rope_cache_").partition("_")[0], ())
+        args = (*down, *weights, 1e-6, 1e-6, cos, sin, index, index, cache, scale, 0.0, 0.0, pairs, *quant)
+        function = latents.function_of(OPS[op])
+    else:
+        latent = torch.empty(HEADS, TOKENS, 512, dtype=torch.bfloat16).transpose(0, 1)
+        rope = torch.empty(TOKENS, HEADS, 192, dtype=torch.bfloat16)[..., 128:]
+        args = (latent, rope, cos, sin, index, pairs)
+        if op == "mla_query_rope":
+            args = (rope, torch.empty(TOKENS, HEADS, 576, dtype=torch.bfloat16), cos, sin, index, pairs)
+        elif op.endswith("quant"):
+            args = (latent, rope, cos, sin, index, scale, pairs, fp8)
+        function = queries.function_of(OPS[op])
+    function(*args)
+    return compiler.built | {"target": name, "step": step, "early": early, "form": form, "pairs": pairs}
+
+
+if __name__ == "__main__":
+    found = []
+    for target in TARGETS:
+        for op in OPS:
+            found += [built(target, op, step) for step in (FEW, MANY)]
+        found += [built(target, "mla_norm_rope_cache", FEW, form=form) for form in ("fp8", "fp8_ds_mla")]
+        found += [
+            built(target, "mla_query_concat", FEW, pairs=pairs) for pairs in ("halves", "interleaved_to_halves", "none")
+        ]
+    found += [built("sm90", op, FEW, early=True) for op in ("mla_norm_rope_cache", "mla_query_concat")]
+    json.dump(found, sys.stdout)

@@ -1,0 +1,452 @@
+"""The ops of an MLA decode layer, against float64, by the reference and by the kernels: results, rules, and every byte of the cache."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from latent_support import DEEPSEEK, SMALL, Guarded, Widths, entry_values, latents, normed, rotated, tables
+
+from layerfuse.fusion import backends, ops
+from layerfuse.fusion.ops.rope import PAIRS
+
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU else "cpu"
+EPS = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+"""Triton's interpreter cuts float32 down to bfloat16 where the hardware rounds to nearest: a whole unit."""
+FP8_STEP = 2**-3
+SCALE = 0.0625
+LAYOUTS = {
+    "slots": {"pages": 24, "page_size": None},
+    "pages of 1": {"pages": 24, "page_size": 1},
+    "pages of 8": {"pages": 3, "page_size": 8},
+}
+FORMS = ("plain", "fp8", "fp8_ds_mla")
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=needs_triton)])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    backends.force(request.param)
+    yield request.param
+    backends.force(None)
+
+
+def cache_for(form: str, widths: Widths, dtype: torch.dtype, layout: str = "pages of 8", **changes: Any) -> Guarded:
+    return Guarded.of(form, widths, dtype=dtype, device=DEVICE, **{**LAYOUTS[layout], **changes})
+
+
+def scale_of(value: float = SCALE) -> torch.Tensor:
+    return torch.tensor([value], device=DEVICE)
+
+
+def write(
+    given: dict[str, Any], guarded: Guarded, slots: Any, pairs: str = "interleaved", name: str = "", **more: Any
+) -> Any:
+    slots = torch.as_tensor(slots, device=DEVICE)
+    function = getattr(ops, f"mla_norm_rope_cache{name}")
+    return function(**given, slots=slots, cache=guarded.cache, cache_scale=scale_of(), pairs=pairs, **more)
+
+
+def assert_fp8(got: torch.Tensor, wanted: torch.Tensor, small: float) -> None:
+    """Within one rounding to e4m3. Triton's interpreter drops the carry of a value that rounds up to a power of two."""
+    wrong = (got - wanted).abs() > wanted.abs() * FP8_STEP + small
+    if not GPU and backends.wanted_for("mla_query_concat") == "triton":
+        assert wrong.double().mean() < 0.2
+        got, wanted = got[wrong] * 2, wanted[wrong]
+    torch.testing.assert_close(got, wanted, rtol=FP8_STEP, atol=small, equal_nan=True)
+
+
+def assert_entry(
+    guarded: Guarded,
+    slot: int,
+    given: dict[str, Any],
+    token: int,
+    form: str,
+    widths: Widths,
+    pairs: str = "interleaved",
+) -> None:
+    dtype = given["kv"].dtype
+    latent = normed(given["kv"][token], given["kv_weight"], given["kv_epsilon"], given.get("kv_weight_offset", 0.0))
+    one = slice(token, token + 1)
+    rope = rotated(given["k_rope"][one], given["cos"], given["sin"], given["positions"][one], pairs)[0]
+    got = entry_values(guarded.entry(slot), form, widths, dtype, SCALE)
+    # Half of the smallest step of e4m3, 2^-9, is lost below it; the scale of a group of this cache is at most 4 / 448.
+    small = {"plain": 1e-6, "fp8": SCALE * 2**-9, "fp8_ds_mla": 4 / 448 * 2**-9}[form]
+    if form == "plain":
+        torch.testing.assert_close(got[: widths.kv], latent, rtol=EPS[dtype], atol=small)
+    else:
+        assert_fp8(got[: widths.kv], latent, small)
+    if form == "fp8":
+        assert_fp8(got[widths.kv :], rope, small)
+    else:  # turned columns are differences of products: float32's error is one of those
+        step = EPS[torch.bfloat16 if form == "fp8_ds_mla" else dtype]
+        torch.testing.assert_close(got[widths.kv :], rope, rtol=step, atol=1e-6)
+
+
+def assert_query(got: torch.Tensor, given: dict[str, Any]) -> None:
+    q = given["q"]
+    wanted = normed(q, given["q_weight"], given["q_epsilon"], given.get("q_weight_offset", 0.0))
+    assert (got.dtype, got.shape, got.is_contiguous()) == (q.dtype, q.shape, True)
+    torch.testing.assert_close(got.double(), wanted, rtol=EPS[q.dtype], atol=1e-6)
+
+
+# ---- what they compute -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("widths", "layout"),
+    [(DEEPSEEK, "pages of 8"), *((Widths(96, 128, 16), layout) for layout in LAYOUTS)],
+    ids=["deepseek", *LAYOUTS],
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_the_query_is_normed_and_each_entry_goes_to_its_slot(
+    backend: str, widths: Widths, form: str, layout: str
+) -> None:
+    given, guarded = latents(widths, 4, torch.bfloat16, DEVICE), cache_for(form, widths, torch.bfloat16, layout)
+    slots = [7, 0, 23, 8]
+    assert_query(write(given, guarded, slots), given)
+    for token, slot in enumerate(slots):
+        assert_entry(guarded, slot, given, token, form, widths)
+    assert guarded.unwritten(slots)
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize("dtype", list(EPS), ids=str)
+def test_all_pairs_and_dtypes(backend: str, dtype: torch.dtype, pairs: str) -> None:
+    given, guarded = latents(SMALL, 3, dtype, DEVICE), cache_for("plain", SMALL, dtype)
+    assert_query(write(given, guarded, [2, 1, 5], pairs), given)
+    for token, slot in enumerate([2, 1, 5]):
+        assert_entry(guarded, slot, given, token, "plain", SMALL, pairs)
+    assert guarded.unwritten([1, 2, 5])
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("table", [torch.float32, torch.bfloat16], ids=str)
+def test_indices_and_tables_of_other_dtypes(backend: str, table: torch.dtype, index: torch.dtype) -> None:
+    given, guarded = latents(SMALL, 3, torch.bfloat16, DEVICE), cache_for("plain", SMALL, torch.bfloat16)
+    given["cos"], given["sin"] = tables(64, SMALL.rope, DEVICE, table)
+    given["positions"] = given["positions"].to(index)
+    write(given, guarded, torch.tensor([4, 3, 2], dtype=index))
+    given["positions"] = given["positions"].long()
+    for token, slot in enumerate([4, 3, 2]):
+        assert_entry(guarded, slot, given, token, "plain", SMALL)
+
+
+def test_zero_centred_weights_and_their_offsets(backend: str) -> None:
+    given, guarded = latents(SMALL, 2, torch.bfloat16, DEVICE), cache_for("plain", SMALL, torch.bfloat16)
+    given |= {"q_weight_offset": 1.0, "kv_weight_offset": 2.0}
+    assert_query(write(given, guarded, [0, 1]), given)
+    assert_entry(guarded, 1, given, 1, "plain", SMALL)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("static", {"scale": 0.03125, "dtype": torch.float8_e4m3fn}),
+        ("per_token", {"use_ue8m0": False}),
+        ("per_token", {"use_ue8m0": True}),
+        ("group", {"group_size": 32}),
+        ("group", {"group_size": 32, "column_major": True, "tma_aligned": True}),
+    ],
+    ids=str,
+)
+def test_the_query_latent_quantised_is_that_of_the_dual_norm(backend: str, name: str, options: dict[str, Any]) -> None:
+    """And the entries are those of the plain form, byte for byte."""
+    given = latents(SMALL, 3, torch.bfloat16, DEVICE)
+    if "scale" in options:
+        options = {**options, "scale": scale_of(options["scale"])}
+        given |= {"q_weight_offset": 0.0, "kv_weight_offset": 0.0}
+    plain, guarded = cache_for("plain", SMALL, torch.bfloat16), cache_for("plain", SMALL, torch.bfloat16)
+    write(given, plain, [3, 4, 5])
+    got = write(given, guarded, [3, 4, 5], name=f"_{name}_quant", **options)
+    dual = ("q", "kv", "q_weight", "kv_weight", "q_epsilon", "kv_epsilon", "q_weight_offset", "kv_weight_offset")
+    shared = {key: given[key] for key in dual if key in given}
+    wanted = getattr(ops, f"mla_dual_rms_norm_{name}_quant")(**shared, **options)
+    assert torch.equal(guarded.buffer, plain.buffer)
+    for one, other in zip(got if isinstance(got, tuple) else (got,), wanted[:-1], strict=True):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        assert torch.equal(one.float(), other.float())
+
+
+def test_the_backends_write_the_same_bytes() -> None:
+    """In float32 and without a conversion, where the interpreter rounds as the hardware does."""
+    pytest.importorskip("triton")
+    written = []
+    for name in ("reference", "triton"):
+        backends.force(name)
+        given, guarded = latents(SMALL, 3, torch.float32, DEVICE), cache_for("plain", SMALL, torch.float32)
+        write(given, guarded, [9, 1, 2])
+        written.append(guarded)
+    backends.force(None)
+    one, other = (each.cache.view(-1, 8, 80)[[1, 0, 0], [1, 1, 2]] for each in written)
+    torch.testing.assert_close(one, other, rtol=2**-22, atol=1e-6)
+    assert all(each.unwritten([9, 1, 2]) for each in written)
+
+
+# ---- the rules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_slot_below_zero_writes_nothing_and_still_gives_a_query(backend: str, form: str) -> None:
+    widths = Widths(96, 128, 16)
+    given, guarded = latents(widths, 3, torch.bfloat16, DEVICE), cache_for(form, widths, torch.bfloat16)
+    assert_query(write(given, guarded, [-1, 6, -(2**31)]), given)
+    assert_entry(guarded, 6, given, 1, form, widths)
+    assert guarded.unwritten([6])
+
+
+def test_a_slot_behind_the_cache_writes_nothing(backend: str) -> None:
+    given, guarded = latents(SMALL, 3, torch.bfloat16, DEVICE), cache_for("plain", SMALL, torch.bfloat16)
+    assert_query(write(given, guarded, [24, 2**40, 23]), given)
+    assert guarded.unwritten([23])
+    assert_entry(guarded, 23, given, 2, "plain", SMALL)
+
+
+def test_of_two_tokens_in_one_slot_each_column_is_of_one_of_them(backend: str) -> None:
+    given, guarded = latents(SMALL, 3, torch.bfloat16, DEVICE), cache_for("plain", SMALL, torch.bfloat16)
+    alone = []
+    for token in range(2):
+        other = cache_for("plain", SMALL, torch.bfloat16)
+        write(given, other, [5 if i == token else -1 for i in range(3)])
+        alone.append(other.entry(5).view(torch.bfloat16))
+    write(given, guarded, [5, 5, 6])
+    entry = guarded.entry(5).view(torch.bfloat16)
+    assert ((entry == alone[0]) | (entry == alone[1])).all()
+    assert guarded.unwritten([5, 6])
+
+
+@pytest.mark.parametrize("position", [-1, 64, 2**40])
+def test_a_position_outside_the_tables_is_an_error_or_nan_and_never_a_stray_write(backend: str, position: int) -> None:
+    given, guarded = latents(SMALL, 2, torch.bfloat16, DEVICE), cache_for("plain", SMALL, torch.bfloat16)
+    given["positions"][0] = position
+    if backend == "reference":
+        if not GPU:
+            with pytest.raises(ValueError, match=f"position {position} lies outside the 64 rows"):
+                write(given, guarded, [3, 4])
+            assert guarded.unwritten([])
+        return
+    assert_query(write(given, guarded, [3, 4]), given)
+    entry = guarded.entry(3).view(torch.bfloat16)
+    assert entry[SMALL.kv :].isnan().all() and not entry[: SMALL.kv].isnan().any()
+    assert_entry(guarded, 4, given, 1, "plain", SMALL)
+    assert guarded.unwritten([3, 4])
+
+
+def test_the_position_of_a_token_without_a_slot_is_not_looked_at(backend: str) -> None:
+    given, guarded = latents(SMALL, 2, torch.bfloat16, DEVICE), cache_for("plain", SMALL, torch.bfloat16)
+    given["positions"][0] = 2**40
+    assert_query(write(given, guarded, [-1, 4]), given)
+    assert_entry(guarded, 4, given, 1, "plain", SMALL)
+
+
+def test_no_tokens(backend: str) -> None:
+    given, guarded = latents(SMALL, 0, torch.bfloat16, DEVICE), cache_for("plain", SMALL, torch.bfloat16)
+    got = write(given, guarded, torch.empty(0, dtype=torch.int64))
+    assert got.shape == (0, SMALL.q) and guarded.unwritten([])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_broken_latent_is_not_hidden_behind_a_finite_entry(backend: str, form: str) -> None:
+    widths = Widths(96, 128, 16)
+    given, guarded = latents(widths, 2, torch.bfloat16, DEVICE), cache_for(form, widths, torch.bfloat16)
+    if form != "plain" and backend == "triton" and not GPU:
+        pytest.skip("Triton's interpreter converts NaN to a finite fp8")
+    given["kv"][0, 3] = float("nan")
+    write(given, guarded, [0, 1])
+    got = entry_values(guarded.entry(0), form, widths, torch.bfloat16, SCALE)
+    assert got[: widths.kv].isnan().all() and not got[widths.kv :].isnan().any()
+    assert_entry(guarded, 1, given, 1, form, widths)
+
+
+def test_more_tokens_than_before_and_fewer(backend: str) -> None:
+    """Each size is written whole, whatever was launched before it."""
+    for tokens in (1, 5, 20, 2):
+        given, guarded = latents(SMALL, tokens, torch.bfloat16, DEVICE), cache_for("plain", SMALL, torch.bfloat16)
+        slots = list(range(tokens))
+        assert_query(write(given, guarded, slots), given)
+        for token in slots:
+            assert_entry(guarded, token, given, token, "plain", SMALL)
+        assert guarded.unwritten(slots)
+
+
+# ---- the query -------------------------------------------------------------------------------------------------------
+
+
+def heads(widths: Widths, tokens: int, count: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """As a layer has them: the absorbed latent head by head, the rope columns behind others."""
+    generator = torch.Generator().manual_seed(1)
+    latent = torch.randn(count, tokens, widths.kv, generator=generator).to(dtype).to(DEVICE)
+    query = torch.randn(tokens, count, 32 + widths.rope, generator=generator).to(dtype).to(DEVICE)
+    cos, sin = tables(64, widths.rope, DEVICE)
+    positions = torch.randint(0, 64, (tokens,), generator=generator).to(DEVICE)
+    return {
+        "q_latent": latent.transpose(0, 1),
+        "q_rope": query[..., 32:],
+        "cos": cos,
+        "sin": sin,
+        "positions": positions,
+    }
+
+
+def both(given: dict[str, Any], pairs: str) -> torch.Tensor:
+    turned = rotated(given["q_rope"], given["cos"], given["sin"], given["positions"], pairs)
+    return torch.cat([given["q_latent"].double(), turned], -1)
+
+
+@pytest.mark.parametrize("pairs", PAIRS)
+@pytest.mark.parametrize(("tokens", "count"), [(1, 16), (3, 5), (40, 8)])
+@pytest.mark.parametrize("widths", [SMALL, DEEPSEEK], ids=["small", "deepseek"])
+def test_the_query_is_the_latent_beside_the_turned_columns(
+    backend: str, widths: Widths, tokens: int, count: int, pairs: str
+) -> None:
+    given = heads(widths, tokens, count)
+    got = ops.mla_query_concat(**given, pairs=pairs)
+    assert got.shape == (tokens, count, widths.kv + widths.rope) and got.is_contiguous()
+    torch.testing.assert_close(got.double(), both(given, pairs), rtol=EPS[torch.bfloat16], atol=1e-6)
+    assert torch.equal(got[..., : widths.kv], given["q_latent"])
+
+
+def test_the_query_in_fp8(backend: str) -> None:
+    given = heads(SMALL, 3, 5)
+    given["q_latent"][0, 0, 1] = 1e4
+    if backend == "reference" or GPU:  # the interpreter converts NaN to a finite fp8
+        given["q_latent"][0, 0, 0] = float("nan")
+    got = ops.mla_query_concat_static_quant(**given, scale=scale_of())
+    assert (got.dtype, got.shape) == (torch.float8_e4m3fn, (3, 5, SMALL.kv + SMALL.rope))
+    wanted = both(given, "interleaved").clamp(-448 * SCALE, 448 * SCALE)
+    assert_fp8(got.double() * SCALE, wanted, SCALE * 2**-9)
+    assert torch.equal(got.isnan(), wanted.isnan())
+
+
+def test_the_rope_alone_is_written_to_the_last_columns_and_nowhere_else(backend: str) -> None:
+    given = heads(SMALL, 3, 5)
+    latent = given.pop("q_latent")
+    width = SMALL.kv + SMALL.rope
+    buffer = torch.full((3, 7, width + 8), 3.0, dtype=torch.bfloat16, device=DEVICE)
+    query = buffer[:, 1:6, :width]
+    assert ops.mla_query_rope(query=query, **given) is None
+    wanted = both({**given, "q_latent": latent}, "interleaved")[..., SMALL.kv :]
+    torch.testing.assert_close(query[..., SMALL.kv :].double(), wanted, rtol=EPS[torch.bfloat16], atol=1e-6)
+    query[..., SMALL.kv :] = 3.0
+    assert (buffer == 3.0).all()
+
+
+@pytest.mark.parametrize("position", [-1, 64])
+def test_a_query_at_a_position_outside_the_tables(backend: str, position: int) -> None:
+    given = heads(SMALL, 2, 3)
+    given["positions"][0] = position
+    if backend == "reference":
+        if not GPU:
+            with pytest.raises(ValueError, match=f"position {position} lies outside the 64 rows"):
+                ops.mla_query_concat(**given)
+        return
+    got = ops.mla_query_concat(**given)
+    assert got[0, :, SMALL.kv :].isnan().all() and not got[0, :, : SMALL.kv].isnan().any()
+    assert not got[1].isnan().any()
+
+
+@pytest.mark.parametrize("name", ["mla_query_concat", "mla_query_concat_static_quant"])
+def test_no_tokens_give_no_query(backend: str, name: str) -> None:
+    more = {"scale": scale_of()} if name.endswith("quant") else {}
+    assert getattr(ops, name)(**heads(SMALL, 0, 3), **more).shape == (0, 3, SMALL.kv + SMALL.rope)
+
+
+# ---- arguments, and what torch is told -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"positions": torch.zeros(2, dtype=torch.int64)},
+            "positions must have one number for each of the 3 tokens of k_rope",
+        ),
+        ({"slots": torch.zeros(3)}, "slots must be torch.int32 or torch.int64, got torch.float32"),
+        ({"cos": torch.zeros(4, 9)}, r"cos must be \(positions, 8\), half as wide as k_rope; got \(4, 9\)"),
+        ({"sin": torch.zeros(8, 4).t()}, r"sin has stride 4 along its rows"),
+        ({"cache": torch.zeros(4, 81)}, "cache is torch.float32: expected torch.bfloat16 as the latent"),
+        (
+            {"cache": torch.zeros(4, 81, dtype=torch.bfloat16)},
+            r"entries of 81 elements; plain entries of 64 \+ 16 columns have 80",
+        ),
+        ({"cache": torch.zeros(4, 8, 1, 80, dtype=torch.bfloat16)}, "a dimension of heads has one head: squeeze it"),
+        (
+            {"cache": torch.zeros(4, 100, dtype=torch.uint8)},
+            "fp8_ds_mla has a scale per 128 columns, and the latent has 64",
+        ),
+        ({"cache_scale": torch.ones(2)}, "cache_scale must be one element of torch.float32"),
+        ({"pairs": "pairs"}, "pairs must be one of interleaved, halves, interleaved_to_halves, none, got pairs"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_does_not_fit_is_refused_by_name(change: dict[str, Any], says: str) -> None:
+    cache = torch.zeros(4, 8, 80, dtype=torch.bfloat16)
+    given = latents(SMALL, 3, torch.bfloat16, "cpu") | {
+        "slots": torch.arange(3),
+        "cache": cache,
+        "cache_scale": torch.ones(1),
+    }
+    with pytest.raises(ValueError, match=says):
+        ops.mla_norm_rope_cache(**{**given, **change})
+    assert (cache == 0).all()
+
+
+def test_a_buffer_that_the_rope_would_fill_is_refused() -> None:
+    given = heads(SMALL, 2, 3)
+    given.pop("q_latent")
+    with pytest.raises(ValueError, match="query must be wider than q_rope, 16 columns"):
+        ops.mla_query_rope(query=given["q_rope"].clone(), **given)
+
+
+def arguments_of(name: str) -> tuple[Any, ...]:
+    """All arguments by position, as the op itself takes them."""
+    if name == "mla_norm_rope_cache":
+        given = latents(SMALL, 3, torch.bfloat16, DEVICE)
+        cache = torch.zeros(4, 8, 80, dtype=torch.bfloat16, device=DEVICE)
+        return (*given.values(), torch.arange(3, device=DEVICE), cache, scale_of(), 0.0, 0.0, "interleaved")
+    given = heads(SMALL, 3, 5)
+    if name == "mla_query_rope":
+        query = torch.zeros(3, 5, 80, dtype=torch.bfloat16, device=DEVICE)
+        return (given["q_rope"], query, given["cos"], given["sin"], given["positions"], "interleaved")
+    return (*given.values(), "interleaved")
+
+
+@pytest.mark.parametrize("name", ["mla_norm_rope_cache", "mla_query_concat", "mla_query_rope"])
+def test_torch_is_told_what_is_written_to(name: str) -> None:
+    """torch's own checks: the schema against what a call writes to, the fake, and tracing with functional tensors."""
+    with torch.no_grad():
+        torch.library.opcheck(
+            getattr(torch.ops.layerfuse, name).default,
+            arguments_of(name),
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+        )
+
+
+def test_autograd_learns_of_the_write() -> None:
+    cache = torch.zeros(4, 8, 80, dtype=torch.bfloat16, device=DEVICE)
+    given = latents(SMALL, 3, torch.bfloat16, DEVICE)
+    before = cache._version
+    with torch.no_grad():
+        ops.mla_norm_rope_cache(**given, slots=torch.arange(3, device=DEVICE), cache=cache, cache_scale=scale_of())
+    assert cache._version == before + 1
+
+
+@pytest.mark.usefixtures("_op_by_op")
+def test_a_compiled_function_writes_to_the_callers_cache() -> None:
+    given = latents(SMALL, 3, torch.bfloat16, DEVICE)
+    slots, scale = torch.tensor([4, -1, 9], device=DEVICE), scale_of()
+
+    def step(cache: torch.Tensor) -> torch.Tensor:
+        query = ops.mla_norm_rope_cache(**given, slots=slots, cache=cache, cache_scale=scale)
+        return query + cache.sum()
+
+    eager, compiled = (torch.zeros(4, 8, 80, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    with torch.no_grad():
+        expected = step(eager)
+        assert torch.equal(torch.compile(step, fullgraph=True)(compiled), expected)
+    assert torch.equal(compiled, eager) and eager.any()
