@@ -32,6 +32,10 @@ def _refuses_nothing(case: Any) -> str | None:  # noqa: ARG001 (the default of B
     return None
 
 
+def _no_steps(case: Any) -> tuple[int, ...]:  # noqa: ARG001 (the default of Backend.steps)
+    return ()
+
+
 def _no_settings(case: Any) -> str:  # noqa: ARG001 (the default of Backend.settings)
     return ""
 
@@ -59,6 +63,8 @@ class Backend:
     prepare: Callable[[Any, Any], str | None] = _needs_nothing
     """From a case and a device to why it could not be set up, or None where it is: for an op of several ranks, which make this
     call together before the first one."""
+    steps: Callable[[Any], tuple[int, ...]] = _no_steps
+    "From a case to the numbers of tokens above which it is launched in another way: what a warm-up has to touch."
     settings: Callable[[Any], str] = _no_settings
     "From a case to what else decides how it runs, line by line: for an op of several ranks they must be alike on all."
 
@@ -83,8 +89,8 @@ _choices = [0]
 _lock = threading.RLock()
 """Held while a backend loads, too; loading may register another one."""
 _memories: list[Memory] = []
-_counters: list[Counter[str]] = []
-"""While these count, no choice is remembered, so that every call comes by."""
+_listeners: list[Callable[[str, tuple[Any, ...]], None]] = []
+"""While somebody listens, no choice is remembered, so that every call comes by."""
 
 
 class Memory(dict[Any, Callable[..., Any]]):
@@ -98,14 +104,14 @@ class Memory(dict[Any, Callable[..., Any]]):
         with _lock:
             _memories.append(self)
 
-    def choose(self, key: Hashable, op: str, device: str, case: Hashable) -> Callable[..., Any]:
-        """The function for a call, from now on under this key."""
+    def choose(self, key: Hashable, op: str, case: Hashable, given: tuple[Any, ...]) -> Callable[..., Any]:
+        """The function for a call with these arguments, from now on under this key."""
         before = _choices[0]
-        function = choose(op, device, case).function
+        function = choose(op, given[0].device.type, case).function
         with _lock:
-            for counter in _counters:
-                counter[op] += 1
-            if before == _choices[0] and not _counters:
+            for listener in _listeners:
+                listener(op, given)
+            if before == _choices[0] and not _listeners:
                 if len(self) >= self.MOST:
                     self.clear()
                 self[key] = function
@@ -113,18 +119,25 @@ class Memory(dict[Any, Callable[..., Any]]):
 
 
 @contextmanager
-def counting() -> Iterator[Counter[str]]:
-    """Count the calls of every op in this process while this lasts, by the op's name. Calls are slower meanwhile, not after."""
-    counter: Counter[str] = Counter()
+def listening(listener: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Be told of every call of every op in this process while this lasts: its name and its arguments. Calls are slower meanwhile, not after."""
     with _lock:
-        _counters.append(counter)
+        _listeners.append(listener)
         for memory in _memories:
             memory.clear()
     try:
-        yield counter
+        yield
     finally:
         with _lock:
-            _counters[:] = [other for other in _counters if other is not counter]
+            _listeners[:] = [other for other in _listeners if other is not listener]
+
+
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count the calls of every op in this process while this lasts, by the op's name."""
+    counter: Counter[str] = Counter()
+    with listening(lambda op, given: counter.update((op,))):  # noqa: ARG005 (what was given counts for nothing)
+        yield counter
 
 
 def _changed() -> None:
@@ -269,6 +282,16 @@ def prepare(op: str, device: Any, case: Hashable) -> tuple[str, str | None]:
     """
     name = choose(op, device.type, case).name
     return name, next(backend.prepare(case, device) for backend in _backends[op] if backend.name == name)
+
+
+def steps(op: str, device: str, case: Hashable) -> tuple[int, ...]:
+    """The numbers of tokens above which what takes a case is launched in another way.
+
+    Raises:
+        BackendError: as `choose`.
+    """
+    name = choose(op, device, case).name
+    return next(backend.steps(case) for backend in _backends[op] if backend.name == name)
 
 
 def decision(op: str, device: str, case: Hashable) -> str:

@@ -43,6 +43,7 @@ from layerfuse.engines.vllm.plugin import NotHereError
 from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.engines.vllm.verdict import CallsDifferError
 from layerfuse.fusion import FusionMissedError, Target
+from layerfuse.fusion import backends as fused_backends
 from layerfuse.fusion.rewrite.driver import Driver
 
 DUAL, ADD = "mla_dual_rms_norm", "add_rms_norm"
@@ -291,6 +292,19 @@ def test_without_vllms_ahead_of_time_compilation_the_report_is_the_records(
     with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}) as engine:
         engine()
     assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in said(caplog)
+
+
+def test_launches_for_fewer_tokens_are_made_behind_the_profiling_run_and_count_for_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a GPU's kernels, which are compiled when they are first launched."""
+    monkeypatch.setattr(fused_backends, "steps", lambda *_: (2, 4, 100))
+    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}) as engine:
+        engine(tokens=6)
+    lines = said(caplog)
+    # One add and norm, one dual norm, whatever the layer: 1, 3 and 5 tokens of each.
+    assert sum(line.startswith("layerfuse: 6 launches for fewer tokens") for line in lines) == 1
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in lines
 
 
 def test_copies_of_the_pass_write_to_the_same_report(tmp_path: Path) -> None:

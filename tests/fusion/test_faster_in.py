@@ -11,6 +11,7 @@ import pytest
 from helpers import ROOT
 
 from layerfuse.adapters import ActivationQuant
+from layerfuse.engines.vllm.releases import engine_of
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionError, Plan, Target, plan
 from layerfuse.fusion.chain import Faster
 from layerfuse.registry import model
@@ -92,6 +93,29 @@ def test_what_was_measured_is_on_whatever_its_level_unless_a_level_is_asked_for(
     }
     off = attrs.evolve(BLOCK, switches={GROUP: False})
     assert reasons(in_vllm(config=off).refused(GROUP)) == {f"{GROUP} is switched off by FusionConfig"}
+
+
+def test_what_was_measured_faster_is_taken_from_what_the_engine_does_itself(measured: Measured) -> None:
+    engine = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
+    specs = model("deepseek-v3").specs()
+    (reason,) = reasons(plan(specs, SM90, BLOCK, engine).not_applicable("silu_mul_group_quant"))
+    assert reason.startswith("vLLM does it: its pass ActivationQuantFusionPass")
+    measured("silu_mul_group_quant")
+    assert not plan(specs, SM90, BLOCK, engine).not_applicable("silu_mul_group_quant")
+    assert plan(specs, SM90, BLOCK, engine).expected("silu_mul_group_quant")
+
+
+def test_a_measurement_holds_where_the_model_was_compiled_as_it_is_here(measured: Measured) -> None:
+    specs = model("deepseek-v3").specs()
+    compiled = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
+    eager = engine_of(["DeepseekV3ForCausalLM"], target=SM90, enforce_eager=True)
+    name = "mla_dual_rms_norm"
+    measured(name)
+    assert plan(specs, SM90, None, compiled).expected(name)
+    assert not plan(specs, SM90, None, eager).expected(name)
+    measured(name, compiled=False, figure="1.2 times faster in eager mode (made up)")
+    (reason,) = reasons(plan(specs, SM90, None, eager).expected(name))
+    assert reason.endswith("measured 1.2 times faster in eager mode (made up)")
 
 
 @pytest.mark.parametrize(

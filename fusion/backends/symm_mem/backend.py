@@ -13,6 +13,7 @@ from ...declare import Kernel, Op
 from ...ops.groups import GroupError, process_group
 from .. import Backend, loaded, refusal_of
 from ..triton import refuses_case
+from ..triton.tuning import STEPS
 from .crossovers import in_words, shots_of, why_never
 
 
@@ -30,6 +31,7 @@ def backend(op: Op, kernel: Kernel) -> Backend:
         runs_on=_runs_on,
         refuses=refuses,
         prepare=_prepare,
+        steps=_steps,
         settings=_settings,
     )
 
@@ -40,6 +42,14 @@ def _prepare(case: Any, device: Any) -> str | None:
     if workspaces_of(case.group, torch.empty((1, case.width), dtype=case.dtype, device=device)):
         return None
     return why_not(case.group) or "the group has no workspace"
+
+
+def _steps(case: Any) -> tuple[int, ...]:
+    """Where another form takes over, where programs have to take turns, and behind the last form the steps of the kernel without all-reduce."""
+    from .workspaces import ready
+
+    own = {number for workspace in ready(case.group) for number in (workspace.tokens, workspace.layout.resident)}
+    return (*STEPS, *sorted(own))
 
 
 def _settings(case: Any) -> str:

@@ -67,6 +67,15 @@ def workspaces_of(group: str, x: Tensor) -> tuple[Workspace, ...]:
     return known[key]
 
 
+def ready(group: str) -> tuple[Workspace, ...]:
+    """What a group's ranks have set up so far, the same on all of them but for addresses. Asks no other rank.
+
+    Raises:
+        GroupError: no such group.
+    """
+    return tuple(workspace for several in _ready.get(process_group(group), {}).values() for workspace in several)
+
+
 def _key(x: Tensor) -> _Key:
     return x.device, x.shape[-1] * x.element_size(), x.element_size()
 

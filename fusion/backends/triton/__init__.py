@@ -11,7 +11,7 @@ import torch
 
 from ...declare import Kernel, Op
 from .. import Backend, loaded, refusal_of
-from .tuning import WIDEST
+from .tuning import STEPS, WIDEST
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -29,6 +29,7 @@ def backend(op: Op, kernel: Kernel) -> Backend:
         load=functools.partial(loaded, op, kernel),
         runs_on=_runs_on,
         refuses=refuses,
+        steps=steps_of,
         only_by_name=frozenset({"cpu"}),
     )
 
@@ -44,6 +45,11 @@ def _runs_on(device: str) -> tuple[bool, str]:
         False,
         f"Triton compiles for GPUs, not for {device} (with TRITON_INTERPRET=1 set before it is imported, its interpreter runs them on the CPU)",
     )
+
+
+def steps_of(case: Any) -> tuple[int, ...]:
+    """The numbers of tokens above which a case is launched by another step of `tuning`: those of gated norms count heads."""
+    return tuple(rows // case._asdict().get("heads", 1) for rows in STEPS)
 
 
 def refuses_case(case: Any) -> str | None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 WIDEST = 65536
 """The widest row that one program holds in registers."""
 
-_STEPS = (128, 384, 640, 1024, 3072, 8192)
+STEPS = (128, 384, 640, 1024, 3072, 8192)
 """Rows up to which a step goes."""
 _LITTLE, _LESS = 2048, 4800
 """Bytes that a row moves: below, rows come several to a program from the second step on, or in the last."""
@@ -72,7 +72,7 @@ class Dual(NamedTuple):
 
 def regime(rows: int) -> int:
     """The step for this many rows."""
-    return bisect_left(_STEPS, rows)
+    return bisect_left(STEPS, rows)
 
 
 class Row(NamedTuple):
@@ -204,7 +204,7 @@ def launch_product(step: int, width: int, whole: bool, group: int, wave: int) ->
         warps = min(power_of_two(width / (1024 if step >= 5 and width <= 4096 else 576)), 32)
         return Launch(min(most, 32 * warps * 4), 0, 0, 1, False, _waves(warps, wave))
     # Little work: as many programs as there can be. Much of it: sixteen columns per thread instead of eight.
-    much = step > 0 and _STEPS[step - 1] * width >= 4e6
+    much = step > 0 and STEPS[step - 1] * width >= 4e6
     columns = 512 if step == 0 else 2048
     return Launch(group, 0, 0, max(1, columns // group), False, _waves(4 if much or step == 0 else 8, wave))
 
@@ -279,12 +279,12 @@ def launch_query(step: int, width: int, wave: int) -> Launch:
 
 def _hold(step: int, moved: int) -> bool:
     """Whether reads are marked to stay, which takes 2 to 3 % off a launch that does not fit into the cache."""
-    return step >= 5 and moved * _STEPS[step - 1] >= _CACHE
+    return step >= 5 and moved * STEPS[step - 1] >= _CACHE
 
 
 def _rows_together(step: int, moved: int, aligned: bool) -> int:
     """How many rows a program takes that would move too little with one."""
-    if (step >= 1 and moved <= _LITTLE) or (step == len(_STEPS) and moved <= _LESS and aligned):
+    if (step >= 1 and moved <= _LITTLE) or (step == len(STEPS) and moved <= _LESS and aligned):
         return min(16, power_of_two(_ENOUGH / moved))
     return 1
 

@@ -1,0 +1,119 @@
+"""Launch every variant of what a run has called, for fewer rows: a kernel is compiled at its first launch, and nobody should wait for that later.
+
+How a kernel is launched depends on the number of rows. A server's first run has the most rows it will ever have; which other
+numbers have launches of their own is what the backend says (`Backend.steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from .. import backends
+from ..declare import GroupName, Op, Rows
+from .library import case_maker, declared
+
+_GRID = 16
+"""Bytes: kernels are compiled for whether tensors start there."""
+
+
+@frozen
+class _Shape:
+    """All of a tensor that decides how a kernel is launched."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    beyond: int
+    "Elements from the grid to its start."
+
+    def view_of(self, memory: dict[tuple[torch.dtype, torch.device], Tensor]) -> Tensor:
+        """A tensor like this. All of them share memory, as inputs may."""
+        key = self.dtype, self.device
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+        size = self.beyond + last + 1
+        if key not in memory or memory[key].numel() < size:
+            memory[key] = torch.ones(size, dtype=self.dtype, device=self.device)
+        return memory[key].as_strided(self.shape, self.strides, self.beyond)
+
+
+Call: TypeAlias = "tuple[str, tuple[Any, ...]]"
+"""An op's name, and its arguments with a `_Shape` in the place of each tensor."""
+
+
+@contextmanager
+def recording() -> Iterator[dict[Call, None]]:
+    """The calls of ops that are made from chains, in this process while this lasts: each once, in their order. Others write to caches."""
+    calls: dict[Call, None] = {}
+
+    def take_down(name: str, given: tuple[Any, ...]) -> None:
+        if declared(name).chain is None:
+            return
+        # What ranks call together has to be alike on all of them, and addresses are not.
+        alone = not any(isinstance(argument, GroupName) for argument in declared(name).args)
+        calls[name, tuple(_shape(each, alone) if isinstance(each, Tensor) else each for each in given)] = None
+
+    with backends.listening(take_down):
+        yield calls
+
+
+def _shape(tensor: Tensor, placed: bool) -> _Shape:
+    beyond = tensor.data_ptr() % _GRID // tensor.element_size() if placed else 0
+    return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, beyond)
+
+
+def warm_up(calls: dict[Call, None]) -> int:
+    """Make calls like those recorded, with every number of rows up to theirs that has a launch of its own. How many that were.
+
+    Where ops are called by several ranks together, all of them make this call.
+    """
+    made: set[Call] = set()
+    memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    with torch.inference_mode():
+        for name, given in calls:
+            op = declared(name)
+            most = _rows(op, given)
+            if not most:
+                continue
+            few = _given(op, given, 1, memory)
+            steps = backends.steps(name, few[0].device.type, case_maker(op)(*few))
+            numbers = {1, *(step + 1 for step in steps)} if steps else set()
+            for number in sorted(number for number in numbers if number <= most):
+                call = name, _resized(op, given, number)
+                if call not in made:
+                    made.add(call)
+                    getattr(torch.ops.layerfuse, name).default(*_given(op, given, number, memory))
+    return len(made)
+
+
+def _lead(op: Op, given: tuple[Any, ...]) -> int:
+    """How many dimensions of the first rows are counted."""
+    return len(given[0].shape) - (2 if op.rows[0].heads else 1)
+
+
+def _rows(op: Op, given: tuple[Any, ...]) -> int:
+    count = 1
+    for size in given[0].shape[: _lead(op, given)]:
+        count *= size
+    return count
+
+
+def _resized(op: Op, given: tuple[Any, ...], number: int) -> tuple[Any, ...]:
+    lead = _lead(op, given)
+    return tuple(
+        _Shape((number, *each.shape[lead:]), each.strides[lead - 1 :], each.dtype, each.device, each.beyond)
+        if isinstance(argument, Rows) and lead
+        else each
+        for argument, each in zip(op.args, given, strict=True)
+    )
+
+
+def _given(op: Op, given: tuple[Any, ...], number: int, memory: Any) -> tuple[Any, ...]:
+    shapes = _resized(op, given, number)
+    return tuple(each.view_of(memory) if isinstance(each, _Shape) else each for each in shapes)

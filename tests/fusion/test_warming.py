@@ -1,0 +1,96 @@
+"""Every launch variant that fewer rows than recorded have is launched, and no more than once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from family_support import DEVICE, FORMS, HEADS, Options, arguments
+
+from layerfuse.fusion import backends, ops
+from layerfuse.fusion.backends.triton import launcher
+from layerfuse.fusion.backends.triton.tuning import STEPS
+from layerfuse.fusion.ops.warming import recording, warm_up
+
+MOST = 9000
+"""Rows of the recorded call: more than the last step."""
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="launches are taken down in the place of Triton's interpreter")
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[Any]]:
+    """The keys under which kernels are compiled -> how often that was asked for. Nothing is launched."""
+    pytest.importorskip("triton")
+    keys: Counter[Any] = Counter()
+    monkeypatch.setattr(launcher, "first", lambda kernel, key, *_, **__: keys.update((key,)))
+    backends.force("triton")
+    yield keys
+    backends.force(None)
+
+
+def call(name: str, rows: int, options: Options) -> None:
+    with torch.no_grad():
+        getattr(torch.ops.layerfuse, name)(*arguments(FORMS[name], (rows,), 128, options))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_every_variant_for_fewer_rows_is_launched_once(name: str, launched: Counter[Any]) -> None:
+    if not any(backend == "triton" for backend, _ in backends.survey(name, "cpu")):
+        pytest.skip("it has no kernel in Triton")
+    # A gap of 8 columns: the rows are views, as latents are.
+    options = Options(gap=8, column_major="group_quant" in name, tma_aligned="group_quant" in name)
+    with recording() as calls:
+        call(name, MOST, options)
+        call(name, MOST, options)
+    launched.clear()
+    made = warm_up(calls)
+    warmed = Counter(launched)
+    assert made == warmed.total() > 1
+    assert set(warmed.values()) == {1}
+    launched.clear()
+    heads = HEADS if FORMS[name].op.rows[0].heads else 1
+    edges = {step // heads + beside for step in STEPS for beside in (0, 1)}
+    for rows in sorted({1, 2, 16, 17, 500, 2500, MOST} | edges):
+        call(name, rows, options)
+    assert set(launched) == set(warmed)
+
+
+def test_what_is_warmed_up_has_no_more_rows_than_what_was_recorded(launched: Counter[Any]) -> None:
+    with recording() as calls:
+        call("add_rms_norm", 500, Options())
+    launched.clear()
+    assert warm_up(calls) == 3  # to 128 rows, to 384, to 640
+    with recording() as calls:
+        call("add_rms_norm", 0, Options())
+    assert warm_up(calls) == 0
+
+
+def test_off_the_grid_is_a_variant_of_its_own(launched: Counter[Any]) -> None:
+    """Kernels are compiled for whether inputs start on 16 bytes."""
+    memory, weight = torch.ones(501 * 64), torch.ones(64)
+    keys = []
+    for beyond in (0, 1):
+        x = memory[beyond : beyond + 500 * 64].view(500, 64)
+        with recording() as calls:
+            ops.add_rms_norm(x, x, weight, 1e-6)
+        assert warm_up(calls) == 3
+        keys.append(set(launched))
+        launched.clear()
+    assert not keys[0] & keys[1]
+
+
+def test_nothing_is_called_where_a_backend_has_one_launch_for_all() -> None:
+    backends.force("reference")
+    try:
+        with recording() as calls, torch.no_grad():
+            ops.add_rms_norm(torch.ones(500, 64), torch.ones(500, 64), torch.ones(64), 1e-6)
+        assert len(calls) == 1
+        with backends.counting() as counted:
+            assert warm_up(calls) == 0
+        assert not counted
+    finally:
+        backends.force(None)
