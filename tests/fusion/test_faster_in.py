@@ -28,10 +28,11 @@ Measured = Callable[..., None]
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     """Put a measurement of a fusion into the catalog."""
 
-    def enter(name: str, **conditions: Any) -> None:
+    def enter(name: str, off_in: dict[str, str] | None = None, **conditions: Any) -> None:
         entry = Faster(**{"engine": "vllm", "archs": ("sm90",), "figure": FIGURE, **conditions})
         fusions = dict(FUSIONS.items())
-        fusions[name] = attrs.evolve(fusions[name], faster_in=(*fusions[name].faster_in, entry))
+        off_in = fusions[name].off_in if off_in is None else off_in
+        fusions[name] = attrs.evolve(fusions[name], faster_in=(*fusions[name].faster_in, entry), off_in=off_in)
         monkeypatch.setattr(FUSIONS, "_fusions", fusions)
 
     return enter
@@ -53,7 +54,7 @@ def test_it_is_on_where_it_was_measured_and_the_plan_gives_the_figure(measured: 
 
 
 def test_it_is_off_on_other_architectures_and_in_other_engines(measured: Measured) -> None:
-    measured(GROUP)
+    measured(GROUP, off_in={})
     assert in_vllm(config=BLOCK).expected(GROUP)
     for other in (in_vllm(Target.named("sm100"), config=BLOCK), in_vllm(Target.named("gfx950"), config=BLOCK)):
         assert not other.expected(GROUP)
