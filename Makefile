@@ -7,7 +7,8 @@
 #   make lint           formatting, lint, types
 #   make docs           the documentation as a site, in build/site
 #   make bench          every fusion against its peers, quickly (build/bench), and the scripts of benchmarks/
-#   make test-engines   the tests against real vLLM and SGLang layers, in environments of their own (.venv-vllm, ...)
+#   make test-engines   the tests against real vLLM and SGLang layers, in environments of their own (.venv-vllm, ...);
+#                       ENGINES=vllm-0.26: an older vLLM
 #   make clean          removes all of that
 #
 # PYTHON=python3.12 chooses another interpreter, VENV=folder another place, TORCH=... another build of torch.
@@ -27,7 +28,7 @@ SOURCES := pyproject.toml README.md $(wildcard *.py *.toml *.json py.typed) \
 .PHONY: help verify test fuzz lint docs bench test-engines clean
 
 help:
-	@sed -n '4,13s/^# \{0,1\}//p' Makefile
+	@sed -n '4,14s/^# \{0,1\}//p' Makefile
 
 verify: $(VENV)/.installed
 	$(BIN)/layerfuse verify
@@ -60,7 +61,7 @@ test-engine-%: $(SOURCES)
 	PYTHON="$(PYTHON)" tests/engines/make_env.sh $* $(VENV)-$*
 	rm -rf build/lib
 	$(VENV)-$*/bin/python -m pip install -qq --no-deps --force-reinstall .
-	$(VENV)-$*/bin/python -m pytest -q tests/engines/test_$*_*.py
+	$(VENV)-$*/bin/python -m pytest -q tests/engines/test_$(firstword $(subst -, ,$*))_*.py
 
 clean:
 	rm -rf $(VENV) $(ENGINES:%=$(VENV)-%) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

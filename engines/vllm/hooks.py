@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from attrs import frozen
 
-TESTED = ("0.33.0",)
+TESTED = ("0.26.0", "0.33.0")
 """The releases of vLLM that the tests run. What lies between and after is held to the check of the hooks."""
 
 Around: TypeAlias = "Callable[..., Any]"

@@ -2,6 +2,7 @@
 # Make a virtual environment that holds one real inference engine, without its GPU parts.
 #
 #     make_env.sh vllm   DIR
+#     make_env.sh vllm-0.26 DIR     (an older release)
 #     make_env.sh sglang DIR
 #
 # DIR is created where it is missing and left alone where it already holds what the requirements say.  layerfuse itself

@@ -1,4 +1,4 @@
-"""Whole real vLLM 0.33.0 models, built without a GPU, against what models.toml declares of them.
+"""Whole real vLLM models, built without a GPU, against what models.toml declares of them.
 
 Run by `make test-engines` in an environment of its own.
 """
@@ -40,6 +40,7 @@ def test_the_wrapper_inside_an_mla_layer_reads_the_same_though_its_num_heads_is_
     assert registry.spec_for(layer.mla_attn) == registry.spec_for(layer)
 
 
+@pytest.mark.skipif("kimi-linear" not in MODELS, reason="this release has no such class")
 def test_a_kimi_linear_model_holds_both_kinds_where_the_checkpoint_puts_them() -> None:
     specs = registry.specs_in(build_model("kimi-linear", tp=8, rank=5))
 

@@ -48,6 +48,7 @@ with mock.patch.object(importlib.metadata, "version", lambda name: _version(name
     )
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.attention import mla_attention
+    from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
@@ -115,6 +116,8 @@ def without_gpu() -> Iterator[None]:
         mock.patch.object(type(current_platform), "get_attn_backend_cls", staticmethod(choose_backend_sparse_too)),
         # 0.26 makes the kernel of prefills with the layer.
         mock.patch.object(mla_attention, "get_mla_prefill_backend", return_value=lambda **_: None),
+        # Says in the log which experts a rank has, also where nothing holds data.
+        mock.patch.object(ExpertMapManager, "get_compressed_map_string", return_value=""),
         # Scratch memory grows while a sparse layer is built, and tells the device to let go of the old one.
         mock.patch.object(torch.accelerator, "empty_cache"),
         # vllm.platforms.rocm asks for the architecture while it is imported.

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from vllm_host import architecture, import_model, vllm_config, vllm_parallel, without_gpu  # isort: skip  (before vllm)
+import vllm
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models import ModelRegistry
@@ -54,7 +55,7 @@ _DEEPSEEK = "vllm.model_executor.models.deepseek_v2:DeepseekV3ForCausalLM"
 # Their routed experts are built for one GPU family each; a dense feed-forward leaves attention and norms as they are.
 _ALL_DENSE = {"first_k_dense_replace": 1000}
 
-MODELS: dict[str, Model] = {
+_KNOWN: dict[str, Model] = {
     "deepseek-v3": Model(checkpoint="deepseek-v3", model_class=_DEEPSEEK),
     "deepseek-v3-mla-off": Model(checkpoint="deepseek-v3", model_class=_DEEPSEEK, environ={"VLLM_MLA_DISABLE": "1"}),
     "deepseek-v2-lite": Model(
@@ -115,6 +116,16 @@ MODELS: dict[str, Model] = {
         model_class="vllm.model_executor.models.qwen3_5:Qwen3_5MoeForConditionalGeneration",
     ),
 }
+
+MISSING = {
+    "0.26": frozenset(
+        {"deepseek-v3.2", "deepseek-v3.2-rocm", "glm-5", "kimi-linear", "kimi-linear-rocm", "kimi-k3", "kimi-k3-rocm"}
+    )
+}
+"""Release -> models that it has no such class of: K3 came later, and the others were written elsewhere."""
+RELEASE = ".".join(vllm.__version__.split(".")[:2])
+MODELS = {name: model for name, model in _KNOWN.items() if name not in MISSING.get(RELEASE, ())}
+"""Those that the installed release has."""
 
 LAYERS: dict[str, Layer] = {
     "deepseek-v3/mla": Layer("deepseek-v3", "model.layers.0"),
