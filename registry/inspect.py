@@ -152,9 +152,10 @@ def inspect(
         num_hidden_layers=total,
         hidden_size=hidden_size,
         rms_norm_eps=epsilon,
-        layers={word: _with_sinks(kind, sibling) for word, kind in layers.items()},
+        layers={word: _with_code(kind, sibling) for word, kind in layers.items()},
         mlps={} if sibling is None else mlps_of(hf, total, sibling),
         norm_weight_offset=_offset(sibling, types),
+        added_as_given=sibling is None or sibling.added_as_given,
         attentions_per_layer=1 if sibling is None else sibling.attentions_per_layer,
         hf_id=_hub_name(config),
         model_type=types[0] if types else None,
@@ -205,11 +206,17 @@ def _rope(sibling: ModelEntry | None) -> Any:
     return next((kind.rope for kind in kinds if isinstance(kind, MLAKind)), None)
 
 
-def _with_sinks(kind: LayerKind, sibling: ModelEntry | None) -> LayerKind:
-    if not isinstance(kind, GQAKind):
-        return kind
-    others = () if sibling is None else sibling.layers.values()
-    return attrs.evolve(kind, has_sinks=any(isinstance(other, GQAKind) and other.has_sinks for other in others))
+_OF_THE_CODE = ("has_sinks", "stream_norms", "latent_norm_eps", "output_norm_eps")
+"""What no config says of a kind of layers: where declared ones of the same architecture and family agree, it is theirs."""
+
+
+def _with_code(kind: LayerKind, sibling: ModelEntry | None) -> LayerKind:
+    alike = [] if sibling is None else [other for other in sibling.layers.values() if type(other) is type(kind)]
+    for name in (a.name for a in attrs.fields(type(kind)) if a.name in _OF_THE_CODE):
+        said = {getattr(other, name) for other in alike}
+        if len(said) == 1:
+            kind = attrs.evolve(kind, **{name: said.pop()})
+    return kind
 
 
 def _offset(sibling: ModelEntry | None, types: Sequence[str]) -> float:
@@ -268,7 +275,14 @@ def _differences(entry: ModelEntry, other: ModelEntry) -> list[str]:
 
 
 def _flat(entry: ModelEntry) -> dict[str, Any]:
-    numbers = ("num_hidden_layers", "hidden_size", "rms_norm_eps", "norm_weight_offset", "attentions_per_layer")
+    numbers = (
+        "num_hidden_layers",
+        "hidden_size",
+        "rms_norm_eps",
+        "norm_weight_offset",
+        "added_as_given",
+        "attentions_per_layer",
+    )
     flat: dict[str, Any] = {name: getattr(entry, name) for name in numbers}
     for name, kind in [*entry.layers.items(), *entry.mlps.items()]:
         flat.update({f"{name}.{a.name}": getattr(kind, a.name) for a in attrs.fields(type(kind)) if a.name != "at"})

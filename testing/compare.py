@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 import attrs
@@ -52,3 +53,13 @@ def is_attention(spec: Any) -> bool:
 def is_stream(spec: Any) -> bool:
     """Whether this is of the residual stream: a decoder layer's norms, or the final norm."""
     return isinstance(spec, (ResidualSpec, FinalNormSpec))
+
+
+def attention_first(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """(path, spec) pairs with each layer's MLPs behind its attentions, as entries have them.
+
+    A decoder layer may make its MLP first, as OLMo-hybrid's linear ones do: that says nothing of what it runs first.
+    """
+    layers = list(accumulate(is_stream(spec) for _, spec in pairs))
+    order = sorted(range(len(pairs)), key=lambda i: (layers[i], isinstance(pairs[i][1], GatedMLPSpec)))
+    return [pairs[i] for i in order]

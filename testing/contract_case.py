@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from unittest import SkipTest
 
@@ -11,7 +10,7 @@ from attrs import frozen
 
 from ..adapters.reader import LayerReader
 from ..adapters.specs import GatedMLPSpec, KernelSpec, LayerSpec, Parallel
-from .compare import differences, is_attention, is_stream, without_index
+from .compare import attention_first, differences, is_attention, without_index
 from .scenario import BrokenContractError
 
 if TYPE_CHECKING:
@@ -108,10 +107,7 @@ class ContractCase:
             return [(path, spec) for path, spec in pairs if is_attention(spec)]
         if not self.entry.mlps:
             return [pair for pair in pairs if not isinstance(pair[1], GatedMLPSpec)]
-        # A decoder layer may make its MLP before its attention (OLMo-hybrid's linear ones): that says nothing.
-        layers = list(accumulate(is_stream(spec) for _, spec in pairs))
-        order = sorted(range(len(pairs)), key=lambda i: (layers[i], isinstance(pairs[i][1], GatedMLPSpec)))
-        return [pairs[i] for i in order]
+        return attention_first(pairs)
 
     def declared(self, tp: int = 1, rank: int | None = None, engine: str | None = None) -> list[tuple[str, LayerSpec]]:
         """(name, spec) of the entry's layers on one rank."""

@@ -144,7 +144,7 @@ print(len(specs), specs[1][1].num_local_heads)
 from types import SimpleNamespace as Some
 norm = Some(weight=Some(shape=(512,)), variance_epsilon=1e-6)
 held = dict(num_heads=8, num_local_heads=4, hidden_size=64, layer_id=1, scaling=0.1, q_lora_rank=None, kv_lora_rank=512)
-held |= dict(qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, kv_a_layernorm=norm)
+held |= dict(qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32, kv_a_layernorm=norm, rotary_emb=None)
 layer = type("DeepseekV2AttentionMLA", (Some,), {"__module__": "sglang.srt.models.deepseek_v2"})(**held)
 print(registry.spec_for(layer).split_sizes, registry.spec_for(layer).parallel.size)
 import layerfuse.testing

@@ -24,6 +24,7 @@ from ...fusion.ops import FUNCTIONS
 from ...fusion.report import GraphRecord, Use
 from ...fusion.rewrite.ownership import join
 from ...fusion.sites import OUTPUT, Site
+from .hooks import Hook
 from .seams import Seam, seam_of
 from .unit import Piece, Unit
 
@@ -71,8 +72,10 @@ class Standing:
         if not seam.plain(module):
             return f"this {type(module).__qualname__} does more than its spec says"
         op = FUNCTIONS[FUSIONS[fusion].op.name]
-        stand = self._norm if seam.function is None else self._function
-        stand(module, seam, site, op)
+        if seam.function is None:
+            self._norm(module, seam, site, op)
+        else:
+            self._function(module, seam, _dispatched(seam.function), site, op)
         return None
 
     def _counted(self, site: str, op: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,10 +112,11 @@ class Standing:
 
         module.forward = forward
 
-    def _function(self, module: Any, seam: Seam, site: Site, op: Callable[..., Any]) -> None:
+    def _function(
+        self, module: Any, seam: Seam, original: Callable[..., Any], site: Site, op: Callable[..., Any]
+    ) -> None:
         q, kv = site.norms
         own = module.forward
-        original = _dispatched(seam)
         run = self._counted(site.name, op, original)
         settings = (q.epsilon, kv.epsilon, q.weight_offset, kv.weight_offset)
 
@@ -152,11 +156,10 @@ class Standing:
         self.unit.unreached = tuple(unreached)
 
 
-def _dispatched(seam: Seam) -> Callable[..., Any]:
+def _dispatched(function: Hook) -> Callable[..., Any]:
     """The function of vLLM's that a place calls, from now on through what stands for it while an instance runs."""
-    assert seam.function is not None
-    module: Any = sys.modules[seam.function.module]
-    name = seam.function.path
+    module: Any = sys.modules[function.module]
+    name = function.path
     held: Any = vars(module)[name]
     known = vars(held).get("__layerfuse_original__")
     if known is not None:

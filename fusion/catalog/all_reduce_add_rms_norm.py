@@ -1,6 +1,6 @@
 """The all-reduce, the residual add and the norm after it in one launch.
 
-Every rank sums all parts in the order of the ranks, in float32: residual and norm come from the unrounded sum.
+Every rank sums all parts in the order of the ranks, in float32, and the residual is added to the unrounded sum.
 """
 
 from __future__ import annotations
@@ -17,4 +17,10 @@ FUSION = Fusion(
     chain=(AllReduce, Add, Norm),
     pads=True,
     limit=limit_of("plain"),
+    off_in={
+        "vllm": (
+            "measured faster: 380.8 us per decode step without it, 358.9 us with it (vLLM 0.26, 2 H200, "
+            "gpt-oss-120b, 4 layers, batch 1); its greedy tokens are not yet shown to be vLLM's"
+        ),
+    },
 )

@@ -11,4 +11,10 @@ FUSION = Fusion(
     level=2,
     roles=(LATENTS,),
     chain=(Norm.of("q"), Norm.of("kv"), Quant(per="group", out="q")),
+    off_in={
+        "vllm": (
+            "measured faster: 908.6 us per decode step without it, 896.0 us with it (vLLM 0.26, H200, DeepSeek-V3 "
+            "in fp8, 4 layers, batch 1); its greedy tokens are not yet shown to be vLLM's"
+        ),
+    },
 )

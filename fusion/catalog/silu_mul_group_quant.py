@@ -11,4 +11,10 @@ FUSION = Fusion(
     level=2,
     roles=(ACTIVATION,),
     chain=(SiluMul, Quant(per="group")),
+    off_in={
+        "vllm": (
+            "measured hardly faster: 1363.6 us per decode step without it, 1342.6 us with it (vLLM 0.26, H200, "
+            "DeepSeek-V3 in fp8, 4 layers, batch 8)"
+        ),
+    },
 )

@@ -61,7 +61,7 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     if name in _defined:
         if _defined[name] is not op:
             raise ValueError(f"an op called layerfuse::{name} is defined already; give one of the two another name")
-        return getattr(torch.ops.layerfuse, name).default
+        return overload(name)
     # The row stride of a split view must reach the kernel as it is: Inductor keeps the strides that were traced
     # instead of laying out a copy.
     _LIBRARY.define(op.schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
@@ -97,6 +97,11 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
         # About 10 us per call outside inference mode.
         torch.library.register_autograd(f"layerfuse::{name}", op.backward, setup_context=op.setup_context, lib=_LIBRARY)
     _defined[name] = op
+    return overload(name)
+
+
+def overload(name: str) -> Any:
+    """The op that was registered."""
     return getattr(torch.ops.layerfuse, name).default
 
 
@@ -108,8 +113,7 @@ def _count_versions(op: Op) -> None:
         for place in places:
             torch.autograd.graph.increment_version(args[place])
         with torch._C._AutoDispatchBelowADInplaceOrView():
-            overload = getattr(torch.ops.layerfuse, op.name).default
-            return overload.redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
+            return overload(op.name).redispatch(keys & torch._C._after_ADInplaceOrView_keyset, *args)
 
     _LIBRARY.impl(op.name, run, "ADInplaceOrView", with_keyset=True)
 

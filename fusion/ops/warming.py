@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import backends
 from ..declare import GroupName, Op, Rows
-from .library import case_maker, declared
+from .library import case_maker, declared, overload
 
 _GRID = 16
 """Bytes: kernels are compiled for whether tensors start there."""
@@ -88,7 +88,7 @@ def warm_up(calls: dict[Call, None]) -> int:
                 call = name, _resized(op, given, number)
                 if call not in made:
                     made.add(call)
-                    getattr(torch.ops.layerfuse, name).default(*_given(op, given, number, memory))
+                    overload(name)(*_given(op, given, number, memory))
     return len(made)
 
 

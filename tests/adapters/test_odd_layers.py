@@ -283,7 +283,10 @@ def test_several_facts_may_stand_in_a_list() -> None:
         (lambda own: own.specs_in(3), r"model: expected a module with named_modules\(\), got 3"),
         (lambda own: own.unknown_in("deepseek-v3"), "model: expected a module with named_modules"),
         (lambda own: own.register_adapter([Adapter("a", {})]), r"adapter: expected one Adapter, got \[Adapter"),
-        (lambda own: own.register_model("a.toml"), "entry: expected a ModelEntry, got 'a.toml'; registry.load reads"),
+        (
+            lambda own: own.register_model("a.toml"),
+            r"entry: expected a ModelEntry \(registry.load reads a file of them\), got 'a.toml'",
+        ),
         (lambda own: own.model(None), "name: expected a model's name, got None"),
     ],
 )

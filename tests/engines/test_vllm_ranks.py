@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,14 +18,14 @@ RANK = Path(__file__).with_name("vllm_rank.py")
 OPTIONS = {"fusions": ["mla_dual_rms_norm", "all_reduce_add_rms_norm"], "strict": True}
 
 
-def start(cache: Path) -> list[str]:
+def start(cache: Path, options: dict[str, Any] = OPTIONS, mode: str = "VLLM_COMPILE") -> list[str]:
     """What each of two ranks prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, RANK, str(rank), "2", port, str(cache), json.dumps(OPTIONS)],
+            [sys.executable, RANK, str(rank), "2", port, str(cache), json.dumps(options), mode],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -67,3 +68,12 @@ def test_two_ranks_fuse_alike_share_a_cache_and_give_one_report(tmp_path: Path) 
         (compiled,) = tmp_path.rglob("rank_1_0/model")
         shutil.rmtree(compiled.parent)
     assert len(hashes) == 1
+
+
+def test_two_ranks_that_compile_nothing_report_together(tmp_path: Path) -> None:
+    first, second = start(tmp_path, {"fusions": ["add_rms_norm"], "strict": True}, "NONE")
+    assert "layerfuse" not in second
+    lines = [line.strip() for line in first.splitlines()]
+    called = "called 6 times in the profiling run of every rank"
+    assert f"add_rms_norm: 6 expected, 6 fused, 0 missed; {called}" in lines
+    assert "all ranks say the same" in lines

@@ -1,4 +1,4 @@
-"""One rank of a real tensor-parallel group of vLLM's, on gloo: `vllm_rank.py RANK SIZE PORT FOLDER OPTIONS`.
+"""One rank of a real tensor-parallel group of vLLM's, on gloo: `vllm_rank.py RANK SIZE PORT FOLDER OPTIONS MODE`.
 
 Loads the tiny DeepSeek-V3, runs it compiled and as it is, and prints what layerfuse said and how far the two are apart.
 """
@@ -32,11 +32,11 @@ def real_groups(rank: int, size: int, port: str) -> Iterator[None]:
         parallel_state.destroy_distributed_environment()
 
 
-def main(rank: int, size: int, port: str, folder: Path, options: str) -> None:
+def main(rank: int, size: int, port: str, folder: Path, options: str, mode: str) -> None:
     logging.getLogger("vllm.layerfuse").setLevel(logging.INFO)
     logging.getLogger("vllm.layerfuse").addHandler(logging.StreamHandler(sys.stdout))
     register()
-    config = engine_config("deepseek-v3", layerfuse=json.loads(options), tp=size, rank=rank)
+    config = engine_config("deepseek-v3", layerfuse=json.loads(options), tp=size, rank=rank, mode=mode)
     with in_engine(config, folder, groups=real_groups(rank, size, port)):
         engine = load(config)
         apart = (engine() - engine.uncompiled()).abs().max().item()
@@ -47,4 +47,4 @@ def main(rank: int, size: int, port: str, folder: Path, options: str) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), *sys.argv[5:7])

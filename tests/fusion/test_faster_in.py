@@ -11,6 +11,7 @@ import pytest
 from helpers import ROOT
 
 from layerfuse.adapters import ActivationQuant
+from layerfuse.engines.vllm.releases import engine_of
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionError, Plan, Target, plan
 from layerfuse.fusion.chain import Faster
 from layerfuse.registry import model
@@ -27,10 +28,11 @@ Measured = Callable[..., None]
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     """Put a measurement of a fusion into the catalog."""
 
-    def enter(name: str, **conditions: Any) -> None:
+    def enter(name: str, off_in: dict[str, str] | None = None, **conditions: Any) -> None:
         entry = Faster(**{"engine": "vllm", "archs": ("sm90",), "figure": FIGURE, **conditions})
         fusions = dict(FUSIONS.items())
-        fusions[name] = attrs.evolve(fusions[name], faster_in=(*fusions[name].faster_in, entry))
+        off_in = fusions[name].off_in if off_in is None else off_in
+        fusions[name] = attrs.evolve(fusions[name], faster_in=(*fusions[name].faster_in, entry), off_in=off_in)
         monkeypatch.setattr(FUSIONS, "_fusions", fusions)
 
     return enter
@@ -52,7 +54,7 @@ def test_it_is_on_where_it_was_measured_and_the_plan_gives_the_figure(measured: 
 
 
 def test_it_is_off_on_other_architectures_and_in_other_engines(measured: Measured) -> None:
-    measured(GROUP)
+    measured(GROUP, off_in={})
     assert in_vllm(config=BLOCK).expected(GROUP)
     for other in (in_vllm(Target.named("sm100"), config=BLOCK), in_vllm(Target.named("gfx950"), config=BLOCK)):
         assert not other.expected(GROUP)
@@ -92,6 +94,29 @@ def test_what_was_measured_is_on_whatever_its_level_unless_a_level_is_asked_for(
     }
     off = attrs.evolve(BLOCK, switches={GROUP: False})
     assert reasons(in_vllm(config=off).refused(GROUP)) == {f"{GROUP} is switched off by FusionConfig"}
+
+
+def test_what_was_measured_faster_is_taken_from_what_the_engine_does_itself(measured: Measured) -> None:
+    engine = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
+    specs = model("deepseek-v3").specs()
+    (reason,) = reasons(plan(specs, SM90, BLOCK, engine).not_applicable("silu_mul_group_quant"))
+    assert reason.startswith("vLLM does it: its pass ActivationQuantFusionPass")
+    measured("silu_mul_group_quant")
+    assert not plan(specs, SM90, BLOCK, engine).not_applicable("silu_mul_group_quant")
+    assert plan(specs, SM90, BLOCK, engine).expected("silu_mul_group_quant")
+
+
+def test_a_measurement_holds_where_the_model_was_compiled_as_it_is_here(measured: Measured) -> None:
+    specs = model("deepseek-v3").specs()
+    compiled = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
+    eager = engine_of(["DeepseekV3ForCausalLM"], target=SM90, enforce_eager=True)
+    name = "mla_dual_rms_norm"
+    measured(name)
+    assert plan(specs, SM90, None, compiled).expected(name)
+    assert not plan(specs, SM90, None, eager).expected(name)
+    measured(name, compiled=False, figure="1.2 times faster in eager mode (made up)")
+    (reason,) = reasons(plan(specs, SM90, None, eager).expected(name))
+    assert reason.endswith("measured 1.2 times faster in eager mode (made up)")
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,30 @@ def test_all_pairs_and_dtypes(backend: str, dtype: torch.dtype, pairs: str) -> N
     assert guarded.unwritten([1, 2, 5])
 
 
+@pytest.mark.parametrize("form", ["plain", "fp8"])
+def test_entries_may_start_anywhere(backend: str, form: str) -> None:
+    """Not on 16 bytes, as those of a cache with odd gaps."""
+    given, guarded = latents(SMALL, 3, torch.bfloat16, DEVICE), cache_for(form, SMALL, torch.bfloat16, gap=3)
+    write(given, guarded, [23, 8, 7])
+    for token, slot in enumerate([23, 8, 7]):
+        assert_entry(guarded, slot, given, token, form, SMALL)
+    assert guarded.unwritten([7, 8, 23])
+
+
+@pytest.mark.parametrize("leading", [(6,), (2, 3), ()], ids=str)
+def test_any_leading_dimensions(backend: str, leading: tuple[int, ...]) -> None:
+    """Positions and slots count the tokens through."""
+    count = max(1, torch.Size(leading).numel())
+    flat = latents(SMALL, count, torch.bfloat16, DEVICE)
+    rows = {name: flat[name].reshape(*leading, -1) for name in ("q", "kv", "k_rope")}
+    guarded = cache_for("plain", SMALL, torch.bfloat16)
+    got = write({**flat, **rows}, guarded, list(range(count)))
+    assert got.shape == (*leading, SMALL.q)
+    assert_query(got.view(count, -1), flat)
+    for token in range(count):
+        assert_entry(guarded, token, flat, token, "plain", SMALL)
+
+
 @pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("table", [torch.float32, torch.bfloat16], ids=str)
 def test_indices_and_tables_of_other_dtypes(backend: str, table: torch.dtype, index: torch.dtype) -> None:

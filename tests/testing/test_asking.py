@@ -159,6 +159,36 @@ def test_a_declared_model_is_not_asked_again():
     assert ask_code(found, registry.default) is found
 
 
+GEMMA = {
+    "num_hidden_layers": 26,
+    "hidden_size": 1152,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "intermediate_size": 6912,
+    "sliding_window": 512,
+    "query_pre_attn_scalar": 256,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "changes", "name"),
+    [
+        ("OlmoHybridConfig", {}, "olmo-hybrid-7b"),
+        ("MiniCPM3Config", {}, "minicpm3-4b"),
+        ("Gemma3TextConfig", GEMMA, "gemma-3-1b"),
+        ("YoutuConfig", {}, "youtu-llm-2b"),
+    ],
+)
+def test_what_the_code_of_a_declared_architecture_does_is_known_without_asking(config, changes, name):
+    """Where its norms stand, what it does before it adds, and epsilons of its own."""
+    values = getattr(transformers, config)(**changes).to_dict()
+    assert inspect(values, registry=registry.default).same_as == (name,)
+    other = inspect({**values, "intermediate_size": 2048}, registry=registry.default)
+    assert other.same_as == ()
+    assert streams_of(other.entry) == streams_of(registry.model(name))
+
+
 V3 = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}}
 
 

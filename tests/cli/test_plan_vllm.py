@@ -1,0 +1,91 @@
+"""What `layerfuse plan --engine vllm` says beforehand, without vLLM: what vLLM fuses itself, where, and what takes its place."""
+
+import json
+
+import pytest
+
+
+def decisions(run, *arguments):
+    """(role, fusion) -> decision and reason, where there is one for all layers of the first kind that has it."""
+    data = json.loads(run("plan", *arguments, "--engine", "vllm", "--json").out)
+    rows = [(role, d) for kind in data["kinds"] for role, several in kind["sites"].items() for d in several]
+    return {(role, d["fusion"]): (d["decision"], d["reason"]) for role, d in reversed(rows)}
+
+
+ADD, GROUP, DUAL = "add_rms_norm", "add_rms_norm_group_quant", "mla_dual_rms_norm"
+NAMED = "; naming the fusion takes it instead"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "role", "fusion", "does"),
+    [
+        # A pass of vLLM's compiler, by its name.
+        (
+            ["deepseek-v3", "--target", "sm90", "--quant", "group128"],
+            "post_attention",
+            GROUP,
+            "its pass RMSNormQuantFusionPass (fuse_norm_quant)" + NAMED,
+        ),
+        (
+            ["deepseek-v3", "--target", "sm90", "--tp", 8],
+            "final",
+            f"all_reduce_{ADD}",
+            "its pass AllReduceFusionPass (fuse_allreduce_rms)" + NAMED,
+        ),
+        # The code of a model that is not compiled, which nothing takes from it.
+        (["deepseek-v3.2", "--target", "sm90"], "latents", DUAL, "fused_norm_rope in the code of the model"),
+        (
+            ["glm-5", "--target", "sm90", "--tp", 8],
+            "post_attention",
+            ADD,
+            "fused_allreduce_rms_norm in the code of the model",
+        ),
+        (["kimi-k3", "--target", "sm90"], "post_attention", ADD, "attn_res in the code of the model"),
+        # Its own ops, which the plugin's stand in the place of where they are asked for.
+        (["kimi-k3", "--target", "sm90"], "latents", DUAL, "fused_q_kv_rmsnorm in the code of the model" + NAMED),
+        (
+            ["kimi-linear-48b-a3b", "--target", "sm90"],
+            "output",
+            "gated_rms_norm",
+            "its own kernel for the gated norm (rms_norm_gated)" + NAMED,
+        ),
+        (
+            ["deepseek-v3", "--target", "sm90", "--enforce-eager"],
+            "post_attention",
+            ADD,
+            "its own op for the add and the norm (fused_add_rms_norm)" + NAMED,
+        ),
+    ],
+)
+def test_what_vllm_does_itself_is_not_applicable_and_the_place_is_named(run, arguments, role, fusion, does):
+    assert decisions(run, *arguments)[role, fusion] == ("not_applicable", f"vLLM does it: {does}")
+    assert f"vLLM does it: {does}"[:60] in run("plan", *arguments, "--engine", "vllm").out
+
+
+def test_what_is_asked_for_by_name_is_taken_from_vllm_unless_it_has_no_place_for_it(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD},{DUAL},{GROUP}")
+    block = decisions(run, "deepseek-v3", "--target", "sm90", "--quant", "group128")
+    assert block["post_attention", GROUP][0] == "expected"
+    eager = decisions(run, "deepseek-v3", "--target", "sm90", "--enforce-eager", "--quant", "group128")
+    assert (eager["post_attention", ADD][0], eager["latents", DUAL][0]) == ("expected", "expected")
+    assert eager["post_attention", GROUP] == (
+        "refused",
+        "enforce_eager is set: vLLM compiles nothing; at module level there is no place for it",
+    )
+    assert decisions(run, "kimi-k3", "--target", "sm90")["post_attention", ADD][0] == "not_applicable"
+    # 0.26 has no switch for both latent norms.
+    older = decisions(run, "deepseek-v3", "--target", "sm90", "--enforce-eager", "--engine-version", "0.26")
+    assert (older["post_attention", ADD][0], older["latents", DUAL][0]) == ("expected", "refused")
+
+
+def test_vllms_own_variables_are_read_as_vllm_reads_them(run, monkeypatch):
+    asked = ["deepseek-v3", "--target", "gfx950"]
+    assert decisions(run, *asked)["latents", DUAL][0] == "refused"
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    does = "vLLM does it: its pass MLADualRMSNormFusionPass (fuse_mla_dual_rms_norm)" + NAMED
+    assert decisions(run, *asked)["latents", DUAL] == ("not_applicable", does)
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "all")
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    for more in ([], ["--enforce-eager"]):
+        kind, reason = decisions(run, *asked, *more)["latents", DUAL]
+        assert kind == "refused" and reason.startswith("VLLM_BATCH_INVARIANT is set")
