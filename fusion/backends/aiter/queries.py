@@ -77,7 +77,8 @@ def unturned(found: Resolved) -> Concat:
 def _by_tokens(kernel: _Kernel, q_latent: Tensor, q_rope: Tensor, positions: Tensor) -> Tensor:
     """One launch, or several over fewer tokens where one would count too far."""
     latent, rope = (x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:]) for x in (q_latent, q_rope))
-    tokens, heads, width = *latent.shape[:2], latent.shape[2] + rope.shape[2]
+    tokens, heads, columns = latent.shape
+    width = columns + rope.shape[2]
     shape = (*q_latent.shape[:-1], width)
     if not tokens or not heads:
         return torch.empty(shape, dtype=q_latent.dtype, device=q_latent.device)
@@ -90,4 +91,5 @@ def _by_tokens(kernel: _Kernel, q_latent: Tensor, q_rope: Tensor, positions: Ten
 
 def _extent(x: Tensor) -> int:
     """Elements from the first of a tensor to its last."""
-    return 1 + sum((size - 1) * abs(stride) for size, stride in zip(x.shape, x.stride(), strict=True))
+    reach: int = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return reach
