@@ -124,10 +124,11 @@ def test_the_function_of_hip_leaves_the_query_of_padding_unwritten(aiter_of: Cal
     if release == "v0.1.20":
         of(HIP)(**args, compute_all_q_rope=True)
         assert torch.equal(args["q_out"][..., :512], args["q_nope"])
+        narrow = {name: args[name][..., :256] for name in ("q_nope", "kv_c")} | {"q_out": args["q_out"][..., :320]}
+        cache = args["kv_cache"][..., :320].contiguous()
+        of(HIP)(**args | narrow | {"kv_cache": cache}, compute_all_q_rope=True)
         with pytest.raises(RuntimeError, match="only supported by the per-head"):
-            of(HIP)(**args | {"q_nope": args["q_nope"][..., :256], "kv_c": args["kv_c"][..., :256],
-                              "q_out": args["q_out"][..., :320], "kv_cache": args["kv_cache"][..., :320]},
-                    compute_all_q_rope=True)  # fmt: skip
+            of(HIP)(**args | narrow | {"kv_cache": cache.view(4, 2, 320)}, compute_all_q_rope=True)
 
 
 def test_the_function_of_hip_divides_by_its_scales(aiter_of: Callable[..., Any]) -> None:

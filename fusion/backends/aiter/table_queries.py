@@ -30,7 +30,7 @@ _BEFORE_THE_QUERY = (
 _NO_SCALE = "it converts the query to fp8 without a scale, and writes a cache beside it"
 _NEEDS_SLOTS = (
     "it writes a cache beside the query, and reads cos and sin as of the query's dtype; a token whose slot is below 0 gets no query "
-    "without compute_all_q_rope, which came with v0.1.19.post1 and not for all widths"
+    "without compute_all_q_rope, which came with v0.1.19.post1, not for all widths and pages"
 )
 _OWN_BUFFER = "it allocates the query that it gives: it cannot write to the last columns of one that is there"
 

@@ -105,10 +105,9 @@ def fused_qk_rope_concat_and_cache_mla(call: Call) -> None:
     expect(cos.dtype == sin.dtype == latent.dtype, f"the tables are {cos.dtype}, but would be read as {latent.dtype}")
     expect(slots.dtype == call["positions"].dtype == torch.int64, "slots and positions are read as int64")
     every = call.get("compute_all_q_rope", False)
-    check(
-        not every or (latent.shape[2], rope.shape[2]) == (512, 64),
-        "compute_all_q_rope is only supported by the per-head/opt",
-    )
+    per_head = latent.shape[2] <= 512 and rope.shape[2] == 64 and cache.shape[1] == 1 and len(slots) < 256
+    whole = latent.shape[2] == 512 and rope.shape[2] == 64 and latent.shape[1] * 512 >= 2048
+    check(not every or per_head or whole, "compute_all_q_rope is only supported by the per-head/opt MLA decode kernels")
     there = (slots >= 0) | every
 
     def joined(one: Tensor, two: Tensor) -> Tensor:
