@@ -3,6 +3,7 @@
     python benchmarks/mla_chain.py                              all of it, some minutes
     python benchmarks/mla_chain.py --heads 16 --tokens 1 8 64   a part
     python benchmarks/mla_chain.py --only ops                   each op alone, beside a copy of its bytes
+    python benchmarks/mla_chain.py --only ops --aiter FOLDER    and beside AITER's Triton ops, of a checkout of ROCm/aiter
 
 DeepSeek-V3's widths, random weights in bfloat16, several layers after each other so that no weight stays in the cache, CUDA graphs
 replayed in turns, every result checked. Writes `benchmarks/results/mla_chain.json`, anew after each case.
@@ -15,13 +16,16 @@ with combo kernels; `gemms`, the GEMMs and nothing else.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import statistics
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import mla_ops
 import torch
 from environment import save
 from rich.console import Console
@@ -29,6 +33,7 @@ from rich.table import Table
 from torch import Tensor
 
 from layerfuse import MLASpec, registry
+from layerfuse.bench import aiter_checkout
 from layerfuse.fusion import ops
 from layerfuse.fusion.ops.rope import read_entries
 from layerfuse.testing import MLADecodeLayer, mla_decode_layer
@@ -217,51 +222,24 @@ def entries_of(layer: MLADecodeLayer, slots: Tensor) -> Tensor:
 # ---- each op alone ---------------------------------------------------------------------------------------------------
 
 
-def op_calls(tokens: int, heads: int, form: str, sets: int) -> dict[str, tuple[list[Callable[[], Any]], int]]:
-    """Name of an op -> calls over several sets of inputs, and the bytes that one of them moves."""
-    cos, sin = torch.randn(4096, 64, device=DEVICE).chunk(2, -1)
-    scale = torch.full((1,), 0.0625, device=DEVICE)
-    found: dict[str, tuple[list[Callable[[], Any]], int]] = {}
-    cached = {"dtype": torch.bfloat16 if form == "bf16" else torch.float8_e4m3fn, "device": DEVICE}
-    weights = [torch.rand(width, device=DEVICE, dtype=torch.bfloat16) for width in (1536, 512)]
-    pages = max(1, math.ceil(tokens / PAGE))
-    norms, queries, ropes = [], [], []
-    for _ in range(sets):
-        down = torch.randn(tokens, 2112, device=DEVICE, dtype=torch.bfloat16).split([1536, 512, 64], -1)
-        positions, slots = (
-            torch.randint(0, 4096, (tokens,), device=DEVICE),
-            torch.randperm(pages * PAGE, device=DEVICE)[:tokens],
-        )
-        cache = torch.zeros(pages, PAGE, 576, dtype=torch.float32, device=DEVICE).to(cached["dtype"])
-        args = (*down, *weights, 1e-6, 1e-6, cos, sin, positions, slots, cache, scale)
-        norms.append(lambda args=args: ops.mla_norm_rope_cache(*args))
-        latent = torch.randn(heads, tokens, 512, device=DEVICE, dtype=torch.bfloat16).transpose(0, 1)
-        rope = torch.randn(tokens, heads, 192, device=DEVICE, dtype=torch.bfloat16)[..., 128:]
-        turn = (cos, sin, positions)
-        if form == "fp8":
-            queries.append(lambda a=(latent, rope, *turn, scale): ops.mla_query_concat_static_quant(*a))
-        else:
-            buffer = torch.zeros(tokens, heads, 576, device=DEVICE, dtype=torch.bfloat16)
-            queries.append(lambda a=(latent, rope, *turn): ops.mla_query_concat(*a))
-            ropes.append(lambda a=(rope, buffer, *turn): ops.mla_query_rope(*a))
-    item = 2 if form == "bf16" else 1
-    found["mla_norm_rope_cache"] = norms, tokens * (2112 * 2 + 1536 * 2 + 576 * item)
-    found["mla_query_concat"] = queries, tokens * heads * 576 * (2 + item)
-    if ropes:
-        found["mla_query_rope"] = ropes, tokens * heads * 64 * 4
-    return found
-
-
-def op_measured(tokens: int, heads: int, form: str, rounds: int) -> list[dict[str, Any]]:
-    """Each op beside a device copy that moves the same bytes. Their results are checked in tests/fusion."""
-    sets = 8 if tokens <= 4096 else 3
+def op_measured(
+    tokens: int, heads: int, form: str, rounds: int, load: mla_ops.Load | None = None
+) -> list[dict[str, Any]]:
+    """Each op beside a device copy that moves the same bytes. Our results are checked in tests/fusion, AITER's here."""
+    dtype = FORMS[form][1] or torch.bfloat16
+    sets = [mla_ops.given_of(tokens, heads, dtype, PAGE, DEVICE) for _ in range(8 if tokens <= 4096 else 3)]
     rows = []
-    for name, (calls, moved) in op_calls(tokens, heads, form, sets).items():
-        pairs = [torch.empty(2, moved // 2, dtype=torch.uint8, device=DEVICE) for _ in calls]
-        copies = [(lambda pair=pair: pair[1].copy_(pair[0])) for pair in pairs]
-        repeats = max(1, min(40, math.ceil(LONGEST_US / (sets * max(1.3, moved / 4e6)))))
-        graphs = {"op": captured(calls, repeats)[0], "copy": captured(copies, repeats)[0]}
-        middle = {n: statistics.median(v) for n, v in in_turns(graphs, sets * repeats, rounds).items()}
+    if load is not None:
+        mla_ops.check(load, sets[0], TOLERANCE[form])
+    for name, (each, moved) in mla_ops.op_ways(sets[0], load).items():
+        pairs = [torch.empty(2, moved // 2, dtype=torch.uint8, device=DEVICE) for _ in sets]
+        calls: dict[str, list[Callable[[], Any]]] = {
+            way: [functools.partial(function, given) for given in sets] for way, function in each.items()
+        }
+        calls["copy"] = [functools.partial(pair[1].copy_, pair[0]) for pair in pairs]
+        repeats = max(1, min(40, math.ceil(LONGEST_US / (len(sets) * max(1.3, moved / 4e6)))))
+        graphs = {way: captured(several, repeats)[0] for way, several in calls.items()}
+        middle = {n: statistics.median(v) for n, v in in_turns(graphs, len(sets) * repeats, rounds).items()}
         rows.append({"op": name, "tokens": tokens, "heads": heads, "form": form, "bytes": moved, "us": middle})
     return rows
 
@@ -284,15 +262,30 @@ def chain_table(cases: list[dict[str, Any]]) -> Table:
 
 
 def ops_table(rows: list[dict[str, Any]]) -> Table:
-    """Each op beside the copy."""
-    table = Table("op", "heads", "tokens", "form", "op, us", "copy, us", "op / copy")
+    """Each op beside the copy, and AITER's beside it where they were asked for."""
+    others = [way for way in ("aiter", mla_ops.ONLY_TURNED) if any(way in row["us"] for row in rows)]
+    more = [title for way in others for title in (f"{way}, us", f"{way} / op")]
+    table = Table("op", "heads", "tokens", "form", "op, us", "copy, us", "op / copy", *more)
     for row in rows:
         us = row["us"]
         table.add_row(
             row["op"], str(row["heads"]), str(row["tokens"]), row["form"], f"{us['op']:.2f}", f"{us['copy']:.2f}",
             f"{us['op'] / us['copy']:.2f}",
+            *(f"{us[way] / by:.2f}" if way in us else "-" for way in others for by in (1.0, us["op"])),
         )  # fmt: skip
     return table
+
+
+def aiter_loader(checkout: Path | None) -> mla_ops.Load | None:
+    """The loader of AITER's Triton ops, from a checkout or as installed; None where there is neither.
+
+    Raises:
+        SystemExit: the checkout that was asked for has no Triton ops.
+    """
+    why = aiter_checkout.why_not(checkout)
+    if why is not None and checkout is not None:
+        raise SystemExit(why)
+    return None if why is not None else functools.partial(aiter_checkout.load, checkout, torch.float8_e4m3fn)
 
 
 def main() -> None:
@@ -302,17 +295,22 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
     parser.add_argument("--only", choices=("chain", "ops"))
+    parser.add_argument("--aiter", type=Path, help="a checkout of ROCm/aiter, whose Triton ops are timed beside ours")
     parser.add_argument("--rounds", type=int, default=40)
     asked = parser.parse_args()
     console = Console(width=150)
     if not torch.cuda.is_available():
         console.print("nothing measured: this needs a GPU that torch can see")
         return
+    load = aiter_loader(asked.aiter)
     cases: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
+    about = {"gpu": torch.cuda.get_device_name()}
+    if load is not None:
+        about["aiter"] = aiter_checkout.version(asked.aiter) or "a folder without a commit"
 
     def keep() -> None:
-        save("mla_chain", {"gpu": torch.cuda.get_device_name(), "cases": cases, "ops": rows})
+        save("mla_chain", {**about, "cases": cases, "ops": rows})
 
     with torch.inference_mode():
         for heads, form, tokens in itertools.product(asked.heads, asked.forms, asked.tokens):
@@ -322,7 +320,7 @@ def main() -> None:
                 keep()
         for heads, form, tokens in itertools.product(asked.heads, asked.forms, OP_TOKENS):
             if asked.only != "chain" and tokens * heads <= 16384 * 16:
-                rows += op_measured(tokens, heads, form, asked.rounds)
+                rows += op_measured(tokens, heads, form, asked.rounds, load)
                 keep()
     for table, found in ((chain_table(cases), cases), (ops_table(rows), rows)):
         if found:

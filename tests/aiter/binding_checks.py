@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from check_tools import LEADING, random, weight
 from norm_checks import DEFAULTS, OPS, check_op, same_results
+from query_checks import MLA_OPS, check_query
 from torch import Tensor
 
 from layerfuse.fusion.backends import aiter as amd
@@ -147,6 +148,8 @@ def check_numbers(bound: Bound) -> None:
         CALLS[op](bound.call)
     elif op.startswith("all_reduce"):
         check_all_reduce(bound.call, op)
+    elif op in MLA_OPS:
+        check_query(bound.call, bound.name)
     else:
         check_op(bound.call, op)
 

@@ -86,6 +86,19 @@ TRITON_ACT: Spans = (
     ("v0.1.6.post2", LAST, Works("v0.1.6.post2")),
 )
 
+QUERY: Spans = (("v0.1.5", "v0.1.9.post1", Works("v0.1.5")), ("v0.1.10", LAST, Works("v0.1.10")))
+
+
+def hip_cache(words: str) -> Spans:
+    """The C++ function that turns query and key and writes the cache, which serves no op of ours."""
+    return ("v0.1.5", "v0.1.7.post5", ABSENT), ("v0.1.8", LAST, No(words))
+
+
+def triton_cache(words: str) -> Spans:
+    """The same on Triton."""
+    return ("v0.1.5", "v0.1.6.post1", ABSENT), ("v0.1.6.post2", LAST, No(words))
+
+
 FUSED_AR: Spans = (
     ("v0.1.16", "v0.1.16.post6", Works("v0.1.16")),
     ("v0.1.17-rc0", "v0.1.17", Works("v0.1.17-rc0")),
@@ -152,6 +165,19 @@ EXPECTED: dict[str, Spans] = {
     "mla_dual_rms_norm_group_quant_with_norm": LATENTS_GROUP,
     "mla_dual_rms_norm_group_quant_with_norm.triton": TRITON_GROUP,
     "mla_dual_rms_norm_static_quant_with_norm": TRITON_STATIC,
+    "mla_query_concat": QUERY,
+    "mla_query_concat.cat": QUERY,
+    "mla_query_rope": (("v0.1.5", LAST, No("it allocates the query that it gives")),),
+    "mla_query_concat_static_quant": hip_cache("a token whose slot is below 0 gets no query"),
+    "mla_query_concat_static_quant.triton": triton_cache("converts the query to fp8 without a scale"),
+    "mla_norm_rope_cache": hip_cache("it norms nothing, and turns a query"),
+    "mla_norm_rope_cache.triton": triton_cache("behind the end of the cache it writes outside"),
+    "mla_norm_rope_cache_static_quant": hip_cache("it norms nothing"),
+    "mla_norm_rope_cache_static_quant.triton": triton_cache("it norms nothing"),
+    "mla_norm_rope_cache_per_token_quant": hip_cache("it norms nothing"),
+    "mla_norm_rope_cache_per_token_quant.triton": triton_cache("it norms nothing"),
+    "mla_norm_rope_cache_group_quant": hip_cache("it norms nothing"),
+    "mla_norm_rope_cache_group_quant.triton": triton_cache("it norms nothing"),
     "gated_rms_norm_per_token_quant": (
         ("v0.1.5", "v0.1.17", ABSENT),
         ("v0.1.17-longctx", LAST, Works("v0.1.17-longctx")),

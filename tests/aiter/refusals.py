@@ -5,8 +5,14 @@ from __future__ import annotations
 import torch
 from refusals_norms import BF16, FNUZ, FP16, FP32, NORMS_REFUSED, NORMS_TAKEN, Case
 
+QUERY = {"dtype": BF16, "width": 512, "kv_width": 512, "rope_width": 64, "num_heads": 16, "table_dtype": FP32}
+TURNED, UNTURNED = QUERY | {"pairs": "interleaved"}, QUERY | {"pairs": "none", "table_dtype": BF16}
+
 TAKEN = (
     *NORMS_TAKEN,
+    Case("mla_query_concat", TURNED, releases=()),
+    Case("mla_query_concat", TURNED | {"pairs": "halves", "dtype": FP32, "num_heads": 5}, releases=()),
+    Case("mla_query_concat.cat", UNTURNED, releases=()),
     Case("mla_decode", {"dtype": BF16, "num_heads": 16, "has_plan": True, "max_seqlen_q": 4}, releases=()),
     Case("mla_metadata_info", {"num_heads": 16}, releases=()),
     Case("all_reduce_add_rms_norm", {"dtype": BF16, "width": 7168, "world_size": 8}, releases=()),
@@ -19,6 +25,13 @@ TAKEN = (
 
 REFUSED = (
     *NORMS_REFUSED,
+    Case("mla_query_concat", TURNED | {"dtype": torch.float64}, "float16"),
+    Case("mla_query_concat", TURNED | {"kv_width": 192}, "power of two"),
+    Case("mla_query_concat.cat", UNTURNED | {"rope_width": 96}, "power of two"),
+    Case("mla_query_concat", TURNED | {"pairs": "interleaved_to_halves"}, "read as neighbours and written as halves"),
+    Case("mla_query_concat", TURNED | {"pairs": "none"}, "or none at all"),
+    Case("mla_query_concat", TURNED | {"table_dtype": BF16}, "rounds each product"),
+    Case("mla_query_concat.cat", UNTURNED | {"pairs": "halves"}, "turns nothing"),
     Case("mla_decode", {"dtype": BF16, "num_heads": 12}, "head counts"),
     Case("mla_decode", {"dtype": BF16, "num_heads": 64}, "other than 16 and 128", (("v0.1.5", "v0.1.6.post1"),)),
     Case("mla_decode", {"dtype": FP16, "num_heads": 16}, "float16"),

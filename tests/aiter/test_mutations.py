@@ -136,4 +136,7 @@ def test_a_function_that_hides_its_parameters_in_the_source_too_is_refused(tmp_p
 
 def test_the_check_is_green_where_nothing_was_changed():
     with installed(shared_standin("v0.1.20")):
-        assert all(isinstance(found, Probed) and found.recorded for found in amd.probe_all())
+        for name in EXPECTED:
+            found = amd.probe(name)
+            if not isinstance(expected_of(name, "v0.1.20"), No):
+                assert isinstance(found, Probed) and found.recorded, name

@@ -15,6 +15,8 @@ import mla_chain
 
 from layerfuse import MLASpec, registry
 from layerfuse.fusion import ops
+from layerfuse.fusion.ops.norm import normalise
+from layerfuse.fusion.ops.rope import turn
 from layerfuse.testing import small_entry
 
 
@@ -62,3 +64,47 @@ def test_every_op_is_timed_beside_a_copy_of_its_bytes() -> None:
     assert [row["op"] for row in rows] == [*fp8, "mla_query_rope", *fp8]
     assert rows[0]["bytes"] == 2 * (2112 + 1536 + 576) * 2
     mla_chain.ops_table(rows)
+
+
+def function_of_aiter(path: str) -> Any:
+    """Functions as AITER's Triton ones, in plain torch."""
+
+    def cat(latent: Any, rope: Any, k_nope: Any, k_pe: Any, positions: Any, cos: Any, sin: Any, is_neox: bool) -> Any:
+        assert not is_neox and k_nope.shape[1] == k_pe.shape[1] == 1
+        return torch.cat([latent, turn(rope, cos, sin, positions, "interleaved").to(rope.dtype)], -1), None
+
+    def cache(q: Any, q_pe: Any, k: Any, k_pe: Any, into: Any, slots: Any, at: Any, cos: Any, sin: Any, scale: Any,
+              is_neox: bool, apply_scale: bool, q_out_dtype: Any) -> Any:  # fmt: skip
+        query, entries = (
+            torch.cat([x.float(), turn(y, cos, sin, at, "interleaved")], -1) for x, y in ((q, q_pe), (k, k_pe))
+        )
+        into[slots] = (entries / (scale if apply_scale else 1.0)).to(into.dtype)
+        return (query.to(q_out_dtype),)
+
+    return {"rms_norm": normalise, "fused_qk_rope_cat": cat, "fused_qk_rope_cat_and_cache_mla": cache}[
+        path.partition(":")[2]
+    ]
+
+
+def test_aiter_s_ops_are_timed_where_they_do_the_same() -> None:
+    with torch.inference_mode():
+        rows = [row for form in ("bf16", "fp8") for row in mla_chain.op_measured(3, 4, form, 2, function_of_aiter)]
+    ways = [(row["op"], set(row["us"]) - {"op", "copy"}) for row in rows]
+    both = ("both", {"aiter", "aiter, no norms"})
+    bf16 = [("mla_norm_rope_cache", set()), ("mla_query_concat", {"aiter"}), ("mla_query_rope", set()), both]
+    assert ways == [*bf16, ("mla_norm_rope_cache", set()), ("mla_query_concat", set()), both]
+    mla_chain.ops_table(rows)
+
+
+def test_a_wrong_result_of_aiter_stops_the_run() -> None:
+    def wrong(path: str) -> Any:
+        right = function_of_aiter(path)
+        return (lambda *args: right(*args) * 1.1) if path.endswith(":rms_norm") else right
+
+    with torch.inference_mode(), pytest.raises(SystemExit, match="AITER's cache differs from ours by 7"):
+        mla_chain.op_measured(3, 4, "bf16", 2, wrong)
+
+
+def test_a_folder_without_aiter_s_triton_ops_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="holds no aiter/ops/triton"):
+        mla_chain.aiter_loader(tmp_path)

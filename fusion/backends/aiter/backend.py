@@ -129,6 +129,9 @@ def call_of(case: Any) -> Call:
         from ...ops.groups import world_size
 
         known["world_size"] = world_size(said["group"])
+    tables = [said[name] for name in ("cos_dtype", "sin_dtype") if name in said]
+    if tables:
+        known["table_dtype"] = next((dtype for dtype in tables if str(dtype) != "torch.float32"), tables[0])
     return Call(**{**known, "width": width, "weight_dtype": other, "arch": _arch()})
 
 

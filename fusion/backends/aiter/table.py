@@ -12,11 +12,13 @@ from .table_attention import ATTENTION_BINDINGS
 from .table_latents import LATENT_BINDINGS
 from .table_norms import NORM_BINDINGS
 from .table_quantised import QUANTISED_BINDINGS
+from .table_queries import QUERY_BINDINGS
 
 BINDINGS: tuple[Binding, ...] = (
     *NORM_BINDINGS,
     *QUANTISED_BINDINGS,
     *LATENT_BINDINGS,
+    *QUERY_BINDINGS,
     *ACTIVATION_BINDINGS,
     *ATTENTION_BINDINGS,
     *ALL_REDUCE_BINDINGS,

@@ -82,7 +82,7 @@ BODIES: dict[str, Body] = {}
 """Key of a definition -> its body; filled by the modules of `MODULES` when they are imported."""
 
 
-MODULES = ("allreduce", "decode", "gated", "mla", "mx", "norms", "qk", "silu", "triton")
+MODULES = ("allreduce", "decode", "gated", "mla", "mx", "norms", "qk", "queries", "silu", "triton")
 """The modules `behaviour_*` that hold the bodies."""
 
 
