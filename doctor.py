@@ -141,7 +141,7 @@ def inside_vllm() -> list[Finding]:
     if problems:
         detail = f"vLLM {version.detail} would be left alone (tested with {', '.join(TESTED)}): {problems[0]}"
         return [Finding(name="inside vllm", state="broken", detail=detail)]
-    known = "tested" if version.detail in TESTED else f"not tested ({', '.join(TESTED)} is), and has what is expected"
+    known = "tested" if version.detail in TESTED else f"not tested ({', '.join(TESTED)} are), and has what is expected"
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "layerfuse" not in allowed.split(","):
         detail = f"VLLM_PLUGINS={allowed} keeps vLLM from loading it"

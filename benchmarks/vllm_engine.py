@@ -62,13 +62,14 @@ class ArmError(RuntimeError):
 class Engine:
     """The process of an arm, seen from here."""
 
-    def __init__(self, name: str, stage: Stage, fusions: tuple[str, ...] | None, work: Path, logs: Path) -> None:
+    def __init__(self, arm: str, name: str, stage: Stage, work: Path, logs: Path) -> None:
+        fusions = stage.arms.get(arm)
         self.name, self.log = name, logs / f"{name}.log"
         self.report = logs / f"{name}.report.json"
         options = {} if fusions is None else {"layerfuse": {"fusions": list(fusions), "report": str(self.report)}}
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
-            "cache": 2 << 30, "additional": options, "compilation": {"pass_config": {"fuse_allreduce_rms": False, **stage.passes}},
+            "cache": 2 << 30, "additional": options, "compilation": {"pass_config": {"fuse_allreduce_rms": False, **stage.alone.get(arm, {})}},
             "engine": {"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {},
         }  # fmt: skip
         variables = {
@@ -136,9 +137,9 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, turns: in
     engines: dict[str, Engine] = {}
     started = time.monotonic()
     try:
-        for arm, fusions in {"vllm": None, **stage.arms}.items():
-            engines[arm] = Engine(f"{name}.{arm}", stage, fusions, work, logs)
-            result["arms"][arm] = {"fusions": fusions}
+        for arm in ("vllm", *stage.alone, *stage.arms):
+            engines[arm] = Engine(arm, f"{name}.{arm}", stage, work, logs)
+            result["arms"][arm] = {"fusions": stage.arms.get(arm)}
             if one_by_one:
                 _try(result, engines, arm, until, None)
         if not one_by_one:

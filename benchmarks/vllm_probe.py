@@ -13,6 +13,7 @@ import torch
 import vllm.model_executor.model_loader.dummy_loader as loader
 import vllm_shapes
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.distributed.parallel_state import get_tp_group
 
 _filled: list[int] = []
 
@@ -22,7 +23,14 @@ def _initialize(module: torch.nn.Module, *_: Any, **__: Any) -> None:
     # The loader hands over the whole model first, then every module of it.
     if not _filled:
         _filled.append(id(module))
-        vllm_shapes.fill(module.state_dict())
+        group = get_tp_group()
+        sharded = {
+            f"{path}.{name}"
+            for path, each in module.named_modules()
+            if getattr(each, "tp_size", 1) > 1 or ".experts" in path
+            for name, _ in each.named_parameters(recurse=False)
+        }
+        vllm_shapes.fill(module.state_dict(), frozenset(sharded), group.rank_in_group, group.world_size)
 
 
 loader.initialize_dummy_weights = _initialize
@@ -82,8 +90,6 @@ class Probe:
 
 
 def _all_reduce() -> str:
-    from vllm.distributed.parallel_state import get_tp_group
-
     group = get_tp_group()
     if group.world_size == 1:
         return "none"

@@ -82,14 +82,23 @@ def folder_of(shape: str, below: Path) -> Path:
     return path
 
 
-def fill(state: dict[str, Any]) -> None:
+def fill(state: dict[str, Any], sharded: frozenset[str] = frozenset(), rank: int = 0, ranks: int = 1) -> None:
     """Draw weights that make a model's numbers worth comparing: rows of unit gain, small residual branches, logits apart.
 
-    vLLM's dummy weights make all logits alike. Each tensor has a seed of its own, the same in every process.
+    vLLM's dummy weights make all logits alike. Each tensor has a seed of its own, the same at every start, and of what is sharded
+    each rank has another part: equal ones would make every token tie with those of the other ranks.
+
+    Args:
+        state: of the model on this rank.
+        sharded: names of what each rank has a part of.
+        rank: this one.
+        ranks: that share them.
     """
     import torch
 
-    for seed, (name, tensor) in enumerate(sorted(state.items()), 1):
+    for place, (name, tensor) in enumerate(sorted(state.items()), 1):
+        seed = place + (100_000 * rank if name in sharded else 0)
+        parts = ranks if name in sharded or name.removesuffix("_scale_inv").removesuffix("_scale") in sharded else 1
         if tensor.device.type == "meta" or tensor.numel() == 1:
             continue
         generator = torch.Generator(device=tensor.device).manual_seed(seed)
@@ -107,16 +116,18 @@ def fill(state: dict[str, Any]) -> None:
             tensor.uniform_(-0.1, 0.1, generator=generator)
         elif "scale" in name:
             columns = state[name.removesuffix("_scale_inv").removesuffix("_scale")].shape[-1]
-            tensor.fill_(_gain(name, columns, inner) / 224)
+            tensor.fill_(_gain(name, columns, inner, parts) / 224)
         elif tensor.element_size() == 1:
             drawn = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
             tensor.copy_(drawn.uniform_(-224, 224, generator=generator))
         else:
-            gain = _gain(name, tensor.shape[-1], inner)
+            gain = _gain(name, tensor.shape[-1], inner, parts)
             tensor.uniform_(-gain, gain, generator=generator)
 
 
-def _gain(name: str, columns: int, inner: bool) -> float:
+def _gain(name: str, columns: int, inner: bool, parts: int) -> float:
     if "embed" in name:
         return 1.7
-    return float((3.0 / columns) ** 0.5 * (0.3 if inner else 3.0 if "lm_head" in name else 1.0))
+    # What ends a residual branch is split along its columns.
+    whole = columns * parts if inner else columns
+    return float((3.0 / whole) ** 0.5 * (0.3 if inner else 3.0 if "lm_head" in name else 1.0))

@@ -15,8 +15,8 @@ class Stage:
     arms: dict[str, tuple[str, ...]]
     tp: int = 1
     variables: dict[str, str] = field(factory=dict)
-    passes: dict[str, bool] = field(factory=dict)
-    "Of vLLM's own passes, in all arms."
+    alone: dict[str, dict[str, bool]] = field(factory=dict)
+    "Arms of vLLM without layerfuse, with passes of its own on or off: how far its own ways to compute the same are apart."
     needs: int = 100
     "Seconds that it takes about."
 
@@ -40,21 +40,22 @@ _ONE_SHAPE = {
     "add_norm": ("add_rms_norm",),
     "all": ("mla_dual_rms_norm", "add_rms_norm"),
 }
+_UNFUSED = {"unfused": {"fuse_norm_quant": False, "fuse_act_quant": False}}
 _NO_DEEP_GEMM, _DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0"}, {"VLLM_USE_DEEP_GEMM": "1"}
 STAGES = {
-    "fp8": Stage("deepseek-v3-fp8", _QUANTISED, variables=_NO_DEEP_GEMM, needs=150),
+    "fp8": Stage("deepseek-v3-fp8", _QUANTISED, alone=_UNFUSED, variables=_NO_DEEP_GEMM, needs=150),
     "gpt-oss-tp2": Stage("gpt-oss-120b", _REDUCED, tp=2),
-    "fp8-tp2": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, tp=2, variables=_NO_DEEP_GEMM, needs=120),
+    "fp8-tp2": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, tp=2, alone=_UNFUSED, variables=_NO_DEEP_GEMM, needs=120),
     "bf16-tp2": Stage("deepseek-v3", _REDUCED, tp=2),
     "gpt-oss-tp4": Stage("gpt-oss-120b", _REDUCED, tp=4),
-    "fp8-tp4": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, tp=4, variables=_NO_DEEP_GEMM, needs=120),
+    "fp8-tp4": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, tp=4, alone=_UNFUSED, variables=_NO_DEEP_GEMM, needs=120),
     "bf16-tp4": Stage("deepseek-v3", _REDUCED, tp=4),
     "qwen3-next": Stage("qwen3-next", {"gated": ("gated_rms_norm",), "all": ("gated_rms_norm", "add_rms_norm")}, needs=120),
     "bf16": Stage("deepseek-v3", _ONE_SHAPE),
     "fp8-deep-gemm": Stage("deepseek-v3-fp8", {"all": _QUANTISED["all"]}, variables=_DEEP_GEMM, needs=200),
     "gpt-oss": Stage("gpt-oss-120b", {"add_norm": ("add_rms_norm",)}),
     "gpt-oss-bf16-tp2": Stage("gpt-oss-120b-bf16", _REDUCED, tp=2),
-    "moe-fp8": Stage("deepseek-v3-moe-fp8", {"all": _QUANTISED["all"]}, variables=_NO_DEEP_GEMM, needs=150),
+    "moe-fp8": Stage("deepseek-v3-moe-fp8", {"all": _QUANTISED["all"]}, alone=_UNFUSED, variables=_NO_DEEP_GEMM, needs=150),
     "moe": Stage("deepseek-v3-moe", {"all": _ONE_SHAPE["all"]}, needs=150),
     "tiny": Stage("tiny", {"add_norm": ("add_rms_norm",)}),
     "tiny-tp2": Stage("tiny", {"all_reduce": ("all_reduce_add_rms_norm",)}, tp=2),

@@ -223,7 +223,8 @@ def _where(kind: Mapping[str, Any]) -> str:
 
 def _listed(decisions: Sequence[dict[str, Any]], done: Collection[str]) -> list[tuple[str, dict[str, Any]]]:
     """The decisions on fusions that are possible here, or that the engine does itself, with their names; or why no fusion is."""
-    possible = {d["fusion"] for d in decisions if d["decision"] != "not_applicable" or d["reason"] in done}
+    own = tuple(done)
+    possible = {d["fusion"] for d in decisions if d["decision"] != "not_applicable" or d["reason"].startswith(own)}
     if not possible:
         return [("any fusion", decision) for decision in decisions[:1]]
     return [(decision["fusion"], decision) for decision in decisions if decision["fusion"] in possible]

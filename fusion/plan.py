@@ -357,7 +357,9 @@ class _Decider:
         if engine is not None and refusal is None:
             elsewhere = engine.why_kept(fusion.name, site.role)
             if elsewhere is None and measured is None and dict(self._config.switches).get(fusion.name) is not True:
+                figure = fusion.off_in.get(engine.name) if engine.compiled else None
                 elsewhere = engine.does.get(fusion.name)
+                elsewhere = f"{elsewhere}; {figure}" if elsewhere is not None and figure is not None else elsewhere
             if elsewhere is not None:
                 return Verdict("not_applicable", elsewhere)
         off = self._config.why_off(fusion, engine, measured)

@@ -135,7 +135,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "Target": (lambda v: fusion.Target(arch=v, vendor="amd"), but(NONE_OF_THEM, "text")),
     "Engine": (lambda v: fusion.Engine(name=v), but(NONE_OF_THEM, "text")),
     "Engine refuses": (lambda v: fusion.Engine(name="x", refuses=v), NONE_OF_THEM),
-    "FusionConfig": (lambda v: fusion.FusionConfig(level=v), but(NONE_OF_THEM, "zero")),
+    "FusionConfig": (lambda v: fusion.FusionConfig(level=v), but(NONE_OF_THEM, "zero", "None")),
     "FusionConfig switches": (lambda v: fusion.FusionConfig(switches=v), NONE_OF_THEM),
     "FusionConfig switch": (lambda v: fusion.FusionConfig(switches={"add_rms_norm": v}), NO_FLAG),
     "FusionConfig quant": (lambda v: fusion.FusionConfig(quant=v), but(NONE_OF_THEM, "None")),

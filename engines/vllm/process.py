@@ -42,7 +42,7 @@ def say_if_untested() -> None:
     """Say once that nobody has tested this release of vLLM, where that is so."""
     if version().partition("+")[0] not in TESTED:
         known = ", ".join(TESTED)
-        once(logging.INFO, "layerfuse: vLLM %s is not tested (%s is); its hooks are as expected", version(), known)
+        once(logging.INFO, "layerfuse: vLLM %s is not tested (%s are); its hooks are as expected", version(), known)
 
 
 def leave_alone(reason: str) -> None:

@@ -155,9 +155,9 @@ SOURCES = {
             "0.34.1",
             "",
             "found",
-            "vLLM 0.34.1 is not tested (0.33.0 is), and has what is expected; 5 of 5 hooks found; ",
+            "vLLM 0.34.1 is not tested (0.26.0, 0.33.0 are), and has what is expected; 5 of 5 hooks found; ",
         ),
-        ("0.40.0", "graph_index", "broken", "vLLM 0.40.0 would be left alone (tested with 0.33.0): "),
+        ("0.40.0", "graph_index", "broken", "vLLM 0.40.0 would be left alone (tested with 0.26.0, 0.33.0): "),
         ("0.40.0", "configure_post_pass", "broken", "there is no 'configure_post_pass' in vllm.compilation.backends"),
     ],
 )

@@ -416,7 +416,7 @@ def test_a_release_that_nobody_tested_is_said_and_fused_where_its_hooks_are_as_e
         runs_on(engine)
     lines = said(caplog)
     assert (
-        lines[0] == f"layerfuse: vLLM 0.40.0 is not tested ({', '.join(process.TESTED)} is); its hooks are as expected"
+        lines[0] == f"layerfuse: vLLM 0.40.0 is not tested ({', '.join(process.TESTED)} are); its hooks are as expected"
     )
     assert sum("not tested" in line for line in lines) == 1
     assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in lines

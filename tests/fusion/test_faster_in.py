@@ -26,13 +26,14 @@ Measured = Callable[..., None]
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
-    """Put a measurement of a fusion into the catalog."""
+    """Put a measurement of a fusion into the catalog; `alone`: without what the catalog says of it otherwise."""
 
-    def enter(name: str, off_in: dict[str, str] | None = None, **conditions: Any) -> None:
+    def enter(name: str, alone: bool = False, **conditions: Any) -> None:
         entry = Faster(**{"engine": "vllm", "archs": ("sm90",), "figure": FIGURE, **conditions})
         fusions = dict(FUSIONS.items())
-        off_in = fusions[name].off_in if off_in is None else off_in
-        fusions[name] = attrs.evolve(fusions[name], faster_in=(*fusions[name].faster_in, entry), off_in=off_in)
+        known = fusions[name]
+        already, off = ((), {}) if alone else (known.faster_in, known.off_in)
+        fusions[name] = attrs.evolve(known, faster_in=(*already, entry), off_in=off)
         monkeypatch.setattr(FUSIONS, "_fusions", fusions)
 
     return enter
@@ -47,14 +48,14 @@ def reasons(decisions: Iterable[Any]) -> set[str]:
 
 
 def test_it_is_on_where_it_was_measured_and_the_plan_gives_the_figure(measured: Measured) -> None:
-    assert not in_vllm().expected(ADD)
-    measured(ADD)
+    assert not in_vllm(Target.named("sm75")).expected(ADD)
+    measured(ADD, alone=True)
     assert len(in_vllm().expected(ADD)) == 122
     assert all(reason.endswith(f"on sm90; measured {FIGURE}") for reason in reasons(in_vllm().expected(ADD)))
 
 
 def test_it_is_off_on_other_architectures_and_in_other_engines(measured: Measured) -> None:
-    measured(GROUP, off_in={})
+    measured(GROUP, alone=True)
     assert in_vllm(config=BLOCK).expected(GROUP)
     for other in (in_vllm(Target.named("sm100"), config=BLOCK), in_vllm(Target.named("gfx950"), config=BLOCK)):
         assert not other.expected(GROUP)
@@ -71,14 +72,14 @@ def test_the_reason_for_being_off_elsewhere_is_the_catalogs_own_where_it_has_one
 
 
 def test_a_condition_on_the_quantisation_holds_at_such_sites_only(measured: Measured) -> None:
-    measured("mla_dual_rms_norm", quant="group")
+    measured("mla_dual_rms_norm", alone=True, quant="group")
     assert not in_vllm().expected("mla_dual_rms_norm")
     assert not in_vllm(config=FusionConfig(quant=ActivationQuant.parse("per_token"))).expected("mla_dual_rms_norm")
     assert len(in_vllm(config=BLOCK).expected("mla_dual_rms_norm")) == 61
 
 
 def test_a_condition_on_the_ranks_holds_from_there_on(measured: Measured) -> None:
-    measured(ADD, ranks=2)
+    measured(ADD, alone=True, ranks=2)
     assert not in_vllm(tp=1).expected(ADD)
     assert len(in_vllm(tp=2).expected(ADD)) == len(in_vllm(tp=4).expected(ADD)) == 122
 
@@ -99,11 +100,13 @@ def test_what_was_measured_is_on_whatever_its_level_unless_a_level_is_asked_for(
 def test_what_was_measured_faster_is_taken_from_what_the_engine_does_itself(measured: Measured) -> None:
     engine = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
     specs = model("deepseek-v3").specs()
-    (reason,) = reasons(plan(specs, SM90, BLOCK, engine).not_applicable("silu_mul_group_quant"))
+    name = "silu_mul_group_quant"
+    measured(name, alone=True, archs=("sm100",))
+    (reason,) = reasons(plan(specs, SM90, BLOCK, engine).not_applicable(name))
     assert reason.startswith("vLLM does it: its pass ActivationQuantFusionPass")
-    measured("silu_mul_group_quant")
-    assert not plan(specs, SM90, BLOCK, engine).not_applicable("silu_mul_group_quant")
-    assert plan(specs, SM90, BLOCK, engine).expected("silu_mul_group_quant")
+    measured(name)
+    assert not plan(specs, SM90, BLOCK, engine).not_applicable(name)
+    assert plan(specs, SM90, BLOCK, engine).expected(name)
 
 
 def test_a_measurement_holds_where_the_model_was_compiled_as_it_is_here(measured: Measured) -> None:
@@ -111,7 +114,7 @@ def test_a_measurement_holds_where_the_model_was_compiled_as_it_is_here(measured
     compiled = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
     eager = engine_of(["DeepseekV3ForCausalLM"], target=SM90, enforce_eager=True)
     name = "mla_dual_rms_norm"
-    measured(name)
+    measured(name, alone=True)
     assert plan(specs, SM90, None, compiled).expected(name)
     assert not plan(specs, SM90, None, eager).expected(name)
     measured(name, compiled=False, figure="1.2 times faster in eager mode (made up)")

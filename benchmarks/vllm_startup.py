@@ -1,0 +1,182 @@
+"""What layerfuse adds to vLLM's start: with fusions, in share of vLLM's own compile time, and where it has nothing to do.
+
+    PYTHONPATH=tests/engines python benchmarks/vllm_startup.py [--layers 3,16] [--inductor] [--out startup.json]
+
+In an environment that holds vLLM on a CPU (`make test-engines`): a real DeepSeek-V3 of vLLM's with small widths, compiled by its own
+backend, each start in a process of its own. Timed are layerfuse's own functions at vLLM's hooks, without the functions of vLLM's that they
+call, and its pass. Compile time is that of the model's first call. All are seconds of the main thread's CPU, so that what else the
+machine does counts for nothing; a C++ compiler in another process does not count either. Without --inductor Inductor takes its fallbacks in
+the place of generated C++: the share is then as large as it can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+FUSIONS = ["add_rms_norm", "mla_dual_rms_norm"]
+NOTHING = """
+import sys, time, vllm.config, vllm.model_executor.model_loader.base_loader
+began = time.thread_time()
+from layerfuse.engines.vllm import register
+register()
+print(time.thread_time() - began)
+"""
+"""In a process that has imported what vLLM's own processes have."""
+
+
+class Timed:
+    """Seconds in layerfuse's functions, by their name, without what they call of vLLM's."""
+
+    def __init__(self) -> None:
+        self.own: Counter[str] = Counter()
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that is given one of vLLM's as its first argument."""
+
+        @functools.wraps(function)
+        def timed(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            theirs = 0.0
+
+            @functools.wraps(original)
+            def counted(*args: Any, **kwargs: Any) -> Any:
+                nonlocal theirs
+                began = time.thread_time()
+                try:
+                    return original(*args, **kwargs)
+                finally:
+                    theirs += time.thread_time() - began
+
+            began = time.thread_time()
+            try:
+                return function(counted, *args, **kwargs)
+            finally:
+                self.own[function.__name__] += time.thread_time() - began - theirs
+
+        return timed
+
+    def plain(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Any other function of layerfuse's."""
+
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.own[function.__qualname__] += time.thread_time() - began
+
+        return timed
+
+
+@contextlib.contextmanager
+def timing() -> Iterator[Timed]:
+    """Register layerfuse with every function at a hook timed, and its pass."""
+    from layerfuse.engines.vllm import passes, plugin, process
+
+    timed = Timed()
+    hooks = [name for name in vars(plugin) if name.startswith("_at_")]
+    with contextlib.ExitStack() as stack:
+        for name in hooks:
+            stack.enter_context(mock.patch.object(plugin, name, timed.around(getattr(plugin, name))))
+        for name in ("_finish", "_warm_up"):
+            stack.enter_context(mock.patch.object(plugin, name, timed.plain(getattr(plugin, name))))
+        whole = timed.plain(passes.FusionPass.__call__)
+        stack.enter_context(mock.patch.object(passes.FusionPass, "__call__", whole))
+        stack.enter_context(mock.patch.object(process, "this", process.Process()))
+        plugin.register()
+        yield timed
+
+
+def with_fusions(layers: int, inductor: bool) -> dict[str, Any]:
+    """One cold start."""
+    from vllm_started import engine_config, in_engine, load
+
+    with tempfile.TemporaryDirectory() as folder, timing() as timed:
+        config = engine_config("deepseek-v3", layerfuse={"fusions": FUSIONS}, overrides={"num_hidden_layers": layers})
+        if inductor:
+            del config.compilation_config.inductor_compile_config["fallback_by_default"]
+        with in_engine(config, Path(folder)):
+            engine = load(config)
+            began = time.thread_time()
+            engine()
+            compiling = time.thread_time() - began
+    own = sum(timed.own.values())
+    return {
+        "layers": layers,
+        "compile_s": round(compiling, 3),
+        "own_s": round(own, 4),
+        "share": round(own / (compiling - own), 4),
+        "by function": {name: round(seconds, 4) for name, seconds in timed.own.most_common()},
+    }
+
+
+def with_nothing_to_do(options: Any) -> dict[str, Any]:
+    """Registering, and loading a model with no fusion on. `options`: as in `additional_config`."""
+    from vllm_started import engine_config, in_engine, load
+
+    registering = []
+    for _ in range(5):
+        done = subprocess.run([sys.executable, "-c", NOTHING], capture_output=True, text=True, check=True)
+        registering.append(float(done.stdout.split()[-1]))
+    with tempfile.TemporaryDirectory() as folder, timing() as timed:
+        config = engine_config("deepseek-v3", layerfuse=options)
+        with in_engine(config, Path(folder)):
+            load(config)()
+    own = sum(timed.own.values())
+    return {
+        "options": options,
+        "register_ms": round(statistics.median(registering) * 1e3, 1),
+        "hooks_ms": round(own * 1e3, 1),
+        "total_ms": round((statistics.median(registering) + own) * 1e3, 1),
+    }
+
+
+def in_a_process(call: str) -> dict[str, Any]:
+    """What one of the functions above returns, in a process of its own."""
+    code = f"import json, vllm_startup; print(json.dumps(vllm_startup.{call}))"
+    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    # Without a layerfuse that vLLM would load by itself, before anything is timed.
+    variables = {**os.environ, "PYTHONPATH": paths, "VLLM_PLUGINS": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=variables)
+    if done.returncode:
+        raise RuntimeError(f"{call}: {done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    import vllm
+    from environment import environment
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", default="3,16")
+    parser.add_argument("--inductor", action="store_true", help="let Inductor generate C++")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    result = {
+        "environment": {**environment(), "vllm": vllm.__version__},
+        "inductor": given.inductor,
+        "nothing to do": [in_a_process(f"with_nothing_to_do({options})") for options in (None, False)],
+        "starts": [in_a_process(f"with_fusions({int(n)}, {given.inductor})") for n in given.layers.split(",")],
+    }
+    if given.out is not None:
+        given.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({key: value for key, value in result.items() if key != "environment"}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
