@@ -89,7 +89,7 @@ def diagnose() -> Diagnosis:
 
 def _version(name: str) -> Finding:
     try:
-        return Finding(name=name, state="found", detail=metadata.version(name))
+        return Finding(name=name, state="found", detail=metadata.version(name) or "a package without metadata")
     except metadata.PackageNotFoundError:
         return Finding(name=name, state="absent", detail="not installed")
 
@@ -216,7 +216,14 @@ def plugins() -> list[Finding]:
         classes, models = len(registry.layer_classes()) - before[0], len(registry.models()) - before[1]
         detail = f"{plugin.value} adds {models} models and {classes} layer classes"
         findings.append(Finding(name=name, state="found", detail=detail))
-    return [*findings, *_fusion_plugins()]
+    return [*findings, *_fusion_plugins(), *_unreadable()]
+
+
+def _unreadable() -> list[Finding]:
+    """Packages that hide their plugins by broken metadata, of this library or not."""
+    from .registry.entry_points import unreadable
+
+    return [Finding(name=f"entry points of {name}", state="broken", detail=why) for name, why in unreadable()]
 
 
 FUSION_PLUGINS = "fusions of plugins"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any
 
-from .errors import UnreadableError, shown
+from .errors import FOREIGN, UnreadableError, shown
 
 
 def whole(value: Any) -> Any:
@@ -18,7 +18,7 @@ def whole(value: Any) -> Any:
         return value
     try:
         return operator.index(value) if is_one_number(value) else value
-    except Exception:  # no integer, or without data; the spec refuses it by name
+    except FOREIGN:  # no integer, or without data; the spec refuses it by name
         return value
 
 

@@ -9,6 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+FOREIGN = (Exception, SystemExit)
+"""What code of others may raise where it is asked for something: a layer's property, a plugin, a `repr`. `sys.exit` is no
+reason to end an engine. KeyboardInterrupt is the user's, and passes."""
+
 _LAST_WORD = re.compile(r"[A-Z][a-z]+|[A-Z]+(?![a-z])")
 _NORM = re.compile(r"Norm(Gated)?\d*$")
 
@@ -65,7 +69,7 @@ def shown(value: object, most: int = 80) -> str:
     try:
         # A text is cut first: of a long one the repr is several times as long.
         return cut(repr(value[:most]) + "..." if type(value) is str and len(value) > most else repr(value), most)
-    except Exception:  # Python refuses to print a number of thousands of digits, and objects may break as they like
+    except FOREIGN:  # Python refuses to print a number of thousands of digits, and objects may break as they like
         return f"{cut(type(value).__name__, most)}, too long or too broken to print"
 
 
@@ -73,7 +77,7 @@ def said(error: BaseException, most: int = 200) -> str:
     """The class and text of somebody else's error for a message: short, and never an error of its own."""
     try:
         text = str(error)
-    except Exception:  # an error's text is its author's code
+    except FOREIGN:  # an error's text is its author's code
         text = "(its text cannot be read)"
     return f"{cut(type(error).__name__)}: {cut(text, most)}"
 

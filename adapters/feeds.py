@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from .activation_quant import ActivationQuant
+from .errors import FOREIGN
 from .linear_quant import activation_quant_of
 from .sources import Path
 
@@ -29,7 +30,7 @@ class Feeds:
         """How the linears quantise their activations; None where they differ, do not, or there are none."""
         try:
             found = {activation_quant_of(linear) for linear in self._linears(layer)}
-        except Exception:  # a layer whose own code fails where its children are looked for: this decides no spec
+        except FOREIGN:  # a layer whose own code fails where its children are looked for: this decides no spec
             return None
         return found.pop() if len(found) == 1 else None
 

@@ -14,7 +14,7 @@ from attrs import frozen
 
 from . import linear_quant_readings as read
 from .activation_quant import ActivationQuant
-from .errors import UnreadableError, said
+from .errors import FOREIGN, UnreadableError, said
 from .linear_quant_readings import Answer, maybe, stored
 
 
@@ -122,7 +122,7 @@ def activation_quant_of(linear: Any) -> ActivationQuant | None:
     try:
         if _is_plain(linear):
             return None
-    except Exception:  # which `describe_linear_quant` has words for
+    except FOREIGN:  # which `describe_linear_quant` has words for
         return None
     answer = describe_linear_quant(linear)
     return answer if isinstance(answer, ActivationQuant) else None
@@ -138,7 +138,7 @@ def describe_linear_quant(linear: Any) -> ActivationQuant | str | None:
         answer = _answer(linear)
     except UnreadableError as error:
         answer = f"does not say how it quantises activations: {error.args[0]}"
-    except Exception as error:  # a property of the linear that fails in its own way: in words, as this decides no spec
+    except FOREIGN as error:  # a property of the linear that fails in its own way: in words, as this decides no spec
         answer = f"does not say how it quantises activations: {said(error)}"
     return f"{type(linear).__name__} {answer}" if isinstance(answer, str) else answer
 

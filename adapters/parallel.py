@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar
 from attrs import frozen
 
 from .conversions import whole
-from .errors import UnreadableError, cut, said, shown
+from .errors import FOREIGN, UnreadableError, cut, said, shown
 from .specs import Parallel
 
 P = ParamSpec("P")
@@ -65,7 +65,7 @@ def _asks(read: Callable[P, T]) -> Callable[P, T]:
             return read(*args, **kwargs)
         except UnreadableError:
             raise
-        except Exception as error:
+        except FOREIGN as error:
             raise UnreadableError(f"reading its weight raised {said(error)}") from error
 
     return asked

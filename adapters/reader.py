@@ -14,6 +14,7 @@ import attrs
 from .base import Facts
 from .conversions import whole
 from .errors import (
+    FOREIGN,
     ArgumentError,
     LayerfuseError,
     MissingAttributeError,
@@ -210,7 +211,7 @@ class _Reading:
             return convert(source.read(self.layer if start is None else start))
         except UnreadableError:
             raise
-        except Exception as error:
+        except FOREIGN as error:
             raise UnreadableError(f"{source}: reading it raised {said(error)}") from error
 
     def missing(self, field: str, tried: list[str]) -> MissingAttributeError:
@@ -336,7 +337,7 @@ def existing_names(layer: Any, most: int = 60) -> list[str]:
             elif not name.startswith("_") and name != "training":
                 names.add(name)
         listed = [cut(name) for name in sorted(names)]
-    except Exception:  # it has no names, or what it has for them is none
+    except FOREIGN:  # it has no names, or what it has for them is none
         return []
     return listed if len(listed) <= most else [*listed[:most], f"and {len(listed) - most} more"]
 

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 from attrs import frozen
 
 from .conversions import CONVERSIONS, whole
-from .errors import FactsError, UnreadableError, cut, did_you_mean, said, shown
+from .errors import FOREIGN, FactsError, UnreadableError, cut, did_you_mean, said, shown
 
 _STEP = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}|-1")
 _LONGEST_PATH = 12
@@ -70,7 +70,7 @@ def _step(obj: Any, step: str, path: Path) -> Any:
         return getattr(obj, step)
     except (AttributeError, LookupError):
         raise UnreadableError(f"{path}: {type(obj).__name__} has no {step!r}") from None
-    except Exception as error:  # a property of the layer that fails in its own way: report it, never hide it
+    except FOREIGN as error:  # a property of the layer that fails in its own way: report it, never hide it
         raise UnreadableError(f"{path}: reading {step!r} raised {said(error)}") from error
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .conversions import is_one_number, mlp_activation, whole
+from .errors import FOREIGN
 from .linear_quant import activation_quant_of
 
 
@@ -37,7 +38,7 @@ def _number(value: Any) -> Any:
         # A text has no __float__, though float() takes it.
         converts = hasattr(type(value), "__float__") or hasattr(type(value), "__index__")
         return float(value) if converts and type(value) is not bool and is_one_number(value) else value
-    except Exception:  # no number, or without data; the spec refuses it by name
+    except FOREIGN:  # no number, or without data; the spec refuses it by name
         return value
 
 

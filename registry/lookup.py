@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ..adapters.arguments import expect, expect_callable
 from ..adapters.base import Adapter
-from ..adapters.errors import ArgumentError, UnknownLayerError, cut, shown
+from ..adapters.errors import FOREIGN, ArgumentError, UnknownLayerError, cut, shown
 from ..adapters.reader import LayerReader
 from ..adapters.specs import FinalNormSpec, GatedMLPSpec, KernelSpec, Parallel, ResidualSpec
 from .errors import UnknownModelError
@@ -368,7 +368,7 @@ class Registry:
         if hasattr(type(layer), "named_modules"):
             try:
                 inner = next((p for p, m in layer.named_modules() if p and self._readers_of(type(m))), None)
-            except Exception:  # a module that was never initialised: the class is what the error is about
+            except FOREIGN:  # a module that was never initialised: the class is what the error is about
                 inner = None
             if inner is not None:
                 hint = f"It holds known layers, the first at {inner}: ask specs_in for all of them."

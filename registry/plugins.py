@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..adapters.base import Adapter
-from ..adapters.errors import LayerfuseError, cut, said, shown
+from ..adapters.errors import FOREIGN, LayerfuseError, cut, said, shown
+from .entry_points import entry_points, package_of
 from .errors import PluginError
 
 if TYPE_CHECKING:
@@ -25,8 +26,7 @@ MODELS = "layerfuse.models"
 
 def installed() -> list[EntryPoint]:
     """The plugins that are installed, without importing any: adapters first, in a stable order."""
-    found = (*entry_points(group=ADAPTERS), *entry_points(group=MODELS))
-    return sorted(found, key=lambda plugin: (plugin.group, plugin.name, plugin.value))
+    return sorted(entry_points(ADAPTERS, MODELS), key=lambda plugin: (plugin.group, plugin.name, plugin.value))
 
 
 def load_plugins(registry: Registry) -> None:
@@ -55,7 +55,7 @@ def import_plugin(plugin: EntryPoint) -> Any:
     """
     try:
         return plugin.load()
-    except (Exception, SystemExit) as error:  # a script that was never meant to be imported ends in sys.exit
+    except FOREIGN as error:  # a script that was never meant to be imported ends in sys.exit
         raise PluginError(f"{owner_of(plugin)} cannot be imported: {said(error)}") from error
 
 
@@ -77,13 +77,13 @@ def register_content(registry: Registry, plugin: EntryPoint, content: Any) -> No
             registry.register_models(read_file(_path(content, owner)), owner)
     except LayerfuseError:
         raise
-    except Exception as error:  # the object may be anything, and break as it likes
+    except FOREIGN as error:  # the object may be anything, and break as it likes
         raise PluginError(f"{owner}: reading it raised {said(error)}") from error
 
 
 def owner_of(plugin: EntryPoint) -> str:
     """What messages call a plugin: its entry point, its package and the object."""
-    package = "" if plugin.dist is None else f" of {cut(plugin.dist.name)}"
+    package = "" if plugin.dist is None else f" of {package_of(plugin.dist)}"
     return f"the plugin {cut(plugin.name)}{package} ({cut(plugin.value)})"
 
 

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -128,7 +127,9 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _nothing_on(options: Options) -> bool:
     """Whether nothing was asked for and nothing is on: so that what plans is not even imported."""
-    if not options.says_nothing or metadata.entry_points(group="layerfuse.fusions"):
+    from ...registry.entry_points import entry_points
+
+    if not options.says_nothing or entry_points("layerfuse.fusions"):
         return False
     from .defaults import arch_here, on_by_default
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import attrs
 
-from ...adapters.errors import LayerfuseError, did_you_mean, said, shown
+from ...adapters.errors import FOREIGN, LayerfuseError, did_you_mean, said, shown
+from ...registry.entry_points import entry_points, package_of
 from ..chain import Fusion, FusionError
 
 GROUP = "layerfuse.fusions"
@@ -53,9 +54,8 @@ def built_in() -> Iterator[Fusion]:
 
 def installed() -> Iterator[tuple[metadata.EntryPoint, str]]:
     """The entry points of other packages with the names of their distributions, in a stable order."""
-    found = metadata.entry_points(group=GROUP)
-    for point in sorted(found, key=lambda point: (point.name, point.value)):
-        yield point, point.dist.name if point.dist is not None else "an unnamed package"
+    for point in sorted(entry_points(GROUP), key=lambda point: (point.name, point.value)):
+        yield point, package_of(point.dist) if point.dist is not None else "an unnamed package"
 
 
 def of_plugin(point: metadata.EntryPoint, package: str) -> tuple[Fusion, ...]:
@@ -66,10 +66,13 @@ def of_plugin(point: metadata.EntryPoint, package: str) -> tuple[Fusion, ...]:
     """
     try:
         content: Any = point.load()
-    except (Exception, SystemExit) as error:  # a plugin may fail in any way
+    except FOREIGN as error:  # a plugin may fail in any way
         raise FusionPluginError(point.name, package, f"importing raised {said(error)}") from error
-    several = (content,) if isinstance(content, Fusion) else content
-    if not isinstance(several, list | tuple) or not all(isinstance(each, Fusion) for each in several):
+    try:
+        several = tuple(content) if isinstance(content, list | tuple) else (content,)
+    except FOREIGN as error:  # the object may be anything, and break as it likes
+        raise FusionPluginError(point.name, package, f"reading it raised {said(error)}") from error
+    if not all(isinstance(each, Fusion) for each in several):
         raise FusionPluginError(point.name, package, f"expected a Fusion or a list of them, got {shown(content)}")
     return tuple(attrs.evolve(fusion, owner=package) for fusion in several)
 

@@ -137,6 +137,23 @@ def test_a_plugin_that_works_is_counted(packages):
     assert (found.state, found.detail) == ("found", "good_plugin:A adds 0 models and 1 layer classes")
 
 
+def test_a_package_whose_entry_points_cannot_be_read_is_named_and_hides_no_other(packages, run, monkeypatch):
+    good = packages(
+        "good_plugin", dist="good-plugin", version="1", entry_points="[layerfuse.adapters]\ngood = good_plugin:A\n"
+    )
+    (good / "__init__.py").write_text("A = []\n", encoding="utf-8")
+    packages("malformed", dist="malformed", version="1", entry_points="[console_scripts]\nno equals sign\n")
+    with pytest.warns(RuntimeWarning, match="entry points of malformed in .* cannot be read, and its plugins"):
+        answer = run("doctor", "--json")
+    assert answer.code == 1
+    data = json.loads(answer.out)
+    assert [line.partition(" in ")[0] for line in data["problems"]] == [
+        "entry points of malformed: the entry points of malformed"
+    ]
+    assert data["findings"]["plugin good"]["state"] == "found"
+    assert any(sentence.startswith("fusion mla_dual_rms_norm on c") for sentence in data["enables"])
+
+
 SOURCES = {
     "platforms/interface.py": "class Platform:\n    def check_and_update_config(cls, vllm_config): ...\n",
     "model_executor/model_loader/base_loader.py": "class BaseModelLoader:\n"

@@ -112,6 +112,10 @@ def test_the_command_line_knows_it(site: Path) -> None:
     [
         ("raise OSError('no such library')", "importing raised OSError: no such library"),
         ("raise SystemExit(3)", "importing raised SystemExit: 3"),
+        (
+            "class Odd(list):\n    def __iter__(self):\n        raise SystemExit(3)\nFUSION = Odd()",
+            "entry point 'mine' of broken: reading it raised SystemExit: 3",
+        ),
         ("FUSION = 3", "expected a Fusion or a list of them, got 3"),
         (
             "from layerfuse.fusion.catalog.add_rms_norm import FUSION",

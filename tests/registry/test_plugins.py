@@ -312,3 +312,68 @@ def test_an_object_that_breaks_when_it_is_looked_at_is_an_error_that_names_it(tm
     write_plugin(tmp_path, "odd", "layerfuse.adapters", "odd:THING", code)
     said = run(ASK + "print(ask('models'))", tmp_path)
     assert said == ["PluginError: the plugin odd of odd (odd:THING): reading it raised RuntimeError: odd"]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        (
+            "class Odd(list):\n    def __iter__(self):\n        raise SystemExit(3)\nTHING = Odd()",
+            "reading it raised SystemExit: 3",
+        ),
+        (
+            "class Odd:\n    @property\n    def __class__(self):\n        raise SystemExit(3)\nTHING = Odd()",
+            "reading it raised SystemExit: 3",
+        ),
+        (
+            "class Odd:\n    def __repr__(self):\n        raise SystemExit(3)\nTHING = Odd()",
+            "expected an Adapter or a list of them, got Odd, too long or too broken to print",
+        ),
+    ],
+)
+def test_an_object_that_ends_python_when_it_is_looked_at_is_an_error(code: str, error: str, tmp_path: Path) -> None:
+    write_plugin(tmp_path, "odd", "layerfuse.adapters", "odd:THING", code)
+    said = run(ASK + "print(ask('models'))", tmp_path)
+    assert said == [f"PluginError: the plugin odd of odd (odd:THING): {error}"]
+
+
+def test_a_plugin_whose_package_has_lost_its_metadata_is_named_all_the_same(tmp_path: Path) -> None:
+    write_plugin(tmp_path, "torn", "layerfuse.adapters", "torn:ADAPTER", "import no_such_library")
+    (tmp_path / "torn-1.0.dist-info" / "METADATA").unlink()
+    said = run(ASK + "print(ask('model')[:10], ask('unknown').split(':')[0])", tmp_path)
+    assert said[0] == "ModelEntry UnknownLayerError"
+    assert "the plugin torn of a package without metadata (torn:ADAPTER) cannot be imported" in said[1]
+
+
+MALFORMED = [b"[console_scripts]\nno equals sign\n", b"[layerfuse.adapters]\n\xff = x:Y\n"]
+
+
+@pytest.mark.parametrize("entry_points", MALFORMED)
+def test_a_package_with_broken_entry_points_is_named_and_hides_no_other(
+    entry_points: bytes, tmp_path: Path, installed: Path
+) -> None:
+    write_plugin(tmp_path, "torn", "other.group", "torn:X", "X = 1")
+    (tmp_path / "torn-1.0.dist-info" / "entry_points.txt").write_bytes(entry_points)
+    said = run(
+        "from layerfuse import fusion, registry\nprint('tiny' in registry.adapters(), 'add_rms_norm' in fusion.FUSIONS)",
+        tmp_path,
+        installed,
+    )
+    assert said[0] == "True True"
+    assert len(said) == 3  # once where plugins of the registry are looked for, and once for fusions
+    assert all(f"RuntimeWarning: the entry points of torn in {tmp_path} cannot be read" in line for line in said[1:])
+
+
+def test_of_two_installations_of_a_package_the_one_that_python_imports_counts(tmp_path: Path, installed: Path) -> None:
+    """Beside a broken package too, where packages are looked through one by one."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    for site in (first, second):
+        site.mkdir()
+        write_plugin(site, "twice", "layerfuse.adapters", f"twice:{site.name.upper()}", "")
+    write_plugin(first, "torn", "other.group", "torn:X", "X = 1")
+    code = (
+        "from layerfuse.registry.plugins import installed\nprint([p.value for p in installed() if p.name == 'twice'])"
+    )
+    assert run(code, first, second) == ["['twice:FIRST']"]
+    (first / "torn-1.0.dist-info" / "entry_points.txt").write_bytes(MALFORMED[0])
+    assert run(code, first, second)[0] == "['twice:FIRST']"

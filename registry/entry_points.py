@@ -1,0 +1,62 @@
+"""Entry points of installed packages. One whose metadata is broken takes nothing from the others, and is named.
+
+`importlib.metadata` reads those of all packages together, so that one malformed file would hide every plugin.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from importlib import metadata
+
+from ..adapters.errors import FOREIGN, cut, said
+
+NAMELESS = "a package without metadata"
+"""What messages call a package whose own name cannot be read, as a broken uninstall leaves it."""
+
+
+def entry_points(*groups: str) -> list[metadata.EntryPoint]:
+    """The entry points of these groups, by group and then by package. A package that cannot be read is a warning."""
+    try:
+        return [point for group in groups for point in metadata.entry_points(group=group)]
+    except FOREIGN:  # one package's metadata: all are read one by one, which takes longer
+        found = list(_by_package())
+    for _, error in found:
+        if isinstance(error, str):
+            warnings.warn(error, RuntimeWarning, stacklevel=2)
+    points = [point for _, several in found if not isinstance(several, str) for point in several]
+    return [point for group in groups for point in points if point.group == group]
+
+
+def unreadable() -> list[tuple[str, str]]:
+    """The installed packages whose entry points cannot be read: each one's name, and why, as a sentence."""
+    return [(name, error) for name, error in _by_package() if isinstance(error, str)]
+
+
+def package_of(dist: metadata.Distribution) -> str:
+    """What messages call an installed package."""
+    try:
+        name = dist.name
+    except FOREIGN:  # its metadata is no text
+        name = None
+    return cut(name) if isinstance(name, str) and name else NAMELESS
+
+
+def _by_package() -> Iterator[tuple[str, metadata.EntryPoints | str]]:
+    """Each installed package with its entry points, or with the sentence that says why they cannot be read."""
+    seen = set()
+    for dist in metadata.distributions():
+        name = package_of(dist)
+        plain = re.sub(r"[-_.]+", "-", name).lower()
+        if name != NAMELESS and plain in seen:  # Python imports the first that stands on its path
+            continue
+        seen.add(plain)
+        try:
+            yield name, dist.entry_points
+        except FOREIGN as error:
+            yield (
+                name,
+                f"the entry points of {name} in {cut(str(dist.locate_file('')), 200)} cannot be read, and its plugins, if "
+                f"it has any, are not known: {said(error)}. Install it again, or remove its entry_points.txt.",
+            )
