@@ -7,6 +7,7 @@ from typing import Any
 import torch.fx
 from torch.fx import Graph
 from vllm.compilation.passes.inductor_pass import InductorPass
+from vllm.distributed import parallel_state
 
 from ...fusion.rewrite import Pipeline
 from .process import troubled
@@ -21,7 +22,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
         # Inductor asks for each graph; the plan stays what it is.
-        self._uuid = str(pipeline.uuid())
+        self._uuid = f"{pipeline.uuid()} over {_tensor_parallel_group()}"
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the graph in place. Where that raises, the graph is as it was, and the report says so."""
@@ -34,7 +35,10 @@ class FusionPass(InductorPass):  # type: ignore[misc]
             troubled("rewriting a graph", error)
 
     def uuid(self) -> str:
-        """Part of Inductor's key: changes with the specs (but for the rank), the plan, the config and the source."""
+        """Part of Inductor's key: changes with the specs (but for the rank), the plan, the config, the source and the group.
+
+        Fused all-reduces hold torch's name of the tensor-parallel group, and groups that are started together share a cache.
+        """
         return self._uuid
 
     def __reduce__(self) -> Any:
@@ -42,6 +46,12 @@ class FusionPass(InductorPass):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self
+
+
+def _tensor_parallel_group() -> str:
+    if not parallel_state.model_parallel_is_initialized():
+        return "no group"
+    return str(parallel_state.get_tp_group().device_group.group_name)
 
 
 def _restore(graph: Graph, kept: Graph, output: Any) -> None:
