@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("models", nargs="*", choices=[*LAYERS, []], help="default: all")
     parser.add_argument("--tokens", default="1,8,64")
     parser.add_argument("--each", action="store_true", help="also every fusion alone")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/decode_layer.json")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/decode_layer.json, in place of what it holds")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script: tiny layers")
     parser.add_argument("--scales", choices=("column", "row"), default="column", help="row: never cuBLASLt's GEMM")
     given = parser.parse_args()

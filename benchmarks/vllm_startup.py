@@ -129,7 +129,7 @@ def with_nothing_to_do(options: Any) -> dict[str, Any]:
     from vllm_started import engine_config, in_engine, load
 
     registering = []
-    for _ in range(5):
+    for _ in range(3):
         done = subprocess.run([sys.executable, "-c", NOTHING], capture_output=True, text=True, check=True)
         registering.append(float(done.stdout.split()[-1]))
     with tempfile.TemporaryDirectory() as folder, timing() as timed:

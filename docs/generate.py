@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import json
 import sys
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -15,12 +16,15 @@ import attrs
 
 from layerfuse import registry
 from layerfuse.adapters import specs
+from layerfuse.bench import against
+from layerfuse.bench.result import Result
 from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.backends.aiter import BINDINGS, RELEASES, ReleaseRange, calls
 from layerfuse.fusion.backends.aiter.conventions import Binding
 from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS, refused_altogether, restrictions_of
 
 HERE = Path(__file__).parent
+RESULTS = HERE.parent / "benchmarks" / "results"
 SPECS = (
     specs.MLASpec,
     specs.GatedDeltaNetSpec,
@@ -190,12 +194,48 @@ def vllm_table() -> Iterator[str]:
         yield f"| the other {len(others)} | no | not measured in vLLM |"
 
 
+REDUCED = ("2", "2880"), ("2", "7168"), ("4", "2880"), ("4", "7168")
+"""GPUs and columns of the measured all-reduces."""
+COUNTS = (1, 32, 80, 256, 1024, 4096)
+
+
+def all_reduce_table() -> Iterator[str]:
+    """What fused all-reduces take beside others, in microseconds, and which all-reduces alone are as fast."""
+    columns = ("layerfuse", "best unfused", "NCCL, add and norm", "torch's one-shot, no norm", "FlashInfer's fused op")
+    yield f"| `all_reduce_add_rms_norm` | tokens | {' | '.join(columns)} |\n|{'---|' * (len(columns) + 2)}"
+    faster: list[str] = []
+    for gpus, width in REDUCED:
+        name = f"all_reduce_add_rms_norm-width{width}-bf16-{gpus}-ranks-nvidia-h200.json"
+        result = Result.from_dict(json.loads((RESULTS / name).read_text()))
+        for row in result.rows:
+            ours, best = row.us(result.ours or "") or 0.0, against.best_unfused(row)
+            if row.tokens in COUNTS:
+                us = (
+                    ours,
+                    best and best[1],
+                    against.of_library(row),
+                    against.one_shot_alone(row),
+                    row.us("flashinfer fused"),
+                )
+                head = f"{gpus} GPUs, {width} columns" if row.tokens == COUNTS[0] else ""
+                cells = ("-" if each is None else f"{each:.1f}" for each in us)
+                yield f"| {head} | {row.tokens} | {' | '.join(cells)} |"
+            alone = {one.peer: one.us for one in row.measured if against.ALONE in one.peer or "flashinfer" in one.peer}
+            faster += [
+                f"{peer} at {row.tokens} x {width} on {gpus} GPUs ({us:.1f})"
+                for peer, us in alone.items()
+                if us is not None and us <= ours
+            ]
+    yield f"\nAs fast as ours or faster, without add and norm or as FlashInfer's fused op: {'; '.join(faster)}."
+
+
 PAGES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "specs.md": ("specs", spec_tables),
     "engines.md": ("classes", class_table),
     "aiter.md": ("aiter", aiter_tables),
     "fusions.md": ("fusions", fusion_table),
     "vllm.md": ("defaults", vllm_table),
+    "all-reduce.md": ("times", all_reduce_table),
 }
 
 

@@ -37,7 +37,7 @@ def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None)
         forms = shots_of(width, ITEM_SIZE, ranks)
         return TokenLimit(
             most=forms[-1][1],
-            reason=f"{after}: NCCL moves fewer bytes",
+            reason=f"{after}: beyond that it is not known to be faster",
             how=in_words(forms),
             stages=tuple(most for _, most in forms),
             unless_switched_on=None if (target.arch, ranks) in MEASURED else _unmeasured(target.arch, ranks),

@@ -72,6 +72,11 @@ class Options:
         return config if self.level is None else attrs.evolve(config, level=self.level, origin=origin)
 
     @property
+    def off(self) -> bool:
+        """Whether no fusion is wanted at all."""
+        return (self.fusions or "").strip() == "none" and not self.level
+
+    @property
     def says_nothing(self) -> bool:
         """Whether which fusions are on is left to the default."""
         return self.fusions is None and self.level is None and not os.environ.get("LAYERFUSE_FUSIONS", "").strip()
@@ -111,7 +116,7 @@ def options_in(additional_config: Any) -> Options:
     if problems:
         raise OptionsError("; ".join(f"additional_config[{KEY!r}]: {problem}" for problem in problems))
     options = Options(**values)
-    if not options.says_nothing:
+    if not (options.says_nothing or options.off):
         options.config()
     return options
 

@@ -105,6 +105,9 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if options.strict:
             raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {process.this.off}")
         return model
+    if options.off:
+        once(logging.INFO, "layerfuse: all fusions are switched off")
+        return model
     if _nothing_on(options):
         once(logging.INFO, "layerfuse: no fusion is on in vLLM by default here; see docs/vllm.md for those that can be")
         return model

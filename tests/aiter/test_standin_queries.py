@@ -218,6 +218,7 @@ def test_an_op_s_case_is_asked_and_served_by_the_function_for_it(
         reason = asked.refuses(case)
         assert (reason is None) is (says is None), reason
         if says is None:
+            assert asked.load_for is not None
             assert torch.equal(asked.load_for(case)(*args), ops.mla_query_concat(*args))
         else:
             assert reason is not None and says in reason

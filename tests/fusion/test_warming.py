@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, namedtuple
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from family_support import DEVICE, FORMS, HEADS, Options, arguments
 
 from layerfuse.fusion import backends, ops
+from layerfuse.fusion.backends.symm_mem import backend as symm_mem
+from layerfuse.fusion.backends.symm_mem.launch import Layout, Workspace
+from layerfuse.fusion.backends.symm_mem.workspaces import keep
 from layerfuse.fusion.backends.triton import launcher
 from layerfuse.fusion.backends.triton.tuning import STEPS
 from layerfuse.fusion.ops.warming import recording, warm_up
@@ -94,3 +99,20 @@ def test_nothing_is_called_where_a_backend_has_one_launch_for_all() -> None:
         assert not counted
     finally:
         backends.force(None)
+
+
+def test_a_fused_all_reduce_is_launched_in_each_form_and_beyond(tmp_path: Path) -> None:
+    """Its forms end at numbers of tokens of their own; from as many rows as a GPU holds programs on, they take turns."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD.group_name
+        none = torch.empty(0)
+        forms = [
+            Workspace(Layout(0, 2, shots, most, 256, 2, 132), most, none, none, none, None, {})
+            for shots, most in ((1, 26), (2, 292))
+        ]
+        keep(group, torch.empty(1, 128, dtype=torch.bfloat16), *forms)
+        case = namedtuple("Case", "group")(group)
+        assert {26, 132, 292, *STEPS} == set(symm_mem.steps_of(case))
+    finally:
+        dist.destroy_process_group()

@@ -31,7 +31,7 @@ def backend(op: Op, kernel: Kernel) -> Backend:
         runs_on=_runs_on,
         refuses=refuses,
         prepare=_prepare,
-        steps=_steps,
+        steps=steps_of,
         settings=_settings,
     )
 
@@ -44,7 +44,7 @@ def _prepare(case: Any, device: Any) -> str | None:
     return why_not(case.group) or "the group has no workspace"
 
 
-def _steps(case: Any) -> tuple[int, ...]:
+def steps_of(case: Any) -> tuple[int, ...]:
     """Where another form takes over, where programs have to take turns, and behind the last form the steps of the kernel without all-reduce."""
     from .workspaces import ready
 

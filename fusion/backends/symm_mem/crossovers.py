@@ -1,6 +1,6 @@
-"""Up to how many tokens a fused all-reduce pushes every row to every peer at once, as data: plans read it without torch.
+"""Up to how many tokens a fused all-reduce is taken, and in how many shots, as data: plans read it without torch.
 
-Beyond that, NCCL's all-reduce with the fused add and norm behind it moves fewer bytes.
+Beyond that, the group's own all-reduce stays, with the fused add and norm behind it.
 """
 
 from __future__ import annotations
