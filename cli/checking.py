@@ -32,14 +32,14 @@ def answer_check(files: Sequence[Path]) -> None:
             empty.append(f"{file}: declares no models")
         models += len(entries)
         classes += sum(len(entry.layer_classes) for entry in entries.values())
+    if found or empty:
+        print("\n".join([*found, *empty]))
     if found:
-        print("\n".join(found))
         raise SystemExit(1)
-    if empty:
-        print("\n".join(empty))
     if models:
-        print(f"{_count(models, 'model')}, {_count(classes, 'layer class', 'layer classes')}: all fine")
+        print(f"{count(models, 'model')}, {count(classes, 'layer class', 'layer classes')}: all fine")
 
 
-def _count(number: int, one: str, many: str = "") -> str:
+def count(number: int, one: str, many: str = "") -> str:
+    """A number and what is counted: `1 line`, `2 lines`."""
     return f"{number} {one if number == 1 else many or one + 's'}"

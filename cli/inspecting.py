@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from .checking import count
 from .models import registry_with
 
 
@@ -21,7 +22,7 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     named = path.stem if path.stem != "config" and not path.is_dir() else folder.name
     registry = registry_with(files)
-    found = inspect(config, registry=registry, name=name or _named(config, named), file=str(path))
+    found = inspect(config, registry=registry, name=name, file=str(path), folder=_named(config, named))
     if not found.same_as:
         from ..testing.asking import ask_code
 
@@ -45,10 +46,13 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
     if found.same_as:
         first, *others = found.same_as
         same = f" (and {', '.join(others)}, with the same layers)" if others else ""
-        said.append(f"this is {first}{same}: no entry is needed, `layerfuse plan {first}` knows it")
+        said.append(
+            f"this is {first}{same}: `layerfuse plan {first}` knows it without an entry; the one that follows is for the "
+            f"name {found.entry.name}"
+        )
     said += found.differs
     if found.notes:
-        said.append(f"what is left to check is noted above the entry, in {len(found.notes)} lines")
+        said.append(f"what is left to check is noted above the entry, in {count(len(found.notes), 'line')}")
     print("\n".join(said), file=sys.stderr)
     print(found.toml(), end="")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import attrs
 from attrs import field, frozen
 
 from ..adapters.errors import ArgumentError, LayerfuseError, did_you_mean, shown
@@ -17,15 +18,19 @@ class UnknownFusionEngineError(LayerfuseError, LookupError):
     """An engine of an unknown name."""
 
 
-def _reasons(reasons: Mapping[str, str]) -> dict[str, str]:
-    if not isinstance(reasons, Mapping):
+def _own(reasons: Mapping[str, str]) -> Mapping[str, str]:
+    """A dictionary of the engine's own, of what may be none: the validator says which field it is."""
+    return dict(reasons) if isinstance(reasons, Mapping) else reasons
+
+
+def _reasons(_instance: Engine, attribute: attrs.Attribute[Any], reasons: object) -> None:
+    if not isinstance(reasons, dict):
         raise ArgumentError(
-            f"Engine.refuses, does and keeps: expected a mapping from fusions or roles to reasons, got {shown(reasons)}"
+            f"Engine.{attribute.name}: expected a mapping from fusions or roles to reasons, got {shown(reasons)}"
         )
     for key, reason in reasons.items():
         if not isinstance(key, str) or not isinstance(reason, str):
-            raise ArgumentError(f"Engine.refuses: expected texts, got {shown(reason)} for {shown(key)}")
-    return dict(reasons)
+            raise ArgumentError(f"Engine.{attribute.name}: expected texts, got {shown(reason)} for {shown(key)}")
 
 
 def _name(_instance: Engine, _attribute: object, name: str) -> None:
@@ -42,13 +47,13 @@ class Engine:
 
     name: str = field(validator=_name)
     "As `Fusion.faster_in` and `off_in` name it."
-    refuses: Mapping[str, str] = field(factory=dict, converter=_reasons)
+    refuses: Mapping[str, str] = field(factory=dict, converter=_own, validator=_reasons)
     """Fusion or role -> why the engine does not allow it, as a sentence; `*` stands for everything. For example
     {"*": "vLLM 0.33 does not compile this model"}."""
-    does: Mapping[str, str] = field(factory=dict, converter=_reasons)
+    does: Mapping[str, str] = field(factory=dict, converter=_own, validator=_reasons)
     """Fusion -> where the engine does the same itself, as a sentence: it is not applicable there, unless it is switched on by
     name or was measured faster."""
-    keeps: Mapping[str, str] = field(factory=dict, converter=_reasons)
+    keeps: Mapping[str, str] = field(factory=dict, converter=_own, validator=_reasons)
     "Fusion or role -> why there is nothing to fuse whatever is switched on, as a sentence."
     uncompiled: str | None = None
     """Why it does not compile the model, as a sentence; fusions can then go in at module level only. None: it does."""

@@ -41,6 +41,20 @@ def _text(_instance: Target, attribute: attrs.Attribute[Any], value: object) -> 
         raise ArgumentValueError(f"Target.{attribute.name}: expected a short name, without blanks, got {shown(value)}")
 
 
+FP8_FORMATS = ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz")
+"""The float8 formats by torch's names. Ops write the first two; a plan for another says so."""
+
+
+def _fp8(_instance: Target, _attribute: object, value: Any) -> None:
+    if type(value) is not str and value is not None:
+        raise ArgumentError(f"Target.fp8: expected a text, got {shown(value)}")
+    if value is not None and value not in FP8_FORMATS:
+        raise ArgumentValueError(
+            f"Target.fp8: expected None or one of {', '.join(FP8_FORMATS)}, got {shown(value)}"
+            f"{did_you_mean(value, FP8_FORMATS)}"
+        )
+
+
 @frozen(kw_only=True)
 class Target:
     """One kind of device. Two targets with equal fields are the same target."""
@@ -49,7 +63,7 @@ class Target:
     "As the toolchain spells it: gfx950, gfx942, sm90, cpu."
     vendor: str = field(validator=_text)
     "amd, nvidia or cpu."
-    fp8: str | None = field(default=None, validator=_text)
+    fp8: str | None = field(default=None, validator=_fp8)
     "The float8 format its matrix units take: e4m3fn (OCP), e4m3fnuz (gfx940 to gfx942), or None."
     aiter: str | None = field(default=None, validator=_text)
     "The release of AITER that runs there, where limits differ by release; None: the newest that is recorded."

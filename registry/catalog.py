@@ -85,7 +85,7 @@ class ModelEntry:
                 f"layers: no kind claims layer {left[0]}" + (f" and {len(left) - 1} more" if left[1:] else "")
             )
         if problems:
-            raise SpecError(self.name, problems[:20])
+            raise SpecError(self.name, _listed(problems))
         return [name for name in claimed if name is not None]
 
     def mlp_at(self) -> list[str | None]:
@@ -96,7 +96,7 @@ class ModelEntry:
         """
         claimed, problems = _claims(self.num_hidden_layers, "mlps", self.mlps)
         if problems:
-            raise SpecError(self.name, problems[:20])
+            raise SpecError(self.name, _listed(problems))
         return claimed
 
     def specs(self, tp: int = 1, rank: int | None = None, *, engine: str | None = None) -> list[tuple[str, LayerSpec]]:
@@ -197,6 +197,11 @@ class ModelEntry:
 
     def _common(self, layer_index: int) -> dict[str, Any]:
         return {"hidden_size": self.hidden_size, "layer_index": layer_index, "parallel": WHOLE}
+
+
+def _listed(problems: list[str], most: int = 20) -> list[str]:
+    """The first of these, and how many more there are."""
+    return problems if len(problems) <= most else [*problems[:most], f"and {len(problems) - most} more"]
 
 
 def _claims(total: int, table: str, kinds: Mapping[str, LayerKind | MLPKind]) -> tuple[list[str | None], list[str]]:

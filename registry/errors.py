@@ -37,7 +37,9 @@ class CatalogError(LayerfuseError, ValueError):
     def __init__(self, file: str, problems: Sequence[str]) -> None:
         self.file = file
         more = len(problems) - MOST_PROBLEMS
-        self.problems = (*map(_cut, problems[:MOST_PROBLEMS]), *([f"and {more} more problems"] if more > 0 else ()))
+        least = "at least " if len(problems) >= TOO_MANY_PROBLEMS else ""  # the file was not read on
+        rest = [f"and {least}{more} more problem{'s' if more > 1 else ''}"] if more > 0 else []
+        self.problems = (*map(_cut, problems[:MOST_PROBLEMS]), *rest)
         super().__init__(file, self.problems)
 
     def __str__(self) -> str:

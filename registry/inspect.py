@@ -108,15 +108,22 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def inspect(
-    config: Mapping[str, Any], *, registry: Registry, name: str | None = None, file: str = "config.json"
+    config: Mapping[str, Any],
+    *,
+    registry: Registry,
+    name: str | None = None,
+    file: str = "config.json",
+    folder: str | None = None,
 ) -> Inspection:
     """What this config describes.
 
     Args:
         config: a parsed config.json; a composite one may hold the language model under `text_config`.
         registry: where declared models are looked up.
-        name: the entry's name; else the config's own `_name_or_path`, else its model_type.
+        name: the entry's name; else `folder`, else the config's own `_name_or_path`, else its model_type, with `my-` before it
+            where a declared model is called that.
         file: what messages call the config.
+        folder: where the config lies, as far as that names the model.
 
     Raises:
         ConfigError: it does not say what an entry needs; everything missing is listed.
@@ -145,8 +152,14 @@ def inspect(
     hidden_size, epsilon = hf.count("hidden_size"), hf.number("rms_norm_eps")
     if hf.problems or adapter is None:
         raise ConfigError(file, list(dict.fromkeys(hf.problems)), recognised)
+    taken = {known: other.name for other in registry.models().values() for known in other.names}
+    wanted = _name(name or folder or _own_name(config) or (types[0] if types else "model"))
+    own = wanted if name else _free(wanted, taken)
+    if own != wanted:
+        recognised.append(f"the entry is called {cut(own)}, since {cut(wanted)} is a name of {taken[wanted]}")
+    hub_name = _hub_name(config)
     entry = ModelEntry(
-        name=_name(name or _own_name(config) or (types[0] if types else "model")),
+        name=own,
         adapter=adapter,
         source=f"{file}, read by layerfuse inspect",
         num_hidden_layers=total,
@@ -157,7 +170,7 @@ def inspect(
         norm_weight_offset=_offset(sibling, types),
         added_as_given=sibling is None or sibling.added_as_given,
         attentions_per_layer=1 if sibling is None else sibling.attentions_per_layer,
-        hf_id=_hub_name(config),
+        hf_id=None if hub_name is None or hub_name.lower() in taken else hub_name,  # one model has it
         model_type=types[0] if types else None,
         architectures=_texts(config.get("architectures")),
         engines=dict(sibling.engines) if sibling is not None and sibling.rms_norm_eps == epsilon else {},
@@ -304,6 +317,12 @@ def _hub_name(config: Mapping[str, Any]) -> str | None:
 def _own_name(config: Mapping[str, Any]) -> str | None:
     hub_name = _hub_name(config)
     return None if hub_name is None else hub_name.rpartition("/")[2]
+
+
+def _free(wanted: str, taken: Iterable[str]) -> str:
+    while wanted in taken:
+        wanted = f"my-{wanted}"
+    return wanted
 
 
 def _name(text: str) -> str:

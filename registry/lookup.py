@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from ..adapters.arguments import expect, expect_callable
 from ..adapters.base import Adapter
-from ..adapters.errors import FOREIGN, ArgumentError, UnknownLayerError, cut, shown
+from ..adapters.errors import FOREIGN, ArgumentError, UnknownLayerError, cut, said, shown
 from ..adapters.reader import LayerReader
 from ..adapters.specs import FinalNormSpec, GatedMLPSpec, KernelSpec, Parallel, ResidualSpec
 from .errors import UnknownModelError
@@ -117,7 +117,7 @@ class Registry:
         Raises:
             UnknownLayerError: the model holds no known layer at all; the classes that look like attention are named.
             And whatever `spec_for` raises for one of them, with the layer's path.
-            ArgumentError: an argument is of another type.
+            ArgumentError: an argument is of another type, or the model's `named_modules()` fails.
         """
         expect("of", of, (type, NoneType), "a spec type such as MLASpec")
         self._complete()
@@ -392,7 +392,18 @@ def _modules(model: Any) -> Iterator[tuple[str, Any]]:
         named = model.named_modules
     except AttributeError:
         raise ArgumentError(f"model: expected a module with named_modules(), got {shown(model)}") from None
-    yield from named()
+    except FOREIGN as error:
+        raise ArgumentError(f"model: reading its named_modules raised {said(error)}") from error
+    try:
+        pairs = list(named())
+    except FOREIGN as error:
+        raise ArgumentError(f"model: its named_modules() raised {said(error)}") from error
+    for pair in pairs:
+        if not issubclass(type(pair), tuple) or len(pair) != 2 or not issubclass(type(pair[0]), str):
+            raise ArgumentError(
+                f"model: expected pairs of a path and a module of its named_modules(), got {shown(pair)}"
+            )
+    yield from pairs
 
 
 def _within(path: str, outer: str | None) -> bool:

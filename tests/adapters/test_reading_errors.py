@@ -113,6 +113,35 @@ def test_a_property_that_fails_in_its_own_way_is_reported_with_its_cause(reads: 
     assert isinstance(caught.value.__cause__, RuntimeError)
 
 
+def failing_with(error: BaseException) -> Any:
+    """A layer whose width of the latent cannot be read, and whose scale breaks the message about it."""
+    layer = fresh_layer("deepseek-v3")
+
+    class Odd:
+        def __repr__(self) -> str:
+            raise error
+
+    class Ends(type(layer)):  # type: ignore[misc]
+        @property
+        def kv_lora_rank(self) -> Any:
+            raise error
+
+        num_heads = Odd()
+
+    del layer.kv_lora_rank
+    layer.__class__ = Ends
+    return layer
+
+
+def test_a_layer_that_calls_sys_exit_is_reported_as_one_that_fails() -> None:
+    assert message(failing_with(SystemExit(3)))[1] == "  - kv_lora_rank: reading 'kv_lora_rank' raised SystemExit: 3"
+
+
+def test_what_the_user_types_passes() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        registry.spec_for(failing_with(KeyboardInterrupt()))
+
+
 def test_an_attribute_error_inside_a_property_is_no_silent_gap() -> None:
     # `except AttributeError` around a property cannot tell "no such attribute" from a bug inside it; the message shows.
     layer = fresh_layer("deepseek-v3")

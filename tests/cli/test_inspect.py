@@ -74,8 +74,40 @@ def test_the_checkpoints_are_there():
 def test_a_folder_will_do_and_names_the_entry(run):
     answer = run("inspect", CHECKPOINTS[0].parent)
     assert answer.code == 0
-    assert list(files.parse(answer.out)) == [CHECKPOINTS[0].parent.name]
-    assert "no entry is needed" in answer.err
+    name = CHECKPOINTS[0].parent.name
+    assert list(files.parse(answer.out)) == [f"my-{name}"]
+    assert (
+        f"`layerfuse plan {name}` knows it without an entry; the one that follows is for the name my-{name}"
+        in answer.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("folder", "changes", "name"),
+    [
+        ("kimi-k2", {}, "my-kimi-k2"),  # an alias
+        ("kimi-k2-instruct", {}, "my-kimi-k2-instruct"),
+        ("anything", {"_name_or_path": "moonshotai/Kimi-K2-Instruct"}, "my-kimi-k2-instruct"),
+        ("mine", {}, "mine"),
+    ],
+)
+def test_an_entry_of_inspect_is_one_that_check_takes(run, tmp_path, folder, changes, name):
+    (tmp_path / folder).mkdir()
+    config = read_config(next(path for path in CHECKPOINTS if path.parent.name == "kimi-k2"))
+    (tmp_path / folder / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
+    answer = run("inspect", tmp_path / folder)
+    assert list(files.parse(answer.out)) == [name]
+    declared = name.removeprefix("my-")
+    assert (f"the entry is called {name}, since {declared} is a name of kimi-k2-instruct" in answer.err) == (
+        name != "mine"
+    )
+    (tmp_path / "new.toml").write_text(answer.out, encoding="utf-8")
+    checked = run("check", tmp_path / "new.toml")
+    assert checked.code == 0, checked.out
+
+
+def test_a_name_that_was_asked_for_is_taken_as_it_is(run):
+    assert list(files.parse(run("inspect", CHECKPOINTS[0].parent, "--name", "kimi-k2").out)) == ["kimi-k2"]
 
 
 def test_an_entry_that_was_printed_can_be_loaded_and_planned(run, tmp_path):
@@ -390,4 +422,13 @@ def test_notes_are_said_once(run, tmp_path):
     answer = run("inspect", tmp_path)
     assert "# its MLPs are gated, with silu" in answer.out
     assert "gated" not in answer.err
-    assert "what is left to check is noted above the entry, in 2 lines" in answer.err
+    assert "what is left to check is noted above the entry, in 2 lines\n" in answer.err
+
+
+def test_one_note_is_one_line(run, tmp_path):
+    config = read_config(next(path for path in CHECKPOINTS if path.parent.name == "glm-4.7-flash"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, "attn_logit_softcapping": 50.0}), encoding="utf-8")
+    answer = run("inspect", tmp_path)
+    notes = [line for line in answer.out.splitlines() if line.startswith("#")]
+    assert len(notes) == 1, notes
+    assert "noted above the entry, in 1 line\n" in answer.err

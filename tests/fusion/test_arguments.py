@@ -107,7 +107,18 @@ def test_of_a_target_by_name(name: Any) -> None:
         (lambda: fusion.Target(arch=950, vendor="amd"), "Target.arch: expected a text, got 950"),
         (lambda: fusion.Target(arch="gfx950", vendor=None), "Target.vendor: expected a text, got None"),
         (lambda: fusion.Target(arch="gfx950", vendor="amd", fp8=8), "Target.fp8: expected a text, got 8"),
-        (lambda: fusion.Engine(name="mine", refuses=3), "Engine.refuses, does and keeps: expected a mapping"),
+        (
+            lambda: fusion.Target(arch="gfx950", vendor="amd", fp8="e4m3"),
+            "Target.fp8: expected None or one of e4m3fn, e4m3fnuz, e5m2, e5m2fnuz, got 'e4m3'; did you mean 'e4m3fn'",
+        ),
+        (
+            lambda: fusion.Engine(name="mine", refuses=3),
+            "Engine.refuses: expected a mapping from fusions or roles to reasons",
+        ),
+        (lambda: fusion.Engine(name="mine", does=3), "Engine.does: expected a mapping"),
+        (lambda: fusion.Engine(name="mine", refuses={1: "x"}), "Engine.refuses: expected texts, got 'x' for 1"),
+        (lambda: fusion.Engine(name="mine", does={"x": 1}), "Engine.does: expected texts, got 1 for 'x'"),
+        (lambda: fusion.Engine(name="mine", keeps={"x": 1}), "Engine.keeps: expected texts, got 1 for 'x'"),
         (lambda: fusion.Pipeline(SPECS), r"plan: expected what fusion.plan\(...\) gives, got \["),
         (
             lambda: metadata.plan_heads(mla_spec(), "gfx942"),

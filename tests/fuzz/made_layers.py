@@ -163,8 +163,18 @@ class Unprintable(Exception):
     __repr__ = __str__
 
 
-ERRORS: tuple[Callable[[], Exception], ...] = (
-    *(ValueError, KeyError, AttributeError, RuntimeError, RecursionError, StopIteration, MemoryError, Unprintable),
+ERRORS: tuple[Callable[[], BaseException], ...] = (
+    *(
+        ValueError,
+        KeyError,
+        AttributeError,
+        RuntimeError,
+        RecursionError,
+        StopIteration,
+        MemoryError,
+        Unprintable,
+        SystemExit,
+    ),
     lambda: ValueError("x" * 100_000),
     lambda: AttributeError(name=None, obj=None),
 )
@@ -203,7 +213,7 @@ def breaking(chance: random.Random) -> Any:
     body = broken(chance)
     try:
         return type("Breaking", (chance.choice(_BASES),), body)()
-    except Exception:  # what it breaks is needed to make one
+    except (Exception, SystemExit):  # what it breaks is needed to make one
         return type("Breaking", (), {"__getattr__": next(iter(body.values()))})()
 
 

@@ -138,6 +138,30 @@ def test_the_problems_of_a_hopeless_file_are_counted_and_not_all_listed() -> Non
     assert caught.value.problems[-1].startswith("and ")
 
 
+@pytest.mark.parametrize(("tables", "rest"), [(51, "and 1 more problem"), (60, "and 10 more problems")])
+def test_of_a_file_that_was_read_to_its_end_the_number_of_problems_is_exact(tables: int, rest: str) -> None:
+    with pytest.raises(CatalogError) as caught:
+        files.parse("\n".join(f"k{i} = 1" for i in range(tables)))
+    assert caught.value.problems[-1] == rest
+
+
+def test_of_a_file_that_was_not_read_on_the_number_of_problems_is_a_least_one() -> None:
+    with pytest.raises(CatalogError) as caught:
+        files.parse("\n".join(f"k{i} = 1" for i in range(13_000)))
+    assert caught.value.problems[-1] == "and at least 950 more problems"
+
+
+@pytest.mark.parametrize("table", ["layers", "mlps"])
+def test_of_the_problems_of_one_entry_the_rest_is_counted(table: str) -> None:
+    outside = list(range(100, 800))
+    mlp = f"[models.mine.mlps.dense]\nat = {outside}\nintermediate_size = 64\nactivation = 'silu'\n"
+    text = but("at = [0, 2]", f"at = {[0, 2, *outside]}") if table == "layers" else GOOD + mlp
+    with pytest.raises(CatalogError) as caught:
+        files.parse(text)
+    assert len(caught.value.problems) == 21
+    assert caught.value.problems[-1].startswith("and 680 more @ $.models.mine")
+
+
 # ---- nothing runs
 
 

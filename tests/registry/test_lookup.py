@@ -13,7 +13,7 @@ from helpers import fresh_model, real_model
 from torch import nn
 
 from layerfuse import registry
-from layerfuse.adapters import Adapter, KernelSpec, MLASpec, ResidualSpec, UnknownLayerError
+from layerfuse.adapters import Adapter, ArgumentError, KernelSpec, MLASpec, ResidualSpec, UnknownLayerError
 from layerfuse.adapters.errors import closest_classes
 from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA
 
@@ -174,6 +174,38 @@ def test_a_model_without_any_known_layer_names_what_looks_like_one() -> None:
     with pytest.raises(UnknownLayerError, match=r"mylib.models:SelfAttention \(at 1, and 1 more\)"):
         registry.specs_in(model)
     assert registry.unknown_in(model) == [("1", "mylib.models:SelfAttention"), ("2", "mylib.models:SelfAttention")]
+
+
+def raising(error: BaseException) -> Any:
+    def raises(*_: Any) -> Any:
+        raise error
+
+    return raises
+
+
+@pytest.mark.parametrize(
+    ("named_modules", "says"),
+    [
+        (raising(RuntimeError("not loaded")), "model: its named_modules() raised RuntimeError: not loaded"),
+        (raising(SystemExit(3)), "model: its named_modules() raised SystemExit: 3"),
+        (property(raising(OSError("gone"))), "model: reading its named_modules raised OSError: gone"),
+        (7, "model: its named_modules() raised TypeError: 'int' object is not callable"),
+        (lambda _: None, "model: its named_modules() raised TypeError: 'NoneType' object is not iterable"),
+        (lambda _: map(raising(KeyError("x")), "ab"), "model: its named_modules() raised KeyError: 'x'"),
+        (lambda _: [3], "model: expected pairs of a path and a module of its named_modules(), got 3"),
+        (lambda _: [("a",)], "model: expected pairs of a path and a module of its named_modules(), got ('a',)"),
+        (
+            lambda _: [(1, nn.Linear(2, 2))],
+            "model: expected pairs of a path and a module of its named_modules(), got (1, ",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_walked_is_refused_with_the_reason(named_modules: Any, says: str) -> None:
+    model = type("Model", (), {"named_modules": named_modules})()
+    for walk in (registry.specs_in, registry.unknown_in):
+        with pytest.raises(ArgumentError) as caught:
+            walk(model)
+        assert str(caught.value).startswith(says)
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(), nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU())])
