@@ -55,8 +55,9 @@ def _by_package() -> Iterator[tuple[str, metadata.EntryPoints | str]]:
         try:
             yield name, dist.entry_points
         except FOREIGN as error:
+            where = getattr(dist, "_path", dist.locate_file(""))  # its own folder: all that tells a nameless one
             yield (
                 name,
-                f"the entry points of {name} in {cut(str(dist.locate_file('')), 200)} cannot be read, and its plugins, if "
+                f"the entry points of {name} in {cut(str(where), 200)} cannot be read, and its plugins, if "
                 f"it has any, are not known: {said(error)}. Install it again, or remove its entry_points.txt.",
             )

@@ -52,6 +52,7 @@ ALLOWED = {
     "fusion/ops/library.py": (1, "the ops that it has registered"),
     "fusion/rewrite/parameters.py": (1, "what AOTAutograd says of a graph input"),
     "fusion/uncompiled.py": (2, "functions, for the marks that torch.compiler.disable and decorators leave on them"),
+    "registry/entry_points.py": (1, "an installed package, for the folder of its metadata"),
     "registry/files.py": (4, "errors, a hint's name, and a parsed table whose kind has no yarn"),
     "registry/inspect.py": (3, "declared entries, by the names of their own fields"),
     "registry/kinds.py": (1, "a parsed table of epsilons, by its own field's name"),

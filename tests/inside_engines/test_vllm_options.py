@@ -116,3 +116,15 @@ def test_registering_costs_nothing_that_a_start_would_notice() -> None:
 def test_the_entry_point_is_declared() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert '[project.entry-points."vllm.general_plugins"]\nlayerfuse = "layerfuse.engines.vllm:register"' in text
+
+
+def test_a_package_with_broken_entry_points_leaves_what_is_on_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on = _nothing_on(Options())
+    info = tmp_path / "torn-1.0.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text("[console_scripts]\nno equals sign\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.warns(RuntimeWarning, match=r"a package without metadata in .*torn-1\.0\.dist-info cannot be read"):
+        assert _nothing_on(Options()) == on
