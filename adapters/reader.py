@@ -177,7 +177,7 @@ class _Reading:
             part: self.found(f"{name}.{part}", places, _ROPE_VALUES[part], start, prefix)
             for part, places in source.fields
         }
-        if read["width"] == 0:
+        if type(read["width"]) is int and read["width"] == 0:  # an odd one is left for the spec to refuse
             return NO_ROPE
         try:
             return RopeSpec(**read, module=None if source.module is None else str(source.module))

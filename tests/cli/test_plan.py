@@ -290,7 +290,6 @@ def test_a_quantisation_of_one_role(run):
 def test_an_engine_says_what_is_off_there_and_why(run):
     out = run("plan", "kimi-k2.5", "--engine", "vllm").out
     assert "mla_dual_rms_norm  no: mla_dual_rms_norm is off in vllm unless switched on: vLLM's compiler merges" in out
-    assert "470.1 us" in out
     assert "fused_add_rms_norm" in out
 
 

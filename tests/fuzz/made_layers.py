@@ -19,6 +19,7 @@ from torch import nn
 
 from layerfuse import registry
 from layerfuse.adapters.reader import LayerReader
+from layerfuse.adapters.rope_source import RopeSource
 from layerfuse.adapters.sources import Converted, NormSource, Path, Quotient, Weight
 
 _CONVERTED: Mapping[str, Any] = {
@@ -27,6 +28,7 @@ _CONVERTED: Mapping[str, Any] = {
     "name_index": "model.layers.8.self_attn",
     "name_index_of_pairs": "model.layers.4.self_attn.0",
     "parent_name": "model.layers.8.self_attn.attn",
+    "not": False,
 }
 _NAMED: Mapping[str, Any] = {
     "activation": "silu",
@@ -36,6 +38,8 @@ _NAMED: Mapping[str, Any] = {
     "tp_size": 1,
     "tp_rank": 0,
     "softmax_scale": 0.125,
+    "interleaved": True,
+    "attention_scaling": 1.0,
 }
 READERS: tuple[LayerReader, ...] = tuple(
     reader
@@ -86,6 +90,10 @@ def _places(field: str, source: Any, below: tuple[str, ...] = ()) -> Iterator[tu
                 yield from _places(part, place, source.module.steps)
         for path in source.feeds:
             yield from _linear(path.steps)
+    elif isinstance(source, RopeSource):
+        for part, places in source.fields:
+            for place in places:
+                yield from _places(part, place, source.module.steps if source.module else ())
     elif isinstance(source, Weight):
         yield from _linear(source.steps)
     elif isinstance(source, Path):
@@ -94,7 +102,12 @@ def _places(field: str, source: Any, below: tuple[str, ...] = ()) -> Iterator[tu
         yield from ((path.steps, 8) for path in (source.dividend, source.divisor))
     elif isinstance(source, Converted):
         path = source.path.dividend if isinstance(source.path, Quotient) else source.path
-        yield path.steps, _CONVERTED.get(source.convert, 8)
+        steps = (*below, *path.steps)
+        if source.convert == "rope_scaling":
+            yield (*steps, "rope_parameters"), {"rope_type": "default"}
+            yield (*steps, "max_position_embeddings"), 8
+        else:
+            yield steps, _CONVERTED.get(source.convert, 8)
 
 
 def _linear(steps: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
