@@ -87,9 +87,9 @@ def _at_options(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     config = _argument(original, args, kwargs, "vllm_config")
     given = config.additional_config
     options = options_in(given)
-    if isinstance(given, dict) and options.fusions is None and not options.says_nothing and options.level is None:
+    fusions = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
+    if isinstance(given, dict) and options.fusions is None and fusions:
         # Into vLLM's hash, and to workers on other hosts.
-        fusions = os.environ["LAYERFUSE_FUSIONS"].strip()
         config.additional_config = {**given, KEY: {**given.get(KEY, {}), "fusions": fusions}}
     return result
 

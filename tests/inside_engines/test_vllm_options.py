@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +97,19 @@ def test_a_fusion_or_level_that_does_not_exist_is_an_error_at_once() -> None:
 
 def test_what_layerfuse_writes_beside_the_options_is_no_option_of_a_user() -> None:
     assert options_in({"layerfuse": {"key": "abc", "strict": True}}) == Options(strict=True)
+
+
+@pytest.mark.parametrize("other", [{}, {"level": 1}, {"strict": True}])
+def test_the_variable_becomes_part_of_the_config_whatever_other_options_are_set(
+    monkeypatch: pytest.MonkeyPatch, other: dict[str, Any]
+) -> None:
+    """vLLM's hash and workers on other hosts see the config alone."""
+    from layerfuse.engines.vllm import plugin
+
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", " add_rms_norm ")
+    config = SimpleNamespace(additional_config={"layerfuse": other})
+    plugin._at_options(lambda vllm_config: None, vllm_config=config)
+    assert config.additional_config == {"layerfuse": {**other, "fusions": "add_rms_norm"}}
 
 
 def test_registering_costs_nothing_that_a_start_would_notice() -> None:
