@@ -165,7 +165,12 @@ def difference(got: Tensor, wanted: Tensor) -> float:
 def measured(heads: int, tokens: int, form: str, rounds: int) -> dict[str, Any]:
     """One case, all ways in one run."""
     torch._dynamo.reset()
-    torch._dynamo.config.fail_on_recompile_limit_hit = True  # what it gave up on would be timed as if compiled
+    # What dynamo gave up on would be timed as if compiled.
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        return _measured(heads, tokens, form, rounds)
+
+
+def _measured(heads: int, tokens: int, form: str, rounds: int) -> dict[str, Any]:
     spec = spec_of(heads)
     generator = torch.Generator(DEVICE).manual_seed(1)
     hidden = torch.randn(tokens, spec.hidden_size, device=DEVICE, dtype=torch.bfloat16, generator=generator)
