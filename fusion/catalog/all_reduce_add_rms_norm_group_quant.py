@@ -1,6 +1,6 @@
 """The all-reduce, the residual add, the norm after it and its quantisation to fp8 with one scale per group of columns in one launch.
 
-Every rank sums all parts in the order of the ranks, in float32: residual and norm come from the unrounded sum.
+Every rank sums all parts in the order of the ranks, in float32, and the residual is added to the unrounded sum.
 """
 
 from __future__ import annotations
