@@ -70,7 +70,7 @@ class Engine:
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
             "cache": 2 << 30, "additional": options, "compilation": {"pass_config": {"fuse_allreduce_rms": False, **stage.alone.get(arm, {})}},
-            "engine": {"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {},
+            "engine": {**({"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {}), **stage.engine},
         }  # fmt: skip
         variables = {
             **os.environ, **QUIET, **stage.variables,
