@@ -45,7 +45,8 @@ def _one_configuration(package: str) -> None:
     Each engine would compile some 90 configurations first, and two engines could choose two, which add in different orders.
     """
     for name, module in list(sys.modules.items()):
-        for kernel in list(vars(module).values()) if name.startswith(package) else ():
+        for each in list(vars(module).values()) if name.startswith(package) else ():
+            kernel = each
             while isinstance(kernel, (triton.runtime.Heuristics, triton.runtime.Autotuner)):
                 if isinstance(kernel, triton.runtime.Autotuner):
                     kernel.configs = kernel.configs[:1]
