@@ -30,7 +30,9 @@ QUERY_TOKENS = {16: (1, 8, 64, 512, 4096, 16384), 128: (1, 8, 64, 512, 2048)}
 def latent_shapes() -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Launches of `mla_norm_rope_cache`: name -> split, warps, chunk, kv_chunk."""
     for split, warps in itertools.product((True, False), (1, 2, 4, 8)):
-        for chunk in sorted({min(2048, 32 * warps * columns) for columns in (4, 8, 16, 32) if 32 * warps * columns >= 512}):
+        for chunk in sorted(
+            {min(2048, 32 * warps * columns) for columns in (4, 8, 16, 32) if 32 * warps * columns >= 512}
+        ):
             yield f"split {int(split)} warps {warps} chunk {chunk}", (split, warps, chunk, 512)
 
 

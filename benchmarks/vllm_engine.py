@@ -35,7 +35,7 @@ from vllm_stages import STAGES, Stage
 HERE = Path(__file__).parent
 BEGAN = time.monotonic()
 BATCHES = (1, 8, 64)
-OURS = ("row_norm", "dual_norm", "gated_norm", "silu_mul", "all_reduce_row_norm")
+OURS = ("row_norm", "dual_norm", "norm_rope_cache", "query", "gated_norm", "silu_mul", "all_reduce_row_norm")
 """Functions that layerfuse's Triton kernels are compiled from."""
 STEP = 0.0625
 """One step of bf16 between 8 and 16, where the best logits are."""
@@ -70,7 +70,7 @@ class Engine:
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
             "cache": 2 << 30, "additional": options, "compilation": {"pass_config": {"fuse_allreduce_rms": False, **stage.alone.get(arm, {})}},
-            "engine": {"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {},
+            "engine": {**({"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {}), **stage.engine},
         }  # fmt: skip
         variables = {
             **os.environ, **QUIET, **stage.variables,
