@@ -23,23 +23,23 @@ from mla_chain import DEVICE, FORMS, LONGEST_US, PAGE, captured, in_turns
 
 from layerfuse.fusion.backends.triton import launcher, tuning
 
+OPS = {"latents": "mla_norm_rope_cache", "query": "mla_query_concat", "rope": "mla_query_rope"}
 LATENT_TOKENS = (1, 8, 64, 256, 512, 1024, 4096, 16384)
 QUERY_TOKENS = {16: (1, 8, 64, 512, 4096, 16384), 128: (1, 8, 64, 512, 2048)}
 
 
 def latent_shapes() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Launches of `mla_norm_rope_cache`: name -> split, warps, chunk, kv_chunk."""
-    for split, warps in itertools.product((True, False), (1, 2, 4, 8)):
-        for chunk in sorted(
-            {min(2048, 32 * warps * columns) for columns in (4, 8, 16, 32) if 32 * warps * columns >= 512}
-        ):
-            yield f"split {int(split)} warps {warps} chunk {chunk}", (split, warps, chunk, 512)
+    """Launches of `mla_norm_rope_cache`: name -> split, warps, chunk, hold."""
+    for split, warps, hold in itertools.product((True, False), (1, 2, 4), (False, True)):
+        for chunk in (512, 1024, 2048):
+            if 4 <= chunk // (32 * warps) <= 32:
+                yield f"split {int(split)} warps {warps} chunk {chunk} hold {int(hold)}", (split, warps, chunk, hold)
 
 
-def query_shapes() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Launches of `mla_query_concat`: name -> rows, warps, chunk."""
-    for rows, warps, chunk in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (256, 512)):
-        if 2 <= rows * chunk // (32 * warps) <= 64:
+def query_shapes(most: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Launches of the query ops: name -> rows, warps, chunk."""
+    for rows, warps, chunk in itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8), (64, 256, 512)):
+        if 2 <= rows * chunk // (32 * warps) <= 64 and (chunk == 64) == (most == 64):
             yield f"rows {rows} warps {warps} chunk {chunk}", (rows, warps, chunk)
 
 
@@ -55,8 +55,8 @@ def with_shape(op: str, shape: tuple[Any, ...] | None, function: Callable[..., A
             if shape is None:
                 return plan
             if op == "latents":
-                split, warps, chunk, kv_chunk = shape
-                return plan._replace(split=split, warps=warps, chunk=chunk, tail=0, kv_chunk=kv_chunk)
+                split, warps, chunk, hold = shape
+                return plan._replace(split=split, warps=warps, chunk=chunk, tail=0, hold=hold)
             rows, warps, chunk = shape
             return plan._replace(rows=rows, warps=warps, chunk=chunk)
 
@@ -75,12 +75,12 @@ def measured(op: str, form: str, tokens: int, heads: int, rounds: int) -> dict[s
     """All shapes of one case, in microseconds."""
     dtype = FORMS[form][1] or torch.bfloat16
     sets = [mla_ops.given_of(tokens, heads, dtype, PAGE, DEVICE) for _ in range(8 if tokens * heads <= 65536 else 3)]
-    name = "mla_norm_rope_cache" if op == "latents" else "mla_query_concat"
+    name = OPS[op]
     each, moved = mla_ops.op_ways(sets[0], None)[name]
     repeats = max(1, min(40, math.ceil(LONGEST_US / (len(sets) * max(1.3, moved / 4e6)))))
     pairs = [torch.empty(2, moved // 2, dtype=torch.uint8, device=DEVICE) for _ in sets]
     graphs = {"copy": captured([functools.partial(pair[1].copy_, pair[0]) for pair in pairs], repeats)[0]}
-    shapes = latent_shapes() if op == "latents" else query_shapes()
+    shapes = latent_shapes() if op == "latents" else query_shapes(64 if op == "rope" else 512)
     for label, shape in (("rule", None), *shapes):
         calls = [functools.partial(each["op"], given) for given in sets]
         graphs[label] = with_shape(op, shape, lambda calls=calls: captured(calls, repeats)[0])()
@@ -97,7 +97,7 @@ def measured(op: str, form: str, tokens: int, heads: int, rounds: int) -> dict[s
 def main() -> None:
     """Measure what was asked for; a file for each op and form."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--ops", nargs="+", choices=("latents", "query"), default=["latents", "query"])
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=[*OPS])
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
     parser.add_argument("--rounds", type=int, default=15)
     asked = parser.parse_args()
@@ -106,6 +106,8 @@ def main() -> None:
         return
     with torch.inference_mode():
         for op, form in itertools.product(asked.ops, asked.forms):
+            if (op, form) == ("rope", "fp8"):
+                continue  # what it turns stays in bfloat16
             cases = (
                 [(tokens, 16) for tokens in LATENT_TOKENS]
                 if op == "latents"

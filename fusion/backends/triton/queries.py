@@ -81,7 +81,8 @@ def _launch(
     )  # fmt: skip
     if launcher.again(key, device, addresses, numbers):
         return
-    plan = tuning.launch_query(step, kv_width if rows[0] is not None else rope_width, launcher.wave(out.device))
+    width = rope_width if rows[0] is None else kv_width
+    plan = tuning.launch_query(step, width, scale is not None, launcher.wave(out.device))
     constants = (
         heads, kv_width, rope_width, latent_unit, rope_unit, out_unit, rows[0] is not None, scale is not None,
         LARGEST.get(out.dtype, 0.0), PAIRS.index(pairs), tuning.power_of_two(rope_width // 2), plan.chunk, plan.rows,

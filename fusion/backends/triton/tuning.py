@@ -247,7 +247,9 @@ def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
 
 
 def launch_latents(step: int, dual: Dual, grouped: bool, wave: int) -> Launch:
-    """The launch of the norms with rope and cache write: as a dual norm's, a token per program or per two of them.
+    """The launch of the norms with rope and cache write: a token per program, or per two of them.
+
+    Fewer threads than for a dual norm: the entry's side is a quarter of the row, and its angles are read behind its position.
 
     Args:
         step: from `regime`.
@@ -255,26 +257,29 @@ def launch_latents(step: int, dual: Dual, grouped: bool, wave: int) -> Launch:
         grouped: whether each 128 columns of the key/value latent have a scale: they are then one chunk.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
-    plan = launch_dual(step, dual, wave)
-    if plan.rows > 1:  # narrow latents
-        whole = power_of_two(max(dual.q_width, dual.kv_width))
-        warps = _waves(max(1, min(4, whole // 256)), wave)
-        plan = Launch(power_of_two(dual.q_width), 0, power_of_two(dual.kv_width), 1, step <= 3, warps, plan.hold)
-    return plan._replace(kv_chunk=max(power_of_two(dual.kv_width), 128)) if grouped else plan
+    widest, whole = power_of_two(max(dual.q_width, dual.kv_width)), power_of_two(dual.kv_width)
+    kv_chunk = max(whole, 128) if grouped else min(whole, 1024)
+    if dual.group_size or not dual.aligned:
+        plan = launch_dual(step, dual, wave)
+        if plan.rows == 1:
+            return plan._replace(kv_chunk=kv_chunk)
+    warps = min(max(1, widest // (1024 if step in (0, 3, 4) else 2048)), 8)
+    chunk = _chunk(dual.q_width, 32 * warps, (16, 32) if warps == 1 else (8, 16))
+    return Launch(max(chunk, dual.group_size), 0, kv_chunk, 1, step < len(STEPS), _waves(warps, wave), False)
 
 
-def launch_query(step: int, width: int, wave: int) -> Launch:
-    """The launch of the query ops: `rows` are heads of a program, and all of a head's columns one chunk. Nobody has timed it.
+def launch_query(step: int, width: int, quantised: bool, wave: int) -> Launch:
+    """The launch of the query ops: `rows` are heads of a program. A thread has sixteen columns.
 
     Args:
         step: from `regime`, of the number of heads of all tokens.
         width: columns of a head that are copied; of the rope alone, its own.
+        quantised: whether the query comes out in fp8.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
-    chunk = min(power_of_two(width), 2048)
-    rows = 1 if step <= 1 else 2 if step <= 3 else 4
-    warps = min(max(1, rows * chunk // (_LANES * _VECTOR)), 8)
-    return Launch(chunk, 0, 0, rows, False, _waves(warps, wave))
+    chunk = min(power_of_two(width), 256 if quantised and step == len(STEPS) else 512)
+    rows = 1 if step <= 1 else 4
+    return Launch(chunk, 0, 0, rows, False, _waves(max(1, rows * chunk // 512), wave))
 
 
 def _hold(step: int, moved: int) -> bool:
