@@ -38,7 +38,7 @@ from vllm_tokens import agreement, distances, drawn, exceeds
 HERE = Path(__file__).parent
 BEGAN = time.monotonic()
 BATCHES = (1, 8, 64)
-OURS = ("row_norm", "dual_norm", "gated_norm", "silu_mul", "all_reduce_row_norm")
+OURS = ("row_norm", "dual_norm", "norm_rope_cache", "query", "gated_norm", "silu_mul", "all_reduce_row_norm")
 """Functions that layerfuse's Triton kernels are compiled from."""
 LATE = "during inference"
 """In the warnings of vLLM's monitor of kernels that are compiled late."""

@@ -18,7 +18,7 @@ class Stage:
     alone: dict[str, dict[str, bool]] = field(factory=dict)
     "Arms of vLLM without layerfuse, with passes of its own on or off: how far its own ways to compute the same are apart."
     engine: dict[str, str] = field(factory=dict)
-    "Arguments of the engine."
+    "Arguments of vLLM's engine."
     needs: int = 100
     "Seconds that it takes about."
 
@@ -42,6 +42,8 @@ _ONE_SHAPE = {
     "add_norm": ("add_rms_norm",),
     "all": ("mla_dual_rms_norm", "add_rms_norm"),
 }
+_DECODE, _FP8_CACHE = {"decode": ("mla_decode",)}, {"kv_cache_dtype": "fp8"}
+_FLASH = {"attention_backend": "FLASH_ATTN_MLA"}  # what vLLM picks on Hopper for caches that are not fp8
 _UNFUSED = {"unfused": {"fuse_norm_quant": False, "fuse_act_quant": False}}
 _NO_DEEP_GEMM, _DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0"}, {"VLLM_USE_DEEP_GEMM": "1"}
 STAGES = {
@@ -61,7 +63,12 @@ STAGES = {
     "gpt-oss-bf16-tp2": Stage("gpt-oss-120b-bf16", _REDUCED, tp=2),
     "moe-fp8": Stage("deepseek-v3-moe-fp8", {"all": _QUANTISED["all"]}, alone=_UNFUSED, variables=_NO_DEEP_GEMM, needs=150),
     "moe": Stage("deepseek-v3-moe", {"all": _ONE_SHAPE["all"]}, needs=150),
+    "mla16": Stage("mla-16", _DECODE, engine=_FLASH),
+    "mla128": Stage("mla-128", _DECODE, engine=_FLASH),
+    "mla16-fp8-cache": Stage("mla-16", _DECODE, engine=_FP8_CACHE),
+    "mla128-fp8-cache": Stage("mla-128", _DECODE, engine=_FP8_CACHE),
     "tiny": Stage("tiny", {"add_norm": ("add_rms_norm",)}),
+    "tiny-mla": Stage("tiny", _DECODE),
     "tiny-tp2": Stage("tiny", {"all_reduce": ("all_reduce_add_rms_norm",)}, tp=2),
 }  # fmt: skip
 """By name, in the order of what they are worth; `tiny` ones are for trying this script."""

@@ -474,3 +474,20 @@ def test_a_compiled_function_writes_to_the_callers_cache() -> None:
         expected = step(eager)
         assert torch.equal(torch.compile(step, fullgraph=True)(compiled), expected)
     assert torch.equal(compiled, eager) and eager.any()
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_the_query_goes_to_a_given_buffer_and_the_entries_to_the_cache(backend: str, contiguous: bool) -> None:
+    """Bit by bit what the op gives that allocates its result."""
+    given = latents(SMALL, 4, torch.bfloat16, DEVICE)
+    slots, caches = [7, -1, 23, 8], [cache_for("plain", SMALL, torch.bfloat16) for _ in range(2)]
+    wanted = write(given, caches[0], slots)
+    buffer = torch.full((6, SMALL.q + 8), 3.0, dtype=torch.bfloat16, device=DEVICE)
+    q_out = buffer[1:5, : SMALL.q] if not contiguous else buffer.view(-1)[: 4 * SMALL.q].view(4, SMALL.q)
+    offsets = {"q_weight_offset": 0.0, "kv_weight_offset": 0.0}
+    assert write({**offsets, **given}, caches[1], slots, name="_into", q_out=q_out) is None
+    assert torch.equal(q_out, wanted)
+    assert torch.equal(caches[1].buffer, caches[0].buffer)
+    assert caches[1].unwritten([7, 23, 8])
+    q_out.fill_(3.0)
+    assert bool((buffer == 3.0).all())

@@ -29,6 +29,8 @@ def refuses(case: Any) -> str | None:
 
 def function_of(op: Op) -> Callable[..., Any]:
     """The function that takes the op's arguments by position and launches the kernel."""
+    if not op.results:
+        return _into
     options = [argument.name for argument in op.args[BEFORE_OPTIONS:]]
     mode = (
         PER_GROUP if "group_size" in options else STATIC if "scale" in options else PER_TOKEN if options else NO_QUANT
@@ -42,6 +44,15 @@ def function_of(op: Op) -> Callable[..., Any]:
         return given.results if len(given.results) > 1 else given.results[0]
 
     return function
+
+
+def _into(*args: Any) -> None:
+    q, kv, k_rope, q_out = *args[:3], args[-1]
+    out = q_out if q_out.is_contiguous() else torch.empty_like(q_out, memory_format=torch.contiguous_format)
+    given = Given(out, out, out, (0, 0), 0, 0.0, False, (out,))
+    _launch("mla_norm_rope_cache_into", NO_QUANT, (as_rows(q), as_rows(kv), as_rows(k_rope)), args, given)
+    if out is not q_out:
+        q_out.copy_(out)
 
 
 def _unit(stride: int) -> int:

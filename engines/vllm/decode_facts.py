@@ -1,0 +1,136 @@
+"""What is known of `mla_decode` without vLLM and without torch: its name, where it may stand, and what vLLM's code may read."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ...adapters.specs import MLASpec
+
+NAME = "mla_decode"
+"""Among the `fusions` that are asked for."""
+
+READS = {
+    "MultiHeadLatentAttentionWrapper.forward": frozenset(
+        [
+            "dcp_q_replicate",
+            "fuse_qkv_rmsnorm",
+            "fused_qkv_a_proj",
+            "g_proj",
+            "indexer",
+            "indexer_rope_emb",
+            "is_sparse",
+            "kv_a_layernorm",
+            "kv_a_proj_with_mqa",
+            "kv_lora_rank",
+            "mla_attn",
+            "num_heads",
+            "o_proj",
+            "q_a_layernorm",
+            "q_b_proj",
+            "q_lora_rank",
+            "q_proj",
+            "qk_head_dim",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "rotary_emb",
+            "skip_topk",
+            "v_head_dim",
+        ]
+    ),
+    "MLAAttention.forward": frozenset(
+        [
+            "_k_scale",
+            "calculate_kv_scales",
+            "forward_impl",
+            "hisparse_cache",
+            "impl",
+            "kv_cache",
+            "kv_cache_dtype",
+            "layer_name",
+            "prepare_kv_cache_update",
+            "update_kv_cache",
+            "use_direct_call",
+            "use_pcp",
+        ]
+    ),
+    "MLAAttention.forward_impl": frozenset(
+        [
+            "W_K",
+            "W_K_scale",
+            "W_UK_T",
+            "W_UK_T_dcp_qrep",
+            "_aiter_output_quant",
+            "_decode_concat_quant_fp8_op",
+            "_k_scale",
+            "_q_scale",
+            "_quant_fp8_op",
+            "_use_sparse_mha",
+            "_v_up_proj",
+            "_vllm_config",
+            "chunked_prefill_workspace_size",
+            "dcp_a2a",
+            "dcp_manager",
+            "impl",
+            "is_aiter_triton_fp4_bmm_enabled",
+            "is_aiter_triton_fp8_bmm_enabled",
+            "is_amx_bmm_enabled",
+            "kv_cache_dtype",
+            "kv_lora_rank",
+            "num_heads",
+            "prefill_backend",
+            "q_pad_num_heads",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "use_pcp",
+            "v_head_dim",
+        ]
+    ),
+}
+"""Method of vLLM's -> the attributes of itself that it reads in 0.26.0 and 0.33.0. One that reads more does something new."""
+
+
+def why_not_spec(spec: MLASpec) -> str | None:
+    """Why a layer cannot take it, from its spec alone, as a sentence; None where it can."""
+    if spec.q_norm is None:
+        return "q_lora_rank is None: there is no query latent"
+    if spec.rope is None or spec.rope.width == 0:
+        return "none of its columns is roped" if spec.rope is not None else "nothing says how its columns are roped"
+    if spec.rope.table != "cos_sin":
+        return "its rope has no table of cos and sin"
+    if spec.q_norm.quant is not None:
+        return (
+            f"the projection behind its query norm quantises with {spec.q_norm.quant}, which vLLM fuses with the norm"
+        )
+    return None
+
+
+def why_not_here(vllm_config: Any) -> str | None:
+    """Why vLLM's config leaves no place for it, as a sentence; None where it does."""
+    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+    for what in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, what, 1) > 1:
+            return f"{what} is {getattr(parallel, what)}: each rank has a part of the cache"
+    if getattr(compilation.pass_config, "fuse_attn_quant", False):
+        return "vLLM's pass for attention and quantisation (fuse_attn_quant) looks for its own ops"
+    if os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1":
+        return "vLLM captures its CUDA graphs in pieces around its own ops (VLLM_USE_BREAKABLE_CUDAGRAPH=1)"
+    if compilation.mode is not None and compilation.mode.name not in ("NONE", "VLLM_COMPILE"):
+        return f"vLLM's compilation mode is {compilation.mode.name}"
+    return None
+
+
+def without(fusions: str) -> tuple[str, bool]:
+    """A line of fusions without this name, and whether it was asked for.
+
+    The line is as `LAYERFUSE_FUSIONS` has it. What is left of one that asked for nothing else is `none`.
+    """
+    names = [name.strip() for name in fusions.split(",")]
+    left = [name for name in names if name.removeprefix("-") != NAME]
+    if len(left) == len(names):
+        return fusions, False
+    asked = NAME in names
+    # Other names are the only ones that are on; without one, names with a minus would leave the rest on.
+    only = asked and all(name.startswith("-") for name in left)
+    return "none" if only else ",".join(left), asked

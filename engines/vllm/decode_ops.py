@@ -1,0 +1,220 @@
+"""The two ops that stand in an MLA layer of vLLM's instead of its norms, ropes, cache write and attention, split as vLLM's own are.
+
+Where all tokens of a step are decoded, `mla_latents` is one launch (both norms, the rope of the key, the cache write), and
+`mla_attend` ropes the query into the buffer that the absorbing GEMM writes to. In any other step the first gives vLLM's cache write and
+its prefill what they take, and the second ropes the query in place.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from vllm.model_executor.layers.attention import mla_attention as vllm_mla
+
+from ...adapters.errors import LayerfuseError
+from ...fusion.ops import FUNCTIONS
+from .process import once
+
+REFUSALS = (LayerfuseError, TypeError, ValueError)
+"""What an op raises for arguments that it does not take."""
+
+WRITE = "mla_norm_rope_cache_into"
+NAMES = ("layerfuse_vllm::mla_latents", "layerfuse_vllm::mla_attend")
+"""What vLLM splits its graphs at."""
+
+_write, _rope, _concat = (FUNCTIONS[name] for name in (WRITE, "mla_query_rope", "mla_query_concat_static_quant"))
+
+
+@define(kw_only=True, eq=False)
+class Layer:
+    """One layer of vLLM's with all that the ops need beside a step's tensors."""
+
+    name: str
+    "Of its attention, in vLLM's forward context."
+    wrapper: Any = field(repr=False)
+    attention: Any = field(repr=False)
+    epsilons: tuple[float, float]
+    "Of the query's norm and the key/value's."
+    offsets: tuple[float, float]
+    "Added to their weights."
+    pairs: str
+    "As `fusion.ops.rope.PAIRS`."
+    cache_dtype: torch.dtype | None
+    "What a cache that vLLM keeps as bytes is looked at as; None: as it is."
+    query_dtype: torch.dtype | None
+    "The fp8 dtype that the attention kernel takes its query in; None: that of the layer."
+    refused: str | None = None
+    "Why an op did not take a step's tensors: from then on vLLM's own way is gone."
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Cos and sin: (positions, half the rope's width) each."""
+        table: Tensor = self.wrapper.rotary_emb.cos_sin_cache
+        half = table.shape[-1] // 2
+        return table[:, :half], table[:, half:]
+
+    def decodes(self, metadata: Any, cache: Tensor, slots: Tensor | None, tokens: int) -> bool:
+        """Whether every token of a step is decoded, so that nothing but the cache needs its latents."""
+        return (
+            self.refused is None
+            and metadata is not None
+            and slots is not None
+            and slots.shape[0] == tokens
+            and cache.numel() > 0
+            and 0 < metadata.num_actual_tokens == metadata.num_decode_tokens
+        )
+
+    def seen(self, cache: Tensor) -> Tensor:
+        """The cache by the dtype of its values."""
+        return cache if self.cache_dtype is None else cache.view(self.cache_dtype)
+
+    def write(
+        self, rows: tuple[Tensor, Tensor, Tensor], positions: Tensor, slots: Tensor, cache: Tensor, q_out: Tensor
+    ) -> None:
+        """Both norms, the rope of the key, and the entries to their slots."""
+        wrapper = self.wrapper
+        weights = wrapper.q_a_layernorm.weight, wrapper.kv_a_layernorm.weight
+        scale = self.attention._k_scale
+        _write(
+            *rows,
+            *weights,
+            *self.epsilons,
+            *self.tables,
+            positions,
+            slots,
+            cache,
+            scale,
+            *self.offsets,
+            self.pairs,
+            q_out,
+        )
+
+    def query(self, q: Tensor, positions: Tensor) -> Tensor:
+        """The absorbed query beside its roped columns: (tokens, heads, latent + rope).
+
+        Args:
+            q: (tokens, heads, nope + rope), not roped.
+            positions: (tokens,).
+        """
+        attention = self.attention
+        tokens, heads, _ = q.shape
+        latent, nope = attention.kv_lora_rank, attention.qk_nope_head_dim
+        absorbing, rope = q[..., :nope].transpose(0, 1), q[..., nope:]
+        if self.query_dtype is not None:
+            absorbed = q.new_empty(tokens, heads, latent)
+            torch.bmm(absorbing, attention.W_UK_T, out=absorbed.transpose(0, 1))
+            return _concat(absorbed, rope, *self.tables, positions, attention._q_scale, self.pairs, self.query_dtype)
+        query = q.new_empty(tokens, heads, latent + rope.shape[-1])
+        torch.bmm(absorbing, attention.W_UK_T, out=query[..., :latent].transpose(0, 1))
+        _rope(rope, query, *self.tables, positions, self.pairs)
+        return query
+
+    def rope_in_place(self, q: Tensor, positions: Tensor) -> None:
+        """The same rope where nothing is absorbed. q: (tokens, heads, nope + rope)."""
+        # The op reads and writes other memory: every pair is read by one program and written by it, but that is no promise.
+        _rope(q[..., self.attention.qk_nope_head_dim :].clone(), q, *self.tables, positions, self.pairs)
+
+
+layers: dict[str, Layer] = {}
+"""By name, of this process."""
+
+_numbers: dict[torch.device, Tensor] = {}
+
+
+def numbers(count: int, device: torch.device) -> Tensor:
+    """0, 1, ... as slots of a buffer. Made beforehand for the most tokens: what a CUDA graph allocates is not kept."""
+    found = _numbers.get(device)
+    if found is None or found.shape[0] < count:
+        found = _numbers[device] = torch.arange(count, dtype=torch.int64, device=device)
+    return found[:count]
+
+
+def _latents(q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, q_out: Tensor, layer_name: str) -> Tensor:
+    layer = layers[layer_name]
+    metadata, attention, cache, slots = vllm_mla.get_attention_context(layer_name)
+    tokens = kv.shape[0]
+    rows = (q, kv, k_rope)
+    entries = kv.new_empty(tokens, kv.shape[-1] + k_rope.shape[-1])
+    if layer.decodes(metadata, cache, slots, tokens):
+        try:
+            layer.write(rows, positions, slots, layer.seen(cache), q_out)
+        except REFUSALS as error:
+            layer.refused = str(error)
+            once(logging.WARNING, "layerfuse: mla_decode: %s: %s", layer_name, error)
+        else:
+            return entries
+    layer.write(rows, positions, numbers(tokens, kv.device), entries, q_out)
+    if slots is not None:
+        latent, rope = entries.split([kv.shape[-1], k_rope.shape[-1]], -1)
+        vllm_mla.unified_mla_kv_cache_update(
+            latent, rope.unsqueeze(1), layer_name, attention.kv_cache_dtype, attention._k_scale
+        )
+    return entries
+
+
+def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer_name: str) -> None:
+    layer = layers[layer_name]
+    metadata, attention, cache, slots = vllm_mla.get_attention_context(layer_name)
+    heads = q.view(-1, attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+    if layer.decodes(metadata, cache, slots, entries.shape[0]):
+        count = metadata.num_actual_tokens
+        query = layer.query(heads[:count], positions[:count])
+        attended, _ = attention.impl.forward_mqa(query, layer.seen(cache), metadata, attention)
+        attention._v_up_proj(attended, out=output[:count])
+        return
+    if metadata is not None:
+        layer.rope_in_place(heads, positions)
+    latent, rope = entries.split([attention.kv_lora_rank, attention.qk_rope_head_dim], -1)
+    # Quantising projections want rows without gaps.
+    attention.forward_impl(heads, latent.contiguous(), rope.unsqueeze(1), cache, metadata, output=output)
+
+
+_LIBRARY = torch.library.Library("layerfuse_vllm", "FRAGMENT")
+_LIBRARY.define(
+    "mla_latents(Tensor q, Tensor kv, Tensor k_rope, Tensor positions, Tensor(a!) q_out, str layer_name) -> Tensor",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIBRARY.define(
+    "mla_attend(Tensor(a!) q, Tensor entries, Tensor positions, Tensor(b!) output, str layer_name) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_LIBRARY.impl("mla_latents", _latents, "CompositeExplicitAutograd")
+# Where a cache comes from elsewhere, vLLM waits for it and sends it on around its attention.
+_LIBRARY.impl("mla_attend", vllm_mla.maybe_transfer_kv_layer(_attend), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    NAMES[0],
+    lambda q, kv, k_rope, positions, q_out, layer_name: kv.new_empty(kv.shape[0], kv.shape[-1] + k_rope.shape[-1]),  # noqa: ARG005
+    lib=_LIBRARY,
+)
+torch.library.register_fake(NAMES[1], lambda *_: None, lib=_LIBRARY)
+latents = torch.ops.layerfuse_vllm.mla_latents.default
+attend = torch.ops.layerfuse_vllm.mla_attend.default
+
+
+def try_out(layer: Layer, most: int) -> None:
+    """Call each op once with what a layer has, for two tokens: what refuses or does not compile says so before anything stands.
+
+    Args:
+        layer: any of a model's.
+        most: tokens of a step.
+
+    Raises:
+        Exception: whatever is wrong.
+    """
+    attention, weight = layer.attention, layer.wrapper.q_a_layernorm.weight
+    widths = (weight.shape[0], attention.kv_lora_rank, attention.qk_rope_head_dim)
+    with torch.inference_mode():
+        dtype = attention.W_UK_T.dtype
+        positions = numbers(most, weight.device)[:2]
+        q, kv, rope = weight.new_zeros((2, sum(widths)), dtype=dtype).split(widths, -1)
+        entries = kv.new_empty(2, sum(widths[1:]))
+        layer.write(
+            (q, kv, rope), positions, positions, entries, torch.empty_like(q, memory_format=torch.contiguous_format)
+        )
+        heads = q.new_zeros(2, attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+        layer.query(heads, positions)
+        layer.rope_in_place(heads, positions)
