@@ -271,12 +271,19 @@ class Prober:
         if target is aten.squeeze.dim and given[0] % rank < kept and probe.lead[given[0] % rank] is None:
             at = given[0] % rank
             return probe.but(tail, (*probe.lead[:at], *probe.lead[at + 1 :]))
-        if target in (aten.expand.default, aten.repeat.default) and value(node).dim() == rank:
-            if not same_shape(value(node).shape[:kept], value(before).shape[:kept]):
-                raise Unfollowed
-            sizes = given[0][kept:]
-            return probe.but(tail.expand(sizes) if target is aten.expand.default else tail.repeat(sizes))
+        if target is aten.expand.default and value(node).dim() == rank:
+            return self._expanded(node, probe)
+        if target is aten.repeat.default and value(node).dim() == rank and all(same(n, 1) for n in given[0][:kept]):
+            return probe.but(tail.repeat(given[0][kept:]))
         raise Unfollowed
+
+    def _expanded(self, node: Node, probe: Probe) -> Probe:
+        kept, shape = len(probe.lead), value(node).shape
+        if kept and probe.tail.dim() == 1 and same(shape[kept - 1], 2) and 2 * probe.tail.numel() == self.width:
+            # The columns once more behind themselves, which a view joins.
+            if probe.lead[-1] is None:
+                return probe.but(probe.tail.expand(2, -1), probe.lead[:-1])
+        return probe.but(probe.tail.expand(tuple(shape[kept:])))
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:

@@ -17,7 +17,7 @@ _LIBRARIES: dict[str, torch.library.Library] = {}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 
 
-def _op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _op(schema: str, fake: Callable[..., Any] = lambda *_, **__: None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     name = schema.partition("(")[0]
     space, op = name.split("::")
 
@@ -26,7 +26,7 @@ def _op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             library = _LIBRARIES.setdefault(space, torch.library.Library(space, "FRAGMENT"))
             library.define(schema.replace(f"{space}::", ""))
             library.impl(op, function, "CPU")
-            torch.library.register_fake(name, lambda *_, **__: None, lib=library)
+            torch.library.register_fake(name, fake, lib=library)
         return function
 
     return define
@@ -224,7 +224,8 @@ def concat_and_cache_mla(
 
 @_op(
     "vllm::unified_mla_kv_cache_update(Tensor kv_c_normed, Tensor k_pe, str layer_name, str kv_cache_dtype, Tensor k_scale) "
-    "-> Tensor"
+    "-> Tensor",
+    fake=lambda latent, *_: latent.new_empty(0),
 )
 def unified_mla_kv_cache_update(latent: Tensor, _k: Tensor, _name: str, _form: str, _scale: Tensor) -> Tensor:
     return latent.new_empty(0)
