@@ -187,9 +187,7 @@ def _latents(layer: str, spec: MLASpec) -> Site:
 
 
 def _query(layer: str, spec: MLASpec) -> Site:
-    return Site(
-        layer=layer, role=QUERY, norms=(), spec=spec, uncached=_why_uncached(spec), unsaid=_why_unsaid(spec)
-    )
+    return Site(layer=layer, role=QUERY, norms=(), spec=spec, uncached=_why_uncached(spec), unsaid=_why_unsaid(spec))
 
 
 def _why_uncached(spec: MLASpec) -> str | None:

@@ -230,7 +230,9 @@ def _base(cache: Node, write: Node) -> tuple[Node, Node]:
     if cache.target not in _RESHAPES or not isinstance(cache.args[0], Node):
         return cache, write
     base = cache.args[0]
-    back = [user for user in write.users if user.target in _RESHAPES and same_shape(value(user).shape, value(base).shape)]
+    back = [
+        user for user in write.users if user.target in _RESHAPES and same_shape(value(user).shape, value(base).shape)
+    ]
     if len(back) != 1 or len(write.users) != 1 or value(base).dim() != 3:
         raise Unmatched(f"the cache {cache} is a view of {base}, and {write} is not read as one")
     return base, back[0]
@@ -247,7 +249,9 @@ def check_cache(found: FoundWrite, before: Node) -> None:
     """
     cache = found.cache
     if _is_part(cache):
-        raise Unmatched(f"the cache {cache} is a part or another form of {cache.args[0]}, and the fused op would copy it")
+        raise Unmatched(
+            f"the cache {cache} is a part or another form of {cache.args[0]}, and the fused op would copy it"
+        )
     held = [cache]
     for node in held:
         held += [user for user in node.users if user not in held and _is_view(user)]
@@ -255,7 +259,9 @@ def check_cache(found: FoundWrite, before: Node) -> None:
         for user in node.users:
             back = user.target is aten.copy_.default and user.args[0] is node
             if user not in held and user is not found.write and not back and (before < user or user is before):
-                raise Unmatched(f"{user} reads the cache {cache} as it was before the write, which the fused op does earlier")
+                raise Unmatched(
+                    f"{user} reads the cache {cache} as it was before the write, which the fused op does earlier"
+                )
 
 
 def _is_view(node: Node) -> bool:

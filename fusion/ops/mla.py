@@ -68,4 +68,12 @@ def query_rope(q_rope: Tensor, query: Tensor, cos: Tensor, sin: Tensor, position
     query[..., query.shape[-1] - q_rope.shape[-1] :] = turned.to(query.dtype)
 
 
-__all__ = ["BEFORE_OPTIONS", "MLA", "MLA_QUERY_CONCAT", "norm_rope_cache", "query_concat", "query_concat_static", "query_rope"]
+__all__ = [
+    "BEFORE_OPTIONS",
+    "MLA",
+    "MLA_QUERY_CONCAT",
+    "norm_rope_cache",
+    "query_concat",
+    "query_concat_static",
+    "query_rope",
+]

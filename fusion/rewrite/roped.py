@@ -39,7 +39,9 @@ def bind_cache_write(bound: Binding, write: CacheWrite, rope: Rope, use: SiteUse
     bound.check = lambda first: check_cache(found, first)
 
 
-def bind_query(bound: Binding, rope: Rope, concat: Concat, use: SiteUse, *, inner: bool, moved: dict[Node, Node]) -> None:
+def bind_query(
+    bound: Binding, rope: Rope, concat: Concat, use: SiteUse, *, inner: bool, moved: dict[Node, Node]
+) -> None:
     """Bind the query of a layer.
 
     Raises:
@@ -63,9 +65,7 @@ def _spec(site: Site) -> MLASpec:
     return site.spec
 
 
-def _bind_rope(
-    bound: Binding, step: Rope, found: FoundRope, site: Site, tokens: Node, moved: dict[Node, Node]
-) -> None:
+def _bind_rope(bound: Binding, step: Rope, found: FoundRope, site: Site, tokens: Node, moved: dict[Node, Node]) -> None:
     problem = why_not_as_said(found, _spec(site))
     if problem is not None:
         raise Unmatched(problem)

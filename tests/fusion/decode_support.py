@@ -46,7 +46,9 @@ def decode_layer(spec: MLASpec, way: str = "plain", **changes: Any) -> MLADecode
     return layer
 
 
-def inputs(dtype: torch.dtype = torch.bfloat16, tokens: int = TOKENS, hidden: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    dtype: torch.dtype = torch.bfloat16, tokens: int = TOKENS, hidden: int = 64
+) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, positions and slots."""
     drawn = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(2)).to(dtype)
     return drawn, torch.arange(tokens) * 5 + 1, torch.tensor(SLOTS[:tokens])

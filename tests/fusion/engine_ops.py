@@ -17,7 +17,9 @@ _LIBRARIES: dict[str, torch.library.Library] = {}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 
 
-def _op(schema: str, fake: Callable[..., Any] = lambda *_, **__: None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _op(
+    schema: str, fake: Callable[..., Any] = lambda *_, **__: None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     name = schema.partition("(")[0]
     space, op = name.split("::")
 

@@ -149,7 +149,10 @@ def test_writes_that_are_not_taken(case: str) -> None:
     ("change", "reason"),
     [
         (in_another_graph, "is a result of the graph: the cache is written in another one"),
-        (by_the_layers_name, "vllm::unified_mla_kv_cache_update writes the latent to the cache that it finds by the layer's"),
+        (
+            by_the_layers_name,
+            "vllm::unified_mla_kv_cache_update writes the latent to the cache that it finds by the layer's",
+        ),
     ],
     ids=["another graph", "an op that finds it by name"],
 )
@@ -202,7 +205,11 @@ ROPES = {
     "turned back": (turned_back, INTERLEAVED, "is no rope of a known form"),
     "other pairs than the spec's": (MLADecodeLayer._turned, HALVES, "are interleaved; the spec says in halves"),
     "a rope where the spec has none": (MLADecodeLayer._turned, NO_ROPE, "the spec says that the layer has no rope"),
-    "no rope where the spec has one": (lambda _layer, x, _positions: x, INTERLEAVED, "the rope stands in another graph"),
+    "no rope where the spec has one": (
+        lambda _layer, x, _positions: x,
+        INTERLEAVED,
+        "the rope stands in another graph",
+    ),
 }
 
 

@@ -127,9 +127,7 @@ class Rotary(MLADecodeLayer):
         rope, key = rope.contiguous(), k_rope.unsqueeze(1).contiguous()
         halves = not self.spec.rope.interleaved
         torch.ops._C.rotary_embedding(positions, rope, key, 64, self.cos_sin.to(rope.dtype), halves)
-        torch.ops._C_cache_ops.concat_and_cache_mla(
-            kv, key.squeeze(1), self.cache, slots, self.form, self.cache_scale
-        )
+        torch.ops._C_cache_ops.concat_and_cache_mla(kv, key.squeeze(1), self.cache, slots, self.form, self.cache_scale)
         return torch.cat([self._absorbed(nope), rope], -1)
 
 
