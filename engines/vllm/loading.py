@@ -96,7 +96,8 @@ def _beside(door: Door | None, engine: Engine) -> Engine:
     """The engine where both latent norms of all MLA layers are taken already."""
     if door is None or not door.stands:
         return engine
-    return attrs.evolve(engine, keeps={**engine.keeps, LATENTS: f"{NAME} takes the norms of these layers"})
+    taken = f"{NAME} takes what stands there"
+    return attrs.evolve(engine, keeps={**engine.keeps, **dict.fromkeys((LATENTS, "query"), taken)})
 
 
 def _nothing(model: nn.Module, why: str) -> None:

@@ -1,7 +1,7 @@
 """The ops of an MLA decode layer beside its GEMMs and its attention kernel: what `rope` and `cache_layout` say, in one launch each.
 
 - `mla_norm_rope_cache`: both latent norms, the rope of the key, and the write of both to the token's slot. Also with the
-  query latent quantised, and with the query latent written to a given buffer (`mla_norm_rope_cache_into`).
+  query latent quantised.
 - `mla_query_concat`: the rope of the query beside the absorbed latent query, in one buffer. Also in fp8.
 - `mla_query_rope`: the rope alone, into the last columns of a buffer whose first ones the absorbing GEMM has written.
 """
@@ -115,11 +115,6 @@ def _reference(quant: Quant | None) -> Callable[..., Any]:
     return reference
 
 
-def _into(*args: Any) -> None:
-    *given, q_out = args
-    q_out.copy_(_reference(None)(*given))
-
-
 def _given(normed: Tensor, q: Tensor, quant: Quant | None, options: tuple[Any, ...]) -> Any:
     if quant is None:
         return normed.to(q.dtype).contiguous()
@@ -217,23 +212,6 @@ MLA_NORM_ROPE_CACHE_GROUP_QUANT = _norm_rope_cache(
     ", the query latent quantised to fp8 with one scale per `group_size` columns",
     Quant(per="group", out="q"),
 )
-MLA_NORM_ROPE_CACHE_INTO = Op(
-    name="mla_norm_rope_cache_into",
-    doc=MLA_NORM_ROPE_CACHE.doc.replace(" (DeepSeek", ", and the former to a buffer (DeepSeek"),
-    args=(
-        *_LATENTS,
-        Rows(
-            name="q_out",
-            width="q_width",
-            like="q",
-            mutated=True,
-            doc="written to, of the shape of q, no view of it: the query latent normed, rounded once. CUDA graphs that are captured "
-            "in pieces want its address to stay.",
-        ),
-    ),
-    results=(),
-    reference=_into,
-)
 MLA_QUERY_CONCAT = _query_concat("mla_query_concat", "", False)
 MLA_QUERY_CONCAT_STATIC_QUANT = _query_concat("mla_query_concat_static_quant", ", in fp8 by a given scale", True)
 MLA_QUERY_ROPE = Op(
@@ -271,7 +249,6 @@ _QUERY_KERNEL = Kernel(backend="triton", made_by="layerfuse.fusion.backends.trit
 _AITER = Kernel(backend="aiter")
 MLA = {
     MLA_NORM_ROPE_CACHE: (_LATENT_KERNEL, _AITER),
-    MLA_NORM_ROPE_CACHE_INTO: (_LATENT_KERNEL,),
     MLA_NORM_ROPE_CACHE_STATIC_QUANT: (_LATENT_KERNEL, _AITER),
     MLA_NORM_ROPE_CACHE_PER_TOKEN_QUANT: (_LATENT_KERNEL, _AITER),
     MLA_NORM_ROPE_CACHE_GROUP_QUANT: (_LATENT_KERNEL, _AITER),
