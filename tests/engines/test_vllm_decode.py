@@ -15,6 +15,7 @@ pytest.importorskip("vllm_paged")
 from test_vllm_plugin import fresh, said, written  # noqa: F401 (`fresh` is a fixture)
 from torch import Tensor
 from vllm_paged import paged
+from vllm_started import loaded_from_cache
 
 from layerfuse.fusion.backends import counting
 
@@ -76,3 +77,15 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
         concat = "mla_query_rope"
         assert counted["mla_norm_rope_cache_into"] == 3
         assert counted[concat] == 3, decodes
+
+
+def test_a_start_from_vllms_cache_is_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The compiled model holds the ops by name, and finds the layers of the process that loads it."""
+    results = []
+    for start in ("cold", "warm"):
+        caplog.clear()
+        before = loaded_from_cache()
+        results.append(ran("deepseek-v3", tmp_path, ON)[0])
+        assert loaded_from_cache() - before == (start == "warm")
+        assert LINE in said(caplog)
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
