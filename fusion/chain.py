@@ -21,7 +21,22 @@ from .engine import Engine
 from .faster import Faster
 from .limits import TokenLimit
 from .sites import ROLES, Site
-from .steps import ORDER, Add, AllReduce, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step
+from .steps import (
+    HAND_WRITTEN,
+    ORDER,
+    Add,
+    AllReduce,
+    CacheWrite,
+    Concat,
+    FusionError,
+    GatedNorm,
+    Norm,
+    Pad,
+    Quant,
+    Rope,
+    SiluMul,
+    Step,
+)
 from .target import Target
 
 Limit: TypeAlias = Callable[[Site, Any, Any], TokenLimit | None]
@@ -99,6 +114,8 @@ class Fusion:
     "Its kernels, the preferred one first: AITER and Triton for a chain of the family. The op's reference comes after them."
     faster_in: tuple[Faster, ...] = field(default=(), converter=_measurements, repr=False)
     "Where it was measured faster than what an engine does without it: it is on there by default, whatever its level."
+    off_unless_faster: bool = False
+    "Whether it is off in torch.compile too, where `faster_in` says nothing of `torch.compile`."
     off_in: Mapping[str, str] = field(factory=dict, repr=False)
     "Engine -> why it is off wherever `faster_in` does not hold, with the measurement, as a sentence."
     limit: Limit | None = field(default=None, repr=False)
@@ -109,6 +126,9 @@ class Fusion:
     @op.default
     def _composed(self) -> Op:
         problems = [*self._bad_steps()]
+        by_hand = next((type(step).__name__ for step in self.chain if isinstance(step, HAND_WRITTEN)), None)
+        if by_hand is not None:
+            problems.append(f"no op is composed of a chain with {by_hand}: give it its op")
         if problems:
             raise FusionError(f"{self.name}: {problems[0]}")
         return op_of(self.name, self.chain)
@@ -165,6 +185,11 @@ class Fusion:
     def all_reduce(self) -> AllReduce | None:
         """The all-reduce, if the chain has one."""
         return next((step for step in self.chain if isinstance(step, AllReduce)), None)
+
+    @property
+    def rope(self) -> Rope | None:
+        """The rope, if the chain has one."""
+        return next((step for step in self.chain if isinstance(step, Rope)), None)
 
     @property
     def takes_any_number(self) -> bool:
@@ -244,7 +269,8 @@ class Fusion:
             missing = [name for name in names if name not in taken]
             if missing:
                 yield f"{type(step).__name__} fills {', '.join(missing)}, which {self.op.name} does not take"
-            outs = step.outs if isinstance(step, Quant) else () if isinstance(step, AllReduce) else (step.out,)
+            inside = isinstance(step, AllReduce | Rope | CacheWrite)
+            outs = step.outs if isinstance(step, Quant) else () if inside else (step.out,)
             absent = [out for out in outs if out not in given and not self._is_inner(step)]
             if absent:
                 yield f"{type(step).__name__} gives {', '.join(absent)}, which {self.op.name} does not return"
@@ -258,7 +284,10 @@ class Fusion:
             yield f"no step gives {', '.join(unread)}, which {self.op.name} returns"
 
     def _is_inner(self, step: Step) -> bool:
-        """Whether a step's result stays inside: what is quantised is no result of its own."""
+        """Whether a step's result stays inside: what is quantised, or goes to a cache, is no result of its own."""
+        written = {each.latent for each in self.chain if isinstance(each, CacheWrite)}
+        if isinstance(step, Norm) and step.x in written:
+            return True
         return self.quant is not None and step is quantised_step(self.chain)
 
 
@@ -267,6 +296,8 @@ __all__ = [
     "FAMILY",
     "Add",
     "AllReduce",
+    "CacheWrite",
+    "Concat",
     "Faster",
     "Form",
     "Fusion",
@@ -275,6 +306,7 @@ __all__ = [
     "Norm",
     "Pad",
     "Quant",
+    "Rope",
     "SiluMul",
     "Step",
     "TokenLimit",

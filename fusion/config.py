@@ -16,9 +16,9 @@ from ..adapters.arguments import expect
 from ..adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean, shown
 from .catalog import FUSIONS
 from .chain import Fusion
-from .engine import Engine
+from .engine import TORCH_COMPILE, Engine
 from .faster import Faster
-from .sites import FINAL, ROLES, Site
+from .sites import FINAL, QUERY, ROLES, Site
 
 ENVIRONMENT = "LAYERFUSE_FUSIONS"
 """The environment variable that `FusionConfig.from_environment` reads."""
@@ -89,8 +89,8 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
     if value is None:
         return ()
     if isinstance(value, ActivationQuant):
-        # What reads the final norm, a language-model head, is quantised in hardly any checkpoint.
-        return tuple((role, value) for role in ROLES if role != FINAL)
+        # What reads the final norm, a language-model head, is quantised in hardly any checkpoint; a query is read by no linear.
+        return tuple((role, value) for role in ROLES if role not in (FINAL, QUERY))
     if not _is_pairs(value):
         raise FusionConfigError(
             f"FusionConfig.quant: expected an ActivationQuant, or a mapping from roles to them, got {shown(value)}"
@@ -128,7 +128,7 @@ class FusionConfig:
     "Fusions turned on or off whatever the level: given as a mapping from name to bool."
     quant: Quants = field(default=(), converter=_quants)
     """How the linear layers after a role's sites quantise their activations: an ActivationQuant for all roles but `final`,
-    whose reader is the language-model head, or a mapping from role to one. What is not declared here is what the specs say, as read off the model."""
+    whose reader is the language-model head, and `query`, whose reader is an attention kernel, or a mapping from role to one. What is not declared here is what the specs say, as read off the model."""
     strict: bool = field(default=False, validator=_strict)
     "True: an expected fusion that did not happen raises FusionMissedError."
     origin: str = field(default="FusionConfig", converter=_origin)
@@ -174,7 +174,7 @@ class FusionConfig:
         Args:
             fusion: of the catalog.
             engine: where it would run; there it is off unless measured faster or switched on. transformers runs in
-                torch.compile as it is.
+                torch.compile as it is, where only some are (`Fusion.off_unless_faster`).
             measured: what says that it is faster there.
         """
         switch = dict(self.switches).get(fusion.name)
@@ -182,6 +182,8 @@ class FusionConfig:
             return None if switch else f"{fusion.name} is switched off by {self.origin}"
         if engine is not None and engine.name != "transformers" and measured is None:
             return f"{fusion.name} is off in {engine.name} unless switched on: {fusion.why_off_in(engine)}"
+        if fusion.off_unless_faster and measured is None:
+            return f"{fusion.name} is off in torch.compile unless switched on: {fusion.why_off_in(TORCH_COMPILE)}"
         level = DEFAULT_LEVEL if self.level is None else self.level
         if fusion.level > level and (measured is None or self.level is not None):
             return f"{fusion.name} needs optimisation level {fusion.level}, and {self.origin} sets level {level}"

@@ -98,3 +98,6 @@ class Engine:
 
 NAMES = ("transformers", "vllm", "sglang", "atom")
 """The engines that can be planned for by name."""
+
+TORCH_COMPILE = Engine(name="torch.compile")
+"""No engine at all: what a measurement in torch.compile as it is names."""

@@ -22,7 +22,7 @@ from .catalog import FUSIONS
 from .chain import Fusion
 from .config import FusionConfig
 from .engine import NAMES as ENGINES
-from .engine import Engine
+from .engine import TORCH_COMPILE, Engine
 from .limits import TokenLimit
 from .sites import FINAL, INPUT, OUTPUT, Site, sites_of
 from .target import Target
@@ -305,6 +305,8 @@ class _Decider:
             site.reduced,
             site.absent,
             site.unknown,
+            site.uncached,
+            site.unsaid,
             quant,
             site.spec.layer_index == 0,
             None if isinstance(site.spec, KernelSpec) else site.spec.parallel.size,
@@ -352,7 +354,9 @@ class _Decider:
         if found.kind != "expected":
             return found
         engine, switched = self._engine, fusion.name in dict(self._config.switches)
-        measured = None if engine is None else fusion.faster_at(engine, self._target, site, quant)
+        # transformers runs in torch.compile as it is.
+        place = TORCH_COMPILE if engine is None or engine.name == "transformers" else engine
+        measured = fusion.faster_at(place, self._target, site, quant)
         refusal = None if engine is None else engine.why_not(fusion.name, site.role)
         if engine is not None and refusal is None:
             elsewhere = engine.why_kept(fusion.name, site.role)

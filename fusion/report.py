@@ -16,6 +16,7 @@ from attrs import field, frozen
 from ..adapters.errors import LayerfuseError
 from .catalog import FUSIONS
 from .plan import Plan
+from .sites import QUERY
 
 Missed = dict[str, dict[str, str]]
 """Fusion -> site -> reason."""
@@ -241,12 +242,14 @@ class Report:
             return self.last.missed.get(fusion, {}).get(site)
         rivals = {d.fusion for d in self.plan.at(site) if d.kind == "expected"}
         # A use without a miss was fused otherwise, or its graph is for a number of tokens at which nothing is expected.
-        return None if uses or any(site in self._served(name) for name in rivals) else self.why_absent()
+        return None if uses or any(site in self._served(name) for name in rivals) else self.why_absent(site)
 
-    def why_absent(self) -> str:
+    def why_absent(self, site: str) -> str:
         """Why a site has no use in any graph so far, as a sentence."""
         if not self.records:
             return "no graph was rewritten: the model was not called, Dynamo is off, or Inductor had the graph in its cache"
+        if self.plan.site[site].role == QUERY:
+            return UNJOINED
         loose = [sentence for record in self.records for sentence in record.unattributed]
         hint = f"; norms that match no site: {'; '.join(loose[:3])}" if loose else ""
         plural = "s" if len(self.records) > 1 else ""
@@ -296,6 +299,13 @@ class Report:
             lines += ["  " + line for line in str(self.of(name)).splitlines()]
         lines += [f"  unknown: {layer}: no adapter knows {name}" for layer, name in self.unknown.items()]
         return "\n".join(lines)
+
+
+UNJOINED = (
+    "no graph joins the layer's absorbed latent with its rope columns: an attention kernel's own op does that, or it stands "
+    "outside of the compiled graphs"
+)
+"""Why a query site has no use, as a sentence."""
 
 
 def with_fallback(reason: str, fused: str | None) -> str:

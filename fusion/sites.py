@@ -27,6 +27,7 @@ FINAL = "final"
 LATENTS = "latents"
 OUTPUT = "output"
 ACTIVATION = "activation"
+QUERY = "query"
 
 
 @frozen(kw_only=True)
@@ -64,9 +65,16 @@ ROLES: dict[str, Role] = {
         ),
         Role(
             name=LATENTS,
-            doc="the norms of an MLA layer's query and key/value latents",
+            doc="the norms of an MLA layer's query and key/value latents, and what follows of the key: its rope, and the write to a "
+            "cache of latents",
             norms=2,
-            steps=frozenset({"Norm", "Quant"}),
+            steps=frozenset({"Norm", "Rope", "CacheWrite", "Quant"}),
+        ),
+        Role(
+            name=QUERY,
+            doc="the query of an MLA layer that attends to a cache of latents: absorbed columns, and turned rope columns beside them",
+            norms=0,
+            steps=frozenset({"Rope", "Concat", "Quant"}),
         ),
         Role(
             name=OUTPUT,
@@ -107,6 +115,10 @@ class Site:
     "Why no fusion can stand here, as a sentence; None where one can."
     unknown: str | None = None
     "Why the spec cannot say what stands here, as a sentence; None where it does."
+    uncached: str | None = None
+    "Why no rope can be taken in here by a table of cos and sin, nor a cache be written, as a sentence; None where they can."
+    unsaid: str | None = None
+    "The same where the spec does not say it."
 
     @property
     def quant(self) -> ActivationQuant | None:
@@ -156,11 +168,41 @@ def sites_of(layer: str, spec: AnySpec) -> tuple[Site, ...]:
         reason = f"an inner kernel layer knows no norms; ask {spec.outer}"
         return (Site(layer=layer, role=LATENTS, norms=(), spec=spec, unknown=reason),)
     if isinstance(spec, MLASpec):
-        if spec.q_norm is None:
-            reason = "q_lora_rank is None: there is no query latent norm to pair"
-            return (Site(layer=layer, role=LATENTS, norms=(spec.kv_norm,), spec=spec, absent=reason),)
-        return (Site(layer=layer, role=LATENTS, norms=(spec.q_norm, spec.kv_norm), spec=spec),)
+        return (_latents(layer, spec), _query(layer, spec))
     return ()
+
+
+def _latents(layer: str, spec: MLASpec) -> Site:
+    if spec.q_norm is None:
+        reason = "q_lora_rank is None: there is no query latent norm to pair"
+        return Site(layer=layer, role=LATENTS, norms=(spec.kv_norm,), spec=spec, absent=reason)
+    return Site(
+        layer=layer,
+        role=LATENTS,
+        norms=(spec.q_norm, spec.kv_norm),
+        spec=spec,
+        uncached=_why_uncached(spec),
+        unsaid=_why_unsaid(spec),
+    )
+
+
+def _query(layer: str, spec: MLASpec) -> Site:
+    return Site(layer=layer, role=QUERY, norms=(), spec=spec, uncached=_why_uncached(spec), unsaid=_why_unsaid(spec))
+
+
+def _why_uncached(spec: MLASpec) -> str | None:
+    if spec.qk_rope_head_dim == 0:
+        return "the layer has no rope columns (qk_rope_head_dim 0)"
+    if spec.rope is not None and spec.rope.table == "values":
+        return (
+            "cos and sin come to this layer as values, and not by a table and positions (transformers, whose cache holds heads "
+            "and no latents)"
+        )
+    return None
+
+
+def _why_unsaid(spec: MLASpec) -> str | None:
+    return None if spec.rope is not None else "the spec does not say how the layer's rope turns; give it a RopeSpec"
 
 
 def _stream(layer: str, spec: ResidualSpec) -> list[Site]:

@@ -15,9 +15,10 @@ import attrs
 from torch import nn
 
 from .plan import Plan
-from .report import CallRecord, GraphRecord, Missed, Report, Use, with_fallback
+from .report import UNJOINED, CallRecord, GraphRecord, Missed, Report, Use, with_fallback
 from .rewrite.ownership import Surroundings
 from .rewrite.parameters import names_of
+from .sites import QUERY
 from .uncompiled import why_uncompiled
 
 Key = tuple[int, ...]
@@ -127,7 +128,16 @@ class Tally:
                 layer = self._plan.site[site].layer
                 # A layer that the model does not have by this name was looked for by its norms alone.
                 placed = layer in self._around.paths
-                reason = self.off or (why_uncompiled(self._model, layer) if placed else self._report.why_absent())
+                around = self._plan.site[site].role == QUERY and any(
+                    count and self._plan.site[other].layer == layer for other, count in seen.items()
+                )
+                reason = self.off or (
+                    UNJOINED
+                    if around
+                    else why_uncompiled(self._model, layer)
+                    if placed
+                    else self._report.why_absent(site)
+                )
                 partly = f"{seen[site]} of {wanted} uses ran in a compiled graph; " if seen[site] else ""
                 missed.setdefault(expected[0], {})[site] = partly + reason
         record = CallRecord(ran=ran, missed=missed)

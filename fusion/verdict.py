@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from ..adapters.activation_quant import ActivationQuant
-from ..adapters.specs import GatedMLPSpec, GatedNormSpec, NormSpec
+from ..adapters.specs import GatedMLPSpec, GatedNormSpec, MLASpec, NormSpec
 from .chain import Fusion
 from .sites import Site
 from .steps import GATES, GatedNorm, Norm
@@ -46,6 +46,10 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
             "not_applicable",
             "a norm or a factor stands between the all-reduce and the residual add: it is not added as it is",
         )
+    if fusion.rope is not None and site.unsaid is not None:
+        return Verdict("refused", site.unsaid)
+    if fusion.rope is not None and site.uncached is not None:
+        return Verdict("not_applicable", site.uncached)
     for step, norm in zip(fusion.norms, site.norms, strict=True):
         problem = _misfit(step, norm)
         if problem is not None:
@@ -114,9 +118,13 @@ def _misfit(step: Norm | GatedNorm, norm: NormSpec) -> str | None:
 
 def _described(fusion: Fusion, site: Site) -> tuple[str, bool]:
     """What becomes one launch, and whether that is several things."""
+    if isinstance(site.spec, MLASpec) and not site.norms:
+        return f"the query of {site.spec.latent_width} columns: the rope, beside the absorbed latent,", False
     if not site.norms:
         return f"silu(gate) * up of {site.quantised_width} columns", False
     norms = " and ".join(map(_norm, site.norms))
+    if fusion.rope is not None:
+        return f"{norms}, the rope of the key and the cache write", True
     if fusion.all_reduce is not None:
         return f"all-reduce over {site.reduced} ranks, residual add and {norms}", True
     if fusion.add is not None:

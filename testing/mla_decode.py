@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.errors import ArgumentError
-from ..adapters.specs import MLASpec
+from ..adapters.specs import MLASpec, NormSpec
 from ..fusion import ops
 from ..fusion.ops.cache_layout import entry_width
-from ..fusion.ops.norm import normalise
 from ..fusion.ops.quantisation import LARGEST
 from ..fusion.ops.rope import read_entries
 
@@ -142,8 +141,8 @@ class MLADecodeLayer(nn.Module):  # type: ignore[misc]  # torch is untyped
     def _plain_query(self, q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         spec = self.spec
         if spec.q_norm is not None:
-            q = normalise(q, self.q_weight, spec.q_norm.epsilon, spec.q_norm.weight_offset)
-        kv = normalise(kv, self.kv_weight, spec.kv_norm.epsilon, spec.kv_norm.weight_offset)
+            q = _normed(q, self.q_weight, spec.q_norm)
+        kv = _normed(kv, self.kv_weight, spec.kv_norm)
         nope, rope = self._heads(q)
         self._write(kv, self._turned(k_rope, positions), slots)
         query = torch.cat([self._absorbed(nope), self._turned(rope, positions)], -1)
@@ -184,6 +183,12 @@ class MLADecodeLayer(nn.Module):  # type: ignore[misc]  # torch is untyped
             self.cache[slots] = entries
         else:
             self.cache[slots // self.cache.shape[1], slots % self.cache.shape[1]] = entries
+
+
+def _normed(x: Tensor, weight: Tensor, norm: NormSpec) -> Tensor:
+    wide = x.float()
+    factor = weight.float() + norm.weight_offset if norm.weight_offset else weight.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.epsilon) * factor).to(x.dtype)
 
 
 def _fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -12,11 +12,10 @@ from ..catalog import FUSIONS
 from .canonical import CANONICAL
 from .library import public
 from .mla import MLA
-from .mla_into import MLA_INTO
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{op.name: public(op) for op in CANONICAL},
-    **{op.name: public(op, kernels) for op, kernels in {**MLA, **MLA_INTO}.items()},
+    **{op.name: public(op, kernels) for op, kernels in MLA.items()},
     **{form.op.name: public(form.op, fusion.backends) for fusion in FUSIONS.values() for form in fusion.forms},
 }
 """Every op by name, as users call it."""

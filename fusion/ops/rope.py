@@ -14,13 +14,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..steps import PAIRS
 from .cache_layout import DS_GROUP, layout_of
 from .norm import accumulator
 from .quantisation import quantise, quantise_static
-
-PAIRS = ("interleaved", "halves", "interleaved_to_halves", "none")
-"""Which columns of a rope are a pair: 2i and 2i + 1, or i and i + width / 2. The third reads the one and writes the other, as
-transformers does for DeepSeek. none: nothing is turned."""
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str, used: Tensor | None = None) -> Tensor:
@@ -125,3 +122,6 @@ def read_entries(cache: Tensor, slots: Tensor, latent: int, rope: int, scale: Te
 def _bytes(x: Tensor) -> Tensor:
     """fp8 as bytes: torch cannot index all fp8 dtypes on all devices."""
     return x.view(torch.uint8) if x.element_size() == 1 else x
+
+
+__all__ = ["PAIRS", "read_entries", "slots_used", "turn", "write_entries"]

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..match.quants import FoundQuant
 from ..match.values import value
-from .layouts import Made, Size
+from .layouts import Blank, Made, Size
 
 
 @define(kw_only=True, eq=False)
@@ -22,6 +22,8 @@ class Binding:
     "Argument -> node, constant, or a view that is still to be made."
     outs: dict[str, Node] = field(factory=dict)
     "Result -> the node that it replaces, of the same dtype, contiguous."
+    written: dict[str, Node] = field(factory=dict)
+    "Argument that the op writes to -> the node that holds it afterwards."
     views: dict[str, tuple[Size, ...]] = field(factory=dict)
     "Result -> the sizes of the node that it replaces, where its own are others."
     like: torch.Tensor | None = None
@@ -32,15 +34,17 @@ class Binding:
     "Further nodes up to which nothing may write in place."
     quantised: tuple[Node, FoundQuant] | None = None
     "The rows of a norm that the graph's op quantises itself, and how."
+    check: Callable[[Node], None] | None = None
+    "What must hold where the op is put in front of a node; raises `Unmatched`."
     finish: Callable[[dict[str, Node]], Iterable[Node]] | None = None
     "Replaces what is read in other shapes and layouts; returns nodes that may be unread afterwards."
 
 
 def val_of(arg: Any) -> Any:
     """The traced tensor of an argument, or the constant that it is."""
-    return arg.val if isinstance(arg, Made) else value(arg) if isinstance(arg, Node) else arg
+    return arg.val if isinstance(arg, Made | Blank) else value(arg) if isinstance(arg, Node) else arg
 
 
 def needed_by(arg: Any) -> tuple[Node, ...]:
     """The nodes that an argument is, or is made of."""
-    return (arg,) if isinstance(arg, Node) else arg.needed if isinstance(arg, Made) else ()
+    return (arg,) if isinstance(arg, Node) else arg.needed if isinstance(arg, Made | Blank) else ()

@@ -17,6 +17,7 @@ from ..report import GraphRecord, Use
 from .emit import replace
 from .ownership import Ownership, Surroundings
 from .product_uses import ProductFinder
+from .query_uses import QueryFinder
 from .uses import SiteUse, UseFinder
 
 
@@ -27,6 +28,7 @@ class Driver:
         self._plan = plan
         self._find = UseFinder(plan, Ownership([site for site in plan.sites if site.norms], around))
         self._find_products = ProductFinder(plan, around)
+        self._find_queries = QueryFinder(plan, around)
 
     def __call__(self, graph: Graph, number: int) -> GraphRecord:
         """Rewrite a graph in place. `number`: graphs that came before."""
@@ -34,6 +36,7 @@ class Driver:
         found.uses += self._find_products(
             graph, {node for use in found.uses for norm in use.norms for node in norm.nodes}
         )
+        found.uses += self._find_queries(graph, {norm.out for use in found.uses for norm in use.norms})
         moved: dict[Node, Node] = {}
         uses = tuple(self._fuse(use, moved) for use in found.in_order)
         return GraphRecord(graph=number, uses=uses, unattributed=tuple(found.loose))

@@ -52,8 +52,36 @@ class Made:
         return made
 
 
-def view(graph: Graph, of: Node, sizes: Sequence[Size], meta: dict[str, Any]) -> Node:
-    """A view with these sizes, put where the graph inserts."""
+@frozen(kw_only=True, eq=False)
+class Blank:
+    """A tensor that a fused op wants and does not look at: uninitialised, which takes no launch."""
+
+    val: torch.Tensor
+    sizes: tuple[Size, ...]
+
+    @classmethod
+    def of(cls, like: Node, shape: Sequence[Any], dtype: torch.dtype) -> Blank:
+        """On the device of a node, whose sizes those that vary are."""
+        return cls(val=value(like).new_empty(tuple(shape), dtype=dtype), sizes=sizes_of(shape, like))
+
+    @property
+    def needed(self) -> tuple[Node, ...]:
+        """The nodes that it takes sizes from."""
+        return tuple(size[0] for size in self.sizes if isinstance(size, tuple))
+
+    def emit(self, graph: Graph, meta: dict[str, Any]) -> Node:
+        """Make it where the graph inserts."""
+        made = graph.call_function(
+            aten.empty.memory_format,
+            (_known(graph, self.sizes, meta),),
+            {"dtype": self.val.dtype, "device": self.val.device, "pin_memory": False},
+        )
+        made.meta = {**meta, "val": self.val}
+        return made
+
+
+def _known(graph: Graph, sizes: Sequence[Size], meta: dict[str, Any]) -> list[Any]:
+    """Sizes as arguments of a call, put where the graph inserts."""
     known: list[Any] = []
     for size in sizes:
         if isinstance(size, tuple):
@@ -62,7 +90,12 @@ def view(graph: Graph, of: Node, sizes: Sequence[Size], meta: dict[str, Any]) ->
             known.append(node)
         else:
             known.append(size)
-    made = graph.call_function(aten.view.default, (of, known))
+    return known
+
+
+def view(graph: Graph, of: Node, sizes: Sequence[Size], meta: dict[str, Any]) -> Node:
+    """A view with these sizes, put where the graph inserts."""
+    made = graph.call_function(aten.view.default, (of, _known(graph, sizes, meta)))
     made.meta = meta
     return made
 

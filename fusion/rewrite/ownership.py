@@ -91,15 +91,10 @@ class Ownership:
     def _of_name(self, name: str) -> list[Place]:
         """The places of a parameter, by its own module and then by the layers around it."""
         path = self._planned(name.rpartition(".")[0])
-        if path in self._exact:
-            return self._exact[path]
-        while path:
+        # A parametrised norm holds its weight in a module below; a layer may hold those of its norms itself.
+        while not (found := self._exact.get(path) or self._layers.get(path)) and path:
             path = path.rpartition(".")[0]
-            # A parametrised norm holds its weight in a module below.
-            found = self._exact.get(path) or self._layers.get(path)
-            if found:
-                return found
-        return []
+        return found or []
 
     def _planned(self, path: str) -> str:
         """The path that the plan has of a module that the model holds several times."""

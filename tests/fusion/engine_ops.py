@@ -17,7 +17,9 @@ _LIBRARIES: dict[str, torch.library.Library] = {}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 
 
-def _op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _op(
+    schema: str, fake: Callable[..., Any] = lambda *_, **__: None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     name = schema.partition("(")[0]
     space, op = name.split("::")
 
@@ -26,7 +28,7 @@ def _op(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
             library = _LIBRARIES.setdefault(space, torch.library.Library(space, "FRAGMENT"))
             library.define(schema.replace(f"{space}::", ""))
             library.impl(op, function, "CPU")
-            torch.library.register_fake(name, lambda *_, **__: None, lib=library)
+            torch.library.register_fake(name, fake, lib=library)
         return function
 
     return define
@@ -190,3 +192,42 @@ def scale_buffer(rows: Any, groups: int, layout: str) -> Tensor:
     if layout == "column":
         return torch.empty((groups, rows), dtype=torch.float32).permute(-1, -2)
     return torch.empty_strided((rows, groups), (1, -(rows // -4) * 4), dtype=torch.float32)
+
+
+@_op(
+    "_C::rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox, "
+    "int rope_dim_offset=0, bool inverse=False) -> ()"
+)
+def rotary_embedding(
+    positions: Tensor, query: Tensor, key: Tensor | None, size: int, table: Tensor, halves: bool, *_: Any
+) -> None:
+    cos, sin = table[positions].float().unsqueeze(1).chunk(2, -1)
+    for x in (query,) if key is None else (query, key):
+        rows = x.view(positions.shape[0], -1, size)
+        first, second = rows.float().chunk(2, -1) if halves else (rows.float()[..., i::2] for i in (0, 1))
+        parts = first * cos - second * sin, second * cos + first * sin
+        rows.copy_(torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(-2))
+
+
+@_op(
+    "_C_cache_ops::concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor! kv_cache, Tensor slot_mapping, str kv_cache_dtype, "
+    "Tensor scale, bool skip_scale=False) -> ()"
+)
+def concat_and_cache_mla(
+    latent: Tensor, rope: Tensor, cache: Tensor, slots: Tensor, form: str, scale: Tensor, _: bool = False
+) -> None:
+    entries = torch.cat([latent, rope], -1)
+    if form != "auto":
+        entries = (entries.float() / scale).clamp(-448.0, 448.0)
+    for entry, slot in zip(entries.to(cache.dtype), slots.tolist(), strict=True):
+        if slot >= 0:
+            cache[slot // cache.shape[1], slot % cache.shape[1]] = entry
+
+
+@_op(
+    "vllm::unified_mla_kv_cache_update(Tensor kv_c_normed, Tensor k_pe, str layer_name, str kv_cache_dtype, Tensor k_scale) "
+    "-> Tensor",
+    fake=lambda latent, *_: latent.new_empty(0),
+)
+def unified_mla_kv_cache_update(latent: Tensor, _k: Tensor, _name: str, _form: str, _scale: Tensor) -> Tensor:
+    return latent.new_empty(0)

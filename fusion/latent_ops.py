@@ -1,0 +1,249 @@
+"""The ops of an MLA decode layer beside its GEMMs and its attention kernel, declared. Nothing here needs torch.
+
+What they compute is in `ops.mla`, by the rules of `ops.rope` and `ops.cache_layout`, in one launch each.
+
+- `mla_norm_rope_cache`: both latent norms, the rope of the key, and the write of both to the token's slot. Also with the
+  query latent quantised, and with the query latent written to a given buffer (`mla_norm_rope_cache_into`).
+- `mla_query_concat`: the rope of the query beside the absorbed latent query, in one buffer. Also in fp8.
+- `mla_query_rope`: the rope alone, into the last columns of a buffer whose first ones the absorbing GEMM has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .declare import (
+    Argument,
+    Cache,
+    Choice,
+    Epsilon,
+    Index,
+    Joined,
+    Kernel,
+    Like,
+    Op,
+    QuantDtype,
+    Rows,
+    StaticScale,
+    Table,
+    Weight,
+    WeightOffset,
+)
+from .steps import PAIRS, Quant
+
+_PAIRS = Choice(
+    name="pairs",
+    words=PAIRS,
+    doc="which columns the rope turns together: interleaved (2i and 2i + 1), halves (i and i + width / 2), "
+    "interleaved_to_halves (reads the one and writes the other), or none.",
+)
+
+
+def _index(name: str, of: str, doc: str) -> Index:
+    return Index(name=name, of=of, doc=f"(tokens,), int32 or int64: {doc}")
+
+
+def _tables(of: str) -> tuple[Argument, ...]:
+    return (
+        Table(
+            name="cos", of=of, doc=f"(positions, width of {of} / 2), floating: the rope's attention scaling is in it."
+        ),
+        Table(name="sin", of=of, doc="of the shape of cos."),
+        _index("positions", of, "the row of cos and sin that each token takes."),
+    )
+
+
+# ---- norms, rope of the key, cache write -----------------------------------------------------------------------------
+
+_LATENTS = (
+    Rows(name="q", width="q_width", doc="(..., width): the query latent; a view of columns goes in as it is."),
+    Rows(name="kv", width="kv_width", like="q", doc="(..., width): the key/value latent."),
+    Rows(name="k_rope", width="rope_width", like="q", doc="(..., width): the rope columns of the key."),
+    Weight(name="q_weight", of="q"),
+    Weight(name="kv_weight", of="kv"),
+    Epsilon(name="q_epsilon"),
+    Epsilon(name="kv_epsilon"),
+    *_tables("k_rope"),
+    _index("slots", "kv", "where in the cache each token's entry goes; below 0: nowhere."),
+    Cache(
+        name="cache",
+        parts=("kv", "k_rope"),
+        doc="written to: (slots, entry) or (pages, page size, entry), see `ops.cache_layout`.",
+    ),
+    StaticScale(
+        name="cache_scale",
+        doc="one float32 element on the device of the rows: values of an fp8 cache are divided by it; others ignore it.",
+    ),
+    WeightOffset(name="q_weight_offset"),
+    WeightOffset(name="kv_weight_offset"),
+    _PAIRS,
+)
+BEFORE_OPTIONS = len(_LATENTS)
+"""Arguments of `mla_norm_rope_cache`; those of a quantisation come behind them."""
+
+
+def _norm_rope_cache(name: str, said: str, quant: Quant | None) -> Op:
+    return Op(
+        name=name,
+        doc="RMSNorm of the query latent and of the key/value latent; the latter goes with the turned rope columns of the key "
+        f"to its slot of the cache{said} (DeepSeek-V2, arXiv 2405.04434, section 2.1).",
+        args=(*_LATENTS, *(() if quant is None else quant.arguments())),
+        results=(Like(name="q", of="q", doc="the query latent normed, rounded once."),)
+        if quant is None
+        else quant.results("q"),
+        reference=_reference(quant),
+    )
+
+
+def _reference(quant: Quant | None) -> Callable[..., Any]:
+    def reference(*args: Any) -> Any:
+        from .ops.mla import norm_rope_cache
+
+        return norm_rope_cache(quant, *args)
+
+    return reference
+
+
+# ---- the query -------------------------------------------------------------------------------------------------------
+
+_QUERY = (
+    Rows(
+        name="q_latent",
+        width="kv_width",
+        heads=True,
+        doc="(tokens, heads, width): the query, absorbed into the latent's columns; a view of (heads, tokens, width) goes in as "
+        "it is.",
+    ),
+    Rows(
+        name="q_rope",
+        width="rope_width",
+        like="q_latent",
+        heads=True,
+        doc="(tokens, heads, width): the rope columns of the query; a view of columns goes in as it is.",
+    ),
+    *_tables("q_rope"),
+)
+
+
+def _query_concat(name: str, said: str, quantised: bool) -> Op:
+    scale = (StaticScale(name="scale"), _PAIRS, QuantDtype()) if quantised else (_PAIRS,)
+    return Op(
+        name=name,
+        doc=f"The absorbed query latent and the turned rope columns of the query beside each other{said}.",
+        args=(*_QUERY, *scale),
+        results=(
+            Joined(
+                name="query",
+                of="q_latent",
+                beside="q_rope",
+                doc="(tokens, heads, both widths)" + (", in fp8, quantised before any rounding." if quantised else "."),
+            ),
+        ),
+        reference=_concat_static if quantised else _concat,
+    )
+
+
+def _concat(*args: Any) -> Any:
+    from .ops.mla import query_concat
+
+    return query_concat(*args)
+
+
+def _concat_static(*args: Any) -> Any:
+    from .ops.mla import query_concat_static
+
+    return query_concat_static(*args)
+
+
+def _into(*args: Any) -> None:
+    from .ops.mla import norm_rope_cache_into
+
+    norm_rope_cache_into(*args)
+
+
+def _rope_alone(*args: Any) -> None:
+    from .ops.mla import query_rope
+
+    query_rope(*args)
+
+
+MLA_NORM_ROPE_CACHE = _norm_rope_cache("mla_norm_rope_cache", "", None)
+MLA_NORM_ROPE_CACHE_STATIC_QUANT = _norm_rope_cache(
+    "mla_norm_rope_cache_static_quant",
+    ", the query latent quantised to fp8 by a given scale",
+    Quant(per="static", out="q"),
+)
+MLA_NORM_ROPE_CACHE_PER_TOKEN_QUANT = _norm_rope_cache(
+    "mla_norm_rope_cache_per_token_quant",
+    ", the query latent quantised to fp8 with one scale per token",
+    Quant(per="token", out="q"),
+)
+MLA_NORM_ROPE_CACHE_GROUP_QUANT = _norm_rope_cache(
+    "mla_norm_rope_cache_group_quant",
+    ", the query latent quantised to fp8 with one scale per `group_size` columns",
+    Quant(per="group", out="q"),
+)
+MLA_NORM_ROPE_CACHE_INTO = Op(
+    name="mla_norm_rope_cache_into",
+    doc=MLA_NORM_ROPE_CACHE.doc.replace(" (DeepSeek", ", and the former to a buffer (DeepSeek"),
+    args=(
+        *_LATENTS,
+        Rows(
+            name="q_out",
+            width="q_width",
+            like="q",
+            mutated=True,
+            doc="written to, of the shape of q, no view of it: the query latent normed, rounded once. CUDA graphs that are captured "
+            "in pieces want its address to stay.",
+        ),
+    ),
+    results=(),
+    reference=_into,
+)
+MLA_QUERY_CONCAT = _query_concat("mla_query_concat", "", False)
+MLA_QUERY_CONCAT_STATIC_QUANT = _query_concat("mla_query_concat_static_quant", ", in fp8 by a given scale", True)
+MLA_QUERY_ROPE = Op(
+    name="mla_query_rope",
+    doc="The turned rope columns of the query, written to the last columns of a buffer that holds the absorbed latent already.",
+    args=(
+        Rows(
+            name="q_rope",
+            width="rope_width",
+            heads=True,
+            doc="(tokens, heads, width): the rope columns of the query, no view of the buffer.",
+        ),
+        Rows(
+            name="query",
+            width="query_width",
+            like="q_rope",
+            heads=True,
+            mutated=True,
+            wider_than="q_rope",
+            doc="written to: (tokens, heads, wider). Its first columns are left as they are.",
+        ),
+        *_tables("q_rope"),
+        _PAIRS,
+    ),
+    results=(),
+    reference=_rope_alone,
+)
+
+_LATENT_KERNEL = Kernel(
+    backend="triton",
+    made_by="layerfuse.fusion.backends.triton.latents:function_of",
+    refuses="layerfuse.fusion.backends.triton.latents:refuses",
+)
+_QUERY_KERNEL = Kernel(backend="triton", made_by="layerfuse.fusion.backends.triton.queries:function_of")
+_AITER = Kernel(backend="aiter")
+MLA = {
+    MLA_NORM_ROPE_CACHE: (_LATENT_KERNEL, _AITER),
+    MLA_NORM_ROPE_CACHE_INTO: (_LATENT_KERNEL,),
+    MLA_NORM_ROPE_CACHE_STATIC_QUANT: (_LATENT_KERNEL, _AITER),
+    MLA_NORM_ROPE_CACHE_PER_TOKEN_QUANT: (_LATENT_KERNEL, _AITER),
+    MLA_NORM_ROPE_CACHE_GROUP_QUANT: (_LATENT_KERNEL, _AITER),
+    MLA_QUERY_CONCAT: (_QUERY_KERNEL, _AITER),
+    MLA_QUERY_CONCAT_STATIC_QUANT: (_QUERY_KERNEL, _AITER),
+    MLA_QUERY_ROPE: (_QUERY_KERNEL, _AITER),
+}
+"""The ops, with their kernels beside the reference. AITER's come second: it needs more launches, or has none to call."""
