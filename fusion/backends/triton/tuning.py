@@ -282,6 +282,18 @@ def launch_query(step: int, width: int, quantised: bool, wave: int) -> Launch:
     return Launch(chunk, 0, 0, rows, False, _waves(max(1, rows * chunk // 512), wave))
 
 
+def launch_absorb(heads: int, latent: int, wave: int) -> tuple[int, int]:
+    """Columns and warps of a program of `mla_query_absorb`.
+
+    Args:
+        heads: of a token.
+        latent: columns of the product.
+        wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
+    """
+    columns = max(16, min(power_of_two(latent), 64 if heads * latent <= 16384 else 128))
+    return columns, _waves(4, wave)
+
+
 def _hold(step: int, moved: int) -> bool:
     """Whether reads are marked to stay, which takes 2 to 3 % off a launch that does not fit into the cache."""
     return step >= 5 and moved * STEPS[step - 1] >= _CACHE
