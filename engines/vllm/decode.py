@@ -21,32 +21,9 @@ from attrs import define, field
 from torch import nn
 
 from ...adapters.specs import AnySpec, MLASpec
-from .decode_facts import NAME, READS, why_not_here, why_not_spec
-from .hooks import Hook, HookError, check
+from .decode_facts import CLASS, HOOKS, NAME, why_not_here, why_not_read, why_not_spec
+from .hooks import HookError, check
 from .process import once
-
-CLASS = ("vllm.model_executor.layers.mla", "MultiHeadLatentAttentionWrapper")
-_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
-HOOKS = (
-    Hook(name="decode", module=CLASS[0], path=f"{CLASS[1]}.forward", takes=("self", "positions", "hidden_states", "llama_4_scaling")),
-    Hook(name="decode", module=_ATTENTION, path="MLAAttention.forward", takes=("self", "q", "kv_c_normed", "k_pe", "output_shape")),
-    Hook(
-        name="decode",
-        module=_ATTENTION,
-        path="MLAAttention.forward_impl",
-        takes=("self", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"),
-    ),
-    Hook(name="decode", module=_ATTENTION, path="MLAAttention._v_up_proj", takes=("self", "x", "out")),
-    Hook(name="decode", module=_ATTENTION, path="get_attention_context", takes=("layer_name",)),
-    Hook(name="decode", module=_ATTENTION, path="maybe_transfer_kv_layer", takes=("func",)),
-    Hook(
-        name="decode",
-        module=_ATTENTION,
-        path="unified_mla_kv_cache_update",
-        takes=("kv_c_normed", "k_pe", "layer_name", "kv_cache_dtype", "k_scale"),
-    ),
-)  # fmt: skip
-"""What of vLLM is called, or done in its place."""
 
 
 def why_not_vllm() -> str | None:
@@ -59,21 +36,10 @@ def why_not_vllm() -> str | None:
             function = check(hook, module)
         except HookError as error:
             return str(error)
-        known = READS.get(hook.path)
-        unknown = sorted(_reads(function) - known) if known is not None else []
-        if unknown:
-            return f"{hook.place} reads self.{unknown[0]}, which this version of layerfuse knows nothing of"
+        problem = why_not_read(hook, ast.parse(textwrap.dedent(inspect.getsource(function))))
+        if problem is not None:
+            return problem
     return None
-
-
-def _reads(function: Callable[..., Any]) -> set[str]:
-    """The attributes of itself that a method looks at."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    }
 
 
 @define(kw_only=True, eq=False)
@@ -110,7 +76,7 @@ class Door:
                 kind = type(self.module.get_submodule(path))
                 problem = f"{kind.__module__}.{kind.__qualname__} is not vLLM's {CLASS[1]}, and holds none"
             if problem is None:
-                problem = _why_not_layer(wrapper)
+                problem = _why_not_layer(wrapper, spec)
             if problem is not None:
                 yield f"{path}: {problem}"
 
@@ -167,11 +133,12 @@ class Door:
         return tuple(f"{path}:decode" for path in self.layers)
 
 
-def _why_not_layer(wrapper: Any) -> str | None:
+def _why_not_layer(wrapper: Any, spec: MLASpec) -> str | None:
     """Why one layer cannot be ours, from what vLLM made of it."""
     attention = wrapper.mla_attn
     backend = attention.attn_backend.get_name()
     checks = (
+        (spec.rope is None or spec.rope.table != "cos_sin", "its rope has no table of cos and sin"),
         (wrapper.is_sparse or wrapper.indexer is not None, "its attention is sparse"),
         (getattr(wrapper, "g_proj", None) is not None, "it has an output gate"),
         (getattr(attention, "calculate_kv_scales", False), "vLLM computes the scales of its cache from its first step"),

@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+import ast
 import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .hooks import Hook, check_source
+
 if TYPE_CHECKING:
-    from ...adapters.specs import MLASpec
+    from ...adapters.specs import AnySpec, MLASpec
 
 NAME = "mla_decode"
 """Among the `fusions` that are asked for."""
+
+CLASS = ("vllm.model_executor.layers.mla", "MultiHeadLatentAttentionWrapper")
+"""Module and class of what it stands in."""
+
+_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
+HOOKS = tuple(
+    Hook(name="decode", module=module, path=path, takes=takes)
+    for module, path, takes in (
+        (CLASS[0], f"{CLASS[1]}.forward", ("self", "positions", "hidden_states", "llama_4_scaling")),
+        (_ATTENTION, "MLAAttention.forward", ("self", "q", "kv_c_normed", "k_pe", "output_shape")),
+        (
+            _ATTENTION,
+            "MLAAttention.forward_impl",
+            ("self", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"),
+        ),
+        (_ATTENTION, "MLAAttention._v_up_proj", ("self", "x", "out")),
+        (
+            _ATTENTION,
+            "unified_mla_kv_cache_update",
+            ("kv_c_normed", "k_pe", "layer_name", "kv_cache_dtype", "k_scale"),
+        ),
+    )
+)
+"""What of vLLM is called, or done in its place."""
 
 READS = {
     "MultiHeadLatentAttentionWrapper.forward": frozenset(
@@ -97,12 +127,45 @@ def why_not_spec(spec: MLASpec) -> str | None:
         return "q_lora_rank is None: there is no query latent"
     if spec.rope is None or spec.rope.width == 0:
         return "none of its columns is roped" if spec.rope is not None else "nothing says how its columns are roped"
-    if spec.rope.table != "cos_sin":
-        return "its rope has no table of cos and sin"
     if spec.q_norm.quant is not None:
         return (
             f"the projection behind its query norm quantises with {spec.q_norm.quant}, which vLLM fuses with the norm"
         )
+    return None
+
+
+def why_not_read(hook: Hook, source: ast.AST) -> str | None:
+    """Why a method of vLLM's does more than is known, from its source; None where it does not."""
+    known = READS.get(hook.path)
+    if known is None:
+        return None
+    reads = {
+        node.attr
+        for node in ast.walk(source)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    new = sorted(reads - known)
+    return f"{hook.place} reads self.{new[0]}, of which this version of layerfuse knows nothing" if new else None
+
+
+def why_not_source(folder: Path) -> str | None:
+    """Why a vLLM leaves no place for it, from its source, without importing it; None where it does.
+
+    Args:
+        folder: of the package vllm.
+    """
+    for hook in HOOKS:
+        problem = check_source(hook, folder)
+        if problem is not None:
+            return problem
+        tree: Any = ast.parse(
+            folder.joinpath(*hook.module.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
+        )
+        for part in hook.path.split("."):
+            tree = next(each for each in tree.body if getattr(each, "name", None) == part)
+        problem = why_not_read(hook, tree)
+        if problem is not None:
+            return problem
     return None
 
 
@@ -134,3 +197,26 @@ def without(fusions: str) -> tuple[str, bool]:
     # Other names are the only ones that are on; without one, names with a minus would leave the rest on.
     only = asked and all(name.startswith("-") for name in left)
     return "none" if only else ",".join(left), asked
+
+
+def planned(specs: Iterable[AnySpec]) -> Iterator[str]:
+    """What `layerfuse plan` says of it: a sentence for each kind of MLA layer, by the environment's wishes.
+
+    Args:
+        specs: of the whole model.
+    """
+    from ...adapters.specs import MLASpec
+
+    layers = [spec for spec in specs if isinstance(spec, MLASpec)]
+    reasons = Counter(why_not_spec(spec) for spec in layers)
+    _, asked = without(os.environ.get("LAYERFUSE_FUSIONS", ""))
+    for reason, count in reasons.items():
+        what = f"{NAME} at {count} MLA layers"
+        if reason is not None:
+            yield f"{what}: not possible: {reason}."
+        elif not asked:
+            yield f"{what}: off in vllm unless switched on: it was not benchmarked there."
+        elif len(reasons) > 1:
+            yield f"{what}: not done, since it takes all MLA layers of a model or none."
+        else:
+            yield f"{what}: both norms, the ropes and the cache write of a decode step are two launches, in vLLM's {CLASS[1]}."

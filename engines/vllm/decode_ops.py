@@ -16,7 +16,9 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import mla_attention as vllm_mla
 
 from ...adapters.errors import LayerfuseError
+from ...fusion.backends import steps
 from ...fusion.ops import FUNCTIONS
+from ...fusion.ops.library import case_maker, declared
 from .process import once
 
 REFUSALS = (LayerfuseError, TypeError, ValueError)
@@ -195,26 +197,35 @@ latents = torch.ops.layerfuse_vllm.mla_latents.default
 attend = torch.ops.layerfuse_vllm.mla_attend.default
 
 
-def try_out(layer: Layer, most: int) -> None:
-    """Call each op once with what a layer has, for two tokens: what refuses or does not compile says so before anything stands.
+def try_out(layer: Layer, most: int) -> int:
+    """Call each op with what a layer has: what refuses or does not compile says so before anything stands.
+
+    Once for each way to launch it, so that no kernel is compiled later but the cache write of a decode step, which waits for a cache.
 
     Args:
         layer: any of a model's.
         most: tokens of a step.
+
+    Returns:
+        How many numbers of tokens that was.
 
     Raises:
         Exception: whatever is wrong.
     """
     attention, weight = layer.attention, layer.wrapper.q_a_layernorm.weight
     widths = (weight.shape[0], attention.kv_lora_rank, attention.qk_rope_head_dim)
+    heads, width = attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim
     with torch.inference_mode():
-        dtype = attention.W_UK_T.dtype
-        positions = numbers(most, weight.device)[:2]
-        q, kv, rope = weight.new_zeros((2, sum(widths)), dtype=dtype).split(widths, -1)
-        entries = kv.new_empty(2, sum(widths[1:]))
-        layer.write(
-            (q, kv, rope), positions, positions, entries, torch.empty_like(q, memory_format=torch.contiguous_format)
-        )
-        heads = q.new_zeros(2, attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim)
-        layer.query(heads, positions)
-        layer.rope_in_place(heads, positions)
+        every = numbers(most, weight.device)
+        few = weight.new_zeros(1, heads, widths[2], dtype=attention.W_UK_T.dtype)
+        case = case_maker(declared("mla_query_rope"))(few, few, *layer.tables, every[:1], layer.pairs)
+        counts = [n for n in (2, *(step + 1 for step in steps("mla_query_rope", few.device.type, case))) if n <= most]
+        for count in counts:
+            positions = torch.zeros_like(every[:count])
+            q, kv, rope = few.new_zeros(count, sum(widths)).split(widths, -1)
+            entries = few.new_empty(count, sum(widths[1:]))
+            layer.write((q, kv, rope), positions, every[:count], entries, few.new_empty(q.shape))
+            query = few.new_zeros(-(-count // heads), heads, width)
+            layer.query(query, positions[: len(query)])
+            layer.rope_in_place(query, positions[: len(query)])
+    return len(counts)

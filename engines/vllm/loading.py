@@ -15,7 +15,7 @@ from ...adapters.errors import UnknownLayerError
 from ...fusion.compiler import surroundings_of
 from ...fusion.engine import Engine
 from ...fusion.plan import plan
-from ...fusion.sites import LATENTS
+from ...fusion.sites import LATENTS, QUERY
 from ...fusion.target import Target
 from .circumstances import engine_for, runs_modules, why_not_compiled
 from .decode import Door
@@ -96,7 +96,8 @@ def _beside(door: Door | None, engine: Engine) -> Engine:
     """The engine where both latent norms of all MLA layers are taken already."""
     if door is None or not door.stands:
         return engine
-    return attrs.evolve(engine, keeps={**engine.keeps, LATENTS: f"{NAME} takes the norms of these layers"})
+    taken = f"{NAME} takes what stands there"
+    return attrs.evolve(engine, keeps={**engine.keeps, **dict.fromkeys((LATENTS, QUERY), taken)})
 
 
 def _nothing(model: nn.Module, why: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from .decode_facts import CLASS, NAME, why_not_source
 from .defaults import on_by_default
 from .hooks import HOOKS, TESTED, check_source
 from .seams import SEAMS
@@ -24,6 +25,7 @@ def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
         does = f"{seam.fusion} stands there in models that vLLM does not compile"
         problems = (check_source(hook, folder) for hook in seam.hooks)
         yield ":".join(seam.key), does, next(filter(None, problems), None)
+    yield ":".join(CLASS), f"{NAME} stands there, compiled or not", why_not_source(folder)
 
 
 def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "broken"], str]:

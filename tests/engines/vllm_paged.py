@@ -30,10 +30,15 @@ BLOCK = 4
 GUARD = 0xA5
 
 
+written: list[int] = []
+"""Tokens of every call of vLLM's cache write."""
+
+
 def _write(
     kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor, **_: Any
 ) -> None:
     """In the place of vLLM's CUDA op: slots below 0 are left out."""
+    written.append(len(slot_mapping))
     entries = torch.cat([kv_c, k_pe], -1)[: slot_mapping.shape[0]]
     used = slot_mapping >= 0
     where, entries = slot_mapping[used], entries[used]
