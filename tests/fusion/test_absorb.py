@@ -51,7 +51,7 @@ def wanted(given: dict[str, Any], pairs: str = "interleaved") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (3, 5), (17, 2), (64, 3), (65, 2)])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (3, 5), (16, 3), (17, 2), (65, 2)])
 @pytest.mark.parametrize(("widths", "nope"), [(SMALL, 32), (SMALL, 24), (DEEPSEEK, 128), (Widths(96, 72, 16), 16)])
 def test_the_product_beside_the_turned_columns(
     backend: str, widths: Widths, nope: int, tokens: int, heads: int, transposed: bool
@@ -86,7 +86,9 @@ def test_in_fp8_the_product_is_rounded_to_the_queries_dtype_first(backend: str) 
 def test_a_position_outside_the_tables_is_an_error_or_nan_in_its_token_alone(backend: str, position: int) -> None:
     given = given_of(SMALL, 3, 2)
     given["positions"][1] = position
-    if backend == "reference" and not GPU:
+    if backend == "reference":
+        if GPU:
+            pytest.skip("a failed assertion on the device ends the process")
         with pytest.raises(ValueError, match=f"position {position} lies outside the 64 rows"):
             ops.mla_query_absorb(**given)
         return

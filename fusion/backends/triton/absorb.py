@@ -15,8 +15,8 @@ from ...ops.rope import PAIRS
 from . import launcher, queries, tuning
 from .absorb_kernel import query_absorb
 
-MOST = 64
-"""Tokens up to which the GEMM is ours: a row of weights is read once for all of them."""
+MOST = 16
+"""Tokens up to which the GEMM is ours, and those of a program: one block of a tensor core. Torch's is faster beyond (benchmarks/results/mla_tuning-absorb-*.json)."""
 DEEPEST = 256
 """Columns of a head that a program holds at once."""
 
@@ -30,13 +30,18 @@ def function_of(op: Op) -> Callable[..., Any]:
     def function(
         q_nope: Tensor, q_rope: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, *options: Any
     ) -> Tensor:
-        tokens = q_nope.shape[:-2].numel()
-        if tokens > MOST or q_nope.shape[-1] > DEEPEST:
-            return concat(absorbed(q_nope, weight), q_rope, cos, sin, positions, *options[:-1])
+        tokens, latent = q_nope.shape[:-2].numel(), weight.shape[-1]
         scale, pairs, dtype, steady = options if static else (None, options[0], q_nope.dtype, options[1])
-        width = weight.shape[-1] + q_rope.shape[-1]
-        out = torch.empty((*q_nope.shape[:-1], width), dtype=dtype, device=q_nope.device)
-        if out.numel():
+        large = tokens > MOST or q_nope.shape[-1] > DEEPEST
+        if large and static:
+            return concat(absorbed(q_nope, weight), q_rope, cos, sin, positions, scale, pairs, dtype)
+        shape = (*q_nope.shape[:-1], latent + q_rope.shape[-1])
+        out = torch.empty(shape, dtype=dtype, device=q_nope.device)
+        if large:
+            into = out.view(-1, *shape[-2:])[..., :latent].transpose(0, 1)
+            torch.bmm(queries.heads_of(q_nope).transpose(0, 1), weight, out=into)
+            queries.rope_into(q_rope, out, cos, sin, positions, pairs)
+        elif out.numel():
             _launch(name, tokens, (q_nope, q_rope, weight, out), (cos, sin, positions), scale, pairs, steady)
         return out
 
@@ -69,7 +74,7 @@ def _launch(
     every = (q_nope, q_rope, weight, cos, sin, positions, scale_in, out)
     addresses = tuple(tensor.data_ptr() for tensor in every)
     special = launcher.special(max(numbers), addresses, every)
-    block, device = max(16, tuning.power_of_two(tokens)), out.get_device()
+    block, device = MOST, out.get_device()
     key = (
         name, device, block, q_nope.dtype, cos.dtype, sin.dtype, positions.dtype, out.dtype, heads, nope, latent, rope_width,
         nope_unit, rope_unit, weight_unit, transposed, pairs, steady, special,

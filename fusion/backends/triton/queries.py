@@ -19,7 +19,7 @@ def function_of(op: Op) -> Callable[..., Any]:
     """The function that takes the op's arguments by position and launches the kernel."""
     name = op.name
     if not any(isinstance(result, Joined) for result in op.results):
-        return _alone
+        return rope_into
     static = any(isinstance(argument, QuantDtype) for argument in op.args)
 
     def function(
@@ -34,7 +34,8 @@ def function_of(op: Op) -> Callable[..., Any]:
     return function
 
 
-def _alone(q_rope: Tensor, query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str) -> None:
+def rope_into(q_rope: Tensor, query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str) -> None:
+    """`mla_query_rope`."""
     # A view: what a reshape copied would take the writes. Torch refuses leading dimensions that cannot be counted as one.
     _launch("mla_query_rope", (None, q_rope, query.view(-1, *query.shape[-2:])), (cos, sin, positions), None, pairs)
 

@@ -285,15 +285,15 @@ def launch_query(step: int, width: int, quantised: bool, wave: int) -> Launch:
 
 
 def launch_absorb(heads: int, latent: int, wave: int) -> tuple[int, int]:
-    """Columns and warps of a program of `mla_query_absorb`.
+    """Columns and warps of a program of `mla_query_absorb`: many programs where the weights are few, large reads where they are many.
 
     Args:
         heads: of a token.
         latent: columns of the product.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
-    columns = max(16, min(power_of_two(latent), 64 if heads * latent <= 16384 else 128))
-    return columns, _waves(4, wave)
+    few = heads * latent <= 16384
+    return max(16, min(power_of_two(latent), 64 if few else 256)), _waves(4 if few else 8, wave)
 
 
 def _hold(step: int, moved: int) -> bool:
