@@ -1,7 +1,7 @@
 """The two ops that stand in an MLA layer of vLLM's instead of its norms, ropes, cache write and attention, split as vLLM's own are.
 
 Where all tokens of a step are decoded, `mla_latents` is one launch (both norms, the rope of the key, the cache write), and
-`mla_attend` ropes the query into the buffer that the absorbing GEMM writes to. In any other step the first gives vLLM's cache write and
+`mla_attend` has one for the query: the absorbing GEMM, and the rope beside it. In any other step the first gives vLLM's cache write and
 its prefill what they take, and the second ropes the query in place.
 """
 
@@ -28,7 +28,12 @@ WRITE = "mla_norm_rope_cache_into"
 NAMES = ("layerfuse_vllm::mla_latents", "layerfuse_vllm::mla_attend")
 """What vLLM splits its graphs at."""
 
-_write, _rope, _concat = (FUNCTIONS[name] for name in (WRITE, "mla_query_rope", "mla_query_concat_static_quant"))
+FEW = 64
+"""Tokens up to which the absorbing GEMM is one launch with all that follows it: above, the launch that ropes beside it reads less."""
+
+_write, _rope, _absorb, _absorb_quant = (
+    FUNCTIONS[name] for name in (WRITE, "mla_query_rope", "mla_query_absorb", "mla_query_absorb_static_quant")
+)
 
 
 @define(kw_only=True, eq=False)
@@ -105,13 +110,14 @@ class Layer:
         attention = self.attention
         tokens, heads, _ = q.shape
         latent, nope = attention.kv_lora_rank, attention.qk_nope_head_dim
-        absorbing, rope = q[..., :nope].transpose(0, 1), q[..., nope:]
+        absorbing, rope, weight = q[..., :nope], q[..., nope:], attention.W_UK_T
+        given = (absorbing, rope, weight, *self.tables, positions)
         if self.query_dtype is not None:
-            absorbed = q.new_empty(tokens, heads, latent)
-            torch.bmm(absorbing, attention.W_UK_T, out=absorbed.transpose(0, 1))
-            return _concat(absorbed, rope, *self.tables, positions, attention._q_scale, self.pairs, self.query_dtype)
+            return _absorb_quant(*given, attention._q_scale, self.pairs, self.query_dtype)
+        if tokens <= FEW:
+            return _absorb(*given, self.pairs)
         query = q.new_empty(tokens, heads, latent + rope.shape[-1])
-        torch.bmm(absorbing, attention.W_UK_T, out=query[..., :latent].transpose(0, 1))
+        torch.bmm(absorbing.transpose(0, 1), weight, out=query[..., :latent].transpose(0, 1))
         _rope(rope, query, *self.tables, positions, self.pairs)
         return query
 

@@ -5,6 +5,7 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,21 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
     for (requests, _), counted in zip(STEPS, calls, strict=True):
         decodes = all(new == 1 for _, new in requests)
         # One launch for the latents in every step; where all tokens are decoded, nothing else writes to the cache.
-        assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_rope": 3, VLLMS: 0 if decodes else 3}
+        query = "mla_query_absorb" if decodes else "mla_query_rope"
+        assert counted == {"mla_norm_rope_cache_into": 3, query: 3, VLLMS: 0 if decodes else 3}
+
+
+def test_the_query_of_many_tokens_is_that_of_few(tmp_path: Path) -> None:
+    with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
+        (name, attention), *_ = engine.layers.items()
+        layer = importlib.import_module(decode.__package__ + ".decode_ops").layers[name]
+        q = torch.randn(100, attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+        positions = torch.arange(100)
+        with counting() as counted:
+            many = layer.query(q, positions)
+            few = torch.cat([layer.query(q[part], positions[part]) for part in (slice(0, 60), slice(60, 100))])
+        assert counted == {"mla_query_rope": 1, "mla_query_absorb": 2}
+        torch.testing.assert_close(many, few, rtol=1e-5, atol=1e-5)
 
 
 def test_in_bfloat16_it_is_as_near_to_float32_as_vllm(tmp_path: Path) -> None:
