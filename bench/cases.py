@@ -24,6 +24,7 @@ from ..fusion.declare import (
     Rows,
     Weight,
 )
+from ..fusion.steps import HAND_WRITTEN
 from .errors import BenchError, UnknownFusionError
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ def forms_over_ranks() -> dict[str, tuple[Fusion, Form]]:
 def _forms(*, over_ranks: bool) -> dict[str, tuple[Fusion, Form]]:
     found: dict[str, tuple[Fusion, Form]] = {}
     for name, fusion in FUSIONS.items():
+        if any(isinstance(step, HAND_WRITTEN) for step in fusion.chain):
+            continue  # ropes and caches have benchmarks of their own
         for form in fusion.forms if (fusion.all_reduce is not None) is over_ranks else ():
             found[name if form.op is fusion.op else form.op.name] = (fusion, form)
     return found

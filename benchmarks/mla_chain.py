@@ -311,7 +311,7 @@ def chain_table(cases: list[dict[str, Any]]) -> Table:
 
 def ops_table(rows: list[dict[str, Any]]) -> Table:
     """Each op beside the copy, and AITER's beside it where they were asked for."""
-    others = [way for way in ("aiter", mla_ops.ONLY_TURNED) if any(way in row["us"] for row in rows)]
+    others = [way for way in (mla_ops.GEMM, "aiter", mla_ops.ONLY_TURNED) if any(way in row["us"] for row in rows)]
     more = [title for way in others for title in (f"{way}, us", f"{way} / op")]
     table = Table("op", "heads", "tokens", "form", "op, us", "copy, us", "op / copy", *more)
     for row in rows:

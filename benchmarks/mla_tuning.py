@@ -23,7 +23,12 @@ from mla_chain import DEVICE, FORMS, LONGEST_US, PAGE, captured, in_turns
 
 from layerfuse.fusion.backends.triton import launcher, tuning
 
-OPS = {"latents": "mla_norm_rope_cache", "query": "mla_query_concat", "rope": "mla_query_rope"}
+OPS = {
+    "latents": "mla_norm_rope_cache",
+    "query": "mla_query_concat",
+    "rope": "mla_query_rope",
+    "absorb": "mla_query_absorb",
+}
 LATENT_TOKENS = (1, 8, 64, 256, 512, 1024, 4096, 16384)
 QUERY_TOKENS = {16: (1, 8, 64, 512, 4096, 16384), 128: (1, 8, 64, 512, 2048)}
 
@@ -43,17 +48,24 @@ def query_shapes(most: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield f"rows {rows} warps {warps} chunk {chunk}", (rows, warps, chunk)
 
 
+def absorb_shapes() -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Launches of `mla_query_absorb`: name -> columns, warps."""
+    for columns, warps in itertools.product((32, 64, 128, 256), (1, 2, 4, 8)):
+        if columns <= 64 * warps:
+            yield f"columns {columns} warps {warps}", (columns, warps)
+
+
 def with_shape(op: str, shape: tuple[Any, ...] | None, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, its op launched in that shape; None: as the rule has it."""
 
     def call(*args: Any) -> Any:
-        name = "launch_latents" if op == "latents" else "launch_query"
+        name = {"latents": "launch_latents", "absorb": "launch_absorb"}.get(op, "launch_query")
         before = getattr(tuning, name)
 
         def chosen(*about: Any) -> tuning.Launch:
             plan = before(*about)
-            if shape is None:
-                return plan
+            if shape is None or op == "absorb":
+                return shape or plan
             if op == "latents":
                 split, warps, chunk, hold = shape
                 return plan._replace(split=split, warps=warps, chunk=chunk, tail=0, hold=hold)
@@ -79,13 +91,24 @@ def measured(op: str, form: str, tokens: int, heads: int, rounds: int) -> dict[s
     each, moved = mla_ops.op_ways(sets[0], None)[name]
     repeats = max(1, min(40, math.ceil(LONGEST_US / (len(sets) * max(1.3, moved / 4e6)))))
     pairs = [torch.empty(2, moved // 2, dtype=torch.uint8, device=DEVICE) for _ in sets]
-    graphs = {"copy": captured([functools.partial(pair[1].copy_, pair[0]) for pair in pairs], repeats)[0]}
-    shapes = latent_shapes() if op == "latents" else query_shapes(64 if op == "rope" else 512)
+    graphs = {
+        name: captured([functools.partial(way, given) for given in sets], repeats)[0]
+        for name, way in each.items()
+        if name != "op"
+    }
+    graphs |= {"copy": captured([functools.partial(pair[1].copy_, pair[0]) for pair in pairs], repeats)[0]}
+    shapes = (
+        latent_shapes()
+        if op == "latents"
+        else absorb_shapes()
+        if op == "absorb"
+        else query_shapes(64 if op == "rope" else 512)
+    )
     for label, shape in (("rule", None), *shapes):
         calls = [functools.partial(each["op"], given) for given in sets]
         graphs[label] = with_shape(op, shape, lambda calls=calls: captured(calls, repeats)[0])()
     middle = {n: statistics.median(v) for n, v in in_turns(graphs, len(sets) * repeats, rounds).items()}
-    best = min((n for n in middle if n not in ("copy", "rule")), key=middle.__getitem__)
+    best = min((n for n in middle if n not in ("copy", "rule", *each)), key=middle.__getitem__)
     print(
         f"{op} {form} {heads} heads {tokens} tokens: copy {middle['copy']:.2f} rule {middle['rule']:.2f} "
         f"({middle['rule'] / middle['copy']:.2f}) best {best} {middle[best]:.2f} ({middle[best] / middle['copy']:.2f})",
@@ -111,7 +134,11 @@ def main() -> None:
             cases = (
                 [(tokens, 16) for tokens in LATENT_TOKENS]
                 if op == "latents"
-                else [(tokens, heads) for heads, several in QUERY_TOKENS.items() for tokens in several]
+                else [
+                    (tokens, heads)
+                    for heads, several in QUERY_TOKENS.items()
+                    for tokens in ((1, 8, 16, 32, 64) if op == "absorb" else several)
+                ]
             )
             found = []
             for tokens, heads in cases:

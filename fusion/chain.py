@@ -269,8 +269,11 @@ class Fusion:
             missing = [name for name in names if name not in taken]
             if missing:
                 yield f"{type(step).__name__} fills {', '.join(missing)}, which {self.op.name} does not take"
-            inside = isinstance(step, AllReduce | Rope | CacheWrite)
-            outs = step.outs if isinstance(step, Quant) else () if inside else (step.out,)
+            outs: tuple[str, ...] = ()
+            if isinstance(step, Quant):
+                outs = step.outs
+            elif not isinstance(step, AllReduce | Rope | CacheWrite):
+                outs = (step.out,)
             absent = [out for out in outs if out not in given and not self._is_inner(step)]
             if absent:
                 yield f"{type(step).__name__} gives {', '.join(absent)}, which {self.op.name} does not return"

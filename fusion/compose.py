@@ -126,7 +126,7 @@ def lines(chain: Sequence[Step], results: Sequence[Result]) -> Iterator[str]:
             raise FusionError(f"{type(step).__name__} has nothing in front of it")
         elif isinstance(step, Pad):
             yield f"made_{step.out} = _pad(made_{main.out}, {step.width})"
-        else:
+        elif isinstance(step, Quant):
             # Heads are joined: what reads a gated norm quantises rows of all heads.
             values = f"made_{main.out}.flatten(-2)" if isinstance(main, GatedNorm) else f"made_{main.out}"
             yield f"{', '.join(f'made_{out}' for out in step.outs)} = {_quantisation(step, values)}"

@@ -183,7 +183,7 @@ class FusionConfig:
         if engine is not None and engine.name != "transformers" and measured is None:
             return f"{fusion.name} is off in {engine.name} unless switched on: {fusion.why_off_in(engine)}"
         if fusion.off_unless_faster and measured is None:
-            return f"{fusion.name} is off in torch.compile unless switched on: {fusion.why_off_in(TORCH_COMPILE)}"
+            return f"{fusion.name} is off unless switched on: {fusion.why_off_in(TORCH_COMPILE)}"
         level = DEFAULT_LEVEL if self.level is None else self.level
         if fusion.level > level and (measured is None or self.level is not None):
             return f"{fusion.name} needs optimisation level {fusion.level}, and {self.origin} sets level {level}"

@@ -19,6 +19,7 @@ from .declare import (
     Cache,
     Choice,
     Epsilon,
+    Flag,
     HeadWeight,
     Index,
     Joined,
@@ -173,6 +174,10 @@ def _query_absorb(name: str, said: str, quantised: bool) -> Op:
             ),
             *_tables("q_rope"),
             *scale,
+            Flag(
+                name="steady",
+                doc="nothing on the stream writes to the weight, as to a parameter: it may be read while the kernel in front still runs.",
+            ),
         ),
         results=(
             Joined(

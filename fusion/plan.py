@@ -17,7 +17,7 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import ArgumentError, ArgumentValueError, shown
 from ..adapters.layer_specs import LayerSpec
-from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
+from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, MLASpec, ResidualSpec
 from .catalog import FUSIONS
 from .chain import Fusion
 from .config import FusionConfig
@@ -311,8 +311,10 @@ class _Decider:
             site.spec.layer_index == 0,
             None if isinstance(site.spec, KernelSpec) else site.spec.parallel.size,
         )
-        if not site.norms or site.role == OUTPUT or self._limited:
+        if self._limited or site.role == OUTPUT or not (site.norms or isinstance(site.spec, MLASpec)):
             key = (*key, site.spec)
+        elif isinstance(site.spec, MLASpec):
+            key = (*key, site.spec.latent_width)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = list(self._decide(site, quant))
@@ -351,9 +353,11 @@ class _Decider:
 
     def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Verdict:
         found = verdict(fusion, site, self._target, quant)
+        engine, switched = self._engine, fusion.name in dict(self._config.switches)
+        if found.reason == site.unsaid and dict(self._config.switches).get(fusion.name):
+            return Verdict("refused", found.reason)  # it was asked for by name
         if found.kind != "expected":
             return found
-        engine, switched = self._engine, fusion.name in dict(self._config.switches)
         # transformers runs in torch.compile as it is.
         place = TORCH_COMPILE if engine is None or engine.name == "transformers" else engine
         measured = fusion.faster_at(place, self._target, site, quant)

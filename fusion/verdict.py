@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from ..adapters.activation_quant import ActivationQuant
 from ..adapters.specs import GatedMLPSpec, GatedNormSpec, MLASpec, NormSpec
 from .chain import Fusion
-from .sites import Site
+from .sites import QUERY, Site
 from .steps import GATES, GatedNorm, Norm
 from .target import Target
 
@@ -46,10 +46,6 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
             "not_applicable",
             "a norm or a factor stands between the all-reduce and the residual add: it is not added as it is",
         )
-    if fusion.rope is not None and site.unsaid is not None:
-        return Verdict("refused", site.unsaid)
-    if fusion.rope is not None and site.uncached is not None:
-        return Verdict("not_applicable", site.uncached)
     for step, norm in zip(fusion.norms, site.norms, strict=True):
         problem = _misfit(step, norm)
         if problem is not None:
@@ -58,20 +54,31 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
         return Verdict("refused", f"its gate passes through {site.spec.activation}; the fused op knows silu")
     what, several = _described(fusion, site)
     verb = "are" if several else "is"
+    unroped = None if fusion.rope is None else _why_not_roped(site)
     if fusion.quant is None:
-        return Verdict("expected", f"{what} {verb} one launch on {target}")
+        return unroped or Verdict("expected", f"{what} {verb} one launch on {target}")
     if quant is None:
+        readers = "attention kernels" if site.role == QUERY else "linears"
         return Verdict(
-            "not_applicable", f"the linears that read the {site.role} site are not known to quantise their activations"
+            "not_applicable",
+            f"the {readers} that read the {site.role} site are not known to quantise their activations",
         )
     if quant.scheme != fusion.quant.scheme:
         return Verdict("not_applicable", f"the linears that read the {site.role} site quantise with {quant}")
+    if unroped is not None:
+        return unroped
     problem = _why_not_quantised(site, target, quant)
     if problem is not None:
         return Verdict("refused", problem)
     which = "the first " if len(site.norms) > 1 else ""
     fp8 = f"in {quant}" if fusion.quant.mx else f"in {target.fp8} with {quant}"
     return Verdict("expected", f"{what} {verb} one launch on {target}, {which}{fp8}")
+
+
+def _why_not_roped(site: Site) -> Verdict | None:
+    if site.uncached is not None:
+        return Verdict("not_applicable", site.uncached)
+    return None if site.unsaid is None else Verdict("not_applicable", site.unsaid)
 
 
 def _why_not_quantised(site: Site, target: Target, quant: ActivationQuant) -> str | None:

@@ -97,8 +97,8 @@ class MLADecodeLayer(nn.Module):  # type: ignore[misc]  # torch is untyped
         if self.way == "absorb":
             given = (nope, rope, self.absorb.transpose(1, 2), cos, sin, positions)
             if self.query_dtype in LARGEST:
-                return ops.mla_query_absorb_static_quant(*given, self.query_scale, self._pairs, self.query_dtype)
-            return ops.mla_query_absorb(*given, self._pairs)
+                return ops.mla_query_absorb_static_quant(*given, self.query_scale, self._pairs, self.query_dtype, True)
+            return ops.mla_query_absorb(*given, self._pairs, True)
         if self.way == "ops" and self.query_dtype in LARGEST:
             return ops.mla_query_concat_static_quant(
                 self._absorbed(nope), rope, cos, sin, positions, self.query_scale, self._pairs, self.query_dtype

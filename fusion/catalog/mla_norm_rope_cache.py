@@ -15,4 +15,7 @@ FUSION = Fusion(
     op=MLA_NORM_ROPE_CACHE,
     backends=MLA[MLA_NORM_ROPE_CACHE],
     off_unless_faster=True,
+    off_in={
+        "vllm": "vLLM's models write the cache in an op that finds it by the layer's name: cache and slots are in no graph",
+    },
 )

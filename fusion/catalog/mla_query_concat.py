@@ -15,4 +15,7 @@ FUSION = Fusion(
     op=MLA_QUERY_CONCAT,
     backends=MLA[MLA_QUERY_CONCAT],
     off_unless_faster=True,
+    off_in={
+        "vllm": "vLLM's attention op joins the query itself, outside of what is compiled",
+    },
 )

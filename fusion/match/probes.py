@@ -31,7 +31,7 @@ _VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _SUMS = {aten.mul.Tensor: torch.mul, aten.add.Tensor: torch.add, aten.sub.Tensor: torch.sub}
 
 
-class Unfollowed(Exception):
+class Unfollowed(Exception):  # noqa: N818 (as `Unmatched`, a finding)
     """A step that is not followed: its result is columns of its own."""
 
 
@@ -170,7 +170,8 @@ class Prober:
         looked = self._looked_up(before, table, index)
         self._unify(x.lead[0], looked.lead[0])
         pairs = "halves" if call[5] else "interleaved"
-        return evolve(x, tail=turned(x.tail, *looked.tail.chunk(2), pairs), rows=x.rows | looked.rows)
+        cos, sin = looked.tail.chunk(2)
+        return evolve(x, tail=turned(x.tail, cos, sin, pairs), rows=x.rows | looked.rows)
 
     def _combined(self, node: Node) -> Probe:
         a, b = node.args[:2]
@@ -277,10 +278,10 @@ class Prober:
 
     def _expanded(self, node: Node, probe: Probe) -> Probe:
         kept, shape = len(probe.lead), value(node).shape
-        if kept and probe.tail.dim() == 1 and same(shape[kept - 1], 2) and 2 * probe.tail.numel() == self.width:
+        half = probe.tail.dim() == 1 and 2 * probe.tail.numel() == self.width
+        if half and kept and probe.lead[-1] is None and same(shape[kept - 1], 2):
             # The columns once more behind themselves, which a view joins.
-            if probe.lead[-1] is None:
-                return probe.but(probe.tail.expand(2, -1), probe.lead[:-1])
+            return probe.but(probe.tail.expand(2, -1), probe.lead[:-1])
         return probe.but(probe.tail.expand(tuple(shape[kept:])))
 
 
@@ -301,7 +302,7 @@ def _labels(node: Node, shape: Any) -> tuple[Label, ...]:
 def _tail_dim(dim: Any, tensor: Any, probe: Probe) -> int:
     """A dimension of a tensor among those of its tail."""
     rank = value(tensor).dim()
-    at = int(dim % rank) - (rank - probe.tail.dim())
+    at: int = dim % rank - (rank - probe.tail.dim())
     if at < 0:
         raise Unfollowed
     return at

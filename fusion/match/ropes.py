@@ -70,7 +70,8 @@ def _found(out: Node, width: int, like: Any) -> FoundRope:
     tables = sorted({prober.rows[row].table for row in probe.rows})
     for x in _sources(prober, probe, like):
         for pairs, cos, sin in _ways(tables, prober, width):
-            got = turned(prober.known[x].tail, *(prober.tables[t][a:b] for t, a, b in (cos, sin)), pairs)
+            c, s = (prober.tables[table][start:stop] for table, start, stop in (cos, sin))
+            got = turned(prober.known[x].tail, c, s, pairs)
             if torch.allclose(got, probe.tail, rtol=1e-9, atol=0.0):
                 (positions,) = indices
                 _check_rows(out, probe, prober, x, positions)

@@ -76,12 +76,12 @@ def absorbed(q_nope: Tensor, weight: Tensor) -> Tensor:
 
 def query_absorb(q_nope: Tensor, q_rope: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """`mla_query_absorb`."""
-    return query_concat(absorbed(q_nope, weight), q_rope, *rest)
+    return query_concat(absorbed(q_nope, weight), q_rope, *rest[:-1])
 
 
 def query_absorb_static(q_nope: Tensor, q_rope: Tensor, weight: Tensor, *rest: Any) -> Tensor:
     """`mla_query_absorb_static_quant`."""
-    return query_concat_static(absorbed(q_nope, weight), q_rope, *rest)
+    return query_concat_static(absorbed(q_nope, weight), q_rope, *rest[:-1])
 
 
 def query_rope(q_rope: Tensor, query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str) -> None:

@@ -81,7 +81,7 @@ def test_a_wrong_result_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_op_is_timed_beside_a_copy_of_its_bytes() -> None:
     with torch.inference_mode():
         rows = [row for form in ("bf16", "fp8") for row in mla_chain.op_measured(2, 4, form, 2)]
-    fp8 = ["mla_norm_rope_cache", "mla_query_concat"]
+    fp8 = ["mla_norm_rope_cache", "mla_query_concat", "mla_query_absorb"]
     assert [row["op"] for row in rows] == [*fp8, "mla_query_rope", *fp8]
     assert rows[0]["bytes"] == 2 * (2112 + 1536 + 576) * 2
     mla_chain.ops_table(rows)

@@ -43,7 +43,7 @@ FEW, MANY = 0, 6
 _WIDE = r"(?:global|buffer)_load_dwordx4|ld\.global\S*\.v4\.b32"
 _ONE_BY_ONE = r"(?:global|buffer)_load_(?:ushort|u16|d16|short_d16)\w*|ld\.global(?!\S*\.v)\S*\.b16"
 _PUSH, _LOOK = r"st\.global\.v4\.b32", r"ld\.volatile\.global\.v4\.b32"
-FORMS = {form.op.name: form.op for fusion in FUSIONS.values() for form in fusion.forms}
+FORMS = {form.op.name: form.op for fusion in FUSIONS.values() for form in fusion.forms if form.op.chain is not None}
 
 
 class Compiler:

@@ -35,7 +35,7 @@ from layerfuse.fusion.declare import (
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 E4M3 = torch.float8_e4m3fn
-ALL = [(fusion, form) for fusion in FUSIONS.values() for form in fusion.forms]
+ALL = [(fusion, form) for fusion in FUSIONS.values() for form in fusion.forms if form.op.chain is not None]
 FORMS = {form.op.name: form for fusion, form in ALL if fusion.all_reduce is None}
 """Every op of the family on one rank by name."""
 REDUCED = {form.op.name: form for fusion, form in ALL if fusion.all_reduce is not None}

@@ -57,8 +57,8 @@ def test_the_product_beside_the_turned_columns(
     backend: str, widths: Widths, nope: int, tokens: int, heads: int, transposed: bool
 ) -> None:
     given = given_of(widths, tokens, heads, nope=nope, transposed=transposed)
-    for _ in range(2):  # the second time without Triton's search
-        got = ops.mla_query_absorb(**given)
+    for steady in (False, True, True):  # the last time without Triton's search
+        got = ops.mla_query_absorb(**given, steady=steady)
     assert got.shape == (tokens, heads, widths.kv + widths.rope) and got.is_contiguous()
     torch.testing.assert_close(got.double(), wanted(given), rtol=UNIT[torch.bfloat16], atol=2e-3)
 
@@ -118,7 +118,7 @@ def test_a_weight_that_does_not_fit_is_refused_by_name(change: dict[str, Any], s
 def test_torch_is_told_the_truth() -> None:
     with torch.no_grad():
         torch.library.opcheck(
-            torch.ops.layerfuse.mla_query_absorb.default, (*given_of(SMALL, 3, 2).values(), "interleaved"),
+            torch.ops.layerfuse.mla_query_absorb.default, (*given_of(SMALL, 3, 2).values(), "interleaved", False),
             test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
         )  # fmt: skip
 

@@ -53,7 +53,10 @@ def test_ops(changes: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"chain": (NORM, Add)}, "in the order AllReduce, Add, Norm, GatedNorm, SiluMul, Quant, Pad"),
+        (
+            {"chain": (NORM, Add)},
+            "in the order AllReduce, Add, Norm, GatedNorm, SiluMul, Rope, CacheWrite, Concat, Quant, Pad",
+        ),
         ({"chain": (Add, Add, NORM)}, "has Add twice"),
         ({"chain": (3,)}, "expected steps"),
         ({"chain": "Add"}, "expected steps"),
@@ -81,9 +84,15 @@ def test_an_op_that_is_not_given_is_composed() -> None:
 @pytest.mark.parametrize(
     ("chain", "says"),
     [
-        ((3,), r"one: chain: expected steps \(AllReduce, Add, Norm, GatedNorm, SiluMul, Quant, Pad\), got 3"),
+        (
+            (3,),
+            r"one: chain: expected steps \(AllReduce, Add, Norm, GatedNorm, SiluMul, Rope, CacheWrite, Concat, Quant, Pad\), got 3",
+        ),
         ((Add,), "one: a chain needs a Norm, GatedNorm or SiluMul to be composed to an op"),
-        ((Quant(per="token"), Norm), "in the order AllReduce, Add, Norm, GatedNorm, SiluMul, Quant, Pad"),
+        (
+            (Quant(per="token"), Norm),
+            "in the order AllReduce, Add, Norm, GatedNorm, SiluMul, Rope, CacheWrite, Concat, Quant, Pad",
+        ),
         ((Norm, Norm), "the role input has 1 norm, and the chain has 2"),
         ((SiluMul,), "the role input has no SiluMul"),
     ],

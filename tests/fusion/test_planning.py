@@ -16,11 +16,11 @@ from layerfuse.adapters.specs import MLAKernelSpec, NormSpec
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError, Target, UnknownTargetError, plan
 from layerfuse.fusion.chain import Fusion, Norm
 from layerfuse.fusion.config import ENVIRONMENT
-from layerfuse.fusion.sites import LATENTS, sites_of
+from layerfuse.fusion.sites import LATENTS, QUERY, sites_of
 from layerfuse.fusion.verdict import verdict
 
 CPU = Target.named("cpu")
-LATENT_FUSIONS = [fusion for fusion in FUSIONS.values() if LATENTS in fusion.roles]
+MLA_FUSIONS = [fusion for fusion in FUSIONS.values() if {LATENTS, QUERY} & {*fusion.roles}]
 
 
 def kernel_spec() -> MLAKernelSpec:
@@ -59,7 +59,7 @@ def test_an_op_that_knows_no_zero_centred_norms_is_not_taken_for_them() -> None:
         name="plain_only", doc="", level=1, roles=(LATENTS,), chain=(Norm.of("q"), Norm(x="kv", weight_offset=None))
     )
     spec = mla_spec(kv_norm=NormSpec(width=512, epsilon=1e-6, weight_offset=1.0))
-    (site,) = sites_of("", spec)
+    site, _ = sites_of("", spec)
     assert verdict(fusion, site, CPU, None) == (
         "refused",
         "kv norm is zero-centred (gemma style, weight_offset 1.0), and the fused op multiplies by the stored weight",
@@ -81,9 +81,10 @@ def test_sixty_one_layers() -> None:
     assert [decision.site for decision in made.expected(FUSION)] == [f"{path}:latents" for path, _ in specs]
     decisions = {decision.fusion: decision for decision in made.of("model.layers.60.self_attn")}
     assert decisions[FUSION].applies
-    assert tuple(decisions.values()) == made.at("model.layers.60.self_attn:latents")
+    at = [made.at(f"model.layers.60.self_attn:{role}") for role in (LATENTS, QUERY)]
+    assert tuple(decisions.values()) == (*at[0], *at[1])
     assert "61 x expected" in str(made)
-    assert len(json.loads(json.dumps(made.to_dict()))["decisions"]) == 61 * len(LATENT_FUSIONS)
+    assert len(json.loads(json.dumps(made.to_dict()))["decisions"]) == 61 * len(MLA_FUSIONS)
 
 
 def test_it_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,13 +114,13 @@ def test_the_environment(text: str, expected: int, reason: str, monkeypatch: pyt
     monkeypatch.setenv(ENVIRONMENT, text)
     made = plan([mla_spec()], CPU, FusionConfig.from_environment())
     assert len(made.expected()) == expected
-    assert [d.reason for d in made.refused()] == ([reason] if reason else [])
+    assert [d.reason for d in made.refused(FUSION)] == ([reason] if reason else [])
 
 
 def test_off_is_not_said_of_what_never_applied() -> None:
     decisions = plan([mla_spec(q_lora_rank=None)], CPU, FusionConfig(level=0)).decisions
     assert {decision.kind for decision in decisions} == {"not_applicable"}
-    assert len(decisions) == len(LATENT_FUSIONS)
+    assert len(decisions) == len(MLA_FUSIONS)
 
 
 def test_typos() -> None:

@@ -32,12 +32,12 @@ def function_of(op: Op) -> Callable[..., Any]:
     ) -> Tensor:
         tokens = q_nope.shape[:-2].numel()
         if tokens > MOST or q_nope.shape[-1] > DEEPEST:
-            return concat(absorbed(q_nope, weight), q_rope, cos, sin, positions, *options)
-        scale, pairs, dtype = options if static else (None, options[0], q_nope.dtype)
+            return concat(absorbed(q_nope, weight), q_rope, cos, sin, positions, *options[:-1])
+        scale, pairs, dtype, steady = options if static else (None, options[0], q_nope.dtype, options[1])
         width = weight.shape[-1] + q_rope.shape[-1]
         out = torch.empty((*q_nope.shape[:-1], width), dtype=dtype, device=q_nope.device)
         if out.numel():
-            _launch(name, tokens, (q_nope, q_rope, weight, out), (cos, sin, positions), scale, pairs)
+            _launch(name, tokens, (q_nope, q_rope, weight, out), (cos, sin, positions), scale, pairs, steady)
         return out
 
     return function
@@ -50,6 +50,7 @@ def _launch(
     tables: tuple[Tensor, Tensor, Tensor],
     scale: Tensor | None,
     pairs: str,
+    steady: bool,
 ) -> None:
     q_nope, q_rope, weight, out = queries.heads_of(tensors[0]), queries.heads_of(tensors[1]), *tensors[2:]
     cos, sin, positions = tables
@@ -71,7 +72,7 @@ def _launch(
     block, device = max(16, tuning.power_of_two(tokens)), out.get_device()
     key = (
         name, device, block, q_nope.dtype, cos.dtype, sin.dtype, positions.dtype, out.dtype, heads, nope, latent, rope_width,
-        nope_unit, rope_unit, weight_unit, transposed, pairs, special,
+        nope_unit, rope_unit, weight_unit, transposed, pairs, steady, special,
     )  # fmt: skip
     if launcher.again(key, device, addresses, numbers):
         return
@@ -80,7 +81,7 @@ def _launch(
         heads, nope, latent, rope_width, nope_unit, rope_unit, weight_unit, transposed, scale is not None,
         LARGEST.get(out.dtype, 0.0), PAIRS.index(pairs), tuning.power_of_two(rope_width // 2),
         block, max(16, tuning.power_of_two(nope)), columns, "ieee" if q_nope.dtype == torch.float32 else "tf32",
-        out.device.type != "cuda",
+        out.device.type != "cuda", steady,
     )  # fmt: skip
     sides = heads * (-(-latent // columns) + 1)
     launcher.first(query_absorb, key, every, numbers, constants, rows=block, sides=sides, warps=warps)

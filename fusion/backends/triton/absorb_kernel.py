@@ -23,16 +23,14 @@ def query_absorb(
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE_WIDTH: tl.constexpr,
     NOPE_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr, WEIGHT_UNIT: tl.constexpr, TRANSPOSED: tl.constexpr,
     STATIC: tl.constexpr, LARGEST: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    TOKENS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr, EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """TOKENS of a head per program: COLUMNS of the product over DEPTH >= NOPE columns, or its rope.
 
     TRANSPOSED: the weight's rows lie along NOPE. STATIC: everything is divided by a scale.
-    WIDE: for Triton's interpreter, which multiplies no bfloat16.
+    WIDE: for Triton's interpreter, which multiplies no bfloat16. AHEAD: the weight is read while the kernel in front may still run.
     """
-    if EARLY:
-        tl_cuda.gdc_wait()
-        tl_cuda.gdc_launch_dependents()
     parts: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS + 1
     side = tl.program_id(0) % (HEADS * parts)
     token = (tl.program_id(0) // (HEADS * parts)).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -40,9 +38,12 @@ def query_absorb(
     mask = token < tokens
     at = (token * HEADS + head) * (LATENT + ROPE_WIDTH)
     scale = 1.0
-    if STATIC:
-        scale = 1.0 / tl.load(scale_in)
     if part == parts - 1:
+        if EARLY:
+            tl_cuda.gdc_wait()
+            tl_cuda.gdc_launch_dependents()
+        if STATIC:
+            scale = 1.0 / tl.load(scale_in)
         start = (token * rope_token + head * rope_head) * ROPE_UNIT
         first, second = read_pairs(q_rope, start, mask, ROPE_WIDTH, HALF, PAIRS)
         if PAIRS != NOT_TURNED:
@@ -61,7 +62,15 @@ def query_absorb(
             lies = column[None, :] * (weight_row * WEIGHT_UNIT) + row[:, None]
         else:
             lies = row[:, None] * (weight_row * WEIGHT_UNIT) + column[None, :]
-        absorbing = tl.load(base + lies, mask=inside, other=0.0)
+        if AHEAD:
+            absorbing = tl.load(base + lies, mask=inside, other=0.0)
+        if EARLY:
+            tl_cuda.gdc_wait()
+            tl_cuda.gdc_launch_dependents()
+        if not AHEAD:
+            absorbing = tl.load(base + lies, mask=inside, other=0.0)
+        if STATIC:
+            scale = 1.0 / tl.load(scale_in)
         start = (token * nope_token + head * nope_head) * NOPE_UNIT
         query = tl.load(q_nope + start[:, None] + row[None, :], mask=mask[:, None] & (row < NOPE)[None, :], other=0.0)
         if WIDE:

@@ -94,7 +94,7 @@ def _launch(name: str, mode: int, rows: tuple[torch.Tensor, ...], args: tuple[An
     item = q.element_size()
     aligned = not any(address & 15 for address in addresses[:5]) and not (q_unit | kv_unit) * item & 15
     dual = tuning.Dual(q_width, kv_width, item, mode != NO_QUANT, given.group, aligned)
-    plan = tuning.launch_latents(step, dual, layout.form == "fp8_ds_mla", launcher.wave(q.device))
+    plan = tuning.launch_latents(step, dual, layout.form, launcher.wave(q.device))
     constants = (
         q_width, kv_width, rope_width, q_epsilon, kv_epsilon, q_offset, kv_offset,
         q_unit, kv_unit, rope_unit, entry_unit, mode, given.group, given.largest, given.ue8m0,

@@ -246,7 +246,7 @@ def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
     return Launch(chunk, 0, _chunk(kv, 32 * warps, columns), 1, split, _waves(warps, wave), hold)
 
 
-def launch_latents(step: int, dual: Dual, grouped: bool, wave: int) -> Launch:
+def launch_latents(step: int, dual: Dual, form: str, wave: int) -> Launch:
     """The launch of the norms with rope and cache write: a token per program, or per two of them.
 
     Fewer threads than for a dual norm: the entry's side is a quarter of the row, and its angles are read behind its position.
@@ -254,18 +254,20 @@ def launch_latents(step: int, dual: Dual, grouped: bool, wave: int) -> Launch:
     Args:
         step: from `regime`.
         dual: what is normed.
-        grouped: whether each 128 columns of the key/value latent have a scale: they are then one chunk.
+        form: of the cache: plain, fp8 or fp8_ds_mla. Each 128 columns of the last have a scale: the latent is one chunk.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
     widest, whole = power_of_two(max(dual.q_width, dual.kv_width)), power_of_two(dual.kv_width)
-    kv_chunk = max(whole, 128) if grouped else min(whole, 1024)
+    kv_chunk = max(whole, 128) if form == "fp8_ds_mla" else min(whole, 1024)
     if dual.group_size or not dual.aligned:
         plan = launch_dual(step, dual, wave)
         if plan.rows == 1:
             return plan._replace(kv_chunk=kv_chunk)
-    warps = min(max(1, widest // (1024 if step in (0, 3, 4) else 2048)), 8)
+    # Few tokens: a program for each side. Many: the two sides' reads overlap in one, and an fp8 entry costs instructions.
+    converts = form != "plain" and 3 <= step < len(STEPS)
+    warps = min(max(1, widest // (1024 if step == 0 or converts else 2048)), 8)
     chunk = _chunk(dual.q_width, 32 * warps, (16, 32) if warps == 1 else (8, 16))
-    return Launch(max(chunk, dual.group_size), 0, kv_chunk, 1, step < len(STEPS), _waves(warps, wave), False)
+    return Launch(max(chunk, dual.group_size), 0, kv_chunk, 1, step < 3, _waves(warps, wave), False)
 
 
 def launch_query(step: int, width: int, quantised: bool, wave: int) -> Launch:
