@@ -28,6 +28,8 @@ from layerfuse.fusion.backends import counting
 
 ON = {"fusions": ["mla_decode"], "strict": True}
 LINE = "mla_decode: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run"
+SHORT = -2
+"""Two rows of padding without slots."""
 STEPS: tuple[tuple[tuple[tuple[int, int], ...], int], ...] = (
     (((0, 5),), 0),  # a prompt
     (((0, 1), (1, 7)), 0),  # decoding beside a prompt
@@ -36,6 +38,8 @@ STEPS: tuple[tuple[tuple[tuple[int, int], ...], int], ...] = (
     (((0, 1), (2, 3), (3, 2)), 3),  # two prompts, one of them a chunk, padded
     (((1, 1), (3, 4)), 0),  # the next chunk
     (((0, 1), (1, 1), (2, 1), (3, 1)), 1),
+    (((2, 1), (0, 1)), SHORT),  # padded, and the padding has no slots
+    (((2, 1), (1, 2)), SHORT),
 )
 """(sequence, new tokens) of each request, and rows of padding."""
 
@@ -52,7 +56,7 @@ def ran(
         for requests, padded in STEPS:
             written.clear()
             with counting() as counted:
-                results.append(engine.step(requests, padded).float())
+                results.append(engine.step(requests, abs(padded), padded >= 0).float())
             caches.append(engine.bytes())
             calls.append({**counted, VLLMS: len(written)})
     return results, caches, calls
@@ -92,8 +96,8 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
             # What no token has is as it was: not one byte is written elsewhere.
             guards = (wanted == GUARD).view(-1, held.shape[-1]).all(-1)
             assert torch.equal((held == GUARD).view(-1, held.shape[-1]).all(-1), guards)
-    for (requests, _), counted in zip(STEPS, calls, strict=True):
-        decodes = all(new == 1 for _, new in requests)
+    for (requests, padded), counted in zip(STEPS, calls, strict=True):
+        decodes = all(new == 1 for _, new in requests) and padded != SHORT
         # One launch for the latents in every step; where all tokens are decoded, nothing else writes to the cache.
         query = "mla_query_absorb" if decodes else "mla_query_rope"
         assert counted == {"mla_norm_rope_cache_into": 3, query: 3, VLLMS: 0 if decodes else 3}
