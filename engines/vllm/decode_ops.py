@@ -1,7 +1,7 @@
 """The two ops that stand in an MLA layer of vLLM's instead of its norms, ropes, cache write and attention, split as vLLM's own are.
 
 Where all tokens of a step are decoded, `mla_latents` is one launch (both norms, the rope of the key, the cache write), and
-`mla_attend` has one for the query: the absorbing GEMM, and the rope beside it. In any other step the first gives vLLM's cache write and
+`mla_attend` absorbs and ropes the query in one launch (two for more than 64 tokens). In any other step the first gives vLLM's cache write and
 its prefill what they take, and the second ropes the query in place.
 """
 
@@ -28,8 +28,8 @@ WRITE = "mla_norm_rope_cache_into"
 NAMES = ("layerfuse_vllm::mla_latents", "layerfuse_vllm::mla_attend")
 """What vLLM splits its graphs at."""
 
-FEW = 64
-"""Tokens up to which the absorbing GEMM is one launch with all that follows it: above, the launch that ropes beside it reads less."""
+BLOCKS = (1, 17, 33, 65)
+"""Tokens that `mla_query_absorb` is launched for in different ways."""
 
 _write, _rope, _absorb, _absorb_quant = (
     FUNCTIONS[name] for name in (WRITE, "mla_query_rope", "mla_query_absorb", "mla_query_absorb_static_quant")
@@ -108,18 +108,11 @@ class Layer:
             positions: (tokens,).
         """
         attention = self.attention
-        tokens, heads, _ = q.shape
-        latent, nope = attention.kv_lora_rank, attention.qk_nope_head_dim
-        absorbing, rope, weight = q[..., :nope], q[..., nope:], attention.W_UK_T
-        given = (absorbing, rope, weight, *self.tables, positions)
+        nope = attention.qk_nope_head_dim
+        given = (q[..., :nope], q[..., nope:], attention.W_UK_T, *self.tables, positions)
         if self.query_dtype is not None:
-            return _absorb_quant(*given, attention._q_scale, self.pairs, self.query_dtype)
-        if tokens <= FEW:
-            return _absorb(*given, self.pairs)
-        query = q.new_empty(tokens, heads, latent + rope.shape[-1])
-        torch.bmm(absorbing.transpose(0, 1), weight, out=query[..., :latent].transpose(0, 1))
-        _rope(rope, query, *self.tables, positions, self.pairs)
-        return query
+            return _absorb_quant(*given, attention._q_scale, self.pairs, self.query_dtype, steady=True)
+        return _absorb(*given, self.pairs, steady=True)
 
     def rope_in_place(self, q: Tensor, positions: Tensor) -> None:
         """The same rope where nothing is absorbed. q: (tokens, heads, nope + rope)."""
@@ -225,6 +218,7 @@ def try_out(layer: Layer, most: int) -> int:
         every = numbers(most, weight.device)
         few = weight.new_zeros(1, heads, widths[2], dtype=attention.W_UK_T.dtype)
         case = case_maker(declared("mla_query_rope"))(few, few, *layer.tables, every[:1], layer.pairs)
+        blocks = [n for n in BLOCKS if n <= most]
         counts = [n for n in (2, *(step + 1 for step in steps("mla_query_rope", few.device.type, case))) if n <= most]
         for count in counts:
             positions = torch.zeros_like(every[:count])
@@ -234,4 +228,6 @@ def try_out(layer: Layer, most: int) -> int:
             query = few.new_zeros(-(-count // heads), heads, width)
             layer.query(query, positions[: len(query)])
             layer.rope_in_place(query, positions[: len(query)])
-    return len(counts)
+        for count in blocks:
+            layer.query(few.new_zeros(count, heads, width), torch.zeros_like(every[:count]))
+    return len(counts) + len(blocks)
