@@ -135,6 +135,19 @@ def test_a_start_from_vllms_cache_is_the_same(tmp_path: Path, caplog: pytest.Log
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
 
 
+def test_fusions_of_the_graphs_around_it_are_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """But for both latent norms, which are no longer there."""
+    own = ran("deepseek-v3", tmp_path / "own", False)[0]
+    caplog.clear()
+    asked = {"fusions": ["mla_decode", "add_rms_norm", "mla_dual_rms_norm"], "strict": True}
+    got = ran("deepseek-v3", tmp_path / "ours", asked)[0]
+    torch.testing.assert_close(got, own, rtol=1e-4, atol=1e-4)
+    lines = said(caplog)
+    assert LINE in lines
+    assert "add_rms_norm: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in lines
+    assert not any(line.startswith(("mla_dual_rms_norm", "problem")) for line in lines)
+
+
 # ---- where it cannot stand: vLLM runs on, and one line says why
 
 
