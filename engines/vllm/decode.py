@@ -1,4 +1,4 @@
-"""The decode chain of MLA layers at module level, as `mla_decode`: norms, ropes and cache write of a decode step in two launches.
+"""The decode chain of MLA layers at module level, as `mla_decode`: norms, ropes, cache write and absorption of a step in two launches.
 
 vLLM compiles norms and ropes, writes the cache and runs its attention behind two ops at which it splits its graphs. Here the forward of
 its MLA wrapper calls two ops of ours at the same places (`decode_ops`), compiled or not.

@@ -5,6 +5,7 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from layerfuse.fusion.backends import counting
 
 ON = {"fusions": ["mla_decode"], "strict": True}
 LINE = "mla_decode: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run"
+SHORT = -2
+"""Two rows of padding without slots."""
 STEPS: tuple[tuple[tuple[tuple[int, int], ...], int], ...] = (
     (((0, 5),), 0),  # a prompt
     (((0, 1), (1, 7)), 0),  # decoding beside a prompt
@@ -35,6 +38,8 @@ STEPS: tuple[tuple[tuple[tuple[int, int], ...], int], ...] = (
     (((0, 1), (2, 3), (3, 2)), 3),  # two prompts, one of them a chunk, padded
     (((1, 1), (3, 4)), 0),  # the next chunk
     (((0, 1), (1, 1), (2, 1), (3, 1)), 1),
+    (((2, 1), (0, 1)), SHORT),  # padded, and the padding has no slots
+    (((2, 1), (1, 2)), SHORT),
 )
 """(sequence, new tokens) of each request, and rows of padding."""
 
@@ -51,7 +56,7 @@ def ran(
         for requests, padded in STEPS:
             written.clear()
             with counting() as counted:
-                results.append(engine.step(requests, padded).float())
+                results.append(engine.step(requests, abs(padded), padded >= 0).float())
             caches.append(engine.bytes())
             calls.append({**counted, VLLMS: len(written)})
     return results, caches, calls
@@ -91,10 +96,24 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
             # What no token has is as it was: not one byte is written elsewhere.
             guards = (wanted == GUARD).view(-1, held.shape[-1]).all(-1)
             assert torch.equal((held == GUARD).view(-1, held.shape[-1]).all(-1), guards)
-    for (requests, _), counted in zip(STEPS, calls, strict=True):
-        decodes = all(new == 1 for _, new in requests)
+    for (requests, padded), counted in zip(STEPS, calls, strict=True):
+        decodes = all(new == 1 for _, new in requests) and padded != SHORT
         # One launch for the latents in every step; where all tokens are decoded, nothing else writes to the cache.
-        assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_rope": 3, VLLMS: 0 if decodes else 3}
+        query = "mla_query_absorb" if decodes else "mla_query_rope"
+        assert counted == {"mla_norm_rope_cache_into": 3, query: 3, VLLMS: 0 if decodes else 3}
+
+
+def test_the_query_of_many_tokens_is_that_of_few(tmp_path: Path) -> None:
+    with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
+        (name, attention), *_ = engine.layers.items()
+        layer = importlib.import_module(decode.__package__ + ".decode_ops").layers[name]
+        q = torch.randn(100, attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim)
+        positions = torch.arange(100)
+        with counting() as counted:
+            many = layer.query(q, positions)
+            few = torch.cat([layer.query(q[part], positions[part]) for part in (slice(0, 60), slice(60, 100))])
+        assert counted == {"mla_query_absorb": 3}
+        torch.testing.assert_close(many, few, rtol=1e-5, atol=1e-5)
 
 
 def test_in_bfloat16_it_is_as_near_to_float32_as_vllm(tmp_path: Path) -> None:
@@ -114,6 +133,19 @@ def test_a_start_from_vllms_cache_is_the_same(tmp_path: Path, caplog: pytest.Log
         assert loaded_from_cache() - before == (start == "warm")
         assert LINE in said(caplog)
     assert all(torch.equal(*both) for both in zip(*results, strict=True))
+
+
+def test_fusions_of_the_graphs_around_it_are_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """But for both latent norms, which are no longer there."""
+    own = ran("deepseek-v3", tmp_path / "own", False)[0]
+    caplog.clear()
+    asked = {"fusions": ["mla_decode", "add_rms_norm", "mla_dual_rms_norm"], "strict": True}
+    got = ran("deepseek-v3", tmp_path / "ours", asked)[0]
+    torch.testing.assert_close(got, own, rtol=1e-4, atol=1e-4)
+    lines = said(caplog)
+    assert LINE in lines
+    assert "add_rms_norm: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in lines
+    assert not any(line.startswith(("mla_dual_rms_norm", "problem")) for line in lines)
 
 
 # ---- where it cannot stand: vLLM runs on, and one line says why

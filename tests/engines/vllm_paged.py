@@ -120,12 +120,13 @@ class Paged:
         at = torch.arange(start, end)
         return (at // BLOCK * 4 + sequence) * BLOCK + at % BLOCK
 
-    def step(self, requests: Sequence[tuple[int, int]], padded: int = 0) -> Tensor:
+    def step(self, requests: Sequence[tuple[int, int]], padded: int = 0, slots_too: bool = True) -> Tensor:
         """The hidden states of a step's tokens.
 
         Args:
             requests: (sequence, new tokens); those that decode one token come first.
             padded: rows behind the tokens, with slots of -1.
+            slots_too: whether those rows have slots: in graphs that are captured in pieces they have none.
         """
         ids, positions, slots, decodes, prefills = [], [], [], [], []
         for sequence, new in requests:
@@ -147,7 +148,7 @@ class Paged:
             decode=SimpleNamespace(slots=decodes),
             prefill=SimpleNamespace(requests=prefills, chunked_context=None) if prefills else None,
         )
-        mapping = torch.cat([*slots, torch.full((padded,), -1)])
+        mapping = torch.cat([*slots, torch.full((padded if slots_too else 0,), -1)])
         given = torch.tensor(ids + [0] * padded), torch.tensor(list(positions) + [0] * padded)
         with set_forward_context(
             dict.fromkeys(self.layers, metadata),
