@@ -378,5 +378,7 @@ class _Decider:
             refusal = refusal or limit.unless_switched_on
         reason = refusal or off
         if reason is not None:
-            return Verdict("refused", reason)
+            # What is nowhere on without a measurement is no miss: it is listed where it was measured or asked for.
+            unasked = fusion.off_unless_faster and not switched and measured is None
+            return Verdict("not_applicable" if unasked else "refused", reason)
         return found if measured is None else Verdict("expected", f"{found.reason}; measured {measured.figure}")
