@@ -46,6 +46,8 @@ class Diagnosis:
     "Sentences."
     aiter: tuple[AiterFunction, ...] = ()
     "Every function of AITER's that layerfuse calls, in the order of docs/aiter.md; empty without AITER."
+    vllm: tuple[Finding, ...] = ()
+    "Every place that layerfuse stands at in vLLM: hooks, then modules of models that are not compiled; empty without vLLM."
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -59,6 +61,7 @@ class Diagnosis:
             "enables": list(self.enables),
             "problems": list(self.problems),
             "aiter": {f.name: {"state": f.state, "detail": f.detail, "convention": f.convention} for f in self.aiter},
+            "vllm": {f.name: {"state": f.state, "detail": f.detail} for f in self.vllm},
         }
 
 
@@ -84,7 +87,7 @@ def diagnose() -> Diagnosis:
     if usable:
         findings += environment(on="cuda" if gpu.state == "found" else "cpu", has_torch=torch.state == "found")
     enables = tuple(_enables({found.name: found for found in findings}, usable))
-    return Diagnosis(findings=tuple(findings), enables=enables, aiter=aiter_bindings())
+    return Diagnosis(findings=tuple(findings), enables=enables, aiter=aiter_bindings(), vllm=places_in_vllm())
 
 
 def _version(name: str) -> Finding:
@@ -130,28 +133,31 @@ def _compiler() -> Finding:
 
 def inside_vllm() -> list[Finding]:
     """Whether the installed vLLM is one that layerfuse can work inside of, by its source; nothing without vLLM."""
-    from .engines.vllm.defaults import on_by_default
-    from .engines.vllm.hooks import HOOKS, TESTED, check_source
+    from .engines.vllm.places import inside
 
-    version, spec = _version("vllm"), find_spec("vllm")
-    if version.state == "absent" or spec is None or not spec.submodule_search_locations:
+    version, folder = _version("vllm"), _source_of("vllm")
+    if version.state == "absent" or folder is None:
         return []
-    folder = Path(spec.submodule_search_locations[0])
-    problems = [p for hook in HOOKS if hook.needed and (p := check_source(hook, folder)) is not None]
-    if problems:
-        detail = f"vLLM {version.detail} would be left alone (tested with {', '.join(TESTED)}): {problems[0]}"
-        return [Finding(name="inside vllm", state="broken", detail=detail)]
-    known = "tested" if version.detail in TESTED else f"not tested ({', '.join(TESTED)} are), and has what is expected"
-    allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and "layerfuse" not in allowed.split(","):
-        detail = f"VLLM_PLUGINS={allowed} keeps vLLM from loading it"
-        return [Finding(name="inside vllm", state="absent", detail=detail)]
-    on = ", ".join(f"{name} ({', '.join(archs)})" for name, archs in on_by_default().items()) or "no fusion"
-    asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
-    would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else f"{on} is on by default"
-    needed = sum(hook.needed for hook in HOOKS)
-    detail = f"vLLM {version.detail} is {known}; {needed} of {needed} hooks found; {would}"
-    return [Finding(name="inside vllm", state="found", detail=detail)]
+    state, detail = inside(version.detail, folder)
+    return [Finding(name="inside vllm", state=state, detail=detail)]
+
+
+def places_in_vllm() -> tuple[Finding, ...]:
+    """Every place that layerfuse stands at in vLLM, and whether the installed source has it as expected; empty without vLLM."""
+    from .engines.vllm.places import places
+
+    folder = _source_of("vllm")
+    return tuple(
+        Finding(name=name, state="absent", detail=problem)
+        if problem
+        else Finding(name=name, state="found", detail=does)
+        for name, does, problem in (() if folder is None else places(folder))
+    )
+
+
+def _source_of(package: str) -> Path | None:
+    spec = find_spec(package)
+    return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
 
 # ---- AITER -----------------------------------------------------------------------------------------------------------

@@ -2,14 +2,15 @@
 
     python benchmarks/mla_chain.py                              all of it, some minutes
     python benchmarks/mla_chain.py --heads 16 --tokens 1 8 64   a part
+    python benchmarks/mla_chain.py --only layer                 a whole attention layer, with torch's attention to 1024 tokens
     python benchmarks/mla_chain.py --only ops                   each op alone, beside a copy of its bytes
     python benchmarks/mla_chain.py --only ops --aiter FOLDER    and beside AITER's Triton ops, of a checkout of ROCm/aiter
 
 DeepSeek-V3's widths, random weights in bfloat16, several layers after each other so that no weight stays in the cache, CUDA graphs
-replayed in turns, every result checked. Writes `benchmarks/results/mla_chain.json`, anew after each case.
+replayed in turns, every result checked. Writes `benchmarks/results/mla_PART-HEADS-heads.json`, anew after each case.
 
 The ways: `inductor` and `combo`, torch.compile of plain torch, the latter with combo kernels (vLLM's default); `ops`, the fused ops
-between torch's GEMMs; `buffer`, where the absorbing GEMM writes into the query's columns; `dual norm`, the fused norms alone, compiled
+between torch's GEMMs; `buffer`, where the absorbing GEMM writes into the query's columns; `absorb`, where it is one op with all behind it; `dual norm`, the fused norms alone, compiled
 with combo kernels; `gemms`, the GEMMs and nothing else.
 """
 
@@ -49,6 +50,8 @@ DEVICE = "cuda"
 TOLERANCE = {"bf16": 1e-2, "fp8": 4e-2}
 """Of the norm of the difference, relative."""
 OP_TOKENS = (1, 8, 64, 512, 4096, 16384)
+LENGTH = 1024
+"""Tokens in the cache of each sequence, in a whole layer."""
 LONGEST_US = 400.0
 """A graph lasts at least about this long: its own launch takes some microseconds."""
 
@@ -77,6 +80,24 @@ def gemms(
     return layer._absorbed(nope), layer.projected(attended)
 
 
+def attended(layer: MLADecodeLayer, query: Tensor) -> Tensor:
+    """Torch's attention of each token to its own LENGTH entries, in pages that follow each other: (tokens, heads, latent)."""
+    entries = layer.cache.view(-1, 1, LENGTH, layer.cache.shape[-1])[: query.shape[0]]
+    # Heads stand where a sequence's queries do: they share keys and values.
+    return torch.nn.functional.scaled_dot_product_attention(
+        query[:, None], entries, entries[..., : layer.spec.kv_lora_rank], scale=layer.spec.softmax_scale
+    )[:, 0]
+
+
+def whole(
+    layer: MLADecodeLayer, hidden: Tensor, positions: Tensor, slots: Tensor, given: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A decode step with its attention."""
+    del given
+    query = layer.query(hidden, positions, slots)
+    return query, layer.projected(attended(layer, query))
+
+
 class DualNorm(MLADecodeLayer):
     """Plain, but for the fused norms."""
 
@@ -91,8 +112,16 @@ class DualNorm(MLADecodeLayer):
         return (query.float() / self.query_scale).clamp(-448, 448).to(self.query_dtype)
 
 
-def ways(form: str) -> dict[str, tuple[str, type | None, Chain]]:
-    """Name -> the layer's way, its class, and the function."""
+def ways(form: str, attends: bool = False) -> dict[str, tuple[str, type | None, Chain]]:
+    """Name -> the layer's way, its class, and the function. What attends is compiled, our ops in it too."""
+    if attends:
+        one, two, three = (types.FunctionType(whole.__code__.replace(), whole.__globals__) for _ in range(3))
+        merging = {"options": {"combo_kernels": True}}
+        return {
+            "inductor": ("plain", None, torch.compile(one, fullgraph=True)),
+            "combo": ("plain", None, torch.compile(two, fullgraph=True, **merging)),
+            "absorb": ("absorb", None, torch.compile(three, fullgraph=True, **merging)),
+        }
     # Each has a code object of its own: Dynamo keeps what it compiled with that, and counts recompilations there.
     plain, merged, norms = (types.FunctionType(chain.__code__.replace(), chain.__globals__) for _ in range(3))
     found: dict[str, tuple[str, type | None, Chain]] = {
@@ -101,6 +130,7 @@ def ways(form: str) -> dict[str, tuple[str, type | None, Chain]]:
         "dual norm": ("plain", DualNorm, torch.compile(norms, fullgraph=True, options={"combo_kernels": True})),
         "ops": ("ops", None, chain),
         "buffer": ("buffer", None, chain),
+        "absorb": ("absorb", None, chain),
         "gemms": ("plain", None, gemms),
     }
     if form == "fp8":
@@ -108,12 +138,17 @@ def ways(form: str) -> dict[str, tuple[str, type | None, Chain]]:
     return found
 
 
-def layers_for(spec: MLASpec, way: str, form: str, count: int) -> list[MLADecodeLayer]:
+def forget(cache: Tensor, before: Tensor) -> None:
+    """Set a cache to what was in it, so that only replays have written what is compared."""
+    cache.copy_(before)
+
+
+def layers_for(spec: MLASpec, way: str, form: str, count: int, pages: int = PAGES) -> list[MLADecodeLayer]:
     """Several layers of different weights; those of all ways are alike."""
     cache, query_dtype = FORMS[form]
     made = [
         mla_decode_layer(
-            spec, pages=PAGES, page_size=PAGE, cache=cache, way=way, query_dtype=query_dtype, device=DEVICE, seed=seed
+            spec, pages=pages, page_size=PAGE, cache=cache, way=way, query_dtype=query_dtype, device=DEVICE, seed=seed
         )
         for seed in range(count)
     ]
@@ -162,15 +197,15 @@ def difference(got: Tensor, wanted: Tensor) -> float:
     return float((got.float() - wanted.float()).norm() / wanted.float().norm())
 
 
-def measured(heads: int, tokens: int, form: str, rounds: int) -> dict[str, Any]:
+def measured(heads: int, tokens: int, form: str, rounds: int, attends: bool = False) -> dict[str, Any]:
     """One case, all ways in one run."""
     torch._dynamo.reset()
     # What dynamo gave up on would be timed as if compiled.
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        return _measured(heads, tokens, form, rounds)
+        return _measured(heads, tokens, form, rounds, attends)
 
 
-def _measured(heads: int, tokens: int, form: str, rounds: int) -> dict[str, Any]:
+def _measured(heads: int, tokens: int, form: str, rounds: int, attends: bool) -> dict[str, Any]:
     spec = spec_of(heads)
     generator = torch.Generator(DEVICE).manual_seed(1)
     hidden = torch.randn(tokens, spec.hidden_size, device=DEVICE, dtype=torch.bfloat16, generator=generator)
@@ -178,23 +213,30 @@ def _measured(heads: int, tokens: int, form: str, rounds: int) -> dict[str, Any]
     attended = torch.randn(latents, device=DEVICE, dtype=torch.bfloat16, generator=generator)
     positions = torch.randint(0, 4096, (tokens,), device=DEVICE, generator=generator)
     slots = torch.randperm(PAGES * PAGE, device=DEVICE, generator=generator)[:tokens]
+    pages, filled = PAGES, torch.zeros(())
+    if attends:
+        pages, slots = tokens * LENGTH // PAGE, torch.arange(tokens, device=DEVICE) * LENGTH + LENGTH - 1
+        filled = torch.randn(pages, PAGE, spec.latent_width, device=DEVICE, generator=generator)
     given, count = (hidden, positions, slots, attended), LAYERS[heads]
     repeats = max(1, math.ceil(LONGEST_US / (count * (35.0 if heads == 16 else 110.0))))
     graphs, results, caches = {}, {}, {}
-    truth = layers_for(spec, "plain", form, count)
-    wanted = [chain(layer, *given) for layer in truth]
+    truth = layers_for(spec, "plain", form, count, pages)
+    for layer in truth:
+        forget(layer.cache, filled)
+    wanted = [(whole if attends else chain)(layer, *given) for layer in truth]
     entries = [entries_of(layer, slots) for layer in truth]
-    for name, (way, cls, function) in ways(form).items():
-        layers = layers_for(spec, way, form, count)
+    for name, (way, cls, function) in ways(form, attends).items():
+        layers = layers_for(spec, way, form, count, pages)
         for layer, same in zip(layers, truth, strict=True):
             if cls is not None:
                 layer.__class__ = cls
             for one, other in zip(layer.parameters(), same.parameters(), strict=True):
                 one.data = other.data  # one copy for all ways
+            forget(layer.cache, filled)
         calls = [(lambda layer=layer, function=function: function(layer, *given)) for layer in layers]
         graphs[name], results[name] = captured(calls, repeats)
         for layer in layers:
-            layer.cache.zero_()
+            forget(layer.cache, filled)
         caches[name] = layers
     times = in_turns(graphs, count * repeats, rounds)
     wrong = {}
@@ -254,21 +296,22 @@ def op_measured(
 
 def chain_table(cases: list[dict[str, Any]]) -> Table:
     """Microseconds, and the better of Inductor's two over the better of ours."""
-    names = [*ways("bf16")]
-    table = Table("heads", "tokens", "form", *names, "Inductor's best / ours", "/ gemms")
+    names = [*cases[0]["us"]]
+    table = Table("heads", "tokens", "form", *names, "Inductor's best / absorb", "/ gemms")
     for case in cases:
         us = case["us"]
-        best, ours = min(us["inductor"], us["combo"]), min(us["ops"], us.get("buffer", us["ops"]))
+        best, ours = min(us["inductor"], us["combo"]), us["absorb"]
         table.add_row(
             str(case["heads"]), str(case["tokens"]), case["form"],
-            *(f"{us[name]:.1f}" if name in us else "-" for name in names), f"{best / ours:.3f}", f"{best / us['gemms']:.3f}",
+            *(f"{us[name]:.1f}" if name in us else "-" for name in names), f"{best / ours:.3f}",
+            f"{best / us['gemms']:.3f}" if "gemms" in us else "-",
         )  # fmt: skip
     return table
 
 
 def ops_table(rows: list[dict[str, Any]]) -> Table:
     """Each op beside the copy, and AITER's beside it where they were asked for."""
-    others = [way for way in ("aiter", mla_ops.ONLY_TURNED) if any(way in row["us"] for row in rows)]
+    others = [way for way in (mla_ops.GEMM, "aiter", mla_ops.ONLY_TURNED) if any(way in row["us"] for row in rows)]
     more = [title for way in others for title in (f"{way}, us", f"{way} / op")]
     table = Table("op", "heads", "tokens", "form", "op, us", "copy, us", "op / copy", *more)
     for row in rows:
@@ -299,7 +342,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, nargs="+", choices=TP, default=[*TP])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=[*FORMS])
-    parser.add_argument("--only", choices=("chain", "ops"))
+    parser.add_argument("--only", choices=("chain", "layer", "ops"))
     parser.add_argument("--aiter", type=Path, help="a checkout of ROCm/aiter, whose Triton ops are timed beside ours")
     parser.add_argument("--rounds", type=int, default=40)
     asked = parser.parse_args()
@@ -307,29 +350,32 @@ def main() -> None:
     if not torch.cuda.is_available():
         console.print("nothing measured: this needs a GPU that torch can see")
         return
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)  # attention in the dtype of its cache
     load = aiter_loader(asked.aiter)
-    cases: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
     about = {"gpu": torch.cuda.get_device_name()}
     if load is not None:
         about["aiter"] = aiter_checkout.version(asked.aiter) or "a folder without a commit"
 
-    def keep() -> None:
-        save("mla_chain", {**about, "cases": cases, "ops": rows})
+    found: dict[str, list[dict[str, Any]]] = {
+        part: [] for part in ("chain", "layer", "ops") if asked.only in (None, part)
+    }
+
+    def keep(part: str, rows: list[dict[str, Any]]) -> None:
+        found[part] += rows
+        heads = rows[0]["heads"]
+        save(f"mla_{part}-{heads}-heads", {**about, "cases": [row for row in found[part] if row["heads"] == heads]})
 
     with torch.inference_mode():
-        for heads, form, tokens in itertools.product(asked.heads, asked.forms, asked.tokens):
-            if asked.only != "ops":
-                cases.append(measured(heads, tokens, form, asked.rounds))
-                console.print(chain_table(cases[-1:]))
-                keep()
+        for part, heads, form, tokens in itertools.product(("chain", "layer"), asked.heads, asked.forms, asked.tokens):
+            if part in found and (part, form) != ("layer", "fp8"):  # torch attends to no scaled fp8
+                keep(part, [measured(heads, tokens, form, asked.rounds, part == "layer")])
+                console.print(chain_table(found[part][-1:]))
         for heads, form, tokens in itertools.product(asked.heads, asked.forms, OP_TOKENS):
-            if asked.only != "chain" and tokens * heads <= 16384 * 16:
-                rows += op_measured(tokens, heads, form, asked.rounds, load)
-                keep()
-    for table, found in ((chain_table(cases), cases), (ops_table(rows), rows)):
-        if found:
-            console.print(table)
+            if "ops" in found and tokens * heads <= 16384 * 16:
+                keep("ops", op_measured(tokens, heads, form, asked.rounds, load))
+    for part, rows in found.items():
+        if rows:
+            console.print((ops_table if part == "ops" else chain_table)(rows))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ from attrs import frozen
 from torch import Tensor
 
 from layerfuse.fusion import ops
+from layerfuse.fusion.backends.triton.absorb import MOST
 
 Load = Callable[[str], Any]
 """From `module:function` below aiter.ops.triton to the function."""
 
+GEMM = "torch's GEMM and mla_query_concat"
 ONLY_TURNED = "aiter, no norms"
 """Its launch alone, on latents that are normed already."""
 
@@ -31,6 +33,10 @@ class Given:
     weights: tuple[Tensor, Tensor]
     query: tuple[Tensor, Tensor]
     "The absorbed latent and the rope columns, (tokens, heads, width)."
+    nope: Tensor
+    "The query's columns that are absorbed, (tokens, heads, 128)."
+    weight: Tensor
+    "What absorbs them, (heads, 128, 512), as a layer has it."
     tables: tuple[Tensor, Tensor]
     positions: Tensor
     slots: Tensor
@@ -50,13 +56,16 @@ Way = Callable[[Given], Any]
 def given_of(tokens: int, heads: int, cache: torch.dtype, page: int, device: str) -> Given:
     """Inputs of one decode step, at DeepSeek-V3's widths, with a cache that holds all tokens."""
     pages = max(1, math.ceil(tokens / page))
+    query = torch.randn(tokens, heads, 192, device=device, dtype=torch.bfloat16)
     return Given(
         latents=torch.randn(tokens, 2112, device=device, dtype=torch.bfloat16).split([1536, 512, 64], -1),
         weights=(torch.rand(1536, device=device).bfloat16(), torch.rand(512, device=device).bfloat16()),
         query=(
             torch.randn(heads, tokens, 512, device=device, dtype=torch.bfloat16).transpose(0, 1),
-            torch.randn(tokens, heads, 192, device=device, dtype=torch.bfloat16)[..., 128:],
+            query[..., 128:],
         ),
+        nope=query[..., :128],
+        weight=torch.randn(heads, 128, 512, device=device, dtype=torch.bfloat16) * 128**-0.5,
         tables=torch.randn(4096, 64, device=device).chunk(2, -1),
         positions=torch.randint(0, 4096, (tokens,), device=device),
         slots=torch.randperm(pages * page, device=device)[:tokens],
@@ -78,6 +87,22 @@ def query(given: Given) -> Tensor:
     if given.cache.element_size() == 1:
         return ops.mla_query_concat_static_quant(*given.query, *given.turn, given.one)
     return ops.mla_query_concat(*given.query, *given.turn)
+
+
+def absorb(given: Given) -> Tensor:
+    """`mla_query_absorb`, in fp8 where the cache is."""
+    inputs = given.nope, given.query[1], given.weight, *given.turn
+    if given.cache.element_size() == 1:
+        return ops.mla_query_absorb_static_quant(*inputs, given.one, steady=True)
+    return ops.mla_query_absorb(*inputs, steady=True)
+
+
+def gemm_and_concat(given: Given) -> Tensor:
+    """The same by torch's GEMM and `mla_query_concat`."""
+    latent = torch.bmm(given.nope.transpose(0, 1), given.weight).transpose(0, 1)
+    if given.cache.element_size() == 1:
+        return ops.mla_query_concat_static_quant(latent, given.query[1], *given.turn, given.one)
+    return ops.mla_query_concat(latent, given.query[1], *given.turn)
 
 
 def ours(given: Given) -> tuple[Tensor, Tensor]:
@@ -144,6 +169,9 @@ def op_ways(given: Given, load: Load | None) -> dict[str, tuple[dict[str, Way], 
         "mla_norm_rope_cache": ({"op": norms}, moved[0]),
         "mla_query_concat": ({"op": query}, moved[1]),
     }
+    if tokens <= MOST:
+        bytes_moved = heads * 128 * 512 * 2 + tokens * heads * (192 * 2 + 576 * item)
+        found["mla_query_absorb"] = {"op": absorb, GEMM: gemm_and_concat}, bytes_moved
     if item > 1:
         found["mla_query_rope"] = (
             {"op": lambda g: ops.mla_query_rope(g.query[1], buffer, *g.turn)},

@@ -30,7 +30,7 @@ class Arm:
             model=asked["model"], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048,
             gpu_memory_utilization=0.05, kv_cache_memory_bytes=asked["cache"], max_num_seqs=max(asked["batches"]),
             max_num_batched_tokens=8192, enable_prefix_caching=False, seed=0, tensor_parallel_size=asked["tp"],
-            worker_extension_cls="vllm_probe.Probe",
+            worker_extension_cls="vllm_probe.Probe", logits_processors=["vllm_forced:Forced"],
             compilation_config={"cudagraph_capture_sizes": asked["batches"], **asked["compilation"]},
             additional_config=asked["additional"], **asked["engine"],
         )  # fmt: skip
@@ -75,6 +75,42 @@ class Arm:
             ]
         return found
 
+    def forced(self, tokens: dict[str, list[list[int]]], together: bool = True) -> dict[str, Any]:
+        """What is thought of given tokens behind the same prompts.
+
+        Args:
+            tokens: name -> of each sequence, so many of the first as there are.
+            together: all sequences of a name in one batch; otherwise one after another.
+
+        Returns:
+            name -> of each sequence the log probabilities of its `prompt`, from the second token, and of its `tokens`, and of each step
+            the `best` two tokens with theirs.
+        """
+        from vllm import SamplingParams
+
+        found = {}
+        for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
+            wanted = [
+                SamplingParams(
+                    temperature=0, max_tokens=len(row), ignore_eos=True, prompt_logprobs=0, logprobs=2, detokenize=False,
+                    extra_args={"tokens": row},
+                )
+                for row in tokens[name]
+            ]  # fmt: skip
+            asked = list(zip(self._prompts(number, length, seed), wanted, strict=False))
+            batches = [asked] if together else [[each] for each in asked]
+            outputs = [
+                output
+                for batch in batches
+                for output in self.llm.generate([each for each, _ in batch], [how for _, how in batch], use_tqdm=False)
+            ]
+            found[name] = [_thought(*each) for each in zip(outputs, tokens[name], strict=True)]
+        return found
+
+    def one_by_one(self, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
+        """`forced`, each of the first four sequences in a batch of its own."""
+        return self.forced({name: rows[:4] for name, rows in tokens.items()}, together=False)
+
     def settle(self, batch: int) -> None:
         """Decode so many sequences, so that the graph's inputs are those of a decode step."""
         from vllm import SamplingParams
@@ -99,6 +135,21 @@ class Arm:
     def kernels(self, tokens: int) -> list[dict[str, Any]]:
         """Of every rank."""
         return self.llm.collective_rpc("probe_kernels", args=(tokens,))
+
+
+def _thought(output: Any, tokens: list[int]) -> dict[str, Any]:
+    drawn = output.outputs[0]
+    if list(drawn.token_ids) != tokens:
+        raise RuntimeError(f"vLLM drew {list(drawn.token_ids)[:4]}... where it was to draw {tokens[:4]}...")
+    prompt = [
+        step[token].logprob for token, step in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True) if step
+    ]
+    best = [sorted(step.items(), key=lambda each: (-each[1].logprob, each[1].rank))[:2] for step in drawn.logprobs]
+    return {
+        "prompt": [round(each, 5) for each in prompt],
+        "tokens": [round(step[token].logprob, 5) for token, step in zip(tokens, drawn.logprobs, strict=True)],
+        "best": [[[token, round(one.logprob, 5)] for token, one in step] for step in best],
+    }
 
 
 def main() -> None:

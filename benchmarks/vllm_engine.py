@@ -8,7 +8,8 @@ on the same GPUs, then take turns: while one is timed, the others wait. A time i
 replayed (`vllm_probe`); with several GPUs it is the slowest rank's. A ratio is the median over the turns, each of which times every arm.
 
 Tokens are compared with those of the first arm. Where two sequences part, the two best logits of the first arm at that step say whether
-it was a tie: one bf16 step apart or less.
+it was a tie: one bf16 step apart or less. Then every arm is given the first arm's tokens, and its log probabilities of them are compared
+(`vllm_tokens`, which also says when they hold).
 
 Results are written after every stage; a stage that the file holds is not run again, unless it is named with --again. One that would
 not end before --limit is not begun. `--list` prints the stages.
@@ -31,14 +32,14 @@ from typing import Any
 from environment import environment
 from vllm_shapes import MLA, VOCABULARY, folder_of
 from vllm_stages import STAGES, Stage
+from vllm_table import table
+from vllm_tokens import agreement, distances, drawn, exceeds
 
 HERE = Path(__file__).parent
 BEGAN = time.monotonic()
 BATCHES = (1, 8, 64)
-OURS = ("row_norm", "dual_norm", "gated_norm", "silu_mul", "all_reduce_row_norm")
+OURS = ("row_norm", "dual_norm", "norm_rope_cache", "query", "gated_norm", "silu_mul", "all_reduce_row_norm")
 """Functions that layerfuse's Triton kernels are compiled from."""
-STEP = 0.0625
-"""One step of bf16 between 8 and 16, where the best logits are."""
 LATE = "during inference"
 """In the warnings of vLLM's monitor of kernels that are compiled late."""
 LENGTHS = (65, 300, 500, 800, 1100, 2500, 5000, 8192)
@@ -70,7 +71,7 @@ class Engine:
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
             "cache": 2 << 30, "additional": options, "compilation": {"pass_config": {"fuse_allreduce_rms": False, **stage.alone.get(arm, {})}},
-            "engine": {"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {},
+            "engine": {**({"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {}), **stage.engine},
         }  # fmt: skip
         variables = {
             **os.environ, **QUIET, **stage.variables,
@@ -153,6 +154,12 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, turns: in
         for arm in list(engines):
             for batch in BATCHES:
                 _try(result, engines, arm, until, "kernels", batch)
+        if "vllm" in engines:
+            text = drawn(result["arms"]["vllm"]["tokens"])
+            for arm in list(engines):
+                _try(result, engines, arm, until, "forced", text)
+            _try(result, engines, "vllm", until, "one_by_one", text)
+        for arm in [arm for arm in engines if arm not in stage.alone]:
             _try(result, engines, arm, until, "prefill", list(LENGTHS))
     finally:
         for engine in engines.values():
@@ -227,58 +234,33 @@ def _concluded(result: dict[str, Any], names: dict[str, str], logs: Path) -> dic
             modules = json.loads(report.read_text())["modules"].values()
             found["missed"] = [module["missed"] for module in modules if module["missed"]]
             found["problems"] = [problem for module in modules for problem in module["problems"]]
+    _compared(result)
     for found in result["arms"].values():
-        found.pop("tokens", None)
+        for texts in ("tokens", "forced", "one_by_one"):
+            found.pop(texts, None)
     return result
+
+
+def _compared(result: dict[str, Any]) -> None:
+    """Log probabilities against the first arm's, and against how far vLLM's own ways are apart."""
+    arms = result["arms"]
+    first = arms.get("vllm", {})
+    if "forced" in first:
+        ways = {"other batches": distances(first["forced"], first["one_by_one"])} if "one_by_one" in first else {}
+        for name, found in arms.items():
+            if found is not first and "forced" in found:
+                found["log probabilities"] = distances(first["forced"], found["forced"])
+                if found["fusions"] is None:
+                    ways[name] = found["log probabilities"]
+        first["ways"] = ways
+        for found in arms.values():
+            if found["fusions"] is not None and "log probabilities" in found and ways:
+                found["exceeds"] = exceeds(found["log probabilities"], ways)
 
 
 def _ours(kernels: dict[str, list[float]]) -> dict[str, float]:
     counts = {ours: sum(n for kernel, (n, _) in kernels.items() if kernel.startswith(ours)) for ours in OURS}
     return {ours: count for ours, count in counts.items() if count}
-
-
-def agreement(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """How far greedy tokens agree: sequences that are the same, and for others how near the two best logits were."""
-    same, margins, apart = 0, [], 0.0
-    pairs = [pair for name in first for pair in zip(first[name], other[name], strict=True)]
-    for (tokens, best), (others, best_there) in pairs:
-        place = next((i for i, (a, b) in enumerate(zip(tokens, others, strict=True)) if a != b), len(tokens))
-        for here, there in zip(best[: place + 1], best_there, strict=False):
-            known = dict(there)
-            apart = max([apart, *(abs(logit - known[token]) for token, logit in here if token in known)])
-        if place == len(tokens):
-            same += 1
-        else:
-            two = sorted((logit for _, logit in best[place]), reverse=True)
-            margins.append(round(two[0] - two[1], 4))
-    return {
-        "sequences": len(pairs), "the same": same, "margins where they part": margins,
-        "beyond one step": sum(margin > STEP for margin in margins), "log probabilities apart": round(apart, 4),
-    }  # fmt: skip
-
-
-def table(results: dict[str, Any]) -> str:
-    """For people: a line for each stage and arm."""
-    lines = ["| stage | arm | " + " | ".join(f"batch {batch}" for batch in BATCHES) + " | fused kernels | tokens |"]
-    lines.append("|" + "---|" * (len(BATCHES) + 4))
-    for name, stage in results["stages"].items():
-        for arm, found in stage["arms"].items():
-            cells = []
-            for batch in BATCHES:
-                timed = found.get(f"batch {batch}")
-                more = "" if timed is None or arm == "vllm" else f" ({timed['times_faster']:.3f})"
-                cells.append("-" if timed is None else f"{timed['us']:.1f} us{more}")
-            agreed = found.get("agreement")
-            said = (
-                ""
-                if agreed is None
-                else f"{agreed['the same']} of {agreed['sequences']}, {agreed['beyond one step']} beyond a tie"
-            )
-            fused = ", ".join(f"{count:g} {kernel}" for kernel, count in found.get(f"fused {BATCHES[0]}", {}).items())
-            late = f"; {len(found['late'])} compiled late" if found.get("late") else ""
-            lines.append(f"| {name} | {arm} | {' | '.join(cells)} | {fused or '-'}{late} | {said or '-'} |")
-        lines += [f"{name}: {arm} failed: {error[:300]}" for arm, error in stage["errors"].items()]
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -323,8 +305,8 @@ def main() -> None:
             until = min(BEGAN + given.limit, time.monotonic() + 2 * stage.needs + 60)
             results["stages"][name] = run(name, stage, logs, work, until, given.turns, given.one_by_one)
             given.out.write_text(json.dumps(results, indent=1) + "\n")
-            print(table({"stages": {name: results["stages"][name]}}), flush=True)
-    print(f"after {time.monotonic() - BEGAN:.0f} s\n{table(results)}")
+            print(table({"stages": {name: results["stages"][name]}}, BATCHES), flush=True)
+    print(f"after {time.monotonic() - BEGAN:.0f} s\n{table(results, BATCHES)}")
 
 
 def _gpus() -> list[str]:

@@ -6,10 +6,12 @@ the weights of `vllm_shapes` in the place of vLLM's dummy ones.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from typing import Any
 
 import torch
+import triton
 import vllm.model_executor.model_loader.dummy_loader as loader
 import vllm_shapes
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
@@ -22,6 +24,7 @@ _filled: list[int] = []
 def _initialize(module: torch.nn.Module, *_: Any, **__: Any) -> None:
     # The loader hands over the whole model first, then every module of it.
     if not _filled:
+        _one_configuration("vllm.third_party.flash_linear_attention")
         _filled.append(id(module))
         group = get_tp_group()
         sharded = {
@@ -34,6 +37,20 @@ def _initialize(module: torch.nn.Module, *_: Any, **__: Any) -> None:
 
 
 loader.initialize_dummy_weights = _initialize
+
+
+def _one_configuration(package: str) -> None:
+    """Leave the kernels of a delta net's prefill no choice.
+
+    Each engine would compile some 90 configurations first, and two engines could choose two, which add in different orders.
+    """
+    for name, module in list(sys.modules.items()):
+        for each in list(vars(module).values()) if name.startswith(package) else ():
+            kernel = each
+            while isinstance(kernel, (triton.runtime.Heuristics, triton.runtime.Autotuner)):
+                if isinstance(kernel, triton.runtime.Autotuner):
+                    kernel.configs = kernel.configs[:1]
+                kernel = kernel.fn
 
 
 class Probe:

@@ -33,6 +33,13 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     # No layer is a mixture: the experts that the config must name are never built.
     "deepseek-v3": ("deepseek-v3", _DENSE),
     "deepseek-v3-fp8": ("deepseek-v3", {**_DENSE, "quantization_config": BLOCKS}),
+    # What a rank of eight holds of the attention, and all of it on one rank; the hidden size of DeepSeek-V2-Lite for the former.
+    "mla-16": (
+        "deepseek-v3",
+        {**_DENSE, "num_hidden_layers": 6, "first_k_dense_replace": 6, "hidden_size": 2048, "num_attention_heads": 16,
+         "num_key_value_heads": 16, "intermediate_size": 5632},
+    ),
+    "mla-128": ("deepseek-v3", {**_DENSE, "num_hidden_layers": 2, "first_k_dense_replace": 2}),
     # One dense layer and three mixtures, of 64 experts instead of 256.
     "deepseek-v3-moe": ("deepseek-v3", _MIXED),
     "deepseek-v3-moe-fp8": ("deepseek-v3", {**_MIXED, "quantization_config": BLOCKS}),

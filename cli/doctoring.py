@@ -32,10 +32,14 @@ def answer_doctor(json: bool) -> None:
 
         out = console()
         show(_grid(diagnosis.findings), out)
-        if diagnosis.aiter:
-            out.print()
-            out.print(Text("What layerfuse calls of AITER, by its source", style="bold"))
-            show(_grid(diagnosis.aiter), out)
+        for title, more in (
+            ("Where layerfuse stands in vLLM, by its source", diagnosis.vllm),
+            ("What layerfuse calls of AITER, by its source", diagnosis.aiter),
+        ):
+            if more:
+                out.print()
+                out.print(Text(title, style="bold"))
+                show(_grid(more), out)
         out.print()
         out.print(Text("What this enables", style="bold"))
         for sentence in diagnosis.enables:

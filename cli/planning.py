@@ -128,7 +128,7 @@ def plan_data(
         "num_hidden_layers": entry.num_hidden_layers,
         "kinds": kinds,
         "engine_does": {} if around is None else {**around.does, **around.keeps},
-        "notes": [*_engine_notes(entry, engine), *_uncompiled(around)],
+        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *_modules(engine, specs)],
     }
 
 
@@ -173,6 +173,15 @@ def _uncompiled(engine: Engine | None) -> list[str]:
     if engine is None or engine.uncompiled is None:
         return []
     return [f"{engine.uncompiled}: fused ops can stand in its modules only."]
+
+
+def _modules(engine: str | None, specs: Sequence[tuple[str, Any]]) -> list[str]:
+    """What an engine's layers take at module level, which is no fusion of graphs."""
+    if engine != "vllm":
+        return []
+    from ..engines.vllm.decode_facts import planned
+
+    return list(planned([spec for _, spec in specs]))
 
 
 def show_plan(data: dict[str, Any], to: Console) -> None:
@@ -240,14 +249,19 @@ def _target(data: dict[str, Any]) -> str:
     return f"{target['arch']} ({target['vendor']}{fp8})"
 
 
-def config_for(quant: Sequence[str]) -> FusionConfig:
+def config_for(quant: Sequence[str], engine: str | None = None) -> FusionConfig:
     """What the environment wants, and the quantisation that was asked about, which level 1 would refuse.
 
     Raises:
         ActivationQuantError: no such quantisation.
         FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
     """
-    config = FusionConfig.from_environment()
+    if engine == "vllm":
+        from ..engines.vllm.options import Options
+
+        config = Options().config()
+    else:
+        config = FusionConfig.from_environment()
     if not quant:
         return config
     declared: dict[str, ActivationQuant | None] = {}
@@ -286,7 +300,7 @@ def answer_plan(
         rank=rank,
         target=target,
         engine=engine,
-        config=config_for(quant),
+        config=config_for(quant, engine),
         release=asked.get("release"),
         engine_version=engine_version,
         enforce_eager=enforce_eager,

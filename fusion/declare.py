@@ -275,6 +275,20 @@ class Cache(Argument):
         return True
 
 
+@frozen(kw_only=True)
+class HeadWeight(Argument):
+    """A GEMM's weight for each head, (heads, width of `of`, width of the product), of the dtype of `of`.
+
+    It may be a view, as long as one of the last two strides is 1.
+    """
+
+    schema = "Tensor"
+    annotation = "Tensor"
+
+    of: str
+    "The rows of heads that are multiplied by it."
+
+
 @frozen
 class Source:
     """A default that is written as source text."""
@@ -341,6 +355,8 @@ class Joined(Result):
     """A tensor as wide as `of` and `beside` together; of their dtype, or fp8 where the op has an argument of kind `QuantDtype`."""
 
     beside: str
+    through: str | None = None
+    "The argument of kind `HeadWeight` that `of` is multiplied by: the product's width counts, not that of `of`."
 
 
 Results: TypeAlias = tuple[Result, ...]
@@ -420,7 +436,7 @@ class Op:
             others: tuple[str | None, ...] = ()
             if isinstance(argument, Rows):
                 others = (argument.like,)
-            elif isinstance(argument, Weight | Index | Table):
+            elif isinstance(argument, Weight | Index | Table | HeadWeight):
                 others = (argument.of,)
             elif isinstance(argument, Cache):
                 others = argument.parts

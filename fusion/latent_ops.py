@@ -3,8 +3,9 @@
 What they compute is in `ops.mla`, by the rules of `ops.rope` and `ops.cache_layout`, in one launch each.
 
 - `mla_norm_rope_cache`: both latent norms, the rope of the key, and the write of both to the token's slot. Also with the
-  query latent quantised.
+  query latent quantised, and with the query latent written to a given buffer (`mla_norm_rope_cache_into`).
 - `mla_query_concat`: the rope of the query beside the absorbed latent query, in one buffer. Also in fp8.
+- `mla_query_absorb`: the same with the absorbing GEMM in it, for the few tokens of a decode step. Also in fp8.
 - `mla_query_rope`: the rope alone, into the last columns of a buffer whose first ones the absorbing GEMM has written.
 """
 
@@ -18,6 +19,8 @@ from .declare import (
     Cache,
     Choice,
     Epsilon,
+    Flag,
+    HeadWeight,
     Index,
     Joined,
     Kernel,
@@ -144,6 +147,64 @@ def _query_concat(name: str, said: str, quantised: bool) -> Op:
     )
 
 
+def _query_absorb(name: str, said: str, quantised: bool) -> Op:
+    scale = (StaticScale(name="scale"), _PAIRS, QuantDtype()) if quantised else (_PAIRS,)
+    return Op(
+        name=name,
+        doc=f"The query absorbed into the latent's columns, and its turned rope columns beside them{said}: the GEMM of each head "
+        "and all behind it in one launch for up to 64 tokens, in two for more (DeepSeek-V2, arXiv 2405.04434, appendix C).",
+        args=(
+            Rows(
+                name="q_nope",
+                width="nope_width",
+                heads=True,
+                doc="(tokens, heads, width): the query's columns without rope; a view of columns goes in as it is.",
+            ),
+            Rows(
+                name="q_rope",
+                width="rope_width",
+                like="q_nope",
+                heads=True,
+                doc="(tokens, heads, width): the rope columns of the query; a view of columns goes in as it is.",
+            ),
+            HeadWeight(
+                name="weight",
+                of="q_nope",
+                doc="(heads, width, latent): what absorbs each head, the key's half of `kv_b_proj`; one of the last two strides is 1.",
+            ),
+            *_tables("q_rope"),
+            *scale,
+            Flag(
+                name="steady",
+                doc="nothing on the stream writes to the weight, as to a parameter: it may be read while the kernel in front still runs.",
+            ),
+        ),
+        results=(
+            Joined(
+                name="query",
+                of="q_nope",
+                through="weight",
+                beside="q_rope",
+                doc="(tokens, heads, latent + rope)"
+                + (", in fp8; the product is rounded to the dtype of the query first." if quantised else "."),
+            ),
+        ),
+        reference=_absorb_static if quantised else _absorb,
+    )
+
+
+def _absorb(*args: Any) -> Any:
+    from .ops.mla import query_absorb
+
+    return query_absorb(*args)
+
+
+def _absorb_static(*args: Any) -> Any:
+    from .ops.mla import query_absorb_static
+
+    return query_absorb_static(*args)
+
+
 def _concat(*args: Any) -> Any:
     from .ops.mla import query_concat
 
@@ -154,6 +215,12 @@ def _concat_static(*args: Any) -> Any:
     from .ops.mla import query_concat_static
 
     return query_concat_static(*args)
+
+
+def _into(*args: Any) -> None:
+    from .ops.mla import norm_rope_cache_into
+
+    norm_rope_cache_into(*args)
 
 
 def _rope_alone(*args: Any) -> None:
@@ -178,8 +245,27 @@ MLA_NORM_ROPE_CACHE_GROUP_QUANT = _norm_rope_cache(
     ", the query latent quantised to fp8 with one scale per `group_size` columns",
     Quant(per="group", out="q"),
 )
+MLA_NORM_ROPE_CACHE_INTO = Op(
+    name="mla_norm_rope_cache_into",
+    doc=MLA_NORM_ROPE_CACHE.doc.replace(" (DeepSeek", ", and the former to a buffer (DeepSeek"),
+    args=(
+        *_LATENTS,
+        Rows(
+            name="q_out",
+            width="q_width",
+            like="q",
+            mutated=True,
+            doc="written to, of the shape of q, no view of it: the query latent normed, rounded once. CUDA graphs that are captured "
+            "in pieces want its address to stay.",
+        ),
+    ),
+    results=(),
+    reference=_into,
+)
 MLA_QUERY_CONCAT = _query_concat("mla_query_concat", "", False)
 MLA_QUERY_CONCAT_STATIC_QUANT = _query_concat("mla_query_concat_static_quant", ", in fp8 by a given scale", True)
+MLA_QUERY_ABSORB = _query_absorb("mla_query_absorb", "", False)
+MLA_QUERY_ABSORB_STATIC_QUANT = _query_absorb("mla_query_absorb_static_quant", ", in fp8 by a given scale", True)
 MLA_QUERY_ROPE = Op(
     name="mla_query_rope",
     doc="The turned rope columns of the query, written to the last columns of a buffer that holds the absorbed latent already.",
@@ -212,14 +298,18 @@ _LATENT_KERNEL = Kernel(
     refuses="layerfuse.fusion.backends.triton.latents:refuses",
 )
 _QUERY_KERNEL = Kernel(backend="triton", made_by="layerfuse.fusion.backends.triton.queries:function_of")
+_ABSORB_KERNEL = Kernel(backend="triton", made_by="layerfuse.fusion.backends.triton.absorb:function_of")
 _AITER = Kernel(backend="aiter")
 MLA = {
     MLA_NORM_ROPE_CACHE: (_LATENT_KERNEL, _AITER),
+    MLA_NORM_ROPE_CACHE_INTO: (_LATENT_KERNEL,),
     MLA_NORM_ROPE_CACHE_STATIC_QUANT: (_LATENT_KERNEL, _AITER),
     MLA_NORM_ROPE_CACHE_PER_TOKEN_QUANT: (_LATENT_KERNEL, _AITER),
     MLA_NORM_ROPE_CACHE_GROUP_QUANT: (_LATENT_KERNEL, _AITER),
     MLA_QUERY_CONCAT: (_QUERY_KERNEL, _AITER),
     MLA_QUERY_CONCAT_STATIC_QUANT: (_QUERY_KERNEL, _AITER),
+    MLA_QUERY_ABSORB: (_ABSORB_KERNEL,),
+    MLA_QUERY_ABSORB_STATIC_QUANT: (_ABSORB_KERNEL,),
     MLA_QUERY_ROPE: (_QUERY_KERNEL, _AITER),
 }
 """The ops, with their kernels beside the reference. AITER's come second: it needs more launches, or has none to call."""

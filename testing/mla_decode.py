@@ -18,9 +18,10 @@ from ..fusion.ops.cache_layout import entry_width
 from ..fusion.ops.quantisation import LARGEST
 from ..fusion.ops.rope import read_entries
 
-WAYS = ("plain", "ops", "buffer")
+WAYS = ("plain", "ops", "buffer", "absorb")
 """How a layer does what stands between its GEMMs. plain: in plain torch. ops: by `mla_norm_rope_cache` and `mla_query_concat`.
-buffer: the absorbing GEMM writes into the query's columns, and `mla_query_rope` does the rest."""
+buffer: the absorbing GEMM writes into the query's columns, and `mla_query_rope` does the rest. absorb: by `mla_query_absorb`, the GEMM
+in it."""
 
 CACHES = {"plain": None, "fp8": torch.float8_e4m3fn, "fp8_ds_mla": torch.uint8}
 """The forms of a cache, and the dtype of each but the first, which has the layer's."""
@@ -93,6 +94,11 @@ class MLADecodeLayer(nn.Module):  # type: ignore[misc]  # torch is untyped
             slots, self.cache, self.cache_scale, spec.q_norm.weight_offset, spec.kv_norm.weight_offset, self._pairs,
         )  # fmt: skip
         nope, rope = self._heads(q)
+        if self.way == "absorb":
+            given = (nope, rope, self.absorb.transpose(1, 2), cos, sin, positions)
+            if self.query_dtype in LARGEST:
+                return ops.mla_query_absorb_static_quant(*given, self.query_scale, self._pairs, self.query_dtype, True)
+            return ops.mla_query_absorb(*given, self._pairs, True)
         if self.way == "ops" and self.query_dtype in LARGEST:
             return ops.mla_query_concat_static_quant(
                 self._absorbed(nope), rope, cos, sin, positions, self.query_scale, self._pairs, self.query_dtype

@@ -32,7 +32,9 @@ class Hook:
     """One function of vLLM's, and what is expected of it."""
 
     name: str
-    "What layerfuse does there."
+    "By which layerfuse knows what to do there."
+    does: str = ""
+    "What that is, as the doctor says it."
     module: str
     path: str
     "In the module: `Class.method`, or a function's name."
@@ -52,6 +54,7 @@ class Hook:
 HOOKS = (
     Hook(
         name="options",
+        does="reads its options as vLLM's config is made",
         module="vllm.platforms",
         path="current_platform.check_and_update_config",
         takes=("vllm_config",),
@@ -59,12 +62,14 @@ HOOKS = (
     ),
     Hook(
         name="specs",
+        does="plans as a model is loaded",
         module="vllm.model_executor.model_loader.base_loader",
         path="BaseModelLoader.load_model",
         takes=("self", "vllm_config"),
     ),
     Hook(
         name="specs",
+        does="plans as a model is loaded by tensorizer",
         module="vllm.model_executor.model_loader.tensorizer_loader",
         path="TensorizerLoader.load_model",
         takes=("self", "vllm_config"),
@@ -72,24 +77,28 @@ HOOKS = (
     ),
     Hook(
         name="pass",
+        does="puts its pass ahead of vLLM's",
         module="vllm.compilation.backends",
         path="VllmBackend.configure_post_pass",
         takes=("self",),
     ),
     Hook(
         name="piece",
+        does="takes down what became of a piece of the graph",
         module="vllm.compilation.backends",
         path="CompilerManager.compile",
         takes=("self", "graph", "compile_range", "graph_index"),
     ),
     Hook(
         name="artefact",
+        does="reads the report that was kept with a compiled model",
         module="vllm.compilation.decorators",
         path="_try_load_aot_compiled_fn",
         takes=("model", "aot_compilation_path"),
     ),
     Hook(
         name="metadata",
+        does="compares AITER's metadata for MLA decode with the plan",
         module="vllm.v1.attention.backends.mla.rocm_aiter_mla",
         path="AiterMLAMetadataBuilder.__init__",
         takes=("self", "kv_cache_spec", "layer_names", "vllm_config"),
@@ -155,6 +164,8 @@ def check_source(hook: Hook, folder: Path) -> str | None:
     file = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")
     try:
         found: Any = ast.parse(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return f"{hook.place} is expected, and there is no {module}"
     except (OSError, SyntaxError, ValueError) as error:
         return f"{hook.place} is expected, and {file} cannot be read: {type(error).__name__}"
     for part in path.split("."):

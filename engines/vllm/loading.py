@@ -7,14 +7,19 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 from torch import nn
 
 from ... import registry
 from ...adapters.errors import UnknownLayerError
 from ...fusion.compiler import surroundings_of
+from ...fusion.engine import Engine
 from ...fusion.plan import plan
+from ...fusion.sites import LATENTS, QUERY
 from ...fusion.target import Target
 from .circumstances import engine_for, runs_modules, why_not_compiled
+from .decode import Door
+from .decode_facts import NAME
 from .options import KEY, OWN, Options
 from .process import once
 from .releases import BATCH_INVARIANT, INVARIANT, is_set
@@ -59,6 +64,7 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
         if not inside and not strangers:
             continue  # a vision tower
         target = _target_of(module)
+        door = Door.of(module, inside, vllm_config) if options.decode else None
         units.append(
             (
                 module,
@@ -66,23 +72,32 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
                     name=type(module).__qualname__,
                     model=type(model).__qualname__,
                     path=path,
-                    plan=plan(inside, target, config, engine_for(vllm_config, target, reason)),
+                    plan=plan(inside, target, config, _beside(door, engine_for(vllm_config, target, reason))),
                     around=surroundings_of(module),
                     vllm_config=vllm_config,
                     strict=config.strict,
                     report_path=options.report,
                     unknown=strangers,
                     at_modules=reason,
+                    door=door,
                 ),
             )
         )
-    if reason is not None and not any(unit.active for _, unit in units):
+    if reason is not None and not any(unit.active or unit.door is not None for _, unit in units):
         _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason)
         return
     if units:
         units[0][1].outside = tuple(layer for layer, _ in specs if layer not in held)
     _write_key(vllm_config, [unit for _, unit in units])
     yield from units
+
+
+def _beside(door: Door | None, engine: Engine) -> Engine:
+    """The engine where both latent norms of all MLA layers are taken already."""
+    if door is None or not door.stands:
+        return engine
+    taken = f"{NAME} takes what stands there"
+    return attrs.evolve(engine, keeps={**engine.keeps, **dict.fromkeys((LATENTS, QUERY), taken)})
 
 
 def _nothing(model: nn.Module, why: str) -> None:
@@ -114,6 +129,7 @@ def _target_of(module: nn.Module) -> Target:
 def _write_key(vllm_config: Any, units: list[Unit]) -> None:
     """Make what is planned part of the key of vLLM's cache, which knows its config only."""
     active = [unit.key for unit in units if unit.active]
+    active += [unit.door.key for unit in units if unit.door is not None and unit.door.stands]
     given = vllm_config.additional_config
     if not active:
         return

@@ -10,6 +10,7 @@ import attrs
 from attrs import field, frozen
 
 from ...adapters.errors import LayerfuseError, did_you_mean, shown
+from .decode_facts import without
 
 if TYPE_CHECKING:
     from ...fusion.config import FusionConfig
@@ -64,12 +65,27 @@ class Options:
         from ...fusion.config import FusionConfig
 
         origin = f"additional_config[{KEY!r}]"
-        text = None if self.fusions is None else self.fusions.strip()
+        line = self._line
+        text, _ = without(line)
+        where = "LAYERFUSE_FUSIONS" if self._from_environment else "fusions"
         if text:
-            config = FusionConfig.parse(text, origin=f"fusions={text}", strict=self.strict)
+            config = FusionConfig.parse(text, origin=f"{where}={line}", strict=self.strict)
         else:
-            config = FusionConfig.from_environment(strict=self.strict)
+            config = FusionConfig(strict=self.strict)
         return config if self.level is None else attrs.evolve(config, level=self.level, origin=origin)
+
+    @property
+    def _from_environment(self) -> bool:
+        return not (self.fusions or "").strip()
+
+    @property
+    def _line(self) -> str:
+        return (os.environ.get("LAYERFUSE_FUSIONS", "") if self._from_environment else self.fusions or "").strip()
+
+    @property
+    def decode(self) -> bool:
+        """Whether `mla_decode` is asked for, which is no fusion of graphs."""
+        return without(self._line)[1]
 
     @property
     def off(self) -> bool:

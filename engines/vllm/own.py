@@ -12,6 +12,7 @@ from attrs import frozen
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.sites import FINAL
+from .decode_facts import NAME as DECODE
 
 _PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
 
@@ -208,11 +209,18 @@ def by_code(architectures: Iterable[str], place: Place) -> dict[str, Code]:
 
 INSTEAD = "naming the fusion takes it instead"
 
+SPLIT = f"vLLM splits its graphs at its cache write and its attention; {DECODE} takes norms, ropes and cache write at module level"
+"""Why chains with a rope are not taken in its graphs."""
+
 
 def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine:
     """What vLLM does as it compiles a model; the arguments are those of `by_passes`."""
     does = by_passes(place, switched)
-    return Engine(name="vllm", does={name: f"vLLM does it: {by}; {INSTEAD}" for name, by in does.items()})
+    return Engine(
+        name="vllm",
+        refuses=dict.fromkeys((name for name, fusion in FUSIONS.items() if fusion.rope is not None), SPLIT),
+        does={name: f"vLLM does it: {by}; {INSTEAD}" for name, by in does.items()},
+    )
 
 
 def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: Iterable[str]) -> Engine:

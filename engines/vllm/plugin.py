@@ -116,6 +116,8 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from .loading import units_of
 
         for module, unit in units_of(config, model, options):
+            if unit.door is not None:
+                unit.door.put_in()
             if unit.at_modules is None:
                 _wait_for(module, unit)
             else:

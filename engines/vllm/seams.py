@@ -53,9 +53,14 @@ class Seam:
         """The name of a norm's second tensor."""
         return self.hook.takes[2]
 
+    @property
+    def hooks(self) -> tuple[Hook, ...]:
+        """What has to be as expected."""
+        return (self.hook,) if self.function is None else (self.hook, self.function)
+
     def why_not(self) -> str | None:
         """Why this vLLM is not what is expected here, or None where it is. Imports nothing."""
-        for hook in filter(None, (self.hook, self.function)):
+        for hook in self.hooks:
             module = sys.modules.get(hook.module)
             if module is None:
                 return f"{hook.module} is not loaded"

@@ -15,6 +15,7 @@ from ...fusion.plan import Plan
 from ...fusion.report import GraphRecord, Report, Use
 from ...fusion.rewrite import Pipeline, Surroundings
 from . import kept
+from .decode import Door
 from .passes import FusionPass
 from .pieces import Outline, PieceRecord, Sites
 
@@ -59,6 +60,8 @@ class Unit:
     "Why vLLM does not compile the model, where the fused ops stand in its modules; None: it compiles it."
     unreached: tuple[str, ...] = ()
     "Sites with a fused op that the profiling run did not come to."
+    door: Door | None = None
+    "The MLA layers whose forward is to be ours; None: that is not asked for, or there is none."
     pieces: list[Piece] = field(factory=list)
     artefact: Path | None = None
     "The file that vLLM keeps the compiled module in."

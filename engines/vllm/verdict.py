@@ -12,7 +12,13 @@ from ...adapters.errors import LayerfuseError
 from ...fusion.catalog import FUSIONS
 from ...fusion.plan import Plan
 from ...fusion.report import FusionMissedError, Missed, Report
+from .decode_facts import NAME
 from .unit import Unit
+
+WRITES = "mla_norm_rope_cache_into"
+"""The op that `mla_decode` calls once in each layer of every step."""
+
+NOT_CALLED = "vLLM did not call these layers once each in the profiling run"
 
 
 class CallsDifferError(LayerfuseError, RuntimeError):
@@ -71,6 +77,13 @@ def verdict_of(unit: Unit, rank: int) -> Verdict:
         beyond[name] = tuple(of.beyond)
         if lost:
             missed[name] = lost
+    if unit.door is not None:
+        sites_there, calls = unit.door.sites(), 0 if unit.counted is None else unit.counted[WRITES]
+        called = None if called is None else {**called, NAME: calls}
+        why = unit.door.why_not or (NOT_CALLED if unit.counted is not None and calls != len(sites_there) else None)
+        fused[NAME] = sites_there if why is None else ()
+        if why is not None:
+            missed[NAME] = dict.fromkeys(sites_there, why)
     return Verdict(
         rank=rank,
         fused={name: sites for name, sites in fused.items() if sites},
@@ -219,6 +232,18 @@ class Outcome:
                     "reason": reason,
                 }
             )
+        for outcome, several in (("fused", dict.fromkeys(self.fused(NAME), "")), ("missed", missed.get(NAME, {}))):
+            rows += [
+                {
+                    "site": site,
+                    "fusion": NAME,
+                    "tokens": "any number of tokens",
+                    "decision": "expected",
+                    "outcome": outcome,
+                    "reason": why,
+                }
+                for site, why in several.items()
+            ]
         return rows
 
 
@@ -237,6 +262,11 @@ def lines_of(outcome: Outcome) -> list[str]:
             continue
         lines.append(f"{name}: {expected} expected, {fused} fused, {len(missed.get(name, {}))} missed{called}")
         lines += [f"  missed: {line}" for line in _grouped(missed.get(name, {}))]
+    if any(NAME in (*verdict.fused, *verdict.missed) for verdict in outcome.ranks):
+        lost, sites = missed.get(NAME, {}), outcome.fused(NAME)
+        total = f"{len(lost) + len(sites)} expected, {len(sites)} fused, {len(lost)} missed"
+        lines.append(f"{NAME}: {total}{_calls(NAME, outcome.ranks)}")
+        lines += [f"  missed: {line}" for line in _grouped(lost)]
     return lines
 
 

@@ -1,4 +1,4 @@
-"""The checks of what an op with a rope and a cache takes besides its rows: positions, slots, tables and the cache."""
+"""The checks of what an op of a decode layer takes besides its rows: positions, slots, tables, the cache, weights of heads."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..declare import Cache, Index, Table
+from ..declare import Cache, HeadWeight, Index, Table
 from .cache_layout import layout_of
 from .norm import FLOATS
 
@@ -57,6 +57,28 @@ def table_check(op: str, argument: Table) -> Callable[..., None]:
             raise ValueError(f"{op}: {name} is on {table.device}, {of} on {x.device}; move one of them")
         if table.stride(1) != 1 and table.shape[1] > 1:
             raise ValueError(f"{op}: {name} has stride {table.stride(1)} along its rows; pass {name}.contiguous()")
+
+    return check
+
+
+def head_weight_check(op: str, argument: HeadWeight) -> Callable[..., None]:
+    """Of a weight for each head, against the rows that it is multiplied by."""
+    name, of = argument.name, argument.of
+
+    def check(weight: Any, x: Any) -> None:
+        heads, width = x.shape[-2:]
+        if weight.dim() != 3 or tuple(weight.shape[:2]) != (heads, width):
+            raise ValueError(
+                f"{op}: {name} must be ({heads}, {width}, columns), as {of} has heads and columns; got {tuple(weight.shape)}"
+            )
+        if weight.dtype != x.dtype or weight.device != x.device:
+            raise ValueError(
+                f"{op}: {name} is {weight.dtype} on {weight.device}, {of} {x.dtype} on {x.device}; convert or move one of them"
+            )
+        if 1 not in weight.stride()[1:]:
+            raise ValueError(
+                f"{op}: {name} has strides {tuple(weight.stride())}, none of the last two is 1; pass {name}.contiguous()"
+            )
 
     return check
 

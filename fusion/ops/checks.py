@@ -17,6 +17,7 @@ from ..declare import (
     Exponents,
     GroupName,
     GroupSize,
+    HeadWeight,
     Index,
     Limit,
     Op,
@@ -31,7 +32,7 @@ from ..declare import (
     Weight,
     WeightOffset,
 )
-from .cache_checks import cache_check, index_check, table_check
+from .cache_checks import cache_check, head_weight_check, index_check, table_check
 from .groups import GroupError, process_group
 from .norm import FLOATS
 from .quantisation import GROUP_SIZES, LARGEST, MX_COLUMNS
@@ -104,7 +105,7 @@ def _other(op: Op, argument: Argument) -> str | None:
     """The argument that an argument is checked beside."""
     if isinstance(argument, Rows):
         return argument.like
-    if isinstance(argument, Weight | Index | Table):
+    if isinstance(argument, Weight | Index | Table | HeadWeight):
         return argument.of
     if isinstance(argument, StaticScale | PaddedWidth):
         return op.rows[0].name
@@ -126,6 +127,8 @@ def _check_of(op: str, argument: Argument, quantises: bool, strided: bool, heads
         return index_check(op, argument, heads)
     if isinstance(argument, Table):
         return table_check(op, argument)
+    if isinstance(argument, HeadWeight):
+        return head_weight_check(op, argument)
     if isinstance(argument, QuantDtype):
         return _one_of(op, argument.name, tuple(LARGEST))
     if isinstance(argument, GroupSize):

@@ -22,6 +22,7 @@ from ..declare import (
     Exponents,
     GroupName,
     GroupSize,
+    HeadWeight,
     Index,
     Joined,
     Kernel,
@@ -149,7 +150,8 @@ def _fake(op: Op) -> Callable[..., Any]:
             return torch.empty(x.shape, dtype=x.dtype, device=x.device)
         shape = (*x.shape[:-2], x.shape[-2] * x.shape[-1]) if result.of in joined else tuple(x.shape)
         if isinstance(result, Joined):
-            width = x.shape[-1] + given[places[result.beside]].shape[-1]
+            first = x if result.through is None else given[places[result.through]]
+            width = first.shape[-1] + given[places[result.beside]].shape[-1]
             return torch.empty(
                 (*x.shape[:-1], width), dtype=x.dtype if dtype is None else given[dtype], device=x.device
             )
@@ -173,7 +175,7 @@ def _fake(op: Op) -> Callable[..., Any]:
 
 _BY_DTYPE = (Weight, Table, Cache)
 """Of these the case knows the dtype."""
-_NOT_OF_THE_CASE = (Rows, *_BY_DTYPE, Epsilon, StaticScale, Index)
+_NOT_OF_THE_CASE = (Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight)
 
 
 def case_fields(op: Op) -> tuple[str, ...]:

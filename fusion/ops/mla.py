@@ -29,6 +29,12 @@ def norm_rope_cache(quant: Quant | None, *args: Any) -> Any:
     return _given(normed, q, quant, args[BEFORE_OPTIONS:])
 
 
+def norm_rope_cache_into(*args: Any) -> None:
+    """`mla_norm_rope_cache_into`."""
+    *given, q_out = args
+    q_out.copy_(norm_rope_cache(None, *given))
+
+
 def _given(normed: Tensor, q: Tensor, quant: Quant | None, options: tuple[Any, ...]) -> Any:
     if quant is None:
         return normed.to(q.dtype).contiguous()
@@ -62,6 +68,22 @@ def query_concat_static(
     return quantise_static(torch.cat([part.float() for part in parts], -1), scale, dtype)
 
 
+def absorbed(q_nope: Tensor, weight: Tensor) -> Tensor:
+    """Each head's GEMM, in the dtype of the query: (tokens, heads, latent), in any order in memory."""
+    heads = q_nope.reshape(-1, *q_nope.shape[-2:]).transpose(0, 1)
+    return torch.bmm(heads, weight).transpose(0, 1).view(*q_nope.shape[:-1], weight.shape[-1])
+
+
+def query_absorb(q_nope: Tensor, q_rope: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """`mla_query_absorb`."""
+    return query_concat(absorbed(q_nope, weight), q_rope, *rest[:-1])
+
+
+def query_absorb_static(q_nope: Tensor, q_rope: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+    """`mla_query_absorb_static_quant`."""
+    return query_concat_static(absorbed(q_nope, weight), q_rope, *rest[:-1])
+
+
 def query_rope(q_rope: Tensor, query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str) -> None:
     """`mla_query_rope`."""
     turned = turn(q_rope.reshape(-1, *q_rope.shape[-2:]), cos, sin, positions, pairs).view(q_rope.shape)
@@ -73,6 +95,7 @@ __all__ = [
     "MLA",
     "MLA_QUERY_CONCAT",
     "norm_rope_cache",
+    "norm_rope_cache_into",
     "query_concat",
     "query_concat_static",
     "query_rope",

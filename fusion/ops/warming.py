@@ -6,7 +6,7 @@ numbers have launches of their own is what the backend says (`Backend.steps`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -16,10 +16,13 @@ from torch import Tensor
 
 from .. import backends
 from ..declare import GroupName, Op, Rows
+from .agreement import agree
 from .library import case_maker, declared, overload
 
 _GRID = 16
 """Bytes: kernels are compiled for whether tensors start there."""
+
+_Memory: TypeAlias = "dict[tuple[torch.dtype, torch.device], Tensor]"
 
 
 @frozen
@@ -33,7 +36,7 @@ class _Shape:
     beyond: int
     "Elements from the grid to its start."
 
-    def view_of(self, memory: dict[tuple[torch.dtype, torch.device], Tensor]) -> Tensor:
+    def view_of(self, memory: _Memory) -> Tensor:
         """A tensor like this. All of them share memory, as inputs may."""
         key = self.dtype, self.device
         last = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -71,25 +74,60 @@ def _shape(tensor: Tensor, placed: bool) -> _Shape:
 def warm_up(calls: dict[Call, None]) -> int:
     """Make calls like those recorded, with every number of rows up to theirs that has a launch of its own. How many that were.
 
-    Where ops are called by several ranks together, all of them make this call.
+    Where ops are called by several ranks together, all of them make this call, with what they recorded together. They compare what
+    they are about to launch: a rank that launched less would leave the others waiting in a kernel.
+
+    Raises:
+        RankDisagreementError: they would not launch the same, or one has no memory for it; then nobody launches anything.
     """
-    made: set[Call] = set()
-    memory: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    memory: _Memory = {}
+    problem: Exception | None = None
+    made: tuple[Call, ...] = ()
     with torch.inference_mode():
-        for name, given in calls:
-            op = declared(name)
-            most = _rows(op, given)
-            if not most:
-                continue
-            few = _given(op, given, 1, memory)
-            steps = backends.steps(name, few[0].device.type, case_maker(op)(*few))
-            numbers = {1, *(step + 1 for step in steps)} if steps else set()
-            for number in sorted(number for number in numbers if number <= most):
-                call = name, _resized(op, given, number)
-                if call not in made:
-                    made.add(call)
-                    overload(name)(*_given(op, given, number, memory))
+        try:
+            made = tuple(_planned(calls, memory))
+        except Exception as error:  # the other ranks wait to hear of it
+            problem = error
+        for group in _groups(calls):
+            together = [f"{name} of {given[0].shape}" for name, given in made if group in _groups([(name, given)])]
+            agree(
+                group,
+                "the launches at load",
+                f"{type(problem).__name__}: {problem}" if problem else "\n".join(together),
+            )
+        if problem is not None:
+            raise problem
+        for name, given in made:
+            overload(name)(*_tensors(given, memory))
     return len(made)
+
+
+def _planned(calls: Iterable[Call], memory: _Memory) -> dict[Call, None]:
+    """The calls to make, each once, with memory for every one."""
+    made: dict[Call, None] = {}
+    for name, given in calls:
+        op = declared(name)
+        most = _rows(op, given)
+        if not most:
+            continue
+        few = _tensors(_resized(op, given, 1), memory)
+        steps = backends.steps(name, few[0].device.type, case_maker(op)(*few))
+        numbers = {1, *(step + 1 for step in steps)} if steps else set()
+        for number in sorted(number for number in numbers if number <= most):
+            resized = _resized(op, given, number)
+            _tensors(resized, memory)
+            made[name, resized] = None
+    return made
+
+
+def _groups(calls: Iterable[Call]) -> dict[str, None]:
+    """The process groups that are called in."""
+    return {
+        each: None
+        for name, given in calls
+        for argument, each in zip(declared(name).args, given, strict=True)
+        if isinstance(argument, GroupName)
+    }
 
 
 def _lead(op: Op, given: tuple[Any, ...]) -> int:
@@ -114,6 +152,5 @@ def _resized(op: Op, given: tuple[Any, ...], number: int) -> tuple[Any, ...]:
     )
 
 
-def _given(op: Op, given: tuple[Any, ...], number: int, memory: Any) -> tuple[Any, ...]:
-    shapes = _resized(op, given, number)
-    return tuple(each.view_of(memory) if isinstance(each, _Shape) else each for each in shapes)
+def _tensors(given: tuple[Any, ...], memory: _Memory) -> tuple[Any, ...]:
+    return tuple(each.view_of(memory) if isinstance(each, _Shape) else each for each in given)

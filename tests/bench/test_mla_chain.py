@@ -37,20 +37,41 @@ def replayed(graphs: dict[str, Any], calls: int, rounds: int) -> dict[str, list[
     return {name: [1.0, 2.0] for name in graphs}
 
 
+def forget_nothing_but_the_past(cache: torch.Tensor, before: torch.Tensor) -> None:
+    """Graphs are not replayed here: what the first calls wrote stays."""
+    if not cache.any():
+        cache.copy_(before)
+
+
+@pytest.fixture
+def _kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_chain, "forget", forget_nothing_but_the_past)
+
+
+@pytest.mark.usefixtures("_kept")
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
-def test_all_ways_of_a_case_are_run_and_checked(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What a graph would write when it is replayed: here nothing is.
-    monkeypatch.setattr(torch.Tensor, "zero_", lambda self: self)
+def test_all_ways_of_a_case_are_run_and_checked(form: str) -> None:
     with torch.inference_mode():
         case = mla_chain.measured(16, 3, form, 2)
-    names = {"inductor", "combo", "dual norm", "ops", "buffer", "gemms"} - ({"buffer"} if form == "fp8" else set())
+    names = {"inductor", "combo", "dual norm", "ops", "buffer", "absorb", "gemms"} - (
+        {"buffer"} if form == "fp8" else set()
+    )
     assert set(case["us"]) == names and set(case["differences"]) == names - {"gemms"}
     assert all(value < mla_chain.TOLERANCE[form] for parts in case["differences"].values() for value in parts.values())
     mla_chain.chain_table([case])
 
 
+@pytest.mark.usefixtures("_kept")
+def test_all_ways_of_a_whole_layer_are_run_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_chain, "LENGTH", 128)
+    with torch.inference_mode():
+        case = mla_chain.measured(16, 3, "bf16", 2, attends=True)
+    assert set(case["us"]) == set(case["differences"]) == {"inductor", "combo", "absorb"}
+    mla_chain.chain_table([case])
+
+
+@pytest.mark.usefixtures("_kept")
 def test_a_wrong_result_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.Tensor, "zero_", lambda self: self)
     right = ops.mla_query_concat
     monkeypatch.setattr(ops, "mla_query_concat", lambda *args: right(*args) * 1.1)
     with torch.inference_mode(), pytest.raises(SystemExit, match=r"wrong results: \{'ops'"):
@@ -60,7 +81,7 @@ def test_a_wrong_result_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_op_is_timed_beside_a_copy_of_its_bytes() -> None:
     with torch.inference_mode():
         rows = [row for form in ("bf16", "fp8") for row in mla_chain.op_measured(2, 4, form, 2)]
-    fp8 = ["mla_norm_rope_cache", "mla_query_concat"]
+    fp8 = ["mla_norm_rope_cache", "mla_query_concat", "mla_query_absorb"]
     assert [row["op"] for row in rows] == [*fp8, "mla_query_rope", *fp8]
     assert rows[0]["bytes"] == 2 * (2112 + 1536 + 576) * 2
     mla_chain.ops_table(rows)
@@ -91,8 +112,9 @@ def test_aiter_s_ops_are_timed_where_they_do_the_same() -> None:
         rows = [row for form in ("bf16", "fp8") for row in mla_chain.op_measured(3, 4, form, 2, function_of_aiter)]
     ways = [(row["op"], set(row["us"]) - {"op", "copy"}) for row in rows]
     both = ("both", {"aiter", "aiter, no norms"})
-    bf16 = [("mla_norm_rope_cache", set()), ("mla_query_concat", {"aiter"}), ("mla_query_rope", set()), both]
-    assert ways == [*bf16, ("mla_norm_rope_cache", set()), ("mla_query_concat", set()), both]
+    norms, absorb = ("mla_norm_rope_cache", set()), ("mla_query_absorb", {mla_chain.mla_ops.GEMM})
+    bf16 = [norms, ("mla_query_concat", {"aiter"}), absorb, ("mla_query_rope", set()), both]
+    assert ways == [*bf16, norms, ("mla_query_concat", set()), absorb, both]
     mla_chain.ops_table(rows)
 
 

@@ -190,6 +190,39 @@ def test_an_installed_vllm_is_read_for_the_hooks_and_not_imported(version, gone,
     assert "vllm" not in sys.modules
 
 
+def test_every_place_in_vllm_is_listed(packages, run):
+    folder = packages("vllm", dist="vllm", version="0.33.0", files=["__init__.py", *SOURCES, "layernorm.py"])
+    for name, text in SOURCES.items():
+        (folder / name).write_text(text.replace("graph_index", "other"), encoding="utf-8")
+    layers = folder / "model_executor" / "layers"
+    layers.mkdir()
+    (layers / "layernorm.py").write_text(
+        "class RMSNorm:\n    def forward_native(self, x, residual=None): ...\nclass GemmaRMSNorm(RMSNorm): ...\n",
+        encoding="utf-8",
+    )
+    answer = run("doctor", "--json")
+    found = json.loads(answer.out)["vllm"]
+    assert found["vllm.compilation.backends:VllmBackend.configure_post_pass"] == {
+        "state": "found",
+        "detail": "puts its pass ahead of vLLM's",
+    }
+    compile_ = found["vllm.compilation.backends:CompilerManager.compile"]
+    assert compile_["state"] == "absent"
+    assert compile_["detail"].endswith(
+        "is expected to take self, graph, compile_range, graph_index, and takes self, graph, compile_range, other"
+    )
+    norms = "vllm.model_executor.layers.layernorm"
+    assert found[f"{norms}:RMSNorm"]["state"] == "found"
+    assert found[f"{norms}:RMSNormGated"]["detail"] == (
+        f"{norms}:RMSNormGated.forward_native is expected, and there is no 'RMSNormGated' in {norms}"
+    )
+    assert found["vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention"]["detail"].endswith(
+        "and there is no vllm.models.kimi_k3.nvidia.mla"
+    )
+    assert "Where layerfuse stands in vLLM" in run("doctor").out
+    assert "vllm" not in sys.modules
+
+
 def test_what_keeps_vllm_from_loading_the_plugin_is_said(packages, monkeypatch):
     folder = packages("vllm", dist="vllm", version="0.33.0", files=["__init__.py", *SOURCES])
     for name, text in SOURCES.items():
@@ -202,7 +235,7 @@ def test_what_keeps_vllm_from_loading_the_plugin_is_said(packages, monkeypatch):
 def test_the_answer_for_people_and_for_programs_agree(run):
     answer = run("doctor")
     data = json.loads(run("doctor", "--json").out)
-    assert set(data) == {"findings", "enables", "problems", "aiter"}
+    assert set(data) == {"findings", "enables", "problems", "aiter", "vllm"}
     for name in ("python", "layerfuse", "torch", "triton", "gpu", "c++ compiler", "vllm", "sglang", "aiter"):
         assert name in data["findings"]
         assert name in answer.out

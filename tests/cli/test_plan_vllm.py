@@ -94,3 +94,21 @@ def test_vllms_own_variables_are_read_as_vllm_reads_them(run, monkeypatch):
     for more in ([], ["--enforce-eager"]):
         kind, reason = decisions(run, *asked, *more)["latents", DUAL]
         assert kind == "refused" and reason.startswith("VLLM_BATCH_INVARIANT is set")
+
+
+def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
+    def last(model):
+        return run("plan", model, "--engine", "vllm").out.splitlines()[-1]
+
+    off = "mla_decode at 61 MLA layers: off in vllm unless switched on: it was not benchmarked there."
+    assert last("kimi-k2.5") == off
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_decode,add_rms_norm")
+    on = "mla_decode at 61 MLA layers: both norms, the ropes and the cache write of a decode step are two launches, in vLLM's "
+    assert last("kimi-k2.5") == f"{on}MultiHeadLatentAttentionWrapper."
+    assert last("deepseek-v2-lite").endswith("not possible: q_lora_rank is None: there is no query latent.")
+    assert "add_rms_norm" in run("plan", "kimi-k2.5", "--engine", "vllm").out
+    assert not any(
+        line.startswith("mla_decode") for line in run("plan", "gpt-oss-20b", "--engine", "vllm").out.splitlines()
+    )
+    refused = run("plan", "kimi-k2.5", "--engine", "sglang")
+    assert refused.code == 2 and "no fusion is called 'mla_decode'" in refused.err

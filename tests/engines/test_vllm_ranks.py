@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,29 @@ RANK = Path(__file__).with_name("vllm_rank.py")
 OPTIONS = {"fusions": ["mla_dual_rms_norm", "all_reduce_add_rms_norm"], "strict": True}
 
 
-def start(cache: Path, options: dict[str, Any] = OPTIONS, mode: str = "VLLM_COMPILE") -> list[str]:
-    """What each of two ranks prints."""
+def start(
+    cache: Path,
+    options: dict[str, Any] = OPTIONS,
+    mode: str = "VLLM_COMPILE",
+    steps: Sequence[int] = (),
+) -> list[str]:
+    """What each of two ranks prints; steps: numbers of tokens above which kernels are launched in another way."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     ranks = [
         subprocess.Popen(
-            [sys.executable, RANK, str(rank), "2", port, str(cache), json.dumps(options), mode],
+            [
+                sys.executable,
+                RANK,
+                str(rank),
+                "2",
+                port,
+                str(cache),
+                json.dumps(options),
+                mode,
+                json.dumps(steps),
+            ],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -68,6 +84,12 @@ def test_two_ranks_fuse_alike_share_a_cache_and_give_one_report(tmp_path: Path) 
         (compiled,) = tmp_path.rglob("rank_1_0/model")
         shutil.rmtree(compiled.parent)
     assert len(hashes) == 1
+
+
+def test_two_ranks_launch_all_reduces_for_fewer_tokens_together(tmp_path: Path) -> None:
+    for said in start(tmp_path, steps=[1, 3]):
+        # Two chains, each for 1, 2 and 4 tokens of the profiling run's 6.
+        assert "layerfuse: 6 launches for fewer tokens than the profiling run's" in said
 
 
 def test_two_ranks_that_compile_nothing_report_together(tmp_path: Path) -> None:

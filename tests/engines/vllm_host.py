@@ -164,21 +164,42 @@ def vllm_config(checkpoint: str, *, tp: int, rank: int, overrides: Mapping[str, 
     ``overrides`` replace keys of the (text) config.  Experts are spread whole over the ranks, because CPU kernels
     refuse the narrow slices that slicing each of them would give; attention is sharded as ever.
     """
-    path = CHECKPOINTS / checkpoint
     nested = "text_config" in published_config(checkpoint)
-    model = ModelConfig(
-        model=str(path),
-        tokenizer=str(path),
-        skip_tokenizer_init=True,
-        dtype="bfloat16",
-        max_model_len=4096,
-        language_model_only=True,
-        hf_overrides={"text_config": dict(overrides)} if nested and overrides else dict(overrides),
+    return config_on_cpu(
+        checkpoint,
+        tp=tp,
+        rank=rank,
+        whole_experts=True,
+        model={
+            "dtype": "bfloat16",
+            "max_model_len": 4096,
+            "language_model_only": True,
+            "hf_overrides": {"text_config": dict(overrides)} if nested and overrides else dict(overrides),
+        },
+        compilation={"mode": CompilationMode.NONE},
     )
+
+
+def config_on_cpu(
+    checkpoint: str,
+    *,
+    tp: int,
+    rank: int,
+    model: Mapping[str, Any],
+    compilation: Mapping[str, Any],
+    whole_experts: bool = False,
+    **more: Any,
+) -> VllmConfig:
+    """A config of ``checkpoint`` without its tokenizer; ``model``, ``compilation`` and ``more`` are vLLM's own arguments."""
+    path = str(CHECKPOINTS / checkpoint)
+    made = ModelConfig(model=path, tokenizer=path, skip_tokenizer_init=True, **model)
     return VllmConfig(
-        model_config=model,
-        parallel_config=ParallelConfig(tensor_parallel_size=tp, rank=rank, enable_expert_parallel=model.is_moe),
+        model_config=made,
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=tp, rank=rank, enable_expert_parallel=whole_experts and made.is_moe
+        ),
         cache_config=CacheConfig(enable_prefix_caching=False),
         device_config=DeviceConfig("cpu"),
-        compilation_config=CompilationConfig(mode=CompilationMode.NONE),
+        compilation_config=CompilationConfig(**compilation),
+        **more,
     )

@@ -16,18 +16,9 @@ import torch
 from attrs import frozen
 from torch import Tensor, nn
 
-from vllm_host import _C, CHECKPOINTS, import_model, vllm_parallel, without_gpu  # isort: skip  (before vllm)
+from vllm_host import _C, config_on_cpu, import_model, vllm_parallel, without_gpu  # isort: skip  (before vllm)
 from vllm.compilation.counter import compilation_counter
-from vllm.config import (
-    CacheConfig,
-    CompilationConfig,
-    CompilationMode,
-    DeviceConfig,
-    ModelConfig,
-    ParallelConfig,
-    VllmConfig,
-    set_current_vllm_config,
-)
+from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
@@ -223,31 +214,23 @@ def engine_config(
     """The config of a tiny model, with layerfuse's options. The mode is set where the CPU platform would lower it."""
     recipe = MODELS[name]
     ModelRegistry.register_model(architecture(recipe.checkpoint), import_model(recipe.model_class))
-    path = str(CHECKPOINTS / recipe.checkpoint)
-    config = VllmConfig(
-        model_config=ModelConfig(
-            model=path,
-            tokenizer=path,
-            skip_tokenizer_init=True,
-            dtype=dtype,
-            max_model_len=256,
-            hf_overrides={**TINY[name], **(overrides or {})},
-        ),
-        parallel_config=ParallelConfig(tensor_parallel_size=tp, rank=rank),
-        cache_config=CacheConfig(enable_prefix_caching=False),
-        device_config=DeviceConfig("cpu"),
-        load_config=LoadConfig(load_format="dummy"),
-        compilation_config=CompilationConfig(
-            mode=CompilationMode[mode],
-            custom_ops=["none"],
-            compile_sizes=[],
+    config = config_on_cpu(
+        recipe.checkpoint,
+        tp=tp,
+        rank=rank,
+        model={"dtype": dtype, "max_model_len": 256, "hf_overrides": {**TINY[name], **(overrides or {})}},
+        compilation={
+            "mode": CompilationMode[mode],
+            "custom_ops": ["none"],
+            "compile_sizes": [],
             # Inductor's own fallbacks in the place of its C++ kernels, which take a compiler half a minute.
-            inductor_compile_config={
+            "inductor_compile_config": {
                 "fallback_by_default": True,
                 **({} if slot is None else {"post_grad_custom_post_pass": slot}),
             },
             **compilation,
-        ),
+        },
+        load_config=LoadConfig(load_format="dummy"),
         additional_config={} if layerfuse is None else {"layerfuse": layerfuse},
     )
     made = config.compilation_config

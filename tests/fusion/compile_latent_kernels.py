@@ -36,6 +36,7 @@ def built(
         weights = [torch.empty(width, dtype=torch.bfloat16) for width in (1536, 512)]
         cache = torch.empty(4, 64, FORMS[form], dtype=dtype)
         options = {"static": (scale, fp8), "per": (fp8, False), "group": (fp8, 128, False, False, False)}
+        options["into"] = (torch.empty(TOKENS, 1536, dtype=torch.bfloat16),)
         quant = options.get(op.removeprefix("mla_norm_rope_cache_").partition("_")[0], ())
         args = (*down, *weights, 1e-6, 1e-6, cos, sin, index, index, cache, scale, 0.0, 0.0, pairs, *quant)
         function = latents.function_of(OPS[op])

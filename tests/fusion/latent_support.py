@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from attrs import define, frozen
 
+from layerfuse.fusion import backends
 from layerfuse.fusion.ops.cache_layout import entry_width
+
+GPU = torch.cuda.is_available()
+FP8_STEP = 2**-3
 
 GUARD = 0xA5
 """What every byte holds that nobody may write."""
@@ -136,3 +140,12 @@ def entry_values(entry: torch.Tensor, form: str, widths: Widths, dtype: torch.dt
     values, scales, rope = entry.split([widths.kv, widths.kv // 32, 2 * widths.rope])
     factor = scales.clone().view(torch.float32).double().repeat_interleave(128)
     return torch.cat([values.view(torch.float8_e4m3fn).double() * factor, rope.clone().view(torch.bfloat16).double()])
+
+
+def assert_fp8(got: torch.Tensor, wanted: torch.Tensor, small: float) -> None:
+    """Within one rounding to e4m3. Triton's interpreter drops the carry of a value that rounds up to a power of two."""
+    wrong = (got - wanted).abs() > wanted.abs() * FP8_STEP + small
+    if not GPU and backends.wanted_for("mla_query_concat") == "triton":
+        assert wrong.double().mean() < 0.2
+        got, wanted = got[wrong] * 2, wanted[wrong]
+    torch.testing.assert_close(got, wanted, rtol=FP8_STEP, atol=small, equal_nan=True)

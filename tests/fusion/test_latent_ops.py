@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from latent_support import DEEPSEEK, SMALL, Guarded, Widths, entry_values, latents, normed, rotated, tables
+from latent_support import (
+    DEEPSEEK,
+    SMALL,
+    Guarded,
+    Widths,
+    assert_fp8,
+    entry_values,
+    latents,
+    normed,
+    rotated,
+    tables,
+)
 
 from layerfuse.fusion import backends, ops
 from layerfuse.fusion.ops.rope import PAIRS
@@ -17,7 +28,6 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 EPS = {torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 """Triton's interpreter cuts float32 down to bfloat16 where the hardware rounds to nearest: a whole unit."""
-FP8_STEP = 2**-3
 SCALE = 0.0625
 LAYOUTS = {
     "slots": {"pages": 24, "page_size": None},
@@ -50,15 +60,6 @@ def write(
     slots = torch.as_tensor(slots, device=DEVICE)
     function = getattr(ops, f"mla_norm_rope_cache{name}")
     return function(**given, slots=slots, cache=guarded.cache, cache_scale=scale_of(), pairs=pairs, **more)
-
-
-def assert_fp8(got: torch.Tensor, wanted: torch.Tensor, small: float) -> None:
-    """Within one rounding to e4m3. Triton's interpreter drops the carry of a value that rounds up to a power of two."""
-    wrong = (got - wanted).abs() > wanted.abs() * FP8_STEP + small
-    if not GPU and backends.wanted_for("mla_query_concat") == "triton":
-        assert wrong.double().mean() < 0.2
-        got, wanted = got[wrong] * 2, wanted[wrong]
-    torch.testing.assert_close(got, wanted, rtol=FP8_STEP, atol=small, equal_nan=True)
 
 
 def assert_entry(
@@ -474,3 +475,20 @@ def test_a_compiled_function_writes_to_the_callers_cache() -> None:
         expected = step(eager)
         assert torch.equal(torch.compile(step, fullgraph=True)(compiled), expected)
     assert torch.equal(compiled, eager) and eager.any()
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_the_query_goes_to_a_given_buffer_and_the_entries_to_the_cache(backend: str, contiguous: bool) -> None:
+    """Bit by bit what the op gives that allocates its result."""
+    given = latents(SMALL, 4, torch.bfloat16, DEVICE)
+    slots, caches = [7, -1, 23, 8], [cache_for("plain", SMALL, torch.bfloat16) for _ in range(2)]
+    wanted = write(given, caches[0], slots)
+    buffer = torch.full((6, SMALL.q + 8), 3.0, dtype=torch.bfloat16, device=DEVICE)
+    q_out = buffer[1:5, : SMALL.q] if not contiguous else buffer.view(-1)[: 4 * SMALL.q].view(4, SMALL.q)
+    offsets = {"q_weight_offset": 0.0, "kv_weight_offset": 0.0}
+    assert write({**offsets, **given}, caches[1], slots, name="_into", q_out=q_out) is None
+    assert torch.equal(q_out, wanted)
+    assert torch.equal(caches[1].buffer, caches[0].buffer)
+    assert caches[1].unwritten([7, 23, 8])
+    q_out.fill_(3.0)
+    assert bool((buffer == 3.0).all())

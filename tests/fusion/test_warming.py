@@ -6,11 +6,13 @@ from collections import Counter, namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from family_support import DEVICE, FORMS, HEADS, Options, arguments
+from ranks import run_on_ranks
 
 from layerfuse.fusion import backends, ops
 from layerfuse.fusion.backends.symm_mem import backend as symm_mem
@@ -18,6 +20,8 @@ from layerfuse.fusion.backends.symm_mem.launch import Layout, Workspace
 from layerfuse.fusion.backends.symm_mem.workspaces import keep
 from layerfuse.fusion.backends.triton import launcher
 from layerfuse.fusion.backends.triton.tuning import STEPS
+from layerfuse.fusion.ops import warming
+from layerfuse.fusion.ops.agreement import RankDisagreementError
 from layerfuse.fusion.ops.warming import recording, warm_up
 
 MOST = 9000
@@ -116,3 +120,46 @@ def test_a_fused_all_reduce_is_launched_in_each_form_and_beyond(tmp_path: Path) 
         assert {26, 132, 292, *STEPS} == set(symm_mem.steps_of(case))
     finally:
         dist.destroy_process_group()
+
+
+def _on_a_rank(rank: int, differently: str) -> tuple[list[int], str]:
+    """The rows of the all-reduces that were called, and the error."""
+    group, called, said = dist.group.WORLD.group_name, [], ""
+    x = torch.ones(9, 32)
+    with torch.no_grad(), recording() as calls:
+        ops.all_reduce_add_rms_norm(x, x, torch.ones(32), 1e-6, group)
+        ops.add_rms_norm(x, x, torch.ones(32), 1e-6)
+    steps = (2,) if differently == "steps" and rank else (2, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "steps", lambda *_: steps)
+        if differently == "memory" and rank:
+            patch.setattr(warming, "_tensors", Mock(side_effect=torch.OutOfMemoryError("no memory")))
+        with backends.listening(lambda _, given: called.append(given[0].shape[0])):
+            try:
+                warm_up(calls)
+            except RankDisagreementError as error:
+                said = str(error)
+    # Nobody is left in a collective that the others are not in.
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert float(total) == 2.0
+    return called, said
+
+
+def test_ranks_launch_the_same_together() -> None:
+    assert run_on_ranks(_on_a_rank, 2, "") == [([1, 3, 5, 1, 3, 5], "")] * 2
+
+
+@pytest.mark.parametrize(
+    ("differently", "named"),
+    [
+        ("steps", "rank 0: all_reduce_add_rms_norm of (5, 32)\n  - rank 1: none of what the others have beside"),
+        ("memory", "rank 1: OutOfMemoryError: no memory"),
+    ],
+)
+def test_ranks_that_would_launch_differently_launch_nothing(differently: str, named: str) -> None:
+    first, second = run_on_ranks(_on_a_rank, 2, differently)
+    assert first == second
+    assert first[0] == []
+    assert "decided differently on the launches at load" in first[1]
+    assert named in first[1]

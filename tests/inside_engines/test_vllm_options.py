@@ -10,6 +10,7 @@ import pytest
 from helpers import ROOT, run_python
 
 from layerfuse.engines.vllm import defaults
+from layerfuse.engines.vllm.decode_facts import without
 from layerfuse.engines.vllm.options import Options, OptionsError, options_in
 from layerfuse.engines.vllm.plugin import _nothing_on
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError
@@ -142,3 +143,28 @@ def test_a_package_with_broken_entry_points_leaves_what_is_on_as_it_is(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.warns(RuntimeWarning, match=r"a package without metadata in .*torn-1\.0\.dist-info cannot be read"):
         assert _nothing_on(Options()) == on
+
+
+@pytest.mark.parametrize(
+    ("asked", "left", "on"),
+    [
+        ("mla_decode", "none", True),
+        ("mla_decode, add_rms_norm", "add_rms_norm", True),
+        ("add_rms_norm,-mla_decode", "add_rms_norm", False),
+        ("-mla_decode", "", False),
+        ("-add_rms_norm,mla_decode", "none", True),
+        ("all", "all", False),
+        ("", "", False),
+    ],
+)
+def test_mla_decode_is_asked_for_among_the_fusions(asked: str, left: str, on: bool) -> None:
+    assert without(asked) == (left, on)
+    options = options_in({"layerfuse": {"fusions": asked}})
+    assert options.decode is on
+    assert options.config().switches == FusionConfig.parse(left).switches
+
+
+def test_mla_decode_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_decode")
+    assert options_in({}).decode and options_in({}).config().level == 0
+    assert not options_in({"layerfuse": {"fusions": "add_rms_norm"}}).decode

@@ -12,7 +12,7 @@ from .kernel import all_reduce_row_norm
 
 _CHUNK_BYTES = 16384
 _NARROW_BYTES = 8192
-_MANY_WARPS = 8
+_MANY_WARPS, _MANY_WIDE_WARPS = 8, 4
 
 
 class Layout(NamedTuple):
@@ -124,7 +124,7 @@ def shape(width: int, item: int, group: int, world_size: int, many: bool) -> tup
 
     A row comes in one chunk up to 16 KiB, as every chunk waits for its peers anew. A thread makes one 16-byte access per rank
     and chunk, or four where rows are narrow and there is one peer. Where there are more rows than programs at once, several
-    programs of fewer threads share a multiprocessor.
+    programs of fewer threads share a multiprocessor: of fewer yet where a wide row comes from several peers.
 
     Args:
         width: of a row.
@@ -135,5 +135,8 @@ def shape(width: int, item: int, group: int, world_size: int, many: bool) -> tup
     """
     chunk = max(min(tuning.power_of_two(width), _CHUNK_BYTES // item), group)
     size = chunk * item
-    warps = max(1, size // (32 * 16) // (4 if size <= _NARROW_BYTES and world_size == 2 else 1))
-    return chunk, min(warps, _MANY_WARPS) if many else warps
+    narrow = size <= _NARROW_BYTES
+    warps = max(1, size // (32 * 16) // (4 if narrow and world_size == 2 else 1))
+    if many:
+        warps = min(warps, _MANY_WARPS if narrow or world_size == 2 else _MANY_WIDE_WARPS)
+    return chunk, warps

@@ -63,18 +63,17 @@ def _write_entry(
 
 
 @triton.jit
-def _entry(
-    kv, k_rope, kv_weight, cos, sin, positions, slots, cache_scale, cache, cache_scales, cache_rope,
-    row, kv_units, rope_units, table_rows, cos_stride, sin_stride, entries, page_size, page_units, slot_units,
-    KV_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, KV_EPSILON: tl.constexpr, KV_OFFSET: tl.constexpr,
-    KV_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr, ENTRY_UNIT: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr,
-    CACHE_LARGEST: tl.constexpr, HALF: tl.constexpr, KV_CHUNK: tl.constexpr, READ: tl.constexpr,
+def _read_entry(
+    kv, k_rope, kv_weight, cos, sin, positions, slots,
+    row, kv_units, rope_units, table_rows, cos_stride, sin_stride,
+    KV_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, KV_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr,
+    PAIRS: tl.constexpr, FORM: tl.constexpr, HALF: tl.constexpr, KV_CHUNK: tl.constexpr, READ: tl.constexpr,
 ):  # fmt: skip
-    """The key/value side of one token. Everything is read before its slot is looked at: no read waits for another but cos and sin."""
+    """What the key/value side of one token is made of: slot, weights, latent, the turned pairs. Only cos and sin wait for another read."""
     group: tl.constexpr = 128 if FORM == DS_MLA else 0
     one = tl.zeros((1,), tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
     position = tl.load(positions + row + one).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
     weights = read_weight(kv_weight, row, KV_WIDTH, KV_CHUNK, 0, group)
     values = read_rows(kv, row, kv_units, KV_UNIT, KV_WIDTH, KV_CHUNK, 0, group, READ)
     at = row * (rope_units.to(tl.int64) * ROPE_UNIT) + one
@@ -83,6 +82,18 @@ def _entry(
         c = angle(cos, position, table_rows, cos_stride, ROPE_WIDTH, HALF)
         s = angle(sin, position, table_rows, sin_stride, ROPE_WIDTH, HALF)
         first, second = turned(first, second, c, s)
+    return slot, weights, values, first, second
+
+
+@triton.jit
+def _finish_entry(
+    slot, weights, values, first, second, cache_scale, cache, cache_scales, cache_rope,
+    entries, page_size, page_units, slot_units,
+    KV_WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr, KV_EPSILON: tl.constexpr, KV_OFFSET: tl.constexpr,
+    ENTRY_UNIT: tl.constexpr, PAIRS: tl.constexpr, FORM: tl.constexpr, CACHE_LARGEST: tl.constexpr, HALF: tl.constexpr,
+    KV_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Norm the latent and write the entry, if its slot is one."""
     result = weighted_by(scaled_by(values, rms_scale(values, KV_WIDTH, KV_EPSILON, 0, 1)), weights, KV_OFFSET)
     if (slot >= 0) & (slot < entries):
         page = slot // page_size
@@ -131,23 +142,32 @@ def norm_rope_cache(
                 Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, False, Q_WIDTH, 1, FIRST,
             )  # fmt: skip
         else:
-            _entry(
-                kv, k_rope, kv_weight, cos, sin, positions, slots, cache_scale, cache, cache_scales, cache_rope,
-                row, kv_units, rope_units, table_rows, cos_stride, sin_stride, entries, page_size, page_units, slot_units,
-                KV_WIDTH, ROPE_WIDTH, KV_EPSILON, KV_OFFSET, KV_UNIT, ROPE_UNIT, ENTRY_UNIT, PAIRS, FORM, CACHE_LARGEST,
-                HALF, KV_CHUNK, READ,
+            slot, kv_weights, latent, first, second = _read_entry(
+                kv, k_rope, kv_weight, cos, sin, positions, slots,
+                row, kv_units, rope_units, table_rows, cos_stride, sin_stride,
+                KV_WIDTH, ROPE_WIDTH, KV_UNIT, ROPE_UNIT, PAIRS, FORM, HALF, KV_CHUNK, READ,
+            )  # fmt: skip
+            _finish_entry(
+                slot, kv_weights, latent, first, second, cache_scale, cache, cache_scales, cache_rope,
+                entries, page_size, page_units, slot_units, KV_WIDTH, ROPE_WIDTH, KV_EPSILON, KV_OFFSET, ENTRY_UNIT,
+                PAIRS, FORM, CACHE_LARGEST, HALF, KV_CHUNK,
             )  # fmt: skip
     else:
+        # All reads before the first write, which the compiler would not move them past.
         row = tl.program_id(0).to(tl.int64)
+        slot, kv_weights, latent, first, second = _read_entry(
+            kv, k_rope, kv_weight, cos, sin, positions, slots,
+            row, kv_units, rope_units, table_rows, cos_stride, sin_stride,
+            KV_WIDTH, ROPE_WIDTH, KV_UNIT, ROPE_UNIT, PAIRS, FORM, HALF, KV_CHUNK, READ,
+        )  # fmt: skip
         weights = read_weight(q_weight, row, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP)
         values = read_rows(q, row, q_units, Q_UNIT, Q_WIDTH, Q_CHUNK, Q_TAIL, GROUP, READ)
         finish(
             values, weights, q_out, q_out, scale_in, scales, row, scale_stride, group_stride,
             Q_WIDTH, Q_EPSILON, Q_OFFSET, Q_CHUNK, Q_TAIL, QUANT, GROUP, LARGEST, UE8M0, False, Q_WIDTH, 1, FIRST,
         )  # fmt: skip
-        _entry(
-            kv, k_rope, kv_weight, cos, sin, positions, slots, cache_scale, cache, cache_scales, cache_rope,
-            row, kv_units, rope_units, table_rows, cos_stride, sin_stride, entries, page_size, page_units, slot_units,
-            KV_WIDTH, ROPE_WIDTH, KV_EPSILON, KV_OFFSET, KV_UNIT, ROPE_UNIT, ENTRY_UNIT, PAIRS, FORM, CACHE_LARGEST,
-            HALF, KV_CHUNK, READ,
+        _finish_entry(
+            slot, kv_weights, latent, first, second, cache_scale, cache, cache_scales, cache_rope,
+            entries, page_size, page_units, slot_units, KV_WIDTH, ROPE_WIDTH, KV_EPSILON, KV_OFFSET, ENTRY_UNIT,
+            PAIRS, FORM, CACHE_LARGEST, HALF, KV_CHUNK,
         )  # fmt: skip

@@ -29,6 +29,8 @@ def refuses(case: Any) -> str | None:
 
 def function_of(op: Op) -> Callable[..., Any]:
     """The function that takes the op's arguments by position and launches the kernel."""
+    if not op.results:
+        return _into
     options = [argument.name for argument in op.args[BEFORE_OPTIONS:]]
     mode = (
         PER_GROUP if "group_size" in options else STATIC if "scale" in options else PER_TOKEN if options else NO_QUANT
@@ -42,6 +44,15 @@ def function_of(op: Op) -> Callable[..., Any]:
         return given.results if len(given.results) > 1 else given.results[0]
 
     return function
+
+
+def _into(*args: Any) -> None:
+    q, kv, k_rope, q_out = *args[:3], args[-1]
+    out = q_out if q_out.is_contiguous() else torch.empty_like(q_out, memory_format=torch.contiguous_format)
+    given = Given(out, out, out, (0, 0), 0, 0.0, False, (out,))
+    _launch("mla_norm_rope_cache_into", NO_QUANT, (as_rows(q), as_rows(kv), as_rows(k_rope)), args, given)
+    if out is not q_out:
+        q_out.copy_(out)
 
 
 def _unit(stride: int) -> int:
@@ -83,7 +94,7 @@ def _launch(name: str, mode: int, rows: tuple[torch.Tensor, ...], args: tuple[An
     item = q.element_size()
     aligned = not any(address & 15 for address in addresses[:5]) and not (q_unit | kv_unit) * item & 15
     dual = tuning.Dual(q_width, kv_width, item, mode != NO_QUANT, given.group, aligned)
-    plan = tuning.launch_latents(step, dual, layout.form == "fp8_ds_mla", launcher.wave(q.device))
+    plan = tuning.launch_latents(step, dual, layout.form, launcher.wave(q.device))
     constants = (
         q_width, kv_width, rope_width, q_epsilon, kv_epsilon, q_offset, kv_offset,
         q_unit, kv_unit, rope_unit, entry_unit, mode, given.group, given.largest, given.ue8m0,

@@ -39,11 +39,12 @@ def _alone(q_rope: Tensor, query: Tensor, cos: Tensor, sin: Tensor, positions: T
     _launch("mla_query_rope", (None, q_rope, query.view(-1, *query.shape[-2:])), (cos, sin, positions), None, pairs)
 
 
-def _heads(x: Tensor) -> Tensor:
+def heads_of(x: Tensor) -> Tensor:
+    """Rows of heads with the tokens' leading dimensions counted as one: (tokens, heads, width)."""
     return x if x.dim() == 3 else x.reshape(-1, *x.shape[-2:])
 
 
-def _unit(x: Tensor) -> int:
+def unit_of(x: Tensor) -> int:
     """The largest power of two, up to 16, that divides the strides of tokens and of heads."""
     strides = x.stride(0) | x.stride(1)
     return strides & -strides & 15 or 16
@@ -56,15 +57,15 @@ def _launch(
     scale: Tensor | None,
     pairs: str,
 ) -> None:
-    q_rope, out = _heads(rows[1]), _heads(rows[2])
-    latent = out if rows[0] is None else _heads(rows[0])
+    q_rope, out = heads_of(rows[1]), heads_of(rows[2])
+    latent = out if rows[0] is None else heads_of(rows[0])
     cos, sin, positions = tables
     tokens, heads, rope_width = q_rope.shape
     if tokens == 0 or heads == 0:
         return
     kv_width = out.shape[2] - rope_width
     scale_in = out if scale is None else scale
-    latent_unit, rope_unit, out_unit = _unit(latent), _unit(q_rope), _unit(out)
+    latent_unit, rope_unit, out_unit = unit_of(latent), unit_of(q_rope), unit_of(out)
     strides = [
         stride // unit
         for x, unit in ((latent, latent_unit), (q_rope, rope_unit), (out, out_unit))
@@ -81,7 +82,8 @@ def _launch(
     )  # fmt: skip
     if launcher.again(key, device, addresses, numbers):
         return
-    plan = tuning.launch_query(step, kv_width if rows[0] is not None else rope_width, launcher.wave(out.device))
+    width = rope_width if rows[0] is None else kv_width
+    plan = tuning.launch_query(step, width, scale is not None, launcher.wave(out.device))
     constants = (
         heads, kv_width, rope_width, latent_unit, rope_unit, out_unit, rows[0] is not None, scale is not None,
         LARGEST.get(out.dtype, 0.0), PAIRS.index(pairs), tuning.power_of_two(rope_width // 2), plan.chunk, plan.rows,

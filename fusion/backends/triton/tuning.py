@@ -246,35 +246,54 @@ def launch_dual(step: int, dual: Dual, wave: int) -> Launch:
     return Launch(chunk, 0, _chunk(kv, 32 * warps, columns), 1, split, _waves(warps, wave), hold)
 
 
-def launch_latents(step: int, dual: Dual, grouped: bool, wave: int) -> Launch:
-    """The launch of the norms with rope and cache write: as a dual norm's, a token per program or per two of them.
+def launch_latents(step: int, dual: Dual, form: str, wave: int) -> Launch:
+    """The launch of the norms with rope and cache write: a token per program, or per two of them.
+
+    Fewer threads than for a dual norm: the entry's side is a quarter of the row, and its angles are read behind its position.
 
     Args:
         step: from `regime`.
         dual: what is normed.
-        grouped: whether each 128 columns of the key/value latent have a scale: they are then one chunk.
+        form: of the cache: plain, fp8 or fp8_ds_mla. Each 128 columns of the last have a scale: the latent is one chunk.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
-    plan = launch_dual(step, dual, wave)
-    if plan.rows > 1:  # narrow latents
-        whole = power_of_two(max(dual.q_width, dual.kv_width))
-        warps = _waves(max(1, min(4, whole // 256)), wave)
-        plan = Launch(power_of_two(dual.q_width), 0, power_of_two(dual.kv_width), 1, step <= 3, warps, plan.hold)
-    return plan._replace(kv_chunk=max(power_of_two(dual.kv_width), 128)) if grouped else plan
+    widest, whole = power_of_two(max(dual.q_width, dual.kv_width)), power_of_two(dual.kv_width)
+    kv_chunk = max(whole, 128) if form == "fp8_ds_mla" else min(whole, 1024)
+    if dual.group_size or not dual.aligned:
+        plan = launch_dual(step, dual, wave)
+        if plan.rows == 1:
+            return plan._replace(kv_chunk=kv_chunk)
+    # Few tokens: a program for each side. Many: the two sides' reads overlap in one, and an fp8 entry costs instructions.
+    converts = form != "plain" and 3 <= step < len(STEPS)
+    warps = min(max(1, widest // (1024 if step == 0 or converts else 2048)), 8)
+    chunk = _chunk(dual.q_width, 32 * warps, (16, 32) if warps == 1 else (8, 16))
+    return Launch(max(chunk, dual.group_size), 0, kv_chunk, 1, step < 3, _waves(warps, wave), False)
 
 
-def launch_query(step: int, width: int, wave: int) -> Launch:
-    """The launch of the query ops: `rows` are heads of a program, and all of a head's columns one chunk. Nobody has timed it.
+def launch_query(step: int, width: int, quantised: bool, wave: int) -> Launch:
+    """The launch of the query ops: `rows` are heads of a program. A thread has sixteen columns.
 
     Args:
         step: from `regime`, of the number of heads of all tokens.
         width: columns of a head that are copied; of the rope alone, its own.
+        quantised: whether the query comes out in fp8.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
-    chunk = min(power_of_two(width), 2048)
-    rows = 1 if step <= 1 else 2 if step <= 3 else 4
-    warps = min(max(1, rows * chunk // (_LANES * _VECTOR)), 8)
-    return Launch(chunk, 0, 0, rows, False, _waves(warps, wave))
+    chunk = min(power_of_two(width), 256 if quantised and step == len(STEPS) else 512)
+    rows = 1 if step <= 1 else 4
+    return Launch(chunk, 0, 0, rows, False, _waves(max(1, rows * chunk // 512), wave))
+
+
+def launch_absorb(heads: int, latent: int, wave: int) -> tuple[int, int]:
+    """Columns and warps of a program of `mla_query_absorb`.
+
+    Args:
+        heads: of a token.
+        latent: columns of the product.
+        wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
+    """
+    columns = max(16, min(power_of_two(latent), 64 if heads * latent <= 16384 else 128))
+    return columns, _waves(4, wave)
 
 
 def _hold(step: int, moved: int) -> bool:

@@ -1,0 +1,214 @@
+"""The decode chain of MLA layers at module level, as `mla_decode`: norms, ropes and cache write of a decode step in two launches.
+
+vLLM compiles norms and ropes, writes the cache and runs its attention behind two ops at which it splits its graphs. Here the forward of
+its MLA wrapper calls two ops of ours at the same places (`decode_ops`), compiled or not.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import logging
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from attrs import define, field
+from torch import nn
+
+from ...adapters.specs import AnySpec, MLASpec
+from .decode_facts import CLASS, HOOKS, NAME, why_not_here, why_not_read, why_not_spec
+from .hooks import HookError, check
+from .process import once
+
+
+def why_not_vllm() -> str | None:
+    """Why this vLLM's code is not what is stood in for, as a sentence, or None where it is."""
+    for hook in HOOKS:
+        module = sys.modules.get(hook.module)
+        if module is None:
+            return f"{hook.module} is not loaded"
+        try:
+            function = check(hook, module)
+        except HookError as error:
+            return str(error)
+        problem = why_not_read(hook, ast.parse(textwrap.dedent(inspect.getsource(function))))
+        if problem is not None:
+            return problem
+    return None
+
+
+@define(kw_only=True, eq=False)
+class Door:
+    """The layers of one module that vLLM runs whose forward is to be ours: all of its MLA layers, or none."""
+
+    module: nn.Module = field(repr=False)
+    layers: dict[str, MLASpec]
+    "By their path in the module."
+    vllm_config: Any = field(repr=False)
+    why_not: str | None = None
+    "Why no layer is ours, as a sentence, or None where all are."
+    in_place: bool = False
+
+    @classmethod
+    def of(cls, module: nn.Module, specs: Iterable[tuple[str, AnySpec]], vllm_config: Any) -> Door | None:
+        """What is to be done in a module; None where it has no MLA layer."""
+        found = {path: spec for path, spec in specs if isinstance(spec, MLASpec)}
+        if not found:
+            return None
+        made = cls(module=module, layers=found, vllm_config=vllm_config)
+        made.why_not = next(made._problems(), None)
+        return made
+
+    def _problems(self) -> Iterator[str]:
+        problem = why_not_here(self.vllm_config) or why_not_vllm()
+        if problem is not None:
+            yield problem
+            return
+        for path, spec in self.layers.items():
+            wrapper = self._wrapper(path)
+            problem = why_not_spec(spec)
+            if wrapper is None:
+                kind = type(self.module.get_submodule(path))
+                problem = f"{kind.__module__}.{kind.__qualname__} is not vLLM's {CLASS[1]}, and holds none"
+            if problem is None:
+                problem = _why_not_layer(wrapper, spec)
+            if problem is not None:
+                yield f"{path}: {problem}"
+
+    def _wrapper(self, path: str) -> Any:
+        """VLLM's wrapper at or below a layer; a class derived from it may do something else, and is none."""
+        return next(
+            (
+                m
+                for m in self.module.get_submodule(path).modules()
+                if (type(m).__module__, type(m).__qualname__) == CLASS
+            ),
+            None,
+        )
+
+    @property
+    def key(self) -> str:
+        """What vLLM's cache has to know this by."""
+        digest = hashlib.sha256()
+        for name in ("decode.py", "decode_ops.py"):
+            digest.update(Path(__file__).with_name(name).read_bytes())
+        return f"{NAME} {digest.hexdigest()} {sorted(self.layers.items())!r}"
+
+    @property
+    def stands(self) -> bool:
+        """Whether the layers' forward is to be ours."""
+        return self.why_not is None
+
+    def put_in(self) -> None:
+        """Let each layer's forward be ours, and vLLM's graphs be split at our ops."""
+        if not self.stands:
+            once(logging.WARNING, "layerfuse: %s leaves vLLM's MLA layers alone: %s", NAME, self.why_not)
+            return
+        try:
+            from . import decode_ops as ops
+
+            made = [_layer(self._wrapper(path), spec, ops) for path, spec in self.layers.items()]
+            ops.try_out(made[0], self.vllm_config.scheduler_config.max_num_batched_tokens)
+        except Exception as error:  # nothing has changed yet, and vLLM runs on
+            self.why_not = f"{type(error).__name__}: {error}"
+            once(logging.WARNING, "layerfuse: %s leaves vLLM's MLA layers alone: %s", NAME, self.why_not)
+            return
+        for layer in made:
+            ops.layers[layer.name] = layer
+            if layer.attention.impl.dcp_world_size == -1:
+                layer.attention.impl.dcp_world_size = 1  # as vLLM does at its first step
+            layer.wrapper.forward = forward_of(layer.wrapper, layer.name, ops)
+        split = self.vllm_config.compilation_config.splitting_ops
+        if split and not set(ops.NAMES) & set(split):
+            split.extend(ops.NAMES)
+        self.in_place = True
+
+    def sites(self) -> tuple[str, ...]:
+        """The names of the layers' sites, as the report has them."""
+        return tuple(f"{path}:decode" for path in self.layers)
+
+
+def _why_not_layer(wrapper: Any, spec: MLASpec) -> str | None:
+    """Why one layer cannot be ours, from what vLLM made of it."""
+    attention = wrapper.mla_attn
+    backend = attention.attn_backend.get_name()
+    checks = (
+        (spec.rope is None or spec.rope.table != "cos_sin", "its rope has no table of cos and sin"),
+        (wrapper.is_sparse or wrapper.indexer is not None, "its attention is sparse"),
+        (getattr(wrapper, "g_proj", None) is not None, "it has an output gate"),
+        (getattr(attention, "calculate_kv_scales", False), "vLLM computes the scales of its cache from its first step"),
+        (getattr(attention, "hisparse_cache", None) is not None, "its cache is one of several tiers"),
+        (
+            attention.is_aiter_triton_fp4_bmm_enabled or attention.is_aiter_triton_fp8_bmm_enabled,
+            "AITER's quantised GEMM absorbs its query",
+        ),
+        (getattr(attention, "is_amx_bmm_enabled", False), "its query is absorbed by an AMX kernel"),
+        (attention.q_pad_num_heads is not None, f"{backend} pads its heads"),
+        (
+            _cache_of(attention) is None,
+            f"its cache is {attention.kv_cache_dtype}, a form that the fused op does not write",
+        ),
+    )
+    return next((why for found, why in checks if found), None)
+
+
+def _cache_of(attention: Any) -> tuple[Any] | None:
+    """The dtype that a layer's cache is looked at as, None for its own; or None for a form that is not known."""
+    from vllm.platforms import current_platform
+
+    name = attention.kv_cache_dtype
+    if name in ("fp8", "fp8_e4m3"):
+        return (current_platform.fp8_dtype(),)
+    return (None,) if name in ("auto", "bfloat16", "float16", "half", "float32", "fp8_ds_mla") else None
+
+
+def _layer(wrapper: Any, spec: MLASpec, ops: Any) -> Any:
+    attention = wrapper.mla_attn
+    q_norm, kv_norm, rope = spec.q_norm, spec.kv_norm, spec.rope
+    (cache_dtype,) = _cache_of(attention) or (None,)
+    quantised = attention.kv_cache_dtype.startswith("fp8") and attention.impl.supports_quant_query_input
+    from vllm.platforms import current_platform
+
+    return ops.Layer(
+        name=attention.layer_name,
+        wrapper=wrapper,
+        attention=attention,
+        epsilons=(q_norm.epsilon, kv_norm.epsilon),  # type: ignore[union-attr]
+        offsets=(q_norm.weight_offset, kv_norm.weight_offset),  # type: ignore[union-attr]
+        pairs="interleaved" if rope.interleaved else "halves",  # type: ignore[union-attr]
+        cache_dtype=cache_dtype,
+        query_dtype=current_platform.fp8_dtype() if quantised else None,
+    )
+
+
+def forward_of(wrapper: Any, name: str, ops: Any) -> Callable[..., Any]:
+    """A forward for one wrapper that calls our two ops, for Dynamo to trace or to be run as it is.
+
+    Args:
+        wrapper: vLLM's.
+        name: of its attention, in vLLM's forward context.
+        ops: the module `decode_ops`.
+    """
+    own = wrapper.forward
+    latents, attend = ops.latents, ops.attend
+
+    @wraps(own)
+    def forward(positions: Any, hidden_states: Any, llama_4_scaling: Any = None) -> Any:
+        if llama_4_scaling is not None or positions.dim() != 1:
+            return own(positions, hidden_states, llama_4_scaling)
+        rows = wrapper.fused_qkv_a_proj(hidden_states)[0]
+        q, kv, k_rope = rows.split([wrapper.q_lora_rank, wrapper.kv_lora_rank, wrapper.qk_rope_head_dim], dim=-1)
+        # What a captured graph reads is allocated in one: its address stays.
+        normed = q.new_empty(q.shape)
+        entries = latents(q, kv, k_rope, positions, normed, name)
+        query = wrapper.q_b_proj(normed)[0]
+        output = query.new_empty((query.shape[0], wrapper.num_heads * wrapper.v_head_dim))
+        attend(query, entries, positions, output, name)
+        return wrapper.o_proj(output)[0]
+
+    return forward

@@ -1,0 +1,222 @@
+"""What is known of `mla_decode` without vLLM and without torch: its name, where it may stand, and what vLLM's code may read."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .hooks import Hook, check_source
+
+if TYPE_CHECKING:
+    from ...adapters.specs import AnySpec, MLASpec
+
+NAME = "mla_decode"
+"""Among the `fusions` that are asked for."""
+
+CLASS = ("vllm.model_executor.layers.mla", "MultiHeadLatentAttentionWrapper")
+"""Module and class of what it stands in."""
+
+_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
+HOOKS = tuple(
+    Hook(name="decode", module=module, path=path, takes=takes)
+    for module, path, takes in (
+        (CLASS[0], f"{CLASS[1]}.forward", ("self", "positions", "hidden_states", "llama_4_scaling")),
+        (_ATTENTION, "MLAAttention.forward", ("self", "q", "kv_c_normed", "k_pe", "output_shape")),
+        (
+            _ATTENTION,
+            "MLAAttention.forward_impl",
+            ("self", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"),
+        ),
+        (_ATTENTION, "MLAAttention._v_up_proj", ("self", "x", "out")),
+        (
+            _ATTENTION,
+            "unified_mla_kv_cache_update",
+            ("kv_c_normed", "k_pe", "layer_name", "kv_cache_dtype", "k_scale"),
+        ),
+    )
+)
+"""What of vLLM is called, or done in its place."""
+
+READS = {
+    "MultiHeadLatentAttentionWrapper.forward": frozenset(
+        [
+            "dcp_q_replicate",
+            "fuse_qkv_rmsnorm",
+            "fused_qkv_a_proj",
+            "g_proj",
+            "indexer",
+            "indexer_rope_emb",
+            "is_sparse",
+            "kv_a_layernorm",
+            "kv_a_proj_with_mqa",
+            "kv_lora_rank",
+            "mla_attn",
+            "num_heads",
+            "o_proj",
+            "q_a_layernorm",
+            "q_b_proj",
+            "q_lora_rank",
+            "q_proj",
+            "qk_head_dim",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "rotary_emb",
+            "skip_topk",
+            "v_head_dim",
+        ]
+    ),
+    "MLAAttention.forward": frozenset(
+        [
+            "_k_scale",
+            "calculate_kv_scales",
+            "forward_impl",
+            "hisparse_cache",
+            "impl",
+            "kv_cache",
+            "kv_cache_dtype",
+            "layer_name",
+            "prepare_kv_cache_update",
+            "update_kv_cache",
+            "use_direct_call",
+            "use_pcp",
+        ]
+    ),
+    "MLAAttention.forward_impl": frozenset(
+        [
+            "W_K",
+            "W_K_scale",
+            "W_UK_T",
+            "W_UK_T_dcp_qrep",
+            "_aiter_output_quant",
+            "_decode_concat_quant_fp8_op",
+            "_k_scale",
+            "_q_scale",
+            "_quant_fp8_op",
+            "_use_sparse_mha",
+            "_v_up_proj",
+            "_vllm_config",
+            "chunked_prefill_workspace_size",
+            "dcp_a2a",
+            "dcp_manager",
+            "impl",
+            "is_aiter_triton_fp4_bmm_enabled",
+            "is_aiter_triton_fp8_bmm_enabled",
+            "is_amx_bmm_enabled",
+            "kv_cache_dtype",
+            "kv_lora_rank",
+            "num_heads",
+            "prefill_backend",
+            "q_pad_num_heads",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "use_pcp",
+            "v_head_dim",
+        ]
+    ),
+}
+"""Method of vLLM's -> the attributes of itself that it reads in 0.26.0 and 0.33.0. One that reads more does something new."""
+
+
+def why_not_spec(spec: MLASpec) -> str | None:
+    """Why a layer cannot take it, from its spec alone, as a sentence; None where it can."""
+    if spec.q_norm is None:
+        return "q_lora_rank is None: there is no query latent"
+    if spec.rope is None or spec.rope.width == 0:
+        return "none of its columns is roped" if spec.rope is not None else "nothing says how its columns are roped"
+    if spec.q_norm.quant is not None:
+        return (
+            f"the projection behind its query norm quantises with {spec.q_norm.quant}, which vLLM fuses with the norm"
+        )
+    return None
+
+
+def why_not_read(hook: Hook, source: ast.AST) -> str | None:
+    """Why a method of vLLM's does more than is known, from its source; None where it does not."""
+    known = READS.get(hook.path)
+    if known is None:
+        return None
+    reads = {
+        node.attr
+        for node in ast.walk(source)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    new = sorted(reads - known)
+    return f"{hook.place} reads self.{new[0]}, of which this version of layerfuse knows nothing" if new else None
+
+
+def why_not_source(folder: Path) -> str | None:
+    """Why a vLLM leaves no place for it, from its source, without importing it; None where it does.
+
+    Args:
+        folder: of the package vllm.
+    """
+    for hook in HOOKS:
+        problem = check_source(hook, folder)
+        if problem is not None:
+            return problem
+        tree: Any = ast.parse(
+            folder.joinpath(*hook.module.split(".")[1:]).with_suffix(".py").read_text(encoding="utf-8")
+        )
+        for part in hook.path.split("."):
+            tree = next(each for each in tree.body if getattr(each, "name", None) == part)
+        problem = why_not_read(hook, tree)
+        if problem is not None:
+            return problem
+    return None
+
+
+def why_not_here(vllm_config: Any) -> str | None:
+    """Why vLLM's config leaves no place for it, as a sentence; None where it does."""
+    parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+    for what in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, what, 1) > 1:
+            return f"{what} is {getattr(parallel, what)}: each rank has a part of the cache"
+    if getattr(compilation.pass_config, "fuse_attn_quant", False):
+        return "vLLM's pass for attention and quantisation (fuse_attn_quant) looks for its own ops"
+    if os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1":
+        return "vLLM captures its CUDA graphs in pieces around its own ops (VLLM_USE_BREAKABLE_CUDAGRAPH=1)"
+    if compilation.mode is not None and compilation.mode.name not in ("NONE", "VLLM_COMPILE"):
+        return f"vLLM's compilation mode is {compilation.mode.name}"
+    return None
+
+
+def without(fusions: str) -> tuple[str, bool]:
+    """A line of fusions without this name, and whether it was asked for.
+
+    The line is as `LAYERFUSE_FUSIONS` has it. What is left of one that asked for nothing else is `none`.
+    """
+    names = [name.strip() for name in fusions.split(",")]
+    left = [name for name in names if name.removeprefix("-") != NAME]
+    if len(left) == len(names):
+        return fusions, False
+    asked = NAME in names
+    # Other names are the only ones that are on; without one, names with a minus would leave the rest on.
+    only = asked and all(name.startswith("-") for name in left)
+    return "none" if only else ",".join(left), asked
+
+
+def planned(specs: Iterable[AnySpec]) -> Iterator[str]:
+    """What `layerfuse plan` says of it: a sentence for each kind of MLA layer, by the environment's wishes.
+
+    Args:
+        specs: of the whole model.
+    """
+    from ...adapters.specs import MLASpec
+
+    layers = [spec for spec in specs if isinstance(spec, MLASpec)]
+    reasons = Counter(why_not_spec(spec) for spec in layers)
+    _, asked = without(os.environ.get("LAYERFUSE_FUSIONS", ""))
+    for reason, count in reasons.items():
+        what = f"{NAME} at {count} MLA layers"
+        if reason is not None:
+            yield f"{what}: not possible: {reason}."
+        elif not asked:
+            yield f"{what}: off in vllm unless switched on: it was not benchmarked there."
+        elif len(reasons) > 1:
+            yield f"{what}: not done, since it takes all MLA layers of a model or none."
+        else:
+            yield f"{what}: both norms, the ropes and the cache write of a decode step are two launches, in vLLM's {CLASS[1]}."

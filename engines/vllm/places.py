@@ -1,0 +1,49 @@
+"""Where layerfuse stands in vLLM and what would happen there, read from vLLM's source without importing it: for the doctor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from .decode_facts import CLASS, NAME, why_not_source
+from .defaults import on_by_default
+from .hooks import HOOKS, TESTED, check_source
+from .seams import SEAMS
+
+
+def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
+    """Every hook, then every class that a fused op can stand in: its name, what is done there, and what is not as expected.
+
+    Args:
+        folder: of the package vllm.
+    """
+    for hook in HOOKS:
+        yield hook.place, hook.does, check_source(hook, folder)
+    for seam in SEAMS:
+        does = f"{seam.fusion} stands there in models that vLLM does not compile"
+        problems = (check_source(hook, folder) for hook in seam.hooks)
+        yield ":".join(seam.key), does, next(filter(None, problems), None)
+    yield ":".join(CLASS), f"{NAME} stands there, compiled or not", why_not_source(folder)
+
+
+def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "broken"], str]:
+    """Whether layerfuse would work inside of this vLLM, and a sentence.
+
+    Args:
+        version: of vLLM.
+        folder: of the package vllm.
+    """
+    problems = [p for hook in HOOKS if hook.needed and (p := check_source(hook, folder)) is not None]
+    if problems:
+        return "broken", f"vLLM {version} would be left alone (tested with {', '.join(TESTED)}): {problems[0]}"
+    known = "tested" if version in TESTED else f"not tested ({', '.join(TESTED)} are), and has what is expected"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and "layerfuse" not in allowed.split(","):
+        return "absent", f"VLLM_PLUGINS={allowed} keeps vLLM from loading it"
+    on = ", ".join(f"{name} ({', '.join(archs)})" for name, archs in on_by_default().items()) or "no fusion"
+    asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
+    would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else f"{on} is on by default"
+    needed = sum(hook.needed for hook in HOOKS)
+    return "found", f"vLLM {version} is {known}; {needed} of {needed} hooks found; {would}"

@@ -1,0 +1,58 @@
+"""benchmarks/vllm_tokens.py: how far log probabilities are apart, and where an arm is further from vLLM than its own ways are."""
+
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def text(off=0.0, once=0.0, best=((7, -1.0), (8, -1.03125))):
+    return {
+        "prompt": [-3.0 + off, -4.0 - off],
+        "tokens": [-1.0 + off, -2.0 - off, -1.5 + off + once],
+        "best": [[list(each) for each in best]] * 3,
+    }
+
+
+def test_distances_are_those_of_the_same_tokens():
+    from vllm_tokens import distances
+
+    found = distances({"a": [text(), text()], "b": [text()]}, {"a": [text(0.5)], "b": [text(0.25, once=1.0)]})
+    assert found["texts"] == 2, "texts that the other lacks were not left out"
+    assert found["prompt"] == {"mean": 0.375, "mean's error": 0.125, "largest": 0.5, "of": 4}
+    assert found["tokens"]["largest"] == 1.25
+    assert found["other best token"] == 0
+
+
+@pytest.mark.parametrize(
+    ("second", "beyond"), [((8, -1.03125), 0), ((8, -1.125), 3), ((9, -1.03125), 3)], ids=["a tie", "apart", "unknown"]
+)
+def test_another_best_token_is_beyond_a_tie_or_not(second, beyond):
+    from vllm_tokens import distances
+
+    found = distances({"a": [text(best=((7, -1.0), second))]}, {"a": [text(best=((8, -1.0), (7, -1.03125)))]})
+    assert (found["other best token"], found["other beyond a tie"]) == (3, beyond)
+
+
+def test_vllms_own_ways_bound_an_arm():
+    from vllm_tokens import distances, exceeds
+
+    def of(*how, **more):
+        return distances({"a": [text()]}, {"a": [text(*how, **more)]})
+
+    ways = {"unfused": of(0.01), "other batches": of(0.002)}
+    assert exceeds(of(0.0124), ways) == []
+    assert exceeds(of(0.0126), ways) == [
+        "prompt: mean 0.01260 is above 0.01250",
+        "tokens: mean 0.01260 is above 0.01250",
+    ]
+    assert exceeds(of(0.0, once=0.07), ways)[-1] == "tokens: largest 0.07000 is above 0.06250"
+    assert exceeds(of(0.0009), {"unfused": of(0.0)}) == []
+    assert exceeds(of(0.0011), {"unfused": of(0.0)}) != []
+    assert exceeds(of(float("nan")), ways) != [], "what is not a number is within every bound"

@@ -1,0 +1,193 @@
+"""`mla_decode` in vLLM's real MLA wrapper and attention layer: the numbers and the cache of vLLM's own forward, step by step.
+
+Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+pytest.importorskip("vllm_paged")
+from test_vllm_plugin import fresh, said  # noqa: F401 (`fresh` is a fixture)
+from torch import Tensor
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers import mla
+from vllm.model_executor.layers.attention import mla_attention
+from vllm_paged import GUARD, paged, written
+from vllm_started import loaded_from_cache
+
+from layerfuse.engines.vllm import decode, decode_facts
+from layerfuse.fusion import FusionMissedError
+from layerfuse.fusion.backends import counting
+
+ON = {"fusions": ["mla_decode"], "strict": True}
+LINE = "mla_decode: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run"
+STEPS: tuple[tuple[tuple[tuple[int, int], ...], int], ...] = (
+    (((0, 5),), 0),  # a prompt
+    (((0, 1), (1, 7)), 0),  # decoding beside a prompt
+    (((0, 1), (1, 1)), 0),  # nothing but decoding
+    (((1, 1), (0, 1)), 6),  # the same, padded for a graph
+    (((0, 1), (2, 3), (3, 2)), 3),  # two prompts, one of them a chunk, padded
+    (((1, 1), (3, 4)), 0),  # the next chunk
+    (((0, 1), (1, 1), (2, 1), (3, 1)), 1),
+)
+"""(sequence, new tokens) of each request, and rows of padding."""
+
+
+VLLMS = "vLLM's cache write"
+
+
+def ran(
+    name: str, path: Path, layerfuse: Any, **config: Any
+) -> tuple[list[Tensor], list[dict[str, Tensor]], list[dict[str, int]]]:
+    """Of each step: what comes out, all bytes of the caches after it, and what was called how often."""
+    results, caches, calls = [], [], []
+    with paged(name, path, layerfuse=layerfuse, **config) as engine:
+        for requests, padded in STEPS:
+            written.clear()
+            with counting() as counted:
+                results.append(engine.step(requests, padded).float())
+            caches.append(engine.bytes())
+            calls.append({**counted, VLLMS: len(written)})
+    return results, caches, calls
+
+
+def values(held: Tensor, cache_dtype: str, dtype: str) -> Tensor:
+    return held.view(torch.float8_e4m3fn if cache_dtype == "fp8" else getattr(torch, dtype)).float()
+
+
+CLOSE = {
+    ("auto", "float32"): (1e-5, {"rtol": 1e-4, "atol": 1e-5}),
+    # An fp8 entry on the edge of two values may become the other one.
+    ("fp8", "float32"): (5e-3, {"rtol": 0.13, "atol": 2e-3}),
+}
+"""Cache and dtype -> how close the hidden states are, as the norm of the difference by theirs, and the entries."""
+
+
+@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
+@pytest.mark.parametrize(("cache_dtype", "dtype"), CLOSE)
+def test_every_step_gives_vllms_numbers_and_its_cache(
+    cache_dtype: str, dtype: str, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"cache_dtype": cache_dtype, "dtype": dtype, "mode": mode}
+    states, entries = CLOSE[cache_dtype, dtype]
+    own, own_caches, none = ran("deepseek-v3", tmp_path / "own", False, **config)
+    assert none == [{VLLMS: 3}] * len(STEPS)
+    caplog.clear()
+    got, caches, calls = ran("deepseek-v3", tmp_path / "ours", ON, **config)
+    assert LINE in said(caplog)
+    for step, (a, b) in enumerate(zip(got, own, strict=True)):
+        assert (a - b).norm() / b.norm() < states, step
+    for found, expected in zip(caches, own_caches, strict=True):
+        for name, held in found.items():
+            wanted = expected[name]
+            a, b = (values(each, cache_dtype, dtype) for each in (held, wanted))
+            torch.testing.assert_close(a, b, **entries, equal_nan=True)
+            # What no token has is as it was: not one byte is written elsewhere.
+            guards = (wanted == GUARD).view(-1, held.shape[-1]).all(-1)
+            assert torch.equal((held == GUARD).view(-1, held.shape[-1]).all(-1), guards)
+    for (requests, _), counted in zip(STEPS, calls, strict=True):
+        decodes = all(new == 1 for _, new in requests)
+        # One launch for the latents in every step; where all tokens are decoded, nothing else writes to the cache.
+        assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_rope": 3, VLLMS: 0 if decodes else 3}
+
+
+def test_in_bfloat16_it_is_as_near_to_float32_as_vllm(tmp_path: Path) -> None:
+    truth = ran("deepseek-v3", tmp_path / "truth", False, mode="NONE")[0]
+    runs = [ran("deepseek-v3", tmp_path / str(on), on, mode="NONE", dtype="bfloat16")[0] for on in (False, ON)]
+    own, ours = ([(a - b).norm() / b.norm() for a, b in zip(each, truth, strict=True)] for each in runs)
+    assert sum(ours) < 1.1 * sum(own)
+
+
+def test_a_start_from_vllms_cache_is_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The compiled model holds the ops by name, and finds the layers of the process that loads it."""
+    results = []
+    for start in ("cold", "warm"):
+        caplog.clear()
+        before = loaded_from_cache()
+        results.append(ran("deepseek-v3", tmp_path, ON)[0])
+        assert loaded_from_cache() - before == (start == "warm")
+        assert LINE in said(caplog)
+    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+
+
+# ---- where it cannot stand: vLLM runs on, and one line says why
+
+
+def alone(tmp_path: Path, caplog: pytest.LogCaptureFixture, **config: Any) -> str:
+    """Why the layers are left to vLLM, whose numbers come out, as it is said."""
+    own = ran("deepseek-v3", tmp_path / "own", False, mode="NONE", **config)[0]
+    caplog.clear()
+    got, _, calls = ran("deepseek-v3", tmp_path / "ours", {"fusions": ["mla_decode"]}, mode="NONE", **config)
+    assert all(torch.equal(*both) for both in zip(got, own, strict=True))
+    assert calls == [{VLLMS: 3}] * len(STEPS)
+    lines = said(caplog)
+    assert "mla_decode: 3 expected, 0 fused, 3 missed; called 0 times in the profiling run" in lines
+    (warning,) = [line for line in lines if line.startswith("layerfuse: mla_decode leaves vLLM's MLA layers alone: ")]
+    why = warning.partition("alone: ")[2]
+    assert f"missed: model.layers.0.self_attn:decode and 2 more: {why}" in lines
+    return str(why)
+
+
+def test_a_vllm_that_does_more_than_is_known_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = "MultiHeadLatentAttentionWrapper.forward"
+    monkeypatch.setitem(decode_facts.READS, method, decode_facts.READS[method] - {"o_proj"})
+    place = f"vllm.model_executor.layers.mla:{method}"
+    assert alone(tmp_path, caplog) == f"{place} reads self.o_proj, of which this version of layerfuse knows nothing"
+
+
+def test_a_function_that_takes_other_arguments_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = tuple(attrs.evolve(h, path=h.path.replace("_v_up_proj", "_v_up")) for h in decode_facts.HOOKS)
+    monkeypatch.setattr(decode, "HOOKS", changed)
+    why = alone(tmp_path, caplog)
+    assert why == f"{mla_attention.__name__}:MLAAttention._v_up is expected, and MLAAttention has no '_v_up'"
+
+
+def test_a_class_of_another_plugins_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Derived(mla.MultiHeadLatentAttentionWrapper):
+        """It may compute something else."""
+
+    monkeypatch.setitem(custom_op.op_registry_oot, "MultiHeadLatentAttentionWrapper", Derived)
+    why = alone(tmp_path, caplog)
+    assert "is not vLLM's MultiHeadLatentAttentionWrapper, and holds none" in why
+
+
+def test_a_strict_engine_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_facts, "why_not_here", lambda _: "no place")
+    monkeypatch.setattr(decode, "why_not_here", lambda _: "no place")
+    with pytest.raises(FusionMissedError, match="no place"), paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE"):
+        pass
+
+
+def test_an_op_that_does_not_run_here_is_found_before_anything_stands(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    decode_ops = pytest.importorskip("layerfuse.engines.vllm.decode_ops")
+    monkeypatch.setattr(decode_ops, "_rope", broken)
+    assert alone(tmp_path, caplog) == "RuntimeError: no such kernel"
+
+
+def test_a_step_that_an_op_refuses_is_done_as_vllm_does_it_and_so_are_all_after_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache in another form than was read off the layer."""
+    decode_ops = pytest.importorskip("layerfuse.engines.vllm.decode_ops")
+    own = ran("deepseek-v3", tmp_path / "own", False, mode="NONE")[0]
+    monkeypatch.setattr(decode_ops.Layer, "seen", lambda _, cache: cache[..., ::2])
+    got = ran("deepseek-v3", tmp_path / "ours", ON, mode="NONE")[0]
+    torch.testing.assert_close(got, own, rtol=1e-4, atol=1e-4)
+    assert sum("entries of" in line for line in said(caplog)) == 3  # once for each layer
