@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..adapters.errors import LayerfuseError, SpecError
-from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
+from ..fusion import FUSIONS, ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.plan import ANY
 from .console import require_writable, show, write_text
 from .kinds import kinds_of, ranges, rows_of, spec_dict
@@ -231,11 +231,15 @@ def _where(kind: Mapping[str, Any]) -> str:
 
 
 def _listed(decisions: Sequence[dict[str, Any]], done: Collection[str]) -> list[tuple[str, dict[str, Any]]]:
-    """The decisions on fusions that are possible here, or that the engine does itself, with their names; or why no fusion is."""
+    """The decisions on fusions that are possible here, or that the engine does itself, with their names; or why no fusion is.
+
+    What is off unless it was measured or asked for is passed over then.
+    """
     own = tuple(done)
     possible = {d["fusion"] for d in decisions if d["decision"] != "not_applicable" or d["reason"].startswith(own)}
     if not possible:
-        return [("any fusion", decision) for decision in decisions[:1]]
+        others = [decision for decision in decisions if not FUSIONS[decision["fusion"]].off_unless_faster]
+        return [("any fusion", decision) for decision in others[:1]]
     return [(decision["fusion"], decision) for decision in decisions if decision["fusion"] in possible]
 
 

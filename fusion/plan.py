@@ -23,6 +23,7 @@ from .chain import Fusion
 from .config import FusionConfig
 from .engine import NAMES as ENGINES
 from .engine import TORCH_COMPILE, Engine
+from .faster import Faster
 from .limits import TokenLimit
 from .sites import FINAL, INPUT, OUTPUT, Site, sites_of
 from .target import Target
@@ -352,15 +353,23 @@ class _Decider:
         return None if fusion.limit is None else fusion.limit(site, self._target, self._engine)
 
     def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Verdict:
-        found = verdict(fusion, site, self._target, quant)
-        engine, switched = self._engine, fusion.name in dict(self._config.switches)
-        if found.reason == site.unsaid and dict(self._config.switches).get(fusion.name):
-            return Verdict("refused", found.reason)  # it was asked for by name
-        if found.kind != "expected":
-            return found
+        engine = self._engine
         # transformers runs in torch.compile as it is.
         place = TORCH_COMPILE if engine is None or engine.name == "transformers" else engine
         measured = fusion.faster_at(place, self._target, site, quant)
+        found = self._allowed(fusion, site, quant, measured)
+        asked = dict(self._config.switches).get(fusion.name) is True
+        if asked and found.reason == site.unsaid:
+            return Verdict("refused", found.reason)
+        # What is nowhere on without a measurement is no miss: it is listed where it was measured or asked for.
+        unasked = fusion.off_unless_faster and measured is None and not asked
+        return Verdict("not_applicable", found.reason) if unasked and found.kind == "refused" else found
+
+    def _allowed(self, fusion: Fusion, site: Site, quant: ActivationQuant | None, measured: Faster | None) -> Verdict:
+        found = verdict(fusion, site, self._target, quant)
+        if found.kind != "expected":
+            return found
+        engine, switched = self._engine, fusion.name in dict(self._config.switches)
         refusal = None if engine is None else engine.why_not(fusion.name, site.role)
         if engine is not None and refusal is None:
             elsewhere = engine.why_kept(fusion.name, site.role)

@@ -62,7 +62,10 @@ class Blank:
     @classmethod
     def of(cls, like: Node, shape: Sequence[Any], dtype: torch.dtype) -> Blank:
         """On the device of a node, whose sizes those that vary are."""
-        return cls(val=value(like).new_empty(tuple(shape), dtype=dtype), sizes=sizes_of(shape, like))
+        sizes = sizes_of(shape, like)
+        if -1 in sizes:
+            raise Unmatched(f"the shape {tuple(shape)} is none of the sizes of {like}")
+        return cls(val=value(like).new_empty(tuple(shape), dtype=dtype), sizes=sizes)
 
     @property
     def needed(self) -> tuple[Node, ...]:

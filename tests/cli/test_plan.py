@@ -224,7 +224,7 @@ def test_switching_a_fusion_off_shows_as_the_reason(run, monkeypatch):
     assert run("plan", "deepseek-v3").code == 2
 
 
-ALL_BUT_FINAL = [role for role in ROLES if role != "final"]
+ALL_BUT_FINAL = [role for role in ROLES if role not in ("final", "query")]
 """What one quantisation for all is for: a language-model head is rarely quantised."""
 QUANTISED = """\
   softmax scale                           0.1446796
@@ -240,7 +240,9 @@ def test_an_engine_that_quantises(run):
     data = json.loads(run("plan", "kimi-k2.5", "--quant", "per_token,ue8m0", "--json").out)
     quant = {"group_size": None, "column_major": False, "use_ue8m0": True, "tma_aligned": False, "fixed": None}
     assert data["config"]["quant"] == dict.fromkeys(ALL_BUT_FINAL, quant)
-    decisions = {found["fusion"]: found["decision"] for found in data["kinds"][1]["sites"]["latents"]}
+    every = {found["fusion"]: found["decision"] for found in data["kinds"][1]["sites"]["latents"]}
+    decisions = {name: said for name, said in every.items() if "rope_cache" not in name}
+    assert {said for name, said in every.items() if name not in decisions} == {"not_applicable"}
     assert decisions == {
         "mla_dual_rms_norm": "fallback",
         "mla_dual_rms_norm_per_token_quant": "expected",

@@ -292,7 +292,8 @@ def test_two_specs_of_one_layer() -> None:
         hidden_size=HIDDEN, layer_index=1, parallel=WHOLE, input_norms=(norm,), post_attention_norms=(norm,)
     )
     made = fusion.plan([("layers.0", residual), ("layers.0", mla_spec(1))], fusion.Target.named("cpu"))
-    assert [site.name for site in made.sites] == ["layers.0:input", "layers.0:post_attention", "layers.0:latents"]
+    roles = ["input", "post_attention", "latents", "query"]
+    assert [site.name for site in made.sites] == [f"layers.0:{role}" for role in roles]
     with pytest.raises(ValueError, match="several MLASpec"):
         fusion.plan([("layers.0", mla_spec()), ("layers.0", mla_spec())], fusion.Target.named("cpu"))
 
