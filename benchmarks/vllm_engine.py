@@ -153,6 +153,9 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, turns: in
             _time(result, engines, batch, until, turns)
         for arm in list(engines):
             for batch in BATCHES:
+                # A graph that is replayed with what another batch left behind may read and write anywhere: attention kernels
+                # take lengths and splits of each sequence from memory.
+                _try(result, engines, arm, until, "settle", batch)
                 _try(result, engines, arm, until, "kernels", batch)
         if "vllm" in engines:
             text = drawn(result["arms"]["vllm"]["tokens"])
