@@ -172,6 +172,8 @@ EXPECTED: dict[str, Spans] = {
     "mla_query_concat_static_quant.triton": triton_cache("converts the query to fp8 without a scale"),
     "mla_norm_rope_cache": hip_cache("it norms nothing, and turns a query"),
     "mla_norm_rope_cache.triton": triton_cache("behind the end of the cache it writes outside"),
+    "mla_norm_rope_cache_into": hip_cache("it norms nothing"),
+    "mla_norm_rope_cache_into.triton": triton_cache("it norms nothing"),
     "mla_norm_rope_cache_static_quant": hip_cache("it norms nothing"),
     "mla_norm_rope_cache_static_quant.triton": triton_cache("it norms nothing"),
     "mla_norm_rope_cache_per_token_quant": hip_cache("it norms nothing"),

@@ -33,6 +33,8 @@ NOTHING_FOR = {
     "add_rms_norm_mxfp8_quant_with_norm",
     "all_reduce_add_rms_norm_static_quant",
     "all_reduce_add_rms_norm_static_quant_with_norm",
+    "mla_query_absorb",
+    "mla_query_absorb_static_quant",
 }
 """Ops that no function of AITER's does."""
 

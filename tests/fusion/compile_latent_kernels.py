@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from compile_kernels import FEW, MANY, TARGETS, Compiler
 
-from layerfuse.fusion.backends.triton import latents, launcher, queries, tuning
+from layerfuse.fusion.backends.triton import absorb, latents, launcher, queries, tuning
 from layerfuse.fusion.ops.mla import MLA
 
 OPS = {op.name: op for op in MLA}
@@ -26,6 +26,7 @@ def built(
     launcher.first = compiler  # type: ignore[assignment]
     launcher.again = lambda *_: False  # type: ignore[assignment]
     launcher.wave = lambda _: target.warp_size  # type: ignore[assignment]
+    launcher.interpreted = lambda _: False
     tuning.regime = lambda _: step  # type: ignore[assignment]
     index, table = torch.zeros(TOKENS, dtype=torch.int64), torch.empty(4096, 64)
     cos, sin = table.chunk(2, -1)
@@ -46,9 +47,16 @@ def built(
         args = (latent, rope, cos, sin, index, pairs)
         if op == "mla_query_rope":
             args = (rope, torch.empty(TOKENS, HEADS, 576, dtype=torch.bfloat16), cos, sin, index, pairs)
+        elif "absorb" in op:
+            query, weight = (
+                torch.empty(TOKENS, HEADS, 192, dtype=torch.bfloat16),
+                torch.empty(HEADS, 128, 512).bfloat16(),
+            )
+            quant = (scale, pairs, fp8) if op.endswith("quant") else (pairs,)
+            args = (query[..., :128], query[..., 128:], weight, cos, sin, index, *quant, early)
         elif op.endswith("quant"):
             args = (latent, rope, cos, sin, index, scale, pairs, fp8)
-        function = queries.function_of(OPS[op])
+        function = (absorb if "absorb" in op else queries).function_of(OPS[op])
     function(*args)
     return compiler.built | {"target": name, "step": step, "early": early, "form": form, "pairs": pairs}
 
@@ -62,5 +70,7 @@ if __name__ == "__main__":
         found += [
             built(target, "mla_query_concat", FEW, pairs=pairs) for pairs in ("halves", "interleaved_to_halves", "none")
         ]
-    found += [built("sm90", op, FEW, early=True) for op in ("mla_norm_rope_cache", "mla_query_concat")]
+    found += [
+        built("sm90", op, FEW, early=True) for op in ("mla_norm_rope_cache", "mla_query_concat", "mla_query_absorb")
+    ]
     json.dump(found, sys.stdout)

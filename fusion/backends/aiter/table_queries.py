@@ -1,5 +1,8 @@
 """What AITER has around the rope of an MLA layer: what serves an op of ours, and why the rest serves none.
 
+Its functions with the absorbing GEMM (`fusions.fused_bmm_rope_kv_cache`) take fp8 or fp4 weights: `mla_query_absorb` takes those
+of the layer, so none is bound for it.
+
 AITER turns the key and the query in one launch, behind the GEMM that makes the query, and norms nothing there. Ours norm and write
 the key before that GEMM, and turn the query after it.
 """
@@ -87,7 +90,7 @@ def _bindings() -> Iterator[Binding]:
         kind="triton",
     )
     refused = {"mla_query_concat_static_quant": (_NEEDS_SLOTS, _NO_SCALE)}
-    for form in ("", "_static_quant", "_per_token_quant", "_group_quant"):
+    for form in ("", "_into", "_static_quant", "_per_token_quant", "_group_quant"):
         refused[f"mla_norm_rope_cache{form}"] = _BEFORE_THE_QUERY, _BEFORE_THE_QUERY
     for name, (hip, triton) in refused.items():
         yield Binding(name=name, calls="queries.turned", functions=_hip_cache(hip))

@@ -17,6 +17,8 @@ from .absorb_kernel import query_absorb
 
 MOST = 16
 """Tokens up to which the GEMM is ours, and those of a program: one block of a tensor core. Torch's is faster beyond (benchmarks/results/mla_tuning-absorb-*.json)."""
+ROPES = 4
+"""Tokens that a program ropes: with more of them it would take longer than the GEMM beside it."""
 DEEPEST = 256
 """Columns of a head that a program holds at once."""
 
@@ -85,8 +87,8 @@ def _launch(
     constants = (
         heads, nope, latent, rope_width, nope_unit, rope_unit, weight_unit, transposed, scale is not None,
         LARGEST.get(out.dtype, 0.0), PAIRS.index(pairs), tuning.power_of_two(rope_width // 2),
-        block, max(16, tuning.power_of_two(nope)), columns, "ieee" if q_nope.dtype == torch.float32 else "tf32",
-        out.device.type != "cuda", steady,
+        block, ROPES, max(16, tuning.power_of_two(nope)), columns,
+        launcher.interpreted(out.device), steady,
     )  # fmt: skip
-    sides = heads * (-(-latent // columns) + 1)
+    sides = heads * (-(-latent // columns) + block // ROPES)
     launcher.first(query_absorb, key, every, numbers, constants, rows=block, sides=sides, warps=warps)

@@ -11,6 +11,66 @@ from .rows import clamped
 from .turning import NOT_TURNED, angle, read_pairs, turned, write_pairs
 
 
+@triton.jit
+def _roped(
+    q_rope, cos, sin, positions, scale_in, out, token, head, tokens, rope_token, rope_head, table_rows, cos_stride, sin_stride,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE_WIDTH: tl.constexpr, ROPE_UNIT: tl.constexpr, STATIC: tl.constexpr,
+    LARGEST: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The rope columns of tokens of a head."""
+    if EARLY:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    mask = token < tokens
+    start = (token * rope_token + head * rope_head) * ROPE_UNIT
+    first, second = read_pairs(q_rope, start, mask, ROPE_WIDTH, HALF, PAIRS)
+    if PAIRS != NOT_TURNED:
+        position = tl.load(positions + token, mask=mask, other=0).to(tl.int64)
+        c = angle(cos, position, table_rows, cos_stride, ROPE_WIDTH, HALF)
+        s = angle(sin, position, table_rows, sin_stride, ROPE_WIDTH, HALF)
+        first, second = turned(first, second, c, s)
+    if STATIC:
+        scale = 1.0 / tl.load(scale_in)
+        first, second = clamped(first * scale, LARGEST), clamped(second * scale, LARGEST)
+    at = (token * HEADS + head) * (LATENT + ROPE_WIDTH) + LATENT
+    write_pairs(out, at, mask, first, second, ROPE_WIDTH, HALF, PAIRS)
+
+
+@triton.jit
+def _absorbed(
+    q_nope, weight, scale_in, out, token, head, column, tokens, nope_token, nope_head, weight_head, weight_row,
+    HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE_WIDTH: tl.constexpr,
+    NOPE_UNIT: tl.constexpr, WEIGHT_UNIT: tl.constexpr, TRANSPOSED: tl.constexpr, STATIC: tl.constexpr,
+    LARGEST: tl.constexpr, DEPTH: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Columns of the product of tokens of a head."""
+    mask, row = token < tokens, tl.arange(0, DEPTH)
+    base = weight + (head.to(tl.int64) * weight_head) * WEIGHT_UNIT
+    inside = (row < NOPE)[:, None] & (column < LATENT)[None, :]
+    if TRANSPOSED:
+        lies = column[None, :] * (weight_row * WEIGHT_UNIT) + row[:, None]
+    else:
+        lies = row[:, None] * (weight_row * WEIGHT_UNIT) + column[None, :]
+    if AHEAD:
+        absorbing = tl.load(base + lies, mask=inside, other=0.0)
+    if EARLY:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    if not AHEAD:
+        absorbing = tl.load(base + lies, mask=inside, other=0.0)
+    start = (token * nope_token + head * nope_head) * NOPE_UNIT
+    query = tl.load(q_nope + start[:, None] + row[None, :], mask=mask[:, None] & (row < NOPE)[None, :], other=0.0)
+    if WIDE:
+        product = tl.dot(query.to(tl.float32), absorbing.to(tl.float32), input_precision="ieee").to(query.dtype)
+    else:
+        product = tl.dot(query, absorbing, input_precision="ieee").to(query.dtype)
+    if STATIC:
+        product = clamped(product.to(tl.float32) * (1.0 / tl.load(scale_in)), LARGEST)
+    at = (token * HEADS + head) * (LATENT + ROPE_WIDTH)
+    write = mask[:, None] & (column < LATENT)[None, :]
+    tl.store(out + at[:, None] + column[None, :], product.to(out.dtype.element_ty), mask=write)
+
+
 @triton.jit(
     do_not_specialize=[
         "tokens", "nope_token", "nope_head", "rope_token", "rope_head", "weight_head", "weight_row", "table_rows",
@@ -23,64 +83,29 @@ def query_absorb(
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE_WIDTH: tl.constexpr,
     NOPE_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr, WEIGHT_UNIT: tl.constexpr, TRANSPOSED: tl.constexpr,
     STATIC: tl.constexpr, LARGEST: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    TOKENS: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, WIDE: tl.constexpr,
+    TOKENS: tl.constexpr, ROPES: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
     AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS of a head per program: COLUMNS of the product over DEPTH >= NOPE columns, or its rope.
+    """TOKENS of a head per program: COLUMNS of the product over DEPTH >= NOPE columns. Or the rope of ROPES of them.
 
     TRANSPOSED: the weight's rows lie along NOPE. STATIC: everything is divided by a scale.
     WIDE: for Triton's interpreter, which multiplies no bfloat16. AHEAD: the weight is read while the kernel in front may still run.
     """
-    parts: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS + 1
+    blocks: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
+    parts: tl.constexpr = blocks + TOKENS // ROPES
     side = tl.program_id(0) % (HEADS * parts)
-    token = (tl.program_id(0) // (HEADS * parts)).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    begin = (tl.program_id(0) // (HEADS * parts)).to(tl.int64) * TOKENS
     head, part = side // parts, side % parts
-    mask = token < tokens
-    at = (token * HEADS + head) * (LATENT + ROPE_WIDTH)
-    scale = 1.0
-    if part == parts - 1:
-        if EARLY:
-            tl_cuda.gdc_wait()
-            tl_cuda.gdc_launch_dependents()
-        if STATIC:
-            scale = 1.0 / tl.load(scale_in)
-        start = (token * rope_token + head * rope_head) * ROPE_UNIT
-        first, second = read_pairs(q_rope, start, mask, ROPE_WIDTH, HALF, PAIRS)
-        if PAIRS != NOT_TURNED:
-            position = tl.load(positions + token, mask=mask, other=0).to(tl.int64)
-            c = angle(cos, position, table_rows, cos_stride, ROPE_WIDTH, HALF)
-            s = angle(sin, position, table_rows, sin_stride, ROPE_WIDTH, HALF)
-            first, second = turned(first, second, c, s)
-        if STATIC:
-            first, second = clamped(first * scale, LARGEST), clamped(second * scale, LARGEST)
-        write_pairs(out, at + LATENT, mask, first, second, ROPE_WIDTH, HALF, PAIRS)
+    if part >= blocks:
+        _roped(
+            q_rope, cos, sin, positions, scale_in, out, begin + (part - blocks) * ROPES + tl.arange(0, ROPES), head, tokens,
+            rope_token, rope_head, table_rows, cos_stride, sin_stride,
+            HEADS, LATENT, ROPE_WIDTH, ROPE_UNIT, STATIC, LARGEST, PAIRS, HALF, EARLY,
+        )  # fmt: skip
     else:
-        row, column = tl.arange(0, DEPTH), part * COLUMNS + tl.arange(0, COLUMNS)
-        base = weight + (head.to(tl.int64) * weight_head) * WEIGHT_UNIT
-        inside = (row < NOPE)[:, None] & (column < LATENT)[None, :]
-        if TRANSPOSED:
-            lies = column[None, :] * (weight_row * WEIGHT_UNIT) + row[:, None]
-        else:
-            lies = row[:, None] * (weight_row * WEIGHT_UNIT) + column[None, :]
-        if AHEAD:
-            absorbing = tl.load(base + lies, mask=inside, other=0.0)
-        if EARLY:
-            tl_cuda.gdc_wait()
-            tl_cuda.gdc_launch_dependents()
-        if not AHEAD:
-            absorbing = tl.load(base + lies, mask=inside, other=0.0)
-        if STATIC:
-            scale = 1.0 / tl.load(scale_in)
-        start = (token * nope_token + head * nope_head) * NOPE_UNIT
-        query = tl.load(q_nope + start[:, None] + row[None, :], mask=mask[:, None] & (row < NOPE)[None, :], other=0.0)
-        if WIDE:
-            product = tl.dot(query.to(tl.float32), absorbing.to(tl.float32), input_precision="ieee").to(query.dtype)
-        else:
-            product = tl.dot(query, absorbing, input_precision=PRECISION).to(query.dtype)
-        if STATIC:
-            product = clamped(product.to(tl.float32) * scale, LARGEST)
-        tl.store(
-            out + at[:, None] + column[None, :],
-            product.to(out.dtype.element_ty),
-            mask=mask[:, None] & (column < LATENT)[None, :],
-        )
+        _absorbed(
+            q_nope, weight, scale_in, out, begin + tl.arange(0, TOKENS), head, part * COLUMNS + tl.arange(0, COLUMNS), tokens,
+            nope_token, nope_head, weight_head, weight_row,
+            HEADS, NOPE, LATENT, ROPE_WIDTH, NOPE_UNIT, WEIGHT_UNIT, TRANSPOSED, STATIC, LARGEST, DEPTH, WIDE,
+            AHEAD, EARLY,
+        )  # fmt: skip

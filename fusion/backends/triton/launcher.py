@@ -104,13 +104,18 @@ def first(
     constants = (*constants, early)
     options: dict[str, Any] = {"num_warps": warps} | ({"launch_pdl": True} if early else {})
     grid = (-(-numbers[0] // rows) * sides, 1, 1)
-    if device.type != "cuda":  # Triton's interpreter
+    if interpreted(device):
         kernel[grid](*tensors, *numbers, *constants, **options)
         return
     with torch.cuda.device(device):
         built = kernel[grid](*tensors, *numbers, *constants, **options)
     if not (HIP and _has_large_storage(tensors)) and max(numbers) < 2**31:
         _compiled[key] = Compiled(built.run, built.function, built.packed_metadata, rows, sides, constants)
+
+
+def interpreted(device: torch.device) -> bool:
+    """Whether Triton's interpreter runs what is launched there."""
+    return bool(device.type != "cuda")
 
 
 def wave(device: torch.device) -> int:
