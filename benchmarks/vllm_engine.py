@@ -31,7 +31,7 @@ from typing import Any
 
 from environment import environment
 from vllm_shapes import MLA, VOCABULARY, folder_of
-from vllm_stages import STAGES, Stage
+from vllm_stages import STAGES, Alone, Stage
 from vllm_table import table
 from vllm_tokens import agreement, distances, drawn, exceeds
 
@@ -64,14 +64,14 @@ class Engine:
     """The process of an arm, seen from here."""
 
     def __init__(self, arm: str, name: str, stage: Stage, work: Path, logs: Path) -> None:
-        fusions = stage.arms.get(arm)
+        fusions, alone = stage.arms.get(arm), stage.alone.get(arm, Alone())
         self.name, self.log = name, logs / f"{name}.log"
         self.report = logs / f"{name}.report.json"
         options = {} if fusions is None else {"layerfuse": {"fusions": list(fusions), "report": str(self.report)}}
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
-            "cache": 2 << 30, "additional": options, "compilation": {"pass_config": {"fuse_allreduce_rms": False, **stage.alone.get(arm, {})}},
-            "engine": {**({"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {}), **stage.engine},
+            "cache": 2 << 30, "additional": options, "compilation": {"pass_config": {"fuse_allreduce_rms": False, **alone.passes}},
+            "engine": {**({"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {}), **stage.engine, **alone.engine},
         }  # fmt: skip
         variables = {
             **os.environ, **QUIET, **stage.variables,
