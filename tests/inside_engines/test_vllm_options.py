@@ -116,7 +116,7 @@ def test_the_variable_becomes_part_of_the_config_whatever_other_options_are_set(
 def test_registering_costs_nothing_that_a_start_would_notice() -> None:
     """Neither torch nor a plan is imported before vLLM has a model."""
     code = (
-        "import sys, attrs, time\n"
+        "import sys, attrs, importlib.metadata, time\n"  # vLLM finds plugins by the latter
         "start = time.process_time()\n"
         "from layerfuse.engines.vllm import register; register()\n"
         "print(time.process_time() - start)\n"
