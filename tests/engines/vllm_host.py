@@ -122,6 +122,9 @@ def without_gpu() -> Iterator[None]:
         mock.patch.object(torch.accelerator, "empty_cache"),
         # vllm.platforms.rocm asks for the architecture while it is imported.
         mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(gcnArchName=ROCM_ARCH)),
+        # Weights are packed for the kernels of some CPUs, which this build of vLLM does not hold.
+        mock.patch.object(torch.cpu, "_is_avx512_bf16_supported", return_value=False),
+        mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=False),
     ):
         yield
 
