@@ -209,8 +209,8 @@ def by_code(architectures: Iterable[str], place: Place) -> dict[str, Code]:
 
 INSTEAD = "naming the fusion takes it instead"
 
-SPLIT = f"vLLM splits its graphs at its cache write and its attention; {DECODE} takes norms, ropes and cache write at module level"
-"""Why chains with a rope are not taken in its graphs."""
+OPAQUE = f"vLLM's ops for cache write and attention find the cache by the layer's name; {DECODE} takes norms, ropes and cache write at module level"
+"""Why chains with a rope are not taken in its graphs, split or not."""
 
 
 def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine:
@@ -218,7 +218,7 @@ def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine
     does = by_passes(place, switched)
     return Engine(
         name="vllm",
-        refuses=dict.fromkeys((name for name, fusion in FUSIONS.items() if fusion.rope is not None), SPLIT),
+        refuses=dict.fromkeys((name for name, fusion in FUSIONS.items() if fusion.rope is not None), OPAQUE),
         does={name: f"vLLM does it: {by}; {INSTEAD}" for name, by in does.items()},
     )
 
