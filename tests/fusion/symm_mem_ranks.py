@@ -1,7 +1,7 @@
 """Ranks as processes that call fused all-reduces over shared memory of the host, for test_symm_mem_kernel.
 
-The kernel runs in Triton's interpreter, which reads and writes at addresses: those of the buffers as each process maps them.
-Everything else is as on GPUs: the functions of the ops, real process groups (gloo), and ranks that wait for one another.
+The kernel runs in Triton's interpreter, which reads and writes at addresses: those of the buffers as each process maps them. It copies
+words of 16 bits byte by byte, so that one may arrive in halves, as on no GPU; here they are copied whole (`WholeWords`). Everything else is as on GPUs: the functions of the ops, real process groups (gloo), and ranks that wait for one another.
 """
 
 from __future__ import annotations
@@ -127,6 +127,44 @@ def shared(world_size: int, row_bytes: int, item: int, shots: int) -> list[torch
     return [torch.full((size,), 255, dtype=torch.uint8).share_memory_() for _ in range(world_size)]
 
 
+class WholeWords:
+    """The functions of Triton's interpreter, with 16-bit words of shared buffers read and written in one piece, as numpy does."""
+
+    def __init__(self, functions: Any, buffers: list[torch.Tensor]) -> None:
+        self._functions = functions
+        self._areas = [
+            (start, start + buffer.numel(), buffer.view(torch.int16).numpy())
+            for buffer in buffers
+            for start in [buffer.data_ptr()]
+        ]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._functions, name)
+
+    def _words(self, addresses: Any, size: int) -> tuple[Any, Any] | None:
+        """The area of these addresses and their places in it; None: not 16-bit words of a buffer."""
+        first = int(addresses.flat[0])
+        area = next((words for start, end, words in self._areas if start <= first < end), None) if size == 2 else None
+        return None if area is None else (area, (addresses.astype("int64") - area.ctypes.data) // 2)
+
+    def load(self, addresses: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        found = self._words(addresses, dtype.itemsize)
+        if found is None:
+            return self._functions.load(addresses, mask, other, dtype)
+        words, places = found
+        loaded = other.astype(dtype)
+        loaded[mask] = words[places[mask]].view(dtype)
+        return loaded
+
+    def store(self, addresses: Any, values: Any, mask: Any) -> None:
+        found = self._words(addresses, values.dtype.itemsize)
+        if found is None:
+            self._functions.store(addresses, values, mask)
+        else:
+            words, places = found
+            words[places[mask]] = values[mask].view(words.dtype)
+
+
 def without(function: Any, given: list[Any], group: str) -> tuple[Any, list[str]]:
     """A call of a group whose ranks have no symmetric memory, and what was warned of."""
     with warnings.catch_warnings(record=True) as said:
@@ -139,8 +177,12 @@ def rank_main(
     rank: int, world_size: int, folder: str, buffers: dict[tuple[int, int, bool], list[torch.Tensor]], shots: int
 ) -> None:
     """One rank: every case in turn, after a while that differs. What came out goes to a file."""
+    from triton.runtime import interpreter
+
     from layerfuse.fusion.backends.symm_mem import function_of, workspaces
 
+    every = [buffer for several in buffers.values() for buffer in several]
+    interpreter._interpreter = WholeWords(interpreter._interpreter, every)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     groups = [dist.group.WORLD.group_name, dist.new_group().group_name]
