@@ -52,17 +52,18 @@ class Door:
     vllm_config: Any = field(repr=False)
     why_not: str | None = None
     "Why no layer is ours, as a sentence, or None where all are."
-    in_place: bool = False
+    made: list[Any] = field(factory=list, repr=False)
+    "A `decode_ops.Layer` for each."
 
     @classmethod
     def of(cls, module: nn.Module, specs: Iterable[tuple[str, AnySpec]], vllm_config: Any) -> Door | None:
-        """What is to be done in a module; None where it has no MLA layer."""
+        """What is to be done in a module; None where it has no MLA layer. Nothing changes yet, and what is decided here holds."""
         found = {path: spec for path, spec in specs if isinstance(spec, MLASpec)}
         if not found:
             return None
-        made = cls(module=module, layers=found, vllm_config=vllm_config)
-        made.why_not = next(made._problems(), None)
-        return made
+        door = cls(module=module, layers=found, vllm_config=vllm_config)
+        door.why_not = next(door._problems(), None) or door._why_not_run()
+        return door
 
     def _problems(self) -> Iterator[str]:
         problem = why_not_here(self.vllm_config) or why_not_vllm()
@@ -104,21 +105,25 @@ class Door:
         """Whether the layers' forward is to be ours."""
         return self.why_not is None
 
+    def _why_not_run(self) -> str | None:
+        """Why an op does not run with what the layers have, from trying each of them, or None."""
+        try:
+            from . import decode_ops as ops
+
+            self.made = [_layer(self._wrapper(path), spec, ops) for path, spec in self.layers.items()]
+            ops.try_out(self.made[0], self.vllm_config.scheduler_config.max_num_batched_tokens)
+        except Exception as error:  # vLLM runs on
+            return f"{type(error).__name__}: {error}"
+        return None
+
     def put_in(self) -> None:
         """Let each layer's forward be ours, and vLLM's graphs be split at our ops."""
         if not self.stands:
             once(logging.WARNING, "layerfuse: %s leaves vLLM's MLA layers alone: %s", NAME, self.why_not)
             return
-        try:
-            from . import decode_ops as ops
+        from . import decode_ops as ops
 
-            made = [_layer(self._wrapper(path), spec, ops) for path, spec in self.layers.items()]
-            ops.try_out(made[0], self.vllm_config.scheduler_config.max_num_batched_tokens)
-        except Exception as error:  # nothing has changed yet, and vLLM runs on
-            self.why_not = f"{type(error).__name__}: {error}"
-            once(logging.WARNING, "layerfuse: %s leaves vLLM's MLA layers alone: %s", NAME, self.why_not)
-            return
-        for layer in made:
+        for layer in self.made:
             ops.layers[layer.name] = layer
             if layer.attention.impl.dcp_world_size == -1:
                 layer.attention.impl.dcp_world_size = 1  # as vLLM does at its first step
@@ -126,7 +131,6 @@ class Door:
         split = self.vllm_config.compilation_config.splitting_ops
         if split and not set(ops.NAMES) & set(split):
             split.extend(ops.NAMES)
-        self.in_place = True
 
     def sites(self) -> tuple[str, ...]:
         """The names of the layers' sites, as the report has them."""

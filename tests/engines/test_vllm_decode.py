@@ -5,7 +5,6 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,11 @@ from torch import Tensor
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import mla
 from vllm.model_executor.layers.attention import mla_attention
+import vllm_paged
 from vllm_paged import GUARD, paged, written
 from vllm_started import loaded_from_cache
 
-from layerfuse.engines.vllm import decode, decode_facts
+from layerfuse.engines.vllm import decode, decode_facts, decode_ops
 from layerfuse.fusion import FusionMissedError
 from layerfuse.fusion.backends import counting
 
@@ -45,6 +45,10 @@ STEPS: tuple[tuple[tuple[tuple[int, int], ...], int], ...] = (
 
 
 VLLMS = "vLLM's cache write"
+
+
+def broken(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no such kernel")
 
 
 def ran(
@@ -106,7 +110,7 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
 def test_the_query_of_many_tokens_is_that_of_few(tmp_path: Path) -> None:
     with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
         (name, attention), *_ = engine.layers.items()
-        layer = importlib.import_module(decode.__package__ + ".decode_ops").layers[name]
+        layer = decode_ops.layers[name]
         q = torch.randn(100, attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim)
         positions = torch.arange(100)
         with counting() as counted:
@@ -123,16 +127,24 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_vllm(tmp_path: Path) -> None:
     assert sum(ours) < 1.1 * sum(own)
 
 
-def test_a_start_from_vllms_cache_is_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The compiled model holds the ops by name, and finds the layers of the process that loads it."""
-    results = []
-    for start in ("cold", "warm"):
+def test_a_start_from_vllms_cache_is_the_same_and_takes_nothing_of_a_start_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled model holds the ops by name, and finds the layers of the process that loads it. Graphs that are not split are alike."""
+    monkeypatch.setattr(vllm_paged, "SPLIT", [])
+    results = {}
+    for start in ("cold", "without", "warm"):
         caplog.clear()
+        decode_ops.layers.clear()  # as in a new process
         before = loaded_from_cache()
-        results.append(ran("deepseek-v3", tmp_path, ON)[0])
+        with monkeypatch.context() as patch:
+            if start == "without":
+                patch.setattr(decode_ops, "_rope", broken)
+            results[start] = ran("deepseek-v3", tmp_path, {"fusions": ["mla_decode"]})[0]
         assert loaded_from_cache() - before == (start == "warm")
-        assert LINE in said(caplog)
-    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+        assert (LINE in said(caplog)) == (start != "without")
+    assert all(torch.equal(*both) for both in zip(results["cold"], results["warm"], strict=True))
+    torch.testing.assert_close(results["without"], results["cold"], rtol=1e-4, atol=1e-4)
 
 
 def test_fusions_of_the_graphs_around_it_are_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -205,10 +217,6 @@ def test_a_strict_engine_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_op_that_does_not_run_here_is_found_before_anything_stands(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("no such kernel")
-
-    decode_ops = pytest.importorskip("layerfuse.engines.vllm.decode_ops")
     monkeypatch.setattr(decode_ops, "_rope", broken)
     assert alone(tmp_path, caplog) == "RuntimeError: no such kernel"
 
@@ -217,7 +225,6 @@ def test_a_step_that_an_op_refuses_is_done_as_vllm_does_it_and_so_are_all_after_
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cache in another form than was read off the layer."""
-    decode_ops = pytest.importorskip("layerfuse.engines.vllm.decode_ops")
     own = ran("deepseek-v3", tmp_path / "own", False, mode="NONE")[0]
     monkeypatch.setattr(decode_ops.Layer, "seen", lambda _, cache: cache[..., ::2])
     got = ran("deepseek-v3", tmp_path / "ours", ON, mode="NONE")[0]
