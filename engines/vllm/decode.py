@@ -123,14 +123,14 @@ class Door:
         return None
 
     def _why_not_together(self, own: str | None) -> str | None:
-        """This rank's reason, or that of another rank of the tensor-parallel group: all of them do it, or none."""
+        """The reason of all ranks of the tensor-parallel group, or of the first that has one: all of them do it, or none."""
         from vllm.distributed.parallel_state import get_tp_group
 
         try:
             # What was agreed on once is not asked again, and a process may load several models.
             agree(get_tp_group().device_group.group_name, f"{NAME} of model {next(_loaded)}", own or "")
         except RankDisagreementError as error:
-            return own or next(f"rank {rank}: {why}" for rank, why in enumerate(error.decisions) if why)
+            return next(f"rank {rank}: {why}" for rank, why in enumerate(error.decisions) if why)
         return own
 
     def put_in(self) -> None:
