@@ -66,7 +66,7 @@ class Door:
         if not found:
             return None
         door = cls(module=module, layers=found, vllm_config=vllm_config)
-        door.why_not = door._why_not_together(next(door._problems(), None) or door._why_not_run())
+        door.why_not = door._why_not_together(door._why_not_here())
         return door
 
     def _problems(self) -> Iterator[str]:
@@ -109,16 +109,19 @@ class Door:
         """Whether the layers' forward is to be ours."""
         return self.why_not is None
 
-    def _why_not_run(self) -> str | None:
-        """Why an op does not run with what the layers have, from trying each of them, or None."""
+    def _why_not_here(self) -> str | None:
+        """What this rank finds against it, at last by trying each op with what the layers have, or None."""
         try:
+            problem = next(self._problems(), None)
+            if problem is not None:
+                return problem
             from . import decode_ops as ops
 
             waiting: set[str] = set()
             self.made = [_layer(self._wrapper(path), spec, ops, waiting) for path, spec in self.layers.items()]
             waiting.update(layer.name for layer in self.made)
             ops.try_out(self.made, self.vllm_config)
-        except Exception as error:  # vLLM runs on
+        except Exception as error:  # vLLM runs on, and the other ranks wait to hear of it
             return f"{type(error).__name__}: {error}"
         return None
 
