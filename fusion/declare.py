@@ -382,6 +382,8 @@ class Kernel:
     "`module:function` from the op to such a function, in place of `function`: for a kernel that serves many ops."
     refuses: str | None = None
     "`module:function` from the op's case to why it cannot take it, or None where it can: beside the backend's own rules."
+    steps: str | None = None
+    "`module:function` from the op's case to `Backend.steps`, in the place of the backend's own rule."
 
 
 @frozen(kw_only=True, eq=False)

@@ -298,7 +298,11 @@ _LATENT_KERNEL = Kernel(
     refuses="layerfuse.fusion.backends.triton.latents:refuses",
 )
 _QUERY_KERNEL = Kernel(backend="triton", made_by="layerfuse.fusion.backends.triton.queries:function_of")
-_ABSORB_KERNEL = Kernel(backend="triton", made_by="layerfuse.fusion.backends.triton.absorb:function_of")
+_ABSORB_KERNEL = Kernel(
+    backend="triton",
+    made_by="layerfuse.fusion.backends.triton.absorb:function_of",
+    steps="layerfuse.fusion.backends.triton.absorb:steps_of",
+)
 _AITER = Kernel(backend="aiter")
 MLA = {
     MLA_NORM_ROPE_CACHE: (_LATENT_KERNEL, _AITER),

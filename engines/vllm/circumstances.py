@@ -8,8 +8,8 @@ from typing import Any
 from ...fusion.engine import Engine
 from ...fusion.target import Target
 from . import own
-from .releases import BATCH_INVARIANT, INVARIANT, is_set
 from .seams import usable
+from .switches import BATCH_INVARIANT, INVARIANT, is_set
 
 BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 

@@ -14,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ from attrs import define, field
 from torch import nn
 
 from ...adapters.specs import AnySpec, MLASpec
-from .decode_facts import CLASS, HOOKS, NAME, why_not_here, why_not_read, why_not_spec
+from ...fusion.ops.agreement import RankDisagreementError, agree
+from .decode_facts import ATTENTION, CLASS, HOOKS, NAME, WRITE, why_not_here, why_not_read, why_not_spec
 from .hooks import HookError, check
 from .process import once
+
+_loaded = count(1)
 
 
 def why_not_vllm() -> str | None:
@@ -52,17 +56,18 @@ class Door:
     vllm_config: Any = field(repr=False)
     why_not: str | None = None
     "Why no layer is ours, as a sentence, or None where all are."
-    in_place: bool = False
+    made: list[Any] = field(factory=list, repr=False)
+    "A `decode_ops.Layer` for each."
 
     @classmethod
     def of(cls, module: nn.Module, specs: Iterable[tuple[str, AnySpec]], vllm_config: Any) -> Door | None:
-        """What is to be done in a module; None where it has no MLA layer."""
+        """What is to be done in a module; None where it has no MLA layer. Nothing changes yet, and what is decided here holds."""
         found = {path: spec for path, spec in specs if isinstance(spec, MLASpec)}
         if not found:
             return None
-        made = cls(module=module, layers=found, vllm_config=vllm_config)
-        made.why_not = next(made._problems(), None)
-        return made
+        door = cls(module=module, layers=found, vllm_config=vllm_config)
+        door.why_not = door._why_not_together(door._why_not_here())
+        return door
 
     def _problems(self) -> Iterator[str]:
         problem = why_not_here(self.vllm_config) or why_not_vllm()
@@ -104,21 +109,41 @@ class Door:
         """Whether the layers' forward is to be ours."""
         return self.why_not is None
 
+    def _why_not_here(self) -> str | None:
+        """What this rank finds against it, at last by trying each op with what the layers have, or None."""
+        try:
+            problem = next(self._problems(), None)
+            if problem is not None:
+                return problem
+            from . import decode_ops as ops
+
+            waiting: set[str] = set()
+            self.made = [_layer(self._wrapper(path), spec, ops, waiting) for path, spec in self.layers.items()]
+            waiting.update(layer.name for layer in self.made)
+            ops.try_out(self.made, self.vllm_config)
+        except Exception as error:  # vLLM runs on, and the other ranks wait to hear of it
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _why_not_together(self, own: str | None) -> str | None:
+        """The reason of all ranks of the tensor-parallel group, or of the first that has one: all of them do it, or none."""
+        from vllm.distributed.parallel_state import get_tp_group
+
+        try:
+            # What was agreed on once is not asked again, and a process may load several models.
+            agree(get_tp_group().device_group.group_name, f"{NAME} of model {next(_loaded)}", own or "")
+        except RankDisagreementError as error:
+            return next(f"rank {rank}: {why}" for rank, why in enumerate(error.decisions) if why)
+        return own
+
     def put_in(self) -> None:
         """Let each layer's forward be ours, and vLLM's graphs be split at our ops."""
         if not self.stands:
             once(logging.WARNING, "layerfuse: %s leaves vLLM's MLA layers alone: %s", NAME, self.why_not)
             return
-        try:
-            from . import decode_ops as ops
+        from . import decode_ops as ops
 
-            made = [_layer(self._wrapper(path), spec, ops) for path, spec in self.layers.items()]
-            ops.try_out(made[0], self.vllm_config.scheduler_config.max_num_batched_tokens)
-        except Exception as error:  # nothing has changed yet, and vLLM runs on
-            self.why_not = f"{type(error).__name__}: {error}"
-            once(logging.WARNING, "layerfuse: %s leaves vLLM's MLA layers alone: %s", NAME, self.why_not)
-            return
-        for layer in made:
+        for layer in self.made:
             ops.layers[layer.name] = layer
             if layer.attention.impl.dcp_world_size == -1:
                 layer.attention.impl.dcp_world_size = 1  # as vLLM does at its first step
@@ -126,7 +151,10 @@ class Door:
         split = self.vllm_config.compilation_config.splitting_ops
         if split and not set(ops.NAMES) & set(split):
             split.extend(ops.NAMES)
-        self.in_place = True
+
+    def decoded(self) -> int:
+        """The layers that have run a decode step in two launches."""
+        return sum(layer.name not in layer.waiting for layer in self.made)
 
     def sites(self) -> tuple[str, ...]:
         """The names of the layers' sites, as the report has them."""
@@ -136,8 +164,14 @@ class Door:
 def _why_not_layer(wrapper: Any, spec: MLASpec) -> str | None:
     """Why one layer cannot be ours, from what vLLM made of it."""
     attention = wrapper.mla_attn
+    kind = type(attention)
+    if (kind.__module__, kind.__qualname__) != ATTENTION:
+        return f"{kind.__module__}.{kind.__qualname__} is not vLLM's {ATTENTION[1]}"
     backend = attention.attn_backend.get_name()
+    base = getattr(sys.modules[WRITE[0]], WRITE[1])
+    write = getattr(attention.impl, WRITE[2], None)
     checks = (
+        (getattr(write, "__func__", None) is not getattr(base, WRITE[2]), f"{backend} has a cache write of its own"),
         (spec.rope is None or spec.rope.table != "cos_sin", "its rope has no table of cos and sin"),
         (wrapper.is_sparse or wrapper.indexer is not None, "its attention is sparse"),
         (getattr(wrapper, "g_proj", None) is not None, "it has an output gate"),
@@ -164,10 +198,10 @@ def _cache_of(attention: Any) -> tuple[Any] | None:
     name = attention.kv_cache_dtype
     if name in ("fp8", "fp8_e4m3"):
         return (current_platform.fp8_dtype(),)
-    return (None,) if name in ("auto", "bfloat16", "float16", "half", "float32", "fp8_ds_mla") else None
+    return (None,) if name in ("auto", "bfloat16", "float16", "half", "float32") else None
 
 
-def _layer(wrapper: Any, spec: MLASpec, ops: Any) -> Any:
+def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str]) -> Any:
     attention = wrapper.mla_attn
     q_norm, kv_norm, rope = spec.q_norm, spec.kv_norm, spec.rope
     (cache_dtype,) = _cache_of(attention) or (None,)
@@ -183,6 +217,7 @@ def _layer(wrapper: Any, spec: MLASpec, ops: Any) -> Any:
         pairs="interleaved" if rope.interleaved else "halves",  # type: ignore[union-attr]
         cache_dtype=cache_dtype,
         query_dtype=current_platform.fp8_dtype() if quantised else None,
+        waiting=waiting,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .hooks import Hook, check_source
+from .switches import BATCH_INVARIANT, INVARIANT, is_set
 
 if TYPE_CHECKING:
     from ...adapters.specs import AnySpec, MLASpec
@@ -20,22 +21,32 @@ NAME = "mla_decode"
 CLASS = ("vllm.model_executor.layers.mla", "MultiHeadLatentAttentionWrapper")
 """Module and class of what it stands in."""
 
-_ATTENTION = "vllm.model_executor.layers.attention.mla_attention"
+WRITE = ("vllm.v1.attention.backend", "MLAAttentionImpl", "do_kv_cache_update")
+"""Module, class and name of the cache write that every backend has that does not write in a way of its own."""
+
+ATTENTION = ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
+"""Module and class of its attention, and of no other."""
+
 HOOKS = tuple(
-    Hook(name="decode", module=module, path=path, takes=takes)
+    Hook(name="decode", module=module, path=path, takes=takes, others="none" if module == CLASS[0] else "optional")
     for module, path, takes in (
         (CLASS[0], f"{CLASS[1]}.forward", ("self", "positions", "hidden_states", "llama_4_scaling")),
-        (_ATTENTION, "MLAAttention.forward", ("self", "q", "kv_c_normed", "k_pe", "output_shape")),
+        (ATTENTION[0], "MLAAttention.forward", ("self", "q", "kv_c_normed", "k_pe", "output_shape")),
         (
-            _ATTENTION,
+            ATTENTION[0],
             "MLAAttention.forward_impl",
             ("self", "q", "k_c_normed", "k_pe", "kv_cache", "attn_metadata", "output"),
         ),
-        (_ATTENTION, "MLAAttention._v_up_proj", ("self", "x", "out")),
+        (ATTENTION[0], "MLAAttention._v_up_proj", ("self", "x", "out")),
         (
-            _ATTENTION,
+            ATTENTION[0],
             "unified_mla_kv_cache_update",
             ("kv_c_normed", "k_pe", "layer_name", "kv_cache_dtype", "k_scale"),
+        ),
+        (
+            WRITE[0],
+            f"{WRITE[1]}.{WRITE[2]}",
+            ("self", "kv_c_normed", "k_pe", "kv_cache", "slot_mapping", "kv_cache_dtype", "k_scale"),
         ),
     )
 )
@@ -117,6 +128,7 @@ READS = {
             "v_head_dim",
         ]
     ),
+    f"{WRITE[1]}.{WRITE[2]}": frozenset(),
 }
 """Method of vLLM's -> the attributes of itself that it reads in 0.26.0 and 0.33.0. One that reads more does something new."""
 
@@ -171,6 +183,8 @@ def why_not_source(folder: Path) -> str | None:
 
 def why_not_here(vllm_config: Any) -> str | None:
     """Why vLLM's config leaves no place for it, as a sentence; None where it does."""
+    if is_set(BATCH_INVARIANT):
+        return INVARIANT
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     for what in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, what, 1) > 1:
@@ -214,6 +228,8 @@ def planned(specs: Iterable[AnySpec]) -> Iterator[str]:
         what = f"{NAME} at {count} MLA layers"
         if reason is not None:
             yield f"{what}: not possible: {reason}."
+        elif is_set(BATCH_INVARIANT):
+            yield f"{what}: not done: {INVARIANT}."
         elif not asked:
             yield f"{what}: off in vllm unless switched on: it was not benchmarked there."
         elif len(reasons) > 1:

@@ -8,6 +8,7 @@ its prefill what they take, and the second ropes the query in place.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import mla_attention as vllm_mla
 
 from ...adapters.errors import LayerfuseError
-from ...fusion.backends import steps
+from ...fusion.backends import listening, steps
 from ...fusion.ops import FUNCTIONS
 from ...fusion.ops.library import case_maker, declared
 from .process import once
@@ -27,9 +28,6 @@ REFUSALS = (LayerfuseError, TypeError, ValueError)
 WRITE = "mla_norm_rope_cache_into"
 NAMES = ("layerfuse_vllm::mla_latents", "layerfuse_vllm::mla_attend")
 """What vLLM splits its graphs at."""
-
-BLOCKS = (1, 17)
-"""Tokens that `mla_query_absorb` is launched for in different ways."""
 
 _write, _rope, _absorb, _absorb_quant = (
     FUNCTIONS[name] for name in (WRITE, "mla_query_rope", "mla_query_absorb", "mla_query_absorb_static_quant")
@@ -54,8 +52,18 @@ class Layer:
     "What a cache that vLLM keeps as bytes is looked at as; None: as it is."
     query_dtype: torch.dtype | None
     "The fp8 dtype that the attention kernel takes its query in; None: that of the layer."
-    refused: str | None = None
-    "Why an op did not take a step's tensors: from then on vLLM's own way is gone."
+    waiting: set[str]
+    "The layers of its model that have not decoded yet, by name: one set for all of them."
+    refused: bool = False
+    "Whether an op did not take a step's tensors: from then on vLLM's own way is gone."
+
+    def kind(self) -> Hashable:
+        """All that decides which kernels are compiled: alike in most layers of a model."""
+        wrapper, attention = self.wrapper, self.attention
+        tensors = wrapper.q_a_layernorm.weight, wrapper.kv_a_layernorm.weight, attention.W_UK_T, *self.tables
+        forms = tuple((each.dtype, each.shape, each.stride()) for each in tensors)
+        settings = self.epsilons, self.offsets, self.pairs, self.cache_dtype, self.query_dtype
+        return forms, settings, attention.kv_cache_dtype, attention.qk_nope_head_dim
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -66,14 +74,27 @@ class Layer:
 
     def decodes(self, metadata: Any, cache: Tensor, slots: Tensor | None, tokens: int) -> bool:
         """Whether every token of a step is decoded, so that nothing but the cache needs its latents."""
-        return (
-            self.refused is None
-            and metadata is not None
-            and slots is not None
-            and slots.shape[0] == tokens
-            and cache.numel() > 0
-            and 0 < metadata.num_actual_tokens == metadata.num_decode_tokens
-        )
+        if self.refused or metadata is None or not 0 < metadata.num_actual_tokens == metadata.num_decode_tokens:
+            return False
+        if slots is None or slots.shape[0] != tokens or cache.numel() == 0:
+            once(
+                logging.WARNING,
+                "layerfuse: mla_decode: a decode step whose padding has no slots is done as vLLM does it",
+            )
+            return False
+        return True
+
+    def refuse(self, error: Exception) -> None:
+        """Go vLLM's way from now on."""
+        self.refused = True
+        once(logging.WARNING, "layerfuse: mla_decode: %s: %s", self.name, error)
+
+    def has_decoded(self) -> None:
+        """Take note of a decode step in two launches: it is said once all layers have made one."""
+        if self.name in self.waiting:
+            self.waiting.remove(self.name)
+            if not self.waiting:
+                once(logging.INFO, "layerfuse: mla_decode: a decode step ran in two launches in every MLA layer")
 
     def seen(self, cache: Tensor) -> Tensor:
         """The cache by the dtype of its values."""
@@ -144,8 +165,7 @@ def _latents(q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, q_out: Te
         try:
             layer.write(rows, positions, slots, layer.seen(cache), q_out)
         except REFUSALS as error:
-            layer.refused = str(error)
-            once(logging.WARNING, "layerfuse: mla_decode: %s: %s", layer_name, error)
+            layer.refuse(error)
         else:
             return entries
     layer.write(rows, positions, numbers(tokens, kv.device), entries, q_out)
@@ -163,10 +183,15 @@ def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer
     heads = q.view(-1, attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim)
     if layer.decodes(metadata, cache, slots, entries.shape[0]):
         count = metadata.num_actual_tokens
-        query = layer.query(heads[:count], positions[:count])
-        attended, _ = attention.impl.forward_mqa(query, layer.seen(cache), metadata, attention)
-        attention._v_up_proj(attended, out=output[:count])
-        return
+        try:
+            query = layer.query(heads[:count], positions[:count])
+        except REFUSALS as error:
+            layer.refuse(error)
+        else:
+            attended, _ = attention.impl.forward_mqa(query, layer.seen(cache), metadata, attention)
+            attention._v_up_proj(attended, out=output[:count])
+            layer.has_decoded()
+            return
     if metadata is not None:
         layer.rope_in_place(heads, positions)
     latent, rope = entries.split([attention.kv_lora_rank, attention.qk_rope_head_dim], -1)
@@ -196,38 +221,64 @@ latents = torch.ops.layerfuse_vllm.mla_latents.default
 attend = torch.ops.layerfuse_vllm.mla_attend.default
 
 
-def try_out(layer: Layer, most: int) -> int:
-    """Call each op with what a layer has: what refuses or does not compile says so before anything stands.
+def try_out(made: Iterable[Layer], vllm_config: Any) -> int:
+    """Call each op with what each kind of layer has: what refuses or does not compile says so before anything stands.
 
-    Once for each way to launch it, so that no kernel is compiled later but the cache write of a decode step, which waits for a cache.
+    Once for each way to launch it, so that no kernel is compiled later.
 
     Args:
-        layer: any of a model's.
-        most: tokens of a step.
+        made: a model's.
+        vllm_config: vLLM's own, for the most tokens of a step and the form of the cache.
 
     Returns:
-        How many numbers of tokens that was.
+        How many calls that was.
 
     Raises:
         Exception: whatever is wrong.
     """
+    most = vllm_config.scheduler_config.max_num_batched_tokens
+    launches = 0
+    with torch.inference_mode():
+        for layer in {layer.kind(): layer for layer in made}.values():
+            for call in _calls(layer, vllm_config, most):
+                for count in _counts(call, most):
+                    call(count)
+                    launches += 1
+    return launches
+
+
+def _calls(layer: Layer, vllm_config: Any, most: int) -> tuple[Callable[[int], Any], ...]:
+    """What a layer calls in a step, for some tokens: into a buffer, into the cache, the query of either."""
     attention, weight = layer.attention, layer.wrapper.q_a_layernorm.weight
     widths = (weight.shape[0], attention.kv_lora_rank, attention.qk_rope_head_dim)
-    heads, width = attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim
-    with torch.inference_mode():
-        every = numbers(most, weight.device)
-        few = weight.new_zeros(1, heads, widths[2], dtype=attention.W_UK_T.dtype)
-        case = case_maker(declared("mla_query_rope"))(few, few, *layer.tables, every[:1], layer.pairs)
-        blocks = [n for n in BLOCKS if n <= most]
-        counts = [n for n in (2, *(step + 1 for step in steps("mla_query_rope", few.device.type, case))) if n <= most]
-        for count in counts:
-            positions = torch.zeros_like(every[:count])
-            q, kv, rope = few.new_zeros(count, sum(widths)).split(widths, -1)
-            entries = few.new_empty(count, sum(widths[1:]))
-            layer.write((q, kv, rope), positions, every[:count], entries, few.new_empty(q.shape))
-            query = few.new_zeros(-(-count // heads), heads, width)
-            layer.query(query, positions[: len(query)])
-            layer.rope_in_place(query, positions[: len(query)])
-        for count in blocks:
-            layer.query(few.new_zeros(count, heads, width), torch.zeros_like(every[:count]))
-    return len(counts) + len(blocks)
+    shape = attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim
+    form = attention.get_kv_cache_spec(vllm_config)
+    every = numbers(most, weight.device)
+    first, nowhere = torch.zeros_like(every), torch.full_like(every, -1)
+    # vLLM allocates its cache later, with the same entries.
+    cache = layer.seen(weight.new_empty(1, form.block_size or 1, attention.head_size, dtype=form.dtype))
+    few = weight.new_zeros(1, dtype=attention.W_UK_T.dtype)
+
+    def write(tokens: int, slots: Tensor, into: Tensor) -> None:
+        q, kv, rope = few.new_zeros(tokens, sum(widths)).split(widths, -1)
+        layer.write((q, kv, rope), first[:tokens], slots[:tokens], into, few.new_empty(q.shape))
+
+    return (
+        lambda n: write(n, every, few.new_empty(n, sum(widths[1:]))),
+        lambda n: write(n, nowhere, cache),
+        lambda n: layer.query(few.new_zeros(n, *shape), first[:n]),
+        lambda n: layer.rope_in_place(few.new_zeros(n, *shape), first[:n]),
+    )
+
+
+def _counts(call: Callable[[int], Any], most: int) -> list[int]:
+    """The fewest tokens of each way in which a call's ops are launched, as far as a step may have them. Makes the call with one."""
+    found = {1}
+
+    def ask(op: str, given: tuple[Any, ...]) -> None:
+        case = case_maker(declared(op))(*given)
+        found.update(step + 1 for step in steps(op, given[0].device.type, case))
+
+    with listening(ask):
+        call(1)
+    return sorted(count for count in found if count <= most)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from attrs import frozen
 
@@ -40,6 +40,9 @@ class Hook:
     "In the module: `Class.method`, or a function's name."
     takes: tuple[str, ...]
     "Parameters that it must have by name, in this order."
+    others: Literal["any", "optional", "none"] = "any"
+    """Which parameters it may have beside: any, where it is given all that it was called with; those with a default, where layerfuse
+    calls it; none, where something of layerfuse's is called in its place."""
     source: str | None = None
     "Where its source is, as `module:path`, if not at `place`."
     needed: bool = True
@@ -144,7 +147,10 @@ def check(hook: Hook, module: ModuleType) -> Callable[..., Any]:
     if not inspect.isroutine(function):
         raise HookError(f"{hook.place} is expected to be a function, and is {type(function).__name__}")
     try:
-        found = list(inspect.signature(function).parameters)
+        found = {
+            name: each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+            for name, each in inspect.signature(function).parameters.items()
+        }
     except (TypeError, ValueError):
         raise HookError(f"{hook.place} has no signature that Python can tell") from None
     problem = _misfit(hook, found)
@@ -175,14 +181,31 @@ def check_source(hook: Hook, folder: Path) -> str | None:
             return f"{hook.place} is expected, and there is no {part!r} in {module}"
     if isinstance(found, ast.ClassDef):
         return f"{hook.place} is expected to be a function, and is a class"
-    names = [each.arg for each in (*found.args.posonlyargs, *found.args.args, *found.args.kwonlyargs)]
-    return _misfit(hook, names)
+    return _misfit(hook, dict(_parameters(found.args)))
 
 
-def _misfit(hook: Hook, found: list[str]) -> str | None:
-    if [name for name in found if name in hook.takes] == list(hook.takes):
+def _parameters(given: ast.arguments) -> Iterator[tuple[str, bool]]:
+    """The names of parameters, each with whether it has no default."""
+    plain = [*given.posonlyargs, *given.args]
+    for place, each in enumerate(plain):
+        yield each.arg, place < len(plain) - len(given.defaults)
+    for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        yield each.arg, default is None
+    for several in filter(None, (given.vararg, given.kwarg)):
+        yield several.arg, False
+
+
+_BESIDE = {"any": "", "optional": " and others with a default only", "none": " and nothing else"}
+
+
+def _misfit(hook: Hook, found: Mapping[str, bool]) -> str | None:
+    """What does not fit in a function's parameters, each with whether it has no default; or None."""
+    beside = [found[name] for name in found if name not in hook.takes]
+    fits = hook.others == "any" or not (beside if hook.others == "none" else any(beside))
+    if fits and [name for name in found if name in hook.takes] == list(hook.takes):
         return None
-    return f"{hook.place} is expected to take {', '.join(hook.takes)}, and takes {', '.join(found) or 'nothing'}"
+    wanted = ", ".join(hook.takes) + _BESIDE[hook.others]
+    return f"{hook.place} is expected to take {wanted}, and takes {', '.join(found) or 'nothing'}"
 
 
 def wrapped_by(hook: Hook, module: ModuleType) -> str | None:

@@ -22,7 +22,7 @@ from .decode import Door
 from .decode_facts import NAME
 from .options import KEY, OWN, Options
 from .process import once
-from .releases import BATCH_INVARIANT, INVARIANT, is_set
+from .switches import BATCH_INVARIANT, INVARIANT, is_set
 from .unit import Unit
 
 

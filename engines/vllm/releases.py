@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 
 from attrs import frozen
@@ -11,6 +10,7 @@ from ...adapters.errors import LayerfuseError, cut
 from ...fusion.engine import Engine
 from ...fusion.target import Target
 from . import own
+from .switches import BATCH_INVARIANT, INVARIANT, is_set
 
 
 class UnknownReleaseOfVllmError(LayerfuseError, LookupError):
@@ -49,15 +49,6 @@ RELEASES = {
 """By their first two numbers, the oldest first."""
 
 NEWEST = next(reversed(RELEASES))
-
-
-BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
-INVARIANT = f"{BATCH_INVARIANT} is set: vLLM keeps to kernels whose results do not depend on the batch"
-
-
-def is_set(variable: str) -> bool:
-    """Whether one of vLLM's switches is on in the environment."""
-    return os.environ.get(variable, "").strip().lower() in ("1", "true")
 
 
 def engine_of(

@@ -136,7 +136,7 @@ def _together(unit: Unit) -> tuple[int, tuple[Verdict, ...]]:
     except Exception as error:  # the others wait for an answer
         problem = f"no verdict: {type(error).__name__}: {error}"
         own = Verdict(rank=rank, fused={}, missed={}, called=None, problems=(problem,))
-    if size == 1 or not unit.active or dist.get_backend(group.cpu_group) != "gloo":
+    if size == 1 or not (unit.active or unit.door) or dist.get_backend(group.cpu_group) != "gloo":
         return rank, (own,)
     verdicts: list[Any] = [None] * size
     try:

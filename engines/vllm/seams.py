@@ -18,7 +18,7 @@ _MLA = "vllm.model_executor.layers.mla"
 _KDA = "vllm.third_party.flash_linear_attention.ops.kda"
 _K3 = "vllm.models.kimi_k3.nvidia.mla"
 _FUNCTION = "fused_q_kv_rmsnorm"
-_TAKES = ("q_weight", "kv_weight", "eps")
+_TAKES = ("qr", "kv", "q_weight", "kv_weight", "eps")
 
 
 def _always(_module: Any) -> bool:
@@ -72,7 +72,8 @@ class Seam:
 
 
 def _norm(fusion: str, module: str, name: str, second: str, **more: Any) -> Seam:
-    hook = Hook(name="seam", module=module, path=f"{name}.forward_native", takes=("self", "x", second))
+    takes = ("self", "x", second)
+    hook = Hook(name="seam", module=module, path=f"{name}.forward_native", takes=takes, others="optional")
     return Seam(fusion=fusion, hook=hook, **more)
 
 
@@ -85,6 +86,7 @@ def _latents(module: str, name: str, **more: Any) -> Seam:
             module=module,
             path=_FUNCTION,
             takes=_TAKES,
+            others="none",
             source=f"vllm.models.common.ops.fused_qk_rmsnorm:{_FUNCTION}",
         ),
         **more,

@@ -44,6 +44,8 @@ class Verdict:
     "Fusion -> expected sites whose graphs are for other numbers of tokens."
     called: dict[str, int] | None
     "Fusion -> calls of its ops in the profiling run; None where they were not counted."
+    decoded: int = 0
+    "Layers that ran a decode step through `mla_decode` in that run, which vLLM makes without one."
     problems: tuple[str, ...] = ()
     "Where the calls differ from the report, and what went wrong in layerfuse itself."
     notes: tuple[str, ...] = ()
@@ -90,6 +92,7 @@ def verdict_of(unit: Unit, rank: int) -> Verdict:
         missed=missed,
         beyond={name: sites for name, sites in beyond.items() if sites},
         called=called,
+        decoded=0 if unit.door is None else unit.door.decoded(),
         problems=(*unit.trouble, *_differences(unit, report)),
         notes=tuple(_notes(unit)),
         sources=dict(Counter(piece.source for piece in unit.pieces)),
@@ -232,7 +235,7 @@ class Outcome:
                     "reason": reason,
                 }
             )
-        for outcome, several in (("fused", dict.fromkeys(self.fused(NAME), "")), ("missed", missed.get(NAME, {}))):
+        for outcome, several in (("stands", dict.fromkeys(self.fused(NAME), "")), ("missed", missed.get(NAME, {}))):
             rows += [
                 {
                     "site": site,
@@ -264,8 +267,9 @@ def lines_of(outcome: Outcome) -> list[str]:
         lines += [f"  missed: {line}" for line in _grouped(missed.get(name, {}))]
     if any(NAME in (*verdict.fused, *verdict.missed) for verdict in outcome.ranks):
         lost, sites = missed.get(NAME, {}), outcome.fused(NAME)
-        total = f"{len(lost) + len(sites)} expected, {len(sites)} fused, {len(lost)} missed"
-        lines.append(f"{NAME}: {total}{_calls(NAME, outcome.ranks)}")
+        calls, decoded = _calls(NAME, outcome.ranks), min(verdict.decoded for verdict in outcome.ranks)
+        told = f", {decoded or 'none'} of them to decode" if calls and sites else ""
+        lines.append(f"{NAME}: stands in {len(sites)} of {len(lost) + len(sites)} MLA layers{calls}{told}")
         lines += [f"  missed: {line}" for line in _grouped(lost)]
     return lines
 

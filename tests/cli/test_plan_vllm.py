@@ -110,5 +110,7 @@ def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
     assert not any(
         line.startswith("mla_decode") for line in run("plan", "gpt-oss-20b", "--engine", "vllm").out.splitlines()
     )
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert last("kimi-k2.5").startswith("mla_decode at 61 MLA layers: not done: VLLM_BATCH_INVARIANT is set: ")
     refused = run("plan", "kimi-k2.5", "--engine", "sglang")
     assert refused.code == 2 and "no fusion is called 'mla_decode'" in refused.err

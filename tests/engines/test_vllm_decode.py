@@ -5,29 +5,36 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
-import importlib
+import json
+import tempfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import attrs
 import pytest
 import torch
 
 pytest.importorskip("vllm_paged")
+import vllm_paged
 from test_vllm_plugin import fresh, said  # noqa: F401 (`fresh` is a fixture)
 from torch import Tensor
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import mla
 from vllm.model_executor.layers.attention import mla_attention
+from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from vllm_paged import GUARD, paged, written
 from vllm_started import loaded_from_cache
 
-from layerfuse.engines.vllm import decode, decode_facts
+from layerfuse.engines.vllm import decode, decode_facts, decode_ops
 from layerfuse.fusion import FusionMissedError
-from layerfuse.fusion.backends import counting
+from layerfuse.fusion.backends import counting, listening
 
 ON = {"fusions": ["mla_decode"], "strict": True}
-LINE = "mla_decode: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run"
+LINE = "mla_decode: stands in 3 of 3 MLA layers; called 3 times in the profiling run, none of them to decode"
 SHORT = -2
 """Two rows of padding without slots."""
 STEPS: tuple[tuple[tuple[tuple[int, int], ...], int], ...] = (
@@ -47,12 +54,21 @@ STEPS: tuple[tuple[tuple[tuple[int, int], ...], int], ...] = (
 VLLMS = "vLLM's cache write"
 
 
+def broken(*_: Any, **__: Any) -> None:
+    raise RuntimeError("no such kernel")
+
+
+DECODED = "layerfuse: mla_decode: a decode step ran in two launches in every MLA layer"
+ASIDE = "layerfuse: mla_decode: a decode step whose padding has no slots is done as vLLM does it"
+
+
 def ran(
-    name: str, path: Path, layerfuse: Any, **config: Any
+    name: str, path: Path, layerfuse: Any, meanwhile: Callable[[], None] = lambda: None, **config: Any
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], list[dict[str, int]]]:
     """Of each step: what comes out, all bytes of the caches after it, and what was called how often."""
     results, caches, calls = [], [], []
     with paged(name, path, layerfuse=layerfuse, **config) as engine:
+        meanwhile()
         for requests, padded in STEPS:
             written.clear()
             with counting() as counted:
@@ -64,6 +80,13 @@ def ran(
 
 def values(held: Tensor, cache_dtype: str, dtype: str) -> Tensor:
     return held.view(torch.float8_e4m3fn if cache_dtype == "fp8" else getattr(torch, dtype)).float()
+
+
+@cache
+def own_states() -> list[Tensor]:
+    """What comes out of vLLM's own forward, in float32."""
+    with tempfile.TemporaryDirectory() as folder:
+        return ran("deepseek-v3", Path(folder), False, mode="NONE")[0]
 
 
 CLOSE = {
@@ -85,7 +108,8 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
     assert none == [{VLLMS: 3}] * len(STEPS)
     caplog.clear()
     got, caches, calls = ran("deepseek-v3", tmp_path / "ours", ON, **config)
-    assert LINE in said(caplog)
+    lines = said(caplog)
+    assert lines.index(LINE) < lines.index(DECODED) < lines.index(ASIDE)
     for step, (a, b) in enumerate(zip(got, own, strict=True)):
         assert (a - b).norm() / b.norm() < states, step
     for found, expected in zip(caches, own_caches, strict=True):
@@ -106,7 +130,7 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
 def test_the_query_of_many_tokens_is_that_of_few(tmp_path: Path) -> None:
     with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
         (name, attention), *_ = engine.layers.items()
-        layer = importlib.import_module(decode.__package__ + ".decode_ops").layers[name]
+        layer = decode_ops.layers[name]
         q = torch.randn(100, attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim)
         positions = torch.arange(100)
         with counting() as counted:
@@ -117,22 +141,30 @@ def test_the_query_of_many_tokens_is_that_of_few(tmp_path: Path) -> None:
 
 
 def test_in_bfloat16_it_is_as_near_to_float32_as_vllm(tmp_path: Path) -> None:
-    truth = ran("deepseek-v3", tmp_path / "truth", False, mode="NONE")[0]
+    truth = own_states()
     runs = [ran("deepseek-v3", tmp_path / str(on), on, mode="NONE", dtype="bfloat16")[0] for on in (False, ON)]
     own, ours = ([(a - b).norm() / b.norm() for a, b in zip(each, truth, strict=True)] for each in runs)
     assert sum(ours) < 1.1 * sum(own)
 
 
-def test_a_start_from_vllms_cache_is_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The compiled model holds the ops by name, and finds the layers of the process that loads it."""
-    results = []
-    for start in ("cold", "warm"):
+def test_a_start_from_vllms_cache_is_the_same_and_takes_nothing_of_a_start_without_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiled model holds the ops by name, and finds the layers of the process that loads it. Graphs that are not split are alike."""
+    monkeypatch.setattr(vllm_paged, "SPLIT", [])
+    results = {}
+    for start in ("cold", "without", "warm"):
         caplog.clear()
+        decode_ops.layers.clear()  # as in a new process
         before = loaded_from_cache()
-        results.append(ran("deepseek-v3", tmp_path, ON)[0])
+        with monkeypatch.context() as patch:
+            if start == "without":
+                patch.setattr(decode_ops, "_rope", broken)
+            results[start] = ran("deepseek-v3", tmp_path, {"fusions": ["mla_decode"]})[0]
         assert loaded_from_cache() - before == (start == "warm")
-        assert LINE in said(caplog)
-    assert all(torch.equal(*both) for both in zip(*results, strict=True))
+        assert (LINE in said(caplog)) == (start != "without")
+    assert all(torch.equal(*both) for both in zip(results["cold"], results["warm"], strict=True))
+    torch.testing.assert_close(results["without"], results["cold"], rtol=1e-4, atol=1e-4)
 
 
 def test_fusions_of_the_graphs_around_it_are_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -148,18 +180,92 @@ def test_fusions_of_the_graphs_around_it_are_as_ever(tmp_path: Path, caplog: pyt
     assert not any(line.startswith(("mla_dual_rms_norm", "problem")) for line in lines)
 
 
+def as_steady(impl: type) -> Any:
+    """Let attention take its query in fp8 where its cache is, as the kernels for Hopper do."""
+    yes = property(lambda _: True, lambda _, __: None)
+    return mock.patch.object(impl, "supports_quant_query_input", yes, create=True)
+
+
+def test_the_query_comes_in_fp8_where_attention_takes_that(tmp_path: Path) -> None:
+    taken: set[torch.dtype] = set()
+    attend = vllm_paged._decode
+
+    def decode_in_fp8(impl: Any, q: Any, *args: Any) -> Any:
+        taken.add(q.dtype)
+        return attend(impl, q, *args)
+
+    config = {"cache_dtype": "fp8", "mode": "NONE"}
+    with as_steady(TritonMLAImpl), mock.patch.object(vllm_paged, "_decode", decode_in_fp8):
+        own = ran("deepseek-v3", tmp_path / "own", False, **config)[0]
+        assert taken == {torch.float8_e4m3fn}
+        got, _, calls = ran("deepseek-v3", tmp_path / "ours", ON, **config)
+        assert taken == {torch.float8_e4m3fn}
+    assert sum("mla_query_absorb_static_quant" in counted for counted in calls) == 3
+    assert not any("mla_query_absorb" in counted for counted in calls)
+    for a, b in zip(got, own, strict=True):
+        # A column on the edge of two fp8 values may become the other one.
+        assert (a - b).norm() / b.norm() < 2e-2
+
+
+# ---- what is said of decode steps, and what is tried before
+
+
+def test_only_decode_steps_that_ran_in_two_launches_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
+        (path,) = tmp_path.rglob("layerfuse-report.json")
+        (module,) = json.loads(path.read_text())["modules"].values()
+        assert {row["outcome"] for row in module["sites"] if row["fusion"] == "mla_decode"} == {"stands"}
+        engine.step(((0, 5),))
+        with monkeypatch.context() as patch:
+            patch.setattr(decode_ops.Layer, "decodes", lambda *_: False)
+            engine.step(((0, 1),))
+        assert LINE in said(caplog) and DECODED not in said(caplog)
+        engine.step(((0, 1),))
+        engine.step(((0, 1),))
+        assert said(caplog).count(DECODED) == 1
+
+
+def test_a_first_call_that_decodes_is_counted_as_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE", profile=False) as engine:
+        engine.allocate()
+        engine.lengths[0] = 3
+        engine.step(((0, 1),))
+    assert LINE.replace("none", "3") in said(caplog)
+
+
+def test_every_kind_of_layer_is_tried_with_every_way_to_launch_its_ops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches: set[torch.dtype] = set()
+    with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE", cache_dtype="fp8", profile=False) as engine:
+        made = [decode_ops.layers[name] for name in engine.layers]
+
+        def listen(op: str, given: tuple[Any, ...]) -> None:
+            if op == decode_ops.WRITE:
+                caches.add(given[11].dtype)
+
+        with listening(listen):
+            # Into a buffer, into the cache, the query absorbed, and roped alone.
+            assert decode_ops.try_out(made, engine.engine.config) == 4
+        assert caches == {torch.float32, torch.float8_e4m3fn}
+        monkeypatch.setattr(decode_ops, "steps", lambda op, *_: (1, 10**9) if "absorb" in op else (3, 7))
+        assert decode_ops.try_out(made, engine.engine.config) == 3 + 3 + 2 + 3
+        made[1].pairs = "halves"
+        assert decode_ops.try_out(made, engine.engine.config) == 2 * (3 + 3 + 2 + 3)
+
+
 # ---- where it cannot stand: vLLM runs on, and one line says why
 
 
-def alone(tmp_path: Path, caplog: pytest.LogCaptureFixture, **config: Any) -> str:
-    """Why the layers are left to vLLM, whose numbers come out, as it is said."""
-    own = ran("deepseek-v3", tmp_path / "own", False, mode="NONE", **config)[0]
-    caplog.clear()
-    got, _, calls = ran("deepseek-v3", tmp_path / "ours", {"fusions": ["mla_decode"]}, mode="NONE", **config)
-    assert all(torch.equal(*both) for both in zip(got, own, strict=True))
-    assert calls == [{VLLMS: 3}] * len(STEPS)
+def alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """Why the layers are left to vLLM, as it is said."""
+    with paged("deepseek-v3", tmp_path, layerfuse={"fusions": ["mla_decode"]}, mode="NONE") as engine:
+        wrappers = [m for m in engine.engine.model.modules() if isinstance(m, mla.MultiHeadLatentAttentionWrapper)]
+        assert len(wrappers) == 3 and not any("forward" in vars(wrapper) for wrapper in wrappers)
     lines = said(caplog)
-    assert "mla_decode: 3 expected, 0 fused, 3 missed; called 0 times in the profiling run" in lines
+    assert "mla_decode: stands in 0 of 3 MLA layers; called 0 times in the profiling run" in lines
     (warning,) = [line for line in lines if line.startswith("layerfuse: mla_decode leaves vLLM's MLA layers alone: ")]
     why = warning.partition("alone: ")[2]
     assert f"missed: model.layers.0.self_attn:decode and 2 more: {why}" in lines
@@ -175,13 +281,47 @@ def test_a_vllm_that_does_more_than_is_known_is_left_alone(
     assert alone(tmp_path, caplog) == f"{place} reads self.o_proj, of which this version of layerfuse knows nothing"
 
 
-def test_a_function_that_takes_other_arguments_is_named(
+def test_a_function_that_is_not_there_is_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = tuple(attrs.evolve(h, path=h.path.replace("_v_up_proj", "_v_up")) for h in decode_facts.HOOKS)
     monkeypatch.setattr(decode, "HOOKS", changed)
     why = alone(tmp_path, caplog)
     assert why == f"{mla_attention.__name__}:MLAAttention._v_up is expected, and MLAAttention has no '_v_up'"
+
+
+def test_a_function_that_wants_one_more_argument_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mla_attention.MLAAttention, "_v_up_proj", lambda self, x, out, scales: None)
+    assert alone(tmp_path, caplog) == (
+        f"{mla_attention.__name__}:MLAAttention._v_up_proj is expected to take self, x, out and others with a default only, "
+        "and takes self, x, out, scales"
+    )
+
+
+@pytest.mark.parametrize("derived", [False, True])
+def test_attention_with_a_cache_write_of_its_own_is_left_alone(
+    derived: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if derived:
+        other = type("Padded", (mla_attention.MLAAttention,), {"__module__": "another"})
+        monkeypatch.setattr(mla, "MLAAttention", other)
+        assert alone(tmp_path, caplog).endswith("another.Padded is not vLLM's MLAAttention")
+    else:
+        monkeypatch.setattr(TritonMLAImpl, "do_kv_cache_update", lambda *_: None)
+        assert alone(tmp_path, caplog).endswith("TRITON_MLA has a cache write of its own")
+
+
+def test_batch_invariance_is_honoured(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert alone(tmp_path, caplog).startswith("VLLM_BATCH_INVARIANT is set: ")
+
+
+def test_a_cache_in_a_form_of_sparse_backends_is_left_alone() -> None:
+    assert decode._cache_of(SimpleNamespace(kv_cache_dtype="fp8_ds_mla")) is None
 
 
 def test_a_class_of_another_plugins_is_left_alone(
@@ -205,21 +345,33 @@ def test_a_strict_engine_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_an_op_that_does_not_run_here_is_found_before_anything_stands(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any) -> None:
-        raise RuntimeError("no such kernel")
-
-    decode_ops = pytest.importorskip("layerfuse.engines.vllm.decode_ops")
     monkeypatch.setattr(decode_ops, "_rope", broken)
-    assert alone(tmp_path, caplog) == "RuntimeError: no such kernel"
+    assert alone(tmp_path / "alone", caplog) == "RuntimeError: no such kernel"
+    got, _, calls = ran("deepseek-v3", tmp_path / "ours", {"fusions": ["mla_decode"]}, mode="NONE")
+    assert all(torch.equal(*both) for both in zip(got, own_states(), strict=True))
+    assert calls == [{VLLMS: 3}] * len(STEPS)
 
 
+@pytest.mark.parametrize("what", ["latents", "query"])
 def test_a_step_that_an_op_refuses_is_done_as_vllm_does_it_and_so_are_all_after_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cache in another form than was read off the layer."""
-    decode_ops = pytest.importorskip("layerfuse.engines.vllm.decode_ops")
-    own = ran("deepseek-v3", tmp_path / "own", False, mode="NONE")[0]
-    monkeypatch.setattr(decode_ops.Layer, "seen", lambda _, cache: cache[..., ::2])
-    got = ran("deepseek-v3", tmp_path / "ours", ON, mode="NONE")[0]
-    torch.testing.assert_close(got, own, rtol=1e-4, atol=1e-4)
+    """A cache in another form than was read off the layer, or a query that the op does not take."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no such entries of a query")
+
+    def change() -> None:
+        if what == "latents":
+            monkeypatch.setattr(decode_ops.Layer, "seen", lambda _, cache: cache[..., ::2])
+        else:
+            monkeypatch.setattr(decode_ops, "_absorb", refuse)
+
+    got, _, calls = ran("deepseek-v3", tmp_path, ON, change, mode="NONE")
+    torch.testing.assert_close(got, own_states(), rtol=1e-4, atol=1e-4)
     assert sum("entries of" in line for line in said(caplog)) == 3  # once for each layer
+    first = next(place for place, (requests, _) in enumerate(STEPS) if all(new == 1 for _, new in requests))
+    # Of the first refused step the latents are in the cache already, where it was the query that was refused.
+    assert [counted[VLLMS] for counted in calls] == [3] * first + [3 if what == "latents" else 0] + [3] * (
+        len(STEPS) - first - 1
+    )

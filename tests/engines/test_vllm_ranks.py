@@ -101,6 +101,19 @@ def test_two_ranks_that_compile_nothing_report_together(tmp_path: Path) -> None:
     assert "all ranks say the same" in lines
 
 
+def test_all_ranks_take_the_decode_chain_or_none(tmp_path: Path) -> None:
+    """In the second start an op does not run on the second rank."""
+    first, second = start(tmp_path, {"fusions": ["mla_decode"]}, "NONE")
+    alone = "layerfuse: mla_decode leaves vLLM's MLA layers alone: rank 1: RuntimeError: no such kernel"
+    both, none = (part.splitlines() for part in first.split("start 0"))
+    called = "called 3 times in the profiling run of every rank, none of them to decode"
+    assert f"  mla_decode: stands in 3 of 3 MLA layers; {called}" in both
+    assert "  all ranks say the same" in both
+    assert "  mla_decode: stands in 0 of 3 MLA layers; called 0 times in the profiling run of every rank" in none
+    assert alone in none and alone in second.splitlines()
+    assert "  all ranks say the same" in none
+
+
 def test_another_tensor_parallel_group_takes_no_piece_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused all-reduce holds torch's name of its group, and pipeline stages and replicas share a cache."""
     from types import SimpleNamespace

@@ -164,13 +164,15 @@ class Paged:
 
 
 @contextlib.contextmanager
-def paged(name: str, cache: Path, *, cache_dtype: str = "auto", profile: bool = True, **config: Any) -> Iterator[Paged]:
-    """A model that has made its profiling run, with its caches. `config`: as for `engine_config`."""
+def paged(
+    name: str, cache: Path, *, cache_dtype: str = "auto", profile: bool = True, groups: Any = None, **config: Any
+) -> Iterator[Paged]:
+    """A model that has made its profiling run, with its caches. `groups`: as for `in_engine`; `config`: as for `engine_config`."""
     made = engine_config(name, **config)
     made.cache_config.cache_dtype = cache_dtype
     made.compilation_config.splitting_ops = list(SPLIT)
     with (
-        in_engine(made, cache),
+        in_engine(made, cache, groups),
         mock.patch.object(MLAAttention, "forward", OWN),
         mock.patch.object(TritonMLAImpl, "forward_mqa", _decode),
         mock.patch.object(TritonMLAImpl, "forward_mha", _prefill),

@@ -12,13 +12,15 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from vllm_started import engine_config, in_engine, load
 
-from vllm.distributed import parallel_state  # isort: skip  (vllm_started comes before vllm)
-from layerfuse.engines.vllm import register
+from vllm.config import set_current_vllm_config  # isort: skip  (vllm_started comes before vllm)
+from vllm.distributed import parallel_state  # isort: skip
+from layerfuse.engines.vllm import process, register
 from layerfuse.fusion import backends
 
 
@@ -34,9 +36,28 @@ def real_groups(rank: int, size: int, port: str) -> Iterator[None]:
         parallel_state.destroy_distributed_environment()
 
 
+def decode(rank: int, size: int, port: str, folder: Path, options: str) -> None:
+    """`mla_decode` twice: as it is, then with an op that does not run on rank 1."""
+    from vllm_paged import paged
+
+    from layerfuse.engines.vllm import decode_ops
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    config = engine_config("deepseek-v3", tp=size, rank=rank)
+    with set_current_vllm_config(config), real_groups(rank, size, port):
+        for start in range(2):
+            process.this = process.Process()
+            register()
+            if start and rank:
+                decode_ops._rope = broken
+            given = {"layerfuse": json.loads(options), "tp": size, "rank": rank, "mode": "NONE"}
+            with paged("deepseek-v3", folder, groups=contextlib.nullcontext(), **given):
+                print(f"RANK {rank} start {start}")
+
+
 def main(rank: int, size: int, port: str, folder: Path, options: str, mode: str, steps: str) -> None:
-    logging.getLogger("vllm.layerfuse").setLevel(logging.INFO)
-    logging.getLogger("vllm.layerfuse").addHandler(logging.StreamHandler(sys.stdout))
     register()
     backends.steps = lambda *_: tuple(json.loads(steps))
     config = engine_config("deepseek-v3", layerfuse=json.loads(options), tp=size, rank=rank, mode=mode)
@@ -50,4 +71,10 @@ def main(rank: int, size: int, port: str, folder: Path, options: str, mode: str,
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), *sys.argv[5:8])
+    logging.getLogger("vllm.layerfuse").setLevel(logging.INFO)
+    logging.getLogger("vllm.layerfuse").addHandler(logging.StreamHandler(sys.stdout))
+    given = (int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5])
+    if "mla_decode" in sys.argv[5]:
+        decode(*given)
+    else:
+        main(*given, *sys.argv[6:8])

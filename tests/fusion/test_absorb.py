@@ -9,7 +9,9 @@ import torch
 from latent_support import DEEPSEEK, SMALL, Widths, assert_fp8, rotated, tables
 
 from layerfuse.fusion import backends, ops
-from layerfuse.fusion.backends.triton import absorb
+from layerfuse.fusion.backends.triton import absorb, launcher
+from layerfuse.fusion.backends.triton.tuning import STEPS
+from layerfuse.fusion.ops import library
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -139,3 +141,33 @@ def test_more_tokens_than_a_row_of_weights_is_read_for_take_torchs_gemm(monkeypa
     finally:
         backends.force(None)
     assert launched == [1, absorb.MOST]
+
+
+@pytest.mark.skipif(GPU, reason="launches are taken down in the place of Triton's interpreter")
+@pytest.mark.parametrize("nope", [32, 2 * absorb.DEEPEST])
+@pytest.mark.parametrize("static", [False, True])
+def test_every_way_to_launch_it_begins_behind_one_of_its_steps(
+    static: bool, nope: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, keys = 4, set()
+    monkeypatch.setattr(launcher, "first", lambda kernel, key, *_, **__: keys.add(key))
+    name = "mla_query_absorb_static_quant" if static else "mla_query_absorb"
+    cases = []
+
+    def launched(tokens: int) -> frozenset[Any]:
+        keys.clear()
+        given = given_of(SMALL, tokens, heads, nope=nope)
+        getattr(ops, name)(**given, **({"scale": torch.ones(1, device=DEVICE)} if static else {}))
+        return frozenset(keys)
+
+    backends.force("triton")
+    try:
+        with backends.listening(lambda _, given: cases.append(library.case_maker(library.declared(name))(*given))):
+            launched(1)
+        steps = backends.steps(name, DEVICE, cases[0])
+        ways = {launched(count) for count in (1, *(step + 1 for step in steps))}
+        edges = {rows // heads + beside for rows in STEPS for beside in (0, 1)}
+        assert {launched(count) for count in {1, 2, absorb.MOST, absorb.MOST + 1, 100} | edges} == ways
+        assert len(ways) == len(steps) + 1
+    finally:
+        backends.force(None)

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import attrs
 import pytest
 
-from layerfuse.engines.vllm.hooks import HOOKS, Hook, HookError, check, stand_at, wrapped_by
+from layerfuse.engines.vllm.hooks import HOOKS, Hook, HookError, check, check_source, stand_at, wrapped_by
 from layerfuse.engines.vllm.imports import when_imported
 
 HOOK = Hook(name="test", module="vllm.some", path="Backend.compile", takes=("self", "graph"))
@@ -70,6 +71,33 @@ def test_what_is_not_as_known_is_refused_with_both_sides(path: str, takes: tuple
         stand_at(hook, module, ours)
     assert problem in str(raised.value)
     assert module.Backend().compile("g") == ["theirs", "g", 1]
+
+
+@pytest.mark.parametrize(
+    ("beside", "fits"),
+    [
+        ("", {"any", "optional", "none"}),
+        ("more=1", {"any", "optional"}),
+        ("*, more=1", {"any", "optional"}),
+        ("*more", {"any", "optional"}),
+        ("**more", {"any", "optional"}),
+        ("more", {"any"}),
+        ("*, more", {"any"}),
+    ],
+)
+def test_parameters_beside_those_that_are_known(beside: str, fits: set[str], tmp_path: Path) -> None:
+    """By the function and by its source."""
+    source = f"class Backend:\n    def compile(self, graph{beside and ', '}{beside}): pass\n"
+    (tmp_path / "some.py").write_text(source)
+    words: tuple[Any, ...] = ("any", "optional", "none")
+    hooks = {word: attrs.evolve(HOOK, others=word) for word in words}
+    assert {word for word, hook in hooks.items() if check_source(hook, tmp_path) is None} == fits
+    for word, hook in hooks.items():
+        if word in fits:
+            check(hook, module_of(source))
+        else:
+            with pytest.raises(HookError, match=r"is expected to take self, graph and .*, and takes self, graph, more"):
+                check(hook, module_of(source))
 
 
 def test_a_hook_that_another_plugin_wraps_well_is_stood_around_and_one_that_hides_its_arguments_is_refused() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ...declare import Kernel, Op
-from .. import Backend, loaded, refusal_of
+from .. import Backend, imported, loaded, refusal_of
 from .tuning import STEPS, WIDEST
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -29,9 +30,21 @@ def backend(op: Op, kernel: Kernel) -> Backend:
         load=functools.partial(loaded, op, kernel),
         runs_on=_runs_on,
         refuses=refuses,
-        steps=steps_of,
+        steps=_steps_of(kernel),
         only_by_name=frozenset({"cpu"}),
     )
+
+
+def _steps_of(kernel: Kernel) -> Callable[[Any], tuple[int, ...]]:
+    path = kernel.steps
+    if path is None:
+        return steps_of
+
+    def own(case: Any) -> tuple[int, ...]:
+        found: tuple[int, ...] = imported(path)(case)  # what imports Triton
+        return found
+
+    return own
 
 
 def _runs_on(device: str) -> tuple[bool, str]:

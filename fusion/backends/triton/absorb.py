@@ -13,6 +13,7 @@ from ...ops.mla import absorbed
 from ...ops.quantisation import LARGEST
 from ...ops.rope import PAIRS
 from . import launcher, queries, tuning
+from . import steps_of as rows_steps
 from .absorb_kernel import query_absorb
 
 MOST = 16
@@ -21,6 +22,12 @@ ROPES = 4
 """Tokens that a program ropes: with more of them it would take longer than the GEMM beside it."""
 DEEPEST = 256
 """Columns of a head that a program holds at once."""
+
+
+def steps_of(case: Any) -> tuple[int, ...]:
+    """As `Backend.steps`: from its own launch to that of what is behind torch's GEMM, and those of that."""
+    behind = rows_steps(case)
+    return behind if case.nope_width > DEEPEST else (MOST, *(tokens for tokens in behind if tokens > MOST))
 
 
 def function_of(op: Op) -> Callable[..., Any]:

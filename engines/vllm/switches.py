@@ -1,0 +1,13 @@
+"""vLLM's own switches in the environment, as far as they decide on fusions."""
+
+from __future__ import annotations
+
+import os
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+INVARIANT = f"{BATCH_INVARIANT} is set: vLLM keeps to kernels whose results do not depend on the batch"
+
+
+def is_set(variable: str) -> bool:
+    """Whether one of vLLM's switches is on in the environment."""
+    return os.environ.get(variable, "").strip().lower() in ("1", "true")
