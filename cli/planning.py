@@ -102,6 +102,13 @@ def plan_data(
         around = engine_of(
             entry.architectures, target=device, ranks=tp, release=engine_version, enforce_eager=enforce_eager
         )
+    modules: list[str] = []
+    if around is not None and engine == "vllm":
+        from ..engines.vllm.decode_facts import beside, planned
+
+        # What its layers take at module level, which is no fusion of graphs.
+        modules, stands = planned([spec for _, spec in specs], entry.architectures, config)
+        around = beside(around) if stands else around
     decided = plan(specs, device, config, around)
     kinds = []
     for kind in kinds_of(specs):
@@ -128,7 +135,7 @@ def plan_data(
         "num_hidden_layers": entry.num_hidden_layers,
         "kinds": kinds,
         "engine_does": {} if around is None else {**around.does, **around.keeps},
-        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *_modules(engine, specs)],
+        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *modules],
     }
 
 
@@ -173,15 +180,6 @@ def _uncompiled(engine: Engine | None) -> list[str]:
     if engine is None or engine.uncompiled is None:
         return []
     return [f"{engine.uncompiled}: fused ops can stand in its modules only."]
-
-
-def _modules(engine: str | None, specs: Sequence[tuple[str, Any]]) -> list[str]:
-    """What an engine's layers take at module level, which is no fusion of graphs."""
-    if engine != "vllm":
-        return []
-    from ..engines.vllm.decode_facts import planned
-
-    return list(planned([spec for _, spec in specs]))
 
 
 def show_plan(data: dict[str, Any], to: Console) -> None:

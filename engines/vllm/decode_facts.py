@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from .switches import BATCH_INVARIANT, INVARIANT, is_set
 
 if TYPE_CHECKING:
     from ...adapters.specs import AnySpec, MLASpec
+    from ...fusion import ActivationQuant, Engine, FusionConfig
 
 NAME = "mla_decode"
 """Among the `fusions` that are asked for."""
@@ -23,6 +24,11 @@ CLASS = ("vllm.model_executor.layers.mla", "MultiHeadLatentAttentionWrapper")
 
 WRITE = ("vllm.v1.attention.backend", "MLAAttentionImpl", "do_kv_cache_update")
 """Module, class and name of the cache write that every backend has that does not write in a way of its own."""
+
+SPARSE_MODELS = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
+"""Architectures of models.toml whose attention is sparse: vLLM has code of its own for them."""
+
+SPARSE = "its attention is sparse"
 
 ATTENTION = ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
 """Module and class of its attention, and of no other."""
@@ -140,10 +146,12 @@ def why_not_spec(spec: MLASpec) -> str | None:
     if spec.rope is None or spec.rope.width == 0:
         return "none of its columns is roped" if spec.rope is not None else "nothing says how its columns are roped"
     if spec.q_norm.quant is not None:
-        return (
-            f"the projection behind its query norm quantises with {spec.q_norm.quant}, which vLLM fuses with the norm"
-        )
+        return _quantises(spec.q_norm.quant)
     return None
+
+
+def _quantises(quant: ActivationQuant) -> str:
+    return f"the projection behind its query norm quantises with {quant}, which vLLM fuses with the norm"
 
 
 def why_not_read(hook: Hook, source: ast.AST) -> str | None:
@@ -183,19 +191,37 @@ def why_not_source(folder: Path) -> str | None:
 
 def why_not_here(vllm_config: Any) -> str | None:
     """Why vLLM's config leaves no place for it, as a sentence; None where it does."""
-    if is_set(BATCH_INVARIANT):
-        return INVARIANT
+    problem = _why_not_environment()
+    if problem is not None:
+        return problem
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
     for what in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, what, 1) > 1:
             return f"{what} is {getattr(parallel, what)}: each rank has a part of the cache"
     if getattr(compilation.pass_config, "fuse_attn_quant", False):
         return "vLLM's pass for attention and quantisation (fuse_attn_quant) looks for its own ops"
-    if os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1":
-        return "vLLM captures its CUDA graphs in pieces around its own ops (VLLM_USE_BREAKABLE_CUDAGRAPH=1)"
     if compilation.mode is not None and compilation.mode.name not in ("NONE", "VLLM_COMPILE"):
         return f"vLLM's compilation mode is {compilation.mode.name}"
     return None
+
+
+def _why_not_environment() -> str | None:
+    if is_set(BATCH_INVARIANT):
+        return INVARIANT
+    if os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1":
+        return "vLLM captures its CUDA graphs in pieces around its own ops (VLLM_USE_BREAKABLE_CUDAGRAPH=1)"
+    return None
+
+
+def beside(engine: Engine) -> Engine:
+    """The engine where both latent norms and the query of all MLA layers are taken already."""
+    import attrs
+
+    from ...fusion.sites import LATENTS, QUERY
+
+    return attrs.evolve(
+        engine, keeps={**engine.keeps, **dict.fromkeys((LATENTS, QUERY), f"{NAME} takes what stands there")}
+    )
 
 
 def without(fusions: str) -> tuple[str, bool]:
@@ -213,26 +239,38 @@ def without(fusions: str) -> tuple[str, bool]:
     return "none" if only else ",".join(left), asked
 
 
-def planned(specs: Iterable[AnySpec]) -> Iterator[str]:
-    """What `layerfuse plan` says of it: a sentence for each kind of MLA layer, by the environment's wishes.
+def planned(
+    specs: Iterable[AnySpec], architectures: Iterable[str] = (), config: FusionConfig | None = None
+) -> tuple[list[str], bool]:
+    """What `layerfuse plan` says of it: a sentence for each kind of MLA layer, by the environment's wishes, and whether it stands.
 
     Args:
         specs: of the whole model.
+        architectures: of the model.
+        config: how what reads the norms quantises, where the specs do not say it.
     """
     from ...adapters.specs import MLASpec
+    from ...fusion.sites import LATENTS
 
     layers = [spec for spec in specs if isinstance(spec, MLASpec)]
-    reasons = Counter(why_not_spec(spec) for spec in layers)
+    everywhere = SPARSE if SPARSE_MODELS.intersection(architectures) else None
+    quant = None if config is None else dict(config.quant).get(LATENTS)
+    if everywhere is None and quant is not None:
+        everywhere = _quantises(quant)
+    reasons = Counter(everywhere or why_not_spec(spec) for spec in layers)
     _, asked = without(os.environ.get("LAYERFUSE_FUSIONS", ""))
-    for reason, count in reasons.items():
-        what = f"{NAME} at {count} MLA layers"
+    environment = _why_not_environment()
+    said = []
+    for reason, number in reasons.items():
         if reason is not None:
-            yield f"{what}: not possible: {reason}."
-        elif is_set(BATCH_INVARIANT):
-            yield f"{what}: not done: {INVARIANT}."
+            why = f"not possible: {reason}"
+        elif environment is not None:
+            why = f"not done: {environment}"
         elif not asked:
-            yield f"{what}: off in vllm unless switched on: it was not benchmarked there."
+            why = "off in vllm unless switched on: it was not benchmarked there"
         elif len(reasons) > 1:
-            yield f"{what}: not done, since it takes all MLA layers of a model or none."
+            why = "not done, since it takes all MLA layers of a model or none"
         else:
-            yield f"{what}: both norms, the ropes and the cache write of a decode step are two launches, in vLLM's {CLASS[1]}."
+            why = f"both norms, the ropes and the cache write of a decode step are two launches, in vLLM's {CLASS[1]}"
+        said.append(f"{NAME} at {number} MLA layers: {why}.")
+    return said, asked and environment is None and set(reasons) == {None}

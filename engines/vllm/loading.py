@@ -7,19 +7,16 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import attrs
 from torch import nn
 
 from ... import registry
 from ...adapters.errors import UnknownLayerError
 from ...fusion.compiler import surroundings_of
-from ...fusion.engine import Engine
 from ...fusion.plan import plan
-from ...fusion.sites import LATENTS, QUERY
 from ...fusion.target import Target
 from .circumstances import engine_for, runs_modules, why_not_compiled
 from .decode import Door
-from .decode_facts import NAME
+from .decode_facts import beside
 from .options import KEY, OWN, Options
 from .process import once
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
@@ -65,6 +62,9 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
             continue  # a vision tower
         target = _target_of(module)
         door = Door.of(module, inside, vllm_config) if options.decode else None
+        engine = engine_for(vllm_config, target, reason)
+        if door is not None and door.stands:
+            engine = beside(engine)
         units.append(
             (
                 module,
@@ -72,7 +72,7 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
                     name=type(module).__qualname__,
                     model=type(model).__qualname__,
                     path=path,
-                    plan=plan(inside, target, config, _beside(door, engine_for(vllm_config, target, reason))),
+                    plan=plan(inside, target, config, engine),
                     around=surroundings_of(module),
                     vllm_config=vllm_config,
                     strict=config.strict,
@@ -90,14 +90,6 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
         units[0][1].outside = tuple(layer for layer, _ in specs if layer not in held)
     _write_key(vllm_config, [unit for _, unit in units])
     yield from units
-
-
-def _beside(door: Door | None, engine: Engine) -> Engine:
-    """The engine where both latent norms of all MLA layers are taken already."""
-    if door is None or not door.stands:
-        return engine
-    taken = f"{NAME} takes what stands there"
-    return attrs.evolve(engine, keeps={**engine.keeps, **dict.fromkeys((LATENTS, QUERY), taken)})
 
 
 def _nothing(model: nn.Module, why: str) -> None:

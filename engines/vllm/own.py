@@ -13,6 +13,7 @@ from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.sites import FINAL
 from .decode_facts import NAME as DECODE
+from .decode_facts import SPARSE_MODELS
 
 _PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
 
@@ -157,21 +158,19 @@ class Code:
     "Whether vLLM keeps it even where the fusion is asked for by name: nothing stands where that could go in."
 
 
-_SPARSE = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
-
 CODE = (
     Code(fusions=("add_rms_norm",), by="its own op for the add and the norm (fused_add_rms_norm)"),
     Code(fusions=("gated_rms_norm",), by="its own kernel for the gated norm (rms_norm_gated)"),
     Code(
         fusions=("mla_dual_rms_norm",),
         by="fused_norm_rope in the code of the model",
-        architectures=_SPARSE,
+        architectures=SPARSE_MODELS,
         kept=True,
     ),
     Code(
         fusions=("all_reduce_add_rms_norm", "add_rms_norm"),
         by="fused_allreduce_rms_norm in the code of the model",
-        architectures=_SPARSE,
+        architectures=SPARSE_MODELS,
         reduced=True,
         kept=True,
     ),

@@ -97,8 +97,8 @@ def test_vllms_own_variables_are_read_as_vllm_reads_them(run, monkeypatch):
 
 
 def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
-    def last(model):
-        return run("plan", model, "--engine", "vllm").out.splitlines()[-1]
+    def last(model, *more):
+        return run("plan", model, "--engine", "vllm", *more).out.splitlines()[-1]
 
     off = "mla_decode at 61 MLA layers: off in vllm unless switched on: it was not benchmarked there."
     assert last("kimi-k2.5") == off
@@ -110,7 +110,23 @@ def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
     assert not any(
         line.startswith("mla_decode") for line in run("plan", "gpt-oss-20b", "--engine", "vllm").out.splitlines()
     )
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    assert last("kimi-k2.5").startswith("mla_decode at 61 MLA layers: not done: VLLM_BATCH_INVARIANT is set: ")
+    for variable, why in (
+        ("VLLM_USE_BREAKABLE_CUDAGRAPH", "vLLM captures its CUDA graphs in pieces"),
+        ("VLLM_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT is set: "),
+    ):
+        monkeypatch.setenv(variable, "1")
+        assert last("kimi-k2.5").startswith(f"mla_decode at 61 MLA layers: not done: {why}")
+        monkeypatch.delenv(variable)
+    assert last("deepseek-v3.2").endswith("not possible: its attention is sparse.")
+    assert "its query norm quantises with" in last("kimi-k2.5", "--quant", "group128")
     refused = run("plan", "kimi-k2.5", "--engine", "sglang")
     assert refused.code == 2 and "no fusion is called 'mla_decode'" in refused.err
+
+
+def test_what_mla_decode_takes_no_fusion_of_graphs_does(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_decode,mla_dual_rms_norm")
+    found = decisions(run, "kimi-k2.5", "--target", "sm90")
+    assert found["latents", DUAL] == ("not_applicable", "mla_decode takes what stands there")
+    # Where it cannot stand, they are fused.
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    assert decisions(run, "kimi-k2.5", "--target", "sm90")["latents", DUAL][0] == "expected"
