@@ -453,7 +453,11 @@ def test_an_error_inside_layerfuse_leaves_the_graph_as_it_was(
     monkeypatch.setattr(Driver, "_fuse", fails)
     with started("deepseek-v3", tmp_path, layerfuse=BOTH, split=False) as engine:
         runs_on(engine)
-    assert any("rewriting a graph failed: ZeroDivisionError: of the tests" in line for line in said(caplog))
+    lines, failed = said(caplog), "rewriting a graph failed: ZeroDivisionError: of the tests"
+    assert f"layerfuse: {failed}" in lines
+    assert f"{ADD}: 6 expected, 0 fused, 6 missed; called 0 times in the profiling run" in lines
+    assert f"missed: layers.0:post_attention and 5 more: {failed}" in lines
+    assert not any("came from a cache" in line for line in lines)
 
 
 def test_a_class_derived_from_one_that_vllm_compiles_is_known_by_its_first_call(
