@@ -84,7 +84,8 @@ class Facts:
 
 def fields_of(spec: type[Any]) -> dict[str, str]:
     """The fields that facts may speak of, with their kinds, in the spec's order."""
-    return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name not in ("parallel", "mlp_ranks", "added_as_given")}
+    unread = ("parallel", "mlp_ranks", "added_as_given", "starts_stream")
+    return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name not in unread}
 
 
 def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]:

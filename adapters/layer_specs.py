@@ -251,6 +251,10 @@ class ResidualSpec(LayerSpec):
     added_as_given: bool = of_kind("flag", default=True)
     """Whether what the attention and the MLP give is added to the stream as it is. Not where a norm (Gemma 3, OLMo-2) or a
     factor (MiniCPM3) stands in front of the add: no all-reduce can be fused with it then."""
+    starts_stream: bool | None = of_kind("optional_flag", default=None, eq=False, repr=False)
+    """Whether the stream starts in this layer, so that its first input norm has no residual to add. A draft model's block does
+    that too (multi-token prediction), though its `layer_index` counts on from the model's. None: nothing says it, and then
+    layer 0 alone does. It is read off the layer's place in its model, by `specs_in`."""
 
     @property
     def input_norm(self) -> NormSpec | None:

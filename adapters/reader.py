@@ -72,7 +72,7 @@ class LayerReader:
             held = source.module.read(module)
         except UnreadableError:
             return False
-        return held is None or any(base.__name__ == "PPMissingLayer" for base in type(held).__mro__)
+        return held is None or stands_for_missing(held)
 
     def read(self, layer: Any, parallel: Parallel | None = None, path: str = "") -> Any:
         """The layer's spec.
@@ -325,6 +325,11 @@ class _Reading:
             # The half that is there is no whole number, which the spec reports; this one only stands in.
             values.setdefault(pair.total, 1)
             values.setdefault(pair.local, 1)
+
+
+def stands_for_missing(module: Any) -> bool:
+    """Whether this stands where another rank of a pipeline holds a layer."""
+    return any(base.__name__ == "PPMissingLayer" for base in type(module).__mro__)
 
 
 def existing_names(layer: Any, most: int = 60) -> list[str]:

@@ -34,6 +34,7 @@ _OPTIONAL = (
     "optional_index",
     "optional_norm",
     "optional_positive",
+    "optional_flag",
     "window",
     "module_path",
     "activation_quant",
@@ -108,7 +109,7 @@ def problem_of(kind: str, value: Any) -> str | None:
         if kind != "number" and value <= 0:
             return f"expected more than 0, got {shown(value)}"
         return None
-    if kind == "flag":
+    if kind in ("flag", "optional_flag"):
         return None if type(value) is bool else f"expected true or false, got {shown(value)}"
     if kind in _WORDS:
         fine = type(value) is str and value in _WORDS[kind]

@@ -51,6 +51,7 @@ VALUES = {
     "optional_positive": "above 0, or None",
     "number": "any",
     "flag": "True or False",
+    "optional_flag": "True, False or None",
     "activation": "silu or sigmoid",
     "mlp_activation": "silu, gelu, gelu_tanh or situ",
     "norm": "NormSpec",

@@ -309,7 +309,6 @@ class _Decider:
             site.uncached,
             site.unsaid,
             quant,
-            site.spec.layer_index == 0,
             None if isinstance(site.spec, KernelSpec) else site.spec.parallel.size,
         )
         if self._limited or site.role == OUTPUT or not (site.norms or isinstance(site.spec, MLASpec)):

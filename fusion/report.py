@@ -54,6 +54,8 @@ class GraphRecord:
     uses: tuple[Use, ...]
     unattributed: tuple[str, ...] = ()
     "Sentences on norms that resemble a site's and could be assigned to none."
+    failed: str | None = None
+    "The error that rewriting ended in, so that nothing was fused; None: it did not."
 
     def fused(self, fusion: str | None = None) -> int:
         """Uses that this fusion (or any) was put at."""
@@ -250,6 +252,9 @@ class Report:
             return "no graph was rewritten: the model was not called, Dynamo is off, or Inductor had the graph in its cache"
         if self.plan.site[site].role == QUERY:
             return UNJOINED
+        failed = next((record.failed for record in self.records if record.failed is not None), None)
+        if failed is not None:
+            return f"rewriting a graph failed: {failed}"
         loose = [sentence for record in self.records for sentence in record.unattributed]
         hint = f"; norms that match no site: {'; '.join(loose[:3])}" if loose else ""
         plural = "s" if len(self.records) > 1 else ""

@@ -107,7 +107,7 @@ class Site:
     block: int = 0
     "Which attention block of the layer: LongCat-Flash has two, each with an input and a post-attention norm."
     adds: bool = False
-    "Whether a residual is added in front of the norm. The first layer's input norm has nothing to add."
+    "Whether a residual is added in front of the norm. The first layer of a stream has nothing to add at its input norm."
     reduced: int = 1
     """Over how many ranks what joins the residual is summed: the tensor-parallel size of the attention or MLP before. 0: over
     several, but it is not added as it is."""
@@ -209,9 +209,10 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
     if not spec.input_norms:
         absent = "no norm reads the residual stream in this layer: its norms stand on what attention and MLP give"
         return [Site(layer=layer, role=role, norms=(), spec=spec, absent=absent) for role in (INPUT, POST_ATTENTION)]
+    starts = spec.layer_index == 0 if spec.starts_stream is None else spec.starts_stream
     sites = []
     for block, (before, after) in enumerate(zip(spec.input_norms, spec.post_attention_norms, strict=True)):
-        first = spec.layer_index == 0 and block == 0
+        first = starts and block == 0
         at = partial(Site, layer=layer, spec=spec, block=block)
         ranks = spec.parallel.size if spec.added_as_given or spec.parallel.size == 1 else 0
         sites.append(at(role=INPUT, norms=(before,), adds=not first, reduced=1 if first else ranks))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -15,10 +16,12 @@ from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+import attrs
+
 from ..adapters.arguments import expect, expect_callable
 from ..adapters.base import Adapter
 from ..adapters.errors import FOREIGN, ArgumentError, UnknownLayerError, cut, said, shown
-from ..adapters.reader import LayerReader
+from ..adapters.reader import LayerReader, stands_for_missing
 from ..adapters.specs import FinalNormSpec, GatedMLPSpec, KernelSpec, Parallel, ResidualSpec
 from .errors import UnknownModelError
 from .tables import Readers, Tables
@@ -105,9 +108,10 @@ class Registry:
         """The specs of a model's layers as (path, spec), in the order of its modules, which is that of its layers.
 
         Decoder layers give their residual stream, attention layers their attention, gated MLPs themselves; a routed expert
-        gives nothing. The module around the layers gives the final norm, after them; on a rank of a pipeline that does not
-        hold that norm it gives nothing. Kernel layers inside a layer that is itself known are left out; ask `spec_for` for
-        those, or pass `of=KernelSpec`.
+        gives nothing. The first decoder layer of a module that holds some starts a stream (`ResidualSpec.starts_stream`).
+        The module around the layers gives the final norm, after them; on a rank of a pipeline that does not hold that norm it
+        gives nothing. Kernel layers inside a layer that is itself known are left out; ask `spec_for` for those, or pass
+        `of=KernelSpec`.
 
         Args:
             model: a module with `named_modules()`.
@@ -125,10 +129,14 @@ class Registry:
         # Modules come parent first, and all of a layer's before the next: one prefix tells what lies inside it.
         inside: str | None = None
         around: list[tuple[str, Callable[[], Any]]] = []
-        for path, module in _modules(model):
+        modules = list(_modules(model))
+        streams = _Streams(modules)
+        for path, module in modules:
             while around and not _within(path, around[-1][0]):
                 outer, read = around.pop()
                 found.append((outer, read()))
+            if stands_for_missing(module):
+                streams.starts_at(path)  # on another rank of a pipeline; here the stream goes on
             readers = self._readers_of(type(module))
             # A decoder layer that is its own attention holds an MLP all the same.
             mlp = any(map(_is_mlp, readers))
@@ -141,7 +149,10 @@ class Registry:
                 if reader.facts.spec is FinalNormSpec:
                     around.append((path, partial(reader.read, module, parallel, path)))
                 else:
-                    found.append((path, reader.read(module, parallel, path)))
+                    spec = reader.read(module, parallel, path)
+                    if isinstance(spec, ResidualSpec):
+                        spec = attrs.evolve(spec, starts_stream=streams.starts_at(path))
+                    found.append((path, spec))
             if any(_is_attention(reader) for reader in readers):
                 inside = path
         found += [(outer, read()) for outer, read in reversed(around)]
@@ -404,6 +415,26 @@ def _modules(model: Any) -> Iterator[tuple[str, Any]]:
                 f"model: expected pairs of a path and a module of its named_modules(), got {shown(pair)}"
             )
     yield from pairs
+
+
+class _Streams:
+    """Where the residual streams of a model start: at the first decoder layer of each module that holds some."""
+
+    def __init__(self, modules: list[tuple[str, Any]]) -> None:
+        self._children = Counter(path.rpartition(".")[0] for path, _ in modules if path)
+        self._begun: set[str] = set()
+
+    def starts_at(self, path: str) -> bool | None:
+        """Whether a layer is the first of its stream. Asked of each in the model's order; None of a layer without a model."""
+        if not path:
+            return None
+        holder, _, name = path.rpartition(".")
+        # What only wraps a layer (`layers.3._orig_mod`) holds no stream.
+        while holder and not name.isdecimal() and self._children[holder] == 1:
+            holder, _, name = holder.rpartition(".")
+        starts = holder not in self._begun
+        self._begun.add(holder)
+        return starts
 
 
 def _within(path: str, outer: str | None) -> bool:

@@ -178,6 +178,7 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         "MLASpec.rope",
         "ResidualSpec.mlp_ranks",
         "ResidualSpec.added_as_given",
+        "ResidualSpec.starts_stream",
     } | {f"{n}.{field}" for n in ("NormSpec", "GatedNormSpec") for field in ("weight_offset", "module", "quant")}
 
 

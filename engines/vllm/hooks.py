@@ -47,6 +47,8 @@ class Hook:
     "Where its source is, as `module:path`, if not at `place`."
     needed: bool = True
     "Whether nothing may be done without it. One that is not needed belongs to a part of vLLM that few use."
+    on_rocm: bool = False
+    "Whether vLLM uses it on ROCm alone, and imports its module there alone."
 
     @property
     def place(self) -> str:
@@ -106,6 +108,7 @@ HOOKS = (
         path="AiterMLAMetadataBuilder.__init__",
         takes=("self", "kv_cache_spec", "layer_names", "vllm_config"),
         needed=False,
+        on_rocm=True,
     ),
 )
 """Everything that layerfuse wraps."""

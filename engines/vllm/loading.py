@@ -97,11 +97,15 @@ def _nothing(model: nn.Module, why: str) -> None:
 
 
 def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that vLLM compiles, by their path."""
+    """The modules that vLLM compiles, by their path. One inside of another is compiled with that."""
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
 
+    last: str | None = None
     for path, module in model.named_modules():
-        if isinstance(module, TorchCompileWithNoGuardsWrapper) and not module.do_not_compile:
+        if not isinstance(module, TorchCompileWithNoGuardsWrapper) or module.do_not_compile:
+            continue
+        if last is None or not _is_below(path, last):
+            last = path
             yield path, module
 
 

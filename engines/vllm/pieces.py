@@ -45,6 +45,7 @@ class PieceRecord:
 
     uses: tuple[Anchored, ...]
     unattributed: tuple[str, ...] = ()
+    failed: str | None = None
 
 
 @frozen(kw_only=True)
@@ -122,7 +123,7 @@ class Sites:
                     left=use.left,
                 )
             )
-        return PieceRecord(uses=tuple(uses), unattributed=record.unattributed)
+        return PieceRecord(uses=tuple(uses), unattributed=record.unattributed, failed=record.failed)
 
     def in_piece(self, outline: Outline, record: PieceRecord, number: int) -> GraphRecord | None:
         """What a record says of a piece that is equal to the recorded one; None where it does not fit.
@@ -144,7 +145,7 @@ class Sites:
             uses.append(
                 Use(site=site, fused=each.fused, form=each.form, tokens=each.tokens, left=each.left, missed=missed)
             )
-        return GraphRecord(graph=number, uses=tuple(uses), unattributed=record.unattributed)
+        return GraphRecord(graph=number, uses=tuple(uses), unattributed=record.unattributed, failed=record.failed)
 
     def within(self, outline: Outline) -> tuple[str, ...]:
         """The sites whose norms stand in a piece, by its modules."""
@@ -179,4 +180,4 @@ def from_dict(data: Mapping[str, Any]) -> PieceRecord:
         TypeError, KeyError: it is none.
     """
     uses = tuple(Anchored(**use) for use in data["uses"])
-    return PieceRecord(uses=uses, unattributed=tuple(data["unattributed"]))
+    return PieceRecord(uses=uses, unattributed=tuple(data["unattributed"]), failed=data["failed"])

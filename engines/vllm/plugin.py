@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -57,11 +58,17 @@ def _stand(hook: Hook, around: Callable[..., Any], module: ModuleType) -> None:
     except HookError as error:
         if hook.needed:
             leave_alone(str(error))
+        else:
+            _say_gone(hook, str(error))
     except Exception as error:  # an import of vLLM's must not fail here
         leave_alone(f"{hook.place}: {type(error).__name__}: {error}")
     else:
         if other is not None:
             logger.info("layerfuse: %s is wrapped by %s already; layerfuse stands around it", hook.place, other)
+
+
+def _say_gone(hook: Hook, problem: str) -> None:
+    once(logging.INFO, "layerfuse: %s; nothing %s here", problem, hook.does)
 
 
 @contextmanager
@@ -97,6 +104,7 @@ def _at_options(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a model is loaded: plan, and wait for the first call of what vLLM compiles of it."""
     model = original(*args, **kwargs)
+    process.this.read = True
     config = _argument(original, args, kwargs, "vllm_config")
     options = Options()
     with _quietly("reading the options"):
@@ -112,6 +120,8 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         once(logging.INFO, "layerfuse: no fusion is on in vLLM by default here; see docs/vllm.md for those that can be")
         return model
     say_if_untested()
+    with _quietly("looking for vLLM's modules"):
+        _say_which_modules_are_gone()
     with _quietly("planning", options.strict):
         from .loading import units_of
 
@@ -125,6 +135,20 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
                 at_first_call(module, unit, _finish)
     return model
+
+
+def _say_which_modules_are_gone() -> None:
+    """Of those that this platform uses: one that is never imported says nothing of itself."""
+    from vllm.platforms import current_platform
+
+    for hook in HOOKS:
+        if hook.on_rocm and current_platform.is_rocm():
+            try:
+                found = find_spec(hook.module)
+            except ModuleNotFoundError:  # a package around it
+                found = None
+            if found is None:
+                _say_gone(hook, f"{hook.place} is expected, and there is no {hook.module}")
 
 
 def _nothing_on(options: Options) -> bool:
@@ -190,9 +214,31 @@ def _running() -> Unit | None:
     return process.this.running[-1] if process.this.running and process.this.off is None else None
 
 
+def _check_that_it_was_read(compiled: Any) -> None:
+    """When vLLM compiles a model: a loader with a `load_model` of its own may have brought it past layerfuse.
+
+    Raises:
+        NotHereError: strict, and it has.
+    """
+    if process.this.read:
+        return
+    options, how = Options(), ""
+    with _quietly("asking how the model was loaded"):
+        config = compiled.vllm_config
+        options = options_in(config.additional_config)
+        if not options.off and not _nothing_on(options):
+            format_ = config.load_config.load_format
+            how = f"vLLM loaded the model in a way that layerfuse does not know (load_format {format_!r})"
+    if how and options.strict:
+        raise NotHereError(f"layerfuse is strict, and {how}")
+    if how:
+        once(logging.WARNING, "layerfuse: nothing is fused: %s", how)
+
+
 def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a backend has made its passes: add ours, first."""
     result = original(*args, **kwargs)
+    _check_that_it_was_read(_argument(original, args, kwargs, "self"))
     unit = _running()
     if unit is not None and unit.active:
         with _quietly("adding the pass to vLLM's"):
@@ -223,6 +269,7 @@ def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When vLLM looks for a compiled model in its cache: know where it is, and read the report that was kept with it."""
     loaded = original(*args, **kwargs)
+    _check_that_it_was_read(_argument(original, args, kwargs, "model"))
     unit = _running()
     if unit is not None and unit.active:
         with _quietly("reading the report that was kept"):

@@ -19,6 +19,8 @@ class Process:
         self.registered = False
         self.off: str | None = None
         "Why vLLM is left alone, or None."
+        self.read = False
+        "Whether a model was loaded in a place that layerfuse stands at."
         self.waiting: dict[int, tuple[Any, Any]] = {}
         "The modules that vLLM will compile at their first call, each with its `Unit`, by identity."
         self.running: list[Any] = []

@@ -117,6 +117,7 @@ class Unit:
                 graph=place,
                 uses=tuple(use for each in fresh for use in each.uses),
                 unattributed=tuple(sentence for each in fresh for sentence in each.unattributed),
+                failed=next((each.failed for each in fresh if each.failed is not None), None),
             )
             known = self._records[key] = self.sites.anchored(outline, record)
             kept.keep_piece(self.key, *key, known)
@@ -187,6 +188,8 @@ def _kept(data: Mapping[str, Any]) -> Piece:
         number=data["number"],
         tokens=data["tokens"],
         source="kept",
-        record=GraphRecord(graph=record["graph"], uses=uses, unattributed=tuple(record["unattributed"])),
+        record=GraphRecord(
+            graph=record["graph"], uses=uses, unattributed=tuple(record["unattributed"]), failed=record["failed"]
+        ),
         sites=tuple(data["sites"]),
     )

@@ -56,9 +56,15 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
         """
         # Dynamo compiles under a lock of its own; other compilers may not.
         with self._lock:
-            record = self._driver(graph, self.report.graphs)
+            number = self.report.graphs
+            try:
+                record = self._driver(graph, number)
+                self._lower(graph)
+            except Exception as error:
+                # Whoever catches this runs the graph as it was.
+                self.report.add(GraphRecord(graph=number, uses=(), failed=f"{type(error).__name__}: {error}"))
+                raise
             self.report.add(record)
-        self._lower(graph)
         return record
 
     def replan(self, plan: Plan, around: Surroundings) -> None:

@@ -23,15 +23,13 @@ Place = tuple[Site, int]
 
 @frozen(kw_only=True)
 class Location:
-    """What is known of where a norm belongs."""
+    """What is known of where a norm belongs. One that is known to belong to no site has no places."""
 
     places: tuple[Place, ...] = ()
     "In the plan's order; several where it cannot be told which."
     how: str = "structure"
     "parameter, module path, or structure alone."
     parameter: Parameter | None = None
-    elsewhere: bool = False
-    "Whether it certainly belongs to no site of the plan."
 
 
 @frozen(kw_only=True)
@@ -83,9 +81,11 @@ class Ownership:
                 places = tuple(place for place in places if place in by_path) or places
                 if not places and self._unplaced:
                     return Location(places=tuple(self._unplaced), parameter=parameter)
-                return Location(places=places, how="parameter", parameter=parameter, elsewhere=not places)
+                return Location(places=places, how="parameter", parameter=parameter)
         if by_path:
             return Location(places=by_path, how="module path")
+        if not self._unplaced and self._is_elsewhere(out):
+            return Location(how="module path")
         return Location(places=tuple(self._unplaced or self._all))
 
     def _of_name(self, name: str) -> list[Place]:
@@ -108,6 +108,17 @@ class Ownership:
         if text not in self._paths:
             self._paths[text] = tuple(self._resolve(module_path(text)))
         return self._paths[text]
+
+    def _is_elsewhere(self, node: Node) -> bool:
+        """Whether a node stands in a module of the model that no site is in or around: a draft model's `enorm`."""
+        stack = node.meta.get("nn_module_stack")
+        path = module_path(next(reversed(stack.values()))[0]) if stack else ""
+        if not path:
+            return False
+        aliases = self._around.aliases
+        known = {aliases.get(each, each) for each in self._around.paths if f".{each}".endswith(f".{path}")}
+        sites = {aliases.get(each, each) for each in (*self._exact, *self._layers)}
+        return bool(known) and not any(_is_around(a, b) or _is_around(b, a) for a in known for b in sites)
 
     def _resolve(self, path: str) -> list[Place]:
         path = self._planned(path)
@@ -133,6 +144,10 @@ class Ownership:
 def join(layer: str, module: str) -> str:
     """A path below a layer; the model itself has the empty path."""
     return f"{layer}.{module}" if layer else module
+
+
+def _is_around(outer: str, path: str) -> bool:
+    return f"{path}.".startswith(f"{outer}.")
 
 
 def _parameter(weight: Node) -> Parameter | None:

@@ -21,9 +21,11 @@ import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import attrs
 import pytest
 import torch
 
@@ -32,7 +34,11 @@ import vllm
 from torch import Tensor
 from vllm.compilation import backends
 from vllm.compilation.passes.inductor_pass import CallableInductorPass
+from vllm.model_executor import model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
+from vllm.platforms import current_platform
 from vllm_host import vllm_config
 from vllm_layers import RELEASE, fp8_kernel
 from vllm_started import engine_config, loaded_from_cache, quantised_as_on_cuda, started
@@ -378,6 +384,52 @@ def test_a_hook_that_is_gone_or_hides_its_arguments_leaves_vllm_alone(
             caplog.clear()
 
 
+class OwnLoader(DummyModelLoader):
+    """One of another package's, which loads in its own way."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        return inspect.unwrap(BaseModelLoader.load_model)(self, *args, **kwargs)
+
+
+def test_a_model_that_a_loader_of_its_own_brought_is_one_warning_and_stops_a_strict_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(model_loader._LOAD_FORMAT_TO_MODEL_LOADER, "dummy", OwnLoader)
+    how = "vLLM loaded the model in a way that layerfuse does not know (load_format 'dummy')"
+    for _ in ("cold", "warm"):
+        again(monkeypatch)
+        with started("deepseek-v3", tmp_path, layerfuse=BOTH, split=False) as engine:
+            engine()
+        assert said(caplog) == [f"layerfuse: nothing is fused: {how}"]
+        caplog.clear()
+    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}, split=False) as engine:
+        again(monkeypatch)
+        with pytest.raises(NotHereError, match=f"layerfuse is strict, and {re.escape(how)}"):
+            engine()
+    for nothing in (False, None):  # switched off, and nothing asked for
+        plugin._check_that_it_was_read(SimpleNamespace(vllm_config=engine_config("deepseek-v3", layerfuse=nothing)))
+    assert said(caplog) == []
+
+
+def test_an_optional_hook_that_is_gone_is_one_line_and_vllm_is_not_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = attrs.evolve(HOOKS[-1], module="vllm.v1.attention.backends.mla.moved")
+    renamed = attrs.evolve(HOOKS[2], path="TensorizerLoader.load")
+    assert (moved.name, moved.on_rocm, renamed.needed) == ("metadata", True, False)
+    monkeypatch.setattr(plugin, "HOOKS", (*HOOKS[:2], *HOOKS[3:-1], renamed, moved))
+    gone = [
+        f"layerfuse: {renamed.place} is expected, and TensorizerLoader has no 'load'; nothing {renamed.does} here",
+        f"layerfuse: {moved.place} is expected, and there is no {moved.module}; nothing {moved.does} here",
+    ]
+    again(monkeypatch)
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH, mode="NONE"):
+        assert said(caplog) == gone[:1]
+        monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
+        plugin._say_which_modules_are_gone()
+    assert said(caplog) == gone
+
+
 def test_hooks_that_another_plugin_wraps_and_a_pass_in_the_slot_go_together_with_ours(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,7 +505,11 @@ def test_an_error_inside_layerfuse_leaves_the_graph_as_it_was(
     monkeypatch.setattr(Driver, "_fuse", fails)
     with started("deepseek-v3", tmp_path, layerfuse=BOTH, split=False) as engine:
         runs_on(engine)
-    assert any("rewriting a graph failed: ZeroDivisionError: of the tests" in line for line in said(caplog))
+    lines, failed = said(caplog), "rewriting a graph failed: ZeroDivisionError: of the tests"
+    assert f"layerfuse: {failed}" in lines
+    assert f"{ADD}: 6 expected, 0 fused, 6 missed; called 0 times in the profiling run" in lines
+    assert f"missed: layers.0:post_attention and 5 more: {failed}" in lines
+    assert not any("came from a cache" in line for line in lines)
 
 
 def test_a_class_derived_from_one_that_vllm_compiles_is_known_by_its_first_call(

@@ -103,6 +103,7 @@ def trace(
     grad: bool = False,
     config: FusionConfig | None = None,
     by_weight: bool = True,
+    by_path: bool = False,
     target: Target | None = None,
     lower: Callable[..., Any] = lambda gm, _inputs, **_: gm,
     **compile_kwargs: Any,
@@ -110,12 +111,13 @@ def trace(
     """Compile with the rewriting, run op by op, and keep the graphs' texts.
 
     A module is tied by its weights and its call is counted, as `fusion.compile` does. With `by_weight` False only what
-    tracing leaves on the nodes is there to go by, as in a slot of another compiler.
+    tracing leaves on the nodes is there to go by, as in a slot of another compiler; with `by_path` the model's own paths
+    too, as in vLLM's.
     """
     torch._dynamo.reset()
     made = plan(specs, target or Target.named("cpu"), config)
     model = function if by_weight and isinstance(function, nn.Module) else None
-    around = None if model is None else surroundings_of(model)
+    around = surroundings_of(function) if isinstance(function, nn.Module) and (by_weight or by_path) else None
     pipeline = Pipeline(made, around=around)
     tally = None if model is None or around is None else Tally(model, made, pipeline.report, around)
     traced = Traced(None, pipeline.report)

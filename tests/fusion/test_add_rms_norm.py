@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fusion_support import trace
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -209,3 +210,39 @@ def test_the_first_layer_has_nothing_to_add_and_the_final_norm_has() -> None:
         hidden_size=64, layer_index=2, parallel=WHOLE, final_norm=NormSpec(width=64, epsilon=1e-6, module="norm")
     )
     assert plan([("model", final)], Target.named("cpu")).expected(ADD)[0].site == "model:final"
+
+
+class Draft(nn.Module):
+    """As engines write a block of multi-token prediction: two norms of its own, and a decoder layer that is given no residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enorm, self.hnorm, self.head_norm = (nn.RMSNorm(64, eps=1e-6) for _ in range(3))
+        self.project = nn.Linear(128, 64, bias=False)
+        self.block = Block()
+        self.block.input = nn.RMSNorm(64, eps=1e-6)
+
+    def forward(self, embedded: torch.Tensor, hidden: torch.Tensor) -> Any:
+        stream = self.project(torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1))
+        normed, stream = self.block(stream + self.block.input(stream))
+        return self.head_norm(stream + normed)
+
+
+@pytest.mark.parametrize("by_weight", [True, False], ids=["by weight", "by path"])
+def test_a_draft_models_block_starts_a_stream_and_norms_around_it_are_no_use_of_its_sites(by_weight: bool) -> None:
+    torch.manual_seed(0)
+    norms = [NormSpec(width=64, epsilon=1e-6, module=module) for module in ("input", "norm")]
+    block = spec(
+        layer_index=61, starts_stream=True, input_norms=tuple(norms[:1]), post_attention_norms=tuple(norms[1:])
+    )
+    model, given = Draft(), torch.randn(2, 5, 64)
+    traced = trace(model, *given, specs=[("block", block)], by_weight=by_weight, by_path=True)
+    verdict = traced.report.of(ADD)
+    assert verdict.expected == verdict.matched == ("block:post_attention",)
+    (record,) = traced.report.records
+    assert [(use.site, use.fused, dict(use.missed)) for use in record.uses] == [
+        ("block:input", None, {}),
+        ("block:post_attention", ADD, {}),
+    ]
+    assert record.unattributed == ()
+    torch.testing.assert_close(traced.output, model(*given), rtol=1e-5, atol=1e-5)

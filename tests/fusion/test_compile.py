@@ -18,6 +18,7 @@ import pytest
 import torch
 from fusion_support import FUSION, HIDDEN, KV, FusedProjection, TwoProjections, mla_spec
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -118,6 +119,22 @@ def test_a_recompilation_that_loses_a_layer() -> None:
     verdict = compiled.report.of(FUSION)
     assert verdict.matched == ()
     assert list(verdict.missed) == ["layers.0:latents"]
+
+
+@pytest.mark.usefixtures("_op_by_op")
+def test_a_rewriting_that_ends_in_an_error_fused_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It strikes behind the fusions: who catches it puts the graph back as it was."""
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError("of the tests")
+
+    monkeypatch.setattr(LowerCanonicalPass, "__call__", fails)
+    compiled = fusion.compile(Layers(), specs=specs())
+    with torch.no_grad(), pytest.raises(BackendCompilerFailed, match="ZeroDivisionError: of the tests"):
+        compiled(tokens())
+    verdict = compiled.report.of(FUSION)
+    assert (verdict.matched, verdict.compiled) == ((), 0)
+    assert verdict.missed == {"layers.0:latents": "rewriting a graph failed: ZeroDivisionError: of the tests"}
 
 
 @pytest.mark.usefixtures("_op_by_op")

@@ -12,7 +12,7 @@ import pytest
 from fusion_support import FUSION, gqa_spec, mla_spec
 
 import layerfuse
-from layerfuse.adapters.specs import MLAKernelSpec, NormSpec
+from layerfuse.adapters.specs import WHOLE, MLAKernelSpec, NormSpec, ResidualSpec
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError, Target, UnknownTargetError, plan
 from layerfuse.fusion.chain import Fusion, Norm
 from layerfuse.fusion.config import ENVIRONMENT
@@ -64,6 +64,25 @@ def test_an_op_that_knows_no_zero_centred_norms_is_not_taken_for_them() -> None:
         "refused",
         "kv norm is zero-centred (gemma style, weight_offset 1.0), and the fused op multiplies by the stored weight",
     )
+
+
+@pytest.mark.parametrize(
+    ("index", "said", "adds"), [(0, None, False), (3, None, True), (3, True, False), (0, False, True)]
+)
+@pytest.mark.parametrize("blocks", [1, 2])
+def test_only_the_first_norm_of_a_stream_has_nothing_to_add(
+    index: int, said: bool | None, adds: bool, blocks: int
+) -> None:
+    norms = (NormSpec(width=64, epsilon=1e-6),) * blocks
+    stream = ResidualSpec(
+        hidden_size=64,
+        layer_index=index,
+        parallel=WHOLE,
+        input_norms=norms,
+        post_attention_norms=norms,
+        starts_stream=said,
+    )
+    assert [site.adds for site in sites_of("layer", stream)] == [adds, *[True] * (2 * blocks - 1)]
 
 
 def test_a_layer_without_sites_is_in_no_decision() -> None:

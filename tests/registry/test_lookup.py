@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import fresh_model, real_model
+from standins import module
 from torch import nn
 
 from layerfuse import registry
@@ -254,6 +255,43 @@ def test_a_known_layer_may_be_the_whole_model() -> None:
     assert registry.specs_in(layer) == [("", registry.spec_for(layer))]
     decoder = real_model("deepseek-v3").get_submodule("model.layers.0")
     assert [path for path, _ in registry.specs_in(decoder)] == ["", "self_attn", "mlp"]
+
+
+def holding(**children: nn.Module) -> nn.Module:
+    return module("some:Holder", **children)
+
+
+def started(model: nn.Module) -> dict[str, bool | None]:
+    return {path: spec.starts_stream for path, spec in registry.specs_in(model, of=ResidualSpec)}
+
+
+def test_the_first_decoder_layer_of_each_module_that_holds_some_starts_a_stream() -> None:
+    first, second, *drafts, decoder = real_model("deepseek-v3").model.layers[3:8]
+    # As vLLM has blocks of multi-token prediction, and as SGLang has them.
+    blocks = {str(61 + i): holding(enorm=nn.Identity(), mtp_block=draft) for i, draft in enumerate(drafts)}
+    model = holding(model=holding(layers=nn.ModuleList([first, second])), mtp=nn.ModuleDict(blocks), decoder=decoder)
+    assert started(model) == {
+        "model.layers.0": True,
+        "model.layers.1": False,
+        "mtp.61.mtp_block": True,
+        "mtp.62.mtp_block": True,
+        "decoder": True,
+    }
+
+
+def test_a_stream_that_comes_from_another_rank_of_a_pipeline_starts_there() -> None:
+    layers = real_model("deepseek-v3").model.layers[:2]
+    gone = [module("engine.utils:PPMissingLayer") for _ in range(2)]
+    assert started(nn.ModuleList([*gone, *layers])) == {"2": False, "3": False}
+    assert started(nn.ModuleList([*layers, *gone])) == {"0": True, "1": False}
+
+
+def test_what_wraps_a_layer_starts_no_stream() -> None:
+    layers = real_model("deepseek-v3").model.layers[:2]
+    model = holding(layers=nn.ModuleList([holding(_orig_mod=layer) for layer in layers]), norm=nn.Identity())
+    assert started(model) == {"layers.0._orig_mod": True, "layers.1._orig_mod": False}
+    # Alone, nothing says what comes before it.
+    assert started(layers[1]) == {"": None}
 
 
 def test_a_path_that_only_starts_alike_is_not_inside() -> None:

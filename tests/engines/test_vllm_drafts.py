@@ -1,0 +1,55 @@
+"""vLLM's draft models of multi-token prediction: their decoder layer counts on from the model's, and starts a stream of its own.
+
+Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm_started")
+from test_vllm_plugin import ADD, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from vllm.forward_context import set_forward_context
+from vllm_started import Started, engine_config, in_engine, load
+
+DRAFTS = {"deepseek-v3": "DeepSeekMTPModel", "qwen3-next": "Qwen3NextMTP"}
+"""The second is of two classes that vLLM compiles, one inside of the other."""
+
+
+class Speculative(SimpleNamespace):
+    """Of vLLM's config for speculation what is asked for here; the rest is None."""
+
+    def __getattr__(self, _: str) -> None:
+        return None
+
+
+def draft(made: Any, name: str) -> Started:
+    """The draft model that belongs to a small model, loaded as vLLM's proposer loads it."""
+    config = made.model_config.hf_config
+    config.update({"num_nextn_predict_layers": 1, "architectures": [DRAFTS[name]]})
+    speculative = Speculative(draft_model_config=made.model_config, method="mtp", num_speculative_tokens=1)
+    with mock.patch.dict(vars(made), speculative_config=speculative):
+        return load(made)
+
+
+def call(engine: Started, tokens: int = 6) -> None:
+    with set_forward_context(None, engine.config, num_tokens=tokens):
+        engine.model(torch.arange(tokens), torch.arange(tokens), torch.randn(tokens, 256))
+
+
+@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
+@pytest.mark.parametrize("name", list(DRAFTS))
+def test_the_block_adds_no_residual_at_its_entry_and_every_other_site_is_fused(
+    name: str, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = engine_config(name, layerfuse={"fusions": [ADD], "strict": True}, mode=mode)
+    with in_engine(made, tmp_path):
+        engine = draft(made, name)
+        call(engine)
+    assert f"{ADD}: 1 expected, 1 fused, 0 missed; called 1 times in the profiling run" in said(caplog)
