@@ -371,8 +371,23 @@ def load(config: VllmConfig) -> Started:
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point():
             drawn = torch.rand(parameter.shape, generator=generator) * 0.2
-            parameter.data.copy_(drawn + 0.9 if "norm" in path else drawn - 0.1)
+            # The same numbers in every dtype.
+            parameter.data.copy_((drawn + 0.9 if "norm" in path else drawn - 0.1).bfloat16())
     return Started(config=config, model=model)
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """How far two results differ: the norm of the difference by that of what is expected."""
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+ROUNDING = 1e-5
+"""How far two results of a tiny model in float32 are `apart` at most where only their rounding differs."""
+
+
+def as_near(found: Tensor, own: Tensor, exact: Tensor) -> bool:
+    """Whether results in a narrow dtype are as near to those in float32 as vLLM's own are, which may choose other experts."""
+    return apart(found, exact) < 1.25 * apart(own, exact)
 
 
 def loaded_from_cache() -> int:
