@@ -12,6 +12,7 @@ from torch import nn
 
 from ... import registry
 from ...adapters.errors import UnknownLayerError
+from ...adapters.specs import AnySpec, GatedMLPSpec
 from ...fusion.compiler import surroundings_of
 from ...fusion.engine import Engine
 from ...fusion.plan import plan
@@ -57,9 +58,15 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
         return
     units = []
     held: set[str] = set()
+    behind = _behind_experts(model)
     for path, module in compiled.items():
-        inside = [(_below(layer, path), spec) for layer, spec in specs if _is_below(layer, path)]
-        held.update(layer for layer, _ in specs if _is_below(layer, path))
+        here = [
+            placed
+            for placed in specs
+            if _is_below(placed[0], path) and not (placed[0] in behind and _quantised(placed[1]))
+        ]
+        inside = [(_below(layer, path), spec) for layer, spec in here]
+        held.update(layer for layer, _ in here)
         strangers = {layer: cls for layer, cls in unknown.items() if _is_below(layer, path)}
         if not inside and not strangers:
             continue  # a vision tower
@@ -111,6 +118,17 @@ def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if isinstance(module, TorchCompileWithNoGuardsWrapper) and not module.do_not_compile:
             yield path, module
+
+
+def _behind_experts(model: nn.Module) -> set[str]:
+    """The layers that run behind vLLM's op for routed experts: shared experts, whose activation is in no graph."""
+    held = {id(module) for path, module in model.named_modules(remove_duplicate=False) if ".experts." in path}
+    return {path for path, module in model.named_modules(remove_duplicate=False) if id(module) in held}
+
+
+def _quantised(spec: AnySpec) -> bool:
+    """Whether it is an MLP whose activation would be fused with the quantisation behind it."""
+    return isinstance(spec, GatedMLPSpec) and spec.quant is not None
 
 
 def _is_below(path: str, outer: str) -> bool:

@@ -31,6 +31,7 @@ from layerfuse.engines.vllm.seams import SEAMS
 from layerfuse.engines.vllm.verdict import CallsDifferError
 from layerfuse.fusion import FusionMissedError
 
+
 @pytest.fixture(autouse=True)
 def environ() -> Iterator[None]:
     """vLLM sets a variable for models that it does not compile."""

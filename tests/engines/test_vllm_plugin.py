@@ -147,6 +147,7 @@ FP8 = {
     "qk_nope_head_dim": 64,
     "qk_rope_head_dim": 64,
     "v_head_dim": 64,
+    "moe_intermediate_size": 256,
 }
 """The published format of DeepSeek-V3, with dimensions that its blocks divide."""
 
