@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,7 +36,10 @@ from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
-from vllm_layers import MODELS, architecture
+from vllm_layers import MODELS, architecture, fp8_kernel
+
+from layerfuse.engines.vllm import loading
+from layerfuse.fusion import Target
 
 KDA = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn.KimiGatedDeltaNetAttention"
 SPLIT_AT = "layerfuse_tests::attend"
@@ -212,19 +216,68 @@ class _AsCuda(type(current_platform)):
         return True
 
 
+def _quantise_rows(values: Tensor, x: Tensor, scales: Tensor, _: Tensor | None) -> None:
+    _quantise(x, values, scales, x.shape[-1], 1 / (512 * 448), -448, 448)
+
+
+_QUANTISES = {
+    "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
+    "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()": _quantise,
+    "dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()": _quantise_rows,
+}
+"""Schemas of vLLM's ops that quantise -> the same in plain torch."""
+
+
 @contextlib.contextmanager
 def quantised_as_on_cuda() -> Iterator[None]:
     """Have linears quantise what they read by vLLM's op, as on a GPU, where the CPU takes plain torch."""
-    if not hasattr(torch.ops._C, "per_token_group_fp8_quant"):
-        _C.define(
-            "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
-            "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()"
-        )
-        _C.impl("per_token_group_fp8_quant", _quantise, "CPU")
-        torch.library.register_fake("_C::per_token_group_fp8_quant", lambda *_: None, lib=_C)
+    for schema, function in _QUANTISES.items():
+        name = schema.partition("(")[0]
+        if not hasattr(torch.ops._C, name):
+            _C.define(schema)
+            _C.impl(name, function, "CPU")
+            torch.library.register_fake(f"_C::{name}", lambda *_: None, lib=_C)
     with (
         mock.patch.object(fp8_utils, "current_platform", _AsCuda()),
         mock.patch.object(QuantFP8, "dispatch_forward", lambda self, **_: self.forward_cuda),
+    ):
+        yield
+
+
+BLOCK_FP8 = {
+    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 256,
+}
+"""The published format of DeepSeek-V3, with dimensions that its blocks divide."""
+
+
+def _block_product(_: Any, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+    """What the block fp8 kernels compute, in float32."""
+    a = A.float() * As.repeat_interleave(128, -1)[:, : A.shape[-1]]
+    scales = Bs.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (a @ (B.float() * scales[: B.shape[0], : B.shape[1]]).T).bfloat16()
+
+
+def _row_product(_: Any, *, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor, **__: Any) -> Tensor:
+    """The same of kernels with one scale for a row and one for an output channel."""
+    return (A.float() * As @ (B.float() * Bs.view(1, -1))).bfloat16()
+
+
+@contextlib.contextmanager
+def fp8(kernel: str) -> Iterator[None]:
+    """Give vLLM's linears an fp8 kernel, `package.module:Class` as for `fp8_kernel`, on a CPU that says it has fp8."""
+    module, _, name = kernel.partition(":")
+    cls = getattr(importlib.import_module(f"vllm.model_executor.kernels.linear.scaled_mm.{module}"), name)
+    product, plain = ("apply_block_scaled_mm", _block_product) if "Block" in name else ("apply_scaled_mm", _row_product)
+    with (
+        fp8_kernel(kernel),
+        mock.patch.object(cls, product, plain),
+        mock.patch.object(loading, "_target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
     ):
         yield
 
