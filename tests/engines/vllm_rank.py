@@ -1,7 +1,7 @@
-"""One rank of a real tensor-parallel group of vLLM's, on gloo: `vllm_rank.py RANK SIZE PORT FOLDER OPTIONS MODE STEPS`.
+"""One rank of a real tensor-parallel group of vLLM's, on gloo: `vllm_rank.py RANK SIZE PORT FOLDER RUNS`.
 
-Loads the tiny DeepSeek-V3, runs it compiled and as it is, and prints what layerfuse said and how far the two are apart. STEPS are the
-numbers of tokens above which kernels are launched in another way here: the reference, which runs on a CPU, has none.
+Runs tiny models, one after another, with layerfuse and without it, and writes what layerfuse said and how far the results are apart
+to FOLDER/rank-RANK.json. RUNS is a table of names to what `run` takes.
 """
 
 from __future__ import annotations
@@ -10,23 +10,27 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from vllm_started import engine_config, in_engine, load
+from vllm_started import BLOCK_FP8, apart, engine_config, fp8, in_engine, load, loaded_from_cache
 
-from vllm.distributed import parallel_state  # isort: skip  (vllm_started comes before vllm)
-from layerfuse.engines.vllm import register
+from vllm.config import set_current_vllm_config  # isort: skip  (vllm_started comes before vllm)
+from vllm.distributed import parallel_state
+from layerfuse.engines.vllm import process, register
 from layerfuse.fusion import backends
 
 
 @contextlib.contextmanager
 def real_groups(rank: int, size: int, port: str) -> Iterator[None]:
     """vLLM's own groups over gloo, with the other processes."""
-    parallel_state.init_distributed_environment(size, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
-    parallel_state.initialize_model_parallel(size)
+    with set_current_vllm_config(engine_config("deepseek-v3", tp=size, rank=rank)):
+        parallel_state.init_distributed_environment(size, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+        parallel_state.initialize_model_parallel(size)
     try:
         yield
     finally:
@@ -34,20 +38,82 @@ def real_groups(rank: int, size: int, port: str) -> Iterator[None]:
         parallel_state.destroy_distributed_environment()
 
 
-def main(rank: int, size: int, port: str, folder: Path, options: str, mode: str, steps: str) -> None:
-    logging.getLogger("vllm.layerfuse").setLevel(logging.INFO)
-    logging.getLogger("vllm.layerfuse").addHandler(logging.StreamHandler(sys.stdout))
+class Said(logging.Handler):
+    """Keeps what is logged, line by line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += [line.strip() for line in record.getMessage().splitlines()]
+
+
+def run(
+    folder: Path,
+    *,
+    tp: int,
+    rank: int,
+    model: str,
+    layerfuse: Any,
+    mode: str = "VLLM_COMPILE",
+    dtype: str = "float32",
+    kernel: str | None = None,
+    steps: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Start a model with layerfuse, and again without it.
+
+    Args:
+        folder: vLLM's cache.
+        tp: the size of the group.
+        rank: of this process.
+        model: its name.
+        layerfuse: the options.
+        mode: vLLM's compilation mode.
+        dtype: of the model.
+        kernel: of block fp8 linears, as for `fp8`; None: it is not quantised.
+        steps: numbers of tokens above which kernels are launched in another way here. The reference, which runs on a CPU, has none.
+
+    Returns:
+        What was logged, whether the compiled model came from the cache, the key of vLLM's cache, and how far the results are `apart`
+        from vLLM's own: from the same model that is not compiled, and both of them from the model in float32.
+    """
+    process.this = process.Process()
     register()
-    backends.steps = lambda *_: tuple(json.loads(steps))
-    config = engine_config("deepseek-v3", layerfuse=json.loads(options), tp=size, rank=rank, mode=mode)
-    with in_engine(config, folder, groups=real_groups(rank, size, port)):
-        engine = load(config)
-        apart = (engine() - engine.uncompiled()).abs().max().item()
-        values = [None] * size
-        dist.all_gather_object(values, apart)
-        print(f"RANK {rank} apart {max(values):.1e} hash {config.compute_hash()}")
+    logger, said = logging.getLogger("vllm.layerfuse"), Said()
+    logger.addHandler(said)
+
+    def result(**config: Any) -> tuple[Any, str]:
+        given = {"dtype": dtype, "overrides": {} if kernel is None else BLOCK_FP8, **config}
+        made = engine_config(model, tp=tp, rank=rank, **given)
+        with in_engine(made, folder, groups=contextlib.nullcontext()):
+            return load(made)(), made.compute_hash()
+
+    before = loaded_from_cache()
+    with contextlib.nullcontext() if kernel is None else fp8(kernel):
+        with mock.patch.object(backends, "steps", lambda *_: tuple(steps)):
+            found, key = result(layerfuse=layerfuse, mode=mode)
+        warm = loaded_from_cache() > before
+        logger.removeHandler(said)
+        own, _ = result(layerfuse=False, mode="NONE")
+    exact = own if dtype == "float32" or kernel is not None else result(layerfuse=False, mode="NONE", dtype="float32")[0]
+    return {
+        "said": said.lines,
+        "warm": warm,
+        "key": key,
+        "apart": apart(found, own),
+        "from exact": (apart(found, exact), apart(own, exact)),
+    }
+
+
+def main(rank: int, size: int, port: str, folder: Path, runs: dict[str, Any]) -> None:
+    logging.getLogger("vllm.layerfuse").setLevel(logging.INFO)
+    with real_groups(rank, size, port):
+        done = {name: run(folder / name, tp=size, rank=rank, **given) for name, given in runs.items()}
+        dist.barrier()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(done))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), *sys.argv[5:8])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), json.loads(sys.argv[5]))
