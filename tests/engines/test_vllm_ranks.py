@@ -12,41 +12,46 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm_layers")
+pytest.importorskip("vllm_started")
 from vllm_layers import MODELS
+from vllm_started import ROUNDING
 
 RANK = Path(__file__).with_name("vllm_rank.py")
 ADD, DUAL, GATED, REDUCED = "add_rms_norm", "mla_dual_rms_norm", "gated_rms_norm", "all_reduce_add_rms_norm"
-COMPILED = {"fusions": [REDUCED, ADD, DUAL, GATED], "strict": True}
+COMPILED = {"fusions": [REDUCED, DUAL, GATED], "strict": True}
 MODULES = {"fusions": [ADD, DUAL, GATED], "strict": True}
+GROUPS = {
+    f"{REDUCED}_group_quant": 4,
+    REDUCED: 2,  # the final norm, and the one in front of the experts
+    f"{DUAL}_group_quant": 3,
+    "rms_norm_group_quant": 1,
+    "silu_mul_group_quant": 2,
+}
+FP8 = {
+    "dtype": "bfloat16",
+    "kernel": "cutlass:CutlassFp8BlockScaledMMKernel",
+    "layerfuse": {"fusions": "all", "strict": True},
+}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "deepseek-v3": ({"model": "deepseek-v3"}, {REDUCED: 6, DUAL: 3}),
     "deepseek-v3-bfloat16": ({"model": "deepseek-v3", "dtype": "bfloat16"}, {REDUCED: 6, DUAL: 3}),
-    "deepseek-v3-fp8": (
-        {
-            "model": "deepseek-v3",
-            "dtype": "bfloat16",
-            "kernel": "cutlass:CutlassFp8BlockScaledMMKernel",
-            "layerfuse": {"fusions": "all", "strict": True},
-        },
-        {},
-    ),
-    # Chains are launched for 1, 2 and 4 tokens too.
-    "kimi-k2": ({"model": "kimi-k2", "steps": [1, 3]}, {REDUCED: 6, DUAL: 3}),
-    "gpt-oss": ({"model": "gpt-oss-20b", "dtype": "bfloat16"}, {REDUCED: 8}),
-    "qwen3-next": ({"model": "qwen3-next", "dtype": "bfloat16"}, {REDUCED: 8, GATED: 3}),
+    "deepseek-v3-fp8": ({"model": "deepseek-v3", **FP8}, GROUPS),
     "deepseek-v3-modules": ({"model": "deepseek-v3", "mode": "NONE", "layerfuse": MODULES}, {ADD: 6, DUAL: 3}),
+    "kimi-k2": ({"model": "kimi-k2", "steps": [1, 3]}, {REDUCED: 6, DUAL: 3}),
     "kimi-linear": ({"model": "kimi-linear", "mode": "NONE", "layerfuse": MODULES}, {ADD: 7, GATED: 3}),
+    "gpt-oss": ({"model": "gpt-oss-20b", "dtype": "bfloat16"}, {REDUCED: 8}),
+    "qwen3-next": ({"model": "qwen3-next"}, {REDUCED: 8, GATED: 3}),
 }
 """Name -> what `vllm_rank.run` is given, and the sites of each fusion."""
+HERE = {name: each for name, each in RUNS.items() if each[0]["model"] in MODELS}
 
 
-def start(folder: Path) -> list[dict[str, Any]]:
-    """What each of two ranks says of every model."""
+def start(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What each of two ranks says of every model, and the reports."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    runs = {name: {"layerfuse": COMPILED, **given} for name, (given, _) in RUNS.items() if given["model"] in MODELS}
+    runs = {name: {"layerfuse": COMPILED, **given} for name, (given, _) in HERE.items()}
     ranks = [
         subprocess.Popen(
             [sys.executable, RANK, str(rank), "2", port, str(folder), json.dumps(runs)],
@@ -62,7 +67,65 @@ def start(folder: Path) -> list[dict[str, Any]]:
         for rank in ranks:
             rank.kill()
     assert all(rank.returncode == 0 for rank in ranks), "\n\n".join(said)
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    reports = {}
+    for name in runs:
+        (path,) = (folder / name).rglob("layerfuse-report.json")
+        (reports[name],) = json.loads(path.read_text())["modules"].values()
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)], reports
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two starts. In the second, rank 1 does not have its compiled DeepSeek-V3, and gets the pieces from Inductor's cache."""
+    folder = tmp_path_factory.mktemp("ranks")
+    cold = start(folder)
+    (compiled,) = (folder / "deepseek-v3").rglob("rank_1_0/model")
+    shutil.rmtree(compiled.parent)
+    return {"cold": cold, "warm": start(folder)}
+
+
+@pytest.mark.parametrize("when", ["cold", "warm"])
+@pytest.mark.parametrize("name", HERE)
+def test_two_ranks_fuse_every_site_alike_and_give_vllms_numbers(name: str, when: str, starts: dict[str, Any]) -> None:
+    given, fused = HERE[name]
+    ranks, reports = starts[when]
+    first, second = (rank[name] for rank in ranks)
+    assert [line for line in first["said"] if "expected" in line] == [
+        f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run of every rank"
+        for fusion, sites in fused.items()
+    ]
+    assert "all ranks say the same" in first["said"]
+    assert not any("launches" not in line for line in second["said"])
+    compiled = given.get("mode") != "NONE"
+    assert first["warm"] == (compiled and when == "warm")
+    assert {rank[name]["key"] for ranks, _ in starts.values() for rank in ranks} == {first["key"]}
+    assert [verdict["rank"] for verdict in reports[name]["ranks"]] == [0, 1]
+    assert reports[name]["ranks"][0]["fused"] == reports[name]["ranks"][1]["fused"]
+    for rank in (first, second):
+        if "kernel" in given:
+            assert rank["apart"] < 2**-5
+        elif "dtype" in given:
+            assert rank["near"]
+        else:
+            assert rank["apart"] < ROUNDING
+
+
+def test_ranks_that_start_apart_take_what_the_cache_has_for_each(starts: dict[str, Any]) -> None:
+    sources = {
+        when: [verdict["sources"] for verdict in reports["deepseek-v3"]["ranks"]]
+        for when, (_, reports) in starts.items()
+    }
+    # In the first start either may be the quicker one, whose pieces the other gets.
+    assert [sum(found.values()) for found in sources["cold"]] == [4, 4]
+    assert sources["warm"] == [{"kept": 4}, {"cache": 4}]
+
+
+def test_two_ranks_launch_all_reduces_for_fewer_tokens_together(starts: dict[str, Any]) -> None:
+    ranks, _ = starts["cold"]
+    for rank in ranks:
+        # Two chains, each for 1, 2 and 4 tokens of the profiling run's 6.
+        (line,) = (line for line in rank["kimi-k2"]["said"] if "launches" in line)
+        assert line.startswith("layerfuse: 6 launches for fewer tokens than the profiling run's")
 
 
 def test_another_tensor_parallel_group_takes_no_piece_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
