@@ -92,7 +92,7 @@ def run(
 
     before = loaded_from_cache()
     with contextlib.nullcontext() if kernel is None else fp8(kernel):
-        with mock.patch.object(backends, "steps", lambda *_: tuple(steps)):
+        with mock.patch.object(backends, "steps", return_value=tuple(steps)):
             found, key = result(layerfuse=layerfuse, mode=mode)
         warm = loaded_from_cache() > before
         logger.removeHandler(said)
