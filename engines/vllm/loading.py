@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import attrs
@@ -58,13 +58,9 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
         return
     units = []
     held: set[str] = set()
-    behind = _behind_experts(model)
+    behind = _behind_experts(model, specs)
     for path, module in compiled.items():
-        here = [
-            placed
-            for placed in specs
-            if _is_below(placed[0], path) and not (placed[0] in behind and _quantised(placed[1]))
-        ]
+        here = [(layer, spec) for layer, spec in specs if _is_below(layer, path) and layer not in behind]
         inside = [(_below(layer, path), spec) for layer, spec in here]
         held.update(layer for layer, _ in here)
         strangers = {layer: cls for layer, cls in unknown.items() if _is_below(layer, path)}
@@ -120,15 +116,13 @@ def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _behind_experts(model: nn.Module) -> set[str]:
-    """The layers that run behind vLLM's op for routed experts: shared experts, whose activation is in no graph."""
+def _behind_experts(model: nn.Module, specs: Iterable[tuple[str, AnySpec]]) -> set[str]:
+    """Quantised shared experts: vLLM runs them behind its op for routed experts, so that their activation is in no graph."""
+    quantised = [layer for layer, spec in specs if isinstance(spec, GatedMLPSpec) and spec.quant is not None]
+    if not quantised:
+        return set()
     held = {id(module) for path, module in model.named_modules(remove_duplicate=False) if ".experts." in path}
-    return {path for path, module in model.named_modules(remove_duplicate=False) if id(module) in held}
-
-
-def _quantised(spec: AnySpec) -> bool:
-    """Whether it is an MLP whose activation would be fused with the quantisation behind it."""
-    return isinstance(spec, GatedMLPSpec) and spec.quant is not None
+    return {layer for layer in quantised if id(model.get_submodule(layer)) in held}
 
 
 def _is_below(path: str, outer: str) -> bool:
