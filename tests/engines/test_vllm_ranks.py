@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm_started")
-from vllm_layers import MODELS
+from vllm_layers import MODELS, RELEASE
 from vllm_started import ROUNDING
+
+from layerfuse.engines.vllm.releases import RELEASES
 
 RANK = Path(__file__).with_name("vllm_rank.py")
 ADD, DUAL, GATED, REDUCED = "add_rms_norm", "mla_dual_rms_norm", "gated_rms_norm", "all_reduce_add_rms_norm"
@@ -90,13 +92,15 @@ def test_two_ranks_fuse_every_site_alike_and_give_vllms_numbers(name: str, when:
     given, fused = HERE[name]
     ranks, reports = starts[when]
     first, second = (rank[name] for rank in ranks)
+    compiled = given.get("mode") != "NONE"
+    if not compiled:  # 0.26 has no switch for both latent norms
+        fused = {fusion: sites for fusion, sites in fused.items() if fusion in RELEASES[RELEASE].seams}
     assert [line for line in first["said"] if "expected" in line] == [
         f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run of every rank"
         for fusion, sites in fused.items()
     ]
     assert "all ranks say the same" in first["said"]
     assert not any("launches" not in line for line in second["said"])
-    compiled = given.get("mode") != "NONE"
     assert first["warm"] == (compiled and when == "warm")
     assert {rank[name]["key"] for ranks, _ in starts.values() for rank in ranks} == {first["key"]}
     assert [verdict["rank"] for verdict in reports[name]["ranks"]] == [0, 1]
