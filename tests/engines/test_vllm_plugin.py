@@ -41,6 +41,7 @@ from vllm_started import (
     ROUNDING,
     apart,
     as_near,
+    close,
     engine_config,
     fp8,
     loaded_from_cache,
@@ -183,7 +184,7 @@ def test_fp8_is_quantised_inside_the_fused_norms(
             overrides=BLOCK_FP8 if scheme == "group" else PER_TOKEN_FP8,
         ) as engine,
     ):
-        torch.testing.assert_close(engine(), engine.uncompiled(), rtol=0.1, atol=0.1)
+        assert close(engine(), engine.uncompiled())
     lines = said(caplog)
     assert {line for line in lines if "expected" in line} == {
         f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run"

@@ -28,7 +28,7 @@ from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.platforms import current_platform
 from vllm_layers import fp8_kernel
-from vllm_started import BLOCK_FP8, started
+from vllm_started import BLOCK_FP8, close, started
 
 from layerfuse.engines.vllm import loading
 from layerfuse.fusion import Target
@@ -113,7 +113,7 @@ def test_fused_quantisations_give_what_vllms_own_op_gives_in_its_layout(
         f"{DUAL}_group_quant: 3 expected, 3 fused, 0 missed",
         "silu_mul_group_quant: 2 expected, 2 fused, 0 missed",
     }
-    torch.testing.assert_close(fused, plain, rtol=0.1, atol=0.1)
+    assert close(fused, plain)
     assert len(mine) == len(theirs) == 3 * 5
     columns = -(-tokens // 4) * 4 if aligned else tokens
     for (a, scales, strides), (b, expected, wanted) in zip(mine, theirs, strict=True):

@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from vllm_started import BLOCK_FP8, apart, as_near, engine_config, fp8, in_engine, load, loaded_from_cache
+from vllm_started import BLOCK_FP8, apart, as_near, close, engine_config, fp8, in_engine, load, loaded_from_cache
 
 from vllm.config import set_current_vllm_config  # isort: skip  (vllm_started comes before vllm)
 from vllm.distributed import parallel_state
@@ -77,7 +77,8 @@ def run(
 
     Returns:
         What was logged, whether the compiled model came from the cache, the key of vLLM's cache, how far the results are `apart` from
-        those of the same model without layerfuse and not compiled, and whether they are `as_near` to those in float32.
+        those of the same model without layerfuse and not compiled, and whether they are `close` in fp8, or
+        in another narrow dtype `as_near` to those in float32.
     """
     process.this = process.Process()
     register()
@@ -98,7 +99,9 @@ def run(
         logger.removeHandler(said)
         own, _ = result(layerfuse=False, mode="NONE")
     near = None
-    if dtype != "float32" and kernel is None:
+    if kernel is not None:
+        near = close(found, own)
+    elif dtype != "float32":
         near = as_near(found, own, result(layerfuse=False, mode="NONE", dtype="float32")[0])
     return {"said": said.lines, "warm": warm, "key": key, "apart": apart(found, own), "near": near}
 

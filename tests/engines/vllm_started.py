@@ -450,6 +450,11 @@ def as_near(found: Tensor, own: Tensor, exact: Tensor) -> bool:
     return bool(ours.median() < 1.25 * theirs.median())
 
 
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether results of a model in fp8 are alike, but for one token at most, for which rounding may choose another expert."""
+    return sum(not torch.allclose(*rows, rtol=0.1, atol=0.1) for rows in zip(found, expected, strict=True)) <= 1
+
+
 def loaded_from_cache() -> int:
     """How many compiled models vLLM has read from its cache in this process."""
     return compilation_counter.num_aot_artifacts_loaded
