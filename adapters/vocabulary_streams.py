@@ -45,6 +45,9 @@ SPLIT_MLP = [
 ]
 MERGED_MLP = ["mlp.gate_up_proj", "mlp.shared_experts.gate_up_proj", "mlp.shared_expert.gate_up_proj"]
 """What reads the norm after the attention. Routers and routed experts read it too, and take it unquantised."""
+VLLM_MLP = ["mlp.gate_up_proj"]
+"""The same in vLLM, whose shared experts run behind one op with the routed ones (`vllm::moe_forward_shared`): what that op is given is
+not quantised."""
 
 
 def norms(epsilon: str, attention: list[str], mlp: list[str], **words: Any) -> dict[str, Any]:
@@ -71,7 +74,7 @@ VLLM_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
     mlp_weight=None,
     tp_size="self_attn.o_proj.tp_size",
     tp_rank="self_attn.o_proj.tp_rank",
-    **norms("variance_epsilon", VLLM_FIRST_PROJECTIONS, MERGED_MLP),
+    **norms("variance_epsilon", VLLM_FIRST_PROJECTIONS, VLLM_MLP),
 )
 SGLANG_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
     layer_index="layer_id",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from ... import registry
 from ...adapters.errors import UnknownLayerError
+from ...adapters.specs import AnySpec, GatedMLPSpec
 from ...fusion.compiler import surroundings_of
 from ...fusion.plan import plan
 from ...fusion.target import Target
@@ -54,9 +55,11 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
         return
     units = []
     held: set[str] = set()
+    behind = _behind_experts(model, specs)
     for path, module in compiled.items():
-        inside = [(_below(layer, path), spec) for layer, spec in specs if _is_below(layer, path)]
-        held.update(layer for layer, _ in specs if _is_below(layer, path))
+        here = [(layer, spec) for layer, spec in specs if _is_below(layer, path) and layer not in behind]
+        inside = [(_below(layer, path), spec) for layer, spec in here]
+        held.update(layer for layer, _ in here)
         strangers = {layer: cls for layer, cls in unknown.items() if _is_below(layer, path)}
         if not inside and not strangers:
             continue  # a vision tower
@@ -107,6 +110,15 @@ def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if last is None or not _is_below(path, last):
             last = path
             yield path, module
+
+
+def _behind_experts(model: nn.Module, specs: Iterable[tuple[str, AnySpec]]) -> set[str]:
+    """Quantised shared experts: vLLM runs them behind its op for routed experts, so that their activation is in no graph."""
+    quantised = [layer for layer, spec in specs if isinstance(spec, GatedMLPSpec) and spec.quant is not None]
+    if not quantised:
+        return set()
+    held = {id(module) for path, module in model.named_modules(remove_duplicate=False) if ".experts." in path}
+    return {layer for layer in quantised if id(model.get_submodule(layer)) in held}
 
 
 def _is_below(path: str, outer: str) -> bool:

@@ -31,6 +31,7 @@ import torch
 
 pytest.importorskip("vllm_started")
 import vllm
+from test_vllm_specs import PER_TOKEN
 from torch import Tensor
 from vllm.compilation import backends
 from vllm.compilation.passes.inductor_pass import CallableInductorPass
@@ -40,17 +41,28 @@ from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
 from vllm.platforms import current_platform
 from vllm_host import vllm_config
-from vllm_layers import RELEASE, fp8_kernel
-from vllm_started import engine_config, loaded_from_cache, quantised_as_on_cuda, started
+from vllm_layers import RELEASE
+from vllm_started import (
+    BLOCK_FP8,
+    ROUNDING,
+    apart,
+    as_near,
+    close,
+    engine_config,
+    fp8,
+    loaded_from_cache,
+    quantised_as_on_cuda,
+    started,
+)
 
 from layerfuse import registry
-from layerfuse.engines.vllm import loading, plugin, process
+from layerfuse.engines.vllm import plugin, process
 from layerfuse.engines.vllm.circumstances import why_not_compiled
 from layerfuse.engines.vllm.hooks import HOOKS, Hook, check_source
 from layerfuse.engines.vllm.plugin import NotHereError
 from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.engines.vllm.verdict import CallsDifferError
-from layerfuse.fusion import FusionMissedError, Target
+from layerfuse.fusion import FusionMissedError
 from layerfuse.fusion import backends as fused_backends
 from layerfuse.fusion.rewrite.driver import Driver
 
@@ -86,18 +98,27 @@ def outcomes(module: dict[str, Any]) -> Counter[tuple[str, str]]:
     return Counter((row["fusion"], row["outcome"]) for row in module["sites"] if row["decision"] == "expected")
 
 
-@pytest.mark.parametrize("split", [True, False], ids=["split at attention", "whole"])
+def exact(name: str, cache: Path) -> Tensor:
+    """What a model gives in float32, without layerfuse."""
+    with started(name, cache, layerfuse=False, mode="NONE") as engine:
+        return engine()
+
+
+@pytest.mark.parametrize(
+    ("split", "dtype"), [(True, "float32"), (False, "bfloat16")], ids=["split at attention", "whole, in bfloat16"]
+)
 def test_every_site_is_fused_called_and_reported_cold_and_warm(
-    split: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    split: bool, dtype: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     results = []
     for start in ("cold", "warm"):
         caplog.clear()
         before = loaded_from_cache()
-        with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}, split=split) as engine:
+        strict = {**BOTH, "strict": True}
+        with started("deepseek-v3", tmp_path, layerfuse=strict, split=split, dtype=dtype) as engine:
             results.append(engine())
             assert loaded_from_cache() - before == (start == "warm")
-            torch.testing.assert_close(results[-1], engine.uncompiled(), rtol=1e-4, atol=1e-4)
+            own = engine.uncompiled()
 
         lines = said(caplog)
         assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in lines
@@ -109,6 +130,10 @@ def test_every_site_is_fused_called_and_reported_cold_and_warm(
         assert outcomes(module) == {(ADD, "fused"): 6, (DUAL, "fused"): 3}
         assert (module["kept_since"] is not None) == (start == "warm")
     assert torch.equal(*results)
+    if dtype == "float32":
+        assert apart(results[0], own) < ROUNDING
+    else:
+        assert as_near(results[0], own, exact("deepseek-v3", tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -123,67 +148,62 @@ def test_every_site_is_fused_called_and_reported_cold_and_warm(
 def test_every_site_of_other_models_is_fused(
     name: str, fused: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with started(name, tmp_path, layerfuse={"fusions": "all", "strict": True}) as engine:
-        torch.testing.assert_close(engine(), engine.uncompiled(), rtol=1e-4, atol=1e-4)
+    with started(name, tmp_path, layerfuse={"fusions": "all", "strict": True}, dtype="bfloat16") as engine:
+        found, own = engine(), engine.uncompiled()
     lines = [line for line in said(caplog) if "expected" in line]
     assert lines == [
         f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run"
         for fusion, sites in fused.items()
     ]
+    assert as_near(found, own, exact(name, tmp_path))
 
 
-FP8 = {
-    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
-    "q_lora_rank": 128,
-    "kv_lora_rank": 128,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 64,
-}
-"""The published format of DeepSeek-V3, with dimensions that its blocks divide."""
-
-
-def plain_product(_: Any, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
-    """What the fp8 kernels compute, in float32."""
-    a = A.float() * As.repeat_interleave(128, -1)[:, : A.shape[-1]]
-    scales = Bs.repeat_interleave(128, 0).repeat_interleave(128, 1)
-    return (a @ (B.float() * scales[: B.shape[0], : B.shape[1]]).T).bfloat16()
+PER_TOKEN_FP8 = {**BLOCK_FP8, "quantization_config": PER_TOKEN}
+ROWS, COLUMNS, TOKENS = (
+    "triton:TritonFp8BlockScaledMMKernel",
+    "cutlass:CutlassFp8BlockScaledMMKernel",  # which sm90 takes where DeepGEMM is off
+    "cutlass:CutlassFP8ScaledMMLinearKernel",
+)
 
 
 @pytest.mark.parametrize(
-    "kernel",
-    ["triton:TritonFp8BlockScaledMMKernel", "cutlass:CutlassFp8BlockScaledMMKernel"],
-    ids=["row by row", "column by column"],
+    ("kernel", "quantised", "scheme"),
+    [
+        pytest.param(ROWS, contextlib.nullcontext, "group", id="row by row, plain torch"),
+        pytest.param(ROWS, quantised_as_on_cuda, "group", id="row by row, vLLM's op"),
+        pytest.param(COLUMNS, contextlib.nullcontext, "group", id="column by column, plain torch"),
+        pytest.param(TOKENS, contextlib.nullcontext, "per_token", id="per token, plain torch"),
+        pytest.param(TOKENS, quantised_as_on_cuda, "per_token", id="per token, vLLM's op"),
+    ],
 )
-@pytest.mark.parametrize("quantised", [contextlib.nullcontext, quantised_as_on_cuda], ids=["plain torch", "vLLM's op"])
-def test_block_fp8_is_quantised_inside_the_fused_norms(
-    kernel: str, quantised: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_fp8_is_quantised_inside_the_fused_norms(
+    kernel: str, quantised: Any, scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CUTLASS, which sm90 takes where DeepGEMM is off, wants the scales column by column."""
-    module, _, name = kernel.partition(":")
-    cls = getattr(importlib.import_module(f"vllm.model_executor.kernels.linear.scaled_mm.{module}"), name)
     with (
         quantised(),
-        fp8_kernel(kernel),
-        mock.patch.object(cls, "apply_block_scaled_mm", plain_product),
-        # A CPU has no fp8 of its own; the arithmetic is the same.
-        mock.patch.object(loading, "_target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
+        fp8(kernel),
         started(
-            "deepseek-v3", tmp_path, layerfuse={"fusions": "all", "strict": True}, dtype="bfloat16", overrides=FP8
+            "deepseek-v3",
+            tmp_path,
+            layerfuse={"fusions": "all", "strict": True},
+            dtype="bfloat16",
+            overrides=BLOCK_FP8 if scheme == "group" else PER_TOKEN_FP8,
         ) as engine,
     ):
-        torch.testing.assert_close(engine(), engine.uncompiled(), rtol=0.1, atol=0.1)
-    lines = [line for line in said(caplog) if "expected" in line]
-    assert set(lines) == {
+        assert close(engine(), engine.uncompiled())
+    lines = said(caplog)
+    assert {line for line in lines if "expected" in line} == {
         f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run"
         for fusion, sites in {
-            ADD: 1,  # the final norm, whose reader is the head
-            f"{ADD}_group_quant": 5,
-            f"{DUAL}_group_quant": 3,
-            "rms_norm_group_quant": 1,  # the first layer has no residual to add
-            "silu_mul_group_quant": 3,
+            ADD: 2,  # the final norm, whose reader is the head, and the one in front of the experts
+            f"{ADD}_{scheme}_quant": 4,
+            f"{DUAL}_{scheme}_quant": 3,
+            f"rms_norm_{scheme}_quant": 1,  # the first layer has no residual to add
+            f"silu_mul_{scheme}_quant": 2,
         }.items()
     }
+    # They run behind vLLM's op for the experts.
+    assert "outside of what vLLM compiles: model.layers.2.mlp.shared_experts" in lines
 
 
 @pytest.mark.skipif(RELEASE == "0.26", reason="it compiles all of them")

@@ -7,41 +7,60 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm_layers")
+pytest.importorskip("vllm_started")
+from vllm_layers import MODELS, RELEASE
+from vllm_started import ROUNDING
+
+from layerfuse.engines.vllm.releases import RELEASES
 
 RANK = Path(__file__).with_name("vllm_rank.py")
-OPTIONS = {"fusions": ["mla_dual_rms_norm", "all_reduce_add_rms_norm"], "strict": True}
+ADD, DUAL, GATED, REDUCED = "add_rms_norm", "mla_dual_rms_norm", "gated_rms_norm", "all_reduce_add_rms_norm"
+COMPILED = {"fusions": [REDUCED, DUAL, GATED], "strict": True}
+MODULES = {"fusions": [ADD, DUAL, GATED], "strict": True}
+GROUPS = {
+    f"{REDUCED}_group_quant": 4,
+    REDUCED: 2,  # the final norm, and the one in front of the experts
+    f"{DUAL}_group_quant": 3,
+    "rms_norm_group_quant": 1,
+    "silu_mul_group_quant": 2,
+}
+FP8 = {
+    "dtype": "bfloat16",
+    "kernel": "cutlass:CutlassFp8BlockScaledMMKernel",
+    "layerfuse": {"fusions": "all", "strict": True},
+}
+RUNS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "deepseek-v3": ({"model": "deepseek-v3"}, {REDUCED: 6, DUAL: 3}),
+    "deepseek-v3-bfloat16": ({"model": "deepseek-v3", "dtype": "bfloat16"}, {REDUCED: 6, DUAL: 3}),
+    "deepseek-v3-fp8": ({"model": "deepseek-v3", **FP8}, GROUPS),
+    "deepseek-v3-modules": ({"model": "deepseek-v3", "mode": "NONE", "layerfuse": MODULES}, {ADD: 6, DUAL: 3}),
+    "kimi-k2": ({"model": "kimi-k2", "steps": [1, 3]}, {REDUCED: 6, DUAL: 3}),
+    "kimi-linear": ({"model": "kimi-linear", "mode": "NONE", "layerfuse": MODULES}, {ADD: 7, GATED: 3}),
+    "gpt-oss": ({"model": "gpt-oss-20b", "dtype": "bfloat16"}, {REDUCED: 8}),
+    "qwen3-next": ({"model": "qwen3-next"}, {REDUCED: 8, GATED: 3}),
+}
+"""Name -> what `vllm_rank.run` is given, and the sites of each fusion."""
+DECODE = {
+    name: {"layerfuse": {"fusions": ["mla_decode"]}, "broken": name.endswith("broken")}
+    for name in ("mla_decode", "mla_decode-broken")
+}
+HERE = {name: each for name, each in RUNS.items() if each[0]["model"] in MODELS}
 
 
-def start(
-    cache: Path,
-    options: dict[str, Any] = OPTIONS,
-    mode: str = "VLLM_COMPILE",
-    steps: Sequence[int] = (),
-) -> list[str]:
-    """What each of two ranks prints; steps: numbers of tokens above which kernels are launched in another way."""
+def start(folder: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What each of two ranks says of every model, and the reports."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
+    runs = {name: {"layerfuse": COMPILED, **given} for name, (given, _) in HERE.items()} | DECODE
     ranks = [
         subprocess.Popen(
-            [
-                sys.executable,
-                RANK,
-                str(rank),
-                "2",
-                port,
-                str(cache),
-                json.dumps(options),
-                mode,
-                json.dumps(steps),
-            ],
+            [sys.executable, RANK, str(rank), "2", port, str(folder), json.dumps(runs)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -49,87 +68,78 @@ def start(
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=300)[0] for rank in ranks]
+        said = [rank.communicate(timeout=600)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
     assert all(rank.returncode == 0 for rank in ranks), "\n\n".join(said)
-    return said
+    reports = {}
+    for name in HERE:
+        (path,) = (folder / name).rglob("layerfuse-report.json")
+        (reports[name],) = json.loads(path.read_text())["modules"].values()
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)], reports
 
 
-def test_two_ranks_fuse_alike_share_a_cache_and_give_one_report(tmp_path: Path) -> None:
-    hashes = set()
-    # Then rank 0 reads its compiled model, and rank 1 has none and gets the pieces from Inductor's cache.
-    for second_start in (False, True):
-        first, second = start(tmp_path)
-        assert "layerfuse" not in second
-        lines = [line.strip() for line in first.splitlines()]
-        for fusion, sites in (("all_reduce_add_rms_norm", 6), ("mla_dual_rms_norm", 3)):
-            called = f"called {sites} times in the profiling run of every rank"
-            assert f"{fusion}: {sites} expected, {sites} fused, 0 missed; {called}" in lines
-        assert "all ranks say the same" in lines
-
-        (path,) = tmp_path.rglob("layerfuse-report.json")
-        (module,) = json.loads(path.read_text())["modules"].values()
-        assert [verdict["rank"] for verdict in module["ranks"]] == [0, 1]
-        found = tuple(verdict["sources"] for verdict in module["ranks"])
-        assert sum(found[0].values()) == sum(found[1].values()) == 4
-        # In the first start either may be the quicker one, whose pieces the other gets.
-        assert second_start is False or found == ({"kept": 4}, {"cache": 4})
-        assert module["ranks"][0]["fused"] == module["ranks"][1]["fused"]
-        for rank, said in enumerate((first, second)):
-            words = said.splitlines()[-1].split()
-            assert words[:2] == ["RANK", str(rank)] and float(words[3]) < 1e-4, said
-            hashes.add(words[5])
-        (compiled,) = tmp_path.rglob("rank_1_0/model")
-        shutil.rmtree(compiled.parent)
-    assert len(hashes) == 1
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two starts. In the second, rank 1 does not have its compiled DeepSeek-V3, and gets the pieces from Inductor's cache."""
+    folder = tmp_path_factory.mktemp("ranks")
+    cold = start(folder)
+    (compiled,) = (folder / "deepseek-v3").rglob("rank_1_0/model")
+    shutil.rmtree(compiled.parent)
+    return {"cold": cold, "warm": start(folder)}
 
 
-def test_two_ranks_launch_all_reduces_for_fewer_tokens_together(tmp_path: Path) -> None:
-    for said in start(tmp_path, steps=[1, 3]):
+@pytest.mark.parametrize("when", ["cold", "warm"])
+@pytest.mark.parametrize("name", HERE)
+def test_two_ranks_fuse_every_site_alike_and_give_vllms_numbers(name: str, when: str, starts: dict[str, Any]) -> None:
+    given, fused = HERE[name]
+    ranks, reports = starts[when]
+    first, second = (rank[name] for rank in ranks)
+    compiled = given.get("mode") != "NONE"
+    if not compiled:  # 0.26 has no switch for both latent norms
+        fused = {fusion: sites for fusion, sites in fused.items() if fusion in RELEASES[RELEASE].seams}
+    assert [line for line in first["said"] if "expected" in line] == [
+        f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run of every rank"
+        for fusion, sites in fused.items()
+    ]
+    assert "all ranks say the same" in first["said"]
+    assert not any("launches" not in line for line in second["said"])
+    assert first["warm"] == (compiled and when == "warm")
+    assert {rank[name]["key"] for ranks, _ in starts.values() for rank in ranks} == {first["key"]}
+    assert [verdict["rank"] for verdict in reports[name]["ranks"]] == [0, 1]
+    assert reports[name]["ranks"][0]["fused"] == reports[name]["ranks"][1]["fused"]
+    for rank in (first, second):
+        assert rank["near"] if "dtype" in given else rank["apart"] < ROUNDING
+
+
+def test_ranks_that_start_apart_take_what_the_cache_has_for_each(starts: dict[str, Any]) -> None:
+    sources = {
+        when: [verdict["sources"] for verdict in reports["deepseek-v3"]["ranks"]]
+        for when, (_, reports) in starts.items()
+    }
+    # In the first start either may be the quicker one, whose pieces the other gets.
+    assert [sum(found.values()) for found in sources["cold"]] == [4, 4]
+    assert sources["warm"] == [{"kept": 4}, {"cache": 4}]
+
+
+def test_two_ranks_launch_all_reduces_for_fewer_tokens_together(starts: dict[str, Any]) -> None:
+    ranks, _ = starts["cold"]
+    for rank in ranks:
         # Two chains, each for 1, 2 and 4 tokens of the profiling run's 6.
-        assert "layerfuse: 6 launches for fewer tokens than the profiling run's" in said
+        (line,) = (line for line in rank["kimi-k2"]["said"] if "launches" in line)
+        assert line.startswith("layerfuse: 6 launches for fewer tokens than the profiling run's")
 
 
-def test_two_ranks_that_compile_nothing_report_together(tmp_path: Path) -> None:
-    first, second = start(tmp_path, {"fusions": ["add_rms_norm"], "strict": True}, "NONE")
-    assert "layerfuse" not in second
-    lines = [line.strip() for line in first.splitlines()]
-    called = "called 6 times in the profiling run of every rank"
-    assert f"add_rms_norm: 6 expected, 6 fused, 0 missed; {called}" in lines
-    assert "all ranks say the same" in lines
-
-
-def test_all_ranks_take_the_decode_chain_or_none(tmp_path: Path) -> None:
-    """In the second start an op does not run on the second rank."""
-    first, second = start(tmp_path, {"fusions": ["mla_decode"]}, "NONE")
-    alone = "layerfuse: mla_decode leaves vLLM's MLA layers alone: rank 1: RuntimeError: no such kernel"
-    both, none = (part.splitlines() for part in first.split("start 0"))
+def test_all_ranks_take_the_decode_chain_or_none(starts: dict[str, Any]) -> None:
+    ranks, _ = starts["cold"]
+    for rank in ranks:
+        alone = "layerfuse: mla_decode leaves vLLM's MLA layers alone: rank 1: RuntimeError: no such kernel"
+        assert alone in rank["mla_decode-broken"]["said"]
+        assert alone not in rank["mla_decode"]["said"]
+    both, none = (ranks[0][name]["said"] for name in DECODE)
     called = "called 3 times in the profiling run of every rank, none of them to decode"
-    assert f"  mla_decode: stands in 3 of 3 MLA layers; {called}" in both
-    assert "  all ranks say the same" in both
-    assert "  mla_decode: stands in 0 of 3 MLA layers; called 0 times in the profiling run of every rank" in none
-    assert alone in none and alone in second.splitlines()
-    assert "  all ranks say the same" in none
-
-
-def test_another_tensor_parallel_group_takes_no_piece_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused all-reduce holds torch's name of its group, and pipeline stages and replicas share a cache."""
-    from types import SimpleNamespace
-
-    from vllm.distributed import parallel_state
-
-    from layerfuse.engines.vllm.passes import FusionPass
-
-    pipeline: Any = SimpleNamespace(uuid=lambda: "one plan")
-
-    def uuid_in(group: str) -> str:
-        there = SimpleNamespace(device_group=SimpleNamespace(group_name=group))
-        monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
-        monkeypatch.setattr(parallel_state, "get_tp_group", lambda: there)
-        return FusionPass(pipeline).uuid()
-
-    assert uuid_in("3") == uuid_in("3") != uuid_in("4")
-    monkeypatch.undo()
-    assert FusionPass(pipeline).uuid() == "one plan over no group"
+    assert f"mla_decode: stands in 3 of 3 MLA layers; {called}" in both
+    assert "mla_decode: stands in 0 of 3 MLA layers; called 0 times in the profiling run of every rank" in none
+    assert "all ranks say the same" in both
+    assert "all ranks say the same" in none

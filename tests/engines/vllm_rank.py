@@ -1,7 +1,7 @@
-"""One rank of a real tensor-parallel group of vLLM's, on gloo: `vllm_rank.py RANK SIZE PORT FOLDER OPTIONS MODE STEPS`.
+"""One rank of a real tensor-parallel group of vLLM's, on gloo: `vllm_rank.py RANK SIZE PORT FOLDER RUNS`.
 
-Loads the tiny DeepSeek-V3, runs it compiled and as it is, and prints what layerfuse said and how far the two are apart. STEPS are the
-numbers of tokens above which kernels are launched in another way here: the reference, which runs on a CPU, has none.
+Runs tiny models, one after another, with layerfuse and without it, and writes what layerfuse said and how far the results are apart
+to FOLDER/rank-RANK.json. RUNS is a table of names to what `run` takes.
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ import contextlib
 import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-from vllm_started import engine_config, in_engine, load
+from vllm_paged import paged
+from vllm_started import BLOCK_FP8, apart, as_near, close, engine_config, fp8, in_engine, load, loaded_from_cache
 
 from vllm.config import set_current_vllm_config  # isort: skip  (vllm_started comes before vllm)
-from vllm.distributed import parallel_state  # isort: skip
-from layerfuse.engines.vllm import process, register
+from vllm.distributed import parallel_state
+
+from layerfuse.engines.vllm import decode_ops, process, register
 from layerfuse.fusion import backends
 
 
 @contextlib.contextmanager
 def real_groups(rank: int, size: int, port: str) -> Iterator[None]:
     """vLLM's own groups over gloo, with the other processes."""
-    parallel_state.init_distributed_environment(size, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
-    parallel_state.initialize_model_parallel(size)
+    with set_current_vllm_config(engine_config("deepseek-v3", tp=size, rank=rank)):
+        parallel_state.init_distributed_environment(size, rank, f"tcp://127.0.0.1:{port}", rank, "gloo")
+        parallel_state.initialize_model_parallel(size)
     try:
         yield
     finally:
@@ -36,45 +40,101 @@ def real_groups(rank: int, size: int, port: str) -> Iterator[None]:
         parallel_state.destroy_distributed_environment()
 
 
-def decode(rank: int, size: int, port: str, folder: Path, options: str) -> None:
-    """`mla_decode` twice: as it is, then with an op that does not run on rank 1."""
-    from vllm_paged import paged
+class Said(logging.Handler):
+    """Keeps what is logged, line by line."""
 
-    from layerfuse.engines.vllm import decode_ops
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
 
-    def broken(*_: Any) -> None:
-        raise RuntimeError("no such kernel")
-
-    config = engine_config("deepseek-v3", tp=size, rank=rank)
-    with set_current_vllm_config(config), real_groups(rank, size, port):
-        for start in range(2):
-            process.this = process.Process()
-            register()
-            if start and rank:
-                decode_ops._rope = broken
-            given = {"layerfuse": json.loads(options), "tp": size, "rank": rank, "mode": "NONE"}
-            with paged("deepseek-v3", folder, groups=contextlib.nullcontext(), **given):
-                print(f"RANK {rank} start {start}")
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += [line.strip() for line in record.getMessage().splitlines()]
 
 
-def main(rank: int, size: int, port: str, folder: Path, options: str, mode: str, steps: str) -> None:
+def run(
+    folder: Path,
+    *,
+    tp: int,
+    rank: int,
+    model: str,
+    layerfuse: Any,
+    mode: str = "VLLM_COMPILE",
+    dtype: str = "float32",
+    kernel: str | None = None,
+    steps: Sequence[int] = (),
+) -> dict[str, Any]:
+    """Start a model with layerfuse, and again without it.
+
+    Args:
+        folder: vLLM's cache.
+        tp: the size of the group.
+        rank: of this process.
+        model: its name.
+        layerfuse: the options.
+        mode: vLLM's compilation mode.
+        dtype: of the model.
+        kernel: of block fp8 linears, as for `fp8`; None: it is not quantised.
+        steps: numbers of tokens above which kernels are launched in another way here. The reference, which runs on a CPU, has none.
+
+    Returns:
+        What was logged, whether the compiled model came from the cache, the key of vLLM's cache, how far the results are `apart` from
+        those of the same model without layerfuse and not compiled, and whether they are `close` in fp8, or
+        in another narrow dtype `as_near` to those in float32.
+    """
+    process.this = process.Process()
     register()
-    backends.steps = lambda *_: tuple(json.loads(steps))
-    config = engine_config("deepseek-v3", layerfuse=json.loads(options), tp=size, rank=rank, mode=mode)
-    with in_engine(config, folder, groups=real_groups(rank, size, port)):
-        engine = load(config)
-        apart = (engine() - engine.uncompiled()).abs().max().item()
-        values = [None] * size
-        dist.all_gather_object(values, apart)
-        print(f"RANK {rank} apart {max(values):.1e} hash {config.compute_hash()}")
+    logger, said = logging.getLogger("vllm.layerfuse"), Said()
+    logger.addHandler(said)
+
+    def result(**config: Any) -> tuple[Any, str]:
+        given = {"dtype": dtype, "overrides": {} if kernel is None else BLOCK_FP8, **config}
+        made = engine_config(model, tp=tp, rank=rank, **given)
+        with in_engine(made, folder, groups=contextlib.nullcontext()):
+            return load(made)(), made.compute_hash()
+
+    before = loaded_from_cache()
+    with contextlib.nullcontext() if kernel is None else fp8(kernel):
+        with mock.patch.object(backends, "steps", return_value=tuple(steps)):
+            found, key = result(layerfuse=layerfuse, mode=mode)
+        warm = loaded_from_cache() > before
+        logger.removeHandler(said)
+        own, _ = result(layerfuse=False, mode="NONE")
+    near = None
+    if kernel is not None:
+        near = close(found, own)
+    elif dtype != "float32":
+        near = as_near(found, own, result(layerfuse=False, mode="NONE", dtype="float32")[0])
+    return {"said": said.lines, "warm": warm, "key": key, "apart": apart(found, own), "near": near}
+
+
+def run_decode(folder: Path, *, tp: int, rank: int, broken: bool, layerfuse: Any) -> dict[str, Any]:
+    """Start a model whose layers have a cache; where it is `broken`, an op of the decode chain does not run on rank 1.
+
+    Returns:
+        What was logged.
+    """
+    process.this = process.Process()
+    register()
+    logger, said = logging.getLogger("vllm.layerfuse"), Said()
+    logger.addHandler(said)
+    fails = mock.patch.object(decode_ops, "_rope", side_effect=RuntimeError("no such kernel"))
+    given = {"layerfuse": layerfuse, "tp": tp, "rank": rank, "mode": "NONE", "groups": contextlib.nullcontext()}
+    with fails if broken and rank else contextlib.nullcontext(), paged("deepseek-v3", folder, **given):
+        logger.removeHandler(said)
+    return {"said": said.lines}
+
+
+def main(rank: int, size: int, port: str, folder: Path, runs: dict[str, Any]) -> None:
+    logging.getLogger("vllm.layerfuse").setLevel(logging.INFO)
+    with real_groups(rank, size, port):
+        done = {}
+        for name, given in runs.items():
+            with mock.patch.dict("os.environ"):  # vLLM sets a variable for models that it does not compile
+                done[name] = (run_decode if "broken" in given else run)(folder / name, tp=size, rank=rank, **given)
+        dist.barrier()
+    (folder / f"rank-{rank}.json").write_text(json.dumps(done))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    logging.getLogger("vllm.layerfuse").setLevel(logging.INFO)
-    logging.getLogger("vllm.layerfuse").addHandler(logging.StreamHandler(sys.stdout))
-    given = (int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), sys.argv[5])
-    if "mla_decode" in sys.argv[5]:
-        decode(*given)
-    else:
-        main(*given, *sys.argv[6:8])
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), json.loads(sys.argv[5]))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
+import importlib.util
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,27 +23,36 @@ from vllm.compilation.counter import compilation_counter
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.config.load import LoadConfig
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.router import fused_topk_router, grouped_topk_router
+from vllm.model_executor.layers.fused_moe.runner import moe_runner
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.model_loader import get_model
-from vllm.model_executor.models import ModelRegistry, gpt_oss, qwen3_next
+from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
-from vllm_layers import MODELS, architecture
+from vllm_layers import MODELS, architecture, fp8_kernel
 
+from layerfuse.engines.vllm import loading
+from layerfuse.fusion import Target
+
+KDA = "vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn.KimiGatedDeltaNetAttention"
 SPLIT_AT = "layerfuse_tests::attend"
 """The op that stands for attention."""
-
-EXPERTS = "FusedMoEFactory" if "FusedMoEFactory" in vars(gpt_oss) else "FusedMoE"
-"""What models make their experts with: a function in 0.33, a class in 0.26."""
 
 TINY = {
     "deepseek-v3": {
         "num_hidden_layers": 3,
-        "first_k_dense_replace": 1000,
+        "first_k_dense_replace": 2,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 64,
         "hidden_size": 256,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
@@ -85,8 +96,30 @@ TINY = {
         "vocab_size": 128,
     },
 }
-TINY["kimi-k2"] = TINY["deepseek-v3"]
-"""Model of `MODELS` -> what is smaller than published. Enough layers for the graph to have pieces that are equal."""
+TINY["kimi-k2"] = {
+    **TINY["deepseek-v3"],
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 12,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+TINY["kimi-linear"] = {
+    **TINY["deepseek-v3"],
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "num_experts": 12,
+    "num_experts_per_token": 4,
+    "q_lora_rank": None,
+    "linear_attn_config": {
+        "kda_layers": [1, 2, 3],  # 1-based, as published
+        "full_attn_layers": [4],
+        "num_heads": 4,
+        "head_dim": 32,
+        "short_conv_kernel_size": 4,
+    },
+}
+"""Model of `MODELS` -> what is smaller than published. Enough layers for the graph to have pieces that are equal; how experts are
+chosen (groups, correction bias, scale of the routed part) is as published."""
 
 _OURS = torch.library.Library("layerfuse_tests", "FRAGMENT")
 _OURS.define("attend(Tensor q, Tensor k, Tensor v, int width) -> Tensor")
@@ -121,23 +154,48 @@ def _delta(_: nn.Module, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out:
     core_attn_out.copy_(_attend(b, mixed_qkv, a, core_attn_out[0].numel()).view_as(core_attn_out))
 
 
-class PlainExpert(nn.Module):
-    """In the place of the experts, whose kernels are made for one GPU family each: the best expert's score scales a product."""
+def _kda(layer: Any, *, mixed_qkv: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor, **_: Any) -> None:
+    """In the place of Kimi-Linear's recurrence, before vLLM's own gated norm."""
+    mixed = _attend(beta[0], mixed_qkv, beta[0], core_attn_out[0, 0].numel()).view_as(core_attn_out)
+    core_attn_out.copy_(layer.o_norm(mixed, g2))
 
-    is_internal_router = False
 
-    def __init__(
-        self, *, hidden_size: int, gate: nn.Module | None = None, shared_experts: nn.Module | None = None, **_: Any
+def _kimi_mla(_: Any, _positions: Tensor, q: Tensor, kv_c: Tensor, k_pe: Tensor, attn_out: Tensor) -> None:
+    attn_out.copy_(_attend(q, kv_c, k_pe, attn_out.shape[-1]))
+
+
+class PlainExperts(FusedMoEMethodBase):
+    """In the place of the experts' kernels, which are made for one GPU family each; router, shared experts and sums are vLLM's."""
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **_: Any,
     ) -> None:
-        super().__init__()
-        self.gate, self.shared_experts = gate, shared_experts
-        self.weight = nn.Parameter(torch.empty(hidden_size, hidden_size), requires_grad=False)
+        width = intermediate_size_per_partition
+        for name, shape in (("w13_weight", (2 * width, hidden_size)), ("w2_weight", (hidden_size, width))):
+            weight = torch.empty(num_experts, *shape, dtype=params_dtype)
+            layer.register_parameter(name, nn.Parameter(weight, requires_grad=False))
 
-    def forward(self, hidden_states: Tensor, router_logits: Tensor) -> Tensor:
-        if self.gate is not None:
-            router_logits, _ = self.gate(hidden_states)
-        routed = hidden_states @ self.weight * router_logits.softmax(-1).amax(-1, keepdim=True)
-        return routed if self.shared_experts is None else routed + self.shared_experts(hidden_states)
+    def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
+        return None
+
+    def apply(self, layer: nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+        chosen = topk_ids.long()
+        gate, up = torch.einsum("th,teih->tei", x, layer.w13_weight[chosen]).chunk(2, -1)
+        each = torch.einsum("tei,tehi->teh", nn.functional.silu(gate) * up, layer.w2_weight[chosen])
+        return (each * topk_weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _best(weights: Tensor, ids: Tensor, _: Tensor, logits: Tensor, renormalise: bool = False) -> tuple[Tensor, Tensor]:
+    """In the place of the CUDA op by which 0.26 routes gpt-oss and Qwen3-Next."""
+    best, chosen = logits.float().softmax(-1).topk(weights.shape[-1])
+    weights.copy_(best / best.sum(-1, keepdim=True) if renormalise else best)
+    return weights, ids.copy_(chosen)
 
 
 def _quantise(
@@ -152,23 +210,75 @@ def _quantise(
 class _AsCuda(type(current_platform)):
     """The CPU's platform, which says that it is CUDA's to who asks which kernels it has."""
 
+    def is_cpu(self) -> bool:
+        return False
+
     def is_cuda_alike(self) -> bool:
         return True
+
+
+def _quantise_rows(values: Tensor, x: Tensor, scales: Tensor, _: Tensor | None) -> None:
+    _quantise(x, values, scales, x.shape[-1], 1 / (512 * 448), -448, 448)
+
+
+_QUANTISES = {
+    "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
+    "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()": _quantise,
+    "dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()": _quantise_rows,
+}
+"""Schemas of vLLM's ops that quantise -> the same in plain torch."""
 
 
 @contextlib.contextmanager
 def quantised_as_on_cuda() -> Iterator[None]:
     """Have linears quantise what they read by vLLM's op, as on a GPU, where the CPU takes plain torch."""
-    if not hasattr(torch.ops._C, "per_token_group_fp8_quant"):
-        _C.define(
-            "per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
-            "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()"
-        )
-        _C.impl("per_token_group_fp8_quant", _quantise, "CPU")
-        torch.library.register_fake("_C::per_token_group_fp8_quant", lambda *_: None, lib=_C)
+    for schema, function in _QUANTISES.items():
+        name = schema.partition("(")[0]
+        if not hasattr(torch.ops._C, name):
+            _C.define(schema)
+            _C.impl(name, function, "CPU")
+            torch.library.register_fake(f"_C::{name}", lambda *_: None, lib=_C)
     with (
         mock.patch.object(fp8_utils, "current_platform", _AsCuda()),
         mock.patch.object(QuantFP8, "dispatch_forward", lambda self, **_: self.forward_cuda),
+    ):
+        yield
+
+
+BLOCK_FP8 = {
+    "quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]},
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 256,
+}
+"""The published format of DeepSeek-V3, with dimensions that its blocks divide."""
+
+
+def _block_product(_: Any, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:
+    """What the block fp8 kernels compute, in float32."""
+    a = A.float() * As.repeat_interleave(128, -1)[:, : A.shape[-1]]
+    scales = Bs.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    return (a @ (B.float() * scales[: B.shape[0], : B.shape[1]]).T).bfloat16()
+
+
+def _row_product(_: Any, *, A: Tensor, B: Tensor, As: Tensor, Bs: Tensor, **__: Any) -> Tensor:
+    """The same of kernels with one scale for a row and one for an output channel."""
+    return (A.float() * As @ (B.float() * Bs.view(1, -1))).bfloat16()
+
+
+@contextlib.contextmanager
+def fp8(kernel: str) -> Iterator[None]:
+    """Give vLLM's linears an fp8 kernel, `package.module:Class` as for `fp8_kernel`, on a CPU that says it has fp8."""
+    module, _, name = kernel.partition(":")
+    cls = getattr(importlib.import_module(f"vllm.model_executor.kernels.linear.scaled_mm.{module}"), name)
+    product, plain = ("apply_block_scaled_mm", _block_product) if "Block" in name else ("apply_scaled_mm", _row_product)
+    with (
+        fp8_kernel(kernel),
+        mock.patch.object(cls, product, plain),
+        mock.patch.object(loading, "_target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
     ):
         yield
 
@@ -244,6 +354,33 @@ def engine_config(
 
 
 @contextlib.contextmanager
+def experts() -> Iterator[None]:
+    """MoE layers as on a GPU: one op in the graph, behind which vLLM's gate, router and shared experts run, with plain experts."""
+    grouped = grouped_topk_router.grouped_topk
+    with (
+        mock.patch.object(RoutedExperts, "_get_quant_method", lambda _, _prefix, _quant, moe: PlainExperts(moe)),
+        mock.patch.object(moe_runner, "current_platform", _AsCuda()),
+        # 0.26 has no router for CPUs: its kernel, and what it compiles for a GPU.
+        mock.patch.object(fused_topk_router, "vllm_topk_softmax", _best),
+        mock.patch.object(grouped_topk_router, "grouped_topk", getattr(grouped, "_torchdynamo_orig_callable", grouped)),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def kimi_linear() -> Iterator[None]:
+    """Plain torch in the place of the attention kernels of Kimi-Linear, in a release that does not compile it."""
+    if importlib.util.find_spec("vllm.models.kimi_k3") is None:
+        yield
+        return
+    with (
+        mock.patch("vllm.models.kimi_k3.nvidia.mla.MultiHeadLatentAttention._attention", _kimi_mla),
+        mock.patch(f"{KDA}._forward", _kda),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def in_engine(config: VllmConfig, cache: Path, groups: Any = None) -> Iterator[None]:
     """vLLM's surroundings: its cache in a folder, its process groups, its config.
 
@@ -259,9 +396,11 @@ def in_engine(config: VllmConfig, cache: Path, groups: Any = None) -> Iterator[N
         made,
         mock.patch.object(MLAAttention, "forward", _mla),
         mock.patch.object(Attention, "forward", _gqa),
-        mock.patch.object(gpt_oss, EXPERTS, PlainExpert),
-        mock.patch.object(qwen3_next, EXPERTS, PlainExpert),
         mock.patch.object(QwenGatedDeltaNetAttention, "_forward_core", _delta),
+        # What vLLM compiles by itself behind its ops, outside of the model's graph, would take a C++ compiler.
+        mock.patch.object(CustomOp, "maybe_compile", lambda _, function, **__: function),
+        kimi_linear(),
+        experts(),
         torch.inference_mode(),
     ):
         torch._dynamo.reset()
@@ -288,8 +427,32 @@ def load(config: VllmConfig) -> Started:
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point():
             drawn = torch.rand(parameter.shape, generator=generator) * 0.2
-            parameter.data.copy_(drawn + 0.9 if "norm" in path else drawn - 0.1)
+            # The same numbers in every dtype.
+            parameter.data.copy_((drawn + 0.9 if "norm" in path else drawn - 0.1).bfloat16())
     return Started(config=config, model=model)
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """How far two results differ: the norm of the difference by that of what is expected."""
+    return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+ROUNDING = 1e-5
+"""How far two results of a tiny model in float32 are `apart` at most where only their rounding differs."""
+
+
+def as_near(found: Tensor, own: Tensor, exact: Tensor) -> bool:
+    """Whether a narrow dtype's results are as near to those in float32 as vLLM's own are.
+
+    The median over tokens is compared: rounding may choose another expert for a token, which is then as far away as experts are.
+    """
+    ours, theirs = (torch.tensor([apart(*rows) for rows in zip(each, exact, strict=True)]) for each in (found, own))
+    return bool(ours.median() < 1.25 * theirs.median())
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    """Whether results of a model in fp8 are alike, but for one token at most, for which rounding may choose another expert."""
+    return sum(not torch.allclose(*rows, rtol=0.1, atol=0.1) for rows in zip(found, expected, strict=True)) <= 1
 
 
 def loaded_from_cache() -> int:

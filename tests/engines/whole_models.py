@@ -66,8 +66,8 @@ def check_every_layer(model: Any, engine: str, name: str, tp: int, rank: int, *,
 
 
 def norms_that_feed_nothing(model: Any) -> set[str]:
-    """Norms of which no linear is where the adapter says that its readers are, as `layer class.norm module`."""
-    found = set()
+    """Norms of which no layer has a linear where the adapter says that its readers are, as `layer class.norm module`."""
+    found, fed = set(), set()
     for path, spec in registry.specs_in(model):
         if isinstance(spec, FinalNormSpec):
             continue  # the head reads it, which is outside of the module that holds it
@@ -77,9 +77,10 @@ def norms_that_feed_nothing(model: Any) -> set[str]:
             reader.facts for reader in registry.default.readers_for(type(layer)) if reader.facts.spec is type(spec)
         ]
         for norm in facts.norms:
-            if str(norm.module) in children and not any(str(feed) in children for feed in norm.feeds):
-                found.add(f"{type(layer).__name__}.{norm.module}")
-    return found
+            if str(norm.module) in children:
+                found.add(name := f"{type(layer).__name__}.{norm.module}")
+                fed.update(name for feed in norm.feeds if str(feed) in children)
+    return found - fed
 
 
 def check_kernel_layers(model: Any) -> int:
