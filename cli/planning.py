@@ -109,7 +109,8 @@ def plan_data(
         # What its layers take at module level, which is no fusion of graphs.
         modules, stands = planned([spec for _, spec in specs], entry.architectures, config)
         around = beside(around) if stands else around
-    decided = plan(specs, device, config, around)
+    behind = _behind_experts(specs, config) if engine == "vllm" else ()
+    decided = plan([each for each in specs if each[0] not in behind], device, config, around)
     kinds = []
     for kind in kinds_of(specs):
         kinds.append(
@@ -135,7 +136,7 @@ def plan_data(
         "num_hidden_layers": entry.num_hidden_layers,
         "kinds": kinds,
         "engine_does": {} if around is None else {**around.does, **around.keeps},
-        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *modules],
+        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *modules, *_in_front_of_experts(behind)],
     }
 
 
@@ -180,6 +181,22 @@ def _uncompiled(engine: Engine | None) -> list[str]:
     if engine is None or engine.uncompiled is None:
         return []
     return [f"{engine.uncompiled}: fused ops can stand in its modules only."]
+
+
+def _behind_experts(specs: Sequence[tuple[str, Any]], config: FusionConfig | None) -> tuple[str, ...]:
+    """Quantised shared experts, which vLLM runs behind its op for routed experts: as `engines.vllm.loading` leaves them out."""
+    if config is None or not config.quant:
+        return ()
+    return tuple(path for path, _ in specs if path.endswith(".shared_experts"))
+
+
+def _in_front_of_experts(behind: Sequence[str]) -> list[str]:
+    if not behind:
+        return []
+    return [
+        f"{len(behind)} layers have experts behind one op of vLLM's, shared ones too: nothing is fused in there, and the norm in front of "
+        "it is not quantised. Where a quantised fusion is said of its post_attention, that without the quantisation is meant."
+    ]
 
 
 def show_plan(data: dict[str, Any], to: Console) -> None:

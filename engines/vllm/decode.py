@@ -1,4 +1,4 @@
-"""The decode chain of MLA layers at module level, as `mla_decode`: norms, ropes, cache write and absorption of a step in two launches.
+"""The decode chain of MLA layers at module level, as `mla_decode`: norms, ropes, cache write and absorption of a step in two launches or three.
 
 vLLM compiles norms and ropes, writes the cache and runs its attention behind two ops at which it splits its graphs. Here the forward of
 its MLA wrapper calls two ops of ours at the same places (`decode_ops`), compiled or not.
@@ -153,7 +153,7 @@ class Door:
             split.extend(ops.NAMES)
 
     def decoded(self) -> int:
-        """The layers that have run a decode step in two launches."""
+        """The layers that have run a decode step."""
         return sum(layer.name not in layer.waiting for layer in self.made)
 
     def sites(self) -> tuple[str, ...]:
@@ -171,6 +171,10 @@ def _why_not_layer(wrapper: Any, spec: MLASpec) -> str | None:
     base = getattr(sys.modules[WRITE[0]], WRITE[1])
     write = getattr(attention.impl, WRITE[2], None)
     checks = (
+        (
+            backend == "FLASH_ATTN_MLA",
+            "with FLASH_ATTN_MLA a benchmark ended in an illegal memory access, whose cause is not known; TRITON_MLA can be chosen",
+        ),
         (getattr(write, "__func__", None) is not getattr(base, WRITE[2]), f"{backend} has a cache write of its own"),
         (spec.rope is None or spec.rope.table != "cos_sin", "its rope has no table of cos and sin"),
         (wrapper.is_sparse or wrapper.indexer is not None, "its attention is sparse"),

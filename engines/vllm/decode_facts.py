@@ -30,6 +30,18 @@ SPARSE_MODELS = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
 
 SPARSE = "its attention is sparse"
 
+WRAPPED = frozenset(
+    [
+        "DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM",
+        "Glm4MoeLiteForCausalLM",
+        "KimiK25ForConditionalGeneration",
+        "KimiLinearForCausalLM",
+        "LongcatFlashForCausalLM",
+    ]
+)
+"""Architectures of models.toml whose layers hold that class in vLLM 0.26 and 0.33."""
+
 ATTENTION = ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
 """Module and class of its attention, and of no other."""
 
@@ -240,7 +252,7 @@ def without(fusions: str) -> tuple[str, bool]:
 
 
 def planned(
-    specs: Iterable[AnySpec], architectures: Iterable[str] = (), config: FusionConfig | None = None
+    specs: Iterable[AnySpec], architectures: Iterable[str], config: FusionConfig | None = None
 ) -> tuple[list[str], bool]:
     """What `layerfuse plan` says of it: a sentence for each kind of MLA layer, by the environment's wishes, and whether it stands.
 
@@ -253,7 +265,10 @@ def planned(
     from ...fusion.sites import LATENTS
 
     layers = [spec for spec in specs if isinstance(spec, MLASpec)]
-    everywhere = SPARSE if SPARSE_MODELS.intersection(architectures) else None
+    given = frozenset(architectures)
+    everywhere = SPARSE if SPARSE_MODELS & given else None
+    if everywhere is None and not WRAPPED & given:
+        everywhere = f"vLLM's code of this model is not known to hold a {CLASS[1]}"
     quant = None if config is None else dict(config.quant).get(LATENTS)
     if everywhere is None and quant is not None:
         everywhere = _quantises(quant)
@@ -267,10 +282,10 @@ def planned(
         elif environment is not None:
             why = f"not done: {environment}"
         elif not asked:
-            why = "off in vllm unless switched on: it was not benchmarked there"
+            why = "off in vllm unless switched on: no measurement of it there is kept"
         elif len(reasons) > 1:
             why = "not done, since it takes all MLA layers of a model or none"
         else:
-            why = f"both norms, the ropes and the cache write of a decode step are two launches, in vLLM's {CLASS[1]}"
+            why = f"both norms, the ropes and the cache write of a decode step are two launches (three for more than 16 tokens), in vLLM's {CLASS[1]}"
         said.append(f"{NAME} at {number} MLA layers: {why}.")
     return said, asked and environment is None and set(reasons) == {None}

@@ -79,7 +79,7 @@ class Layer:
         if slots is None or slots.shape[0] != tokens or cache.numel() == 0:
             once(
                 logging.WARNING,
-                "layerfuse: mla_decode: a decode step whose padding has no slots is done as vLLM does it",
+                "layerfuse: mla_decode: a decode step without a slot for each token, or without a cache, is done as vLLM does it",
             )
             return False
         return True
@@ -90,11 +90,11 @@ class Layer:
         once(logging.WARNING, "layerfuse: mla_decode: %s: %s", self.name, error)
 
     def has_decoded(self) -> None:
-        """Take note of a decode step in two launches: it is said once all layers have made one."""
+        """Take note of a decode step: it is said once all layers have made one."""
         if self.name in self.waiting:
             self.waiting.remove(self.name)
             if not self.waiting:
-                once(logging.INFO, "layerfuse: mla_decode: a decode step ran in two launches in every MLA layer")
+                once(logging.INFO, "layerfuse: mla_decode: a decode step went through the fused ops in every MLA layer")
 
     def seen(self, cache: Tensor) -> Tensor:
         """The cache by the dtype of its values."""

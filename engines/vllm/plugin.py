@@ -101,6 +101,16 @@ def _at_options(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
+def _stop_if(strict: bool) -> None:
+    """Where vLLM is left alone.
+
+    Raises:
+        NotHereError: strict.
+    """
+    if strict:
+        raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {process.this.off}")
+
+
 def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a model is loaded: plan, and wait for the first call of what vLLM compiles of it."""
     model = original(*args, **kwargs)
@@ -110,8 +120,7 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _quietly("reading the options"):
         options = options_in(config.additional_config)
     if process.this.off is not None:
-        if options.strict:
-            raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {process.this.off}")
+        _stop_if(options.strict)
         return model
     if options.off:
         once(logging.INFO, "layerfuse: all fusions are switched off")
@@ -226,12 +235,14 @@ def _check_that_it_was_read(compiled: Any) -> None:
     with _quietly("asking how the model was loaded"):
         config = compiled.vllm_config
         options = options_in(config.additional_config)
-        if not options.off and not _nothing_on(options):
+        if process.this.off is None and not options.off and not _nothing_on(options):
             format_ = config.load_config.load_format
             how = f"vLLM loaded the model in a way that layerfuse does not know (load_format {format_!r})"
-    if how and options.strict:
+    if process.this.off is not None:
+        _stop_if(options.strict)
+    elif how and options.strict:
         raise NotHereError(f"layerfuse is strict, and {how}")
-    if how:
+    elif how:
         once(logging.WARNING, "layerfuse: nothing is fused: %s", how)
 
 
@@ -295,8 +306,7 @@ def _at_metadata(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 def _finish(unit: Unit) -> None:
     """After the first call: say what became of the plan, and in `strict` raise where that is not what it should be."""
     if process.this.off is not None:
-        if unit.strict:
-            raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {process.this.off}")
+        _stop_if(unit.strict)
         return
     with _quietly("reporting", unit.strict):
         from .reporting import publish

@@ -14,7 +14,7 @@ FUSION = Fusion(
     off_in={
         "vllm": (
             "measured faster, together with rms_norm_group_quant: 908.6 us per decode step without them, 852.0 us "
-            "with (vLLM 0.26, H200, DeepSeek-V3 in fp8, 4 layers, batch 1); its greedy tokens are not yet shown "
+            "with (vLLM 0.26, H200, DeepSeek-V3 in fp8, 4 dense layers, batch 1); its greedy tokens are not yet shown "
             "to be vLLM's"
         ),
     },

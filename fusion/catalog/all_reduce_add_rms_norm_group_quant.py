@@ -19,7 +19,7 @@ FUSION = Fusion(
     off_in={
         "vllm": (
             "measured faster: 530.2 us per decode step without it, 477.9 us with it (vLLM 0.26, 4 H200, "
-            "DeepSeek-V3 in fp8, 4 layers, batch 1); its greedy tokens are not yet shown to be vLLM's"
+            "DeepSeek-V3 in fp8, 4 dense layers, batch 1); its greedy tokens are not yet shown to be vLLM's"
         ),
     },
 )

@@ -14,7 +14,7 @@ FUSION = Fusion(
     off_in={
         "vllm": (
             "measured faster: 908.6 us per decode step without it, 896.0 us with it (vLLM 0.26, H200, DeepSeek-V3 "
-            "in fp8, 4 layers, batch 1); its greedy tokens are not yet shown to be vLLM's"
+            "in fp8, 4 dense layers, batch 1); its greedy tokens are not yet shown to be vLLM's"
         ),
     },
 )

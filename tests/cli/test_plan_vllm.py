@@ -97,13 +97,13 @@ def test_vllms_own_variables_are_read_as_vllm_reads_them(run, monkeypatch):
 
 
 def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
-    def last(model, *more):
-        return run("plan", model, "--engine", "vllm", *more).out.splitlines()[-1]
+    def last(model):
+        return run("plan", model, "--engine", "vllm").out.splitlines()[-1]
 
-    off = "mla_decode at 61 MLA layers: off in vllm unless switched on: it was not benchmarked there."
+    off = "mla_decode at 61 MLA layers: off in vllm unless switched on: no measurement of it there is kept."
     assert last("kimi-k2.5") == off
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_decode,add_rms_norm")
-    on = "mla_decode at 61 MLA layers: both norms, the ropes and the cache write of a decode step are two launches, in vLLM's "
+    on = "mla_decode at 61 MLA layers: both norms, the ropes and the cache write of a decode step are two launches (three for more than 16 tokens), in vLLM's "
     assert last("kimi-k2.5") == f"{on}MultiHeadLatentAttentionWrapper."
     assert last("deepseek-v2-lite").endswith("not possible: q_lora_rank is None: there is no query latent.")
     assert "add_rms_norm" in run("plan", "kimi-k2.5", "--engine", "vllm").out
@@ -117,8 +117,10 @@ def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
         monkeypatch.setenv(variable, "1")
         assert last("kimi-k2.5").startswith(f"mla_decode at 61 MLA layers: not done: {why}")
         monkeypatch.delenv(variable)
+    assert "vLLM's code of this model is not known to hold" in last("minicpm3-4b")
     assert last("deepseek-v3.2").endswith("not possible: its attention is sparse.")
-    assert "its query norm quantises with" in last("kimi-k2.5", "--quant", "group128")
+    quantised = run("plan", "kimi-k2.5", "--engine", "vllm", "--quant", "group128").out
+    assert "mla_decode at 61 MLA layers: not possible: the projection behind its query norm quantises with" in quantised
     refused = run("plan", "kimi-k2.5", "--engine", "sglang")
     assert refused.code == 2 and "no fusion is called 'mla_decode'" in refused.err
 
@@ -130,3 +132,12 @@ def test_what_mla_decode_takes_no_fusion_of_graphs_does(run, monkeypatch):
     # Where it cannot stand, they are fused.
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     assert decisions(run, "kimi-k2.5", "--target", "sm90")["latents", DUAL][0] == "expected"
+
+
+def test_shared_experts_are_in_no_graph_of_vllms(run):
+    asked = ["plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90", "--quant", "group128"]
+    said = run(*asked).out
+    assert "58 layers have experts behind one op of vLLM's" in said
+    assert "silu_mul_group_quant" not in said[said.index("shared") :].split("\n\n")[0]
+    assert "have experts behind" not in run(*asked[:-2]).out
+    assert "have experts behind" not in run("plan", "deepseek-v3", "--quant", "group128").out

@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).parents[1] / "aiter"))
 
 from standin import imported, shared_standin
 from test_vllm_plugin import fresh, said  # noqa: F401 (`fresh` is a fixture)
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm_started import started
 
 from layerfuse.engines.vllm import attention
@@ -63,7 +64,7 @@ def built(
         for fix in fixes:
             stack.enter_context(fix(module))
         layers = engine.config.compilation_config.static_forward_context
-        names = list(layers)
+        names = [name for name, layer in layers.items() if isinstance(layer, MLAAttention)]
         for layer in layers.values():
             if vars(layer).get("prefill_backend", True) is None:  # which 0.26 copies; on a CPU there is none
                 layer.prefill_backend = mock.Mock()

@@ -79,7 +79,7 @@ def test_every_site_of_a_model_that_is_not_compiled_is_fused_called_and_gives_vl
     caplog.clear()
     with started(name, tmp_path, layerfuse=STRICT, mode="NONE") as engine:
         got = [engine(tokens) for tokens in (6, 1, 33)]
-        assert all(apart(*both) < ROUNDING for both in zip(got, plain, strict=True))
+        assert max(apart(*both) for both in zip(got, plain, strict=True)) < ROUNDING
     lines = said(caplog)
     fused = {fusion: sites for fusion, sites in fused.items() if fusion in HERE}
     assert counts(lines) == [line(fusion, sites) for fusion, sites in fused.items()]
@@ -164,8 +164,8 @@ def test_what_the_profiling_run_does_not_come_to_is_said_and_is_no_miss(
     def skipped(_: Any, *, core_attn_out: Tensor, **__: Any) -> None:
         core_attn_out.zero_()
 
-    monkeypatch.setattr(f"{KDA}._forward", skipped)
     with started("kimi-linear", tmp_path, layerfuse=STRICT, mode="NONE") as engine:
+        monkeypatch.setattr(f"{KDA}._forward", skipped)
         engine()
     lines = said(caplog)
     assert line(GATED, 3, called=0) in lines

@@ -143,3 +143,24 @@ def test_all_ranks_take_the_decode_chain_or_none(starts: dict[str, Any]) -> None
     assert "mla_decode: stands in 0 of 3 MLA layers; called 0 times in the profiling run of every rank" in none
     assert "all ranks say the same" in both
     assert "all ranks say the same" in none
+
+
+def test_another_tensor_parallel_group_takes_no_piece_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused all-reduce holds torch's name of its group, and pipeline stages and replicas share a cache."""
+    from types import SimpleNamespace
+
+    from vllm.distributed import parallel_state
+
+    from layerfuse.engines.vllm.passes import FusionPass
+
+    pipeline: Any = SimpleNamespace(uuid=lambda: "one plan")
+
+    def uuid_in(group: str) -> str:
+        there = SimpleNamespace(device_group=SimpleNamespace(group_name=group))
+        monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: True)
+        monkeypatch.setattr(parallel_state, "get_tp_group", lambda: there)
+        return FusionPass(pipeline).uuid()
+
+    assert uuid_in("3") == uuid_in("3") != uuid_in("4")
+    monkeypatch.undo()
+    assert FusionPass(pipeline).uuid() == "one plan over no group"

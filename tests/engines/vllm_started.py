@@ -437,22 +437,26 @@ def apart(found: Tensor, expected: Tensor) -> float:
     return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
-ROUNDING = 1e-5
-"""How far two results of a tiny model in float32 are `apart` at most where only their rounding differs."""
+ROUNDING = 1e-4
+"""How far two results of a tiny model in float32 are `apart` at most where only their rounding differs: Kimi-Linear's by 2e-5. One
+rounding to bfloat16 anywhere would be 2e-3."""
 
 
 def as_near(found: Tensor, own: Tensor, exact: Tensor) -> bool:
-    """Whether a narrow dtype's results are as near to those in float32 as vLLM's own are.
+    """Whether a narrow dtype's results are as near to those in float32 as vLLM's own are, token by token.
 
-    The median over tokens is compared: rounding may choose another expert for a token, which is then as far away as experts are.
+    But for one at most: rounding may choose another expert for a token, which is then as far away as experts are. The median has to be as
+    near too.
     """
     ours, theirs = (torch.tensor([apart(*rows) for rows in zip(each, exact, strict=True)]) for each in (found, own))
-    return bool(ours.median() < 1.25 * theirs.median())
+    farther = (ours > 1.25 * theirs.max()).sum()
+    return bool(found.isfinite().all() and ours.median() < 1.25 * theirs.median() and farther <= 1)
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
     """Whether results of a model in fp8 are alike, but for one token at most, for which rounding may choose another expert."""
-    return sum(not torch.allclose(*rows, rtol=0.1, atol=0.1) for rows in zip(found, expected, strict=True)) <= 1
+    apart = sum(not torch.allclose(*rows, rtol=0.1, atol=0.1) for rows in zip(found, expected, strict=True))
+    return bool(found.isfinite().all()) and apart <= 1
 
 
 def loaded_from_cache() -> int:
