@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import attrs
 import torch
 from block_gemm import layout, replace, try_out
 from environment import save
 from torch import Tensor, nn
 
 from layerfuse import fusion, registry
-from layerfuse.adapters.specs import Parallel, ResidualSpec
+from layerfuse.adapters.specs import Parallel
 from layerfuse.fusion import ActivationQuant, FusionConfig, Target
 from layerfuse.testing import config_of
 
@@ -217,11 +216,6 @@ def measured(name: str, tokens: int, device: str, each: bool) -> dict[str, Any]:
     step, rotary, config = LAYERS[name](device, device == "cpu")
     if device == "cuda" and name == "deepseek-v3":
         print(f"GEMM at {try_out(tokens)}")
-    # Alone, the layer is given a stream all the same.
-    specs = [
-        (path, attrs.evolve(spec, starts_stream=False) if isinstance(spec, ResidualSpec) else spec)
-        for path, spec in registry.specs_in(step, parallel=ALONE)
-    ]
     hidden = step.layer.hidden_size
     x, residual = (torch.randn(tokens, 1, hidden, device=device).bfloat16() for _ in range(2))
     cos, sin = rotary(x, torch.zeros(tokens, 1, dtype=torch.long, device=device))
@@ -234,9 +228,9 @@ def measured(name: str, tokens: int, device: str, each: bool) -> dict[str, Any]:
         torch._dynamo.reset()
         compiled = fusion.compile(
             step,
-            specs=specs,
             config=wanted,
             target=target,
+            parallel=ALONE,
             fullgraph=True,
             dynamic=False,
             **options,

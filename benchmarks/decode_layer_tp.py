@@ -99,9 +99,8 @@ class Layer:
         self.name, self.device = name, device
         self.parallel = Parallel(size=team().size, rank=team().rank)
         self.step, self.rotary, self.config = LAYERS[name](device, device == "cpu", self.parallel)
-        # The layer is built with the widths of one rank, and says so; that its sums go over all of them, and that it is given a stream, is
-        # said here.
-        said: Any = {"parallel": self.parallel, "mlp_ranks": team().size, "starts_stream": False}
+        # The layer is built with the widths of one rank, and says so; that its sums go over all of them is said here.
+        said: Any = {"parallel": self.parallel, "mlp_ranks": team().size}
         self.specs = [
             (path, attrs.evolve(spec, **said) if isinstance(spec, ResidualSpec) else spec)
             for path, spec in registry.specs_in(self.step, parallel=Parallel(size=1, rank=0))

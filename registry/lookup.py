@@ -432,6 +432,8 @@ class _Streams:
         # What only wraps a layer (`layers.3._orig_mod`) holds no stream.
         while holder and not name.isdecimal() and self._children[holder] == 1:
             holder, _, name = holder.rpartition(".")
+        if not holder and not name.isdecimal() and self._children[""] == 1:
+            return None  # nothing but what wraps it
         starts = holder not in self._begun
         self._begun.add(holder)
         return starts

@@ -292,6 +292,7 @@ def test_what_wraps_a_layer_starts_no_stream() -> None:
     assert started(model) == {"layers.0._orig_mod": True, "layers.1._orig_mod": False}
     # Alone, nothing says what comes before it.
     assert started(layers[1]) == {"": None}
+    assert started(holding(layer=layers[1])) == {"layer": None}
 
 
 def test_a_path_that_only_starts_alike_is_not_inside() -> None:
