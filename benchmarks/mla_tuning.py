@@ -21,7 +21,7 @@ import torch
 from environment import save
 from mla_chain import DEVICE, FORMS, LONGEST_US, PAGE, captured, in_turns
 
-from layerfuse.fusion.backends.triton import launcher, tuning
+from layerfuse.fusion.backends.triton import absorb, launcher, tuning
 
 OPS = {
     "latents": "mla_norm_rope_cache",
@@ -48,10 +48,11 @@ def query_shapes(most: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
             yield f"rows {rows} warps {warps} chunk {chunk}", (rows, warps, chunk)
 
 
-def absorb_shapes() -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Launches of `mla_query_absorb`: name -> columns, warps."""
-    for columns, warps in itertools.product((32, 64, 128, 256), (1, 2, 4, 8)):
-        if columns <= 64 * warps:
+def absorb_shapes(tokens: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Launches of `mla_query_absorb`: name -> columns, warps. And none: torch's GEMM into the buffer that is roped."""
+    yield "torch's GEMM", ()
+    for columns, warps in itertools.product((32, 64, 128, 256), (2, 4, 8)):
+        if 1024 <= columns * max(16, tokens) // warps <= 4096:
             yield f"columns {columns} warps {warps}", (columns, warps)
 
 
@@ -74,11 +75,13 @@ def with_shape(op: str, shape: tuple[Any, ...] | None, function: Callable[..., A
 
         setattr(tuning, name, chosen)
         launcher._compiled.clear()
+        most, absorb.MOST = absorb.MOST, 0 if shape == () else absorb.MOST
         try:
             return function(*args)
         finally:
             setattr(tuning, name, before)
             launcher._compiled.clear()
+            absorb.MOST = most
 
     return call
 
@@ -100,7 +103,7 @@ def measured(op: str, form: str, tokens: int, heads: int, rounds: int) -> dict[s
     shapes = (
         latent_shapes()
         if op == "latents"
-        else absorb_shapes()
+        else absorb_shapes(tokens)
         if op == "absorb"
         else query_shapes(64 if op == "rope" else 512)
     )
@@ -137,7 +140,7 @@ def main() -> None:
                 else [
                     (tokens, heads)
                     for heads, several in QUERY_TOKENS.items()
-                    for tokens in ((1, 8, 16, 32, 64) if op == "absorb" else several)
+                    for tokens in ((1, 8, 16, 24, 32, 64) if op == "absorb" else several)
                 ]
             )
             found = []

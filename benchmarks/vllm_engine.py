@@ -40,7 +40,7 @@ BEGAN = time.monotonic()
 BATCHES = (1, 8, 64)
 OURS = ("row_norm", "dual_norm", "norm_rope_cache", "query", "gated_norm", "silu_mul", "all_reduce_row_norm")
 """Functions that layerfuse's Triton kernels are compiled from."""
-LATE = "during inference"
+LATE = "JIT compilation during inference"
 """In the warnings of vLLM's monitor of kernels that are compiled late."""
 LENGTHS = (65, 300, 500, 800, 1100, 2500, 5000, 8192)
 """Tokens of prefills, one for each step of launch variants."""
@@ -70,7 +70,7 @@ class Engine:
         options = {} if fusions is None else {"layerfuse": {"fusions": list(fusions), "report": str(self.report)}}
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
-            "cache": 2 << 30, "additional": options, "compilation": {"pass_config": {"fuse_allreduce_rms": False, **alone.passes}},
+            "cache": 2 << 30, "additional": options, "compilation": {"pass_config": {"fuse_allreduce_rms": False, **alone.passes}, "custom_ops": list(alone.custom_ops)},
             "engine": {**({"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {}), **stage.engine, **alone.engine},
         }  # fmt: skip
         variables = {

@@ -15,6 +15,8 @@ class Alone:
     "Of its compiler, on or off."
     engine: dict[str, str | bool] = field(factory=dict)
     "Arguments of its engine."
+    custom_ops: tuple[str, ...] = ()
+    "Its layers that run their own kernels in place of what Inductor makes of them."
 
 
 @frozen
@@ -56,29 +58,30 @@ _DECODE, _FP8_CACHE = {"decode": ("mla_decode",)}, {"kv_cache_dtype": "fp8"}
 _FLASH = {"attention_backend": "FLASH_ATTN_MLA"}  # what vLLM picks on Hopper for caches that are not fp8
 _UNFUSED = {"unfused": Alone(passes={"fuse_norm_quant": False, "fuse_act_quant": False})}
 _NCCL = {"nccl": Alone(engine={"disable_custom_all_reduce": True})}  # sums in another order
+_KERNELS = {"kernels": Alone(custom_ops=("all",))}  # rounds where they write, Inductor does not
 _NO_DEEP_GEMM, _DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0"}, {"VLLM_USE_DEEP_GEMM": "1", "VLLM_DEEP_GEMM_WARMUP": "skip"}
 STAGES = {
     "fp8": Stage("deepseek-v3-fp8", _QUANTISED, alone=_UNFUSED, variables=_NO_DEEP_GEMM, needs=150),
-    "gpt-oss-tp2": Stage("gpt-oss-120b", _REDUCED, tp=2, alone=_NCCL),
+    "gpt-oss-tp2": Stage("gpt-oss-120b", _REDUCED, tp=2, alone=_NCCL | _KERNELS),
     "fp8-tp2": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, tp=2, alone=_UNFUSED | _NCCL, variables=_NO_DEEP_GEMM, needs=120),
-    "bf16-tp2": Stage("deepseek-v3", _REDUCED, tp=2, alone=_NCCL),
-    "gpt-oss-tp4": Stage("gpt-oss-120b", _REDUCED, tp=4, alone=_NCCL),
+    "bf16-tp2": Stage("deepseek-v3", _REDUCED, tp=2, alone=_NCCL | _KERNELS),
+    "gpt-oss-tp4": Stage("gpt-oss-120b", _REDUCED, tp=4, alone=_NCCL | _KERNELS),
     "fp8-tp4": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, tp=4, alone=_UNFUSED | _NCCL, variables=_NO_DEEP_GEMM, needs=120),
-    "bf16-tp4": Stage("deepseek-v3", _REDUCED, tp=4, alone=_NCCL),
+    "bf16-tp4": Stage("deepseek-v3", _REDUCED, tp=4, alone=_NCCL | _KERNELS),
     # On Hopper vLLM takes FlashInfer for a delta net's prefill, which is not measured here: its kernel is compiled by nvcc.
     "qwen3-next": Stage("qwen3-next", {"gated": ("gated_rms_norm",), "all": ("gated_rms_norm", "add_rms_norm")},
-                        engine={"gdn_prefill_backend": "triton"}, needs=150),
-    "bf16": Stage("deepseek-v3", _ONE_SHAPE),
+                        alone=_KERNELS, engine={"gdn_prefill_backend": "triton"}, needs=170),
+    "bf16": Stage("deepseek-v3", _ONE_SHAPE, alone=_KERNELS),
     # What vLLM takes for this model by default; it compiles its kernels as they are called, by nvcc or NVRTC.
     "fp8-deep-gemm": Stage("deepseek-v3-fp8", {"all": _QUANTISED["all"]}, alone=_UNFUSED, variables=_DEEP_GEMM, needs=240),
-    "gpt-oss": Stage("gpt-oss-120b", {"add_norm": ("add_rms_norm",)}),
-    "gpt-oss-bf16-tp2": Stage("gpt-oss-120b-bf16", _REDUCED, tp=2, alone=_NCCL),
+    "gpt-oss": Stage("gpt-oss-120b", {"add_norm": ("add_rms_norm",)}, alone=_KERNELS),
+    "gpt-oss-bf16-tp2": Stage("gpt-oss-120b-bf16", _REDUCED, tp=2, alone=_NCCL | _KERNELS),
     "moe-fp8": Stage("deepseek-v3-moe-fp8", {"all": _QUANTISED["all"]}, alone=_UNFUSED, variables=_NO_DEEP_GEMM, needs=150),
-    "moe": Stage("deepseek-v3-moe", {"all": _ONE_SHAPE["all"]}, needs=150),
-    "mla16": Stage("mla-16", _DECODE, engine=_FLASH),
-    "mla128": Stage("mla-128", _DECODE, engine=_FLASH),
-    "mla16-fp8-cache": Stage("mla-16", _DECODE, engine=_FP8_CACHE),
-    "mla128-fp8-cache": Stage("mla-128", _DECODE, engine=_FP8_CACHE),
+    "moe": Stage("deepseek-v3-moe", {"all": _ONE_SHAPE["all"]}, alone=_KERNELS, needs=150),
+    "mla16": Stage("mla-16", _DECODE, alone=_KERNELS, engine=_FLASH),
+    "mla128": Stage("mla-128", _DECODE, alone=_KERNELS, engine=_FLASH),
+    "mla16-fp8-cache": Stage("mla-16", _DECODE, alone=_KERNELS, engine=_FP8_CACHE),
+    "mla128-fp8-cache": Stage("mla-128", _DECODE, alone=_KERNELS, engine=_FP8_CACHE),
     "tiny": Stage("tiny", {"add_norm": ("add_rms_norm",)}),
     "tiny-mla": Stage("tiny", _DECODE),
     "tiny-tp2": Stage("tiny", {"all_reduce": ("all_reduce_add_rms_norm",)}, tp=2, alone=_NCCL),

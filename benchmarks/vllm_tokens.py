@@ -5,8 +5,8 @@ Two greedy texts part at the first near-tie, and say nothing behind it. So every
 decoded in vLLM's graphs.
 
 The rule: an arm's numbers hold where its log probabilities are no further from vLLM's than vLLM's own ways are from each other. Such ways
-are vLLM with its own quant fusions off (where the stage quantises), with NCCL instead of its own all-reduce (over several GPUs), and with
-the same texts in other batches, which a server's users see at every load. In the prompts and in the decoded tokens each,
+are vLLM with its own quant fusions off (where the stage quantises), with its own kernels in place of Inductor's (where it does not), with
+NCCL instead of its own all-reduce (over several GPUs), and with the same texts in other batches, which a server's users see at every load. In the prompts and in the decoded tokens each,
 
 - the mean distance is at most `WIDER` times that of the furthest of these ways. Over 22 texts a mean is known to 10 or 20 %, so that a
   smaller excess is not seen to be one. Where vLLM's ways are equal, or nearly so, it is at most `LEAST`: one token in sixty a bf16 step off.

@@ -171,10 +171,6 @@ def _why_not_layer(wrapper: Any, spec: MLASpec) -> str | None:
     base = getattr(sys.modules[WRITE[0]], WRITE[1])
     write = getattr(attention.impl, WRITE[2], None)
     checks = (
-        (
-            backend == "FLASH_ATTN_MLA",
-            "with FLASH_ATTN_MLA a benchmark ended in an illegal memory access, whose cause is not known; TRITON_MLA can be chosen",
-        ),
         (getattr(write, "__func__", None) is not getattr(base, WRITE[2]), f"{backend} has a cache write of its own"),
         (spec.rope is None or spec.rope.table != "cos_sin", "its rope has no table of cos and sin"),
         (wrapper.is_sparse or wrapper.indexer is not None, "its attention is sparse"),

@@ -18,7 +18,14 @@ TOKENS, HEADS = 8, 16
 
 
 def built(
-    name: str, op: str, step: int, *, form: str = "plain", pairs: str = "interleaved", early: bool = False
+    name: str,
+    op: str,
+    step: int,
+    *,
+    form: str = "plain",
+    pairs: str = "interleaved",
+    early: bool = False,
+    tokens: int = TOKENS,
 ) -> dict[str, Any]:
     """What one variant compiles to, at DeepSeek-V3's widths."""
     compiler = Compiler(name, early)
@@ -28,28 +35,28 @@ def built(
     launcher.wave = lambda _: target.warp_size  # type: ignore[assignment]
     launcher.interpreted = lambda _: False
     tuning.regime = lambda _: step  # type: ignore[assignment]
-    index, table = torch.zeros(TOKENS, dtype=torch.int64), torch.empty(4096, 64)
+    index, table = torch.zeros(tokens, dtype=torch.int64), torch.empty(4096, 64)
     cos, sin = table.chunk(2, -1)
     scale = torch.ones(1)
     if "norm" in op:
         dtype = {"plain": torch.bfloat16, "fp8": fp8, "fp8_ds_mla": torch.uint8}[form]
-        down = torch.empty(TOKENS, 2112, dtype=torch.bfloat16).split([1536, 512, 64], -1)
+        down = torch.empty(tokens, 2112, dtype=torch.bfloat16).split([1536, 512, 64], -1)
         weights = [torch.empty(width, dtype=torch.bfloat16) for width in (1536, 512)]
         cache = torch.empty(4, 64, FORMS[form], dtype=dtype)
         options = {"static": (scale, fp8), "per": (fp8, False), "group": (fp8, 128, False, False, False)}
-        options["into"] = (torch.empty(TOKENS, 1536, dtype=torch.bfloat16),)
+        options["into"] = (torch.empty(tokens, 1536, dtype=torch.bfloat16),)
         quant = options.get(op.removeprefix("mla_norm_rope_cache_").partition("_")[0], ())
         args = (*down, *weights, 1e-6, 1e-6, cos, sin, index, index, cache, scale, 0.0, 0.0, pairs, *quant)
         function = latents.function_of(OPS[op])
     else:
-        latent = torch.empty(HEADS, TOKENS, 512, dtype=torch.bfloat16).transpose(0, 1)
-        rope = torch.empty(TOKENS, HEADS, 192, dtype=torch.bfloat16)[..., 128:]
+        latent = torch.empty(HEADS, tokens, 512, dtype=torch.bfloat16).transpose(0, 1)
+        rope = torch.empty(tokens, HEADS, 192, dtype=torch.bfloat16)[..., 128:]
         args = (latent, rope, cos, sin, index, pairs)
         if op == "mla_query_rope":
-            args = (rope, torch.empty(TOKENS, HEADS, 576, dtype=torch.bfloat16), cos, sin, index, pairs)
+            args = (rope, torch.empty(tokens, HEADS, 576, dtype=torch.bfloat16), cos, sin, index, pairs)
         elif "absorb" in op:
             query, weight = (
-                torch.empty(TOKENS, HEADS, 192, dtype=torch.bfloat16),
+                torch.empty(tokens, HEADS, 192, dtype=torch.bfloat16),
                 torch.empty(HEADS, 128, 512).bfloat16(),
             )
             quant = (scale, pairs, fp8) if op.endswith("quant") else (pairs,)
@@ -66,6 +73,7 @@ if __name__ == "__main__":
     for target in TARGETS:
         for op in OPS:
             found += [built(target, op, step) for step in (FEW, MANY)]
+        found.append(built(target, "mla_query_absorb", MANY, tokens=absorb.MOST))
         found += [built(target, "mla_norm_rope_cache", FEW, form=form) for form in ("fp8", "fp8_ds_mla")]
         found += [
             built(target, "mla_query_concat", FEW, pairs=pairs) for pairs in ("halves", "interleaved_to_halves", "none")

@@ -53,7 +53,7 @@ def wanted(given: dict[str, Any], pairs: str = "interleaved") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (3, 5), (16, 3), (17, 2), (65, 2)])
+@pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (3, 5), (16, 3), (17, 2), (40, 5), (64, 1), (65, 2)])
 @pytest.mark.parametrize(("widths", "nope"), [(SMALL, 32), (SMALL, 24), (DEEPSEEK, 128), (Widths(96, 72, 16), 16)])
 def test_the_product_beside_the_turned_columns(
     backend: str, widths: Widths, nope: int, tokens: int, heads: int, transposed: bool

@@ -16,18 +16,21 @@ from . import launcher, queries, tuning
 from . import steps_of as rows_steps
 from .absorb_kernel import query_absorb
 
-MOST = 16
-"""Tokens up to which the GEMM is ours, and those of a program: one block of a tensor core. Torch's is faster beyond (benchmarks/results/mla_tuning-absorb-*.json)."""
-ROPES = 4
-"""Tokens that a program ropes: with more of them it would take longer than the GEMM beside it."""
+LEAST, MOST = 16, 64
+"""Tokens of a program: one block of a tensor core or more. Up to `MOST` the GEMM is ours. Torch's is faster beyond (benchmarks/results/mla_tuning-absorb-*.json)."""
+ROPES, TOGETHER = 4, 4
+"""Tokens that a program ropes, and of how many heads: with more of them it would take longer than the GEMM beside it."""
 DEEPEST = 256
 """Columns of a head that a program holds at once."""
+_BLOCKS = tuple(LEAST << step for step in range((MOST // LEAST).bit_length()))
 
 
 def steps_of(case: Any) -> tuple[int, ...]:
-    """As `Backend.steps`: from its own launch to that of what is behind torch's GEMM, and those of that."""
+    """As `Backend.steps`: its own launches, that of what is behind torch's GEMM, and those of that."""
     behind = rows_steps(case)
-    return behind if case.nope_width > DEEPEST else (MOST, *(tokens for tokens in behind if tokens > MOST))
+    if case.nope_width > DEEPEST:
+        return behind
+    return (*_BLOCKS, *(tokens for tokens in behind if tokens > MOST))
 
 
 def function_of(op: Op) -> Callable[..., Any]:
@@ -83,19 +86,18 @@ def _launch(
     every = (q_nope, q_rope, weight, cos, sin, positions, scale_in, out)
     addresses = tuple(tensor.data_ptr() for tensor in every)
     special = launcher.special(max(numbers), addresses, every)
-    block, device = MOST, out.get_device()
+    block, device = max(LEAST, tuning.power_of_two(tokens)), out.get_device()
     key = (
         name, device, block, q_nope.dtype, cos.dtype, sin.dtype, positions.dtype, out.dtype, heads, nope, latent, rope_width,
         nope_unit, rope_unit, weight_unit, transposed, pairs, steady, special,
     )  # fmt: skip
     if launcher.again(key, device, addresses, numbers):
         return
-    columns, warps = tuning.launch_absorb(heads, latent, launcher.wave(out.device))
+    columns, warps = tuning.launch_absorb(block, heads, latent, launcher.wave(out.device))
     constants = (
         heads, nope, latent, rope_width, nope_unit, rope_unit, weight_unit, transposed, scale is not None,
         LARGEST.get(out.dtype, 0.0), PAIRS.index(pairs), tuning.power_of_two(rope_width // 2),
-        block, ROPES, max(16, tuning.power_of_two(nope)), columns,
-        launcher.interpreted(out.device), steady,
+        block, ROPES, TOGETHER, max(16, tuning.power_of_two(nope)), columns, launcher.interpreted(out.device), steady,
     )  # fmt: skip
-    sides = heads * (-(-latent // columns) + block // ROPES)
+    sides = heads * -(-latent // columns) + -(-heads // TOGETHER) * (block // ROPES)
     launcher.first(query_absorb, key, every, numbers, constants, rows=block, sides=sides, warps=warps)

@@ -1,5 +1,5 @@
 # ruff: noqa: N803 (constants of a kernel are written in capitals)
-"""The kernel of `mla_query_absorb`: each head's GEMM in blocks of columns, and beside them a program that turns its rope columns."""
+"""The kernel of `mla_query_absorb`: each head's GEMM in blocks of columns, and beside them programs that turn rope columns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def _roped(
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE_WIDTH: tl.constexpr, ROPE_UNIT: tl.constexpr, STATIC: tl.constexpr,
     LARGEST: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The rope columns of tokens of a head."""
+    """The rope columns of rows: pairs of a token and a head."""
     if EARLY:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    mask = token < tokens
+    mask = (token < tokens) & (head < HEADS)
     start = (token * rope_token + head * rope_head) * ROPE_UNIT
     first, second = read_pairs(q_rope, start, mask, ROPE_WIDTH, HALF, PAIRS)
     if PAIRS != NOT_TURNED:
@@ -83,29 +83,32 @@ def query_absorb(
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE_WIDTH: tl.constexpr,
     NOPE_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr, WEIGHT_UNIT: tl.constexpr, TRANSPOSED: tl.constexpr,
     STATIC: tl.constexpr, LARGEST: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    TOKENS: tl.constexpr, ROPES: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, ROPES: tl.constexpr, TOGETHER: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS of a head per program: COLUMNS of the product over DEPTH >= NOPE columns. Or the rope of ROPES of them.
+    """TOKENS of a head per program: COLUMNS of the product over DEPTH >= NOPE columns. Or the rope of ROPES of them in TOGETHER heads.
 
     TRANSPOSED: the weight's rows lie along NOPE. STATIC: everything is divided by a scale.
     WIDE: for Triton's interpreter, which multiplies no bfloat16. AHEAD: the weight is read while the kernel in front may still run.
     """
     blocks: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
-    parts: tl.constexpr = blocks + TOKENS // ROPES
-    side = tl.program_id(0) % (HEADS * parts)
-    begin = (tl.program_id(0) // (HEADS * parts)).to(tl.int64) * TOKENS
-    head, part = side // parts, side % parts
-    if part >= blocks:
+    products: tl.constexpr = HEADS * blocks
+    turns: tl.constexpr = TOKENS // ROPES
+    sides: tl.constexpr = products + (HEADS + TOGETHER - 1) // TOGETHER * turns
+    side = tl.program_id(0) % sides
+    begin = (tl.program_id(0) // sides).to(tl.int64) * TOKENS
+    if side >= products:
+        row, turn = tl.arange(0, ROPES * TOGETHER), side - products
+        token = begin + turn % turns * ROPES + row // TOGETHER
         _roped(
-            q_rope, cos, sin, positions, scale_in, out, begin + (part - blocks) * ROPES + tl.arange(0, ROPES), head, tokens,
+            q_rope, cos, sin, positions, scale_in, out, token, turn // turns * TOGETHER + row % TOGETHER, tokens,
             rope_token, rope_head, table_rows, cos_stride, sin_stride,
             HEADS, LATENT, ROPE_WIDTH, ROPE_UNIT, STATIC, LARGEST, PAIRS, HALF, EARLY,
         )  # fmt: skip
     else:
         _absorbed(
-            q_nope, weight, scale_in, out, begin + tl.arange(0, TOKENS), head, part * COLUMNS + tl.arange(0, COLUMNS), tokens,
-            nope_token, nope_head, weight_head, weight_row,
+            q_nope, weight, scale_in, out, begin + tl.arange(0, TOKENS), side // blocks,
+            side % blocks * COLUMNS + tl.arange(0, COLUMNS), tokens, nope_token, nope_head, weight_head, weight_row,
             HEADS, NOPE, LATENT, ROPE_WIDTH, NOPE_UNIT, WEIGHT_UNIT, TRANSPOSED, STATIC, LARGEST, DEPTH, WIDE,
             AHEAD, EARLY,
         )  # fmt: skip

@@ -284,16 +284,18 @@ def launch_query(step: int, width: int, quantised: bool, wave: int) -> Launch:
     return Launch(chunk, 0, 0, rows, False, _waves(max(1, rows * chunk // 512), wave))
 
 
-def launch_absorb(heads: int, latent: int, wave: int) -> tuple[int, int]:
+def launch_absorb(block: int, heads: int, latent: int, wave: int) -> tuple[int, int]:
     """Columns and warps of a program of `mla_query_absorb`: many programs where the weights are few, large reads where they are many.
 
     Args:
+        block: tokens of a program.
         heads: of a token.
         latent: columns of the product.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
     few = heads * latent <= 16384
-    return max(16, min(power_of_two(latent), 64 if few else 256)), _waves(4 if few else 8, wave)
+    columns = 64 if few else 256 if block == 16 else 128
+    return max(16, min(power_of_two(latent), columns)), _waves(4 if few else 8, wave)
 
 
 def _hold(step: int, moved: int) -> bool:
