@@ -81,15 +81,28 @@ def gemms(
     return layer._absorbed(nope), layer.projected(attended)
 
 
-def attended(layer: MLADecodeLayer, query: Tensor) -> Tensor:
-    """Torch's attention of each token to its own LENGTH entries, in pages that follow each other: (tokens, heads, latent)."""
-    entries = layer.cache.view(-1, 1, LENGTH, layer.cache.shape[-1])[: query.shape[0]]
+@torch.library.custom_op("layerfuse_bench::attended", mutates_args=())
+def attention(query: Tensor, entries: Tensor, value_width: int, scale: float) -> Tensor:
+    """Torch's attention, one kernel for all ways: (tokens, heads, width) to (tokens, LENGTH, width) of each."""
     # Heads stand where a sequence's queries do: they share keys and values. Torch's own choice takes one program per sequence for
     # these widths, six times as long as its plain GEMMs.
     with sdpa_kernel(SDPBackend.MATH):
         return torch.nn.functional.scaled_dot_product_attention(
-            query[:, None], entries, entries[..., : layer.spec.kv_lora_rank], scale=layer.spec.softmax_scale
-        )[:, 0]
+            query[:, None], entries[:, None], entries[:, None, :, :value_width], scale=scale
+        )[:, 0].contiguous()
+
+
+@attention.register_fake
+def _(query: Tensor, entries: Tensor, value_width: int, scale: float) -> Tensor:
+    del entries, scale
+    return query.new_empty(*query.shape[:-1], value_width)
+
+
+def attended(layer: MLADecodeLayer, query: Tensor) -> Tensor:
+    """Torch's attention of each token to its own LENGTH entries, in pages that follow each other: (tokens, heads, latent)."""
+    entries = layer.cache.view(-1, LENGTH, layer.cache.shape[-1])[: query.shape[0]]
+    result: Tensor = attention(query, entries, layer.spec.kv_lora_rank, layer.spec.softmax_scale)
+    return result
 
 
 def whole(

@@ -49,11 +49,11 @@ def query_shapes(most: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
 
 
 def absorb_shapes(tokens: int) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Launches of `mla_query_absorb`: name -> columns, warps. And none: torch's GEMM into the buffer that is roped."""
+    """Launches of `mla_query_absorb`: name -> columns, warps, heads roped together. And none: torch's GEMM into the buffer that is roped."""
     yield "torch's GEMM", ()
-    for columns, warps in itertools.product((32, 64, 128, 256), (2, 4, 8)):
-        if 1024 <= columns * max(16, tokens) // warps <= 4096:
-            yield f"columns {columns} warps {warps}", (columns, warps)
+    for columns, warps, together in itertools.product((32, 64, 128, 256), (2, 4, 8), (4, 16)):
+        if 512 <= columns * max(16, tokens) // warps <= 4096:
+            yield f"columns {columns} warps {warps} heads {together}", (columns, warps, together)
 
 
 def with_shape(op: str, shape: tuple[Any, ...] | None, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -37,6 +37,7 @@ class Stage:
 
 _QUANTISED = {
     "all": (*BEHIND, "add_rms_norm"),
+    "norms": tuple(name for name in BEHIND if "norm" in name),
     "add_norm": ("add_rms_norm_group_quant", "rms_norm_group_quant"),
     "silu": ("silu_mul_group_quant",),
     "dual": ("mla_dual_rms_norm_group_quant",),

@@ -64,6 +64,7 @@ class Compiler:
         rows: int,
         sides: int,
         warps: int,
+        beside: int = 0,
     ) -> None:
         names, known = kernel.arg_names, len(tensors) + len(numbers)
         types = dict.fromkeys(names, "constexpr")

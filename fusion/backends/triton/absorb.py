@@ -18,8 +18,6 @@ from .absorb_kernel import query_absorb
 
 LEAST, MOST = 16, 64
 """Tokens of a program: one block of a tensor core or more. Up to `MOST` the GEMM is ours. Torch's is faster beyond (benchmarks/results/mla_tuning-absorb-*.json)."""
-ROPES, TOGETHER = 4, 4
-"""Tokens that a program ropes, and of how many heads: with more of them it would take longer than the GEMM beside it."""
 DEEPEST = 256
 """Columns of a head that a program holds at once."""
 _BLOCKS = tuple(LEAST << step for step in range((MOST // LEAST).bit_length()))
@@ -93,11 +91,13 @@ def _launch(
     )  # fmt: skip
     if launcher.again(key, device, addresses, numbers):
         return
-    columns, warps = tuning.launch_absorb(block, heads, latent, launcher.wave(out.device))
+    columns, warps, together = tuning.launch_absorb(block, heads, latent, launcher.wave(out.device))
     constants = (
         heads, nope, latent, rope_width, nope_unit, rope_unit, weight_unit, transposed, scale is not None,
         LARGEST.get(out.dtype, 0.0), PAIRS.index(pairs), tuning.power_of_two(rope_width // 2),
-        block, ROPES, TOGETHER, max(16, tuning.power_of_two(nope)), columns, launcher.interpreted(out.device), steady,
+        block, together, max(16, tuning.power_of_two(nope)), columns, launcher.interpreted(out.device), steady,
     )  # fmt: skip
-    sides = heads * -(-latent // columns) + -(-heads // TOGETHER) * (block // ROPES)
-    launcher.first(query_absorb, key, every, numbers, constants, rows=block, sides=sides, warps=warps)
+    launcher.first(
+        query_absorb, key, every, numbers, constants,
+        rows=1, sides=-(-heads // together), warps=warps, beside=heads * -(-latent // columns),
+    )  # fmt: skip

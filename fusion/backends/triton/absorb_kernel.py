@@ -13,19 +13,19 @@ from .turning import NOT_TURNED, angle, read_pairs, turned, write_pairs
 
 @triton.jit
 def _roped(
-    q_rope, cos, sin, positions, scale_in, out, token, head, tokens, rope_token, rope_head, table_rows, cos_stride, sin_stride,
+    q_rope, cos, sin, positions, scale_in, out, token, head, rope_token, rope_head, table_rows, cos_stride, sin_stride,
     HEADS: tl.constexpr, LATENT: tl.constexpr, ROPE_WIDTH: tl.constexpr, ROPE_UNIT: tl.constexpr, STATIC: tl.constexpr,
     LARGEST: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The rope columns of rows: pairs of a token and a head."""
+    """The rope columns of heads of a token."""
     if EARLY:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    mask = (token < tokens) & (head < HEADS)
+    mask = head < HEADS
     start = (token * rope_token + head * rope_head) * ROPE_UNIT
     first, second = read_pairs(q_rope, start, mask, ROPE_WIDTH, HALF, PAIRS)
     if PAIRS != NOT_TURNED:
-        position = tl.load(positions + token, mask=mask, other=0).to(tl.int64)
+        position = tl.load(positions + token + tl.arange(0, 1)).to(tl.int64)
         c = angle(cos, position, table_rows, cos_stride, ROPE_WIDTH, HALF)
         s = angle(sin, position, table_rows, sin_stride, ROPE_WIDTH, HALF)
         first, second = turned(first, second, c, s)
@@ -83,32 +83,30 @@ def query_absorb(
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, ROPE_WIDTH: tl.constexpr,
     NOPE_UNIT: tl.constexpr, ROPE_UNIT: tl.constexpr, WEIGHT_UNIT: tl.constexpr, TRANSPOSED: tl.constexpr,
     STATIC: tl.constexpr, LARGEST: tl.constexpr, PAIRS: tl.constexpr, HALF: tl.constexpr,
-    TOKENS: tl.constexpr, ROPES: tl.constexpr, TOGETHER: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    TOKENS: tl.constexpr, TOGETHER: tl.constexpr, DEPTH: tl.constexpr, COLUMNS: tl.constexpr, WIDE: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """TOKENS of a head per program: COLUMNS of the product over DEPTH >= NOPE columns. Or the rope of ROPES of them in TOGETHER heads.
+    """All tokens of a head, no more than TOKENS, per program: COLUMNS of the product over DEPTH >= NOPE columns.
 
+    Behind these programs, those of the rope: TOGETHER heads of a token each. With more it would take longer than the GEMM beside it.
     TRANSPOSED: the weight's rows lie along NOPE. STATIC: everything is divided by a scale.
     WIDE: for Triton's interpreter, which multiplies no bfloat16. AHEAD: the weight is read while the kernel in front may still run.
     """
     blocks: tl.constexpr = (LATENT + COLUMNS - 1) // COLUMNS
-    products: tl.constexpr = HEADS * blocks
-    turns: tl.constexpr = TOKENS // ROPES
-    sides: tl.constexpr = products + (HEADS + TOGETHER - 1) // TOGETHER * turns
-    side = tl.program_id(0) % sides
-    begin = (tl.program_id(0) // sides).to(tl.int64) * TOKENS
-    if side >= products:
-        row, turn = tl.arange(0, ROPES * TOGETHER), side - products
-        token = begin + turn % turns * ROPES + row // TOGETHER
-        _roped(
-            q_rope, cos, sin, positions, scale_in, out, token, turn // turns * TOGETHER + row % TOGETHER, tokens,
-            rope_token, rope_head, table_rows, cos_stride, sin_stride,
-            HEADS, LATENT, ROPE_WIDTH, ROPE_UNIT, STATIC, LARGEST, PAIRS, HALF, EARLY,
-        )  # fmt: skip
-    else:
+    groups: tl.constexpr = (HEADS + TOGETHER - 1) // TOGETHER
+    program = tl.program_id(0)
+    if program < HEADS * blocks:
+        column = program % blocks * COLUMNS + tl.arange(0, COLUMNS)
         _absorbed(
-            q_nope, weight, scale_in, out, begin + tl.arange(0, TOKENS), side // blocks,
-            side % blocks * COLUMNS + tl.arange(0, COLUMNS), tokens, nope_token, nope_head, weight_head, weight_row,
+            q_nope, weight, scale_in, out, tl.arange(0, TOKENS).to(tl.int64), program // blocks, column, tokens,
+            nope_token, nope_head, weight_head, weight_row,
             HEADS, NOPE, LATENT, ROPE_WIDTH, NOPE_UNIT, WEIGHT_UNIT, TRANSPOSED, STATIC, LARGEST, DEPTH, WIDE,
             AHEAD, EARLY,
+        )  # fmt: skip
+    else:
+        turn = program - HEADS * blocks
+        _roped(
+            q_rope, cos, sin, positions, scale_in, out, (turn // groups).to(tl.int64),
+            turn % groups * TOGETHER + tl.arange(0, TOGETHER), rope_token, rope_head, table_rows, cos_stride, sin_stride,
+            HEADS, LATENT, ROPE_WIDTH, ROPE_UNIT, STATIC, LARGEST, PAIRS, HALF, EARLY,
         )  # fmt: skip

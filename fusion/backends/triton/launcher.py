@@ -36,6 +36,8 @@ class Compiled(NamedTuple):
     "Of a program."
     sides: int
     "Programs that share these rows."
+    beside: int
+    "Programs for all rows together."
     constants: tuple[Any, ...]
 
 
@@ -68,9 +70,9 @@ def again(key: tuple[Any, ...], device: int, addresses: tuple[int, ...], numbers
     known = _compiled.get(key)
     if known is None or device != _current_device() or _profiled():
         return False
-    run, function, metadata, rows, sides, constants = known
+    run, function, metadata, rows, sides, beside, constants = known
     run(
-        -(-numbers[0] // rows) * sides, 1, 1, _current_stream(device), function, metadata, None, None, None,
+        -(-numbers[0] // rows) * sides + beside, 1, 1, _current_stream(device), function, metadata, None, None, None,
         *addresses, *numbers, *constants,
     )  # fmt: skip
     return True
@@ -86,6 +88,7 @@ def first(
     rows: int,
     sides: int,
     warps: int,
+    beside: int = 0,
 ) -> None:
     """Compile a kernel, launch it, and keep it.
 
@@ -98,19 +101,20 @@ def first(
         rows: that a program takes.
         sides: programs that share these rows.
         warps: of a program.
+        beside: programs for all rows together.
     """
     device = tensors[0].device
     early = _overlaps(device)
     constants = (*constants, early)
     options: dict[str, Any] = {"num_warps": warps} | ({"launch_pdl": True} if early else {})
-    grid = (-(-numbers[0] // rows) * sides, 1, 1)
+    grid = (-(-numbers[0] // rows) * sides + beside, 1, 1)
     if interpreted(device):
         kernel[grid](*tensors, *numbers, *constants, **options)
         return
     with torch.cuda.device(device):
         built = kernel[grid](*tensors, *numbers, *constants, **options)
     if not (HIP and _has_large_storage(tensors)) and max(numbers) < 2**31:
-        _compiled[key] = Compiled(built.run, built.function, built.packed_metadata, rows, sides, constants)
+        _compiled[key] = Compiled(built.run, built.function, built.packed_metadata, rows, sides, beside, constants)
 
 
 def interpreted(device: torch.device) -> bool:

@@ -284,8 +284,10 @@ def launch_query(step: int, width: int, quantised: bool, wave: int) -> Launch:
     return Launch(chunk, 0, 0, rows, False, _waves(max(1, rows * chunk // 512), wave))
 
 
-def launch_absorb(block: int, heads: int, latent: int, wave: int) -> tuple[int, int]:
-    """Columns and warps of a program of `mla_query_absorb`: many programs where the weights are few, large reads where they are many.
+def launch_absorb(block: int, heads: int, latent: int, wave: int) -> tuple[int, int, int]:
+    """Columns and warps of a program of `mla_query_absorb`, and heads that are roped together.
+
+    Many programs where the weights are few, large reads where they are many.
 
     Args:
         block: tokens of a program.
@@ -295,7 +297,7 @@ def launch_absorb(block: int, heads: int, latent: int, wave: int) -> tuple[int, 
     """
     few = heads * latent <= 16384
     columns = 64 if few else 256 if block == 16 else 128
-    return max(16, min(power_of_two(latent), columns)), _waves(4 if few else 8, wave)
+    return max(16, min(power_of_two(latent), columns)), _waves(4 if few else 8, wave), 4 if few else 16
 
 
 def _hold(step: int, moved: int) -> bool:
