@@ -15,7 +15,6 @@ from attrs import frozen
 from torch import Tensor
 
 from layerfuse.fusion import ops
-from layerfuse.fusion.backends.triton.absorb import MOST
 
 Load = Callable[[str], Any]
 """From `module:function` below aiter.ops.triton to the function."""
@@ -169,7 +168,7 @@ def op_ways(given: Given, load: Load | None) -> dict[str, tuple[dict[str, Way], 
         "mla_norm_rope_cache": ({"op": norms}, moved[0]),
         "mla_query_concat": ({"op": query}, moved[1]),
     }
-    if tokens <= MOST:
+    if tokens <= 64:
         bytes_moved = heads * 128 * 512 * 2 + tokens * heads * (192 * 2 + 576 * item)
         found["mla_query_absorb"] = {"op": absorb, GEMM: gemm_and_concat}, bytes_moved
     if item > 1:

@@ -152,7 +152,7 @@ def _query_absorb(name: str, said: str, quantised: bool) -> Op:
     return Op(
         name=name,
         doc=f"The query absorbed into the latent's columns, and its turned rope columns beside them{said}: the GEMM of each head "
-        "and all behind it in one launch for up to 16 tokens, in two for more (DeepSeek-V2, arXiv 2405.04434, appendix C).",
+        "and all behind it in one launch for up to 64 tokens (32 of more than 32 heads), in two for more (DeepSeek-V2, arXiv 2405.04434, appendix C).",
         args=(
             Rows(
                 name="q_nope",

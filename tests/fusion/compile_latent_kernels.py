@@ -73,7 +73,7 @@ if __name__ == "__main__":
     for target in TARGETS:
         for op in OPS:
             found += [built(target, op, step) for step in (FEW, MANY)]
-        found.append(built(target, "mla_query_absorb", MANY, tokens=absorb.MOST))
+        found.append(built(target, "mla_query_absorb", MANY, tokens=absorb.most(HEADS, 128)))
         found += [built(target, "mla_norm_rope_cache", FEW, form=form) for form in ("fp8", "fp8_ds_mla")]
         found += [
             built(target, "mla_query_concat", FEW, pairs=pairs) for pairs in ("halves", "interleaved_to_halves", "none")

@@ -128,7 +128,7 @@ def test_torch_is_told_the_truth() -> None:
 
 
 def test_more_tokens_than_a_row_of_weights_is_read_for_take_torchs_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where ours ends: the kernel is launched up to `MOST` tokens and not beyond."""
+    """Where ours ends: the kernel is launched up to `most` tokens and not beyond."""
     launched: list[int] = []
     own = absorb._launch
     monkeypatch.setattr(
@@ -136,20 +136,21 @@ def test_more_tokens_than_a_row_of_weights_is_read_for_take_torchs_gemm(monkeypa
     )
     backends.force("triton")
     try:
-        for tokens in (1, absorb.MOST, absorb.MOST + 1):
-            ops.mla_query_absorb(**given_of(SMALL, tokens, 2))
+        for tokens, heads in ((1, 2), (64, 2), (65, 2), (32, 33), (33, 33)):
+            ops.mla_query_absorb(**given_of(SMALL, tokens, heads))
     finally:
         backends.force(None)
-    assert launched == [1, absorb.MOST]
+    assert launched == [1, 64, 32]
 
 
 @pytest.mark.skipif(GPU, reason="launches are taken down in the place of Triton's interpreter")
+@pytest.mark.parametrize("heads", [4, 40])
 @pytest.mark.parametrize("nope", [32, 2 * absorb.DEEPEST])
 @pytest.mark.parametrize("static", [False, True])
 def test_every_way_to_launch_it_begins_behind_one_of_its_steps(
-    static: bool, nope: int, monkeypatch: pytest.MonkeyPatch
+    static: bool, nope: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heads, keys = 4, set()
+    keys: set[Any] = set()
     monkeypatch.setattr(launcher, "first", lambda kernel, key, *_, **__: keys.add(key))
     name = "mla_query_absorb_static_quant" if static else "mla_query_absorb"
     cases = []
@@ -167,7 +168,7 @@ def test_every_way_to_launch_it_begins_behind_one_of_its_steps(
         steps = backends.steps(name, DEVICE, cases[0])
         ways = {launched(count) for count in (1, *(step + 1 for step in steps))}
         edges = {rows // heads + beside for rows in STEPS for beside in (0, 1)}
-        assert {launched(count) for count in {1, 2, absorb.MOST, absorb.MOST + 1, 100} | edges} == ways
+        assert {launched(count) for count in {1, 2, 16, 17, 32, 33, 64, 65, 100} | edges} == ways
         assert len(ways) == len(steps) + 1
     finally:
         backends.force(None)

@@ -16,19 +16,22 @@ from . import launcher, queries, tuning
 from . import steps_of as rows_steps
 from .absorb_kernel import query_absorb
 
-LEAST, MOST = 16, 64
-"""Tokens of a program: one block of a tensor core or more. Up to `MOST` the GEMM is ours. Torch's is faster beyond (benchmarks/results/mla_tuning-absorb-*.json)."""
+LEAST = 16
+"""Tokens of a program: one block of a tensor core or more."""
 DEEPEST = 256
 """Columns of a head that a program holds at once."""
-_BLOCKS = tuple(LEAST << step for step in range((MOST // LEAST).bit_length()))
 
 
 def steps_of(case: Any) -> tuple[int, ...]:
     """As `Backend.steps`: its own launches, that of what is behind torch's GEMM, and those of that."""
-    behind = rows_steps(case)
-    if case.nope_width > DEEPEST:
-        return behind
-    return (*_BLOCKS, *(tokens for tokens in behind if tokens > MOST))
+    behind, own = rows_steps(case), most(case.heads, case.nope_width)
+    blocks = (LEAST << step for step in range((own // LEAST).bit_length()))
+    return (*blocks, *(tokens for tokens in behind if tokens > own))
+
+
+def most(heads: int, nope: int) -> int:
+    """Tokens up to which the GEMM is ours, for heads of so many columns: torch's is faster beyond (benchmarks/results/mla_*.json)."""
+    return 0 if nope > DEEPEST else 64 if heads <= 32 else 32
 
 
 def function_of(op: Op) -> Callable[..., Any]:
@@ -42,7 +45,7 @@ def function_of(op: Op) -> Callable[..., Any]:
     ) -> Tensor:
         tokens, latent = q_nope.shape[:-2].numel(), weight.shape[-1]
         scale, pairs, dtype, steady = options if static else (None, options[0], q_nope.dtype, options[1])
-        large = tokens > MOST or q_nope.shape[-1] > DEEPEST
+        large = tokens > most(*q_nope.shape[-2:])
         if large and static:
             return concat(absorbed(q_nope, weight), q_rope, cos, sin, positions, scale, pairs, dtype)
         shape = (*q_nope.shape[:-1], latent + q_rope.shape[-1])

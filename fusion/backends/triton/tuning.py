@@ -295,9 +295,10 @@ def launch_absorb(block: int, heads: int, latent: int, wave: int) -> tuple[int, 
         latent: columns of the product.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
-    few = heads * latent <= 16384
-    columns = 64 if few else 256 if block == 16 else 128
-    return max(16, min(power_of_two(latent), columns)), _waves(4 if few else 8, wave), 4 if few else 16
+    columns, warps, together = 64, 2 if block == 32 else 4, 4
+    if heads * latent > 16384:
+        columns, warps, together = (256, 8, 16) if block == 16 else (128, 4, 4)
+    return max(16, min(power_of_two(latent), columns)), _waves(warps, wave), together
 
 
 def _hold(step: int, moved: int) -> bool:
