@@ -1,7 +1,7 @@
 """The two ops that stand in an MLA layer of vLLM's instead of its norms, ropes, cache write and attention, split as vLLM's own are.
 
 Where all tokens of a step are decoded, `mla_latents` is one launch (both norms, the rope of the key, the cache write), and
-`mla_attend` absorbs and ropes the query in one launch (two for more than 16 tokens). In any other step the first gives vLLM's cache write and
+`mla_attend` absorbs and ropes the query in one launch (two for many tokens). In any other step the first gives vLLM's cache write and
 its prefill what they take, and the second ropes the query in place.
 """
 

@@ -42,8 +42,9 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "layerfuse" not in allowed.split(","):
         return "absent", f"VLLM_PLUGINS={allowed} keeps vLLM from loading it"
-    on = ", ".join(f"{name} ({', '.join(archs)})" for name, archs in on_by_default().items()) or "no fusion"
+    archs = sorted({arch for several in on_by_default().values() for arch in several})
+    on = "; ".join(f"{', '.join(on_by_default(arch))} are on by default on {arch}" for arch in archs)
     asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
-    would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else f"{on} is on by default"
+    would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else on or "no fusion is on by default"
     needed = sum(hook.needed for hook in HOOKS)
     return "found", f"vLLM {version} is {known}; {needed} of {needed} hooks found; {would}"

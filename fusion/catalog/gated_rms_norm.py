@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..chain import Fusion, GatedNorm
+from ..chain import Faster, Fusion, GatedNorm
 from ..sites import OUTPUT
 
 FUSION = Fusion(
@@ -11,4 +11,11 @@ FUSION = Fusion(
     level=1,
     roles=(OUTPUT,),
     chain=(GatedNorm,),
+    faster_in=(
+        Faster(
+            engine="vllm",
+            archs=("sm90",),
+            figure="1.018, 1.005 and 1.003 times faster per decode step at batch 1, 8 and 64 (Qwen3-Next, vLLM 0.26, H200)",
+        ),
+    ),
 )

@@ -167,7 +167,12 @@ SOURCES = {
 @pytest.mark.parametrize(
     ("version", "gone", "state", "detail"),
     [
-        ("0.33.0", "", "found", "vLLM 0.33.0 is tested; 5 of 5 hooks found; no fusion is on by default"),
+        (
+            "0.33.0",
+            "",
+            "found",
+            "vLLM 0.33.0 is tested; 5 of 5 hooks found; add_rms_norm_group_quant, all_reduce_add_rms_norm, ",
+        ),
         (
             "0.34.1",
             "",

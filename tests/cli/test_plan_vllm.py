@@ -23,13 +23,13 @@ NAMED = "; naming the fusion takes it instead"
     [
         # A pass of vLLM's compiler, by its name.
         (
-            ["deepseek-v3", "--target", "sm90", "--quant", "group128"],
+            ["deepseek-v3", "--target", "sm100", "--quant", "group128"],
             "post_attention",
             GROUP,
             "its pass RMSNormQuantFusionPass (fuse_norm_quant)" + NAMED,
         ),
         (
-            ["deepseek-v3", "--target", "sm90", "--tp", 8],
+            ["deepseek-v3", "--target", "sm100", "--tp", 8],
             "final",
             f"all_reduce_{ADD}",
             "its pass AllReduceFusionPass (fuse_allreduce_rms)" + NAMED,
@@ -100,10 +100,10 @@ def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
     def last(model):
         return run("plan", model, "--engine", "vllm").out.splitlines()[-1]
 
-    off = "mla_decode at 61 MLA layers: off in vllm unless switched on: no measurement of it there is kept."
+    off = "mla_decode at 61 MLA layers: off in vllm unless switched on: measured 1.06 to 1.08 times faster per decode step with 16 heads, 1.02 with 128 (vLLM 0.26, H200); prompts were not timed."
     assert last("kimi-k2.5") == off
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_decode,add_rms_norm")
-    on = "mla_decode at 61 MLA layers: both norms, the ropes and the cache write of a decode step are two launches (three for more than 16 tokens), in vLLM's "
+    on = "mla_decode at 61 MLA layers: both norms, the ropes and the cache write of a decode step are two launches or three, in vLLM's "
     assert last("kimi-k2.5") == f"{on}MultiHeadLatentAttentionWrapper."
     assert last("deepseek-v2-lite").endswith("not possible: q_lora_rank is None: there is no query latent.")
     assert "add_rms_norm" in run("plan", "kimi-k2.5", "--engine", "vllm").out

@@ -40,15 +40,15 @@ def test_a_measurement_that_is_entered_turns_planning_on_where_it_holds(
     """The catalog's own files, with one more line in one of them."""
     for path in defaults.CATALOG.glob("*.py"):
         text = path.read_text()
-        if path.stem == "gated_rms_norm":
+        if path.stem == "rms_norm_per_token_quant":
             entry = 'faster_in=(Faster(engine="vllm", archs=("sm90", "sm100"), figure="1.1 times", ranks=2),),'
-            text = text.replace("    level=1,", f"    level=1,\n    {entry}")
+            text = text.replace("    level=2,", f"    level=2,\n    {entry}")
             assert entry in text
         (tmp_path / path.name).write_text(text)
     already = defaults.on_by_default()
     monkeypatch.setattr(defaults, "CATALOG", tmp_path)
-    assert defaults.on_by_default() == {**already, "gated_rms_norm": ("sm90", "sm100")}
-    assert "gated_rms_norm" not in defaults.on_by_default("gfx950")
+    assert defaults.on_by_default() == {**already, "rms_norm_per_token_quant": ("sm90", "sm100")}
+    assert "rms_norm_per_token_quant" not in defaults.on_by_default("gfx950")
     for arch, nothing in (("sm100", False), ("gfx950", not any("gfx950" in archs for archs in already.values()))):
         monkeypatch.setattr("layerfuse.engines.vllm.defaults.arch_here", lambda arch=arch: arch)
         assert _nothing_on(Options()) is nothing
@@ -136,6 +136,7 @@ def test_the_entry_point_is_declared() -> None:
 def test_a_package_with_broken_entry_points_leaves_what_is_on_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("layerfuse.engines.vllm.defaults.arch_here", lambda: "cpu")
     on = _nothing_on(Options())
     info = tmp_path / "torn-1.0.dist-info"
     info.mkdir()
