@@ -208,7 +208,8 @@ class Fusion:
 
     def faster_at(self, engine: Engine, target: Target, site: Site, quant: ActivationQuant | None) -> Faster | None:
         """The measurement that says that it is faster in an engine at such a site, or None."""
-        return next((f for f in self._measured_in(engine) if f.holds(target, site, quant)), None)
+        measured = (f for f in self._measured_in(engine) if f.unless not in engine.does)
+        return next((f for f in measured if f.holds(target, site, quant)), None)
 
     def why_off_in(self, engine: Engine) -> str:
         """Why it is off in an engine unless it is switched on, wherever none of its measurements holds."""

@@ -146,7 +146,10 @@ class FusionConfig:
 
     @classmethod
     def parse(cls, text: str, *, origin: str = "FusionConfig.parse", strict: bool = False) -> FusionConfig:
-        """The config that a line such as `none`, `all`, `mla_dual_rms_norm` or `-mla_dual_rms_norm` asks for."""
+        """The config that a line such as `none`, `all`, `mla_dual_rms_norm` or `-mla_dual_rms_norm` asks for.
+
+        Names alone are all that is on. Those with a plus or a minus are on or off beside what is on by default.
+        """
         if not isinstance(text, str):
             raise ArgumentError(
                 f"FusionConfig.parse: expected a line such as 'all' or '-add_rms_norm', got {shown(text)}"
@@ -161,11 +164,11 @@ class FusionConfig:
             raise FusionConfigError(
                 f"{origin}: {alone!r} stands alone, and {cut(', '.join(words))} are {len(words)} words"
             )
-        wanted = [_known(word, origin) for word in words if not word.startswith("-")]
+        wanted = [_known(word, origin) for word in words if word[0] not in "+-"]
         switches = {name: name in wanted for name in FUSIONS} if wanted else {}
         for word in words:
-            if word.startswith("-"):
-                switches[_known(word[1:], origin)] = False
+            if word[0] in "+-":
+                switches[_known(word[1:], origin)] = word[0] == "+"
         return cls(switches=switches, origin=origin, strict=strict)
 
     def why_off(self, fusion: Fusion, engine: Engine | None = None, measured: Faster | None = None) -> str | None:

@@ -45,6 +45,8 @@ class Faster:
     "Only where what reads the site quantises like this: a word of `ActivationQuant.scheme`. None: however it does."
     ranks: int = 1
     "Only from this tensor-parallel size on."
+    unless: str | None = None
+    "A fusion: only where the engine does not do that itself, as in the measurement."
     compiled: bool = True
     "Whether the engine compiled the model. False: it did not, and the fusion stood at module level."
 
@@ -53,8 +55,9 @@ class Faster:
         """The conditions in words."""
         quant = [] if self.quant is None else [f"where activations are quantised {self.quant.replace('_', ' ')}"]
         ranks = [] if self.ranks == 1 else [f"from {self.ranks} ranks on"]
+        unless = [] if self.unless is None else [f"where {self.engine} does not do {self.unless} itself"]
         eager = [] if self.compiled else ["where nothing is compiled"]
-        return ", ".join([" and ".join(self.archs), *quant, *ranks, *eager])
+        return ", ".join([" and ".join(self.archs), *quant, *ranks, *unless, *eager])
 
     def holds(self, target: Target, site: Site, quant: ActivationQuant | None) -> bool:
         """Whether a site is one that the measurement speaks of."""

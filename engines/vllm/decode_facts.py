@@ -242,13 +242,13 @@ def without(fusions: str) -> tuple[str, bool]:
     The line is as `LAYERFUSE_FUSIONS` has it. What is left of one that asked for nothing else is `none`.
     """
     names = [name.strip() for name in fusions.split(",")]
-    left = [name for name in names if name.removeprefix("-") != NAME]
+    left = [name for name in names if name.lstrip("+-") != NAME]
     if len(left) == len(names):
         return fusions, False
-    asked = NAME in names
-    # Other names are the only ones that are on; without one, names with a minus would leave the rest on.
-    only = asked and all(name.startswith("-") for name in left)
-    return "none" if only else ",".join(left), asked
+    if NAME in names and all(name[:1] in ("+", "-") for name in left):
+        # Names alone are all that is on; without one, those with a sign would leave the rest as it is by default.
+        left = [name[1:] for name in left if name.startswith("+")] or ["none"]
+    return ",".join(left), NAME in names or f"+{NAME}" in names
 
 
 def planned(

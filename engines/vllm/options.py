@@ -46,7 +46,7 @@ class Options:
     fusions: str | None = field(
         default=None, converter=_line, validator=_is(str, "a line such as 'all' or '-add_rms_norm', or a list of names")
     )
-    "As `LAYERFUSE_FUSIONS` has it: none, all, names, or names with a minus; None: the default, or what that variable says."
+    "As `LAYERFUSE_FUSIONS` has it: none, all, names, or names with a plus or a minus; None: the default, or what that variable says."
     level: int | None = field(default=None, validator=_is(int, "0, 1 or 2"))
     "The optimisation level; None: that of `fusions`."
     strict: bool = field(default=False, validator=_is(bool, "true or false"))

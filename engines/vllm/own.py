@@ -76,6 +76,14 @@ PASSES = (
         vendor="amd",
         aiter=True,
     ),
+    # In its place come a reduce-scatter, the norm of a part of the tokens and an all-gather; not in 0.33 any more.
+    Pass(
+        fusions=("all_reduce_add_rms_norm", *_quantised("all_reduce_add_rms_norm")),
+        switch="enable_sp",
+        by="SequenceParallelismPass",
+        vendor="nvidia",
+        by_default=False,
+    ),
     # Of both latent norms it takes the one that is quantised.
     Pass(
         fusions=_quantised(*_NORMS, per=_GROUP), switch="fuse_norm_quant", by="RMSNormQuantFusionPass", vendor="nvidia"

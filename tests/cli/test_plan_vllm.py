@@ -29,7 +29,7 @@ NAMED = "; naming the fusion takes it instead"
             "its pass RMSNormQuantFusionPass (fuse_norm_quant)" + NAMED,
         ),
         (
-            ["deepseek-v3", "--target", "sm100", "--tp", 8],
+            ["deepseek-v3", "--target", "sm90", "--tp", 8],
             "final",
             f"all_reduce_{ADD}",
             "its pass AllReduceFusionPass (fuse_allreduce_rms)" + NAMED,

@@ -12,7 +12,7 @@ from helpers import ROOT
 
 from layerfuse.adapters import ActivationQuant
 from layerfuse.engines.vllm.releases import engine_of
-from layerfuse.fusion import FUSIONS, FusionConfig, FusionError, Plan, Target, plan
+from layerfuse.fusion import FUSIONS, Engine, FusionConfig, FusionError, Plan, Target, plan
 from layerfuse.fusion.chain import Faster
 from layerfuse.registry import model
 
@@ -83,6 +83,21 @@ def test_a_condition_on_the_ranks_holds_from_there_on(measured: Measured) -> Non
     measured(ADD, alone=True, ranks=2)
     assert not in_vllm(tp=1).expected(ADD)
     assert len(in_vllm(tp=2).expected(ADD)) == len(in_vllm(tp=4).expected(ADD)) == 122
+
+
+def test_a_measurement_without_what_the_engine_does_itself_holds_where_the_engine_does_not(measured: Measured) -> None:
+    """Fused all-reduces were measured in a vLLM without FlashInfer, which takes them where it is installed."""
+    measured("add_rms_norm", alone=True, unless="all_reduce_add_rms_norm")
+    alone = Engine(name="vllm")
+    fusing = Engine(name="vllm", does={"all_reduce_add_rms_norm": "vLLM does it: a pass"})
+    specs = model("deepseek-v3").specs(tp=2)
+    for name in ("add_rms_norm", "all_reduce_add_rms_norm"):
+        assert plan(specs, SM90, None, alone).expected(name) and not plan(specs, SM90, None, fusing).expected(name)
+    (reason,) = reasons(plan(specs, SM90, None, fusing).refused("add_rms_norm"))
+    assert reason.endswith("it was measured faster on sm90, where vllm does not do all_reduce_add_rms_norm itself")
+    assert reasons(plan(specs, SM90, None, fusing).not_applicable("all_reduce_add_rms_norm")) >= {
+        "vLLM does it: a pass"
+    }
 
 
 def test_what_was_measured_is_on_whatever_its_level_unless_a_level_is_asked_for(measured: Measured) -> None:
