@@ -49,7 +49,7 @@ FORMS = {"bf16": ("plain", None), "fp8": ("fp8", torch.float8_e4m3fn)}
 PAGE, PAGES = 64, 64
 DEVICE = "cuda"
 TOLERANCE = {"bf16": 1e-2, "fp8": 4e-2}
-"""Of the norm of the difference, relative. A whole layer may have twice that: its attention's probabilities are rounded too."""
+"""Of the norm of the difference, relative."""
 OP_TOKENS = (1, 8, 64, 512, 4096, 16384)
 LENGTH = 1024
 """Tokens in the cache of each sequence, in a whole layer."""
@@ -83,7 +83,7 @@ def gemms(
 
 @torch.library.custom_op("layerfuse_bench::attended", mutates_args=())
 def attention(query: Tensor, entries: Tensor, value_width: int, scale: float) -> Tensor:
-    """Torch's attention, one kernel for all ways: (tokens, heads, width) to (tokens, LENGTH, width) of each."""
+    """Torch's attention of (tokens, heads, width) to (tokens, LENGTH, width): (tokens, heads, value_width). No compiler looks into it."""
     # Heads stand where a sequence's queries do: they share keys and values. Torch's own choice takes one program per sequence for
     # these widths, six times as long as its plain GEMMs.
     with sdpa_kernel(SDPBackend.MATH):
@@ -266,11 +266,7 @@ def _measured(heads: int, tokens: int, form: str, rounds: int, attends: bool) ->
                 "cache": difference(entries_of(layer, slots), entries[i]),
             }
             wrong[name] = {part: max(value, wrong.get(name, {}).get(part, 0.0)) for part, value in found.items()}
-    bad = {
-        name: parts
-        for name, parts in wrong.items()
-        if not max(parts.values()) < TOLERANCE[form] * (2 if attends else 1)
-    }
+    bad = {name: parts for name, parts in wrong.items() if not max(parts.values()) < TOLERANCE[form]}
     if bad:
         raise SystemExit(f"{heads} heads, {tokens} tokens, {form}: wrong results: {bad}")
     middle = {name: statistics.median(values) for name, values in times.items()}

@@ -62,6 +62,6 @@ def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None)
 def _unmeasured(arch: str, ranks: int) -> str:
     measured = " and ".join(f"{size} GPUs of {name}" for name, size in MEASURED)
     return (
-        f"it was measured on {measured} and not on {ranks} of {arch}; in Python, FusionConfig(switches={{the fusion's name: True}}) "
-        "switches it on"
+        f"it was measured on {measured} and not on {ranks} of {arch}; LAYERFUSE_FUSIONS=+ and the fusion's name, or in Python "
+        "FusionConfig(switches={the fusion's name: True}), switches it on"
     )

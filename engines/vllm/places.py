@@ -43,7 +43,9 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
     if allowed is not None and "layerfuse" not in allowed.split(","):
         return "absent", f"VLLM_PLUGINS={allowed} keeps vLLM from loading it"
     archs = sorted({arch for several in on_by_default().values() for arch in several})
-    on = "; ".join(f"{', '.join(on_by_default(arch))} are on by default on {arch}" for arch in archs)
+    on = "; ".join(
+        f"{', '.join(on_by_default(arch))} are on by default on {arch}, or some of them there" for arch in archs
+    )
     asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
     would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else on or "no fusion is on by default"
     needed = sum(hook.needed for hook in HOOKS)

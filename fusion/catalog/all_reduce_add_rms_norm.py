@@ -21,7 +21,7 @@ FUSION = Fusion(
         Faster(
             engine="vllm",
             archs=("sm90",),
-            figure="1.06, 1.04 and 1.04 times faster per decode step at batch 1, 8 and 64 (gpt-oss-120b, TP 2, vLLM 0.26, H200)",
+            figure="1.06, 1.04 and 1.04 times faster per decode step at batch 1, 8 and 64 (gpt-oss-120b, TP 2, vLLM 0.26 without FlashInfer, H200)",
             ranks=2,
             unless="all_reduce_add_rms_norm",
         ),

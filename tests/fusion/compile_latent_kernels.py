@@ -15,6 +15,15 @@ from layerfuse.fusion.ops.mla import MLA
 OPS = {op.name: op for op in MLA}
 FORMS = {"plain": 576, "fp8": 576, "fp8_ds_mla": 656}
 TOKENS, HEADS = 8, 16
+WIDEST = (
+    (64, 16, 128, torch.bfloat16),
+    (16, 128, 128, torch.bfloat16),
+    (16, 64, 192, torch.bfloat16),
+    (16, 64, 192, torch.float32),
+    (32, 40, 192, torch.float32),
+    (64, 16, 192, torch.float32),
+)
+"""Tokens, heads and columns of absorbed queries that need much shared memory."""
 
 
 def built(
@@ -26,6 +35,9 @@ def built(
     pairs: str = "interleaved",
     early: bool = False,
     tokens: int = TOKENS,
+    heads: int = HEADS,
+    nope: int = 128,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
     """What one variant compiles to, at DeepSeek-V3's widths."""
     compiler = Compiler(name, early)
@@ -39,10 +51,10 @@ def built(
     cos, sin = table.chunk(2, -1)
     scale = torch.ones(1)
     if "norm" in op:
-        dtype = {"plain": torch.bfloat16, "fp8": fp8, "fp8_ds_mla": torch.uint8}[form]
+        entry = {"plain": torch.bfloat16, "fp8": fp8, "fp8_ds_mla": torch.uint8}[form]
         down = torch.empty(tokens, 2112, dtype=torch.bfloat16).split([1536, 512, 64], -1)
         weights = [torch.empty(width, dtype=torch.bfloat16) for width in (1536, 512)]
-        cache = torch.empty(4, 64, FORMS[form], dtype=dtype)
+        cache = torch.empty(4, 64, FORMS[form], dtype=entry)
         options = {"static": (scale, fp8), "per": (fp8, False), "group": (fp8, 128, False, False, False)}
         options["into"] = (torch.empty(tokens, 1536, dtype=torch.bfloat16),)
         quant = options.get(op.removeprefix("mla_norm_rope_cache_").partition("_")[0], ())
@@ -55,12 +67,9 @@ def built(
         if op == "mla_query_rope":
             args = (rope, torch.empty(tokens, HEADS, 576, dtype=torch.bfloat16), cos, sin, index, pairs)
         elif "absorb" in op:
-            query, weight = (
-                torch.empty(tokens, HEADS, 192, dtype=torch.bfloat16),
-                torch.empty(HEADS, 128, 512).bfloat16(),
-            )
+            query, weight = torch.empty(tokens, heads, nope + 64).to(dtype), torch.empty(heads, nope, 512).to(dtype)
             quant = (scale, pairs, fp8) if op.endswith("quant") else (pairs,)
-            args = (query[..., :128], query[..., 128:], weight, cos, sin, index, *quant, early)
+            args = (query[..., :nope], query[..., nope:], weight, cos, sin, index, *quant, early)
         elif op.endswith("quant"):
             args = (latent, rope, cos, sin, index, scale, pairs, fp8)
         function = (absorb if "absorb" in op else queries).function_of(OPS[op])
@@ -73,7 +82,10 @@ if __name__ == "__main__":
     for target in TARGETS:
         for op in OPS:
             found += [built(target, op, step) for step in (FEW, MANY)]
-        found.append(built(target, "mla_query_absorb", MANY, tokens=absorb.most(HEADS, 128)))
+        found += [
+            built(target, "mla_query_absorb", MANY, tokens=tokens, heads=heads, nope=nope, dtype=dtype)
+            for tokens, heads, nope, dtype in WIDEST
+        ]
         found += [built(target, "mla_norm_rope_cache", FEW, form=form) for form in ("fp8", "fp8_ds_mla")]
         found += [
             built(target, "mla_query_concat", FEW, pairs=pairs) for pairs in ("halves", "interleaved_to_halves", "none")

@@ -30,7 +30,10 @@ def steps_of(case: Any) -> tuple[int, ...]:
 
 
 def most(heads: int, nope: int) -> int:
-    """Tokens up to which the GEMM is ours, for heads of so many columns: torch's is faster beyond (benchmarks/results/mla_*.json)."""
+    """Tokens up to which the GEMM is ours, for heads of so many columns.
+
+    Beyond, a whole decode layer is faster with torch's and one more launch (benchmarks/results/mla_chain-*.json; 16 and 128 heads).
+    """
     return 0 if nope > DEEPEST else 64 if heads <= 32 else 32
 
 
@@ -94,11 +97,13 @@ def _launch(
     )  # fmt: skip
     if launcher.again(key, device, addresses, numbers):
         return
-    columns, warps, together = tuning.launch_absorb(block, heads, latent, launcher.wave(out.device))
+    deep = max(16, tuning.power_of_two(nope))
+    wave = launcher.wave(out.device)
+    columns, warps, together = tuning.launch_absorb(block, heads, latent, deep * weight.element_size(), wave)
     constants = (
         heads, nope, latent, rope_width, nope_unit, rope_unit, weight_unit, transposed, scale is not None,
         LARGEST.get(out.dtype, 0.0), PAIRS.index(pairs), tuning.power_of_two(rope_width // 2),
-        block, together, max(16, tuning.power_of_two(nope)), columns, launcher.interpreted(out.device), steady,
+        block, together, deep, columns, launcher.interpreted(out.device), steady,
     )  # fmt: skip
     launcher.first(
         query_absorb, key, every, numbers, constants,

@@ -284,7 +284,7 @@ def launch_query(step: int, width: int, quantised: bool, wave: int) -> Launch:
     return Launch(chunk, 0, 0, rows, False, _waves(max(1, rows * chunk // 512), wave))
 
 
-def launch_absorb(block: int, heads: int, latent: int, wave: int) -> tuple[int, int, int]:
+def launch_absorb(block: int, heads: int, latent: int, depth: int, wave: int) -> tuple[int, int, int]:
     """Columns and warps of a program of `mla_query_absorb`, and heads that are roped together.
 
     Many programs where the weights are few, large reads where they are many.
@@ -293,11 +293,15 @@ def launch_absorb(block: int, heads: int, latent: int, wave: int) -> tuple[int, 
         block: tokens of a program.
         heads: of a token.
         latent: columns of the product.
+        depth: bytes of a column of the weight, and of a token's part of the query, as a program holds them.
         wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
     """
     columns, warps, together = 64, 2 if block == 32 else 4, 4
     if heads * latent > 16384:
         columns, warps, together = (256, 8, 16) if block == 16 else (128, 4, 4)
+    # Both factors of a product lie in shared memory: 64 KiB on some AMD GPUs, which keep the query elsewhere, 99 KiB on NVIDIA's small ones.
+    while columns > 16 and (columns * depth > 64 << 10 or (columns + block) * depth > 96 << 10):
+        columns //= 2
     return max(16, min(power_of_two(latent), columns)), _waves(warps, wave), together
 
 
