@@ -118,6 +118,18 @@ class Arm:
         few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
         self.llm.generate(self._prompts(batch, 128, 7), few, use_tqdm=False)
 
+    def prompts(self, number: int, length: int, rounds: int) -> list[float]:
+        """Milliseconds of vLLM's step for so many prompts together, once for each round: by the host's clock, its own work in it."""
+        from vllm import SamplingParams
+
+        one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        given, times = self._prompts(number, length, 13), []
+        for _ in range(rounds + 1):  # the first one warms up
+            began = time.perf_counter()
+            self.llm.generate(given, one, use_tqdm=False)
+            times.append((time.perf_counter() - began) * 1000)
+        return times[1:]
+
     def prefill(self, lengths: list[int]) -> None:
         """Prompts of these lengths, one after another: whatever is compiled late is compiled now, and vLLM's log says so."""
         from vllm import SamplingParams

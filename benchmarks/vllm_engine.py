@@ -5,7 +5,7 @@
 A stage is a model at its published widths with few layers and random weights (`vllm_shapes`), and several arms: vLLM without
 layerfuse, and with chosen fusions. Each arm is an engine in processes of its own (`vllm_arm`). All arms of a stage are started together
 on the same GPUs, then take turns: while one is timed, the others wait. A time is that of vLLM's CUDA graph for a decode step,
-replayed (`vllm_probe`); with several GPUs it is the slowest rank's. A ratio is the median over the turns, each of which times every arm.
+replayed (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's clock. A ratio is the median over the turns, each of which times every arm.
 
 Tokens are compared with those of the first arm. Where two sequences part, the two best logits of the first arm at that step say whether
 it was a tie: one bf16 step apart or less. Then every arm is given the first arm's tokens, and its log probabilities of them are compared
@@ -42,6 +42,8 @@ OURS = ("row_norm", "dual_norm", "norm_rope_cache", "query", "gated_norm", "silu
 """Functions that layerfuse's Triton kernels are compiled from."""
 LATE = "JIT compilation during inference"
 """In the warnings of vLLM's monitor of kernels that are compiled late."""
+TOGETHER = ((1, 512), (7, 1024))
+"""Prompts of one step, and tokens of each, that are timed."""
 LENGTHS = (65, 300, 500, 800, 1100, 2500, 5000, 8192)
 """Tokens of prefills, one for each step of launch variants."""
 
@@ -162,6 +164,8 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, turns: in
             for arm in list(engines):
                 _try(result, engines, arm, until, "forced", text)
             _try(result, engines, "vllm", until, "one_by_one", text)
+        for number, length in TOGETHER:
+            _time_prompts(result, engines, number, length, until, turns)
         for arm in [arm for arm in engines if arm not in stage.alone]:
             _try(result, engines, arm, until, "prefill", list(LENGTHS))
     finally:
@@ -184,7 +188,7 @@ def _try(
         engines.pop(arm).stop()
         return None
     key = " ".join(["ready" if command is None else command, *(str(each) for each in given if isinstance(each, int))])
-    if command not in ("replay", "settle", "prefill"):
+    if command not in ("replay", "settle", "prefill", "prompts"):
         result["arms"][arm][key] = found
     return found
 
@@ -212,6 +216,24 @@ def _time(result: dict[str, Any], engines: dict[str, Engine], batch: int, until:
                 "turns_us": [round(each, 2) for each in several],
                 "times_faster": round(statistics.median(ratios), 4) if ratios else None,
             }
+
+
+def _time_prompts(
+    result: dict[str, Any], engines: dict[str, Engine], number: int, length: int, until: float, turns: int
+) -> None:
+    """Steps that hold prompts alone; a process's host code varies by some percent, which the fastest round leaves out."""
+    times: dict[str, list[float]] = {arm: [] for arm in engines}
+    for _ in range(turns):
+        for arm in list(engines):
+            found = _try(result, engines, arm, until, "prompts", number, length, 3)
+            times[arm] += [min(found)] if found else []
+    for arm in engines:
+        first, several = times.get("vllm", []), times[arm]
+        if several:
+            ratio = statistics.median(first) / statistics.median(several) if first else None
+            result["arms"][arm][f"prompts {number} x {length}"] = {
+                "ms": round(statistics.median(several), 3), "times_faster": ratio and round(ratio, 4),
+            }  # fmt: skip
 
 
 def _concluded(result: dict[str, Any], names: dict[str, str], logs: Path) -> dict[str, Any]:

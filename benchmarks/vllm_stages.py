@@ -74,7 +74,10 @@ STAGES = {
                         alone=_KERNELS, engine={"gdn_prefill_backend": "triton"}, needs=170),
     "bf16": Stage("deepseek-v3", _ONE_SHAPE, alone=_KERNELS),
     # What vLLM takes for this model by default; it compiles its kernels as they are called, by nvcc or NVRTC.
-    "fp8-deep-gemm": Stage("deepseek-v3-fp8", {"all": _QUANTISED["all"]}, alone=_UNFUSED, variables=_DEEP_GEMM, needs=240),
+    "fp8-deep-gemm": Stage(
+        "deepseek-v3-fp8", {name: _QUANTISED[name] for name in ("all", "norms", "silu")}, alone=_UNFUSED, variables=_DEEP_GEMM,
+        needs=240,
+    ),
     "gpt-oss": Stage("gpt-oss-120b", {"add_norm": ("add_rms_norm",)}, alone=_KERNELS),
     "gpt-oss-bf16-tp2": Stage("gpt-oss-120b-bf16", _REDUCED, tp=2, alone=_NCCL | _KERNELS),
     "moe-fp8": Stage("deepseek-v3-moe-fp8", {"all": _QUANTISED["all"]}, alone=_UNFUSED, variables=_NO_DEEP_GEMM, needs=150),

@@ -28,6 +28,11 @@ def table(results: dict[str, Any], batches: tuple[int, ...]) -> str:
             )
             fused = ", ".join(f"{count:g} {kernel}" for kernel, count in found.get(f"fused {batches[0]}", {}).items())
             late = f"; {len(found['late'])} compiled late" if found.get("late") else ""
+            late += "".join(
+                f"; {key}: {each['ms']:.2f} ms ({each['times_faster'] or 0:.3f})"
+                for key, each in found.items()
+                if key.startswith("prompts")
+            )
             lines.append(
                 f"| {name} | {arm} | {' | '.join(cells)} | {fused or '-'}{late} | {said or '-'} | {_apart(found)} |"
             )

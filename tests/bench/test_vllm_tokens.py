@@ -56,3 +56,30 @@ def test_vllms_own_ways_bound_an_arm():
     assert exceeds(of(0.0009), {"unfused": of(0.0)}) == []
     assert exceeds(of(0.0011), {"unfused": of(0.0)}) != []
     assert exceeds(of(float("nan")), ways) != [], "what is not a number is within every bound"
+
+
+def test_prompts_are_timed_in_turns_and_one_that_fails_takes_no_further_part():
+    from vllm_engine import ArmError, _time_prompts
+    from vllm_table import table
+
+    class Fake:
+        def __init__(self, *answers):
+            self.answers, self.stopped = list(answers), False
+
+        def ask(self, until, command, number, length, rounds):
+            assert (command, number, length) == ("prompts", 2, 64)
+            answer = self.answers.pop(0)
+            if answer is None:
+                raise ArmError("gone")
+            return answer
+
+        def stop(self):
+            self.stopped = True
+
+    last = Fake([1.0], None)
+    engines = {"vllm": Fake([6.0, 5.0], [4.0, 9.0]), "decode": Fake([3.0, 4.0], [3.0]), "last": last}
+    result = {"arms": {name: {"fusions": None} for name in engines}, "errors": {}}
+    _time_prompts(result, engines, 2, 64, 0.0, 2)
+    assert result["arms"]["decode"]["prompts 2 x 64"] == {"ms": 3.0, "times_faster": 1.5}
+    assert last.stopped and list(result["errors"]) == ["last"] and set(engines) == {"vllm", "decode"}
+    assert "prompts 2 x 64: 3.00 ms (1.500)" in table({"stages": {"a stage": result}}, (1,))
