@@ -56,13 +56,13 @@ from vllm_started import (
 )
 
 from layerfuse import registry
-from layerfuse.engines.vllm import plugin, process
+from layerfuse.engines.vllm import defaults, loading, plugin, process
 from layerfuse.engines.vllm.circumstances import why_not_compiled
 from layerfuse.engines.vllm.hooks import HOOKS, Hook, check_source
 from layerfuse.engines.vllm.plugin import NotHereError
 from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.engines.vllm.verdict import CallsDifferError
-from layerfuse.fusion import FusionMissedError
+from layerfuse.fusion import FusionMissedError, Target
 from layerfuse.fusion import backends as fused_backends
 from layerfuse.fusion.rewrite.driver import Driver
 
@@ -204,6 +204,33 @@ def test_fp8_is_quantised_inside_the_fused_norms(
     }
     # They run behind vLLM's op for the experts.
     assert "outside of what vLLM compiles: model.layers.2.mlp.shared_experts" in lines
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "fused"),
+    [
+        ("deepseek-v3", BLOCK_FP8, {f"{ADD}_group_quant": 4, f"{DUAL}_group_quant": 3, "rms_norm_group_quant": 1}),
+        ("qwen3-next", {}, {"gated_rms_norm": 3}),
+        ("gpt-oss-20b", {}, {}),
+    ],
+)
+def test_without_a_word_what_was_measured_faster_is_fused_on_hopper(
+    name: str, overrides: dict[str, Any], fused: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No option at all, as installing it leaves vLLM; the plan is for sm90, and the ops run as on a CPU."""
+    with (
+        fp8(COLUMNS),
+        mock.patch.object(loading, "_target_of", return_value=Target.named("sm90")),
+        mock.patch.object(defaults, "arch_here", return_value="sm90"),
+        started(name, tmp_path, dtype="bfloat16", overrides=overrides) as engine,
+    ):
+        assert close(engine(), engine.uncompiled())
+    lines = said(caplog)
+    assert {line for line in lines if "expected" in line} == {
+        f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run"
+        for fusion, sites in fused.items()
+    }
+    assert not any("problem" in line for line in lines)
 
 
 @pytest.mark.skipif(RELEASE == "0.26", reason="it compiles all of them")
