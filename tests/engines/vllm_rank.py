@@ -23,8 +23,8 @@ from vllm_started import BLOCK_FP8, apart, as_near, close, engine_config, fp8, i
 from vllm.config import set_current_vllm_config  # isort: skip  (vllm_started comes before vllm)
 from vllm.distributed import parallel_state
 
-from layerfuse.engines.vllm import decode_ops, process, register
-from layerfuse.fusion import backends
+from layerfuse.engines.vllm import decode_ops, defaults, loading, process, register
+from layerfuse.fusion import Target, backends
 
 
 @contextlib.contextmanager
@@ -51,6 +51,19 @@ class Said(logging.Handler):
         self.lines += [line.strip() for line in record.getMessage().splitlines()]
 
 
+@contextlib.contextmanager
+def on(arch: str | None) -> Iterator[None]:
+    """What is planned is for a GPU; the ops run as on a CPU."""
+    if arch is None:
+        yield
+        return
+    with (
+        mock.patch.object(loading, "_target_of", return_value=Target.named(arch)),
+        mock.patch.object(defaults, "arch_here", return_value=arch),
+    ):
+        yield
+
+
 def run(
     folder: Path,
     *,
@@ -62,6 +75,7 @@ def run(
     dtype: str = "float32",
     kernel: str | None = None,
     steps: Sequence[int] = (),
+    arch: str | None = None,
 ) -> dict[str, Any]:
     """Start a model with layerfuse, and again without it.
 
@@ -74,6 +88,7 @@ def run(
         mode: vLLM's compilation mode.
         dtype: of the model.
         kernel: of block fp8 linears, as for `fp8`; None: it is not quantised.
+        arch: of the GPU that is planned for; None: the CPU.
         steps: numbers of tokens above which kernels are launched in another way here. The reference, which runs on a CPU, has none.
 
     Returns:
@@ -94,7 +109,7 @@ def run(
 
     before = loaded_from_cache()
     with contextlib.nullcontext() if kernel is None else fp8(kernel):
-        with mock.patch.object(backends, "steps", return_value=tuple(steps)):
+        with mock.patch.object(backends, "steps", return_value=tuple(steps)), on(arch):
             found, key = result(layerfuse=layerfuse, mode=mode)
         warm = loaded_from_cache() > before
         logger.removeHandler(said)
