@@ -5,7 +5,8 @@
 A stage is a model at its published widths with few layers and random weights (`vllm_shapes`), and several arms: vLLM without
 layerfuse, and with chosen fusions. Each arm is an engine in processes of its own (`vllm_arm`). All arms of a stage are started together
 on the same GPUs, then take turns: while one is timed, the others wait. A time is that of vLLM's CUDA graph for a decode step,
-replayed (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's clock. A ratio is the median over the turns, each of which times every arm.
+replayed (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's clock. A ratio is the
+median over the turns, each of which times every arm.
 
 Tokens are compared with those of the first arm. Where two sequences part, the two best logits of the first arm at that step say whether
 it was a tie: one bf16 step apart or less. Then every arm is given the first arm's tokens, and its log probabilities of them are compared
@@ -72,7 +73,8 @@ class Engine:
         options = {} if fusions is None else {"layerfuse": {"fusions": list(fusions), "report": str(self.report)}}
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
-            "cache": 2 << 30, "additional": options, "compilation": {"pass_config": {"fuse_allreduce_rms": False, **alone.passes}, "custom_ops": list(alone.custom_ops)},
+            "cache": 2 << 30, "additional": options,
+            "compilation": {"pass_config": {"fuse_allreduce_rms": False, **alone.passes}, "custom_ops": list(alone.custom_ops)},
             "engine": {**({"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {}), **stage.engine, **alone.engine},
         }  # fmt: skip
         variables = {
@@ -209,12 +211,10 @@ def _time(result: dict[str, Any], engines: dict[str, Engine], batch: int, until:
                 times[arm].append(statistics.median(map(max, zip(*found, strict=True))))
     for arm, several in times.items():
         if arm in engines and several:
-            first = times.get("vllm", [])
-            ratios = [a / b for a, b in zip(first, several, strict=False)]
             result["arms"][arm][f"batch {batch}"] = {
                 "us": round(statistics.median(several), 2),
                 "turns_us": [round(each, 2) for each in several],
-                "times_faster": round(statistics.median(ratios), 4) if ratios else None,
+                "times_faster": _faster(times.get("vllm", []), several),
             }
 
 
@@ -228,12 +228,16 @@ def _time_prompts(
             found = _try(result, engines, arm, until, "prompts", number, length, 3)
             times[arm] += [min(found)] if found else []
     for arm in engines:
-        first, several = times.get("vllm", []), times[arm]
-        if several:
-            ratio = statistics.median(first) / statistics.median(several) if first else None
+        if several := times[arm]:
             result["arms"][arm][f"prompts {number} x {length}"] = {
-                "ms": round(statistics.median(several), 3), "times_faster": ratio and round(ratio, 4),
+                "ms": round(statistics.median(several), 3), "times_faster": _faster(times.get("vllm", []), several),
             }  # fmt: skip
+
+
+def _faster(first: list[float], several: list[float]) -> float | None:
+    """The median over the turns of how many times faster than the first arm; None: that was not timed."""
+    ratios = [a / b for a, b in zip(first, several, strict=False)]
+    return round(statistics.median(ratios), 4) if ratios else None
 
 
 def _concluded(result: dict[str, Any], names: dict[str, str], logs: Path) -> dict[str, Any]:

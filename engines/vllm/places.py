@@ -44,7 +44,7 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
         return "absent", f"VLLM_PLUGINS={allowed} keeps vLLM from loading it"
     archs = sorted({arch for several in on_by_default().values() for arch in several})
     on = "; ".join(
-        f"{', '.join(on_by_default(arch))} are on by default on {arch}, or some of them there" for arch in archs
+        f"on by default on {arch}, where `layerfuse plan` says so: {', '.join(on_by_default(arch))}" for arch in archs
     )
     asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
     would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else on or "no fusion is on by default"

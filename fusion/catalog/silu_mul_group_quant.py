@@ -13,6 +13,6 @@ FUSION = Fusion(
     chain=(SiluMul, Quant(per="group")),
     off_in={
         "vllm": "not shown to be faster: 1.00, 0.99 and 1.01 times per decode step at batch 1, 8 and 64, where engines differ by 2 %; "
-        "its kernel is faster than vLLM's own, and as fast as Inductor's (DeepSeek-V3 in fp8, vLLM 0.26, H200)",
+        "its kernel is faster than vLLM's own, and not faster than Inductor's (DeepSeek-V3 in fp8, vLLM 0.26, H200)",
     },
 )

@@ -171,7 +171,7 @@ SOURCES = {
             "0.33.0",
             "",
             "found",
-            "vLLM 0.33.0 is tested; 5 of 5 hooks found; add_rms_norm_group_quant, all_reduce_add_rms_norm, ",
+            "vLLM 0.33.0 is tested; 5 of 5 hooks found; on by default on sm90, where `layerfuse plan` says so: add_rms_norm_group_quant, ",
         ),
         (
             "0.34.1",

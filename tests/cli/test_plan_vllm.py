@@ -4,7 +4,10 @@ import json
 
 import pytest
 
-from layerfuse.fusion import FUSIONS
+from layerfuse import registry
+from layerfuse.adapters import ActivationQuant
+from layerfuse.engines.vllm.own import Place, by_passes
+from layerfuse.fusion import FUSIONS, Engine, FusionConfig, Target, plan
 
 
 def decisions(run, *arguments):
@@ -64,6 +67,22 @@ def test_what_vllm_does_itself_is_not_applicable_and_the_place_is_named(run, arg
     figure = FUSIONS[fusion].off_in.get("vllm", "") if "its pass" in does else ""
     assert (kind, reason) == ("not_applicable", f"vLLM does it: {does}{figure and '; '}{figure}")
     assert f"vLLM does it: {does}"[:60] in run("plan", *arguments, "--engine", "vllm").out
+
+
+def test_sequence_parallelism_is_vllms_own_way_of_an_all_reduce():
+    """It is off unless asked for, and takes the all-reduces that are fused by default otherwise."""
+    place, forms = Place(vendor="nvidia", arch="sm90", ranks=2), {f"all_reduce_{ADD}", f"all_reduce_{GROUP}"}
+    for on in (True, False):
+        does = by_passes(place, {"enable_sp": on})
+        assert (forms <= set(does)) == on
+        specs = registry.model("deepseek-v3").specs(tp=2)
+        found = plan(
+            specs,
+            Target.named("sm90"),
+            FusionConfig(quant=ActivationQuant.parse("group128")),
+            Engine(name="vllm", does=does),
+        )
+        assert bool(found.expected(f"all_reduce_{GROUP}")) != on
 
 
 def test_what_is_asked_for_by_name_is_taken_from_vllm_unless_it_has_no_place_for_it(run, monkeypatch):

@@ -35,15 +35,19 @@ FP8 = {
     "layerfuse": {"fusions": "all", "strict": True},
 }
 BY_DEFAULT = {"layerfuse": None, "arch": "sm90"}
-RUNS: dict[str, tuple[dict[str, Any], *tuple[dict[str, int], ...]]] = {
+RUNS: dict[str, tuple[dict[str, Any], dict[str, int], *tuple[str, ...]]] = {
     "deepseek-v3": ({"model": "deepseek-v3"}, {REDUCED: 6, DUAL: 3}),
     "deepseek-v3-bfloat16": ({"model": "deepseek-v3", "dtype": "bfloat16"}, {REDUCED: 6, DUAL: 3}),
     "deepseek-v3-fp8": ({"model": "deepseek-v3", **FP8}, GROUPS),
     "deepseek-v3-fp8-by-default": (
         {"model": "deepseek-v3", **FP8, **BY_DEFAULT},
-        {fusion: sites for fusion, sites in GROUPS.items() if not fusion.startswith("silu_mul")},
+        {
+            f"{REDUCED}_group_quant": 4,
+            f"{ADD}_group_quant": 4,
+            **{name: sites for name, sites in GROUPS.items() if not name.startswith("silu_mul")},
+        },
         # Beyond the 4096 tokens up to which the all-reduce is fused; the profiling run has six.
-        {f"{ADD}_group_quant": 4},
+        f"{ADD}_group_quant",
     ),
     "gpt-oss-by-default": ({"model": "gpt-oss-20b", "dtype": "bfloat16", **BY_DEFAULT}, {REDUCED: 8}),
     "deepseek-v3-modules": ({"model": "deepseek-v3", "mode": "NONE", "layerfuse": MODULES}, {ADD: 6, DUAL: 3}),
@@ -52,7 +56,7 @@ RUNS: dict[str, tuple[dict[str, Any], *tuple[dict[str, int], ...]]] = {
     "gpt-oss": ({"model": "gpt-oss-20b", "dtype": "bfloat16"}, {REDUCED: 8}),
     "qwen3-next": ({"model": "qwen3-next"}, {REDUCED: 8, GATED: 3}),
 }
-"""Name -> what `vllm_rank.run` is given, the sites of each fusion, and those that its profiling run does not come to."""
+"""Name -> what `vllm_rank.run` is given, the sites of each fusion, and the fusions that its profiling run does not come to."""
 DECODE = {
     name: {"layerfuse": {"fusions": ["mla_decode"]}, "broken": name.endswith("broken")}
     for name in ("mla_decode", "mla_decode-broken")
@@ -101,18 +105,17 @@ def starts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize("when", ["cold", "warm"])
 @pytest.mark.parametrize("name", HERE)
 def test_two_ranks_fuse_every_site_alike_and_give_vllms_numbers(name: str, when: str, starts: dict[str, Any]) -> None:
-    given, fused, *more = HERE[name]
+    given, fused, *uncalled = HERE[name]
     ranks, reports = starts[when]
     first, second = (rank[name] for rank in ranks)
     compiled = given.get("mode") != "NONE"
     if not compiled:  # 0.26 has no switch for both latent norms
         fused = {fusion: sites for fusion, sites in fused.items() if fusion in RELEASES[RELEASE].seams}
-    counts = [(fusion, sites, sites) for fusion, sites in fused.items()]
-    counts += [(fusion, sites, 0) for uncalled in more for fusion, sites in uncalled.items()]
-    assert {line for line in first["said"] if "expected" in line} == {
-        f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {calls} times in the profiling run of every rank"
-        for fusion, sites, calls in counts
-    }
+    calls = {fusion: 0 if fusion in uncalled else sites for fusion, sites in fused.items()}
+    assert [line for line in first["said"] if "expected" in line] == [
+        f"{fusion}: {sites} expected, {sites} fused, 0 missed; called {calls[fusion]} times in the profiling run of every rank"
+        for fusion, sites in fused.items()
+    ]
     assert "all ranks say the same" in first["said"]
     assert not any("launches" not in line for line in second["said"])
     assert first["warm"] == (compiled and when == "warm")
