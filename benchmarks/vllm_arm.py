@@ -31,7 +31,7 @@ class Arm:
             gpu_memory_utilization=0.05, kv_cache_memory_bytes=asked["cache"], max_num_seqs=max(asked["batches"]),
             max_num_batched_tokens=8192, enable_prefix_caching=False, seed=0, tensor_parallel_size=asked["tp"],
             worker_extension_cls="vllm_probe.Probe", logits_processors=["vllm_forced:Forced"],
-            compilation_config={"cudagraph_capture_sizes": asked["batches"], **asked["compilation"]},
+            compilation_config={"cudagraph_capture_sizes": asked["captured"], **asked["compilation"]},
             additional_config=asked["additional"], **asked["engine"],
         )  # fmt: skip
         self.start = {"import_s": round(before - STARTED, 1), "start_s": round(time.time() - before, 1)}
@@ -124,11 +124,18 @@ class Arm:
 
         one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
         given, times = self._prompts(number, length, 13), []
-        for _ in range(rounds + 1):  # the first one warms up
+        for _ in range(rounds):
             began = time.perf_counter()
             self.llm.generate(given, one, use_tqdm=False)
             times.append((time.perf_counter() - began) * 1000)
-        return times[1:]
+        return times
+
+    def prompt_kernels(self, number: int, length: int) -> list[dict[str, Any]]:
+        """Kernel -> launches and microseconds of one such step, of every rank."""
+        rounds = 4
+        self.llm.collective_rpc("probe_begin")
+        self.prompts(number, length, rounds)
+        return self.llm.collective_rpc("probe_end", args=(rounds,))
 
     def prefill(self, lengths: list[int]) -> None:
         """Prompts of these lengths, one after another: whatever is compiled late is compiled now, and vLLM's log says so."""

@@ -5,8 +5,8 @@
 A stage is a model at its published widths with few layers and random weights (`vllm_shapes`), and several arms: vLLM without
 layerfuse, and with chosen fusions. Each arm is an engine in processes of its own (`vllm_arm`). All arms of a stage are started together
 on the same GPUs, then take turns: while one is timed, the others wait. A time is that of vLLM's CUDA graph for a decode step,
-replayed (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's clock. A ratio is the
-median over the turns, each of which times every arm.
+replayed (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's clock, with the time that
+the first rank's GPU is busy beside it (`gpu_ms`). A ratio is the median over the turns, each of which times every arm.
 
 Tokens are compared with those of the first arm. Where two sequences part, the two best logits of the first arm at that step say whether
 it was a tie: one bf16 step apart or less. Then every arm is given the first arm's tokens, and its log probabilities of them are compared
@@ -32,7 +32,7 @@ from typing import Any
 
 from environment import environment
 from vllm_shapes import MLA, VOCABULARY, folder_of
-from vllm_stages import STAGES, Alone, Stage
+from vllm_stages import DEFAULT, STAGES, Alone, Stage
 from vllm_table import table
 from vllm_tokens import agreement, distances, drawn, exceeds
 
@@ -43,8 +43,12 @@ OURS = ("row_norm", "dual_norm", "norm_rope_cache", "query", "gated_norm", "silu
 """Functions that layerfuse's Triton kernels are compiled from."""
 LATE = "JIT compilation during inference"
 """In the warnings of vLLM's monitor of kernels that are compiled late."""
-TOGETHER = ((1, 512), (7, 1024))
+CAPTURED = 512
+"""The most tokens of a step that vLLM runs in CUDA graphs by default: in pieces around the attention, where prompts are."""
+TOGETHER = ((1, 512), (1, 1024), (7, 1024))
 """Prompts of one step, and tokens of each, that are timed."""
+A_TURN = 400
+"""Milliseconds that an arm's prompts are timed in a turn."""
 LENGTHS = (65, 300, 500, 800, 1100, 2500, 5000, 8192)
 """Tokens of prefills, one for each step of launch variants."""
 
@@ -70,10 +74,11 @@ class Engine:
         fusions, alone = stage.arms.get(arm), stage.alone.get(arm, Alone())
         self.name, self.log = name, logs / f"{name}.log"
         self.report = logs / f"{name}.report.json"
-        options = {} if fusions is None else {"layerfuse": {"fusions": list(fusions), "report": str(self.report)}}
+        chosen = {} if fusions == DEFAULT else {"fusions": list(fusions or ())}
+        options = {} if fusions is None else {"layerfuse": {**chosen, "report": str(self.report)}}
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
-            "cache": 2 << 30, "additional": options,
+            "captured": [*BATCHES, CAPTURED], "cache": 2 << 30, "additional": options,
             "compilation": {"pass_config": {"fuse_allreduce_rms": False, **alone.passes}, "custom_ops": list(alone.custom_ops)},
             "engine": {**({"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {}), **stage.engine, **alone.engine},
         }  # fmt: skip
@@ -190,7 +195,7 @@ def _try(
         engines.pop(arm).stop()
         return None
     key = " ".join(["ready" if command is None else command, *(str(each) for each in given if isinstance(each, int))])
-    if command not in ("replay", "settle", "prefill", "prompts"):
+    if command not in ("replay", "settle", "prefill", "prompts", "prompt_kernels"):
         result["arms"][arm][key] = found
     return found
 
@@ -221,17 +226,25 @@ def _time(result: dict[str, Any], engines: dict[str, Engine], batch: int, until:
 def _time_prompts(
     result: dict[str, Any], engines: dict[str, Engine], number: int, length: int, until: float, turns: int
 ) -> None:
-    """Steps that hold prompts alone; a process's host code varies by some percent, which the fastest round leaves out."""
+    """Steps that hold prompts alone; the host needs now more and now less time for the same, so the fastest round of a turn counts."""
     times: dict[str, list[float]] = {arm: [] for arm in engines}
-    for _ in range(turns):
-        for arm in list(engines):
-            found = _try(result, engines, arm, until, "prompts", number, length, 3)
+    warm = [_try(result, engines, arm, until, "prompts", number, length, 5) for arm in list(engines)]
+    rounds = max(5, min(40, int(A_TURN / max([1, *(min(found) for found in warm if found)]))))
+    for turn in range(turns):
+        order = list(engines)
+        for arm in order if turn % 2 == 0 else reversed(order):
+            found = _try(result, engines, arm, until, "prompts", number, length, rounds)
             times[arm] += [min(found)] if found else []
-    for arm in engines:
-        if several := times[arm]:
+    for arm in list(engines):
+        ranks = _try(result, engines, arm, until, "prompt_kernels", number, length)
+        if ranks and (several := times[arm]):
             result["arms"][arm][f"prompts {number} x {length}"] = {
-                "ms": round(statistics.median(several), 3), "times_faster": _faster(times.get("vllm", []), several),
-            }  # fmt: skip
+                "ms": round(statistics.median(several), 3),
+                "turns_ms": [round(each, 3) for each in several],
+                "times_faster": _faster(times.get("vllm", []), several),
+                "gpu_ms": round(sum(us for _, us in ranks[0].values()) / 1000, 3),
+                "launches": round(sum(count for count, _ in ranks[0].values()), 1),
+            }
 
 
 def _faster(first: list[float], several: list[float]) -> float | None:

@@ -14,9 +14,11 @@ import torch
 import triton
 import vllm.model_executor.model_loader.dummy_loader as loader
 import vllm_shapes
+from torch.profiler import ProfilerActivity, profile
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.distributed.parallel_state import get_tp_group
 
+_profiles: list[Any] = []
 _filled: list[int] = []
 
 
@@ -75,22 +77,30 @@ class Probe:
 
     def probe_kernels(self, tokens: int) -> dict[str, list[float]]:
         """Kernel -> launches and microseconds, of one replay."""
-        from torch.profiler import ProfilerActivity, profile
-
         graph, replays = _graph(tokens), 10
         graph.replay()
+        self.probe_begin()
+        for _ in range(replays):
+            graph.replay()
+        return self.probe_end(replays)
+
+    def probe_begin(self) -> None:
+        """Take note of kernels from now on."""
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CUDA]) as seen:
-            for _ in range(replays):
-                graph.replay()
-            torch.cuda.synchronize()
+        _profiles.append(profile(activities=[ProfilerActivity.CUDA]).__enter__())
+
+    def probe_end(self, times: int) -> dict[str, list[float]]:
+        """Kernel -> launches and microseconds since then, divided by so many times."""
+        torch.cuda.synchronize()
+        seen = _profiles.pop()
+        seen.__exit__(None, None, None)
         counts: Counter[str] = Counter()
-        times: Counter[str] = Counter()
+        took: Counter[str] = Counter()
         for event in seen.events():
             if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
                 counts[event.name[:160]] += 1
-                times[event.name[:160]] += event.time_range.elapsed_us()
-        return {name: [count / replays, round(times[name] / replays, 2)] for name, count in counts.items()}
+                took[event.name[:160]] += event.time_range.elapsed_us()
+        return {name: [count / times, round(took[name] / times, 2)] for name, count in counts.items()}
 
     def probe_state(self) -> dict[str, Any]:
         """What this worker runs."""

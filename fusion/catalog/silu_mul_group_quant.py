@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..chain import Fusion, Quant, SiluMul
+from ..faster import Faster
 from ..sites import ACTIVATION
 
 FUSION = Fusion(
@@ -11,8 +12,11 @@ FUSION = Fusion(
     level=2,
     roles=(ACTIVATION,),
     chain=(SiluMul, Quant(per="group")),
-    off_in={
-        "vllm": "not shown to be faster: 1.00, 0.99 and 1.01 times per decode step at batch 1, 8 and 64, where engines differ by 2 %; "
-        "its kernel is faster than vLLM's own, and not faster than Inductor's (DeepSeek-V3 in fp8, vLLM 0.26, H200)",
-    },
+    faster_in=(
+        Faster(
+            engine="vllm",
+            archs=("sm90",),
+            figure="1.00, 1.01 and 1.01 times faster per decode step at batch 1, 8 and 64 (DeepSeek-V3 in fp8, vLLM 0.26, H200)",
+        ),
+    ),
 )

@@ -66,8 +66,11 @@ def test_prompts_are_timed_in_turns_and_one_that_fails_takes_no_further_part():
         def __init__(self, *answers):
             self.answers, self.stopped = list(answers), False
 
-        def ask(self, until, command, number, length, rounds):
-            assert (command, number, length) == ("prompts", 2, 64)
+        def ask(self, until, command, number, length, *rounds):
+            assert (number, length) == (2, 64)
+            if command == "prompt_kernels":
+                return [{"one": [3, 500.0], "other": [1, 20.0]}]
+            assert rounds == ((5,) if len(self.answers) == 3 else (40,))
             answer = self.answers.pop(0)
             if answer is None:
                 raise ArmError("gone")
@@ -76,10 +79,15 @@ def test_prompts_are_timed_in_turns_and_one_that_fails_takes_no_further_part():
         def stop(self):
             self.stopped = True
 
-    last = Fake([1.0], None)
-    engines = {"vllm": Fake([6.0, 5.0], [4.0, 9.0]), "decode": Fake([3.0, 4.0], [3.0]), "last": last}
+    last = Fake([9.0], [1.0], None)
+    engines = {
+        "vllm": Fake([9.0, 20.0], [6.0, 5.0], [4.0, 9.0]),
+        "decode": Fake([8.0], [3.0, 4.0], [3.0]),
+        "last": last,
+    }
     result = {"arms": {name: {"fusions": None} for name in engines}, "errors": {}}
     _time_prompts(result, engines, 2, 64, 0.0, 2)
-    assert result["arms"]["decode"]["prompts 2 x 64"] == {"ms": 3.0, "times_faster": 1.5}
+    found = result["arms"]["decode"]["prompts 2 x 64"]
+    assert found == {"ms": 3.0, "turns_ms": [3.0, 3.0], "times_faster": 1.5, "gpu_ms": 0.52, "launches": 4.0}
     assert last.stopped and list(result["errors"]) == ["last"] and set(engines) == {"vllm", "decode"}
-    assert "prompts 2 x 64: 3.00 ms (1.500)" in table({"stages": {"a stage": result}}, (1,))
+    assert "prompts 2 x 64: 3.00 ms (1.500), GPU 0.52" in table({"stages": {"a stage": result}}, (1,))
