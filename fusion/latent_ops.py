@@ -274,7 +274,8 @@ MLA_QUERY_ROPE = Op(
             name="q_rope",
             width="rope_width",
             heads=True,
-            doc="(tokens, heads, width): the rope columns of the query, no view of the buffer.",
+            doc="(tokens, heads, width): the rope columns of the query. The last columns of the buffer itself are turned in place; no other "
+            "view of it.",
         ),
         Rows(
             name="query",

@@ -1,7 +1,7 @@
 """The decode chain of MLA layers at module level, as `mla_decode`: norms, ropes, cache write and absorption of a step in two launches or three.
 
 vLLM compiles norms and ropes, writes the cache and runs its attention behind two ops at which it splits its graphs. Here the forward of
-its MLA wrapper calls two ops of ours at the same places (`decode_ops`), compiled or not.
+its MLA wrapper calls three ops of ours at the same places (`decode_ops`), compiled or not.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class Door:
                 layer.attention.impl.dcp_world_size = 1  # as vLLM does at its first step
             layer.wrapper.forward = forward_of(layer.wrapper, layer.name, ops)
         split = self.vllm_config.compilation_config.splitting_ops
-        if split and not set(ops.NAMES) & set(split):
-            split.extend(ops.NAMES)
+        if split and ops.SPLIT not in split:
+            split.append(ops.SPLIT)
 
     def decoded(self) -> int:
         """The layers that have run a decode step."""
@@ -222,7 +222,7 @@ def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str]) -> Any:
 
 
 def forward_of(wrapper: Any, name: str, ops: Any) -> Callable[..., Any]:
-    """A forward for one wrapper that calls our two ops, for Dynamo to trace or to be run as it is.
+    """A forward for one wrapper that calls our ops, for Dynamo to trace or to be run as it is.
 
     Args:
         wrapper: vLLM's.
@@ -230,7 +230,7 @@ def forward_of(wrapper: Any, name: str, ops: Any) -> Callable[..., Any]:
         ops: the module `decode_ops`.
     """
     own = wrapper.forward
-    latents, attend = ops.latents, ops.attend
+    latents, turn, attend, layer = ops.latents, ops.turn, ops.attend, ops.encoded(name)
 
     @wraps(own)
     def forward(positions: Any, hidden_states: Any, llama_4_scaling: Any = None) -> Any:
@@ -238,12 +238,11 @@ def forward_of(wrapper: Any, name: str, ops: Any) -> Callable[..., Any]:
             return own(positions, hidden_states, llama_4_scaling)
         rows = wrapper.fused_qkv_a_proj(hidden_states)[0]
         q, kv, k_rope = rows.split([wrapper.q_lora_rank, wrapper.kv_lora_rank, wrapper.qk_rope_head_dim], dim=-1)
-        # What a captured graph reads is allocated in one: its address stays.
-        normed = q.new_empty(q.shape)
-        entries = latents(q, kv, k_rope, positions, normed, name)
+        normed, entries = latents(q, kv, k_rope, positions, layer)
         query = wrapper.q_b_proj(normed)[0]
+        turn(query, positions, layer)
         output = query.new_empty((query.shape[0], wrapper.num_heads * wrapper.v_head_dim))
-        attend(query, entries, positions, output, name)
+        attend(query, entries, positions, output, layer)
         return wrapper.o_proj(output)[0]
 
     return forward

@@ -1,8 +1,11 @@
-"""The two ops that stand in an MLA layer of vLLM's instead of its norms, ropes, cache write and attention, split as vLLM's own are.
+"""The ops that stand in an MLA layer of vLLM's instead of its norms, ropes, cache write and attention.
 
-Where all tokens of a step are decoded, `mla_latents` is one launch (both norms, the rope of the key, the cache write), and
-`mla_attend` absorbs and ropes the query in one launch (two for many tokens). In any other step the first gives vLLM's cache write and
-its prefill what they take, and the second ropes the query in place.
+Where all tokens of a step are decoded, `mla_latents` is one launch (both norms, the rope of the key, the cache write), `mla_rope` does
+nothing, and `mla_attend` absorbs and ropes the query in one launch (two for many tokens). In any other step the first gives vLLM's
+cache write and its prefill what they take, the second ropes the query in place, and the third does what vLLM does.
+
+vLLM splits its graphs at the third alone. What stands before it is in the compiled pieces, and in their CUDA graphs, as vLLM's norms
+and ropes are: there it is launched for prompts, whatever the step that a graph was captured in.
 """
 
 from __future__ import annotations
@@ -14,23 +17,29 @@ from typing import Any
 import torch
 from attrs import define, field
 from torch import Tensor
+from torch._library.opaque_object import get_opaque_type_name
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import mla_attention as vllm_mla
+from vllm.utils import torch_utils
 
 from ...adapters.errors import LayerfuseError
 from ...fusion.backends import listening, steps
-from ...fusion.ops import FUNCTIONS
-from ...fusion.ops.library import case_maker, declared
+from ...fusion.ops.library import case_maker, declared, direct
 from .process import once
+
+_STEADY = True
+"""Nothing writes to what absorbs the query while a step runs."""
 
 REFUSALS = (LayerfuseError, TypeError, ValueError)
 """What an op raises for arguments that it does not take."""
 
 WRITE = "mla_norm_rope_cache_into"
-NAMES = ("layerfuse_vllm::mla_latents", "layerfuse_vllm::mla_attend")
+SPLIT = "layerfuse_vllm::mla_attend"
 """What vLLM splits its graphs at."""
 
 _write, _rope, _absorb, _absorb_quant = (
-    FUNCTIONS[name] for name in (WRITE, "mla_query_rope", "mla_query_absorb", "mla_query_absorb_static_quant")
+    direct(name) for name in (WRITE, "mla_query_rope", "mla_query_absorb", "mla_query_absorb_static_quant")
 )
 
 
@@ -73,8 +82,13 @@ class Layer:
         return table[:, :half], table[:, half:]
 
     def decodes(self, metadata: Any, cache: Tensor, slots: Tensor | None, tokens: int) -> bool:
-        """Whether every token of a step is decoded, so that nothing but the cache needs its latents."""
+        """Whether every token of a step is decoded, so that nothing but the cache needs its latents.
+
+        Never where vLLM replays graphs of the pieces between attentions: what stands in them is the same in every step.
+        """
         if self.refused or metadata is None or not 0 < metadata.num_actual_tokens == metadata.num_decode_tokens:
+            return False
+        if get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
             return False
         if slots is None or slots.shape[0] != tokens or cache.numel() == 0:
             once(
@@ -132,13 +146,17 @@ class Layer:
         nope = attention.qk_nope_head_dim
         given = (q[..., :nope], q[..., nope:], attention.W_UK_T, *self.tables, positions)
         if self.query_dtype is not None:
-            return _absorb_quant(*given, attention._q_scale, self.pairs, self.query_dtype, steady=True)
-        return _absorb(*given, self.pairs, steady=True)
+            return _absorb_quant(*given, attention._q_scale, self.pairs, self.query_dtype, _STEADY)
+        return _absorb(*given, self.pairs, _STEADY)
+
+    def heads(self, q: Tensor) -> Tensor:
+        """The query as (tokens, heads, nope + rope)."""
+        attention = self.attention
+        return q.view(-1, attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim)
 
     def rope_in_place(self, q: Tensor, positions: Tensor) -> None:
         """The same rope where nothing is absorbed. q: (tokens, heads, nope + rope)."""
-        # The op reads and writes other memory: every pair is read by one program and written by it, but that is no promise.
-        _rope(q[..., self.attention.qk_nope_head_dim :].clone(), q, *self.tables, positions, self.pairs)
+        _rope(q[..., self.attention.qk_nope_head_dim :], q, *self.tables, positions, self.pairs)
 
 
 layers: dict[str, Layer] = {}
@@ -155,70 +173,98 @@ def numbers(count: int, device: torch.device) -> Tensor:
     return found[:count]
 
 
-def _latents(q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, q_out: Tensor, layer_name: str) -> Tensor:
-    layer = layers[layer_name]
-    metadata, attention, cache, slots = vllm_mla.get_attention_context(layer_name)
+def _layer(name: Any, tokens: int) -> tuple[Layer, bool, tuple[Any, Any, Tensor, Tensor | None]]:
+    """A layer, whether this step is one that decodes, and what vLLM knows of it: metadata, attention, cache and slots."""
+    plain = getattr(name, "value", name)
+    context = vllm_mla.get_attention_context(plain)
+    layer = layers[plain]
+    return layer, layer.decodes(context[0], context[2], context[3], tokens), context
+
+
+def _latents(q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, layer_name: Any) -> tuple[Tensor, Tensor]:
     tokens = kv.shape[0]
-    rows = (q, kv, k_rope)
-    entries = kv.new_empty(tokens, kv.shape[-1] + k_rope.shape[-1])
-    if layer.decodes(metadata, cache, slots, tokens):
+    layer, decodes, (_, _, cache, slots) = _layer(layer_name, tokens)
+    rows, normed, entries = (q, kv, k_rope), *_made(q, kv, k_rope)
+    if decodes and slots is not None:
         try:
-            layer.write(rows, positions, slots, layer.seen(cache), q_out)
+            layer.write(rows, positions, slots, layer.seen(cache), normed)
         except REFUSALS as error:
             layer.refuse(error)
         else:
-            return entries
-    layer.write(rows, positions, numbers(tokens, kv.device), entries, q_out)
-    if slots is not None:
-        latent, rope = entries.split([kv.shape[-1], k_rope.shape[-1]], -1)
-        vllm_mla.unified_mla_kv_cache_update(
-            latent, rope.unsqueeze(1), layer_name, attention.kv_cache_dtype, attention._k_scale
-        )
-    return entries
+            return normed, entries
+    layer.write(rows, positions, numbers(tokens, kv.device), entries, normed)
+    return normed, entries
 
 
-def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer_name: str) -> None:
-    layer = layers[layer_name]
-    metadata, attention, cache, slots = vllm_mla.get_attention_context(layer_name)
-    heads = q.view(-1, attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim)
-    if layer.decodes(metadata, cache, slots, entries.shape[0]):
+def _made(q: Tensor, kv: Tensor, k_rope: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), kv.new_empty(kv.shape[0], kv.shape[-1] + k_rope.shape[-1])
+
+
+def _turn(q: Tensor, positions: Tensor, layer_name: Any) -> None:
+    layer, decodes, _ = _layer(layer_name, q.shape[0])
+    if not decodes:
+        layer.rope_in_place(layer.heads(q), positions)
+
+
+def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer_name: Any) -> None:
+    layer, decodes, (metadata, attention, cache, slots) = _layer(layer_name, entries.shape[0])
+    heads = layer.heads(q)
+    if decodes:
         count = metadata.num_actual_tokens
         try:
             query = layer.query(heads[:count], positions[:count])
         except REFUSALS as error:
             layer.refuse(error)
+            heads = heads.clone()
+            layer.rope_in_place(heads, positions)
         else:
             attended, _ = attention.impl.forward_mqa(query, layer.seen(cache), metadata, attention)
             attention._v_up_proj(attended, out=output[:count])
             layer.has_decoded()
             return
-    if metadata is not None:
-        layer.rope_in_place(heads, positions)
     latent, rope = entries.split([attention.kv_lora_rank, attention.qk_rope_head_dim], -1)
+    rope = rope.unsqueeze(1)
+    if slots is not None and not decodes:
+        vllm_mla.unified_mla_kv_cache_update(latent, rope, layer_name, attention.kv_cache_dtype, attention._k_scale)
     # Quantising projections want rows without gaps.
-    attention.forward_impl(heads, latent.contiguous(), rope.unsqueeze(1), cache, metadata, output=output)
+    attention.forward_impl(heads, latent.contiguous(), rope, cache, metadata, output=output)
 
 
 _LIBRARY = torch.library.Library("layerfuse_vllm", "FRAGMENT")
-_LIBRARY.define(
-    "mla_latents(Tensor q, Tensor kv, Tensor k_rope, Tensor positions, Tensor(a!) q_out, str layer_name) -> Tensor",
-    tags=(torch.Tag.needs_fixed_stride_order,),
+
+
+def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """An op whose last argument is a layer's name, in the form in which vLLM compiles layers that differ in it alone once."""
+    _LIBRARY.define(f"{name}{schema.format(name=_name_type())}", tags=(torch.Tag.needs_fixed_stride_order,))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"layerfuse_vllm::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.layerfuse_vllm, name).default
+
+
+def _name_type() -> str:
+    kind = getattr(torch_utils, "LayerNameType", str)
+    return "str" if kind is str else get_opaque_type_name(kind)
+
+
+def encoded(name: str) -> Any:
+    """A layer's name as the ops take it."""
+    return getattr(torch_utils, "_encode_layer_name", str)(name)
+
+
+latents = _define(
+    "mla_latents",
+    "(Tensor q, Tensor kv, Tensor k_rope, Tensor positions, {name} layer_name) -> (Tensor, Tensor)",
+    _latents,
+    _made,
 )
-_LIBRARY.define(
-    "mla_attend(Tensor(a!) q, Tensor entries, Tensor positions, Tensor(b!) output, str layer_name) -> ()",
-    tags=(torch.Tag.needs_fixed_stride_order,),
+turn = _define("mla_rope", "(Tensor(a!) q, Tensor positions, {name} layer_name) -> ()", _turn, lambda *_: None)
+attend = _define(
+    "mla_attend",
+    "(Tensor q, Tensor entries, Tensor positions, Tensor(a!) output, {name} layer_name) -> ()",
+    # Where a cache comes from elsewhere, vLLM waits for it and sends it on around its attention.
+    vllm_mla.maybe_transfer_kv_layer(_attend),
+    lambda *_: None,
 )
-_LIBRARY.impl("mla_latents", _latents, "CompositeExplicitAutograd")
-# Where a cache comes from elsewhere, vLLM waits for it and sends it on around its attention.
-_LIBRARY.impl("mla_attend", vllm_mla.maybe_transfer_kv_layer(_attend), "CompositeExplicitAutograd")
-torch.library.register_fake(
-    NAMES[0],
-    lambda q, kv, k_rope, positions, q_out, layer_name: kv.new_empty(kv.shape[0], kv.shape[-1] + k_rope.shape[-1]),  # noqa: ARG005
-    lib=_LIBRARY,
-)
-torch.library.register_fake(NAMES[1], lambda *_: None, lib=_LIBRARY)
-latents = torch.ops.layerfuse_vllm.mla_latents.default
-attend = torch.ops.layerfuse_vllm.mla_attend.default
 
 
 def try_out(made: Iterable[Layer], vllm_config: Any) -> int:

@@ -129,6 +129,19 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
         assert counted == {"mla_norm_rope_cache_into": 3, query: 3, VLLMS: 0 if decodes else 3}
 
 
+def test_in_graphs_of_pieces_each_step_launches_the_same_and_decodes_as_vllm_does(tmp_path: Path) -> None:
+    """What a piece holds was captured in one step and runs in all: no op in it may depend on what the step is."""
+    steps = [requests for requests, _ in STEPS]
+    with paged("deepseek-v3", tmp_path / "own", layerfuse=False, mode="NONE") as engine:
+        own = [engine.step(requests) for requests in steps]
+    with paged("deepseek-v3", tmp_path / "ours", layerfuse=ON, mode="NONE") as engine:
+        for requests, wanted in zip(steps, own, strict=True):
+            written.clear()
+            with counting() as counted:
+                torch.testing.assert_close(engine.step(requests, pieces=True), wanted, rtol=1e-4, atol=1e-5)
+            assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_rope": 3} and len(written) == 3
+
+
 def test_the_query_of_many_tokens_is_that_of_few(tmp_path: Path) -> None:
     with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
         (name, attention), *_ = engine.layers.items()

@@ -18,6 +18,7 @@ from attrs import define, field
 from torch import Tensor
 
 from vllm_started import Started, engine_config, in_engine, load  # isort: skip  (before vllm)
+from vllm.config import CUDAGraphMode
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
@@ -120,13 +121,16 @@ class Paged:
         at = torch.arange(start, end)
         return (at // BLOCK * 4 + sequence) * BLOCK + at % BLOCK
 
-    def step(self, requests: Sequence[tuple[int, int]], padded: int = 0, slots_too: bool = True) -> Tensor:
+    def step(
+        self, requests: Sequence[tuple[int, int]], padded: int = 0, slots_too: bool = True, pieces: bool = False
+    ) -> Tensor:
         """The hidden states of a step's tokens.
 
         Args:
             requests: (sequence, new tokens); those that decode one token come first.
             padded: rows behind the tokens, with slots of -1.
             slots_too: whether those rows have slots: in graphs that are captured in pieces they have none.
+            pieces: whether the step is said to be one of such graphs.
         """
         ids, positions, slots, decodes, prefills = [], [], [], [], []
         for sequence, new in requests:
@@ -155,6 +159,7 @@ class Paged:
             self.engine.config,
             num_tokens=count + padded,
             slot_mapping=dict.fromkeys(self.layers, mapping),
+            cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE if pieces else CUDAGraphMode.NONE,
         ):
             return self.engine.model(*given)[:count]
 

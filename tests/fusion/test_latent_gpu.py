@@ -68,6 +68,9 @@ def test_every_number_of_heads_of_all_tokens(tokens: int, heads: int) -> None:
         buffer = torch.zeros_like(got)
         ops.mla_query_rope(rope, buffer, cos, sin, positions)
         assert torch.equal(buffer[..., 512:], got[..., 512:]) and not buffer[..., :512].any()
+        whole = torch.cat([latent, rope], -1)
+        ops.mla_query_rope(whole[..., 512:], whole, cos, sin, positions)
+        assert torch.equal(whole, got), "turned in place"
 
 
 def test_a_captured_graph_runs_with_fewer_tokens_and_more_run_beside_it() -> None:

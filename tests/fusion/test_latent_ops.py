@@ -361,6 +361,16 @@ def test_the_rope_alone_is_written_to_the_last_columns_and_nowhere_else(backend:
     assert (buffer == 3.0).all()
 
 
+@pytest.mark.parametrize("pairs", ["interleaved", "halves", "interleaved_to_halves"])
+def test_the_last_columns_of_the_buffer_itself_are_turned_in_place(backend: str, pairs: str) -> None:
+    given = heads(SMALL, 3, 5)
+    query = torch.cat([given.pop("q_latent"), given.pop("q_rope")], -1)
+    wanted = query.clone()
+    ops.mla_query_rope(query[..., SMALL.kv :].clone(), wanted, **given, pairs=pairs)
+    ops.mla_query_rope(query[..., SMALL.kv :], query, **given, pairs=pairs)
+    assert torch.equal(query, wanted)
+
+
 @pytest.mark.parametrize("position", [-1, 64])
 def test_a_query_at_a_position_outside_the_tables(backend: str, position: int) -> None:
     given = heads(SMALL, 2, 3)

@@ -27,7 +27,7 @@ def query(
 ):  # fmt: skip
     """ROWS heads per program, those of all tokens counted through. The rope goes behind KV_WIDTH columns.
 
-    LATENT: those are copied from q_latent. STATIC: everything is divided by a scale.
+    LATENT: those are copied from q_latent; without it q_rope may be what is written to. STATIC: everything is divided by a scale.
     """
     if EARLY:
         tl_cuda.gdc_wait()
@@ -58,4 +58,6 @@ def query(
         first, second = turned(first, second, c, s)
     if STATIC:
         first, second = clamped(first * scale, LARGEST), clamped(second * scale, LARGEST)
+    if not LATENT:
+        tl.debug_barrier()  # every column is read before one is written, by whichever threads
     write_pairs(out, at + KV_WIDTH, mask, first, second, ROPE_WIDTH, HALF, PAIRS)
