@@ -137,6 +137,12 @@ class Arm:
         self.prompts(number, length, rounds)
         return self.llm.collective_rpc("probe_end", args=(rounds,))
 
+    def prompt_host(self, number: int, length: int, rounds: int) -> list[float]:
+        """Milliseconds in which the forward of such a step keeps the host, at the least, of every rank."""
+        self.llm.collective_rpc("probe_host_begin")
+        self.prompts(number, length, rounds)
+        return self.llm.collective_rpc("probe_host_end")
+
     def prefill(self, lengths: list[int]) -> None:
         """Prompts of these lengths, one after another: whatever is compiled late is compiled now, and vLLM's log says so."""
         from vllm import SamplingParams

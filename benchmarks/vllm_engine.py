@@ -5,8 +5,9 @@
 A stage is a model at its published widths with few layers and random weights (`vllm_shapes`), and several arms: vLLM without
 layerfuse, and with chosen fusions. Each arm is an engine in processes of its own (`vllm_arm`). All arms of a stage are started together
 on the same GPUs, then take turns: while one is timed, the others wait. A time is that of vLLM's CUDA graph for a decode step,
-replayed (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's clock, with the time that
-the first rank's GPU is busy beside it (`gpu_ms`). A ratio is the median over the turns, each of which times every arm.
+replayed (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's clock. Beside it stand
+the time that the first rank's GPU is busy (`gpu_ms`) and the one that vLLM's forward keeps its host, the least of all rounds
+(`host_ms`): the longer of the two is what such a step cannot be faster than. A ratio is the median over the turns, each of which times every arm.
 
 Tokens are compared with those of the first arm. Where two sequences part, the two best logits of the first arm at that step say whether
 it was a tie: one bf16 step apart or less. Then every arm is given the first arm's tokens, and its log probabilities of them are compared
@@ -195,7 +196,7 @@ def _try(
         engines.pop(arm).stop()
         return None
     key = " ".join(["ready" if command is None else command, *(str(each) for each in given if isinstance(each, int))])
-    if command not in ("replay", "settle", "prefill", "prompts", "prompt_kernels"):
+    if command not in ("replay", "settle", "prefill", "prompts", "prompt_kernels", "prompt_host"):
         result["arms"][arm][key] = found
     return found
 
@@ -228,6 +229,7 @@ def _time_prompts(
 ) -> None:
     """Steps that hold prompts alone; the host needs now more and now less time for the same, so the fastest round of a turn counts."""
     times: dict[str, list[float]] = {arm: [] for arm in engines}
+    hosts: dict[str, list[float]] = {arm: [] for arm in engines}
     warm = [_try(result, engines, arm, until, "prompts", number, length, 5) for arm in list(engines)]
     rounds = max(5, min(40, int(A_TURN / max([1, *(min(found) for found in warm if found)]))))
     for turn in range(turns):
@@ -235,6 +237,8 @@ def _time_prompts(
         for arm in order if turn % 2 == 0 else reversed(order):
             found = _try(result, engines, arm, until, "prompts", number, length, rounds)
             times[arm] += [min(found)] if found else []
+            host = _try(result, engines, arm, until, "prompt_host", number, length, 2 + rounds // 4)
+            hosts[arm] += [host[0]] if host else []
     for arm in list(engines):
         ranks = _try(result, engines, arm, until, "prompt_kernels", number, length)
         if ranks and (several := times[arm]):
@@ -242,6 +246,7 @@ def _time_prompts(
                 "ms": round(statistics.median(several), 3),
                 "turns_ms": [round(each, 3) for each in several],
                 "times_faster": _faster(times.get("vllm", []), several),
+                "host_ms": round(min(hosts[arm]), 3),
                 "gpu_ms": round(sum(us for _, us in ranks[0].values()) / 1000, 3),
                 "launches": round(sum(count for count, _ in ranks[0].values()), 1),
             }

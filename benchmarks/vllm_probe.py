@@ -7,6 +7,7 @@ the weights of `vllm_shapes` in the place of vLLM's dummy ones.
 from __future__ import annotations
 
 import sys
+import time
 from collections import Counter
 from typing import Any
 
@@ -19,6 +20,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.distributed.parallel_state import get_tp_group
 
 _profiles: list[Any] = []
+_host: list[float] = []
 _filled: list[int] = []
 
 
@@ -101,6 +103,26 @@ class Probe:
                 counts[event.name[:160]] += 1
                 took[event.name[:160]] += event.time_range.elapsed_us()
         return {name: [count / times, round(took[name] / times, 2)] for name, count in counts.items()}
+
+    def probe_host_begin(self) -> None:
+        """Take the time from now on in which vLLM's forward keeps the host: until all is launched, with the GPU idle before."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        own, times = runner._model_forward, _host
+        times.clear()
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            result = own(*args, **kwargs)
+            times.append(time.perf_counter() - began)
+            return result
+
+        runner._model_forward = timed
+
+    def probe_host_end(self) -> float:
+        """The milliseconds of the fastest forward since then."""
+        del self.model_runner._model_forward  # type: ignore[attr-defined]
+        return min(_host) * 1000
 
     def probe_state(self) -> dict[str, Any]:
         """What this worker runs."""

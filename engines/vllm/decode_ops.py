@@ -25,7 +25,7 @@ from vllm.utils import torch_utils
 
 from ...adapters.errors import LayerfuseError
 from ...fusion.backends import listening, steps
-from ...fusion.ops.library import case_maker, declared, direct
+from ...fusion.ops.library import case_maker, declared, direct, repeating
 from .process import once
 
 _STEADY = True
@@ -38,9 +38,10 @@ WRITE = "mla_norm_rope_cache_into"
 SPLIT = "layerfuse_vllm::mla_attend"
 """What vLLM splits its graphs at."""
 
-_write, _rope, _absorb, _absorb_quant = (
-    direct(name) for name in (WRITE, "mla_query_rope", "mla_query_absorb", "mla_query_absorb_static_quant")
-)
+_write, _rope = repeating(WRITE), repeating("mla_query_rope")
+_absorb, _absorb_quant = direct("mla_query_absorb"), direct("mla_query_absorb_static_quant")
+_kinds: dict[Hashable, int] = {}
+"""`Layer.kind` -> a number for it."""
 
 
 @define(kw_only=True, eq=False)
@@ -63,13 +64,26 @@ class Layer:
     "The fp8 dtype that the attention kernel takes its query in; None: that of the layer."
     waiting: set[str]
     "The layers of its model that have not decoded yet, by name: one set for all of them."
+    norms: tuple[dict[str, Any], dict[str, Any]] = field(init=False, repr=False)
+    "The parameters of both norms. A module's attribute takes a microsecond, and these are asked for at every step."
+    rope: dict[str, Any] = field(init=False, repr=False)
+    "The buffers of the rope."
+    halved: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
+    "The rope's table, and its columns of cos and of sin."
+    kept: int = -1
+    "The number of its kind: calls of layers of one kind differ in nothing but their tokens and where their tensors lie."
     refused: bool = False
     "Whether an op did not take a step's tensors: from then on vLLM's own way is gone."
 
+    def __attrs_post_init__(self) -> None:
+        wrapper = self.wrapper
+        self.norms = wrapper.q_a_layernorm._parameters, wrapper.kv_a_layernorm._parameters
+        self.rope = wrapper.rotary_emb._buffers
+
     def kind(self) -> Hashable:
         """All that decides which kernels are compiled: alike in most layers of a model."""
-        wrapper, attention = self.wrapper, self.attention
-        tensors = wrapper.q_a_layernorm.weight, wrapper.kv_a_layernorm.weight, attention.W_UK_T, *self.tables
+        attention = self.attention
+        tensors = *(each["weight"] for each in self.norms), attention.W_UK_T, *self.tables
         forms = tuple((each.dtype, each.shape, each.stride()) for each in tensors)
         settings = self.epsilons, self.offsets, self.pairs, self.cache_dtype, self.query_dtype
         return forms, settings, attention.kv_cache_dtype, attention.qk_nope_head_dim
@@ -77,9 +91,12 @@ class Layer:
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
         """Cos and sin: (positions, half the rope's width) each."""
-        table: Tensor = self.wrapper.rotary_emb.cos_sin_cache
-        half = table.shape[-1] // 2
-        return table[:, :half], table[:, half:]
+        table: Tensor = self.rope["cos_sin_cache"]
+        if self.halved is None or self.halved[0] is not table:
+            half = table.shape[-1] // 2
+            self.halved = table, table[:, :half], table[:, half:]
+            self.kept = _kinds.setdefault(self.kind(), len(_kinds))
+        return self.halved[1:]
 
     def decodes(self, metadata: Any, cache: Tensor, slots: Tensor | None, tokens: int) -> bool:
         """Whether every token of a step is decoded, so that nothing but the cache needs its latents.
@@ -118,18 +135,22 @@ class Layer:
         self, rows: tuple[Tensor, Tensor, Tensor], positions: Tensor, slots: Tensor, cache: Tensor, q_out: Tensor
     ) -> None:
         """Both norms, the rope of the key, and the entries to their slots."""
-        wrapper = self.wrapper
-        weights = wrapper.q_a_layernorm.weight, wrapper.kv_a_layernorm.weight
-        scale = self.attention._k_scale
+        (q_norm, kv_norm), tables, (q, kv, k_rope) = self.norms, self.tables, rows
+        alike = (
+            self.kept, q.shape, q.stride(), kv.stride(), k_rope.stride(), positions.dtype, slots.dtype,
+            cache.shape, cache.stride(), cache.dtype,
+        )  # fmt: skip
         _write(
+            alike,
             *rows,
-            *weights,
+            q_norm["weight"],
+            kv_norm["weight"],
             *self.epsilons,
-            *self.tables,
+            *tables,
             positions,
             slots,
             cache,
-            scale,
+            self.attention._k_scale,
             *self.offsets,
             self.pairs,
             q_out,
@@ -156,7 +177,8 @@ class Layer:
 
     def rope_in_place(self, q: Tensor, positions: Tensor) -> None:
         """The same rope where nothing is absorbed. q: (tokens, heads, nope + rope)."""
-        _rope(q[..., self.attention.qk_nope_head_dim :], q, *self.tables, positions, self.pairs)
+        tables, nope = self.tables, self.attention.qk_nope_head_dim
+        _rope((self.kept, q.shape, q.stride(), positions.dtype), q[..., nope:], q, *tables, positions, self.pairs)
 
 
 layers: dict[str, Layer] = {}
@@ -295,7 +317,7 @@ def try_out(made: Iterable[Layer], vllm_config: Any) -> int:
 
 def _calls(layer: Layer, vllm_config: Any, most: int) -> tuple[Callable[[int], Any], ...]:
     """What a layer calls in a step, for some tokens: into a buffer, into the cache, the query of either."""
-    attention, weight = layer.attention, layer.wrapper.q_a_layernorm.weight
+    attention, weight = layer.attention, layer.norms[0]["weight"]
     widths = (weight.shape[0], attention.kv_lora_rank, attention.qk_rope_head_dim)
     shape = attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim
     form = attention.get_kv_cache_spec(vllm_config)

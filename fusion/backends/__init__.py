@@ -111,11 +111,16 @@ class Memory(dict[Any, Callable[..., Any]]):
         with _lock:
             for listener in _listeners:
                 listener(op, given)
-            if before == _choices[0] and not _listeners:
+        self.keep(key, function, before)
+        return function
+
+    def keep(self, key: Hashable, function: Callable[..., Any], chosen_at: int) -> None:
+        """Remember a choice, unless it may be another one by now, or somebody listens."""
+        with _lock:
+            if chosen_at == _choices[0] and not _listeners:
                 if len(self) >= self.MOST:
                     self.clear()
                 self[key] = function
-        return function
 
 
 @contextmanager
@@ -138,6 +143,11 @@ def counting() -> Iterator[Counter[str]]:
     counter: Counter[str] = Counter()
     with listening(lambda op, given: counter.update((op,))):  # noqa: ARG005 (what was given counts for nothing)
         yield counter
+
+
+def choices() -> int:
+    """A number that grows whenever what was chosen may be chosen otherwise: for `Memory.keep`."""
+    return _choices[0]
 
 
 def _changed() -> None:

@@ -70,6 +70,9 @@ def test_prompts_are_timed_in_turns_and_one_that_fails_takes_no_further_part():
             assert (number, length) == (2, 64)
             if command == "prompt_kernels":
                 return [{"one": [3, 500.0], "other": [1, 20.0]}]
+            if command == "prompt_host":
+                assert rounds == (12,)
+                return [2.0 + len(self.answers), 9.0]
             assert rounds == ((5,) if len(self.answers) == 3 else (40,))
             answer = self.answers.pop(0)
             if answer is None:
@@ -88,6 +91,13 @@ def test_prompts_are_timed_in_turns_and_one_that_fails_takes_no_further_part():
     result = {"arms": {name: {"fusions": None} for name in engines}, "errors": {}}
     _time_prompts(result, engines, 2, 64, 0.0, 2)
     found = result["arms"]["decode"]["prompts 2 x 64"]
-    assert found == {"ms": 3.0, "turns_ms": [3.0, 3.0], "times_faster": 1.5, "gpu_ms": 0.52, "launches": 4.0}
+    assert found == {
+        "ms": 3.0,
+        "turns_ms": [3.0, 3.0],
+        "times_faster": 1.5,
+        "host_ms": 2.0,
+        "gpu_ms": 0.52,
+        "launches": 4.0,
+    }
     assert last.stopped and list(result["errors"]) == ["last"] and set(engines) == {"vllm", "decode"}
-    assert "prompts 2 x 64: 3.00 ms (1.500), GPU 0.52" in table({"stages": {"a stage": result}}, (1,))
+    assert "prompts 2 x 64: 3.00 ms (1.500), GPU 0.52, host 2.00" in table({"stages": {"a stage": result}}, (1,))

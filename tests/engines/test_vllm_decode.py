@@ -22,6 +22,7 @@ pytest.importorskip("vllm_paged")
 import vllm_paged
 from test_vllm_plugin import fresh, said  # noqa: F401 (`fresh` is a fixture)
 from torch import Tensor
+from vllm.config import CUDAGraphMode
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import mla
 from vllm.model_executor.layers.attention import mla_attention
@@ -313,6 +314,15 @@ def test_a_function_that_wants_one_more_argument_is_left_alone(
         f"{mla_attention.__name__}:MLAAttention._v_up_proj is expected to take self, x, out and others with a default only, "
         "and takes self, x, out, scales"
     )
+
+
+@pytest.mark.parametrize(("mode", "stands"), [("PIECEWISE", False), ("FULL_AND_PIECEWISE", True), ("NONE", True)])
+def test_where_decode_steps_are_in_graphs_of_pieces_alone_nothing_is_to_be_gained(mode: str, stands: bool) -> None:
+    compilation = SimpleNamespace(
+        cudagraph_mode=CUDAGraphMode[mode], mode=None, pass_config=SimpleNamespace(fuse_attn_quant=False)
+    )
+    why = decode_facts.why_not_here(SimpleNamespace(parallel_config=None, compilation_config=compilation))
+    assert stands if why is None else "cudagraph_mode is PIECEWISE" in why and not stands
 
 
 @pytest.mark.parametrize("derived", [False, True])

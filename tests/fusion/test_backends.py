@@ -11,7 +11,7 @@ import torch
 from layerfuse.fusion import FUSIONS, Target, UnknownTargetError, backends, ops
 from layerfuse.fusion.backends import Backend, BackendError
 from layerfuse.fusion.declare import Like, Op, Rows
-from layerfuse.fusion.ops.library import define
+from layerfuse.fusion.ops.library import define, repeating
 
 
 @pytest.fixture(autouse=True)
@@ -153,3 +153,35 @@ def test_calls_of_a_compiled_graph_are_counted_once() -> None:
         with backends.counting() as calls:
             function(x)
     assert calls == {"rms_norm": 1}
+
+
+# ---- calls that are alike --------------------------------------------------------------------------------------------
+
+
+def test_calls_said_to_be_alike_are_checked_once_and_made_by_what_the_backend_has_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from layerfuse.fusion.backends.triton import queries
+
+    query = torch.randn(2, 3, 24)
+    given = (torch.randn(2, 3, 8), torch.ones(4, 4), torch.zeros(4, 4), torch.tensor([1, 2]), "halves")
+    made: list[str] = []
+    monkeypatch.setattr(queries.rope_into, "alike", lambda: lambda *_: made.append("alike"))
+    call = repeating("mla_query_rope")
+
+    def calls() -> None:
+        call("the same", given[0], query, *given[1:])
+
+    backends.force("triton")
+    for _ in range(3):
+        calls()
+    assert made == ["alike"] * 2
+    with backends.counting() as counted:
+        calls()
+    assert counted == {"mla_query_rope": 1} and len(made) == 2, "somebody listens, and a call did not come by"
+    backends.force("reference")
+    calls()  # by the reference, which has nothing of the kind
+    torch.testing.assert_close(query[..., 16:], given[0])
+    with pytest.raises(ValueError, match="cos must be"):
+        call("another", given[0], query, given[1][:, :2], *given[2:])
+    assert len(made) == 2

@@ -9,6 +9,7 @@ import torch
 from latent_support import DEEPSEEK, SMALL, Guarded, Widths, latents, normed, rotated, tables
 
 from layerfuse.fusion import backends, ops
+from layerfuse.fusion.ops.library import repeating
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -71,6 +72,35 @@ def test_every_number_of_heads_of_all_tokens(tokens: int, heads: int) -> None:
         whole = torch.cat([latent, rope], -1)
         ops.mla_query_rope(whole[..., 512:], whole, cos, sin, positions)
         assert torch.equal(whole, got), "turned in place"
+
+
+@pytest.mark.parametrize("off", [0, 1], ids=["on the grid", "off it"])
+@pytest.mark.parametrize("form", ["plain", "fp8"])
+@pytest.mark.parametrize("tokens", [1, 65, 2000])
+def test_calls_that_are_alike_are_repeated_with_other_tensors(tokens: int, form: str, off: int) -> None:
+    """What is launched without a look at anything but where tensors lie: one call with its checks, one by the op, and two repeated."""
+    write, rope = repeating("mla_norm_rope_cache_into"), repeating("mla_query_rope")
+    dtype = torch.float8_e4m3fn if form == "fp8" else torch.bfloat16
+    scale_in, kept = scale(), []
+    for seed in (1, 2, 3, 4):
+        given = latents(DEEPSEEK, tokens, torch.bfloat16, "cuda", seed=seed)
+        memory = torch.zeros(2, tokens * 576 + 8, device="cuda").to(dtype)
+        caches = [part[off : off + tokens * 576].view(tokens, 576) for part in memory]
+        slots = torch.randperm(tokens, device="cuda")
+        outs = torch.zeros(2, *given["q"].shape, device="cuda", dtype=torch.bfloat16)
+        for place, call in enumerate([lambda *all_: write((tokens, off), *all_), ops.mla_norm_rope_cache_into]):
+            call(*given.values(), slots, caches[place], scale_in, 0.0, 0.0, "interleaved", outs[place])
+        assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8)) and torch.equal(*outs)
+        query = torch.randn(tokens, 16, 192, device="cuda", dtype=torch.bfloat16)
+        turned = query.clone()
+        tables_of = given["cos"], given["sin"], given["positions"], "interleaved"
+        rope((tokens, 16), query[..., 128:], query, *tables_of)
+        ops.mla_query_rope(turned[..., 128:].clone(), turned, *tables_of)
+        assert torch.equal(query, turned)
+        kept.append((given, memory, query))  # so that the next ones lie elsewhere
+    with backends.counting() as counted:
+        rope((tokens, 16), query[..., 128:], query, *tables_of)
+    assert counted == {"mla_query_rope": 1}
 
 
 def test_a_captured_graph_runs_with_fewer_tokens_and_more_run_beside_it() -> None:

@@ -47,12 +47,29 @@ def function_of(op: Op) -> Callable[..., Any]:
 
 
 def _into(*args: Any) -> None:
+    _launch_into(*args)
+
+
+_into.alike = lambda: launcher.repeated(_launch_into, _tensors_into)  # type: ignore[attr-defined]
+
+
+def _launch_into(*args: Any) -> launcher.Launch | None:
     q, kv, k_rope, q_out = *args[:3], args[-1]
     out = q_out if q_out.is_contiguous() else torch.empty_like(q_out, memory_format=torch.contiguous_format)
     given = Given(out, out, out, (0, 0), 0, 0.0, False, (out,))
-    _launch("mla_norm_rope_cache_into", NO_QUANT, (as_rows(q), as_rows(kv), as_rows(k_rope)), args, given)
+    launch = _launch("mla_norm_rope_cache_into", NO_QUANT, (as_rows(q), as_rows(kv), as_rows(k_rope)), args, given)
     if out is not q_out:
         q_out.copy_(out)
+        return None
+    return launch if args[11].dtype != torch.uint8 and q.dim() == 2 else None
+
+
+def _tensors_into(*args: Any) -> tuple[torch.Tensor, ...]:
+    """The kernel's, of rows that are no blocks of rows, and of a cache of one dtype."""
+    q, kv, k_rope, q_weight, kv_weight, _, _, cos, sin, positions, slots, cache, cache_scale = args[:13]
+    out = args[-1]
+    rows, tables = (q, kv, k_rope, q_weight, kv_weight), (cos, sin, positions, slots)
+    return (*rows, *tables, out, cache_scale, out, out, cache, cache, cache)
 
 
 def _unit(stride: int) -> int:
@@ -60,13 +77,15 @@ def _unit(stride: int) -> int:
     return stride & -stride & 15 or 16
 
 
-def _launch(name: str, mode: int, rows: tuple[torch.Tensor, ...], args: tuple[Any, ...], given: Given) -> None:
+def _launch(
+    name: str, mode: int, rows: tuple[torch.Tensor, ...], args: tuple[Any, ...], given: Given
+) -> launcher.Launch | None:
     q, kv, k_rope = rows
     q_weight, kv_weight, q_epsilon, kv_epsilon, cos, sin, positions, slots, cache, cache_scale = args[3:13]
     q_offset, kv_offset, pairs = args[13:BEFORE_OPTIONS]
     tokens, q_width = q.shape
     if tokens == 0:
-        return
+        return None
     kv_width, rope_width = kv.shape[1], k_rope.shape[1]
     layout = layout_of(cache, kv_width, rope_width, kv.dtype)
     values, scales, rope = _views(cache, layout.form)
@@ -89,8 +108,9 @@ def _launch(name: str, mode: int, rows: tuple[torch.Tensor, ...], args: tuple[An
         given.out.dtype, cache.dtype, q_width, kv_width, rope_width, q_epsilon, kv_epsilon, q_offset, kv_offset, pairs,
         given.group, given.ue8m0, q_unit, kv_unit, rope_unit, entry_unit, special,
     )  # fmt: skip
+    launch = launcher.Launch(key, device, numbers)
     if launcher.again(key, device, addresses, numbers):
-        return
+        return launch
     item = q.element_size()
     aligned = not any(address & 15 for address in addresses[:5]) and not (q_unit | kv_unit) * item & 15
     dual = tuning.Dual(q_width, kv_width, item, mode != NO_QUANT, given.group, aligned)
@@ -103,6 +123,7 @@ def _launch(name: str, mode: int, rows: tuple[torch.Tensor, ...], args: tuple[An
     )  # fmt: skip
     sides = 2 if plan.split else 1
     launcher.first(norm_rope_cache, key, every, numbers, constants, rows=1, sides=sides, warps=plan.warps)
+    return None
 
 
 def _views(cache: torch.Tensor, form: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

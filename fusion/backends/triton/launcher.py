@@ -7,6 +7,7 @@ to what the inputs are aligned. Only what is launched for the first time goes th
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -53,6 +54,38 @@ def special(numbers: int, addresses: tuple[int, ...], tensors: tuple[Tensor, ...
         tensors: all of them. On ROCm Triton compiles for storages below 2 GiB.
     """
     return tuple(address & 15 != 0 for address in addresses), numbers >> 31 == 0, HIP and _has_large_storage(tensors)
+
+
+class Launch(NamedTuple):
+    """A launch that was made; with tensors that lie elsewhere it is `again` with their addresses."""
+
+    key: tuple[Any, ...]
+    device: int
+    numbers: tuple[int, ...]
+
+
+def repeated(launch: Callable[..., Launch | None], tensors: Callable[..., tuple[Tensor, ...]]) -> Callable[..., None]:
+    """A function for calls that are alike in everything but where their tensors lie.
+
+    Args:
+        launch: from a call's arguments to the launch that it makes; None where it makes none, or one that depends on more.
+        tensors: from a call's arguments to the kernel's, in their order.
+    """
+    made: list[Launch] = []
+
+    def call(*args: Any) -> None:
+        if made:
+            addresses = tuple([tensor.data_ptr() for tensor in tensors(*args)])
+            joined = 0
+            for address in addresses:
+                joined |= address
+            if joined & 15 == 0 and again(made[0].key, made[0].device, addresses, made[0].numbers):
+                return
+        found = launch(*args)
+        if found is not None and not made and not HIP:
+            made.append(found)
+
+    return call
 
 
 def again(key: tuple[Any, ...], device: int, addresses: tuple[int, ...], numbers: tuple[int, ...]) -> bool:

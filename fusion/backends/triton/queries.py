@@ -37,7 +37,21 @@ def function_of(op: Op) -> Callable[..., Any]:
 def rope_into(q_rope: Tensor, query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str) -> None:
     """`mla_query_rope`."""
     # A view: what a reshape copied would take the writes. Torch refuses leading dimensions that cannot be counted as one.
-    _launch("mla_query_rope", (None, q_rope, query.view(-1, *query.shape[-2:])), (cos, sin, positions), None, pairs)
+    _launch_rope(q_rope, query, cos, sin, positions, pairs)
+
+
+def _launch_rope(
+    q_rope: Tensor, query: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str
+) -> launcher.Launch | None:
+    rows = (None, q_rope, query.view(-1, *query.shape[-2:]))
+    launch = _launch("mla_query_rope", rows, (cos, sin, positions), None, pairs)
+    return launch if q_rope.dim() == 3 else None
+
+
+rope_into.alike = lambda: launcher.repeated(  # type: ignore[attr-defined]
+    _launch_rope,
+    lambda q_rope, query, cos, sin, positions, _: (query, q_rope, cos, sin, positions, query, query),
+)
 
 
 def heads_of(x: Tensor) -> Tensor:
@@ -57,13 +71,13 @@ def _launch(
     tables: tuple[Tensor, Tensor, Tensor],
     scale: Tensor | None,
     pairs: str,
-) -> None:
+) -> launcher.Launch | None:
     q_rope, out = heads_of(rows[1]), heads_of(rows[2])
     latent = out if rows[0] is None else heads_of(rows[0])
     cos, sin, positions = tables
     tokens, heads, rope_width = q_rope.shape
     if tokens == 0 or heads == 0:
-        return
+        return None
     kv_width = out.shape[2] - rope_width
     scale_in = out if scale is None else scale
     latent_unit, rope_unit, out_unit = unit_of(latent), unit_of(q_rope), unit_of(out)
@@ -81,8 +95,9 @@ def _launch(
         name, device, step, q_rope.dtype, cos.dtype, sin.dtype, positions.dtype, out.dtype, heads, kv_width, rope_width,
         latent_unit, rope_unit, out_unit, pairs, special,
     )  # fmt: skip
+    launch = launcher.Launch(key, device, numbers)
     if launcher.again(key, device, addresses, numbers):
-        return
+        return launch
     width = rope_width if rows[0] is None else kv_width
     plan = tuning.launch_query(step, width, scale is not None, launcher.wave(out.device))
     constants = (
@@ -90,3 +105,4 @@ def _launch(
         LARGEST.get(out.dtype, 0.0), PAIRS.index(pairs), tuning.power_of_two(rope_width // 2), plan.chunk, plan.rows,
     )  # fmt: skip
     launcher.first(query, key, every, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
+    return None
