@@ -209,7 +209,16 @@ def test_fp8_is_quantised_inside_the_fused_norms(
 @pytest.mark.parametrize(
     ("name", "overrides", "fused"),
     [
-        ("deepseek-v3", BLOCK_FP8, {f"{ADD}_group_quant": 4, f"{DUAL}_group_quant": 3, "rms_norm_group_quant": 1}),
+        (
+            "deepseek-v3",
+            BLOCK_FP8,
+            {
+                f"{ADD}_group_quant": 4,
+                f"{DUAL}_group_quant": 3,
+                "rms_norm_group_quant": 1,
+                "silu_mul_group_quant": 2,
+            },
+        ),
         ("qwen3-next", {}, {"gated_rms_norm": 3}),
         ("gpt-oss-20b", {}, {}),
     ],

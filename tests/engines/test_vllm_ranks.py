@@ -41,11 +41,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, int], *tuple[str, ...]]] = {
     "deepseek-v3-fp8": ({"model": "deepseek-v3", **FP8}, GROUPS),
     "deepseek-v3-fp8-by-default": (
         {"model": "deepseek-v3", **FP8, **BY_DEFAULT},
-        {
-            f"{REDUCED}_group_quant": 4,
-            f"{ADD}_group_quant": 4,
-            **{name: sites for name, sites in GROUPS.items() if not name.startswith("silu_mul")},
-        },
+        {f"{REDUCED}_group_quant": 4, f"{ADD}_group_quant": 4, **GROUPS},
         # Beyond the 4096 tokens up to which the all-reduce is fused; the profiling run has six.
         f"{ADD}_group_quant",
     ),
