@@ -6,8 +6,8 @@ A stage is a model at its published widths with few layers and random weights (`
 layerfuse, and with chosen fusions. Each arm is an engine in processes of its own (`vllm_arm`). All arms of a stage are started together
 on the same GPUs, then take turns: while one is timed, the others wait. A time is that of vLLM's CUDA graph for a decode step,
 replayed (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's clock. Beside it stand
-the time that the first rank's GPU is busy (`gpu_ms`) and the one that vLLM's forward keeps its host, the least of all rounds
-(`host_ms`): the longer of the two is what such a step cannot be faster than. A ratio is the median over the turns, each of which times every arm.
+the times of all kernels of the first rank, added up (`gpu_ms`; those of an all-reduce wait for the other ranks), and the time that vLLM's
+forward keeps its host, the least of all rounds (`host_ms`). A ratio is the median over the turns, each of which times every arm.
 
 Tokens are compared with those of the first arm. Where two sequences part, the two best logits of the first arm at that step say whether
 it was a tie: one bf16 step apart or less. Then every arm is given the first arm's tokens, and its log probabilities of them are compared
@@ -84,7 +84,7 @@ class Engine:
             "engine": {**({"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {}), **stage.engine, **alone.engine},
         }  # fmt: skip
         variables = {
-            **os.environ, **QUIET, **stage.variables,
+            **{name: value for name, value in os.environ.items() if name != "LAYERFUSE_FUSIONS"}, **QUIET, **stage.variables,
             "VLLM_PLUGINS": "" if fusions is None else "layerfuse", "VLLM_CACHE_ROOT": str(work / "cache" / name),
             "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }  # fmt: skip

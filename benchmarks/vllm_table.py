@@ -29,7 +29,8 @@ def table(results: dict[str, Any], batches: tuple[int, ...]) -> str:
             fused = ", ".join(f"{count:g} {kernel}" for kernel, count in found.get(f"fused {batches[0]}", {}).items())
             late = f"; {len(found['late'])} compiled late" if found.get("late") else ""
             late += "".join(
-                f"; {key}: {each['ms']:.2f} ms ({each['times_faster'] or 0:.3f}), GPU {each.get('gpu_ms', 0):.2f}, host {each.get('host_ms', 0):.2f}"
+                f"; {key}: {each['ms']:.2f} ms ({each['times_faster'] or 0:.3f})"
+                + "".join(f", {part} {each[f'{part}_ms']:.2f}" for part in ("gpu", "host") if f"{part}_ms" in each)
                 for key, each in found.items()
                 if key.startswith("prompts")
             )

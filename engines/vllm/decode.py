@@ -1,7 +1,7 @@
 """The decode chain of MLA layers at module level, as `mla_decode`: norms, ropes, cache write and absorption of a step in two launches or three.
 
 vLLM compiles norms and ropes, writes the cache and runs its attention behind two ops at which it splits its graphs. Here the forward of
-its MLA wrapper calls three ops of ours at the same places (`decode_ops`), compiled or not.
+its MLA wrapper calls three ops of ours (`decode_ops`), compiled or not: two stand for the norms and ropes, and the third for both of vLLM's.
 """
 
 from __future__ import annotations

@@ -286,7 +286,7 @@ def planned(
         elif not asked:
             why = (
                 "off in vllm unless switched on: measured 1.06 to 1.12 times faster per decode step with 16 heads, 1.02 to 1.06 with 128; "
-                "steps of more prompt tokens than CUDA graphs hold keep the host 0.1 ms longer per layer (vLLM 0.26, H200)"
+                "steps of more prompt tokens than CUDA graphs hold keep the host about 0.1 ms longer per layer (vLLM 0.26, H200)"
             )
         elif len(reasons) > 1:
             why = "not done, since it takes all MLA layers of a model or none"

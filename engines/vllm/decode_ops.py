@@ -11,13 +11,13 @@ and ropes are: there it is launched for prompts, whatever the step that a graph 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch import Tensor
-from torch._library.opaque_object import get_opaque_type_name
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import mla_attention as vllm_mla
@@ -40,8 +40,18 @@ SPLIT = "layerfuse_vllm::mla_attend"
 
 _write, _rope = repeating(WRITE), repeating("mla_query_rope")
 _absorb, _absorb_quant = direct("mla_query_absorb"), direct("mla_query_absorb_static_quant")
-_kinds: dict[Hashable, int] = {}
-"""`Layer.kind` -> a number for it."""
+_kinds: dict[Hashable, object] = {}
+"""`Layer.kind` -> what stands for it in a key."""
+
+
+class Here(threading.local):
+    """What is decided for the layer that runs in this thread: micro-batches have threads of their own."""
+
+    decodes = False
+    "Whether its latents are in the cache already, and nowhere else."
+
+
+_here = Here()
 
 
 @define(kw_only=True, eq=False)
@@ -70,8 +80,10 @@ class Layer:
     "The buffers of the rope."
     halved: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
     "The rope's table, and its columns of cos and of sin."
-    kept: int = -1
-    "The number of its kind: calls of layers of one kind differ in nothing but their tokens and where their tensors lie."
+    kept: object = None
+    "Of its kind: calls of layers of one kind differ in nothing but their tokens and where their tensors lie."
+    rows: Tensor | None = field(default=None, repr=False)
+    "0, 1, ... as slots of a buffer, for the most tokens of a step; a buffer of vLLM's module, which it keeps through its sleep."
     refused: bool = False
     "Whether an op did not take a step's tensors: from then on vLLM's own way is gone."
 
@@ -86,7 +98,7 @@ class Layer:
         tensors = *(each["weight"] for each in self.norms), attention.W_UK_T, *self.tables
         forms = tuple((each.dtype, each.shape, each.stride()) for each in tensors)
         settings = self.epsilons, self.offsets, self.pairs, self.cache_dtype, self.query_dtype
-        return forms, settings, attention.kv_cache_dtype, attention.qk_nope_head_dim
+        return attention.W_UK_T.device, forms, settings, attention.kv_cache_dtype, attention.qk_nope_head_dim
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -95,8 +107,15 @@ class Layer:
         if self.halved is None or self.halved[0] is not table:
             half = table.shape[-1] // 2
             self.halved = table, table[:, :half], table[:, half:]
-            self.kept = _kinds.setdefault(self.kind(), len(_kinds))
+            self.kept = _kinds.setdefault(self.kind(), object())
         return self.halved[1:]
+
+    def buffer_slots(self, tokens: int) -> Tensor:
+        """The rows of a buffer of so many tokens, in their order."""
+        assert self.rows is not None, "no step runs before the ops were tried out"
+        if tokens > self.rows.shape[0]:
+            return torch.arange(tokens, dtype=self.rows.dtype, device=self.rows.device)
+        return self.rows[:tokens]
 
     def decodes(self, metadata: Any, cache: Tensor, slots: Tensor | None, tokens: int) -> bool:
         """Whether every token of a step is decoded, so that nothing but the cache needs its latents.
@@ -105,7 +124,8 @@ class Layer:
         """
         if self.refused or metadata is None or not 0 < metadata.num_actual_tokens == metadata.num_decode_tokens:
             return False
-        if get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
+        if in_pieces():
+            once(logging.INFO, "layerfuse: mla_decode: a decode step in CUDA graphs of pieces is done as vLLM does it")
             return False
         if slots is None or slots.shape[0] != tokens or cache.numel() == 0:
             once(
@@ -137,7 +157,7 @@ class Layer:
         """Both norms, the rope of the key, and the entries to their slots."""
         (q_norm, kv_norm), tables, (q, kv, k_rope) = self.norms, self.tables, rows
         alike = (
-            self.kept, q.shape, q.stride(), kv.stride(), k_rope.stride(), positions.dtype, slots.dtype,
+            self.kept, q.dtype, q.shape, q.stride(), kv.stride(), k_rope.stride(), positions.dtype, slots.dtype,
             cache.shape, cache.stride(), cache.dtype,
         )  # fmt: skip
         _write(
@@ -178,43 +198,34 @@ class Layer:
     def rope_in_place(self, q: Tensor, positions: Tensor) -> None:
         """The same rope where nothing is absorbed. q: (tokens, heads, nope + rope)."""
         tables, nope = self.tables, self.attention.qk_nope_head_dim
-        _rope((self.kept, q.shape, q.stride(), positions.dtype), q[..., nope:], q, *tables, positions, self.pairs)
+        _rope(
+            (self.kept, q.dtype, q.shape, q.stride(), positions.dtype), q[..., nope:], q, *tables, positions, self.pairs
+        )
+
+
+def in_pieces() -> bool:
+    """Whether vLLM runs this step in graphs of the pieces between its attentions."""
+    return bool(get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE)
 
 
 layers: dict[str, Layer] = {}
 """By name, of this process."""
 
-_numbers: dict[torch.device, Tensor] = {}
-
-
-def numbers(count: int, device: torch.device) -> Tensor:
-    """0, 1, ... as slots of a buffer. Made beforehand for the most tokens: what a CUDA graph allocates is not kept."""
-    found = _numbers.get(device)
-    if found is None or found.shape[0] < count:
-        found = _numbers[device] = torch.arange(count, dtype=torch.int64, device=device)
-    return found[:count]
-
-
-def _layer(name: Any, tokens: int) -> tuple[Layer, bool, tuple[Any, Any, Tensor, Tensor | None]]:
-    """A layer, whether this step is one that decodes, and what vLLM knows of it: metadata, attention, cache and slots."""
-    plain = getattr(name, "value", name)
-    context = vllm_mla.get_attention_context(plain)
-    layer = layers[plain]
-    return layer, layer.decodes(context[0], context[2], context[3], tokens), context
-
 
 def _latents(q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, layer_name: Any) -> tuple[Tensor, Tensor]:
-    tokens = kv.shape[0]
-    layer, decodes, (_, _, cache, slots) = _layer(layer_name, tokens)
+    layer, tokens = layers[_plain(layer_name)], kv.shape[0]
+    metadata, _, cache, slots = vllm_mla.get_attention_context(layer.name)
     rows, normed, entries = (q, kv, k_rope), *_made(q, kv, k_rope)
-    if decodes and slots is not None:
+    _here.decodes = layer.decodes(metadata, cache, slots, tokens)
+    if _here.decodes:
         try:
             layer.write(rows, positions, slots, layer.seen(cache), normed)
         except REFUSALS as error:
             layer.refuse(error)
+            _here.decodes = False
         else:
             return normed, entries
-    layer.write(rows, positions, numbers(tokens, kv.device), entries, normed)
+    layer.write(rows, positions, layer.buffer_slots(tokens), entries, normed)
     return normed, entries
 
 
@@ -223,14 +234,17 @@ def _made(q: Tensor, kv: Tensor, k_rope: Tensor, *_: Any) -> tuple[Tensor, Tenso
 
 
 def _turn(q: Tensor, positions: Tensor, layer_name: Any) -> None:
-    layer, decodes, _ = _layer(layer_name, q.shape[0])
-    if not decodes:
+    if not _here.decodes:
+        layer = layers[_plain(layer_name)]
         layer.rope_in_place(layer.heads(q), positions)
 
 
 def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer_name: Any) -> None:
-    layer, decodes, (metadata, attention, cache, slots) = _layer(layer_name, entries.shape[0])
+    layer = layers[_plain(layer_name)]
+    metadata, attention, cache, slots = vllm_mla.get_attention_context(layer.name)
     heads = layer.heads(q)
+    # What is replayed with a graph says nothing here.
+    decodes = layer.decodes(metadata, cache, slots, entries.shape[0]) if in_pieces() else _here.decodes
     if decodes:
         count = metadata.num_actual_tokens
         try:
@@ -252,6 +266,11 @@ def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer
     attention.forward_impl(heads, latent.contiguous(), rope, cache, metadata, output=output)
 
 
+def _plain(name: Any) -> str:
+    """A layer's name of what the ops are given."""
+    return getattr(name, "value", name)
+
+
 _LIBRARY = torch.library.Library("layerfuse_vllm", "FRAGMENT")
 
 
@@ -265,7 +284,11 @@ def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[...,
 
 def _name_type() -> str:
     kind = getattr(torch_utils, "LayerNameType", str)
-    return "str" if kind is str else get_opaque_type_name(kind)
+    if kind is str:
+        return "str"
+    from torch._library.opaque_object import get_opaque_type_name
+
+    return str(get_opaque_type_name(kind))
 
 
 def encoded(name: str) -> Any:
@@ -304,8 +327,13 @@ def try_out(made: Iterable[Layer], vllm_config: Any) -> int:
     Raises:
         Exception: whatever is wrong.
     """
+    made = list(made)
     most = vllm_config.scheduler_config.max_num_batched_tokens
     launches = 0
+    every = torch.arange(most, dtype=torch.int64, device=made[0].norms[0]["weight"].device)
+    for layer in made:
+        layer.rows = every
+        layer.attention.register_buffer("layerfuse_rows", every, persistent=False)
     with torch.inference_mode():
         for layer in {layer.kind(): layer for layer in made}.values():
             for call in _calls(layer, vllm_config, most):
@@ -321,7 +349,7 @@ def _calls(layer: Layer, vllm_config: Any, most: int) -> tuple[Callable[[int], A
     widths = (weight.shape[0], attention.kv_lora_rank, attention.qk_rope_head_dim)
     shape = attention.num_heads, attention.qk_nope_head_dim + attention.qk_rope_head_dim
     form = attention.get_kv_cache_spec(vllm_config)
-    every = numbers(most, weight.device)
+    every = layer.buffer_slots(most)
     first, nowhere = torch.zeros_like(every), torch.full_like(every, -1)
     # vLLM allocates its cache later, with the same entries.
     cache = layer.seen(weight.new_empty(1, form.block_size or 1, attention.head_size, dtype=form.dtype))

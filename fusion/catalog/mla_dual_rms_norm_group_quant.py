@@ -15,7 +15,7 @@ FUSION = Fusion(
         Faster(
             engine="vllm",
             archs=("sm90",),
-            figure="1.01, 1.00 and 1.00 times faster per decode step at batch 1, 8 and 64 (DeepSeek-V3 in fp8, CUTLASS linears, vLLM 0.26, H200)",
+            figure="1.01, 1.00 and 1.00 times faster per decode step at batch 1, 8 and 64, the kernels of 4 layers 11 to 13 us shorter (DeepSeek-V3 in fp8, CUTLASS linears, vLLM 0.26, H200)",
         ),
     ),
 )

@@ -100,4 +100,4 @@ def test_prompts_are_timed_in_turns_and_one_that_fails_takes_no_further_part():
         "launches": 4.0,
     }
     assert last.stopped and list(result["errors"]) == ["last"] and set(engines) == {"vllm", "decode"}
-    assert "prompts 2 x 64: 3.00 ms (1.500), GPU 0.52, host 2.00" in table({"stages": {"a stage": result}}, (1,))
+    assert "prompts 2 x 64: 3.00 ms (1.500), gpu 0.52, host 2.00" in table({"stages": {"a stage": result}}, (1,))

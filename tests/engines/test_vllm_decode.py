@@ -143,6 +143,33 @@ def test_in_graphs_of_pieces_each_step_launches_the_same_and_decodes_as_vllm_doe
             assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_rope": 3} and len(written) == 3
 
 
+def test_a_refusal_elsewhere_meanwhile_leaves_a_step_as_it_began(tmp_path: Path) -> None:
+    """Two micro-batches run a layer in two threads: its latents are in the cache by now, and not in the buffer."""
+    with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
+        for requests, _ in STEPS[:2]:
+            engine.step(requests)
+        made = [decode_ops.layers[name] for name in engine.layers]
+        for layer in made:
+            layer.wrapper.q_b_proj.register_forward_hook(lambda *_, layer=layer: setattr(layer, "refused", True))
+        with counting() as counted:
+            got = engine.step(STEPS[2][0])
+    torch.testing.assert_close(got.float(), own_states()[2], rtol=1e-4, atol=1e-5)
+    assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_absorb": 3}
+
+
+def test_what_every_step_reads_is_the_models_own_and_sleeps_with_it(tmp_path: Path) -> None:
+    """VLLM keeps a model's buffers while its memory is given away, and nothing else that was made as it was loaded."""
+    with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
+        found = {name: each for name, each in engine.engine.model.named_buffers() if name.endswith("layerfuse_rows")}
+        (rows,) = found.values()
+        assert all(decode_ops.layers[name].rows is rows for name in engine.layers)
+        assert not any("layerfuse" in name for name in engine.engine.model.state_dict())
+        most = engine.engine.config.scheduler_config.max_num_batched_tokens
+        assert torch.equal(rows, torch.arange(most))
+        layer = decode_ops.layers[next(iter(engine.layers))]
+        assert torch.equal(layer.buffer_slots(most + 3), torch.arange(most + 3))
+
+
 def test_the_query_of_many_tokens_is_that_of_few(tmp_path: Path) -> None:
     with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
         (name, attention), *_ = engine.layers.items()

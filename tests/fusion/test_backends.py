@@ -185,3 +185,30 @@ def test_calls_said_to_be_alike_are_checked_once_and_made_by_what_the_backend_ha
     with pytest.raises(ValueError, match="cos must be"):
         call("another", given[0], query, given[1][:, :2], *given[2:])
     assert len(made) == 2
+
+
+def test_a_launch_is_made_again_with_the_addresses_of_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    from layerfuse.fusion.backends.triton import launcher
+
+    launch = launcher.Launch(("a key",), 0, (3, 4))
+    in_full: list[torch.Tensor] = []
+    again: list[object] = []
+
+    def in_full_of(x: torch.Tensor) -> launcher.Launch | None:
+        in_full.append(x)
+        return launch if len(in_full) > 1 else None  # the first one compiles
+
+    def replay(*given: object) -> bool:
+        again.append(given)
+        return len(again) < 3
+
+    monkeypatch.setattr(launcher, "again", replay)
+    call = launcher.repeated(in_full_of, lambda x: (x, x[4:]))
+    memory = torch.zeros(64)
+    x, other, off = memory[:16], memory[16:], memory[17:]
+    for given in (x, x, other, off, x, x):
+        call(given)
+    # The first two in full; one whose memory is off the grid of 16 bytes too, and one that is refused.
+    assert [each.data_ptr() for each in in_full] == [each.data_ptr() for each in (x, x, off, x)]
+    addresses = [(each.data_ptr(), each[4:].data_ptr()) for each in (other, x, x)]
+    assert again == [(launch.key, launch.device, each, launch.numbers) for each in addresses]
