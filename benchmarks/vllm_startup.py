@@ -124,8 +124,8 @@ def with_fusions(layers: int, inductor: bool) -> dict[str, Any]:
     }
 
 
-def with_nothing_to_do(options: Any) -> dict[str, Any]:
-    """Registering, and loading a model with no fusion on. `options`: as in `additional_config`."""
+def with_nothing_to_do(options: Any, arch: str = "cpu") -> dict[str, Any]:
+    """Registering, and loading a model with no fusion on. `options`: as in `additional_config`; `arch`: said to be the GPU's."""
     from vllm_started import engine_config, in_engine, load
 
     registering = []
@@ -134,11 +134,13 @@ def with_nothing_to_do(options: Any) -> dict[str, Any]:
         registering.append(float(done.stdout.split()[-1]))
     with tempfile.TemporaryDirectory() as folder, timing() as timed:
         config = engine_config("deepseek-v3", layerfuse=options)
-        with in_engine(config, Path(folder)):
+        here = mock.patch("layerfuse.engines.vllm.defaults.arch_here", return_value=arch)
+        with in_engine(config, Path(folder)), here:
             load(config)()
     own = sum(timed.own.values())
     return {
         "options": options,
+        "arch": arch,
         "register_ms": round(statistics.median(registering) * 1e3, 1),
         "hooks_ms": round(own * 1e3, 1),
         "total_ms": round((statistics.median(registering) + own) * 1e3, 1),
@@ -170,7 +172,7 @@ def main() -> None:
     result = {
         "environment": {**environment(), "vllm": vllm.__version__},
         "inductor": given.inductor,
-        "nothing to do": [in_a_process(f"with_nothing_to_do({options})") for options in (None, False)],
+        "nothing to do": [in_a_process(f"with_nothing_to_do({given})") for given in ("None", "None, 'sm90'", "False")],
         "starts": [in_a_process(f"with_fusions({int(n)}, {given.inductor})") for n in given.layers.split(",")],
     }
     if given.out is not None:

@@ -255,8 +255,7 @@ MLA_NORM_ROPE_CACHE_INTO = Op(
             width="q_width",
             like="q",
             mutated=True,
-            doc="written to, of the shape of q, no view of it: the query latent normed, rounded once. CUDA graphs that are captured "
-            "in pieces want its address to stay.",
+            doc="written to, of the shape of q, no view of it: the query latent normed, rounded once.",
         ),
     ),
     results=(),

@@ -268,7 +268,8 @@ def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer
 
 def _plain(name: Any) -> str:
     """A layer's name of what the ops are given."""
-    return getattr(name, "value", name)
+    plain: str = getattr(name, "value", name)
+    return plain
 
 
 _LIBRARY = torch.library.Library("layerfuse_vllm", "FRAGMENT")

@@ -27,6 +27,30 @@ def on_by_default(arch: str | None = None) -> dict[str, tuple[str, ...]]:
     return found
 
 
+def may_find_a_site(vllm_config: Any, arch: str) -> bool:
+    """Whether anything that is on by default can find a site in a model, by vLLM's config of it alone.
+
+    A fused quantisation wants a model that is quantised, an all-reduce its ranks, and a gated norm stands behind a layer that has a
+    state of its own. What a config does not say counts as there.
+
+    Args:
+        vllm_config: vLLM's own.
+        arch: as `Target.arch`.
+    """
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    state = getattr(vllm_config.model_config, "has_inner_state", True)
+    for path in CATALOG.glob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        wanted = {"Quant": vllm_config.quant_config is not None, "GatedNorm": state}
+        found = all(there for step, there in wanted.items() if f"{step}(" in source or f"({step}," in source)
+        if found and any(
+            fields["engine"] == "vllm" and arch in fields["archs"] and fields.get("ranks", 1) <= ranks
+            for fields in _measurements(source)
+        ):
+            return True
+    return False
+
+
 def _measurements(source: str) -> Iterator[dict[str, Any]]:
     """The fields of every `Faster(...)` in a source."""
     if "Faster(" not in source:

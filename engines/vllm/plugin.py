@@ -125,7 +125,7 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if options.off:
         once(logging.INFO, "layerfuse: all fusions are switched off")
         return model
-    if _nothing_on(options):
+    if _nothing_on(options, config):
         once(logging.INFO, "layerfuse: no fusion is on in vLLM by default here; see docs/vllm.md for those that can be")
         return model
     say_if_untested()
@@ -160,15 +160,15 @@ def _say_which_modules_are_gone() -> None:
                 _say_gone(hook, f"{hook.place} is expected, and there is no {hook.module}")
 
 
-def _nothing_on(options: Options) -> bool:
-    """Whether nothing was asked for and nothing is on: so that what plans is not even imported."""
+def _nothing_on(options: Options, vllm_config: Any) -> bool:
+    """Whether nothing was asked for and nothing is on that could find a site: so that what plans is not even imported."""
     from ...registry.entry_points import entry_points
 
     if not options.says_nothing or entry_points("layerfuse.fusions"):
         return False
-    from .defaults import arch_here, on_by_default
+    from .defaults import arch_here, may_find_a_site
 
-    return not on_by_default() or not on_by_default(arch_here())
+    return not may_find_a_site(vllm_config, arch_here())
 
 
 def _wait_for(module: nn.Module, unit: Unit) -> None:
@@ -235,7 +235,7 @@ def _check_that_it_was_read(compiled: Any) -> None:
     with _quietly("asking how the model was loaded"):
         config = compiled.vllm_config
         options = options_in(config.additional_config)
-        if process.this.off is None and not options.off and not _nothing_on(options):
+        if process.this.off is None and not options.off and not _nothing_on(options, config):
             format_ = config.load_config.load_format
             how = f"vLLM loaded the model in a way that layerfuse does not know (load_format {format_!r})"
     if process.this.off is not None:

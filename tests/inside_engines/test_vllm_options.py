@@ -49,10 +49,50 @@ def test_a_measurement_that_is_entered_turns_planning_on_where_it_holds(
     monkeypatch.setattr(defaults, "CATALOG", tmp_path)
     assert defaults.on_by_default() == {**already, "rms_norm_per_token_quant": ("sm90", "sm100")}
     assert "rms_norm_per_token_quant" not in defaults.on_by_default("gfx950")
+    given = vllm_config(quantised=True, ranks=2)
     for arch, nothing in (("sm100", False), ("gfx950", not any("gfx950" in archs for archs in already.values()))):
         monkeypatch.setattr("layerfuse.engines.vllm.defaults.arch_here", lambda arch=arch: arch)
-        assert _nothing_on(Options()) is nothing
-    assert _nothing_on(Options(fusions="all")) is False
+        assert _nothing_on(Options(), given) is nothing
+    assert _nothing_on(Options(fusions="all"), given) is False
+
+
+def vllm_config(quantised: bool = False, ranks: int = 1, state: bool = False) -> Any:
+    return SimpleNamespace(
+        quant_config=object() if quantised else None,
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        model_config=SimpleNamespace(has_inner_state=state),
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "nothing"),
+    [
+        (vllm_config(), True),
+        (vllm_config(quantised=True), False),
+        (vllm_config(ranks=2), False),
+        (vllm_config(state=True), False),
+        (SimpleNamespace(**{**vars(vllm_config()), "model_config": None}), False),
+    ],
+    ids=["plain", "quantised", "two ranks", "delta nets", "a config that does not say it"],
+)
+def test_on_hopper_a_model_in_which_nothing_can_be_found_is_not_planned(
+    given: Any, nothing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To plan takes several times the 50 ms that a start with nothing to do may."""
+    monkeypatch.setattr("layerfuse.engines.vllm.defaults.arch_here", lambda: "sm90")
+    assert _nothing_on(Options(), given) is nothing
+
+
+def test_what_is_read_off_the_catalogs_sources_is_what_its_chains_hold() -> None:
+    """By what they need, `may_find_a_site` tells fusions apart: a step is there by its name, called or not."""
+    for name in defaults.on_by_default():
+        source = (defaults.CATALOG / f"{name}.py").read_text()
+        steps = {
+            step if isinstance(step, str) else getattr(step, "__name__", type(step).__name__)
+            for step in FUSIONS[name].chain
+        }
+        for step in ("Quant", "GatedNorm"):
+            assert (f"{step}(" in source or f"({step}," in source) == (step in steps), (name, step)
 
 
 @pytest.mark.parametrize("given", [None, {}, {"other": 1}, "no table at all"])
@@ -137,13 +177,13 @@ def test_a_package_with_broken_entry_points_leaves_what_is_on_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("layerfuse.engines.vllm.defaults.arch_here", lambda: "cpu")
-    on = _nothing_on(Options())
+    on = _nothing_on(Options(), vllm_config())
     info = tmp_path / "torn-1.0.dist-info"
     info.mkdir()
     (info / "entry_points.txt").write_text("[console_scripts]\nno equals sign\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.warns(RuntimeWarning, match=r"a package without metadata in .*torn-1\.0\.dist-info cannot be read"):
-        assert _nothing_on(Options()) == on
+        assert _nothing_on(Options(), vllm_config()) == on
 
 
 @pytest.mark.parametrize(
