@@ -89,6 +89,8 @@ _choices = [0]
 _lock = threading.RLock()
 """Held while a backend loads, too; loading may register another one."""
 _memories: list[Memory] = []
+repeatable: dict[Callable[..., Any], Callable[[], Callable[..., Any]]] = {}
+"""A backend's function -> what gives one for calls that are alike in everything but where their tensors lie, if there is such a thing."""
 _listeners: list[Callable[[str, tuple[Any, ...]], None]] = []
 """While somebody listens, no choice is remembered, so that every call comes by."""
 

@@ -120,7 +120,7 @@ def repeating(name: str) -> Callable[..., Any]:
     """As `direct`, behind a first argument: calls with the same one are alike in everything but where their tensors lie.
 
     The caller vouches for that. The first such call is checked like any other; a backend may make the next ones with little work on
-    the host, by an attribute `alike` of its function: called with nothing, it gives a function for calls that are alike.
+    the host (`backends.repeatable`).
 
     Raises:
         KeyError: none is called that.
@@ -133,7 +133,7 @@ def repeating(name: str) -> Callable[..., Any]:
             return function(*args)
         before, result = backends.choices(), run(*args)
         function = backends.choose(name, args[0].device.type, case(*args)).function
-        alike = getattr(function, "alike", None)
+        alike = backends.repeatable.get(function)
         known.keep(same, function if alike is None else alike(), before)
         return result
 

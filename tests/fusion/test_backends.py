@@ -166,7 +166,7 @@ def test_calls_said_to_be_alike_are_checked_once_and_made_by_what_the_backend_ha
     query = torch.randn(2, 3, 24)
     given = (torch.randn(2, 3, 8), torch.ones(4, 4), torch.zeros(4, 4), torch.tensor([1, 2]), "halves")
     made: list[str] = []
-    monkeypatch.setattr(queries.rope_into, "alike", lambda: lambda *_: made.append("alike"))
+    monkeypatch.setitem(backends.repeatable, queries.rope_into, lambda: lambda *_: made.append("alike"))
     call = repeating("mla_query_rope")
 
     def calls() -> None:

@@ -12,6 +12,7 @@ from ...ops.cache_layout import layout_of
 from ...ops.mla import BEFORE_OPTIONS
 from ...ops.quantisation import LARGEST
 from ...ops.rope import PAIRS
+from .. import repeatable
 from . import launcher, refuses_fp8, tuning
 from .family import NO_QUANT, PER_GROUP, PER_TOKEN, STATIC, Given, as_rows, quantised
 from .latent_kernel import norm_rope_cache
@@ -50,7 +51,7 @@ def _into(*args: Any) -> None:
     _launch_into(*args)
 
 
-_into.alike = lambda: launcher.repeated(_launch_into, _tensors_into)  # type: ignore[attr-defined]
+repeatable[_into] = lambda: launcher.repeated(_launch_into, _tensors_into)
 
 
 def _launch_into(*args: Any) -> launcher.Launch | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...declare import Joined, Op, QuantDtype
 from ...ops.quantisation import LARGEST
 from ...ops.rope import PAIRS
+from .. import repeatable
 from . import launcher, tuning
 from .query_kernel import query
 
@@ -48,7 +49,7 @@ def _launch_rope(
     return launch if q_rope.dim() == 3 else None
 
 
-rope_into.alike = lambda: launcher.repeated(  # type: ignore[attr-defined]
+repeatable[rope_into] = lambda: launcher.repeated(
     _launch_rope,
     lambda q_rope, query, cos, sin, positions, _: (query, q_rope, cos, sin, positions, query, query),
 )
