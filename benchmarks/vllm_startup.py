@@ -124,12 +124,18 @@ def with_fusions(layers: int, inductor: bool) -> dict[str, Any]:
     }
 
 
-def with_nothing_to_do(options: Any, arch: str = "cpu") -> dict[str, Any]:
-    """Registering, and loading a model with no fusion on. `options`: as in `additional_config`; `arch`: said to be the GPU's."""
+def with_nothing_to_do(options: Any, arch: str = "cpu", tries: int = 3) -> dict[str, Any]:
+    """Registering, and loading a model with no fusion on.
+
+    Args:
+        options: as in `additional_config`.
+        arch: said to be the GPU's.
+        tries: processes that register, of which the median counts.
+    """
     from vllm_started import engine_config, in_engine, load
 
     registering = []
-    for _ in range(3):
+    for _ in range(tries):
         done = subprocess.run([sys.executable, "-c", NOTHING], capture_output=True, text=True, check=True)
         registering.append(float(done.stdout.split()[-1]))
     with tempfile.TemporaryDirectory() as folder, timing() as timed:

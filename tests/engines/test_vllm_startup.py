@@ -24,7 +24,7 @@ def startup(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("options", [None, False, {"fusions": "none"}])
 def test_a_start_with_nothing_to_do_costs_less_than_50_ms(options: Any, startup: Any) -> None:
     """DeepSeek-V3 in float32: on Hopper, as here, other models have fusions that are on by default."""
-    found = startup.in_a_process(f"with_nothing_to_do({options!r}, 'sm90')")
+    found = startup.in_a_process(f"with_nothing_to_do({options!r}, 'sm90', tries=1)")
     assert found["total_ms"] < 50, found
 
 
