@@ -103,7 +103,7 @@ def _reference(quant: Quant | None) -> Callable[..., Any]:
     def reference(*args: Any) -> Any:
         from .ops.mla import norm_rope_cache
 
-        return norm_rope_cache(quant, *args)
+        return norm_rope_cache(quant, args[:BEFORE_OPTIONS], args[BEFORE_OPTIONS:])
 
     return reference
 

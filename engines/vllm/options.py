@@ -10,7 +10,7 @@ import attrs
 from attrs import field, frozen
 
 from ...adapters.errors import LayerfuseError, did_you_mean, shown
-from .decode_facts import without
+from .decode_facts import NAME, without
 
 if TYPE_CHECKING:
     from ...fusion.config import FusionConfig
@@ -62,14 +62,18 @@ class Options:
         Raises:
             FusionConfigError: a fusion that does not exist, or an unknown level.
         """
-        from ...fusion.config import FusionConfig
+        from ...fusion.config import FusionConfig, FusionConfigError
 
         origin = f"additional_config[{KEY!r}]"
         line = self._line
         text, _ = without(line)
         where = "LAYERFUSE_FUSIONS" if self._from_environment else "fusions"
         if text:
-            config = FusionConfig.parse(text, origin=f"{where}={line}", strict=self.strict)
+            try:
+                config = FusionConfig.parse(text, origin=f"{where}={line}", strict=self.strict)
+            except FusionConfigError as error:
+                # Of the graphs' fusions only those are named there.
+                raise FusionConfigError(f"{error} Beside the fusions of graphs, vLLM has {NAME}.") from None
         else:
             config = FusionConfig(strict=self.strict)
         return config if self.level is None else attrs.evolve(config, level=self.level, origin=origin)

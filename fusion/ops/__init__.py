@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..catalog import FUSIONS
+from ..latent_ops import MLA
 from .canonical import CANONICAL
 from .library import public
-from .mla import MLA
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{op.name: public(op) for op in CANONICAL},

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..latent_ops import BEFORE_OPTIONS, MLA, MLA_QUERY_CONCAT
 from ..steps import Quant
 from .cache_layout import layout_of
 from .norm import normalise_wide
@@ -16,23 +15,23 @@ from .quantisation import quantise, quantise_static
 from .rope import slots_used, turn, write_entries
 
 
-def norm_rope_cache(quant: Quant | None, *args: Any) -> Any:
-    """`mla_norm_rope_cache`, all arguments by position, with the query latent quantised or not."""
+def norm_rope_cache(quant: Quant | None, args: tuple[Any, ...], options: tuple[Any, ...] = ()) -> Any:
+    """`mla_norm_rope_cache`, all arguments by position, with the query latent quantised by further options or not."""
     q, kv, k_rope, q_weight, kv_weight, q_epsilon, kv_epsilon, cos, sin, positions, slots, cache, scale = args[:13]
-    q_offset, kv_offset, pairs = args[13:BEFORE_OPTIONS]
+    q_offset, kv_offset, pairs = args[13:]
     normed = normalise_wide(q, q_weight, q_epsilon, q_offset)
     latent = normalise_wide(kv, kv_weight, kv_epsilon, kv_offset).reshape(-1, kv.shape[-1])
     layout = layout_of(cache, kv.shape[-1], k_rope.shape[-1], kv.dtype)
     used = slots_used(slots, layout.slots)
     rope = turn(k_rope.reshape(-1, k_rope.shape[-1]), cos, sin, positions, pairs, used)
     write_entries(cache, latent, rope, slots, scale, kv.dtype)
-    return _given(normed, q, quant, args[BEFORE_OPTIONS:])
+    return _given(normed, q, quant, options)
 
 
 def norm_rope_cache_into(*args: Any) -> None:
     """`mla_norm_rope_cache_into`."""
     *given, q_out = args
-    q_out.copy_(norm_rope_cache(None, *given))
+    q_out.copy_(norm_rope_cache(None, tuple(given)))
 
 
 def _given(normed: Tensor, q: Tensor, quant: Quant | None, options: tuple[Any, ...]) -> Any:
@@ -88,15 +87,3 @@ def query_rope(q_rope: Tensor, query: Tensor, cos: Tensor, sin: Tensor, position
     """`mla_query_rope`."""
     turned = turn(q_rope.reshape(-1, *q_rope.shape[-2:]), cos, sin, positions, pairs).view(q_rope.shape)
     query[..., query.shape[-1] - q_rope.shape[-1] :] = turned.to(query.dtype)
-
-
-__all__ = [
-    "BEFORE_OPTIONS",
-    "MLA",
-    "MLA_QUERY_CONCAT",
-    "norm_rope_cache",
-    "norm_rope_cache_into",
-    "query_concat",
-    "query_concat_static",
-    "query_rope",
-]

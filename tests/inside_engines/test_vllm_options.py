@@ -208,6 +208,14 @@ def test_mla_decode_is_asked_for_among_the_fusions(asked: str, left: str, on: bo
     assert options.config().switches == FusionConfig.parse(left).switches
 
 
+def test_a_name_that_is_mistyped_may_be_that_of_mla_decode() -> None:
+    with pytest.raises(
+        FusionConfigError,
+        match=r"no fusion is called 'mla_decod'.* Beside the fusions of graphs, vLLM has mla_decode\.$",
+    ):
+        Options(fusions="+mla_decod").config()
+
+
 def test_mla_decode_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_decode")
     assert options_in({}).decode and options_in({}).config().level == 0

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ...declare import Op
+from ...latent_ops import BEFORE_OPTIONS
 from ...ops.cache_layout import layout_of
-from ...ops.mla import BEFORE_OPTIONS
 from ...ops.quantisation import LARGEST
 from ...ops.rope import PAIRS
 from .. import repeatable
