@@ -10,7 +10,7 @@ from check_tools import random
 from torch import Tensor
 
 from layerfuse.fusion.declare import Op
-from layerfuse.fusion.ops.mla import MLA, MLA_QUERY_CONCAT
+from layerfuse.fusion.latent_ops import MLA, MLA_QUERY_CONCAT
 
 MLA_OPS: dict[str, Op] = {op.name: op for op in MLA}
 

@@ -19,8 +19,8 @@ from layerfuse.fusion import ops
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends import survey
 from layerfuse.fusion.backends.aiter import AiterCallError, backend, queries
+from layerfuse.fusion.latent_ops import MLA_QUERY_CONCAT
 from layerfuse.fusion.ops.library import case_maker
-from layerfuse.fusion.ops.mla import MLA_QUERY_CONCAT
 
 SOME = ("v0.1.5", "v0.1.9.post1", "v0.1.10", "v0.1.20.post1")
 SCALE = 0.25

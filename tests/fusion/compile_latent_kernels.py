@@ -10,7 +10,7 @@ import torch
 from compile_kernels import FEW, MANY, TARGETS, Compiler
 
 from layerfuse.fusion.backends.triton import absorb, latents, launcher, queries, tuning
-from layerfuse.fusion.ops.mla import MLA
+from layerfuse.fusion.latent_ops import MLA
 
 OPS = {op.name: op for op in MLA}
 FORMS = {"plain": 576, "fp8": 576, "fp8_ds_mla": 656}
