@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
+from warnings import catch_warnings, simplefilter
 
 from attrs import evolve, frozen
 
@@ -70,8 +72,6 @@ def diagnose() -> Diagnosis:
     from . import __version__
 
     torch, gpu = _torch()
-    more = plugins()
-    usable = all(found.name != FUSION_PLUGINS for found in more)
     findings = [
         Finding(name="python", state="found", detail=f"{platform.python_version()} on {platform.machine()}"),
         Finding(name="layerfuse", state="found", detail=__version__),
@@ -82,11 +82,14 @@ def diagnose() -> Diagnosis:
         *map(_version, ENGINES),
         *inside_vllm(),
         find_aiter(),
-        *more,
+        *plugins(),
+        *environment(
+            on="cuda" if gpu.state == "found" else "cpu",
+            has_torch=torch.state == "found",
+            has_vllm=_version("vllm").state == "found",
+        ),
     ]
-    if usable:
-        findings += environment(on="cuda" if gpu.state == "found" else "cpu", has_torch=torch.state == "found")
-    enables = tuple(_enables({found.name: found for found in findings}, usable))
+    enables = tuple(_enables({found.name: found for found in findings}))
     return Diagnosis(findings=tuple(findings), enables=enables, aiter=aiter_bindings(), vllm=places_in_vllm())
 
 
@@ -170,7 +173,9 @@ def find_aiter() -> Finding:
     build = amd.find_build()
     if isinstance(build, amd.Absent):
         return Finding(name="aiter", state="broken" if build.broken else "absent", detail=build.reason)
-    releases = f", by its files {amd.installed_releases()}"  # its version does not tell the release
+    releases = f", by its files {build.releases}"  # its version does not tell the release
+    if build.releases.last == amd.RELEASES[-1]:
+        releases += f" (nothing is recorded after {amd.RELEASES[-1]})"
     only = "" if build.triton_only is None else f", Triton functions only: {build.triton_only}"
     return Finding(name="aiter", state="found", detail=f"{build.origin}{releases}{only}, not imported")
 
@@ -232,35 +237,43 @@ def _unreadable() -> list[Finding]:
     return [Finding(name=f"entry points of {name}", state="broken", detail=why) for name, why in unreadable()]
 
 
-FUSION_PLUGINS = "fusions of plugins"
-"""The finding that none can be used."""
-
-
 def _fusion_plugins() -> list[Finding]:
-    """Packages that add fusions. One that cannot be used, or clashes, keeps every plan from being made."""
+    """Packages that add fusions. One that cannot be used is refused alone."""
     from .fusion import FUSIONS
     from .fusion.catalog import installed
-    from .fusion.chain import FusionError
 
-    names = [f"fusions of {package} ({cut(point.name)})" for point, package in installed()]
-    try:
-        added = [fusion for fusion in FUSIONS.values() if fusion.owner != "layerfuse"]
-    except FusionError as error:
-        return [Finding(name=FUSION_PLUGINS, state="broken", detail=str(error))]
-    detail = f"known: {', '.join(fusion.name for fusion in added)}"
-    return [Finding(name=name, state="found", detail=detail) for name in names]
+    with catch_warnings():
+        simplefilter("ignore", RuntimeWarning)  # what they say is in the findings
+        with suppress(
+            Exception
+        ):  # without a torch that works; with it, a fusion whose ops torch does not take is refused
+            from .fusion import ops as _ops  # noqa: F401
+        refused = {(error.plugin, error.package): error for error in FUSIONS.refused}
+    findings = []
+    for point, package in installed():
+        name = f"fusions of {package} ({cut(point.name)})"
+        error = refused.pop((point.name, package), None)
+        if error is not None:
+            findings.append(Finding(name=name, state="broken", detail=str(error)))
+            continue
+        known = ", ".join(fusion.name for fusion in FUSIONS.values() if fusion.owner == package)
+        findings.append(Finding(name=name, state="found", detail=f"known: {known}"))
+    return findings
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------
 
 
-def environment(*, on: str, has_torch: bool) -> list[Finding]:
+def environment(*, on: str, has_torch: bool, has_vllm: bool) -> list[Finding]:
     """The variables of this library that are set and change what happens, and whether what they name exists.
 
     Args:
         on: torch's device type here, where a forced backend must run.
         has_torch: without torch no backend is registered, so that none can be looked up.
+        has_vllm: vLLM takes one name more.
     """
+    from .engines.vllm.decode_facts import NAME
+    from .engines.vllm.options import Options
     from .fusion import FUSIONS, FusionConfig
     from .fusion.backends import ENVIRONMENT as BACKEND
     from .fusion.config import ENVIRONMENT as WANTED
@@ -269,10 +282,12 @@ def environment(*, on: str, has_torch: bool) -> list[Finding]:
     findings = []
     if wanted := os.environ.get(WANTED, "").strip():
         try:
-            config = FusionConfig.from_environment()
+            config = Options().config() if has_vllm else FusionConfig.from_environment()
             on_by_default = [fusion for fusion in FUSIONS.values() if not FusionConfig().why_off(fusion)]
             off = ", ".join(fusion.name for fusion in on_by_default if config.why_off(fusion))
-            findings.append(Finding(name=WANTED, state="found", detail=f"{wanted}, turns off: {off or 'nothing'}"))
+            alone = f"; {NAME} is known inside vLLM alone: elsewhere this line is an error" if Options().decode else ""
+            detail = f"{wanted}, turns off: {off or 'nothing'}{alone if has_vllm else ''}"
+            findings.append(Finding(name=WANTED, state="found", detail=detail))
         except FusionConfigError as error:
             findings.append(Finding(name=WANTED, state="broken", detail=str(error)))
     if forced := os.environ.get(BACKEND, ""):
@@ -307,23 +322,19 @@ def _forced(variable: str, forced: str, on: str) -> Finding:
 # ---- what follows ----------------------------------------------------------------------------------------------------
 
 
-def _enables(found: dict[str, Finding], fusions_usable: bool) -> list[str]:
+def _enables(found: dict[str, Finding]) -> list[str]:
     def has(name: str) -> bool:
         return found[name].state == "found"
 
-    sentences = ["specs, models.toml, `plan`, `inspect` and `check`: yes, they need none of this"]
+    unknown = "LAYERFUSE_FUSIONS" in found and not has("LAYERFUSE_FUSIONS")
+    planned = "" if unknown else "`plan`, "
+    sentences = [f"specs, models.toml, {planned}`inspect` and `check`: yes, they need none of this"]
     if not has("torch"):
         return [*sentences, "reading layers and compiling with fusions: no, torch is missing (pip install torch)"]
     device = "cuda" if has("gpu") else "cpu"
-    if not fusions_usable:
-        return [*sentences, f"plans and fusions: no, {FUSION_PLUGINS} cannot be used (above)"]
-    from .fusion import FUSIONS
-
-    sentences += [
-        f"fusion {name} on {device}: {_backend(fusion.op.name, device)}"
-        + ("" if fusion.owner == "layerfuse" else f" (of {fusion.owner})")
-        for name, fusion in FUSIONS.items()
-    ]
+    if unknown:
+        return [*sentences, "plans and fusions: no, LAYERFUSE_FUSIONS cannot be read (above)"]
+    sentences += _fusions_on(device)
     if not has("c++ compiler"):
         sentences.append("torch.compile on the CPU: no, without a C++ compiler")
     if has("transformers") and has("c++ compiler"):
@@ -332,6 +343,20 @@ def _enables(found: dict[str, Finding], fusions_usable: bool) -> list[str]:
         missing = [name for name in ("transformers", "c++ compiler") if not has(name)]
         sentences.append(f"`verify`: no, without {' and '.join(missing)}")
     return sentences
+
+
+def _fusions_on(device: str) -> list[str]:
+    """What runs each fusion; those of which the same is true are one sentence."""
+    from .fusion import FUSIONS
+
+    alike: dict[str, list[str]] = {}
+    for name, fusion in FUSIONS.items():
+        owner = "" if fusion.owner == "layerfuse" else f" (of {fusion.owner})"
+        alike.setdefault(_backend(fusion.op.name, device), []).append(f"{name}{owner}")
+    if len(alike) == 1:
+        ((said, names),) = alike.items()
+        return [f"all {len(names)} fusions on {device}: {said}"]
+    return [f"{', '.join(names)} on {device}: {said}" for said, names in alike.items()]
 
 
 def _backend(op: str, device: str) -> str:

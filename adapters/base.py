@@ -6,6 +6,7 @@ are data: what is malformed is refused when it is defined, with the remedy, and 
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -27,7 +28,14 @@ _LONGEST_KEY = 200
 _LONGEST_NAME = 100
 """Both stand in every message about a layer."""
 
-_EVERYTHINGS_BASE = ("object", "Module")
+_EVERYTHINGS_BASE = frozenset(
+    (
+        *("object", "ABC", "Generic", "Protocol", "Module", "ScriptModule", "ModuleList", "ModuleDict", "Sequential"),
+        *("PreTrainedModel", "GenerationMixin", "GradientCheckpointingLayer"),  # transformers
+        *("CustomOp", "PluggableLayer", "AttentionLayerBase", "VllmModel", "SupportsPP", "SupportsLoRA"),  # vLLM
+    )
+)
+"""Classes of torch and the engines that layers and models of every kind are made of, by their names."""
 
 PARALLEL_WORDS = ("tp_size", "tp_rank", "tp_weight")
 """Beside the spec's own fields: the tensor-parallel size and rank (paths), and linear modules whose weight tells."""
@@ -54,9 +62,12 @@ class Facts:
 
     spec: type[Any]
     "The spec type these layers are read into."
-    words: Mapping[str, Any] = field(converter=_frozen)
+    words: Mapping[str, Any] = field(converter=_frozen, eq=False)
     "Field -> source. Of a total/local pair one is enough: which of the two is named says what the number means."
-    parsed: Mapping[str, Parsed] = field(init=False, eq=False, repr=False)
+    inherited: frozenset[str] = field(default=frozenset(), eq=False, repr=False)
+    "Of `MAY_BE_UNSAID`, what a class is only `like` another in: where a layer has nothing at those places, it is unsaid."
+    parsed: Mapping[str, Parsed] = field(init=False, repr=False)
+    "The words with their meaning. Two facts are equal that read the same, however they are written."
 
     @parsed.default
     def _parse(self) -> Mapping[str, Parsed]:
@@ -78,20 +89,43 @@ class Facts:
         words = {**self.words, **changes}
         return Facts(self.spec, {name: word for name, word in words.items() if word is not None})
 
+    def liked(self, said: Iterable[str] = ()) -> Facts:
+        """The same facts for a class that is like this one, and has `said` these fields itself."""
+        inherited = frozenset(name for name in MAY_BE_UNSAID if name in self.words and name not in said)
+        if inherited == self.inherited:
+            return self
+        alike = copy.copy(self)  # parsed already, which takes longer than all else of a large file
+        object.__setattr__(alike, "inherited", inherited)
+        return alike
+
     def __hash__(self) -> int:
-        return hash((self.spec, tuple(self.words)))
+        return hash((self.spec, frozenset(self.parsed)))
 
 
 def fields_of(spec: type[Any]) -> dict[str, str]:
     """The fields that facts may speak of, with their kinds, in the spec's order."""
-    unread = ("parallel", "mlp_ranks", "added_as_given", "starts_stream")
+    unread = (
+        "parallel",
+        "mlp_ranks",
+        "added_as_given",
+        "starts_stream",
+        "handed_over",
+        "read_by",
+        "shared",
+        "unquantised",
+    )
     return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name not in unread}
 
 
+def words_of(spec: type[Any]) -> tuple[str, ...]:
+    """All that facts may speak of: the fields, and what says how the layer was sharded."""
+    sharded = PARALLEL_WORDS if issubclass(spec, LayerSpec) else ()
+    return (*fields_of(spec), *sharded, *(RESIDUAL_WORDS if spec is ResidualSpec else ()))
+
+
 def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]:
-    kinds = fields_of(spec)
+    kinds, allowed = fields_of(spec), words_of(spec)
     shardable = issubclass(spec, LayerSpec)
-    allowed = (*kinds, *(PARALLEL_WORDS if shardable else ()), *(RESIDUAL_WORDS if spec is ResidualSpec else ()))
     for name in words:
         if name not in allowed:
             raise FactsError(f"{spec.__name__} has no field {shown(name)}{did_you_mean(name, allowed)}")
@@ -158,7 +192,7 @@ def check_key(key: str) -> str:
             f"(the package may go on: vllm.models.kimi_k3), at most {_LONGEST_KEY} characters"
         )
     if key.rpartition(":")[2] in _EVERYTHINGS_BASE:
-        raise FactsError(f"{key!r} is a base of every layer there is; name the layer's own class")
+        raise FactsError(f"{key!r} is a base of layers or models of every kind; name the layer's own class")
     return key
 
 
@@ -197,7 +231,7 @@ class Adapter:
     layers: Mapping[str, tuple[Facts, ...]] = field(converter=_layers)
     "Layer class (`package.prefix:ClassName`) -> facts. The longest matching prefix wins."
     ignored: frozenset[str] = field(default=(), converter=_keys)
-    "Classes that look like attention but are none of ours: vision towers, indexers."
+    "Classes that look like layers but are none of ours: vision towers, indexers."
 
     @name.validator
     def _check_name(self, _: Any, name: Any) -> None:

@@ -23,8 +23,9 @@ DEEPSEEK_V3 = Adapter(
         "vllm:MLAAttention": words.VLLM_MLA_KERNEL,
         "vllm:DeepseekV2MLP": mlps.VLLM_MLP,
         "vllm:DeepseekV2DecoderLayer": streams.VLLM_RESIDUAL,
-        # Its draft models have a class of the same name.
+        # A draft model has a class of the same name.
         "vllm.model_executor.models.deepseek_v2:DeepseekV2Model": streams.final_norm(streams.VLLM_RESIDUAL),
+        "vllm.model_executor.models.deepseek_eagle:DeepseekV2Model": streams.final_norm(streams.VLLM_RESIDUAL),
         "sglang:DeepseekV2AttentionMLA": words.SGLANG_MLA,
         "sglang:DeepseekV2MLP": mlps.SGLANG_MLP,
         "sglang:DeepseekV2DecoderLayer": streams.SGLANG_RESIDUAL,

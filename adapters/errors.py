@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from .pipeline import ELSEWHERE
+
 FOREIGN = (Exception, SystemExit)
 """What code of others may raise where it is asked for something: a layer's property, a plugin, a `repr`. `sys.exit` is no
 reason to end an engine. KeyboardInterrupt is the user's, and passes."""
@@ -18,7 +20,10 @@ _NORM = re.compile(r"Norm(Gated)?\d*$")
 
 
 def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """The known names most like `name`, best first; compared by their last part too, since prefixes are often long."""
+    """The known names most like `name`, best first; compared by their last part too, since prefixes are often long.
+
+    Where none is like it, the shortest that it is a part of.
+    """
     import difflib  # only ever needed for a message
 
     known = list(known)
@@ -28,7 +33,14 @@ def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
         tails.setdefault(_tail(full), []).append(full)
     for tail in difflib.get_close_matches(_tail(name), tails, n=count, cutoff=0.6):
         best.extend(full for full in tails[tail] if full not in best)
+    part = _letters(name)
+    if not best and len(part) > 2:
+        best = sorted((full for full in known if part in _letters(full)), key=len)
     return best[:count]
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[\W_]", "", name).lower()
 
 
 def _tail(name: str) -> str:
@@ -39,23 +51,29 @@ def closest_classes(name: str, known: Iterable[str], count: int = 3) -> list[str
     """The known layer classes (`package:ClassName`) most like this one, best first.
 
     Only the class's own name counts, and where others end in the same word (Attention, DecoderLayer, Model), only those:
-    a norm is not like a decoder layer of the same package. Of equal names the one of the same package comes first.
+    a norm is not like a decoder layer of the same package. Classes of the same package come first, less like ones too: an engine
+    names the parts of its layers in one way. The last is another's, where one is like it.
     """
     import difflib
 
     package, _, own = name.rpartition(":")
-    tails: dict[str, list[str]] = {}
-    for full in known:
-        tails.setdefault(_tail(full), []).append(full)
-    word = _LAST_WORD.findall(own)[-1:]
-    near = [tail for tail in tails if _LAST_WORD.findall(tail)[-1:] == word] or list(tails)
-    top = package.partition(".")[0]
-    best = [
-        full
-        for tail in difflib.get_close_matches(own, near, n=count, cutoff=0.6)
-        for full in sorted(tails[tail], key=lambda full: full.partition(":")[0].partition(".")[0] != top)
-    ]
-    return best[:count]
+    known, word, top = list(known), _LAST_WORD.findall(own)[-1:], _top(package)
+    same_word = [full for full in known if _LAST_WORD.findall(_tail(full))[-1:] == word]
+    best: list[list[str]] = []
+    for inside in (True, False):
+        tails: dict[str, list[str]] = {}
+        for full in same_word or known:
+            if (_top(full) == top) == inside:
+                tails.setdefault(_tail(full), []).append(full)
+        cutoff = 0.4 if inside and same_word else 0.6
+        near = difflib.get_close_matches(own, tails, n=count, cutoff=cutoff)
+        best.append([full for tail in near for full in tails[tail]])
+    ours, others = best
+    return [*ours[: count - len(others[:1])], *others][:count]
+
+
+def _top(key: str) -> str:
+    return key.partition(":")[0].partition(".")[0]
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
@@ -173,6 +191,9 @@ class MissingAttributeError(LayerfuseError, AttributeError):
         lines = [f"{self.layer} does not say its {self.field} (adapter {self.adapter}). Tried:"]
         lines += [f"  - {attempt}" for attempt in self.tried]
         lines.append("It has: " + (", ".join(self.existing) or "no public attributes") + ".")
+        if any(ELSEWHERE in attempt for attempt in self.tried):
+            lines.append("Ask that rank for it; specs_in reads what this one holds.")
+            return "\n".join(lines)
         lines.append(
             f'If one of these is the {self.field}, say so in models.toml: layer_classes."<class>" with '
             f'{self.field} = "<attribute>".'

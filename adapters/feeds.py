@@ -11,7 +11,7 @@ from typing import Any
 
 from .activation_quant import ActivationQuant
 from .errors import FOREIGN
-from .linear_quant import activation_quant_of
+from .linear_quant import quant_or_reason
 from .sources import Path
 
 _NOTHING: dict[str, Any] = {}
@@ -26,15 +26,25 @@ class Feeds:
             below.setdefault(path.steps[:-1], []).append(path.steps[-1])
         self._below = list(below.items())
 
-    def quant(self, layer: Any) -> ActivationQuant | None:
-        """How the linears quantise their activations; None where they differ, do not, or there are none."""
-        try:
-            found = {activation_quant_of(linear) for linear in self._linears(layer)}
-        except FOREIGN:  # a layer whose own code fails where its children are looked for: this decides no spec
-            return None
-        return found.pop() if len(found) == 1 else None
+    def quant(self, layer: Any) -> tuple[ActivationQuant | None, str | None]:
+        """How the linears quantise their activations; None where they differ, do not, or there are none.
 
-    def _linears(self, layer: Any) -> Iterator[Any]:
+        And where some do all the same, what each of them does, as a sentence.
+        """
+        said: dict[ActivationQuant | str | None, list[str]] = {}
+        try:
+            for name, linear in self._linears(layer):
+                said.setdefault(quant_or_reason(linear), []).append(name)
+        except FOREIGN:  # a layer whose own code fails where its children are looked for: this decides no spec
+            return None, None
+        if set(said) <= {None}:
+            return None, None
+        only = next(iter(said))
+        if len(said) == 1 and isinstance(only, ActivationQuant):
+            return only, None
+        return None, "; ".join(f"{' and '.join(names)}: {_in_words(answer)}" for answer, names in said.items())
+
+    def _linears(self, layer: Any) -> Iterator[tuple[str, Any]]:
         for steps, names in self._below:
             parent = layer
             for step in steps:
@@ -42,7 +52,13 @@ class Feeds:
             children = _children(parent)
             for name in names:
                 if children.get(name) is not None:
-                    yield children[name]
+                    yield ".".join((*steps, name)), children[name]
+
+
+def _in_words(answer: ActivationQuant | str | None) -> str:
+    if answer is None:
+        return "takes its activations as they are"
+    return f"quantises them with {answer}" if isinstance(answer, ActivationQuant) else answer
 
 
 def _children(parent: Any) -> Mapping[str, Any]:

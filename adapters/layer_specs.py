@@ -90,7 +90,7 @@ class MLASpec(LayerSpec):
     softmax_scale: float = of_kind("positive", converter=as_float)
     "Factor on the attention logits, long-context correction (yarn mscale squared) included."
     rope: RopeSpec | None = of_kind("optional_rope", default=None)
-    "How the rope columns are turned; of width 0 where they are not. None: nothing says it, and no fusion takes the rope."
+    "How the rope columns are turned; of width 0 where they are not. None: nothing says it, and `mla_decode` leaves the layer alone."
 
     @property
     def qk_head_dim(self) -> int:
@@ -230,6 +230,10 @@ class GatedMLPSpec(LayerSpec):
     quant: ActivationQuant | None = of_kind("activation_quant", default=None, eq=False, repr=False)
     """How down_proj quantises the activation's result, or None: it does not, or was not read. As with a norm it is no part
     of what the MLP is, so equal ones may differ in it."""
+    unquantised: str | None = of_kind("optional_text", default=None, eq=False, repr=False)
+    "What down_proj does instead, as a sentence, where it quantises and `quant` cannot say how."
+    shared: bool | None = of_kind("optional_flag", default=None, eq=False, repr=False)
+    "Whether these are the shared experts of a mixture. None: nothing says it, as of every MLP that was read off a layer."
 
 
 @frozen(kw_only=True)
@@ -255,6 +259,12 @@ class ResidualSpec(LayerSpec):
     """Whether the stream starts in this layer, so that its first input norm has no residual to add. A draft model's block does
     that too (multi-token prediction), though its `layer_index` counts on from the model's. None: nothing says it, and then
     layer 0 alone does. It is read off the layer's place in its model, by `specs_in`."""
+    read_by: str | None = of_kind("optional_reader", default=None, eq=False, repr=False)
+    """What reads the post-attention norms: `mlp`, a gated MLP; `experts`, a router and its experts, shared ones among them;
+    `undeclared`, the model's entry declares no MLP of this layer. None: it was read off a layer, whose linears say how they take it."""
+    handed_over: bool = of_kind("flag", default=False, eq=False, repr=False)
+    """Whether another rank of a pipeline hands the stream over to this layer. What joins it in front of the first input norm was
+    summed over that rank's group, there. Read off like `starts_stream`."""
 
     @property
     def input_norm(self) -> NormSpec | None:

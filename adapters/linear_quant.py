@@ -15,7 +15,7 @@ from attrs import frozen
 from . import linear_quant_readings as read
 from .activation_quant import ActivationQuant
 from .errors import FOREIGN, UnreadableError, said
-from .linear_quant_readings import Answer, maybe, stored
+from .linear_quant_readings import IN_FLASHINFER, Answer, maybe, stored
 
 
 @frozen
@@ -81,6 +81,7 @@ TABLE: dict[str, Entry] = {
     "vllm:CPUFp8PerTensorScaledMMLinearKernel": None,
     "vllm:CPUFP8W8A8ScaledMMLinearKernel": read.IN_KERNEL,
     "vllm:HummingFP8ScaledMMLinearKernel": read.IN_KERNEL,
+    "vllm:FlashInferFp8DeepGEMMDynamicBlockScaledKernel": read.IN_FLASHINFER,
     "vllm:Fp8BlockScaledMMLinearKernel": read.quant_fp8,
     "vllm:FP8ScaledMMLinearKernel": read.quant_fp8,
     # sglang/srt/layers/quantization: unquant.py, fp8.py, w8a8_fp8.py, compressed_tensors/schemes
@@ -119,13 +120,18 @@ def activation_quant_of(linear: Any) -> ActivationQuant | None:
         None where it does not: a plain linear, weights only, another format, an unknown class.
         `describe_linear_quant` tells these apart.
     """
+    answer = quant_or_reason(linear)
+    return answer if isinstance(answer, ActivationQuant) else None
+
+
+def quant_or_reason(linear: Any) -> ActivationQuant | str | None:
+    """As `describe_linear_quant`, which plain linears need not be asked."""
     try:
         if _is_plain(linear):
             return None
     except FOREIGN:  # which `describe_linear_quant` has words for
-        return None
-    answer = describe_linear_quant(linear)
-    return answer if isinstance(answer, ActivationQuant) else None
+        pass
+    return describe_linear_quant(linear)
 
 
 def describe_linear_quant(linear: Any) -> ActivationQuant | str | None:
@@ -141,6 +147,11 @@ def describe_linear_quant(linear: Any) -> ActivationQuant | str | None:
     except FOREIGN as error:  # a property of the linear that fails in its own way: in words, as this decides no spec
         answer = f"does not say how it quantises activations: {said(error)}"
     return f"{type(linear).__name__} {answer}" if isinstance(answer, str) else answer
+
+
+def quantises_inside_flashinfer(linear: Any) -> bool:
+    """Whether it is one of vLLM's whose block fp8 product by FlashInfer takes bfloat16: vLLM's own choice on Hopper where FlashInfer runs."""
+    return str(describe_linear_quant(linear)).endswith(IN_FLASHINFER)
 
 
 def _is_plain(linear: Any) -> bool:

@@ -22,6 +22,7 @@ PER_TOKEN = ActivationQuant()
 STATIC = ActivationQuant(fixed="static")
 PER_TENSOR = "quantises activations with one scale for all tokens"
 IN_KERNEL = "quantises activations inside its matrix product"
+IN_FLASHINFER = "quantises activations inside FlashInfer's kernel, unless VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0"
 SWIZZLED = "quantises activations to an MX format with exponents laid out for its kernel"
 
 

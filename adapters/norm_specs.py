@@ -53,6 +53,9 @@ class NormSpec(Checked):
     quant: ActivationQuant | None = of_kind("activation_quant", default=None, eq=False, repr=False)
     """How the linears that read this norm's result quantise it, or None: they do not, disagree, or were not read. It is a
     fact about those linears and not about the norm, so equal norms may differ in it too."""
+    unquantised: str | None = of_kind("optional_text", default=None, eq=False, repr=False)
+    """What each of those linears does, as a sentence, where some quantise and `quant` cannot say how: they differ, or do it in a
+    way for which it has no words."""
 
 
 @frozen(kw_only=True)

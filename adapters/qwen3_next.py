@@ -54,6 +54,7 @@ QWEN3_NEXT = Adapter(
         "vllm:Qwen2MoeMLP": mlps.VLLM_MLP,
         "vllm:Qwen3NextDecoderLayer": _VLLM,
         "vllm:Qwen3NextModel": streams.final_norm(_VLLM),
+        "vllm:Qwen3NextMultiTokenPredictor": streams.final_norm(_VLLM),
         "sglang:Qwen3GatedDeltaNet": words.SGLANG_GDN,
         # There is no attention module here: the decoder layer holds the head counts itself.
         "sglang:Qwen3HybridAttentionDecoderLayer": (words.SGLANG_GQA, _SGLANG_FULL),

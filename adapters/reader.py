@@ -27,9 +27,11 @@ from .errors import (
     shown,
 )
 from .feeds import Feeds
+from .linear_quant import quant_or_reason
 from .parallel import ambient, ranks_summed, shards_of_linear
+from .pipeline import norms_nothing
 from .rope_source import RopeSource
-from .sources import Named, NormSource, Source
+from .sources import TORCH_NORM, Named, NormSource, Source, is_torch_norm
 from .specs import (
     LARGEST,
     NO_ROPE,
@@ -50,11 +52,13 @@ _Convert: TypeAlias = Callable[[Any], Any]
 class LayerReader:
     """The facts of one layer class, compiled for reading."""
 
-    def __init__(self, key: str, owner: str, facts: Facts) -> None:
+    def __init__(self, key: str, owner: str, facts: Facts, plugin: str = "") -> None:
         self.key = key
         "The layer class, `package:ClassName`."
         self.owner = owner
         "The adapter or models.toml entry that declared the facts."
+        self.plugin = plugin
+        "The installed plugin that brought them, in words that name its package; empty for others."
         self.facts = facts
 
     def __repr__(self) -> str:
@@ -63,7 +67,7 @@ class LayerReader:
     def elsewhere(self, module: Any) -> bool:
         """Whether another rank of a pipeline holds what the facts describe: only the last one has a model's final norm.
 
-        The others have None in its place, or what vLLM, SGLang and ATOM all call a PPMissingLayer.
+        Most of the others have something in its place that norms nothing.
         """
         if self.facts.spec is not FinalNormSpec:
             return False
@@ -72,7 +76,7 @@ class LayerReader:
             held = source.module.read(module)
         except UnreadableError:
             return False
-        return held is None or stands_for_missing(held)
+        return norms_nothing(held)
 
     def read(self, layer: Any, parallel: Parallel | None = None, path: str = "") -> Any:
         """The layer's spec.
@@ -117,7 +121,11 @@ class _Reading:
             raise SpecError(f"{self.name()} ({error.what})", error.problems) from None
 
     def name(self) -> str:
-        """The layer in words: its path if known, else its class and the index it claims."""
+        """The layer in words: its path if known, else its class and the index it claims; and who, of other packages, declares it."""
+        plugin = self.reader.plugin
+        return f"{self.itself()}, declared by {plugin}," if plugin else self.itself()
+
+    def itself(self) -> str:
         if self.path:
             return f"{cut(self.path, 200)} ({self.reader.key})"
         try:
@@ -141,9 +149,12 @@ class _Reading:
             elif kind in ("norm", "optional_norm", "gated_norm"):
                 values[name] = self.norm(name, parsed, kind == "gated_norm")
             elif kind == "optional_rope":
-                values[name] = self.rope(name, parsed)
+                values[name] = self.rope_or_unsaid(name, parsed)
             elif kind == "norms":
                 values[name] = tuple(self.norm(name, source, False) for source in parsed)
+            elif kind == "activation_quant":
+                said = self.found(name, parsed, quant_or_reason)
+                values |= {name: None, "unquantised": said} if isinstance(said, str) else {name: said}
             else:
                 values[name] = self.found(name, parsed, VALUES.get(kind, same))
         return values
@@ -155,13 +166,29 @@ class _Reading:
                 raise UnreadableError(f"{source.module}: is None")
         except UnreadableError as error:
             raise self.missing(name, [str(error)]) from error.__cause__
-        read: dict[str, Any] = {"module": str(source.module), "quant": Feeds(source.feeds).quant(self.layer)}
-        for part, places in source.fields:
+        quant, unquantised = Feeds(source.feeds).quant(self.layer)
+        read: dict[str, Any] = {"module": str(source.module), "quant": quant, "unquantised": unquantised}
+        torchs = not gated and is_torch_norm(module)
+        for part, places in TORCH_NORM if torchs else source.fields:
             read[part] = self.found(f"{name}.{part}", places, _NORM_VALUES[part], module, f"{source.module}.")
+        if torchs and read["epsilon"] is None:
+            why = "torch.nn.RMSNorm with eps=None takes the eps of the dtype that it is called with, which no spec can say"
+            raise SpecError("NormSpec", [f"{name}.epsilon: {why}: build it with a number"])
         try:
             return GatedNormSpec(**read) if gated else NormSpec(**read)
         except SpecError as error:
             raise SpecError(error.what, [f"{name}.{problem}" for problem in error.problems]) from None
+
+    def rope_or_unsaid(self, name: str, source: RopeSource) -> RopeSpec | None:
+        """None where the class did not speak of it itself, and the layer has nothing at the places of the class that it is like."""
+        try:
+            return self.rope(name, source)
+        except MissingAttributeError as error:
+            # A module that is there says all of its rope, and what fails in its own way is not absent.
+            partly = source.module is not None and error.field != name
+            if name not in self.facts.inherited or partly or error.__cause__ is not None:
+                raise
+            return None
 
     def rope(self, name: str, source: RopeSource) -> RopeSpec:
         start, prefix = None, ""
@@ -325,11 +352,6 @@ class _Reading:
             # The half that is there is no whole number, which the spec reports; this one only stands in.
             values.setdefault(pair.total, 1)
             values.setdefault(pair.local, 1)
-
-
-def stands_for_missing(module: Any) -> bool:
-    """Whether this stands where another rank of a pipeline holds a layer."""
-    return any(base.__name__ == "PPMissingLayer" for base in type(module).__mro__)
 
 
 def existing_names(layer: Any, most: int = 60) -> list[str]:

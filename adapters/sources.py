@@ -25,6 +25,7 @@ from attrs import frozen
 
 from .conversions import CONVERSIONS, whole
 from .errors import FOREIGN, FactsError, UnreadableError, cut, did_you_mean, said, shown
+from .pipeline import ELSEWHERE, stands_for_missing
 
 _STEP = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,4}|-1")
 _LONGEST_PATH = 12
@@ -69,7 +70,8 @@ def _step(obj: Any, step: str, path: Path) -> Any:
             return obj[step]
         return getattr(obj, step)
     except (AttributeError, LookupError):
-        raise UnreadableError(f"{path}: {type(obj).__name__} has no {step!r}") from None
+        why = ELSEWHERE if stands_for_missing(obj) else f"has no {step!r}"
+        raise UnreadableError(f"{path}: {type(obj).__name__} {why}") from None
     except FOREIGN as error:  # a property of the layer that fails in its own way: report it, never hide it
         raise UnreadableError(f"{path}: reading {step!r} raised {said(error)}") from error
 
@@ -310,6 +312,22 @@ _NORM_DEFAULTS: dict[str, Any] = {
     "weight_offset": const(0.0),
 }
 _GATED = ("activation", "norm_before_gate", "group_size")
+
+TORCH_NORM = (
+    ("width", (Path(("weight", "shape", "0")),)),
+    ("epsilon", (Path(("eps",)),)),
+    ("weight_offset", (Const(0.0),)),
+)
+"""Where the fields of torch's own RMSNorm are: it may stand where a class's own norm, which has other names, usually does."""
+
+
+def is_torch_norm(module: Any) -> bool:
+    """Whether this is torch.nn.RMSNorm, or a class that computes what it does."""
+    own: Any = type(module)
+    return any(
+        base.__name__ == "RMSNorm" and base.__module__.startswith("torch.nn.") and own.forward is base.forward
+        for base in own.__mro__
+    )
 
 
 def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:

@@ -27,7 +27,15 @@ MLP_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "situ")
 ROPE_TABLES = ("none", "cos_sin", "cos_and_sin", "values")
 """Where the cos and sin of a rope come from, see `RopeSpec.table`."""
 
-_WORDS = {"activation": ACTIVATIONS, "mlp_activation": MLP_ACTIVATIONS, "rope_table": ROPE_TABLES}
+READERS = ("mlp", "experts", "undeclared")
+"""What reads a post-attention norm, see `ResidualSpec.read_by`."""
+
+_WORDS = {
+    "activation": ACTIVATIONS,
+    "mlp_activation": MLP_ACTIVATIONS,
+    "rope_table": ROPE_TABLES,
+    "optional_reader": READERS,
+}
 
 _OPTIONAL = (
     "optional_count",
@@ -37,12 +45,14 @@ _OPTIONAL = (
     "optional_flag",
     "window",
     "module_path",
+    "optional_text",
     "activation_quant",
     "optional_rope",
+    "optional_reader",
 )
 """The kinds of which None is a value."""
 
-NESTED: dict[str, type] = {"text": str, "module_path": str}
+NESTED: dict[str, type] = {"text": str, "optional_text": str, "module_path": str}
 """The class of each kind that is no number, word or flag; the spec types enter themselves."""
 
 

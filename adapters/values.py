@@ -10,7 +10,6 @@ from typing import Any
 
 from .conversions import is_one_number, mlp_activation, whole
 from .errors import FOREIGN
-from .linear_quant import activation_quant_of
 
 
 def same(value: Any) -> Any:
@@ -51,7 +50,6 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "window": _window,
     "activation": _activation,
     "mlp_activation": mlp_activation,
-    "activation_quant": activation_quant_of,
     "positive": _number,
     "optional_positive": _number,
     "number": _number,

@@ -24,7 +24,6 @@ from ..fusion.declare import (
     Rows,
     Weight,
 )
-from ..fusion.steps import HAND_WRITTEN
 from .errors import BenchError, UnknownFusionError
 
 if TYPE_CHECKING:
@@ -158,15 +157,9 @@ def forms_over_ranks() -> dict[str, tuple[Fusion, Form]]:
 def _forms(*, over_ranks: bool) -> dict[str, tuple[Fusion, Form]]:
     found: dict[str, tuple[Fusion, Form]] = {}
     for name, fusion in FUSIONS.items():
-        if _hand_written(fusion):
-            continue
         for form in fusion.forms if (fusion.all_reduce is not None) is over_ranks else ():
             found[name if form.op is fusion.op else form.op.name] = (fusion, form)
     return found
-
-
-def _hand_written(fusion: Fusion) -> bool:
-    return any(isinstance(step, HAND_WRITTEN) for step in fusion.chain)
 
 
 def known_form(name: str) -> tuple[Fusion, Form]:
@@ -174,14 +167,8 @@ def known_form(name: str) -> tuple[Fusion, Form]:
 
     Raises:
         UnknownFusionError: there is none.
-        BenchError: it reads or writes what is not made here.
     """
     known = forms() | forms_over_ranks()
-    if isinstance(name, str) and name in FUSIONS and _hand_written(FUSIONS[name]):
-        raise BenchError(
-            f"{name} turns ropes, or writes to a cache, which this command does not make; "
-            "`python benchmarks/mla_chain.py --only ops`, in a checkout of layerfuse, times it"
-        )
     if not isinstance(name, str) or name not in known:
         raise UnknownFusionError(name, known)
     return known[name]

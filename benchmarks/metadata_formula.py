@@ -21,11 +21,11 @@ from typing import Any
 
 from environment import save
 
-from layerfuse.fusion.backends.aiter.releases import RELEASES, is_after
+from layerfuse.fusion.backends.aiter.releases import RELEASES
 from layerfuse.fusion.metadata import native, sizes
 
 VARIABLE = "LAYERFUSE_AITER_CHECKOUT"
-ASKED = ("v0.1.12", "v0.1.14", "v0.1.16.post6", "v0.1.18", "v0.1.20.post1")
+ASKED = ("v0.1.16.post3", "v0.1.16.post6", "v0.1.17", "v0.1.18", "v0.1.20.post1")
 BF16, FP8 = "bf16", "fp8"
 CU_COUNT = {"gfx942": 304, "gfx950": 256}
 BATCHES = (1, 3, 64, 300, 512)
@@ -119,15 +119,12 @@ def native_condition(text: str, device: Device) -> Callable[..., bool]:
     return holds
 
 
-def cases(release: str) -> Iterator[sizes.Case]:
-    """The grid of one release, for both architectures."""
-    multiple = 16 if is_after("v0.1.12", release) else 8
-    heads = range(multiple, 129, multiple)
-    grid = itertools.product(
-        CU_COUNT, ((BF16, BF16), (BF16, FP8), (FP8, FP8)), range(1, 9), heads, BATCHES, (False, True), (False, True)
-    )
+def cases() -> Iterator[sizes.Case]:
+    """The grid, for both architectures."""
+    dtypes, heads = ((BF16, BF16), (BF16, FP8), (FP8, FP8)), range(8, 129, 8)
+    grid = itertools.product(CU_COUNT, dtypes, range(1, 9), heads, BATCHES, (False, True), (False, True))
     for i, (arch, (q, kv), queries, count, batch, sparse, fast) in enumerate(grid):
-        intra = i % 7 == 3 and not is_after("v0.1.7.post5", release)
+        intra = i % 7 == 3
         yield sizes.Case(
             batch=batch,
             queries=queries,
@@ -140,8 +137,8 @@ def cases(release: str) -> Iterator[sizes.Case]:
             fast=fast,
             intra_batch=intra,
             num_kv_splits=16 if intra and i % 2 else 32,
-            max_split_per_batch=(1, 4, 16)[i % 3] if i % 5 == 2 and not is_after("v0.1.16", release) else -1,
-            experimental=i % 4 == 1 and not is_after("v0.1.14-rc0", release),
+            max_split_per_batch=(1, 4, 16)[i % 3] if i % 5 == 2 else -1,
+            experimental=i % 4 == 1,
         )
 
 
@@ -171,7 +168,7 @@ def compare(checkout: Path, release: str) -> dict[str, Any]:
         if expected != found:
             mismatches.append(f"{kind}: {what}: AITER {expected}, here {found}")
 
-    for case in cases(release):
+    for case in cases():
         device.arch, device.experimental = case.arch, case.experimental
         options: dict[str, Any] = {}
         if case.intra_batch:

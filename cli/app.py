@@ -26,6 +26,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 _NEW_FILE = click.Path(dir_okay=False, path_type=Path)
 _model = click.argument("model", shell_complete=_names)
 _count = click.IntRange(1, LARGEST)
+
 _files = click.option(
     "--models", "files", metavar="FILE", multiple=True, type=_FILE, help="Know the models of this file too. Repeatable."
 )
@@ -88,7 +89,8 @@ def models(files: tuple[Path, ...], json: bool) -> None:
 @click.option("--tp", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Tensor-parallel size.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
 @click.option(
-    "--target", default="gfx950", show_default=True, help="gfx950, gfx942, sm90, cpu, or any other gfxNNN and smNN."
+    "--target",
+    help="h200, mi355x, another usual GPU, any gfxNNN or smNN, or cpu. By default gfx950; with --engine vllm the GPU of this machine.",
 )
 @click.option(
     "--engine",
@@ -113,7 +115,7 @@ def models(files: tuple[Path, ...], json: bool) -> None:
 @click.option("--context", metavar="N", type=_count, help="Tokens of a sequence, for the size of the cache.")
 @click.option("--kv", type=click.Choice(["bf16", "fp8"]), help="Dtype of the cache, and of MLA's queries.")
 @click.option(
-    "--aiter", "release", metavar="RELEASE", help="AITER's release, as v0.1.14; the newest known if not given."
+    "--aiter", "release", metavar="RELEASE", help="AITER's release, as v0.1.18; the newest known if not given."
 )
 @click.option("--all-tp", is_flag=True, help="Matrices instead: models against tensor-parallel sizes.")
 @_files
@@ -123,7 +125,7 @@ def plan(
     model: str | None,
     tp: int,
     rank: int,
-    target: str,
+    target: str | None,
     engine: str | None,
     engine_version: str | None,
     enforce_eager: bool,
@@ -172,7 +174,7 @@ def plan(
       layerfuse plan deepseek-v3 --tp 8 --quant group128
       layerfuse plan kimi-linear-48b-a3b --target sm90 --engine vllm
       layerfuse plan kimi-k2.5 --tp 8 --batch 256 --context 131072 --kv fp8
-      layerfuse plan --all-tp --aiter v0.1.14 --svg heads.svg
+      layerfuse plan --all-tp --aiter v0.1.18 --svg heads.svg
       layerfuse plan moonshotai/Kimi-Linear-48B-A3B-Instruct --tp 4 --svg plan.svg
     """
     if json and svg is not None:
@@ -180,17 +182,18 @@ def plan(
     if (engine_version is not None or enforce_eager) and engine != "vllm":
         raise click.UsageError("--engine-version and --enforce-eager go with --engine vllm")
     if release is not None and not release.strip():
-        raise click.BadParameter("expected a release, as v0.1.14, got an empty text", param_hint="--aiter")
+        raise click.BadParameter("expected a release, as v0.1.18, got an empty text", param_hint="--aiter")
     if all_tp:
         if (batch, context, engine, quant) != (None, None, None, ()) or (tp, rank) != (1, 0):
             raise click.UsageError(
                 "--all-tp shows every size, and takes --target, --kv, --aiter and --queries: no other option goes with it"
             )
         from .matrix import answer_matrix
+        from .planning import DEFAULT_TARGET
 
         answer_matrix(
             model,
-            target=target.lower(),
+            target=target or DEFAULT_TARGET,
             kv=kv or "bf16",
             release=release,
             queries=queries or 1,
@@ -210,7 +213,7 @@ def plan(
         model,
         tp=tp,
         rank=rank,
-        target=target.lower(),
+        target=target,
         engine=engine,
         engine_version=engine_version,
         enforce_eager=enforce_eager,
@@ -258,7 +261,8 @@ def inspect(config: Path, name: str | None, files: tuple[Path, ...], json: bool)
 
     The entry goes to stdout and everything else to stderr, so that it can be redirected into a file. Exits with 1
     where the config does not say enough, or contradicts itself. What is derived is noted, to be checked. Of a model that
-    is not declared, transformers' code is asked for what configs leave out (epsilons, sinks, classes), if it is installed.
+    is not declared, transformers' code is asked for what configs leave out (epsilons, sinks, classes), if it is installed, and
+    the entry is held to its layers: one that they contradict is a draft, printed as comments, and the exit code is 1.
 
     \b
     Example:

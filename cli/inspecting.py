@@ -15,6 +15,7 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
 
     Raises:
         ConfigError: it does not say enough; everything missing is listed.
+        SystemExit: with 1, after a draft that the model's own code contradicts.
     """
     from ..registry.inspect import inspect, read_config
 
@@ -33,7 +34,8 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
 
         print_json(
             {
-                "entry": unstructure({found.entry.name: found.entry}),
+                "entry": None if found.problems else unstructure({found.entry.name: found.entry}),
+                "problems": found.problems,
                 "adapter": found.entry.adapter,
                 "recognised": found.recognised,
                 "same_as": found.same_as,
@@ -41,7 +43,7 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
                 "notes": found.notes,
             }
         )
-        return
+        raise SystemExit(1 if found.problems else 0)
     said = list(found.recognised)
     if found.same_as:
         first, *others = found.same_as
@@ -51,10 +53,18 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
             f"name {found.entry.name}"
         )
     said += found.differs
-    if found.notes:
+    if found.problems:
+        said += found.problems
+        said.append(
+            "so the entry is a draft, printed as comments: correct it, declare what is missing (docs/adding-a-model.md), and check "
+            f"it with `layerfuse contract {found.entry.name} --models FILE`"
+        )
+    elif found.notes:
         said.append(f"what is left to check is noted above the entry, in {count(len(found.notes), 'line')}")
     print("\n".join(said), file=sys.stderr)
     print(found.toml(), end="")
+    if found.problems:
+        raise SystemExit(1)
 
 
 def _named(config: dict[str, object], folder: str) -> str | None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..adapters.errors import LayerfuseError, SpecError
-from ..fusion import FUSIONS, ActivationQuant, Engine, FusionConfig, Plan, Target, plan
-from ..fusion.plan import ANY
+from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
+from ..fusion.engine import NAMES as ENGINES
+from ..fusion.planning import ANY
 from .console import require_writable, show, write_text
 from .kinds import kinds_of, ranges, rows_of, spec_dict
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..registry.catalog import ModelEntry
+
+DEFAULT_TARGET = "gfx950"
+"""Of plans that nobody gave a target for, unless they are for vLLM, which fuses other chains itself on other GPUs."""
 
 LARGEST_TP_LISTED = 64
 _WORDS = {"expected": "yes", "fallback": "fallback", "refused": "no", "not_applicable": "not applicable"}
@@ -41,6 +45,35 @@ class TooManyRanksError(LayerfuseError, ValueError):
             f"{self.model} cannot be sharded over {self.tp} ranks: {reasons}. "
             f"Sizes up to {LARGEST_TP_LISTED} that work: {sizes}."
         )
+
+
+class NoGPUHereError(LayerfuseError, LookupError):
+    """A plan for an engine is made for the GPU of this machine, and torch can use none."""
+
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        super().__init__(engine)
+
+    def __str__(self) -> str:
+        return (
+            f"--engine {self.engine}: expected --target, or a GPU in this machine, and torch can use none. What {self.engine} fuses "
+            "itself, and what was measured faster there, differs by GPU: say which one, as --target h200 or --target mi355x."
+        )
+
+
+def target_here(engine: str) -> str:
+    """The target of this machine's GPU. Imports torch.
+
+    Raises:
+        NoGPUHereError: torch is not installed, or can use no GPU.
+    """
+    try:
+        found = Target.detect()
+    except (ImportError, OSError):  # a broken wheel raises OSError too
+        found = Target.named("cpu")
+    if found.vendor == "cpu":
+        raise NoGPUHereError(engine)
+    return found.name
 
 
 def sharded(entry: ModelEntry, tp: int, rank: int, engine: str | None) -> list[tuple[str, Any]]:
@@ -95,7 +128,7 @@ def plan_data(
         from ..fusion.metadata import releases_named
 
         device = attrs.evolve(device, aiter=releases_named(release).last)
-    around = None if engine is None else Engine(name=engine)
+    around = None if engine is None else Engine.named(engine) if engine in ENGINES else Engine(name=engine)
     if engine == "vllm":
         from ..engines.vllm.releases import engine_of
 
@@ -109,8 +142,7 @@ def plan_data(
         # What its layers take at module level, which is no fusion of graphs.
         modules, stands = planned([spec for _, spec in specs], entry.architectures, config)
         around = beside(around) if stands else around
-    behind = _behind_experts(specs, config) if engine == "vllm" else ()
-    decided = plan([each for each in specs if each[0] not in behind], device, config, around)
+    decided = plan(specs, device, config, around)
     kinds = []
     for kind in kinds_of(specs):
         kinds.append(
@@ -136,7 +168,7 @@ def plan_data(
         "num_hidden_layers": entry.num_hidden_layers,
         "kinds": kinds,
         "engine_does": {} if around is None else {**around.does, **around.keeps},
-        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *modules, *_in_front_of_experts(behind)],
+        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *modules, *_inside_flashinfer(decided, engine)],
     }
 
 
@@ -183,20 +215,12 @@ def _uncompiled(engine: Engine | None) -> list[str]:
     return [f"{engine.uncompiled}: fused ops can stand in its modules only."]
 
 
-def _behind_experts(specs: Sequence[tuple[str, Any]], config: FusionConfig | None) -> tuple[str, ...]:
-    """Quantised shared experts, which vLLM runs behind its op for routed experts: as `engines.vllm.loading` leaves them out."""
-    if config is None or not config.quant:
-        return ()
-    return tuple(path for path, _ in specs if path.endswith(".shared_experts"))
-
-
-def _in_front_of_experts(behind: Sequence[str]) -> list[str]:
-    if not behind:
+def _inside_flashinfer(decided: Plan, engine: str | None) -> list[str]:
+    if engine != "vllm" or decided.target.arch != "sm90":
         return []
-    return [
-        f"{len(behind)} layers have experts behind one op of vLLM's, shared ones too: nothing is fused in there, and the norm in front of "
-        "it is not quantised. Where a quantised fusion is said of its post_attention, that without the quantisation is meant."
-    ]
+    from ..engines.vllm.own import FLASHINFER
+
+    return [f"{FLASHINFER}."] if any(d.fusion.endswith("_group_quant") for d in decided.expected()) else []
 
 
 def show_plan(data: dict[str, Any], to: Console) -> None:
@@ -253,8 +277,7 @@ def _listed(decisions: Sequence[dict[str, Any]], done: Collection[str]) -> list[
     own = tuple(done)
     possible = {d["fusion"] for d in decisions if d["decision"] != "not_applicable" or d["reason"].startswith(own)}
     if not possible:
-        others = [decision for decision in decisions if not FUSIONS[decision["fusion"]].off_unless_faster]
-        return [("any fusion", decision) for decision in others[:1]]
+        return [("any fusion", decision) for decision in decisions[:1]]
     return [(decision["fusion"], decision) for decision in decisions if decision["fusion"] in possible]
 
 
@@ -294,7 +317,7 @@ def answer_plan(
     *,
     tp: int,
     rank: int,
-    target: str,
+    target: str | None,
     engine: str | None,
     quant: Sequence[str],
     asked: Mapping[str, Any],
@@ -309,6 +332,7 @@ def answer_plan(
 
     require_writable(svg)
     entry = find_model(model, files)
+    target = target or (target_here(engine) if engine == "vllm" else DEFAULT_TARGET)
     data = plan_data(
         entry,
         tp=tp,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -19,9 +18,11 @@ from layerfuse.adapters import specs
 from layerfuse.bench import against
 from layerfuse.bench.result import Result
 from layerfuse.fusion import FUSIONS
-from layerfuse.fusion.backends.aiter import BINDINGS, RELEASES, ReleaseRange, calls
-from layerfuse.fusion.backends.aiter.conventions import Binding
-from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS, refused_altogether, restrictions_of
+from layerfuse.fusion.backends.aiter import BINDINGS, ReleaseRange, calls
+from layerfuse.fusion.backends.aiter.matching import Function
+from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS
+from layerfuse.fusion.backends.aiter.table import BY_NAME
+from layerfuse.fusion.policy import shipped
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "benchmarks" / "results"
@@ -52,6 +53,7 @@ VALUES = {
     "number": "any",
     "flag": "True or False",
     "optional_flag": "True, False or None",
+    "optional_reader": "mlp, experts, undeclared, or None",
     "activation": "silu or sigmoid",
     "mlp_activation": "silu, gelu, gelu_tanh or situ",
     "norm": "NormSpec",
@@ -62,6 +64,7 @@ VALUES = {
     "rank": "below size, or None",
     "text": "text",
     "module_path": "text, or None",
+    "optional_text": "text, or None",
     "activation_quant": "ActivationQuant, or None",
     "rope_table": "cos_sin, cos_and_sin, values or none",
     "optional_rope": "RopeSpec, or None",
@@ -120,50 +123,29 @@ def class_table() -> Iterator[str]:
 
 
 def aiter_tables() -> Iterator[str]:
-    """Which function of AITER's answers which call in which releases, and what is refused."""
+    """Which function of AITER's answers which calls since when, and what is refused of it."""
     yield "### What is called\n"
-    yield "| call | in AITER | is |\n|---|---|---|"
-    alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    yield "| function | in AITER | for |\n|---|---|---|"
+    serves: dict[Function, list[str]] = {}
     for binding in BINDINGS:
-        spans = tuple((str(span), said) for said, span in spans_of(binding) if said is not None)
-        alike.setdefault(spans, []).append(f"`{binding.name}`")
-    for spans, names in alike.items():
-        for span, said in spans:
-            yield f"| {', '.join(names)} | {span} | {said} |"
+        serves.setdefault(binding.function, []).append(f"`{binding.name}`")
+    for function, names in serves.items():
+        yield f"| `{function.path}` | {ReleaseRange(function.since)} | {', '.join(names)} |"
     yield "\n### What is refused of it\n"
     yield "| of | in AITER | refused |\n|---|---|---|"
     for restriction in RESTRICTIONS:
-        if restriction.when is not calls.always:
-            yield f"| {', '.join(functions_of(restriction.bindings))} | {restriction.releases} | {restriction.reason} |"
+        every = restriction.when is calls.always
+        of = map("`{}`".format, restriction.bindings) if every else functions_of(restriction.bindings)
+        said = f"{'every call: ' if every else ''}{restriction.reason}"
+        yield f"| {', '.join(of)} | {restriction.where} | {said} |"
 
 
 def functions_of(names: tuple[str, ...]) -> Iterator[str]:
     """The functions that these bindings call, each once, by their own names; Triton's are named so."""
-    found = (
-        f"`{function.path.rpartition(':')[2].rpartition('.')[2]}`{' (Triton)' if binding.kind == 'triton' else ''}"
-        for binding in BINDINGS
-        if binding.name in names
-        for function in binding.functions
-    )
-    yield from dict.fromkeys(found)
-
-
-def spans_of(binding: Binding) -> Iterator[tuple[str | None, ReleaseRange]]:
-    """What a binding is, for each run of releases in which that is the same."""
-    for said, releases in itertools.groupby(RELEASES, key=lambda release: said_of(binding, release)):
-        span = list(releases)
-        yield said, ReleaseRange(span[0], span[-1])
-
-
-def said_of(binding: Binding, release: str) -> str | None:
-    """The function that answers in one release, or why none does; None where there is none."""
-    here = ReleaseRange(release, release)
-    for function in binding.functions:
-        for convention in function.conventions:
-            if any(release in span for span in function.spans(convention)):
-                never = convention.refused or refused_altogether(restrictions_of(binding.name, here))
-                return f"refused: {never.partition(' (v0')[0]}" if never else f"`{function.path}`"
-    return None
+    found = (BY_NAME[name].function for name in names)
+    for function in dict.fromkeys(found):
+        name = function.path.rpartition(":")[2].rpartition(".")[2]
+        yield f"`{name}`{' (Triton)' if function.is_triton else ''}"
 
 
 def fusion_table() -> Iterator[str]:
@@ -183,13 +165,11 @@ def vllm_table() -> Iterator[str]:
     """What is on in vLLM by default and what is not, with the measurements."""
     yield "| fusion | on by default in vLLM | measured |\n|---|---|---|"
     others = []
-    for name, fusion in sorted(FUSIONS.items()):
-        measured = [each for each in fusion.faster_in if each.engine == "vllm"]
+    for name in sorted(FUSIONS):
+        measured = [*shipped().of(name, "vllm")]
         for each in measured:
-            yield f"| `{name}` | yes: {each.where} | {each.figure} |"
-        if "vllm" in fusion.off_in:
-            yield f"| `{name}` | no{' elsewhere' if measured else ''} | {fusion.off_in['vllm']} |"
-        elif not measured:
+            yield f"| `{name}` | {f'yes: {each.where}' if each.faster else 'no'} | {each.figure(name)} |"
+        if not measured:
             others.append(name)
     if others:
         yield f"| the other {len(others)} | no | not measured in vLLM |"

@@ -5,28 +5,34 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .._lazy import attach
-from ..adapters.activation_quant import ActivationQuant, ActivationQuantError
-from .catalog import FUSIONS
-from .chain import Fusion, FusionError
-from .config import FusionConfig, FusionConfigError
-from .engine import Engine
-from .plan import Decision, Plan, plan
-from .sites import Site, sites_of
-from .target import Target, UnknownTargetError
 
 if TYPE_CHECKING:
+    from ..adapters.activation_quant import ActivationQuant, ActivationQuantError
+    from .catalog import FUSIONS
+    from .chain import Fusion, FusionError
     from .compiler import FusedModel, compile  # noqa: A004 (torch.compile's own name)
+    from .config import FusionConfig, FusionConfigError
+    from .engine import Engine
+    from .planning import Decision, Plan, plan
     from .recurrences import keep_recurrences
     from .report import FusionMissedError, Report
     from .rewrite import Pipeline
+    from .sites import Site, sites_of
+    from .target import Target, UnknownTargetError
 
-_NEEDS_TORCH = {
-    "FusedModel": ".compiler",
-    "FusionMissedError": ".report",
-    "Pipeline": ".rewrite",
-    "Report": ".report",
-    "compile": ".compiler",
-    "keep_recurrences": ".recurrences",
+_WHERE = {
+    "..adapters.activation_quant": ("ActivationQuant", "ActivationQuantError"),
+    ".catalog": ("FUSIONS",),
+    ".chain": ("Fusion", "FusionError"),
+    ".compiler": ("FusedModel", "compile"),
+    ".config": ("FusionConfig", "FusionConfigError"),
+    ".engine": ("Engine",),
+    ".planning": ("Decision", "Plan", "plan"),
+    ".recurrences": ("keep_recurrences",),
+    ".report": ("FusionMissedError", "Report"),
+    ".rewrite": ("Pipeline",),
+    ".sites": ("Site", "sites_of"),
+    ".target": ("Target", "UnknownTargetError"),
 }
 
 __all__ = [
@@ -53,5 +59,6 @@ __all__ = [
     "sites_of",
 ]
 
-_getattr, _dir = attach(__name__, {**_NEEDS_TORCH, "metadata": ".metadata"})
-__getattr__, __dir__ = _getattr, lambda: sorted({*_dir(), *__all__})
+__getattr__, __dir__ = attach(
+    __name__, {**{name: module for module, names in _WHERE.items() for name in names}, "metadata": ".metadata"}
+)

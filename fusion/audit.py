@@ -11,7 +11,6 @@ from attrs import frozen
 from torch.profiler import ProfilerActivity, profile
 
 from .catalog import FUSIONS
-from .plan import Plan
 from .report import Missed, Report
 
 MOST_CALLS = 3
@@ -71,13 +70,12 @@ class Audit:
         return "\n".join([*lines, *(f"  {problem}" for problem in self.problems)])
 
 
-def audit_call(call: Callable[[], Any], plan: Plan, report: Report) -> Audit:
+def audit_call(call: Callable[[], Any], report: Report) -> Audit:
     """Call until nothing new is compiled, and count one call.
 
     Args:
         call: calls the model once and adds the call to the report.
-        plan: what is expected.
-        report: the model's.
+        report: the model's; its plan may be made anew by a call.
     """
     for _ in range(MOST_CALLS):
         graphs = report.graphs
@@ -93,7 +91,7 @@ def audit_call(call: Callable[[], Any], plan: Plan, report: Report) -> Audit:
     if report.last is None:
         raise RuntimeError("the call was not counted")
     last = report.last
-    expected = Counter(decision.fusion for decision in plan.expected())
+    expected = Counter(decision.fusion for decision in report.plan.expected())
     ran = {name: sum(seen[f"layerfuse::{form.op.name}"] for form in fusion.forms) for name, fusion in FUSIONS.items()}
     fusions = {
         name: Counted(expected=expected[name], profiled=ran[name], counted=last.fused(name))

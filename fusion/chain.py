@@ -6,38 +6,30 @@ A fusion whose op is not given has the one that its chain composes to. Nothing h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import attrs
 from attrs import define, field, frozen
 
-from ..adapters.activation_quant import ActivationQuant
 from ..adapters.errors import shown
 from .compose import op_of, quantised_step
 from .declare import REQUIRED, Kernel, Op
-from .engine import Engine
-from .faster import Faster
 from .limits import TokenLimit
 from .sites import ROLES, Site
 from .steps import (
-    HAND_WRITTEN,
     ORDER,
     Add,
     AllReduce,
-    CacheWrite,
-    Concat,
     FusionError,
     GatedNorm,
     Norm,
     Pad,
     Quant,
-    Rope,
     SiluMul,
     Step,
 )
-from .target import Target
 
 Limit: TypeAlias = Callable[[Site, Any, Any], TokenLimit | None]
 """From a site, a target and an engine or None to up to how many tokens a fusion is taken there; None: any number."""
@@ -69,16 +61,22 @@ COLLECTIVE = (
 """The kernels of an op that starts with an all-reduce."""
 
 
-def _measurements(several: Iterable[Faster]) -> tuple[Faster, ...]:
+def _kernels(several: Iterable[Kernel]) -> tuple[Kernel, ...]:
     found = tuple(several)
-    wrong: Any = next((each for each in found if not isinstance(each, Faster)), None)
+    wrong: Any = next((each for each in found if not isinstance(each, Kernel)), None)
     if wrong is not None:
-        raise FusionError(f"faster_in: expected measurements, as (Faster(engine='vllm', ...),), got {shown(wrong)}")
+        raise FusionError(
+            f"backends: expected kernels, as (Kernel(backend='triton', function=...),), got {shown(wrong)}"
+        )
+    names = [kernel.backend for kernel in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise FusionError(f"backends: two kernels of backend {twice!r}; an op has one of each")
     return found
 
 
-def _kernels(several: Iterable[Kernel]) -> tuple[Kernel, ...]:
-    return tuple(several)
+LAYERFUSE = "layerfuse"
+"""The owner of what is built in."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -112,23 +110,16 @@ class Fusion:
     "Whether there is a form for norms that are padded with columns of zeros behind them."
     backends: tuple[Kernel, ...] = field(converter=_kernels, repr=False)
     "Its kernels, the preferred one first: AITER and Triton for a chain of the family. The op's reference comes after them."
-    faster_in: tuple[Faster, ...] = field(default=(), converter=_measurements, repr=False)
-    "Where it was measured faster than what an engine does without it: it is on there by default, whatever its level."
-    off_unless_faster: bool = False
-    "Whether it is off in torch.compile too, where `faster_in` says nothing of `torch.compile`."
-    off_in: Mapping[str, str] = field(factory=dict, repr=False)
-    "Engine -> why it is off wherever `faster_in` does not hold, with the measurement, as a sentence."
     limit: Limit | None = field(default=None, repr=False)
     "Up to how many tokens it is taken at a site; None: any number, everywhere."
-    owner: str = "layerfuse"
+    owner: str = LAYERFUSE
     "The package that declares it."
+    entry_point: str = ""
+    "By which entry point of that package it is known."
 
     @op.default
     def _composed(self) -> Op:
         problems = [*self._bad_steps()]
-        by_hand = next((type(step).__name__ for step in self.chain if isinstance(step, HAND_WRITTEN)), None)
-        if by_hand is not None:
-            problems.append(f"no op is composed of a chain with {by_hand}: give it its op")
         if problems:
             raise FusionError(f"{self.name}: {problems[0]}")
         return op_of(self.name, self.chain)
@@ -187,11 +178,6 @@ class Fusion:
         return next((step for step in self.chain if isinstance(step, AllReduce)), None)
 
     @property
-    def rope(self) -> Rope | None:
-        """The rope, if the chain has one."""
-        return next((step for step in self.chain if isinstance(step, Rope)), None)
-
-    @property
     def takes_any_number(self) -> bool:
         """Whether a graph for any number of tokens may hold its op, which does the chain in pieces beyond its range."""
         return self.all_reduce is not None
@@ -205,26 +191,6 @@ class Fusion:
     def quant(self) -> Quant | None:
         """The quantisation, if the chain has one."""
         return next((step for step in self.chain if isinstance(step, Quant)), None)
-
-    def faster_at(self, engine: Engine, target: Target, site: Site, quant: ActivationQuant | None) -> Faster | None:
-        """The measurement that says that it is faster in an engine at such a site, or None."""
-        measured = (f for f in self._measured_in(engine) if f.unless not in engine.does)
-        return next((f for f in measured if f.holds(target, site, quant)), None)
-
-    def why_off_in(self, engine: Engine) -> str:
-        """Why it is off in an engine unless it is switched on, wherever none of its measurements holds."""
-        where = [each.where for each in self._measured_in(engine)]
-        if engine.compiled and engine.name in self.off_in:
-            return self.off_in[engine.name]
-        how = "" if engine.compiled else " where that compiles nothing"
-        return (
-            f"it was measured faster on {'; '.join(where)}"
-            if where
-            else f"it was not benchmarked in {engine.name}{how}"
-        )
-
-    def _measured_in(self, engine: Engine) -> list[Faster]:
-        return [f for f in self.faster_in if f.engine == engine.name and f.compiled == engine.compiled]
 
     def _bad_steps(self) -> Iterable[str]:
         wrong: Any = next((step for step in self.chain if not isinstance(step, ORDER)), None)
@@ -261,6 +227,9 @@ class Fusion:
                 yield f"the role {name} has {norms}, and the chain has {len(self.norms)}"
 
     def _bad_op(self) -> Iterable[str]:
+        if self.op.mutated:
+            written = ", ".join(argument.name for argument in self.op.mutated)
+            yield f"{self.op.name} writes to {written}; the op of a fusion writes to nothing, as graphs are functional"
         taken = {argument.name for argument in self.op.args}
         given = {result.name for result in self.op.results}
         filled: set[str] = set()
@@ -273,7 +242,7 @@ class Fusion:
             outs: tuple[str, ...] = ()
             if isinstance(step, Quant):
                 outs = step.outs
-            elif not isinstance(step, AllReduce | Rope | CacheWrite):
+            elif not isinstance(step, AllReduce):
                 outs = (step.out,)
             absent = [out for out in outs if out not in given and not self._is_inner(step)]
             if absent:
@@ -288,10 +257,7 @@ class Fusion:
             yield f"no step gives {', '.join(unread)}, which {self.op.name} returns"
 
     def _is_inner(self, step: Step) -> bool:
-        """Whether a step's result stays inside: what is quantised, or goes to a cache, is no result of its own."""
-        written = {each.latent for each in self.chain if isinstance(each, CacheWrite)}
-        if isinstance(step, Norm) and step.x in written:
-            return True
+        """Whether a step's result stays inside: what is quantised is no result of its own."""
         return self.quant is not None and step is quantised_step(self.chain)
 
 
@@ -300,9 +266,6 @@ __all__ = [
     "FAMILY",
     "Add",
     "AllReduce",
-    "CacheWrite",
-    "Concat",
-    "Faster",
     "Form",
     "Fusion",
     "FusionError",
@@ -310,7 +273,6 @@ __all__ = [
     "Norm",
     "Pad",
     "Quant",
-    "Rope",
     "SiluMul",
     "Step",
     "TokenLimit",

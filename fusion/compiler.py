@@ -12,17 +12,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import attrs
 import torch
+from attrs import field, frozen
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from ..adapters.errors import ArgumentError, shown
+from ..adapters.arguments import expect
+from ..adapters.errors import ArgumentError, LayerfuseError, shown
 from .audit import Audit, audit_call
 from .config import FusionConfig
 from .dynamo_floats import floats_as_constants
 from .engine import Engine
-from .ops.agreement import RankDisagreementError
-from .plan import Placed, Plan, plan, several
+from .planning import Placed, Plan, plan, several
 from .report import GraphRecord, Report
 from .rewrite import Pipeline, Surroundings
 from .rewrite.parameters import mark, parameters_of
@@ -63,7 +65,7 @@ class FusedModel(nn.Module):  # type: ignore[misc]
 
     @property
     def plan(self) -> Plan:
-        """What is expected. Made anew where the model's modules have changed before a compilation."""
+        """What is expected. Made anew where the model says something else before a compilation."""
         made: Plan = self._pipeline.plan
         return made
 
@@ -73,6 +75,7 @@ class FusedModel(nn.Module):  # type: ignore[misc]
         Raises:
             FusionMissedError: strict, and an expected fusion did not run in this call.
             RankDisagreementError: the ranks of a process group fused different all-reduces.
+            And what reading the specs raises, before each compilation.
         """
         # The call is where it compiles.
         with self._tally.call() as call, floats_as_constants(), _unwrapped():
@@ -94,7 +97,7 @@ class FusedModel(nn.Module):  # type: ignore[misc]
             with self._tally.call(), floats_as_constants():
                 self._compiled(*args, **kwargs)
 
-        return audit_call(call, self.plan, self.report)
+        return audit_call(call, self.report)
 
     # ---- the model's own
 
@@ -170,11 +173,11 @@ class FusedModel(nn.Module):  # type: ignore[misc]
 
 @contextmanager
 def _unwrapped() -> Iterator[None]:
-    """What ranks disagree on comes out as the error that it is, not inside those of the compiler."""
+    """What ranks disagree on, and a layer that can no longer be read, come out as the error that they are."""
     try:
         yield
     except BackendCompilerFailed as error:
-        if isinstance(error.inner_exception, RankDisagreementError):
+        if isinstance(error.inner_exception, LayerfuseError):
             raise error.inner_exception from None
         raise
 
@@ -200,8 +203,8 @@ def compile(  # noqa: A001 (torch.compile's own name)
         target: where it will run; if not given, the CPU for a model on the CPU, else this machine's GPU.
         config: which fusions; if not given, the default as changed by `LAYERFUSE_FUSIONS`.
         engine: what an engine around it will not let happen; see `plan`.
-        strict: raise where an expected fusion did not run in a call, or where a layer that looks like attention is known
-            to no adapter. The same as `config.strict`.
+        strict: raise where an expected fusion did not run in a call, or where something of the model is known to no
+            adapter (`registry.unknown_in`). The same as `config.strict`.
         registry: the registry that reads the specs; the default one if not given.
         parallel: the `Parallel` that every layer was sharded by, where the layers do not say it.
         torch_compile_kwargs: passed on to torch.compile: dynamic, fullgraph, mode, options, disable.
@@ -210,13 +213,19 @@ def compile(  # noqa: A001 (torch.compile's own name)
         A module that behaves as the model, with `report`, `plan`, `audit` and `original`.
 
     Raises:
-        ArgumentError: an argument is of another type, or `backend` was given; to use the fusions in another one, put
-            `fusion.Pipeline(plan)` in its slot for graph passes.
+        ArgumentError: an argument is of another type, the model holds a FusedModel, or `backend` was given; to use the fusions
+            in another one, put `fusion.Pipeline(plan)` in its slot for graph passes.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model: expected a torch.nn.Module, got {shown(model)}")
     if not isinstance(strict, bool):
         raise ArgumentError(f"strict: expected True or False, got {shown(strict)}")
+    if registry is not None:
+        from .. import registry as default
+
+        # The package has what a Registry has, of the default one.
+        if registry is not default:
+            expect("registry", registry, default.Registry, "a Registry, or None for the default one")
     if "backend" in torch_compile_kwargs:
         raise ArgumentError(
             "fusion.compile compiles with Inductor and takes no backend; to use the fusions elsewhere, put "
@@ -241,42 +250,66 @@ def _rebuilt(model: nn.Module, arguments: dict[str, Any]) -> FusedModel:
     return FusedModel(model, arguments)
 
 
+def _in_full(specs: Iterable[Placed]) -> list[Any]:
+    """All that specs say: equal ones may differ in what reads a norm's result."""
+    pairs = (spec if isinstance(spec, tuple) else ("", spec) for spec in specs)
+    return [(path, type(spec), attrs.asdict(spec)) for path, spec in pairs]
+
+
+@frozen(kw_only=True)
+class _Seen:
+    """What plans are made from, as a model says it now."""
+
+    specs: tuple[Placed, ...] = field(eq=_in_full)
+    unknown: dict[str, str]
+    target: Target
+    around: Surroundings
+
+
 def _prepare(fused: FusedModel) -> None:
     """Plan, and make what compiles."""
     model, arguments = fused.original, fused._arguments
     config: FusionConfig = arguments["config"]
-    around = surroundings_of(model)
-    made, unknown = _planned(model, arguments)
-    pipeline = Pipeline(made, around=around)
-    pipeline.report.unknown.update(unknown)
-    tally = Tally(model, made, pipeline.report, around)
+    seen = _look(model, arguments)
+    made = plan(seen.specs, seen.target, config, arguments["engine"])
+    pipeline = Pipeline(made, around=seen.around)
+    pipeline.report.unknown.update(seen.unknown)
+
+    def look_again() -> bool:
+        """Plan anew where the model says something else now. Specs that were given stay."""
+        nonlocal seen
+        now = _look(model, arguments)
+        if now == seen:
+            return False
+        made = plan(now.specs, now.target, config, arguments["engine"])
+        pipeline.replan(made, now.around)
+        tally.replan(made, now.around)
+        pipeline.report.unknown = now.unknown
+        seen = now
+        return True
+
+    tally = Tally(model, made, pipeline.report, seen.around, look_again)
     fused.report, fused._pipeline, fused._tally = pipeline.report, pipeline, tally
     fused._strict = arguments["strict"] or config.strict
-
-    def look_again() -> None:
-        """Plan anew where modules were added or taken away since; specs that were given stay."""
-        nonlocal around
-        now = surroundings_of(model)
-        if now != around:
-            around = now
-            made, unknown = _planned(model, arguments)
-            pipeline.replan(made, now)
-            tally.replan(made, now)
-            pipeline.report.unknown = unknown
-
     backend = inductor_with(pipeline, model, tally=tally, before=look_again)
     fused._compiled = torch.compile(model, backend=backend, **arguments["torch"])
     if arguments["torch"].get("disable"):
         tally.off = "fusion.compile was given disable=True: nothing is compiled"
 
 
-def _planned(model: nn.Module, arguments: dict[str, Any]) -> tuple[Plan, dict[str, str]]:
-    specs: Iterable[Placed] | None = arguments["specs"]
+def _look(model: nn.Module, arguments: dict[str, Any]) -> _Seen:
+    inner = next((path for path, module in model.named_modules() if isinstance(module, FusedModel)), None)
+    if inner is not None:
+        raise ArgumentError(
+            f"model: its {inner} is compiled with fusions already, and what runs there is counted there. Either leave this model "
+            f"uncompiled, or put the model itself back: model.set_submodule({inner!r}, model.get_submodule({inner!r}).original)"
+        )
+    specs: tuple[Placed, ...] | None = arguments["specs"]
     unknown: dict[str, str] = {}
     if specs is None:
         specs, unknown = _read_specs(model, arguments["registry"], arguments["parallel"])
     target = _target_of(model) if arguments["target"] is None else arguments["target"]
-    return plan(specs, target, arguments["config"], arguments["engine"]), unknown
+    return _Seen(specs=specs, unknown=unknown, target=target, around=surroundings_of(model))
 
 
 def surroundings_of(model: nn.Module) -> Surroundings:
@@ -295,7 +328,7 @@ def inductor_with(
     model: nn.Module | None = None,
     lower: Callable[..., Any] | None = None,
     tally: Tally | None = None,
-    before: Callable[[], None] = lambda: None,
+    before: Callable[[], object] = lambda: None,
 ) -> Callable[..., Any]:
     """A torch.compile backend: Inductor, with the pipeline run on each inference or forward graph.
 
@@ -352,8 +385,8 @@ def inductor_with(
 
 
 def _target_of(model: nn.Module) -> Target:
-    first = next(model.parameters(), None)
-    return Target.named("cpu") if first is None or first.device.type == "cpu" else Target.detect()
+    elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
+    return Target.detect() if elsewhere else Target.named("cpu")
 
 
 def _read_specs(model: nn.Module, registry: Any, parallel: Any) -> tuple[tuple[Placed, ...], dict[str, str]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .declare import Argument, Epsilon, GroupName, Like, Op, Padded, Result, Rows, Weight, WeightOffset
-from .steps import Add, AllReduce, Concat, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step
+from .steps import Add, AllReduce, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step
 
 _KINDS: tuple[type[Argument], ...] = (Rows, Weight, Epsilon, GroupName, WeightOffset)
 
@@ -44,9 +44,9 @@ def op_of(name: str, chain: Sequence[Step]) -> Op:
     )
 
 
-def quantised_step(chain: Sequence[Step]) -> Norm | GatedNorm | SiluMul | Concat | None:
-    """The step whose result a quantisation or a padding takes: the first norm, the product or the query."""
-    return next((step for step in chain if isinstance(step, Norm | GatedNorm | SiluMul | Concat)), None)
+def quantised_step(chain: Sequence[Step]) -> Norm | GatedNorm | SiluMul | None:
+    """The step whose result a quantisation or a padding takes: the first norm, or the product."""
+    return next((step for step in chain if isinstance(step, Norm | GatedNorm | SiluMul)), None)
 
 
 def _rank(argument: Argument) -> int:

@@ -16,9 +16,9 @@ from ..adapters.arguments import expect
 from ..adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean, shown
 from .catalog import FUSIONS
 from .chain import Fusion
-from .engine import TORCH_COMPILE, Engine
-from .faster import Faster
-from .sites import FINAL, QUERY, ROLES, Site
+from .engine import Engine
+from .policy import Measurement, Policy, shipped
+from .sites import FINAL, ROLES, Site
 
 ENVIRONMENT = "LAYERFUSE_FUSIONS"
 """The environment variable that `FusionConfig.from_environment` reads."""
@@ -89,8 +89,8 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
     if value is None:
         return ()
     if isinstance(value, ActivationQuant):
-        # What reads the final norm, a language-model head, is quantised in hardly any checkpoint; a query is read by no linear.
-        return tuple((role, value) for role in ROLES if role not in (FINAL, QUERY))
+        # What reads the final norm, a language-model head, is quantised in hardly any checkpoint.
+        return tuple((role, value) for role in ROLES if role != FINAL)
     if not _is_pairs(value):
         raise FusionConfigError(
             f"FusionConfig.quant: expected an ActivationQuant, or a mapping from roles to them, got {shown(value)}"
@@ -128,7 +128,7 @@ class FusionConfig:
     "Fusions turned on or off whatever the level: given as a mapping from name to bool."
     quant: Quants = field(default=(), converter=_quants)
     """How the linear layers after a role's sites quantise their activations: an ActivationQuant for all roles but `final`,
-    whose reader is the language-model head, and `query`, whose reader is an attention kernel, or a mapping from role to one. What is not declared here is what the specs say, as read off the model."""
+    whose reader is the language-model head, or a mapping from role to one. What is not declared here is what the specs say, as read off the model."""
     strict: bool = field(default=False, validator=_strict)
     "True: an expected fusion that did not happen raises FusionMissedError."
     origin: str = field(default="FusionConfig", converter=_origin)
@@ -171,22 +171,28 @@ class FusionConfig:
                 switches[_known(word[1:], origin)] = word[0] == "+"
         return cls(switches=switches, origin=origin, strict=strict)
 
-    def why_off(self, fusion: Fusion, engine: Engine | None = None, measured: Faster | None = None) -> str | None:
+    def why_off(
+        self,
+        fusion: Fusion,
+        engine: Engine | None = None,
+        measured: Measurement | None = None,
+        policy: Policy | None = None,
+    ) -> str | None:
         """The reason why this fusion is off, as a sentence, or None where it is on.
 
         Args:
             fusion: of the catalog.
             engine: where it would run; there it is off unless measured faster or switched on. transformers runs in
-                torch.compile as it is, where only some are (`Fusion.off_unless_faster`).
+                torch.compile as it is.
             measured: what says that it is faster there.
+            policy: gives the reason where nothing does; the library's if not given.
         """
         switch = dict(self.switches).get(fusion.name)
         if switch is not None:
             return None if switch else f"{fusion.name} is switched off by {self.origin}"
         if engine is not None and engine.name != "transformers" and measured is None:
-            return f"{fusion.name} is off in {engine.name} unless switched on: {fusion.why_off_in(engine)}"
-        if fusion.off_unless_faster and measured is None:
-            return f"{fusion.name} is off unless switched on: {fusion.why_off_in(TORCH_COMPILE)}"
+            why = (shipped() if policy is None else policy).why_off(fusion.name, engine)
+            return f"{fusion.name} is off in {engine.name} unless switched on: {why}"
         level = DEFAULT_LEVEL if self.level is None else self.level
         if fusion.level > level and (measured is None or self.level is not None):
             return f"{fusion.name} needs optimisation level {fusion.level}, and {self.origin} sets level {level}"

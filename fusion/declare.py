@@ -6,17 +6,18 @@ benchmark's inputs are made from the declaration (`ops.library`, `bench`).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from keyword import iskeyword
 from typing import Any, ClassVar, TypeAlias
 
 from attrs import field, frozen
 
-from ..adapters.errors import LayerfuseError
+from ..adapters.errors import LayerfuseError, did_you_mean, shown
 
 
 class OpError(LayerfuseError, ValueError):
-    """An op that is declared wrongly; the message says what to change."""
+    """An op or a kernel that is declared wrongly; the message says what to change."""
 
 
 @frozen(kw_only=True)
@@ -299,6 +300,10 @@ class Source:
         return self.text
 
 
+PAIRS = ("interleaved", "halves", "interleaved_to_halves", "none")
+"""Which columns of a rope are a pair: 2i and 2i + 1, or i and i + width / 2. The third reads the one and writes the other, as
+transformers does for DeepSeek. none: nothing is turned."""
+
 COLUMN_MAJOR = ColumnMajor(
     name="column_major",
     doc="the scales' strides, (1, M) for M rows instead of (groups, 1); indexing means the same in both.",
@@ -370,12 +375,23 @@ def _results(several: Iterable[Result]) -> Results:
     return tuple(several)
 
 
+REFERENCE = "reference"
+"""The backend that every op has by itself."""
+
+BACKENDS = ("triton", "aiter", "symm_mem")
+"""The backends whose rules layerfuse knows. A kernel may belong to another one."""
+
+
 @frozen(kw_only=True)
 class Kernel:
-    """One implementation of an op beside its reference."""
+    """One implementation of an op beside its reference.
+
+    Raises:
+        OpError: a backend that can be none, or a function that is named wrongly, twice or not at all.
+    """
 
     backend: str
-    "triton, aiter, or another name."
+    "triton, aiter, symm_mem, or another name, which then has no rules of its own."
     function: str = ""
     "`module:function`, imported when first chosen; it takes the op's arguments. Empty for aiter: its table has it."
     made_by: str = ""
@@ -384,6 +400,39 @@ class Kernel:
     "`module:function` from the op's case to why it cannot take it, or None where it can: beside the backend's own rules."
     steps: str | None = None
     "`module:function` from the op's case to `Backend.steps`, in the place of the backend's own rule."
+
+    def __attrs_post_init__(self) -> None:
+        problems = [*self._problems()]
+        if problems:
+            raise OpError(f"kernel of backend {shown(self.backend)}: " + "; ".join(problems))
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The functions that it names."""
+        return tuple(path for path in (self.function, self.made_by, self.refuses, self.steps) if path)
+
+    def _problems(self) -> Iterator[str]:
+        known = ", ".join(BACKENDS)
+        if not isinstance(self.backend, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", self.backend):
+            near = did_you_mean(self.backend.lower(), BACKENDS) if isinstance(self.backend, str) else ""
+            yield f"a backend's name is lower-case letters, digits and underscores{near} (known: {known})"
+            return
+        if self.backend == REFERENCE:
+            yield "every op has its own reference, `Op.reference`: give the kernel the name of what it runs on"
+        elif self.backend not in BACKENDS and (near := did_you_mean(self.backend, self._mistyped())):
+            yield f"no backend is called that{near} (known: {known}; a name of your own must not be near one of them)"
+        named = [path for path in (self.function, self.made_by) if path]
+        if self.backend == "aiter" and named:
+            yield f"AITER's functions are in layerfuse's own table, got {shown(named[0])}"
+        if self.backend != "aiter" and len(named) != 1:
+            yield f"expected `function` or `made_by`, got {'both' if named else 'neither'}"
+        for path in self.paths:
+            if not isinstance(path, str) or not re.fullmatch(r"\w+(\.\w+)*:\w+", path):
+                yield f"expected `module:function`, got {shown(path)}"
+
+    def _mistyped(self) -> tuple[str, ...]:
+        """The known names that this one may be meant for: one that holds a known name in full is meant as it is."""
+        return tuple(name for name in BACKENDS if name not in self.backend)
 
 
 @frozen(kw_only=True, eq=False)

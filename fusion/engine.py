@@ -6,11 +6,13 @@ An engine is data. `plan` takes it as input, so that a plan holds inside that en
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 import attrs
 from attrs import field, frozen
 
+from ..adapters.arguments import expect
 from ..adapters.errors import ArgumentError, LayerfuseError, did_you_mean, shown
 
 
@@ -38,6 +40,10 @@ def _name(_instance: Engine, _attribute: object, name: str) -> None:
         raise ArgumentError(f"Engine.name: expected a name of at most {LONGEST_NAME} letters, got {shown(name)}")
 
 
+def _sentence(_instance: Engine, attribute: attrs.Attribute[Any], value: object) -> None:
+    expect(f"Engine.{attribute.name}", value, (str, NoneType), "a sentence or None")
+
+
 LONGEST_NAME = 100
 
 
@@ -46,7 +52,7 @@ class Engine:
     """One engine, as far as fusions are concerned."""
 
     name: str = field(validator=_name)
-    "As `Fusion.faster_in` and `off_in` name it."
+    "As the measurements of a policy name it."
     refuses: Mapping[str, str] = field(factory=dict, converter=_own, validator=_reasons)
     """Fusion or role -> why the engine does not allow it, as a sentence; `*` stands for everything. For example
     {"*": "vLLM 0.33 does not compile this model"}."""
@@ -55,12 +61,14 @@ class Engine:
     name or was measured faster."""
     keeps: Mapping[str, str] = field(factory=dict, converter=_own, validator=_reasons)
     "Fusion or role -> why there is nothing to fuse whatever is switched on, as a sentence."
-    uncompiled: str | None = None
+    experts: str | None = field(default=None, validator=_sentence)
+    """Why no quantised fusion stands in front of a mixture's experts, nor in shared ones, as a sentence. None: nothing is known of them."""
+    uncompiled: str | None = field(default=None, validator=_sentence)
     """Why it does not compile the model, as a sentence; fusions can then go in at module level only. None: it does."""
 
     @classmethod
     def named(cls, name: str) -> Engine:
-        """An engine of which only the name is known.
+        """An engine of which only the name is known, and whether anything of layerfuse runs inside of it.
 
         Raises:
             UnknownFusionEngineError: none of `NAMES`.
@@ -70,7 +78,8 @@ class Engine:
                 f"no engine is called {shown(name)}{did_you_mean(name, NAMES) or '.'} Known: {', '.join(NAMES)}. "
                 "For another one, give plan() an Engine(name=...)."
             )
-        return cls(name=name)
+        nothing = {"*": f"nothing of layerfuse runs inside {SPELT[name]} yet: it has no plugin for it"}
+        return cls(name=name, refuses=nothing if name in _WITHOUT else {})
 
     def why_not(self, fusion: str, role: str) -> str | None:
         """Why the engine does not let a fusion happen at a role, or None where it does."""
@@ -92,12 +101,15 @@ class Engine:
             "refuses": dict(self.refuses),
             "does": dict(self.does),
             "keeps": dict(self.keeps),
+            "experts": self.experts,
             "uncompiled": self.uncompiled,
         }
 
 
-NAMES = ("transformers", "vllm", "sglang", "atom")
-"""The engines that can be planned for by name."""
+SPELT = {"transformers": "transformers", "vllm": "vLLM", "sglang": "SGLang", "atom": "ATOM"}
+"""The engines that can be planned for by name, as they write themselves."""
 
-TORCH_COMPILE = Engine(name="torch.compile")
-"""No engine at all: what a measurement in torch.compile as it is names."""
+NAMES = tuple(SPELT)
+
+_WITHOUT = ("sglang", "atom")
+"""Those of them whose layers are read, and in which no fusion is put."""

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .declare import (
+    PAIRS,
     Argument,
     Cache,
     Choice,
@@ -33,7 +34,7 @@ from .declare import (
     Weight,
     WeightOffset,
 )
-from .steps import PAIRS, Quant
+from .steps import Quant
 
 _PAIRS = Choice(
     name="pairs",
@@ -303,17 +304,16 @@ _ABSORB_KERNEL = Kernel(
     made_by="layerfuse.fusion.backends.triton.absorb:function_of",
     steps="layerfuse.fusion.backends.triton.absorb:steps_of",
 )
-_AITER = Kernel(backend="aiter")
 MLA = {
-    MLA_NORM_ROPE_CACHE: (_LATENT_KERNEL, _AITER),
-    MLA_NORM_ROPE_CACHE_INTO: (_LATENT_KERNEL, _AITER),
-    MLA_NORM_ROPE_CACHE_STATIC_QUANT: (_LATENT_KERNEL, _AITER),
-    MLA_NORM_ROPE_CACHE_PER_TOKEN_QUANT: (_LATENT_KERNEL, _AITER),
-    MLA_NORM_ROPE_CACHE_GROUP_QUANT: (_LATENT_KERNEL, _AITER),
-    MLA_QUERY_CONCAT: (_QUERY_KERNEL, _AITER),
-    MLA_QUERY_CONCAT_STATIC_QUANT: (_QUERY_KERNEL, _AITER),
+    MLA_NORM_ROPE_CACHE: (_LATENT_KERNEL,),
+    MLA_NORM_ROPE_CACHE_INTO: (_LATENT_KERNEL,),
+    MLA_NORM_ROPE_CACHE_STATIC_QUANT: (_LATENT_KERNEL,),
+    MLA_NORM_ROPE_CACHE_PER_TOKEN_QUANT: (_LATENT_KERNEL,),
+    MLA_NORM_ROPE_CACHE_GROUP_QUANT: (_LATENT_KERNEL,),
+    MLA_QUERY_CONCAT: (_QUERY_KERNEL, Kernel(backend="aiter")),
+    MLA_QUERY_CONCAT_STATIC_QUANT: (_QUERY_KERNEL,),
     MLA_QUERY_ABSORB: (_ABSORB_KERNEL,),
     MLA_QUERY_ABSORB_STATIC_QUANT: (_ABSORB_KERNEL,),
-    MLA_QUERY_ROPE: (_QUERY_KERNEL, _AITER),
+    MLA_QUERY_ROPE: (_QUERY_KERNEL,),
 }
-"""The ops, with their kernels beside the reference. AITER's come second: it needs more launches, or has none to call."""
+"""The ops, with their kernels beside the reference. AITER's comes second: it needs more launches."""

@@ -15,8 +15,7 @@ from attrs import field, frozen
 
 from ..adapters.errors import LayerfuseError
 from .catalog import FUSIONS
-from .plan import Plan
-from .sites import QUERY
+from .planning import Plan
 
 Missed = dict[str, dict[str, str]]
 """Fusion -> site -> reason."""
@@ -54,6 +53,8 @@ class GraphRecord:
     uses: tuple[Use, ...]
     unattributed: tuple[str, ...] = ()
     "Sentences on norms that resemble a site's and could be assigned to none."
+    bodies: tuple[str, ...] = ()
+    "Higher-order ops of the graph whose bodies hold norms: they are not rewritten."
     failed: str | None = None
     "The error that rewriting ended in, so that nothing was fused; None: it did not."
 
@@ -79,7 +80,7 @@ class CallRecord:
 class FusionMissedError(LayerfuseError, RuntimeError):
     """Expected fusions that did not happen, or layers of which nothing can be expected.
 
-    `missed` maps fusion to site to reason; `unknown` maps a layer that looks like attention to its unknown class.
+    `missed` maps fusion to site to reason; `unknown` maps what no adapter reads to its class.
     """
 
     def __init__(self, missed: Missed, unknown: dict[str, str] | None = None) -> None:
@@ -171,9 +172,20 @@ class Report:
         self.executed: Counter[tuple[str, str]] = Counter()
         "(site, fusion) -> uses that ran fused in all calls together."
         self.last: CallRecord | None = None
-        "The last call, or None."
+        "The last call that was held to this plan, or None."
         self.unknown: dict[str, str] = {}
-        "Layers that look like attention, and the class that no adapter knows: they are in no plan."
+        "What no adapter reads though it should (`registry.unknown_in`), with its class: it is in no plan."
+
+    def replan(self, plan: Plan) -> None:
+        """Hold graphs and calls to another plan from now on. What was missed where it says something else is no miss of it."""
+
+        def now(use: Use) -> Use:
+            site, before = plan.site.get(use.site), self.plan.site.get(use.site)
+            same = site is not None and site == before and plan.at(use.site) == self.plan.at(use.site)
+            return use if same else attrs.evolve(use, missed={})
+
+        self.records = [attrs.evolve(record, uses=tuple(map(now, record.uses))) for record in self.records]
+        self.plan, self.last = plan, None
 
     def add(self, record: GraphRecord) -> None:
         """Take in what rewriting did to one more graph."""
@@ -244,21 +256,31 @@ class Report:
             return self.last.missed.get(fusion, {}).get(site)
         rivals = {d.fusion for d in self.plan.at(site) if d.kind == "expected"}
         # A use without a miss was fused otherwise, or its graph is for a number of tokens at which nothing is expected.
-        return None if uses or any(site in self._served(name) for name in rivals) else self.why_absent(site)
+        return None if uses or any(site in self._served(name) for name in rivals) else self.why_absent()
 
-    def why_absent(self, site: str) -> str:
-        """Why a site has no use in any graph so far, as a sentence."""
+    def why_absent(self) -> str:
+        """Why a site without a use in any graph so far has none, as a sentence."""
         if not self.records:
             return "no graph was rewritten: the model was not called, Dynamo is off, or Inductor had the graph in its cache"
-        if self.plan.site[site].role == QUERY:
-            return UNJOINED
         failed = next((record.failed for record in self.records if record.failed is not None), None)
         if failed is not None:
             return f"rewriting a graph failed: {failed}"
+        if (hidden := self.why_hidden()) is not None:
+            return hidden
         loose = [sentence for record in self.records for sentence in record.unattributed]
         hint = f"; norms that match no site: {'; '.join(loose[:3])}" if loose else ""
         plural = "s" if len(self.records) > 1 else ""
         return f"its norms are in none of the {len(self.records)} compiled graph{plural}{hint}"
+
+    def why_hidden(self) -> str | None:
+        """Why norms are in no graph, where bodies inside of graphs hold some, as a sentence; None where none do."""
+        names = dict.fromkeys(name for record in self.records for name in record.bodies)
+        if not names:
+            return None
+        return (
+            f"it is in no graph itself, and norms are in the body of {' and '.join(names)}, which is not rewritten: leave "
+            "torch.compiler.nested_compile_region and torch.cond out around layers that are to be fused"
+        )
 
     def missed(self) -> Missed:
         """Everything expected that was lost in some graph, or did not run in the last call; empty when all is well."""
@@ -304,13 +326,6 @@ class Report:
             lines += ["  " + line for line in str(self.of(name)).splitlines()]
         lines += [f"  unknown: {layer}: no adapter knows {name}" for layer, name in self.unknown.items()]
         return "\n".join(lines)
-
-
-UNJOINED = (
-    "no graph joins the layer's absorbed latent with its rope columns: an attention kernel's own op does that, or it stands "
-    "outside of the compiled graphs"
-)
-"""Why a query site has no use, as a sentence."""
 
 
 def with_fallback(reason: str, fused: str | None) -> str:

@@ -27,7 +27,6 @@ FINAL = "final"
 LATENTS = "latents"
 OUTPUT = "output"
 ACTIVATION = "activation"
-QUERY = "query"
 
 
 @frozen(kw_only=True)
@@ -65,16 +64,9 @@ ROLES: dict[str, Role] = {
         ),
         Role(
             name=LATENTS,
-            doc="the norms of an MLA layer's query and key/value latents, and what follows of the key: its rope, and the write to a "
-            "cache of latents",
+            doc="the norms of an MLA layer's query and key/value latents",
             norms=2,
-            steps=frozenset({"Norm", "Rope", "CacheWrite", "Quant"}),
-        ),
-        Role(
-            name=QUERY,
-            doc="the query of an MLA layer that attends to a cache of latents: absorbed columns, and turned rope columns beside them",
-            norms=0,
-            steps=frozenset({"Rope", "Concat", "Quant"}),
+            steps=frozenset({"Norm", "Quant"}),
         ),
         Role(
             name=OUTPUT,
@@ -115,10 +107,6 @@ class Site:
     "Why no fusion can stand here, as a sentence; None where one can."
     unknown: str | None = None
     "Why the spec cannot say what stands here, as a sentence; None where it does."
-    uncached: str | None = None
-    "Why no rope can be taken in here by a table of cos and sin, nor a cache be written, as a sentence; None where they can."
-    unsaid: str | None = None
-    "The same where the spec does not say it."
 
     @property
     def quant(self) -> ActivationQuant | None:
@@ -126,6 +114,20 @@ class Site:
         if self.norms:
             return self.norms[0].quant
         return self.spec.quant if isinstance(self.spec, GatedMLPSpec) else None
+
+    @property
+    def read_by(self) -> str | None:
+        """What reads it, as `ResidualSpec.read_by` says it of a post-attention norm; a shared expert's product is its own."""
+        if isinstance(self.spec, GatedMLPSpec) and self.spec.shared:
+            return "experts"
+        return self.spec.read_by if isinstance(self.spec, ResidualSpec) and self.role == POST_ATTENTION else None
+
+    @property
+    def unquantised(self) -> str | None:
+        """What the linears that read the first norm or the product do, as a sentence, where some quantise and `quant` cannot say how."""
+        if self.norms:
+            return self.norms[0].unquantised
+        return self.spec.unquantised if isinstance(self.spec, GatedMLPSpec) else None
 
     @property
     def quantised_width(self) -> int:
@@ -168,7 +170,7 @@ def sites_of(layer: str, spec: AnySpec) -> tuple[Site, ...]:
         reason = f"an inner kernel layer knows no norms; ask {spec.outer}"
         return (Site(layer=layer, role=LATENTS, norms=(), spec=spec, unknown=reason),)
     if isinstance(spec, MLASpec):
-        return (_latents(layer, spec), _query(layer, spec))
+        return (_latents(layer, spec),)
     return ()
 
 
@@ -176,33 +178,7 @@ def _latents(layer: str, spec: MLASpec) -> Site:
     if spec.q_norm is None:
         reason = "q_lora_rank is None: there is no query latent norm to pair"
         return Site(layer=layer, role=LATENTS, norms=(spec.kv_norm,), spec=spec, absent=reason)
-    return Site(
-        layer=layer,
-        role=LATENTS,
-        norms=(spec.q_norm, spec.kv_norm),
-        spec=spec,
-        uncached=_why_uncached(spec),
-        unsaid=_why_unsaid(spec),
-    )
-
-
-def _query(layer: str, spec: MLASpec) -> Site:
-    return Site(layer=layer, role=QUERY, norms=(), spec=spec, uncached=_why_uncached(spec), unsaid=_why_unsaid(spec))
-
-
-def _why_uncached(spec: MLASpec) -> str | None:
-    if spec.qk_rope_head_dim == 0:
-        return "the layer has no rope columns (qk_rope_head_dim 0)"
-    if spec.rope is not None and spec.rope.table == "values":
-        return (
-            "cos and sin come to this layer as values, and not by a table and positions (transformers, whose cache holds heads "
-            "and no latents)"
-        )
-    return None
-
-
-def _why_unsaid(spec: MLASpec) -> str | None:
-    return None if spec.rope is not None else "the spec does not say how the layer's rope turns; give it a RopeSpec"
+    return Site(layer=layer, role=LATENTS, norms=(spec.q_norm, spec.kv_norm), spec=spec)
 
 
 def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
@@ -215,6 +191,7 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
         first = starts and block == 0
         at = partial(Site, layer=layer, spec=spec, block=block)
         ranks = spec.parallel.size if spec.added_as_given or spec.parallel.size == 1 else 0
-        sites.append(at(role=INPUT, norms=(before,), adds=not first, reduced=1 if first else ranks))
+        whole = first or (spec.handed_over and block == 0)
+        sites.append(at(role=INPUT, norms=(before,), adds=not first, reduced=1 if whole else ranks))
         sites.append(at(role=POST_ATTENTION, norms=(after,), adds=True, reduced=ranks))
     return sites

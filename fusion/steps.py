@@ -12,7 +12,6 @@ from .declare import (
     TMA_ALIGNED,
     UE8M0,
     Argument,
-    Cache,
     Choice,
     ColumnMajor,
     Epsilon,
@@ -20,8 +19,6 @@ from .declare import (
     Flag,
     GroupName,
     GroupSize,
-    Index,
-    Joined,
     Like,
     Limit,
     Packed,
@@ -33,7 +30,6 @@ from .declare import (
     Rows,
     Scales,
     StaticScale,
-    Table,
     TmaAligned,
     Weight,
     WeightOffset,
@@ -46,10 +42,6 @@ class FusionError(LayerfuseError, ValueError):
 
 GATES = ("silu", "sigmoid")
 """What the gate of a gated norm passes through."""
-
-PAIRS = ("interleaved", "halves", "interleaved_to_halves", "none")
-"""Which columns of a rope are a pair: 2i and 2i + 1, or i and i + width / 2. The third reads the one and writes the other, as
-transformers does for DeepSeek. none: nothing is turned."""
 
 
 @frozen(kw_only=True)
@@ -269,75 +261,7 @@ class Pad:
         return (Padded(name=self.out, of=of, doc="the norm with zeros behind it."),)
 
 
-@frozen(kw_only=True)
-class Rope:
-    """The rotary position embedding of an MLA layer's rope columns, by tables of cos and sin."""
-
-    x: str
-    cos: str = "cos"
-    sin: str = "sin"
-    positions: str = "positions"
-    pairs: str = "pairs"
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """What it fills."""
-        return (
-            Rows(name=self.x, width="rope_width", doc="(..., width): columns that are not turned yet."),
-            Table(name=self.cos, of=self.x),
-            Table(name=self.sin, of=self.x),
-            Index(name=self.positions, of=self.x),
-            Choice(name=self.pairs, words=PAIRS),
-        )
-
-    def results(self, of: str) -> tuple[Result, ...]:  # noqa: ARG002 (what is turned goes on into a cache or a query)
-        """What it gives."""
-        return ()
-
-
-@frozen(kw_only=True)
-class CacheWrite:
-    """The write of a normed latent, with turned rope columns beside it, to its slot of a cache: the latent's norm is no result."""
-
-    latent: str = "kv"
-    rope: str = "k_rope"
-    slots: str = "slots"
-    cache: str = "cache"
-    scale: str = "cache_scale"
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """What it fills."""
-        return (
-            Index(name=self.slots, of=self.latent),
-            Cache(name=self.cache, parts=(self.latent, self.rope)),
-            StaticScale(name=self.scale),
-        )
-
-    def results(self, of: str) -> tuple[Result, ...]:  # noqa: ARG002 (it writes)
-        """What it gives."""
-        return ()
-
-
-@frozen(kw_only=True)
-class Concat:
-    """The absorbed query latent with the turned rope columns of the query beside it."""
-
-    latent: str = "q_latent"
-    rope: str = "q_rope"
-    out: str = "query"
-
-    def arguments(self) -> tuple[Argument, ...]:
-        """What it fills."""
-        return (Rows(name=self.latent, width="kv_width", heads=True, doc="(tokens, heads, width)."),)
-
-    def results(self, of: str) -> tuple[Result, ...]:  # noqa: ARG002 (it is as wide as two rows)
-        """What it gives."""
-        return (Joined(name=self.out, of=self.latent, beside=self.rope, doc="(tokens, heads, both widths)."),)
-
-
-Step: TypeAlias = AllReduce | Add | Norm | GatedNorm | SiluMul | Rope | CacheWrite | Concat | Quant | Pad
+Step: TypeAlias = AllReduce | Add | Norm | GatedNorm | SiluMul | Quant | Pad
 """What may stand in a chain, in this order."""
 
-HAND_WRITTEN = (Rope, CacheWrite, Concat)
-"""Steps that no op is composed of: a chain with one of them is given its op."""
-
-ORDER = (AllReduce, Add, Norm, GatedNorm, SiluMul, Rope, CacheWrite, Concat, Quant, Pad)
+ORDER = (AllReduce, Add, Norm, GatedNorm, SiluMul, Quant, Pad)

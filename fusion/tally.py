@@ -11,18 +11,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import attrs
+from attrs import frozen
 from torch import nn
 
-from .plan import Plan
-from .report import UNJOINED, CallRecord, GraphRecord, Missed, Report, Use, with_fallback
-from .rewrite.ownership import Surroundings
-from .rewrite.parameters import names_of
-from .sites import QUERY
+from .held import HeldWeights
+from .planning import Plan
+from .report import CallRecord, GraphRecord, Missed, Report, Use, with_fallback
+from .rewrite.ownership import Surroundings, join
+from .sites import Site
 from .uncompiled import why_uncompiled
 
-Key = tuple[int, ...]
-"""A graph's number, and for a graph that sibling layers share the identities of the weights it was called with."""
+Key = tuple[int, tuple[tuple[str, ...], ...]]
+"""A graph's number, and for a graph that sibling layers share the names of the weights it was called with."""
+
+
+@frozen(kw_only=True, eq=False)
+class _Graph:
+    """A compiled graph."""
+
+    record: GraphRecord
+    plan: Plan
+    "By which it was rewritten."
+    positions: tuple[int, ...]
+    "Those of its inputs that are another weight for another layer; none where it is one layer's own."
 
 
 class Call:
@@ -42,15 +53,25 @@ class _Current(threading.local):
 class Tally:
     """Counts for one model and one plan."""
 
-    def __init__(self, model: nn.Module, plan: Plan, report: Report, around: Surroundings) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        report: Report,
+        around: Surroundings,
+        look_again: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Args: look_again: plans anew where the model says something else than the plan, and answers whether it does."""
         self._model = model
         self._plan = plan
         self._report = report
         self._current = _Current()
-        self._records: dict[int, GraphRecord] = {}
+        self._graphs: dict[int, _Graph] = {}
+        self._held = HeldWeights(model)
         self._resolved: dict[Key, list[tuple[Use, tuple[str, ...]]]] = {}
         self._complete: dict[frozenset[tuple[Key, int]], CallRecord] = {}
         self._around = around
+        self._look_again = look_again
         self._wanted = dict(self._count_wanted())
         self._expected = {(decision.site, decision.fusion) for decision in plan.expected()}
         self.off: str | None = None
@@ -63,14 +84,16 @@ class Tally:
         self._complete.clear()
         self._wanted = dict(self._count_wanted())
         self._expected = {(decision.site, decision.fusion) for decision in plan.expected()}
+        self._watch()
 
     def counted(self, record: GraphRecord, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """A compiled graph that counts its calls."""
         number = record.graph
-        self._records[number] = record
-        self._complete.clear()
         positions = sorted({position for use in record.uses if not use.whole for position, _ in use.weights})
-        current = self._current
+        self._graphs[number] = _Graph(record=record, plan=self._plan, positions=tuple(positions))
+        self._watch()
+        self._complete.clear()
+        current, names_of = self._current, self._held.names_of
 
         def of_the_model(*args: Any) -> Any:
             calls = current.calls
@@ -78,21 +101,32 @@ class Tally:
             return compiled(*args)
 
         def of_siblings(*args: Any) -> Any:
+            # Now: FSDP and offloading give a model other parameters after the call.
+            named = (number, tuple([names_of(args[position]) for position in positions]))
             calls = current.calls
-            with_weights = (number, *[id(args[position]) for position in positions])
-            if with_weights not in self._resolved:
-                # Now: FSDP gives a model other parameters after the call.
-                self._uses(with_weights)
-            calls[with_weights] = calls.get(with_weights, 0) + 1
+            calls[named] = calls.get(named, 0) + 1
             return compiled(*args)
 
-        key = (number,)
+        key = (number, ())
         return of_siblings if positions else of_the_model
+
+    def _watch(self) -> None:
+        """Know the weights that the graphs so far may be called with."""
+        graphs = self._graphs.values()
+        shared = [(use, graph.plan) for graph in graphs for use in graph.record.uses if not use.whole]
+        self._held.watch(
+            join(site.layer, end)
+            for use, plan in shared
+            for ends in _ends(use, plan).values()
+            for end in ends
+            for site in _like(plan.site[use.site], self._plan)
+        )
 
     @contextmanager
     def call(self) -> Iterator[Call]:
         """Around one call of the model: adds it to the report when it has finished."""
         outer, self._current.calls = self._current.calls, {}
+        self._held.start()
         call = Call()
         try:
             yield call
@@ -109,34 +143,34 @@ class Tally:
         ran: Counter[tuple[str, str]] = Counter()
         missed: Missed = {}
         seen: Counter[str] = Counter()
+        stale = False
         for key, times in calls.items():
+            graph = self._graphs[key[0]]
             for use, owners in self._uses(key):
-                site = min(owners, key=seen.__getitem__)
-                seen[site] += times
-                if use.fused is not None:
-                    ran[site, use.fused] += times
-                for fusion, reason in use.missed.items():
-                    # The graph may have been compiled for a sibling of which more is expected.
-                    if (site, fusion) in self._expected:
-                        missed.setdefault(fusion, {})[site] = with_fallback(reason, use.fused)
-                expected, _ = self._wanted.get(site, ((), 0))
-                wrong = self._why_not_its_own(site, use, expected) if expected else None
-                if wrong is not None:
-                    missed.setdefault(expected[0], {})[site] = with_fallback(wrong, use.fused)
+                for site, count in _handed_out(times, owners, seen).items():
+                    if use.fused is not None:
+                        ran[site, use.fused] += count
+                    for fusion, reason in use.missed.items():
+                        # The graph may have been compiled for a sibling of which more is expected.
+                        if (site, fusion) in self._expected:
+                            missed.setdefault(fusion, {})[site] = with_fallback(reason, use.fused)
+                    expected, _ = self._wanted.get(site, ((), 0))
+                    wrong = self._why_not_its_own(site, use, graph.plan, expected) if expected else None
+                    if wrong is not None:
+                        stale |= graph.plan is not self._plan
+                        missed.setdefault(expected[0], {})[site] = with_fallback(wrong, use.fused)
+        if stale and self._look_again():
+            # The model is again what it was when the graph was compiled, so Dynamo compiled nothing.
+            return self._record(calls)
         for site, (expected, wanted) in self._wanted.items():
             if seen[site] < wanted and not any(site in missed.get(fusion, {}) for fusion in expected):
                 layer = self._plan.site[site].layer
                 # A layer that the model does not have by this name was looked for by its norms alone.
                 placed = layer in self._around.paths
-                around = self._plan.site[site].role == QUERY and any(
-                    count and self._plan.site[other].layer == layer for other, count in seen.items()
-                )
                 reason = self.off or (
-                    UNJOINED
-                    if around
-                    else why_uncompiled(self._model, layer)
+                    why_uncompiled(self._model, layer, self._report.why_hidden())
                     if placed
-                    else self._report.why_absent(site)
+                    else self._report.why_absent()
                 )
                 partly = f"{seen[site]} of {wanted} uses ran in a compiled graph; " if seen[site] else ""
                 missed.setdefault(expected[0], {})[site] = partly + reason
@@ -147,52 +181,43 @@ class Tally:
             self._complete[pattern] = record
         return record
 
-    def _why_not_its_own(self, site: str, use: Use, expected: tuple[str, ...]) -> str | None:
-        """Why the graph of a sibling is not what the plan says of this site, or None where it is."""
-        if self._plan.site[site].norms != self._plan.site[use.site].norms:
+    def _why_not_its_own(self, site: str, use: Use, made: Plan, expected: tuple[str, ...]) -> str | None:
+        """Why a graph is not what the plan says of this site now, or None where it is. `made`: by which it was rewritten."""
+        changed = "that was compiled before the model changed"
+        of, where = (changed, changed) if use.site == site else (f"of {use.site}", f"that was compiled for {use.site}")
+        if self._plan.site[site].norms != made.site[use.site].norms:
             # Modules of one class run one graph, whatever their specs say.
-            return f"it ran the graph of {use.site}, and the norms there are not what its spec says"
+            return f"it ran the graph {of}, and the norms there are not what its spec says"
         if use.tokens is not None and not self._plan.expects(site, use.tokens):
             return None
         if use.fused not in expected and not any(fusion in use.missed for fusion in expected):
-            return (
-                f"it ran in the graph that was compiled for {use.site}, where {' or '.join(expected)} is not expected"
-            )
+            return f"it ran in the graph {where}, where {' or '.join(expected)} is not expected"
         return None
 
     def _uses(self, key: Key) -> list[tuple[Use, tuple[str, ...]]]:
         """The uses of a graph, each with the sites that it can be of when the graph is called with these weights."""
         found = self._resolved.get(key)
         if found is None:
-            number, *identities = key
-            record = self._records[number]
-            positions = sorted({position for use in record.uses if not use.whole for position, _ in use.weights})
-            given = dict(zip(positions, identities, strict=True))
-            names = names_of(self._model) if given else {}
-            found = [(use, self._owners(use, given, names)) for use in record.uses]
-            self._resolved[key] = found
+            number, names = key
+            graph = self._graphs[number]
+            given = dict(zip(graph.positions, names, strict=True))
+            found = self._resolved[key] = [(use, self._owners(use, graph.plan, given)) for use in graph.record.uses]
         return found
 
-    def _owners(self, use: Use, given: dict[int, int], names: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
+    def _owners(self, use: Use, made: Plan, given: dict[int, tuple[str, ...]]) -> tuple[str, ...]:
+        """The sites that a use can be of, where its weights have these names. `made`: by which its graph was rewritten."""
         if use.whole or not use.weights:
             return (use.site,)
-        site = self._plan.site[use.site]
-        candidates: list[str] | None = None
-        for position, compiled_with in use.weights:
-            ends = [name[len(site.layer) :] for name in compiled_with if name.startswith(site.layer)]
-            layers = [
-                self._around.aliases.get(layer, layer)
-                for name in names.get(given[position], ())
-                for end in ends
-                if name.endswith(end) and (layer := name.removesuffix(end)) is not None
-            ]
-            sites = [
-                other.name
-                for layer in dict.fromkeys(layers)
-                if (other := self._plan.site.get(attrs.evolve(site, layer=layer).name)) is not None
-            ]
-            candidates = sites if candidates is None else [name for name in candidates if name in sites]
-        return tuple(candidates) if candidates else (use.site,)
+        ends = _ends(use, made)
+        owners = tuple(
+            site.name
+            for site in _like(made.site[use.site], self._plan)
+            if all(
+                any(join(site.layer, end) in given[position] for end in ends.get(position, ()))
+                for position, _ in use.weights
+            )
+        )
+        return owners or (use.site,)
 
     def _count_wanted(self) -> Iterator[tuple[str, tuple[tuple[str, ...], int]]]:
         """Site -> (the fusions that are expected there, one for each range of tokens; uses in one call).
@@ -207,3 +232,27 @@ class Tally:
             fusions.setdefault(decision.site, {})[decision.fusion] = None
         for site, names in fusions.items():
             yield site, (tuple(names), places.get(self._plan.site[site].layer, 1))
+
+
+def _handed_out(times: int, owners: tuple[str, ...], seen: Counter[str]) -> Counter[str]:
+    """So many uses for each of the sites that they can be of: in turn, as layers with tied weights run."""
+    shares: Counter[str] = Counter()
+    for _ in range(times):
+        site = min(owners, key=seen.__getitem__)
+        seen[site] += 1
+        shares[site] += 1
+    return shares
+
+
+def _ends(use: Use, plan: Plan) -> dict[int, tuple[str, ...]]:
+    """Position of a weight among a graph's inputs -> its names below the layer."""
+    layer = join(plan.site[use.site].layer, "")
+    return {
+        position: tuple(name.removeprefix(layer) for name in names if name.startswith(layer))
+        for position, names in use.weights
+    }
+
+
+def _like(site: Site, plan: Plan) -> Iterator[Site]:
+    """The sites of a plan that are to their layers what this one is to its."""
+    return (other for other in plan.sites if (other.role, other.block) == (site.role, site.block))

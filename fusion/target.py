@@ -15,7 +15,7 @@ from ..adapters.errors import ArgumentError, ArgumentValueError, LayerfuseError,
 
 
 class UnknownTargetError(LayerfuseError, LookupError):
-    """A target name that is no architecture. `known` holds the names that are declared."""
+    """A target name that is neither an architecture nor a GPU. `known` holds the names that are declared."""
 
     def __init__(self, name: str, known: tuple[str, ...]) -> None:
         self.name = name
@@ -25,7 +25,7 @@ class UnknownTargetError(LayerfuseError, LookupError):
     def __str__(self) -> str:
         return (
             f"no target is called {shown(self.name)}{did_you_mean(self.name, self.known) or '.'} Known: "
-            f"{', '.join(self.known)}, and every other smNN of NVIDIA and gfxNNN of AMD. "
+            f"{', '.join(TARGETS)}, every other smNN of NVIDIA and gfxNNN of AMD, and the GPUs {', '.join(GPUS)}. "
             "For another one, build Target(arch=..., vendor=...) yourself."
         )
 
@@ -81,20 +81,25 @@ class Target:
 
     @classmethod
     def named(cls, name: str) -> Target:
-        """The target of this architecture: one of `TARGETS`, or any other smNN or gfxNNN, newer ones included.
+        """The target of an architecture, or of a GPU by its name (h100 is sm90). Capital letters do not matter.
+
+        Args:
+            name: one of `TARGETS`, any other smNN or gfxNNN, newer ones included, or one of `GPUS`.
 
         Raises:
             UnknownTargetError: no architecture is spelled like that; the message holds the closest name.
         """
         if not isinstance(name, str) or len(name) > _LONGEST:
-            raise UnknownTargetError(name, TARGETS)
+            raise UnknownTargetError(name, (*TARGETS, *GPUS))
+        given, name = name, name.lower()
+        name = GPUS.get(name, name)
         if name == "cpu":
             return cls(arch="cpu", vendor="cpu")
         if re.fullmatch(r"sm[1-9]\d+[a-z]?", name):
             return cls(arch=name, vendor="nvidia", fp8="e4m3fn" if int(re.sub(r"\D", "", name)) >= FIRST_FP8 else None)
         if re.fullmatch(r"gfx[1-9][0-9a-f]{2,3}", name):
             return cls(arch=name, vendor="amd", fp8=_amd_fp8(name))
-        raise UnknownTargetError(name, TARGETS)
+        raise UnknownTargetError(given, (*TARGETS, *GPUS))
 
     @classmethod
     def detect(cls) -> Target:
@@ -134,3 +139,22 @@ def _amd_fp8(arch: str) -> str | None:
 
 TARGETS = ("gfx950", "gfx942", "gfx90a", "sm120", "sm100", "sm90", "sm89", "sm80", "cpu")
 """The targets that help texts name."""
+
+GPUS = {
+    "a100": "sm80",
+    "l40s": "sm89",
+    "h20": "sm90",
+    "h100": "sm90",
+    "h200": "sm90",
+    "gh200": "sm90",
+    "b200": "sm100",
+    "gb200": "sm100",
+    "b300": "sm103",
+    "gb300": "sm103",
+    "mi250x": "gfx90a",
+    "mi300x": "gfx942",
+    "mi325x": "gfx942",
+    "mi350x": "gfx950",
+    "mi355x": "gfx950",
+}
+"""The architectures of the usual GPUs, by the names that they are sold under."""

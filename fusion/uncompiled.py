@@ -14,12 +14,13 @@ from torch._dynamo import eval_frame
 from torch._dynamo.resume_execution import ContinueExecutionCache
 
 
-def why_uncompiled(model: nn.Module, layer: str) -> str:
+def why_uncompiled(model: nn.Module, layer: str, hidden: str | None = None) -> str:
     """The cause, as a sentence.
 
     Args:
         model: the compiled model.
         layer: the path of a layer that was expected to run in a compiled graph.
+        hidden: why it may be in one where nothing is rewritten, if so.
     """
     if dynamo_config.disable:
         return "torch._dynamo.config.disable is set: nothing is compiled"
@@ -51,7 +52,7 @@ def why_uncompiled(model: nn.Module, layer: str) -> str:
         if module._compiled_call_impl is not None:
             name = path or type(model).__name__
             return f"{name} has a compilation of its own (nn.Module.compile), which may run instead"
-    return (
+    return hidden or (
         "it ran in no compiled graph: the model did not call it in this call, or Dynamo skipped its frame "
         "(TORCH_LOGS=graph_breaks says why)"
     )

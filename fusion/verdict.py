@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from ..adapters.activation_quant import ActivationQuant
-from ..adapters.specs import GatedMLPSpec, GatedNormSpec, MLASpec, NormSpec
+from ..adapters.specs import GatedMLPSpec, GatedNormSpec, NormSpec
 from .chain import Fusion
-from .sites import QUERY, Site
+from .sites import Site
 from .steps import GATES, GatedNorm, Norm
 from .target import Target
 
@@ -54,31 +54,23 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
         return Verdict("refused", f"its gate passes through {site.spec.activation}; the fused op knows silu")
     what, several = _described(fusion, site)
     verb = "are" if several else "is"
-    unroped = None if fusion.rope is None else _why_not_roped(site)
     if fusion.quant is None:
-        return unroped or Verdict("expected", f"{what} {verb} one launch on {target}")
+        return Verdict("expected", f"{what} {verb} one launch on {target}")
     if quant is None:
-        readers = "attention kernels" if site.role == QUERY else "linears"
+        if site.unquantised is not None:
+            why = f"the linears that read the {site.role} site agree on no quantisation that a fusion knows: {site.unquantised}"
+            return Verdict("not_applicable", why)
         return Verdict(
-            "not_applicable",
-            f"the {readers} that read the {site.role} site are not known to quantise their activations",
+            "not_applicable", f"the linears that read the {site.role} site are not known to quantise their activations"
         )
     if quant.scheme != fusion.quant.scheme:
         return Verdict("not_applicable", f"the linears that read the {site.role} site quantise with {quant}")
-    if unroped is not None:
-        return unroped
     problem = _why_not_quantised(site, target, quant)
     if problem is not None:
         return Verdict("refused", problem)
     which = "the first " if len(site.norms) > 1 else ""
     fp8 = f"in {quant}" if fusion.quant.mx else f"in {target.fp8} with {quant}"
     return Verdict("expected", f"{what} {verb} one launch on {target}, {which}{fp8}")
-
-
-def _why_not_roped(site: Site) -> Verdict | None:
-    if site.uncached is not None:
-        return Verdict("not_applicable", site.uncached)
-    return None if site.unsaid is None else Verdict("not_applicable", site.unsaid)
 
 
 def _why_not_quantised(site: Site, target: Target, quant: ActivationQuant) -> str | None:
@@ -125,13 +117,9 @@ def _misfit(step: Norm | GatedNorm, norm: NormSpec) -> str | None:
 
 def _described(fusion: Fusion, site: Site) -> tuple[str, bool]:
     """What becomes one launch, and whether that is several things."""
-    if isinstance(site.spec, MLASpec) and not site.norms:
-        return f"the query of {site.spec.latent_width} columns: the rope, beside the absorbed latent,", False
     if not site.norms:
         return f"silu(gate) * up of {site.quantised_width} columns", False
     norms = " and ".join(map(_norm, site.norms))
-    if fusion.rope is not None:
-        return f"{norms}, the rope of the key and the cache write", True
     if fusion.all_reduce is not None:
         return f"all-reduce over {site.reduced} ranks, residual add and {norms}", True
     if fusion.add is not None:

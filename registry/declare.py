@@ -8,7 +8,7 @@ from contextlib import suppress
 from graphlib import CycleError, TopologicalSorter
 from typing import TYPE_CHECKING, Any
 
-from ..adapters.base import Adapter, Facts, check_key
+from ..adapters.base import Adapter, Facts, check_key, words_of
 from ..adapters.errors import FactsError, closest, did_you_mean, shown
 from ..adapters.specs import FAMILIES
 from .catalog import ModelEntry
@@ -145,7 +145,13 @@ def facts_from_words(words: Mapping[str, Any], known: Callable[[str], tuple[Fact
         if not facts:
             raise FactsError(f"like: {like} is not known as {family}")
     if not changes and not dropped:
-        return facts
+        return tuple(several.liked() for several in facts)
     if len(facts) > 1:
         raise FactsError(f"like: {like} is several kinds of layer; say which family the words are about")
-    return (facts[0].but(**dict.fromkeys(dropped), **changes),)
+    known_words = words_of(facts[0].spec)
+    absent = next((name for name in dropped if name not in known_words), None)
+    if absent is not None:
+        raise FactsError(
+            f"without: {facts[0].spec.__name__} has no field {shown(absent)}{did_you_mean(absent, known_words)}"
+        )
+    return (facts[0].but(**dict.fromkeys(dropped), **changes).liked(changes),)

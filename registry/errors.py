@@ -10,14 +10,25 @@ from ..adapters.errors import LayerfuseError, closest, cut, did_you_mean, shown
 class ConflictError(LayerfuseError, ValueError):
     """Two owners declare the same name, or classes of which one covers the other, differently. Neither wins."""
 
-    def __init__(self, what: str, owners: Sequence[str]) -> None:
+    def __init__(self, what: str, owners: Sequence[str], others: Sequence[ConflictError] = ()) -> None:
         self.what = what
         self.owners = tuple(owners)
-        super().__init__(what, self.owners)
+        self.others = tuple(others)
+        "Further conflicts of the same registration."
+        super().__init__(what, self.owners, self.others)
+
+    @classmethod
+    def of(cls, conflicts: Sequence[ConflictError]) -> ConflictError:
+        """Several as one error, which says them all."""
+        first, *others = conflicts
+        return cls(first.what, first.owners, others)
 
     def __str__(self) -> str:
         owners = " and by ".join(cut(owner, 400) for owner in self.owners)
-        return f"{cut(self.what, 400)} is declared differently by {owners}; rename or remove one of them"
+        own = f"{cut(self.what, 400)} is declared differently by {owners}; rename or remove one of them"
+        more = len(self.others) - MOST_PROBLEMS
+        rest = [f"and {more} more conflict{'s' if more > 1 else ''}"] if more > 0 else []
+        return "\n".join([own, *map(str, self.others[:MOST_PROBLEMS]), *rest])
 
 
 MOST_PROBLEMS = 50

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, TypeAlias, get_args, get_origin
 
 import attrs
 import cattrs
@@ -161,8 +161,12 @@ def _layer_kind(converter: cattrs.Converter, value: Any) -> Any:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: str | Path) -> dict[str, ModelEntry]:
-    """The entries of a models.toml file by name.
+More: TypeAlias = Callable[[Mapping[str, ModelEntry]], Sequence[str]]
+"""What is wrong with entries beyond the file itself: asked of a file with mistakes too, so that none hides another."""
+
+
+def read_file(path: str | Path, more: More | None = None) -> dict[str, ModelEntry]:
+    """The entries of a models.toml file by name. `more` says what else is wrong, where something is.
 
     Raises:
         CatalogError: the file cannot be read, is no TOML, or holds mistakes; all are listed.
@@ -176,10 +180,10 @@ def read_file(path: str | Path) -> dict[str, ModelEntry]:
             data = file.read(LARGEST_FILE + 1)
     except (OSError, ValueError) as error:  # a path with a NUL in it is a ValueError
         raise CatalogError(str(path), [f"cannot be read: {getattr(error, 'strerror', None) or error}"]) from None
-    return parse(data, str(path))
+    return parse(data, str(path), more)
 
 
-def parse(data: bytes | str, file: str = "models.toml") -> dict[str, ModelEntry]:
+def parse(data: bytes | str, file: str = "models.toml", more: More | None = None) -> dict[str, ModelEntry]:
     """The entries of a models.toml text by name; `file` is what messages call it.
 
     Raises:
@@ -201,10 +205,10 @@ def parse(data: bytes | str, file: str = "models.toml") -> dict[str, ModelEntry]
         raise CatalogError(file, ["is nested too deeply to be a models file"]) from None
     except ValueError as error:
         raise CatalogError(file, [f"is not TOML: {error}"]) from None
-    return structure(document, file)
+    return structure(document, file, more)
 
 
-def structure(document: Mapping[str, Any], file: str) -> dict[str, ModelEntry]:
+def structure(document: Mapping[str, Any], file: str, more: More | None = None) -> dict[str, ModelEntry]:
     """The entries of a parsed document.
 
     Raises:
@@ -237,12 +241,30 @@ def structure(document: Mapping[str, Any], file: str) -> dict[str, ModelEntry]:
             entry = converter.structure({**table, "name": name}, ModelEntry)
         except (ClassValidationError, IterableValidationError) as error:
             problems += transform_error(error, path=where, format_exception=_format)
+            entries[name] = _names_in(name, table)
             continue
         problems += [f"{problem} @ {where}" for problem in contradictions(entry)]
         entries[name] = entry
     if problems:
-        raise CatalogError(file, problems)
+        also = () if more is None or len(problems) >= TOO_MANY_PROBLEMS else more(entries)
+        raise CatalogError(file, [*problems, *also])
     return entries
+
+
+def _names_in(name: str, table: Mapping[str, Any]) -> ModelEntry:
+    """What a table that is no entry names of others: its adapter, its engines, its layer classes."""
+    adapter, engines, classes = (table.get(key) for key in ("adapter", "engines", "layer_classes"))
+    return ModelEntry(
+        name=name,
+        adapter=adapter if isinstance(adapter, str) else name,
+        source="",
+        num_hidden_layers=1,
+        hidden_size=1,
+        rms_norm_eps=1.0,
+        layers={},
+        engines=engines if isinstance(engines, dict) else {},
+        layer_classes=classes if isinstance(classes, dict) else {},
+    )
 
 
 def _is_name(text: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
@@ -63,6 +64,9 @@ _NOT_DESCRIBED: Mapping[str, str] = {
     "cross_attention_layers": "cross-attention layers, which no spec describes",
     "is_encoder_decoder": "an encoder and a decoder; specs are of decoder-only models",
 }
+
+_OTHER_STREAMS = re.compile(r"^m?hc_|hyper_?connection|residual_stream|residual_gate|^altup_|^laurel_")
+"""Keys of hyper-connections (DeepSeek-V4, GLM-5-Next, HY-V4, Qwen4), of AltUp and LAuReL (Gemma-3n) and of gated adds (Muse Spark)."""
 
 _CODE_DIFFERS: Mapping[str, str] = {
     "phimoe": "its norms are LayerNorms, though their epsilon is called rms_norm_eps; specs describe RMSNorms",
@@ -166,6 +170,12 @@ class HFConfig:
         for key, why in _NOT_DESCRIBED.items():
             if self.values.get(key):
                 self.problems.append(f"{key} = {shown(self.values[key])}: {why}")
+        streams = next((key for key, value in self.values.items() if value and _OTHER_STREAMS.search(key)), None)
+        if streams is not None:
+            self.problems.append(
+                f"{streams} = {shown(self.values[streams])}: a residual stream that is mixed (of several streams, or gated) where "
+                "others add to it, which no spec describes"
+            )
         model_type = self.values.get("model_type")
         if isinstance(model_type, str) and model_type in _CODE_DIFFERS:
             self.problems.append(f"model_type {model_type}: {_CODE_DIFFERS[model_type]}")

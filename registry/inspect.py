@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from ..adapters.arguments import expect
 from ..adapters.errors import LayerfuseError, cut, shown
@@ -60,6 +60,8 @@ class ConfigError(LayerfuseError, ValueError):
 class Inspection:
     """The answer to one config."""
 
+    config: Mapping[str, Any] = field(repr=False)
+    "The language model's part of it."
     entry: ModelEntry
     recognised: tuple[str, ...]
     "Sentences: which adapter, and why."
@@ -69,15 +71,20 @@ class Inspection:
     "How the layers differ from the first declared model of this architecture; empty where `same_as` is not."
     notes: tuple[str, ...]
     "What was derived, what the config cannot say, and what is left to do."
+    problems: tuple[str, ...] = ()
+    "What the model's code contradicts, or what of it fits no known class: the entry is then a draft, and no answer."
 
     def toml(self) -> str:
-        """The entry as models.toml text, with the notes as comments."""
+        """The entry as models.toml text, with the notes as comments. A draft is nothing but comments, so that it declares nothing."""
         import tomli_w
 
         from .files import unstructure
 
-        comments = "".join(f"# {note}\n" for note in self.notes)
-        return comments + tomli_w.dumps(unstructure({self.entry.name: self.entry}))
+        comments = "".join(f"# {note}\n" for note in (*self.problems, *self.notes))
+        text = tomli_w.dumps(unstructure({self.entry.name: self.entry}))
+        return comments + (
+            "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines()) if self.problems else text
+        )
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -182,6 +189,7 @@ def inspect(
         raise ConfigError(file, problems, recognised)
     same = _same(entry, registry.models().values())
     return Inspection(
+        config=values,
         entry=entry,
         recognised=tuple(recognised),
         same_as=same,

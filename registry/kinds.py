@@ -252,10 +252,11 @@ class MLPKind:
     swiglu_limit: float | None = None
     "What gate and up are clamped to, where the model does that."
 
-    def spec(self, common: Mapping[str, Any]) -> GatedMLPSpec:
-        """The spec of one such MLP, whole."""
+    def spec(self, common: Mapping[str, Any], *, shared: bool) -> GatedMLPSpec:
+        """The spec of one such MLP, whole; `shared`: of a mixture's shared experts."""
         return GatedMLPSpec(
             **common,
+            shared=shared,
             intermediate_size=self.intermediate_size,
             local_intermediate_size=self.intermediate_size,
             activation=self.activation,

@@ -8,23 +8,22 @@ from __future__ import annotations
 
 import re
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-import attrs
-
 from ..adapters.arguments import expect, expect_callable
 from ..adapters.base import Adapter
 from ..adapters.errors import FOREIGN, ArgumentError, UnknownLayerError, cut, said, shown
-from ..adapters.reader import LayerReader, stands_for_missing
-from ..adapters.specs import FinalNormSpec, GatedMLPSpec, KernelSpec, Parallel, ResidualSpec
+from ..adapters.pipeline import stands_for_missing
+from ..adapters.specs import FinalNormSpec, GatedMLPSpec, Parallel, ResidualSpec
 from .errors import UnknownModelError
+from .streams import Streams, within
 from .tables import Readers, Tables
+from .unread import Unread, class_name, is_attention
 
 if TYPE_CHECKING:
     from .catalog import ModelEntry
@@ -33,8 +32,6 @@ S = TypeVar("S")
 
 _ROUTED_EXPERT = re.compile(r"(^|\.)experts\.\d+$")
 """Where checkpoints with code of their own (DeepSeek's) keep each routed expert, of the same class as their other MLPs."""
-
-_LOOKS_LIKE_ATTENTION = re.compile(r"(Attention|Attn|MLA|DeltaNet|SelfAttn)\d*$")
 
 
 class Registry:
@@ -109,8 +106,8 @@ class Registry:
 
         Decoder layers give their residual stream, attention layers their attention, gated MLPs themselves; a routed expert
         gives nothing. The first decoder layer of a module that holds some starts a stream (`ResidualSpec.starts_stream`).
-        The module around the layers gives the final norm, after them; on a rank of a pipeline that does not hold that norm it
-        gives nothing. Kernel layers inside a layer that is itself known are left out; ask `spec_for` for those, or pass
+        The module around the layers gives the final norm, after them; on a rank of a pipeline that does not hold the last layer or
+        that norm it gives nothing. Kernel layers inside a layer that is itself known are left out; ask `spec_for` for those, or pass
         `of=KernelSpec`.
 
         Args:
@@ -130,57 +127,50 @@ class Registry:
         inside: str | None = None
         around: list[tuple[str, Callable[[], Any]]] = []
         modules = list(_modules(model))
-        streams = _Streams(modules)
+        streams = Streams(modules)
         for path, module in modules:
-            while around and not _within(path, around[-1][0]):
+            while around and not within(path, around[-1][0]):
                 outer, read = around.pop()
                 found.append((outer, read()))
             if stands_for_missing(module):
-                streams.starts_at(path)  # on another rank of a pipeline; here the stream goes on
+                streams.passes(path)
             readers = self._readers_of(type(module))
             # A decoder layer that is its own attention holds an MLP all the same.
-            mlp = any(map(_is_mlp, readers))
-            if not readers or (_ROUTED_EXPERT.search(path) if mlp else of is None and _within(path, inside)):
+            mlp = any(reader.facts.spec is GatedMLPSpec for reader in readers)
+            if not readers or (_ROUTED_EXPERT.search(path) if mlp else of is None and within(path, inside)):
                 continue
             # A class that is both gives its residual stream first, as a decoder layer comes before its attention.
-            for reader in sorted(readers, key=_is_attention):
+            for reader in sorted(readers, key=is_attention):
                 if (of is not None and not issubclass(reader.facts.spec, of)) or reader.elsewhere(module):
                     continue
                 if reader.facts.spec is FinalNormSpec:
+                    if streams.goes_on_elsewhere(path):
+                        continue  # some models of vLLM build the norm on every rank
                     around.append((path, partial(reader.read, module, parallel, path)))
                 else:
                     spec = reader.read(module, parallel, path)
                     if isinstance(spec, ResidualSpec):
-                        spec = attrs.evolve(spec, starts_stream=streams.starts_at(path))
+                        spec = streams.entered(path, spec)
                     found.append((path, spec))
-            if any(_is_attention(reader) for reader in readers):
+            if any(is_attention(reader) for reader in readers):
                 inside = path
         found += [(outer, read()) for outer, read in reversed(around)]
-        if not found and of is None:
+        if not found and of is None and not streams.elsewhere:
             raise self._nothing_in(model)
         return found
 
     def unknown_in(self, model: Any) -> list[tuple[str, str]]:
-        """Modules that look like attention by their class's name, but that no adapter knows, as (path, class).
+        """What of a model no adapter reads though it should, as (path, class).
 
-        What an adapter declares as ignored (vision towers), and what lies inside a known layer, is not listed.
+        Modules that look like attention by their class's name, or by their children in a known decoder layer. And what is left of
+        layers that were declared in part: gated MLPs of known layers, decoder layers around known attention or beside known ones,
+        the model's final norm behind known ones. Of those, what they are and how to declare them stands behind the class.
+
+        What an adapter declares as ignored (vision towers), and what lies inside a known attention, is not listed. Nor is a final
+        norm that another rank of a pipeline runs.
         """
         self._complete()
-        found = []
-        inside: str | None = None
-        for path, module in _modules(model):
-            if _within(path, inside):
-                continue
-            cls = type(module)
-            readers = self._readers_of(cls)
-            if any(map(_is_attention, readers)):
-                inside = path
-            elif not readers and _LOOKS_LIKE_ATTENTION.search(cls.__name__):
-                if self._tables.ignores(cls):
-                    inside = path
-                else:
-                    found.append((path, class_name(cls)))
-        return found
+        return Unread(list(_modules(model)), self._readers_of, self._tables.ignores).found()
 
     def adapter_for(self, layer: Any) -> Adapter:
         """The adapter whose facts read this layer.
@@ -300,9 +290,19 @@ class Registry:
             CatalogError: every mistake, as `file: problem @ path`.
             ConflictError: it redeclares something differently; both owners are named.
         """
+        from .declare import declared_adapters
+        from .errors import CatalogError
         from .files import read_file
 
-        entries = read_file(path)
+        def more(entries: Mapping[str, ModelEntry]) -> Sequence[str]:
+            self._start()
+            try:
+                declared_adapters(self._tables, entries, str(path))
+            except CatalogError as error:
+                return error.problems
+            return ()
+
+        entries = read_file(path, more)
         self.register_models(entries, str(path))
         return MappingProxyType(entries)
 
@@ -415,42 +415,3 @@ def _modules(model: Any) -> Iterator[tuple[str, Any]]:
                 f"model: expected pairs of a path and a module of its named_modules(), got {shown(pair)}"
             )
     yield from pairs
-
-
-class _Streams:
-    """Where the residual streams of a model start: at the first decoder layer of each module that holds some."""
-
-    def __init__(self, modules: list[tuple[str, Any]]) -> None:
-        self._children = Counter(path.rpartition(".")[0] for path, _ in modules if path)
-        self._begun: set[str] = set()
-
-    def starts_at(self, path: str) -> bool | None:
-        """Whether a layer is the first of its stream. Asked of each in the model's order; None of a layer without a model."""
-        if not path:
-            return None
-        holder, _, name = path.rpartition(".")
-        # What only wraps a layer (`layers.3._orig_mod`) holds no stream.
-        while holder and not name.isdecimal() and self._children[holder] == 1:
-            holder, _, name = holder.rpartition(".")
-        if not holder and not name.isdecimal() and self._children[""] == 1:
-            return None  # nothing but what wraps it
-        starts = holder not in self._begun
-        self._begun.add(holder)
-        return starts
-
-
-def _within(path: str, outer: str | None) -> bool:
-    return outer is not None and (path.startswith(f"{outer}.") if outer else path != "")
-
-
-def _is_attention(reader: LayerReader) -> bool:
-    return not issubclass(reader.facts.spec, (ResidualSpec, FinalNormSpec, KernelSpec, GatedMLPSpec))
-
-
-def _is_mlp(reader: LayerReader) -> bool:
-    return reader.facts.spec is GatedMLPSpec
-
-
-def class_name(cls: type) -> str:
-    """A class as layer classes are written: `module:ClassName`."""
-    return f"{cls.__module__}:{cls.__qualname__}"

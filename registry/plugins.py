@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from ..adapters.base import Adapter
 from ..adapters.errors import FOREIGN, LayerfuseError, cut, said, shown
 from .entry_points import entry_points, package_of
-from .errors import PluginError
+from .errors import CatalogError, PluginError
+from .tables import PLUGIN
 
 if TYPE_CHECKING:
     from .lookup import Registry
@@ -32,19 +33,19 @@ def installed() -> list[EntryPoint]:
 def load_plugins(registry: Registry) -> None:
     """Register what every installed plugin brings.
 
-    A plugin that cannot be imported is reported as a warning, so that it does not take down an engine that never
-    needed it. One that redeclares what is known, or what another brings, is an error.
+    A plugin that cannot be imported, or brings something else, is left out with a warning that names it, so that it does not take
+    down an engine that never needed it. One that redeclares what is known, or what another brings, is an error.
 
     Raises:
-        ConflictError, CatalogError, PluginError: as `register_content`.
+        ConflictError: as `register_content`.
     """
     for plugin in installed():
         try:
-            content = import_plugin(plugin)
+            register_content(registry, plugin, import_plugin(plugin))
         except PluginError as error:
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
-            continue
-        register_content(registry, plugin, content)
+        except CatalogError as error:
+            warnings.warn(f"{owner_of(plugin)} cannot be read: {error}", RuntimeWarning, stacklevel=2)
 
 
 def import_plugin(plugin: EntryPoint) -> Any:
@@ -84,7 +85,7 @@ def register_content(registry: Registry, plugin: EntryPoint, content: Any) -> No
 def owner_of(plugin: EntryPoint) -> str:
     """What messages call a plugin: its entry point, its package and the object."""
     package = "" if plugin.dist is None else f" of {package_of(plugin.dist)}"
-    return f"the plugin {cut(plugin.name)}{package} ({cut(plugin.value)})"
+    return f"{PLUGIN}{cut(plugin.name)}{package} ({cut(plugin.value)})"
 
 
 def _adapters(content: Any, owner: str) -> list[Adapter]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from attrs import field, frozen
@@ -13,6 +13,9 @@ from .errors import ConflictError
 
 if TYPE_CHECKING:
     from .catalog import ModelEntry
+
+PLUGIN = "the plugin "
+"""How the source of what an installed plugin brings begins."""
 
 Readers = tuple[LayerReader, ...]
 """How the layers of one class are read: usually one way, several where a class is two kinds of layer at once."""
@@ -33,23 +36,26 @@ class Tables:
     declared_by: Mapping[str, str] = field(factory=dict)
     "`the adapter NAME` or `the model NAME` -> who declared it, for messages."
     ignored: frozenset[str] = frozenset()
-    "Classes that look like attention and are none of ours."
+    "Classes that look like layers and are none of ours."
 
     def adding(self, adapters: Iterable[Adapter], models: Mapping[str, ModelEntry], source: str) -> Tables:
         """These tables and more. What is already known and the same is passed over.
 
         Raises:
-            ConflictError: something is declared differently by two owners.
+            ConflictError: something is declared differently by two owners; all that is, is said.
         """
         by_name, owners, entries = dict(self.adapters), dict(self.owners), dict(self.models)
         readers = {name: list(found) for name, found in self.readers.items()}
         declared_by = dict(self.declared_by)
         ignored = self.ignored
         names: set[str] = set()
+        conflicts: list[ConflictError] = []
+        plugin = source if source.startswith(PLUGIN) else ""
         for adapter in adapters:
             what = f"the adapter {adapter.name}"
             if by_name.setdefault(adapter.name, adapter) != adapter:
-                raise ConflictError(what, [declared_by[what], source])
+                conflicts.append(ConflictError(what, [declared_by[what], source]))
+                continue
             declared_by.setdefault(what, source)
             ignored |= adapter.ignored
             for key, facts in adapter:
@@ -60,21 +66,23 @@ class Tables:
                             f"the adapter {each} ({declared_by[f'the adapter {each}']})"
                             for each in (other, adapter.name)
                         ]
-                        raise ConflictError(f"the layer class {key}", both)
+                        conflicts.append(ConflictError(f"the layer class {key}", both))
                     continue
                 owners[key] = adapter.name
                 prefix, _, name = key.partition(":")
-                compiled = tuple(LayerReader(key, adapter.name, several) for several in facts)
+                compiled = tuple(LayerReader(key, adapter.name, several, plugin) for several in facts)
                 readers.setdefault(name, []).append((prefix, compiled))
                 names.add(name)
         for name in sorted(names):
-            _check_nesting(name, [prefix for prefix, _ in readers[name]], by_name, owners, declared_by)
+            conflicts += _nested(name, [prefix for prefix, _ in readers[name]], by_name, owners, declared_by)
         for name, entry in models.items():
             what = f"the model {name}"
             if entries.setdefault(name, entry) != entry:
-                raise ConflictError(what, [declared_by[what], source])
+                conflicts.append(ConflictError(what, [declared_by[what], source]))
             declared_by.setdefault(what, source)
-        _check_names(entries, declared_by)
+        conflicts += _same_names(entries, declared_by)
+        if conflicts:
+            raise ConflictError.of(conflicts)
         longest_first = {
             name: tuple(sorted(found, key=lambda candidate: -len(candidate[0]))) for name, found in readers.items()
         }
@@ -115,14 +123,14 @@ def _ends_of_parts(module: str) -> list[int]:
     return [i for i, character in enumerate(module) if character == "."] + [len(module)]
 
 
-def _check_nesting(
+def _nested(
     name: str,
     prefixes: Iterable[str],
     adapters: Mapping[str, Adapter],
     owners: Mapping[str, str],
     declared_by: Mapping[str, str],
-) -> None:
-    """Refuse a longer prefix by which one owner would take classes from another's shorter one.
+) -> Iterator[ConflictError]:
+    """Longer prefixes by which one owner would take classes from another's shorter one.
 
     The longest prefix wins, and plugins are read late: what a layer is would depend on what was looked up before.
     """
@@ -133,14 +141,14 @@ def _check_nesting(
                 continue
             said = {key: declared_by[f"the adapter {owners[key]}"] for key in (outer, inner)}
             if said[outer] != said[inner]:
-                raise ConflictError(
+                yield ConflictError(
                     f"the layer class {inner}, which {outer} covers,",
                     [f"the adapter {owners[key]} ({said[key]})" for key in (outer, inner)],
                 )
 
 
-def _check_names(entries: Mapping[str, ModelEntry], declared_by: Mapping[str, str]) -> None:
-    """Refuse an alias that another model goes by as well: as its name, its alias or its Hugging Face id."""
+def _same_names(entries: Mapping[str, ModelEntry], declared_by: Mapping[str, str]) -> Iterator[ConflictError]:
+    """Aliases that another model goes by as well: as its name, its alias or its Hugging Face id."""
     owners: dict[str, list[ModelEntry]] = {}
     for entry in entries.values():
         for name in dict.fromkeys(entry.names):
@@ -148,4 +156,4 @@ def _check_names(entries: Mapping[str, ModelEntry], declared_by: Mapping[str, st
     for name, several in owners.items():
         if len(several) > 1 and any(name in entry.aliases for entry in several):
             said = [f"the model {entry.name} ({declared_by[f'the model {entry.name}']})" for entry in several]
-            raise ConflictError(f"the name {name!r}", said)
+            yield ConflictError(f"the name {name!r}", said)

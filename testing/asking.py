@@ -1,11 +1,13 @@
 """What transformers' own code says of a config's layers, which no config does: epsilons, sinks, gates, and which classes.
 
-A model of the proposed entry is built on the meta device, and its layers are read with the facts of classes that are known already.
+The config's model is built on the meta device, and its layers are read with the facts of classes that are known already. With
+what that adds, the entry is registered as it was written and held to the same layers.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +16,13 @@ from attrs import field, frozen
 
 from ..adapters.errors import LayerfuseError, said
 from ..adapters.reader import LayerReader
-from ..adapters.specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, GQASpec, MLASpec, ResidualSpec, RopeSpec
+from ..adapters.specs import GatedDeltaNetSpec, GatedMLPSpec, GQASpec, MLASpec, ResidualSpec, RopeSpec
 from ..registry.declare import facts_from_words
 from ..registry.inspect import NO_MLP_SAID, NO_OFFSET_SAID, NO_SINKS_SAID, NO_STREAM_SAID, NOT_DECLARED, Inspection
 from ..registry.kinds import EngineFacts, GatedDeltaNetKind, GateWords, GQAKind, MLAKind, Rope, RopeWords
-from .compare import differences, without_index
-from .models import full_model, why_not
-from .run import one_of_each
+from .compare import differences
+from .contract_case import ContractCase
+from .models import NotBuildableError, published_model
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
 
 _ATTENTIONS: tuple[Mapping[str, Any], ...] = (
     {"like": "transformers:DeepseekV3Attention"},
-    # Without a word on its rope in its config, only its code tells what the rope turns together.
-    {"like": "transformers:DeepseekV3Attention", "without": ["rope"]},
     {"like": "transformers:KimiLinearDeltaAttention"},
     {"like": "transformers:Qwen3NextGatedDeltaNet"},
     {
@@ -46,15 +46,20 @@ _ATTENTIONS: tuple[Mapping[str, Any], ...] = (
     },
     {"like": "transformers:GptOssAttention"},
     {"like": "transformers:GptOssAttention", "has_sinks": {"const": False}},
-    {"like": "transformers:Qwen3NextAttention"},
 )
 """What a class that no adapter knows may be like, the most telling first: of what fits, the first is taken."""
+
+_PLAIN_ATTENTION: Mapping[str, Any] = {"like": "transformers:Qwen3NextAttention"}
+"""The last of them: an attention that holds no window of its own."""
 
 _EITHER_KIND = {
     "layer_index": ["self_attn.layer_idx", "linear_attn.layer_idx"],
     "tp_weight": ["self_attn.o_proj.in_features", "linear_attn.o_proj.in_features", "linear_attn.out_proj.in_features"],
 }
 """Of a decoder layer that holds either kind of attention."""
+
+
+_MLP = re.compile(r"(MLP|FeedForward)$")
 
 
 @frozen
@@ -64,10 +69,14 @@ class _Asked:
     specs: list[Any] = field(factory=list)
     classes: dict[str, Mapping[str, Any]] = field(factory=dict)
     notes: list[str] = field(factory=list)
+    unread: list[str] = field(factory=list)
+    "Attention, decoder layers and models that fit no known class: without them an entry is no more than a draft."
 
 
 def ask_code(found: Inspection, registry: Registry) -> Inspection:
-    """The same inspection with what transformers' code adds; with a note of why it could not be asked, where that is so.
+    """The same inspection with what transformers' code adds, or with a note of why it could not be asked.
+
+    Its `problems` are what that code contradicts.
 
     Args:
         found: what a config says.
@@ -75,53 +84,45 @@ def ask_code(found: Inspection, registry: Registry) -> Inspection:
     """
     if found.same_as:
         return found  # declared, and held to the contract
-    reason = why_not(found.entry)
-    if reason is not None:
-        return _noted(
-            found, f"transformers' code, which may have epsilons and sinks of its own, was not asked: {reason}"
-        )
     try:
-        model = full_model(_two_of_each(found.entry), mixtures=True)
-    except Exception as error:  # a config class refuses in its own way what it does not take
-        return _noted(found, f"transformers' code was not asked: {said(error)}".splitlines()[0])
-    offset = _offset(model, found.entry.hidden_size)
+        model = published_model(found.entry, found.config)
+    except NotBuildableError as error:
+        note = f"transformers' code, which may have epsilons and sinks of its own, was not asked, and no layer was checked: {error}"
+        return attrs.evolve(found, notes=(*found.notes, note))
+    except Exception as error:  # a config class refuses in its own way what it does not take, and so do layers
+        why = " ".join(said(error).split())
+        problem = f"transformers builds no model of this config, so that no layer was checked: {why}"
+        return attrs.evolve(found, problems=(problem,))
+    offsets = _offsets(model, found.entry.hidden_size)
+    offset = offsets.pop() if len(offsets) == 1 else None
     entry = found.entry if offset is None else attrs.evolve(found.entry, norm_weight_offset=offset)
-    kept = _two_of_each(entry).kind_at()
     asked = _read(model, registry, entry)
-    entry = _with_answers(entry, asked, kept)
-    declared = [without_index(spec) for _, spec in entry.specs(engine="transformers")]
-    for spec in asked.specs:
-        asked.notes.extend(_contradictions(without_index(spec), declared))
+    entry = _with_answers(entry, asked)
     answered = [NO_SINKS_SAID, NOT_DECLARED, NO_MLP_SAID] if asked.specs else []
     answered += [] if offset is None else [NO_OFFSET_SAID]
     answered += [NO_STREAM_SAID] if any(isinstance(spec, ResidualSpec) for spec in asked.specs) else []
     known = [note for note in found.notes if not note.startswith(tuple(answered))]
     mlps = [] if entry.mlps or not asked.specs else [_about_mlps(asked)]
-    return attrs.evolve(found, entry=entry, notes=(*known, *dict.fromkeys(asked.notes), *mlps))
+    problems = list(_contradictions(attrs.evolve(found, entry=entry), model, registry))
+    if len(offsets) > 1:
+        said_of = " and ".join(sorted(map(str, offsets)))
+        problems.append(
+            f"the norms of the stream add {said_of} to their weight, and an entry has one norm_weight_offset"
+        )
+    notes = [*known, *asked.notes, *([] if problems else asked.unread), *mlps]
+    return attrs.evolve(
+        found, entry=entry, notes=tuple(dict.fromkeys(notes)), problems=(*(asked.unread if problems else ()), *problems)
+    )
 
 
-def _noted(found: Inspection, note: str) -> Inspection:
-    return attrs.evolve(found, notes=(*found.notes, note))
-
-
-def _two_of_each(entry: ModelEntry) -> ModelEntry:
-    """The entry with its true widths and two layers of each kind, of which one can be a mixture of experts."""
-    kinds = entry.kind_at()
-    kept = [kinds[number] for number in one_of_each(entry)] * 2
-    layers = {
-        name: attrs.evolve(kind, at=[i for i, word in enumerate(kept) if word == name])
-        for name, kind in entry.layers.items()
-    }
-    return attrs.evolve(entry, num_hidden_layers=len(kept), layers=layers, mlps={}, layer_classes={}, aliases=[])
-
-
-def _offset(model: Any, hidden_size: int) -> float | None:
-    """What the norms of the stream add to their weight, from the first of the decoder layers and the final one."""
+def _offsets(model: Any, hidden_size: int) -> set[float | None]:
+    """What the norms of the stream add to their weight, those of the decoder layers and the final one."""
     from .streams import is_norm, weight_offset
 
-    norms = [m for path, m in model.named_modules() if is_norm(m) and re.search(r"(layers\.0|model)\.\w*norm$", path)]
-    found = {weight_offset(norm, hidden_size) for norm in norms}
-    return found.pop() if len(found) == 1 else None
+    of_stream = re.compile(r"(^|\bmodel\.)(layers\.\d+\.)?\w*norm$")
+    # Of a class each is alike, if it is as wide as the stream.
+    norms = {type(m): m for path, m in model.named_modules() if is_norm(m) and of_stream.search(path)}
+    return {weight_offset(norm, hidden_size) for norm in norms.values()}
 
 
 def _about_mlps(asked: _Asked) -> str:
@@ -160,12 +161,18 @@ def _candidates(layer: Any, entry: ModelEntry, registry: Registry) -> Iterator[M
     prefix = "transformers:Qwen3Next" if entry.norm_weight_offset else "transformers:DeepseekV3"
     if re.search(r"(Attention|Attn|MLA|DeltaNet)$", name):
         yield from _ATTENTIONS
+        if all(isinstance(kind, GQAKind) and kind.sliding_window != "off" for kind in entry.layers.values()):
+            yield {
+                **_PLAIN_ATTENTION,
+                "sliding_window": "config.sliding_window",
+            }  # as Mistral's, which slides everywhere
+        yield _PLAIN_ATTENTION
     elif name.endswith("DecoderLayer"):
         like = _stream_words(layer, f"{prefix}DecoderLayer", entry, registry)
         yield from ({},) if like is None else (like, {**like, **_EITHER_KIND})
     elif name.endswith("Model") and {"layers", "norm"} <= children:
         yield {"like": f"{prefix}Model"}
-    elif re.search(r"(MLP|FeedForward)$", name):
+    elif _MLP.search(name):
         yield {"like": f"{prefix}MLP"} if {"gate_proj", "up_proj", "down_proj"} <= children else {}
 
 
@@ -192,7 +199,10 @@ def _read_one(
 ) -> Any | None:
     known = registry.readers_for(type(layer))
     if known:
-        return known[0].read(layer, None, path)
+        try:
+            return known[0].read(layer, None, path)
+        except LayerfuseError:  # which is found when the entry is held to its layers
+            return None
     adapters, owners = registry.adapters(), registry.layer_classes()
     key = f"transformers:{type(layer).__name__}"
     refusals = []
@@ -211,12 +221,15 @@ def _read_one(
     if len(refusals) == 1:
         why = refusals[0]
     note = f"{key} could not be read: {why}; declare it under layer_classes"
-    asked.notes.extend([note] if note not in asked.notes else [])
+    notes = asked.notes if _MLP.search(key) else asked.unread
+    # Once for a class: why it cannot be read names the layer.
+    notes.extend([] if any(other.startswith(f"{key} could not be read") for other in notes) else [note])
     return None
 
 
-def _with_answers(entry: ModelEntry, asked: _Asked, kept: list[str]) -> ModelEntry:
-    """The entry with the epsilons, gates, sinks and norms of the code, and its layer classes; `kept`: the kinds of its layers."""
+def _with_answers(entry: ModelEntry, asked: _Asked) -> ModelEntry:
+    """The entry with the epsilons, gates, sinks and norms of the code, and its layer classes."""
+    kinds = entry.kind_at()
     own: dict[str, Any] = {}
     as_given = entry.added_as_given
     layers = dict(entry.layers)
@@ -232,7 +245,7 @@ def _with_answers(entry: ModelEntry, asked: _Asked, kept: list[str]) -> ModelEnt
             if spec.input_norms:
                 as_given = as_given and spec.added_as_given
             else:
-                word = kept[spec.layer_index]
+                word = kinds[spec.layer_index]
                 layers[word] = attrs.evolve(layers[word], stream_norms="none")
         for name, kind in layers.items():
             if isinstance(spec, GQASpec) and isinstance(kind, GQAKind):
@@ -273,10 +286,30 @@ def _gate(spec: GatedDeltaNetSpec) -> GateWords:
     )
 
 
-def _contradictions(spec: Any, declared: list[Any]) -> list[str]:
-    """What the code says otherwise than the entry, of the declared layer that is nearest to it."""
-    if isinstance(spec, GatedMLPSpec | FinalNormSpec):
-        return []
-    alike = [list(differences(other, spec)) for other in declared if type(other) is type(spec)]
-    nearest = min(alike, key=len, default=[])
-    return [f"transformers' code contradicts the entry: {what}; correct the entry by hand" for what in nearest]
+def _contradictions(found: Inspection, model: Any, registry: Registry) -> Iterator[str]:
+    """What the entry, registered as it is written, says otherwise than the specs that are then read off the model's layers."""
+    from ..registry.files import parse
+    from ..registry.lookup import Registry as Own
+
+    own = Own()
+    own.register_adapters(list(registry.adapters().values()), "the registry")
+    try:
+        own.register_models(parse(found.toml(), "the entry"), "the entry")
+        contract = type(
+            "ReadBack", (ContractCase,), {"model": found.entry.name, "registry": own, "build": lambda _: model}
+        )()
+        read = contract.found()
+        declared = contract.declared(engine=contract.engine_of(read, model))
+    except LayerfuseError as error:
+        yield str(error)
+        return
+    counts, expected = (Counter(type(spec).__name__ for _, spec in pairs) for pairs in (read, declared))
+    for kind in dict.fromkeys([*expected, *counts]):
+        if counts[kind] != expected[kind]:
+            yield f"{expected[kind]} x {kind} are declared, and {counts[kind]} were read off the layers of {type(model).__name__}"
+    seen: set[str] = set()
+    for (name, one), (path, other) in zip(declared, read, strict=True) if counts == expected else ():
+        for sentence in differences(one, other):
+            if sentence not in seen:
+                yield f"{path} ({type(model).__name__}), declared as {name}: {sentence}"
+            seen.add(sentence)

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 _SMALL: Mapping[str, Any] = {
     "vocab_size": 128,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    # Some config classes take no None.
+    "pad_token_id": 125,
+    "bos_token_id": 126,
+    "eos_token_id": 127,
     "intermediate_size": 64,
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
@@ -45,19 +46,28 @@ _ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}
 
 
 @cache
-def general_recipe(model_type: str) -> Recipe | None:
-    """How transformers builds this `model_type` for text, or None where it has no such language model."""
+def general_recipe(model_type: str, *, headless: bool = False) -> Recipe | None:
+    """How transformers builds this `model_type` for text, or None where it has no such language model.
+
+    Args:
+        model_type: of a config, of a composite one too.
+        headless: a model without a language-model head will do, as multimodal ones hold.
+    """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
 
     if model_type not in CONFIG_MAPPING:
         return None
     config_class = CONFIG_MAPPING[model_type]
     config_class = config_class.sub_configs.get("text_config", config_class)
+    if not issubclass(config_class, transformers.PreTrainedConfig):  # AutoConfig: any text model may be in it
+        return None
     # Where only the multimodal model has an auto class, the text model is named as its config.
     named = re.sub("(Text)?Config$", "ForCausalLM", config_class.__name__)
     model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config_class.model_type, named)
+    if headless and not hasattr(transformers, str(model)):
+        model = MODEL_MAPPING_NAMES.get(config_class.model_type)
     if not isinstance(model, str) or not hasattr(transformers, model):
         return None
     known = config_class().to_dict()

@@ -5,14 +5,15 @@ Importing this module imports neither torch nor transformers; the functions do.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..adapters.arguments import expect
-from ..adapters.errors import LayerfuseError, said, shown
+from ..adapters.arguments import check_counts, expect
+from ..adapters.errors import ArgumentError, ArgumentValueError, LayerfuseError, said, shown
 from ..registry.catalog import ModelEntry
 from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLPKind
 from .general import general_recipe, yarn_rope
@@ -64,20 +65,41 @@ def _why_not(entry: ModelEntry) -> str | None:
     return None
 
 
-def full_model(entry: ModelEntry, *, mixtures: bool = False) -> nn.Module:
+def full_model(entry: ModelEntry) -> nn.Module:
     """The real model with the published dimensions of everything a spec speaks of, without memory, on the meta device.
 
     Vocabulary, routed experts and the vision tower are small.
 
     Args:
         entry: the declared model.
-        mixtures: the second half of its layers are mixtures of experts where the architecture has those, whatever the
-            entry says.
 
     Raises:
         NotBuildableError: transformers has no such model.
     """
-    return _build(entry, device="meta", dtype=None, mixtures=mixtures)
+    return _made(_buildable(entry), config_of(entry), device="meta", dtype=None)
+
+
+def published_model(entry: ModelEntry, config: Mapping[str, Any]) -> nn.Module:
+    """The real model of a config, on the meta device: every number in it is the config's, and none is the entry's.
+
+    Args:
+        entry: says which classes of transformers it is, by its `model_type`.
+        config: a parsed config.json; of a composite one the language model's part, whose own `model_type` may say it too.
+
+    Returns:
+        The language model, or what is inside of it where transformers has it only as a part of others.
+
+    Raises:
+        NotBuildableError: transformers has no such model. And whatever a config class raises for what it does not take.
+    """
+    reason = why_not(entry)
+    recipe = _recipe_of(entry) if reason is None else _recipe_of_part(entry.model_type, config.get("model_type"))
+    if recipe is None:
+        raise NotBuildableError(reason or f"{entry.name} has no recipe")
+    import transformers
+
+    made = getattr(transformers, recipe.config).from_dict(copy.deepcopy(dict(config)))
+    return _made(recipe, _around(recipe, made), device="meta", dtype=None)
 
 
 def small_entry(
@@ -92,10 +114,14 @@ def small_entry(
         layers: how many decoder layers to keep, from the first; or the numbers of those to keep, 0-based.
         hidden_size: width of the residual stream.
         heads: query heads. Grouped heads keep their group size where it fits.
+
+    Raises:
+        ArgumentError: an argument is of another type; ArgumentValueError: there is no such layer, or a number is none.
     """
     expect("entry", entry, ModelEntry, "a ModelEntry (registry.model gives one by its name)")
+    check_counts(hidden_size=hidden_size, heads=heads)
     all_kinds = entry.kind_at()
-    numbers = range(min(layers, len(all_kinds))) if isinstance(layers, int) else layers
+    numbers = _kept(layers, len(all_kinds))
     kept = [all_kinds[number] for number in numbers]
     kinds = {
         name: attrs.evolve(_few_heads(kind, heads), at=[i for i, at in enumerate(kept) if at == name])
@@ -137,13 +163,18 @@ def small_model(
 
     Raises:
         NotBuildableError: transformers has no such model.
+        ArgumentError: as for `small_entry`; of `dtype`, it is none that random weights can be of.
     """
     import torch
 
+    known = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    if dtype is not None and (type(dtype) is not torch.dtype or dtype not in known):
+        raise ArgumentError(f"dtype: expected torch.float32, bfloat16, float16 or float64, got {shown(dtype)}")
+    check_counts(0, seed=seed)
     small = small_entry(entry, layers=layers, hidden_size=hidden_size, heads=heads)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _build(small, device="cpu", dtype=dtype or torch.float32)
+        model = _made(_buildable(small), config_of(small), device="cpu", dtype=dtype or torch.float32)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 # Norm weights of all ones would hide a norm that is applied twice, or with another's weight.
@@ -152,22 +183,22 @@ def small_model(
     return model.eval().requires_grad_(False)
 
 
-def config_of(entry: ModelEntry, *, mixtures: bool = False) -> Any:
-    """The transformers config of an entry: published dimensions, everything else small. `mixtures`: as for `full_model`.
+def config_of(entry: ModelEntry) -> Any:
+    """The transformers config of an entry: published dimensions, everything else small.
 
     Raises:
         NotBuildableError: transformers has no such model.
     """
-    reason = why_not(entry)
-    if reason is not None:
-        raise NotBuildableError(reason)
+    recipe = _buildable(entry)
     import transformers
 
-    recipe = _recipe(entry)
-    words = arguments(entry)
-    if mixtures:
-        words.update({key: value for key, value in _half_mixtures(entry.num_hidden_layers).items() if key in words})
-    config = getattr(transformers, recipe.config)(**words)
+    return _around(recipe, getattr(transformers, recipe.config)(**arguments(entry)))
+
+
+def _around(recipe: Recipe, config: Any) -> Any:
+    """What the model class takes: the text config, or the composite config that holds it."""
+    import transformers
+
     config._attn_implementation = "eager"
     if recipe.around is None:
         return config
@@ -179,7 +210,7 @@ def config_of(entry: ModelEntry, *, mixtures: bool = False) -> Any:
 
 def arguments(entry: ModelEntry) -> dict[str, Any]:
     """The arguments of the config class, from the entry and its recipe."""
-    recipe = _recipe(entry)
+    recipe = _buildable(entry)
     words: dict[str, Any] = {
         **recipe.small,
         recipe.layers: entry.num_hidden_layers,
@@ -200,17 +231,11 @@ def arguments(entry: ModelEntry) -> dict[str, Any]:
     return words
 
 
-def _half_mixtures(layers: int) -> dict[str, Any]:
-    """How configs say that the second half of these layers are mixtures, each in its own key."""
-    dense = layers // 2
-    types = ["dense"] * dense + ["sparse"] * (layers - dense)
-    return {"mlp_layer_types": types, "first_k_dense_replace": dense, "mlp_only_layers": list(range(dense))}
-
-
-def _recipe(entry: ModelEntry) -> Recipe:
-    recipe = _recipe_of(entry)
+def _buildable(entry: ModelEntry) -> Recipe:
+    reason = why_not(entry)
+    recipe = None if reason is not None else _recipe_of(entry)
     if recipe is None:
-        raise NotBuildableError(why_not(entry) or f"{entry.name} has no recipe")
+        raise NotBuildableError(reason or f"{entry.name} has no recipe")
     return recipe
 
 
@@ -219,6 +244,27 @@ def _recipe_of(entry: ModelEntry) -> Recipe | None:
     if model_type in RECIPES or importlib.util.find_spec("transformers") is None:
         return RECIPES.get(model_type)
     return general_recipe(model_type)
+
+
+def _kept(layers: int | Sequence[int], total: int) -> Sequence[int]:
+    """The numbers of the decoder layers that are kept."""
+    if isinstance(layers, int):
+        check_counts(layers=layers)
+        return range(min(layers, total))
+    expect("layers", layers, (list, tuple, range), "how many layers, or their numbers in a list")
+    wrong = [number for number in layers if type(number) is not int or not 0 <= number < total]
+    if wrong or not layers:
+        found = shown(wrong[0]) if wrong else "none"
+        raise ArgumentValueError(f"layers: expected numbers from 0 to {total - 1}, got {found}")
+    return list(layers)
+
+
+def _recipe_of_part(*model_types: object) -> Recipe | None:
+    try:
+        found = (general_recipe(each, headless=True) for each in model_types if isinstance(each, str))
+        return next(filter(None, found), None)
+    except (Exception, SystemExit):  # half an installation of transformers, or none
+        return None
 
 
 def _small_mlps(entry: ModelEntry) -> dict[str, MLPKind]:
@@ -239,8 +285,7 @@ def _few_heads(kind: LayerKind, heads: int) -> LayerKind:
     return attrs.evolve(kind, num_heads=heads)
 
 
-def _build(entry: ModelEntry, *, device: str, dtype: torch.dtype | None, mixtures: bool = False) -> nn.Module:
-    config = config_of(entry, mixtures=mixtures)
+def _made(recipe: Recipe, config: Any, *, device: str, dtype: torch.dtype | None) -> nn.Module:
     import torch
     import transformers
 
@@ -249,7 +294,7 @@ def _build(entry: ModelEntry, *, device: str, dtype: torch.dtype | None, mixture
     torch.set_default_dtype(dtype or usual)
     try:
         with torch.device(device):
-            model: nn.Module = getattr(transformers, _recipe(entry).model)(config)
+            model: nn.Module = getattr(transformers, recipe.model)(config)
     finally:
         torch.set_default_dtype(usual)
     return model

@@ -70,7 +70,8 @@ def reads_of(facts: Facts, spec: Any) -> tuple[Read, ...]:
             continue
         parsed: Any = facts.parsed[name]
         if isinstance(parsed, RopeSource):
-            if getattr(spec, name).width:  # what a rope that turns nothing says of itself decides nothing
+            rope = getattr(spec, name)
+            if rope is not None and rope.width:  # what a rope that turns nothing says of itself decides nothing
                 found += _rope_reads(name, parsed)
             continue
         norms = parsed if kind_of(attribute) == "norms" else [parsed] if isinstance(parsed, NormSource) else None

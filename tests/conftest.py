@@ -1,14 +1,22 @@
-"""Shared by all tests: how long hypothesis searches, and what `slow` means."""
+"""Shared by all tests: the numbers they draw, how long hypothesis searches, and what `slow` means.
+
+Their order is another one in each run (pytest-randomly prints its seed), their numbers are not: a test that depends on
+what ran before it fails, and one that fails can be run again by itself.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("layerfuse", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "layerfuse", deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("long", deadline=None, max_examples=5_000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("LAYERFUSE_HYPOTHESIS", "layerfuse"))
 
@@ -20,3 +28,23 @@ if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow: takes more than ten seconds (deselect with -m 'not slow')")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    _seed(0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    # Another seed than that of the fixtures, so that a test's tensors are none of theirs over again.
+    _seed(1)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    # Not imported for this: most tests of the lower floors need neither.
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(seed)

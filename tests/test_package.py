@@ -14,7 +14,7 @@ import pytest
 from helpers import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-DATA = ("models.toml", "models.schema.json", "py.typed")
+DATA = ("models.toml", "models.schema.json", "policy.toml", "py.typed")
 FOLDERS = ("adapters", "bench", "cli", "engines", "fusion", "registry", "testing")
 
 
@@ -45,6 +45,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, out = tmp_path_factory.mktemp("source") / "layerfuse", tmp_path_factory.mktemp("wheel")
     listed = ("*.py", "*.toml", "*.json", "*.md", "LICENSE*", "py.typed")
     shutil.copytree(ROOT, source, ignore=_only(*listed))
+    stale = source / "build" / "lib" / "layerfuse" / "fusion" / "gone.py"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("", encoding="utf-8")  # as an earlier `pip install .` left it
     run(
         *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"),
         *("--disable-pip-version-check", "--wheel-dir", out, source),
@@ -73,6 +76,11 @@ def _only(*patterns: str):  # type: ignore[no-untyped-def]
 @pytest.fixture(scope="module")
 def files(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_what_was_deleted_since_an_earlier_build_is_not_in_the_wheel(files: set[str]) -> None:
+    assert "layerfuse/fusion/planning.py" in files
+    assert "layerfuse/fusion/gone.py" not in files
 
 
 def test_every_package_of_the_repository_is_declared_and_in_the_wheel(files: set[str]) -> None:

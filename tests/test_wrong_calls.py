@@ -64,6 +64,7 @@ PLAN = fusion.plan(SPECS, TARGET)
 BUFFERS = metadata.plan_metadata(MLA, TARGET, batch=2)
 FACTS = DEEPSEEK_V3.layers["transformers:DeepseekV3Attention"][0]
 MODULE = torch.nn.Linear(2, 2)
+DENSE = registry.model("qwen3-4b")
 
 
 def entered(size: Any, rank: Any) -> None:
@@ -127,13 +128,15 @@ CALLS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "plan config": (lambda v: fusion.plan(SPECS, TARGET, v), but(NONE_OF_THEM, "None")),
     "plan engine": (lambda v: fusion.plan(SPECS, TARGET, engine=v), but(NONE_OF_THEM, "None")),
     "Plan.expected": (PLAN.expected, but(NONE_OF_THEM, "None")),
-    "Plan.at": (PLAN.at, NO_TEXT),
-    "Plan.of": (PLAN.of, NO_TEXT),
-    "Plan.expects": (lambda v: PLAN.expects(v, 1), NO_TEXT),
+    "Plan.at": (PLAN.at, NONE_OF_THEM),
+    "Plan.of": (PLAN.of, NONE_OF_THEM),
+    "Plan.expects": (lambda v: PLAN.expects(v, 1), NONE_OF_THEM),
     "Plan.expects tokens": (lambda v: PLAN.expects("x", v), but(NO_COUNT, *OTHER_NUMBERS)),
     "Target.named": (fusion.Target.named, NONE_OF_THEM),
     "Target": (lambda v: fusion.Target(arch=v, vendor="amd"), but(NONE_OF_THEM, "text")),
     "Engine": (lambda v: fusion.Engine(name=v), but(NONE_OF_THEM, "text")),
+    "Engine experts": (lambda v: fusion.Engine(name="x", experts=v), but(NO_TEXT, "None")),
+    "Engine uncompiled": (lambda v: fusion.Engine(name="x", uncompiled=v), but(NO_TEXT, "None")),
     "Engine refuses": (lambda v: fusion.Engine(name="x", refuses=v), NONE_OF_THEM),
     "FusionConfig": (lambda v: fusion.FusionConfig(level=v), but(NONE_OF_THEM, "zero", "None")),
     "FusionConfig switches": (lambda v: fusion.FusionConfig(switches=v), NONE_OF_THEM),
@@ -147,6 +150,14 @@ CALLS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "compile": (fusion.compile, NONE_OF_THEM),
     "compile specs": (lambda v: fusion.compile(MODULE, specs=v, target=TARGET), but(NONE_OF_THEM, "None")),
     "compile config": (lambda v: fusion.compile(MODULE, specs=SPECS, config=v), but(NONE_OF_THEM, "None")),
+    "compile registry": (lambda v: fusion.compile(MODULE, registry=v), but(NONE_OF_THEM, "None")),
+    "compile registry, specs given": (
+        lambda v: fusion.compile(MODULE, specs=SPECS, registry=v),
+        but(NONE_OF_THEM, "None"),
+    ),
+    "compile target": (lambda v: fusion.compile(MODULE, specs=SPECS, target=v), but(NONE_OF_THEM, "None")),
+    "compile engine": (lambda v: fusion.compile(MODULE, specs=SPECS, engine=v), but(NONE_OF_THEM, "None")),
+    "compile parallel": (lambda v: fusion.compile(MODULE, parallel=v), NONE_OF_THEM),
     "compile strict": (lambda v: fusion.compile(MODULE, specs=SPECS, strict=v), NO_FLAG),
     "keep_recurrences": (fusion.keep_recurrences, NONE_OF_THEM),
     "force": (force, but(NONE_OF_THEM, "None")),
@@ -197,7 +208,23 @@ CALLS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "bench.Ranks": (lambda v: bench.Ranks(v, "cpu"), but(NO_COUNT, "None")),
     "bench.Ranks device": (lambda v: bench.Ranks(2, v), but(NONE_OF_THEM, "None", "empty")),
     "full_model": (testing.full_model, NONE_OF_THEM),
+    "config_of": (testing.config_of, NONE_OF_THEM),
+    "why_not": (testing.why_not, NONE_OF_THEM),
+    "small_entry layers": (lambda v: testing.small_entry(ENTRY, layers=v), but(NO_COUNT, "tuple")),
+    "small_entry layer": (lambda v: testing.small_entry(ENTRY, layers=[v]), but(NO_COUNT, "zero")),
+    "small_entry heads": (lambda v: testing.small_entry(ENTRY, heads=v), NO_COUNT),
+    "small_entry hidden_size": (lambda v: testing.small_entry(ENTRY, hidden_size=v), NO_COUNT),
     "small_model": (testing.small_model, NONE_OF_THEM),
+    "small_model layer": (
+        lambda v: testing.small_model(DENSE, layers=[v]),
+        {**but(NO_COUNT, "zero"), "99": 99, "-1": -1},
+    ),
+    "small_model heads": (lambda v: testing.small_model(DENSE, heads=v), NO_COUNT),
+    "small_model dtype": (
+        lambda v: testing.small_model(DENSE, dtype=v),
+        {**but(NONE_OF_THEM, "None"), "name": "bfloat16", "count": torch.int64, "fp8": torch.float8_e4m3fn},
+    ),
+    "small_model seed": (lambda v: testing.small_model(DENSE, seed=v), but(NO_COUNT, "zero")),
     "run_contract": (testing.run_contract, NONE_OF_THEM),
 }
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import attrs
+
+from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.target import Target
 from . import own
+from .native import why_not_all_reduce, why_not_ops
 from .seams import usable
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
 
@@ -50,6 +54,15 @@ def runs_modules(vllm_config: Any) -> bool:
     return mode is None or bool(mode.name == "NONE")
 
 
+def draft_of(vllm_config: Any) -> Any:
+    """The config of the model that drafts for this one and is loaded beside it; None: there is none."""
+    speculative = vllm_config.speculative_config
+    # Where drafts come from the prompt alone, vLLM names the model itself.
+    if speculative is None or speculative.draft_model_config is speculative.target_model_config:
+        return None
+    return speculative.draft_model_config
+
+
 def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None) -> Engine:
     """What a plan needs to know of the vLLM that runs here, as this config has it.
 
@@ -68,9 +81,17 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None) 
     )
     if at_modules is not None:
         return own.uncompiled(at_modules, vllm_config.model_config.architectures, place, usable())
+    foreign = why_not_ops()
+    if foreign is not None:
+        return Engine(name="vllm", refuses={"*": foreign})
     passes = vllm_config.compilation_config.pass_config
     switched = {each.switch: getattr(passes, each.switch, None) is True for each in own.PASSES}
-    return own.compiled(place, switched)
+    engine = own.compiled(place, switched)
+    foreign = why_not_all_reduce() if place.ranks > 1 else None
+    if foreign is not None:
+        reduced = [name for name, fusion in FUSIONS.items() if fusion.all_reduce is not None]
+        engine = attrs.evolve(engine, refuses={**engine.refuses, **dict.fromkeys(reduced, foreign)})
+    return engine
 
 
 def _uses_aiter() -> bool:

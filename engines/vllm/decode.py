@@ -18,16 +18,22 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from attrs import define, field
 from torch import nn
 
 from ...adapters.specs import AnySpec, MLASpec
 from ...fusion.ops.agreement import RankDisagreementError, agree
-from .decode_facts import ATTENTION, CLASS, HOOKS, NAME, WRITE, why_not_here, why_not_read, why_not_spec
-from .hooks import HookError, check
+from .decode_facts import ATTENTION, CHANGED, CLASS, HOOKS, NAME, WRITE, why_not_here, why_not_read, why_not_spec
+from .hooks import HookError, check, wrapped_by
+from .native import Native, NotNativeError, native, native_call
 from .process import once
+from .seams import seam_of
 
 _loaded = count(1)
+
+BYPASSED = frozenset({"q_a_layernorm", "kv_a_layernorm", "rotary_emb", "mla_attn"})
+"""The children of vLLM's wrapper that our forward does not call."""
 
 
 def why_not_vllm() -> str | None:
@@ -40,6 +46,9 @@ def why_not_vllm() -> str | None:
             function = check(hook, module)
         except HookError as error:
             return str(error)
+        other = wrapped_by(hook, module)
+        if other is not None:
+            return str(NotNativeError(hook.place, other))
         problem = why_not_read(hook, ast.parse(textwrap.dedent(inspect.getsource(function))))
         if problem is not None:
             return problem
@@ -121,6 +130,8 @@ class Door:
             self.made = [_layer(self._wrapper(path), spec, ops, waiting) for path, spec in self.layers.items()]
             waiting.update(layer.name for layer in self.made)
             ops.try_out(self.made, self.vllm_config)
+        except NotNativeError as error:
+            return str(error)
         except Exception as error:  # vLLM runs on, and the other ranks wait to hear of it
             return f"{type(error).__name__}: {error}"
         return None
@@ -147,7 +158,7 @@ class Door:
             ops.layers[layer.name] = layer
             if layer.attention.impl.dcp_world_size == -1:
                 layer.attention.impl.dcp_world_size = 1  # as vLLM does at its first step
-            layer.wrapper.forward = forward_of(layer.wrapper, layer.name, ops)
+            layer.wrapper.forward = forward_of(layer.wrapper, layer.name, ops, layer.around)
         split = self.vllm_config.compilation_config.splitting_ops
         if split and ops.SPLIT not in split:
             split.append(ops.SPLIT)
@@ -188,7 +199,12 @@ def _why_not_layer(wrapper: Any, spec: MLASpec) -> str | None:
             f"its cache is {attention.kv_cache_dtype}, a form that the fused op does not write",
         ),
     )
-    return next((why for found, why in checks if found), None)
+    problem = next((why for found, why in checks if found), None)
+    for norm in (wrapper.q_a_layernorm, wrapper.kv_a_layernorm):
+        seam = seam_of(type(norm), "add_rms_norm")
+        if problem is None and (seam is None or not seam.plain(norm)):
+            problem = f"its norm, a {type(norm).__module__}.{type(norm).__qualname__}, does more than its spec says"
+    return problem
 
 
 def _cache_of(attention: Any) -> tuple[Any] | None:
@@ -217,25 +233,31 @@ def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str]) -> Any:
         pairs="interleaved" if rope.interleaved else "halves",  # type: ignore[union-attr]
         cache_dtype=cache_dtype,
         query_dtype=current_platform.fp8_dtype() if quantised else None,
+        around=native(wrapper, bypassed=BYPASSED, values=False),
+        stood=native_call(attention, (type(attention.impl), WRITE[2])),
         waiting=waiting,
     )
 
 
-def forward_of(wrapper: Any, name: str, ops: Any) -> Callable[..., Any]:
+def forward_of(wrapper: Any, name: str, ops: Any, stood: Native) -> Callable[..., Any]:
     """A forward for one wrapper that calls our ops, for Dynamo to trace or to be run as it is.
 
     Args:
         wrapper: vLLM's.
         name: of its attention, in vLLM's forward context.
         ops: the module `decode_ops`.
+        stood: what vLLM would run. Where something else is put there, that is called.
     """
-    own = wrapper.forward
     latents, turn, attend, layer = ops.latents, ops.turn, ops.attend, ops.encoded(name)
 
-    @wraps(own)
+    @wraps(wrapper.forward)
     def forward(positions: Any, hidden_states: Any, llama_4_scaling: Any = None) -> Any:
         if llama_4_scaling is not None or positions.dim() != 1:
-            return own(positions, hidden_states, llama_4_scaling)
+            return type(wrapper).forward(wrapper, positions, hidden_states, llama_4_scaling)
+        # What is put there once vLLM has traced a model is in none of its graphs, with ours or without.
+        if not torch.compiler.is_compiling() and (problem := stood.changed()) is not None:
+            once(logging.WARNING, CHANGED, problem)
+            return type(wrapper).forward(wrapper, positions, hidden_states, llama_4_scaling)
         rows = wrapper.fused_qkv_a_proj(hidden_states)[0]
         q, kv, k_rope = rows.split([wrapper.q_lora_rank, wrapper.kv_lora_rank, wrapper.qk_rope_head_dim], dim=-1)
         normed, entries = latents(q, kv, k_rope, positions, layer)

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 NAME = "mla_decode"
 """Among the `fusions` that are asked for."""
 
+TAKES = f"{NAME} takes what stands there"
+"""The reason in the plan of what is taken at the same sites."""
+
+CHANGED = "layerfuse: mla_decode: vLLM's own way is taken from now on: %s"
+"""What is said when something else was put in the place of vLLM's code after ours."""
+
 CLASS = ("vllm.model_executor.layers.mla", "MultiHeadLatentAttentionWrapper")
 """Module and class of what it stands in."""
 
@@ -228,14 +234,12 @@ def _why_not_environment() -> str | None:
 
 
 def beside(engine: Engine) -> Engine:
-    """The engine where both latent norms and the query of all MLA layers are taken already."""
+    """The engine where both latent norms of all MLA layers are taken already."""
     import attrs
 
-    from ...fusion.sites import LATENTS, QUERY
+    from ...fusion.sites import LATENTS
 
-    return attrs.evolve(
-        engine, keeps={**engine.keeps, **dict.fromkeys((LATENTS, QUERY), f"{NAME} takes what stands there")}
-    )
+    return attrs.evolve(engine, keeps={**engine.keeps, LATENTS: TAKES})
 
 
 def without(fusions: str) -> tuple[str, bool]:

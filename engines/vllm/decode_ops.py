@@ -26,6 +26,8 @@ from vllm.utils import torch_utils
 from ...adapters.errors import LayerfuseError
 from ...fusion.backends import listening, steps
 from ...fusion.ops.library import case_maker, declared, direct, repeating
+from .decode_facts import CHANGED
+from .native import Native
 from .process import once
 
 _STEADY = True
@@ -72,6 +74,10 @@ class Layer:
     "What a cache that vLLM keeps as bytes is looked at as; None: as it is."
     query_dtype: torch.dtype | None
     "The fp8 dtype that the attention kernel takes its query in; None: that of the layer."
+    around: Native = field(repr=False)
+    "What vLLM would run in the whole layer."
+    stood: Native = field(repr=False)
+    "What of it runs at every step, compiled or not: the attention."
     waiting: set[str]
     "The layers of its model that have not decoded yet, by name: one set for all of them."
     norms: tuple[dict[str, Any], dict[str, Any]] = field(init=False, repr=False)
@@ -133,7 +139,10 @@ class Layer:
                 "layerfuse: mla_decode: a decode step without a slot for each token, or without a cache, is done as vLLM does it",
             )
             return False
-        return True
+        problem = self.stood.changed()
+        if problem is not None:
+            once(logging.WARNING, CHANGED, problem)
+        return problem is None
 
     def refuse(self, error: Exception) -> None:
         """Go vLLM's way from now on."""

@@ -1,16 +1,13 @@
-"""Which fusions the catalog says are faster in vLLM, and are on there by default: read off its source, not imported.
+"""Which fusions are on in vLLM by default, and whether one of them can find a site: from the measurements, without the catalog.
 
-To import the catalog takes longer than a start-up with nothing to do may. A test holds this to the catalog itself.
+To import the catalog takes longer than a start-up with nothing to do may.
 """
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-CATALOG = Path(__file__).parents[2] / "fusion" / "catalog"
+from ...fusion.policy import Measurement, shipped
 
 
 def on_by_default(arch: str | None = None) -> dict[str, tuple[str, ...]]:
@@ -19,12 +16,12 @@ def on_by_default(arch: str | None = None) -> dict[str, tuple[str, ...]]:
     Args:
         arch: as `Target.arch`; only what is on there. None: everywhere.
     """
-    found: dict[str, tuple[str, ...]] = {}
-    for path in sorted(CATALOG.glob("*.py")):
-        for fields in _measurements(path.read_text(encoding="utf-8")):
-            if fields["engine"] == "vllm" and arch in (None, *fields["archs"]):
-                found[path.stem] = (*found.get(path.stem, ()), *fields["archs"])
-    return found
+    found: dict[str, dict[str, None]] = {}
+    for each in _faster():
+        if arch in (None, each.arch):
+            for name in each.fusions:
+                found.setdefault(name, {})[each.arch] = None
+    return {name: tuple(archs) for name, archs in sorted(found.items())}
 
 
 def may_find_a_site(vllm_config: Any, arch: str) -> bool:
@@ -38,26 +35,33 @@ def may_find_a_site(vllm_config: Any, arch: str) -> bool:
         arch: as `Target.arch`.
     """
     ranks = vllm_config.parallel_config.tensor_parallel_size
+    quantised = vllm_config.quant_config is not None
     state = getattr(vllm_config.model_config, "has_inner_state", True)
-    for path in CATALOG.glob("*.py"):
-        source = path.read_text(encoding="utf-8")
-        wanted = {"Quant": vllm_config.quant_config is not None, "GatedNorm": state}
-        found = all(there for step, there in wanted.items() if f"{step}(" in source or f"({step}," in source)
-        if found and any(
-            fields["engine"] == "vllm" and arch in fields["archs"] and fields.get("ranks", 1) <= ranks
-            for fields in _measurements(source)
-        ):
-            return True
-    return False
+    return any(
+        (quantised or not name.endswith("_quant")) and (state or not name.startswith("gated_"))
+        for each in _faster()
+        if each.arch == arch and each.ranks <= ranks
+        for name in each.fusions
+    )
 
 
-def _measurements(source: str) -> Iterator[dict[str, Any]]:
-    """The fields of every `Faster(...)` in a source."""
-    if "Faster(" not in source:
-        return
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Faster":
-            yield {str(each.arg): ast.literal_eval(each.value) for each in node.keywords}
+def measured_elsewhere(arch: str, device: str, release: str) -> str | None:
+    """Where what is on by default was measured, as a sentence, if not on such a GPU with such a vLLM; None where it was, or nothing is on.
+
+    Args:
+        arch: as `Target.arch`.
+        device: as the driver names it.
+        release: of vLLM.
+    """
+    there = {(each.release, each.device): None for each in _faster() if each.arch == arch}
+    if not there or (release.partition("+")[0], device) in there:
+        return None
+    where = " and ".join(f"vLLM {known} on {gpu}" for known, gpu in there)
+    return f"what is on by default here is what was measured faster with {where}; vLLM {release} on {device} was not measured"
+
+
+def _faster() -> list[Measurement]:
+    return [each for each in shipped().measurement if each.engine == "vllm" and each.faster]
 
 
 def arch_here() -> str:

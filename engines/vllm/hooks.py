@@ -16,6 +16,8 @@ from typing import Any, Literal, TypeAlias
 
 from attrs import frozen
 
+from .whose import module_of, package
+
 TESTED = ("0.26.0", "0.33.0")
 """The releases of vLLM that the tests run. What lies between and after is held to the check of the hooks."""
 
@@ -78,6 +80,15 @@ HOOKS = (
         module="vllm.model_executor.model_loader.tensorizer_loader",
         path="TensorizerLoader.load_model",
         takes=("self", "vllm_config"),
+        needed=False,
+    ),
+    Hook(
+        name="loader",
+        does="looks whether a loader is one that it stands at",
+        module="vllm.model_executor.model_loader",
+        path="get_model_loader",
+        takes=("load_config",),
+        source="vllm.model_executor.model_loader.__init__:get_model_loader",
         needed=False,
     ),
     Hook(
@@ -156,9 +167,10 @@ def check(hook: Hook, module: ModuleType) -> Callable[..., Any]:
         }
     except (TypeError, ValueError):
         raise HookError(f"{hook.place} has no signature that Python can tell") from None
-    problem = _misfit(hook, found)
+    problem, other = _misfit(hook, found), wrapped_by(hook, module)
     if problem is not None:
-        raise HookError(problem)
+        whose = hook.place if other is None else f"{hook.place}, from {other},"
+        raise HookError(problem.replace(hook.place, whose, 1))
     return function
 
 
@@ -213,12 +225,8 @@ def _misfit(hook: Hook, found: Mapping[str, bool]) -> str | None:
 
 def wrapped_by(hook: Hook, module: ModuleType) -> str | None:
     """The module of another plugin's function that stands at a hook already, or None where vLLM's own does."""
-    found = _plain(owner_of(hook, module)[2])
-    package = getattr(found, "__module__", "") or ""
-    code = getattr(found, "__code__", None)
-    # functools.wraps copies the name of the module; the globals are the function's own.
-    package = getattr(found, "__globals__", {}).get("__name__", package) if code is not None else package
-    return None if package.partition(".")[0] in ("vllm", "contextlib", "layerfuse") else package
+    found = module_of(owner_of(hook, module)[2])
+    return None if package(found) in ("vllm", "contextlib", "layerfuse") else found
 
 
 def stand_at(hook: Hook, module: ModuleType, around: Around) -> None:

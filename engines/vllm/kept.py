@@ -6,6 +6,7 @@ A record that cannot be written or read is no error: the engine runs, and the re
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,31 @@ def read(path: Path, key: str) -> dict[str, Any] | None:
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("key") != key:
         return None
     return data
+
+
+TRITON_CACHE = "TRITON_CACHE_DIR"
+"""Where Triton keeps what it has compiled; asked at each kernel's first launch."""
+
+
+def name_tritons_folder(device: int) -> None:
+    """Let Triton keep its kernels beside the compiled model, cold and warm, unless somebody has said where.
+
+    Inductor names that folder as it compiles its first kernel, and kernels that are launched later go there, ours too. A start from
+    vLLM's cache compiles none: it looked for ours elsewhere, and compiled them again.
+    """
+    if os.environ.get(TRITON_CACHE) is None:
+        from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+        os.environ[TRITON_CACHE] = triton_cache_dir(device)
+
+
+def written_by(path: Path) -> int | None:
+    """The process that wrote a report, or None where the file is none."""
+    try:
+        pid = json.loads(path.read_text())["pid"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return pid if type(pid) is int else None
 
 
 def _piece(key: str, digest: str, tokens: str) -> Path:

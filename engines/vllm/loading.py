@@ -2,38 +2,66 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from ... import registry
-from ...adapters.errors import UnknownLayerError
+from ...adapters.errors import LayerfuseError, UnknownLayerError
+from ...adapters.linear_quant import quantises_inside_flashinfer
 from ...adapters.specs import AnySpec, GatedMLPSpec
 from ...fusion.compiler import surroundings_of
-from ...fusion.plan import plan
+from ...fusion.planning import plan
 from ...fusion.target import Target
-from .circumstances import engine_for, runs_modules, why_not_compiled
+from .circumstances import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import Door
-from .decode_facts import beside
-from .options import KEY, OWN, Options
-from .process import once
+from .decode_facts import NAME, TAKES, beside
+from .keys import check_table
+from .options import Options
+from .own import FLASHINFER
+from .process import of_each_class, once
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
 from .unit import Unit
 
 
-def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[tuple[nn.Module, Unit]]:
-    """The modules that vLLM will compile, with what layerfuse plans in each. Writes their key into vLLM's config.
+class NotFusedError(LayerfuseError, RuntimeError):
+    """`strict` is set, and of what is asked for nothing can happen in a model. `fusions` holds a reason for each; empty: for any."""
+
+    def __init__(self, model: str, why: str, fusions: dict[str, str] | None = None) -> None:
+        self.model, self.why, self.fusions = model, why, fusions or {}
+        super().__init__(model, why, fusions)
+
+    def __str__(self) -> str:
+        told = [f"layerfuse is strict, and {line}" for line in _unfound_lines(self.model, self.fusions)]
+        told = told or [f"layerfuse is strict, and nothing is fused in {self.model}: {self.why}"]
+        return "\n".join([*told, "Leave it out of `fusions`, or set `strict` to false, if that is acceptable."])
+
+
+def units_of(
+    vllm_config: Any, model: nn.Module, options: Options, draft: bool = False
+) -> Iterator[tuple[nn.Module, Unit]]:
+    """The modules that vLLM will compile, with what layerfuse plans in each.
 
     Where vLLM runs the model without compiling it, that is the model itself, for fused ops at module level. Where there is nothing
     to do in it, that is said once.
 
+    Args:
+        vllm_config: vLLM's own.
+        model: as loaded.
+        options: what is asked for.
+        draft: whether it is loaded beside the model that it drafts for.
+
     Raises:
         LayerfuseError: a layer cannot be read, or the options are wrong.
+        NotFusedError: strict, and nothing can happen in the model of what is asked for, or of a fusion that is named.
+        TypeError: vLLM's cache cannot be told of the fusions.
     """
     config = options.config()
+    stops = config.strict and not draft and not options.says_nothing
     unknown = dict(registry.unknown_in(model))
     compiled = dict(_compiled(model))
     reason = why_not_compiled(vllm_config)
@@ -41,11 +69,12 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
         reason = f"no module of {type(model).__name__} is one that vLLM compiles"
     if reason is not None:
         if not options.eager or not runs_modules(vllm_config):
-            _nothing(model, reason)
+            _nothing(model, reason, stops)
             return
         compiled = {"": model}
-    for layer, cls in unknown.items():
-        once(logging.WARNING, "layerfuse: no adapter knows %s (%s): nothing is fused there", cls, layer)
+    for of_a_class in of_each_class(unknown):
+        once(logging.WARNING, "layerfuse: no adapter knows %s: nothing is fused there", of_a_class)
+    _say_quantised_inside(vllm_config, model)
     try:
         specs = registry.specs_in(model)
     except UnknownLayerError:
@@ -78,6 +107,7 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
                     plan=plan(inside, target, config, engine),
                     around=surroundings_of(module),
                     vllm_config=vllm_config,
+                    device=_device_of(module),
                     strict=config.strict,
                     report_path=options.report,
                     unknown=strangers,
@@ -86,16 +116,56 @@ def units_of(vllm_config: Any, model: nn.Module, options: Options) -> Iterator[t
                 ),
             )
         )
+    # What has no site here may have one in another stage of the pipeline, or in the model that is loaded beside this one.
+    alone = draft_of(vllm_config) is None and vllm_config.parallel_config.pipeline_parallel_size == 1
+    stops = stops and alone
     if reason is not None and not any(unit.active or unit.door is not None for _, unit in units):
-        _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason)
+        _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
         return
+    unfound = _unfound(options, [unit for _, unit in units])
+    if unfound and stops:
+        raise NotFusedError(type(model).__name__, "", unfound)
+    for line in _unfound_lines(type(model).__name__, unfound):
+        once(logging.WARNING, "layerfuse: %s", line)
+    for _, unit in units:
+        unit.unfound = unfound
     if units:
         units[0][1].outside = tuple(layer for layer, _ in specs if layer not in held)
-    _write_key(vllm_config, [unit for _, unit in units])
+    check_table(vllm_config)
     yield from units
 
 
-def _nothing(model: nn.Module, why: str) -> None:
+def _say_quantised_inside(vllm_config: Any, model: nn.Module) -> None:
+    """Say why no quantised fusion has a site, where that is vLLM's choice of a kernel."""
+    if vllm_config.quant_config is not None:
+        inside = sum(quantises_inside_flashinfer(module) for module in model.modules())
+        if inside:
+            once(logging.INFO, "layerfuse: %s (%d linears of %s do)", FLASHINFER, inside, type(model).__name__)
+
+
+def _unfound(options: Options, units: list[Unit]) -> dict[str, str]:
+    """The fusions that are asked for by name and can happen at no site of a model -> why."""
+    found: dict[str, str] = {}
+    for name in options.named:
+        if name == NAME:
+            if all(unit.door is None for unit in units):
+                found[name] = "it has no MLA layer"
+            continue
+        decisions = [each for unit in units for each in unit.plan.decisions if each.fusion == name]
+        if not any(each.kind in ("expected", "fallback") or each.reason == TAKES for each in decisions):
+            refused = [each.reason for each in decisions if each.kind == "refused"]
+            reasons = Counter(refused or [each.reason for each in decisions])
+            found[name] = reasons.most_common(1)[0][0] if reasons else "none of its layers has such a chain"
+    return found
+
+
+def _unfound_lines(model: str, unfound: dict[str, str]) -> list[str]:
+    return [f"{name} is asked for, and has no site in {model}: {why}" for name, why in unfound.items()]
+
+
+def _nothing(model: nn.Module, why: str, stops: bool = False) -> None:
+    if stops:
+        raise NotFusedError(type(model).__name__, why)
     once(logging.WARNING, "layerfuse: nothing is fused in %s: %s", type(model).__name__, why)
 
 
@@ -129,24 +199,10 @@ def _below(path: str, outer: str) -> str:
     return path if not outer else path.removeprefix(outer).removeprefix(".")
 
 
-def _target_of(module: nn.Module) -> Target:
+def _device_of(module: nn.Module) -> torch.device:
     first = next(module.parameters(), None)
-    return Target.named("cpu") if first is None or first.device.type == "cpu" else Target.detect()
+    return torch.device("cpu") if first is None else first.device
 
 
-def _write_key(vllm_config: Any, units: list[Unit]) -> None:
-    """Make what is planned part of the key of vLLM's cache, which knows its config only."""
-    active = [unit.key for unit in units if unit.active]
-    active += [unit.door.key for unit in units if unit.door is not None and unit.door.stands]
-    given = vllm_config.additional_config
-    if not active:
-        return
-    if not isinstance(given, dict):
-        raise TypeError(
-            f"additional_config is {type(given).__name__}: a table is needed to tell vLLM's cache of the fusions"
-        )
-    own = given.get(KEY)
-    own = dict(own) if isinstance(own, dict) else {}
-    # A draft model is loaded after the model itself, with the same config.
-    digest = hashlib.sha256("".join([own.get(OWN, ""), *active]).encode()).hexdigest()[:16]
-    vllm_config.additional_config = {**given, KEY: {**own, OWN: digest}}
+def _target_of(module: nn.Module) -> Target:
+    return Target.named("cpu") if _device_of(module).type == "cpu" else Target.detect()

@@ -1,4 +1,4 @@
-"""Fused ops at module level, in a model that vLLM does not compile: put in, counted in the profiling run, reported.
+"""Fused ops at module level, in a model that vLLM does not compile: put in, counted in its first run, reported.
 
 Each stands in one instance of vLLM's own classes, at a site of the plan. Where an op refuses its arguments, vLLM's own code
 runs, and the report says so.
@@ -7,9 +7,10 @@ runs, and the report says so.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -24,14 +25,17 @@ from ...fusion.ops import FUNCTIONS
 from ...fusion.report import GraphRecord, Use
 from ...fusion.rewrite.ownership import join
 from ...fusion.sites import OUTPUT, Site
+from . import trial
 from .hooks import Hook
+from .native import Native, NotNativeError, native, native_call, native_function
+from .process import once
 from .seams import Seam, seam_of
 from .unit import Piece, Unit
 
 REFUSALS = (LayerfuseError, TypeError, ValueError)
 """What an op raises for arguments that it does not take."""
 
-NOT_CALLED = "vLLM did not call its norms together in the profiling run"
+NOT_CALLED = "vLLM did not call its norms together in the first run"
 
 _inside: ContextVar[Callable[..., Any] | None] = ContextVar("layerfuse_inside", default=None)
 """What stands for a module's function while an instance runs."""
@@ -71,17 +75,39 @@ class Standing:
             return problem
         if not seam.plain(module):
             return f"this {type(module).__qualname__} does more than its spec says"
-        op = FUNCTIONS[FUSIONS[fusion].op.name]
-        if seam.function is None:
-            self._norm(module, seam, site, op)
-        else:
-            self._function(module, seam, _dispatched(seam.function), site, op)
+        try:
+            if seam.function is None:
+                self._norm(module, seam, site, fusion)
+            else:
+                self._function(module, seam, site, fusion)
+        except NotNativeError as error:
+            return str(error)
         return None
 
-    def _counted(self, site: str, op: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-        """The fused op, or vLLM's own code where it refuses; each given its arguments ready."""
+    def _as_it_was(self, site: str, stood: Iterable[Native]) -> bool:
+        """Whether nothing has been put in the place of vLLM's code since ours stands there: what has is called instead, and said."""
+        problem = next(filter(None, (each.changed() for each in stood)), None)
+        if problem is None:
+            return True
+        self.missed[site] = problem
+        once(logging.WARNING, "layerfuse: a fused op is not called any more: %s", problem)
+        return False
+
+    def _counted(self, site: str, fusion: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        """The fused op, or vLLM's own code where it refuses or something else runs there; each given its arguments ready."""
+        declared = FUSIONS[fusion].op
+        op, wrong = FUNCTIONS[declared.name], False
+        tried = False
 
         def run(fused: tuple[Any, ...], plain: tuple[Any, ...]) -> Any:
+            nonlocal tried, wrong
+            if not tried and trial.possible():
+                tried = True
+                problem = trial.difference(declared.reference, fused, own, plain)
+                if problem is not None:
+                    wrong, self.missed[site] = True, problem
+            if wrong:
+                return own(*plain)
             try:
                 result = op(*fused)
             except REFUSALS as error:
@@ -92,39 +118,62 @@ class Standing:
 
         return run
 
-    def _norm(self, module: Any, seam: Seam, site: Site, op: Callable[..., Any]) -> None:
+    def _norm(self, module: Any, seam: Seam, site: Site, fusion: str) -> None:
         (norm,) = site.norms
         settings: tuple[Any, ...] = (norm.epsilon, norm.weight_offset)
         if isinstance(norm, GatedNormSpec):
             settings = (*settings, norm.activation, norm.norm_before_gate)
-        own, second = module.forward, seam.second
-        run = self._counted(site.name, op, own)
+        stood, second = (native(module),), seam.second
+        own = _of_its_class(module)
+        run = self._counted(site.name, fusion, own)
 
-        @functools.wraps(own)
+        @functools.wraps(module.forward)
         def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.keys() == {second} and not args:
                 args, kwargs = (kwargs[second],), {}
             # Without the second tensor, or with options of vLLM's, it is another computation.
-            if len(args) != 1 or kwargs or args[0] is None or args[0].numel() != x.numel():
+            plain = len(args) == 1 and not kwargs and args[0] is not None and args[0].numel() == x.numel()
+            if not plain or not self._as_it_was(site.name, stood):
                 return own(x, *args, **kwargs)
             # Kimi's delta nets give the gate without the leading dimension of 1.
             return run((x, args[0].view(x.shape), module.weight, *settings), (x, *args))
 
         module.forward = forward
 
-    def _function(
-        self, module: Any, seam: Seam, original: Callable[..., Any], site: Site, op: Callable[..., Any]
-    ) -> None:
+    def _function(self, module: Any, seam: Seam, site: Site, fusion: str) -> None:
         q, kv = site.norms
-        own = module.forward
-        run = self._counted(site.name, op, original)
+        function: Any = seam.function
+        native_function(function.module, function.path)
+        original, own = _dispatched(function), _of_its_class(module)
+        paths = [join(site.layer, norm.module or "") for norm in site.norms]
+        switched = seam.switch is not None and not getattr(module, seam.switch)
+        stood: list[Native] = []
+        if switched:  # vLLM would call its norms
+            stood = [native(module, values=False), *(native_call(self.model.get_submodule(path)) for path in paths)]
+
+        def plain(x: Any, y: Any, *others: Any) -> Any:
+            if not switched:
+                return original(x, y, *others)
+            first, second = map(self.model.get_submodule, paths)
+            return first(x), second(y)
+
+        run = self._counted(site.name, fusion, plain)
         settings = (q.epsilon, kv.epsilon, q.weight_offset, kv.weight_offset)
 
         def fused(x: Any, y: Any, x_weight: Any, y_weight: Any, epsilon: float) -> Any:
+            if epsilon != q.epsilon:
+                why = f"vLLM calls {function.path} with epsilon {epsilon} here; the spec says {q.epsilon}"
+                self.missed[site.name] = why
+                once(logging.WARNING, "layerfuse: a fused op is not called any more: %s", why)
+                return plain(x, y, x_weight, y_weight, epsilon)
             return run((x, y, x_weight, y_weight, *settings), (x, y, x_weight, y_weight, epsilon))
 
-        @functools.wraps(own)
+        @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._as_it_was(site.name, stood):
+                if switched:
+                    setattr(module, str(seam.switch), False)
+                return own(*args, **kwargs)
             before = _inside.set(fused)
             try:
                 return own(*args, **kwargs)
@@ -132,11 +181,11 @@ class Standing:
                 _inside.reset(before)
 
         module.forward = forward
-        if seam.switch is not None:
-            setattr(module, seam.switch, True)
+        if switched:
+            setattr(module, str(seam.switch), True)
 
     def take_down(self) -> None:
-        """Write what the profiling run was as a record of the unit."""
+        """Write what the first run was as a record of the unit."""
         uses, unreached = [], []
         for decision in self.unit.plan.expected():
             site, op = decision.site, FUSIONS[decision.fusion].op.name
@@ -154,6 +203,15 @@ class Standing:
             Piece(number=0, tokens="any", source="module", record=GraphRecord(graph=0, uses=tuple(uses)))
         )
         self.unit.unreached = tuple(unreached)
+
+
+def _of_its_class(module: Any) -> Callable[..., Any]:
+    """The forward of a module in which ours stands: what its class has when it is called."""
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    return own
 
 
 def _dispatched(function: Hook) -> Callable[..., Any]:
@@ -186,7 +244,7 @@ def counted(unit: Unit) -> Iterator[None]:
 
 
 def at_first_call(model: Any, unit: Unit, done: Callable[[Unit], None]) -> None:
-    """Put the planned ops into a model, and report after its first call, which is vLLM's profiling run.
+    """Put the planned ops into a model, and report after its first call: vLLM's profiling run if it makes one, else the first step.
 
     Args:
         model: as loaded.
@@ -199,10 +257,12 @@ def at_first_call(model: Any, unit: Unit, done: Callable[[Unit], None]) -> None:
 
     @functools.wraps(own)
     def first(*args: Any, **kwargs: Any) -> Any:
-        if model.forward is first:
-            del model.forward  # later calls are the model's own
+        standing.ran.clear()
         with counted(unit):
             result = own(*args, **kwargs)
+        # A call that raised is none: the next one is reported.
+        if model.forward is first:
+            del model.forward  # later calls are the model's own
         standing.take_down()
         done(unit)
         return result

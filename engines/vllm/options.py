@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -32,6 +33,11 @@ def _is(kind: type, words: str) -> Any:
     return validate
 
 
+def _file(_: Any, attribute: attrs.Attribute[Any], value: str | None) -> None:
+    if value is not None and not Path(value).name:
+        raise OptionsError(f"{attribute.name}: expected the path of a file, got {shown(value)}")
+
+
 def _line(value: Any) -> Any:
     """A list of names as the line that it stands for."""
     if isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
@@ -50,10 +56,10 @@ class Options:
     level: int | None = field(default=None, validator=_is(int, "0, 1 or 2"))
     "The optimisation level; None: that of `fusions`."
     strict: bool = field(default=False, validator=_is(bool, "true or false"))
-    "Whether an expected fusion that did not happen stops the engine."
+    "Whether an expected fusion that did not happen stops the engine, or one that is named and has no site in the model."
     eager: bool = field(default=True, validator=_is(bool, "true or false"))
     "Whether fused ops stand in the modules of a model that vLLM does not compile."
-    report: str | None = field(default=None, validator=_is(str, "a path"))
+    report: str | None = field(default=None, validator=[_is(str, "a path"), _file])
     "The file that the report is written to; None: beside what vLLM's compiler keeps."
 
     def config(self) -> FusionConfig:
@@ -90,6 +96,12 @@ class Options:
     def decode(self) -> bool:
         """Whether `mla_decode` is asked for, which is no fusion of graphs."""
         return without(self._line)[1]
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """What is asked for by name: with `all`, nothing is."""
+        words = [word.strip() for word in self._line.split(",")]
+        return tuple(word.lstrip("+") for word in words if word and word[0] != "-" and word not in ("none", "all"))
 
     @property
     def off(self) -> bool:
@@ -142,4 +154,4 @@ def options_in(additional_config: Any) -> Options:
 
 
 OWN = "key"
-"""What layerfuse writes beside the options when the model is loaded: that what it does is part of vLLM's cache key."""
+"""What stands in the place of the options while vLLM makes the key of its cache (`keys`)."""

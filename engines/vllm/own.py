@@ -12,7 +12,6 @@ from attrs import frozen
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.sites import FINAL
-from .decode_facts import NAME as DECODE
 from .decode_facts import SPARSE_MODELS
 
 _PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
@@ -48,6 +47,8 @@ class Pass:
     "Whether vLLM's defaults switch it on for a model with such a chain."
     archs: tuple[str, ...] = ()
     "Where its defaults switch it on; empty: everywhere."
+    given: str = ""
+    "What it depends on besides, as part of a sentence."
 
     def there(self, place: Place) -> bool:
         """Whether it does anything in this place if it is switched on."""
@@ -61,6 +62,15 @@ def _quantised(*names: str, per: Iterable[str] = _PER_QUANT) -> tuple[str, ...]:
 _GROUP, _OTHER = ("group_quant",), ("static_quant", "per_token_quant")
 _NORMS = ("add_rms_norm", "rms_norm", "mla_dual_rms_norm")
 
+NEEDS_FLASHINFER = ", where FlashInfer is there and has a workspace for as many tokens"
+"""What vLLM's fused all-reduces need on NVIDIA's GPUs. Their limits of bytes differ by GPU and ranks."""
+
+EXPERTS = (
+    "vLLM runs a mixture's experts, shared ones too, in ops of its own (vllm::moe_forward_shared), which take what they read "
+    "unquantised, and in which nothing is fused"
+)
+"""Why no quantised fusion stands in front of experts, nor in shared ones."""
+
 PASSES = (
     Pass(
         fusions=("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_static_quant"),
@@ -68,6 +78,7 @@ PASSES = (
         by="AllReduceFusionPass",
         vendor="nvidia",
         archs=("sm90", "sm100", "sm103"),
+        given=NEEDS_FLASHINFER,
     ),
     Pass(
         fusions=("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_group_quant"),
@@ -141,7 +152,11 @@ def by_passes(place: Place, switched: Mapping[str, bool] | None = None) -> dict[
         place: what is planned for.
         switched: `pass_config` of an engine that is there; None: vLLM's defaults.
     """
-    return {name: f"its pass {each.by} ({each.switch})" for each in _on(place, switched) for name in each.fusions}
+    return {
+        name: f"its pass {each.by} ({each.switch}){each.given}"
+        for each in _on(place, switched)
+        for name in each.fusions
+    }
 
 
 def _on(place: Place, switched: Mapping[str, bool] | None) -> Iterator[Pass]:
@@ -162,6 +177,8 @@ class Code:
     "Empty: every model."
     reduced: bool = False
     "Only with more than one rank."
+    vendor: str | None = None
+    "Only on this vendor's GPUs; None: on all."
     kept: bool = False
     "Whether vLLM keeps it even where the fusion is asked for by name: nothing stands where that could go in."
 
@@ -177,9 +194,10 @@ CODE = (
     ),
     Code(
         fusions=("all_reduce_add_rms_norm", "add_rms_norm"),
-        by="fused_allreduce_rms_norm in the code of the model",
+        by=f"fused_allreduce_rms_norm in the code of the model{NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add",
         architectures=SPARSE_MODELS,
         reduced=True,
+        vendor="nvidia",
         kept=True,
     ),
     Code(
@@ -209,15 +227,20 @@ def by_code(architectures: Iterable[str], place: Place) -> dict[str, Code]:
     return {
         name: each
         for each in CODE
-        if (not each.architectures or each.architectures & given) and (place.ranks > 1 or not each.reduced)
+        if (not each.architectures or each.architectures & given)
+        and (place.ranks > 1 or not each.reduced)
+        and each.vendor in (None, place.vendor)
         for name in each.fusions
     }
 
 
-INSTEAD = "naming the fusion takes it instead"
+FLASHINFER = (
+    "vLLM's block fp8 linears on Hopper quantise inside FlashInfer's kernel where FlashInfer is installed with nvcc or its cubins: no "
+    "quantised fusion finds a site then; with VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 vLLM takes DeepGEMM, and they find theirs"
+)
+"""Of 0.26 and 0.33: `FlashInferFp8DeepGEMMDynamicBlockScaledKernel` is the first that they ask."""
 
-OPAQUE = f"vLLM's ops for cache write and attention find the cache by the layer's name; {DECODE} takes norms, ropes and cache write at module level"
-"""Why chains with a rope are not taken in its graphs, split or not."""
+INSTEAD = "naming the fusion takes it instead"
 
 
 def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine:
@@ -225,8 +248,8 @@ def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine
     does = by_passes(place, switched)
     return Engine(
         name="vllm",
-        refuses=dict.fromkeys((name for name, fusion in FUSIONS.items() if fusion.rope is not None), OPAQUE),
         does={name: f"vLLM does it: {by}; {INSTEAD}" for name, by in does.items()},
+        experts=EXPERTS,
     )
 
 
@@ -254,4 +277,5 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         refuses=dict.fromkeys(without, f"{reason}; at module level there is no place for it"),
         does=does,
         keeps=keeps,
+        experts=EXPERTS,
     )

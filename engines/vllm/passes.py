@@ -19,10 +19,10 @@ AFTER = frozenset({"NoOpEliminationPass"})
 class FusionPass(InductorPass):  # type: ignore[misc]
     """Rewrites by a plan. Copies and unpickled ones of the same process write to the same report."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, key: str) -> None:
         self.pipeline = pipeline
-        # Inductor asks for each graph; the plan stays what it is.
-        self._uuid = f"{pipeline.uuid()} over {_tensor_parallel_group()}"
+        self._key = key
+        self._uuid = f"{key} over {tensor_parallel_group()}"
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the graph in place. Where that raises, the graph is as it was, and the report says so."""
@@ -35,20 +35,21 @@ class FusionPass(InductorPass):  # type: ignore[misc]
             troubled("rewriting a graph", error)
 
     def uuid(self) -> str:
-        """Part of Inductor's key: changes with the specs (but for the rank), the plan, the config, the source and the group.
+        """Part of Inductor's key: changes with the key of the module (`keys.key_for`), and with the group.
 
         Fused all-reduces hold torch's name of the tensor-parallel group, and groups that are started together share a cache.
         """
         return self._uuid
 
     def __reduce__(self) -> Any:
-        return FusionPass, (self.pipeline,)
+        return FusionPass, (self.pipeline, self._key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self
 
 
-def _tensor_parallel_group() -> str:
+def tensor_parallel_group() -> str:
+    """Torch's name of this rank's tensor-parallel group."""
     if not parallel_state.model_parallel_is_initialized():
         return "no group"
     return str(parallel_state.get_tp_group().device_group.group_name)

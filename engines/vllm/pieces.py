@@ -15,7 +15,7 @@ import torch
 from attrs import field, frozen
 from torch.fx import GraphModule, Node
 
-from ...fusion.plan import Plan
+from ...fusion.planning import Plan
 from ...fusion.report import GraphRecord, Use
 from ...fusion.rewrite.ownership import Surroundings, join
 from ...fusion.rewrite.parameters import module_path

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from ...fusion.config import FusionConfigError
 from .decode_facts import CLASS, NAME, why_not_source
 from .defaults import on_by_default
 from .hooks import HOOKS, TESTED, check_source
+from .options import Options
 from .seams import SEAMS
 
 
@@ -47,6 +49,10 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
         f"on by default on {arch}, where `layerfuse plan` says so: {', '.join(on_by_default(arch))}" for arch in archs
     )
     asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
+    try:
+        Options().config()
+    except FusionConfigError:  # which the doctor says of the variable itself
+        return "broken", f"vLLM {version} would not start with LAYERFUSE_FUSIONS={asked}, which names no fusion (below)"
     would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else on or "no fusion is on by default"
     needed = sum(hook.needed for hook in HOOKS)
     return "found", f"vLLM {version} is {known}; {needed} of {needed} hooks found; {would}"

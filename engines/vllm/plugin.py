@@ -9,6 +9,7 @@ import inspect
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 
+FORCED = "VLLM_FORCE_AOT_LOAD"
+"""vLLM's variable: what is in its cache is taken, or the engine stops."""
+
+
+NOTHING_ON = (
+    "no fusion is on in vLLM by default here; `layerfuse plan MODEL --engine vllm` says which there are, and "
+    """--additional-config '{"layerfuse": {"fusions": ["add_rms_norm"]}}' takes one"""
+)
+
+
 class NotHereError(LayerfuseError, RuntimeError):
     """`strict` is set, and this vLLM is not what this version of layerfuse knows."""
 
@@ -42,6 +53,7 @@ def register() -> None:
     arounds: dict[str, Callable[..., Any]] = {
         "options": _at_options,
         "specs": _at_specs,
+        "loader": _at_loader,
         "pass": _at_pass,
         "piece": _at_piece,
         "artefact": _at_artefact,
@@ -114,8 +126,10 @@ def _stop_if(strict: bool) -> None:
 def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a model is loaded: plan, and wait for the first call of what vLLM compiles of it."""
     model = original(*args, **kwargs)
-    process.this.read = True
     config = _argument(original, args, kwargs, "vllm_config")
+    with _quietly("taking note of the model"):
+        process.this.read.add(model)
+        process.this.engines[id(config.scheduler_config)] = config.scheduler_config
     options = Options()
     with _quietly("reading the options"):
         options = options_in(config.additional_config)
@@ -126,15 +140,18 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         once(logging.INFO, "layerfuse: all fusions are switched off")
         return model
     if _nothing_on(options, config):
-        once(logging.INFO, "layerfuse: no fusion is on in vLLM by default here; see docs/vllm.md for those that can be")
+        once(logging.INFO, "layerfuse: %s", NOTHING_ON)
         return model
     say_if_untested()
+    if options.says_nothing:
+        with _quietly("asking where defaults come from"):
+            _say_where_defaults_come_from()
     with _quietly("looking for vLLM's modules"):
         _say_which_modules_are_gone()
     with _quietly("planning", options.strict):
         from .loading import units_of
 
-        for module, unit in units_of(config, model, options):
+        for module, unit in units_of(config, model, options, _is_draft(original, args, kwargs)):
             if unit.door is not None:
                 unit.door.put_in()
             if unit.at_modules is None:
@@ -144,6 +161,16 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
                 at_first_call(module, unit, _finish)
     return model
+
+
+def _say_where_defaults_come_from() -> None:
+    from vllm.platforms import current_platform
+
+    from .defaults import arch_here, measured_elsewhere
+
+    said = measured_elsewhere(arch_here(), current_platform.get_device_name(), version())
+    if said is not None:
+        once(logging.INFO, "layerfuse: %s", said)
 
 
 def _say_which_modules_are_gone() -> None:
@@ -191,11 +218,18 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
         _, unit = process.this.waiting.pop(id(self))
         if not any(isinstance(other, cls) for other, _ in process.this.waiting.values()):
             cls.__call__ = own
+        _find_key(unit)
         process.this.running.append(unit)
         try:
+            from .keys import in_place_of_options
+
             # Tracing and compiling run no fused op.
-            with counting() as calls, recording() as seen:
+            with in_place_of_options(unit), counting() as calls, recording() as seen:
                 result = own(self, *args, **kwargs)
+        except BaseException:
+            unit.pieces.clear()
+            _wait_for(self, unit)  # a call that raised is none
+            raise
         finally:
             process.this.running.pop()
         unit.counted = calls
@@ -205,6 +239,16 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
         return result
 
     return first_call
+
+
+def _find_key(unit: Unit) -> None:
+    """Before vLLM looks into its cache: tell it by what key this module is known."""
+    if process.this.off is None and (unit.active or (unit.door is not None and unit.door.stands)):
+        unit.key = uuid.uuid4().hex  # where none can be found, one that no other start has
+        with _quietly("finding the key of the fusions for vLLM's cache", unit.strict):
+            from .keys import key_for
+
+            unit.key = key_for(unit)
 
 
 def _warm_up(seen: dict[Any, None]) -> None:
@@ -223,17 +267,49 @@ def _running() -> Unit | None:
     return process.this.running[-1] if process.this.running and process.this.off is None else None
 
 
+def _is_draft(original: Callable[..., Any], args: Any, kwargs: Any) -> bool:
+    """Whether a model is one that drafts for another, and is loaded beside it."""
+    from .circumstances import draft_of
+
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    draft = draft_of(given["vllm_config"])
+    return draft is not None and draft is given.get("model_config")
+
+
+def _at_loader(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """When vLLM makes a loader: one with a `load_model` of its own may bring a model past layerfuse."""
+    loader = original(*args, **kwargs)
+    with _quietly("looking at a loader"):
+        loader.load_model = partial(_loaded, loader.load_model)
+    return loader
+
+
+def _loaded(load_model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    model = load_model(*args, **kwargs)
+    config = None
+    with _quietly("looking at a loaded model"):
+        if not any(module in process.this.read for module in model.modules()):
+            # A loader of another package may name no arguments.
+            config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    if config is not None:
+        _say_not_read(config)
+    return model
+
+
 def _check_that_it_was_read(compiled: Any) -> None:
-    """When vLLM compiles a model: a loader with a `load_model` of its own may have brought it past layerfuse.
+    """When vLLM compiles a model: as `_say_not_read`, for what no loader of vLLM's brought."""
+    if id(compiled.vllm_config.scheduler_config) not in process.this.engines:
+        _say_not_read(compiled.vllm_config)
+
+
+def _say_not_read(config: Any) -> None:
+    """A model was loaded past layerfuse.
 
     Raises:
-        NotHereError: strict, and it has.
+        NotHereError: strict, and it was.
     """
-    if process.this.read:
-        return
     options, how = Options(), ""
     with _quietly("asking how the model was loaded"):
-        config = compiled.vllm_config
         options = options_in(config.additional_config)
         if process.this.off is None and not options.off and not _nothing_on(options, config):
             format_ = config.load_config.load_format
@@ -252,11 +328,23 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _check_that_it_was_read(_argument(original, args, kwargs, "self"))
     unit = _running()
     if unit is not None and unit.active:
-        with _quietly("adding the pass to vLLM's"):
-            from .passes import insert
-
-            insert(_argument(original, args, kwargs, "self"), unit.new_pass())
+        _add_pass(_argument(original, args, kwargs, "self"), unit)
     return result
+
+
+def _add_pass(backend: Any, unit: Unit) -> None:
+    """Add the unit's pass. Where that is not possible, this start keeps nothing of what it compiles: the key says that it is fused."""
+    try:
+        from .passes import insert
+
+        insert(backend, unit.new_pass())
+        if unit.distrusts:
+            backend.inductor_config["force_disable_caches"] = True
+    except Exception as error:
+        troubled("adding the pass to vLLM's", error)
+        unit.spoiled = f"layerfuse's pass could not be added to vLLM's: {error}"
+        with _quietly("keeping this start out of vLLM's cache"):
+            backend.inductor_config["force_disable_caches"] = True
 
 
 def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -278,15 +366,31 @@ def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """When vLLM looks for a compiled model in its cache: know where it is, and read the report that was kept with it."""
-    loaded = original(*args, **kwargs)
-    _check_that_it_was_read(_argument(original, args, kwargs, "model"))
+    """When vLLM looks for a compiled model in its cache: take one only with the report that was kept with it, and read that.
+
+    Without it nobody knows what is in the model: the start that compiled it could not add the pass, or did not come to its end.
+    """
     unit = _running()
-    if unit is not None and unit.active:
-        with _quietly("reading the report that was kept"):
-            unit.artefact = Path(_argument(original, args, kwargs, "aot_compilation_path"))
-            if loaded is not None:
-                unit.take_kept()
+    if unit is not None:
+        with _quietly("naming the folder of Triton's kernels"):
+            from .kept import name_tritons_folder
+
+            name_tritons_folder(unit.device.index or 0)
+    if unit is None or not unit.active:
+        loaded = original(*args, **kwargs)
+        _check_that_it_was_read(_argument(original, args, kwargs, "model"))
+        return loaded
+    known = os.environ.get(FORCED) == "1"
+    with _quietly("looking for the report that was kept"):
+        unit.artefact = Path(_argument(original, args, kwargs, "aot_compilation_path"))
+        known = known or unit.vouched()
+        unit.distrusts = not known and unit.artefact.exists()
+    loaded = original(*args, **kwargs) if known else None
+    with _quietly("reading the report that was kept"):
+        if loaded is None:
+            unit.forget()
+        else:
+            unit.take_kept()
     return loaded
 
 

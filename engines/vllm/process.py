@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
+from weakref import WeakSet, WeakValueDictionary
 
 from .hooks import TESTED
 
@@ -19,8 +22,10 @@ class Process:
         self.registered = False
         self.off: str | None = None
         "Why vLLM is left alone, or None."
-        self.read = False
-        "Whether a model was loaded in a place that layerfuse stands at."
+        self.read: WeakSet[Any] = WeakSet()
+        "The models that were loaded in a place that layerfuse stands at."
+        self.engines: WeakValueDictionary[int, Any] = WeakValueDictionary()
+        "Their engines, by the scheduler's config: vLLM copies its config for parts of a model, for drafts and for kernels, and keeps that."
         self.waiting: dict[int, tuple[Any, Any]] = {}
         "The modules that vLLM will compile at their first call, each with its `Unit`, by identity."
         self.running: list[Any] = []
@@ -63,6 +68,17 @@ def troubled(doing: str, error: Exception) -> None:
             unit.trouble.append(text)
     once(logging.WARNING, "layerfuse: %s", text)
     logger.debug("layerfuse: %s", doing, exc_info=error)
+
+
+def of_each_class(unknown: Mapping[str, str]) -> Iterator[str]:
+    """Each class that no adapter knows, with the first of its layers and how many more there are: a line each, however deep a model is.
+
+    Args:
+        unknown: layer -> class.
+    """
+    for cls, count in Counter(unknown.values()).items():
+        first = next(layer for layer, each in unknown.items() if each == cls)
+        yield f"{cls} ({first}{f' and {count - 1} more' if count > 1 else ''})"
 
 
 def once(level: int, message: str, *arguments: Any) -> None:

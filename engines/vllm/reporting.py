@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import attrs
 import torch.distributed as dist
 
 from ... import __version__
+from ...fusion.ops.agreement import patience
 from . import kept
-from .process import logger, once, version
+from .process import logger, of_each_class, once, version
 from .unit import Unit
 from .verdict import Outcome, Verdict, lines_of, verdict_of
 
@@ -21,8 +23,8 @@ NAME = "layerfuse-report.json"
 PATIENCE = timedelta(minutes=2)
 """How long a rank waits for the others' verdicts."""
 
-_written: dict[Path, dict[str, Any]] = {}
-"""What this process has written into each file: a model may have several compiled modules."""
+_written: dict[Path, tuple[str, dict[str, Any]]] = {}
+"""What this process has written into each file, and for which of vLLM's engines: a model may have several compiled modules."""
 
 
 def publish(unit: Unit) -> None:
@@ -33,7 +35,7 @@ def publish(unit: Unit) -> None:
         CallsDifferError: strict, and the profiling run called other fused ops than the report says.
     """
     rank, ranks = _together(unit)
-    outcome = Outcome(plan=unit.plan, ranks=ranks, unknown=unit.unknown)
+    outcome = Outcome(plan=unit.plan, ranks=ranks, unknown=unit.unknown, run=unit.run)
     if unit.pieces and not unit.from_cache and unit.at_modules is None:
         problem = unit.keep()
         if problem is not None:
@@ -70,7 +72,7 @@ def _lines(unit: Unit, outcome: Outcome) -> list[str]:
         )
     lines += first.notes
     lines += [f"problem: {problem}" for problem in outcome.problems]
-    lines += [f"unknown: no adapter knows {cls} ({layer})" for layer, cls in unit.unknown.items()]
+    lines += [f"unknown: no adapter knows {of_a_class}" for of_a_class in of_each_class(unit.unknown)]
     return lines
 
 
@@ -82,7 +84,7 @@ def _file(unit: Unit) -> Path:
     """Where the report goes: as asked for, else beside what vLLM's compiler keeps, which all ranks share; else in its cache."""
     parallel, compilation = unit.vllm_config.parallel_config, unit.vllm_config.compilation_config
     if unit.report_path is not None:
-        path = Path(unit.report_path)
+        path = Path(unit.report_path).expanduser()
     elif unit.artefact is not None:
         path = unit.artefact.parent.parent / NAME
     elif compilation.cache_dir:
@@ -95,12 +97,43 @@ def _file(unit: Unit) -> Path:
     stage = parallel.rank // parallel.tensor_parallel_size
     parts = [f"pp{stage}"] if parallel.pipeline_parallel_size > 1 else []
     parts += [f"dp{parallel.data_parallel_index}"] if parallel.data_parallel_size > 1 else []
-    return path.with_name("-".join([path.stem, *parts]) + path.suffix)
+    path = path.with_name("-".join([path.stem, *parts]) + path.suffix)
+    return path if unit.report_path is None else _not_anothers(path, unit.vllm_config.instance_id)
+
+
+def _not_anothers(path: Path, engine: str) -> Path:
+    """A file that was asked for, or the first numbered one beside it that no other engine on this machine has written and still runs."""
+    found, number = path, 1
+    while _is_anothers(found, engine):
+        number += 1
+        found = path.with_name(f"{path.stem}-{number}{path.suffix}")
+    return found
+
+
+def _is_anothers(path: Path, engine: str) -> bool:
+    if path in _written:
+        return _written[path][0] != engine
+    by = kept.written_by(path)
+    return by is not None and by != os.getpid() and _runs(by)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _write(path: Path, unit: Unit, outcome: Outcome) -> str | None:
     """Write the report of every module of this process so far. None, or why that was not possible."""
-    modules = _written.setdefault(path, {})
+    engine = unit.vllm_config.instance_id
+    known, modules = _written.get(path, (engine, {}))
+    if known != engine:  # beside what vLLM keeps: the same model, started again
+        modules = {}
+    _written[path] = engine, modules
     modules[".".join(filter(None, (unit.model, unit.path)))] = {
         "class": unit.name,
         "target": unit.plan.target.to_dict(),
@@ -111,6 +144,7 @@ def _write(path: Path, unit: Unit, outcome: Outcome) -> str | None:
         "problems": list(outcome.problems),
         "unknown": dict(unit.unknown),
         "outside": list(unit.outside),
+        "unfound": dict(unit.unfound),
         "ranks": [attrs.asdict(verdict) for verdict in outcome.ranks],
         "graphs": [
             {
@@ -122,7 +156,7 @@ def _write(path: Path, unit: Unit, outcome: Outcome) -> str | None:
             for p in unit.pieces
         ],
     }
-    return kept.write(path, {"layerfuse": __version__, "vllm": version(), "modules": modules})
+    return kept.write(path, {"layerfuse": __version__, "vllm": version(), "pid": os.getpid(), "modules": modules})
 
 
 def _together(unit: Unit) -> tuple[int, tuple[Verdict, ...]]:
@@ -141,7 +175,7 @@ def _together(unit: Unit) -> tuple[int, tuple[Verdict, ...]]:
     verdicts: list[Any] = [None] * size
     try:
         # All ranks have just run the model together; one that does not come has failed elsewhere, and must not be waited for.
-        dist.monitored_barrier(group.cpu_group, timeout=PATIENCE)
+        dist.monitored_barrier(group.cpu_group, timeout=min(PATIENCE, patience(group.cpu_group)))
         dist.all_gather_object(verdicts, own, group=group.cpu_group)
     except RuntimeError as error:
         problem = f"not all of the {size} ranks gave an answer: {error}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from .hooks import Hook, HookError, check
+from .hooks import Hook, HookError, check, owner_of
 
 _NORMS = "vllm.model_executor.layers.layernorm"
 _MLA = "vllm.model_executor.layers.mla"
@@ -57,6 +57,15 @@ class Seam:
     def hooks(self) -> tuple[Hook, ...]:
         """What has to be as expected."""
         return (self.hook,) if self.function is None else (self.hook, self.function)
+
+    def is_there(self) -> bool:
+        """Whether this vLLM has something of these names. Imports nothing."""
+        try:
+            for hook in self.hooks:
+                owner_of(hook, sys.modules[hook.module])
+        except (KeyError, HookError):
+            return False
+        return True
 
     def why_not(self) -> str | None:
         """Why this vLLM is not what is expected here, or None where it is. Imports nothing."""
@@ -116,5 +125,5 @@ def seam_of(cls: type, fusion: str) -> Seam | None:
 
 
 def usable() -> frozenset[str]:
-    """The fusions for which this vLLM has such a place, as far as its modules are loaded."""
-    return frozenset(seam.fusion for seam in SEAMS if seam.why_not() is None)
+    """The fusions for which this vLLM has such a place, as far as its modules are loaded; whose code is there is asked at each site."""
+    return frozenset(seam.fusion for seam in SEAMS if seam.is_there())

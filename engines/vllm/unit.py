@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import attrs
+import torch
 from attrs import define, field, frozen
 
-from ...fusion.plan import Plan
+from ...fusion.planning import Plan
 from ...fusion.report import GraphRecord, Report, Use
 from ...fusion.rewrite import Pipeline, Surroundings
 from . import kept
@@ -50,12 +51,16 @@ class Unit:
     plan: Plan
     around: Surroundings
     vllm_config: Any = field(repr=False)
+    device: torch.device
+    "Of the module's parameters."
     strict: bool
     report_path: str | None = None
     "As asked for."
     unknown: dict[str, str] = field(factory=dict)
     outside: tuple[str, ...] = ()
     "Layers with sites that no compiled module holds."
+    unfound: dict[str, str] = field(factory=dict)
+    "Fusions that are asked for by name and have no site in the loaded model -> why."
     at_modules: str | None = None
     "Why vLLM does not compile the model, where the fused ops stand in its modules; None: it compiles it."
     unreached: tuple[str, ...] = ()
@@ -74,23 +79,31 @@ class Unit:
     "What went wrong in layerfuse itself."
     pipeline: Pipeline = field(init=False)
     sites: Sites = field(init=False)
-    key: str = field(init=False)
-    "What caches know the rewriting by."
+    key: str = field(default="", init=False)
+    "What caches know the module by (`keys.key_for`); empty before its first call, and where nothing of it is to be rewritten."
+    distrusts: bool = field(default=False, init=False)
+    "Whether a compiled module without records lay in vLLM's cache: nothing of what was kept with it is taken, pieces neither."
+    spoiled: str | None = field(default=None, init=False)
+    "Why the pass is not among vLLM's, as a sentence: nothing is fused, and nothing that is compiled may be kept under the key."
     _records: dict[tuple[str, str], PieceRecord] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
         self.pipeline = Pipeline(self.plan, around=self.around)
         self.sites = Sites(self.plan, self.around)
-        self.key = str(self.pipeline.uuid())
 
     @property
     def active(self) -> bool:
         """Whether there is anything to rewrite."""
         return any(decision.kind in ("expected", "fallback") for decision in self.plan.decisions)
 
+    @property
+    def run(self) -> str:
+        """What the module's first call is: vLLM makes a profiling run of what it compiles, and need not of what it does not."""
+        return "profiling run" if self.at_modules is None else "first run"
+
     def new_pass(self) -> FusionPass:
         """The pass to give to vLLM's pass manager."""
-        return FusionPass(self.pipeline)
+        return FusionPass(self.pipeline, self.key)
 
     # ---- pieces as they are compiled
 
@@ -112,6 +125,14 @@ class Unit:
     def _piece(self, outline: Outline, number: int, tokens: str, fresh: list[GraphRecord]) -> Piece:
         key = (outline.digest, tokens)
         place = len(self.pieces)
+        if self.spoiled is not None:
+            # A record of an equal piece would be of one that the pass came to.
+            return Piece(
+                number=number,
+                tokens=tokens,
+                source="rewritten",
+                record=GraphRecord(graph=place, uses=(), failed=self.spoiled),
+            )
         if fresh:
             record = GraphRecord(
                 graph=place,
@@ -120,7 +141,8 @@ class Unit:
                 failed=next((each.failed for each in fresh if each.failed is not None), None),
             )
             known = self._records[key] = self.sites.anchored(outline, record)
-            kept.keep_piece(self.key, *key, known)
+            if record.failed is None:
+                kept.keep_piece(self.key, *key, known)
             return Piece(number=number, tokens=tokens, source="rewritten", record=record)
         sources: tuple[tuple[Source, PieceRecord | None], ...] = (
             ("equal", self._records.get(key)),
@@ -135,22 +157,37 @@ class Unit:
 
     # ---- kept with what vLLM keeps of the model
 
+    @property
+    def _beside(self) -> Path:
+        return (self.artefact or Path()).with_name(kept.BESIDE)
+
+    def vouched(self) -> bool:
+        """Whether records under this key lie beside the compiled module: without them nobody knows what is in it."""
+        return self.artefact is not None and kept.read(self._beside, self.key) is not None
+
+    def forget(self) -> None:
+        """Take away the records beside the compiled module: another one takes its place."""
+        if self.artefact is not None:
+            self._beside.unlink(missing_ok=True)
+
     def keep(self) -> str | None:
         """Write the records beside the compiled module. None, or why that was not possible."""
-        if self.artefact is None or not self.artefact.exists():
+        failed = self.spoiled is not None or any(piece.record.failed is not None for piece in self.pieces)
+        # Without its records the compiled module is compiled anew by the next start.
+        if self.artefact is None or failed or not self.artefact.exists():
             return None
         pieces = [
             {"number": each.number, "tokens": each.tokens, "record": attrs.asdict(each.record), "sites": each.sites}
             for each in self.pieces
         ]
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return kept.write(self.artefact.with_name(kept.BESIDE), {"key": self.key, "compiled": now, "pieces": pieces})
+        return kept.write(self._beside, {"key": self.key, "compiled": now, "pieces": pieces})
 
     def take_kept(self) -> None:
         """Read the records that were written when vLLM compiled what it has now read from its cache."""
         self.from_cache = True
         self.pieces.clear()
-        data = None if self.artefact is None else kept.read(self.artefact.with_name(kept.BESIDE), self.key)
+        data = None if self.artefact is None else kept.read(self._beside, self.key)
         if data is None:
             return
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from attrs import field, frozen
 
 from ...adapters.errors import LayerfuseError
 from ...fusion.catalog import FUSIONS
-from ...fusion.plan import Plan
+from ...fusion.planning import Plan
 from ...fusion.report import FusionMissedError, Missed, Report
 from .decode_facts import NAME
 from .unit import Unit
@@ -18,7 +19,11 @@ from .unit import Unit
 WRITES = "mla_norm_rope_cache_into"
 """The op that `mla_decode` calls once in each layer of every step."""
 
-NOT_CALLED = "vLLM did not call these layers once each in the profiling run"
+NOT_CALLED = "vLLM did not call these layers once each in the {run}"
+
+
+_FIGURES = re.compile(r" \([^()]*\d[^()]*\)$")
+"""What was measured, at the end of a reason: of another machine, as likely as not. The report's file has it."""
 
 
 class CallsDifferError(LayerfuseError, RuntimeError):
@@ -53,8 +58,17 @@ class Verdict:
     "Where the graphs came from -> how many did."
 
     def same_as(self, other: Verdict) -> bool:
-        """Whether two ranks say the same."""
-        return (self.fused, self.missed, self.called) == (other.fused, other.missed, other.called)
+        """Whether two ranks say the same. Their graphs may number the nodes in a reason differently."""
+        return bool(self._said() == other._said())
+
+    def _said(self) -> tuple[object, ...]:
+        missed = {name: {site: _unnumbered(why) for site, why in sites.items()} for name, sites in self.missed.items()}
+        return self.fused, missed, self.called
+
+
+def _unnumbered(reason: str) -> str:
+    """A reason with the numbers of graph nodes left out: `mm_3` is `mm`."""
+    return re.sub(r"\b([A-Za-z]\w*?)_\d+\b", r"\1", reason)
 
 
 def verdict_of(unit: Unit, rank: int) -> Verdict:
@@ -82,7 +96,9 @@ def verdict_of(unit: Unit, rank: int) -> Verdict:
     if unit.door is not None:
         sites_there, calls = unit.door.sites(), 0 if unit.counted is None else unit.counted[WRITES]
         called = None if called is None else {**called, NAME: calls}
-        why = unit.door.why_not or (NOT_CALLED if unit.counted is not None and calls != len(sites_there) else None)
+        why = unit.door.why_not or (
+            NOT_CALLED.format(run=unit.run) if unit.counted is not None and calls != len(sites_there) else None
+        )
         fused[NAME] = sites_there if why is None else ()
         if why is not None:
             missed[NAME] = dict.fromkeys(sites_there, why)
@@ -136,7 +152,7 @@ def _differences(unit: Unit, report: Report) -> Iterable[str]:
         said = sorted({calls[name] for calls in planned.values()})
         if counted[name] not in said:
             several = " or ".join(map(str, said))
-            yield f"{name} was called {counted[name]} times in the profiling run; the graphs hold it {several} times"
+            yield f"{name} was called {counted[name]} times in the {unit.run}; the graphs hold it {several} times"
 
 
 def _notes(unit: Unit) -> Iterable[str]:
@@ -144,7 +160,7 @@ def _notes(unit: Unit) -> Iterable[str]:
     if unit.at_modules is not None:
         yield f"the fused ops stand in the model's modules: {unit.at_modules}"
     if unit.unreached:
-        yield f"the profiling run did not come to {unit.unreached[0]}{_more(unit.unreached)}, where fused ops stand too"
+        yield f"the {unit.run} did not come to {unit.unreached[0]}{_more(unit.unreached)}, where fused ops stand too"
     if unit.kept_since is not None:
         yield f"the model came from vLLM's cache; this is the report that was kept with it on {unit.kept_since}"
     elif unit.from_cache:
@@ -174,6 +190,8 @@ class Outcome:
     plan: Plan = field(repr=False)
     ranks: tuple[Verdict, ...]
     unknown: dict[str, str] = field(factory=dict)
+    run: str = "profiling run"
+    "As `Unit.run`."
 
     @property
     def missed(self) -> Missed:
@@ -206,7 +224,7 @@ class Outcome:
         """Raise where something expected did not happen.
 
         Raises:
-            FusionMissedError: an expected fusion is missing somewhere, or a layer that looks like attention is unknown.
+            FusionMissedError: an expected fusion is missing somewhere, or something of the model is unknown.
             CallsDifferError: the profiling run called other fused ops than the report says.
         """
         if self.missed or self.unknown:
@@ -257,33 +275,34 @@ def lines_of(outcome: Outcome) -> list[str]:
     for name in filter(outcome.plan.concerns, FUSIONS):
         expected = len({decision.site for decision in outcome.plan.expected(name)})
         refused = outcome.plan.refused(name)
-        called = _calls(name, outcome.ranks)
+        called = _calls(name, outcome)
         fused = len(outcome.fused(name))
         if not expected and not fused:
-            reasons = Counter(decision.reason for decision in refused)
+            reasons = Counter(_FIGURES.sub("", decision.reason) for decision in refused)
             lines += [f"{name}: off at {count} sites: {reason}" for reason, count in reasons.items()]
             continue
         lines.append(f"{name}: {expected} expected, {fused} fused, {len(missed.get(name, {}))} missed{called}")
         lines += [f"  missed: {line}" for line in _grouped(missed.get(name, {}))]
     if any(NAME in (*verdict.fused, *verdict.missed) for verdict in outcome.ranks):
         lost, sites = missed.get(NAME, {}), outcome.fused(NAME)
-        calls, decoded = _calls(NAME, outcome.ranks), min(verdict.decoded for verdict in outcome.ranks)
+        calls, decoded = _calls(NAME, outcome), min(verdict.decoded for verdict in outcome.ranks)
         told = f", {decoded or 'none'} of them to decode" if calls and sites else ""
         lines.append(f"{NAME}: stands in {len(sites)} of {len(lost) + len(sites)} MLA layers{calls}{told}")
         lines += [f"  missed: {line}" for line in _grouped(lost)]
     return lines
 
 
-def _calls(name: str, ranks: Sequence[Verdict]) -> str:
+def _calls(name: str, outcome: Outcome) -> str:
+    ranks, run = outcome.ranks, outcome.run
     counts = [None if verdict.called is None else verdict.called.get(name, 0) for verdict in ranks]
     if None in counts:
         return ""
     if len(set(counts)) == 1:
-        return f"; called {counts[0]} times in the profiling run" + (" of every rank" if len(ranks) > 1 else "")
-    return f"; called {' / '.join(map(str, counts))} times in the profiling runs of the ranks"
+        return f"; called {counts[0]} times in the {run}" + (" of every rank" if len(ranks) > 1 else "")
+    return f"; called {' / '.join(map(str, counts))} times in the {run}s of the ranks"
 
 
 def _grouped(sites: dict[str, str]) -> Iterable[str]:
-    for reason, count in Counter(sites.values()).items():
-        first = next(site for site, why in sites.items() if why == reason)
-        yield f"{first}{f' and {count - 1} more' if count > 1 else ''}: {reason}"
+    for reason, count in Counter(map(_unnumbered, sites.values())).items():
+        first, why = next((site, why) for site, why in sites.items() if _unnumbered(why) == reason)
+        yield f"{first}{f' and {count - 1} more' if count > 1 else ''}: {why}"

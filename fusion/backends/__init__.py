@@ -18,7 +18,7 @@ from typing import Any
 from attrs import frozen
 
 from ...adapters.errors import LayerfuseError, cut, did_you_mean, shown
-from ..declare import Kernel, Op
+from ..declare import REFERENCE, Kernel, Op
 
 ENVIRONMENT = "LAYERFUSE_BACKEND"
 """Environment variable that forces one backend by name, on every device, for the ops that have it."""
@@ -229,14 +229,19 @@ def _decide(op: str, device: str, case: Hashable) -> Chosen:
             raise BackendError(f"{op} cannot run on {device}: {'; '.join(refusals) or 'it has no backend'}")
 
 
+def forced() -> str | None:
+    """The name of the backend that is forced, by `force` or by the environment, or None."""
+    # A variable that is set to nothing, as shells do, is not set.
+    return _forced[0] if _forced else os.environ.get(ENVIRONMENT) or None
+
+
 def wanted_for(op: str) -> str | None:
     """The backend that is forced for this op; None where none is, or where the op has no backend of that name.
 
     Raises:
         BackendError: no op at all has a backend of the forced name.
     """
-    # A variable that is set to nothing, as shells do, is not set.
-    wanted = _forced[0] if _forced else os.environ.get(ENVIRONMENT) or None
+    wanted = forced()
     if wanted is None or any(backend.name == wanted for backend in _backends.get(op, ())):
         return wanted
     known = sorted({backend.name for several in _backends.values() for backend in several})
@@ -335,7 +340,7 @@ def anywhere(device: str) -> tuple[bool, str]:
 
 def reference(op: str, function: Callable[..., Any]) -> Backend:
     """An op's reference, which runs anywhere."""
-    return Backend(name="reference", op=op, load=lambda: function, runs_on=anywhere)
+    return Backend(name=REFERENCE, op=op, load=lambda: function, runs_on=anywhere)
 
 
 def backend_of(op: Op, kernel: Kernel) -> Backend:
@@ -344,8 +349,6 @@ def backend_of(op: Op, kernel: Kernel) -> Backend:
         from .aiter.backend import backend
 
         return backend(op.name)
-    if not kernel.function and not kernel.made_by:
-        raise BackendError(f"{op.name}: the kernel of backend {kernel.backend!r} names no function (`module:function`)")
     if kernel.backend == "triton":
         from .triton import backend as triton_backend
 

@@ -1,7 +1,8 @@
 """Every fusion: the files of this folder, and what other packages declare by an entry point.
 
 A package adds fusions by an entry point of the group `layerfuse.fusions` whose object is a `Fusion`, or several in a
-list. It may not replace one that exists. Nothing here imports torch, though a plugin may.
+list. It may not replace one that exists. An entry point that cannot be used is refused alone: a warning names it, and
+everything else is known. Nothing here imports torch, though a plugin may.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import metadata
 from typing import Any
@@ -17,10 +19,17 @@ import attrs
 
 from ...adapters.errors import FOREIGN, LayerfuseError, did_you_mean, said, shown
 from ...registry.entry_points import entry_points, package_of
-from ..chain import Fusion, FusionError
+from ..chain import COLLECTIVE, FAMILY, Fusion, FusionError
+from ..kernel_source import why_absent
+from ..latent_ops import MLA
 
 GROUP = "layerfuse.fusions"
 """The group of entry points."""
+
+CANONICAL = (
+    *("rms_norm", "quantise_per_token", "quantise_group", "quantise_static", "quantise_mxfp8", "quantise_mxfp4"),
+)
+"""The ops of `ops.canonical`, which needs torch: like those of MLA layers, ops that no fusion may be called."""
 
 
 class FusionPluginError(FusionError):
@@ -30,7 +39,8 @@ class FusionPluginError(FusionError):
         self.plugin = plugin
         self.package = package
         self.problem = problem
-        super().__init__(f"entry point {plugin!r} of {package}: {problem}. Fix the package, or uninstall it.")
+        stop = "" if problem.endswith("?") else "."
+        super().__init__(f"entry point {plugin!r} of {package}: {problem}{stop} Fix the package, or uninstall it.")
 
 
 class UnknownFusionError(LayerfuseError, KeyError):
@@ -62,7 +72,7 @@ def of_plugin(point: metadata.EntryPoint, package: str) -> tuple[Fusion, ...]:
     """The fusions that one entry point declares.
 
     Raises:
-        FusionPluginError: it cannot be imported, or is no fusion.
+        FusionPluginError: it cannot be imported, is no fusion, or names a kernel that is not there.
     """
     try:
         content: Any = point.load()
@@ -74,27 +84,86 @@ def of_plugin(point: metadata.EntryPoint, package: str) -> tuple[Fusion, ...]:
         raise FusionPluginError(point.name, package, f"reading it raised {said(error)}") from error
     if not all(isinstance(each, Fusion) for each in several):
         raise FusionPluginError(point.name, package, f"expected a Fusion or a list of them, got {shown(content)}")
-    return tuple(attrs.evolve(fusion, owner=package) for fusion in several)
+    for fusion in several:
+        own = (kernel for kernel in fusion.backends if kernel not in (*FAMILY, *COLLECTIVE))
+        absent = next(filter(None, (why_absent(path) for kernel in own for path in kernel.paths)), None)
+        if absent is not None:
+            raise FusionPluginError(point.name, package, f"a kernel of {fusion.name}: {absent}")
+    return tuple(attrs.evolve(fusion, owner=package, entry_point=point.name) for fusion in several)
+
+
+def clash(fusion: Fusion, other: Fusion) -> str | None:
+    """Why there cannot be both of two fusions, naming both owners; None where there can."""
+    if fusion.name == other.name:
+        return (
+            f"two fusions are called {fusion.name!r}: one of {other.owner}, one of {fusion.owner}. Rename one of them"
+        )
+    ops, others = ({form.op.name: form.op for form in each.forms} for each in (fusion, other))
+    same = next((name for name in ops if name in others), None)
+    if same is None:
+        return None
+    if fusion.op is not other.op:
+        return (
+            f"two ops are called {same!r}: that of {other.name} ({other.owner}) and that of {fusion.name} "
+            f"({fusion.owner}). Rename one of them"
+        )
+    if fusion.backends != other.backends:
+        return (
+            f"{fusion.name} ({fusion.owner}) has other kernels for the op of {other.name} ({other.owner}), which has "
+            "its own: give it an op of another name"
+        )
+    return None
 
 
 def add(fusions: dict[str, Fusion], fusion: Fusion) -> None:
     """Take in one more fusion.
 
     Raises:
-        FusionError: its name, or its op's, is taken; the message names both owners.
+        FusionError: it clashes with one of them; the message names both owners.
     """
-    for other in fusions.values():
-        if fusion.name == other.name:
-            raise FusionError(
-                f"two fusions are called {fusion.name!r}: one of {other.owner}, one of {fusion.owner}. Rename one of them."
-            )
-        twice = {form.op.name for form in fusion.forms} & {form.op.name for form in other.forms}
-        if twice and fusion.op is not other.op:
-            raise FusionError(
-                f"two ops are called {twice.pop()!r}: that of {other.name} ({other.owner}) and that of {fusion.name} "
-                f"({fusion.owner}). Rename one of them."
-            )
+    reason = next(filter(None, (clash(fusion, other) for other in fusions.values())), None)
+    if reason is not None:
+        raise FusionError(f"{reason}.")
     fusions[fusion.name] = fusion
+
+
+def _taken(fusion: Fusion) -> str | None:
+    """Why a fusion's ops cannot be called as they are: another op of layerfuse is, which is no fusion's."""
+    mla = {op.name: op for op in MLA}
+    for form in fusion.forms:
+        if form.op.name in CANONICAL or mla.get(form.op.name, form.op) is not form.op:
+            return f"two ops are called {form.op.name!r}: one of layerfuse, one of {fusion.owner}. Rename yours"
+    return None
+
+
+def _of_plugins(known: tuple[Fusion, ...]) -> tuple[list[Fusion], list[FusionPluginError]]:
+    """What entry points add to the known fusions, and those that are refused: of two that clash neither wins."""
+    read: list[tuple[metadata.EntryPoint, str, tuple[Fusion, ...]]] = []
+    refused: list[FusionPluginError] = []
+    for point, package in installed():
+        try:
+            read.append((point, package, of_plugin(point, package)))
+        except FusionPluginError as error:
+            refused.append(error)
+    added: list[Fusion] = []
+    for point, package, fusions in read:
+        others = [*known, *(other for _, _, several in read if several is not fusions for other in several)]
+        problem = next(
+            filter(
+                None,
+                (
+                    reason
+                    for i, fusion in enumerate(fusions)
+                    for reason in (_taken(fusion), *(clash(fusion, other) for other in (*others, *fusions[:i])))
+                ),
+            ),
+            None,
+        )
+        if problem is None:
+            added += fusions
+        else:
+            refused.append(FusionPluginError(point.name, package, problem))
+    return added, refused
 
 
 class Catalog(Mapping[str, Fusion]):
@@ -102,6 +171,7 @@ class Catalog(Mapping[str, Fusion]):
 
     def __init__(self) -> None:
         self._fusions: dict[str, Fusion] | None = None
+        self._refused: tuple[FusionPluginError, ...] = ()
         self._lock = threading.RLock()
 
     def _all(self) -> dict[str, Fusion]:
@@ -111,11 +181,25 @@ class Catalog(Mapping[str, Fusion]):
                     found: dict[str, Fusion] = {}
                     for fusion in built_in():
                         add(found, fusion)
-                    for point, package in installed():
-                        for fusion in of_plugin(point, package):
-                            add(found, fusion)
-                    self._fusions = found
+                    added, refused = _of_plugins(tuple(found.values()))
+                    self._fusions, self._refused = found | {fusion.name: fusion for fusion in added}, tuple(refused)
+                    for error in refused:
+                        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
         return self._fusions
+
+    @property
+    def refused(self) -> tuple[FusionPluginError, ...]:
+        """The entry points that cannot be used, and why."""
+        self._all()
+        return self._refused
+
+    def refuse(self, fusion: Fusion, problem: str) -> None:
+        """Leave out another package's fusion of which something was found only later, with a warning."""
+        error = FusionPluginError(fusion.entry_point, fusion.owner, problem)
+        with self._lock:
+            self._fusions = {name: other for name, other in self._all().items() if name != fusion.name}
+            self._refused = (*self._refused, error)
+        warnings.warn(str(error), RuntimeWarning, stacklevel=3)
 
     def check(self, name: str) -> None:
         """Refuse a name that no fusion has.
@@ -141,7 +225,7 @@ class Catalog(Mapping[str, Fusion]):
     def forget(self) -> None:
         """Read again when next asked: for tests that install a package."""
         with self._lock:
-            self._fusions = None
+            self._fusions, self._refused = None, ()
 
 
 FUSIONS = Catalog()

@@ -15,9 +15,4 @@ FUSION = Fusion(
     roles=(INPUT, POST_ATTENTION, FINAL),
     chain=(Add, Norm),
     pads=True,
-    off_in={
-        "vllm": "vLLM's compiler merges the add into the norm by itself: with the fusion a decode step took as long, within 1 % "
-        "(1.005, 1.004 and 1.001 at batch 1, 8 and 64; DeepSeek-V3 in bfloat16, vLLM 0.26, H200)",
-        "sglang": "SGLang's models call an op of its own for the add and the norm (fused_add_rmsnorm)",
-    },
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..chain import Add, Faster, Fusion, Norm, Quant
+from ..chain import Add, Fusion, Norm, Quant
 from ..sites import FINAL, INPUT, POST_ATTENTION
 
 FUSION = Fusion(
@@ -11,11 +11,4 @@ FUSION = Fusion(
     level=2,
     roles=(INPUT, POST_ATTENTION, FINAL),
     chain=(Add, Norm, Quant(per="group")),
-    faster_in=(
-        Faster(
-            engine="vllm",
-            archs=("sm90",),
-            figure="1.07, 1.06 and 1.03 times faster per decode step at batch 1, 8 and 64, together with rms_norm_group_quant (DeepSeek-V3 in fp8, CUTLASS linears, vLLM 0.26, H200)",
-        ),
-    ),
 )

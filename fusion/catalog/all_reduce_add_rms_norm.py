@@ -5,7 +5,7 @@ Every rank sums all parts in the order of the ranks, in float32, and the residua
 
 from __future__ import annotations
 
-from ..chain import Add, AllReduce, Faster, Fusion, Norm
+from ..chain import Add, AllReduce, Fusion, Norm
 from ..collectives import limit_of
 from ..sites import FINAL, INPUT, POST_ATTENTION
 
@@ -17,13 +17,4 @@ FUSION = Fusion(
     chain=(AllReduce, Add, Norm),
     pads=True,
     limit=limit_of("plain"),
-    faster_in=(
-        Faster(
-            engine="vllm",
-            archs=("sm90",),
-            figure="1.06, 1.04 and 1.04 times faster per decode step at batch 1, 8 and 64 (gpt-oss-120b, TP 2, vLLM 0.26 without FlashInfer, H200)",
-            ranks=2,
-            unless="all_reduce_add_rms_norm",
-        ),
-    ),
 )

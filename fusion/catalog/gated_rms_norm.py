@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..chain import Faster, Fusion, GatedNorm
+from ..chain import Fusion, GatedNorm
 from ..sites import OUTPUT
 
 FUSION = Fusion(
@@ -11,11 +11,4 @@ FUSION = Fusion(
     level=1,
     roles=(OUTPUT,),
     chain=(GatedNorm,),
-    faster_in=(
-        Faster(
-            engine="vllm",
-            archs=("sm90",),
-            figure="1.02, 1.01 and 1.01 times faster per decode step at batch 1, 8 and 64 (Qwen3-Next, vLLM 0.26, H200)",
-        ),
-    ),
 )

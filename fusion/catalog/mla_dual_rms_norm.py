@@ -42,8 +42,4 @@ FUSION = Fusion(
     roles=(LATENTS,),
     chain=CHAIN,
     op=attrs.evolve(op_of("mla_dual_rms_norm", CHAIN), reference=reference),
-    off_in={
-        "vllm": "vLLM's compiler merges the two plain norms by itself: with the fusion a decode step took as long, within 1 % "
-        "(1.003, 1.004 and 1.001 at batch 1, 8 and 64; DeepSeek-V3 in bfloat16, vLLM 0.26, H200)",
-    },
 )

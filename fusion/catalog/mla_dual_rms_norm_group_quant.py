@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..chain import Faster, Fusion, Norm, Quant
+from ..chain import Fusion, Norm, Quant
 from ..sites import LATENTS
 
 FUSION = Fusion(
@@ -11,11 +11,4 @@ FUSION = Fusion(
     level=2,
     roles=(LATENTS,),
     chain=(Norm.of("q"), Norm.of("kv"), Quant(per="group", out="q")),
-    faster_in=(
-        Faster(
-            engine="vllm",
-            archs=("sm90",),
-            figure="1.01, 1.00 and 1.00 times faster per decode step at batch 1, 8 and 64, the kernels of 4 layers 11 to 13 us shorter (DeepSeek-V3 in fp8, CUTLASS linears, vLLM 0.26, H200)",
-        ),
-    ),
 )

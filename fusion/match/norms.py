@@ -28,7 +28,7 @@ def find_norms(graph: Graph) -> tuple[list[FoundNorm], list[NearNorm]]:
     found: dict[Node, FoundNorm] = {}
     near: list[NearNorm] = []
     for root in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
-        norm = _first_match(_results(root), decomposed())
+        norm = _first_match(root, decomposed())
         if norm is not None:
             found[norm.out] = norm
         elif (resembling := _from_rsqrt(root)) is not None:
@@ -51,13 +51,14 @@ def _results(root: Node) -> list[Node]:
     return list(dict.fromkeys(reversed(found)))
 
 
-def _first_match(results: list[Node], forms: tuple[Form, ...]) -> FoundNorm | None:
-    for out in results:
+def _first_match(root: Node, forms: tuple[Form, ...]) -> FoundNorm | None:
+    for out in _results(root):
         for form in forms:
             if out.target not in form.pattern.fns:
                 continue
             match = form.pattern.match(out)
-            if is_match(match):
+            # A norm of this norm's result is farther, and has a root of its own.
+            if is_match(match) and root in match.nodes:
                 norm = _checked(match, form)
                 if norm is not None:
                     return norm

@@ -75,7 +75,7 @@ class MixedGroupError(LayerfuseError, ValueError):
 
 
 class UnknownReleaseError(LayerfuseError, LookupError):
-    """An unknown release of AITER. `known` lists those that are recorded, oldest first."""
+    """A release of AITER that is not supported, or none at all. `known` lists the supported ones, oldest first."""
 
     def __init__(self, name: str, known: Sequence[str]) -> None:
         self.name = name
@@ -84,7 +84,10 @@ class UnknownReleaseError(LayerfuseError, LookupError):
 
     def __str__(self) -> str:
         near = did_you_mean(self.name, self.known) or "."
-        return f"no release of AITER is called {shown(self.name)}{near} Known: {self.known[0]} to {self.known[-1]}."
+        return (
+            f"nothing is recorded of a release {shown(self.name)} of AITER{near} "
+            f"Known: {self.known[0]}, the oldest that a supported engine pins, to {self.known[-1]}."
+        )
 
 
 class NoSuchLayerError(LayerfuseError, KeyError):

@@ -14,7 +14,7 @@ from ...adapters.arguments import expect
 from ...adapters.errors import ArgumentError, ArgumentValueError, shown
 from ...adapters.layer_specs import LayerSpec
 from ...adapters.specs import AnySpec, GatedDeltaNetSpec, KernelSpec, MLAKernelSpec, MLASpec
-from ..plan import several
+from ..planning import several
 from .errors import MixedGroupError, NoSuchLayerError
 
 Placed = tuple[str, AnySpec]

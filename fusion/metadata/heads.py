@@ -19,7 +19,6 @@ from .errors import HeadCountError, HeadsRefusedError
 from .native import (
     FOLD,
     MOST_HEADS,
-    PERSISTENT_SINCE,
     cannot,
     is_native,
     releases_named,
@@ -199,7 +198,7 @@ def plan_heads(
     queries = 1 if sparse else max_query_length
     plans = []
     for each in releases:
-        found = _refused(spec, target, each, q, kv) or _kernel_heads(heads, queries, target.arch, q, kv, each, dcp)
+        found = _refused(spec, target, q, kv) or _kernel_heads(heads, queries, target.arch, q, kv, each, dcp)
         if isinstance(found, str):
             raise HeadsRefusedError(f"layer {spec.layer_index}", each, found)
         plans.append(found)
@@ -218,7 +217,7 @@ def plan_heads(
     )
 
 
-def _refused(spec: MLASpec | MLAKernelSpec, target: Target, release: str, q: Dtype, kv: Dtype) -> str | None:
+def _refused(spec: MLASpec | MLAKernelSpec, target: Target, q: Dtype, kv: Dtype) -> str | None:
     """Why no head count would do, or None."""
     latent = (spec.kv_lora_rank, spec.qk_rope_head_dim)
     if target.arch not in ARCHITECTURES:
@@ -227,8 +226,6 @@ def _refused(spec: MLASpec | MLAKernelSpec, target: Target, release: str, q: Dty
         return "its MLA kernels take cache entries of {} + {}, this layer's are {} + {}".format(*LATENT, *latent)
     if (q, kv) == ("fp8", "bf16"):
         return "an fp8 query needs an fp8 cache: there is no kernel for a bf16 one"
-    if (q, kv) == ("bf16", "fp8") and is_after(PERSISTENT_SINCE, release):
-        return f"fp8 caches came with {PERSISTENT_SINCE}"
     return None
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import attrs
 from attrs import frozen
 
-from ..backends.aiter.releases import NEWEST, ReleaseRange, before
+from ..backends.aiter.releases import NEWEST, OLDEST, ReleaseRange
 from .buffers import byte_text
 from .heads import MLAHeadPlan
-from .native import FOLD, FOLDS_QUERIES_SINCE, folds_into_queries
+from .native import FOLD
 from .sizes import Case, metadata_shapes
 
 IGNORES_FROM = 32
@@ -55,9 +55,7 @@ def _says_ignored(use: Use) -> str:
 
 
 def _repointed(use: Use) -> bool:
-    case, queries = use.case, use.case.queries_per_sequence
-    turned = all(folds_into_queries(case.heads, queries, case.arch, case.q, case.kv, each) for each in use.releases)
-    return use.heads.fold > 1 and queries > 1 and not turned
+    return use.heads.fold > 1 and use.case.queries_per_sequence > 1
 
 
 def _says_repointed(use: Use) -> str:
@@ -82,30 +80,12 @@ def _says_exploding(use: Use) -> str:
     )
 
 
-_EXPLODING = ReleaseRange("v0.1.16", "v0.1.16.post6")
+_EXPLODING = ReleaseRange(OLDEST, "v0.1.16.post6")
 
 KNOWN_ISSUES: tuple[KnownIssue, ...] = (
     KnownIssue("v0.1.17-longctx", NEWEST, _ignored, _says_ignored),
-    KnownIssue("v0.1.11.post1", NEWEST, _repointed, _says_repointed),
+    KnownIssue(OLDEST, NEWEST, _repointed, _says_repointed),
     KnownIssue(_EXPLODING.first, _EXPLODING.last, lambda use: not use.case.intra_batch, _says_exploding),
-    KnownIssue(
-        "v0.1.6.post2",
-        "v0.1.7.post5",
-        lambda _: True,
-        lambda _: (
-            "its metadata call cannot be made: declaration and compiled function disagree about the order of two "
-            "buffers"
-        ),
-    ),
-    KnownIssue(
-        FOLDS_QUERIES_SINCE,
-        before("v0.1.11.post1"),
-        _repointed,
-        lambda use: (
-            f"{use.heads.kernel_heads} heads are folded with several queries per sequence as they lie in "
-            "memory, which mixes heads and queries unless the metadata makes up for it; later releases turn them first"
-        ),
-    ),
 )
 
 

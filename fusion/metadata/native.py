@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from ..backends.aiter.releases import NEWEST, RELEASES, ReleaseRange, is_after
+from ..backends.aiter.releases import NEWEST, OLDEST, RELEASES, ReleaseRange, is_after
 from .dtypes import Dtype
 from .errors import UnknownReleaseError
 
@@ -19,12 +19,6 @@ FOLD = 16
 
 MOST_HEADS = 128
 """The widest kernel, and the widest count that is folded."""
-
-PERSISTENT_SINCE = "v0.1.6.post2"
-"""The first release that decodes by a plan. Before it there are kernels for 16 and for 128 heads, and nothing else."""
-
-FOLDS_QUERIES_SINCE = "v0.1.9"
-"""The first release that folds heads for more than one query per sequence."""
 
 
 @frozen
@@ -38,7 +32,7 @@ class Native:
     q: Dtype | None
     "None: either."
     kv: Dtype | None
-    since: str
+    since: str = OLDEST
     until: str = NEWEST
     when: Callable[[int, int], bool] | None = None
     "From heads and queries per sequence to whether it holds; None: always."
@@ -64,38 +58,26 @@ MOST_QUERIES = 4
 
 N = Native
 NATIVE: tuple[Native, ...] = (
-    N((16,), None, None, None, "v0.1.5"),
-    N((128,), None, None, None, "v0.1.5", "v0.1.6.post1"),
-    # ---- 128 heads in fp8: an own kernel that gfx950 lost and found again
-    N((128,), None, None, "fp8", "v0.1.6.post2", "v0.1.7.post4"),
-    N((128,), None, "fp8", "fp8", "v0.1.7.post5", "v0.1.11.post1"),
-    N((128,), "gfx942", "fp8", "fp8", "v0.1.12"),
-    N((128,), "gfx950", "fp8", "fp8", "v0.1.14-rc0", "v0.1.14.post1"),
-    N((128,), "gfx950", "fp8", "fp8", "v0.1.15-rc0", "v0.1.15.post3", lambda _, queries: queries != 4),
-    N((64, 128), "gfx950", "fp8", "fp8", "v0.1.16"),
-    # ---- 32 and 64 heads in fp8
-    N((32,), None, "fp8", "fp8", "v0.1.10.post3", "v0.1.10.post3", _queries(4)),
-    N((32,), "gfx950", "fp8", "fp8", "v0.1.11", "v0.1.17", _queries(4)),
+    N((16,), None, None, None),
+    # ---- fp8
+    N((128,), "gfx942", "fp8", "fp8"),
+    N((64, 128), "gfx950", "fp8", "fp8"),
+    N((32,), "gfx950", "fp8", "fp8", until="v0.1.17", when=_queries(4)),
     N((32,), "gfx950", "fp8", "fp8", "v0.1.17-longctx", "v0.1.19.post2", lambda _, queries: queries >= 4),
-    N((32,), "gfx950", "fp8", "fp8", "v0.1.13.dev0", "v0.1.19.post2", _queries(2)),
-    N((32,), "gfx950", "fp8", "fp8", "v0.1.14.post1", "v0.1.15.post3", _queries(1)),
+    N((32,), "gfx950", "fp8", "fp8", until="v0.1.19.post2", when=_queries(2)),
     N((32,), "gfx950", "fp8", "fp8", "v0.1.17-rc0", "v0.1.19.post2", _queries(1)),
     N((32,), "gfx950", "fp8", "fp8", "v0.1.20"),
-    N((64,), "gfx950", "fp8", "fp8", "v0.1.12.post1", "v0.1.15.post3", _queries(1)),
-    N((64,), "gfx942", "fp8", "fp8", "v0.1.17-longctx", NEWEST, _queries(1)),
+    N((64,), "gfx942", "fp8", "fp8", "v0.1.17-longctx", when=_queries(1)),
     # ---- 8 heads, for one number of queries only
-    N((8,), "gfx950", "fp8", "fp8", "v0.1.12", NEWEST, _queries(4)),
-    N((8,), "gfx942", "bf16", "bf16", "v0.1.13.dev0", NEWEST, _queries(2)),
+    N((8,), "gfx950", "fp8", "fp8", when=_queries(4)),
+    N((8,), "gfx942", "bf16", "bf16", when=_queries(2)),
     # ---- gfx950 in bf16: the kernels for 32 and 64 heads serve other counts; what limits them is the reduction
-    N((), "gfx950", "bf16", "bf16", "v0.1.13.dev0", "v0.1.13.post1", lambda heads, queries: heads * queries % 128 == 0),
-    N((), "gfx950", "bf16", "bf16", "v0.1.14-rc0"),
+    N((), "gfx950", "bf16", "bf16"),
 )
 """A count that some line takes is native."""
 
 REDUCES = (
-    ("v0.1.5", (16, 32, 64, 128)),
-    ("v0.1.12", (8, 16, 32, 64, 128)),
-    ("v0.1.14-rc0", (8, 16, 32, 48, 64, 80, 96, 112, 128)),
+    (OLDEST, (8, 16, 32, 48, 64, 80, 96, 112, 128)),
     ("v0.1.20", (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)),
 )
 """Head counts that the reduction of partial results supports at a value width of 512, and since when."""
@@ -131,13 +113,11 @@ def reduces(heads: int, release: str) -> bool:
 def cannot(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str) -> str | None:
     """Why a release cannot decode with this many heads, padded as they are, in a clause; None where it can."""
     if is_native(heads, queries, arch, q, kv, release):
-        if not is_after(PERSISTENT_SINCE, release) and not reduces(heads, release):
+        if not reduces(heads, release):
             return f"its reduction does not support {heads} heads"
         wide = heads != FOLD
-    elif heads % FOLD or heads == FOLD or is_after(PERSISTENT_SINCE, release):
+    elif heads % FOLD:
         return f"it has no kernel for {heads} heads"
-    elif queries > 1 and is_after(FOLDS_QUERIES_SINCE, release):
-        return f"before {FOLDS_QUERIES_SINCE} heads are folded for one query per sequence only"
     else:
         wide = False
     if queries > MOST_QUERIES and not wide and not _takes_more_queries(heads, queries, arch, q, kv, release):
@@ -148,21 +128,10 @@ def cannot(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: st
 def _takes_more_queries(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str) -> bool:
     """gfx950 sends more than four queries to a wider kernel (`csrc/py_itfs_cu/asm_mla.cu`).
 
-    In bf16 the kernel of 64 rows is used since v0.1.14-rc0, but the sizes count its tiles only since v0.1.17-rc0.
+    In bf16 the kernel of 64 rows is used before v0.1.17-rc0 too, but the sizes count its tiles only from there on.
     """
     if arch != "gfx950" or q != kv:
         return False
     if q == "fp8":
         return not is_after("v0.1.17-longctx", release)
-    return not is_after("v0.1.17-rc0" if heads * queries < 128 else "v0.1.14-rc0", release)
-
-
-def folds_into_queries(heads: int, queries: int, arch: str, q: Dtype, kv: Dtype, release: str) -> bool:
-    """Whether the decode of a release folds these heads into more queries, not into more sequences.
-
-    gfx950 did so for fp8 in v0.1.12 to v0.1.15.post3 where four queries of 16 heads, or of 32, come of it.
-    """
-    if arch != "gfx950" or (q, kv) != ("fp8", "fp8") or release not in ReleaseRange("v0.1.12", "v0.1.15.post3"):
-        return False
-    folded = heads > FOLD and heads % FOLD == 0 and not is_native(heads, queries, arch, q, kv, release)
-    return folded and (queries * (heads // FOLD) == 4 or (heads, queries) == (64, 2))
+    return heads * queries >= 128 or not is_after("v0.1.17-rc0", release)

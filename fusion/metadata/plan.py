@@ -15,14 +15,14 @@ from ...adapters.arguments import check_counts, check_flags, check_whole, expect
 from ...adapters.errors import ArgumentValueError, shown
 from ...adapters.spec_fields import LARGEST
 from ...adapters.specs import MLAKernelSpec, MLASpec
-from ..backends.aiter.releases import ReleaseRange, is_after
+from ..backends.aiter.releases import ReleaseRange
 from ..target import Target
 from .buffers import BufferSpec, installed_shapes, largest, specs_of, total_bytes
 from .dtypes import Dtype, dtype_named
 from .errors import HeadsRefusedError
 from .heads import MLAHeadPlan, check_layer, plan_heads
 from .known_issues import Use, known_issues
-from .native import folds_into_queries, releases_named
+from .native import releases_named
 from .prefill import PrefillPlan, plan_prefill
 from .sizes import Case, metadata_shapes
 
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 
 CU_COUNT = {"gfx942": 304, "gfx950": 256}
 """Compute units of a whole MI300X and MI325X, MI350X and MI355X. Others, and partitions of these, must be given."""
-
-PAGES_SINCE = "v0.1.10.post2"
-"""The first release whose cache has pages of more than one token."""
 
 
 @frozen(kw_only=True)
@@ -171,7 +168,7 @@ def plan_metadata(
         topk: how many keys, where it is sparse and only there.
         dcp: decode context parallel degree.
         cu_count: compute units; None: those of the whole device.
-        max_split_per_batch: AITER's option of that name, of v0.1.16 and later.
+        max_split_per_batch: AITER's option of that name.
         num_kv_splits: the same, for `intra_batch`.
         intra_batch: AITER's intra_batch_mode.
         fast: AITER's fast_mode.
@@ -229,9 +226,6 @@ def plan_metadata(
     )
     recorded = {}
     for each in releases:
-        if page_size > 1 and is_after(PAGES_SINCE, each):
-            reason = f"pages of {page_size} tokens: before {PAGES_SINCE} a page is one token"
-            raise HeadsRefusedError(f"layer {spec.layer_index}", each, reason)
         try:
             recorded[each] = metadata_shapes(case, each)
         except ValueError as error:
@@ -255,7 +249,7 @@ def plan_metadata(
         latent_width=spec.latent_width,
         value_width=spec.kv_lora_rank,
         buffers=buffers,
-        scratch=tuple(_scratch(heads, case, releases, spec, shapes["reduce_partial_map"][0])),
+        scratch=tuple(_scratch(heads, case, spec, shapes["reduce_partial_map"][0])),
         prefill=plan_prefill(spec, releases, batch, prefill_length, kv, case.cu_count),
         source=source,
         warnings=(*warnings, *known_issues(use)),
@@ -271,19 +265,13 @@ def _disagreement(found: dict[str, tuple[int, ...]], expected: dict[str, tuple[i
     return f"the installed AITER looks like {releases} and sizes otherwise, for this GPU: {differ}"
 
 
-def _scratch(
-    heads: MLAHeadPlan, case: Case, releases: ReleaseRange, spec: MLASpec | MLAKernelSpec, partials: int
-) -> Iterator[BufferSpec]:
+def _scratch(heads: MLAHeadPlan, case: Case, spec: MLASpec | MLAKernelSpec, partials: int) -> Iterator[BufferSpec]:
     """What `mla_decode_fwd` allocates in persistent mode."""
-    queries = case.queries_per_sequence
-    turned = all(folds_into_queries(case.heads, queries, case.arch, case.q, case.kv, each) for each in releases)
-    width = heads.kernel_heads if turned else heads.kernel_heads // heads.fold
+    queries, width = case.queries_per_sequence, heads.kernel_heads // heads.fold
     rows = partials * queries
     yield BufferSpec(name="partial_output", shape=(rows, 1, width, spec.kv_lora_rank), dtype="fp32")
     yield BufferSpec(name="partial_lse", shape=(rows, 1, width, 1), dtype="fp32")
-    # Before, groups were folded as they lay in memory.
-    copies = any(not is_after("v0.1.11.post1", each) for each in releases)
-    if heads.fold > 1 and queries > 1 and not turned and copies:
+    if heads.fold > 1 and queries > 1:
         tokens = case.batch * queries
         yield BufferSpec(name="folded_query", shape=(tokens, heads.kernel_heads, spec.latent_width), dtype=case.q)
         yield BufferSpec(name="unfolded_output", shape=(tokens, heads.kernel_heads, spec.kv_lora_rank), dtype="bf16")

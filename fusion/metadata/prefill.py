@@ -11,16 +11,14 @@ import attrs
 from attrs import field, frozen
 
 from ...adapters.specs import MLAKernelSpec, MLASpec
-from ..backends.aiter.releases import ReleaseRange, is_after
+from ..backends.aiter.releases import OLDEST, ReleaseRange, is_after
 from .buffers import BufferSpec, largest, specs_of, total_bytes
 from .dtypes import Dtype
 from .heads import MLAHeadPlan, how_padded
-from .sizes import PS_SIZES_SINCE, ps_metadata_shapes
+from .sizes import ps_metadata_shapes
 
 REDUCES = (
-    ("v0.1.10.post1", (1, 2, 4, 8, 10, 16, 128)),
-    ("v0.1.10.post3", (1, 2, 4, 8, 10, 16, 32, 64, 128)),
-    ("v0.1.12", (1, 2, 4, 8, 10, 16, 32, 40, 64, 128)),
+    (OLDEST, (1, 2, 4, 8, 10, 16, 32, 40, 64, 128)),
     ("v0.1.20", (1, 2, 4, 8, 10, 16, 32, 40, 48, 64, 96, 128)),
 )
 """Head counts that the reduction supports at a value width of 128, and since when (`csrc/kernels/mla/reduce.cu`)."""
@@ -71,8 +69,6 @@ def plan_prefill(
         return "no length of a prefill step was given"
     if kv != "fp8":
         return "it is a kernel for fp8, and the cache is bf16"
-    if is_after(PS_SIZES_SINCE, releases.first):
-        return f"fp8 prefill came with {PS_SIZES_SINCE}"
     if widths != WIDTHS:
         return "its kernel takes heads of {} and {}, this layer's are {} and {}".format(*WIDTHS, *widths)
     known = [counts for since, counts in REDUCES if not is_after(since, releases.first)][-1]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from ..backends.aiter.releases import NEWEST, ReleaseRange, is_after
+from ..backends.aiter.releases import OLDEST, is_after
 from .dtypes import Dtype
 
 Shapes = dict[str, tuple[int, ...]]
@@ -27,12 +27,6 @@ BUFFERS = (
 """In the order in which AITER's functions return their sizes."""
 
 BUFFER_DTYPE = {name: "uint64" if name == "work_metadata_ptrs" else "int32" for name in BUFFERS}
-
-SIZES_SINCE = "v0.1.6.post2"
-"""The first release with `get_mla_metadata_info_v1`."""
-
-PS_SIZES_SINCE = "v0.1.10.post1"
-"""The first release with `get_ps_metadata_info_v1`."""
 
 
 @frozen(kw_only=True)
@@ -82,7 +76,6 @@ class Tiling:
     """Into how many tiles the rows of a sequence are cut."""
 
     since: str
-    until: str
     arch: tuple[str, ...]
     "Empty: any."
     when: Callable[[Case, int, int], bool]
@@ -95,7 +88,7 @@ class Tiling:
     def holds(self, case: Case, queries: int, rows: int, release: str) -> bool:
         """Whether this line is the one for a case."""
         return (
-            release in ReleaseRange(self.since, self.until)
+            not is_after(self.since, release)
             and (not self.arch or case.arch in self.arch)
             and self.when(case, queries, rows)
         )
@@ -108,47 +101,33 @@ def _heads_fp8(*heads: int) -> Callable[[Case, int, int], bool]:
     return lambda case, _queries, _rows: case.fp8 and case.heads in heads
 
 
-def _folds_queries(case: Case) -> bool:
-    """Queries and groups of 16 heads that make four together; queries of a sparse case count as if it were dense."""
-    four = case.heads > 16 and case.queries * (case.heads // 16) == 4
-    return case.fp8 and (four or (case.heads, case.queries) == (64, 2))
-
-
 T = Tiling
 TILINGS: tuple[Tiling, ...] = (
     # ---- tiles of 64 rows: the kernel for 64 heads
     T(
-        *("v0.1.17-rc0", NEWEST, _950),
+        *("v0.1.17-rc0", _950),
         lambda c, _, rows: c.bf16 and rows >= 64 and c.heads <= 64 and (rows < 128 or c.heads == 48),
         *(64, True),
     ),
-    T("v0.1.20", NEWEST, _950, lambda c, queries, _: c.fp8 and c.heads == 32 and queries == 3, 64),
+    T("v0.1.20", _950, lambda c, queries, _: c.fp8 and c.heads == 32 and queries == 3, 64),
     # ---- tiles of 128 rows
-    T("v0.1.6.post2", NEWEST, (), lambda c, *_: c.heads == 16, 128),
-    T("v0.1.6.post2", "v0.1.8", (), lambda c, *_: c.heads == 128 and c.kv == "fp8", 128),
-    T("v0.1.9", "v0.1.11.post1", (), _heads_fp8(128), 128),
-    T("v0.1.12", NEWEST, _942, _heads_fp8(128), 128),
-    T("v0.1.14-rc0", "v0.1.14.post1", _950, _heads_fp8(128), 128),
-    T("v0.1.15-rc0", "v0.1.15.post3", _950, lambda c, queries, _: c.fp8 and c.heads == 128 and queries != 4, 128),
-    T("v0.1.16", NEWEST, _950, _heads_fp8(64, 128), 128),
-    T("v0.1.16", NEWEST, _950, lambda c, queries, _: c.fp8 and c.heads == 32 and queries == 4, 128),
-    T("v0.1.12", "v0.1.12.post2", _950, lambda c, *_: _folds_queries(c), 128),
-    T("v0.1.13.dev0", "v0.1.15.post3", _950, lambda c, *_: _folds_queries(c) and (c.heads, c.queries) != (32, 2), 128),
-    T("v0.1.12.post1", "v0.1.15.post3", _950, lambda c, q, _: c.fp8 and c.heads == 64 and q == 1, 128),
-    T("v0.1.17-longctx", NEWEST, _BOTH, lambda c, q, _: c.fp8 and c.heads == 64 and q == 1, 128),
-    T("v0.1.13.dev0", "v0.1.13.post1", _950, lambda c, _, rows: c.bf16 and rows % 128 == 0, 128),
+    T(OLDEST, (), lambda c, *_: c.heads == 16, 128),
+    T(OLDEST, _942, _heads_fp8(128), 128),
+    T(OLDEST, _950, _heads_fp8(64, 128), 128),
+    T(OLDEST, _950, lambda c, queries, _: c.fp8 and c.heads == 32 and queries == 4, 128),
+    T("v0.1.17-longctx", _BOTH, lambda c, q, _: c.fp8 and c.heads == 64 and q == 1, 128),
     T(
-        *("v0.1.14-rc0", NEWEST, _942),
+        *(OLDEST, _942),
         lambda c, _, rows: c.experimental and c.fp8 and c.heads in (16, 32, 64) and rows == 128,
         128,
     ),
     T(
-        *("v0.1.14-rc0", NEWEST, _950),
+        *(OLDEST, _950),
         lambda c, _, rows: c.bf16 and (rows >= 128 or c.heads > 64) and c.heads != 48,
         *(128, True),
     ),
     # ---- everything else: the kernel for 16 heads, folded
-    T("v0.1.6.post2", NEWEST, (), lambda *_: True, 16),
+    T(OLDEST, (), lambda *_: True, 16),
 )
 """The first line that holds says it."""
 
@@ -157,18 +136,16 @@ def metadata_shapes(case: Case, release: str) -> Shapes:
     """The shape of each buffer, as the `get_mla_metadata_info_v1` of a release gives it.
 
     Raises:
-        ValueError: the release has no such function, or its function takes no such case.
+        ValueError: its function takes no such case.
     """
-    problem = _not_sized(case, release)
-    if problem is not None:
-        raise ValueError(f"AITER {release}: {problem}")
-    shared = case.sparse and not is_after("v0.1.13.dev0", release)
-    queries = 1 if shared else case.queries
+    if case.heads % 8:
+        raise ValueError(f"AITER {release}: it sizes heads that are a multiple of 8, got {case.heads}")
+    queries = case.queries_per_sequence
     tiles = _tiles(case, queries, release)
-    splits = case.cu_count * _occupancy(case, release)
+    splits = case.cu_count * _occupancy(case)
     all_tiles = case.sequences * tiles
     if case.fast:
-        work = all_tiles + splits - 1 if is_after("v0.1.8", release) else (case.sequences + splits - 1) * tiles
+        work = (case.sequences + splits - 1) * tiles
         partial = min(case.sequences + splits - 1, 2 * (splits - 1)) * tiles
     else:
         work = partial = all_tiles * splits
@@ -199,20 +176,7 @@ def _tiles(case: Case, queries: int, release: str) -> int:
     return queries if line.per_query and 2 * case.heads > line.rows else -(-rows // line.rows)
 
 
-def _occupancy(case: Case, release: str) -> int:
+def _occupancy(case: Case) -> int:
     """Thread blocks per compute unit: two of an experimental kernel fit."""
     two = case.experimental and case.arch == "gfx950" and case.fp8 and case.heads * case.queries == 64
-    return 2 if two and not is_after("v0.1.14-rc0", release) else 1
-
-
-def _not_sized(case: Case, release: str) -> str | None:
-    multiple = 16 if is_after("v0.1.12", release) else 8
-    if is_after(SIZES_SINCE, release):
-        return f"plans came with {SIZES_SINCE}"
-    if case.heads % multiple:
-        return f"it sizes heads that are a multiple of {multiple}, got {case.heads}"
-    if case.intra_batch and is_after("v0.1.7.post5", release):
-        return "intra_batch_mode came with v0.1.7.post5"
-    if case.max_split_per_batch > 0 and is_after("v0.1.16", release):
-        return "max_split_per_batch came with v0.1.16"
-    return None
+    return 2 if two else 1

@@ -8,17 +8,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ...adapters.errors import said
 from ..catalog import FUSIONS
+from ..chain import LAYERFUSE, Fusion
 from ..latent_ops import MLA
 from .canonical import CANONICAL
 from .library import public
 
+
+def _of(fusion: Fusion) -> dict[str, Callable[..., Any]]:
+    """The ops of a fusion. Another package's that torch does not take are refused with the fusion, and not with all others."""
+    try:
+        return {form.op.name: public(form.op, fusion.backends) for form in fusion.forms}
+    except Exception as error:  # torch says in many ways that it does not take an op
+        if fusion.owner == LAYERFUSE:
+            raise
+        FUSIONS.refuse(fusion, f"its ops cannot be registered: {said(error)}")
+        return {}
+
+
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{op.name: public(op) for op in CANONICAL},
     **{op.name: public(op, kernels) for op, kernels in MLA.items()},
-    **{form.op.name: public(form.op, fusion.backends) for fusion in FUSIONS.values() for form in fusion.forms},
 }
 """Every op by name, as users call it."""
+for _fusion in tuple(FUSIONS.values()):
+    FUNCTIONS |= _of(_fusion)
 
 globals().update(FUNCTIONS)
 

@@ -49,7 +49,10 @@ def _differences(decisions: Sequence[str]) -> list[tuple[str, str]]:
 
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a rank waits for what the others decided: they may compile kernels for minutes before."""
+"""How long a rank waits for what the others decided, unless its group waits less: they may compile kernels for minutes before."""
+
+GRACE = timedelta(seconds=10)
+"""How long a rank that knows the answer waits for the others to read it: with it may go the store, where it is held by this process."""
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, str]]] = weakref.WeakKeyDictionary()
 _asked: Counter[str] = Counter()
@@ -60,7 +63,7 @@ def agree(group: str, what: str, decision: str) -> None:
     """Compare a decision over all ranks of a process group; all of them make this call. What was agreed on is not asked again.
 
     The ranks meet in torch.distributed's store: no collective is called, which a rank that runs another graph might answer
-    with another one.
+    with another one. All read the same answer, and none goes on, or ends, before all have read it.
 
     Args:
         group: its name.
@@ -68,22 +71,55 @@ def agree(group: str, what: str, decision: str) -> None:
         decision: the decision, line by line: equal texts are equal decisions.
 
     Raises:
-        RankDisagreementError: on every rank, where they differ, or where one has not come to it in `TIMEOUT`.
+        RankDisagreementError: on every rank, where they differ, where one has not come to it in the smaller of `TIMEOUT` and the
+            group's own timeout, or where the store is gone with the process that holds it.
         GroupError: no such group.
     """
     ranks = process_group(group)
     agreed = _agreed.setdefault(ranks, set())
     if (what, decision) in agreed or ranks.size() == 1 or dist.get_backend(ranks) == "fake":
         return
-    store, members = dist.distributed_c10d._get_default_store(), dist.get_process_group_ranks(ranks)
+    members = dist.get_process_group_ranks(ranks)
     key = f"layerfuse/{'-'.join(map(str, members))}/{group}/{what}"
     _asked[key] += 1
     keys = [f"{key}/{_asked[key]}/{rank}" for rank in range(ranks.size())]
-    store.set(keys[ranks.rank()], decision)
-    with suppress(RuntimeError):  # DistStoreError, which says nothing of ranks
-        store.wait(keys, TIMEOUT)
-    silent = f"has decided nothing for {TIMEOUT}: it runs another graph, or none"
-    decisions = tuple(store.get(each).decode() if store.check([each]) else silent for each in keys)
+    try:
+        decisions = _exchanged(keys, ranks.rank(), decision, patience(ranks))
+    except RuntimeError as error:  # DistNetworkError
+        gone = f"cannot be asked: the store is gone, with the process that holds it ({type(error).__name__})"
+        decisions = tuple(decision if rank == ranks.rank() else gone for rank in range(ranks.size()))
     if len(set(decisions)) > 1:
         raise RankDisagreementError(group, what, decisions)
     agreed.add((what, decision))
+
+
+def patience(ranks: dist.ProcessGroup) -> timedelta:
+    """How long to wait for the others of a group: `TIMEOUT`, or the group's own timeout where that is smaller."""
+    own = [TIMEOUT]
+    for device in ranks._device_types:
+        with suppress(RuntimeError, AttributeError):  # a backend of somebody else's has no options
+            own.append(ranks._get_backend(device).options._timeout)
+    return min(own)
+
+
+_SAID, _SILENT = "said ", "silent "
+
+
+def _exchanged(keys: Sequence[str], rank: int, decision: str, limit: timedelta) -> tuple[str, ...]:
+    """What all ranks decided, the same on all of them: whoever has waited long enough writes down who is silent.
+
+    Raises:
+        RuntimeError: the store is gone.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.compare_set(
+        keys[rank], "", _SAID + decision
+    )  # not over what others have written of a rank that comes too late
+    with suppress(RuntimeError):  # DistStoreError, or a bare one of a FileStore: neither says anything of ranks
+        store.wait(keys, limit)
+    silent = f"{_SILENT}has decided nothing for {limit}: it runs another graph, or none"
+    found = [store.compare_set(key, "", silent).decode() for key in keys]
+    store.set(f"{keys[rank]}/read", "")
+    with suppress(RuntimeError):  # one has died meanwhile, or was the last to read
+        store.wait([f"{key}/read" for key, text in zip(keys, found, strict=True) if text.startswith(_SAID)], GRACE)
+    return tuple(text.removeprefix(_SAID).removeprefix(_SILENT) for text in found)

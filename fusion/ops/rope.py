@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..steps import PAIRS
+from ..declare import PAIRS
 from .cache_layout import DS_GROUP, layout_of
 from .norm import accumulator
 from .quantisation import quantise, quantise_static

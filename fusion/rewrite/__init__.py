@@ -15,12 +15,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from ...adapters.errors import ArgumentError, shown
-from ..plan import Plan
+from ..planning import Plan
 from ..report import GraphRecord, Report
 from .driver import Driver
-from .identity import plan_hash, source_hash
+from .identity import key_of
 from .lowering import LowerCanonicalPass
 from .ownership import Surroundings
+from .ranks import asks_ranks
 
 _here: weakref.WeakValueDictionary[str, Pipeline] = weakref.WeakValueDictionary()
 """The pipelines of this process by their token: a copy finds the report of its original here."""
@@ -70,12 +71,16 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
     def replan(self, plan: Plan, around: Surroundings) -> None:
         """Rewrite by another plan from now on, with the same report."""
         with self._lock:
-            self.plan = self.report.plan = plan
+            self.plan = plan
+            self.report.replan(plan)
             self._driver = Driver(plan, around)
 
     def uuid(self) -> Any:
-        """Changes with the specs (but for the rank), the plan, the config and the source: a key for caches."""
-        return f"layerfuse-{source_hash()}-{plan_hash(self.plan)}"
+        """Changes with the specs (but for the rank), the plan, the config, the source and the forced backend: a key for caches.
+
+        None where it depends on the ranks' GPUs too what is fused: Inductor then keeps nothing.
+        """
+        return None if asks_ranks(self.plan) else key_of(self.plan)
 
     def __reduce__(self) -> Any:
         return _again, (self._token, self.plan)

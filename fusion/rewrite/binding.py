@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from ..match.quants import FoundQuant
 from ..match.values import value
-from .layouts import Blank, Made, Size
+from .layouts import Made, Size
 
 
 @define(kw_only=True, eq=False)
@@ -22,8 +22,6 @@ class Binding:
     "Argument -> node, constant, or a view that is still to be made."
     outs: dict[str, Node] = field(factory=dict)
     "Result -> the node that it replaces, of the same dtype, contiguous."
-    written: dict[str, Node] = field(factory=dict)
-    "Argument that the op writes to -> the node that holds it afterwards."
     views: dict[str, tuple[Size, ...]] = field(factory=dict)
     "Result -> the sizes of the node that it replaces, where its own are others."
     like: torch.Tensor | None = None
@@ -42,9 +40,9 @@ class Binding:
 
 def val_of(arg: Any) -> Any:
     """The traced tensor of an argument, or the constant that it is."""
-    return arg.val if isinstance(arg, Made | Blank) else value(arg) if isinstance(arg, Node) else arg
+    return arg.val if isinstance(arg, Made) else value(arg) if isinstance(arg, Node) else arg
 
 
 def needed_by(arg: Any) -> tuple[Node, ...]:
     """The nodes that an argument is, or is made of."""
-    return (arg,) if isinstance(arg, Node) else arg.needed if isinstance(arg, Made | Blank) else ()
+    return (arg,) if isinstance(arg, Node) else arg.needed if isinstance(arg, Made) else ()

@@ -12,12 +12,13 @@ from .. import ops as _ops  # noqa: F401  (registers the ops that rewritten grap
 from ..catalog import FUSIONS
 from ..chain import Fusion
 from ..match.errors import Unmatched
-from ..plan import Decision, Plan
+from ..planning import Decision, Plan
 from ..report import GraphRecord, Use
+from .assertions import drop_answered_checks
+from .bodies import bodies_with_norms
 from .emit import replace
 from .ownership import Ownership, Surroundings
 from .product_uses import ProductFinder
-from .query_uses import QueryFinder
 from .uses import SiteUse, UseFinder
 
 
@@ -28,18 +29,17 @@ class Driver:
         self._plan = plan
         self._find = UseFinder(plan, Ownership([site for site in plan.sites if site.norms], around))
         self._find_products = ProductFinder(plan, around)
-        self._find_queries = QueryFinder(plan, around)
 
     def __call__(self, graph: Graph, number: int) -> GraphRecord:
         """Rewrite a graph in place. `number`: graphs that came before."""
+        drop_answered_checks(graph)
         found = self._find(graph)
         found.uses += self._find_products(
             graph, {node for use in found.uses for norm in use.norms for node in norm.nodes}
         )
-        found.uses += self._find_queries(graph, {norm.out for use in found.uses for norm in use.norms})
         moved: dict[Node, Node] = {}
         uses = tuple(self._fuse(use, moved) for use in found.in_order)
-        return GraphRecord(graph=number, uses=uses, unattributed=tuple(found.loose))
+        return GraphRecord(graph=number, uses=uses, unattributed=tuple(found.loose), bodies=bodies_with_norms(graph))
 
     def _fuse(self, use: SiteUse, moved: dict[Node, Node]) -> Use:
         missed: dict[str, str] = {}

@@ -22,18 +22,17 @@ from ..match.norms import FoundNorm
 from ..match.pads import find_pads, is_padded
 from ..match.patterns import find_op
 from ..match.values import is_contiguous, same_shape, value
-from ..plan import Plan
+from ..planning import Plan
 from ..sites import Site
-from ..steps import Add, AllReduce, CacheWrite, Concat, GatedNorm, Norm, Pad, Quant, Rope, SiluMul
+from ..steps import Add, AllReduce, GatedNorm, Norm, Pad, Quant, SiluMul
 from .binding import Binding, needed_by, val_of
 from .gated import bind_gated_norm, bind_product, main_result
 from .hoisting import check_writes, hoist
-from .layouts import Blank, Made, view
+from .layouts import Made, view
 from .pad_results import PaddedResults
 from .quant_choice import all_of, some_of
 from .ranks import check_kernel
 from .reduced import bind_all_reduce
-from .roped import bind_cache_write, bind_query
 from .uses import SiteUse
 
 _COPIED_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "from_node", "seq_nr")
@@ -101,11 +100,6 @@ def _replace(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> N
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         moved[node] = result
-    for name, node in bound.written.items():
-        result = results[name]
-        result.meta = dict(node.meta)
-        node.replace_all_uses_with(result)
-        moved[node] = result
     more = [] if bound.finish is None else list(bound.finish(results))
     erase_unused((*more, *bound.nodes))
 
@@ -116,20 +110,13 @@ def _bind(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Bind
     norms, ends = iter(zip(use.norms, use.site.norms, strict=True)), any(isinstance(s, Quant | Pad) for s in form.chain)
     inner = quantised_step(form.chain) if ends else None
     reduce = next((step for step in form.chain if isinstance(step, AllReduce)), None)
-    rope = next((step for step in form.chain if isinstance(step, Rope)), None)
-    cached = {step.latent for step in form.chain if isinstance(step, CacheWrite)}
     for step in form.chain:
         if isinstance(step, Norm):
-            inside = step.x in cached or (step is inner and not step.kept)
-            _bind_norm(bound, step, *next(norms), inner=inside, moved=moved)
+            _bind_norm(bound, step, *next(norms), inner=step is inner and not step.kept, moved=moved)
         elif isinstance(step, GatedNorm):
             bind_gated_norm(bound, step, *next(norms), use.site, inner=step is inner, moved=moved)
         elif isinstance(step, SiluMul):
             bind_product(bound, step, use, inner=step is inner, moved=moved)
-        elif isinstance(step, CacheWrite) and rope is not None:
-            bind_cache_write(bound, step, rope, use, moved)
-        elif isinstance(step, Concat) and rope is not None:
-            bind_query(bound, rope, step, use, inner=step is inner, moved=moved)
     for step in form.chain:
         if isinstance(step, Add):
             # Of what the norm reads, which is bound by now.
@@ -260,25 +247,15 @@ def _call(op: Any, args: list[Any], val: Any, form: Form, before: Node) -> dict[
     graph, values = before.graph, val if isinstance(val, tuple) else (val,)
     meta = {key: before.meta[key] for key in _COPIED_META if key in before.meta}
     with graph.inserting_before(before):
-        given = [arg.emit(graph, meta) if isinstance(arg, Made | Blank) else arg for arg in args]
-        names = [declared.name for declared in form.op.results]
-        written = [i for i, argument in enumerate(form.op.args) if argument.is_mutated]
-        if written:
-            # The graph is functional: Inductor writes in place where nothing reads what was there before.
-            names += [form.op.args[i].name for i in written]
-            values = (*values, *(val_of(args[i]) for i in written))
-            val = values
-            each = dict(zip((argument.name for argument in form.op.args), given, strict=True))
-            called = graph.call_function(torch.ops.higher_order.auto_functionalized, (op,), each)
-        else:
-            called = graph.call_function(op, tuple(given))
+        given = [arg.emit(graph, meta) if isinstance(arg, Made) else arg for arg in args]
+        called = graph.call_function(op, tuple(given))
         results = [called]
         if isinstance(val, tuple):
             results = [graph.call_function(operator.getitem, (called, i)) for i in range(len(values))]
     called.meta = {**meta, "val": val}
     for result, each in zip(results, values, strict=True):
         result.meta = {**meta, "val": each}
-    return dict(zip(names, results, strict=True))
+    return dict(zip((declared.name for declared in form.op.results), results, strict=True))
 
 
 def _is_float32(scale: Any) -> bool:

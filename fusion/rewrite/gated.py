@@ -105,8 +105,6 @@ def main_result(bound: Binding, use: SiteUse) -> Node:
     """The node that a quantisation starts from: of a gated norm the one that joins the heads."""
     if use.product is not None:
         return use.product.out
-    if use.query is not None:
-        return use.query.out
     out = use.norms[0].out
     if not isinstance(use.norms[0], FoundGatedNorm):
         return out

@@ -11,21 +11,33 @@ from typing import Any
 
 import attrs
 
+from .. import backends
 from ..compose import Reference
 from ..declare import Op
-from ..plan import Plan
+from ..planning import Plan
 
 
 @cache
 def source_hash() -> str:
-    """A hash of this library's planning, matching, rewriting and ops: what decides which graph comes out."""
-    fusion = Path(__file__).parent.parent
+    """A hash of this library's planning, matching, rewriting, ops and backends: what decides which graph comes out."""
+    return hash_of(Path(__file__).parent.parent)
+
+
+def hash_of(folder: Path) -> str:
+    """A hash of the Python files in a folder, and in those below it."""
     digest = hashlib.sha256()
-    folders = ("", "catalog", "match", "rewrite", "ops")
-    for path in sorted(path for folder in folders for path in (fusion / folder).glob("*.py")):
-        digest.update(path.relative_to(fusion).as_posix().encode())
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def key_of(plan: Plan) -> str:
+    """A key for what is rewritten by a plan: the source, the plan, and the backend that is forced.
+
+    What the ranks of a group find out together is not in it (`ranks.kernels_here`).
+    """
+    return f"layerfuse-{source_hash()}-{plan_hash(plan)}-{backends.forced()}"
 
 
 def plan_hash(plan: Plan) -> str:
@@ -37,7 +49,9 @@ def plan_hash(plan: Plan) -> str:
 
     specs = [(layer, type(spec).__name__, _without_rank(attrs.asdict(spec))) for layer, spec in plan.specs]
     foreign = [_meaning_of(fusion.op) for fusion in FUSIONS.values() if fusion.owner != "layerfuse"]
-    text = json.dumps([plan.to_dict(), specs, list(FUSIONS), foreign], sort_keys=True, default=repr)
+    held = plan.to_dict()
+    del held["config"]["strict"]  # which decides what is an error, and nothing in a graph
+    text = json.dumps([held, specs, list(FUSIONS), foreign], sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -52,37 +52,6 @@ class Made:
         return made
 
 
-@frozen(kw_only=True, eq=False)
-class Blank:
-    """A tensor that a fused op wants and does not look at: uninitialised, which takes no launch."""
-
-    val: torch.Tensor
-    sizes: tuple[Size, ...]
-
-    @classmethod
-    def of(cls, like: Node, shape: Sequence[Any], dtype: torch.dtype) -> Blank:
-        """On the device of a node, whose sizes those that vary are."""
-        sizes = sizes_of(shape, like)
-        if -1 in sizes:
-            raise Unmatched(f"the shape {tuple(shape)} is none of the sizes of {like}")
-        return cls(val=value(like).new_empty(tuple(shape), dtype=dtype), sizes=sizes)
-
-    @property
-    def needed(self) -> tuple[Node, ...]:
-        """The nodes that it takes sizes from."""
-        return tuple(size[0] for size in self.sizes if isinstance(size, tuple))
-
-    def emit(self, graph: Graph, meta: dict[str, Any]) -> Node:
-        """Make it where the graph inserts."""
-        made = graph.call_function(
-            aten.empty.memory_format,
-            (_known(graph, self.sizes, meta),),
-            {"dtype": self.val.dtype, "device": self.val.device, "pin_memory": False},
-        )
-        made.meta = {**meta, "val": self.val}
-        return made
-
-
 def _known(graph: Graph, sizes: Sequence[Size], meta: dict[str, Any]) -> list[Any]:
     """Sizes as arguments of a call, put where the graph inserts."""
     known: list[Any] = []

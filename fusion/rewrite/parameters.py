@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import nn
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch.fx import Graph, Node
 
 PARAMETER = "layerfuse_parameter"
@@ -59,7 +60,7 @@ def parameters_of(gm: torch.fx.GraphModule, model: nn.Module | None) -> dict[int
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         argument = node.meta.get("grapharg")
         # Sizes and floats come as inputs too; and a GraphArg refers to its example weakly, and may have dropped it.
-        if argument is not None and isinstance(argument.example, nn.Parameter):
+        if argument is not None and isinstance(argument.example, torch.Tensor):
             known = names.get(id(argument.example))
             if known is not None:
                 # A method up to torch 2.9, a property since.
@@ -80,5 +81,6 @@ def mark(graph: Graph, parameters: Mapping[int, Parameter]) -> None:
 def _position(node: Node) -> int:
     """AOTAutograd describes each input by the position of the argument that it came from; -1 where it does not."""
     described: Any = node.meta.get("desc")
-    position = None if described is None else vars(described).get("idx")
-    return position if isinstance(position, int) else -1
+    while isinstance(described, SubclassGetAttrAOTInput):  # a part of a tensor subclass: torchao's weights, DTensors
+        described = described.base
+    return described.idx if isinstance(described, PlainAOTInput) else -1

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from ...adapters.specs import GatedMLPSpec
 from ..match.products import FoundProduct, NearProduct, find_products, weights_of
-from ..plan import Plan
+from ..planning import Plan
 from ..sites import ACTIVATION, Site
 from .ownership import Location, Ownership, Surroundings
 from .uses import SiteUse, use_at

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import attrs
-from attrs import define, field, frozen
+from attrs import define, field
 from torch.fx import Graph, Node
 
 from ...adapters.specs import GatedNormSpec, MLASpec, NormSpec
@@ -16,21 +16,11 @@ from ..match.gates import FoundGatedNorm, find_gated_norms
 from ..match.latents import base_of, why_unpaired
 from ..match.norms import FoundNorm, NearNorm, find_norms
 from ..match.products import FoundProduct
-from ..match.ropes import FoundRope
 from ..match.values import value
-from ..plan import Plan
+from ..planning import Plan
 from ..sites import OUTPUT, Site
 from .missing import why_missing
 from .ownership import Location, Ownership, Place, differs, fits
-
-
-@frozen(kw_only=True, eq=False)
-class FoundQuery:
-    """The query of an MLA layer: absorbed columns, and turned rope columns beside them."""
-
-    latent: Node
-    rope: FoundRope
-    out: Node
 
 
 @define(kw_only=True, eq=False)
@@ -42,8 +32,6 @@ class SiteUse:
     "In the order of the site's; empty where `problem` says why."
     product: FoundProduct | None = None
     "In place of norms: that of a gated MLP."
-    query: FoundQuery | None = None
-    "In place of norms: that of an MLA layer."
     problem: str | None = None
     how: str = "structure"
     weights: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -54,9 +42,6 @@ class SiteUse:
     @property
     def tokens(self) -> Any:
         """How many rows of the whole layer there are: a number, or one that varies."""
-        if self.query is not None:
-            rows = value(self.query.out)
-            return rows.numel() // (rows.shape[-1] * rows.shape[-2])
         rows = value(self.norms[0].x if self.product is None else self.product.out)
         heads = bool(self.norms) and isinstance(self.norms[0], FoundGatedNorm)
         return rows.numel() // (self.site.quantised_width if heads else rows.shape[-1])
@@ -66,8 +51,6 @@ class SiteUse:
         """What places it among the uses of its graph: a result that it replaces."""
         if self.product is not None:
             return self.product.out
-        if self.query is not None:
-            return self.query.out
         return self.norms[0].out if self.norms else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import attrs
@@ -14,11 +15,21 @@ from torch import nn
 
 from layerfuse import registry
 from layerfuse.adapters import BUILTIN, ActivationQuant, Facts, FactsError, MLASpec, NormSpec, SpecError, norm
+from layerfuse.fusion import sites_of
 
 sys.path.append(str(ROOT / "tests" / "registry"))
 from toml_samples import with_class
 
 GROUP = ActivationQuant(group_size=128)
+
+
+class QuantizationScheme:
+    """As compressed-tensors attaches one for the whole tensor."""
+
+    input_activations = SimpleNamespace(type="float", num_bits=8, symmetric=True, strategy="tensor", dynamic=True)
+
+
+QuantizationScheme.__module__ = "compressed_tensors.quantization"
 
 
 def fp8_model(name: str, **config: Any) -> Any:
@@ -84,6 +95,45 @@ def test_linears_that_disagree_give_none() -> None:
     decoder.self_attn.kv_a_proj_with_mqa = nn.Linear(8, 8, device="meta")
     assert registry.spec_for(decoder).input_norm.quant is None
     assert registry.spec_for(decoder).post_attention_norm.quant == GROUP
+
+
+def test_where_they_disagree_each_is_named_with_what_it_does() -> None:
+    decoder = fp8_model("qwen3-4b").model.layers[3]
+    assert registry.spec_for(decoder).input_norm.unquantised is None
+    for name in ("k_proj", "v_proj"):
+        decoder.self_attn.set_submodule(name, nn.Linear(8, 8, device="meta"))
+    read = registry.spec_for(decoder).input_norm
+    assert (read.quant, read.unquantised) == (
+        None,
+        "self_attn.q_proj: quantises them with one scale per 128 columns; "
+        "self_attn.k_proj and self_attn.v_proj: takes its activations as they are",
+    )
+    assert read == attrs.evolve(read, unquantised=None)
+
+
+def test_a_quantisation_without_words_is_said_as_the_linear_says_it() -> None:
+    decoder = fp8_model("qwen3-4b").model.layers[3]
+    for name in ("gate_proj", "up_proj"):
+        linear = nn.Linear(8, 8, device="meta")
+        linear.quantization_scheme = QuantizationScheme()
+        decoder.mlp.set_submodule(name, linear)
+    assert registry.spec_for(decoder).post_attention_norm.unquantised == (
+        "mlp.gate_proj and mlp.up_proj: Linear quantises activations with one scale for all tokens"
+    )
+
+
+def test_what_reads_a_product_says_it_too() -> None:
+    """One linear: it quantises in a way that no fusion knows, which is not to be taken for none."""
+    mlp = fp8_model("qwen3-4b").model.layers[3].mlp
+    read = registry.spec_for(mlp, path="model.layers.3.mlp")
+    assert (read.quant, read.unquantised) == (GROUP, None)
+    mlp.down_proj = nn.Linear(8, 8, device="meta")
+    mlp.down_proj.quantization_scheme = QuantizationScheme()
+    odd = registry.spec_for(mlp, path="model.layers.3.mlp")
+    said = "Linear quantises activations with one scale for all tokens"
+    assert (odd.quant, odd.unquantised) == (None, said)
+    (site,) = sites_of("mlp", odd)
+    assert site.unquantised == said
 
 
 def test_a_linear_that_is_exchanged_shows_in_the_next_reading() -> None:

@@ -10,6 +10,7 @@ import standins_sglang
 from fake_ranks import cut, ranks
 from helpers import fresh_model, real_model
 from standins import Rank, module
+from torch import nn
 
 from layerfuse import registry
 from layerfuse.adapters import WHOLE, FinalNormSpec, MissingAttributeError, NormSpec, Parallel, SpecError
@@ -71,7 +72,11 @@ def test_its_sharding_is_that_of_the_last_decoder_layer() -> None:
         assert registry.spec_for(model.model).parallel == Parallel(size=4, rank=3)
 
 
-@pytest.mark.parametrize("instead", [None, module("engine.utils:PPMissingLayer")], ids=["None", "PPMissingLayer"])
+@pytest.mark.parametrize(
+    "instead",
+    [None, module("engine.utils:PPMissingLayer"), nn.Identity()],
+    ids=["None", "PPMissingLayer", "Identity"],
+)
 def test_a_rank_of_a_pipeline_without_it_has_no_final_spec(instead: object) -> None:
     model: Any = standins_sglang.MODELS["deepseek-v3"](registry.model("deepseek-v3"), Rank(8, 5))
     assert len(final_norms(model)) == 1
@@ -83,6 +88,21 @@ def test_a_rank_of_a_pipeline_without_it_has_no_final_spec(instead: object) -> N
     assert registry.specs_in(model) == before[:-4]
     with pytest.raises(MissingAttributeError, match="does not say its"):
         registry.spec_for(model.model)
+
+
+def test_a_norm_that_is_built_without_the_last_layer_is_another_ranks() -> None:
+    """vLLM's gpt-oss builds it on every rank of a pipeline, and runs it on the last."""
+    model: Any = standins_sglang.MODELS["gpt-oss-20b"](registry.model("gpt-oss-20b"), Rank(8, 5))
+    before = registry.specs_in(model)
+    model.model.layers[-1] = module("vllm.model_executor.models.utils:PPMissingLayer", nn.Identity)
+    assert registry.specs_in(model) == before[:-3]
+    with pytest.raises(MissingAttributeError) as caught:
+        registry.spec_for(model.model, path="model")
+    assert str(caught.value).splitlines()[1:] == [
+        "  - layers.-1.hidden_size: PPMissingLayer stands for what another rank of the pipeline holds",
+        "It has: layers, norm.",
+        "Ask that rank for it; specs_in reads what this one holds.",
+    ]
 
 
 def test_a_model_in_a_model_gives_its_own_final_norm_before_what_follows() -> None:

@@ -181,6 +181,11 @@ MODEL = (
     f"{_V}.models.longcat_flash:FlashModel",
     f"{_V}.models.gpt_oss:GptOssModel",
     f"{_V}.models.qwen3_next:Qwen3NextModel",
+    # The draft models of multi-token prediction, and an EAGLE's.
+    f"{_V}.models.qwen3_next_mtp:Qwen3NextMultiTokenPredictor",
+    f"{_V}.models.qwen3_5_mtp:Qwen3_5MultiTokenPredictor",
+    f"{_V}.models.longcat_flash_mtp:LongCatMultiTokenPredictorLayer",
+    f"{_V}.models.deepseek_eagle:DeepseekV2Model",
     (f"{_V}.models.qwen3_5:Qwen3_5Model", f"{_V}.models.qwen3_next:Qwen3NextModel"),
     f"{_SG}.deepseek_v2:DeepseekV2Model",
     f"{_SG}.kimi_linear:KimiLinearModel",

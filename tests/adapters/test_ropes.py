@@ -11,6 +11,7 @@ import standins_atom
 import standins_sglang
 import torch
 import vllm_standins
+from helpers import fresh_layer
 from standins import Rank, module
 
 from layerfuse import registry
@@ -207,6 +208,57 @@ def test_facts_may_be_silent_about_the_rope_and_the_spec_then_says_so() -> None:
     sparse = vllm_standins.sparse_mla(total=16, tp=1, rank=0)
     layer = module("mylib.models:Attention", **{**vars(sparse)["_modules"], **of_layer(sparse)}, hidden_size=64)
     assert own.spec_for(layer).rope is None
+
+
+def like_deepseek(**words: Any) -> registry.Registry:
+    """A registry in which a class of another package is like transformers' DeepSeek attention."""
+    classes = {"mylib:Attention": {"like": "transformers:DeepseekV3Attention", **words}}
+    entry = attrs.evolve(registry.model("deepseek-v3"), name="mine", aliases=[], hf_id=None, layer_classes=classes)
+    own = registry.fresh()
+    own.register_model(entry)
+    return own
+
+
+def attention_of(mylib_class: str = "Attention") -> Any:
+    layer = fresh_layer("deepseek-v3")
+    layer.__class__ = type(mylib_class, (type(layer),), {"__module__": "mylib"})
+    return layer
+
+
+@pytest.mark.parametrize("words", [{}, {"softmax_scale": "scaling"}])
+def test_a_rope_that_a_class_is_only_like_another_in_is_unsaid_where_it_is_not_there(words: dict[str, Any]) -> None:
+    own, layer = like_deepseek(**words), attention_of()
+    assert own.spec_for(layer).rope == registry.spec_for(fresh_layer("deepseek-v3")).rope != NO_ROPE
+    layer.config = SimpleNamespace(**{k: v for k, v in vars(layer.config).items() if k != "rope_interleave"})
+    assert own.spec_for(layer).rope is None
+    with pytest.raises(
+        MissingAttributeError, match=r"rope\.interleaved"
+    ):  # a class that was declared with it has to have it
+        registry.spec_for(layer)
+
+
+def test_what_a_class_says_itself_of_its_rope_has_to_be_there() -> None:
+    said = rope(width="qk_rope_head_dim", interleaved="turned", attention_scaling=const(1.0), table=const("values"))
+    with pytest.raises(MissingAttributeError, match=r"rope\.interleaved"):
+        like_deepseek(rope=said).spec_for(attention_of())
+
+
+def test_what_fails_in_its_own_way_is_not_absent() -> None:
+    layer = attention_of()
+    layer.config = type(
+        "Config", (), {"rope_interleave": property(lambda self: 1 // 0), "__getattr__": lambda *_: None}
+    )()
+    with pytest.raises(MissingAttributeError, match="ZeroDivisionError"):
+        like_deepseek().spec_for(layer)
+
+
+@pytest.mark.parametrize("missing", ["q_lora_rank", "qk_rope_head_dim", "kv_lora_rank"])
+def test_no_geometry_that_is_inherited_may_be_absent(missing: str) -> None:
+    """Not even what may be None: a None says that there is no query latent."""
+    layer = attention_of()
+    delattr(layer, missing)
+    with pytest.raises(MissingAttributeError, match=f"does not say its {missing}"):
+        like_deepseek().spec_for(layer)
 
 
 def of_layer(layer: Any) -> dict[str, Any]:

@@ -44,16 +44,6 @@ def mla_metadata_info(call: Callable[..., Any]) -> None:
     assert [dtype for _, dtype in sizes.values()] == [dtype for _, dtype in expected]
 
 
-def ps_metadata_info(call: Callable[..., Any]) -> None:
-    sizes = call(4, 1, 512, 256)
-    assert tuple(sizes) == PLAN
-    compute_units = 256  # gfx950 in the stand-ins
-    assert [size for size, _ in sizes.values()] == [
-        *((2,), (compute_units + 1,), ((4 + compute_units - 1) * 2, 8), (4 * 2 + 1,), (4 * 2, 2)),
-        (min(4 + compute_units - 1, 2 * (compute_units - 1)) * 2,),
-    ]
-
-
 def mla_metadata(call: Callable[..., Any]) -> None:
     batch = _batch()
     buffers = plan_of(amd.bound("mla_metadata_info").call(4, 1, 16, torch.bfloat16, torch.bfloat16, False))
@@ -69,12 +59,9 @@ def mla_decode(call: Callable[..., Any]) -> None:
     arguments = (q, kv, *list(batch.values())[:2], indices, batch["kv_last_page_lens"], 1, 512)
     scores = torch.einsum("bhd,bpd->bhp", q.float(), kv.float().view(4, 3, 576)) * 0.07
     expected = torch.einsum("bhp,bpd->bhd", scores.softmax(-1), kv.float().view(4, 3, 576)[..., :512])
-    plans = [None]
-    if isinstance(planner := amd.bind("mla_metadata"), Bound):
-        sizes = amd.bound("mla_metadata_info").call(4, 1, 16, torch.bfloat16, torch.bfloat16, False)
-        plans.append(plan_of(sizes))
-        planner.call(*batch.values(), 16, 1, True, plans[-1], max_seqlen_qo=1, uni_seqlen_qo=1)
-    for plan in plans:
+    planned = plan_of(amd.bound("mla_metadata_info").call(4, 1, 16, torch.bfloat16, torch.bfloat16, False))
+    amd.bound("mla_metadata").call(*batch.values(), 16, 1, True, planned, max_seqlen_qo=1, uni_seqlen_qo=1)
+    for plan in (None, planned):
         out = call(*arguments, softmax_scale=0.07, buffers=plan)
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.float(), expected, rtol=0.02, atol=0.02)
@@ -129,7 +116,6 @@ CALLS: dict[str, Callable[[Callable[..., Any]], None]] = {
     function.__name__: function
     for function in (
         mla_metadata_info,
-        ps_metadata_info,
         mla_metadata,
         mla_decode,
     )

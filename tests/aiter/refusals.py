@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from refusals_norms import BF16, FNUZ, FP16, FP32, NORMS_REFUSED, NORMS_TAKEN, Case
+from refusals_norms import BF16, FIRST, FNUZ, FP16, FP32, NORMS_REFUSED, NORMS_TAKEN, Case
 
 QUERY = {"dtype": BF16, "width": 512, "kv_width": 512, "rope_width": 64, "num_heads": 16, "table_dtype": FP32}
 TURNED, UNTURNED = QUERY | {"pairs": "interleaved"}, QUERY | {"pairs": "none", "table_dtype": BF16}
@@ -13,8 +13,8 @@ TAKEN = (
     Case("mla_query_concat", TURNED, releases=()),
     Case("mla_query_concat", TURNED | {"pairs": "halves", "dtype": FP32, "num_heads": 5}, releases=()),
     Case("mla_query_concat.cat", UNTURNED, releases=()),
-    Case("mla_decode", {"dtype": BF16, "num_heads": 16, "has_plan": True, "max_seqlen_q": 4}, releases=()),
-    Case("mla_metadata_info", {"num_heads": 16}, releases=()),
+    Case("mla_decode", {"dtype": BF16, "num_heads": 16, "has_plan": True}, releases=()),
+    Case("mla_metadata_info", {"num_heads": 24}, releases=()),
     Case("all_reduce_add_rms_norm", {"dtype": BF16, "width": 7168, "world_size": 8}, releases=()),
     Case("all_reduce_add_rms_norm", {"dtype": BF16, "width": 2880, "world_size": 8}, releases=()),
     Case("all_reduce_add_rms_norm_pad", {"dtype": BF16, "width": 2880, "padded_width": 3072}, releases=()),
@@ -33,22 +33,16 @@ REFUSED = (
     Case("mla_query_concat", TURNED | {"table_dtype": BF16}, "rounds each product"),
     Case("mla_query_concat.cat", UNTURNED | {"pairs": "halves"}, "turns nothing"),
     Case("mla_decode", {"dtype": BF16, "num_heads": 12}, "head counts"),
-    Case("mla_decode", {"dtype": BF16, "num_heads": 64}, "other than 16 and 128", (("v0.1.5", "v0.1.6.post1"),)),
     Case("mla_decode", {"dtype": FP16, "num_heads": 16}, "float16"),
     Case("mla_decode", {"dtype": BF16, "num_heads": 256, "has_plan": True}, "128"),
     Case("mla_decode", {"dtype": FNUZ, "num_heads": 16}, "another GPU"),
-    Case(
-        *("mla_decode", {"dtype": BF16, "num_heads": 64, "has_plan": True, "max_seqlen_q": 2}),
-        *("", (("v0.1.5", "v0.1.8"),)),
-    ),
-    Case("mla_metadata_info", {"num_heads": 24}, "multiple of 16", (("v0.1.6.post2", "v0.1.11.post1"),)),
     Case("mla_metadata_info", {"num_heads": 12}, "no multiple of"),
     Case("all_reduce_add_rms_norm", {"dtype": BF16, "width": 7168, "world_size": 6}, "2, 4 and 8"),
     Case("all_reduce_add_rms_norm_group_quant", {"dtype": BF16, "width": 7168, "world_size": 1}, "2, 4 and 8"),
-    Case("all_reduce_add_rms_norm", {"dtype": BF16, "width": 256}, "1 to 32 KiB", (("v0.1.12", "v0.1.19"),)),
+    Case("all_reduce_add_rms_norm", {"dtype": BF16, "width": 256}, "1 to 32 KiB", ((FIRST, "v0.1.19"),)),
     Case(
         *("all_reduce_add_rms_norm", {"dtype": BF16, "width": 2888, "world_size": 2}),
-        *("divide among the ranks", (("v0.1.12", "v0.1.19"),)),
+        *("divide among the ranks", ((FIRST, "v0.1.19"),)),
     ),
     Case("all_reduce_add_rms_norm", {"dtype": BF16, "width": 16392, "world_size": 2}, "1 to 32 KiB"),
     Case("all_reduce_add_rms_norm_pad", {"dtype": BF16, "width": 8200, "padded_width": 8200, "world_size": 4}, "KiB"),
@@ -56,7 +50,7 @@ REFUSED = (
     Case("all_reduce_add_rms_norm_pad", {"dtype": BF16, "width": 2880, "padded_width": 2882}, "multiple of 16 bytes"),
     Case(
         *("all_reduce_add_rms_norm", {"dtype": BF16, "width": 7168, "weight_offset": 1.0}),
-        *("v0.1.17-rc0", (("v0.1.12", "v0.1.16.post6"),)),
+        *("v0.1.17-rc0", ((FIRST, "v0.1.16.post6"),)),
     ),
     Case("all_reduce_add_rms_norm_per_token_quant", {"dtype": BF16, "weight_offset": 0.5}, "weight offset"),
     Case("all_reduce_add_rms_norm", {"dtype": torch.float64}, "float16"),
@@ -70,7 +64,7 @@ REFUSED = (
     Case("all_reduce_add_rms_norm_group_quant", {"dtype": BF16, "width": 16384, "group_size": 128}, "16 KiB"),
     Case(
         *("all_reduce_add_rms_norm_per_token_quant", {"dtype": BF16, "width": 2880, "world_size": 8}),
-        *("fills no warp", (("v0.1.12", "v0.1.19"),)),
+        *("fills no warp", ((FIRST, "v0.1.19"),)),
     ),
     Case("all_reduce_add_rms_norm_per_token_quant_with_norm", {"dtype": BF16, "width": 8448}, "16 KiB"),
     Case("all_reduce_add_rms_norm_per_token_quant", {"dtype": BF16, "use_ue8m0": True}, "power-of-two scales"),
@@ -80,7 +74,7 @@ REFUSED = (
             "all_reduce_add_rms_norm_group_quant",
             {"dtype": BF16, "width": 7168, "group_size": 128, "column_major": True},
         ),
-        *("transpose_scale", (("v0.1.14-rc0", "v0.1.16.post6"), ("v0.1.17-longctx", "v0.1.19.post1"))),
+        *("transpose_scale", ((FIRST, "v0.1.16.post6"), ("v0.1.17-longctx", "v0.1.19.post1"))),
     ),
 )
 """What is refused in these releases, and in no others that have the function."""

@@ -9,8 +9,8 @@ from attrs import frozen
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
-LAST = "v0.1.20.post1"
-EVER = ("v0.1.5", LAST)
+FIRST, LAST = "v0.1.16.post3", "v0.1.20.post1"
+EVER = (FIRST, LAST)
 
 
 @frozen
@@ -63,8 +63,7 @@ DUAL_STATIC = "mla_dual_rms_norm_static_quant"
 GATED, GATED_TOKEN = "gated_rms_norm_group_quant", "gated_rms_norm_per_token_quant"
 SILU, SILU_TOKEN, SILU_STATIC = (f"silu_mul_{what}_quant" for what in ("group", "per_token", "static"))
 MXFP8, MXFP4 = "rms_norm_mxfp8_quant", "rms_norm_mxfp4_quant"
-BEFORE_GEMMA = (("v0.1.5", "v0.1.16.post6"),)
-BEFORE_GEMMA_OF_LATENTS = (("v0.1.12", "v0.1.12.post2"),)
+BEFORE_GEMMA = ((FIRST, "v0.1.16.post6"),)
 
 NORMS_TAKEN = tuple(
     Case(binding, call, releases=())
@@ -73,6 +72,7 @@ NORMS_TAKEN = tuple(
         (DUAL, _dual(dtype=FP16, width=8192)),
         (DUAL_TOKEN, _dual(**_fp8())),
         (DUAL_GROUP, _dual(**_groups())),
+        (DUAL_GROUP, _dual(**_groups(), weight_offset=1.0, kv_weight_offset=1.0)),
         (DUAL_GROUP, _dual(**_groups(), arch="gfx950") | {"width": 5120}),
         (f"{DUAL_GROUP}.triton", _dual(**_groups(), arch="gfx1201", dtype=FP32) | {"width": 1504}),
         (DUAL_STATIC, _dual(width=512, quant_dtype=E4M3)),
@@ -94,6 +94,7 @@ NORMS_TAKEN = tuple(
         (SILU, _silu(**_groups(), limit=7.0)),
         (SILU, _silu(**_groups(), limit=7.00390625, dtype=FP16)),
         (f"{SILU}.clamp", _silu(**_groups(), limit=7.1)),
+        (f"{SILU}.clamp", _silu(**_groups(64))),
         (f"{SILU}.triton", _silu(**_rows())),
         (f"{SILU_TOKEN}.clamp", _silu(**_fp8(), width=5120, limit=7.1)),
         (f"{SILU_TOKEN}.triton", _silu(**_fp8())),
@@ -122,22 +123,18 @@ NORMS_REFUSED = (
     Case(DUAL_GROUP, _dual(**_groups()) | {"tma_aligned": True}, "padded columns"),
     Case(DUAL_GROUP, _dual(**_groups(), width=1504), "do not divide the width"),
     Case(DUAL_GROUP, _dual(**_groups(256)), "32, 64 or 128"),
-    Case(
-        *(DUAL_GROUP, _dual(**_groups(), weight_offset=1.0, kv_weight_offset=1.0)),
-        *("came with v0.1.13.dev0", BEFORE_GEMMA_OF_LATENTS),
-    ),
     Case(DUAL_GROUP, _dual(**_groups(), weight_offset=0.5, kv_weight_offset=0.5), "weight offset"),
     Case(f"{DUAL_GROUP}.triton", _dual(**_groups(), kv_weight_offset=1.0), "knows none"),
     Case(DUAL_STATIC, _dual(quant_dtype=E4M3), "chosen by kv alone"),
     Case(DUAL_STATIC, _dual(quant_dtype=E4M3, width=1024, kv_width=512), "chosen by kv alone"),
-    Case("add_rms_norm", _norm(dtype=FP32, weight_dtype=FP32), "float16 and bfloat16 only", (("v0.1.5", "v0.1.17"),)),
+    Case("add_rms_norm", _norm(dtype=FP32, weight_dtype=FP32), "float16 and bfloat16 only", ((FIRST, "v0.1.17"),)),
     Case("add_rms_norm", _norm(dtype=torch.float64, weight_dtype=torch.float64), "float16"),
     Case("add_rms_norm", _norm(weight_dtype=FP32), "another dtype than the activations"),
     Case("add_rms_norm", _norm(weight_offset=0.5), "weight offset"),
     Case("add_rms_norm.triton", _norm(weight_offset=1.0), "knows none"),
     Case("add_rms_norm.triton", _norm(dtype=torch.float64), "it computes in float32"),
     Case("add_rms_norm", _norm(weight_offset=1.0), "came with v0.1.17-rc0", BEFORE_GEMMA),
-    Case("add_rms_norm", _norm(weight_offset=1.0, width=12288), "weight offset", (("v0.1.5", "v0.1.17"),)),
+    Case("add_rms_norm", _norm(weight_offset=1.0, width=12288), "weight offset", ((FIRST, "v0.1.17"),)),
     Case("add_rms_norm_pad", _norm(weight_offset=1.0), "knows none"),
     Case(TOKEN, _norm(**_fp8(), width=12288), "more than 8192"),
     Case(TOKEN, _norm(**_fp8(), weight_offset=1.0), "came with v0.1.17-rc0", BEFORE_GEMMA),
@@ -148,10 +145,6 @@ NORMS_REFUSED = (
     Case(GROUP, _norm(**_groups()) | {"use_ue8m0": True}, "power-of-two scales"),
     Case(f"{GROUP}.latents", _norm(**_groups(), arch="gfx1201"), "RDNA"),
     Case(f"{GROUP}.latents", _norm(**_groups(), width=8200), "more than 8192"),
-    Case(
-        *(f"{GROUP}.latents", _norm(**_groups(), weight_offset=1.0)),
-        *("came with v0.1.13.dev0", BEFORE_GEMMA_OF_LATENTS),
-    ),
     Case(f"{KEPT}.latents", _norm(**_groups(), weight_offset=0.5), "weight offset"),
     Case(f"{TOKEN}.latents", _norm(**_fp8(), width=7164), "multiple of 16 bytes"),
     Case(f"{GROUP}.triton", _norm(**_groups(96)), "power of two"),
@@ -180,7 +173,6 @@ NORMS_REFUSED = (
     Case(SILU, _silu(**_groups(), limit=0.0), "means none to AITER"),
     Case(f"{SILU}.clamp", _silu(**_groups(), limit=-1.0), "means none to AITER"),
     Case(f"{SILU}.clamp", _silu(**_groups(), width=2080), "no multiple of 128"),
-    Case(f"{SILU}.clamp", _silu(**_groups(64)), "came with v0.1.16", (("v0.1.14-rc0", "v0.1.15.post3"),)),
     Case(f"{SILU_TOKEN}.clamp", _silu(**_fp8(), width=2080), "no multiple of 128"),
     Case(f"{SILU}.triton", _silu(**_groups()), "row by row"),
     Case(f"{SILU}.triton", _silu(**_rows(), width=2080), "never loaded"),

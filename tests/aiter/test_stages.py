@@ -15,12 +15,8 @@ from layerfuse.fusion.backends.aiter.stages import AITER, OURS, VLLM, stages
 GATES = {"aiter": AITER, "ours": OURS, "vllm": VLLM}
 
 ONE_STAGE = {
-    # 128 KiB and 80 blocks for all ranks; no kernel before v0.1.10.post2, four widths before v0.1.12
-    ("aiter", "v0.1.10.post1", 4096, 8): 0,
-    ("aiter", "v0.1.10.post2", 4096, 8): 16,
-    ("aiter", "v0.1.11.post1", 2880, 8): 0,
-    ("aiter", "v0.1.11.post1", 512, 8): 80,
-    ("aiter", "v0.1.12", 2880, 8): 22,
+    # 128 KiB and 80 blocks for all ranks
+    ("aiter", "v0.1.16.post3", 2880, 8): 22,
     ("aiter", "v0.1.16.post6", 7168, 2): 9,
     ("aiter", "v0.1.16.post6", 512, 2): 80,
     ("aiter", "v0.1.16.post6", 8192, 2): 8,
@@ -43,8 +39,7 @@ ONE_STAGE = {
     ("vllm", "v0.1.20", 7168, 4): 18,
     ("vllm", "v0.1.20", 7168, 8): 9,
     ("vllm", "v0.1.20", 4096, 8): 15,
-    ("vllm", "v0.1.12", 7168, 4): 18,
-    ("vllm", "v0.1.11", 7168, 4): 0,
+    ("vllm", "v0.1.16.post3", 7168, 4): 18,
 }
 
 
@@ -56,16 +51,13 @@ def test_one_stage(case):
 
 TWO_STAGES = {
     ("v0.1.20", 7168, 8): (4681, "AITER's limit of under 64 MiB"),
-    ("v0.1.12", 2880, 8): (11650, "under 64 MiB"),
+    ("v0.1.16.post3", 2880, 8): (11650, "under 64 MiB"),
     ("v0.1.20", 504, 2): (0, "a row is 63 packs of 16 bytes, and 64 to 2048 are taken"),
     ("v0.1.20", 512, 2): (65535, "under 64 MiB"),
     ("v0.1.20", 16384, 2): (2047, "under 64 MiB"),
     ("v0.1.20", 16392, 2): (0, "a row is 2049 packs"),
     ("v0.1.20", 2888, 2): (0, "361 packs of 16 bytes do not divide among 2 ranks"),
     ("v0.1.20", 2896, 4): (0, "362 packs of 16 bytes do not divide among 4 ranks"),
-    ("v0.1.11.post1", 7168, 8): (4681, "under 64 MiB"),
-    ("v0.1.11.post1", 2880, 8): (0, "before v0.1.12 for rows of 1 to 32 whole KiB only"),
-    ("v0.1.7.post1", 7168, 8): (0, "the kernel came with v0.1.7.post2"),
 }
 
 
@@ -88,10 +80,6 @@ def test_what_is_quantised_has_ladders_of_its_own():
     assert gpt_oss.two_stage == 0
     assert "360 packs of 16 bytes, and those that fill no warp of 32" in gpt_oss.reason
     assert stages(16384, 2, 8, "v0.1.20", kind="group").most == 0
-    assert stages(6144, 2, 8, "v0.1.11", kind="token", gate=AITER).most == 0, "before v0.1.12 for four widths"
-    assert stages(4096, 2, 8, "v0.1.10.post2", kind="token", gate=AITER).reason == "the kernel came with v0.1.10.post3"
-    assert stages(7168, 2, 8, "v0.1.13.post1", kind="group").reason == "the kernel came with v0.1.14-rc0"
-    assert stages(2880, 2, 8, "v0.1.15.post3", kind="pad", padded_width=3072).reason == "the kernel came with v0.1.16"
 
 
 def test_padding_counts_for_the_threads_of_one_stage():
@@ -112,26 +100,21 @@ def test_what_no_release_takes():
 
 
 def test_what_layerfuse_does_not_do_though_aiter_would():
-    early = stages(7168, 2, 8, "v0.1.11.post1")
-    assert early.most == 0
-    assert early.reason == "before v0.1.12 epsilon becomes an integer, 0"
     racing = stages(7168, 2, 8, "v0.1.19")
     assert (racing.one_stage, racing.two_stage) == (0, 4681)
     assert "a rank may overwrite its input while another still reads it" in racing.reason
 
 
 def test_of_several_releases_what_is_true_of_all():
-    several = stages(7168, 2, 4, ReleaseRange("v0.1.16", "v0.1.18"), gate=AITER)
-    assert several == stages(7168, 2, 4, "v0.1.16", gate=AITER), "9 tokens, and not 32"
+    several = stages(7168, 2, 4, ReleaseRange("v0.1.16.post6", "v0.1.18"), gate=AITER)
+    assert several == stages(7168, 2, 4, "v0.1.16.post6", gate=AITER), "9 tokens, and not 32"
     for gate, width, ranks in product((AITER, OURS, VLLM), (2880, 7168), (2, 4, 8)):
-        together = stages(width, 2, ranks, ReleaseRange("v0.1.15", "v0.1.20"), gate=gate)
-        each = [stages(width, 2, ranks, release, gate=gate) for release in ReleaseRange("v0.1.15", "v0.1.20")]
+        together = stages(width, 2, ranks, ReleaseRange("v0.1.16.post5", "v0.1.20"), gate=gate)
+        each = [stages(width, 2, ranks, release, gate=gate) for release in ReleaseRange("v0.1.16.post5", "v0.1.20")]
         assert together.one_stage == min(one.one_stage for one in each)
         assert together.two_stage == min(one.two_stage for one in each)
-    assert stages(7168, 2, 4, ReleaseRange()).most == 0
-    grouped = stages(7168, 2, 4, ReleaseRange(), kind="group")
-    assert grouped == stages(7168, 2, 4, "v0.1.14-rc0", kind="group"), "those before have no such kernel"
-    assert stages(7168, 2, 4, ReleaseRange("v0.1.5", "v0.1.8"), kind="group").reason.startswith("the kernel came with")
+    whole = stages(7168, 2, 4, ReleaseRange())
+    assert (whole.one_stage, whole.two_stage) == (0, 4681), "not before v0.1.19.post1, and so not at all"
 
 
 def test_of_an_amount_of_tokens():
@@ -144,7 +127,7 @@ def test_of_an_amount_of_tokens():
 
 def test_every_release_is_known_and_another_is_an_error():
     assert all(isinstance(stages(7168, 2, 8, release).most, int) for release in RELEASES)
-    with pytest.raises(ValueError, match=r"is called 'v0.2'; give one, as 'v0.1.20'"):
+    with pytest.raises(ValueError, match=r"a release 'v0.2' of AITER; give one from v0.1.16.post3 to v0.1.20.post1"):
         stages(7168, 2, 8, "v0.2")
 
 

@@ -97,7 +97,6 @@ def test_in_the_repository_they_go_to_its_results(type_in, tmp_path):
 @pytest.mark.parametrize(
     ("typed", "code", "said"),
     [
-        (["mla_query_concat"], 2, "`python benchmarks/mla_chain.py --only ops`, in a checkout of layerfuse, times it"),
         (["mla_dual_rmsnorm"], 2, "no fusion is called 'mla_dual_rmsnorm'; did you mean 'mla_dual_rms_norm'"),
         (["mla_dual_rms_norm", *TINY, "--peers", "eagr"], 2, "no peer is called 'eagr'; did you mean 'eager'?"),
         (["mla_dual_rms_norm", "--model", "deepseek-v4"], 2, "did you mean deepseek-v3 or"),

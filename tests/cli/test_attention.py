@@ -12,7 +12,7 @@ attention: batch 256, 1 query per sequence, fp8 queries and cache
 
 MLA, 8 heads: 61 layers
   heads                    8 -> 16, repeated twice (8 heads are padded to 16, the fewest that every kernel takes)
-  sizes                    for AITER v0.1.14, 256 compute units
+  sizes                    for AITER v0.1.17, 256 compute units
   work_metadata_ptrs       2 uint64, 16 B
   work_indptr              257 int32, 1.0 KiB
   work_info_set            511 x 8 int32, 16.0 KiB
@@ -36,7 +36,7 @@ def attention_of(run, *arguments):
 
 
 def test_the_whole_answer_for_kimi_k25(run):
-    asked = ("--batch", 256, "--context", 131072, "--kv", "fp8", "--aiter", "v0.1.14")
+    asked = ("--batch", 256, "--context", 131072, "--kv", "fp8", "--aiter", "v0.1.17")
     assert attention_of(run, "kimi-k2.5", "--tp", 8, "--target", "gfx950", *asked) == KIMI
 
 
@@ -48,13 +48,21 @@ def test_without_the_options_nothing_is_said_of_attention(run):
     ("asked", "words"),
     [
         (("--batch", 64, "--aiter", "0.1.18"), "AITER v0.1.17-longctx or later: the decode ignores its plan"),
-        (("--batch", 512, "--aiter", "v0.1.16"), "AITER v0.1.16 to v0.1.16.post6: max_split_per_batch"),
+        (("--batch", 512, "--aiter", "v0.1.16.post3"), "AITER up to v0.1.16.post6: max_split_per_batch"),
         (("--queries", 2, "--aiter", "v0.1.18", "--target", "gfx942", "--tp", 2), "points its output at new storage"),
         (("--batch", 8, "--target", "sm90"), "gfx942 and gfx950, and the target is sm90"),
     ],
 )
 def test_what_a_release_does_wrong_is_a_warning_and_what_it_cannot_do_a_refusal(run, asked, words):
     assert words in attention_of(run, "kimi-k2.5", *(() if "--tp" in asked else ("--tp", 8)), *asked)
+
+
+def test_the_matrix_of_one_model_as_json_says_why_a_cell_is_refused(run):
+    asked = ("--queries", 5, "--aiter", "v0.1.18", "--target", "gfx942")
+    data = json.loads(run("plan", "kimi-k2.5", "--all-tp", *asked, "--json").out)
+    (row,) = data["models"]
+    cells = {cell["tp"]: cell for cell in row["cells"]}
+    assert "at most 4 queries" in cells[4]["refused"]
 
 
 def test_delta_nets_have_state_and_windows_end(run):
@@ -77,11 +85,13 @@ def test_json_holds_the_same(run):
 def test_an_unknown_release_is_a_wrong_question(run):
     answer = run("plan", "kimi-k2.5", "--aiter", "v0.1.99")
     assert answer.code == 2
-    assert "no release of AITER is called 'v0.1.99'" in answer.err
+    assert "nothing is recorded of a release 'v0.1.99' of AITER" in answer.err
+    old = run("plan", "kimi-k2.5", "--aiter", "v0.1.8").err
+    assert "Known: v0.1.16.post3, the oldest that a supported engine pins, to v0.1.20.post1" in " ".join(old.split())
 
 
 def test_the_matrix(run):
-    lines = run("plan", "--all-tp", "--aiter", "v0.1.14").out.splitlines()
+    lines = run("plan", "--all-tp", "--aiter", "v0.1.17").out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("tokens up to"))
     of_heads = [*lines[:start], *(line for line in lines[start:] if line.startswith("["))]
     rows = {
@@ -92,22 +102,6 @@ def test_the_matrix(run):
     assert rows["glm-4.7-flash"].endswith("5→16 69% [2] [3] [4]")
     assert rows["[2]"] == "20 heads cannot be shared equally by 8 ranks"
     assert not any(name.startswith(("gpt-oss", "qwen")) for name in rows)
-
-
-def test_the_matrix_of_one_model_as_json_says_why_a_cell_is_refused(run):
-    asked = ("--queries", 2, "--aiter", "v0.1.8", "--target", "gfx942")
-    data = json.loads(run("plan", "kimi-k2.5", "--all-tp", *asked, "--json").out)
-    (row,) = data["models"]
-    cells = {cell["tp"]: cell for cell in row["cells"]}
-    assert "before v0.1.9" in cells[2]["refused"]
-    assert cells[8] == {
-        "tp": 8,
-        "local_heads": 8,
-        "kernel_heads": 16,
-        "how": "repeat",
-        "waste_percent": 50.0,
-        "refused": None,
-    }
 
 
 def test_the_matrix_as_a_picture(run, tmp_path):

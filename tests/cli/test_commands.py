@@ -97,6 +97,28 @@ def test_check_prints_every_problem_of_every_file(run, tmp_path):
     assert f"{second}: no adapter 'gpt_os' is registered; did you mean 'gpt_oss'" in answer.out
 
 
+def test_no_mistake_of_a_file_hides_another(run, tmp_path):
+    """In the entry that cannot be read, and in a good one beside it: an unknown adapter, engine, and class to be like."""
+    file = tmp_path / "mine.toml"
+    wrong = GOOD.replace('"gpt_oss"', '"gpt_os"\nengines.vlm = { rms_norm_eps = 1e-6 }').replace(
+        "Qwen3NextAttention", "Qwen3NexAttention"
+    )
+    file.write_text(wrong.replace("= 64", '= "64"') + wrong.replace("mine", "other"), encoding="utf-8")
+    answer = run("check", file)
+    assert answer.code == 1
+    lines = [line.removeprefix(f"{file}: ") for line in answer.out.splitlines()]
+    assert lines[0] == "expected a whole number, got '64' @ $.models.mine.hidden_size"
+    for name in ("mine", "other"):
+        assert f"no adapter 'gpt_os' is registered; did you mean 'gpt_oss'? @ $.models.{name}.adapter" in lines
+        assert f"engines: no layer class of 'vlm' is known; did you mean 'vllm'? @ $.models.{name}.engines" in lines
+        (like,) = [line for line in lines if line.endswith(f"$.models.{name}.layer_classes.'{name}:Attention'")]
+        assert like.startswith("like: no class 'transformers:Qwen3NexAttention' is known; the closest known are")
+    assert len(lines) == 7
+    # A table that says none of it has the mistakes that it has.
+    file.write_text("[models.mine]\nadapter = 3\nengines = 4\nlayer_classes = 'x'\n", encoding="utf-8")
+    assert "expected a text, got 3 @ $.models.mine.adapter" in run("check", file).out
+
+
 def test_check_of_a_file_that_is_not_there(run, tmp_path):
     answer = run("check", tmp_path / "none.toml")
     assert answer.code == 2
@@ -243,7 +265,7 @@ activation = "silu"
 @pytest.mark.parametrize(
     ("arguments", "variable"),
     [
-        (["plan", "kimi-k2.5", "--engine", "vllm", "--engine-version", "x" * 100_000], None),
+        (["plan", "kimi-k2.5", "--target", "sm90", "--engine", "vllm", "--engine-version", "x" * 100_000], None),
         (["plan", "x" * 100_000], None),
         (["plan", "kimi-k2.5", "--target", "x" * 100_000], None),
         (["plan", "kimi-k2.5"], "LAYERFUSE_FUSIONS"),

@@ -19,8 +19,10 @@ def _nothing_remembered_of_aiter():
 def packages(tmp_path, monkeypatch):
     """Packages that look installed: `packages("aiter", dist="amd-aiter", version="0.1.15", files=[...])`."""
     monkeypatch.syspath_prepend(str(tmp_path))
+    made = []
 
     def make(module, *, dist, version, files=("__init__.py",), entry_points=""):
+        made.append(module)
         for file in files:
             path = tmp_path / module / file
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,7 +35,10 @@ def packages(tmp_path, monkeypatch):
         amd.forget()
         return tmp_path / module
 
-    return make
+    yield make
+    # Tests name their packages alike.
+    for module in made:
+        sys.modules.pop(module, None)
 
 
 def test_no_aiter_is_no_problem():
@@ -51,13 +56,28 @@ def test_the_asyncio_helper_is_told_for_what_it_is(packages, run):
     assert "aiter" not in sys.modules
 
 
-@pytest.mark.parametrize(("dist", "version"), [("amd-aiter", "0.1.15.post3"), ("aiter", "0.1.7.post5")])
-def test_amd_s_aiter_is_found_without_importing_it(packages, dist, version):
-    folder = packages("aiter", dist=dist, version=version, files=["__init__.py", "ops/__init__.py", "jit/core.py"])
+FILES = ["__init__.py", "ops/__init__.py", "ops/rmsnorm.py", "ops/triton/quant/fused_mxfp8_quant.py", "jit/core.py"]
+
+
+MXFP8 = "def fused_rms_mxfp8_quant(x, weight, eps, y=None, scale=None): ...\n"
+
+
+def test_an_aiter_that_is_too_old_is_one_sentence(packages):
+    packages("aiter", dist="amd-aiter", version="0.1.8", files=["__init__.py", "ops/__init__.py", "jit/core.py"])
+    found = doctor.find_aiter()
+    assert found.state == "broken"
+    assert found.detail.startswith(
+        "this AITER is older than v0.1.16.post3, the oldest that an engine layerfuse supports"
+    )
+
+
+def test_amd_s_aiter_is_found_without_importing_it(packages):
+    folder = packages("aiter", dist="amd-aiter", version="0.1.16", files=FILES)
+    (folder / "ops" / "triton" / "quant" / "fused_mxfp8_quant.py").write_text(MXFP8, encoding="utf-8")
     (folder / "install_mode").write_text("install\n", encoding="utf-8")
     found = doctor.find_aiter()
     assert found.state == "found"
-    assert found.detail == f"AMD's {dist} {version}, install build, by its files up to v0.1.5.post1, not imported"
+    assert found.detail == "AMD's amd-aiter 0.1.16, install build, by its files up to v0.1.16.post6, not imported"
     assert "aiter" not in sys.modules
 
 
@@ -68,26 +88,25 @@ def rmsnorm_quant(out, input, scale, weight, eps): ...
 
 
 def test_every_function_called_of_aiter_is_listed_with_its_convention_or_the_reason(packages, run):
-    folder = packages(
-        "aiter", dist="amd-aiter", version="0.1.15", files=["__init__.py", "ops/rmsnorm.py", "jit/core.py"]
-    )
+    folder = packages("aiter", dist="amd-aiter", version="0.1.16", files=FILES)
     (folder / "ops" / "rmsnorm.py").write_text(NORM, encoding="utf-8")
+    (folder / "ops" / "triton" / "quant" / "fused_mxfp8_quant.py").write_text(MXFP8, encoding="utf-8")
     answer = run("doctor")
     assert answer.code == 0
-    assert "aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add, as since v0.1.5" in answer.out
+    assert "aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add, as recorded" in answer.out
     data = json.loads(run("doctor", "--json").out)["aiter"]
     assert list(data) == [binding.name for binding in amd.BINDINGS]
     assert data["add_rms_norm"] == {
         "state": "found",
-        "detail": "aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add, as since v0.1.5",
+        "detail": "aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add, as recorded",
         "convention": "aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add(out, input, residual_in, residual_out, weight, epsilon, "
-        "use_model_sensitive_rmsnorm=), as since v0.1.5",
+        "use_model_sensitive_rmsnorm=), as recorded",
     }
     assert data["rms_norm_group_quant"]["detail"].startswith(
         "aiter.ops.rmsnorm:rmsnorm_quant has an unknown signature: (out, input, scale, weight, eps). Known: ("
     )
     assert data["rms_norm_group_quant"]["convention"] is None
-    assert "in v0.1.12 to v0.1.13.post1" in data["mla_dual_rms_norm"]["detail"]
+    assert "this build has no such function" in data["mla_dual_rms_norm"]["detail"]
     assert "aiter" not in sys.modules
 
 
@@ -151,7 +170,7 @@ def test_a_package_whose_entry_points_cannot_be_read_is_named_and_hides_no_other
         "entry points of malformed: the entry points of malformed"
     ]
     assert data["findings"]["plugin good"]["state"] == "found"
-    assert any(sentence.startswith("fusion mla_dual_rms_norm on c") for sentence in data["enables"])
+    assert any("fusions on c" in sentence for sentence in data["enables"])
 
 
 SOURCES = {
@@ -245,7 +264,7 @@ def test_the_answer_for_people_and_for_programs_agree(run):
         assert name in data["findings"]
         assert name in answer.out
     assert data["findings"]["torch"]["state"] == "found"
-    assert any("mla_dual_rms_norm on c" in sentence for sentence in data["enables"])
+    assert any(f"all {len(FUSIONS)} fusions on c" in sentence for sentence in data["enables"])
     assert "vllm" not in sys.modules
 
 
@@ -253,7 +272,7 @@ def test_what_the_environment_forces_is_shown(run_python):
     found = {"LAYERFUSE_FUSIONS": "none", "LAYERFUSE_BACKEND": "reference"}
     data = json.loads(run_python("-m", "layerfuse", "doctor", "--json", env=found).out)["findings"]
     assert data["LAYERFUSE_FUSIONS"]["state"] == "found"
-    level_1 = ", ".join(name for name, fusion in FUSIONS.items() if fusion.level == 1 and not fusion.off_unless_faster)
+    level_1 = ", ".join(name for name, fusion in FUSIONS.items() if fusion.level == 1)
     assert data["LAYERFUSE_FUSIONS"]["detail"] == f"none, turns off: {level_1}"
     assert data["LAYERFUSE_BACKEND"] == {"state": "found", "detail": "reference, for every op that has it"}
     typos = {"LAYERFUSE_FUSIONS": "nome", "LAYERFUSE_BACKEND": "referense"}
@@ -262,6 +281,48 @@ def test_what_the_environment_forces_is_shown(run_python):
     assert answer.code == 1
     assert "no fusion is called 'nome'" in data["LAYERFUSE_FUSIONS"]["detail"]
     assert "no op has a backend called 'referense'" in data["LAYERFUSE_BACKEND"]["detail"]
+
+
+def test_equal_answers_are_one_line_and_others_name_their_fusions(run, monkeypatch):
+    lines = run("doctor").out.splitlines()
+    assert [line for line in lines if "`reference`" in line] == [
+        f"  all {len(FUSIONS)} fusions on cpu: yes, by the backend `reference`"
+    ]
+    one, (others, said) = "silu_mul_static_quant", doctor._fusions_on("cpu")[0].split(" fusions on cpu: ")
+    monkeypatch.setattr(doctor, "_backend", lambda op, _: "no: made up" if op == one else said)
+    first, second = doctor._fusions_on("cpu")
+    assert second == f"{one} on cpu: no: made up" and others == f"all {len(FUSIONS)}"
+    assert first == f"{', '.join(name for name in FUSIONS if name != one)} on cpu: {said}"
+
+
+def test_a_name_with_which_vllm_would_not_start_is_no_yes(packages, run, monkeypatch):
+    folder = packages("vllm", dist="vllm", version="0.33.0", files=["__init__.py", *SOURCES])
+    for name, text in SOURCES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    for wrong, close in (
+        ("add_rmsnorm", "'add_rms_norm'"),
+        ("mla_decod", "vLLM has mla_decode"),
+        ("+rms_nrm_static_quant", "'rms_norm_static_quant'"),
+    ):
+        monkeypatch.setenv("LAYERFUSE_FUSIONS", wrong)
+        answer = run("doctor", "--json")
+        data = json.loads(answer.out)
+        assert answer.code == 1
+        inside = data["findings"]["inside vllm"]
+        assert inside["state"] == "broken" and f"would not start with LAYERFUSE_FUSIONS={wrong}" in inside["detail"]
+        assert close in data["findings"]["LAYERFUSE_FUSIONS"]["detail"]
+        assert "plans and fusions: no, LAYERFUSE_FUSIONS cannot be read (above)" in data["enables"]
+        assert not any(
+            "yes" in sentence and ("fusions on" in sentence or "`plan`" in sentence) for sentence in data["enables"]
+        )
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_decode,add_rms_norm")
+    answer = run("doctor", "--json")
+    found = json.loads(answer.out)["findings"]
+    assert (answer.code, found["inside vllm"]["state"]) == (0, "found")
+    assert found["LAYERFUSE_FUSIONS"]["detail"].endswith(
+        "; mla_decode is known inside vLLM alone: elsewhere this line is an error"
+    )
 
 
 def test_an_environment_that_forces_nothing_is_not_mentioned(run, monkeypatch):
@@ -307,6 +368,6 @@ def test_fusions_that_cannot_be_used_are_named_and_the_rest_is_said(packages, ru
         answer = run("doctor")
         assert answer.code == 1
         assert "entry point 'odd' of odd-fusions: importing raised" in " ".join(answer.out.split())
-        assert "plans and fusions: no, fusions of plugins cannot be used" in answer.out
+        assert "fusions on cpu: yes" in answer.out or "fusions on cuda: yes" in answer.out
     finally:
         FUSIONS.forget()

@@ -288,12 +288,41 @@ def test_whether_an_unknown_architecture_s_mlps_are_gated_no_config_says():
         ({"per_layer_config": {"5": {"head_dim": 512}}}, "heads that differ between layers"),
         ({"model_type": "phimoe"}, "LayerNorms"),
         ({"attention_chunk_size": 8192}, "attention in chunks"),
+        ({"hc_mult": 4, "hc_eps": 1e-6}, "hc_mult = 4: a residual stream that is mixed"),
+        ({"mhc_num_streams": 4}, "mhc_num_streams = 4: a residual stream that is mixed"),
+        ({"num_residual_streams": 2}, "num_residual_streams = 2: a residual stream that is mixed"),
+        ({"use_hyperconnections": True}, "use_hyperconnections = True: a residual stream that is mixed"),
+        ({"hyper_connection_rate": 4}, "hyper_connection_rate = 4: a residual stream that is mixed"),
+        ({"altup_num_inputs": 4}, "altup_num_inputs = 4: a residual stream that is mixed"),
         ({"num_attention_heads": 24, "num_key_value_heads": 24}, "does not divide hidden_size"),
         ({"num_key_value_heads": 5}, "num_heads: 32 is no multiple of num_kv_heads 5"),
     ],
 )
 def test_what_cannot_be_told_is_refused_with_the_reason(changes, said):
     assert said in problems(PLAIN, **changes)
+
+
+def test_streams_that_are_switched_off_are_no_streams():
+    off = {"hc_mult": None, "use_hyper_connections": False, "num_residual_streams": 0}
+    assert kinds(PLAIN, **off) == kinds(PLAIN)
+
+
+def test_an_entry_that_the_model_s_own_code_does_not_bear_out_declares_nothing(run, tmp_path):
+    """NanoChat's norms hold no weight."""
+    config = {**PLAIN, "architectures": ["NanoChatForCausalLM"], "model_type": "nanochat", "vocab_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    answer = run("inspect", tmp_path, "--name", "mine")
+    assert answer.code == 1
+    assert files.parse(answer.out) == {}
+    assert "# [models.mine.layers.full]\n" in answer.out
+    assert "transformers:NanoChatDecoderLayer could not be read" in answer.err
+    assert "32 x ResidualSpec are declared, and 0 were read off the layers of NanoChatForCausalLM" in answer.err
+    assert "so the entry is a draft, printed as comments" in answer.err
+    as_json = run("inspect", tmp_path, "--json")
+    assert as_json.code == 1
+    said = json.loads(as_json.out)
+    assert said["entry"] is None
+    assert any("32 x ResidualSpec" in problem for problem in said["problems"])
 
 
 def test_every_gap_is_listed_at_once(run, tmp_path):

@@ -3,11 +3,13 @@
 import json
 
 import pytest
+import torch
 
 from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
-from layerfuse.engines.vllm.own import Place, by_passes
-from layerfuse.fusion import FUSIONS, Engine, FusionConfig, Target, plan
+from layerfuse.engines.vllm.own import NEEDS_FLASHINFER, Place, by_passes
+from layerfuse.fusion import Engine, FusionConfig, Target, plan
+from layerfuse.fusion.policy import shipped
 
 
 def decisions(run, *arguments):
@@ -35,7 +37,7 @@ NAMED = "; naming the fusion takes it instead"
             ["deepseek-v3", "--target", "sm90", "--tp", 8],
             "final",
             f"all_reduce_{ADD}",
-            "its pass AllReduceFusionPass (fuse_allreduce_rms)" + NAMED,
+            f"its pass AllReduceFusionPass (fuse_allreduce_rms){NEEDS_FLASHINFER}" + NAMED,
         ),
         # The code of a model that is not compiled, which nothing takes from it.
         (["deepseek-v3.2", "--target", "sm90"], "latents", DUAL, "fused_norm_rope in the code of the model"),
@@ -43,7 +45,7 @@ NAMED = "; naming the fusion takes it instead"
             ["glm-5", "--target", "sm90", "--tp", 8],
             "post_attention",
             ADD,
-            "fused_allreduce_rms_norm in the code of the model",
+            f"fused_allreduce_rms_norm in the code of the model{NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add",
         ),
         (["kimi-k3", "--target", "sm90"], "post_attention", ADD, "attn_res in the code of the model"),
         # Its own ops, which the plugin's stand in the place of where they are asked for.
@@ -64,7 +66,8 @@ NAMED = "; naming the fusion takes it instead"
 )
 def test_what_vllm_does_itself_is_not_applicable_and_the_place_is_named(run, arguments, role, fusion, does):
     kind, reason = decisions(run, *arguments)[role, fusion]
-    figure = FUSIONS[fusion].off_in.get("vllm", "") if "its pass" in does else ""
+    gained = shipped().why_nothing_gained(fusion, Engine(name="vllm"))
+    figure = gained if gained is not None and "its pass" in does else ""
     assert (kind, reason) == ("not_applicable", f"vLLM does it: {does}{figure and '; '}{figure}")
     assert f"vLLM does it: {does}"[:60] in run("plan", *arguments, "--engine", "vllm").out
 
@@ -117,17 +120,18 @@ def test_vllms_own_variables_are_read_as_vllm_reads_them(run, monkeypatch):
 
 def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
     def last(model):
-        return run("plan", model, "--engine", "vllm").out.splitlines()[-1]
+        return run("plan", model, "--engine", "vllm", "--target", "h200").out.splitlines()[-1]
 
     off = "mla_decode at 61 MLA layers: off in vllm unless switched on: measured 1.06 to 1.12 times faster per decode step with 16 heads, 1.02 to 1.06 with 128; steps of more prompt tokens than CUDA graphs hold keep the host about 0.1 ms longer per layer (vLLM 0.26, H200)."
-    assert " ".join(run("plan", "kimi-k2.5", "--engine", "vllm").out.split()).endswith(off)
+    assert " ".join(run("plan", "kimi-k2.5", "--engine", "vllm", "--target", "mi355x").out.split()).endswith(off)
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_decode,add_rms_norm")
     on = "mla_decode at 61 MLA layers: both norms, the ropes and the cache write of a decode step are two launches or three, in vLLM's "
     assert last("kimi-k2.5") == f"{on}MultiHeadLatentAttentionWrapper."
     assert last("deepseek-v2-lite").endswith("not possible: q_lora_rank is None: there is no query latent.")
-    assert "add_rms_norm" in run("plan", "kimi-k2.5", "--engine", "vllm").out
+    assert "add_rms_norm" in run("plan", "kimi-k2.5", "--engine", "vllm", "--target", "mi355x").out
     assert not any(
-        line.startswith("mla_decode") for line in run("plan", "gpt-oss-20b", "--engine", "vllm").out.splitlines()
+        line.startswith("mla_decode")
+        for line in run("plan", "gpt-oss-20b", "--engine", "vllm", "--target", "H200").out.splitlines()
     )
     for variable, why in (
         ("VLLM_USE_BREAKABLE_CUDAGRAPH", "vLLM captures its CUDA graphs in pieces"),
@@ -138,7 +142,7 @@ def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
         monkeypatch.delenv(variable)
     assert "vLLM's code of this model is not known to hold" in last("minicpm3-4b")
     assert last("deepseek-v3.2").endswith("not possible: its attention is sparse.")
-    quantised = run("plan", "kimi-k2.5", "--engine", "vllm", "--quant", "group128").out
+    quantised = run("plan", "kimi-k2.5", "--engine", "vllm", "--target", "sm90", "--quant", "group128").out
     assert "mla_decode at 61 MLA layers: not possible: the projection behind its query norm quantises with" in quantised
     refused = run("plan", "kimi-k2.5", "--engine", "sglang")
     assert refused.code == 2 and "no fusion is called 'mla_decode'" in refused.err
@@ -153,10 +157,114 @@ def test_what_mla_decode_takes_no_fusion_of_graphs_does(run, monkeypatch):
     assert decisions(run, "kimi-k2.5", "--target", "sm90")["latents", DUAL][0] == "expected"
 
 
-def test_shared_experts_are_in_no_graph_of_vllms(run):
-    asked = ["plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90", "--quant", "group128"]
-    said = run(*asked).out
-    assert "58 layers have experts behind one op of vLLM's" in said
-    assert "silu_mul_group_quant" not in said[said.index("shared") :].split("\n\n")[0]
-    assert "have experts behind" not in run(*asked[:-2]).out
-    assert "have experts behind" not in run("plan", "deepseek-v3", "--quant", "group128").out
+MIXTURES = {
+    "deepseek-v2-lite": 26,
+    "deepseek-v3": 58,
+    "deepseek-v3.2": 58,
+    "glm-4.7-flash": 46,
+    "glm-5": 75,
+    "kimi-k2.5": 60,
+    "kimi-k3": 92,
+    "kimi-linear-48b-a3b": 26,
+    "mistral-small-4-119b": 36,
+    "qwen3-next-80b-a3b": 48,
+    "qwen3.5-35b-a3b": 40,
+    "longcat-flash": 0,  # two dense MLPs per layer read the norms, beside the experts
+    "qwen3.5-27b": 0,
+}
+"""How many of a model's layers have experts behind their post-attention norm."""
+
+
+def of_layers(run, *arguments):
+    """(kind, role, fusion, decision) -> sites, and the reasons."""
+    data = json.loads(run("plan", *arguments, "--json").out)
+    found = [
+        (kind["kind"], role, d["fusion"], d["decision"], d["sites"], d["reason"])
+        for kind in data["kinds"]
+        for role, several in kind["sites"].items()
+        for d in several
+    ]
+    return {row[:4]: row[4:] for row in found}
+
+
+@pytest.mark.parametrize(("model", "mixtures"), MIXTURES.items())
+def test_in_front_of_vllms_experts_and_in_them_nothing_quantised_is_promised(run, model, mixtures, monkeypatch):
+    """Whatever is switched on: its op for experts takes what it reads as it is."""
+    for switches in ("", "all"):
+        monkeypatch.setenv("LAYERFUSE_FUSIONS", switches)
+        found = of_layers(run, model, "--engine", "vllm", "--target", "sm90", "--quant", "per_token")
+        quantised = f"{ADD}_per_token_quant"
+        sites, reason = found.get(
+            ("residual", "post_attention", quantised, "not_applicable"), (0, "moe_forward_shared")
+        )
+        assert (sites, "moe_forward_shared" in reason) == (mixtures, True)
+        others = [
+            found.get(("residual", "post_attention", quantised, kind), (0,))[0] for kind in ("expected", "refused")
+        ]
+        assert sum(others) == (registry.model(model).num_hidden_layers - mixtures) * (
+            2 if model == "longcat-flash" else 1
+        )
+        kinds = {key[3] for key in found if key[0] == "shared_experts"}
+        assert kinds == ({"not_applicable"} if mixtures else set())
+        why = found.get(("shared_experts", "activation", "silu_mul_per_token_quant", "not_applicable"))
+        assert why is None if not mixtures else "nothing is fused" in why[1]
+
+
+@pytest.mark.parametrize("engine", [None, "vllm", "transformers"])
+def test_where_no_mlp_is_declared_what_reads_its_norm_is_not_known(run, engine):
+    """gpt-oss has routed experts only, whose kernels quantise by themselves."""
+    asked = ["gpt-oss-120b", "--target", "sm90", "--quant", "per_token", *(["--engine", engine] if engine else [])]
+    found = of_layers(run, *asked)
+    sites, reason = found["residual", "post_attention", f"{ADD}_per_token_quant", "not_applicable"]
+    assert sites == 36 and reason.startswith("not known: the model's entry declares no MLP of this layer")
+    assert ("residual", "input", f"{ADD}_per_token_quant", "not_applicable") in found  # the first layer's
+    assert (
+        found["residual", "input", "rms_norm_per_token_quant", "fallback" if engine != "vllm" else "refused"][0] >= 35
+    )
+
+
+@pytest.mark.parametrize("engine", [None, "transformers", "vllm", Engine(name="mine")], ids=str)
+def test_a_plan_in_python_says_the_same_of_experts(engine):
+    """By an engine's name alone nothing is known of its experts; torch.compile sees transformers' shared ones."""
+    config = FusionConfig(quant=ActivationQuant.parse("group128"), level=2, switches={GROUP: True})
+    found = plan(registry.model("deepseek-v3").specs(), Target.named("sm90"), config, engine)
+    behind = [d for d in found.decisions if d.fusion == GROUP and d.site.startswith("layers.9:post")]
+    name = "" if engine in (None, "transformers") else "vllm" if engine == "vllm" else engine.name
+    assert [d.kind for d in behind] == ["not_applicable" if name else "expected"]
+    assert not name or behind[0].reason.startswith(f"not known: how {name} runs a mixture's experts")
+
+
+def test_what_a_fused_all_reduce_depends_on_is_said(run):
+    given = "where FlashInfer is there and has a workspace for as many tokens"
+    for model, target in (("deepseek-v3.2", "sm90"), ("glm-5", "sm100"), ("deepseek-v3", "sm90")):
+        asked = [model, "--target", target, "--tp", 8]
+        for role in ("post_attention", "final"):
+            kind, reason = decisions(run, *asked)[role, f"all_reduce_{ADD}"]
+            assert (kind, given in reason) == ("not_applicable", True), reason
+    # FlashInfer is NVIDIA's: elsewhere that function is an all-reduce, and a norm that is called as any other.
+    amd = decisions(run, "deepseek-v3.2", "--target", "gfx950", "--tp", 8, "--enforce-eager")
+    assert amd["final", f"all_reduce_{ADD}"][0] == "refused"
+    assert "fused_add_rms_norm" in amd["final", ADD][1]
+
+
+def test_without_a_target_a_plan_for_vllm_is_made_for_the_gpu_that_is_there(run, monkeypatch):
+    refused = run("plan", "kimi-k2.5", "--engine", "vllm")
+    assert refused.code == 2 and "--engine vllm: expected --target, or a GPU in this machine" in refused.err
+    assert "--target h200" in refused.err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert json.loads(run("plan", "kimi-k2.5", "--engine", "vllm", "--json").out)["target"]["arch"] == "sm90"
+    assert json.loads(run("plan", "kimi-k2.5", "--json").out)["target"]["arch"] == "gfx950"
+
+
+@pytest.mark.parametrize("engine", ["sglang", "atom"])
+def test_in_an_engine_without_a_plugin_every_decision_says_so(run, engine, monkeypatch):
+    """Whatever is switched on."""
+    for switches in ("", "add_rms_norm", "all"):
+        monkeypatch.setenv("LAYERFUSE_FUSIONS", switches)
+        found = of_layers(run, "deepseek-v3", "--engine", engine, "--target", "sm90", "--quant", "group128")
+        assert not {key for key in found if key[3] in ("expected", "fallback")}
+        said = {reason for key, (_, reason) in found.items() if key[3] == "refused" and key[2] in (ADD, GROUP, DUAL)}
+        name = {"sglang": "SGLang", "atom": "ATOM"}[engine]
+        assert said == {f"nothing of layerfuse runs inside {name} yet: it has no plugin for it"}
+    assert not any("unless switched on" in reason for _, reason in found.values())

@@ -52,17 +52,17 @@ CUDA_CAPABILITY = (9, 0)
 
 @contextlib.contextmanager
 def sglang_parallel(arguments: ServerArgs, rank: int) -> Iterator[None]:
-    """Publish ``arguments`` and stand at ``rank`` of their tensor-parallel group, alone in this process.
+    """Publish ``arguments`` and stand at ``rank`` of their stages and tensor-parallel groups, alone in this process.
 
     The groups are SGLang's own, on torch's "fake" backend.  Configuration and groups are taken down at the end, so one
     process can be many ranks of many groups, one after the other.
     """
-    tp = arguments.tp_size
-    init_fake_world(tp, rank)
+    tp, pp = arguments.tp_size, arguments.pp_size
+    init_fake_world(tp * pp, rank)
     try:
         runtime_context.publish(arguments, role="scheduler", ranks=runtime_context.SpawnRanks(world_rank=rank))
         with fake_process_groups():
-            parallel_state.init_distributed_environment(tp, rank, "fake://", rank, "fake")
+            parallel_state.init_distributed_environment(tp * pp, rank, "fake://", rank, "fake")
             parallel_state.initialize_model_parallel()
         initialize_dp_attention(arguments)
         initialize_moe_config()
@@ -94,9 +94,9 @@ def without_gpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def server_args(
-    checkpoint: str, *, tp: int, patch: Mapping[str, Any], text_patch: Mapping[str, Any]
+    checkpoint: str, *, tp: int, pp: int = 1, patch: Mapping[str, Any], text_patch: Mapping[str, Any]
 ) -> Iterator[ServerArgs]:
-    """The arguments with which SGLang would serve ``checkpoint`` at ``tp``, valid inside the ``with`` block.
+    """The arguments with which SGLang would serve ``checkpoint`` at ``tp`` and ``pp``, valid inside the ``with`` block.
 
     ``text_patch`` replaces keys of the text model's part of ``config.json``; ``patch`` replaces attributes of the
     configuration object that was made of it.
@@ -109,6 +109,7 @@ def server_args(
             model_path=folder,
             json_model_override_args=json.dumps(dict(patch)),
             tp_size=tp,
+            pp_size=pp,
             device="cpu",
             dtype="bfloat16",
             load_format="dummy",

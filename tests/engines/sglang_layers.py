@@ -104,14 +104,18 @@ LAYERS: dict[str, Layer] = {
 }
 
 
-def build_model(name: str, *, tp: int = 1, rank: int = 0, device: str = "meta", **overrides: Any) -> nn.Module:
-    """Build the model ``name`` of ``MODELS`` as ``rank`` of ``tp``; ``overrides`` replace keys of its text config.
+def build_model(
+    name: str, *, tp: int = 1, rank: int = 0, pp: int = 1, device: str = "meta", **overrides: Any
+) -> nn.Module:
+    """Build the model ``name`` of ``MODELS`` as ``rank`` of ``pp`` stages of ``tp``; ``overrides`` replace keys of its text
+    config.
 
     The parallel state is gone when this returns.
     """
     recipe = MODELS[name]
     with contextlib.ExitStack() as stack:
-        arguments = stack.enter_context(server_args(recipe.checkpoint, tp=tp, patch=recipe.patch, text_patch=overrides))
+        given = server_args(recipe.checkpoint, tp=tp, pp=pp, patch=recipe.patch, text_patch=overrides)
+        arguments = stack.enter_context(given)
         stack.enter_context(without_gpu())
         stack.enter_context(sglang_parallel(arguments, rank))
         config = model_config(arguments)

@@ -12,7 +12,10 @@ from layerfuse.adapters import GQASpec, ResidualSpec
 
 sglang_layers = pytest.importorskip("sglang_layers")
 from sglang_layers import MODELS, build_layer, build_model  # noqa: E402
-from whole_models import cases, check_every_layer, check_kernel_layers, norms_that_feed_nothing  # noqa: E402
+from whole_models import cases, check_every_layer, check_kernel_layers, check_stages, norms_that_feed_nothing  # noqa: E402
+
+WITHOUT_STAGES = ("longcat-flash", "qwen3-next")
+"""One is built whole on every rank, and the other stops."""
 
 
 @pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
@@ -52,3 +55,11 @@ def test_the_linears_that_read_a_norm_are_where_the_adapters_say(name: str) -> N
 
     allowed = "post_attention_layernorm" if name.startswith("gpt-oss") else "kv_a_layernorm"
     assert {found.partition(".")[2] for found in silent} <= {allowed}
+
+
+@pytest.mark.parametrize(("tp", "stages"), [(1, 4), (2, 2)])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in WITHOUT_STAGES])
+def test_the_stages_of_a_pipeline_together_are_the_whole_model(name: str, tp: int, stages: int) -> None:
+    rank = tp - 1
+    models = [build_model(name, tp=tp, rank=stage * tp + rank, pp=stages) for stage in range(stages)]
+    check_stages(build_model(name, tp=tp, rank=rank), models)

@@ -33,7 +33,7 @@ from layerfuse.fusion.backends import aiter as amd
 
 MODULE = "vllm.v1.attention.backends.mla.rocm_aiter_mla"
 SERVED = "layerfuse: attention metadata of model.layers.0.self_attn.attn and 2 more"
-RELEASES = ("v0.1.13", "v0.1.20.post1")
+RELEASES = ("v0.1.16.post3", "v0.1.20.post1")
 
 
 @contextlib.contextmanager

@@ -59,6 +59,7 @@ from layerfuse import registry
 from layerfuse.engines.vllm import defaults, loading, plugin, process
 from layerfuse.engines.vllm.circumstances import why_not_compiled
 from layerfuse.engines.vllm.hooks import HOOKS, Hook, check_source
+from layerfuse.engines.vllm.loading import NotFusedError
 from layerfuse.engines.vllm.plugin import NotHereError
 from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.engines.vllm.verdict import CallsDifferError
@@ -280,7 +281,7 @@ def test_off_by_default_nothing_is_planned_and_vllm_compiles_as_ever(
         engine()
         assert engine.config.additional_config == {}
     assert said(caplog) == [
-        "layerfuse: no fusion is on in vLLM by default here; see docs/vllm.md for those that can be",
+        f"layerfuse: {plugin.NOTHING_ON}",
     ]
     assert not list(tmp_path.rglob("*layerfuse*"))
 
@@ -458,10 +459,17 @@ def test_a_model_that_a_loader_of_its_own_brought_is_one_warning_and_stops_a_str
             engine()
         assert said(caplog) == [f"layerfuse: nothing is fused: {how}"]
         caplog.clear()
-    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}, split=False) as engine:
-        again(monkeypatch)
+    with (
+        pytest.raises(NotHereError, match=f"layerfuse is strict, and {re.escape(how)}"),
+        started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}, split=False),
+    ):
+        pass
+    # One that vLLM did not even make is known by what vLLM compiles.
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH, split=False) as engine:
+        engine.config.additional_config = {"layerfuse": {**BOTH, "strict": True}}
         with pytest.raises(NotHereError, match=f"layerfuse is strict, and {re.escape(how)}"):
             engine()
+    caplog.clear()
     for nothing in (False, None):  # switched off, and nothing asked for
         plugin._check_that_it_was_read(SimpleNamespace(vllm_config=engine_config("deepseek-v3", layerfuse=nothing)))
     assert said(caplog) == []
@@ -582,7 +590,7 @@ def test_a_class_derived_from_one_that_vllm_compiles_is_known_by_its_first_call(
     assert len([line for line in said(caplog) if line.startswith("layerfuse 0")]) == 1
 
 
-def test_a_layer_of_an_unknown_class_is_one_line(
+def test_layers_of_an_unknown_class_are_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class SomeAttention(torch.nn.Module):
@@ -592,14 +600,15 @@ def test_a_layer_of_an_unknown_class_is_one_line(
 
     def with_unknown(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self.extra = SomeAttention()
+        self.extra = torch.nn.ModuleList(SomeAttention() for _ in range(64))
 
     monkeypatch.setattr(DeepseekV2Model, "__init__", with_unknown)
     with started("deepseek-v3", tmp_path, layerfuse=BOTH) as engine:
         runs_on(engine)
-    assert (
-        sum("no adapter knows" in line and "SomeAttention" in line for line in said(caplog)) == 2
-    )  # at once, and in the report
+    lines = [line for line in said(caplog) if "SomeAttention" in line]
+    assert [line.partition(":")[0] for line in lines] == ["layerfuse", "unknown"]  # at once, and in the report
+    assert "SomeAttention (model.extra.0 and 63 more): nothing is fused there" in lines[0]
+    assert lines[1].endswith("SomeAttention (model.extra.0 and 63 more)")
 
 
 def test_vllm_loads_the_plugin_by_its_entry_point(tmp_path: Path) -> None:
@@ -636,23 +645,36 @@ def test_options_that_do_not_exist_stop_the_start(tmp_path: Path) -> None:
         engine_config("deepseek-v3", layerfuse={"fusions": "add_rms"})
 
 
-@pytest.mark.parametrize("mode", ["NONE", "DYNAMO_TRACE_ONCE"])
+@pytest.mark.parametrize("mode", ["NONE", "DYNAMO_TRACE_ONCE", "STOCK_TORCH_COMPILE"])
 def test_a_model_that_vllms_compiler_does_not_see_is_said_once_with_the_reason(
     mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True, "eager": mode != "NONE"}, mode=mode):
+    options = {**BOTH, "eager": mode != "NONE"}
+    with started("deepseek-v3", tmp_path, layerfuse=options, mode=mode):
         pass
-    assert said(caplog) == [
-        "layerfuse: nothing is fused in DeepseekV3ForCausalLM: "
-        f"vLLM's compilation mode is {mode} here; fusions need VLLM_COMPILE"
-    ]
+    nothing = (
+        f"nothing is fused in DeepseekV3ForCausalLM: vLLM's compilation mode is {mode} here; fusions need VLLM_COMPILE"
+    )
+    assert said(caplog) == [f"layerfuse: {nothing}"]
+    with (
+        pytest.raises(NotFusedError, match=f"layerfuse is strict, and {nothing}"),
+        started("deepseek-v3", tmp_path, layerfuse={**options, "strict": True}, mode=mode),
+    ):
+        pass
+    with started("deepseek-v3", tmp_path, layerfuse={"strict": True}, mode=mode):  # nothing is asked for
+        pass
 
 
 def test_batch_invariance_is_honoured(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}):
+    with (
+        pytest.raises(NotFusedError, match=f"{ADD} is asked for, and has no site .* VLLM_BATCH_INVARIANT is set"),
+        started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}),
+    ):
+        pass
+    with started("deepseek-v3", tmp_path, layerfuse=BOTH):
         ((_, unit),) = process.this.waiting.values()
         assert not unit.active
         assert {d.reason for d in unit.plan.refused(ADD)} == {

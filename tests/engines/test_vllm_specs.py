@@ -7,15 +7,26 @@ from __future__ import annotations
 
 import collections
 
+import attrs
 import pytest
+import torch
 
 from layerfuse import registry
 from layerfuse.adapters import ActivationQuant, MLASpec, ParallelConflictError, SpecError, describe_linear_quant
 from layerfuse.adapters.specs import Parallel
+from layerfuse.fusion import FusionConfig, Plan, Target, plan
 
 vllm_layers = pytest.importorskip("vllm_layers")
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm_host import vllm_config, vllm_parallel, without_gpu  # noqa: E402
 from vllm_layers import MODELS, build_layer, build_model, fp8_kernel  # noqa: E402
-from whole_models import cases, check_every_layer, check_kernel_layers, norms_that_feed_nothing  # noqa: E402
+from whole_models import ENTRIES, cases, check_every_layer, check_kernel_layers, norms_that_feed_nothing  # noqa: E402
+
+from layerfuse.engines.vllm import own  # noqa: E402
+from layerfuse.engines.vllm.loading import _behind_experts  # noqa: E402
+from layerfuse.engines.vllm.releases import engine_of  # noqa: E402
+
+PLACE = own.Place(vendor="nvidia", arch="sm90")
 
 
 @pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
@@ -130,3 +141,58 @@ def test_the_linears_that_read_a_norm_are_where_the_adapters_say(name: str) -> N
     mixtures = name.startswith("gpt-oss") or name in ("qwen3-next", "qwen3.5-35b")
     allowed = "post_attention_layernorm" if mixtures else "kv_a_layernorm"
     assert {found.partition(".")[2] for found in silent} <= {allowed}
+
+
+# ---- a plan made from published dimensions, and one from the layers of the same model
+
+QUANTISED = "rms_norm_group_quant", "add_rms_norm_group_quant", "silu_mul_group_quant", "mla_dual_rms_norm_group_quant"
+SWITCHED = dict.fromkeys((*QUANTISED, "gated_rms_norm_group_quant", "add_rms_norm", "mla_dual_rms_norm"), True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_plan_from_published_dimensions_promises_what_the_layers_themselves_do(name: str) -> None:
+    """In front of experts, and in shared ones, nothing is quantised: vLLM's op for experts takes what it reads as it is."""
+    with fp8_kernel("triton:TritonFp8BlockScaledMMKernel"):
+        model = build_model(name, quantization_config=BLOCK)
+    entry, target = registry.model(ENTRIES.get(name, name)), Target.named("sm90")
+    if "first_k_dense_replace" in MODELS[name].overrides:
+        entry = attrs.evolve(entry, mlps={"dense": attrs.evolve(entry.mlps["dense"], at="all")})
+    read, config = registry.specs_in(model), FusionConfig(level=2, switches=SWITCHED)
+    behind = _behind_experts(model, read)
+    for engine in (own.compiled(PLACE), engine_of(entry.architectures, target=target)):
+        real = plan([each for each in read if each[0] not in behind], target, config, engine)
+        declared = attrs.evolve(config, quant=ActivationQuant(group_size=128))
+        beforehand = plan(entry.specs(engine="vllm"), target, declared, engine)
+        assert taken(beforehand) == taken(real)
+        told = [d for d in beforehand.decisions if d.fusion == "silu_mul_group_quant" and "shared_experts" in d.site]
+        assert (len(told), {d.kind for d in told}) == (len(behind), {"not_applicable"} if behind else set())
+
+
+def taken(made: Plan) -> dict[object, int]:
+    """How often a layer takes a fusion at a role, or falls back to it."""
+    return collections.Counter(
+        (made.site[d.site].role, made.site[d.site].spec.layer_index, d.fusion, d.kind)
+        for d in made.decisions
+        if d.kind in ("expected", "fallback")
+    )
+
+
+@pytest.mark.skipif("deepseek-v3.2" not in MODELS, reason="this release has no such code")
+def test_without_flashinfer_vllms_fused_all_reduce_is_an_all_reduce_and_a_norm() -> None:
+    """Which is what the reason in a plan of such a model says."""
+    from vllm.model_executor.layers import fused_allreduce_gemma_rms_norm as code
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.models.common.ops.fused_allreduce_rms_norm import fused_allreduce_rms_norm
+
+    x, calls = torch.randn(3, 64), []
+    with without_gpu(), set_current_vllm_config(vllm_config("deepseek-v3.2", tp=2, rank=0, overrides={})):
+        norm = RMSNorm(64)
+        norm.forward = lambda *tensors: calls.append(len(tensors)) or tensors
+        with vllm_parallel(2, 0):
+            assert not code._can_use_flashinfer(x, 2)[0]
+            fused_allreduce_rms_norm(x, x, norm)
+    assert calls == [2]
+    (row,) = [each for each in own.CODE if "all_reduce_add_rms_norm" in each.fusions]
+    assert row.vendor == "nvidia" and row.by.endswith(
+        f"{own.NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add"
+    )

@@ -68,13 +68,13 @@ ROCM_ARCH = "gfx942"
 
 
 @contextlib.contextmanager
-def vllm_parallel(tp: int, rank: int) -> Iterator[None]:
-    """Stand at ``rank`` of a tensor-parallel group of ``tp``, alone in this process.
+def vllm_parallel(tp: int, rank: int, pp: int = 1) -> Iterator[None]:
+    """Stand at ``rank`` of ``pp`` stages of ``tp`` ranks each, alone in this process. A stage's ranks follow each other.
 
     The groups are vLLM's own, on torch's "fake" backend: every collective returns at once and moves nothing.  They are
     taken down at the end, so one process can be many ranks of many groups, one after the other.
     """
-    init_fake_world(tp, rank)
+    init_fake_world(tp * pp, rank)
     try:
         with (
             fake_process_groups(),
@@ -85,8 +85,8 @@ def vllm_parallel(tp: int, rank: int) -> Iterator[None]:
                 return_value=None,
             ),
         ):
-            parallel_state.init_distributed_environment(tp, rank, "fake://", rank, "fake")
-            parallel_state.initialize_model_parallel(tp)
+            parallel_state.init_distributed_environment(tp * pp, rank, "fake://", rank, "fake")
+            parallel_state.initialize_model_parallel(tp, pp)
         init_workspace_manager(torch.device("meta"))
         yield
     finally:
@@ -161,8 +161,8 @@ def architecture(checkpoint: str) -> str:
     return published_config(checkpoint)["architectures"][0]
 
 
-def vllm_config(checkpoint: str, *, tp: int, rank: int, overrides: Mapping[str, Any]) -> VllmConfig:
-    """The configuration with which vLLM would serve ``checkpoint`` at ``tp``, not compiled.
+def vllm_config(checkpoint: str, *, tp: int, rank: int, overrides: Mapping[str, Any], pp: int = 1) -> VllmConfig:
+    """The configuration with which vLLM would serve ``checkpoint`` at ``tp`` and ``pp``, not compiled.
 
     ``overrides`` replace keys of the (text) config.  Experts are spread whole over the ranks, because CPU kernels
     refuse the narrow slices that slicing each of them would give; attention is sharded as ever.
@@ -172,6 +172,7 @@ def vllm_config(checkpoint: str, *, tp: int, rank: int, overrides: Mapping[str, 
         checkpoint,
         tp=tp,
         rank=rank,
+        pp=pp,
         whole_experts=True,
         model={
             "dtype": "bfloat16",
@@ -190,6 +191,7 @@ def config_on_cpu(
     rank: int,
     model: Mapping[str, Any],
     compilation: Mapping[str, Any],
+    pp: int = 1,
     whole_experts: bool = False,
     **more: Any,
 ) -> VllmConfig:
@@ -199,7 +201,10 @@ def config_on_cpu(
     return VllmConfig(
         model_config=made,
         parallel_config=ParallelConfig(
-            tensor_parallel_size=tp, rank=rank, enable_expert_parallel=whole_experts and made.is_moe
+            tensor_parallel_size=tp,
+            pipeline_parallel_size=pp,
+            rank=rank,
+            enable_expert_parallel=whole_experts and made.is_moe,
         ),
         cache_config=CacheConfig(enable_prefix_caching=False),
         device_config=DeviceConfig("cpu"),

@@ -160,8 +160,10 @@ LAYERS: dict[str, Layer] = {
 }
 
 
-def build_model(name: str, *, tp: int = 1, rank: int = 0, device: str = "meta", **overrides: Any) -> nn.Module:
-    """Build the model ``name`` of ``MODELS`` as ``rank`` of ``tp``; ``overrides`` replace keys of its config.
+def build_model(
+    name: str, *, tp: int = 1, rank: int = 0, pp: int = 1, device: str = "meta", **overrides: Any
+) -> nn.Module:
+    """Build the model ``name`` of ``MODELS`` as ``rank`` of ``pp`` stages of ``tp``; ``overrides`` replace keys of its config.
 
     The parallel state is gone when this returns.  To run the model, build it inside ``vllm_parallel`` yourself.
     """
@@ -172,9 +174,9 @@ def build_model(name: str, *, tp: int = 1, rank: int = 0, device: str = "meta", 
         model_class = import_model(recipe.model_class)
         # A class that vLLM finds by its architecture's name is first inspected in a subprocess, for ten seconds.
         ModelRegistry.register_model(architecture(recipe.checkpoint), model_class)
-        config = vllm_config(recipe.checkpoint, tp=tp, rank=rank, overrides={**recipe.overrides, **overrides})
+        config = vllm_config(recipe.checkpoint, tp=tp, rank=rank, pp=pp, overrides={**recipe.overrides, **overrides})
         stack.enter_context(set_current_vllm_config(config))
-        stack.enter_context(vllm_parallel(tp, rank))
+        stack.enter_context(vllm_parallel(tp, rank, pp))
         stack.enter_context(set_default_torch_dtype(torch.bfloat16))
         stack.enter_context(torch.device(device))
         return initialize_model(config, model_class=model_class)

@@ -36,7 +36,14 @@ written: list[int] = []
 
 
 def _write(
-    kv_c: Tensor, k_pe: Tensor, kv_cache: Tensor, slot_mapping: Tensor, kv_cache_dtype: str, scale: Tensor, **_: Any
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    scale: Tensor,
+    *_: bool,
+    **__: bool,
 ) -> None:
     """In the place of vLLM's CUDA op: slots below 0 are left out."""
     written.append(len(slot_mapping))
@@ -46,6 +53,15 @@ def _write(
     if kv_cache_dtype.startswith("fp8"):
         entries = (entries.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     kv_cache.view(-1, kv_cache.shape[-1])[where] = entries.to(kv_cache.dtype)
+
+
+# vLLM's function calls it as ever: in the place of the function itself nothing of ours would stand.
+_CACHE_OPS = torch.library.Library("_C_cache_ops", "FRAGMENT")
+_CACHE_OPS.define(
+    "concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, str kv_cache_dtype, Tensor scale, "
+    "bool skip_scale=False) -> ()"
+)
+_CACHE_OPS.impl("concat_and_cache_mla", _write, "CompositeExplicitAutograd")
 
 
 def _read(layer: Any, cache: Tensor, slots: Tensor) -> Tensor:
@@ -182,7 +198,6 @@ def paged(
         mock.patch.object(TritonMLAImpl, "forward_mqa", _decode),
         mock.patch.object(TritonMLAImpl, "forward_mha", _prefill),
         mock.patch.object(TritonMLAImpl, "reserve_workspace", return_value=None, create=True),  # 0.33 only
-        mock.patch("vllm._custom_ops.concat_and_cache_mla", _write),
     ):
         engine = load(made)
         layers = {

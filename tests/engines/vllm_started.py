@@ -22,6 +22,7 @@ from vllm_host import _C, config_on_cpu, import_model, vllm_parallel, without_gp
 from vllm.compilation.counter import compilation_counter
 from vllm.config import CompilationMode, VllmConfig, set_current_vllm_config
 from vllm.config.load import LoadConfig
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers import rotary_embedding
@@ -37,6 +38,7 @@ from vllm.model_executor.layers.quantization.utils import fp8_utils
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
 from vllm_layers import MODELS, architecture, fp8_kernel
 
 from layerfuse.engines.vllm import loading
@@ -291,10 +293,22 @@ class Started:
     model: nn.Module
 
     def __call__(self, tokens: int = 6) -> Tensor:
-        """The hidden states of some tokens. The first call compiles, as vLLM's first call does."""
+        """The hidden states of some tokens. The first call compiles, as vLLM's first call does.
+
+        A stage of a pipeline is given some by the one before, and gives the sum of its two streams to the next.
+        """
         ids = torch.arange(tokens) % 64
+        given = () if get_pp_group().is_first_rank else (self._from_before(tokens),)
         with set_forward_context(None, self.config, num_tokens=tokens):
-            return self.model(ids, torch.arange(tokens))
+            found = self.model(ids, torch.arange(tokens), *given)
+        return sum(found.tensors.values()) if isinstance(found, IntermediateTensors) else found
+
+    def _from_before(self, tokens: int) -> IntermediateTensors:
+        made = self.model.make_empty_intermediate_tensors(tokens, self.config.model_config.dtype, "cpu")
+        generator = torch.Generator().manual_seed(1)
+        for tensor in made.tensors.values():
+            tensor.copy_(torch.rand(tensor.shape, generator=generator) - 0.5)
+        return made
 
     def uncompiled(self, tokens: int = 6) -> Tensor:
         """The same of the model as it is."""
@@ -315,6 +329,7 @@ def engine_config(
     split: bool = True,
     tp: int = 1,
     rank: int = 0,
+    pp: int = 1,
     dtype: str = "float32",
     mode: str = "VLLM_COMPILE",
     slot: Any = None,
@@ -328,6 +343,7 @@ def engine_config(
         recipe.checkpoint,
         tp=tp,
         rank=rank,
+        pp=pp,
         model={"dtype": dtype, "max_model_len": 256, "hf_overrides": {**TINY[name], **(overrides or {})}},
         compilation={
             "mode": CompilationMode[mode],
@@ -387,7 +403,8 @@ def in_engine(config: VllmConfig, cache: Path, groups: Any = None) -> Iterator[N
     ``groups``: a context in which the process groups are there; the fake ones of one process if not given.
     """
     parallel = config.parallel_config
-    made = vllm_parallel(parallel.tensor_parallel_size, parallel.rank) if groups is None else groups
+    sizes = parallel.tensor_parallel_size, parallel.rank, parallel.pipeline_parallel_size
+    made = vllm_parallel(*sizes) if groups is None else groups
     with (
         # vLLM sets TORCHINDUCTOR_CACHE_DIR for the rest of the process; so do nothing but let it come back.
         mock.patch.dict("os.environ", {"VLLM_CACHE_ROOT": str(cache)}),

@@ -5,7 +5,7 @@ Shared by the tests of the engines, each of which runs in an environment of its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -23,6 +23,9 @@ from layerfuse.adapters import (
     ResidualSpec,
 )
 from layerfuse.adapters.specs import Parallel
+from layerfuse.fusion import Target, plan
+
+CPU = Target.named("cpu")
 
 ENTRIES = {
     "deepseek-v3-mla-off": "deepseek-v3",
@@ -63,6 +66,29 @@ def check_every_layer(model: Any, engine: str, name: str, tp: int, rank: int, *,
     assert registry.unknown_in(model) == []
     for path, spec in read:
         assert registry.spec_for(model.get_submodule(path), type(spec), path=path) == spec
+
+
+def check_stages(whole: Any, stages: Sequence[Any]) -> None:
+    """What the stages of a pipeline hold is what the whole model holds, and its final norm is planned on the last alone."""
+    expected = registry.specs_in(whole)
+    read = [registry.specs_in(stage) for stage in stages]
+    assert [pair for specs in read for pair in specs] == expected
+    assert [registry.unknown_in(stage) for stage in stages] == [[]] * len(stages)
+    streams = [[spec for _, spec in specs if isinstance(spec, ResidualSpec)] for specs in read]
+    assert [spec.starts_stream for specs in streams for spec in specs] == [
+        spec.starts_stream for _, spec in expected if isinstance(spec, ResidualSpec)
+    ]
+    for number, specs in enumerate(streams):
+        assert [spec.handed_over for spec in specs] == [number > 0, *[False] * (len(specs) - 1)]
+
+    planned = [plan(specs, CPU) for specs in read]
+    sites = [site for stage in planned for site in stage.sites]
+    first = {next(site.name for site in stage.sites if site.role == "input") for stage in planned[1:]}
+    for site, alone in zip(sites, plan(expected, CPU).sites, strict=True):
+        # What joins the stream at the first layer of a later stage was summed by the stage before.
+        summed = 1 if site.name in first else alone.reduced
+        assert (site.name, site.adds, site.reduced) == (alone.name, alone.adds, summed)
+    assert [[site.role for site in stage.sites].count("final") for stage in planned] == [*[0] * (len(stages) - 1), 1]
 
 
 def norms_that_feed_nothing(model: Any) -> set[str]:

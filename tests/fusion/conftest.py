@@ -8,11 +8,6 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True)
-def _seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def _op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor runs its graphs op by op: the same graphs and calls without generated code, in a fraction of the time."""

@@ -122,9 +122,10 @@ def _rank(
             backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=180)
         )
         end.send((True, function(rank, *args)))
-        # Others may still be in a collective with this one.
-        dist.barrier()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            # Others may still be in a collective with this one.
+            dist.barrier()
+            dist.destroy_process_group()
     except BaseException:
         end.send((False, traceback.format_exc()))
         os._exit(1)

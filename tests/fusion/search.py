@@ -1,11 +1,11 @@
-"""A search over every order in which the steps of `symm_mem.protocol` can be taken."""
+"""A search over every order in which the steps of `symm_mem_protocol` can be taken."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import NamedTuple
 
-from layerfuse.fusion.backends.symm_mem.protocol import Exchange, State
+from symm_mem_protocol import Exchange, State
 
 
 class Explored(NamedTuple):

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
+import socket
+import time
+from datetime import timedelta
+from threading import Timer
 
 import attrs
 import pytest
@@ -154,24 +160,89 @@ def _asked_once(rank: int) -> int:
 
 
 def test_what_was_agreed_on_is_not_asked_again() -> None:
-    assert run_on_ranks(_asked_once, 2) == [2 * 2] * 2
+    assert run_on_ranks(_asked_once, 2) == [2 * 2 * 2] * 2  # of each rank what it decided, and that it has read
 
 
-def _never_comes(rank: int) -> str:
-    from datetime import timedelta
+def _said(group: str, decision: str) -> tuple[str, float]:
+    """What the disagreement says, and after how many seconds."""
+    started = time.monotonic()
+    with pytest.raises(RankDisagreementError) as caught:
+        agree(group, "a thing", decision)
+    return str(caught.value), time.monotonic() - started
 
-    from layerfuse.fusion.ops import agreement
 
-    said = ""
-    if rank == 0:
-        agreement.TIMEOUT = timedelta(seconds=1)
-        with pytest.raises(RankDisagreementError) as caught:
-            agree(dist.group.WORLD.group_name, "a thing", "mine")
-        said = str(caught.value)
+def _comes_late(rank: int, after: tuple[float, ...], seconds: float) -> tuple[str, float]:
+    group = dist.new_group(timeout=timedelta(seconds=seconds))
     dist.barrier()
+    time.sleep(after[rank])
+    return _said(group.group_name, "mine")
+
+
+def test_a_rank_that_does_not_come_in_the_groups_own_timeout_is_told_to_all_alike() -> None:
+    """Those that came later do not wait longer, and the one that comes at last hears the same."""
+    told = run_on_ranks(_comes_late, 3, (0.0, 1.0, 4.0), 2.0)
+    said = {text for text, _ in told}
+    assert len(said) == 1
+    assert (
+        "  - rank 0, 1: mine\n  - rank 2: has decided nothing for 0:00:02: it runs another graph, or none" in said.pop()
+    )
+    first, second, late = (seconds for _, seconds in told)
+    assert 1.5 < first < 3.5
+    assert second < first and late < 1.5
+
+
+def _over_tcp(rank: int, port: int) -> None:
+    """A world of its own, whose store is in the process of rank 0, as `init_process_group("env://")` makes it."""
+    size = dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    where = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+
+
+def _leaves_first(rank: int, port: int) -> str:
+    """Rank 1 has said what it decided, and is stopped before it could read the answer."""
+    _over_tcp(rank, port)
+    group = dist.group.WORLD.group_name
+    pids: list[object] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 0:
+        time.sleep(1)
+        os.kill(pids[1], signal.SIGSTOP)
+        Timer(1.0, os.kill, (pids[1], signal.SIGCONT)).start()
+    said, _ = _said(group, f"what {rank} does")
+    dist.destroy_process_group()
+    gc.collect()  # the error's frames hold the store, which goes with rank 0
     return said
 
 
-def test_a_rank_that_never_comes_is_an_error_and_no_hang() -> None:
-    said, _ = run_on_ranks(_never_comes, 2)
-    assert "  - rank 0: mine\n  - rank 1: has decided nothing for 0:00:01: it runs another graph, or none" in said
+def _is_gone(rank: int, port: int) -> str:
+    _over_tcp(rank, port)
+    group = dist.group.WORLD.group_name
+    if rank == 0:
+        time.sleep(1)
+        dist.destroy_process_group()
+        return ""
+    said, seconds = _said(group, "mine")
+    dist.destroy_process_group()
+    assert seconds < 10
+    return said
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def test_the_answer_is_read_by_all_before_the_rank_that_keeps_the_store_leaves(port: int) -> None:
+    first, second = run_on_ranks(_leaves_first, 2, port)
+    assert first == second
+    assert "  - rank 0: what 0 does\n  - rank 1: what 1 does\n" in first
+
+
+def test_a_store_that_is_gone_is_a_disagreement_that_says_so(port: int) -> None:
+    _, said = run_on_ranks(_is_gone, 2, port)
+    assert "  - rank 0: cannot be asked: the store is gone, with the process that holds it (DistNetworkError)" in said
+    assert "  - rank 1: mine" in said

@@ -16,11 +16,11 @@ from layerfuse.adapters.specs import WHOLE, MLAKernelSpec, NormSpec, ResidualSpe
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError, Target, UnknownTargetError, plan
 from layerfuse.fusion.chain import Fusion, Norm
 from layerfuse.fusion.config import ENVIRONMENT
-from layerfuse.fusion.sites import LATENTS, QUERY, sites_of
+from layerfuse.fusion.sites import LATENTS, sites_of
 from layerfuse.fusion.verdict import verdict
 
 CPU = Target.named("cpu")
-MLA_FUSIONS = [fusion for fusion in FUSIONS.values() if {LATENTS, QUERY} & {*fusion.roles}]
+MLA_FUSIONS = [fusion for fusion in FUSIONS.values() if LATENTS in fusion.roles]
 
 
 def kernel_spec() -> MLAKernelSpec:
@@ -59,7 +59,7 @@ def test_an_op_that_knows_no_zero_centred_norms_is_not_taken_for_them() -> None:
         name="plain_only", doc="", level=1, roles=(LATENTS,), chain=(Norm.of("q"), Norm(x="kv", weight_offset=None))
     )
     spec = mla_spec(kv_norm=NormSpec(width=512, epsilon=1e-6, weight_offset=1.0))
-    site, _ = sites_of("", spec)
+    (site,) = sites_of("", spec)
     assert verdict(fusion, site, CPU, None) == (
         "refused",
         "kv norm is zero-centred (gemma style, weight_offset 1.0), and the fused op multiplies by the stored weight",
@@ -100,8 +100,7 @@ def test_sixty_one_layers() -> None:
     assert [decision.site for decision in made.expected(FUSION)] == [f"{path}:latents" for path, _ in specs]
     decisions = {decision.fusion: decision for decision in made.of("model.layers.60.self_attn")}
     assert decisions[FUSION].applies
-    at = [made.at(f"model.layers.60.self_attn:{role}") for role in (LATENTS, QUERY)]
-    assert tuple(decisions.values()) == (*at[0], *at[1])
+    assert tuple(decisions.values()) == made.at("model.layers.60.self_attn:latents")
     assert "61 x expected" in str(made)
     assert len(json.loads(json.dumps(made.to_dict()))["decisions"]) == 61 * len(MLA_FUSIONS)
 
@@ -172,6 +171,24 @@ def test_targets() -> None:
     assert Target.detect().arch
 
 
+@pytest.mark.parametrize(
+    ("gpu", "arch"),
+    [
+        *(("h100", "sm90"), ("H200", "sm90"), ("H20", "sm90"), ("a100", "sm80"), ("B200", "sm100"), ("L40S", "sm89")),
+        *(("MI300X", "gfx942"), ("mi325x", "gfx942"), ("MI355X", "gfx950"), ("SM90", "sm90"), ("GFX950", "gfx950")),
+    ],
+)
+def test_a_target_may_be_the_name_of_a_gpu(gpu: str, arch: str) -> None:
+    assert Target.named(gpu) == Target.named(arch)
+
+
+@pytest.mark.parametrize("name", ["h100x", "hopper", "mi300", "h1000", "", "sm9", None, 90, "gfx9500000000"])
+def test_a_name_that_is_like_a_gpu_is_no_target(name: object) -> None:
+    with pytest.raises(UnknownTargetError, match="and the GPUs a100") as caught:
+        Target.named(name)
+    assert str(caught.value).startswith(f"no target is called {name!r}")
+
+
 def test_no_torch_is_imported() -> None:
     code = (
         "import sys; from layerfuse.fusion import plan, Target, FusionConfig; plan([], Target.named('cpu'));"
@@ -179,11 +196,3 @@ def test_no_torch_is_imported() -> None:
     )
     root = Path(layerfuse.__path__[0]).parent
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
-
-
-def test_the_function_stays_a_function() -> None:
-    # The submodule `plan` and the function share a name; importing the submodule must not hide the function.
-    import layerfuse.fusion.plan
-
-    assert callable(layerfuse.fusion.plan)
-    assert callable(layerfuse.fusion.compile)

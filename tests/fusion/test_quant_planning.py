@@ -6,6 +6,7 @@ import json
 import pickle
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from fusion_support import HIDDEN, gqa_spec, mla_spec
@@ -47,6 +48,21 @@ def test_nobody_quantises_unless_somebody_says_so() -> None:
         found = decided(given)
         assert found[PLAIN] == ("expected", f"{NORMS} gfx950")
         assert found[PER_TOKEN] == found[GROUP] == undeclared
+
+
+def test_linears_that_do_not_agree_are_a_reason_of_their_own() -> None:
+    """Two sites that differ in nothing else are not decided as one."""
+    differ = (
+        "self_attn.q_proj: quantises them with one scale per token; self_attn.k_proj: takes its activations as they are"
+    )
+    spec = mla_spec()
+    odd = attrs.evolve(spec, q_norm=attrs.evolve(spec.q_norm, unquantised=differ))
+    made = plan([("a", spec), ("b", odd)], GFX950, FusionConfig(level=2))
+    reasons = {d.site: d.reason for d in made.decisions if d.fusion == PER_TOKEN}
+    assert reasons["a:latents"].endswith("are not known to quantise their activations")
+    assert reasons["b:latents"] == (
+        f"the linears that read the latents site agree on no quantisation that a fusion knows: {differ}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,10 +154,7 @@ def test_plans_in_words_list_what_can_come_about() -> None:
     text = str(plan([mla_spec()], GFX950, config("group128")))
     assert GROUP in text and PER_TOKEN not in text
     decisions = plan([mla_spec()], GFX950).to_dict()["decisions"]
-    found = {decision["fusion"] for decision in decisions}
-    assert {name for name in found if name.startswith(PLAIN)} == {PLAIN, PER_TOKEN, GROUP, STATIC}
-    # Without a rope in the spec.
-    assert {d["kind"] for d in decisions if not d["fusion"].startswith(PLAIN)} == {"not_applicable"}
+    assert {decision["fusion"] for decision in decisions} == {PLAIN, PER_TOKEN, GROUP, STATIC}
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import run_python
+from reduced_support import sharded_spec
 
-from layerfuse.fusion import FUSIONS, backends
+from layerfuse.fusion import FUSIONS, FusionConfig, Pipeline, Target, backends, plan
 from layerfuse.fusion.backends.symm_mem.crossovers import PIECE_BYTES, rows_at_once, shots_of
 from layerfuse.fusion.ops.library import case_type
+from layerfuse.fusion.rewrite.ranks import kernels_here
 
 OP = FUSIONS["all_reduce_add_rms_norm"].op
 
@@ -61,11 +63,9 @@ def test_launches_start_on_the_grid_and_buffers_stay_small(row_bytes: int) -> No
     assert rows_at_once(5, row_bytes) == 5
 
 
-def test_plans_read_crossovers_and_protocol_without_torch() -> None:
+def test_plans_read_crossovers_without_torch() -> None:
     done = run_python(
-        "import sys\n"
-        "import layerfuse.fusion.backends.symm_mem.crossovers, layerfuse.fusion.backends.symm_mem.protocol\n"
-        "assert 'torch' not in sys.modules"
+        "import sys\nimport layerfuse.fusion.backends.symm_mem.crossovers\nassert 'torch' not in sys.modules"
     )
     assert done.returncode == 0, done.stderr
 
@@ -106,3 +106,44 @@ def test_workspaces_go_with_their_group(group: str) -> None:
     left = used()
     gc.collect()
     assert left() is None
+
+
+def test_what_ranks_find_out_together_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start whose rendezvous failed compiles the shorter chain: another start must not be served with that."""
+
+    def found(problem: str | None) -> tuple[str, ...]:
+        own = backends.Backend(
+            name="of the tests",
+            op=OP.name,
+            load=lambda: print,
+            runs_on=lambda device: (device == "cuda", "of the tests"),
+            prepare=lambda *_: problem,
+        )
+        monkeypatch.setitem(backends._backends, OP.name, [own, *before])
+        backends.decide_again()
+        return kernels_here(made, "0", torch.bfloat16, torch.device("cuda", 0))
+
+    before = backends._backends[OP.name]
+    made = plan([("", sharded_spec(2, 0, width=32))], Target.named("sm90"), FusionConfig(switches={OP.name: True}))
+    try:
+        assert found(None) == ("32 columns: of the tests",)
+        assert found("rank 1: no memory") == ("32 columns: None",)
+        assert kernels_here(made, "0", torch.bfloat16, torch.device("cpu")) == ()
+    finally:
+        monkeypatch.undo()
+        backends.decide_again()
+    # Inductor alone asks before the ranks have met, and keeps nothing then.
+    assert Pipeline(made).uuid() is None
+    alone = plan([("", sharded_spec(1, 0, width=32))], Target.named("sm90"))
+    assert Pipeline(alone).uuid() is not None
+
+
+def test_the_forced_backend_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Pipeline(plan([("", sharded_spec(2, 0, width=32))], Target.named("cpu")))
+    keys = set()
+    for name in ("", "reference", "triton"):
+        monkeypatch.setenv(backends.ENVIRONMENT, name)
+        keys.add(made.uuid())
+    monkeypatch.delenv(backends.ENVIRONMENT)
+    assert len(keys) == 3
+    assert made.uuid() in keys

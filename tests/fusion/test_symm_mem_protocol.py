@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from search import explore
-
-from layerfuse.fusion.backends.symm_mem.protocol import Call, Exchange, Rules
+from symm_mem_protocol import Call, Exchange, Rules
 
 ONE, TWO = Call(1), Call(1, shots=2)
 CHANGING = (Call(2), Call(1), Call(2), Call(2))

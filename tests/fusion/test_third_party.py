@@ -6,12 +6,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from layerfuse.fusion import FUSIONS, FusionError
-from layerfuse.fusion.catalog import add
+from layerfuse.fusion.catalog import CANONICAL, add
 from layerfuse.fusion.chain import Add, Fusion, Norm, Quant
+from layerfuse.fusion.declare import Kernel, OpError
+from layerfuse.fusion.kernel_source import why_absent
 from layerfuse.fusion.sites import LATENTS
 
 HERE = Path(__file__).resolve().parent
@@ -53,7 +56,7 @@ import torch._inductor.compile_fx as inductor
 inductor.compile_fx_inner = lambda gm, _inputs, **_: gm
 exec({page!r})
 said = {{"plan": fusion.plan(specs, gfx950).concerns({name!r}), "report": str(fused.report)}}
-said["key"] = fusion.Pipeline(fusion.plan(specs, gfx950)).uuid()
+said["key"] = fusion.Pipeline(fusion.plan([("", spec)], gfx950)).uuid()
 said["matched"] = fused.report.of({name!r}).matched
 with torch.no_grad():
     audit = fused.audit(x)
@@ -71,7 +74,7 @@ try:
 except fusion.FusionMissedError as error:
     said["strict"] = str(error)
 from layerfuse import doctor
-said["doctor"] = [line for line in doctor.diagnose().enables if {name!r} in line]
+said["doctor"] = [[found.name, found.detail] for found in doctor.diagnose().findings if {name!r} in found.detail]
 from layerfuse import bench
 result = bench.run({name!r}, model="deepseek-v3", tokens=[1], quick=True, peers=["layerfuse", "eager"])
 said["bench"] = bench.markdown(result)
@@ -91,9 +94,8 @@ def test_it_is_known_everywhere(site: Path) -> None:
     assert said["matched"] == ["activation"]
     assert said["audit"] == [1, 1]
     assert f"{NAME} was expected" in said["strict"] and "neither of which is silu of a gate" in said["strict"]
-    assert len(said["doctor"]) == 1 and said["doctor"][0].endswith(
-        "yes, by the backend `reference` (of layerfuse-example)"
-    )
+    ((package, detail),) = said["doctor"]
+    assert package.startswith("fusions of layerfuse-example") and detail == f"known: {NAME}"
     assert NAME in said["bench"] and "layerfuse (reference)" in said["bench"]
     assert "`silu(gate) * up`" in said["op"]
 
@@ -107,30 +109,208 @@ def test_the_command_line_knows_it(site: Path) -> None:
     assert f"activation: {NAME}" in done.stdout, done.stdout + done.stderr
 
 
+DECLARES = """
+import attrs
+from layerfuse.fusion import FUSIONS
+from layerfuse.fusion.catalog import add_rms_norm, rms_norm_group_quant
+from layerfuse.fusion.chain import Add, Fusion, Norm
+from layerfuse.fusion.declare import Kernel
+from layerfuse.fusion.sites import FINAL
+
+def mine(name, *kernels, **words):
+    made = Fusion(name=name, doc="mine", level=1, roles=(FINAL,), chain=(Add, Norm))
+    return attrs.evolve(made, backends=kernels, **words)
+"""
+BROKEN = {
+    "raises": ("raise OSError('no such library')", "importing raised OSError: no such library"),
+    "exits": ("raise SystemExit(3)", "importing raised SystemExit: 3"),
+    "breaks": (
+        "class Odd(list):\n    def __iter__(self):\n        raise SystemExit(3)\nFUSION = Odd()",
+        "reading it raised SystemExit: 3",
+    ),
+    "number": ("FUSION = 3", "expected a Fusion or a list of them, got 3"),
+    "takes_a_name": (
+        "from layerfuse.fusion.catalog.add_rms_norm import FUSION",
+        "two fusions are called 'add_rms_norm': one of layerfuse, one of takes-a-name",
+    ),
+    "takes_an_op": (
+        "FUSION = mine('mine', op=mine('add_rms_norm').op)",
+        "two ops are called 'add_rms_norm': that of add_rms_norm (layerfuse) and that of mine (takes-an-op)",
+    ),
+    "takes_a_canonical_op": (
+        "FUSION = mine('rms_norm')",
+        "two ops are called 'rms_norm': one of layerfuse, one of takes-a-canonical-op",
+    ),
+    "takes_an_mla_op": ("FUSION = mine('mla_query_rope')", "two ops are called 'mla_query_rope': one of layerfuse"),
+    "adds_a_kernel": (
+        "FUSION = attrs.evolve(add_rms_norm.FUSION, name='faster', backends=(Kernel(backend='cuda', function='a:b'),))",
+        "a kernel of faster: there is no module a, which a:b names",
+    ),
+    "adds_its_kernel": (
+        "def f(*args): ...\n"
+        "FUSION = attrs.evolve(add_rms_norm.FUSION, name='faster', backends=(Kernel(backend='cuda', function='adds_its_kernel:f'),))",
+        "faster (adds-its-kernel) has other kernels for the op of add_rms_norm (layerfuse), which has its own",
+    ),
+    "names_the_reference": (
+        "FUSION = mine('r', Kernel(backend='reference', function='a:b'))",
+        "OpError: kernel of backend 'reference': every op has its own reference",
+    ),
+    "mistypes": (
+        "FUSION = mine('m', Kernel(backend='tritn', function='a:b'))",
+        "OpError: kernel of backend 'tritn': no backend is called that; did you mean 'triton'? (known: triton, aiter, symm_mem",
+    ),
+    "twice": (
+        "k = Kernel(backend='cuda', function='twice:mine')\nFUSION = mine('t', k, k)",
+        "FusionError: backends: two kernels of backend 'cuda'; an op has one of each",
+    ),
+    "no_kernel": ("FUSION = mine('n', 'triton')", "FusionError: backends: expected kernels"),
+    "lacks_a_function": (
+        "def kernel(x):\n    return x\nFUSION = mine('l', Kernel(backend='cuda', function='lacks_a_function:kernl'))",
+        "a kernel of l: lacks_a_function has no 'kernl'; did you mean 'kernel'",
+    ),
+    "lacks_a_rule": (
+        "def kernel(x):\n    return x\n"
+        "FUSION = mine('l', Kernel(backend='cuda', function='lacks_a_rule:kernel', refuses='lacks_a_rule:rule'))",
+        "a kernel of l: lacks_a_rule has no 'rule'",
+    ),
+    "torch_says_no": (
+        "FUSION = mine('n', op=attrs.evolve(mine('no').op, name='größe'))",
+        "its ops cannot be registered: ",
+    ),
+    "first_of_two": (
+        "FUSION = [mine('alone'), mine('both')]",
+        "two fusions are called 'both': one of second-of-two, one of first-of-two",
+    ),
+    "second_of_two": (
+        "FUSION = mine('both')",
+        "two fusions are called 'both': one of first-of-two, one of second-of-two",
+    ),
+}
+"""Module -> its code behind `DECLARES`, and what is said of it."""
+
+GOOD = """
+def kernel(x, residual, weight, epsilon, weight_offset):
+    return x, residual
+FUSION = mine('good', Kernel(backend='cuda', function='good:kernel'))
+"""
+
+
+def write_package(site: Path, module: str, code: str) -> None:
+    (site / f"{module}.py").write_text(DECLARES + code)
+    info = site / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module.replace('_', '-')}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[layerfuse.fusions]\nmine = {module}:FUSION\n")
+
+
+@pytest.fixture(scope="module")
+def beside_broken_ones(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Any]]:
+    """What is said, and what works, where all of these are installed at once: the warnings, and answers of the library."""
+    site = tmp_path_factory.mktemp("broken")
+    for module, (code, _) in BROKEN.items():
+        write_package(site, module, code)
+    write_package(site, "good", GOOD)
+    code = (
+        "import json, sys, warnings\n"
+        "with warnings.catch_warnings(record=True) as said:\n"
+        "    warnings.simplefilter('always')\n"
+        "    from layerfuse.fusion import FUSIONS\n"
+        "    known, torch = list(FUSIONS), 'torch' in sys.modules\n"
+        "    from layerfuse.fusion import ops\n"
+        "    from layerfuse import doctor\n"
+        "    found = doctor.diagnose()\n"
+        "texts = [str(each.message) for each in said if each.category is RuntimeWarning]\n"
+        "print(json.dumps([texts, {'known': known, 'torch': torch, 'now': list(FUSIONS), 'ops': list(ops.FUNCTIONS), 'doctor': found.to_dict()}]))"
+    )
+    done = run_python(code, site)
+    assert done.returncode == 0, done.stderr[-3000:]
+    texts, answers = json.loads(done.stdout)
+    return texts, answers
+
+
+@pytest.mark.parametrize("module", BROKEN)
+def test_a_package_that_cannot_be_used_is_named_and_refused_alone(
+    module: str, beside_broken_ones: tuple[list[str], dict[str, Any]]
+) -> None:
+    texts, answers = beside_broken_ones
+    package, says = module.replace("_", "-"), BROKEN[module][1]
+    (text,) = [text for text in texts if text.startswith(f"entry point 'mine' of {package}: ")]
+    assert says in text
+    found = answers["doctor"]["findings"][f"fusions of {package} (mine)"]
+    assert found == {"state": "broken", "detail": text}
+
+
+def test_everything_else_works_beside_packages_that_cannot_be_used(
+    beside_broken_ones: tuple[list[str], dict[str, Any]],
+) -> None:
+    texts, answers = beside_broken_ones
+    assert len(texts) == len(BROKEN)
+    assert answers["now"] == [*FUSIONS, "good"]
+    # What only torch can tell is refused when ops are registered.
+    assert answers["known"] == [*FUSIONS, *answers["known"][len(FUSIONS) :]] and not answers["torch"]
+    assert set(answers["known"]) - set(answers["now"]) == {"n"}
+    assert {"add_rms_norm", "mla_query_rope", "good"} <= set(answers["ops"]) and "alone" not in answers["ops"]
+    assert answers["doctor"]["findings"]["fusions of good (mine)"] == {"state": "found", "detail": "known: good"}
+    assert any(line.startswith("good (of good) on cpu: yes") for line in answers["doctor"]["enables"])
+
+
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("words", "says"),
     [
-        ("raise OSError('no such library')", "importing raised OSError: no such library"),
-        ("raise SystemExit(3)", "importing raised SystemExit: 3"),
         (
-            "class Odd(list):\n    def __iter__(self):\n        raise SystemExit(3)\nFUSION = Odd()",
-            "entry point 'mine' of broken: reading it raised SystemExit: 3",
+            {"backend": "Triton", "function": "a:b"},
+            "lower-case letters, digits and underscores; did you mean 'triton'?",
         ),
-        ("FUSION = 3", "expected a Fusion or a list of them, got 3"),
-        (
-            "from layerfuse.fusion.catalog.add_rms_norm import FUSION",
-            "two fusions are called 'add_rms_norm': one of layerfuse, one of broken",
-        ),
+        ({"backend": ""}, "a backend's name is"),
+        ({"backend": None}, "a backend's name is"),
+        ({"backend": "symm", "function": "a:b"}, "did you mean 'symm_mem'?"),
+        ({"backend": "triton"}, "expected `function` or `made_by`, got neither"),
+        ({"backend": "triton", "function": "a:b", "made_by": "a:c"}, "expected `function` or `made_by`, got both"),
+        ({"backend": "aiter", "function": "a:b"}, "AITER's functions are in layerfuse's own table, got 'a:b'"),
+        ({"backend": "triton", "function": "a.b"}, "expected `module:function`, got 'a.b'"),
+        ({"backend": "triton", "function": "a:b", "refuses": "a:b.c"}, "expected `module:function`, got 'a:b.c'"),
     ],
 )
-def test_a_package_that_cannot_be_used(code: str, says: str, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text(code)
-    info = tmp_path / "broken-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[layerfuse.fusions]\nmine = broken:FUSION\n")
-    done = run_python("from layerfuse.fusion import FUSIONS; list(FUSIONS)", tmp_path)
-    assert done.returncode and says in done.stderr, done.stderr
+def test_a_wrong_kernel_is_refused_when_it_is_declared(words: dict[str, Any], says: str) -> None:
+    with pytest.raises(OpError) as error:
+        Kernel(**words)
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "cutlass", "triton_hopper", "my_triton", "tilelang"])
+def test_a_kernel_may_belong_to_a_backend_of_its_own(backend: str) -> None:
+    assert Kernel(backend=backend, function="a:b").backend == backend
+
+
+def test_the_names_of_canonical_ops_are_known_without_torch() -> None:
+    from layerfuse.fusion.ops import canonical
+
+    assert tuple(op.name for op in canonical.CANONICAL) == CANONICAL
+
+
+@pytest.mark.parametrize(
+    ("source", "absent"),
+    [
+        ("f = 1", False),
+        ("def f(): ...", False),
+        ("if True:\n    def f(): ...\nelse:\n    f = None", False),
+        ("try:\n    from os import path as f\nexcept ImportError:\n    pass", False),
+        ("from os.path import *", False),
+        ("def __getattr__(name): ...", False),
+        ("globals()['f'] = 1", False),
+        ("def g():\n    def f(): ...", True),
+        ("class G:\n    f = 1", True),
+        ("f.x = 1", True),
+        ("def f(:", True),
+    ],
+)
+def test_whether_a_module_has_a_function_is_read_off_its_source(
+    source: str, absent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "never_imported.py").write_text(f"raise SystemExit\n{source}\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert (why_absent("never_imported:f") is not None) == absent
+    assert why_absent("math:sqrt") is None  # it has no source
 
 
 def test_a_clash_of_ops_names_both_owners() -> None:

@@ -43,7 +43,7 @@ def test_unknown_attention_is_in_the_report(model: torch.nn.Module) -> None:
         compiled.report.check()
 
 
-class _Tolerant:
+class _Tolerant(registry.Registry):
     """The default registry, asked only for attention: what is under test is what becomes of the unknown."""
 
     def specs_in(self, model: torch.nn.Module, parallel: object) -> list[object]:

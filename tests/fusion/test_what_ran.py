@@ -292,7 +292,7 @@ def test_two_specs_of_one_layer() -> None:
         hidden_size=HIDDEN, layer_index=1, parallel=WHOLE, input_norms=(norm,), post_attention_norms=(norm,)
     )
     made = fusion.plan([("layers.0", residual), ("layers.0", mla_spec(1))], fusion.Target.named("cpu"))
-    roles = ["input", "post_attention", "latents", "query"]
+    roles = ["input", "post_attention", "latents"]
     assert [site.name for site in made.sites] == [f"layers.0:{role}" for role in roles]
     with pytest.raises(ValueError, match="several MLASpec"):
         fusion.plan([("layers.0", mla_spec()), ("layers.0", mla_spec())], fusion.Target.named("cpu"))
@@ -437,6 +437,54 @@ def test_dynamos_limit_over_all_models_is_named() -> None:
             call(fused, length)
     assert fused.report.last is not None
     assert "accumulated_recompile_limit" in fused.report.last.missed[DUAL]["model.layers.0.self_attn:latents"]
+
+
+def test_a_compile_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One body serves all layers, and is not rewritten."""
+    kind = transformers.models.deepseek_v3.modeling_deepseek_v3.DeepseekV3Attention
+    monkeypatch.setattr(kind, "forward", torch.compiler.nested_compile_region(kind.forward))
+    fused = fusion.compile(deepseek(2))
+    torch.testing.assert_close(call(fused), call(fused.original), rtol=1e-5, atol=1e-5)
+    for missed in (fused.report.of(DUAL).missed, fused.report.last.missed[DUAL]):
+        assert list(missed) == ["model.layers.0.self_attn:latents", "model.layers.1.self_attn:latents"]
+        assert all("norms are in the body of invoke_subgraph, which is not rewritten" in why for why in missed.values())
+    assert fused.report.of(ADD).last_call == 4
+
+
+class Conditional(TwoProjections):
+    """Its norms in both branches of a condition on data."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        forward = super().forward
+        return torch.cond(x.sum() > 0, lambda x: forward(x), lambda x: forward(x * 2), (x,))
+
+
+def test_a_condition() -> None:
+    fused = fusion.compile(Layers([Conditional(), TwoProjections()]), specs=specs(2))
+    with torch.no_grad():
+        for got, wanted in zip(fused(X), fused.original(X), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    (reason,) = fused.report.of(DUAL).missed.values()
+    assert "norms are in the body of cond, which is not rewritten" in reason
+
+
+def test_a_fused_model_inside_another_is_refused() -> None:
+    class Outer(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, **kwargs: Any) -> Any:
+            return self.inner(**kwargs)
+
+    outer = Outer(fusion.compile(deepseek(1), strict=True))
+    with pytest.raises(TypeError, match=r"its inner is compiled with fusions already.*set_submodule\('inner'"):
+        fusion.compile(outer)
+    # As it is, the inner one runs fused; and put back it is a part of the whole.
+    call(outer)
+    assert outer.inner.report.of(DUAL).last_call == 1
+    outer.set_submodule("inner", outer.get_submodule("inner").original)
+    assert_agree(fusion.compile(outer, strict=True), {DUAL: 1, ADD: 2}, {DUAL: 1, ADD: 2}, **IDS)
 
 
 # ---- graphs that sibling layers share

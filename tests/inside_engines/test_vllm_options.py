@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import attrs
 import pytest
 from helpers import ROOT, run_python
 
@@ -13,7 +14,8 @@ from layerfuse.engines.vllm import defaults
 from layerfuse.engines.vllm.decode_facts import without
 from layerfuse.engines.vllm.options import Options, OptionsError, options_in
 from layerfuse.engines.vllm.plugin import _nothing_on
-from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError
+from layerfuse.fusion import FusionConfig, FusionConfigError
+from layerfuse.fusion.policy import Policy, shipped
 
 
 @pytest.fixture(autouse=True)
@@ -25,35 +27,30 @@ def config(given: Any) -> FusionConfig:
     return options_in({"layerfuse": given}).config()
 
 
-def test_what_is_on_by_default_is_what_the_catalog_says() -> None:
-    measured = {
-        name: tuple(arch for each in fusion.faster_in if each.engine == "vllm" for arch in each.archs)
-        for name, fusion in FUSIONS.items()
-        if fusion.owner == "layerfuse"
-    }
-    assert defaults.on_by_default() == {name: archs for name, archs in measured.items() if archs}
-
-
-def test_a_measurement_that_is_entered_turns_planning_on_where_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The catalog's own files, with one more line in one of them."""
-    for path in defaults.CATALOG.glob("*.py"):
-        text = path.read_text()
-        if path.stem == "rms_norm_per_token_quant":
-            entry = 'faster_in=(Faster(engine="vllm", archs=("sm90", "sm100"), figure="1.1 times", ranks=2),),'
-            text = text.replace("    level=2,", f"    level=2,\n    {entry}")
-            assert entry in text
-        (tmp_path / path.name).write_text(text)
-    already = defaults.on_by_default()
-    monkeypatch.setattr(defaults, "CATALOG", tmp_path)
-    assert defaults.on_by_default() == {**already, "rms_norm_per_token_quant": ("sm90", "sm100")}
+def test_a_measurement_that_is_entered_turns_planning_on_where_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, already = shipped().measurement[0], defaults.on_by_default()
+    more = attrs.evolve(first, fusions=("rms_norm_per_token_quant",), arch="sm100", ranks=2)
+    none = attrs.evolve(more, arch="gfx950", decode={"1": (1.0, 0.9, 1.1)})
+    entered = Policy(measurement=(*shipped().measurement, more, none))
+    monkeypatch.setattr(defaults, "shipped", lambda: entered)
+    assert defaults.on_by_default() == {**already, "rms_norm_per_token_quant": ("sm100",)}
     assert "rms_norm_per_token_quant" not in defaults.on_by_default("gfx950")
     given = vllm_config(quantised=True, ranks=2)
-    for arch, nothing in (("sm100", False), ("gfx950", not any("gfx950" in archs for archs in already.values()))):
+    for arch, nothing in (("sm100", False), ("gfx950", True)):
         monkeypatch.setattr("layerfuse.engines.vllm.defaults.arch_here", lambda arch=arch: arch)
         assert _nothing_on(Options(), given) is nothing
     assert _nothing_on(Options(fusions="all"), given) is False
+
+
+def test_a_gpu_or_a_release_that_no_measurement_names_is_said() -> None:
+    assert defaults.measured_elsewhere("sm90", "NVIDIA H200", "0.26.0") is None
+    assert defaults.measured_elsewhere("gfx950", "AMD Instinct MI355X", "0.26.0") is None  # nothing is on there
+    for device, release in (("NVIDIA H100 80GB HBM3", "0.26.0"), ("NVIDIA H200", "0.33.0")):
+        said = defaults.measured_elsewhere("sm90", device, release)
+        assert said == (
+            "what is on by default here is what was measured faster with vLLM 0.26.0 on NVIDIA H200; "
+            f"vLLM {release} on {device} was not measured"
+        )
 
 
 def vllm_config(quantised: bool = False, ranks: int = 1, state: bool = False) -> Any:
@@ -81,18 +78,6 @@ def test_on_hopper_a_model_in_which_nothing_can_be_found_is_not_planned(
     """To plan takes several times the 50 ms that a start with nothing to do may."""
     monkeypatch.setattr("layerfuse.engines.vllm.defaults.arch_here", lambda: "sm90")
     assert _nothing_on(Options(), given) is nothing
-
-
-def test_what_is_read_off_the_catalogs_sources_is_what_its_chains_hold() -> None:
-    """By what they need, `may_find_a_site` tells fusions apart: a step is there by its name, called or not."""
-    for name in defaults.on_by_default():
-        source = (defaults.CATALOG / f"{name}.py").read_text()
-        steps = {
-            step if isinstance(step, str) else getattr(step, "__name__", type(step).__name__)
-            for step in FUSIONS[name].chain
-        }
-        for step in ("Quant", "GatedNorm"):
-            assert (f"{step}(" in source or f"({step}," in source) == (step in steps), (name, step)
 
 
 @pytest.mark.parametrize("given", [None, {}, {"other": 1}, "no table at all"])

@@ -48,7 +48,7 @@ def test_only_a_larger_plan_moves_what_is_too_small():
     assert kept == {"work_metadata_ptrs", "work_indptr"}
 
 
-@pytest.mark.parametrize("release", ["v0.1.8", "v0.1.10.post2", "v0.1.14", "v0.1.17", "v0.1.18", "v0.1.20.post1"])
+@pytest.mark.parametrize("release", ["v0.1.16.post3", "v0.1.17", "v0.1.18", "v0.1.20.post1"])
 @pytest.mark.parametrize(("heads", "tp"), [(64, 8), (96, 8), (32, 8), (64, 1)])
 def test_decoding_by_a_plan_is_plain_attention(aiter_of, release, heads, tp):
     """The stand-in refuses buffers that are too small, in another order, or filled for other heads than it is given."""
@@ -111,14 +111,13 @@ def test_a_step_runs_no_operation_of_its_own(aiter_of):
     planner = amd.bound("mla_metadata")
     taken = []
     made = amd.bind("mla_metadata")
-    names = planner.probed.main.convention.names
     from layerfuse.fusion.backends.aiter import mla as calls
     from layerfuse.fusion.backends.aiter.resolved import Resolved
 
     nothing = Resolved(
-        binding="mla_metadata",
+        binding=planner.probed.binding,
         function=lambda **kwargs: taken.append(kwargs),
-        names=names,
+        names=planner.probed.main.names,
         releases=planner.probed.releases,
     )
     quiet = attrs.evolve(made, call=calls.metadata(nothing))

@@ -9,9 +9,8 @@ import pytest
 from guarded import Guarded, padded
 from mla_layers import BF16, FP8, GFX942, GFX950, mla, with_heads
 from mla_oracle import BufferTooSmallError, Schedule, fill, make_step
-from test_metadata_padding import PLANNED
 
-from layerfuse.fusion.backends.aiter.releases import ReleaseRange, is_after
+from layerfuse.fusion.backends.aiter.releases import RELEASES, ReleaseRange
 from layerfuse.fusion.metadata import HeadsRefusedError, plan_metadata
 from layerfuse.fusion.metadata.buffers import specs_of
 from layerfuse.fusion.metadata.sizes import metadata_shapes
@@ -83,12 +82,10 @@ def checked(target, heads, release, **options):
     rows = math.prod(plan.scratch[0].shape[:-1])
     assert plan.buffer("reduce_partial_map").shape[0] * schedule.slot_rows <= rows
     assert (3 + schedule.parts - 1) * schedule.tiles <= plan.buffer("work_info_set").shape[0]
-    assert 1 <= schedule.parts <= 8
-    if not is_after("v0.1.8", release):
-        assert schedule.parts == 8, "one for each compute unit"
+    assert schedule.parts == 8, "one for each compute unit"
 
 
-@pytest.mark.parametrize("release", PLANNED)
+@pytest.mark.parametrize("release", RELEASES)
 def test_the_sizes_of_every_release_suffice(release):
     asked = 0
     for target in (GFX942, GFX950):
@@ -104,5 +101,5 @@ def test_the_sizes_of_every_release_suffice(release):
 
 
 def test_the_sizes_of_an_interval_of_releases_suffice():
-    plan = plan_metadata(with_heads(64), GFX950, ReleaseRange("v0.1.14", "v0.1.18"), batch=4, cu_count=UNITS)
+    plan = plan_metadata(with_heads(64), GFX950, ReleaseRange("v0.1.16.post3", "v0.1.18"), batch=4, cu_count=UNITS)
     padded(plan, full_step(plan))

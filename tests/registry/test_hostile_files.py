@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import threading
 import time
@@ -97,13 +98,16 @@ def test_a_file_as_large_as_allowed_is_done_with_in_bounded_time(name: str) -> N
     assert len(text) <= files.LARGEST_FILE
     own = registry.fresh()
     own.models()
-    began = time.perf_counter()
+    gc.freeze()  # what other tests hold costs the collector time, not the file
+    began = time.process_time()
     try:
         own.register_models(files.parse(text), "mine.toml")
     except CatalogError as error:
         assert len(str(error)) < 50_000
+    took = time.process_time() - began
+    gc.unfreeze()
     # A megabyte takes under a second where nothing else runs.
-    assert time.perf_counter() - began < 6
+    assert took < 6
 
 
 def test_a_larger_file_is_refused_without_being_read(tmp_path: Path) -> None:
@@ -334,10 +338,16 @@ def test_any_words_in_facts_are_facts_or_a_facts_error(field: str, words: Any) -
         assert str(error)
 
 
-@pytest.mark.parametrize("base", ["builtins:object", "torch.nn:Module", "torch:Module"])
+BASES = [
+    *("builtins:object", "torch.nn:Module", "torch:Module", "torch.nn:ModuleList", "transformers:PreTrainedModel"),
+    *("transformers.modeling_layers:GradientCheckpointingLayer", "vllm:CustomOp", "vllm:AttentionLayerBase"),
+]
+
+
+@pytest.mark.parametrize("base", BASES)
 def test_a_base_of_everything_is_no_layer_class(base: str) -> None:
     text = with_class('{ like = "vllm:MLAAttention" }', base)
-    with pytest.raises(CatalogError, match="is a base of every layer there is"):
+    with pytest.raises(CatalogError, match="is a base of layers or models of every kind"):
         registry.fresh().register_models(files.parse(text), "mine.toml")
 
 

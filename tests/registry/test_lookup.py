@@ -149,7 +149,9 @@ def test_a_norm_is_no_layer_and_no_layer_is_close_to_it(key: str) -> None:
 @pytest.mark.parametrize(
     ("key", "first"),
     [
-        ("vllm.model_executor.models.llama:LlamaAttention", "transformers:LlamaAttention"),
+        ("vllm.model_executor.models.llama:LlamaAttention", "vllm:Attention"),
+        ("sglang.srt.models.llama:LlamaDecoderLayer", "sglang:KimiDecoderLayer"),
+        ("sglang.srt.models.qwen3:Qwen3MLP", "sglang:Qwen2MoeMLP"),
         ("sglang.srt.models.new:KimiK4DecoderLayer", "sglang:KimiK3DecoderLayer"),
         ("my.lib:DeepseekV4Model", "transformers:DeepseekV3Model"),
         ("vllm.x:GptOssModel2", "vllm:GptOssModel"),
@@ -160,8 +162,22 @@ def test_a_norm_is_no_layer_and_no_layer_is_close_to_it(key: str) -> None:
 def test_the_closest_classes_are_layers_of_the_same_kind(key: str, first: str | None) -> None:
     found = closest_classes(key, registry.layer_classes())
     assert (found[0] if found else None) == first
-    last = re.findall("Attention|DecoderLayer|Model", key)
+    last = re.findall("Attention|DecoderLayer|Model|MLP", key)
     assert all(last[-1] in near for near in found)
+
+
+@pytest.mark.parametrize("engine", ["transformers", "vllm", "sglang", "atom"])
+@pytest.mark.parametrize("name", ["LlamaAttention", "LlamaDecoderLayer", "MiniMaxMLP", "NewModel"])
+def test_an_unknown_class_of_an_engine_is_like_others_of_that_engine(engine: str, name: str) -> None:
+    """Whose layers name their parts alike: what is copied from another engine's facts reads nothing."""
+    cls = class_of(f"{engine}.models.new", name)
+    if registry.default.readers_for(cls):
+        return
+    with pytest.raises(UnknownLayerError) as caught:
+        registry.spec_for(cls())
+    first, *others = caught.value.closest
+    assert first.startswith(f"{engine}:") and f'like = "{first}"' in str(caught.value)
+    assert all(key.startswith(f"{engine}:") for key in others[:-1])
 
 
 def test_an_unknown_layer_error_survives_pickling() -> None:
@@ -279,11 +295,14 @@ def test_the_first_decoder_layer_of_each_module_that_holds_some_starts_a_stream(
     }
 
 
-def test_a_stream_that_comes_from_another_rank_of_a_pipeline_starts_there() -> None:
+def test_a_stream_that_comes_from_another_rank_of_a_pipeline_is_handed_over() -> None:
     layers = real_model("deepseek-v3").model.layers[:2]
     gone = [module("engine.utils:PPMissingLayer") for _ in range(2)]
-    assert started(nn.ModuleList([*gone, *layers])) == {"2": False, "3": False}
-    assert started(nn.ModuleList([*layers, *gone])) == {"0": True, "1": False}
+    later, first = nn.ModuleList([*gone, *layers]), nn.ModuleList([*layers, *gone])
+    assert started(later) == {"2": False, "3": False}
+    assert started(first) == {"0": True, "1": False}
+    assert [spec.handed_over for _, spec in registry.specs_in(later, of=ResidualSpec)] == [True, False]
+    assert not any(spec.handed_over for _, spec in registry.specs_in(first, of=ResidualSpec))
 
 
 def test_what_wraps_a_layer_starts_no_stream() -> None:

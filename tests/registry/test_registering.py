@@ -3,6 +3,7 @@ other."""
 
 from __future__ import annotations
 
+import pickle
 import threading
 from typing import Any
 
@@ -119,6 +120,62 @@ def test_what_a_class_is_does_not_depend_on_what_was_asked_before() -> None:
     own.on_miss(lambda filled: filled.register_adapter(Adapter("late", {"latelib:Derived": OTHER_FACTS})))
     with pytest.raises(AttributeError, match=r"\(adapter late\)"):
         own.spec_for(derived())
+
+
+def test_everything_that_clashes_is_said_at_once() -> None:
+    """A file written before its classes, and its model, were built in."""
+    own = registry.fresh()
+    before = contents(own)
+    model = registry.model("gpt-oss-20b")
+    classes = {
+        "transformers:DeepseekV3Attention": {"like": "transformers:DeepseekV2Attention", "softmax_scale": "scale"},
+        "transformers:Qwen3Attention": {"like": "transformers:GptOssAttention"},
+        "transformers.models.llama:LlamaAttention": {"like": "transformers:GptOssAttention"},
+        "mylib:New": {"like": "transformers:GptOssAttention"},
+    }
+    old = attrs.evolve(model, hidden_size=64, layer_classes=classes)
+    with pytest.raises(ConflictError) as caught:
+        own.register_models({old.name: old}, "mine.toml")
+    lines = str(caught.value).splitlines()
+    said = [line.partition(" is declared differently by ")[0] for line in lines]
+    assert said == [
+        "the layer class transformers:DeepseekV3Attention",
+        "the layer class transformers:Qwen3Attention",
+        "the layer class transformers.models.llama:LlamaAttention, which transformers:LlamaAttention covers,",
+        "the model gpt-oss-20b",
+    ]
+    assert all("mine.toml" in line for line in lines)
+    assert [caught.value.what, *(other.what for other in caught.value.others)] == said
+    assert contents(own) == before
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+NEXT = "transformers:Qwen3NextAttention"
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"like": "transformers:Later"},
+        {"like": NEXT},
+        {"like": NEXT, "layer_index": ["layer_idx"], "has_sinks": {"const": False}},
+    ],
+)
+def test_a_class_that_is_declared_as_it_is_built_in_is_no_conflict(table: dict[str, Any]) -> None:
+    """However it is written."""
+    own = registry.fresh()
+    facts = own.adapters()[own.layer_classes()[NEXT]].layers[NEXT]
+    own.register_adapter(Adapter("built_in_later", {"transformers:Later": facts}))
+    own.register_model(
+        attrs.evolve(
+            registry.model("gpt-oss-20b"),
+            name="mine",
+            aliases=[],
+            hf_id=None,
+            layer_classes={"transformers:Later": table},
+        )
+    )
+    assert own.layer_classes()["transformers:Later"] == "built_in_later"
 
 
 def test_a_model_declared_differently_is_a_conflict_and_changes_nothing() -> None:
@@ -335,3 +392,19 @@ def test_an_engine_whose_layer_classes_an_entry_brings_is_known() -> None:
         '[models.mine.layer_classes]\n"mylib.layers:Attention" = { like = "vllm:MLAAttention" }\n'
     )
     registry.fresh().register_models(files.parse(text), "mine.toml")
+
+
+def test_what_a_class_does_not_read_cannot_be_left_out() -> None:
+    text = """
+    [models.mine]
+    adapter = "deepseek_v3"
+    source = "mine"
+    num_hidden_layers = 1
+    hidden_size = 64
+    rms_norm_eps = 1e-6
+    layers.full = { family = "gqa", num_heads = 4, num_kv_heads = 4, head_dim = 16, sliding_window = "off", has_sinks = false }
+    [models.mine.layer_classes]
+    "transformers:MineAttention" = { like = "transformers:DeepseekV3Attention", without = ["ropes"] }
+    """
+    with pytest.raises(CatalogError, match="without: MLASpec has no field 'ropes'; did you mean 'rope'"):
+        registry.fresh().register_models(files.parse(text), "mine.toml")

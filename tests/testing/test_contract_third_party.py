@@ -5,6 +5,7 @@ from __future__ import annotations
 import contract_mylib
 import pytest
 
+from layerfuse import testing
 from layerfuse.testing import AdapterContract, run_contract
 from layerfuse.testing.run import results_of
 
@@ -100,3 +101,21 @@ def test_run_contract_names_every_scenario_once_and_in_order():
 def test_an_unknown_model_is_an_error_with_the_closest_name():
     with pytest.raises(LookupError, match="did you mean deepseek-v3"):
         run_contract("deepseek-v33")
+
+
+@pytest.mark.parametrize(("decoder_layers", "outcome"), [(True, "failed"), (False, "passed")])
+def test_an_entry_in_part_is_named_unless_it_is_of_attention_alone(decoder_layers, outcome):
+    from torch import nn
+
+    from layerfuse import registry
+
+    model = testing.full_model(registry.model("qwen3-4b"))
+    parts = nn.Module()
+    parts.blocks, parts.norm = model.model.layers, model.model.norm
+    body = {"model": "qwen3-4b", "decoder_layers": decoder_layers, "build": lambda _: parts}
+    result = next(r for r in results_of(type("Mine", (AdapterContract,), body)(), full=False) if r.scenario == "C2")
+    assert result.outcome == outcome
+    if outcome == "failed":
+        assert (
+            "no adapter knows 1 parts of the model:  (torch.nn.modules.module:Module as FinalNormSpec" in result.reason
+        )

@@ -31,7 +31,7 @@ def norm(found: Resolved) -> Callable[..., Any]:
     Raises:
         AiterCallError: an offset the build does not know, or a weight or residual that does not fit.
     """
-    run, pieces, name = _kernel(found, "plain"), _pieces(found.binding), found.binding
+    run, pieces, name = _kernel(found, "plain"), _pieces(found), found.name
     gemma_known = "gemma_norm" in found.names
 
     def call(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, group: str, weight_offset: float) -> Any:
@@ -50,23 +50,16 @@ def norm_pad(found: Resolved) -> Callable[..., Any]:
     Raises:
         AiterCallError: as above.
     """
-    run, pieces, name = _kernel(found, "pad"), _pieces(found.binding), found.binding
+    run, pieces, name = _kernel(found, "pad"), _pieces(found), found.name
     gemma_known = "gemma_norm" in found.names
 
-    def call(
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        epsilon: float,
-        group: str,
-        weight_offset: float,
-        padded_width: int,
-    ) -> Any:
+    def call(*given: Any) -> Any:
+        x, residual, weight, epsilon, group, weight_offset, padded_width = given
         options: dict[str, Any] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
         options["out_hidden_dim"] = padded_width
         results = run(x, residual, weight, epsilon, group, padded_width, options)
         if results is None:
-            return pieces(x, residual, weight, epsilon, group, weight_offset, padded_width)
+            return pieces(*given)
         return results[0].view(*x.shape[:-1], padded_width), results[1].view(x.shape)
 
     return call
@@ -78,25 +71,17 @@ def per_token(found: Resolved) -> Callable[..., Any]:
     Raises:
         AiterCallError: as above.
     """
-    run, pieces, name, keeps_norm = _kernel(found, "token"), _pieces(found.binding), found.binding, found.keeps_norm
+    run, pieces, name, keeps_norm = _kernel(found, "token"), _pieces(found), found.name, found.binding.keeps_norm
     gemma_known = "gemma_norm" in found.names
 
-    def call(
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        epsilon: float,
-        group: str,
-        weight_offset: float,
-        dtype: torch.dtype,
-        use_ue8m0: bool,
-    ) -> Any:
+    def call(*given: Any) -> Any:
+        x, residual, weight, epsilon, group, weight_offset, _dtype, _ue8m0 = given
         options: dict[str, Any] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
         if keeps_norm:
             options["emit_bf16"] = True
         results = run(x, residual, weight, epsilon, group, None, {**options, "post_per_token_quant": True})
         if results is None:
-            return pieces(x, residual, weight, epsilon, group, weight_offset, dtype, use_ue8m0)
+            return pieces(*given)
         return _quantised(x, results, keeps_norm, False)
 
     return call
@@ -108,29 +93,17 @@ def per_group(found: Resolved) -> Callable[..., Any]:
     Raises:
         AiterCallError: any offset, or a weight or residual that does not fit.
     """
-    run, pieces, name, keeps_norm = _kernel(found, "group"), _pieces(found.binding), found.binding, found.keeps_norm
+    run, pieces, name, keeps_norm = _kernel(found, "group"), _pieces(found), found.name, found.binding.keeps_norm
 
-    def call(
-        x: Tensor,
-        residual: Tensor,
-        weight: Tensor,
-        epsilon: float,
-        group: str,
-        weight_offset: float,
-        dtype: torch.dtype,
-        group_size: int,
-        column_major: bool,
-        tma_aligned: bool,
-        use_ue8m0: bool,
-    ) -> Any:
+    def call(*given: Any) -> Any:
+        x, residual, weight, epsilon, group, weight_offset, _dtype, group_size, column_major, *_ = given
         no_offset(name, weight_offset)
         options: dict[str, Any] = {"group_size": group_size, "emit_bf16": keeps_norm}
         if column_major:
             options["transpose_scale"] = True
         results = run(x, residual, weight, epsilon, group, None, options)
         if results is None:
-            quant = (dtype, group_size, column_major, tma_aligned, use_ue8m0)
-            return pieces(x, residual, weight, epsilon, group, weight_offset, *quant)
+            return pieces(*given)
         return _quantised(x, results, keeps_norm, column_major)
 
     return call
@@ -144,7 +117,7 @@ def _kernel(found: Resolved, kind: Kind) -> _Run:
 
     That follows from shapes, and from what the communicators of all ranks have in common: all ranks decide alike.
     """
-    name, method, releases = found.binding, found.function, found.releases
+    name, method, releases = found.name, found.function, found.releases
 
     def run(
         x: Tensor,
@@ -201,9 +174,9 @@ def _quantised(x: Tensor, results: tuple[Tensor, ...], keeps_norm: bool, column_
     )
 
 
-def _pieces(binding: str) -> Callable[..., Any]:
+def _pieces(found: Resolved) -> Callable[..., Any]:
     """The op in two: the group's own all-reduce, in its order and rounded, then the op without it."""
-    op = operator.attrgetter(binding.partition(".")[0].removeprefix("all_reduce_"))
+    op = operator.attrgetter(found.binding.op.removeprefix("all_reduce_"))
 
     def pieces(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, group: str, *others: Any) -> Any:
         return op(torch.ops.layerfuse)(summed(x, group), residual, weight, epsilon, *others)

@@ -6,13 +6,11 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
 from .. import Backend
-from .calls import Call
 
 if TYPE_CHECKING:
     from .binding import Bound
+    from .calls import Call
 
 
 def backend(op: str) -> Backend:
@@ -119,11 +117,15 @@ def _joined(reasons: Iterable[str]) -> str:
 
 def call_of(case: Any) -> Call:
     """An op's case in the words of the restrictions: of what `Call` does not know, nothing follows."""
+    import attrs
+
+    from .calls import Call
+
     said = case._asdict()
     weights = [value for name, value in said.items() if name.endswith("weight_dtype")]
     other = next((dtype for dtype in weights if dtype != case.dtype), case.dtype if weights else None)
     width = next(value for name, value in said.items() if name == "width" or name.endswith("_width"))
-    known = {name: said[name] for name in _OF_CALL if name in said}
+    known = {field.name: said[field.name] for field in attrs.fields(Call) if field.name in said}
     known |= {ours: said[theirs] for theirs, ours in _OTHERWISE.items() if theirs in said}
     if "group" in said:
         from ...ops.groups import world_size
@@ -137,8 +139,6 @@ def call_of(case: Any) -> Call:
 
 _OTHERWISE = {"q_weight_offset": "weight_offset", "heads": "num_heads"}
 """What a case calls otherwise."""
-
-_OF_CALL = tuple(attribute.name for attribute in attrs.fields(Call))
 
 
 @functools.cache

@@ -19,13 +19,13 @@ from ....adapters.errors import did_you_mean
 from .. import BackendError
 from . import detect, source
 from .calls import Call
-from .conventions import Binding, Function, Match, existed, match
 from .errors import AiterCallError, AiterUnavailableError
-from .releases import ReleaseRange, release_range
+from .matching import Match, match
+from .releases import ReleaseRange
 from .resolved import Resolved
 from .restriction import Restriction
 from .restrictions import refused_altogether, restrictions_of
-from .table import BINDINGS, BY_NAME
+from .table import BINDINGS, BY_NAME, Binding
 
 
 @frozen(kw_only=True)
@@ -48,8 +48,8 @@ class Probed:
 
     @property
     def recorded(self) -> bool:
-        """Whether this is what was read off a release: its parameter lists, in a build that looks like that release."""
-        return not self.releases.contradictory and self.main.recorded and self.main.is_of(self.releases)
+        """Whether this is what was read off a release: the recorded parameters, in a build that looks like one."""
+        return not self.releases.contradictory and self.main.recorded
 
 
 @frozen(kw_only=True)
@@ -76,7 +76,7 @@ class Bound:
 
     @property
     def convention(self) -> str:
-        """The function and the convention that were found, as a sentence."""
+        """The function and the parameters that were found, as a sentence."""
         return self.probed.convention
 
     @property
@@ -87,7 +87,7 @@ class Bound:
     def refuses(self, call: Call) -> str | None:
         """Why this kind of call must not be made, or None where it can be."""
         asked = evolve(call, fp8=self.fp8) if call.fp8 is None else call
-        return next((f"{r.reason} ({r.releases})" for r in self.restrictions if r.when(asked)), None)
+        return next((f"{r.reason} ({r.where})" for r in self.restrictions if r.when(asked)), None)
 
     def check(self, call: Call) -> None:
         """Raise what `refuses` says.
@@ -146,17 +146,16 @@ def probe_all() -> tuple[Probed | Refused, ...]:
     return tuple(probe(binding.name) for binding in BINDINGS)
 
 
-@functools.cache
 def installed_releases() -> ReleaseRange | None:
     """The releases that the installed build can be, or None without one."""
     build = detect.find_build()
-    return release_range(build.folder) if isinstance(build, detect.Build) else None
+    return build.releases if isinstance(build, detect.Build) else None
 
 
 def forget() -> None:
     """Look, probe and bind again when next asked. What Python has imported stays imported."""
     with _lock:
-        for cached in (installed_releases, _probe, _bind, source.definitions):
+        for cached in (_probe, _bind, source.definitions):
             cached.cache_clear()
         detect.forget()
 
@@ -164,29 +163,19 @@ def forget() -> None:
 @functools.cache
 def _probe(name: str) -> Probed | Refused:
     binding = BY_NAME[name]
-    build, releases = detect.find_build(), installed_releases()
-    if isinstance(build, detect.Absent) or releases is None:
-        return Refused(name=name, reason=build.reason if isinstance(build, detect.Absent) else "not installed")
-    if build.triton_only is not None and binding.kind != "triton":
+    build = detect.find_build()
+    if isinstance(build, detect.Absent):
+        return Refused(name=name, reason=build.reason)
+    if build.triton_only is not None and not binding.function.is_triton:
         return Refused(name=name, reason=f"Triton-only: {build.triton_only}")
-    main = _first(build.folder, binding.functions, releases)
+    main = match(build.folder, binding.function)
     if isinstance(main, str):
         return Refused(name=name, reason=main)
-    never = refused_altogether(restrictions_of(name, releases))
+    never = refused_altogether(restrictions_of(name, build.releases, main.names))
     if never is not None:
-        doubt = f"this build looks like {releases}, and may be one of these: " if releases.contradictory else ""
-        return Refused(name=name, reason=f"{doubt}{never}")
-    return Probed(binding=binding, main=main, releases=releases)
-
-
-def _first(folder: Path, functions: tuple[Function, ...], releases: ReleaseRange) -> Match | str:
-    """The first function that is there, or a sentence."""
-    for function in functions:
-        found = match(folder, function)
-        if found is not None:
-            return found
-    names = "; ".join(map(existed, functions))
-    return f"this build ({releases}) has no such function: {names}"
+        doubt = f"this build looks like {build.releases}, and may be one of these: "
+        return Refused(name=name, reason=f"{doubt if build.releases.contradictory else ''}{never}")
+    return Probed(binding=binding, main=main, releases=build.releases)
 
 
 @functools.cache
@@ -197,17 +186,11 @@ def _bind(name: str) -> Bound | Refused:
     function = _imported(probed.main.function.path)
     if isinstance(function, str):
         return Refused(name=name, reason=function)
-    resolved = Resolved(
-        binding=name,
-        function=function,
-        names=probed.main.convention.names,
-        releases=probed.releases,
-        adds=probed.binding.adds,
-        keeps_norm=probed.binding.keeps_norm,
-    )
+    names = probed.main.names
+    resolved = Resolved(binding=probed.binding, function=function, names=names, releases=probed.releases)
     module, _, maker = probed.binding.calls.partition(".")
     make = getattr(importlib.import_module(f".{module}", __package__), maker)
-    restrictions = restrictions_of(name, probed.releases)
+    restrictions = restrictions_of(name, probed.releases, names)
     return Bound(name=name, call=make(resolved), probed=probed, restrictions=restrictions, fp8=_fp8())
 
 

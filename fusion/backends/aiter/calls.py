@@ -39,7 +39,6 @@ class Call:
     limit: float | None = None
     "What a gated activation is cut at, infinity for none."
     num_heads: int | None = None
-    max_seqlen_q: int | None = None
     has_plan: bool | None = None
     "Whether the decode follows a plan (AITER's persistent mode)."
     world_size: int | None = None

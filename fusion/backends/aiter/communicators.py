@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from attrs import evolve, frozen
 
+from ...ops.agreement import patience
 from ...ops.groups import process_group
 from .. import BackendError, decide_again
 from .binding import installed_releases
@@ -26,9 +26,6 @@ MODULE = "aiter.dist.device_communicators.custom_all_reduce"
 MAX_SIZE = 128 * 1024 * 1024
 """Bytes of AITER's input buffer; it takes three times as much in all. Its default from v0.1.12 on is 1 GiB, of which it
 uses 64 MiB: inputs up to half of the buffer, and at most as many."""
-
-TIMEOUT = timedelta(minutes=10)
-"""After which a rank that the others do not join fails: AITER may build C++ code for minutes before."""
 
 LIMITS = ("world_size", "max_size", "enable_register_for_capturing", "_car_max_size", "_car_min_size")
 """What a communicator decides by in a call: unequal values would part the ranks there."""
@@ -223,7 +220,7 @@ def _host(group: str, of: Any) -> Any:
     known = _hosts.get(group)
     if known is None or known[0] is not of:
         ranks = dist.get_process_group_ranks(of)
-        host = dist.new_group(ranks, timeout=TIMEOUT, backend="gloo", use_local_synchronization=True)
+        host = dist.new_group(ranks, timeout=patience(of), backend="gloo", use_local_synchronization=True)
         known = _hosts[group] = (of, host)
     return known[1]
 

@@ -15,10 +15,12 @@ from pathlib import Path
 
 from attrs import frozen
 
+from .releases import TOO_OLD, ReleaseRange, release_range
+
 IMPORT_NAME = "aiter"
 
 DISTRIBUTIONS = ("amd-aiter", "aiter")
-"""AMD's wheel is called amd-aiter from v0.1.8 on, and was called aiter up to v0.1.7.post5, as PyPI's helper is."""
+"""AMD's wheel, and PyPI's helper; AMD's oldest wheels were called so too."""
 
 INSTALL = "install amd-aiter from a wheel of ROCm/aiter's releases, or from source (docs/aiter.md)"
 
@@ -35,6 +37,8 @@ class Build:
     "What its metadata says: local builds call themselves 0.1.0, so nothing is decided by it."
     mode: str | None
     "`install` or `develop`, as its build wrote it down, or None."
+    releases: ReleaseRange
+    "The supported releases that its files agree with."
     triton_only: str | None
     "Why only its Triton functions can be used, or None where all can."
 
@@ -82,9 +86,17 @@ def find_build() -> Build | Absent:
         return Absent(reason=reason, broken=True)
     if not (folder / "__init__.py").is_file():
         return Absent(reason=f"{folder} has no __init__.py; {INSTALL}", broken=True)
+    releases = release_range(folder)
+    if releases is None:
+        return Absent(reason=TOO_OLD, broken=True)
     name, version = next(iter(versions.items()), (None, None))
     return Build(
-        folder=folder, distribution=name, version=version, mode=_mode(folder), triton_only=_triton_only(folder)
+        folder=folder,
+        distribution=name,
+        version=version,
+        mode=_mode(folder),
+        releases=releases,
+        triton_only=_triton_only(folder),
     )
 
 
@@ -118,11 +130,8 @@ def _mode(folder: Path) -> str | None:
 
 
 def _triton_only(folder: Path) -> str | None:
-    """The switch is known to builds from v0.1.16 on; older ones do not look at it, so neither do we."""
     if not (folder / "jit").is_dir():
         return "this installation has no C++ parts (there is no folder `jit`)"
-    if "AITER_TRITON_ONLY" not in (folder / "__init__.py").read_text(errors="replace"):
-        return None
     if os.environ.get("AITER_TRITON_ONLY", "0") == "1":
         return "AITER_TRITON_ONLY=1 is set"
     return "on Windows AITER has its Triton functions only" if sys.platform == "win32" else None

@@ -6,6 +6,7 @@ HIP's give a row whose largest magnitude is at most 1e-10 the scale 1e-10, where
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from .resolved import Resolved
 from .tensors import dense, flat, no_offset, same_shape, scale_buffer, scales_of, vector
 
 Pair = tuple[Tensor, Tensor]
-PerToken = Callable[[Tensor, Tensor, Tensor, float, float, str, bool, torch.dtype, bool], Pair]
-Grouped = Callable[[Tensor, Tensor, Tensor, float, float, str, bool, torch.dtype, int, bool, bool, bool], Pair]
+Gated = Callable[..., Pair]
+"""`(x, gate, weight, epsilon, weight_offset, activation, norm_before_gate, dtype, ...)`, in the order of the op: then `use_ue8m0`, or
+`group_size, column_major, tma_aligned, use_ue8m0`."""
 
 GATES = ("silu", "sigmoid")
 """AITER's Triton function also accepts other words, and then does not gate, without an error."""
@@ -30,29 +32,18 @@ FLOORS = {
 """The least scale of a dtype, which is a power of two where all are: AITER applies it after rounding them up."""
 
 
-def hip_group(found: Resolved) -> Grouped:
+def hip_group(found: Resolved) -> Gated:
     """`gated_rms_norm_group_quant`, for heads of 128 columns: one scale per head.
 
     Raises:
         AiterCallError: another shape, gate or order, dtypes that differ, or a weight offset.
     """
-    name, function = found.binding, found.function
-    heads_of = _heads if found.releases.surely_from("v0.1.14-rc0") else _packed_heads
+    name, function = found.name, found.function
 
-    def call(
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        epsilon: float,
-        weight_offset: float,
-        activation: str,
-        norm_before_gate: bool,
-        dtype: torch.dtype,
-        group_size: int,
-        column_major: bool,
-        _tma_aligned: bool,
-        _ue8m0: bool,
-    ) -> Pair:
+    def call(*given: Any) -> Pair:
+        x, gate, weight, epsilon, weight_offset, activation, norm_before_gate, dtype, group_size, column_major, *_ = (
+            given
+        )
         no_offset(name, weight_offset)
         _check(name, x, gate, weight, activation, norm_before_gate)
         out, leading = _flat_out(x, dtype)
@@ -62,8 +53,8 @@ def hip_group(found: Resolved) -> Grouped:
         function(
             out=out.view(-1, out.shape[-1]),
             scale=scale,
-            x=heads_of(x),
-            z=heads_of(gate),
+            x=_heads(x),
+            z=_heads(gate),
             weight=vector(name, "weight", weight, x),
             epsilon=epsilon,
             group_size=group_size,
@@ -74,25 +65,16 @@ def hip_group(found: Resolved) -> Grouped:
     return call
 
 
-def hip_per_token(found: Resolved) -> PerToken:
+def hip_per_token(found: Resolved) -> Gated:
     """`gated_rms_norm_per_token_quant`, for at most 128 heads of 128 columns.
 
     Raises:
         AiterCallError: as `hip_group`, or more heads.
     """
-    name, function = found.binding, found.function
+    name, function = found.name, found.function
 
-    def call(
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        epsilon: float,
-        weight_offset: float,
-        activation: str,
-        norm_before_gate: bool,
-        dtype: torch.dtype,
-        _ue8m0: bool,
-    ) -> Pair:
+    def call(*given: Any) -> Pair:
+        x, gate, weight, epsilon, weight_offset, activation, norm_before_gate, dtype, _ue8m0 = given
         no_offset(name, weight_offset)
         _check(name, x, gate, weight, activation, norm_before_gate)
         if x.shape[-2] > 128:
@@ -114,7 +96,7 @@ def hip_per_token(found: Resolved) -> PerToken:
     return call
 
 
-def triton_group(found: Resolved) -> Grouped:
+def triton_group(found: Resolved) -> Gated:
     """`gated_rms_norm_group_quant`, for heads of any width that the groups divide.
 
     The bounds and the floor of the scales are layerfuse's own; left alone, AITER takes 224 for e4m3fnuz here and 240
@@ -123,22 +105,11 @@ def triton_group(found: Resolved) -> Grouped:
     Raises:
         AiterCallError: a gate that AITER would leave out without an error, column-major scales, or a weight offset.
     """
-    name, function = found.binding, found.function
+    name, function = found.name, found.function
 
-    def call(
-        x: Tensor,
-        gate: Tensor,
-        weight: Tensor,
-        epsilon: float,
-        weight_offset: float,
-        activation: str,
-        norm_before_gate: bool,
-        dtype: torch.dtype,
-        group_size: int,
-        column_major: bool,
-        _tma_aligned: bool,
-        use_ue8m0: bool,
-    ) -> Pair:
+    def call(*given: Any) -> Pair:
+        x, gate, weight, epsilon, weight_offset, activation, norm_before_gate, dtype, *quantisation = given
+        group_size, column_major, _tma_aligned, use_ue8m0 = quantisation
         no_offset(name, weight_offset)
         same_shape(name, "gate", gate, x)
         if activation not in GATES or column_major or x.dim() < 2:
@@ -192,13 +163,5 @@ def _heads(x: Tensor) -> Tensor:
     three = x.reshape(-1, x.shape[-2], x.shape[-1])
     size = three.element_size()
     if three.stride(2) == 1 and not (three.stride(0) * size | three.stride(1) * size | three.data_ptr()) & 15:
-        return three
-    return three.clone(memory_format=torch.contiguous_format)
-
-
-def _packed_heads(x: Tensor) -> Tensor:
-    """The same, contiguous: the kernels before v0.1.14-rc0 ignore strides and say nothing."""
-    three = x.reshape(-1, x.shape[-2], x.shape[-1])
-    if three.is_contiguous() and not three.data_ptr() & 15:
         return three
     return three.clone(memory_format=torch.contiguous_format)

@@ -1,4 +1,4 @@
-"""MLA decoding and the plans it follows: sizes, buffers and the decode itself, by the names of v0.1.8 and later.
+"""MLA decoding and the plans it follows: sizes, buffers and the decode itself.
 
 Sizes differ from release to release and with every argument, so they are always asked for, never computed here.
 """
@@ -6,7 +6,6 @@ Sizes differ from release to release and with every argument, so they are always
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +23,8 @@ def metadata_info(found: Resolved) -> Callable[..., Sizes]:
     """`mla_metadata_info(batch, max_seqlen_qo, num_heads, q_dtype, kv_dtype, is_sparse, ...)`.
 
     Returns buffer name -> (shape, dtype), for the names of `PLAN`.
-
-    Raises:
-        AiterCallError: an option that the installed function does not know.
     """
-    name, function, names = found.binding, found.function, found.names
+    function = found.function
 
     def call(
         batch: int,
@@ -42,13 +38,6 @@ def metadata_info(found: Resolved) -> Callable[..., Sizes]:
         intra_batch_mode: bool = False,
         max_split_per_batch: int = -1,
     ) -> Sizes:
-        options = _known(
-            name,
-            names,
-            ("num_kv_splits", num_kv_splits, 32),
-            ("intra_batch_mode", intra_batch_mode, False),
-            ("max_split_per_batch", max_split_per_batch, -1),
-        )
         sizes = function(
             batch_size=batch,
             max_seqlen_qo=max_seqlen_qo,
@@ -57,21 +46,14 @@ def metadata_info(found: Resolved) -> Callable[..., Sizes]:
             kv_dtype=kv_dtype,
             is_sparse=is_sparse,
             fast_mode=fast_mode,
-            **options,
+            num_kv_splits=num_kv_splits,
+            intra_batch_mode=intra_batch_mode,
+            max_split_per_batch=max_split_per_batch,
         )
-        return _named(sizes)
-
-    return call
-
-
-def ps_metadata_info(found: Resolved) -> Callable[[int, int, int, int], Sizes]:
-    """`ps_metadata_info(batch, num_heads_k, max_qlen, qlen_granularity)`, sizes as in `metadata_info`."""
-    function = found.function
-
-    def call(batch: int, num_heads_k: int, max_qlen: int, qlen_granularity: int) -> Sizes:
-        return _named(
-            function(batch_size=batch, num_head_k=num_heads_k, max_qlen=max_qlen, qlen_granularity=qlen_granularity)
-        )
+        return {
+            name: ((shape,) if isinstance(shape, int) else tuple(shape), dtype)
+            for name, (shape, dtype) in zip(PLAN, sizes, strict=True)
+        }
 
     return call
 
@@ -83,10 +65,9 @@ def metadata(found: Resolved) -> Callable[..., None]:
     qo_indptr and kv_indptr: (batch + 1,) int32; kv_last_page_lens: (batch,) int32. Options are AITER's own.
 
     Raises:
-        AiterCallError: an option that the installed function does not know, or an index tensor it would misread.
+        AiterCallError: an index tensor that it would misread, or a size that is no power of two.
     """
-    name, function, names = found.binding, found.function, found.names
-    paged = "kv_last_page_lens" in names
+    name, function = found.name, found.function
 
     def call(
         qo_indptr: Tensor,
@@ -111,29 +92,23 @@ def metadata(found: Resolved) -> Callable[..., None]:
         _check_indices(name, qo_indptr, kv_indptr, kv_last_page_lens)
         if kv_granularity & (kv_granularity - 1) or page_size & (page_size - 1):
             raise AiterCallError(name, f"kv_granularity {kv_granularity} and page_size {page_size}: powers of two only")
-        options = _known(
-            name,
-            names,
-            ("page_size", page_size, 1),
-            ("max_split_per_batch", max_split_per_batch, -1),
-            ("intra_batch_mode", intra_batch_mode, False),
-            ("dtype_q", dtype_q, None),
-            ("dtype_kv", dtype_kv, None),
-        )
-        if paged:
-            options["kv_last_page_lens"] = kv_last_page_lens
         function(
             seqlens_qo_indptr=qo_indptr,
             seqlens_kv_indptr=kv_indptr,
+            kv_last_page_lens=kv_last_page_lens,
             num_heads_per_head_k=num_heads_per_head_k,
             num_heads_k=num_heads_k,
             is_causal=is_causal,
+            page_size=page_size,
             kv_granularity=kv_granularity,
             max_seqlen_qo=max_seqlen_qo,
             uni_seqlen_qo=uni_seqlen_qo,
             fast_mode=fast_mode,
             topk=topk,
-            **options,
+            max_split_per_batch=max_split_per_batch,
+            intra_batch_mode=intra_batch_mode,
+            dtype_q=dtype_q,
+            dtype_kv=dtype_kv,
             **{buffer: buffers[buffer] for buffer in PLAN},
         )
 
@@ -148,10 +123,9 @@ def decode(found: Resolved) -> Callable[..., Tensor]:
     to allocate, because some releases point the tensor they are given at other storage.
 
     Raises:
-        AiterCallError: an option that the installed function does not know, or a dtype or scale it needs.
+        AiterCallError: another dtype, no scale where one is needed, or tensors that it would misread.
     """
-    name, function, names = found.binding, found.function, found.names
-    can_plan = "work_meta_data" in names
+    name, function = found.name, found.function
 
     def call(
         q: Tensor,
@@ -178,19 +152,9 @@ def decode(found: Resolved) -> Callable[..., Tensor]:
             raise AiterCallError(
                 name, f"kv_buffer must be (pages, {page_size}, 1, width) without gaps, got {tuple(kv_buffer.shape)}"
             )
-        options = _known(
-            name,
-            names,
-            ("page_size", page_size, 1),
-            ("q_scale", q_scale, None),
-            ("kv_scale", kv_scale, None),
-            ("intra_batch_mode", intra_batch_mode, False),
-        )
+        plan = {} if buffers is None else {each: buffers[each] for each in PLAN[1:]}
         if buffers is not None:
-            if not can_plan:
-                raise AiterCallError(name, "a plan: this release decodes without one")
-            options["work_meta_data"] = buffers["work_metadata_ptrs"]
-            options.update({buffer: buffers[buffer] for buffer in PLAN[1:]})
+            plan["work_meta_data"] = buffers["work_metadata_ptrs"]
         out = torch.empty((q.shape[0], q.shape[1], v_head_dim), dtype=torch.bfloat16, device=q.device)
         if not q.shape[0]:
             return out
@@ -205,29 +169,15 @@ def decode(found: Resolved) -> Callable[..., Tensor]:
             max_seqlen_q=max_seqlen_q,
             sm_scale=softmax_scale,
             num_kv_splits=num_kv_splits,
-            **options,
+            page_size=page_size,
+            q_scale=q_scale,
+            kv_scale=kv_scale,
+            intra_batch_mode=intra_batch_mode,
+            **plan,
         )
         return out
 
     return call
-
-
-def _named(sizes: Any) -> Sizes:
-    return {
-        name: ((shape,) if isinstance(shape, int) else tuple(shape), dtype)
-        for name, (shape, dtype) in zip(PLAN, sizes, strict=True)
-    }
-
-
-def _known(binding: str, names: frozenset[str], *options: tuple[str, Any, Any]) -> dict[str, Any]:
-    """The options that the function knows; one that it does not know must be at the value that means nothing."""
-    found = {}
-    for name, value, nothing in options:
-        if name in names:
-            found[name] = value
-        elif value is not nothing and value != nothing:
-            raise AiterCallError(binding, f"{name}={value!r}: the installed function has no such option")
-    return found
 
 
 def _check_indices(binding: str, *indices: Tensor) -> None:

@@ -12,10 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import signatures
 from .resolved import Resolved
-from .signatures import MX, Results
-from .tensors import dense, empty_like, flat, flat_like, is_gemma, no_offset, rows, same_shape, scale_buffer, vector
+from .signatures import Results, one_norm
+from .tensors import (
+    dense,
+    empty_like,
+    flat,
+    flat_like,
+    is_gemma,
+    no_offset,
+    rows,
+    same_shape,
+    scale_buffer,
+    shaped,
+    vector,
+)
 
 BLOCK = 32
 """Columns per scale."""
@@ -23,11 +34,7 @@ BLOCK = 32
 
 def hip_mxfp8(found: Resolved) -> Callable[..., Any]:
     """`[add_]rms_norm_mxfp8_quant`, over `[add_]rmsnorm_quant`, which writes bytes where it is given a buffer of bytes."""
-    return signatures.mx(found, _hip_mxfp8(found))
-
-
-def _hip_mxfp8(found: Resolved) -> MX:
-    name, function = found.binding, found.function
+    name, function = found.name, found.function
     gemma_known = "gemma_norm" in found.names
 
     def core(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, weight_offset: float) -> Results:
@@ -52,7 +59,7 @@ def _hip_mxfp8(found: Resolved) -> MX:
         )
         return out, scale.view(*x.shape[:-1], scale.shape[1]), None, summed
 
-    return core
+    return one_norm(found, core)
 
 
 def triton_mxfp8(found: Resolved) -> Callable[[Tensor, Tensor, float, float], tuple[Tensor, Tensor]]:
@@ -61,7 +68,7 @@ def triton_mxfp8(found: Resolved) -> Callable[[Tensor, Tensor, float, float], tu
     Raises:
         AiterCallError: a weight_offset other than 0.
     """
-    name, function = found.binding, found.function
+    name, function = found.name, found.function
 
     def call(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float) -> tuple[Tensor, Tensor]:
         no_offset(name, weight_offset)
@@ -75,12 +82,7 @@ def triton_mxfp8(found: Resolved) -> Callable[[Tensor, Tensor, float, float], tu
 
 def triton_mxfp4(found: Resolved) -> Callable[..., Any]:
     """`[add_]rms_norm_mxfp4_quant[_with_norm]`, over `fused_rms_mxfp4_quant`."""
-    return signatures.mx(found, _triton_mxfp4(found))
-
-
-def _triton_mxfp4(found: Resolved) -> MX:
-    name, function, keeps_norm = found.binding, found.function, found.keeps_norm
-    options = {"output_unquantized_inp1": True} if keeps_norm else {}
+    name, function, keeps_norm = found.name, found.function, found.binding.keeps_norm
 
     def core(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, weight_offset: float) -> Results:
         no_offset(name, weight_offset)
@@ -90,23 +92,18 @@ def _triton_mxfp4(found: Resolved) -> MX:
             out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
             normed, summed = empty_like(x) if keeps_norm else None, None if residual is None else empty_like(x)
             return out, _no_scales(x), normed, summed
-        # Behind the values stand the plain norm (from v0.1.7.post3 on), the norm of a second input, and the sum.
-        (out, scale), *norms, summed = function(
+        (out, scale), normed, _second, summed = function(
             x1=rows(x),
             x1_weight=dense(weight),
             x1_epsilon=epsilon,
             res1=None if residual is None else rows(residual),
-            **options,
+            output_unquantized_inp1=keeps_norm,
         )
-        normed = norms[0] if keeps_norm else None
-        return (
-            out.view(*x.shape[:-1], out.shape[1]),
-            scale.view(*x.shape[:-1], scale.shape[1]),
-            None if normed is None else normed.view(x.shape),
-            None if summed is None else summed.view(x.shape),
-        )
+        leading = x.shape[:-1]
+        scale = scale.view(*leading, scale.shape[1])
+        return out.view(*leading, out.shape[1]), scale, shaped(normed, x), shaped(summed, x)
 
-    return core
+    return one_norm(found, core)
 
 
 def _no_scales(x: Tensor) -> Tensor:

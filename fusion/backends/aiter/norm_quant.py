@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ...ops.quantisation import empty_scales
-from . import signatures
 from .resolved import Resolved
-from .signatures import Grouped, Results, Scaled
+from .signatures import Results, one_norm
 from .tensors import (
     dense,
     empty_like,
@@ -24,28 +23,18 @@ from .tensors import (
     next_power_of_two,
     no_offset,
     rows,
-    rows_by,
     same_shape,
     scale_buffer,
     scales_of,
+    shaped,
     unpermuted,
     vector,
 )
 
 
-def hip_per_token(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_per_token_quant`."""
-    return signatures.per_token(found, _hip(found))
-
-
-def hip_group(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_group_quant`."""
-    return signatures.group(found, _hip(found))
-
-
-def _hip(found: Resolved) -> Grouped:
-    """`rmsnorm_quant` and `add_rmsnorm_quant`."""
-    name, function = found.binding, found.function
+def hip(found: Resolved) -> Callable[..., Any]:
+    """`[add_]rms_norm_{per_token,group}_quant`, over `rmsnorm_quant` and `add_rmsnorm_quant`."""
+    name, function = found.name, found.function
     gemma_known = "gemma_norm" in found.names
 
     def core(
@@ -57,6 +46,7 @@ def _hip(found: Resolved) -> Grouped:
         dtype: torch.dtype,
         group_size: int | None,
         column_major: bool,
+        *_: bool,
     ) -> Results:
         out, summed = empty_like(x, dtype), None if residual is None else empty_like(x)
         if residual is not None:
@@ -79,24 +69,13 @@ def _hip(found: Resolved) -> Grouped:
         )
         return out, scales_of(scale, x.shape[:-1], column_major), None, summed
 
-    return core
+    return one_norm(found, core)
 
 
-def latents_per_token(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_per_token_quant[_with_norm]`."""
-    return signatures.per_token(found, _latents(found))
-
-
-def latents_group(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_group_quant[_with_norm]`."""
-    return signatures.group(found, _latents(found))
-
-
-def _latents(found: Resolved) -> Grouped:
-    """`fused_qk_rmsnorm_group_quant` and `..._per_token_quant` with the first of their two inputs only."""
-    name, function, keeps_norm = found.binding, found.function, found.keeps_norm
+def latents(found: Resolved) -> Callable[..., Any]:
+    """`[add_]rms_norm_{per_token,group}_quant[_with_norm]`, by the kernels of two latents with the first of them only."""
+    name, function, keeps_norm = found.name, found.function, found.binding.keeps_norm
     gemma_known = "gemma_norm" in found.names
-    rows_of = rows_by(found.releases, "v0.1.12.post1")  # v0.1.12 refuses anything that is not contiguous
 
     def core(
         x: Tensor,
@@ -107,6 +86,7 @@ def _latents(found: Resolved) -> Grouped:
         dtype: torch.dtype,
         group_size: int | None,
         column_major: bool,
+        *_: bool,
     ) -> Results:
         out, summed = empty_like(x, dtype), None if residual is None else empty_like(x)
         normed = empty_like(x) if keeps_norm else None
@@ -121,33 +101,26 @@ def _latents(found: Resolved) -> Grouped:
         if normed is not None:
             options["q_out_unquantized"] = flat_like(normed)
         if residual is not None and summed is not None:
-            options |= {"q_residual": rows_of(residual), "q_res_out": flat_like(summed)}
+            options |= {"q_residual": rows(residual), "q_res_out": flat_like(summed)}
         function(
             q_out_quantized=flat_like(out),
             q_out_scale=scale,
-            q=rows_of(x),
+            q=rows(x),
             q_weight=vector(name, "weight", weight, x),
             q_epsilon=epsilon,
             **options,
         )
         return out, scales_of(scale, x.shape[:-1], column_major), normed, summed
 
-    return core
+    return one_norm(found, core)
 
 
-def triton_per_token(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_per_token_quant[_with_norm]`."""
-    return signatures.per_token(found, _triton(found))
+def triton(found: Resolved) -> Callable[..., Any]:
+    """`[add_]rms_norm_{per_token,group}_quant[_with_norm]`, over `fused_rms_fp8_group_quant`.
 
-
-def triton_group(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_group_quant[_with_norm]`."""
-    return signatures.group(found, _triton(found))
-
-
-def _triton(found: Resolved) -> Grouped:
-    """`fused_rms_fp8_group_quant`. One scale per row is one group of a power of two, behind whose columns are zeros."""
-    name, function, keeps_norm = found.binding, found.function, found.keeps_norm
+    One scale per row is one group of a power of two, behind whose columns are zeros.
+    """
+    name, function, keeps_norm = found.name, found.function, found.binding.keeps_norm
 
     def core(
         x: Tensor,
@@ -158,6 +131,7 @@ def _triton(found: Resolved) -> Grouped:
         dtype: torch.dtype,
         group_size: int | None,
         column_major: bool,
+        *_: bool,
     ) -> Results:
         no_offset(name, weight_offset)
         if residual is not None:
@@ -165,7 +139,7 @@ def _triton(found: Resolved) -> Grouped:
         if not x.numel():
             normed, summed = empty_like(x) if keeps_norm else None, None if residual is None else empty_like(x)
             return empty_like(x, dtype), empty_scales(x, group_size, column_major), normed, summed
-        (out, scales), normed, _, summed = function(
+        (out, scales), normed, _second, summed = function(
             inp1=flat(x),
             inp1_weight=dense(weight),
             inp1_epsilon=epsilon,
@@ -175,23 +149,14 @@ def _triton(found: Resolved) -> Grouped:
             output_unquantized_inp1=keeps_norm,
             transpose_scale=column_major,
         )
-        return (
-            out.view(x.shape),
-            unpermuted(scales, x.shape[:-1], column_major),
-            None if normed is None else normed.view(x.shape),
-            None if summed is None else summed.view(x.shape),
-        )
+        return out.view(x.shape), unpermuted(scales, x.shape[:-1], column_major), shaped(normed, x), shaped(summed, x)
 
-    return core
+    return one_norm(found, core)
 
 
 def triton_static(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_static_quant[_with_norm]`, over `fused_rms_fp8_per_tensor_static_quant`."""
-    return signatures.static(found, _static(found))
-
-
-def _static(found: Resolved) -> Scaled:
-    name, function, keeps_norm = found.binding, found.function, found.keeps_norm
+    """`[add_]rms_norm_static_quant[_with_norm](..., scale, dtype)`, over `fused_rms_fp8_per_tensor_static_quant`."""
+    name, function, keeps_norm = found.name, found.function, found.binding.keeps_norm
 
     def core(
         x: Tensor,
@@ -208,7 +173,7 @@ def _static(found: Resolved) -> Scaled:
         if not x.numel():
             normed, summed = empty_like(x) if keeps_norm else None, None if residual is None else empty_like(x)
             return empty_like(x, dtype), None, normed, summed
-        out, normed, _, summed = function(
+        out, normed, _second, summed = function(
             inp1=flat(x),
             inp1_weight=dense(weight),
             inp1_epsilon=epsilon,
@@ -217,11 +182,6 @@ def _static(found: Resolved) -> Scaled:
             res1=None if residual is None else flat(residual),
             output_unquantized_inp1=keeps_norm,
         )
-        return (
-            out.view(x.shape),
-            None,
-            None if normed is None else normed.view(x.shape),
-            None if summed is None else summed.view(x.shape),
-        )
+        return out.view(x.shape), None, shaped(normed, x), shaped(summed, x)
 
-    return core
+    return one_norm(found, core)

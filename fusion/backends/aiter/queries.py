@@ -30,7 +30,7 @@ def turned(found: Resolved) -> Concat:
     Raises:
         AiterCallError: tables without a row.
     """
-    name, function = found.binding, found.function
+    name, function = found.name, found.function
 
     def call(q_latent: Tensor, q_rope: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str) -> Tensor:
         last = min(cos.shape[0], sin.shape[0]) - 1

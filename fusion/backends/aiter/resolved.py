@@ -8,19 +8,21 @@ from typing import Any
 from attrs import frozen
 
 from .releases import ReleaseRange
+from .table import Binding
 
 
 @frozen(kw_only=True)
 class Resolved:
     """A function of AITER's, imported, with what is known of it. Everything here is asked once, when binding."""
 
-    binding: str
+    binding: Binding
     function: Callable[..., Any]
     names: frozenset[str]
-    "The parameters of the convention that it follows; what else it may take has no known meaning."
+    "The recorded parameters that it has; what else it may take has no known meaning."
     releases: ReleaseRange
     "What the build can be."
-    adds: bool = False
-    "Whether a residual is added first."
-    keeps_norm: bool = False
-    "Whether the norm is returned unquantised too."
+
+    @property
+    def name(self) -> str:
+        """The binding's."""
+        return self.binding.name

@@ -1,4 +1,4 @@
-"""What a row of the table of restrictions is, and which bindings a row is about."""
+"""What a row of the table of restrictions is, and reasons that several rows give."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from attrs import frozen
 
 from .calls import Call
 from .releases import NEWEST, OLDEST, ReleaseRange
-from .table import BINDINGS
 
 UE8M0 = "power-of-two scales in float32: the function has none"
 TMA = "column-major scales with padded columns: AITER pads none, and a copy of them would cost what the fusion saves"
@@ -26,18 +25,24 @@ class Restriction:
 
     bindings: tuple[str, ...]
     kind: str
-    "What is wrong, in a word or two: the docs and the tests sort by it."
+    "What is wrong, in a word or two: the tests sort by it."
     when: Callable[[Call], bool]
     reason: str
     since: str = OLDEST
     until: str = NEWEST
+    lacks: str | None = None
+    "It is true only of functions without this parameter."
 
     @property
     def releases(self) -> ReleaseRange:
         """The releases it is true of."""
         return ReleaseRange(self.since, self.until)
 
+    @property
+    def where(self) -> str:
+        """The same in words."""
+        return str(self.releases) if self.lacks is None else f"without {self.lacks}"
 
-def calling(*makers: str) -> tuple[str, ...]:
-    """The names of the bindings that these functions of this package put over AITER's, in the order of the table."""
-    return tuple(binding.name for binding in BINDINGS if binding.calls in makers)
+    def is_of(self, releases: ReleaseRange, names: frozenset[str]) -> bool:
+        """Whether it is true of some release that a build can be, with the parameters that its function has."""
+        return self.releases.overlaps(releases) and self.lacks not in names

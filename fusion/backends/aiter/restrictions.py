@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from . import calls
 from .releases import ReleaseRange
-from .restriction import FLAVOUR, GEMMA, GEMMA_ONE, OFFSET, TMA, TYPE_16_BIT, UE8M0, WEIGHT, calling
+from .restriction import FLAVOUR, GEMMA, GEMMA_ONE, OFFSET, TMA, TYPE_16_BIT, UE8M0, WEIGHT
 from .restriction import Restriction as R  # noqa: N817 - it stands in front of every line below
 from .restrictions_norms import NORM_RESTRICTIONS
 from .stages import WORLD_SIZES
+from .table import calling
 
 _DECODE = ("mla_decode",)
 _SIZES = ("mla_metadata_info",)
@@ -55,13 +56,6 @@ RESTRICTIONS: tuple[R, ...] = (
     R(
         _DECODE,
         "heads",
-        lambda call: call.num_heads not in (None, 16, 128),
-        "head counts other than 16 and 128",
-        until="v0.1.6.post1",
-    ),
-    R(
-        _DECODE,
-        "heads",
         lambda call: calls.leaves_rest(call.num_heads, 16),
         "head counts that are no multiple of 16: pad q to the next one, and the plan's count with it",
     ),
@@ -70,31 +64,14 @@ RESTRICTIONS: tuple[R, ...] = (
         "heads",
         lambda call: bool(call.has_plan) and calls.over(call.num_heads, 128),
         "more than 128 heads with a plan",
-        since="v0.1.6.post2",
-    ),
-    R(
-        _DECODE,
-        "queries",
-        lambda call: bool(call.has_plan) and call.num_heads not in (None, 16, 128) and calls.over(call.max_seqlen_q, 1),
-        "several queries per sequence with a plan, where heads are folded to 16",
-        since="v0.1.6.post2",
-        until="v0.1.8",
     ),
     R(_DECODE, "dtype", lambda call: calls.name_of(call.dtype) == "float16", "float16: it takes bfloat16 and fp8"),
     R(_DECODE, "fp8", calls.other_flavour, FLAVOUR),
     R(
         _SIZES,
         "heads",
-        lambda call: calls.leaves_rest(call.num_heads, 16),
-        "head counts that are no multiple of 16",
-        until="v0.1.11.post1",
-    ),
-    R(
-        _SIZES,
-        "heads",
         lambda call: calls.leaves_rest(call.num_heads, 8),
         "head counts that are no multiple of 8",
-        since="v0.1.12",
     ),
     # ---- all-reduce
     R(
@@ -107,16 +84,15 @@ RESTRICTIONS: tuple[R, ...] = (
     R(_AR_QUANT, "dtype", calls.not_16_bit, f"where it quantises: {TYPE_16_BIT}"),
     R(_AR, "weight dtype", calls.mixed, WEIGHT),
     R(_AR, "rows", calls.odd_rows, "rows, or padded ones, that are no multiple of 16 bytes"),
-    R((*_AR_PLAIN, *_AR_TOKEN), "offset", calls.has_offset, GEMMA, since="v0.1.12", until="v0.1.16.post6"),
+    R((*_AR_PLAIN, *_AR_TOKEN), "offset", calls.has_offset, GEMMA, lacks="gemma_norm"),
     R((*_AR_PLAIN, *_AR_TOKEN), "offset", calls.strange_offset, GEMMA_ONE),
     R(_AR_GROUP, "offset", calls.has_offset, OFFSET),
     R(
-        ("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_per_token_quant"),
-        "epsilon",
+        ("all_reduce_add_rms_norm_per_token_quant_with_norm",),
+        "norm",
         calls.always,
-        "its C++ takes epsilon for an integer, so that it becomes 0; rows that are not 1 to 32 whole KiB (2880 columns) "
-        "stay unwritten",
-        until="v0.1.11.post1",
+        "it does not return the plain norm beside: emit_bf16 came with v0.1.17-longctx",
+        lacks="emit_bf16",
     ),
     R(
         _AR_PLAIN,
@@ -157,8 +133,7 @@ RESTRICTIONS: tuple[R, ...] = (
         ),
         "groups that are not 1 to 64 packs of 16 bytes, a power of two",
     ),
-    R(_AR_GROUP, "layout", calls.is_column_major, _NO_TRANSPOSE, until="v0.1.16.post6"),
-    R(_AR_GROUP, "layout", calls.is_column_major, _NO_TRANSPOSE, since="v0.1.17-longctx", until="v0.1.19.post1"),
+    R(_AR_GROUP, "layout", calls.is_column_major, _NO_TRANSPOSE, lacks="transpose_scale"),
     R(_AR_GROUP, "layout", calls.is_tma_aligned, TMA),
     R(_AR_QUANT, "ue8m0", calls.has_ue8m0, UE8M0),
     R(_AR_QUANT, "fp8", calls.other_flavour, FLAVOUR),
@@ -166,11 +141,11 @@ RESTRICTIONS: tuple[R, ...] = (
 """The table; the first line that applies is the reason given."""
 
 
-def restrictions_of(binding: str, releases: ReleaseRange) -> tuple[R, ...]:
-    """Those of a binding that are true of some release the build can be."""
-    return tuple(r for r in RESTRICTIONS if binding in r.bindings and r.releases.overlaps(releases))
+def restrictions_of(binding: str, releases: ReleaseRange, names: frozenset[str]) -> tuple[R, ...]:
+    """Those of a binding that are true of some release the build can be, with the parameters that its function has."""
+    return tuple(r for r in RESTRICTIONS if binding in r.bindings and r.is_of(releases, names))
 
 
 def refused_altogether(restrictions: tuple[R, ...]) -> str | None:
     """Why a binding with these restrictions cannot be used for any call, or None."""
-    return next((f"{r.reason} ({r.releases})" for r in restrictions if r.when is calls.always), None)
+    return next((f"{r.reason} ({r.where})" for r in restrictions if r.when is calls.always), None)

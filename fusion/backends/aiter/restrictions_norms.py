@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 from . import calls
-from .restriction import FLAVOUR, GEMMA, GEMMA_ONE, OFFSET, TMA, TYPE_16_BIT, UE8M0, WEIGHT, calling
+from .restriction import FLAVOUR, GEMMA, GEMMA_ONE, OFFSET, TMA, TYPE_16_BIT, UE8M0, WEIGHT
 from .restriction import Restriction as R  # noqa: N817 - it stands in front of every line below
+from .table import BY_NAME, calling
+
+
+def _per(per: str, *makers: str) -> tuple[str, ...]:
+    """Those bindings that quantise so."""
+    return tuple(name for name in calling(*makers) if BY_NAME[name].per == per)
+
 
 _PLAIN = calling("norms.add_rms_norm")
-_HIP = calling("norm_quant.hip_per_token", "norm_quant.hip_group")
+_HIP = calling("norm_quant.hip")
 _HIP_MX = calling("mx.hip_mxfp8")
-_ONE_GROUP, _ONE_TOKEN = calling("norm_quant.latents_group"), calling("norm_quant.latents_per_token")
-_TWO_GROUP, _TWO_TOKEN = calling("dual_norms.hip_group"), calling("dual_norms.hip_per_token")
-_DUAL = ("mla_dual_rms_norm",)
-_TWO_QUANT = (*_TWO_TOKEN, *_TWO_GROUP)
-_LATENTS = (*_ONE_TOKEN, *_ONE_GROUP, *_TWO_QUANT)
+_DUAL = calling("dual_norms.plain")
+_TWO_QUANT = calling("dual_norms.hip")
+_LATENTS = (*calling("norm_quant.latents"), *_TWO_QUANT)
 """What calls the kernels of the latents, for one norm or two."""
+_LATENT_GROUPS = _per("group", "norm_quant.latents", "dual_norms.hip")
 _GATED_GROUP, _GATED_TOKEN = calling("gated.hip_group"), calling("gated.hip_per_token")
 _GATED = (*_GATED_TOKEN, *_GATED_GROUP)
 _SILU = calling("silu_mul.hip_group")
 _ALL_HIP = (*_PLAIN, *_HIP, *_HIP_MX, *_DUAL, *_LATENTS, *_GATED)
+_FP8_HIP = (*_HIP, *_LATENTS, *_GATED, *_SILU)
 
-_T_PLAIN = calling("triton_norms.add_rms_norm", "triton_norms.add_rms_norm_pad")
-_T_NORM = calling(
-    *(f"norm_quant.triton_{per}" for per in ("per_token", "group", "static")),
-    *(f"dual_norms.triton_{per}" for per in ("per_token", "group", "static")),
-)
+_T_PLAIN = calling("norms.triton_add_rms_norm", "norms.triton_add_rms_norm_pad")
 _T_TWO_STATIC = calling("dual_norms.triton_static")
-_T_KEPT_STATIC = tuple(name for name in calling("norm_quant.triton_static") if name.endswith("_with_norm"))
+_T_NORM = (*calling("norm_quant.triton", "norm_quant.triton_static", "dual_norms.triton"), *_T_TWO_STATIC)
 _T_MXFP8, _T_MXFP4 = calling("mx.triton_mxfp8"), calling("mx.triton_mxfp4")
 _T_GATED = calling("gated.triton_group")
 _T_STATIC_SILU = calling("silu_mul.triton_static")
-_T_ACT = calling("silu_mul.triton_per_token", "silu_mul.triton_group")
-_T_CLAMP_TOKEN = calling("silu_mul.clamp_per_token")
-_T_CLAMP = (*_T_CLAMP_TOKEN, *calling("silu_mul.clamp_group"))
+_T_ACT = calling("silu_mul.triton")
+_T_CLAMP = calling("silu_mul.clamp")
 _T_SILU = (*_T_STATIC_SILU, *_T_CLAMP, *_T_ACT)
 
 _ROWS = "rows that are no multiple of 16 bytes: the kernel loads 16 bytes at a time and guards nothing"
@@ -51,14 +53,7 @@ NORM_RESTRICTIONS: tuple[R, ...] = (
     R(_ALL_HIP, "weight dtype", calls.mixed, WEIGHT),
     R((*_PLAIN, *_HIP, *_DUAL, *_LATENTS), "rows", calls.odd_rows, _ROWS),
     R((*_HIP, *_HIP_MX, *_DUAL, *_LATENTS, *_SILU), "width", calls.wide, _WIDE),
-    R((*_PLAIN, *_HIP), "offset", calls.has_offset, GEMMA, until="v0.1.16.post6"),
-    R(
-        (*_ONE_GROUP, *_TWO_GROUP),
-        "offset",
-        calls.has_offset,
-        "a weight offset: gemma_norm came with v0.1.13.dev0",
-        until="v0.1.12.post2",
-    ),
+    R((*_PLAIN, *_HIP), "offset", calls.has_offset, GEMMA, lacks="gemma_norm"),
     R(_TWO_QUANT, "offset", calls.two_offsets, "two weight offsets that differ: gemma_norm is of both norms"),
     R((*_PLAIN, *_HIP, *_HIP_MX, *_LATENTS), "offset", calls.strange_offset, GEMMA_ONE),
     R(
@@ -66,7 +61,6 @@ NORM_RESTRICTIONS: tuple[R, ...] = (
         "offset",
         lambda call: calls.has_offset(call) and calls.wide(call),
         "a weight offset in rows of more than 8192 columns: gemma_norm is dropped without a word there",
-        since="v0.1.17-rc0",
         until="v0.1.17",
     ),
     R((*_DUAL, *_GATED), "offset", calls.has_offset, OFFSET),
@@ -76,9 +70,9 @@ NORM_RESTRICTIONS: tuple[R, ...] = (
         calls.is_rdna,
         "RDNA GPUs: the kernel is written in CDNA instructions and has no other path",
     ),
-    R((*_HIP, *_ONE_GROUP, *_TWO_GROUP, *_SILU), "groups", calls.broken_groups, f"{_BROKEN}: the kernel does not look"),
+    R((*_HIP, *_LATENT_GROUPS, *_SILU), "groups", calls.broken_groups, f"{_BROKEN}: the kernel does not look"),
     R(
-        (*_HIP, *_ONE_GROUP, *_TWO_GROUP, *_SILU),
+        (*_HIP, *_LATENT_GROUPS, *_SILU),
         "groups",
         calls.strange_groups,
         "groups of other than 32, 64 or 128 columns",
@@ -116,20 +110,10 @@ NORM_RESTRICTIONS: tuple[R, ...] = (
         "rows of more than 64 KiB",
     ),
     # ---- quantisation
-    R((*_HIP, *_LATENTS, *_GATED, *_SILU, *_T_NORM, *_T_SILU), "ue8m0", calls.has_ue8m0, UE8M0),
-    R(
-        (*_HIP, *_LATENTS, *_GATED, *_SILU, *_T_NORM, *_T_GATED, *_T_SILU),
-        "layout",
-        calls.is_tma_aligned,
-        TMA,
-    ),
+    R((*_FP8_HIP, *_T_NORM, *_T_SILU), "ue8m0", calls.has_ue8m0, UE8M0),
+    R((*_FP8_HIP, *_T_NORM, *_T_GATED, *_T_SILU), "layout", calls.is_tma_aligned, TMA),
     R((*_T_GATED, *_T_ACT), "layout", calls.is_column_major, _ROW_MAJOR),
-    R(
-        (*_HIP, *_LATENTS, *_GATED, *_SILU, *_T_NORM, *_T_GATED, *_T_SILU),
-        "fp8",
-        calls.other_flavour,
-        FLAVOUR,
-    ),
+    R((*_FP8_HIP, *_T_NORM, *_T_GATED, *_T_SILU), "fp8", calls.other_flavour, FLAVOUR),
     R(
         (*_HIP_MX, *_T_MXFP8),
         "fp8",
@@ -164,13 +148,6 @@ NORM_RESTRICTIONS: tuple[R, ...] = (
         calls.narrower_kv,
         "a kv whose next power of two does not cover q: the block is chosen by kv alone, and columns of q are left out",
     ),
-    R(
-        _T_KEPT_STATIC,
-        "norm",
-        calls.always,
-        "with the plain norm it asks the missing second input for its strides",
-        until="v0.1.9",
-    ),
     # ---- gated activations
     R((*_T_STATIC_SILU, *_T_ACT), "limit", calls.has_limit, _LIMIT),
     R(
@@ -191,24 +168,5 @@ NORM_RESTRICTIONS: tuple[R, ...] = (
         lambda call: calls.broken_groups(call) or (call.group_size is None and calls.not_a_power_of_two(call.width)),
         "groups that do not divide the width, the whole row among them: columns that were never loaded count for their scale",
     ),
-    R(
-        _T_CLAMP,
-        "width",
-        lambda call: calls.leaves_rest(call.width, 128),
-        "a width that is no multiple of 128",
-    ),
-    R(
-        _T_CLAMP,
-        "groups",
-        lambda call: call.group_size not in (None, 128),
-        "groups of other than 128 columns: quant_block_size came with v0.1.16",
-        until="v0.1.15.post3",
-    ),
-    R(
-        _T_CLAMP_TOKEN,
-        "groups",
-        calls.always,
-        "its scales are of 128 columns: quant_block_size came with v0.1.16",
-        until="v0.1.15.post3",
-    ),
+    R(_T_CLAMP, "width", lambda call: calls.leaves_rest(call.width, 128), "a width that is no multiple of 128"),
 )

@@ -28,7 +28,6 @@ from .tensors import (
 )
 
 Pair = tuple[Tensor, Tensor]
-PerToken = Callable[[Tensor, Tensor, float, torch.dtype, bool], Pair]
 Grouped = Callable[[Tensor, Tensor, float, torch.dtype, int, bool, bool, bool], Pair]
 
 
@@ -53,7 +52,7 @@ def hip_group(found: Resolved) -> Grouped:
     Raises:
         AiterCallError: a limit that is not above 0, or an up that is not like gate.
     """
-    name, function = found.binding, found.function
+    name, function = found.name, found.function
 
     def call(
         gate: Tensor,
@@ -84,24 +83,24 @@ def hip_group(found: Resolved) -> Grouped:
     return call
 
 
-def clamp_per_token(found: Resolved) -> PerToken:
-    """`silu_mul_per_token_quant(gate, up, limit, dtype, use_ue8m0)`: one group of a power of two, as for the norms."""
-    grouped = clamp_group(found)
+def per_token(found: Resolved, grouped: Grouped, size: Callable[[int], int]) -> Callable[..., Pair]:
+    """`silu_mul_per_token_quant(gate, up, limit, dtype, use_ue8m0)`, as one group of so many columns, where the op is that one."""
+    if found.binding.per != "token":
+        return grouped
 
     def call(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, ue8m0: bool) -> Pair:
-        return grouped(gate, up, limit, dtype, next_power_of_two(gate.shape[-1]), False, False, ue8m0)
+        return grouped(gate, up, limit, dtype, size(gate.shape[-1]), False, False, ue8m0)
 
     return call
 
 
-def clamp_group(found: Resolved) -> Grouped:
-    """`silu_mul_group_quant`, over `fused_clamp_act_mul`, whose group was always 128 before v0.1.16.
+def clamp(found: Resolved) -> Callable[..., Pair]:
+    """`silu_mul_{per_token,group}_quant`, over `fused_clamp_act_mul`: one scale per token is one of a power of two, as for the norms.
 
     Raises:
-        AiterCallError: a limit that is not above 0, an up that is not like gate, or a group that the build has not.
+        AiterCallError: a limit that is not above 0, or an up that is not like gate.
     """
-    name, function = found.binding, found.function
-    sized = "quant_block_size" in found.names
+    name, function = found.name, found.function
 
     def call(
         gate: Tensor,
@@ -115,36 +114,27 @@ def clamp_group(found: Resolved) -> Grouped:
     ) -> Pair:
         cut = _cut(name, limit)
         same_shape(name, "up", up, gate)
-        if not sized and group_size != 128:
-            raise AiterCallError(name, f"groups of {group_size}: the installed function knows 128 only")
         if not gate.numel():
             return empty_like(gate, dtype), empty_scales(gate, group_size, column_major)
-        options = {"quant_block_size": group_size} if sized else {}
         out, scales = function(
-            inp=halves(gate, up), swiglu_limit=cut, dtype_quant=dtype, transpose_scale=column_major, **options
+            inp=halves(gate, up),
+            swiglu_limit=cut,
+            dtype_quant=dtype,
+            transpose_scale=column_major,
+            quant_block_size=group_size,
         )
         return out.view(gate.shape), unpermuted(scales, gate.shape[:-1], column_major)
 
-    return call
+    return per_token(found, call, next_power_of_two)
 
 
-def triton_per_token(found: Resolved) -> PerToken:
-    """`silu_mul_per_token_quant`, for a width that is a power of two: one group."""
-    grouped = triton_group(found)
-
-    def call(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, ue8m0: bool) -> Pair:
-        return grouped(gate, up, limit, dtype, gate.shape[-1], False, False, ue8m0)
-
-    return call
-
-
-def triton_group(found: Resolved) -> Grouped:
-    """`silu_mul_group_quant`, over `act_mul_and_fp8_group_quant`.
+def triton(found: Resolved) -> Callable[..., Pair]:
+    """`silu_mul_{per_token,group}_quant`, over `act_mul_and_fp8_group_quant`: one scale per token for a width that is a power of two.
 
     Raises:
         AiterCallError: a limit, column-major scales, a group that does not divide the width, or an up unlike gate.
     """
-    name, function = found.binding, found.function
+    name, function = found.name, found.function
 
     def call(
         gate: Tensor,
@@ -167,7 +157,7 @@ def triton_group(found: Resolved) -> Grouped:
         out, scales = function(x=halves(gate, up), activation="silu", group_size=group_size, dtype_quant=dtype)
         return out.view(gate.shape), unpermuted(scales, gate.shape[:-1], False)
 
-    return call
+    return per_token(found, call, int)
 
 
 def triton_static(found: Resolved) -> Callable[[Tensor, Tensor, float, Tensor, torch.dtype], Tensor]:
@@ -176,7 +166,7 @@ def triton_static(found: Resolved) -> Callable[[Tensor, Tensor, float, Tensor, t
     Raises:
         AiterCallError: a limit, or an up that is not like gate.
     """
-    name, function = found.binding, found.function
+    name, function = found.name, found.function
 
     def call(gate: Tensor, up: Tensor, limit: float, scale: Tensor, dtype: torch.dtype) -> Tensor:
         _no_limit(name, limit)

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
-from attrs import frozen
+from attrs import field, frozen
 
 
 @frozen
@@ -20,6 +20,8 @@ class Parameter:
     name: str
     required: bool
     by_name_only: bool = False
+    sometimes: bool = field(default=False, eq=False)
+    "Of a record: only some supported releases have it."
 
     def __str__(self) -> str:
         return self.name + ("" if self.required else "=")
@@ -27,7 +29,7 @@ class Parameter:
 
 @frozen
 class Signature:
-    """A function's parameters in order, without `self`. It prints as conventions are written: `x, weight, bias=`."""
+    """A function's parameters in order, without `self`. It prints as records are written: `x, weight, bias=`."""
 
     parameters: tuple[Parameter, ...]
 
@@ -41,14 +43,14 @@ class Signature:
 
 
 def signature_of(text: str) -> Signature:
-    """From `out, input, *, weight, gemma_norm=`: an `=` marks what may be left out."""
+    """From `out, input, *, weight, gemma_norm?=`: `=` marks what may be left out, `?=` what some releases lack."""
     parameters: list[Parameter] = []
     by_name = False
-    for word in filter(None, (part.strip() for part in text.split(","))):
+    for word in (part.strip() for part in text.split(",")):
         if word == "*":
             by_name = True
         else:
-            parameters.append(Parameter(word.rstrip("="), not word.endswith("="), by_name))
+            parameters.append(Parameter(word.rstrip("?="), not word.endswith("="), by_name, word.endswith("?=")))
     return Signature(tuple(parameters))
 
 
@@ -98,7 +100,7 @@ def _signature(arguments: ast.arguments, *, method: bool) -> Signature:
     found = [Parameter(argument.arg, i < first_default) for i, argument in enumerate(positional)]
     if method:
         found = found[1:]
-    if arguments.vararg is not None:  # no convention has one, so that a function that hides its parameters is refused
+    if arguments.vararg is not None:  # no record has one, so that a function that hides its parameters is refused
         found.append(Parameter(f"*{arguments.vararg.arg}", required=True))
     for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         found.append(Parameter(argument.arg, default is None, by_name_only=True))

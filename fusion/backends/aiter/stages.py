@@ -14,7 +14,7 @@ from typing import Literal
 
 from attrs import evolve, frozen
 
-from .releases import RELEASES, ReleaseRange, is_after
+from .releases import NEWEST, OLDEST, RELEASES, ReleaseRange, is_after
 
 Kind = Literal["plain", "pad", "token", "group"]
 """What is made of the norm: nothing, columns of zeros behind it, fp8 with one scale per token, or per group of columns."""
@@ -23,7 +23,7 @@ PACK = 16
 """Bytes that a thread loads at once."""
 
 WORLD_SIZES = (2, 4, 8)
-"""Others throw, though the plain all-reduce takes 6 too; up to v0.1.11.post1 they print a message and go on."""
+"""Others throw, though the plain all-reduce takes 6 too."""
 
 _KIB, _MIB = 1024, 1024 * 1024
 _BLOCKS = 80
@@ -31,20 +31,9 @@ _BLOCKS = 80
 _THREADS = 1024
 """Of a block, each with one pack of a row."""
 
-_SINCE: dict[Kind, str] = {
-    "plain": "v0.1.7.post2",
-    "pad": "v0.1.16",
-    "token": "v0.1.10.post3",
-    "group": "v0.1.14-rc0",
-}
-"""The first release with the kernel that takes a residual."""
-_ONE_STAGE_SINCE = "v0.1.10.post2"
-_DYNAMIC_SINCE = "v0.1.12"
-"""Before, one stage and the quantising kernels were compiled for four widths."""
 _LOOPS_SINCE = "v0.1.17-rc0"
 _ENDS_SINCE = "v0.1.19.post1"
 """From here on ranks wait for one another at the end of one stage."""
-_WIDTHS = (512, 1024, 2048, 4096)
 
 
 @frozen(kw_only=True)
@@ -127,8 +116,7 @@ def stages(
         width: columns of x, (tokens, width).
         itemsize: bytes of an element: 2, or 4 where nothing is quantised.
         world_size: ranks of the group.
-        releases: one of AITER's, as `"v0.1.20"`, or what the installed build can be: then what is true of all of them
-            that have the kernel.
+        releases: one of AITER's, as `"v0.1.20"`, or what the installed build can be: then what is true of all of them.
         kind: what is made of the norm.
         padded_width: columns of the padded norm, for the kind `pad`.
         gate: whose limits.
@@ -136,13 +124,15 @@ def stages(
     Raises:
         ValueError: no release of that name is known.
     """
-    known = _known(releases, kind)
+    known = tuple(releases) if isinstance(releases, ReleaseRange) else (releases,)
+    if known[0] not in RELEASES:
+        raise ValueError(f"nothing is recorded of a release {releases!r} of AITER; give one from {OLDEST} to {NEWEST}")
     out = width if padded_width is None else padded_width
     refusal = _refused(width, out, itemsize, world_size, kind)
     if refusal is not None:
         return Stages(one_stage=0, two_stage=0, reason=refusal)
     one = min((_one_stage(width, out, itemsize, world_size, each, kind, gate) for each in known), key=_tokens)
-    two = min((_two_stage(width, itemsize, world_size, each, kind, gate) for each in known), key=_tokens)
+    two = _two_stage(width, itemsize, world_size, kind, gate)
     reason = one[1] if one[1] == two[1] else f"one stage: {one[1]}; two stages: {two[1]}"
     return Stages(one_stage=one[0], two_stage=two[0], reason=reason)
 
@@ -153,14 +143,6 @@ _Limit = tuple[int, str]
 
 def _tokens(limit: _Limit) -> int:
     return limit[0]
-
-
-def _known(releases: str | ReleaseRange, kind: Kind) -> list[str]:
-    if isinstance(releases, ReleaseRange):
-        return [each for each in releases if _from(each, _SINCE[kind])] or [releases.last]
-    if releases not in RELEASES:
-        raise ValueError(f"no release of AITER that is known here is called {releases!r}; give one, as 'v0.1.20'")
-    return [releases]
 
 
 def _from(release: str, first: str) -> bool:
@@ -178,22 +160,7 @@ def _refused(width: int, out: int, itemsize: int, world_size: int, kind: Kind) -
     return f"{out} columns are fewer than {width}" if out < width else None
 
 
-def _absent(release: str, kind: Kind, gate: Gate) -> str | None:
-    if not _from(release, _SINCE[kind]):
-        return f"the kernel came with {_SINCE[kind]}"
-    if gate.careful and not _from(release, _DYNAMIC_SINCE):
-        return f"before {_DYNAMIC_SINCE} epsilon becomes an integer, 0"
-    return None
-
-
 def _one_stage(width: int, out: int, itemsize: int, world_size: int, release: str, kind: Kind, gate: Gate) -> _Limit:
-    absent = _absent(release, kind, gate)
-    if absent is not None:
-        return 0, absent
-    if not _from(release, _ONE_STAGE_SINCE):
-        return 0, f"it came with {_ONE_STAGE_SINCE}"
-    if not _from(release, _DYNAMIC_SINCE) and width not in _WIDTHS:
-        return 0, f"before {_DYNAMIC_SINCE} for {', '.join(map(str, _WIDTHS))} columns only"
     if max(width, out) * itemsize // PACK > _THREADS:
         return 0, f"a row is more than {_THREADS} packs of {PACK} bytes, one for each thread"
     if gate.careful and not _from(release, _ENDS_SINCE):
@@ -208,14 +175,9 @@ def _one_stage(width: int, out: int, itemsize: int, world_size: int, release: st
     return min([*limits, (most // (width * itemsize), f"{gate.name}'s limit of {_bytes(most)}")], key=_tokens)
 
 
-def _two_stage(width: int, itemsize: int, world_size: int, release: str, kind: Kind, gate: Gate) -> _Limit:
-    absent = _absent(release, kind, gate)
-    if absent is not None:
-        return 0, absent
+def _two_stage(width: int, itemsize: int, world_size: int, kind: Kind, gate: Gate) -> _Limit:
     size, packs = width * itemsize, width * itemsize // PACK
     if kind in ("token", "group"):
-        if not _from(release, _DYNAMIC_SINCE) and width not in _WIDTHS:
-            return 0, f"before {_DYNAMIC_SINCE} for {', '.join(map(str, _WIDTHS))} columns only"
         if packs > _THREADS:
             return 0, f"a row is more than {_THREADS} packs of {PACK} bytes, one for each thread"
         if packs % 32:
@@ -223,9 +185,6 @@ def _two_stage(width: int, itemsize: int, world_size: int, release: str, kind: K
                 0,
                 f"a row is {packs} packs of {PACK} bytes, and those that fill no warp of 32 are left out of its norm",
             )
-    elif not _from(release, _DYNAMIC_SINCE):
-        if size % _KIB or not 1 <= size // _KIB <= 32:
-            return 0, f"before {_DYNAMIC_SINCE} for rows of 1 to 32 whole KiB only"
     elif not 64 <= packs <= 2048:
         return 0, f"a row is {packs} packs of {PACK} bytes, and 64 to 2048 are taken"
     if packs % world_size:

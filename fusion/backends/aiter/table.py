@@ -1,29 +1,116 @@
-"""Every function of AITER's that layerfuse calls, as a list of facts.
-
-Read off the sources of v0.1.5 to v0.1.20.post1. In a parameter list `=` marks what may be left out.
-"""
+"""The bindings: which function of AITER's serves which op, and what puts our convention over it."""
 
 from __future__ import annotations
 
-from .conventions import Binding
-from .table_activations import ACTIVATION_BINDINGS
-from .table_all_reduce import ALL_REDUCE_BINDINGS
-from .table_attention import ATTENTION_BINDINGS
-from .table_latents import LATENT_BINDINGS
-from .table_norms import NORM_BINDINGS
-from .table_quantised import QUANTISED_BINDINGS
-from .table_queries import QUERY_BINDINGS
+from collections.abc import Iterator
+from typing import Literal
 
-BINDINGS: tuple[Binding, ...] = (
-    *NORM_BINDINGS,
-    *QUANTISED_BINDINGS,
-    *LATENT_BINDINGS,
-    *QUERY_BINDINGS,
-    *ACTIVATION_BINDINGS,
-    *ATTENTION_BINDINGS,
-    *ALL_REDUCE_BINDINGS,
+from attrs import frozen
+
+from . import functions as f
+from .matching import Function
+
+
+@frozen
+class Binding:
+    """One call of ours and the function of AITER's that answers it."""
+
+    name: str
+    "An op's name, with a suffix where the op has several bindings: `rms_norm_group_quant.triton`. Else a call of ours."
+    calls: str
+    "`module.function` in this package: from what was found to the callable with our convention."
+    function: Function
+
+    @property
+    def op(self) -> str:
+        """The op that it serves."""
+        return self.name.partition(".")[0]
+
+    @property
+    def adds(self) -> bool:
+        """Whether a residual is added first."""
+        return self.op.startswith("add_")
+
+    @property
+    def keeps_norm(self) -> bool:
+        """Whether the norm is returned unquantised too."""
+        return self.op.endswith("_with_norm")
+
+    @property
+    def per(self) -> Literal["token", "group", "tensor", "none"]:
+        """What its quantisation has one scale for; a tensor's is given. None: it does not quantise, or in MX blocks."""
+        if "_per_token_quant" in self.op:
+            return "token"
+        return "group" if "_group_quant" in self.op else "tensor" if "_static_quant" in self.op else "none"
+
+
+B = Binding
+
+
+def _quantised() -> Iterator[B]:
+    """The norms that quantise to fp8, in order of preference: the kernel made for it, the kernel of the latents, Triton."""
+    for add, single in (("", f.NORM_QUANT), ("add_", f.ADD_NORM_QUANT)):
+        for kept in ("", "_with_norm"):
+            for per, latents in (("per_token", f.LATENT_TOKEN_QUANT), ("group", f.LATENT_GROUP_QUANT)):
+                name = f"{add}rms_norm_{per}_quant{kept}"
+                if not kept:  # AITER's kernel made for a single norm gives no plain one
+                    yield B(name, "norm_quant.hip", single)
+                yield B(f"{name}.latents", "norm_quant.latents", latents)
+                yield B(f"{name}.triton", "norm_quant.triton", f.TRITON_GROUP_QUANT)
+            yield B(f"{add}rms_norm_static_quant{kept}", "norm_quant.triton_static", f.TRITON_STATIC_QUANT)
+
+
+def _latents() -> Iterator[B]:
+    """The norms of an MLA layer's two latents."""
+    yield B("mla_dual_rms_norm", "dual_norms.plain", f.LATENT_NORMS)
+    for kept in ("", "_with_norm"):
+        for per, hip in (("per_token", f.LATENT_TOKEN_QUANT), ("group", f.LATENT_GROUP_QUANT)):
+            name = f"mla_dual_rms_norm_{per}_quant{kept}"
+            yield B(name, "dual_norms.hip", hip)
+            yield B(f"{name}.triton", "dual_norms.triton", f.TRITON_GROUP_QUANT)
+        yield B(f"mla_dual_rms_norm_static_quant{kept}", "dual_norms.triton_static", f.TRITON_STATIC_QUANT)
+
+
+BINDINGS: tuple[B, ...] = (
+    B("add_rms_norm", "norms.add_rms_norm", f.ADD_NORM),
+    B("add_rms_norm.triton", "norms.triton_add_rms_norm", f.TRITON_ADD_PAD),
+    B("add_rms_norm_pad", "norms.triton_add_rms_norm_pad", f.TRITON_ADD_PAD),
+    B("rms_norm_mxfp8_quant", "mx.hip_mxfp8", f.NORM_QUANT),
+    B("rms_norm_mxfp8_quant.triton", "mx.triton_mxfp8", f.TRITON_MXFP8_QUANT),
+    B("add_rms_norm_mxfp8_quant", "mx.hip_mxfp8", f.ADD_NORM_QUANT),
+    *(
+        B(f"{add}rms_norm_mxfp4_quant{kept}", "mx.triton_mxfp4", f.TRITON_MXFP4_QUANT)
+        for add in ("", "add_")
+        for kept in ("", "_with_norm")
+    ),
+    *_quantised(),
+    *_latents(),
+    B("mla_query_concat", "queries.turned", f.TRITON_ROPE_CAT),
+    B("mla_query_concat.cat", "queries.unturned", f.TRITON_CAT),
+    B("gated_rms_norm_per_token_quant", "gated.hip_per_token", f.GATED_TOKEN_QUANT),
+    B("gated_rms_norm_group_quant", "gated.hip_group", f.GATED_GROUP_QUANT),
+    B("gated_rms_norm_group_quant.triton", "gated.triton_group", f.TRITON_GATED_QUANT),
+    B("silu_mul_static_quant", "silu_mul.triton_static", f.TRITON_SILU_STATIC_QUANT),
+    B("silu_mul_per_token_quant.clamp", "silu_mul.clamp", f.TRITON_CLAMP_QUANT),
+    B("silu_mul_per_token_quant.triton", "silu_mul.triton", f.TRITON_ACT_QUANT),
+    B("silu_mul_group_quant", "silu_mul.hip_group", f.SILU_QUANT),
+    B("silu_mul_group_quant.clamp", "silu_mul.clamp", f.TRITON_CLAMP_QUANT),
+    B("silu_mul_group_quant.triton", "silu_mul.triton", f.TRITON_ACT_QUANT),
+    B("mla_metadata_info", "mla.metadata_info", f.METADATA_INFO),
+    B("mla_metadata", "mla.metadata", f.METADATA),
+    B("mla_decode", "mla.decode", f.DECODE),
+    B("all_reduce_add_rms_norm", "all_reduce.norm", f.FUSED_AR),
+    B("all_reduce_add_rms_norm_pad", "all_reduce.norm_pad", f.FUSED_AR),
+    *(
+        B(f"all_reduce_add_rms_norm_{form}{kept}", f"all_reduce.{calls}", function)
+        for form, calls, function in (
+            ("per_token_quant", "per_token", f.FUSED_AR),
+            ("group_quant", "per_group", f.FUSED_AR_GROUP),
+        )
+        for kept in ("", "_with_norm")
+    ),
 )
-"""All bindings, in the order in which the docs and the doctor list them."""
+"""All bindings, in the order in which the docs and the doctor list them, and the ops ask them."""
 
 BY_NAME = {binding.name: binding for binding in BINDINGS}
 
@@ -31,3 +118,8 @@ BY_NAME = {binding.name: binding for binding in BINDINGS}
 def candidates(op: str) -> tuple[Binding, ...]:
     """The bindings that can serve an op, the preferred one first; none where AITER has nothing for it."""
     return tuple(binding for binding in BINDINGS if binding.op == op)
+
+
+def calling(*makers: str) -> tuple[str, ...]:
+    """The names of the bindings that these functions of this package put over AITER's, in the order of the table."""
+    return tuple(binding.name for binding in BINDINGS if binding.calls in makers)

@@ -6,18 +6,11 @@ in every call: two comparisons and no copy, where a model lays its tensors out a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from ...ops.quantisation import scale_strides
 from .errors import AiterCallError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from .releases import ReleaseRange
 
 _ALIGNED = 15
 
@@ -52,11 +45,6 @@ def dense(weight: Tensor) -> Tensor:
 def next_power_of_two(number: int) -> int:
     """The least power of two that is not below."""
     return 1 << (number - 1).bit_length()
-
-
-def rows_by(releases: ReleaseRange, strided_from: str) -> Callable[[Tensor], Tensor]:
-    """`rows` where every release that the build can be honours the row stride, else `packed_rows`."""
-    return rows if releases.surely_from(strided_from) else packed_rows
 
 
 def vector(binding: str, name: str, weight: Tensor, x: Tensor) -> Tensor:
@@ -114,6 +102,11 @@ def unpermuted(scales: Tensor, leading: torch.Size, column_major: bool) -> Tenso
     """Scales that a function allocated: column-major ones come contiguous, so that indexing them is wrong."""
     shape = (*leading, scales.shape[1])
     return scales.as_strided(shape, scale_strides(shape, True)) if column_major else scales.view(shape)
+
+
+def shaped(out: Tensor | None, x: Tensor) -> Tensor | None:
+    """A result that a function allocated, if it gave one, in x's shape."""
+    return None if out is None else out.view(x.shape)
 
 
 def no_offset(binding: str, weight_offset: float) -> None:

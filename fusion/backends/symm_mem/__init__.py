@@ -1,6 +1,6 @@
 """Fused all-reduces on NVIDIA GPUs of one host: a Triton kernel over torch's symmetric memory, without multicast.
 
-`protocol` says how ranks exchange rows, `kernel` does it, and `crossovers` has up to how many tokens. `protocol` and `crossovers` need no torch.
+`kernel` exchanges rows between ranks, and `crossovers` has up to how many tokens, without torch.
 """
 
 from __future__ import annotations

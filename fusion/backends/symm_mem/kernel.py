@@ -1,7 +1,7 @@
 # ruff: noqa: N803, N806, RUF005 (constants of a kernel are written in capitals; Triton knows no unpacking in a tuple)
 """The kernel that sums one row over all ranks, adds the residual and norms: each program pushes its row and waits for its peers'.
 
-`protocol` has the same steps in plain Python, with the argument why they suffice. There is no multicast and no barrier.
+`tests/fusion/symm_mem_protocol.py` has the same steps in plain Python, with the argument why they suffice. There is no multicast and no barrier.
 """
 
 from __future__ import annotations

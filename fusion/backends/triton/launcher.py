@@ -19,12 +19,23 @@ OVERLAP = "LAYERFUSE_PDL"
 """Environment variable: 0 turns off programmatic dependent launch, with which a kernel starts while the one before ends.
 It is read when a kernel is first launched."""
 
+KNOWN = ("3.6", "3.7", "3.8", "3.9")
+"""Releases of Triton that call a compiled kernel as `again` does, in `triton/runtime/jit.py` (`JITFunction.run`)."""
+
 _hooks = triton.knobs.runtime
 HIP = torch.version.hip is not None
 
 # What torch.cuda's functions of these names call, without asking first whether CUDA is initialised.
 _current_device: Any = torch._C._cuda_getDevice if torch.cuda._is_compiled() else None
 _current_stream: Any = torch._C._cuda_getCurrentRawStream if torch.cuda._is_compiled() else None
+
+
+def is_known(release: str) -> bool:
+    """Whether compiled kernels of this release are called directly. Those of another one take Triton's own launch each time."""
+    return ".".join(release.split(".")[:2]) in KNOWN
+
+
+_direct = is_known(triton.__version__)
 
 
 class Compiled(NamedTuple):
@@ -123,7 +134,7 @@ def first(
     warps: int,
     beside: int = 0,
 ) -> None:
-    """Compile a kernel, launch it, and keep it.
+    """Compile a kernel, launch it, and keep it where it can be called directly.
 
     Args:
         kernel: the Triton kernel. Its arguments are the tensors, the numbers, the constants and then whether launches overlap.
@@ -146,7 +157,7 @@ def first(
         return
     with torch.cuda.device(device):
         built = kernel[grid](*tensors, *numbers, *constants, **options)
-    if not (HIP and _has_large_storage(tensors)) and max(numbers) < 2**31:
+    if _direct and not (HIP and _has_large_storage(tensors)) and max(numbers) < 2**31:
         _compiled[key] = Compiled(built.run, built.function, built.packed_metadata, rows, sides, beside, constants)
 
 

@@ -4,9 +4,9 @@ A body follows what the real function does with its arguments, outputs and resul
 the real one would silently misread an argument or reach outside a buffer. What the real one refuses, it refuses with
 the same type of exception.
 
-    make_standin(tmp_path, "v0.1.20", arch="gfx942", mutate=Mutation("rename", "aiter.ops.rmsnorm:rmsnorm", name="norm"))
+    make_standin(tmp_path, "v0.1.20", arch="gfx942", mutate=Mutation("rename", "aiter.ops.rmsnorm:rmsnorm_quant", name="norm"))
     with imported(tmp_path) as package:
-        package.norm(out, x, weight, epsilon)
+        package.norm(out, x, scale, weight, epsilon)
 
 `recorded` reads the signatures, `generate` and `texts` write the package, `behaviour` finds the bodies in its
 neighbours, `mla_sizes` states the sizes of the attention metadata.
@@ -19,11 +19,12 @@ from .generate import make_standin, shared_standin
 from .importing import imported, on_path
 from .misuse import StandInMisuse
 from .mutation import Mutation
-from .recorded import EVERY_REF, RELEASES, Definition, Parameter, aliases, between, definitions, version
+from .recorded import EVERY_REF, RELEASES, TOO_OLD, Definition, Parameter, aliases, between, definitions, version
 
 __all__ = [
     "EVERY_REF",
     "RELEASES",
+    "TOO_OLD",
     "Definition",
     "Mutation",
     "Parameter",

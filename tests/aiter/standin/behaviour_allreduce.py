@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -15,13 +14,12 @@ from .behaviour import LARGEST, Call, body
 from .misuse import SIXTEEN_BIT, StandInMisuse, check, expect, expect_bool, expect_like, expect_rows, expect_weight
 
 CLASS = "aiter.dist.device_communicators.custom_all_reduce:CustomAllreduce"
-OLD_CLASS = "aiter.dist.custom_all_reduce:CustomAllreduce"
 MOST_BLOCKS = 80
 
 
-@body(f"{CLASS}.__init__", f"{OLD_CLASS}.__init__")
+@body(f"{CLASS}.__init__")
 def construct(call: Call) -> None:
-    """The attributes that others look at; `_pool` is there from v0.1.12 on."""
+    """The attributes that others look at."""
     communicator, group = call["self"], call["group"]
     communicator._IS_CAPTURING = False
     communicator.disabled = True
@@ -37,32 +35,14 @@ def construct(call: Call) -> None:
     communicator.world_size = 2 if group is None else dist.get_world_size(group)
     communicator.rank = 0 if group is None else dist.get_rank(group)
     communicator.max_size = call["max_size"]
-    if call.since("v0.1.11"):
-        communicator.enable_register_for_capturing = call["enable_register_for_capturing"]
+    communicator.enable_register_for_capturing = call["enable_register_for_capturing"]
     communicator._ptr = 1
-    if call.since("v0.1.12"):
-        communicator._pool = {"input": None}
 
 
 def _weakly_contiguous(tensor: Tensor) -> bool:
     """Contiguous, or dense in some order of its dimensions."""
     storage = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
     return tensor.is_contiguous() or storage == tensor.numel() * tensor.element_size()
-
-
-def takes(call: Call, communicator: Any, tensor: Tensor, prefill: bool = False) -> bool:
-    """`should_custom_ar`: the sizes a communicator takes."""
-    size = tensor.numel() * tensor.element_size()
-    if communicator.disabled or size % 16 or not _weakly_contiguous(tensor):
-        return False
-    most = communicator.max_size
-    if call.until("v0.1.6.post1"):
-        return bool(size < most)
-    if call.until("v0.1.10.post1"):
-        return bool(size <= most)
-    if call.until("v0.1.12.post2"):
-        return bool(size <= most / 2)
-    return bool(size <= (most / 2 if prefill else 8192 * 8192))
 
 
 @body("CustomAllreduce.close")
@@ -74,19 +54,21 @@ def close(call: Call) -> None:
 
 @body("CustomAllreduce.should_custom_ar")
 def should_custom_ar(call: Call) -> bool:
-    """Whether the communicator takes this tensor."""
-    return takes(call, call["self"], call["inp"], call.get("prefill_support", False))
+    """Whether the communicator takes this tensor, by its size."""
+    communicator, tensor = call["self"], call["inp"]
+    size = tensor.numel() * tensor.element_size()
+    if communicator.disabled or size % 16 or not _weakly_contiguous(tensor):
+        return False
+    return bool(size <= (communicator.max_size / 2 if call["prefill_support"] else 8192 * 8192))
 
 
 def _check_kernel(call: Call, x: Tensor, width: int, one_stage: bool, quantising: bool) -> None:
-    """Whether a kernel of the release takes rows of this width, and this many; some only print that they do not."""
+    """Whether a kernel of the release takes rows of this width, and this many."""
     pack, ranks = 16 // x.element_size(), call["self"].world_size
     rows = x.numel() // x.shape[-1]
     check(x.dtype in SIXTEEN_BIT or x.dtype == torch.float32, f"unsupported dtype {x.dtype}")
     check(rows * width % pack == 0, "fused allreduce rmsnorm: numel % pack_size must be 0")
-    powers = width in (512, 1024, 2048, 4096)
-    fits = width % pack == 0 and width // pack <= 1024
-    short = powers if call.until("v0.1.11.post1") else fits
+    short = width % pack == 0 and width // pack <= 1024
     if one_stage and short:
         limited = call.until("v0.1.16.post6") and rows > MOST_BLOCKS
         check(not limited, f"allreduce_fusion_kernel_1stage: token_num {rows} exceeds {MOST_BLOCKS}")
@@ -99,24 +81,16 @@ def _check_kernel(call: Call, x: Tensor, width: int, one_stage: bool, quantising
             width // pack % 32 == 0, f"{width // pack} threads: those that fill no warp of 32 are left out of the norm"
         )
         return
-    if call.until("v0.1.11.post1"):
-        size = width * x.element_size()
-        supported = size % 1024 == 0 and 1024 <= size <= 32768
-        expect(supported, f"a width of {width} is only printed as not supported, and nothing is written")
-        return
     check(width // pack >= 64, f"fused allreduce rmsnorm: n {width} too small")
     check(width <= 16384, f"fused allreduce rmsnorm: n {width} not supported")
 
 
-def _sum(call: Call, x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
+def _sum(call: Call, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
     """The sum with the residual, in float32, over the columns that the weight covers."""
     width = weight.numel()
     expect_rows(x, "inp")
     expect(_weakly_contiguous(x), "inp is not contiguous, but is copied as if it were")
-    if call.since("v0.1.16"):
-        check(x.shape[-1] >= width, "the last dim of inp must equal weight.numel()")
-    else:
-        expect(x.shape[-1] == width, f"weight has {width} elements, inp {x.shape[-1]} columns")
+    check(x.shape[-1] >= width, "the last dim of inp must equal weight.numel()")
     expect_weight(weight, x[..., :width], "w")
     communicator = call["self"]
     expect(communicator._ptr != 0, "the communicator was closed, and its buffers freed")
@@ -124,11 +98,7 @@ def _sum(call: Call, x: Tensor, weight: Tensor, residual: Tensor | None) -> Tens
     if communicator.group is not None:
         parts = [torch.empty_like(wide) for _ in range(communicator.world_size)]
         dist.all_gather(parts, wide.contiguous(), group=communicator.group)
-        wide = torch.stack(parts).sum(0)
-        if call.since("v0.1.12"):
-            wide = wide.to(x.dtype).float()
-    if residual is None:
-        return wide
+        wide = torch.stack(parts).sum(0).to(x.dtype).float()
     expect(residual.shape == wide.shape, f"the residual {tuple(residual.shape)} does not fit {tuple(wide.shape)}")
     expect(residual.dtype == x.dtype, f"the residual is {residual.dtype}, but would be read as {x.dtype}")
     expect(residual.is_contiguous(), "the residual is not contiguous, but is read as if it were")
@@ -138,8 +108,8 @@ def _sum(call: Call, x: Tensor, weight: Tensor, residual: Tensor | None) -> Tens
 def _check_registered(call: Call) -> None:
     """What is registered, and when: while a graph is captured, unless the communicator registers nothing."""
     communicator = call["self"]
-    communicator.launches.append((call.get("use_1stage"), call["registered"]))
-    registers = communicator._IS_CAPTURING and getattr(communicator, "enable_register_for_capturing", True)
+    communicator.launches.append((call["use_1stage"], call["registered"]))
+    registers = communicator._IS_CAPTURING and communicator.enable_register_for_capturing
     expect(registers or not call["registered"], "registered=True, but the input was never registered")
 
 
@@ -159,24 +129,22 @@ def _check_output(out: Tensor | None, like: Tensor, name: str) -> Tensor:
 
 @body(f"{CLASS}.fused_ar_rms")
 def fused_ar_rms(call: Call) -> tuple[Tensor, ...]:
-    """(out, res_out), but (res_out, out) up to v0.1.7.post2; with a quantisation (fp8, res_out, scale[, bf16])."""
+    """(out, res_out); with a quantisation (fp8, res_out, scale[, bf16])."""
     x, weight = call["inp"], call["w"]
     _flags(call, "registered", "use_1stage", "post_per_token_quant", "gemma_norm", "emit_bf16")
-    quantising = call.get("post_per_token_quant", False)
+    quantising = call["post_per_token_quant"]
     _check_registered(call)
-    if call.until("v0.1.11.post1"):
-        expect(int(call["eps"]) == call["eps"], f"eps {call['eps']} passes through an int of the C++ and becomes 0")
-    total = _sum(call, x, weight, call.get("res_inp"))
-    _check_kernel(call, x, weight.numel(), call.get("use_1stage", False), quantising)
+    total = _sum(call, x, weight, call["res_inp"])
+    _check_kernel(call, x, weight.numel(), call["use_1stage"], quantising)
     res_out = _check_output(call["res_out"], total.to(x.dtype), "res_out").copy_(total)
     normed = normalise_wide(total, weight.float(), call["eps"], 1.0 if call.get("gemma_norm", False) else 0.0)
     if quantising:
         return _per_token(call, normed, res_out)
-    expect(call.get("scale_out") is None, "scale_out is given without post_per_token_quant: nothing is written to it")
+    expect(call["scale_out"] is None, "scale_out is given without post_per_token_quant: nothing is written to it")
     expect(not call.get("emit_bf16", False), "emit_bf16 is silently ignored without post_per_token_quant")
-    padded = torch.nn.functional.pad(normed, (0, (call.get("out_hidden_dim", 0) or x.shape[-1]) - weight.numel()))
+    padded = torch.nn.functional.pad(normed, (0, (call["out_hidden_dim"] or x.shape[-1]) - weight.numel()))
     out = _check_output(call["out"], padded.to(x.dtype), "out").copy_(padded)
-    return (res_out, out) if call.until("v0.1.7.post2") else (out, res_out)
+    return out, res_out
 
 
 def _quantise(values: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor, Tensor]:
@@ -188,49 +156,13 @@ def _quantise(values: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tens
 
 
 def _per_token(call: Call, normed: Tensor, res_out: Tensor) -> tuple[Tensor, ...]:
-    expect(call.get("out_hidden_dim", 0) in (0, normed.shape[-1]), "out_hidden_dim is silently ignored here")
+    expect(call["out_hidden_dim"] in (0, normed.shape[-1]), "out_hidden_dim is silently ignored here")
     values, scales = _quantise(normed, call.fp8, normed.shape[-1])
     out = _check_output(call["out"], values, "out")
     out.copy_(values)
     scale = _check_output(call["scale_out"], scales, "scale_out").copy_(scales)
     mirror = (normed.to(res_out.dtype),) if call.get("emit_bf16", False) else ()
     return out, res_out, scale, *mirror
-
-
-def _custom(call: Call, zeros: tuple[Tensor, ...], **arguments: Any) -> tuple[Tensor, ...] | None:
-    """What the `custom_*` methods do around the fused ones."""
-    communicator, x = call["self"], call["input"]
-    if communicator.disabled or not takes(call, communicator, x):
-        return None
-    if communicator._IS_CAPTURING:
-        return zeros
-    values = {"self": communicator, "inp": x, "res_inp": call.get("residual_inp"), "w": call["weight"]}
-    values |= {"eps": call["eps"], "registered": False, "res_out": None, "out": None, "scale_out": None}
-    name = "fused_ar_rms_per_group_quant" if "group_size" in arguments else "fused_ar_rms"
-    inner = Call(f"{CLASS}.{name}", call.release, call.arch, {**values, **arguments})
-    return fused_ar_rms_per_group_quant(inner) if "group_size" in arguments else fused_ar_rms(inner)
-
-
-@body(f"{CLASS}.custom_fused_ar_rms")
-def custom_fused_ar_rms(call: Call) -> tuple[Tensor, ...] | None:
-    """None where the communicator does not take the tensor; zeros while a capture warms up."""
-    _flags(call, "use_1stage", "gemma_norm")
-    x = call["input"]
-    shape = (*x.shape[:-1], call.get("out_hidden_dim", 0) or x.shape[-1])
-    zeros = x.new_zeros(shape), x.new_zeros((*x.shape[:-1], call["weight"].numel()))
-    names = ("use_1stage", "out_hidden_dim", "gemma_norm")
-    return _custom(call, zeros, **{name: call[name] for name in names if name in call.values})
-
-
-@body(f"{CLASS}.custom_fused_ar_rms_quant")
-def custom_fused_ar_rms_quant(call: Call) -> tuple[Tensor, ...] | None:
-    """The same with one scale per token."""
-    _flags(call, "use_1stage", "gemma_norm", "emit_bf16")
-    x = call["input"]
-    zeros = torch.zeros(x.shape, dtype=call.fp8), torch.zeros_like(x), torch.zeros(*x.shape[:-1], 1)
-    names = ("use_1stage", "gemma_norm", "emit_bf16")
-    given = {name: call[name] for name in names if name in call.values}
-    return _custom(call, zeros, post_per_token_quant=True, **given)
 
 
 def _check_group_size(group_size: Any, x: Tensor) -> None:
@@ -261,14 +193,3 @@ def fused_ar_rms_per_group_quant(call: Call) -> tuple[Tensor, ...]:
         scales = scales.t().contiguous().t()
     mirror = (normed.to(x.dtype),) if call["emit_bf16"] else ()
     return values, total.to(x.dtype), scales, *mirror
-
-
-@body(f"{CLASS}.custom_fused_ar_rms_per_group_quant")
-def custom_fused_ar_rms_per_group_quant(call: Call) -> tuple[Tensor, ...] | None:
-    """The same around it."""
-    _flags(call, "use_1stage", "emit_bf16", "transpose_scale")
-    x = call["input"]
-    groups = math.ceil(x.shape[-1] / call["group_size"])
-    zeros = torch.zeros(x.shape, dtype=call.fp8), torch.zeros_like(x), torch.zeros(*x.shape[:-1], groups)
-    names = ("group_size", "use_1stage", "emit_bf16", "transpose_scale")
-    return _custom(call, zeros, **{name: call[name] for name in names if name in call.values})

@@ -8,10 +8,9 @@ from torch import Tensor
 from .behaviour import Call, body
 from .behaviour_mla import FILLED, code
 from .misuse import check, expect, expect_bool, expect_int, expect_rows
-from .recorded import between
 
 PERSISTENT = ("work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "reduce_partial_map")
-FP8_PRODUCTS = (16, 32, 48, 64, 128, 256, 384, 512)
+FP8_PRODUCTS = (8, 16, 32, 48, 64, 128, 256, 384, 512)
 
 
 def _lengths(call: Call, requests: int, page_size: int) -> list[int]:
@@ -44,7 +43,7 @@ def _check_tensors(call: Call) -> None:
     for name in ("qo_indptr", "kv_indptr", "kv_indices", "kv_last_page_lens"):
         check(call[name].dtype == torch.int32, f"{name} must be int32")
         expect(call[name].is_contiguous(), f"{name} is not contiguous, but is read as if it were")
-    scales = isinstance(call.get("q_scale"), Tensor) and isinstance(call.get("kv_scale"), Tensor)
+    scales = isinstance(call["q_scale"], Tensor) and isinstance(call["kv_scale"], Tensor)
     check(q.dtype == torch.bfloat16 or scales, "fp8 q needs q_scale and kv_scale")
 
 
@@ -56,9 +55,6 @@ def _check_arguments(call: Call) -> int:
     for name in ("intra_batch_mode", "return_logits", "return_lse"):
         expect_bool(call.get(name, False), name)
     pages: int = call["kv_buffer"].shape[1]
-    if not call.since("v0.1.10.post2"):
-        expect(pages == 1, f"the cache has pages of {pages}, but this release reads one token per index")
-        return 1
     expect_int(call["page_size"], "page_size")
     expect(call["page_size"] == pages, f"page_size is {call['page_size']}, but kv_buffer has pages of {pages}")
     expect(call["nhead_kv"] == 1, f"nhead_kv is {call['nhead_kv']}")
@@ -69,72 +65,40 @@ def _check_arguments(call: Call) -> int:
 
 def _native(call: Call, heads: int, longest: int) -> bool:
     """Whether the persistent kernels take this head count as it is."""
-    q, kv = call["q"].dtype, call["kv_buffer"].dtype
+    q, kv, is_942 = call["q"].dtype, call["kv_buffer"].dtype, call.arch == "gfx942"
     fp8, bf16 = q == kv == call.fp8, q == kv == torch.bfloat16
     if heads == 16:
         return True
-    if call.arch == "gfx950" and bf16 and call.since("v0.1.13.dev0"):
-        return call.since("v0.1.14-rc0") or heads * longest % 128 == 0
-    if heads == 8:
-        on_950 = call.arch == "gfx950" and fp8 and longest == 4 and call.since("v0.1.12")
-        return on_950 or (call.arch == "gfx942" and bf16 and longest == 2 and call.since("v0.1.13.dev0"))
+    if bf16:
+        return call.arch == "gfx950" or (heads == 8 and is_942 and longest == 2)
     if not fp8:
         return False
-    if heads == 128:
-        if call.arch == "gfx942" or call.until("v0.1.11.post1"):
-            return True
-        without_four = call.since("v0.1.15-rc0") and call.until("v0.1.15.post3")
-        return call.since("v0.1.14-rc0") and not (without_four and longest == 4)
-    if heads == 64:
-        if call.arch == "gfx950" and call.since("v0.1.16"):
-            return True
-        return longest == 1 and call.since("v0.1.12.post1" if call.arch == "gfx950" else "v0.1.17-longctx")
-    return heads == 32 and _native_32(call, longest)
+    if heads == 8:
+        return call.arch == "gfx950" and longest == 4
+    if heads == 64 and is_942:
+        return longest == 1 and call.since("v0.1.17-longctx")
+    return heads in (64, 128) or (heads == 32 and not is_942 and _native_32(call, longest))
 
 
 def _native_32(call: Call, longest: int) -> bool:
     """Thirty-two heads in fp8, whose numbers of query tokens grew one by one."""
-    if call.arch != "gfx950":
-        return call.release == "v0.1.10.post3" and longest == 4
-    if call.since("v0.1.20"):
+    if call.since("v0.1.20") or longest in (2, 4):
         return True
-    one = between(call.release, "v0.1.14.post1", "v0.1.15.post3") or call.since("v0.1.17-rc0")
-    known = (
-        (1, one),
-        (2, call.since("v0.1.13.dev0")),
-        (4, call.since("v0.1.10.post3")),
-        (max(longest, 5), call.since("v0.1.17-longctx")),
-    )
-    return any(longest == tokens and there for tokens, there in known)
-
-
-def _folds_tokens(call: Call, heads: int, longest: int) -> bool:
-    """gfx950 with fp8 from v0.1.12 to v0.1.15.post3: query tokens are folded too, and nothing has to be moved."""
-    fp8 = call["q"].dtype == call["kv_buffer"].dtype == call.fp8
-    if not fp8 or call.arch != "gfx950" or not between(call.release, "v0.1.12", "v0.1.15.post3"):
-        return False
-    return longest * (heads // 16) == 4 or (heads == 64 and longest == 2)
+    return call.since("v0.1.17-rc0") if longest == 1 else longest > 4 and call.since("v0.1.17-longctx")
 
 
 def check_heads(call: Call, heads: int, longest: int, persistent: bool) -> bool:
     """Refuses a head count as the release does; returns whether it is folded into sixteens with its rows moved."""
-    message = f"nhead={heads} and max_seqlen_q={longest} not supported"
-    if not call.since("v0.1.6.post2"):
-        check(heads in (16, 128), message, AssertionError)
-        return False
     if not persistent:
         if call["q"].dtype == call.fp8:
-            known = FP8_PRODUCTS + ((8,) if call.since("v0.1.14-rc0") else ())
-            known += (24,) if call.since("v0.1.17-rc0") else ()
+            known = FP8_PRODUCTS + ((24,) if call.since("v0.1.17-rc0") else ())
             check(heads * longest in known, str(heads * longest), KeyError)
         return False
     if _native(call, heads, longest):
         return False
-    widest = 512 if call.until("v0.1.7.post2") else 128
-    check(heads in range(32, widest + 1, 16), message, AssertionError)
-    if call.until("v0.1.8"):
-        check(longest == 1, message, AssertionError)
-    return longest > 1 and call.since("v0.1.11.post1") and not _folds_tokens(call, heads, longest)
+    message = f"nhead={heads} and max_seqlen_q={longest} not supported"
+    check(heads in range(32, 129, 16), message, AssertionError)
+    return longest > 1
 
 
 def _check_metadata(call: Call, heads: int, requests: int, longest: int, page_size: int) -> None:
@@ -158,8 +122,8 @@ def _check_metadata(call: Call, heads: int, requests: int, longest: int, page_si
 def _attend(call: Call, lengths: list[int], page_size: int) -> tuple[Tensor, Tensor]:
     """Softmax attention in float32: the output and the logarithm of the sum of exponentials."""
     q, cache, width = call["q"].float(), call["kv_buffer"].float(), call["o"].shape[2]
-    q = q * call["q_scale"].float() if call.get("q_scale") is not None else q
-    cache = cache * call["kv_scale"].float() if call.get("kv_scale") is not None else cache
+    q = q * call["q_scale"].float() if call["q_scale"] is not None else q
+    cache = cache * call["kv_scale"].float() if call["kv_scale"] is not None else cache
     scale = call["sm_scale"] or q.shape[-1] ** -0.5
     out, sums = torch.zeros(*q.shape[:2], width), torch.zeros(q.shape[:2])
     starts, pages = call["qo_indptr"].tolist(), call["kv_indptr"].tolist()
@@ -191,7 +155,7 @@ def _write(out: Tensor, result: Tensor, moved: bool, longest: int) -> None:
 
 @body("aiter.mla:mla_decode_fwd")
 def mla_decode_fwd(call: Call) -> tuple[Tensor, Tensor | None]:
-    """Writes `o`; of the two results the first is opaque and the second's presence depends on the release."""
+    """Writes `o`; of the two results the first is opaque."""
     page_size = _check_arguments(call)
     _check_tensors(call)
     starts, longest = call["qo_indptr"], call["max_seqlen_q"]
@@ -202,23 +166,10 @@ def mla_decode_fwd(call: Call) -> tuple[Tensor, Tensor | None]:
     expect(call["kv_indptr"].numel() == requests + 1, "kv_indptr has not the length of qo_indptr")
     expect(int(call["kv_indptr"][-1]) <= call["kv_indices"].numel(), "kv_indptr leads past kv_indices")
     lengths = _lengths(call, requests, page_size)
-    persistent = call.get("work_meta_data") is not None
+    persistent = call["work_meta_data"] is not None
     moved = check_heads(call, heads, longest, persistent)
     if persistent:
         _check_metadata(call, heads, requests, longest, page_size)
     out, sums = _attend(call, lengths, page_size)
     _write(call["o"], out, moved, longest)
-    logits = torch.full((1,), float("nan"))
-    return logits, _second_result(call, sums, persistent)
-
-
-def _second_result(call: Call, sums: Tensor, persistent: bool) -> Tensor | None:
-    """The logarithms, memory that nobody wrote to, or None."""
-    undefined = torch.full_like(sums, float("nan"))
-    if not call.since("v0.1.6.post2"):
-        return undefined
-    if persistent and call.until("v0.1.8"):
-        return sums
-    if not persistent and call.until("v0.1.12.post2"):
-        return undefined
-    return sums if call["return_lse"] else None
+    return torch.full((1,), float("nan")), sums if call["return_lse"] else None

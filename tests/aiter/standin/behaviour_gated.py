@@ -73,10 +73,7 @@ def _heads(call: Call) -> tuple[Tensor, int, int]:
     expect(weight.dim() == 1 and weight.is_contiguous(), "weight is not contiguous, but would be read as if it were")
     expect(weight.dtype == x.dtype, f"weight is {weight.dtype}, but would be read as {x.dtype}")
     expect(z.dtype == x.dtype, f"z is {z.dtype}, but would be read as {x.dtype}")
-    if call.since("v0.1.14-rc0"):
-        check(x.stride(2) == 1 and z.stride(2) == 1, "the stride of the last dimension must be 1")
-    else:
-        expect(x.is_contiguous() and z.is_contiguous(), "x or z is not contiguous: this release reads no stride")
+    check(x.stride(2) == 1 and z.stride(2) == 1, "the stride of the last dimension must be 1")
     expect_rows(x, "x")
     call.check_fp8(out)
     check(x.dtype in SIXTEEN_BIT and out.dtype in LARGEST, f"Unsupported dtype combination {x.dtype}, {out.dtype}")

@@ -60,27 +60,19 @@ def _e2m1(values: Tensor) -> Tensor:
     return code.to(torch.uint8) | (values.signbit().to(torch.uint8) << 3)
 
 
-@body(
-    "aiter.ops.triton.fused_mxfp4_quant:fused_rms_mxfp4_quant",
-    "aiter.ops.triton.quant.fused_mxfp4_quant:fused_rms_mxfp4_quant",
-)
+@body("aiter.ops.triton.quant.fused_mxfp4_quant:fused_rms_mxfp4_quant")
 def fused_rms_mxfp4_quant(call: Call) -> tuple[Any, ...]:
-    """Two values in a byte, the first in its low half. Scales were column-major once, and then results were left out."""
-    first = "x1" if "x1" in call.values else "inp1"
-    x, residual = call[first], call["res1"]
-    expect(call[first.replace("1", "2")] is None, "the stand-in knows no second input")
-    expect(not call.get("shuffle") and not call.get("scale_shuffle_padding"), "the stand-in shuffles nothing")
+    """Two values in a byte, the first in its low half."""
+    x, residual = call["x1"], call["res1"]
+    expect(call["x2"] is None, "the stand-in knows no second input")
+    expect(not call["shuffle"] and not call["scale_shuffle_padding"], "the stand-in shuffles nothing")
     expect_unit_stride(x=x, residual=residual)
     if residual is not None:
         expect(residual.shape == x.shape and residual.dtype == x.dtype, "res1 is read as if it were like x")
-    blocks, wide = _blocks(call, x, call[f"{first}_weight"], call[f"{first}_epsilon"], residual)
+    blocks, wide = _blocks(call, x, call["x1_weight"], call["x1_epsilon"], residual)
     exponent = _rounded_exponent(blocks, 2)
     codes = _e2m1((blocks * torch.exp2(-exponent).unsqueeze(-1)).flatten(-2))
     quantised = codes[:, ::2] | (codes[:, 1::2] << 4), (exponent + 127).to(torch.uint8)
     summed = None if residual is None else wide.to(x.dtype).contiguous()
-    if call.until("v0.1.6.post1"):
-        columns = quantised[0], quantised[1].t().contiguous().t()
-        return columns if summed is None else (columns, summed)
-    kept = call.get("output_unquantized_inp1", False)
-    plain = (blocks.flatten(-2).to(x.dtype) if kept else None,) if call.since("v0.1.7.post3") else ()
-    return quantised, *plain, None, summed
+    plain = blocks.flatten(-2).to(x.dtype) if call["output_unquantized_inp1"] else None
+    return quantised, plain, None, summed

@@ -28,8 +28,6 @@ WIDEST = 8192
 
 def kernel_of(call: Call, x: Tensor, sensitive: int) -> str:
     """Which kernel a Python function of `aiter.ops.rmsnorm` chooses: `ck`, `hip` or `opus`."""
-    if call.until("v0.1.10") or (call.release == "v0.1.10.post2" and "with_add" in call.name):
-        return "ck"
     if call.until("v0.1.17"):
         return "ck" if sensitive > 0 or x.shape[-1] > WIDEST else "hip"
     narrow = x.dim() == 2 and x.element_size() == 2 and x.shape[-1] <= WIDEST
@@ -85,50 +83,17 @@ def _gemma(call: Call, kernel: str) -> bool:
     return gemma
 
 
-@body(f"{MODULE}:rms_norm", f"{MODULE}:rmsnorm2d_fwd")
-def rms_norm(call: Call) -> Tensor:
-    """Allocates its result."""
-    x, sensitive = call["input"], _model_sensitive(call)
-    kernel = kernel_of(call, x, sensitive)
-    if call.name == "rms_norm" and call.until("v0.1.17"):
-        kernel = "ck"
-    if call.name == "rmsnorm2d_fwd" and kernel == "ck" and call.release == "v0.1.10.post1":
-        raise TypeError("rmsnorm2d_fwd_ck() takes 4 positional arguments but 5 were given")
-    _check_input(x, call["weight"], kernel)
-    out = torch.empty_like(x)
-    check(kernel != "opus" or out.is_contiguous(), "rms_norm_opus: bad out", AssertionError)
-    return out.copy_(_normed(x, call["weight"], call["epsilon"], False, sensitive))
-
-
-def _with_add(call: Call, kernel: str, gemma: bool, sensitive: int) -> None:
-    x, weight, out = call["input"], call["weight"], call["out"]
-    residual_in, residual_out = call["residual_in"], call["residual_out"]
-    _check_input(x, weight, kernel, out=out, residual_in=residual_in, residual_out=residual_out)
-    total = x.float() + residual_in.float()
-    residual_out.copy_(total)
-    out.copy_(_normed(total, weight, call["epsilon"], gemma, sensitive))
-
-
 @body(f"{MODULE}:rmsnorm2d_fwd_with_add")
 def rmsnorm2d_fwd_with_add(call: Call) -> None:
     """Writes the norm of the unrounded sum, and the rounded sum."""
     sensitive = _model_sensitive(call)
-    kernel = kernel_of(call, call["input"], sensitive)
-    _with_add(call, kernel, _gemma(call, kernel), sensitive)
-
-
-@body(f"{MODULE}:rmsnorm")
-def rmsnorm(call: Call) -> None:
-    """The HIP kernel itself."""
-    x, weight = call["input"], call["weight"]
-    _check_input(x, weight, "hip", out=call["out"])
-    call["out"].copy_(_normed(x, weight, call["epsilon"], _gemma(call, "hip"), 0))
-
-
-@body(f"{MODULE}:add_rmsnorm")
-def add_rmsnorm(call: Call) -> None:
-    """The HIP kernel itself, with the residual."""
-    _with_add(call, "hip", _gemma(call, "hip"), 0)
+    x, weight, out = call["input"], call["weight"], call["out"]
+    kernel = kernel_of(call, x, sensitive)
+    gemma, residual_in, residual_out = _gemma(call, kernel), call["residual_in"], call["residual_out"]
+    _check_input(x, weight, kernel, out=out, residual_in=residual_in, residual_out=residual_out)
+    total = x.float() + residual_in.float()
+    residual_out.copy_(total)
+    out.copy_(_normed(total, weight, call["epsilon"], gemma, sensitive))
 
 
 def _per_thread(width: int, grouped_add: bool, arch: str) -> int:
@@ -148,9 +113,9 @@ def _check_groups(call: Call, width: int, group_size: int, adding: bool) -> None
     expect(width % group_size == 0, f"a width of {width} is no multiple of group_size {group_size}, which is unchecked")
 
 
-def _store(call: Call, normed: Tensor, scale: Tensor, adding: bool, kernel: str) -> None:
+def _store(call: Call, normed: Tensor, adding: bool) -> None:
     """Quantises to `out`, and writes scales flat: per row, or per group in either order."""
-    out, group_size, shuffle = call["out"], call.get("group_size", 0), call.get("shuffle_scale", False)
+    out, scale, group_size, shuffle = (call[name] for name in ("out", "scale", "group_size", "shuffle_scale"))
     expect_int(group_size, "group_size")
     expect_bool(shuffle, "shuffle_scale")
     rows, width = normed.shape
@@ -159,11 +124,9 @@ def _store(call: Call, normed: Tensor, scale: Tensor, adding: bool, kernel: str)
         raise NotImplementedError(f"the stand-in does not quantise to {out.dtype}")
     expect(out.shape == normed.shape, f"out has shape {tuple(out.shape)}, but {tuple(normed.shape)} is written")
     expect_unit_stride(out=out)
-    if kernel == "ck":
-        check(group_size == 0 and not shuffle, "CK takes neither group_size nor shuffle_scale", AssertionError)
     if group_size:
         _check_groups(call, width, group_size, adding)
-    as_bytes = scale.element_size() == 1 and call.since("v0.1.17-longctx") and kernel == "hip"
+    as_bytes = scale.element_size() == 1 and call.since("v0.1.17-longctx")
     check(not as_bytes or group_size != 0, "e8m0 byte scale requires group_size != 0")
     expect(as_bytes or scale.dtype == torch.float32, f"the scale is {scale.dtype}, but float32 is written")
     count = rows * (width // group_size if group_size else 1)
@@ -175,35 +138,13 @@ def _store(call: Call, normed: Tensor, scale: Tensor, adding: bool, kernel: str)
     scale.view(-1).copy_((scales.t() if shuffle else scales).reshape(-1))
 
 
-def _dynamic(call: Call, scale: Tensor, kernel: str, sensitive: int, adding: bool) -> None:
-    x, weight = call["input"], call["weight"]
-    if kernel == "opus":
-        check(x.is_contiguous(), "input must be contiguous", AssertionError)
-    residuals = {name: call[name] for name in ("residual_in", "residual_out") if adding}
-    _check_input(x, weight, kernel, **residuals)
-    expect(x.dim() == 2, "the stand-in quantises two dimensions only")
+@body(f"{MODULE}:rmsnorm_quant", f"{MODULE}:add_rmsnorm_quant")
+def rmsnorm_quant(call: Call) -> None:
+    """The HIP kernels themselves."""
+    x, weight, adding = call["input"], call["weight"], call.name == "add_rmsnorm_quant"
+    _check_input(x, weight, "hip", **{name: call[name] for name in ("residual_in", "residual_out") if adding})
     wide = x.float()
     if adding:
         wide = wide + call["residual_in"].float()
         call["residual_out"].copy_(wide)
-    normed = _normed(wide, weight, call["epsilon"], _gemma(call, kernel), sensitive)
-    _store(call, normed, scale, adding, kernel)
-
-
-@body(f"{MODULE}:rmsnorm2d_fwd_with_dynamicquant", f"{MODULE}:rmsnorm2d_fwd_with_add_dynamicquant")
-def rmsnorm2d_fwd_with_dynamicquant(call: Call) -> None:
-    """Per token, or per group where HIP's kernel is chosen."""
-    sensitive = _model_sensitive(call)
-    kernel = kernel_of(call, call["input"], sensitive)
-    if kernel == "opus" and (call["group_size"] or call["shuffle_scale"]):
-        check(
-            call["input"].shape[-1] <= WIDEST, "group quantisation needs a hidden size of at most 8192", AssertionError
-        )
-        kernel = "hip"
-    _dynamic(call, call["yscale"], kernel, sensitive, "with_add" in call.name)
-
-
-@body(f"{MODULE}:rmsnorm_quant", f"{MODULE}:add_rmsnorm_quant")
-def rmsnorm_quant(call: Call) -> None:
-    """The HIP kernels themselves."""
-    _dynamic(call, call["scale"], "hip", 0, call.name == "add_rmsnorm_quant")
+    _store(call, _normed(wide, weight, call["epsilon"], _gemma(call, "hip"), 0), adding)

@@ -1,8 +1,6 @@
-"""The dual norms of q and k: without quantisation, with one scale per group or per token, and the dispatcher."""
+"""The dual norms of q and k: without quantisation, and with one scale per group or per token."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +8,9 @@ from torch import Tensor
 from layerfuse.fusion.ops.norm import normalise, normalise_wide
 from layerfuse.fusion.ops.quantisation import quantise
 
-from .behaviour import LARGEST, Call, body
+from .behaviour import Call, body
 from .misuse import (
     SIXTEEN_BIT,
-    StandInMisuse,
     check,
     expect,
     expect_bool,
@@ -54,15 +51,9 @@ def _dual(call: Call, q_out: Tensor | None, k_out: Tensor | None) -> tuple[Tenso
     return outputs[0], outputs[1]
 
 
-@body(f"{PLAIN}:fused_qk_rmsnorm")
-def fused_qk_rmsnorm_allocating(call: Call) -> tuple[Tensor, Tensor]:
-    """v0.1.12 to v0.1.13.post1: always allocates."""
-    return _dual(call, None, None)
-
-
 @body(f"{PLAIN}:_fused_qk_rmsnorm")
 def fused_qk_rmsnorm_underscore(call: Call) -> tuple[Tensor, Tensor]:
-    """From v0.1.14-rc0: outputs are given or None, and returned."""
+    """Outputs are given or None, and returned."""
     return _dual(call, call["q_out"], call["k_out"])
 
 
@@ -76,14 +67,10 @@ def _fits(tensor: Tensor | None, like: Tensor, name: str, of: str) -> Tensor:
     return tensor
 
 
-def _check_layout(call: Call, **tensors: Tensor | None) -> None:
-    """Strides: rows may be apart, but in v0.1.12 nothing may."""
+def _check_layout(**tensors: Tensor | None) -> None:
+    """Strides: rows may be apart."""
     for name, tensor in tensors.items():
-        if tensor is None:
-            continue
-        if call.until("v0.1.12"):
-            check(tensor.is_contiguous(), f"{name} must be contiguous")
-        elif tensor.dim() == 2:
+        if tensor is not None and tensor.dim() == 2:
             check(tensor.stride(1) == 1, f"{name} must have stride(1)==1, got {tensor.stride(1)}")
             check(tensor.stride(0) >= tensor.shape[1], f"{name} has invalid stride(0)={tensor.stride(0)}")
 
@@ -103,7 +90,7 @@ def _quantised_pair(call: Call, group_size: int | None, transpose_scale: bool) -
     """Both norms, q's quantised from its unrounded result: `csrc/kernels/fused_qk_rmsnorm_group_quant.cu`."""
     q, weight, quantised, scale = call["q"], call["q_weight"], call["q_out_quantized"], call["q_out_scale"]
     check(q is not None and weight is not None, "q and q_weight are required")
-    gemma = call.get("gemma_norm", False)
+    gemma = call["gemma_norm"]
     expect_bool(gemma, "gemma_norm")
     expect_bool(transpose_scale, "transpose_scale")
     offset = 1.0 if gemma else 0.0
@@ -114,7 +101,7 @@ def _quantised_pair(call: Call, group_size: int | None, transpose_scale: bool) -
     expect_rows(q, "q")
     rows, width = q.shape
     outputs = {name: call[name] for name in ("q_out_quantized", "q_out_unquantized", "q_res_out", "k_out")}
-    _check_layout(call, q=q, k=call["k"], q_residual=call["q_residual"], **outputs)
+    _check_layout(q=q, k=call["k"], q_residual=call["q_residual"], **outputs)
     check(weight.stride(0) == 1, "q_weight must have stride(0)==1")
     check(width <= WIDEST, f"not support n: {width}")
     wide = q.float()
@@ -133,7 +120,6 @@ def _quantised_pair(call: Call, group_size: int | None, transpose_scale: bool) -
         columns = 1 if group_size is None else width // group_size
         check(tuple(scale.shape) == (rows, columns), f"q_out_scale must be [{rows}, {columns}]")
         check(scale.dtype == torch.float32, "q_out_scale must be float32 for fp8")
-        check(call.since("v0.1.12.post1") or scale.is_contiguous(), "q_out_scale must be contiguous")
         values, scales = quantise(normed, call.fp8, group_size, False, False)
         quantised.copy_(values)
         _store_scales(scale, scales, transpose_scale)
@@ -183,34 +169,3 @@ def fused_qk_rmsnorm_per_token_quant(call: Call) -> None:
     check(quantised.dtype == call.fp8, f"supports fp8 output quant only; got {quantised.dtype}", ValueError)
     check(scale.dim() == 2 and scale.shape[1] == 1, "expects q_out_scale with shape [m, 1]", ValueError)
     _quantised_pair(call, None, False)
-
-
-@body(f"{GROUPS}:fused_qk_rmsnorm")
-def fused_qk_rmsnorm(call: Call) -> None:
-    """The dispatcher over kinds of quantisation, which returns nothing in all of them."""
-    kind = call["quant_type"].name
-    values = dict(call.values)
-    if kind == "No":
-        for name in ("gemma_norm", "q_residual", "q_out_unquantized", "q_out_scale", "q_res_out", "transpose_scale"):
-            if values[name] is not None and values[name] is not False:
-                raise StandInMisuse(f"{name} is silently ignored when quant_type is No")
-        expect(values["q_out_quantized"] is not None, "q_out_quantized is None: the result would be lost")
-        expect(values["k_out"] is not None, "k_out is None: the result would be lost")
-        renamed = {"q_eps": values["q_epsilon"], "k_eps": values["k_epsilon"]}
-        plain = Call(f"{PLAIN}:_fused_qk_rmsnorm", call.release, call.arch, {**values, **renamed})
-        _dual(plain, values["q_out_quantized"], values["k_out"])
-        return
-    check(kind != "per_Tensor", "fused_qk_rmsnorm + per_tensor quant not supported", NotImplementedError)
-    if kind == "per_Token":
-        fused_qk_rmsnorm_per_token_quant(_as(call, "fused_qk_rmsnorm_per_token_quant", values))
-        return
-    if values["group_size"] is None:
-        values["group_size"] = 32 if kind == "per_1x32" else 128
-    fused_qk_rmsnorm_group_quant(_as(call, "fused_qk_rmsnorm_group_quant", values))
-
-
-def _as(call: Call, name: str, values: dict[str, Any]) -> Call:
-    return Call(f"{GROUPS}:{name}", call.release, call.arch, values)
-
-
-assert set(LARGEST) == {torch.float8_e4m3fn, torch.float8_e4m3fnuz}

@@ -64,7 +64,7 @@ def _fp8(call: Call, dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-@body(f"aiter.ops.triton.fused_fp8_quant:{MODULE}", f"aiter.ops.triton.quant.fused_fp8_quant:{MODULE}")
+@body(f"aiter.ops.triton.quant.fused_fp8_quant:{MODULE}")
 def fused_silu_mul_fp8_per_tensor_static_quant(call: Call) -> Tensor:
     """One tensor, by a scale that is given."""
     x, scale = call["inp"], call["inp_scale"]
@@ -82,11 +82,11 @@ def fused_silu_mul_fp8_per_tensor_static_quant(call: Call) -> Tensor:
 def fused_clamp_act_mul(call: Call) -> tuple[Tensor, Tensor]:
     """With transposed scales, a contiguous view of column-major bytes, as from the quantising norm."""
     gate, up = _halves(call["inp"], "inp")
-    width, group_size = gate.shape[1], call.get("quant_block_size", 128)
+    width, group_size = gate.shape[1], call["quant_block_size"]
     check(width >= 128 and width % 128 == 0, "n_half % 128 == 0", AssertionError)
     check(group_size > 0 and group_size & (group_size - 1) == 0, "reshape of a power of two", ValueError)
     check(group_size <= 1 << (width - 1).bit_length(), "a block is larger than the row", ValueError)
-    expect(call.get("scale_dtype_fmt", "fp32") == "fp32" and not call.get("shuffle_scale"), "the stand-in knows fp32")
+    expect(call["scale_dtype_fmt"] == "fp32" and not call["shuffle_scale"], "the stand-in knows fp32")
     for name in ("out", "scale", "weights"):
         expect(call[name] is None, f"the stand-in takes no {name}")
     expect(call["activation"] == "silu" and call["dtype_quant"] is not None, "the stand-in quantises silu")

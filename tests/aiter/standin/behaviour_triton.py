@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerfuse.fusion.ops.norm import normalise, normalise_wide
+from layerfuse.fusion.ops.norm import normalise_wide
 from layerfuse.fusion.ops.quantisation import quantise
 
 from .behaviour import LARGEST, Call, body
 from .misuse import check, expect, expect_bool, expect_rows
 
-OLD, NEW = "aiter.ops.triton.fused_fp8_quant", "aiter.ops.triton.quant.fused_fp8_quant"
+MODULE = "aiter.ops.triton.quant.fused_fp8_quant"
 
 
 def _two_dimensions(x: Tensor, name: str) -> tuple[int, int]:
@@ -63,7 +63,7 @@ def _second(call: Call) -> Tensor | None:
     return second.to(call["inp1"].dtype).contiguous()
 
 
-@body(f"{OLD}:fused_rms_fp8_group_quant", f"{NEW}:fused_rms_fp8_group_quant")
+@body(f"{MODULE}:fused_rms_fp8_group_quant")
 def fused_rms_fp8_group_quant(call: Call) -> tuple[Any, ...]:
     """((fp8, scales), unquantised, second norm, sum with the residual): what was not asked for is None."""
     group_size, transposed, strided = call["group_size"], call["transpose_scale"], call.get("is_x_scale_strided", False)
@@ -81,30 +81,25 @@ def fused_rms_fp8_group_quant(call: Call) -> tuple[Any, ...]:
     return (values, scales), unquantised, second, summed
 
 
-@body(f"{OLD}:fused_rms_fp8_per_tensor_static_quant", f"{NEW}:fused_rms_fp8_per_tensor_static_quant")
+@body(f"{MODULE}:fused_rms_fp8_per_tensor_static_quant")
 def fused_rms_fp8_per_tensor_static_quant(call: Call) -> tuple[Any, ...]:
     """(fp8, unquantised, second norm, sum with the residual), by a scale that is given."""
     scale = call["inp1_scale"]
     expect(isinstance(scale, Tensor) and scale.numel() == 1, "inp1_scale is a tensor of one element")
-    if call["output_unquantized_inp1"] and call["inp2"] is None and call.until("v0.1.9"):
-        raise AttributeError("'NoneType' object has no attribute 'stride'")
     normed, summed = _first(call)
     second = _second(call)
     if second is not None:
         block = 1 << (second.shape[1] - 1).bit_length()
         expect(block >= normed.shape[1], f"the block of {block} is chosen by inp2 alone: columns of inp1 are left out")
     dtype = _fp8(call, call["dtype_quant"])
-    rounded = normed.to(call["inp1"].dtype).float() if call.get("rmsnorm_convert_to_inp1_type", False) else normed
+    rounded = normed.to(call["inp1"].dtype).float() if call["rmsnorm_convert_to_inp1_type"] else normed
     largest = LARGEST[dtype]
     values = (rounded * scale.float().reciprocal().reshape(())).clamp(-largest, largest).to(dtype)
     unquantised = normed.to(call["inp1"].dtype).contiguous() if call["output_unquantized_inp1"] else None
     return values, unquantised, second, summed
 
 
-@body(
-    "aiter.ops.triton.fused_add_rmsnorm_pad:fused_add_rmsnorm_pad",
-    "aiter.ops.triton.normalization.fused_add_rmsnorm_pad:fused_add_rmsnorm_pad",
-)
+@body("aiter.ops.triton.normalization.fused_add_rmsnorm_pad:fused_add_rmsnorm_pad")
 def fused_add_rmsnorm_pad(call: Call) -> Tensor | tuple[Tensor, Tensor]:
     """The norm, zero-padded to a multiple; with a residual a tuple, without one a tensor."""
     x, residual, multiple = call["x"], call["res"], call["x_pad_to_multiple"]
@@ -120,15 +115,6 @@ def fused_add_rmsnorm_pad(call: Call) -> Tensor | tuple[Tensor, Tensor]:
     if multiple > 0:
         out = torch.nn.functional.pad(out, (0, -width % multiple))
     return out if residual is None else (out, wide.to(residual.dtype).contiguous())
-
-
-@body("aiter.ops.triton.rmsnorm:rms_norm", "aiter.ops.triton.normalization.rmsnorm:rms_norm")
-def rms_norm(call: Call) -> Tensor:
-    """Triton's own norm, which has three parameters."""
-    x, weight = call["input"], call["weight"]
-    _two_dimensions(x, "input")
-    _weight(weight, x.shape[1], "weight")
-    return normalise(x, weight, call["epsilon"])
 
 
 ACTIVATIONS = {

@@ -11,7 +11,7 @@ from typing import Literal
 
 from . import texts
 from .mutation import Mutated, Mutation, mutated
-from .recorded import Definition, Parameter, aliases, between, definitions, version
+from .recorded import Definition, Parameter, aliases, definitions, version
 
 Fault = Literal["rocm", "gfx", "library", "module"]
 
@@ -63,9 +63,10 @@ class CustomAllreduce:
         """Gives the buffers back."""
         return behave("CustomAllreduce.close", {{"self": self}})
 
-    def should_custom_ar(self, inp{prefill}):
+    def should_custom_ar(self, inp, prefill_support: bool = False):
         """Whether the communicator takes this tensor."""
-        return behave("CustomAllreduce.should_custom_ar", {{"self": self, "inp": inp{passed}}})
+        given = {{"self": self, "inp": inp, "prefill_support": prefill_support}}
+        return behave("CustomAllreduce.should_custom_ar", given)
 '''
 
 
@@ -108,12 +109,7 @@ def _module(path: str, functions: dict[Definition, Mutated], release: str) -> st
             text += _function(definition, new)
     if methods:
         body = "".join(_function(definition, new) for definition, new in methods.items())
-        prefill = between(release, "v0.1.13.dev0", None)
-        text += "\n" + RANKS.format(
-            methods="\n".join(f"    {line}".rstrip() for line in body.splitlines()),
-            prefill=", prefill_support: bool = False" if prefill else "",
-            passed=', "prefill_support": prefill_support' if prefill else "",
-        )
+        text += "\n" + RANKS.format(methods="\n".join(f"    {line}".rstrip() for line in body.splitlines()))
     return text
 
 
@@ -172,7 +168,7 @@ def make_standin(
         release: a recorded tag, or HEAD.
         arch: the architecture the package believes to run on.
         mutate: one change to one function.
-        fault: what goes wrong in `import aiter`, see `texts.FAULTS`; some releases swallow it.
+        fault: what goes wrong in `import aiter`, see `texts.FAULTS`.
         without: keys of definitions that this build lacks.
         metadata: whether it was installed; a source checkout has neither a `dist-info` nor `aiter/_version.py`.
 
@@ -199,18 +195,18 @@ def make_standin(
     _write(folder, "aiter/ops/enum.py", texts.ENUM.format(fault=faults["library"]))
     _write(folder, "aiter/jit/core.py", texts.CORE.format(fault=faults["rocm"]))
     _write(folder, "aiter/jit/utils/torch_guard.py", texts.TORCH_GUARD)
-    fp8 = texts.fp8_name(release, arch)
+    fp8 = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn"}[arch]
     _write(folder, "aiter/utility/dtypes.py", texts.DTYPES.format(fault=faults["gfx"], fp8=fp8))
     tests = str(Path(__file__).resolve().parents[1])
     _write(folder, "aiter/_standin.py", texts.SUPPORT.format(release=release, arch=arch, tests=tests))
     _write_triton(folder, release, modules)
     stars = [name for name in STAR_MODULES if name == "moe_op" or f"aiter.ops.{name}" in modules]
-    _write(folder, "aiter/__init__.py", texts.package_init(release, stars))
+    _write(folder, "aiter/__init__.py", texts.package_init(stars))
     if metadata:
         its_version = version(release)
         _write(folder, "aiter/_version.py", f"__version__ = version = {its_version!r}\n")
         (root / "install_mode").write_text("install")
-        write_metadata(folder, "amd-aiter" if between(release, "v0.1.8", None) else "aiter", its_version)
+        write_metadata(folder, "amd-aiter", its_version)
     return folder
 
 
@@ -228,17 +224,14 @@ def shared_standin(release: str, arch: str = "gfx950") -> Path:
 
 def _write_triton(folder: Path, release: str, modules: dict[str, dict[Definition, Mutated]]) -> None:
     """The package around the Triton ops; the functions themselves are already written."""
-    if between(release, "v0.1.10", None):
-        addresses = aliases(release)
-        exported = {
-            module: [
-                new.name
-                for definition, new in modules.get(f"aiter.ops.triton.quant.{module}", {}).items()
-                if f"aiter.ops.triton.quant:{definition.name}" in addresses
-            ]
-            for module in ("fused_fp8_quant", "fused_mxfp4_quant", "fused_mxfp8_quant")
-        }
-        _write(folder, "aiter/ops/triton/quant/__init__.py", _quant_package(exported))
-    elif between(release, "v0.1.6.post2", None):
-        _write(folder, "aiter/ops/triton/quant.py", '"""Quantisation, none of which is recorded here."""\n')
-    _write(folder, "aiter/ops/triton/__init__.py", texts.triton_init(release))
+    addresses = aliases(release)
+    exported = {
+        module: [
+            new.name
+            for definition, new in modules.get(f"aiter.ops.triton.quant.{module}", {}).items()
+            if f"aiter.ops.triton.quant:{definition.name}" in addresses
+        ]
+        for module in ("fused_fp8_quant", "fused_mxfp4_quant", "fused_mxfp8_quant")
+    }
+    _write(folder, "aiter/ops/triton/quant/__init__.py", _quant_package(exported))
+    _write(folder, "aiter/ops/triton/__init__.py", texts.TRITON)

@@ -23,10 +23,8 @@ class Case:
         release: the release whose rules hold.
         arch: the architecture.
         heads: query heads of this rank, H.
-        tokens: query tokens per request as they are counted, q': 1 for sparse attention in newer releases.
-        longest: query tokens per request, Q.
-        q_fp8: whether queries are of the architecture's fp8.
-        kv_fp8: whether the cache is.
+        tokens: query tokens per request as they are counted, q': 1 for sparse attention.
+        fp8: whether queries and cache are of the architecture's fp8.
         bf16: whether both are bfloat16.
     """
 
@@ -34,23 +32,12 @@ class Case:
     arch: str
     heads: int
     tokens: int
-    longest: int
-    q_fp8: bool
-    kv_fp8: bool
+    fp8: bool
     bf16: bool
 
     def since(self, first: str) -> bool:
         """Whether this release or an earlier one introduced a rule."""
         return between(self.release, first, None)
-
-    def within(self, first: str, last: str) -> bool:
-        """Whether a rule that held from one release to another holds."""
-        return between(self.release, first, last)
-
-    @property
-    def fp8(self) -> bool:
-        """Whether queries and cache are both fp8."""
-        return self.q_fp8 and self.kv_fp8
 
     @property
     def packed(self) -> int:
@@ -72,48 +59,19 @@ def _packs_64(case: Case) -> bool:
     return case.bf16 and case.packed >= 64 and case.heads <= 64 and (case.packed < 128 or case.heads == 48)
 
 
-def _folds(case: Case) -> bool:
-    """The fold of query tokens into heads on gfx950 with fp8: v0.1.12 to v0.1.15.post3."""
-    if not case.within("v0.1.12", "v0.1.15.post3") or case.arch != "gfx950" or not case.fp8 or case.heads <= 16:
-        return False
-    if case.since("v0.1.13.dev0") and case.heads == 32 and case.longest == 2:
-        return False
-    return case.longest * (case.heads // 16) == 4 or (case.heads == 64 and case.longest == 2)
-
-
-def _wide_fp8(case: Case) -> bool:
-    """128 heads in fp8, whose architectures changed from release to release."""
-    if case.heads != 128:
-        return False
-    if case.since("v0.1.16"):
-        return case.fp8 and case.arch in ("gfx942", "gfx950")
-    if case.since("v0.1.15-rc0"):
-        return case.fp8 and (case.arch == "gfx942" or (case.arch == "gfx950" and case.tokens != 4))
-    if case.since("v0.1.14-rc0"):
-        return case.fp8 and case.arch in ("gfx942", "gfx950")
-    if case.since("v0.1.12"):
-        return case.fp8 and case.arch == "gfx942"
-    return case.fp8 if case.since("v0.1.9") else case.kv_fp8
-
-
 def _packs_128(case: Case) -> bool:
     """Tiles of 128 rows, as all that is native is packed."""
-    if case.heads == 16 or _wide_fp8(case) or _folds(case):
+    if case.heads == 16:
         return True
-    if not case.fp8:
-        return case.within("v0.1.13.dev0", "v0.1.13.post1") and (
-            case.arch == "gfx950" and case.bf16 and case.packed % 128 == 0
-        )
-    full = case.arch == "gfx942" and case.heads in (32, 64) and case.packed == 128
-    if full and case.since("v0.1.14-rc0") and experimental():
-        return True
-    four_or_64 = (case.heads == 32 and case.tokens == 4) or case.heads == 64
-    if four_or_64 and case.arch == "gfx950" and case.since("v0.1.16"):
-        return True
-    if case.heads != 64 or case.tokens != 1:
+    if not case.fp8 or case.arch not in COMPUTE_UNITS:
         return False
-    since = "v0.1.12.post1" if case.arch == "gfx950" else "v0.1.17-longctx"
-    return case.arch in ("gfx942", "gfx950") and case.since(since)
+    if case.heads == 128:
+        return True
+    if case.arch == "gfx950":
+        return case.heads == 64 or (case.heads == 32 and case.tokens == 4)
+    if case.heads in (32, 64) and case.packed == 128 and experimental():
+        return True
+    return case.heads == 64 and case.tokens == 1 and case.since("v0.1.17-longctx")
 
 
 def tiles_per_request(case: Case) -> int:
@@ -123,7 +81,7 @@ def tiles_per_request(case: Case) -> int:
     if _packs_128(case):
         return math.ceil(case.packed / 128)
     wide = case.packed >= 128 or case.heads > 64
-    if case.since("v0.1.14-rc0") and case.arch == "gfx950" and case.bf16 and wide and case.heads != 48:
+    if case.arch == "gfx950" and case.bf16 and wide and case.heads != 48:
         return case.tokens if 2 * case.heads > 128 else math.ceil(case.packed / 128)
     return math.ceil(case.packed / 16)
 
@@ -147,24 +105,22 @@ def mla_shapes(
     Raises:
         AssertionError: a head count that the release refuses.
     """
-    multiple = 8 if between(release, "v0.1.12", None) else 16
-    if heads % multiple:
-        raise AssertionError(f"num_head_qo % {multiple} == 0")
-    fp8 = torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
-    tokens = 1 if is_sparse and between(release, "v0.1.13.dev0", None) else longest
-    both_bf16 = q_dtype == kv_dtype == torch.bfloat16
-    case = Case(release, arch, heads, tokens, longest, q_dtype == fp8, kv_dtype == fp8, both_bf16)
+    if heads % 8:
+        raise AssertionError("num_head_qo % 8 == 0")
+    fp8 = q_dtype == kv_dtype == (torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn)
+    tokens, both_bf16 = 1 if is_sparse else longest, q_dtype == kv_dtype == torch.bfloat16
+    case = Case(release, arch, heads, tokens, fp8, both_bf16)
     slots = COMPUTE_UNITS[arch]
-    if case.since("v0.1.14-rc0") and arch == "gfx950" and case.fp8 and heads * longest == 64 and experimental():
+    if arch == "gfx950" and fp8 and heads * longest == 64 and experimental():
         slots *= 2
     tiles = tiles_per_request(case)
     requests = batch * longest if is_sparse else batch
     total = requests * tiles
     work = partial = total * slots
     if fast:
-        work = (requests + slots - 1) * tiles if case.since("v0.1.8") else total + slots - 1
+        work = (requests + slots - 1) * tiles
         partial = min(requests + slots - 1, 2 * (slots - 1)) * tiles
-    if most_splits > 0 and case.since("v0.1.16"):
+    if most_splits > 0:
         cap = min(slots, most_splits * requests)
         partial = max(partial, total + cap if case.since("v0.1.17-rc0") else total * cap)
     if intra_batch:
@@ -176,19 +132,4 @@ def mla_shapes(
         (total + 1, torch.int32),
         ((total, 2), torch.int32),
         (partial, torch.int32),
-    )
-
-
-def ps_shapes(arch: str, batch: int, kv_heads: int, longest: int, granularity: int) -> Shapes:
-    """The same for prefill; the rule has not changed since v0.1.10.post1."""
-    slots = COMPUTE_UNITS[arch]
-    clusters = slots // math.gcd(kv_heads, slots)
-    tiles = math.ceil(longest / granularity)
-    return (
-        (2, torch.uint64),
-        (slots + 1, torch.int32),
-        (((batch + clusters - 1) * tiles * kv_heads, 8), torch.int32),
-        (batch * tiles + 1, torch.int32),
-        ((batch * tiles, 2), torch.int32),
-        (min(batch + clusters - 1, (clusters - 1) * 2) * tiles, torch.int32),
     )

@@ -21,11 +21,12 @@ def _data() -> dict[str, Any]:
     return loaded
 
 
-RELEASES: tuple[str, ...] = tuple(release for release in _data()["releases"] if release != "HEAD")
-"""The 59 tags, oldest first, as PEP 440 orders them; `v0.1.17-longctx` is after `v0.1.17`."""
+EVERY_REF: tuple[str, ...] = tuple(_data()["releases"])
+"""A tag that is not supported any more, the supported ones, oldest first, and main at the recorded commit."""
 
-EVERY_REF: tuple[str, ...] = (*RELEASES, "HEAD")
-"""The tags, and main at the recorded commit."""
+TOO_OLD, *_SUPPORTED, _MAIN = EVERY_REF
+RELEASES: tuple[str, ...] = tuple(_SUPPORTED)
+"""The supported tags; `v0.1.17-longctx` is after `v0.1.17`."""
 
 
 def position(release: str) -> int:
@@ -46,7 +47,7 @@ def between(release: str, first: str | None, last: str | None) -> bool:
 
 
 def version(release: str) -> str:
-    """The version that setuptools_scm gives to a release: `v0.1.13-rc2` is 0.1.13rc2, `v0.1.17-longctx` is 0.1.17."""
+    """The version that setuptools_scm gives to a release: `v0.1.17-rc0` is 0.1.17rc0, `v0.1.17-longctx` is 0.1.17."""
     if release == "HEAD":
         return "0.1.20.post2.dev7+ge4048607a5"
     return release.removeprefix("v").replace("-longctx", "").replace("-rc", "rc")

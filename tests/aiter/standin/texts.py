@@ -1,11 +1,6 @@
-"""What of the generated package is the same in every release, or depends on little: its sources, as text."""
+"""What of the generated package is the same in every release: its sources, as text."""
 
 from __future__ import annotations
-
-from .recorded import between
-
-SWALLOWING = (("v0.1.12", "v0.1.13-rc2"), ("v0.1.14-rc0", "v0.1.14.post1"))
-"""Releases whose `import aiter` catches what fails and goes on with half a namespace, behind a warning."""
 
 CORE = '''"""Where AITER builds and binds its kernels; the stand-in has none."""
 {fault}
@@ -100,39 +95,12 @@ def behave(key, values):
     return perform(key, RELEASE, ARCH, values)
 '''
 
-FINDER = """
-import importlib
-import importlib.util
-import sys
-from types import SimpleNamespace
+TRITON = """'''AITER's Triton ops.'''
 
-_OLD_NAMES = {{
-    "fused_fp8_quant": "quant.fused_fp8_quant",
-    "fused_mxfp4_quant": "quant.fused_mxfp4_quant",
-    "fused_add_rmsnorm_pad": "normalization.fused_add_rmsnorm_pad",
-    "rmsnorm": "normalization.rmsnorm",
-}}
-
-
-def __getattr__(name):
-    if name in _OLD_NAMES:
-        return importlib.import_module(f"aiter.ops.triton.{{_OLD_NAMES[name]}}")
-    raise AttributeError(f"module 'aiter.ops.triton' has no attribute {{name!r}}")
-
-
-def _find_spec(fullname, path=None, target=None):
-    prefix, _, name = fullname.rpartition(".")
-    if prefix != "aiter.ops.triton" or name not in _OLD_NAMES:
-        return None
-    moved = f"aiter.ops.triton.{{_OLD_NAMES[name]}}"
-    try:
-        sys.modules[fullname] = importlib.import_module(moved)
-        return importlib.util.find_spec(moved)
-    except ImportError:
-        return None
-
-
-sys.meta_path.insert(0, SimpleNamespace(find_spec=_find_spec))
+try:
+    from . import quant
+except (ImportError, AttributeError):
+    quant = None
 """
 
 FAULTS = {
@@ -145,45 +113,15 @@ FAULTS = {
 AITER's own that is imported halfway cannot be."""
 
 
-def fp8_name(release: str, arch: str) -> str:
-    """The name in torch of the fp8 flavour that AITER takes for an architecture; uint8 where it knows none."""
-    if arch == "gfx942":
-        return "float8_e4m3fnuz"
-    since = {
-        "gfx950": "v0.1.5",
-        "gfx1250": "v0.1.10.post1",
-        "gfx1200": "v0.1.15-rc0",
-        "gfx1201": "v0.1.15-rc0",
-        **dict.fromkeys(("gfx1100", "gfx1101", "gfx1102", "gfx1151"), "v0.1.20"),
-    }
-    return "float8_e4m3fn" if arch in since and between(release, since[arch], None) else "uint8"
-
-
-def package_init(release: str, star_modules: list[str]) -> str:
-    """`aiter/__init__.py`: what is imported at the top, in AITER's order, and what becomes of a failure."""
+def package_init(star_modules: list[str]) -> str:
+    """`aiter/__init__.py`: what is imported at the top, in AITER's order, unless only Triton is to be used."""
     lines = ["from .jit import core as core", "from .utility import dtypes as dtypes"]
     lines += [f"from .ops.{module} import *" for module in ["enum", *star_modules]]
     lines.append("from . import mla")
     block = "\n".join(f"    {line}" for line in lines)
-    swallowed = "ImportError, RuntimeError, OSError"
-    if not between(release, None, "v0.1.12.post2"):
-        swallowed += ", KeyError"
-    text = '"""AITER, as a stand-in: the recorded names of one release, with bodies in plain torch."""\n'
-    text += 'import logging\nimport os\n\nlogger = logging.getLogger("aiter")\n'
-    if any(between(release, first, last) for first, last in SWALLOWING):
-        text += f"try:\n{block}\nexcept ({swallowed}) as e:\n"
-        text += '    logger.warning("ROCm/HIP JIT runtime not available: %s. Only Triton ops are.", e)\n'
-        return text
-    if between(release, "v0.1.16", None):
-        return text + f'if os.environ.get("AITER_TRITON_ONLY", "0") != "1":\n{block}\n'
-    return text + "\n".join(lines) + "\n"
+    return f'''"""AITER, as a stand-in: the recorded names of one release, with bodies in plain torch."""
+import os
 
-
-def triton_init(release: str) -> str:
-    """`aiter/ops/triton/__init__.py`: the quantising ops, and from v0.1.10 on the finder of the old names."""
-    text = '"""AITER\'s Triton ops."""\n'
-    if between(release, "v0.1.12", None):
-        text += "try:\n    from . import quant\nexcept (ImportError, AttributeError):\n    quant = None\n"
-    elif between(release, "v0.1.10", None):
-        text += "from . import quant\n"
-    return text + FINDER.format() if between(release, "v0.1.10", None) else text
+if os.environ.get("AITER_TRITON_ONLY", "0") != "1":
+{block}
+'''

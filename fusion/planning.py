@@ -15,16 +15,16 @@ from attrs import define, field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
 from ..adapters.arguments import check_whole, expect
-from ..adapters.errors import ArgumentError, ArgumentValueError, shown
+from ..adapters.errors import ArgumentError, ArgumentValueError, did_you_mean, shown
 from ..adapters.layer_specs import LayerSpec
-from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, MLASpec, ResidualSpec
+from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
 from .catalog import FUSIONS
 from .chain import Fusion
 from .config import FusionConfig
 from .engine import NAMES as ENGINES
-from .engine import TORCH_COMPILE, Engine
-from .faster import Faster
+from .engine import Engine
 from .limits import TokenLimit
+from .policy import Policy, shipped
 from .sites import FINAL, INPUT, OUTPUT, Site, sites_of
 from .target import Target
 from .verdict import Kind, Verdict, verdict
@@ -105,18 +105,39 @@ class Plan:
         return found
 
     def at(self, site: str) -> tuple[Decision, ...]:
-        """The decisions for one site; empty where the plan has no such site."""
+        """The decisions for one site.
+
+        Raises:
+            ArgumentValueError: the plan has no such site.
+        """
         expect("site", site, str, "a site's name")
+        if site not in self.site:
+            raise ArgumentValueError(
+                f"site: expected one of the plan's, got {shown(site)}{did_you_mean(site, self.site)}"
+            )
         return tuple(self._by_site.get(site, ()))
 
     def expects(self, site: str, tokens: int) -> bool:
-        """Whether some fusion is expected at a site for so many tokens."""
+        """Whether some fusion is expected at a site for so many tokens.
+
+        Raises:
+            ArgumentValueError: the plan has no such site.
+        """
         check_whole(tokens=tokens)
         return any(decision.applies and tokens in decision.tokens for decision in self.at(site))
 
     def of(self, layer: str) -> tuple[Decision, ...]:
-        """The decisions for all sites of one layer; empty where the plan has no such layer."""
+        """The decisions for all sites of one layer; empty where it has no site.
+
+        Raises:
+            ArgumentValueError: the plan has no such layer.
+        """
         expect("layer", layer, str, "a layer's path")
+        known = dict(self.specs)
+        if layer not in known:
+            raise ArgumentValueError(
+                f"layer: expected one of the plan's, got {shown(layer)}{did_you_mean(layer, known)}"
+            )
         return tuple(d for site in self.sites if site.layer == layer for d in self.at(site.name))
 
     def _kind(self, kind: Kind, fusion: str | None) -> tuple[Decision, ...]:
@@ -189,6 +210,7 @@ def plan(
     target: Target,
     config: FusionConfig | None = None,
     engine: Engine | str | None = None,
+    policy: Policy | None = None,
 ) -> Plan:
     """Decide every fusion for every site.
 
@@ -199,11 +221,13 @@ def plan(
         config: what is wanted; the default config if not given. The environment is not read here:
             pass `FusionConfig.from_environment()` for that.
         engine: where the model runs, by name or with what it will not let happen; None: torch.compile as it is.
+        policy: the measurements that say what is on in an engine; those that come with the library if not given.
 
     Raises:
         ArgumentValueError: two specs of one type claim the same layer.
         ArgumentError: an argument is of another type.
         UnknownFusionEngineError: no engine has this name.
+        UnknownFusionError: a policy names what is no fusion.
     """
     config = FusionConfig() if config is None else config
     engine = Engine.named(engine) if isinstance(engine, str) else engine
@@ -211,9 +235,13 @@ def plan(
         ("target", target, Target, "Target.named('gfx950') makes one from a name"),
         ("config", config, FusionConfig, "give FusionConfig(...), or None for the default"),
         ("engine", engine, Engine | None, f"give one of {', '.join(ENGINES)}, or an Engine(name=...)"),
+        ("policy", policy, Policy | None, "fusion.policy.read_policy(path) reads one, None is the library's"),
     ):
         if not isinstance(value, wanted):
             raise ArgumentError(f"{name}: got {shown(value)}; {how}")
+    for measured in () if policy is None else policy.measurement:
+        for name in (*measured.fusions, *filter(None, [measured.unless])):
+            FUSIONS.check(name)
     placed = tuple(map(_placed, several(specs)))
     twice = [key for key, n in Counter((layer, type(spec).__name__) for layer, spec in placed).items() if n > 1]
     if twice:
@@ -223,7 +251,7 @@ def plan(
             "with the path of its own layer, as (path, spec)"
         )
     sites = tuple(_reduced(placed, (site for layer, spec in placed for site in sites_of(layer, spec))))
-    decide = _Decider(target, config, engine)
+    decide = _Decider(target, config, engine, shipped() if policy is None else policy)
     decisions = tuple(decision for site in sites for decision in decide(site))
     return Plan(target=target, config=config, engine=engine, specs=placed, sites=sites, decisions=decisions)
 
@@ -272,6 +300,8 @@ def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> It
             mlps[spec.layer_index] = 0
     for site in sites:
         after_mlp = site.role == FINAL or (site.role == INPUT and site.adds)
+        if isinstance(site.spec, ResidualSpec) and site.spec.handed_over and site.block == 0:
+            after_mlp = False  # of another rank of a pipeline, which has summed what it gave
         index = site.spec.layer_index
         ranks = mlps.get(index - (site.block == 0)) if after_mlp and index is not None else None
         yield site if ranks is None else attrs.evolve(site, reduced=ranks)
@@ -289,10 +319,11 @@ def _label(spec: AnySpec) -> str:
 class _Decider:
     """Decides site by site. Sites that differ in their layer only are decided once."""
 
-    def __init__(self, target: Target, config: FusionConfig, engine: Engine | None) -> None:
+    def __init__(self, target: Target, config: FusionConfig, engine: Engine | None, policy: Policy) -> None:
         self._target = target
         self._config = config
         self._engine = engine
+        self._policy = policy
         # Limits of other packages may look at all of a spec; those of all-reduces look at what the key holds.
         self._limited = any(f.limit is not None and f.all_reduce is None for f in FUSIONS.values())
         self._known: dict[Any, list[tuple[str, Kind, str, Tokens]]] = {}
@@ -306,15 +337,13 @@ class _Decider:
             site.reduced,
             site.absent,
             site.unknown,
-            site.uncached,
-            site.unsaid,
+            site.read_by,
             quant,
+            site.unquantised,
             None if isinstance(site.spec, KernelSpec) else site.spec.parallel.size,
         )
-        if self._limited or site.role == OUTPUT or not (site.norms or isinstance(site.spec, MLASpec)):
+        if self._limited or site.role == OUTPUT or not site.norms:
             key = (*key, site.spec)
-        elif isinstance(site.spec, MLASpec):
-            key = (*key, site.spec.latent_width)
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = list(self._decide(site, quant))
@@ -348,37 +377,43 @@ class _Decider:
         for fusion, found in verdicts.items():
             yield from taken.get(fusion) or [(fusion.name, found.kind, found.reason, ANY)]
 
+    def _why_not_read(self, site: Site) -> str | None:
+        """Why the quantisation that is said of all linears is not known to be of what reads this site, or None where it is."""
+        if site.read_by == "undeclared":
+            return (
+                "not known: the model's entry declares no MLP of this layer; routed experts, which quantise inside of "
+                "their own kernels, take what this norm gives as it is"
+            )
+        engine = self._engine
+        # transformers' shared experts are linears like any others, and torch.compile sees them.
+        if site.read_by != "experts" or engine is None or engine.name == "transformers":
+            return None
+        if "*" in engine.refuses:
+            return None
+        return engine.experts or f"not known: how {engine.name} runs a mixture's experts, and what it gives them"
+
     def _limit(self, fusion: Fusion, site: Site) -> TokenLimit | None:
         return None if fusion.limit is None else fusion.limit(site, self._target, self._engine)
 
     def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Verdict:
-        engine = self._engine
-        # transformers runs in torch.compile as it is.
-        place = TORCH_COMPILE if engine is None or engine.name == "transformers" else engine
-        measured = fusion.faster_at(place, self._target, site, quant)
-        found = self._allowed(fusion, site, quant, measured)
-        asked = dict(self._config.switches).get(fusion.name) is True
-        if asked and found.reason == site.unsaid:
-            return Verdict("refused", found.reason)
-        # What is nowhere on without a measurement is no miss: it is listed where it was measured or asked for.
-        unasked = fusion.off_unless_faster and measured is None and not asked
-        return Verdict("not_applicable", found.reason) if unasked and found.kind == "refused" else found
-
-    def _allowed(self, fusion: Fusion, site: Site, quant: ActivationQuant | None, measured: Faster | None) -> Verdict:
         found = verdict(fusion, site, self._target, quant)
+        unread = None if fusion.quant is None else self._why_not_read(site)
+        if unread is not None and found.kind != "not_applicable":
+            return Verdict("not_applicable", unread)
         if found.kind != "expected":
             return found
         engine, switched = self._engine, fusion.name in dict(self._config.switches)
+        measured = None if engine is None else self._policy.faster_at(fusion.name, engine, self._target, site, quant)
         refusal = None if engine is None else engine.why_not(fusion.name, site.role)
         if engine is not None and refusal is None:
             elsewhere = engine.why_kept(fusion.name, site.role)
             if elsewhere is None and measured is None and dict(self._config.switches).get(fusion.name) is not True:
-                figure = fusion.off_in.get(engine.name) if engine.compiled else None
+                figure = self._policy.why_nothing_gained(fusion.name, engine)
                 elsewhere = engine.does.get(fusion.name)
                 elsewhere = f"{elsewhere}; {figure}" if elsewhere is not None and figure is not None else elsewhere
             if elsewhere is not None:
                 return Verdict("not_applicable", elsewhere)
-        off = self._config.why_off(fusion, engine, measured)
+        off = self._config.why_off(fusion, engine, measured, self._policy)
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason
@@ -387,4 +422,8 @@ class _Decider:
         reason = refusal or off
         if reason is not None:
             return Verdict("refused", reason)
-        return found if measured is None else Verdict("expected", f"{found.reason}; measured {measured.figure}")
+        return (
+            found
+            if measured is None
+            else Verdict("expected", f"{found.reason}; measured {measured.figure(fusion.name)}")
+        )

@@ -1,0 +1,320 @@
+"""Whether what runs at a place of vLLM's is its own code: what its source files compile to, all the way down.
+
+Other packages patch vLLM's classes, functions and instances, often with `functools.wraps` and the same parameters. Where something of
+ours would be called instead, theirs would not be: such a place is left alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Container, Iterator, Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch.nn.modules.module as torch_module
+from attrs import frozen
+from torch import nn
+
+from ...adapters.errors import LayerfuseError
+from .whose import codes, is_source, module_of, names_in, package, plain, within
+
+VLLM = "vllm"
+OURS = __name__.partition(".")[0]
+AROUND = frozenset({OURS, "torch", "triton", *sys.stdlib_module_names})
+"""Packages whose wrappers are looked through, and whose functions are not looked at."""
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+class NotNativeError(LayerfuseError, RuntimeError):
+    """What runs at a place is not vLLM's own code; the message says whose it is."""
+
+    def __init__(self, place: str, owner: str, file: str | None = None) -> None:
+        self.place, self.owner, self.file = place, owner, file
+        super().__init__(place, owner, file)
+
+    def __str__(self) -> str:
+        if self.file is not None:
+            return f"{self.place} is not what vLLM's source says: its code is from {self.file}"
+        return f"{self.place} is not vLLM's own: it is from {self.owner}"
+
+
+class HookedError(NotNativeError):
+    """A hook is registered on a module that would not be called."""
+
+    def __str__(self) -> str:
+        return f"{self.place}, from {self.owner}, would not be called"
+
+
+@frozen(kw_only=True)
+class Native:
+    """All that runs at a place, as it was when every part of it was vLLM's own."""
+
+    held: tuple[tuple[Mapping[str, Any], str, Any, str], ...]
+    "Where, under which name, what, and what errors call it; None: nothing."
+    empty: tuple[tuple[Mapping[Any, Any], str], ...]
+    "Hooks of modules that would be called from elsewhere, and whose they are."
+    classes: tuple[tuple[nn.Module, type], ...]
+    "Modules, and what they are."
+
+    def changed(self) -> str | None:
+        """What has been put there since then, as a sentence; None where it is as it was. One to two microseconds for a norm."""
+        for where, name, what, place in self.held:
+            now = where.get(name)
+            if now is not what and not _stands_for(now, what):
+                code = callable(now) or callable(what)
+                return str(NotNativeError(place, module_of(now))) if code else f"{place} was {what}, and is {now}"
+        for hooks, place in self.empty:
+            if hooks:
+                return str(HookedError(place, module_of(next(iter(hooks.values())))))
+        for module, cls in self.classes:
+            if type(module) is not cls:
+                return str(
+                    NotNativeError(f"this {cls.__qualname__}", f"{type(module).__module__}:{type(module).__qualname__}")
+                )
+        return None
+
+
+def _stands_for(now: Any, what: Any) -> bool:
+    """Whether something is a function of ours that passes a function of vLLM's on. Those who wrap it copy its attributes."""
+    return module_of(now).startswith(f"{OURS}.") and getattr(now, "__layerfuse_original__", None) is what
+
+
+def native(module: nn.Module, *, bypassed: Container[str] = (), values: bool = True) -> Native:
+    """All that runs where a forward of ours stands in a module of vLLM's, whose hooks are called as ever.
+
+    Args:
+        module: vLLM's.
+        bypassed: the names of its children that are not called either, nor their hooks.
+        values: whether the numbers that it reads off itself have to stay.
+
+    Raises:
+        NotNativeError: some of it is not vLLM's own code.
+    """
+    look = _Look(module, bypassed, values)
+    look.forward(module)
+    return look.native()
+
+
+def native_call(module: nn.Module, *methods: tuple[type, str]) -> Native:
+    """The same of a module that is not called at all, nor are some methods.
+
+    Raises:
+        NotNativeError: some of it is not vLLM's own code, or it has hooks.
+    """
+    look = _Look()
+    look.module(module)
+    for cls, name in methods:
+        look.attribute(cls, name)
+    return look.native()
+
+
+def native_function(module: str, name: str) -> None:
+    """Hold a function of one of vLLM's modules, and all that it calls, to the source.
+
+    Raises:
+        NotNativeError: some of it is not vLLM's own code.
+    """
+    _Look().named(vars(sys.modules[module]), name, frozenset({name}))
+
+
+def why_not_ops() -> str | None:
+    """Why vLLM's ops for norms, which graphs hold by name, do not compute what vLLM's own do; None where they do."""
+    look, ops = _Look(), sys.modules.get("vllm.ir.ops")
+    try:
+        for name in ("fused_add_rms_norm", "rms_norm"):
+            if ops is not None and name in vars(ops):
+                look.named(vars(ops), name, frozenset({name}))
+    except NotNativeError as error:
+        return str(error)
+    return None
+
+
+def why_not_all_reduce() -> str | None:
+    """The same of its op for an all-reduce over the tensor-parallel ranks."""
+    from vllm.distributed import parallel_state
+
+    look, group = _Look(), parallel_state.get_tp_group()
+    try:
+        look.named(vars(parallel_state), "all_reduce", frozenset({"all_reduce"}))
+        look.attribute(type(group), "_all_reduce_out_place", group)
+        if group.device_communicator is not None:
+            look.attribute(type(group.device_communicator), "all_reduce", group.device_communicator)
+    except NotNativeError as error:
+        return str(error)
+    return None
+
+
+class _Look:
+    """One look at all that runs at a place."""
+
+    def __init__(self, top: nn.Module | None = None, bypassed: Container[str] = (), values: bool = True) -> None:
+        self.top, self.bypassed, self.values = top, bypassed, values
+        self.held: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, str]] = {}
+        self.empty: list[tuple[Mapping[Any, Any], str]] = []
+        self.classes: dict[int, tuple[nn.Module, type]] = {}
+        self._seen: set[Any] = set()
+
+    def _hold(self, where: Mapping[str, Any], name: str, what: Any, place: str, key: object) -> None:
+        self.held[id(key), name] = (where, name, what, place)
+
+    def native(self) -> Native:
+        """What was found."""
+        return Native(held=tuple(self.held.values()), empty=tuple(self.empty), classes=tuple(self.classes.values()))
+
+    # ---- modules
+
+    def module(self, module: nn.Module) -> None:
+        """A module that is not called: neither its forward nor what is around that."""
+        cls = type(module)
+        call = f"{cls.__qualname__}.__call__"
+        for base in cls.__mro__:
+            held = vars(base).get("__call__")
+            self._hold(vars(base), "__call__", held, call, base)
+            if held is not None:
+                if module_of(held) != torch_module.__name__:
+                    raise NotNativeError(call, module_of(held))
+                break
+        every = [(vars(torch_module)[f"_global{name}"], "a hook of every module") for name in _HOOKS]
+        for hooks, place in (*every, *((vars(module)[name], f"a hook of this {cls.__qualname__}") for name in _HOOKS)):
+            if hooks:
+                raise HookedError(place, module_of(next(iter(hooks.values()))))
+            self.empty.append((hooks, place))
+        self.forward(module)
+
+    def forward(self, module: nn.Module) -> None:
+        """What the forward of a module runs."""
+        self.classes[id(module)] = (module, type(module))
+        mine, place = vars(module), f"the forward of this {type(module).__qualname__}"
+        if "forward" in mine:
+            raise NotNativeError(place, module_of(mine["forward"]))
+        if module is not self.top:  # there something of ours will stand
+            self._hold(mine, "forward", None, place, module)
+        self.attribute(type(module), "forward", module)
+
+    def attribute(self, cls: type, name: str, instance: Any = None) -> None:
+        """What a class has under a name, if that is code."""
+        passed = []
+        for base in cls.__mro__:
+            if name not in vars(base):
+                passed.append(base)
+                continue
+            held, place = vars(base)[name], f"{base.__module__}:{base.__qualname__}.{name}"
+            function = plain(held)
+            if isinstance(function, FunctionType):
+                if package(base.__module__) in AROUND and package(module_of(function)) in AROUND:
+                    return
+                for each in passed:
+                    self._hold(vars(each), name, None, place, each)
+                self._hold(vars(base), name, held, place, base)
+                self.function(function, place, cls, instance)
+                if not any(_is_of(each, base) for each in _chain(function)):
+                    raise NotNativeError(place, f"{module_of(function)}:{function.__code__.co_qualname}")
+            elif f"{base.__qualname__}.{name}" in codes(base.__module__):
+                raise NotNativeError(place, module_of(held))
+            return
+
+    # ---- functions
+
+    def function(self, function: FunctionType, place: str, cls: type | None = None, instance: Any = None) -> None:
+        """A function's code, and all that it names."""
+        if (function, cls, id(instance)) in self._seen:
+            return
+        self._seen.add((function, cls, id(instance)))
+        owner = module_of(function)
+        if package(owner) not in (VLLM, *AROUND):
+            raise NotNativeError(place, owner)
+        native = package(owner) == VLLM
+        if native and not is_source(function.__code__, owner):
+            raise NotNativeError(place, owner, function.__code__.co_filename)
+        for each in within(function):
+            self.function(each, place, cls, instance)
+        if native:
+            self._all_named(function, cls, instance)
+
+    def _all_named(self, function: FunctionType, cls: type | None, instance: Any) -> None:
+        names = names_in(function.__code__)
+        for name in sorted(names):
+            if cls is not None:
+                self.attribute(cls, name, instance)
+            if instance is not None:
+                self._of_instance(instance, name)
+            for each in (name, f"_{name}"):  # the function of torch.ops.vllm.name
+                if each in function.__globals__:
+                    self.named(function.__globals__, each, names)
+            if package(name) == VLLM and name in sys.modules:  # imported inside
+                self._in_module(sys.modules[name], names)
+
+    def _of_instance(self, instance: Any, name: str) -> None:
+        mine = vars(instance)
+        child = mine.get("_modules", {}).get(name)
+        if child is not None and (instance is not self.top or name in self.bypassed):
+            self._hold(mine["_modules"], name, child, f"{name} of this {type(instance).__qualname__}", mine["_modules"])
+            self.module(child)
+        if name not in mine:
+            return
+        held = mine[name]
+        if (
+            isinstance(held, bool | int | float | str | None)
+            and name[0] != "_"
+            and (instance is not self.top or self.values)
+        ):
+            self._hold(mine, name, held, f"{name} of this {type(instance).__qualname__}", instance)
+        if isinstance(held, FunctionType | MethodType | functools.partial):
+            cls, function, place = type(instance), plain(held), f"{name} of this {type(instance).__qualname__}"
+            own = isinstance(held, MethodType) and held.__self__ is instance
+            if isinstance(held, MethodType) and own:  # what vLLM has chosen
+                place = f"{cls.__module__}:{cls.__qualname__}.{held.__name__}"
+            self._hold(mine, name, held, place, instance)
+            if isinstance(function, FunctionType):
+                self.function(function, place, cls if own else None, instance if own else None)
+
+    def named(self, where: Mapping[str, Any], name: str, names: frozenset[str]) -> None:
+        """What a module has under a name."""
+        held, module = where[name], str(where.get("__name__"))
+        found, place = plain(held), f"{module}:{name}"
+        if isinstance(found, ModuleType):
+            self._in_module(found, names)
+        elif isinstance(found, FunctionType):
+            self._hold(where, name, held, place, module)
+            self.function(found, place)
+        elif type(found).__module__ == "vllm.ir.op" and "impls" in vars(found):
+            self._hold(where, name, held, place, module)
+            self._op(found, place)
+        elif not isinstance(found, type) and callable(found) and package(module_of(found)) not in (VLLM, *AROUND):
+            raise NotNativeError(place, module_of(found))
+
+    def _in_module(self, module: ModuleType, names: frozenset[str]) -> None:
+        if package(module.__name__) != VLLM or (module.__name__, names) in self._seen:
+            return
+        self._seen.add((module.__name__, names))
+        for name in sorted(names):  # the reason is the same on every rank
+            if name in vars(module):
+                self.named(vars(module), name, names)
+
+    def _op(self, op: Any, place: str) -> None:
+        """An op of vLLM's IR: how it is called, and the implementation that it chooses, of vLLM's own or of a provider from elsewhere."""
+        if op in self._seen:
+            return
+        self._seen.add(op)
+        for each in filter(None, (op, vars(op).get("maybe_inplace"))):
+            self.attribute(type(each), "__call__", each)
+        for impl in vars(op).get("_priority_impls") or [op.impls["native"]]:
+            where = f"the implementation {impl.provider!r} of {place}"
+            function = plain(impl.impl_fn)
+            if isinstance(function, FunctionType):
+                self.function(function, where)
+            self._hold(vars(impl), "impl_fn", impl.impl_fn, where, impl)
+            self.attribute(type(impl), "func_impl_fn", impl)
+
+
+def _chain(function: FunctionType) -> Iterator[FunctionType]:
+    yield function
+    for each in within(function):
+        yield from _chain(each)
+
+
+def _is_of(function: FunctionType, cls: type) -> bool:
+    """Whether a function is one that a class defines, under whichever name."""
+    return (module_of(function), function.__code__.co_qualname.rpartition(".")[0]) == (cls.__module__, cls.__qualname__)

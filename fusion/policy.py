@@ -1,0 +1,249 @@
+"""What is on in an engine unless it is switched: measurements as data (`policy.toml`), and the one rule that reads them.
+
+A fusion is on where a measurement of that engine says that it is faster there, and nowhere else. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cattrs
+from attrs import field, frozen
+from cattrs import transform_error
+from cattrs.v import format_exception
+
+from ..adapters.errors import LayerfuseError, shown
+from .engine import SPELT
+
+if TYPE_CHECKING:
+    from ..adapters.activation_quant import ActivationQuant
+    from .engine import Engine
+    from .sites import Site
+    from .target import Target
+
+SHIPPED = Path(__file__).parents[1] / "policy.toml"
+"""The measurements that come with the library."""
+
+NO_SLOWER = 0.995
+"""No cell of a measurement may fall below this at the lower end of its interval."""
+FASTER = 1.01
+"""At least one cell must be this many times faster."""
+
+
+class PolicyError(LayerfuseError, ValueError):
+    """A policy file that cannot be read; every problem is listed."""
+
+    def __init__(self, file: str, problems: list[str]) -> None:
+        self.file = file
+        self.problems = tuple(problems)
+        super().__init__(f"{file}: " + "; ".join(problems))
+
+
+def _interval(_instance: Any, attribute: Any, cells: Mapping[str, tuple[float, ...]]) -> None:
+    if not cells:
+        raise ValueError(f"{attribute.name}: expected a cell per batch, as {{ 1 = [1.06, 1.05, 1.07] }}")
+    for batch, cell in cells.items():
+        if not batch.isdecimal() or len(cell) != 3 or not 0 < cell[1] <= cell[0] <= cell[2]:
+            raise ValueError(
+                f"{attribute.name}: expected a batch, then the ratio and its interval, low and high, got {shown(batch)} = "
+                f"{shown(list(cell))}"
+            )
+
+
+def _some(_instance: Any, attribute: Any, names: tuple[str, ...]) -> None:
+    if not names:
+        raise ValueError(f"{attribute.name}: expected the fusions that were on")
+
+
+def _known(_instance: Any, attribute: Any, engine: str) -> None:
+    if engine not in SPELT:
+        raise ValueError(f"{attribute.name}: expected one of {', '.join(SPELT)}, got {shown(engine)}")
+
+
+@frozen(kw_only=True)
+class Measurement:
+    """Fusions that were on together in an engine, against the engine as it is without them."""
+
+    fusions: tuple[str, ...] = field(validator=_some)
+    engine: str = field(validator=_known)
+    "One of `engine.NAMES`."
+    release: str
+    device: str
+    "As its driver names it."
+    arch: str
+    "As `Target.arch` names it: where it is taken to hold."
+    model: str
+    "In words, with the format of its weights."
+    decode: Mapping[str, tuple[float, ...]] = field(validator=_interval)
+    """Batch -> how many times faster a decode step is: the ratio of the medians, and the lower and upper end of the 95 % interval of the
+    ratio over turns."""
+    date: datetime.date
+    commit: str
+    file: str
+    "Where the figures are, below benchmarks/results."
+    stage: str
+    arm: str
+    "Of the file."
+    linears: str | None = None
+    "Whose kernel the quantised linears were."
+    ranks: int = 1
+    "It holds from this tensor-parallel size on."
+    unless: str | None = None
+    "A fusion: it holds where the engine does not do that itself."
+    quant: str | None = None
+    "It holds where what reads the site quantises like this: a word of `ActivationQuant.scheme`. None: however it does."
+    compiled: bool = True
+    "Whether the engine compiled the model. False: the fusions stood at module level."
+    why: str | None = None
+    "Why nothing is gained, as a sentence, where nothing is."
+    note: str | None = None
+    "What else was measured, in words."
+
+    @property
+    def faster(self) -> bool:
+        """The rule: no cell is slower, and one is faster."""
+        ratios, lows = zip(*[(cell[0], cell[1]) for cell in self.decode.values()], strict=True)
+        return bool(min(lows) >= NO_SLOWER and max(ratios) >= FASTER)
+
+    @property
+    def on(self) -> str:
+        """What was measured, in words."""
+        linears = [] if self.linears is None else [f"{self.linears} linears"]
+        ranks = [] if self.ranks == 1 else [f"TP {self.ranks}"]
+        return ", ".join([self.model, *linears, *ranks, f"{SPELT[self.engine]} {self.release}", self.device])
+
+    def figure(self, fusion: str) -> str:
+        """The measurement as plans and docs say it."""
+        ratios = _listed([f"{cell[0]:.2f}" if self.faster else f"{cell[0]:.3f}" for cell in self.decode.values()])
+        step = f"{ratios} times faster per decode step at batch {_listed(list(self.decode))}"
+        if not self.faster:
+            because = "" if self.why is None else f"{self.why}: "
+            slower = min(cell[1] for cell in self.decode.values()) < NO_SLOWER
+            took = "longer in one cell at least" if slower else "as long"
+            return f"{because}with the fusion a decode step took {took} ({step}; {self.on})"
+        others = [name for name in self.fusions if name != fusion]
+        together = [f"together with {_listed(others)}"] if others else []
+        noted = [] if self.note is None else [self.note]
+        return ", ".join([step, *together, *noted]) + f" ({self.on})"
+
+    @property
+    def where(self) -> str:
+        """The conditions in words."""
+        quant = [] if self.quant is None else [f"where activations are quantised {self.quant.replace('_', ' ')}"]
+        ranks = [] if self.ranks == 1 else [f"from {self.ranks} ranks on"]
+        unless = [] if self.unless is None else [f"where {SPELT[self.engine]} does not do {self.unless} itself"]
+        eager = [] if self.compiled else ["where nothing is compiled"]
+        return ", ".join([self.arch, *quant, *ranks, *unless, *eager])
+
+    def holds(self, target: Target, site: Site, quant: ActivationQuant | None) -> bool:
+        """Whether a site is one that the measurement speaks of."""
+        from ..adapters.specs import KernelSpec
+
+        scheme = None if quant is None else quant.scheme
+        return (
+            target.arch == self.arch
+            and self.quant in (None, scheme)
+            and not isinstance(site.spec, KernelSpec)
+            and site.spec.parallel.size >= self.ranks
+        )
+
+
+def _listed(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+@frozen(kw_only=True)
+class Policy:
+    """Measurements, in the order in which they are asked."""
+
+    measurement: tuple[Measurement, ...] = ()
+
+    def of(self, fusion: str, engine: str) -> Iterator[Measurement]:
+        """What was measured of a fusion in an engine."""
+        return (each for each in self.measurement if fusion in each.fusions and each.engine == engine)
+
+    def faster_at(
+        self, fusion: str, engine: Engine, target: Target, site: Site, quant: ActivationQuant | None
+    ) -> Measurement | None:
+        """The measurement that turns a fusion on in an engine at such a site, or None."""
+        return next(
+            (
+                each
+                for each in self.of(fusion, engine.name)
+                if each.faster
+                and each.compiled == engine.compiled
+                and each.unless not in engine.does
+                and each.holds(target, site, quant)
+            ),
+            None,
+        )
+
+    def why_nothing_gained(self, fusion: str, engine: Engine) -> str | None:
+        """The measurement in words that says that nothing is gained in an engine that compiles, or None."""
+        none = (each for each in self.of(fusion, engine.name) if not each.faster and each.compiled == engine.compiled)
+        return next((each.figure(fusion) for each in none), None)
+
+    def why_off(self, fusion: str, engine: Engine) -> str:
+        """Why a fusion is off in an engine unless it is switched on, where no measurement turns it on."""
+        where = [
+            each.where for each in self.of(fusion, engine.name) if each.faster and each.compiled == engine.compiled
+        ]
+        if where:
+            return f"it was measured faster on {'; '.join(where)}"
+        how = "" if engine.compiled else " where that compiles nothing"
+        return self.why_nothing_gained(fusion, engine) or f"it was not benchmarked in {engine.name}{how}"
+
+
+@functools.cache
+def _converter() -> cattrs.Converter:
+    converter = cattrs.Converter(forbid_extra_keys=True)
+    for kind, what in _TAKEN.items():
+        converter.register_structure_hook(kind, functools.partial(_as_it_is, kind, what))
+    return converter
+
+
+_TAKEN = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number with a point",
+    bool: "true or false",
+    datetime.date: "a date, as 2026-11-23",
+}
+"""What is taken as it is written, and nothing else in its place."""
+
+
+def _as_it_is(kind: type, what: str, value: Any, _: Any) -> Any:
+    if type(value) is not kind:
+        raise ValueError(f"expected {what}, got {shown(value)}")
+    return value
+
+
+def _in_words(error: BaseException, kind: type | None) -> str:
+    return str(error) if type(error) is ValueError else format_exception(error, kind)
+
+
+def read_policy(path: Path) -> Policy:
+    """The measurements of a file.
+
+    Raises:
+        PolicyError: it cannot be read, is no TOML, or holds mistakes; all are listed.
+    """
+    try:
+        return _converter().structure(tomllib.loads(path.read_text(encoding="utf-8")), Policy)
+    except OSError as error:
+        raise PolicyError(str(path), [f"cannot be read: {error.strerror}"]) from None
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise PolicyError(str(path), [f"is not TOML: {error}"]) from None
+    except cattrs.BaseValidationError as error:
+        raise PolicyError(str(path), transform_error(error, format_exception=_in_words)) from None
+
+
+@functools.cache
+def shipped() -> Policy:
+    """The measurements that come with the library."""
+    return read_policy(SHIPPED)

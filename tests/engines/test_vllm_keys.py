@@ -1,0 +1,333 @@
+"""Whatever decides what is in a graph is in the key of vLLM's cache, or nothing is kept: starts after starts in bad company.
+
+Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm_started")
+from vllm.compilation.passes.pass_manager import PostGradPassManager
+from vllm.platforms import current_platform
+from vllm_started import BLOCK_FP8, ROUNDING, apart, fp8, loaded_from_cache, started
+
+from layerfuse.engines.vllm import plugin, process
+from layerfuse.engines.vllm.keys import in_place_of_options
+from layerfuse.engines.vllm.verdict import Outcome, Verdict, lines_of
+from layerfuse.fusion import FusionMissedError, backends
+
+ADD = "add_rms_norm"
+OPEN = {"fusions": [ADD]}
+STRICT = {**OPEN, "strict": True}
+FUSED = f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run"
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    caplog.set_level(logging.INFO, logger="vllm.layerfuse")
+
+
+@contextlib.contextmanager
+def start(cache: Path, **config: Any) -> Iterator[Any]:
+    """A model as a new process has it."""
+    with mock.patch.object(process, "this", process.Process()):
+        plugin.register()
+        with started("deepseek-v3", cache, **{"layerfuse": STRICT, "split": False, **config}) as engine:
+            yield engine
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What layerfuse has logged since it was asked last."""
+    messages = [record.getMessage() for record in caplog.records if record.name == "vllm.layerfuse"]
+    caplog.clear()
+    return [line.strip() for message in messages for line in message.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("mega", "split"), [("1", False), ("0", True)], ids=["one artefact, whole", "an artefact for each piece"]
+)
+def test_a_start_whose_pass_could_not_be_added_leaves_nothing_behind(
+    mega: str, split: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", mega)
+    insert = "layerfuse.engines.vllm.passes.insert"
+    for _ in range(2):
+        with (
+            mock.patch(insert, side_effect=TypeError("a manager has no list of passes")),
+            start(tmp_path, split=split) as engine,
+            pytest.raises(
+                FusionMissedError, match="layerfuse's pass could not be added to vLLM's: a manager has no list"
+            ),
+        ):
+            engine()
+        assert f"{ADD}: 6 expected, 0 fused, 6 missed; called 0 times in the profiling run" in lines(caplog)
+    before = loaded_from_cache()
+    for warm in (False, True):
+        with start(tmp_path, split=split) as engine:
+            assert apart(engine(), engine.uncompiled()) < ROUNDING
+        assert FUSED in lines(caplog)
+        assert loaded_from_cache() - before == warm
+    # What is kept fused serves a start that could not fuse it, which spoils nothing either.
+    with mock.patch(insert, side_effect=TypeError("no list")), start(tmp_path, layerfuse=OPEN, split=split) as engine:
+        engine()
+    # Of several artefacts, those of equal pieces are compiled anew at every start.
+    assert (FUSED in lines(caplog)) == (mega == "1")
+    with start(tmp_path, split=split) as engine:
+        engine()
+    assert FUSED in lines(caplog)
+
+
+class OwnManager(PostGradPassManager):
+    """Another plugin's, which keeps its passes in another way."""
+
+    def configure(self, config: Any) -> None:
+        super().configure(config)
+        self.in_order = self.__dict__.pop("passes")
+
+    def __call__(self, graph: Any) -> None:
+        self.passes = self.in_order
+        super().__call__(graph)
+        del self.passes
+
+    def uuid(self) -> str:
+        self.passes = self.in_order
+        said = super().uuid()
+        del self.passes
+        return said
+
+
+def test_a_rewriting_that_failed_is_not_served_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from layerfuse.fusion.rewrite.driver import Driver
+
+    failing = mock.patch.object(Driver, "__call__", side_effect=RuntimeError("no memory"))
+    with failing, start(tmp_path, layerfuse=OPEN) as engine:
+        engine()
+    assert any("rewriting a graph failed: RuntimeError: no memory" in line for line in lines(caplog))
+    with start(tmp_path) as engine:
+        engine()
+    assert FUSED in lines(caplog)
+
+
+@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
+def test_a_first_call_that_raises_is_none(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who catches its error and calls again has what was planned, and its report."""
+    with start(tmp_path, mode=mode) as engine:
+        where = "vllm.compilation.backends.VllmBackend.__call__"
+        if mode == "NONE":
+            where = "vllm.model_executor.models.deepseek_v2.DeepseekV2Model.forward"
+        with mock.patch(where, side_effect=RuntimeError("no memory")), pytest.raises(Exception, match="no memory"):
+            engine()
+        torch._dynamo.reset()
+        engine()
+    run = "profiling run" if mode == "VLLM_COMPILE" else "first run"
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the {run}" in lines(caplog)
+
+
+def test_another_manager_of_passes_has_a_key_of_its_own(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bad company, beside a start in good company: each has its own, cold and warm."""
+    theirs = mock.patch.object(
+        type(current_platform), "get_pass_manager_cls", classmethod(lambda _: f"{__name__}.OwnManager")
+    )
+    for _ in ("cold", "warm"):
+        with (
+            theirs,
+            start(tmp_path) as engine,
+            pytest.raises(FusionMissedError, match="OwnManager has no list of passes"),
+        ):
+            engine()
+        lines(caplog)
+        with start(tmp_path) as engine:
+            assert apart(engine(), engine.uncompiled()) < ROUNDING
+        assert FUSED in lines(caplog)
+
+
+def key(engine: Any) -> str:
+    """What vLLM's cache knows the engine's model by."""
+    ((_, unit),) = process.this.waiting.values()
+    plugin._find_key(unit)
+    with in_place_of_options(unit):
+        return str(engine.config.compute_hash())
+
+
+def test_the_key_holds_what_decides_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(**options: Any) -> str:
+        with start(tmp_path, layerfuse={**OPEN, **options}) as engine:
+            return key(engine)
+
+    plain = keys()
+    for other in ({"report": str(tmp_path / "elsewhere.json")}, {"strict": True}, {"eager": False}):
+        assert keys(**other) == plain
+    others = [keys(fusions=[ADD, "mla_dual_rms_norm"]), keys(fusions=None, level=2)]
+    monkeypatch.setenv("LAYERFUSE_BACKEND", "reference")
+    others.append(keys())
+    monkeypatch.setenv("LAYERFUSE_BACKEND", "")
+    assert keys() == plain
+    backends.force("reference")
+    try:
+        assert keys() == others[-1]
+    finally:
+        backends.force(None)
+    monkeypatch.setattr(torch, "__version__", torch.__version__ + ".other")
+    others.append(keys())
+    assert len({plain, *others}) == 5
+
+
+def test_where_nothing_is_on_vllm_has_its_own_key(tmp_path: Path) -> None:
+    with start(tmp_path, layerfuse=None) as engine:
+        own = engine.config.compute_hash()
+    with start(tmp_path, layerfuse={"fusions": "gated_rms_norm"}) as engine:
+        assert key(engine) == own
+    # As is a start in which layerfuse never came to the model's first call.
+    with start(tmp_path) as engine:
+        assert own != engine.config.compute_hash() != key(engine)
+
+
+def test_a_key_that_cannot_be_found_is_one_that_no_other_start_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        mock.patch("layerfuse.engines.vllm.keys.kernels_here", side_effect=RuntimeError("of the tests")),
+        start(tmp_path, layerfuse=OPEN) as engine,
+    ):
+        assert key(engine) != key(engine)
+    said = "layerfuse: finding the key of the fusions for vLLM's cache failed: RuntimeError: of the tests"
+    assert said in lines(caplog)
+
+
+def test_a_compiled_model_without_its_report_is_compiled_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As a start leaves it that ended before its profiling run did."""
+    for there in ("nothing", "the model alone", "both"):
+        if there == "the model alone":
+            (kept,) = tmp_path.rglob("layerfuse.json")
+            kept.unlink()
+        before = loaded_from_cache()
+        with start(tmp_path) as engine:
+            engine()
+        assert FUSED in lines(caplog)
+        assert loaded_from_cache() - before == (there == "both")
+
+
+def test_triton_keeps_its_kernels_in_one_folder_cold_and_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every launch: those of the profiling run, and those for fewer tokens behind it. Inductor alone names it, as it compiles."""
+    seen: dict[str, set[str | None]] = {}
+
+    def look(*_: Any) -> None:
+        seen[now].add(os.environ.get("TRITON_CACHE_DIR"))
+
+    for now in ("cold", "warm", "own"):
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+        if now == "own":
+            monkeypatch.setenv("TRITON_CACHE_DIR", "/of/the/user")
+        seen[now] = set()
+        before = loaded_from_cache()
+        with (
+            mock.patch("vllm_started.before_attention", look),
+            mock.patch.object(plugin, "_warm_up", look),
+            start(tmp_path, split=True) as engine,
+        ):
+            engine()
+        assert loaded_from_cache() - before == (now != "cold")
+    (folder,) = seen["cold"]
+    assert seen == {"cold": {folder}, "warm": {folder}, "own": {"/of/the/user"}}
+    # Where Inductor puts it, on the device of the model.
+    (inductor,) = tmp_path.rglob("inductor_cache")
+    assert folder == str(inductor / "triton" / "0")
+
+
+def test_two_engines_with_one_path_write_two_reports(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines of one process, of one that still runs, and of one that does not."""
+    path = tmp_path / "report.json"
+    runs = {"mode": "NONE", "layerfuse": {**OPEN, "report": str(path)}}
+    wrote = []
+    with subprocess.Popen(["sleep", "60"]) as other:
+        path.write_text(json.dumps({"pid": other.pid, "modules": {}}))
+        for name in ("deepseek-v3", "gpt-oss-20b"):
+            with mock.patch.object(process, "this", process.Process()):
+                plugin.register()
+                with started(name, tmp_path, **runs) as engine:
+                    engine()
+            wrote += [Path(line.removeprefix("in full: ")) for line in lines(caplog) if line.startswith("in full")]
+        other.kill()
+    assert wrote == [tmp_path / "report-2.json", tmp_path / "report-3.json"]
+    models = [list(json.loads(each.read_text())["modules"]) for each in wrote]
+    assert models == [["DeepseekV3ForCausalLM"], ["GptOssForCausalLM"]]
+    assert json.loads(path.read_text())["modules"] == {}
+    with start(tmp_path, **runs) as engine:
+        engine()
+    assert f"in full: {path}" in lines(caplog)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "alike"),
+    [
+        (("the part mm_3 (4, 256) is not contiguous", "the part mm (4, 256) is not contiguous"), True),
+        (("epsilon 0.001", "epsilon 0.002"), False),
+        (("mm_3 gives (4, 256)", "mm_4 gives (4, 128)"), False),
+    ],
+)
+def test_ranks_differ_where_their_reasons_do_and_not_in_the_numbers_of_nodes(
+    reasons: tuple[str, str], alike: bool
+) -> None:
+    first, second = (
+        Verdict(rank=rank, fused={}, missed={ADD: {"layers.0:input": why}}, called={ADD: 0})
+        for rank, why in enumerate(reasons)
+    )
+    assert first.same_as(second) == alike
+
+
+def test_misses_that_differ_in_the_names_of_nodes_are_one_line(tmp_path: Path) -> None:
+    with start(tmp_path) as engine:
+        ((_, unit),) = process.this.waiting.values()
+        sites = [decision.site for decision in unit.plan.expected(ADD)]
+        missed = {ADD: {site: f"mm_{number} is read twice" for number, site in enumerate(sites)}}
+        said = lines_of(Outcome(plan=unit.plan, ranks=(Verdict(rank=0, fused={}, missed=missed, called=None),)))
+    assert f"{ADD}: 6 expected, 0 fused, 6 missed" in said
+    assert "  missed: layers.0:post_attention and 5 more: mm_0 is read twice" in said
+    assert engine is not None
+
+
+def test_the_log_repeats_no_figures_of_another_machine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with start(tmp_path, layerfuse={"fusions": "+mla_dual_rms_norm"}) as engine:
+        engine()
+    (off,) = [line for line in lines(caplog) if line.startswith(f"{ADD}: off at")]
+    assert off.endswith("merges the add into the norm by itself: with the fusion a decode step took as long")
+    (path,) = tmp_path.rglob("layerfuse-report.json")
+    assert "H200" in path.read_text()
+
+
+def test_linears_that_quantise_inside_of_flashinfer_are_said_at_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """VLLM's own choice on Hopper where FlashInfer runs: no quantised fusion has a site."""
+    kernel = "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
+    given = {"layerfuse": {"fusions": "all"}, "dtype": "bfloat16", "overrides": BLOCK_FP8}
+    with fp8(kernel), start(tmp_path, **given):
+        ((_, unit),) = process.this.waiting.values()
+        assert not any(decision.fusion.endswith("_group_quant") for decision in unit.plan.expected())
+    (line,) = [line for line in lines(caplog) if "FlashInfer" in line]
+    assert line.startswith("layerfuse: vLLM's block fp8 linears on Hopper quantise inside FlashInfer's kernel")
+    assert re.search(r" \(\d+ linears of DeepseekV3ForCausalLM do\)$", line)
+    assert "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0" in line
+    with fp8("cutlass:CutlassFp8BlockScaledMMKernel"), start(tmp_path, **given):
+        ((_, unit),) = process.this.waiting.values()
+        assert any(decision.fusion.endswith("_group_quant") for decision in unit.plan.expected())
+    assert not any("FlashInfer" in line for line in lines(caplog))

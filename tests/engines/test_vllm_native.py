@@ -1,0 +1,549 @@
+"""Beside packages that patch vLLM's own norms, functions and attention: theirs is what runs, and the report says whose it is.
+
+Every test compares numbers with the same patched vLLM without layerfuse. Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm_started")
+import vllm_paged
+from test_vllm_modules import GATED, HERE, dual, environ  # noqa: F401 (`environ` is a fixture)
+from test_vllm_plugin import ADD, DUAL, again, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from torch import Tensor
+from vllm.distributed import parallel_state
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers import layernorm, mla
+from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.layernorm import RMSNorm, RMSNormGated
+from vllm.model_executor.layers.rotary_embedding import deepseek_scaling_rope
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
+from vllm.v1.attention.backend import MLAAttentionImpl
+from vllm_paged import paged
+from vllm_started import ROUNDING, apart, started
+
+from layerfuse.engines.vllm.native import _Look, why_not_ops
+from layerfuse.engines.vllm.seams import SEAMS
+from layerfuse.fusion import FusionMissedError
+
+NORMS = "vllm.model_executor.layers.layernorm"
+ir = pytest.mark.skipif(importlib.util.find_spec("vllm.ir") is None, reason="this vLLM has no ops of its own for norms")
+HOSTILE = __name__
+"""The module of everything that is patched in here."""
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+def louder(function: Any) -> Any:
+    """As another package's: the same parameters, and a result 1.25 times as large."""
+
+    @functools.wraps(function)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return _louder(function(*args, **kwargs))
+
+    return patched
+
+
+def _louder(result: Any) -> Any:
+    return (result[0] * 1.25, *result[1:]) if isinstance(result, tuple) else result * 1.25
+
+
+def on_class(owner: Any, name: str) -> Patch:
+    return lambda patch: patch.setattr(owner, name, louder(getattr(owner, name)))
+
+
+def in_place(owner: Any, name: str) -> Patch:
+    """Of a method that writes its result to where it is told."""
+    own = getattr(owner, name)
+
+    @functools.wraps(own)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs).mul_(1.25)
+
+    return lambda patch: patch.setattr(owner, name, patched)
+
+
+def twice(patch: pytest.MonkeyPatch) -> None:
+    """By two packages, the second of which calls the first."""
+    for _ in range(2):
+        on_class(RMSNorm, "forward_native")(patch)
+
+
+def in_its_code(patch: pytest.MonkeyPatch) -> None:
+    """The function stays, and its code is another."""
+
+    def forward_native(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        return _louder(_own(self, x, residual))  # noqa: F821 (of the namespace below)
+
+    own = RMSNorm.forward_native
+    namespace = {**vars(layernorm), "_own": types.FunctionType(own.__code__, own.__globals__), "_louder": _louder}
+    patch.setattr(RMSNorm, "forward_native", types.FunctionType(forward_native.__code__, namespace))
+    RMSNorm.forward_native.__defaults__ = (None,)
+
+
+def hides_its_arguments(patch: pytest.MonkeyPatch) -> None:
+    own = RMSNorm.forward_native
+    patch.setattr(RMSNorm, "forward_native", lambda self, *args, **kwargs: _louder(own(self, *args, **kwargs)))
+
+
+def on_every_instance(patch: pytest.MonkeyPatch) -> None:
+    init = RMSNorm.__init__
+
+    def with_forward(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.forward = louder(types.MethodType(custom_op.CustomOp.forward, self))
+
+    patch.setattr(RMSNorm, "__init__", with_forward)
+
+
+def under_its_name(patch: pytest.MonkeyPatch) -> None:
+    """A class of another package's that says that it is vLLM's."""
+
+    class Faked(RMSNorm):
+        def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
+            return _louder(super().forward_native(x, residual))
+
+    Faked.__module__, Faked.__qualname__, Faked.__name__ = RMSNorm.__module__, "RMSNorm", "RMSNorm"
+    patch.setitem(custom_op.op_registry_oot, "RMSNorm", Faked)
+
+
+def as_dispatched(patch: pytest.MonkeyPatch) -> None:
+    dispatch = RMSNorm.dispatch_forward
+    patch.setattr(RMSNorm, "dispatch_forward", lambda self, **kwargs: louder(dispatch(self, **kwargs)))
+
+
+def in_the_op(patch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.33 gives norms to an op of its own with several implementations."""
+    ops = importlib.import_module("vllm.ir.ops")
+    for op in (ops.rms_norm, ops.fused_add_rms_norm):
+        impl = op.impls["native"]
+        patch.setattr(impl, "impl_fn", louder(impl.impl_fn))
+
+
+def by_a_provider(patch: pytest.MonkeyPatch) -> None:
+    """An implementation of another package's, which vLLM is told to choose."""
+    op = importlib.import_module("vllm.ir.ops").fused_add_rms_norm
+    patch.setattr(op, "impls", dict(op.impls))
+    own = op.impls["native"].impl_fn
+
+    def loud(
+        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return _louder(own(x, x_residual, weight, epsilon, variance_size))
+
+    op.register_impl("loud")(loud)
+    patch.setattr(op, "_priority_impls", [op.impls["loud"]])
+
+
+def numbers(name: str, path: Path, options: Any, mode: str = "NONE", **config: Any) -> list[Tensor]:
+    with started(name, path, layerfuse=options, mode=mode, **config) as engine:
+        return [engine(tokens) for tokens in (6, 1)]
+
+
+NATIVE = f"{NORMS}:RMSNorm.forward_native is not vLLM's own: it is from {HOSTILE}"
+
+
+@pytest.mark.parametrize(
+    ("name", "fusion", "patched", "why"),
+    [
+        pytest.param("deepseek-v3", ADD, on_class(RMSNorm, "forward_native"), NATIVE, id="the method"),
+        pytest.param("deepseek-v3", ADD, twice, NATIVE, id="the method, by two"),
+        pytest.param("deepseek-v3", ADD, in_its_code, "RMSNorm.forward_native is not what vLLM's source says: its code is", id="its code alone"),
+        pytest.param("deepseek-v3", ADD, under_its_name, NATIVE, id="a class of its name"),
+        pytest.param("deepseek-v3", ADD, hides_its_arguments, f"from {HOSTILE}", id="other parameters"),
+        pytest.param("deepseek-v3", ADD, on_class(RMSNorm, "forward"), ":RMSNorm.forward is not", id="the dispatch"),
+        pytest.param(
+            "gpt-oss-20b",
+            ADD,
+            on_class(custom_op.CustomOp, "forward"),
+            f"vllm.model_executor.custom_op:CustomOp.forward is not vLLM's own: it is from {HOSTILE}",
+            id="the dispatch of all",
+        ),
+        pytest.param("deepseek-v3", ADD, on_every_instance, "the forward of this RMSNorm is not", id="the instances"),
+        pytest.param("deepseek-v3", ADD, as_dispatched, "_forward_method of this RMSNorm is not", id="what is chosen"),
+        pytest.param("deepseek-v3", ADD, in_the_op, "the implementation 'native' of vllm.ir.ops:fused_add_rms_norm is not", marks=ir, id="the op"),
+        pytest.param("deepseek-v3", ADD, by_a_provider, "the implementation 'loud' of vllm.ir.ops:fused_add_rms_norm is not", marks=ir, id="a provider"),
+        pytest.param(
+            "qwen3-next",
+            GATED,
+            lambda patch: patch.setattr(RMSNormGated, "forward_static", staticmethod(louder(RMSNormGated.forward_static))),
+            f"{NORMS}:RMSNormGated.forward_static is not vLLM's own: it is from {HOSTILE}",
+            id="what the method calls",
+        ),
+        pytest.param("deepseek-v3", DUAL, on_class(RMSNorm, "forward_native"), NATIVE, marks=dual, id="both norms"),
+        pytest.param(
+            "deepseek-v3",
+            DUAL,
+            on_class(mla, "fused_q_kv_rmsnorm") if DUAL in HERE else None,
+            f"{mla.__name__}:fused_q_kv_rmsnorm is not vLLM's own: it is from {HOSTILE}",
+            marks=dual,
+            id="the function",
+        ),
+    ],
+)  # fmt: skip
+def test_a_patched_norm_stays_what_it_is_and_the_report_says_whose_it_is(
+    name: str,
+    fusion: str,
+    patched: Patch,
+    why: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patched(monkeypatch)
+    theirs = numbers(name, tmp_path, False)
+    caplog.clear()
+    again(monkeypatch)
+    got = numbers(name, tmp_path, {"fusions": [fusion]})
+    assert all(torch.equal(*both) for both in zip(got, theirs, strict=True))
+    (count,) = (line for line in said(caplog) if line.startswith(f"{fusion}: "))
+    assert ", 0 fused, " in count
+    assert any(line.startswith("missed: ") and why in line and HOSTILE in line for line in said(caplog))
+    with pytest.raises(FusionMissedError, match=HOSTILE):
+        numbers(name, tmp_path, {"fusions": [fusion], "strict": True})
+
+
+# ---- what no source tells: it shows in the numbers
+
+ELSE = "what runs there computes something else: its results are off by "
+
+
+class Loud:
+    """A callable object in the place of a method."""
+
+    def __init__(self, method: Any) -> None:
+        self.method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _louder(self.method(*args, **kwargs))
+
+
+def on_init(change: Callable[[Any], None]) -> Patch:
+    init = RMSNorm.__init__
+
+    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        change(self)
+
+    return lambda patch: patch.setattr(RMSNorm, "__init__", changed)
+
+
+def calls_an_object(norm: Any) -> None:
+    norm._forward_method = Loud(norm._forward_method)
+
+
+def leaves_the_weight_out(norm: Any) -> None:
+    norm.pass_weight = norm.pass_weight_add = False
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+
+
+def in_place_of_the_op(patch: pytest.MonkeyPatch) -> None:
+    op = importlib.import_module("vllm.ir.ops").fused_add_rms_norm
+    patch.setattr(op, "maybe_inplace", Loud(op.maybe_inplace))
+
+
+def namespace_of_ops(patch: pytest.MonkeyPatch) -> None:
+    ops = importlib.import_module("vllm.ir.ops")
+    loud = {name: Loud(vars(ops)[name]) for name in ("rms_norm",)}
+    loud["fused_add_rms_norm"] = types.SimpleNamespace(maybe_inplace=Loud(ops.fused_add_rms_norm.maybe_inplace))
+    patch.setattr(layernorm, "ir", types.SimpleNamespace(ops=types.SimpleNamespace(**loud)))
+
+
+@pytest.mark.parametrize(
+    ("fusion", "patched"),
+    [
+        pytest.param(ADD, on_init(calls_an_object), id="an object that is called"),
+        pytest.param(DUAL, on_init(calls_an_object), marks=dual, id="objects that are called"),
+        pytest.param(ADD, on_init(leaves_the_weight_out), marks=ir, id="a norm without its weight"),
+        pytest.param(ADD, in_place_of_the_op, marks=ir, id="an object in place of an op"),
+        pytest.param(ADD, namespace_of_ops, marks=ir, id="a namespace of ops"),
+    ],
+)
+def test_what_no_source_tells_shows_in_the_numbers(
+    fusion: str, patched: Patch, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched(monkeypatch)
+    theirs = numbers("deepseek-v3", tmp_path, False)
+    caplog.clear()
+    again(monkeypatch)
+    got = numbers("deepseek-v3", tmp_path, {"fusions": [fusion]})
+    assert all(torch.equal(*both) for both in zip(got, theirs, strict=True))
+    assert any(line.startswith("missed: ") and (ELSE in line or HOSTILE in line) for line in said(caplog))
+    with pytest.raises(FusionMissedError):
+        numbers("deepseek-v3", tmp_path, {"fusions": [fusion], "strict": True})
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+@pytest.mark.parametrize("fusion", [ADD, pytest.param(DUAL, marks=dual)])
+def test_a_norm_that_becomes_another_is_what_runs_from_then_on(
+    fusion: str, when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its class, which leaves the module where it is."""
+
+    class Other(RMSNorm):
+        def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Any:
+            return _louder(super().forward_native(x, residual))
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.forward_native(*args, **kwargs)
+
+    results = []
+    for options in (False, {"fusions": [fusion]}):
+        caplog.clear()
+        with started("deepseek-v3", tmp_path, layerfuse=options, mode="NONE") as engine:
+            if when == "after it":
+                engine()
+            for module in engine.model.modules():
+                if type(module) is RMSNorm:
+                    module.__class__ = Other
+            results.append(engine())
+    assert apart(*results) < ROUNDING
+    assert any("this RMSNorm is not vLLM's own" in line or ELSE in line for line in said(caplog))
+
+
+# ---- what is put there after ours
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+@pytest.mark.parametrize(
+    ("name", "fusion", "patched"),
+    [
+        pytest.param("deepseek-v3", ADD, on_class(custom_op.CustomOp, "forward"), id="a norm"),
+        pytest.param("deepseek-v3", DUAL, on_class(custom_op.CustomOp, "forward"), marks=dual, id="both norms"),
+    ],
+)
+def test_a_patch_that_comes_after_ours_is_what_runs_from_then_on(
+    name: str,
+    fusion: str,
+    patched: Patch,
+    when: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    results = []
+    for options in (False, {"fusions": [fusion]}):
+        caplog.clear()
+        with started(name, tmp_path, layerfuse=options, mode="NONE") as engine, monkeypatch.context() as patch:
+            before = engine() if when == "after it" else None
+            patched(patch)
+            results.append((before, engine()))
+    (own, theirs), (ours, got) = results
+    assert torch.equal(got, theirs)
+    changed = f"layerfuse: a fused op is not called any more: vllm.model_executor.custom_op:CustomOp.forward is not vLLM's own: it is from {HOSTILE}"
+    assert said(caplog).count(changed) == 1
+    if own is not None:
+        assert apart(ours, own) < ROUNDING < apart(ours, theirs)
+        return
+    assert any(line.startswith("missed: ") and HOSTILE in line for line in said(caplog))
+    with (
+        started(name, tmp_path, layerfuse={"fusions": [fusion], "strict": True}, mode="NONE") as engine,
+        monkeypatch.context() as patch,
+    ):
+        patched(patch)
+        with pytest.raises(FusionMissedError, match=HOSTILE):
+            engine()
+
+
+def test_an_epsilon_that_is_changed_after_ours_is_the_one_that_counts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    results = []
+    for options in (False, {"fusions": [ADD]}):
+        with started("deepseek-v3", tmp_path, layerfuse=options, mode="NONE") as engine:
+            first = engine()
+            engine.model.model.layers[1].input_layernorm.variance_epsilon = 0.5
+            results.append((first, engine()))
+    (first, then), (ours, got) = results
+    assert apart(ours, first) < ROUNDING and apart(got, then) < ROUNDING < apart(then, first)
+    changed = "variance_epsilon of this RMSNorm was 1e-06, and is 0.5"
+    assert f"layerfuse: a fused op is not called any more: {changed}" in said(caplog)
+
+
+@dual
+def test_a_hook_on_a_norm_that_is_not_called_keeps_both_norms_to_vllm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init = DeepseekV2Model.__init__
+
+    def with_hook(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.layers[1].self_attn.q_a_layernorm.register_forward_hook(lambda _, __, result: _louder(result))
+
+    monkeypatch.setattr(DeepseekV2Model, "__init__", with_hook)
+    theirs = numbers("deepseek-v3", tmp_path, False)
+    got = numbers("deepseek-v3", tmp_path, {"fusions": [DUAL]})
+    assert max(apart(*both) for both in zip(got, theirs, strict=True)) < ROUNDING
+    assert f"{DUAL}: 3 expected, 2 fused, 1 missed; called 2 times in the first run" in said(caplog)
+    why = f"a hook of this RMSNorm, from {HOSTILE}, would not be called"
+    assert f"missed: model.layers.1.self_attn:latents: {why}" in said(caplog)
+
+
+# ---- in a graph is what was traced
+
+
+@pytest.mark.parametrize("owner", [RMSNorm, custom_op.CustomOp])
+def test_a_compiled_model_holds_what_a_patched_norm_computes(
+    owner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_class(owner, "forward" if owner is custom_op.CustomOp else "forward_native")(monkeypatch)
+    theirs = numbers("deepseek-v3", tmp_path, False)
+    with started("deepseek-v3", tmp_path, layerfuse={"fusions": [ADD, DUAL]}) as engine:
+        got = [engine(tokens) for tokens in (6, 1)]
+    assert max(apart(*both) for both in zip(got, theirs, strict=True)) < ROUNDING
+
+
+@ir
+@pytest.mark.parametrize("patched", [in_the_op, by_a_provider])
+def test_an_op_of_vllms_whose_implementation_is_patched_stays_in_the_graph(
+    patched: Patch, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph holds the op, and not what computes it."""
+    patched(monkeypatch)
+    options = {"fusions": [ADD, DUAL]}
+    theirs = numbers("deepseek-v3", tmp_path / "theirs", False, mode="VLLM_COMPILE")
+    assert max(apart(*b) for b in zip(theirs, numbers("deepseek-v3", tmp_path, False), strict=True)) < ROUNDING
+    got = numbers("deepseek-v3", tmp_path / "ours", options, mode="VLLM_COMPILE")
+    assert max(apart(*both) for both in zip(got, theirs, strict=True)) < ROUNDING
+    why = "of vllm.ir.ops:fused_add_rms_norm is not vLLM's own: it is from "
+    assert any(ADD in line and why in line and HOSTILE in line for line in said(caplog))
+
+
+def test_a_patched_all_reduce_stays_in_the_graph(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reduced = "all_reduce_add_rms_norm"
+    monkeypatch.setattr(
+        parallel_state.GroupCoordinator,
+        "_all_reduce_out_place",
+        louder(parallel_state.GroupCoordinator._all_reduce_out_place),
+    )
+    theirs = numbers("gpt-oss-20b", tmp_path, False, tp=2)
+    got = numbers("gpt-oss-20b", tmp_path, {"fusions": [reduced, ADD]}, mode="VLLM_COMPILE", tp=2)
+    assert max(apart(*both) for both in zip(got, theirs, strict=True)) < ROUNDING
+    why = f"GroupCoordinator._all_reduce_out_place is not vLLM's own: it is from {HOSTILE}"
+    assert any(reduced in line and why in line for line in said(caplog))
+
+
+# ---- all that mla_decode stands for
+
+DECODE = {"fusions": ["mla_decode"]}
+STEPS = (((0, 5),), ((0, 1), (1, 7)), ((0, 1), (1, 1)), ((0, 1), (1, 1)))
+
+
+def steps(path: Path, options: Any, mode: str, meanwhile: Callable[[], None] = lambda: None) -> list[Tensor]:
+    with paged("deepseek-v3", path, layerfuse=options, mode=mode) as engine:
+        meanwhile()
+        return [engine.step(requests).float() for requests in STEPS]
+
+
+def reads_louder(name: str) -> Patch:
+    """What writes the cache, writes 1.25 times the latents."""
+
+    def patched(patch: pytest.MonkeyPatch) -> None:
+        owner: Any = importlib.import_module("vllm._custom_ops") if name == "concat_and_cache_mla" else MLAAttentionImpl
+        own, latents = getattr(owner, name), int(owner is MLAAttentionImpl)
+
+        @functools.wraps(own)
+        def louder_cache(*args: Any, **kwargs: Any) -> Any:
+            return own(*args[:latents], args[latents] * 1.25, *args[latents + 1 :], **kwargs)
+
+        patch.setattr(owner, name, louder_cache)
+
+    return patched
+
+
+ROPE = deepseek_scaling_rope.DeepseekScalingRotaryEmbedding
+
+
+@pytest.mark.parametrize(
+    ("patched", "what", "mode"),
+    [
+        (on_class(RMSNorm, "forward_native"), "RMSNorm.forward_native", "NONE"),
+        (on_class(RMSNorm, "forward_native"), "RMSNorm.forward_native", "VLLM_COMPILE"),
+        (on_class(custom_op.CustomOp, "forward"), "CustomOp.forward", "NONE"),
+        (on_class(ROPE, "forward_native"), "RotaryEmbedding.forward_native", "NONE"),
+        (on_class(mla.MultiHeadLatentAttentionWrapper, "forward"), "MultiHeadLatentAttentionWrapper.forward", "NONE"),
+        (on_class(vllm_paged, "OWN"), "MLAAttention.forward", "NONE"),
+        (in_place(mla_attention.MLAAttention, "forward_impl"), "MLAAttention.forward_impl", "NONE"),
+        (reads_louder("do_kv_cache_update"), "MLAAttentionImpl.do_kv_cache_update", "VLLM_COMPILE"),
+        (reads_louder("concat_and_cache_mla"), "concat_and_cache_mla", "NONE"),
+    ],
+)
+def test_all_that_mla_decode_stands_for_is_vllms_own_or_it_does_not_stand(
+    patched: Patch,
+    what: str,
+    mode: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = steps(tmp_path / "own", False, "NONE") if mode == "NONE" else None
+    patched(monkeypatch)
+    theirs = steps(tmp_path / "theirs", False, mode)
+    caplog.clear()
+    again(monkeypatch)
+    got = steps(tmp_path / "ours", DECODE, mode)
+    assert all(torch.equal(*both) for both in zip(got, theirs, strict=True))
+    assert own is None or not all(apart(*both) < ROUNDING for both in zip(own, theirs, strict=True))
+    (warning,) = (line for line in said(caplog) if "leaves vLLM's MLA layers alone" in line)
+    assert what in warning and HOSTILE in warning
+
+
+@pytest.mark.parametrize("mode", ["NONE", "VLLM_COMPILE"])
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_patch_that_comes_after_mla_decode_is_what_runs_as_it_would_without(
+    traced: bool, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM has traced stays what it is, with layerfuse or without; what it calls at every step is what stands there."""
+    results = []
+    for options in (False, DECODE):
+        with monkeypatch.context() as patch:
+            patched = (
+                on_class(custom_op.CustomOp, "forward")
+                if traced
+                else in_place(mla_attention.MLAAttention, "forward_impl")
+            )
+            results.append(steps(tmp_path / str(len(results)), options, mode, functools.partial(patched, patch)))
+    theirs, got = results
+    for a, b in zip(got, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    if mode == "NONE" or not traced:
+        assert any("vLLM's own way is taken from now on: " in line and HOSTILE in line for line in said(caplog))
+
+
+# ---- an untouched vLLM is all its own
+
+
+def test_every_way_that_vllm_dispatches_a_norm_is_its_own() -> None:
+    """Those of GPUs too, which no CPU takes."""
+    for seam in SEAMS:
+        if seam.why_not() is not None:
+            importlib.import_module(seam.hook.module)
+        cls = getattr(importlib.import_module(seam.hook.module), seam.key[1])
+        ways = [name for name in dir(cls) if name.startswith("forward")]
+        assert "forward" in ways
+        for name in ways:
+            look = _Look()
+            look.attribute(cls, name)
+            assert look.held
+
+
+@ir
+def test_every_implementation_of_vllms_ops_for_norms_is_its_own() -> None:
+    ops = importlib.import_module("vllm.ir.ops")
+    for op in (ops.rms_norm, ops.fused_add_rms_norm):
+        assert {"native", "vllm_c", "aiter"} <= {*op.impls}
+        for impl in op.impls.values():
+            _Look().function(impl.impl_fn, impl.provider)
+    assert why_not_ops() is None

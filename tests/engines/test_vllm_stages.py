@@ -1,0 +1,54 @@
+"""Stages of a pipeline: what vLLM builds on each, what is planned there, and a start of each.
+
+Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm_started")
+from test_vllm_plugin import ADD, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from vllm_layers import MODELS, build_model
+from vllm_started import ROUNDING, apart, started
+from whole_models import check_stages
+
+REDUCED = "all_reduce_add_rms_norm"
+
+
+@pytest.mark.parametrize(("tp", "stages"), [(1, 2), (1, 4), (2, 2)])
+@pytest.mark.parametrize("name", MODELS)
+def test_the_stages_together_are_the_whole_model(name: str, tp: int, stages: int) -> None:
+    rank = tp - 1
+    models = [build_model(name, tp=tp, rank=stage * tp + rank, pp=stages) for stage in range(stages)]
+    check_stages(build_model(name, tp=tp, rank=rank), models)
+
+
+@pytest.mark.parametrize(("stage", "sites"), [(0, 3), (1, 5)])
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-next"])
+def test_every_stage_starts_in_strict(
+    name: str, stage: int, sites: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM's gpt-oss builds the final norm on every rank, and runs it on the last."""
+    place = {"pp": 2, "rank": stage}
+    with started(name, tmp_path, layerfuse={"fusions": [ADD], "strict": True}, **place) as engine:
+        found = engine()
+    with started(name, tmp_path, layerfuse=False, mode="NONE", **place) as engine:
+        assert apart(found, engine()) < ROUNDING
+    assert f"{ADD}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run" in said(
+        caplog
+    )
+
+
+@pytest.mark.parametrize(("stage", "sites"), [(0, 3), (1, 4)])
+def test_what_another_stage_has_summed_is_not_expected_to_be_summed_here(
+    stage: int, sites: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"fusions": [REDUCED], "strict": True}
+    with started("gpt-oss-20b", tmp_path, layerfuse=options, tp=2, pp=2, rank=2 * stage) as engine:
+        engine()
+    assert f"{REDUCED}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the profiling run" in said(
+        caplog
+    )

@@ -1,0 +1,236 @@
+"""A measurement turns a fusion on where it holds, and nowhere else: in plans, in vLLM, in the docs."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.util
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from helpers import ROOT
+
+from layerfuse.adapters import ActivationQuant
+from layerfuse.adapters.errors import ArgumentError
+from layerfuse.engines.vllm.releases import engine_of
+from layerfuse.fusion import FUSIONS, Engine, FusionConfig, Plan, Target, plan
+from layerfuse.fusion.catalog import UnknownFusionError
+from layerfuse.fusion.policy import SHIPPED, Measurement, Policy, PolicyError, read_policy, shipped
+from layerfuse.registry import model
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import policy_rows
+
+ADD, GROUP = "add_rms_norm", "add_rms_norm_group_quant"
+FIGURE = "1.06 times faster per decode step at batch 8 (a model, vLLM 0.1, a GPU)"
+SLOWER = "with the fusion a decode step took as long (1.002 times faster per decode step at batch 8; a model, vLLM 0.1, a GPU)"
+SM90 = Target.named("sm90")
+BLOCK = FusionConfig(quant=ActivationQuant.parse("group128"))
+
+
+def row(*fusions: str, **conditions: Any) -> Measurement:
+    said: dict[str, Any] = {
+        "engine": "vllm",
+        "release": "0.1",
+        "device": "a GPU",
+        "arch": "sm90",
+        "model": "a model",
+        "decode": {"8": (1.06, 1.05, 1.07)},
+        "date": datetime.date(2026, 1, 1),
+        "commit": "",
+        "file": "",
+        "stage": "",
+        "arm": "",
+        **conditions,
+    }
+    return Measurement(fusions=fusions, **said)
+
+
+def in_vllm(
+    *rows: Measurement, target: Target = SM90, tp: int = 1, config: FusionConfig | None = None, engine: str = "vllm"
+) -> Plan:
+    return plan(model("deepseek-v3").specs(tp=tp), target, config, engine, Policy(measurement=rows))
+
+
+def reasons(decisions: Iterable[Any]) -> set[str]:
+    return {decision.reason for decision in decisions}
+
+
+def test_it_is_on_where_it_was_measured_and_the_plan_gives_the_figure() -> None:
+    made = in_vllm(row(ADD))
+    assert len(made.expected(ADD)) == 122
+    assert all(reason.endswith(f"on sm90; measured {FIGURE}") for reason in reasons(made.expected(ADD)))
+
+
+def test_without_a_measurement_nothing_is_on_in_an_engine() -> None:
+    made = in_vllm(config=BLOCK)
+    assert made.expected() == ()
+    assert f"{ADD} is off in vllm unless switched on: it was not benchmarked in vllm" in reasons(made.refused(ADD))
+    assert len(plan(model("deepseek-v3").specs(), SM90, None, "transformers", Policy()).expected(ADD)) == 122
+
+
+def test_it_is_off_on_other_architectures_and_in_other_engines() -> None:
+    assert in_vllm(row(GROUP), config=BLOCK).expected(GROUP)
+    for other in ("sm100", "gfx950"):
+        made = in_vllm(row(GROUP), target=Target.named(other), config=BLOCK)
+        assert not made.expected(GROUP)
+        assert reasons(made.refused(GROUP)) == {
+            f"{GROUP} is off in vllm unless switched on: it was measured faster on sm90"
+        }
+    assert not in_vllm(row(GROUP), config=BLOCK, engine="sglang").expected(GROUP)
+
+
+@pytest.mark.parametrize(
+    ("decode", "faster"),
+    [
+        ({"1": (1.01, 0.995, 1.02)}, True),
+        ({"1": (1.0099, 1.0, 1.02)}, False),
+        ({"1": (1.2, 1.1, 1.3), "64": (1.0, 0.9949, 1.02)}, False),
+    ],
+    ids=["both bounds", "gains too little", "slower in a cell"],
+)
+def test_one_cell_is_faster_and_none_is_slower(decode: dict[str, Any], faster: bool) -> None:
+    assert row(ADD, decode=decode).faster is faster
+    assert bool(in_vllm(row(ADD, decode=decode)).expected(ADD)) is faster
+
+
+def test_what_gained_nothing_says_so() -> None:
+    nothing = row(ADD, decode={"8": (1.002, 1.001, 1.003)}, why="the compiler does it")
+    (reason,) = {reason for reason in reasons(in_vllm(nothing).refused(ADD)) if "unless" in reason}
+    assert reason == f"{ADD} is off in vllm unless switched on: the compiler does it: {SLOWER}"
+    (reason,) = reasons(in_vllm(row(ADD, decode={"8": (0.9, 0.8, 1.0)})).refused(ADD))
+    assert "with the fusion a decode step took longer in one cell at least (0.900 times faster" in reason
+
+
+def test_a_condition_on_the_quantisation_holds_at_such_sites_only() -> None:
+    name = "mla_dual_rms_norm"
+    dual = row(name, quant="group")
+    assert not in_vllm(dual).expected(name)
+    assert not in_vllm(dual, config=FusionConfig(quant=ActivationQuant.parse("per_token"))).expected(name)
+    assert len(in_vllm(dual, config=BLOCK).expected(name)) == 61
+
+
+def test_a_condition_on_the_ranks_holds_from_there_on() -> None:
+    assert not in_vllm(row(ADD, ranks=2), tp=1).expected(ADD)
+    assert len(in_vllm(row(ADD, ranks=2), tp=2).expected(ADD)) == 122
+    assert len(in_vllm(row(ADD, ranks=2), tp=4).expected(ADD)) == 122
+
+
+def test_a_measurement_without_what_the_engine_does_itself_holds_where_the_engine_does_not() -> None:
+    """Fused all-reduces were measured in a vLLM without FlashInfer, which takes them where it is installed."""
+    policy = Policy(measurement=(row(ADD, f"all_reduce_{ADD}", unless=f"all_reduce_{ADD}"),))
+    alone = Engine(name="vllm")
+    fusing = Engine(name="vllm", does={f"all_reduce_{ADD}": "vLLM does it: a pass"})
+    specs = model("deepseek-v3").specs(tp=2)
+    for name in (ADD, f"all_reduce_{ADD}"):
+        assert plan(specs, SM90, None, alone, policy).decisions != plan(specs, SM90, None, fusing, policy).decisions
+        assert not plan(specs, SM90, None, fusing, policy).expected(name)
+    assert plan(specs, SM90, None, alone, policy).expected(f"all_reduce_{ADD}")
+    (reason,) = reasons(plan(specs, SM90, None, fusing, policy).refused(ADD))
+    assert reason.endswith(f"it was measured faster on sm90, where vLLM does not do all_reduce_{ADD} itself")
+    assert reasons(plan(specs, SM90, None, fusing, policy).not_applicable(f"all_reduce_{ADD}")) >= {
+        "vLLM does it: a pass"
+    }
+
+
+def test_what_was_measured_is_on_whatever_its_level_unless_a_level_is_asked_for() -> None:
+    """The quantisation is the checkpoint's own, and vLLM fuses it by default too."""
+    assert FUSIONS[GROUP].level == 2
+    assert in_vllm(row(GROUP), config=BLOCK).expected(GROUP)
+    asked = attrs.evolve(BLOCK, level=1)
+    assert reasons(in_vllm(row(GROUP), config=asked).refused(GROUP)) == {
+        f"{GROUP} needs optimisation level 2, and FusionConfig sets level 1"
+    }
+    off = attrs.evolve(BLOCK, switches={GROUP: False})
+    assert reasons(in_vllm(row(GROUP), config=off).refused(GROUP)) == {f"{GROUP} is switched off by FusionConfig"}
+
+
+def test_what_was_measured_faster_is_taken_from_what_the_engine_does_itself() -> None:
+    engine = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
+    specs = [each for each in model("deepseek-v3").specs() if "shared_experts" not in each[0]]
+    name = "silu_mul_group_quant"
+    (reason,) = reasons(
+        plan(specs, SM90, BLOCK, engine, Policy(measurement=(row(name, arch="sm100"),))).not_applicable(name)
+    )
+    assert reason.startswith("vLLM does it: its pass ActivationQuantFusionPass")
+    made = plan(specs, SM90, BLOCK, engine, Policy(measurement=(row(name),)))
+    assert made.expected(name) and not made.not_applicable(name)
+
+
+def test_a_measurement_holds_where_the_model_was_compiled_as_it_is_here() -> None:
+    specs = model("deepseek-v3").specs()
+    compiled = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
+    eager = engine_of(["DeepseekV3ForCausalLM"], target=SM90, enforce_eager=True)
+    name = "mla_dual_rms_norm"
+    for here, there, holds in ((compiled, eager, True), (eager, compiled, False)):
+        policy = Policy(measurement=(row(name, compiled=holds),))
+        assert plan(specs, SM90, None, here, policy).expected(name)
+        assert not plan(specs, SM90, None, there, policy).expected(name)
+
+
+def test_a_policy_is_one() -> None:
+    with pytest.raises(ArgumentError, match=r"policy: got 'here'; fusion\.policy\.read_policy"):
+        plan((), SM90, policy="here")  # type: ignore[arg-type]
+    with pytest.raises(UnknownFusionError, match="no fusion is called 'add_rms_nrm'; did you mean 'add_rms_norm'"):
+        plan((), SM90, policy=Policy(measurement=(row("add_rms_nrm"),)))
+    with pytest.raises(ValueError, match="engine: expected one of transformers, vllm, sglang, atom, got 'vlm'"):
+        row(ADD, engine="vlm")
+
+
+# ---- the file
+
+
+@pytest.mark.parametrize("measured", shipped().measurement, ids=lambda each: f"{each.stage}-{each.arm}")
+def test_every_row_is_what_its_results_file_says(measured: Measurement) -> None:
+    assert {batch: [*cell] for batch, cell in measured.decode.items()} == policy_rows.cells(
+        measured.file, measured.stage, measured.arm
+    )
+    assert all(name in FUSIONS for name in (*measured.fusions, *filter(None, [measured.unless])))
+
+
+def test_what_a_fusion_needs_of_a_model_is_in_its_name() -> None:
+    """A start with nothing to do asks the names of the measurements, and not the catalog."""
+    for name, fusion in FUSIONS.items():
+        assert name.endswith("_quant") == (fusion.quant is not None)
+        assert name.startswith("gated_") == (fusion.roles == ("output",))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (('engine = "vllm"', "engine = 3"), "expected a text, got 3 @ $.measurement[0].engine"),
+        (("model =", "modle ="), "extra fields found (modle) @ $.measurement[0]"),
+        (("[1.0667, 1.0658, 1.0675]", "[1.07]"), "expected a batch, then the ratio and its interval"),
+        (("[1.0667, 1.0658, 1.0675]", "[1.07, 1.08, 1.09]"), "expected a batch, then the ratio and its interval"),
+        (("date = 2026-11-23", 'date = "today"'), "expected a date, as 2026-11-23, got 'today'"),
+        (("[[measurement]]", "[[measurement"), "is not TOML"),
+    ],
+)
+def test_mistakes_in_a_file_are_named(change: tuple[str, str], says: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.toml"
+    path.write_text(SHIPPED.read_text().replace(*change, 1))
+    with pytest.raises(PolicyError) as error:
+        read_policy(path)
+    assert says in str(error.value) and str(error.value).startswith(str(path))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match=r"none.toml: cannot be read: No such file"):
+        read_policy(tmp_path / "none.toml")
+
+
+def test_the_table_of_the_docs_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    measured = Policy(measurement=(row(GROUP, ranks=2, quant="group"),))
+    monkeypatch.setattr(generate, "shipped", lambda: measured)
+    said = "yes: sm90, where activations are quantised group, from 2 ranks on"
+    assert f"| `{GROUP}` | {said} | {FIGURE[: -len(', a GPU)')]}, TP 2, a GPU) |".replace(
+        "vLLM 0.1, TP 2", "TP 2, vLLM 0.1"
+    ) in list(generate.vllm_table())

@@ -1,0 +1,227 @@
+"""What nobody reads is named: layers that were declared in part, layers in a module of one's own. And nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from standins import layer_class, module
+from torch import nn
+
+from layerfuse import fusion, registry
+from layerfuse.fusion import FusionMissedError
+from layerfuse.registry import Registry, files
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+CLASSES = {
+    "Attention": 'like = "transformers:LlamaAttention"',
+    "DecoderLayer": 'like = "transformers:LlamaDecoderLayer"',
+    "MLP": 'like = "transformers:LlamaMLP"',
+    "Model": 'like = "transformers:LlamaModel"',
+}
+
+
+def ernie() -> Any:
+    return transformers.Ernie4_5ForCausalLM(transformers.Ernie4_5Config(**SMALL)).eval()
+
+
+def knowing(*classes: str) -> Registry:
+    """A registry that knows these classes of Ernie-4.5 besides, each like Llama's."""
+    made = Registry()
+    made.register_adapters(list(registry.adapters().values()), "layerfuse")
+    tables = "\n".join(f'"transformers:Ernie4_5{name}" = {{ {CLASSES[name]} }}' for name in classes)
+    made.register_models(
+        files.parse(f"""
+[models."ernie"]
+adapter = "gpt_oss"
+source = "this file"
+num_hidden_layers = 2
+hidden_size = 64
+rms_norm_eps = 1e-5
+layers.full = {{ family = "gqa", num_heads = 4, num_kv_heads = 4, head_dim = 16, sliding_window = "off", has_sinks = false }}
+
+[models."ernie".layer_classes]
+{tables}
+"""),
+        "tests",
+    )
+    return made
+
+
+def kinds(model: nn.Module, asked: Registry = registry.default) -> dict[str, str]:
+    """Path -> what it is said to be: the name of its class, and of a spec."""
+    found = {}
+    for path, what in asked.unknown_in(model):
+        cls, _, spec = what.partition(":")[2].partition(":")[0].partition(" as ")
+        found[path] = f"{cls} as {spec}" if spec else cls
+    return found
+
+
+LAYERS = ("model.layers.0", "model.layers.1")
+
+
+@pytest.mark.parametrize(
+    ("declared", "named"),
+    [
+        ("Attention DecoderLayer MLP Model", {}),
+        ("Attention DecoderLayer MLP", {"model": "Ernie4_5Model as FinalNormSpec"}),
+        ("Attention DecoderLayer Model", {f"{layer}.mlp": "Ernie4_5MLP as GatedMLPSpec" for layer in LAYERS}),
+        ("Attention MLP Model", dict.fromkeys(LAYERS, "Ernie4_5DecoderLayer as ResidualSpec")),
+        ("Attention", dict.fromkeys(LAYERS, "Ernie4_5DecoderLayer as ResidualSpec")),
+        ("DecoderLayer MLP Model", {f"{layer}.self_attn": "Ernie4_5Attention" for layer in LAYERS}),
+    ],
+)
+def test_each_part_that_an_entry_leaves_out_is_named(declared: str, named: dict[str, str]) -> None:
+    assert kinds(ernie(), knowing(*declared.split())) == named
+
+
+def test_what_is_missing_says_what_to_declare() -> None:
+    modeling = "transformers.models.ernie4_5.modeling_ernie4_5"
+    assert knowing("Attention", "DecoderLayer").unknown_in(ernie())[:2] == [
+        (
+            "model",
+            f"{modeling}:Ernie4_5Model as FinalNormSpec: its norm stands behind decoder layers that are read; declare the "
+            'class under layer_classes, like one that is known or with family = "final"',
+        ),
+        (
+            "model.layers.0.mlp",
+            f"{modeling}:Ernie4_5MLP as GatedMLPSpec: a gated MLP by its gate_proj, up_proj and down_proj; declare the class "
+            'under layer_classes, like one that is known or with family = "gated_mlp"',
+        ),
+    ]
+
+
+def test_strict_refuses_an_entry_in_part_and_takes_it_whole() -> None:
+    given = torch.arange(6)[None]
+    part = fusion.compile(ernie(), registry=knowing("Attention", "DecoderLayer", "MLP"), strict=True)
+    with torch.no_grad(), pytest.raises(FusionMissedError, match=r"model: .*Ernie4_5Model as FinalNormSpec"):
+        part(given, use_cache=False)
+    assert "unknown: model: no adapter knows transformers" in str(part.report)
+    torch._dynamo.reset()
+    whole = fusion.compile(ernie(), registry=knowing(*CLASSES), strict=True)
+    with torch.no_grad():
+        whole(given, use_cache=False)
+    assert len(whole.report.of("add_rms_norm").matched) == 4
+
+
+# ---- somebody's own module around known layers
+
+
+def qwen() -> Any:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SMALL))
+
+
+class Own(nn.Module):
+    """A module that no adapter knows, with these children in this order."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+def wrapped(inner: nn.Module) -> nn.Module:
+    return Own(_orig_mod=inner)
+
+
+AROUND: dict[str, tuple[Callable[[Any], nn.Module], str | None]] = {
+    "a list and a norm": (lambda q: Own(embed=q.embed_tokens, blocks=q.layers, norm=q.norm), ""),
+    "in another module": (lambda q: Own(trunk=Own(blocks=q.layers, norm=q.norm)), "trunk"),
+    "torch's norm": (lambda q: Own(blocks=q.layers, final=nn.RMSNorm(64)), ""),
+    "a wrapped norm": (lambda q: Own(blocks=q.layers, norm=wrapped(q.norm)), ""),
+    "wrapped layers": (lambda q: Own(blocks=nn.ModuleList(map(wrapped, q.layers)), norm=q.norm), ""),
+    "a dictionary": (lambda q: Own(parts=nn.ModuleDict({"h": q.layers, "norm": q.norm})), ""),
+    "a sequence": (lambda q: Own(all=nn.Sequential(q.embed_tokens, *q.layers, q.norm)), ""),
+    "layers by name": (lambda q: Own(first=q.layers[0], second=q.layers[1], norm=q.norm), ""),
+    "no norm": (lambda q: Own(blocks=q.layers, head=nn.Linear(64, 64)), None),
+    "no RMS norm": (lambda q: Own(blocks=q.layers, norm=nn.LayerNorm(64)), None),
+    "a norm in front": (lambda q: Own(embedding_norm=q.norm, blocks=q.layers), None),
+    "the list alone": (lambda q: q.layers, None),
+    "one layer": (lambda q: q.layers[0], None),
+    "one layer, wrapped": (lambda q: wrapped(q.layers[0]), None),
+    "the model, wrapped": (lambda q: Own(_fsdp_wrapped_module=q), None),
+    "a stage without the norm": (lambda q: Own(blocks=q.layers, norm=nn.Identity()), None),
+    "a stage without the last layer": (
+        lambda q: Own(blocks=nn.ModuleList([q.layers[0], module("engine.utils:PPMissingLayer")]), norm=q.norm),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(("around", "named"), AROUND.values(), ids=AROUND)
+def test_the_norm_behind_known_layers_is_named_where_it_runs(
+    around: Callable[[Any], nn.Module], named: str | None
+) -> None:
+    found = kinds(around(qwen().model))
+    assert found == ({} if named is None else {named: "Own as FinalNormSpec"})
+
+
+def test_known_models_are_read_whole_in_whatever_wraps_their_parts() -> None:
+    model = qwen()
+    for layer in model.model.layers:
+        layer.self_attn = wrapped(layer.self_attn)
+        layer.mlp.gate_proj = Own(base_layer=layer.mlp.gate_proj, lora_A=nn.Linear(64, 4), lora_B=nn.Linear(4, 64))
+    assert registry.unknown_in(model) == registry.unknown_in(model.model) == []
+
+
+def test_a_decoder_layer_of_another_kind_beside_known_ones_is_named() -> None:
+    model = qwen()
+    mixer = Own(mixer=nn.Linear(64, 64), norm=nn.RMSNorm(64))
+    model.model.layers.extend([mixer, wrapped(mixer), nn.Identity(), nn.Linear(64, 64)])
+    assert kinds(model) == {"model.layers.2": "Own as ResidualSpec"}
+
+
+def test_a_decoder_layer_around_attention_that_lies_deeper_is_named() -> None:
+    attention = qwen().model.layers[0].self_attn
+    model = Own(layers=nn.ModuleList([Own(norm=nn.RMSNorm(64), block=Own(attn=wrapped(attention)))]))
+    assert kinds(model) == {"layers.0": "Own as ResidualSpec"}
+    # Norms of what attention gives to somebody else's layer, torch's own, tell of no stream.
+    assert kinds(Own(layers=nn.ModuleList([Own(norm=nn.LayerNorm(64), attn=attention)]))) == {}
+
+
+def test_attention_of_any_name_in_a_known_layer_is_known_by_its_children() -> None:
+    model = qwen()
+    attention = model.model.layers[0].self_attn
+    attention.__class__ = layer_class("mylib.layers:TokenMixer", nn.Module)
+    assert kinds(model) == {"model.layers.0.self_attn": "TokenMixer"}
+
+
+def test_experts_and_towers_are_left_alone_and_other_gated_mlps_named() -> None:
+    model = qwen()
+
+    def mlp(*names: str) -> nn.Module:
+        return Own(**{name: nn.Linear(4, 4) for name in names})
+
+    three = ("gate_proj", "up_proj", "down_proj")
+    mixture = Own(
+        gate=nn.Linear(64, 2), experts=nn.ModuleList([mlp("w1", "w2", "w3"), mlp(*three)]), shared=mlp(*three)
+    )
+    first, second = model.model.layers
+    first.mlp, second.mlp = mixture, mlp("gate_up_proj", "down_proj")
+    tower = Own(blocks=nn.ModuleList([Own(norm=nn.RMSNorm(4), mlp=mlp(*three))]), norm=nn.RMSNorm(4))
+    assert kinds(Own(tower=tower, language=model)) == {
+        "language.model.layers.0.mlp.shared": "Own as GatedMLPSpec",
+        "language.model.layers.1.mlp": "Own as GatedMLPSpec",
+    }
+
+
+def test_what_an_adapter_ignores_is_left_alone_whatever_it_looks_like() -> None:
+    from layerfuse.adapters import Adapter
+
+    asked = knowing("Attention")
+    asked.register_adapter(Adapter("mine", {}, ignored=["transformers:Ernie4_5DecoderLayer"]))
+    assert asked.unknown_in(ernie()) == []
+    assert len(asked.specs_in(ernie())) == 2
