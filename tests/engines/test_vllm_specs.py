@@ -107,7 +107,7 @@ FP8 = {
     "block, FlashInfer": (
         BLOCK,
         "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
-        "inside its matrix product",
+        "inside FlashInfer's kernel",
     ),
     "block, Marlin": (BLOCK, "marlin:MarlinFP8ScaledMMLinearKernel", None),
     "static": (STATIC, "cutlass:CutlassFP8ScaledMMLinearKernel", ActivationQuant(fixed="static")),
