@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -82,8 +83,16 @@ def of_each_class(unknown: Mapping[str, str]) -> Iterator[str]:
 
 
 def once(level: int, message: str, *arguments: Any) -> None:
-    """Log a line, unless this process has."""
+    """Log a line, unless this process has. What is no warning is the same on every rank, and the first one says it."""
     text = message % arguments
-    if text not in this.said:
+    if text not in this.said and (level > logging.INFO or _is_first()):
         this.said.add(text)
         logger.log(level, "%s", text)
+
+
+def _is_first() -> bool:
+    """Whether this is the first rank of its tensor-parallel group, or there is no group yet."""
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return True
+    return bool(state.get_tp_group().rank_in_group == 0)

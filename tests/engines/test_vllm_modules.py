@@ -6,10 +6,8 @@ Run by `make test-engines` in an environment of its own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import attrs
 import pytest
@@ -30,14 +28,6 @@ from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.engines.vllm.seams import SEAMS
 from layerfuse.engines.vllm.verdict import CallsDifferError
 from layerfuse.fusion import FusionMissedError
-
-
-@pytest.fixture(autouse=True)
-def environ() -> Iterator[None]:
-    """vLLM sets a variable for models that it does not compile."""
-    with mock.patch.dict("os.environ"):
-        yield
-
 
 GATED = "gated_rms_norm"
 HERE = RELEASES[".".join(vllm.__version__.split(".")[:2])].seams

@@ -18,7 +18,7 @@ import torch
 
 pytest.importorskip("vllm_started")
 import vllm_paged
-from test_vllm_modules import GATED, HERE, dual, environ  # noqa: F401 (`environ` is a fixture)
+from test_vllm_modules import GATED, HERE, dual
 from test_vllm_plugin import ADD, DUAL, again, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from torch import Tensor
 from vllm.distributed import parallel_state

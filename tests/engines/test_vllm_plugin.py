@@ -244,7 +244,6 @@ def test_without_a_word_what_was_measured_faster_is_fused_on_hopper(
 
 
 @pytest.mark.skipif(RELEASE == "0.26", reason="it compiles all of them")
-@mock.patch.dict("os.environ")  # vLLM sets a variable for such a model
 def test_what_vllm_does_not_compile_by_default_is_known() -> None:
     """Kimi-Linear, K3, V3.2 and GLM-5 run in breakable CUDA graphs: no pass of any compiler ever sees them."""
     config = vllm_config("kimi-linear-48b-a3b", tp=1, rank=0, overrides={})

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("vllm_started")
-from test_vllm_modules import GATED, environ  # noqa: F401 (`environ` is a fixture)
+from test_vllm_modules import GATED
 from test_vllm_plugin import ADD, DUAL, OwnLoader, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from vllm.model_executor import model_loader
 from vllm_started import engine_config, in_engine, load, started
