@@ -19,7 +19,12 @@ from .tables import Readers
 _LOOKS_LIKE_ATTENTION = re.compile(r"(Attention|Attn|MLA|DeltaNet|SelfAttn)\d*$")
 _LOOKS_LIKE_RMS_NORM = re.compile(r"rms_?norm", re.IGNORECASE)
 _ATTENTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj", "o_proj"), ("kv_b_proj", "o_proj"))
-_MLPS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w2", "w3"))
+_MLPS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("w1", "w2", "w3"),
+    ("input_linear", "output_linear"),
+)
 """Children that tell what a module inside of a known decoder layer is."""
 _ROUTED = ".experts."
 
@@ -92,7 +97,8 @@ class Unread:
 
     def _mlps(self) -> Iterator[tuple[str, str]]:
         for path, cls in self._classes.items():
-            names = () if self._readers[cls] else self._in_layer(path, _MLPS)
+            mixture = f"{path}.router" in self._children.get(path, ())
+            names = () if self._readers[cls] or mixture else self._in_layer(path, _MLPS)
             # A decoder layer that is its own attention holds an MLP all the same.
             if names and _ROUTED not in path and _around(path, self._apart - self._layers.keys()) is None:
                 yield path, _MLP.format(class_name(cls), _listed(names))

@@ -257,10 +257,12 @@ def test_experts_and_towers_are_left_alone_and_other_gated_mlps_named() -> None:
     )
     first, second = model.model.layers
     first.mlp, second.mlp = mixture, mlp("gate_up_proj", "down_proj")
+    first.moe, second.moe = mlp("router", "input_linear", "output_linear"), mlp("input_linear", "output_linear")
     tower = Own(blocks=nn.ModuleList([Own(norm=nn.RMSNorm(4), mlp=mlp(*three))]), norm=nn.RMSNorm(4))
     assert kinds(Own(tower=tower, language=model)) == {
         "language.model.layers.0.mlp.shared": "Own as GatedMLPSpec",
         "language.model.layers.1.mlp": "Own as GatedMLPSpec",
+        "language.model.layers.1.moe": "Own as GatedMLPSpec",
     }
 
 
