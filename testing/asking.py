@@ -52,6 +52,9 @@ _ATTENTIONS: tuple[Mapping[str, Any], ...] = (
 _PLAIN_ATTENTION: Mapping[str, Any] = {"like": "transformers:Qwen3NextAttention"}
 """The last of them: an attention that holds no window of its own."""
 
+_MERGED_HEADS = {"tp_weight": "qkv_proj.in_features"}
+"""Of an attention whose queries, keys and values are one linear. Its output is gathered, so that every rank has all heads."""
+
 _EITHER_KIND = {
     "layer_index": ["self_attn.layer_idx", "linear_attn.layer_idx"],
     "tp_weight": ["self_attn.o_proj.in_features", "linear_attn.o_proj.in_features", "linear_attn.out_proj.in_features"],
@@ -65,7 +68,7 @@ _MERGED_MLP = {
     "hidden_size": "down_proj.out_features",
     "intermediate_size": "down_proj.in_features",
     "activation": ["act_fn", "activation_fn"],
-    # Its output is gathered under tensor parallelism, as the forward splits it into gate and up.
+    # Gathered like merged heads.
     "tp_weight": "gate_up_proj.in_features",
 }
 """Of an MLP whose gate and up are one linear (Phi-3, GLM-4)."""
@@ -168,13 +171,11 @@ def _candidates(layer: Any, entry: ModelEntry, registry: Registry) -> Iterator[M
     name, children = type(layer).__name__, {name for name, _ in layer.named_children()}
     prefix = "transformers:Qwen3Next" if entry.norm_weight_offset else "transformers:DeepseekV3"
     if re.search(r"(Attention|Attn|MLA|DeltaNet)$", name):
-        yield from _ATTENTIONS
-        if all(isinstance(kind, GQAKind) and kind.sliding_window != "off" for kind in entry.layers.values()):
-            yield {
-                **_PLAIN_ATTENTION,
-                "sliding_window": "config.sliding_window",
-            }  # as Mistral's, which slides everywhere
-        yield _PLAIN_ATTENTION
+        # As Mistral's, which slides everywhere.
+        slides = all(isinstance(kind, GQAKind) and kind.sliding_window != "off" for kind in entry.layers.values())
+        sliding = [{**_PLAIN_ATTENTION, "sliding_window": "config.sliding_window"}] if slides else []
+        merged = _MERGED_HEADS if "qkv_proj" in children else {}
+        yield from ({**words, **merged} for words in (*_ATTENTIONS, *sliding, _PLAIN_ATTENTION))
     elif name.endswith("DecoderLayer"):
         like = _stream_words(layer, f"{prefix}DecoderLayer", entry, registry)
         yield from ({},) if like is None else (like, {**like, **_EITHER_KIND})

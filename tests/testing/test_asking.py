@@ -4,10 +4,10 @@ import sys
 
 import attrs
 import pytest
-import torch
+from helpers import ROOT
 
 from layerfuse import fusion, registry
-from layerfuse.adapters import ActivationQuant, GQASpec, ResidualSpec
+from layerfuse.adapters import ActivationQuant, GatedMLPSpec, GQASpec, ResidualSpec
 from layerfuse.registry import files
 from layerfuse.registry.inspect import ConfigError, inspect
 from layerfuse.testing import full_model, small_model
@@ -15,7 +15,11 @@ from layerfuse.testing.asking import ask_code
 from layerfuse.testing.models import published_model
 from layerfuse.testing.run import run_contract
 
+torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+sys.path.append(str(ROOT / "tests" / "adapters"))
+from fake_ranks import ranks, with_plan  # noqa: E402
 
 
 def undeclared():
@@ -168,10 +172,16 @@ def test_gate_and_up_in_one_linear_are_read(config):
     spec = own.spec_for(model.model.layers[1].mlp, path="model.layers.1.mlp")
     assert (spec.hidden_size, spec.intermediate_size, spec.activation) == (256, 384, "gelu_tanh")
     assert (spec.layer_index, spec.local_intermediate_size) == (1, 384)
-    # Half of the rows of gate and up on this rank: what comes out is gathered, and whole.
-    linear = model.model.layers[1].mlp.gate_up_proj
-    linear.weight = torch.nn.Parameter(linear.weight[:384])
-    assert own.spec_for(model.model.layers[1].mlp).local_intermediate_size == 384
+
+def test_what_comes_out_of_merged_linears_is_whole_on_every_rank():
+    """transformers' own plan gathers it, as the forward cuts it into its parts, and splits it again for the linear behind."""
+    found, own = asked("Phi3Config", num_hidden_layers=1)
+    own.register_models(files.parse(found.toml()), "inspect")
+    with ranks((2,), ("tp",)) as mesh:
+        model = with_plan(published_model(found.entry, found.config), mesh)
+        specs = {type(spec): spec for _, spec in own.specs_in(model)}
+    assert (specs[GQASpec].num_local_heads, specs[GatedMLPSpec].local_intermediate_size) == (32, 8192)
+    assert [specs[kind].parallel.size for kind in (GQASpec, GatedMLPSpec, ResidualSpec)] == [1, 1, 2]
 
 
 def test_the_norms_in_front_of_merged_linears_quantise_as_those_do():
