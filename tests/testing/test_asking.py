@@ -173,6 +173,7 @@ def test_gate_and_up_in_one_linear_are_read(config):
     assert (spec.hidden_size, spec.intermediate_size, spec.activation) == (256, 384, "gelu_tanh")
     assert (spec.layer_index, spec.local_intermediate_size) == (1, 384)
 
+
 def test_what_comes_out_of_merged_linears_is_whole_on_every_rank():
     """transformers' own plan gathers it, as the forward cuts it into its parts, and splits it again for the linear behind."""
     found, own = asked("Phi3Config", num_hidden_layers=1)
