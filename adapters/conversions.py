@@ -110,6 +110,7 @@ _ACTIVATIONS = {
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
+    "ReLUSquaredActivation": "relu2",
     # Of the engines: layers/activation.py in vLLM and SGLang, model_ops/activation.py and models/kimi_k3.py in ATOM
     "SiluAndMul": "silu",
     "SituAndMul": "situ",

@@ -21,8 +21,8 @@ LARGEST = 2**31 - 1
 ACTIVATIONS = ("silu", "sigmoid")
 """Output-gate activations of gated norms: silu for Qwen, sigmoid for Kimi and GLM."""
 
-MLP_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "situ")
-"""Activations of the gate in a gated MLP. `situ` is Kimi-K3's: beta * tanh(gate / beta) * sigmoid(gate), and a bounded up."""
+MLP_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "situ")
+"""Activations of the gate in a gated MLP. `relu2` is max(gate, 0) squared (arXiv 2109.08668). `situ` is Kimi-K3's: beta * tanh(gate / beta) * sigmoid(gate), and a bounded up."""
 
 ROPE_TABLES = ("none", "cos_sin", "cos_and_sin", "values")
 """Where the cos and sin of a rope come from, see `RopeSpec.table`."""

@@ -17,7 +17,7 @@ def _of(parent: str, *names: str) -> list[str]:
 
 
 TRANSFORMERS_FIRST_PROJECTIONS = [
-    *_of("self_attn", "q_a_proj", "kv_a_proj_with_mqa", "q_proj", "k_proj", "v_proj"),
+    *_of("self_attn", "q_a_proj", "kv_a_proj_with_mqa", "q_proj", "k_proj", "v_proj", "qkv_proj"),
     *_of("linear_attn", "in_proj_qkvz", "in_proj_qkv", "in_proj_z"),
 ]
 VLLM_FIRST_PROJECTIONS = [
@@ -65,7 +65,7 @@ TRANSFORMERS_RESIDUAL = Facts(
         "layer_index": "self_attn.layer_idx",
         "tp_weight": "self_attn.o_proj.in_features",
         "mlp_weight": ["mlp.down_proj", "mlp.experts.down_proj", "mlp.shared_experts.down_proj"],
-        **norms("variance_epsilon", TRANSFORMERS_FIRST_PROJECTIONS, SPLIT_MLP),
+        **norms("variance_epsilon", TRANSFORMERS_FIRST_PROJECTIONS, [*SPLIT_MLP, *MERGED_MLP]),
     },
 )
 VLLM_RESIDUAL = TRANSFORMERS_RESIDUAL.but(

@@ -262,7 +262,8 @@ def inspect(config: Path, name: str | None, files: tuple[Path, ...], json: bool)
     The entry goes to stdout and everything else to stderr, so that it can be redirected into a file. Exits with 1
     where the config does not say enough, or contradicts itself. What is derived is noted, to be checked. Of a model that
     is not declared, transformers' code is asked for what configs leave out (epsilons, sinks, classes), if it is installed, and
-    the entry is held to its layers: one that they contradict is a draft, printed as comments, and the exit code is 1.
+    the entry is held to its layers: one that they contradict, or that leaves some unknown, is a draft, printed as comments, and the exit
+    code is 1.
 
     \b
     Example:

@@ -55,7 +55,7 @@ VALUES = {
     "optional_flag": "True, False or None",
     "optional_reader": "mlp, experts, undeclared, or None",
     "activation": "silu or sigmoid",
-    "mlp_activation": "silu, gelu, gelu_tanh or situ",
+    "mlp_activation": "silu, gelu, gelu_tanh, relu2 or situ",
     "norm": "NormSpec",
     "optional_norm": "NormSpec or None",
     "norms": "tuple of NormSpec",

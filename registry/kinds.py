@@ -245,7 +245,7 @@ class MLPKind:
 
     intermediate_size: int
     "Width between the projections; of several shared experts, which engines build as one, their sum."
-    activation: Literal["silu", "gelu", "gelu_tanh", "situ"]
+    activation: Literal["silu", "gelu", "gelu_tanh", "relu2", "situ"]
     "What the gate passes through."
     at: At = "all"
     'Which decoder layers, 0-based: "all", "rest", a list, or {start, step}. The others have none.'

@@ -164,7 +164,7 @@ class Registry:
 
         Modules that look like attention by their class's name, or by their children in a known decoder layer. And what is left of
         layers that were declared in part: gated MLPs of known layers, decoder layers around known attention or beside known ones,
-        the model's final norm behind known ones. Of those, what they are and how to declare them stands behind the class.
+        the model's final norm beside known ones. Of those, what they are and how to declare them stands behind the class.
 
         What an adapter declares as ignored (vision towers), and what lies inside a known attention, is not listed. Nor is a final
         norm that another rank of a pipeline runs.

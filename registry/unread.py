@@ -19,14 +19,21 @@ from .tables import Readers
 _LOOKS_LIKE_ATTENTION = re.compile(r"(Attention|Attn|MLA|DeltaNet|SelfAttn)\d*$")
 _LOOKS_LIKE_RMS_NORM = re.compile(r"rms_?norm", re.IGNORECASE)
 _ATTENTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj", "o_proj"), ("kv_b_proj", "o_proj"))
-_MLPS = (("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj"), ("w1", "w2", "w3"))
+_MLPS = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("gate_up_proj", "down_proj"),
+    ("w1", "w2", "w3"),
+    ("input_linear", "output_linear"),
+)
 """Children that tell what a module inside of a known decoder layer is."""
 _ROUTED = ".experts."
 
 _DECLARE = 'declare the class under layer_classes, like one that is known or with family = "{}"'
 _MLP = "{} as GatedMLPSpec: a gated MLP by its {}; " + _DECLARE.format("gated_mlp")
 _STREAM = "{} as ResidualSpec: a decoder layer by its norms, which nothing reads; " + _DECLARE.format("residual")
-_FINAL = "{} as FinalNormSpec: its {} stands behind decoder layers that are read; " + _DECLARE.format("final")
+_FINAL = "{} as FinalNormSpec: its {} stands beside decoder layers that are read; {}"
+_DECLARE_FINAL = _DECLARE.format("final")
+_OF_TORCH = "put both into a class of your own, and declare that"
 
 
 def is_attention(reader: LayerReader) -> bool:
@@ -90,7 +97,8 @@ class Unread:
 
     def _mlps(self) -> Iterator[tuple[str, str]]:
         for path, cls in self._classes.items():
-            names = () if self._readers[cls] else self._in_layer(path, _MLPS)
+            mixture = f"{path}.router" in self._children.get(path, ())
+            names = () if self._readers[cls] or mixture else self._in_layer(path, _MLPS)
             # A decoder layer that is its own attention holds an MLP all the same.
             if names and _ROUTED not in path and _around(path, self._apart - self._layers.keys()) is None:
                 yield path, _MLP.format(class_name(cls), _listed(names))
@@ -111,17 +119,15 @@ class Unread:
         for holder, layer in self._last.items():
             if holder in self._streams.cut or _around(layer, read) is not None:
                 continue
-            behind = self._after(layer)
-            if holder and layer.rpartition(".")[2].isdecimal():
-                behind += self._after(holder)
-            norm = next(filter(self._is_norm, behind), None)
+            norm = self._norm_beside(layer)
             if norm is None:
                 continue
-            owner = _parent(norm)
-            while owner and self._classes.get(owner, object).__module__.startswith("torch."):
+            owner = _shared(norm, layer)
+            while owner and self._of_torch(owner):
                 owner = _parent(owner)  # nobody declares a ModuleDict
             if owner in self._classes:
-                yield owner, _FINAL.format(class_name(self._classes[owner]), norm[len(owner) :].lstrip("."))
+                remedy = _OF_TORCH if self._of_torch(owner) else _DECLARE_FINAL
+                yield owner, _FINAL.format(class_name(self._classes[owner]), norm[len(owner) :].lstrip("."), remedy)
 
     # ---- how it is told
 
@@ -163,9 +169,30 @@ class Unread:
         cls = self._classes[path]
         return cls in self._norms or any(_LOOKS_LIKE_RMS_NORM.search(base.__name__) for base in cls.__mro__)
 
-    def _after(self, path: str) -> list[str]:
-        beside = self._children[_parent(path)]
-        return beside[beside.index(path) + 1 :]
+    def _norm_beside(self, path: str) -> str | None:
+        """The norm next to a module, or next to what holds it, the nearest first: behind it, or in front where it is the only one.
+
+        What is defined in front may run behind, but for a list. Two in front norm what goes in: a draft's block has such.
+        """
+        while path:
+            beside = self._children[_parent(path)]
+            at = beside.index(path)
+            behind = [norm for each in beside[at + 1 :] for norm in self._norms_in(each)]
+            in_front = [] if path.rpartition(".")[2].isdecimal() else [*filter(self._is_norm, beside[:at])]
+            if behind or len(in_front) == 1:
+                return (behind or in_front)[0]
+            path = _parent(path)
+        return None
+
+    def _norms_in(self, path: str) -> list[str]:
+        """The norm that a module is, or those of a head: of one that holds nothing but norms and single modules beside."""
+        children = self._children.get(path, [])
+        if self._is_norm(path):
+            return [path]
+        return [] if any(map(self._children.get, children)) else [*filter(self._is_norm, children)]
+
+    def _of_torch(self, path: str) -> bool:
+        return self._classes.get(path, object).__module__.startswith("torch.")
 
 
 def _listed(names: tuple[str, ...]) -> str:
@@ -174,6 +201,13 @@ def _listed(names: tuple[str, ...]) -> str:
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
+
+
+def _shared(path: str, other: str) -> str:
+    """The innermost module that holds both."""
+    while not within(other, path := _parent(path)):
+        pass
+    return path
 
 
 def _around(path: str, outer: Set[str]) -> str | None:

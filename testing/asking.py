@@ -52,6 +52,9 @@ _ATTENTIONS: tuple[Mapping[str, Any], ...] = (
 _PLAIN_ATTENTION: Mapping[str, Any] = {"like": "transformers:Qwen3NextAttention"}
 """The last of them: an attention that holds no window of its own."""
 
+_MERGED_HEADS = {"tp_weight": "qkv_proj.in_features"}
+"""Of an attention whose queries, keys and values are one linear. Its output is gathered, so that every rank has all heads."""
+
 _EITHER_KIND = {
     "layer_index": ["self_attn.layer_idx", "linear_attn.layer_idx"],
     "tp_weight": ["self_attn.o_proj.in_features", "linear_attn.o_proj.in_features", "linear_attn.out_proj.in_features"],
@@ -61,6 +64,15 @@ _EITHER_KIND = {
 
 _MLP = re.compile(r"(MLP|FeedForward)$")
 
+_MERGED_MLP = {
+    "hidden_size": "down_proj.out_features",
+    "intermediate_size": "down_proj.in_features",
+    "activation": ["act_fn", "activation_fn"],
+    # Gathered like merged heads.
+    "tp_weight": "gate_up_proj.in_features",
+}
+"""Of an MLP whose gate and up are one linear (Phi-3, GLM-4)."""
+
 
 @frozen
 class _Asked:
@@ -68,9 +80,8 @@ class _Asked:
 
     specs: list[Any] = field(factory=list)
     classes: dict[str, Mapping[str, Any]] = field(factory=dict)
-    notes: list[str] = field(factory=list)
     unread: list[str] = field(factory=list)
-    "Attention, decoder layers and models that fit no known class: without them an entry is no more than a draft."
+    "What looks like a layer and fits no known class."
 
 
 def ask_code(found: Inspection, registry: Registry) -> Inspection:
@@ -109,7 +120,7 @@ def ask_code(found: Inspection, registry: Registry) -> Inspection:
         problems.append(
             f"the norms of the stream add {said_of} to their weight, and an entry has one norm_weight_offset"
         )
-    notes = [*known, *asked.notes, *([] if problems else asked.unread), *mlps]
+    notes = [*known, *([] if problems else asked.unread), *mlps]
     return attrs.evolve(
         found, entry=entry, notes=tuple(dict.fromkeys(notes)), problems=(*(asked.unread if problems else ()), *problems)
     )
@@ -160,18 +171,18 @@ def _candidates(layer: Any, entry: ModelEntry, registry: Registry) -> Iterator[M
     name, children = type(layer).__name__, {name for name, _ in layer.named_children()}
     prefix = "transformers:Qwen3Next" if entry.norm_weight_offset else "transformers:DeepseekV3"
     if re.search(r"(Attention|Attn|MLA|DeltaNet)$", name):
-        yield from _ATTENTIONS
-        if all(isinstance(kind, GQAKind) and kind.sliding_window != "off" for kind in entry.layers.values()):
-            yield {
-                **_PLAIN_ATTENTION,
-                "sliding_window": "config.sliding_window",
-            }  # as Mistral's, which slides everywhere
-        yield _PLAIN_ATTENTION
+        # As Mistral's, which slides everywhere.
+        slides = all(isinstance(kind, GQAKind) and kind.sliding_window != "off" for kind in entry.layers.values())
+        sliding = [{**_PLAIN_ATTENTION, "sliding_window": "config.sliding_window"}] if slides else []
+        merged = _MERGED_HEADS if "qkv_proj" in children else {}
+        yield from ({**words, **merged} for words in (*_ATTENTIONS, *sliding, _PLAIN_ATTENTION))
     elif name.endswith("DecoderLayer"):
         like = _stream_words(layer, f"{prefix}DecoderLayer", entry, registry)
         yield from ({},) if like is None else (like, {**like, **_EITHER_KIND})
     elif name.endswith("Model") and {"layers", "norm"} <= children:
         yield {"like": f"{prefix}Model"}
+    elif {"gate_up_proj", "down_proj"} <= children:
+        yield {"like": f"{prefix}MLP", **_MERGED_MLP}
     elif _MLP.search(name):
         yield {"like": f"{prefix}MLP"} if {"gate_proj", "up_proj", "down_proj"} <= children else {}
 
@@ -197,6 +208,8 @@ def _stream_words(layer: Any, like: str, entry: ModelEntry, registry: Registry) 
 def _read_one(
     path: str, layer: Any, candidates: list[Mapping[str, Any]], registry: Registry, asked: _Asked
 ) -> Any | None:
+    from .gates import is_gated
+
     known = registry.readers_for(type(layer))
     if known:
         try:
@@ -213,6 +226,11 @@ def _read_one(
         except LayerfuseError as error:
             refusals.append(str(error).splitlines()[0].removesuffix(". Tried:"))
             continue
+        if isinstance(spec, GatedMLPSpec) and not is_gated(layer, spec):
+            refusals.append(
+                f"its forward is not down_proj({spec.activation}(gate) * up), which is all that specs describe of an MLP"
+            )
+            continue
         asked.classes[key] = words
         return spec
     why = "its parts have other names or another order than those of known classes"
@@ -221,9 +239,9 @@ def _read_one(
     if len(refusals) == 1:
         why = refusals[0]
     note = f"{key} could not be read: {why}; declare it under layer_classes"
-    notes = asked.notes if _MLP.search(key) else asked.unread
     # Once for a class: why it cannot be read names the layer.
-    notes.extend([] if any(other.startswith(f"{key} could not be read") for other in notes) else [note])
+    if not any(other.startswith(f"{key} could not be read") for other in asked.unread):
+        asked.unread.append(note)
     return None
 
 
@@ -313,3 +331,7 @@ def _contradictions(found: Inspection, model: Any, registry: Registry) -> Iterat
             if sentence not in seen:
                 yield f"{path} ({type(model).__name__}), declared as {name}: {sentence}"
             seen.add(sentence)
+    for path, what in own.unknown_in(model):
+        if what not in seen:
+            yield f"{path}: no adapter reads {what}"
+        seen.add(what)

@@ -56,7 +56,7 @@ def test_the_share_of_a_rank_follows_from_the_total() -> None:
 def test_the_activation_is_one_that_an_mlp_has(value: Any) -> None:
     with pytest.raises(SpecError) as caught:
         gated_mlp(activation=value)
-    assert caught.value.problems == (f"activation: expected one of silu, gelu, gelu_tanh, situ, got {value!r}",)
+    assert caught.value.problems == (f"activation: expected one of silu, gelu, gelu_tanh, relu2, situ, got {value!r}",)
 
 
 @pytest.mark.parametrize("value", [0, -7.0, float("inf"), True, "7"])
@@ -133,7 +133,7 @@ def test_what_down_proj_quantises_is_read_now() -> None:
 def test_a_layer_without_its_activation_is_refused_by_name() -> None:
     layer = fresh_model("deepseek-v3").get_submodule(f"{PATH}.shared_experts")
     layer.act_fn = nn.Tanh()
-    with pytest.raises(SpecError, match="activation: expected one of silu, gelu, gelu_tanh, situ, got 'Tanh'"):
+    with pytest.raises(SpecError, match="activation: expected one of silu, gelu, gelu_tanh, relu2, situ, got 'Tanh'"):
         registry.spec_for(layer)
     del layer.act_fn
     with pytest.raises(MissingAttributeError, match="does not say its activation"):
@@ -228,13 +228,14 @@ def test_an_activation_is_known_by_its_name_or_its_class(said: Any, word: str) -
 
 def test_transformers_activations_are_known_by_what_they_compute() -> None:
     activations = pytest.importorskip("transformers.activations").ACT2FN
-    known = {name: mlp_activation(activations[name]) for name in ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu")}
-    assert known == {
+    names = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "relu2")
+    assert {name: mlp_activation(activations[name]) for name in names} == {
         "silu": "silu",
         "swish": "silu",
         "gelu": "gelu",
         "gelu_pytorch_tanh": "gelu_tanh",
         "relu": "ReLU",
+        "relu2": "relu2",
     }
 
 

@@ -325,6 +325,23 @@ def test_an_entry_that_the_model_s_own_code_does_not_bear_out_declares_nothing(r
     assert any("32 x ResidualSpec" in problem for problem in said["problems"])
 
 
+def test_an_mlp_that_strict_would_call_unknown_is_no_answer(run, tmp_path):
+    """BitNet norms what its gate gives. The same config of Phi-3, whose gate and up are one linear, is an answer."""
+    config = {**PLAIN, "vocab_size": 32064, "intermediate_size": 11008, "hidden_act": "relu2"}
+    for model_type in ("bitnet", "phi3"):
+        (tmp_path / f"{model_type}.json").write_text(json.dumps({**config, "model_type": model_type}), encoding="utf-8")
+    answer = run("inspect", tmp_path / "bitnet.json")
+    assert answer.code == 1
+    assert files.parse(answer.out) == {}
+    assert "BitNetMLP could not be read: its forward is not down_proj(relu2(gate) * up)" in answer.err
+    assert "model.layers.0.mlp: no adapter reads transformers.models.bitnet.modeling_bitnet:BitNetMLP" in answer.err
+    answer = run("inspect", tmp_path / "phi3.json")
+    assert answer.code == 0
+    assert "# its MLPs are gated, with relu2: declare their widths under mlps\n" in answer.out
+    ((_, entry),) = files.parse(answer.out).items()
+    assert "transformers:Phi3MLP" in entry.layer_classes
+
+
 def test_every_gap_is_listed_at_once(run, tmp_path):
     (tmp_path / "config.json").write_text('{"kv_lora_rank": 512, "model_type": "new"}', encoding="utf-8")
     answer = run("inspect", tmp_path)

@@ -308,10 +308,11 @@ def test_a_look_alike_is_left_alone_with_its_reason(name: str, by_weight: bool) 
     assert reason in verdict.missed["layers.0:activation"]
 
 
-def test_another_activation_is_refused_by_the_plan() -> None:
-    made = fusion.plan([("mlp", mlp(activation="gelu"))], CPU_FP8, config("group128"))
+@pytest.mark.parametrize("gate", ["gelu", "relu2"])
+def test_another_activation_is_refused_by_the_plan(gate: str) -> None:
+    made = fusion.plan([("mlp", mlp(activation=gate))], CPU_FP8, config("group128"))
     (refused,) = made.refused(GROUP)
-    assert refused.reason == "its gate passes through gelu; the fused op knows silu"
+    assert refused.reason == f"its gate passes through {gate}; the fused op knows silu"
 
 
 def test_another_reader_of_the_product() -> None:

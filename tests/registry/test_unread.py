@@ -11,6 +11,7 @@ from standins import layer_class, module
 from torch import nn
 
 from layerfuse import fusion, registry
+from layerfuse.adapters import Adapter, Facts, FinalNormSpec
 from layerfuse.fusion import FusionMissedError
 from layerfuse.registry import Registry, files
 
@@ -93,7 +94,7 @@ def test_what_is_missing_says_what_to_declare() -> None:
     assert knowing("Attention", "DecoderLayer").unknown_in(ernie())[:2] == [
         (
             "model",
-            f"{modeling}:Ernie4_5Model as FinalNormSpec: its norm stands behind decoder layers that are read; declare the "
+            f"{modeling}:Ernie4_5Model as FinalNormSpec: its norm stands beside decoder layers that are read; declare the "
             'class under layer_classes, like one that is known or with family = "final"',
         ),
         (
@@ -148,7 +149,21 @@ AROUND: dict[str, tuple[Callable[[Any], nn.Module], str | None]] = {
     "layers by name": (lambda q: Own(first=q.layers[0], second=q.layers[1], norm=q.norm), ""),
     "no norm": (lambda q: Own(blocks=q.layers, head=nn.Linear(64, 64)), None),
     "no RMS norm": (lambda q: Own(blocks=q.layers, norm=nn.LayerNorm(64)), None),
-    "a norm in front": (lambda q: Own(embedding_norm=q.norm, blocks=q.layers), None),
+    "a norm that is defined first": (lambda q: Own(norm=q.norm, embed=q.embed_tokens, blocks=q.layers), ""),
+    "defined first, layers by name": (lambda q: Own(norm=q.norm, first=q.layers[0], second=q.layers[1]), ""),
+    "a norm behind before one in front": (
+        lambda q: Own(embedding_norm=nn.RMSNorm(64), blocks=q.layers, norm=q.norm),
+        "",
+    ),
+    "around the trunk": (lambda q: Own(trunk=Own(blocks=q.layers), norm=q.norm), ""),
+    "around the trunk, defined first": (lambda q: Own(norm=q.norm, trunk=Own(trunk=Own(blocks=q.layers))), ""),
+    "in the head": (lambda q: Own(blocks=q.layers, head=Own(norm=q.norm, lm_head=nn.Linear(64, 64))), ""),
+    "behind the trunk in a sequence": (lambda q: Own(all=nn.Sequential(Own(blocks=q.layers), q.norm)), ""),
+    "in front in a sequence": (lambda q: Own(all=nn.Sequential(q.embed_tokens, q.norm, *q.layers)), None),
+    "two norms in front": (
+        lambda q: Own(enorm=nn.RMSNorm(64), hnorm=nn.RMSNorm(64), eh_proj=nn.Linear(128, 64), block=q.layers[0]),
+        None,
+    ),
     "the list alone": (lambda q: q.layers, None),
     "one layer": (lambda q: q.layers[0], None),
     "one layer, wrapped": (lambda q: wrapped(q.layers[0]), None),
@@ -167,6 +182,37 @@ def test_the_norm_behind_known_layers_is_named_where_it_runs(
 ) -> None:
     found = kinds(around(qwen().model))
     assert found == ({} if named is None else {named: "Own as FinalNormSpec"})
+
+
+def test_a_final_norm_that_torch_s_own_module_holds_says_what_to_do() -> None:
+    q = qwen().model
+    ((path, said),) = registry.unknown_in(nn.Sequential(Own(blocks=q.layers), q.norm, nn.Linear(64, 64)))
+    assert path == ""
+    assert said == (
+        "torch.nn.modules.container:Sequential as FinalNormSpec: its 1 stands beside decoder layers that are read; put both "
+        "into a class of your own, and declare that"
+    )
+
+
+def test_what_is_named_is_declared_with_words_of_its_own() -> None:
+    """The norm that the module around the trunk holds, and the one in the head beside it."""
+    q = qwen().model
+    made = knowing()
+    for name, norm in (("Around", "norm"), ("WithHead", "head.norm")):
+        words = {
+            "hidden_size": "trunk.blocks.-1.hidden_size",
+            "layer_index": {"path": "trunk.blocks", "as": "length"},
+            "tp_weight": "trunk.blocks.-1.self_attn.o_proj.in_features",
+            "final_norm": norm,
+        }
+        made.register_adapter(Adapter(name.lower(), {f"mylib.models:{name}": Facts(FinalNormSpec, words)}))
+    head = Own(norm=q.norm, lm_head=nn.Linear(64, 64))
+    for name, part in (("Around", {"norm": q.norm}), ("WithHead", {"head": head})):
+        model = Own(trunk=Own(blocks=q.layers), **part)
+        assert set(kinds(model)) == {""}
+        model.__class__ = layer_class(f"mylib.models:{name}", nn.Module)
+        assert made.unknown_in(model) == []
+        assert made.specs_in(model)[-1][1].final_norm.width == 64
 
 
 def test_known_models_are_read_whole_in_whatever_wraps_their_parts() -> None:
@@ -211,16 +257,16 @@ def test_experts_and_towers_are_left_alone_and_other_gated_mlps_named() -> None:
     )
     first, second = model.model.layers
     first.mlp, second.mlp = mixture, mlp("gate_up_proj", "down_proj")
+    first.moe, second.moe = mlp("router", "input_linear", "output_linear"), mlp("input_linear", "output_linear")
     tower = Own(blocks=nn.ModuleList([Own(norm=nn.RMSNorm(4), mlp=mlp(*three))]), norm=nn.RMSNorm(4))
     assert kinds(Own(tower=tower, language=model)) == {
         "language.model.layers.0.mlp.shared": "Own as GatedMLPSpec",
         "language.model.layers.1.mlp": "Own as GatedMLPSpec",
+        "language.model.layers.1.moe": "Own as GatedMLPSpec",
     }
 
 
 def test_what_an_adapter_ignores_is_left_alone_whatever_it_looks_like() -> None:
-    from layerfuse.adapters import Adapter
-
     asked = knowing("Attention")
     asked.register_adapter(Adapter("mine", {}, ignored=["transformers:Ernie4_5DecoderLayer"]))
     assert asked.unknown_in(ernie()) == []

@@ -4,16 +4,22 @@ import sys
 
 import attrs
 import pytest
+from helpers import ROOT
 
-from layerfuse import registry
-from layerfuse.adapters import GQASpec, ResidualSpec
+from layerfuse import fusion, registry
+from layerfuse.adapters import ActivationQuant, GatedMLPSpec, GQASpec, ResidualSpec
 from layerfuse.registry import files
 from layerfuse.registry.inspect import ConfigError, inspect
-from layerfuse.testing import full_model
+from layerfuse.testing import full_model, small_model
 from layerfuse.testing.asking import ask_code
+from layerfuse.testing.models import published_model
 from layerfuse.testing.run import run_contract
 
+torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+sys.path.append(str(ROOT / "tests" / "adapters"))
+from fake_ranks import ranks, with_plan  # noqa: E402
 
 
 def undeclared():
@@ -58,6 +64,7 @@ def test_the_epsilons_of_the_code_are_found(config, epsilons):
 PROPOSED = [
     *("MiniCPM3Config", "YoutuConfig", "Mistral4Config", "OlmoHybridConfig", "Gemma3TextConfig", "AXK1Config"),
     *("Olmo2Config", "Olmo3Config", "Gemma2Config", "Qwen3NextConfig", "Qwen3MoeConfig", "GraniteConfig"),
+    *("Phi3Config", "Glm4Config"),
 ]
 
 
@@ -126,13 +133,16 @@ DRAFTS = {
     "Exaone4Config": "declared as layers.3.full: sliding_window: declared None, read 4096",
     "MuseGlimmerConfig": "the norms of the stream add 0.0 and 1.0 to their weight, and an entry has one norm_weight_offset",
     "MinistralConfig": "transformers builds no model of this config, so that no layer was checked: TypeError",
+    "BitNetConfig": "transformers:BitNetMLP could not be read: its forward is not down_proj(relu2(gate) * up)",
+    "MiniMaxM3VLTextConfig": "MiniMaxM3VLDenseMLP) does not say its activation",
+    "Phi4MultimodalConfig": "no adapter reads torch.nn.modules.activation:MultiheadAttention",
 }
 
 
 @pytest.mark.parametrize("config", DRAFTS)
 def test_what_the_code_does_not_bear_out_is_a_draft(config):
     """HYV4 says nothing of its streams here, Cohere's attention and MLP read one norm, Doge's adds are weighted, JetMoe's parts have
-    other names, Exaone's full layers hold a window that they do not use."""
+    other names, Exaone's full layers hold a window that they do not use, BitNet norms what its gate gives, MiniMax-M3 adds 1 to up."""
     values = getattr(transformers, config)().to_dict()
     values = {key: value for key, value in values.items() if not key.startswith("hc_")}
     own = undeclared()
@@ -142,11 +152,57 @@ def test_what_the_code_does_not_bear_out_is_a_draft(config):
     assert "# [models.mine.layers" in found.toml()
 
 
-def test_no_layer_of_cwm_stays_unknown():
-    """Its config class takes no null for a token."""
-    found, own = asked("CwmConfig")
+@pytest.mark.parametrize(
+    "config", ["CwmConfig", "Phi3Config", "GlmConfig", "Glm4Config", "SeedOssConfig", "ArceeConfig"]
+)
+def test_no_layer_stays_unknown_of_what_is_no_draft(config):
+    """Cwm's config class takes no null for a token, SeedOss drops out behind its MLP, Arcee's MLP has no gate."""
+    found, own = asked(config)
+    assert found.problems == ()
     own.register_models(files.parse(found.toml()), "inspect")
     assert own.unknown_in(full_model(own.model("mine"))) == []
+
+
+@pytest.mark.parametrize("config", ["Phi3Config", "GlmConfig"])
+def test_gate_and_up_in_one_linear_are_read(config):
+    values = {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 384, "hidden_act": "gelu_pytorch_tanh"}
+    found, own = asked(config, **values)
+    own.register_models(files.parse(found.toml()), "inspect")
+    model = published_model(found.entry, found.config)
+    spec = own.spec_for(model.model.layers[1].mlp, path="model.layers.1.mlp")
+    assert (spec.hidden_size, spec.intermediate_size, spec.activation) == (256, 384, "gelu_tanh")
+    assert (spec.layer_index, spec.local_intermediate_size) == (1, 384)
+
+
+def test_what_comes_out_of_merged_linears_is_whole_on_every_rank():
+    """transformers' own plan gathers it, as the forward cuts it into its parts, and splits it again for the linear behind."""
+    found, own = asked("Phi3Config", num_hidden_layers=1)
+    own.register_models(files.parse(found.toml()), "inspect")
+    with ranks((2,), ("tp",)) as mesh:
+        model = with_plan(published_model(found.entry, found.config), mesh)
+        specs = {type(spec): spec for _, spec in own.specs_in(model)}
+    assert (specs[GQASpec].num_local_heads, specs[GatedMLPSpec].local_intermediate_size) == (32, 8192)
+    assert [specs[kind].parallel.size for kind in (GQASpec, GatedMLPSpec, ResidualSpec)] == [1, 1, 2]
+
+
+def test_the_norms_in_front_of_merged_linears_quantise_as_those_do():
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    found, own = asked("Phi3Config", num_hidden_layers=2)
+    own.register_models(files.parse(found.toml()), "inspect")
+    fp8 = transformers.FineGrainedFP8Config()
+    model = finegrained.replace_with_fp8_linear(published_model(found.entry, found.config), ["lm_head"], fp8, True)
+    stream = next(spec for _, spec in own.specs_in(model) if isinstance(spec, ResidualSpec))
+    norms = (stream.input_norm, stream.post_attention_norm)
+    assert [norm.quant for norm in norms] == [ActivationQuant(group_size=128)] * 2
+
+
+def test_strict_takes_what_inspect_calls_complete():
+    found, own = asked("Phi3Config", num_hidden_layers=2)
+    own.register_models(files.parse(found.toml()), "inspect")
+    made = fusion.compile(small_model(own.model("mine"), layers=2), registry=own, strict=True)
+    with torch.no_grad():
+        made(torch.arange(6)[None], use_cache=False)
+    assert len(made.report.of("add_rms_norm").matched) == 4
 
 
 @pytest.mark.parametrize(
@@ -171,7 +227,8 @@ def test_every_layer_of_mistral_slides_as_only_its_config_says():
     [
         ("LlamaConfig", "its MLPs are gated, with silu: declare their widths under mlps"),
         ("GptOssConfig", "no gated MLP of a known form was found"),
-        ("Phi3Config", "transformers:Phi3MLP could not be read: its parts have other names"),
+        ("Phi3Config", "its MLPs are gated, with silu: declare their widths under mlps"),
+        ("ArceeConfig", "transformers:ArceeMLP could not be read: its parts have other names"),
     ],
 )
 def test_what_is_known_of_the_mlps_is_said(config, said):
