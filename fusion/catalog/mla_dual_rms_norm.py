@@ -16,7 +16,10 @@ from ..sites import LATENTS
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHAIN = (Norm.of("q"), Norm.of("kv"))
+CHAIN = (
+    Norm.of("q", "the query latent"),
+    Norm.of("kv", "the key/value latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)"),
+)
 
 
 def reference(

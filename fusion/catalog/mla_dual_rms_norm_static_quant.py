@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from ..chain import Fusion, Norm, Quant
+from ..chain import Fusion, Quant
 from ..sites import LATENTS
+from .mla_dual_rms_norm import CHAIN
 
 FUSION = Fusion(
     name="mla_dual_rms_norm_static_quant",
     doc="one kernel for an MLA layer's latent norms, the query latent in fp8 by a static scale",
     level=2,
     roles=(LATENTS,),
-    chain=(Norm.of("q"), Norm.of("kv"), Quant(per="static", out="q")),
+    chain=(*CHAIN, Quant(per="static", out="q")),
 )
