@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from attrs import define, field, frozen
 from ..adapters.errors import shown
 from .compose import is_inner, op_of
 from .declare import REQUIRED, Kernel, Op
+from .formats import FORMATS
 from .limits import TokenLimit
 from .sites import ROLES, Site
 from .steps import STAGES, Add, AllReduce, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step, main_step
@@ -244,6 +245,39 @@ class Fusion:
             yield f"no step gives {', '.join(unread)}, which {self.op.name} returns"
 
 
+def quantised(
+    *,
+    name: str,
+    doc: str,
+    formats: Iterable[str],
+    roles: Iterable[str],
+    chain: Iterable[Any],
+    out: str = "values",
+    limit: Callable[[str], Limit] | None = None,
+) -> Iterator[Fusion]:
+    """The quantised forms of a chain, one for each format.
+
+    Args:
+        name: with `{}` for the scheme of the format.
+        doc: with `{}` for what the format says.
+        formats: words of `formats.FORMATS`.
+        roles: as in `Fusion`.
+        chain: what is quantised.
+        out: the name of the quantised result.
+        limit: from a format to what `Fusion.limit` takes.
+    """
+    steps = tuple(chain)
+    for each in map(FORMATS.__getitem__, formats):
+        yield Fusion(
+            name=name.format(each.scheme),
+            doc=doc.format(each.says),
+            level=2,
+            roles=roles,
+            chain=(*steps, Quant(per=each.word, out=out)),
+            limit=None if limit is None else limit(each.word),
+        )
+
+
 __all__ = [
     "COLLECTIVE",
     "FAMILY",
@@ -259,4 +293,5 @@ __all__ = [
     "SiluMul",
     "Step",
     "TokenLimit",
+    "quantised",
 ]

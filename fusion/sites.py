@@ -76,7 +76,7 @@ ROLES: dict[str, Role] = {
 }
 """Every role a site can have."""
 
-STREAM = frozenset({INPUT, POST_ATTENTION, FINAL})
+STREAM = (INPUT, POST_ATTENTION, FINAL)
 """The roles of the residual stream."""
 
 

@@ -20,7 +20,7 @@ class Add(Step):
     """The residual add in front of a norm: `x + residual`, with the sum as a result of its own."""
 
     stage = SOURCES
-    roles = STREAM
+    roles = frozenset(STREAM)
     in_family = True
 
     x: str = "x"

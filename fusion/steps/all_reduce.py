@@ -20,7 +20,7 @@ class AllReduce(Step):
     """The sum over the ranks of a process group, in the order of the ranks and in float32: all of them get the same bits."""
 
     stage = SOURCES
-    roles = STREAM
+    roles = frozenset(STREAM)
     in_family = True
     across_ranks = True
 

@@ -21,7 +21,7 @@ class Norm(Step):
     """An RMSNorm. `weight_offset` None: the op takes no zero-centred weights."""
 
     stage = MIDDLE
-    roles = STREAM | {LATENTS}
+    roles = frozenset({*STREAM, LATENTS})
     in_family = True
     is_norm = True
 

@@ -21,7 +21,7 @@ class Pad(Step):
     """Columns of zeros behind a norm, for kernels that take only certain widths."""
 
     stage = SINKS
-    roles = STREAM
+    roles = frozenset(STREAM)
     in_family = True
 
     width: str = "padded_width"

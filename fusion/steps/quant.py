@@ -26,6 +26,7 @@ from ..declare import (
     StaticScale,
     TmaAligned,
 )
+from ..formats import FORMATS
 from ..sites import ROLES, Site
 from ..target import Target
 from .step import SINKS, At, FusionError, Source, Step, Verdict
@@ -36,30 +37,17 @@ if TYPE_CHECKING:
 FP8_FORMATS = ("e4m3fn", "e4m3fnuz")
 """What a quantising fusion can write; `Target.fp8` is one of them where it can run."""
 
-_WORDS = {
-    "static": "fp8 by a given scale",
-    "token": "fp8 with one scale per token",
-    "group": "fp8 with one scale per `group_size` columns",
-    "mxfp8": "fp8 with one exponent per 32 columns, MXFP8",
-    "mxfp4": "fp4 with one exponent per 32 columns, MXFP4",
-}
-
-_SCHEMES = {"static": "static", "token": "per_token", "group": "group", "mxfp8": "mxfp8", "mxfp4": "mxfp4"}
-
 
 @frozen(kw_only=True)
 class Quant(Step):
-    """Quantisation of the chain's first norm, or of its product.
-
-    static: fp8 by a scale that is given. token, group: fp8 with scales from the values. mxfp8, mxfp4: OCP's MX formats.
-    """
+    """Quantisation of the chain's first norm, or of its product."""
 
     stage = SINKS
     roles = frozenset(ROLES)
     in_family = True
 
     per: str = field()
-    "A word of the above."
+    "A word of `formats.FORMATS`."
     dtype: str = "dtype"
     scale: str = "scale"
     group_size: str = "group_size"
@@ -72,18 +60,18 @@ class Quant(Step):
 
     @per.validator
     def _check(self, _: object, value: object) -> None:
-        if value not in _SCHEMES:
-            raise FusionError(f"Quant.per: expected one of {', '.join(_SCHEMES)}, got {value!r}")
+        if value not in FORMATS:
+            raise FusionError(f"Quant.per: expected one of {', '.join(FORMATS)}, got {value!r}")
 
     @property
     def scheme(self) -> str:
         """As `ActivationQuant.scheme` names it."""
-        return _SCHEMES[self.per]
+        return FORMATS[self.per].scheme
 
     @property
     def mx(self) -> bool:
         """Whether it is one of the MX formats."""
-        return self.per in ("mxfp8", "mxfp4")
+        return FORMATS[self.per].mx
 
     @property
     def outs(self) -> tuple[str, ...]:
@@ -117,7 +105,7 @@ class Quant(Step):
     def said(self, before: str, source: Source) -> str:
         which = f"{source.main.outs[0]} " if source.several else ""
         kept = "; the norm itself too" if source.main.is_kept else ""
-        return f"{before}; {which}quantised ({_WORDS[self.per]}){kept}"
+        return f"{before}; {which}quantised ({FORMATS[self.per].says}){kept}"
 
     def source(self, source: Source) -> Iterator[str]:
         yield f"{', '.join(f'made_{out}' for out in self.outs)} = {self._call(source.main.rows)}"

@@ -139,7 +139,7 @@ def test_the_command_line_knows_it(site: Path) -> None:
 DECLARES = """
 import attrs
 from layerfuse.fusion import FUSIONS
-from layerfuse.fusion.catalog import add_rms_norm, rms_norm_group_quant
+from layerfuse.fusion.catalog.add_rms_norm import FUSIONS as BUILT_IN
 from layerfuse.fusion.chain import Add, Fusion, Norm
 from layerfuse.fusion.declare import Kernel
 from layerfuse.fusion.sites import FINAL
@@ -157,7 +157,7 @@ BROKEN = {
     ),
     "number": ("FUSION = 3", "expected a Fusion or a list of them, got 3"),
     "takes_a_name": (
-        "from layerfuse.fusion.catalog.add_rms_norm import FUSION",
+        "FUSION = BUILT_IN[0]",
         "two fusions are called 'add_rms_norm': one of layerfuse, one of takes-a-name",
     ),
     "takes_an_op": (
@@ -170,12 +170,12 @@ BROKEN = {
     ),
     "takes_an_mla_op": ("FUSION = mine('mla_query_rope')", "two ops are called 'mla_query_rope': one of layerfuse"),
     "adds_a_kernel": (
-        "FUSION = attrs.evolve(add_rms_norm.FUSION, name='faster', backends=(Kernel(backend='cuda', function='a:b'),))",
+        "FUSION = attrs.evolve(BUILT_IN[0], name='faster', backends=(Kernel(backend='cuda', function='a:b'),))",
         "a kernel of faster: there is no module a, which a:b names",
     ),
     "adds_its_kernel": (
         "def f(*args): ...\n"
-        "FUSION = attrs.evolve(add_rms_norm.FUSION, name='faster', backends=(Kernel(backend='cuda', function='adds_its_kernel:f'),))",
+        "FUSION = attrs.evolve(BUILT_IN[0], name='faster', backends=(Kernel(backend='cuda', function='adds_its_kernel:f'),))",
         "faster (adds-its-kernel) has other kernels for the op of add_rms_norm (layerfuse), which has its own",
     ),
     "names_the_reference": (
