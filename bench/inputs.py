@@ -20,6 +20,7 @@ from ..fusion.declare import (
     GroupName,
     GroupSize,
     Limit,
+    Number,
     PaddedWidth,
     QuantDtype,
     Rows,
@@ -100,6 +101,8 @@ def _constant(case: Case, argument: Argument) -> Any:
         return case.padded_width
     if isinstance(argument, Limit):
         return float("inf") if case.limit is None else case.limit
+    if isinstance(argument, Number):
+        return argument.sample
     if gated is not None and name == gated.activation:
         return case.activation
     if gated is not None and name == gated.norm_before_gate:

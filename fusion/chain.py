@@ -6,7 +6,8 @@ A fusion whose op is not given has the one that its chain composes to. Nothing h
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -14,22 +15,12 @@ import attrs
 from attrs import define, field, frozen
 
 from ..adapters.errors import shown
-from .compose import op_of, quantised_step
+from .compose import is_inner, op_of
 from .declare import REQUIRED, Kernel, Op
+from .formats import FORMATS
 from .limits import TokenLimit
 from .sites import ROLES, Site
-from .steps import (
-    ORDER,
-    Add,
-    AllReduce,
-    FusionError,
-    GatedNorm,
-    Norm,
-    Pad,
-    Quant,
-    SiluMul,
-    Step,
-)
+from .steps import STAGES, Add, AllReduce, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step, main_step
 
 Limit: TypeAlias = Callable[[Site, Any, Any], TokenLimit | None]
 """From a site, a target and an engine or None to up to how many tokens a fusion is taken there; None: any number."""
@@ -38,9 +29,6 @@ Limit: TypeAlias = Callable[[Site, Any, Any], TokenLimit | None]
 def _steps(chain: Iterable[Any]) -> tuple[Step, ...]:
     """Classes stand for their defaults, so that a chain reads `(Add, Norm)`."""
     return tuple(step() if isinstance(step, type) else step for step in chain)
-
-
-_KNOWN = ", ".join(step.__name__ for step in ORDER)
 
 
 def _names(several: Iterable[str]) -> tuple[str, ...]:
@@ -126,7 +114,7 @@ class Fusion:
 
     @backends.default
     def _family(self) -> tuple[Kernel, ...]:
-        if not self._is_composed:
+        if not self._is_composed or not all(step.in_family for step in self.chain):
             return ()
         return FAMILY if self.all_reduce is None else COLLECTIVE
 
@@ -159,8 +147,8 @@ class Fusion:
         if self.pads:
             chain = (*self.chain, Pad())
             found.insert(0, Form(chain=chain, op=op_of(f"{self.name}_pad", chain)))
-        first = self.norms[0] if self.norms and self.quant is not None else None
-        if isinstance(first, Norm):
+        first = main_step(self.chain)
+        if isinstance(first, Norm) and self.quant is not None:
             out = first.out if first.out == "normed" else f"{first.out}_normed"
             kept = attrs.evolve(first, out=out, kept=True)
             chain = tuple(kept if step is first else step for step in self.chain)
@@ -168,9 +156,9 @@ class Fusion:
         return tuple(found)
 
     @property
-    def norms(self) -> tuple[Norm | GatedNorm, ...]:
+    def norms(self) -> tuple[Step, ...]:
         """The norms of the chain, in the order of the site's."""
-        return tuple(step for step in self.chain if isinstance(step, Norm | GatedNorm))
+        return tuple(step for step in self.chain if step.is_norm)
 
     @property
     def all_reduce(self) -> AllReduce | None:
@@ -193,23 +181,27 @@ class Fusion:
         return next((step for step in self.chain if isinstance(step, Quant)), None)
 
     def _bad_steps(self) -> Iterable[str]:
-        wrong: Any = next((step for step in self.chain if not isinstance(step, ORDER)), None)
+        wrong: Any = next((step for step in self.chain if not isinstance(step, Step)), None)
         if wrong is not None:
-            yield f"chain: expected steps ({_KNOWN}), got {wrong!r:.80}"
+            yield f"chain: expected steps, such as Add, Norm or Quant(per='token'), got {wrong!r:.80}"
 
     def _bad_chain(self) -> Iterable[str]:
         op: Any = self.op
         if not isinstance(op, Op):
             yield f"op: expected an Op, got {op!r:.80}"
-        yield from self._bad_steps()
-        order = [ORDER.index(type(step)) for step in self.chain if isinstance(step, ORDER)]
-        several = [
-            step.__name__ for step in ORDER if step is not Norm and sum(isinstance(s, step) for s in self.chain) > 1
-        ]
-        if several:
-            yield f"the chain has {several[0]} twice"
-        if order != sorted(order):
-            yield f"the steps of a chain stand in the order {_KNOWN}"
+        wrong = [*self._bad_steps()]
+        if wrong:
+            yield wrong[0]
+            return
+        several = Counter(type(step) for step in self.chain if not step.is_norm)
+        twice = next((step.__name__ for step, number in several.items() if number > 1), None)
+        if twice is not None:
+            yield f"the chain has {twice} twice"
+        stages = [step.stage for step in self.chain]
+        if stages != sorted(stages):
+            yield "the steps of a chain stand in the order sources, middle, sinks: " + ", ".join(
+                f"{type(step).__name__} is {STAGES[step.stage]}" for step in self.chain
+            )
 
     def _bad_roles(self) -> Iterable[str]:
         if not self.roles:
@@ -219,9 +211,10 @@ class Fusion:
             if role is None:
                 yield f"no role is called {shown(name)}; known: {', '.join(ROLES)}"
                 continue
-            wrong = [type(step).__name__ for step in self.chain if type(step).__name__ not in role.steps]
+            wrong = [step for step in self.chain if name not in step.roles]
             if wrong:
-                yield f"the role {name} has no {', '.join(wrong)}; it may have {', '.join(sorted(role.steps))}"
+                stands = ", ".join(f"{type(step).__name__} stands at {', '.join(sorted(step.roles))}" for step in wrong)
+                yield f"the role {name} has no {', '.join(type(step).__name__ for step in wrong)}: {stands}"
             elif len(self.norms) != role.norms:
                 norms = "1 norm" if role.norms == 1 else f"{role.norms} norms"
                 yield f"the role {name} has {norms}, and the chain has {len(self.norms)}"
@@ -239,16 +232,11 @@ class Fusion:
             missing = [name for name in names if name not in taken]
             if missing:
                 yield f"{type(step).__name__} fills {', '.join(missing)}, which {self.op.name} does not take"
-            outs: tuple[str, ...] = ()
-            if isinstance(step, Quant):
-                outs = step.outs
-            elif not isinstance(step, AllReduce):
-                outs = (step.out,)
-            absent = [out for out in outs if out not in given and not self._is_inner(step)]
+            absent = [out for out in step.outs if out not in given and not is_inner(step, self.chain)]
             if absent:
                 yield f"{type(step).__name__} gives {', '.join(absent)}, which {self.op.name} does not return"
             filled.update(names)
-            read.update(outs)
+            read.update(step.outs)
         unfilled = [each.name for each in self.op.args if each.name not in filled and each.default is REQUIRED]
         if unfilled:
             yield f"no step fills {', '.join(unfilled)}, which {self.op.name} takes"
@@ -256,9 +244,38 @@ class Fusion:
         if unread:
             yield f"no step gives {', '.join(unread)}, which {self.op.name} returns"
 
-    def _is_inner(self, step: Step) -> bool:
-        """Whether a step's result stays inside: what is quantised is no result of its own."""
-        return self.quant is not None and step is quantised_step(self.chain)
+
+def quantised(
+    *,
+    name: str,
+    doc: str,
+    formats: Iterable[str],
+    roles: Iterable[str],
+    chain: Iterable[Any],
+    out: str = "values",
+    limit: Callable[[str], Limit] | None = None,
+) -> Iterator[Fusion]:
+    """The quantised forms of a chain, one for each format.
+
+    Args:
+        name: with `{}` for the scheme of the format.
+        doc: with `{}` for what the format says.
+        formats: words of `formats.FORMATS`.
+        roles: as in `Fusion`.
+        chain: what is quantised.
+        out: the name of the quantised result.
+        limit: from a format to what `Fusion.limit` takes.
+    """
+    steps = tuple(chain)
+    for each in map(FORMATS.__getitem__, formats):
+        yield Fusion(
+            name=name.format(each.scheme),
+            doc=doc.format(each.says),
+            level=2,
+            roles=roles,
+            chain=(*steps, Quant(per=each.word, out=out)),
+            limit=None if limit is None else limit(each.word),
+        )
 
 
 __all__ = [
@@ -276,4 +293,5 @@ __all__ = [
     "SiluMul",
     "Step",
     "TokenLimit",
+    "quantised",
 ]

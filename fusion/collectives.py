@@ -20,9 +20,13 @@ ITEM_SIZE = 2
 """Bytes of an activation: plans do not know the dtype, and models that are served over several GPUs have 16 bits."""
 
 
-def limit_of(kind: Kind | None) -> Limit:
-    """What `Fusion.limit` takes. `kind`: how AITER names what is made of the norm; None: it has no such kernel."""
-    return partial(_limit, kind)
+KINDS: dict[str, Kind] = {"plain": "plain", "token": "token", "group": "group"}
+"""Format of the norm -> how AITER names it. It has no kernel for others."""
+
+
+def limit_of(form: str) -> Limit:
+    """What `Fusion.limit` takes. `form`: a word of `formats.FORMATS`, or `plain`."""
+    return partial(_limit, KINDS.get(form))
 
 
 def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None) -> TokenLimit | None:

@@ -217,6 +217,17 @@ class Limit(Argument):
 
 
 @frozen(kw_only=True)
+class Number(Argument):
+    """A number that a layer has once and for all."""
+
+    schema = "float"
+    annotation = "float"
+
+    sample: float = 1.0
+    "What a benchmark gives for it."
+
+
+@frozen(kw_only=True)
 class StaticScale(Argument):
     """The scale of a static quantisation."""
 

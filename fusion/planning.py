@@ -26,8 +26,9 @@ from .engine import Engine
 from .limits import TokenLimit
 from .policy import Policy, shipped
 from .sites import FINAL, INPUT, OUTPUT, Site, sites_of
+from .steps import Kind, Verdict
 from .target import Target
-from .verdict import Kind, Verdict, verdict
+from .verdict import verdict
 
 Placed: TypeAlias = "AnySpec | tuple[str, AnySpec]"
 """A spec, or a spec with the path of its layer in the model."""

@@ -37,8 +37,6 @@ class Role:
     doc: str
     norms: int
     "How many norms a chain at such a site has."
-    steps: frozenset[str]
-    "Names of the step classes (`chain`) that may stand there."
 
 
 ROLES: dict[str, Role] = {
@@ -48,41 +46,38 @@ ROLES: dict[str, Role] = {
             name=INPUT,
             doc="the norm at the entry of a decoder layer, after the residual add of the layer before",
             norms=1,
-            steps=frozenset({"AllReduce", "Add", "Norm", "Quant", "Pad"}),
         ),
         Role(
             name=POST_ATTENTION,
             doc="the norm between attention and MLP, after the residual add of the attention",
             norms=1,
-            steps=frozenset({"AllReduce", "Add", "Norm", "Quant", "Pad"}),
         ),
         Role(
             name=FINAL,
             doc="the norm after the last decoder layer",
             norms=1,
-            steps=frozenset({"AllReduce", "Add", "Norm", "Quant", "Pad"}),
         ),
         Role(
             name=LATENTS,
             doc="the norms of an MLA layer's query and key/value latents",
             norms=2,
-            steps=frozenset({"Norm", "Quant"}),
         ),
         Role(
             name=OUTPUT,
             doc="the gated norm of a delta net's value heads",
             norms=1,
-            steps=frozenset({"GatedNorm", "Quant"}),
         ),
         Role(
             name=ACTIVATION,
             doc="the product inside a gated MLP, before its down-projection",
             norms=0,
-            steps=frozenset({"SiluMul", "Quant"}),
         ),
     )
 }
 """Every role a site can have."""
+
+STREAM = (INPUT, POST_ATTENTION, FINAL)
+"""The roles of the residual stream."""
 
 
 @frozen(kw_only=True)

@@ -1,4 +1,4 @@
-"""Both latent norms of an MLA layer in one launch.
+"""Both latent norms of an MLA layer in one launch, the query's quantised or not.
 
 Both inputs may be column ranges of one down-projection's output; nothing is written but the two results.
 """
@@ -9,14 +9,18 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from ..chain import Fusion, Norm
+from ..chain import Fusion, Norm, quantised
 from ..compose import op_of
+from ..formats import FP8
 from ..sites import LATENTS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CHAIN = (Norm.of("q"), Norm.of("kv"))
+CHAIN = (
+    Norm.of("q", "the query latent"),
+    Norm.of("kv", "the key/value latent (DeepSeek-V2, arXiv 2405.04434, section 2.1)"),
+)
 
 
 def reference(
@@ -35,11 +39,21 @@ def reference(
     return normalise(q, q_weight, q_epsilon, q_weight_offset), normalise(kv, kv_weight, kv_epsilon, kv_weight_offset)
 
 
-FUSION = Fusion(
-    name="mla_dual_rms_norm",
-    doc="one kernel for the norms of an MLA layer's query and key/value latents",
-    level=1,
-    roles=(LATENTS,),
-    chain=CHAIN,
-    op=attrs.evolve(op_of("mla_dual_rms_norm", CHAIN), reference=reference),
+FUSIONS = (
+    Fusion(
+        name="mla_dual_rms_norm",
+        doc="one kernel for the norms of an MLA layer's query and key/value latents",
+        level=1,
+        roles=(LATENTS,),
+        chain=CHAIN,
+        op=attrs.evolve(op_of("mla_dual_rms_norm", CHAIN), reference=reference),
+    ),
+    *quantised(
+        name="mla_dual_rms_norm_{}_quant",
+        doc="one kernel for an MLA layer's latent norms, the query latent in {}",
+        formats=FP8,
+        roles=(LATENTS,),
+        chain=CHAIN,
+        out="q",
+    ),
 )

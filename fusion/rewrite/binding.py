@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from attrs import define, field
 from torch.fx import Node
 
+from ...adapters.specs import NormSpec
+from ..compose import is_inner
+from ..match.adds import FoundAdd
+from ..match.found import FoundNorm
 from ..match.quants import FoundQuant
 from ..match.values import value
+from ..planning import Plan
+from ..steps import MIDDLE, SINKS, SOURCES, Step
 from .layouts import Made, Size
+from .uses import SiteUse
 
 
 @define(kw_only=True, eq=False)
 class Binding:
     """What a chain is in a graph: the op's arguments, and what takes the place of its results."""
 
+    name: str
+    "Of the op."
+    chain: tuple[Step, ...]
+    use: SiteUse
+    "The site, and what of it was found in the graph."
+    plan: Plan
+    moved: dict[Node, Node]
+    "Nodes that earlier replacements took out -> what stands for them."
     args: dict[str, Any] = field(factory=dict)
     "Argument -> node, constant, or a view that is still to be made."
     outs: dict[str, Node] = field(factory=dict)
@@ -30,12 +45,41 @@ class Binding:
     "Everything that may be unread afterwards."
     last: list[Node] = field(factory=list)
     "Further nodes up to which nothing may write in place."
+    result: Node | None = None
+    "What the sinks start from, in a graph: the result of the first step of the middle."
+    added: FoundAdd | None = None
+    "The residual add in front of the middle."
     quantised: tuple[Node, FoundQuant] | None = None
     "The rows of a norm that the graph's op quantises itself, and how."
     check: Callable[[Node], None] | None = None
     "What must hold where the op is put in front of a node; raises `Unmatched`."
     finish: Callable[[dict[str, Node]], Iterable[Node]] | None = None
     "Replaces what is read in other shapes and layouts; returns nodes that may be unread afterwards."
+
+    def now(self, node: Node) -> Node:
+        """A node, or what stands for it since it was found."""
+        return self.moved.get(node, node)
+
+    def norm_of(self, step: Step) -> tuple[FoundNorm, NormSpec]:
+        """The norm in the graph that stands for a step, and what the spec says of it."""
+        norms = [each for each in self.chain if each.is_norm]
+        found = zip(norms, self.use.norms, self.use.site.norms, strict=True)
+        return next((norm, spec) for each, norm, spec in found if each is step)
+
+    def start_sinks_from(self, result: Node) -> None:
+        """What the sinks take, unless a step before has said it."""
+        if self.result is None:
+            self.result = result
+
+    def is_inner(self, step: Step) -> bool:
+        """Whether a step's result stays inside of the op."""
+        return is_inner(step, self.chain)
+
+    def steps(self) -> Iterator[Step]:
+        """The steps in the order in which they are bound: the middle, the sources from the last to the first, the sinks."""
+        yield from (step for step in self.chain if step.stage == MIDDLE)
+        yield from reversed([step for step in self.chain if step.stage == SOURCES])
+        yield from (step for step in self.chain if step.stage == SINKS)
 
 
 def val_of(arg: Any) -> Any:

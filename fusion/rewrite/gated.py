@@ -10,38 +10,28 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...adapters.specs import GatedDeltaNetSpec, GatedNormSpec, NormSpec
+from ...adapters.specs import GatedDeltaNetSpec, GatedNormSpec
 from ..match.errors import Unmatched
 from ..match.gates import FoundGatedNorm, why_ungated
-from ..match.norms import FoundNorm
 from ..match.products import FoundProduct
 from ..match.provenance import ROW_PRESERVING
 from ..match.values import last_width, same_shape, value
-from ..sites import Site
 from ..steps import GatedNorm, SiluMul
 from .binding import Binding, needed_by, val_of
 from .hoisting import check_writes
 from .layouts import Made, lay_out, sizes_of, sources_of
-from .uses import SiteUse
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default)
 
 
-def bind_gated_norm(
-    bound: Binding,
-    step: GatedNorm,
-    norm: FoundNorm,
-    spec: NormSpec,
-    site: Site,
-    *,
-    inner: bool,
-    moved: dict[Node, Node],
-) -> None:
+def bind_gated_norm(bound: Binding, step: GatedNorm) -> None:
     """Bind the gated norm of a site.
 
     Raises:
         Unmatched: it is not what the spec says, or its rows are no views of heads.
     """
+    norm, spec = bound.norm_of(step)
+    site = bound.use.site
     if not isinstance(norm, FoundGatedNorm):
         raise Unmatched(why_ungated(norm))
     if not isinstance(spec, GatedNormSpec) or not isinstance(site.spec, GatedDeltaNetSpec):
@@ -54,25 +44,27 @@ def bind_gated_norm(
             f"{norm.out} {order[norm.norm_before_gate]}; the spec says that it {order[spec.norm_before_gate]}"
         )
     heads, width = site.spec.gated_norm_shape
-    x, gate = lay_out([moved.get(each, each) for each in (norm.x, norm.gate)], (heads, width))
+    x, gate = lay_out([bound.now(each) for each in (norm.x, norm.gate)], (heads, width))
     bound.args |= {step.x: x, step.gate: gate, step.weight: norm.weight, step.epsilon: spec.epsilon}
     bound.args |= {step.weight_offset: norm.weight_offset}
     bound.args |= {step.activation: norm.activation, step.norm_before_gate: norm.norm_before_gate}
     shape = val_of(x).shape
     bound.like = val_of(x).new_empty((*shape[:-2], heads * width))
-    _bind_out(bound, step.out, norm, shape, inner=inner)
+    _bind_out(bound, step, norm, shape)
+    if bound.is_inner(step):
+        bound.start_sinks_from(_joined(bound, norm, heads * width))
 
 
-def bind_product(bound: Binding, step: SiluMul, use: SiteUse, *, inner: bool, moved: dict[Node, Node]) -> None:
+def bind_product(bound: Binding, step: SiluMul) -> None:
     """Bind the product of a site.
 
     Raises:
         Unmatched: its halves are no views of rows.
     """
-    product = use.product
+    product = bound.use.product
     if product is None:
-        raise Unmatched(f"no silu(gate) * up of {use.site.layer} is known")
-    gate, up = (moved.get(each, each) for each in (product.gate, product.up))
+        raise Unmatched(f"no silu(gate) * up of {bound.use.site.layer} is known")
+    gate, up = (bound.now(each) for each in (product.gate, product.up))
     rows: list[Node | Made]
     if product.halves:
         ends = ((0, product.width), (product.width, 2 * product.width))
@@ -81,38 +73,33 @@ def bind_product(bound: Binding, step: SiluMul, use: SiteUse, *, inner: bool, mo
         rows = lay_out([gate, up], (product.width,))
     bound.args |= {step.gate: rows[0], step.up: rows[1], step.limit: product.limit}
     bound.like = val_of(rows[0])
-    _bind_out(bound, step.out, product, bound.like.shape, inner=inner)
+    _bind_out(bound, step, product, bound.like.shape)
+    bound.start_sinks_from(product.out)
 
 
-def _bind_out(bound: Binding, name: str, found: FoundGatedNorm | FoundProduct, shape: Any, *, inner: bool) -> None:
+def _bind_out(bound: Binding, step: GatedNorm | SiluMul, found: FoundGatedNorm | FoundProduct, shape: Any) -> None:
     """The result of a step whose op may give it in another shape than the graph has it."""
     sources = [source for each in found.inputs for source in sources_of(each)]
     # The op may read what was copied instead of the copy.
     check_writes(min([*found.nodes, *(source for source in sources if source.target in _COPIES)]), found.out)
     # Copies and views in front are unread too, where nobody else reads them.
     bound.nodes += [*found.nodes, *sources]
-    if inner:
+    if bound.is_inner(step):
         bound.last.append(found.out)
         return
-    bound.outs[name] = found.out
+    bound.outs[step.out] = found.out
     if not same_shape(shape, value(found.out).shape):
-        bound.views[name] = sizes_of(
-            value(found.out).shape, *(node for arg in bound.args.values() for node in needed_by(arg))
-        )
+        needed = (node for arg in bound.args.values() for node in needed_by(arg))
+        bound.views[step.out] = sizes_of(value(found.out).shape, *needed, *found.inputs)
 
 
-def main_result(bound: Binding, use: SiteUse) -> Node:
-    """The node that a quantisation starts from: of a gated norm the one that joins the heads."""
-    if use.product is not None:
-        return use.product.out
-    out = use.norms[0].out
-    if not isinstance(use.norms[0], FoundGatedNorm):
-        return out
-    joined = [out]
-    while last_width(joined[-1]) != use.site.quantised_width:
+def _joined(bound: Binding, norm: FoundGatedNorm, width: int) -> Node:
+    """The node that joins the heads of a gated norm, which a quantisation starts from."""
+    joined = [norm.out]
+    while last_width(joined[-1]) != width:
         readers = list(joined[-1].users)
         if len(readers) != 1 or readers[0].target not in ROW_PRESERVING:
-            return out
+            return norm.out
         joined.append(readers[0])
     bound.nodes += joined
     return joined[-1]

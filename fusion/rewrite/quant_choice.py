@@ -12,11 +12,51 @@ from ..match.errors import Unmatched
 from ..match.provenance import ROW_PRESERVING
 from ..match.quant_forms import convert
 from ..match.quants import FoundQuant, check_readers, find_quants, readers_of
+from ..steps import Quant
 from ..target import Target
+from .binding import Binding
 from .quant_results import Results, why_not_as_planned
 
 _SAME = {*ROW_PRESERVING, convert}
 Chosen = list[tuple[FoundQuant, Results]]
+
+
+def bind_quant(bound: Binding, step: Quant) -> None:
+    """Bind the quantisation of what the middle of a chain gives.
+
+    Raises:
+        Unmatched: it is not quantised as planned, or something else reads it.
+    """
+    quant, target, out = bound.plan.config.quant_at(bound.use.site), bound.plan.target, bound.result
+    if quant is None:
+        raise Unmatched("the plan declares no quantisation here")
+    if out is None:
+        raise Unmatched("the chain has nothing to quantise")
+    if bound.quantised is not None:
+        rows, already = bound.quantised
+        chosen = all_of(rows, quant, target, [already])
+    else:
+        bound.last.append(out)
+        kept = any(each.is_kept for each in bound.chain)
+        chosen = some_of(out, quant, target) if kept else all_of(out, quant, target, like=bound.like)
+    first = chosen[0][0]
+    inside = sorted({node for each, _ in chosen for node in each.nodes})
+    bound.last += [inside[0], inside[-1]]
+    bound.nodes += inside
+    bound.args[step.dtype] = first.dtype
+    if first.scale is not None:
+        bound.args[step.scale] = first.scale
+    else:
+        bound.args[step.use_ue8m0] = quant.use_ue8m0
+    if quant.group_size is not None:
+        bound.args |= {step.group_size: quant.group_size, step.column_major: quant.column_major}
+        if step.tma_aligned is not None:
+            bound.args[step.tma_aligned] = quant.tma_aligned
+
+    def finish(given: dict[str, Node]) -> list[Node]:
+        return [node for _, result in chosen for node in result.replace(given[step.out], given.get(step.scales))]
+
+    bound.finish = finish
 
 
 def all_of(

@@ -22,7 +22,6 @@ from ..ops.agreement import agree
 from ..ops.library import case_maker, case_type
 from ..planning import Plan
 from ..report import GraphRecord
-from ..steps import AllReduce
 
 REDUCED = "all_reduce_add_rms_norm"
 """The plainest of the fused all-reduces: where it has a kernel, those with more behind the norm have it too."""
@@ -104,7 +103,7 @@ def check_kernel(form: Form, values: Sequence[Any]) -> None:
         Unmatched: none does; the shorter chain is faster than the reference.
     """
     device = values[0].device
-    if device.type == "cpu" or not any(isinstance(step, AllReduce) for step in form.chain):
+    if device.type == "cpu" or not any(step.across_ranks for step in form.chain):
         return
     case = case_maker(form.op)(*values)
     with unset_fake_temporarily():  # setting a backend up makes real tensors

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch.fx import Node
 
-from ..match.adds import FoundAdd
 from ..match.collectives import FoundAllReduce, find_all_reduce
 from ..match.errors import Unmatched
 from ..match.values import is_contiguous, same_shape, value
@@ -17,33 +16,26 @@ from .hoisting import check_writes
 from .layouts import Made, sizes_of
 
 
-def bind_all_reduce(
-    bound: Binding, step: AllReduce, add: Add, found: FoundAdd, before: Node, moved: dict[Node, Node], ranks: int
-) -> None:
-    """Bind the all-reduce of what joins the residual stream.
+def bind_all_reduce(bound: Binding, step: AllReduce) -> None:
+    """Bind the all-reduce of what joins the residual stream, in the place of the sum that the add was bound to.
 
     The op stands where the add stood, so an all-reduce that was launched earlier moves behind what lies in between, other
     collectives too. What is decided here follows from the graph alone, and all ranks trace the same one: they go on calling
     the collectives of a group in one order.
 
-    Args:
-        bound: gets the arguments of both steps.
-        step: the all-reduce.
-        add: the residual add behind it.
-        found: that add in the graph.
-        before: the first node of the add and the norm.
-        moved: as `emit.replace` has it.
-        ranks: over how many the plan says that it goes.
-
     Raises:
         Unmatched: nothing is reduced there, or it cannot be replaced.
     """
+    found = bound.added
+    add = next((each for each in bound.chain if isinstance(each, Add)), None)
+    if found is None or add is None:
+        raise Unmatched("no residual add stands behind the all-reduce")
     reduced = find_all_reduce(found)
-    _check_group(reduced, ranks)
+    _check_group(reduced, bound.use.site.reduced)
     # The part may be read later than it was, and was never to be written before the sum was there.
-    check_writes(min(reduced.launches), before)
-    residual = moved.get(reduced.residual, reduced.residual)
-    parts = [_like(moved.get(part, part), residual) for part in reduced.parts]
+    check_writes(min(reduced.launches), found.out or min(bound.use.norms[0].nodes))
+    residual = bound.now(reduced.residual)
+    parts = [_like(bound.now(part), residual) for part in reduced.parts]
     bound.args |= {step.x: _added(parts), add.residual: residual, step.group: reduced.group}
     bound.nodes += reduced.nodes
 

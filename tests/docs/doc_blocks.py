@@ -57,8 +57,11 @@ def pretend_installed(pyproject):
 
 
 def run_page(path):
-    """Every Python block's output, in order. Titled TOML blocks are files in the current folder."""
+    """Every Python block's output, in order. Titled blocks are files in the current folder, Python's from the beginning."""
     text = path.read_text()
+    for block in blocks_of(text):
+        if block.title and block.language == "python":
+            Path(block.title).write_text(block.code)
     namespace = {"__name__": "__docs__"}
     outputs = []
     for block in blocks_of(text):

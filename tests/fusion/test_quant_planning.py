@@ -28,7 +28,7 @@ from layerfuse.fusion import (
 )
 from layerfuse.fusion.ops import quantisation
 from layerfuse.fusion.rewrite import Pipeline
-from layerfuse.fusion.verdict import FP8_FORMATS
+from layerfuse.fusion.steps import FP8_FORMATS
 
 GFX950 = Target.named("gfx950")
 NORMS = "rms_norm(1536, epsilon 1e-06) and rms_norm(512, epsilon 1e-06) are one launch on"

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tests" / "docs"))
 from doc_blocks import blocks_of  # noqa: E402
 from helpers import run_python  # noqa: E402
 
-NAME = "example_silu_mul"
+NAME, TIMES = "example_silu_mul", "example_add_rms_norm_times"
 PAGE = blocks_of((ROOT / "docs" / "adding-a-fusion.md").read_text())
 
 
@@ -60,6 +60,8 @@ said["key"] = fusion.Pipeline(fusion.plan([("", spec)], gfx950)).uuid()
 said["matched"] = fused.report.of({name!r}).matched
 with torch.no_grad():
     audit = fused.audit(x)
+    fused(torch.randn(2, 4, 64))  # compiled again, for any sizes
+    said["any sizes"] = fused.report.of({name!r}).matched
 said["audit"] = [audit.fusions[{name!r}].profiled, audit.fusions[{name!r}].counted]
 
 class Loses(MLP):
@@ -79,23 +81,48 @@ from layerfuse import bench
 result = bench.run({name!r}, model="deepseek-v3", tokens=[1], quick=True, peers=["layerfuse", "eager"])
 said["bench"] = bench.markdown(result)
 said["op"] = ops.example_silu_mul.__doc__
+
+own = said["own step"] = {{}}
+with torch.no_grad():
+    audit = scaled.audit(*rows)
+own["audit"] = [audit.fusions[{times!r}].profiled, audit.fusions[{times!r}].counted]
+
+class Grows(Model):
+    def forward(self, x, residual):
+        return self.norm(x + residual) * x.mean()
+
+torch._dynamo.reset()
+try:
+    with torch.no_grad():
+        fusion.compile(Grows(), specs=[("", final)], strict=True)(*rows)
+except fusion.FusionMissedError as error:
+    own["strict"] = str(error)
+result = bench.run({times!r}, model="deepseek-v3", tokens=[1], quick=True, peers=["layerfuse", "eager"])
+own["bench"] = bench.markdown(result)
+own["op"] = ops.example_add_rms_norm_times.__doc__
 print("SAID " + json.dumps(said))
 """
 
 
 def test_it_is_known_everywhere(site: Path) -> None:
     page = "".join(block.code for block in PAGE if block.language == "python" and not block.title)
-    done = run_python(EVERYTHING.format(page=page, name=NAME), site, CUDA_VISIBLE_DEVICES="")
+    done = run_python(EVERYTHING.format(page=page, name=NAME, times=TIMES), site, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.rpartition("SAID ")[2])
     assert said["plan"]
     assert said["key"].startswith("layerfuse-")
     assert f"{NAME}: 1 expected, 1 matched" in said["report"]
     assert said["matched"] == ["activation"]
+    assert said["any sizes"] == ["activation"]
     assert said["audit"] == [1, 1]
     assert f"{NAME} was expected" in said["strict"] and "neither of which is silu of a gate" in said["strict"]
-    ((package, detail),) = said["doctor"]
-    assert package.startswith("fusions of layerfuse-example") and detail == f"known: {NAME}"
+    entry_points = [detail for package, detail in said["doctor"] if package.startswith("fusions of layerfuse-example")]
+    assert set(entry_points) == {f"known: {NAME}, {TIMES}"}
+    assert said["own step"]["audit"] == [1, 1]
+    assert f"{TIMES} was expected" in said["own step"]["strict"]
+    assert "multiplies by no number" in said["own step"]["strict"]
+    assert "RMSNorm of `x + residual`, and the sum itself, times `factor`." in said["own step"]["op"]
+    assert TIMES in said["own step"]["bench"] and "layerfuse (reference)" in said["own step"]["bench"]
     assert NAME in said["bench"] and "layerfuse (reference)" in said["bench"]
     assert "`silu(gate) * up`" in said["op"]
 
@@ -112,7 +139,7 @@ def test_the_command_line_knows_it(site: Path) -> None:
 DECLARES = """
 import attrs
 from layerfuse.fusion import FUSIONS
-from layerfuse.fusion.catalog import add_rms_norm, rms_norm_group_quant
+from layerfuse.fusion.catalog.add_rms_norm import FUSIONS as BUILT_IN
 from layerfuse.fusion.chain import Add, Fusion, Norm
 from layerfuse.fusion.declare import Kernel
 from layerfuse.fusion.sites import FINAL
@@ -130,7 +157,7 @@ BROKEN = {
     ),
     "number": ("FUSION = 3", "expected a Fusion or a list of them, got 3"),
     "takes_a_name": (
-        "from layerfuse.fusion.catalog.add_rms_norm import FUSION",
+        "FUSION = BUILT_IN[0]",
         "two fusions are called 'add_rms_norm': one of layerfuse, one of takes-a-name",
     ),
     "takes_an_op": (
@@ -143,12 +170,12 @@ BROKEN = {
     ),
     "takes_an_mla_op": ("FUSION = mine('mla_query_rope')", "two ops are called 'mla_query_rope': one of layerfuse"),
     "adds_a_kernel": (
-        "FUSION = attrs.evolve(add_rms_norm.FUSION, name='faster', backends=(Kernel(backend='cuda', function='a:b'),))",
+        "FUSION = attrs.evolve(BUILT_IN[0], name='faster', backends=(Kernel(backend='cuda', function='a:b'),))",
         "a kernel of faster: there is no module a, which a:b names",
     ),
     "adds_its_kernel": (
         "def f(*args): ...\n"
-        "FUSION = attrs.evolve(add_rms_norm.FUSION, name='faster', backends=(Kernel(backend='cuda', function='adds_its_kernel:f'),))",
+        "FUSION = attrs.evolve(BUILT_IN[0], name='faster', backends=(Kernel(backend='cuda', function='adds_its_kernel:f'),))",
         "faster (adds-its-kernel) has other kernels for the op of add_rms_norm (layerfuse), which has its own",
     ),
     "names_the_reference": (

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...compose import quantised_step
 from ...declare import Op
 from ...ops.quantisation import LARGEST, MX_COLUMNS, empty_scales
-from ...steps import Add, GatedNorm, Norm, Pad, Quant, SiluMul
+from ...steps import Add, GatedNorm, Norm, Pad, Quant, SiluMul, main_step
 from . import launcher, tuning
 from .gated import gated_norm
 from .kernels import dual_norm, row_norm
@@ -49,7 +48,7 @@ def function_of(op: Op, launch: Callable[..., None] | None = None) -> Callable[.
             "quantisation"
         )
     mode = NO_QUANT if quant is None else _MODES[quant.per]
-    main = quantised_step(op.chain)
+    main = main_step(op.chain)
     kept = isinstance(main, Norm) and main.kept
     if isinstance(main, GatedNorm):
         return _gated(op.name, mode)

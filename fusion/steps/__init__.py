@@ -1,0 +1,33 @@
+"""The steps of a chain: one file for each, with all that it is, from a plan's words to what it is in a graph."""
+
+from .add import Add
+from .all_reduce import AllReduce
+from .gated_norm import GATES, GatedNorm
+from .norm import Norm
+from .pad import Pad
+from .quant import FP8_FORMATS, Quant
+from .silu_mul import SiluMul
+from .step import MIDDLE, SINKS, SOURCES, STAGES, At, FusionError, Kind, Source, Step, Verdict, main_step
+
+__all__ = [
+    "FP8_FORMATS",
+    "GATES",
+    "MIDDLE",
+    "SINKS",
+    "SOURCES",
+    "STAGES",
+    "Add",
+    "AllReduce",
+    "At",
+    "FusionError",
+    "GatedNorm",
+    "Kind",
+    "Norm",
+    "Pad",
+    "Quant",
+    "SiluMul",
+    "Source",
+    "Step",
+    "Verdict",
+    "main_step",
+]

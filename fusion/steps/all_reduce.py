@@ -1,0 +1,64 @@
+"""The sum over the ranks in front of a residual add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from ..declare import Argument, GroupName, Result, Rows
+from ..sites import STREAM
+from .step import SOURCES, At, Source, Step, Verdict
+
+if TYPE_CHECKING:
+    from ..rewrite.binding import Binding
+
+
+@frozen(kw_only=True)
+class AllReduce(Step):
+    """The sum over the ranks of a process group, in the order of the ranks and in float32: all of them get the same bits."""
+
+    stage = SOURCES
+    roles = frozenset(STREAM)
+    in_family = True
+    across_ranks = True
+
+    x: str = "x"
+    group: str = "group"
+
+    def arguments(self) -> tuple[Argument, ...]:
+        return (
+            Rows(name=self.x, doc="(..., width): this rank's part of the sum; every rank gives the same shape."),
+            GroupName(name=self.group),
+        )
+
+    def results(self, of: str) -> tuple[Result, ...]:
+        return ()
+
+    def said(self, before: str, source: Source) -> str:
+        return f"all-reduce of {self.x},"
+
+    def source(self, source: Source) -> Iterator[str]:
+        source.reads[self.x] = f"reduced_{self.x}"
+        yield f"reduced_{self.x} = _all_reduce({self.x}, {self.group})"
+
+    def why_not(self, at: At) -> Verdict | None:
+        if at.site.reduced == 1:
+            return Verdict(
+                "not_applicable", "what joins the residual here is whole on every rank: there is nothing to reduce"
+            )
+        if at.site.reduced == 0:
+            return Verdict(
+                "not_applicable",
+                "a norm or a factor stands between the all-reduce and the residual add: it is not added as it is",
+            )
+        return None
+
+    def described(self, at: At) -> str:
+        return f"all-reduce over {at.site.reduced} ranks"
+
+    def bind(self, bound: Binding) -> None:
+        from ..rewrite.reduced import bind_all_reduce
+
+        bind_all_reduce(bound, self)

@@ -1,0 +1,151 @@
+"""What every step of a chain says of itself. Nothing here needs torch: what finds a step in a graph imports it when it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+
+from attrs import define, field, frozen
+
+from ...adapters.activation_quant import ActivationQuant
+from ...adapters.errors import LayerfuseError
+from ...adapters.specs import NormSpec
+from ..declare import Argument, Result
+from ..sites import Site
+from ..target import Target
+
+if TYPE_CHECKING:
+    from ..rewrite.binding import Binding
+    from ..rewrite.uses import SiteUse
+
+
+class FusionError(LayerfuseError, ValueError):
+    """A fusion that is declared wrongly; the message says what to change."""
+
+
+Kind = Literal["expected", "fallback", "refused", "not_applicable"]
+"""`fallback`: another fusion is expected there, and this one is taken where that one is missed. `refused`: the site has
+the steps and may not take the fusion. `not_applicable`: it has no such steps."""
+
+
+class Verdict(NamedTuple):
+    """What one fusion is at one site, before the others are looked at."""
+
+    kind: Kind
+    reason: str
+
+
+SOURCES, MIDDLE, SINKS = range(3)
+"""Where a step stands: what comes in, what is computed of it, and what becomes of that."""
+
+STAGES = ("a source", "in the middle", "a sink")
+"""The same in words."""
+
+
+@frozen(kw_only=True)
+class At:
+    """Where a step is asked about: a site, on a target."""
+
+    site: Site
+    target: Target
+    quant: ActivationQuant | None
+    "How what reads the site quantises it."
+    norm: NormSpec | None = None
+    "The one of the site's that stands for the step, if it is a norm."
+    first: bool = True
+    "Whether no step stands before it."
+
+
+@define(kw_only=True)
+class Source:
+    """A chain being written out as statements of Python."""
+
+    main: Step
+    "The step that a quantisation or a padding takes the result of."
+    several: bool = False
+    "Whether more steps of the middle follow it."
+    reads: dict[str, str] = field(factory=dict)
+    "Argument -> the variable that stands for it behind an earlier step."
+
+    def read(self, name: str) -> str:
+        """What a step reads where it names this argument."""
+        return self.reads.get(name, name)
+
+
+@frozen(kw_only=True)
+class Step:
+    """One operation of a chain. Each names the arguments and results of an op that it stands for."""
+
+    stage: ClassVar[int]
+    "`SOURCES`, `MIDDLE` or `SINKS`: a chain has them in this order."
+    roles: ClassVar[frozenset[str]]
+    "Where it may stand: names of `sites.ROLES`."
+    is_norm: ClassVar[bool] = False
+    "Whether one of the site's norms stands for it. Other steps stand in a chain once."
+    across_ranks: ClassVar[bool] = False
+    "Whether the ranks of a process group do it together, so that each needs a kernel for it."
+
+    in_family: ClassVar[bool] = False
+    "Whether the kernels of AITER and Triton that are made from chains know it."
+
+    @property
+    def outs(self) -> tuple[str, ...]:
+        """The names of its results."""
+        return ()
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether its result is one of the op's also where a sink takes it."""
+        return False
+
+    @property
+    def rows(self) -> str:
+        """The variable of its first result, as rows that a sink takes."""
+        return f"made_{self.outs[0]}"
+
+    def arguments(self) -> tuple[Argument, ...]:
+        """What it fills."""
+        raise NotImplementedError
+
+    def results(self, of: str) -> tuple[Result, ...]:
+        """What it gives. `of`: the rows that results are shaped like."""
+        raise NotImplementedError
+
+    def said(self, before: str, source: Source) -> str:
+        """The words of the op's docstring up to this step. `before`: up to the one before, empty at the first."""
+        raise NotImplementedError
+
+    def source(self, source: Source) -> Iterator[str]:
+        """Itself as statements over the functions of `ops.arithmetic.REFERENCE`, which set `made_` and the name of each result."""
+        raise NotImplementedError
+
+    def reference(self) -> Mapping[str, Callable[..., Any]]:
+        """The functions that `source` names beyond those of `ops.arithmetic.REFERENCE`."""
+        return {}
+
+    def why_not(self, at: At) -> Verdict | None:
+        """Why it cannot stand at a site, from the site's spec alone; None where it can."""
+        raise NotImplementedError
+
+    def described(self, at: At) -> str:
+        """What it does at a site, in words that a plan joins with those of the others."""
+        raise NotImplementedError
+
+    def bind(self, bound: Binding) -> None:
+        """Find itself in a graph, from what the steps before it have bound, and bind its arguments and results.
+
+        The middle is bound first, then the sources from the last to the first, then the sinks.
+
+        Raises:
+            Unmatched: it is not there, or not as the spec says; nothing has changed in the graph.
+        """
+        raise NotImplementedError
+
+    def is_left(self, use: SiteUse) -> bool:
+        """Whether a use of a site has it, so that it stays behind a form without it: that is said then."""
+        return False
+
+
+def main_step(chain: Sequence[Step]) -> Step | None:
+    """The step whose result the sinks take: the first of the middle."""
+    return next((step for step in chain if step.stage == MIDDLE), None)
