@@ -5,6 +5,7 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +15,12 @@ import pytest
 import torch
 
 pytest.importorskip("vllm_started")
-from test_vllm_plugin import ADD, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from test_vllm_plugin import ADD, OwnLoader, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm_started import ROUNDING, Started, apart, engine_config, in_engine, load
+
+from layerfuse.engines.vllm.plugin import NotHereError
 
 DRAFTS = {"deepseek-v3": ("DeepSeekMTPModel", 1), "qwen3-next": ("Qwen3NextMTP", 2)}
 """Class, and its sites. The second is of two classes that vLLM compiles, one inside of the other, and adds in front of its final norm."""
@@ -29,8 +33,9 @@ class Speculative(SimpleNamespace):
         return None
 
 
-def draft(made: Any, name: str) -> Started:
-    """The draft model that belongs to a small model, loaded as vLLM's proposer loads it."""
+def draft(made: Any, name: str, loader: type[DummyModelLoader] = DummyModelLoader) -> Started:
+    """The draft model that belongs to a small model, loaded as vLLM's proposer loads it: after that, which `loader` brings."""
+    loader(made.load_config).load_model(made, made.model_config)
     config = made.model_config.hf_config
     config.update({"num_nextn_predict_layers": 1, "architectures": [DRAFTS[name][0]]})
     speculative = Speculative(draft_model_config=made.model_config, method="mtp", num_speculative_tokens=1)
@@ -60,3 +65,15 @@ def test_the_block_adds_no_residual_at_its_entry_and_every_other_site_is_fused(
         assert apart(found, call(draft(plain, name))) < ROUNDING
     run, sites = "first run" if mode == "NONE" else "profiling run", DRAFTS[name][1]
     assert f"{ADD}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the {run}" in said(caplog)
+
+
+def test_a_model_that_was_not_read_is_told_though_its_draft_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    how = "vLLM loaded the model in a way that layerfuse does not know"
+    for strict in (False, True):
+        made = engine_config("deepseek-v3", layerfuse={"fusions": [ADD], "strict": strict}, mode="NONE")
+        stopped = pytest.raises(NotHereError, match=f"layerfuse is strict, and {how}") if strict else nullcontext()
+        with in_engine(made, tmp_path), stopped:
+            call(draft(made, "deepseek-v3", OwnLoader))
+    assert sum(line.startswith(f"layerfuse: nothing is fused: {how}") for line in said(caplog)) == 1

@@ -5,6 +5,7 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -17,7 +18,8 @@ pytest.importorskip("vllm_started")
 from test_vllm_modules import GATED, environ  # noqa: F401 (`environ` is a fixture)
 from test_vllm_plugin import ADD, DUAL, OwnLoader, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from vllm.model_executor import model_loader
-from vllm_started import engine_config, in_engine, load, started
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm_started import Started, engine_config, in_engine, load, started
 
 from layerfuse.engines.vllm.loading import NotFusedError, units_of
 from layerfuse.engines.vllm.options import Options
@@ -42,6 +44,36 @@ def test_a_second_engine_that_another_loader_brought_is_not_taken_for_read(
         started("deepseek-v3", tmp_path / "second", layerfuse={"fusions": [ADD], "strict": True}, mode=mode),
     ):
         pass
+
+
+@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
+def test_a_loader_that_nobody_asked_vllm_for_is_known_by_the_first_step(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made(cache: str, **strict: bool) -> contextlib.AbstractContextManager[None]:
+        config.append(engine_config("deepseek-v3", layerfuse={"fusions": [ADD], **strict}, mode=mode))
+        return in_engine(config[-1], tmp_path / cache)
+
+    def brought(loader: type[DummyModelLoader]) -> Started:
+        model = loader(config[-1].load_config).load_model(config[-1], config[-1].model_config)
+        return Started(config=config[-1], model=model)
+
+    config: list[Any] = []
+    # vLLM's own, made by somebody, is one that is read.
+    with made("first", strict=True):
+        brought(DummyModelLoader)()
+    assert any(line.startswith(f"{ADD}: 6 expected, 6 fused") for line in said(caplog))
+    caplog.clear()
+    with made("second"):
+        engine = brought(OwnLoader)
+        engine()
+        engine()
+    assert said(caplog) == [f"layerfuse: nothing is fused: {HOW}"]
+    with made("second", strict=True):
+        engine = brought(OwnLoader)
+        for _ in range(2):  # a step that was refused is none
+            with pytest.raises(NotHereError, match=re.escape(HOW)):
+                engine()
 
 
 def test_a_loader_that_calls_vllms_and_wraps_the_model_is_one_that_is_read(
@@ -100,6 +132,47 @@ def test_what_is_asked_for_without_a_name_may_have_no_site(tmp_path: Path) -> No
     for fusions in ({"fusions": "all"}, {"level": 2}, {"fusions": f"-{DUAL}"}):
         with started("gpt-oss-20b", tmp_path, layerfuse={**fusions, "strict": True}):
             pass
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ([GATED], "none of its layers has such a chain"),
+        ([f"{ADD}_group_quant"], "the linears that read the post_attention site are not known to quantise"),
+        (["rms_norm_group_quant", GATED], "none of its layers has such a chain"),
+    ],
+)
+def test_where_nothing_named_has_a_site_a_model_that_is_not_compiled_says_why_each_has_none(
+    names: list[str], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse={"fusions": names}, mode="NONE") as engine:
+        engine()
+    told = f"{names[-1]} is asked for, and has no site in DeepseekV3ForCausalLM: {why}"
+    lines = said(caplog)
+    assert lines[-1].startswith(f"layerfuse: {told}")
+    assert len(lines) == len(names)
+    with (
+        pytest.raises(NotFusedError, match=f"layerfuse is strict, and {told}"),
+        started("deepseek-v3", tmp_path, layerfuse={"fusions": names, "strict": True}, mode="NONE"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE", "DYNAMO_TRACE_ONCE"])
+@pytest.mark.parametrize("asks", [{"fusions": f"-{DUAL}"}, {"level": 0}, {"fusions": "-mla_decode"}])
+def test_what_is_switched_off_asks_for_nothing(asks: dict[str, Any], mode: str, tmp_path: Path) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse={**asks, "strict": True}, mode=mode) as engine:
+        if mode == "NONE":
+            engine()
+
+
+@pytest.mark.parametrize("asks", [{"fusions": "all"}, {"level": 2}])
+def test_a_mode_in_which_nothing_of_all_can_stand_stops_a_strict_engine(asks: dict[str, Any], tmp_path: Path) -> None:
+    with (
+        pytest.raises(NotFusedError, match=r"nothing is fused in DeepseekV3ForCausalLM: .* mode is DYNAMO_TRACE_ONCE"),
+        started("deepseek-v3", tmp_path, layerfuse={**asks, "strict": True}, mode="DYNAMO_TRACE_ONCE"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("where", ["a stage of a pipeline", "beside a draft", "a draft"])
