@@ -100,7 +100,7 @@ def units_of(
             continue  # what sees or hears
         target = _target_of(module)
         door = Door.of(module, inside, vllm_config) if options.decode else None
-        engine = engine_for(vllm_config, target, reason)
+        engine = engine_for(vllm_config, target, reason, type(model).__name__)
         if door is not None and door.stands:
             engine = beside(engine)
         units.append(

@@ -13,17 +13,20 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 pytest.importorskip("vllm_started")
 from test_vllm_modules import GATED, environ  # noqa: F401 (`environ` is a fixture)
 from test_vllm_plugin import ADD, DUAL, OwnLoader, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm_host import import_model
 from vllm_started import Started, engine_config, in_engine, load, started
 
 from layerfuse.engines.vllm.loading import NotFusedError, units_of
 from layerfuse.engines.vllm.options import Options
 from layerfuse.engines.vllm.plugin import NotHereError
+from layerfuse.fusion import FusionMissedError
 
 HOW = "vLLM loaded the model in a way that layerfuse does not know (load_format 'dummy')"
 
@@ -195,3 +198,38 @@ def test_where_another_model_may_have_the_site_a_strict_engine_starts(
             list(units_of(made, model, options))
     assert list(unit.unfound) == [GATED]
     assert any(f"{GATED} is asked for, and has no site in GptOssForCausalLM" in line for line in said(caplog))
+
+
+@pytest.mark.parametrize(("mode", "tower"), [("VLLM_COMPILE", False), ("VLLM_COMPILE", True), ("NONE", False)])
+def test_a_tower_that_no_text_runs_is_not_expected_and_is_named_once(
+    mode: str, tower: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"fusions": [ADD], "strict": True}
+    with started("qwen3.5-27b", tmp_path, layerfuse=options, mode=mode, compile_mm_encoder=tower) as engine:
+        engine()
+    lines = [line for line in said(caplog) if "Attention" in line]
+    attention = "vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VisionAttention"
+    assert lines == [f"not read, as no text runs it: {attention} (visual.blocks.0.attn and 1 more)"]
+    assert any(line.startswith(f"{ADD}: 8 expected, 8 fused, 0 missed") for line in said(caplog))
+    (path,) = tmp_path.rglob("layerfuse-report.json")
+    (module,) = json.loads(path.read_text())["modules"].values()
+    assert module["unread"] == {f"visual.blocks.{layer}.attn": attention for layer in range(2)}
+    assert module["unknown"] == {}
+
+    class SomeAttention(torch.nn.Module):
+        """What looks like attention, and is known to nobody."""
+
+    model = import_model("vllm.model_executor.models.qwen3_5:Qwen3_5Model")
+    init = model.__init__
+
+    def with_unknown(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.extra = SomeAttention()
+
+    monkeypatch.setattr(model, "__init__", with_unknown)
+    with (
+        started("qwen3.5-27b", tmp_path / "unknown", layerfuse=options, mode=mode) as engine,
+        pytest.raises(FusionMissedError) as raised,
+    ):
+        engine()
+    assert [layer.rpartition(".")[2] for layer in raised.value.unknown] == ["extra"]
