@@ -305,16 +305,18 @@ def _loaded(load_model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _at_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When vLLM is about to run a model: every one comes by here, compiled or not, whoever loaded it."""
     result = original(*args, **kwargs)
-    # Every step does: no signature is asked.
+    # Without asking for its signature.
     _check_that_one_was_read(kwargs.get("vllm_config", args[1] if len(args) > 1 else None))
     return result
 
 
 def _check_that_one_was_read(config: Any) -> None:
     """Once for an engine, as `_say_not_read`, where no model of it was read so far."""
-    known = True
-    with _quietly("asking whether the model was read"):
+    try:  # as `_quietly`, which takes longer: every step comes by here
         known = config.model_config is None or process.this.knows(config)
+    except Exception as error:
+        troubled("asking whether the model was read", error)
+        return
     if not known:
         _say_not_read(config)
         process.this.know(config)

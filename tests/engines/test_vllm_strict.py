@@ -169,6 +169,14 @@ def test_what_is_switched_off_asks_for_nothing(asks: dict[str, Any], mode: str, 
             engine()
 
 
+def test_all_asks_for_what_can_stand_where_nothing_is_compiled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse={"fusions": "all", "strict": True}, mode="NONE") as engine:
+        engine()
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the first run" in said(caplog)
+
+
 @pytest.mark.parametrize("asks", [{"fusions": "all"}, {"level": 2}])
 def test_a_mode_in_which_nothing_of_all_can_stand_stops_a_strict_engine(asks: dict[str, Any], tmp_path: Path) -> None:
     with (
