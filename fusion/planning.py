@@ -6,7 +6,7 @@ It needs no torch, no GPU and no layer. The report compares everything later wit
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -104,6 +104,10 @@ class Plan:
         for decision in self.decisions:
             found.setdefault(decision.site, []).append(decision)
         return found
+
+    def like(self, site: Site) -> Iterator[Site]:
+        """The sites that are to their layers what this one, of this plan or another, is to its."""
+        return (other for other in self.sites if (other.role, other.block) == (site.role, site.block))
 
     def at(self, site: str) -> tuple[Decision, ...]:
         """The decisions for one site.

@@ -35,7 +35,7 @@ class Use:
     left: str | None = None
     "Why a padding of the norm stayed behind the op. No miss: the fusion is there without it."
     missed: Mapping[str, str] = field(factory=dict)
-    "Expected fusion -> why it was not."
+    "Expected fusion -> why it was not. Also what is expected only of siblings that run the same graph, where it is not there."
     how: str = "structure"
     "How the norms were assigned to the site: parameter, module path, or structure alone."
     weights: tuple[tuple[int, tuple[str, ...]], ...] = ()

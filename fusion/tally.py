@@ -18,7 +18,6 @@ from .held import HeldWeights
 from .planning import Plan
 from .report import CallRecord, GraphRecord, Missed, Report, Use, with_fallback
 from .rewrite.ownership import Surroundings, join
-from .sites import Site
 from .uncompiled import why_uncompiled
 
 Key = tuple[int, tuple[tuple[str, ...], ...]]
@@ -119,7 +118,7 @@ class Tally:
             for use, plan in shared
             for ends in _ends(use, plan).values()
             for end in ends
-            for site in _like(plan.site[use.site], self._plan)
+            for site in self._plan.like(plan.site[use.site])
         )
 
     @contextmanager
@@ -211,7 +210,7 @@ class Tally:
         ends = _ends(use, made)
         owners = tuple(
             site.name
-            for site in _like(made.site[use.site], self._plan)
+            for site in self._plan.like(made.site[use.site])
             if all(
                 any(join(site.layer, end) in given[position] for end in ends.get(position, ()))
                 for position, _ in use.weights
@@ -251,8 +250,3 @@ def _ends(use: Use, plan: Plan) -> dict[int, tuple[str, ...]]:
         position: tuple(name.removeprefix(layer) for name in names if name.startswith(layer))
         for position, names in use.weights
     }
-
-
-def _like(site: Site, plan: Plan) -> Iterator[Site]:
-    """The sites of a plan that are to their layers what this one is to its."""
-    return (other for other in plan.sites if (other.role, other.block) == (site.role, site.block))

@@ -63,13 +63,14 @@ def draft_of(vllm_config: Any) -> Any:
     return speculative.draft_model_config
 
 
-def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None) -> Engine:
+def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None, model: str = "") -> Engine:
     """What a plan needs to know of the vLLM that runs here, as this config has it.
 
     Args:
         vllm_config: vLLM's own.
         target: where it runs.
         at_modules: why vLLM does not compile the model, where fused ops are to go in at module level; None: it does.
+        model: its class. A draft is loaded with the config of the model that it drafts for.
     """
     if is_set(BATCH_INVARIANT):
         return Engine(name="vllm", refuses={"*": INVARIANT})
@@ -80,7 +81,8 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None) 
         aiter=target.vendor == "amd" and _uses_aiter(),
     )
     if at_modules is not None:
-        return own.uncompiled(at_modules, vllm_config.model_config.architectures, place, usable())
+        architectures = (*vllm_config.model_config.architectures, model)
+        return own.uncompiled(at_modules, architectures, place, usable())
     foreign = why_not_ops()
     if foreign is not None:
         return Engine(name="vllm", refuses={"*": foreign})

@@ -113,6 +113,14 @@ HOOKS = (
         takes=("model", "aot_compilation_path"),
     ),
     Hook(
+        name="step",
+        does="looks whether the model of a step was read",
+        module="vllm.forward_context",
+        path="create_forward_context",
+        takes=("attn_metadata", "vllm_config"),
+        needed=False,
+    ),
+    Hook(
         name="metadata",
         does="compares AITER's metadata for MLA decode with the plan",
         module="vllm.v1.attention.backends.mla.rocm_aiter_mla",

@@ -61,8 +61,10 @@ def units_of(
         TypeError: vLLM's cache cannot be told of the fusions.
     """
     config = options.config()
-    stops = config.strict and not draft and not options.says_nothing
-    unknown = dict(registry.unknown_in(model))
+    stops = config.strict and not draft and options.asks
+    text = _run_by_text(model)
+    everywhere = dict(registry.unknown_in(model))
+    unknown = {layer: cls for layer, cls in everywhere.items() if _is_below(layer, text)}
     compiled = dict(_compiled(model))
     reason = why_not_compiled(vllm_config)
     if reason is None and not compiled:
@@ -86,15 +88,19 @@ def units_of(
     held: set[str] = set()
     behind = _behind_experts(model, specs)
     for path, module in compiled.items():
-        here = [(layer, spec) for layer, spec in specs if _is_below(layer, path) and layer not in behind]
+        here = [
+            (layer, spec)
+            for layer, spec in specs
+            if _is_below(layer, path) and _is_below(layer, text) and layer not in behind
+        ]
         inside = [(_below(layer, path), spec) for layer, spec in here]
         held.update(layer for layer, _ in here)
         strangers = {layer: cls for layer, cls in unknown.items() if _is_below(layer, path)}
         if not inside and not strangers:
-            continue  # a vision tower
+            continue  # what sees or hears
         target = _target_of(module)
         door = Door.of(module, inside, vllm_config) if options.decode else None
-        engine = engine_for(vllm_config, target, reason)
+        engine = engine_for(vllm_config, target, reason, type(model).__name__)
         if door is not None and door.stands:
             engine = beside(engine)
         units.append(
@@ -119,18 +125,21 @@ def units_of(
     # What has no site here may have one in another stage of the pipeline, or in the model that is loaded beside this one.
     alone = draft_of(vllm_config) is None and vllm_config.parallel_config.pipeline_parallel_size == 1
     stops = stops and alone
-    if reason is not None and not any(unit.active or unit.door is not None for _, unit in units):
-        _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
-        return
     unfound = _unfound(options, [unit for _, unit in units])
     if unfound and stops:
         raise NotFusedError(type(model).__name__, "", unfound)
     for line in _unfound_lines(type(model).__name__, unfound):
         once(logging.WARNING, "layerfuse: %s", line)
+    if reason is not None and not any(unit.active or unit.door is not None for _, unit in units):
+        if not unfound:
+            _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
+        return
     for _, unit in units:
         unit.unfound = unfound
     if units:
-        units[0][1].outside = tuple(layer for layer, _ in specs if layer not in held)
+        first = units[0][1]
+        first.outside = tuple(layer for layer, _ in specs if layer not in held)
+        first.unread = {layer: cls for layer, cls in everywhere.items() if layer not in unknown}
     check_table(vllm_config)
     yield from units
 
@@ -167,6 +176,19 @@ def _nothing(model: nn.Module, why: str, stops: bool = False) -> None:
     if stops:
         raise NotFusedError(type(model).__name__, why)
     once(logging.WARNING, "layerfuse: nothing is fused in %s: %s", type(model).__name__, why)
+
+
+def _run_by_text(model: nn.Module) -> str:
+    """The path of what every step runs: beside the language model stand towers, which run where there is something to see or hear."""
+    from vllm.model_executor.models.interfaces import supports_multimodal
+
+    if not supports_multimodal(model):
+        return ""
+    try:
+        language = model.get_language_model()
+    except NotImplementedError:  # vLLM finds none
+        return ""
+    return next((path for path, module in model.named_modules() if module is language), "")
 
 
 def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -98,10 +98,20 @@ class Options:
         return without(self._line)[1]
 
     @property
+    def _words(self) -> tuple[str, ...]:
+        """Those that ask for something."""
+        words = (word.strip() for word in self._line.split(","))
+        return tuple(word.lstrip("+") for word in words if word and word[0] != "-" and word != "none")
+
+    @property
     def named(self) -> tuple[str, ...]:
         """What is asked for by name: with `all`, nothing is."""
-        words = [word.strip() for word in self._line.split(",")]
-        return tuple(word.lstrip("+") for word in words if word and word[0] != "-" and word not in ("none", "all"))
+        return tuple(word for word in self._words if word != "all")
+
+    @property
+    def asks(self) -> bool:
+        """Whether anything is asked for: to switch one off asks for nothing."""
+        return bool(self._words or self.level)
 
     @property
     def off(self) -> bool:

@@ -215,10 +215,19 @@ CODE = (
 """What models do that vLLM runs without compiling them; later rows are the more special ones."""
 
 APART = {
-    architecture: {FINAL: "vLLM applies the final norm of this model in compute_logits, apart from the residual add"}
-    for architecture in ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
+    **{
+        architecture: {
+            FINAL: "vLLM applies the final norm of this model in compute_logits, apart from the residual add"
+        }
+        for architecture in ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
+    },
+    **{
+        draft: {FINAL: "vLLM's code of this draft adds the residual by itself, and calls the final norm with the sum"}
+        for draft in ("DeepSeekMTP", "Glm4MoeLiteMTP")
+    },
+    "KimiK3MTP": {FINAL: "vLLM does it: its own op for the add and the norm, in the code of this draft"},
 }
-"""Architecture -> role -> why no chain stands there in vLLM's code."""
+"""Architecture, or class of a draft -> role -> why no chain stands there in vLLM's code."""
 
 
 def by_code(architectures: Iterable[str], place: Place) -> dict[str, Code]:

@@ -57,6 +57,7 @@ def register() -> None:
         "pass": _at_pass,
         "piece": _at_piece,
         "artefact": _at_artefact,
+        "step": _at_step,
         "metadata": _at_metadata,
     }
     for hook in HOOKS:
@@ -127,9 +128,14 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a model is loaded: plan, and wait for the first call of what vLLM compiles of it."""
     model = original(*args, **kwargs)
     config = _argument(original, args, kwargs, "vllm_config")
+    draft = False
+    with _quietly("looking what the model is for"):
+        draft = _is_draft(original, args, kwargs)
+    if draft:
+        _check_that_one_was_read(config)  # what it drafts for, which is loaded first
     with _quietly("taking note of the model"):
         process.this.read.add(model)
-        process.this.engines[id(config.scheduler_config)] = config.scheduler_config
+        process.this.know(config)
     options = Options()
     with _quietly("reading the options"):
         options = options_in(config.additional_config)
@@ -151,7 +157,7 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _quietly("planning", options.strict):
         from .loading import units_of
 
-        for module, unit in units_of(config, model, options, _is_draft(original, args, kwargs)):
+        for module, unit in units_of(config, model, options, draft):
             if unit.door is not None:
                 unit.door.put_in()
             if unit.at_modules is None:
@@ -296,10 +302,24 @@ def _loaded(load_model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return model
 
 
-def _check_that_it_was_read(compiled: Any) -> None:
-    """When vLLM compiles a model: as `_say_not_read`, for what no loader of vLLM's brought."""
-    if id(compiled.vllm_config.scheduler_config) not in process.this.engines:
-        _say_not_read(compiled.vllm_config)
+def _at_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """When vLLM is about to run a model: every one comes by here, compiled or not, whoever loaded it."""
+    result = original(*args, **kwargs)
+    # Without asking for its signature.
+    _check_that_one_was_read(kwargs.get("vllm_config", args[1] if len(args) > 1 else None))
+    return result
+
+
+def _check_that_one_was_read(config: Any) -> None:
+    """Once for an engine, as `_say_not_read`, where no model of it was read so far."""
+    try:  # as `_quietly`, which takes longer: every step comes by here
+        known = config.model_config is None or process.this.knows(config)
+    except Exception as error:
+        troubled("asking whether the model was read", error)
+        return
+    if not known:
+        _say_not_read(config)
+        process.this.know(config)
 
 
 def _say_not_read(config: Any) -> None:
@@ -325,7 +345,6 @@ def _say_not_read(config: Any) -> None:
 def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a backend has made its passes: add ours, first."""
     result = original(*args, **kwargs)
-    _check_that_it_was_read(_argument(original, args, kwargs, "self"))
     unit = _running()
     if unit is not None and unit.active:
         _add_pass(_argument(original, args, kwargs, "self"), unit)
@@ -377,9 +396,7 @@ def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
             name_tritons_folder(unit.device.index or 0)
     if unit is None or not unit.active:
-        loaded = original(*args, **kwargs)
-        _check_that_it_was_read(_argument(original, args, kwargs, "model"))
-        return loaded
+        return original(*args, **kwargs)
     known = os.environ.get(FORCED) == "1"
     with _quietly("looking for the report that was kept"):
         unit.artefact = Path(_argument(original, args, kwargs, "aot_compilation_path"))

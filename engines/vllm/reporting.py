@@ -144,6 +144,7 @@ def _write(path: Path, unit: Unit, outcome: Outcome) -> str | None:
         "problems": list(outcome.problems),
         "unknown": dict(unit.unknown),
         "outside": list(unit.outside),
+        "unread": dict(unit.unread),
         "unfound": dict(unit.unfound),
         "ranks": [attrs.asdict(verdict) for verdict in outcome.ranks],
         "graphs": [

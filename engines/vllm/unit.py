@@ -58,7 +58,9 @@ class Unit:
     "As asked for."
     unknown: dict[str, str] = field(factory=dict)
     outside: tuple[str, ...] = ()
-    "Layers with sites that no compiled module holds."
+    "Layers with sites that no compiled module holds, or no text runs."
+    unread: dict[str, str] = field(factory=dict)
+    "What no adapter reads of towers that no text runs -> class. Nothing is expected of it."
     unfound: dict[str, str] = field(factory=dict)
     "Fusions that are asked for by name and have no site in the loaded model -> why."
     at_modules: str | None = None

@@ -14,6 +14,7 @@ from ...fusion.catalog import FUSIONS
 from ...fusion.planning import Plan
 from ...fusion.report import FusionMissedError, Missed, Report
 from .decode_facts import NAME
+from .process import of_each_class
 from .unit import Unit
 
 WRITES = "mla_norm_rope_cache_into"
@@ -171,6 +172,7 @@ def _notes(unit: Unit) -> Iterable[str]:
         yield f"{sources['cache']} graphs came from Inductor's cache with the records of those that filled it"
     if sources["unknown"]:
         yield f"{sources['unknown']} graphs came from a cache without a record"
+    yield from (f"not read, as no text runs it: {of_a_class}" for of_a_class in of_each_class(unit.unread))
     if unit.outside:
         shown = ", ".join(unit.outside[:3]) + (f" and {len(unit.outside) - 3} more" if len(unit.outside) > 3 else "")
         yield f"outside of what vLLM compiles: {shown}"

@@ -6,6 +6,9 @@ recorded with its reason.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import attrs
 from torch.fx import Graph, Node
 
 from .. import ops as _ops  # noqa: F401  (registers the ops that rewritten graphs hold)
@@ -16,7 +19,7 @@ from ..planning import Decision, Plan
 from ..report import GraphRecord, Use
 from .assertions import drop_answered_checks
 from .bodies import bodies_with_norms
-from .emit import replace
+from .emit import replace, why_not_there
 from .ownership import Ownership, Surroundings
 from .product_uses import ProductFinder
 from .uses import SiteUse, UseFinder
@@ -42,11 +45,11 @@ class Driver:
         return GraphRecord(graph=number, uses=uses, unattributed=tuple(found.loose), bodies=bodies_with_norms(graph))
 
     def _fuse(self, use: SiteUse, moved: dict[Node, Node]) -> Use:
-        missed: dict[str, str] = {}
         fused: str | None = None
         form = left = None
         count = None if use.first is None else use.tokens
         tokens = count if isinstance(count, int) else None
+        missed = dict(self._missed_by_siblings(use, tokens, moved))
         for fusion, decisions in self._candidates(use, tokens):
             problem = use.problem or _outside(fusion, decisions, use)
             if problem is None:
@@ -70,6 +73,26 @@ class Driver:
             weights=use.weights,
             whole=use.whole,
         )
+
+    def _missed_by_siblings(
+        self, use: SiteUse, tokens: int | None, moved: dict[Node, Node]
+    ) -> Iterator[tuple[str, str]]:
+        """What is expected of sibling layers that run the same graph, not of this one, and is not there -> why."""
+        if use.whole or use.first is None:
+            return
+        asked = {decision.fusion for decision in self._plan.at(use.site.name) if decision.applies}
+        for site in self._plan.like(use.site):
+            for decision in self._plan.at(site.name):
+                if (
+                    decision.kind == "expected"
+                    and decision.fusion not in asked
+                    and (tokens is None or tokens in decision.tokens)
+                ):
+                    asked.add(decision.fusion)
+                    as_theirs = attrs.evolve(use, site=site)
+                    why = why_not_there(FUSIONS[decision.fusion], as_theirs, self._plan, moved)
+                    if why is not None:
+                        yield decision.fusion, why
 
     def _candidates(self, use: SiteUse, tokens: int | None) -> list[tuple[Fusion, list[Decision]]]:
         """What the plan allows here for the graph's number of tokens, longest chain first."""

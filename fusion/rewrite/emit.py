@@ -56,6 +56,19 @@ def replace(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -
     raise problem
 
 
+def why_not_there(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> str | None:
+    """Which step of the fusion is not in the graph, as `replace` would say it, or None where all are. The graph stays as it is."""
+    problem: str | None = None
+    for form in fusion.forms:
+        try:
+            _bind(form, use, plan, moved)
+        except Unmatched as reason:
+            problem = str(reason)
+        else:
+            return None
+    return problem
+
+
 def _replace(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> None:
     bound = _bind(form, use, plan, moved)
     _check_alike(bound, form)

@@ -184,6 +184,10 @@ MODEL = (
     # The draft models of multi-token prediction, and an EAGLE's.
     f"{_V}.models.qwen3_next_mtp:Qwen3NextMultiTokenPredictor",
     f"{_V}.models.qwen3_5_mtp:Qwen3_5MultiTokenPredictor",
+    f"{_V}.models.deepseek_mtp:DeepSeekMultiTokenPredictorLayer",
+    f"{_V}.models.glm4_moe_lite_mtp:Glm4MoeLiteMultiTokenPredictorLayer",
+    "vllm.models.kimi_k3.nvidia.mtp:KimiK3MultiTokenPredictorLayer",
+    "vllm.models.kimi_k3.amd.mtp:KimiK3MultiTokenPredictorLayer",
     f"{_V}.models.longcat_flash_mtp:LongCatMultiTokenPredictorLayer",
     f"{_V}.models.deepseek_eagle:DeepseekV2Model",
     (f"{_V}.models.qwen3_5:Qwen3_5Model", f"{_V}.models.qwen3_next:Qwen3NextModel"),

@@ -5,6 +5,7 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,30 @@ import pytest
 import torch
 
 pytest.importorskip("vllm_started")
-from test_vllm_plugin import ADD, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from test_vllm_plugin import ADD, OwnLoader, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from vllm.config import set_current_vllm_config
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm_host import import_model, vllm_config, vllm_parallel, without_gpu
+from vllm_layers import MODELS
 from vllm_started import ROUNDING, Started, apart, engine_config, in_engine, load
 
-DRAFTS = {"deepseek-v3": ("DeepSeekMTPModel", 1), "qwen3-next": ("Qwen3NextMTP", 2)}
-"""Class, and its sites. The second is of two classes that vLLM compiles, one inside of the other, and adds in front of its final norm."""
+from layerfuse import registry
+from layerfuse.adapters import FinalNormSpec
+from layerfuse.adapters.specs import Parallel
+from layerfuse.engines.vllm.plugin import NotHereError
+
+DRAFTS = {
+    "deepseek-v3": ("DeepSeekMTPModel", {"VLLM_COMPILE": 2, "NONE": 1}),
+    "qwen3-next": ("Qwen3NextMTP", {"VLLM_COMPILE": 2, "NONE": 2}),
+}
+"""Class, and its sites. The first adds the residual by itself in front of its final norm, so that no module does both. The second is of two
+classes that vLLM compiles, one inside of the other."""
+
+
+k3 = pytest.mark.skipif("kimi-k3" not in MODELS, reason="this vLLM has no K3")
 
 
 class Speculative(SimpleNamespace):
@@ -29,8 +48,9 @@ class Speculative(SimpleNamespace):
         return None
 
 
-def draft(made: Any, name: str) -> Started:
-    """The draft model that belongs to a small model, loaded as vLLM's proposer loads it."""
+def draft(made: Any, name: str, loader: type[DummyModelLoader] = DummyModelLoader) -> Started:
+    """The draft model that belongs to a small model, loaded as vLLM's proposer loads it: after that, which `loader` brings."""
+    loader(made.load_config).load_model(made, made.model_config)
     config = made.model_config.hf_config
     config.update({"num_nextn_predict_layers": 1, "architectures": [DRAFTS[name][0]]})
     speculative = Speculative(draft_model_config=made.model_config, method="mtp", num_speculative_tokens=1)
@@ -58,5 +78,47 @@ def test_the_block_adds_no_residual_at_its_entry_and_every_other_site_is_fused(
     plain = engine_config(name, layerfuse=False, mode="NONE")
     with in_engine(plain, tmp_path):
         assert apart(found, call(draft(plain, name))) < ROUNDING
-    run, sites = "first run" if mode == "NONE" else "profiling run", DRAFTS[name][1]
+    run, sites = "first run" if mode == "NONE" else "profiling run", DRAFTS[name][1][mode]
     assert f"{ADD}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the {run}" in said(caplog)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "draft_class"),
+    [
+        ("deepseek-v3", "deepseek-v3", "vllm.model_executor.models.deepseek_mtp:DeepSeekMTP"),
+        ("glm-4.7-flash", "glm-4.7-flash", "vllm.model_executor.models.glm4_moe_lite_mtp:Glm4MoeLiteMTP"),
+        pytest.param("kimi-k3", "kimi-k3", "vllm.models.kimi_k3.nvidia.mtp:KimiK3MTP", marks=k3),
+        pytest.param("kimi-k3-rocm", "kimi-k3", "vllm.models.kimi_k3.amd.mtp:KimiK3MTP", marks=k3),
+    ],
+)
+def test_the_norm_that_a_draft_shares_with_its_head_is_read(name: str, entry: str, draft_class: str) -> None:
+    declared, recipe = registry.model(entry), MODELS[name]
+    cls = import_model(draft_class)
+    config = vllm_config(recipe.checkpoint, tp=2, rank=1, overrides={**recipe.overrides, "num_nextn_predict_layers": 1})
+    speculative = Speculative(draft_model_config=config.model_config, num_speculative_tokens=1)
+    with (
+        without_gpu(),
+        mock.patch.dict(vars(config), speculative_config=speculative),
+        set_current_vllm_config(config),
+        vllm_parallel(2, 1),
+        set_default_torch_dtype(torch.bfloat16),
+        torch.device("meta"),
+    ):
+        model = initialize_model(config, model_class=cls)
+    ((path, spec),) = registry.specs_in(model, of=FinalNormSpec)
+    assert path == f"model.layers.{declared.num_hidden_layers}"
+    assert (spec.hidden_size, spec.final_norm.width) == (declared.hidden_size, declared.hidden_size)
+    assert (spec.final_norm.epsilon, spec.parallel) == (declared.rms_norm_eps, Parallel(size=2, rank=1))
+    assert registry.unknown_in(model) == []
+
+
+def test_a_model_that_was_not_read_is_told_though_its_draft_was(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    how = "vLLM loaded the model in a way that layerfuse does not know"
+    for strict in (False, True):
+        made = engine_config("deepseek-v3", layerfuse={"fusions": [ADD], "strict": strict}, mode="NONE")
+        stopped = pytest.raises(NotHereError, match=f"layerfuse is strict, and {how}") if strict else nullcontext()
+        with in_engine(made, tmp_path), stopped:
+            call(draft(made, "deepseek-v3", OwnLoader))
+    assert sum(line.startswith(f"layerfuse: nothing is fused: {how}") for line in said(caplog)) == 1

@@ -124,7 +124,7 @@ def test_batch_invariance_is_honoured_at_module_level_too(
         assert not any("forward" in vars(module) for module in engine.model.modules())
     (only,) = said(caplog)
     assert only == (
-        "layerfuse: nothing is fused in DeepseekV3ForCausalLM: VLLM_BATCH_INVARIANT is set: "
+        f"layerfuse: {ADD} is asked for, and has no site in DeepseekV3ForCausalLM: VLLM_BATCH_INVARIANT is set: "
         "vLLM keeps to kernels whose results do not depend on the batch"
     )
 

@@ -21,7 +21,6 @@ import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,8 +32,10 @@ pytest.importorskip("vllm_started")
 import vllm
 from test_vllm_specs import PER_TOKEN
 from torch import Tensor
+from vllm import forward_context
 from vllm.compilation import backends
 from vllm.compilation.passes.inductor_pass import CallableInductorPass
+from vllm.config import VllmConfig
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -463,14 +464,16 @@ def test_a_model_that_a_loader_of_its_own_brought_is_one_warning_and_stops_a_str
         started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}, split=False),
     ):
         pass
-    # One that vLLM did not even make is known by what vLLM compiles.
+    # One that vLLM did not even make is known by the first step.
     with started("deepseek-v3", tmp_path, layerfuse=BOTH, split=False) as engine:
         engine.config.additional_config = {"layerfuse": {**BOTH, "strict": True}}
         with pytest.raises(NotHereError, match=f"layerfuse is strict, and {re.escape(how)}"):
             engine()
     caplog.clear()
     for nothing in (False, None):  # switched off, and nothing asked for
-        plugin._check_that_it_was_read(SimpleNamespace(vllm_config=engine_config("deepseek-v3", layerfuse=nothing)))
+        forward_context.create_forward_context(None, engine_config("deepseek-v3", layerfuse=nothing))
+    no_models = VllmConfig(additional_config={"layerfuse": {**BOTH, "strict": True}})
+    forward_context.create_forward_context(None, no_models)
     assert said(caplog) == []
 
 

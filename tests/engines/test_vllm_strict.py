@@ -5,6 +5,7 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -12,16 +13,20 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 pytest.importorskip("vllm_started")
 from test_vllm_modules import GATED
 from test_vllm_plugin import ADD, DUAL, OwnLoader, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from vllm.model_executor import model_loader
-from vllm_started import engine_config, in_engine, load, started
+from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm_host import import_model
+from vllm_started import Started, engine_config, in_engine, load, started
 
 from layerfuse.engines.vllm.loading import NotFusedError, units_of
 from layerfuse.engines.vllm.options import Options
 from layerfuse.engines.vllm.plugin import NotHereError
+from layerfuse.fusion import FusionMissedError
 
 HOW = "vLLM loaded the model in a way that layerfuse does not know (load_format 'dummy')"
 
@@ -42,6 +47,36 @@ def test_a_second_engine_that_another_loader_brought_is_not_taken_for_read(
         started("deepseek-v3", tmp_path / "second", layerfuse={"fusions": [ADD], "strict": True}, mode=mode),
     ):
         pass
+
+
+@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
+def test_a_loader_that_nobody_asked_vllm_for_is_known_by_the_first_step(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made(cache: str, **strict: bool) -> contextlib.AbstractContextManager[None]:
+        config.append(engine_config("deepseek-v3", layerfuse={"fusions": [ADD], **strict}, mode=mode))
+        return in_engine(config[-1], tmp_path / cache)
+
+    def brought(loader: type[DummyModelLoader]) -> Started:
+        model = loader(config[-1].load_config).load_model(config[-1], config[-1].model_config)
+        return Started(config=config[-1], model=model)
+
+    config: list[Any] = []
+    # vLLM's own, made by somebody, is one that is read.
+    with made("first", strict=True):
+        brought(DummyModelLoader)()
+    assert any(line.startswith(f"{ADD}: 6 expected, 6 fused") for line in said(caplog))
+    caplog.clear()
+    with made("second"):
+        engine = brought(OwnLoader)
+        engine()
+        engine()
+    assert said(caplog) == [f"layerfuse: nothing is fused: {HOW}"]
+    with made("second", strict=True):
+        engine = brought(OwnLoader)
+        for _ in range(2):  # a step that was refused is none
+            with pytest.raises(NotHereError, match=re.escape(HOW)):
+                engine()
 
 
 def test_a_loader_that_calls_vllms_and_wraps_the_model_is_one_that_is_read(
@@ -102,6 +137,55 @@ def test_what_is_asked_for_without_a_name_may_have_no_site(tmp_path: Path) -> No
             pass
 
 
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        ([GATED], "none of its layers has such a chain"),
+        ([f"{ADD}_group_quant"], "the linears that read the post_attention site are not known to quantise"),
+        (["rms_norm_group_quant", GATED], "none of its layers has such a chain"),
+    ],
+)
+def test_where_nothing_named_has_a_site_a_model_that_is_not_compiled_says_why_each_has_none(
+    names: list[str], why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse={"fusions": names}, mode="NONE") as engine:
+        engine()
+    told = f"{names[-1]} is asked for, and has no site in DeepseekV3ForCausalLM: {why}"
+    lines = said(caplog)
+    assert lines[-1].startswith(f"layerfuse: {told}")
+    assert len(lines) == len(names)
+    with (
+        pytest.raises(NotFusedError, match=f"layerfuse is strict, and {told}"),
+        started("deepseek-v3", tmp_path, layerfuse={"fusions": names, "strict": True}, mode="NONE"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE", "DYNAMO_TRACE_ONCE"])
+@pytest.mark.parametrize("asks", [{"fusions": f"-{DUAL}"}, {"level": 0}, {"fusions": "-mla_decode"}])
+def test_what_is_switched_off_asks_for_nothing(asks: dict[str, Any], mode: str, tmp_path: Path) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse={**asks, "strict": True}, mode=mode) as engine:
+        if mode == "NONE":
+            engine()
+
+
+def test_all_asks_for_what_can_stand_where_nothing_is_compiled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse={"fusions": "all", "strict": True}, mode="NONE") as engine:
+        engine()
+    assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the first run" in said(caplog)
+
+
+@pytest.mark.parametrize("asks", [{"fusions": "all"}, {"level": 2}])
+def test_a_mode_in_which_nothing_of_all_can_stand_stops_a_strict_engine(asks: dict[str, Any], tmp_path: Path) -> None:
+    with (
+        pytest.raises(NotFusedError, match=r"nothing is fused in DeepseekV3ForCausalLM: .* mode is DYNAMO_TRACE_ONCE"),
+        started("deepseek-v3", tmp_path, layerfuse={**asks, "strict": True}, mode="DYNAMO_TRACE_ONCE"),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("where", ["a stage of a pipeline", "beside a draft", "a draft"])
 def test_where_another_model_may_have_the_site_a_strict_engine_starts(
     where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -122,3 +206,38 @@ def test_where_another_model_may_have_the_site_a_strict_engine_starts(
             list(units_of(made, model, options))
     assert list(unit.unfound) == [GATED]
     assert any(f"{GATED} is asked for, and has no site in GptOssForCausalLM" in line for line in said(caplog))
+
+
+@pytest.mark.parametrize(("mode", "tower"), [("VLLM_COMPILE", False), ("VLLM_COMPILE", True), ("NONE", False)])
+def test_a_tower_that_no_text_runs_is_not_expected_and_is_named_once(
+    mode: str, tower: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"fusions": [ADD], "strict": True}
+    with started("qwen3.5-27b", tmp_path, layerfuse=options, mode=mode, compile_mm_encoder=tower) as engine:
+        engine()
+    lines = [line for line in said(caplog) if "Attention" in line]
+    attention = "vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VisionAttention"
+    assert lines == [f"not read, as no text runs it: {attention} (visual.blocks.0.attn and 1 more)"]
+    assert any(line.startswith(f"{ADD}: 8 expected, 8 fused, 0 missed") for line in said(caplog))
+    (path,) = tmp_path.rglob("layerfuse-report.json")
+    (module,) = json.loads(path.read_text())["modules"].values()
+    assert module["unread"] == {f"visual.blocks.{layer}.attn": attention for layer in range(2)}
+    assert module["unknown"] == {}
+
+    class SomeAttention(torch.nn.Module):
+        """What looks like attention, and is known to nobody."""
+
+    model = import_model("vllm.model_executor.models.qwen3_5:Qwen3_5Model")
+    init = model.__init__
+
+    def with_unknown(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.extra = SomeAttention()
+
+    monkeypatch.setattr(model, "__init__", with_unknown)
+    with (
+        started("qwen3.5-27b", tmp_path / "unknown", layerfuse=options, mode=mode) as engine,
+        pytest.raises(FusionMissedError) as raised,
+    ):
+        engine()
+    assert [layer.rpartition(".")[2] for layer in raised.value.unknown] == ["extra"]

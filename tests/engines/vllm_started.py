@@ -120,6 +120,28 @@ TINY["kimi-linear"] = {
         "short_conv_kernel_size": 4,
     },
 }
+TINY["qwen3.5-27b"] = {
+    "text_config": {
+        **TINY["qwen3-next"],
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [3, 3, 2],
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_heads": 4,
+        "out_hidden_size": 256,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+    },
+}
 """Model of `MODELS` -> what is smaller than published. Enough layers for the graph to have pieces that are equal; how experts are
 chosen (groups, correction bias, scale of the routed part) is as published."""
 

@@ -154,6 +154,18 @@ def test_graph_breaks_per_layer() -> None:
     assert fused.report.of(DUAL).complete
 
 
+def test_a_graph_of_siblings_says_what_each_of_them_misses() -> None:
+    """Their first layer has no add at its entry: what is missed there is of the others, which run its graph."""
+    model = deepseek(3)
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    fused = fusion.compile(model)
+    torch.testing.assert_close(call(fused), call(model), rtol=1e-5, atol=1e-5)
+    missed = fused.report.of(ADD).missed
+    assert set(missed) >= {"model.layers.1:input", "model.layers.2:input"}
+    assert all("its residual add is in another graph" in why for why in missed.values()), missed
+
+
 def test_dynamos_limit_is_named() -> None:
     # With a cache each layer's index is a guard, so that every frame is compiled anew for each layer.
     with torch._dynamo.config.patch(recompile_limit=2):

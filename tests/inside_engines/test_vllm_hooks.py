@@ -119,7 +119,16 @@ def test_a_hook_that_another_plugin_wraps_well_is_stood_around_and_one_that_hide
 
 def test_every_hook_says_where_it_is() -> None:
     assert len({hook.place for hook in HOOKS}) == len(HOOKS)
-    assert {hook.name for hook in HOOKS} == {"options", "specs", "loader", "pass", "piece", "artefact", "metadata"}
+    assert {hook.name for hook in HOOKS} == {
+        "options",
+        "specs",
+        "loader",
+        "pass",
+        "piece",
+        "artefact",
+        "step",
+        "metadata",
+    }
 
 
 # ---- waiting for an import
