@@ -74,7 +74,7 @@ class Native:
         return frozenset((place, _told(what)) for _, _, what, place in self.held)
 
     def changed(self) -> str | None:
-        """What has been put there since then, as a sentence; None where it is as it was. One to two microseconds for a norm."""
+        """What has been put there since then, as a sentence; None where it is as it was. About two microseconds for a norm."""
         for where, name, what, place in self.held:
             now = where.get(name)
             if now is not what and not _stands_for(now, what):
