@@ -24,7 +24,7 @@ from torch import nn
 
 from ...adapters.specs import AnySpec, MLASpec
 from ...fusion.ops.agreement import RankDisagreementError, agree
-from .decode_facts import ATTENTION, CHANGED, CLASS, HOOKS, NAME, WRITE, why_not_here, why_not_read, why_not_spec
+from .decode_facts import ATTENTION, CHANGED, CLASS, HOOKS, LEFT, NAME, WRITE, why_not_here, why_not_read, why_not_spec
 from .hooks import HookError, check, wrapped_by
 from .native import Native, NotNativeError, native, native_call
 from .process import once
@@ -125,16 +125,17 @@ class Door:
             if problem is not None:
                 return problem
             from . import decode_ops as ops
+            from .decode_trial import difference
 
             waiting: set[str] = set()
             self.made = [_layer(self._wrapper(path), spec, ops, waiting) for path, spec in self.layers.items()]
             waiting.update(layer.name for layer in self.made)
             ops.try_out(self.made, self.vllm_config)
+            return difference(self.made, self.vllm_config)
         except NotNativeError as error:
             return str(error)
         except Exception as error:  # vLLM runs on, and the other ranks wait to hear of it
             return f"{type(error).__name__}: {error}"
-        return None
 
     def _why_not_together(self, own: str | None) -> str | None:
         """The reason of all ranks of the tensor-parallel group, or of the first that has one: all of them do it, or none."""
@@ -150,7 +151,7 @@ class Door:
     def put_in(self) -> None:
         """Let each layer's forward be ours, and vLLM's graphs be split at our ops."""
         if not self.stands:
-            once(logging.WARNING, "layerfuse: %s leaves vLLM's MLA layers alone: %s", NAME, self.why_not)
+            once(logging.WARNING, LEFT, self.why_not)
             return
         from . import decode_ops as ops
 
@@ -158,10 +159,18 @@ class Door:
             ops.layers[layer.name] = layer
             if layer.attention.impl.dcp_world_size == -1:
                 layer.attention.impl.dcp_world_size = 1  # as vLLM does at its first step
-            layer.wrapper.forward = forward_of(layer.wrapper, layer.name, ops, layer.around)
+            layer.wrapper.forward = forward_of(layer.wrapper, layer.name, ops, layer.around, self)
         split = self.vllm_config.compilation_config.splitting_ops
         if split and ops.SPLIT not in split:
             split.append(ops.SPLIT)
+
+    def look_again(self) -> None:
+        """Stand aside where something was put in the place of vLLM's code since: vLLM is about to trace what stands there now."""
+        if self.stands:
+            changed = (held.changed() for layer in self.made for held in (layer.around, layer.stood))
+            self.why_not = self._why_not_together(next(filter(None, changed), None))
+            if not self.stands:
+                once(logging.WARNING, LEFT, self.why_not)
 
     def decoded(self) -> int:
         """The layers that have run a decode step."""
@@ -234,12 +243,12 @@ def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str]) -> Any:
         cache_dtype=cache_dtype,
         query_dtype=current_platform.fp8_dtype() if quantised else None,
         around=native(wrapper, bypassed=BYPASSED, values=False),
-        stood=native_call(attention, (type(attention.impl), WRITE[2])),
+        stood=native_call(attention, (attention.impl, WRITE[2])),
         waiting=waiting,
     )
 
 
-def forward_of(wrapper: Any, name: str, ops: Any, stood: Native) -> Callable[..., Any]:
+def forward_of(wrapper: Any, name: str, ops: Any, stood: Native, door: Door) -> Callable[..., Any]:
     """A forward for one wrapper that calls our ops, for Dynamo to trace or to be run as it is.
 
     Args:
@@ -247,12 +256,13 @@ def forward_of(wrapper: Any, name: str, ops: Any, stood: Native) -> Callable[...
         name: of its attention, in vLLM's forward context.
         ops: the module `decode_ops`.
         stood: what vLLM would run. Where something else is put there, that is called.
+        door: says whether it is ours at all.
     """
     latents, turn, attend, layer = ops.latents, ops.turn, ops.attend, ops.encoded(name)
 
     @wraps(wrapper.forward)
     def forward(positions: Any, hidden_states: Any, llama_4_scaling: Any = None) -> Any:
-        if llama_4_scaling is not None or positions.dim() != 1:
+        if llama_4_scaling is not None or positions.dim() != 1 or not door.stands:
             return type(wrapper).forward(wrapper, positions, hidden_states, llama_4_scaling)
         # What is put there once vLLM has traced a model is in none of its graphs, with ours or without.
         if not torch.compiler.is_compiling() and (problem := stood.changed()) is not None:

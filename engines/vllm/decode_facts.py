@@ -22,6 +22,9 @@ NAME = "mla_decode"
 TAKES = f"{NAME} takes what stands there"
 """The reason in the plan of what is taken at the same sites."""
 
+LEFT = f"layerfuse: {NAME} leaves vLLM's MLA layers alone: %s"
+"""What is said where it does not stand."""
+
 CHANGED = "layerfuse: mla_decode: vLLM's own way is taken from now on: %s"
 """What is said when something else was put in the place of vLLM's code after ours."""
 

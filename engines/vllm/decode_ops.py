@@ -80,10 +80,8 @@ class Layer:
     "What of it runs at every step, compiled or not: the attention."
     waiting: set[str]
     "The layers of its model that have not decoded yet, by name: one set for all of them."
-    norms: tuple[dict[str, Any], dict[str, Any]] = field(init=False, repr=False)
-    "The parameters of both norms. A module's attribute takes a microsecond, and these are asked for at every step."
-    rope: dict[str, Any] = field(init=False, repr=False)
-    "The buffers of the rope."
+    children: dict[str, Any] = field(init=False, repr=False)
+    "The wrapper's. A module's attribute takes a microsecond, and these are asked for at every step."
     halved: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
     "The rope's table, and its columns of cos and of sin."
     kept: object = None
@@ -94,9 +92,12 @@ class Layer:
     "Whether an op did not take a step's tensors: from then on vLLM's own way is gone."
 
     def __attrs_post_init__(self) -> None:
-        wrapper = self.wrapper
-        self.norms = wrapper.q_a_layernorm._parameters, wrapper.kv_a_layernorm._parameters
-        self.rope = wrapper.rotary_emb._buffers
+        self.children = self.wrapper._modules
+
+    @property
+    def norms(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The parameters of both norms, as they are now: vLLM's graphs take those of modules that are put there later too."""
+        return self.children["q_a_layernorm"]._parameters, self.children["kv_a_layernorm"]._parameters
 
     def kind(self) -> Hashable:
         """All that decides which kernels are compiled: alike in most layers of a model."""
@@ -109,7 +110,7 @@ class Layer:
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
         """Cos and sin: (positions, half the rope's width) each."""
-        table: Tensor = self.rope["cos_sin_cache"]
+        table: Tensor = self.children["rotary_emb"]._buffers["cos_sin_cache"]
         if self.halved is None or self.halved[0] is not table:
             half = table.shape[-1] // 2
             self.halved = table, table[:, :half], table[:, half:]

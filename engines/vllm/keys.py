@@ -20,17 +20,18 @@ from vllm.platforms import current_platform
 from ...fusion.rewrite.identity import hash_of, key_of
 from ...fusion.rewrite.ranks import kernels_here
 from .options import KEY, OWN
-from .passes import tensor_parallel_group
+from .passes import tensor_parallel_group, why_not_now
 from .unit import Unit
 
 
 def key_for(unit: Unit) -> str:
     """The key of one module. Where the ranks of a group decide together, all of them make this call.
 
-    It holds the plan, the source, torch's release, the forced backend, whether the GPUs have kernels for fused all-reduces, who manages
-    vLLM's passes, and the layers of `mla_decode`.
+    It holds the plan, why nothing of it is done, the source, torch's release, the forced backend, whether the GPUs have kernels for fused
+    all-reduces, who manages vLLM's passes, and the layers of `mla_decode`.
     """
     said = [key_of(unit.plan), _own_source(), torch.__version__, str(current_platform.get_pass_manager_cls())]
+    said.append(str(why_not_now(unit.plan)))
     if parallel_state.model_parallel_is_initialized():
         dtype = unit.vllm_config.model_config.dtype
         said += kernels_here(unit.plan, tensor_parallel_group(), dtype, unit.device)

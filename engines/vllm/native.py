@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Container, Iterator, Mapping
-from types import FunctionType, MethodType, ModuleType
+from collections.abc import Container, Hashable, Iterator, Mapping
+from operator import attrgetter
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch.nn.modules.module as torch_module
@@ -24,6 +25,9 @@ OURS = __name__.partition(".")[0]
 AROUND = frozenset({OURS, "torch", "triton", *sys.stdlib_module_names})
 """Packages whose wrappers are looked through, and whose functions are not looked at."""
 
+_code_of = attrgetter("__code__")
+_CALLS = ("__call__", "_call_impl")
+"""How torch comes to the forward of a module."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -57,9 +61,20 @@ class Native:
     "Hooks of modules that would be called from elsewhere, and whose they are."
     classes: tuple[tuple[nn.Module, type], ...]
     "Modules, and what they are."
+    functions: Mapping[FunctionType, str]
+    "Functions of vLLM's, and what errors call them."
+    codes: list[CodeType]
+    "Theirs, in the same order."
+    chosen: tuple[tuple[Mapping[str, Any], list[Any], str], ...]
+    "Ops of vLLM's IR by their attributes, the implementations that they choose from, and what errors call them."
+
+    @property
+    def alike(self) -> frozenset[Hashable]:
+        """What places share at which the same code runs with the same settings."""
+        return frozenset((place, _told(what)) for _, _, what, place in self.held)
 
     def changed(self) -> str | None:
-        """What has been put there since then, as a sentence; None where it is as it was. One to two microseconds for a norm."""
+        """What has been put there since then, as a sentence; None where it is as it was. About two microseconds for a norm."""
         for where, name, what, place in self.held:
             now = where.get(name)
             if now is not what and not _stands_for(now, what):
@@ -73,12 +88,25 @@ class Native:
                 return str(
                     NotNativeError(f"this {cls.__qualname__}", f"{type(module).__module__}:{type(module).__qualname__}")
                 )
+        for op, impls, place in self.chosen:
+            if op["_priority_impls"] != impls:
+                return f"{place} is computed by {' or '.join(each.provider for each in op['_priority_impls']) or 'native'} now"
+        if [*map(_code_of, self.functions)] != self.codes:
+            function = next(f for f, code in zip(self.functions, self.codes, strict=True) if f.__code__ != code)
+            return str(NotNativeError(self.functions[function], module_of(function), function.__code__.co_filename))
         return None
 
 
 def _stands_for(now: Any, what: Any) -> bool:
     """Whether something is a function of ours that passes a function of vLLM's on. Those who wrap it copy its attributes."""
     return module_of(now).startswith(f"{OURS}.") and getattr(now, "__layerfuse_original__", None) is what
+
+
+def _told(what: Any) -> Hashable:
+    """A setting as it is, and the identity of code: children differ between layers, and what they are does not."""
+    if isinstance(what, nn.Module):
+        return type(what)
+    return what if isinstance(what, bool | int | float | str | None) else id(plain(what))
 
 
 def native(module: nn.Module, *, bypassed: Container[str] = (), values: bool = True) -> Native:
@@ -97,16 +125,16 @@ def native(module: nn.Module, *, bypassed: Container[str] = (), values: bool = T
     return look.native()
 
 
-def native_call(module: nn.Module, *methods: tuple[type, str]) -> Native:
-    """The same of a module that is not called at all, nor are some methods.
+def native_call(module: nn.Module, *methods: tuple[Any, str]) -> Native:
+    """The same of a module that is not called at all, nor are some methods of instances.
 
     Raises:
         NotNativeError: some of it is not vLLM's own code, or it has hooks.
     """
     look = _Look()
     look.module(module)
-    for cls, name in methods:
-        look.attribute(cls, name)
+    for instance, name in methods:
+        look.attribute(type(instance), name, instance)
     return look.native()
 
 
@@ -154,6 +182,8 @@ class _Look:
         self.held: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, str]] = {}
         self.empty: list[tuple[Mapping[Any, Any], str]] = []
         self.classes: dict[int, tuple[nn.Module, type]] = {}
+        self.functions: dict[FunctionType, str] = {}
+        self.chosen: list[tuple[Mapping[str, Any], list[Any], str]] = []
         self._seen: set[Any] = set()
 
     def _hold(self, where: Mapping[str, Any], name: str, what: Any, place: str, key: object) -> None:
@@ -161,21 +191,29 @@ class _Look:
 
     def native(self) -> Native:
         """What was found."""
-        return Native(held=tuple(self.held.values()), empty=tuple(self.empty), classes=tuple(self.classes.values()))
+        return Native(
+            held=tuple(self.held.values()),
+            empty=tuple(self.empty),
+            classes=tuple(self.classes.values()),
+            functions=self.functions,
+            codes=[*map(_code_of, self.functions)],
+            chosen=tuple(self.chosen),
+        )
 
     # ---- modules
 
     def module(self, module: nn.Module) -> None:
         """A module that is not called: neither its forward nor what is around that."""
         cls = type(module)
-        call = f"{cls.__qualname__}.__call__"
-        for base in cls.__mro__:
-            held = vars(base).get("__call__")
-            self._hold(vars(base), "__call__", held, call, base)
-            if held is not None:
-                if module_of(held) != torch_module.__name__:
-                    raise NotNativeError(call, module_of(held))
-                break
+        for name in _CALLS:
+            place = f"{cls.__qualname__}.{name}"
+            for base in cls.__mro__:
+                held = vars(base).get(name)
+                self._hold(vars(base), name, held, place, base)
+                if held is not None:
+                    if module_of(held) != torch_module.__name__:
+                        raise NotNativeError(place, module_of(held))
+                    break
         every = [(vars(torch_module)[f"_global{name}"], "a hook of every module") for name in _HOOKS]
         for hooks, place in (*every, *((vars(module)[name], f"a hook of this {cls.__qualname__}") for name in _HOOKS)):
             if hooks:
@@ -208,6 +246,9 @@ class _Look:
                 for each in passed:
                     self._hold(vars(each), name, None, place, each)
                 self._hold(vars(base), name, held, place, base)
+                ours = instance is self.top and name == "forward"
+                if instance is not None and name not in vars(instance) and name[:2] != "__" and not ours:
+                    self._hold(vars(instance), name, None, f"{name} of this {cls.__qualname__}", instance)
                 self.function(function, place, cls, instance)
                 if not any(_is_of(each, base) for each in _chain(function)):
                     raise NotNativeError(place, f"{module_of(function)}:{function.__code__.co_qualname}")
@@ -228,6 +269,8 @@ class _Look:
         native = package(owner) == VLLM
         if native and not is_source(function.__code__, owner):
             raise NotNativeError(place, owner, function.__code__.co_filename)
+        if native:
+            self.functions[function] = place
         for each in within(function):
             self.function(each, place, cls, instance)
         if native:
@@ -269,12 +312,16 @@ class _Look:
             self._hold(mine, name, held, place, instance)
             if isinstance(function, FunctionType):
                 self.function(function, place, cls if own else None, instance if own else None)
+        elif callable(held) and package(module_of(held)) not in (VLLM, *AROUND):
+            raise NotNativeError(f"{name} of this {type(instance).__qualname__}", module_of(held))
 
     def named(self, where: Mapping[str, Any], name: str, names: frozenset[str]) -> None:
         """What a module has under a name."""
         held, module = where[name], str(where.get("__name__"))
         found, place = plain(held), f"{module}:{name}"
         if isinstance(found, ModuleType):
+            if package(found.__name__) == VLLM:
+                self._hold(where, name, held, place, module)
             self._in_module(found, names)
         elif isinstance(found, FunctionType):
             self._hold(where, name, held, place, module)
@@ -300,7 +347,12 @@ class _Look:
         self._seen.add(op)
         for each in filter(None, (op, vars(op).get("maybe_inplace"))):
             self.attribute(type(each), "__call__", each)
-        for impl in vars(op).get("_priority_impls") or [op.impls["native"]]:
+        chosen = vars(op).get("_priority_impls")
+        if chosen is not None:
+            self.chosen.append((vars(op), [*chosen], place))
+        if not chosen:
+            self._hold(op.impls, "native", op.impls["native"], place, op.impls)
+        for impl in chosen or [op.impls["native"]]:
             where = f"the implementation {impl.provider!r} of {place}"
             function = plain(impl.impl_fn)
             if isinstance(function, FunctionType):

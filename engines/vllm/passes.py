@@ -9,7 +9,10 @@ from torch.fx import Graph
 from vllm.compilation.passes.inductor_pass import InductorPass
 from vllm.distributed import parallel_state
 
+from ...fusion.catalog import FUSIONS
+from ...fusion.planning import Plan
 from ...fusion.rewrite import Pipeline
+from .native import why_not_all_reduce, why_not_ops
 from .process import troubled
 
 AFTER = frozenset({"NoOpEliminationPass"})
@@ -25,11 +28,18 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         self._uuid = f"{key} over {tensor_parallel_group()}"
 
     def __call__(self, graph: Graph) -> None:
-        """Rewrite the graph in place. Where that raises, the graph is as it was, and the report says so."""
+        """Rewrite the graph in place. Where that raises, or an op that the plan replaces is not vLLM's any more, it is as it was.
+
+        The report says why.
+        """
         kept = Graph()
         output = kept.graph_copy(graph, {})
         try:
-            self.pipeline(graph)
+            foreign = why_not_now(self.pipeline.plan)
+            if foreign is None:
+                self.pipeline(graph)
+            else:
+                self.pipeline.leave(foreign)
         except Exception as error:
             _restore(graph, kept, output)
             troubled("rewriting a graph", error)
@@ -46,6 +56,15 @@ class FusionPass(InductorPass):  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self
+
+
+def why_not_now(plan: Plan) -> str | None:
+    """Why the ops that a plan replaces, which graphs hold by name, do not compute what vLLM's own do; None where they do.
+
+    Asked again at each compilation: another package may choose an implementation once a model is loaded.
+    """
+    reduced = any(FUSIONS[decision.fusion].all_reduce is not None for decision in plan.expected())
+    return why_not_ops() or (why_not_all_reduce() if reduced else None)
 
 
 def tensor_parallel_group() -> str:

@@ -222,6 +222,9 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
         from ...fusion.ops.warming import recording
 
         _, unit = process.this.waiting.pop(id(self))
+        if unit.door is not None:
+            with _quietly("looking at the MLA layers again", unit.strict):
+                unit.door.look_again()
         if not any(isinstance(other, cls) for other, _ in process.this.waiting.values()):
             cls.__call__ = own
         _find_key(unit)

@@ -68,6 +68,15 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
             self.report.add(record)
         return record
 
+    def leave(self, why: str) -> None:
+        """Add the record of a graph that is not to be rewritten.
+
+        Args:
+            why: a sentence.
+        """
+        with self._lock:
+            self.report.add(GraphRecord(graph=self.report.graphs, uses=(), failed=why))
+
     def replan(self, plan: Plan, around: Surroundings) -> None:
         """Rewrite by another plan from now on, with the same report."""
         with self._lock:

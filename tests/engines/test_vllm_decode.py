@@ -30,7 +30,7 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from vllm_paged import GUARD, paged, written
 from vllm_started import loaded_from_cache
 
-from layerfuse.engines.vllm import decode, decode_facts, decode_ops
+from layerfuse.engines.vllm import decode, decode_facts, decode_ops, decode_trial
 from layerfuse.fusion import FusionMissedError
 from layerfuse.fusion.backends import counting, listening
 
@@ -299,6 +299,23 @@ def test_every_kind_of_layer_is_tried_with_every_way_to_launch_its_ops(
         assert decode_ops.try_out(made, engine.engine.config) == 3 + 3 + 2 + 3
         made[1].pairs = "halves"
         assert decode_ops.try_out(made, engine.engine.config) == 2 * (3 + 3 + 2 + 3)
+
+
+def test_the_numbers_of_each_kind_of_layer_are_tried_once_and_nothing_else_sees_it(tmp_path: Path) -> None:
+    with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
+        made, config = [decode_ops.layers[name] for name in engine.layers], engine.engine.config
+        once = {"mla_norm_rope_cache_into": 2, "mla_query_rope": 1, "mla_query_absorb": 1}
+        before, state = engine.bytes(), torch.get_rng_state()
+        with counting() as counted:
+            assert decode_trial.difference(made, config) is None
+        assert counted == once
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(torch.equal(held, before[name]) for name, held in engine.bytes().items())
+        made[1].pairs = "halves"
+        with counting() as counted:
+            why = decode_trial.difference(made, config)
+        assert why is not None and why.startswith(f"{made[1].name}: what runs there computes something else: ")
+        assert counted["mla_norm_rope_cache_into"] > 2
 
 
 # ---- where it cannot stand: vLLM runs on, and one line says why

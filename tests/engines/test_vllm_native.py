@@ -5,6 +5,7 @@ Every test compares numbers with the same patched vLLM without layerfuse. Run by
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import importlib.util
@@ -17,10 +18,11 @@ import pytest
 import torch
 
 pytest.importorskip("vllm_started")
+import vllm
 import vllm_paged
 from test_vllm_modules import GATED, HERE, dual
 from test_vllm_plugin import ADD, DUAL, again, fresh, said  # noqa: F401 (`fresh` is a fixture)
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed import parallel_state
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import layernorm, mla
@@ -132,21 +134,18 @@ def in_the_op(patch: pytest.MonkeyPatch) -> None:
 
 def by_a_provider(patch: pytest.MonkeyPatch) -> None:
     """An implementation of another package's, which vLLM is told to choose."""
-    op = importlib.import_module("vllm.ir.ops").fused_add_rms_norm
-    patch.setattr(op, "impls", dict(op.impls))
-    own = op.impls["native"].impl_fn
-
-    def loud(
-        x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return _louder(own(x, x_residual, weight, epsilon, variance_size))
-
-    op.register_impl("loud")(loud)
-    patch.setattr(op, "_priority_impls", [op.impls["loud"]])
+    ops = importlib.import_module("vllm.ir.ops")
+    for op in (ops.rms_norm, ops.fused_add_rms_norm):
+        patch.setattr(op, "impls", dict(op.impls))
+        op.register_impl("loud")(louder(op.impls["native"].impl_fn))
+        patch.setattr(op, "_priority_impls", [op.impls["loud"]])
 
 
-def numbers(name: str, path: Path, options: Any, mode: str = "NONE", **config: Any) -> list[Tensor]:
+def numbers(
+    name: str, path: Path, options: Any, mode: str = "NONE", loaded: Callable[[], None] = lambda: None, **config: Any
+) -> list[Tensor]:
     with started(name, path, layerfuse=options, mode=mode, **config) as engine:
+        loaded()
         return [engine(tokens) for tokens in (6, 1)]
 
 
@@ -419,20 +418,21 @@ def test_an_op_of_vllms_whose_implementation_is_patched_stays_in_the_graph(
     assert any(ADD in line and why in line and HOSTILE in line for line in said(caplog))
 
 
+@pytest.mark.parametrize("later", [False, True])
 def test_a_patched_all_reduce_stays_in_the_graph(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    later: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reduced = "all_reduce_add_rms_norm"
-    monkeypatch.setattr(
-        parallel_state.GroupCoordinator,
-        "_all_reduce_out_place",
-        louder(parallel_state.GroupCoordinator._all_reduce_out_place),
-    )
-    theirs = numbers("gpt-oss-20b", tmp_path, False, tp=2)
-    got = numbers("gpt-oss-20b", tmp_path, {"fusions": [reduced, ADD]}, mode="VLLM_COMPILE", tp=2)
+    reduced, patched = "all_reduce_add_rms_norm", on_class(parallel_state.GroupCoordinator, "_all_reduce_out_place")
+    with monkeypatch.context() as patch:
+        patched(patch)
+        theirs = numbers("gpt-oss-20b", tmp_path, False, tp=2)
+    if not later:
+        patched(monkeypatch)
+    loaded = functools.partial(patched, monkeypatch) if later else lambda: None
+    got = numbers("gpt-oss-20b", tmp_path, {"fusions": [reduced, ADD]}, "VLLM_COMPILE", loaded, tp=2)
     assert max(apart(*both) for both in zip(got, theirs, strict=True)) < ROUNDING
     why = f"GroupCoordinator._all_reduce_out_place is not vLLM's own: it is from {HOSTILE}"
-    assert any(reduced in line and why in line for line in said(caplog))
+    assert any(("missed: " if later else reduced) in line and why in line for line in said(caplog))
 
 
 # ---- all that mla_decode stands for
@@ -520,6 +520,194 @@ def test_a_patch_that_comes_after_mla_decode_is_what_runs_as_it_would_without(
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     if mode == "NONE" or not traced:
         assert any("vLLM's own way is taken from now on: " in line and HOSTILE in line for line in said(caplog))
+
+
+def module_of_ops(patch: pytest.MonkeyPatch) -> None:
+    """What the cache write takes its op from is another as a whole."""
+    own = importlib.import_module("vllm._custom_ops").concat_and_cache_mla
+
+    def concat_and_cache_mla(latents: Tensor, *args: Any, **kwargs: Any) -> None:
+        own(latents * 1.25, *args, **kwargs)
+
+    ops = types.SimpleNamespace(concat_and_cache_mla=concat_and_cache_mla)
+    patch.setattr(vllm, "_custom_ops", ops)
+
+
+def call_of_every_module(patch: pytest.MonkeyPatch) -> None:
+    own = nn.Module._call_impl
+
+    def _call_impl(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        result = own(self, *args, **kwargs)
+        return _louder(result) if isinstance(self, RMSNorm) and self.hidden_size < 128 else result
+
+    patch.setattr(nn.Module, "_call_impl", _call_impl)
+
+
+@pytest.mark.parametrize(
+    ("patched", "why"),
+    [
+        pytest.param(namespace_of_ops, ELSE, marks=ir, id="a namespace of ops"),
+        pytest.param(module_of_ops, ELSE, id="a module of ops"),
+        pytest.param(call_of_every_module, f"_call_impl is not vLLM's own: it is from {HOSTILE}", id="the call"),
+    ],
+)
+def test_what_no_source_tells_of_mla_layers_shows_in_the_numbers(
+    patched: Patch, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patched(monkeypatch)
+    theirs = steps(tmp_path / "theirs", False, "NONE")
+    got = steps(tmp_path / "ours", DECODE, "NONE")
+    assert all(torch.equal(*both) for both in zip(got, theirs, strict=True))
+    (warning,) = (line for line in said(caplog) if "leaves vLLM's MLA layers alone" in line)
+    assert why in warning
+
+
+# ---- what is put there later, and taken away
+
+
+_own_forward = types.FunctionType(RMSNorm.forward_native.__code__, vars(layernorm), "own", (None,))
+
+
+def in_the_same_function(patch: pytest.MonkeyPatch, _: Any = None) -> None:
+    """The function stays where it is, and its code is another."""
+
+    def forward_native(self: Any, x: Tensor, residual: Tensor | None = None) -> Any:
+        import test_vllm_native as here
+
+        return here._louder(here._own_forward(self, x, residual))
+
+    patch.setattr(RMSNorm.forward_native, "__code__", forward_native.__code__)
+
+
+def on_an_instance(patch: pytest.MonkeyPatch, model: Any) -> None:
+    """What its class has, where nothing was."""
+    for module in model.modules():
+        if isinstance(module, mla_attention.MLAAttention):
+            own = module.forward_impl
+            patch.setitem(vars(module), "forward_impl", lambda *a, own=own, **k: own(*a, **k).mul_(1.25))
+        if isinstance(module, RMSNormGated):
+            patch.setitem(vars(module), "forward_static", louder(module.forward_static))
+
+
+def other_norms(patch: pytest.MonkeyPatch, model: Any) -> None:
+    _other(patch, model, "kv_a_layernorm", lambda norm: norm.weight.data)
+
+
+def other_ropes(patch: pytest.MonkeyPatch, model: Any) -> None:
+    _other(patch, model, "rotary_emb", lambda rope: rope.cos_sin_cache)
+
+
+def _other(patch: pytest.MonkeyPatch, model: Any, name: str, what: Callable[[Any], Tensor]) -> None:
+    """Another module of the same class in the place of one, and what it computes with is 1.25 times as large."""
+    for module in model.modules():
+        if isinstance(module, mla.MultiHeadLatentAttentionWrapper):
+            made = copy.deepcopy(module._modules[name])
+            what(made).mul_(1.25)
+            patch.setitem(module._modules, name, made)
+
+
+Later = Callable[[pytest.MonkeyPatch, Any], None]
+IR: dict[str, Later] = {
+    "a provider": lambda patch, _: by_a_provider(patch),
+    "a namespace": lambda patch, _: namespace_of_ops(patch),
+}
+LATER: dict[str, Later] = {
+    **(IR if importlib.util.find_spec("vllm.ir") else {}),
+    "code": in_the_same_function,
+}
+MLA_LATER: dict[str, Later] = {
+    **LATER,
+    "a module of ops": lambda patch, _: module_of_ops(patch),
+    "the call": lambda patch, _: call_of_every_module(patch),
+    "an instance": on_an_instance,
+    "norms": other_norms,
+    "ropes": other_ropes,
+}
+
+
+def wrong(results: list[dict[str, tuple[Tensor, Tensor]]]) -> list[str]:
+    """The patches without which or with which ours is not what vLLM's own is, or that change nothing."""
+    own, ours = results
+    return [
+        name
+        for name, (plain, patched) in own.items()
+        if not (apart(ours[name][0], plain) < ROUNDING and apart(ours[name][1], patched) < ROUNDING)
+        or apart(patched, plain) < ROUNDING
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "fusion", "patches"),
+    [
+        ("deepseek-v3", ADD, LATER),
+        pytest.param("deepseek-v3", DUAL, LATER, marks=dual),
+        ("qwen3-next", GATED, {"an instance": on_an_instance}),
+    ],
+)
+def test_what_is_put_there_after_the_first_call_is_what_runs_while_it_is_there(
+    name: str, fusion: str, patches: dict[str, Later], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: list[dict[str, tuple[Tensor, Tensor]]] = []
+    for options in (False, {"fusions": [fusion]}):
+        results.append({})
+        with started(name, tmp_path, layerfuse=options, mode="NONE") as engine:
+            for each, patched in patches.items():
+                plain = engine()
+                with monkeypatch.context() as patch:
+                    patched(patch, engine.model)
+                    results[-1][each] = plain, engine()
+    assert wrong(results) == []
+
+
+def test_what_is_put_there_after_mla_decode_is_what_runs_while_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results: list[dict[str, tuple[Tensor, Tensor]]] = []
+    for options in (False, DECODE):
+        results.append({})
+        with paged("deepseek-v3", tmp_path, layerfuse=options, mode="NONE") as engine:
+            for requests in STEPS[:2]:
+                engine.step(requests)
+            for name, patched in MLA_LATER.items():
+                before = dict(engine.lengths)
+                plain = engine.step(STEPS[2])
+                engine.lengths.update(before)
+                with monkeypatch.context() as patch:
+                    patched(patch, engine.engine.model)
+                    results[-1][name] = plain, engine.step(STEPS[2])
+    assert wrong(results) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [
+        pytest.param("a provider", "before the first call", marks=ir),
+        ("ropes", "before the first call"),
+        ("norms", "after it"),
+    ],
+)
+def test_a_compiled_model_computes_what_vllms_own_would_with_what_is_put_there_later(
+    name: str, when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for options in (False, {"fusions": ["mla_decode", ADD]}):
+        with (
+            paged("deepseek-v3", tmp_path / str(len(results)), layerfuse=options, profile=False) as engine,
+            monkeypatch.context() as patch,
+        ):
+            if when == "after it":
+                engine.engine()
+            MLA_LATER[name](patch, engine.engine.model)
+            engine.engine()
+            engine.allocate()
+            results.append([engine.step(requests) for requests in STEPS])
+    theirs, got = results
+    assert max(apart(*both) for both in zip(got, theirs, strict=True)) < ROUNDING
+    lines = said(caplog)
+    if when == "before the first call":
+        assert any("leaves vLLM's MLA layers alone: " in line for line in lines)
+    if name == "a provider":
+        assert any("missed: " in line and "'loud' of vllm.ir.ops:fused_add_rms_norm" in line for line in lines)
 
 
 # ---- an untouched vLLM is all its own
