@@ -169,7 +169,7 @@ class Door:
         if self.stands:
             changed = (held.changed() for layer in self.made for held in (layer.around, layer.stood))
             self.why_not = self._why_not_together(next(filter(None, changed), None))
-            if not self.stands:
+            if self.why_not is not None:
                 once(logging.WARNING, LEFT, self.why_not)
 
     def decoded(self) -> int:

@@ -105,7 +105,7 @@ def _stands_for(now: Any, what: Any) -> bool:
 def _told(what: Any) -> Hashable:
     """A setting as it is, and the identity of code: children differ between layers, and what they are does not."""
     if isinstance(what, nn.Module):
-        return type(what)
+        return id(type(what))
     return what if isinstance(what, bool | int | float | str | None) else id(plain(what))
 
 
