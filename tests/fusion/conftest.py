@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 
@@ -18,8 +16,3 @@ def _op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def _quick() -> None:
     torch.set_num_threads(1)
-    # torch renders its structured traces, which takes longer than the tests, as long as their logger has a handler. pytest
-    # from 9.2 on hands its own to every logger that does not propagate.
-    traces = logging.getLogger("torch.__trace")
-    traces.propagate = True
-    traces.handlers.clear()
