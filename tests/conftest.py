@@ -31,6 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "thorough: one more case of a product, whose kind a default run has too (`make test-all`, or -m '')"
+    )
     config.addinivalue_line("markers", "slow: takes more than ten seconds (deselect with -m 'not slow')")
 
 
