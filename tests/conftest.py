@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     # What has been imported stays: whoever collects garbage, as vLLM does twice for each model that it loads, need not look there.
     gc.freeze()
+    # What is compiled makes objects by the million: a tenth of its time would be looking for garbage among them.
+    gc.set_threshold(10_000)
     # torch renders its structured traces, which takes longer than the tests, as long as their logger has a handler. pytest
     # from 9.2 on hands its own to every logger that does not propagate.
     traces = logging.getLogger("torch.__trace")

@@ -23,17 +23,6 @@ TIMEOUT = 300.0
 GRACE = 3.0
 """Seconds that the other ranks have once one has failed: most of them wait for it in a collective."""
 
-IMPORTED = (
-    "torch._inductor.compile_fx",
-    "torch.distributed.tensor.parallel",
-    "transformers",
-    "layerfuse.testing",
-    "pytest",
-)
-"""What every rank needs, imported once: each is a copy of a process that has done nothing else, which takes a tenth of the time.
-
-On GPUs they are new: what has been imported where none is seen may have noted that there is none."""
-
 
 class RanksFailedError(AssertionError):
     """What went wrong on which rank."""
@@ -58,9 +47,8 @@ def run_on_ranks(
         RanksFailedError: a rank raised, died or did not come to an end; with what is known of every one that failed.
     """
     on_gpus = "nccl" in backend
+    # What has been imported where no GPU is seen may have noted that there is none.
     context: Any = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
-    if not on_gpus:
-        context.set_forkserver_preload(list(IMPORTED))
     with tempfile.TemporaryDirectory() as folder:
         processes, ends = [], {}
         for rank in range(size):
@@ -128,6 +116,7 @@ def _rank(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # As torchrun sets them: transformers makes its mesh from these.
+    os.environ.clear()
     os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     try:
         if "nccl" in backend:
