@@ -2,7 +2,8 @@
 # needs: a virtual environment in .venv, with layerfuse installed in it as a user would (a copy, not a link to here).
 #
 #   make verify         the main job: four small real models, their specs and fusions, compared with the unfused ones
-#   make test           the tests
+#   make test           the tests: every kernel, format and way to launch once, products of them in turn
+#   make test-all       the same with whole products
 #   make fuzz           model files, layers and configs that chance has changed, 20 minutes for each kind
 #   make lint           formatting, lint, types
 #   make docs           the documentation as a site, in build/site
@@ -25,10 +26,10 @@ SOURCES := pyproject.toml README.md $(wildcard *.py *.toml *.json py.typed) \
            $(shell find adapters bench cli engines fusion registry testing -name '*.py' 2>/dev/null)
 
 .DELETE_ON_ERROR:
-.PHONY: help verify test fuzz lint docs bench test-engines clean
+.PHONY: help verify test test-all fuzz lint docs bench test-engines clean
 
 help:
-	@sed -n '4,14s/^# \{0,1\}//p' Makefile
+	@sed -n '4,15s/^# \{0,1\}//p' Makefile
 
 verify: $(VENV)/.installed
 	$(BIN)/layerfuse verify
@@ -36,6 +37,9 @@ verify: $(VENV)/.installed
 # Two processes: more of them compile C++ side by side, and small machines have no memory for that.
 test: $(VENV)/.installed
 	$(BIN)/pytest -n 2 -q $(TESTS)
+
+test-all: $(VENV)/.installed
+	$(BIN)/pytest -n 2 -q -m "" $(TESTS)
 
 fuzz: $(VENV)/.installed
 	LAYERFUSE_FUZZ_SECONDS=1200 $(BIN)/pytest -q -s tests/fuzz

@@ -6,6 +6,8 @@ what ran before it fails, and one that fails can be run again by itself.
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import random
 import sys
@@ -24,10 +26,31 @@ settings.load_profile(os.environ.get("LAYERFUSE_HYPOTHESIS", "layerfuse"))
 if not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd")):
     # Read when Triton is first imported, which torch may do: without a GPU its kernels run in the interpreter.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Read when torch is first imported: for the tiny tensors of tests, threads cost more than they save.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "thorough: one more case of a product, whose kind a default run has too (`make test-all`, or -m '')"
+    )
     config.addinivalue_line("markers", "slow: takes more than ten seconds (deselect with -m 'not slow')")
+
+
+def pytest_collection_finish() -> None:
+    # What has been imported stays: whoever collects garbage, as vLLM does twice for each model that it loads, need not look there.
+    gc.freeze()
+    # What is compiled makes objects by the million: a tenth of its time would be looking for garbage among them.
+    gc.set_threshold(10_000)
+    # torch renders its structured traces, which takes longer than the tests, as long as their logger has a handler. pytest
+    # from 9.2 on hands its own to every logger that does not propagate.
+    traces = logging.getLogger("torch.__trace")
+    traces.propagate = True
+    traces.handlers.clear()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # Triton's bindings complain of what is left of them at the end
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,11 +1,13 @@
-"""Real transformers models of the declared entries, and the environment for Python subprocesses."""
+"""Real transformers models of the declared entries, products of cases, and the environment for Python subprocesses."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,19 @@ real_model = functools.cache(fresh_model)
 def fresh_layer(name: str, path: str = "model.layers.3.self_attn") -> Any:
     """One layer of a model of its own, for a test that changes it."""
     return fresh_model(name).get_submodule(path)
+
+
+def in_turn(*axes: Iterable[Any]) -> list[Any]:
+    """The product of some axes. In a default run each value of each axis stands beside others in turn; the rest is `thorough`."""
+    columns = [list(axis) for axis in axes]
+    default = {tuple(turn % len(column) for column in columns) for turn in range(max(map(len, columns)))}
+    return [
+        pytest.param(
+            *(column[place] for column, place in zip(columns, places, strict=True)),
+            marks=[] if places in default else pytest.mark.thorough,
+        )
+        for places in itertools.product(*(range(len(column)) for column in columns))
+    ]
 
 
 def run_python(code: str, *paths: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:

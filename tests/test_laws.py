@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 import pytest
-from helpers import ROOT, run_python
+from helpers import ROOT, in_turn, run_python
 
 from layerfuse.adapters.specs import FAMILIES, GatedNormSpec, NormSpec, Parallel
 
@@ -240,3 +241,18 @@ def test_test_files_have_names_of_their_own() -> None:
     """pytest imports them by their base name, and stops at the second of one name."""
     names = [path.name for path in (ROOT / "tests").glob("**/test_*.py")]
     assert sorted(names) == sorted(set(names))
+
+
+def test_a_default_run_has_every_value_of_a_product_that_is_taken_in_turn() -> None:
+    cases = in_turn("ab", range(3), [None])
+    default = [case.values for case in cases if not case.marks]
+    assert [case.values for case in cases] == [(letter, number, None) for letter in "ab" for number in range(3)]
+    assert default == [("a", 0, None), ("a", 2, None), ("b", 1, None)]
+
+
+def test_no_test_is_for_thorough_runs_alone() -> None:
+    """One case of several may be: what it finds, another finds too."""
+    whole = re.compile(r"@pytest\.mark\.thorough|pytestmark\b.*thorough")
+    assert whole.search("@pytest.mark.thorough\ndef test(): ...")
+    files = [path for path in (ROOT / "tests").glob("**/*.py") if path != Path(__file__)]
+    assert [name_of(path) for path in files if whole.search(path.read_text())] == []

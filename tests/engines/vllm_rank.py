@@ -7,6 +7,7 @@ to FOLDER/rank-RANK.json. RUNS is a table of names to what `run` takes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import sys
@@ -152,4 +153,5 @@ def main(rank: int, size: int, port: str, folder: Path, runs: dict[str, Any]) ->
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    gc.freeze()  # vLLM collects garbage twice for each model that it loads, and need not look among modules
     main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), json.loads(sys.argv[5]))

@@ -34,7 +34,7 @@ def run_on_ranks(
     """Call `function(rank, *args)` in `size` new processes that are a process group, each on one thread.
 
     Args:
-        function: at the top of a module, since the processes are spawned and import it.
+        function: at the top of a module, since the processes import it.
         size: how many ranks.
         args: passed on; they are pickled, as is what the function returns.
         backend: of the group. With NCCL, each rank has the GPU of its number.
@@ -46,14 +46,16 @@ def run_on_ranks(
     Raises:
         RanksFailedError: a rank raised, died or did not come to an end; with what is known of every one that failed.
     """
-    context: Any = multiprocessing.get_context("spawn")
+    on_gpus = "nccl" in backend
+    # What has been imported where no GPU is seen may have noted that there is none.
+    context: Any = multiprocessing.get_context("spawn" if on_gpus else "forkserver")
     with tempfile.TemporaryDirectory() as folder:
         processes, ends = [], {}
         for rank in range(size):
             mine, theirs = context.Pipe(duplex=False)
-            given = (function, rank, size, Path(folder) / "store", theirs, args, backend)
-            process = context.Process(target=_rank, args=given, daemon=True)
-            with _hidden_gpus() if "nccl" not in backend else nullcontext():
+            with nullcontext() if on_gpus else _hidden_gpus():
+                given = (function, rank, size, Path(folder) / "store", theirs, args, backend, dict(os.environ))
+                process = context.Process(target=_rank, args=given, daemon=True)
                 process.start()
             theirs.close()
             processes.append(process)
@@ -109,12 +111,13 @@ def _collect(ends: dict[Any, int], processes: list[Any], until: float) -> tuple[
 
 def _rank(
     function: Callable[..., Any], rank: int, size: int, store: Path, end: Connection, args: tuple[Any, ...],
-    backend: str,
+    backend: str, environment: dict[str, str],
 ) -> None:  # fmt: skip
     torch.set_num_threads(1)
     torch.manual_seed(0)
     # As torchrun sets them: transformers makes its mesh from these.
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    os.environ.clear()
+    os.environ |= environment | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     try:
         if "nccl" in backend:
             torch.cuda.set_device(rank)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import in_turn
 from latent_support import DEEPSEEK, SMALL, Widths, assert_fp8, rotated, tables
 
 from layerfuse.fusion import backends, ops
@@ -52,12 +53,19 @@ def wanted(given: dict[str, Any], pairs: str = "interleaved") -> torch.Tensor:
     return torch.cat([product, rotated(*(given[n] for n in ("q_rope", "cos", "sin", "positions")), pairs)], -1)
 
 
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 16), (3, 5), (16, 3), (17, 2), (40, 5), (64, 1), (65, 2)])
-@pytest.mark.parametrize(("widths", "nope"), [(SMALL, 32), (SMALL, 24), (DEEPSEEK, 128), (Widths(96, 72, 16), 16)])
+@pytest.mark.parametrize(
+    ("shape", "sizes", "transposed"),
+    in_turn(
+        [(SMALL, 32), (SMALL, 24), (DEEPSEEK, 128), (Widths(96, 72, 16), 16)],
+        [(1, 16), (3, 5), (16, 3), (17, 2), (40, 5), (64, 1), (65, 2)],
+        [True, False],
+    ),
+    ids=str,
+)
 def test_the_product_beside_the_turned_columns(
-    backend: str, widths: Widths, nope: int, tokens: int, heads: int, transposed: bool
+    backend: str, shape: tuple[Widths, int], sizes: tuple[int, int], transposed: bool
 ) -> None:
+    (widths, nope), (tokens, heads) = shape, sizes
     given = given_of(widths, tokens, heads, nope=nope, transposed=transposed)
     for steady in (False, True, True):  # the last time without Triton's search
         got = ops.mla_query_absorb(**given, steady=steady)

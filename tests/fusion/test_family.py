@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 from family_support import DEVICE, E4M3, FORMS, GPU, HEADS, Options, arguments, problems
+from helpers import in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,11 +60,10 @@ def widths_of(name: str) -> list[int]:
     return [128, 200, 333]
 
 
-CASES = [(name, width, options) for name in FORMS for width in widths_of(name) for options in cases_of(name)]
-IDS = [f"{name}-{width}-{i}" for i, (name, width, _) in enumerate(CASES)]
+CASES = [(name, case) for name in FORMS for case in in_turn(widths_of(name), cases_of(name))]
 
 
-@pytest.mark.parametrize(("name", "width", "options"), CASES, ids=IDS)
+@pytest.mark.parametrize(("name", "width", "options"), [(name, *case.values) for name, case in CASES])
 def test_the_reference(name: str, width: int, options: Options) -> None:
     for leading in ((7,), (2, 3)):
         args = arguments(FORMS[name], leading, width, options)
@@ -73,7 +73,9 @@ def test_the_reference(name: str, width: int, options: Options) -> None:
 
 
 @triton
-@pytest.mark.parametrize(("name", "width", "options"), CASES, ids=IDS)
+@pytest.mark.parametrize(
+    ("name", "width", "options"), [pytest.param(name, *case.values, marks=case.marks) for name, case in CASES]
+)
 def test_the_kernel(name: str, width: int, options: Options) -> None:
     form, kernel = FORMS[name], kernel_of(name)
     args = arguments(form, (7,), width, options)

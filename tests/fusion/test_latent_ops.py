@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import in_turn
 from latent_support import (
     DEEPSEEK,
     SMALL,
@@ -323,12 +324,13 @@ def both(given: dict[str, Any], pairs: str) -> torch.Tensor:
     return torch.cat([given["q_latent"].double(), turned], -1)
 
 
-@pytest.mark.parametrize("pairs", PAIRS)
-@pytest.mark.parametrize(("tokens", "count"), [(1, 16), (3, 5), (40, 8)])
-@pytest.mark.parametrize("widths", [SMALL, DEEPSEEK], ids=["small", "deepseek"])
+@pytest.mark.parametrize(
+    ("widths", "heads_of", "pairs"), in_turn([DEEPSEEK, SMALL], [(1, 16), (40, 8), (3, 5)], PAIRS), ids=str
+)
 def test_the_query_is_the_latent_beside_the_turned_columns(
-    backend: str, widths: Widths, tokens: int, count: int, pairs: str
+    backend: str, widths: Widths, heads_of: tuple[int, int], pairs: str
 ) -> None:
+    tokens, count = heads_of
     given = heads(widths, tokens, count)
     got = ops.mla_query_concat(**given, pairs=pairs)
     assert got.shape == (tokens, count, widths.kv + widths.rope) and got.is_contiguous()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import HIDDEN, NORMS, TOLERANCE, FusedProjection, Q, mla_spec, trace, with_modules
+from helpers import in_turn
 from quant_support import (
     CPU_FNUZ,
     FORMS,
@@ -63,8 +64,7 @@ def assert_fused(module: Any, x: torch.Tensor, quant: str, *, ue8m0: bool = Fals
     return traced
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "dtype"), in_turn(FORMS, TOLERANCE), ids=str)
 def test_form(form: str, dtype: torch.dtype) -> None:
     quantise, quant = FORMS[form]
     assert_fused(Quantised(quantise).to(dtype), torch.randn(7, HIDDEN, dtype=dtype), quant, ue8m0="ue8m0" in quant)
@@ -89,16 +89,14 @@ def test_the_product_comes_before_the_keys(form: str) -> None:
 ROW_MAJOR = [form for form, (_, quant) in FORMS.items() if "column" not in quant]
 
 
-@pytest.mark.parametrize("leading", [(2, 3), (2, 1, 3)])
-@pytest.mark.parametrize("form", ROW_MAJOR)
+@pytest.mark.parametrize(("form", "leading"), in_turn(ROW_MAJOR, [(2, 3), (2, 1, 3)]), ids=str)
 def test_more_dimensions(form: str, leading: tuple[int, ...]) -> None:
     quantise, quant = FORMS[form]
     module = Quantised(quantise).half()
     assert_fused(module, torch.randn(*leading, HIDDEN, dtype=torch.float16), quant, ue8m0="ue8m0" in quant)
 
 
-@pytest.mark.parametrize("shape", [Quantised, QuantisedTwo])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "shape"), in_turn(FORMS, [Quantised, QuantisedTwo]))
 def test_one_graph_serves_every_token_count(form: str, shape: Any) -> None:
     quantise, quant = FORMS[form]
     x = torch.randn(7, HIDDEN)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, in_turn
 
 pytest.importorskip("transformers")
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -20,13 +20,12 @@ SITES = {"deepseek-v3": 9, "qwen3-next": 8, "llama": 7}
 """Expected fusions of two layers and the final norm: an MLP each, latents or a delta net's output where there are any."""
 
 
-@pytest.mark.parametrize(
-    ("dtype", "scheme"),
-    [(torch.bfloat16, "group64"), (torch.bfloat16, "static"), (torch.float32, "per_token")],
-    ids=str,
-)
-@pytest.mark.parametrize("name", quantised_logits.MODELS)
-def test_no_farther_from_float64(name: str, dtype: torch.dtype, scheme: str) -> None:
+SCHEMES = [(torch.bfloat16, "static"), (torch.bfloat16, "group64"), (torch.float32, "per_token")]
+
+
+@pytest.mark.parametrize(("name", "kind"), in_turn(quantised_logits.MODELS, SCHEMES), ids=str)
+def test_no_farther_from_float64(name: str, kind: tuple[torch.dtype, str]) -> None:
+    dtype, scheme = kind
     found = quantised_logits.measured(name, dtype, scheme)
     # It is strict too: an expected fusion that did not run has raised.
     assert found["expected"] == sum(found["executed"].values()) == SITES[name], found

@@ -33,9 +33,8 @@ class Ran:
             for size, item in sizes
             for second in (False, True)
         }
-        started = torch.multiprocessing.spawn(
-            rank_main, (world_size, str(folder), buffers, shots), nprocs=world_size, join=False
-        )
+        given = (world_size, str(folder), buffers, shots)
+        started = torch.multiprocessing.start_processes(rank_main, given, world_size, False, start_method="forkserver")
         until = time.monotonic() + 300
         while not started.join(timeout=10):
             if time.monotonic() > until:
@@ -48,7 +47,7 @@ class Ran:
         )
 
 
-@pytest.fixture(scope="module", params=[pytest.param((2, 1), marks=pytest.mark.slow), (3, 1), (3, 2)])
+@pytest.fixture(scope="module", params=[pytest.param((2, 1), marks=pytest.mark.thorough), (3, 1), (3, 2)])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Of so many ranks, in so many shots."""
     return Ran(*request.param, tmp_path_factory.mktemp("ranks"))
