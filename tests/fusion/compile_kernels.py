@@ -136,14 +136,18 @@ def made(declared: Op, shots: int = 1, resident: int = 132) -> Any:
 if __name__ == "__main__":
     found = []
     dual, group = "mla_dual_rms_norm", "mla_dual_rms_norm_group_quant"
-    for target in TARGETS:
-        for op, declared in FORMS.items():
+    everything = sys.argv[1:] == ["all"]
+    for number, target in enumerate(TARGETS):
+        for place, (op, declared) in enumerate(FORMS.items()):
             if op.startswith("all_reduce_"):
                 if target == "sm90" or (target == "sm100" and not (declared.chain or ())[3:]):  # NVIDIA's alone
                     found.append(built(target, op, (7168,), FEW, early=True))
                 continue
             widths = (1536, 512) if len(declared.widths) == 2 else (128,) if declared.rows[0].heads else (7168,)
-            found += [built(target, op, widths, step) for step in (FEW, MANY)]
+            # Else each op for a few rows on one target, in turn, and for many on the next.
+            for step, turn in ((FEW, place), (MANY, place + 1)):
+                if everything or turn % len(TARGETS) == number or (step == MANY and len(widths) == 2):
+                    found.append(built(target, op, widths, step))
         found += [built(target, dual, (1000, 384), MANY), built(target, group, (2304, 512), MANY)]
         found.append(built(target, "add_rms_norm", (128,), MANY))
     found += [built("sm90", op, (1536, 512), FEW, early=True) for op in (dual, group)]

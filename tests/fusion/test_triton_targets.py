@@ -17,20 +17,25 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 TARGETS = {"gfx942", "gfx950", "sm90", "sm100"}
 
 
-def compiled(script: str) -> list[dict[str, Any]]:
+def compiled(script: str, *arguments: str) -> list[dict[str, Any]]:
     """What a script prints in a process that does not interpret kernels."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name(script)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, Path(__file__).with_name(script), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     result: list[dict[str, Any]] = json.loads(done.stdout)
     return result
 
 
-@pytest.fixture(scope="module")
-def kernels() -> list[dict[str, Any]]:
-    return compiled("compile_kernels.py")
+@pytest.fixture(scope="module", params=["in turn", pytest.param("all", marks=pytest.mark.thorough)])
+def kernels(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """Every op in both regimes, each on a target in turn, and all of them on all targets."""
+    return compiled("compile_kernels.py", request.param)
 
 
 def test_the_kernels_of_a_decode_layer_become_machine_code() -> None:
