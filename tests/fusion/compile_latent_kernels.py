@@ -79,12 +79,17 @@ def built(
 
 if __name__ == "__main__":
     found = []
-    for target in TARGETS:
-        for op in OPS:
-            found += [built(target, op, step) for step in (FEW, MANY)]
+    everything = sys.argv[1:] == ["all"]
+    for number, target in enumerate(TARGETS):
+        for place, op in enumerate(OPS):
+            # Else each op for a few rows on one target, in turn, and for many on the next.
+            for step, turn in ((FEW, place), (MANY, place + 1)):
+                if everything or turn % len(TARGETS) == number:
+                    found.append(built(target, op, step))
         found += [
             built(target, "mla_query_absorb", MANY, tokens=tokens, heads=heads, nope=nope, dtype=dtype)
-            for tokens, heads, nope, dtype in WIDEST
+            for place, (tokens, heads, nope, dtype) in enumerate(WIDEST)
+            if everything or place % len(TARGETS) == number
         ]
         found += [built(target, "mla_norm_rope_cache", FEW, form=form) for form in ("fp8", "fp8_ds_mla")]
         found += [

@@ -38,9 +38,10 @@ def kernels(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return compiled("compile_kernels.py", request.param)
 
 
-def test_the_kernels_of_a_decode_layer_become_machine_code() -> None:
+@pytest.mark.parametrize("cases", ["in turn", pytest.param("all", marks=pytest.mark.thorough)])
+def test_the_kernels_of_a_decode_layer_become_machine_code(cases: str) -> None:
     """In every form of the cache and with all pairs; none keeps in memory what belongs into registers."""
-    built = compiled("compile_latent_kernels.py")
+    built = compiled("compile_latent_kernels.py", cases)
     assert {each["target"] for each in built} == TARGETS
     assert {(each["form"], each["kernel"]) for each in built} >= {
         (form, "norm_rope_cache") for form in ("plain", "fp8", "fp8_ds_mla")
