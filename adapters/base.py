@@ -113,6 +113,7 @@ def fields_of(spec: type[Any]) -> dict[str, str]:
         "read_by",
         "shared",
         "unquantised",
+        "feeds",
     )
     return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name not in unread}
 

@@ -10,6 +10,7 @@ from attrs import frozen
 
 from .activation_quant import ActivationQuant
 from .errors import SpecError
+from .linear_specs import LinearSpec
 from .norm_specs import GatedNormSpec, HeadPair, NormSpec, Parallel
 from .rope_specs import RopeSpec
 from .spec_fields import Checked, as_float, count, of_kind, optional_count, width_or_zero
@@ -232,6 +233,8 @@ class GatedMLPSpec(LayerSpec):
     of what the MLP is, so equal ones may differ in it."""
     unquantised: str | None = of_kind("optional_text", default=None, eq=False, repr=False)
     "What down_proj does instead, as a sentence, where it quantises and `quant` cannot say how."
+    feeds: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
+    "down_proj, which reads the activation's result; empty where it was not read."
     shared: bool | None = of_kind("optional_flag", default=None, eq=False, repr=False)
     "Whether these are the shared experts of a mixture. None: nothing says it, as of every MLP that was read off a layer."
 

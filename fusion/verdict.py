@@ -58,7 +58,8 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
         return Verdict("expected", f"{what} {verb} one launch on {target}")
     if quant is None:
         if site.unquantised is not None:
-            why = f"the linears that read the {site.role} site agree on no quantisation that a fusion knows: {site.unquantised}"
+            counted = "" if site.quantising is None else f" ({site.quantising})"
+            why = f"the linears that read the {site.role} site agree on no quantisation that a fusion knows{counted}: {site.unquantised}"
             return Verdict("not_applicable", why)
         return Verdict(
             "not_applicable", f"the linears that read the {site.role} site are not known to quantise their activations"

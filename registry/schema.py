@@ -254,6 +254,11 @@ def _norm() -> dict[str, Any]:
                 "type": "array",
                 "items": {"type": "string"},
             },
+            "fed_by": {
+                "description": "The linears whose result joins the residual stream in front of it, as far as a layer has them.",
+                "type": "array",
+                "items": {"type": "string"},
+            },
             **{name: {"$ref": "#/$defs/place"} for name in fields},
         },
     }
