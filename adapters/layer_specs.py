@@ -265,6 +265,8 @@ class ResidualSpec(LayerSpec):
     read_by: str | None = of_kind("optional_reader", default=None, eq=False, repr=False)
     """What reads the post-attention norms: `mlp`, a gated MLP; `experts`, a router and its experts, shared ones among them;
     `undeclared`, the model's entry declares no MLP of this layer. None: it was read off a layer, whose linears say how they take it."""
+    gives: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
+    "The linear whose result the layer adds last, a dense MLP's down_proj; empty of experts, and where it was not read."
     handed_over: bool = of_kind("flag", default=False, eq=False, repr=False)
     """Whether another rank of a pipeline hands the stream over to this layer. What joins it in front of the first input norm was
     summed over that rank's group, there. Read off like `starts_stream`."""

@@ -30,6 +30,8 @@ class WeightSpec(Checked):
     def _contradictions(self) -> Iterator[str]:
         if (self.block is None) == (self.scheme in ("block", "group", "mx")):
             yield f"block: a weight of the scheme {self.scheme} has {'one' if self.block is None else 'none'}, got {self.block}"
+        elif self.block is not None and (len(self.block) != 2 or min(self.block) < 1):
+            yield f"block: expected output and input features, each at least 1, got {self.block}"
 
 
 @frozen(kw_only=True)

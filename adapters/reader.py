@@ -62,6 +62,8 @@ class LayerReader:
         self.facts = facts
         self.around = {id(norm): (Linears(norm.feeds), Linears(norm.fed_by)) for norm in facts.norms}
         "The linears around each norm of the facts: those that read it, and those that feed it."
+        last: Any = facts.parsed.get("last_linear", ())
+        self.last = Linears(last)
 
     def __repr__(self) -> str:
         return f"LayerReader({self.key!r}, {self.owner!r}, {self.facts.spec.__name__})"
@@ -118,6 +120,8 @@ class _Reading:
                 self.complete(values)
             if "mlp_weight" in self.facts.parsed:
                 values["mlp_ranks"] = self.mlp_ranks(self.facts.parsed["mlp_weight"])
+            if "last_linear" in self.facts.parsed:
+                values["gives"] = self.reader.last.of(self.layer)
             return self.facts.spec(**values)
         except SpecError as error:
             raise SpecError(f"{self.name()} ({error.what})", error.problems) from None

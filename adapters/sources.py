@@ -358,11 +358,16 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
     return NormSource(
         module,
         tuple((name, parse_source(source, f"{field}.{name}")) for name, source in said.items()),
-        *(_parse_linears(words.get(word, []), f"{field}.{word}") for word in _AROUND),
+        *(parse_linears(words.get(word, []), f"{field}.{word}") for word in _AROUND),
     )
 
 
-def _parse_linears(words: Any, field: str) -> tuple[Path, ...]:
+def parse_linears(words: Any, field: str) -> tuple[Path, ...]:
+    """The paths of linear modules, from the shared words.
+
+    Raises:
+        FactsError: this is no list of paths.
+    """
     if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
         raise FactsError(f"{field}: expected the paths of linear modules, got {shown(words)}")
     paths = [parse_path(word, field) for word in words]

@@ -70,6 +70,7 @@ TRANSFORMERS_RESIDUAL = Facts(
         "layer_index": "self_attn.layer_idx",
         "tp_weight": "self_attn.o_proj.in_features",
         "mlp_weight": ["mlp.down_proj", "mlp.experts.down_proj", "mlp.shared_experts.down_proj"],
+        "last_linear": "mlp.down_proj",
         **norms("variance_epsilon", TRANSFORMERS_FIRST_PROJECTIONS, SPLIT_MLP),
     },
 )

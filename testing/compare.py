@@ -46,6 +46,8 @@ def linears_of(spec: Any) -> Iterator[tuple[LinearSpec, str, int, int]]:
         for linear in spec.feeds:
             yield linear, "in", spec.intermediate_size, spec.local_intermediate_size
         return
+    for linear in spec.gives if isinstance(spec, ResidualSpec) else ():
+        yield linear, "out", spec.hidden_size, spec.hidden_size
     for norm in norms_in(spec):
         heads, local_heads = 1, 1
         if isinstance(spec, GatedDeltaNetSpec):

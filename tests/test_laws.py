@@ -178,6 +178,7 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         "ResidualSpec.starts_stream",
         "ResidualSpec.read_by",
         "ResidualSpec.handed_over",
+        "ResidualSpec.gives",
     } | {
         f"{n}.{field}"
         for n in ("NormSpec", "GatedNormSpec")

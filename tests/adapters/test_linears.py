@@ -89,6 +89,12 @@ def test_blocks_belong_to_the_schemes_that_have_them(scheme: str, block: Any) ->
         WeightSpec(dtype="float8_e4m3fn", scheme=scheme, block=block)
 
 
+@pytest.mark.parametrize("block", [(128,), (0, 128), (1, 2, 3), ()])
+def test_a_block_has_two_sides(block: Any) -> None:
+    with pytest.raises(SpecError, match="block: expected output and input features, each at least 1, got"):
+        WeightSpec(dtype="float8_e4m3fn", scheme="block", block=block)
+
+
 def test_totals_and_locals_go_with_the_ranks() -> None:
     assert linear().problem_over(8) is None
     assert linear().problem_over(4) == "o_proj: local_in_features 2048 on each of 4 ranks are not in_features 16384"
@@ -298,3 +304,15 @@ def test_how_many_quantise_is_said_where_not_all_do() -> None:
         "self_attn.q_proj: quantises them with one scale per 128 columns; "
         "self_attn.k_proj and self_attn.v_proj: takes its activations as they are"
     )
+
+
+def test_what_a_dense_layer_adds_last_stands_in_front_of_the_next_norm() -> None:
+    """And what experts add is no one linear's, nor what is normed before it is added."""
+    specs = registry.specs_in(real_model("deepseek-v3"))
+    made = plan(specs, Target.named("gfx950"))
+    given = {site.name: [found.path for found in site.producers] for site in made.sites if site.role == "input"}
+    assert [given[f"model.layers.{index}:input"] for index in range(5)] == [[], *[["mlp.down_proj"]] * 3, []]
+    dense = registry.specs_in(real_model("qwen3-4b"))
+    assert plan(dense, Target.named("gfx950")).site["model:final"].producers[0].path == "mlp.down_proj"
+    gemma = plan(registry.specs_in(real_model("gemma-3-1b")), Target.named("gfx950"))
+    assert {site.producers for site in gemma.sites} == {()}
