@@ -6,7 +6,7 @@ sent inside their own kernel, the small projections of gates. Those are not list
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .activation_quant import ActivationQuant
@@ -30,21 +30,24 @@ class Linears:
     def of(self, layer: Any) -> tuple[LinearSpec, ...]:
         """What they are, as the layer says it now; none where its own code fails on the way, as they decide no spec."""
         try:
-            found = list(self._found(layer))
+            found = self._found(layer)
         except FOREIGN:
             return ()
         together = tuple(path for path, _ in found)
-        return tuple(linear_of(path, together, linear) for path, linear in found)
+        return tuple([linear_of(path, together, linear) for path, linear in found])
 
-    def _found(self, layer: Any) -> Iterator[tuple[str, Any]]:
+    def _found(self, layer: Any) -> list[tuple[str, Any]]:
+        found = []
         for steps, names in self._below:
-            parent = layer
+            children = _children(layer)
             for step in steps:
-                parent = _children(parent).get(step)
-            children = _children(parent)
-            for name, path in names:
-                if children.get(name) is not None:
-                    yield path, children[name]
+                parent = children.get(step)
+                if parent is None:
+                    break
+                children = _children(parent)
+            else:
+                found += [(path, children[name]) for name, path in names if children.get(name) is not None]
+        return found
 
 
 def agreed(linears: Sequence[LinearSpec]) -> tuple[ActivationQuant | None, str | None]:

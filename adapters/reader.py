@@ -62,6 +62,12 @@ class LayerReader:
         self.facts = facts
         self.around = {id(norm): (Linears(norm.feeds), Linears(norm.fed_by)) for norm in facts.norms}
         "The linears around each norm of the facts: those that read it, and those that feed it."
+        self.fields: list[tuple[str, str, str | None, Any]] = [
+            (attribute.name, kind_of(attribute), goes_with(attribute), facts.parsed[attribute.name])
+            for attribute in attrs.fields(facts.spec)
+            if attribute.name in facts.parsed
+        ]
+        "The fields that are read, with their kinds, the field that each goes with, and where they are."
         last: Any = facts.parsed.get("last_linear", ())
         self.last = Linears(last)
 
@@ -144,12 +150,7 @@ class _Reading:
 
     def values(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for attribute in attrs.fields(self.facts.spec):
-            name, kind = attribute.name, kind_of(attribute)
-            if name not in self.facts.parsed:
-                continue
-            parsed: Any = self.facts.parsed[name]
-            partner = goes_with(attribute)
+        for name, kind, partner, parsed in self.reader.fields:
             if partner is not None and values[partner] is None:
                 values[name] = None
             elif kind in ("norm", "optional_norm", "gated_norm"):

@@ -19,7 +19,8 @@ TOML tables are written in these words and parsed by `parse_source`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from attrs import frozen
@@ -63,13 +64,17 @@ def is_index(step: str) -> bool:
     return step[0] in "-0123456789"
 
 
+@lru_cache(maxsize=1024)
+def _has_keys(cls: Hashable) -> bool:
+    return isinstance(cls, type) and issubclass(cls, Mapping)
+
+
 def _step(obj: Any, step: str, path: Path) -> Any:
     try:
         if is_index(step):
             return obj[int(step)]
-        if isinstance(obj, Mapping):
-            return obj[step]
-        return getattr(obj, step)
+        cls: Any = type(obj)
+        return obj[step] if _has_keys(cls) else getattr(obj, step)
     except (AttributeError, LookupError):
         why = ELSEWHERE if stands_for_missing(obj) else f"has no {step!r}"
         raise UnreadableError(f"{path}: {type(obj).__name__} {why}") from None
