@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import attrs
 from attrs import frozen
@@ -13,7 +13,7 @@ from .errors import SpecError
 from .linear_specs import LinearSpec
 from .norm_specs import GatedNormSpec, HeadPair, NormSpec, Parallel
 from .rope_specs import RopeSpec
-from .spec_fields import Checked, as_float, count, of_kind, optional_count, width_or_zero
+from .spec_fields import Checked, as_float, count, kinds_in, of_kind, optional_count, width_or_zero
 
 
 @frozen(kw_only=True)
@@ -31,7 +31,7 @@ class LayerSpec(Checked):
     "Degree and rank this layer was sharded by."
 
     def shard(self, size: int, rank: int | None = None) -> Self:
-        """The same layer on one of `size` ranks (rank 0 unless given).
+        """The same layer on one of `size` ranks (rank 0 unless given), without the linears that were read off it as it is shared now.
 
         Raises:
             SpecError: the heads cannot be shared by that many ranks, or there is no such rank.
@@ -46,7 +46,8 @@ class LayerSpec(Checked):
                 problems.extend(error.problems)
         if problems:
             raise SpecError(f"{type(self).__name__} at tensor-parallel size {size}", problems)
-        return attrs.evolve(self, parallel=parallel, **local)
+        unread = {} if size == self.parallel.size else dict(_without_linears(self))
+        return attrs.evolve(self, parallel=parallel, **local, **unread)
 
     def _contradictions(self) -> Iterator[str]:
         size = self.parallel.size
@@ -59,6 +60,18 @@ class LayerSpec(Checked):
             else:
                 if local != expected:
                     yield f"{pair.local}: expected {expected} ({pair.total} {total} over {size} ranks), got {local}"
+
+
+def _without_linears(spec: Checked) -> Iterator[tuple[str, Any]]:
+    """The fields of a spec that hold linears, or norms that do, without them."""
+    for name, kind in kinds_in(type(spec)):
+        held = getattr(spec, name)
+        if kind == "linears":
+            yield name, ()
+        elif kind == "norms":
+            yield name, tuple(attrs.evolve(norm, **dict(_without_linears(norm))) for norm in held)
+        elif isinstance(held, NormSpec):
+            yield name, attrs.evolve(held, **dict(_without_linears(held)))
 
 
 # ---- the layers ------------------------------------------------------------------------------------------------------

@@ -230,6 +230,13 @@ def test_what_is_no_linear_says_nothing_of_itself() -> None:
     assert isinstance(found.activation, str)
 
 
+@pytest.mark.parametrize("path", ["model.layers.0", "model.layers.3.self_attn", "model.layers.0.mlp"])
+def test_a_spec_that_is_shared_anew_has_no_linears_of_other_sizes(path: str) -> None:
+    spec = registry.spec_for(real_model("deepseek-v3").get_submodule(path))
+    assert list(linears_of(spec)) and list(linears_of(spec.shard(8))) == []
+    assert list(linears_of(spec.shard(1))) == list(linears_of(spec))
+
+
 # ---- the engines that cannot be built here
 
 
@@ -316,3 +323,19 @@ def test_what_a_dense_layer_adds_last_stands_in_front_of_the_next_norm() -> None
     assert plan(dense, Target.named("gfx950")).site["model:final"].producers[0].path == "mlp.down_proj"
     gemma = plan(registry.specs_in(real_model("gemma-3-1b")), Target.named("gfx950"))
     assert {site.producers for site in gemma.sites} == {()}
+
+
+def test_what_reads_a_norm_is_in_the_key_of_a_compiled_graph() -> None:
+    """And the rank is not, nor who asked."""
+    from layerfuse.fusion.rewrite.identity import plan_hash
+
+    decoder, target = fresh_layer("qwen3-4b", "model.layers.3"), Target.named("gfx950")
+
+    def key() -> str:
+        return plan_hash(plan([("layer", registry.spec_for(decoder))], target))
+
+    before = key()
+    assert key() == before
+    decoder.self_attn.q_proj.out_features *= 2
+    decoder.self_attn.q_proj.weight = nn.Parameter(decoder.self_attn.q_proj.weight.repeat(2, 1), requires_grad=False)
+    assert key() != before
