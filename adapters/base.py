@@ -17,7 +17,7 @@ from attrs import field, frozen
 
 from .errors import FactsError, did_you_mean, shown
 from .rope_source import RopeSource, parse_rope
-from .sources import Const, NormSource, Source, Weight, parse_norm, parse_source, parse_weight
+from .sources import Const, NormSource, Path, Source, parse_linears, parse_norm, parse_source, parse_weight
 from .spec_fields import problem_of
 from .specs import FAMILY_OF, GatedNormSpec, LayerSpec, ResidualSpec, RopeSpec, kind_of
 from .values import VALUES, same
@@ -40,14 +40,14 @@ _EVERYTHINGS_BASE = frozenset(
 PARALLEL_WORDS = ("tp_size", "tp_rank", "tp_weight")
 """Beside the spec's own fields: the tensor-parallel size and rank (paths), and linear modules whose weight tells."""
 
-RESIDUAL_WORDS = ("mlp_weight", "added_as_given")
-"""What a residual stream's facts may say besides: where the weights lie that tell over how many ranks the MLP is summed, and
-whether what attention and MLP give is added as it is."""
+RESIDUAL_WORDS = ("mlp_weight", "added_as_given", "last_linear")
+"""What a residual stream's facts may say besides: where the weights lie that tell over how many ranks the MLP is summed,
+whether what attention and MLP give is added as it is, and where the linear is whose result is added last."""
 
 MAY_BE_UNSAID = ("rope",)
 """Fields that facts need not speak of: on the spec they are then None, which says so."""
 
-Parsed: TypeAlias = tuple[Source, ...] | NormSource | RopeSource | tuple[NormSource, ...] | tuple[Weight, ...]
+Parsed: TypeAlias = tuple[Source, ...] | NormSource | RopeSource | tuple[NormSource, ...] | tuple[Path, ...]
 
 
 def _frozen(words: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -113,6 +113,8 @@ def fields_of(spec: type[Any]) -> dict[str, str]:
         "read_by",
         "shared",
         "unquantised",
+        "feeds",
+        "gives",
     )
     return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name not in unread}
 
@@ -158,6 +160,8 @@ def _parse_one(name: str, kind: str, words: Any) -> Parsed:
         if not listed or not all(isinstance(word, str) for word in listed):
             raise FactsError(f"{name}: expected the paths of linear modules, got {shown(words)}")
         return tuple(parse_weight(word, name) for word in listed)
+    if kind == "last_linear":
+        return parse_linears([words] if isinstance(words, str) else words, name)
     return _checked(parse_source(words, name), name, _PARALLEL_KINDS.get(kind, kind))
 
 

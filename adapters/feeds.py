@@ -1,4 +1,4 @@
-"""The linears that read a norm's result, and the quantisation that they agree on.
+"""The linears around a norm: those that read its result and the quantisation that they agree on, and those that give what it norms.
 
 A norm's result may have further readers that take it as it is: a router, routed experts that quantise what they are
 sent inside their own kernel, the small projections of gates. Those are not listed as `feeds`.
@@ -6,53 +6,64 @@ sent inside their own kernel, the small projections of gates. Those are not list
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .activation_quant import ActivationQuant
 from .errors import FOREIGN
-from .linear_quant import quant_or_reason
+from .linear_specs import LinearSpec
+from .linears import linear_of
 from .sources import Path
 
 _NOTHING: dict[str, Any] = {}
 
 
-class Feeds:
-    """Those linears of one norm that a layer has. They are looked for parent by parent, as a layer is read often."""
+class Linears:
+    """Those linears at some paths that a layer has. They are looked for parent by parent, as a layer is read often."""
 
     def __init__(self, paths: tuple[Path, ...]) -> None:
         below: dict[tuple[str, ...], list[str]] = {}
         for path in paths:
             below.setdefault(path.steps[:-1], []).append(path.steps[-1])
-        self._below = list(below.items())
+        self._below = [(steps, [(name, ".".join((*steps, name))) for name in names]) for steps, names in below.items()]
 
-    def quant(self, layer: Any) -> tuple[ActivationQuant | None, str | None]:
-        """How the linears quantise their activations; None where they differ, do not, or there are none.
-
-        And where some do all the same, what each of them does, as a sentence.
-        """
-        said: dict[ActivationQuant | str | None, list[str]] = {}
+    def of(self, layer: Any) -> tuple[LinearSpec, ...]:
+        """What they are, as the layer says it now; none where its own code fails on the way, as they decide no spec."""
         try:
-            for name, linear in self._linears(layer):
-                said.setdefault(quant_or_reason(linear), []).append(name)
-        except FOREIGN:  # a layer whose own code fails where its children are looked for: this decides no spec
-            return None, None
-        if set(said) <= {None}:
-            return None, None
-        only = next(iter(said))
-        if len(said) == 1 and isinstance(only, ActivationQuant):
-            return only, None
-        return None, "; ".join(f"{' and '.join(names)}: {_in_words(answer)}" for answer, names in said.items())
+            found = self._found(layer)
+        except FOREIGN:
+            return ()
+        together = tuple(path for path, _ in found)
+        return tuple([linear_of(path, together, linear) for path, linear in found])
 
-    def _linears(self, layer: Any) -> Iterator[tuple[str, Any]]:
+    def _found(self, layer: Any) -> list[tuple[str, Any]]:
+        found = []
         for steps, names in self._below:
-            parent = layer
+            children = _children(layer)
             for step in steps:
-                parent = _children(parent).get(step)
-            children = _children(parent)
-            for name in names:
-                if children.get(name) is not None:
-                    yield ".".join((*steps, name)), children[name]
+                parent = children.get(step)
+                if parent is None:
+                    break
+                children = _children(parent)
+            else:
+                found += [(path, children[name]) for name, path in names if children.get(name) is not None]
+        return found
+
+
+def agreed(linears: Sequence[LinearSpec]) -> tuple[ActivationQuant | None, str | None]:
+    """How linears that read the same quantise it; None where they differ, do not, or there are none.
+
+    And where some do all the same, what each of them does, as a sentence.
+    """
+    said: dict[ActivationQuant | str | None, list[str]] = {}
+    for linear in linears:
+        said.setdefault(linear.activation, []).append(linear.path)
+    if set(said) <= {None}:
+        return None, None
+    only = next(iter(said))
+    if len(said) == 1 and isinstance(only, ActivationQuant):
+        return only, None
+    return None, "; ".join(f"{' and '.join(names)}: {_in_words(answer)}" for answer, names in said.items())
 
 
 def _in_words(answer: ActivationQuant | str | None) -> str:

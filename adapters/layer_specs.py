@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import attrs
 from attrs import frozen
 
 from .activation_quant import ActivationQuant
 from .errors import SpecError
+from .linear_specs import LinearSpec
 from .norm_specs import GatedNormSpec, HeadPair, NormSpec, Parallel
 from .rope_specs import RopeSpec
-from .spec_fields import Checked, as_float, count, of_kind, optional_count, width_or_zero
+from .spec_fields import Checked, as_float, count, kinds_in, of_kind, optional_count, width_or_zero
 
 
 @frozen(kw_only=True)
@@ -30,7 +31,7 @@ class LayerSpec(Checked):
     "Degree and rank this layer was sharded by."
 
     def shard(self, size: int, rank: int | None = None) -> Self:
-        """The same layer on one of `size` ranks (rank 0 unless given).
+        """The same layer on one of `size` ranks (rank 0 unless given), without the linears that were read off it as it is shared now.
 
         Raises:
             SpecError: the heads cannot be shared by that many ranks, or there is no such rank.
@@ -45,7 +46,8 @@ class LayerSpec(Checked):
                 problems.extend(error.problems)
         if problems:
             raise SpecError(f"{type(self).__name__} at tensor-parallel size {size}", problems)
-        return attrs.evolve(self, parallel=parallel, **local)
+        unread = {} if size == self.parallel.size else dict(_without_linears(self))
+        return attrs.evolve(self, parallel=parallel, **local, **unread)
 
     def _contradictions(self) -> Iterator[str]:
         size = self.parallel.size
@@ -58,6 +60,18 @@ class LayerSpec(Checked):
             else:
                 if local != expected:
                     yield f"{pair.local}: expected {expected} ({pair.total} {total} over {size} ranks), got {local}"
+
+
+def _without_linears(spec: Checked) -> Iterator[tuple[str, Any]]:
+    """The fields of a spec that hold linears, or norms that do, without them."""
+    for name, kind in kinds_in(type(spec)):
+        held = getattr(spec, name)
+        if kind == "linears":
+            yield name, ()
+        elif kind == "norms":
+            yield name, tuple(attrs.evolve(norm, **dict(_without_linears(norm))) for norm in held)
+        elif isinstance(held, NormSpec):
+            yield name, attrs.evolve(held, **dict(_without_linears(held)))
 
 
 # ---- the layers ------------------------------------------------------------------------------------------------------
@@ -232,6 +246,8 @@ class GatedMLPSpec(LayerSpec):
     of what the MLP is, so equal ones may differ in it."""
     unquantised: str | None = of_kind("optional_text", default=None, eq=False, repr=False)
     "What down_proj does instead, as a sentence, where it quantises and `quant` cannot say how."
+    feeds: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
+    "down_proj, which reads the activation's result; empty where it was not read."
     shared: bool | None = of_kind("optional_flag", default=None, eq=False, repr=False)
     "Whether these are the shared experts of a mixture. None: nothing says it, as of every MLP that was read off a layer."
 
@@ -262,6 +278,8 @@ class ResidualSpec(LayerSpec):
     read_by: str | None = of_kind("optional_reader", default=None, eq=False, repr=False)
     """What reads the post-attention norms: `mlp`, a gated MLP; `experts`, a router and its experts, shared ones among them;
     `undeclared`, the model's entry declares no MLP of this layer. None: it was read off a layer, whose linears say how they take it."""
+    gives: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
+    "The linear whose result the layer adds last, a dense MLP's down_proj; empty of experts, and where it was not read."
     handed_over: bool = of_kind("flag", default=False, eq=False, repr=False)
     """Whether another rank of a pipeline hands the stream over to this layer. What joins it in front of the first input norm was
     summed over that rank's group, there. Read off like `starts_stream`."""

@@ -96,7 +96,7 @@ TABLE: dict[str, Entry] = {
 }
 """What each class does to activations: how it is read, who is asked instead, an answer, or the reason why there is none."""
 
-_HOLDERS = ("quantization_scheme", "scheme", "quant_method", "weight")
+HOLDERS = ("quantization_scheme", "scheme", "quant_method", "weight")
 """What of a linear is looked up after the linear itself: the first that the table knows answers."""
 
 
@@ -110,7 +110,7 @@ class _Strange:
 _NOBODYS = _Strange("")
 """A class that says nothing of a quantisation: torch's Linear and Parameter, a text, nothing at all."""
 
-_ATTACHED = frozenset(_HOLDERS)
+_ATTACHED = frozenset(HOLDERS)
 
 
 def activation_quant_of(linear: Any) -> ActivationQuant | None:
@@ -120,18 +120,8 @@ def activation_quant_of(linear: Any) -> ActivationQuant | None:
         None where it does not: a plain linear, weights only, another format, an unknown class.
         `describe_linear_quant` tells these apart.
     """
-    answer = quant_or_reason(linear)
+    answer = describe_linear_quant(linear)
     return answer if isinstance(answer, ActivationQuant) else None
-
-
-def quant_or_reason(linear: Any) -> ActivationQuant | str | None:
-    """As `describe_linear_quant`, which plain linears need not be asked."""
-    try:
-        if _is_plain(linear):
-            return None
-    except FOREIGN:  # which `describe_linear_quant` has words for
-        pass
-    return describe_linear_quant(linear)
 
 
 def describe_linear_quant(linear: Any) -> ActivationQuant | str | None:
@@ -154,25 +144,25 @@ def quantises_inside_flashinfer(linear: Any) -> bool:
     return str(describe_linear_quant(linear)).endswith(IN_FLASHINFER)
 
 
-def _is_plain(linear: Any) -> bool:
+def is_plain(linear: Any) -> bool:
     """Whether this is torch's own linear with nothing attached: most are, and a layer is read often."""
     try:
         held = vars(linear)
-    except TypeError:
+        if "_parameters" not in held or held["_modules"] or not _ATTACHED.isdisjoint(held):
+            return False
+        weight = held["_parameters"].get("weight")
+        return (
+            _entry(linear.__class__) is _entry(weight.__class__) is _NOBODYS
+            and weight is not None
+            and weight.dtype.itemsize > 1
+        )
+    except FOREIGN:  # which `describe_linear_quant` has words for
         return False
-    if "_parameters" not in held or held["_modules"] or not _ATTACHED.isdisjoint(held):
-        return False
-    weight = held["_parameters"].get("weight")
-    return (
-        _entry(linear.__class__) is _entry(weight.__class__) is _NOBODYS
-        and weight is not None
-        and weight.dtype.itemsize > 1
-    )
 
 
 def _answer(linear: Any) -> Answer:
     strange = ""
-    for held in (linear, *[stored(linear, name) for name in _HOLDERS]):
+    for held in (linear, *[stored(linear, name) for name in HOLDERS]):
         entry = _entry(held.__class__)
         if not isinstance(entry, _Strange):
             return _resolved(entry, held, linear)

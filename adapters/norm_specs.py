@@ -8,6 +8,7 @@ from attrs import frozen
 
 from .activation_quant import ActivationQuant
 from .errors import SpecError, shown
+from .linear_specs import LinearSpec
 from .spec_fields import NESTED, Checked, as_float, count, of_kind, optional_count, problem_of
 
 
@@ -56,6 +57,10 @@ class NormSpec(Checked):
     unquantised: str | None = of_kind("optional_text", default=None, eq=False, repr=False)
     """What each of those linears does, as a sentence, where some quantise and `quant` cannot say how: they differ, or do it in a
     way for which it has no words."""
+    feeds: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
+    "Those linears, as far as the layer has them; empty where they were not read. Who else reads the result takes it as it is."
+    fed_by: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
+    "The linear of the same layer whose result joins the residual stream in front of this norm; empty where that was not read."
 
 
 @frozen(kw_only=True)

@@ -26,8 +26,8 @@ from .errors import (
     said,
     shown,
 )
-from .feeds import Feeds
-from .linear_quant import quant_or_reason
+from .feeds import Linears, agreed
+from .linears import linear_of
 from .parallel import ambient, ranks_summed, shards_of_linear
 from .pipeline import norms_nothing
 from .rope_source import RopeSource
@@ -60,6 +60,16 @@ class LayerReader:
         self.plugin = plugin
         "The installed plugin that brought them, in words that name its package; empty for others."
         self.facts = facts
+        self.around = {id(norm): (Linears(norm.feeds), Linears(norm.fed_by)) for norm in facts.norms}
+        "The linears around each norm of the facts: those that read it, and those that feed it."
+        self.fields: list[tuple[str, str, str | None, Any]] = [
+            (attribute.name, kind_of(attribute), goes_with(attribute), facts.parsed[attribute.name])
+            for attribute in attrs.fields(facts.spec)
+            if attribute.name in facts.parsed
+        ]
+        "The fields that are read, with their kinds, the field that each goes with, and where they are."
+        last: Any = facts.parsed.get("last_linear", ())
+        self.last = Linears(last)
 
     def __repr__(self) -> str:
         return f"LayerReader({self.key!r}, {self.owner!r}, {self.facts.spec.__name__})"
@@ -116,6 +126,8 @@ class _Reading:
                 self.complete(values)
             if "mlp_weight" in self.facts.parsed:
                 values["mlp_ranks"] = self.mlp_ranks(self.facts.parsed["mlp_weight"])
+            if "last_linear" in self.facts.parsed:
+                values["gives"] = self.reader.last.of(self.layer)
             return self.facts.spec(**values)
         except SpecError as error:
             raise SpecError(f"{self.name()} ({error.what})", error.problems) from None
@@ -138,12 +150,7 @@ class _Reading:
 
     def values(self) -> dict[str, Any]:
         values: dict[str, Any] = {}
-        for attribute in attrs.fields(self.facts.spec):
-            name, kind = attribute.name, kind_of(attribute)
-            if name not in self.facts.parsed:
-                continue
-            parsed: Any = self.facts.parsed[name]
-            partner = goes_with(attribute)
+        for name, kind, partner, parsed in self.reader.fields:
             if partner is not None and values[partner] is None:
                 values[name] = None
             elif kind in ("norm", "optional_norm", "gated_norm"):
@@ -153,8 +160,7 @@ class _Reading:
             elif kind == "norms":
                 values[name] = tuple(self.norm(name, source, False) for source in parsed)
             elif kind == "activation_quant":
-                said = self.found(name, parsed, quant_or_reason)
-                values |= {name: None, "unquantised": said} if isinstance(said, str) else {name: said}
+                values |= self.reader_of_product(name, parsed)
             else:
                 values[name] = self.found(name, parsed, VALUES.get(kind, same))
         return values
@@ -166,8 +172,15 @@ class _Reading:
                 raise UnreadableError(f"{source.module}: is None")
         except UnreadableError as error:
             raise self.missing(name, [str(error)]) from error.__cause__
-        quant, unquantised = Feeds(source.feeds).quant(self.layer)
-        read: dict[str, Any] = {"module": str(source.module), "quant": quant, "unquantised": unquantised}
+        feeds, fed_by = (linears.of(self.layer) for linears in self.reader.around[id(source)])
+        quant, unquantised = agreed(feeds)
+        read: dict[str, Any] = {
+            "module": str(source.module),
+            "quant": quant,
+            "unquantised": unquantised,
+            "feeds": feeds,
+            "fed_by": fed_by,
+        }
         torchs = not gated and is_torch_norm(module)
         for part, places in TORCH_NORM if torchs else source.fields:
             read[part] = self.found(f"{name}.{part}", places, _NORM_VALUES[part], module, f"{source.module}.")
@@ -178,6 +191,15 @@ class _Reading:
             return GatedNormSpec(**read) if gated else NormSpec(**read)
         except SpecError as error:
             raise SpecError(error.what, [f"{name}.{problem}" for problem in error.problems]) from None
+
+    def reader_of_product(self, name: str, places: tuple[Source, ...]) -> dict[str, Any]:
+        """The linear that reads the result of a gated MLP's activation, and what it does to it."""
+        linear = self.found(name, places, same)
+        path = str(places[0])
+        spec = linear_of(path, (path,), linear)
+        said = spec.activation
+        how = {name: None, "unquantised": said} if isinstance(said, str) else {name: said}
+        return {**how, "feeds": (spec,)}
 
     def rope_or_unsaid(self, name: str, source: RopeSource) -> RopeSpec | None:
         """None where the class did not speak of it itself, and the layer has nothing at the places of the class that it is like."""

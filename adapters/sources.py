@@ -13,12 +13,14 @@ TOML tables are written in these words and parsed by `parse_source`.
     {name_as = "name_index"}            the layer's own name in its model, converted: what no attribute says
     {module = "o_norm", activation = {const = "sigmoid"}, ...}    a norm, read from that child module
     {module = "q_a_layernorm", feeds = ["q_b_proj"]}    and the linears that read its result, as far as a layer has them
+    {module = "post_attention_layernorm", fed_by = ["self_attn.o_proj"]}    and those whose result is added in front of it
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from attrs import frozen
@@ -59,16 +61,20 @@ class Path:
 
 def is_index(step: str) -> bool:
     """Whether a step is the index into a sequence, and no name."""
-    return step == "-1" or step[0].isdigit()
+    return step[0] in "-0123456789"
+
+
+@lru_cache(maxsize=1024)
+def _has_keys(cls: Hashable) -> bool:
+    return isinstance(cls, type) and issubclass(cls, Mapping)
 
 
 def _step(obj: Any, step: str, path: Path) -> Any:
     try:
         if is_index(step):
             return obj[int(step)]
-        if isinstance(obj, Mapping):
-            return obj[step]
-        return getattr(obj, step)
+        cls: Any = type(obj)
+        return obj[step] if _has_keys(cls) else getattr(obj, step)
     except (AttributeError, LookupError):
         why = ELSEWHERE if stands_for_missing(obj) else f"has no {step!r}"
         raise UnreadableError(f"{path}: {type(obj).__name__} {why}") from None
@@ -182,6 +188,8 @@ class NormSource:
     fields: tuple[tuple[str, tuple[Source, ...]], ...]
     feeds: tuple[Path, ...] = ()
     "The linears that read its result, relative to the layer. Those that a layer lacks are passed over."
+    fed_by: tuple[Path, ...] = ()
+    "The linears whose result joins the residual stream in front of it, in the same words."
 
     @property
     def gated(self) -> bool:
@@ -312,6 +320,7 @@ _NORM_DEFAULTS: dict[str, Any] = {
     "weight_offset": const(0.0),
 }
 _GATED = ("activation", "norm_before_gate", "group_size")
+_AROUND = ("feeds", "fed_by")
 
 TORCH_NORM = (
     ("width", (Path(("weight", "shape", "0")),)),
@@ -340,7 +349,7 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
         words = {"module": words}
     if not isinstance(words, Mapping) or not isinstance(words.get("module"), str):
         raise FactsError(f'{field}: expected a norm, {{module = "...", ...}}, got {shown(words)}')
-    allowed = ("module", "feeds", *_NORM_DEFAULTS, *(_GATED if gated else ()))
+    allowed = ("module", *_AROUND, *_NORM_DEFAULTS, *(_GATED if gated else ()))
     for word in words:
         if word not in allowed:
             raise FactsError(f"{field}: a norm has no {shown(word)}{did_you_mean(word, allowed)}")
@@ -350,15 +359,20 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
     module = parse_path(words["module"], field)
     if not isinstance(module, Path):
         raise FactsError(f"{field}: a norm's module is a path, not a quotient")
-    said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k not in ("module", "feeds")}}
+    said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k not in ("module", *_AROUND)}}
     return NormSource(
         module,
         tuple((name, parse_source(source, f"{field}.{name}")) for name, source in said.items()),
-        _parse_feeds(words.get("feeds", []), f"{field}.feeds"),
+        *(parse_linears(words.get(word, []), f"{field}.{word}") for word in _AROUND),
     )
 
 
-def _parse_feeds(words: Any, field: str) -> tuple[Path, ...]:
+def parse_linears(words: Any, field: str) -> tuple[Path, ...]:
+    """The paths of linear modules, from the shared words.
+
+    Raises:
+        FactsError: this is no list of paths.
+    """
     if not isinstance(words, (list, tuple)) or not all(isinstance(word, str) for word in words):
         raise FactsError(f"{field}: expected the paths of linear modules, got {shown(words)}")
     paths = [parse_path(word, field) for word in words]

@@ -30,11 +30,19 @@ ROPE_TABLES = ("none", "cos_sin", "cos_and_sin", "values")
 READERS = ("mlp", "experts", "undeclared")
 """What reads a post-attention norm, see `ResidualSpec.read_by`."""
 
+LINEAR_STYLES = ("column", "row", "replicated")
+"""Which side of a linear ranks share, see `LinearSpec.style`."""
+
+WEIGHT_SCHEMES = ("plain", "tensor", "channel", "block", "group", "mx")
+"""What shares a scale in a weight, see `WeightSpec.scheme`."""
+
 _WORDS = {
     "activation": ACTIVATIONS,
     "mlp_activation": MLP_ACTIVATIONS,
     "rope_table": ROPE_TABLES,
     "optional_reader": READERS,
+    "linear_style": LINEAR_STYLES,
+    "weight_scheme": WEIGHT_SCHEMES,
 }
 
 _OPTIONAL = (
@@ -49,10 +57,25 @@ _OPTIONAL = (
     "activation_quant",
     "optional_rope",
     "optional_reader",
+    "linear_style",
+    "optional_weight",
+    "optional_linear",
+    "linear_activation",
+    "block",
 )
 """The kinds of which None is a value."""
 
-NESTED: dict[str, type] = {"text": str, "optional_text": str, "module_path": str}
+_SEVERAL = ("norms", "linears", "paths", "counts", "block")
+"""The kinds that are tuples."""
+
+NESTED: dict[str, type] = {
+    "text": str,
+    "optional_text": str,
+    "module_path": str,
+    "paths": str,
+    "counts": int,
+    "block": int,
+}
 """The class of each kind that is no number, word or flag; the spec types enter themselves."""
 
 
@@ -125,9 +148,11 @@ def problem_of(kind: str, value: Any) -> str | None:
         fine = type(value) is str and value in _WORDS[kind]
         return None if fine else f"expected one of {', '.join(_WORDS[kind])}, got {shown(value)}"
     expected = NESTED[kind]
-    if kind == "norms":
-        fine = type(value) is tuple and all(issubclass(type(norm), expected) for norm in value)
+    if kind in _SEVERAL:
+        fine = type(value) is tuple and all(issubclass(type(one), expected) for one in value)
         return None if fine else f"expected a tuple of {expected.__name__}, got {shown(value)}"
+    if kind == "linear_activation" and type(value) is str:
+        return None
     # Not isinstance: that asks the value for its class, which is the value's own code.
     return None if issubclass(type(value), expected) else f"expected {expected.__name__}, got {shown(value)}"
 

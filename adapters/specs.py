@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from .kernel_specs import GatedDeltaNetKernelSpec, GQAKernelSpec, KernelSpec, MLAKernelSpec
 from .layer_specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, GQASpec, LayerSpec, MLASpec, ResidualSpec
+from .linear_specs import LinearSpec, WeightSpec
 from .norm_specs import WHOLE, GatedNormSpec, HeadPair, NormSpec, Parallel, shard_heads, shard_kv_heads
 from .rope_specs import NO_ROPE, RopeSpec
 from .spec_fields import ACTIVATIONS, LARGEST, MLP_ACTIVATIONS, goes_with, kind_of, problem_of
@@ -36,12 +37,14 @@ __all__ = [
     "HeadPair",
     "KernelSpec",
     "LayerSpec",
+    "LinearSpec",
     "MLAKernelSpec",
     "MLASpec",
     "NormSpec",
     "Parallel",
     "ResidualSpec",
     "RopeSpec",
+    "WeightSpec",
     "goes_with",
     "kind_of",
     "problem_of",

@@ -38,6 +38,9 @@ ATOM_FIRST_PROJECTIONS = [
 """What reads the norm before the attention, MLA, delta net or softmax. The small projections of gates are left out: many
 checkpoints keep them unquantised, and they read the norm's result as it is."""
 
+OUTPUT_PROJECTIONS = ["self_attn.o_proj", "linear_attn.out_proj", "linear_attn.o_proj", "attn.o_proj", "o_proj"]
+"""What gives the attention's result, which joins the stream in front of the norm after it: in a decoder layer that is its own attention, its own."""
+
 SPLIT_MLP = [
     *_of("mlp", "gate_proj", "up_proj"),
     *_of("mlp.shared_experts", "gate_proj", "up_proj"),
@@ -54,7 +57,9 @@ def norms(epsilon: str, attention: list[str], mlp: list[str], **words: Any) -> d
     """The words of a decoder layer's two norms, and of the linears that read each."""
     return {
         "input_norms": [norm("input_layernorm", epsilon=epsilon, feeds=attention, **words)],
-        "post_attention_norms": [norm("post_attention_layernorm", epsilon=epsilon, feeds=mlp, **words)],
+        "post_attention_norms": [
+            norm("post_attention_layernorm", epsilon=epsilon, feeds=mlp, fed_by=OUTPUT_PROJECTIONS, **words)
+        ],
     }
 
 
@@ -65,6 +70,7 @@ TRANSFORMERS_RESIDUAL = Facts(
         "layer_index": "self_attn.layer_idx",
         "tp_weight": "self_attn.o_proj.in_features",
         "mlp_weight": ["mlp.down_proj", "mlp.experts.down_proj", "mlp.shared_experts.down_proj"],
+        "last_linear": "mlp.down_proj",
         **norms("variance_epsilon", TRANSFORMERS_FIRST_PROJECTIONS, [*SPLIT_MLP, *MERGED_MLP]),
     },
 )
@@ -105,7 +111,7 @@ def final_norm(decoder: Facts) -> Facts:
     What reads that norm is the language-model head, which the class around this one holds.
     """
     (like,) = decoder.words["input_norms"]
-    like = {name: word for name, word in like.items() if name != "feeds"}
+    like = {name: word for name, word in like.items() if name not in ("feeds", "fed_by")}
     said = ("hidden_size", *PARALLEL_WORDS)
     return Facts(
         FinalNormSpec,

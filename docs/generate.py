@@ -35,6 +35,8 @@ SPECS = (
     specs.FinalNormSpec,
     specs.NormSpec,
     specs.GatedNormSpec,
+    specs.LinearSpec,
+    specs.WeightSpec,
     specs.RopeSpec,
     specs.Parallel,
     specs.MLAKernelSpec,
@@ -68,6 +70,14 @@ VALUES = {
     "activation_quant": "ActivationQuant, or None",
     "rope_table": "cos_sin, cos_and_sin, values or none",
     "optional_rope": "RopeSpec, or None",
+    "linears": "tuple of LinearSpec",
+    "linear_style": "column, row, replicated, or None",
+    "linear_activation": "ActivationQuant, a text, or None",
+    "weight_scheme": "plain, tensor, channel, block, group or mx",
+    "optional_weight": "WeightSpec, or None",
+    "block": "two of at least 1, or None",
+    "counts": "tuple of numbers",
+    "paths": "tuple of texts",
 }
 ENGINES = ("transformers", "vllm", "sglang", "atom")
 

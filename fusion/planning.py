@@ -284,7 +284,7 @@ def _placed(spec: Placed) -> tuple[str, AnySpec]:
 
 
 def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> Iterable[Site]:
-    """The sites, with how far the MLP in front of a decoder layer, or of the final norm, is sharded where a spec says it.
+    """The sites, with what the layer before says of what it adds last: by which linear, and over how many ranks it is summed.
 
     Attention and MLP of one model may differ: transformers replicates DeepSeek-V3's attention.
     """
@@ -303,13 +303,18 @@ def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> It
             and mlps.get(spec.layer_index, spec.parallel.size) > 1
         ):
             mlps[spec.layer_index] = 0
+    given = {s.layer_index: s.gives for _, s in placed if isinstance(s, ResidualSpec) and s.added_as_given}
     for site in sites:
         after_mlp = site.role == FINAL or (site.role == INPUT and site.adds)
         if isinstance(site.spec, ResidualSpec) and site.spec.handed_over and site.block == 0:
             after_mlp = False  # of another rank of a pipeline, which has summed what it gave
         index = site.spec.layer_index
-        ranks = mlps.get(index - (site.block == 0)) if after_mlp and index is not None else None
-        yield site if ranks is None else attrs.evolve(site, reduced=ranks)
+        known: dict[str, Any] = {}
+        if after_mlp and index is not None:
+            before = index - (site.block == 0)
+            known |= {"reduced": mlps[before]} if before in mlps else {}
+            known |= {"producers": given[before]} if site.block == 0 and given.get(before) else {}
+        yield attrs.evolve(site, **known) if known else site
 
 
 def _label(spec: AnySpec) -> str:

@@ -15,6 +15,7 @@ from ..adapters.specs import (
     FinalNormSpec,
     GatedDeltaNetSpec,
     GatedMLPSpec,
+    LinearSpec,
     MLAKernelSpec,
     MLASpec,
     NormSpec,
@@ -98,6 +99,8 @@ class Site:
     reduced: int = 1
     """Over how many ranks what joins the residual is summed: the tensor-parallel size of the attention or MLP before. 0: over
     several, but it is not added as it is."""
+    producers: tuple[LinearSpec, ...] = field(default=(), eq=False, repr=False)
+    "The linear whose result is added to the residual in front of the norm, as it is; empty where no spec says it."
     absent: str | None = None
     "Why no fusion can stand here, as a sentence; None where one can."
     unknown: str | None = None
@@ -123,6 +126,22 @@ class Site:
         if self.norms:
             return self.norms[0].unquantised
         return self.spec.unquantised if isinstance(self.spec, GatedMLPSpec) else None
+
+    @property
+    def consumers(self) -> tuple[LinearSpec, ...]:
+        """The linears that read what its norms, or its product, give, in their order; empty where they were not read."""
+        if isinstance(self.spec, GatedMLPSpec):
+            return self.spec.feeds
+        return tuple(linear for norm in self.norms for linear in norm.feeds)
+
+    @property
+    def quantising(self) -> str | None:
+        """How many of the linears that read the first norm quantise it, in words, where some do and some do not."""
+        if not self.norms or self.norms[0].unquantised is None:
+            return None
+        readers = self.norms[0].feeds
+        some = sum(linear.activation is not None for linear in readers)
+        return f"{some} of {len(readers)} quantise it" if 0 < some < len(readers) else None
 
     @property
     def quantised_width(self) -> int:
@@ -187,6 +206,7 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
         at = partial(Site, layer=layer, spec=spec, block=block)
         ranks = spec.parallel.size if spec.added_as_given or spec.parallel.size == 1 else 0
         whole = first or (spec.handed_over and block == 0)
-        sites.append(at(role=INPUT, norms=(before,), adds=not first, reduced=1 if whole else ranks))
-        sites.append(at(role=POST_ATTENTION, norms=(after,), adds=True, reduced=ranks))
+        entering, leaving = (before.fed_by, after.fed_by) if spec.added_as_given else ((), ())
+        sites.append(at(role=INPUT, norms=(before,), adds=not first, reduced=1 if whole else ranks, producers=entering))
+        sites.append(at(role=POST_ATTENTION, norms=(after,), adds=True, reduced=ranks, producers=leaving))
     return sites

@@ -193,6 +193,7 @@ def _facts() -> dict[str, Any]:
     described["added_as_given"] = (
         "Whether what attention and MLP give is added as it is; true unless it says otherwise."
     )
+    described["last_linear"] = "The linear whose result the layer adds to the stream last, as far as a layer has it."
     for name in (*PARALLEL_WORDS, *RESIDUAL_WORDS):
         properties[name] = {"description": described[name], "$ref": "#/$defs/place"}
     return {
@@ -251,6 +252,11 @@ def _norm() -> dict[str, Any]:
             "module": {"type": "string"},
             "feeds": {
                 "description": "The linears that read its result, as far as a layer has them.",
+                "type": "array",
+                "items": {"type": "string"},
+            },
+            "fed_by": {
+                "description": "The linears whose result joins the residual stream in front of it, as far as a layer has them.",
                 "type": "array",
                 "items": {"type": "string"},
             },

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from ..adapters.specs import FinalNormSpec, GatedMLPSpec, ResidualSpec
+from ..adapters.specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, LinearSpec, NormSpec, ResidualSpec
 
 SCALE_TOLERANCE = 1e-12
 """Relative. The softmax scale is computed by each engine in its own order of floating-point operations."""
@@ -38,6 +38,41 @@ def _named(value: Any) -> str:
 
 def _close(one: float, other: float) -> bool:
     return math.isclose(one, other, rel_tol=SCALE_TOLERANCE)
+
+
+def linears_of(spec: Any) -> Iterator[tuple[LinearSpec, str, int, int]]:
+    """The linears around a spec's norms and products: each with its side that is known, and that side's width in the model and on this rank."""
+    if isinstance(spec, GatedMLPSpec):
+        for linear in spec.feeds:
+            yield linear, "in", spec.intermediate_size, spec.local_intermediate_size
+        return
+    for linear in spec.gives if isinstance(spec, ResidualSpec) else ():
+        yield linear, "out", spec.hidden_size, spec.hidden_size
+    for norm in norms_in(spec):
+        heads, local_heads = 1, 1
+        if isinstance(spec, GatedDeltaNetSpec):
+            heads, local_heads = spec.num_v_heads, spec.num_local_v_heads
+        for linear in norm.feeds:
+            yield linear, "in", heads * norm.width, local_heads * norm.width
+        for linear in norm.fed_by:
+            yield linear, "out", norm.width, norm.width
+
+
+def norms_in(spec: Any) -> Iterator[NormSpec]:
+    """The norms that a spec holds."""
+    for attribute in attrs.fields(type(spec)):
+        held = getattr(spec, attribute.name)
+        yield from (norm for norm in (held if isinstance(held, tuple) else (held,)) if isinstance(norm, NormSpec))
+
+
+def misfit(linear: LinearSpec, side: str, width: int, local_width: int, ranks: int) -> str | None:
+    """Why a linear does not go with what it reads or feeds, or its sizes not with so many ranks; None where they do."""
+    total, local = linear.in_features, linear.local_in_features
+    if side == "out":
+        total, local = linear.out_features, linear.local_out_features
+    if (total, local) != (width, local_width) and None not in (total, local):
+        return f"{linear.path}: {side}_features {total}, {local} on this rank; expected {width}, {local_width}"
+    return linear.problem_over(ranks)
 
 
 def without_index(spec: Any) -> Any:

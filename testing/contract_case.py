@@ -10,7 +10,7 @@ from attrs import frozen
 
 from ..adapters.reader import LayerReader
 from ..adapters.specs import GatedMLPSpec, KernelSpec, LayerSpec, Parallel
-from .compare import attention_first, differences, is_attention, without_index
+from .compare import attention_first, differences, is_attention, linears_of, misfit, without_index
 from .scenario import BrokenContractError
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class ContractCase:
         raise BrokenContractError(f"{where}: expected {expected.__name__}, got {answer}")
 
     def validate_under_tp(self, size: int, rank: int, found: list[tuple[str, Any]], engine: str | None) -> None:
-        """These specs, read off one rank's layers, are the ones declared for that rank."""
+        """These specs, read off one rank's layers, are the ones declared for that rank; so are the sizes of the linears around norms."""
         declared = self.declared(size, rank, engine)
         self.validate(
             len(declared) == len(found),
@@ -182,6 +182,9 @@ class ContractCase:
         )
         for (name, expected), (path, spec) in zip(declared, found, strict=True):
             self.validate_spec(expected, spec, f"TP {size}, rank {rank}: {path} (declared as {name})")
+            for linear, side, width, local_width in linears_of(spec):
+                problem = misfit(linear, side, width, local_width, size)
+                self.validate(problem is None, f"TP {size}, rank {rank}: {path}: {problem}")
 
     def skip(self, reason: str) -> None:
         """Leave a scenario out, with the reason; pytest and run_contract both show it."""

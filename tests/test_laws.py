@@ -12,7 +12,7 @@ import attrs
 import pytest
 from helpers import ROOT, in_turn, run_python
 
-from layerfuse.adapters.specs import FAMILIES, GatedNormSpec, NormSpec, Parallel
+from layerfuse.adapters.specs import FAMILIES, GatedNormSpec, LinearSpec, NormSpec, Parallel, WeightSpec
 
 FLOORS = ("adapters", "registry", "fusion", "engines", "testing", "bench", "cli")
 """From the ground up: a door opens downward only."""
@@ -162,7 +162,7 @@ def test_law_2_importing_the_registry_loads_nothing_else_of_ours_and_nothing_for
 def test_law_3_no_field_of_a_spec_has_a_default() -> None:
     defaults = {
         f"{spec.__name__}.{attribute.name}"
-        for spec in (*FAMILIES.values(), Parallel, NormSpec, GatedNormSpec)
+        for spec in (*FAMILIES.values(), Parallel, NormSpec, GatedNormSpec, LinearSpec, WeightSpec)
         for attribute in attrs.fields(spec)
         if attribute.default is not attrs.NOTHING
     }
@@ -171,6 +171,7 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
     assert defaults == {
         "GatedMLPSpec.quant",
         "GatedMLPSpec.unquantised",
+        "GatedMLPSpec.feeds",
         "GatedMLPSpec.shared",
         "MLASpec.rope",
         "ResidualSpec.mlp_ranks",
@@ -178,10 +179,11 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         "ResidualSpec.starts_stream",
         "ResidualSpec.read_by",
         "ResidualSpec.handed_over",
+        "ResidualSpec.gives",
     } | {
         f"{n}.{field}"
         for n in ("NormSpec", "GatedNormSpec")
-        for field in ("weight_offset", "module", "quant", "unquantised")
+        for field in ("weight_offset", "module", "quant", "unquantised", "feeds", "fed_by")
     }
 
 

@@ -29,11 +29,17 @@ def _rms(width: int, eps: float, name: str = "RMSNorm") -> Any:
 
 
 def _linear(kind: str, total_in: int, total_out: int, rank: Rank) -> Any:
-    """Totals, and the group it is sharded over: no size and no rank of its own."""
+    """Totals, this rank's sizes, and the group it is sharded over: no size of a group and no rank of its own."""
     group = SimpleNamespace(rank_in_group=rank.rank, world_size=rank.size)
-    return module(
-        f"{_LINEAR}:{kind}", input_size=total_in, output_size=total_out, tp_group=group, parallel_group="attn_tp"
-    )
+    held: dict[str, Any] = {"parallel_group": "replicated" if kind == "ReplicatedLinear" else "attn_tp"}
+    if kind == "RowParallelLinear":
+        held["input_size_per_partition"] = total_in // rank.size
+    elif kind.endswith("ColumnParallelLinear"):
+        sizes = [total_out // 2] * 2 if kind.startswith("Merged") else [total_out]
+        held |= {"output_sizes": sizes} if kind.startswith("Merged") else {}
+        held["output_partition_sizes"] = [size // rank.size for size in sizes]
+        held["output_size_per_partition"] = total_out // rank.size
+    return module(f"{_LINEAR}:{kind}", input_size=total_in, output_size=total_out, tp_group=group, **held)
 
 
 def _radix(

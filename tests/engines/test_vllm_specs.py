@@ -6,15 +6,25 @@ Run by `make test-engines` in an environment of its own.
 from __future__ import annotations
 
 import collections
+from unittest import mock
 
 import attrs
 import pytest
 import torch
 
 from layerfuse import registry
-from layerfuse.adapters import ActivationQuant, MLASpec, ParallelConflictError, SpecError, describe_linear_quant
+from layerfuse.adapters import (
+    ActivationQuant,
+    LinearSpec,
+    MLASpec,
+    ParallelConflictError,
+    SpecError,
+    WeightSpec,
+    describe_linear_quant,
+)
 from layerfuse.adapters.specs import Parallel
 from layerfuse.fusion import FusionConfig, Plan, Target, plan
+from layerfuse.testing.compare import linears_of, misfit
 
 vllm_layers = pytest.importorskip("vllm_layers")
 from vllm.config import set_current_vllm_config  # noqa: E402
@@ -100,6 +110,13 @@ def compressed(activations: dict[str, object], **weights: object) -> dict[str, o
 PER_TOKEN = compressed({"strategy": "token"}, strategy="channel")
 PER_GROUP = compressed({"strategy": "group", "group_size": 128}, strategy="block", block_structure=[128, 128])
 COLUMN_MAJOR = ActivationQuant(group_size=128, column_major=True)
+IN_BLOCKS = WeightSpec(dtype="float8_e4m3fn", scheme="block", block=(128, 128))
+WEIGHTS = {
+    id(BLOCK): IN_BLOCKS,
+    id(PER_GROUP): IN_BLOCKS,
+    id(STATIC): attrs.evolve(IN_BLOCKS, scheme="tensor", block=None),
+    id(PER_TOKEN): attrs.evolve(IN_BLOCKS, scheme="channel", block=None),
+}
 FP8 = {
     "block, DeepGEMM": (BLOCK, "deep_gemm:DeepGemmFp8BlockScaledMMKernel", COLUMN_MAJOR),
     "block, CUTLASS": (BLOCK, "cutlass:CutlassFp8BlockScaledMMKernel", COLUMN_MAJOR),
@@ -129,8 +146,65 @@ def test_what_an_fp8_linear_quantises_is_read_off_the_kernel_that_vllm_gave_it(
 
     attention, stream = registry.spec_for(decoder.self_attn), registry.spec_for(decoder)
     assert (attention.q_norm.quant, stream.input_norm.quant, stream.post_attention_norm.quant) == (quant,) * 3
+    (linear,) = attention.q_norm.feeds
+    assert linear.activation == described and linear.weight == WEIGHTS[id(quantization)]
     assert attention.kv_norm.quant is None
     assert registry.spec_for(decoder.mlp).quant == quant
+
+
+def test_packed_integers_say_their_groups_and_sizes() -> None:
+    """Their weight is no tensor of out_features by in_features: the sizes are the module's own."""
+    from vllm.model_executor.kernels.linear.mixed_precision.marlin import MarlinLinearKernel
+
+    integers = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    group = {"targets": ["Linear"], "weights": integers, "input_activations": None}
+    packed = {"format": "pack-quantized", "config_groups": {"all": group}, "ignore": ["lm_head"]}
+    schemes = "vllm.model_executor.layers.quantization.compressed_tensors.schemes"
+    with mock.patch(f"{schemes}.compressed_tensors_wNa16.choose_mp_linear_kernel", return_value=MarlinLinearKernel):
+        quantization = {"quant_method": "compressed-tensors", **packed}
+        model = build_model("deepseek-v3", tp=2, first_k_dense_replace=1000, quantization_config=quantization)
+    (linear,) = registry.spec_for(model.get_submodule("model.layers.0.self_attn")).q_norm.feeds
+    assert linear.weight == WeightSpec(dtype="int4", scheme="group", block=(1, 128))
+    assert (linear.local_in_features, linear.local_out_features, linear.activation) == (1536, 12288, None)
+
+
+def test_a_linear_that_takes_its_input_quantised_says_so() -> None:
+    """As vLLM's own producers ask it: set by the scheme when it makes the weights, and hidden where LoRA needs the input as it is."""
+    from vllm.model_executor.layers.fusion.quant_activation import get_input_quant_key
+
+    static = compressed({"strategy": "tensor", "dynamic": False}, strategy="tensor")
+    for quantization, takes in ((PER_TOKEN, False), (static, True)):
+        with fp8_kernel("cutlass:CutlassFP8ScaledMMLinearKernel"):
+            model = build_model("deepseek-v3", first_k_dense_replace=1000, quantization_config=quantization)
+        layer = model.get_submodule("model.layers.0.self_attn")
+        assert (get_input_quant_key(layer.q_b_proj) is not None) == takes
+        assert registry.spec_for(layer).q_norm.feeds[0].takes_quantised == takes
+    layer.q_b_proj.requires_unquantized_input = True
+    assert not registry.spec_for(layer).q_norm.feeds[0].takes_quantised
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_linears_are_the_same_in_the_model_however_many_ranks_share_them(name: str) -> None:
+    """And this rank's are its share of them, and its copies: vLLM's own totals count those once per rank."""
+    alone: dict[str, LinearSpec] = {}
+    for tp in MODELS[name].tp_sizes:
+        for path, spec in registry.specs_in(model := build_model(name, tp=tp, rank=tp - 1)):
+            for linear, side, width, local_width in linears_of(spec):
+                assert misfit(linear, side, width, local_width, tp) is None, (path, tp)
+                weight = model.get_submodule(path).get_submodule(linear.path).weight
+                assert (linear.local_out_features, linear.local_in_features) == tuple(weight.shape)
+                first = alone.setdefault(f"{path}.{linear.path}", linear)
+                assert (linear.in_features, linear.out_features) == (first.in_features, first.out_features), (path, tp)
+                assert linear.style == first.style and len(linear.local_outputs) >= len(first.local_outputs)
+    assert alone and all(linear.weight is not None for linear in alone.values())
+
+
+def test_kv_heads_that_ranks_have_copies_of_are_counted_once() -> None:
+    """Two of them, of 256 columns, over eight ranks: vLLM's `output_size` has eight."""
+    decoder = build_model("qwen3-next", tp=8, rank=5).get_submodule("model.layers.3")
+    (linear,) = registry.spec_for(decoder).input_norm.feeds
+    assert linear.out_features == 2 * 16 * 256 + 2 * 2 * 256 < decoder.self_attn.qkv_proj.output_size
+    assert linear.local_outputs == (2 * 2 * 256, 256, 256)
 
 
 @pytest.mark.parametrize("name", MODELS)

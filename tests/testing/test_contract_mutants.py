@@ -77,6 +77,11 @@ WRONG_FACTS = {
         "kv_norm.epsilon",
     ),
     "the wrong side of a weight": ({"tp_weight": "kv_b.in_features"}, "C10", "num_local_heads: declared 2, read 4"),
+    "a linear that reads something else": (
+        {"q_norm": {"module": "q_norm", "feeds": ["kv_b"]}},
+        "C1",
+        ": kv_b: in_features ",
+    ),
     "a guessed size": ({"tp_weight": None, "tp_size": {"const": 1}}, "C7", "expected ParallelUnknownError"),
 }
 

@@ -1,0 +1,153 @@
+"""How each kind of linear holds its weight: a table of class names, beside that of `linear_quant`.
+
+Classes are named and found as there. What is in no table is not known, and no guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import lru_cache
+from typing import Any, TypeAlias
+
+from .errors import FOREIGN
+from .linear_quant import HOLDERS
+from .linear_quant_readings import at, is_fp8, maybe, stored
+from .linear_specs import WeightSpec, weight_spec
+
+Reading: TypeAlias = Callable[[Any, Any], WeightSpec | None]
+"""Given the object that the table knows and the linear itself; None where neither says it."""
+
+
+def weight_of(linear: Any) -> WeightSpec | None:
+    """How a linear that is not plain holds its weight, or None where it is not known."""
+    try:
+        for held in (linear, *[stored(linear, name) for name in HOLDERS]):
+            reading = _reading(held.__class__)
+            if reading is not None:
+                return reading(held, linear)
+    except FOREIGN:  # a linear whose own code fails where it is asked: this decides no spec
+        pass
+    return None
+
+
+def plain_weight(linear: Any) -> WeightSpec | None:
+    """Of a linear without a quantisation; a weight of eight bits is said to be one by nobody."""
+    dtype = stored(linear, "weight").dtype
+    return weight_spec(_name(dtype), "plain", None) if dtype.itemsize > 1 else None
+
+
+def _plain(_: Any, linear: Any) -> WeightSpec | None:
+    return plain_weight(linear)
+
+
+def _scaled(dtype: str, block: Sequence[int] | None, whole: str = "tensor") -> WeightSpec:
+    """One scale per block if there are blocks, else as `whole` says."""
+    return (
+        weight_spec(dtype, whole, None)
+        if block is None
+        else weight_spec(dtype, "block", (int(block[0]), int(block[1])))
+    )
+
+
+def _finegrained_fp8(linear: Any, _: Any) -> WeightSpec | None:
+    """transformers/integrations/finegrained_fp8.py, `FP8Linear`."""
+    if not is_fp8(linear.weight.dtype):
+        return plain_weight(linear)
+    return _scaled(_name(linear.weight.dtype), at(linear, "block_size"))
+
+
+def _compressed_tensors(scheme: Any, linear: Any) -> WeightSpec | None:
+    """compressed_tensors/quantization/quant_args.py, `QuantizationArgs` of `QuantizationScheme.weights`."""
+    args = at(scheme, "weights")
+    if args is None:
+        return plain_weight(linear)
+    kind, bits = at(args, "type"), at(args, "num_bits")
+    dtype = "float8_e4m3fn" if (kind, bits) == ("float", 8) else f"{kind}{bits}"
+    strategy = at(args, "strategy")
+    if strategy in ("tensor", "channel", "block"):
+        return _scaled(dtype, at(args, "block_structure") if strategy == "block" else None, strategy)
+    return weight_spec(dtype, "group", (1, at(args, "group_size"))) if strategy == "group" else None
+
+
+def _quant_key(method: Any, linear: Any) -> WeightSpec | None:
+    """vllm/model_executor/layers/quantization/utils/quant_utils.py, `QuantKey`; 16 bits wide, it is not yet quantised."""
+    if stored(linear, "weight").dtype.itemsize in (2, 4) and stored(linear, "weight").dtype.is_floating_point:
+        return plain_weight(linear)
+    key = at(method, "weight_quant_key")
+    rows, columns = key.scale.group_shape
+    if (rows, columns) == (-1, -1):
+        return weight_spec(_name(key.dtype), "tensor", None)
+    channel = (rows, columns) in ((-1, 1), (1, -1))  # vLLM's words for it are those of activations, or of weights
+    return weight_spec(_name(key.dtype), "channel", None) if channel else _scaled(_name(key.dtype), (rows, columns))
+
+
+def _packed_integers(scheme: Any, _: Any) -> WeightSpec | None:
+    """vllm: compressed_tensors/schemes/compressed_tensors_wNa16.py."""
+    dtype, group = f"int{at(scheme, 'num_bits')}", at(scheme, "group_size")
+    return weight_spec(dtype, "channel", None) if group == -1 else weight_spec(dtype, "group", (1, group))
+
+
+def _mx(dtype: str) -> Reading:
+    return lambda *_: weight_spec(dtype, "mx", (1, 32))
+
+
+def _sglang_fp8(method: Any, linear: Any) -> WeightSpec | None:
+    """sglang/srt/layers/quantization/fp8.py, w8a8_fp8.py and compressed_tensors_w8a8_fp8.py: blocks, or as many scales as there are."""
+    if maybe(method, "use_mxfp8"):
+        return weight_spec("float8_e4m3fn", "mx", (1, 32))
+    weight = stored(linear, "weight")
+    if not is_fp8(weight.dtype):
+        return plain_weight(linear)
+    block = maybe(method, "weight_block_size")
+    if block is None and maybe(method, "block_quant"):
+        block = at(method, "quant_config.weight_block_size")
+    if block is not None:
+        return _scaled(_name(weight.dtype), block)
+    scales = at(linear, "weight_scale").numel()
+    return weight_spec(_name(weight.dtype), "channel" if scales == weight.shape[0] > 1 else "tensor", None)
+
+
+_ATOM = {"per_Token": "channel", "per_Tensor": "tensor"}
+
+
+def _atom(linear: Any, _: Any) -> WeightSpec | None:
+    """atom/model_ops/linear.py, `LinearBase`; the names are those of AITER's `QuantType`."""
+    kind, dtype = at(linear, "quant_type.name"), _name(at(linear, "params_dtype"))
+    if kind == "No":
+        return weight_spec(dtype, "plain", None)
+    if kind == "per_1x128":
+        return weight_spec(dtype, "block", (128, 128))
+    return weight_spec(dtype, _ATOM[kind], None) if kind in _ATOM else None
+
+
+TABLE: dict[str, Reading] = {
+    "transformers:FP8Linear": _finegrained_fp8,
+    "compressed_tensors:QuantizationScheme": _compressed_tensors,
+    "vllm:UnquantizedLinearMethod": _plain,
+    "vllm:Fp8LinearMethod": _quant_key,
+    "vllm:Fp8PerTensorOnlineLinearMethod": _quant_key,
+    "vllm:Fp8PerBlockOnlineLinearMethod": _quant_key,
+    "vllm:Fp8PtpcOnlineLinearMethod": _quant_key,
+    "vllm:CompressedTensorsW8A8Fp8": _quant_key,
+    "vllm:CompressedTensorsW8A16Fp8": _quant_key,
+    "vllm:CompressedTensorsWNA16": _packed_integers,
+    "vllm:CompressedTensorsW8A8Mxfp8": _mx("float8_e4m3fn"),
+    "vllm:CompressedTensorsW4A4Mxfp4": _mx("float4_e2m1fn"),
+    "sglang:UnquantizedLinearMethod": _plain,
+    "sglang:Fp8LinearMethod": _sglang_fp8,
+    "sglang:W8A8Fp8LinearMethod": _sglang_fp8,
+    "sglang:CompressedTensorsW8A8Fp8": _sglang_fp8,
+    "atom:LinearBase": _atom,
+}
+
+
+@lru_cache(maxsize=512)
+def _reading(cls: Hashable) -> Reading | None:
+    assert isinstance(cls, type)
+    names = (f"{base.__module__.partition('.')[0]}:{base.__name__}" for base in cls.__mro__)
+    return next((TABLE[name] for name in names if name in TABLE), None)
+
+
+@lru_cache(maxsize=64)
+def _name(dtype: Hashable) -> str:
+    return str(dtype).removeprefix("torch.")
