@@ -124,9 +124,9 @@ class Quant(Step):
         site, quant = at.site, at.quant
         readers = f"the linears that read the {site.role} site"
         if quant is None and site.unquantised is not None:
-            return Verdict(
-                "not_applicable", f"{readers} agree on no quantisation that a fusion knows: {site.unquantised}"
-            )
+            counted = "" if site.quantising is None else f" ({site.quantising})"
+            why = f"agree on no quantisation that a fusion knows{counted}: {site.unquantised}"
+            return Verdict("not_applicable", f"{readers} {why}")
         if quant is None:
             return Verdict("not_applicable", f"{readers} are not known to quantise their activations")
         if quant.scheme != self.scheme:
