@@ -157,7 +157,7 @@ def forms_over_ranks() -> dict[str, tuple[Fusion, Form]]:
 def _forms(*, over_ranks: bool) -> dict[str, tuple[Fusion, Form]]:
     found: dict[str, tuple[Fusion, Form]] = {}
     for name, fusion in FUSIONS.items():
-        for form in fusion.forms if (fusion.all_reduce is not None) is over_ranks else ():
+        for form in fusion.forms if fusion.across_ranks is over_ranks else ():
             found[name if form.op is fusion.op else form.op.name] = (fusion, form)
     return found
 

@@ -132,7 +132,7 @@ def run(
     from .peers import Setting, check_names
     from .roster import names
 
-    over_ranks = known_form(fusion)[0].all_reduce is not None
+    over_ranks = known_form(fusion)[0].across_ranks
     if ranks is not None and not over_ranks:
         raise BenchError(f"{fusion} runs on one rank; several are for what starts with an all-reduce")
     if isinstance(ranks, Ranks) and device not in (None, ranks.device):

@@ -33,7 +33,7 @@ def names(setting: Setting) -> list[str]:
 
 
 def _others(setting: Setting) -> list[Peer]:
-    if setting.case.declared.all_reduce is not None:
+    if setting.case.declared.across_ranks:
         whole = [peer(setting) for peer in WHOLE_OPS]
         return [*whole, *unfused_peers(setting), *added(), COPY]
     compilers = (INDUCTOR, COMBO_KERNELS, MAX_AUTOTUNE)

@@ -6,9 +6,9 @@ A fusion whose op is not given has the one that its chain composes to. Nothing h
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from itertools import permutations
 from typing import Any, TypeAlias
 
 import attrs
@@ -114,9 +114,10 @@ class Fusion:
 
     @backends.default
     def _family(self) -> tuple[Kernel, ...]:
-        if not self._is_composed or not all(step.in_family for step in self.chain):
+        # A class that is derived from one of ours computes something else.
+        if not self._is_composed or not all(vars(type(step)).get("in_family", False) for step in self.chain):
             return ()
-        return FAMILY if self.all_reduce is None else COLLECTIVE
+        return COLLECTIVE if self.across_ranks else FAMILY
 
     @name.validator
     def _check_name(self, _: object, value: str) -> None:
@@ -161,14 +162,14 @@ class Fusion:
         return tuple(step for step in self.chain if step.is_norm)
 
     @property
-    def all_reduce(self) -> AllReduce | None:
-        """The all-reduce, if the chain has one."""
-        return next((step for step in self.chain if isinstance(step, AllReduce)), None)
-
-    @property
     def takes_any_number(self) -> bool:
         """Whether a graph for any number of tokens may hold its op, which does the chain in pieces beyond its range."""
-        return self.all_reduce is not None
+        return self.across_ranks
+
+    @property
+    def across_ranks(self) -> bool:
+        """Whether the ranks of a process group call its op together."""
+        return any(step.across_ranks for step in self.chain)
 
     @property
     def add(self) -> Add | None:
@@ -184,6 +185,18 @@ class Fusion:
         wrong: Any = next((step for step in self.chain if not isinstance(step, Step)), None)
         if wrong is not None:
             yield f"chain: expected steps, such as Add, Norm or Quant(per='token'), got {wrong!r:.80}"
+            return
+        named: dict[str, Any] = {}
+        for step in self.chain:
+            absent = [name for name in ("stage", "roles") if not hasattr(type(step), name)]
+            if absent:
+                yield f"{type(step).__name__} does not say its {' and its '.join(absent)}"
+            for name, function in step.reference().items():
+                if name.startswith("_") or named.setdefault(name, function) is not function:
+                    yield (
+                        f"{type(step).__name__}.reference: {name} is another function already; names that start with an "
+                        "underscore are layerfuse's"
+                    )
 
     def _bad_chain(self) -> Iterable[str]:
         op: Any = self.op
@@ -193,10 +206,12 @@ class Fusion:
         if wrong:
             yield wrong[0]
             return
-        several = Counter(type(step) for step in self.chain if not step.is_norm)
-        twice = next((step.__name__ for step, number in several.items() if number > 1), None)
+        steps = [step for step in self.chain if not step.is_norm]
+        twice = next((type(a).__name__ for a, b in permutations(steps, 2) if isinstance(b, type(a))), None)
         if twice is not None:
             yield f"the chain has {twice} twice"
+        misplaced = (step.why_not_in(self.chain) for step in self.chain)
+        yield from filter(None, misplaced)
         stages = [step.stage for step in self.chain]
         if stages != sorted(stages):
             yield "the steps of a chain stand in the order sources, middle, sinks: " + ", ".join(

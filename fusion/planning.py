@@ -335,7 +335,7 @@ class _Decider:
         self._engine = engine
         self._policy = policy
         # Limits of other packages may look at all of a spec; those of all-reduces look at what the key holds.
-        self._limited = any(f.limit is not None and f.all_reduce is None for f in FUSIONS.values())
+        self._limited = any(f.limit is not None and not f.across_ranks for f in FUSIONS.values())
         self._known: dict[Any, list[tuple[str, Kind, str, Tokens]]] = {}
 
     def __call__(self, site: Site) -> list[Decision]:

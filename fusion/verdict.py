@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..adapters.activation_quant import ActivationQuant
-from .chain import Fusion
+from ..adapters.errors import FOREIGN, said
+from .chain import LAYERFUSE, Fusion
 from .sites import Site
 from .steps import SINKS, SOURCES, At, Step, Verdict
 from .target import Target
@@ -20,6 +21,15 @@ def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant |
         return Verdict("not_applicable", site.absent)
     if site.unknown is not None:
         return Verdict("refused", site.unknown)
+    try:
+        return _asked_of_steps(fusion, site, target, quant)
+    except FOREIGN as error:
+        if fusion.owner == LAYERFUSE:
+            raise
+        return Verdict("refused", f"a step of {fusion.owner} raised {said(error)}")
+
+
+def _asked_of_steps(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None) -> Verdict:
     asked = list(_asked(fusion, site, target, quant))
     # What stands nearest to the middle is asked first: without an add there is nothing to reduce for.
     sources = [each for each in asked if each[0].stage == SOURCES]

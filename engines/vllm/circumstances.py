@@ -91,7 +91,7 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None, 
     engine = own.compiled(place, switched)
     foreign = why_not_all_reduce() if place.ranks > 1 else None
     if foreign is not None:
-        reduced = [name for name, fusion in FUSIONS.items() if fusion.all_reduce is not None]
+        reduced = [name for name, fusion in FUSIONS.items() if fusion.across_ranks]
         engine = attrs.evolve(engine, refuses={**engine.refuses, **dict.fromkeys(reduced, foreign)})
     return engine
 

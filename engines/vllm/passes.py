@@ -63,7 +63,7 @@ def why_not_now(plan: Plan) -> str | None:
 
     Asked again at each compilation: another package may choose an implementation once a model is loaded.
     """
-    reduced = any(FUSIONS[decision.fusion].all_reduce is not None for decision in plan.expected())
+    reduced = any(FUSIONS[decision.fusion].across_ranks for decision in plan.expected())
     return why_not_ops() or (why_not_all_reduce() if reduced else None)
 
 

@@ -53,8 +53,8 @@ class Binding:
     "The rows of a norm that the graph's op quantises itself, and how."
     check: Callable[[Node], None] | None = None
     "What must hold where the op is put in front of a node; raises `Unmatched`."
-    finish: Callable[[dict[str, Node]], Iterable[Node]] | None = None
-    "Replaces what is read in other shapes and layouts; returns nodes that may be unread afterwards."
+    finish: list[Callable[[dict[str, Node]], Iterable[Node]]] = field(factory=list)
+    "Each replaces what is read in other shapes and layouts; returns nodes that may be unread afterwards."
 
     def now(self, node: Node) -> Node:
         """A node, or what stands for it since it was found."""

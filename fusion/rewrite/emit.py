@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..chain import Form, Fusion
+from ...adapters.errors import FOREIGN, said
+from ..chain import LAYERFUSE, Form, Fusion
 from ..declare import REQUIRED, Rows, StaticScale
 from ..match.errors import Unmatched
 from ..match.patterns import find_op
@@ -47,7 +48,7 @@ def replace(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -
     for form in fusion.forms:
         stays = any(step.is_left(use) for step in form.chain)
         try:
-            _replace(form, use, plan, moved)
+            _replace(fusion, form, use, plan, moved)
         except Unmatched as reason:
             problem = reason
             left = str(reason) if stays else left
@@ -61,7 +62,7 @@ def why_not_there(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, No
     problem: str | None = None
     for form in fusion.forms:
         try:
-            _bind(form, use, plan, moved)
+            _bind(fusion, form, use, plan, moved)
         except Unmatched as reason:
             problem = str(reason)
         else:
@@ -69,8 +70,8 @@ def why_not_there(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, No
     return problem
 
 
-def _replace(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> None:
-    bound = _bind(form, use, plan, moved)
+def _replace(fusion: Fusion, form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> None:
+    bound = _bind(fusion, form, use, plan, moved)
     _check_alike(bound, form)
     first, last = _span(bound)
     check_writes(first, last)
@@ -102,14 +103,21 @@ def _replace(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> N
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         moved[node] = result
-    more = [] if bound.finish is None else list(bound.finish(results))
+    more = [node for finish in bound.finish for node in finish(results)]
     erase_unused((*more, *bound.nodes))
 
 
-def _bind(form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Binding:
+def _bind(fusion: Fusion, form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Binding:
     bound = Binding(name=form.op.name, chain=form.chain, use=use, plan=plan, moved=moved)
     for step in bound.steps():
-        step.bind(bound)
+        try:
+            step.bind(bound)
+        except Unmatched:
+            raise
+        except FOREIGN as error:
+            if fusion.owner == LAYERFUSE:
+                raise
+            raise Unmatched(f"{type(step).__name__} of {fusion.owner} raised {said(error)}") from None
     return bound
 
 

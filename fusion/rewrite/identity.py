@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import sys
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import attrs
 
 from .. import backends
+from ..chain import Fusion
 from ..compose import Reference
-from ..declare import Op
 from ..planning import Plan
 
 
@@ -48,19 +50,29 @@ def plan_hash(plan: Plan) -> str:
     from ..catalog import FUSIONS
 
     specs = [(layer, type(spec).__name__, _without_rank(attrs.asdict(spec))) for layer, spec in plan.specs]
-    foreign = [_meaning_of(fusion.op) for fusion in FUSIONS.values() if fusion.owner != "layerfuse"]
+    foreign = [_meaning_of(fusion) for fusion in FUSIONS.values() if fusion.owner != "layerfuse"]
     held = plan.to_dict()
     del held["config"]["strict"]  # which decides what is an error, and nothing in a graph
     text = json.dumps([held, specs, list(FUSIONS), foreign], sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _meaning_of(op: Op) -> str:
-    """What an op of another package computes: its chain, or a hash of the file that its reference is defined in."""
-    if op.chain is not None and isinstance(op.reference, Reference):
-        return f"{op.schema} {op.chain!r}"
-    path = inspect.getsourcefile(op.reference)
-    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
+def _meaning_of(fusion: Fusion) -> str:
+    """What a fusion of another package computes and where it is found: its chain, and the files of its steps and of its reference."""
+    code: list[Any] = [] if isinstance(fusion.op.reference, Reference) else [fusion.op.reference]
+    for step in fusion.chain:
+        code += [*type(step).__mro__, *step.reference().values()]
+    modules = {inspect.getmodule(each) for each in code}
+    files = sorted(str(module.__file__) for module in modules if module is not None and _is_of_others(module))
+    return (
+        f"{fusion.op.schema} {fusion.chain!r} {[hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]}"
+    )
+
+
+def _is_of_others(module: ModuleType) -> bool:
+    """Whether a module is a file of another package's; `source_hash` has ours."""
+    package = module.__name__.partition(".")[0]
+    return bool(vars(module).get("__file__")) and package not in (__name__.partition(".")[0], *sys.stdlib_module_names)
 
 
 def _without_rank(fields: dict[str, Any]) -> dict[str, Any]:

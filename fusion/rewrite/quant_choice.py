@@ -56,7 +56,7 @@ def bind_quant(bound: Binding, step: Quant) -> None:
     def finish(given: dict[str, Node]) -> list[Node]:
         return [node for _, result in chosen for node in result.replace(given[step.out], given.get(step.scales))]
 
-    bound.finish = finish
+    bound.finish.append(finish)
 
 
 def all_of(

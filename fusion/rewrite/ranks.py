@@ -48,7 +48,7 @@ def agree_on_graph(groups: Sequence[str], plan: Plan, record: GraphRecord) -> No
     Raises:
         RankDisagreementError: on every rank of the group, where they differ.
     """
-    forms = {form.op.name for fusion in FUSIONS.values() if fusion.all_reduce is not None for form in fusion.forms}
+    forms = {form.op.name for fusion in FUSIONS.values() if fusion.across_ranks for form in fusion.forms}
     lines = [
         f"{use.site}: {use.form if use.form in forms else 'its all-reduce is left as it is'}"
         for use in record.uses
@@ -60,7 +60,7 @@ def agree_on_graph(groups: Sequence[str], plan: Plan, record: GraphRecord) -> No
 
 def asks_ranks(plan: Plan) -> bool:
     """Whether it depends on what the ranks of a group find out together which chains of a plan are fused."""
-    reduces = any(FUSIONS[decision.fusion].all_reduce is not None for decision in plan.expected())
+    reduces = any(FUSIONS[decision.fusion].across_ranks for decision in plan.expected())
     return reduces and plan.target.vendor != "cpu"
 
 
@@ -77,7 +77,7 @@ def kernels_here(plan: Plan, group: str, dtype: torch.dtype, device: torch.devic
     """
     if device.type == "cpu" or not asks_ranks(plan):
         return ()
-    fused = [decision for decision in plan.expected() if FUSIONS[decision.fusion].all_reduce is not None]
+    fused = [decision for decision in plan.expected() if FUSIONS[decision.fusion].across_ranks]
     op, said = FUSIONS[REDUCED].op, []
     for width in sorted({plan.site[decision.site].norms[0].width for decision in fused}):
         case = case_type(op)(dtype=dtype, width=width, weight_dtype=dtype, group=group, weight_offset=0.0)

@@ -44,7 +44,7 @@ class Add(Step):
         return f"{before or self.x} + {self.residual}"
 
     def source(self, source: Source) -> Iterator[str]:
-        yield f"made_{self.out} = _add({source.read(self.x)}, {self.residual})"
+        yield f"made_{self.out} = _add({source.read(self.x)}, {source.read(self.residual)})"
         source.reads[self.x] = f"made_{self.out}"  # what follows reads the sum where it would have read x
 
     def why_not(self, at: At) -> Verdict | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from ..declare import Argument, GroupName, Result, Rows
 from ..sites import STREAM
+from .add import Add
 from .step import SOURCES, At, Source, Step, Verdict
 
 if TYPE_CHECKING:
@@ -40,8 +41,12 @@ class AllReduce(Step):
         return f"all-reduce of {self.x},"
 
     def source(self, source: Source) -> Iterator[str]:
+        yield f"reduced_{self.x} = _all_reduce({source.read(self.x)}, {self.group})"
         source.reads[self.x] = f"reduced_{self.x}"
-        yield f"reduced_{self.x} = _all_reduce({self.x}, {self.group})"
+
+    def why_not_in(self, chain: Sequence[Step]) -> str | None:
+        behind = chain[chain.index(self) + 1 :]
+        return None if behind and isinstance(behind[0], Add) else "AllReduce stands in front of Add"
 
     def why_not(self, at: At) -> Verdict | None:
         if at.site.reduced == 1:

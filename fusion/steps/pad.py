@@ -58,7 +58,7 @@ class Pad(Step):
         plan = PaddedResults(found, out)
         bound.args[self.width] = found.width
         bound.last += [out, *found.pads]
-        bound.finish = lambda given: plan.replace(given[self.out])
+        bound.finish.append(lambda given: plan.replace(given[self.out]))
 
     def is_left(self, use: SiteUse) -> bool:
         from ..match.pads import is_padded

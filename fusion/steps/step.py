@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -73,7 +74,7 @@ class Source:
 
 
 @frozen(kw_only=True)
-class Step:
+class Step(ABC):
     """One operation of a chain. Each names the arguments and results of an op that it stands for."""
 
     stage: ClassVar[int]
@@ -86,7 +87,7 @@ class Step:
     "Whether the ranks of a process group do it together, so that each needs a kernel for it."
 
     in_family: ClassVar[bool] = False
-    "Whether the kernels of AITER and Triton that are made from chains know it."
+    "Whether the kernels of AITER and Triton that are made from chains know it; each class says so for itself."
 
     @property
     def outs(self) -> tuple[str, ...]:
@@ -103,34 +104,39 @@ class Step:
         """The variable of its first result, as rows that a sink takes."""
         return f"made_{self.outs[0]}"
 
+    @abstractmethod
     def arguments(self) -> tuple[Argument, ...]:
         """What it fills."""
-        raise NotImplementedError
 
+    @abstractmethod
     def results(self, of: str) -> tuple[Result, ...]:
         """What it gives. `of`: the rows that results are shaped like."""
-        raise NotImplementedError
 
+    @abstractmethod
     def said(self, before: str, source: Source) -> str:
         """The words of the op's docstring up to this step. `before`: up to the one before, empty at the first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def source(self, source: Source) -> Iterator[str]:
         """Itself as statements over the functions of `ops.arithmetic.REFERENCE`, which set `made_` and the name of each result."""
-        raise NotImplementedError
 
     def reference(self) -> Mapping[str, Callable[..., Any]]:
         """The functions that `source` names beyond those of `ops.arithmetic.REFERENCE`."""
         return {}
 
+    def why_not_in(self, chain: Sequence[Step]) -> str | None:
+        """Why it cannot stand where it stands among the steps of a chain, as a sentence; None where it can."""
+        return None
+
+    @abstractmethod
     def why_not(self, at: At) -> Verdict | None:
         """Why it cannot stand at a site, from the site's spec alone; None where it can."""
-        raise NotImplementedError
 
+    @abstractmethod
     def described(self, at: At) -> str:
         """What it does at a site, in words that a plan joins with those of the others."""
-        raise NotImplementedError
 
+    @abstractmethod
     def bind(self, bound: Binding) -> None:
         """Find itself in a graph, from what the steps before it have bound, and bind its arguments and results.
 
@@ -139,7 +145,6 @@ class Step:
         Raises:
             Unmatched: it is not there, or not as the spec says; nothing has changed in the graph.
         """
-        raise NotImplementedError
 
     def is_left(self, use: SiteUse) -> bool:
         """Whether a use of a site has it, so that it stays behind a form without it: that is said then."""

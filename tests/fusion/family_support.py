@@ -36,9 +36,9 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 E4M3 = torch.float8_e4m3fn
 ALL = [(fusion, form) for fusion in FUSIONS.values() for form in fusion.forms if form.op.chain is not None]
-FORMS = {form.op.name: form for fusion, form in ALL if fusion.all_reduce is None}
+FORMS = {form.op.name: form for fusion, form in ALL if not fusion.across_ranks}
 """Every op of the family on one rank by name."""
-REDUCED = {form.op.name: form for fusion, form in ALL if fusion.all_reduce is not None}
+REDUCED = {form.op.name: form for fusion, form in ALL if fusion.across_ranks}
 """Those that start with an all-reduce."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The magnitudes of fp4."""

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from attrs import frozen
 
-from layerfuse.fusion.chain import FAMILY, Add, Fusion, FusionError, Norm, Quant, SiluMul
+from layerfuse.fusion import FUSIONS
+from layerfuse.fusion.chain import FAMILY, Add, AllReduce, Fusion, FusionError, Norm, Quant, SiluMul
 from layerfuse.fusion.declare import Epsilon, Flag, Like, Op, OpError, Rows, Weight, WeightOffset
-from layerfuse.fusion.sites import INPUT
+from layerfuse.fusion.sites import FINAL, INPUT, LATENTS
+from layerfuse.fusion.steps import Source, Step
 
 X, RESIDUAL, WEIGHT = Rows(name="x"), Rows(name="residual", like="x"), Weight(name="weight", of="x")
 ARGS = (X, RESIDUAL, WEIGHT, Epsilon(), WeightOffset())
@@ -58,6 +63,8 @@ def test_ops(changes: dict[str, Any], says: str) -> None:
             "in the order sources, middle, sinks: Norm is in the middle, Add is a source",
         ),
         ({"chain": (Add, Add, NORM)}, "has Add twice"),
+        ({"chain": (Add, AllReduce, NORM)}, "AllReduce stands in front of Add"),
+        ({"chain": (AllReduce, NORM)}, "AllReduce stands in front of Add"),
         ({"chain": (3,)}, "expected steps"),
         ({"chain": "Add"}, "expected steps"),
         ({"op": None}, "expected an Op, got None"),
@@ -104,3 +111,42 @@ def test_an_op_that_is_not_given_is_composed() -> None:
 def test_chains_that_compose_to_no_fusion(chain: Any, says: str) -> None:
     with pytest.raises(FusionError, match=says):
         Fusion(name="one", doc="", level=1, roles=(INPUT,), chain=chain)
+
+
+@frozen(kw_only=True)
+class Halved(Norm):
+    """Another norm by its arithmetic, and a norm of ours by its class."""
+
+    def source(self, source: Source) -> Iterator[str]:
+        yield f"made_{self.out} = half(_norm({source.read(self.x)}, {self.weight}, {self.epsilon}, {self.weight_offset}))"
+
+    def reference(self) -> dict[str, Any]:
+        return {"half": lambda x: x / 2}
+
+
+def test_a_step_derived_from_one_of_ours_has_none_of_its_kernels() -> None:
+    fusion = Fusion(name="halved", doc="halved", level=1, roles=(FINAL,), chain=(Add, Halved))
+    assert fusion.backends == ()
+    x = torch.randn(2, 8)
+    given = (x, torch.zeros(2, 8), torch.ones(8), 1e-6, 0.0)
+    plain = FUSIONS["add_rms_norm"].op.reference(*given)
+    torch.testing.assert_close(fusion.op.reference(*given), (plain[0] / 2, plain[1]))
+
+
+def test_two_steps_share_no_name_of_a_function() -> None:
+    chain = (Halved.of("q"), Halved.of("kv"))
+    with pytest.raises(FusionError, match=r"Halved\.reference: half is another function already"):
+        Fusion(name="halved", doc="halved", level=1, roles=(LATENTS,), chain=chain)
+
+
+def test_a_step_that_lacks_something_is_refused_where_it_is_made() -> None:
+    @frozen(kw_only=True)
+    class Nothing(Step):
+        pass
+
+    with pytest.raises(TypeError, match=r"abstract methods? arguments, bind"):
+        Nothing()
+
+    incomplete = type("Incomplete", (Step,), dict.fromkeys(Step.__abstractmethods__))
+    with pytest.raises(FusionError, match="Incomplete does not say its stage and its roles"):
+        Fusion(name="mine", doc="mine", level=1, roles=(FINAL,), chain=(incomplete, NORM))

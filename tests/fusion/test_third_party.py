@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -125,6 +126,62 @@ def test_it_is_known_everywhere(site: Path) -> None:
     assert TIMES in said["own step"]["bench"] and "layerfuse (reference)" in said["own step"]["bench"]
     assert NAME in said["bench"] and "layerfuse (reference)" in said["bench"]
     assert "`silu(gate) * up`" in said["op"]
+
+
+STEP = """
+import json, torch
+torch.set_num_threads(1)
+from layerfuse import FinalNormSpec, NormSpec, Parallel, fusion
+norm = NormSpec(width=64, epsilon=1e-6, weight_offset=0.0)
+final = FinalNormSpec(hidden_size=64, layer_index=1, parallel=Parallel(size=1, rank=0), final_norm=norm)
+plan = fusion.plan([("", final)], fusion.Target.named("cpu"))
+said = {"key": fusion.Pipeline(plan).uuid(), "plan": [str(each) for each in plan.decisions if each.fusion == "example_add_rms_norm_times"]}
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(64, eps=1e-6)
+
+    def forward(self, x, residual):
+        return self.norm(x + residual) * 0.25
+
+import torch._inductor.compile_fx as inductor
+inductor.compile_fx_inner = lambda gm, _inputs, **_: gm
+fused = fusion.compile(Model(), specs=[("", final)])
+with torch.inference_mode():
+    fused(*torch.randn(2, 4, 64))
+said["report"] = str(fused.report)
+print("SAID " + json.dumps(said))
+"""
+CHANGED = {
+    "as it is": ("times a number", "times a number"),
+    "another bind": ("bound.nodes.append(product)", "bound.nodes += [product]"),
+    "bind raises": ("(product,) = readers", "(product,) = readers[5]"),
+    "why_not raises": (
+        "    def why_not(self, at):\n        return None",
+        "    def why_not(self, at):\n        return at.nothing",
+    ),
+}
+
+
+def test_what_a_step_does_is_in_the_key_and_what_it_raises_stops_nobody(site: Path, tmp_path: Path) -> None:
+    said = {}
+    for name, (before, after) in CHANGED.items():
+        changed = tmp_path / name
+        shutil.copytree(site, changed)
+        file = changed / "layerfuse_example_times.py"
+        assert before in file.read_text()
+        file.write_text(file.read_text().replace(before, after))
+        done = run_python(STEP, changed, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 0, done.stderr[-3000:]
+        said[name] = json.loads(done.stdout.rpartition("SAID ")[2])
+    assert len({each["key"] for each in said.values()}) == len(CHANGED)
+    for name in ("as it is", "another bind"):
+        assert f"{TIMES}: 1 expected, 1 matched" in said[name]["report"]
+    for name, part in (("bind raises", "report"), ("why_not raises", "plan")):
+        assert "of layerfuse-example raised" in str(said[name][part])
+        assert "add_rms_norm: 1 expected, 1 matched" in said["why_not raises"]["report"]
+    assert "0 matched, 1 refused" in said["bind raises"]["report"]
 
 
 def test_the_command_line_knows_it(site: Path) -> None:

@@ -49,7 +49,7 @@ def function_of(op: Op, launch: Callable[..., None] | None = None) -> Callable[.
         )
     mode = NO_QUANT if quant is None else _MODES[quant.per]
     main = main_step(op.chain)
-    kept = isinstance(main, Norm) and main.kept
+    kept = main is not None and main.is_kept
     if isinstance(main, GatedNorm):
         return _gated(op.name, mode)
     if isinstance(main, SiluMul):
