@@ -42,11 +42,6 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     # What is compiled makes objects by the million: a tenth of its time would be looking for garbage among them.
     gc.set_threshold(10_000)
-    # torch renders its structured traces, which takes longer than the tests, as long as their logger has a handler. pytest
-    # from 9.2 on hands its own to every logger that does not propagate.
-    traces = logging.getLogger("torch.__trace")
-    traces.propagate = True
-    traces.handlers.clear()
 
 
 def pytest_unconfigure() -> None:
@@ -55,19 +50,22 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    _seed(0)
+    _prepare(0)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call() -> None:
     # Another seed than that of the fixtures, so that a test's tensors are none of theirs over again.
-    _seed(1)
+    _prepare(1)
 
 
-def _seed(seed: int) -> None:
+def _prepare(seed: int) -> None:
     random.seed(seed)
     # Not imported for this: most tests of the lower floors need neither.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
+        # torch renders its structured traces, which takes longer than the tests, as long as their logger has a handler. pytest
+        # from 9.2 on hands its own to every logger that does not propagate, before each part of a test.
+        logging.getLogger("torch.__trace").handlers.clear()

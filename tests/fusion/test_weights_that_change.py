@@ -5,6 +5,7 @@ The graphs are run op by op instead of by generated code.
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,6 +80,7 @@ def kept_by_layerfuse(bytes_at_most: int) -> Iterator[None]:
     tracemalloc.start()
     try:
         yield
+        gc.collect()
         kept = tracemalloc.take_snapshot().filter_traces(files).statistics("filename")
         assert sum(each.size for each in kept) <= bytes_at_most, kept
     finally:
