@@ -55,7 +55,7 @@ class LinearSpec(Checked):
     "Columns on this rank of each of those that are merged in it, in order; one number of a linear that is alone, none where it is not said."
     style: str | None = of_kind("linear_style")
     """Which side of it ranks share: what it gives (`column`), what it reads (`row`), or none (`replicated`: every rank holds all
-    of it, as the only one does of a linear that knows nothing of ranks). None: nothing says it."""
+    of it, also of a linear that knows nothing of ranks). None: nothing says it."""
     weight: WeightSpec | None = of_kind("optional_weight")
     "How it holds its weight; None: in a way that is not known here."
     activation: ActivationQuant | str | None = of_kind("linear_activation")
@@ -100,7 +100,6 @@ class LinearSpec(Checked):
 NESTED.update(
     optional_weight=WeightSpec,
     linears=LinearSpec,
-    optional_linear=LinearSpec,
     linear_activation=ActivationQuant,
 )
 

@@ -61,7 +61,7 @@ class LayerReader:
         "The installed plugin that brought them, in words that name its package; empty for others."
         self.facts = facts
         self.around = {id(norm): (Linears(norm.feeds), Linears(norm.fed_by)) for norm in facts.norms}
-        "The linears around each norm of the facts: those that read it, and those that feed it."
+        "The linears that read each norm, and those that feed it. Keyed by the identity of the facts' norms."
         self.fields: list[tuple[str, str, str | None, Any]] = [
             (attribute.name, kind_of(attribute), goes_with(attribute), facts.parsed[attribute.name])
             for attribute in attrs.fields(facts.spec)
@@ -141,7 +141,7 @@ class _Reading:
         if self.path:
             return f"{cut(self.path, 200)} ({self.reader.key})"
         try:
-            index = self.first(self.facts.parsed["layer_index"], convert=whole)
+            _, index = self.first(self.facts.parsed["layer_index"], convert=whole)
         except (LayerfuseError, UnreadableError, KeyError):
             index = None
         return f"a {self.reader.key} layer" if index is None else f"{self.reader.key} layer {shown(index)}"
@@ -194,8 +194,8 @@ class _Reading:
 
     def reader_of_product(self, name: str, places: tuple[Source, ...]) -> dict[str, Any]:
         """The linear that reads the result of a gated MLP's activation, and what it does to it."""
-        linear = self.found(name, places, same)
-        path = str(places[0])
+        place, linear = self.answered(name, places, same)
+        path = str(place)
         spec = linear_of(path, (path,), linear)
         said = spec.activation
         how = {name: None, "unquantised": said} if isinstance(said, str) else {name: said}
@@ -233,20 +233,24 @@ class _Reading:
         except SpecError as error:
             raise SpecError(error.what, [f"{name}.{problem}" for problem in error.problems]) from None
 
-    def found(
+    def found(self, name: str, places: tuple[Source, ...], convert: _Convert, *within: Any) -> Any:
+        return self.answered(name, places, convert, *within)[1]
+
+    def answered(
         self, name: str, places: tuple[Source, ...], convert: _Convert, start: Any = None, prefix: str = ""
-    ) -> Any:
+    ) -> tuple[Source, Any]:
+        """The place that answered for a field, and its answer."""
         try:
             return self.first(places, start, convert)
         except UnreadableError as error:
             raise self.missing(name, [prefix + attempt for attempt in error.args]) from error.__cause__
 
-    def first(self, places: Any, start: Any = None, convert: _Convert = same) -> Any:
+    def first(self, places: Any, start: Any = None, convert: _Convert = same) -> tuple[Source, Any]:
         tried = []
         cause = None
         for source in places:
             try:
-                return self.one(source, start, convert)
+                return source, self.one(source, start, convert)
             except UnreadableError as error:
                 tried.append(str(error))
                 cause = error.__cause__
@@ -325,7 +329,7 @@ class _Reading:
                 silent.append(f"{ratio}: {shown(total)} / {shown(local)} is no whole number of ranks")
         if "tp_rank" in parsed:
             try:
-                rank = self.first(parsed["tp_rank"], convert=whole)
+                _, rank = self.first(parsed["tp_rank"], convert=whole)
             except UnreadableError:
                 rank = None
         if not sources and "tp_weight" in parsed:

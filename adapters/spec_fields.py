@@ -59,7 +59,6 @@ _OPTIONAL = (
     "optional_reader",
     "linear_style",
     "optional_weight",
-    "optional_linear",
     "linear_activation",
     "block",
 )

@@ -39,7 +39,7 @@ ATOM_FIRST_PROJECTIONS = [
 checkpoints keep them unquantised, and they read the norm's result as it is."""
 
 OUTPUT_PROJECTIONS = ["self_attn.o_proj", "linear_attn.out_proj", "linear_attn.o_proj", "attn.o_proj", "o_proj"]
-"""What gives the attention's result, which joins the stream in front of the norm after it: in a decoder layer that is its own attention, its own."""
+"""What gives the attention's result, which joins the stream in front of the norm after it. A decoder layer that is its own attention holds it itself."""
 
 SPLIT_MLP = [
     *_of("mlp", "gate_proj", "up_proj"),

@@ -33,7 +33,7 @@ class Use:
     tokens: int | None = None
     "How many tokens the graph is for; None: any number, or nothing there tells."
     left: str | None = None
-    "Why a padding of the norm stayed behind the op. No miss: the fusion is there without it."
+    "Why a step of another form, such as a padding, stayed behind the op. No miss: the fusion is there without it."
     missed: Mapping[str, str] = field(factory=dict)
     "Expected fusion -> why it was not. Also what is expected only of siblings that run the same graph, where it is not there."
     how: str = "structure"

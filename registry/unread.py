@@ -170,19 +170,22 @@ class Unread:
         return cls in self._norms or any(_LOOKS_LIKE_RMS_NORM.search(base.__name__) for base in cls.__mro__)
 
     def _norm_beside(self, path: str) -> str | None:
-        """The norm next to a module, or next to what holds it, the nearest first: behind it, or in front where it is the only one.
+        """The norm behind a module, or behind what holds it, the nearest first, and a head's after one that stands by itself.
 
-        What is defined in front may run behind, but for a list. Two in front norm what goes in: a draft's block has such.
+        Where there is none, the one in front. What is defined in front may run behind, but for a list. Two in front norm what goes in:
+        a draft's block has such.
         """
+        in_front = []
         while path:
             beside = self._children[_parent(path)]
             at = beside.index(path)
             behind = [norm for each in beside[at + 1 :] for norm in self._norms_in(each)]
-            in_front = [] if path.rpartition(".")[2].isdecimal() else [*filter(self._is_norm, beside[:at])]
-            if behind or len(in_front) == 1:
-                return (behind or in_front)[0]
+            if behind:
+                return next(filter(beside.__contains__, behind), behind[0])
+            before = [] if path.rpartition(".")[2].isdecimal() else [*filter(self._is_norm, beside[:at])]
+            in_front += before if len(before) == 1 else []
             path = _parent(path)
-        return None
+        return in_front[0] if in_front else None
 
     def _norms_in(self, path: str) -> list[str]:
         """The norm that a module is, or those of a head: of one that holds nothing but norms and single modules beside."""

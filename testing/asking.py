@@ -208,7 +208,7 @@ def _stream_words(layer: Any, like: str, entry: ModelEntry, registry: Registry) 
 def _read_one(
     path: str, layer: Any, candidates: list[Mapping[str, Any]], registry: Registry, asked: _Asked
 ) -> Any | None:
-    from .gates import is_gated
+    from .gates import why_not_gated
 
     known = registry.readers_for(type(layer))
     if known:
@@ -226,10 +226,8 @@ def _read_one(
         except LayerfuseError as error:
             refusals.append(str(error).splitlines()[0].removesuffix(". Tried:"))
             continue
-        if isinstance(spec, GatedMLPSpec) and not is_gated(layer, spec):
-            refusals.append(
-                f"its forward is not down_proj({spec.activation}(gate) * up), which is all that specs describe of an MLP"
-            )
+        if isinstance(spec, GatedMLPSpec) and (reason := why_not_gated(layer, spec)) is not None:
+            refusals.append(reason)
             continue
         asked.classes[key] = words
         return spec

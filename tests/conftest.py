@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import THOROUGH_ALONE, thorough_alone
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -34,7 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "thorough: one more case of a product, whose kind a default run has too (`make test-all`, or -m '')"
     )
-    config.addinivalue_line("markers", "slow: takes more than ten seconds (deselect with -m 'not slow')")
+    config.addinivalue_line(
+        "markers", "slow: takes more than ten seconds (deselect with -m 'not slow and not thorough')"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[THOROUGH_ALONE] = thorough_alone(items)  # before -m leaves the thorough ones out
 
 
 def pytest_collection_finish() -> None:

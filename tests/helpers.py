@@ -40,9 +40,18 @@ def fresh_layer(name: str, path: str = "model.layers.3.self_attn") -> Any:
 
 
 def in_turn(*axes: Iterable[Any]) -> list[Any]:
-    """The product of some axes. In a default run each value of each axis stands beside others in turn; the rest is `thorough`."""
+    """The product of some axes. In a default run each value of each axis stands beside others in turn; the rest is `thorough`.
+
+    An axis that begins again does so one value later, so that it does not go in step with another; of two that are as long as each
+    other, the second begins anew at another turn.
+    """
     columns = [list(axis) for axis in axes]
-    default = {tuple(turn % len(column) for column in columns) for turn in range(max(map(len, columns)))}
+    lengths = [len(column) for column in columns]
+    later = [length + lengths[:axis].count(length) for axis, length in enumerate(lengths)]
+    default = {
+        tuple((turn + turn // after) % length for length, after in zip(lengths, later, strict=True))
+        for turn in range(max(lengths))
+    }
     return [
         pytest.param(
             *(column[place] for column, place in zip(columns, places, strict=True)),
@@ -50,6 +59,19 @@ def in_turn(*axes: Iterable[Any]) -> list[Any]:
         )
         for places in itertools.product(*(range(len(column)) for column in columns))
     ]
+
+
+THOROUGH_ALONE = pytest.StashKey[list[str]]()
+"""The tests that `thorough_alone` found among all that were collected."""
+
+
+def thorough_alone(items: Iterable[pytest.Item]) -> list[str]:
+    """The tests that a default run leaves out whole: every case of them is `thorough`."""
+    default: dict[str, bool] = {}
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        default[test] = default.get(test, False) or item.get_closest_marker("thorough") is None
+    return [test for test, runs in default.items() if not runs]
 
 
 def run_python(code: str, *paths: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:

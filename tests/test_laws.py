@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
+import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import attrs
 import pytest
-from helpers import ROOT, in_turn, run_python
+from helpers import ROOT, THOROUGH_ALONE, in_turn, run_python, thorough_alone
+from hypothesis import given
+from hypothesis import strategies as st
 
 from layerfuse.adapters.specs import FAMILIES, GatedNormSpec, LinearSpec, NormSpec, Parallel, WeightSpec
 
@@ -249,12 +252,33 @@ def test_a_default_run_has_every_value_of_a_product_that_is_taken_in_turn() -> N
     cases = in_turn("ab", range(3), [None])
     default = [case.values for case in cases if not case.marks]
     assert [case.values for case in cases] == [(letter, number, None) for letter in "ab" for number in range(3)]
-    assert default == [("a", 0, None), ("a", 2, None), ("b", 1, None)]
+    assert default == [("a", 0, None), ("b", 1, None), ("b", 2, None)]
 
 
-def test_no_test_is_for_thorough_runs_alone() -> None:
-    """One case of several may be: what it finds, another finds too."""
-    whole = re.compile(r"@pytest\.mark\.thorough|pytestmark\b.*thorough")
-    assert whole.search("@pytest.mark.thorough\ndef test(): ...")
-    files = [path for path in (ROOT / "tests").glob("**/*.py") if path != Path(__file__)]
-    assert [name_of(path) for path in files if whole.search(path.read_text())] == []
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3))
+def test_the_default_cases_of_a_product_are_as_few_as_hold_every_value(lengths: list[int]) -> None:
+    default = [case.values for case in in_turn(*map(range, lengths)) if not case.marks]
+    assert len(default) == max(lengths)
+    assert [set(column) for column in zip(*default, strict=True)] == [set(range(length)) for length in lengths]
+
+
+@pytest.mark.parametrize("lengths", [(2, 4), (4, 2), (2, 2, 4), (3, 6), (2, 2, 3)])
+def test_the_values_of_a_product_do_not_go_in_step(lengths: tuple[int, ...]) -> None:
+    """An axis that repeats would else meet the same values of the others over and over."""
+    default = [case.values for case in in_turn(*map(range, lengths)) if not case.marks]
+    for (one, first), (other, second) in itertools.combinations(enumerate(lengths), 2):
+        common = math.gcd(first, second)
+        pairs = {(case[one] % common, case[other] % common) for case in default}
+        assert len(pairs) > common or common == 1, (one, other)
+
+
+def test_no_test_is_for_thorough_runs_alone(request: pytest.FixtureRequest) -> None:
+    """One case of several may be: what it finds, another finds too. It sees what is collected beside it."""
+    items = [
+        pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None)
+        for name in ("test_both[1]", "test_both[2]", "test_thorough[1]", "test_thorough[2]", "test_default")
+    ]
+    for item in items[1:4]:
+        item.add_marker("thorough")
+    assert thorough_alone(items) == [request.node.parent.nodeid + "::test_thorough"]
+    assert request.config.stash[THOROUGH_ALONE] == []

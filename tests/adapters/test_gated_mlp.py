@@ -19,14 +19,17 @@ from layerfuse import registry
 from layerfuse.adapters import (
     WHOLE,
     ActivationQuant,
+    Facts,
     GatedMLPSpec,
     MissingAttributeError,
     Parallel,
     ParallelConflictError,
     ParallelUnknownError,
     SpecError,
+    const,
 )
 from layerfuse.adapters.conversions import mlp_activation
+from layerfuse.adapters.reader import LayerReader
 
 PATH = "model.layers.3.mlp"
 
@@ -243,3 +246,24 @@ def test_vllms_clamp_is_the_activations() -> None:
     layer = vllm.mlp()
     layer.act_fn = activation("SiluAndMulWithClamp", swiglu_limit=10.0, alpha=1.0, beta=0.0)
     assert (registry.spec_for(layer).activation, registry.spec_for(layer).swiglu_limit) == ("silu", 10.0)
+
+
+def test_the_linear_that_reads_the_product_has_the_path_that_it_was_found_at() -> None:
+    class MLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w2 = nn.Linear(64, 16)
+
+    words = {
+        "hidden_size": "w2.out_features",
+        "layer_index": const(None),
+        "intermediate_size": "w2.in_features",
+        "activation": const("silu"),
+        "swiglu_limit": const(None),
+        "quant": ["down_proj", "w2"],
+        "tp_weight": "w2.in_features",
+    }
+    layer = MLP()
+    (found,) = LayerReader("mylib:MLP", "mine", Facts(GatedMLPSpec, words)).read(layer).feeds
+    assert (found.path, found.in_features) == ("w2", 64)
+    assert layer.get_submodule(found.path) is layer.w2

@@ -155,6 +155,10 @@ AROUND: dict[str, tuple[Callable[[Any], nn.Module], str | None]] = {
         lambda q: Own(embedding_norm=nn.RMSNorm(64), blocks=q.layers, norm=q.norm),
         "",
     ),
+    "around the trunk, which has a norm in front": (
+        lambda q: Own(trunk=Own(embedding_norm=nn.RMSNorm(64), blocks=q.layers), norm=q.norm),
+        "",
+    ),
     "around the trunk": (lambda q: Own(trunk=Own(blocks=q.layers), norm=q.norm), ""),
     "around the trunk, defined first": (lambda q: Own(norm=q.norm, trunk=Own(trunk=Own(blocks=q.layers))), ""),
     "in the head": (lambda q: Own(blocks=q.layers, head=Own(norm=q.norm, lm_head=nn.Linear(64, 64))), ""),
@@ -182,6 +186,13 @@ def test_the_norm_behind_known_layers_is_named_where_it_runs(
 ) -> None:
     found = kinds(around(qwen().model))
     assert found == ({} if named is None else {named: "Own as FinalNormSpec"})
+
+
+def test_a_norm_behind_the_layers_goes_before_that_of_a_projector() -> None:
+    q = qwen().model
+    projector = Own(norm=nn.RMSNorm(64), linear=nn.Linear(64, 64))
+    ((_, said),) = registry.unknown_in(Own(trunk=Own(blocks=q.layers), projector=projector, final=q.norm))
+    assert "FinalNormSpec: its final stands beside" in said
 
 
 def test_a_final_norm_that_torch_s_own_module_holds_says_what_to_do() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from layerfuse.adapters import WHOLE, GatedMLPSpec
-from layerfuse.testing.gates import is_gated
+from layerfuse.testing.gates import why_not_gated
 
 
 class MLP(nn.Module):
@@ -68,7 +69,7 @@ TANH: Callable[[Any, Tensor, Tensor], Tensor] = lambda _, gate, up: up * F.gelu(
     ],
 )
 def test_what_a_spec_says_is_seen(layer: MLP, spec: GatedMLPSpec) -> None:
-    assert is_gated(layer, spec)
+    assert why_not_gated(layer, spec) is None
     assert layer.training and layer.down_proj.weight.is_meta  # a copy of it was asked
 
 
@@ -83,9 +84,20 @@ def test_what_a_spec_says_is_seen(layer: MLP, spec: GatedMLPSpec) -> None:
         (MLP(lambda self, gate, up: self.norm(F.silu(gate) * up)), of()),
         (MLP(clamped), of()),
         (MLP(SILU), of(limit=7.0)),
-        (MLP(SILU), of("situ")),
         (MLP(SILU, factor=2.0), of()),
     ],
 )
 def test_what_it_does_besides_is_seen_too(layer: MLP, spec: GatedMLPSpec) -> None:
-    assert not is_gated(layer, spec)
+    activation = spec.activation
+    assert why_not_gated(layer, spec) == (
+        f"its forward is not down_proj({activation}(gate) * up), which is all that specs describe of an MLP"
+    )
+
+
+def test_what_cannot_be_tried_is_not_said_to_compute_something_else() -> None:
+    assert why_not_gated(MLP(SILU), of("situ")) == "it is not known how to check a situ gate"
+    locked = MLP(SILU)
+    locked.lock = threading.Lock()
+    assert (
+        why_not_gated(locked, of()) == "its forward could not be tried: TypeError: cannot pickle '_thread.lock' object"
+    )
