@@ -170,18 +170,19 @@ class Unread:
         return cls in self._norms or any(_LOOKS_LIKE_RMS_NORM.search(base.__name__) for base in cls.__mro__)
 
     def _norm_beside(self, path: str) -> str | None:
-        """The norm behind a module, or behind what holds it, the nearest first, and a head's after one that stands by itself.
+        """The norm behind a module, or behind what holds it, the nearest first; where there is none, the one in front.
 
-        Where there is none, the one in front. What is defined in front may run behind, but for a list. Two in front norm what goes in:
-        a draft's block has such.
+        What is defined in front may run behind, but for a list. Two in front norm what goes in: a draft's block has such. What
+        looks like a head may be a projector: a norm that stands by itself goes before its norm, and so does one in front that is nearer.
         """
-        in_front = []
+        in_front: list[str] = []
         while path:
             beside = self._children[_parent(path)]
             at = beside.index(path)
             behind = [norm for each in beside[at + 1 :] for norm in self._norms_in(each)]
-            if behind:
-                return next(filter(beside.__contains__, behind), behind[0])
+            alone = [norm for norm in behind if norm in beside]
+            if alone or (behind and not in_front):
+                return (alone or behind)[0]
             before = [] if path.rpartition(".")[2].isdecimal() else [*filter(self._is_norm, beside[:at])]
             in_front += before if len(before) == 1 else []
             path = _parent(path)

@@ -188,11 +188,14 @@ def test_the_norm_behind_known_layers_is_named_where_it_runs(
     assert found == ({} if named is None else {named: "Own as FinalNormSpec"})
 
 
-def test_a_norm_behind_the_layers_goes_before_that_of_a_projector() -> None:
+def test_the_norm_of_the_layers_goes_before_that_of_a_projector() -> None:
     q = qwen().model
     projector = Own(norm=nn.RMSNorm(64), linear=nn.Linear(64, 64))
     ((_, said),) = registry.unknown_in(Own(trunk=Own(blocks=q.layers), projector=projector, final=q.norm))
     assert "FinalNormSpec: its final stands beside" in said
+    trunk = Own(final=q.norm, blocks=q.layers)
+    ((path, said),) = registry.unknown_in(Own(trunk=trunk, projector=projector))
+    assert path == "trunk" and "FinalNormSpec: its final stands beside" in said
 
 
 def test_a_final_norm_that_torch_s_own_module_holds_says_what_to_do() -> None:
