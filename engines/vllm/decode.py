@@ -159,18 +159,25 @@ class Door:
             ops.layers[layer.name] = layer
             if layer.attention.impl.dcp_world_size == -1:
                 layer.attention.impl.dcp_world_size = 1  # as vLLM does at its first step
-            layer.wrapper.forward = forward_of(layer.wrapper, layer.name, ops, layer.around, self)
+            layer.wrapper.forward = layer.forward = forward_of(layer.wrapper, layer.name, ops, layer.around, self)
         split = self.vllm_config.compilation_config.splitting_ops
         if split and ops.SPLIT not in split:
             split.append(ops.SPLIT)
 
-    def look_again(self) -> None:
-        """Stand aside where something was put in the place of vLLM's code since: vLLM is about to trace what stands there now."""
-        if self.stands:
-            changed = (held.changed() for layer in self.made for held in (layer.around, layer.stood))
-            self.why_not = self._why_not_together(next(filter(None, changed), None))
-            if self.why_not is not None:
-                once(logging.WARNING, LEFT, self.why_not)
+    def look_again(self) -> bool:
+        """Stand aside where something was put in the place of vLLM's code since, which vLLM is about to trace; whether it does from now on."""
+        if not self.stands:
+            return False
+        changed = (held.changed() for layer in self.made for held in (layer.around, layer.stood))
+        self.why_not = self._why_not_together(next(filter(None, changed), None))
+        if self.why_not is None:
+            return False
+        once(logging.WARNING, LEFT, self.why_not)
+        for layer in self.made:
+            # Graphs know weights by the way to them, which ours is not on. Where somebody has wrapped it, it stays.
+            if vars(layer.wrapper).get("forward") is layer.forward:
+                del layer.wrapper.forward
+        return True
 
     def decoded(self) -> int:
         """The layers that have run a decode step."""

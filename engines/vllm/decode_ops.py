@@ -82,6 +82,8 @@ class Layer:
     "The layers of its model that have not decoded yet, by name: one set for all of them."
     children: dict[str, Any] = field(init=False, repr=False)
     "The wrapper's. A module's attribute takes a microsecond, and these are asked for at every step."
+    forward: Any = field(default=None, repr=False)
+    "Ours, as it was put into the wrapper."
     halved: tuple[Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
     "The rope's table, and its columns of cos and of sin."
     kept: object = None

@@ -1,7 +1,7 @@
 """Whether a layer's own norms, ropes, cache write and attention compute what `mla_decode` does: tried out as it is loaded.
 
-VLLM's own forwards are run for a few tokens, on numbers and a cache that are made for it. Projections hold nothing of ours, and attention
-kernels want a step's metadata: what they would give is given.
+VLLM's own forwards are run for a few tokens, on numbers and a cache that are made for it. Projections and the
+attention kernel are replaced by fixed results: a kernel would need a step's metadata.
 """
 
 from __future__ import annotations

@@ -101,8 +101,7 @@ def units_of(
         target = _target_of(module)
         door = Door.of(module, inside, vllm_config) if options.decode else None
         engine = engine_for(vllm_config, target, reason, type(model).__name__)
-        if door is not None and door.stands:
-            engine = beside(engine)
+        taken = door is not None and door.stands
         units.append(
             (
                 module,
@@ -110,7 +109,7 @@ def units_of(
                     name=type(module).__qualname__,
                     model=type(model).__qualname__,
                     path=path,
-                    plan=plan(inside, target, config, engine),
+                    plan=plan(inside, target, config, beside(engine) if taken else engine),
                     around=surroundings_of(module),
                     vllm_config=vllm_config,
                     device=_device_of(module),
@@ -119,6 +118,7 @@ def units_of(
                     unknown=strangers,
                     at_modules=reason,
                     door=door,
+                    engine=engine,
                 ),
             )
         )
@@ -131,14 +131,14 @@ def units_of(
     for line in _unfound_lines(type(model).__name__, unfound):
         once(logging.WARNING, "layerfuse: %s", line)
     if reason is not None and not any(unit.active or unit.door is not None for _, unit in units):
-        if not unfound:
+        if not (unfound and options.names_alone):
             _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
         return
     for _, unit in units:
         unit.unfound = unfound
     if units:
         first = units[0][1]
-        first.outside = tuple(layer for layer, _ in specs if layer not in held)
+        first.outside = tuple(layer for layer, _ in specs if _is_below(layer, text) and layer not in held)
         first.unread = {layer: cls for layer, cls in everywhere.items() if layer not in unknown}
     check_table(vllm_config)
     yield from units

@@ -126,7 +126,7 @@ def native(module: nn.Module, *, bypassed: Container[str] = (), values: bool = T
 
 
 def native_call(module: nn.Module, *methods: tuple[Any, str]) -> Native:
-    """The same of a module that is not called at all, nor are some methods of instances.
+    """The same of a module that is not called at all, and neither are the given methods of the given instances.
 
     Raises:
         NotNativeError: some of it is not vLLM's own code, or it has hooks.

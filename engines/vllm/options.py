@@ -109,6 +109,11 @@ class Options:
         return tuple(word for word in self._words if word != "all")
 
     @property
+    def names_alone(self) -> bool:
+        """Whether nothing is on but what is named: a name without a sign switches all others off."""
+        return any(word.strip()[:1] not in "+-" for word in self._line.split(","))
+
+    @property
     def asks(self) -> bool:
         """Whether anything is asked for: to switch one off asks for nothing."""
         return bool(self._words or self.level)

@@ -222,16 +222,15 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
         from ...fusion.ops.warming import recording
 
         _, unit = process.this.waiting.pop(id(self))
-        if unit.door is not None:
-            with _quietly("looking at the MLA layers again", unit.strict):
-                unit.door.look_again()
-        if not any(isinstance(other, cls) for other, _ in process.this.waiting.values()):
-            cls.__call__ = own
-        _find_key(unit)
         process.this.running.append(unit)
         try:
             from .keys import in_place_of_options
 
+            if not any(isinstance(other, cls) for other, _ in process.this.waiting.values()):
+                cls.__call__ = own
+            with _quietly("looking at the MLA layers again", unit.strict):
+                unit.look_again()
+            _find_key(unit)
             # Tracing and compiling run no fused op.
             with in_place_of_options(unit), counting() as calls, recording() as seen:
                 result = own(self, *args, **kwargs)
@@ -348,9 +347,10 @@ def _say_not_read(config: Any) -> None:
 def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a backend has made its passes: add ours, first."""
     result = original(*args, **kwargs)
-    unit = _running()
+    backend, unit = _argument(original, args, kwargs, "self"), _running()
+    _check_that_one_was_read(vars(backend).get("vllm_config"))  # here too: the hook of steps is none that is needed
     if unit is not None and unit.active:
-        _add_pass(_argument(original, args, kwargs, "self"), unit)
+        _add_pass(backend, unit)
     return result
 
 
@@ -392,6 +392,7 @@ def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
     Without it nobody knows what is in the model: the start that compiled it could not add the pass, or did not come to its end.
     """
+    _check_that_one_was_read(vars(_argument(original, args, kwargs, "model")).get("vllm_config"))
     unit = _running()
     if unit is not None:
         with _quietly("naming the folder of Triton's kernels"):

@@ -25,14 +25,13 @@ class Process:
         "Why vLLM is left alone, or None."
         self.read: WeakSet[Any] = WeakSet()
         "The models that were loaded in a place that layerfuse stands at."
+        # By the scheduler's config: vLLM copies its config for parts of a model, for drafts and for kernels, and keeps that.
         self._engines: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.waiting: dict[int, tuple[Any, Any]] = {}
         "The modules that vLLM will compile at their first call, each with its `Unit`, by identity."
         self.running: list[Any] = []
         "The units of the modules that are at their first call, the innermost last."
         self.said: set[str] = set()
-
-    # By the scheduler's config: vLLM copies its config for parts of a model, for drafts and for kernels, and keeps that.
 
     def knows(self, vllm_config: Any) -> bool:
         """Whether a model of this engine was read, or was said not to be."""

@@ -12,7 +12,8 @@ import attrs
 import torch
 from attrs import define, field, frozen
 
-from ...fusion.planning import Plan
+from ...fusion.engine import Engine
+from ...fusion.planning import Plan, plan
 from ...fusion.report import GraphRecord, Report, Use
 from ...fusion.rewrite import Pipeline, Surroundings
 from . import kept
@@ -58,7 +59,7 @@ class Unit:
     "As asked for."
     unknown: dict[str, str] = field(factory=dict)
     outside: tuple[str, ...] = ()
-    "Layers with sites that no compiled module holds, or no text runs."
+    "Layers with sites that text runs and no compiled module holds."
     unread: dict[str, str] = field(factory=dict)
     "What no adapter reads of towers that no text runs -> class. Nothing is expected of it."
     unfound: dict[str, str] = field(factory=dict)
@@ -69,6 +70,8 @@ class Unit:
     "Sites with a fused op that the profiling run did not come to."
     door: Door | None = None
     "The MLA layers whose forward is to be ours; None: that is not asked for, or there is none."
+    engine: Engine | None = None
+    "What is planned for where none of them is ours."
     pieces: list[Piece] = field(factory=list)
     artefact: Path | None = None
     "The file that vLLM keeps the compiled module in."
@@ -92,6 +95,12 @@ class Unit:
     def __attrs_post_init__(self) -> None:
         self.pipeline = Pipeline(self.plan, around=self.around)
         self.sites = Sites(self.plan, self.around)
+
+    def look_again(self) -> None:
+        """Before the first call: where `mla_decode` stands aside from now on, plan anew what it would have taken."""
+        if self.door is not None and self.door.look_again():
+            self.plan = plan(self.plan.specs, self.plan.target, self.plan.config, self.engine)
+            self.__attrs_post_init__()
 
     @property
     def active(self) -> bool:

@@ -413,6 +413,20 @@ def test_a_strict_engine_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         pass
 
 
+def test_a_first_call_before_which_the_ranks_do_not_agree_is_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with paged("deepseek-v3", tmp_path, layerfuse=ON, profile=False) as engine:
+        with (
+            mock.patch.object(decode.Door, "_why_not_together", side_effect=RuntimeError("no answer")),
+            pytest.raises(RuntimeError, match="no answer"),
+        ):
+            engine.engine()
+        assert LINE not in said(caplog)
+        engine.engine()
+    assert LINE in said(caplog)
+
+
 def test_an_op_that_does_not_run_here_is_found_before_anything_stands(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,13 +123,19 @@ def test_a_rewriting_that_failed_is_not_served_again(tmp_path: Path, caplog: pyt
     assert FUSED in lines(caplog)
 
 
-@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
-def test_a_first_call_that_raises_is_none(mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("mode", "where"),
+    [
+        ("VLLM_COMPILE", "vllm.compilation.backends.VllmBackend.__call__"),
+        ("VLLM_COMPILE", "layerfuse.engines.vllm.keys.kernels_here"),
+        ("NONE", "vllm.model_executor.models.deepseek_v2.DeepseekV2Model.forward"),
+    ],
+)
+def test_a_first_call_that_raises_is_none(
+    mode: str, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Who catches its error and calls again has what was planned, and its report."""
     with start(tmp_path, mode=mode) as engine:
-        where = "vllm.compilation.backends.VllmBackend.__call__"
-        if mode == "NONE":
-            where = "vllm.model_executor.models.deepseek_v2.DeepseekV2Model.forward"
         with mock.patch(where, side_effect=RuntimeError("no memory")), pytest.raises(Exception, match="no memory"):
             engine()
         torch._dynamo.reset()

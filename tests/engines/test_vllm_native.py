@@ -522,6 +522,27 @@ def test_a_patch_that_comes_after_mla_decode_is_what_runs_as_it_would_without(
         assert any("vLLM's own way is taken from now on: " in line and HOSTILE in line for line in said(caplog))
 
 
+def test_what_mla_decode_would_have_taken_is_fused_where_it_steps_aside_at_the_first_call(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = []
+    for options in (False, {"fusions": ["mla_decode", DUAL]}):
+        path = tmp_path / str(len(results))
+        with (
+            monkeypatch.context() as patch,
+            paged("deepseek-v3", path, layerfuse=options, profile=False) as engine,
+        ):
+            in_place(mla_attention.MLAAttention, "forward_impl")(patch)
+            engine.engine()
+            engine.allocate()
+            results.append([engine.step(requests).float() for requests in STEPS])
+    for got, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(got, theirs, rtol=1e-4, atol=1e-5)
+    lines = said(caplog)
+    assert "mla_decode: stands in 0 of 3 MLA layers; called 0 times in the profiling run" in lines
+    assert f"{DUAL}: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run" in lines
+
+
 def module_of_ops(patch: pytest.MonkeyPatch) -> None:
     """What the cache write takes its op from is another as a whole."""
     own = importlib.import_module("vllm._custom_ops").concat_and_cache_mla

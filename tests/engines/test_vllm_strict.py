@@ -6,8 +6,11 @@ Run by `make test-engines` in an environment of its own.
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,11 +21,13 @@ import torch
 pytest.importorskip("vllm_started")
 from test_vllm_modules import GATED
 from test_vllm_plugin import ADD, DUAL, OwnLoader, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from vllm import forward_context
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm_host import import_model
 from vllm_started import Started, engine_config, in_engine, load, started
 
+from layerfuse.engines.vllm import plugin
 from layerfuse.engines.vllm.loading import NotFusedError, units_of
 from layerfuse.engines.vllm.options import Options
 from layerfuse.engines.vllm.plugin import NotHereError
@@ -77,6 +82,26 @@ def test_a_loader_that_nobody_asked_vllm_for_is_known_by_the_first_step(
         for _ in range(2):  # a step that was refused is none
             with pytest.raises(NotHereError, match=re.escape(HOW)):
                 engine()
+
+
+@pytest.mark.parametrize("start", ["cold", "warm", "without a cache"])
+def test_without_a_hook_at_vllms_steps_a_strict_engine_stops_where_its_model_is_compiled_or_read(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = inspect.unwrap(forward_context.create_forward_context)
+    monkeypatch.setattr(forward_context, "create_forward_context", step)
+    monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", str(int(start == "without a cache")))
+
+    def run() -> None:
+        made = engine_config("deepseek-v3", layerfuse={"fusions": [ADD], "strict": True})
+        with in_engine(made, tmp_path):
+            Started(config=made, model=OwnLoader(made.load_config).load_model(made, made.model_config))()
+
+    if start == "warm":  # what a start without layerfuse has left
+        with mock.patch.object(plugin, "_check_that_one_was_read"):
+            run()
+    with pytest.raises(Exception, match=re.escape(f"layerfuse is strict, and {HOW}")):
+        run()
 
 
 def test_a_loader_that_calls_vllms_and_wraps_the_model_is_one_that_is_read(
@@ -161,6 +186,19 @@ def test_where_nothing_named_has_a_site_a_model_that_is_not_compiled_says_why_ea
         pass
 
 
+@pytest.mark.parametrize("beside", [[], [f"-{DUAL}"]])
+def test_what_is_on_beside_a_name_without_a_site_is_told_too_where_nothing_can_stand(
+    beside: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started("deepseek-v3", tmp_path, layerfuse={"fusions": [f"+{GATED}", *beside]}, mode="NONE"):
+        pass
+    assert said(caplog) == [
+        f"layerfuse: {GATED} is asked for, and has no site in DeepseekV3ForCausalLM: none of its layers has such a chain",
+        "layerfuse: nothing is fused in DeepseekV3ForCausalLM: "
+        "vLLM's compilation mode is NONE here; fusions need VLLM_COMPILE",
+    ]
+
+
 @pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE", "DYNAMO_TRACE_ONCE"])
 @pytest.mark.parametrize("asks", [{"fusions": f"-{DUAL}"}, {"level": 0}, {"fusions": "-mla_decode"}])
 def test_what_is_switched_off_asks_for_nothing(asks: dict[str, Any], mode: str, tmp_path: Path) -> None:
@@ -208,17 +246,33 @@ def test_where_another_model_may_have_the_site_a_strict_engine_starts(
     assert any(f"{GATED} is asked for, and has no site in GptOssForCausalLM" in line for line in said(caplog))
 
 
+def adding(cls: Any, extra: Callable[[], torch.nn.Module]) -> Callable[..., None]:
+    """The `__init__` of a class, and one module more."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def with_extra(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.extra = extra()
+
+    return with_extra
+
+
 @pytest.mark.parametrize(("mode", "tower"), [("VLLM_COMPILE", False), ("VLLM_COMPILE", True), ("NONE", False)])
 def test_a_tower_that_no_text_runs_is_not_expected_and_is_named_once(
     mode: str, tower: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"fusions": [ADD], "strict": True}
+    vision = import_model("vllm.model_executor.models.qwen3_vl:Qwen3_VisionTransformer")
+    known = import_model("vllm.model_executor.models.qwen2_moe:Qwen2MoeMLP")
+    monkeypatch.setattr(vision, "__init__", adding(vision, lambda: known(64, 64, "silu")))
     with started("qwen3.5-27b", tmp_path, layerfuse=options, mode=mode, compile_mm_encoder=tower) as engine:
         engine()
     lines = [line for line in said(caplog) if "Attention" in line]
     attention = "vllm.model_executor.models.qwen2_5_vl:Qwen2_5_VisionAttention"
     assert lines == [f"not read, as no text runs it: {attention} (visual.blocks.0.attn and 1 more)"]
     assert any(line.startswith(f"{ADD}: 8 expected, 8 fused, 0 missed") for line in said(caplog))
+    assert not any("visual.extra" in line for line in said(caplog))  # vLLM may compile it, and runs it for no text
     (path,) = tmp_path.rglob("layerfuse-report.json")
     (module,) = json.loads(path.read_text())["modules"].values()
     assert module["unread"] == {f"visual.blocks.{layer}.attn": attention for layer in range(2)}
@@ -228,13 +282,7 @@ def test_a_tower_that_no_text_runs_is_not_expected_and_is_named_once(
         """What looks like attention, and is known to nobody."""
 
     model = import_model("vllm.model_executor.models.qwen3_5:Qwen3_5Model")
-    init = model.__init__
-
-    def with_unknown(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        self.extra = SomeAttention()
-
-    monkeypatch.setattr(model, "__init__", with_unknown)
+    monkeypatch.setattr(model, "__init__", adding(model, SomeAttention))
     with (
         started("qwen3.5-27b", tmp_path / "unknown", layerfuse=options, mode=mode) as engine,
         pytest.raises(FusionMissedError) as raised,
