@@ -145,7 +145,8 @@ class Door:
             # What was agreed on once is not asked again, and a process may load several models.
             agree(get_tp_group().device_group.group_name, f"{NAME} of model {next(_loaded)}", own or "")
         except RankDisagreementError as error:
-            return next(f"rank {rank}: {why}" for rank, why in enumerate(error.decisions) if why)
+            said = (f"rank {rank}: {why}" for rank, why in enumerate(error.decisions) if why)
+            return next(said, str(error))
         return own
 
     def put_in(self) -> None:
