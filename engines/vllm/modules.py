@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any
 
 from attrs import define, field
@@ -127,7 +128,6 @@ class Standing:
         own = _of_its_class(module)
         run = self._counted(site.name, fusion, own)
 
-        @functools.wraps(module.forward)
         def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.keys() == {second} and not args:
                 args, kwargs = (kwargs[second],), {}
@@ -138,7 +138,7 @@ class Standing:
             # Kimi's delta nets give the gate without the leading dimension of 1.
             return run((x, args[0].view(x.shape), module.weight, *settings), (x, *args))
 
-        module.forward = forward
+        _stand(module, forward)
 
     def _function(self, module: Any, seam: Seam, site: Site, fusion: str) -> None:
         q, kv = site.norms
@@ -168,7 +168,6 @@ class Standing:
                 return plain(x, y, x_weight, y_weight, epsilon)
             return run((x, y, x_weight, y_weight, *settings), (x, y, x_weight, y_weight, epsilon))
 
-        @functools.wraps(module.forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._as_it_was(site.name, stood):
                 if switched:
@@ -180,7 +179,7 @@ class Standing:
             finally:
                 _inside.reset(before)
 
-        module.forward = forward
+        _stand(module, forward)
         if switched:
             setattr(module, str(seam.switch), True)
 
@@ -203,6 +202,16 @@ class Standing:
             Piece(number=0, tokens="any", source="module", record=GraphRecord(graph=0, uses=tuple(uses)))
         )
         self.unit.unreached = tuple(unreached)
+
+
+def _stand(module: Any, forward: Callable[..., Any]) -> None:
+    """Let the forward of a module be ours. A copy of it takes this along, and runs what its class has, with its own weight."""
+
+    @functools.wraps(module.forward)
+    def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self is module else type(self).forward(self, *args, **kwargs)
+
+    module.forward = MethodType(instead, module)  # which copies are bound to anew
 
 
 def _of_its_class(module: Any) -> Callable[..., Any]:

@@ -756,3 +756,24 @@ def test_every_implementation_of_vllms_ops_for_norms_is_its_own() -> None:
         for impl in op.impls.values():
             _Look().function(impl.impl_fn, impl.provider)
     assert why_not_ops() is None
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+@pytest.mark.parametrize(
+    ("model", "fusion", "path"),
+    [("deepseek-v3", ADD, "model.layers.1.input_layernorm"), ("qwen3-next", GATED, "model.layers.0.linear_attn.norm")],
+)
+def test_a_copy_of_a_norm_runs_with_its_own_weight(
+    model: str, fusion: str, path: str, when: str, tmp_path: Path
+) -> None:
+    results = []
+    for options in (False, {"fusions": [fusion]}):
+        with started(model, tmp_path / str(bool(options)), layerfuse=options, mode="NONE") as engine:
+            if when == "after it":
+                engine()
+            norm = copy.deepcopy(engine.model.get_submodule(path))
+            norm.weight.data.mul_(1.25)
+            owner, _, name = path.rpartition(".")
+            setattr(engine.model.get_submodule(owner), name, norm)
+            results.append(engine())
+    assert apart(*results) < ROUNDING
