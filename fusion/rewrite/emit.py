@@ -19,6 +19,7 @@ from ..match.errors import Unmatched
 from ..match.patterns import find_op
 from ..match.values import is_contiguous, same_shape, value
 from ..planning import Plan
+from ..steps import SINKS
 from .binding import Binding, needed_by, val_of
 from .hoisting import check_writes, hoist
 from .layouts import Made, view
@@ -88,6 +89,8 @@ def _replace(fusion: Fusion, form: Form, use: SiteUse, plan: Plan, moved: dict[N
             val = op(*(each.float() if i in narrow else each for i, each in enumerate(values)))
     except (TypeError, ValueError, RuntimeError) as error:
         raise Unmatched(str(error).partition("\n")[0]) from None
+    if fusion.owner != LAYERFUSE:
+        _check_results(fusion, form, bound, val)
     check_kernel(form, values)
     reason = hoist((node for arg in args for node in needed_by(arg)), before=first)
     if reason is not None:
@@ -119,6 +122,23 @@ def _bind(fusion: Fusion, form: Form, use: SiteUse, plan: Plan, moved: dict[Node
                 raise
             raise Unmatched(f"{type(step).__name__} of {fusion.owner} raised {said(error)}") from None
     return bound
+
+
+def _check_results(fusion: Fusion, form: Form, bound: Binding, val: Any) -> None:
+    """What a step of another package may have named wrongly: each result takes the place of a tensor of its dtype and shape."""
+    results = dict(zip((each.name for each in form.op.results), val if isinstance(val, tuple) else (val,), strict=True))
+    for step in form.chain:
+        for name in () if bound.finish or bound.is_inner(step) else step.outs:
+            node = bound.outs.get(name)
+            what = None if node is None else value(node)
+            if not isinstance(what, torch.Tensor) or (node is bound.result and step.stage == SINKS):
+                raise Unmatched(f"{type(step).__name__} of {fusion.owner} does not say what {name} takes the place of")
+            same = name in bound.views or same_shape(what.shape, results[name].shape)
+            if not same or what.dtype != results[name].dtype:
+                raise Unmatched(
+                    f"{type(step).__name__} of {fusion.owner}: {name} is {results[name].dtype} {tuple(results[name].shape)}, and "
+                    f"{node}, whose place it would take, {what.dtype} {tuple(what.shape)}"
+                )
 
 
 def _check_alike(bound: Binding, form: Form) -> None:

@@ -157,6 +157,9 @@ CHANGED = {
     "as it is": ("times a number", "times a number"),
     "another bind": ("bound.nodes.append(product)", "bound.nodes += [product]"),
     "bind raises": ("(product,) = readers", "(product,) = readers[5]"),
+    "no result": ('bound.outs["scaled"] = product', "pass"),
+    "its own input": ('bound.outs["scaled"] = product', 'bound.outs["scaled"] = bound.result'),
+    "another shape": ('bound.outs["scaled"] = product', 'bound.outs["scaled"] = bound.use.norms[0].weight'),
     "why_not raises": (
         "    def why_not(self, at):\n        return None",
         "    def why_not(self, at):\n        return at.nothing",
@@ -181,7 +184,13 @@ def test_what_a_step_does_is_in_the_key_and_what_it_raises_stops_nobody(site: Pa
     for name, part in (("bind raises", "report"), ("why_not raises", "plan")):
         assert "of layerfuse-example raised" in str(said[name][part])
         assert "add_rms_norm: 1 expected, 1 matched" in said["why_not raises"]["report"]
-    assert "0 matched, 1 refused" in said["bind raises"]["report"]
+    for name, why in {
+        "bind raises": "Times of layerfuse-example raised",
+        "no result": "Times of layerfuse-example does not say what scaled takes the place of",
+        "its own input": "Times of layerfuse-example does not say what scaled takes the place of",
+        "another shape": "scaled is torch.float32 (4, 64), and",
+    }.items():
+        assert "0 matched, 1 refused" in said[name]["report"] and why in said[name]["report"]
 
 
 def test_the_command_line_knows_it(site: Path) -> None:
