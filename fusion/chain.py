@@ -115,7 +115,7 @@ class Fusion:
     @backends.default
     def _family(self) -> tuple[Kernel, ...]:
         # A class that is derived from one of ours computes something else.
-        if not self._is_composed or not all(vars(type(step)).get("in_family", False) for step in self.chain):
+        if not self._is_composed or not all(type(step).__module__.startswith(f"{LAYERFUSE}.") for step in self.chain):
             return ()
         return COLLECTIVE if self.across_ranks else FAMILY
 
@@ -188,7 +188,8 @@ class Fusion:
             return
         named: dict[str, Any] = {}
         for step in self.chain:
-            absent = [name for name in ("stage", "roles") if not hasattr(type(step), name)]
+            said = {"stage": step.stage in range(len(STAGES)), "roles": bool(step.roles)}
+            absent = [name for name, is_said in said.items() if not is_said]
             if absent:
                 yield f"{type(step).__name__} does not say its {' and its '.join(absent)}"
             for name, function in step.reference().items():

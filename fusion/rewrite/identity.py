@@ -62,17 +62,21 @@ def _meaning_of(fusion: Fusion) -> str:
     code: list[Any] = [] if isinstance(fusion.op.reference, Reference) else [fusion.op.reference]
     for step in fusion.chain:
         code += [*type(step).__mro__, *step.reference().values()]
-    modules = {inspect.getmodule(each) for each in code}
-    files = sorted(str(module.__file__) for module in modules if module is not None and _is_of_others(module))
+    modules = {module for each in code if (module := inspect.getmodule(each)) is not None}
+    files = sorted(file for file in map(_file_of, modules) if file is not None)
     return (
         f"{fusion.op.schema} {fusion.chain!r} {[hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]}"
     )
 
 
-def _is_of_others(module: ModuleType) -> bool:
-    """Whether a module is a file of another package's; `source_hash` has ours."""
-    package = module.__name__.partition(".")[0]
-    return bool(vars(module).get("__file__")) and package not in (__name__.partition(".")[0], *sys.stdlib_module_names)
+def _file_of(module: ModuleType) -> str | None:
+    """The source of another package's module; `source_hash` has ours, and Python's own is in every key."""
+    if module.__name__.partition(".")[0] in (__name__.partition(".")[0], *sys.stdlib_module_names):
+        return None
+    try:
+        return inspect.getsourcefile(module)
+    except TypeError:  # made by hand
+        return None
 
 
 def _without_rank(fields: dict[str, Any]) -> dict[str, Any]:

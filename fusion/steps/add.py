@@ -21,7 +21,6 @@ class Add(Step):
 
     stage = SOURCES
     roles = frozenset(STREAM)
-    in_family = True
 
     x: str = "x"
     residual: str = "residual"

@@ -22,7 +22,6 @@ class AllReduce(Step):
 
     stage = SOURCES
     roles = frozenset(STREAM)
-    in_family = True
     across_ranks = True
 
     x: str = "x"

@@ -26,7 +26,6 @@ class GatedNorm(Step):
 
     stage = MIDDLE
     roles = frozenset({OUTPUT})
-    in_family = True
     is_norm = True
 
     x: str = "x"

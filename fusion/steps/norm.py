@@ -22,7 +22,6 @@ class Norm(Step):
 
     stage = MIDDLE
     roles = frozenset({*STREAM, LATENTS})
-    in_family = True
     is_norm = True
 
     x: str = "x"

@@ -22,7 +22,6 @@ class Pad(Step):
 
     stage = SINKS
     roles = frozenset(STREAM)
-    in_family = True
 
     width: str = "padded_width"
     out: str = "padded"

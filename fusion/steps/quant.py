@@ -44,7 +44,6 @@ class Quant(Step):
 
     stage = SINKS
     roles = frozenset(ROLES)
-    in_family = True
 
     per: str = field()
     "A word of `formats.FORMATS`."

@@ -22,7 +22,6 @@ class SiluMul(Step):
 
     stage = MIDDLE
     roles = frozenset({ACTIVATION})
-    in_family = True
 
     gate: str = "gate"
     up: str = "up"

@@ -77,17 +77,14 @@ class Source:
 class Step(ABC):
     """One operation of a chain. Each names the arguments and results of an op that it stands for."""
 
-    stage: ClassVar[int]
+    stage: ClassVar[int] = -1
     "`SOURCES`, `MIDDLE` or `SINKS`: a chain has them in this order."
-    roles: ClassVar[frozenset[str]]
+    roles: ClassVar[frozenset[str]] = frozenset()
     "Where it may stand: names of `sites.ROLES`."
     is_norm: ClassVar[bool] = False
     "Whether one of the site's norms stands for it. Other steps stand in a chain once."
     across_ranks: ClassVar[bool] = False
     "Whether the ranks of a process group do it together, so that each needs a kernel for it."
-
-    in_family: ClassVar[bool] = False
-    "Whether the kernels of AITER and Triton that are made from chains know it; each class says so for itself."
 
     @property
     def outs(self) -> tuple[str, ...]:

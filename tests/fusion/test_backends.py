@@ -112,7 +112,7 @@ def test_every_op_has_its_docstring_and_its_schema(name: str) -> None:
 
 def test_every_fusion_has_a_reference_and_two_kernels() -> None:
     for fusion in FUSIONS.values():
-        ours = "triton" if fusion.all_reduce is None else "symm_mem"
+        ours = "symm_mem" if fusion.across_ranks else "triton"
         assert [kernel.backend for kernel in fusion.backends] == ["aiter", ours]
         assert [name for name, _ in backends.survey(fusion.op.name, "cpu")] == ["aiter", ours, "reference"]
 
