@@ -115,7 +115,7 @@ class Fusion:
     @backends.default
     def _family(self) -> tuple[Kernel, ...]:
         # A class that is derived from one of ours computes something else.
-        if not self._is_composed or not all(type(step).__module__.startswith(f"{LAYERFUSE}.") for step in self.chain):
+        if not self._is_composed or not all(step.is_ours for step in self.chain):
             return ()
         return COLLECTIVE if self.across_ranks else FAMILY
 

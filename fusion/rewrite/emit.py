@@ -89,8 +89,7 @@ def _replace(fusion: Fusion, form: Form, use: SiteUse, plan: Plan, moved: dict[N
             val = op(*(each.float() if i in narrow else each for i, each in enumerate(values)))
     except (TypeError, ValueError, RuntimeError) as error:
         raise Unmatched(str(error).partition("\n")[0]) from None
-    if fusion.owner != LAYERFUSE:
-        _check_results(fusion, form, bound, val)
+    _check_results(fusion, form, bound, val)
     check_kernel(form, values)
     reason = hoist((node for arg in args for node in needed_by(arg)), before=first)
     if reason is not None:
@@ -128,7 +127,9 @@ def _check_results(fusion: Fusion, form: Form, bound: Binding, val: Any) -> None
     """What a step of another package may have named wrongly: each result takes the place of a tensor of its dtype and shape."""
     results = dict(zip((each.name for each in form.op.results), val if isinstance(val, tuple) else (val,), strict=True))
     for step in form.chain:
-        for name in () if bound.finish or bound.is_inner(step) else step.outs:
+        if step.is_ours or bound.finish or bound.is_inner(step):
+            continue
+        for name in step.outs:
             node = bound.outs.get(name)
             what = None if node is None else value(node)
             if not isinstance(what, torch.Tensor) or (node is bound.result and step.stage == SINKS):

@@ -87,6 +87,11 @@ class Step(ABC):
     "Whether the ranks of a process group do it together, so that each needs a kernel for it."
 
     @property
+    def is_ours(self) -> bool:
+        """Whether it is a step of the library's; a class that another package derives from one of these is not."""
+        return type(self).__module__.startswith(f"{__name__.partition('.')[0]}.")
+
+    @property
     def outs(self) -> tuple[str, ...]:
         """The names of its results."""
         return ()
