@@ -18,6 +18,14 @@ PROMPTS = {"short": (4, 48), "batch": (16, 33), "long": (2, 600)}
 """Name -> sequences and their length. The long ones are prefilled outside of any CUDA graph."""
 
 
+def _forced() -> str:
+    """The logits processor of the model runner that vLLM takes: the second where there is one and nobody chose the first."""
+    import vllm_forced
+
+    second = hasattr(vllm_forced, "ForcedThere") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1") != "0"
+    return "ForcedThere" if second else "Forced"
+
+
 class Arm:
     """An engine and what can be asked of it."""
 
@@ -30,7 +38,7 @@ class Arm:
             model=asked["model"], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048,
             gpu_memory_utilization=0.05, kv_cache_memory_bytes=asked["cache"], max_num_seqs=max(asked["batches"]),
             max_num_batched_tokens=8192, enable_prefix_caching=False, seed=0, tensor_parallel_size=asked["tp"],
-            worker_extension_cls="vllm_probe.Probe", logits_processors=["vllm_forced:Forced"],
+            worker_extension_cls="vllm_probe.Probe", logits_processors=[f"vllm_forced:{_forced()}"],
             compilation_config={"cudagraph_capture_sizes": asked["captured"], **asked["compilation"]},
             additional_config=asked["additional"], **asked["engine"],
         )  # fmt: skip
@@ -111,12 +119,12 @@ class Arm:
         """`forced`, each of the first four sequences in a batch of its own."""
         return self.forced({name: rows[:4] for name, rows in tokens.items()}, together=False)
 
-    def settle(self, batch: int) -> None:
-        """Decode so many sequences, so that the graph's inputs are those of a decode step."""
+    def settle(self, batch: int, context: int) -> None:
+        """Decode so many sequences behind so many tokens each, so that the graph's inputs are those of such a decode step."""
         from vllm import SamplingParams
 
         few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
-        self.llm.generate(self._prompts(batch, 128, 7), few, use_tqdm=False)
+        self.llm.generate(self._prompts(batch, context, 7), few, use_tqdm=False)
 
     def prompts(self, number: int, length: int, rounds: int) -> list[float]:
         """Milliseconds of vLLM's step for so many prompts together, once for each round: by the host's clock, its own work in it."""
@@ -136,12 +144,6 @@ class Arm:
         self.llm.collective_rpc("probe_begin")
         self.prompts(number, length, rounds)
         return self.llm.collective_rpc("probe_end", args=(rounds,))
-
-    def prompt_host(self, number: int, length: int, rounds: int) -> list[float]:
-        """Milliseconds in which the forward of such a step keeps the host, at the least, of every rank."""
-        self.llm.collective_rpc("probe_host_begin")
-        self.prompts(number, length, rounds)
-        return self.llm.collective_rpc("probe_host_end")
 
     def prefill(self, lengths: list[int]) -> None:
         """Prompts of these lengths, one after another: whatever is compiled late is compiled now, and vLLM's log says so."""

@@ -3,11 +3,12 @@
     python benchmarks/vllm_engine.py [STAGE ...] --out results.json --logs FOLDER [--limit 540] [--turns 6] [--one-by-one]
 
 A stage is a model at its published widths with few layers and random weights (`vllm_shapes`), and several arms: vLLM without
-layerfuse, and with chosen fusions. Each arm is an engine in processes of its own (`vllm_arm`). All arms of a stage are started together
+layerfuse as it is installed and in others of its own ways, and layerfuse in it. Each arm is an engine in processes of its own
+(`vllm_arm`). All arms of a stage are started together
 on the same GPUs, then take turns: while one is timed, the others wait. A time is that of vLLM's CUDA graph for a decode step,
-replayed (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's clock. Beside it stand
-the times of all kernels of the first rank, added up (`gpu_ms`; those of an all-reduce wait for the other ranks), and the time that vLLM's
-forward keeps its host, the least of all rounds (`host_ms`). A ratio is the median over the turns, each of which times every arm.
+replayed behind 1024 tokens of context (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's
+clock. Beside it stand the times of all kernels of the first rank, added up (`gpu_ms`; those of an all-reduce wait for the other ranks).
+A ratio is the median over the turns, each of which times every arm.
 
 Tokens are compared with those of the first arm. Where two sequences part, the two best logits of the first arm at that step say whether
 it was a tie: one bf16 step apart or less. Then every arm is given the first arm's tokens, and its log probabilities of them are compared
@@ -31,22 +32,27 @@ import time
 from pathlib import Path
 from typing import Any
 
+from attrs import asdict
 from environment import environment
-from vllm_shapes import MLA, VOCABULARY, folder_of
-from vllm_stages import DEFAULT, STAGES, Alone, Stage
+from vllm_shapes import VOCABULARY, folder_of, layers_of
+from vllm_stages import DEFAULT, STAGES, Stage
 from vllm_table import table
 from vllm_tokens import agreement, distances, drawn, exceeds
 
 HERE = Path(__file__).parent
 BEGAN = time.monotonic()
-BATCHES = (1, 8, 64)
+BATCHES = (1, 8, 64, 256)
+CONTEXT = 1024
+"""Tokens behind which a decode step is timed."""
 OURS = ("row_norm", "dual_norm", "norm_rope_cache", "query", "gated_norm", "silu_mul", "all_reduce_row_norm")
 """Functions that layerfuse's Triton kernels are compiled from."""
+DISTINCT = 50
+"""The fewest different tokens that greedy texts of seeded weights hold; fewer say that the weights were not taken."""
 LATE = "JIT compilation during inference"
 """In the warnings of vLLM's monitor of kernels that are compiled late."""
 CAPTURED = 512
 """The most tokens of a step that vLLM runs in CUDA graphs by default: in pieces around the attention, where prompts are."""
-TOGETHER = ((1, 512), (1, 1024), (7, 1024))
+TOGETHER = ((1, 512), (8, 1024))
 """Prompts of one step, and tokens of each, that are timed."""
 A_TURN = 400
 """Milliseconds that an arm's prompts are timed in a turn."""
@@ -56,7 +62,8 @@ LENGTHS = (65, 300, 500, 800, 1100, 2500, 5000, 8192)
 QUIET = {
     "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    # A sampler of FlashInfer's is compiled by nvcc at the first start; it is in no decode graph.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONUNBUFFERED": "1",
     # No NVLink multicast, which is a matter of the whole host: neither NCCL's, nor torch's, nor vLLM's.
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
@@ -72,19 +79,19 @@ class Engine:
     """The process of an arm, seen from here."""
 
     def __init__(self, arm: str, name: str, stage: Stage, work: Path, logs: Path) -> None:
-        fusions, alone = stage.arms.get(arm), stage.alone.get(arm, Alone())
+        ours = stage.arms.get(arm)
+        way, fusions = stage.ways[arm if ours is None else ours.way], None if ours is None else ours.fusions
         self.name, self.log = name, logs / f"{name}.log"
         self.report = logs / f"{name}.report.json"
         chosen = {} if fusions == DEFAULT else {"fusions": list(fusions or ())}
         options = {} if fusions is None else {"layerfuse": {**chosen, "report": str(self.report)}}
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
-            "captured": [*BATCHES, CAPTURED], "cache": 2 << 30, "additional": options,
-            "compilation": {"pass_config": {"fuse_allreduce_rms": False, **alone.passes}, "custom_ops": list(alone.custom_ops)},
-            "engine": {**({"attention_backend": "TRITON_MLA"} if stage.shape in MLA else {}), **stage.engine, **alone.engine},
+            "captured": [*BATCHES, CAPTURED], "cache": stage.cache, "additional": options,
+            "compilation": {"pass_config": way.passes, "custom_ops": list(way.custom_ops)}, "engine": {**stage.engine, **way.engine},
         }  # fmt: skip
         variables = {
-            **{name: value for name, value in os.environ.items() if name != "LAYERFUSE_FUSIONS"}, **QUIET, **stage.variables,
+            **{name: value for name, value in os.environ.items() if name != "LAYERFUSE_FUSIONS"}, **QUIET, **stage.variables, **way.variables,
             "VLLM_PLUGINS": "" if fusions is None else "layerfuse", "VLLM_CACHE_ROOT": str(work / "cache" / name),
             "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }  # fmt: skip
@@ -136,37 +143,63 @@ class Engine:
         os.close(self.answers)
 
 
-def run(name: str, stage: Stage, logs: Path, work: Path, until: float, turns: int, one_by_one: bool) -> dict[str, Any]:
-    """A stage's results, as far as they came."""
+def run(
+    name: str,
+    stage: Stage,
+    logs: Path,
+    work: Path,
+    until: float,
+    turns: int,
+    one_by_one: bool,
+    only: list[str],
+    texts: bool,
+) -> dict[str, Any]:
+    """A stage's results, as far as they came; of `only` these arms, if it names any; `texts`: compare what they think of texts too."""
     result: dict[str, Any] = {
         "shape": stage.shape,
         "tp": stage.tp,
         "variables": stage.variables,
+        "context": CONTEXT,
+        "layers": layers_of(stage.shape),
         "arms": {},
         "errors": {},
     }
     engines: dict[str, Engine] = {}
     started = time.monotonic()
     try:
-        for arm in ("vllm", *stage.alone, *stage.arms):
+        for arm in _arms(stage, only):
             engines[arm] = Engine(arm, f"{name}.{arm}", stage, work, logs)
-            result["arms"][arm] = {"fusions": stage.arms.get(arm)}
+            ours = stage.arms.get(arm)
+            way = stage.ways[ours.way if ours else arm]
+            result["arms"][arm] = {
+                "fusions": ours and ours.fusions,
+                "way": asdict(way, filter=lambda _, value: bool(value)),
+            }
             if one_by_one:
                 _try(result, engines, arm, until, None)
         if not one_by_one:
             for arm in list(engines):
                 _try(result, engines, arm, until, None)
         result["started_s"] = round(time.monotonic() - started, 1)
-        for arm in list(engines):
-            _try(result, engines, arm, until, "tokens")
         for batch in BATCHES:
             _time(result, engines, batch, until, turns)
         for arm in list(engines):
             for batch in BATCHES:
                 # A graph that is replayed with what another batch left behind may read and write anywhere: attention kernels
                 # take lengths and splits of each sequence from memory.
-                _try(result, engines, arm, until, "settle", batch)
+                _try(result, engines, arm, until, "settle", batch, CONTEXT)
                 _try(result, engines, arm, until, "kernels", batch)
+        if not texts:
+            return _concluded(result, {f"{name}.{arm}": arm for arm in result["arms"]}, logs)
+        for arm in list(engines):
+            drew = _try(result, engines, arm, until, "tokens")
+            if (
+                drew
+                and (few := len({each for text in drawn(drew).values() for row in text for each in row})) < DISTINCT
+            ):
+                what = f"its greedy texts hold {few} different tokens: vLLM did not take the seeded weights"
+                result["errors"][arm] = what
+                engines.pop(arm).stop()
         if "vllm" in engines:
             text = drawn(result["arms"]["vllm"]["tokens"])
             for arm in list(engines):
@@ -174,13 +207,36 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, turns: in
             _try(result, engines, "vllm", until, "one_by_one", text)
         for number, length in TOGETHER:
             _time_prompts(result, engines, number, length, until, turns)
-        for arm in [arm for arm in engines if arm not in stage.alone]:
+        for arm in [arm for arm in engines if arm == "vllm" or arm in stage.arms]:
             _try(result, engines, arm, until, "prefill", list(LENGTHS))
     finally:
         for engine in engines.values():
             engine.stop()
     result["seconds"] = round(time.monotonic() - started, 1)
     return _concluded(result, {f"{name}.{arm}": arm for arm in result["arms"]}, logs)
+
+
+def _arms(stage: Stage, only: list[str]) -> list[str]:
+    """Of a stage, its ways first."""
+    return [arm for arm in (*stage.ways, *stage.arms) if not only or arm in only]
+
+
+def starts(name: str, stage: Stage, logs: Path, work: Path, until: float, only: list[str]) -> dict[str, Any]:
+    """Each arm's cold start and the next one from its caches, alone on the machine: arm -> what it said and vLLM's lines of its times."""
+    found: dict[str, Any] = {}
+    for arm in _arms(stage, only):
+        for kind in ("cold", "warm"):
+            engine = Engine(arm, f"{name}.{arm}", stage, work, logs)
+            try:
+                ready = engine.answer(until)
+            except ArmError as error:
+                ready = {"error": str(error)}
+            finally:
+                engine.stop()
+            lines = engine.log.read_text(errors="replace").splitlines()
+            said = [line[-240:] for line in lines if " took " in line or "layerfuse" in line or "seconds" in line]
+            found[f"{arm}, {kind}"] = {**{key: ready.get(key) for key in ("start_s", "error")}, "said": said}
+    return found
 
 
 def _try(
@@ -196,7 +252,7 @@ def _try(
         engines.pop(arm).stop()
         return None
     key = " ".join(["ready" if command is None else command, *(str(each) for each in given if isinstance(each, int))])
-    if command not in ("replay", "settle", "prefill", "prompts", "prompt_kernels", "prompt_host"):
+    if command not in ("replay", "settle", "prefill", "prompts", "prompt_kernels"):
         result["arms"][arm][key] = found
     return found
 
@@ -205,7 +261,7 @@ def _time(result: dict[str, Any], engines: dict[str, Engine], batch: int, until:
     times: dict[str, list[float]] = {arm: [] for arm in engines}
     once: dict[str, float] = {}
     for arm in list(engines):
-        _try(result, engines, arm, until, "settle", batch)
+        _try(result, engines, arm, until, "settle", batch, CONTEXT)
         found = _try(result, engines, arm, until, "replay", batch, 20, 2, 10)
         once[arm] = max(rank[-1] for rank in found) if found else 0.0
     for turn in range(turns):
@@ -229,7 +285,6 @@ def _time_prompts(
 ) -> None:
     """Steps that hold prompts alone; the host needs now more and now less time for the same, so the fastest round of a turn counts."""
     times: dict[str, list[float]] = {arm: [] for arm in engines}
-    hosts: dict[str, list[float]] = {arm: [] for arm in engines}
     warm = [_try(result, engines, arm, until, "prompts", number, length, 5) for arm in list(engines)]
     rounds = max(5, min(40, int(A_TURN / max([1, *(min(found) for found in warm if found)]))))
     for turn in range(turns):
@@ -237,8 +292,6 @@ def _time_prompts(
         for arm in order if turn % 2 == 0 else reversed(order):
             found = _try(result, engines, arm, until, "prompts", number, length, rounds)
             times[arm] += [min(found)] if found else []
-            host = _try(result, engines, arm, until, "prompt_host", number, length, 2 + rounds // 4)
-            hosts[arm] += [host[0]] if host else []
     for arm in list(engines):
         ranks = _try(result, engines, arm, until, "prompt_kernels", number, length)
         if ranks and (several := times[arm]):
@@ -246,7 +299,6 @@ def _time_prompts(
                 "ms": round(statistics.median(several), 3),
                 "turns_ms": [round(each, 3) for each in several],
                 "times_faster": _faster(times.get("vllm", []), several),
-                "host_ms": round(min(hosts[arm]), 3),
                 "gpu_ms": round(sum(us for _, us in ranks[0].values()) / 1000, 3),
                 "launches": round(sum(count for count, _ in ranks[0].values()), 1),
             }
@@ -318,13 +370,18 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--one-by-one", action="store_true", help="start engines one after another")
+    parser.add_argument(
+        "--no-texts", action="store_true", help="times and kernels alone: no tokens, no log probabilities, no prompts"
+    )
+    parser.add_argument("--starts", action="store_true", help="time cold and warm starts alone, nothing else")
     parser.add_argument("--again", action="store_true", help="also stages that --out holds")
     parser.add_argument("--list", action="store_true")
     given = parser.parse_args()
     if given.list:
         print(
             "\n".join(
-                f"{name}: {stage.shape}, tp {stage.tp}: {', '.join(stage.arms)}" for name, stage in STAGES.items()
+                f"{name}: {stage.shape}, tp {stage.tp}: {', '.join([*stage.ways, *stage.arms])}"
+                for name, stage in STAGES.items()
             )
         )
         return
@@ -350,7 +407,13 @@ def main() -> None:
         else:
             print(f"{name}: begins at {time.monotonic() - BEGAN:.0f} s", flush=True)
             until = min(BEGAN + given.limit, time.monotonic() + 2 * stage.needs + 60)
-            results["stages"][name] = run(name, stage, logs, work, until, given.turns, given.one_by_one)
+            if given.starts:
+                results.setdefault("starts", {})[name] = starts(name, stage, logs, work, until, given.arms)
+                given.out.write_text(json.dumps(results, indent=1) + "\n")
+                continue
+            results["stages"][name] = run(
+                name, stage, logs, work, until, given.turns, given.one_by_one, not given.no_texts
+            )
             given.out.write_text(json.dumps(results, indent=1) + "\n")
             print(table({"stages": {name: results["stages"][name]}}, BATCHES), flush=True)
     print(f"after {time.monotonic() - BEGAN:.0f} s\n{table(results, BATCHES)}")

@@ -7,6 +7,7 @@ text, in its own decode steps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from vllm import SamplingParams
@@ -32,3 +33,30 @@ class Forced(AdapterLogitsProcessor):
             return logits
 
         return force
+
+
+try:
+    from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
+except ImportError:  # a release with one model runner
+    pass
+else:
+
+    class ForcedThere(LogitsProcessor):
+        """The same for vLLM's second model runner."""
+
+        def __init__(self, _vllm_config: Any, req_states: Any) -> None:
+            self.state, self.wanted = req_states, {}
+
+        def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+            """Whether this request names its tokens."""
+            self.wanted[req_idx] = (sampling_params.extra_args or {}).get("tokens")
+            return self.wanted[req_idx] is not None
+
+        def apply(self, logits: Tensor, ctx: Any) -> Tensor:
+            """What changes the logits of all requests of a step."""
+            slots, positions = ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist()
+            for row, (slot, position) in enumerate(zip(slots[: logits.shape[0]], positions, strict=False)):
+                tokens, drawn = self.wanted.get(slot), position + 1 - int(self.state.prompt_len.np[slot])
+                if tokens is not None and 0 <= drawn < len(tokens):
+                    logits[row, tokens[drawn]] = 1e6
+            return logits

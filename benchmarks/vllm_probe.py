@@ -7,7 +7,6 @@ the weights of `vllm_shapes` in the place of vLLM's dummy ones.
 from __future__ import annotations
 
 import sys
-import time
 from collections import Counter
 from typing import Any
 
@@ -19,8 +18,13 @@ from torch.profiler import ProfilerActivity, profile
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.distributed.parallel_state import get_tp_group
 
+try:  # the second model runner, from 0.33 on
+    from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
+except ImportError:
+    ModelCudaGraphManager = None
+
+_managers: list[Any] = []
 _profiles: list[Any] = []
-_host: list[float] = []
 _filled: list[int] = []
 
 
@@ -40,7 +44,22 @@ def _initialize(module: torch.nn.Module, *_: Any, **__: Any) -> None:
         vllm_shapes.fill(module.state_dict(), frozenset(sharded), group.rank_in_group, group.world_size)
 
 
+if hasattr(loader, "initialize_single_dummy_weight"):
+    # From 0.33 on the loader fills the weights itself, and calls the function of the next line no more.
+    loader.DummyModelLoader.load_weights = lambda _self, model, *_: _initialize(model)
 loader.initialize_dummy_weights = _initialize
+
+
+def _keep_managers(capture: Any) -> Any:
+    def kept(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _managers.append(self)
+        return capture(self, *args, **kwargs)
+
+    return kept
+
+
+if ModelCudaGraphManager is not None:
+    ModelCudaGraphManager.capture = _keep_managers(ModelCudaGraphManager.capture)
 
 
 def _one_configuration(package: str) -> None:
@@ -104,26 +123,6 @@ class Probe:
                 took[event.name[:160]] += event.time_range.elapsed_us()
         return {name: [count / times, round(took[name] / times, 2)] for name, count in counts.items()}
 
-    def probe_host_begin(self) -> None:
-        """Take the time from now on in which vLLM's forward keeps the host: until all is launched, with the GPU idle before."""
-        runner = self.model_runner  # type: ignore[attr-defined]
-        own, times = runner._model_forward, _host
-        times.clear()
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            result = own(*args, **kwargs)
-            times.append(time.perf_counter() - began)
-            return result
-
-        runner._model_forward = timed
-
-    def probe_host_end(self) -> float:
-        """The milliseconds of the fastest forward since then."""
-        del self.model_runner._model_forward  # type: ignore[attr-defined]
-        return min(_host) * 1000
-
     def probe_state(self) -> dict[str, Any]:
         """What this worker runs."""
         model = self.model_runner.get_model()  # type: ignore[attr-defined]
@@ -135,7 +134,15 @@ class Probe:
             ),
             "parameters": sum(each.numel() for each in model.parameters()),
             "all_reduce": _all_reduce(),
+            "linears": sorted(_linears(model)),
         }
+
+
+def _linears(model: torch.nn.Module) -> set[str]:
+    """Classes of the kernels behind quantised linears, where vLLM names them."""
+    methods = [vars(each).get("quant_method") for each in model.modules()]
+    kernels = [vars(each).get("fp8_linear") or vars(each).get("kernel") for each in methods if each is not None]
+    return {type(each).__name__ for each in kernels if each is not None}
 
 
 def _all_reduce() -> str:
@@ -147,8 +154,12 @@ def _all_reduce() -> str:
 
 
 def _graphs() -> dict[int, Any]:
-    """Tokens -> vLLM's full graph for as many sequences that decode."""
+    """Tokens -> vLLM's full graph for as many sequences that decode, of either model runner."""
     found: dict[int, Any] = {}
+    for manager in _managers:
+        for what, graph in manager.graphs.items():
+            if what.cg_mode.name == "FULL" and not what.num_active_loras and what.num_ubatches == 1:
+                found[what.num_tokens] = graph
     for wrapper in CUDAGraphWrapper._all_instances:
         if wrapper.runtime_mode.name == "FULL":
             for batch, entry in wrapper.concrete_cudagraph_entries.items():

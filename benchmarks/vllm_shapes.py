@@ -12,10 +12,44 @@ from typing import Any
 
 CHECKPOINTS = Path(__file__).parents[1] / "tests" / "engines" / "checkpoints"
 VOCABULARY = 16384
+PUBLISHED: dict[str, dict[str, Any]] = {
+    # huggingface.co/Qwen/Qwen3-32B-FP8, Qwen/Qwen3-4B and meta-llama/Llama-3.3-70B-Instruct: config.json of each.
+    "qwen3-32b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 25600, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "rope_theta": 1000000, "attention_bias": False, "tie_word_embeddings": False,
+    },
+    "qwen3-4b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 2560, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+        "rope_theta": 1000000, "attention_bias": False, "tie_word_embeddings": False,
+    },
+    "llama-3.3-70b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 28672, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "rope_theta": 500000, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Configs that no test needs."""
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "block_structure": None, "group_size": None}
+CHANNELS = {  # compressed-tensors' w8a8: a scale per column of the weight, and per token
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": {**_FP8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**_FP8, "strategy": "token", "dynamic": True},
+    }},
+}  # fmt: skip
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
+_EIGHTH = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 2304,
+    "moe_intermediate_size": 256,
+}
 _DENSE = {"num_hidden_layers": 4, "first_k_dense_replace": 4, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
-_MIXED = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 64}
+_ALL_DENSE = {**_DENSE, "num_hidden_layers": 6, "first_k_dense_replace": 6, "quantization_config": BLOCKS}
+_ALL_MIXED = {"num_hidden_layers": 3, "first_k_dense_replace": 0, "quantization_config": BLOCKS}
 _GPT_OSS = {
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
@@ -40,17 +74,29 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
          "num_key_value_heads": 16, "intermediate_size": 5632},
     ),
     "mla-128": ("deepseek-v3", {**_DENSE, "num_hidden_layers": 2, "first_k_dense_replace": 2}),
-    # One dense layer and three mixtures, of 64 experts instead of 256.
-    "deepseek-v3-moe": ("deepseek-v3", _MIXED),
-    "deepseek-v3-moe-fp8": ("deepseek-v3", {**_MIXED, "quantization_config": BLOCKS}),
+    # What a rank of eight holds, its experts by columns as vLLM splits them.
+    "deepseek-v3-rank8-dense": ("deepseek-v3", {**_ALL_DENSE, **_EIGHTH}),
+    "deepseek-v3-rank8-mixture": ("deepseek-v3", {**_ALL_MIXED, **_EIGHTH}),
+    # Attention, dense layers and shared experts whole on each rank, and whole experts, 32 of 256. Each of eight such ranks sends
+    # eight tokens' worth to experts and takes as much: 8 of 32 per token of its own.
+    "deepseek-v3-dp-dense": ("deepseek-v3", {**_ALL_DENSE, "num_hidden_layers": 4, "first_k_dense_replace": 4}),
+    "deepseek-v3-dp-mixture": ("deepseek-v3", {**_ALL_MIXED, "n_routed_experts": 32}),
+    "qwen3-32b-fp8": ("qwen3-32b", {"num_hidden_layers": 4, "quantization_config": BLOCKS}),
+    "qwen3-32b-fp8-rank4": (
+        "qwen3-32b",
+        {"num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 6400,
+         "quantization_config": BLOCKS},
+    ),
+    "llama-70b-w8a8-rank4": (
+        "llama-3.3-70b",
+        {"num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 7168,
+         "quantization_config": CHANNELS},
+    ),
+    "qwen3-4b": ("qwen3-4b", {"num_hidden_layers": 6}),
+    "qwen3-next-fp8": ("qwen3-next-80b-a3b", {"num_hidden_layers": 4, "quantization_config": BLOCKS}),
     # Three delta nets and one attention, all experts.
     "qwen3-next": ("qwen3-next-80b-a3b", {"num_hidden_layers": 4}),
     "gpt-oss-120b": ("gpt-oss-120b", _GPT_OSS),
-    # Experts that are not quantised, where MXFP4's kernels are missing; 32 instead of 128.
-    "gpt-oss-120b-bf16": (
-        "gpt-oss-120b",
-        {**_GPT_OSS, "quantization_config": None, "num_local_experts": 32},
-    ),
     # Small enough to try the benchmark itself.
     "tiny": (
         "deepseek-v3",
@@ -60,14 +106,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Shape -> the published config, and what differs from it."""
 
-MLA = frozenset(name for name, (base, _) in SHAPES.items() if base.startswith("deepseek"))
+
+def layers_of(shape: str) -> int:
+    """How many decoder layers a shape has."""
+    return int(SHAPES[shape][1]["num_hidden_layers"])
 
 
 def folder_of(shape: str, below: Path) -> Path:
     """A folder with the config of a shape and a tokenizer of one word per token."""
     base, changes = SHAPES[shape]
-    config = json.loads((CHECKPOINTS / base / "config.json").read_text())
-    config |= {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
+    config = PUBLISHED.get(base) or json.loads((CHECKPOINTS / base / "config.json").read_text())
+    config = config | {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
     config = {key: value for key, value in {**config, **changes}.items() if value is not None}
     config.setdefault("torch_dtype", "bfloat16")
     if isinstance(config.get("rope_scaling"), dict):

@@ -1,6 +1,8 @@
-"""What `vllm_engine` measures: stages, each a model on so many GPUs and the fusions of its arms."""
+"""What `vllm_engine` measures: stages, each a model on so many GPUs, ways of vLLM's own to run it, and arms with layerfuse."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from attrs import field, frozen
 
@@ -10,87 +12,112 @@ BEHIND = tuple(f"{name}_group_quant" for name in ("mla_dual_rms_norm", "add_rms_
 
 
 @frozen
-class Alone:
-    """vLLM without layerfuse that computes the same in another of its own ways."""
+class Way:
+    """vLLM without layerfuse, computing the same in one of its own ways; without a field set, as it is installed."""
 
+    variables: dict[str, str] = field(factory=dict)
+    "Of its environment."
     passes: dict[str, bool] = field(factory=dict)
     "Of its compiler, on or off."
-    engine: dict[str, str | bool] = field(factory=dict)
+    engine: dict[str, Any] = field(factory=dict)
     "Arguments of its engine."
     custom_ops: tuple[str, ...] = ()
     "Its layers that run their own kernels in place of what Inductor makes of them."
 
 
 @frozen
+class Arm:
+    """layerfuse in vLLM."""
+
+    fusions: tuple[str, ...] = DEFAULT
+    way: str = "vllm"
+    "Of the stage's, that vLLM runs besides."
+
+
+@frozen
 class Stage:
-    """One model on so many GPUs, and the fusions of each arm; the first arm is vLLM alone."""
+    """One model on so many GPUs. The first way, `vllm`, is what all are compared with."""
 
     shape: str
-    arms: dict[str, tuple[str, ...]]
+    arms: dict[str, Arm] = field(factory=lambda: {"default": Arm()})
+    ways: dict[str, Way] = field(factory=lambda: {"vllm": Way()})
     tp: int = 1
     variables: dict[str, str] = field(factory=dict)
-    alone: dict[str, Alone] = field(factory=dict)
-    "Arms that say how far vLLM's own ways to compute the same are apart."
-    engine: dict[str, str | bool] = field(factory=dict)
+    engine: dict[str, Any] = field(factory=dict)
     "Arguments of vLLM's engine."
-    needs: int = 100
+    cache: int = 3 << 30
+    "Bytes for keys and values."
+    needs: int = 150
     "Seconds that it takes about."
 
 
-_QUANTISED = {
-    "default": DEFAULT,
-    "all": (*BEHIND, "add_rms_norm"),
-    "add_norm": ("add_rms_norm_group_quant", "rms_norm_group_quant"),
-    "silu": ("silu_mul_group_quant",),
-    "dual": ("mla_dual_rms_norm_group_quant",),
+_PASSES = {"fuse_norm_quant": False, "fuse_act_quant": False}
+_FLASHINFER_OFF, _DEEP_GEMM_OFF = {"VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER": "0"}, {"VLLM_USE_DEEP_GEMM": "0"}
+_WAYS = {
+    "vllm": Way(),
+    "unfused": Way(passes=_PASSES),
+    "deep_gemm": Way(variables=_FLASHINFER_OFF),
+    "deep_gemm_unfused": Way(variables=_FLASHINFER_OFF, passes=_PASSES),
+    "cutlass": Way(variables=_DEEP_GEMM_OFF | _FLASHINFER_OFF),
+    "cutlass_unfused": Way(variables=_DEEP_GEMM_OFF | _FLASHINFER_OFF, passes=_PASSES),
 }
+_BLOCKS = {"default": Arm(), "default_deep_gemm": Arm(way="deep_gemm"), "default_cutlass": Arm(way="cutlass")}
+# What only makes a start longer: DeepGEMM's kernels for sizes that are not timed, which nvcc compiles, and trials of FlashInfer's kernels that
+# these models do not call.
+_SKIP = {"VLLM_DEEP_GEMM_WARMUP": "skip"}
+_UNTRIED: dict[str, Any] = {"kernel_config": {"enable_flashinfer_autotune": False}}
+_KERNELS = {"vllm": Way(), "kernels": Way(custom_ops=("all",))}  # rounds where they write, Inductor does not
+_NCCL = {"vllm": Way(), "nccl": Way(engine={"disable_custom_all_reduce": True})}  # sums in another order
+_UNFUSED = {"vllm": Way(), "unfused": Way(passes=_PASSES)}
 _REDUCED = {
-    "all_reduce": ("all_reduce_add_rms_norm",),
-    "all": ("all_reduce_add_rms_norm", "add_rms_norm", "mla_dual_rms_norm"),
+    "default": Arm(),
+    "all_reduce": Arm(("all_reduce_add_rms_norm",)),
+    "all": Arm(("all_reduce_add_rms_norm", "add_rms_norm", "mla_dual_rms_norm")),
 }
 _REDUCED_QUANTISED = {
-    "default": DEFAULT,
-    "all_reduce": ("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_group_quant"),
+    "default": Arm(),
+    "all_reduce": Arm(("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_group_quant")),
 }
-_ONE_SHAPE = {
-    "dual": ("mla_dual_rms_norm",),
-    "add_norm": ("add_rms_norm",),
-    "all": ("mla_dual_rms_norm", "add_rms_norm"),
-}
-_DECODE, _FP8_CACHE = {"decode": ("mla_decode",)}, {"kv_cache_dtype": "fp8"}
-_FLASH = {"attention_backend": "FLASH_ATTN_MLA"}  # what vLLM picks on Hopper for caches that are not fp8
-_UNFUSED = {"unfused": Alone(passes={"fuse_norm_quant": False, "fuse_act_quant": False})}
-_NCCL = {"nccl": Alone(engine={"disable_custom_all_reduce": True})}  # sums in another order
-_KERNELS = {"kernels": Alone(custom_ops=("all",))}  # rounds where they write, Inductor does not
-_NO_DEEP_GEMM, _DEEP_GEMM = {"VLLM_USE_DEEP_GEMM": "0"}, {"VLLM_USE_DEEP_GEMM": "1", "VLLM_DEEP_GEMM_WARMUP": "skip"}
+_DECODE, _FP8_CACHE = {"decode": Arm(("mla_decode",))}, {"kv_cache_dtype": "fp8"}
 STAGES = {
-    "fp8": Stage("deepseek-v3-fp8", _QUANTISED, alone=_UNFUSED, variables=_NO_DEEP_GEMM, needs=150),
-    "gpt-oss-tp2": Stage("gpt-oss-120b", _REDUCED, tp=2, alone=_NCCL | _KERNELS),
-    "fp8-tp2": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, tp=2, alone=_UNFUSED | _NCCL, variables=_NO_DEEP_GEMM, needs=190),
-    "bf16-tp2": Stage("deepseek-v3", _REDUCED, tp=2, alone=_NCCL | _KERNELS),
-    "gpt-oss-tp4": Stage("gpt-oss-120b", _REDUCED, tp=4, alone=_NCCL | _KERNELS),
-    "fp8-tp4": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, tp=4, alone=_UNFUSED | _NCCL, variables=_NO_DEEP_GEMM, needs=190),
-    "bf16-tp4": Stage("deepseek-v3", _REDUCED, tp=4, alone=_NCCL | _KERNELS),
+    # The shapes that are served: what one rank holds, with random weights, on one GPU.
+    "deepseek-v3-rank8-dense": Stage("deepseek-v3-rank8-dense", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
+    "deepseek-v3-rank8-mixture": Stage("deepseek-v3-rank8-mixture", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=1 << 30, needs=230),
+    "deepseek-v3-dp-dense": Stage("deepseek-v3-dp-dense", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
+    "deepseek-v3-dp-mixture": Stage("deepseek-v3-dp-mixture", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=1 << 30, needs=230),
+    "qwen3-32b-fp8": Stage("qwen3-32b-fp8", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=5 << 30),
+    "qwen3-32b-fp8-rank4": Stage("qwen3-32b-fp8-rank4", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED),
+    "llama-70b-w8a8-rank4": Stage("llama-70b-w8a8-rank4", ways=_UNFUSED, engine=_UNTRIED),
+    "gpt-oss-120b": Stage("gpt-oss-120b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",))}, _KERNELS),
+    "qwen3-4b": Stage("qwen3-4b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",))}, _KERNELS, cache=5 << 30),
     # On Hopper vLLM takes FlashInfer for a delta net's prefill, which is not measured here: its kernel is compiled by nvcc.
-    # With its own kernels (`_KERNELS`) vLLM 0.26 does not compile this model: Dynamo will not trace their Triton launch.
-    "qwen3-next": Stage("qwen3-next", {"gated": ("gated_rms_norm",), "all": ("gated_rms_norm", "add_rms_norm")},
-                        engine={"gdn_prefill_backend": "triton"}, needs=170),
-    "bf16": Stage("deepseek-v3", _ONE_SHAPE, alone=_KERNELS),
-    # What vLLM takes for this model by default; it compiles its kernels as they are called, by nvcc or NVRTC.
-    "fp8-deep-gemm": Stage(
-        "deepseek-v3-fp8", {name: _QUANTISED[name] for name in ("default", "all", "silu")}, alone=_UNFUSED, variables=_DEEP_GEMM,
-        needs=240,
-    ),
-    "gpt-oss": Stage("gpt-oss-120b", {"add_norm": ("add_rms_norm",)}, alone=_KERNELS),
-    "gpt-oss-bf16-tp2": Stage("gpt-oss-120b-bf16", _REDUCED, tp=2, alone=_NCCL | _KERNELS),
-    "moe-fp8": Stage("deepseek-v3-moe-fp8", {"all": _QUANTISED["all"]}, alone=_UNFUSED, variables=_NO_DEEP_GEMM, needs=150),
-    "moe": Stage("deepseek-v3-moe", {"all": _ONE_SHAPE["all"]}, alone=_KERNELS, needs=150),
-    "mla16": Stage("mla-16", _DECODE, alone=_KERNELS, engine=_FLASH),
-    "mla128": Stage("mla-128", _DECODE, alone=_KERNELS, engine=_FLASH),
-    "mla16-fp8-cache": Stage("mla-16", _DECODE, alone=_KERNELS, engine=_FP8_CACHE),
-    "mla128-fp8-cache": Stage("mla-128", _DECODE, alone=_KERNELS, engine=_FP8_CACHE),
-    "tiny": Stage("tiny", {"add_norm": ("add_rms_norm",)}),
-    "tiny-mla": Stage("tiny", _DECODE),
-    "tiny-tp2": Stage("tiny", {"all_reduce": ("all_reduce_add_rms_norm",)}, tp=2, alone=_NCCL),
+    "qwen3-next": Stage("qwen3-next", {"default": Arm(), "all": Arm(("gated_rms_norm", "add_rms_norm"))},
+                        engine={"gdn_prefill_backend": "triton"}),
+    "qwen3-next-fp8": Stage("qwen3-next-fp8", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED | {"gdn_prefill_backend": "triton"}, needs=230),
+    # Attention alone.
+    "mla16": Stage("mla-16", _DECODE, _KERNELS),
+    "mla128": Stage("mla-128", _DECODE, _KERNELS),
+    "mla16-fp8-cache": Stage("mla-16", _DECODE, _KERNELS, engine=_FP8_CACHE),
+    "mla128-fp8-cache": Stage("mla-128", _DECODE, _KERNELS, engine=_FP8_CACHE),
+    # Several GPUs.
+    "gpt-oss-tp2": Stage("gpt-oss-120b", _REDUCED, _NCCL, tp=2),
+    "fp8-tp2": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, _UNFUSED | _NCCL, tp=2, needs=190),
+    "bf16-tp2": Stage("deepseek-v3", _REDUCED, _NCCL, tp=2),
+    "gpt-oss-tp4": Stage("gpt-oss-120b", _REDUCED, _NCCL, tp=4),
+    "fp8-tp4": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, _UNFUSED | _NCCL, tp=4, needs=190),
+    "bf16-tp4": Stage("deepseek-v3", _REDUCED, _NCCL, tp=4),
+    # For trying this script.
+    "tiny": Stage("tiny", {"default": Arm(), "add_norm": Arm(("add_rms_norm",))}, cache=1 << 30),
+    "tiny-mla": Stage("tiny", _DECODE, cache=1 << 30),
+    "tiny-tp2": Stage("tiny", {"all_reduce": Arm(("all_reduce_add_rms_norm",))}, _NCCL, tp=2, cache=1 << 30),
 }  # fmt: skip
-"""By name, in the order of what they are worth; `tiny` ones are for trying this script."""
+"""By name, in the order of what they are worth."""
+
+WHOLE = {
+    "DeepSeek-V3 in fp8, a rank of eight": {"deepseek-v3-rank8-dense": 3, "deepseek-v3-rank8-mixture": 58},
+    "DeepSeek-V3 in fp8, attention unsharded, experts over eight": {
+        "deepseek-v3-dp-dense": 3,
+        "deepseek-v3-dp-mixture": 58,
+    },
+}
+"""A whole model: how many of a stage's layers it has."""
