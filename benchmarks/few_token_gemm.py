@@ -90,12 +90,16 @@ class Product:
         self.arrived = torch.zeros(self.grid[0], dtype=torch.int32, device=device)
         self.constants = tiling.constants(tokens, quantises)
 
-    def arguments(self, x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> tuple[tuple[Any, ...], Tensor]:
+    def arguments(
+        self, x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor
+    ) -> tuple[tuple[Any, ...], Tensor]:
         """The kernel's, and the result, which it writes."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         (tokens, depth), columns = x.shape, len(weight)
-        boxes = TensorDescriptor.from_tensor(weight, [self.tiling.columns, BLOCK]) if self.constants["BOXES"] else weight
+        boxes = (
+            TensorDescriptor.from_tensor(weight, [self.tiling.columns, BLOCK]) if self.constants["BOXES"] else weight
+        )
         out = torch.empty(tokens, columns, dtype=torch.bfloat16, device=x.device)
         given = x, scales, weight, boxes, weight_scales, self.parts, self.arrived, out, tokens, columns, depth
         return (*given, scales.stride(0), scales.stride(1)), out
@@ -113,7 +117,9 @@ class Product:
         from few_token_gemm_kernel import few_token_mm
 
         tokens, columns = self.parts.shape[1:]
-        x = torch.empty(tokens, depth, dtype=torch.bfloat16 if self.constants["QUANT"] else FP8, device=self.parts.device)
+        x = torch.empty(
+            tokens, depth, dtype=torch.bfloat16 if self.constants["QUANT"] else FP8, device=self.parts.device
+        )
         weight = torch.empty(columns, depth, dtype=FP8, device=x.device)
         scales = torch.empty(max(tokens, -(-columns // BLOCK)), depth // BLOCK, device=x.device)
         arguments, _ = self.arguments(x, scales, weight, scales)
@@ -125,14 +131,19 @@ def _compile(tiling: Tiling, tokens: int, quantises: bool) -> None:
     Product(tiling, 2 * BLOCK, tokens, quantises=quantises, device="cuda").compile(16 * BLOCK)
 
 
-def compile_all(shapes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> None:
-    """All kernels that are to be timed, on all cores, into Triton's cache. What does not compile says so when it is called."""
+def compile_all(shapes: Sequence[tuple[int, int]], tokens: Sequence[int], peers: Sequence[str]) -> None:
+    """All kernels that are to be timed, on all cores, into Triton's cache, while peers are imported here.
+
+    What does not compile, or is not installed, says so when it is called.
+    """
     several = list(dict.fromkeys(tiling for shape in shapes for tiling in tilings(*shape)))
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), get_context("spawn")) as pool:
         for tiling in several:
             for each in dict.fromkeys(max(8, each) for each in tokens):
                 for quantises in (False, True):
                     pool.submit(_compile, tiling, each, quantises)
+        for name in peers:
+            _made(name)
 
 
 class Peer(NamedTuple):
@@ -188,13 +199,14 @@ def _vllm_triton() -> Peer:
 
 
 def _flashinfer() -> Peer:
+    # Its kernel reads scales as DeepGEMM's does, by columns of a multiple of four, whatever its docstring says.
     from flashinfer.gemm import fp8_blockscale_gemm_sm90
 
     def multiply(x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
         result: Tensor = fp8_blockscale_gemm_sm90(x, weight, scales, weight_scales)
         return result
 
-    return Peer(multiply, _vllm_quantised(column_major_scales=False))
+    return Peer(multiply, _vllm_quantised(column_major_scales=True, tma_aligned_scales=True))
 
 
 def _flashinfer_inside() -> Peer:
@@ -216,16 +228,30 @@ OURS = ("ours", "ours, quantisation in front", "ours, bfloat16 in")
 
 
 @cache
+def _made(name: str) -> Peer | Exception:
+    try:
+        return PEERS[name]()
+    except Exception as problem:  # whatever is not installed here
+        return problem
+
+
 def peer(name: str) -> Peer:
-    """Made once."""
-    return PEERS[name]()
+    """Made once; raises what its making raised, each time."""
+    made = _made(name)
+    if isinstance(made, Exception):
+        raise made
+    return made
 
 
 def entrants(names: Sequence[str], x: Tensor, weights: list[Weight]) -> Iterator[tuple[str, str, Callable[[], Calls]]]:
     """Name, tiling or nothing, and what makes the calls. x: (tokens, depth) in bfloat16."""
     for name in names:
         for in_front in (False, True) if ", bfloat16 in" not in name else (False,):
-            yield f"{name}, quantisation in front" if in_front else name, "", partial(_peer_calls, name, in_front, x, weights)
+            yield (
+                f"{name}, quantisation in front" if in_front else name,
+                "",
+                partial(_peer_calls, name, in_front, x, weights),
+            )
     tokens, (columns, depth) = len(x), weights[0][0].shape
     for tiling in tilings(columns, depth):
         for name in OURS:
@@ -254,15 +280,17 @@ def _our_calls(name: str, tiling: Tiling, tokens: int, x: Tensor, weights: list[
 def drawn(columns: int, depth: int, device: str) -> Weight:
     """A random weight, quantised in blocks of 128 x 128, of which the last may be cut off."""
     wide = torch.randn(columns, depth, device=device) * depth**-0.5
-    blocks = torch.nn.functional.pad(wide, (0, 0, 0, -columns % BLOCK)).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    blocks = (
+        torch.nn.functional.pad(wide, (0, 0, 0, -columns % BLOCK)).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    )
     scales = blocks.abs().amax((1, 3)).clamp(min=1e-10) / LARGEST
     values = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:columns]
     return values.to(FP8), scales
 
 
-def right_results(x: Tensor, weights: list[Weight]) -> Tensor:
-    """(weights, tokens, columns) in float64, of the quantised values."""
-    wide = dequantised(*quantised(x), 1).double()
+def right_results(values: Tensor, scales: Tensor, weights: list[Weight]) -> Tensor:
+    """(weights, tokens, columns) in float64, of quantised activations."""
+    wide = dequantised(values, scales, 1).double()
     return torch.stack([wide @ dequantised(*weight, BLOCK).double().t() for weight in weights])
 
 
@@ -289,7 +317,9 @@ class Row(NamedTuple):
     problem: str = ""
 
 
-def compared(names: Sequence[str], x: Tensor, weights: list[Weight], right: Tensor, rounds: int) -> dict[str, list[Row]]:
+def compared(
+    names: Sequence[str], x: Tensor, weights: list[Weight], right: Tensor, rounds: int
+) -> dict[str, list[Row]]:
     """By entrant, the fastest first. Results are compared after all replays, and with those of the first."""
     graphs, first, rows = {}, {}, dict[str, list[Row]]()
     for name, tiling, made in entrants(names, x, weights):
@@ -361,10 +391,13 @@ def measured(given: argparse.Namespace) -> int:
     shapes = [SHAPES[int(each)] for each in given.shapes.split(",")]
     tokens = [int(each) for each in given.tokens.split(",")]
     names = [name for name in PEERS if any(each in name for each in given.peers.split(",") if each)]
-    compile_all(shapes, tokens)
+    compile_all(shapes, tokens, names)
     speed, wrong = copy_speed(), False
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "bytes_per_us": speed, "shapes": {}}
-    print(f"{found['gpu']}: a copy moves {speed / 1e6:.2f} TB/s; compiled after {time.monotonic() - begun:.0f} s", flush=True)
+    print(
+        f"{found['gpu']}: a copy moves {speed / 1e6:.2f} TB/s; compiled after {time.monotonic() - begun:.0f} s",
+        flush=True,
+    )
     for columns, depth in shapes:
         if time.monotonic() - begun > given.limit:
             print(f"out of time before {columns} x {depth}")
@@ -373,7 +406,7 @@ def measured(given: argparse.Namespace) -> int:
         count = max(FEWEST_WEIGHTS, -(-MOST_CACHED // (columns * depth)))
         weights = [drawn(columns, depth, "cuda") for _ in range(count)]
         x = torch.randn(max(tokens), depth, device="cuda").bfloat16()
-        right = right_results(x, weights)
+        right = right_results(*quantised(x), weights)
         gc.collect()
         gc.freeze()  # or each graph looks through all that was imported
         rows, floors = dict[int, dict[str, list[Row]]](), dict[int, float]()
@@ -392,21 +425,31 @@ def measured(given: argparse.Namespace) -> int:
     return int(wrong)
 
 
+def truncated(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantised` in Triton's interpreter, which does not round."""
+    values, scales = quantised(x)
+    wide = x.float() / scales.repeat_interleave(BLOCK, -1)
+    return (values.view(torch.uint8) - (values.float().abs() > wide.abs()).byte()).view(FP8), scales
+
+
+def interpreted_error(columns: int, depth: int, tokens: int, tiling: Tiling, name: str) -> float:
+    """Of our kernel with small weights in Triton's interpreter, over two calls with each of two weights."""
+    weights = [drawn(columns, depth, "cpu") for _ in range(2)]
+    x = torch.randn(tokens, depth).bfloat16()
+    right = right_results(*(truncated if name == OURS[2] else quantised)(x), weights)
+    calls = _our_calls(name, tiling, tokens, x, weights)
+    return relative_error(torch.stack([call() for call in (*calls, *calls)]), right.repeat(2, 1, 1))
+
+
 def interpreted() -> int:
-    """Check our kernel with small shapes in Triton's interpreter; 1 where it is wrong."""
+    """Check our kernel in Triton's interpreter; 1 where it is wrong."""
     wrong = False
-    for columns, depth in ((192, 1024), (320, 640)):
-        weights = [drawn(columns, depth, "cpu") for _ in range(2)]
-        for tokens in (1, 5, 16):
-            x = torch.randn(tokens, depth).bfloat16()
-            right = right_results(x, weights)
-            for tiling in (Tiling(64, 1, 3, "plain"), Tiling(64, 4, 3, "plain"), Tiling(128, 3, 3, "plain")):
-                for name in OURS[::2]:
-                    calls = _our_calls(name, tiling, tokens, x, weights)
-                    # Twice, as the first call must leave what it counts as it was.
-                    error = relative_error(torch.stack([call() for call in (*calls, *calls)]), right.repeat(2, 1, 1))
-                    wrong |= error > MOST_ERROR
-                    print(f"{columns} x {depth}, {tokens} tokens, {name}, {tiling}: error {error:.5f}", flush=True)
+    for columns, depth, tokens in ((192, 1024, 1), (320, 640, 5), (192, 640, 64)):
+        for tiling in (Tiling(64, 1, 3, "plain"), Tiling(64, 4, 3, "plain"), Tiling(128, 3, 3, "plain")):
+            for name in OURS[::2]:
+                error = interpreted_error(columns, depth, tokens, tiling, name)
+                wrong |= error > MOST_ERROR
+                print(f"{columns} x {depth}, {tokens} tokens, {name}, {tiling}: error {error:.5f}", flush=True)
     return int(wrong)
 
 
