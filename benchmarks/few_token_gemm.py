@@ -325,13 +325,14 @@ def compared(
     graphs, first, rows = {}, {}, dict[str, list[Row]]()
     for name, tiling, made in entrants(names, x, weights):
         key = f"{name} | {tiling}"
+        rows.setdefault(name, [])
         try:
             graphs[key] = Graph(made(), 1)  # type: ignore[arg-type]
             graphs[key].start()
             first[key] = torch.stack(graphs[key].results)  # type: ignore[arg-type]
         except Exception as problem:  # whatever is not installed here, or does not run
             graphs.pop(key, None)
-            rows.setdefault(name, []).append(Row(tiling, None, math.inf, None, said(problem)))
+            rows[name].append(Row(tiling, None, math.inf, None, said(problem)))
     reference = first.get(f"{CUTLASS} | ")
     for key, timing in time_graphs(graphs, rounds).items():
         name, tiling = key.split(" | ")
@@ -341,7 +342,7 @@ def compared(
         if name in OURS and not torch.equal(got, first[key]):
             problem = "replays differ"
         away = None if reference is None else float((got.float() - reference.float()).abs().max())
-        rows.setdefault(name, []).append(Row(tiling, timing, error, away, problem))
+        rows[name].append(Row(tiling, timing, error, away, problem))
     for several in rows.values():
         several.sort(key=lambda row: row.timing.us if row.timing and not row.problem else math.inf)
     return rows
