@@ -49,8 +49,8 @@ class Tiling(NamedTuple):
     """plain, early: launches overlap, ahead: the L2 cache is also filled before the kernel in front has ended, boxes: by TMA too."""
 
     def constants(self, tokens: int, quantises: bool) -> dict[str, Any]:
-        """For so many tokens; tensor cores take eight at least."""
-        held = max(8, 1 << (tokens - 1).bit_length())
+        """For so many tokens. With less than 16 of them in a tile, some releases of Triton leave fp8's tensor cores aside."""
+        held = max(16, 1 << (tokens - 1).bit_length())
         return {
             "TILE_N": self.columns, "TILE_M": held, "SPLIT": self.split, "QUANT": quantises,
             "BOXES": self.way == "boxes", "EARLY": self.way != "plain", "AHEAD": self.way in ("ahead", "boxes"),
@@ -140,7 +140,7 @@ def compile_all(shapes: Sequence[tuple[int, int]], tokens: Sequence[int], peers:
     several = list(dict.fromkeys(tiling for shape in shapes for tiling in tilings(*shape)))
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), get_context("spawn")) as pool:
         for tiling in several:
-            for each in dict.fromkeys(max(8, each) for each in tokens):
+            for each in dict.fromkeys(max(16, each) for each in tokens):
                 for quantises in (False, True):
                     pool.submit(_compile, tiling, each, quantises)
         for name in peers:

@@ -50,6 +50,6 @@ def built(tiling: few_token_gemm.Tiling, tokens: int, quantises: bool) -> dict[s
 
 if __name__ == "__main__":
     ways = [tiling for tiling in few_token_gemm.tilings(7168, 2048) if tiling.columns == 64 and tiling.stages == 5]
-    found = [built(tiling, 8, quantises=place % 2 == 1) for place, tiling in enumerate(ways)]
+    found = [built(tiling, 16, quantises=place % 2 == 1) for place, tiling in enumerate(ways)]
     found += [built(few_token_gemm.tilings(4608, 7168)[-2], 64, quantises=True)]
     json.dump(found, sys.stdout)
