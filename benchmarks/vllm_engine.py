@@ -370,6 +370,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--one-by-one", action="store_true", help="start engines one after another")
+    parser.add_argument("--arms", nargs="*", default=[], help="of each stage, where not all")
     parser.add_argument(
         "--no-texts", action="store_true", help="times and kernels alone: no tokens, no log probabilities, no prompts"
     )
@@ -412,7 +413,7 @@ def main() -> None:
                 given.out.write_text(json.dumps(results, indent=1) + "\n")
                 continue
             results["stages"][name] = run(
-                name, stage, logs, work, until, given.turns, given.one_by_one, not given.no_texts
+                name, stage, logs, work, until, given.turns, given.one_by_one, given.arms, not given.no_texts
             )
             given.out.write_text(json.dumps(results, indent=1) + "\n")
             print(table({"stages": {name: results["stages"][name]}}, BATCHES), flush=True)
