@@ -323,11 +323,13 @@ def compared(
 ) -> dict[str, list[Row]]:
     """By entrant, the fastest first. Results are compared after all replays, and with those of the first."""
     graphs, first, rows = {}, {}, dict[str, list[Row]]()
+    held: list[Calls] = []  # a graph does not hold what its calls read
     for name, tiling, made in entrants(names, x, weights):
         key = f"{name} | {tiling}"
         rows.setdefault(name, [])
         try:
-            graphs[key] = Graph(made(), 1)  # type: ignore[arg-type]
+            held.append(made())
+            graphs[key] = Graph(held[-1], 1)  # type: ignore[arg-type]
             graphs[key].start()
             first[key] = torch.stack(graphs[key].results)  # type: ignore[arg-type]
         except Exception as problem:  # whatever is not installed here, or does not run

@@ -1,8 +1,10 @@
-"""What `vllm_engine` found, for people."""
+"""What `vllm_engine` found, for people: a line for each stage and arm, and what it is worth in a whole model."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from vllm_stages import WHOLE
 
 
 def table(results: dict[str, Any], batches: tuple[int, ...]) -> str:
@@ -29,8 +31,7 @@ def table(results: dict[str, Any], batches: tuple[int, ...]) -> str:
             fused = ", ".join(f"{count:g} {kernel}" for kernel, count in found.get(f"fused {batches[0]}", {}).items())
             late = f"; {len(found['late'])} compiled late" if found.get("late") else ""
             late += "".join(
-                f"; {key}: {each['ms']:.2f} ms ({each['times_faster'] or 0:.3f})"
-                + "".join(f", {part} {each[f'{part}_ms']:.2f}" for part in ("gpu", "host") if f"{part}_ms" in each)
+                f"; {key}: {each['ms']:.2f} ms ({each['times_faster'] or 0:.3f}), gpu {each['gpu_ms']:.2f}"
                 for key, each in found.items()
                 if key.startswith("prompts")
             )
@@ -38,7 +39,39 @@ def table(results: dict[str, Any], batches: tuple[int, ...]) -> str:
                 f"| {name} | {arm} | {' | '.join(cells)} | {fused or '-'}{late} | {said or '-'} | {_apart(found)} |"
             )
         lines += [f"{name}: {arm} failed: {error[:300]}" for arm, error in stage["errors"].items()]
-    return "\n".join(lines)
+    return "\n".join(lines + whole(results["stages"], batches))
+
+
+def whole(stages: dict[str, Any], batches: tuple[int, ...]) -> list[str]:
+    """A line for each arm of a model whose kinds of layers were all timed: its step is their sum, times how many of each it has.
+
+    Each arm stands against vLLM as installed, then against the fastest of vLLM's own ways.
+    """
+    lines = []
+    for model, counts in WHOLE.items():
+        if not set(counts) <= set(stages):
+            continue
+        kinds = {name: stages[name]["arms"] for name in counts}
+        arms = [arm for arm in next(iter(kinds.values())) if all(arm in kind for kind in kinds.values())]
+        for arm in arms:
+            cells = []
+            for batch in batches:
+                steps = {each: _step(stages, counts, each, batch) for each in arms}
+                own = [us for each, us in steps.items() if us and kinds[next(iter(counts))][each]["fusions"] is None]
+                if (mine := steps[arm]) and (first := steps["vllm"]):
+                    cells.append(f"{mine / 1000:.2f} ms ({first / mine:.3f}, {min(own) / mine:.3f})")
+                else:
+                    cells.append("-")
+            lines.append(f"| {model} | {arm} | {' | '.join(cells)} |")
+    return ["", *lines] if lines else []
+
+
+def _step(stages: dict[str, Any], counts: dict[str, int], arm: str, batch: int) -> float | None:
+    """Microseconds of a whole model's step; None: a kind of layer was not timed."""
+    timed = {name: stages[name]["arms"][arm].get(f"batch {batch}") for name in counts}
+    if not all(timed.values()):
+        return None
+    return sum(timed[name]["us"] / stages[name]["layers"] * count for name, count in counts.items())
 
 
 def _apart(found: dict[str, Any]) -> str:

@@ -70,9 +70,6 @@ def test_prompts_are_timed_in_turns_and_one_that_fails_takes_no_further_part():
             assert (number, length) == (2, 64)
             if command == "prompt_kernels":
                 return [{"one": [3, 500.0], "other": [1, 20.0]}]
-            if command == "prompt_host":
-                assert rounds == (12,)
-                return [2.0 + len(self.answers), 9.0]
             assert rounds == ((5,) if len(self.answers) == 3 else (40,))
             answer = self.answers.pop(0)
             if answer is None:
@@ -95,9 +92,32 @@ def test_prompts_are_timed_in_turns_and_one_that_fails_takes_no_further_part():
         "ms": 3.0,
         "turns_ms": [3.0, 3.0],
         "times_faster": 1.5,
-        "host_ms": 2.0,
         "gpu_ms": 0.52,
         "launches": 4.0,
     }
     assert last.stopped and list(result["errors"]) == ["last"] and set(engines) == {"vllm", "decode"}
-    assert "prompts 2 x 64: 3.00 ms (1.500), gpu 0.52, host 2.00" in table({"stages": {"a stage": result}}, (1,))
+    assert "prompts 2 x 64: 3.00 ms (1.500), gpu 0.52" in table({"stages": {"a stage": result}}, (1,))
+
+
+def test_a_whole_model_is_the_sum_of_its_layers():
+    from vllm_table import table
+
+    def stage(layers, **us):
+        arms = {
+            arm: {"fusions": ["default"] if arm == "ours" else None, "batch 1": {"us": each, "times_faster": 1.0}}
+            for arm, each in us.items()
+        }
+        return {"layers": layers, "arms": arms, "errors": {}}
+
+    dense, mixture = "deepseek-v3-rank8-dense", "deepseek-v3-rank8-mixture"
+    stages = {
+        dense: stage(6, vllm=600.0, other=540.0, ours=480.0),
+        mixture: stage(3, vllm=600.0, other=660.0, ours=570.0),
+    }
+    said = table({"stages": stages}, (1, 8)).splitlines()
+    # 3 x 100 + 58 x 200, 3 x 90 + 58 x 220, 3 x 80 + 58 x 190
+    assert "| DeepSeek-V3 in fp8, a rank of eight | vllm | 11.90 ms (1.000, 1.000) | - |" in said
+    assert "| DeepSeek-V3 in fp8, a rank of eight | other | 13.03 ms (0.913, 0.913) | - |" in said
+    assert "| DeepSeek-V3 in fp8, a rank of eight | ours | 11.26 ms (1.057, 1.057) | - |" in said
+    del stages[mixture]
+    assert not [line for line in table({"stages": stages}, (1,)).splitlines() if "a rank of eight" in line]
