@@ -225,7 +225,7 @@ PAGES: dict[str, tuple[str, Callable[[], Iterator[str]]]] = {
     "engines.md": ("classes", class_table),
     "aiter.md": ("aiter", aiter_tables),
     "fusions.md": ("fusions", fusion_table),
-    "vllm.md": ("defaults", vllm_table),
+    "vllm-measured.md": ("defaults", vllm_table),
     "all-reduce.md": ("times", all_reduce_table),
 }
 
