@@ -1,11 +1,12 @@
-"""What is alike but for its place in the model: sites and specs as numbers.
+"""What is alike, as numbers: sites and specs are compared in everything that they say, or in all but their place.
 
-Specs leave out of their equality what is not of the layer itself, such as who reads a norm. Here it counts, as a decision may
-act on it.
+Specs leave out of their equality what is not of the layer itself, such as who reads a norm. Here it counts, as decisions and
+rewriting act on it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from operator import attrgetter
 from types import NoneType
@@ -18,10 +19,12 @@ PLACE = ("layer", "layer_index")
 
 
 class Alike:
-    """Numbers of what is asked about: the same one where all but the place is the same."""
+    """Numbers of what is asked about, from 0 on: the same one for what says the same."""
 
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
+    def __init__(self, without: tuple[str, ...]) -> None:
+        """Args: without: names of fields that do not count, wherever they stand."""
+        self._without = without
+        self._numbers: dict[tuple[Any, ...], int] = {}
         self._met: dict[int, tuple[Any, int]] = {}
         "By identity, as most are met again, and with the object, so that no other may come to have its identity."
 
@@ -30,10 +33,15 @@ class Alike:
         met = self._met.get(id(of))
         if met is None:
             cls: Any = type(of)
-            said = _reading(cls)(of)
-            key = (cls, *[value if type(value) in _PLAIN else self._within(value) for value in said])
+            said = _reading(cls, self._without)(of)
+            key = tuple([value if type(value) in _PLAIN else self._within(value) for value in said])
             met = self._met[id(of)] = of, self._numbers.setdefault(key, len(self._numbers))
         return met[1]
+
+    @property
+    def said(self) -> Sequence[tuple[Any, ...]]:
+        """What each number stands for: a class and the values of its fields, numbers in the place of what has fields of its own."""
+        return tuple(self._numbers)
 
     def _within(self, value: Any) -> Any:
         if type(value) in _PLAIN:
@@ -41,9 +49,9 @@ class Alike:
         return tuple(map(self._within, value)) if type(value) is tuple else self.number(value)
 
 
-_PLAIN = frozenset({str, int, float, bool, NoneType})
+_PLAIN = frozenset({str, int, float, bool, NoneType, type})
 
 
 @cache
-def _reading(cls: Any) -> attrgetter[tuple[Any, ...]]:
-    return attrgetter(*[attribute.name for attribute in attrs.fields(cls) if attribute.name not in PLACE])
+def _reading(cls: Any, without: tuple[str, ...]) -> attrgetter[tuple[Any, ...]]:
+    return attrgetter("__class__", *[field.name for field in attrs.fields(cls) if field.name not in without])

@@ -19,7 +19,7 @@ from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import ArgumentError, ArgumentValueError, did_you_mean, shown
 from ..adapters.layer_specs import LayerSpec
 from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
-from .alike import Alike
+from .alike import PLACE, Alike
 from .catalog import FUSIONS
 from .chain import LAYERFUSE, Fusion
 from .config import FusionConfig
@@ -341,7 +341,7 @@ class _Decider:
         self._anywhere = not any(
             f.limit or not all(s.is_ours for s in f.chain) for f in self._fusions if f.owner != LAYERFUSE
         )
-        self._alike = Alike()
+        self._alike = Alike(without=PLACE)
         self._known: dict[Any, list[tuple[str, Kind, str, Tokens]]] = {}
 
     def __call__(self, site: Site) -> list[Decision]:

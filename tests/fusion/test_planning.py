@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from fusion_support import FUSION, gqa_spec, mla_spec
+from helpers import run_python
 
 import layerfuse
 from layerfuse import registry
@@ -251,3 +252,16 @@ def test_steps_of_other_packages_may_look_at_the_place(monkeypatch: pytest.Monke
     made = plan(specs, Target.named("gfx950"))
     kinds = [d.kind for d in made.decisions if d.fusion == "theirs"]
     assert [kind == "refused" for kind in kinds] == [True, False]
+
+
+def test_the_key_is_the_same_in_every_process() -> None:
+    """It is the key of a cache on disk: nothing in it may be one process's own, such as the order of a set."""
+    code = """
+from layerfuse import registry
+from layerfuse.fusion import Target, plan
+from layerfuse.fusion.rewrite.identity import plan_hash
+print(plan_hash(plan(registry.model("kimi-linear-48b-a3b").specs(8), Target.named("gfx950"))))
+"""
+    said = [run_python(code, PYTHONHASHSEED=seed) for seed in ("1", "2")]
+    assert [each.stderr for each in said if each.returncode] == []
+    assert len({each.stdout for each in said}) == 1
