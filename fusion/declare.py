@@ -389,8 +389,13 @@ def _results(several: Iterable[Result]) -> Results:
 REFERENCE = "reference"
 """The backend that every op has by itself."""
 
-BACKENDS = ("triton", "aiter", "symm_mem")
-"""The backends whose rules layerfuse knows. A kernel may belong to another one."""
+_BACKENDS = "layerfuse.fusion.backends"
+BACKENDS = {
+    "triton": f"{_BACKENDS}.triton:Triton",
+    "aiter": f"{_BACKENDS}.aiter.backend:Aiter",
+    "symm_mem": f"{_BACKENDS}.symm_mem.backend:SymmMem",
+}
+"""layerfuse's own backends, and where the classes are that have their rules. A kernel may belong to another one."""
 
 
 @frozen(kw_only=True)

@@ -49,7 +49,7 @@ ALLOWED = {
     "fusion/backends/aiter/all_reduce.py": (1, "the op without its all-reduce, when a function is bound"),
     "fusion/backends/aiter/communicators.py": (4, "AITER's communicator, whose attributes differ between releases"),
     "fusion/backends/aiter/binding.py": (4, "modules of AITER's and of this package, when a function is bound"),
-    "fusion/backends/__init__.py": (1, "the module that a declared kernel is in"),
+    "fusion/backends/backend.py": (1, "the module that a declared kernel is in"),
     "fusion/compiler.py": (6, "itself, and the model that it stands for, whose attributes it passes on unread"),
     "fusion/dynamo_floats.py": (1, "a module of torch's, for the kind of config that it has"),
     "fusion/held.py": (1, "the parameters of a module, by the names that the model gives them"),

@@ -67,8 +67,8 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     # The row stride of a split view must reach the kernel as it is: Inductor keeps the strides that were traced
     # instead of laying out a copy.
     _LIBRARY.define(op.schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
-    backends.register(backends.reference(name, op.reference))
-    for kernel in reversed(kernels):
+    backends.register(backends.Backend(op=op))
+    for kernel in reversed((*kernels, *backends.kernels_for(name))):
         backends.register(backends.backend_of(op, kernel))
     groups = [place for place, argument in enumerate(op.args) if isinstance(argument, GroupName)]
     check, fake, case, signature = checker(op), _fake(op), case_maker(op), signature_maker(op)

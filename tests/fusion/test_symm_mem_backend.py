@@ -112,14 +112,16 @@ def test_what_ranks_find_out_together_is_part_of_the_key(monkeypatch: pytest.Mon
     """A start whose rendezvous failed compiles the shorter chain: another start must not be served with that."""
 
     def found(problem: str | None) -> tuple[str, ...]:
-        own = backends.Backend(
-            name="of the tests",
-            op=OP.name,
-            load=lambda: print,
-            runs_on=lambda device: (device == "cuda", "of the tests"),
-            prepare=lambda *_: problem,
-        )
-        monkeypatch.setitem(backends._backends, OP.name, [own, *before])
+        class Own(backends.Backend):
+            name = "of the tests"
+
+            def runs_on(self, device: str) -> tuple[bool, str]:
+                return device == "cuda", "of the tests"
+
+            def prepare(self, case: object, device: object) -> str | None:
+                return problem
+
+        monkeypatch.setitem(backends._backends, OP.name, [Own(op=OP), *before])
         backends.decide_again()
         return kernels_here(made, "0", torch.bfloat16, torch.device("cuda", 0))
 
