@@ -17,7 +17,8 @@ from typing import Any
 from attrs import frozen
 
 from ...adapters.errors import cut, did_you_mean, shown
-from .backend import Backend, BackendError, backend_of, kernels_for
+from .backend import Backend as Backend
+from .backend import BackendError as BackendError
 
 ENVIRONMENT = "LAYERFUSE_BACKEND"
 """Environment variable that forces one backend by name, on every device, for the ops that have it."""
@@ -290,30 +291,3 @@ def chosen() -> dict[tuple[str, str], str]:
     for (op, device, _), choice in _chosen.items():
         names.setdefault((op, device), {})[choice.name] = None
     return {key: ", ".join(several) for key, several in names.items()}
-
-
-__all__ = [
-    "ENVIRONMENT",
-    "Backend",
-    "BackendError",
-    "Chosen",
-    "Memory",
-    "backend_of",
-    "choices",
-    "choose",
-    "chosen",
-    "counting",
-    "decide_again",
-    "decision",
-    "force",
-    "forced",
-    "kernels_for",
-    "listening",
-    "names",
-    "prepare",
-    "register",
-    "repeatable",
-    "steps",
-    "survey",
-    "wanted_for",
-]

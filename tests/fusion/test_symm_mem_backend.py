@@ -14,6 +14,7 @@ from helpers import run_python
 from reduced_support import sharded_spec
 
 from layerfuse.fusion import FUSIONS, FusionConfig, Pipeline, Target, backends, plan
+from layerfuse.fusion.backends.backend import backend_of
 from layerfuse.fusion.backends.symm_mem.crossovers import PIECE_BYTES, rows_at_once, shots_of
 from layerfuse.fusion.ops.library import case_type
 from layerfuse.fusion.rewrite.ranks import kernels_here
@@ -24,7 +25,7 @@ OP = FUSIONS["all_reduce_add_rms_norm"].op
 def refusal(group: str, width: int = 2880, dtype: torch.dtype = torch.bfloat16) -> str | None:
     kernel = next(kernel for kernel in FUSIONS[OP.name].backends if kernel.backend == "symm_mem")
     case = case_type(OP)(dtype=dtype, width=width, weight_dtype=dtype, group=group, weight_offset=0.0)
-    return backends.backend_of(OP, kernel).refuses(case)
+    return backend_of(OP, kernel).refuses(case)
 
 
 @pytest.fixture
