@@ -17,7 +17,7 @@ from warnings import catch_warnings, simplefilter
 
 from attrs import evolve, frozen
 
-from .adapters.errors import LayerfuseError, cut
+from .adapters.errors import LayerfuseError, cut, did_you_mean
 
 ENGINES = ("transformers", "vllm", "sglang")
 
@@ -264,9 +264,15 @@ def _fusion_plugins() -> list[Finding]:
 
 def _backend_plugins() -> list[Finding]:
     """Packages that add backends, with the ops of others that they have kernels for."""
+    from .fusion import FUSIONS
     from .fusion.backends.backend import GROUP, BackendError, installed
+    from .fusion.catalog import CANONICAL
+    from .fusion.latent_ops import MLA
     from .registry.entry_points import of_group
 
+    ops = (
+        {form.op.name for fusion in FUSIONS.values() for form in fusion.forms} | {op.name for op in MLA} | {*CANONICAL}
+    )
     findings = []
     for point, package in of_group(GROUP):
         with catch_warnings():
@@ -276,8 +282,11 @@ def _backend_plugins() -> list[Finding]:
         if isinstance(found, BackendError):
             findings.append(Finding(name=name, state="broken", detail=str(found)))
             continue
+        absent = next((op for op in found.kernels if op not in ops), None)
         detail = f"kernels for {', '.join(found.kernels) or 'its own fusions'}"
-        findings.append(Finding(name=name, state="found", detail=detail))
+        if absent is not None:
+            detail = f"it has a kernel for {cut(absent)}, and no op is called that{did_you_mean(absent, ops)}"
+        findings.append(Finding(name=name, state="found" if absent is None else "broken", detail=detail))
     return findings
 
 

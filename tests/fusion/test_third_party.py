@@ -367,10 +367,14 @@ class Fast(Backend):
 
 class Quick(Fast):
     kernels = {"add_rms_norm": Kernel(backend="quick", function="fast_package:kernl")}
+
+class Typo(Fast):
+    kernels = {"add_rms_nrm": Kernel(backend="typo", function="fast_package:kernel")}
 """
 BACKENDS = {
     "fast = fast_package:Fast": None,
     "mine = fast_package:Backend": None,
+    "typo = fast_package:Typo": None,
     "triton = fast_package:Fast": "layerfuse has a backend called 'triton'",
     "tritn = fast_package:Fast": "no backend is called that; did you mean 'triton'?",
     "cublas = fast_package:kernel": "expected a class derived from Backend, got ",
@@ -414,12 +418,15 @@ def test_a_package_brings_a_backend_with_kernels_for_ops_that_exist(tmp_path: Pa
         name = point.partition(" ")[0]
         finding = found["doctor"][f"backend {name} of fast-package"]
         if says is None:
-            assert finding["state"] == "found", finding
+            assert finding["state"] == ("broken" if name == "typo" else "found"), finding
             continue
         (text,) = [text for text in found["said"] if text.startswith(f"entry point {name!r} of fast-package: ")]
         assert says in text
         assert finding == {"state": "broken", "detail": text}
     assert found["doctor"]["backend fast of fast-package"]["detail"] == "kernels for add_rms_norm"
+    assert (
+        "no op is called that; did you mean 'add_rms_norm'" in found["doctor"]["backend typo of fast-package"]["detail"]
+    )
     assert "its ops cannot be registered: BackendError: entry point 'quick'" in found["on"]
 
 
