@@ -18,10 +18,9 @@ from typing import Any
 import attrs
 
 from ...adapters.errors import FOREIGN, LayerfuseError, did_you_mean, said, shown
-from ...registry.entry_points import entry_points, package_of
+from ...registry.entry_points import of_group
 from ..chain import COLLECTIVE, FAMILY, Fusion, FusionError
 from ..kernel_source import why_absent
-from ..latent_ops import MLA
 
 GROUP = "layerfuse.fusions"
 """The group of entry points."""
@@ -61,12 +60,6 @@ def built_in() -> Iterator[Fusion]:
     files = (importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__))
     found = [fusion for file in files for fusion in file.FUSIONS]
     yield from sorted(found, key=lambda fusion: (-len(fusion.chain), fusion.name))
-
-
-def installed() -> Iterator[tuple[metadata.EntryPoint, str]]:
-    """The entry points of other packages with the names of their distributions, in a stable order."""
-    for point in sorted(entry_points(GROUP), key=lambda point: (point.name, point.value)):
-        yield point, package_of(point.dist) if point.dist is not None else "an unnamed package"
 
 
 def of_plugin(point: metadata.EntryPoint, package: str) -> tuple[Fusion, ...]:
@@ -130,6 +123,8 @@ def add(fusions: dict[str, Fusion], fusion: Fusion) -> None:
 
 def _taken(fusion: Fusion) -> str | None:
     """Why a fusion's ops cannot be called as they are: another op of layerfuse is, which is no fusion's."""
+    from ..latent_ops import MLA
+
     mla = {op.name: op for op in MLA}
     for form in fusion.forms:
         if form.op.name in CANONICAL or mla.get(form.op.name, form.op) is not form.op:
@@ -141,7 +136,7 @@ def _of_plugins(known: tuple[Fusion, ...]) -> tuple[list[Fusion], list[FusionPlu
     """What entry points add to the known fusions, and those that are refused: of two that clash neither wins."""
     read: list[tuple[metadata.EntryPoint, str, tuple[Fusion, ...]]] = []
     refused: list[FusionPluginError] = []
-    for point, package in installed():
+    for point, package in of_group(GROUP):
         try:
             read.append((point, package, of_plugin(point, package)))
         except FusionPluginError as error:
@@ -179,9 +174,8 @@ class Catalog(Mapping[str, Fusion]):
         if self._fusions is None:
             with self._lock:
                 if self._fusions is None:
-                    found: dict[str, Fusion] = {}
-                    for fusion in built_in():
-                        add(found, fusion)
+                    # That none of these clash is a test's to say: their ops would all be composed for it here.
+                    found = {fusion.name: fusion for fusion in built_in()}
                     added, refused = _of_plugins(tuple(found.values()))
                     self._fusions, self._refused = found | {fusion.name: fusion for fusion in added}, tuple(refused)
                     for error in refused:
