@@ -71,6 +71,8 @@ class ActivationQuant:
     "The scales are powers of two."
     tma_aligned: bool = field(default=False, validator=[_flag, _aligned])
     "Column-major scales whose columns start on 16 bytes: strides (1, M rounded up to 4)."
+    inside: bool = field(default=False, validator=_flag)
+    "The op that multiplies quantises too, and takes what it reads as it is: a fusion finds the quantisation where an engine takes it out."
     fixed: str | None = field(default=None, validator=_fixed)
     "static: one scale for the whole tensor, from calibration. mxfp8, mxfp4: OCP's MX formats. None: dynamic fp8."
 
@@ -83,7 +85,7 @@ class ActivationQuant:
     def parse(cls, text: str) -> ActivationQuant:
         """From words with commas: `static`, `per_token`, `group128`, `mxfp8` or `mxfp4`, and then options.
 
-        The options are `column_major`, `tma_aligned` (which implies column_major) and `ue8m0`.
+        The options are `column_major`, `tma_aligned` (which implies column_major), `ue8m0` and `inside`.
 
         Raises:
             ActivationQuantError: another word.
@@ -92,23 +94,25 @@ class ActivationQuant:
             raise ArgumentError(f"ActivationQuant.parse: expected a text such as 'group128,ue8m0', got {shown(text)}")
         scheme, *options = (word.strip() for word in text.split(","))
         match = re.fullmatch(r"group(\d+)", scheme)
-        unknown = [word for word in options if word not in ("column_major", "tma_aligned", "ue8m0")]
+        unknown = [word for word in options if word not in ("column_major", "tma_aligned", "ue8m0", "inside")]
         if (scheme not in ("per_token", *FIXED) and match is None) or unknown:
             raise ActivationQuantError(
                 f"expected static, per_token, group{'|'.join(map(str, GROUP_SIZES))}, mxfp8 or mxfp4, then column_major, "
-                f"tma_aligned or ue8m0, separated by commas, got {shown(text)}"
+                f"tma_aligned, ue8m0 or inside, separated by commas, got {shown(text)}"
             )
         return cls(
             group_size=None if match is None else int(match[1]),
             column_major="column_major" in options or "tma_aligned" in options,
             use_ue8m0="ue8m0" in options,
             tma_aligned="tma_aligned" in options,
+            inside="inside" in options,
             fixed=scheme if scheme in FIXED else None,
         )
 
     def __str__(self) -> str:
+        where = " inside of the product" if self.inside else ""
         if self.fixed is not None:
-            return "a static scale" if self.fixed == "static" else self.fixed
+            return ("a static scale" if self.fixed == "static" else self.fixed) + where
         what = "one scale per token" if self.group_size is None else f"one scale per {self.group_size} columns"
         layout = ", column-major and TMA-aligned" if self.tma_aligned else ", column-major"
-        return what + (layout if self.column_major else "") + (", powers of two" if self.use_ue8m0 else "")
+        return what + (layout if self.column_major else "") + (", powers of two" if self.use_ue8m0 else "") + where

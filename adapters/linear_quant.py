@@ -15,7 +15,7 @@ from attrs import frozen
 from . import linear_quant_readings as read
 from .activation_quant import ActivationQuant
 from .errors import FOREIGN, UnreadableError, said
-from .linear_quant_readings import IN_FLASHINFER, Answer, maybe, stored
+from .linear_quant_readings import Answer, maybe, stored
 
 
 @frozen
@@ -81,7 +81,7 @@ TABLE: dict[str, Entry] = {
     "vllm:CPUFp8PerTensorScaledMMLinearKernel": None,
     "vllm:CPUFP8W8A8ScaledMMLinearKernel": read.IN_KERNEL,
     "vllm:HummingFP8ScaledMMLinearKernel": read.IN_KERNEL,
-    "vllm:FlashInferFp8DeepGEMMDynamicBlockScaledKernel": read.IN_FLASHINFER,
+    "vllm:FlashInferFp8DeepGEMMDynamicBlockScaledKernel": read.flashinfer_or_deep_gemm,
     "vllm:Fp8BlockScaledMMLinearKernel": read.quant_fp8,
     "vllm:FP8ScaledMMLinearKernel": read.quant_fp8,
     # sglang/srt/layers/quantization: unquant.py, fp8.py, w8a8_fp8.py, compressed_tensors/schemes
@@ -137,9 +137,10 @@ def describe_linear_quant(linear: Any) -> ActivationQuant | str | None:
     return f"{type(linear).__name__} {answer}" if isinstance(answer, str) else answer
 
 
-def quantises_inside_flashinfer(linear: Any) -> bool:
-    """Whether it is one of vLLM's whose block fp8 product by FlashInfer takes bfloat16: vLLM's own choice on Hopper where FlashInfer runs."""
-    return str(describe_linear_quant(linear)).endswith(IN_FLASHINFER)
+def quantises_inside(linear: Any) -> bool:
+    """Whether a fusion finds its quantisation only where an engine takes it out of the product's op."""
+    answer = describe_linear_quant(linear)
+    return isinstance(answer, ActivationQuant) and answer.inside
 
 
 def plain_dtype(linear: Any) -> Any:

@@ -22,7 +22,6 @@ PER_TOKEN = ActivationQuant()
 STATIC = ActivationQuant(fixed="static")
 PER_TENSOR = "quantises activations with one scale for all tokens"
 IN_KERNEL = "quantises activations inside its matrix product"
-IN_FLASHINFER = "quantises activations inside FlashInfer's kernel, unless VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0"
 SWIZZLED = "quantises activations to an MX format with exponents laid out for its kernel"
 
 
@@ -57,7 +56,9 @@ def stored(obj: Any, name: str) -> Any:
     return None
 
 
-def grouped(size: Any, *, column_major: bool = False, use_ue8m0: bool = False, tma_aligned: bool = False) -> Answer:
+def grouped(
+    size: Any, *, column_major: bool = False, use_ue8m0: bool = False, tma_aligned: bool = False, inside: bool = False
+) -> Answer:
     """One scale per `size` columns, if a fusion can describe that."""
     try:
         return ActivationQuant(
@@ -65,6 +66,7 @@ def grouped(size: Any, *, column_major: bool = False, use_ue8m0: bool = False, t
             column_major=bool(column_major),
             use_ue8m0=bool(use_ue8m0),
             tma_aligned=bool(column_major and tma_aligned),
+            inside=inside,
         )
     except ActivationQuantError:
         return f"quantises activations in groups of {shown(size)} columns"
@@ -190,6 +192,17 @@ def quant_fp8(kernel: Any, _: Any) -> Answer:
         use_ue8m0=at(op, "use_ue8m0"),
         tma_aligned=cuda and bool(maybe(op, "tma_aligned_scales")),
     )
+
+
+def flashinfer_or_deep_gemm(kernel: Any, _: Any) -> Answer:
+    """vllm/model_executor/kernels/linear/scaled_mm/flashinfer.py: one op asks FlashInfer below 32 tokens and DeepGEMM above, and quantises.
+
+    Both read scales as DeepGEMM's quantisation lays them out.
+    """
+    columns, use_ue8m0 = at(kernel, "weight_group_shape.col"), at(kernel, "fallback.use_deep_gemm_e8m0")
+    if use_ue8m0:  # of its two ways one would take powers of two, and the other not
+        return IN_KERNEL
+    return grouped(columns, column_major=True, tma_aligned=True, inside=True)
 
 
 def rocm_mxfp8(_: Any, linear: Any) -> Answer:

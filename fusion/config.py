@@ -177,6 +177,7 @@ class FusionConfig:
         engine: Engine | None = None,
         measured: Measurement | None = None,
         policy: Policy | None = None,
+        quant: ActivationQuant | None = None,
     ) -> str | None:
         """The reason why this fusion is off, as a sentence, or None where it is on.
 
@@ -186,12 +187,13 @@ class FusionConfig:
                 torch.compile as it is.
             measured: what says that it is faster there.
             policy: gives the reason where nothing does; the library's if not given.
+            quant: how what reads the site quantises it.
         """
         switch = dict(self.switches).get(fusion.name)
         if switch is not None:
             return None if switch else f"{fusion.name} is switched off by {self.origin}"
         if engine is not None and engine.name != "transformers" and measured is None:
-            why = (shipped() if policy is None else policy).why_off(fusion.name, engine)
+            why = (shipped() if policy is None else policy).why_off(fusion.name, engine, quant)
             return f"{fusion.name} is off in {engine.name} unless switched on: {why}"
         level = DEFAULT_LEVEL if self.level is None else self.level
         if fusion.level > level and (measured is None or self.level is not None):

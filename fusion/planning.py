@@ -380,14 +380,19 @@ class _Decider:
         for fusion, found in verdicts.items():
             yield from taken.get(fusion) or [(fusion.name, found.kind, found.reason, ANY)]
 
-    def _why_not_read(self, site: Site) -> str | None:
-        """Why the quantisation that is said of all linears is not known to be of what reads this site, or None where it is."""
+    def _why_not_read(self, site: Site, quant: ActivationQuant | None) -> str | None:
+        """Why a quantisation is not known to be of what reads this site, or not to be had; None where it is."""
         if site.read_by == "undeclared":
             return (
                 "not known: the model's entry declares no MLP of this layer; routed experts, which quantise inside of "
                 "their own kernels, take what this norm gives as it is"
             )
         engine = self._engine
+        if quant is not None and quant.inside and (engine is None or not engine.takes_out):
+            return (
+                f"the linears that read the {site.role} site quantise inside of the op that multiplies, and nothing takes that out "
+                f"{'here' if engine is None else 'in ' + engine.name}"
+            )
         # transformers' shared experts are linears like any others, and torch.compile sees them.
         if site.read_by != "experts" or engine is None or engine.name == "transformers":
             return None
@@ -400,7 +405,7 @@ class _Decider:
 
     def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Verdict:
         found = verdict(fusion, site, self._target, quant)
-        unread = None if fusion.format is None else self._why_not_read(site)
+        unread = None if fusion.format is None else self._why_not_read(site, quant)
         if unread is not None and found.kind != "not_applicable":
             return Verdict("not_applicable", unread)
         if found.kind != "expected":
@@ -412,11 +417,13 @@ class _Decider:
             elsewhere = engine.why_kept(fusion.name, site.role)
             if elsewhere is None and measured is None and dict(self._config.switches).get(fusion.name) is not True:
                 figure = self._policy.why_nothing_gained(fusion.name, engine)
-                elsewhere = engine.does.get(fusion.name)
+                # A pass of the engine's looks for a quantisation in the graph too.
+                inside = fusion.format is not None and quant is not None and quant.inside
+                elsewhere = None if inside else engine.does.get(fusion.name)
                 elsewhere = f"{elsewhere}; {figure}" if elsewhere is not None and figure is not None else elsewhere
             if elsewhere is not None:
                 return Verdict("not_applicable", elsewhere)
-        off = self._config.why_off(fusion, engine, measured, self._policy)
+        off = self._config.why_off(fusion, engine, measured, self._policy, quant)
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason

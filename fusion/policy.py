@@ -97,6 +97,8 @@ class Measurement:
     "A fusion: it holds where the engine does not do that itself."
     quant: str | None = None
     "It holds where what reads the site quantises like this: a word of `ActivationQuant.scheme`. None: however it does."
+    inside: bool = False
+    "Whether the linears quantise inside of the op that multiplies (`ActivationQuant.inside`); of no account where nothing is quantised."
     compiled: bool = True
     "Whether the engine compiled the model. False: the fusions stood at module level."
     why: str | None = None
@@ -137,8 +139,9 @@ class Measurement:
         quant = [] if self.quant is None else [f"where activations are quantised {self.quant.replace('_', ' ')}"]
         ranks = [] if self.ranks == 1 else [f"from {self.ranks} ranks on"]
         unless = [] if self.unless is None else [f"where {SPELT[self.engine]} does not do {self.unless} itself"]
+        inside = [] if not self.inside else ["where linears quantise inside of their op"]
         eager = [] if self.compiled else ["where nothing is compiled"]
-        return ", ".join([self.arch, *quant, *ranks, *unless, *eager])
+        return ", ".join([self.arch, *quant, *inside, *ranks, *unless, *eager])
 
     def holds(self, target: Target, site: Site, quant: ActivationQuant | None) -> bool:
         """Whether a site is one that the measurement speaks of."""
@@ -151,6 +154,10 @@ class Measurement:
             and not isinstance(site.spec, KernelSpec)
             and site.spec.parallel.size >= self.ranks
         )
+
+
+def _inside(fusion: str, quant: ActivationQuant | None) -> bool:
+    return quant is not None and quant.inside and fusion.endswith("_quant")
 
 
 def _listed(words: list[str]) -> str:
@@ -178,6 +185,7 @@ class Policy:
                 if each.faster
                 and each.compiled == engine.compiled
                 and each.unless not in engine.does
+                and each.inside == _inside(fusion, quant)
                 and each.holds(target, site, quant)
             ),
             None,
@@ -188,11 +196,13 @@ class Policy:
         none = (each for each in self.of(fusion, engine.name) if not each.faster and each.compiled == engine.compiled)
         return next((each.figure(fusion) for each in none), None)
 
-    def why_off(self, fusion: str, engine: Engine) -> str:
-        """Why a fusion is off in an engine unless it is switched on, where no measurement turns it on."""
-        where = [
-            each.where for each in self.of(fusion, engine.name) if each.faster and each.compiled == engine.compiled
-        ]
+    def why_off(self, fusion: str, engine: Engine, quant: ActivationQuant | None = None) -> str:
+        """Why a fusion is off in an engine unless it is switched on, where no measurement turns it on; `quant`: as for `faster_at`."""
+        inside = _inside(fusion, quant)
+        known = [each for each in self.of(fusion, engine.name) if each.compiled == engine.compiled]
+        if inside and not any(each.inside for each in known):
+            return f"it was not benchmarked in {engine.name} with linears that quantise inside of their op"
+        where = [each.where for each in known if each.faster and each.inside == inside]
         if where:
             return f"it was measured faster on {'; '.join(where)}"
         how = "" if engine.compiled else " where that compiles nothing"

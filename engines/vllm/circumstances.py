@@ -10,7 +10,7 @@ import attrs
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.target import Target
-from . import own
+from . import inside, own
 from .native import why_not_all_reduce, why_not_ops
 from .seams import usable
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
@@ -88,7 +88,7 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None, 
         return Engine(name="vllm", refuses={"*": foreign})
     passes = vllm_config.compilation_config.pass_config
     switched = {each.switch: getattr(passes, each.switch, None) is True for each in own.PASSES}
-    engine = own.compiled(place, switched)
+    engine = attrs.evolve(own.compiled(place, switched), takes_out=inside.why_not() is None)
     foreign = why_not_all_reduce() if place.ranks > 1 else None
     if foreign is not None:
         reduced = [name for name, fusion in FUSIONS.items() if fusion.across_ranks]

@@ -12,7 +12,7 @@ from torch import nn
 
 from ... import registry
 from ...adapters.errors import LayerfuseError, UnknownLayerError
-from ...adapters.linear_quant import quantises_inside_flashinfer
+from ...adapters.linear_quant import quantises_inside
 from ...adapters.specs import AnySpec, GatedMLPSpec
 from ...fusion.compiler import surroundings_of
 from ...fusion.planning import plan
@@ -145,9 +145,9 @@ def units_of(
 
 
 def _say_quantised_inside(vllm_config: Any, model: nn.Module) -> None:
-    """Say why no quantised fusion has a site, where that is vLLM's choice of a kernel."""
+    """Say why no quantised fusion is on by default, where that is vLLM's choice of a kernel."""
     if vllm_config.quant_config is not None:
-        inside = sum(quantises_inside_flashinfer(module) for module in model.modules())
+        inside = sum(quantises_inside(module) for module in model.modules())
         if inside:
             once(logging.INFO, "layerfuse: %s (%d linears of %s do)", FLASHINFER, inside, type(model).__name__)
 

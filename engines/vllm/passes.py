@@ -12,6 +12,7 @@ from vllm.distributed import parallel_state
 from ...fusion.catalog import FUSIONS
 from ...fusion.planning import Plan
 from ...fusion.rewrite import Pipeline
+from .inside import TakenOut, why_not
 from .native import why_not_all_reduce, why_not_ops
 from .process import troubled
 
@@ -37,12 +38,20 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         try:
             foreign = why_not_now(self.pipeline.plan)
             if foreign is None:
-                self.pipeline(graph)
+                self._rewrite(graph)
             else:
                 self.pipeline.leave(foreign)
         except Exception as error:
             _restore(graph, kept, output)
             troubled("rewriting a graph", error)
+
+    def _rewrite(self, graph: Graph) -> None:
+        if not _looks_inside(self.pipeline.plan):
+            self.pipeline(graph)
+            return
+        taken = TakenOut(graph)
+        self.pipeline(graph)
+        taken.put_back()
 
     def uuid(self) -> str:
         """Part of Inductor's key: changes with the key of the module (`keys.key_for`), and with the group.
@@ -64,7 +73,13 @@ def why_not_now(plan: Plan) -> str | None:
     Asked again at each compilation: another package may choose an implementation once a model is loaded.
     """
     reduced = any(FUSIONS[decision.fusion].across_ranks for decision in plan.expected())
-    return why_not_ops() or (why_not_all_reduce() if reduced else None)
+    return why_not_ops() or (why_not_all_reduce() if reduced else None) or (why_not() if _looks_inside(plan) else None)
+
+
+def _looks_inside(plan: Plan) -> bool:
+    """Whether a fusion is expected whose quantisation stands inside of a linear's op."""
+    inside = {site.name for site in plan.sites if (quant := plan.config.quant_at(site)) is not None and quant.inside}
+    return any(each.site in inside and FUSIONS[each.fusion].format is not None for each in plan.expected())
 
 
 def tensor_parallel_group() -> str:

@@ -238,7 +238,14 @@ where it is missed
 def test_an_engine_that_quantises(run):
     assert QUANTISED in run("plan", "kimi-k2.5", "--tp", 8, "--quant", "group128").out
     data = json.loads(run("plan", "kimi-k2.5", "--quant", "per_token,ue8m0", "--json").out)
-    quant = {"group_size": None, "column_major": False, "use_ue8m0": True, "tma_aligned": False, "fixed": None}
+    quant = {
+        "group_size": None,
+        "column_major": False,
+        "use_ue8m0": True,
+        "tma_aligned": False,
+        "inside": False,
+        "fixed": None,
+    }
     assert data["config"]["quant"] == dict.fromkeys(ALL_BUT_FINAL, quant)
     decisions = {found["fusion"]: found["decision"] for found in data["kinds"][1]["sites"]["latents"]}
     assert decisions == {
@@ -247,6 +254,26 @@ def test_an_engine_that_quantises(run):
         "mla_dual_rms_norm_group_quant": "not_applicable",
         "mla_dual_rms_norm_static_quant": "not_applicable",
     }
+
+
+def test_linears_that_quantise_inside_of_their_op(run, monkeypatch):
+    """As vLLM's do where FlashInfer is: only an engine that takes it out has such a site, and only where it is named."""
+    asked = ["plan", "deepseek-v3", "--tp", 8, "--target", "sm90", "--quant", "group128,tma_aligned,inside"]
+    data = json.loads(run(*asked, "--json").out)
+    reasons = {
+        each["reason"]
+        for kind in data["kinds"]
+        for each in kind["sites"].get("latents", ())
+        if each["fusion"].endswith("group_quant")
+    }
+    assert reasons == {
+        "the linears that read the latents site quantise inside of the op that multiplies, and nothing takes that out here"
+    }
+    off = "it was not benchmarked in vllm with linears that quantise inside of their op"
+    assert off in " ".join(run(*asked, "--engine", "vllm").out.split())
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "silu_mul_group_quant")
+    named = run(*asked, "--engine", "vllm").out
+    assert re.search(r"activation: silu_mul_group_quant +yes", named)
 
 
 def test_every_scheme_can_be_asked_for(run):

@@ -124,7 +124,7 @@ FP8 = {
     "block, FlashInfer": (
         BLOCK,
         "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
-        "inside FlashInfer's kernel",
+        ActivationQuant(group_size=128, column_major=True, tma_aligned=True, inside=True),
     ),
     "block, Marlin": (BLOCK, "marlin:MarlinFP8ScaledMMLinearKernel", None),
     "static": (STATIC, "cutlass:CutlassFP8ScaledMMLinearKernel", ActivationQuant(fixed="static")),

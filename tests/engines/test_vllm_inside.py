@@ -1,0 +1,159 @@
+"""Block fp8 linears as vLLM takes them where FlashInfer is installed: their quantisation stands inside of one op until a fusion takes it out.
+
+FlashInfer's and DeepGEMM's kernels are plain torch here, behind vLLM's own op. Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm_started")
+
+from test_vllm_plugin import ADD, DUAL, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from vllm_layers import fp8_kernel
+from vllm_started import BLOCK_FP8, close, quantised_as_on_cuda, started
+
+from layerfuse.engines.vllm import inside, loading
+from layerfuse.fusion import Target
+
+KERNELS = importlib.import_module(inside.KERNELS)
+OP = f"vllm.{inside.NAME}.default"
+seen: list[tuple[str, torch.dtype, int]] = []
+"""What the kernels were given: whose, in which dtype, how many tokens."""
+
+
+def _product(rows: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    scales = weight_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[: len(weight), : weight.shape[1]]
+    return (rows @ (weight.float() * scales).T).bfloat16()
+
+
+def _whole(values: Tensor, scales: Tensor) -> Tensor:
+    assert scales.stride() == (1, -(-len(values) // 4) * 4), "column by column, each on 16 bytes"
+    return values.float() * scales.repeat_interleave(128, -1)[:, : values.shape[-1]]
+
+
+def _flashinfer(
+    input: Tensor,  # noqa: A002 (named as the kernel names it)
+    weight: Tensor,
+    weight_scale: Tensor,
+    input_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    seen.append(("FlashInfer", input.dtype, len(input)))
+    assert out_dtype == torch.bfloat16
+    if input_scale is None:
+        return _product(
+            _whole(*torch.ops.layerfuse.quantise_group(input, torch.float8_e4m3fn, 128, True, True, False)),
+            weight,
+            weight_scale,
+        )
+    return _product(_whole(input, input_scale), weight, weight_scale)
+
+
+def _deep_gemm(
+    rows: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor, *, is_deep_gemm_e8m0_used: bool
+) -> None:
+    seen.append(("DeepGEMM", rows[0].dtype, len(out)))
+    assert not is_deep_gemm_e8m0_used
+    out.copy_(_product(rows[0].float() * rows[1].repeat_interleave(128, -1)[:, : rows[0].shape[-1]], *weight))
+
+
+@contextlib.contextmanager
+def as_installed() -> Iterator[None]:
+    """vLLM's fp8 linears as it has them on Hopper beside FlashInfer, but for the two kernels."""
+    with (
+        fp8_kernel("flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel"),
+        quantised_as_on_cuda(),
+        mock.patch.object(KERNELS, "flashinfer_fp8_blockscale_gemm", _flashinfer),
+        mock.patch.object(KERNELS, "fp8_gemm_nt", _deep_gemm),
+        mock.patch.object(inside, "native_function"),  # which would find the two
+        mock.patch.object(loading, "_target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
+    ):
+        yield
+
+
+def test_a_named_fusion_takes_the_quantisation_out_and_the_same_kernels_multiply(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"fusions": "all", "strict": True}
+    with (
+        as_installed(),
+        started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=BLOCK_FP8) as engine,
+    ):
+        engine()  # compiles
+        for tokens, kernel in ((6, "FlashInfer"), (31, "FlashInfer"), (32, "DeepGEMM"), (40, "DeepGEMM")):
+            seen.clear()
+            fused, mine = engine(tokens), seen.copy()
+            seen.clear()
+            plain, theirs = engine.uncompiled(tokens), seen.copy()
+            assert close(fused, plain)
+            assert [whose for whose, _, _ in mine] == [whose for whose, _, _ in theirs]
+            assert len(mine) == 3 * 5 and {whose for whose, _, many in mine if many == tokens} == {kernel}
+            if kernel == "FlashInfer":  # what no norm and no product stands in front of is quantised inside, as ever
+                assert [dtype for _, dtype, _ in theirs] == [torch.bfloat16] * 15
+                fp8 = sum(dtype == torch.float8_e4m3fn for _, dtype, _ in mine)
+                assert fp8 == FUSED, [str(dtype) for _, dtype, _ in mine]
+    assert {line.partition(";")[0] for line in said(caplog) if "expected" in line} >= {
+        f"{ADD}_group_quant: 4 expected, 4 fused, 0 missed",
+        f"{DUAL}_group_quant: 3 expected, 3 fused, 0 missed",
+        "silu_mul_group_quant: 2 expected, 2 fused, 0 missed",
+    }
+
+
+FUSED = 4 + 3 + 1 + 2
+"""Linears behind adds with norms, latent norms, the first norm, and products."""
+
+
+def test_without_a_name_nothing_is_taken_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        as_installed(),
+        started(
+            "deepseek-v3", tmp_path, layerfuse={"fusions": f"+{ADD}"}, dtype="bfloat16", overrides=BLOCK_FP8
+        ) as engine,
+    ):
+        engine()
+        seen.clear()
+        engine()
+    assert {dtype for _, dtype, _ in seen} == {torch.bfloat16}
+    text = " ".join(path.read_text() for path in tmp_path.rglob("layerfuse-report.json"))
+    assert "it was not benchmarked in vllm with linears that quantise inside of their op" in text
+
+
+def test_what_no_fusion_takes_is_put_back_as_it_was() -> None:
+    x, weight, scales = torch.rand(6, 256).bfloat16(), torch.rand(384, 256).to(torch.float8_e4m3fn), torch.rand(3, 2)
+
+    def three(x: Tensor, weight: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+        op = getattr(torch.ops.vllm, inside.NAME)
+        return op(x, weight, scales, 128, False), op(x, weight, scales, 128, False), op(x, weight, scales, 128, True)
+
+    graph = make_fx(three, tracing_mode="fake")(x, weight, scales).graph
+    before = [(str(node.target), tuple(map(str, node.args[3:]))) for node in graph.nodes]
+    taken = inside.TakenOut(graph)
+    targets = [str(node.target) for node in graph.nodes]
+    assert targets.count("layerfuse.quantise_group.default") == 1, "of one tensor, once"
+    assert targets.count("layerfuse_vllm.block_product.default") == 2
+    assert targets.count(OP) == 1, "scales that are powers of two are left to vLLM"
+    graph.lint()
+    taken.put_back()
+    graph.lint()
+    assert [(str(node.target), tuple(map(str, node.args[3:]))) for node in graph.nodes] == before
+
+
+def test_the_op_is_vllms_own_or_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert inside.why_not() is None
+    with mock.patch.object(KERNELS, "fp8_gemm_nt", _deep_gemm):
+        assert re.search(r"fp8_gemm_nt .*not vLLM's own: it is from test_vllm_inside", inside.why_not() or "")
+    with mock.patch.object(KERNELS, f"_{inside.NAME}_impl", lambda x, w: x @ w):
+        assert inside.why_not() == f"{inside.NAME} takes x, w, and not {', '.join(inside.ARGUMENTS)}"
+    monkeypatch.delattr(KERNELS, f"_{inside.NAME}_impl")
+    assert "as it is known" in (inside.why_not() or "")
