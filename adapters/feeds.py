@@ -7,6 +7,7 @@ sent inside their own kernel, the small projections of gates. Those are not list
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from .activation_quant import ActivationQuant
@@ -29,11 +30,13 @@ class Linears:
 
     def of(self, layer: Any) -> tuple[LinearSpec, ...]:
         """What they are, as the layer says it now; none where its own code fails on the way, as they decide no spec."""
+        if not self._below:
+            return ()
         try:
             found = self._found(layer)
         except FOREIGN:
             return ()
-        together = tuple(path for path, _ in found)
+        together = tuple([path for path, _ in found])
         return tuple([linear_of(path, together, linear) for path, linear in found])
 
     def _found(self, layer: Any) -> list[tuple[str, Any]]:
@@ -50,7 +53,8 @@ class Linears:
         return found
 
 
-def agreed(linears: Sequence[LinearSpec]) -> tuple[ActivationQuant | None, str | None]:
+@lru_cache(maxsize=4096)
+def agreed(linears: tuple[LinearSpec, ...]) -> tuple[ActivationQuant | None, str | None]:
     """How linears that read the same quantise it; None where they differ, do not, or there are none.
 
     And where some do all the same, what each of them does, as a sentence.

@@ -13,7 +13,7 @@ from .errors import SpecError
 from .linear_specs import LinearSpec
 from .norm_specs import GatedNormSpec, HeadPair, NormSpec, Parallel
 from .rope_specs import RopeSpec
-from .spec_fields import Checked, as_float, count, kinds_in, of_kind, optional_count, width_or_zero
+from .spec_fields import Checked, as_float, count, kinds_in, made, of_kind, optional_count, width_or_zero
 
 
 @frozen(kw_only=True)
@@ -36,7 +36,7 @@ class LayerSpec(Checked):
         Raises:
             SpecError: the heads cannot be shared by that many ranks, or there is no such rank.
         """
-        parallel = Parallel(size=size, rank=0 if rank is None else rank)
+        parallel = made(Parallel, {"size": size, "rank": 0 if rank is None else rank})
         local: dict[str, int] = {}
         problems: list[str] = []
         for pair in self.pairs:
@@ -69,9 +69,13 @@ def _without_linears(spec: Checked) -> Iterator[tuple[str, Any]]:
         if kind == "linears":
             yield name, ()
         elif kind == "norms":
-            yield name, tuple(attrs.evolve(norm, **dict(_without_linears(norm))) for norm in held)
+            yield name, tuple(map(_unread, held))
         elif isinstance(held, NormSpec):
-            yield name, attrs.evolve(held, **dict(_without_linears(held)))
+            yield name, _unread(held)
+
+
+def _unread(norm: NormSpec) -> NormSpec:
+    return norm if norm.feeds == norm.fed_by == () else attrs.evolve(norm, **dict(_without_linears(norm)))
 
 
 # ---- the layers ------------------------------------------------------------------------------------------------------

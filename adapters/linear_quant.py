@@ -110,8 +110,6 @@ class _Strange:
 _NOBODYS = _Strange("")
 """A class that says nothing of a quantisation: torch's Linear and Parameter, a text, nothing at all."""
 
-_ATTACHED = frozenset(HOLDERS)
-
 
 def activation_quant_of(linear: Any) -> ActivationQuant | None:
     """The fp8 quantisation that this linear gives its activations at run time.
@@ -144,20 +142,19 @@ def quantises_inside_flashinfer(linear: Any) -> bool:
     return str(describe_linear_quant(linear)).endswith(IN_FLASHINFER)
 
 
-def is_plain(linear: Any) -> bool:
-    """Whether this is torch's own linear with nothing attached: most are, and a layer is read often."""
+def plain_dtype(linear: Any) -> Any:
+    """The dtype of the weight where this is torch's own linear with nothing attached: most are, and a layer is read often. Else None."""
     try:
         held = vars(linear)
-        if "_parameters" not in held or held["_modules"] or not _ATTACHED.isdisjoint(held):
-            return False
-        weight = held["_parameters"].get("weight")
-        return (
-            _entry(linear.__class__) is _entry(weight.__class__) is _NOBODYS
-            and weight is not None
-            and weight.dtype.itemsize > 1
-        )
+        if held["_modules"] or not held.keys().isdisjoint(HOLDERS):
+            return None
+        weight = held["_parameters"]["weight"]
+        if not _entry(linear.__class__) is _entry(weight.__class__) is _NOBODYS:
+            return None
+        dtype = weight.dtype
+        return dtype if dtype.itemsize > 1 else None
     except FOREIGN:  # which `describe_linear_quant` has words for
-        return False
+        return None
 
 
 def _answer(linear: Any) -> Answer:

@@ -34,7 +34,7 @@ class WeightSpec(Checked):
             yield f"block: expected output and input features, each at least 1, got {self.block}"
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class LinearSpec(Checked):
     """One linear of a layer, which may be several of the model's that an engine has merged (query, key, value; gate, up).
 

@@ -30,14 +30,14 @@ def weight_of(linear: Any) -> WeightSpec | None:
     return None
 
 
-def plain_weight(linear: Any) -> WeightSpec | None:
+@lru_cache(maxsize=64)
+def plain_weight(dtype: Any) -> WeightSpec | None:
     """Of a linear without a quantisation; a weight of eight bits is said to be one by nobody."""
-    dtype = stored(linear, "weight").dtype
     return weight_spec(_name(dtype), "plain", None) if dtype.itemsize > 1 else None
 
 
 def _plain(_: Any, linear: Any) -> WeightSpec | None:
-    return plain_weight(linear)
+    return plain_weight(stored(linear, "weight").dtype)
 
 
 def _scaled(dtype: str, block: Sequence[int] | None, whole: str = "tensor") -> WeightSpec:
@@ -52,7 +52,7 @@ def _scaled(dtype: str, block: Sequence[int] | None, whole: str = "tensor") -> W
 def _finegrained_fp8(linear: Any, _: Any) -> WeightSpec | None:
     """transformers/integrations/finegrained_fp8.py, `FP8Linear`."""
     if not is_fp8(linear.weight.dtype):
-        return plain_weight(linear)
+        return plain_weight(linear.weight.dtype)
     return _scaled(_name(linear.weight.dtype), at(linear, "block_size"))
 
 
@@ -60,7 +60,7 @@ def _compressed_tensors(scheme: Any, linear: Any) -> WeightSpec | None:
     """compressed_tensors/quantization/quant_args.py, `QuantizationArgs` of `QuantizationScheme.weights`."""
     args = at(scheme, "weights")
     if args is None:
-        return plain_weight(linear)
+        return _plain(scheme, linear)
     kind, bits = at(args, "type"), at(args, "num_bits")
     dtype = "float8_e4m3fn" if (kind, bits) == ("float", 8) else f"{kind}{bits}"
     strategy = at(args, "strategy")
@@ -71,8 +71,9 @@ def _compressed_tensors(scheme: Any, linear: Any) -> WeightSpec | None:
 
 def _quant_key(method: Any, linear: Any) -> WeightSpec | None:
     """vllm/model_executor/layers/quantization/utils/quant_utils.py, `QuantKey`; 16 bits wide, it is not yet quantised."""
-    if stored(linear, "weight").dtype.itemsize in (2, 4) and stored(linear, "weight").dtype.is_floating_point:
-        return plain_weight(linear)
+    dtype = stored(linear, "weight").dtype
+    if dtype.itemsize in (2, 4) and dtype.is_floating_point:
+        return plain_weight(dtype)
     key = at(method, "weight_quant_key")
     rows, columns = key.scale.group_shape
     if (rows, columns) == (-1, -1):
@@ -97,7 +98,7 @@ def _sglang_fp8(method: Any, linear: Any) -> WeightSpec | None:
         return weight_spec("float8_e4m3fn", "mx", (1, 32))
     weight = stored(linear, "weight")
     if not is_fp8(weight.dtype):
-        return plain_weight(linear)
+        return plain_weight(weight.dtype)
     block = maybe(method, "weight_block_size")
     if block is None and maybe(method, "block_quant"):
         block = at(method, "quant_config.weight_block_size")

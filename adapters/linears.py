@@ -12,11 +12,11 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from .errors import FOREIGN, SpecError, UnreadableError
-from .linear_quant import describe_linear_quant, is_plain
+from .linear_quant import describe_linear_quant, plain_dtype
 from .linear_quant_readings import maybe
 from .linear_specs import LinearSpec, linear_spec
 from .linear_weights import plain_weight, weight_of
-from .parallel import shards_of_linear
+from .parallel import is_dtensor, shards_of_linear
 
 Held: TypeAlias = Mapping[str, Any]
 Sizes: TypeAlias = tuple[int | None, int | None, int | None, int | None, tuple[int, ...], str | None]
@@ -34,9 +34,9 @@ def linear_of(path: str, together: tuple[str, ...], linear: Any) -> LinearSpec:
         together: the paths of all that read the same tensor, this one's among them.
         linear: the module.
     """
-    takes = False
-    if is_plain(linear):
-        weight, activation = plain_weight(linear), None
+    dtype = plain_dtype(linear)
+    if dtype is not None:
+        weight, activation, takes = plain_weight(dtype), None, False
     else:
         weight, activation, takes = weight_of(linear), describe_linear_quant(linear), _takes_quantised(linear)
     try:
@@ -50,7 +50,7 @@ def _sizes(linear: Any) -> Sizes:
         sizes = _reading(linear.__class__)(linear, vars(linear))
     except FOREIGN:
         return _UNSAID
-    return sizes if _WHOLE.issuperset(map(type, (*sizes[:4], *sizes[4]))) else _UNSAID
+    return sizes if _WHOLE.issuperset(map(type, sizes[:4] + sizes[4])) else _UNSAID
 
 
 def _takes_quantised(linear: Any) -> bool:
@@ -68,7 +68,7 @@ def _takes_quantised(linear: Any) -> bool:
 def _declared(linear: Any, held: Held) -> Sizes:
     read, given = held["in_features"], held["out_features"]
     weight = held["_parameters"]["weight"]
-    if weight.shape == (given, read) and not hasattr(type(weight), "device_mesh"):
+    if weight.shape == (given, read) and not is_dtensor(weight):
         return read, read, given, given, (given,), "replicated"
     try:
         columns, rows = (shards_of_linear(linear, (side,)).size for side in (0, 1))

@@ -12,7 +12,7 @@ from .linear_specs import LinearSpec
 from .spec_fields import NESTED, Checked, as_float, count, of_kind, optional_count, problem_of
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class Parallel(Checked):
     """The tensor-parallel degree this layer was actually sharded by, which need not be the engine's global one."""
 
@@ -38,7 +38,7 @@ WHOLE = Parallel(size=1, rank=0)
 """A layer that is not sharded."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class NormSpec(Checked):
     """One RMSNorm over the last dimension: `x / sqrt(mean(x^2) + epsilon) * (weight + weight_offset)`."""
 
@@ -63,7 +63,7 @@ class NormSpec(Checked):
     "The linear of the same layer whose result joins the residual stream in front of this norm; empty where that was not read."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class GatedNormSpec(NormSpec):
     """An RMSNorm whose output (or input) is multiplied by an activated gate of the same shape."""
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from attrs import frozen
@@ -56,6 +56,12 @@ class Shards:
     rank: int | None
 
 
+UNCUT = Shards(1, 0)
+"""Of a weight that every rank holds whole."""
+
+_WHOLE = frozenset({int})
+
+
 def _asks(read: Callable[P, T]) -> Callable[P, T]:
     """What a layer's own code raises on the way is a reason why it tells nothing."""
 
@@ -89,25 +95,36 @@ def shards_of_linear(linear: Any, dimensions: tuple[int, ...] = (0, 1)) -> Shard
         weight, declared = linear.weight, (whole(linear.out_features), whole(linear.in_features))
     except AttributeError as error:
         raise UnreadableError(f"{type(linear).__name__} has no {shown(error.name)}") from None
-    if hasattr(type(weight), "device_mesh"):  # a DTensor, told without importing torch
+    if is_dtensor(weight):
         return _shards_of_mesh(weight, dimensions, _is_fsdps(linear))
     held = _shape_of(weight)
-    if any(type(width) is not int for width in declared):
+    if not _WHOLE.issuperset(map(type, declared)):
         raise UnreadableError(f"out_features and in_features are {shown(declared)}, which are no whole numbers")
     if held == declared:
-        return Shards(1, 0)
+        return UNCUT
     if _is_packed(weight):
         raise UnreadableError(f"a packed weight of {weight.dtype} and shape {held} tells nothing of {shown(declared)}")
     for kept, short in ((1, 0), (0, 1)):
         if len(held) == 2 and held[kept] == declared[kept] and held[short] > 0 and declared[short] % held[short] == 0:
-            return Shards(declared[short] // held[short], None) if short in dimensions else Shards(1, 0)
+            return Shards(declared[short] // held[short], None) if short in dimensions else UNCUT
     raise UnreadableError(f"a weight of shape {held} is no even shard of {shown(declared)}")
+
+
+def is_dtensor(weight: Any) -> bool:
+    """Whether this is torch's DTensor, told without importing torch."""
+    cls: Any = type(weight)
+    return _has_mesh(cls)
+
+
+@lru_cache(maxsize=512)
+def _has_mesh(cls: Hashable) -> bool:
+    return hasattr(cls, "device_mesh")
 
 
 def _shape_of(weight: Any) -> tuple[int, ...]:
     """The shape of a tensor; torch's dynamically quantised linears have a method in its place."""
     shape = weight.shape if hasattr(weight, "shape") else None
-    if not isinstance(shape, tuple) or any(type(width) is not int for width in shape):
+    if not isinstance(shape, tuple) or not _WHOLE.issuperset(map(type, shape)):
         raise UnreadableError(f"its weight is no tensor, but a {cut(type(weight).__name__)}")
     return tuple(shape)
 
@@ -137,7 +154,7 @@ def ranks_summed(part: Any) -> int:
         UnreadableError: its weight does not tell.
     """
     weight = part.weight if hasattr(part, "in_features") else part
-    if not hasattr(type(weight), "device_mesh"):
+    if not is_dtensor(weight):
         if weight is part:
             raise UnreadableError(f"a plain {type(part).__name__} tells nothing of its shards")
         return shards_of_linear(part, (1,)).size
@@ -175,7 +192,7 @@ def _shards_of_mesh(weight: Any, dimensions: tuple[int, ...], fsdp: bool) -> Sha
             raise UnreadableError(f"its weight is cut along a mesh {found}: call the tensor-parallel one 'tp'")
     sharing = [i for i in sharing if weight.placements[i].dim % weight.dim() in dimensions]
     if not sharing:
-        return Shards(1, 0)
+        return UNCUT
     if len(sharing) > 1:
         raise UnreadableError("its weight is cut along more than one tensor-parallel dimension of its mesh")
     return Shards(mesh.size(sharing[0]), mesh.get_local_rank(sharing[0]))

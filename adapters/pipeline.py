@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any
 
 ELSEWHERE = "stands for what another rank of the pipeline holds"
@@ -18,4 +20,11 @@ def norms_nothing(module: Any) -> bool:
 
 
 def _is_called(module: Any, name: str) -> bool:
-    return any(base.__name__ == name for base in type(module).__mro__)
+    cls: Any = type(module)
+    return name in _names_of(cls)
+
+
+@lru_cache(maxsize=1024)
+def _names_of(cls: Hashable) -> frozenset[str]:
+    assert isinstance(cls, type)
+    return frozenset(base.__name__ for base in cls.__mro__)

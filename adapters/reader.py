@@ -1,13 +1,14 @@
 """Reads one layer into its spec, through the facts of its class.
 
-Reading is live: every call reads the attributes again, since engines rewrite them, and nothing is remembered. A caller
-that needs a spec often keeps it.
+Reading is live: every call reads the attributes again, since engines rewrite them. What is kept is the spec that was made of
+the same values, which need not be checked twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 
@@ -31,7 +32,8 @@ from .linears import linear_of
 from .parallel import ambient, ranks_summed, shards_of_linear
 from .pipeline import norms_nothing
 from .rope_source import RopeSource
-from .sources import TORCH_NORM, Named, NormSource, Source, is_torch_norm
+from .sources import TORCH_NORM, Const, Named, NormSource, Path, Source, has_keys, is_index, is_torch_norm
+from .spec_fields import made
 from .specs import (
     LARGEST,
     NO_ROPE,
@@ -46,7 +48,9 @@ from .specs import (
 )
 from .values import VALUES, same
 
+S = TypeVar("S")
 _Convert: TypeAlias = Callable[[Any], Any]
+_Places: TypeAlias = Iterable[tuple[str, tuple[Source, ...]]]
 
 
 class LayerReader:
@@ -62,6 +66,7 @@ class LayerReader:
         self.facts = facts
         self.around = {id(norm): (Linears(norm.feeds), Linears(norm.fed_by)) for norm in facts.norms}
         "The linears that read each norm, and those that feed it. Keyed by the identity of the facts' norms."
+        self.at_once = _AtOnce(facts)
         self.fields: list[tuple[str, str, str | None, Any]] = [
             (attribute.name, kind_of(attribute), goes_with(attribute), facts.parsed[attribute.name])
             for attribute in attrs.fields(facts.spec)
@@ -109,6 +114,35 @@ class LayerReader:
         return _Reading(self, layer, path).spec(parallel, ambient())
 
 
+class _AtOnce:
+    """The numbers and words that are constants, or each one attribute of the layer, read all at once: most layers hold them all."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._constants: dict[str, Any] = {}
+        self._fields: list[tuple[str, _Convert]] = []
+        steps: list[str] = []
+        for attribute in attrs.fields(facts.spec):
+            kind, places = kind_of(attribute), facts.parsed.get(attribute.name)
+            match places:
+                case (Const(value=value), *_) if kind in VALUES:
+                    self._constants[attribute.name] = VALUES[kind](value)
+                case (Path(steps=(step,)),) if kind in VALUES and not is_index(step):
+                    self._fields.append((attribute.name, VALUES[kind]))
+                    steps.append(step)
+        self._get = attrgetter(*steps) if len(steps) > 1 else None
+
+    def of(self, layer: Any) -> dict[str, Any]:
+        """Their values by name; none where one is missing, so that each is asked for alone and says why."""
+        cls: Any = type(layer)
+        if self._get is None or has_keys(cls):
+            return {}
+        try:
+            read = {name: convert(said) for (name, convert), said in zip(self._fields, self._get(layer), strict=True)}
+        except FOREIGN:
+            return {}
+        return read | self._constants
+
+
 class _Reading:
     """One full reading of one layer, with everything an error message needs."""
 
@@ -117,6 +151,8 @@ class _Reading:
         self.layer = layer
         self.path = path
         self.facts = reader.facts
+        self.parts: list[int] = []
+        "The identities of the norms and ropes that were read."
 
     def spec(self, parallel: Parallel | None, around: Parallel | None) -> Any:
         try:
@@ -128,7 +164,7 @@ class _Reading:
                 values["mlp_ranks"] = self.mlp_ranks(self.facts.parsed["mlp_weight"])
             if "last_linear" in self.facts.parsed:
                 values["gives"] = self.reader.last.of(self.layer)
-            return self.facts.spec(**values)
+            return made(self.facts.spec, values, tuple(self.parts))
         except SpecError as error:
             raise SpecError(f"{self.name()} ({error.what})", error.problems) from None
 
@@ -149,8 +185,10 @@ class _Reading:
     # ---- fields
 
     def values(self) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+        values = self.reader.at_once.of(self.layer)
         for name, kind, partner, parsed in self.reader.fields:
+            if name in values:
+                continue
             if partner is not None and values[partner] is None:
                 values[name] = None
             elif kind in ("norm", "optional_norm", "gated_norm"):
@@ -162,7 +200,7 @@ class _Reading:
             elif kind == "activation_quant":
                 values |= self.reader_of_product(name, parsed)
             else:
-                values[name] = self.found(name, parsed, VALUES.get(kind, same))
+                _, values[name] = self.answered(name, parsed, VALUES.get(kind, same))
         return values
 
     def norm(self, name: str, source: NormSource, gated: bool) -> NormSpec:
@@ -172,25 +210,35 @@ class _Reading:
                 raise UnreadableError(f"{source.module}: is None")
         except UnreadableError as error:
             raise self.missing(name, [str(error)]) from error.__cause__
-        feeds, fed_by = (linears.of(self.layer) for linears in self.reader.around[id(source)])
+        feeds, fed_by = [linears.of(self.layer) for linears in self.reader.around[id(source)]]
         quant, unquantised = agreed(feeds)
-        read: dict[str, Any] = {
-            "module": str(source.module),
-            "quant": quant,
-            "unquantised": unquantised,
-            "feeds": feeds,
-            "fed_by": fed_by,
-        }
         torchs = not gated and is_torch_norm(module)
-        for part, places in TORCH_NORM if torchs else source.fields:
-            read[part] = self.found(f"{name}.{part}", places, _NORM_VALUES[part], module, f"{source.module}.")
+        read = self.parts_of(name, TORCH_NORM if torchs else source.fields, _NORM_VALUES, module, f"{source.module}.")
         if torchs and read["epsilon"] is None:
             why = "torch.nn.RMSNorm with eps=None takes the eps of the dtype that it is called with, which no spec can say"
             raise SpecError("NormSpec", [f"{name}.epsilon: {why}: build it with a number"])
+        around = {"quant": quant, "unquantised": unquantised, "feeds": feeds, "fed_by": fed_by}
+        return self.part(name, GatedNormSpec if gated else NormSpec, {**read, **around, "module": str(source.module)})
+
+    def parts_of(
+        self, name: str, fields: _Places, values: Mapping[str, _Convert], start: Any, within: str
+    ) -> dict[str, Any]:
+        """The fields of a norm or rope. `within`: its module, in front of the paths in a message."""
+        read = {}
+        for part, places in fields:
+            try:
+                _, read[part] = self.first(places, start, values[part])
+            except UnreadableError as error:
+                raise self.missing(f"{name}.{part}", [within + tried for tried in error.args]) from error.__cause__
+        return read
+
+    def part(self, name: str, spec: type[S], values: dict[str, Any]) -> S:
         try:
-            return GatedNormSpec(**read) if gated else NormSpec(**read)
+            found = made(spec, values)
         except SpecError as error:
             raise SpecError(error.what, [f"{name}.{problem}" for problem in error.problems]) from None
+        self.parts.append(id(found))
+        return found
 
     def reader_of_product(self, name: str, places: tuple[Source, ...]) -> dict[str, Any]:
         """The linear that reads the result of a gated MLP's activation, and what it does to it."""
@@ -222,50 +270,33 @@ class _Reading:
             prefix = f"{source.module}."
         if not source.fields or (source.module is not None and start is None):
             return NO_ROPE
-        read = {
-            part: self.found(f"{name}.{part}", places, _ROPE_VALUES[part], start, prefix)
-            for part, places in source.fields
-        }
+        read = self.parts_of(name, source.fields, _ROPE_VALUES, start, prefix)
         if type(read["width"]) is int and read["width"] == 0:  # an odd one is left for the spec to refuse
             return NO_ROPE
-        try:
-            return RopeSpec(**read, module=None if source.module is None else str(source.module))
-        except SpecError as error:
-            raise SpecError(error.what, [f"{name}.{problem}" for problem in error.problems]) from None
+        return self.part(name, RopeSpec, {**read, "module": None if source.module is None else str(source.module)})
 
-    def found(self, name: str, places: tuple[Source, ...], convert: _Convert, *within: Any) -> Any:
-        return self.answered(name, places, convert, *within)[1]
-
-    def answered(
-        self, name: str, places: tuple[Source, ...], convert: _Convert, start: Any = None, prefix: str = ""
-    ) -> tuple[Source, Any]:
+    def answered(self, name: str, places: tuple[Source, ...], convert: _Convert) -> tuple[Source, Any]:
         """The place that answered for a field, and its answer."""
         try:
-            return self.first(places, start, convert)
+            return self.first(places, convert=convert)
         except UnreadableError as error:
-            raise self.missing(name, [prefix + attempt for attempt in error.args]) from error.__cause__
+            raise self.missing(name, list(error.args)) from error.__cause__
 
     def first(self, places: Any, start: Any = None, convert: _Convert = same) -> tuple[Source, Any]:
-        tried = []
-        cause = None
+        """The first place that says something. Whatever the layer's own code raises on the way is a reason why one does not."""
+        tried: list[str] = []
+        cause: BaseException | None = None
+        start = self.layer if start is None else start
         for source in places:
             try:
-                return source, self.one(source, start, convert)
+                return source, convert(source.read(self.path if type(source) is Named else start))
             except UnreadableError as error:
                 tried.append(str(error))
                 cause = error.__cause__
+            except FOREIGN as error:
+                tried.append(f"{source}: reading it raised {said(error)}")
+                cause = error
         raise UnreadableError(*tried) from cause
-
-    def one(self, source: Source, start: Any = None, convert: _Convert = same) -> Any:
-        """What one place says. Whatever the layer's own code raises on the way is a reason why it says nothing."""
-        try:
-            if isinstance(source, Named):
-                return convert(source.read(self.path))
-            return convert(source.read(self.layer if start is None else start))
-        except UnreadableError:
-            raise
-        except FOREIGN as error:
-            raise UnreadableError(f"{source}: reading it raised {said(error)}") from error
 
     def missing(self, field: str, tried: list[str]) -> MissingAttributeError:
         return MissingAttributeError(
@@ -302,7 +333,7 @@ class _Reading:
             )
         if rank is None and hint is not None and hint.size == size:
             rank = hint.rank
-        return Parallel(size=size, rank=0 if size == 1 else rank)
+        return made(Parallel, {"size": size, "rank": 0 if size == 1 else rank})
 
     def evidence(self, values: Mapping[str, Any]) -> tuple[dict[str, int], int | None, list[str]]:
         """What says the size (source -> size), the rank if anything says it, and what stayed silent."""
@@ -310,12 +341,12 @@ class _Reading:
         rank: int | None = None
         silent: list[str] = []
         parsed: Mapping[str, Any] = self.facts.parsed
-        for place in parsed.get("tp_size", ()):
+        if "tp_size" in parsed:
             try:
-                sources[str(place)] = self.size(str(place), self.one(place))
-                break
+                place, said_size = self.first(parsed["tp_size"])
+                sources[str(place)] = self.size(str(place), said_size)
             except UnreadableError as error:
-                silent.append(str(error))
+                silent.extend(error.args)
         for pair in self.facts.spec.pairs:
             # Replicated heads say nothing of the ranks that share them.
             if pair.replicates or pair.total not in values or pair.local not in values:

@@ -7,7 +7,7 @@ from attrs import frozen
 from .spec_fields import NESTED, Checked, as_float, of_kind, width_or_zero
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class RopeSpec(Checked):
     """A rotary position embedding (RoFormer, arXiv 2104.09864): pairs of columns, each turned by an angle of the position.
 

@@ -19,11 +19,12 @@ TOML tables are written in these words and parsed by `parse_source`.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
+from operator import getitem
 from typing import Any, TypeAlias
 
-from attrs import frozen
+from attrs import field, frozen
 
 from .conversions import CONVERSIONS, whole
 from .errors import FOREIGN, FactsError, UnreadableError, cut, did_you_mean, said, shown
@@ -39,6 +40,11 @@ class Path:
     """An attribute path such as `self_attn.q_a_layernorm.variance_epsilon`."""
 
     steps: tuple[str, ...]
+    _keys: tuple[str | int, ...] = field(init=False, eq=False, repr=False)
+
+    @_keys.default
+    def _parsed(self) -> tuple[str | int, ...]:
+        return tuple(int(step) if is_index(step) else step for step in self.steps)
 
     def __str__(self) -> str:
         return ".".join(self.steps)
@@ -52,10 +58,19 @@ class Path:
         Raises:
             UnreadableError: a step does not exist, or leads through None.
         """
-        for depth, step in enumerate(self.steps):
-            if obj is None:
-                raise UnreadableError(f"{self}: {'.'.join(self.steps[:depth])} is None")
-            obj = _step(obj, step, self)
+        for depth, key in enumerate(self._keys):
+            try:
+                cls: Any = type(obj)
+                obj = _way(cls, key)(obj, key)
+            except FOREIGN as error:
+                if obj is None:
+                    raise UnreadableError(f"{self}: {'.'.join(self.steps[:depth])} is None") from None
+                if not isinstance(
+                    error, (AttributeError, LookupError)
+                ):  # a property of the layer that fails in its own way
+                    raise UnreadableError(f"{self}: reading {self.steps[depth]!r} raised {said(error)}") from error
+                why = ELSEWHERE if stands_for_missing(obj) else f"has no {self.steps[depth]!r}"
+                raise UnreadableError(f"{self}: {type(obj).__name__} {why}") from None
         return obj
 
 
@@ -65,21 +80,31 @@ def is_index(step: str) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _has_keys(cls: Hashable) -> bool:
+def has_keys(cls: Hashable) -> bool:
+    """Whether the steps of a path into an object of this class are keys, and no attributes."""
     return isinstance(cls, type) and issubclass(cls, Mapping)
 
 
-def _step(obj: Any, step: str, path: Path) -> Any:
-    try:
-        if is_index(step):
-            return obj[int(step)]
-        cls: Any = type(obj)
-        return obj[step] if _has_keys(cls) else getattr(obj, step)
-    except (AttributeError, LookupError):
-        why = ELSEWHERE if stands_for_missing(obj) else f"has no {step!r}"
-        raise UnreadableError(f"{path}: {type(obj).__name__} {why}") from None
-    except FOREIGN as error:  # a property of the layer that fails in its own way: report it, never hide it
-        raise UnreadableError(f"{path}: reading {step!r} raised {said(error)}") from error
+@lru_cache(maxsize=4096)
+def _way(cls: Hashable, key: str | int) -> Callable[[Any, Any], Any]:
+    """How an object of this class is asked for one step."""
+    if type(key) is int or has_keys(cls):
+        return getitem
+    own: Any = cls
+    is_torchs = hasattr(own, "__getattr__") and own.__getattr__.__module__ == "torch.nn.modules.module"
+    is_plain = own.__getattribute__ is object.__getattribute__ and not hasattr(own, str(key))
+    return _of_module if is_torchs and is_plain else getattr
+
+
+def _of_module(module: Any, name: str) -> Any:
+    """As torch looks up what a module's class does not have, which takes it far longer."""
+    held = vars(module)
+    if name in held:
+        return held[name]
+    for table in ("_parameters", "_buffers", "_modules"):
+        if name in held[table]:
+            return held[table][name]
+    raise AttributeError(name)
 
 
 @frozen
@@ -333,10 +358,10 @@ TORCH_NORM = (
 def is_torch_norm(module: Any) -> bool:
     """Whether this is torch.nn.RMSNorm, or a class that computes what it does."""
     own: Any = type(module)
-    return any(
-        base.__name__ == "RMSNorm" and base.__module__.startswith("torch.nn.") and own.forward is base.forward
-        for base in own.__mro__
-    )
+    for base in own.__mro__:
+        if base.__name__ == "RMSNorm" and base.__module__.startswith("torch.nn.") and own.forward is base.forward:
+            return True
+    return False
 
 
 def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:

@@ -6,13 +6,16 @@ The kind is data on the field, so that reading a layer, structuring TOML and val
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import attrs
 from attrs import field, frozen
 
-from .errors import SpecError, shown
+from .errors import FOREIGN, SpecError, shown
+
+S = TypeVar("S")
 
 LARGEST = 2**31 - 1
 """The largest count or width accepted: kernels index with int32, and more than that is a typing error."""
@@ -181,3 +184,30 @@ class Checked:
 
     def _contradictions(self) -> Iterator[str]:
         yield from ()
+
+
+def made(spec: type[S], values: Mapping[str, Any], parts: tuple[int, ...] = ()) -> S:
+    """The spec of these values, which is made and checked once: layers are read often, and say the same.
+
+    Args:
+        spec: its class.
+        values: of its fields.
+        parts: the identities of those specs in it that are equal to others which say more or less (who reads a norm).
+
+    Raises:
+        SpecError: the values are illegal, or contradict each other.
+    """
+    kept: Any = spec
+    try:
+        found: S = _made(kept, parts, **values)
+    except SpecError:
+        raise
+    except FOREIGN:  # a value that nothing can be kept under, which the check has words for
+        return spec(**values)
+    return found
+
+
+@lru_cache(maxsize=16384, typed=True)
+def _made(spec: Any, _parts: tuple[int, ...], /, **values: Any) -> Any:
+    # What is kept holds its parts, so that no other may come to have their identities.
+    return spec(**values)

@@ -33,6 +33,8 @@ def _activation(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
+    if type(value) is float:
+        return value
     try:
         # A text has no __float__, though float() takes it.
         converts = hasattr(type(value), "__float__") or hasattr(type(value), "__index__")

@@ -6,15 +6,16 @@ Every rank computes this from the same numbers, so that all decide alike. Nothin
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
-from .backends.aiter.releases import NEWEST
-from .backends.aiter.stages import IN_VLLM, OURS, Kind, stages
-from .backends.symm_mem.crossovers import MEASURED, in_words, shots_of, why_never
 from .chain import Limit
 from .engine import Engine
 from .limits import TokenLimit
 from .sites import Site
 from .target import Target
+
+if TYPE_CHECKING:
+    from .backends.aiter.stages import Kind
 
 ITEM_SIZE = 2
 """Bytes of an activation: plans do not know the dtype, and models that are served over several GPUs have 16 bits."""
@@ -35,6 +36,8 @@ def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None)
         return None
     after = "the plain all-reduce, then the fused add and norm"
     if target.vendor == "nvidia":
+        from .backends.symm_mem.crossovers import MEASURED, in_words, shots_of, why_never
+
         never = why_never(width, ITEM_SIZE, ranks)
         if never is not None:
             return TokenLimit(most=0, reason=never)
@@ -48,6 +51,9 @@ def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None)
         )
     if kind is None:
         return TokenLimit(most=0, reason="AITER's fused all-reduces have no such form")
+    from .backends.aiter.releases import NEWEST
+    from .backends.aiter.stages import IN_VLLM, OURS, stages
+
     release = target.aiter or NEWEST
     gate = IN_VLLM if engine is not None and engine.name == "vllm" else OURS
     found = stages(width, ITEM_SIZE, ranks, release, kind=kind, gate=gate)
@@ -64,6 +70,8 @@ def _limit(kind: Kind | None, site: Site, target: Target, engine: Engine | None)
 
 
 def _unmeasured(arch: str, ranks: int) -> str:
+    from .backends.symm_mem.crossovers import MEASURED
+
     measured = " and ".join(f"{size} GPUs of {name}" for name, size in MEASURED)
     return (
         f"it was measured on {measured} and not on {ranks} of {arch}; LAYERFUSE_FUSIONS=+ and the fusion's name, or in Python "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeAlias
 
 import attrs
@@ -18,14 +19,15 @@ from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import ArgumentError, ArgumentValueError, did_you_mean, shown
 from ..adapters.layer_specs import LayerSpec
 from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
+from .alike import PLACE, Alike
 from .catalog import FUSIONS
-from .chain import Fusion
+from .chain import LAYERFUSE, Fusion
 from .config import FusionConfig
 from .engine import NAMES as ENGINES
 from .engine import Engine
 from .limits import TokenLimit
 from .policy import Policy, shipped
-from .sites import FINAL, INPUT, OUTPUT, Site, sites_of
+from .sites import FINAL, INPUT, Site, sites_of
 from .steps import Kind, Verdict
 from .target import Target
 from .verdict import verdict
@@ -56,7 +58,7 @@ ANY = Tokens()
 """Every number of tokens."""
 
 
-@frozen(kw_only=True)
+@define(kw_only=True, frozen=True, slots=False)  # not slotted: thousands are made, and so they are made faster
 class Decision:
     """One fusion at one site, for a range of tokens."""
 
@@ -257,7 +259,7 @@ def plan(
         )
     sites = tuple(_reduced(placed, (site for layer, spec in placed for site in sites_of(layer, spec))))
     decide = _Decider(target, config, engine, shipped() if policy is None else policy)
-    decisions = tuple(decision for site in sites for decision in decide(site))
+    decisions = tuple(chain.from_iterable(map(decide, sites)))
     return Plan(target=target, config=config, engine=engine, specs=placed, sites=sites, decisions=decisions)
 
 
@@ -327,43 +329,34 @@ def _label(spec: AnySpec) -> str:
 
 
 class _Decider:
-    """Decides site by site. Sites that differ in their layer only are decided once."""
+    """Decides site by site. Sites that differ in their place only are decided once."""
 
     def __init__(self, target: Target, config: FusionConfig, engine: Engine | None, policy: Policy) -> None:
         self._target = target
         self._config = config
         self._engine = engine
         self._policy = policy
-        # Limits of other packages may look at all of a spec; those of all-reduces look at what the key holds.
-        self._limited = any(f.limit is not None and not f.across_ranks for f in FUSIONS.values())
+        self._fusions = tuple(FUSIONS.values())
+        # What other packages wrote may look at the place, too.
+        self._anywhere = not any(
+            f.limit or not all(s.is_ours for s in f.chain) for f in self._fusions if f.owner != LAYERFUSE
+        )
+        self._alike = Alike(without=PLACE)
         self._known: dict[Any, list[tuple[str, Kind, str, Tokens]]] = {}
 
     def __call__(self, site: Site) -> list[Decision]:
-        quant = self._config.quant_at(site)
-        key: tuple[Any, ...] = (
-            site.role,
-            site.norms,
-            site.adds,
-            site.reduced,
-            site.absent,
-            site.unknown,
-            site.read_by,
-            quant,
-            site.unquantised,
-            None if isinstance(site.spec, KernelSpec) else site.spec.parallel.size,
-        )
-        if self._limited or site.role == OUTPUT or not site.norms:
-            key = (*key, site.spec)
+        key: int | str = self._alike.number(site) if self._anywhere else site.name
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = list(self._decide(site, quant))
+            found = self._known[key] = list(self._decide(site, self._config.quant_at(site)))
+        name = site.name
         return [
-            Decision(site=site.name, fusion=fusion, kind=kind, reason=reason, tokens=tokens)
+            Decision(site=name, fusion=fusion, kind=kind, reason=reason, tokens=tokens)
             for fusion, kind, reason, tokens in found
         ]
 
     def _decide(self, site: Site, quant: ActivationQuant | None) -> Iterable[tuple[str, Kind, str, Tokens]]:
-        verdicts = {f: self._verdict(f, site, quant) for f in FUSIONS.values() if site.role in f.roles}
+        verdicts = {f: self._verdict(f, site, quant) for f in self._fusions if site.role in f.roles}
         # The longest chain first; of equal ones the catalog's first. What is left of the token counts goes on.
         wanted = sorted((f for f, v in verdicts.items() if v.kind == "expected"), key=lambda f: -len(f.chain))
         first: int | None = 1

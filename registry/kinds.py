@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 from attrs import frozen
 
+from ..adapters.spec_fields import made
 from ..adapters.specs import (
     NO_ROPE,
     GatedDeltaNetSpec,
@@ -127,8 +128,8 @@ class MLAKind:
             qk_nope_head_dim=self.qk_nope_head_dim,
             qk_rope_head_dim=self.qk_rope_head_dim,
             v_head_dim=self.v_head_dim,
-            q_norm=None if q_lora_rank is None else NormSpec(width=q_lora_rank, epsilon=eps),
-            kv_norm=NormSpec(width=self.kv_lora_rank, epsilon=eps),
+            q_norm=None if q_lora_rank is None else made(NormSpec, {"width": q_lora_rank, "epsilon": eps}),
+            kv_norm=made(NormSpec, {"width": self.kv_lora_rank, "epsilon": eps}),
             softmax_scale=scale,
             rope=self._rope(),
         )
@@ -138,11 +139,8 @@ class MLAKind:
             return None
         if self.rope == "none" or self.qk_rope_head_dim == 0:
             return NO_ROPE
-        return RopeSpec(
-            width=self.qk_rope_head_dim,
-            interleaved=self.rope.interleaved,
-            attention_scaling=self.rope.attention_scaling,
-        )
+        read = {"interleaved": self.rope.interleaved, "attention_scaling": self.rope.attention_scaling}
+        return made(RopeSpec, {"width": self.qk_rope_head_dim, **read})
 
 
 @frozen(kw_only=True)

@@ -21,7 +21,6 @@ from ...adapters.errors import FOREIGN, LayerfuseError, did_you_mean, said, show
 from ...registry.entry_points import entry_points, package_of
 from ..chain import COLLECTIVE, FAMILY, Fusion, FusionError
 from ..kernel_source import why_absent
-from ..latent_ops import MLA
 
 GROUP = "layerfuse.fusions"
 """The group of entry points."""
@@ -130,6 +129,8 @@ def add(fusions: dict[str, Fusion], fusion: Fusion) -> None:
 
 def _taken(fusion: Fusion) -> str | None:
     """Why a fusion's ops cannot be called as they are: another op of layerfuse is, which is no fusion's."""
+    from ..latent_ops import MLA
+
     mla = {op.name: op for op in MLA}
     for form in fusion.forms:
         if form.op.name in CANONICAL or mla.get(form.op.name, form.op) is not form.op:
@@ -179,9 +180,8 @@ class Catalog(Mapping[str, Fusion]):
         if self._fusions is None:
             with self._lock:
                 if self._fusions is None:
-                    found: dict[str, Fusion] = {}
-                    for fusion in built_in():
-                        add(found, fusion)
+                    # That none of these clash is a test's to say: their ops would all be composed for it here.
+                    found = {fusion.name: fusion for fusion in built_in()}
                     added, refused = _of_plugins(tuple(found.values()))
                     self._fusions, self._refused = found | {fusion.name: fusion for fusion in added}, tuple(refused)
                     for error in refused:

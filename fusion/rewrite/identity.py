@@ -11,9 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import attrs
-
 from .. import backends
+from ..alike import Alike
 from ..chain import Fusion
 from ..compose import Reference
 from ..planning import Plan
@@ -49,12 +48,15 @@ def plan_hash(plan: Plan) -> str:
     """
     from ..catalog import FUSIONS
 
-    specs = [(layer, type(spec).__name__, _without_rank(attrs.asdict(spec))) for layer, spec in plan.specs]
+    alike = Alike(without=("rank",))
+    specs = [(layer, alike.number(spec)) for layer, spec in plan.specs]
+    decisions = [alike.number(decision) for decision in plan.decisions]
     foreign = [_meaning_of(fusion) for fusion in FUSIONS.values() if fusion.owner != "layerfuse"]
-    held = plan.to_dict()
-    del held["config"]["strict"]  # which decides what is an error, and nothing in a graph
-    text = json.dumps([held, specs, list(FUSIONS), foreign], sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()
+    config = plan.config.to_dict()
+    del config["strict"]  # which decides what is an error, and nothing in a graph
+    engine = None if plan.engine is None else plan.engine.to_dict()
+    held = json.dumps([plan.target.to_dict(), config, engine, list(FUSIONS), foreign], sort_keys=True, default=repr)
+    return hashlib.sha256(f"{held} {specs} {decisions} {alike.said}".encode()).hexdigest()
 
 
 def _meaning_of(fusion: Fusion) -> str:
@@ -77,9 +79,3 @@ def _file_of(module: ModuleType) -> str | None:
         return inspect.getsourcefile(module)
     except TypeError:  # made by hand
         return None
-
-
-def _without_rank(fields: dict[str, Any]) -> dict[str, Any]:
-    if "parallel" in fields:
-        fields["parallel"] = {"size": fields["parallel"]["size"]}
-    return fields

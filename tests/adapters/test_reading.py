@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -329,3 +330,68 @@ def test_numpys_numbers_are_divided_like_any_other() -> None:
     layer.o_proj.weight = torch.nn.Parameter(torch.empty(layer.o_proj.out_features, 2048, device="meta"))
     sharded = registry.spec_for(layer)
     assert (sharded.parallel.size, type(sharded.parallel.size)) == (2, int)
+
+
+# ---- read often: everything is asked again, and what is said again is the spec that was made of it
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-next-80b-a3b", "gpt-oss-20b"])
+def test_what_says_the_same_is_the_same_spec(name: str) -> None:
+    model = real_model(name)
+    for path, _ in registry.specs_in(model):
+        layer = model.get_submodule(path)
+        assert registry.spec_for(layer, path=path) is registry.spec_for(layer, path=path)
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute", "odd", "problem"),
+    [
+        ("", "num_heads", True, "num_heads: expected a whole number, got True"),
+        ("", "num_heads", 1.0, "num_heads: expected a whole number, got 1.0"),
+        ("", "scaling", True, "softmax_scale: expected a finite number, got True"),
+        ("kv_a_layernorm", "variance_epsilon", True, "kv_norm.epsilon: expected a finite number, got True"),
+    ],
+)
+def test_what_equals_a_number_that_was_read_is_refused_all_the_same(
+    owner: str, attribute: str, odd: Any, problem: str
+) -> None:
+    layer = fresh_layer("deepseek-v3")
+    setattr(layer.get_submodule(owner), attribute, 1)
+    layer.kv_b_proj.out_features = layer.kv_b_proj.out_features if owner else 256
+    registry.spec_for(layer)
+    setattr(layer.get_submodule(owner), attribute, odd)
+    with pytest.raises(SpecError, match=problem):
+        registry.spec_for(layer)
+
+
+def test_equal_norms_keep_who_reads_them() -> None:
+    """Specs are equal whatever reads their norms, and none is taken for the other."""
+    layer = fresh_layer("deepseek-v3")
+    before = registry.spec_for(layer)
+    after = registry.spec_for(layer.half())
+    assert after == before
+    dtypes = [found.weight.dtype for spec in (before, after) for found in spec.kv_norm.feeds]
+    assert dtypes == ["float32", "float16"]
+
+
+@pytest.mark.parametrize(
+    ("path", "most"),
+    [("model.layers.3.self_attn", 250), ("model.layers.3", 370), ("model.layers.0.mlp", 105), ("model", 145)],
+)
+def test_reading_costs_few_calls(path: str, most: int) -> None:
+    """Of functions, Python's and others', each time after the first: what the time goes to, on a machine however busy."""
+    layer = real_model("deepseek-v3").get_submodule(path)
+    registry.spec_for(layer)
+    counted = 0
+
+    def count(_frame: Any, event: str, _argument: Any) -> None:
+        nonlocal counted
+        counted += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        registry.spec_for(layer)
+    finally:
+        sys.setprofile(before)
+    assert counted < most

@@ -7,16 +7,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fusion_support import FUSION, gqa_spec, mla_spec
+from helpers import run_python
 
 import layerfuse
+from layerfuse import registry
+from layerfuse.adapters import ActivationQuant
 from layerfuse.adapters.specs import WHOLE, MLAKernelSpec, NormSpec, ResidualSpec
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError, Target, UnknownTargetError, plan
 from layerfuse.fusion.chain import Fusion, Norm
 from layerfuse.fusion.config import ENVIRONMENT
-from layerfuse.fusion.sites import LATENTS, sites_of
+from layerfuse.fusion.sites import LATENTS, Site, sites_of
+from layerfuse.fusion.steps import At, Verdict
 from layerfuse.fusion.verdict import verdict
 
 CPU = Target.named("cpu")
@@ -196,3 +201,67 @@ def test_no_torch_is_imported() -> None:
     )
     root = Path(layerfuse.__path__[0]).parent
     subprocess.run([sys.executable, "-c", code], check=True, cwd=root)
+
+
+def test_sites_that_differ_in_their_place_only_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def counted(fusion: Fusion, site: Site, *rest: Any) -> Verdict:
+        asked.append(site.name)
+        return verdict(fusion, site, *rest)
+
+    monkeypatch.setattr("layerfuse.fusion.planning.verdict", counted)
+    plan(registry.model("deepseek-v3").specs(8), Target.named("gfx950"))
+    # The first input norm and another, the norm before dense MLPs and the one before experts, latents, two MLPs, the final norm;
+    # and the input norm behind the last dense MLP, as what stands in front of it is known.
+    assert len(set(asked)) <= 9
+
+
+def test_what_equality_leaves_out_is_decided_on() -> None:
+    """Equal specs may differ in who reads their norms: each is decided for itself."""
+    read, other = (
+        NormSpec(width=256, epsilon=1e-6, quant=quant) for quant in (ActivationQuant(group_size=128), ActivationQuant())
+    )
+    common: dict[str, Any] = {"hidden_size": 256, "parallel": WHOLE}
+    streams = [
+        ResidualSpec(**common, layer_index=index, input_norms=(norm,), post_attention_norms=(norm,))
+        for index, norm in ((1, read), (2, other))
+    ]
+    made = plan(
+        [(f"layers.{i}", stream) for i, stream in enumerate(streams)], Target.named("gfx950"), FusionConfig(level=2)
+    )
+    assert made.sites[0].norms == made.sites[2].norms
+    fused = [{d.fusion for d in made.at(site.name) if d.applies} for site in made.sites if site.role == "input"]
+    assert fused == [{"add_rms_norm_group_quant"}, {"add_rms_norm_per_token_quant"}]
+
+
+class Elsewhere(Norm):
+    """A step of this module, which looks at the place of its site."""
+
+    def why_not(self, at: At) -> Verdict | None:
+        return None if at.site.spec.layer_index == 1 else Verdict("refused", "not the second layer")
+
+
+def test_steps_of_other_packages_may_look_at_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = Fusion(
+        name="theirs", doc="of another package", level=1, roles=("post_attention",), chain=(Elsewhere,), owner="another"
+    )
+    known = {**FUSIONS, "theirs": theirs}
+    monkeypatch.setattr("layerfuse.fusion.planning.FUSIONS", known)
+    specs = [pair for pair in registry.model("qwen3-4b").specs()[:6] if isinstance(pair[1], ResidualSpec)]
+    made = plan(specs, Target.named("gfx950"))
+    kinds = [d.kind for d in made.decisions if d.fusion == "theirs"]
+    assert [kind == "refused" for kind in kinds] == [True, False]
+
+
+def test_the_key_is_the_same_in_every_process() -> None:
+    """It is the key of a cache on disk: nothing in it may be one process's own, such as the order of a set."""
+    code = """
+from layerfuse import registry
+from layerfuse.fusion import Target, plan
+from layerfuse.fusion.rewrite.identity import plan_hash
+print(plan_hash(plan(registry.model("kimi-linear-48b-a3b").specs(8), Target.named("gfx950"))))
+"""
+    said = [run_python(code, PYTHONHASHSEED=seed) for seed in ("1", "2")]
+    assert [each.stderr for each in said if each.returncode] == []
+    assert len({each.stdout for each in said}) == 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from layerfuse.fusion import FUSIONS, FusionError
-from layerfuse.fusion.catalog import CANONICAL, add
+from layerfuse.fusion.catalog import CANONICAL, add, built_in
 from layerfuse.fusion.chain import Add, Fusion, Norm, Quant
 from layerfuse.fusion.declare import Kernel, OpError
 from layerfuse.fusion.kernel_source import why_absent
@@ -404,6 +404,14 @@ def test_whether_a_module_has_a_function_is_read_off_its_source(
     monkeypatch.syspath_prepend(str(tmp_path))
     assert (why_absent("never_imported:f") is not None) == absent
     assert why_absent("math:sqrt") is None  # it has no source
+
+
+def test_no_two_fusions_of_the_library_clash() -> None:
+    """Which nothing asks when they are read: their ops would all be composed for it."""
+    known: dict[str, Fusion] = {}
+    for fusion in built_in():
+        add(known, fusion)
+    assert list(known) == [name for name, fusion in FUSIONS.items() if fusion.owner == "layerfuse"]
 
 
 def test_a_clash_of_ops_names_both_owners() -> None:
