@@ -17,7 +17,7 @@ from warnings import catch_warnings, simplefilter
 
 from attrs import evolve, frozen
 
-from .adapters.errors import LayerfuseError, cut
+from .adapters.errors import LayerfuseError, cut, did_you_mean
 
 ENGINES = ("transformers", "vllm", "sglang")
 
@@ -227,7 +227,7 @@ def plugins() -> list[Finding]:
         classes, models = len(registry.layer_classes()) - before[0], len(registry.models()) - before[1]
         detail = f"{plugin.value} adds {models} models and {classes} layer classes"
         findings.append(Finding(name=name, state="found", detail=detail))
-    return [*findings, *_fusion_plugins(), *_unreadable()]
+    return [*findings, *_fusion_plugins(), *_backend_plugins(), *_unreadable()]
 
 
 def _unreadable() -> list[Finding]:
@@ -240,7 +240,8 @@ def _unreadable() -> list[Finding]:
 def _fusion_plugins() -> list[Finding]:
     """Packages that add fusions. One that cannot be used is refused alone."""
     from .fusion import FUSIONS
-    from .fusion.catalog import installed
+    from .fusion.catalog import GROUP
+    from .registry.entry_points import of_group
 
     with catch_warnings():
         simplefilter("ignore", RuntimeWarning)  # what they say is in the findings
@@ -250,7 +251,7 @@ def _fusion_plugins() -> list[Finding]:
             from .fusion import ops as _ops  # noqa: F401
         refused = {(error.plugin, error.package): error for error in FUSIONS.refused}
     findings = []
-    for point, package in installed():
+    for point, package in of_group(GROUP):
         name = f"fusions of {package} ({cut(point.name)})"
         error = refused.pop((point.name, package), None)
         if error is not None:
@@ -258,6 +259,34 @@ def _fusion_plugins() -> list[Finding]:
             continue
         known = ", ".join(fusion.name for fusion in FUSIONS.values() if fusion.owner == package)
         findings.append(Finding(name=name, state="found", detail=f"known: {known}"))
+    return findings
+
+
+def _backend_plugins() -> list[Finding]:
+    """Packages that add backends, with the ops of others that they have kernels for."""
+    from .fusion import FUSIONS
+    from .fusion.backends.backend import GROUP, BackendError, installed
+    from .fusion.catalog import CANONICAL
+    from .fusion.latent_ops import MLA
+    from .registry.entry_points import of_group
+
+    ops = (
+        {form.op.name for fusion in FUSIONS.values() for form in fusion.forms} | {op.name for op in MLA} | {*CANONICAL}
+    )
+    findings = []
+    for point, package in of_group(GROUP):
+        with catch_warnings():
+            simplefilter("ignore", RuntimeWarning)  # what they say is in the findings
+            found = installed()[point.name]
+        name = f"backend {cut(point.name)} of {package}"
+        if isinstance(found, BackendError):
+            findings.append(Finding(name=name, state="broken", detail=str(found)))
+            continue
+        absent = next((op for op in found.kernels if op not in ops), None)
+        detail = f"kernels for {', '.join(found.kernels) or 'its own fusions'}"
+        if absent is not None:
+            detail = f"it has a kernel for {cut(absent)}, and no op is called that{did_you_mean(absent, ops)}"
+        findings.append(Finding(name=name, state="found" if absent is None else "broken", detail=detail))
     return findings
 
 

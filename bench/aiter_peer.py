@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fusion.steps import Norm
 from . import aiter_checkout
 from .cases import Case
 from .inputs import Work
@@ -36,7 +35,7 @@ _MXFP4 = "quant.fused_mxfp4_quant:fused_rms_mxfp4_quant"
 
 def _kept(work: Work) -> bool:
     """Whether the norm itself is asked for too."""
-    return any(isinstance(step, Norm) and step.kept for step in work.case.form.chain)
+    return any(step.is_kept for step in work.case.form.chain)
 
 
 def _dual(load: _Load, work: Work) -> Function:

@@ -178,7 +178,7 @@ def _quantised(
         scale = work.weights[quant.scale].double()
     else:
         groups = found[1].shape[-1]
-        size = MX_COLUMNS if quant.mx else width if case.group_size is None else case.group_size
+        size = MX_COLUMNS if quant.format.mx else width if case.group_size is None else case.group_size
 
         def largest_of(values: Tensor) -> Tensor:
             return torch.nn.functional.pad(values, (0, groups * size - width)).unflatten(-1, (groups, size)).amax(-1)
@@ -186,7 +186,7 @@ def _quantised(
         amax = largest_of(right.abs())
         # Of a largest value, relative to it.
         off = slack if more is None else largest_of(more).div_(amax.clamp(min=SMALLEST_AMAX)).add_(slack)
-        if quant.mx:
+        if quant.format.mx:
             largest = 2 if quant.per == "mxfp4" else 8
             problem = _exponent_problem(amax, found[1], off, largest)
             per_group = torch.exp2(found[1].double() - 127)

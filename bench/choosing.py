@@ -24,7 +24,7 @@ from ..fusion.declare import (
     WeightOffset,
 )
 from ..fusion.sites import LATENTS, ROLES, Site, sites_of
-from ..fusion.steps import GATES, Add, GatedNorm, Norm, Quant, SiluMul
+from ..fusion.steps import GATES, Add, GatedNorm, Quant, SiluMul
 from .cases import EPSILON, ITEM_SIZES, MX_COLUMNS, Case, forms, known_form, names_of, rows_of, step_of, whole_numbers
 from .errors import BenchError
 
@@ -163,15 +163,15 @@ def make_case(
         limit=limit if limit is not None and math.isfinite(limit) else None,
         dtype=options.dtype,
         weight_dtype=options.weight_dtype or options.dtype,
-        quant=None if quant is None else quant.scheme,
+        quant=None if quant is None else quant.format.scheme,
         fp8=_fp8(form, options, detected_fp8),
-        group_size=(options.group_size or GROUP_SIZE) if quant is not None and quant.per == "group" else None,
+        group_size=(options.group_size or GROUP_SIZE) if names_of(op, GroupSize) else None,
         column_major=options.column_major or options.tma_aligned,
         tma_aligned=options.tma_aligned,
         ue8m0=options.ue8m0,
         ranks=ranks,
     )
-    if quant is not None and quant.mx and case.width_of(op.rows[0].name) % MX_COLUMNS:
+    if quant is not None and quant.format.mx and case.width_of(op.rows[0].name) % MX_COLUMNS:
         raise BenchError(f"{name} has one exponent per {MX_COLUMNS} columns: the width must be a multiple of that")
     return case
 
@@ -224,7 +224,7 @@ def _fp8(form: Form, options: Options, detected: str) -> str | None:
     quant = step_of(form, Quant)
     if quant is None or quant.per == "mxfp4":
         return None
-    return FP8[0] if quant.mx else options.fp8 or detected
+    return FP8[0] if quant.format.mx else options.fp8 or detected
 
 
 def _padded_width(form: Form, shape: _Shape, options: Options) -> int | None:
@@ -320,7 +320,7 @@ def _at(site: Site, form: Form) -> dict[str, Any] | str:
     widths: dict[str, int] = {}
     epsilons = dict.fromkeys(names_of(op, Epsilon), EPSILON)
     offsets = dict.fromkeys(names_of(op, WeightOffset), 0.0)
-    norms = [step for step in form.chain if isinstance(step, Norm | GatedNorm)]
+    norms: list[Any] = [step for step in form.chain if step.is_norm]
     for step, norm in zip(norms, site.norms, strict=True):
         epsilons[step.epsilon] = norm.epsilon
         if step.weight_offset is not None:

@@ -51,7 +51,7 @@ def chosen_name(setting: Setting) -> str:
 def our_names(setting: Setting) -> list[str]:
     """Those of `our_peers`; asks no backend, as one may want a GPU or a process group."""
     _public(setting)
-    return [_named(backend.name) for backend in backends._backends[setting.case.op]]
+    return [*map(_named, backends.names(setting.case.op))]
 
 
 def _named(backend: str) -> str:

@@ -12,7 +12,6 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from ..fusion.steps import GatedNorm, Norm
 from .cases import Case
 from .inputs import Work
 from .peers import Call, InPlace, Peer, Setting, missing, needs_gpu, needs_triton, over_sets
@@ -123,7 +122,7 @@ def _version_of(package: str) -> str | None:
 
 def norms_of(work: Work) -> tuple[tuple[Tensor, float], ...]:
     """The weight and the epsilon of each norm of the chain."""
-    norms = [step for step in work.case.form.chain if isinstance(step, Norm | GatedNorm)]
+    norms: list[Any] = [step for step in work.case.form.chain if step.is_norm]
     return tuple((work.weights[norm.weight], work.case.epsilons[norm.epsilon]) for norm in norms)
 
 

@@ -11,16 +11,15 @@ from functools import cached_property
 from itertools import permutations
 from typing import Any, TypeAlias
 
-import attrs
 from attrs import define, field, frozen
 
 from ..adapters.errors import shown
 from .compose import is_inner, op_of
 from .declare import REQUIRED, Kernel, Op
-from .formats import FORMATS
+from .formats import FORMATS, Format
 from .limits import TokenLimit
 from .sites import ROLES, Site
-from .steps import STAGES, Add, AllReduce, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step, main_step
+from .steps import STAGES, Add, AllReduce, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step, format_of, main_step
 
 Limit: TypeAlias = Callable[[Site, Any, Any], TokenLimit | None]
 """From a site, a target and an engine or None to up to how many tokens a fusion is taken there; None: any number."""
@@ -149,9 +148,8 @@ class Fusion:
             chain = (*self.chain, Pad())
             found.insert(0, Form(chain=chain, op=op_of(f"{self.name}_pad", chain)))
         first = main_step(self.chain)
-        if isinstance(first, Norm) and self.quant is not None:
-            out = first.out if first.out == "normed" else f"{first.out}_normed"
-            kept = attrs.evolve(first, out=out, kept=True)
+        kept = first and first.keeping()
+        if kept is not None and self.format is not None:
             chain = tuple(kept if step is first else step for step in self.chain)
             found.append(Form(chain=chain, op=op_of(f"{self.name}_with_norm", chain)))
         return tuple(found)
@@ -172,14 +170,9 @@ class Fusion:
         return any(step.across_ranks for step in self.chain)
 
     @property
-    def add(self) -> Add | None:
-        """The residual add, if the chain has one."""
-        return next((step for step in self.chain if isinstance(step, Add)), None)
-
-    @property
-    def quant(self) -> Quant | None:
-        """The quantisation, if the chain has one."""
-        return next((step for step in self.chain if isinstance(step, Quant)), None)
+    def format(self) -> Format | None:
+        """What the chain quantises to."""
+        return format_of(self.chain)
 
     def _bad_steps(self) -> Iterable[str]:
         wrong: Any = next((step for step in self.chain if not isinstance(step, Step)), None)

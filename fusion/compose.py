@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .declare import Argument, Epsilon, GroupName, Like, Op, Padded, Result, Rows, Weight, WeightOffset
-from .steps import MIDDLE, SINKS, SOURCES, FusionError, Source, Step, main_step
+from .steps.step import MIDDLE, SINKS, SOURCES, FusionError, Source, Step, main_step
 
 _KINDS: tuple[type[Argument], ...] = (Rows, Weight, Epsilon, GroupName, WeightOffset)
 

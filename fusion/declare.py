@@ -389,8 +389,17 @@ def _results(several: Iterable[Result]) -> Results:
 REFERENCE = "reference"
 """The backend that every op has by itself."""
 
-BACKENDS = ("triton", "aiter", "symm_mem")
-"""The backends whose rules layerfuse knows. A kernel may belong to another one."""
+_BACKENDS = "layerfuse.fusion.backends"
+BACKENDS = {
+    "triton": f"{_BACKENDS}.triton:Triton",
+    "aiter": f"{_BACKENDS}.aiter.backend:Aiter",
+    "symm_mem": f"{_BACKENDS}.symm_mem.backend:SymmMem",
+}
+"""layerfuse's own backends, and where the classes are that have their rules. A kernel may belong to another one."""
+
+
+TABLED = {"aiter": "AITER's functions are in layerfuse's own table"}
+"""Those of them whose kernels name no function, and what is said of one that does."""
 
 
 @frozen(kw_only=True)
@@ -433,9 +442,9 @@ class Kernel:
         elif self.backend not in BACKENDS and (near := did_you_mean(self.backend, self._mistyped())):
             yield f"no backend is called that{near} (known: {known}; a name of your own must not be near one of them)"
         named = [path for path in (self.function, self.made_by) if path]
-        if self.backend == "aiter" and named:
-            yield f"AITER's functions are in layerfuse's own table, got {shown(named[0])}"
-        if self.backend != "aiter" and len(named) != 1:
+        if self.backend in TABLED and named:
+            yield f"{TABLED[self.backend]}, got {shown(named[0])}"
+        if self.backend not in TABLED and len(named) != 1:
             yield f"expected `function` or `made_by`, got {'both' if named else 'neither'}"
         for path in self.paths:
             if not isinstance(path, str) or not re.fullmatch(r"\w+(\.\w+)*:\w+", path):

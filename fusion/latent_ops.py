@@ -104,7 +104,8 @@ def _reference(quant: Quant | None) -> Callable[..., Any]:
     def reference(*args: Any) -> Any:
         from .ops.mla import norm_rope_cache
 
-        return norm_rope_cache(quant, args[:BEFORE_OPTIONS], args[BEFORE_OPTIONS:])
+        form = None if quant is None else quant.format
+        return norm_rope_cache(form, args[:BEFORE_OPTIONS], args[BEFORE_OPTIONS:])
 
     return reference
 

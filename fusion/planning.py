@@ -400,7 +400,7 @@ class _Decider:
 
     def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Verdict:
         found = verdict(fusion, site, self._target, quant)
-        unread = None if fusion.quant is None else self._why_not_read(site)
+        unread = None if fusion.format is None else self._why_not_read(site)
         if unread is not None and found.kind != "not_applicable":
             return Verdict("not_applicable", unread)
         if found.kind != "expected":

@@ -29,6 +29,12 @@ def entry_points(*groups: str) -> list[metadata.EntryPoint]:
     return [point for group in groups for point in points if point.group == group]
 
 
+def of_group(group: str) -> list[tuple[metadata.EntryPoint, str]]:
+    """The entry points of a group with the names of their packages, in a stable order."""
+    points = sorted(entry_points(group), key=lambda point: (point.name, point.value))
+    return [(point, "an unnamed package" if point.dist is None else package_of(point.dist)) for point in points]
+
+
 def unreadable() -> list[tuple[str, str]]:
     """The installed packages whose entry points cannot be read: each one's name, and why, as a sentence."""
     return [(name, error) for name, error in _by_package() if isinstance(error, str)]

@@ -6,7 +6,7 @@ import ast
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -49,7 +49,7 @@ ALLOWED = {
     "fusion/backends/aiter/all_reduce.py": (1, "the op without its all-reduce, when a function is bound"),
     "fusion/backends/aiter/communicators.py": (4, "AITER's communicator, whose attributes differ between releases"),
     "fusion/backends/aiter/binding.py": (4, "modules of AITER's and of this package, when a function is bound"),
-    "fusion/backends/__init__.py": (1, "the module that a declared kernel is in"),
+    "fusion/backends/backend.py": (1, "the module that a declared kernel is in"),
     "fusion/compiler.py": (6, "itself, and the model that it stands for, whose attributes it passes on unread"),
     "fusion/dynamo_floats.py": (1, "a module of torch's, for the kind of config that it has"),
     "fusion/held.py": (1, "the parameters of a module, by the names that the model gives them"),
@@ -159,6 +159,68 @@ def test_law_2_importing_the_registry_loads_nothing_else_of_ours_and_nothing_for
     assert done.stdout.split() == ["layerfuse", "layerfuse._lazy", "layerfuse.registry"]
 
 
+def modules() -> dict[str, Path]:
+    """Every file by the name that it is imported by."""
+    names = {path: ".".join(["layerfuse", *path.relative_to(ROOT).with_suffix("").parts]) for path in CHECKED}
+    return {name.removesuffix(".__init__"): path for path, name in names.items()}
+
+
+def reached(tree: ast.AST, package: list[str], known: Collection[str]) -> set[str]:
+    """The known modules that code imports, also when it is called; not those that it names for type checkers alone."""
+    if isinstance(tree, ast.If) and isinstance(tree.test, ast.Name) and tree.test.id == "TYPE_CHECKING":
+        return set()
+    if isinstance(tree, ast.ImportFrom) and tree.level:
+        module = ".".join([*package[: len(package) - tree.level + 1], *([tree.module] if tree.module else [])])
+        names = {f"{module}.{alias.name}" for alias in tree.names}
+        return {name if name in known else module for name in names}
+    return {name for node in ast.iter_child_nodes(tree) for name in reached(node, package, known)}
+
+
+def circle(graph: Mapping[str, Collection[str]]) -> list[str]:
+    """Modules that import each other in turn, from one back to itself; empty where there are none."""
+    done: set[str] = set()
+
+    def search(name: str, path: list[str]) -> list[str]:
+        if name in path:
+            return [*path[path.index(name) :], name]
+        if name in done:
+            return []
+        found = next(filter(None, (search(other, [*path, name]) for other in sorted(graph.get(name, ())))), [])
+        done.add(name)
+        return found
+
+    return next(filter(None, (search(name, []) for name in graph)), [])
+
+
+def test_the_check_of_circles_finds_what_it_looks_for() -> None:
+    code = "from . import b\nif TYPE_CHECKING:\n    from .c import C\ndef f():\n    from ..d import D\n"
+    known = {"layerfuse.p.b", "layerfuse.p.c", "layerfuse.d"}
+    assert reached(ast.parse(code), ["layerfuse", "p"], known) == {"layerfuse.p.b", "layerfuse.d"}
+    assert circle({"a": ["b"], "b": ["c", "d"], "c": [], "d": ["b"]}) == ["b", "d", "b"]
+    assert circle({"a": ["b", "c"], "b": ["c"], "c": []}) == []
+
+
+def test_law_2_nothing_is_imported_in_a_circle_inside_of_a_floor_either() -> None:
+    known = modules()
+    graph = {}
+    for name, path in known.items():
+        package = ["layerfuse", *path.relative_to(ROOT).parts[:-1]]
+        graph[name] = reached(parsed(path), package, known) - {name}
+    assert circle(graph) == []
+
+
+@pytest.mark.parametrize(("room", "above"), [("match", ("rewrite", "backends")), ("backends", ("match", "rewrite"))])
+def test_law_2_what_finds_what_runs_and_what_rewrites_do_not_import_in_turn(room: str, above: tuple[str, ...]) -> None:
+    wrong = {
+        f"{name_of(path)}:{line} imports {module}"
+        for path in files_in("fusion")
+        if path.relative_to(ROOT).parts[1] == room
+        for line, module in imports(path)
+        if module.startswith(tuple(f"layerfuse.fusion.{other}" for other in above))
+    }
+    assert wrong == set()
+
+
 # ---- law 3: no default for geometry, no `or` chain that takes 0 or None for missing
 
 
@@ -227,6 +289,40 @@ def test_law_3_no_declared_fact_ends_in_a_constant_for_a_count() -> None:
                 if kinds.get(name) in counts and len(places) > 1 and any(isinstance(place, Const) for place in places):
                     disguised.add((key, name))
     assert disguised == set()
+
+
+# ---- a step, a format and a backend say themselves what others need to know of them
+
+
+STEPS = {"Add", "AllReduce", "GatedNorm", "Norm", "Pad", "Quant", "SiluMul"}
+
+
+def asks_which(tree: ast.AST, backends: Collection[str]) -> Iterator[int]:
+    """Lines that ask which step something is, or which backend."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+            found = STEPS & {each.id for each in ast.walk(node.args[1]) if isinstance(each, ast.Name)}
+        elif isinstance(node, ast.Compare):
+            found = {*backends} & {each.value for each in node.comparators if isinstance(each, ast.Constant)}
+        else:
+            continue
+        if found:
+            yield node.lineno
+
+
+def test_nobody_asks_which_step_or_which_backend_something_is() -> None:
+    from layerfuse.fusion.declare import BACKENDS, REFERENCE
+
+    backends = {*BACKENDS, REFERENCE}
+    broken = "isinstance(step, Norm | GatedNorm)\nif name == 'triton': pass\n"
+    assert list(asks_which(ast.parse(broken), backends)) == [1, 2]
+    asked = {
+        f"{name_of(path)}:{line}"
+        for path in files_in("fusion", "bench", "cli", "doctor.py", "verify.py")
+        for line in asks_which(parsed(path), backends)
+        if path.parent.name != "steps" and "aiter" not in path.parts
+    }
+    assert asked == set()
 
 
 # ---- the house

@@ -1,13 +1,12 @@
 """Which implementation of a fused op runs: chosen once per kind of device and kind of call, visible, forceable.
 
-A backend adds itself with `register`, and the order of registration is the order of preference, latest first. Whether
-a backend runs on a device and what it refuses is asked once for each case; after that a call is one dictionary lookup.
+Each kernel of an op is registered with its backend (`backend.Backend`), and the order of registration is the order of preference,
+latest first. Whether a backend runs on a device and what it refuses is asked once for each case; after that a call is one
+dictionary lookup.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib
 import os
 import threading
 from collections import Counter
@@ -17,71 +16,32 @@ from typing import Any
 
 from attrs import frozen
 
-from ...adapters.errors import LayerfuseError, cut, did_you_mean, shown
-from ..declare import REFERENCE, Kernel, Op
+from ...adapters.errors import cut, did_you_mean, shown
+from .backend import Backend as Backend
+from .backend import BackendError as BackendError
 
 ENVIRONMENT = "LAYERFUSE_BACKEND"
 """Environment variable that forces one backend by name, on every device, for the ops that have it."""
 
 
-class BackendError(LayerfuseError, LookupError):
-    """A backend was asked for that does not exist, or that cannot run here."""
-
-
-def _refuses_nothing(case: Any) -> str | None:  # noqa: ARG001 (the default of Backend.refuses)
-    return None
-
-
-def _no_steps(case: Any) -> tuple[int, ...]:  # noqa: ARG001 (the default of Backend.steps)
-    return ()
-
-
-def _no_settings(case: Any) -> str:  # noqa: ARG001 (the default of Backend.settings)
-    return ""
-
-
-def _needs_nothing(case: Any, device: Any) -> str | None:  # noqa: ARG001 (the default of Backend.prepare)
-    return None
-
-
-@frozen(kw_only=True)
-class Backend:
-    """One implementation of one op."""
-
-    name: str
-    op: str
-    load: Callable[[], Callable[..., Any]]
-    "Called once, when this backend is first chosen: imports what it needs and returns the plain callable."
-    load_for: Callable[[Any], Callable[..., Any]] | None = None
-    "Where functions differ by case: from a case that is not refused to its function. Asked once for each case."
-    runs_on: Callable[[str], tuple[bool, str]]
-    "From torch's device type (cpu, cuda) to (whether it runs there, the reason in a sentence)."
-    only_by_name: frozenset[str] = frozenset()
-    "Device types where it is taken only when it is forced by name, because it is slow there."
-    refuses: Callable[[Any], str | None] = _refuses_nothing
-    "From the op's case (dtypes, widths and options of a call) to why it cannot take it, or None where it can."
-    prepare: Callable[[Any, Any], str | None] = _needs_nothing
-    """From a case and a device to why it could not be set up, or None where it is: for an op of several ranks, which make this
-    call together before the first one."""
-    steps: Callable[[Any], tuple[int, ...]] = _no_steps
-    "From a case to the numbers of tokens above which it is launched in another way: what a warm-up has to touch."
-    settings: Callable[[Any], str] = _no_settings
-    "From a case to what else decides how it runs, line by line: for an op of several ranks they must be alike on all."
-
-
 @frozen
 class Chosen:
-    """A backend that was chosen: its name and its callable."""
+    """A backend that was chosen, and its callable."""
 
-    name: str
+    backend: Backend
     function: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        """The backend's."""
+        return self.backend.name
 
 
 _Key = tuple[str, str, Hashable]
 _backends: dict[str, list[Backend]] = {}
 _chosen: dict[_Key, Chosen] = {}
-_loaded: dict[tuple[str, str], Chosen] = {}
-_broken: dict[tuple[str, str], str] = {}
+_loaded: dict[Backend, Chosen] = {}
+_broken: dict[Backend, str] = {}
 _forced: list[str] = []
 """The forced backend, or empty."""
 _choices = [0]
@@ -162,12 +122,19 @@ def _changed() -> None:
 def register(backend: Backend) -> None:
     """Add an implementation; it is preferred to those added before it."""
     with _lock:
-        if any(other.name == backend.name for other in _backends.setdefault(backend.op, [])):
-            raise BackendError(f"{backend.op} already has a backend called {backend.name!r}")
-        _backends[backend.op].insert(0, backend)
-        _loaded.pop((backend.op, backend.name), None)
-        _broken.pop((backend.op, backend.name), None)
+        if backend.name in names(backend.op.name):
+            raise BackendError(f"{backend.op.name} already has a backend called {backend.name!r}")
+        _backends.setdefault(backend.op.name, []).insert(0, backend)
         _changed()
+
+
+def names(op: str) -> tuple[str, ...]:
+    """The backends of an op, in order of preference; asks none of them anything."""
+    return tuple(backend.name for backend in _backends.get(op, ()))
+
+
+def _known() -> list[str]:
+    return sorted({backend.name for several in _backends.values() for backend in several})
 
 
 def force(name: str | None) -> None:
@@ -176,7 +143,7 @@ def force(name: str | None) -> None:
     Raises:
         BackendError: no op has a backend of this name.
     """
-    known = sorted({backend.name for several in _backends.values() for backend in several})
+    known = _known()
     if name is not None and (not isinstance(name, str) or name not in known):
         raise BackendError(
             f"no backend is called {shown(name)}{did_you_mean(name, known) or '.'} Known: {', '.join(known)}."
@@ -242,9 +209,9 @@ def wanted_for(op: str) -> str | None:
         BackendError: no op at all has a backend of the forced name.
     """
     wanted = forced()
-    if wanted is None or any(backend.name == wanted for backend in _backends.get(op, ())):
+    if wanted is None or wanted in names(op):
         return wanted
-    known = sorted({backend.name for several in _backends.values() for backend in several})
+    known = _known()
     if wanted not in known:
         raise BackendError(
             f"{ENVIRONMENT}={cut(wanted)}: no op has a backend called {shown(wanted)}{did_you_mean(wanted, known) or '.'} "
@@ -255,20 +222,18 @@ def wanted_for(op: str) -> str | None:
 
 def _load(backend: Backend) -> str | None:
     """Load a backend once. None when it is loaded, else why it cannot be, for good."""
-    key = backend.op, backend.name
-    if key not in _loaded and key not in _broken:
+    if backend not in _loaded and backend not in _broken:
         try:
-            _loaded[key] = Chosen(backend.name, backend.load())
+            _loaded[backend] = Chosen(backend, backend.load())
         except Exception as error:  # what a backend imports may fail in any way, and another one may still run
-            _broken[key] = f"it cannot be loaded: {type(error).__name__}: {error}"
-    return _broken.get(key)
+            _broken[backend] = f"it cannot be loaded: {type(error).__name__}: {error}"
+    return _broken.get(backend)
 
 
 def _for(backend: Backend, case: Hashable) -> Chosen:
     """A loaded backend's choice for a case."""
-    if case is None or backend.load_for is None:
-        return _loaded[backend.op, backend.name]
-    return Chosen(backend.name, backend.load_for(case))
+    function = None if case is None else backend.load_for(case)
+    return _loaded[backend] if function is None else Chosen(backend, function)
 
 
 def _why_not(backend: Backend, device: str, case: Hashable, wanted: str | None) -> str | None:
@@ -297,8 +262,8 @@ def prepare(op: str, device: Any, case: Hashable) -> tuple[str, str | None]:
     Raises:
         BackendError: as `choose`.
     """
-    name = choose(op, device.type, case).name
-    return name, next(backend.prepare(case, device) for backend in _backends[op] if backend.name == name)
+    backend = choose(op, device.type, case).backend
+    return backend.name, backend.prepare(case, device)
 
 
 def steps(op: str, device: str, case: Hashable) -> tuple[int, ...]:
@@ -307,8 +272,7 @@ def steps(op: str, device: str, case: Hashable) -> tuple[int, ...]:
     Raises:
         BackendError: as `choose`.
     """
-    name = choose(op, device, case).name
-    return next(backend.steps(case) for backend in _backends[op] if backend.name == name)
+    return choose(op, device, case).backend.steps(case)
 
 
 def decision(op: str, device: str, case: Hashable) -> str:
@@ -317,9 +281,8 @@ def decision(op: str, device: str, case: Hashable) -> str:
     Raises:
         BackendError: as `choose`.
     """
-    name = choose(op, device, case).name
-    settings = next(backend.settings(case) for backend in _backends[op] if backend.name == name)
-    return "\n".join(filter(None, [f"backend {name}", str(case), settings]))
+    backend = choose(op, device, case).backend
+    return "\n".join(filter(None, [f"backend {backend.name}", str(case), backend.settings(case)]))
 
 
 def chosen() -> dict[tuple[str, str], str]:
@@ -328,67 +291,3 @@ def chosen() -> dict[tuple[str, str], str]:
     for (op, device, _), choice in _chosen.items():
         names.setdefault((op, device), {})[choice.name] = None
     return {key: ", ".join(several) for key, several in names.items()}
-
-
-def anywhere(device: str) -> tuple[bool, str]:
-    """For a reference in plain torch."""
-    return True, f"plain torch runs on {device}"
-
-
-# ---- from declarations -----------------------------------------------------------------------------------------------
-
-
-def reference(op: str, function: Callable[..., Any]) -> Backend:
-    """An op's reference, which runs anywhere."""
-    return Backend(name=REFERENCE, op=op, load=lambda: function, runs_on=anywhere)
-
-
-def backend_of(op: Op, kernel: Kernel) -> Backend:
-    """A declared kernel as a backend, with the rules of its kind: Triton's, AITER's, or none."""
-    if kernel.backend == "aiter":
-        from .aiter.backend import backend
-
-        return backend(op.name)
-    if kernel.backend == "triton":
-        from .triton import backend as triton_backend
-
-        return triton_backend(op, kernel)
-    if kernel.backend == "symm_mem":
-        from .symm_mem.backend import backend as symm_mem_backend
-
-        return symm_mem_backend(op, kernel)
-    return Backend(
-        name=kernel.backend,
-        op=op.name,
-        load=functools.partial(loaded, op, kernel),
-        runs_on=anywhere,
-        refuses=refusal_of(kernel),
-    )
-
-
-def refusal_of(kernel: Kernel) -> Callable[[Any], str | None]:
-    """What a kernel itself refuses; by default nothing."""
-    if kernel.refuses is None:
-        return _refuses_nothing
-    path = kernel.refuses
-
-    def refuses(case: Any) -> str | None:
-        said: str | None = imported(path)(case)
-        return said
-
-    return refuses
-
-
-def loaded(op: Op, kernel: Kernel) -> Callable[..., Any]:
-    """A kernel's function for an op."""
-    if kernel.function:
-        return imported(kernel.function)
-    function: Callable[..., Any] = imported(kernel.made_by)(op)
-    return function
-
-
-def imported(path: str) -> Callable[..., Any]:
-    """The function at `module:function`."""
-    module, _, name = path.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    return function

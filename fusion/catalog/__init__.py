@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from ...adapters.errors import FOREIGN, LayerfuseError, did_you_mean, said, shown
-from ...registry.entry_points import entry_points, package_of
+from ...registry.entry_points import of_group
 from ..chain import COLLECTIVE, FAMILY, Fusion, FusionError
 from ..kernel_source import why_absent
 
@@ -60,12 +60,6 @@ def built_in() -> Iterator[Fusion]:
     files = (importlib.import_module(f"{__name__}.{each.name}") for each in pkgutil.iter_modules(__path__))
     found = [fusion for file in files for fusion in file.FUSIONS]
     yield from sorted(found, key=lambda fusion: (-len(fusion.chain), fusion.name))
-
-
-def installed() -> Iterator[tuple[metadata.EntryPoint, str]]:
-    """The entry points of other packages with the names of their distributions, in a stable order."""
-    for point in sorted(entry_points(GROUP), key=lambda point: (point.name, point.value)):
-        yield point, package_of(point.dist) if point.dist is not None else "an unnamed package"
 
 
 def of_plugin(point: metadata.EntryPoint, package: str) -> tuple[Fusion, ...]:
@@ -142,7 +136,7 @@ def _of_plugins(known: tuple[Fusion, ...]) -> tuple[list[Fusion], list[FusionPlu
     """What entry points add to the known fusions, and those that are refused: of two that clash neither wins."""
     read: list[tuple[metadata.EntryPoint, str, tuple[Fusion, ...]]] = []
     refused: list[FusionPluginError] = []
-    for point, package in installed():
+    for point, package in of_group(GROUP):
         try:
             read.append((point, package, of_plugin(point, package)))
         except FusionPluginError as error:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..formats import FORMATS
 from ..ops.quantisation import SMALLEST_AMAX
 from .layouts import ROWS, Layout
 
@@ -21,7 +22,7 @@ convert = torch.ops.prims.convert_element_type.default
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 """What counts as a conversion to fp8. The plan then says which of them it wants."""
 
-MX = ("mxfp8", "mxfp4")
+MX = tuple(word for word, form in FORMATS.items() if form.mx)
 """The MX formats, as `ActivationQuant.fixed` names them."""
 
 LARGEST_FLOOR = 1 / 512

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from ..backends.backend import backend_of, kernels_for
 from ..declare import (
     REQUIRED,
     Argument,
@@ -67,9 +68,9 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     # The row stride of a split view must reach the kernel as it is: Inductor keeps the strides that were traced
     # instead of laying out a copy.
     _LIBRARY.define(op.schema, tags=(torch.Tag.needs_fixed_stride_order, torch.Tag.pt2_compliant_tag))
-    backends.register(backends.reference(name, op.reference))
-    for kernel in reversed(kernels):
-        backends.register(backends.backend_of(op, kernel))
+    backends.register(backends.Backend(op=op))
+    for kernel in reversed((*kernels, *kernels_for(name))):
+        backends.register(backend_of(op, kernel))
     groups = [place for place, argument in enumerate(op.args) if isinstance(argument, GroupName)]
     check, fake, case, signature = checker(op), _fake(op), case_maker(op), signature_maker(op)
     if op.mutated:

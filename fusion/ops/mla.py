@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..steps import Quant
+from ..formats import Format
 from .cache_layout import layout_of
 from .norm import normalise_wide
 from .quantisation import quantise, quantise_static
 from .rope import slots_used, turn, write_entries
 
 
-def norm_rope_cache(quant: Quant | None, args: tuple[Any, ...], options: tuple[Any, ...] = ()) -> Any:
+def norm_rope_cache(form: Format | None, args: tuple[Any, ...], options: tuple[Any, ...] = ()) -> Any:
     """`mla_norm_rope_cache`, all arguments by position, with the query latent quantised by further options or not."""
     q, kv, k_rope, q_weight, kv_weight, q_epsilon, kv_epsilon, cos, sin, positions, slots, cache, scale = args[:13]
     q_offset, kv_offset, pairs = args[13:]
@@ -25,7 +25,7 @@ def norm_rope_cache(quant: Quant | None, args: tuple[Any, ...], options: tuple[A
     used = slots_used(slots, layout.slots)
     rope = turn(k_rope.reshape(-1, k_rope.shape[-1]), cos, sin, positions, pairs, used)
     write_entries(cache, latent, rope, slots, scale, kv.dtype)
-    return _given(normed, q, quant, options)
+    return _given(normed, q, form, options)
 
 
 def norm_rope_cache_into(*args: Any) -> None:
@@ -34,12 +34,12 @@ def norm_rope_cache_into(*args: Any) -> None:
     q_out.copy_(norm_rope_cache(None, tuple(given)))
 
 
-def _given(normed: Tensor, q: Tensor, quant: Quant | None, options: tuple[Any, ...]) -> Any:
-    if quant is None:
+def _given(normed: Tensor, q: Tensor, form: Format | None, options: tuple[Any, ...]) -> Any:
+    if form is None:
         return normed.to(q.dtype).contiguous()
-    if quant.per == "static":
+    if form.word == "static":
         return quantise_static(normed, *options)
-    if quant.per == "token":
+    if form.word == "token":
         dtype, ue8m0 = options
         return quantise(normed, dtype, None, False, ue8m0)
     dtype, group, column_major, aligned, ue8m0 = options

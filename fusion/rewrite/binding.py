@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import define, field
@@ -15,10 +15,12 @@ from ..match.adds import FoundAdd
 from ..match.found import FoundNorm
 from ..match.quants import FoundQuant
 from ..match.values import value
-from ..planning import Plan
-from ..steps import MIDDLE, SINKS, SOURCES, Step
+from ..steps.step import MIDDLE, SINKS, SOURCES, Step
 from .layouts import Made, Size
 from .uses import SiteUse
+
+if TYPE_CHECKING:
+    from ..planning import Plan
 
 
 @define(kw_only=True, eq=False)

@@ -5,7 +5,7 @@ A graph may hold their rows in other shapes than the ops take, so both go in and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
@@ -16,10 +16,12 @@ from ..match.gates import FoundGatedNorm, why_ungated
 from ..match.products import FoundProduct
 from ..match.provenance import ROW_PRESERVING
 from ..match.values import last_width, same_shape, value
-from ..steps import GatedNorm, SiluMul
 from .binding import Binding, needed_by, val_of
 from .hoisting import check_writes
 from .layouts import Made, lay_out, sizes_of, sources_of
+
+if TYPE_CHECKING:
+    from ..steps import GatedNorm, SiluMul
 
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch.fx import Node
 
 from ..match.errors import Unmatched
 from ..match.values import value
-from ..steps import Add, Norm
 from .binding import Binding
 from .hoisting import check_writes
+
+if TYPE_CHECKING:
+    from ..steps import Norm
 
 
 def bind_norm(bound: Binding, step: Norm) -> None:
@@ -20,7 +24,7 @@ def bind_norm(bound: Binding, step: Norm) -> None:
     """
     norm, spec = bound.norm_of(step)
     inner = bound.is_inner(step)
-    if norm.add is not None and not any(isinstance(each, Add) for each in bound.chain):
+    if norm.add is not None and not any(each.adds for each in bound.chain):
         raise Unmatched(f"{norm.out} adds a residual itself ({norm.form}), and {bound.name} does not")
     if norm.quant is not None:
         if len(bound.use.norms) == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
@@ -12,10 +12,12 @@ from ..match.errors import Unmatched
 from ..match.provenance import ROW_PRESERVING
 from ..match.quant_forms import convert
 from ..match.quants import FoundQuant, check_readers, find_quants, readers_of
-from ..steps import Quant
 from ..target import Target
 from .binding import Binding
 from .quant_results import Results, why_not_as_planned
+
+if TYPE_CHECKING:
+    from ..steps import Quant
 
 _SAME = {*ROW_PRESERVING, convert}
 Chosen = list[tuple[FoundQuant, Results]]

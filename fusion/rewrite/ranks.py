@@ -15,6 +15,7 @@ from torch.fx import Graph
 from .. import backends
 from ..catalog import FUSIONS
 from ..chain import Form
+from ..declare import REFERENCE
 from ..match.calls import call_of, name_of_op
 from ..match.collectives import ALL_REDUCES
 from ..match.errors import Unmatched
@@ -91,7 +92,7 @@ def _kernel_for(op: str, case: Hashable, device: torch.device) -> tuple[str | No
         name, problem = backends.prepare(op, device, case)
     except backends.BackendError as error:
         return None, [str(error)]
-    if name == "reference":
+    if name == REFERENCE:
         return None, [f"{name}: {why}" for name, why in backends.survey(op, device.type, case) if why is not None]
     return (name, []) if problem is None else (None, [f"{name}: {problem}"])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import Node
 
@@ -10,14 +10,16 @@ from ..match.collectives import FoundAllReduce, find_all_reduce
 from ..match.errors import Unmatched
 from ..match.values import is_contiguous, same_shape, value
 from ..ops.groups import GroupError, other_kind, process_group, world_size
-from ..steps import Add, AllReduce
 from .binding import Binding
 from .hoisting import check_writes
 from .layouts import Made, sizes_of
 
+if TYPE_CHECKING:
+    from ..steps import AllReduce
 
-def bind_all_reduce(bound: Binding, step: AllReduce) -> None:
-    """Bind the all-reduce of what joins the residual stream, in the place of the sum that the add was bound to.
+
+def bind_all_reduce(bound: Binding, step: AllReduce, into: str) -> None:
+    """Bind the all-reduce of what joins the residual stream, in the place of the sum that the add was bound to. `into`: the stream's argument.
 
     The op stands where the add stood, so an all-reduce that was launched earlier moves behind what lies in between, other
     collectives too. What is decided here follows from the graph alone, and all ranks trace the same one: they go on calling
@@ -27,8 +29,7 @@ def bind_all_reduce(bound: Binding, step: AllReduce) -> None:
         Unmatched: nothing is reduced there, or it cannot be replaced.
     """
     found = bound.added
-    add = next((each for each in bound.chain if isinstance(each, Add)), None)
-    if found is None or add is None:
+    if found is None:
         raise Unmatched("no residual add stands behind the all-reduce")
     reduced = find_all_reduce(found)
     _check_group(reduced, bound.use.site.reduced)
@@ -36,7 +37,7 @@ def bind_all_reduce(bound: Binding, step: AllReduce) -> None:
     check_writes(min(reduced.launches), found.out or min(bound.use.norms[0].nodes))
     residual = bound.now(reduced.residual)
     parts = [_like(bound.now(part), residual) for part in reduced.parts]
-    bound.args |= {step.x: _added(parts), add.residual: residual, step.group: reduced.group}
+    bound.args |= {step.x: _added(parts), into: residual, step.group: reduced.group}
     bound.nodes += reduced.nodes
 
 

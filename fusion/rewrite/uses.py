@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import define, field
@@ -18,11 +18,13 @@ from ..match.latents import base_of, why_unpaired
 from ..match.norms import FoundNorm, NearNorm, find_norms
 from ..match.products import FoundProduct
 from ..match.values import value
-from ..planning import Plan
 from ..sites import OUTPUT, Site
 from .missing import why_missing
 from .ownership import Location, Ownership, Place, Surroundings, differs, fits
 from .strangers import Stranger, StrangerFinder
+
+if TYPE_CHECKING:
+    from ..planning import Plan
 
 
 @define(kw_only=True, eq=False)

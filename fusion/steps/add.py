@@ -21,6 +21,7 @@ class Add(Step):
 
     stage = SOURCES
     roles = frozenset(STREAM)
+    adds = True
 
     x: str = "x"
     residual: str = "residual"

@@ -44,8 +44,11 @@ class AllReduce(Step):
         source.reads[self.x] = f"reduced_{self.x}"
 
     def why_not_in(self, chain: Sequence[Step]) -> str | None:
+        return None if self._add(chain) is not None else "AllReduce stands in front of Add"
+
+    def _add(self, chain: Sequence[Step]) -> Add | None:
         behind = chain[chain.index(self) + 1 :]
-        return None if behind and isinstance(behind[0], Add) else "AllReduce stands in front of Add"
+        return behind[0] if behind and isinstance(behind[0], Add) else None
 
     def why_not(self, at: At) -> Verdict | None:
         if at.site.reduced == 1:
@@ -65,4 +68,5 @@ class AllReduce(Step):
     def bind(self, bound: Binding) -> None:
         from ..rewrite.reduced import bind_all_reduce
 
-        bind_all_reduce(bound, self)
+        add = self._add(bound.chain)
+        bind_all_reduce(bound, self, "" if add is None else add.residual)

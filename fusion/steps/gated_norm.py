@@ -27,6 +27,7 @@ class GatedNorm(Step):
     stage = MIDDLE
     roles = frozenset({OUTPUT})
     is_norm = True
+    kernel = "gated_norm"
 
     x: str = "x"
     gate: str = "gate"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ...adapters.specs import GatedNormSpec
 from ..declare import Argument, Epsilon, Like, Result, Rows, Weight, WeightOffset
@@ -47,12 +47,19 @@ class Norm(Step):
         )
 
     @property
+    def kernel(self) -> str:
+        return "" if self.weight_offset is None else "norm"
+
+    @property
     def outs(self) -> tuple[str, ...]:
         return (self.out,)
 
     @property
     def is_kept(self) -> bool:
         return self.kept
+
+    def keeping(self) -> Norm:
+        return evolve(self, out=self.out if self.out == "normed" else f"{self.out}_normed", kept=True)
 
     def arguments(self) -> tuple[Argument, ...]:
         width = "width" if self.x == "x" else f"{self.x}_width"

@@ -22,6 +22,7 @@ class Pad(Step):
 
     stage = SINKS
     roles = frozenset(STREAM)
+    kernel = "pad"
 
     width: str = "padded_width"
     out: str = "padded"

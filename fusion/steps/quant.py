@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from attrs import field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from ...adapters.activation_quant import ActivationQuant
 from ...adapters.specs import GatedNormSpec
@@ -15,18 +15,14 @@ from ..declare import (
     UE8M0,
     Argument,
     ColumnMajor,
-    Exponents,
     Flag,
     GroupSize,
-    Packed,
     QuantDtype,
-    Quantised,
     Result,
-    Scales,
     StaticScale,
     TmaAligned,
 )
-from ..formats import FORMATS
+from ..formats import FORMATS, Format
 from ..sites import ROLES, Site
 from ..target import Target
 from .step import SINKS, At, FusionError, Source, Step, Verdict
@@ -63,61 +59,41 @@ class Quant(Step):
             raise FusionError(f"Quant.per: expected one of {', '.join(FORMATS)}, got {value!r}")
 
     @property
-    def scheme(self) -> str:
-        """As `ActivationQuant.scheme` names it."""
-        return FORMATS[self.per].scheme
+    def format(self) -> Format:
+        return FORMATS[self.per]
 
     @property
-    def mx(self) -> bool:
-        """Whether it is one of the MX formats."""
-        return FORMATS[self.per].mx
+    def kernel(self) -> str:
+        return "" if self.tma_aligned is None else "quant"
 
     @property
     def outs(self) -> tuple[str, ...]:
-        return (self.out,) if self.per == "static" else (self.out, self.scales)
+        return (self.out, self.scales)[: len(self.format.results)]
 
     def arguments(self) -> tuple[Argument, ...]:
-        if self.mx:
-            return ()
-        dtype = QuantDtype(name=self.dtype)
-        if self.per == "static":
-            return (StaticScale(name=self.scale), dtype)
-        ue8m0 = Flag(name=self.use_ue8m0, doc=UE8M0.doc)
-        if self.per == "token":
-            return (dtype, ue8m0)
-        major = ColumnMajor(name=self.column_major, doc=COLUMN_MAJOR.doc)
-        aligned = () if self.tma_aligned is None else (TmaAligned(name=self.tma_aligned, doc=TMA_ALIGNED.doc),)
-        return (dtype, GroupSize(name=self.group_size), major, *aligned, ue8m0)
+        aligned = self.tma_aligned
+        known: dict[str, Argument | None] = {
+            "scale": StaticScale(name=self.scale),
+            "dtype": QuantDtype(name=self.dtype),
+            "group_size": GroupSize(name=self.group_size),
+            "column_major": ColumnMajor(name=self.column_major, doc=COLUMN_MAJOR.doc),
+            "tma_aligned": None if aligned is None else TmaAligned(name=aligned, doc=TMA_ALIGNED.doc),
+            "use_ue8m0": Flag(name=self.use_ue8m0, doc=UE8M0.doc),
+        }
+        return tuple(taken for option in self.format.options if (taken := known[option]) is not None)
 
     def results(self, of: str) -> tuple[Result, ...]:
-        if self.per == "mxfp4":
-            values: Result = Packed(name=self.out, of=of, doc="two fp4 values per byte.")
-        else:
-            values = Quantised(name=self.out, of=of, doc="in fp8, quantised before any rounding.")
-        if self.per == "static":
-            return (values,)
-        if self.mx:
-            return values, Exponents(name=self.scales, of=of, doc="exponents plus 127, one per 32 columns.")
-        groups = "1" if self.per == "token" else "groups"
-        return values, Scales(name=self.scales, of=of, doc=f"the float32 scales, (..., {groups}).")
+        return tuple(evolve(each, name=name, of=of) for name, each in zip(self.outs, self.format.results, strict=True))
 
     def said(self, before: str, source: Source) -> str:
         which = f"{source.main.outs[0]} " if source.several else ""
         kept = "; the norm itself too" if source.main.is_kept else ""
-        return f"{before}; {which}quantised ({FORMATS[self.per].says}){kept}"
+        return f"{before}; {which}quantised ({self.format.says}){kept}"
 
     def source(self, source: Source) -> Iterator[str]:
-        yield f"{', '.join(f'made_{out}' for out in self.outs)} = {self._call(source.main.rows)}"
-
-    def _call(self, rows: str) -> str:
-        if self.per == "static":
-            return f"_quantise_static({rows}, {self.scale}, {self.dtype})"
-        if self.mx:
-            return f"_quantise_{self.per}({rows})"
-        if self.per == "token":
-            return f"_quantise({rows}, {self.dtype}, None, False, {self.use_ue8m0}, False)"
-        aligned = "False" if self.tma_aligned is None else self.tma_aligned
-        return f"_quantise({rows}, {self.dtype}, {self.group_size}, {self.column_major}, {self.use_ue8m0}, {aligned})"
+        names = asdict(self) | {"tma_aligned": self.tma_aligned or "False"}
+        call = self.format.call.format(rows=source.main.rows, **names)
+        yield f"{', '.join(f'made_{out}' for out in self.outs)} = {call}"
 
     def why_not(self, at: At) -> Verdict | None:
         site, quant = at.site, at.quant
@@ -128,32 +104,31 @@ class Quant(Step):
             return Verdict("not_applicable", f"{readers} {why}")
         if quant is None:
             return Verdict("not_applicable", f"{readers} are not known to quantise their activations")
-        if quant.scheme != self.scheme:
+        if quant.scheme != self.format.scheme:
             return Verdict("not_applicable", f"{readers} quantise with {quant}")
-        problem = _why_no_format(at.target, quant, site.quantised_width) or _why_no_groups(site, quant)
+        problem = self._why_no_format(at.target, site.quantised_width) or _why_no_groups(site, quant)
         return None if problem is None else Verdict("refused", problem)
+
+    def _why_no_format(self, target: Target, width: int) -> str | None:
+        if self.format.mx:
+            if not target.mx:
+                return f"{target} has no MX formats; gfx950, gfx1250 and sm100 have"
+            return f"the quantised tensor is {width} wide, which is no multiple of 32" if width % 32 else None
+        if target.fp8 in FP8_FORMATS:
+            return None
+        return (
+            f"{target} has {'no fp8 format' if target.fp8 is None else 'fp8 ' + target.fp8}, and "
+            f"the fused op writes {' or '.join(FP8_FORMATS)}"
+        )
 
     def described(self, at: At) -> str:
         first = "the first " if len(at.site.norms) > 1 else ""
-        return f"{first}in {at.quant}" if self.mx else f"{first}in {at.target.fp8} with {at.quant}"
+        return f"{first}in {at.quant}" if self.format.mx else f"{first}in {at.target.fp8} with {at.quant}"
 
     def bind(self, bound: Binding) -> None:
         from ..rewrite.quant_choice import bind_quant
 
         bind_quant(bound, self)
-
-
-def _why_no_format(target: Target, quant: ActivationQuant, width: int) -> str | None:
-    if quant.fixed in ("mxfp8", "mxfp4"):
-        if not target.mx:
-            return f"{target} has no MX formats; gfx950, gfx1250 and sm100 have"
-        return f"the quantised tensor is {width} wide, which is no multiple of 32" if width % 32 else None
-    if target.fp8 in FP8_FORMATS:
-        return None
-    return (
-        f"{target} has {'no fp8 format' if target.fp8 is None else 'fp8 ' + target.fp8}, and "
-        f"the fused op writes {' or '.join(FP8_FORMATS)}"
-    )
 
 
 def _why_no_groups(site: Site, quant: ActivationQuant) -> str | None:

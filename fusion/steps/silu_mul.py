@@ -22,6 +22,7 @@ class SiluMul(Step):
 
     stage = MIDDLE
     roles = frozenset({ACTIVATION})
+    kernel = "silu_mul"
 
     gate: str = "gate"
     up: str = "up"

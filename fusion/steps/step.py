@@ -12,6 +12,7 @@ from ...adapters.activation_quant import ActivationQuant
 from ...adapters.errors import LayerfuseError
 from ...adapters.specs import NormSpec
 from ..declare import Argument, Result
+from ..formats import Format
 from ..sites import Site
 from ..target import Target
 
@@ -83,6 +84,8 @@ class Step(ABC):
     "Where it may stand: names of `sites.ROLES`."
     is_norm: ClassVar[bool] = False
     "Whether one of the site's norms stands for it. Other steps stand in a chain once."
+    adds: ClassVar[bool] = False
+    "Whether it is the residual add in front of a norm."
     across_ranks: ClassVar[bool] = False
     "Whether the ranks of a process group do it together, so that each needs a kernel for it."
 
@@ -90,6 +93,16 @@ class Step(ABC):
     def is_ours(self) -> bool:
         """Whether it is a step of the library's; a class that another package derives from one of these is not."""
         return type(self).__module__.startswith(f"{__name__.partition('.')[0]}.")
+
+    @property
+    def kernel(self) -> str:
+        """What kernels that are made from chains know it by; empty: they do not."""
+        return ""
+
+    @property
+    def format(self) -> Format | None:
+        """What it quantises to."""
+        return None
 
     @property
     def outs(self) -> tuple[str, ...]:
@@ -100,6 +113,10 @@ class Step(ABC):
     def is_kept(self) -> bool:
         """Whether its result is one of the op's also where a sink takes it."""
         return False
+
+    def keeping(self) -> Step | None:
+        """Itself with its result as one of the op's, beside what a quantisation makes of it; None where no op can give both."""
+        return None
 
     @property
     def rows(self) -> str:
@@ -156,3 +173,8 @@ class Step(ABC):
 def main_step(chain: Sequence[Step]) -> Step | None:
     """The step whose result the sinks take: the first of the middle."""
     return next((step for step in chain if step.stage == MIDDLE), None)
+
+
+def format_of(chain: Sequence[Step]) -> Format | None:
+    """What a chain quantises to."""
+    return next((step.format for step in chain if step.format is not None), None)

@@ -21,10 +21,10 @@ from test_bindings import refused
 from layerfuse.fusion import backends
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends.aiter import communicators
-from layerfuse.fusion.backends.aiter.backend import _refuses, call_of
+from layerfuse.fusion.backends.aiter.backend import Aiter, call_of
 from layerfuse.fusion.backends.aiter.communicators import CommunicatorError
 from layerfuse.fusion.ops.groups import GroupError
-from layerfuse.fusion.ops.library import case_maker
+from layerfuse.fusion.ops.library import case_maker, declared
 
 CPU = torch.device("cpu")
 OP = "all_reduce_add_rms_norm"
@@ -112,7 +112,7 @@ def agreement(rank: int) -> None:
             communicators.communicator(world(), CPU)
         assert caught.value.reason == communicators.why_not(world())
         case = case_maker(OPS[OP])(*parted(OP, rank, 5))
-        assert words in same_on_all(_refuses(OP, case))
+        assert words in same_on_all(Aiter(op=declared(OP)).refuses(case))
         module.CustomAllreduce = plain
 
     class Broken(plain):
@@ -269,4 +269,4 @@ def test_a_case_knows_how_many_ranks_its_group_has():
     with installed(shared_standin("v0.1.20")), group_of_one() as group:
         case = case_maker(OPS[OP])(*all_reduce_case(OP, group, (5,)))
         assert call_of(case).world_size == 1
-        assert "a world size other than 2, 4 and 8" in str(_refuses(OP, case))
+        assert "a world size other than 2, 4 and 8" in str(Aiter(op=declared(OP)).refuses(case))

@@ -16,8 +16,9 @@ from layerfuse.fusion import FUSIONS, backends
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends import choose, survey
 from layerfuse.fusion.backends.aiter import Absent, AiterUnavailableError, Bound, Build, Refused, backend
+from layerfuse.fusion.backends.aiter.backend import Aiter
 from layerfuse.fusion.backends.aiter.releases import PROBES, ReleaseRange, release_range
-from layerfuse.fusion.ops.library import case_type
+from layerfuse.fusion.ops.library import case_type, declared
 
 BF16 = torch.bfloat16
 
@@ -292,6 +293,10 @@ def test_every_probe_names_a_release():
 # ---- the backend
 
 
+def aiter_of(op: str) -> Aiter:
+    return Aiter(op=declared(op))
+
+
 OPS = ("mla_dual_rms_norm", "mla_dual_rms_norm_per_token_quant", "mla_dual_rms_norm_group_quant", "add_rms_norm")
 
 
@@ -339,19 +344,19 @@ def on_rocm(monkeypatch):
 def test_the_backend_answers_without_importing_and_binds_for_a_case():
     with installed(shared_standin("v0.1.17")):
         for op, runs in (("gated_rms_norm_per_token_quant", False), ("rms_norm_group_quant", True)):
-            found, reason = backend._runs_on(op, "cuda")
+            found, reason = aiter_of(op).runs_on("cuda")
             assert found is runs, reason
         assert "aiter" not in sys.modules
     with installed(shared_standin("v0.1.18")):
-        assert backend._refuses("mla_dual_rms_norm", Latents()) is None
+        assert aiter_of("mla_dual_rms_norm").refuses(Latents()) is None
         assert "aiter" in sys.modules
         floats = Latents(dtype=torch.float32, q_weight_dtype=torch.float32, kv_weight_dtype=torch.float32)
-        said = backend._refuses("mla_dual_rms_norm", floats)
+        said = aiter_of("mla_dual_rms_norm").refuses(floats)
         assert said is not None
         assert said.startswith("its kernel takes float16 and bfloat16 only")
-        assert "another dtype" in str(backend._refuses("mla_dual_rms_norm", Latents(q_weight_dtype=torch.float32)))
-        assert "weight offset" in str(backend._refuses("mla_dual_rms_norm", Latents(kv_weight_offset=1.0)))
-        call = backend._load("mla_dual_rms_norm")
+        assert "another dtype" in str(aiter_of("mla_dual_rms_norm").refuses(Latents(q_weight_dtype=torch.float32)))
+        assert "weight offset" in str(aiter_of("mla_dual_rms_norm").refuses(Latents(kv_weight_offset=1.0)))
+        call = aiter_of("mla_dual_rms_norm").load()
         x = torch.randn(3, 64).bfloat16()
         ones = torch.ones(64).bfloat16()
         assert call(x, x, ones, ones, 1e-5, 1e-5, 0.0, 0.0)[0].shape == (3, 64)
@@ -370,8 +375,8 @@ def test_the_backend_answers_without_importing_and_binds_for_a_case():
 )
 def test_the_first_binding_that_takes_a_case_serves_it(case, binding):
     with installed(shared_standin("v0.1.16.post6")):
-        assert backend._refuses("rms_norm_group_quant", case) is None
-        assert backend._load_for("rms_norm_group_quant", case) is amd.bound(binding).call
+        assert aiter_of("rms_norm_group_quant").refuses(case) is None
+        assert aiter_of("rms_norm_group_quant").load_for(case) is amd.bound(binding).call
 
 
 @pytest.mark.usefixtures("on_rocm")
@@ -390,25 +395,25 @@ def test_an_op_is_given_a_function_for_each_case(monkeypatch):
 @pytest.mark.usefixtures("on_rocm")
 def test_where_no_binding_takes_a_case_each_says_why():
     with installed(shared_standin("v0.1.16.post6")):
-        said = backend._refuses("rms_norm_group_quant", Normed(width=16384, weight_offset=1.0))
+        said = aiter_of("rms_norm_group_quant").refuses(Normed(width=16384, weight_offset=1.0))
         assert said is not None
         hip, latents, triton = said.split("; rms_norm_group_quant.")
         assert hip.startswith("rows of more than 8192 columns")
         assert latents.startswith("latents: rows of more than 8192 columns")
         assert triton.startswith("triton: a weight offset: the function knows none")
-        assert "power-of-two" in str(backend._refuses("rms_norm_group_quant", Normed(use_ue8m0=True)))
-        assert "padded columns" in str(backend._refuses("rms_norm_group_quant", Normed(tma_aligned=True)))
+        assert "power-of-two" in str(aiter_of("rms_norm_group_quant").refuses(Normed(use_ue8m0=True)))
+        assert "padded columns" in str(aiter_of("rms_norm_group_quant").refuses(Normed(tma_aligned=True)))
     with installed(shared_standin(TOO_OLD)):
-        said = backend._refuses("rms_norm_group_quant", Normed())
+        said = aiter_of("rms_norm_group_quant").refuses(Normed())
         assert said is not None
         assert said.count("this AITER is older than") == 3
         with pytest.raises(AiterUnavailableError, match="aiter, rms_norm_group_quant: this AITER is older than"):
-            backend._load("rms_norm_group_quant")
+            aiter_of("rms_norm_group_quant").load()
 
 
 @pytest.mark.usefixtures("on_rocm")
 def test_an_op_that_aiter_has_nothing_for():
-    assert backend._runs_on("gated_rms_norm", "cuda") == (False, "AITER has no function for it that is known here")
+    assert aiter_of("gated_rms_norm").runs_on("cuda") == (False, "AITER has no function for it that is known here")
 
 
 def test_the_dtypes_of_weights_are_asked_about_where_a_case_has_them():

@@ -14,7 +14,8 @@ from standin import StandInMisuse, behaviour_queries, shared_standin
 from layerfuse.fusion import ops
 from layerfuse.fusion.backends import aiter as amd
 from layerfuse.fusion.backends import survey
-from layerfuse.fusion.backends.aiter import AiterCallError, backend, queries
+from layerfuse.fusion.backends.aiter import AiterCallError, queries
+from layerfuse.fusion.backends.aiter.backend import Aiter
 from layerfuse.fusion.latent_ops import MLA_QUERY_CONCAT
 from layerfuse.fusion.ops.library import case_maker
 
@@ -100,12 +101,11 @@ def test_an_op_s_case_is_asked_and_served_by_the_function_for_it(
     case = case_maker(MLA_QUERY_CONCAT)(*args)
     monkeypatch.setattr(torch.version, "hip", "7.2")
     with installed(shared_standin("v0.1.20")):
-        asked = backend.backend("mla_query_concat")
+        asked = Aiter(op=MLA_QUERY_CONCAT)
         assert asked.runs_on("cuda")[0]
         reason = asked.refuses(case)
         assert (reason is None) is (says is None), reason
         if says is None:
-            assert asked.load_for is not None
             assert torch.equal(asked.load_for(case)(*args), ops.mla_query_concat(*args))
         else:
             assert reason is not None and says in reason

@@ -19,7 +19,8 @@ from ranks import run_on_ranks
 from torch import Tensor, nn
 
 from layerfuse import fusion
-from layerfuse.fusion import backends, ops
+from layerfuse.fusion import FUSIONS, backends, ops
+from layerfuse.fusion.declare import Kernel
 from layerfuse.fusion.ops.agreement import RankDisagreementError, agree
 
 CASES = [
@@ -90,14 +91,8 @@ def test_two_groups_at_once() -> None:
 
 def _other_backend(rank: int) -> str:
     if rank == 1:
-        backends.register(
-            backends.Backend(
-                name="only_here",
-                op="all_reduce_add_rms_norm",
-                load=lambda: ops.add_rms_norm,
-                runs_on=backends.anywhere,
-            )
-        )
+        kernel = Kernel(backend="only_here", function="layerfuse.fusion.ops:add_rms_norm")
+        backends.register(backends.Backend(op=FUSIONS["all_reduce_add_rms_norm"].op, kernel=kernel))
     x = torch.ones(1, 32)
     with torch.no_grad(), pytest.raises(RankDisagreementError) as caught:
         ops.all_reduce_add_rms_norm(x, x, torch.ones(32), 1e-6, dist.group.WORLD.group_name)

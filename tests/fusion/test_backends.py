@@ -47,17 +47,17 @@ def test_a_backend_that_no_op_has_is_an_error_with_the_names(monkeypatch: pytest
 def test_a_choice_that_began_before_force_is_not_kept() -> None:
     asked, go = threading.Event(), threading.Event()
 
-    def slow(_: object) -> None:
-        asked.set()
-        go.wait(10)
+    class Slow(Backend):
+        name = "slow"
+
+        def refuses(self, case: object) -> None:
+            asked.set()
+            go.wait(10)
 
     name = "forced_meanwhile"
-    define(
-        Op(name=name, doc="", args=(Rows(name="x"),), results=(Like(name="y", of="x"),), reference=lambda x: x.clone())
-    )
-    backends.register(
-        Backend(name="slow", op=name, load=lambda: torch.neg, runs_on=lambda _: (True, "anywhere"), refuses=slow)
-    )
+    op = Op(name=name, doc="", args=(Rows(name="x"),), results=(Like(name="y", of="x"),), reference=lambda x: x.clone())
+    define(op)
+    backends.register(Slow(op=op))
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(backends.choose(name, "cpu", 1).name))
     thread.start()

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from layerfuse.fusion import backends
 from layerfuse.fusion.backends import Backend, BackendError
 from layerfuse.fusion.chain import Form
+from layerfuse.fusion.declare import Like, Op, Rows
 from layerfuse.fusion.ops import (
     mla_dual_rms_norm,
     mla_dual_rms_norm_group_quant,
     mla_dual_rms_norm_per_token_quant,
     rms_norm,
 )
+from layerfuse.fusion.ops.library import declared
 
 EPS = {torch.float64: 2**-52, torch.float32: 2**-23, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
@@ -173,7 +175,7 @@ def test_the_choice_is_visible_and_can_be_forced(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(BackendError, match="no backend is called 'refrence'; did you mean 'reference'"):
         backends.force("refrence")
     with pytest.raises(BackendError, match="already has a backend called 'reference'"):
-        backends.register(Backend(name="reference", op="rms_norm", load=lambda: print, runs_on=backends.anywhere))
+        backends.register(Backend(op=declared("rms_norm")))
     backends.force(None)
     monkeypatch.setenv(backends.ENVIRONMENT, "aiter")
     # An op that has no backend of that name keeps the automatic choice.
@@ -198,38 +200,46 @@ def test_a_stand_in_is_taken_by_name_only(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture
-def spare_op() -> Iterator[str]:
+def spare_op() -> Iterator[Op]:
     """An op of no library, so that a backend of it can be anything."""
-    name = "spare_op"
-    backends.register(Backend(name="reference", op=name, load=lambda: lambda: "reference", runs_on=backends.anywhere))
-    yield name
-    backends._backends.pop(name)
-    for table in (backends._chosen, backends._loaded, backends._broken):
-        for key in [key for key in table if key[0] == name]:
-            table.pop(key)  # type: ignore[attr-defined]
+    op = Op(name="spare_op", doc="", args=(Rows(name="x"),), results=(Like(name="y", of="x"),), reference=torch.neg)
+    backends.register(Backend(op=op))
+    yield op
+    backends._backends.pop(op.name)
+    for key in [key for key in backends._chosen if key[0] == op.name]:
+        backends._chosen.pop(key)
 
 
-def test_a_backend_that_cannot_be_loaded_is_passed_over(spare_op: str) -> None:
-    def broken() -> None:
-        raise ImportError("no module named kernels")
+def test_a_backend_that_cannot_be_loaded_is_passed_over(spare_op: Op) -> None:
+    class Broken(Backend):
+        name = "broken"
 
-    backends.register(Backend(name="broken", op=spare_op, load=broken, runs_on=backends.anywhere))
-    assert backends.choose(spare_op, "cpu").name == "reference"
+        def load(self) -> Any:
+            raise ImportError("no module named kernels")
+
+    backends.register(Broken(op=spare_op))
+    assert backends.choose(spare_op.name, "cpu").name == "reference"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(backends.ENVIRONMENT, "broken")
         backends._chosen.clear()
         with pytest.raises(BackendError, match="it cannot be loaded: ImportError: no module named kernels"):
-            backends.choose(spare_op, "cpu")
+            backends.choose(spare_op.name, "cpu")
 
 
-def test_loading_a_backend_may_register_another(spare_op: str) -> None:
-    def load() -> Any:
-        backends.register(Backend(name="third", op=spare_op, load=lambda: print, runs_on=backends.anywhere))
-        return lambda: "second"
+def test_loading_a_backend_may_register_another(spare_op: Op) -> None:
+    class Third(Backend):
+        name = "third"
 
-    backends.register(Backend(name="second", op=spare_op, load=load, runs_on=backends.anywhere))
+    class Second(Backend):
+        name = "second"
+
+        def load(self) -> Any:
+            backends.register(Third(op=spare_op))
+            return super().load()
+
+    backends.register(Second(op=spare_op))
     # It takes the call: it was registered before anything was chosen.
-    assert backends.choose(spare_op, "cpu").name == "third"
+    assert backends.choose(spare_op.name, "cpu").name == "third"
 
 
 # ---- what the quantised forms refuse, and what they promise of their strides --------------------------------------------

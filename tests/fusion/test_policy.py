@@ -195,7 +195,7 @@ def test_every_row_is_what_its_results_file_says(measured: Measurement) -> None:
 def test_what_a_fusion_needs_of_a_model_is_in_its_name() -> None:
     """A start with nothing to do asks the names of the measurements, and not the catalog."""
     for name, fusion in FUSIONS.items():
-        assert name.endswith("_quant") == (fusion.quant is not None)
+        assert name.endswith("_quant") == (fusion.format is not None)
         assert name.startswith("gated_") == (fusion.roles == ("output",))
 
 

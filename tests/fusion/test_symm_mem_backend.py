@@ -14,6 +14,7 @@ from helpers import run_python
 from reduced_support import sharded_spec
 
 from layerfuse.fusion import FUSIONS, FusionConfig, Pipeline, Target, backends, plan
+from layerfuse.fusion.backends.backend import backend_of
 from layerfuse.fusion.backends.symm_mem.crossovers import PIECE_BYTES, rows_at_once, shots_of
 from layerfuse.fusion.ops.library import case_type
 from layerfuse.fusion.rewrite.ranks import kernels_here
@@ -24,7 +25,7 @@ OP = FUSIONS["all_reduce_add_rms_norm"].op
 def refusal(group: str, width: int = 2880, dtype: torch.dtype = torch.bfloat16) -> str | None:
     kernel = next(kernel for kernel in FUSIONS[OP.name].backends if kernel.backend == "symm_mem")
     case = case_type(OP)(dtype=dtype, width=width, weight_dtype=dtype, group=group, weight_offset=0.0)
-    return backends.backend_of(OP, kernel).refuses(case)
+    return backend_of(OP, kernel).refuses(case)
 
 
 @pytest.fixture
@@ -112,14 +113,16 @@ def test_what_ranks_find_out_together_is_part_of_the_key(monkeypatch: pytest.Mon
     """A start whose rendezvous failed compiles the shorter chain: another start must not be served with that."""
 
     def found(problem: str | None) -> tuple[str, ...]:
-        own = backends.Backend(
-            name="of the tests",
-            op=OP.name,
-            load=lambda: print,
-            runs_on=lambda device: (device == "cuda", "of the tests"),
-            prepare=lambda *_: problem,
-        )
-        monkeypatch.setitem(backends._backends, OP.name, [own, *before])
+        class Own(backends.Backend):
+            name = "of the tests"
+
+            def runs_on(self, device: str) -> tuple[bool, str]:
+                return device == "cuda", "of the tests"
+
+            def prepare(self, case: object, device: object) -> str | None:
+                return problem
+
+        monkeypatch.setitem(backends._backends, OP.name, [Own(op=OP), *before])
         backends.decide_again()
         return kernels_here(made, "0", torch.bfloat16, torch.device("cuda", 0))
 

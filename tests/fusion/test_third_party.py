@@ -347,6 +347,89 @@ def test_everything_else_works_beside_packages_that_cannot_be_used(
     assert any(line.startswith("good (of good) on cpu: yes") for line in answers["doctor"]["enables"])
 
 
+# ---- backends of other packages
+
+BACKEND = """
+from layerfuse.fusion.backends import Backend
+from layerfuse.fusion.declare import Kernel
+
+def kernel(x, residual, weight, epsilon, weight_offset):
+    return x + 1, residual + 1
+
+class Fast(Backend):
+    kernels = {"add_rms_norm": Kernel(backend="fast", function="fast_package:kernel")}
+
+    def runs_on(self, device):
+        return device == "cpu", "it is for CPUs"
+
+    def refuses(self, case):
+        return None if case.width % 8 == 0 else f"{case.width} columns are no multiple of 8"
+
+class Quick(Fast):
+    kernels = {"add_rms_norm": Kernel(backend="quick", function="fast_package:kernl")}
+
+class Typo(Fast):
+    kernels = {"add_rms_nrm": Kernel(backend="typo", function="fast_package:kernel")}
+"""
+BACKENDS = {
+    "fast = fast_package:Fast": None,
+    "mine = fast_package:Backend": None,
+    "typo = fast_package:Typo": None,
+    "triton = fast_package:Fast": "layerfuse has a backend called 'triton'",
+    "tritn = fast_package:Fast": "no backend is called that; did you mean 'triton'?",
+    "cublas = fast_package:kernel": "expected a class derived from Backend, got ",
+    "renamed = fast_package:Fast": "kernels['add_rms_norm']: expected a Kernel of backend 'renamed', got Kernel(",
+    "quick = fast_package:Quick": "its kernel of 'add_rms_norm': fast_package has no 'kernl'; did you mean 'kernel' or 'Kernel'? Fix",
+    "absent = fast_package.nothing:Fast": "importing raised ModuleNotFoundError",
+}
+"""Entry point -> why it cannot be used."""
+WITH_BACKENDS = """
+import json, torch, warnings
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    from layerfuse import doctor
+    from layerfuse.fusion import FUSIONS, backends, ops
+ones = torch.ones(2, 8), torch.ones(2, 8), torch.ones(8)
+print(json.dumps({
+    "said": [str(each.message) for each in said if "entry point" in str(each.message)],
+    "names": backends.names("add_rms_norm"),
+    "survey": dict(backends.survey("add_rms_norm", "cuda")),
+    "given": float(ops.add_rms_norm(*ones, 1e-6)[0].sum()),
+    "refused": float(ops.add_rms_norm(*(each[..., :6].contiguous() for each in ones), 1e-6)[0].sum()),
+    "doctor": doctor.diagnose().to_dict()["findings"],
+    "on": FUSIONS.refused and str(FUSIONS.refused[0]),
+}))
+"""
+
+
+def test_a_package_brings_a_backend_with_kernels_for_ops_that_exist(tmp_path: Path) -> None:
+    """It is asked behind the op's own kernels. What cannot be used is named and refused alone, with the fusions that need it."""
+    broken = "FUSION = mine('on_broken', Kernel(backend='quick', function='fast_package:kernel'))"
+    write_package(tmp_path, "fast_package", broken + BACKEND)
+    points = tmp_path / "fast_package-1.0.dist-info" / "entry_points.txt"
+    points.write_text(points.read_text() + "[layerfuse.backends]\n" + "\n".join(BACKENDS) + "\n")
+    done = run_python(WITH_BACKENDS, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["names"] == ["aiter", "triton", "fast", "reference"]
+    assert found["survey"]["fast"] == "it is for CPUs"
+    assert found["given"] == 32.0 and found["refused"] == pytest.approx(12.0)
+    for point, says in BACKENDS.items():
+        name = point.partition(" ")[0]
+        finding = found["doctor"][f"backend {name} of fast-package"]
+        if says is None:
+            assert finding["state"] == ("broken" if name == "typo" else "found"), finding
+            continue
+        (text,) = [text for text in found["said"] if text.startswith(f"entry point {name!r} of fast-package: ")]
+        assert says in text
+        assert finding == {"state": "broken", "detail": text}
+    assert found["doctor"]["backend fast of fast-package"]["detail"] == "kernels for add_rms_norm"
+    assert (
+        "no op is called that; did you mean 'add_rms_norm'" in found["doctor"]["backend typo of fast-package"]["detail"]
+    )
+    assert "its ops cannot be registered: BackendError: entry point 'quick'" in found["on"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from family_support import DEVICE, FORMS, HEADS, Options, arguments
 from ranks import run_on_ranks
 
-from layerfuse.fusion import backends, ops
-from layerfuse.fusion.backends.symm_mem import backend as symm_mem
+from layerfuse.fusion import FUSIONS, backends, ops
+from layerfuse.fusion.backends.symm_mem.backend import SymmMem
 from layerfuse.fusion.backends.symm_mem.launch import Layout, Workspace
 from layerfuse.fusion.backends.symm_mem.workspaces import keep
 from layerfuse.fusion.backends.triton import launcher
@@ -117,7 +117,7 @@ def test_a_fused_all_reduce_is_launched_in_each_form_and_beyond(tmp_path: Path) 
         ]
         keep(group, torch.empty(1, 128, dtype=torch.bfloat16), *forms)
         case = namedtuple("Case", "group")(group)
-        assert {26, 132, 292, *STEPS} == set(symm_mem.steps_of(case))
+        assert {26, 132, 292, *STEPS} == set(SymmMem(op=FUSIONS["all_reduce_add_rms_norm"].op).steps(case))
     finally:
         dist.destroy_process_group()
 

@@ -6,91 +6,79 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from .. import Backend
+from attrs import frozen
+
+from ..backend import Backend
 
 if TYPE_CHECKING:
     from .binding import Bound
     from .calls import Call
 
 
-def backend(op: str) -> Backend:
-    """AITER as a backend of an op that has bindings. Imports nothing and looks at nothing yet."""
-    return Backend(
-        name="aiter",
-        op=op,
-        load=functools.partial(_load, op),
-        load_for=functools.partial(_load_for, op),
-        runs_on=functools.partial(_runs_on, op),
-        refuses=functools.partial(_refuses, op),
-        prepare=_prepare,
-        settings=_settings,
-    )
+@frozen(kw_only=True, eq=False)
+class Aiter(Backend):
+    """AITER's functions, which are in `table`. It imports nothing and looks at nothing until it is asked."""
 
+    def load(self) -> Callable[..., Any]:
+        """For a call of which nothing is known: the preferred binding that there is."""
+        return _bound(self.op.name)[0].call
 
-def _prepare(case: Any, device: Any) -> str | None:
-    """An op of several ranks needs a communicator, which they make together."""
-    group = case._asdict().get("group")
-    if group is None:
-        return None
-    from . import communicators
+    def load_for(self, case: Any) -> Callable[..., Any]:
+        """The preferred binding that takes the case."""
+        call = call_of(case)
+        return next(bound.call for bound in _bound(self.op.name) if bound.refuses(call) is None)
 
-    return None if communicators.ready(group, device)[0] is not None else communicators.why_not(group)
+    def runs_on(self, device: str) -> tuple[bool, str]:
+        """Whether the installed source has what is needed. Imports nothing of AITER."""
+        if device != "cuda":
+            return False, f"AITER's kernels run on AMD GPUs, not on {device}"
+        import torch
 
+        if torch.version.hip is None:
+            return False, "AITER's kernels run on AMD GPUs, and this torch is not built for ROCm"
+        from .binding import Probed, probe
+        from .table import candidates
 
-def _settings(case: Any) -> str:
-    """What the stages follow from. The communicators' own limits are compared when they are made."""
-    from .binding import installed_releases
+        found = [probe(binding.name) for binding in candidates(self.op.name)]
+        there = [each.convention for each in found if isinstance(each, Probed)]
+        if there:
+            return True, "; or ".join(there)
+        return False, _joined(each.reason for each in found if not isinstance(each, Probed))
 
-    return f"AITER {installed_releases()}" if "group" in case._asdict() else ""
+    def refuses(self, case: Any) -> str | None:
+        """Binds the functions, so that an AITER that cannot be imported is refused with its reason."""
+        from .binding import Refused, bind
+        from .table import candidates
 
+        group = case._asdict().get("group")
+        if group is not None:
+            from .communicators import why_not
 
-def _load(op: str) -> Callable[..., Any]:
-    """For a call of which nothing is known: the preferred binding that there is."""
-    return _bound(op)[0].call
+            if (absent := why_not(group)) is not None:
+                return absent
+        call, reasons = call_of(case), []
+        for binding in candidates(self.op.name):
+            found = bind(binding.name)
+            reason = found.reason if isinstance(found, Refused) else found.refuses(call)
+            if reason is None:
+                return super().refuses(case)
+            reasons.append(reason if binding.name == self.op.name else f"{binding.name}: {reason}")
+        return _joined(reasons)
 
-
-def _load_for(op: str, case: Any) -> Callable[..., Any]:
-    call = call_of(case)
-    return next(bound.call for bound in _bound(op) if bound.refuses(call) is None)
-
-
-def _runs_on(op: str, device: str) -> tuple[bool, str]:
-    """Whether the installed source has what is needed. Imports nothing of AITER."""
-    if device != "cuda":
-        return False, f"AITER's kernels run on AMD GPUs, not on {device}"
-    import torch
-
-    if torch.version.hip is None:
-        return False, "AITER's kernels run on AMD GPUs, and this torch is not built for ROCm"
-    from .binding import Probed, probe
-    from .table import candidates
-
-    found = [probe(binding.name) for binding in candidates(op)]
-    there = [each.convention for each in found if isinstance(each, Probed)]
-    if there:
-        return True, "; or ".join(there)
-    return False, _joined(each.reason for each in found if not isinstance(each, Probed))
-
-
-def _refuses(op: str, case: Any) -> str | None:
-    """From the ops' cases. Binds the functions, so that an AITER that cannot be imported is refused with its reason."""
-    from .binding import Refused, bind
-    from .table import candidates
-
-    group = case._asdict().get("group")
-    if group is not None:
-        from .communicators import why_not
-
-        if (absent := why_not(group)) is not None:
-            return absent
-    call, reasons = call_of(case), []
-    for binding in candidates(op):
-        found = bind(binding.name)
-        reason = found.reason if isinstance(found, Refused) else found.refuses(call)
-        if reason is None:
+    def prepare(self, case: Any, device: Any) -> str | None:
+        """An op of several ranks needs a communicator, which they make together."""
+        group = case._asdict().get("group")
+        if group is None:
             return None
-        reasons.append(reason if binding.name == op else f"{binding.name}: {reason}")
-    return _joined(reasons)
+        from . import communicators
+
+        return None if communicators.ready(group, device)[0] is not None else communicators.why_not(group)
+
+    def settings(self, case: Any) -> str:
+        """What the stages follow from. The communicators' own limits are compared when they are made."""
+        from .binding import installed_releases
+
+        return f"AITER {installed_releases()}" if "group" in case._asdict() else ""
 
 
 def _bound(op: str) -> tuple[Bound, ...]:

@@ -43,6 +43,6 @@ def two_norms(found: Resolved, core: Core) -> Callable[..., Any]:
 def picked(found: Resolved) -> Callable[[Results], Any]:
     """What a binding returns of `Results`: one tensor alone, several as a tuple."""
     binding = found.binding
-    kept = (True, binding.per != "tensor", binding.keeps_norm, binding.adds or binding.op.startswith("mla_dual"))
+    kept = (True, binding.per != "static", binding.keeps_norm, binding.adds or binding.op.startswith("mla_dual"))
     pick: Callable[[Results], Any] = itemgetter(*(place for place, is_kept in enumerate(kept) if is_kept))
     return pick

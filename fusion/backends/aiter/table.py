@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
 
 from attrs import frozen
 
+from ...formats import FORMATS, FP8
 from . import functions as f
 from .matching import Function
 
@@ -37,11 +37,9 @@ class Binding:
         return self.op.endswith("_with_norm")
 
     @property
-    def per(self) -> Literal["token", "group", "tensor", "none"]:
-        """What its quantisation has one scale for; a tensor's is given. None: it does not quantise, or in MX blocks."""
-        if "_per_token_quant" in self.op:
-            return "token"
-        return "group" if "_group_quant" in self.op else "tensor" if "_static_quant" in self.op else "none"
+    def per(self) -> str:
+        """The word of the plain fp8 format that it quantises to; `none`: it does not quantise, or in MX blocks."""
+        return next((word for word in FP8 if f"_{FORMATS[word].scheme}_quant" in self.op), "none")
 
 
 B = Binding

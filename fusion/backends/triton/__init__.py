@@ -2,62 +2,45 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from attrs import frozen
 
-from ...declare import Kernel, Op
-from .. import Backend, imported, loaded, refusal_of
+from ..backend import Backend
 from .tuning import STEPS, WIDEST
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def backend(op: Op, kernel: Kernel) -> Backend:
-    """A Triton kernel as a backend of an op: what Triton and these GPUs can do, then what the kernel itself refuses."""
-    own = refusal_of(kernel)
+@frozen(kw_only=True, eq=False)
+class Triton(Backend):
+    """Triton's kernels: they refuse what Triton or the GPUs here cannot do, then what is the kernel's own."""
 
-    def refuses(case: Any) -> str | None:
-        return refuses_case(case) or own(case)
+    only_by_name = frozenset({"cpu"})
 
-    return Backend(
-        name="triton",
-        op=op.name,
-        load=functools.partial(loaded, op, kernel),
-        runs_on=_runs_on,
-        refuses=refuses,
-        steps=_steps_of(kernel),
-        only_by_name=frozenset({"cpu"}),
-    )
+    def runs_on(self, device: str) -> tuple[bool, str]:
+        """On GPUs; on a CPU by Triton's interpreter."""
+        if importlib.util.find_spec("triton") is None:
+            return False, "Triton is not installed (pip install triton)"
+        if device == "cuda":
+            return True, "Triton compiles for this GPU"
+        if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+            return True, "Triton's interpreter runs the kernels, slowly"
+        return (
+            False,
+            f"Triton compiles for GPUs, not for {device} (with TRITON_INTERPRET=1 set before it is imported, its interpreter runs them on the CPU)",
+        )
 
+    def refuses(self, case: Any) -> str | None:
+        """A dtype, a width or an fp8 format, see `refuses_case`."""
+        return refuses_case(case) or super().refuses(case)
 
-def _steps_of(kernel: Kernel) -> Callable[[Any], tuple[int, ...]]:
-    path = kernel.steps
-    if path is None:
-        return steps_of
-
-    def own(case: Any) -> tuple[int, ...]:
-        found: tuple[int, ...] = imported(path)(case)  # what imports Triton
-        return found
-
-    return own
-
-
-def _runs_on(device: str) -> tuple[bool, str]:
-    if importlib.util.find_spec("triton") is None:
-        return False, "Triton is not installed (pip install triton)"
-    if device == "cuda":
-        return True, "Triton compiles for this GPU"
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return True, "Triton's interpreter runs the kernels, slowly"
-    return (
-        False,
-        f"Triton compiles for GPUs, not for {device} (with TRITON_INTERPRET=1 set before it is imported, its interpreter runs them on the CPU)",
-    )
+    def own_steps(self, case: Any) -> tuple[int, ...]:
+        """Those of `steps_of`."""
+        return steps_of(case)
 
 
 def steps_of(case: Any) -> tuple[int, ...]:

@@ -14,17 +14,33 @@ import torch
 from torch import Tensor
 
 from ...declare import Op
+from ...formats import FORMATS
 from ...ops.quantisation import LARGEST, MX_COLUMNS, empty_scales
-from ...steps import Add, GatedNorm, Norm, Pad, Quant, SiluMul, main_step
+from ...steps import MIDDLE, SINKS, SOURCES, format_of
 from . import launcher, tuning
 from .gated import gated_norm
 from .kernels import dual_norm, row_norm
 from .product import silu_mul
 
-NO_QUANT, PER_TOKEN, PER_GROUP, STATIC, MXFP8, MXFP4 = range(6)
+NO_QUANT = 0
+PER_TOKEN, STATIC, MXFP8, MXFP4 = (FORMATS[word].mode for word in ("token", "static", "mxfp8", "mxfp4"))
 ELEMENTS = 128
 """Columns that a program of a product handles as one where no group says how many."""
-_MODES = {"token": PER_TOKEN, "group": PER_GROUP, "static": STATIC, "mxfp8": MXFP8, "mxfp4": MXFP4}
+
+
+class Form(NamedTuple):
+    """What of a chain decides how its kernel is launched."""
+
+    name: str
+    "The op's."
+    mode: int
+    "What it quantises to: `Format.mode`, or `NO_QUANT`."
+    kept: bool
+    "Whether the norm itself is a result beside its quantisation."
+    adds: bool
+    pads: bool
+    launch: Callable[..., None]
+    "Of single norms."
 
 
 def function_of(op: Op, launch: Callable[..., None] | None = None) -> Callable[..., Any]:
@@ -35,29 +51,22 @@ def function_of(op: Op, launch: Callable[..., None] | None = None) -> Callable[.
         launch: for ops of single norms, what is called in place of `launch_row`.
 
     Raises:
-        ValueError: an op that was not made from a chain.
+        ValueError: an op that was not made from a chain, or from one that no kernel is for.
     """
     if op.chain is None:
         raise ValueError(f"{op.name} is not made from a chain; give its kernel a function of its own")
-    quant = next((step for step in op.chain if isinstance(step, Quant)), None)
-    pads = any(isinstance(step, Pad) for step in op.chain)
-    plain = any(isinstance(step, Norm) and step.weight_offset is None for step in op.chain)
-    if plain or (quant is not None and (pads or quant.tma_aligned is None)):
+    sources = [step.adds for step in op.chain if step.stage == SOURCES]
+    middle, sinks = (tuple(step.kernel for step in op.chain if step.stage == stage) for stage in (MIDDLE, SINKS))
+    make = _MADE.get(middle)
+    if make is None or not all(sources) or sinks not in ((), ("quant",), ("pad",)):
         raise ValueError(
             f"{op.name}: the kernels are for chains with weight offsets, all layouts of scales, and no padding behind a "
             "quantisation"
         )
-    mode = NO_QUANT if quant is None else _MODES[quant.per]
-    main = main_step(op.chain)
-    kept = main is not None and main.is_kept
-    if isinstance(main, GatedNorm):
-        return _gated(op.name, mode)
-    if isinstance(main, SiluMul):
-        return _product(op.name, mode)
-    if sum(isinstance(step, Norm) for step in op.chain) == 2:
-        return _dual(op.name, mode, kept)
-    adds = any(isinstance(step, Add) for step in op.chain)
-    return _row(op.name, mode, kept, adds, pads, launch or launch_row)
+    form = format_of(op.chain)
+    mode = NO_QUANT if form is None else form.mode
+    kept = any(step.is_kept for step in op.chain)
+    return make(Form(op.name, mode, kept, bool(sources), "pad" in sinks, launch or launch_row))
 
 
 class Given(NamedTuple):
@@ -109,7 +118,8 @@ def quantised(mode: int, x: Tensor, shape: tuple[int, ...], options: tuple[Any, 
 # ---- one norm per row ------------------------------------------------------------------------------------------------
 
 
-def _row(name: str, mode: int, kept: bool, adds: bool, pads: bool, launch: Callable[..., None]) -> Callable[..., Any]:
+def _row(form: Form) -> Callable[..., Any]:
+    name, mode, kept, adds, pads, launch = form
     first = 1 + adds
 
     def function(*args: Any) -> Any:
@@ -185,7 +195,9 @@ def launch_row(
 # ---- two norms per row -----------------------------------------------------------------------------------------------
 
 
-def _dual(name: str, mode: int, kept: bool) -> Callable[..., Any]:
+def _dual(form: Form) -> Callable[..., Any]:
+    name, mode, kept, *_ = form
+
     def function(
         q: Tensor,
         kv: Tensor,
@@ -251,7 +263,9 @@ def _launch_dual(
 # ---- gated norms -----------------------------------------------------------------------------------------------------
 
 
-def _gated(name: str, mode: int) -> Callable[..., Any]:
+def _gated(form: Form) -> Callable[..., Any]:
+    name, mode, *_ = form
+
     def function(
         x: Tensor,
         gate: Tensor,
@@ -307,7 +321,9 @@ def _gated(name: str, mode: int) -> Callable[..., Any]:
 # ---- gated MLPs ------------------------------------------------------------------------------------------------------
 
 
-def _product(name: str, mode: int) -> Callable[..., Any]:
+def _product(form: Form) -> Callable[..., Any]:
+    name, mode, *_ = form
+
     def function(gate: Tensor, up: Tensor, limit: float, *options: Any) -> Any:
         given = quantised(mode, gate, gate.shape, options)
         gate, up = as_rows(gate), as_rows(up)
@@ -341,6 +357,10 @@ def _product(name: str, mode: int) -> Callable[..., Any]:
         return results
 
     return function
+
+
+_MADE = {("norm",): _row, ("norm", "norm"): _dual, ("gated_norm",): _gated, ("silu_mul",): _product}
+"""From the middle of a chain, as its steps say themselves (`Step.kernel`), to what makes the function."""
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from ...declare import Op
+from ...formats import FORMATS, FP8
 from ...latent_ops import BEFORE_OPTIONS
 from ...ops.cache_layout import layout_of
 from ...ops.quantisation import LARGEST
 from ...ops.rope import PAIRS
 from .. import repeatable
 from . import launcher, refuses_fp8, tuning
-from .family import NO_QUANT, PER_GROUP, PER_TOKEN, STATIC, Given, as_rows, quantised
+from .family import NO_QUANT, Given, as_rows, quantised
 from .latent_kernel import norm_rope_cache
 
 FORMS = {"plain": 0, "fp8": 1, "fp8_ds_mla": 2}
@@ -32,10 +33,8 @@ def function_of(op: Op) -> Callable[..., Any]:
     """The function that takes the op's arguments by position and launches the kernel."""
     if not op.results:
         return _into
-    options = [argument.name for argument in op.args[BEFORE_OPTIONS:]]
-    mode = (
-        PER_GROUP if "group_size" in options else STATIC if "scale" in options else PER_TOKEN if options else NO_QUANT
-    )
+    options = tuple(argument.name for argument in op.args[BEFORE_OPTIONS:])
+    mode = next((FORMATS[word].mode for word in FP8 if FORMATS[word].options == options), NO_QUANT)
     name = op.name
 
     def function(*args: Any) -> Any:

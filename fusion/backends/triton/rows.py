@@ -12,12 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from ...formats import FORMATS
+
 NO_QUANT = tl.constexpr(0)
-PER_TOKEN = tl.constexpr(1)
-PER_GROUP = tl.constexpr(2)
-STATIC = tl.constexpr(3)
-MXFP8 = tl.constexpr(4)
-MXFP4 = tl.constexpr(5)
+PER_TOKEN = tl.constexpr(FORMATS["token"].mode)
+PER_GROUP = tl.constexpr(FORMATS["group"].mode)
+STATIC = tl.constexpr(FORMATS["static"].mode)
+MXFP8 = tl.constexpr(FORMATS["mxfp8"].mode)
+MXFP4 = tl.constexpr(FORMATS["mxfp4"].mode)
 
 # How rows are read and written: as usual, or as what leaves the cache first or last.
 USUAL = tl.constexpr("")
