@@ -75,7 +75,7 @@ def _without_linears(spec: Checked) -> Iterator[tuple[str, Any]]:
 
 
 def _unread(norm: NormSpec) -> NormSpec:
-    return attrs.evolve(norm, **dict(_without_linears(norm))) if norm.feeds or norm.fed_by else norm
+    return norm if norm.feeds == norm.fed_by == () else attrs.evolve(norm, **dict(_without_linears(norm)))
 
 
 # ---- the layers ------------------------------------------------------------------------------------------------------

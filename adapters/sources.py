@@ -91,8 +91,7 @@ def _way(cls: Hashable, key: str | int) -> Callable[[Any, Any], Any]:
     if type(key) is int or has_keys(cls):
         return getitem
     own: Any = cls
-    looks_up = getattr(own, "__getattr__", None)
-    is_torchs = looks_up is not None and looks_up.__module__ == "torch.nn.modules.module"
+    is_torchs = hasattr(own, "__getattr__") and own.__getattr__.__module__ == "torch.nn.modules.module"
     is_plain = own.__getattribute__ is object.__getattribute__ and not hasattr(own, str(key))
     return _of_module if is_torchs and is_plain else getattr
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import attrs
@@ -20,6 +20,8 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 from ..adapters.arguments import expect
 from ..adapters.errors import ArgumentError, LayerfuseError, shown
+from ..adapters.parallel import ambient, tensor_parallel
+from ..adapters.specs import Parallel
 from .audit import Audit, audit_call
 from .config import FusionConfig
 from .dynamo_floats import floats_as_constants
@@ -40,6 +42,12 @@ _OWN = frozenset(
     }
 )
 """What a FusedModel holds itself, beside names with two leading underscores. Every other attribute is the model's."""
+
+_COMPILED = (
+    "this model is compiled with its fusions already, and a graph around it cannot hold it: leave fullgraph out, or leave "
+    "the model around it uncompiled"
+)
+"""What Dynamo says of a FusedModel in a graph of its own."""
 
 
 class FusedModel(nn.Module):  # type: ignore[misc]
@@ -69,6 +77,7 @@ class FusedModel(nn.Module):  # type: ignore[misc]
         made: Plan = self._pipeline.plan
         return made
 
+    @torch.compiler.disable(reason=_COMPILED)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model.
 
@@ -206,7 +215,8 @@ def compile(  # noqa: A001 (torch.compile's own name)
         strict: raise where an expected fusion did not run in a call, or where something of the model is known to no
             adapter (`registry.unknown_in`). The same as `config.strict`.
         registry: the registry that reads the specs; the default one if not given.
-        parallel: the `Parallel` that every layer was sharded by, where the layers do not say it.
+        parallel: the `Parallel` that every layer was sharded by, where the layers do not say it. What a `tensor_parallel` block
+            around this call says holds for all later readings too.
         torch_compile_kwargs: passed on to torch.compile: dynamic, fullgraph, mode, options, disable.
 
     Returns:
@@ -241,6 +251,7 @@ def compile(  # noqa: A001 (torch.compile's own name)
         "strict": strict,
         "registry": registry,
         "parallel": parallel,
+        "ambient": ambient(),
         "torch": torch_compile_kwargs,
     }
     return FusedModel(model, arguments)
@@ -306,10 +317,16 @@ def _look(model: nn.Module, arguments: dict[str, Any]) -> _Seen:
         )
     specs: tuple[Placed, ...] | None = arguments["specs"]
     unknown: dict[str, str] = {}
+    around = surroundings_of(model)
     if specs is None:
-        specs, unknown = _read_specs(model, arguments["registry"], arguments["parallel"])
+        registry = _registry(arguments["registry"])
+        said: Parallel | None = arguments["ambient"]
+        with nullcontext() if said is None else tensor_parallel(said.size, said.rank):
+            specs = tuple(registry.specs_in(model, parallel=arguments["parallel"]))
+        unknown = dict(registry.unknown_in(model))
+        around = attrs.evolve(around, whole=True, ignored=frozenset(registry.ignored_in(model)))
     target = _target_of(model) if arguments["target"] is None else arguments["target"]
-    return _Seen(specs=specs, unknown=unknown, target=target, around=surroundings_of(model))
+    return _Seen(specs=specs, unknown=unknown, target=target, around=around)
 
 
 def surroundings_of(model: nn.Module) -> Surroundings:
@@ -375,7 +392,7 @@ def inductor_with(
         # A hit in AOTAutograd's own cache would skip inner_compile, and with it the rewriting and the report.
         with functorch_config.patch(enable_autograd_cache=False):
             compiled = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches or None)
-        if tally is None or not any(record.uses for record in records):
+        if tally is None or not any(record.uses or record.strange for record in records):
             return compiled
         for record in records:
             compiled = tally.counted(record, compiled)
@@ -389,9 +406,7 @@ def _target_of(model: nn.Module) -> Target:
     return Target.detect() if elsewhere else Target.named("cpu")
 
 
-def _read_specs(model: nn.Module, registry: Any, parallel: Any) -> tuple[tuple[Placed, ...], dict[str, str]]:
-    if registry is None:
-        from .. import registry as default
+def _registry(given: Any) -> Any:
+    from .. import registry
 
-        registry = default
-    return tuple(registry.specs_in(model, parallel=parallel)), dict(registry.unknown_in(model))
+    return registry.default if given in (None, registry) else given

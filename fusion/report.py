@@ -7,7 +7,7 @@ report tells what was compiled from what was executed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
@@ -53,6 +53,8 @@ class GraphRecord:
     uses: tuple[Use, ...]
     unattributed: tuple[str, ...] = ()
     "Sentences on norms that resemble a site's and could be assigned to none."
+    strange: tuple[tuple[str, str], ...] = ()
+    "Norms of the residual stream that belong to no layer that was read: the path of what holds one, and its name there."
     bodies: tuple[str, ...] = ()
     "Higher-order ops of the graph whose bodies hold norms: they are not rewritten."
     failed: str | None = None
@@ -71,6 +73,8 @@ class CallRecord:
     "(site, fusion) -> uses that ran fused."
     missed: Missed
     "What was expected and did not run fused in this call."
+    strange: tuple[tuple[str, str], ...] = ()
+    "As in `GraphRecord`, of the graphs that ran."
 
     def fused(self, fusion: str | None = None) -> int:
         """Uses that ran with this fusion, or any."""
@@ -95,7 +99,7 @@ class FusionMissedError(LayerfuseError, RuntimeError):
             lines += [f"  - {site}: {reason}" for site, reason in sites.items()]
         if self.unknown:
             lines.append("No adapter knows the class of these layers, so nothing can be planned for them:")
-            lines += [f"  - {layer}: {name}" for layer, name in self.unknown.items()]
+            lines += [f"  - {layer or 'the model itself'}: {name}" for layer, name in self.unknown.items()]
             lines.append(
                 "Declare the class in a models.toml entry, or pass specs= to leave such layers out on purpose."
             )
@@ -184,7 +188,7 @@ class Report:
             same = site is not None and site == before and plan.at(use.site) == self.plan.at(use.site)
             return use if same else attrs.evolve(use, missed={})
 
-        self.records = [attrs.evolve(record, uses=tuple(map(now, record.uses))) for record in self.records]
+        self.records = [attrs.evolve(record, uses=tuple(map(now, record.uses)), strange=()) for record in self.records]
         self.plan, self.last = plan, None
 
     def add(self, record: GraphRecord) -> None:
@@ -293,7 +297,7 @@ class Report:
         Raises:
             FusionMissedError: naming each site and its reason.
         """
-        self._raise(self.missed())
+        self._raise(self.missed(), self._all_unknown())
 
     def check_call(self, call: CallRecord | None = None) -> None:
         """Raise where something expected did not run fused in a call, the last one if not given.
@@ -302,11 +306,18 @@ class Report:
             FusionMissedError: naming each site and its reason.
         """
         call = self.last if call is None else call
-        self._raise({} if call is None else call.missed)
+        if call is None:
+            self._raise({}, self.unknown)
+        else:
+            self._raise(call.missed, {**_in_words(call.strange), **self.unknown})
 
-    def _raise(self, missed: Missed) -> None:
-        if missed or self.unknown:
-            raise FusionMissedError(missed, self.unknown)
+    def _raise(self, missed: Missed, unknown: dict[str, str]) -> None:
+        if missed or unknown:
+            raise FusionMissedError(missed, unknown)
+
+    def _all_unknown(self) -> dict[str, str]:
+        """What no adapter reads, by its class, and what graphs hold of norms beyond that."""
+        return {**_in_words(pair for record in self.records for pair in record.strange), **self.unknown}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -314,7 +325,7 @@ class Report:
             "target": self.plan.target.to_dict(),
             "graphs": self.graphs,
             "calls": self.calls,
-            "unknown": dict(self.unknown),
+            "unknown": self._all_unknown(),
             "fusions": {name: self.of(name).to_dict() for name in FUSIONS},
             "records": [attrs.asdict(record) for record in self.records],
         }
@@ -324,8 +335,19 @@ class Report:
         lines = [f"fusion report: {self.graphs} graphs compiled for {self.plan.target}{calls}"]
         for name in filter(self.plan.concerns, FUSIONS):
             lines += ["  " + line for line in str(self.of(name)).splitlines()]
-        lines += [f"  unknown: {layer}: no adapter knows {name}" for layer, name in self.unknown.items()]
+        lines += [
+            f"  unknown: {layer or 'the model itself'}: no adapter knows {name}"
+            for layer, name in self._all_unknown().items()
+        ]
         return "\n".join(lines)
+
+
+def _in_words(strange: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """What holds norms of the residual stream that nobody reads -> which."""
+    found: dict[str, dict[str, None]] = {}
+    for path, norm in strange:
+        found.setdefault(path, {})[norm] = None
+    return {path: f"RMS norms of its residual stream: {', '.join(norms)}" for path, norms in found.items()}
 
 
 def with_fallback(reason: str, fused: str | None) -> str:

@@ -173,7 +173,8 @@ class Tally:
                 )
                 partly = f"{seen[site]} of {wanted} uses ran in a compiled graph; " if seen[site] else ""
                 missed.setdefault(expected[0], {})[site] = partly + reason
-        record = CallRecord(ran=ran, missed=missed)
+        strange = dict.fromkeys(pair for number, _ in calls for pair in self._graphs[number].record.strange)
+        record = CallRecord(ran=ran, missed=missed, strange=tuple(strange))
         if not missed:
             if len(self._complete) > 64:
                 self._complete.clear()

@@ -172,6 +172,15 @@ class Registry:
         self._complete()
         return Unread(list(_modules(model)), self._readers_of, self._tables.ignores).found()
 
+    def ignored_in(self, model: Any) -> list[str]:
+        """The paths of what an adapter declares as ignored and none reads. What lies inside of them is as good as ignored."""
+        self._complete()
+        return [
+            path
+            for path, module in _modules(model)
+            if self._tables.ignores(type(module)) and not self._readers_of(type(module))
+        ]
+
     def adapter_for(self, layer: Any) -> Adapter:
         """The adapter whose facts read this layer.
 

@@ -17,7 +17,7 @@ from .streams import Streams, within
 from .tables import Readers
 
 _LOOKS_LIKE_ATTENTION = re.compile(r"(Attention|Attn|MLA|DeltaNet|SelfAttn)\d*$")
-_LOOKS_LIKE_RMS_NORM = re.compile(r"rms_?norm", re.IGNORECASE)
+_LOOKS_LIKE_RMS_NORM = re.compile(r"rms_?norm|(?<!layer)(?<!batch)(?<!group)(?<!instance)norm$", re.IGNORECASE)
 _ATTENTIONS = (("q_proj", "k_proj", "v_proj"), ("qkv_proj", "o_proj"), ("kv_b_proj", "o_proj"))
 _MLPS = (
     ("gate_proj", "up_proj", "down_proj"),

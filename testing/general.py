@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from .recipes import EXTRAS, GDN_KEYS, GQA_KEYS, KDA_KEYS, MLA_KEYS, Recipe
+from .recipes import EXTRAS, GDN_KEYS, GQA_KEYS, KDA_KEYS, MLA_KEYS, Extra, Recipe
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
@@ -61,8 +61,9 @@ def general_recipe(model_type: str, *, headless: bool = False) -> Recipe | None:
         return None
     config_class = CONFIG_MAPPING[model_type]
     config_class = config_class.sub_configs.get("text_config", config_class)
-    if not issubclass(config_class, transformers.PreTrainedConfig):  # AutoConfig: any text model may be in it
-        return None
+    if not issubclass(config_class, transformers.PreTrainedConfig):
+        # AutoConfig: any text model may be in it, and the config itself says which one is unless told otherwise.
+        config_class = type(CONFIG_MAPPING[model_type]().get_text_config())
     # Where only the multimodal model has an auto class, the text model is named as its config.
     named = re.sub("(Text)?Config$", "ForCausalLM", config_class.__name__)
     model = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config_class.model_type, named)
@@ -90,12 +91,22 @@ def general_recipe(model_type: str, *, headless: bool = False) -> Recipe | None:
         shared=shared if shared in known else "moe_intermediate_size",
         small={key: value for key, value in _SMALL.items() if key in known},
         extra=(
-            *(extra for key, extra in EXTRAS.items() if key in known),
+            *(_taken(extra, config_class) for key, extra in EXTRAS.items() if key in known),
             lambda entry: _softmax_scale(entry, known),
             lambda entry: _activation(entry, known),
             lambda entry: _rope(entry, known),
         ),
     )
+
+
+def _taken(extra: Extra, config_class: Any) -> Extra:
+    """Without the keys that it gives None to and the config takes a number for: its layer types say where no window is."""
+    types = config_class.__annotations__
+
+    def given(entry: ModelEntry) -> Mapping[str, Any]:
+        return {key: value for key, value in extra(entry).items() if value is not None or types.get(key) is not int}
+
+    return given
 
 
 def _softmax_scale(entry: ModelEntry, known: Mapping[str, Any]) -> dict[str, Any]:

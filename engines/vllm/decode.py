@@ -184,6 +184,10 @@ class Door:
         """The layers that have run a decode step."""
         return sum(layer.name not in layer.waiting for layer in self.made)
 
+    def left(self) -> str | None:
+        """Why a layer has gone vLLM's way, as a sentence, or None where none has."""
+        return next(filter(None, (layer.left for layer in self.made)), None)
+
     def sites(self) -> tuple[str, ...]:
         """The names of the layers' sites, as the report has them."""
         return tuple(f"{path}:decode" for path in self.layers)
@@ -275,6 +279,7 @@ def forward_of(wrapper: Any, name: str, ops: Any, stood: Native, door: Door) -> 
         # What is put there once vLLM has traced a model is in none of its graphs, with ours or without.
         if not torch.compiler.is_compiling() and (problem := stood.changed()) is not None:
             once(logging.WARNING, CHANGED, problem)
+            ops.layers[name].left = problem
             return type(wrapper).forward(wrapper, positions, hidden_states, llama_4_scaling)
         rows = wrapper.fused_qkv_a_proj(hidden_states)[0]
         q, kv, k_rope = rows.split([wrapper.q_lora_rank, wrapper.kv_lora_rank, wrapper.qk_rope_head_dim], dim=-1)

@@ -92,6 +92,8 @@ class Layer:
     "0, 1, ... as slots of a buffer, for the most tokens of a step; a buffer of vLLM's module, which it keeps through its sleep."
     refused: bool = False
     "Whether an op did not take a step's tensors: from then on vLLM's own way is gone."
+    left: str | None = None
+    "Why vLLM's own way was gone last, as a sentence, or None where it was not."
 
     def __attrs_post_init__(self) -> None:
         self.children = self.wrapper._modules
@@ -149,7 +151,7 @@ class Layer:
 
     def refuse(self, error: Exception) -> None:
         """Go vLLM's way from now on."""
-        self.refused = True
+        self.refused, self.left = True, str(error)
         once(logging.WARNING, "layerfuse: mla_decode: %s: %s", self.name, error)
 
     def has_decoded(self) -> None:

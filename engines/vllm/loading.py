@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from ... import registry
 from ...adapters.errors import LayerfuseError, UnknownLayerError
 from ...adapters.linear_quant import quantises_inside
-from ...adapters.specs import AnySpec, GatedMLPSpec
+from ...adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec
 from ...fusion.compiler import surroundings_of
 from ...fusion.planning import plan
 from ...fusion.target import Target
@@ -25,7 +26,7 @@ from .options import Options
 from .own import FLASHINFER
 from .process import of_each_class, once
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
-from .unit import Unit
+from .unit import Unit, say_unfound, unfound_lines
 
 
 class NotFusedError(LayerfuseError, RuntimeError):
@@ -36,7 +37,7 @@ class NotFusedError(LayerfuseError, RuntimeError):
         super().__init__(model, why, fusions)
 
     def __str__(self) -> str:
-        told = [f"layerfuse is strict, and {line}" for line in _unfound_lines(self.model, self.fusions)]
+        told = [f"layerfuse is strict, and {line}" for line in unfound_lines(self.model, self.fusions)]
         told = told or [f"layerfuse is strict, and nothing is fused in {self.model}: {self.why}"]
         return "\n".join([*told, "Leave it out of `fusions`, or set `strict` to false, if that is acceptable."])
 
@@ -86,7 +87,7 @@ def units_of(
         return
     units = []
     held: set[str] = set()
-    behind = _behind_experts(model, specs)
+    behind = {*_behind_experts(model, specs), *_behind_a_gather(model, specs)}
     for path, module in compiled.items():
         here = [
             (layer, spec)
@@ -125,17 +126,17 @@ def units_of(
     # What has no site here may have one in another stage of the pipeline, or in the model that is loaded beside this one.
     alone = draft_of(vllm_config) is None and vllm_config.parallel_config.pipeline_parallel_size == 1
     stops = stops and alone
-    unfound = _unfound(options, [unit for _, unit in units])
+    find_unfound = partial(_unfound, options, [unit for _, unit in units])
+    unfound = find_unfound()
     if unfound and stops:
         raise NotFusedError(type(model).__name__, "", unfound)
-    for line in _unfound_lines(type(model).__name__, unfound):
-        once(logging.WARNING, "layerfuse: %s", line)
+    say_unfound(type(model).__name__, unfound)
     if reason is not None and not any(unit.active or unit.door is not None for _, unit in units):
         if not (unfound and options.names_alone):
             _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
         return
     for _, unit in units:
-        unit.unfound = unfound
+        unit.find_unfound = find_unfound
     if units:
         first = units[0][1]
         first.outside = tuple(layer for layer, _ in specs if _is_below(layer, text) and layer not in held)
@@ -166,10 +167,6 @@ def _unfound(options: Options, units: list[Unit]) -> dict[str, str]:
             reasons = Counter(refused or [each.reason for each in decisions])
             found[name] = reasons.most_common(1)[0][0] if reasons else "none of its layers has such a chain"
     return found
-
-
-def _unfound_lines(model: str, unfound: dict[str, str]) -> list[str]:
-    return [f"{name} is asked for, and has no site in {model}: {why}" for name, why in unfound.items()]
 
 
 def _nothing(model: nn.Module, why: str, stops: bool = False) -> None:
@@ -211,6 +208,14 @@ def _behind_experts(model: nn.Module, specs: Iterable[tuple[str, AnySpec]]) -> s
         return set()
     held = {id(module) for path, module in model.named_modules(remove_duplicate=False) if ".experts." in path}
     return {layer for layer in quantised if id(model.get_submodule(layer)) in held}
+
+
+def _behind_a_gather(model: nn.Module, specs: Iterable[tuple[str, AnySpec]]) -> Iterator[str]:
+    """Drafts whose experts run sequence-parallel: vLLM adds their residual, gathers the sum from all ranks, and norms that."""
+    for layer, spec in specs:
+        block = model.get_submodule(layer)._modules.get("mtp_block") if isinstance(spec, FinalNormSpec) else None
+        if getattr(block, "use_sequence_parallel_moe", False):
+            yield layer
 
 
 def _is_below(path: str, outer: str) -> bool:

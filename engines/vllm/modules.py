@@ -10,7 +10,7 @@ import functools
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType
@@ -38,6 +38,9 @@ REFUSALS = (LayerfuseError, TypeError, ValueError)
 
 NOT_CALLED = "vLLM did not call its norms together in the first run"
 
+GONE = "layerfuse: a fused op is not called any more: %s"
+"""What is said when something else was put in the place of what an op stands in."""
+
 _inside: ContextVar[Callable[..., Any] | None] = ContextVar("layerfuse_inside", default=None)
 """What stands for a module's function while an instance runs."""
 
@@ -52,10 +55,19 @@ class Standing:
     "Site -> calls of its fused op."
     missed: dict[str, str] = field(factory=dict)
     "Site -> why no fused op stands there, or why one did not run."
+    inside: dict[str, nn.Module] = field(factory=dict, repr=False)
+    "Path of a norm, or of the layer of both -> the module in which an op stands there."
+    held: tuple[tuple[Mapping[str, Any], str, nn.Module], ...] = field(default=(), repr=False)
+    "Where and under which name the model holds these, and what is around them."
+    asked: set[str] = field(factory=set)
+    "Sites that an op was to stand at so far."
 
     def put_in(self) -> None:
-        """Let the planned ops stand at their sites."""
+        """Let the planned ops stand at their sites. Those at which some were to stand before are left as they are."""
         for decision in self.unit.plan.expected():
+            if decision.site in self.asked:
+                continue
+            self.asked.add(decision.site)
             site = self.unit.plan.site[decision.site]
             problem = self._put_in(site, decision.fusion)
             if problem is not None:
@@ -83,7 +95,38 @@ class Standing:
                 self._function(module, seam, site, fusion)
         except NotNativeError as error:
             return str(error)
+        self.inside[path] = module
         return None
+
+    def watch(self) -> None:
+        """Look before each later call whether what an op stands in is there."""
+        if self.unit.door is not None and self.unit.door.stands:
+            wrappers = (layer.wrapper for layer in self.unit.door.made)
+            self.inside.update(zip(self.unit.door.layers, wrappers, strict=True))
+        if self.inside:
+            self._hold()
+            self.model.register_forward_pre_hook(lambda *_: self._look())
+
+    def _hold(self) -> None:
+        """Take note of where the model holds those modules, and the ones around them."""
+        wanted = {id(module) for module in self.inside.values()}
+        held = {}
+        for path, module in self.model.named_modules():
+            if id(module) in wanted:
+                parts = path.split(".")
+                held.update({".".join(parts[:end]): parts[end - 1] for end in range(1, len(parts) + 1)})
+        places = [(self.model.get_submodule(path.rpartition(".")[0])._modules, name) for path, name in held.items()]
+        self.held = tuple((modules, name, modules[name]) for modules, name in places)
+
+    def _look(self) -> None:
+        """Say what is there no more: what is called in its place is no op of ours. About 50 ns for a module."""
+        if all(modules.get(name) is module for modules, name, module in self.held):
+            return
+        there = {id(module) for module in self.model.modules()}
+        for path, module in self.inside.items():
+            if id(module) not in there:
+                once(logging.WARNING, GONE, f"another module stands at {path}")
+        self._hold()
 
     def _as_it_was(self, site: str, stood: Iterable[Native]) -> bool:
         """Whether nothing has been put in the place of vLLM's code since ours stands there: what has is called instead, and said."""
@@ -91,7 +134,7 @@ class Standing:
         if problem is None:
             return True
         self.missed[site] = problem
-        once(logging.WARNING, "layerfuse: a fused op is not called any more: %s", problem)
+        once(logging.WARNING, GONE, problem)
         return False
 
     def _counted(self, site: str, fusion: str, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -164,7 +207,7 @@ class Standing:
             if epsilon != q.epsilon:
                 why = f"vLLM calls {function.path} with epsilon {epsilon} here; the spec says {q.epsilon}"
                 self.missed[site.name] = why
-                once(logging.WARNING, "layerfuse: a fused op is not called any more: %s", why)
+                once(logging.WARNING, GONE, why)
                 return plain(x, y, x_weight, y_weight, epsilon)
             return run((x, y, x_weight, y_weight, *settings), (x, y, x_weight, y_weight, epsilon))
 
@@ -252,12 +295,13 @@ def counted(unit: Unit) -> Iterator[None]:
     unit.counted = calls
 
 
-def at_first_call(model: Any, unit: Unit, done: Callable[[Unit], None]) -> None:
+def at_first_call(model: Any, unit: Unit, before: Callable[[Unit], None], done: Callable[[Unit], None]) -> None:
     """Put the planned ops into a model, and report after its first call: vLLM's profiling run if it makes one, else the first step.
 
     Args:
         model: as loaded.
         unit: its plan.
+        before: called with the unit before that call; it may plan anew.
         done: called with the unit when the record of that call is in it.
     """
     standing = Standing(unit=unit, model=model)
@@ -266,12 +310,15 @@ def at_first_call(model: Any, unit: Unit, done: Callable[[Unit], None]) -> None:
 
     @functools.wraps(own)
     def first(*args: Any, **kwargs: Any) -> Any:
+        before(unit)
+        standing.put_in()
         standing.ran.clear()
         with counted(unit):
             result = own(*args, **kwargs)
         # A call that raised is none: the next one is reported.
         if model.forward is first:
             del model.forward  # later calls are the model's own
+        standing.watch()
         standing.take_down()
         done(unit)
         return result

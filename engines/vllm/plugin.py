@@ -165,7 +165,7 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             else:
                 from .modules import at_first_call
 
-                at_first_call(module, unit, _finish)
+                at_first_call(module, unit, _look_again, _finish)
     return model
 
 
@@ -228,8 +228,7 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
 
             if not any(isinstance(other, cls) for other, _ in process.this.waiting.values()):
                 cls.__call__ = own
-            with _quietly("looking at the MLA layers again", unit.strict):
-                unit.look_again()
+            _look_again(unit)
             _find_key(unit)
             # Tracing and compiling run no fused op.
             with in_place_of_options(unit), counting() as calls, recording() as seen:
@@ -247,6 +246,11 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
         return result
 
     return first_call
+
+
+def _look_again(unit: Unit) -> None:
+    with _quietly("looking at the MLA layers again", unit.strict):
+        unit.look_again()
 
 
 def _find_key(unit: Unit) -> None:

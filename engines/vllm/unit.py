@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from . import kept
 from .decode import Door
 from .passes import FusionPass
 from .pieces import Outline, PieceRecord, Sites
+from .process import once
 
 Source = Literal["rewritten", "equal", "cache", "unknown", "kept", "module"]
 """Whether a piece was rewritten here, is equal to one that was, came from a cache with a record or without one, or was read
@@ -62,8 +64,8 @@ class Unit:
     "Layers with sites that text runs and no compiled module holds."
     unread: dict[str, str] = field(factory=dict)
     "What no adapter reads of towers that no text runs -> class. Nothing is expected of it."
-    unfound: dict[str, str] = field(factory=dict)
-    "Fusions that are asked for by name and have no site in the loaded model -> why."
+    find_unfound: Callable[[], dict[str, str]] = field(default=dict, repr=False)
+    "Finds `unfound`, by the plans of all of the model's modules as they are then."
     at_modules: str | None = None
     "Why vLLM does not compile the model, where the fused ops stand in its modules; None: it compiles it."
     unreached: tuple[str, ...] = ()
@@ -96,11 +98,18 @@ class Unit:
         self.pipeline = Pipeline(self.plan, around=self.around)
         self.sites = Sites(self.plan, self.around)
 
+    @property
+    def unfound(self) -> dict[str, str]:
+        """Fusions that are asked for by name and have no site in the loaded model -> why."""
+        return self.find_unfound()
+
     def look_again(self) -> None:
         """Before the first call: where `mla_decode` stands aside from now on, plan anew what it would have taken."""
         if self.door is not None and self.door.look_again():
+            before = self.unfound
             self.plan = plan(self.plan.specs, self.plan.target, self.plan.config, self.engine)
             self.__attrs_post_init__()
+            say_unfound(self.model, {name: why for name, why in self.unfound.items() if name not in before})
 
     @property
     def active(self) -> bool:
@@ -224,6 +233,17 @@ class Unit:
             calls = found.setdefault(piece.tokens, Counter())
             calls.update(use.form for use in piece.record.uses if use.form is not None)
         return found
+
+
+def unfound_lines(model: str, unfound: dict[str, str]) -> list[str]:
+    """A sentence for each fusion that is asked for by name and has no site in a model of this class."""
+    return [f"{name} is asked for, and has no site in {model}: {why}" for name, why in unfound.items()]
+
+
+def say_unfound(model: str, unfound: dict[str, str]) -> None:
+    """Say so, once each."""
+    for line in unfound_lines(model, unfound):
+        once(logging.WARNING, "layerfuse: %s", line)
 
 
 def _kept(data: Mapping[str, Any]) -> Piece:

@@ -97,9 +97,9 @@ def verdict_of(unit: Unit, rank: int) -> Verdict:
     if unit.door is not None:
         sites_there, calls = unit.door.sites(), 0 if unit.counted is None else unit.counted[WRITES]
         called = None if called is None else {**called, NAME: calls}
-        why = unit.door.why_not or (
-            NOT_CALLED.format(run=unit.run) if unit.counted is not None and calls != len(sites_there) else None
-        )
+        why = unit.door.why_not
+        if why is None and unit.counted is not None and calls != len(sites_there):
+            why = unit.door.left() or NOT_CALLED.format(run=unit.run)
         fused[NAME] = sites_there if why is None else ()
         if why is not None:
             missed[NAME] = dict.fromkeys(sites_there, why)

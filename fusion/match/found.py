@@ -42,6 +42,8 @@ class NearNorm:
     epsilon: float | Node | None
     shared: str | None
     "Who else reads an intermediate of it, or None."
+    x: Node | None = None
+    "What it norms over the last dimension, where that can be told."
     weights: tuple[Node, ...] = field(default=())
     "Tensors of one dimension that its result is multiplied by."
     weight_offset: float | None = None
@@ -57,6 +59,7 @@ class NearNorm:
             width=norm.width,
             epsilon=norm.epsilon,
             shared=None,
+            x=norm.x,
             weights=(norm.weight,),
             weight_offset=norm.weight_offset,
         )

@@ -198,5 +198,6 @@ def _near(call: Call, form: NormOp) -> NearNorm:
         width=last_width(call[form.x]),
         epsilon=epsilon if isinstance(epsilon, float | int | Node) else None,
         shared=_part(call, form),
+        x=call[form.x] if isinstance(call[form.x], Node) else None,
         weights=(weight,) if isinstance(weight, Node) else (),
     )

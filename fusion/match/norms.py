@@ -19,6 +19,7 @@ from .values import last_width, same, value
 aten = torch.ops.aten
 _convert = torch.ops.prims.convert_element_type.default
 _ADDS = (aten.add.Tensor, aten.add.Scalar)
+_SQUARES = (aten.pow.Tensor_Scalar, aten.mul.Tensor)
 _ON_THE_WAY = (aten.mul.Tensor, _convert)
 """What may lie between a norm's reciprocal root and its result."""
 
@@ -119,8 +120,18 @@ def _from_rsqrt(rsqrt: Node) -> NearNorm | None:
         width=last_width(mean.args[0]),
         epsilon=epsilon if isinstance(epsilon, Node) else float(epsilon) if isinstance(epsilon, float | int) else None,
         shared=shared,
+        x=_normed_by(mean),
         weights=tuple(weight for node in _results(rsqrt) for weight in _vectors(node)),
     )
+
+
+def _normed_by(mean: Node) -> Node | None:
+    """What a mean of squares over the last dimension is of, before it is widened."""
+    square, dims = mean.args[:2]
+    x = square.args[0] if isinstance(square, Node) and square.target in _SQUARES else None
+    while isinstance(x, Node) and x.target is _convert:
+        x = x.args[0]
+    return x if isinstance(x, Node) and list(dims) in ([-1], [value(x).dim() - 1]) else None
 
 
 def _vectors(node: Node) -> Iterator[Node]:

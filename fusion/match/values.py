@@ -25,8 +25,10 @@ def same_shape(a: Any, b: Any) -> bool:
 
 
 def is_contiguous(tensor: torch.Tensor) -> bool:
-    """Whether a traced tensor is contiguous for every size it may have."""
+    """Whether a traced tensor is contiguous for every size it may have. An empty one is, as torch counts."""
     expected: Any = 1
+    if any(same(size, 0) for size in tensor.shape):
+        return True
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if not same(size, 1) and not same(stride, expected):
             return False

@@ -20,7 +20,7 @@ from ..report import GraphRecord, Use
 from .assertions import drop_answered_checks
 from .bodies import bodies_with_norms
 from .emit import replace, why_not_there
-from .ownership import Ownership, Surroundings
+from .ownership import Surroundings
 from .product_uses import ProductFinder
 from .uses import SiteUse, UseFinder
 
@@ -30,7 +30,7 @@ class Driver:
 
     def __init__(self, plan: Plan, around: Surroundings | None = None) -> None:
         self._plan = plan
-        self._find = UseFinder(plan, Ownership([site for site in plan.sites if site.norms], around))
+        self._find = UseFinder(plan, around)
         self._find_products = ProductFinder(plan, around)
 
     def __call__(self, graph: Graph, number: int) -> GraphRecord:
@@ -42,7 +42,13 @@ class Driver:
         )
         moved: dict[Node, Node] = {}
         uses = tuple(self._fuse(use, moved) for use in found.in_order)
-        return GraphRecord(graph=number, uses=uses, unattributed=tuple(found.loose), bodies=bodies_with_norms(graph))
+        return GraphRecord(
+            graph=number,
+            uses=uses,
+            unattributed=tuple(found.loose),
+            strange=found.strange,
+            bodies=bodies_with_norms(graph),
+        )
 
     def _fuse(self, use: SiteUse, moved: dict[Node, Node]) -> Use:
         fused: str | None = None

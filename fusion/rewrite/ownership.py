@@ -40,6 +40,10 @@ class Surroundings:
     "Every module's path."
     aliases: Mapping[str, str] = field(factory=dict)
     "A second path of a module that the model holds several times -> the path that the plan may know."
+    whole: bool = False
+    "Whether the plan is of all that the model's layers say, so that what belongs to none of them was not read."
+    ignored: frozenset[str] = frozenset()
+    "The modules that are left unread on purpose."
 
 
 class Ownership:
@@ -74,7 +78,7 @@ class Ownership:
         """Where a norm belongs that reads one of these weights and gives `out`."""
         by_path = self._of_path(out)
         for weight in weights:
-            parameter = _parameter(weight)
+            parameter = parameter_of(weight)
             if parameter is not None:
                 places = tuple(dict.fromkeys(place for name in parameter.names for place in self._of_name(name)))
                 # Tied weights belong to several norms; where the module path tells which, it decides.
@@ -109,16 +113,21 @@ class Ownership:
             self._paths[text] = tuple(self._resolve(module_path(text)))
         return self._paths[text]
 
+    def modules(self, weights: Iterable[Node], out: Node) -> list[str]:
+        """The modules of the model that a norm may stand in; none where nothing tells."""
+        parameter = next(filter(None, map(parameter_of, weights)), None)
+        if parameter is not None:
+            return [name.rpartition(".")[0] for name in parameter.names]
+        stack = out.meta.get("nn_module_stack")
+        path = module_path(next(reversed(stack.values()))[0]) if stack else ""
+        return sorted(each for each in self._around.paths if path and f".{each}".endswith(f".{path}"))
+
     def _is_elsewhere(self, node: Node) -> bool:
         """Whether a node stands in a module of the model that no site is in or around: a draft model's `enorm`."""
-        stack = node.meta.get("nn_module_stack")
-        path = module_path(next(reversed(stack.values()))[0]) if stack else ""
-        if not path:
-            return False
         aliases = self._around.aliases
-        known = {aliases.get(each, each) for each in self._around.paths if f".{each}".endswith(f".{path}")}
+        known = {aliases.get(each, each) for each in self.modules((), node)}
         sites = {aliases.get(each, each) for each in (*self._exact, *self._layers)}
-        return bool(known) and not any(_is_around(a, b) or _is_around(b, a) for a in known for b in sites)
+        return bool(known) and not any(is_around(a, b) or is_around(b, a) for a in known for b in sites)
 
     def _resolve(self, path: str) -> list[Place]:
         path = self._planned(path)
@@ -146,11 +155,13 @@ def join(layer: str, module: str) -> str:
     return f"{layer}.{module}" if layer else module
 
 
-def _is_around(outer: str, path: str) -> bool:
+def is_around(outer: str, path: str) -> bool:
+    """Whether a path is another or lies inside of it."""
     return f"{path}.".startswith(f"{outer}.")
 
 
-def _parameter(weight: Node) -> Parameter | None:
+def parameter_of(weight: Node) -> Parameter | None:
+    """The parameter that a norm's weight is, or is made from."""
     while weight.op == "call_function" and len(weight.all_input_nodes) == 1:
         weight = weight.all_input_nodes[0]
     found: Parameter | None = weight.meta.get(PARAMETER)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import define, field
+from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
 from ...adapters.specs import GatedNormSpec, MLASpec, NormSpec
@@ -19,7 +20,8 @@ from ..match.products import FoundProduct
 from ..match.values import value
 from ..sites import OUTPUT, Site
 from .missing import why_missing
-from .ownership import Location, Ownership, Place, differs, fits
+from .ownership import Location, Ownership, Place, Surroundings, differs, fits
+from .strangers import Stranger, StrangerFinder
 
 if TYPE_CHECKING:
     from ..planning import Plan
@@ -63,6 +65,8 @@ class Found:
     uses: list[SiteUse] = field(factory=list)
     loose: list[str] = field(factory=list)
     "Sentences on norms that look like a site's and could be assigned to none."
+    strange: tuple[Stranger, ...] = ()
+    "Norms of the residual stream that belong to no layer that was read."
 
     @property
     def in_order(self) -> list[SiteUse]:
@@ -74,16 +78,18 @@ class Found:
 class UseFinder:
     """Finds the uses of a plan's sites. Counts them, so that what cannot be told apart is handed out in turn."""
 
-    def __init__(self, plan: Plan, ownership: Ownership) -> None:
+    def __init__(self, plan: Plan, around: Surroundings | None) -> None:
         wanted = {decision.site for decision in plan.decisions if decision.kind in ("expected", "fallback")}
         self._wanted = wanted
         self._gated = any(site.role == OUTPUT and site.name in wanted for site in plan.sites)
-        self._ownership = ownership
+        around = Surroundings() if around is None else around
+        self._ownership = Ownership([site for site in plan.sites if site.norms], around)
+        self._strangers = StrangerFinder(plan, self._ownership, around)
         self._visits: Counter[str] = Counter()
 
     def __call__(self, graph: Graph) -> Found:
         """The uses of sites that have norms."""
-        if not self._wanted:
+        if not (self._wanted or self._strangers.asked):
             return Found()
         norms, near = self._norms(graph)
         found = Found()
@@ -112,6 +118,8 @@ class UseFinder:
             found.uses += self._paired(sites[name], several, near)
         self._hand_out(unsure, found)
         self._add_near(near, found)
+        self._add_unnormed(graph, found)
+        found.strange = self._strangers(graph, near)
         return found
 
     def _norms(self, graph: Graph) -> tuple[list[FoundNorm], list[NearNorm]]:
@@ -245,6 +253,22 @@ class UseFinder:
                     problems.setdefault(name, (site, [], where))[1].append(norm)
         for site, several, where in problems.values():
             found.uses.append(_missed(site, why_missing(site, False, False, several), (where,)))
+
+    def _add_unnormed(self, graph: Graph, found: Found) -> None:
+        """A site whose weight is read here, and by nothing that resembles a norm, is a use that is missed."""
+        used = {use.site.name for use in found.uses}
+        for weight in graph.find_nodes(op="placeholder"):
+            # What bodies of other ops hold is told with them.
+            readers = [user for user in weight.users if not isinstance(user.target, HigherOrderOperator)]
+            where = self._ownership.locate((weight,), weight)
+            owners = {site.name: site for site, _ in where.places if where.how == "parameter" and readers}
+            if used.isdisjoint(owners) and not self._wanted.isdisjoint(owners):
+                name, site = next((name, site) for name, site in owners.items() if name in self._wanted)
+                used.add(name)
+                problem = (
+                    f"its weight is read by {' and '.join(map(str, readers))}, and no RMS norm in a known form is there"
+                )
+                found.uses.append(_missed(site, problem, (where,)))
 
 
 def _is_gated_alike(norm: FoundNorm, spec: NormSpec, where: Location) -> bool:

@@ -5,6 +5,8 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,6 +82,27 @@ def test_the_block_adds_no_residual_at_its_entry_and_every_other_site_is_fused(
         assert apart(found, call(draft(plain, name))) < ROUNDING
     run, sites = "first run" if mode == "NONE" else "profiling run", DRAFTS[name][1][mode]
     assert f"{ADD}: {sites} expected, {sites} fused, 0 missed; called {sites} times in the {run}" in said(caplog)
+
+
+def test_a_final_norm_behind_a_gather_is_not_expected(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a draft with sequence-parallel experts: the sum is gathered in front of it."""
+    layer = import_model("vllm.model_executor.models.deepseek_v2:DeepseekV2DecoderLayer")
+    init = layer.__init__
+
+    def parallel(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.use_sequence_parallel_moe = True
+
+    draft_module = importlib.import_module("vllm.model_executor.models.deepseek_mtp")
+    monkeypatch.setattr(draft_module, "tensor_model_parallel_all_gather", lambda x, _: x.clone() * 1.0)
+    monkeypatch.setattr(layer, "__init__", functools.wraps(init)(parallel))
+    made = engine_config("deepseek-v3", layerfuse={"fusions": [ADD], "strict": True})
+    with in_engine(made, tmp_path):
+        call(draft(made, "deepseek-v3"))
+    assert f"{ADD}: 1 expected, 1 fused, 0 missed; called 1 times in the profiling run" in said(caplog)
+    assert any(line.startswith("outside of what vLLM compiles: ") for line in said(caplog))
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,14 @@ import copy
 import functools
 import importlib
 import importlib.util
+import json
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import attrs
 import pytest
 import torch
 
@@ -34,6 +37,9 @@ from vllm.v1.attention.backend import MLAAttentionImpl
 from vllm_paged import paged
 from vllm_started import ROUNDING, apart, started
 
+from layerfuse.engines.vllm import loading
+from layerfuse.engines.vllm.circumstances import engine_for
+from layerfuse.engines.vllm.decode_facts import beside
 from layerfuse.engines.vllm.native import _Look, why_not_ops
 from layerfuse.engines.vllm.seams import SEAMS
 from layerfuse.fusion import FusionMissedError
@@ -522,15 +528,16 @@ def test_a_patch_that_comes_after_mla_decode_is_what_runs_as_it_would_without(
         assert any("vLLM's own way is taken from now on: " in line and HOSTILE in line for line in said(caplog))
 
 
+@pytest.mark.parametrize("mode", ["VLLM_COMPILE", pytest.param("NONE", marks=dual)])
 def test_what_mla_decode_would_have_taken_is_fused_where_it_steps_aside_at_the_first_call(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results = []
     for options in (False, {"fusions": ["mla_decode", DUAL]}):
         path = tmp_path / str(len(results))
         with (
             monkeypatch.context() as patch,
-            paged("deepseek-v3", path, layerfuse=options, profile=False) as engine,
+            paged("deepseek-v3", path, layerfuse=options, profile=False, mode=mode) as engine,
         ):
             in_place(mla_attention.MLAAttention, "forward_impl")(patch)
             engine.engine()
@@ -538,9 +545,67 @@ def test_what_mla_decode_would_have_taken_is_fused_where_it_steps_aside_at_the_f
             results.append([engine.step(requests).float() for requests in STEPS])
     for got, theirs in zip(*results, strict=True):
         torch.testing.assert_close(got, theirs, rtol=1e-4, atol=1e-5)
-    lines = said(caplog)
-    assert "mla_decode: stands in 0 of 3 MLA layers; called 0 times in the profiling run" in lines
-    assert f"{DUAL}: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run" in lines
+    lines, run = said(caplog), "first run" if mode == "NONE" else "profiling run"
+    assert f"mla_decode: stands in 0 of 3 MLA layers; called 0 times in the {run}" in lines
+    assert f"{DUAL}: 3 expected, 3 fused, 0 missed; called 3 times in the {run}" in lines
+
+
+@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
+def test_a_strict_engine_says_what_mla_decode_steps_aside_for(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"fusions": ["mla_decode"], "strict": True}
+    with paged("deepseek-v3", tmp_path, layerfuse=options, profile=False, mode=mode) as engine:
+        in_place(mla_attention.MLAAttention, "forward_impl")(monkeypatch)
+        with pytest.raises(FusionMissedError, match=HOSTILE):
+            engine.engine()
+
+
+@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
+def test_what_has_no_site_without_mla_decode_is_told_where_it_steps_aside(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"fusions": ["mla_decode", DUAL]}
+    why = {DUAL: "not here"}
+    with (
+        mock.patch.object(loading, "engine_for", lambda *given: attrs.evolve(engine_for(*given), refuses=why)),
+        mock.patch.object(loading, "beside", lambda engine: beside(attrs.evolve(engine, refuses={}))),
+        paged("deepseek-v3", tmp_path, layerfuse=options, profile=False, mode=mode) as engine,
+    ):
+        told = f"layerfuse: {DUAL} is asked for, and has no site in DeepseekV3ForCausalLM: not here"
+        assert told not in said(caplog)
+        in_place(mla_attention.MLAAttention, "forward_impl")(monkeypatch)
+        engine.engine()
+        assert told in said(caplog)
+    (path,) = tmp_path.rglob("layerfuse-report.json")
+    (module,) = json.loads(path.read_text())["modules"].values()
+    assert module["unfound"] == why
+
+
+@pytest.mark.parametrize(("fusion", "where"), [(ADD, "input_layernorm"), ("mla_decode", "self_attn")])
+def test_what_another_module_takes_the_place_of_after_the_first_call_is_told(
+    fusion: str, where: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def anew(module: nn.Module) -> nn.Module:
+        """As it was made: without what stands in it."""
+        copied = copy.copy(module)
+        copied._modules = {name: anew(child) for name, child in module._modules.items()}
+        vars(copied).pop("forward", None)
+        return copied
+
+    with paged("deepseek-v3", tmp_path, layerfuse={"fusions": [fusion]}, mode="NONE") as engine:
+        layers = engine.engine.model.model.layers
+        told = "layerfuse: a fused op is not called any more: another module stands at "
+        engine.step(STEPS[0])
+        layers[1] = copy.copy(layers[1])  # with what it holds
+        engine.step(STEPS[1])
+        assert not any(line.startswith(told) for line in said(caplog))
+        layers[1].set_submodule(where, anew(layers[1].get_submodule(where)))
+        layers[2] = anew(layers[2])
+        engine.step(STEPS[2])
+        engine.step(STEPS[3])
+    for layer in ("model.layers.1", "model.layers.2"):
+        assert sum(line.startswith(f"{told}{layer}.{where}") for line in said(caplog)) == 1
 
 
 def module_of_ops(patch: pytest.MonkeyPatch) -> None:

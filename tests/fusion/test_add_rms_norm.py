@@ -194,6 +194,11 @@ def test_left_alone(forward: Any, reason: str) -> None:
     assert reason in str(fused_reason(altered(forward)))
 
 
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0, 64), (0, 2, 64)])
+def test_no_tokens_at_all_are_fused_as_some_are(shape: tuple[int, ...]) -> None:
+    assert fused_reason(Block(), x=torch.randn(shape)) is None
+
+
 def test_the_sum_is_read_by_others_too() -> None:
     def forward(self: Block, x: torch.Tensor) -> Any:
         total = x + self.attention(x)

@@ -44,6 +44,15 @@ def test_its_own_compile_leaves_the_model_alone() -> None:
     assert fused.report.of(FUSION).last_call == 1
 
 
+def test_in_a_graph_of_somebody_else_it_says_why_it_is_in_none() -> None:
+    fused, x = compiled(Layers()), torch.randn(5, HIDDEN)
+    with torch.no_grad():
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="this model is compiled with its fusions already"):
+            torch.compile(nn.Sequential(fused), fullgraph=True)(x)
+        torch.testing.assert_close(torch.compile(nn.Sequential(fused))(x), fused.original(x))
+    assert fused.report.of(FUSION).last_call == 1
+
+
 def test_a_new_class_is_its_own() -> None:
     class Named(fusion.FusedModel):
         pass

@@ -17,6 +17,7 @@ from torch import nn
 
 from layerfuse import fusion
 from layerfuse.adapters.errors import MissingAttributeError
+from layerfuse.adapters.parallel import tensor_parallel
 from layerfuse.fusion import FusedModel, FusionConfig, FusionMissedError
 
 transformers = pytest.importorskip("transformers")
@@ -233,6 +234,27 @@ def test_a_layer_that_can_no_longer_be_read_is_named() -> None:
     layer.forward = lambda hidden_states, **_: hidden_states
     with pytest.raises(MissingAttributeError, match=r"model\.layers\.1 .* does not say its layer_index"):
         call(fused)
+
+
+def test_how_layers_were_sharded_holds_for_later_readings_too() -> None:
+    """A wrapper that says nothing of its weight, put in outside of the block that says it for the layer."""
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    model = qwen3()
+    with tensor_parallel(1):
+        fused = fusion.compile(model, strict=True)
+    call(fused)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj = Wrapper(layer.self_attn.o_proj)
+    call(fused)
+    assert len(fused.report.of(ADD).matched) == 4
 
 
 def test_given_specs_stay() -> None:

@@ -64,7 +64,7 @@ def test_the_epsilons_of_the_code_are_found(config, epsilons):
 PROPOSED = [
     *("MiniCPM3Config", "YoutuConfig", "Mistral4Config", "OlmoHybridConfig", "Gemma3TextConfig", "AXK1Config"),
     *("Olmo2Config", "Olmo3Config", "Gemma2Config", "Qwen3NextConfig", "Qwen3MoeConfig", "GraniteConfig"),
-    *("Phi3Config", "Glm4Config"),
+    *("Phi3Config", "Glm4Config", "GotOcr2Config"),
 ]
 
 
@@ -220,6 +220,12 @@ def test_every_layer_of_mistral_slides_as_only_its_config_says():
     found, _ = asked("MistralConfig")
     assert found.problems == ()
     assert found.entry.layers["sliding"].sliding_window == 4096
+
+
+def test_a_model_without_a_window_whose_config_takes_a_number_alone_is_built():
+    found, own = asked("FlintConfig", num_hidden_layers=2)
+    own.register_models(files.parse(found.toml()), "inspect")
+    assert {spec.sliding_window for _, spec in own.specs_in(small_model(own.model("mine")), of=GQASpec)} == {None}
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,7 @@ from .kernels import dual_norm, row_norm
 from .product import silu_mul
 
 NO_QUANT = 0
-PER_TOKEN, PER_GROUP, STATIC, MXFP8, MXFP4 = (
-    FORMATS[word].mode for word in ("token", "group", "static", "mxfp8", "mxfp4")
-)
+PER_TOKEN, STATIC, MXFP8, MXFP4 = (FORMATS[word].mode for word in ("token", "static", "mxfp8", "mxfp4"))
 ELEMENTS = 128
 """Columns that a program of a product handles as one where no group says how many."""
 
