@@ -67,6 +67,15 @@ def pytest_runtest_call() -> None:
     _prepare(1)
 
 
+@pytest.fixture
+def _op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor runs its graphs op by op: the same graphs and calls without generated code, in a fraction of the time."""
+    import torch
+
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda gm, _inputs, **_: gm)
+
+
 def _prepare(seed: int) -> None:
     random.seed(seed)
     # Not imported for this: most tests of the lower floors need neither.
