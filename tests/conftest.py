@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import THOROUGH_ALONE, thorough_alone
+from helpers import THOROUGH_ALONE, patch_language_once, thorough_alone
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -81,6 +81,8 @@ def _prepare(seed: int) -> None:
     # Not imported for this: most tests of the lower floors need neither.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
+    if "triton.runtime.interpreter" in sys.modules:
+        patch_language_once()
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
         # torch renders its structured traces, which takes longer than the tests, as long as their logger has a handler. pytest
