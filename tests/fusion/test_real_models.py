@@ -53,12 +53,9 @@ def test_deepseek_v3(dtype: torch.dtype) -> None:
     assert (
         verdict.matched == verdict.expected == ("model.layers.0.self_attn:latents", "model.layers.1.self_attn:latents")
     )
-    unfused = trace(model, tokens(), specs=[], kwargs={"use_cache": False})
-    assert unfused.fused == 0
     with torch.no_grad():
         eager = model(tokens(), use_cache=False).logits
     torch.testing.assert_close(traced.output.logits, eager, **TOLERANCE[dtype])
-    torch.testing.assert_close(traced.output.logits, unfused.output.logits, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("named", [True, False])
