@@ -34,12 +34,13 @@ help:
 verify: $(VENV)/.installed
 	$(BIN)/layerfuse verify
 
-# Two processes: more of them compile C++ side by side, and small machines have no memory for that.
+# Two processes: more of them compile C++ side by side, and small machines have no memory for that. Each takes half of the files, so that
+# what a file shares is made once, and in the end some of the other's.
 test: $(VENV)/.installed
-	$(BIN)/pytest -n 2 -q $(TESTS)
+	$(BIN)/pytest -n 2 --dist worksteal -q $(TESTS)
 
 test-all: $(VENV)/.installed
-	$(BIN)/pytest -n 2 -q -m "" $(TESTS)
+	$(BIN)/pytest -n 2 --dist worksteal -q -m "" $(TESTS)
 
 fuzz: $(VENV)/.installed
 	LAYERFUSE_FUZZ_SECONDS=1200 $(BIN)/pytest -q -s tests/fuzz

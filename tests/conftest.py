@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import THOROUGH_ALONE, thorough_alone
+from helpers import THOROUGH_ALONE, patch_language_once, thorough_alone
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -67,11 +67,22 @@ def pytest_runtest_call() -> None:
     _prepare(1)
 
 
+@pytest.fixture
+def _op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor runs its graphs op by op: the same graphs and calls without generated code, in a fraction of the time."""
+    import torch
+
+    torch._dynamo.reset()
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda gm, _inputs, **_: gm)
+
+
 def _prepare(seed: int) -> None:
     random.seed(seed)
     # Not imported for this: most tests of the lower floors need neither.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
+    if "triton.runtime.interpreter" in sys.modules:
+        patch_language_once()
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
         # torch renders its structured traces, which takes longer than the tests, as long as their logger has a handler. pytest

@@ -74,6 +74,30 @@ def thorough_alone(items: Iterable[pytest.Item]) -> list[str]:
     return [test for test, runs in default.items() if not runs]
 
 
+def patch_language_once() -> None:
+    """Triton's interpreter patches its language anew for every device function that a program calls, which is near half of its time.
+
+    What the launch has patched stays patched until it ends, so that once for each is enough.
+    """
+    from triton.runtime import interpreter
+
+    patch, language, done = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core), set[frozenset[int]]()
+    if patch.__module__ == __name__:
+        return
+
+    def once(fn: Any) -> Any:
+        seen = frozenset(id(value) for value in fn.__globals__.values() if any(value is each for each in language))
+        if seen in done:
+            return interpreter._LangPatchScope()
+        scope = patch(fn)
+        restore = scope.restore
+        scope.restore = lambda: (done.clear(), restore())
+        done.add(seen)
+        return scope
+
+    interpreter._patch_lang = once
+
+
 def run_python(code: str, *paths: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in a Python of its own, which finds this checkout as `layerfuse`; `paths` come first."""
     found = os.pathsep.join(entry for entry in (*map(str, paths), os.environ.get("PYTHONPATH"), *sys.path) if entry)

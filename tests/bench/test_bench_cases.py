@@ -1,6 +1,7 @@
 import pytest
 import torch
 from bench_support import ALL, widths_for
+from helpers import in_turn
 
 from layerfuse import bench
 from layerfuse.bench import inputs, plain_torch
@@ -47,8 +48,7 @@ def test_the_bytes_are_those_that_must_be_read_and_written_once(case):
     assert (add.bytes_read(2), add.bytes_written(2)) == (5 * 7168 * 2, 4 * 7168 * 2)
 
 
-@pytest.mark.parametrize("fusion", ALL)
-@pytest.mark.parametrize("tokens", [1, 7, 100])
+@pytest.mark.parametrize(("fusion", "tokens"), in_turn(ALL, [1, 7, 100]))
 def test_the_copy_moves_those_bytes_to_half_a_percent_of_a_round_number(case, fusion, tokens):
     made = case(fusion, widths=widths_for(fusion))
     setting = Setting(case=made, device="cpu")

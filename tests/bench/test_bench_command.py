@@ -68,8 +68,9 @@ def test_several_are_measured_in_turn_and_their_json_is_a_list(type_in, tmp_path
     assert [one["case"]["fusion"] for one in json.loads(out)] == ["add_rms_norm", "mla_dual_rms_norm"]
 
 
-def test_without_a_name_it_is_every_form_of_every_fusion_that_has_a_site(type_in, another):
+def test_without_a_name_it_is_every_form_of_every_fusion_that_has_a_site(type_in, another, monkeypatch):
     another()
+    monkeypatch.setattr("layerfuse.bench.plot.why_not", lambda: "fifty drawings take longer than all else")
     options = ["--tokens", "1", "--device", "cpu", "--quick", "--peers", "layerfuse (reference)", "--json"]
     code, out, err = type_in(*options)
     assert code == 0

@@ -6,6 +6,7 @@ import time
 import pytest
 import rank_peers
 from bench_support import OURS
+from helpers import in_turn
 
 from layerfuse import bench
 from layerfuse.bench import ranks as ranks_module
@@ -33,8 +34,9 @@ def measure(ranks):
     return run
 
 
-@pytest.mark.parametrize("form", sorted(forms_over_ranks()))
-@pytest.mark.parametrize("options", [{}, {"dtype": "fp16", "weight_offset": 1.0}])
+@pytest.mark.parametrize(
+    ("form", "options"), in_turn(sorted(forms_over_ranks()), [{}, {"dtype": "fp16", "weight_offset": 1.0}])
+)
 def test_every_form_is_right_and_gets_a_time(measure, form, options):
     result = measure(form, **options)
     assert result.ours == OURS

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from bench_support import ALL, DUAL_QUANTS, OURS
+from helpers import in_turn
 
 from layerfuse import bench
 from layerfuse.bench import check, report
@@ -14,13 +15,16 @@ from layerfuse.bench.result import Result
 TAKES = {"ue8m0": ("group_quant", "token_quant"), "fp8": ("group_quant", "token_quant", "static_quant")}
 
 
-@pytest.mark.parametrize("fusion", ALL)
-@pytest.mark.parametrize("options", [{}, {"dtype": "fp16"}, {"dtype": "fp32"}, {"ue8m0": True}, {"fp8": "e4m3fnuz"}])
+def takes(fusion, option):
+    return fusion.removesuffix("_with_norm").endswith(TAKES[option])
+
+
+MORE = [(fusion, {"ue8m0": True}) for fusion in ALL if takes(fusion, "ue8m0")]
+MORE += [(fusion, {"fp8": "e4m3fnuz"}) for fusion in ALL if takes(fusion, "fp8")]
+
+
+@pytest.mark.parametrize(("fusion", "options"), [*in_turn(ALL, [{}, {"dtype": "fp16"}, {"dtype": "fp32"}]), *MORE])
 def test_everybody_here_is_right_and_gets_a_time(tiny, fusion, options):
-    if ("ue8m0" in options or "fp8" in options) and not fusion.removesuffix("_with_norm").endswith(
-        TAKES[next(iter(options))]
-    ):
-        pytest.skip("has no such option")
     result = tiny(fusion, **options)
     assert result.present == (OURS, "eager", "copy")
     assert result.ours == OURS

@@ -24,7 +24,7 @@ def run(*arguments):
 @pytest.mark.parametrize(
     ("model", "fused"),
     [
-        ("gpt-oss-120b", "all_reduce_add_rms_norm x2"),
+        pytest.param("gpt-oss-120b", "all_reduce_add_rms_norm x2", marks=pytest.mark.thorough),
         (
             "deepseek-v3",
             "all_reduce_add_rms_norm_group_quant x2, mla_dual_rms_norm_group_quant x1, silu_mul_group_quant x1",

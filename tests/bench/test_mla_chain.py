@@ -19,6 +19,8 @@ from layerfuse.fusion.ops.norm import normalise
 from layerfuse.fusion.ops.rope import turn
 from layerfuse.testing import small_entry
 
+pytestmark = pytest.mark.usefixtures("_op_by_op")
+
 
 @pytest.fixture(autouse=True)
 def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +32,6 @@ def _without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mla_chain, "PAGES", 2)
     monkeypatch.setattr(mla_chain, "captured", lambda calls, repeats: (None, [call() for call in calls]))
     monkeypatch.setattr(mla_chain, "in_turns", replayed)
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda gm, _inputs, **_: gm)
 
 
 def replayed(graphs: dict[str, Any], calls: int, rounds: int) -> dict[str, list[float]]:

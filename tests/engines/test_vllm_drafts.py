@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import in_turn
 
 pytest.importorskip("vllm_started")
 from test_vllm_plugin import ADD, OwnLoader, fresh, said  # noqa: F401 (`fresh` is a fixture)
@@ -69,8 +70,7 @@ def call(engine: Started, tokens: int = 6) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
-@pytest.mark.parametrize("name", list(DRAFTS))
+@pytest.mark.parametrize(("name", "mode"), in_turn(DRAFTS, ["NONE", "VLLM_COMPILE"]))
 def test_the_block_adds_no_residual_at_its_entry_and_every_other_site_is_fused(
     name: str, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

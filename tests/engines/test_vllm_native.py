@@ -19,6 +19,7 @@ from unittest import mock
 import attrs
 import pytest
 import torch
+from helpers import in_turn
 
 pytest.importorskip("vllm_started")
 import vllm
@@ -288,8 +289,15 @@ def test_what_no_source_tells_shows_in_the_numbers(
         numbers("deepseek-v3", tmp_path, {"fusions": [fusion], "strict": True})
 
 
-@pytest.mark.parametrize("when", ["before the first call", "after it"])
-@pytest.mark.parametrize("fusion", [ADD, pytest.param(DUAL, marks=dual)])
+@pytest.mark.parametrize(
+    ("fusion", "when"),
+    [
+        (ADD, "before the first call"),
+        pytest.param(DUAL, "after it", marks=dual),
+        pytest.param(ADD, "after it", marks=pytest.mark.thorough),
+        pytest.param(DUAL, "before the first call", marks=[dual, pytest.mark.thorough]),
+    ],
+)
 def test_a_norm_that_becomes_another_is_what_runs_from_then_on(
     fusion: str, when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -823,14 +831,15 @@ def test_every_implementation_of_vllms_ops_for_norms_is_its_own() -> None:
     assert why_not_ops() is None
 
 
-@pytest.mark.parametrize("when", ["before the first call", "after it"])
-@pytest.mark.parametrize(
-    ("model", "fusion", "path"),
-    [("deepseek-v3", ADD, "model.layers.1.input_layernorm"), ("qwen3-next", GATED, "model.layers.0.linear_attn.norm")],
-)
-def test_a_copy_of_a_norm_runs_with_its_own_weight(
-    model: str, fusion: str, path: str, when: str, tmp_path: Path
-) -> None:
+NORMS = [
+    ("deepseek-v3", ADD, "model.layers.1.input_layernorm"),
+    ("qwen3-next", GATED, "model.layers.0.linear_attn.norm"),
+]
+
+
+@pytest.mark.parametrize(("norm_of", "when"), in_turn(NORMS, ["before the first call", "after it"]))
+def test_a_copy_of_a_norm_runs_with_its_own_weight(norm_of: tuple[str, str, str], when: str, tmp_path: Path) -> None:
+    model, fusion, path = norm_of
     results = []
     for options in (False, {"fusions": [fusion]}):
         with started(model, tmp_path / str(bool(options)), layerfuse=options, mode="NONE") as engine:

@@ -141,7 +141,7 @@ def test_every_site_is_fused_called_and_reported_cold_and_warm(
 @pytest.mark.parametrize(
     ("name", "fused"),
     [
-        ("kimi-k2", {ADD: 6, DUAL: 3}),
+        pytest.param("kimi-k2", {ADD: 6, DUAL: 3}, marks=pytest.mark.thorough),
         ("gpt-oss-20b", {ADD: 8}),
         # Its norms are zero-centred: vLLM gives them to its op with one added to the weight.
         ("qwen3-next", {ADD: 8, "gated_rms_norm": 3}),
@@ -171,11 +171,11 @@ ROWS, COLUMNS, TOKENS = (
 @pytest.mark.parametrize(
     ("kernel", "quantised", "scheme"),
     [
-        pytest.param(ROWS, contextlib.nullcontext, "group", id="row by row, plain torch"),
+        pytest.param(ROWS, contextlib.nullcontext, "group", id="row by row, plain torch", marks=pytest.mark.thorough),
         pytest.param(ROWS, quantised_as_on_cuda, "group", id="row by row, vLLM's op"),
         pytest.param(COLUMNS, contextlib.nullcontext, "group", id="column by column, plain torch"),
         pytest.param(TOKENS, contextlib.nullcontext, "per_token", id="per token, plain torch"),
-        pytest.param(TOKENS, quantised_as_on_cuda, "per_token", id="per token, vLLM's op"),
+        pytest.param(TOKENS, quantised_as_on_cuda, "per_token", id="per token, vLLM's op", marks=pytest.mark.thorough),
     ],
 )
 def test_fp8_is_quantised_inside_the_fused_norms(

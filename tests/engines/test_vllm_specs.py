@@ -42,13 +42,11 @@ PLACE = own.Place(vendor="nvidia", arch="sm90")
 @pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
 def test_every_layer_reads_as_declared(name: str, tp: int, rank: int) -> None:
     dense = "first_k_dense_replace" in MODELS[name].overrides
-    check_every_layer(build_model(name, tp=tp, rank=rank), "vllm", name, tp, rank, all_dense=dense)
+    model = build_model(name, tp=tp, rank=rank)
+    check_every_layer(model, "vllm", name, tp, rank, all_dense=dense)
 
-
-@pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
-def test_kernel_layers_hold_what_their_outer_layer_holds_on_this_rank(name: str, tp: int, rank: int) -> None:
-    kernels = check_kernel_layers(build_model(name, tp=tp, rank=rank))
-
+    # Kernel layers hold what their outer layer holds on this rank.
+    kernels = check_kernel_layers(model)
     # The sparse and the Kimi layers of the CUDA classes are their own kernel layers.
     assert (kernels == 0) == (name in {"deepseek-v3.2", "deepseek-v3.2-rocm", "glm-5", "kimi-linear", "kimi-k3"})
 

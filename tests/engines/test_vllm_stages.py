@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from helpers import in_turn
 
 pytest.importorskip("vllm_started")
 from test_vllm_plugin import ADD, fresh, said  # noqa: F401 (`fresh` is a fixture)
@@ -18,9 +19,9 @@ from whole_models import check_stages
 REDUCED = "all_reduce_add_rms_norm"
 
 
-@pytest.mark.parametrize(("tp", "stages"), [(1, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("name", MODELS)
-def test_the_stages_together_are_the_whole_model(name: str, tp: int, stages: int) -> None:
+@pytest.mark.parametrize(("name", "shared"), in_turn(MODELS, [(1, 2), (1, 4), (2, 2)]))
+def test_the_stages_together_are_the_whole_model(name: str, shared: tuple[int, int]) -> None:
+    tp, stages = shared
     rank = tp - 1
     models = [build_model(name, tp=tp, rank=stage * tp + rank, pp=stages) for stage in range(stages)]
     check_stages(build_model(name, tp=tp, rank=rank), models)

@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
+from helpers import in_turn
 
 pytest.importorskip("vllm_started")
 from test_vllm_modules import GATED
@@ -117,18 +118,18 @@ def test_a_loader_that_calls_vllms_and_wraps_the_model_is_one_that_is_read(
     assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the first run" in said(caplog)
 
 
-@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
-@pytest.mark.parametrize(
-    ("names", "unfound", "why"),
-    [
-        ([ADD, GATED], GATED, ": none of its layers has such a chain"),
-        ([f"+{ADD}", f"+{GATED}", f"-{DUAL}"], GATED, ": none of its layers has such a chain"),
-        ([ADD, "all_reduce_add_rms_norm"], "all_reduce_add_rms_norm", ""),
-    ],
-)
+NAMED = [
+    ([ADD, GATED], GATED, ": none of its layers has such a chain"),
+    ([f"+{ADD}", f"+{GATED}", f"-{DUAL}"], GATED, ": none of its layers has such a chain"),
+    ([ADD, "all_reduce_add_rms_norm"], "all_reduce_add_rms_norm", ""),
+]
+
+
+@pytest.mark.parametrize(("named", "mode"), in_turn(NAMED, ["VLLM_COMPILE", "NONE"]))
 def test_a_fusion_that_is_named_and_has_no_site_is_told_and_stops_a_strict_engine(
-    names: list[str], unfound: str, why: str, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    named: tuple[list[str], str, str], mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    names, unfound, why = named
     with started("deepseek-v3", tmp_path, layerfuse={"fusions": names}, mode=mode) as engine:
         engine()
     told = f"{unfound} is asked for, and has no site in DeepseekV3ForCausalLM{why}"
@@ -199,8 +200,13 @@ def test_what_is_on_beside_a_name_without_a_site_is_told_too_where_nothing_can_s
     ]
 
 
-@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE", "DYNAMO_TRACE_ONCE"])
-@pytest.mark.parametrize("asks", [{"fusions": f"-{DUAL}"}, {"level": 0}, {"fusions": "-mla_decode"}])
+@pytest.mark.parametrize(
+    ("asks", "mode"),
+    in_turn(
+        [{"fusions": f"-{DUAL}"}, {"level": 0}, {"fusions": "-mla_decode"}],
+        ["VLLM_COMPILE", "NONE", "DYNAMO_TRACE_ONCE"],
+    ),
+)
 def test_what_is_switched_off_asks_for_nothing(asks: dict[str, Any], mode: str, tmp_path: Path) -> None:
     with started("deepseek-v3", tmp_path, layerfuse={**asks, "strict": True}, mode=mode) as engine:
         if mode == "NONE":
@@ -258,7 +264,10 @@ def adding(cls: Any, extra: Callable[[], torch.nn.Module]) -> Callable[..., None
     return with_extra
 
 
-@pytest.mark.parametrize(("mode", "tower"), [("VLLM_COMPILE", False), ("VLLM_COMPILE", True), ("NONE", False)])
+@pytest.mark.parametrize(
+    ("mode", "tower"),
+    [("VLLM_COMPILE", True), ("NONE", False), pytest.param("VLLM_COMPILE", False, marks=pytest.mark.thorough)],
+)
 def test_a_tower_that_no_text_runs_is_not_expected_and_is_named_once(
     mode: str, tower: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,13 +19,6 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-@pytest.fixture
-def _op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor runs its graphs op by op: the same graphs and calls without generated code, in a fraction of the time."""
-    torch._dynamo.reset()
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda gm, _inputs, **_: gm)
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _quick() -> None:
     torch.set_num_threads(1)

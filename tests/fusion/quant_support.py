@@ -211,13 +211,14 @@ def assert_left(module: nn.Module, quant: str, reason: str, *, plain: bool = Tru
     given: dict[str, Any] = {"specs": [("layer", mla_spec())], **kwargs}
     # The plain norm off: nothing at all changes.
     off = trace_quantised(Wrapped(module), x, quant, **{**given, "config": config(quant, switches={FUSION: False})})
-    assert off.before == off.after or "layerfuse.quantise" in off.before[0]  # canonical ops are lowered
     (said,) = off.report.of(fusion_of(quant)).missed.values()
     assert said.endswith(reason) or reason in said, said
     assert "instead" not in said
-    unfused = trace(Wrapped(module), x, specs=[])
-    for got, wanted in zip(off.output, unfused.output, strict=True):
-        assert torch.equal(got.float().nan_to_num(), wanted.float().nan_to_num())
+    if off.before != off.after:  # canonical ops are lowered, to the same numbers
+        assert "layerfuse.quantise" in off.before[0]
+        unfused = trace(Wrapped(module), x, specs=[])
+        for got, wanted in zip(off.output, unfused.output, strict=True):
+            assert torch.equal(got.float().nan_to_num(), wanted.float().nan_to_num())
     # The plain norm on: it takes the pair, and both say so.
     traced = trace_quantised(Wrapped(module), x, quant, **given)
     verdict, fallback = traced.report.of(fusion_of(quant)), traced.report.of(FUSION)

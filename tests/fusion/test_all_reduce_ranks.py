@@ -119,8 +119,10 @@ class _Layer(nn.Module):
 
 
 def _compiled(rank: int, switched_off: bool) -> str:
+    import torch._inductor.compile_fx as inductor
     from reduced_support import sharded_spec
 
+    inductor.compile_fx_inner = lambda gm, _inputs, **_: gm
     if switched_off and rank == 1:
         os.environ["LAYERFUSE_FUSIONS"] = "-all_reduce_add_rms_norm"
     fused = fusion.compile(_Layer(), specs=[("", sharded_spec(2, rank, width=32))])

@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import graph_text
+from helpers import in_turn
 
 from layerfuse import fusion, registry
 from layerfuse.testing import small_model
 from layerfuse.verify import one_of_each
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("_op_by_op")
 
 GATED = "gated_rms_norm"
 MODELS = {
@@ -25,20 +27,13 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 IDS = torch.arange(9)[None]
 
 
-@pytest.fixture(autouse=True)
-def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda gm, _inputs, **_: gm)
-
-
 def small(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     few = one_of_each(registry.model(name))
     torch.manual_seed(0)
     return small_model(few, layers=few.num_hidden_layers, dtype=dtype, **changes)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(MODELS, TOLERANCE), ids=str)
 def test_a_whole_model_is_one_graph_with_its_gated_norms_fused(name: str, dtype: torch.dtype) -> None:
     model = small(name, dtype)
     kept = fusion.keep_recurrences(model)

@@ -22,6 +22,7 @@ from fusion_support import (
     trace,
     with_modules,
 )  # fmt: skip
+from helpers import in_turn
 from torch import nn
 
 DTYPES = list(TOLERANCE)
@@ -43,9 +44,8 @@ def assert_fused(module: nn.Module, x: torch.Tensor, spec: Any = None, count: in
         torch.testing.assert_close(got, expected, **TOLERANCE[x.dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("shape", [FusedProjection, TwoProjections])
+@pytest.mark.parametrize(("norm", "dtype"), in_turn(NORMS, DTYPES), ids=str)
 def test_form(shape: Any, norm: str, dtype: torch.dtype) -> None:
     assert_fused(shape(NORMS[norm]).to(dtype), torch.randn(7, HIDDEN, dtype=dtype))
 

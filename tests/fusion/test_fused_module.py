@@ -9,7 +9,6 @@ import pytest
 import torch
 from fusion_support import FUSION, HIDDEN, TwoProjections, mla_spec
 from torch import nn
-from torch._inductor import compile_fx
 
 from layerfuse import fusion
 
@@ -23,10 +22,7 @@ class Layers(nn.Module):
         return tuple(part for layer in self.layers for part in layer(x))
 
 
-@pytest.fixture(autouse=True)
-def _no_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setattr(compile_fx, "compile_fx_inner", lambda graph, _inputs, **_: graph)
+pytestmark = pytest.mark.usefixtures("_op_by_op")
 
 
 def compiled(model: nn.Module, count: int = 1, **more: Any) -> fusion.FusedModel:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from fusion_support import HIDDEN, trace
 from gated_support import FORMS, GATED, HEADS, WIDTH, GatedNorm, Heads, delta_net, dequantised, exact
+from helpers import in_turn
 from quant_support import CPU_FP8, config, sglang_group, vllm_group, vllm_per_token
 from stream_support import checked
 from torch import Tensor, nn
@@ -23,8 +24,7 @@ def assert_as_exact_as_one_rounding(found: Tensor, wanted: Tensor) -> None:
     assert (error <= wanted.abs() * (step + 3e-6) + 1e-7).all(), (error / wanted.abs().clamp(min=1e-6)).max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("name", "dtype"), in_turn(FORMS, DTYPES), ids=str)
 def test_every_form_is_found_and_exact(name: str, dtype: torch.dtype) -> None:
     make, activation, before, offset = FORMS[name]
     model = Heads(make()).to(dtype)
@@ -140,20 +140,21 @@ class Quantised(Heads):
         return self.quantise(super().forward(hidden))
 
 
+READERS = [
+    (vllm_per_token, "per_token"),
+    (sglang_group, "group128"),
+    (lambda x: sglang_group(x, 32), "group32"),
+    (lambda x: vllm_group(x, column_major=True), "group128,column_major"),
+    (lambda x: vllm_group(x.flatten(0, -2)), "group128"),
+]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("quantise", "quant"),
-    [
-        (vllm_per_token, "per_token"),
-        (sglang_group, "group128"),
-        (lambda x: sglang_group(x, 32), "group32"),
-        (lambda x: vllm_group(x, column_major=True), "group128,column_major"),
-        (lambda x: vllm_group(x.flatten(0, -2)), "group128"),
-    ],
+    ("name", "reader"), in_turn(["silu", "rounded before the weight", "after a sigmoid gate"], READERS)
 )
-@pytest.mark.parametrize("name", ["silu", "rounded before the weight", "after a sigmoid gate"])
-def test_quantised_in_the_readers_shapes(name: str, layout: str, quantise: Any, quant: str) -> None:
-    make, activation, before, offset = FORMS[name]
+def test_quantised_in_the_readers_shapes(name: str, layout: str, reader: tuple[Any, str]) -> None:
+    (make, activation, before, offset), (quantise, quant) = FORMS[name], reader
     model = Quantised(make(), layout, quantise).bfloat16()
     hidden = torch.randn(5, HIDDEN, dtype=torch.bfloat16)
     spec = delta_net(activation, before=before)
@@ -185,9 +186,9 @@ class TwoProjections(Quantised):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("make", [Quantised, TwoProjections])
-@pytest.mark.parametrize(("quantise", "quant"), [(vllm_per_token, "per_token"), (sglang_group, "group128")])
-def test_quantised_where_batches_and_tokens_both_vary(quantise: Any, quant: str, make: Any, layout: str) -> None:
+@pytest.mark.parametrize(("reader", "make"), in_turn(READERS[:2], [Quantised, TwoProjections]))
+def test_quantised_where_batches_and_tokens_both_vary(reader: tuple[Any, str], make: Any, layout: str) -> None:
+    quantise, quant = reader
     model = make(GatedNorm(), layout, quantise).bfloat16()
     hidden = torch.randn(2, 3, HIDDEN, dtype=torch.bfloat16)
     for dim in (0, 1):

@@ -17,15 +17,10 @@ from layerfuse.registry import files
 from layerfuse.testing import small_model
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("_op_by_op")
 
 IDS = torch.arange(9)[None]
 BOTH = ("input", "post_attention")
-
-
-@pytest.fixture(autouse=True)
-def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda gm, _inputs, **_: gm)
 
 
 def olmo(which: str) -> Any:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fusion_support import HIDDEN, Traced, trace
 from gated_support import INNER, PRODUCTS, GatedMLP, clamped, dequantised, mlp, swiglu
+from helpers import in_turn
 from quant_support import CPU_FP8, config, sglang_group, vllm_group, vllm_per_token
 from stream_support import checked
 from torch import Tensor, nn
@@ -35,9 +36,11 @@ class Values(GatedMLP):
         return self.quantise(self.product(*self.halves(x)))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("merged", [True, False], ids=["one projection", "two projections"])
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize(
+    ("name", "merged", "dtype"),
+    in_turn(PRODUCTS, [True, False], [torch.bfloat16, torch.float16, torch.float32]),
+    ids=str,
+)
 def test_every_form_is_found_and_exact(name: str, merged: bool, dtype: torch.dtype) -> None:
     product, limit = PRODUCTS[name]
     model = Values(sglang_group, product, merged).to(dtype)
@@ -78,17 +81,17 @@ def test_any_number_of_tokens() -> None:
     assert traced.report.of(GROUP).complete, str(traced.report)
 
 
-@pytest.mark.parametrize("merged", [True, False], ids=["one projection", "two projections"])
-@pytest.mark.parametrize(
-    ("quantise", "quant"),
-    [
-        (vllm_per_token, "per_token"),
-        (sglang_group, "group128"),
-        (lambda x: vllm_group(x.contiguous()), "group128"),
-        (lambda x: sglang_group(x.flatten(0, -2)), "group128"),
-    ],
-)
-def test_batches_and_tokens_may_both_vary(quantise: Any, quant: str, merged: bool) -> None:
+READERS = [
+    (vllm_per_token, "per_token"),
+    (sglang_group, "group128"),
+    (lambda x: vllm_group(x.contiguous()), "group128"),
+    (lambda x: sglang_group(x.flatten(0, -2)), "group128"),
+]
+
+
+@pytest.mark.parametrize(("reader", "merged"), in_turn(READERS, [True, False]))
+def test_batches_and_tokens_may_both_vary(reader: tuple[Any, str], merged: bool) -> None:
+    quantise, quant = reader
     # Two projections give joined rows, and what reads the quantisation has them in two dimensions.
     model = Values(quantise, merged=merged).bfloat16()
     x = torch.randn(2, 3, HIDDEN, dtype=torch.bfloat16)
@@ -144,6 +147,7 @@ def test_each_layer_has_its_own(by_weight: bool) -> None:
     assert traced.report.of(GROUP).complete
 
 
+@pytest.mark.usefixtures("_op_by_op")
 def test_one_compiled_layer_serves_its_siblings() -> None:
     # Dynamo compiles the layer once, and calls the graph with each layer's weights.
     model = Layers(*(GatedMLP(sglang_group) for _ in range(3))).bfloat16()
@@ -295,8 +299,7 @@ LOOK_ALIKES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float | None, s
 }
 
 
-@pytest.mark.parametrize("by_weight", [True, False])
-@pytest.mark.parametrize("name", LOOK_ALIKES)
+@pytest.mark.parametrize(("name", "by_weight"), in_turn(LOOK_ALIKES, [True, False]))
 def test_a_look_alike_is_left_alone_with_its_reason(name: str, by_weight: bool) -> None:
     product, limit, reason = LOOK_ALIKES[name]
     model = GatedMLP(sglang_group, product).bfloat16()

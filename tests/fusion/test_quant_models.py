@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import in_turn
 from quant_support import CPU_FP8, FORMS, PLAIN, config, dequantise, fusion_of, trace_quantised, vllm_group
 from test_real_models import deepseek, paths, tokens
 from torch import nn
@@ -35,15 +36,10 @@ def quantised(quantise: Any, layers: int = 2, **changes: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("form", "dtype"),
-    [
-        ("vllm, per token", torch.bfloat16),
-        ("vllm, per token", torch.float16),
-        ("vllm, groups", torch.bfloat16),
-        ("vllm, groups", torch.float32),
-        ("sglang, groups", torch.bfloat16),
-        ("deepgemm, ue8m0", torch.bfloat16),
-        ("canonical, groups", torch.bfloat16),
-    ],
+    in_turn(
+        ["vllm, per token", "vllm, groups", "sglang, groups", "deepgemm, ue8m0", "canonical, groups"],
+        [torch.bfloat16, torch.float16, torch.float32],
+    ),
     ids=str,
 )
 def test_deepseek_v3(form: str, dtype: torch.dtype) -> None:

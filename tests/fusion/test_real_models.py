@@ -53,21 +53,18 @@ def test_deepseek_v3(dtype: torch.dtype) -> None:
     assert (
         verdict.matched == verdict.expected == ("model.layers.0.self_attn:latents", "model.layers.1.self_attn:latents")
     )
-    unfused = trace(model, tokens(), specs=[], kwargs={"use_cache": False})
-    assert unfused.fused == 0
     with torch.no_grad():
         eager = model(tokens(), use_cache=False).logits
     torch.testing.assert_close(traced.output.logits, eager, **TOLERANCE[dtype])
-    torch.testing.assert_close(traced.output.logits, unfused.output.logits, **TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_without_weights_to_go_by(named: bool) -> None:
     # As in a slot of another compiler: only nn_module_stack ties sites to layers.
-    model = deepseek(3)
-    traced = trace(model, tokens(), specs=paths(model, 3, named=named), by_weight=False, kwargs={"use_cache": False})
+    model = deepseek(2)
+    traced = trace(model, tokens(), specs=paths(model, 2, named=named), by_weight=False, kwargs={"use_cache": False})
     assert {use.how for use in traced.report.records[0].uses} == {"module path"}
-    assert traced.fused == 3
+    assert traced.fused == 2
     assert traced.report.of(FUSION).complete
 
 

@@ -95,7 +95,7 @@ def on_a_rank(_rank: int, size: int) -> Any:
     return answers
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_every_all_reduce_in_front_of_an_add_is_fused(size: int) -> None:
     one, *others = run_on_ranks(on_a_rank, size, size)
     assert all(other == one for other in others)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import in_turn
 from quant_support import assert_quantised, vllm_group
 from stream_support import SITE, Stream, exact_norm, form_of, rows, run
 from torch import Tensor
@@ -61,8 +62,7 @@ def traced_with(lay_out: Any, quant: str, count: int = 6, dynamic: bool = False)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("count", [6, 8, 3])
-@pytest.mark.parametrize("lay_out", [deepgemm, padded, strided])
+@pytest.mark.parametrize(("lay_out", "count"), in_turn([deepgemm, padded, strided], [6, 3, 8]))
 def test_aligned(lay_out: Any, count: int, dynamic: bool) -> None:
     if lay_out is padded and count == 8:
         pytest.skip("nothing is padded, so nothing is copied: the scales stay row by row")
@@ -74,23 +74,26 @@ def test_aligned(lay_out: Any, count: int, dynamic: bool) -> None:
     assert_quantised(values, scales, exact_norm(module, *given), rounding=1e-5)
 
 
+LAID_OUT = [
+    (deepgemm, "group128,tma_aligned"),
+    (columns, "group128,column_major"),
+    (strided, "group128,tma_aligned"),
+    (None, "group128,column_major"),
+    (None, "group128,tma_aligned"),
+]
+
+
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("back", [False, True])
-@pytest.mark.parametrize("shape", [(2, 3), (5, 1), (1, 6), (2, 2, 3)])
 @pytest.mark.parametrize(
-    ("lay_out", "quant"),
-    [
-        (columns, "group128,column_major"),
-        (deepgemm, "group128,tma_aligned"),
-        (strided, "group128,tma_aligned"),
-        (None, "group128,column_major"),
-        (None, "group128,tma_aligned"),
-    ],
+    ("laid_out", "shape", "back"),
+    in_turn(LAID_OUT, [(2, 3), (5, 1), (1, 6), (2, 2, 3)], [False, True]),
+    ids=str,
 )
 def test_tokens_flattened_for_the_quantisation(
-    lay_out: Any, quant: str, shape: tuple[int, ...], back: bool, dynamic: bool
+    laid_out: tuple[Any, str], shape: tuple[int, ...], back: bool, dynamic: bool
 ) -> None:
     """(batch, seq, hidden) becomes (tokens, hidden), and the scales are laid out there, by steps or by our own op."""
+    lay_out, quant = laid_out
     if back and lay_out is deepgemm:
         pytest.skip("the written buffer is then read by two slices, which is no form that is known")
     aligned, count = "tma" in quant, math.prod(shape)

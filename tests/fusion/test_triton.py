@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,9 +65,7 @@ def assert_rounded_once(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 WIDTHS = [(1536, 512), (512, 1536), (2048, 512), (384, 384), (200, 72), (33, 7), (2400, 10), (1, 1)]
 
 
-@pytest.mark.parametrize("widths", WIDTHS, ids=str)
-@pytest.mark.parametrize("dtype", list(EPS), ids=str)
-@pytest.mark.parametrize("leading", [(), (0,), (1,), (5,), (2, 3)], ids=str)
+@pytest.mark.parametrize(("leading", "dtype", "widths"), in_turn([(), (0,), (1,), (5,), (2, 3)], EPS, WIDTHS), ids=str)
 def test_the_norms_are_rounded_once(leading: tuple[int, ...], dtype: torch.dtype, widths: tuple[int, int]) -> None:
     q, kv, q_weight, kv_weight = inputs(leading, *widths, dtype)
     kept = q.clone(), kv.clone()
@@ -100,9 +99,10 @@ def test_a_float32_weight_on_a_low_precision_input() -> None:
     assert_rounded_once(results[0], q, q_weight.float() * 1.0001, 1e-6)
 
 
-@pytest.mark.parametrize("step", range(7))
 @pytest.mark.parametrize("quantised", [False, True])
-@pytest.mark.parametrize("widths", [(1536, 512), (2304, 512), (256, 128), (1000, 384)], ids=str)
+@pytest.mark.parametrize(
+    ("widths", "step"), in_turn([(1536, 512), (2304, 512), (256, 128), (1000, 384)], range(7)), ids=str
+)
 def test_every_step_of_the_tuning(
     widths: tuple[int, int], quantised: bool, step: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,9 +211,11 @@ def expected_scale(values: torch.Tensor, group_size: int | None, power_of_two: b
     return torch.exp2(torch.ceil(torch.log2(scale))) if power_of_two else scale
 
 
-@pytest.mark.parametrize("form", QUANTS)
-@pytest.mark.parametrize("widths", [(1536, 512), (384, 72), (200, 40), (33, 7)], ids=str)
-@pytest.mark.parametrize("leading", [(6,), (2, 3), (0,)], ids=str)
+@pytest.mark.parametrize(
+    ("form", "widths", "leading"),
+    in_turn(QUANTS, [(1536, 512), (384, 72), (200, 40), (33, 7)], [(6,), (2, 3), (0,)]),
+    ids=str,
+)
 def test_quantised_forms(leading: tuple[int, ...], widths: tuple[int, int], form: str) -> None:
     call, group_size, column_major, power_of_two = QUANTS[form]
     q, kv, q_weight, kv_weight = inputs(leading, *widths, torch.bfloat16)

@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 import torch
+from helpers import in_turn
 
 from layerfuse.fusion import FUSIONS
 
@@ -56,9 +57,11 @@ def assert_exact(
         )
 
 
-@pytest.mark.parametrize("width", [1, 7, 64, 128, 333, 1000, 2880, 7168])
-@pytest.mark.parametrize("dtype", list(EPS), ids=str)
-@pytest.mark.parametrize("leading", [(), (0,), (1,), (5,), (2, 3), (2, 0)], ids=str)
+@pytest.mark.parametrize(
+    ("leading", "dtype", "width"),
+    in_turn([(), (0,), (1,), (5,), (2, 3), (2, 0)], EPS, [1, 7, 64, 128, 333, 1000, 2880, 7168]),
+    ids=str,
+)
 def test_sum_and_norm_are_rounded_once(leading: tuple[int, ...], dtype: torch.dtype, width: int) -> None:
     x, residual, weight = inputs(*leading, width, dtype=dtype)
     kept = x.clone(), residual.clone()
@@ -73,16 +76,14 @@ def test_wide_rows(width: int) -> None:
     assert_exact(add_rms_norm(x, residual, weight), x, residual, weight)
 
 
-@pytest.mark.parametrize("rows", [200, 700])
-@pytest.mark.parametrize("width", [64, 100, 256])
+@pytest.mark.parametrize(("width", "rows"), in_turn([64, 100, 256], [200, 700]))
 def test_rows_that_share_a_program(width: int, rows: int) -> None:
     """More rows than the last program has: what it does twice is the same."""
     x, residual, weight = inputs(rows + 3, width, dtype=torch.float32)
     assert_exact(add_rms_norm(x, residual, weight), x, residual, weight)
 
 
-@pytest.mark.parametrize("step", range(7))
-@pytest.mark.parametrize("width", [128, 512, 2880])
+@pytest.mark.parametrize(("width", "step"), in_turn([128, 512, 2880], range(7)))
 def test_every_step_of_the_tuning(width: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from layerfuse.fusion.backends.triton import tuning
 

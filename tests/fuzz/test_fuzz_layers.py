@@ -22,12 +22,11 @@ PATHS = ("", "model.layers.8.mlp", "model.layers.4.mlps.0", "x" * 100_000)
 
 
 @pytest.mark.parametrize("module", [True, False], ids=["module", "object"])
-@pytest.mark.parametrize("reader", READERS, ids=lambda reader: f"{reader.key} as {reader.facts.spec.__name__}")
-def test_a_layer_that_nobody_changed_is_read(reader: LayerReader, module: bool) -> None:
+def test_a_layer_that_nobody_changed_is_read(module: bool) -> None:
     """What the fuzzer changes is right before that, so that it comes as far as it can."""
-    spec = read(reader, made(reader, PLACES[reader], {}, module=module), None, "model.layers.8.mlp")
-    assert type(spec) is reader.facts.spec
-    assert spec.layer_index in (8, 4)
+    for reader in READERS:
+        spec = read(reader, made(reader, PLACES[reader], {}, module=module), None, "model.layers.8.mlp")
+        assert (type(spec), spec.layer_index in (8, 4)) == (reader.facts.spec, True), reader.key
 
 
 def read(reader: LayerReader, layer: Any, parallel: Parallel | None, path: str) -> Any:

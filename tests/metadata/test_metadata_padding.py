@@ -24,11 +24,11 @@ def check(plan, step):
 
 
 @pytest.mark.parametrize("target", [GFX942, GFX950], ids=str)
-@pytest.mark.parametrize("heads", range(1, 129))
-def test_every_head_count(heads, target):
+def test_every_head_count(target):
     """In float64, every head by the same additions in the same order. Ragged: a query may see no key, or none be there."""
-    plan = plan_metadata(with_heads(heads), target, batch=5, max_query_length=2, cu_count=5)
-    check(plan, make_step(heads, (2, 1, 2, 0, 2), (83, 1, 0, 9, 30)))
+    for heads in range(1, 129):
+        plan = plan_metadata(with_heads(heads), target, batch=5, max_query_length=2, cu_count=5)
+        check(plan, make_step(heads, (2, 1, 2, 0, 2), (83, 1, 0, 9, 30)))
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,7 @@ def test_what_is_missing_says_what_to_declare() -> None:
     ]
 
 
+@pytest.mark.usefixtures("_op_by_op")
 def test_strict_refuses_an_entry_in_part_and_takes_it_whole() -> None:
     given = torch.arange(6)[None]
     part = fusion.compile(ernie(), registry=knowing("Attention", "DecoderLayer", "MLP"), strict=True)

@@ -196,6 +196,7 @@ def test_the_norms_in_front_of_merged_linears_quantise_as_those_do():
     assert [norm.quant for norm in norms] == [ActivationQuant(group_size=128)] * 2
 
 
+@pytest.mark.usefixtures("_op_by_op")
 def test_strict_takes_what_inspect_calls_complete():
     found, own = asked("Phi3Config", num_hidden_layers=2)
     own.register_models(files.parse(found.toml()), "inspect")
