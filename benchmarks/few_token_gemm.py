@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from block_gemm import BLOCK, FP8, LARGEST, dequantised, quantised
 from torch import Tensor
 
 from layerfuse.bench.timing import Graph, Timing, time_graphs
@@ -29,6 +28,9 @@ from layerfuse.bench.timing import Graph, Timing, time_graphs
 SHAPES = ((2112, 7168), (3072, 1536), (7168, 2048), (4608, 7168), (7168, 2304))
 """Columns and depth: q_a and kv_a, q_b, o, gate and up, down."""
 TOKENS = (1, 8, 16, 64)
+BLOCK = 128
+"""Columns of an activation's scale, and both sides of a weight's (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
+FP8, LARGEST = torch.float8_e4m3fn, 448.0
 FEWEST_WEIGHTS, MOST_CACHED = 24, 200_000_000
 PROCESSORS = 132
 MOST_ERROR = 0.02
@@ -276,6 +278,20 @@ def _our_calls(name: str, tiling: Tiling, tokens: int, x: Tensor, weights: list[
         return [lambda weight=weight: multiply(*quantise(x), *weight) for weight in weights]
     values, scales = quantised(x)
     return [partial(multiply, x if inside else values, scales, *weight) for weight in weights]
+
+
+def dequantised(values: Tensor, scales: Tensor, rows_per_scale: int) -> Tensor:
+    """In float32; `rows_per_scale`: 1 for activations, 128 for weights."""
+    wide = scales.repeat_interleave(BLOCK, -1)[:, : values.shape[1]]
+    return values.float() * wide.repeat_interleave(rows_per_scale, 0)[: values.shape[0]]
+
+
+def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens, depth) to e4m3 and float32 scales, column by column."""
+    groups = x.float().unflatten(-1, (-1, BLOCK))
+    scales = groups.abs().amax(-1).clamp(min=1e-10) / LARGEST
+    values = (groups / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(FP8).flatten(-2)
+    return values, scales.t().contiguous().t()
 
 
 def drawn(columns: int, depth: int, device: str) -> Weight:
