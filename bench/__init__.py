@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from .files import write
     from .measure import run
     from .peers import InPlace, Peer, RefusedError, register, unregister
+    from .rank_group import RankError
     from .ranks import Ranks
     from .report import markdown
     from .result import Result
-    from .team import RankError
 
 _LATER = {
     "InPlace": ".peers",

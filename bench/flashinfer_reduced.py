@@ -15,7 +15,7 @@ from .cases import Case
 from .flashinfer_allreduce import FusedAllReduce
 from .inputs import DTYPES, Work
 from .peers import Peer, RefusedError, Setting, needs_gpu
-from .team import team
+from .rank_group import team
 from .thirdparty import Function, Offer, Results, norms_of, why_not_offered
 
 _Call = Callable[..., Results]

@@ -30,7 +30,7 @@ from ..fusion.declare import (
 )
 from ..fusion.steps import AllReduce, GatedNorm, Quant, SiluMul
 from .cases import ITEM_SIZES, Case, step_of
-from .team import team
+from .rank_group import team
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}

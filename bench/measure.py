@@ -17,9 +17,9 @@ from ..adapters.errors import shown
 from .cases import TOKENS, Case, check_tokens, known_form
 from .choosing import make_case, options_named
 from .errors import BenchError, CannotMeasureError
+from .rank_group import first, team
 from .ranks import Ranks, need_torch, ranks_for
 from .result import NOT_ASKED_FOR, Attendance, Host, Result, Row
-from .team import first, team
 
 if TYPE_CHECKING:
     from ..registry.lookup import Registry
@@ -129,8 +129,8 @@ def run(
     torch = need_torch()
     from ..fusion import Target
     from .arithmetic import EXACT, compose
+    from .baselines import names
     from .peers import Setting, check_names
-    from .roster import names
 
     over_ranks = known_form(fusion)[0].across_ranks
     if ranks is not None and not over_ranks:
@@ -180,9 +180,9 @@ def measured(question: _Question, step: Step) -> Result:
     """The answer, found in this process; of a fusion over ranks on all of them at once."""
     import torch
 
-    from . import entrants, environment, ours
+    from . import environment, ours, runs
+    from .baselines import all_peers
     from .peers import Setting, select
-    from .roster import all_peers
 
     case, counts, ranks = question.case, question.counts, team().size
     place = torch.device(question.device, *([torch.cuda.current_device()] if question.device == "cuda" else []))
@@ -206,11 +206,11 @@ def measured(question: _Question, step: Step) -> Result:
     host: tuple[Host, ...] = ()
     with torch.inference_mode():
         for count in counts:
-            row, found = entrants.row(count, place, setting, present, question.rounds, lambda doing: step(doing, total))
+            row, found = runs.row(count, place, setting, present, question.rounds, lambda doing: step(doing, total))
             rows.append(row)
             if on_host and count == counts[0]:
                 step(f"{count} tokens: time on the host", total)
-                host = entrants.host(found)
+                host = runs.host(found)
             del found
             torch._dynamo.reset()
             if place.type == "cuda":

@@ -13,7 +13,7 @@ from ..fusion.declare import StaticScale, Weight
 from ..fusion.ops.library import case_maker, public
 from .inputs import DTYPES, Work, arguments
 from .peers import OURS, Call, Peer, Setting
-from .team import team
+from .rank_group import team
 
 
 def our_peers(setting: Setting) -> list[Peer]:

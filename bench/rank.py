@@ -63,7 +63,7 @@ def _join(rank: int, size: int, device: str, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from .team import PATIENCE, Team, join
+    from .rank_group import PATIENCE, Team, join
 
     warnings.filterwarnings("ignore", module=r"(torch|triton)\b")
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)

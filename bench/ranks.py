@@ -19,7 +19,7 @@ from typing import Any
 from ..adapters.arguments import check_counts, expect
 from ..adapters.errors import LayerfuseError, shown
 from .errors import BenchError, CannotMeasureError
-from .team import RankError
+from .rank_group import RankError
 
 SILENCE = 300.0
 """Seconds that a rank may say nothing for: every step that it begins is a word."""

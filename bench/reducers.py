@@ -21,7 +21,7 @@ from .against import LIBRARIES, ONE_SHOT, TWO_SHOT
 from .cases import step_of
 from .inputs import Work
 from .peers import Setting
-from .team import team
+from .rank_group import team
 
 
 @frozen(kw_only=True, eq=False)

@@ -17,7 +17,7 @@ from attrs import frozen
 from torch import Tensor
 
 from .peers import Call, InPlace
-from .team import team
+from .rank_group import team
 
 Results = tuple[Tensor, ...]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from .against import VLLM
 from .inputs import Work
 from .peers import RefusedError, Setting, needs_gpu
+from .rank_group import RankError, team
 from .reducers import Reducer, Reduction, copies_in, parts_of, pitch_of
-from .team import RankError, team
 from .vllm_peer import library_of, version_of, why_not_loaded
 
 LARGEST = 8 << 20

@@ -25,7 +25,7 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
     registry = registry_with(files)
     found = inspect(config, registry=registry, name=name, file=str(path), folder=_named(config, named))
     if not found.same_as:
-        from ..testing.asking import ask_code
+        from ..testing.infer_from_code import ask_code
 
         found = ask_code(found, registry)
     if json:

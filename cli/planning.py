@@ -218,7 +218,7 @@ def _uncompiled(engine: Engine | None) -> list[str]:
 def _inside_flashinfer(decided: Plan, engine: str | None) -> list[str]:
     if engine != "vllm" or decided.target.arch != "sm90":
         return []
-    from ..engines.vllm.own import FLASHINFER
+    from ..engines.vllm.native_fusions import FLASHINFER
 
     return [f"{FLASHINFER}."] if any(d.fusion.endswith("_group_quant") for d in decided.expected()) else []
 

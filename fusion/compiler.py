@@ -23,15 +23,15 @@ from ..adapters.errors import ArgumentError, LayerfuseError, shown
 from ..adapters.parallel import ambient, tensor_parallel
 from ..adapters.specs import Parallel
 from .audit import Audit, audit_call
+from .call_counter import CallCounter
 from .config import FusionConfig
 from .dynamo_floats import floats_as_constants
 from .engine import Engine
 from .planning import Placed, Plan, plan, several
 from .report import GraphRecord, Report
-from .rewrite import Pipeline, Surroundings
+from .rewrite import ModuleIndex, Pipeline
 from .rewrite.parameters import mark, parameters_of
 from .rewrite.ranks import agree_on_graph, groups_in
-from .tally import Tally
 from .target import Target
 
 _OWN = frozenset(
@@ -274,7 +274,7 @@ class _Seen:
     specs: tuple[Placed, ...] = field(eq=_in_full)
     unknown: dict[str, str]
     target: Target
-    around: Surroundings
+    around: ModuleIndex
 
 
 def _prepare(fused: FusedModel) -> None:
@@ -299,7 +299,7 @@ def _prepare(fused: FusedModel) -> None:
         seen = now
         return True
 
-    tally = Tally(model, made, pipeline.report, seen.around, look_again)
+    tally = CallCounter(model, made, pipeline.report, seen.around, look_again)
     fused.report, fused._pipeline, fused._tally = pipeline.report, pipeline, tally
     fused._strict = arguments["strict"] or config.strict
     backend = inductor_with(pipeline, model, tally=tally, before=look_again)
@@ -317,7 +317,7 @@ def _look(model: nn.Module, arguments: dict[str, Any]) -> _Seen:
         )
     specs: tuple[Placed, ...] | None = arguments["specs"]
     unknown: dict[str, str] = {}
-    around = surroundings_of(model)
+    around = module_index_of(model)
     if specs is None:
         registry = _registry(arguments["registry"])
         said: Parallel | None = arguments["ambient"]
@@ -329,7 +329,7 @@ def _look(model: nn.Module, arguments: dict[str, Any]) -> _Seen:
     return _Seen(specs=specs, unknown=unknown, target=target, around=around)
 
 
-def surroundings_of(model: nn.Module) -> Surroundings:
+def module_index_of(model: nn.Module) -> ModuleIndex:
     """The paths of a model's modules, and which of them are one module under several paths."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
@@ -337,14 +337,14 @@ def surroundings_of(model: nn.Module) -> Surroundings:
         known = first.setdefault(id(module), path)
         if known != path:
             aliases[path] = known
-    return Surroundings(paths=frozenset((*first.values(), *aliases)), aliases=aliases)
+    return ModuleIndex(paths=frozenset((*first.values(), *aliases)), aliases=aliases)
 
 
 def inductor_with(
     pipeline: Pipeline | Callable[[torch.fx.Graph], GraphRecord | None],
     model: nn.Module | None = None,
     lower: Callable[..., Any] | None = None,
-    tally: Tally | None = None,
+    tally: CallCounter | None = None,
     before: Callable[[], object] = lambda: None,
 ) -> Callable[..., Any]:
     """A torch.compile backend: Inductor, with the pipeline run on each inference or forward graph.

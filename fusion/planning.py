@@ -25,12 +25,12 @@ from .chain import LAYERFUSE, Fusion
 from .config import FusionConfig
 from .engine import NAMES as ENGINES
 from .engine import Engine
+from .legality import legality
 from .limits import TokenLimit
 from .policy import Policy, shipped
 from .sites import FINAL, INPUT, Site, sites_of
-from .steps import Kind, Verdict
+from .steps import Kind, Legality
 from .target import Target
-from .verdict import verdict
 
 Placed: TypeAlias = "AnySpec | tuple[str, AnySpec]"
 """A spec, or a spec with the path of its layer in the model."""
@@ -403,11 +403,11 @@ class _Decider:
     def _limit(self, fusion: Fusion, site: Site) -> TokenLimit | None:
         return None if fusion.limit is None else fusion.limit(site, self._target, self._engine)
 
-    def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Verdict:
-        found = verdict(fusion, site, self._target, quant)
+    def _verdict(self, fusion: Fusion, site: Site, quant: ActivationQuant | None) -> Legality:
+        found = legality(fusion, site, self._target, quant)
         unread = None if fusion.format is None else self._why_not_read(site, quant)
         if unread is not None and found.kind != "not_applicable":
-            return Verdict("not_applicable", unread)
+            return Legality("not_applicable", unread)
         if found.kind != "expected":
             return found
         engine, switched = self._engine, fusion.name in dict(self._config.switches)
@@ -422,7 +422,7 @@ class _Decider:
                 elsewhere = None if inside else engine.does.get(fusion.name)
                 elsewhere = f"{elsewhere}; {figure}" if elsewhere is not None and figure is not None else elsewhere
             if elsewhere is not None:
-                return Verdict("not_applicable", elsewhere)
+                return Legality("not_applicable", elsewhere)
         off = self._config.why_off(fusion, engine, measured, self._policy, quant)
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
@@ -431,9 +431,9 @@ class _Decider:
             refusal = refusal or limit.unless_switched_on
         reason = refusal or off
         if reason is not None:
-            return Verdict("refused", reason)
+            return Legality("refused", reason)
         return (
             found
             if measured is None
-            else Verdict("expected", f"{found.reason}; measured {measured.figure(fusion.name)}")
+            else Legality("expected", f"{found.reason}; measured {measured.figure(fusion.name)}")
         )

@@ -12,10 +12,10 @@ import attrs
 from ..adapters.errors import LayerfuseError, MissingAttributeError
 from ..adapters.sources import Converted, Path, Quotient
 from ..adapters.specs import goes_with
+from .attribute_patch import CannotOperateError, changed, without
 from .contract_case import ContractCase, Sample
 from .reads import GEOMETRY, Read, norms_of, paths_of, reads_of
 from .scenario import BrokenContractError, scenario
-from .surgery import CannotOperateError, changed, without
 
 
 class ReadingScenarios(ContractCase):

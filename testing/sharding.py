@@ -11,12 +11,12 @@ import attrs
 from ..adapters.errors import ParallelConflictError, ParallelUnknownError, SpecError, UnreadableError
 from ..adapters.sources import Path
 from ..adapters.specs import FinalNormSpec, LayerSpec, Parallel
+from .attribute_patch import changed, without
 from .compare import is_stream
 from .contract_case import ContractCase, Sample
 from .meshes import cuts_of, rank_of_two, sharded_linear
 from .reads import counts_say_size, size_paths
 from .scenario import scenario
-from .surgery import changed, without
 
 SIZES = (2, 4, 8, 16)
 """Tensor-parallel sizes at which every declaration is asked."""

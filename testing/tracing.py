@@ -26,11 +26,11 @@ def traced(model: Any, registry: Any) -> TracedModel:
     import torch
 
     from ..fusion import Target, plan
-    from ..fusion.compiler import inductor_with, surroundings_of
+    from ..fusion.compiler import inductor_with, module_index_of
     from ..fusion.rewrite import Pipeline
 
     made = plan(registry.specs_in(model), Target.named("cpu"))
-    pipeline = Pipeline(made, around=surroundings_of(model))
+    pipeline = Pipeline(made, around=module_index_of(model))
     backend = inductor_with(pipeline, model, lower=_interpreted)
     return TracedModel(made, pipeline.report, torch.compile(model, backend=backend))
 

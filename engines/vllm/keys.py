@@ -19,12 +19,12 @@ from vllm.platforms import current_platform
 
 from ...fusion.rewrite.identity import hash_of, key_of
 from ...fusion.rewrite.ranks import kernels_here
+from .compiled_module import CompiledModule
 from .options import KEY, OWN
 from .passes import tensor_parallel_group, why_not_now
-from .unit import Unit
 
 
-def key_for(unit: Unit) -> str:
+def key_for(unit: CompiledModule) -> str:
     """The key of one module. Where the ranks of a group decide together, all of them make this call.
 
     It holds the plan, why nothing of it is done, the source, torch's release, the forced backend, whether the GPUs have kernels for fused
@@ -59,7 +59,7 @@ def check_table(vllm_config: Any) -> None:
 
 
 @contextmanager
-def in_place_of_options(unit: Unit) -> Iterator[None]:
+def in_place_of_options(unit: CompiledModule) -> Iterator[None]:
     """Let vLLM's config hold the unit's key in the place of layerfuse's options, which decide nothing beside it.
 
     A unit without a key leaves the cache to vLLM alone: neither options nor key are there.

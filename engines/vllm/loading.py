@@ -15,18 +15,18 @@ from ... import registry
 from ...adapters.errors import LayerfuseError, UnknownLayerError
 from ...adapters.linear_quant import quantises_inside
 from ...adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec
-from ...fusion.compiler import surroundings_of
+from ...fusion.compiler import module_index_of
 from ...fusion.planning import plan
 from ...fusion.target import Target
-from .circumstances import draft_of, engine_for, runs_modules, why_not_compiled
+from .compiled_module import CompiledModule, say_unfound, unfound_lines
+from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import Door
 from .decode_facts import NAME, TAKES, beside
 from .keys import check_table
+from .native_fusions import FLASHINFER
 from .options import Options
-from .own import FLASHINFER
 from .process import of_each_class, once
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
-from .unit import Unit, say_unfound, unfound_lines
 
 
 class NotFusedError(LayerfuseError, RuntimeError):
@@ -44,7 +44,7 @@ class NotFusedError(LayerfuseError, RuntimeError):
 
 def units_of(
     vllm_config: Any, model: nn.Module, options: Options, draft: bool = False
-) -> Iterator[tuple[nn.Module, Unit]]:
+) -> Iterator[tuple[nn.Module, CompiledModule]]:
     """The modules that vLLM will compile, with what layerfuse plans in each.
 
     Where vLLM runs the model without compiling it, that is the model itself, for fused ops at module level. Where there is nothing
@@ -106,12 +106,12 @@ def units_of(
         units.append(
             (
                 module,
-                Unit(
+                CompiledModule(
                     name=type(module).__qualname__,
                     model=type(model).__qualname__,
                     path=path,
                     plan=plan(inside, target, config, beside(engine) if taken else engine),
-                    around=surroundings_of(module),
+                    around=module_index_of(module),
                     vllm_config=vllm_config,
                     device=_device_of(module),
                     strict=config.strict,
@@ -153,7 +153,7 @@ def _say_quantised_inside(vllm_config: Any, model: nn.Module) -> None:
             once(logging.INFO, "layerfuse: %s (%d linears of %s do)", FLASHINFER, inside, type(model).__name__)
 
 
-def _unfound(options: Options, units: list[Unit]) -> dict[str, str]:
+def _unfound(options: Options, units: list[CompiledModule]) -> dict[str, str]:
     """The fusions that are asked for by name and can happen at no site of a model -> why."""
     found: dict[str, str] = {}
     for name in options.named:

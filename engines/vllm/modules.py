@@ -24,14 +24,14 @@ from ...adapters.specs import GatedNormSpec
 from ...fusion.catalog import FUSIONS
 from ...fusion.ops import FUNCTIONS
 from ...fusion.report import GraphRecord, Use
-from ...fusion.rewrite.ownership import join
+from ...fusion.rewrite.attribution import join
 from ...fusion.sites import OUTPUT, Site
 from . import trial
+from .compiled_module import CompiledModule, Piece
 from .hooks import Hook
 from .native import Native, NotNativeError, native, native_call, native_function
 from .process import once
 from .seams import Seam, seam_of
-from .unit import Piece, Unit
 
 REFUSALS = (LayerfuseError, TypeError, ValueError)
 """What an op raises for arguments that it does not take."""
@@ -49,7 +49,7 @@ _inside: ContextVar[Callable[..., Any] | None] = ContextVar("layerfuse_inside", 
 class Standing:
     """The fused ops that stand in one model."""
 
-    unit: Unit
+    unit: CompiledModule
     model: nn.Module = field(repr=False)
     ran: Counter[str] = field(factory=Counter)
     "Site -> calls of its fused op."
@@ -286,7 +286,7 @@ def _dispatched(function: Hook) -> Callable[..., Any]:
 
 
 @contextmanager
-def counted(unit: Unit) -> Iterator[None]:
+def counted(unit: CompiledModule) -> Iterator[None]:
     """Count the fused ops that are called while this lasts."""
     from ...fusion.backends import counting
 
@@ -295,7 +295,9 @@ def counted(unit: Unit) -> Iterator[None]:
     unit.counted = calls
 
 
-def at_first_call(model: Any, unit: Unit, before: Callable[[Unit], None], done: Callable[[Unit], None]) -> None:
+def at_first_call(
+    model: Any, unit: CompiledModule, before: Callable[[CompiledModule], None], done: Callable[[CompiledModule], None]
+) -> None:
     """Put the planned ops into a model, and report after its first call: vLLM's profiling run if it makes one, else the first step.
 
     Args:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from ...fusion.planning import Plan
 from ...fusion.report import GraphRecord, Use
-from ...fusion.rewrite.ownership import Surroundings, join
+from ...fusion.rewrite.attribution import ModuleIndex, join
 from ...fusion.rewrite.parameters import module_path
 from ...fusion.sites import Site
 
@@ -97,7 +97,7 @@ def _size(size: Any, symbols: dict[str, int]) -> str:
 class Sites:
     """Which site of a plan a module belongs to."""
 
-    def __init__(self, plan: Plan, around: Surroundings) -> None:
+    def __init__(self, plan: Plan, around: ModuleIndex) -> None:
         self._plan = plan
         self._aliases = around.aliases
         self._by_path: dict[str, str] = {_path(site): site.name for site in reversed(plan.sites)}

@@ -28,7 +28,7 @@ from .process import leave_alone, logger, once, say_if_untested, troubled, versi
 if TYPE_CHECKING:
     from torch import nn
 
-    from .unit import Unit
+    from .compiled_module import CompiledModule
 
 
 FORCED = "VLLM_FORCE_AOT_LOAD"
@@ -204,7 +204,7 @@ def _nothing_on(options: Options, vllm_config: Any) -> bool:
     return not may_find_a_site(vllm_config, arch_here())
 
 
-def _wait_for(module: nn.Module, unit: Unit) -> None:
+def _wait_for(module: nn.Module, unit: CompiledModule) -> None:
     """Be told of a module's first call, in which vLLM compiles it and makes its profiling run. Later calls are its own."""
     process.this.waiting[id(module)] = module, unit
     # vLLM gives a class that it compiles a __call__ of its own; classes derived from it have that too.
@@ -248,12 +248,12 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
     return first_call
 
 
-def _look_again(unit: Unit) -> None:
+def _look_again(unit: CompiledModule) -> None:
     with _quietly("looking at the MLA layers again", unit.strict):
         unit.look_again()
 
 
-def _find_key(unit: Unit) -> None:
+def _find_key(unit: CompiledModule) -> None:
     """Before vLLM looks into its cache: tell it by what key this module is known."""
     if process.this.off is None and (unit.active or (unit.door is not None and unit.door.stands)):
         unit.key = uuid.uuid4().hex  # where none can be found, one that no other start has
@@ -275,13 +275,13 @@ def _warm_up(seen: dict[Any, None]) -> None:
             logger.info("layerfuse: %d launches for fewer tokens than the profiling run's, in %.1f s", launches, took)
 
 
-def _running() -> Unit | None:
+def _running() -> CompiledModule | None:
     return process.this.running[-1] if process.this.running and process.this.off is None else None
 
 
 def _is_draft(original: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     """Whether a model is one that drafts for another, and is loaded beside it."""
-    from .circumstances import draft_of
+    from .config_probe import draft_of
 
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     draft = draft_of(given["vllm_config"])
@@ -358,7 +358,7 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _add_pass(backend: Any, unit: Unit) -> None:
+def _add_pass(backend: Any, unit: CompiledModule) -> None:
     """Add the unit's pass. Where that is not possible, this start keeps nothing of what it compiles: the key says that it is fused."""
     try:
         from .passes import insert
@@ -400,7 +400,7 @@ def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     unit = _running()
     if unit is not None:
         with _quietly("naming the folder of Triton's kernels"):
-            from .kept import name_tritons_folder
+            from .record_cache import name_tritons_folder
 
             name_tritons_folder(unit.device.index or 0)
     if unit is None or not unit.active:
@@ -432,7 +432,7 @@ def _at_metadata(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return result
 
 
-def _finish(unit: Unit) -> None:
+def _finish(unit: CompiledModule) -> None:
     """After the first call: say what became of the plan, and in `strict` raise where that is not what it should be."""
     if process.this.off is not None:
         _stop_if(unit.strict)

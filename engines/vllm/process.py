@@ -28,7 +28,7 @@ class Process:
         # By the scheduler's config: vLLM copies its config for parts of a model, for drafts and for kernels, and keeps that.
         self._engines: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.waiting: dict[int, tuple[Any, Any]] = {}
-        "The modules that vLLM will compile at their first call, each with its `Unit`, by identity."
+        "The modules that vLLM will compile at their first call, each with its `CompiledModule`, by identity."
         self.running: list[Any] = []
         "The units of the modules that are at their first call, the innermost last."
         self.said: set[str] = set()

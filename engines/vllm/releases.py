@@ -9,7 +9,7 @@ from attrs import frozen
 from ...adapters.errors import LayerfuseError, cut
 from ...fusion.engine import Engine
 from ...fusion.target import Target
-from . import own
+from . import native_fusions
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
 
 
@@ -78,12 +78,14 @@ def engine_of(
         raise UnknownReleaseOfVllmError(f"nothing is recorded of vLLM {cut(name)}; known: {', '.join(RELEASES)}")
     if is_set(BATCH_INVARIANT):
         return Engine(name="vllm", refuses={"*": INVARIANT})
-    place = own.Place(vendor=target.vendor, arch=target.arch, ranks=ranks, aiter=is_set("VLLM_ROCM_USE_AITER"))
+    place = native_fusions.Place(
+        vendor=target.vendor, arch=target.arch, ranks=ranks, aiter=is_set("VLLM_ROCM_USE_AITER")
+    )
     known = sorted(RELEASES[name].breakable.intersection(architectures))
     if enforce_eager:
         reason = "enforce_eager is set: vLLM compiles nothing"
     elif known and target.vendor == "nvidia":
         reason = f"vLLM {name} runs {known[0]} in breakable CUDA graphs by default, and does not compile it"
     else:
-        return own.compiled(place)
-    return own.uncompiled(reason, architectures, place, RELEASES[name].seams)
+        return native_fusions.compiled(place)
+    return native_fusions.uncompiled(reason, architectures, place, RELEASES[name].seams)

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 from ... import __version__
 from ...fusion.ops.agreement import patience
-from . import kept
+from . import record_cache
+from .compiled_module import CompiledModule
 from .process import logger, of_each_class, once, version
-from .unit import Unit
-from .verdict import Outcome, Verdict, lines_of, verdict_of
+from .rank_report import Outcome, RankReport, lines_of, rank_report_of
 
 NAME = "layerfuse-report.json"
 
@@ -27,7 +27,7 @@ _written: dict[Path, tuple[str, dict[str, Any]]] = {}
 """What this process has written into each file, and for which of vLLM's engines: a model may have several compiled modules."""
 
 
-def publish(unit: Unit) -> None:
+def publish(unit: CompiledModule) -> None:
     """Say what became of a module's plan, on the first rank of its group.
 
     Raises:
@@ -52,13 +52,13 @@ def publish(unit: Unit) -> None:
         outcome.check()
 
 
-def _title(unit: Unit, outcome: Outcome) -> str:
+def _title(unit: CompiledModule, outcome: Outcome) -> str:
     ranks = len(outcome.ranks)
     of = "" if ranks == 1 else f", {ranks} ranks"
     return f"layerfuse {__version__} in vLLM {version()}: {unit.name} on {unit.plan.target}{of}"
 
 
-def _lines(unit: Unit, outcome: Outcome) -> list[str]:
+def _lines(unit: CompiledModule, outcome: Outcome) -> list[str]:
     lines = lines_of(outcome)
     first = outcome.ranks[0]
     if len(outcome.ranks) > 1:
@@ -80,7 +80,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _file(unit: Unit) -> Path:
+def _file(unit: CompiledModule) -> Path:
     """Where the report goes: as asked for, else beside what vLLM's compiler keeps, which all ranks share; else in its cache."""
     parallel, compilation = unit.vllm_config.parallel_config, unit.vllm_config.compilation_config
     if unit.report_path is not None:
@@ -113,7 +113,7 @@ def _not_anothers(path: Path, engine: str) -> Path:
 def _is_anothers(path: Path, engine: str) -> bool:
     if path in _written:
         return _written[path][0] != engine
-    by = kept.written_by(path)
+    by = record_cache.written_by(path)
     return by is not None and by != os.getpid() and _runs(by)
 
 
@@ -127,7 +127,7 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _write(path: Path, unit: Unit, outcome: Outcome) -> str | None:
+def _write(path: Path, unit: CompiledModule, outcome: Outcome) -> str | None:
     """Write the report of every module of this process so far. None, or why that was not possible."""
     engine = unit.vllm_config.instance_id
     known, modules = _written.get(path, (engine, {}))
@@ -157,20 +157,22 @@ def _write(path: Path, unit: Unit, outcome: Outcome) -> str | None:
             for p in unit.pieces
         ],
     }
-    return kept.write(path, {"layerfuse": __version__, "vllm": version(), "pid": os.getpid(), "modules": modules})
+    return record_cache.write(
+        path, {"layerfuse": __version__, "vllm": version(), "pid": os.getpid(), "modules": modules}
+    )
 
 
-def _together(unit: Unit) -> tuple[int, tuple[Verdict, ...]]:
+def _together(unit: CompiledModule) -> tuple[int, tuple[RankReport, ...]]:
     """This rank, and the verdicts of all ranks of its tensor-parallel group."""
     from vllm.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()
     rank, size = group.rank_in_group, group.world_size
     try:
-        own = verdict_of(unit, rank)
+        own = rank_report_of(unit, rank)
     except Exception as error:  # the others wait for an answer
         problem = f"no verdict: {type(error).__name__}: {error}"
-        own = Verdict(rank=rank, fused={}, missed={}, called=None, problems=(problem,))
+        own = RankReport(rank=rank, fused={}, missed={}, called=None, problems=(problem,))
     if size == 1 or not (unit.active or unit.door) or dist.get_backend(group.cpu_group) != "gloo":
         return rank, (own,)
     verdicts: list[Any] = [None] * size

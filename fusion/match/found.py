@@ -33,7 +33,7 @@ class FoundNorm:
 
 
 @frozen(kw_only=True, eq=False)
-class NearNorm:
+class PartialMatch:
     """Something that computes a norm in no form that can be replaced."""
 
     root: Node
@@ -52,7 +52,7 @@ class NearNorm:
     "Why it is no gated norm, where that was asked."
 
     @classmethod
-    def of(cls, norm: FoundNorm) -> NearNorm:
+    def of(cls, norm: FoundNorm) -> PartialMatch:
         """A norm of a known form that is not the one that was looked for."""
         return cls(
             root=norm.out,

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from .adds import FoundAdd
 from .calls import Call, call_of, name_of_op
 from .errors import Unmatched
-from .found import FoundNorm, NearNorm
+from .found import FoundNorm, PartialMatch
 from .quant_forms import Described, OneOp
 from .quants import FoundQuant, quant_of
 from .values import last_width, same, same_shape, value
@@ -91,7 +91,7 @@ NORM_OPS: dict[str, NormOp] = {
 """The ops by qualified name."""
 
 
-def norm_ops(graph: Graph) -> Iterator[FoundNorm | NearNorm]:
+def norm_ops(graph: Graph) -> Iterator[FoundNorm | PartialMatch]:
     """The norms of a graph that are one op, in its order, and those of them that cannot be replaced."""
     for node in graph.nodes:
         form = NORM_OPS.get(name_of_op(node) or "") if node.op == "call_function" else None
@@ -191,9 +191,9 @@ def _part(call: Call, form: NormOp) -> str | None:
     return None if part is None else f"{call.name} reads a view of {call[part]}, and writes into it"
 
 
-def _near(call: Call, form: NormOp) -> NearNorm:
+def _near(call: Call, form: NormOp) -> PartialMatch:
     epsilon, weight = call[form.epsilon], call[form.weight]
-    return NearNorm(
+    return PartialMatch(
         root=call.node,
         width=last_width(call[form.x]),
         epsilon=epsilon if isinstance(epsilon, float | int | Node) else None,

@@ -11,7 +11,7 @@ import torch
 from torch._inductor.pattern_matcher import Match, is_match
 from torch.fx import Graph, Node
 
-from .found import FoundNorm, NearNorm, epsilon_in_words
+from .found import FoundNorm, PartialMatch, epsilon_in_words
 from .norm_ops import norm_ops
 from .patterns import Form, decomposed
 from .values import last_width, same, value
@@ -24,10 +24,10 @@ _ON_THE_WAY = (aten.mul.Tensor, _convert)
 """What may lie between a norm's reciprocal root and its result."""
 
 
-def find_norms(graph: Graph) -> tuple[list[FoundNorm], list[NearNorm]]:
+def find_norms(graph: Graph) -> tuple[list[FoundNorm], list[PartialMatch]]:
     """The norms of a graph in its order, and what resembles one."""
     found: dict[Node, FoundNorm] = {}
-    near: list[NearNorm] = []
+    near: list[PartialMatch] = []
     for root in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
         norm = _first_match(root, decomposed())
         if norm is not None:
@@ -107,7 +107,7 @@ def _checked(match: Match, form: Form) -> FoundNorm | None:
 # ---- what resembles a norm -------------------------------------------------------------------------------------------
 
 
-def _from_rsqrt(rsqrt: Node) -> NearNorm | None:
+def _from_rsqrt(rsqrt: Node) -> PartialMatch | None:
     add = rsqrt.args[0]
     if not isinstance(add, Node) or add.target not in _ADDS:
         return None
@@ -115,7 +115,7 @@ def _from_rsqrt(rsqrt: Node) -> NearNorm | None:
     if not isinstance(mean, Node) or mean.target is not aten.mean.dim:
         return None
     shared = next((why for node in (rsqrt, add, mean) if (why := _other_reader(node)) is not None), None)
-    return NearNorm(
+    return PartialMatch(
         root=rsqrt,
         width=last_width(mean.args[0]),
         epsilon=epsilon if isinstance(epsilon, Node) else float(epsilon) if isinstance(epsilon, float | int) else None,
@@ -152,4 +152,4 @@ def _other_reader(node: Node) -> str | None:
     return f"its intermediate {node} has {len(node.users)} readers, and a fused op does not compute it"
 
 
-__all__ = ["FoundNorm", "NearNorm", "epsilon_in_words", "find_norms"]
+__all__ = ["FoundNorm", "PartialMatch", "epsilon_in_words", "find_norms"]

@@ -17,10 +17,10 @@ from torch.fx import Graph
 from ...adapters.errors import ArgumentError, shown
 from ..planning import Plan
 from ..report import GraphRecord, Report
+from .attribution import ModuleIndex
 from .driver import Driver
 from .identity import key_of
 from .lowering import LowerCanonicalPass
-from .ownership import Surroundings
 from .ranks import asks_ranks
 
 _here: weakref.WeakValueDictionary[str, Pipeline] = weakref.WeakValueDictionary()
@@ -34,7 +34,7 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
     pipeline sees what an engine's copy did; in another process it starts a report of its own.
     """
 
-    def __init__(self, plan: Plan, report: Report | None = None, around: Surroundings | None = None) -> None:
+    def __init__(self, plan: Plan, report: Report | None = None, around: ModuleIndex | None = None) -> None:
         if not isinstance(plan, Plan):
             raise ArgumentError(f"plan: expected what fusion.plan(...) gives, got {shown(plan)}")
         self.plan = plan
@@ -77,7 +77,7 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
         with self._lock:
             self.report.add(GraphRecord(graph=self.report.graphs, uses=(), failed=why))
 
-    def replan(self, plan: Plan, around: Surroundings) -> None:
+    def replan(self, plan: Plan, around: ModuleIndex) -> None:
         """Rewrite by another plan from now on, with the same report."""
         with self._lock:
             self.plan = plan
@@ -100,4 +100,4 @@ def _again(token: str, plan: Plan) -> Pipeline:
     return Pipeline(plan, None if original is None else original.report)
 
 
-__all__ = ["LowerCanonicalPass", "Pipeline", "Surroundings"]
+__all__ = ["LowerCanonicalPass", "ModuleIndex", "Pipeline"]

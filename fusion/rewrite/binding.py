@@ -17,7 +17,7 @@ from ..match.quants import FoundQuant
 from ..match.values import value
 from ..steps.step import MIDDLE, SINKS, SOURCES, Step
 from .layouts import Made, Size
-from .uses import SiteUse
+from .uses import SiteMatch
 
 if TYPE_CHECKING:
     from ..planning import Plan
@@ -30,7 +30,7 @@ class Binding:
     name: str
     "Of the op."
     chain: tuple[Step, ...]
-    use: SiteUse
+    use: SiteMatch
     "The site, and what of it was found in the graph."
     plan: Plan
     moved: dict[Node, Node]

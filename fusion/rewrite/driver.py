@@ -18,17 +18,17 @@ from ..match.errors import Unmatched
 from ..planning import Decision, Plan
 from ..report import GraphRecord, Use
 from .assertions import drop_answered_checks
+from .attribution import ModuleIndex
 from .bodies import bodies_with_norms
 from .emit import replace, why_not_there
-from .ownership import Surroundings
 from .product_uses import ProductFinder
-from .uses import SiteUse, UseFinder
+from .uses import SiteMatch, UseFinder
 
 
 class Driver:
     """Rewrites the graphs of one model, one after the other."""
 
-    def __init__(self, plan: Plan, around: Surroundings | None = None) -> None:
+    def __init__(self, plan: Plan, around: ModuleIndex | None = None) -> None:
         self._plan = plan
         self._find = UseFinder(plan, around)
         self._find_products = ProductFinder(plan, around)
@@ -50,7 +50,7 @@ class Driver:
             bodies=bodies_with_norms(graph),
         )
 
-    def _fuse(self, use: SiteUse, moved: dict[Node, Node]) -> Use:
+    def _fuse(self, use: SiteMatch, moved: dict[Node, Node]) -> Use:
         fused: str | None = None
         form = left = None
         count = None if use.first is None else use.tokens
@@ -81,7 +81,7 @@ class Driver:
         )
 
     def _missed_by_siblings(
-        self, use: SiteUse, tokens: int | None, moved: dict[Node, Node]
+        self, use: SiteMatch, tokens: int | None, moved: dict[Node, Node]
     ) -> Iterator[tuple[str, str]]:
         """What is expected of sibling layers that run the same graph, not of this one, and is not there -> why."""
         if use.whole or use.first is None:
@@ -100,7 +100,7 @@ class Driver:
                     if why is not None:
                         yield decision.fusion, why
 
-    def _candidates(self, use: SiteUse, tokens: int | None) -> list[tuple[Fusion, list[Decision]]]:
+    def _candidates(self, use: SiteMatch, tokens: int | None) -> list[tuple[Fusion, list[Decision]]]:
         """What the plan allows here for the graph's number of tokens, longest chain first."""
         found: dict[str, list[Decision]] = {}
         for decision in self._plan.at(use.site.name):
@@ -110,7 +110,7 @@ class Driver:
         return sorted(pairs, key=lambda pair: -len(pair[0].chain))
 
 
-def _outside(fusion: Fusion, decisions: list[Decision], use: SiteUse) -> str | None:
+def _outside(fusion: Fusion, decisions: list[Decision], use: SiteMatch) -> str | None:
     """Why decisions for ranges of tokens do not hold in a graph for any number of them, or None where they do."""
     if fusion.takes_any_number or isinstance(use.tokens, int):
         return None

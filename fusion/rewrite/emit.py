@@ -24,12 +24,12 @@ from .binding import Binding, needed_by, val_of
 from .hoisting import check_writes, hoist
 from .layouts import Made, view
 from .ranks import check_kernel
-from .uses import SiteUse
+from .uses import SiteMatch
 
 _COPIED_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "original_aten", "from_node", "seq_nr")
 
 
-def replace(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> tuple[Form, str | None]:
+def replace(fusion: Fusion, use: SiteMatch, plan: Plan, moved: dict[Node, Node]) -> tuple[Form, str | None]:
     """Replace a site's chain by the fusion's op, in the form that the graph calls for.
 
     Args:
@@ -58,7 +58,7 @@ def replace(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -
     raise problem
 
 
-def why_not_there(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> str | None:
+def why_not_there(fusion: Fusion, use: SiteMatch, plan: Plan, moved: dict[Node, Node]) -> str | None:
     """Which step of the fusion is not in the graph, as `replace` would say it, or None where all are. The graph stays as it is."""
     problem: str | None = None
     for form in fusion.forms:
@@ -71,7 +71,7 @@ def why_not_there(fusion: Fusion, use: SiteUse, plan: Plan, moved: dict[Node, No
     return problem
 
 
-def _replace(fusion: Fusion, form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> None:
+def _replace(fusion: Fusion, form: Form, use: SiteMatch, plan: Plan, moved: dict[Node, Node]) -> None:
     bound = _bind(fusion, form, use, plan, moved)
     _check_alike(bound, form)
     first, last = _span(bound)
@@ -109,7 +109,7 @@ def _replace(fusion: Fusion, form: Form, use: SiteUse, plan: Plan, moved: dict[N
     erase_unused((*more, *bound.nodes))
 
 
-def _bind(fusion: Fusion, form: Form, use: SiteUse, plan: Plan, moved: dict[Node, Node]) -> Binding:
+def _bind(fusion: Fusion, form: Form, use: SiteMatch, plan: Plan, moved: dict[Node, Node]) -> Binding:
     bound = Binding(name=form.op.name, chain=form.chain, use=use, plan=plan, moved=moved)
     for step in bound.steps():
         try:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from ...adapters.specs import NormSpec
-from ..match.norms import NearNorm, epsilon_in_words
+from ..match.norms import PartialMatch, epsilon_in_words
 from ..sites import Site
-from .ownership import same_epsilon
+from .attribution import same_epsilon
 
 _SIDES = ("query", "key/value")
 
 
-def why_missing(site: Site, has_first: bool, has_second: bool, near: list[NearNorm]) -> str:
+def why_missing(site: Site, has_first: bool, has_second: bool, near: list[PartialMatch]) -> str:
     """Why some of a site's norms are not among the norms of a graph."""
     if len(site.norms) == 1:
         return _why("norm", site.norms[0], near)
@@ -23,7 +23,7 @@ def why_missing(site: Site, has_first: bool, has_second: bool, near: list[NearNo
     return found + "; ".join(_why(name, norm, near) for name, norm in sides)
 
 
-def _why(name: str, norm: NormSpec, near: list[NearNorm]) -> str:
+def _why(name: str, norm: NormSpec, near: list[PartialMatch]) -> str:
     wide = [n for n in near if n.width == norm.width]
     if not wide:
         widths = ", ".join(str(n.width) for n in near)

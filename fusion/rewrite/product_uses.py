@@ -14,27 +14,27 @@ from ...adapters.specs import GatedMLPSpec
 from ..match.products import FoundProduct, NearProduct, find_products, weights_of
 from ..planning import Plan
 from ..sites import ACTIVATION, Site
-from .ownership import Location, Ownership, Surroundings
-from .uses import SiteUse, use_at
+from .attribution import Attribution, Location, ModuleIndex
+from .uses import SiteMatch, use_at
 
 
 class ProductFinder:
     """Finds the uses of a plan's activation sites. Counts them, so that what cannot be told apart is handed out in turn."""
 
-    def __init__(self, plan: Plan, around: Surroundings | None) -> None:
+    def __init__(self, plan: Plan, around: ModuleIndex | None) -> None:
         sites = [site for site in plan.sites if site.role == ACTIVATION]
         names = {site.name for site in sites}
         self._wanted = {d.site for d in plan.decisions if d.site in names and d.kind in ("expected", "fallback")}
-        self._ownership = Ownership(sites, around)
+        self._ownership = Attribution(sites, around)
         self._visits: Counter[str] = Counter()
 
-    def __call__(self, graph: Graph, taken: set[Node]) -> list[SiteUse]:
+    def __call__(self, graph: Graph, taken: set[Node]) -> list[SiteMatch]:
         """The uses in a graph. `taken`: nodes that are part of something else, as a gated norm also ends in a product."""
         if not self._wanted:
             return []
         products, near = find_products(graph)
-        uses: list[SiteUse] = []
-        missed: dict[str, SiteUse] = {}
+        uses: list[SiteMatch] = []
+        missed: dict[str, SiteMatch] = {}
         for product in products:
             if product.out in taken:
                 continue

@@ -15,20 +15,20 @@ from torch.fx import Graph, Node
 from ...adapters.specs import GatedNormSpec, MLASpec, NormSpec
 from ..match.gates import FoundGatedNorm, find_gated_norms
 from ..match.latents import base_of, why_unpaired
-from ..match.norms import FoundNorm, NearNorm, find_norms
+from ..match.norms import FoundNorm, PartialMatch, find_norms
 from ..match.products import FoundProduct
 from ..match.values import value
 from ..sites import OUTPUT, Site
+from .attribution import Attribution, Location, ModuleIndex, Place, differs, fits
 from .missing import why_missing
-from .ownership import Location, Ownership, Place, Surroundings, differs, fits
-from .strangers import Stranger, StrangerFinder
+from .unknown_norms import UnknownNorm, UnknownNormFinder
 
 if TYPE_CHECKING:
     from ..planning import Plan
 
 
 @define(kw_only=True, eq=False)
-class SiteUse:
+class SiteMatch:
     """One use of a site in a graph: its norms or its product, or why it has none that can be replaced."""
 
     site: Site
@@ -62,14 +62,14 @@ class SiteUse:
 class Found:
     """What a graph holds of a plan."""
 
-    uses: list[SiteUse] = field(factory=list)
+    uses: list[SiteMatch] = field(factory=list)
     loose: list[str] = field(factory=list)
     "Sentences on norms that look like a site's and could be assigned to none."
-    strange: tuple[Stranger, ...] = ()
+    strange: tuple[UnknownNorm, ...] = ()
     "Norms of the residual stream that belong to no layer that was read."
 
     @property
-    def in_order(self) -> list[SiteUse]:
+    def in_order(self) -> list[SiteMatch]:
         """The uses in graph order, those that cannot be replaced last."""
         placed = sorted((first, i) for i, use in enumerate(self.uses) if (first := use.first) is not None)
         return [*(self.uses[i] for _, i in placed), *(use for use in self.uses if use.first is None)]
@@ -78,13 +78,13 @@ class Found:
 class UseFinder:
     """Finds the uses of a plan's sites. Counts them, so that what cannot be told apart is handed out in turn."""
 
-    def __init__(self, plan: Plan, around: Surroundings | None) -> None:
+    def __init__(self, plan: Plan, around: ModuleIndex | None) -> None:
         wanted = {decision.site for decision in plan.decisions if decision.kind in ("expected", "fallback")}
         self._wanted = wanted
         self._gated = any(site.role == OUTPUT and site.name in wanted for site in plan.sites)
-        around = Surroundings() if around is None else around
-        self._ownership = Ownership([site for site in plan.sites if site.norms], around)
-        self._strangers = StrangerFinder(plan, self._ownership, around)
+        around = ModuleIndex() if around is None else around
+        self._ownership = Attribution([site for site in plan.sites if site.norms], around)
+        self._strangers = UnknownNormFinder(plan, self._ownership, around)
         self._visits: Counter[str] = Counter()
 
     def __call__(self, graph: Graph) -> Found:
@@ -113,7 +113,7 @@ class UseFinder:
             elif (misfit := self._misfit(norm, where)) is not None:
                 found.uses.append(misfit)
             else:
-                near.append(NearNorm.of(norm))
+                near.append(PartialMatch.of(norm))
         for name, several in pairs.items():
             found.uses += self._paired(sites[name], several, near)
         self._hand_out(unsure, found)
@@ -122,7 +122,7 @@ class UseFinder:
         found.strange = self._strangers(graph, near)
         return found
 
-    def _norms(self, graph: Graph) -> tuple[list[FoundNorm], list[NearNorm]]:
+    def _norms(self, graph: Graph) -> tuple[list[FoundNorm], list[PartialMatch]]:
         """The norms of a graph, those of gated sites with their gates, and what resembles one."""
         norms, near = find_norms(graph)
         if not self._gated:
@@ -142,7 +142,7 @@ class UseFinder:
             if fits(norm, site.norms[i]) and _is_gated_alike(norm, site.norms[i], where)
         ]
 
-    def _misfit(self, norm: FoundNorm, where: Location) -> SiteUse | None:
+    def _misfit(self, norm: FoundNorm, where: Location) -> SiteMatch | None:
         """A norm that reads a site's weight, or stands in its module, and is not what the spec says."""
         if where.how == "structure" or len(where.places) != 1:
             return None
@@ -154,8 +154,8 @@ class UseFinder:
     # ---- two norms of one site
 
     def _paired(
-        self, site: Site, several: list[tuple[FoundNorm, int, Location]], near: list[NearNorm]
-    ) -> Iterator[SiteUse]:
+        self, site: Site, several: list[tuple[FoundNorm, int, Location]], near: list[PartialMatch]
+    ) -> Iterator[SiteMatch]:
         """The pairs of one site, each norm once; what is left is a use that is missed."""
         firsts, seconds = ([(n, where) for n, i, where in several if i == side] for side in (0, 1))
         taken: set[FoundNorm] = set()
@@ -210,7 +210,7 @@ class UseFinder:
                 left.append(norm)
         found.loose += reasons or [f"{norm.out} norms width {norm.width} and has no partner" for norm in left]
 
-    def _next_pair(self, group: list[tuple[FoundNorm, Location]], reasons: list[str]) -> SiteUse | None:
+    def _next_pair(self, group: list[tuple[FoundNorm, Location]], reasons: list[str]) -> SiteMatch | None:
         for (q, q_where), (kv, kv_where) in product(group, group):
             if q is kv:
                 continue
@@ -229,7 +229,7 @@ class UseFinder:
 
     # ---- what only resembles a norm
 
-    def _around(self, site: Site, near: list[NearNorm]) -> list[NearNorm]:
+    def _around(self, site: Site, near: list[PartialMatch]) -> list[PartialMatch]:
         """The norms that are assigned to a site, or, where there are none, those that are assigned to no site."""
         located = [(norm, self._ownership.locate(norm.weights, norm.root)) for norm in near]
         own = [
@@ -237,10 +237,10 @@ class UseFinder:
         ]
         return own or [norm for norm, where in located if where.how == "structure"]
 
-    def _add_near(self, near: list[NearNorm], found: Found) -> None:
+    def _add_near(self, near: list[PartialMatch], found: Found) -> None:
         """A site whose norms are here in no known form is a use that is missed."""
         used = {use.site.name for use in found.uses}
-        problems: dict[str, tuple[Site, list[NearNorm], Location]] = {}
+        problems: dict[str, tuple[Site, list[PartialMatch], Location]] = {}
         for norm in near:
             where = self._ownership.locate(norm.weights, norm.root)
             owners = {site.name: site for site, _ in where.places if site.name in self._wanted}
@@ -277,19 +277,21 @@ def _is_gated_alike(norm: FoundNorm, spec: NormSpec, where: Location) -> bool:
     return gated is isinstance(spec, GatedNormSpec) or (not gated and where.how != "structure")
 
 
-def _missed(site: Site, problem: str, where: tuple[Location, ...]) -> SiteUse:
+def _missed(site: Site, problem: str, where: tuple[Location, ...]) -> SiteMatch:
     return _use(site, (), where, problem)
 
 
-def _use(site: Site, norms: tuple[FoundNorm, ...], where: tuple[Location, ...], problem: str | None = None) -> SiteUse:
+def _use(
+    site: Site, norms: tuple[FoundNorm, ...], where: tuple[Location, ...], problem: str | None = None
+) -> SiteMatch:
     return use_at(site, where, norms=norms, problem=problem)
 
 
-def use_at(site: Site, where: tuple[Location, ...], **what: Any) -> SiteUse:
-    """A use of a site, from where its parts were found. `what`: the other fields of `SiteUse`."""
+def use_at(site: Site, where: tuple[Location, ...], **what: Any) -> SiteMatch:
+    """A use of a site, from where its parts were found. `what`: the other fields of `SiteMatch`."""
     parameters = [each.parameter for each in where]
     known = [parameter for parameter in parameters if parameter is not None]
-    return SiteUse(
+    return SiteMatch(
         site=site,
         **what,
         how=where[0].how,

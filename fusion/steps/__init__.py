@@ -7,7 +7,7 @@ from .norm import Norm
 from .pad import Pad
 from .quant import FP8_FORMATS, Quant
 from .silu_mul import SiluMul
-from .step import MIDDLE, SINKS, SOURCES, STAGES, At, FusionError, Kind, Source, Step, Verdict, format_of, main_step
+from .step import MIDDLE, SINKS, SOURCES, STAGES, At, FusionError, Kind, Legality, Source, Step, format_of, main_step
 
 __all__ = [
     "FP8_FORMATS",
@@ -22,13 +22,13 @@ __all__ = [
     "FusionError",
     "GatedNorm",
     "Kind",
+    "Legality",
     "Norm",
     "Pad",
     "Quant",
     "SiluMul",
     "Source",
     "Step",
-    "Verdict",
     "format_of",
     "main_step",
 ]

@@ -9,7 +9,7 @@ from attrs import frozen
 
 from ..declare import Argument, Like, Result, Rows
 from ..sites import STREAM
-from .step import SOURCES, At, Source, Step, Verdict
+from .step import SOURCES, At, Legality, Source, Step
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
@@ -47,10 +47,10 @@ class Add(Step):
         yield f"made_{self.out} = _add({source.read(self.x)}, {source.read(self.residual)})"
         source.reads[self.x] = f"made_{self.out}"  # what follows reads the sum where it would have read x
 
-    def why_not(self, at: At) -> Verdict | None:
+    def why_not(self, at: At) -> Legality | None:
         if at.site.adds:
             return None
-        return Verdict("not_applicable", "the first layer's input norm has no residual to add")
+        return Legality("not_applicable", "the first layer's input norm has no residual to add")
 
     def described(self, at: At) -> str:
         return "the residual add" if at.first else "residual add"

@@ -10,7 +10,7 @@ from attrs import frozen
 from ..declare import Argument, GroupName, Result, Rows
 from ..sites import STREAM
 from .add import Add
-from .step import SOURCES, At, Source, Step, Verdict
+from .step import SOURCES, At, Legality, Source, Step
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
@@ -50,13 +50,13 @@ class AllReduce(Step):
         behind = chain[chain.index(self) + 1 :]
         return behind[0] if behind and isinstance(behind[0], Add) else None
 
-    def why_not(self, at: At) -> Verdict | None:
+    def why_not(self, at: At) -> Legality | None:
         if at.site.reduced == 1:
-            return Verdict(
+            return Legality(
                 "not_applicable", "what joins the residual here is whole on every rank: there is nothing to reduce"
             )
         if at.site.reduced == 0:
-            return Verdict(
+            return Legality(
                 "not_applicable",
                 "a norm or a factor stands between the all-reduce and the residual add: it is not added as it is",
             )

@@ -11,7 +11,7 @@ from ...adapters.specs import GatedNormSpec
 from ..declare import Argument, Choice, Epsilon, Flag, Like, Result, Rows, Weight, WeightOffset
 from ..sites import OUTPUT
 from .norm import described
-from .step import MIDDLE, At, Source, Step, Verdict
+from .step import MIDDLE, At, Legality, Source, Step
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
@@ -68,7 +68,7 @@ class GatedNorm(Step):
         taken = (self.x, self.gate, self.weight, self.epsilon, self.weight_offset, self.activation)
         yield f"made_{self.out} = _gated_norm({', '.join(map(source.read, taken))}, {self.norm_before_gate})"
 
-    def why_not(self, at: At) -> Verdict | None:
+    def why_not(self, at: At) -> Legality | None:
         norm, problem = at.norm, None
         if not isinstance(norm, GatedNormSpec):
             problem = "is not gated"
@@ -76,7 +76,7 @@ class GatedNorm(Step):
             problem = f"has a gate of {norm.activation}; the fused op knows {' and '.join(GATES)}"
         elif norm.group_size not in (None, norm.width):
             problem = f"takes its variance over {norm.group_size} columns of {norm.width}, and the fused op over all of a head"
-        return None if problem is None else Verdict("refused", f"the norm {problem}")
+        return None if problem is None else Legality("refused", f"the norm {problem}")
 
     def described(self, at: At) -> str:
         return described(at)

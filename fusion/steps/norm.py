@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from ...adapters.specs import GatedNormSpec
 from ..declare import Argument, Epsilon, Like, Result, Rows, Weight, WeightOffset
 from ..sites import LATENTS, STREAM
-from .step import MIDDLE, At, Source, Step, Verdict
+from .step import MIDDLE, At, Legality, Source, Step
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
@@ -83,14 +83,14 @@ class Norm(Step):
         offset = "0.0" if self.weight_offset is None else self.weight_offset
         yield f"made_{self.out} = _norm({source.read(self.x)}, {self.weight}, {self.epsilon}, {offset})"
 
-    def why_not(self, at: At) -> Verdict | None:
+    def why_not(self, at: At) -> Legality | None:
         several = len(at.site.norms) > 1
         which = f"{self.x} norm" if several else "the norm"
         if isinstance(at.norm, GatedNormSpec):
-            return Verdict("refused", f"{which} is gated, and the fused op takes plain norms only")
+            return Legality("refused", f"{which} is gated, and the fused op takes plain norms only")
         offset = 0.0 if at.norm is None else at.norm.weight_offset
         if offset != 0.0 and self.weight_offset is None:
-            return Verdict(
+            return Legality(
                 "refused",
                 f"{which} is zero-centred (gemma style, weight_offset {offset}), and the fused op multiplies by the "
                 "stored weight",

@@ -9,11 +9,11 @@ from attrs import frozen
 
 from ..declare import Argument, Padded, PaddedWidth, Result
 from ..sites import STREAM
-from .step import SINKS, At, Source, Step, Verdict
+from .step import SINKS, At, Legality, Source, Step
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
-    from ..rewrite.uses import SiteUse
+    from ..rewrite.uses import SiteMatch
 
 
 @frozen(kw_only=True)
@@ -43,7 +43,7 @@ class Pad(Step):
     def source(self, source: Source) -> Iterator[str]:
         yield f"made_{self.out} = _pad({source.main.rows}, {self.width})"
 
-    def why_not(self, at: At) -> Verdict | None:
+    def why_not(self, at: At) -> Legality | None:
         return None
 
     def described(self, at: At) -> str:
@@ -60,7 +60,7 @@ class Pad(Step):
         bound.last += [out, *found.pads]
         bound.finish.append(lambda given: plan.replace(given[self.out]))
 
-    def is_left(self, use: SiteUse) -> bool:
+    def is_left(self, use: SiteMatch) -> bool:
         from ..match.pads import is_padded
 
         return is_padded(use.norms[0].out)

@@ -25,7 +25,7 @@ from ..declare import (
 from ..formats import FORMATS, Format
 from ..sites import ROLES, Site
 from ..target import Target
-from .step import SINKS, At, FusionError, Source, Step, Verdict
+from .step import SINKS, At, FusionError, Legality, Source, Step
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
@@ -95,19 +95,19 @@ class Quant(Step):
         call = self.format.call.format(rows=source.main.rows, **names)
         yield f"{', '.join(f'made_{out}' for out in self.outs)} = {call}"
 
-    def why_not(self, at: At) -> Verdict | None:
+    def why_not(self, at: At) -> Legality | None:
         site, quant = at.site, at.quant
         readers = f"the linears that read the {site.role} site"
         if quant is None and site.unquantised is not None:
             counted = "" if site.quantising is None else f" ({site.quantising})"
             why = f"agree on no quantisation that a fusion knows{counted}: {site.unquantised}"
-            return Verdict("not_applicable", f"{readers} {why}")
+            return Legality("not_applicable", f"{readers} {why}")
         if quant is None:
-            return Verdict("not_applicable", f"{readers} are not known to quantise their activations")
+            return Legality("not_applicable", f"{readers} are not known to quantise their activations")
         if quant.scheme != self.format.scheme:
-            return Verdict("not_applicable", f"{readers} quantise with {quant}")
+            return Legality("not_applicable", f"{readers} quantise with {quant}")
         problem = self._why_no_format(at.target, site.quantised_width) or _why_no_groups(site, quant)
-        return None if problem is None else Verdict("refused", problem)
+        return None if problem is None else Legality("refused", problem)
 
     def _why_no_format(self, target: Target, width: int) -> str | None:
         if self.format.mx:

@@ -10,7 +10,7 @@ from attrs import frozen
 from ...adapters.specs import GatedMLPSpec
 from ..declare import Argument, Like, Limit, Result, Rows
 from ..sites import ACTIVATION
-from .step import MIDDLE, At, Source, Step, Verdict
+from .step import MIDDLE, At, Legality, Source, Step
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
@@ -49,10 +49,10 @@ class SiluMul(Step):
     def source(self, source: Source) -> Iterator[str]:
         yield f"made_{self.out} = _silu_mul({source.read(self.gate)}, {source.read(self.up)}, {self.limit})"
 
-    def why_not(self, at: At) -> Verdict | None:
+    def why_not(self, at: At) -> Legality | None:
         spec = at.site.spec
         if isinstance(spec, GatedMLPSpec) and spec.activation != "silu":
-            return Verdict("refused", f"its gate passes through {spec.activation}; the fused op knows silu")
+            return Legality("refused", f"its gate passes through {spec.activation}; the fused op knows silu")
         return None
 
     def described(self, at: At) -> str:

@@ -18,7 +18,7 @@ from ..target import Target
 
 if TYPE_CHECKING:
     from ..rewrite.binding import Binding
-    from ..rewrite.uses import SiteUse
+    from ..rewrite.uses import SiteMatch
 
 
 class FusionError(LayerfuseError, ValueError):
@@ -30,7 +30,7 @@ Kind = Literal["expected", "fallback", "refused", "not_applicable"]
 the steps and may not take the fusion. `not_applicable`: it has no such steps."""
 
 
-class Verdict(NamedTuple):
+class Legality(NamedTuple):
     """What one fusion is at one site, before the others are looked at."""
 
     kind: Kind
@@ -148,7 +148,7 @@ class Step(ABC):
         return None
 
     @abstractmethod
-    def why_not(self, at: At) -> Verdict | None:
+    def why_not(self, at: At) -> Legality | None:
         """Why it cannot stand at a site, from the site's spec alone; None where it can."""
 
     @abstractmethod
@@ -165,7 +165,7 @@ class Step(ABC):
             Unmatched: it is not there, or not as the spec says; nothing has changed in the graph.
         """
 
-    def is_left(self, use: SiteUse) -> bool:
+    def is_left(self, use: SiteMatch) -> bool:
         """Whether a use of a site has it, so that it stays behind a form without it: that is said then."""
         return False
 

@@ -9,8 +9,8 @@ from layerfuse.bench import Peer, RefusedError, register, sums
 from layerfuse.bench.choosing import Options, make_case
 from layerfuse.bench.inputs import make
 from layerfuse.bench.peers import over_sets
+from layerfuse.bench.rank_group import team
 from layerfuse.bench.reducers import parts_of
-from layerfuse.bench.team import team
 from layerfuse.fusion import ops
 from layerfuse.registry import default
 

@@ -11,8 +11,8 @@ from helpers import ROOT
 
 from layerfuse import bench
 from layerfuse.bench import arithmetic, check, inputs, plain_torch
+from layerfuse.bench.baselines import all_peers
 from layerfuse.bench.peers import Setting
-from layerfuse.bench.roster import all_peers
 from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.chain import FusionError, Norm
 

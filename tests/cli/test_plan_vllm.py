@@ -7,7 +7,7 @@ import torch
 
 from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
-from layerfuse.engines.vllm.own import NEEDS_FLASHINFER, Place, by_passes
+from layerfuse.engines.vllm.native_fusions import NEEDS_FLASHINFER, Place, by_passes
 from layerfuse.fusion import Engine, FusionConfig, Target, plan
 from layerfuse.fusion.policy import shipped
 

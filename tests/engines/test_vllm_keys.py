@@ -26,7 +26,7 @@ from vllm_started import BLOCK_FP8, ROUNDING, apart, fp8, loaded_from_cache, sta
 
 from layerfuse.engines.vllm import plugin, process
 from layerfuse.engines.vllm.keys import in_place_of_options
-from layerfuse.engines.vllm.verdict import Outcome, Verdict, lines_of
+from layerfuse.engines.vllm.rank_report import Outcome, RankReport, lines_of
 from layerfuse.fusion import FusionMissedError, backends
 
 ADD = "add_rms_norm"
@@ -294,7 +294,7 @@ def test_ranks_differ_where_their_reasons_do_and_not_in_the_numbers_of_nodes(
     reasons: tuple[str, str], alike: bool
 ) -> None:
     first, second = (
-        Verdict(rank=rank, fused={}, missed={ADD: {"layers.0:input": why}}, called={ADD: 0})
+        RankReport(rank=rank, fused={}, missed={ADD: {"layers.0:input": why}}, called={ADD: 0})
         for rank, why in enumerate(reasons)
     )
     assert first.same_as(second) == alike
@@ -305,7 +305,7 @@ def test_misses_that_differ_in_the_names_of_nodes_are_one_line(tmp_path: Path) -
         ((_, unit),) = process.this.waiting.values()
         sites = [decision.site for decision in unit.plan.expected(ADD)]
         missed = {ADD: {site: f"mm_{number} is read twice" for number, site in enumerate(sites)}}
-        said = lines_of(Outcome(plan=unit.plan, ranks=(Verdict(rank=0, fused={}, missed=missed, called=None),)))
+        said = lines_of(Outcome(plan=unit.plan, ranks=(RankReport(rank=0, fused={}, missed=missed, called=None),)))
     assert f"{ADD}: 6 expected, 0 fused, 6 missed" in said
     assert "  missed: layers.0:post_attention and 5 more: mm_0 is read twice" in said
     assert engine is not None

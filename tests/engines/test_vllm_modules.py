@@ -24,9 +24,9 @@ from vllm_started import KDA, ROUNDING, apart, as_near, engine_config, started
 
 from layerfuse.engines.vllm import process, seams
 from layerfuse.engines.vllm.hooks import check_source
+from layerfuse.engines.vllm.rank_report import CallsDifferError
 from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.engines.vllm.seams import SEAMS
-from layerfuse.engines.vllm.verdict import CallsDifferError
 from layerfuse.fusion import FusionMissedError
 
 GATED = "gated_rms_norm"

@@ -39,7 +39,7 @@ from vllm_paged import paged
 from vllm_started import ROUNDING, apart, started
 
 from layerfuse.engines.vllm import loading
-from layerfuse.engines.vllm.circumstances import engine_for
+from layerfuse.engines.vllm.config_probe import engine_for
 from layerfuse.engines.vllm.decode_facts import beside
 from layerfuse.engines.vllm.native import _Look, why_not_ops
 from layerfuse.engines.vllm.seams import SEAMS

@@ -58,12 +58,12 @@ from vllm_started import (
 
 from layerfuse import registry
 from layerfuse.engines.vllm import defaults, loading, plugin, process
-from layerfuse.engines.vllm.circumstances import why_not_compiled
+from layerfuse.engines.vllm.config_probe import why_not_compiled
 from layerfuse.engines.vllm.hooks import HOOKS, Hook, check_source
 from layerfuse.engines.vllm.loading import NotFusedError
 from layerfuse.engines.vllm.plugin import NotHereError
+from layerfuse.engines.vllm.rank_report import CallsDifferError
 from layerfuse.engines.vllm.releases import RELEASES
-from layerfuse.engines.vllm.verdict import CallsDifferError
 from layerfuse.fusion import FusionMissedError, Target
 from layerfuse.fusion import backends as fused_backends
 from layerfuse.fusion.rewrite.driver import Driver
@@ -547,7 +547,7 @@ def test_a_cache_that_cannot_be_written_costs_the_report_only(
         raise PermissionError(13, "Permission denied")
 
     # As root every folder can be written.
-    monkeypatch.setattr("layerfuse.engines.vllm.kept.tempfile.NamedTemporaryFile", refuse)
+    monkeypatch.setattr("layerfuse.engines.vllm.record_cache.tempfile.NamedTemporaryFile", refuse)
     with started("deepseek-v3", tmp_path, layerfuse=BOTH) as engine:
         runs_on(engine)
     lines = said(caplog)

@@ -32,11 +32,11 @@ from vllm_host import vllm_config, vllm_parallel, without_gpu  # noqa: E402
 from vllm_layers import MODELS, build_layer, build_model, fp8_kernel  # noqa: E402
 from whole_models import ENTRIES, cases, check_every_layer, check_kernel_layers, norms_that_feed_nothing  # noqa: E402
 
-from layerfuse.engines.vllm import own  # noqa: E402
+from layerfuse.engines.vllm import native_fusions  # noqa: E402
 from layerfuse.engines.vllm.loading import _behind_experts  # noqa: E402
 from layerfuse.engines.vllm.releases import engine_of  # noqa: E402
 
-PLACE = own.Place(vendor="nvidia", arch="sm90")
+PLACE = native_fusions.Place(vendor="nvidia", arch="sm90")
 
 
 @pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
@@ -231,7 +231,7 @@ def test_a_plan_from_published_dimensions_promises_what_the_layers_themselves_do
         entry = attrs.evolve(entry, mlps={"dense": attrs.evolve(entry.mlps["dense"], at="all")})
     read, config = registry.specs_in(model), FusionConfig(level=2, switches=SWITCHED)
     behind = _behind_experts(model, read)
-    for engine in (own.compiled(PLACE), engine_of(entry.architectures, target=target)):
+    for engine in (native_fusions.compiled(PLACE), engine_of(entry.architectures, target=target)):
         real = plan([each for each in read if each[0] not in behind], target, config, engine)
         declared = attrs.evolve(config, quant=ActivationQuant(group_size=128))
         beforehand = plan(entry.specs(engine="vllm"), target, declared, engine)
@@ -264,7 +264,7 @@ def test_without_flashinfer_vllms_fused_all_reduce_is_an_all_reduce_and_a_norm()
             assert not code._can_use_flashinfer(x, 2)[0]
             fused_allreduce_rms_norm(x, x, norm)
     assert calls == [2]
-    (row,) = [each for each in own.CODE if "all_reduce_add_rms_norm" in each.fusions]
+    (row,) = [each for each in native_fusions.CODE if "all_reduce_add_rms_norm" in each.fusions]
     assert row.vendor == "nvidia" and row.by.endswith(
-        f"{own.NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add"
+        f"{native_fusions.NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add"
     )

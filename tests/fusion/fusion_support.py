@@ -15,10 +15,10 @@ from torch import nn
 
 from layerfuse.adapters.specs import WHOLE, GQASpec, MLASpec, NormSpec
 from layerfuse.fusion import FusionConfig, Report, Target, plan
-from layerfuse.fusion.compiler import inductor_with, surroundings_of
+from layerfuse.fusion.call_counter import CallCounter
+from layerfuse.fusion.compiler import inductor_with, module_index_of
 from layerfuse.fusion.report import GraphRecord
 from layerfuse.fusion.rewrite import Pipeline
-from layerfuse.fusion.tally import Tally
 
 Q, KV, ROPE, NOPE, V = 1536, 512, 64, 128, 128
 HIDDEN = 64
@@ -117,9 +117,9 @@ def trace(
     torch._dynamo.reset()
     made = plan(specs, target or Target.named("cpu"), config)
     model = function if by_weight and isinstance(function, nn.Module) else None
-    around = surroundings_of(function) if isinstance(function, nn.Module) and (by_weight or by_path) else None
+    around = module_index_of(function) if isinstance(function, nn.Module) and (by_weight or by_path) else None
     pipeline = Pipeline(made, around=around)
-    tally = None if model is None or around is None else Tally(model, made, pipeline.report, around)
+    tally = None if model is None or around is None else CallCounter(model, made, pipeline.report, around)
     traced = Traced(None, pipeline.report)
 
     def recorded(graph: torch.fx.Graph) -> GraphRecord:

@@ -20,9 +20,9 @@ from layerfuse.adapters.specs import WHOLE, MLAKernelSpec, NormSpec, ResidualSpe
 from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError, Target, UnknownTargetError, plan
 from layerfuse.fusion.chain import Fusion, Norm
 from layerfuse.fusion.config import ENVIRONMENT
+from layerfuse.fusion.legality import legality
 from layerfuse.fusion.sites import LATENTS, Site, sites_of
-from layerfuse.fusion.steps import At, Verdict
-from layerfuse.fusion.verdict import verdict
+from layerfuse.fusion.steps import At, Legality
 
 CPU = Target.named("cpu")
 MLA_FUSIONS = [fusion for fusion in FUSIONS.values() if LATENTS in fusion.roles]
@@ -65,7 +65,7 @@ def test_an_op_that_knows_no_zero_centred_norms_is_not_taken_for_them() -> None:
     )
     spec = mla_spec(kv_norm=NormSpec(width=512, epsilon=1e-6, weight_offset=1.0))
     (site,) = sites_of("", spec)
-    assert verdict(fusion, site, CPU, None) == (
+    assert legality(fusion, site, CPU, None) == (
         "refused",
         "kv norm is zero-centred (gemma style, weight_offset 1.0), and the fused op multiplies by the stored weight",
     )
@@ -206,11 +206,11 @@ def test_no_torch_is_imported() -> None:
 def test_sites_that_differ_in_their_place_only_are_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def counted(fusion: Fusion, site: Site, *rest: Any) -> Verdict:
+    def counted(fusion: Fusion, site: Site, *rest: Any) -> Legality:
         asked.append(site.name)
-        return verdict(fusion, site, *rest)
+        return legality(fusion, site, *rest)
 
-    monkeypatch.setattr("layerfuse.fusion.planning.verdict", counted)
+    monkeypatch.setattr("layerfuse.fusion.planning.legality", counted)
     plan(registry.model("deepseek-v3").specs(8), Target.named("gfx950"))
     # The first input norm and another, the norm before dense MLPs and the one before experts, latents, two MLPs, the final norm;
     # and the input norm behind the last dense MLP, as what stands in front of it is known.
@@ -238,8 +238,8 @@ def test_what_equality_leaves_out_is_decided_on() -> None:
 class Elsewhere(Norm):
     """A step of this module, which looks at the place of its site."""
 
-    def why_not(self, at: At) -> Verdict | None:
-        return None if at.site.spec.layer_index == 1 else Verdict("refused", "not the second layer")
+    def why_not(self, at: At) -> Legality | None:
+        return None if at.site.spec.layer_index == 1 else Legality("refused", "not the second layer")
 
 
 def test_steps_of_other_packages_may_look_at_the_place(monkeypatch: pytest.MonkeyPatch) -> None:

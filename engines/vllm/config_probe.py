@@ -10,7 +10,7 @@ import attrs
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.target import Target
-from . import inside, own
+from . import inside, native_fusions
 from .native import why_not_all_reduce, why_not_ops
 from .seams import usable
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
@@ -74,7 +74,7 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None, 
     """
     if is_set(BATCH_INVARIANT):
         return Engine(name="vllm", refuses={"*": INVARIANT})
-    place = own.Place(
+    place = native_fusions.Place(
         vendor=target.vendor,
         arch=target.arch,
         ranks=vllm_config.parallel_config.tensor_parallel_size,
@@ -82,13 +82,13 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None, 
     )
     if at_modules is not None:
         architectures = (*vllm_config.model_config.architectures, model)
-        return own.uncompiled(at_modules, architectures, place, usable())
+        return native_fusions.uncompiled(at_modules, architectures, place, usable())
     foreign = why_not_ops()
     if foreign is not None:
         return Engine(name="vllm", refuses={"*": foreign})
     passes = vllm_config.compilation_config.pass_config
-    switched = {each.switch: getattr(passes, each.switch, None) is True for each in own.PASSES}
-    engine = attrs.evolve(own.compiled(place, switched), takes_out=inside.why_not() is None)
+    switched = {each.switch: getattr(passes, each.switch, None) is True for each in native_fusions.PASSES}
+    engine = attrs.evolve(native_fusions.compiled(place, switched), takes_out=inside.why_not() is None)
     foreign = why_not_all_reduce() if place.ranks > 1 else None
     if foreign is not None:
         reduced = [name for name, fusion in FUSIONS.items() if fusion.across_ranks]

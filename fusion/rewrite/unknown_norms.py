@@ -14,12 +14,12 @@ from torch.fx import Graph, Node
 
 from ...adapters.specs import FinalNormSpec, KernelSpec
 from ..catalog import FUSIONS
-from ..match.found import NearNorm
+from ..match.found import PartialMatch
 from ..match.provenance import ROW_PRESERVING
 from ..match.values import last_width, value
 from ..planning import Plan
 from ..sites import STREAM
-from .ownership import Ownership, Surroundings, is_around
+from .attribution import Attribution, ModuleIndex, is_around
 from .parameters import PARAMETER, Parameter
 
 aten = torch.ops.aten
@@ -32,14 +32,14 @@ _STILL = {
 _TORCH = str(Path(torch.__file__).parent)
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')
 
-Stranger = tuple[str, str]
+UnknownNorm = tuple[str, str]
 """The path of what holds a norm, and the norm in words."""
 
 
-class StrangerFinder:
+class UnknownNormFinder:
     """Finds them in a model's graphs by what a fusion of the stream takes: a sum with a layer's result in it, and a norm of that sum."""
 
-    def __init__(self, plan: Plan, ownership: Ownership, around: Surroundings) -> None:
+    def __init__(self, plan: Plan, ownership: Attribution, around: ModuleIndex) -> None:
         read = [(path, spec) for path, spec in plan.specs if not isinstance(spec, FinalNormSpec | KernelSpec)]
         self._layers = {path for path, _ in read}
         self._widths = {spec.hidden_size for _, spec in read}
@@ -53,13 +53,13 @@ class StrangerFinder:
         )
         "Whether all of the model was to be read, and a fusion that takes such a norm is on."
 
-    def __call__(self, graph: Graph, near: Iterable[NearNorm]) -> tuple[Stranger, ...]:
+    def __call__(self, graph: Graph, near: Iterable[PartialMatch]) -> tuple[UnknownNorm, ...]:
         """Each norm once. `near`: the norms of the graph that are at no site."""
         sums = [norm for norm in near if norm.width in self._widths and _is_sum(norm.x)] if self.asked else []
         behind = self._behind_layers(graph) if sums else ()
         return tuple(dict.fromkeys(self._named(norm) for norm in sums if norm.x in behind and not self._is_read(norm)))
 
-    def _is_read(self, norm: NearNorm) -> bool:
+    def _is_read(self, norm: PartialMatch) -> bool:
         where = self._ownership.locate(norm.weights, norm.root)
         if where.places and where.how != "structure":
             return True
@@ -81,7 +81,7 @@ class StrangerFinder:
                 found.add(node)
         return found
 
-    def _named(self, norm: NearNorm) -> Stranger:
+    def _named(self, norm: PartialMatch) -> UnknownNorm:
         path = next(iter(self._ownership.modules(norm.weights, norm.root)), "")
         holder, _, name = path.rpartition(".")
         if not path or any(is_around(path, other) for other in self._around.paths - {path}):

@@ -13,9 +13,9 @@ from ...adapters.errors import LayerfuseError
 from ...fusion.catalog import FUSIONS
 from ...fusion.planning import Plan
 from ...fusion.report import FusionMissedError, Missed, Report
+from .compiled_module import CompiledModule
 from .decode_facts import NAME
 from .process import of_each_class
-from .unit import Unit
 
 WRITES = "mla_norm_rope_cache_into"
 """The op that `mla_decode` calls once in each layer of every step."""
@@ -39,7 +39,7 @@ class CallsDifferError(LayerfuseError, RuntimeError):
 
 
 @frozen(kw_only=True)
-class Verdict:
+class RankReport:
     """One rank's."""
 
     rank: int
@@ -58,7 +58,7 @@ class Verdict:
     sources: dict[str, int] = field(factory=dict)
     "Where the graphs came from -> how many did."
 
-    def same_as(self, other: Verdict) -> bool:
+    def same_as(self, other: RankReport) -> bool:
         """Whether two ranks say the same. Their graphs may number the nodes in a reason differently."""
         return bool(self._said() == other._said())
 
@@ -72,7 +72,7 @@ def _unnumbered(reason: str) -> str:
     return re.sub(r"\b([A-Za-z]\w*?)_\d+\b", r"\1", reason)
 
 
-def verdict_of(unit: Unit, rank: int) -> Verdict:
+def rank_report_of(unit: CompiledModule, rank: int) -> RankReport:
     """What one rank says, from its records and from the calls that were counted."""
     report = unit.report()
     called = _called(unit)
@@ -103,7 +103,7 @@ def verdict_of(unit: Unit, rank: int) -> Verdict:
         fused[NAME] = sites_there if why is None else ()
         if why is not None:
             missed[NAME] = dict.fromkeys(sites_there, why)
-    return Verdict(
+    return RankReport(
         rank=rank,
         fused={name: sites for name, sites in fused.items() if sites},
         missed=missed,
@@ -116,7 +116,7 @@ def verdict_of(unit: Unit, rank: int) -> Verdict:
     )
 
 
-def _unsure(unit: Unit, lost: dict[str, str]) -> list[str]:
+def _unsure(unit: CompiledModule, lost: dict[str, str]) -> list[str]:
     """Missed sites that stand in a piece of which no record is known."""
     inside = {site for piece in unit.pieces if piece.source == "unknown" for site in piece.sites}
     return [site for site in lost if site in inside]
@@ -127,7 +127,7 @@ def fused_ops() -> dict[str, str]:
     return {form.op.name: fusion.name for fusion in FUSIONS.values() for form in fusion.forms}
 
 
-def _called(unit: Unit) -> dict[str, int] | None:
+def _called(unit: CompiledModule) -> dict[str, int] | None:
     if unit.counted is None:
         return None
     fusions = fused_ops()
@@ -138,7 +138,7 @@ def _called(unit: Unit) -> dict[str, int] | None:
     return dict(found)
 
 
-def _differences(unit: Unit, report: Report) -> Iterable[str]:
+def _differences(unit: CompiledModule, report: Report) -> Iterable[str]:
     """Sentences on calls that the records do not account for; none where a record is missing that would tell."""
     told = bool(unit.pieces) and not any(piece.source == "unknown" for piece in unit.pieces)
     if unit.counted is None or not told or not report.graphs:
@@ -156,7 +156,7 @@ def _differences(unit: Unit, report: Report) -> Iterable[str]:
             yield f"{name} was called {counted[name]} times in the {unit.run}; the graphs hold it {several} times"
 
 
-def _notes(unit: Unit) -> Iterable[str]:
+def _notes(unit: CompiledModule) -> Iterable[str]:
     sources = Counter(piece.source for piece in unit.pieces)
     if unit.at_modules is not None:
         yield f"the fused ops stand in the model's modules: {unit.at_modules}"
@@ -190,10 +190,10 @@ class Outcome:
     """What all ranks of a group say of one module."""
 
     plan: Plan = field(repr=False)
-    ranks: tuple[Verdict, ...]
+    ranks: tuple[RankReport, ...]
     unknown: dict[str, str] = field(factory=dict)
     run: str = "profiling run"
-    "As `Unit.run`."
+    "As `CompiledModule.run`."
 
     @property
     def missed(self) -> Missed:

@@ -11,25 +11,25 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.errors import FOREIGN, said
 from .chain import LAYERFUSE, Fusion
 from .sites import Site
-from .steps import SINKS, SOURCES, At, Step, Verdict
+from .steps import SINKS, SOURCES, At, Legality, Step
 from .target import Target
 
 
-def verdict(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None) -> Verdict:
+def legality(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None) -> Legality:
     """Whether a site has the steps of a fusion's chain, and the target takes them. Switches are not looked at."""
     if site.absent is not None:
-        return Verdict("not_applicable", site.absent)
+        return Legality("not_applicable", site.absent)
     if site.unknown is not None:
-        return Verdict("refused", site.unknown)
+        return Legality("refused", site.unknown)
     try:
         return _asked_of_steps(fusion, site, target, quant)
     except FOREIGN as error:
         if fusion.owner == LAYERFUSE:
             raise
-        return Verdict("refused", f"a step of {fusion.owner} raised {said(error)}")
+        return Legality("refused", f"a step of {fusion.owner} raised {said(error)}")
 
 
-def _asked_of_steps(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None) -> Verdict:
+def _asked_of_steps(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None) -> Legality:
     asked = list(_asked(fusion, site, target, quant))
     # What stands nearest to the middle is asked first: without an add there is nothing to reduce for.
     sources = [each for each in asked if each[0].stage == SOURCES]
@@ -40,7 +40,7 @@ def _asked_of_steps(fusion: Fusion, site: Site, target: Target, quant: Activatio
     *others, last = [step.described(at) for step, at in asked if step.stage != SINKS]
     what = f"{', '.join(others)} and {last} are" if others else f"{last} is"
     sinks = "".join(f", {step.described(at)}" for step, at in asked if step.stage == SINKS)
-    return Verdict("expected", f"{what} one launch on {target}{sinks}")
+    return Legality("expected", f"{what} one launch on {target}{sinks}")
 
 
 def _asked(fusion: Fusion, site: Site, target: Target, quant: ActivationQuant | None) -> Iterator[tuple[Step, At]]:

@@ -17,7 +17,7 @@ from torch import nn
 from .held import HeldWeights
 from .planning import Plan
 from .report import CallRecord, GraphRecord, Missed, Report, Use, with_fallback
-from .rewrite.ownership import Surroundings, join
+from .rewrite.attribution import ModuleIndex, join
 from .uncompiled import why_uncompiled
 
 Key = tuple[int, tuple[tuple[str, ...], ...]]
@@ -49,7 +49,7 @@ class _Current(threading.local):
         self.calls: dict[Key, int] = {}
 
 
-class Tally:
+class CallCounter:
     """Counts for one model and one plan."""
 
     def __init__(
@@ -57,7 +57,7 @@ class Tally:
         model: nn.Module,
         plan: Plan,
         report: Report,
-        around: Surroundings,
+        around: ModuleIndex,
         look_again: Callable[[], bool] = lambda: False,
     ) -> None:
         """Args: look_again: plans anew where the model says something else than the plan, and answers whether it does."""
@@ -76,7 +76,7 @@ class Tally:
         self.off: str | None = None
         "Why nothing at all is compiled, as a sentence, or None."
 
-    def replan(self, plan: Plan, around: Surroundings) -> None:
+    def replan(self, plan: Plan, around: ModuleIndex) -> None:
         """Hold calls to another plan from now on."""
         self._plan, self._around = plan, around
         self._resolved.clear()

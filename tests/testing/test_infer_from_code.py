@@ -11,7 +11,7 @@ from layerfuse.adapters import ActivationQuant, GatedMLPSpec, GQASpec, ResidualS
 from layerfuse.registry import files
 from layerfuse.registry.inspect import ConfigError, inspect
 from layerfuse.testing import full_model, small_model
-from layerfuse.testing.asking import ask_code
+from layerfuse.testing.infer_from_code import ask_code
 from layerfuse.testing.models import published_model
 from layerfuse.testing.run import run_contract
 

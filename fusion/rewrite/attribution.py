@@ -33,7 +33,7 @@ class Location:
 
 
 @frozen(kw_only=True)
-class Surroundings:
+class ModuleIndex:
     """What the model says in addition to the specs. Empty without a model."""
 
     paths: frozenset[str] = frozenset()
@@ -46,11 +46,11 @@ class Surroundings:
     "The modules that are left unread on purpose."
 
 
-class Ownership:
+class Attribution:
     """Looks up the sites of a plan. Immutable after construction but for a cache of paths."""
 
-    def __init__(self, sites: Iterable[Site], around: Surroundings | None = None) -> None:
-        self._around = Surroundings() if around is None else around
+    def __init__(self, sites: Iterable[Site], around: ModuleIndex | None = None) -> None:
+        self._around = ModuleIndex() if around is None else around
         self._exact: dict[str, list[Place]] = {}
         self._layers: dict[str, list[Place]] = {}
         self._ends: dict[tuple[str, ...], list[str]] = {}

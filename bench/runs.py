@@ -11,8 +11,8 @@ from attrs import define
 from . import check, inputs, sums, timing
 from .inputs import Work
 from .peers import Call, InPlace, Peer, RefusedError, Setting, is_ours
+from .rank_group import first, said, team
 from .result import Host, Measured, Row
-from .team import first, said, team
 from .timing import Graph, Timing
 
 

@@ -16,8 +16,8 @@ from attrs import define, field, frozen
 from ...fusion.engine import Engine
 from ...fusion.planning import Plan, plan
 from ...fusion.report import GraphRecord, Report, Use
-from ...fusion.rewrite import Pipeline, Surroundings
-from . import kept
+from ...fusion.rewrite import ModuleIndex, Pipeline
+from . import record_cache
 from .decode import Door
 from .passes import FusionPass
 from .pieces import Outline, PieceRecord, Sites
@@ -42,7 +42,7 @@ class Piece:
 
 
 @define(kw_only=True, eq=False)
-class Unit:
+class CompiledModule:
     """One compiled module of one loaded model, in this process."""
 
     name: str
@@ -52,7 +52,7 @@ class Unit:
     path: str
     "Where the module is in that; the plan's sites are below it."
     plan: Plan
-    around: Surroundings
+    around: ModuleIndex
     vllm_config: Any = field(repr=False)
     device: torch.device
     "Of the module's parameters."
@@ -162,11 +162,11 @@ class Unit:
             )
             known = self._records[key] = self.sites.anchored(outline, record)
             if record.failed is None:
-                kept.keep_piece(self.key, *key, known)
+                record_cache.keep_piece(self.key, *key, known)
             return Piece(number=number, tokens=tokens, source="rewritten", record=record)
         sources: tuple[tuple[Source, PieceRecord | None], ...] = (
             ("equal", self._records.get(key)),
-            ("cache", None if key in self._records else kept.find_piece(self.key, *key)),
+            ("cache", None if key in self._records else record_cache.find_piece(self.key, *key)),
         )
         for source, held in sources:
             found = None if held is None else self.sites.in_piece(outline, held, place)
@@ -179,11 +179,11 @@ class Unit:
 
     @property
     def _beside(self) -> Path:
-        return (self.artefact or Path()).with_name(kept.BESIDE)
+        return (self.artefact or Path()).with_name(record_cache.BESIDE)
 
     def vouched(self) -> bool:
         """Whether records under this key lie beside the compiled module: without them nobody knows what is in it."""
-        return self.artefact is not None and kept.read(self._beside, self.key) is not None
+        return self.artefact is not None and record_cache.read(self._beside, self.key) is not None
 
     def forget(self) -> None:
         """Take away the records beside the compiled module: another one takes its place."""
@@ -201,13 +201,13 @@ class Unit:
             for each in self.pieces
         ]
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        return kept.write(self._beside, {"key": self.key, "compiled": now, "pieces": pieces})
+        return record_cache.write(self._beside, {"key": self.key, "compiled": now, "pieces": pieces})
 
     def take_kept(self) -> None:
         """Read the records that were written when vLLM compiled what it has now read from its cache."""
         self.from_cache = True
         self.pieces.clear()
-        data = None if self.artefact is None else kept.read(self._beside, self.key)
+        data = None if self.artefact is None else record_cache.read(self._beside, self.key)
         if data is None:
             return
         try:
