@@ -11,12 +11,14 @@ from collections.abc import Iterator
 import attrs
 from torch.fx import Graph, Node
 
+from ...adapters.specs import FinalNormSpec, KernelSpec
 from .. import ops as _ops  # noqa: F401  (registers the ops that rewritten graphs hold)
 from ..catalog import FUSIONS
 from ..chain import Fusion
 from ..match.errors import Unmatched
 from ..planning import Decision, Plan
 from ..report import GraphRecord, Use
+from ..sites import STREAM
 from .assertions import drop_answered_checks
 from .attribution import ModuleIndex
 from .bodies import bodies_with_norms
@@ -30,7 +32,7 @@ class Driver:
 
     def __init__(self, plan: Plan, around: ModuleIndex | None = None) -> None:
         self._plan = plan
-        self._find = UseFinder(plan, around)
+        self._find = UseFinder(plan, around, _takes_stream(plan))
         self._find_products = ProductFinder(plan, around)
 
     def __call__(self, graph: Graph, number: int) -> GraphRecord:
@@ -108,6 +110,17 @@ class Driver:
                 found.setdefault(decision.fusion, []).append(decision)
         pairs = [(FUSIONS[name], decisions) for name, decisions in found.items()]
         return sorted(pairs, key=lambda pair: -len(pair[0].chain))
+
+
+def _takes_stream(plan: Plan) -> bool:
+    """Whether a fusion of the residual stream is on, for such ranks as the model is over."""
+    sharded = any(not isinstance(spec, FinalNormSpec | KernelSpec) and spec.parallel.size > 1 for _, spec in plan.specs)
+    return any(
+        not set(STREAM).isdisjoint(fusion.roles)
+        and (sharded or not fusion.across_ranks)
+        and plan.config.why_off(fusion, plan.engine) is None
+        for fusion in FUSIONS.values()
+    )
 
 
 def _outside(fusion: Fusion, decisions: list[Decision], use: SiteMatch) -> str | None:

@@ -8,19 +8,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Graph, Node
 
 from ...adapters.specs import FinalNormSpec, KernelSpec
-from ..catalog import FUSIONS
 from ..match.found import PartialMatch
 from ..match.provenance import ROW_PRESERVING
 from ..match.values import last_width, value
-from ..planning import Plan
-from ..sites import STREAM
 from .attribution import Attribution, ModuleIndex, is_around
 from .parameters import PARAMETER, Parameter
+
+if TYPE_CHECKING:
+    from ..planning import Plan
 
 aten = torch.ops.aten
 _STILL = {
@@ -39,18 +40,13 @@ UnknownNorm = tuple[str, str]
 class UnknownNormFinder:
     """Finds them in a model's graphs by what a fusion of the stream takes: a sum with a layer's result in it, and a norm of that sum."""
 
-    def __init__(self, plan: Plan, ownership: Attribution, around: ModuleIndex) -> None:
+    def __init__(self, plan: Plan, ownership: Attribution, around: ModuleIndex, stream: bool) -> None:
+        """Args: stream: whether a fusion of the stream is on."""
         read = [(path, spec) for path, spec in plan.specs if not isinstance(spec, FinalNormSpec | KernelSpec)]
         self._layers = {path for path, _ in read}
         self._widths = {spec.hidden_size for _, spec in read}
         self._ownership, self._around = ownership, around
-        sharded = any(spec.parallel.size > 1 for _, spec in read)
-        self.asked = around.whole and any(
-            not set(STREAM).isdisjoint(fusion.roles)
-            and (sharded or not fusion.across_ranks)
-            and plan.config.why_off(fusion, plan.engine) is None
-            for fusion in FUSIONS.values()
-        )
+        self.asked = around.whole and stream
         "Whether all of the model was to be read, and a fusion that takes such a norm is on."
 
     def __call__(self, graph: Graph, near: Iterable[PartialMatch]) -> tuple[UnknownNorm, ...]:

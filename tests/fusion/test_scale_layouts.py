@@ -87,7 +87,7 @@ LAID_OUT = [
 @pytest.mark.parametrize(
     ("laid_out", "shape", "back"),
     in_turn(LAID_OUT, [(2, 3), (5, 1), (1, 6), (2, 2, 3)], [False, True]),
-    ids=str,
+    ids=lambda value: f"{value[0] and value[0].__name__},{value[1]}" if value in LAID_OUT else str(value),
 )
 def test_tokens_flattened_for_the_quantisation(
     laid_out: tuple[Any, str], shape: tuple[int, ...], back: bool, dynamic: bool
