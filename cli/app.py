@@ -118,6 +118,7 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     "--aiter", "release", metavar="RELEASE", help="AITER's release, as v0.1.18; the newest known if not given."
 )
 @click.option("--all-tp", is_flag=True, help="Matrices instead: models against tensor-parallel sizes.")
+@click.option("-v", "--verbose", is_flag=True, help="Also each kind of layer: its dimensions, and what stands where.")
 @_files
 @_json
 @click.option("--svg", metavar="FILE", type=_NEW_FILE, help="Write the answer as a picture.")
@@ -136,11 +137,15 @@ def plan(
     kv: str | None,
     release: str | None,
     all_tp: bool,
+    verbose: bool,
     files: tuple[Path, ...],
     json: bool,
     svg: Path | None,
 ) -> None:
-    """Show each kind of layer on one rank, and each fusion with yes or the reason for no. Needs no torch.
+    """Show which fusions stand at how many sites of a model, and each reason once, with a number. Needs no torch.
+
+    "depends": on the number of tokens, on whether a longer fusion is missed, or on what a plan cannot know, as whether a
+    checkpoint's linears quantise (--quant says so). With -v it also shows each kind of layer on one rank.
 
     With --batch, --queries, --context, --kv or --aiter it also shows what attention allocates: the heads that AITER's MLA
     decode is given, its buffers and scratch, cache and state, and known issues of the release. With --all-tp it
@@ -222,6 +227,7 @@ def plan(
         files=files,
         json=json,
         svg=svg,
+        verbose=verbose,
     )
 
 
