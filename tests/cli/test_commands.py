@@ -8,7 +8,7 @@ import pytest
 
 from layerfuse import __version__, registry
 
-COMMANDS = ("models", "plan", "verify", "inspect", "check", "doctor", "contract", "completion")
+COMMANDS = ("models", "plan", "verify", "inspect", "check", "doctor", "contract", "bench", "completion")
 
 GOOD = """
 [models.mine]
@@ -39,6 +39,13 @@ def test_help_lists_every_command_and_the_exit_codes(run):
     out = run("--help").out
     assert all(re.search(rf"^  {command} ", out, re.MULTILINE) for command in COMMANDS)
     assert "1  the answer is no, or problems were found" in out
+
+
+def test_no_line_of_the_list_of_commands_is_cut(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("--help").out.partition("\nCommands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == sorted(COMMANDS)
+    assert not any("..." in line for line in lines)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
