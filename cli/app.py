@@ -35,15 +35,20 @@ _json = click.option("--json", "json", is_flag=True, help="Plain JSON, for progr
 
 def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from .. import __version__
+        from .._version import version_text
 
-        click.echo(f"layerfuse {__version__}")
+        click.echo(f"layerfuse {version_text()}")
         ctx.exit()
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print the version."
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Print the version, and the commit where it is known.",
 )
 def app() -> None:
     """What a model's layers are, which kernel fusions they take, and proof that they did.
