@@ -88,13 +88,14 @@ class LayerReader:
             return False
         return norms_nothing(held)
 
-    def read(self, layer: Any, parallel: Parallel | None = None, path: str = "") -> Any:
+    def read(self, layer: Any, parallel: Parallel | None = None, path: str = "", reading: Reading | None = None) -> Any:
         """The layer's spec.
 
         Args:
             layer: the module.
             parallel: what the caller knows of the sharding; contradicting the layer is an error.
             path: the layer's name in its model, for messages.
+            reading: of this layer, where more is wanted of it than the spec.
 
         Raises:
             MissingAttributeError: the layer lacks an attribute, or its own code fails when it is asked for one.
@@ -106,10 +107,10 @@ class LayerReader:
             raise ArgumentError(f"parallel: expected Parallel(size=..., rank=...), got {shown(parallel)}")
         if not isinstance(path, str):
             raise ArgumentError(f"path: expected the layer's name in its model, got {shown(path)}")
-        return _Reading(self, layer, path).spec(parallel, ambient())
+        return (reading or Reading(self, layer, path)).spec(parallel, ambient())
 
 
-class _Reading:
+class Reading:
     """One full reading of one layer, with everything an error message needs."""
 
     def __init__(self, reader: LayerReader, layer: Any, path: str) -> None:
@@ -119,6 +120,7 @@ class _Reading:
         self.facts = reader.facts
 
     def spec(self, parallel: Parallel | None, around: Parallel | None) -> Any:
+        """The spec, or an error with every reason."""
         try:
             values = self.values()
             if issubclass(self.facts.spec, LayerSpec):
@@ -138,6 +140,7 @@ class _Reading:
         return f"{self.itself()}, declared by {plugin}," if plugin else self.itself()
 
     def itself(self) -> str:
+        """The layer in words, whoever declares it."""
         if self.path:
             return f"{cut(self.path, 200)} ({self.reader.key})"
         try:
@@ -149,6 +152,7 @@ class _Reading:
     # ---- fields
 
     def values(self) -> dict[str, Any]:
+        """The fields that the facts speak of."""
         values: dict[str, Any] = {}
         for name, kind, partner, parsed in self.reader.fields:
             if partner is not None and values[partner] is None:
@@ -166,6 +170,7 @@ class _Reading:
         return values
 
     def norm(self, name: str, source: NormSource, gated: bool) -> NormSpec:
+        """A norm, and the linears around it."""
         try:
             module = source.module.read(self.layer)
             if module is None:
@@ -213,6 +218,7 @@ class _Reading:
             return None
 
     def rope(self, name: str, source: RopeSource) -> RopeSpec:
+        """A rotary embedding, or that there is none."""
         start, prefix = None, ""
         if source.module is not None:
             try:
@@ -234,6 +240,7 @@ class _Reading:
             raise SpecError(error.what, [f"{name}.{problem}" for problem in error.problems]) from None
 
     def found(self, name: str, places: tuple[Source, ...], convert: _Convert, *within: Any) -> Any:
+        """The answer of the first place that has one."""
         return self.answered(name, places, convert, *within)[1]
 
     def answered(
@@ -246,6 +253,7 @@ class _Reading:
             raise self.missing(name, [prefix + attempt for attempt in error.args]) from error.__cause__
 
     def first(self, places: Any, start: Any = None, convert: _Convert = same) -> tuple[Source, Any]:
+        """The same of what is no field, with what was tried in an `UnreadableError`."""
         tried = []
         cause = None
         for source in places:
@@ -268,6 +276,7 @@ class _Reading:
             raise UnreadableError(f"{source}: reading it raised {said(error)}") from error
 
     def missing(self, field: str, tried: list[str]) -> MissingAttributeError:
+        """The error of a field that no place says."""
         return MissingAttributeError(
             layer=self.name(),
             adapter=self.reader.owner,
@@ -279,6 +288,7 @@ class _Reading:
     # ---- parallelism
 
     def parallel(self, values: Mapping[str, Any], given: Parallel | None, around: Parallel | None) -> Parallel:
+        """How the layer was sharded, by itself, by the caller, or by what stands around the call."""
         sources, rank, silent = self.evidence(values)
         if given is not None:
             sources["the parallel argument"] = given.size
@@ -346,6 +356,7 @@ class _Reading:
         return sources, rank, silent
 
     def mlp_ranks(self, paths: Any) -> int | None:
+        """Over how many ranks the MLP is summed, where its weights tell."""
         for path in paths:
             try:
                 return ranks_summed(path.read(self.layer))
@@ -354,6 +365,7 @@ class _Reading:
         return None
 
     def size(self, source: str, value: Any) -> int:
+        """A tensor-parallel size, or an error that names where it was read."""
         size = whole(value)
         if type(size) is not int or not 1 <= size <= LARGEST:
             raise SpecError(
