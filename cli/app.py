@@ -150,6 +150,8 @@ def plan(
 ) -> None:
     """Show which fusions stand at how many sites of a model, and each reason once, with a number. Needs no torch.
 
+    MODEL is a declared name (`layerfuse models`), or the path of a config.json or of its folder.
+
     "depends": on the number of tokens, on whether a longer fusion is missed, or on what a plan cannot know, as whether a
     checkpoint's linears quantise (--quant says so). With -v it also shows each kind of layer on one rank.
 

@@ -489,3 +489,26 @@ def test_the_table_that_the_docs_show_is_the_one_that_is_printed(run):
     page = (Path(__file__).parent.parent.parent / "docs" / "fusions.md").read_text(encoding="utf-8")
     shown = re.search(r"```text\n(fusion +sites .*?)```", page, re.DOTALL)[1]
     assert run("plan", "deepseek-v3", "--target", "gfx950").out.endswith(shown)
+
+
+def test_a_config_is_a_model_too(run, tmp_path, monkeypatch):
+    """One of a declared model is that model; another is read alone, and what that leaves unchecked is said."""
+    declared = run("plan", KIMI_CONFIG, "--tp", 8)
+    assert (declared.out, declared.err) == (KIMI, "")
+    assert run("plan", KIMI_CONFIG.parent, "--tp", 8).out == KIMI
+    config = json.loads(KIMI_CONFIG.read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] = 7
+    folder = tmp_path / "short-kimi"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    answer = run("plan", folder)
+    assert answer.code == 0 and re.search(r"^mla_dual_rms_norm +7 ", answer.out, re.MULTILINE)
+    assert "was read alone; `layerfuse inspect` holds" in answer.err
+    monkeypatch.chdir(tmp_path)
+    assert run("plan", "short-kimi").out == answer.out
+    del text["kv_lora_rank"]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    wrong = run("plan", folder)
+    assert wrong.code == 1 and "kv_lora_rank" in wrong.err
+    assert run("plan", folder / "none" / "config.json").code == 2
