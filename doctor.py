@@ -17,6 +17,7 @@ from warnings import catch_warnings, simplefilter
 
 from attrs import evolve, frozen
 
+from ._version import version_text
 from .adapters.errors import LayerfuseError, cut, did_you_mean
 
 ENGINES = ("transformers", "vllm", "sglang")
@@ -69,12 +70,10 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Look at this Python's packages and this machine's GPU. Imports torch where it is installed, and plugins."""
-    from . import __version__
-
     torch, gpu = _torch()
     findings = [
         Finding(name="python", state="found", detail=f"{platform.python_version()} on {platform.machine()}"),
-        Finding(name="layerfuse", state="found", detail=__version__),
+        Finding(name="layerfuse", state="found", detail=version_text()),
         torch,
         _version("triton"),
         gpu,

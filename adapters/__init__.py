@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         SpecError,
         UnknownLayerError,
     )
+    from .explaining import Explanation
     from .gpt_oss import GPT_OSS
     from .kimi_k2 import KIMI_K2
     from .kimi_linear import KIMI_LINEAR
@@ -66,6 +67,7 @@ __all__ = [
     "ActivationQuantError",
     "Adapter",
     "ArgumentError",
+    "Explanation",
     "Facts",
     "FactsError",
     "FinalNormSpec",
@@ -113,6 +115,7 @@ __getattr__, __dir__ = attach(
         "KIMI_K2": ".kimi_k2",
         "KIMI_LINEAR": ".kimi_linear",
         "QWEN3_NEXT": ".qwen3_next",
+        "Explanation": ".explaining",
         "LayerReader": ".reader",
         "tensor_parallel": ".parallel",
         **dict.fromkeys(("ActivationQuant", "ActivationQuantError"), ".activation_quant"),

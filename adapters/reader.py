@@ -93,13 +93,14 @@ class LayerReader:
             return False
         return norms_nothing(held)
 
-    def read(self, layer: Any, parallel: Parallel | None = None, path: str = "") -> Any:
+    def read(self, layer: Any, parallel: Parallel | None = None, path: str = "", reading: Reading | None = None) -> Any:
         """The layer's spec.
 
         Args:
             layer: the module.
             parallel: what the caller knows of the sharding; contradicting the layer is an error.
             path: the layer's name in its model, for messages.
+            reading: of this layer, where more is wanted of it than the spec.
 
         Raises:
             MissingAttributeError: the layer lacks an attribute, or its own code fails when it is asked for one.
@@ -111,7 +112,7 @@ class LayerReader:
             raise ArgumentError(f"parallel: expected Parallel(size=..., rank=...), got {shown(parallel)}")
         if not isinstance(path, str):
             raise ArgumentError(f"path: expected the layer's name in its model, got {shown(path)}")
-        return _Reading(self, layer, path).spec(parallel, ambient())
+        return (reading or Reading(self, layer, path)).spec(parallel, ambient())
 
 
 class _AtOnce:
@@ -143,7 +144,7 @@ class _AtOnce:
         return read | self._constants
 
 
-class _Reading:
+class Reading:
     """One full reading of one layer, with everything an error message needs."""
 
     def __init__(self, reader: LayerReader, layer: Any, path: str) -> None:
@@ -155,6 +156,7 @@ class _Reading:
         "The identities of the norms and ropes that were read."
 
     def spec(self, parallel: Parallel | None, around: Parallel | None) -> Any:
+        """The spec, or an error with every reason."""
         try:
             values = self.values()
             if issubclass(self.facts.spec, LayerSpec):
@@ -174,6 +176,7 @@ class _Reading:
         return f"{self.itself()}, declared by {plugin}," if plugin else self.itself()
 
     def itself(self) -> str:
+        """The layer in words, whoever declares it."""
         if self.path:
             return f"{cut(self.path, 200)} ({self.reader.key})"
         try:
@@ -185,6 +188,7 @@ class _Reading:
     # ---- fields
 
     def values(self) -> dict[str, Any]:
+        """The fields that the facts speak of."""
         values = self.reader.at_once.of(self.layer)
         for name, kind, partner, parsed in self.reader.fields:
             if name in values:
@@ -204,6 +208,7 @@ class _Reading:
         return values
 
     def norm(self, name: str, source: NormSource, gated: bool) -> NormSpec:
+        """A norm, and the linears around it."""
         try:
             module = source.module.read(self.layer)
             if module is None:
@@ -233,6 +238,7 @@ class _Reading:
         return read
 
     def part(self, name: str, spec: type[S], values: dict[str, Any]) -> S:
+        """A norm or rope of these values, or an error that names the field that it is."""
         try:
             found = made(spec, values)
         except SpecError as error:
@@ -261,6 +267,7 @@ class _Reading:
             return None
 
     def rope(self, name: str, source: RopeSource) -> RopeSpec:
+        """A rotary embedding, or that there is none."""
         start, prefix = None, ""
         if source.module is not None:
             try:
@@ -299,6 +306,7 @@ class _Reading:
         raise UnreadableError(*tried) from cause
 
     def missing(self, field: str, tried: list[str]) -> MissingAttributeError:
+        """The error of a field that no place says."""
         return MissingAttributeError(
             layer=self.name(),
             adapter=self.reader.owner,
@@ -310,6 +318,7 @@ class _Reading:
     # ---- parallelism
 
     def parallel(self, values: Mapping[str, Any], given: Parallel | None, around: Parallel | None) -> Parallel:
+        """How the layer was sharded, by itself, by the caller, or by what stands around the call."""
         sources, rank, silent = self.evidence(values)
         if given is not None:
             sources["the parallel argument"] = given.size
@@ -377,6 +386,7 @@ class _Reading:
         return sources, rank, silent
 
     def mlp_ranks(self, paths: Any) -> int | None:
+        """Over how many ranks the MLP is summed, where its weights tell."""
         for path in paths:
             try:
                 return ranks_summed(path.read(self.layer))
@@ -385,6 +395,7 @@ class _Reading:
         return None
 
     def size(self, source: str, value: Any) -> int:
+        """A tensor-parallel size, or an error that names where it was read."""
         size = whole(value)
         if type(size) is not int or not 1 <= size <= LARGEST:
             raise SpecError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..adapters.spec_fields import LARGEST
-from .fusions import CommandOnFusions, fusion_names
+from .fusions import fusion_names, list_fusions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,15 +35,20 @@ _json = click.option("--json", "json", is_flag=True, help="Plain JSON, for progr
 
 def _version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     if wanted:
-        from .. import __version__
+        from .._version import version_text
 
-        click.echo(f"layerfuse {__version__}")
+        click.echo(f"layerfuse {version_text()}")
         ctx.exit()
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print the version."
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Print the version, and the commit where it is known.",
 )
 def app() -> None:
     """What a model's layers are, which kernel fusions they take, and proof that they did.
@@ -65,11 +70,12 @@ def app() -> None:
     """
 
 
-def _command(function: Callable[..., Any]) -> click.Command:
-    return app.command()(function)
+def _command(summary: str) -> Callable[[Callable[..., Any]], click.Command]:
+    """A command with its line in the list of all, which is short enough to stand there whole."""
+    return app.command(short_help=f"{summary}.")
 
 
-@_command
+@_command("List the declared models")
 @_files
 @_json
 def models(files: tuple[Path, ...], json: bool) -> None:
@@ -84,7 +90,7 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     list_models(files, json)
 
 
-@_command
+@_command("Which fusions stand at how many sites of a model, and why not")
 @click.argument("model", required=False, shell_complete=_names)
 @click.option("--tp", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Tensor-parallel size.")
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
@@ -118,6 +124,7 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     "--aiter", "release", metavar="RELEASE", help="AITER's release, as v0.1.18; the newest known if not given."
 )
 @click.option("--all-tp", is_flag=True, help="Matrices instead: models against tensor-parallel sizes.")
+@click.option("-v", "--verbose", is_flag=True, help="Also each kind of layer: its dimensions, and what stands where.")
 @_files
 @_json
 @click.option("--svg", metavar="FILE", type=_NEW_FILE, help="Write the answer as a picture.")
@@ -136,11 +143,17 @@ def plan(
     kv: str | None,
     release: str | None,
     all_tp: bool,
+    verbose: bool,
     files: tuple[Path, ...],
     json: bool,
     svg: Path | None,
 ) -> None:
-    """Show each kind of layer on one rank, and each fusion with yes or the reason for no. Needs no torch.
+    """Show which fusions stand at how many sites of a model, and each reason once, with a number. Needs no torch.
+
+    MODEL is a declared name (`layerfuse models`), or the path of a config.json or of its folder.
+
+    "depends": on the number of tokens, on whether a longer fusion is missed, or on what a plan cannot know, as whether a
+    checkpoint's linears quantise (--quant says so). With -v it also shows each kind of layer on one rank.
 
     With --batch, --queries, --context, --kv or --aiter it also shows what attention allocates: the heads that AITER's MLA
     decode is given, its buffers and scratch, cache and state, and known issues of the release. With --all-tp it
@@ -222,10 +235,11 @@ def plan(
         files=files,
         json=json,
         svg=svg,
+        verbose=verbose,
     )
 
 
-@_command
+@_command("Build small real models, fuse them, and compare")
 @click.argument("names", metavar="[MODEL]...", nargs=-1, shell_complete=_names)
 @click.option("--all-small", is_flag=True, help="Every declared model that transformers can build.")
 @_files
@@ -250,7 +264,7 @@ def verify(
     answer_verify(names, all_small=all_small, files=files, device=device, json=json)
 
 
-@_command
+@_command("Read a config.json, and print a models.toml entry for it")
 @click.argument("config", type=click.Path(exists=True, path_type=Path))
 @click.option("--name", help="What to call the model in the entry.")
 @_files
@@ -276,7 +290,7 @@ def inspect(config: Path, name: str | None, files: tuple[Path, ...], json: bool)
     answer_inspect(config, name=name, files=files, json=json)
 
 
-@_command
+@_command("Check models.toml files")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True, type=_FILE)
 def check(files: tuple[Path, ...]) -> None:
     """Check models.toml files, and print every problem in them as `file: problem @ path`.
@@ -290,7 +304,7 @@ def check(files: tuple[Path, ...]) -> None:
     answer_check(files)
 
 
-@_command
+@_command("What is installed, and what that enables")
 @_json
 def doctor(json: bool) -> None:
     """Show what is installed and what that enables. Imports no engine, and not AITER.
@@ -307,7 +321,7 @@ def doctor(json: bool) -> None:
     answer_doctor(json)
 
 
-@_command
+@_command("Run the adapter contract on real layers of a model")
 @_model
 @_files
 @_json
@@ -325,13 +339,12 @@ def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
     answer_contract(model, files=files, json=json)
 
 
-@app.command(cls=CommandOnFusions)
+@_command("Time fusions against their peers, and check every result")
 @click.argument("names", metavar="[NAME]...", nargs=-1, shell_complete=fusion_names)
 @click.option(
-    "--model",
-    shell_complete=_names,
-    help="Whose widths to take; by default DeepSeek-V3's, Qwen3-Next's for gated norms, gpt-oss's for padding.",
+    "--list", is_flag=True, is_eager=True, expose_value=False, callback=list_fusions, help="List all fusions."
 )
+@click.option("--model", shell_complete=_names, help="Whose widths to take; by default one that has the fusion.")
 @click.option("--widths", metavar="N,N,...", help="Widths of your own instead, in the order of the op's arguments.")
 @click.option("--tokens", metavar="N,N,...", help="How many rows; by default 1 to 65536 on a GPU, to 1024 on a CPU.")
 @click.option("--dtype", default="bf16", show_default=True, help="bf16, fp16 or fp32.")
@@ -344,7 +357,7 @@ def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
 @click.option("--activation", metavar="NAME", help="Of a gated norm's gate: silu or sigmoid.")
 @click.option("--gate-first", is_flag=True, default=None, help="A gated norm's gate comes before its norm.")
 @click.option("--limit", type=float, help="What a gated MLP clamps its halves to.")
-@click.option("--pad-to", type=int, metavar="N", help="Columns of a padded norm; by default the next multiple of 256.")
+@click.option("--pad-to", type=int, metavar="N", help="Columns of a padded norm; by default a multiple of 256.")
 @click.option("--weight-offset", type=float, help="Added to weights: 1 for zero-centred ones.")
 @click.option("--weight-dtype", metavar="NAME", help="bf16, fp16 or fp32; by default that of the rows.")
 @click.option("--peers", metavar="A,B,...", help="Only these; `layerfuse` stands for all of our backends.")
@@ -352,45 +365,38 @@ def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
     "--aiter",
     metavar="FOLDER",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="A checkout of ROCm/aiter, whose Triton ops then take part, on NVIDIA GPUs too.",
+    help="A checkout of ROCm/aiter, for its Triton ops.",
 )
 @click.option(
     "--vllm",
     metavar="FOLDER",
     type=click.Path(exists=True, path_type=Path),
-    help="Where vLLM's compiled library lies, whose CUDA ops then take part; by default that of the installed vLLM.",
+    help="vLLM's compiled library, for its ops.",
 )
 @click.option(
     "--flashinfer",
     metavar="FOLDER",
     type=click.Path(exists=True, path_type=Path),
-    help="Where FlashInfer's compiled all-reduces lie, which then take part.",
+    help="FlashInfer's compiled all-reduces.",
 )
 @click.option("--quick", is_flag=True, help="Fewer tokens and rounds, and nothing that takes minutes to tune.")
 @click.option("--device", metavar="NAME", help="cuda or cpu; by default the GPU if there is one.")
-@click.option(
-    "--ranks",
-    type=int,
-    help="Of what starts with an all-reduce: processes, one per GPU; by default all GPUs, two on a CPU.",
-)
+@click.option("--ranks", type=int, help="Processes of an all-reduce; by default one per GPU, two on a CPU.")
 @click.option(
     "--out",
     metavar="FOLDER",
     type=click.Path(file_okay=False, path_type=Path),
-    help="Where the files go: here, or benchmarks/results in the root of the repository, unless given.",
+    help="For the files; by default here, or benchmarks/results of a checkout.",
 )
 @_files
 @_json
 def bench(names: tuple[str, ...], peers: str | None, **options: Any) -> None:
-    """Time fusions against their peers in one run, and check every result against float64: by default all of them.
+    """Time fusions, by default all, against their peers in one run, and check every result against float64.
 
-    Prints tables, and writes them with a plot and all figures as JSON. Exits with 1 where a result was wrong or a peer
-    failed; a peer that is not installed is named and is no failure.
+    Writes tables, a plot and JSON. Exits with 1 where a result was wrong or a peer failed.
 
     \b
     Examples:
-      layerfuse bench mla_dual_rms_norm
-      layerfuse bench mla_dual_rms_norm_group_quant --model kimi-k2.5 --aiter aiter
       layerfuse bench add_rms_norm --peers layerfuse,inductor,copy --tokens 1,64,4096
       layerfuse bench all_reduce_add_rms_norm --ranks 2 --widths 7168
     """
@@ -399,7 +405,7 @@ def bench(names: tuple[str, ...], peers: str | None, **options: Any) -> None:
     answer_bench(names, peers=None if peers is None else [name.strip() for name in peers.split(",")], **options)
 
 
-@_command
+@_command("Print the script for completion in a shell")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
     """Print the script that completes this command in a shell.

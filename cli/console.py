@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 PIPED_WIDTH = 200
 """Columns where no terminal says how many: wide enough that a line of output stays a line."""
 
+PROSE_WIDTH = 100
+"""Columns of running text there: nobody reads lines of 200 letters."""
+
 SVG_WIDTH = 110
 
 
@@ -34,13 +37,18 @@ def console(*, stderr: bool = False) -> Console:
     return Piped(stderr=stderr, highlight=False, emoji=False, markup=False, width=PIPED_WIDTH if piped else None)
 
 
-def show(what: Any, to: Console) -> None:
+def prose_width(to: Console) -> int:
+    """Columns of running text: those of a terminal, or 100 where there is none."""
+    return to.width if to.is_terminal or os.environ.get("COLUMNS") else min(to.width, PROSE_WIDTH)
+
+
+def show(what: Any, to: Console, width: int | None = None) -> None:
     """Print something. A pipe gets no blanks at the ends of lines, with which rich fills its tables."""
     if to.is_terminal or to.record:
-        to.print(what)
+        to.print(what, width=width)
         return
     with to.capture() as captured:
-        to.print(what)
+        to.print(what, width=width)
     print("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")), file=to.file)
 
 

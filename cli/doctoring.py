@@ -1,13 +1,15 @@
-"""`layerfuse doctor`: what was found, a line each, and what it enables."""
+"""`layerfuse doctor`: what was found, a line each or one for all that is as expected, and what it enables."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import attrs
+
 from .console import console, print_json, show
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from rich.table import Table
 
@@ -33,7 +35,7 @@ def answer_doctor(json: bool) -> None:
         out = console()
         show(_grid(diagnosis.findings), out)
         for title, more in (
-            ("Where layerfuse stands in vLLM, by its source", diagnosis.vllm),
+            ("Where layerfuse stands in vLLM, by its source", list(_together("place", diagnosis.vllm))),
             ("What layerfuse calls of AITER, by its source", diagnosis.aiter),
         ):
             if more:
@@ -46,6 +48,15 @@ def answer_doctor(json: bool) -> None:
             out.print(f"  {sentence}")
     if diagnosis.problems:
         raise SystemExit(1)
+
+
+def _together(what: str, findings: Sequence[Finding]) -> Iterator[Finding]:
+    """Those that are as expected as one line with their number, and each of the others."""
+    fine = [found for found in findings if found.state == "found"]
+    if fine:
+        more = what if len(fine) == 1 else f"{what}s"
+        yield attrs.evolve(fine[0], name=f"{len(fine)} {more}", detail="as expected; --json lists them")
+    yield from (found for found in findings if found.state != "found")
 
 
 def _grid(findings: Iterable[Finding]) -> Table:

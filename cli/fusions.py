@@ -1,10 +1,10 @@
-"""What the command line knows of the catalog: names for the shell's completion, and a list in a command's help."""
+"""What the command line knows of the catalog: names for the shell's completion, and `layerfuse bench --list`."""
 
 from __future__ import annotations
 
 import click
 
-from ..adapters.errors import LayerfuseError
+from .console import console, show
 
 
 def fusion_names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
@@ -14,20 +14,24 @@ def fusion_names(_: click.Context, __: click.Parameter, incomplete: str) -> list
     return [name for name in FUSIONS if name.startswith(incomplete)]
 
 
-class CommandOnFusions(click.Command):
-    """A command whose help ends with every fusion of the catalog, other packages' included."""
+def list_fusions(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Print every fusion of the catalog, other packages' with their owners, and exit.
 
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list, or why there is none."""
-        from ..fusion.catalog import FUSIONS
+    Raises:
+        LayerfuseError: of a plugin that cannot be used.
+    """
+    if not wanted:
+        return
+    from rich.table import Table
+    from rich.text import Text
 
-        try:
-            rows = [
-                (name, fusion.doc if fusion.owner == "layerfuse" else f"{fusion.doc} ({fusion.owner})")
-                for name, fusion in FUSIONS.items()
-            ]
-        except LayerfuseError as error:  # of a plugin; help should help all the same
-            rows = [("", str(error))]
-        with formatter.section("Fusions"):
-            formatter.write_dl(rows)
-        super().format_epilog(ctx, formatter)
+    from ..fusion.catalog import FUSIONS
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column()
+    for name, fusion in FUSIONS.items():
+        owner = "" if fusion.owner == "layerfuse" else f" ({fusion.owner})"
+        grid.add_row(Text(name, style="bold"), Text(f"{fusion.doc}{owner}"))
+    show(grid, console())
+    ctx.exit()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .checking import count
-from .models import registry_with
+from .models import inspected, registry_with
 
 
 def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json: bool) -> None:
@@ -17,13 +17,8 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
         ConfigError: it does not say enough; everything missing is listed.
         SystemExit: with 1, after a draft that the model's own code contradicts.
     """
-    from ..registry.inspect import inspect, read_config
-
-    config = read_config(path)
-    folder = path.resolve() if path.is_dir() else path.resolve().parent
-    named = path.stem if path.stem != "config" and not path.is_dir() else folder.name
     registry = registry_with(files)
-    found = inspect(config, registry=registry, name=name, file=str(path), folder=_named(config, named))
+    found = inspected(path, registry, name)
     if not found.same_as:
         from ..testing.infer_from_code import ask_code
 
@@ -65,7 +60,3 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
     print(found.toml(), end="")
     if found.problems:
         raise SystemExit(1)
-
-
-def _named(config: dict[str, object], folder: str) -> str | None:
-    return None if config.get("_name_or_path") else folder or None

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..registry.errors import UnknownModelError
+
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
+    from ..registry.inspect import Inspection
     from ..registry.lookup import Registry
 
 
@@ -35,14 +40,30 @@ def registry_with(files: Sequence[Path]) -> Registry:
     return registry
 
 
+def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspection:
+    """What a config.json says, or the one in a folder; called by its folder where it has no name.
+
+    Raises:
+        ConfigError: it does not say enough; everything missing is listed.
+    """
+    from ..registry.inspect import inspect, read_config
+
+    config = read_config(path)
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    named = path.stem if path.stem != "config" and not path.is_dir() else folder.name
+    unnamed = None if config.get("_name_or_path") else named or None
+    return inspect(config, registry=registry, name=name, file=str(path), folder=unnamed)
+
+
 def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
-    """One model by its name, an alias of it or its Hugging Face id.
+    """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder.
 
     A model that ships with the library is read alone: checking all others, and looking for plugins, would take longer
     than everything else that `plan` does.
 
     Raises:
         UnknownModelError: with the closest names.
+        ConfigError: a config.json does not say enough.
         CatalogError: one of `files` holds mistakes.
     """
     if not files:
@@ -52,4 +73,15 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
                 from ..registry.files import structure
 
                 return structure({"models": {key: table}}, "models.toml")[key]
-    return registry_with(files).model(name)
+    registry, config = registry_with(files), os.path.join(name, "config.json") if os.path.isdir(name) else name
+    try:
+        return registry.model(name)
+    except UnknownModelError:
+        if os.path.basename(config) != "config.json" or not os.path.isfile(config):
+            raise
+    found = inspected(Path(config), registry)
+    if found.same_as:
+        return registry.model(found.same_as[0])
+    said = f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code"
+    print(said, file=sys.stderr)
+    return found.entry

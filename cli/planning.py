@@ -12,8 +12,9 @@ from ..adapters.errors import LayerfuseError, SpecError
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.engine import NAMES as ENGINES
 from ..fusion.planning import ANY
-from .console import require_writable, show, write_text
+from .console import prose_width, require_writable, show, write_text
 from .kinds import kinds_of, ranges, rows_of, spec_dict
+from .summary import Footnotes, possible, show_summary, summed, with_tokens
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +25,7 @@ DEFAULT_TARGET = "gfx950"
 """Of plans that nobody gave a target for, unless they are for vLLM, which fuses other chains itself on other GPUs."""
 
 LARGEST_TP_LISTED = 64
+_SHOWN = ("fusions", "rows", "paths")
 _WORDS = {"expected": "yes", "fallback": "fallback", "refused": "no", "not_applicable": "not applicable"}
 _STYLES = {"expected": "green", "fallback": "cyan", "refused": "red", "not_applicable": "dim"}
 
@@ -115,7 +117,7 @@ def plan_data(
     engine_version: str | None = None,
     enforce_eager: bool = False,
 ) -> dict[str, Any]:
-    """The whole answer as plain data; its keys are documented in `layerfuse plan --help` and do not change.
+    """The whole answer as plain data; the keys of `layerfuse plan --help` do not change, others are for people (`_SHOWN`).
 
     Raises:
         TooManyRanksError: the heads cannot be shared by that many ranks.
@@ -154,8 +156,10 @@ def plan_data(
                 "spec": spec_dict(kind.spec),
                 "sites": _sites(decided, kind.paths),
                 "rows": rows_of(kind.spec),
+                "paths": kind.paths,
             }
         )
+    does = {} if around is None else {**around.does, **around.keeps}
     return {
         "model": entry.name,
         "hf_id": entry.hf_id,
@@ -167,7 +171,8 @@ def plan_data(
         "config": decided.config.to_dict(),
         "num_hidden_layers": entry.num_hidden_layers,
         "kinds": kinds,
-        "engine_does": {} if around is None else {**around.does, **around.keeps},
+        "fusions": summed(decided, kinds, does.values()),
+        "engine_does": does,
         "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *modules, *_inside_flashinfer(decided, engine)],
     }
 
@@ -223,43 +228,54 @@ def _inside_flashinfer(decided: Plan, engine: str | None) -> list[str]:
     return [f"{FLASHINFER}."] if any(d.fusion.endswith("_group_quant") for d in decided.expected()) else []
 
 
-def show_plan(data: dict[str, Any], to: Console) -> None:
-    """The answer for people."""
-    from rich.table import Table
+def show_plan(data: dict[str, Any], to: Console, verbose: bool = False) -> None:
+    """The answer for people: what is fused at how many sites, and behind it, if asked for, each kind of layer."""
     from rich.text import Text
 
     about = ", ".join(filter(None, [data["hf_id"], f"adapter {data['adapter']}"]))
     to.print(Text.assemble((data["model"], "bold"), f" ({about})"))
     to.print(f"rank {data['rank']} of {data['tp']}, {data['num_hidden_layers']} decoder layers, target {_target(data)}")
-    for kind in data["kinds"]:
-        to.print()
-        to.print(Text.assemble((kind["kind"], "bold cyan"), f": {_where(kind)}"))
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(no_wrap=True, style="dim")
-        grid.add_column(overflow="fold")
-        for label, value in kind["rows"]:
-            grid.add_row(f"  {label}", value)
-        for role, decisions in kind["sites"].items():
-            for label, decision in _listed(decisions, data["engine_does"].values()):
-                verdict = (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
-                # Ranges of tokens are of the same sites: those that start at one token count each site once.
-                total = sum(
-                    other["sites"]
-                    for other in decisions
-                    if other["fusion"] == decision["fusion"] and not other["tokens"].startswith("from ")
-                )
-                some = "" if decision["sites"] == total else f" at {decision['sites']} of {total}"
-                tokens = "" if decision["tokens"] == str(ANY) else f", {decision['tokens']}"
-                grid.add_row(f"  {role}: {label}", Text.assemble(verdict, f"{some}{tokens}: {decision['reason']}"))
-        show(grid, to)
+    to.print()
+    notes = show_summary(data["fusions"], to)
     if data["notes"]:
         to.print()
     for note in data["notes"]:
-        to.print(note)
+        show(Text(note), to, prose_width(to))
+    if verbose:
+        for kind in data["kinds"]:
+            _show_kind(kind, data["engine_does"].values(), notes, to)
     if "attention" in data:
         from .attention import show_attention
 
         show_attention(data["attention"], to)
+
+
+def _show_kind(kind: Mapping[str, Any], done: Collection[str], notes: Footnotes, to: Console) -> None:
+    """What layers of a kind hold on this rank, and each decision there with the number of its reason."""
+    from rich.table import Table
+    from rich.text import Text
+
+    to.print()
+    to.print(Text.assemble((kind["kind"], "bold cyan"), f": {_where(kind)}"))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for label, value in kind["rows"]:
+        grid.add_row(f"  {label}", value)
+    for role, decisions in kind["sites"].items():
+        for label, decision in _listed(decisions, done):
+            verdict = (_WORDS[decision["decision"]], _STYLES[decision["decision"]])
+            # Ranges of tokens are of the same sites: those that start at one token count each site once.
+            total = sum(
+                other["sites"]
+                for other in decisions
+                if other["fusion"] == decision["fusion"] and not other["tokens"].startswith("from ")
+            )
+            some = "" if decision["sites"] == total else f" at {decision['sites']} of {total}"
+            tokens = "" if decision["tokens"] == str(ANY) else f", {decision['tokens']}"
+            why = notes.mark(with_tokens(decision["reason"], decision["tokens"]))
+            grid.add_row(f"  {role}: {label}", Text.assemble(verdict, f"{some}{tokens} {why}"))
+    show(grid, to)
 
 
 def _where(kind: Mapping[str, Any]) -> str:
@@ -274,17 +290,20 @@ def _listed(decisions: Sequence[dict[str, Any]], done: Collection[str]) -> list[
 
     What is off unless it was measured or asked for is passed over then.
     """
-    own = tuple(done)
-    possible = {d["fusion"] for d in decisions if d["decision"] != "not_applicable" or d["reason"].startswith(own)}
-    if not possible:
+    here = possible(decisions, done)
+    if not here:
         return [("any fusion", decision) for decision in decisions[:1]]
-    return [(decision["fusion"], decision) for decision in decisions if decision["fusion"] in possible]
+    return [(decision["fusion"], decision) for decision in decisions if decision["fusion"] in here]
 
 
 def _target(data: dict[str, Any]) -> str:
     target = data["target"]
     fp8 = f", fp8 {target['fp8']}" if target["fp8"] else ""
     return f"{target['arch']} ({target['vendor']}{fp8})"
+
+
+def _documented(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in data.items() if key not in _SHOWN}
 
 
 def config_for(quant: Sequence[str], engine: str | None = None) -> FusionConfig:
@@ -326,6 +345,7 @@ def answer_plan(
     svg: Path | None,
     engine_version: str | None = None,
     enforce_eager: bool = False,
+    verbose: bool = False,
 ) -> None:
     """Print the plan, or write it as a picture."""
     from .models import find_model
@@ -351,14 +371,14 @@ def answer_plan(
     if json:
         from .console import print_json
 
-        print_json({**data, "kinds": [{k: v for k, v in kind.items() if k != "rows"} for kind in data["kinds"]]})
+        print_json({**_documented(data), "kinds": list(map(_documented, data["kinds"]))})
         return
     from .console import console, drawing, svg_of
 
     if svg is None:
-        show_plan(data, console())
+        show_plan(data, console(), verbose)
         return
     canvas = drawing()
-    show_plan(data, canvas)
+    show_plan(data, canvas, verbose)
     write_text(svg, svg_of(canvas, f"layerfuse plan {data['model']} --tp {tp} --target {target}"))
     print(f"wrote {svg}")

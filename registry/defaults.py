@@ -28,6 +28,7 @@ default = fresh()
 """The registry behind this package's functions."""
 
 spec_for = default.spec_for
+explain = default.explain
 specs_in = default.specs_in
 unknown_in = default.unknown_in
 adapter_for = default.adapter_for

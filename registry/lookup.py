@@ -26,6 +26,8 @@ from .tables import Readers, Tables
 from .unread import Unread, class_name, is_attention
 
 if TYPE_CHECKING:
+    from ..adapters.explaining import Explanation
+    from ..adapters.reader import LayerReader
     from .catalog import ModelEntry
 
 S = TypeVar("S")
@@ -80,6 +82,23 @@ class Registry:
             SpecError: what the layer says cannot all be true.
             ArgumentError: an argument is of another type.
         """
+        return self._reader_of(layer, of).read(layer, parallel, path)
+
+    def explain(
+        self, layer: Any, of: type[Any] | None = None, *, parallel: Parallel | None = None, path: str = ""
+    ) -> Explanation:
+        """What this layer is, and where each field of that was read: `print` it to see why a spec says what it says.
+
+        Args, and errors: as `spec_for`.
+
+        Returns:
+            An Explanation: the spec, the class and the adapter that it is known by, and field -> place.
+        """
+        from ..adapters.explaining import explained
+
+        return explained(self._reader_of(layer, of), layer, parallel, path)
+
+    def _reader_of(self, layer: Any, of: type[Any] | None) -> LayerReader:
         expect("of", of, (type, NoneType), "a spec type such as MLASpec")
         cls = type(layer)
         readers = self._by_class.get(cls) or self._readers_of(cls)
@@ -90,10 +109,10 @@ class Registry:
         if not readers:
             raise self._unknown(layer)
         if of is None:
-            return readers[0].read(layer, parallel, path)
+            return readers[0]
         for reader in readers:
             if issubclass(reader.facts.spec, of):
-                return reader.read(layer, parallel, path)
+                return reader
         kinds = ", ".join(reader.facts.spec.__name__ for reader in readers)
         raise UnknownLayerError(
             f"{class_name(cls)} as {of.__name__}",

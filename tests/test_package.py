@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -38,22 +39,34 @@ def run(*command: str | Path, **variables: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built wheel, made from a copy so that no build folder appears in the checkout."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the checkout with a commit of its own, so that no build folder appears in the checkout."""
     import shutil
 
-    source, out = tmp_path_factory.mktemp("source") / "layerfuse", tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source") / "layerfuse"
     listed = ("*.py", "*.toml", "*.json", "*.md", "LICENSE*", "py.typed")
     shutil.copytree(ROOT, source, ignore=_only(*listed))
     stale = source / "build" / "lib" / "layerfuse" / "fusion" / "gone.py"
     stale.parent.mkdir(parents=True)
     stale.write_text("", encoding="utf-8")  # as an earlier `pip install .` left it
+    git = ("git", "-C", source, "-c", "user.name=a", "-c", "user.email=a@b")
+    for arguments in (("init", "-q"), ("add", "models.toml"), ("commit", "-q", "-m", "one")):
+        run(*git, *arguments)
+    return source
+
+
+def build_wheel(source: Path, out: Path) -> Path:
     run(
         *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"),
         *("--disable-pip-version-check", "--wheel-dir", out, source),
     )
     (built,) = out.glob("*.whl")
     return built
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"))
 
 
 def _only(*patterns: str):  # type: ignore[no-untyped-def]
@@ -94,9 +107,10 @@ def test_every_module_of_the_repository_is_in_the_wheel(files: set[str]) -> None
         f"layerfuse/{path.relative_to(ROOT)}"
         for folder in (*FOLDERS, ".")
         for path in (ROOT / folder).glob("*.py" if folder == "." else "**/*.py")
-        if "__pycache__" not in path.parts
+        if "__pycache__" not in path.parts and path != ROOT / "setup.py"
     }
     assert modules <= files
+    assert "layerfuse/setup.py" not in files
     assert {f"layerfuse/{name}" for name in DATA} <= files
 
 
@@ -115,10 +129,38 @@ def test_nothing_depends_on_the_unrelated_project_called_aiter() -> None:
     assert not any(name.lower().startswith(("torch", "transformers", "triton")) for name in project["dependencies"])
 
 
-def test_the_version_is_said_once() -> None:
+def test_the_version_is_the_same_wherever_it_is_said() -> None:
     import layerfuse
 
     assert layerfuse.__version__ == PROJECT["project"]["version"]
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/vllm.md", "CHANGELOG.md")]
+    shown = [re.search(r"^(?:layerfuse |## \[)([\d.]+\d)(?: in vLLM|\])", text, re.MULTILINE) for text in texts]
+    assert [found and found[1] for found in shown] == [layerfuse.__version__] * 3
+
+
+@pytest.mark.slow
+def test_a_wheel_and_an_sdist_hold_the_same_and_say_their_commit(source: Path, wheel: Path, tmp_path: Path) -> None:
+    """The wheel of the sdist too, which is built where no git is."""
+    import layerfuse
+
+    run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, source)
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    again = build_wheel(sdist, tmp_path / "again")
+    assert again.name == wheel.name == f"layerfuse-{layerfuse.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        listed = [
+            {i.filename: i.CRC for i in each.infolist() if not i.filename.endswith("/RECORD")} for each in (one, other)
+        ]
+    assert listed[0] == listed[1]
+    head = run("git", "-C", source, "rev-parse", "HEAD").strip()
+    for built, folder in ((wheel, tmp_path / "a"), (again, tmp_path / "b")):
+        run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", folder, built)
+        said = run(
+            sys.executable,
+            "-c",
+            f"import sys; sys.path.insert(0, {str(folder)!r}); from layerfuse.cli import main; main(['--version'])",
+        )
+        assert said == f"layerfuse {layerfuse.__version__} ({head[:12]})\n"
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import pytest
 from layerfuse.bench.cases import forms, forms_over_ranks
 from layerfuse.bench.result import Result
 from layerfuse.cli import main
+from layerfuse.fusion import FUSIONS
 
 TINY = [
     "--widths",
@@ -80,12 +81,17 @@ def test_without_a_name_it_is_every_form_of_every_fusion_that_has_a_site(type_in
     assert "add_rms_norm_pad" in measured and "gated_rms_norm_static_quant" in measured
 
 
-def test_the_help_lists_the_catalog_whoever_declares_it(type_in, another):
+def test_the_list_holds_the_catalog_whoever_declares_it(type_in, another):
     fusion = another()
-    code, out, _ = type_in("--help")
+    code, out, _ = type_in("--list")
     assert code == 0
-    assert all(name in out for name in forms() if not name.endswith(("_pad", "_with_norm")))
-    assert f"({fusion.owner})" in " ".join(out.split())
+    assert [line.split()[0] for line in out.splitlines()] == list(FUSIONS)
+    assert f"{fusion.doc} ({fusion.owner})" in out
+
+
+def test_the_help_fits_a_screen(type_in, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert len(type_in("--help")[1].splitlines()) <= 40
 
 
 def test_in_the_repository_they_go_to_its_results(type_in, tmp_path):

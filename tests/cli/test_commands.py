@@ -1,14 +1,18 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import layerfuse
 from layerfuse import __version__, registry
+from layerfuse._version import commit_of
 
-COMMANDS = ("models", "plan", "verify", "inspect", "check", "doctor", "contract", "completion")
+COMMANDS = ("models", "plan", "verify", "inspect", "check", "doctor", "contract", "bench", "completion")
 
 GOOD = """
 [models.mine]
@@ -31,14 +35,45 @@ has_sinks = false
 """
 
 
-def test_version(run):
+def test_version(run, monkeypatch):
+    commit = commit_of(Path(layerfuse.__file__).parent)
+    assert run("--version").out == f"layerfuse {__version__}{f' ({commit})' if commit else ''}\n"
+    monkeypatch.setattr("layerfuse._version.commit_of", lambda _: None)
     assert run("--version").out == f"layerfuse {__version__}\n"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="no git here")
+def test_the_commit_is_that_of_the_checkout_itself_or_of_what_was_built(tmp_path):
+    """An environment inside of somebody's repository is none of its commits."""
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    inside = tmp_path / ".venv" / "layerfuse"
+    inside.mkdir(parents=True)
+    (tmp_path / "models.toml").write_text("", encoding="utf-8")
+    assert commit_of(tmp_path) is None
+    subprocess.run([*git, "init", "-q"], check=True)
+    assert commit_of(tmp_path) is None  # no commit yet
+    subprocess.run([*git, "add", "models.toml"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "one"], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout
+    assert len(commit_of(tmp_path)) == 12 and head.startswith(commit_of(tmp_path))
+    assert commit_of(inside) is None
+    (tmp_path / "models.toml").write_text("#", encoding="utf-8")
+    assert commit_of(tmp_path) == f"{head[:12]}-dirty"
+    (inside / "commit.txt").write_text("abc\n", encoding="utf-8")
+    assert commit_of(inside) == "abc"
 
 
 def test_help_lists_every_command_and_the_exit_codes(run):
     out = run("--help").out
     assert all(re.search(rf"^  {command} ", out, re.MULTILINE) for command in COMMANDS)
     assert "1  the answer is no, or problems were found" in out
+
+
+def test_no_line_of_the_list_of_commands_is_cut(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = run("--help").out.partition("\nCommands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == sorted(COMMANDS)
+    assert not any("..." in line for line in lines)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

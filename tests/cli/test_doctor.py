@@ -214,7 +214,7 @@ def test_an_installed_vllm_is_read_for_the_hooks_and_not_imported(version, gone,
     assert "vllm" not in sys.modules
 
 
-def test_every_place_in_vllm_is_listed(packages, run):
+def test_places_in_vllm_that_are_as_expected_are_one_line_and_others_are_named(packages, run):
     folder = packages("vllm", dist="vllm", version="0.33.0", files=["__init__.py", *SOURCES, "layernorm.py"])
     for name, text in SOURCES.items():
         (folder / name).write_text(text.replace("graph_index", "other"), encoding="utf-8")
@@ -243,7 +243,12 @@ def test_every_place_in_vllm_is_listed(packages, run):
     assert found["vllm.models.kimi_k3.nvidia.mla:MultiHeadLatentAttention"]["detail"].endswith(
         "and there is no vllm.models.kimi_k3.nvidia.mla"
     )
-    assert "Where layerfuse stands in vLLM" in run("doctor").out
+    out = run("doctor").out
+    shown = out[out.index("Where layerfuse stands in vLLM, by its source\n") :].partition("\n\n")[0].splitlines()[1:]
+    fine = sum(place.state == "found" for place in doctor.places_in_vllm())
+    assert shown[0].split(maxsplit=3) == [str(fine), "places", "yes", "as expected; --json lists them"]
+    others = [name for name, place in found.items() if place["state"] != "found"]
+    assert {line.split()[0] for line in shown[1:] if not line.startswith(" ")} == set(others)
     assert "vllm" not in sys.modules
 
 

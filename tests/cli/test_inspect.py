@@ -115,7 +115,7 @@ def test_an_entry_that_was_printed_can_be_loaded_and_planned(run, tmp_path):
     file = tmp_path / "entry.toml"
     file.write_text(run("inspect", tmp_path, "--name", "My Llama").out, encoding="utf-8")
     assert run("check", file).out == "1 model, 4 layer classes: all fine\n"
-    assert "full: 32 layers (0-31)" in run("plan", "my-llama", "--models", file, "--tp", 8).out
+    assert "full: 32 layers (0-31)" in run("plan", "my-llama", "--models", file, "--tp", 8, "-v").out
 
 
 # ---- which layers are of which kind

@@ -15,24 +15,42 @@ KIMI = """\
 kimi-k2.5 (moonshotai/Kimi-K2.5, adapter kimi_k2)
 rank 0 of 8, 61 decoder layers, target gfx950 (amd, fp8 e4m3fn)
 
+fusion                    sites   yes      no      depends
+─────────────────────────────────────────────────────────────
+mla_dual_rms_norm            61   61 [1]
+all_reduce_add_rms_norm     123            1 [2]   122 [3, 4]
+add_rms_norm                123            1 [2]   122 [5, 6]
+any at activation            61                    61 [7]
+
+[1] rms_norm(1536, epsilon 1e-05) and rms_norm(512, epsilon 1e-05) are one launch on gfx950
+[2] the first layer's input norm has no residual to add
+[3] up to 4681 tokens: all-reduce over 8 ranks, residual add and rms_norm(7168, epsilon 1e-05) are
+    one launch on gfx950: one stage to 16 tokens, two stages to 4681 tokens
+[4] from 4682 tokens: the plain all-reduce, then the fused add and norm: one stage: AITER's limit of
+    224 KiB; two stages: AITER's limit of under 64 MiB (AITER v0.1.20.post1)
+[5] up to 4681 tokens: all_reduce_add_rms_norm takes the same nodes; this is taken where it is
+    missed
+[6] from 4682 tokens: the residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950
+[7] the linears that read the activation site are not known to quantise their activations
+
+transformers builds the latent norms with epsilon 1e-06; --engine transformers shows that
+"""
+
+LAYERS = """
 residual: 61 layers (0-60)
   hidden size                              7168
   input norm                               RMSNorm over 7168, epsilon 1e-05
   post-attention norm                      RMSNorm over 7168, epsilon 1e-05
-  input: all_reduce_add_rms_norm           not applicable at 1 of 61: the first layer's input norm has no residual to add
-  input: add_rms_norm                      not applicable at 1 of 61: the first layer's input norm has no residual to add
-  input: all_reduce_add_rms_norm           yes at 60 of 61, up to 4681 tokens: all-reduce over 8 ranks, residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950: one stage to 16 tokens,
-                                           two stages to 4681 tokens
-  input: all_reduce_add_rms_norm           not applicable at 60 of 61, from 4682 tokens: the plain all-reduce, then the fused add and norm: one stage: AITER's limit of 224 KiB; two stages: AITER's
-                                           limit of under 64 MiB (AITER v0.1.20.post1)
-  input: add_rms_norm                      fallback at 60 of 61, up to 4681 tokens: all_reduce_add_rms_norm takes the same nodes; this is taken where it is missed
-  input: add_rms_norm                      yes at 60 of 61, from 4682 tokens: the residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950
-  post_attention: all_reduce_add_rms_norm  yes, up to 4681 tokens: all-reduce over 8 ranks, residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950: one stage to 16 tokens, two stages
-                                           to 4681 tokens
-  post_attention: all_reduce_add_rms_norm  not applicable, from 4682 tokens: the plain all-reduce, then the fused add and norm: one stage: AITER's limit of 224 KiB; two stages: AITER's limit of under
-                                           64 MiB (AITER v0.1.20.post1)
-  post_attention: add_rms_norm             fallback, up to 4681 tokens: all_reduce_add_rms_norm takes the same nodes; this is taken where it is missed
-  post_attention: add_rms_norm             yes, from 4682 tokens: the residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950
+  input: all_reduce_add_rms_norm           not applicable at 1 of 61 [2]
+  input: add_rms_norm                      not applicable at 1 of 61 [2]
+  input: all_reduce_add_rms_norm           yes at 60 of 61, up to 4681 tokens [3]
+  input: all_reduce_add_rms_norm           not applicable at 60 of 61, from 4682 tokens [4]
+  input: add_rms_norm                      fallback at 60 of 61, up to 4681 tokens [5]
+  input: add_rms_norm                      yes at 60 of 61, from 4682 tokens [6]
+  post_attention: all_reduce_add_rms_norm  yes, up to 4681 tokens [3]
+  post_attention: all_reduce_add_rms_norm  not applicable, from 4682 tokens [4]
+  post_attention: add_rms_norm             fallback, up to 4681 tokens [5]
+  post_attention: add_rms_norm             yes, from 4682 tokens [6]
 
 mla: 61 layers (0-60)
   heads                       64 total, 8 local
@@ -43,30 +61,31 @@ mla: 61 layers (0-60)
   query norm                  RMSNorm over 1536, epsilon 1e-05
   key/value norm              RMSNorm over 512, epsilon 1e-05
   softmax scale               0.1446796
-  latents: mla_dual_rms_norm  yes: rms_norm(1536, epsilon 1e-05) and rms_norm(512, epsilon 1e-05) are one launch on gfx950
+  latents: mla_dual_rms_norm  yes [1]
 
 dense: 1 layer (0)
   width                   18432 total, 2304 local
   activation              silu
-  activation: any fusion  not applicable: the linears that read the activation site are not known to quantise their activations
+  activation: any fusion  not applicable [7]
 
 shared_experts: 60 layers (1-60)
   width                   2048 total, 256 local
   activation              silu
-  activation: any fusion  not applicable: the linears that read the activation site are not known to quantise their activations
+  activation: any fusion  not applicable [7]
 
 final: the norm after the last layer
   hidden size                     7168
   norm                            RMSNorm over 7168, epsilon 1e-05
-  final: all_reduce_add_rms_norm  yes, up to 4681 tokens: all-reduce over 8 ranks, residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950: one stage to 16 tokens, two stages to 4681
-                                  tokens
-  final: all_reduce_add_rms_norm  not applicable, from 4682 tokens: the plain all-reduce, then the fused add and norm: one stage: AITER's limit of 224 KiB; two stages: AITER's limit of under 64 MiB
-                                  (AITER v0.1.20.post1)
-  final: add_rms_norm             fallback, up to 4681 tokens: all_reduce_add_rms_norm takes the same nodes; this is taken where it is missed
-  final: add_rms_norm             yes, from 4682 tokens: the residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950
-
-transformers builds the latent norms with epsilon 1e-06; --engine transformers shows that
+  final: all_reduce_add_rms_norm  yes, up to 4681 tokens [3]
+  final: all_reduce_add_rms_norm  not applicable, from 4682 tokens [4]
+  final: add_rms_norm             fallback, up to 4681 tokens [5]
+  final: add_rms_norm             yes, from 4682 tokens [6]
 """
+
+
+def said(answer):
+    """Words only: footnotes are wrapped."""
+    return " ".join(answer.out.split())
 
 
 def test_the_whole_answer_for_kimi_k25(run):
@@ -74,6 +93,42 @@ def test_the_whole_answer_for_kimi_k25(run):
     assert answer.code == 0
     assert answer.out == KIMI
     assert answer.err == ""
+    assert run("plan", "kimi-k2.5", "--tp", 8, "-v").out == KIMI + LAYERS
+
+
+def test_what_one_gets_is_in_the_first_ten_lines_and_each_reason_once(run):
+    asked = ["deepseek-v3", "--tp", 8, "--target", "sm90", "--engine", "vllm"]
+    head, _, notes = run("plan", *asked).out.partition("\n\n[1] ")
+    assert len(head.splitlines()) <= 10
+    assert (
+        notes.count("are not known to quantise")
+        == notes.count("unless switched on: vLLM's compiler merges the two")
+        == 1
+    )
+    assert all(len(line) <= 100 for line in notes.splitlines())
+
+
+def test_the_sites_of_a_row_are_those_of_the_json(run):
+    """Ranges of tokens are of the same sites, so a site is counted once whatever the ranges are."""
+    asked = ["plan", "kimi-k2.5", "--tp", 8, "--quant", "group128"]
+    rows = re.findall(r"^(\w+) +(\d+)   (.*)$", run(*asked).out, re.MULTILINE)
+    found = {name: int(sites) for name, sites, _ in rows}
+    for name, sites, answers in rows:
+        assert int(sites) == sum(map(int, re.findall(r"(\d+) \[", answers))), name
+    wanted: dict[str, int] = {}
+    for kind in json.loads(run(*asked, "--json").out)["kinds"]:
+        for decisions in kind["sites"].values():
+            for name in {d["fusion"] for d in decisions if d["decision"] != "not_applicable"}:
+                of = [d for d in decisions if d["fusion"] == name]
+                wanted[name] = wanted.get(name, 0) + sum(d["sites"] for d in of if not d["tokens"].startswith("from "))
+    assert {name: found[name] for name in wanted} == wanted
+
+
+def test_a_fusion_whose_answer_hangs_on_something_depends(run):
+    out = run("plan", "gpt-oss-120b", "--target", "sm90", "--quant", "per_token").out
+    row = re.search(r"^add_rms_norm_per_token_quant +72 +35 \[(\d+)\] +1 \[\d+\] +36 \[(\d+)\]$", out, re.MULTILINE)
+    assert row, out
+    assert f"[{row[2]}] not known: the model's entry declares no MLP" in out
 
 
 def test_a_hugging_face_id_is_a_name_too(run):
@@ -98,35 +153,36 @@ def test_no_torch_and_no_engine_is_imported(run_python):
 
 
 def test_each_kind_is_counted_once(run):
-    out = run("plan", "kimi-linear-48b-a3b", "--tp", 8).out
+    out = run("plan", "kimi-linear-48b-a3b", "--tp", 8, "-v").out
     assert "kda: 20 layers (0-2, 4-6, 8-10, 12-14, 16-18, 20-22, 24-25)" in out
     assert "mla: 7 layers (3, 7, 11, 15, 19, 23, 26)" in out
-    assert re.search(r"latents: any fusion +not applicable: q_lora_rank is None: there is no query latent norm", out)
+    number = re.search(r"latents: any fusion +not applicable \[(\d)\]\n", out)[1]
+    assert f"[{number}] q_lora_rank is None: there is no query latent norm" in out
 
 
 def test_kv_heads_are_replicated_where_ranks_outnumber_them(run):
-    out = run("plan", "qwen3-next-80b-a3b", "--tp", 8).out
+    out = run("plan", "qwen3-next-80b-a3b", "--tp", 8, "-v").out
     assert re.search(r"key/value heads +2 total, 1 local, each on 4 ranks", out)
 
 
 def test_two_attentions_per_layer_are_counted_as_56(run):
-    out = run("plan", "longcat-flash").out
+    out = run("plan", "longcat-flash", "-v").out
     assert "mla: 56 layers (0-55)" in out
     assert re.search(r"input norm +2 x RMSNorm over 6144", out)
-    assert "input: add_rms_norm           yes at 55 of 56: " in out
+    assert "input: add_rms_norm           yes at 55 of 56 [" in out
 
 
 def test_an_engine_s_own_epsilon(run):
-    out = run("plan", "kimi-k2.5", "--engine", "transformers").out
+    out = run("plan", "kimi-k2.5", "--engine", "transformers", "-v").out
     assert re.search(r"key/value norm +RMSNorm over 512, epsilon 1e-06", out)
     assert re.search(r"input norm +RMSNorm over 7168, epsilon 1e-05", out)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "VLLM"])
 def test_an_engine_without_epsilons_of_its_own(run, engine):
-    out = run("plan", "kimi-k2.5", "--tp", 8, "--target", "mi355x", "--engine", engine).out
+    out = run("plan", "kimi-k2.5", "--tp", 8, "--target", "mi355x", "--engine", engine, "-v").out
     assert "\n\nvllm builds the norms with the published epsilons.\n" in out
-    same = [line for line in KIMI.splitlines() if "RMSNorm over" in line]
+    same = [line for line in LAYERS.splitlines() if "RMSNorm over" in line]
     assert [line for line in out.splitlines() if "RMSNorm over" in line] == same
 
 
@@ -216,10 +272,9 @@ def test_the_json_holds_what_its_help_promises(run):
 
 def test_switching_a_fusion_off_shows_as_the_reason(run, monkeypatch):
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "-mla_dual_rms_norm")
-    assert (
-        "no: mla_dual_rms_norm is switched off by LAYERFUSE_FUSIONS=-mla_dual_rms_norm"
-        in run("plan", "deepseek-v3").out
-    )
+    out = run("plan", "deepseek-v3").out
+    number = re.search(r"^mla_dual_rms_norm +61 +61 \[(\d)\]$", out, re.MULTILINE)[1]
+    assert f"[{number}] mla_dual_rms_norm is switched off by LAYERFUSE_FUSIONS=-mla_dual_rms_norm\n" in out
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "-mla_dual_rms")
     assert run("plan", "deepseek-v3").code == 2
 
@@ -228,15 +283,17 @@ ALL_BUT_FINAL = [role for role in ROLES if role != "final"]
 """What one quantisation for all is for: a language-model head is rarely quantised."""
 QUANTISED = """\
   softmax scale                           0.1446796
-  latents: mla_dual_rms_norm_group_quant  yes: rms_norm(1536, epsilon 1e-05) and rms_norm(512, epsilon 1e-05) are one \
-launch on gfx950, the first in e4m3fn with one scale per 128 columns
-  latents: mla_dual_rms_norm              fallback: mla_dual_rms_norm_group_quant takes the same nodes; this is taken \
-where it is missed
+  latents: mla_dual_rms_norm_group_quant  yes [3]
+  latents: mla_dual_rms_norm              fallback [16]
 """
 
 
 def test_an_engine_that_quantises(run):
-    assert QUANTISED in run("plan", "kimi-k2.5", "--tp", 8, "--quant", "group128").out
+    answer = run("plan", "kimi-k2.5", "--tp", 8, "--quant", "group128", "-v")
+    assert QUANTISED in answer.out
+    latents = "rms_norm(1536, epsilon 1e-05) and rms_norm(512, epsilon 1e-05) are one launch on gfx950"
+    assert f"[3] {latents}, the first in e4m3fn with one scale per 128 columns [" in said(answer)
+    assert "[16] mla_dual_rms_norm_group_quant takes the same nodes; this is taken where it is missed " in said(answer)
     data = json.loads(run("plan", "kimi-k2.5", "--quant", "per_token,ue8m0", "--json").out)
     quant = {
         "group_size": None,
@@ -278,25 +335,27 @@ def test_linears_that_quantise_inside_of_their_op(run, monkeypatch):
 
 def test_every_scheme_can_be_asked_for(run):
     def shown(*quant):
-        return run("plan", "kimi-k2.5", "--tp", 8, *(word for how in quant for word in ("--quant", how))).out
+        return said(run("plan", "kimi-k2.5", "--tp", 8, "-v", *(word for how in quant for word in ("--quant", how))))
 
-    assert "activation: silu_mul_static_quant  yes: silu(gate) * up of 2304 columns" in shown("activation=static")
-    assert re.search(r"post_attention: add_rms_norm_mxfp4_quant +yes: .* in mxfp4\n", shown("post_attention=mxfp4"))
+    static = shown("activation=static")
+    assert "activation: silu_mul_static_quant yes [" in static and "] silu(gate) * up of 2304 columns" in static
+    assert re.search(r" in mxfp4 \[.*post_attention: add_rms_norm_mxfp4_quant yes \[", shown("post_attention=mxfp4"))
     aligned = shown("input=group128,tma_aligned")
-    assert re.search(r"input: rms_norm_group_quant +yes at 1 of 61: .*column-major and TMA-aligned\n", aligned)
+    assert "input: rms_norm_group_quant yes at 1 of 61 [" in aligned and "column-major and TMA-aligned [" in aligned
     both = shown("group128", "input=mxfp8")
-    assert re.search(r"input: add_rms_norm_mxfp8_quant +yes at 60 of 61: ", both)
+    assert "input: add_rms_norm_mxfp8_quant yes at 60 of 61 [" in both
     assert "input: add_rms_norm_group_quant" not in both
 
 
 def test_an_engine_that_quantises_on_a_target_without_fp8(run):
-    out = run("plan", "kimi-k2.5", "--target", "cpu", "--quant", "per_token").out
-    assert "latents: mla_dual_rms_norm_per_token_quant  no: cpu has no fp8 format" in out
-    assert "latents: mla_dual_rms_norm                  yes: " in out
+    out = run("plan", "kimi-k2.5", "--target", "cpu", "--quant", "per_token", "-v").out
+    number = re.search(r"latents: mla_dual_rms_norm_per_token_quant  no \[(\d)\]", out)[1]
+    assert f"[{number}] cpu has no fp8 format" in out
+    assert "latents: mla_dual_rms_norm                  yes [" in out
 
 
 def test_a_quantisation_of_one_role(run):
-    out = run("plan", "kimi-k2.5", "--quant", "latents=group128,ue8m0").out
+    out = run("plan", "kimi-k2.5", "--quant", "latents=group128,ue8m0", "-v").out
     assert "latents: mla_dual_rms_norm_group_quant  yes" in out
     data = json.loads(
         run("plan", "kimi-k2.5", "--quant", "latents=group128", "--quant", "input=per_token", "--json").out
@@ -315,8 +374,8 @@ def test_a_quantisation_of_one_role(run):
 
 
 def test_an_engine_says_what_is_off_there_and_why(run):
-    out = run("plan", "kimi-k2.5", "--target", "gfx950", "--engine", "vllm").out
-    assert "mla_dual_rms_norm  no: mla_dual_rms_norm is off in vllm unless switched on: vLLM's compiler merges" in out
+    out = said(run("plan", "kimi-k2.5", "--target", "gfx950", "--engine", "vllm"))
+    assert "] mla_dual_rms_norm is off in vllm unless switched on: vLLM's compiler merges" in out
     assert (
         "add_rms_norm is off in vllm unless switched on: vLLM's compiler merges the add into the norm by itself" in out
     )
@@ -326,13 +385,13 @@ def test_what_vllm_does_not_compile_is_refused_beforehand_with_the_reason(run):
     asked = ["plan", "kimi-linear-48b-a3b", "--engine", "vllm", "--target", "sm90"]
     why = "runs KimiLinearForCausalLM in breakable CUDA graphs by default, and does not compile it"
     where = "fused ops can stand in its modules only."
-    assert f"\nvLLM 0.33 {why}: {where}\n" in run(*asked).out
-    assert f"vLLM 0.33 {why}" in run(*asked, "--engine-version", "0.33.0").out
+    assert f" vLLM 0.33 {why}: {where}" in said(run(*asked))
+    assert f"vLLM 0.33 {why}" in said(run(*asked, "--engine-version", "0.33.0"))
     for other in (["--engine-version", "0.26"], ["--target", "gfx950"]):
-        assert "breakable" not in run(*asked, *other).out and where not in run(*asked, *other).out
-    assert f"enforce_eager is set: vLLM compiles nothing: {where}" in run(*asked, "--enforce-eager").out
-    refused = "no: enforce_eager is set: vLLM compiles nothing; at module level there is no place for it"
-    assert refused in run(*asked, "--enforce-eager", "--quant", "per_token").out
+        assert "breakable" not in said(run(*asked, *other)) and where not in said(run(*asked, *other))
+    assert f"enforce_eager is set: vLLM compiles nothing: {where}" in said(run(*asked, "--enforce-eager"))
+    refused = "] enforce_eager is set: vLLM compiles nothing; at module level there is no place for it"
+    assert refused in said(run(*asked, "--enforce-eager", "--quant", "per_token"))
 
 
 def test_releases_and_options_of_vllm_that_are_unknown_or_of_no_use(run):
@@ -344,15 +403,15 @@ def test_releases_and_options_of_vllm_that_are_unknown_or_of_no_use(run):
 
 def test_the_environment_still_counts_where_the_engine_quantises(run, monkeypatch):
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "none")
-    out = run("plan", "kimi-k2.5", "--quant", "per_token").out
-    assert (
-        "no: mla_dual_rms_norm_per_token_quant needs optimisation level 2, and LAYERFUSE_FUSIONS=none sets level 0"
-        in out
+    asked = ("plan", "kimi-k2.5", "--quant", "per_token", "-v")
+    said_of_levels = (
+        "mla_dual_rms_norm_per_token_quant needs optimisation level 2, and LAYERFUSE_FUSIONS=none sets level 0"
     )
+    assert said_of_levels in said(run(*asked))
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_dual_rms_norm")
-    out = run("plan", "kimi-k2.5", "--quant", "per_token").out
-    assert "no: mla_dual_rms_norm_per_token_quant is switched off by LAYERFUSE_FUSIONS=mla_dual_rms_norm" in out
-    assert "latents: mla_dual_rms_norm                  yes: " in out
+    out = said(run(*asked))
+    assert "] mla_dual_rms_norm_per_token_quant is switched off by LAYERFUSE_FUSIONS=mla_dual_rms_norm" in out
+    assert "latents: mla_dual_rms_norm yes [" in out
 
 
 def test_the_picture_is_svg_and_always_the_same(run, tmp_path):
@@ -365,7 +424,7 @@ def test_the_picture_is_svg_and_always_the_same(run, tmp_path):
     assert file.read_text(encoding="utf-8") == first
 
 
-def test_a_pipe_gets_no_escape_codes_and_no_wrapped_lines(run_python):
+def test_a_pipe_gets_no_escape_codes_and_footnotes_of_100_columns(run_python):
     answer = run_python("-m", "layerfuse", "plan", "kimi-k2.5", "--tp", "8")
     assert answer.out == KIMI
 
@@ -374,7 +433,7 @@ def test_no_color_and_narrow_terminals(run, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    out = run("plan", "kimi-k2.5", "--tp", 8).out
+    out = run("plan", "kimi-k2.5", "--tp", 8, "-v").out
     assert "\x1b[1m" in out  # bold is no colour
     assert not re.search("\x1b\\[[0-9;]*3[0-9]m", out)
     assert max(len(line) for line in re.sub("\x1b\\[[0-9;]*m", "", out).splitlines()) <= 60
@@ -389,7 +448,7 @@ def test_models_of_a_file_are_known(run, tmp_path):
     entry = json.loads(run("inspect", "--json", "--name", "mine", str(KIMI_CONFIG)).out)["entry"]
     file = tmp_path / "mine.toml"
     file.write_text(tomli_w.dumps(entry), encoding="utf-8")
-    assert "mla: 61 layers" in run("plan", "mine", "--models", file).out
+    assert "mla: 61 layers" in run("plan", "mine", "--models", file, "-v").out
     assert "mine" in run("models", "--models", file).out
 
 
@@ -451,3 +510,32 @@ def test_a_picture_in_no_folder_is_refused_before_any_work(run, tmp_path, argume
 def test_a_plan_says_which_linears_of_vllm_leave_quantised_fusions_no_site(more, said, run):
     notes = json.loads(run("plan", "deepseek-v3", *more, "--json").out)["notes"]
     assert any("VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0" in note for note in notes) == said
+
+
+def test_the_table_that_the_docs_show_is_the_one_that_is_printed(run):
+    page = (Path(__file__).parent.parent.parent / "docs" / "fusions.md").read_text(encoding="utf-8")
+    shown = re.search(r"```text\n(fusion +sites .*?)```", page, re.DOTALL)[1]
+    assert run("plan", "deepseek-v3", "--target", "gfx950").out.endswith(shown)
+
+
+def test_a_config_is_a_model_too(run, tmp_path, monkeypatch):
+    """One of a declared model is that model; another is read alone, and what that leaves unchecked is said."""
+    declared = run("plan", KIMI_CONFIG, "--tp", 8)
+    assert (declared.out, declared.err) == (KIMI, "")
+    assert run("plan", KIMI_CONFIG.parent, "--tp", 8).out == KIMI
+    config = json.loads(KIMI_CONFIG.read_text(encoding="utf-8"))
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] = 7
+    folder = tmp_path / "short-kimi"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    answer = run("plan", folder)
+    assert answer.code == 0 and re.search(r"^mla_dual_rms_norm +7 ", answer.out, re.MULTILINE)
+    assert "was read alone; `layerfuse inspect` holds" in answer.err
+    monkeypatch.chdir(tmp_path)
+    assert run("plan", "short-kimi").out == answer.out
+    del text["kv_lora_rank"]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    wrong = run("plan", folder)
+    assert wrong.code == 1 and "kv_lora_rank" in wrong.err
+    assert run("plan", folder / "none" / "config.json").code == 2

@@ -1,0 +1,112 @@
+"""The head of `layerfuse plan`: at how many sites each fusion stands, and each reason once, with a number."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..fusion.planning import ANY
+from .console import prose_width, show
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..fusion import Decision, Plan
+
+ANSWERS = {"yes": "green", "no": "red", "depends": "cyan"}
+
+UNKNOWN = "not known:"
+"""How a reason begins that says what a plan does not know of a site."""
+
+
+def possible(decisions: Iterable[Mapping[str, Any]], done: Collection[str]) -> set[str]:
+    """The fusions that could stand in one role of a kind of layer, as far as is known, or that the engine does there itself."""
+    said = (*done, UNKNOWN)
+    return {d["fusion"] for d in decisions if d["decision"] != "not_applicable" or d["reason"].startswith(said)}
+
+
+def with_tokens(reason: str, tokens: str) -> str:
+    """A reason, and of how many tokens it is true: what a footnote says."""
+    return reason if tokens == str(ANY) else f"{tokens}: {reason}"
+
+
+def summed(plan: Plan, kinds: Iterable[Mapping[str, Any]], done: Collection[str]) -> list[dict[str, Any]]:
+    """Each fusion with its sites by answer, those that stand somewhere first: `fusion`, and `yes`, `no` and `depends`.
+
+    An answer is a pair: how many sites have it, and the reasons. A role in which no fusion is possible is one row.
+
+    Args:
+        plan: the plan of all layers.
+        kinds: tables with the `paths` of the layers of a kind, and their `sites`, as in the JSON.
+        done: what the engine does itself, as reasons of the plan begin.
+    """
+    rows: dict[str, dict[str, tuple[int, list[str]]]] = {}
+    role_of = {(path, role): kind for kind in kinds for path in kind["paths"] for role in kind["sites"]}
+    for site in plan.sites:
+        here = possible(role_of[site.layer, site.role]["sites"][site.role], done)
+        found: dict[str, list[Decision]] = {}
+        for decision in plan.at(site.name):
+            if decision.fusion in here:
+                found.setdefault(decision.fusion, []).append(decision)
+        for name, decisions in (found or {f"any at {site.role}": list(plan.at(site.name))[:1]}).items():
+            row = rows.setdefault(name, {})
+            sites, reasons = row.get(answer := _answer(decisions), (0, []))
+            more = [with_tokens(d.reason, str(d.tokens)) for d in decisions]
+            row[answer] = sites + 1, list(dict.fromkeys([*reasons, *more]))
+    order = sorted(rows.items(), key=lambda row: "yes" not in row[1])
+    return [{"fusion": name, **row} for name, row in order]
+
+
+def _answer(decisions: Sequence[Decision]) -> str:
+    """Depends: on how many tokens there are, on what else is taken, or on what a plan cannot know."""
+    kinds = {d.kind for d in decisions}
+    if kinds == {"expected"}:
+        return "yes"
+    return "depends" if kinds & {"expected", "fallback"} or any("not known" in d.reason for d in decisions) else "no"
+
+
+class Footnotes:
+    """Reasons by their numbers, in the order in which they are first asked for."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+
+    def mark(self, *reasons: str) -> str:
+        """The numbers of some reasons: `[1, 3]`."""
+        numbers = sorted({self._numbers.setdefault(reason, len(self._numbers) + 1) for reason in reasons})
+        return f"[{', '.join(map(str, numbers))}]"
+
+    def table(self, width: int) -> Table:
+        """All of them, a number and a paragraph each."""
+        from rich.table import Table
+
+        grid = Table.grid(padding=(0, 1))
+        grid.add_column(no_wrap=True, justify="right", style="dim")
+        grid.add_column(max_width=width - len(str(len(self._numbers))) - 3)
+        for reason, number in self._numbers.items():
+            grid.add_row(f"[{number}]", reason)
+        return grid
+
+
+def show_summary(rows: Iterable[Mapping[str, Any]], to: Console) -> Footnotes:
+    """The table and its footnotes."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("fusion", overflow="fold")
+    table.add_column("sites", justify="right", no_wrap=True)
+    for answer, style in ANSWERS.items():
+        table.add_column(answer, style=style)
+    notes = Footnotes()
+    for row in rows:
+        given = {answer: row[answer] for answer in ANSWERS if answer in row}
+        cells = {answer: f"{sites} {notes.mark(*reasons)}" for answer, (sites, reasons) in given.items()}
+        total = str(sum(sites for sites, _ in given.values()))
+        table.add_row(Text(row["fusion"]), total, *(Text(cells.get(answer, "")) for answer in ANSWERS))
+    show(table, to)
+    to.print()
+    show(notes.table(prose_width(to)), to)
+    return notes
