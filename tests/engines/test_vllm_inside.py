@@ -129,6 +129,22 @@ def test_without_a_name_nothing_is_taken_out(tmp_path: Path, caplog: pytest.LogC
     assert "it was not benchmarked in vllm with linears that quantise inside of their op" in text
 
 
+def test_what_is_put_back_reads_what_a_fusion_without_quantisation_gives(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"fusions": f"+{DUAL}_group_quant,+{ADD}", "strict": True}
+    with (
+        as_installed(),
+        started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=BLOCK_FP8) as engine,
+    ):
+        engine()
+        assert close(engine(6), engine.uncompiled(6))
+    assert {line.partition(";")[0] for line in said(caplog) if "expected" in line} >= {
+        f"{ADD}: 6 expected, 6 fused, 0 missed",
+        f"{DUAL}_group_quant: 3 expected, 3 fused, 0 missed",
+    }
+
+
 def test_what_no_fusion_takes_is_put_back_as_it_was() -> None:
     x, weight, scales = torch.rand(6, 256).bfloat16(), torch.rand(384, 256).to(torch.float8_e4m3fn), torch.rand(3, 2)
 
