@@ -24,6 +24,7 @@ from vllm_layers import fp8_kernel
 from vllm_started import BLOCK_FP8, close, quantised_as_on_cuda, started
 
 from layerfuse.engines.vllm import inside, loading
+from layerfuse.engines.vllm.native import NotNativeError
 from layerfuse.fusion import Target
 
 KERNELS = importlib.import_module(inside.KERNELS)
@@ -112,6 +113,18 @@ def test_a_named_fusion_takes_the_quantisation_out_and_the_same_kernels_multiply
 
 FUSED = 4 + 3 + 1 + 2
 """Linears behind adds with norms, latent norms, the first norm, and products."""
+
+
+def test_a_plan_says_whose_code_keeps_a_quantisation_inside(tmp_path: Path) -> None:
+    options = {"fusions": f"{ADD}_group_quant", "strict": True}
+    foreign = NotNativeError(f"{inside.KERNELS}:fp8_gemm_nt", "another_package")
+    with (
+        as_installed(),
+        mock.patch.object(inside, "native_function", side_effect=foreign),
+        pytest.raises(loading.NotFusedError, match=re.escape(f"nothing takes that out in vllm: {foreign}")),
+        started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=BLOCK_FP8),
+    ):
+        pass
 
 
 def test_without_a_name_nothing_is_taken_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
