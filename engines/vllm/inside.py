@@ -134,9 +134,7 @@ class TakenOut:
         for product in self._products:
             values, _, weight, weight_scale = product.args
             if values in ours:
-                x = values.args[0].args[
-                    0
-                ]  # by now the result of a fusion that quantises nothing, where one stands in front
+                x = values.args[0].args[0]  # of a fusion that quantises nothing, where one stands in front
                 with self._graph.inserting_before(product):
                     again = self._graph.call_function(op, (x, weight, weight_scale, GROUP, False))
                 again.meta = dict(product.meta)
