@@ -97,14 +97,13 @@ def _way(cls: Hashable, key: str | int) -> Callable[[Any, Any], Any]:
 
 
 def _of_module(module: Any, name: str) -> Any:
-    """As torch looks up what a module's class does not have, which takes it far longer."""
+    """A parameter, a buffer or a child as torch looks it up, which takes it far longer; all else may stand on the class by now."""
     held = vars(module)
-    if name in held:
-        return held[name]
-    for table in ("_parameters", "_buffers", "_modules"):
-        if name in held[table]:
-            return held[table][name]
-    raise AttributeError(name)
+    if name not in held:
+        for table in ("_parameters", "_buffers", "_modules"):
+            if name in held[table]:
+                return held[table][name]
+    return getattr(module, name)
 
 
 @frozen

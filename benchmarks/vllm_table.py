@@ -58,7 +58,7 @@ def whole(stages: dict[str, Any], batches: tuple[int, ...]) -> list[str]:
             for batch in batches:
                 steps = {each: _step(stages, counts, each, batch) for each in arms}
                 own = [us for each, us in steps.items() if us and kinds[next(iter(counts))][each]["fusions"] is None]
-                if (mine := steps[arm]) and (first := steps["vllm"]):
+                if (mine := steps[arm]) and (first := steps.get("vllm")):
                     cells.append(f"{mine / 1000:.2f} ms ({first / mine:.3f}, {min(own) / mine:.3f})")
                 else:
                     cells.append("-")

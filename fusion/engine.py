@@ -10,7 +10,7 @@ from types import NoneType
 from typing import Any
 
 import attrs
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
 from ..adapters.arguments import expect
 from ..adapters.errors import ArgumentError, LayerfuseError, did_you_mean, shown
@@ -63,8 +63,9 @@ class Engine:
     "Fusion or role -> why there is nothing to fuse whatever is switched on, as a sentence."
     experts: str | None = field(default=None, validator=_sentence)
     """Why no quantised fusion stands in front of a mixture's experts, nor in shared ones, as a sentence. None: nothing is known of them."""
-    takes_out: bool = field(default=False, validator=validators.instance_of(bool))
-    "Whether it takes a quantisation that a linear does inside of its op (`ActivationQuant.inside`) out of it where a fusion does it."
+    inside: str | None = field(default="no pass of its compiler does", validator=_sentence)
+    """Why a quantisation that a linear does inside of its op (`ActivationQuant.inside`) stays there, as a sentence; None: it is taken
+    out where a fusion does it."""
     uncompiled: str | None = field(default=None, validator=_sentence)
     """Why it does not compile the model, as a sentence; fusions can then go in at module level only. None: it does."""
 
@@ -104,7 +105,7 @@ class Engine:
             "does": dict(self.does),
             "keeps": dict(self.keeps),
             "experts": self.experts,
-            "takes_out": self.takes_out,
+            "inside": self.inside,
             "uncompiled": self.uncompiled,
         }
 

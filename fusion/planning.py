@@ -388,10 +388,10 @@ class _Decider:
                 "their own kernels, take what this norm gives as it is"
             )
         engine = self._engine
-        if quant is not None and quant.inside and (engine is None or not engine.takes_out):
+        if quant is not None and quant.inside and (engine is None or engine.inside is not None):
             return (
                 f"the linears that read the {site.role} site quantise inside of the op that multiplies, and nothing takes that out "
-                f"{'here' if engine is None else 'in ' + engine.name}"
+                f"{'here' if engine is None else f'in {engine.name}: {engine.inside}'}"
             )
         # transformers' shared experts are linears like any others, and torch.compile sees them.
         if site.read_by != "experts" or engine is None or engine.name == "transformers":

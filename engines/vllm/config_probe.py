@@ -88,7 +88,7 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None, 
         return Engine(name="vllm", refuses={"*": foreign})
     passes = vllm_config.compilation_config.pass_config
     switched = {each.switch: getattr(passes, each.switch, None) is True for each in native_fusions.PASSES}
-    engine = attrs.evolve(native_fusions.compiled(place, switched), takes_out=inside.why_not() is None)
+    engine = attrs.evolve(native_fusions.compiled(place, switched), inside=inside.why_not())
     foreign = why_not_all_reduce() if place.ranks > 1 else None
     if foreign is not None:
         reduced = [name for name, fusion in FUSIONS.items() if fusion.across_ranks]

@@ -98,7 +98,7 @@ class TakenOut:
         """Take each of them out, in place."""
         self._graph = graph
         self._quantised: dict[Node, tuple[Node, Node]] = {}
-        self._products: list[tuple[Node, Node]] = []
+        self._products: list[Node] = []
         for node in list(graph.nodes):
             if node.op == "call_function" and getattr(node.target, "_name", "") == f"vllm::{NAME}":
                 given = dict(zip(ARGUMENTS, node.args, strict=False)) | node.kwargs
@@ -114,7 +114,7 @@ class TakenOut:
         product.meta = {**node.meta, **product.meta}
         node.replace_all_uses_with(product)
         self._graph.erase_node(node)
-        self._products.append((product, x))
+        self._products.append(product)
 
     def _quantise(self, x: Node) -> tuple[Node, Node]:
         both = self._call(torch.ops.layerfuse.quantise_group.default, x, torch.float8_e4m3fn, GROUP, True, True, False)
@@ -131,9 +131,10 @@ class TakenOut:
         """Let vLLM's op do again what no fusion has taken."""
         op = getattr(torch.ops.vllm, NAME).default
         ours = {values for values, _ in self._quantised.values()}
-        for product, x in self._products:
+        for product in self._products:
             values, _, weight, weight_scale = product.args
             if values in ours:
+                x = values.args[0].args[0]  # of a fusion that quantises nothing, where one stands in front
                 with self._graph.inserting_before(product):
                     again = self._graph.call_function(op, (x, weight, weight_scale, GROUP, False))
                 again.meta = dict(product.meta)

@@ -260,7 +260,7 @@ def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine
         name="vllm",
         does={name: f"vLLM does it: {by}; {INSTEAD}" for name, by in does.items()},
         experts=EXPERTS,
-        takes_out=place.vendor == "nvidia",
+        inside=None if place.vendor == "nvidia" else "vLLM has such linears on NVIDIA GPUs alone",
     )
 
 

@@ -16,7 +16,7 @@ from .activations import aten, between, is_rounding, narrow, operands, read_acti
 from .errors import Unmatched
 from .norms import FoundNorm
 from .provenance import ROW_PRESERVING
-from .values import last_width, same, same_shape, value
+from .values import is_last, last_width, same, same_shape, value
 
 _ADDS = (aten.add.Tensor, aten.add.Scalar)
 
@@ -230,7 +230,7 @@ def _of_root(root: Node) -> _Reading | None:
     if not isinstance(mean, Node) or mean.target is not aten.mean.dim or not isinstance(epsilon, float | int):
         return None
     square, dims, *_ = mean.args
-    if not isinstance(square, Node) or list(dims) not in ([-1], [value(square).dim() - 1]):
+    if not isinstance(square, Node) or not is_last(dims, value(square)):
         return None
     squared = square.target is aten.pow.Tensor_Scalar and square.args[1] == 2
     product = square.target is aten.mul.Tensor and unrounded(square.args[0]) is unrounded(square.args[1])

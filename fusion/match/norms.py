@@ -11,10 +11,11 @@ import torch
 from torch._inductor.pattern_matcher import Match, is_match
 from torch.fx import Graph, Node
 
+from .activations import unrounded
 from .found import FoundNorm, PartialMatch, epsilon_in_words
 from .norm_ops import norm_ops
 from .patterns import Form, decomposed
-from .values import last_width, same, value
+from .values import is_last, last_width, same, value
 
 aten = torch.ops.aten
 _convert = torch.ops.prims.convert_element_type.default
@@ -80,8 +81,7 @@ def _checked(match: Match, form: Form) -> FoundNorm | None:
     if bound.get("width", width) != width:
         return None
     if "dim" in bound:
-        # One dimension, the last, however it is counted.
-        if list(bound["dim"]) not in ([-1], [x.dim() - 1]):
+        if not is_last(bound["dim"], x):
             return None
         # The plain form accumulates in x's own dtype; below float32 that is a different norm.
         low = x.dtype in (torch.bfloat16, torch.float16)
@@ -128,10 +128,12 @@ def _from_rsqrt(rsqrt: Node) -> PartialMatch | None:
 def _normed_by(mean: Node) -> Node | None:
     """What a mean of squares over the last dimension is of, before it is widened."""
     square, dims = mean.args[:2]
-    x = square.args[0] if isinstance(square, Node) and square.target in _SQUARES else None
-    while isinstance(x, Node) and x.target is _convert:
-        x = x.args[0]
-    return x if isinstance(x, Node) and list(dims) in ([-1], [value(x).dim() - 1]) else None
+    if not isinstance(square, Node) or square.target not in _SQUARES:
+        return None
+    x, by = map(unrounded, square.args)
+    if by is not x and (square.target, by) != (_SQUARES[0], 2):
+        return None
+    return x if isinstance(x, Node) and is_last(dims, value(x)) else None
 
 
 def _vectors(node: Node) -> Iterator[Node]:

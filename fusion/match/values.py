@@ -36,6 +36,11 @@ def is_contiguous(tensor: torch.Tensor) -> bool:
     return True
 
 
+def is_last(dims: Any, of: torch.Tensor) -> bool:
+    """Whether a reduction's dimensions are the last alone, however it is counted. None and no dimension are all of them."""
+    return list(dims or ()) in ([-1], [of.dim() - 1])
+
+
 def last_width(node: object) -> int | None:
     """The static size of a tensor's last dimension, or None."""
     val = value(node)

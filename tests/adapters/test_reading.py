@@ -17,6 +17,8 @@ from helpers import fresh_layer, fresh_model, real_model
 
 from layerfuse import registry
 from layerfuse.adapters import Adapter, KernelSpec, MLASpec, NormSpec, ResidualSpec, SpecError
+from layerfuse.adapters.errors import UnreadableError
+from layerfuse.adapters.sources import Path
 from layerfuse.adapters.vocabulary import SGLANG_MLA, TRANSFORMERS_MLA
 from layerfuse.testing.compare import attention_first
 
@@ -89,6 +91,17 @@ def test_a_replaced_norm_is_read_with_its_own_width() -> None:
         registry.spec_for(layer)
     layer.kv_lora_rank = 256
     assert registry.spec_for(layer).kv_norm == NormSpec(width=256, epsilon=1e-6)
+
+
+def test_what_is_put_on_the_class_is_in_the_next_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fresh_layer("deepseek-v3")
+    path, missing = Path(("kv_lora_rank",)), Path(("other_rank",))
+    assert path.read(layer) == 512
+    with pytest.raises(UnreadableError, match=r"other_rank: .* has no 'other_rank'"):
+        missing.read(layer)
+    monkeypatch.setattr(type(layer), "kv_lora_rank", property(lambda _: 256), raising=False)
+    monkeypatch.setattr(type(layer), "other_rank", 64, raising=False)
+    assert (path.read(layer), missing.read(layer)) == (256, 64)
 
 
 def test_none_is_a_value_and_the_query_norm_goes_with_it() -> None:

@@ -24,6 +24,7 @@ from vllm_layers import fp8_kernel
 from vllm_started import BLOCK_FP8, close, quantised_as_on_cuda, started
 
 from layerfuse.engines.vllm import inside, loading
+from layerfuse.engines.vllm.native import NotNativeError
 from layerfuse.fusion import Target
 
 KERNELS = importlib.import_module(inside.KERNELS)
@@ -114,6 +115,18 @@ FUSED = 4 + 3 + 1 + 2
 """Linears behind adds with norms, latent norms, the first norm, and products."""
 
 
+def test_a_plan_says_whose_code_keeps_a_quantisation_inside(tmp_path: Path) -> None:
+    options = {"fusions": f"{ADD}_group_quant", "strict": True}
+    foreign = NotNativeError(f"{inside.KERNELS}:fp8_gemm_nt", "another_package")
+    with (
+        as_installed(),
+        mock.patch.object(inside, "native_function", side_effect=foreign),
+        pytest.raises(loading.NotFusedError, match=re.escape(f"nothing takes that out in vllm: {foreign}")),
+        started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=BLOCK_FP8),
+    ):
+        pass
+
+
 def test_without_a_name_nothing_is_taken_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with (
         as_installed(),
@@ -127,6 +140,22 @@ def test_without_a_name_nothing_is_taken_out(tmp_path: Path, caplog: pytest.LogC
     assert {dtype for _, dtype, _ in seen} == {torch.bfloat16}
     text = " ".join(path.read_text() for path in tmp_path.rglob("layerfuse-report.json"))
     assert "it was not benchmarked in vllm with linears that quantise inside of their op" in text
+
+
+def test_what_is_put_back_reads_what_a_fusion_without_quantisation_gives(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"fusions": f"+{DUAL}_group_quant,+{ADD}", "strict": True}
+    with (
+        as_installed(),
+        started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=BLOCK_FP8) as engine,
+    ):
+        engine()
+        assert close(engine(6), engine.uncompiled(6))
+    assert {line.partition(";")[0] for line in said(caplog) if "expected" in line} >= {
+        f"{ADD}: 6 expected, 6 fused, 0 missed",
+        f"{DUAL}_group_quant: 3 expected, 3 fused, 0 missed",
+    }
 
 
 def test_what_no_fusion_takes_is_put_back_as_it_was() -> None:

@@ -186,9 +186,25 @@ class Tower(nn.Module):
         return self.last(x + self.linear(self.norm(x)))
 
 
+class Every(Scale):
+    """One root for all rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(dim=None, keepdim=True) + 1e-6))
+
+
+class Products(Scale):
+    """Of no squares."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt((x * (x + 1)).mean(-1, keepdim=True) + 10))
+
+
 @pytest.mark.parametrize(
     ("make", "arguments"),
     [
+        (lambda: Model(known(), Every()), {}),
+        (lambda: Model(known(), Products()), {}),
         (lambda: Model([Own(lambda: nn.LayerNorm(64))], nn.LayerNorm(64)), {}),
         (lambda: Model(known(), nn.LayerNorm(64), front=Tower()), {}),
         (lambda: Model(known(), nn.LayerNorm(64), head=Tower().linear), {}),
@@ -196,7 +212,16 @@ class Tower(nn.Module):
         (lambda: Model([Own(Scale)], Scale()), {"config": FusionConfig(level=0)}),
         (lambda: Model([Own(Scale)], Scale()), {"config": FusionConfig.parse("-add_rms_norm")}),
     ],
-    ids=["layer norms", "a tower in front", "a linear behind", "specs that are given", "level 0", "switched off"],
+    ids=[
+        "all rows at once",
+        "no squares",
+        "layer norms",
+        "a tower in front",
+        "a linear behind",
+        "specs that are given",
+        "level 0",
+        "switched off",
+    ],
 )
 def test_nothing_else_is_named(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> None:
     assert unknown(make(), **arguments) == {}
