@@ -351,6 +351,7 @@ class _Decider:
             quant,
             site.unquantised,
             None if isinstance(site.spec, KernelSpec) else site.spec.parallel.size,
+            None if self._config.only is None else site.name,
         )
         if self._limited or site.role == OUTPUT or not site.norms:
             key = (*key, site.spec)
@@ -423,7 +424,7 @@ class _Decider:
                 elsewhere = f"{elsewhere}; {figure}" if elsewhere is not None and figure is not None else elsewhere
             if elsewhere is not None:
                 return Verdict("not_applicable", elsewhere)
-        off = self._config.why_off(fusion, engine, measured, self._policy)
+        off = self._config.why_off(fusion, engine, measured, self._policy, site.name)
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason

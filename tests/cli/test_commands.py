@@ -8,7 +8,7 @@ import pytest
 
 from layerfuse import __version__, registry
 
-COMMANDS = ("models", "plan", "verify", "inspect", "check", "doctor", "contract", "completion")
+COMMANDS = ("models", "plan", "verify", "inspect", "check", "doctor", "contract", "bisect", "completion")
 
 GOOD = """
 [models.mine]
