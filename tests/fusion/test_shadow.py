@@ -284,3 +284,43 @@ def test_a_wrong_number_of_calls(wrong: Any, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("LAYERFUSE_SHADOW", "some")
     with pytest.raises(ArgumentError, match="LAYERFUSE_SHADOW=some: expected how many calls"):
         fusion.compile(torch.nn.Linear(2, 2))
+
+
+# ---- our own Triton kernels: on a GPU compiled, elsewhere in Triton's interpreter
+
+
+@pytest.fixture
+def _triton() -> Iterator[None]:
+    pytest.importorskip("triton")
+    backends.force("triton")
+    yield
+    backends.force(None)
+
+
+@pytest.mark.usefixtures("_triton", "_op_by_op")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_triton_kernels_in_a_model_are_as_near_as_they_may_be(dtype: torch.dtype) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = small_model(registry.model("deepseek-v3"), layers=1, hidden_size=64, heads=2, dtype=dtype).to(device)
+    fused = fusion.compile(model, shadow=1, strict=True)
+    with torch.no_grad():
+        fused(input_ids=IDS["input_ids"].to(device), use_cache=False)
+    found = {each.fusion: each for each in fused.report.shadow.found}
+    assert set(found) == {"mla_dual_rms_norm", "add_rms_norm"}
+    assert all(each.calls == 1 and each.backend == "triton" for each in found.values())
+    assert any(each.largest > 0 for each in found.values())
+
+
+@pytest.mark.usefixtures("_triton")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of Triton's interpreter")
+def test_the_carry_that_tritons_interpreter_drops_is_found() -> None:
+    """Where a value rounds up to a power of two in fp8, it gives half of that."""
+    generator = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(32, 512, generator=generator), torch.rand(512, generator=generator) + 0.5
+    op, shadow = "rms_norm_static_quant", Shadow(1)
+    placed = Placed(site="somewhere", fusion=op, op=op, weights=(weight,))
+    run = shadow.around(FUNCTIONS[op], lambda _: [placed])
+    with pytest.warns(RuntimeWarning, match=f"layerfuse: {op} at somewhere"):
+        run(x, weight, 1e-6, 0.0, torch.tensor([0.02]), torch.float8_e4m3fn)
+    (found,) = shadow.beyond
+    assert found.beyond is not None and found.beyond.got * 2 == found.beyond.wanted
