@@ -14,6 +14,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from ..fusion.closeness import FLOAT32, NORM_UNITS, SCALE_UNITS
 from ..fusion.declare import Exponents, Like, Packed, Padded, Quantised, Result
 from ..fusion.ops.quantisation import scale_strides
 from ..fusion.steps import Add, Quant
@@ -21,17 +22,8 @@ from .arithmetic import EXACT, LARGEST, SMALLEST_AMAX, compose
 from .cases import MX_COLUMNS, step_of
 from .inputs import Work
 
-NORM_UNITS = {torch.bfloat16: 1.6, torch.float16: 1.6, torch.float32: 16.0}
-"""Largest relative error of a norm, in units of its dtype's epsilon. A rounding errs by half a unit, and kernels that
-round before the weight do it twice; in float32 the sums themselves are what errs."""
-
 SUM_UNITS = 0.6
-"""Likewise of a residual sum, which is rounded once."""
-
-SCALE_UNITS = 16.0
-"""Largest relative error of a scale, in units of float32's epsilon."""
-
-_FLOAT32 = torch.finfo(torch.float32).eps
+"""Largest relative error of a residual sum, which is rounded once, in units of its dtype's epsilon as `NORM_UNITS`."""
 
 
 @frozen(kw_only=True)
@@ -169,7 +161,7 @@ def _quantised(
     """(largest error in half steps, what is wrong or empty). `found`: the values, and what scales them if it is a result."""
     case = work.case
     rounding = NORM_UNITS[work.dtype] * torch.finfo(work.dtype).eps if rounds_between else 0.0
-    slack = SCALE_UNITS * _FLOAT32 + rounding
+    slack = SCALE_UNITS * FLOAT32 + rounding
     width = right.shape[-1]
     step = _FORMATS["e2m1" if quant.per == "mxfp4" else case.fp8 or ""]
     got = _e2m1(found[0]) if quant.per == "mxfp4" else found[0].float().double()  # float8 has no arithmetic of its own

@@ -64,6 +64,7 @@ def app() -> None:
     Environment:
       LAYERFUSE_FUSIONS=none|all|NAME|-NAME   which fusions are wanted
       LAYERFUSE_BACKEND=NAME                  the one backend to use
+      LAYERFUSE_SHADOW=N                      compare N calls of each fused op with its reference
       LAYERFUSE_PDL=0                         no kernel starts while the one before it ends
       LAYERFUSE_TRACEBACK=1                   show the traceback behind an error message
       NO_COLOR=1                              no colours on a terminal either
@@ -337,6 +338,33 @@ def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
     from .contracting import answer_contract
 
     answer_contract(model, files=files, json=json)
+
+
+@_command("Find the fusions and sites that move a model's numbers")
+@_model
+@click.argument("prompts", type=_FILE)
+@click.option(
+    "--tolerance", metavar="X", type=click.FloatRange(0), help="Allow this much, as a fraction of the largest logit."
+)
+@click.option("--greedy", is_flag=True, help="Hold the most likely token at each position instead of the logits.")
+@_files
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Where to run; the GPU if there is one.")
+def bisect(
+    model: str, prompts: Path, tolerance: float | None, greedy: bool, files: tuple[Path, ...], device: str | None
+) -> None:
+    """Find the fusions and sites that move a model's numbers: run it with halves of them switched off.
+
+    MODEL is a declared model, of which a small one is built as for verify, or a folder with config.json and weights.
+    PROMPTS holds token ids, a JSON list on each line. LAYERFUSE_FUSIONS says which fusions take part. Without
+    --tolerance, what verify allows for the dtype is allowed. Exits with 1 where something moves a number too far.
+
+    \b
+    Example:
+      layerfuse bisect checkpoints/my-model prompts.jsonl --greedy
+    """
+    from .bisecting import answer_bisect
+
+    answer_bisect(model, prompts, tolerance=tolerance, greedy=greedy, files=files, device=device)
 
 
 @_command("Time fusions against their peers, and check every result")

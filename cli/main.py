@@ -18,6 +18,7 @@ WRONG_QUESTIONS = frozenset(
         "BenchError",
         "FusionConfigError",
         "NoGPUHereError",
+        "PromptsError",
         "UnknownEngineError",
         "UnknownModelError",
         "UnknownFusionError",

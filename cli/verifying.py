@@ -45,7 +45,7 @@ def answer_verify(
     else:
         entries = [registry.model(name) for name in names or job.FOUR]
     job.require(entries, device)
-    _quiet()
+    quiet()
     out = console()
     results: list[Verified] = []
     with _progress(len(entries) * job.steps_per_model()) as step:
@@ -68,7 +68,7 @@ def answer_verify(
         raise SystemExit(1)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Turn off warnings and logs of torch and transformers."""
     warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
     import torch

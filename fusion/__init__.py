@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .recurrences import keep_recurrences
     from .report import FusionMissedError, Report
     from .rewrite import Pipeline
+    from .shadow import ResultsDifferError
     from .sites import Site, sites_of
     from .target import Target, UnknownTargetError
 
@@ -31,6 +32,7 @@ _WHERE = {
     ".recurrences": ("keep_recurrences",),
     ".report": ("FusionMissedError", "Report"),
     ".rewrite": ("Pipeline",),
+    ".shadow": ("ResultsDifferError",),
     ".sites": ("Site", "sites_of"),
     ".target": ("Target", "UnknownTargetError"),
 }
@@ -50,6 +52,7 @@ __all__ = [
     "Pipeline",
     "Plan",
     "Report",
+    "ResultsDifferError",
     "Site",
     "Target",
     "UnknownTargetError",

@@ -18,6 +18,7 @@ from .held import HeldWeights
 from .planning import Plan
 from .report import CallRecord, GraphRecord, Missed, Report, Use, with_fallback
 from .rewrite.attribution import ModuleIndex, join
+from .shadow import Placed, Shadow
 from .uncompiled import why_uncompiled
 
 Key = tuple[int, tuple[tuple[str, ...], ...]]
@@ -59,8 +60,12 @@ class CallCounter:
         report: Report,
         around: ModuleIndex,
         look_again: Callable[[], bool] = lambda: False,
+        shadow: Shadow | None = None,
     ) -> None:
-        """Args: look_again: plans anew where the model says something else than the plan, and answers whether it does."""
+        """Args: look_again: plans anew where the model says something else than the plan, and answers whether it does.
+
+        shadow: compares what fused ops give.
+        """
         self._model = model
         self._plan = plan
         self._report = report
@@ -71,6 +76,7 @@ class CallCounter:
         self._complete: dict[frozenset[tuple[Key, int]], CallRecord] = {}
         self._around = around
         self._look_again = look_again
+        self._shadow = shadow
         self._wanted = dict(self._count_wanted())
         self._expected = {(decision.site, decision.fusion) for decision in plan.expected()}
         self.off: str | None = None
@@ -93,6 +99,8 @@ class CallCounter:
         self._watch()
         self._complete.clear()
         current, names_of = self._current, self._held.names_of
+        if self._shadow is not None:
+            compiled = self._shadow.around(compiled, lambda args: self._placed(number, args))
 
         def of_the_model(*args: Any) -> Any:
             calls = current.calls
@@ -108,6 +116,14 @@ class CallCounter:
 
         key = (number, ())
         return of_siblings if positions else of_the_model
+
+    def _placed(self, number: int, args: tuple[Any, ...]) -> Iterator[Placed]:
+        """The ops in a graph that is called with these arguments."""
+        names = [self._held.names_of(args[position]) for position in self._graphs[number].positions]
+        for use, owners in self._uses((number, tuple(names))):
+            if use.fused is not None and use.form is not None:
+                weights = tuple(args[position] for position, _ in use.weights)
+                yield Placed(site=" or ".join(owners), fusion=use.fused, op=use.form, weights=weights)
 
     def _watch(self) -> None:
         """Know the weights that the graphs so far may be called with."""

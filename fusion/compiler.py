@@ -32,6 +32,7 @@ from .report import GraphRecord, Report
 from .rewrite import ModuleIndex, Pipeline
 from .rewrite.parameters import mark, parameters_of
 from .rewrite.ranks import agree_on_graph, groups_in
+from .shadow import Shadow, calls_asked
 from .target import Target
 
 _OWN = frozenset(
@@ -83,6 +84,7 @@ class FusedModel(nn.Module):  # type: ignore[misc]
 
         Raises:
             FusionMissedError: strict, and an expected fusion did not run in this call.
+            ResultsDifferError: strict, and the shadow check found an op that gave something else than its reference.
             RankDisagreementError: the ranks of a process group fused different all-reduces.
             And what reading the specs raises, before each compilation.
         """
@@ -91,6 +93,8 @@ class FusedModel(nn.Module):  # type: ignore[misc]
             result = self._compiled(*args, **kwargs)
         if self._strict:
             self.report.check_call(call.record)
+            if self.report.shadow is not None:
+                self.report.shadow.check()
         return result
 
     def audit(self, *args: Any, **kwargs: Any) -> Audit:
@@ -201,6 +205,7 @@ def compile(  # noqa: A001 (torch.compile's own name)
     strict: bool = False,
     registry: Any = None,
     parallel: Any = None,
+    shadow: int | None = None,
     **torch_compile_kwargs: Any,
 ) -> FusedModel:
     """torch.compile with the fusions that the model's specs call for.
@@ -217,6 +222,8 @@ def compile(  # noqa: A001 (torch.compile's own name)
         registry: the registry that reads the specs; the default one if not given.
         parallel: the `Parallel` that every layer was sharded by, where the layers do not say it. What a `tensor_parallel` block
             around this call says holds for all later readings too.
+        shadow: compare so many calls of every fused op at each site with the op's reference, on the tensors of the call
+            (`report.shadow`); if not given, what `LAYERFUSE_SHADOW` says, and 0 without it.
         torch_compile_kwargs: passed on to torch.compile: dynamic, fullgraph, mode, options, disable.
 
     Returns:
@@ -252,6 +259,7 @@ def compile(  # noqa: A001 (torch.compile's own name)
         "registry": registry,
         "parallel": parallel,
         "ambient": ambient(),
+        "shadow": calls_asked(shadow),
         "torch": torch_compile_kwargs,
     }
     return FusedModel(model, arguments)
@@ -299,7 +307,9 @@ def _prepare(fused: FusedModel) -> None:
         seen = now
         return True
 
-    tally = CallCounter(model, made, pipeline.report, seen.around, look_again)
+    if arguments["shadow"]:
+        pipeline.report.shadow = Shadow(arguments["shadow"])
+    tally = CallCounter(model, made, pipeline.report, seen.around, look_again, pipeline.report.shadow)
     fused.report, fused._pipeline, fused._tally = pipeline.report, pipeline, tally
     fused._strict = arguments["strict"] or config.strict
     backend = inductor_with(pipeline, model, tally=tally, before=look_again)

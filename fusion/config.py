@@ -109,6 +109,19 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
     return tuple(sorted(pairs.items()))
 
 
+def _only(value: Any) -> frozenset[tuple[str, str]] | None:
+    if value is None:
+        return None
+    pairs = [] if isinstance(value, str) else [*value]
+    if isinstance(value, str) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(each, str) for each in pair) for pair in pairs
+    ):
+        raise FusionConfigError(f"FusionConfig.only: expected (site, fusion) pairs, or None, got {shown(value)}")
+    for _, name in pairs:
+        _known(name, "FusionConfig.only")
+    return frozenset(pairs)
+
+
 def _origin(value: str) -> str:
     expect("FusionConfig.origin", value, str, "where it was said")
     return cut(value, 200)
@@ -131,6 +144,8 @@ class FusionConfig:
     whose reader is the language-model head, or a mapping from role to one. What is not declared here is what the specs say, as read off the model."""
     strict: bool = field(default=False, validator=_strict)
     "True: an expected fusion that did not happen raises FusionMissedError."
+    only: frozenset[tuple[str, str]] | None = field(default=None, converter=_only)
+    "(site, fusion) pairs: of what is on, nothing is fused elsewhere. None: everywhere. This is how `layerfuse bisect` asks."
     origin: str = field(default="FusionConfig", converter=_origin)
     "Where the switches were set, as the reasons in plans and reports say it."
 
@@ -178,6 +193,7 @@ class FusionConfig:
         measured: Measurement | None = None,
         policy: Policy | None = None,
         quant: ActivationQuant | None = None,
+        site: str | None = None,
     ) -> str | None:
         """The reason why this fusion is off, as a sentence, or None where it is on.
 
@@ -188,7 +204,10 @@ class FusionConfig:
             measured: what says that it is faster there.
             policy: gives the reason where nothing does; the library's if not given.
             quant: how what reads the site quantises it.
+            site: where; None asks for the fusion as such.
         """
+        if site is not None and self.only is not None and (site, fusion.name) not in self.only:
+            return f"{fusion.name} is not among what {self.origin} leaves on at this site"
         switch = dict(self.switches).get(fusion.name)
         if switch is not None:
             return None if switch else f"{fusion.name} is switched off by {self.origin}"
@@ -214,5 +233,6 @@ class FusionConfig:
             "switches": dict(self.switches),
             "quant": {role: None if quant is None else asdict(quant) for role, quant in self.quant},
             "strict": self.strict,
+            "only": None if self.only is None else sorted(self.only),
             "origin": self.origin,
         }

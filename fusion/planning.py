@@ -345,7 +345,7 @@ class _Decider:
         self._known: dict[Any, list[tuple[str, Kind, str, Tokens]]] = {}
 
     def __call__(self, site: Site) -> list[Decision]:
-        key: int | str = self._alike.number(site) if self._anywhere else site.name
+        key: int | str = self._alike.number(site) if self._anywhere and self._config.only is None else site.name
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = list(self._decide(site, self._config.quant_at(site)))
@@ -423,7 +423,7 @@ class _Decider:
                 elsewhere = f"{elsewhere}; {figure}" if elsewhere is not None and figure is not None else elsewhere
             if elsewhere is not None:
                 return Legality("not_applicable", elsewhere)
-        off = self._config.why_off(fusion, engine, measured, self._policy, quant)
+        off = self._config.why_off(fusion, engine, measured, self._policy, quant, site.name)
         limit = self._limit(fusion, site)
         if limit is not None and limit.most < 1:
             refusal = refusal or limit.reason

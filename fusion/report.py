@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import field, frozen
@@ -16,6 +16,9 @@ from attrs import field, frozen
 from ..adapters.errors import LayerfuseError
 from .catalog import FUSIONS
 from .planning import Plan
+
+if TYPE_CHECKING:
+    from .shadow import Shadow
 
 Missed = dict[str, dict[str, str]]
 """Fusion -> site -> reason."""
@@ -177,6 +180,8 @@ class Report:
         "(site, fusion) -> uses that ran fused in all calls together."
         self.last: CallRecord | None = None
         "The last call that was held to this plan, or None."
+        self.shadow: Shadow | None = None
+        "What fused ops gave beside their references, where `fusion.compile` was asked to compare; see `shadow.found`."
         self.unknown: dict[str, str] = {}
         "What no adapter reads though it should (`registry.unknown_in`), with its class: it is in no plan."
 
@@ -328,6 +333,7 @@ class Report:
             "unknown": self._all_unknown(),
             "fusions": {name: self.of(name).to_dict() for name in FUSIONS},
             "records": [attrs.asdict(record) for record in self.records],
+            **({} if self.shadow is None else {"shadow": self.shadow.to_dict()}),
         }
 
     def __str__(self) -> str:
@@ -339,6 +345,8 @@ class Report:
             f"  unknown: {layer or 'the model itself'}: no adapter knows {name}"
             for layer, name in self._all_unknown().items()
         ]
+        if self.shadow is not None:
+            lines += ["  " + line for line in str(self.shadow).splitlines()]
         return "\n".join(lines)
 
 

@@ -109,3 +109,32 @@ def run_python(code: str, *paths: str | Path, **variables: str) -> subprocess.Co
         timeout=120,
         check=False,
     )
+
+
+OUTSIDE = """
+import torch
+from layerfuse.fusion.chain import Add, Fusion, Norm
+from layerfuse.fusion.declare import Kernel
+from layerfuse.fusion.sites import FINAL, INPUT, POST_ATTENTION
+
+def kernel(x, residual, weight, epsilon, weight_offset):
+    total = x + residual
+    wide = total.double()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * (weight.double() + weight_offset)
+    return ({factor} * normed).to(x.dtype), total
+
+FUSION = Fusion(
+    name="outside_add_rms_norm", doc="an outside one", level=1, roles=(INPUT, POST_ATTENTION, FINAL), chain=(Add, Norm),
+    backends=(Kernel(backend="outside", function="outside:kernel"),),
+)
+"""
+
+
+def outside_package(folder: Path, factor: float) -> Path:
+    """A package whose kernel multiplies what it should give by a factor."""
+    (folder / "outside.py").write_text(OUTSIDE.format(factor=factor))
+    info = folder / "outside-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[layerfuse.fusions]\nmine = outside:FUSION\n")
+    return folder

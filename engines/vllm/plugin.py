@@ -149,6 +149,8 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         once(logging.INFO, "layerfuse: %s", NOTHING_ON)
         return model
     say_if_untested()
+    if os.environ.get("LAYERFUSE_SHADOW", "").strip():
+        once(logging.WARNING, "layerfuse: LAYERFUSE_SHADOW is for fusion.compile: inside vLLM nothing is compared")
     if options.says_nothing:
         with _quietly("asking where defaults come from"):
             _say_where_defaults_come_from()

@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from attrs import frozen
 
@@ -51,7 +51,9 @@ _lock = threading.RLock()
 _memories: list[Memory] = []
 repeatable: dict[Callable[..., Any], Callable[[], Callable[..., Any]]] = {}
 """A backend's function -> what gives one for calls that are alike in everything but where their tensors lie, if there is such a thing."""
-_listeners: list[Callable[[str, tuple[Any, ...]], None]] = []
+Listener: TypeAlias = Callable[[str, tuple[Any, ...]], Callable[[Any], None] | None]
+"""Told of a call, its op and its arguments, before it is made. What it gives back is told the result, if it gives anything."""
+_listeners: list[Listener] = []
 """While somebody listens, no choice is remembered, so that every call comes by."""
 
 
@@ -71,10 +73,10 @@ class Memory(dict[Any, Callable[..., Any]]):
         before = _choices[0]
         function = choose(op, given[0].device.type, case).function
         with _lock:
-            for listener in _listeners:
-                listener(op, given)
+            heard = [listener(op, given) for listener in _listeners]
         self.keep(key, function, before)
-        return function
+        told = [tell for tell in heard if tell is not None]
+        return _telling(function, told) if told else function
 
     def keep(self, key: Hashable, function: Callable[..., Any], chosen_at: int) -> None:
         """Remember a choice, unless it may be another one by now, or somebody listens."""
@@ -85,8 +87,20 @@ class Memory(dict[Any, Callable[..., Any]]):
                 self[key] = function
 
 
+def _telling(function: Callable[..., Any], told: list[Callable[[Any], None]]) -> Callable[..., Any]:
+    """The same function, for one call whose result somebody waits for."""
+
+    def call(*given: Any) -> Any:
+        result = function(*given)
+        for tell in told:
+            tell(result)
+        return result
+
+    return call
+
+
 @contextmanager
-def listening(listener: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+def listening(listener: Listener) -> Iterator[None]:
     """Be told of every call of every op in this process while this lasts: its name and its arguments. Calls are slower meanwhile, not after."""
     with _lock:
         _listeners.append(listener)

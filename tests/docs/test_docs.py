@@ -25,7 +25,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 ROOT = DOCS.parent
 
 FRAGMENT_OF_PYPROJECT = "project"
-SLOW_COMMANDS = ("contract", "verify")
+SLOW_COMMANDS = ("contract", "verify", "bisect")
 """Run with --help only: they build and compile models, and have tests of their own."""
 
 

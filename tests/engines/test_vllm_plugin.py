@@ -361,10 +361,12 @@ def test_calls_that_the_report_does_not_account_for_are_named_and_stop_a_strict_
 def test_without_vllms_ahead_of_time_compilation_the_report_is_the_records(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("LAYERFUSE_SHADOW", "3")
     monkeypatch.setenv("VLLM_DISABLE_COMPILE_CACHE", "1")
     with started("deepseek-v3", tmp_path, layerfuse={**BOTH, "strict": True}) as engine:
         engine()
     assert f"{ADD}: 6 expected, 6 fused, 0 missed; called 6 times in the profiling run" in said(caplog)
+    assert "layerfuse: LAYERFUSE_SHADOW is for fusion.compile: inside vLLM nothing is compared" in said(caplog)
 
 
 def test_launches_for_fewer_tokens_are_made_behind_the_profiling_run_and_count_for_nothing(

@@ -1,0 +1,170 @@
+"""How far what a kernel gives may be from its op's reference, element by element: by the dtype, and by the format of what is quantised.
+
+The units are those that `layerfuse bench` holds every peer to. There results are held to float64; here the reference has rounded too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from .declare import Argument, Cache, Exponents, Flag, GroupSize, Op, Packed, Quantised, Result, Scales
+from .ops.cache_layout import DS_GROUP
+from .ops.quantisation import LARGEST, MX_COLUMNS
+
+NORM_UNITS = {torch.bfloat16: 1.6, torch.float16: 1.6, torch.float32: 16.0}
+"""Largest relative error of a norm, in units of its dtype's epsilon. A rounding errs by half a unit, and kernels that
+round before the weight do it twice; in float32 the sums themselves are what errs."""
+
+SCALE_UNITS = 16.0
+"""Largest relative error of a scale, in units of float32's epsilon."""
+
+FLOAT32 = torch.finfo(torch.float32).eps
+
+_SMALLEST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e4m3fnuz: 2.0**-10}
+"""The smallest positive value of each fp8 format: below its normal numbers that is its step. Above, a step is an eighth of a value at most."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@frozen(kw_only=True)
+class Apart:
+    """One result of a call, beside what the reference gives."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    largest: float
+    "The largest difference; of quantised values, of what they stand for."
+    first: tuple[int, ...] | None
+    "The first element that is further off than it may be; None: none is."
+    got: float = 0.0
+    "That element."
+    wanted: float = 0.0
+    "What the reference gives there."
+
+    def __str__(self) -> str:
+        result = f"{self.name}, {self.dtype} {self.shape}".replace("torch.", "")
+        where = (
+            "" if self.first is None else f", first at {list(self.first)}: {self.got:g}, where it is {self.wanted:g}"
+        )
+        return f"{result} is up to {self.largest:.2g} away from the reference{where}"
+
+
+def compare(
+    op: Op, given: tuple[Any, ...], got: tuple[Tensor, ...], wanted: tuple[Tensor, ...], *, rounds_between: bool = False
+) -> Iterator[Apart]:
+    """Hold the results of a call, and behind them what it has written to, to those of the reference.
+
+    Args:
+        op: the declaration.
+        given: the call's arguments, all by position.
+        got: the op's results in their order, then the arguments that it writes to.
+        wanted: the same of the reference, of the same shapes and dtypes.
+        rounds_between: whether the kernel quantises what it has rounded to the dtype of the rows, as some of AITER's do.
+    """
+    named = dict(zip((each.name for each in op.args), given, strict=True))
+    made: tuple[Result | Argument, ...] = (*op.results, *op.mutated)
+    ours, theirs = ({each.name: of for each, of in zip(made, several, strict=True)} for several in (got, wanted))
+    dtype = given[0].dtype
+    rounding = NORM_UNITS.get(dtype, 0.0) * torch.finfo(dtype).eps if rounds_between else 0.0
+    slack = SCALE_UNITS * FLOAT32 + rounding
+    scaling = next((each for each in op.results if isinstance(each, Scales | Exponents)), None)
+    powers = isinstance(scaling, Exponents) or any(
+        isinstance(each, Flag) and each.name == "use_ue8m0" and named[each.name] for each in op.args
+    )
+    group = next((named[each.name] for each in op.args if isinstance(each, GroupSize)), None)
+    for each in made:
+        mine, right = ours[each.name], theirs[each.name]
+        if isinstance(each, Scales):
+            # Rounding may move what is rounded up to a power of two to the next one.
+            yield _apart(each.name, mine, right, slack, 0.0, steps=1 if powers else 0)
+        elif isinstance(each, Exponents):
+            yield _apart(each.name, mine, right, 0.0, 1.0)
+        elif isinstance(each, Quantised | Packed):
+            size = None if scaling is None else MX_COLUMNS if isinstance(scaling, Exponents) else group
+            factors = [None if scaling is None else of[scaling.name] for of in (ours, theirs)]
+            yield _quantised(each.name, mine, right, factors, size, slack)
+        elif isinstance(each, Cache) and mine.dtype == torch.uint8:
+            yield from _ds_mla(each, named, mine, right, slack)
+        elif mine.dtype in LARGEST:
+            yield _quantised(each.name, mine, right, [None, None], None, slack)
+        else:
+            units = NORM_UNITS.get(mine.dtype, NORM_UNITS[torch.float32]) * torch.finfo(mine.dtype).eps
+            yield _apart(each.name, mine, right, units, 0.0, of_row=SCALE_UNITS * FLOAT32)
+
+
+def _apart(
+    name: str,
+    got: Tensor,
+    wanted: Tensor,
+    relative: float,
+    absolute: float | Tensor,
+    *,
+    of_row: float = 0.0,
+    steps: int = 0,
+    shown: Tensor | None = None,
+) -> Apart:
+    """Args: of_row: what may be off on top, relative to the row's largest: a rope's columns cancel. steps: of powers of two."""
+    like = got if shown is None else shown
+    said: dict[str, Any] = {"name": name, "shape": tuple(like.shape), "dtype": like.dtype}
+    mine, right = got.double(), wanted.double()
+    if not mine.numel():
+        return Apart(**said, largest=0.0, first=None)
+    size = torch.maximum(mine.abs(), right.abs())
+    same = (mine == right) | (mine.isnan() & right.isnan())
+    off = (mine - right).abs().masked_fill_(same, 0.0).nan_to_num_(nan=float("inf"), posinf=float("inf"))
+    size.nan_to_num_(0.0, posinf=0.0)  # what is not finite allows nothing
+    allowed = size * relative + absolute + size.amax(-1, keepdim=True) * of_row
+    if steps:
+        allowed = torch.maximum(allowed, size / 2)
+    beyond = (off > allowed).nonzero()
+    if not len(beyond):
+        return Apart(**said, largest=float(off.max()), first=None)
+    first = tuple(beyond[0].tolist())
+    return Apart(**said, largest=float(off.max()), first=first, got=float(mine[first]), wanted=float(right[first]))
+
+
+def _quantised(
+    name: str, got: Tensor, wanted: Tensor, factors: list[Tensor | None], size: int | None, slack: float
+) -> Apart:
+    """Either may be half a step of the format from what is exact, so that a step is between them."""
+    packed = got.dtype == torch.uint8
+    step, smallest = (0.5, 0.5) if packed else (2.0**-3, _SMALLEST[got.dtype])
+    mine, right = (_e2m1(each) if packed else each.float().double() for each in (got, wanted))
+    if factors[0] is None or factors[1] is None:
+        return _apart(name, mine, right, step + slack, smallest, shown=got)
+    ours, theirs = (_spread(each, mine.shape[-1], size) for each in factors if each is not None)
+    least = torch.maximum(ours, theirs) * smallest
+    return _apart(name, mine * ours, right * theirs, step + slack, least, shown=got)
+
+
+def _spread(scales: Tensor, width: int, size: int | None) -> Tensor:
+    """What multiplies each of the values: of one scale, or exponent, for so many of them, or for the whole row."""
+    factor = torch.exp2(scales.double() - 127) if scales.dtype == torch.uint8 else scales.double()
+    return factor.repeat_interleave(width if size is None else size, dim=-1)[..., :width]
+
+
+def _e2m1(bytes_: Tensor) -> Tensor:
+    codes = torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).flatten(-2).long()
+    return torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64, device=bytes_.device)[codes]
+
+
+def _ds_mla(cache: Cache, named: Mapping[str, Any], got: Tensor, wanted: Tensor, slack: float) -> Iterator[Apart]:
+    """The three parts of an entry in `fp8_ds_mla`, see `ops.cache_layout`."""
+    latent = named[cache.parts[0]].shape[-1]
+    middle = latent + latent // DS_GROUP * 4
+
+    def part(start: int, end: int | None, dtype: torch.dtype) -> list[Tensor]:
+        return [each[..., start:end].contiguous().view(dtype) for each in (got, wanted)]
+
+    mine, right = part(0, latent, torch.float8_e4m3fn)
+    ours, theirs = part(latent, middle, torch.float32)
+    yield _quantised(f"the latents in {cache.name}", mine, right, [ours, theirs], DS_GROUP, slack)
+    yield _apart(f"the scales in {cache.name}", ours, theirs, slack, 0.0)
+    mine, right = part(middle, None, torch.bfloat16)
+    units = NORM_UNITS[torch.bfloat16] * torch.finfo(torch.bfloat16).eps
+    yield _apart(f"the ropes in {cache.name}", mine, right, units, 0.0, of_row=SCALE_UNITS * FLOAT32)
