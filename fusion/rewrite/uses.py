@@ -262,7 +262,9 @@ class UseFinder:
             # What bodies of other ops hold is told with them.
             readers = [user for user in weight.users if not isinstance(user.target, HigherOrderOperator)]
             where = self._ownership.locate((weight,), weight)
-            owners = {site.name: site for site, _ in where.places if where.how == "parameter" and readers}
+            # Of a norm without a path all parameters of the layer may be its weight.
+            places = where.places if where.how == "parameter" and readers else ()
+            owners = {site.name: site for site, norm in places if site.norms[norm].module is not None}
             if used.isdisjoint(owners) and not self._wanted.isdisjoint(owners):
                 name, site = next((name, site) for name, site in owners.items() if name in self._wanted)
                 used.add(name)

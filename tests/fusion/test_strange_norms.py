@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -292,3 +293,24 @@ def test_a_norm_in_no_known_form_is_missed_for_that(norm: type[Scale]) -> None:
         "model.layers.1:post_attention",
     ]
     assert all("known form" in why for why in missed.values()), missed
+
+
+def test_weights_of_linears_are_no_norms_where_specs_do_not_say_their_modules() -> None:
+    """After a graph break the linears of a layer are in a graph without its norms."""
+    model = transformers.Qwen3ForCausalLM(CONFIG).eval()
+    specs = []
+    for path, spec in registry.specs_in(model):
+        norms = {
+            field.name: tuple(attrs.evolve(norm, module=None) for norm in getattr(spec, field.name))
+            for field in attrs.fields(type(spec))
+            if field.name in ("input_norms", "post_attention_norms")
+        }
+        specs.append((path, attrs.evolve(spec, **norms)))
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    fused = fusion.compile(model, specs=specs)
+    with torch.no_grad():
+        fused(IDS, use_cache=False)
+    assert fused.report.graphs > 1
+    missed = fused.report.of("add_rms_norm").missed
+    assert not [why for why in missed.values() if "its weight is read by" in why], missed
