@@ -202,7 +202,8 @@ class Shadow:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             found.not_compared = "the call was captured in a CUDA graph"
             return None
-        found.backend = backends.choose(name, given[0].device.type, case_maker(op)(*given)).name
+        backend = backends.choose(name, given[0].device.type, case_maker(op)(*given)).backend
+        found.backend = backend.name
         if any(isinstance(each, GroupName) for each in op.args):
             found.not_compared, found.never = "the ranks of a group call it together, and would its reference", True
         elif found.backend == REFERENCE:
@@ -220,7 +221,7 @@ class Shadow:
                         (*_several(results), *(arguments[place] for place in written))
                         for results, arguments in ((result, given), (op.reference(*before), before))
                     )
-                    apart = list(compare(op, given, got, wanted, rounds_between=found.backend == "aiter"))
+                    apart = list(compare(op, given, got, wanted, rounds_between=backend.rounds_between))
             except (
                 Exception
             ) as error:  # another package's reference, or no memory for it: the model's call is none the worse

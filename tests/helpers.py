@@ -138,3 +138,13 @@ def outside_package(folder: Path, factor: float) -> Path:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[layerfuse.fusions]\nmine = outside:FUSION\n")
     return folder
+
+
+def backend_at_hand(op: str, function: Any) -> Any:
+    """A backend called `at_hand`, with this function for an op."""
+    from layerfuse.fusion.backends import Backend
+    from layerfuse.fusion.declare import Kernel
+    from layerfuse.fusion.ops.library import declared
+
+    cls = type("Other", (Backend,), {"load": lambda _: function})
+    return cls(op=declared(op), kernel=Kernel(backend="at_hand", function="a:kernel"))

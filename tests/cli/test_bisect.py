@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import outside_package
+from helpers import backend_at_hand, outside_package
 
 from layerfuse import bisecting, registry
 from layerfuse.bisecting import smallest
@@ -126,14 +126,12 @@ def test_two_that_move_a_number_only_together(monkeypatch):
         return (normed * 1.5 if wrong else normed), total
 
     kept = backends._backends["add_rms_norm"]
-    made = backends.Backend(name="other", op="add_rms_norm", load=lambda: kernel, runs_on=backends.anywhere)
-    monkeypatch.setitem(backends._backends, "add_rms_norm", [made, *kept])
+    monkeypatch.setitem(backends._backends, "add_rms_norm", [backend_at_hand("add_rms_norm", kernel), *kept])
     backends.decide_again()
     try:
         found = bisecting.bisect(model, [[1, 2, 3]], step=lambda _: seen.clear())
     finally:
         monkeypatch.undo()
-        backends._loaded.pop(("add_rms_norm", "other"), None)
         backends.decide_again()
     assert found is not None
     assert set(found.pairs) == {

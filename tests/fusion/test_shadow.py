@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import outside_package, run_python
+from helpers import backend_at_hand, outside_package, run_python
 from latent_support import Widths, latents
 
 from layerfuse import FinalNormSpec, NormSpec, Parallel, fusion, registry
@@ -95,9 +95,7 @@ def standing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Puts a kernel for an op in front of all others, until the test ends."""
 
     def stand(op: str, function: Callable[..., Any]) -> None:
-        kernel = backends.Backend(name="other", op=op, load=lambda: function, runs_on=backends.anywhere)
-        monkeypatch.setitem(backends._backends, op, [kernel, *backends._backends[op]])
-        backends._loaded.pop((op, "other"), None)
+        monkeypatch.setitem(backends._backends, op, [backend_at_hand(op, function), *backends._backends[op]])
         backends.decide_again()
 
     yield stand
