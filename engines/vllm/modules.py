@@ -32,6 +32,7 @@ from .hooks import Hook
 from .native import Native, NotNativeError, native, native_call, native_function
 from .process import once
 from .seams import Seam, seam_of
+from .whose import module_of
 
 REFUSALS = (LayerfuseError, TypeError, ValueError)
 """What an op raises for arguments that it does not take."""
@@ -40,6 +41,9 @@ NOT_CALLED = "vLLM did not call its norms together in the first run"
 
 GONE = "layerfuse: a fused op is not called any more: %s"
 """What is said when something else was put in the place of what an op stands in."""
+
+OTHER = "another forward was put where the fused op stands, from %s"
+"""What is said of a module whose forward is ours no more: the other one may call ours, or not."""
 
 _inside: ContextVar[Callable[..., Any] | None] = ContextVar("layerfuse_inside", default=None)
 """What stands for a module's function while an instance runs."""
@@ -57,8 +61,10 @@ class Standing:
     "Site -> why no fused op stands there, or why one did not run."
     inside: dict[str, nn.Module] = field(factory=dict, repr=False)
     "Path of a norm, or of the layer of both -> the module in which an op stands there."
-    held: tuple[tuple[Mapping[str, Any], str, nn.Module], ...] = field(default=(), repr=False)
-    "Where and under which name the model holds these, and what is around them."
+    forwards: dict[str, tuple[nn.Module, Any]] = field(factory=dict, repr=False)
+    "Site -> the module in which an op stands, and the forward that was put there."
+    held: tuple[tuple[Mapping[str, Any], str, Any], ...] = field(default=(), repr=False)
+    "Where and under which name the model holds these modules, what is around them, and their forwards."
     asked: set[str] = field(factory=set)
     "Sites that an op was to stand at so far."
 
@@ -96,6 +102,7 @@ class Standing:
         except NotNativeError as error:
             return str(error)
         self.inside[path] = module
+        self.forwards[site.name] = module, vars(module)["forward"]
         return None
 
     def watch(self) -> None:
@@ -108,7 +115,7 @@ class Standing:
             self.model.register_forward_pre_hook(lambda *_: self._look())
 
     def _hold(self) -> None:
-        """Take note of where the model holds those modules, and the ones around them."""
+        """Take note of where the model holds those modules and the ones around them, and of their forwards."""
         wanted = {id(module) for module in self.inside.values()}
         held = {}
         for path, module in self.model.named_modules():
@@ -116,17 +123,28 @@ class Standing:
                 parts = path.split(".")
                 held.update({".".join(parts[:end]): parts[end - 1] for end in range(1, len(parts) + 1)})
         places = [(self.model.get_submodule(path.rpartition(".")[0])._modules, name) for path, name in held.items()]
-        self.held = tuple((modules, name, modules[name]) for modules, name in places)
+        places += [(vars(module), "forward") for module, _ in self.forwards.values()]
+        self.held = tuple((where, name, where.get(name)) for where, name in places)
 
     def _look(self) -> None:
         """Say what is there no more: what is called in its place is no op of ours. About 50 ns for a module."""
-        if all(modules.get(name) is module for modules, name, module in self.held):
+        if all(where.get(name) is what for where, name, what in self.held):
             return
         there = {id(module) for module in self.model.modules()}
         for path, module in self.inside.items():
             if id(module) not in there:
                 once(logging.WARNING, GONE, f"another module stands at {path}")
+        for site in self.forwards:
+            problem = self._other(site)
+            if problem is not None:
+                once(logging.WARNING, "layerfuse: %s, which calls the op or does not", problem)
         self._hold()
+
+    def _other(self, site: str) -> str | None:
+        """Whose forward was put where the op of a site stands, as a sentence; None where it is ours."""
+        module, ours = self.forwards.get(site, (None, None))
+        now = ours if module is None else vars(module).get("forward", type(module).forward)
+        return None if now is ours else OTHER % module_of(now)
 
     def _as_it_was(self, site: str, stood: Iterable[Native]) -> bool:
         """Whether nothing has been put in the place of vLLM's code since ours stands there: what has is called instead, and said."""
@@ -233,7 +251,7 @@ class Standing:
             site, op = decision.site, FUSIONS[decision.fusion].op.name
             why = self.missed.get(site)
             if why is None and not self.ran[site] and self.unit.plan.site[site].role != OUTPUT:
-                why = NOT_CALLED
+                why = self._other(site) or NOT_CALLED
             if why is not None:
                 uses.append(Use(site=site, fused=None, missed={decision.fusion: why}))
             elif not self.ran[site]:

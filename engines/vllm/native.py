@@ -18,7 +18,7 @@ from attrs import frozen
 from torch import nn
 
 from ...adapters.errors import LayerfuseError
-from .whose import codes, is_source, module_of, names_in, package, plain, within
+from .whose import codes, imported, is_source, module_of, names_in, package, plain, within
 
 VLLM = "vllm"
 OURS = __name__.partition(".")[0]
@@ -319,6 +319,11 @@ class _Look:
         """What a module has under a name."""
         held, module = where[name], str(where.get("__name__"))
         found, place = plain(held), f"{module}:{name}"
+        modules = [each for each in imported(module).get(name, ()) if package(each) == VLLM]
+        owner = found.__name__ if isinstance(found, ModuleType) else module_of(found)
+        # What another package puts where vLLM imports a module of its own may be a module too, or any object with the same names.
+        if modules and owner not in modules:
+            raise NotNativeError(place, owner)
         if isinstance(found, ModuleType):
             if package(found.__name__) == VLLM:
                 self._hold(where, name, held, place, module)

@@ -5,6 +5,7 @@ A patch looks like what it stands for: `functools.wraps` copies name, parameters
 
 from __future__ import annotations
 
+import ast
 import functools
 import sys
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,28 @@ def codes(module: str) -> Mapping[str, tuple[CodeType, ...]]:
         return found
     for code in _inner(top):
         found[code.co_qualname] = (*found.get(code.co_qualname, ()), code)
+    return found
+
+
+@functools.cache
+def imported(module: str) -> Mapping[str, frozenset[str]]:
+    """Name -> the modules that the source file of a module imports under it, as far as they are loaded; nothing without a file."""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    found: dict[str, frozenset[str]] = {}
+    try:
+        tree = ast.parse(SourceFileLoader(module, spec.origin).get_data(spec.origin))  # type: ignore[union-attr]
+    except (AttributeError, TypeError, OSError, SyntaxError, ValueError):
+        return found
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            pairs = [(each.asname or each.name, f"{node.module}.{each.name}") for each in node.names]
+        elif isinstance(node, ast.Import):
+            pairs = [(each.asname, each.name) for each in node.names if each.asname]
+        else:
+            continue
+        for name, path in pairs:
+            if path in sys.modules:
+                found[name] = found.get(name, frozenset()) | {path}
     return found
 
 

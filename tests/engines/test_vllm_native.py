@@ -38,7 +38,7 @@ from vllm.v1.attention.backend import MLAAttentionImpl
 from vllm_paged import paged
 from vllm_started import ROUNDING, apart, started
 
-from layerfuse.engines.vllm import loading
+from layerfuse.engines.vllm import loading, trial
 from layerfuse.engines.vllm.config_probe import engine_for
 from layerfuse.engines.vllm.decode_facts import beside
 from layerfuse.engines.vllm.native import _Look, why_not_ops
@@ -148,6 +148,19 @@ def by_a_provider(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(op, "_priority_impls", [op.impls["loud"]])
 
 
+def in_place_of_a_module(patch: pytest.MonkeyPatch) -> None:
+    """By a module of its own, whose op is another one only for more rows than are tried out."""
+    ops, module = importlib.import_module("vllm.ir.ops"), types.ModuleType(HOSTILE)
+
+    def fused_add_rms_norm(x: Tensor, *args: Any) -> Any:
+        result = ops.fused_add_rms_norm(x, *args)
+        return _louder(result) if len(x) > trial.ROWS else result
+
+    namespace = types.SimpleNamespace(maybe_inplace=fused_add_rms_norm)
+    module.ops = types.SimpleNamespace(rms_norm=ops.rms_norm, fused_add_rms_norm=namespace)
+    patch.setattr(layernorm, "ir", module)
+
+
 def numbers(
     name: str, path: Path, options: Any, mode: str = "NONE", loaded: Callable[[], None] = lambda: None, **config: Any
 ) -> list[Tensor]:
@@ -179,6 +192,7 @@ NATIVE = f"{NORMS}:RMSNorm.forward_native is not vLLM's own: it is from {HOSTILE
         pytest.param("deepseek-v3", ADD, as_dispatched, "_forward_method of this RMSNorm is not", id="what is chosen"),
         pytest.param("deepseek-v3", ADD, in_the_op, "the implementation 'native' of vllm.ir.ops:fused_add_rms_norm is not", marks=ir, id="the op"),
         pytest.param("deepseek-v3", ADD, by_a_provider, "the implementation 'loud' of vllm.ir.ops:fused_add_rms_norm is not", marks=ir, id="a provider"),
+        pytest.param("deepseek-v3", ADD, in_place_of_a_module, f"{NORMS}:ir is not vLLM's own: it is from {HOSTILE}", marks=ir, id="a module"),
         pytest.param(
             "qwen3-next",
             GATED,
@@ -222,6 +236,7 @@ def test_a_patched_norm_stays_what_it_is_and_the_report_says_whose_it_is(
 # ---- what no source tells: it shows in the numbers
 
 ELSE = "what runs there computes something else: its results are off by "
+NAMESPACE = f"{NORMS}:ir is not vLLM's own: it is from types"
 
 
 class Loud:
@@ -284,7 +299,9 @@ def test_what_no_source_tells_shows_in_the_numbers(
     again(monkeypatch)
     got = numbers("deepseek-v3", tmp_path, {"fusions": [fusion]})
     assert all(torch.equal(*both) for both in zip(got, theirs, strict=True))
-    assert any(line.startswith("missed: ") and (ELSE in line or HOSTILE in line) for line in said(caplog))
+    assert any(
+        line.startswith("missed: ") and any(why in line for why in (ELSE, HOSTILE, NAMESPACE)) for line in said(caplog)
+    )
     with pytest.raises(FusionMissedError):
         numbers("deepseek-v3", tmp_path, {"fusions": [fusion], "strict": True})
 
@@ -366,6 +383,29 @@ def test_a_patch_that_comes_after_ours_is_what_runs_from_then_on(
         patched(patch)
         with pytest.raises(FusionMissedError, match=HOSTILE):
             engine()
+
+
+@pytest.mark.parametrize("when", ["before the first call", "after it"])
+def test_a_forward_that_is_put_on_a_norm_after_ours_is_what_runs_and_is_told(
+    when: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    results = []
+    for options in (False, {"fusions": [ADD]}):
+        caplog.clear()
+        with started("deepseek-v3", tmp_path, layerfuse=options, mode="NONE") as engine:
+            if when == "after it":
+                engine()
+            for module in engine.model.modules():
+                if type(module) is RMSNorm:
+                    module.forward = louder(module._forward_method)
+            results.append(engine())
+            engine()
+    assert torch.equal(*results)
+    other = f"another forward was put where the fused op stands, from {HOSTILE}"
+    if when == "after it":
+        assert said(caplog).count(f"layerfuse: {other}, which calls the op or does not") == 1
+    else:
+        assert any(line.startswith("missed: ") and other in line for line in said(caplog))
 
 
 def test_an_epsilon_that_is_changed_after_ours_is_the_one_that_counts(
@@ -640,7 +680,7 @@ def call_of_every_module(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("patched", "why"),
     [
-        pytest.param(namespace_of_ops, ELSE, marks=ir, id="a namespace of ops"),
+        pytest.param(namespace_of_ops, NAMESPACE, marks=ir, id="a namespace of ops"),
         pytest.param(module_of_ops, ELSE, id="a module of ops"),
         pytest.param(call_of_every_module, f"_call_impl is not vLLM's own: it is from {HOSTILE}", id="the call"),
     ],
