@@ -329,8 +329,14 @@ def test_linears_that_quantise_inside_of_their_op(run, monkeypatch):
     off = "it was not benchmarked in vllm with linears that quantise inside of their op"
     assert off in " ".join(run(*asked, "--engine", "vllm").out.split())
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "silu_mul_group_quant")
-    named = run(*asked, "--engine", "vllm").out
-    assert re.search(r"activation: silu_mul_group_quant +yes", named)
+    kinds = json.loads(run(*asked, "--engine", "vllm", "--json").out)["kinds"]
+    decisions = {
+        each["fusion"]: each["decision"]
+        for kind in kinds
+        for each in kind["sites"].get("activation", ())
+        if kind["layers"] == [0, 1, 2]
+    }
+    assert decisions["silu_mul_group_quant"] == "expected"
 
 
 def test_every_scheme_can_be_asked_for(run):
