@@ -21,6 +21,7 @@ not end before --limit is not begun. `--list` prints the stages.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import selectors
@@ -125,11 +126,15 @@ class Engine:
             raise ArmError(f"{self.name}: {said['error']}")
         return said["result"]
 
-    def ask(self, until: float, *command: Any) -> Any:
-        """What it answers to a command."""
+    def tell(self, *command: Any) -> None:
+        """A command, whose answer is to be asked for."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
+
+    def ask(self, until: float, *command: Any) -> Any:
+        """What it answers to a command."""
+        self.tell(*command)
         return self.answer(until)
 
     def stop(self) -> None:
@@ -181,6 +186,8 @@ def run(
             for arm in list(engines):
                 _try(result, engines, arm, until, None)
         result["started_s"] = round(time.monotonic() - started, 1)
+        for batch in BATCHES:
+            _settle_together(result, engines, batch, until)
         for batch in BATCHES:
             _time(result, engines, batch, until, turns)
         for arm in list(engines):
@@ -255,6 +262,19 @@ def _try(
     if command not in ("replay", "settle", "prefill", "prompts", "prompt_kernels"):
         result["arms"][arm][key] = found
     return found
+
+
+def _settle_together(result: dict[str, Any], engines: dict[str, Engine], batch: int, until: float) -> None:
+    """Have all arms meet these sizes at once: what compiles its kernels at their first call does so on all cores."""
+    for engine in engines.values():
+        with contextlib.suppress(OSError):  # its answer says that it has ended
+            engine.tell("settle", batch, CONTEXT)
+    for arm in list(engines):
+        try:
+            engines[arm].answer(until)
+        except ArmError as error:
+            result["errors"][arm] = f"settle {batch}: {error}"
+            engines.pop(arm).stop()
 
 
 def _time(result: dict[str, Any], engines: dict[str, Engine], batch: int, until: float, turns: int) -> None:

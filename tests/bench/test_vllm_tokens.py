@@ -124,3 +124,33 @@ def test_a_whole_model_is_the_sum_of_its_layers():
     assert "| DeepSeek-V3 in fp8, a rank of eight | ours | - | - |" in table({"stages": stages}, (1, 8)).splitlines()
     del stages[mixture]
     assert not [line for line in table({"stages": stages}, (1,)).splitlines() if "a rank of eight" in line]
+
+
+def test_arms_settle_together_and_one_that_fails_takes_no_further_part():
+    from vllm_engine import CONTEXT, ArmError, _settle_together
+
+    order = []
+
+    class Fake:
+        def __init__(self, name, fails=None):
+            self.name, self.fails = name, fails
+
+        def tell(self, *command):
+            order.append((self.name, command))
+            if self.fails == "told":
+                raise BrokenPipeError
+
+        def answer(self, _until):
+            order.append((self.name, "answer"))
+            if self.fails:
+                raise ArmError(f"{self.name}: its process has ended")
+
+        def stop(self):
+            order.append((self.name, "stop"))
+
+    engines = {"one": Fake("one"), "two": Fake("two", "told"), "three": Fake("three", "asked")}
+    result = {"errors": {}}
+    _settle_together(result, engines, 8, 0.0)
+    assert order[:3] == [(name, ("settle", 8, CONTEXT)) for name in ("one", "two", "three")], "all at once"
+    assert list(engines) == ["one"] and list(result["errors"]) == ["two", "three"]
+    assert ("two", "stop") in order and ("three", "stop") in order
