@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _LATER = {
     "InPlace": ".peers",
     "Peer": ".peers",
-    "RankError": ".team",
+    "RankError": ".rank_group",
     "Ranks": ".ranks",
     "RefusedError": ".peers",
     "Result": ".result",

@@ -182,7 +182,7 @@ def test_words_that_say_more_or_all() -> None:
     [
         (
             "group",
-            "expected static, per_token, group32|64|128, mxfp8 or mxfp4, then column_major, tma_aligned or ue8m0, "
+            "expected static, per_token, group32|64|128, mxfp8 or mxfp4, then column_major, tma_aligned, ue8m0 or inside, "
             "separated by commas, got 'group'",
         ),
         ("per_tensor", "got 'per_tensor'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -212,7 +213,7 @@ def test_the_command_line_knows_it(site: Path) -> None:
         f"import sys; sys.argv = ['layerfuse', 'plan', 'deepseek-v3']; {code}",
         site,
     )
-    assert f"activation: {NAME}" in done.stdout, done.stdout + done.stderr
+    assert re.search(rf"^{NAME} +61 +61 ", done.stdout, re.MULTILINE), done.stdout + done.stderr
 
 
 DECLARES = """
