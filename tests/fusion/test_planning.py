@@ -99,7 +99,7 @@ def test_sixty_one_layers() -> None:
     specs = [(f"model.layers.{i}.self_attn", mla_spec(i)) for i in range(61)]
     start = time.process_time()
     made = plan(specs, Target.named("gfx950"))
-    assert time.process_time() - start < 0.05
+    assert time.process_time() - start < 0.02
     assert len(made.expected(FUSION)) == 61
     assert made.refused() == made.not_applicable(FUSION) == ()
     assert [decision.site for decision in made.expected(FUSION)] == [f"{path}:latents" for path, _ in specs]
