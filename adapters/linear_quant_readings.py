@@ -197,12 +197,11 @@ def quant_fp8(kernel: Any, _: Any) -> Answer:
 def flashinfer_or_deep_gemm(kernel: Any, _: Any) -> Answer:
     """vllm/model_executor/kernels/linear/scaled_mm/flashinfer.py: one op asks FlashInfer below 32 tokens and DeepGEMM above, and quantises.
 
-    Both read scales as DeepGEMM's quantisation lays them out.
+    Both read scales as DeepGEMM's quantisation lays them out. Where that rounds them to powers of two (VLLM_USE_DEEP_GEMM_E8M0, which is
+    vLLM's default), FlashInfer's alone does not: taken out, one quantisation serves both ways, and it is DeepGEMM's.
     """
     columns, use_ue8m0 = at(kernel, "weight_group_shape.col"), at(kernel, "fallback.use_deep_gemm_e8m0")
-    if use_ue8m0:  # of its two ways one would take powers of two, and the other not
-        return IN_KERNEL
-    return grouped(columns, column_major=True, tma_aligned=True, inside=True)
+    return grouped(columns, column_major=True, use_ue8m0=use_ue8m0, tma_aligned=True, inside=True)
 
 
 def rocm_mxfp8(_: Any, linear: Any) -> Answer:

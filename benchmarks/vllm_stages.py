@@ -8,7 +8,8 @@ from attrs import field, frozen
 
 DEFAULT = ("default",)
 """Of an arm: layerfuse without an option."""
-BEHIND = tuple(f"{name}_group_quant" for name in ("mla_dual_rms_norm", "add_rms_norm", "rms_norm", "silu_mul"))
+QUANTISED = tuple(f"+{name}_group_quant" for name in ("mla_dual_rms_norm", "add_rms_norm", "rms_norm", "silu_mul"))
+"""Beside it, what feeds a product in blocks: over FlashInfer's linears they have to be asked for."""
 
 
 @frozen
@@ -61,7 +62,12 @@ _WAYS = {
     "cutlass": Way(variables=_DEEP_GEMM_OFF | _FLASHINFER_OFF),
     "cutlass_unfused": Way(variables=_DEEP_GEMM_OFF | _FLASHINFER_OFF, passes=_PASSES),
 }
-_BLOCKS = {"default": Arm(), "default_deep_gemm": Arm(way="deep_gemm"), "default_cutlass": Arm(way="cutlass")}
+_BLOCKS = {
+    "default": Arm(),
+    "quantised": Arm(QUANTISED),
+    "default_deep_gemm": Arm(way="deep_gemm"),
+    "default_cutlass": Arm(way="cutlass"),
+}
 # What only makes a start longer: DeepGEMM's kernels for sizes that are not timed, which nvcc compiles, and trials of FlashInfer's kernels that
 # these models do not call.
 _SKIP = {"VLLM_DEEP_GEMM_WARMUP": "skip"}

@@ -28,9 +28,12 @@ from layerfuse.engines.vllm.native import NotNativeError
 from layerfuse.fusion import Target
 
 KERNELS = importlib.import_module(inside.KERNELS)
+DEEP_GEMM = importlib.import_module(inside.KERNELS.replace("flashinfer", "deep_gemm"))
 OP = f"vllm.{inside.NAME}.default"
 seen: list[tuple[str, torch.dtype, int]] = []
 """What the kernels were given: whose, in which dtype, how many tokens."""
+rounded: set[bool] = set()
+"""Whether the scales that came with values in fp8 were powers of two."""
 
 
 def _product(rows: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
@@ -39,6 +42,7 @@ def _product(rows: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
 
 
 def _whole(values: Tensor, scales: Tensor) -> Tensor:
+    rounded.add(bool((torch.frexp(scales).mantissa == 0.5).all()))
     assert scales.stride() == (1, -(-len(values) // 4) * 4), "column by column, each on 16 bytes"
     return values.float() * scales.repeat_interleave(128, -1)[:, : values.shape[-1]]
 
@@ -53,11 +57,8 @@ def _flashinfer(
     seen.append(("FlashInfer", input.dtype, len(input)))
     assert out_dtype == torch.bfloat16
     if input_scale is None:
-        return _product(
-            _whole(*torch.ops.layerfuse.quantise_group(input, torch.float8_e4m3fn, 128, True, True, False)),
-            weight,
-            weight_scale,
-        )
+        values, scales = torch.ops.layerfuse.quantise_group(input, torch.float8_e4m3fn, 128, True, True, False)
+        return _product(values.float() * scales.repeat_interleave(128, -1)[:, : values.shape[-1]], weight, weight_scale)
     return _product(_whole(input, input_scale), weight, weight_scale)
 
 
@@ -65,14 +66,15 @@ def _deep_gemm(
     rows: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor, *, is_deep_gemm_e8m0_used: bool
 ) -> None:
     seen.append(("DeepGEMM", rows[0].dtype, len(out)))
-    assert not is_deep_gemm_e8m0_used
+    assert is_deep_gemm_e8m0_used == DEEP_GEMM.is_deep_gemm_e8m0_used()
     out.copy_(_product(rows[0].float() * rows[1].repeat_interleave(128, -1)[:, : rows[0].shape[-1]], *weight))
 
 
 @contextlib.contextmanager
-def as_installed() -> Iterator[None]:
+def as_installed(powers_of_two: bool = False) -> Iterator[None]:
     """vLLM's fp8 linears as it has them on Hopper beside FlashInfer, but for the two kernels."""
     with (
+        mock.patch.object(DEEP_GEMM, "is_deep_gemm_e8m0_used", return_value=powers_of_two),
         fp8_kernel("flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel"),
         quantised_as_on_cuda(),
         mock.patch.object(KERNELS, "flashinfer_fp8_blockscale_gemm", _flashinfer),
@@ -83,18 +85,21 @@ def as_installed() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("powers_of_two", [False, True])
 def test_a_named_fusion_takes_the_quantisation_out_and_the_same_kernels_multiply(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, powers_of_two: bool
 ) -> None:
     options = {"fusions": "all", "strict": True}
     with (
-        as_installed(),
+        as_installed(powers_of_two),
         started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=BLOCK_FP8) as engine,
     ):
         engine()  # compiles
         for tokens, kernel in ((6, "FlashInfer"), (31, "FlashInfer"), (32, "DeepGEMM"), (40, "DeepGEMM")):
             seen.clear()
+            rounded.clear()
             fused, mine = engine(tokens), seen.copy()
+            assert rounded <= {powers_of_two}, "FlashInfer is given what DeepGEMM's quantisation makes"
             seen.clear()
             plain, theirs = engine.uncompiled(tokens), seen.copy()
             assert close(fused, plain)
@@ -161,17 +166,19 @@ def test_what_is_put_back_reads_what_a_fusion_without_quantisation_gives(
 def test_what_no_fusion_takes_is_put_back_as_it_was() -> None:
     x, weight, scales = torch.rand(6, 256).bfloat16(), torch.rand(384, 256).to(torch.float8_e4m3fn), torch.rand(3, 2)
 
-    def three(x: Tensor, weight: Tensor, scales: Tensor) -> tuple[Tensor, ...]:
+    def four(x: Tensor, weight: Tensor, scales: Tensor) -> list[Tensor]:
         op = getattr(torch.ops.vllm, inside.NAME)
-        return op(x, weight, scales, 128, False), op(x, weight, scales, 128, False), op(x, weight, scales, 128, True)
+        return [op(x, weight, scales, *how) for how in ((128, False), (128, False), (128, True), (64, False))]
 
-    graph = make_fx(three, tracing_mode="fake")(x, weight, scales).graph
+    graph = make_fx(four, tracing_mode="fake")(x, weight, scales).graph
     before = [(str(node.target), tuple(map(str, node.args[3:]))) for node in graph.nodes]
     taken = inside.TakenOut(graph)
     targets = [str(node.target) for node in graph.nodes]
-    assert targets.count("layerfuse.quantise_group.default") == 1, "of one tensor, once"
-    assert targets.count("layerfuse_vllm.block_product.default") == 2
-    assert targets.count(OP) == 1, "scales that are powers of two are left to vLLM"
+    assert targets.count("layerfuse.quantise_group.default") == 2, (
+        "of one tensor once, and once more where scales are powers of two"
+    )
+    assert targets.count("layerfuse_vllm.block_product.default") == 3
+    assert targets.count(OP) == 1, "other groups are left to vLLM"
     graph.lint()
     taken.put_back()
     graph.lint()
@@ -184,5 +191,7 @@ def test_the_op_is_vllms_own_or_is_left_alone(monkeypatch: pytest.MonkeyPatch) -
         assert re.search(r"fp8_gemm_nt .*not vLLM's own: it is from test_vllm_inside", inside.why_not() or "")
     with mock.patch.object(KERNELS, f"_{inside.NAME}_impl", lambda x, w: x @ w):
         assert inside.why_not() == f"{inside.NAME} takes x, w, and not {', '.join(inside.ARGUMENTS)}"
+    with mock.patch.object(KERNELS.envs, "VLLM_BATCH_INVARIANT", True):
+        assert inside.why_not() == "VLLM_BATCH_INVARIANT multiplies by DeepGEMM at every size"
     monkeypatch.delattr(KERNELS, f"_{inside.NAME}_impl")
     assert "as it is known" in (inside.why_not() or "")
