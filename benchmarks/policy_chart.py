@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from layerfuse.fusion.policy import Measurement, shipped
 
 OUT = Path(__file__).parents[1] / "docs" / "assets" / "decode.svg"
-COLOURS = {"1": "#1b6ca8", "8": "#3aa17e", "64": "#c8842a"}
+COLOURS = {"1": "#1b6ca8", "8": "#3aa17e", "64": "#c8842a", "256": "#8e5ea2"}
 """By batch."""
 
 
@@ -21,7 +21,8 @@ def named(row: Measurement) -> str:
     linears = "" if row.linears is None else f", {row.linears}"
     on = dict.fromkeys(name.removesuffix("_group_quant") for name in row.fusions)
     quant = " to fp8" if any(name.endswith("_quant") for name in row.fusions) else ""
-    return f"{row.model.removesuffix(', without FlashInfer')}{linears}{ranks}\n{', '.join(on)}{quant}"
+    where = f"{row.release.removesuffix('.0')} on {row.device.split()[1]}"
+    return f"{row.model.removesuffix(', without FlashInfer')}{linears}{ranks}\n{', '.join(on)}{quant} ({where})"
 
 
 def main() -> None:
@@ -32,13 +33,15 @@ def main() -> None:
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         for place, row in enumerate(reversed(rows)):
-            for shift, (batch, (ratio, low, high)) in zip((0.22, 0, -0.22), row.decode.items(), strict=True):
+            for number, (batch, (ratio, low, high)) in enumerate(row.decode.items()):
+                shift = 0.2 * ((len(row.decode) - 1) / 2 - number)
                 axes.plot([low, high], [place + shift] * 2, color=COLOURS[batch], linewidth=5, alpha=0.35)
                 axes.plot(ratio, place + shift, "o", color=COLOURS[batch], markersize=5, label=f"batch {batch}")
         axes.axvline(1, color="grey", linewidth=1)
         axes.set_yticks(range(len(rows)), [named(row) for row in reversed(rows)])
-        figure.supxlabel("times faster per decode step, in vLLM 0.26 without FlashInfer, on H200s", fontsize=9)
-        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        figure.supxlabel("times faster per decode step, in vLLM", fontsize=9)
+        seen = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        handles = {f"batch {batch}": seen[f"batch {batch}"] for batch in COLOURS}
         axes.legend(handles.values(), handles.keys(), loc="lower right", frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()

@@ -8,8 +8,6 @@ from attrs import field, frozen
 
 DEFAULT = ("default",)
 """Of an arm: layerfuse without an option."""
-QUANTISED = tuple(f"+{name}_group_quant" for name in ("mla_dual_rms_norm", "add_rms_norm", "rms_norm", "silu_mul"))
-"""Beside it, what feeds a product in blocks: over FlashInfer's linears they have to be asked for."""
 
 
 @frozen
@@ -64,7 +62,6 @@ _WAYS = {
 }
 _BLOCKS = {
     "default": Arm(),
-    "quantised": Arm(QUANTISED),
     "default_deep_gemm": Arm(way="deep_gemm"),
     "default_cutlass": Arm(way="cutlass"),
 }

@@ -173,7 +173,7 @@ def plan_data(
         "kinds": kinds,
         "fusions": summed(decided, kinds, does.values()),
         "engine_does": does,
-        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *modules, *_inside_flashinfer(decided, engine)],
+        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *modules],
     }
 
 
@@ -218,14 +218,6 @@ def _uncompiled(engine: Engine | None) -> list[str]:
     if engine is None or engine.uncompiled is None:
         return []
     return [f"{engine.uncompiled}: fused ops can stand in its modules only."]
-
-
-def _inside_flashinfer(decided: Plan, engine: str | None) -> list[str]:
-    if engine != "vllm" or decided.target.arch != "sm90":
-        return []
-    from ..engines.vllm.native_fusions import FLASHINFER
-
-    return [f"{FLASHINFER}."] if any(d.fusion.endswith("_group_quant") for d in decided.expected()) else []
 
 
 def show_plan(data: dict[str, Any], to: Console, verbose: bool = False) -> None:

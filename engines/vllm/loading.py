@@ -23,7 +23,6 @@ from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import Door
 from .decode_facts import NAME, TAKES, beside
 from .keys import check_table
-from .native_fusions import FLASHINFER
 from .options import Options
 from .process import of_each_class, once
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
@@ -146,11 +145,12 @@ def units_of(
 
 
 def _say_quantised_inside(vllm_config: Any, model: nn.Module) -> None:
-    """Say why no quantised fusion is on by default, where that is vLLM's choice of a kernel."""
+    """Say that quantised fusions change vLLM's linears too, where their own op quantises."""
     if vllm_config.quant_config is not None:
         inside = sum(quantises_inside(module) for module in model.modules())
         if inside:
-            once(logging.INFO, "layerfuse: %s (%d linears of %s do)", FLASHINFER, inside, type(model).__name__)
+            said = "layerfuse: %d linears of %s quantise inside of FlashInfer's op: a quantised fusion takes that out of it"
+            once(logging.INFO, said, inside, type(model).__name__)
 
 
 def _unfound(options: Options, units: list[CompiledModule]) -> dict[str, str]:

@@ -243,13 +243,6 @@ def by_code(architectures: Iterable[str], place: Place) -> dict[str, Code]:
     }
 
 
-FLASHINFER = (
-    "vLLM's block fp8 linears on Hopper quantise inside FlashInfer's kernel where FlashInfer is installed with nvcc or its cubins: no "
-    "quantised fusion is on by default there, and one that is named takes its quantisation out of the kernel; with "
-    "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 vLLM takes DeepGEMM, and what is on by default is on"
-)
-"""Of 0.26 and 0.33: `FlashInferFp8DeepGEMMDynamicBlockScaledKernel` is the first that they ask."""
-
 INSTEAD = "naming the fusion takes it instead"
 
 
