@@ -21,7 +21,7 @@ from test_vllm_plugin import ADD, DUAL, fresh, said  # noqa: F401 (`fresh` is a 
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from vllm_layers import fp8_kernel
-from vllm_started import BLOCK_FP8, close, quantised_as_on_cuda, started
+from vllm_started import BLOCK_FP8, apart, close, quantised_as_on_cuda, started
 
 from layerfuse.engines.vllm import inside, loading
 from layerfuse.engines.vllm.native import NotNativeError
@@ -160,6 +160,27 @@ def test_what_is_put_back_reads_what_a_fusion_without_quantisation_gives(
     assert {line.partition(";")[0] for line in said(caplog) if "expected" in line} >= {
         f"{ADD}: 6 expected, 6 fused, 0 missed",
         f"{DUAL}_group_quant: 3 expected, 3 fused, 0 missed",
+    }
+
+
+def test_zero_centred_norms_whose_weights_are_float32_in_the_graph(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Qwen3.5 in fp8: vLLM's own pass fuses none of its norms (vLLM#45770)."""
+    options = {"fusions": "all", "strict": True}
+    fp8 = {"quantization_config": BLOCK_FP8["quantization_config"]}
+    with (
+        as_installed(True),
+        started("qwen3.5-27b", tmp_path, layerfuse=options, dtype="bfloat16", overrides=fp8) as engine,
+    ):
+        engine()
+        assert apart(engine(40), engine.uncompiled(40)) < 0.05  # one rounding to e4m3 is up to 0.06 of a number
+    assert {line.partition(";")[0] for line in said(caplog) if "expected" in line} == {
+        f"{ADD}_group_quant: 7 expected, 7 fused, 0 missed",
+        f"{ADD}: 1 expected, 1 fused, 0 missed",
+        "rms_norm_group_quant: 1 expected, 1 fused, 0 missed",
+        "silu_mul_group_quant: 4 expected, 4 fused, 0 missed",
+        "gated_rms_norm: 3 expected, 3 fused, 0 missed",
     }
 
 
