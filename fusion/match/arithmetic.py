@@ -14,6 +14,7 @@ aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ADDS = (aten.add.Tensor, aten.add.Scalar)
+CLAMPS = (aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default)
 
 
 def is_rounding(node: Node) -> bool:
@@ -61,6 +62,14 @@ def squared(node: Any) -> Any | None:
     x, by = node.args
     is_square = by == 2 if node.target is aten.pow.Tensor_Scalar else unrounded(x) is unrounded(by)
     return x if is_square else None
+
+
+def bounds_of(clamp: Node) -> tuple[Any, Any]:
+    """The least and the largest value that one of `CLAMPS` leaves; None where it has no such bound."""
+    if clamp.target is aten.clamp_max.default:
+        return None, clamp.args[1]
+    given = dict(zip(("min", "max"), clamp.args[1:], strict=False)) | clamp.kwargs
+    return given.get("min"), given.get("max")
 
 
 def between(out: Node, stops: set[Node]) -> tuple[Node, ...]:

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from .activations import read_activation
 from .arithmetic import aten, between, narrow, operands, rounded_to, unrounded, what_is
 from .errors import Unmatched
-from .norms import FoundNorm
+from .found import FoundNorm
 from .provenance import ROW_PRESERVING
 from .values import same_shape, value
 from .written_out import Reading, reading_of

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .arithmetic import ADDS, aten, convert, squared, unrounded
-from .found import FoundNorm, PartialMatch, epsilon_in_words
+from .found import FoundNorm, PartialMatch
 from .norm_ops import norm_ops
 from .values import is_last, last_width, value
 from .written_out import read_norm
@@ -92,6 +92,3 @@ def _other_reader(node: Node) -> str | None:
             "under torch.no_grad() or torch.inference_mode()"
         )
     return f"its intermediate {node} has {len(node.users)} readers, and a fused op does not compute it"
-
-
-__all__ = ["FoundNorm", "PartialMatch", "epsilon_in_words", "find_norms"]

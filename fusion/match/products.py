@@ -10,7 +10,7 @@ from attrs import frozen
 from torch.fx import Graph, Node
 
 from .activations import read_activation
-from .arithmetic import aten, between, narrow, operands, rounded_to, unrounded, what_is
+from .arithmetic import CLAMPS, aten, between, bounds_of, narrow, operands, rounded_to, unrounded, what_is
 from .calls import call_of, name_of_op
 from .errors import Unmatched
 from .provenance import ROW_PRESERVING
@@ -121,13 +121,8 @@ def _clamped_both(node: Node) -> tuple[Node, float]:
 def _bounds(node: Any) -> tuple[float, float, Any]:
     """The least and the largest value that clamps leave, and what they clamp."""
     low, high = -math.inf, math.inf
-    while isinstance(node, Node):
-        given = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
-        if node.target is aten.clamp_max.default:
-            given = {"max": node.args[1]}
-        elif node.target not in (aten.clamp_min.default, aten.clamp.default):
-            break
-        bounds = (given.get("min"), given.get("max"))
+    while isinstance(node, Node) and node.target in CLAMPS:
+        bounds = bounds_of(node)
         if not all(bound is None or isinstance(bound, float | int) for bound in bounds):
             break
         low = low if bounds[0] is None else max(low, bounds[0])

@@ -11,7 +11,7 @@ import torch
 from attrs import define
 from torch.fx import Node
 
-from .arithmetic import ADDS, aten, between, is_rounding, narrow, operands, rounded_to, squared, unrounded, what_is
+from .arithmetic import ADDS, aten, between, is_rounding, narrow, operands, rounded_to, squared, what_is
 from .errors import Unmatched
 from .found import FoundNorm
 from .values import is_last, last_width, same, value
@@ -76,9 +76,9 @@ class Reading:
 
     def _is_weight(self, factor: Any) -> bool:
         """Whether a factor is the norm's weight; with one added to it, it is a zero-centred one."""
-        weight, offset, added = narrow(factor), 0.0, unrounded(factor)
-        if isinstance(added, Node) and added.target in ADDS and added.args[1] == 1 and isinstance(added.args[0], Node):
-            weight, offset = narrow(added.args[0]), 1.0
+        weight, offset = narrow(factor), 0.0
+        if isinstance(weight, Node) and weight.target in ADDS and weight.args[1] == 1:
+            weight, offset = narrow(weight.args[0]), 1.0
         val = value(weight)
         if not isinstance(val, torch.Tensor) or val.dim() != 1 or not same(val.shape[0], self.width):
             return False
