@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..adapters.arguments import expect
-from .match.patterns import find_op
+from .match.calls import find_op
 
 _TENSORS = ["query", "key", "value", "g", "beta"]
 _OPTIONS: dict[str, Any] = {

@@ -5,47 +5,11 @@ Conversions among floats may stand anywhere: they are roundings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.fx import Node
 
-from .values import value
-
-aten = torch.ops.aten
-convert = torch.ops.prims.convert_element_type.default
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-def is_rounding(node: Node) -> bool:
-    """Whether a node converts floats to floats."""
-    return node.target is convert and node.args[1] in FLOATS and value(node.args[0]).dtype in FLOATS
-
-
-def unrounded(node: Any) -> Any:
-    """What is before all conversions among floats."""
-    while isinstance(node, Node) and is_rounding(node):
-        node = node.args[0]
-    return node
-
-
-def narrow(node: Any) -> Any:
-    """What is before all widening: the same numbers."""
-    while isinstance(node, Node) and is_rounding(node):
-        before: Any = node.args[0]
-        if value(before).dtype.itemsize >= value(node).dtype.itemsize:
-            break
-        node = before
-    return node
-
-
-def operands(node: Any, target: Any) -> Iterator[tuple[Any, Any]]:
-    """The operands of a call of a commutative op, in both orders; none where the node is another call."""
-    if isinstance(node, Node) and node.target is target:
-        a, b = node.args[:2]
-        yield a, b
-        yield b, a
+from .arithmetic import aten, narrow, operands, unrounded
 
 
 def read_activation(node: Any) -> tuple[str, Node] | None:
@@ -96,23 +60,3 @@ def _denominator(node: Any) -> Node | None:
 
 def _are_one(a: Any, b: Any) -> bool:
     return unrounded(a) is unrounded(b)
-
-
-def what_is(node: Any) -> str:
-    """A node and the op that makes it, for a reason."""
-    node = unrounded(node)
-    if not isinstance(node, Node) or node.op != "call_function":
-        return str(node)
-    return f"{node} ({node.target})"
-
-
-def between(out: Node, stops: set[Node]) -> list[Node]:
-    """The calls that compute a node from others, itself included and those excluded."""
-    found = [out]
-    for node in found:
-        found += [
-            each
-            for each in node.all_input_nodes
-            if each not in stops and each.op == "call_function" and each not in found
-        ]
-    return found

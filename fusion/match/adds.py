@@ -7,7 +7,7 @@ from attrs import frozen
 from torch.fx import Node
 
 from .errors import Unmatched
-from .provenance import PROJECTIONS, ROW_PRESERVING
+from .provenance import PROJECTIONS, unshaped
 from .values import same_shape, value
 
 aten = torch.ops.aten
@@ -50,10 +50,8 @@ def find_add(total: Node) -> FoundAdd:
                 f"{total} adds {one.dtype} {tuple(one.shape)} and {other.dtype} {tuple(other.shape)}, which are not alike"
             )
     # Either order gives the same sum; the name says which of the two a report or a kernel may write over.
-    return FoundAdd(x=a, residual=b, out=total) if _projected(a) else FoundAdd(x=b, residual=a, out=total)
-
-
-def _projected(node: Node) -> bool:
-    while node.target in ROW_PRESERVING and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node.target in PROJECTIONS
+    return (
+        FoundAdd(x=a, residual=b, out=total)
+        if unshaped(a).target in PROJECTIONS
+        else FoundAdd(x=b, residual=a, out=total)
+    )

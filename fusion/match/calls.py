@@ -46,6 +46,14 @@ class Call:
         return next(iter([*self.given.values()][position : position + 1]), None)
 
 
+def find_op(name: str) -> Any | None:
+    """The default overload of a qualified op name, or None where no loaded library defines it."""
+    namespace, op = name.split("::")
+    if not torch._C._jit_get_schemas_for_operator(name):
+        return None
+    return getattr(getattr(torch.ops, namespace), op).default
+
+
 def name_of_op(node: Node) -> str | None:
     """The qualified name of the op that a node calls, or None where it calls none."""
     op = node.args[0] if node.target in (_FUNCTIONALISED, _FUNCTIONALISED_V2) else node.target

@@ -14,13 +14,12 @@ from attrs import frozen
 from torch.fx import Node
 
 from .adds import FoundAdd
+from .arithmetic import aten, convert
 from .calls import call_of, name_of_op
 from .errors import Unmatched
 from .provenance import ROW_PRESERVING
 from .values import same_shape, value
 
-aten = torch.ops.aten
-_convert = torch.ops.prims.convert_element_type.default
 _WAIT = "_c10d_functional::wait_tensor"
 
 
@@ -88,7 +87,7 @@ def _reduced(node: Node) -> _Reduced | None:
     last = path[-1]
     if last.target is aten.add.Tensor:
         return _sum_of_several(path)
-    if last.target is _convert and _launch(last.args[0]) is not None:
+    if last.target is convert and _launch(last.args[0]) is not None:
         before, after = value(last.args[0]).dtype, value(last).dtype
         raise Unmatched(f"{_launch(last.args[0])} sums in {before}, and the add is in {after}")
     op = ALL_REDUCES.get(name_of_op(last) or "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch.fx import Node
 
 from ...adapters.specs import MLASpec
-from .norms import FoundNorm
+from .found import FoundNorm
 from .provenance import Columns, columns_of, source_of
 from .quants import unquantised
 

@@ -12,6 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .adds import FoundAdd
+from .arithmetic import ADDS, convert
 from .calls import Call, call_of, name_of_op
 from .errors import Unmatched
 from .found import FoundNorm, PartialMatch
@@ -19,8 +20,7 @@ from .quant_forms import Described, OneOp
 from .quants import FoundQuant, quant_of
 from .values import last_width, same, same_shape, value
 
-_ADDS = (torch.ops.aten.add.Tensor, torch.ops.aten.add.Scalar)
-_CONVERSIONS = (torch.ops.prims.convert_element_type.default, torch.ops.aten._to_copy.default)
+_CONVERSIONS = (convert, torch.ops.aten._to_copy.default)
 
 
 class NormOp(NamedTuple):
@@ -143,7 +143,7 @@ def _stored(weight: Any, factor: Any) -> Node | None:
 
     vLLM's GemmaRMSNorm gives its op `weight.float() + 1.0`.
     """
-    if not isinstance(weight, Node) or weight.target not in _ADDS or not isinstance(factor, torch.Tensor):
+    if not isinstance(weight, Node) or weight.target not in ADDS or not isinstance(factor, torch.Tensor):
         return None
     stored, one = weight.args
     if not isinstance(stored, Node) or one != 1 or factor.dtype != torch.float32 or weight.kwargs:

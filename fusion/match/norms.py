@@ -8,20 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch._inductor.pattern_matcher import Match, is_match
 from torch.fx import Graph, Node
 
-from .activations import unrounded
-from .found import FoundNorm, PartialMatch, epsilon_in_words
+from .arithmetic import ADDS, aten, convert, squared, unrounded
+from .found import FoundNorm, PartialMatch
 from .norm_ops import norm_ops
-from .patterns import Form, decomposed
-from .values import is_last, last_width, same, value
+from .values import is_last, last_width, value
+from .written_out import read_norm
 
-aten = torch.ops.aten
-_convert = torch.ops.prims.convert_element_type.default
-_ADDS = (aten.add.Tensor, aten.add.Scalar)
-_SQUARES = (aten.pow.Tensor_Scalar, aten.mul.Tensor)
-_ON_THE_WAY = (aten.mul.Tensor, _convert)
+_ON_THE_WAY = (aten.mul.Tensor, convert)
 """What may lie between a norm's reciprocal root and its result."""
 
 
@@ -30,7 +25,7 @@ def find_norms(graph: Graph) -> tuple[list[FoundNorm], list[PartialMatch]]:
     found: dict[Node, FoundNorm] = {}
     near: list[PartialMatch] = []
     for root in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
-        norm = _first_match(root, decomposed())
+        norm = read_norm(root)
         if norm is not None:
             found[norm.out] = norm
         elif (resembling := _from_rsqrt(root)) is not None:
@@ -43,73 +38,12 @@ def find_norms(graph: Graph) -> tuple[list[FoundNorm], list[PartialMatch]]:
     return sorted(found.values(), key=lambda norm: norm.out), near
 
 
-def _results(root: Node) -> list[Node]:
-    """What may be the result of a norm, the farthest from its reciprocal root first."""
-    found: list[Node] = []
-    step = [root]
-    for _ in range(4):
-        step = [user for node in step for user in node.users if user.target in _ON_THE_WAY]
-        found += step
-    return list(dict.fromkeys(reversed(found)))
-
-
-def _first_match(root: Node, forms: tuple[Form, ...]) -> FoundNorm | None:
-    for out in _results(root):
-        for form in forms:
-            if out.target not in form.pattern.fns:
-                continue
-            match = form.pattern.match(out)
-            # A norm of this norm's result is farther, and has a root of its own.
-            if is_match(match) and root in match.nodes:
-                norm = _checked(match, form)
-                if norm is not None:
-                    return norm
-    return None
-
-
-def _checked(match: Match, form: Form) -> FoundNorm | None:
-    bound = match.kwargs
-    epsilon, out = bound["epsilon"], match.nodes[-1]
-    x, weight, result = (value(node) for node in (bound["x"], bound["weight"], out))
-    if not all(isinstance(v, torch.Tensor) for v in (x, weight, result)):
-        return None
-    if isinstance(epsilon, bool) or not isinstance(epsilon, float | int):
-        return None
-    width = last_width(bound["x"])
-    if width is None or weight.dim() != 1 or not same(weight.shape[0], width):
-        return None
-    if bound.get("width", width) != width:
-        return None
-    if "dim" in bound:
-        if not is_last(bound["dim"], x):
-            return None
-        # The plain form accumulates in x's own dtype; below float32 that is a different norm.
-        low = x.dtype in (torch.bfloat16, torch.float16)
-        if low != ("back" in bound) or not (low or x.dtype in (torch.float32, torch.float64)):
-            return None
-        if low and bound["back"] != x.dtype:
-            return None
-    # A float32 weight on a bfloat16 input widens the result in some forms; a fused op keeps the input's dtype.
-    if result.dtype != x.dtype or weight.device != x.device:
-        return None
-    return FoundNorm(
-        width=width,
-        epsilon=float(epsilon),
-        weight_offset=form.weight_offset,
-        form=form.name,
-        x=bound["x"],
-        weight=bound["weight"],
-        out=out,
-        nodes=tuple(match.nodes),
-    )
-
-
 # ---- what resembles a norm -------------------------------------------------------------------------------------------
 
 
 def _from_rsqrt(rsqrt: Node) -> PartialMatch | None:
     add = rsqrt.args[0]
-    if not isinstance(add, Node) or add.target not in _ADDS:
+    if not isinstance(add, Node) or add.target not in ADDS:
         return None
     mean, epsilon = add.args[0], add.args[1]
     if not isinstance(mean, Node) or mean.target is not aten.mean.dim:
@@ -128,12 +62,18 @@ def _from_rsqrt(rsqrt: Node) -> PartialMatch | None:
 def _normed_by(mean: Node) -> Node | None:
     """What a mean of squares over the last dimension is of, before it is widened."""
     square, dims = mean.args[:2]
-    if not isinstance(square, Node) or square.target not in _SQUARES:
-        return None
-    x, by = map(unrounded, square.args)
-    if by is not x and (square.target, by) != (_SQUARES[0], 2):
-        return None
+    x = unrounded(squared(square))
     return x if isinstance(x, Node) and is_last(dims, value(x)) else None
+
+
+def _results(root: Node) -> list[Node]:
+    """What may be the result of a norm, the farthest from its reciprocal root first."""
+    found: list[Node] = []
+    step = [root]
+    for _ in range(4):
+        step = [user for node in step for user in node.users if user.target in _ON_THE_WAY]
+        found += step
+    return list(dict.fromkeys(reversed(found)))
 
 
 def _vectors(node: Node) -> Iterator[Node]:
@@ -152,6 +92,3 @@ def _other_reader(node: Node) -> str | None:
             "under torch.no_grad() or torch.inference_mode()"
         )
     return f"its intermediate {node} has {len(node.users)} readers, and a fused op does not compute it"
-
-
-__all__ = ["FoundNorm", "PartialMatch", "epsilon_in_words", "find_norms"]

@@ -9,7 +9,8 @@ import torch
 from attrs import frozen
 from torch.fx import Graph, Node
 
-from .activations import aten, between, narrow, operands, read_activation, unrounded, what_is
+from .activations import read_activation
+from .arithmetic import CLAMPS, aten, between, bounds_of, narrow, operands, rounded_to, unrounded, what_is
 from .calls import call_of, name_of_op
 from .errors import Unmatched
 from .provenance import ROW_PRESERVING
@@ -82,16 +83,14 @@ def _read(product: Node) -> FoundProduct:
         raise Unmatched(
             f"{product} clamps its gate to {most:g} and the other half to {limit:g}; the fused op has one limit"
         )
-    out, dtype = product, value(gate).dtype
-    if value(out).dtype != dtype:
-        rounded = [user for user in out.users if len(out.users) == 1 and unrounded(user) is not user]
-        if not rounded or value(rounded[0]).dtype != dtype:
-            raise Unmatched(f"the product {out} is {value(out).dtype}, and its gate {gate} is {dtype}")
-        out = rounded[0]
+    dtype = value(gate).dtype
+    out = rounded_to(dtype, product)
+    if out is None:
+        raise Unmatched(f"the product {product} is {value(product).dtype}, and its gate {gate} is {dtype}")
     width = last_width(out)
     if width is None:
         raise Unmatched(f"the width of {out} is not static")
-    nodes = tuple(reversed(between(out, {gate, up})))
+    nodes = between(out, {gate, up})
     coarse = next((node for node in nodes if value(node).dtype.itemsize < dtype.itemsize), None)
     if coarse is not None:
         raise Unmatched(f"{coarse} rounds to {value(coarse).dtype}, and the fused op to {dtype} only")
@@ -122,13 +121,8 @@ def _clamped_both(node: Node) -> tuple[Node, float]:
 def _bounds(node: Any) -> tuple[float, float, Any]:
     """The least and the largest value that clamps leave, and what they clamp."""
     low, high = -math.inf, math.inf
-    while isinstance(node, Node):
-        given = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
-        if node.target is aten.clamp_max.default:
-            given = {"max": node.args[1]}
-        elif node.target not in (aten.clamp_min.default, aten.clamp.default):
-            break
-        bounds = (given.get("min"), given.get("max"))
+    while isinstance(node, Node) and node.target in CLAMPS:
+        bounds = bounds_of(node)
         if not all(bound is None or isinstance(bound, float | int) for bound in bounds):
             break
         low = low if bounds[0] is None else max(low, bounds[0])

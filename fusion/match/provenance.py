@@ -31,6 +31,14 @@ ROW_PRESERVING = {
 }
 """Ops that keep the order of rows; they are followed where the last dimension stays as it is."""
 
+
+def unshaped(node: Node) -> Node:
+    """What is before all reshaping: the same elements in the same order."""
+    while node.target in ROW_PRESERVING and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
 PROJECTIONS: dict[Any, int] = {
     aten.mm.default: 0,
     aten.addmm.default: 1,

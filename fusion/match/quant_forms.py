@@ -17,8 +17,6 @@ from ..formats import FORMATS
 from ..ops.quantisation import SMALLEST_AMAX
 from .layouts import ROWS, Layout
 
-convert = torch.ops.prims.convert_element_type.default
-
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 """What counts as a conversion to fp8. The plan then says which of them it wants."""
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .arithmetic import CLAMPS, aten, bounds_of, convert
 from .errors import Unmatched
-from .provenance import ROW_PRESERVING
-from .quant_forms import LARGEST_FLOOR, convert, is_number, largest_of, name_of, spell
+from .provenance import ROW_PRESERVING, unshaped
+from .quant_forms import LARGEST_FLOOR, is_number, largest_of, name_of, spell
 from .values import same, value
 
-aten = torch.ops.aten
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Conversions among these may stand anywhere: they are roundings."""
 
@@ -36,9 +36,7 @@ def given_scale(scale: Any, normed: Node) -> Node | None:
         new = [source for source in each.all_input_nodes if source not in sources]
         sources.update(new)
         stack += new
-    given = scale
-    while given.target in ROW_PRESERVING and isinstance(given.args[0], Node):
-        given = given.args[0]
+    given = unshaped(scale)
     val = value(given)
     if given.op in ("placeholder", "get_attr") and not same(val.numel(), 1):
         raise Unmatched(f"the scale {given} is static and of shape {tuple(val.shape)}; the fused op takes one element")
@@ -102,9 +100,8 @@ def _step(node: Node, dtype: torch.dtype, nodes: list[Node], reduced: bool) -> t
         return "r", node.args[0].args[0]
     if target is aten.max.default:
         raise Unmatched(f"{node} takes one scale for the whole tensor")
-    if target in (aten.clamp_min.default, aten.clamp.default, aten.clamp_max.default):
-        upper = node.args[1] if target is aten.clamp_max.default else (*node.args[2:3], node.kwargs.get("max"))[0]
-        if upper is not None:
+    if target in CLAMPS:
+        if bounds_of(node)[1] is not None:
             raise Unmatched(f"the scale is bounded above ({node}), and the fused op's is not")
         return "f", node.args[0]
     power = _power_of_two(node, nodes)
@@ -154,7 +151,7 @@ def _columns(node: Node, before: Any, normed: Node) -> int:
 
 
 def _check_floor(node: Node, after: str, dtype: torch.dtype) -> None:
-    floor = node.args[1] if len(node.args) > 1 else node.kwargs.get("min")
+    floor, _ = bounds_of(node)
     # What comes before a floor is read after it; a floor under the amax still has the division ahead.
     amax = floor if "d" in after else (floor * largest_of(dtype) if isinstance(floor, float | int) else None)
     if not isinstance(amax, float | int):

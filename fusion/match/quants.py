@@ -14,17 +14,16 @@ from attrs import field, frozen
 from torch.fx import Node
 
 from ..ops.quantisation import MX_COLUMNS
+from .arithmetic import CLAMPS, aten, bounds_of, convert
 from .calls import Call, call_of, name_of_op
 from .errors import Unmatched
 from .layouts import ROWS, Layout, layout_of
 from .provenance import ROW_PRESERVING
-from .quant_forms import FP8, ONE_OP_QUANTS, Described, OneOp, convert, is_number, largest_of, name_of
+from .quant_forms import FP8, ONE_OP_QUANTS, Described, OneOp, is_number, largest_of, name_of
 from .quant_scales import FLOATS, divides, given_scale, read_scale
 from .values import is_contiguous, same, same_shape, value
 
-aten = torch.ops.aten
-_CLAMPS = (aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default)
-_ON_THE_WAY = {*ROW_PRESERVING, *_CLAMPS, convert, aten.div.Tensor, aten.mul.Tensor}
+_ON_THE_WAY = {*ROW_PRESERVING, *CLAMPS, convert, aten.div.Tensor, aten.mul.Tensor}
 """What may lie between a tensor and its conversion to fp8."""
 
 
@@ -324,13 +323,9 @@ def _unclamped(node: Any, largest: float, normed: Node, nodes: list[Node], clamp
     """What is clamped to the format's range, if anything is; the sides are added to `clamped`."""
     while True:
         node = _back(node, normed, nodes, floats=True)
-        if not isinstance(node, Node) or node.target not in _CLAMPS:
+        if not isinstance(node, Node) or node.target not in CLAMPS:
             return node
-        bounds = dict(zip(("min", "max"), node.args[1:], strict=False)) | node.kwargs
-        if node.target is aten.clamp_max.default:
-            bounds = {"max": node.args[1]}
-        for side, wanted in (("min", -largest), ("max", largest)):
-            bound = bounds.get(side)
+        for side, bound, wanted in zip(("min", "max"), bounds_of(node), (-largest, largest), strict=True):
             if bound is not None and not is_number(bound, wanted):
                 raise Unmatched(f"{node} clamps to {bound}, and the format reaches {wanted:g}")
             if bound is not None:

@@ -13,7 +13,7 @@ from attrs import field, frozen
 from torch.fx import Node
 
 from ...adapters.specs import NormSpec
-from ..match.norms import FoundNorm
+from ..match.found import FoundNorm
 from ..sites import Site
 from .parameters import PARAMETER, Parameter, module_path
 

@@ -15,8 +15,8 @@ from torch.fx import Node
 from ...adapters.errors import FOREIGN, said
 from ..chain import LAYERFUSE, Form, Fusion
 from ..declare import REQUIRED, Rows, StaticScale
+from ..match.calls import find_op
 from ..match.errors import Unmatched
-from ..match.patterns import find_op
 from ..match.values import is_contiguous, same_shape, value
 from ..planning import Plan
 from ..steps import SINKS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...adapters.specs import NormSpec
-from ..match.norms import PartialMatch, epsilon_in_words
+from ..match.found import PartialMatch, epsilon_in_words
 from ..sites import Site
 from .attribution import same_epsilon
 

@@ -8,9 +8,9 @@ import torch
 from torch.fx import Node
 
 from ...adapters.activation_quant import ActivationQuant
+from ..match.arithmetic import convert
 from ..match.errors import Unmatched
 from ..match.provenance import ROW_PRESERVING
-from ..match.quant_forms import convert
 from ..match.quants import FoundQuant, check_readers, find_quants, readers_of
 from ..target import Target
 from .binding import Binding

@@ -13,9 +13,10 @@ from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
 from ...adapters.specs import GatedNormSpec, MLASpec, NormSpec
+from ..match.found import FoundNorm, PartialMatch
 from ..match.gates import FoundGatedNorm, find_gated_norms
 from ..match.latents import base_of, why_unpaired
-from ..match.norms import FoundNorm, PartialMatch, find_norms
+from ..match.norms import find_norms
 from ..match.products import FoundProduct
 from ..match.values import value
 from ..sites import OUTPUT, Site

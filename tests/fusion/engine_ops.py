@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from layerfuse.fusion.match.patterns import find_op
+from layerfuse.fusion.match.calls import find_op
 
 _LIBRARIES: dict[str, torch.library.Library] = {}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}

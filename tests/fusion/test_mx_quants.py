@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from layerfuse import fusion
 from layerfuse.fusion import Target
 from layerfuse.fusion.match import quant_forms
-from layerfuse.fusion.match.patterns import find_op
+from layerfuse.fusion.match.calls import find_op
 from layerfuse.fusion.ops.quantisation import quantise_mxfp4, quantise_mxfp8
 
 TARGETS = [Target.named("gfx950"), Target.named("sm100")]

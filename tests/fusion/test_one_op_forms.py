@@ -12,7 +12,7 @@ from fusion_support import FUSION, KV, ROPE, Q, mla_spec
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerfuse.fusion import Target, plan
-from layerfuse.fusion.match.patterns import find_op
+from layerfuse.fusion.match.calls import find_op
 from layerfuse.fusion.rewrite import Pipeline
 
 if find_op("vllm_ir::rms_norm") is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerfuse.fusion import Target, plan
-from layerfuse.fusion.match.patterns import find_op
+from layerfuse.fusion.match.calls import find_op
 from layerfuse.fusion.rewrite import Pipeline
 
 _LIBRARIES = []
