@@ -12,6 +12,7 @@ import torch
 from attrs import define, frozen
 from torch.fx import Graph, Node
 
+from ...adapters.specs import GatedNormSpec, NormSpec
 from .activations import aten, between, is_rounding, narrow, operands, read_activation, unrounded, what_is
 from .errors import Unmatched
 from .norms import FoundNorm
@@ -28,6 +29,7 @@ class FoundGatedNorm(FoundNorm):
     gate: Node
     activation: str
     norm_before_gate: bool
+    kind: type[NormSpec] = GatedNormSpec
 
     @property
     def inputs(self) -> tuple[Node, ...]:
