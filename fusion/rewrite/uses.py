@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ from torch.fx import Graph, Node
 
 from ...adapters.errors import FOREIGN, said
 from ...adapters.specs import GatedNormSpec, MLASpec, NormSpec
-from ..catalog import FUSIONS
 from ..match.gates import FoundGatedNorm, find_gated_norms
 from ..match.latents import base_of, why_unpaired
 from ..match.norms import FoundNorm, PartialMatch, find_norms
@@ -26,6 +25,7 @@ from .missing import why_missing
 from .unknown_norms import UnknownNorm, UnknownNormFinder
 
 if TYPE_CHECKING:
+    from ..chain import Fusion
     from ..planning import Plan
 
 
@@ -80,8 +80,8 @@ class Found:
 class UseFinder:
     """Finds the uses of a plan's sites. Counts them, so that what cannot be told apart is handed out in turn."""
 
-    def __init__(self, plan: Plan, around: ModuleIndex | None, stream: bool) -> None:
-        """Args: stream: whether a fusion of the stream is on."""
+    def __init__(self, plan: Plan, around: ModuleIndex | None, stream: bool, fusions: Iterable[Fusion]) -> None:
+        """Args: stream: whether a fusion of the stream is on. fusions: whose norms may be there."""
         wanted = {decision.site for decision in plan.decisions if decision.kind in ("expected", "fallback")}
         self._wanted = wanted
         self._gated = any(site.role == OUTPUT and site.name in wanted for site in plan.sites)
@@ -93,7 +93,7 @@ class UseFinder:
         # Of each kind by whoever brings it: several chains may hold one step.
         self._others = {
             type(step): (step, fusion.owner)
-            for fusion in FUSIONS.values()
+            for fusion in fusions
             for step in fusion.norms
             if not step.is_ours and step.norm in kinds
         }
