@@ -126,6 +126,7 @@ EAGER: Arithmetic = {
     **_ROUNDED,
     "_all_reduce": lambda x, group: gathered(x, group).sum(0),
     "_add": lambda x, residual: x + residual,
+    "_wide": Tensor.float,
     "_norm": _torch_norm,
     "_gated_norm": _gated(_torch_norm),
     "_silu_mul": silu_mul,
@@ -137,6 +138,7 @@ FUSABLE: Arithmetic = {
     **_ROUNDED,
     "_all_reduce": lambda x, group: gathered(x, group).float().sum(0),
     "_add": lambda x, residual: x.float() + residual.float(),
+    "_wide": Tensor.float,
     "_norm": wide_norm,
     "_gated_norm": _gated(wide_norm),
     "_silu_mul": lambda gate, up, limit: silu_mul(gate.float(), up.float(), limit),
@@ -169,6 +171,7 @@ def _exact_gated(
 EXACT: Arithmetic = {
     "_all_reduce": lambda x, group: gathered(x, group).double().sum(0),
     "_add": lambda x, residual: x.double() + residual.double(),
+    "_wide": Tensor.double,
     "_norm": _exact_norm,
     "_gated_norm": _exact_gated,
     "_silu_mul": lambda gate, up, limit: silu_mul(gate.double(), up.double(), limit),

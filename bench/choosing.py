@@ -21,6 +21,7 @@ from ..fusion.declare import (
     Limit,
     PaddedWidth,
     QuantDtype,
+    Rows,
     WeightOffset,
 )
 from ..fusion.sites import LATENTS, ROLES, Site, sites_of
@@ -320,14 +321,16 @@ def _at(site: Site, form: Form) -> dict[str, Any] | str:
     widths: dict[str, int] = {}
     epsilons = dict.fromkeys(names_of(op, Epsilon), EPSILON)
     offsets = dict.fromkeys(names_of(op, WeightOffset), 0.0)
-    norms: list[Any] = [step for step in form.chain if step.is_norm]
-    for step, norm in zip(norms, site.norms, strict=True):
-        epsilons[step.epsilon] = norm.epsilon
-        if step.weight_offset is not None:
-            offsets[step.weight_offset] = norm.weight_offset
-        elif norm.weight_offset:
+    norms = [step.arguments() for step in form.chain if step.is_norm]
+    for arguments, norm in zip(norms, site.norms, strict=True):
+        names = {
+            kind: [each.name for each in arguments if isinstance(each, kind)] for kind in (Rows, Epsilon, WeightOffset)
+        }
+        epsilons |= dict.fromkeys(names[Epsilon], norm.epsilon)
+        offsets |= dict.fromkeys(names[WeightOffset], norm.weight_offset)
+        if norm.weight_offset and not names[WeightOffset]:
             return f"its norm adds {norm.weight_offset:g} to the weight, which {op.name} does not take"
-        width = rows_of(op, step.x).width
+        width = rows_of(op, names[Rows][0]).width
         if widths.setdefault(width, norm.width) != norm.width:
             return f"its norms are {widths[width]} and {norm.width} wide, and {op.name} has one width for both"
     product = step_of(form, SiluMul)

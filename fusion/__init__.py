@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .chain import Fusion, FusionError
     from .compiler import FusedModel, compile  # noqa: A004 (torch.compile's own name)
     from .config import FusionConfig, FusionConfigError
+    from .dynamo_backend import report_of
     from .engine import Engine
     from .planning import Decision, Plan, plan
     from .recurrences import keep_recurrences
@@ -27,6 +28,7 @@ _WHERE = {
     ".chain": ("Fusion", "FusionError"),
     ".compiler": ("FusedModel", "compile"),
     ".config": ("FusionConfig", "FusionConfigError"),
+    ".dynamo_backend": ("report_of",),
     ".engine": ("Engine",),
     ".planning": ("Decision", "Plan", "plan"),
     ".recurrences": ("keep_recurrences",),
@@ -59,6 +61,7 @@ __all__ = [
     "compile",
     "keep_recurrences",
     "plan",
+    "report_of",
     "sites_of",
 ]
 

@@ -9,27 +9,23 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
-import attrs
 import torch
-from attrs import field, frozen
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
-from ..adapters.arguments import expect
 from ..adapters.errors import ArgumentError, LayerfuseError, shown
-from ..adapters.parallel import ambient, tensor_parallel
-from ..adapters.specs import Parallel
 from .audit import Audit, audit_call
 from .call_counter import CallCounter
 from .config import FusionConfig
 from .dynamo_floats import floats_as_constants
 from .engine import Engine
-from .planning import Placed, Plan, plan, several
+from .live_plan import Asked, LivePlan
+from .planning import Placed, Plan
 from .report import GraphRecord, Report
-from .rewrite import ModuleIndex, Pipeline
+from .rewrite import Pipeline
 from .rewrite.parameters import mark, parameters_of
 from .rewrite.ranks import agree_on_graph, groups_in
 from .shadow import Shadow, calls_asked
@@ -235,14 +231,6 @@ def compile(  # noqa: A001 (torch.compile's own name)
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model: expected a torch.nn.Module, got {shown(model)}")
-    if not isinstance(strict, bool):
-        raise ArgumentError(f"strict: expected True or False, got {shown(strict)}")
-    if registry is not None:
-        from .. import registry as default
-
-        # The package has what a Registry has, of the default one.
-        if registry is not default:
-            expect("registry", registry, default.Registry, "a Registry, or None for the default one")
     if "backend" in torch_compile_kwargs:
         raise ArgumentError(
             "fusion.compile compiles with Inductor and takes no backend; to use the fusions elsewhere, put "
@@ -250,18 +238,16 @@ def compile(  # noqa: A001 (torch.compile's own name)
         )
     if isinstance(model, FusedModel):
         model = model.original
-    arguments = {
-        "specs": None if specs is None else tuple(several(specs)),
-        "target": target,
-        "config": FusionConfig.from_environment() if config is None else config,
-        "engine": engine,
-        "strict": strict,
-        "registry": registry,
-        "parallel": parallel,
-        "ambient": ambient(),
-        "shadow": calls_asked(shadow),
-        "torch": torch_compile_kwargs,
-    }
+    asked = Asked(
+        specs=specs,
+        target=target,
+        config=config,
+        engine=engine,
+        strict=strict,
+        registry=registry,
+        parallel=parallel,
+    )
+    arguments = {"asked": asked, "shadow": calls_asked(shadow), "torch": torch_compile_kwargs}
     return FusedModel(model, arguments)
 
 
@@ -269,85 +255,44 @@ def _rebuilt(model: nn.Module, arguments: dict[str, Any]) -> FusedModel:
     return FusedModel(model, arguments)
 
 
-def _in_full(specs: Iterable[Placed]) -> list[Any]:
-    """All that specs say: equal ones may differ in what reads a norm's result."""
-    pairs = (spec if isinstance(spec, tuple) else ("", spec) for spec in specs)
-    return [(path, type(spec), attrs.asdict(spec)) for path, spec in pairs]
-
-
-@frozen(kw_only=True)
-class _Seen:
-    """What plans are made from, as a model says it now."""
-
-    specs: tuple[Placed, ...] = field(eq=_in_full)
-    unknown: dict[str, str]
-    target: Target
-    around: ModuleIndex
-
-
 def _prepare(fused: FusedModel) -> None:
     """Plan, and make what compiles."""
     model, arguments = fused.original, fused._arguments
-    config: FusionConfig = arguments["config"]
-    seen = _look(model, arguments)
-    made = plan(seen.specs, seen.target, config, arguments["engine"])
-    pipeline = Pipeline(made, around=seen.around)
-    pipeline.report.unknown.update(seen.unknown)
+    refuse_inner(model)
+    live = LivePlan(model, arguments["asked"])
+    pipeline = live.pipeline
 
     def look_again() -> bool:
-        """Plan anew where the model says something else now. Specs that were given stay."""
-        nonlocal seen
-        now = _look(model, arguments)
-        if now == seen:
-            return False
-        made = plan(now.specs, now.target, config, arguments["engine"])
-        pipeline.replan(made, now.around)
-        tally.replan(made, now.around)
-        pipeline.report.unknown = now.unknown
-        seen = now
-        return True
+        """Plan anew where the model says something else now."""
+        refuse_inner(model)
+        again = live.look_again(model)
+        if again:
+            tally.replan(pipeline.plan, live.seen.around)
+        return again
 
     if arguments["shadow"]:
         pipeline.report.shadow = Shadow(arguments["shadow"])
-    tally = CallCounter(model, made, pipeline.report, seen.around, look_again, pipeline.report.shadow)
+    tally = CallCounter(model, pipeline.plan, pipeline.report, live.seen.around, look_again, pipeline.report.shadow)
     fused.report, fused._pipeline, fused._tally = pipeline.report, pipeline, tally
-    fused._strict = arguments["strict"] or config.strict
+    fused._strict = live.asked.is_strict
     backend = inductor_with(pipeline, model, tally=tally, before=look_again)
     fused._compiled = torch.compile(model, backend=backend, **arguments["torch"])
     if arguments["torch"].get("disable"):
         tally.off = "fusion.compile was given disable=True: nothing is compiled"
 
 
-def _look(model: nn.Module, arguments: dict[str, Any]) -> _Seen:
+def refuse_inner(model: nn.Module) -> None:
+    """Refuse a model that holds a FusedModel.
+
+    Raises:
+        ArgumentError: it does; what runs there is counted there.
+    """
     inner = next((path for path, module in model.named_modules() if isinstance(module, FusedModel)), None)
     if inner is not None:
         raise ArgumentError(
             f"model: its {inner} is compiled with fusions already, and what runs there is counted there. Either leave this model "
             f"uncompiled, or put the model itself back: model.set_submodule({inner!r}, model.get_submodule({inner!r}).original)"
         )
-    specs: tuple[Placed, ...] | None = arguments["specs"]
-    unknown: dict[str, str] = {}
-    around = module_index_of(model)
-    if specs is None:
-        registry = _registry(arguments["registry"])
-        said: Parallel | None = arguments["ambient"]
-        with nullcontext() if said is None else tensor_parallel(said.size, said.rank):
-            specs = tuple(registry.specs_in(model, parallel=arguments["parallel"]))
-        unknown = dict(registry.unknown_in(model))
-        around = attrs.evolve(around, whole=True, ignored=frozenset(registry.ignored_in(model)))
-    target = _target_of(model) if arguments["target"] is None else arguments["target"]
-    return _Seen(specs=specs, unknown=unknown, target=target, around=around)
-
-
-def module_index_of(model: nn.Module) -> ModuleIndex:
-    """The paths of a model's modules, and which of them are one module under several paths."""
-    first: dict[int, str] = {}
-    aliases: dict[str, str] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        known = first.setdefault(id(module), path)
-        if known != path:
-            aliases[path] = known
-    return ModuleIndex(paths=frozenset((*first.values(), *aliases)), aliases=aliases)
 
 
 def inductor_with(
@@ -409,14 +354,3 @@ def inductor_with(
         return compiled
 
     return backend
-
-
-def _target_of(model: nn.Module) -> Target:
-    elsewhere = any(parameter.device.type != "cpu" for parameter in model.parameters())
-    return Target.detect() if elsewhere else Target.named("cpu")
-
-
-def _registry(given: Any) -> Any:
-    from .. import registry
-
-    return registry.default if given in (None, registry) else given

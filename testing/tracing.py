@@ -26,7 +26,8 @@ def traced(model: Any, registry: Any) -> TracedModel:
     import torch
 
     from ..fusion import Target, plan
-    from ..fusion.compiler import inductor_with, module_index_of
+    from ..fusion.compiler import inductor_with
+    from ..fusion.live_plan import module_index_of
     from ..fusion.rewrite import Pipeline
 
     made = plan(registry.specs_in(model), Target.named("cpu"))

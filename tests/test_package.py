@@ -163,6 +163,36 @@ def test_a_wheel_and_an_sdist_hold_the_same_and_say_their_commit(source: Path, w
         assert said == f"layerfuse {layerfuse.__version__} ({head[:12]})\n"
 
 
+def test_torch_compile_knows_the_backend_of_the_installed_package(wheel: Path, tmp_path: Path) -> None:
+    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", tmp_path, wheel)
+    code = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+import torch
+import torch._inductor.compile_fx as inductor
+inductor.compile_fx_inner = lambda gm, _inputs, **_: gm  # the graphs as they are
+assert "layerfuse" in torch._dynamo.list_backends()
+
+class Final(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.RMSNorm(64, eps=1e-6)
+
+    def forward(self, x, residual):
+        return self.norm(x + residual)
+
+from layerfuse import FinalNormSpec, NormSpec, Parallel, fusion
+norm = NormSpec(width=64, epsilon=1e-6)
+spec = FinalNormSpec(hidden_size=64, layer_index=1, parallel=Parallel(size=1, rank=0), final_norm=norm)
+model = torch.compile(Final(), backend="layerfuse", options={{"strict": True, "specs": [("", spec)]}})
+with torch.no_grad():
+    rows = torch.randn(2, 3, 64)
+    torch.testing.assert_close(model(*rows), model._orig_mod(*rows))
+print(fusion.__file__.startswith({str(tmp_path)!r}), fusion.report_of(model).of("add_rms_norm").matched)
+"""
+    assert run(sys.executable, "-c", code) == "True ('final',)\n"
+
+
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Path:
     """The Python of a new environment with the wheel and what it depends on, and nothing else."""

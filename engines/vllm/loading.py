@@ -15,7 +15,7 @@ from ... import registry
 from ...adapters.errors import LayerfuseError, UnknownLayerError
 from ...adapters.linear_quant import quantises_inside
 from ...adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec
-from ...fusion.compiler import module_index_of
+from ...fusion.live_plan import module_index_of
 from ...fusion.planning import plan
 from ...fusion.target import Target
 from .compiled_module import CompiledModule, say_unfound, unfound_lines

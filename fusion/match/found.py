@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attrs import field, frozen
 from torch.fx import Node
 
-from .adds import FoundAdd
-from .quants import FoundQuant
+from ...adapters.specs import NormSpec
+
+if TYPE_CHECKING:  # they register the ops of all fusions, of which one may be what is being imported
+    from .adds import FoundAdd
+    from .quants import FoundQuant
 
 
 @frozen(kw_only=True, eq=False)
@@ -23,6 +28,8 @@ class FoundNorm:
     "The norm; where an op quantises it and gives nothing else, that op."
     nodes: tuple[Node, ...]
     "All nodes that compute it, inputs excluded, `out` last."
+    kind: type[NormSpec] = NormSpec
+    "Of the spec that describes it."
     add: FoundAdd | None = None
     "Where the op itself adds the residual; `x` is what it adds to it then."
     quant: FoundQuant | None = None

@@ -12,6 +12,7 @@ import torch
 from attrs import define, frozen
 from torch.fx import Graph, Node
 
+from ...adapters.specs import GatedNormSpec, NormSpec
 from .activations import read_activation
 from .arithmetic import aten, between, narrow, operands, rounded_to, unrounded, what_is
 from .errors import Unmatched
@@ -28,6 +29,7 @@ class FoundGatedNorm(FoundNorm):
     gate: Node
     activation: str
     norm_before_gate: bool
+    kind: type[NormSpec] = GatedNormSpec
 
     @property
     def inputs(self) -> tuple[Node, ...]:

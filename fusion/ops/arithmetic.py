@@ -49,6 +49,10 @@ def _add(x: Tensor, residual: Tensor) -> _Sum:
     return _Sum(wide, wide.to(residual.dtype, memory_format=torch.contiguous_format))
 
 
+def _wide(x: Tensor | _Sum) -> Tensor:
+    return x.wide if isinstance(x, _Sum) else x.to(accumulator(x.dtype))
+
+
 def _norm(x: Tensor | _Sum, weight: Tensor, epsilon: float, offset: float) -> Tensor:
     if not isinstance(x, _Sum):
         return normalise_wide(x, weight, epsilon, offset)
@@ -98,6 +102,7 @@ def _store(value: Tensor | _Sum | _Padded, rows: Tensor) -> Tensor:
 REFERENCE: dict[str, Callable[..., Any]] = {
     "_all_reduce": all_reduce,
     "_add": _add,
+    "_wide": _wide,
     "_norm": _norm,
     "_gated_norm": gated_norm,
     "_silu_mul": silu_mul,

@@ -186,4 +186,6 @@ def differs(norm: FoundNorm, spec: NormSpec) -> str:
         return f"the norm {norm.out} has width {norm.width}; the spec says {spec.width}"
     if norm.weight_offset != spec.weight_offset:
         return f"the norm {norm.out} adds {norm.weight_offset:g} to its weight; the spec says {spec.weight_offset:g}"
+    if same_epsilon(norm.epsilon, spec.epsilon):
+        return f"the norm {norm.out} is described by a {norm.kind.__name__}; the spec is a {type(spec).__name__}"
     return f"the norm {norm.out} has epsilon {norm.epsilon!r}; the spec says {spec.epsilon!r}"

@@ -16,6 +16,7 @@ from ..match.found import FoundNorm
 from ..match.quants import FoundQuant
 from ..match.values import value
 from ..steps.step import MIDDLE, SINKS, SOURCES, Step
+from .hoisting import check_writes
 from .layouts import Made, Size
 from .uses import SiteMatch
 
@@ -63,10 +64,16 @@ class Binding:
         return self.moved.get(node, node)
 
     def norm_of(self, step: Step) -> tuple[FoundNorm, NormSpec]:
-        """The norm in the graph that stands for a step, and what the spec says of it."""
+        """The norm in the graph that stands for a step, and what the spec says of it.
+
+        Raises:
+            Unmatched: something writes in place between the norm's nodes.
+        """
         norms = [each for each in self.chain if each.is_norm]
         found = zip(norms, self.use.norms, self.use.site.norms, strict=True)
-        return next((norm, spec) for each, norm, spec in found if each is step)
+        norm, spec = next((norm, spec) for each, norm, spec in found if each is step)
+        check_writes(min(norm.nodes), norm.out)
+        return norm, spec
 
     def start_sinks_from(self, result: Node) -> None:
         """What the sinks take, unless a step before has said it."""

@@ -32,7 +32,7 @@ class Driver:
 
     def __init__(self, plan: Plan, around: ModuleIndex | None = None) -> None:
         self._plan = plan
-        self._find = UseFinder(plan, around, _takes_stream(plan))
+        self._find = UseFinder(plan, around, _takes_stream(plan), FUSIONS.values())
         self._find_products = ProductFinder(plan, around)
 
     def __call__(self, graph: Graph, number: int) -> GraphRecord:

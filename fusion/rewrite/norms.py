@@ -10,7 +10,6 @@ from torch.fx import Node
 from ..match.errors import Unmatched
 from ..match.values import value
 from .binding import Binding
-from .hoisting import check_writes
 
 if TYPE_CHECKING:
     from ..steps import Norm
@@ -34,7 +33,6 @@ def bind_norm(bound: Binding, step: Norm) -> None:
         bound.quantised = (norm.x, norm.quant)
     if norm.weight_offset and step.weight_offset is None:
         raise Unmatched(f"{norm.out} adds {norm.weight_offset:g} to its weight, which the fused op does not")
-    check_writes(min(norm.nodes), norm.out)
     x = _unwidened(norm.x) if inner else norm.x
     # The spec's epsilon: a graph may have it rounded to float32.
     bound.args |= {step.x: bound.now(x), step.weight: norm.weight, step.epsilon: spec.epsilon}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from attrs import define, field
 from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
+from ...adapters.errors import FOREIGN, said
 from ...adapters.specs import GatedNormSpec, MLASpec, NormSpec
 from ..match.found import FoundNorm, PartialMatch
 from ..match.gates import FoundGatedNorm, find_gated_norms
@@ -25,6 +26,7 @@ from .missing import why_missing
 from .unknown_norms import UnknownNorm, UnknownNormFinder
 
 if TYPE_CHECKING:
+    from ..chain import Fusion
     from ..planning import Plan
 
 
@@ -79,8 +81,8 @@ class Found:
 class UseFinder:
     """Finds the uses of a plan's sites. Counts them, so that what cannot be told apart is handed out in turn."""
 
-    def __init__(self, plan: Plan, around: ModuleIndex | None, stream: bool) -> None:
-        """Args: stream: whether a fusion of the stream is on."""
+    def __init__(self, plan: Plan, around: ModuleIndex | None, stream: bool, fusions: Iterable[Fusion]) -> None:
+        """Args: stream: whether a fusion of the stream is on. fusions: whose norms may be there."""
         wanted = {decision.site for decision in plan.decisions if decision.kind in ("expected", "fallback")}
         self._wanted = wanted
         self._gated = any(site.role == OUTPUT and site.name in wanted for site in plan.sites)
@@ -88,6 +90,14 @@ class UseFinder:
         self._ownership = Attribution([site for site in plan.sites if site.norms], around)
         self._strangers = UnknownNormFinder(plan, self._ownership, around, stream)
         self._visits: Counter[str] = Counter()
+        kinds = {type(norm) for site in plan.sites if site.name in wanted for norm in site.norms}
+        # Of each kind by whoever brings it: several chains may hold one step.
+        self._others = {
+            type(step): (step, fusion.owner)
+            for fusion in fusions
+            for step in fusion.norms
+            if not step.is_ours and step.norm in kinds
+        }
 
     def __call__(self, graph: Graph) -> Found:
         """The uses of sites that have norms."""
@@ -95,6 +105,11 @@ class UseFinder:
             return Found()
         norms, near = self._norms(graph)
         found = Found()
+        for step, owner in self._others.values():
+            try:
+                norms += step.find_norms(graph)
+            except FOREIGN as error:
+                found.loose.append(f"{type(step).__name__} of {owner} raised {said(error)}")
         pairs: dict[str, list[tuple[FoundNorm, int, Location]]] = {}
         sites: dict[str, Site] = {}
         unsure: list[tuple[FoundNorm, Location]] = []
@@ -141,7 +156,7 @@ class UseFinder:
         return [
             (site, i)
             for site, i in where.places
-            if fits(norm, site.norms[i]) and _is_gated_alike(norm, site.norms[i], where)
+            if fits(norm, site.norms[i]) and _is_of_kind(norm, site.norms[i], where)
         ]
 
     def _misfit(self, norm: FoundNorm, where: Location) -> SiteMatch | None:
@@ -270,15 +285,15 @@ class UseFinder:
                 name, site = next((name, site) for name, site in owners.items() if name in self._wanted)
                 used.add(name)
                 problem = (
-                    f"its weight is read by {' and '.join(map(str, readers))}, and no RMS norm in a known form is there"
+                    f"its weight is read by {' and '.join(map(str, readers))}, and no norm in a known form is there"
                 )
                 found.uses.append(_missed(site, problem, (where,)))
 
 
-def _is_gated_alike(norm: FoundNorm, spec: NormSpec, where: Location) -> bool:
-    """Whether norm and spec are both gated or both not; a site's own norm without a known gate is one that is missed."""
-    gated = isinstance(norm, FoundGatedNorm)
-    return gated is isinstance(spec, GatedNormSpec) or (not gated and where.how != "structure")
+def _is_of_kind(norm: FoundNorm, spec: NormSpec, where: Location) -> bool:
+    """Whether a norm is of the spec's kind; a site's own norm without a known gate is one that is missed."""
+    ungated = norm.kind is NormSpec and isinstance(spec, GatedNormSpec)
+    return norm.kind is type(spec) or (ungated and where.how != "structure")
 
 
 def _missed(site: Site, problem: str, where: tuple[Location, ...]) -> SiteMatch:

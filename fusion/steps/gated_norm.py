@@ -27,6 +27,7 @@ class GatedNorm(Step):
     stage = MIDDLE
     roles = frozenset({OUTPUT})
     is_norm = True
+    norm = GatedNormSpec
     kernel = "gated_norm"
 
     x: str = "x"

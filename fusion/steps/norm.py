@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
 
-from ...adapters.specs import GatedNormSpec
+from ...adapters.specs import GatedNormSpec, NormSpec
 from ..declare import Argument, Epsilon, Like, Result, Rows, Weight, WeightOffset
 from ..sites import LATENTS, STREAM
 from .step import MIDDLE, At, Legality, Source, Step
@@ -88,6 +88,8 @@ class Norm(Step):
         which = f"{self.x} norm" if several else "the norm"
         if isinstance(at.norm, GatedNormSpec):
             return Legality("refused", f"{which} is gated, and the fused op takes plain norms only")
+        if at.norm is not None and type(at.norm) is not NormSpec:
+            return Legality("not_applicable", f"{which} is no RMSNorm: {type(at.norm).__name__}")
         offset = 0.0 if at.norm is None else at.norm.weight_offset
         if offset != 0.0 and self.weight_offset is None:
             return Legality(

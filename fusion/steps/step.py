@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from attrs import define, field, frozen
@@ -17,6 +17,9 @@ from ..sites import Site
 from ..target import Target
 
 if TYPE_CHECKING:
+    from torch.fx import Graph
+
+    from ..match.found import FoundNorm
     from ..rewrite.binding import Binding
     from ..rewrite.uses import SiteMatch
 
@@ -73,6 +76,10 @@ class Source:
         """What a step reads where it names this argument."""
         return self.reads.get(name, name)
 
+    def wide(self, name: str) -> str:
+        """The same as a tensor in the dtype that references compute in: float64 for float64, else float32. Nothing may write to it."""
+        return f"_wide({self.read(name)})"
+
 
 @frozen(kw_only=True)
 class Step(ABC):
@@ -84,6 +91,8 @@ class Step(ABC):
     "Where it may stand: names of `sites.ROLES`."
     is_norm: ClassVar[bool] = False
     "Whether one of the site's norms stands for it. Other steps stand in a chain once."
+    norm: ClassVar[type[NormSpec]] = NormSpec
+    "The kind of that norm; one of your own is a class derived from NormSpec."
     adds: ClassVar[bool] = False
     "Whether it is the residual add in front of a norm."
     across_ranks: ClassVar[bool] = False
@@ -154,6 +163,10 @@ class Step(ABC):
     @abstractmethod
     def described(self, at: At) -> str:
         """What it does at a site, in words that a plan joins with those of the others."""
+
+    def find_norms(self, graph: Graph) -> Iterable[FoundNorm]:
+        """The norms of a graph that are of `norm`, where that is a kind of your own. The graph stays as it is."""
+        return ()
 
     @abstractmethod
     def bind(self, bound: Binding) -> None:

@@ -16,7 +16,8 @@ from torch import nn
 from layerfuse.adapters.specs import WHOLE, GQASpec, MLASpec, NormSpec
 from layerfuse.fusion import FusionConfig, Report, Target, plan
 from layerfuse.fusion.call_counter import CallCounter
-from layerfuse.fusion.compiler import inductor_with, module_index_of
+from layerfuse.fusion.compiler import inductor_with
+from layerfuse.fusion.live_plan import module_index_of
 from layerfuse.fusion.report import GraphRecord
 from layerfuse.fusion.rewrite import Pipeline
 

@@ -57,7 +57,8 @@ def assert_as_planned_afresh(fused: FusedModel, tolerance: float = 1e-5) -> None
     """The next call runs what a new plan of the model as it is now expects, and gives the model's numbers."""
     wanted = call(fused.original)
     assert (call(fused) - wanted).abs().max() <= tolerance * wanted.abs().max()
-    arguments = {name: fused._arguments[name] for name in ("target", "config", "engine", "registry", "parallel")}
+    asked = fused._arguments["asked"]
+    arguments = {name: getattr(asked, name) for name in ("target", "config", "engine", "registry", "parallel")}
     assert expected(fused) == ran(fused) == expected(fusion.compile(fused.original, **arguments))
     fused.report.check()
 

@@ -119,7 +119,7 @@ def test_it_is_known_everywhere(site: Path) -> None:
     assert said["audit"] == [1, 1]
     assert f"{NAME} was expected" in said["strict"] and "neither of which is silu of a gate" in said["strict"]
     entry_points = [detail for package, detail in said["doctor"] if package.startswith("fusions of layerfuse-example")]
-    assert set(entry_points) == {f"known: {NAME}, {TIMES}"}
+    assert set(entry_points) == {f"known: {NAME}, {TIMES}, add_layer_norm"}
     assert said["own step"]["audit"] == [1, 1]
     assert f"{TIMES} was expected" in said["own step"]["strict"]
     assert "multiplies by no number" in said["own step"]["strict"]
@@ -205,6 +205,67 @@ def test_what_a_step_does_is_in_the_key_and_what_it_raises_stops_nobody(site: Pa
         "another shape": "scaled is torch.float32 (4, 64), and",
     }.items():
         assert "0 matched, 1 refused" in said[name]["report"] and why in said[name]["report"]
+
+
+LAYER_NORM = """
+import attrs, json, torch, transformers
+torch.set_num_threads(1)
+import torch._inductor.compile_fx as inductor
+inductor.compile_fx_inner = lambda gm, _inputs, **_: gm
+from layerfuse import bench, doctor, fusion
+from layerfuse_layer_norm import specs_of
+said, ids = {}, torch.arange(8).reshape(1, 8)
+for dtype, least in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=50, bos_token_id=0, eos_token_id=0)
+    model = transformers.GPT2LMHeadModel(config).eval().to(dtype)
+    for block in (*model.transformer.h, model.transformer):  # weights and biases that count
+        for norm in block.children():
+            if isinstance(norm, torch.nn.LayerNorm):
+                torch.nn.init.normal_(norm.weight)
+                torch.nn.init.normal_(norm.bias)
+    torch._dynamo.reset()
+    fused = fusion.compile(model, specs=specs_of(model), strict=True)
+    with torch.no_grad():
+        wanted, got = (each(ids, use_cache=False).logits for each in (model, fused))
+        audit = fused.audit(ids, use_cache=False)
+    said[str(dtype)] = [
+        float((got - wanted).abs().max() / wanted.abs().max()) < least,
+        len(fused.report.of("add_layer_norm").matched),
+        audit.fusions["add_layer_norm"].profiled,
+        fused.plan.concerns("add_rms_norm"),
+    ]
+plan = fusion.plan(specs_of(model), fusion.Target.named("cpu"))
+said["plan"] = [str(d) for d in plan.at("transformer:final") if d.fusion in ("add_rms_norm", "add_layer_norm")]
+said["doctor"] = [found.detail for found in doctor.diagnose().findings if "add_layer_norm" in found.detail]
+said["bench"] = bench.markdown(bench.run("add_layer_norm", model="deepseek-v3", tokens=[1], quick=True, peers=["layerfuse", "eager"]))
+torch._dynamo.reset()
+wrong = [(path, attrs.evolve(s, final_norm=attrs.evolve(s.final_norm, epsilon=0.5)) if path == "transformer" else s) for path, s in specs_of(model)]
+try:
+    with torch.no_grad():
+        fusion.compile(model, specs=wrong, strict=True)(ids, use_cache=False)
+except fusion.FusionMissedError as error:
+    said["strict"] = error.missed
+
+print("SAID " + json.dumps(said))
+"""
+
+
+def test_a_package_brings_a_kind_of_norm_and_its_step(site: Path) -> None:
+    done = run_python(LAYER_NORM, site, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr[-3000:]
+    said = json.loads(done.stdout.rpartition("SAID ")[2])
+    assert said["torch.float32"] == said["torch.bfloat16"] == [True, 4, 4, False]
+    assert said["plan"] == [
+        "transformer:final: add_rms_norm: not applicable: the norm is no RMSNorm: LayerNormSpec",
+        "transformer:final: add_layer_norm: expected: the residual add and layer_norm(64, epsilon 1e-05) are one launch on cpu",
+    ]
+    assert "add_layer_norm" in said["doctor"][0]
+    assert "add_layer_norm" in said["bench"] and "layerfuse (reference)" in said["bench"]
+    assert (
+        set(said["strict"]) == {"add_layer_norm"}
+        and "the spec says 0.5" in said["strict"]["add_layer_norm"]["transformer:final"]
+    )
 
 
 def test_the_command_line_knows_it(site: Path) -> None:
