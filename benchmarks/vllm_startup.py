@@ -130,7 +130,7 @@ def with_nothing_to_do(options: Any, arch: str = "cpu", tries: int = 3) -> dict[
     Args:
         options: as in `additional_config`.
         arch: said to be the GPU's.
-        tries: processes that register, of which the median counts.
+        tries: processes that register, of which the median counts; 0: registering is not timed.
     """
     from vllm_started import engine_config, in_engine, load
 
@@ -144,12 +144,13 @@ def with_nothing_to_do(options: Any, arch: str = "cpu", tries: int = 3) -> dict[
         with in_engine(config, Path(folder)), here:
             load(config)()
     own = sum(timed.own.values())
+    register = statistics.median(registering or [0.0])
     return {
         "options": options,
         "arch": arch,
-        "register_ms": round(statistics.median(registering) * 1e3, 1),
+        "register_ms": round(register * 1e3, 1),
         "hooks_ms": round(own * 1e3, 1),
-        "total_ms": round((statistics.median(registering) + own) * 1e3, 1),
+        "total_ms": round((register + own) * 1e3, 1),
     }
 
 

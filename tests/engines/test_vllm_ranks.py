@@ -22,24 +22,24 @@ from layerfuse.engines.vllm.releases import RELEASES
 RANK = Path(__file__).with_name("vllm_rank.py")
 ADD, DUAL, GATED, REDUCED = "add_rms_norm", "mla_dual_rms_norm", "gated_rms_norm", "all_reduce_add_rms_norm"
 GROUPS = {
-    f"{REDUCED}_group_quant": 4,
+    f"{REDUCED}_group_quant": 2,
     REDUCED: 2,  # the final norm, and the one in front of the experts
-    f"{DUAL}_group_quant": 3,
+    f"{DUAL}_group_quant": 2,
     "rms_norm_group_quant": 1,
-    "silu_mul_group_quant": 2,
+    "silu_mul_group_quant": 1,
 }
 FP8 = {"dtype": "bfloat16", "kernel": "cutlass:CutlassFp8BlockScaledMMKernel"}
 BY_DEFAULT = {"layerfuse": None, "arch": "sm90"}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, int], *tuple[str, ...]]] = {
-    "deepseek-v3": ({"model": "deepseek-v3", "steps": [1, 3]}, {REDUCED: 6, DUAL: 3}),
+    "deepseek-v3": ({"model": "deepseek-v3", "steps": [1, 3]}, {REDUCED: 4, DUAL: 2}),
     "deepseek-v3-fp8-by-default": (
         {"model": "deepseek-v3", **FP8, **BY_DEFAULT},
-        {f"{REDUCED}_group_quant": 4, f"{ADD}_group_quant": 4, **GROUPS},
+        {f"{REDUCED}_group_quant": 2, f"{ADD}_group_quant": 2, **GROUPS},
         # Beyond the 4096 tokens up to which the all-reduce is fused; the profiling run has six.
         f"{ADD}_group_quant",
     ),
-    "gpt-oss-by-default": ({"model": "gpt-oss-20b", "dtype": "bfloat16", **BY_DEFAULT}, {REDUCED: 8}),
-    "deepseek-v3-modules": ({"model": "deepseek-v3", "mode": "NONE"}, {ADD: 6, DUAL: 3}),
+    "gpt-oss-by-default": ({"model": "gpt-oss-20b", "dtype": "bfloat16", **BY_DEFAULT}, {REDUCED: 4}),
+    "deepseek-v3-modules": ({"model": "deepseek-v3", "mode": "NONE"}, {ADD: 4, DUAL: 2}),
     "kimi-linear": ({"model": "kimi-linear", "mode": "NONE"}, {ADD: 7, GATED: 3}),
     "qwen3-next": ({"model": "qwen3-next"}, {REDUCED: 8, GATED: 3}),
 }
@@ -140,8 +140,8 @@ def test_ranks_that_start_apart_take_what_the_cache_has_for_each(starts: dict[st
         for when, (_, reports) in starts.items()
     }
     # In the first start either may be the quicker one, whose pieces the other gets.
-    assert [sum(found.values()) for found in sources["cold"]] == [4, 4]
-    assert sources["warm"] == [{"kept": 4}, {"cache": 4}]
+    assert [sum(found.values()) for found in sources["cold"]] == [3, 3]
+    assert sources["warm"] == [{"kept": 3}, {"cache": 3}]
 
 
 def test_two_ranks_launch_all_reduces_for_fewer_tokens_together(starts: dict[str, Any]) -> None:

@@ -30,7 +30,7 @@ vllm_layers = pytest.importorskip("vllm_layers")
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm_host import vllm_config, vllm_parallel, without_gpu  # noqa: E402
 from vllm_layers import MODELS, build_layer, build_model, fp8_kernel  # noqa: E402
-from whole_models import ENTRIES, cases, check_every_layer, check_kernel_layers, norms_that_feed_nothing  # noqa: E402
+from whole_models import ENTRIES, check_every_layer, check_kernel_layers, norms_that_feed_nothing  # noqa: E402
 
 from layerfuse.engines.vllm import native_fusions  # noqa: E402
 from layerfuse.engines.vllm.loading import _behind_experts  # noqa: E402
@@ -39,16 +39,34 @@ from layerfuse.engines.vllm.releases import engine_of  # noqa: E402
 PLACE = native_fusions.Place(vendor="nvidia", arch="sm90")
 
 
-@pytest.mark.parametrize(("name", "tp", "rank"), cases(MODELS))
-def test_every_layer_reads_as_declared(name: str, tp: int, rank: int) -> None:
-    dense = "first_k_dense_replace" in MODELS[name].overrides
-    model = build_model(name, tp=tp, rank=rank)
-    check_every_layer(model, "vllm", name, tp, rank, all_dense=dense)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_layer_and_its_linears_read_as_declared_however_many_ranks_share_them(name: str) -> None:
+    """A rank's linears are its share of the model's, and its copies: vLLM's own totals count those once per rank."""
+    alone: dict[str, LinearSpec] = {}
+    for tp in MODELS[name].tp_sizes:
+        rank = 5 if tp == 8 else tp - 1
+        model = build_model(name, tp=tp, rank=rank)
+        check_every_layer(model, "vllm", name, tp, rank, all_dense="first_k_dense_replace" in MODELS[name].overrides)
 
-    # Kernel layers hold what their outer layer holds on this rank.
-    kernels = check_kernel_layers(model)
-    # The sparse and the Kimi layers of the CUDA classes are their own kernel layers.
-    assert (kernels == 0) == (name in {"deepseek-v3.2", "deepseek-v3.2-rocm", "glm-5", "kimi-linear", "kimi-k3"})
+        # Kernel layers hold what their outer layer holds on this rank.
+        kernels = check_kernel_layers(model)
+        # The sparse and the Kimi layers of the CUDA classes are their own kernel layers.
+        assert (kernels == 0) == (name in {"deepseek-v3.2", "deepseek-v3.2-rocm", "glm-5", "kimi-linear", "kimi-k3"})
+
+        for path, spec in registry.specs_in(model):
+            for linear, side, width, local_width in linears_of(spec):
+                assert misfit(linear, side, width, local_width, tp) is None, (path, tp)
+                weight = model.get_submodule(path).get_submodule(linear.path).weight
+                assert (linear.local_out_features, linear.local_in_features) == tuple(weight.shape)
+                first = alone.setdefault(f"{path}.{linear.path}", linear)
+                assert (linear.in_features, linear.out_features) == (first.in_features, first.out_features), (path, tp)
+                assert linear.style == first.style and len(linear.local_outputs) >= len(first.local_outputs)
+    assert alone and all(linear.weight is not None for linear in alone.values())
+
+    # The key/value latent goes to the cache, and some models have nothing but mixtures after their attention.
+    mixtures = name.startswith("gpt-oss") or name in ("qwen3-next", "qwen3.5-35b")
+    allowed = "post_attention_layernorm" if mixtures else "kv_a_layernorm"
+    assert {found.partition(".")[2] for found in norms_that_feed_nothing(model)} <= {allowed}
 
 
 def test_the_wrapper_inside_an_mla_layer_reads_the_same_though_its_num_heads_is_the_ranks() -> None:
@@ -181,38 +199,12 @@ def test_a_linear_that_takes_its_input_quantised_says_so() -> None:
     assert not registry.spec_for(layer).q_norm.feeds[0].takes_quantised
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_linears_are_the_same_in_the_model_however_many_ranks_share_them(name: str) -> None:
-    """And this rank's are its share of them, and its copies: vLLM's own totals count those once per rank."""
-    alone: dict[str, LinearSpec] = {}
-    for tp in MODELS[name].tp_sizes:
-        for path, spec in registry.specs_in(model := build_model(name, tp=tp, rank=tp - 1)):
-            for linear, side, width, local_width in linears_of(spec):
-                assert misfit(linear, side, width, local_width, tp) is None, (path, tp)
-                weight = model.get_submodule(path).get_submodule(linear.path).weight
-                assert (linear.local_out_features, linear.local_in_features) == tuple(weight.shape)
-                first = alone.setdefault(f"{path}.{linear.path}", linear)
-                assert (linear.in_features, linear.out_features) == (first.in_features, first.out_features), (path, tp)
-                assert linear.style == first.style and len(linear.local_outputs) >= len(first.local_outputs)
-    assert alone and all(linear.weight is not None for linear in alone.values())
-
-
 def test_kv_heads_that_ranks_have_copies_of_are_counted_once() -> None:
     """Two of them, of 256 columns, over eight ranks: vLLM's `output_size` has eight."""
     decoder = build_model("qwen3-next", tp=8, rank=5).get_submodule("model.layers.3")
     (linear,) = registry.spec_for(decoder).input_norm.feeds
     assert linear.out_features == 2 * 16 * 256 + 2 * 2 * 256 < decoder.self_attn.qkv_proj.output_size
     assert linear.local_outputs == (2 * 2 * 256, 256, 256)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_linears_that_read_a_norm_are_where_the_adapters_say(name: str) -> None:
-    """The key/value latent goes to the cache, and these models have nothing but mixtures after their attention."""
-    silent = norms_that_feed_nothing(build_model(name))
-
-    mixtures = name.startswith("gpt-oss") or name in ("qwen3-next", "qwen3.5-35b")
-    allowed = "post_attention_layernorm" if mixtures else "kv_a_layernorm"
-    assert {found.partition(".")[2] for found in silent} <= {allowed}
 
 
 # ---- a plan made from published dimensions, and one from the layers of the same model

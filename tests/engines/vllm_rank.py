@@ -19,7 +19,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from vllm_paged import paged
-from vllm_started import BLOCK_FP8, apart, as_near, close, engine_config, fp8, in_engine, load, loaded_from_cache
+from vllm_started import (
+    BLOCK_FP8,
+    TWO_LAYERS,
+    apart,
+    as_near,
+    close,
+    engine_config,
+    fp8,
+    in_engine,
+    load,
+    loaded_from_cache,
+)
 
 from vllm.config import set_current_vllm_config  # isort: skip  (vllm_started comes before vllm)
 from vllm.distributed import parallel_state
@@ -103,7 +114,8 @@ def run(
     logger.addHandler(said)
 
     def result(**config: Any) -> tuple[Any, str]:
-        given = {"dtype": dtype, "overrides": {} if kernel is None else BLOCK_FP8, **config}
+        overrides = TWO_LAYERS.get(model, {}) | ({} if kernel is None else BLOCK_FP8)
+        given = {"dtype": dtype, "overrides": overrides, **config}
         made = engine_config(model, tp=tp, rank=rank, **given)
         with in_engine(made, folder, groups=contextlib.nullcontext()):
             return load(made)(), made.compute_hash()
