@@ -69,9 +69,14 @@ class Path:
                     error, (AttributeError, LookupError)
                 ):  # a property of the layer that fails in its own way
                     raise UnreadableError(f"{self}: reading {self.steps[depth]!r} raised {said(error)}") from error
-                why = ELSEWHERE if stands_for_missing(obj) else f"has no {self.steps[depth]!r}"
+                why = ELSEWHERE if stands_for_missing(obj) else _why_not(cls, self.steps[depth])
                 raise UnreadableError(f"{self}: {type(obj).__name__} {why}") from None
         return obj
+
+
+def _why_not(cls: type, step: str) -> str:
+    """In a module an AttributeError inside of a property comes out as if there were no such property."""
+    return f"has a property {step!r} that raised" if hasattr(cls, step) else f"has no {step!r}"
 
 
 def is_index(step: str) -> bool:
@@ -92,14 +97,14 @@ def _way(cls: Hashable, key: str | int) -> Callable[[Any, Any], Any]:
         return getitem
     own: Any = cls
     is_torchs = hasattr(own, "__getattr__") and own.__getattr__.__module__ == "torch.nn.modules.module"
-    is_plain = own.__getattribute__ is object.__getattribute__ and not hasattr(own, str(key))
+    is_plain = own.__getattribute__ is object.__getattribute__
     return _of_module if is_torchs and is_plain else getattr
 
 
 def _of_module(module: Any, name: str) -> Any:
-    """A parameter, a buffer or a child as torch looks it up, which takes it far longer; all else may stand on the class by now."""
+    """A parameter, a buffer or a child as torch looks it up, which takes it far longer, unless the class holds the name by now."""
     held = vars(module)
-    if name not in held:
+    if name not in held and not hasattr(type(module), name):
         for table in ("_parameters", "_buffers", "_modules"):
             if name in held[table]:
                 return held[table][name]

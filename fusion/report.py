@@ -302,7 +302,7 @@ class Report:
         Raises:
             FusionMissedError: naming each site and its reason.
         """
-        self._raise(self.missed(), self._all_unknown())
+        self._raise(self.missed(), self.all_unknown())
 
     def check_call(self, call: CallRecord | None = None) -> None:
         """Raise where something expected did not run fused in a call, the last one if not given.
@@ -320,7 +320,7 @@ class Report:
         if missed or unknown:
             raise FusionMissedError(missed, unknown)
 
-    def _all_unknown(self) -> dict[str, str]:
+    def all_unknown(self) -> dict[str, str]:
         """What no adapter reads, by its class, and what graphs hold of norms beyond that."""
         return {**_in_words(pair for record in self.records for pair in record.strange), **self.unknown}
 
@@ -330,7 +330,7 @@ class Report:
             "target": self.plan.target.to_dict(),
             "graphs": self.graphs,
             "calls": self.calls,
-            "unknown": self._all_unknown(),
+            "unknown": self.all_unknown(),
             "fusions": {name: self.of(name).to_dict() for name in FUSIONS},
             "records": [attrs.asdict(record) for record in self.records],
             **({} if self.shadow is None else {"shadow": self.shadow.to_dict()}),
@@ -343,7 +343,7 @@ class Report:
             lines += ["  " + line for line in str(self.of(name)).splitlines()]
         lines += [
             f"  unknown: {layer or 'the model itself'}: no adapter knows {name}"
-            for layer, name in self._all_unknown().items()
+            for layer, name in self.all_unknown().items()
         ]
         if self.shadow is not None:
             lines += ["  " + line for line in str(self.shadow).splitlines()]

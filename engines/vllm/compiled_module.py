@@ -158,6 +158,7 @@ class CompiledModule:
                 graph=place,
                 uses=tuple(use for each in fresh for use in each.uses),
                 unattributed=tuple(sentence for each in fresh for sentence in each.unattributed),
+                strange=tuple(pair for each in fresh for pair in each.strange),
                 failed=next((each.failed for each in fresh if each.failed is not None), None),
             )
             known = self._records[key] = self.sites.anchored(outline, record)
@@ -257,7 +258,11 @@ def _kept(data: Mapping[str, Any]) -> Piece:
         tokens=data["tokens"],
         source="kept",
         record=GraphRecord(
-            graph=record["graph"], uses=uses, unattributed=tuple(record["unattributed"]), failed=record["failed"]
+            graph=record["graph"],
+            uses=uses,
+            unattributed=tuple(record["unattributed"]),
+            strange=tuple(map(tuple, record["strange"])),
+            failed=record["failed"],
         ),
         sites=tuple(data["sites"]),
     )

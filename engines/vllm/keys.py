@@ -28,10 +28,12 @@ def key_for(unit: CompiledModule) -> str:
     """The key of one module. Where the ranks of a group decide together, all of them make this call.
 
     It holds the plan, why nothing of it is done, the source, torch's release, the forced backend, whether the GPUs have kernels for fused
-    all-reduces, who manages vLLM's passes, and the layers of `mla_decode`.
+    all-reduces, who manages vLLM's passes, and the layers of `mla_decode`; and what is left unread on purpose, as the report that is
+    kept names the norms of all else.
     """
     said = [key_of(unit.plan), _own_source(), torch.__version__, str(current_platform.get_pass_manager_cls())]
     said.append(str(why_not_now(unit.plan)))
+    said.append(str(sorted(unit.around.ignored)))
     if parallel_state.model_parallel_is_initialized():
         dtype = unit.vllm_config.model_config.dtype
         said += kernels_here(unit.plan, tensor_parallel_group(), dtype, unit.device)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 
@@ -86,6 +87,7 @@ def units_of(
         return
     units = []
     held: set[str] = set()
+    ignored = set(registry.default.ignored_in(model))
     behind = {*_behind_experts(model, specs), *_behind_a_gather(model, specs)}
     for path, module in compiled.items():
         here = [
@@ -102,6 +104,12 @@ def units_of(
         door = Door.of(module, inside, vllm_config) if options.decode else None
         engine = engine_for(vllm_config, target, reason, type(model).__name__)
         taken = door is not None and door.stands
+        left = ignored | {layer for layer, _ in specs} - {layer for layer, _ in here}
+        around = attrs.evolve(
+            module_index_of(module),
+            whole=True,
+            ignored=frozenset(_below(layer, path) for layer in left if _is_below(layer, path)),
+        )
         units.append(
             (
                 module,
@@ -110,7 +118,7 @@ def units_of(
                     model=type(model).__qualname__,
                     path=path,
                     plan=plan(inside, target, config, beside(engine) if taken else engine),
-                    around=module_index_of(module),
+                    around=around,
                     vllm_config=vllm_config,
                     device=_device_of(module),
                     strict=config.strict,

@@ -45,6 +45,8 @@ class PieceRecord:
 
     uses: tuple[Anchored, ...]
     unattributed: tuple[str, ...] = ()
+    strange: tuple[tuple[str, str], ...] = ()
+    "As in `GraphRecord`, of the piece that it was recorded in."
     failed: str | None = None
 
 
@@ -123,7 +125,9 @@ class Sites:
                     left=use.left,
                 )
             )
-        return PieceRecord(uses=tuple(uses), unattributed=record.unattributed, failed=record.failed)
+        return PieceRecord(
+            uses=tuple(uses), unattributed=record.unattributed, strange=record.strange, failed=record.failed
+        )
 
     def in_piece(self, outline: Outline, record: PieceRecord, number: int) -> GraphRecord | None:
         """What a record says of a piece that is equal to the recorded one; None where it does not fit.
@@ -145,7 +149,13 @@ class Sites:
             uses.append(
                 Use(site=site, fused=each.fused, form=each.form, tokens=each.tokens, left=each.left, missed=missed)
             )
-        return GraphRecord(graph=number, uses=tuple(uses), unattributed=record.unattributed, failed=record.failed)
+        return GraphRecord(
+            graph=number,
+            uses=tuple(uses),
+            unattributed=record.unattributed,
+            strange=record.strange,
+            failed=record.failed,
+        )
 
     def within(self, outline: Outline) -> tuple[str, ...]:
         """The sites whose norms stand in a piece, by its modules."""
@@ -180,4 +190,9 @@ def from_dict(data: Mapping[str, Any]) -> PieceRecord:
         TypeError, KeyError: it is none.
     """
     uses = tuple(Anchored(**use) for use in data["uses"])
-    return PieceRecord(uses=uses, unattributed=tuple(data["unattributed"]), failed=data["failed"])
+    return PieceRecord(
+        uses=uses,
+        unattributed=tuple(data["unattributed"]),
+        strange=tuple(map(tuple, data["strange"])),
+        failed=data["failed"],
+    )

@@ -87,7 +87,7 @@ def of_each_class(unknown: Mapping[str, str]) -> Iterator[str]:
     """
     for cls, count in Counter(unknown.values()).items():
         first = next(layer for layer, each in unknown.items() if each == cls)
-        yield f"{cls} ({first}{f' and {count - 1} more' if count > 1 else ''})"
+        yield f"{cls} ({first or 'the model itself'}{f' and {count - 1} more' if count > 1 else ''})"
 
 
 def once(level: int, message: str, *arguments: Any) -> None:

@@ -35,7 +35,7 @@ def publish(unit: CompiledModule) -> None:
         CallsDifferError: strict, and the profiling run called other fused ops than the report says.
     """
     rank, ranks = _together(unit)
-    outcome = Outcome(plan=unit.plan, ranks=ranks, unknown=unit.unknown, run=unit.run)
+    outcome = Outcome(plan=unit.plan, ranks=ranks, unknown=unit.report().all_unknown(), run=unit.run)
     if unit.pieces and not unit.from_cache and unit.at_modules is None:
         problem = unit.keep()
         if problem is not None:
@@ -46,7 +46,7 @@ def publish(unit: CompiledModule) -> None:
         if problem is not None:
             once(logging.WARNING, "layerfuse: the report is in this log only: %s", problem)
         where = [] if problem is not None else [f"in full: {path}"]
-        level = logging.WARNING if outcome.missed or outcome.problems else logging.INFO
+        level = logging.WARNING if outcome.missed or outcome.problems or outcome.unknown else logging.INFO
         logger.log(level, "%s", "\n  ".join([_title(unit, outcome), *_lines(unit, outcome), *where]))
     if unit.strict:
         outcome.check()
@@ -72,7 +72,7 @@ def _lines(unit: CompiledModule, outcome: Outcome) -> list[str]:
         )
     lines += first.notes
     lines += [f"problem: {problem}" for problem in outcome.problems]
-    lines += [f"unknown: no adapter knows {of_a_class}" for of_a_class in of_each_class(unit.unknown)]
+    lines += [f"unknown: no adapter knows {of_a_class}" for of_a_class in of_each_class(outcome.unknown)]
     return lines
 
 
@@ -142,7 +142,7 @@ def _write(path: Path, unit: CompiledModule, outcome: Outcome) -> str | None:
         "sites": outcome.sites(),
         "missed": outcome.missed,
         "problems": list(outcome.problems),
-        "unknown": dict(unit.unknown),
+        "unknown": dict(outcome.unknown),
         "outside": list(unit.outside),
         "unread": dict(unit.unread),
         "unfound": dict(unit.unfound),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from attrs import field, frozen
 from torch.fx import Node
 
 from ...adapters.specs import NormSpec
+from .values import value
 
 if TYPE_CHECKING:  # they register the ops of all fusions, of which one may be what is being imported
     from .adds import FoundAdd
@@ -78,9 +80,19 @@ class PartialMatch:
 
 def epsilon_in_words(epsilon: float | Node | None) -> str:
     """An epsilon as reasons say it."""
+    if isinstance(epsilon, Node) and not _is_float(epsilon):
+        return f"an epsilon that is a tensor ({epsilon}), and a fused op takes a number"
     if isinstance(epsilon, Node):
         return (
             f"an epsilon that is an input of the graph ({epsilon}): dynamic=True traces a module's floats as inputs, "
             "unless torch._dynamo.config.specialize_float is True"
         )
     return "no epsilon" if epsilon is None else f"epsilon {epsilon!r}"
+
+
+def _is_float(node: Node) -> bool:
+    """Whether a node is a Python float that became an input: a symbol, or a tensor of float64 that is converted."""
+    while node.op == "call_function" and len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    val = value(node)
+    return not isinstance(val, torch.Tensor) or (val.dtype == torch.float64 and val.dim() == 0)

@@ -104,6 +104,15 @@ def test_what_is_put_on_the_class_is_in_the_next_reading(monkeypatch: pytest.Mon
     assert (path.read(layer), missing.read(layer)) == (256, 64)
 
 
+def test_what_is_put_on_the_class_hides_a_child_of_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = fresh_layer("deepseek-v3")
+    assert registry.spec_for(layer).kv_norm.epsilon == 1e-6
+    other = type(layer.kv_a_layernorm)(512, eps=1e-3)
+    monkeypatch.setattr(type(layer), "kv_a_layernorm", other, raising=False)
+    assert layer.kv_a_layernorm is other
+    assert registry.spec_for(layer).kv_norm.epsilon == 1e-3
+
+
 def test_none_is_a_value_and_the_query_norm_goes_with_it() -> None:
     layer = fresh_layer("deepseek-v3")
     assert registry.spec_for(layer).q_norm is not None

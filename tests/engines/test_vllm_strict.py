@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import in_turn
+from torch import Tensor, nn
 
 pytest.importorskip("vllm_started")
 from test_vllm_modules import GATED
@@ -25,9 +26,11 @@ from test_vllm_plugin import ADD, DUAL, SHORT, OwnLoader, fresh, said  # noqa: F
 from vllm import forward_context
 from vllm.model_executor import model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+from vllm.model_executor.models.deepseek_v2 import DeepseekV2ForCausalLM, DeepseekV2Model
 from vllm_host import import_model
 from vllm_started import Started, engine_config, in_engine, load, started
 
+from layerfuse import registry
 from layerfuse.engines.vllm import plugin
 from layerfuse.engines.vllm.loading import NotFusedError, units_of
 from layerfuse.engines.vllm.options import Options
@@ -300,3 +303,48 @@ def test_a_tower_that_no_text_runs_is_not_expected_and_is_named_once(
     ):
         engine()
     assert [layer.rpartition(".")[2] for layer in raised.value.unknown] == ["extra"]
+
+
+class Scale(nn.Module):
+    """An RMS norm by no name, as somebody's model has it."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = weight, 1e-6
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + residual
+        variance = x.float().pow(2).mean(-1, keepdim=True)
+        return (x.float() * torch.rsqrt(variance + self.variance_epsilon)).to(x.dtype) * self.weight, x
+
+
+class Elsewhere(DeepseekV2Model):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.norm = Scale(self.norm.weight)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_final_norm_that_no_adapter_reads_is_named_whatever_it_is_called(
+    split: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cold, and from vLLM's cache."""
+    # A model of somebody's own, whose decoder layers are vLLM's.
+    monkeypatch.setattr(DeepseekV2Model, "__module__", "elsewhere")
+    monkeypatch.setattr(DeepseekV2ForCausalLM, "model_cls", Elsewhere)
+    for strict in (False, True):
+        options = {"fusions": [ADD], "strict": strict}
+        with started("deepseek-v3", tmp_path, layerfuse=options, split=split) as engine:
+            if strict:
+                with pytest.raises(FusionMissedError) as raised:
+                    engine()
+                assert raised.value.unknown == {"": "RMS norms of its residual stream: norm"}
+            else:
+                engine()
+        assert "unknown: no adapter knows RMS norms of its residual stream: norm (the model itself)" in said(caplog)
+    caplog.clear()
+    # Once it is left unread on purpose, no report of before is served.
+    monkeypatch.setattr(type(registry.default), "ignored_in", lambda *_: ["model.norm"])
+    with started("deepseek-v3", tmp_path, layerfuse={"fusions": [ADD], "strict": True}, split=split) as engine:
+        engine()
+    assert f"{ADD}: 5 expected, 5 fused, 0 missed; called 5 times in the profiling run" in said(caplog)

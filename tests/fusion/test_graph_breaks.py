@@ -70,3 +70,10 @@ def test_an_epsilon_that_became_an_input() -> None:
     # Without what fusion.compile does about it, Dynamo makes an input of a float that changes between layers.
     traced = trace(Layers(1e-6, 1e-5), torch.randn(5, HIDDEN), specs=specs(1e-6, 1e-5))
     assert "specialize_float" in traced.report.of(FUSION).missed["layers.1:latents"]
+
+
+def test_an_epsilon_that_is_a_tensor_is_no_float_that_became_an_input() -> None:
+    traced = trace(Layers(torch.tensor(1e-6), torch.tensor(1e-5)), torch.randn(5, HIDDEN), specs=specs(1e-6, 1e-5))
+    why = traced.report.of(FUSION).missed["layers.0:latents"]
+    assert "has an epsilon that is a tensor (" in why
+    assert "specialize_float" not in why
