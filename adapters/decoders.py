@@ -156,24 +156,16 @@ _VLLM_MLPS = {
 _FILES = "vllm.model_executor.models"
 
 
-def _vllm(facts: Facts, file: str, name: str) -> dict[str, Facts]:
-    return {
-        f"{_FILES}.{file}:{name}Attention": words.VLLM_GQA,
-        f"{_FILES}.{file}:{name}DecoderLayer": facts,
-        f"{_FILES}.{file}:{name}Model": streams.final_norm(facts),
-    }
+def _vllm(facts: Facts, models: Mapping[str, str]) -> dict[str, Facts]:
+    parts = {"Attention": words.VLLM_GQA, "DecoderLayer": facts, "Model": streams.final_norm(facts)}
+    return {f"{_FILES}.{file}:{name}{end}": part for file, name in models.items() for end, part in parts.items()}
 
 
 DECODERS = Adapter(
     "decoders",
     layers={
         **_TRANSFORMERS,
-        **{
-            key: facts
-            for like, models in _VLLM_MODELS
-            for file, name in models.items()
-            for key, facts in _vllm(like, file, name).items()
-        },
+        **{key: part for each in _VLLM_MODELS for key, part in _vllm(*each).items()},
         **{f"{_FILES}.{file}:{name}": mlps.VLLM_MLP for file, name in _VLLM_MLPS.items()},
     },
     # Drafts: what comes to these layers is more than the stream, and their bases' norms stand elsewhere in them.
