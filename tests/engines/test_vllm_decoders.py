@@ -204,3 +204,10 @@ def test_the_layer_of_a_draft_is_not_read_by_its_base(draft: str) -> None:
     cls = vllm_host.import_model(f"{FILES}.{draft}")
     assert registry.default.readers_for(cls.__mro__[1])
     assert registry.default.readers_for(cls) == ()
+
+
+def test_every_declared_class_is_vllms() -> None:
+    keys = [key for key in registry.adapters()["decoders"].layers if key.startswith("vllm")]
+    assert len(keys) > 50
+    for key in keys:
+        assert registry.default.readers_for(vllm_host.import_model(key))
