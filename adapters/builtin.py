@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from .base import Adapter
+from .decoders import DECODERS
 from .deepseek_v3 import DEEPSEEK_V3
 from .gpt_oss import GPT_OSS
 from .kimi_k2 import KIMI_K2
 from .kimi_linear import KIMI_LINEAR
 from .qwen3_next import QWEN3_NEXT
 
-BUILTIN: tuple[Adapter, ...] = (DEEPSEEK_V3, KIMI_K2, KIMI_LINEAR, GPT_OSS, QWEN3_NEXT)
+BUILTIN: tuple[Adapter, ...] = (DEEPSEEK_V3, KIMI_K2, KIMI_LINEAR, GPT_OSS, QWEN3_NEXT, DECODERS)
 """In the order they are registered."""

@@ -96,8 +96,14 @@ class Tables:
         )
 
     def readers_of(self, cls: type) -> Readers:
-        """How layers of this class are read: by its own name or, failing that, a base's; empty for an unknown one."""
-        return next(filter(None, map(self._readers_of_one, cls.__mro__)), ())
+        """How layers of this class are read: by its own name or, failing that, a base's; empty for an unknown one.
+
+        What is ignored is not read by a base of it either.
+        """
+        for base in cls.__mro__:
+            if (readers := self._readers_of_one(base)) or self._ignores_one(base):
+                return readers
+        return ()
 
     def names(self, cls: type) -> bool:
         """Whether this class is known by its own name, so that no plugin may declare it otherwise."""
@@ -112,11 +118,10 @@ class Tables:
 
     def ignores(self, cls: type) -> bool:
         """Whether an adapter declares that this class is none of ours."""
-        return any(
-            f"{base.__module__[:end]}:{base.__name__}" in self.ignored
-            for base in cls.__mro__
-            for end in _ends_of_parts(base.__module__)
-        )
+        return any(map(self._ignores_one, cls.__mro__))
+
+    def _ignores_one(self, cls: type) -> bool:
+        return any(f"{cls.__module__[:end]}:{cls.__name__}" in self.ignored for end in _ends_of_parts(cls.__module__))
 
 
 def _ends_of_parts(module: str) -> list[int]:

@@ -35,18 +35,18 @@ CLASSES = {
 }
 
 
-def ernie() -> Any:
-    return transformers.Ernie4_5ForCausalLM(transformers.Ernie4_5Config(**SMALL)).eval()
+def helium() -> Any:
+    return transformers.HeliumForCausalLM(transformers.HeliumConfig(**SMALL)).eval()
 
 
 def knowing(*classes: str) -> Registry:
-    """A registry that knows these classes of Ernie-4.5 besides, each like Llama's."""
+    """A registry that knows these classes of Helium besides, each like Llama's."""
     made = Registry()
     made.register_adapters(list(registry.adapters().values()), "layerfuse")
-    tables = "\n".join(f'"transformers:Ernie4_5{name}" = {{ {CLASSES[name]} }}' for name in classes)
+    tables = "\n".join(f'"transformers:Helium{name}" = {{ {CLASSES[name]} }}' for name in classes)
     made.register_models(
         files.parse(f"""
-[models."ernie"]
+[models."helium"]
 adapter = "gpt_oss"
 source = "this file"
 num_hidden_layers = 2
@@ -54,7 +54,7 @@ hidden_size = 64
 rms_norm_eps = 1e-5
 layers.full = {{ family = "gqa", num_heads = 4, num_kv_heads = 4, head_dim = 16, sliding_window = "off", has_sinks = false }}
 
-[models."ernie".layer_classes]
+[models."helium".layer_classes]
 {tables}
 """),
         "tests",
@@ -78,28 +78,28 @@ LAYERS = ("model.layers.0", "model.layers.1")
     ("declared", "named"),
     [
         ("Attention DecoderLayer MLP Model", {}),
-        ("Attention DecoderLayer MLP", {"model": "Ernie4_5Model as FinalNormSpec"}),
-        ("Attention DecoderLayer Model", {f"{layer}.mlp": "Ernie4_5MLP as GatedMLPSpec" for layer in LAYERS}),
-        ("Attention MLP Model", dict.fromkeys(LAYERS, "Ernie4_5DecoderLayer as ResidualSpec")),
-        ("Attention", dict.fromkeys(LAYERS, "Ernie4_5DecoderLayer as ResidualSpec")),
-        ("DecoderLayer MLP Model", {f"{layer}.self_attn": "Ernie4_5Attention" for layer in LAYERS}),
+        ("Attention DecoderLayer MLP", {"model": "HeliumModel as FinalNormSpec"}),
+        ("Attention DecoderLayer Model", {f"{layer}.mlp": "HeliumMLP as GatedMLPSpec" for layer in LAYERS}),
+        ("Attention MLP Model", dict.fromkeys(LAYERS, "HeliumDecoderLayer as ResidualSpec")),
+        ("Attention", dict.fromkeys(LAYERS, "HeliumDecoderLayer as ResidualSpec")),
+        ("DecoderLayer MLP Model", {f"{layer}.self_attn": "HeliumAttention" for layer in LAYERS}),
     ],
 )
 def test_each_part_that_an_entry_leaves_out_is_named(declared: str, named: dict[str, str]) -> None:
-    assert kinds(ernie(), knowing(*declared.split())) == named
+    assert kinds(helium(), knowing(*declared.split())) == named
 
 
 def test_what_is_missing_says_what_to_declare() -> None:
-    modeling = "transformers.models.ernie4_5.modeling_ernie4_5"
-    assert knowing("Attention", "DecoderLayer").unknown_in(ernie())[:2] == [
+    modeling = "transformers.models.helium.modeling_helium"
+    assert knowing("Attention", "DecoderLayer").unknown_in(helium())[:2] == [
         (
             "model",
-            f"{modeling}:Ernie4_5Model as FinalNormSpec: its norm stands beside decoder layers that are read; declare the "
+            f"{modeling}:HeliumModel as FinalNormSpec: its norm stands beside decoder layers that are read; declare the "
             'class under layer_classes, like one that is known or with family = "final"',
         ),
         (
             "model.layers.0.mlp",
-            f"{modeling}:Ernie4_5MLP as GatedMLPSpec: a gated MLP by its gate_proj, up_proj and down_proj; declare the class "
+            f"{modeling}:HeliumMLP as GatedMLPSpec: a gated MLP by its gate_proj, up_proj and down_proj; declare the class "
             'under layer_classes, like one that is known or with family = "gated_mlp"',
         ),
     ]
@@ -108,12 +108,12 @@ def test_what_is_missing_says_what_to_declare() -> None:
 @pytest.mark.usefixtures("_op_by_op")
 def test_strict_refuses_an_entry_in_part_and_takes_it_whole() -> None:
     given = torch.arange(6)[None]
-    part = fusion.compile(ernie(), registry=knowing("Attention", "DecoderLayer", "MLP"), strict=True)
-    with torch.no_grad(), pytest.raises(FusionMissedError, match=r"model: .*Ernie4_5Model as FinalNormSpec"):
+    part = fusion.compile(helium(), registry=knowing("Attention", "DecoderLayer", "MLP"), strict=True)
+    with torch.no_grad(), pytest.raises(FusionMissedError, match=r"model: .*HeliumModel as FinalNormSpec"):
         part(given, use_cache=False)
     assert "unknown: model: no adapter knows transformers" in str(part.report)
     torch._dynamo.reset()
-    whole = fusion.compile(ernie(), registry=knowing(*CLASSES), strict=True)
+    whole = fusion.compile(helium(), registry=knowing(*CLASSES), strict=True)
     with torch.no_grad():
         whole(given, use_cache=False)
     assert len(whole.report.of("add_rms_norm").matched) == 4
@@ -283,6 +283,6 @@ def test_experts_and_towers_are_left_alone_and_other_gated_mlps_named() -> None:
 
 def test_what_an_adapter_ignores_is_left_alone_whatever_it_looks_like() -> None:
     asked = knowing("Attention")
-    asked.register_adapter(Adapter("mine", {}, ignored=["transformers:Ernie4_5DecoderLayer"]))
-    assert asked.unknown_in(ernie()) == []
-    assert len(asked.specs_in(ernie())) == 2
+    asked.register_adapter(Adapter("mine", {}, ignored=["transformers:HeliumDecoderLayer"]))
+    assert asked.unknown_in(helium()) == []
+    assert len(asked.specs_in(helium())) == 2

@@ -1,0 +1,178 @@
+"""The decoder that most models are made of: grouped-query attention, a gated MLP or experts, two norms on the stream.
+
+Models build it under names of their own, so the classes are listed here, by how they differ: in the window, the norms, the adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from . import vocabulary as words
+from . import vocabulary_mlps as mlps
+from . import vocabulary_streams as streams
+from .base import Adapter, Facts
+from .sources import const
+
+# ---- transformers: the classes of a model begin with the same word
+
+_FULL = words.TRANSFORMERS_GQA
+_OF_THE_LAYER = _FULL.but(sliding_window="sliding_window")
+_NO_WINDOW = {"path": "config", "as": "none"}
+"""Where nobody has set one, there is none."""
+_OF_THE_CONFIG = _FULL.but(sliding_window=["config.sliding_window", _NO_WINDOW])
+_WITH_SINKS = _OF_THE_LAYER.but(has_sinks={"path": "sinks", "as": "present"})
+
+_ATTENTIONS: tuple[tuple[Facts, str], ...] = (
+    (
+        _FULL,
+        "Apertus Arcee AriaText Emu3 Ernie4_5 Ernie4_5_Moe FlexOlmo Gemma Glm Glm4 Glm4Moe Granite GraniteMoe GraniteMoeShared"
+        " HYV3 HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX MiniMaxM2 Olmo2 SeedOss SolarOpen",
+    ),
+    (_OF_THE_LAYER, "Afmoe Beam Cwm Dots1 Gemma2 Mellum Ministral Olmo3 Qwen2 Qwen3Moe SmolLM3 VaultGemma"),
+    (_OF_THE_CONFIG, "Ministral3 Mistral Mixtral Olmoe"),
+    # Set on the layers that slide alone.
+    (_FULL.but(sliding_window=["sliding_window", _NO_WINDOW]), "Qwen2Moe"),
+    (_WITH_SINKS, "Flint GraniteMoeSWA GraniteSWA"),
+    # One linear for queries, keys and values. Its output is gathered, so that every rank has all heads.
+    (_OF_THE_CONFIG.but(tp_weight="qkv_proj.in_features"), "Phi3"),
+)
+
+_NORMS = streams.TRANSFORMERS_RESIDUAL
+_ZERO_CENTRED = streams.zero_centred(_NORMS, "eps")
+_NOT_AS_GIVEN = {"added_as_given": const(False)}
+
+
+def _named(facts: Facts, post_attention: str, before: str = "input_layernorm") -> Facts:
+    """The same with norms of other names on the stream."""
+    return facts.but(
+        **{
+            name: [{**each, "module": module} for each in facts.words[name]]
+            for name, module in (("input_norms", before), ("post_attention_norms", post_attention))
+        }
+    )
+
+
+_STREAMS: tuple[tuple[Facts, str], ...] = (
+    (
+        _NORMS,
+        "Arcee AriaText Cwm Dots1 Ernie4_5 Ernie4_5_Moe Flint Glm Glm4Moe HYV3 HunYuanDenseV1 HunYuanMoEV1 Mellum MiniMaxM2"
+        " Ministral Ministral3 Mistral Mixtral Olmoe Phi3 Qwen2 Qwen2Moe Qwen3Moe SeedOss SmolLM3 SolarOpen",
+    ),
+    (_named(_NORMS, "feedforward_layernorm", "attention_layernorm"), "Apertus"),
+    # What the blocks give is scaled, normed or dropped before it is added.
+    (
+        _NORMS.but(**_NOT_AS_GIVEN),
+        "Emu3 Glm4 Granite GraniteMoe GraniteMoeSWA GraniteMoeShared GraniteSWA HyperCLOVAX",
+    ),
+    (_named(_NORMS, "pre_mlp_layernorm").but(**_NOT_AS_GIVEN), "Afmoe"),
+    (_named(_NORMS, "pre_feedforward_layernorm").but(**_NOT_AS_GIVEN), "Beam"),
+    (_ZERO_CENTRED, "Gemma"),
+    (_named(_ZERO_CENTRED, "pre_feedforward_layernorm"), "VaultGemma"),
+    (_named(_ZERO_CENTRED, "pre_feedforward_layernorm").but(**_NOT_AS_GIVEN), "Gemma2"),
+    # The norms stand on what the blocks give.
+    (_NORMS.but(input_norms=[], post_attention_norms=[], **_NOT_AS_GIVEN), "FlexOlmo Olmo2 Olmo3"),
+)
+
+_FINAL_NORMS: tuple[tuple[Facts, str], ...] = (
+    (_ZERO_CENTRED, "Gemma Gemma2 VaultGemma"),
+    (
+        _NORMS,
+        "Afmoe Apertus Arcee AriaText Beam Cwm Dots1 Emu3Text Ernie4_5 Ernie4_5_Moe FlexOlmo Flint Glm Glm4 Glm4Moe Granite GraniteMoe"
+        " GraniteMoeSWA GraniteMoeShared GraniteSWA HYV3 HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Mellum MiniMaxM2 Ministral"
+        " Ministral3 Mistral Mixtral Olmo2 Olmo3 Olmoe Phi3 Qwen2 Qwen2Moe Qwen3Moe SeedOss SmolLM3 SolarOpen",
+    ),
+)
+
+_MERGED_MLP = mlps.TRANSFORMERS_MLP.but(
+    hidden_size="down_proj.out_features",
+    intermediate_size="down_proj.in_features",
+    activation=["act_fn", "activation_fn"],
+    tp_weight="gate_up_proj.in_features",
+)
+_MLPS: tuple[tuple[Facts, str], ...] = (
+    (
+        mlps.TRANSFORMERS_MLP,
+        "Afmoe AriaSharedExperts Beam Cwm Dots1 Emu3 Ernie4_5 Ernie4_5_Moe Flint Gemma Gemma2 Glm4Moe Granite GraniteSWA HYV3"
+        " HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Ministral Ministral3 Mistral Olmo2 Olmo3 Qwen2 Qwen2Moe Qwen3Moe SeedOss SmolLM3"
+        " SolarOpen VaultGemma",
+    ),
+    (_MERGED_MLP, "Glm Glm4 Phi3"),
+)
+
+
+def _classes(ends: str, groups: Iterable[tuple[Facts, str]]) -> dict[str, Facts]:
+    return {f"transformers:{name}{ends}": facts for facts, names in groups for name in names.split()}
+
+
+_TRANSFORMERS = {
+    **_classes("Attention", _ATTENTIONS),
+    **_classes("DecoderLayer", _STREAMS),
+    **_classes("MLP", _MLPS),
+    **_classes("Model", ((streams.final_norm(facts), names) for facts, names in _FINAL_NORMS)),
+}
+
+# ---- vLLM: by the file, because a draft model has classes of the same names
+
+_VLLM = streams.VLLM_RESIDUAL.but(layer_index={"path": "self_attn.attn.layer_name", "as": "name_index"})
+_VLLM_ZERO_CENTRED = streams.zero_centred(_VLLM, "variance_epsilon")
+_VLLM_SANDWICH = _named(_VLLM_ZERO_CENTRED, "pre_feedforward_layernorm").but(**_NOT_AS_GIVEN)
+
+_VLLM_MODELS: tuple[tuple[Facts, Mapping[str, str]], ...] = (
+    (
+        _VLLM,
+        {
+            "ernie45_moe": "Ernie4_5_Moe",
+            "glm4_moe": "Glm4Moe",
+            "llama": "Llama",
+            "minimax_m2": "MiniMaxM2",
+            "mistral": "Mistral",
+            "mixtral": "Mixtral",
+            "olmoe": "Olmoe",
+            "qwen2": "Qwen2",
+            "qwen2_moe": "Qwen2Moe",
+            "qwen3": "Qwen3",
+            "qwen3_moe": "Qwen3Moe",
+        },
+    ),
+    (
+        _VLLM.but(**_NOT_AS_GIVEN),
+        {"glm4": "Glm4", "granite": "Granite", "hyperclovax": "HyperCLOVAX"},
+    ),
+    (_VLLM_ZERO_CENTRED, {"gemma": "Gemma"}),
+    (_VLLM_SANDWICH, {"gemma2": "Gemma2", "gemma3": "Gemma3"}),
+)
+_VLLM_MLPS = {
+    "ernie45_moe": "Ernie4_5_MoeMLP",
+    "gemma": "GemmaMLP",
+    "gemma2": "Gemma2MLP",
+    "gemma3": "Gemma3MLP",
+    "glm4_moe": "Glm4MoeMLP",
+    "granite": "GraniteMLP",
+    "hyperclovax": "HyperCLOVAXMLP",
+    "llama": "LlamaMLP",
+    "qwen2": "Qwen2MLP",
+    "qwen3_moe": "Qwen3MoeMLP",
+}
+_FILES = "vllm.model_executor.models"
+
+
+def _vllm(facts: Facts, models: Mapping[str, str]) -> dict[str, Facts]:
+    parts = {"Attention": words.VLLM_GQA, "DecoderLayer": facts, "Model": streams.final_norm(facts)}
+    return {f"{_FILES}.{file}:{name}{end}": part for file, name in models.items() for end, part in parts.items()}
+
+
+DECODERS = Adapter(
+    "decoders",
+    layers={
+        **_TRANSFORMERS,
+        **{key: part for each in _VLLM_MODELS for key, part in _vllm(*each).items()},
+        **{f"{_FILES}.{file}:{name}": mlps.VLLM_MLP for file, name in _VLLM_MLPS.items()},
+    },
+    # Drafts: what comes to these layers is more than the stream, and their bases' norms stand elsewhere in them.
+    ignored=(
+        f"{_FILES}.llama_eagle:LlamaDecoderLayer",
+        f"{_FILES}.llama_eagle3:LlamaDecoderLayer",
+        f"{_FILES}.mistral_eagle:EagleMistralDecoderLayer",
+        f"{_FILES}.qwen3_eagle3:Qwen3Eagle3DecoderLayer",
+    ),
+)
