@@ -121,7 +121,8 @@ class Tables:
         return any(map(self._ignores_one, cls.__mro__))
 
     def _ignores_one(self, cls: type) -> bool:
-        return any(f"{cls.__module__[:end]}:{cls.__name__}" in self.ignored for end in _ends_of_parts(cls.__module__))
+        module = str(cls.__module__)
+        return any(f"{module[:end]}:{cls.__name__}" in self.ignored for end in _ends_of_parts(module))
 
 
 def _ends_of_parts(module: str) -> list[int]:
