@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -89,7 +91,9 @@ class CompiledModule:
     key: str = field(default="", init=False)
     "What caches know the module by (`keys.key_for`); empty before its first call, and where nothing of it is to be rewritten."
     distrusts: bool = field(default=False, init=False)
-    "Whether a compiled module without records lay in vLLM's cache: nothing of what was kept with it is taken, pieces neither."
+    "Whether a compiled module without records lay in vLLM's cache: it is compiled anew, and nothing of what was kept with it is taken."
+    keeps: bool = field(default=True, init=False)
+    "Whether a start from vLLM's cache has what this one compiles, and may take it."
     spoiled: str | None = field(default=None, init=False)
     "Why the pass is not among vLLM's, as a sentence: nothing is fused, and nothing that is compiled may be kept under the key."
     _records: dict[tuple[str, str], PieceRecord] = field(factory=dict, init=False)
@@ -123,7 +127,7 @@ class CompiledModule:
 
     def new_pass(self) -> FusionPass:
         """The pass to give to vLLM's pass manager."""
-        return FusionPass(self.pipeline, self.key)
+        return FusionPass(self.pipeline, self.key, uuid.uuid4().hex if self.distrusts else "")
 
     # ---- pieces as they are compiled
 
@@ -187,15 +191,19 @@ class CompiledModule:
         return self.artefact is not None and record_cache.read(self._beside, self.key) is not None
 
     def forget(self) -> None:
-        """Take away the records beside the compiled module: another one takes its place."""
+        """Take away the compiled module and its records: another one takes its place, and where vLLM cannot save that, none does."""
         if self.artefact is not None:
             self._beside.unlink(missing_ok=True)
+            with suppress(OSError):  # of a cache that cannot be written: nothing is kept beside it either
+                self.artefact.unlink(missing_ok=True)
 
     def keep(self) -> str | None:
         """Write the records beside the compiled module. None, or why that was not possible."""
-        failed = self.spoiled is not None or any(piece.record.failed is not None for piece in self.pieces)
+        if self.spoiled is not None:  # no cache was on: with the module gone, nothing of this start is left
+            self.forget()
+        unsure = any(piece.record.failed is not None or piece.source == "unknown" for piece in self.pieces)
         # Without its records the compiled module is compiled anew by the next start.
-        if self.artefact is None or failed or not self.artefact.exists():
+        if self.artefact is None or unsure or not self.keeps or not self.artefact.exists():
             return None
         pieces = [
             {"number": each.number, "tokens": each.tokens, "record": attrs.asdict(each.record), "sites": each.sites}

@@ -23,10 +23,11 @@ AFTER = frozenset({"NoOpEliminationPass"})
 class FusionPass(InductorPass):  # type: ignore[misc]
     """Rewrites by a plan. Copies and unpickled ones of the same process write to the same report."""
 
-    def __init__(self, pipeline: Pipeline, key: str) -> None:
+    def __init__(self, pipeline: Pipeline, key: str, start: str = "") -> None:
         self.pipeline = pipeline
         self._key = key
-        self._uuid = f"{key} over {tensor_parallel_group()}"
+        self._start = start
+        self._uuid = f"{key} over {tensor_parallel_group()}{start}"
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the graph in place. Where that raises, or an op that the plan replaces is not vLLM's any more, it is as it was.
@@ -61,7 +62,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         return self._uuid
 
     def __reduce__(self) -> Any:
-        return FusionPass, (self.pipeline, self._key)
+        return FusionPass, (self.pipeline, self._key, self._start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self

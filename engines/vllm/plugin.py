@@ -367,7 +367,12 @@ def _add_pass(backend: Any, unit: CompiledModule) -> None:
 
         insert(backend, unit.new_pass())
         if unit.distrusts:
-            backend.inductor_config["force_disable_caches"] = True
+            import vllm.envs
+
+            backend.compiler_manager.cache.clear()
+            # Of a model that is kept in pieces nothing is kept from now on: a start from the cache looks for them in Inductor's again.
+            unit.keeps = vllm.envs.VLLM_USE_MEGA_AOT_ARTIFACT
+            backend.inductor_config["force_disable_caches"] = not unit.keeps
     except Exception as error:
         troubled("adding the pass to vLLM's", error)
         unit.spoiled = f"layerfuse's pass could not be added to vLLM's: {error}"

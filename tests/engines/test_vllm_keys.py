@@ -116,16 +116,50 @@ class OwnManager(PostGradPassManager):
         return said
 
 
-def test_a_rewriting_that_failed_is_not_served_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from layerfuse.fusion.rewrite.driver import Driver
+def without_strangers(self: Any, graph: Any) -> None:
+    """As a manager calls its passes that leaves out those of others."""
+    kept = self.passes
+    self.passes = [each for each in kept if type(each).__module__.startswith("vllm.")]
+    CALL(self, graph)
+    self.passes = kept
 
-    failing = mock.patch.object(Driver, "__call__", side_effect=RuntimeError("no memory"))
-    with failing, start(tmp_path, layerfuse=OPEN) as engine:
+
+CALL = PostGradPassManager.__call__
+
+
+@pytest.mark.parametrize("mega", ["1", "0"])
+@pytest.mark.parametrize(
+    ("trouble", "why"),
+    [
+        (
+            ("layerfuse.fusion.rewrite.driver.Driver.__call__", RuntimeError("no memory")),
+            "rewriting a graph failed: RuntimeError: no memory",
+        ),
+        ((f"{PostGradPassManager.__module__}.PostGradPassManager.__call__", None), "1 graphs came from a cache"),
+    ],
+    ids=["a rewriting that failed", "a pass that is not called"],
+)
+def test_what_was_left_unfused_is_never_served_again(
+    trouble: tuple[str, Any],
+    why: str,
+    mega: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither by the next start, which compiles anew, nor by those behind it, which are served what that one has kept."""
+    monkeypatch.setenv("VLLM_USE_MEGA_AOT_ARTIFACT", mega)
+    place, error = trouble
+    instead = {"new": without_strangers} if error is None else {"side_effect": error}
+    with mock.patch(place, **instead), start(tmp_path, layerfuse=OPEN) as engine:
         engine()
-    assert any("rewriting a graph failed: RuntimeError: no memory" in line for line in lines(caplog))
-    with start(tmp_path) as engine:
-        engine()
-    assert FUSED in lines(caplog)
+    assert any(why in line for line in lines(caplog))
+    for warm in (0, 1, 1):
+        before = loaded_from_cache()
+        with start(tmp_path) as engine:
+            engine()
+        assert FUSED in lines(caplog)
+        assert loaded_from_cache() - before == (warm if mega == "1" else 0)
 
 
 @pytest.mark.parametrize(
