@@ -38,7 +38,9 @@ class Process:
         return id(vllm_config.scheduler_config) in self._engines
 
     def know(self, vllm_config: Any) -> None:
-        """From now on it is known."""
+        """From now on it is known, and what was said of the one before is said of it too."""
+        if not self.knows(vllm_config):
+            self.said.clear()
         self._engines[id(vllm_config.scheduler_config)] = vllm_config.scheduler_config
 
 

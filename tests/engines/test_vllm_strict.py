@@ -40,6 +40,17 @@ from layerfuse.fusion import FusionMissedError
 HOW = "vLLM loaded the model in a way that layerfuse does not know (load_format 'dummy')"
 
 
+def test_a_second_engine_of_a_process_says_again_why_nothing_is_fused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"fusions": [ADD], "eager": False}
+    for name in ("first", "second"):
+        caplog.clear()
+        with started("deepseek-v3", tmp_path / name, layerfuse=options, mode="NONE", **SHORT) as engine:
+            engine()
+        assert len([line for line in said(caplog) if line.startswith("layerfuse: nothing is fused in")]) == 1, name
+
+
 @pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
 def test_a_second_engine_that_another_loader_brought_is_not_taken_for_read(
     mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
