@@ -19,9 +19,9 @@ from .calls import Call, call_of, name_of_op
 from .errors import Unmatched
 from .layouts import ROWS, Layout, layout_of
 from .provenance import ROW_PRESERVING
-from .quant_forms import FP8, ONE_OP_QUANTS, Described, OneOp, is_number, largest_of, name_of
+from .quant_forms import FP8, ONE_OP_QUANTS, Described, OneOp, largest_of, name_of
 from .quant_scales import FLOATS, divides, given_scale, read_scale
-from .values import is_contiguous, same, same_shape, value
+from .values import is_contiguous, is_number, same, same_shape, value
 
 _ON_THE_WAY = {*ROW_PRESERVING, *CLAMPS, convert, aten.div.Tensor, aten.mul.Tensor}
 """What may lie between a tensor and its conversion to fp8."""
