@@ -55,7 +55,7 @@ class Pad(Step):
 
         out = bound.use.norms[0].out
         found = find_pads(out)
-        plan = PaddedResults(found, out)
+        plan = PaddedResults(found, out, bound.sources)
         bound.args[self.width] = found.width
         bound.last += [out, *found.pads]
         bound.finish.append(lambda given: plan.replace(given[self.out]))
