@@ -20,7 +20,7 @@ from ...ops.groups import summed
 from . import communicators
 from .resolved import Resolved
 from .stages import Kind, stages
-from .tensors import flat_like, is_gemma, no_offset, packed_rows, same_shape, scales_of, vector
+from .tensors import flat_like, gemma_of, no_offset, packed_rows, same_shape, scales_of, vector
 
 
 def norm(found: Resolved) -> Callable[..., Any]:
@@ -31,12 +31,10 @@ def norm(found: Resolved) -> Callable[..., Any]:
     Raises:
         AiterCallError: an offset the build does not know, or a weight or residual that does not fit.
     """
-    run, pieces, name = _kernel(found, "plain"), _pieces(found), found.name
-    gemma_known = "gemma_norm" in found.names
+    run, pieces, gemma = _kernel(found, "plain"), _pieces(found), gemma_of(found)
 
     def call(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, group: str, weight_offset: float) -> Any:
-        options = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        results = run(x, residual, weight, epsilon, group, None, options)
+        results = run(x, residual, weight, epsilon, group, None, gemma(weight_offset))
         if results is None:
             return pieces(x, residual, weight, epsilon, group, weight_offset)
         return results[0].view(x.shape), results[1].view(x.shape)
@@ -50,13 +48,11 @@ def norm_pad(found: Resolved) -> Callable[..., Any]:
     Raises:
         AiterCallError: as above.
     """
-    run, pieces, name = _kernel(found, "pad"), _pieces(found), found.name
-    gemma_known = "gemma_norm" in found.names
+    run, pieces, gemma = _kernel(found, "pad"), _pieces(found), gemma_of(found)
 
     def call(*given: Any) -> Any:
         x, residual, weight, epsilon, group, weight_offset, padded_width = given
-        options: dict[str, Any] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        options["out_hidden_dim"] = padded_width
+        options = {**gemma(weight_offset), "out_hidden_dim": padded_width}
         results = run(x, residual, weight, epsilon, group, padded_width, options)
         if results is None:
             return pieces(*given)
@@ -71,15 +67,12 @@ def per_token(found: Resolved) -> Callable[..., Any]:
     Raises:
         AiterCallError: as above.
     """
-    run, pieces, name, keeps_norm = _kernel(found, "token"), _pieces(found), found.name, found.binding.keeps_norm
-    gemma_known = "gemma_norm" in found.names
+    run, pieces, keeps_norm, gemma = _kernel(found, "token"), _pieces(found), found.binding.keeps_norm, gemma_of(found)
 
     def call(*given: Any) -> Any:
         x, residual, weight, epsilon, group, weight_offset, _dtype, _ue8m0 = given
-        options: dict[str, Any] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        if keeps_norm:
-            options["emit_bf16"] = True
-        results = run(x, residual, weight, epsilon, group, None, {**options, "post_per_token_quant": True})
+        options = {**gemma(weight_offset), "post_per_token_quant": True, **({"emit_bf16": True} if keeps_norm else {})}
+        results = run(x, residual, weight, epsilon, group, None, options)
         if results is None:
             return pieces(*given)
         return _quantised(x, results, keeps_norm, False)
@@ -131,7 +124,7 @@ def _kernel(found: Resolved, kind: Kind) -> _Run:
         same_shape(name, "residual", residual, x)
         weight = vector(name, "weight", weight, x)
         ranks, gate = communicators.ready(group, x.device)
-        if ranks is None or not x.numel():
+        if ranks is None:
             return None
         flat = packed_rows(x)
         tokens, width = flat.shape
