@@ -27,10 +27,6 @@ class Pad(Step):
     width: str = "padded_width"
     out: str = "padded"
 
-    @property
-    def outs(self) -> tuple[str, ...]:
-        return (self.out,)
-
     def arguments(self) -> tuple[Argument, ...]:
         return (PaddedWidth(name=self.width),)
 
