@@ -12,7 +12,6 @@ What they compute is in `ops.mla`, by the rules of `ops.rope` and `ops.cache_lay
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 from .declare import (
@@ -200,7 +199,9 @@ def _later(name: str) -> Callable[..., Any]:
     """A reference of `ops.mla`, which needs torch."""
 
     def reference(*args: Any) -> Any:
-        return getattr(import_module("layerfuse.fusion.ops.mla"), name)(*args)
+        from .backends.backend import imported
+
+        return imported(f"{__package__}.ops.mla:{name}")(*args)
 
     return reference
 
