@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from keyword import iskeyword
 from typing import Any, ClassVar, TypeAlias
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
 
@@ -421,7 +422,7 @@ class Kernel:
         return tuple(name for name in BACKENDS if name not in self.backend)
 
 
-@frozen(kw_only=True, eq=False)
+@define(kw_only=True, eq=False, frozen=True, slots=False)  # not slotted: its rows are kept
 class Op:
     """One op, `torch.ops.layerfuse.<name>`.
 
@@ -487,7 +488,7 @@ class Op:
                 if of not in rows:
                     yield f"the result {result.name} is of {of!r}, and no rows are called that"
 
-    @property
+    @cached_property
     def rows(self) -> tuple[Rows, ...]:
         """The arguments that are rows, the first of which decides device and dtype."""
         return tuple(argument for argument in self.args if isinstance(argument, Rows))

@@ -85,22 +85,23 @@ def _rows(op: Op, argument: Rows, x: Any, values: Values) -> Iterator[str]:
             if argument.heads
             else f"{name} needs at least one dimension, got a scalar"
         )
-    quantises = any(isinstance(result, Quantised | Packed) for result in op.results)
-    yield from _one_of(name, x.dtype, _QUANTISED_FROM if quantises else FLOATS)
+    known = _QUANTISED_FROM if any(isinstance(result, Quantised | Packed) for result in op.results) else FLOATS
+    if x.dtype not in known:
+        yield _one_of(name, known, x.dtype)
     if shape[-1] == 0:
         yield f"{name} {tuple(shape)} has rows of no columns"
     if not argument.any_strides and x.stride(-1) != 1 and shape[-1] > 1 and x.numel() > 0:
         yield _gaps(name, x)
     if like is not None:
         other = values[like]
-        yield from _elsewhere(name, x, like, other)
+        if x.device != other.device:
+            yield _elsewhere(name, x, like, other)
         if x.dtype != other.dtype:
             yield f"{name} is {x.dtype}, {like} is {other.dtype}; they must agree"
         if shape[:-1] != other.shape[:-1]:
             yield f"{name} must have the leading dimensions of {like} {tuple(other.shape[:-1])}, got {tuple(shape[:-1])}"
     first = next(rows.name for rows in op.rows if rows.width == argument.width)
-    width = values[first].shape[-1]
-    if shape[-1] != width:
+    if first != name and shape[-1] != (width := values[first].shape[-1]):
         yield f"{name} must be as wide as {first}, {width} columns; got {tuple(shape)}"
     if argument.wider_than is not None and shape[-1] <= (least := values[argument.wider_than].shape[-1]):
         yield f"{name} must be wider than {argument.wider_than}, {least} columns; got {tuple(shape)}"
@@ -113,8 +114,10 @@ def _weight(op: Op, argument: Weight, weight: Any, values: Values) -> Iterator[s
             f"{name} must have shape ({x.shape[-1]},), the last dimension of {of} {tuple(x.shape)}; "
             f"got {tuple(weight.shape)}"
         )
-    yield from _one_of(name, weight.dtype, FLOATS)
-    yield from _elsewhere(name, weight, of, x)
+    if weight.dtype not in FLOATS:
+        yield _one_of(name, FLOATS, weight.dtype)
+    if weight.device != x.device:
+        yield _elsewhere(name, weight, of, x)
     if not op.rows[0].any_strides and weight.stride(0) != 1 and weight.shape[0] > 1:
         yield _gaps(name, weight)
 
@@ -142,15 +145,18 @@ def _group_name(_: Op, argument: GroupName, group: Any, __: Values) -> Iterator[
 
 
 def _dtype(_: Op, argument: QuantDtype, dtype: Any, __: Values) -> Iterator[str]:
-    yield from _one_of(argument.name, dtype, tuple(LARGEST))
+    if dtype not in tuple(LARGEST):
+        yield _one_of(argument.name, tuple(LARGEST), dtype)
 
 
 def _choice(_: Op, argument: Choice, word: Any, __: Values) -> Iterator[str]:
-    yield from _one_of(argument.name, word, argument.words)
+    if word not in argument.words:
+        yield _one_of(argument.name, argument.words, word)
 
 
 def _group_size(op: Op, argument: GroupSize, size: Any, values: Values) -> Iterator[str]:
-    yield from _one_of(argument.name, size, GROUP_SIZES)
+    if size not in GROUP_SIZES:
+        yield _one_of(argument.name, GROUP_SIZES, size)
     width = values[op.rows[0].name].shape[-1]
     if op.rows[0].heads and width % size:
         yield f"{argument.name} {size} does not divide heads of {width} columns; groups lie within a head"
@@ -159,7 +165,8 @@ def _group_size(op: Op, argument: GroupSize, size: Any, values: Values) -> Itera
 def _scale(op: Op, argument: StaticScale, scale: Any, values: Values) -> Iterator[str]:
     if scale.numel() != 1 or scale.dtype != torch.float32:
         yield f"{argument.name} must be one element of torch.float32, got {tuple(scale.shape)} of {scale.dtype}"
-    yield from _elsewhere(argument.name, scale, "the rows", values[op.rows[0].name])
+    if scale.device != values[op.rows[0].name].device:
+        yield _elsewhere(argument.name, scale, "the rows", values[op.rows[0].name])
 
 
 def _padded(op: Op, argument: PaddedWidth, padded: Any, values: Values) -> Iterator[str]:
@@ -179,10 +186,12 @@ def _aligned(op: Op, _: TmaAligned, aligned: Any, values: Values) -> Iterator[st
 def _index(op: Op, argument: Index, index: Any, values: Values) -> Iterator[str]:
     name, of, x = argument.name, argument.of, values[argument.of]
     tokens = prod(x.shape[: -2 if op.rows[0].heads else -1])
-    yield from _one_of(name, index.dtype, (torch.int32, torch.int64))
+    if index.dtype not in (torch.int32, torch.int64):
+        yield _one_of(name, (torch.int32, torch.int64), index.dtype)
     if index.dim() != 1 or index.shape[0] != tokens:
         yield f"{name} must have one number for each of the {tokens} tokens of {of}, got {tuple(index.shape)}"
-    yield from _elsewhere(name, index, of, x)
+    if index.device != x.device:
+        yield _elsewhere(name, index, of, x)
     if index.stride(0) != 1 and tokens > 1:
         yield f"{name} has stride {index.stride(0)}; pass {name}.contiguous()"
 
@@ -193,8 +202,10 @@ def _table(_: Op, argument: Table, table: Any, values: Values) -> Iterator[str]:
         yield f"{name} must be (positions, {x.shape[-1] // 2}), half as wide as {of}; got {tuple(table.shape)}"
     if x.shape[-1] % 2:
         yield f"{of} has {x.shape[-1]} columns, and a rope turns pairs of them"
-    yield from _one_of(name, table.dtype, FLOATS)
-    yield from _elsewhere(name, table, of, x)
+    if table.dtype not in FLOATS:
+        yield _one_of(name, FLOATS, table.dtype)
+    if table.device != x.device:
+        yield _elsewhere(name, table, of, x)
     if table.stride(1) != 1 and table.shape[1] > 1:
         yield f"{name} has stride {table.stride(1)} along its rows; pass {name}.contiguous()"
 
@@ -214,7 +225,8 @@ def _cache(op: Op, argument: Cache, cache: Any, values: Values) -> Iterator[str]
     latent, rope = (values[part] for part in argument.parts)
     name = f"layerfuse::{op.name}: {argument.name}"
     layout_of(cache, latent.shape[-1], rope.shape[-1], latent.dtype, name=name)
-    yield from _elsewhere(argument.name, cache, argument.parts[0], latent)
+    if cache.device != latent.device:
+        yield _elsewhere(argument.name, cache, argument.parts[0], latent)
 
 
 _PROBLEMS: dict[type[Argument], Callable[..., Iterator[str]]] = {
@@ -241,14 +253,12 @@ def _problems_of(argument: Argument) -> Callable[..., Iterator[str]] | None:
     return next((problems for kind, problems in _PROBLEMS.items() if isinstance(argument, kind)), None)
 
 
-def _one_of(name: str, value: Any, known: tuple[Any, ...]) -> Iterator[str]:
-    if value not in known:
-        yield f"{name} must be one of {', '.join(map(str, known))}, got {value}"
+def _one_of(name: str, known: tuple[Any, ...], value: Any) -> str:
+    return f"{name} must be one of {', '.join(map(str, known))}, got {value}"
 
 
-def _elsewhere(name: str, value: Tensor, of: str, x: Tensor) -> Iterator[str]:
-    if value.device != x.device:
-        yield f"{name} is on {value.device}, {of} on {x.device}; move one of them"
+def _elsewhere(name: str, value: Tensor, of: str, x: Tensor) -> str:
+    return f"{name} is on {value.device}, {of} on {x.device}; move one of them"
 
 
 def _gaps(name: str, x: Tensor) -> str:
