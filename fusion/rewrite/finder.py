@@ -172,12 +172,15 @@ class Finder:
             if left and site.name in self._wanted:
                 both = "one norm was found where two are needed"
                 why = [*reasons, both][0] if len(has) > 1 else why_missing(site, has, self._around(site, near))
-                found.uses.append(use_at(site, (left[0].where,), problem=why))
+                # As few uses as these can be of: one that is of either place stands for both.
+                alone = Counter(place for part in left if len(part.places) == 1 for _, place in part.places)
+                missed = max([-(-len(left) // 2), *alone.values()])
+                found.uses += [use_at(site, (part.where,), problem=why) for part in left[:missed]]
         for group in unsure.values():
             reasons = []
             left = self._taken(group, found, reasons)
-            alone = [f"{part.found.out} norms width {part.found.width} and has no partner" for part in left]
-            found.loose += (reasons or alone) if left else []
+            single = [f"{part.found.out} norms width {part.found.width} and has no partner" for part in left]
+            found.loose += (reasons or single) if left else []
 
     def _taken(self, group: list[_Part], found: Found, reasons: list[str]) -> list[_Part]:
         """Add the uses that a group makes up, each of the site that was used least, in the plan's order. Returns what is left over."""
