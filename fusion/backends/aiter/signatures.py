@@ -7,7 +7,7 @@ or the norm of the second latent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -37,8 +37,8 @@ def norms(found: Resolved, core: Core) -> Callable[..., Any]:
     kept = (True, per != "static", found.binding.keeps_norm, adds or found.binding.is_dual)
     pick: Callable[[Results], Any] = itemgetter(*(place for place, is_kept in enumerate(kept) if is_kept))
 
-    def options(given: list[Any]) -> list[Any]:
-        return [given[0], None, False] if per == "token" else given[:3]
+    def options(given: Sequence[Any]) -> Sequence[Any]:
+        return (given[0], None, False) if per == "token" else given[:3]
 
     def two(*given: Any) -> Any:
         q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon, q_offset, kv_offset, *others = given
@@ -47,9 +47,9 @@ def norms(found: Resolved, core: Core) -> Callable[..., Any]:
 
     def added(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, offset: float, *others: Any) -> Any:
         same_shape(name, "residual", residual, x)
-        return pick(core((x, weight, epsilon, offset), residual, None, *options([*others])))
+        return pick(core((x, weight, epsilon, offset), residual, None, *options(others)))
 
     def one(x: Tensor, weight: Tensor, epsilon: float, offset: float, *others: Any) -> Any:
-        return pick(core((x, weight, epsilon, offset), None, None, *options([*others])))
+        return pick(core((x, weight, epsilon, offset), None, None, *options(others)))
 
     return two if found.binding.is_dual else added if adds else one
