@@ -516,14 +516,3 @@ class Op:
         )
         given = "Tensor" if len(self.results) == 1 else f"({', '.join('Tensor' for _ in self.results)})"
         return f"{self.name}({taken}) -> {given}"
-
-    def argument(self, name: str) -> Argument:
-        """The argument of this name.
-
-        Raises:
-            KeyError: no such argument.
-        """
-        found = next((argument for argument in self.args if argument.name == name), None)
-        if found is None:
-            raise KeyError(f"{self.name} has no argument {name!r}")
-        return found

@@ -59,9 +59,6 @@ class FoundNorm:
             return None
         return f"the norm {self.out} is described by a {self.kind.__name__}; the spec is a {type(spec).__name__}"
 
-    def __str__(self) -> str:
-        return f"{self.out} (rms_norm of width {self.width}, epsilon {self.epsilon:g})"
-
 
 @frozen(kw_only=True, eq=False)
 class PartialMatch:
