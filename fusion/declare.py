@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from keyword import iskeyword
 from typing import Any, ClassVar, TypeAlias
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
 
@@ -20,17 +21,30 @@ class OpError(LayerfuseError, ValueError):
     """An op or a kernel that is declared wrongly; the message says what to change."""
 
 
+@frozen
+class Source:
+    """A default that is written as source text: torch is not imported here."""
+
+    text: str
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 @frozen(kw_only=True)
 class Argument:
     """One argument of an op."""
 
     schema: ClassVar[str]
     "Its type in torch's schema language."
-    annotation: ClassVar[str]
-    "Its type in Python."
 
     name: str
     doc: str = ""
+
+    @property
+    def annotation(self) -> str:
+        """Its type in Python."""
+        return "torch.dtype" if self.schema == "ScalarType" else self.schema
 
     @property
     def default(self) -> Any:
@@ -57,7 +71,6 @@ class Rows(Argument):
     """A tensor of rows, (..., width): any leading dimensions and row strides, last stride 1."""
 
     schema = "Tensor"
-    annotation = "Tensor"
 
     width: str = "width"
     "The name of its width. Rows of one width name are equally wide."
@@ -83,7 +96,6 @@ class Weight(Argument):
     """A norm's weight, (width,), of any floating dtype."""
 
     schema = "Tensor"
-    annotation = "Tensor"
 
     of: str
     "The rows that it belongs to."
@@ -94,7 +106,6 @@ class Epsilon(Argument):
     """Added to the mean square, at least 0."""
 
     schema = "float"
-    annotation = "float"
 
     name: str = "epsilon"
 
@@ -104,7 +115,6 @@ class GroupName(Argument):
     """The process group whose ranks call the op together, by name: a schema carries no communicator."""
 
     schema = "str"
-    annotation = "str"
 
     name: str = "group"
     doc: str = (
@@ -117,15 +127,10 @@ class WeightOffset(Argument):
     """Added to the weight: 1.0 for zero-centred norms."""
 
     schema = "float"
-    annotation = "float"
 
     name: str = "weight_offset"
     doc: str = "added to the weight: 1.0 for zero-centred norms."
-
-    @property
-    def default(self) -> Any:
-        """No offset."""
-        return 0.0
+    default = 0.0
 
 
 @frozen(kw_only=True)
@@ -133,15 +138,10 @@ class QuantDtype(Argument):
     """The fp8 format of quantised results."""
 
     schema = "ScalarType"
-    annotation = "torch.dtype"
 
     name: str = "dtype"
     doc: str = "torch.float8_e4m3fn, or torch.float8_e4m3fnuz for gfx942."
-
-    @property
-    def default(self) -> Any:
-        """The OCP format, as source text: torch is not imported here."""
-        return Source("torch.float8_e4m3fn")
+    default = Source("torch.float8_e4m3fn")
 
 
 @frozen(kw_only=True)
@@ -149,15 +149,10 @@ class GroupSize(Argument):
     """Columns that share a scale."""
 
     schema = "int"
-    annotation = "int"
 
     name: str = "group_size"
     doc: str = "32, 64 or 128; the last group may be short."
-
-    @property
-    def default(self) -> Any:
-        """DeepSeek's."""
-        return 128
+    default = 128  # DeepSeek's
 
 
 @frozen(kw_only=True)
@@ -165,7 +160,6 @@ class Flag(Argument):
     """A switch, off unless it says otherwise."""
 
     schema = "bool"
-    annotation = "bool"
 
     on: bool = False
 
@@ -190,7 +184,6 @@ class Choice(Argument):
     """One of several words, the first of them unless given."""
 
     schema = "str"
-    annotation = "str"
 
     words: tuple[str, ...]
 
@@ -205,15 +198,10 @@ class Limit(Argument):
     """The clamp of a gated MLP: gates are at most this, the other half lies between minus and plus this."""
 
     schema = "float"
-    annotation = "float"
 
     name: str = "limit"
     doc: str = "gate is clamped from above and up on both sides; positive, infinite where a model clamps nothing."
-
-    @property
-    def default(self) -> Any:
-        """No clamp."""
-        return Source('float("inf")')
+    default = Source('float("inf")')
 
 
 @frozen(kw_only=True)
@@ -221,7 +209,6 @@ class Number(Argument):
     """A number that a layer has once and for all."""
 
     schema = "float"
-    annotation = "float"
 
     sample: float = 1.0
     "What a benchmark gives for it."
@@ -232,7 +219,6 @@ class StaticScale(Argument):
     """The scale of a static quantisation."""
 
     schema = "Tensor"
-    annotation = "Tensor"
 
     name: str = "scale"
     doc: str = "one float32 element on the device of the rows: values are divided by it."
@@ -243,7 +229,6 @@ class PaddedWidth(Argument):
     """How wide a padded result is."""
 
     schema = "int"
-    annotation = "int"
 
     name: str = "padded_width"
     doc: str = "columns of the padded result, at least the width; what is behind the width is zero."
@@ -254,7 +239,6 @@ class Index(Argument):
     """A whole number for each token: int32 or int64, (tokens,), contiguous."""
 
     schema = "Tensor"
-    annotation = "Tensor"
 
     of: str
     "The rows whose tokens are numbered: their leading dimensions, counted as one, without heads."
@@ -265,7 +249,6 @@ class Table(Argument):
     """A table of cos or sin, (positions, width / 2), of any floating dtype, last stride 1."""
 
     schema = "Tensor"
-    annotation = "Tensor"
 
     of: str
     "The rows that are turned by it."
@@ -276,15 +259,10 @@ class Cache(Argument):
     """A paged cache, which the op writes to, see `ops.cache_layout`."""
 
     schema = "Tensor"
-    annotation = "Tensor"
 
     parts: tuple[str, str]
     "The rows that lie beside each other in an entry: the latent, and the rope columns."
-
-    @property
-    def is_mutated(self) -> bool:
-        """It is what the op is for."""
-        return True
+    is_mutated = True
 
 
 @frozen(kw_only=True)
@@ -295,20 +273,9 @@ class HeadWeight(Argument):
     """
 
     schema = "Tensor"
-    annotation = "Tensor"
 
     of: str
     "The rows of heads that are multiplied by it."
-
-
-@frozen
-class Source:
-    """A default that is written as source text."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
 
 
 PAIRS = ("interleaved", "halves", "interleaved_to_halves", "none")
@@ -455,7 +422,7 @@ class Kernel:
         return tuple(name for name in BACKENDS if name not in self.backend)
 
 
-@frozen(kw_only=True, eq=False)
+@define(kw_only=True, eq=False, frozen=True, slots=False)  # not slotted: its rows are kept
 class Op:
     """One op, `torch.ops.layerfuse.<name>`.
 
@@ -521,7 +488,7 @@ class Op:
                 if of not in rows:
                     yield f"the result {result.name} is of {of!r}, and no rows are called that"
 
-    @property
+    @cached_property
     def rows(self) -> tuple[Rows, ...]:
         """The arguments that are rows, the first of which decides device and dtype."""
         return tuple(argument for argument in self.args if isinstance(argument, Rows))
@@ -549,14 +516,3 @@ class Op:
         )
         given = "Tensor" if len(self.results) == 1 else f"({', '.join('Tensor' for _ in self.results)})"
         return f"{self.name}({taken}) -> {given}"
-
-    def argument(self, name: str) -> Argument:
-        """The argument of this name.
-
-        Raises:
-            KeyError: no such argument.
-        """
-        found = next((argument for argument in self.args if argument.name == name), None)
-        if found is None:
-            raise KeyError(f"{self.name} has no argument {name!r}")
-        return found

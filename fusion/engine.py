@@ -99,15 +99,7 @@ class Engine:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON and for cache keys."""
-        return {
-            "name": self.name,
-            "refuses": dict(self.refuses),
-            "does": dict(self.does),
-            "keeps": dict(self.keeps),
-            "experts": self.experts,
-            "inside": self.inside,
-            "uncompiled": self.uncompiled,
-        }
+        return attrs.asdict(self)
 
 
 SPELT = {"transformers": "transformers", "vllm": "vLLM", "sglang": "SGLang", "atom": "ATOM"}

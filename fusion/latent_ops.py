@@ -145,7 +145,7 @@ def _query_concat(name: str, said: str, quantised: bool) -> Op:
                 doc="(tokens, heads, both widths)" + (", in fp8, quantised before any rounding." if quantised else "."),
             ),
         ),
-        reference=_concat_static if quantised else _concat,
+        reference=_later("query_concat_static" if quantised else "query_concat"),
     )
 
 
@@ -191,44 +191,19 @@ def _query_absorb(name: str, said: str, quantised: bool) -> Op:
                 + (", in fp8; the product is rounded to the dtype of the query first." if quantised else "."),
             ),
         ),
-        reference=_absorb_static if quantised else _absorb,
+        reference=_later("query_absorb_static" if quantised else "query_absorb"),
     )
 
 
-def _absorb(*args: Any) -> Any:
-    from .ops.mla import query_absorb
+def _later(name: str) -> Callable[..., Any]:
+    """A reference of `ops.mla`, which needs torch."""
 
-    return query_absorb(*args)
+    def reference(*args: Any) -> Any:
+        from .backends.backend import imported
 
+        return imported(f"{__package__}.ops.mla:{name}")(*args)
 
-def _absorb_static(*args: Any) -> Any:
-    from .ops.mla import query_absorb_static
-
-    return query_absorb_static(*args)
-
-
-def _concat(*args: Any) -> Any:
-    from .ops.mla import query_concat
-
-    return query_concat(*args)
-
-
-def _concat_static(*args: Any) -> Any:
-    from .ops.mla import query_concat_static
-
-    return query_concat_static(*args)
-
-
-def _into(*args: Any) -> None:
-    from .ops.mla import norm_rope_cache_into
-
-    norm_rope_cache_into(*args)
-
-
-def _rope_alone(*args: Any) -> None:
-    from .ops.mla import query_rope
-
-    query_rope(*args)
+    return reference
 
 
 MLA_NORM_ROPE_CACHE = _norm_rope_cache("mla_norm_rope_cache", "", None)
@@ -261,7 +236,7 @@ MLA_NORM_ROPE_CACHE_INTO = Op(
         ),
     ),
     results=(),
-    reference=_into,
+    reference=_later("norm_rope_cache_into"),
 )
 MLA_QUERY_CONCAT = _query_concat("mla_query_concat", "", False)
 MLA_QUERY_CONCAT_STATIC_QUANT = _query_concat("mla_query_concat_static_quant", ", in fp8 by a given scale", True)
@@ -291,7 +266,7 @@ MLA_QUERY_ROPE = Op(
         _PAIRS,
     ),
     results=(),
-    reference=_rope_alone,
+    reference=_later("query_rope"),
 )
 
 _LATENT_KERNEL = Kernel(

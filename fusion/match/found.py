@@ -8,8 +8,9 @@ import torch
 from attrs import field, frozen
 from torch.fx import Node
 
-from ...adapters.specs import NormSpec
-from .values import value
+from ...adapters.specs import GatedNormSpec, NormSpec
+from ..sites import Site
+from .values import is_number, value
 
 if TYPE_CHECKING:  # they register the ops of all fusions, of which one may be what is being imported
     from .adds import FoundAdd
@@ -37,8 +38,26 @@ class FoundNorm:
     quant: FoundQuant | None = None
     "Where the op itself quantises, and gives the quantised norm only."
 
-    def __str__(self) -> str:
-        return f"{self.out} (rms_norm of width {self.width}, epsilon {self.epsilon:g})"
+    def why_not(self, site: Site, place: int = 0, certain: bool = False) -> str | None:
+        """How it differs from a norm of a site, as a sentence; None where it does not.
+
+        Args:
+            site: whose norm it may be.
+            place: which of the site's norms.
+            certain: whether it stands there for certain. A gated norm may then be found without its gate, of which no form is known.
+        """
+        spec = site.norms[place]
+        if self.width != spec.width:
+            return f"the norm {self.out} has width {self.width}; the spec says {spec.width}"
+        if self.weight_offset != spec.weight_offset:
+            return (
+                f"the norm {self.out} adds {self.weight_offset:g} to its weight; the spec says {spec.weight_offset:g}"
+            )
+        if not is_number(self.epsilon, spec.epsilon):
+            return f"the norm {self.out} has epsilon {self.epsilon!r}; the spec says {spec.epsilon!r}"
+        if self.kind is type(spec) or (certain and self.kind is NormSpec and isinstance(spec, GatedNormSpec)):
+            return None
+        return f"the norm {self.out} is described by a {self.kind.__name__}; the spec is a {type(spec).__name__}"
 
 
 @frozen(kw_only=True, eq=False)

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from attrs import define, frozen
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from ...adapters.specs import GatedNormSpec, NormSpec
 from .activations import read_activation
 from .arithmetic import aten, between, narrow, operands, rounded_to, unrounded, what_is
 from .errors import Unmatched
 from .found import FoundNorm
+from .index import GraphIndex
 from .provenance import ROW_PRESERVING
 from .values import same_shape, value
 from .written_out import Reading, reading_of
@@ -47,11 +48,11 @@ def why_ungated(norm: FoundNorm) -> str:
     return f"{norm.out} is a norm whose gate is not its own"
 
 
-def find_gated_norms(graph: Graph, norms: Iterable[FoundNorm]) -> tuple[list[FoundGatedNorm], dict[Node, str]]:
+def find_gated_norms(index: GraphIndex, norms: Iterable[FoundNorm]) -> tuple[list[FoundGatedNorm], dict[Node, str]]:
     """The gated norms of a graph in its order, and why the other norms are none.
 
     Args:
-        graph: a graph.
+        index: of the graph.
         norms: its norms, among which are those that are one op.
 
     Returns:
@@ -59,7 +60,7 @@ def find_gated_norms(graph: Graph, norms: Iterable[FoundNorm]) -> tuple[list[Fou
     """
     found: list[FoundGatedNorm] = []
     reasons: dict[Node, str] = {}
-    roots = graph.find_nodes(op="call_function", target=aten.rsqrt.default)
+    roots = index.graph.find_nodes(op="call_function", target=aten.rsqrt.default)
     starts = [(root, _Gated(norm=norm)) for root in roots if (norm := reading_of(root)) is not None]
     starts += [(norm.out, _of_norm(norm)) for norm in norms if root_of(norm) is norm.out]
     for node, start in starts:

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .adds import FoundAdd
 from .arithmetic import ADDS, convert
-from .calls import Call, call_of, name_of_op
+from .calls import Call, call_of
 from .errors import Unmatched
 from .found import FoundNorm, PartialMatch
+from .index import GraphIndex
 from .quant_forms import Described, OneOp
 from .quants import FoundQuant, quant_of
 from .values import last_width, same, same_shape, value
@@ -91,13 +92,10 @@ NORM_OPS: dict[str, NormOp] = {
 """The ops by qualified name."""
 
 
-def norm_ops(graph: Graph) -> Iterator[FoundNorm | PartialMatch]:
+def norm_ops(index: GraphIndex) -> Iterator[FoundNorm | PartialMatch]:
     """The norms of a graph that are one op, in its order, and those of them that cannot be replaced."""
-    for node in graph.nodes:
-        form = NORM_OPS.get(name_of_op(node) or "") if node.op == "call_function" else None
-        if form is not None:
-            call = call_of(node)
-            yield _found(call, form) or _near(call, form)
+    for call in map(call_of, index.calls(NORM_OPS)):
+        yield _found(call, NORM_OPS[call.name]) or _near(call, NORM_OPS[call.name])
 
 
 def _found(call: Call, form: NormOp) -> FoundNorm | None:

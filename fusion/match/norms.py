@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from .arithmetic import ADDS, aten, convert, squared, unrounded
 from .found import FoundNorm, PartialMatch
+from .index import GraphIndex
 from .norm_ops import norm_ops
 from .values import is_last, last_width, value
 from .written_out import read_norm
@@ -20,17 +21,17 @@ _ON_THE_WAY = (aten.mul.Tensor, convert)
 """What may lie between a norm's reciprocal root and its result."""
 
 
-def find_norms(graph: Graph) -> tuple[list[FoundNorm], list[PartialMatch]]:
+def find_norms(index: GraphIndex) -> tuple[list[FoundNorm], list[PartialMatch]]:
     """The norms of a graph in its order, and what resembles one."""
     found: dict[Node, FoundNorm] = {}
     near: list[PartialMatch] = []
-    for root in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
+    for root in index.graph.find_nodes(op="call_function", target=aten.rsqrt.default):
         norm = read_norm(root)
         if norm is not None:
             found[norm.out] = norm
         elif (resembling := _from_rsqrt(root)) is not None:
             near.append(resembling)
-    for each in norm_ops(graph):
+    for each in norm_ops(index):
         if isinstance(each, FoundNorm):
             found.setdefault(each.out, each)
         else:

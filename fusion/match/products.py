@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from attrs import frozen
-from torch.fx import Graph, Node
+from torch.fx import Node
 
+from ..sites import Site
 from .activations import read_activation
 from .arithmetic import CLAMPS, aten, between, bounds_of, narrow, operands, rounded_to, unrounded, what_is
-from .calls import call_of, name_of_op
+from .calls import call_of
 from .errors import Unmatched
+from .index import GraphIndex
 from .provenance import ROW_PRESERVING
 from .values import last_width, same_shape, value
 
@@ -39,6 +41,22 @@ class FoundProduct:
         return (self.gate, self.up)
 
     @property
+    def weights(self) -> list[Node]:
+        """Candidates for the weight of the down projection that reads it."""
+        return _weights_behind(self.out)
+
+    def why_not(self, site: Site, *_: Any) -> str | None:
+        """How it differs from the product of a site, as a sentence; None where it does not."""
+        spec: Any = site.spec
+        if self.width != spec.local_intermediate_size:
+            return f"the product {self.out} has width {self.width}; the spec says {spec.local_intermediate_size}"
+        limit = math.inf if spec.swiglu_limit is None else spec.swiglu_limit
+        if self.limit != limit:
+            has, says = ("no clamp" if each == math.inf else f"a clamp at {each:g}" for each in (self.limit, limit))
+            return f"the product {self.out} has {has}; the spec says {says}"
+        return None
+
+    @property
     def halves(self) -> bool:
         """Whether gate and up are the halves of one tensor."""
         return self.gate is self.up and last_width(self.gate) == 2 * self.width
@@ -51,13 +69,21 @@ class NearProduct:
     out: Node
     reason: str
 
+    @property
+    def weights(self) -> list[Node]:
+        """As those of a product."""
+        return _weights_behind(self.out)
 
-def find_products(graph: Graph) -> tuple[list[FoundProduct], list[NearProduct]]:
+    def why_not(self, *_: Any) -> str:
+        """The reason, whatever the site."""
+        return self.reason
+
+
+def find_products(index: GraphIndex) -> tuple[list[FoundProduct], list[NearProduct]]:
     """The products of a graph in its order, and what only resembles one."""
-    calls = (node for node in graph.nodes if node.op == "call_function" and name_of_op(node) in ONE_OP)
-    found = [product for product in map(_one_op, calls) if product is not None]
+    found = [product for product in map(_one_op, index.calls(ONE_OP)) if product is not None]
     near: list[NearProduct] = []
-    for node in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+    for node in index.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
         a, b = node.args
         if not isinstance(a, Node) or not isinstance(b, Node) or not same_shape(value(a).shape, value(b).shape):
             continue
@@ -152,7 +178,7 @@ def _one_op(node: Node) -> FoundProduct | None:
 # ---- who reads it ----------------------------------------------------------------------------------------------------
 
 
-def readers_of(product: Node, most: int = 64) -> list[Node]:
+def _readers_of(product: Node, most: int = 64) -> list[Node]:
     """What a product flows into, up to the first matrix product: that of the down projection, or its quantisation."""
     found = [product]
     for node in found:
@@ -161,9 +187,9 @@ def readers_of(product: Node, most: int = 64) -> list[Node]:
     return found[1:]
 
 
-def weights_of(product: Node) -> list[Node]:
-    """Matrices that what reads a product takes beside it: candidates for the down projection's weight."""
-    readers = readers_of(product)
+def _weights_behind(product: Node) -> list[Node]:
+    """Matrices that what reads a product takes beside it."""
+    readers = _readers_of(product)
     inside = {product, *readers}
     return [
         source for node in readers for source in node.all_input_nodes if source not in inside and _is_matrix(source)

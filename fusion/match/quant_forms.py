@@ -7,7 +7,6 @@ A scale's arithmetic is read as a word, a letter per step (`STEPS`), and the wor
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ import torch
 from ..formats import FORMATS
 from ..ops.quantisation import SMALLEST_AMAX
 from .layouts import ROWS, Layout
+from .values import is_number
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 """What counts as a conversion to fp8. The plan then says which of them it wants."""
@@ -212,13 +212,6 @@ ONE_OP_QUANTS: dict[str, OneOp] = {
 def largest_of(dtype: torch.dtype) -> float:
     """The largest value of an fp8 format."""
     return float(torch.finfo(dtype).max)
-
-
-def is_number(given: object, wanted: float) -> bool:
-    """Whether an argument is this number, as it is or rounded to float32."""
-    if not isinstance(given, float | int) or isinstance(given, bool):
-        return False
-    return given in (wanted, struct.unpack("f", struct.pack("f", wanted))[0])
 
 
 def name_of(word: str) -> str | None:

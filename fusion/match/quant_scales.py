@@ -14,8 +14,8 @@ from torch.fx import Node
 from .arithmetic import CLAMPS, aten, bounds_of, convert
 from .errors import Unmatched
 from .provenance import ROW_PRESERVING, unshaped
-from .quant_forms import LARGEST_FLOOR, is_number, largest_of, name_of, spell
-from .values import same, value
+from .quant_forms import LARGEST_FLOOR, largest_of, name_of, spell
+from .values import is_number, same, value
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Conversions among these may stand anywhere: they are roundings."""

@@ -19,9 +19,9 @@ from .calls import Call, call_of, name_of_op
 from .errors import Unmatched
 from .layouts import ROWS, Layout, layout_of
 from .provenance import ROW_PRESERVING
-from .quant_forms import FP8, ONE_OP_QUANTS, Described, OneOp, is_number, largest_of, name_of
+from .quant_forms import FP8, ONE_OP_QUANTS, Described, OneOp, largest_of, name_of
 from .quant_scales import FLOATS, divides, given_scale, read_scale
-from .values import is_contiguous, same, same_shape, value
+from .values import is_contiguous, is_number, same, same_shape, value
 
 _ON_THE_WAY = {*ROW_PRESERVING, *CLAMPS, convert, aten.div.Tensor, aten.mul.Tensor}
 """What may lie between a tensor and its conversion to fp8."""
@@ -116,38 +116,26 @@ def reshapes_of(node: Node) -> list[Node]:
 
 
 def unquantised(node: Node) -> Node:
-    """What an fp8 tensor, or what it stands for, was before it was scaled and converted; the node itself where it is none."""
-    quantised = _quantised(node)
-    if quantised is None:
-        return node
-    before, scaled = quantised, False
-    while True:
+    """What an fp8 tensor, or what it stands for, was before it was scaled and converted; the node itself where it is none.
+
+    Both ways, to fp8 and back, it may be scaled once.
+    """
+    before, scaled, passed = node, False, False
+    while isinstance(value(before), torch.Tensor) or before.target is operator.getitem:
         call = before.args[0] if before.target is operator.getitem else before
         form = ONE_OP_QUANTS.get(name_of_op(call) or "") if isinstance(call, Node) else None
         if form is not None and isinstance(call, Node):
             source: Node = call_of(call)[form.source]
             return source
+        if not passed and value(before).dtype in FP8:
+            scaled, passed = False, True
         scales = before.target in (aten.div.Tensor, aten.mul.Tensor)
-        if before.target not in _ON_THE_WAY or (scales and scaled):
-            return before
+        large = [each for each in before.args if _is_as_large(each, before)]
+        if before.target not in _ON_THE_WAY or len(large) != 1 or (scales and scaled):
+            break
         scaled = scaled or scales
-        source_of_values = next((each for each in before.args if _is_as_large(each, before)), None)
-        if source_of_values is None:
-            return before
-        before = source_of_values
-
-
-def _quantised(node: Node) -> Node | None:
-    """The fp8 tensor that a float one stands for: times its scale at most once, converted and reshaped."""
-    scaled = False
-    while isinstance(value(node), torch.Tensor) and value(node).dtype not in FP8:
-        scales = node.target in (aten.div.Tensor, aten.mul.Tensor)
-        large = [each for each in node.args if _is_as_large(each, node)]
-        if node.target not in _ON_THE_WAY or len(large) != 1 or (scales and scaled):
-            return None
-        scaled = scaled or scales
-        (node,) = large
-    return node if isinstance(value(node), torch.Tensor) else None
+        (before,) = large
+    return before if passed else node
 
 
 def _is_as_large(node: Any, other: Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ def value(node: Any) -> Any:
 def same(a: Any, b: Any) -> bool:
     """Whether two sizes are equal for every input."""
     return bool(statically_known_true(a == b))
+
+
+def is_number(given: object, wanted: float) -> bool:
+    """Whether an argument is this number, as it is or rounded to float32."""
+    if not isinstance(given, float | int) or isinstance(given, bool):
+        return False
+    return given in (wanted, struct.unpack("f", struct.pack("f", wanted))[0])
 
 
 def same_shape(a: Any, b: Any) -> bool:

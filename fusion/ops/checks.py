@@ -1,8 +1,12 @@
-"""The checks of an op's arguments, made from its declaration: what every backend needs, before anything is launched."""
+"""The checks of an op's arguments, made from its declaration: what every backend needs, before anything is launched.
+
+For each kind of argument a function says what is wrong with one: of the op, the argument, its value and all values by name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -32,258 +36,233 @@ from ..declare import (
     Weight,
     WeightOffset,
 )
-from .cache_checks import cache_check, head_weight_check, index_check, table_check
+from .cache_layout import layout_of
 from .groups import GroupError, process_group
 from .norm import FLOATS
 from .quantisation import GROUP_SIZES, LARGEST, MX_COLUMNS
 
 _QUANTISED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
-Check = Callable[..., None]
+Values = Mapping[str, Any]
 
 
-def checker(op: Op) -> Check:
+def checker(op: Op) -> Callable[..., None]:
     """What every backend needs of the arguments, checked before anything is launched.
 
     The function raises TypeError, ValueError or RuntimeError, and the message names the argument.
     """
     name = f"layerfuse::{op.name}"
-    places = {argument.name: place for place, argument in enumerate(op.args)}
-    quantises = any(isinstance(result, Quantised | Packed) for result in op.results)
-    checks: list[tuple[int, Callable[..., None], int]] = []
-    for place, argument in enumerate(op.args):
-        found = _check_of(name, argument, quantises, op.rows[0].any_strides, op.rows[0].heads)
-        if found is not None:
-            other = _other(op, argument)
-            checks.append((place, found, place if other is None else places[other]))
-    widths = [
-        (places[each.name], places[first.name], each.name, first.name)
-        for each in op.rows
-        if (first := next(rows for rows in op.rows if rows.width == each.width)) is not each
-    ]
-    wider = [
-        (places[each.name], places[each.wider_than], each.name, each.wider_than) for each in op.rows if each.wider_than
-    ]
-    tensors = tuple(place for place, argument in enumerate(op.args) if argument.is_tensor)
-    caches = [
-        (cache_check(name, argument), place, places[argument.parts[0]], places[argument.parts[1]])
-        for place, argument in enumerate(op.args)
-        if isinstance(argument, Cache)
-    ]
-    inference_only, more = op.backward is None, op.check
-    groups = [places[each.of] for each in op.results if isinstance(each, Exponents)]
+    names = [argument.name for argument in op.args]
+    found = ((argument, _problems_of(argument)) for argument in op.args)
+    checks = [(argument, problems) for argument, problems in found if problems is not None]
+    tensors = [place for place, argument in enumerate(op.args) if argument.is_tensor]
+    blocks = [each.of for each in op.results if isinstance(each, Exponents)]
 
     def check(*given: Any) -> None:
-        for place, each, other in checks:
-            each(given[place], given[other])
-        for place, first, one, another in widths:
-            if given[place].shape[-1] != given[first].shape[-1]:
-                raise ValueError(
-                    f"{name}: {one} must be as wide as {another}, {given[first].shape[-1]} columns; "
-                    f"got {tuple(given[place].shape)}"
-                )
-        for place, first, one, another in wider:
-            if given[place].shape[-1] <= given[first].shape[-1]:
-                raise ValueError(
-                    f"{name}: {one} must be wider than {another}, {given[first].shape[-1]} columns; "
-                    f"got {tuple(given[place].shape)}"
-                )
-        for check_cache, place, latent, rope in caches:
-            check_cache(given[place], given[latent], given[rope])
-        for place in groups:
-            if given[place].shape[-1] % MX_COLUMNS:
-                raise ValueError(f"{name}: rows of {given[place].shape[-1]} columns are no multiple of {MX_COLUMNS}")
-        if inference_only and torch.is_grad_enabled() and any(given[place].requires_grad for place in tensors):
+        values = dict(zip(names, given, strict=True))
+        for argument, problems in checks:
+            for problem in problems(op, argument, values[argument.name], values):
+                raise ValueError(f"{name}: {problem}")
+        for of in blocks:
+            if values[of].shape[-1] % MX_COLUMNS:
+                raise ValueError(f"{name}: rows of {values[of].shape[-1]} columns are no multiple of {MX_COLUMNS}")
+        if op.backward is None and torch.is_grad_enabled() and any(given[place].requires_grad for place in tensors):
             raise RuntimeError(f"{name} is for inference and has no backward; use torch.no_grad()")
-        if more is not None:
-            more(*given)
+        if op.check is not None:
+            op.check(*given)
 
     return check
 
 
-def _other(op: Op, argument: Argument) -> str | None:
-    """The argument that an argument is checked beside."""
-    if isinstance(argument, Rows):
-        return argument.like
-    if isinstance(argument, Weight | Index | Table | HeadWeight):
-        return argument.of
-    if isinstance(argument, StaticScale | PaddedWidth):
-        return op.rows[0].name
-    if isinstance(argument, TmaAligned):
-        return next((each.name for each in op.args if isinstance(each, ColumnMajor)), None)
-    if isinstance(argument, GroupSize) and op.rows[0].heads:
-        return op.rows[0].name
-    return None
+def _rows(op: Op, argument: Rows, x: Any, values: Values) -> Iterator[str]:
+    name, like = argument.name, argument.like
+    if x is None:  # which the dispatcher lets through for the first argument
+        raise TypeError(f"layerfuse::{op.name}: {name} must be a tensor, got None")
+    shape = x.shape
+    if len(shape) < 1 + argument.heads:
+        yield (
+            f"{name} must be (..., heads, width), got {tuple(shape)}"
+            if argument.heads
+            else f"{name} needs at least one dimension, got a scalar"
+        )
+    known = _QUANTISED_FROM if any(isinstance(result, Quantised | Packed) for result in op.results) else FLOATS
+    if x.dtype not in known:
+        yield _one_of(name, known, x.dtype)
+    if shape[-1] == 0:
+        yield f"{name} {tuple(shape)} has rows of no columns"
+    if not argument.any_strides and x.stride(-1) != 1 and shape[-1] > 1 and x.numel() > 0:
+        yield _gaps(name, x)
+    if like is not None:
+        other = values[like]
+        if x.device != other.device:
+            yield _elsewhere(name, x, like, other)
+        if x.dtype != other.dtype:
+            yield f"{name} is {x.dtype}, {like} is {other.dtype}; they must agree"
+        if shape[:-1] != other.shape[:-1]:
+            yield f"{name} must have the leading dimensions of {like} {tuple(other.shape[:-1])}, got {tuple(shape[:-1])}"
+    first = next(rows.name for rows in op.rows if rows.width == argument.width)
+    if first != name and shape[-1] != (width := values[first].shape[-1]):
+        yield f"{name} must be as wide as {first}, {width} columns; got {tuple(shape)}"
+    if argument.wider_than is not None and shape[-1] <= (least := values[argument.wider_than].shape[-1]):
+        yield f"{name} must be wider than {argument.wider_than}, {least} columns; got {tuple(shape)}"
 
 
-def _check_of(op: str, argument: Argument, quantises: bool, strided: bool, heads: bool) -> Check | None:
-    if isinstance(argument, Rows):
-        return _rows_check(op, argument, _QUANTISED_FROM if quantises else FLOATS)
-    if isinstance(argument, Weight):
-        return _weight_check(op, argument, strided)
-    if isinstance(argument, Epsilon):
-        return _epsilon_check(op, argument)
-    if isinstance(argument, Index):
-        return index_check(op, argument, heads)
-    if isinstance(argument, Table):
-        return table_check(op, argument)
-    if isinstance(argument, HeadWeight):
-        return head_weight_check(op, argument)
-    if isinstance(argument, QuantDtype):
-        return _one_of(op, argument.name, tuple(LARGEST))
-    if isinstance(argument, GroupSize):
-        return _group_check(op, argument)
-    if isinstance(argument, GroupName):
-        return _group_name_check(op, argument)
-    if isinstance(argument, Choice):
-        return _one_of(op, argument.name, argument.words)
-    if isinstance(argument, Limit):
-        return _limit_check(op, argument)
-    if isinstance(argument, StaticScale):
-        return _scale_check(op, argument)
-    if isinstance(argument, PaddedWidth):
-        return _padded_check(op, argument)
-    if isinstance(argument, WeightOffset):
-        return _offset_check(op, argument)
-    return _aligned_check(op) if isinstance(argument, TmaAligned) else None
+def _weight(op: Op, argument: Weight, weight: Any, values: Values) -> Iterator[str]:
+    name, of, x = argument.name, argument.of, values[argument.of]
+    if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
+        yield (
+            f"{name} must have shape ({x.shape[-1]},), the last dimension of {of} {tuple(x.shape)}; "
+            f"got {tuple(weight.shape)}"
+        )
+    if weight.dtype not in FLOATS:
+        yield _one_of(name, FLOATS, weight.dtype)
+    if weight.device != x.device:
+        yield _elsewhere(name, weight, of, x)
+    if not op.rows[0].any_strides and weight.stride(0) != 1 and weight.shape[0] > 1:
+        yield _gaps(name, weight)
 
 
-def _group_name_check(op: str, argument: GroupName) -> Check:
-    def check(group: Any, _: Any) -> None:
-        try:
-            process_group(group)
-        except GroupError as error:
-            raise ValueError(f"{op}: {argument.name}: {error}") from None
-
-    return check
+def _epsilon(_: Op, argument: Epsilon, epsilon: Any, __: Values) -> Iterator[str]:
+    if not epsilon >= 0:
+        yield f"{argument.name} must be at least 0, got {epsilon!r}"
 
 
-def _group_check(op: str, argument: GroupSize) -> Check:
-    known = _one_of(op, argument.name, GROUP_SIZES)
-
-    def check(group_size: Any, x: Any) -> None:
-        known(group_size, x)
-        if isinstance(x, Tensor) and x.shape[-1] % group_size:  # rows of heads
-            raise ValueError(
-                f"{op}: {argument.name} {group_size} does not divide heads of {x.shape[-1]} columns; groups lie within a head"
-            )
-
-    return check
+def _offset(_: Op, argument: WeightOffset, offset: Any, __: Values) -> Iterator[str]:
+    if offset != offset:
+        yield f"{argument.name} is NaN; 1.0 for zero-centred weights, else 0.0"
 
 
-def _offset_check(op: str, argument: WeightOffset) -> Check:
-    def check(offset: Any, _: Any) -> None:
-        if offset != offset:
-            raise ValueError(f"{op}: {argument.name} is NaN; 1.0 for zero-centred weights, else 0.0")
-
-    return check
+def _limit(_: Op, argument: Limit, limit: Any, __: Values) -> Iterator[str]:
+    if not limit > 0:
+        yield f"{argument.name} must be positive, infinite for no clamp; got {limit!r}"
 
 
-def _limit_check(op: str, argument: Limit) -> Check:
-    def check(limit: Any, _: Any) -> None:
-        if not limit > 0:
-            raise ValueError(f"{op}: {argument.name} must be positive, infinite for no clamp; got {limit!r}")
-
-    return check
-
-
-def _scale_check(op: str, argument: StaticScale) -> Check:
-    def check(scale: Any, x: Any) -> None:
-        if scale.numel() != 1 or scale.dtype != torch.float32:
-            raise ValueError(
-                f"{op}: {argument.name} must be one element of torch.float32, got {tuple(scale.shape)} of {scale.dtype}"
-            )
-        if scale.device != x.device:
-            raise ValueError(f"{op}: {argument.name} is on {scale.device}, the rows on {x.device}; move one of them")
-
-    return check
+def _group_name(_: Op, argument: GroupName, group: Any, __: Values) -> Iterator[str]:
+    try:
+        process_group(group)
+    except GroupError as error:
+        yield f"{argument.name}: {error}"
 
 
-def _padded_check(op: str, argument: PaddedWidth) -> Check:
-    def check(width: Any, x: Any) -> None:
-        if width < x.shape[-1]:
-            raise ValueError(f"{op}: {argument.name} must be at least the width {x.shape[-1]}, got {width}")
-
-    return check
+def _dtype(_: Op, argument: QuantDtype, dtype: Any, __: Values) -> Iterator[str]:
+    if dtype not in tuple(LARGEST):
+        yield _one_of(argument.name, tuple(LARGEST), dtype)
 
 
-def _aligned_check(op: str) -> Check:
-    def check(tma_aligned: Any, column_major: Any) -> None:
-        if tma_aligned and not column_major:
-            raise ValueError(f"{op}: tma_aligned scales are column-major; give column_major=True too")
-
-    return check
+def _choice(_: Op, argument: Choice, word: Any, __: Values) -> Iterator[str]:
+    if word not in argument.words:
+        yield _one_of(argument.name, argument.words, word)
 
 
-def _rows_check(op: str, argument: Rows, dtypes: tuple[torch.dtype, ...]) -> Check:
-    name, like, any_strides, least = argument.name, argument.like, argument.any_strides, 1 + argument.heads
-    known = ", ".join(map(str, dtypes))
-
-    def check(x: Any, other: Any) -> None:
-        if x is None:  # which the dispatcher lets through for the first argument
-            raise TypeError(f"{op}: {name} must be a tensor, got None")
-        shape = x.shape
-        if len(shape) < least:
-            if least == 1:
-                raise ValueError(f"{op}: {name} needs at least one dimension, got a scalar")
-            raise ValueError(f"{op}: {name} must be (..., heads, width), got {tuple(shape)}")
-        if x.dtype not in dtypes:
-            raise ValueError(f"{op}: {name} must be one of {known}, got {x.dtype}")
-        if shape[-1] == 0:
-            raise ValueError(f"{op}: {name} {tuple(shape)} has rows of no columns")
-        if not any_strides and x.stride(-1) != 1 and shape[-1] > 1 and x.numel() > 0:
-            raise ValueError(_gaps(op, name, x))
-        if x is not other:
-            if x.device != other.device:
-                raise ValueError(f"{op}: {name} is on {x.device}, {like} on {other.device}; move one of them")
-            if x.dtype != other.dtype:
-                raise ValueError(f"{op}: {name} is {x.dtype}, {like} is {other.dtype}; they must agree")
-            if shape[:-1] != other.shape[:-1]:
-                raise ValueError(
-                    f"{op}: {name} must have the leading dimensions of {like} {tuple(other.shape[:-1])}, "
-                    f"got {tuple(shape[:-1])}"
-                )
-
-    return check
+def _group_size(op: Op, argument: GroupSize, size: Any, values: Values) -> Iterator[str]:
+    if size not in GROUP_SIZES:
+        yield _one_of(argument.name, GROUP_SIZES, size)
+    width = values[op.rows[0].name].shape[-1]
+    if op.rows[0].heads and width % size:
+        yield f"{argument.name} {size} does not divide heads of {width} columns; groups lie within a head"
 
 
-def _gaps(op: str, name: str, x: Tensor) -> str:
+def _scale(op: Op, argument: StaticScale, scale: Any, values: Values) -> Iterator[str]:
+    if scale.numel() != 1 or scale.dtype != torch.float32:
+        yield f"{argument.name} must be one element of torch.float32, got {tuple(scale.shape)} of {scale.dtype}"
+    if scale.device != values[op.rows[0].name].device:
+        yield _elsewhere(argument.name, scale, "the rows", values[op.rows[0].name])
+
+
+def _padded(op: Op, argument: PaddedWidth, padded: Any, values: Values) -> Iterator[str]:
+    width = values[op.rows[0].name].shape[-1]
+    if padded < width:
+        yield f"{argument.name} must be at least the width {width}, got {padded}"
+
+
+def _aligned(op: Op, _: TmaAligned, aligned: Any, values: Values) -> Iterator[str]:
+    if aligned and not any(values[each.name] for each in op.args if isinstance(each, ColumnMajor)):
+        yield "tma_aligned scales are column-major; give column_major=True too"
+
+
+# ---- what an op of a decode layer takes besides its rows -------------------------------------------------------------
+
+
+def _index(op: Op, argument: Index, index: Any, values: Values) -> Iterator[str]:
+    name, of, x = argument.name, argument.of, values[argument.of]
+    tokens = prod(x.shape[: -2 if op.rows[0].heads else -1])
+    if index.dtype not in (torch.int32, torch.int64):
+        yield _one_of(name, (torch.int32, torch.int64), index.dtype)
+    if index.dim() != 1 or index.shape[0] != tokens:
+        yield f"{name} must have one number for each of the {tokens} tokens of {of}, got {tuple(index.shape)}"
+    if index.device != x.device:
+        yield _elsewhere(name, index, of, x)
+    if index.stride(0) != 1 and tokens > 1:
+        yield f"{name} has stride {index.stride(0)}; pass {name}.contiguous()"
+
+
+def _table(_: Op, argument: Table, table: Any, values: Values) -> Iterator[str]:
+    name, of, x = argument.name, argument.of, values[argument.of]
+    if table.dim() != 2 or table.shape[1] != x.shape[-1] // 2:
+        yield f"{name} must be (positions, {x.shape[-1] // 2}), half as wide as {of}; got {tuple(table.shape)}"
+    if x.shape[-1] % 2:
+        yield f"{of} has {x.shape[-1]} columns, and a rope turns pairs of them"
+    if table.dtype not in FLOATS:
+        yield _one_of(name, FLOATS, table.dtype)
+    if table.device != x.device:
+        yield _elsewhere(name, table, of, x)
+    if table.stride(1) != 1 and table.shape[1] > 1:
+        yield f"{name} has stride {table.stride(1)} along its rows; pass {name}.contiguous()"
+
+
+def _head_weight(_: Op, argument: HeadWeight, weight: Any, values: Values) -> Iterator[str]:
+    name, of, x = argument.name, argument.of, values[argument.of]
+    heads, width = x.shape[-2:]
+    if weight.dim() != 3 or tuple(weight.shape[:2]) != (heads, width):
+        yield f"{name} must be ({heads}, {width}, columns), as {of} has heads and columns; got {tuple(weight.shape)}"
+    if weight.dtype != x.dtype or weight.device != x.device:
+        yield f"{name} is {weight.dtype} on {weight.device}, {of} {x.dtype} on {x.device}; convert or move one of them"
+    if 1 not in weight.stride()[1:]:
+        yield f"{name} has strides {tuple(weight.stride())}, none of the last two is 1; pass {name}.contiguous()"
+
+
+def _cache(op: Op, argument: Cache, cache: Any, values: Values) -> Iterator[str]:
+    latent, rope = (values[part] for part in argument.parts)
+    name = f"layerfuse::{op.name}: {argument.name}"
+    layout_of(cache, latent.shape[-1], rope.shape[-1], latent.dtype, name=name)
+    if cache.device != latent.device:
+        yield _elsewhere(argument.name, cache, argument.parts[0], latent)
+
+
+_PROBLEMS: dict[type[Argument], Callable[..., Iterator[str]]] = {
+    Rows: _rows,
+    Weight: _weight,
+    Epsilon: _epsilon,
+    WeightOffset: _offset,
+    Limit: _limit,
+    GroupName: _group_name,
+    QuantDtype: _dtype,
+    Choice: _choice,
+    GroupSize: _group_size,
+    StaticScale: _scale,
+    PaddedWidth: _padded,
+    TmaAligned: _aligned,
+    Index: _index,
+    Table: _table,
+    HeadWeight: _head_weight,
+    Cache: _cache,
+}
+
+
+def _problems_of(argument: Argument) -> Callable[..., Iterator[str]] | None:
+    return next((problems for kind, problems in _PROBLEMS.items() if isinstance(argument, kind)), None)
+
+
+def _one_of(name: str, known: tuple[Any, ...], value: Any) -> str:
+    return f"{name} must be one of {', '.join(map(str, known))}, got {value}"
+
+
+def _elsewhere(name: str, value: Tensor, of: str, x: Tensor) -> str:
+    return f"{name} is on {value.device}, {of} on {x.device}; move one of them"
+
+
+def _gaps(name: str, x: Tensor) -> str:
     return (
-        f"{op}: {name} has stride {x.stride(-1)} along its last dimension, and kernels read rows whose elements "
+        f"{name} has stride {x.stride(-1)} along its last dimension, and kernels read rows whose elements "
         f"lie together; pass {name}.contiguous()"
     )
-
-
-def _weight_check(op: str, argument: Weight, strided: bool) -> Check:
-    name, of = argument.name, argument.of
-
-    def check(weight: Any, x: Any) -> None:
-        if weight.dim() != 1 or weight.shape[0] != x.shape[-1]:
-            raise ValueError(
-                f"{op}: {name} must have shape ({x.shape[-1]},), the last dimension of {of} {tuple(x.shape)}; "
-                f"got {tuple(weight.shape)}"
-            )
-        if weight.dtype not in FLOATS:
-            raise ValueError(f"{op}: {name} must be one of {', '.join(map(str, FLOATS))}, got {weight.dtype}")
-        if weight.device != x.device:
-            raise ValueError(f"{op}: {name} is on {weight.device}, {of} on {x.device}; move one of them")
-        if not strided and weight.stride(0) != 1 and weight.shape[0] > 1:
-            raise ValueError(_gaps(op, name, weight))
-
-    return check
-
-
-def _epsilon_check(op: str, argument: Epsilon) -> Check:
-    def check(epsilon: Any, _: Any) -> None:
-        if not epsilon >= 0:
-            raise ValueError(f"{op}: {argument.name} must be at least 0, got {epsilon!r}")
-
-    return check
-
-
-def _one_of(op: str, name: str, known: tuple[Any, ...]) -> Check:
-    def check(value: Any, _: Any) -> None:
-        if value not in known:
-            raise ValueError(f"{op}: {name} must be one of {', '.join(map(str, known))}, got {value}")
-
-    return check

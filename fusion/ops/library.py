@@ -72,7 +72,7 @@ def define(op: Op, kernels: tuple[Kernel, ...] = ()) -> Any:
     for kernel in reversed((*kernels, *kernels_for(name))):
         backends.register(backend_of(op, kernel))
     groups = [place for place, argument in enumerate(op.args) if isinstance(argument, GroupName)]
-    check, fake, case, signature = checker(op), _fake(op), case_maker(op), signature_maker(op)
+    check, fake, case, signature = checker(op), fake_of(op), case_maker(op), signature_maker(op)
     if op.mutated:
         _count_versions(op)
     known, inference_only, checked_always = backends.Memory(), op.backward is None, op.check is not None
@@ -166,7 +166,8 @@ def declared(name: str) -> Op:
 # ---- what torch and the backends need --------------------------------------------------------------------------------
 
 
-def _fake(op: Op) -> Callable[..., Any]:
+def fake_of(op: Op) -> Callable[..., Any]:
+    """From the op's arguments to uninitialised results."""
     places = {argument.name: place for place, argument in enumerate(op.args)}
 
     def place_of(kind: type[Argument]) -> int | None:

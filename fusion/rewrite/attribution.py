@@ -6,14 +6,11 @@ the end of each norm's path, and several sites may fit.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Mapping
 
 from attrs import field, frozen
 from torch.fx import Node
 
-from ...adapters.specs import NormSpec
-from ..match.found import FoundNorm
 from ..sites import Site
 from .parameters import PARAMETER, Parameter, module_path
 
@@ -166,26 +163,3 @@ def parameter_of(weight: Node) -> Parameter | None:
         weight = weight.all_input_nodes[0]
     found: Parameter | None = weight.meta.get(PARAMETER)
     return found
-
-
-def fits(norm: FoundNorm, spec: NormSpec) -> bool:
-    """Whether a norm of a graph is the one that a spec describes, its gate aside."""
-    return (norm.width, norm.weight_offset) == (spec.width, spec.weight_offset) and same_epsilon(
-        norm.epsilon, spec.epsilon
-    )
-
-
-def same_epsilon(found: float, wanted: float) -> bool:
-    """Whether a number of a graph is this epsilon, as it is or rounded to float32, as `torch.rms_norm` traces it."""
-    return found in (wanted, struct.unpack("f", struct.pack("f", wanted))[0])
-
-
-def differs(norm: FoundNorm, spec: NormSpec) -> str:
-    """How a norm differs from the one that a spec describes, as a sentence."""
-    if norm.width != spec.width:
-        return f"the norm {norm.out} has width {norm.width}; the spec says {spec.width}"
-    if norm.weight_offset != spec.weight_offset:
-        return f"the norm {norm.out} adds {norm.weight_offset:g} to its weight; the spec says {spec.weight_offset:g}"
-    if same_epsilon(norm.epsilon, spec.epsilon):
-        return f"the norm {norm.out} is described by a {norm.kind.__name__}; the spec is a {type(spec).__name__}"
-    return f"the norm {norm.out} has epsilon {norm.epsilon!r}; the spec says {spec.epsilon!r}"

@@ -63,6 +63,11 @@ class Binding:
         """A node, or what stands for it since it was found."""
         return self.moved.get(node, node)
 
+    @property
+    def sources(self) -> list[Node]:
+        """What the arguments so far are, or are made of."""
+        return [node for arg in self.args.values() for node in needed_by(arg)]
+
     def norm_of(self, step: Step) -> tuple[FoundNorm, NormSpec]:
         """The norm in the graph that stands for a step, and what the spec says of it.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, GraphModule
 
+from ..match.index import GraphIndex
 from ..match.norms import find_norms
 
 
@@ -19,6 +20,6 @@ def bodies_with_norms(graph: Graph) -> tuple[str, ...]:
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             outer = [held.get(str(each.target)) for each in node.all_input_nodes if each.op == "get_attr"]
             bodies = [body for module in outer if isinstance(module, GraphModule) for body in module.modules()]
-            if any(any(find_norms(body.graph)) for body in bodies if isinstance(body, GraphModule)):
+            if any(any(find_norms(GraphIndex(body.graph))) for body in bodies if isinstance(body, GraphModule)):
                 found[node.target.name()] = None
     return tuple(found)

@@ -23,8 +23,8 @@ from .assertions import drop_answered_checks
 from .attribution import ModuleIndex
 from .bodies import bodies_with_norms
 from .emit import replace, why_not_there
-from .product_uses import ProductFinder
-from .uses import SiteMatch, UseFinder
+from .finder import Finder
+from .uses import SiteMatch
 
 
 class Driver:
@@ -32,16 +32,12 @@ class Driver:
 
     def __init__(self, plan: Plan, around: ModuleIndex | None = None) -> None:
         self._plan = plan
-        self._find = UseFinder(plan, around, _takes_stream(plan), FUSIONS.values())
-        self._find_products = ProductFinder(plan, around)
+        self._find = Finder(plan, around, _takes_stream(plan), FUSIONS.values())
 
     def __call__(self, graph: Graph, number: int) -> GraphRecord:
         """Rewrite a graph in place. `number`: graphs that came before."""
         drop_answered_checks(graph)
         found = self._find(graph)
-        found.uses += self._find_products(
-            graph, {node for use in found.uses for norm in use.norms for node in norm.nodes}
-        )
         moved: dict[Node, Node] = {}
         uses = tuple(self._fuse(use, moved) for use in found.in_order)
         return GraphRecord(

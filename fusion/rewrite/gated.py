@@ -16,7 +16,7 @@ from ..match.gates import FoundGatedNorm, why_ungated
 from ..match.products import FoundProduct
 from ..match.provenance import ROW_PRESERVING
 from ..match.values import last_width, same_shape, value
-from .binding import Binding, needed_by, val_of
+from .binding import Binding, val_of
 from .hoisting import check_writes
 from .layouts import Made, lay_out, sizes_of, sources_of
 
@@ -91,8 +91,7 @@ def _bind_out(bound: Binding, step: GatedNorm | SiluMul, found: FoundGatedNorm |
         return
     bound.outs[step.out] = found.out
     if not same_shape(shape, value(found.out).shape):
-        needed = (node for arg in bound.args.values() for node in needed_by(arg))
-        bound.views[step.out] = sizes_of(value(found.out).shape, *needed, *found.inputs)
+        bound.views[step.out] = sizes_of(value(found.out).shape, *bound.sources, *found.inputs)
 
 
 def _joined(bound: Binding, norm: FoundGatedNorm, width: int) -> Node:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from attrs import frozen
@@ -18,8 +18,8 @@ from ..match.provenance import ROW_PRESERVING
 from ..match.values import is_contiguous, same, same_shape, value
 
 aten = torch.ops.aten
-Size = int | tuple[Node, int]
-"""A size of a view: a number, -1, or that of a node's dimension."""
+Size: TypeAlias = "int | Node | tuple[Node, int]"
+"""A size of a view: a number, -1, a node that holds it, or that of a node's dimension."""
 
 
 @frozen(kw_only=True, eq=False)
@@ -35,8 +35,12 @@ class Made:
     @property
     def needed(self) -> tuple[Node, ...]:
         """The nodes that it is made of."""
-        sizes = (size[0] for size in self.sizes or () if isinstance(size, tuple))
-        return (self.of, *sizes, *(node for other in self.plus for node in other.needed))
+        sizes = (size[0] if isinstance(size, tuple) else size for size in self.sizes or ())
+        return (
+            self.of,
+            *(size for size in sizes if isinstance(size, Node)),
+            *(node for other in self.plus for node in other.needed),
+        )
 
     def emit(self, graph: Graph, meta: dict[str, Any]) -> Node:
         """Make it where the graph inserts."""
@@ -91,8 +95,8 @@ def lay_out(tensors: Sequence[Node], tail: tuple[int, ...]) -> list[Node | Made]
     raise Unmatched(f"{shapes} have no views (..., {', '.join(map(str, tail))}) of one shape with a last stride of 1")
 
 
-def sizes_of(shape: Sequence[Any], *nodes: Node) -> tuple[Size, ...]:
-    """A shape as sizes of a view, with those that vary taken from nodes.
+def sizes_of(shape: Sequence[Any], *nodes: Node, before: Node | None = None) -> tuple[Size, ...]:
+    """A shape as sizes of a view, with those that vary taken from nodes, or from what holds them in front of another.
 
     Raises:
         Unmatched: more than one varies and is no size of a node.
@@ -101,9 +105,18 @@ def sizes_of(shape: Sequence[Any], *nodes: Node) -> tuple[Size, ...]:
     for size in shape:
         known = ((node, i) for node in nodes for i, other in enumerate(value(node).shape) if same(size, other))
         sizes.append(size if isinstance(size, int) else next(known, -1))
+    if sizes.count(-1) > 1 and before is not None:
+        # Where rows were joined, what split them in the graph has their numbers.
+        sizes = [_holder(before, size) if known == -1 else known for known, size in zip(sizes, shape, strict=True)]
     if sizes.count(-1) > 1:
         raise Unmatched(f"the shape {tuple(shape)} cannot be told from {', '.join(map(str, nodes))}")
     return tuple(sizes)
+
+
+def _holder(before: Node, size: Any) -> Size:
+    """The first node that holds a size, among those in front of one; -1 where there is none."""
+    held = (node for node in before.graph.nodes if isinstance(value(node), torch.SymInt) and same(value(node), size))
+    return next((node for node in held if node < before), -1)
 
 
 def sources_of(node: Node) -> Iterator[Node]:

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+
 from ...adapters.specs import NormSpec
 from ..match.found import PartialMatch, epsilon_in_words
+from ..match.values import is_number
 from ..sites import Site
-from .attribution import same_epsilon
 
 _SIDES = ("query", "key/value")
 
 
-def why_missing(site: Site, has_first: bool, has_second: bool, near: list[PartialMatch]) -> str:
-    """Why some of a site's norms are not among the norms of a graph."""
+def why_missing(site: Site, has: Container[int], near: Iterable[PartialMatch]) -> str:
+    """Why some of a site's norms are not among the norms of a graph. `has`: the places of those that are."""
+    several = list(near)
     if len(site.norms) == 1:
-        return _why("norm", site.norms[0], near)
-    sides = [
-        (f"{name} norm", norm)
-        for name, norm, has in zip(_SIDES, site.norms, (has_first, has_second), strict=True)
-        if not has
-    ]
-    found = "" if not (has_first or has_second) else f"found the {_SIDES[0 if has_first else 1]} norm only: "
-    return found + "; ".join(_why(name, norm, near) for name, norm in sides)
+        return _why("norm", site.norms[0], several)
+    sides = list(zip(_SIDES, site.norms, strict=True))
+    found = "".join(f"found the {name} norm only: " for i, (name, _) in enumerate(sides) if i in has)
+    return found + "; ".join(
+        _why(f"{name} norm", norm, several) for i, (name, norm) in enumerate(sides) if i not in has
+    )
 
 
 def _why(name: str, norm: NormSpec, near: list[PartialMatch]) -> str:
@@ -29,7 +30,7 @@ def _why(name: str, norm: NormSpec, near: list[PartialMatch]) -> str:
         widths = ", ".join(str(n.width) for n in near)
         seen = f"norms of width {widths} are" if widths else "no norm is"
         return f"no {name} of width {norm.width} in its part of the graph ({seen} there)"
-    exact = [n for n in wide if isinstance(n.epsilon, float) and same_epsilon(n.epsilon, norm.epsilon)]
+    exact = [n for n in wide if is_number(n.epsilon, norm.epsilon)]
     if not exact:
         return f"the {name} {wide[0].root} has {epsilon_in_words(wide[0].epsilon)}; the spec says {norm.epsilon!r}"
     offset = next((n.weight_offset for n in exact if n.weight_offset not in (None, norm.weight_offset)), None)

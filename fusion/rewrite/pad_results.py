@@ -7,6 +7,7 @@ reads a copy.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Node, map_arg
@@ -14,7 +15,7 @@ from torch.fx import Node, map_arg
 from ..match.pads import FoundPads
 from ..match.quants import reshapes_of
 from ..match.values import value
-from .quant_results import plan_views, view_of
+from .quant_results import plan_views, put
 
 aten = torch.ops.aten
 
@@ -26,19 +27,17 @@ class PaddedResults:
         Unmatched: a padding has a layout that no view of the new one has.
     """
 
-    def __init__(self, found: FoundPads, normed: Node) -> None:
-        """Plan it. Nothing changes yet."""
+    def __init__(self, found: FoundPads, normed: Node, sources: Sequence[Node]) -> None:
+        """Plan it. `sources`: what of the graph has the norm's sizes. Nothing changes yet."""
         self._normed = normed
         self._nodes = [*found.nodes, *reshapes_of(normed)]
         shape = (*value(normed).shape[:-1], found.width)
         self._inside = {each for pad in found.pads for each in reshapes_of(pad)}
-        self._plans = [plan for pad in found.pads for plan in plan_views(pad, shape, self._inside, False)]
+        self._plans = [plan for pad in found.pads for plan in plan_views(pad, shape, self._inside, False, sources)]
 
     def replace(self, padded: Node) -> list[Node]:
         """Let all readers read the padded tensor. Returns the nodes that may now be unread."""
-        for node, sizes in self._plans:
-            viewed = padded if sizes is None else view_of(padded, sizes, node)
-            node.replace_all_uses_with(viewed, delete_user_cb=lambda user: user not in self._inside)
+        put(padded, self._plans, self._inside)
         unread = [*self._inside, *self._nodes]
         for node in sorted({*unread}, reverse=True):
             if not node.users and node is not self._normed:

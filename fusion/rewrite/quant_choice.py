@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch.fx import Node
@@ -12,7 +13,7 @@ from ..match.arithmetic import convert
 from ..match.errors import Unmatched
 from ..match.provenance import ROW_PRESERVING
 from ..match.quants import FoundQuant, check_readers, find_quants, readers_of
-from ..target import Target
+from ..match.values import value
 from .binding import Binding
 from .quant_results import Results, why_not_as_planned
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 _SAME = {*ROW_PRESERVING, convert}
 Chosen = list[tuple[FoundQuant, Results]]
+Left = list[tuple[FoundQuant, str]]
+"""Those that are not as planned, and why."""
 
 
 def bind_quant(bound: Binding, step: Quant) -> None:
@@ -29,18 +32,20 @@ def bind_quant(bound: Binding, step: Quant) -> None:
     Raises:
         Unmatched: it is not quantised as planned, or something else reads it.
     """
-    quant, target, out = bound.plan.config.quant_at(bound.use.site), bound.plan.target, bound.result
+    quant, out = bound.plan.config.quant_at(bound.use.site), bound.result
     if quant is None:
         raise Unmatched("the plan declares no quantisation here")
     if out is None:
         raise Unmatched("the chain has nothing to quantise")
     if bound.quantised is not None:
         rows, already = bound.quantised
-        chosen = all_of(rows, quant, target, [already])
+        chosen = _as_planned([already], value(rows), bound, quant)
+    elif any(each.is_kept for each in bound.chain):
+        bound.last.append(out)
+        chosen = _some_of(out, bound, quant)
     else:
         bound.last.append(out)
-        kept = any(each.is_kept for each in bound.chain)
-        chosen = some_of(out, quant, target) if kept else all_of(out, quant, target, like=bound.like)
+        chosen = _as_planned(find_quants(out), value(out) if bound.like is None else bound.like, bound, quant)
     first = chosen[0][0]
     inside = sorted({node for each, _ in chosen for node in each.nodes})
     bound.last += [inside[0], inside[-1]]
@@ -61,57 +66,48 @@ def bind_quant(bound: Binding, step: Quant) -> None:
     bound.finish.append(finish)
 
 
-def all_of(
-    out: Node,
-    quant: ActivationQuant,
-    target: Target,
-    found: list[FoundQuant] | None = None,
-    like: torch.Tensor | None = None,
+def _as_planned(
+    quants: Iterable[FoundQuant], like: torch.Tensor, bound: Binding, quant: ActivationQuant, left: Left | None = None
 ) -> Chosen:
-    """Every quantisation of a node, where nothing else reads it and they are all one.
-
-    Args:
-        out: what is quantised.
-        quant: what the plan says.
-        target: whose fp8 format is wanted.
-        found: the quantisations where they are known, as with an op that norms and quantises.
-        like: what the op's quantised values are shaped like, where that is not the node.
+    """The quantisations that are as planned and equal. `like`: what their values are shaped like.
 
     Raises:
-        Unmatched: something else reads it, or a quantisation is not as planned.
+        Unmatched: one is not, and there is no `left` that it may be left in, with the reason.
     """
-    like = out.meta["val"] if like is None else like
     chosen: Chosen = []
-    for each in find_quants(out) if found is None else found:
-        result, reason = _planned(each, like, quant, target, chosen)
-        if result is None:
-            raise Unmatched(reason)
-        chosen.append((each, result))
+    if like.dtype == torch.float64:
+        raise Unmatched("what is quantised is torch.float64; quantisation starts from float32, bfloat16 or float16")
+    for found in quants:
+        try:
+            result = Results(found, like, bound.sources)
+            problem = why_not_as_planned(found, result, like.shape[-1], quant, bound.plan.target)
+            if problem is None and chosen and chosen[0][0].scale is not found.scale:
+                problem = f"the norm is quantised by two static scales, {chosen[0][0].scale} and {found.scale}"
+            if problem is not None:
+                raise Unmatched(problem)
+        except Unmatched as reason:
+            if left is None:
+                raise
+            left.append((found, str(reason)))
+        else:
+            chosen.append((found, result))
     return chosen
 
 
-def some_of(out: Node, quant: ActivationQuant, target: Target) -> Chosen:
+def _some_of(out: Node, bound: Binding, quant: ActivationQuant) -> Chosen:
     """The quantisations of a node that are as planned and equal; what else reads the node reads it unquantised.
 
     Raises:
         Unmatched: none is as planned, or something that stays reads an intermediate of one.
     """
     readers = readers_of(out)
-    chosen: Chosen = []
-    left: list[FoundQuant] = []
-    reasons = [*readers.problems]
-    for each in readers.quants:
-        result, reason = _planned(each, out.meta["val"], quant, target, chosen)
-        if result is None:
-            left.append(each)
-            reasons.insert(0, reason)
-        else:
-            chosen.append((each, result))
+    left: Left = []
+    chosen = _as_planned(readers.quants, value(out), bound, quant, left)
     if not chosen:
-        raise Unmatched(reasons[0])
+        raise Unmatched(left[-1][1] if left else readers.problems[0])
     # Since the norm stays, so can what is computed from it for another quantisation, or only reshapes or widens it.
     front = [node for each, _ in chosen for node in each.nodes if _is_the_norm(node, out)]
-    stays = [*(node for each in left for node in each.nodes), *(user for node in front for user in node.users)]
+    stays = [*(node for each, _ in left for node in each.nodes), *(user for node in front for user in node.users)]
     check_readers([each for each, _ in chosen], beside=stays)
     return chosen
 
@@ -120,18 +116,3 @@ def _is_the_norm(node: Node, out: Node) -> bool:
     while node is not out and node.target in _SAME and isinstance(node.args[0], Node):
         node = node.args[0]
     return node is out
-
-
-def _planned(
-    found: FoundQuant, like: Any, quant: ActivationQuant, target: Target, before: Chosen
-) -> tuple[Results | None, str]:
-    if isinstance(like, torch.Tensor) and like.dtype == torch.float64:
-        return None, "what is quantised is torch.float64; quantisation starts from float32, bfloat16 or float16"
-    try:
-        result = Results(found, like)
-    except Unmatched as reason:
-        return None, str(reason)
-    problem = why_not_as_planned(found, result, like.shape[-1], quant, target)
-    if problem is None and before and before[0][0].scale is not found.scale:
-        problem = f"the norm is quantised by two static scales, {before[0][0].scale} and {found.scale}"
-    return (result, "") if problem is None else (None, problem)

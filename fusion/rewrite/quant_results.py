@@ -5,6 +5,7 @@ The elements are the same in the same order, so only views are needed, and they 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -17,11 +18,11 @@ from ..match.quant_forms import MX
 from ..match.quants import FoundQuant, reshapes_of
 from ..match.values import is_contiguous, same, same_shape, value
 from ..target import Target
+from .layouts import Size, sizes_of, view
 
 aten = torch.ops.aten
-Size: TypeAlias = int | Node | tuple[str, int]
-"""A size of a view: a number, -1, a node that holds it, or ("dim", i) for that of the result's dimension i."""
-_Plan = list[tuple[Node, "list[Size] | None"]]
+Plans: TypeAlias = "list[tuple[Node, tuple[Size, ...] | None]]"
+"""The nodes that are read from outside, each with the sizes of the view that it needs; None: none."""
 
 
 class Results:
@@ -31,15 +32,15 @@ class Results:
         Unmatched: a result has a shape or layout that no view of the new one has.
     """
 
-    def __init__(self, site: FoundQuant, like: torch.Tensor) -> None:
-        """Plan it, given the normed tensor's traced value. Nothing changes yet."""
+    def __init__(self, site: FoundQuant, like: torch.Tensor, sources: Sequence[Node]) -> None:
+        """Plan it, given the normed tensor's traced value, and what of the graph has its sizes. Nothing changes yet."""
         self._site = site
         self._inside = set(site.nodes)
         whole = site.layout is not None
         if not whole:
             self._inside.update(reshapes_of(site.values))
         self._anew: list[list[Node]] = []
-        self._scales: _Plan = []
+        self._scales: Plans = []
         self.layout = ROWS if site.layout is None else site.layout
         "How all that reads the scales has them."
         self.shape = (*like.shape[:-1], like.shape[-1] // site.columns)
@@ -51,11 +52,11 @@ class Results:
             if self._anew:
                 self.layout = _common_layout(self._anew)
                 # Their rows are in one dimension or in those of the norm: in order either way.
-                self._scales = [_plan(chain[-1], self.shape) for chain in self._anew]
+                self._scales = [_plan(chain[-1], self.shape, sources) for chain in self._anew]
             else:
-                self._scales = plan_views(site.scales, self.shape, self._inside, whole)
+                self._scales = plan_views(site.scales, self.shape, self._inside, whole, sources)
         width = like.shape[-1] // 2 if site.mx == "mxfp4" else like.shape[-1]
-        self._values = plan_views(site.values, (*like.shape[:-1], width), self._inside, whole)
+        self._values = plan_views(site.values, (*like.shape[:-1], width), self._inside, whole, sources)
 
     def lies(self, layout: Layout) -> bool:
         """Whether all that reads the scales has them in a layout."""
@@ -68,24 +69,20 @@ class Results:
             self._site.echo.replace_all_uses_with(self._site.scale)
         for chain in self._anew:
             unread += chain
-        for result, plans in ((values, self._values), (scales, self._scales)):
-            for node, sizes in plans:
-                viewed = result if sizes is None else view_of(result, sizes, node)
-                node.replace_all_uses_with(viewed, delete_user_cb=self._is_reader)
+        put(values, self._values, self._inside)
+        if scales is not None:
+            put(scales, self._scales, self._inside)
         return unread
-
-    def _is_reader(self, user: Node) -> bool:
-        return user not in self._inside
 
 
 def _laid_out_anew(scales: Node, inside: set[Node], shape: tuple[Any, ...]) -> list[list[Node]]:
     """The chains of nodes that lay the scales out anew, if that is all that is done with them; else none."""
     chains: list[list[Node]] = []
-    for view in reshapes_of(scales):
-        for user in view.users:
+    for each in reshapes_of(scales):
+        for user in each.users:
             if user in inside:
                 continue
-            chain = laid_out(user, view, shape)
+            chain = laid_out(user, each, shape)
             if chain is None:
                 return []
             chains.append(chain)
@@ -103,14 +100,11 @@ def _common_layout(chains: list[list[Node]]) -> Layout:
     return next(layout for layout in found.values() if layout is not None)
 
 
-def plan_views(result: Node, shape: tuple[Any, ...], inside: set[Node], whole: bool) -> _Plan:
-    """The nodes of a result that are read from outside, each with the sizes of the view it needs (None: none).
-
-    `whole`: an op made the result, in the layout that it was asked for.
-    """
+def plan_views(result: Node, shape: tuple[Any, ...], inside: set[Node], whole: bool, sources: Sequence[Node]) -> Plans:
+    """What of a result is read from outside. `whole`: an op made the result, in the layout that it was asked for."""
     if whole and same_shape(value(result).shape, shape):
         return [(result, None)]
-    plans: _Plan = []
+    plans: Plans = []
     for node in [result] if whole else reshapes_of(result):
         if all(user in inside for user in node.users):
             continue
@@ -120,61 +114,24 @@ def plan_views(result: Node, shape: tuple[Any, ...], inside: set[Node], whole: b
             raise Unmatched(
                 f"the quantisation's result {node} has strides {tuple(val.stride())}, and is not contiguous"
             )
-        plans.append(_plan(node, shape))
+        plans.append(_plan(node, shape, sources))
     return plans
 
 
-def _plan(node: Node, shape: tuple[Any, ...]) -> tuple[Node, list[Size] | None]:
+def _plan(node: Node, shape: tuple[Any, ...], sources: Iterable[Node]) -> tuple[Node, tuple[Size, ...] | None]:
     wanted = value(node).shape
-    return node, None if same_shape(wanted, shape) else _sizes(node, wanted, shape)
+    return node, None if same_shape(wanted, shape) else sizes_of(wanted, *sources, before=node)
 
 
-def _sizes(node: Node, wanted: Any, given: tuple[Any, ...]) -> list[Size]:
-    sizes: list[Size] = []
-    for i, size in enumerate(wanted):
-        if isinstance(size, int):
-            sizes.append(size)
-        elif i < len(given) and same(size, given[i]):
-            sizes.append(("dim", i))
-        else:
-            sizes.append(-1)
-    if sizes.count(-1) > 1:
-        # Where rows were joined, what split them in the graph has their numbers.
-        sizes = [_holder(node, wanted[i]) if size == -1 else size for i, size in enumerate(sizes)]
-    if sizes.count(-1) > 1:
-        raise Unmatched(
-            f"the quantisation's result {node} has a shape {tuple(wanted)} that cannot be told from {given}"
-        )
-    return sizes
-
-
-def _holder(before: Node, size: Any) -> Size:
-    """The first node that holds a size, among those in front of one; -1 where there is none."""
-    for node in before.graph.nodes:
-        if node is before:
-            break
-        if isinstance(value(node), torch.SymInt) and same(value(node), size):
-            return node
-    return -1
-
-
-def view_of(result: Node, sizes: list[Size], at: Node) -> Node:
-    """A view of a result with these sizes, behind the node whose place it takes."""
-    graph = at.graph
-    with graph.inserting_after(at):
-        view = graph.call_function(aten.view.default, (result, []))
-    with graph.inserting_before(view):
-        known: list[Any] = []
-        for size in sizes:
-            if isinstance(size, tuple):
-                node = graph.call_function(aten.sym_size.int, (result, size[1]))
-                node.meta["val"] = value(result).shape[size[1]]
-                known.append(node)
-            else:
-                known.append(size)
-    view.args = (result, known)
-    view.meta = {**at.meta, "val": aten.view.default(value(result), list(value(at).shape))}
-    return view
+def put(result: Node, plans: Plans, inside: set[Node]) -> None:
+    """Let what reads these nodes from outside read a result, in the views that it needs."""
+    for node, sizes in plans:
+        viewed = result
+        if sizes is not None:
+            val = aten.view.default(value(result), list(value(node).shape))
+            with node.graph.inserting_before(node):
+                viewed = view(node.graph, result, sizes, {**node.meta, "val": val})
+        node.replace_all_uses_with(viewed, delete_user_cb=lambda user: user not in inside)
 
 
 def why_not_as_planned(

@@ -6,6 +6,7 @@ Every rank must fuse the same all-reduces, and the GPU must have a kernel for th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from .. import backends
 from ..catalog import FUSIONS
 from ..chain import Form
 from ..declare import REFERENCE
-from ..match.calls import call_of, name_of_op
+from ..match.calls import call_of
 from ..match.collectives import ALL_REDUCES
 from ..match.errors import Unmatched
+from ..match.index import GraphIndex
 from ..ops.agreement import agree
 from ..ops.library import case_maker, case_type
 from ..planning import Plan
@@ -31,13 +33,10 @@ REDUCED = "all_reduce_add_rms_norm"
 def groups_in(graph: Graph) -> tuple[str, ...]:
     """The process groups that a graph reduces over, in its order."""
     found: dict[str, None] = {}
-    for node in graph.nodes:
-        op = ALL_REDUCES.get(name_of_op(node) or "") if node.op == "call_function" else None
-        if op is not None:
-            try:
-                found[op.group_name(call_of(node)[op.group])] = None
-            except Unmatched:
-                continue  # a group that no fused op can name either
+    for call in map(call_of, GraphIndex(graph).calls(ALL_REDUCES)):
+        op = ALL_REDUCES[call.name]
+        with suppress(Unmatched):  # a group that no fused op can name either
+            found[op.group_name(call[op.group])] = None
     return tuple(found)
 
 

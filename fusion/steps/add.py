@@ -27,10 +27,6 @@ class Add(Step):
     residual: str = "residual"
     out: str = "residual_out"
 
-    @property
-    def outs(self) -> tuple[str, ...]:
-        return (self.out,)
-
     def arguments(self) -> tuple[Argument, ...]:
         return (
             Rows(name=self.x, doc="(..., width): what attention or MLP gives."),

@@ -40,10 +40,6 @@ class GatedNorm(Step):
     out: str = "normed"
 
     @property
-    def outs(self) -> tuple[str, ...]:
-        return (self.out,)
-
-    @property
     def rows(self) -> str:
         return f"made_{self.out}.flatten(-2)"  # heads are joined: what reads a gated norm quantises rows of all heads
 

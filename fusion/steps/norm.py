@@ -51,10 +51,6 @@ class Norm(Step):
         return "" if self.weight_offset is None else "norm"
 
     @property
-    def outs(self) -> tuple[str, ...]:
-        return (self.out,)
-
-    @property
     def is_kept(self) -> bool:
         return self.kept
 

@@ -27,10 +27,6 @@ class Pad(Step):
     width: str = "padded_width"
     out: str = "padded"
 
-    @property
-    def outs(self) -> tuple[str, ...]:
-        return (self.out,)
-
     def arguments(self) -> tuple[Argument, ...]:
         return (PaddedWidth(name=self.width),)
 
@@ -55,7 +51,7 @@ class Pad(Step):
 
         out = bound.use.norms[0].out
         found = find_pads(out)
-        plan = PaddedResults(found, out)
+        plan = PaddedResults(found, out, bound.sources)
         bound.args[self.width] = found.width
         bound.last += [out, *found.pads]
         bound.finish.append(lambda given: plan.replace(given[self.out]))

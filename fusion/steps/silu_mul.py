@@ -29,10 +29,6 @@ class SiluMul(Step):
     limit: str = "limit"
     out: str = "product"
 
-    @property
-    def outs(self) -> tuple[str, ...]:
-        return (self.out,)
-
     def arguments(self) -> tuple[Argument, ...]:
         return (
             Rows(name=self.gate, doc="(..., width): the half that is activated; a view of columns goes in as it is."),

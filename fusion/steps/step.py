@@ -113,10 +113,13 @@ class Step(ABC):
         """What it quantises to."""
         return None
 
+    out: str = ""
+    "The name of its result, if it has one."
+
     @property
     def outs(self) -> tuple[str, ...]:
         """The names of its results."""
-        return ()
+        return (self.out,) if self.out else ()
 
     @property
     def is_kept(self) -> bool:

@@ -205,7 +205,6 @@ def span_of(text: str) -> tuple[str, ...]:
 HOT = (
     *(
         "all_reduce",
-        "dual_norms",
         "gated",
         "mla",
         "mx",

@@ -107,7 +107,8 @@ def built(name: str, op: str, widths: tuple[int, ...], step: int, early: bool = 
             width = of[argument.width]  # type: ignore[attr-defined]
             args.append(torch.empty(*shape, sum(widths) + 64, dtype=torch.bfloat16)[..., :width])
         elif kind == "Weight":
-            args.append(torch.empty(of[declared.argument(argument.of).width], dtype=torch.bfloat16))  # type: ignore[attr-defined]
+            (rows,) = (each for each in declared.rows if each.name == argument.of)  # type: ignore[attr-defined]
+            args.append(torch.empty(of[rows.width], dtype=torch.bfloat16))
         elif kind == "StaticScale":
             args.append(torch.empty(1))
         elif kind == "QuantDtype":

@@ -92,6 +92,21 @@ def test_norms_of_different_tensors(paths: bool) -> None:
     assert_stays(Wrapped(TwoInputs()) if paths else TwoInputs(), "different tensors", paths=paths)
 
 
+class Twice(Wrapped):
+    """One layer that runs twice in a graph."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(x), self.layer(x.sin())
+
+
+@pytest.mark.parametrize(("layer", "fused"), [(TwoInputs, 0), (FusedProjection, 2)])
+def test_each_use_of_a_layer_counts(layer: Any, fused: int) -> None:
+    traced = trace(Twice(layer()), torch.randn(5, HIDDEN), specs=[("layer", mla_spec())])
+    (record,) = traced.report.records
+    assert [use.site for use in record.uses] == ["layer:latents"] * 2
+    assert traced.fused == fused
+
+
 class Shared(nn.Module):
     """One weight for both norms, which takes equal widths."""
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerfuse.fusion.match.found import FoundNorm
+from layerfuse.fusion.match.index import GraphIndex
 from layerfuse.fusion.match.norms import find_norms
 
 CONVERT = torch.ops.prims.convert_element_type.default
@@ -34,7 +35,7 @@ def norms_of(
         return rounded(factor * rounded(wide * root, behind_rows), behind_weight)
 
     graph = make_fx(norm, tracing_mode="fake")(torch.randn(3, 8, dtype=rows), torch.rand(8, dtype=weight)).graph
-    found, near = find_norms(graph)
+    found, near = find_norms(GraphIndex(graph))
     return found, len(near)
 
 
@@ -86,6 +87,6 @@ def test_only_one_that_is_added_and_not_rounded_is_an_offset(added: float, is_ro
         return CONVERT(unit * rounded(factor, BF16 if is_rounded else None), BF16)
 
     graph = make_fx(norm, tracing_mode="fake")(torch.randn(3, 8, dtype=BF16), torch.rand(8, dtype=BF16)).graph
-    ((found,), _) = find_norms(graph)
+    ((found,), _) = find_norms(GraphIndex(graph))
     assert found.weight_offset == offset
     assert (str(found.weight) == "weight_1") is (offset == 1.0)

@@ -20,7 +20,7 @@ from ...ops.groups import summed
 from . import communicators
 from .resolved import Resolved
 from .stages import Kind, stages
-from .tensors import flat_like, is_gemma, no_offset, packed_rows, same_shape, scales_of, vector
+from .tensors import flat_like, gemma_of, no_offset, packed_rows, same_shape, scales_of, vector
 
 
 def norm(found: Resolved) -> Callable[..., Any]:
@@ -31,17 +31,12 @@ def norm(found: Resolved) -> Callable[..., Any]:
     Raises:
         AiterCallError: an offset the build does not know, or a weight or residual that does not fit.
     """
-    run, pieces, name = _kernel(found, "plain"), _pieces(found), found.name
-    gemma_known = "gemma_norm" in found.names
+    gemma = gemma_of(found)
 
-    def call(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, group: str, weight_offset: float) -> Any:
-        options = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        results = run(x, residual, weight, epsilon, group, None, options)
-        if results is None:
-            return pieces(x, residual, weight, epsilon, group, weight_offset)
-        return results[0].view(x.shape), results[1].view(x.shape)
+    def given(x: Tensor, offset: float) -> Given:
+        return gemma(offset), None, lambda out, summed: (out.view(x.shape), summed.view(x.shape))
 
-    return call
+    return _fused(found, "plain", given)
 
 
 def norm_pad(found: Resolved) -> Callable[..., Any]:
@@ -50,19 +45,13 @@ def norm_pad(found: Resolved) -> Callable[..., Any]:
     Raises:
         AiterCallError: as above.
     """
-    run, pieces, name = _kernel(found, "pad"), _pieces(found), found.name
-    gemma_known = "gemma_norm" in found.names
+    gemma = gemma_of(found)
 
-    def call(*given: Any) -> Any:
-        x, residual, weight, epsilon, group, weight_offset, padded_width = given
-        options: dict[str, Any] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        options["out_hidden_dim"] = padded_width
-        results = run(x, residual, weight, epsilon, group, padded_width, options)
-        if results is None:
-            return pieces(*given)
-        return results[0].view(*x.shape[:-1], padded_width), results[1].view(x.shape)
+    def given(x: Tensor, offset: float, padded_width: int) -> Given:
+        options, shape = {**gemma(offset), "out_hidden_dim": padded_width}, (*x.shape[:-1], padded_width)
+        return options, padded_width, lambda out, summed: (out.view(shape), summed.view(x.shape))
 
-    return call
+    return _fused(found, "pad", given)
 
 
 def per_token(found: Resolved) -> Callable[..., Any]:
@@ -71,20 +60,13 @@ def per_token(found: Resolved) -> Callable[..., Any]:
     Raises:
         AiterCallError: as above.
     """
-    run, pieces, name, keeps_norm = _kernel(found, "token"), _pieces(found), found.name, found.binding.keeps_norm
-    gemma_known = "gemma_norm" in found.names
+    gemma = gemma_of(found)
+    kept = {"post_per_token_quant": True, **({"emit_bf16": True} if found.binding.keeps_norm else {})}
 
-    def call(*given: Any) -> Any:
-        x, residual, weight, epsilon, group, weight_offset, _dtype, _ue8m0 = given
-        options: dict[str, Any] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        if keeps_norm:
-            options["emit_bf16"] = True
-        results = run(x, residual, weight, epsilon, group, None, {**options, "post_per_token_quant": True})
-        if results is None:
-            return pieces(*given)
-        return _quantised(x, results, keeps_norm, False)
+    def given(x: Tensor, offset: float, *_: Any) -> Given:
+        return {**gemma(offset), **kept}, None, lambda *results: _quantised(x, results, False)
 
-    return call
+    return _fused(found, "token", given)
 
 
 def per_group(found: Resolved) -> Callable[..., Any]:
@@ -93,18 +75,29 @@ def per_group(found: Resolved) -> Callable[..., Any]:
     Raises:
         AiterCallError: any offset, or a weight or residual that does not fit.
     """
-    run, pieces, name, keeps_norm = _kernel(found, "group"), _pieces(found), found.name, found.binding.keeps_norm
 
-    def call(*given: Any) -> Any:
-        x, residual, weight, epsilon, group, weight_offset, _dtype, group_size, column_major, *_ = given
-        no_offset(name, weight_offset)
-        options: dict[str, Any] = {"group_size": group_size, "emit_bf16": keeps_norm}
+    def given(x: Tensor, offset: float, _dtype: torch.dtype, group_size: int, column_major: bool, *_: Any) -> Given:
+        no_offset(found.name, offset)
+        options = {"group_size": group_size, "emit_bf16": found.binding.keeps_norm}
         if column_major:
             options["transpose_scale"] = True
-        results = run(x, residual, weight, epsilon, group, None, options)
-        if results is None:
-            return pieces(*given)
-        return _quantised(x, results, keeps_norm, column_major)
+        return options, None, lambda *results: _quantised(x, results, column_major)
+
+    return _fused(found, "group", given)
+
+
+Given = tuple[dict[str, Any], int | None, Callable[..., Any]]
+"""AITER's own options, the padded width, and from its results to the op's."""
+
+
+def _fused(found: Resolved, kind: Kind, given: Callable[..., Given]) -> Callable[..., Any]:
+    """The op: fused where that can be, else by its pieces. `given`: from x, the weight offset and what comes behind it."""
+    run, pieces = _kernel(found, kind), _pieces(found)
+
+    def call(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, group: str, *others: Any) -> Any:
+        options, padded_width, shaped = given(x, *others)
+        results = run(x, residual, weight, epsilon, group, padded_width, options)
+        return pieces(x, residual, weight, epsilon, group, *others) if results is None else shaped(*results)
 
     return call
 
@@ -131,7 +124,7 @@ def _kernel(found: Resolved, kind: Kind) -> _Run:
         same_shape(name, "residual", residual, x)
         weight = vector(name, "weight", weight, x)
         ranks, gate = communicators.ready(group, x.device)
-        if ranks is None or not x.numel():
+        if ranks is None:
             return None
         flat = packed_rows(x)
         tokens, width = flat.shape
@@ -159,17 +152,16 @@ def _kernel(found: Resolved, kind: Kind) -> _Run:
     return run
 
 
-def _quantised(x: Tensor, results: tuple[Tensor, ...], keeps_norm: bool, column_major: bool) -> tuple[Tensor, ...]:
+def _quantised(x: Tensor, results: tuple[Tensor, ...], column_major: bool) -> tuple[Tensor, ...]:
     """AITER's results in the op's order: values, scales, the plain norm where it is kept, and the sum."""
     out, summed, scales, *kept = results
     # Transposed scales come as a view of (groups, tokens): their own indexing is right, only leading dimensions
     # are to be put back.
     buffer = scales.as_strided(scales.shape, (scales.shape[1], 1)) if column_major else scales
-    norms = (kept[0].view(x.shape),) if keeps_norm else ()
     return (
         out.view(x.shape),
         scales_of(flat_like(buffer), x.shape[:-1], column_major),
-        *norms,
+        *(norm.view(x.shape) for norm in kept),
         summed.view(x.shape),
     )
 

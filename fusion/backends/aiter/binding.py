@@ -191,7 +191,23 @@ def _bind(name: str) -> Bound | Refused:
     module, _, maker = probed.binding.calls.partition(".")
     make = getattr(importlib.import_module(f".{module}", __package__), maker)
     restrictions = restrictions_of(name, probed.releases, names)
-    return Bound(name=name, call=make(resolved), probed=probed, restrictions=restrictions, fp8=_fp8())
+    call = _unless_empty(probed.binding.op, make(resolved))
+    return Bound(name=name, call=call, probed=probed, restrictions=restrictions, fp8=_fp8())
+
+
+def _unless_empty(op: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call of an op that launches nothing where there are no rows: AITER's kernels do not look."""
+    from ...ops import FUNCTIONS
+    from ...ops.library import declared, fake_of
+
+    if op not in FUNCTIONS:
+        return call
+    empty = fake_of(declared(op))
+
+    def call_or_empty(x: Any, *others: Any) -> Any:
+        return call(x, *others) if x.numel() else empty(x, *others)
+
+    return call_or_empty
 
 
 def _imported(path: str) -> Callable[..., Any] | str:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.quantisation import LARGEST, SMALLEST_AMAX, empty_scales, round_up_to_power_of_two
+from ...ops.quantisation import LARGEST, SMALLEST_AMAX, round_up_to_power_of_two
 from .errors import AiterCallError
 from .resolved import Resolved
-from .tensors import dense, flat, no_offset, same_shape, scale_buffer, scales_of, vector
+from .tensors import dense, flat, flat_like, no_offset, same_shape, scale_buffer, scales_of, vector
 
 Pair = tuple[Tensor, Tensor]
 Gated = Callable[..., Pair]
@@ -38,29 +38,13 @@ def hip_group(found: Resolved) -> Gated:
     Raises:
         AiterCallError: another shape, gate or order, dtypes that differ, or a weight offset.
     """
-    name, function = found.name, found.function
+    run = _hip(found)
 
     def call(*given: Any) -> Pair:
-        x, gate, weight, epsilon, weight_offset, activation, norm_before_gate, dtype, group_size, column_major, *_ = (
-            given
-        )
-        no_offset(name, weight_offset)
-        _check(name, x, gate, weight, activation, norm_before_gate)
-        out, leading = _flat_out(x, dtype)
-        if not x.numel():
-            return out, empty_scales(out, group_size, column_major)
-        scale = scale_buffer(out, x.shape[-2])
-        function(
-            out=out.view(-1, out.shape[-1]),
-            scale=scale,
-            x=_heads(x),
-            z=_heads(gate),
-            weight=vector(name, "weight", weight, x),
-            epsilon=epsilon,
-            group_size=group_size,
-            transpose_scale=column_major,
-        )
-        return out, scales_of(scale, leading, column_major)
+        *norm, dtype, group_size, column_major, _tma_aligned, _ue8m0 = given
+        scale = scale_buffer(given[0], 1).view(-1, given[0].shape[-2])
+        out = run(norm, dtype, scale, group_size=group_size, transpose_scale=column_major)
+        return out, scales_of(scale, out.shape[:-1], column_major)
 
     return call
 
@@ -71,29 +55,36 @@ def hip_per_token(found: Resolved) -> Gated:
     Raises:
         AiterCallError: as `hip_group`, or more heads.
     """
-    name, function = found.name, found.function
+    run = _hip(found)
 
     def call(*given: Any) -> Pair:
-        x, gate, weight, epsilon, weight_offset, activation, norm_before_gate, dtype, _ue8m0 = given
-        no_offset(name, weight_offset)
-        _check(name, x, gate, weight, activation, norm_before_gate)
+        *norm, dtype, _ue8m0 = given
+        x = given[0]
         if x.shape[-2] > 128:
-            raise AiterCallError(name, f"{x.shape[-2]} heads: AITER's kernel covers at most 128")
-        out, leading = _flat_out(x, dtype)
-        if not x.numel():
-            return out, empty_scales(out, None, False)
-        scale = scale_buffer(out, 1)
-        function(
-            out=out.view(-1, out.shape[-1]),
-            scale=scale.view(-1),
-            x=_heads(x),
-            z=_heads(gate),
-            weight=vector(name, "weight", weight, x),
-            epsilon=epsilon,
-        )
-        return out, scales_of(scale, leading, False)
+            raise AiterCallError(found.name, f"{x.shape[-2]} heads: AITER's kernel covers at most 128")
+        scale = x.new_empty(x.shape[:-2].numel(), dtype=torch.float32)
+        out = run(norm, dtype, scale)
+        return out, scale.view(*x.shape[:-2], 1)
 
     return call
+
+
+def _hip(found: Resolved) -> Callable[..., Tensor]:
+    """From the norm, the dtype and a buffer for the scales to the values: (..., heads * 128)."""
+    name, function = found.name, found.function
+
+    def run(norm: list[Any], dtype: torch.dtype, scale: Tensor, **options: Any) -> Tensor:
+        x, gate, weight, epsilon, weight_offset, activation, norm_before_gate = norm
+        no_offset(name, weight_offset)
+        _check(name, x, gate, weight, activation, norm_before_gate)
+        out = torch.empty((*x.shape[:-2], x.shape[-2] * x.shape[-1]), dtype=dtype, device=x.device)
+        weight = vector(name, "weight", weight, x)
+        function(
+            out=flat_like(out), scale=scale, x=_heads(x), z=_heads(gate), weight=weight, epsilon=epsilon, **options
+        )
+        return out
+
+    return run
 
 
 def triton_group(found: Resolved) -> Gated:
@@ -119,9 +110,6 @@ def triton_group(found: Resolved) -> Gated:
                 f"{tuple(x.shape)}, {activation!r}, column_major={column_major}",
             )
         leading, width = x.shape[:-2], x.shape[-2] * x.shape[-1]
-        if not x.numel():
-            out, _ = _flat_out(x, dtype)
-            return out, empty_scales(out, group_size, False)
         largest = LARGEST[dtype]
         out, scales = function(
             x=flat(x).contiguous(),
@@ -151,11 +139,6 @@ def _check(name: str, x: Tensor, gate: Tensor, weight: Tensor, activation: str, 
     same_shape(name, "gate", gate, x)
     if activation != "silu" or not norm_before_gate:
         raise AiterCallError(name, f"it gates with silu behind the norm; got {activation!r}, {norm_before_gate=}")
-
-
-def _flat_out(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, torch.Size]:
-    leading = x.shape[:-2]
-    return torch.empty((*leading, x.shape[-2] * x.shape[-1]), dtype=dtype, device=x.device), leading
 
 
 def _heads(x: Tensor) -> Tensor:

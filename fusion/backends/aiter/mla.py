@@ -6,6 +6,7 @@ Sizes differ from release to release and with every argument, so they are always
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ Sizes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 def metadata_info(found: Resolved) -> Callable[..., Sizes]:
-    """`mla_metadata_info(batch, max_seqlen_qo, num_heads, q_dtype, kv_dtype, is_sparse, ...)`.
+    """`mla_metadata_info(batch, max_seqlen_qo, num_heads, q_dtype, kv_dtype, is_sparse, ...)`; the options are AITER's own.
 
     Returns buffer name -> (shape, dtype), for the names of `PLAN`.
     """
@@ -33,10 +34,7 @@ def metadata_info(found: Resolved) -> Callable[..., Sizes]:
         q_dtype: torch.dtype,
         kv_dtype: torch.dtype,
         is_sparse: bool,
-        fast_mode: bool = True,
-        num_kv_splits: int = 32,
-        intra_batch_mode: bool = False,
-        max_split_per_batch: int = -1,
+        **options: Any,
     ) -> Sizes:
         sizes = function(
             batch_size=batch,
@@ -45,10 +43,7 @@ def metadata_info(found: Resolved) -> Callable[..., Sizes]:
             q_dtype=q_dtype,
             kv_dtype=kv_dtype,
             is_sparse=is_sparse,
-            fast_mode=fast_mode,
-            num_kv_splits=num_kv_splits,
-            intra_batch_mode=intra_batch_mode,
-            max_split_per_batch=max_split_per_batch,
+            **options,
         )
         return {
             name: ((shape,) if isinstance(shape, int) else tuple(shape), dtype)
@@ -80,14 +75,7 @@ def metadata(found: Resolved) -> Callable[..., None]:
         *,
         page_size: int = 1,
         kv_granularity: int = 16,
-        max_seqlen_qo: int = -1,
-        uni_seqlen_qo: int = -1,
-        fast_mode: bool = True,
-        topk: int = -1,
-        max_split_per_batch: int = -1,
-        intra_batch_mode: bool = False,
-        dtype_q: torch.dtype | None = None,
-        dtype_kv: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         _check_indices(name, qo_indptr, kv_indptr, kv_last_page_lens)
         if kv_granularity & (kv_granularity - 1) or page_size & (page_size - 1):
@@ -101,15 +89,8 @@ def metadata(found: Resolved) -> Callable[..., None]:
             is_causal=is_causal,
             page_size=page_size,
             kv_granularity=kv_granularity,
-            max_seqlen_qo=max_seqlen_qo,
-            uni_seqlen_qo=uni_seqlen_qo,
-            fast_mode=fast_mode,
-            topk=topk,
-            max_split_per_batch=max_split_per_batch,
-            intra_batch_mode=intra_batch_mode,
-            dtype_q=dtype_q,
-            dtype_kv=dtype_kv,
             **{buffer: buffers[buffer] for buffer in PLAN},
+            **options,
         )
 
     return call
@@ -139,11 +120,10 @@ def decode(found: Resolved) -> Callable[..., Tensor]:
         *,
         softmax_scale: float,
         page_size: int = 1,
-        num_kv_splits: int | None = None,
         buffers: Mapping[str, Tensor] | None = None,
         q_scale: Tensor | None = None,
         kv_scale: Tensor | None = None,
-        intra_batch_mode: bool = False,
+        **options: Any,
     ) -> Tensor:
         _check_indices(name, qo_indptr, kv_indptr, kv_indices, kv_last_page_lens)
         if q.dtype == torch.float16 or (q.element_size() == 1 and (q_scale is None or kv_scale is None)):
@@ -168,12 +148,11 @@ def decode(found: Resolved) -> Callable[..., Tensor]:
             kv_last_page_lens=kv_last_page_lens,
             max_seqlen_q=max_seqlen_q,
             sm_scale=softmax_scale,
-            num_kv_splits=num_kv_splits,
             page_size=page_size,
             q_scale=q_scale,
             kv_scale=kv_scale,
-            intra_batch_mode=intra_batch_mode,
             **plan,
+            **options,
         )
         return out
 

@@ -9,60 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from . import norm_quant
 from .resolved import Resolved
-from .signatures import Results, one_norm
-from .tensors import (
-    dense,
-    empty_like,
-    flat,
-    flat_like,
-    is_gemma,
-    no_offset,
-    rows,
-    same_shape,
-    scale_buffer,
-    shaped,
-    vector,
-)
-
-BLOCK = 32
-"""Columns per scale."""
+from .signatures import Norm, Results, norms
+from .tensors import dense, flat, no_offset, rows, shaped
 
 
 def hip_mxfp8(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_mxfp8_quant`, over `[add_]rmsnorm_quant`, which writes bytes where it is given a buffer of bytes."""
-    name, function = found.name, found.function
-    gemma_known = "gemma_norm" in found.names
-
-    def core(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, weight_offset: float) -> Results:
-        out, summed = empty_like(x, torch.float8_e4m3fn), None if residual is None else empty_like(x)
-        if residual is not None:
-            same_shape(name, "residual", residual, x)
-        if not x.numel():
-            return out, _no_scales(x), None, summed
-        scale = scale_buffer(x, x.shape[-1] // BLOCK, torch.uint8)
-        options: dict[str, Any] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        if residual is not None and summed is not None:
-            options |= {"residual_in": rows(residual), "residual_out": flat_like(summed)}
-        function(
-            out=flat_like(out),
-            input=rows(x),
-            scale=scale,
-            weight=vector(name, "weight", weight, x),
-            epsilon=epsilon,
-            group_size=BLOCK,
-            shuffle_scale=False,
-            **options,
-        )
-        return out, scale.view(*x.shape[:-1], scale.shape[1]), None, summed
-
-    return one_norm(found, core)
+    """`[add_]rms_norm_mxfp8_quant`."""
+    return norm_quant.hip(found)
 
 
-def triton_mxfp8(found: Resolved) -> Callable[[Tensor, Tensor, float, float], tuple[Tensor, Tensor]]:
+def triton_mxfp8(found: Resolved) -> Callable[..., Any]:
     """`rms_norm_mxfp8_quant`, over `fused_rms_mxfp8_quant`.
 
     Raises:
@@ -70,28 +30,22 @@ def triton_mxfp8(found: Resolved) -> Callable[[Tensor, Tensor, float, float], tu
     """
     name, function = found.name, found.function
 
-    def call(x: Tensor, weight: Tensor, epsilon: float, weight_offset: float) -> tuple[Tensor, Tensor]:
-        no_offset(name, weight_offset)
-        if not x.numel():
-            return empty_like(x, torch.float8_e4m3fn), _no_scales(x)
+    def core(norm: Norm, *_: None) -> Results:
+        x, weight, epsilon, offset = norm
+        no_offset(name, offset)
         out, scale = function(x=flat(x), weight=dense(weight), eps=epsilon)
-        return out.view(x.shape), scale.view(*x.shape[:-1], scale.shape[1])
+        return out.view(x.shape), scale.view(*x.shape[:-1], -1), None, None
 
-    return call
+    return norms(found, core)
 
 
 def triton_mxfp4(found: Resolved) -> Callable[..., Any]:
     """`[add_]rms_norm_mxfp4_quant[_with_norm]`, over `fused_rms_mxfp4_quant`."""
     name, function, keeps_norm = found.name, found.function, found.binding.keeps_norm
 
-    def core(x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float, weight_offset: float) -> Results:
-        no_offset(name, weight_offset)
-        if residual is not None:
-            same_shape(name, "residual", residual, x)
-        if not x.numel():
-            out = torch.empty((*x.shape[:-1], x.shape[-1] // 2), dtype=torch.uint8, device=x.device)
-            normed, summed = empty_like(x) if keeps_norm else None, None if residual is None else empty_like(x)
-            return out, _no_scales(x), normed, summed
+    def core(norm: Norm, residual: Tensor | None, _: None) -> Results:
+        x, weight, epsilon, offset = norm
+        no_offset(name, offset)
         (out, scale), normed, _second, summed = function(
             x1=rows(x),
             x1_weight=dense(weight),
@@ -100,11 +54,6 @@ def triton_mxfp4(found: Resolved) -> Callable[..., Any]:
             output_unquantized_inp1=keeps_norm,
         )
         leading = x.shape[:-1]
-        scale = scale.view(*leading, scale.shape[1])
-        return out.view(*leading, out.shape[1]), scale, shaped(normed, x), shaped(summed, x)
+        return out.view(*leading, -1), scale.view(*leading, -1), shaped(normed, x), shaped(summed, x)
 
-    return one_norm(found, core)
-
-
-def _no_scales(x: Tensor) -> Tensor:
-    return torch.empty((*x.shape[:-1], x.shape[-1] // BLOCK), dtype=torch.uint8, device=x.device)
+    return norms(found, core)

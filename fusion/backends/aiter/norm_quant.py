@@ -1,4 +1,4 @@
-"""Norms that quantise to fp8 over AITER's kernels: HIP's for one norm, HIP's for two latents with one of them, Triton's.
+"""Norms that quantise over AITER's kernels: HIP's for one norm, HIP's for two latents with both or one of them, Triton's.
 
 Each quantises the norm before any rounding, and norms the sum with the residual before its rounding.
 """
@@ -11,19 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.quantisation import empty_scales
+from ...ops.quantisation import MX_COLUMNS
+from .errors import AiterCallError
 from .resolved import Resolved
-from .signatures import Results, one_norm
+from .signatures import Norm, Results, norms
 from .tensors import (
     dense,
     empty_like,
     flat,
     flat_like,
-    is_gemma,
+    gemma_of,
     next_power_of_two,
     no_offset,
     rows,
-    same_shape,
     scale_buffer,
     scales_of,
     shaped,
@@ -33,29 +33,23 @@ from .tensors import (
 
 
 def hip(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_{per_token,group}_quant`, over `rmsnorm_quant` and `add_rmsnorm_quant`."""
-    name, function = found.name, found.function
-    gemma_known = "gemma_norm" in found.names
+    """`[add_]rms_norm_{per_token,group,mxfp8}_quant`, over `[add_]rmsnorm_quant`, which writes bytes where it is given a buffer of bytes."""
+    name, function, gemma = found.name, found.function, gemma_of(found)
+    kind = torch.uint8 if found.binding.per == "none" else torch.float32
 
     def core(
-        x: Tensor,
+        norm: Norm,
         residual: Tensor | None,
-        weight: Tensor,
-        epsilon: float,
-        weight_offset: float,
-        dtype: torch.dtype,
-        group_size: int | None,
-        column_major: bool,
-        *_: bool,
+        _: None,
+        dtype: torch.dtype = torch.float8_e4m3fn,
+        group_size: int | None = MX_COLUMNS,
+        column_major: bool = False,
     ) -> Results:
-        out, summed = empty_like(x, dtype), None if residual is None else empty_like(x)
+        x, weight, epsilon, offset = norm
+        out, summed, options = empty_like(x, dtype), None, gemma(offset)
+        scale = scale_buffer(x, 1 if group_size is None else x.shape[-1] // group_size, kind)
         if residual is not None:
-            same_shape(name, "residual", residual, x)
-        if not x.numel():
-            return out, empty_scales(x, group_size, column_major), None, summed
-        scale = scale_buffer(x, 1 if group_size is None else x.shape[-1] // group_size)
-        options: dict[str, Any] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
-        if residual is not None and summed is not None:
+            summed = empty_like(x)
             options |= {"residual_in": rows(residual), "residual_out": flat_like(summed)}
         function(
             out=flat_like(out),
@@ -69,39 +63,43 @@ def hip(found: Resolved) -> Callable[..., Any]:
         )
         return out, scales_of(scale, x.shape[:-1], column_major), None, summed
 
-    return one_norm(found, core)
+    return norms(found, core)
 
 
 def latents(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_{per_token,group}_quant[_with_norm]`, by the kernels of two latents with the first of them only."""
-    name, function, keeps_norm = found.name, found.function, found.binding.keeps_norm
-    gemma_known = "gemma_norm" in found.names
+    """`[add_]rms_norm_{per_token,group}_quant[_with_norm]` and `mla_dual_rms_norm_...`, by the kernels of two latents.
+
+    Raises:
+        AiterCallError: two weight offsets that differ.
+    """
+    name, function, keeps_norm, gemma = found.name, found.function, found.binding.keeps_norm, gemma_of(found)
 
     def core(
-        x: Tensor,
+        norm: Norm,
         residual: Tensor | None,
-        weight: Tensor,
-        epsilon: float,
-        weight_offset: float,
+        second: Norm | None,
         dtype: torch.dtype,
         group_size: int | None,
         column_major: bool,
-        *_: bool,
     ) -> Results:
-        out, summed = empty_like(x, dtype), None if residual is None else empty_like(x)
-        normed = empty_like(x) if keeps_norm else None
-        if residual is not None:
-            same_shape(name, "residual", residual, x)
-        if not x.numel():
-            return out, empty_scales(x, group_size, column_major), normed, summed
+        x, weight, epsilon, offset = norm
+        out, normed, other, options = empty_like(x, dtype), None, None, gemma(offset)
+        # A contiguous buffer is written group by group where `transpose_scale` is set.
         scale = scale_buffer(x, 1 if group_size is None else x.shape[-1] // group_size)
-        options: dict[str, Any] = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
         if group_size is not None:
             options |= {"group_size": group_size, "transpose_scale": column_major}
-        if normed is not None:
+        if keeps_norm:
+            normed = empty_like(x)
             options["q_out_unquantized"] = flat_like(normed)
-        if residual is not None and summed is not None:
-            options |= {"q_residual": rows(residual), "q_res_out": flat_like(summed)}
+        if residual is not None:
+            other = empty_like(x)
+            options |= {"q_residual": rows(residual), "q_res_out": flat_like(other)}
+        if second is not None:
+            kv, kv_weight, kv_epsilon, kv_offset = second
+            if offset != kv_offset:
+                raise AiterCallError(name, f"weight offsets {offset} and {kv_offset}: AITER's gemma_norm is of both")
+            other, kv_weight = empty_like(kv), vector(name, "kv_weight", kv_weight, kv)
+            options |= {"k_out": flat_like(other), "k": rows(kv), "k_weight": kv_weight, "k_epsilon": kv_epsilon}
         function(
             q_out_quantized=flat_like(out),
             q_out_scale=scale,
@@ -110,78 +108,68 @@ def latents(found: Resolved) -> Callable[..., Any]:
             q_epsilon=epsilon,
             **options,
         )
-        return out, scales_of(scale, x.shape[:-1], column_major), normed, summed
+        return out, scales_of(scale, x.shape[:-1], column_major), normed, other
 
-    return one_norm(found, core)
+    return norms(found, core)
 
 
 def triton(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_{per_token,group}_quant[_with_norm]`, over `fused_rms_fp8_group_quant`.
+    """The same over `fused_rms_fp8_group_quant`, for any width.
 
     One scale per row is one group of a power of two, behind whose columns are zeros.
     """
-    name, function, keeps_norm = found.name, found.function, found.binding.keeps_norm
+    run = _triton(found)
 
     def core(
-        x: Tensor,
+        norm: Norm,
         residual: Tensor | None,
-        weight: Tensor,
-        epsilon: float,
-        weight_offset: float,
+        second: Norm | None,
         dtype: torch.dtype,
         group_size: int | None,
         column_major: bool,
-        *_: bool,
     ) -> Results:
-        no_offset(name, weight_offset)
-        if residual is not None:
-            same_shape(name, "residual", residual, x)
-        if not x.numel():
-            normed, summed = empty_like(x) if keeps_norm else None, None if residual is None else empty_like(x)
-            return empty_like(x, dtype), empty_scales(x, group_size, column_major), normed, summed
-        (out, scales), normed, _second, summed = function(
-            inp1=flat(x),
-            inp1_weight=dense(weight),
-            inp1_epsilon=epsilon,
-            group_size=group_size or next_power_of_two(x.shape[-1]),
-            dtype_quant=dtype,
-            res1=None if residual is None else flat(residual),
-            output_unquantized_inp1=keeps_norm,
-            transpose_scale=column_major,
+        x = norm[0]
+        size = group_size or next_power_of_two(x.shape[-1])
+        (out, scales), *others = run(
+            norm, residual, second, group_size=size, dtype_quant=dtype, transpose_scale=column_major
         )
-        return out.view(x.shape), unpermuted(scales, x.shape[:-1], column_major), shaped(normed, x), shaped(summed, x)
+        return out.view(x.shape), unpermuted(scales, x.shape[:-1], column_major), *others
 
-    return one_norm(found, core)
+    return norms(found, core)
 
 
 def triton_static(found: Resolved) -> Callable[..., Any]:
-    """`[add_]rms_norm_static_quant[_with_norm](..., scale, dtype)`, over `fused_rms_fp8_per_tensor_static_quant`."""
+    """`{[add_]rms_norm,mla_dual_rms_norm}_static_quant[_with_norm]`, over `fused_rms_fp8_per_tensor_static_quant`."""
+    run = _triton(found)
+
+    def core(norm: Norm, residual: Tensor | None, second: Norm | None, scale: Tensor, dtype: torch.dtype) -> Results:
+        out, *others = run(norm, residual, second, inp1_scale=scale, dtype_quant=dtype)
+        return out.view(norm[0].shape), None, *others
+
+    return norms(found, core)
+
+
+def _triton(found: Resolved) -> Callable[..., tuple[Any, Tensor | None, Tensor | None]]:
+    """What Triton's two functions have in common: they give the quantised norm, the norm, the second norm, and the sum."""
     name, function, keeps_norm = found.name, found.function, found.binding.keeps_norm
 
-    def core(
-        x: Tensor,
-        residual: Tensor | None,
-        weight: Tensor,
-        epsilon: float,
-        weight_offset: float,
-        scale: Tensor,
-        dtype: torch.dtype,
-    ) -> Results:
-        no_offset(name, weight_offset)
+    def run(norm: Norm, residual: Tensor | None, second: Norm | None, **options: Any) -> Any:
+        x, weight, epsilon, offset = norm
+        no_offset(name, offset)
+        other = x
+        if second is not None:
+            other, kv_weight, kv_epsilon, kv_offset = second
+            no_offset(name, kv_offset)
+            options |= {"inp2": flat(other), "inp2_weight": dense(kv_weight), "inp2_epsilon": kv_epsilon}
         if residual is not None:
-            same_shape(name, "residual", residual, x)
-        if not x.numel():
-            normed, summed = empty_like(x) if keeps_norm else None, None if residual is None else empty_like(x)
-            return empty_like(x, dtype), None, normed, summed
-        out, normed, _second, summed = function(
+            options["res1"] = flat(residual)
+        out, normed, kv_out, summed = function(
             inp1=flat(x),
             inp1_weight=dense(weight),
             inp1_epsilon=epsilon,
-            inp1_scale=scale,
-            dtype_quant=dtype,
-            res1=None if residual is None else flat(residual),
             output_unquantized_inp1=keeps_norm,
+            **options,
         )
-        return out.view(x.shape), None, shaped(normed, x), shaped(summed, x)
+        return out, shaped(normed, x), shaped(summed if second is None else kv_out, other)
 
-    return one_norm(found, core)
+    return run

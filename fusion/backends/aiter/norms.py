@@ -1,4 +1,4 @@
-"""The residual add and the norm, unquantised: over AITER's HIP and CK kernels, and over Triton's norm that pads.
+"""Norms that are not quantised, behind a residual add or of two latents: over AITER's HIP and CK kernels, and over Triton's norm that pads.
 
 The HIP kernels take the width from dimension 1, so everything is handed over in two dimensions. Triton's allocate what they return,
 and read every stride.
@@ -7,12 +7,13 @@ and read every stride.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .resolved import Resolved
-from .tensors import dense, empty_like, flat, flat_like, is_gemma, no_offset, packed_rows, rows, same_shape, vector
+from .tensors import dense, empty_like, flat, flat_like, gemma_of, no_offset, packed_rows, rows, same_shape, vector
 
 Pair = tuple[Tensor, Tensor]
 AddNorm = Callable[[Tensor, Tensor, Tensor, float, float], Pair]
@@ -30,17 +31,13 @@ def add_rms_norm(found: Resolved) -> AddNorm:
     Raises:
         AiterCallError: an offset the build does not know, or a weight or residual that does not fit.
     """
-    name, function = found.name, found.function
-    gemma_known = "gemma_norm" in found.names
+    name, function, gemma = found.name, found.function, gemma_of(found)
 
     def call(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, weight_offset: float) -> Pair:
         out, residual_out = empty_like(x), empty_like(x)
         same_shape(name, "residual", residual, x)
-        if not x.numel():
-            return out, residual_out
         strided = x.shape[-1] <= HIP_WIDTH and x.dtype != torch.float32
         rows_of = rows if strided else packed_rows
-        options = {"gemma_norm": True} if is_gemma(name, weight_offset, gemma_known) else {}
         function(
             out=flat_like(out),
             input=rows_of(x),
@@ -48,9 +45,36 @@ def add_rms_norm(found: Resolved) -> AddNorm:
             residual_out=flat_like(residual_out),
             weight=vector(name, "weight", weight, x),
             epsilon=epsilon,
-            **options,
+            **gemma(weight_offset),
         )
         return out, residual_out
+
+    return call
+
+
+def dual_rms_norm(found: Resolved) -> Callable[..., Pair]:
+    """`mla_dual_rms_norm(q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon, q_weight_offset, kv_weight_offset)`.
+
+    Raises:
+        AiterCallError: a weight offset, or a weight of another dtype.
+    """
+    name, function = found.name, found.function
+
+    def call(*given: Any) -> Pair:
+        q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon, q_offset, kv_offset = given
+        no_offset(name, q_offset or kv_offset)
+        q_out, kv_out = empty_like(q), empty_like(kv)
+        function(
+            q_out=flat_like(q_out),
+            q=rows(q),
+            q_weight=vector(name, "q_weight", q_weight, q),
+            q_eps=q_epsilon,
+            k_out=flat_like(kv_out),
+            k=rows(kv),
+            k_weight=vector(name, "kv_weight", kv_weight, kv),
+            k_eps=kv_epsilon,
+        )
+        return q_out, kv_out
 
     return call
 
@@ -82,14 +106,11 @@ def triton_add_rms_norm_pad(found: Resolved) -> Callable[[Tensor, Tensor, Tensor
     ) -> Pair:
         no_offset(name, weight_offset)
         same_shape(name, "residual", residual, x)
-        shape = (*x.shape[:-1], padded_width)
-        if not x.numel():
-            return torch.zeros(shape, dtype=x.dtype, device=x.device), empty_like(x)
         # The next multiple of the padded width is the padded width.
         out, residual_out = function(
             x=_stepped(x), weight=dense(weight), epsilon=epsilon, res=_stepped(residual), x_pad_to_multiple=padded_width
         )
-        return out.view(shape), residual_out.view(x.shape)
+        return out.view(*x.shape[:-1], padded_width), residual_out.view(x.shape)
 
     return call
 

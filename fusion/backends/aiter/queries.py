@@ -80,8 +80,6 @@ def _by_tokens(kernel: _Kernel, q_latent: Tensor, q_rope: Tensor, positions: Ten
     tokens, heads, columns = latent.shape
     width = columns + rope.shape[2]
     shape = (*q_latent.shape[:-1], width)
-    if not tokens or not heads:
-        return torch.empty(shape, dtype=q_latent.dtype, device=q_latent.device)
     if max(tokens * heads * width, _extent(latent), _extent(rope)) <= REACH:
         return kernel(latent, rope, positions).view(shape)
     step = max(1, REACH // (heads * width))

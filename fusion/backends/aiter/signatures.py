@@ -1,48 +1,55 @@
-"""The conventions of the norms that quantise, put over one function of all their arguments, once, when binding.
+"""The conventions of the norms' ops, put over one function of all their arguments, once, when binding.
 
-All take `x, weight, epsilon, weight_offset`, a residual behind x where they add one, and the options of their quantisation. All
-return the values, the scales unless they were given, the plain norm where it is kept, and the sum where there is one.
+All take `x, weight, epsilon, weight_offset`, a residual behind x where they add one, twice the norm for an MLA layer's latents, and the
+options of their quantisation. All return the values, the scales unless they were given, the plain norm where it is kept, and the sum,
+or the norm of the second latent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from .resolved import Resolved
+from .tensors import same_shape
+
+Norm = tuple[Tensor, Tensor, float, float]
+"""x, weight, epsilon and weight offset."""
 
 Results = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Values, scales, plain norm, sum with the residual (of two latents: the norm of kv); None for what there is not."""
 
 Core = Callable[..., Results]
-"""From the op's arguments. Of one norm with None for a residual that there is not; of one scale per token with those of a group,
-whose size is None then: `dtype, group_size, column_major, tma_aligned, use_ue8m0`."""
+"""From a norm, a residual or None, a second norm or None, and the options: a scale and the dtype; or `dtype, group_size, column_major`,
+with no size for one scale per token; or none."""
 
 
-def one_norm(found: Resolved, core: Core) -> Callable[..., Any]:
-    """The op of one norm: `(x, [residual,] weight, epsilon, weight_offset, ...)`."""
-    return two_norms(found, core if found.binding.adds else lambda x, *others: core(x, None, *others))
+def norms(found: Resolved, core: Core) -> Callable[..., Any]:
+    """The op of one norm, `(x, [residual,] weight, epsilon, weight_offset, ...)`, or of an MLA layer's latents, `(q, kv, ...)`.
 
-
-def two_norms(found: Resolved, core: Core) -> Callable[..., Any]:
-    """The op of an MLA layer's latents: `(q, kv, ..., q_weight_offset, kv_weight_offset, ...)`."""
-    pick = picked(found)
-    if found.binding.per != "token":
-        return lambda *given: pick(core(*given))
-
-    def per_token(*given: Any) -> Any:
-        *others, dtype, use_ue8m0 = given
-        return pick(core(*others, dtype, None, False, False, use_ue8m0))
-
-    return per_token
-
-
-def picked(found: Resolved) -> Callable[[Results], Any]:
-    """What a binding returns of `Results`: one tensor alone, several as a tuple."""
-    binding = found.binding
-    kept = (True, binding.per != "static", binding.keeps_norm, binding.adds or binding.op.startswith("mla_dual"))
+    Raises:
+        AiterCallError: a residual that is not like x.
+    """
+    name, per, adds = found.name, found.binding.per, found.binding.adds
+    kept = (True, per != "static", found.binding.keeps_norm, adds or found.binding.is_dual)
     pick: Callable[[Results], Any] = itemgetter(*(place for place, is_kept in enumerate(kept) if is_kept))
-    return pick
+
+    def options(given: Sequence[Any]) -> Sequence[Any]:
+        return (given[0], None, False) if per == "token" else given[:3]
+
+    def two(*given: Any) -> Any:
+        q, kv, q_weight, kv_weight, q_epsilon, kv_epsilon, q_offset, kv_offset, *others = given
+        second = (kv, kv_weight, kv_epsilon, kv_offset)
+        return pick(core((q, q_weight, q_epsilon, q_offset), None, second, *options(others)))
+
+    def added(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, offset: float, *others: Any) -> Any:
+        same_shape(name, "residual", residual, x)
+        return pick(core((x, weight, epsilon, offset), residual, None, *options(others)))
+
+    def one(x: Tensor, weight: Tensor, epsilon: float, offset: float, *others: Any) -> Any:
+        return pick(core((x, weight, epsilon, offset), None, None, *options(others)))
+
+    return two if found.binding.is_dual else added if adds else one

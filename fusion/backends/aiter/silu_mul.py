@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ops.quantisation import empty_scales
 from .errors import AiterCallError
 from .resolved import Resolved
 from .tensors import (
@@ -28,7 +28,6 @@ from .tensors import (
 )
 
 Pair = tuple[Tensor, Tensor]
-Grouped = Callable[[Tensor, Tensor, float, torch.dtype, int, bool, bool, bool], Pair]
 
 
 def halves(gate: Tensor, up: Tensor) -> Tensor:
@@ -46,52 +45,26 @@ def _storage(x: Tensor) -> int:
     return int(x.untyped_storage().data_ptr())
 
 
-def hip_group(found: Resolved) -> Grouped:
+def hip_group(found: Resolved) -> Callable[..., Pair]:
     """`silu_mul_group_quant(gate, up, limit, dtype, group_size, column_major, tma_aligned, use_ue8m0)`.
 
     Raises:
         AiterCallError: a limit that is not above 0, or an up that is not like gate.
     """
-    name, function = found.name, found.function
 
-    def call(
-        gate: Tensor,
-        up: Tensor,
-        limit: float,
-        dtype: torch.dtype,
-        group_size: int,
-        column_major: bool,
-        _tma_aligned: bool,
-        _ue8m0: bool,
-    ) -> Pair:
-        cut = _cut(name, limit)
-        same_shape(name, "up", up, gate)
-        out = empty_like(gate, dtype)
-        if not gate.numel():
-            return out, empty_scales(gate, group_size, column_major)
-        scale = scale_buffer(gate, gate.shape[-1] // group_size)
-        function(
+    def core(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, group_size: int, column_major: bool) -> Pair:
+        out, scale = empty_like(gate, dtype), scale_buffer(gate, gate.shape[-1] // group_size)
+        found.function(
             out=flat_like(out),
             input=packed_rows(halves(gate, up)),  # it reads no stride
             scale=scale,
             group_size=group_size,
-            limit=cut,
+            limit=_cut(found.name, limit),
             shuffle_scale=column_major,
         )
         return out, scales_of(scale, gate.shape[:-1], column_major)
 
-    return call
-
-
-def per_token(found: Resolved, grouped: Grouped, size: Callable[[int], int]) -> Callable[..., Pair]:
-    """`silu_mul_per_token_quant(gate, up, limit, dtype, use_ue8m0)`, as one group of so many columns, where the op is that one."""
-    if found.binding.per != "token":
-        return grouped
-
-    def call(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, ue8m0: bool) -> Pair:
-        return grouped(gate, up, limit, dtype, size(gate.shape[-1]), False, False, ue8m0)
-
-    return call
+    return _grouped(found, core)
 
 
 def clamp(found: Resolved) -> Callable[..., Pair]:
@@ -100,32 +73,18 @@ def clamp(found: Resolved) -> Callable[..., Pair]:
     Raises:
         AiterCallError: a limit that is not above 0, or an up that is not like gate.
     """
-    name, function = found.name, found.function
 
-    def call(
-        gate: Tensor,
-        up: Tensor,
-        limit: float,
-        dtype: torch.dtype,
-        group_size: int,
-        column_major: bool,
-        _tma_aligned: bool,
-        _ue8m0: bool,
-    ) -> Pair:
-        cut = _cut(name, limit)
-        same_shape(name, "up", up, gate)
-        if not gate.numel():
-            return empty_like(gate, dtype), empty_scales(gate, group_size, column_major)
-        out, scales = function(
+    def core(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, group_size: int, column_major: bool) -> Pair:
+        out, scales = found.function(
             inp=halves(gate, up),
-            swiglu_limit=cut,
+            swiglu_limit=_cut(found.name, limit),
             dtype_quant=dtype,
             transpose_scale=column_major,
             quant_block_size=group_size,
         )
         return out.view(gate.shape), unpermuted(scales, gate.shape[:-1], column_major)
 
-    return per_token(found, call, next_power_of_two)
+    return _grouped(found, core, next_power_of_two)
 
 
 def triton(found: Resolved) -> Callable[..., Pair]:
@@ -136,20 +95,8 @@ def triton(found: Resolved) -> Callable[..., Pair]:
     """
     name, function = found.name, found.function
 
-    def call(
-        gate: Tensor,
-        up: Tensor,
-        limit: float,
-        dtype: torch.dtype,
-        group_size: int,
-        column_major: bool,
-        _tma_aligned: bool,
-        _ue8m0: bool,
-    ) -> Pair:
+    def core(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, group_size: int, column_major: bool) -> Pair:
         _no_limit(name, limit)
-        same_shape(name, "up", up, gate)
-        if not gate.numel():
-            return empty_like(gate, dtype), empty_scales(gate, group_size, column_major)
         if column_major or gate.shape[-1] % group_size:
             raise AiterCallError(
                 name, f"groups of {group_size} in {gate.shape[-1]} columns, column_major={column_major}"
@@ -157,7 +104,22 @@ def triton(found: Resolved) -> Callable[..., Pair]:
         out, scales = function(x=halves(gate, up), activation="silu", group_size=group_size, dtype_quant=dtype)
         return out.view(gate.shape), unpermuted(scales, gate.shape[:-1], False)
 
-    return per_token(found, call, int)
+    return _grouped(found, core)
+
+
+def _grouped(found: Resolved, core: Callable[..., Pair], size: Callable[[int], int] = int) -> Callable[..., Pair]:
+    """The op over a function that quantises in groups: one scale per token is one group of `size` columns, from the width."""
+    name = found.name
+
+    def group(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, *options: Any) -> Pair:
+        same_shape(name, "up", up, gate)
+        return core(gate, up, limit, dtype, *options[:2])
+
+    def token(gate: Tensor, up: Tensor, limit: float, dtype: torch.dtype, _ue8m0: bool) -> Pair:
+        same_shape(name, "up", up, gate)
+        return core(gate, up, limit, dtype, size(gate.shape[-1]), False)
+
+    return token if found.binding.per == "token" else group
 
 
 def triton_static(found: Resolved) -> Callable[[Tensor, Tensor, float, Tensor, torch.dtype], Tensor]:
@@ -171,8 +133,6 @@ def triton_static(found: Resolved) -> Callable[[Tensor, Tensor, float, Tensor, t
     def call(gate: Tensor, up: Tensor, limit: float, scale: Tensor, dtype: torch.dtype) -> Tensor:
         _no_limit(name, limit)
         same_shape(name, "up", up, gate)
-        if not gate.numel():
-            return empty_like(gate, dtype)
         out: Tensor = function(inp=halves(gate, up), inp_scale=scale, dtype_quant=dtype)
         return out.view(gate.shape)
 

@@ -32,6 +32,11 @@ class Binding:
         return self.op.startswith("add_")
 
     @property
+    def is_dual(self) -> bool:
+        """Whether it is of an MLA layer's two latents."""
+        return self.op.startswith("mla_dual_")
+
+    @property
     def keeps_norm(self) -> bool:
         """Whether the norm is returned unquantised too."""
         return self.op.endswith("_with_norm")
@@ -60,13 +65,13 @@ def _quantised() -> Iterator[B]:
 
 def _latents() -> Iterator[B]:
     """The norms of an MLA layer's two latents."""
-    yield B("mla_dual_rms_norm", "dual_norms.plain", f.LATENT_NORMS)
+    yield B("mla_dual_rms_norm", "norms.dual_rms_norm", f.LATENT_NORMS)
     for kept in ("", "_with_norm"):
         for per, hip in (("per_token", f.LATENT_TOKEN_QUANT), ("group", f.LATENT_GROUP_QUANT)):
             name = f"mla_dual_rms_norm_{per}_quant{kept}"
-            yield B(name, "dual_norms.hip", hip)
-            yield B(f"{name}.triton", "dual_norms.triton", f.TRITON_GROUP_QUANT)
-        yield B(f"mla_dual_rms_norm_static_quant{kept}", "dual_norms.triton_static", f.TRITON_STATIC_QUANT)
+            yield B(name, "norm_quant.latents", hip)
+            yield B(f"{name}.triton", "norm_quant.triton", f.TRITON_GROUP_QUANT)
+        yield B(f"mla_dual_rms_norm_static_quant{kept}", "norm_quant.triton_static", f.TRITON_STATIC_QUANT)
 
 
 BINDINGS: tuple[B, ...] = (

@@ -6,11 +6,15 @@ in every call: two comparisons and no copy, where a model lays its tensors out a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ...ops.quantisation import scale_strides
 from .errors import AiterCallError
+from .resolved import Resolved
 
 _ALIGNED = 15
 
@@ -119,15 +123,19 @@ def no_offset(binding: str, weight_offset: float) -> None:
         raise AiterCallError(binding, f"weight_offset {weight_offset}: this function of AITER's has no such option")
 
 
-def is_gemma(binding: str, weight_offset: float, known: bool) -> bool:
-    """Whether to ask for AITER's `gemma_norm`, which adds 1 to the weight.
+def gemma_of(found: Resolved) -> Callable[[float], dict[str, Any]]:
+    """From a weight offset to the option that asks for it: AITER's `gemma_norm`, which adds 1 to the weight.
 
-    Raises:
-        AiterCallError: another offset, or the installed function has no such option.
+    The function raises AiterCallError for another offset, or where the installed function has no such option.
     """
-    if not weight_offset:
-        return False
-    if weight_offset != 1 or not known:
-        only = "1 is the only other offset it knows" if known else "the installed function has no gemma_norm"
-        raise AiterCallError(binding, f"weight_offset {weight_offset}: {only}")
-    return True
+    name, known = found.name, "gemma_norm" in found.names
+
+    def gemma(weight_offset: float) -> dict[str, Any]:
+        if not weight_offset:
+            return {}
+        if weight_offset != 1 or not known:
+            only = "1 is the only other offset it knows" if known else "the installed function has no gemma_norm"
+            raise AiterCallError(name, f"weight_offset {weight_offset}: {only}")
+        return {"gemma_norm": True}
+
+    return gemma
