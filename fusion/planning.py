@@ -286,7 +286,10 @@ def _placed(spec: Placed) -> tuple[str, AnySpec]:
 
 
 def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> Iterable[Site]:
-    """The sites, with what the layer before says of what it adds last: by which linear, and over how many ranks it is summed.
+    """The sites, with what others say of them.
+
+    The layer before says what it adds last, by which linear, and over how many ranks it is summed; a layer with a mixture, which MLP
+    is its shared experts.
 
     Attention and MLP of one model may differ: transformers replicates DeepSeek-V3's attention.
     """
@@ -306,12 +309,16 @@ def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> It
         ):
             mlps[spec.layer_index] = 0
     given = {s.layer_index: s.gives for _, s in placed if isinstance(s, ResidualSpec) and s.added_as_given}
+    mixtures = {s.layer_index: s.experts for _, s in placed if isinstance(s, ResidualSpec)}
     for site in sites:
         after_mlp = site.role == FINAL or (site.role == INPUT and site.adds)
         if isinstance(site.spec, ResidualSpec) and site.spec.handed_over and site.block == 0:
             after_mlp = False  # of another rank of a pipeline, which has summed what it gave
         index = site.spec.layer_index
         known: dict[str, Any] = {}
+        mixture = None if index is None else mixtures.get(index)
+        if mixture is not None and site.spec == mixture.shared:
+            known["experts"] = mixture
         if after_mlp and index is not None:
             before = index - (site.block == 0)
             known |= {"reduced": mlps[before]} if before in mlps else {}
@@ -382,7 +389,7 @@ class _Decider:
 
     def _why_not_read(self, site: Site, quant: ActivationQuant | None) -> str | None:
         """Why a quantisation is not known to be of what reads this site, or not to be had; None where it is."""
-        if site.read_by == "undeclared":
+        if site.undeclared:
             return (
                 "not known: the model's entry declares no MLP of this layer; routed experts, which quantise inside of "
                 "their own kernels, take what this norm gives as it is"
@@ -394,9 +401,7 @@ class _Decider:
                 f"{'here' if engine is None else f'in {engine.name}: {engine.inside}'}"
             )
         # transformers' shared experts are linears like any others, and torch.compile sees them.
-        if site.read_by != "experts" or engine is None or engine.name == "transformers":
-            return None
-        if "*" in engine.refuses:
+        if site.experts is None or engine is None or engine.name == "transformers" or "*" in engine.refuses:
             return None
         return engine.experts or f"not known: how {engine.name} runs a mixture's experts, and what it gives them"
 
