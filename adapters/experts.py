@@ -7,6 +7,7 @@ ATOM run them in one module that knows its share of whole experts and of the col
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -25,16 +26,24 @@ from .spec_fields import made
 from .vocabulary_mlps import ATOM_MLP, SGLANG_MLP, TRANSFORMERS_MLP, VLLM_MLP
 
 Sizes: TypeAlias = tuple[Any, Any, Any, Any, Any]
-"""Experts, the model's and this rank's; those of a token; the width of one, the model's and this rank's."""
+"""What `_SIZED` names, in that order."""
 Shared: TypeAlias = Callable[[str, str, Any], GatedMLPSpec]
 """Reads shared experts: their path, the engine, their module."""
 
+_SIZED = (
+    "num_experts",
+    "num_local_experts",
+    "experts_per_token",
+    "intermediate_size",
+    "local_intermediate_size",
+)
+_UNSAID: dict[str, Any] = dict.fromkeys((*_SIZED, "weight", "activation", "router", "shared"))
 _ROUTERS = ("gate", "router")
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 
 
 def experts_of(path: str, mixture: Any, shared: Shared) -> ExpertsSpec | None:
-    """What the module in the place of an MLP is, if it is a mixture; None too where its own code fails, as it decides no layer's spec.
+    """What the module in the place of an MLP is, if it is a mixture. It decides no layer's spec, so that what it does not say is None.
 
     Args:
         path: of the module, below the layer.
@@ -46,28 +55,23 @@ def experts_of(path: str, mixture: Any, shared: Shared) -> ExpertsSpec | None:
     engine = None if experts is None else _engine(experts.__class__)
     if engine is None:
         return None
+    scores = next((name for name in _ROUTERS if children.get(name) is not None), None)
+    together = next((name for name in _SHARED if children.get(name) is not None), None)
+    values: dict[str, Any] = {"path": path, **_UNSAID}
+    with suppress(*FOREIGN):
+        values["weight"], values["activation"] = _held(experts)
+    if together is not None:
+        with suppress(*FOREIGN):
+            values["shared"] = shared(f"{path}.{together}", engine, children[together])
+    if scores is not None:
+        with suppress(*FOREIGN):
+            values["router"] = _router(f"{path}.{scores}", children[scores])
+    parts = (id(values["shared"]),)
     try:
-        scores = next((name for name in _ROUTERS if children.get(name) is not None), None)
-        router = None if scores is None else _router(f"{path}.{scores}", children[scores])
-        total, local, each, width, local_width = map(whole, _SIZES[engine](mixture, experts, router))
-        name = next((name for name in _SHARED if children.get(name) is not None), None)
-        together = None if name is None else shared(f"{path}.{name}", engine, children[name])
-        weight, activation = _held(experts)
-        values = {
-            "path": path,
-            "num_experts": total,
-            "num_local_experts": local,
-            "experts_per_token": each,
-            "intermediate_size": width,
-            "local_intermediate_size": local_width,
-            "weight": weight,
-            "activation": activation,
-            "router": router,
-            "shared": together,
-        }
-        return made(ExpertsSpec, values, (id(together),))
+        sizes = map(whole, _SIZES[engine](mixture, experts, values["router"]))
+        return made(ExpertsSpec, {**values, **dict(zip(_SIZED, sizes, strict=True))}, parts)
     except FOREIGN:
-        return None
+        return made(ExpertsSpec, values, parts)
 
 
 def _router(path: str, router: Any) -> LinearSpec:

@@ -403,6 +403,8 @@ class _Decider:
         # transformers' shared experts are linears like any others, and torch.compile sees them.
         if site.experts is None or engine is None or engine.name == "transformers" or "*" in engine.refuses:
             return None
+        if site.beside_experts:
+            return None
         return engine.experts or f"not known: how {engine.name} runs a mixture's experts, and what it gives them"
 
     def _limit(self, fusion: Fusion, site: Site) -> TokenLimit | None:

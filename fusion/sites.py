@@ -137,6 +137,12 @@ class Site:
         return (*mixture, *(linear for norm in self.norms for linear in norm.feeds))
 
     @property
+    def beside_experts(self) -> bool:
+        """Whether a linear that is none of the mixture's reads the norm too: LongCat-Flash has a dense MLP beside its experts."""
+        within = f"{self.experts.path}." if self.experts is not None else ""
+        return any(not linear.path.startswith(within) for norm in self.norms for linear in norm.feeds)
+
+    @property
     def quantising(self) -> str | None:
         """How many of those that read the first norm quantise it, in words, where some do and some do not."""
         readers = self.consumers if len(self.norms) == 1 else self.norms[0].feeds if self.norms else ()

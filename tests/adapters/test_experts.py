@@ -116,9 +116,9 @@ def test_what_a_rank_holds_is_the_shape_of_its_tensors(name: str) -> None:
 
 
 def test_experts_of_distributed_tensors() -> None:
-    from layerfuse.testing.meshes import rank_of_two
-
     from torch.distributed.tensor import Shard, distribute_tensor
+
+    from layerfuse.testing.meshes import rank_of_two
 
     for dim, expected in ((0, (4, 48)), (2, (8, 24))):
         decoder = decoder_of("deepseek_v3")
@@ -230,12 +230,18 @@ def test_atoms_experts_may_hold_shared_ones_among_them(fused: int, routed: bool,
     assert found.weight == WeightSpec(dtype="float8_e4m3fnuz", scheme="channel", block=None)
 
 
-def test_what_is_no_mixture_or_fails_is_none_and_the_layer_is_read_all_the_same() -> None:
+def test_what_a_mixture_does_not_say_is_none_and_the_layer_is_read_all_the_same() -> None:
     decoder = decoder_of("deepseek_v3")
     del decoder.mlp.gate.weight
-    assert registry.spec_for(decoder).experts is None
+    found = experts_in(decoder)
+    assert (found.router, found.num_experts, found.local_intermediate_size) == (None, None, None)
+    assert found.weight is not None and found.shared is not None
     decoder = decoder_of("deepseek_v3")
-    decoder.mlp.experts = nn.ModuleList()
+    del decoder.mlp.shared_experts.intermediate_size
+    assert (experts_in(decoder).shared, experts_in(decoder).num_experts) == (None, 8)
+    decoder.mlp.gate.top_k = 9  # more than there are
+    assert (experts_in(decoder).num_experts, experts_in(decoder).experts_per_token) == (None, None)
+    decoder.mlp.experts = nn.ModuleList()  # nobody's
     assert registry.spec_for(decoder).experts is None
 
 
