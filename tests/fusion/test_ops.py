@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from family_support import FORMS, Options, arguments
-from helpers import in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerfuse.fusion import backends
 from layerfuse.fusion.backends import Backend, BackendError
-from layerfuse.fusion.chain import Form
 from layerfuse.fusion.declare import Like, Op, Rows
 from layerfuse.fusion.ops import (
     mla_dual_rms_norm,
@@ -278,26 +275,3 @@ def test_real_strides_are_the_fakes(
 
     for real, fake in zip(call("cpu"), call("meta"), strict=True):
         assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
-
-
-# ---- every op of the family ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_opcheck_of_every_form(form: Form) -> None:
-    options = Options(group_size=32, column_major=True, tma_aligned=True)
-    op = getattr(torch.ops.layerfuse, form.op.name).default
-    torch.library.opcheck(op, tuple(arguments(form, (3,), 64, options)))
-
-
-@pytest.mark.parametrize(("name", "leading"), in_turn(FORMS, [(), (0,), (2, 3)]), ids=str)
-def test_the_fake_of_every_form_is_like_the_real_one(name: str, leading: tuple[int, ...]) -> None:
-    op = getattr(torch.ops.layerfuse, name)
-    made = arguments(FORMS[name], leading, 64, Options())
-    real, fake = op(*made), op(*(each.to("meta") if torch.is_tensor(each) else each for each in made))
-    for one, other in zip(*map(_several, (real, fake)), strict=True):
-        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-
-
-def _several(results: Any) -> tuple[torch.Tensor, ...]:
-    return (results,) if isinstance(results, torch.Tensor) else tuple(results)
