@@ -46,8 +46,12 @@ class LayerSpec(Checked):
                 problems.extend(error.problems)
         if problems:
             raise SpecError(f"{type(self).__name__} at tensor-parallel size {size}", problems)
-        unread = {} if size == self.parallel.size else dict(_without_linears(self))
-        return attrs.evolve(self, parallel=parallel, **local, **unread)
+        others = {} if size == self.parallel.size else self._of_other_ranks(parallel)
+        return attrs.evolve(self, parallel=parallel, **local, **others)
+
+    def _of_other_ranks(self, parallel: Parallel) -> dict[str, Any]:  # noqa: ARG002
+        """What else differs where the layer is shared by more or fewer ranks."""
+        return dict(_without_linears(self))
 
     def _contradictions(self) -> Iterator[str]:
         size = self.parallel.size
@@ -288,13 +292,13 @@ class ExpertsSpec(Checked):
         """What of it reads the norm in front, without its shared experts: the router, and the routed experts at once."""
         return (self,) if self.router is None else (self.router, self)
 
-    def shard(self, size: int, rank: int | None = None) -> ExpertsSpec:
-        """The same mixture on one of `size` ranks. Whether they share whole experts or cut each, an engine decides, so that no local size is said.
+    def shard(self, parallel: Parallel) -> ExpertsSpec:
+        """The same mixture on one of several ranks. Whether they share whole experts or cut each, an engine decides, so that no local size is said.
 
         Raises:
             SpecError: the shared experts cannot be cut so.
         """
-        shared = None if self.shared is None else self.shared.shard(size, rank)
+        shared = None if self.shared is None else self.shared.shard(parallel.size, parallel.rank)
         unsaid = {"num_local_experts": None, "local_intermediate_size": None, "router": None}
         return attrs.evolve(self, shared=shared, **unsaid)
 
@@ -346,16 +350,9 @@ class ResidualSpec(LayerSpec):
     """Whether another rank of a pipeline hands the stream over to this layer. What joins it in front of the first input norm was
     summed over that rank's group, there. Read off like `starts_stream`."""
 
-    def shard(self, size: int, rank: int | None = None) -> Self:
-        """The same layer on one of `size` ranks, and so its mixture, if it has one.
-
-        Raises:
-            SpecError: there is no such rank, or the shared experts cannot be cut so.
-        """
-        made = LayerSpec.shard(self, size, rank)
-        if self.experts is None or size == self.parallel.size:
-            return made
-        return attrs.evolve(made, experts=self.experts.shard(size, rank))
+    def _of_other_ranks(self, parallel: Parallel) -> dict[str, Any]:
+        mixture = {} if self.experts is None else {"experts": self.experts.shard(parallel)}
+        return dict(_without_linears(self)) | mixture
 
     @property
     def input_norm(self) -> NormSpec | None:

@@ -18,7 +18,7 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import ArgumentError, ArgumentValueError, did_you_mean, shown
 from ..adapters.layer_specs import LayerSpec
-from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
+from ..adapters.specs import AnySpec, ExpertsSpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
 from .alike import PLACE, Alike
 from .catalog import FUSIONS
 from .chain import LAYERFUSE, Fusion
@@ -257,7 +257,14 @@ def plan(
             f"{len(twice)} layers have more than one spec of a type ({shown(layer)} has several {kind}); give each spec "
             "with the path of its own layer, as (path, spec)"
         )
-    sites = tuple(_reduced(placed, (site for layer, spec in placed for site in sites_of(layer, spec))))
+    mixtures: dict[int | None, ExpertsSpec | None]
+    mixtures = {s.layer_index: s.experts for _, s in placed if isinstance(s, ResidualSpec)}
+    found = (
+        site
+        for layer, spec in placed
+        for site in sites_of(layer, spec, mixtures.get(spec.layer_index) if isinstance(spec, GatedMLPSpec) else None)
+    )
+    sites = tuple(_reduced(placed, found))
     decide = _Decider(target, config, engine, shipped() if policy is None else policy)
     decisions = tuple(chain.from_iterable(map(decide, sites)))
     return Plan(target=target, config=config, engine=engine, specs=placed, sites=sites, decisions=decisions)
@@ -286,10 +293,7 @@ def _placed(spec: Placed) -> tuple[str, AnySpec]:
 
 
 def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> Iterable[Site]:
-    """The sites, with what others say of them.
-
-    The layer before says what it adds last, by which linear, and over how many ranks it is summed; a layer with a mixture, which MLP
-    is its shared experts.
+    """The sites, with what the layer before says of what it adds last: by which linear, and over how many ranks it is summed.
 
     Attention and MLP of one model may differ: transformers replicates DeepSeek-V3's attention.
     """
@@ -309,16 +313,12 @@ def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> It
         ):
             mlps[spec.layer_index] = 0
     given = {s.layer_index: s.gives for _, s in placed if isinstance(s, ResidualSpec) and s.added_as_given}
-    mixtures = {s.layer_index: s.experts for _, s in placed if isinstance(s, ResidualSpec)}
     for site in sites:
         after_mlp = site.role == FINAL or (site.role == INPUT and site.adds)
         if isinstance(site.spec, ResidualSpec) and site.spec.handed_over and site.block == 0:
             after_mlp = False  # of another rank of a pipeline, which has summed what it gave
         index = site.spec.layer_index
         known: dict[str, Any] = {}
-        mixture = None if index is None else mixtures.get(index)
-        if mixture is not None and site.spec == mixture.shared:
-            known["experts"] = mixture
         if after_mlp and index is not None:
             before = index - (site.block == 0)
             known |= {"reduced": mlps[before]} if before in mlps else {}

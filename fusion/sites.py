@@ -169,12 +169,13 @@ class Site:
         return self.name
 
 
-def sites_of(layer: str, spec: AnySpec) -> tuple[Site, ...]:
+def sites_of(layer: str, spec: AnySpec, mixture: ExpertsSpec | None = None) -> tuple[Site, ...]:
     """The sites of one layer, in the order in which a forward pass meets them.
 
     Args:
         layer: the layer's path in the model; the empty string for the model itself.
         spec: what the layer is.
+        mixture: the mixture of its decoder layer, whose shared experts a gated MLP may be.
     """
     if isinstance(spec, ResidualSpec):
         return tuple(_stream(layer, spec))
@@ -185,7 +186,8 @@ def sites_of(layer: str, spec: AnySpec) -> tuple[Site, ...]:
     if isinstance(spec, GatedDeltaNetSpec):
         return (Site(layer=layer, role=OUTPUT, norms=(spec.output_norm,), spec=spec),)
     if isinstance(spec, GatedMLPSpec):
-        return (Site(layer=layer, role=ACTIVATION, norms=(), spec=spec),)
+        experts = mixture if mixture is not None and spec == mixture.shared else None
+        return (Site(layer=layer, role=ACTIVATION, norms=(), spec=spec, experts=experts),)
     if isinstance(spec, MLAKernelSpec):
         reason = f"an inner kernel layer knows no norms; ask {spec.outer}"
         return (Site(layer=layer, role=LATENTS, norms=(), spec=spec, unknown=reason),)

@@ -287,6 +287,9 @@ def test_the_site_before_a_mixture_knows_all_that_read_it_and_how_many_quantise(
         "mlp.shared_experts.up_proj",
     ]
     assert behind.quantising == "3 of 4 quantise it" and behind.quant == ActivationQuant(group_size=128)
+    made = plan([("model.layers.3", registry.spec_for(decoder))], Target.named("gfx950"), FusionConfig(level=2))
+    (decision,) = [each for each in made.at(behind.name) if each.fusion == "add_rms_norm_group_quant"]
+    assert decision.reason.endswith("in e4m3fn with one scale per 128 columns (3 of 4 quantise it)")
     entry = sites_of("model.layers.0", registry.spec_for(model.model.layers[0]))[1]
     assert entry.experts is None and entry.quantising is None
 
