@@ -12,8 +12,9 @@ class TestMyKernel(KernelContract):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -24,7 +25,7 @@ from ..adapters.errors import said
 from ..fusion import FUSIONS, FusionConfig, Target, plan
 from ..fusion.backends import choose, force, forced, survey
 from ..fusion.closeness import FLOAT32, compare
-from ..fusion.declare import REFERENCE, Like, Op, Padded
+from ..fusion.declare import REFERENCE, Flag, Like, Op, Padded, Rows
 from ..fusion.ops.library import case_maker, declared, overload
 from .op_inputs import arguments_of, results_of
 from .scenario import Verbs, scenario
@@ -75,14 +76,15 @@ class FusionContract(_Declared, OpCase):
     def test_f01_the_fake_is_like_what_runs(self) -> None:
         """F1. Shapes, strides and dtypes are those that the op declares."""
         for op in self._ops():
-            for leading in LEADING:
-                given = self.inputs(op, leading, self.widths[0], self.dtypes[0])
+            calls = [self.inputs(op, *shape, self.dtypes[0]) for shape in product(LEADING, self.widths)]
+            odd = [given for _, given in _odd(self.inputs(op, (3,), self.widths[0], self.dtypes[0]), op)]
+            for given in (switched for call in (*calls, *odd) for switched in _switched_on(op, call)):
                 with torch.no_grad(), _by(REFERENCE):
                     results, fakes = overload(op.name)(*given), overload(op.name)(*map(_meta, given))
                 for result, real, fake in zip(op.results, results_of(results), results_of(fakes), strict=True):
+                    one, other, where = laid_out(real), laid_out(fake), tuple(given[0].shape)
                     self.validate(
-                        laid_out(real) == laid_out(fake),
-                        f"{op.name}, rows of {leading}: {result.name} is {laid_out(real)}, and the op declares {laid_out(fake)}",
+                        one == other, f"{op.name}, rows of {where}: {result.name} is {one}, and the op declares {other}"
                     )
 
     @scenario(2, "torch takes the op", of="F")
@@ -270,16 +272,18 @@ class KernelContract(OpCase):
 
     @scenario(2, "Equal to the reference", of="K")
     def test_k02_equal_to_the_reference(self) -> None:
-        """K2. Every element, of rows that are column ranges, into memory that held NaN."""
-        for where, given in self._calls():
-            with torch.no_grad():
-                wanted = results_of(self.asked.reference(*given))
-                kernel = self._kernel(given)
-                with _Poisoned():
-                    got = results_of(kernel(*given))
-            self._validate_alike(where, got, wanted)
-            for apart in compare(self.asked, tuple(given), got, wanted):
-                self.validate(apart.first is None, f"{where}: {apart}")
+        """K2. Every element, of rows that lie in odd ways, into memory that held NaN."""
+        for call, made in self._calls():
+            for way, given in _odd(made, self.asked):
+                where = call + way
+                with torch.no_grad():
+                    wanted = results_of(self.asked.reference(*given))
+                    kernel = self._kernel(given)
+                    with _Poisoned():
+                        got = results_of(kernel(*given))
+                self._validate_alike(where, got, wanted)
+                for apart in compare(self.asked, tuple(given), got, wanted):
+                    self.validate(apart.first is None, f"{where}: {apart}")
 
     @scenario(3, "Any number of rows", of="K")
     def test_k03_any_number_of_rows(self) -> None:
@@ -318,6 +322,32 @@ def laid_out(tensor: Tensor) -> tuple[Any, ...]:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     strides = tuple(stride for size, stride in sizes if size > 1 and tensor.numel())
     return tuple(tensor.shape), tensor.dtype, strides
+
+
+def _switched_on(op: Op, given: list[Any]) -> Iterator[list[Any]]:
+    """A call as it is, and with one more of its switches on each time: some only go with those before them."""
+    yield given
+    given = list(given)
+    for place, argument in enumerate(op.args):
+        if isinstance(argument, Flag):
+            given[place] = True
+            yield list(given)
+
+
+def _odd(given: list[Any], op: Op) -> Iterator[tuple[str, list[Any]]]:
+    """A call in words, and the same with rows that lie in other ways; they are of three rows."""
+    ways: dict[str, Callable[[Tensor], Tensor]] = {
+        "": lambda rows: rows,
+        ", off the 16-byte grid": _off_the_grid,
+        ", which no single stride reaches": lambda rows: torch.stack([rows, rows], 1).transpose(0, 1),
+        ", all of them one": lambda rows: rows[:1].expand_as(rows),
+    }
+    for words, way in ways.items():
+        yield words, [way(each) if isinstance(a, Rows) else each for a, each in zip(op.args, given, strict=True)]
+
+
+def _off_the_grid(rows: Tensor) -> Tensor:
+    return torch.cat([rows[..., :1], rows], -1)[..., 1:]
 
 
 def _meta(given: Any) -> Any:

@@ -39,7 +39,14 @@ for _name, _fusion in FUSIONS.items():
 for _name in FORMS:
     # Triton's interpreter rounds to fp8 as no hardware does: without a GPU those results are held to float64 in test_family.
     if importlib.util.find_spec("triton") is not None and (GPU or _name not in FP8):
-        _held = {"op": _name, "backend": "triton", "widths": (128,), "dtypes": (torch.bfloat16, torch.float32)}
+        _widths = (
+            (1, 33, 128, 2400)
+            if _name in ("add_rms_norm", "rms_norm")
+            else (33, 128, 2400)
+            if "dual" in _name
+            else (128,)
+        )
+        _held = {"op": _name, "backend": "triton", "widths": _widths, "dtypes": (torch.bfloat16, torch.float32)}
         held(KernelContract, _name, device=DEVICE, **_held)
 
 # ---- steps, in models that have them and in models that have something like them
