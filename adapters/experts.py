@@ -50,9 +50,12 @@ def experts_of(path: str, mixture: Any, shared: Shared) -> ExpertsSpec | None:
         mixture: the module.
         shared: reads its shared experts.
     """
-    children = children_of(mixture)
-    experts = children.get("experts")
-    engine = None if experts is None else _engine(experts.__class__)
+    try:
+        children = children_of(mixture)
+        experts = children.get("experts")
+        engine = None if experts is None else _engine(experts.__class__)
+    except FOREIGN:
+        return None
     if engine is None:
         return None
     scores = next((name for name in _ROUTERS if children.get(name) is not None), None)
