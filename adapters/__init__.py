@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .specs import (
         NO_ROPE,
         WHOLE,
+        ExpertsSpec,
         FinalNormSpec,
         GatedDeltaNetKernelSpec,
         GatedDeltaNetSpec,
@@ -67,6 +68,7 @@ __all__ = [
     "ActivationQuantError",
     "Adapter",
     "ArgumentError",
+    "ExpertsSpec",
     "Explanation",
     "Facts",
     "FactsError",
@@ -140,6 +142,7 @@ __getattr__, __dir__ = attach(
             (
                 "NO_ROPE",
                 "WHOLE",
+                "ExpertsSpec",
                 "FinalNormSpec",
                 "GQAKernelSpec",
                 "GQASpec",

@@ -40,9 +40,9 @@ _EVERYTHINGS_BASE = frozenset(
 PARALLEL_WORDS = ("tp_size", "tp_rank", "tp_weight")
 """Beside the spec's own fields: the tensor-parallel size and rank (paths), and linear modules whose weight tells."""
 
-RESIDUAL_WORDS = ("mlp_weight", "added_as_given", "last_linear")
+RESIDUAL_WORDS = ("mlp_weight", "added_as_given", "last_linear", "mixture")
 """What a residual stream's facts may say besides: where the weights lie that tell over how many ranks the MLP is summed,
-whether what attention and MLP give is added as it is, and where the linear is whose result is added last."""
+whether what attention and MLP give is added as it is, where the linear is whose result is added last, and where a mixture of experts."""
 
 MAY_BE_UNSAID = ("rope",)
 """Fields that facts need not speak of: on the spec they are then None, which says so."""
@@ -110,8 +110,8 @@ def fields_of(spec: type[Any]) -> dict[str, str]:
         "added_as_given",
         "starts_stream",
         "handed_over",
-        "read_by",
-        "shared",
+        "experts",
+        "undeclared",
         "unquantised",
         "feeds",
         "gives",
@@ -160,7 +160,7 @@ def _parse_one(name: str, kind: str, words: Any) -> Parsed:
         if not listed or not all(isinstance(word, str) for word in listed):
             raise FactsError(f"{name}: expected the paths of linear modules, got {shown(words)}")
         return tuple(parse_weight(word, name) for word in listed)
-    if kind == "last_linear":
+    if kind in ("last_linear", "mixture"):
         return parse_linears([words] if isinstance(words, str) else words, name)
     return _checked(parse_source(words, name), name, _PARALLEL_KINDS.get(kind, kind))
 

@@ -13,7 +13,7 @@ from .conversions import whole
 from .errors import UnreadableError, shown
 from .reader import LayerReader, Reading
 from .sources import Const, NormSource, Source
-from .specs import NormSpec, Parallel, RopeSpec
+from .specs import ExpertsSpec, NormSpec, Parallel, RopeSpec
 from .values import VALUES
 
 
@@ -93,6 +93,14 @@ class _Noting(Reading):
         if spec.feeds:
             self.note(f"{name}.quant", ", ".join(linear.path for linear in spec.feeds))
         return spec
+
+    def experts(self) -> ExpertsSpec | None:
+        found = super().experts()
+        if found is not None:
+            said = (each.name for each in attrs.fields(ExpertsSpec) if getattr(found, each.name) is not None)
+            for name in said:
+                self.note(f"experts.{name}", f"the mixture at {found.path}")
+        return found
 
     def rope(self, name: str, source: Any) -> RopeSpec:
         spec = super().rope(name, source)

@@ -1,7 +1,7 @@
 """The linears around a norm: those that read its result and the quantisation that they agree on, and those that give what it norms.
 
-A norm's result may have further readers that take it as it is: a router, routed experts that quantise what they are
-sent inside their own kernel, the small projections of gates. Those are not listed as `feeds`.
+A norm's result may have further readers: a mixture's router and routed experts, which are read with it (`experts`), and the small
+projections of gates. Those are not listed as `feeds`.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ class Linears:
         self._below = [(steps, [(name, ".".join((*steps, name))) for name in names]) for steps, names in below.items()]
 
     def of(self, layer: Any) -> tuple[LinearSpec, ...]:
-        """What they are, as the layer says it now; none where its own code fails on the way, as they decide no spec."""
+        """What they are, as the layer says it now."""
         if not self._below:
             return ()
-        try:
-            found = self._found(layer)
-        except FOREIGN:
-            return ()
+        found = self.modules(layer)
         together = tuple([path for path, _ in found])
         return tuple([linear_of(path, together, linear) for path, linear in found])
 
-    def _found(self, layer: Any) -> list[tuple[str, Any]]:
-        found = []
-        for steps, names in self._below:
-            children = _children(layer)
-            for step in steps:
-                parent = children.get(step)
-                if parent is None:
-                    break
-                children = _children(parent)
-            else:
-                found += [(path, children[name]) for name, path in names if children.get(name) is not None]
+    def modules(self, layer: Any) -> list[tuple[str, Any]]:
+        """Those that are there, each with its path; none where the layer's own code fails on the way, as they decide no spec."""
+        found: list[tuple[str, Any]] = []
+        try:
+            for steps, names in self._below:
+                children = children_of(layer)
+                for step in steps:
+                    parent = children.get(step)
+                    if parent is None:
+                        break
+                    children = children_of(parent)
+                else:
+                    found += [(path, children[name]) for name, path in names if children.get(name) is not None]
+        except FOREIGN:
+            return []
         return found
 
 
@@ -76,7 +77,7 @@ def _in_words(answer: ActivationQuant | str | None) -> str:
     return f"quantises them with {answer}" if isinstance(answer, ActivationQuant) else answer
 
 
-def _children(parent: Any) -> Mapping[str, Any]:
+def children_of(parent: Any) -> Mapping[str, Any]:
     """By name, without asking a module for what it does not have: torch takes far longer to say that."""
     try:
         held = vars(parent)

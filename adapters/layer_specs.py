@@ -10,10 +10,10 @@ from attrs import frozen
 
 from .activation_quant import ActivationQuant
 from .errors import SpecError
-from .linear_specs import LinearSpec
+from .linear_specs import LinearSpec, WeightSpec
 from .norm_specs import GatedNormSpec, HeadPair, NormSpec, Parallel
 from .rope_specs import RopeSpec
-from .spec_fields import Checked, as_float, count, kinds_in, made, of_kind, optional_count, width_or_zero
+from .spec_fields import NESTED, Checked, as_float, count, kinds_in, made, of_kind, optional_count, width_or_zero
 
 
 @frozen(kw_only=True)
@@ -46,8 +46,12 @@ class LayerSpec(Checked):
                 problems.extend(error.problems)
         if problems:
             raise SpecError(f"{type(self).__name__} at tensor-parallel size {size}", problems)
-        unread = {} if size == self.parallel.size else dict(_without_linears(self))
-        return attrs.evolve(self, parallel=parallel, **local, **unread)
+        others = {} if size == self.parallel.size else self._of_other_ranks(parallel)
+        return attrs.evolve(self, parallel=parallel, **local, **others)
+
+    def _of_other_ranks(self, parallel: Parallel) -> dict[str, Any]:  # noqa: ARG002
+        """What else differs where the layer is shared by more or fewer ranks."""
+        return dict(_without_linears(self))
 
     def _contradictions(self) -> Iterator[str]:
         size = self.parallel.size
@@ -227,7 +231,7 @@ class GQASpec(LayerSpec):
 class GatedMLPSpec(LayerSpec):
     """A gated MLP, `down(act(gate(x)) * up(x))` (arXiv 2002.05202): that of a dense decoder layer, or shared experts.
 
-    Routed experts are none: their kernels run them all at once, and no linear of theirs stands alone.
+    Routed experts are none: their kernels run them all at once, and no linear of theirs stands alone (`ExpertsSpec`).
     """
 
     pairs: ClassVar[tuple[HeadPair, ...]] = (
@@ -252,8 +256,65 @@ class GatedMLPSpec(LayerSpec):
     "What down_proj does instead, as a sentence, where it quantises and `quant` cannot say how."
     feeds: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
     "down_proj, which reads the activation's result; empty where it was not read."
-    shared: bool | None = of_kind("optional_flag", default=None, eq=False, repr=False)
-    "Whether these are the shared experts of a mixture. None: nothing says it, as of every MLP that was read off a layer."
+
+
+@frozen(kw_only=True)
+class ExpertsSpec(Checked):
+    """A mixture of experts (arXiv 1701.06538) in the place of a decoder layer's MLP: its router, its experts, those that all tokens share.
+
+    Ranks share whole experts (expert parallelism), the columns of each (tensor parallelism), or both. A size is None where nothing says
+    it: a model's entry declares the shared experts only, and engines pad.
+    """
+
+    path: str | None = of_kind("module_path")
+    "Of its module, below the layer that holds it; None where it was declared."
+    num_experts: int | None = optional_count()
+    "Routed experts of the whole model: neither shared ones, nor copies that balance the load."
+    num_local_experts: int | None = optional_count()
+    "Routed experts that this rank holds, such copies among them."
+    experts_per_token: int | None = optional_count()
+    "Routed experts that each token passes."
+    intermediate_size: int | None = optional_count()
+    "Width between the projections of one expert in the whole model: of the gate alone, not of gate and up as engines merge them."
+    local_intermediate_size: int | None = optional_count()
+    "The same on this rank."
+    weight: WeightSpec | None = of_kind("optional_weight")
+    "How the experts hold their weights; None: in a way that is not known here."
+    activation: ActivationQuant | str | None = of_kind("linear_activation")
+    "What their kernel does to what it reads, as `LinearSpec.activation` says it; what it quantises, it quantises inside of itself."
+    router: LinearSpec | None = of_kind("optional_linear")
+    "What scores the experts; None where it was not read."
+    shared: GatedMLPSpec | None = of_kind("optional_mlp")
+    "The experts that every token passes, as the one MLP that they are built as. None: there are none, or they are run as routed ones."
+
+    @property
+    def reads(self) -> tuple[LinearSpec | ExpertsSpec, ...]:
+        """What of it reads the norm in front, without its shared experts: the router, and the routed experts at once."""
+        return (self,) if self.router is None else (self.router, self)
+
+    def shard(self, parallel: Parallel) -> ExpertsSpec:
+        """The same mixture on one of several ranks. Whether they share whole experts or cut each, an engine decides, so that no local size is said.
+
+        Raises:
+            SpecError: the shared experts cannot be cut so.
+        """
+        shared = None if self.shared is None else self.shared.shard(parallel.size, parallel.rank)
+        unsaid = {"num_local_experts": None, "local_intermediate_size": None, "router": None}
+        return attrs.evolve(self, shared=shared, **unsaid)
+
+    def _contradictions(self) -> Iterator[str]:
+        total, each = self.num_experts, self.experts_per_token
+        if total is not None and each is not None and each > total:
+            yield f"experts_per_token: expected at most num_experts {total}, got {each}"
+        width, local = self.intermediate_size, self.local_intermediate_size
+        if width is not None and local is not None and width % local:
+            yield f"local_intermediate_size: {local} is no even share of intermediate_size {width}"
+        scored = None if self.router is None else self.router.out_features
+        if total is not None and scored is not None and scored < total:
+            yield f"num_experts: expected at most the {scored} that the router scores, got {total}"
+
+
+NESTED.update(optional_mlp=GatedMLPSpec, optional_experts=ExpertsSpec)
 
 
 @frozen(kw_only=True)
@@ -279,14 +340,19 @@ class ResidualSpec(LayerSpec):
     """Whether the stream starts in this layer, so that its first input norm has no residual to add. A draft model's block does
     that too (multi-token prediction), though its `layer_index` counts on from the model's. None: nothing says it, and then
     layer 0 alone does. It is read off the layer's place in its model, by `specs_in`."""
-    read_by: str | None = of_kind("optional_reader", default=None, eq=False, repr=False)
-    """What reads the post-attention norms: `mlp`, a gated MLP; `experts`, a router and its experts, shared ones among them;
-    `undeclared`, the model's entry declares no MLP of this layer. None: it was read off a layer, whose linears say how they take it."""
+    experts: ExpertsSpec | None = of_kind("optional_experts", default=None, eq=False, repr=False)
+    "The mixture that reads the post-attention norm; None: an MLP does, or it was not read."
+    undeclared: bool = of_kind("flag", default=False, eq=False, repr=False)
+    "Whether the model's entry declares neither an MLP nor experts of this layer, so that what reads the post-attention norms is not known."
     gives: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
     "The linear whose result the layer adds last, a dense MLP's down_proj; empty of experts, and where it was not read."
     handed_over: bool = of_kind("flag", default=False, eq=False, repr=False)
     """Whether another rank of a pipeline hands the stream over to this layer. What joins it in front of the first input norm was
     summed over that rank's group, there. Read off like `starts_stream`."""
+
+    def _of_other_ranks(self, parallel: Parallel) -> dict[str, Any]:
+        mixture = {} if self.experts is None else {"experts": self.experts.shard(parallel)}
+        return dict(_without_linears(self)) | mixture
 
     @property
     def input_norm(self) -> NormSpec | None:

@@ -32,6 +32,8 @@ _UPPER_BOUND = "bounds the scales of its quantised activations from above"
 TABLE: dict[str, Entry] = {
     # transformers/integrations: finegrained_fp8.py, compressed_tensors.py, fbgemm_fp8.py
     "transformers:FP8Linear": read.finegrained_fp8,
+    "transformers:FP8Experts": read.IN_KERNEL,
+    "transformers:Mxfp4GptOssExperts": None,
     "transformers:CompressedTensorsFP8Linear": read.PER_TOKEN,
     "transformers:FbgemmFp8Linear": _UPPER_BOUND,
     # compressed_tensors/quantization/quant_scheme.py, on any linear as `quantization_scheme`
@@ -53,6 +55,12 @@ TABLE: dict[str, Entry] = {
     "vllm:Fp8PtpcOnlineLinearMethod": Asks("fp8_linear"),
     "vllm:ModelOptLinearMethod": Asks("kernel"),
     "vllm:FBGEMMFp8LinearMethod": _UPPER_BOUND,
+    # ... fused_moe/unquantized_fused_moe_method.py, quantization/fp8.py, mxfp4.py, compressed_tensors/compressed_tensors_moe: of experts
+    "vllm:UnquantizedFusedMoEMethod": None,
+    "vllm:Fp8MoEMethod": read.vllm_fp8_experts,
+    "vllm:CompressedTensorsW8A8Fp8MoEMethod": read.vllm_fp8_experts,
+    "vllm:GptOssMxfp4MoEMethod": read.BY_KERNEL,
+    "vllm:Mxfp4MoEMethod": read.BY_KERNEL,
     # ... quantization/compressed_tensors/schemes and quantization/quark/schemes, as `scheme`
     "vllm:CompressedTensorsW8A8Fp8": Asks("fp8_linear"),
     "vllm:CompressedTensorsW8A16Fp8": None,
@@ -91,8 +99,15 @@ TABLE: dict[str, Entry] = {
     "sglang:CompressedTensorsW8A8Fp8": read.sglang_compressed_tensors,
     "sglang:CompressedTensorsW8A16Fp8": None,
     "sglang:CompressedTensorsWNA16": None,
-    # atom/model_ops/linear.py
+    "sglang:UnquantizedFusedMoEMethod": None,
+    "sglang:Fp8MoEMethod": read.IN_KERNEL,
+    "sglang:Mxfp4MoEMethod": read.BY_KERNEL,
+    # atom/model_ops/linear.py and moe.py
     "atom:LinearBase": read.atom,
+    "atom:UnquantizedFusedMoEMethod": None,
+    "atom:Fp8MoEMethod": read.IN_KERNEL,
+    "atom:CompressedTensorsFp8MoEMethod": read.IN_KERNEL,
+    "atom:Mxfp4MoEMethod": read.BY_KERNEL,
 }
 """What each class does to activations: how it is read, who is asked instead, an answer, or the reason why there is none."""
 

@@ -22,6 +22,7 @@ PER_TOKEN = ActivationQuant()
 STATIC = ActivationQuant(fixed="static")
 PER_TENSOR = "quantises activations with one scale for all tokens"
 IN_KERNEL = "quantises activations inside its matrix product"
+BY_KERNEL = "multiplies by a kernel that decides itself whether it quantises activations"
 SWIZZLED = "quantises activations to an MX format with exponents laid out for its kernel"
 
 
@@ -212,6 +213,13 @@ def rocm_mxfp8(_: Any, linear: Any) -> Answer:
 def marlin(kernel: Any, _: Any) -> Answer:
     """vllm/model_executor/kernels/linear/scaled_mm/marlin.py: weight-only unless VLLM_MARLIN_INPUT_DTYPE is set."""
     return None if maybe(kernel, "marlin_input_dtype") is None else IN_KERNEL
+
+
+def vllm_fp8_experts(method: Any, _: Any) -> Answer:
+    """vllm/model_executor/layers/fused_moe/oracle/fp8.py, `Fp8MoeBackend`: few multiply fp8 weights with activations as they are."""
+    return (
+        None if at(method, "fp8_backend.name") in ("MARLIN", "BATCHED_MARLIN", "CPU", "XPU", "EMULATION") else IN_KERNEL
+    )
 
 
 # ---- SGLang ----------------------------------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ class LinearSpec(Checked):
 NESTED.update(
     optional_weight=WeightSpec,
     linears=LinearSpec,
+    optional_linear=LinearSpec,
     linear_activation=ActivationQuant,
 )
 

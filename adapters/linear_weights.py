@@ -14,6 +14,8 @@ from .linear_quant import HOLDERS
 from .linear_quant_readings import at, is_fp8, maybe, stored
 from .linear_specs import WeightSpec, weight_spec
 
+_FP4 = "float4_e2m1fn"
+
 Reading: TypeAlias = Callable[[Any, Any], WeightSpec | None]
 """Given the object that the table knows and the linear itself; None where neither says it."""
 
@@ -59,8 +61,10 @@ def _finegrained_fp8(linear: Any, _: Any) -> WeightSpec | None:
 def _compressed_tensors(scheme: Any, linear: Any) -> WeightSpec | None:
     """compressed_tensors/quantization/quant_args.py, `QuantizationArgs` of `QuantizationScheme.weights`."""
     args = at(scheme, "weights")
-    if args is None:
-        return _plain(scheme, linear)
+    return _plain(scheme, linear) if args is None else _compressed(args)
+
+
+def _compressed(args: Any) -> WeightSpec | None:
     kind, bits = at(args, "type"), at(args, "num_bits")
     dtype = "float8_e4m3fn" if (kind, bits) == ("float", 8) else f"{kind}{bits}"
     strategy = at(args, "strategy")
@@ -113,12 +117,49 @@ _ATOM = {"per_Token": "channel", "per_Tensor": "tensor"}
 
 def _atom(linear: Any, _: Any) -> WeightSpec | None:
     """atom/model_ops/linear.py, `LinearBase`; the names are those of AITER's `QuantType`."""
-    kind, dtype = at(linear, "quant_type.name"), _name(at(linear, "params_dtype"))
+    return _atom_scales(at(linear, "quant_type.name"), _name(at(linear, "params_dtype")))
+
+
+def _atom_scales(kind: Any, dtype: str) -> WeightSpec | None:
     if kind == "No":
         return weight_spec(dtype, "plain", None)
+    if kind == "per_1x32":
+        return weight_spec(dtype, "mx", (1, 32))
     if kind == "per_1x128":
         return weight_spec(dtype, "block", (128, 128))
     return weight_spec(dtype, _ATOM[kind], None) if kind in _ATOM else None
+
+
+# ---- the experts of a mixture: given its quantisation method, and the module that holds their weights
+
+
+def _plain_experts(_: Any, experts: Any) -> WeightSpec | None:
+    return plain_weight(stored(experts, "w13_weight").dtype)
+
+
+def _finegrained_fp8_experts(experts: Any, _: Any) -> WeightSpec | None:
+    """transformers/integrations/finegrained_fp8.py, `FP8Experts`; weights of four bits are held two to a byte."""
+    dtype = stored(experts, "down_proj").dtype
+    return _scaled(_name(dtype), at(experts, "block_size")) if is_fp8(dtype) else weight_spec(_FP4, "mx", (1, 32))
+
+
+def _fp8_experts(block: str) -> Reading:
+    """`Fp8MoEMethod` of vLLM's and SGLang's fp8.py: without blocks, one scale per expert and projection."""
+
+    def reading(method: Any, experts: Any) -> WeightSpec | None:
+        dtype = stored(experts, "w13_weight").dtype
+        if not is_fp8(dtype):  # a checkpoint that is quantised as it is loaded, or one of four bits
+            return plain_weight(dtype)
+        if maybe(method, "use_mxfp8"):
+            return weight_spec(_name(dtype), "mx", (1, 32))
+        return _scaled(_name(dtype), at(method, block))
+
+    return reading
+
+
+def _atom_fp8_experts(method: Any, _: Any) -> WeightSpec | None:
+    """atom/model_ops/moe.py, `Fp8MoEMethod`."""
+    return _atom_scales(at(method, "quant_type.name"), _name(at(method, "quant_dtype")))
 
 
 TABLE: dict[str, Reading] = {
@@ -133,12 +174,26 @@ TABLE: dict[str, Reading] = {
     "vllm:CompressedTensorsW8A16Fp8": _quant_key,
     "vllm:CompressedTensorsWNA16": _packed_integers,
     "vllm:CompressedTensorsW8A8Mxfp8": _mx("float8_e4m3fn"),
-    "vllm:CompressedTensorsW4A4Mxfp4": _mx("float4_e2m1fn"),
+    "vllm:CompressedTensorsW4A4Mxfp4": _mx(_FP4),
     "sglang:UnquantizedLinearMethod": _plain,
     "sglang:Fp8LinearMethod": _sglang_fp8,
     "sglang:W8A8Fp8LinearMethod": _sglang_fp8,
     "sglang:CompressedTensorsW8A8Fp8": _sglang_fp8,
     "atom:LinearBase": _atom,
+    "transformers:FP8Experts": _finegrained_fp8_experts,
+    "transformers:Mxfp4GptOssExperts": _mx(_FP4),
+    "vllm:UnquantizedFusedMoEMethod": _plain_experts,
+    "vllm:Fp8MoEMethod": _fp8_experts("moe_block_shape"),
+    "vllm:CompressedTensorsW8A8Fp8MoEMethod": lambda method, _: _compressed(at(method, "weight_quant")),
+    "vllm:GptOssMxfp4MoEMethod": _mx(_FP4),
+    "vllm:Mxfp4MoEMethod": _mx(_FP4),
+    "sglang:UnquantizedFusedMoEMethod": _plain_experts,
+    "sglang:Fp8MoEMethod": _fp8_experts("weight_block_size"),
+    "sglang:Mxfp4MoEMethod": _mx(_FP4),
+    "atom:UnquantizedFusedMoEMethod": _plain_experts,
+    "atom:Mxfp4MoEMethod": _mx(_FP4),
+    "atom:Fp8MoEMethod": _atom_fp8_experts,
+    "atom:CompressedTensorsFp8MoEMethod": _atom_fp8_experts,
 }
 
 

@@ -7,6 +7,7 @@ the same values, which need not be checked twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,6 +28,7 @@ from .errors import (
     said,
     shown,
 )
+from .experts import SHARED, experts_of
 from .feeds import Linears, agreed
 from .linears import linear_of
 from .parallel import ambient, ranks_summed, shards_of_linear
@@ -37,7 +39,9 @@ from .spec_fields import made
 from .specs import (
     LARGEST,
     NO_ROPE,
+    ExpertsSpec,
     FinalNormSpec,
+    GatedMLPSpec,
     GatedNormSpec,
     LayerSpec,
     NormSpec,
@@ -75,6 +79,7 @@ class LayerReader:
         "The fields that are read, with their kinds, the field that each goes with, and where they are."
         last: Any = facts.parsed.get("last_linear", ())
         self.last = Linears(last)
+        self.mixtures = Linears(facts.parsed.get("mixture", ()))  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         return f"LayerReader({self.key!r}, {self.owner!r}, {self.facts.spec.__name__})"
@@ -166,6 +171,8 @@ class Reading:
                 values["mlp_ranks"] = self.mlp_ranks(self.facts.parsed["mlp_weight"])
             if "last_linear" in self.facts.parsed:
                 values["gives"] = self.reader.last.of(self.layer)
+            if "mixture" in self.facts.parsed:
+                values["experts"] = self.experts()
             return made(self.facts.spec, values, tuple(self.parts))
         except SpecError as error:
             raise SpecError(f"{self.name()} ({error.what})", error.problems) from None
@@ -315,6 +322,20 @@ class Reading:
             existing=existing_names(self.layer),
         )
 
+    def experts(self) -> ExpertsSpec | None:
+        """The mixture in the place of the MLP, at the first of its places that holds one."""
+        for path, mixture in self.reader.mixtures.modules(self.layer):
+            found = experts_of(path, mixture, self.shared)
+            if found is not None:
+                self.parts.append(id(found))
+                return found
+        return None
+
+    def shared(self, path: str, engine: str, mlp: Any) -> GatedMLPSpec:
+        """The shared experts of a mixture, in the vocabulary of its engine."""
+        read: GatedMLPSpec = _reader_of_shared(engine).read(mlp, path=f"{self.path}.{path}" if self.path else path)
+        return read
+
     # ---- parallelism
 
     def parallel(self, values: Mapping[str, Any], given: Parallel | None, around: Parallel | None) -> Parallel:
@@ -420,6 +441,11 @@ class Reading:
             # The half that is there is no whole number, which the spec reports; this one only stands in.
             values.setdefault(pair.total, 1)
             values.setdefault(pair.local, 1)
+
+
+@lru_cache(maxsize=len(SHARED))
+def _reader_of_shared(engine: str) -> LayerReader:
+    return LayerReader(f"{engine}:SharedExperts", "experts", SHARED[engine])
 
 
 def existing_names(layer: Any, most: int = 60) -> list[str]:

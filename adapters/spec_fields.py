@@ -30,9 +30,6 @@ MLP_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "situ")
 ROPE_TABLES = ("none", "cos_sin", "cos_and_sin", "values")
 """Where the cos and sin of a rope come from, see `RopeSpec.table`."""
 
-READERS = ("mlp", "experts", "undeclared")
-"""What reads a post-attention norm, see `ResidualSpec.read_by`."""
-
 LINEAR_STYLES = ("column", "row", "replicated")
 """Which side of a linear ranks share, see `LinearSpec.style`."""
 
@@ -43,7 +40,6 @@ _WORDS = {
     "activation": ACTIVATIONS,
     "mlp_activation": MLP_ACTIVATIONS,
     "rope_table": ROPE_TABLES,
-    "optional_reader": READERS,
     "linear_style": LINEAR_STYLES,
     "weight_scheme": WEIGHT_SCHEMES,
 }
@@ -59,9 +55,11 @@ _OPTIONAL = (
     "optional_text",
     "activation_quant",
     "optional_rope",
-    "optional_reader",
     "linear_style",
     "optional_weight",
+    "optional_linear",
+    "optional_mlp",
+    "optional_experts",
     "linear_activation",
     "block",
 )

@@ -11,7 +11,16 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from .kernel_specs import GatedDeltaNetKernelSpec, GQAKernelSpec, KernelSpec, MLAKernelSpec
-from .layer_specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, GQASpec, LayerSpec, MLASpec, ResidualSpec
+from .layer_specs import (
+    ExpertsSpec,
+    FinalNormSpec,
+    GatedDeltaNetSpec,
+    GatedMLPSpec,
+    GQASpec,
+    LayerSpec,
+    MLASpec,
+    ResidualSpec,
+)
 from .linear_specs import LinearSpec, WeightSpec
 from .norm_specs import WHOLE, GatedNormSpec, HeadPair, NormSpec, Parallel, shard_heads, shard_kv_heads
 from .rope_specs import NO_ROPE, RopeSpec
@@ -27,6 +36,7 @@ __all__ = [
     "WHOLE",
     "AnySpec",
     "AttentionSpec",
+    "ExpertsSpec",
     "FinalNormSpec",
     "GQAKernelSpec",
     "GQASpec",

@@ -47,10 +47,7 @@ SPLIT_MLP = [
     *_of("mlp.shared_expert", "gate_proj", "up_proj"),
 ]
 MERGED_MLP = ["mlp.gate_up_proj", "mlp.shared_experts.gate_up_proj", "mlp.shared_expert.gate_up_proj"]
-"""What reads the norm after the attention. Routers and routed experts read it too, and take it unquantised."""
-VLLM_MLP = ["mlp.gate_up_proj"]
-"""The same in vLLM, whose shared experts run behind one op with the routed ones (`vllm::moe_forward_shared`): what that op is given is
-not quantised."""
+"""What reads the norm after the attention, beside the router and the routed experts of a mixture."""
 
 
 def norms(epsilon: str, attention: list[str], mlp: list[str], **words: Any) -> dict[str, Any]:
@@ -71,6 +68,7 @@ TRANSFORMERS_RESIDUAL = Facts(
         "tp_weight": "self_attn.o_proj.in_features",
         "mlp_weight": ["mlp.down_proj", "mlp.experts.down_proj", "mlp.shared_experts.down_proj"],
         "last_linear": "mlp.down_proj",
+        "mixture": ["mlp", "block_sparse_moe"],
         **norms("variance_epsilon", TRANSFORMERS_FIRST_PROJECTIONS, [*SPLIT_MLP, *MERGED_MLP]),
     },
 )
@@ -80,7 +78,7 @@ VLLM_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
     mlp_weight=None,
     tp_size="self_attn.o_proj.tp_size",
     tp_rank="self_attn.o_proj.tp_rank",
-    **norms("variance_epsilon", VLLM_FIRST_PROJECTIONS, VLLM_MLP),
+    **norms("variance_epsilon", VLLM_FIRST_PROJECTIONS, MERGED_MLP),
 )
 SGLANG_RESIDUAL = TRANSFORMERS_RESIDUAL.but(
     layer_index="layer_id",

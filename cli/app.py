@@ -268,9 +268,14 @@ def verify(
 @_command("Read a config.json, and print a models.toml entry for it")
 @click.argument("config", type=click.Path(exists=True, path_type=Path))
 @click.option("--name", help="What to call the model in the entry.")
+@click.option(
+    "--layer",
+    metavar="PATH",
+    help="Instead: build the model, and say of this layer where each field of its spec was read.",
+)
 @_files
 @_json
-def inspect(config: Path, name: str | None, files: tuple[Path, ...], json: bool) -> None:
+def inspect(config: Path, name: str | None, layer: str | None, files: tuple[Path, ...], json: bool) -> None:
     """Read a Hugging Face config.json, or the folder that holds it: which adapter fits and why, which declared model it
     is, and a models.toml entry for it.
 
@@ -283,12 +288,18 @@ def inspect(config: Path, name: str | None, files: tuple[Path, ...], json: bool)
     \b
     Example:
       layerfuse inspect checkpoints/my-model > my-model.toml
+      layerfuse inspect checkpoints/my-model --layer model.layers.3
     """  # noqa: D205 - click shows the first paragraph as the summary
     if config.is_dir() and not (config / "config.json").exists():
         raise click.BadParameter(f"there is no config.json in {str(config)!r}", param_hint="CONFIG")
-    from .inspecting import answer_inspect
+    if layer is not None and (name or json):
+        raise click.UsageError("--layer goes without --name and --json")
+    from .inspecting import answer_inspect, answer_layer
 
-    answer_inspect(config, name=name, files=files, json=json)
+    if layer is not None:
+        answer_layer(config, layer, files=files)
+    else:
+        answer_inspect(config, name=name, files=files, json=json)
 
 
 @_command("Check models.toml files")

@@ -1,4 +1,4 @@
-"""`layerfuse inspect`: the entry on stdout, and everything said about it on stderr."""
+"""`layerfuse inspect`: the entry on stdout, and everything said about it on stderr; or where the fields of a layer were read."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..adapters.errors import ArgumentValueError, did_you_mean
 from .checking import count
 from .models import inspected, registry_with
 
@@ -60,3 +61,26 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
     print(found.toml(), end="")
     if found.problems:
         raise SystemExit(1)
+
+
+def answer_layer(path: Path, layer: str, *, files: Sequence[Path]) -> None:
+    """Print where each field of a layer's specs was read, of the model that transformers builds from a config, on the meta device.
+
+    Raises:
+        ConfigError: the config does not say enough.
+        NotBuildableError: transformers has no such model, or is not installed.
+        ArgumentValueError: the model has no such layer, or nothing is known of its class.
+    """
+    from ..registry.inspect import read_config
+    from ..testing.models import published_model
+
+    registry = registry_with(files)
+    model = published_model(inspected(path, registry).entry, read_config(path))
+    modules = dict(model.named_modules())
+    readers = registry.readers_for(type(modules[layer])) if layer in modules else ()
+    if not readers:
+        known = [name for name, _ in registry.specs_in(model)]
+        what = "no layer that is read" if layer in modules else "no layer of this model"
+        raise ArgumentValueError(f"--layer {layer}: {what}{did_you_mean(layer, known) or '.'}")
+    for reader in readers:
+        print(registry.explain(modules[layer], reader.facts.spec, path=layer))

@@ -18,7 +18,7 @@ from ..adapters.activation_quant import ActivationQuant
 from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import ArgumentError, ArgumentValueError, did_you_mean, shown
 from ..adapters.layer_specs import LayerSpec
-from ..adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
+from ..adapters.specs import AnySpec, ExpertsSpec, FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
 from .alike import PLACE, Alike
 from .catalog import FUSIONS
 from .chain import LAYERFUSE, Fusion
@@ -257,7 +257,14 @@ def plan(
             f"{len(twice)} layers have more than one spec of a type ({shown(layer)} has several {kind}); give each spec "
             "with the path of its own layer, as (path, spec)"
         )
-    sites = tuple(_reduced(placed, (site for layer, spec in placed for site in sites_of(layer, spec))))
+    mixtures: dict[int | None, ExpertsSpec | None]
+    mixtures = {s.layer_index: s.experts for _, s in placed if isinstance(s, ResidualSpec)}
+    found = (
+        site
+        for layer, spec in placed
+        for site in sites_of(layer, spec, mixtures.get(spec.layer_index) if isinstance(spec, GatedMLPSpec) else None)
+    )
+    sites = tuple(_reduced(placed, found))
     decide = _Decider(target, config, engine, shipped() if policy is None else policy)
     decisions = tuple(chain.from_iterable(map(decide, sites)))
     return Plan(target=target, config=config, engine=engine, specs=placed, sites=sites, decisions=decisions)
@@ -382,7 +389,7 @@ class _Decider:
 
     def _why_not_read(self, site: Site, quant: ActivationQuant | None) -> str | None:
         """Why a quantisation is not known to be of what reads this site, or not to be had; None where it is."""
-        if site.read_by == "undeclared":
+        if site.undeclared:
             return (
                 "not known: the model's entry declares no MLP of this layer; routed experts, which quantise inside of "
                 "their own kernels, take what this norm gives as it is"
@@ -394,9 +401,9 @@ class _Decider:
                 f"{'here' if engine is None else f'in {engine.name}: {engine.inside}'}"
             )
         # transformers' shared experts are linears like any others, and torch.compile sees them.
-        if site.read_by != "experts" or engine is None or engine.name == "transformers":
+        if site.experts is None or engine is None or engine.name == "transformers" or "*" in engine.refuses:
             return None
-        if "*" in engine.refuses:
+        if site.beside_experts:
             return None
         return engine.experts or f"not known: how {engine.name} runs a mixture's experts, and what it gives them"
 

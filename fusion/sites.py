@@ -12,6 +12,7 @@ from attrs import field, frozen
 from ..adapters.activation_quant import ActivationQuant
 from ..adapters.specs import (
     AnySpec,
+    ExpertsSpec,
     FinalNormSpec,
     GatedDeltaNetSpec,
     GatedMLPSpec,
@@ -101,6 +102,8 @@ class Site:
     several, but it is not added as it is."""
     producers: tuple[LinearSpec, ...] = field(default=(), eq=False, repr=False)
     "The linear whose result is added to the residual in front of the norm, as it is; empty where no spec says it."
+    experts: ExpertsSpec | None = field(default=None, eq=False, repr=False)
+    "The mixture that reads the norm, or whose shared experts the product is of."
     absent: str | None = None
     "Why no fusion can stand here, as a sentence; None where one can."
     unknown: str | None = None
@@ -114,11 +117,9 @@ class Site:
         return self.spec.quant if isinstance(self.spec, GatedMLPSpec) else None
 
     @property
-    def read_by(self) -> str | None:
-        """What reads it, as `ResidualSpec.read_by` says it of a post-attention norm; a shared expert's product is its own."""
-        if isinstance(self.spec, GatedMLPSpec) and self.spec.shared:
-            return "experts"
-        return self.spec.read_by if isinstance(self.spec, ResidualSpec) and self.role == POST_ATTENTION else None
+    def undeclared(self) -> bool:
+        """Whether a model's entry leaves open what reads it."""
+        return isinstance(self.spec, ResidualSpec) and self.role == POST_ATTENTION and self.spec.undeclared
 
     @property
     def unquantised(self) -> str | None:
@@ -128,19 +129,24 @@ class Site:
         return self.spec.unquantised if isinstance(self.spec, GatedMLPSpec) else None
 
     @property
-    def consumers(self) -> tuple[LinearSpec, ...]:
-        """The linears that read what its norms, or its product, give, in their order; empty where they were not read."""
+    def consumers(self) -> tuple[LinearSpec | ExpertsSpec, ...]:
+        """What reads what its norms, or its product, give: a mixture's router and experts, then linears; empty where they were not read."""
         if isinstance(self.spec, GatedMLPSpec):
             return self.spec.feeds
-        return tuple(linear for norm in self.norms for linear in norm.feeds)
+        mixture = () if self.experts is None else self.experts.reads
+        return (*mixture, *(linear for norm in self.norms for linear in norm.feeds))
+
+    @property
+    def beside_experts(self) -> bool:
+        """Whether a linear that is none of the mixture's reads the norm too: LongCat-Flash has a dense MLP beside its experts."""
+        within = f"{self.experts.path}." if self.experts is not None else ""
+        return any(not linear.path.startswith(within) for norm in self.norms for linear in norm.feeds)
 
     @property
     def quantising(self) -> str | None:
-        """How many of the linears that read the first norm quantise it, in words, where some do and some do not."""
-        if not self.norms or self.norms[0].unquantised is None:
-            return None
-        readers = self.norms[0].feeds
-        some = sum(linear.activation is not None for linear in readers)
+        """How many of those that read the first norm quantise it, in words, where some do and some do not."""
+        readers = self.consumers if len(self.norms) == 1 else self.norms[0].feeds if self.norms else ()
+        some = sum(reader.activation is not None for reader in readers)
         return f"{some} of {len(readers)} quantise it" if 0 < some < len(readers) else None
 
     @property
@@ -163,12 +169,13 @@ class Site:
         return self.name
 
 
-def sites_of(layer: str, spec: AnySpec) -> tuple[Site, ...]:
+def sites_of(layer: str, spec: AnySpec, mixture: ExpertsSpec | None = None) -> tuple[Site, ...]:
     """The sites of one layer, in the order in which a forward pass meets them.
 
     Args:
         layer: the layer's path in the model; the empty string for the model itself.
         spec: what the layer is.
+        mixture: the mixture of its decoder layer, whose shared experts a gated MLP may be.
     """
     if isinstance(spec, ResidualSpec):
         return tuple(_stream(layer, spec))
@@ -179,7 +186,8 @@ def sites_of(layer: str, spec: AnySpec) -> tuple[Site, ...]:
     if isinstance(spec, GatedDeltaNetSpec):
         return (Site(layer=layer, role=OUTPUT, norms=(spec.output_norm,), spec=spec),)
     if isinstance(spec, GatedMLPSpec):
-        return (Site(layer=layer, role=ACTIVATION, norms=(), spec=spec),)
+        experts = mixture if mixture is not None and spec == mixture.shared else None
+        return (Site(layer=layer, role=ACTIVATION, norms=(), spec=spec, experts=experts),)
     if isinstance(spec, MLAKernelSpec):
         reason = f"an inner kernel layer knows no norms; ask {spec.outer}"
         return (Site(layer=layer, role=LATENTS, norms=(), spec=spec, unknown=reason),)
@@ -208,5 +216,8 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
         whole = first or (spec.handed_over and block == 0)
         entering, leaving = (before.fed_by, after.fed_by) if spec.added_as_given else ((), ())
         sites.append(at(role=INPUT, norms=(before,), adds=not first, reduced=1 if whole else ranks, producers=entering))
-        sites.append(at(role=POST_ATTENTION, norms=(after,), adds=True, reduced=ranks, producers=leaving))
+        mixture = None if block else spec.experts
+        sites.append(
+            at(role=POST_ATTENTION, norms=(after,), adds=True, reduced=ranks, producers=leaving, experts=mixture)
+        )
     return sites

@@ -15,7 +15,7 @@ from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import SpecError
 from ..adapters.specs import WHOLE, FinalNormSpec, LayerSpec, NormSpec, ResidualSpec
 from .errors import UnknownEngineError
-from .kinds import ENGINES, SHARED_EXPERTS, Around, At, EngineFacts, Every, GQAKind, LayerKind, MLPKind
+from .kinds import ENGINES, SHARED_EXPERTS, Around, At, EngineFacts, Every, GQAKind, LayerKind, MLPKind, experts_around
 
 FINAL = "final"
 """The name of the norm after a declared model's last layer."""
@@ -178,6 +178,7 @@ class ModelEntry:
                 continue
             blocks = [(f".{block}" if each > 1 else "", self._common(index * each + block)) for block in range(each)]
             read = decoder_norms if self.layers[kind].stream_norms is None else ()
+            made = {} if mlp is None else {suffix: self.mlps[mlp].spec(common) for suffix, common in blocks}
             yield (
                 f"layers.{index}",
                 ResidualSpec(
@@ -185,15 +186,14 @@ class ModelEntry:
                     input_norms=read,
                     post_attention_norms=read,
                     added_as_given=self.added_as_given and read != (),
-                    read_by="undeclared" if mlp is None else "experts" if mlp == SHARED_EXPERTS else "mlp",
+                    experts=experts_around(made[""]) if mlp == SHARED_EXPERTS else None,
+                    undeclared=mlp is None,
                 ),
             )
             for suffix, common in blocks:
                 around = Around(common=common, rms_norm_eps=self.rms_norm_eps, engine=norms)
                 yield f"layers.{index}.{kind}{suffix}", self.layers[kind].spec(around)
-            if mlp is not None:
-                made = {suffix: self.mlps[mlp].spec(common, shared=mlp == SHARED_EXPERTS) for suffix, common in blocks}
-                yield from ((f"layers.{index}.{mlp}{suffix}", spec) for suffix, spec in made.items())
+            yield from ((f"layers.{index}.{mlp}{suffix}", spec) for suffix, spec in made.items())
         if only is None:
             yield FINAL, FinalNormSpec(**self._common(self.num_hidden_layers), final_norm=norm)
 

@@ -9,11 +9,13 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
+import attrs
 from attrs import frozen
 
 from ..adapters.spec_fields import made
 from ..adapters.specs import (
     NO_ROPE,
+    ExpertsSpec,
     GatedDeltaNetSpec,
     GatedMLPSpec,
     GatedNormSpec,
@@ -250,16 +252,21 @@ class MLPKind:
     swiglu_limit: float | None = None
     "What gate and up are clamped to, where the model does that."
 
-    def spec(self, common: Mapping[str, Any], *, shared: bool) -> GatedMLPSpec:
-        """The spec of one such MLP, whole; `shared`: of a mixture's shared experts."""
+    def spec(self, common: Mapping[str, Any]) -> GatedMLPSpec:
+        """The spec of one such MLP, whole."""
         return GatedMLPSpec(
             **common,
-            shared=shared,
             intermediate_size=self.intermediate_size,
             local_intermediate_size=self.intermediate_size,
             activation=self.activation,
             swiglu_limit=self.swiglu_limit,
         )
+
+
+def experts_around(shared: GatedMLPSpec) -> ExpertsSpec:
+    """The mixture that a model's entry says no more of than its shared experts."""
+    unsaid: dict[str, Any] = dict.fromkeys(attribute.name for attribute in attrs.fields(ExpertsSpec))
+    return ExpertsSpec(**unsaid | {"shared": shared})
 
 
 EPSILONS = {"rms_norm_eps": "decoder norms", "latent_norm_eps": "latent norms", "output_norm_eps": "output norms"}

@@ -193,6 +193,9 @@ def _facts() -> dict[str, Any]:
     described["added_as_given"] = (
         "Whether what attention and MLP give is added as it is; true unless it says otherwise."
     )
+    described["mixture"] = (
+        "The modules in the place of the MLP that may be a mixture of experts: the first that is one is read."
+    )
     described["last_linear"] = "The linear whose result the layer adds to the stream last, as far as a layer has it."
     for name in (*PARALLEL_WORDS, *RESIDUAL_WORDS):
         properties[name] = {"description": described[name], "$ref": "#/$defs/place"}

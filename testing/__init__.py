@@ -1,4 +1,4 @@
-"""What a third party needs to hold its own adapter to the contract (docs/contract.md), shipped in the wheel.
+"""What a third party needs to hold its own adapter, fusion, step or kernel to its contract (docs/contract.md), shipped in the wheel.
 
     from layerfuse.testing import AdapterContract
 
@@ -20,6 +20,7 @@ from .._lazy import attach
 
 if TYPE_CHECKING:
     from .contract import SCENARIOS, AdapterContract
+    from .fusion_contract import FusionContract, KernelContract, StepContract
     from .mla_decode import MLADecodeLayer, mla_decode_layer
     from .models import NotBuildableError, config_of, full_model, small_entry, small_model, why_not
     from .run import Result, iter_contract, run_contract
@@ -29,10 +30,13 @@ __all__ = [
     "SCENARIOS",
     "AdapterContract",
     "BrokenContractError",
+    "FusionContract",
+    "KernelContract",
     "MLADecodeLayer",
     "NotBuildableError",
     "Result",
     "Scenario",
+    "StepContract",
     "config_of",
     "full_model",
     "iter_contract",
@@ -50,6 +54,7 @@ __getattr__, __dir__ = attach(
             ("NotBuildableError", "config_of", "full_model", "small_entry", "small_model", "why_not"), ".models"
         ),
         **dict.fromkeys(("SCENARIOS", "AdapterContract"), ".contract"),
+        **dict.fromkeys(("FusionContract", "KernelContract", "StepContract"), ".fusion_contract"),
         **dict.fromkeys(("MLADecodeLayer", "mla_decode_layer"), ".mla_decode"),
         **dict.fromkeys(("BrokenContractError", "Scenario"), ".scenario"),
         **dict.fromkeys(("Result", "iter_contract", "run_contract"), ".run"),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-from unittest import SkipTest
 
 from attrs import frozen
 
 from ..adapters.reader import LayerReader
 from ..adapters.specs import GatedMLPSpec, KernelSpec, LayerSpec, Parallel
 from .compare import attention_first, differences, is_attention, linears_of, misfit, without_index
-from .scenario import BrokenContractError
+from .scenario import BrokenContractError, Verbs
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
@@ -33,7 +32,7 @@ class Sample:
         return f"{self.path} ({self.reader.key})"
 
 
-class ContractCase:
+class ContractCase(Verbs):
     """A model, the entry that declares it, and the registry that reads it."""
 
     model: ClassVar[str]
@@ -145,11 +144,6 @@ class ContractCase:
 
     # ---- verbs
 
-    def validate(self, holds: object, otherwise: str) -> None:
-        """Break the contract with a sentence unless something holds."""
-        if not holds:
-            raise BrokenContractError(otherwise)
-
     def validate_spec(self, declared: Any, read: Any, where: str) -> None:
         """The spec that was read is the declared one; every field that is not is listed."""
         wrong = list(differences(declared, read))
@@ -185,10 +179,6 @@ class ContractCase:
             for linear, side, width, local_width in linears_of(spec):
                 problem = misfit(linear, side, width, local_width, size)
                 self.validate(problem is None, f"TP {size}, rank {rank}: {path}: {problem}")
-
-    def skip(self, reason: str) -> None:
-        """Leave a scenario out, with the reason; pytest and run_contract both show it."""
-        raise SkipTest(reason)
 
 
 def is_kernel(sample: Sample) -> bool:

@@ -38,7 +38,7 @@ class FusingScenarios(ContractCase):
 
                 compiled = compile_(model, registry=self.asked)
             else:
-                compiled = traced(model, self.asked)
+                compiled = traced(model, self.asked.specs_in(model))
             got = _tensor(self.call(compiled))
         for name in FUSIONS:
             verdict = compiled.report.of(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
+from unittest import SkipTest
 
 from attrs import frozen
 
@@ -14,23 +15,36 @@ class BrokenContractError(AssertionError):
     """The contract is broken; the text says where and how. pytest shows it as a failed test."""
 
 
+class Verbs:
+    """What every scenario is written in."""
+
+    def validate(self, holds: object, otherwise: str) -> None:
+        """Break the contract with a sentence unless something holds."""
+        if not holds:
+            raise BrokenContractError(otherwise)
+
+    def skip(self, reason: str) -> None:
+        """Leave a scenario out, with the reason; pytest and run_contract both show it."""
+        raise SkipTest(reason)
+
+
 @frozen
 class Scenario:
     """One numbered scenario of docs/contract.md."""
 
     id: str
-    "As the page numbers it: C1, C2, ..."
+    "As the page numbers it: C1, C2, ..., F1, ..., S1, ..., K1, ..."
     title: str
     "The page's heading."
     method: str
-    "The test method of AdapterContract."
+    "The test method of the contract."
 
 
-def scenario(number: int, title: str) -> Callable[[F], F]:
-    """Mark a method as the check of a scenario."""
+def scenario(number: int, title: str, of: str = "C") -> Callable[[F], F]:
+    """Mark a method as the check of a scenario; `of`: the letter of its contract."""
 
     def mark(method: F) -> F:
-        found = Scenario(f"C{number}", title, method.__name__)
+        found = Scenario(f"{of}{number}", title, method.__name__)
         method.__scenario__ = found  # type: ignore[attr-defined]
         return method
 

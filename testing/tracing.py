@@ -21,8 +21,15 @@ class TracedModel:
         return self.run(*args, **kwargs)
 
 
-def traced(model: Any, registry: Any) -> TracedModel:
-    """The model with the passes applied to the graphs that Inductor would be given, which are then interpreted."""
+def traced(model: Any, specs: Any, config: Any = None, target: Any = None) -> TracedModel:
+    """The model with the passes applied to the graphs that Inductor would be given, which are then interpreted.
+
+    Args:
+        model: a module.
+        specs: its layers', as (path, spec).
+        config: a FusionConfig; what is on by default if not given.
+        target: a Target; the CPU if not given.
+    """
     import torch
 
     from ..fusion import Target, plan
@@ -30,7 +37,7 @@ def traced(model: Any, registry: Any) -> TracedModel:
     from ..fusion.live_plan import module_index_of
     from ..fusion.rewrite import Pipeline
 
-    made = plan(registry.specs_in(model), Target.named("cpu"))
+    made = plan(specs, target or Target.named("cpu"), config)
     pipeline = Pipeline(made, around=module_index_of(model))
     backend = inductor_with(pipeline, model, lower=_interpreted)
     return TracedModel(made, pipeline.report, torch.compile(model, backend=backend))

@@ -15,7 +15,7 @@ from helpers import ROOT, THOROUGH_ALONE, in_turn, run_python, thorough_alone
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerfuse.adapters.specs import FAMILIES, GatedNormSpec, LinearSpec, NormSpec, Parallel, WeightSpec
+from layerfuse.adapters.specs import FAMILIES, ExpertsSpec, GatedNormSpec, LinearSpec, NormSpec, Parallel, WeightSpec
 
 FLOORS = ("adapters", "registry", "fusion", "engines", "testing", "bench", "cli")
 """From the ground up: a door opens downward only."""
@@ -227,7 +227,7 @@ def test_law_2_what_finds_what_runs_and_what_rewrites_do_not_import_in_turn(room
 def test_law_3_no_field_of_a_spec_has_a_default() -> None:
     defaults = {
         f"{spec.__name__}.{attribute.name}"
-        for spec in (*FAMILIES.values(), Parallel, NormSpec, GatedNormSpec, LinearSpec, WeightSpec)
+        for spec in (*FAMILIES.values(), Parallel, NormSpec, GatedNormSpec, LinearSpec, ExpertsSpec, WeightSpec)
         for attribute in attrs.fields(spec)
         if attribute.default is not attrs.NOTHING
     }
@@ -237,12 +237,12 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         "GatedMLPSpec.quant",
         "GatedMLPSpec.unquantised",
         "GatedMLPSpec.feeds",
-        "GatedMLPSpec.shared",
         "MLASpec.rope",
         "ResidualSpec.mlp_ranks",
         "ResidualSpec.added_as_given",
         "ResidualSpec.starts_stream",
-        "ResidualSpec.read_by",
+        "ResidualSpec.experts",
+        "ResidualSpec.undeclared",
         "ResidualSpec.handed_over",
         "ResidualSpec.gives",
     } | {

@@ -15,7 +15,7 @@ from torch import nn
 from ... import registry
 from ...adapters.errors import LayerfuseError, UnknownLayerError
 from ...adapters.linear_quant import quantises_inside
-from ...adapters.specs import AnySpec, FinalNormSpec, GatedMLPSpec
+from ...adapters.specs import AnySpec, FinalNormSpec
 from ...fusion.live_plan import module_index_of
 from ...fusion.planning import plan
 from ...fusion.target import Target
@@ -88,7 +88,7 @@ def units_of(
     units = []
     held: set[str] = set()
     ignored = set(registry.default.ignored_in(model))
-    behind = {*_behind_experts(model, specs), *_behind_a_gather(model, specs)}
+    behind = set(_behind_a_gather(model, specs))
     for path, module in compiled.items():
         here = [
             (layer, spec)
@@ -207,15 +207,6 @@ def _compiled(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if last is None or not _is_below(path, last):
             last = path
             yield path, module
-
-
-def _behind_experts(model: nn.Module, specs: Iterable[tuple[str, AnySpec]]) -> set[str]:
-    """Quantised shared experts: vLLM runs them behind its op for routed experts, so that their activation is in no graph."""
-    quantised = [layer for layer, spec in specs if isinstance(spec, GatedMLPSpec) and spec.quant is not None]
-    if not quantised:
-        return set()
-    held = {id(module) for path, module in model.named_modules(remove_duplicate=False) if ".experts." in path}
-    return {layer for layer in quantised if id(model.get_submodule(layer)) in held}
 
 
 def _behind_a_gather(model: nn.Module, specs: Iterable[tuple[str, AnySpec]]) -> Iterator[str]:

@@ -166,7 +166,7 @@ def quantise_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     """MXFP4: two e2m1 values per byte, the first in the low bits, uint8 (..., width / 2); exponents (..., width / 32)."""
     scaled, exponents = _mx(values, 2)
     codes = e2m1(scaled).flatten(-2)
-    return codes[..., 0::2] | (codes[..., 1::2] << 4), exponents
+    return (codes[..., 0::2] | (codes[..., 1::2] << 4)).contiguous(), exponents
 
 
 def e2m1(values: Tensor) -> Tensor:

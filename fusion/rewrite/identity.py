@@ -44,11 +44,11 @@ def key_of(plan: Plan) -> str:
 def plan_hash(plan: Plan) -> str:
     """A hash of everything in a plan that rewriting may act on: specs, decisions, target, config, other packages' fusions.
 
-    The rank is left out: the ranks of a tensor-parallel group compile one graph, and may share its cache.
+    The rank is left out, and how many experts it has: the ranks of a tensor-parallel group compile one graph, and may share its cache.
     """
     from ..catalog import FUSIONS
 
-    alike = Alike(without=("rank",))
+    alike = Alike(without=("rank", "num_local_experts"))
     specs = [(layer, alike.number(spec)) for layer, spec in plan.specs]
     decisions = [alike.number(decision) for decision in plan.decisions]
     foreign = [_meaning_of(fusion) for fusion in FUSIONS.values() if fusion.owner != "layerfuse"]

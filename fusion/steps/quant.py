@@ -123,7 +123,9 @@ class Quant(Step):
 
     def described(self, at: At) -> str:
         first = "the first " if len(at.site.norms) > 1 else ""
-        return f"{first}in {at.quant}" if self.format.mx else f"{first}in {at.target.fp8} with {at.quant}"
+        counted = "" if at.site.quantising is None else f" ({at.site.quantising})"
+        how = str(at.quant) if self.format.mx else f"{at.target.fp8} with {at.quant}"
+        return f"{first}in {how}{counted}"
 
     def bind(self, bound: Binding) -> None:
         from ..rewrite.quant_choice import bind_quant

@@ -478,3 +478,18 @@ def test_one_note_is_one_line(run, tmp_path):
     notes = [line for line in answer.out.splitlines() if line.startswith("#")]
     assert len(notes) == 1, notes
     assert "noted above the entry, in 1 line\n" in answer.err
+
+
+def test_of_a_layer_it_says_where_each_field_was_read(run):
+    config = Path(__file__).parent.parent / "engines" / "checkpoints" / "deepseek-v3" / "config.json"
+    said = run("inspect", config, "--layer", "model.layers.3")
+    assert said.code == 0, said.err
+    places = {line.split()[0]: line.split("  ")[-1] for line in said.out.splitlines()[1:]}
+    assert places["input_norms.epsilon"].strip() == "input_layernorm.variance_epsilon"
+    assert places["experts.num_experts"].strip() == "the mixture at mlp" and "256" in said.out
+    for layer, why in (
+        ("model.layers.99", "no layer of this model"),
+        ("model.layers.3.input_layernorm", "no layer that is read"),
+    ):
+        refused = run("inspect", config, "--layer", layer)
+        assert refused.code and f"--layer {layer}: {why}; did you mean 'model.layers." in refused.err

@@ -108,10 +108,12 @@ def test_generated_tables_are_up_to_date():
 
 
 def test_contract_page_has_every_scenario_with_its_title():
-    from layerfuse.testing import SCENARIOS
+    from layerfuse import testing
+    from layerfuse.testing.scenario import scenarios_of
 
-    headings = re.findall(r"^### (C\d+)\. (.+)$", (DOCS / "contract.md").read_text(), re.MULTILINE)
-    assert headings == [(scenario.id, scenario.title) for scenario in SCENARIOS]
+    headings = re.findall(r"^### ([A-Z]\d+)\. (.+)$", (DOCS / "contract.md").read_text(), re.MULTILINE)
+    contracts = (testing.AdapterContract, testing.StepContract, testing.FusionContract, testing.KernelContract)
+    assert headings == [(each.id, each.title) for contract in contracts for each in scenarios_of(contract)]
 
 
 def test_errors_page_has_every_error():

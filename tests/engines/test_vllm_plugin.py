@@ -208,8 +208,8 @@ def test_fp8_is_quantised_inside_the_fused_norms(
             f"silu_mul_{scheme}_quant": 1,
         }.items()
     }
-    # They run behind vLLM's op for the experts.
-    assert "outside of what vLLM compiles: model.layers.1.mlp.shared_experts" in lines
+    # Shared experts run behind vLLM's op for experts: nothing is expected of them.
+    assert not any("outside of what vLLM compiles" in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from layerfuse.adapters import (
     LinearSpec,
     MLASpec,
     ParallelConflictError,
+    ResidualSpec,
     SpecError,
     WeightSpec,
     describe_linear_quant,
@@ -33,7 +34,6 @@ from vllm_layers import MODELS, build_layer, build_model, fp8_kernel  # noqa: E4
 from whole_models import ENTRIES, check_every_layer, check_kernel_layers, norms_that_feed_nothing  # noqa: E402
 
 from layerfuse.engines.vllm import native_fusions  # noqa: E402
-from layerfuse.engines.vllm.loading import _behind_experts  # noqa: E402
 from layerfuse.engines.vllm.releases import engine_of  # noqa: E402
 
 PLACE = native_fusions.Place(vendor="nvidia", arch="sm90")
@@ -207,6 +207,50 @@ def test_kv_heads_that_ranks_have_copies_of_are_counted_once() -> None:
     assert linear.local_outputs == (2 * 2 * 256, 256, 256)
 
 
+# ---- experts
+
+MIXTURES: dict[str, tuple[int, int, int, int | None]] = {
+    "deepseek-v2-lite": (64, 6, 1408, 2816),
+    "deepseek-v3": (256, 8, 2048, 2048),
+    "kimi-k2": (384, 8, 2048, 2048),
+    "kimi-k2.5": (384, 8, 2048, 2048),
+    "kimi-linear": (256, 8, 1024, 1024),
+    "glm-4.7-flash": (64, 4, 1536, 1536),
+    "gpt-oss-20b": (32, 4, 2880, None),
+    "gpt-oss-120b": (128, 4, 2880, None),
+    "qwen3-next": (512, 10, 512, 512),
+    "qwen3.5-35b": (256, 8, 512, 512),
+}
+"""Experts, those of a token, the width of one and that of the shared ones, as published."""
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["ep", "tp"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_a_mixture_is_read_with_what_each_rank_has_of_it(name: str, whole: bool) -> None:
+    """Whole experts, or an even share of the columns of each."""
+    total, each, width, shared = MIXTURES[name]
+    for tp, rank in ((1, 0), (2, 1)):
+        model = build_model(name, tp=tp, rank=rank, whole_experts=whole, num_hidden_layers=3, first_k_dense_replace=1)
+        mixtures = [spec.experts for _, spec in registry.specs_in(model) if isinstance(spec, ResidualSpec)]
+        found = mixtures[-1]
+        assert found is not None and (mixtures[0] is None) != name.startswith(("gpt-oss", "qwen"))
+        assert (found.num_experts, found.experts_per_token, found.intermediate_size) == (total, each, width)
+        local = (total // tp, width) if whole else (total, width // tp)
+        assert (found.num_local_experts, found.local_intermediate_size) == local
+        assert found.router is not None and (found.router.out_features, found.router.style) == (total, "replicated")
+        assert (found.weight.dtype, found.weight.scheme, found.activation) == ("bfloat16", "plain", None)
+        assert (None if found.shared is None else found.shared.intermediate_size) == shared
+        assert found.shared is None or found.shared.local_intermediate_size == shared // tp
+
+
+def test_quantised_experts_say_so() -> None:
+    with fp8_kernel("triton:TritonFp8BlockScaledMMKernel"):
+        model = build_model("deepseek-v3", num_hidden_layers=4, quantization_config=BLOCK)
+    found = registry.spec_for(model.get_submodule("model.layers.3")).experts
+    assert found is not None and found.weight == WeightSpec(dtype="float8_e4m3fn", scheme="block", block=(128, 128))
+    assert found.activation == "RoutedExperts quantises activations inside its matrix product"
+
+
 # ---- a plan made from published dimensions, and one from the layers of the same model
 
 QUANTISED = "rms_norm_group_quant", "add_rms_norm_group_quant", "silu_mul_group_quant", "mla_dual_rms_norm_group_quant"
@@ -222,14 +266,19 @@ def test_a_plan_from_published_dimensions_promises_what_the_layers_themselves_do
     if "first_k_dense_replace" in MODELS[name].overrides:
         entry = attrs.evolve(entry, mlps={"dense": attrs.evolve(entry.mlps["dense"], at="all")})
     read, config = registry.specs_in(model), FusionConfig(level=2, switches=SWITCHED)
-    behind = _behind_experts(model, read)
     for engine in (native_fusions.compiled(PLACE), engine_of(entry.architectures, target=target)):
-        real = plan([each for each in read if each[0] not in behind], target, config, engine)
+        real = plan(read, target, config, engine)
         declared = attrs.evolve(config, quant=ActivationQuant(group_size=128))
         beforehand = plan(entry.specs(engine="vllm"), target, declared, engine)
         assert taken(beforehand) == taken(real)
-        told = [d for d in beforehand.decisions if d.fusion == "silu_mul_group_quant" and "shared_experts" in d.site]
-        assert (len(told), {d.kind for d in told}) == (len(behind), {"not_applicable"} if behind else set())
+        assert behind_experts(beforehand) == behind_experts(real)
+
+
+def behind_experts(made: Plan) -> dict[object, int]:
+    """How often a quantised fusion stands in front of a mixture or in its shared experts, and what is said of it."""
+    quantised = [d for d in made.decisions if d.fusion in QUANTISED and made.site[d.site].experts is not None]
+    shared = [d for d in quantised if made.site[d.site].experts.shared is not None]
+    return collections.Counter((made.site[d.site].role, d.fusion, d.kind) for d in shared)
 
 
 def taken(made: Plan) -> dict[object, int]:

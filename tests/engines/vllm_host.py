@@ -161,11 +161,13 @@ def architecture(checkpoint: str) -> str:
     return published_config(checkpoint)["architectures"][0]
 
 
-def vllm_config(checkpoint: str, *, tp: int, rank: int, overrides: Mapping[str, Any], pp: int = 1) -> VllmConfig:
+def vllm_config(
+    checkpoint: str, *, tp: int, rank: int, overrides: Mapping[str, Any], pp: int = 1, whole_experts: bool = True
+) -> VllmConfig:
     """The configuration with which vLLM would serve ``checkpoint`` at ``tp`` and ``pp``, not compiled.
 
-    ``overrides`` replace keys of the (text) config.  Experts are spread whole over the ranks, because CPU kernels
-    refuse the narrow slices that slicing each of them would give; attention is sharded as ever.
+    ``overrides`` replace keys of the (text) config.  Experts are spread whole over the ranks unless told otherwise, because CPU
+    kernels refuse the narrow slices that slicing each of them may give; attention is sharded as ever.
     """
     nested = "text_config" in published_config(checkpoint)
     return config_on_cpu(
@@ -173,7 +175,7 @@ def vllm_config(checkpoint: str, *, tp: int, rank: int, overrides: Mapping[str, 
         tp=tp,
         rank=rank,
         pp=pp,
-        whole_experts=True,
+        whole_experts=whole_experts,
         model={
             "dtype": "bfloat16",
             "max_model_len": 4096,

@@ -161,7 +161,14 @@ LAYERS: dict[str, Layer] = {
 
 
 def build_model(
-    name: str, *, tp: int = 1, rank: int = 0, pp: int = 1, device: str = "meta", **overrides: Any
+    name: str,
+    *,
+    tp: int = 1,
+    rank: int = 0,
+    pp: int = 1,
+    device: str = "meta",
+    whole_experts: bool = True,
+    **overrides: Any,
 ) -> nn.Module:
     """Build the model ``name`` of ``MODELS`` as ``rank`` of ``pp`` stages of ``tp``; ``overrides`` replace keys of its config.
 
@@ -174,7 +181,8 @@ def build_model(
         model_class = import_model(recipe.model_class)
         # A class that vLLM finds by its architecture's name is first inspected in a subprocess, for ten seconds.
         ModelRegistry.register_model(architecture(recipe.checkpoint), model_class)
-        config = vllm_config(recipe.checkpoint, tp=tp, rank=rank, pp=pp, overrides={**recipe.overrides, **overrides})
+        told = {**recipe.overrides, **overrides}
+        config = vllm_config(recipe.checkpoint, tp=tp, rank=rank, pp=pp, overrides=told, whole_experts=whole_experts)
         stack.enter_context(set_current_vllm_config(config))
         stack.enter_context(vllm_parallel(tp, rank, pp))
         stack.enter_context(set_default_torch_dtype(torch.bfloat16))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import asdict, frozen
 from torch import Tensor
 
 from layerfuse.bench.arithmetic import EXACT
@@ -13,24 +13,15 @@ from layerfuse.fusion.catalog import FUSIONS
 from layerfuse.fusion.chain import Form
 from layerfuse.fusion.compose import written
 from layerfuse.fusion.declare import (
-    Choice,
-    Epsilon,
     Exponents,
-    GroupName,
-    GroupSize,
     Like,
-    Limit,
     Packed,
     Padded,
-    PaddedWidth,
-    QuantDtype,
     Quantised,
-    Rows,
     Scales,
-    StaticScale,
-    Weight,
     WeightOffset,
 )
+from layerfuse.testing.op_inputs import arguments_of
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -64,43 +55,13 @@ class Options:
     "Columns of a row that are not read: inputs are column ranges."
 
 
-HEADS = 3
-
-
 def arguments(form: Form, leading: tuple[int, ...], width: int, options: Options, seed: int = 0) -> list[Any]:
     """Arguments by position. A second width is half of the first."""
-    generator = torch.Generator().manual_seed(seed)
-    widths = {name: width // (1 + i) for i, name in enumerate(form.op.widths)}
-    rows: dict[str, int] = {}
-
-    def made(argument: Any) -> Any:
-        if isinstance(argument, Rows):
-            own = rows[argument.name] = widths[argument.width]
-            shape = (*leading, *((HEADS,) if argument.heads else ()), own + options.gap)
-            size = torch.randn(*shape[:-1], 1, generator=generator).exp()
-            return (torch.randn(shape, generator=generator) * size).to(options.dtype).to(DEVICE)[..., :own]
-        if isinstance(argument, Weight):
-            weight = torch.randn(rows[argument.of], generator=generator) * 0.2 + 1 - options.offset
-            return weight.to(options.weight_dtype or options.dtype).to(DEVICE)
-        if isinstance(argument, Epsilon):
-            return 1e-6
-        if isinstance(argument, WeightOffset):
-            return options.offset
-        if isinstance(argument, QuantDtype):
-            return E4M3
-        if isinstance(argument, GroupSize):
-            return options.group_size
-        if isinstance(argument, GroupName):
-            return options.group
-        if isinstance(argument, StaticScale):
-            return torch.tensor([0.013], device=DEVICE)
-        if isinstance(argument, Limit):
-            return options.limit
-        if isinstance(argument, PaddedWidth):
-            return width + options.pad
-        return options.activation if isinstance(argument, Choice) else getattr(options, argument.name)
-
-    return [made(argument) for argument in form.op.args]
+    said = asdict(options)
+    dtype, pad = said.pop("dtype"), said.pop("pad")
+    said |= {argument.name: options.offset for argument in form.op.args if isinstance(argument, WeightOffset)}
+    more = {"padded_width": width + pad, "device": DEVICE, "seed": seed}
+    return arguments_of(form.op, leading, width, dtype, **said, **more)
 
 
 def exact(form: Form, given: list[Any]) -> tuple[Tensor, ...]:

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from family_support import FORMS, Options, arguments
-from helpers import in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from layerfuse.fusion import backends
 from layerfuse.fusion.backends import Backend, BackendError
-from layerfuse.fusion.chain import Form
 from layerfuse.fusion.declare import Like, Op, Rows
 from layerfuse.fusion.ops import (
     mla_dual_rms_norm,
@@ -79,19 +76,6 @@ def test_rms_norm_is_rounded_once(
     assert torch.equal(x, kept), "the input was written"
 
 
-@pytest.mark.parametrize("dtype", list(EPS), ids=str)
-@pytest.mark.parametrize("leading", [(), (0,), (1,), (5,), (2, 3), (2, 1, 3)])
-def test_dual_norm_on_split_views(dtype: torch.dtype, leading: tuple[int, ...]) -> None:
-    down = torch.randn(*leading, 2112).to(dtype)
-    kept = down.clone()
-    q, kv, _ = down.split([1536, 512, 64], -1)
-    weights = torch.rand(1536).to(dtype) + 0.5, torch.rand(512).to(dtype) + 0.5
-    got = mla_dual_rms_norm(q, kv, *weights, 1e-6, 1e-5)
-    for result, x, weight, epsilon in zip(got, (q, kv), weights, (1e-6, 1e-5), strict=True):
-        assert_rounded_once(result, x, weight, epsilon, 0.0)
-    assert torch.equal(down, kept)
-
-
 def test_extremes() -> None:
     weight = torch.ones(4)
     assert torch.equal(rms_norm(torch.zeros(2, 4), weight, 1e-6), torch.zeros(2, 4))
@@ -100,13 +84,10 @@ def test_extremes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_opcheck(dtype: torch.dtype) -> None:
-    down = torch.randn(3, 24).to(dtype)
-    q, kv = down[:, :16], down[:, 16:]
-    weights = torch.rand(16).to(dtype), torch.rand(8).to(dtype)
-    torch.library.opcheck(torch.ops.layerfuse.mla_dual_rms_norm.default, (q, kv, *weights, 1e-6, 1e-5, 0.0, 1.0))
-    torch.library.opcheck(torch.ops.layerfuse.rms_norm.default, (q, weights[0], 1e-6, 0.0))
-    x, weight = q.float().detach().requires_grad_(), weights[0].float().requires_grad_()
+def test_opcheck_of_the_canonical_norm(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(3, 24).to(dtype)[:, :16], torch.rand(16).to(dtype)
+    torch.library.opcheck(torch.ops.layerfuse.rms_norm.default, (x, weight, 1e-6, 0.0))
+    x, weight = x.float().detach().requires_grad_(), weight.float().requires_grad_()
     torch.library.opcheck(torch.ops.layerfuse.rms_norm.default, (x, weight, 1e-6, 1.0))
 
 
@@ -152,11 +133,6 @@ def test_the_dual_norm_is_for_inference() -> None:
         mla_dual_rms_norm(ONE, ONE, weight, W4, 1e-6, 1e-6)
     with torch.no_grad():
         mla_dual_rms_norm(ONE, ONE, weight, W4, 1e-6, 1e-6)
-
-
-def test_the_fake_does_not_touch_data() -> None:
-    q, kv = mla_dual_rms_norm(*(t.to("meta") for t in (torch.ones(2, 3, 4), torch.ones(2, 3, 2), W4, W2)), 1e-6, 1e-6)
-    assert (q.shape, kv.shape, q.device.type) == ((2, 3, 4), (2, 3, 2), "meta")
 
 
 # ---- the door for backends -------------------------------------------------------------------------------------------
@@ -262,42 +238,3 @@ def test_what_no_norm_can_be_of(op: Any) -> None:
         op(None, one, W4, W4, 1e-6, 1e-6)
     with pytest.raises(ValueError, match=r"kv has stride 2 along its last dimension.*pass kv.contiguous\(\)"):
         op(one, torch.ones(4, 8)[:, ::2], W4, W4, 1e-6, 1e-6)
-
-
-@pytest.mark.parametrize("leading", [(), (0,), (1,), (3,), (2, 3), (3, 0), (1, 1)])
-@pytest.mark.parametrize("width", [96, 100, 200])
-@pytest.mark.parametrize(("column_major", "tma_aligned"), [(False, False), (True, False), (True, True)])
-def test_real_strides_are_the_fakes(
-    leading: tuple[int, ...], width: int, column_major: bool, tma_aligned: bool
-) -> None:
-    def call(device: str) -> tuple[torch.Tensor, ...]:
-        q, weight = torch.ones(*leading, width, device=device), torch.ones(width, device=device)
-        return mla_dual_rms_norm_group_quant(
-            q, q, weight, weight, 1e-6, 1e-6, group_size=64, column_major=column_major, tma_aligned=tma_aligned
-        )
-
-    for real, fake in zip(call("cpu"), call("meta"), strict=True):
-        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
-
-
-# ---- every op of the family ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_opcheck_of_every_form(form: Form) -> None:
-    options = Options(group_size=32, column_major=True, tma_aligned=True)
-    op = getattr(torch.ops.layerfuse, form.op.name).default
-    torch.library.opcheck(op, tuple(arguments(form, (3,), 64, options)))
-
-
-@pytest.mark.parametrize(("name", "leading"), in_turn(FORMS, [(), (0,), (2, 3)]), ids=str)
-def test_the_fake_of_every_form_is_like_the_real_one(name: str, leading: tuple[int, ...]) -> None:
-    op = getattr(torch.ops.layerfuse, name)
-    made = arguments(FORMS[name], leading, 64, Options())
-    real, fake = op(*made), op(*(each.to("meta") if torch.is_tensor(each) else each for each in made))
-    for one, other in zip(*map(_several, (real, fake)), strict=True):
-        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-
-
-def _several(results: Any) -> tuple[torch.Tensor, ...]:
-    return (results,) if isinstance(results, torch.Tensor) else tuple(results)

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from family_support import DEVICE, FORMS, HEADS, Options, arguments
+from family_support import DEVICE, FORMS, Options, arguments
 from ranks import run_on_ranks
 
 from layerfuse.fusion import FUSIONS, backends, ops
@@ -23,6 +23,7 @@ from layerfuse.fusion.backends.triton.tuning import STEPS
 from layerfuse.fusion.ops import warming
 from layerfuse.fusion.ops.agreement import RankDisagreementError
 from layerfuse.fusion.ops.warming import recording, warm_up
+from layerfuse.testing.op_inputs import HEADS
 
 MOST = 9000
 """Rows of the recorded call: more than the last step."""
