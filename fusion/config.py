@@ -6,7 +6,7 @@ The environment variable `LAYERFUSE_FUSIONS` says the same in one line: `none`, 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from attrs import asdict, field, frozen
@@ -44,6 +44,24 @@ def _known(name: str, where: str) -> str:
             + (did_you_mean(name, FUSIONS) or f". Known: {', '.join(FUSIONS)}.")
         )
     return name
+
+
+def check_signs(words: Iterable[str], origin: str) -> None:
+    """Check that no name of a line is both switched on and off.
+
+    Args:
+        words: of the line, none of them empty.
+        origin: where it was said.
+
+    Raises:
+        FusionConfigError: one is.
+    """
+    signs: dict[str, set[bool]] = {}
+    for word in words:
+        signs.setdefault(word.lstrip("+-"), set()).add(word[0] != "-")
+    both = next((name for name, said in signs.items() if len(said) > 1), None)
+    if both is not None:
+        raise FusionConfigError(f"{origin}: {shown(both)} is both switched on and switched off")
 
 
 def _is_pairs(value: object) -> bool:
@@ -164,6 +182,9 @@ class FusionConfig:
         """The config that a line such as `none`, `all`, `mla_dual_rms_norm` or `-mla_dual_rms_norm` asks for.
 
         Names alone are all that is on. Those with a plus or a minus are on or off beside what is on by default.
+
+        Raises:
+            FusionConfigError: a fusion that does not exist, or one that is both switched on and off.
         """
         if not isinstance(text, str):
             raise ArgumentError(
@@ -179,6 +200,7 @@ class FusionConfig:
             raise FusionConfigError(
                 f"{origin}: {alone!r} stands alone, and {cut(', '.join(words))} are {len(words)} words"
             )
+        check_signs(words, origin)
         wanted = [_known(word, origin) for word in words if word[0] not in "+-"]
         switches = {name: name in wanted for name in FUSIONS} if wanted else {}
         for word in words:

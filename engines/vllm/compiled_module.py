@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any, Literal
 import attrs
 import torch
 from attrs import define, field, frozen
+from torch._dynamo.utils import counters
 
 from ...fusion.engine import Engine
 from ...fusion.planning import Plan, plan
@@ -28,6 +28,24 @@ from .process import once
 Source = Literal["rewritten", "equal", "cache", "unknown", "kept", "module"]
 """Whether a piece was rewritten here, is equal to one that was, came from a cache with a record or without one, or was read
 with the whole model from vLLM's cache. `module`: it is none, but what stands in the modules of a model that is not compiled."""
+
+
+@frozen(kw_only=True)
+class Started:
+    """What torch and our pass had done before a piece was compiled."""
+
+    graphs: int
+    "Those that our pass came to."
+    misses: int = field(factory=lambda: counters["aot_autograd"]["autograd_cache_miss"])
+    "Graphs that AOTAutograd's cache did not hold; Inductor's may."
+    served: int = field(factory=lambda: counters["inductor"]["fxgraph_cache_hit"])
+    compiled: int = field(factory=lambda: counters["inductor"]["fxgraph_cache_miss"])
+    "Those that neither held; some of vLLM's ways ask AOTAutograd's alone."
+
+    def compiled_since(self) -> bool:
+        """Whether torch has compiled a graph since then, as no cache of its held it."""
+        now = Started(graphs=self.graphs)
+        return now.compiled > self.compiled or (now.misses > self.misses and now.served == self.served)
 
 
 @frozen(kw_only=True)
@@ -90,10 +108,14 @@ class CompiledModule:
     sites: Sites = field(init=False)
     key: str = field(default="", init=False)
     "What caches know the module by (`keys.key_for`); empty before its first call, and where nothing of it is to be rewritten."
+    vouched: bool = field(default=False, init=False)
+    "Whether a compiled module that lies in vLLM's cache is taken."
     distrusts: bool = field(default=False, init=False)
     "Whether a compiled module without records lay in vLLM's cache: it is compiled anew, and nothing of what was kept with it is taken."
-    keeps: bool = field(default=True, init=False)
-    "Whether a start from vLLM's cache has what this one compiles, and may take it."
+    added: FusionPass | None = field(default=None, init=False, repr=False)
+    "The pass as it stands among vLLM's."
+    manager: str = field(default="", init=False)
+    "The class of vLLM's manager of passes, and whose code calls them."
     spoiled: str | None = field(default=None, init=False)
     "Why the pass is not among vLLM's, as a sentence: nothing is fused, and nothing that is compiled may be kept under the key."
     _records: dict[tuple[str, str], PieceRecord] = field(factory=dict, init=False)
@@ -127,15 +149,17 @@ class CompiledModule:
 
     def new_pass(self) -> FusionPass:
         """The pass to give to vLLM's pass manager."""
-        return FusionPass(self.pipeline, self.key, uuid.uuid4().hex if self.distrusts else "")
+        return FusionPass(self.pipeline, self.key)
 
     # ---- pieces as they are compiled
 
-    def piece_starts(self) -> int:
-        """To be handed to `piece_ends` when vLLM has its piece."""
-        return self.pipeline.report.graphs
+    def piece_starts(self, outline: Outline, tokens: str) -> Started:
+        """To be handed to `piece_ends` when vLLM has its piece, which Inductor's cache is asked for as it is known there."""
+        if self.added is not None:
+            self.added.start = record_cache.start_of(self.key, outline.digest, tokens)
+        return Started(graphs=self.pipeline.report.graphs)
 
-    def piece_ends(self, outline: Outline, number: int, tokens: str, started: int) -> None:
+    def piece_ends(self, outline: Outline, number: int, tokens: str, started: Started) -> bool:
         """Take down what became of a piece: the pass ran since it started, or the piece came from somewhere else.
 
         Args:
@@ -143,20 +167,27 @@ class CompiledModule:
             number: the piece's, in the model.
             tokens: the range that it was compiled for.
             started: as `piece_starts` said.
-        """
-        self.pieces.append(self._piece(outline, number, tokens, self.pipeline.report.records[started:]))
 
-    def _piece(self, outline: Outline, number: int, tokens: str, fresh: list[GraphRecord]) -> Piece:
+        Returns:
+            Whether it is known what is in it. A piece of which that is not known is to be kept nowhere.
+        """
+        piece = self._piece(outline, number, tokens, started)
+        self.pieces.append(piece)
+        known = self.vouched or (piece.source != "unknown" and piece.record.failed is None)
+        if not known and self.spoiled is None:
+            record_cache.distrust_piece(self.key, outline.digest, tokens)
+        return known
+
+    def _piece(self, outline: Outline, number: int, tokens: str, started: Started) -> Piece:
         key = (outline.digest, tokens)
-        place = len(self.pieces)
-        if self.spoiled is not None:
+        place, fresh = len(self.pieces), self.pipeline.report.records[started.graphs :]
+        failed = self.spoiled
+        if failed is None and not fresh and started.compiled_since():
+            failed = f"vLLM's manager of passes ({self.manager}) compiled it without calling layerfuse's pass"
+        if failed is not None:
             # A record of an equal piece would be of one that the pass came to.
-            return Piece(
-                number=number,
-                tokens=tokens,
-                source="rewritten",
-                record=GraphRecord(graph=place, uses=(), failed=self.spoiled),
-            )
+            record = GraphRecord(graph=place, uses=(), failed=failed)
+            return Piece(number=number, tokens=tokens, source="rewritten", record=record)
         if fresh:
             record = GraphRecord(
                 graph=place,
@@ -167,7 +198,7 @@ class CompiledModule:
             )
             known = self._records[key] = self.sites.anchored(outline, record)
             if record.failed is None:
-                record_cache.keep_piece(self.key, *key, known)
+                record_cache.keep_piece(self.key, *key, "" if self.added is None else self.added.start, known)
             return Piece(number=number, tokens=tokens, source="rewritten", record=record)
         sources: tuple[tuple[Source, PieceRecord | None], ...] = (
             ("equal", self._records.get(key)),
@@ -186,9 +217,17 @@ class CompiledModule:
     def _beside(self) -> Path:
         return (self.artefact or Path()).with_name(record_cache.BESIDE)
 
-    def vouched(self) -> bool:
-        """Whether records under this key lie beside the compiled module: without them nobody knows what is in it."""
-        return self.artefact is not None and record_cache.read(self._beside, self.key) is not None
+    def look_beside(self, artefact: Path, forced: bool = False) -> bool:
+        """Whether the compiled module may be taken: records under this key lie beside it. Without them nobody knows what is in it.
+
+        Args:
+            artefact: the file that vLLM keeps it in.
+            forced: whether vLLM has to take it whatever lies beside it.
+        """
+        self.artefact = artefact
+        self.vouched = forced or record_cache.read(self._beside, self.key) is not None
+        self.distrusts = not self.vouched and artefact.exists()
+        return self.vouched
 
     def forget(self) -> None:
         """Take away the compiled module and its records: another one takes its place, and where vLLM cannot save that, none does."""
@@ -203,7 +242,7 @@ class CompiledModule:
             self.forget()
         unsure = any(piece.record.failed is not None or piece.source == "unknown" for piece in self.pieces)
         # Without its records the compiled module is compiled anew by the next start.
-        if self.artefact is None or unsure or not self.keeps or not self.artefact.exists():
+        if self.artefact is None or unsure or not self.artefact.exists():
             return None
         pieces = [
             {"number": each.number, "tokens": each.tokens, "record": attrs.asdict(each.record), "sites": each.sites}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .hooks import Hook, check_source
-from .switches import BATCH_INVARIANT, INVARIANT, is_set
+from .switches import BATCH_INVARIANT, INVARIANT, MLA_DISABLE, is_set
 
 if TYPE_CHECKING:
     from ...adapters.specs import AnySpec, MLASpec
@@ -50,6 +50,9 @@ WRAPPED = frozenset(
     ]
 )
 """Architectures of models.toml whose layers hold that class in vLLM 0.26 and 0.33."""
+
+SWITCHED = WRAPPED - {"KimiLinearForCausalLM", "LongcatFlashForCausalLM"}
+"""Those of them whose layers are of another class where VLLM_MLA_DISABLE is set."""
 
 ATTENTION = ("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
 """Module and class of its attention, and of no other."""
@@ -212,7 +215,7 @@ def why_not_source(folder: Path) -> str | None:
 
 def why_not_here(vllm_config: Any) -> str | None:
     """Why vLLM's config leaves no place for it, as a sentence; None where it does."""
-    problem = _why_not_environment()
+    problem = _why_not_environment() or why_no_mla(vllm_config.model_config.architectures)
     if problem is not None:
         return problem
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
@@ -234,6 +237,12 @@ def _why_not_environment() -> str | None:
     if os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1":
         return "vLLM captures its CUDA graphs in pieces around its own ops (VLLM_USE_BREAKABLE_CUDAGRAPH=1)"
     return None
+
+
+def why_no_mla(architectures: Iterable[str]) -> str | None:
+    """Why vLLM runs the MLA layers of these models in code without MLA, as a sentence; None where it does not."""
+    disabled = is_set(MLA_DISABLE) and not SWITCHED.isdisjoint(architectures)
+    return f"{MLA_DISABLE} is set: vLLM runs these layers without MLA" if disabled else None
 
 
 def beside(engine: Engine) -> Engine:
@@ -283,7 +292,7 @@ def planned(
         everywhere = _quantises(quant)
     reasons = Counter(everywhere or why_not_spec(spec) for spec in layers)
     _, asked = without(os.environ.get("LAYERFUSE_FUSIONS", ""))
-    environment = _why_not_environment()
+    environment = _why_not_environment() or why_no_mla(given)
     said = []
     for reason, number in reasons.items():
         if reason is not None:

@@ -12,7 +12,7 @@ from attrs import frozen
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.sites import FINAL
-from .decode_facts import SPARSE_MODELS
+from .decode_facts import SPARSE_MODELS, why_no_mla
 
 _PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
 
@@ -275,10 +275,14 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         else:
             does[name] = f"vLLM does it: {code.by}; {INSTEAD}"
     without = [name for name in FUSIONS if name not in known and name not in keeps]
+    refuses = dict.fromkeys(without, f"{reason}; at module level there is no place for it")
+    no_mla = why_no_mla(architectures)
+    if no_mla is not None:
+        refuses["mla_dual_rms_norm"] = f"{no_mla}, and calls each of their norms by itself"
     return Engine(
         name="vllm",
         uncompiled=reason,
-        refuses=dict.fromkeys(without, f"{reason}; at module level there is no place for it"),
+        refuses=refuses,
         does=does,
         keeps=keeps,
         experts=EXPERTS,

@@ -20,6 +20,9 @@ KEY = "layerfuse"
 """Under this name of vLLM's `additional_config`."""
 
 
+BACKEND = "LAYERFUSE_BACKEND"
+
+
 class OptionsError(LayerfuseError, ValueError):
     """Options that do not exist, or values of another type; all of them at once."""
 
@@ -66,17 +69,18 @@ class Options:
         """The same for plans.
 
         Raises:
-            FusionConfigError: a fusion that does not exist, or an unknown level.
+            FusionConfigError: a fusion that does not exist, one that is both on and off, or an unknown level.
         """
-        from ...fusion.config import FusionConfig, FusionConfigError
+        from ...fusion.config import FusionConfig, FusionConfigError, check_signs
 
         origin = f"additional_config[{KEY!r}]"
         line = self._line
         text, _ = without(line)
-        where = "LAYERFUSE_FUSIONS" if self._from_environment else "fusions"
+        said = f"{'LAYERFUSE_FUSIONS' if self._from_environment else 'fusions'}={line}"
+        check_signs(filter(None, map(str.strip, line.split(","))), said)
         if text:
             try:
-                config = FusionConfig.parse(text, origin=f"{where}={line}", strict=self.strict)
+                config = FusionConfig.parse(text, origin=said, strict=self.strict)
             except FusionConfigError as error:
                 # Of the graphs' fusions only those are named there.
                 raise FusionConfigError(f"{error} Beside the fusions of graphs, vLLM has {NAME}.") from None
@@ -140,6 +144,7 @@ def options_in(additional_config: Any) -> Options:
     Raises:
         OptionsError: an unknown option, or a value of another type.
         FusionConfigError: a fusion that does not exist, or an unknown level.
+        BackendError: `LAYERFUSE_BACKEND` names a backend that no op has.
     """
     if is_off(additional_config):
         return Options(fusions="none")
@@ -163,9 +168,24 @@ def options_in(additional_config: Any) -> Options:
     if problems:
         raise OptionsError("; ".join(f"additional_config[{KEY!r}]: {problem}" for problem in problems))
     options = Options(**values)
-    if not (options.says_nothing or options.off):
-        options.config()
+    if not options.off:
+        check_backend()
+        if not options.says_nothing:
+            options.config()
     return options
+
+
+def check_backend() -> None:
+    """Check the backend that the environment forces.
+
+    Raises:
+        BackendError: no op has one of that name.
+    """
+    if os.environ.get(BACKEND):
+        from ...fusion import backends
+        from ...fusion import ops as _ops  # noqa: F401 (registers the backends)
+
+        backends.check_forced()
 
 
 OWN = "key"

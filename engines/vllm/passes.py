@@ -15,6 +15,7 @@ from ...fusion.rewrite import Pipeline
 from .inside import TakenOut, why_not
 from .native import why_not_all_reduce, why_not_ops
 from .process import troubled
+from .whose import module_of
 
 AFTER = frozenset({"NoOpEliminationPass"})
 """Passes of vLLM's that ours stands behind, being first otherwise: they only tidy what would hide a chain."""
@@ -25,9 +26,10 @@ class FusionPass(InductorPass):  # type: ignore[misc]
 
     def __init__(self, pipeline: Pipeline, key: str, start: str = "") -> None:
         self.pipeline = pipeline
+        self.start = start
+        "Of the piece that is compiled next, as `record_cache.start_of` has it."
         self._key = key
-        self._start = start
-        self._uuid = f"{key} over {tensor_parallel_group()}{start}"
+        self._group = tensor_parallel_group()
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the graph in place. Where that raises, or an op that the plan replaces is not vLLM's any more, it is as it was.
@@ -55,14 +57,14 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         taken.put_back()
 
     def uuid(self) -> str:
-        """Part of Inductor's key: changes with the key of the module (`keys.key_for`), and with the group.
+        """Part of Inductor's key: changes with the key of the module (`keys.key_for`), with the group, and where a piece is distrusted.
 
         Fused all-reduces hold torch's name of the tensor-parallel group, and groups that are started together share a cache.
         """
-        return self._uuid
+        return f"{self._key} over {self._group}{self.start}"
 
     def __reduce__(self) -> Any:
-        return FusionPass, (self.pipeline, self._key, self._start)
+        return FusionPass, (self.pipeline, self._key, self.start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self
@@ -101,8 +103,8 @@ def _restore(graph: Graph, kept: Graph, output: Any) -> None:
     graph.output(torch.fx.map_arg(output, copied.__getitem__)).meta.update(meta)
 
 
-def insert(backend: Any, added: FusionPass) -> None:
-    """Put the pass into the manager of one of vLLM's backends, ahead of its own fusions.
+def insert(backend: Any, added: FusionPass) -> FusionPass:
+    """Put the pass into the manager of one of vLLM's backends, ahead of its own fusions; the one that stands there then.
 
     Raises:
         TypeError: the manager keeps its passes in another way than vLLM's own.
@@ -111,6 +113,15 @@ def insert(backend: Any, added: FusionPass) -> None:
     passes = getattr(manager, "passes", None)
     if not isinstance(passes, list):
         raise TypeError(f"{type(manager).__module__}.{type(manager).__qualname__} has no list of passes")
-    if not any(isinstance(each, FusionPass) for each in passes):
+    standing = next((each for each in passes if isinstance(each, FusionPass)), None)
+    if standing is None:
         place = next((i + 1 for i, each in enumerate(passes) if type(each).__name__ in AFTER), 0)
         passes.insert(place, added)
+    return standing or added
+
+
+def caller_of(manager: Any) -> str:
+    """The class of a manager of passes, and where its code is from if that is another module."""
+    cls, owner = type(manager), module_of(type(manager).__call__)
+    patched = "" if owner == cls.__module__ else f", called by {owner}"
+    return f"{cls.__module__}.{cls.__qualname__}{patched}"

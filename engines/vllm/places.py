@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+from ...fusion.backends import BackendError
 from ...fusion.config import FusionConfigError
 from .decode_facts import CLASS, NAME, why_not_source
 from .defaults import on_by_default
 from .hooks import HOOKS, TESTED, check_source
-from .options import Options
+from .options import BACKEND, Options, check_backend
 from .seams import SEAMS
 
 
@@ -49,10 +51,15 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
         f"on by default on {arch}, where `layerfuse plan` says so: {', '.join(on_by_default(arch))}" for arch in archs
     )
     asked = os.environ.get("LAYERFUSE_FUSIONS", "").strip()
-    try:
+    wrong = f"vLLM {version} would not start with"
+    try:  # the doctor says more of the variables themselves
         Options().config()
-    except FusionConfigError:  # which the doctor says of the variable itself
-        return "broken", f"vLLM {version} would not start with LAYERFUSE_FUSIONS={asked}, which names no fusion (below)"
+        with suppress(ImportError):  # without torch there is no backend to know
+            check_backend()
+    except FusionConfigError:
+        return "broken", f"{wrong} LAYERFUSE_FUSIONS={asked}, which names no fusion (below)"
+    except BackendError:
+        return "broken", f"{wrong} {BACKEND}={os.environ[BACKEND]}, which no op has (below)"
     would = f"LAYERFUSE_FUSIONS={asked} decides" if asked else on or "no fusion is on by default"
     needed = sum(hook.needed for hook in HOOKS)
     return "found", f"vLLM {version} is {known}; {needed} of {needed} hooks found; {would}"

@@ -363,16 +363,12 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _add_pass(backend: Any, unit: CompiledModule) -> None:
     """Add the unit's pass. Where that is not possible, this start keeps nothing of what it compiles: the key says that it is fused."""
     try:
-        from .passes import insert
+        from .passes import caller_of, insert
 
-        insert(backend, unit.new_pass())
+        unit.added = insert(backend, unit.new_pass())
+        unit.manager = caller_of(backend.pass_manager)
         if unit.distrusts:
-            import vllm.envs
-
-            backend.compiler_manager.cache.clear()
-            # Of a model that is kept in pieces nothing is kept from now on: a start from the cache looks for them in Inductor's again.
-            unit.keeps = vllm.envs.VLLM_USE_MEGA_AOT_ARTIFACT
-            backend.inductor_config["force_disable_caches"] = not unit.keeps
+            backend.compiler_manager.cache.clear()  # pieces that were kept with the module
     except Exception as error:
         troubled("adding the pass to vLLM's", error)
         unit.spoiled = f"layerfuse's pass could not be added to vLLM's: {error}"
@@ -385,16 +381,19 @@ def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     unit = _running()
     if unit is None or not unit.active:
         return original(*args, **kwargs)
-    outline, started = None, unit.piece_starts()
+    started = None
     with _quietly("reading a piece of the graph"):
         from .pieces import outline_of
 
         given = inspect.signature(original).bind(*args, **kwargs).arguments
+        number, tokens = given.get("graph_index", 0), given["compile_range"]
         outline = outline_of(given["graph"])
+        started = unit.piece_starts(outline, str(tokens))
     result = original(*args, **kwargs)
     with _quietly("recording a piece of the graph"):
-        if outline is not None:
-            unit.piece_ends(outline, given.get("graph_index", 0), str(given["compile_range"]), started)
+        if started is not None and not unit.piece_ends(outline, number, str(tokens), started):
+            manager = given["self"]
+            manager.cache.pop((tokens, number, manager.compiler.name), None)
     return result
 
 
@@ -412,11 +411,9 @@ def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
             name_tritons_folder(unit.device.index or 0)
     if unit is None or not unit.active:
         return original(*args, **kwargs)
-    known = os.environ.get(FORCED) == "1"
+    known = forced = os.environ.get(FORCED) == "1"
     with _quietly("looking for the report that was kept"):
-        unit.artefact = Path(_argument(original, args, kwargs, "aot_compilation_path"))
-        known = known or unit.vouched()
-        unit.distrusts = not known and unit.artefact.exists()
+        known = unit.look_beside(Path(_argument(original, args, kwargs, "aot_compilation_path")), forced)
     loaded = original(*args, **kwargs) if known else None
     with _quietly("reading the report that was kept"):
         if loaded is None:

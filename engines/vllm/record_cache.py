@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -75,9 +76,20 @@ def _piece(key: str, digest: str, tokens: str) -> Path:
     return Path(cache_dir()) / "layerfuse" / f"{key[-16:]}-{digest[:32]}-{tokens}.json"
 
 
-def keep_piece(key: str, digest: str, tokens: str, record: PieceRecord) -> None:
+def start_of(key: str, digest: str, tokens: str) -> str:
+    """By what Inductor's cache knows a piece beside the key: nothing, or where one was distrusted since, what the next one is kept under."""
+    data = read(_piece(key, digest, tokens), key)
+    return "" if data is None else str(data.get("start", ""))
+
+
+def distrust_piece(key: str, digest: str, tokens: str) -> None:
+    """Let nobody be served a piece from Inductor's cache of which it is not known what is in it."""
+    write(_piece(key, digest, tokens), {"key": key, "start": uuid.uuid4().hex})
+
+
+def keep_piece(key: str, digest: str, tokens: str, start: str, record: PieceRecord) -> None:
     """Keep a piece's record for whoever gets the piece from Inductor's cache."""
-    write(_piece(key, digest, tokens), {"key": key, "record": to_dict(record)})
+    write(_piece(key, digest, tokens), {"key": key, "start": start, "record": to_dict(record)})
 
 
 def find_piece(key: str, digest: str, tokens: str) -> PieceRecord | None:

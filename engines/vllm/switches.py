@@ -7,6 +7,8 @@ import os
 BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
 INVARIANT = f"{BATCH_INVARIANT} is set: vLLM keeps to kernels whose results do not depend on the batch"
 
+MLA_DISABLE = "VLLM_MLA_DISABLE"
+
 
 def is_set(variable: str) -> bool:
     """Whether one of vLLM's switches is on in the environment."""

@@ -225,13 +225,22 @@ def wanted_for(op: str) -> str | None:
     wanted = forced()
     if wanted is None or wanted in names(op):
         return wanted
-    known = _known()
-    if wanted not in known:
+    check_forced()
+    return None
+
+
+def check_forced() -> None:
+    """Check that some op has the backend that is forced.
+
+    Raises:
+        BackendError: none has; the message names those that there are.
+    """
+    wanted, known = forced(), _known()
+    if wanted is not None and wanted not in known:
         raise BackendError(
             f"{ENVIRONMENT}={cut(wanted)}: no op has a backend called {shown(wanted)}{did_you_mean(wanted, known) or '.'} "
             f"Known: {', '.join(known)}."
         )
-    return None
 
 
 def _load(backend: Backend) -> str | None:

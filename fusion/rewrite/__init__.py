@@ -15,6 +15,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from ...adapters.errors import ArgumentError, shown
+from .. import backends
 from ..planning import Plan
 from ..report import GraphRecord, Report
 from .attribution import ModuleIndex
@@ -32,11 +33,16 @@ class Pipeline(CustomGraphPass):  # type: ignore[misc]
 
     It can be pickled and copied. A copy in the same process shares the report of the original, so that whoever made the
     pipeline sees what an engine's copy did; in another process it starts a report of its own.
+
+    Raises:
+        ArgumentError: the plan is none.
+        BackendError: `LAYERFUSE_BACKEND` names a backend that no op has.
     """
 
     def __init__(self, plan: Plan, report: Report | None = None, around: ModuleIndex | None = None) -> None:
         if not isinstance(plan, Plan):
             raise ArgumentError(f"plan: expected what fusion.plan(...) gives, got {shown(plan)}")
+        backends.check_forced()
         self.plan = plan
         self.report = Report(plan) if report is None else report
         self._driver = Driver(plan, around)

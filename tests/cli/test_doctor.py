@@ -322,6 +322,12 @@ def test_a_name_with_which_vllm_would_not_start_is_no_yes(packages, run, monkeyp
             "yes" in sentence and ("fusions on" in sentence or "`plan`" in sentence) for sentence in data["enables"]
         )
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "mla_decode,add_rms_norm")
+    monkeypatch.setenv("LAYERFUSE_BACKEND", "referense")
+    answer = run("doctor", "--json")
+    inside = json.loads(answer.out)["findings"]["inside vllm"]
+    assert (answer.code, inside["state"]) == (1, "broken")
+    assert "would not start with LAYERFUSE_BACKEND=referense" in inside["detail"]
+    monkeypatch.delenv("LAYERFUSE_BACKEND")
     answer = run("doctor", "--json")
     found = json.loads(answer.out)["findings"]
     assert (answer.code, found["inside vllm"]["state"]) == (0, "found")

@@ -138,6 +138,7 @@ def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
     for variable, why in (
         ("VLLM_USE_BREAKABLE_CUDAGRAPH", "vLLM captures its CUDA graphs in pieces"),
         ("VLLM_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT is set: "),
+        ("VLLM_MLA_DISABLE", "VLLM_MLA_DISABLE is set: vLLM runs these layers without MLA"),
     ):
         monkeypatch.setenv(variable, "1")
         assert last("kimi-k2.5").startswith(f"mla_decode at 61 MLA layers: not done: {why}")
@@ -155,8 +156,23 @@ def test_what_mla_decode_takes_no_fusion_of_graphs_does(run, monkeypatch):
     found = decisions(run, "kimi-k2.5", "--target", "sm90")
     assert found["latents", DUAL] == ("not_applicable", "mla_decode takes what stands there")
     # Where it cannot stand, they are fused.
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    assert decisions(run, "kimi-k2.5", "--target", "sm90")["latents", DUAL][0] == "expected"
+    monkeypatch.delenv("VLLM_MLA_DISABLE")
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
     assert decisions(run, "kimi-k2.5", "--target", "sm90")["latents", DUAL][0] == "expected"
+
+
+def test_without_mla_nothing_at_module_level_takes_the_latent_norms(run, monkeypatch):
+    """Of the models whose code asks vLLM for the class of their layers; others have MLA whatever it says."""
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", DUAL)
+    for model, switched in (("deepseek-v3", True), ("glm-4.7-flash", True), ("kimi-k3", False)):
+        asked = (model, "--target", "sm90", "--enforce-eager")
+        monkeypatch.delenv("VLLM_MLA_DISABLE", raising=False)
+        assert decisions(run, *asked)["latents", DUAL][0] == "expected"
+        monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+        kind, reason = decisions(run, *asked)["latents", DUAL]
+        assert (kind == "refused" and reason.startswith("VLLM_MLA_DISABLE is set")) == switched
 
 
 MIXTURES = {

@@ -367,7 +367,9 @@ def test_where_decode_steps_are_in_graphs_of_pieces_alone_nothing_is_to_be_gaine
     compilation = SimpleNamespace(
         cudagraph_mode=CUDAGraphMode[mode], mode=None, pass_config=SimpleNamespace(fuse_attn_quant=False)
     )
-    why = decode_facts.why_not_here(SimpleNamespace(parallel_config=None, compilation_config=compilation))
+    model = SimpleNamespace(architectures=["DeepseekV3ForCausalLM"])
+    given = SimpleNamespace(parallel_config=None, compilation_config=compilation, model_config=model)
+    why = decode_facts.why_not_here(given)
     assert stands if why is None else "cudagraph_mode is PIECEWISE" in why and not stands
 
 

@@ -129,6 +129,33 @@ def test_batch_invariance_is_honoured_at_module_level_too(
     )
 
 
+@pytest.mark.parametrize(
+    ("fusion", "mode", "fused"), [(DUAL, "NONE", False), (DUAL, "VLLM_COMPILE", True), ("mla_decode", "NONE", False)]
+)
+def test_where_mla_is_switched_off_the_plan_says_what_can_stand_in_vllms_other_code(
+    fusion: str,
+    mode: str,
+    fused: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`layerfuse plan` says the same (tests/cli/test_plan_vllm.py): vLLM chooses the class of each layer by this variable."""
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    options = {"fusions": [fusion], "strict": fused}
+    with started("deepseek-v3", tmp_path, layerfuse=options, mode=mode) as engine:
+        result = engine()
+        assert apart(result, engine.uncompiled()) < ROUNDING
+        classes = {type(layer.self_attn).__name__ for layer in engine.model.model.layers}
+    assert classes == {"DeepseekV2Attention"}
+    lines = said(caplog)
+    if fused:
+        assert f"{DUAL}: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run" in lines
+    else:
+        assert any("VLLM_MLA_DISABLE is set: vLLM runs these layers without MLA" in line for line in lines)
+        assert not any("expected" in line for line in lines)
+
+
 # ---- what the report says where something is not as planned
 
 

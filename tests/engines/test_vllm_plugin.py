@@ -327,7 +327,8 @@ def test_a_piece_from_inductors_cache_is_reported_by_the_record_of_who_compiled_
             == {
                 "cold": {"rewritten": 3, "equal": 1},
                 "from Inductor's cache": {"cache": 4},
-                "from a cache without records": {"unknown": 4},
+                # One of two equal pieces: what the first one was served is not asked for again.
+                "from a cache without records": {"unknown": 3, "rewritten": 1},
             }[start]
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from fusion_support import mla_spec
 from layerfuse import fusion
 from layerfuse.adapters import ArgumentError
 from layerfuse.fusion import metadata
+from layerfuse.fusion.backends import BackendError
 from layerfuse.fusion.catalog import UnknownFusionError
 from layerfuse.fusion.config import FusionConfigError
 from layerfuse.fusion.engine import UnknownFusionEngineError
@@ -51,6 +53,20 @@ def test_of_plan(changes: dict[str, Any], says: str) -> None:
 def test_of_compile(model: Any, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(TypeError, match=says):
         fusion.compile(torch.nn.Identity() if model is None else model, **{"specs": SPECS, **changes})
+
+
+def test_a_backend_that_does_not_exist_is_an_error_before_the_model_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERFUSE_BACKEND", "nosuch")
+    with pytest.raises(BackendError, match=r"no op has a backend called 'nosuch'\. Known: aiter, .*reference"):
+        fusion.compile(torch.nn.Linear(8, 8), specs=SPECS)
+
+
+@pytest.mark.parametrize("line", ["add_rms_norm,-add_rms_norm", "-add_rms_norm,+add_rms_norm"])
+def test_a_fusion_that_is_both_on_and_off_is_an_error(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", line)
+    said = f"LAYERFUSE_FUSIONS={re.escape(line)}: 'add_rms_norm' is both switched on and switched off"
+    with pytest.raises(FusionConfigError, match=said):
+        fusion.compile(torch.nn.Linear(8, 8), specs=SPECS)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,14 @@ from layerfuse.engines.vllm.decode_facts import without
 from layerfuse.engines.vllm.options import Options, OptionsError, options_in
 from layerfuse.engines.vllm.plugin import _nothing_on
 from layerfuse.fusion import FusionConfig, FusionConfigError
+from layerfuse.fusion.backends import BackendError
 from layerfuse.fusion.policy import Policy, shipped
 
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
+    for variable in ("LAYERFUSE_FUSIONS", "LAYERFUSE_BACKEND"):
+        monkeypatch.delenv(variable, raising=False)
 
 
 def config(given: Any) -> FusionConfig:
@@ -120,6 +123,31 @@ def test_a_fusion_or_level_that_does_not_exist_is_an_error_at_once() -> None:
         options_in({"layerfuse": {"level": 3}})
     with pytest.raises(OptionsError, match="expected a table of options or false, got 'all'"):
         options_in({"layerfuse": "all"})
+
+
+@pytest.mark.parametrize("line", ["+{0},-{0}", "-{0}, {0}", "add_rms_norm,+{0},-{0}"])
+@pytest.mark.parametrize("name", ["mla_dual_rms_norm", "mla_decode"])
+def test_what_is_both_on_and_off_is_an_error_at_once(line: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = f"={re.escape(line.format(name))}: '{name}' is both switched on and switched off$"
+    with pytest.raises(FusionConfigError, match=f"^fusions{said}"):
+        options_in({"layerfuse": {"fusions": line.format(name)}})
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", line.format(name))
+    with pytest.raises(FusionConfigError, match=f"^LAYERFUSE_FUSIONS{said}"):
+        options_in({})
+
+
+@pytest.mark.parametrize("options", [{}, {"fusions": "all"}, {"strict": True}, {"level": 0}])
+def test_a_backend_that_does_not_exist_is_an_error_at_once(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LAYERFUSE_BACKEND", "trition")
+    with pytest.raises(BackendError, match="no op has a backend called 'trition'; did you mean 'triton'"):
+        options_in({"layerfuse": options})
+    monkeypatch.setenv("LAYERFUSE_BACKEND", "nosuch")
+    with pytest.raises(BackendError, match=r"Known: aiter, .*reference"):
+        options_in({"layerfuse": options})
+    for nothing in (False, {"fusions": "none"}):
+        assert options_in({"layerfuse": nothing}).off
 
 
 def test_what_layerfuse_writes_beside_the_options_is_no_option_of_a_user() -> None:
