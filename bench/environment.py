@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,13 @@ import torch
 
 from .. import __version__
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "amd-aiter",
-    "liger-kernel",
-    "flash-linear-attention",
-    "quack-kernels",
-    "flashinfer-python",
-    "vllm",
-)
+PACKAGES = ("torch", "triton", "transformers", "amd-aiter", "liger-kernel", "flash-linear-attention", "quack-kernels",
+            "flashinfer-python", "vllm")  # fmt: skip
+CPU = torch.device("cpu")
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Plain data; None where something cannot be known."""
+def environment(device: torch.device = CPU) -> dict[str, Any]:
+    """Plain data; None where something cannot be known. Of the CPU it asks no GPU anything."""
     commit = _git("rev-parse", "HEAD")
     return {
         "device": device_name(device),
@@ -35,13 +29,14 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": _processor(),
         "load": os.getloadavg()[0],
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version_of(name) for name in PACKAGES},
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "layerfuse": __version__,
         "commit": commit,
         "clean": None if commit is None else _git("status", "--porcelain", "--untracked-files=no") == "",
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
     }
 
 
@@ -78,7 +73,8 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """That is installed, or None."""
     try:
         return version(package)
     except PackageNotFoundError:

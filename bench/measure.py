@@ -50,8 +50,6 @@ class _Question:
     device: str
     peers: tuple[str, ...] | None
     aiter: Path | None
-    vllm: Path | None
-    flashinfer: Path | None
     quick: bool
     rounds: int
 
@@ -64,8 +62,6 @@ def run(
     tokens: Sequence[int] | None = None,
     peers: Sequence[str] | None = None,
     aiter: Path | None = None,  # noqa: A002 (the project, not the builtin)
-    vllm: Path | None = None,
-    flashinfer: Path | None = None,
     quick: bool = False,
     device: str | None = None,
     ranks: int | Ranks | None = None,
@@ -84,8 +80,6 @@ def run(
         tokens: how many rows to try; by default from one to 65536 on a GPU and to 1024 on a CPU.
         peers: names of those to measure, `layerfuse` for all of ours; all that are here if not given.
         aiter: a checkout of ROCm/aiter, for its Triton ops.
-        vllm: vLLM's compiled library or the folder that holds it, for its CUDA ops; the installed one if not given.
-        flashinfer: FlashInfer's compiled all-reduces or the folder that holds them, for fusions that start with one.
         quick: fewer tokens and rounds.
         device: cuda or cpu; the GPU if there is one.
         ranks: of a fusion that starts with an all-reduce, how many processes to start, one per GPU: all GPUs if not given,
@@ -111,8 +105,6 @@ def run(
         ("model", model, (str, NoneType), "a model's name"),
         ("peers", peers, (list, tuple, NoneType), "names of peers in a list"),
         ("aiter", aiter, (str, Path, NoneType), "a folder"),
-        ("vllm", vllm, (str, Path, NoneType), "a folder"),
-        ("flashinfer", flashinfer, (str, Path, NoneType), "a folder"),
         ("quick", quick, bool, "True or False"),
         ("device", device, (str, NoneType), "cuda or cpu"),
         ("ranks", ranks, (int, Ranks, NoneType), "a number of processes, or bench.Ranks"),
@@ -161,8 +153,6 @@ def run(
         device=kind,
         peers=None if peers is None else tuple(peers),
         aiter=aiter,
-        vllm=vllm,
-        flashinfer=flashinfer,
         quick=quick,
         rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
     )
@@ -186,9 +176,7 @@ def measured(question: _Question, step: Step) -> Result:
 
     case, counts, ranks = question.case, question.counts, team().size
     place = torch.device(question.device, *([torch.cuda.current_device()] if question.device == "cuda" else []))
-    setting = Setting(
-        case=case, device=place.type, aiter=question.aiter, vllm=question.vllm, flashinfer=question.flashinfer
-    )
+    setting = Setting(case=case, device=place.type, aiter=question.aiter)
     if ranks > 1:
         ours.settle(setting, place)
     everybody = all_peers(setting)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -13,8 +12,10 @@ from attrs import field, frozen
 from torch import Tensor
 
 from .cases import Case
+from .environment import version_of
 from .inputs import Work
 from .peers import Call, InPlace, Peer, Setting, missing, needs_gpu, needs_triton, over_sets
+from .rank_group import said
 
 Results = tuple[Tensor, ...]
 Function = Callable[..., Results]
@@ -92,32 +93,26 @@ def peer_of(third: ThirdParty, setting: Setting) -> Peer:
         why_not=functools.partial(_why_not, third),
         build=lambda work, _: third.offers[setting.case.op].calls(work),
         rounds_between=offer is not None and offer.rounds_between,
-        version=lambda _: _version_of(third.package),
+        version=lambda _: version_of(third.package),
     )
 
 
 def _why_not(third: ThirdParty, setting: Setting) -> str | None:
-    said = why_not_offered(third.offers, third.package, setting)
-    if said is None and missing(third.module.partition(".")[0]):
-        said = f"{third.package} is not installed (pip install {third.package})"
-    if said is None and setting.case.dtype not in third.dtypes:
-        said = f"its kernels take {' and '.join(third.dtypes)}, not {setting.case.dtype}"
-    return said or third.needs(setting) or _why_not_imported(third)
+    refused = why_not_offered(third.offers, third.package, setting)
+    if refused is None and setting.case.dtype not in third.dtypes:
+        refused = f"its kernels take {' and '.join(third.dtypes)}, not {setting.case.dtype}"
+    return refused or third.needs(setting) or why_not_imported(third)
 
 
-def _why_not_imported(third: ThirdParty) -> str | None:
+def why_not_imported(third: ThirdParty) -> str | None:
+    """Import it; None, or why that cannot be."""
+    if missing(third.module.partition(".")[0]):
+        return f"{third.package} is not installed (pip install {third.package})"
     try:
         importlib.import_module(third.module)
     except Exception as error:  # a package that is built for another torch may fail in any way
-        return f"{third.module} cannot be imported: {type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300]
+        return f"{third.module} cannot be imported: {said(error)}"
     return None
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def norms_of(work: Work) -> tuple[tuple[Tensor, float], ...]:

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from environment import save, too_few_gpus
 from torch import Tensor
 
+from layerfuse.bench.files import RESULTS, save
 from layerfuse.bench.ranks import Ranks
 from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.backends.symm_mem import function_of, workspaces
@@ -153,9 +153,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/all_reduce_replays-*.json")
     given = parser.parse_args()
-    reason = too_few_gpus(given.ranks)
-    if reason is not None:
-        print(f"nothing replayed: {reason}")
+    if torch.cuda.device_count() < given.ranks:
+        print(
+            f"nothing replayed: this needs {given.ranks} GPUs that torch can see, and there are {torch.cuda.device_count()}"
+        )
         return 0
     cases, failed = [], False
     with Ranks(given.ranks) as ranks:
@@ -170,7 +171,7 @@ def main() -> int:
     print("WRONG" if failed else "nothing wrong")
     if given.save:
         name = f"all_reduce_replays-{given.ranks}-ranks-{given.shots}-shots"
-        print(f"written to {save(name, {'gpu': torch.cuda.get_device_name(), 'cases': cases})}")
+        save(RESULTS / f"{name}.json", {"gpu": torch.cuda.get_device_name(), "cases": cases})
     return int(failed)
 
 

@@ -34,11 +34,12 @@ from pathlib import Path
 from typing import Any
 
 from attrs import asdict
-from environment import environment
 from vllm_shapes import VOCABULARY, folder_of, layers_of
 from vllm_stages import DEFAULT, STAGES, Stage
 from vllm_table import table
 from vllm_tokens import agreement, distances, drawn, exceeds
+
+from layerfuse.bench.environment import environment
 
 HERE = Path(__file__).parent
 BEGAN = time.monotonic()

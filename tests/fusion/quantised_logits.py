@@ -1,7 +1,5 @@
 """What level-2 fusions do to a model's logits, beside what quantisation does to them at all.
 
-    python benchmarks/quantised_logits.py [--all] [--save]
-
 Small models of transformers' classes on the CPU. Every linear has float8 weights, the same in all three models, and
 quantises its activations, but for the first: (a) float64, activations as they are; (b) quantised, as transformers runs it,
 which rounds each norm before it is quantised; (c) the same with fusions. Differences are relative to the logits of (a).
@@ -9,7 +7,6 @@ which rounds each norm before it is quantised; (c) the same with fusions. Differ
 
 from __future__ import annotations
 
-import argparse
 import copy
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +14,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from environment import save
 from torch import Tensor, nn
 
 from layerfuse import fusion, registry
@@ -31,8 +27,6 @@ FP8, LARGEST = torch.float8_e4m3fn, 448.0
 CPU = Target(arch="cpu", vendor="cpu", fp8="e4m3fn")
 HIDDEN, INTERMEDIATE = 256, 384
 TOKENS = torch.arange(24).view(2, 12)
-SCHEMES = ("group128", "group64", "group32", "per_token", "static")
-DTYPES = (torch.bfloat16, torch.float32)
 Models = tuple[nn.Module, Any]
 """A model, and its specs; None where the registry reads them."""
 
@@ -188,26 +182,3 @@ def measured(name: str, dtype: torch.dtype, scheme: str) -> dict[str, Any]:
             for what, reduce in (("max", torch.max), ("mean", torch.mean))
         },
     }
-
-
-def main() -> None:
-    """Measure one quantisation in one dtype, or all of them, in some minutes."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every quantisation in every dtype")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/quantised_logits.json")
-    given = parser.parse_args()
-    kinds = [(dtype, scheme) for dtype in DTYPES for scheme in SCHEMES]
-    cases = [measured(name, *kind) for name in MODELS for kind in (kinds if given.all else kinds[:1])]
-    print("model        dtype     quant           fused   a-b mean / max     a-c mean / max     b-c mean / max")
-    for case in cases:
-        differences = "".join(
-            f"   {case[f'{pair}_mean']:.5f} / {case[f'{pair}_max']:.5f}" for pair in ("ab", "ac", "bc")
-        )
-        ran = f"{sum(case['executed'].values())}/{case['expected']}"
-        print(f"{case['model']:12} {case['dtype']:9} {case['quant']:15} {ran:>5}{differences}")
-    if given.save:
-        print(f"written to {save('quantised_logits', {'cases': cases})}")
-
-
-if __name__ == "__main__":
-    main()

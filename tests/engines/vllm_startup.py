@@ -1,17 +1,13 @@
 """What layerfuse adds to vLLM's start: with fusions, in share of vLLM's own compile time, and where it has nothing to do.
 
-    PYTHONPATH=tests/engines python benchmarks/vllm_startup.py [--layers 3,16] [--inductor] [--out startup.json]
-
-In an environment that holds vLLM on a CPU (`make test-engines`): a real DeepSeek-V3 of vLLM's with small widths, compiled by its own
-backend, each start in a process of its own. Timed are layerfuse's own functions at vLLM's hooks, without the functions of vLLM's that they
+A real DeepSeek-V3 of vLLM's with small widths is compiled by its own backend on a CPU, each start in a process of its own. Timed are layerfuse's own functions at vLLM's hooks, without the functions of vLLM's that they
 call, and its pass. Compile time is that of the model's first call. All are seconds of the main thread's CPU, so that what else the
-machine does counts for nothing; a C++ compiler in another process does not count either. Without --inductor Inductor takes its fallbacks in
-the place of generated C++: the share is then as large as it can be.
+machine does counts for nothing; a C++ compiler in another process does not count either. Inductor takes its fallbacks in
+the place of generated C++, so that the share is as large as it can be.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -101,14 +97,12 @@ def timing() -> Iterator[Timed]:
         yield timed
 
 
-def with_fusions(layers: int, inductor: bool) -> dict[str, Any]:
+def with_fusions(layers: int) -> dict[str, Any]:
     """One cold start."""
     from vllm_started import engine_config, in_engine, load
 
     with tempfile.TemporaryDirectory() as folder, timing() as timed:
         config = engine_config("deepseek-v3", layerfuse={"fusions": FUSIONS}, overrides={"num_hidden_layers": layers})
-        if inductor:
-            del config.compilation_config.inductor_compile_config["fallback_by_default"]
         with in_engine(config, Path(folder)):
             engine = load(config)
             began = time.thread_time()
@@ -165,27 +159,3 @@ def in_a_process(call: str) -> dict[str, Any]:
         raise RuntimeError(f"{call}: {done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def main() -> None:
-    import vllm
-    from environment import environment
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", default="3,16")
-    parser.add_argument("--inductor", action="store_true", help="let Inductor generate C++")
-    parser.add_argument("--out", type=Path, default=None)
-    given = parser.parse_args()
-    result = {
-        "environment": {**environment(), "vllm": vllm.__version__},
-        "inductor": given.inductor,
-        "nothing to do": [in_a_process(f"with_nothing_to_do({given})") for given in ("None", "None, 'sm90'", "False")],
-        "starts": [in_a_process(f"with_fusions({int(n)}, {given.inductor})") for n in given.layers.split(",")],
-    }
-    if given.out is not None:
-        given.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({key: value for key, value in result.items() if key != "environment"}, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,6 @@
-"""Our table of buffer sizes and native head counts, held to AITER's own Python functions.
+"""Our table of buffer sizes and native head counts beside AITER's own Python functions.
 
-    LAYERFUSE_AITER_CHECKOUT=path/to/aiter python benchmarks/metadata_formula.py
-
-The path is a git checkout of ROCm/aiter (bare or not) with its tags, or a folder with one source tree per release.
+LAYERFUSE_AITER_CHECKOUT names a git checkout of ROCm/aiter (bare or not) with its tags, or a folder with one source tree per release.
 Functions are cut out of its files and run alone, the questions that they ask of the GPU answered here.
 """
 
@@ -12,16 +10,12 @@ import ast
 import functools
 import itertools
 import math
-import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from environment import save
-
-from layerfuse.fusion.backends.aiter.releases import RELEASES
 from layerfuse.fusion.metadata import native, sizes
 
 VARIABLE = "LAYERFUSE_AITER_CHECKOUT"
@@ -191,23 +185,3 @@ def compare(checkout: Path, release: str) -> dict[str, Any]:
             found = sizes.ps_metadata_shapes(batch, heads, queries, grain, device.cu_count)
             differ("prefill", answer, found, (arch, batch, heads, queries, grain))
     return {"points": counts, "mismatches": len(mismatches), "first": mismatches[:5]}
-
-
-def main() -> None:
-    """Compare every release of the checkout and write the result down."""
-    path = os.environ.get(VARIABLE, "")
-    if not path:
-        print(f"{VARIABLE} names no checkout of ROCm/aiter: nothing is compared")
-        return
-    releases = {release: found for release in RELEASES if (found := compare(Path(path), release))}
-    points = sum(sum(found["points"].values()) for found in releases.values())
-    mismatches = sum(found["mismatches"] for found in releases.values())
-    missing = [release for release in ASKED if release not in releases]
-    results = {"points": points, "mismatches": mismatches, "not in the checkout": missing, "releases": releases}
-    print(
-        f"{points} points, {len(releases)} releases, {mismatches} mismatches; written to {save('metadata_formula', results)}"
-    )
-
-
-if __name__ == "__main__":
-    main()
