@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import math
 import os
 import time
@@ -23,7 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from layerfuse.bench.timing import Graph, Timing, time_graphs
+from layerfuse.bench.files import save
+from layerfuse.bench.rank_group import said
+from layerfuse.bench.timing import Graph, time_graphs
 
 SHAPES = ((2112, 7168), (3072, 1536), (7168, 2048), (4608, 7168), (7168, 2304))
 """Columns and depth: q_a and kv_a, q_b, o, gate and up, down."""
@@ -167,15 +168,14 @@ def _vllm_quantised(**given: bool) -> Callable[[Tensor], tuple[Tensor, ...]]:
 
 
 def _cutlass() -> Peer:
-    from vllm import _custom_ops as ops
+    from vllm._custom_ops import cutlass_scaled_mm
 
-    def multiply(x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-        result: Tensor = ops.cutlass_scaled_mm(
+    return Peer(
+        lambda x, scales, weight, weight_scales: cutlass_scaled_mm(
             x, weight.T, out_dtype=torch.bfloat16, scale_a=scales, scale_b=weight_scales.T
-        )
-        return result
-
-    return Peer(multiply, _vllm_quantised(column_major_scales=True))
+        ),
+        _vllm_quantised(column_major_scales=True),
+    )
 
 
 def _deep_gemm() -> Peer:
@@ -192,34 +192,30 @@ def _deep_gemm() -> Peer:
 
 
 def _vllm_triton() -> Peer:
-    from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import w8a8_triton_block_scaled_mm as multiply
 
-    def multiply(x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-        result: Tensor = w8a8_triton_block_scaled_mm(x, weight, scales, weight_scales, [BLOCK, BLOCK], torch.bfloat16)
-        return result
-
-    return Peer(multiply, _vllm_quantised(column_major_scales=False))
+    return Peer(
+        lambda x, scales, weight, weight_scales: multiply(
+            x, weight, scales, weight_scales, [BLOCK, BLOCK], torch.bfloat16
+        ),
+        _vllm_quantised(column_major_scales=False),
+    )
 
 
 def _flashinfer() -> Peer:
     # Its kernel reads scales as DeepGEMM's does, by columns of a multiple of four, whatever its docstring says.
-    from flashinfer.gemm import fp8_blockscale_gemm_sm90
+    from flashinfer.gemm import fp8_blockscale_gemm_sm90 as multiply
 
-    def multiply(x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-        result: Tensor = fp8_blockscale_gemm_sm90(x, weight, scales, weight_scales)
-        return result
-
-    return Peer(multiply, _vllm_quantised(column_major_scales=True, tma_aligned_scales=True))
+    return Peer(
+        lambda x, scales, weight, weight_scales: multiply(x, weight, scales, weight_scales),
+        _vllm_quantised(column_major_scales=True, tma_aligned_scales=True),
+    )
 
 
 def _flashinfer_inside() -> Peer:
-    from flashinfer.gemm import fp8_blockscale_gemm_sm90
+    from flashinfer.gemm import fp8_blockscale_gemm_sm90 as multiply
 
-    def multiply(x: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-        result: Tensor = fp8_blockscale_gemm_sm90(x, weight, None, weight_scales)
-        return result
-
-    return Peer(multiply, lambda x: (x,))
+    return Peer(lambda x, weight, weight_scales: multiply(x, weight, None, weight_scales), lambda x: (x,))
 
 
 CUTLASS = "vLLM CUTLASS"
@@ -317,19 +313,15 @@ def relative_error(got: Tensor, right: Tensor) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def said(problem: BaseException) -> str:
-    """In a line."""
-    lines = str(problem).strip().splitlines() or [""]
-    return f"{type(problem).__name__}: {lines[0][:150]}"
-
-
 class Row(NamedTuple):
-    """One entrant with so many tokens: times in microseconds, or why there are none."""
+    """One entrant with so many tokens: the median and quartiles in microseconds, or why there are none."""
 
     tiling: str
-    timing: Timing | None
-    error: float
-    from_cutlass: float | None
+    us: float | None = None
+    low: float | None = None
+    high: float | None = None
+    error: float | None = None
+    from_cutlass: float | None = None
     "The largest difference of a result."
     problem: str = ""
 
@@ -350,7 +342,7 @@ def compared(
             first[key] = torch.stack(graphs[key].results)  # type: ignore[arg-type]
         except Exception as problem:  # whatever is not installed here, or does not run
             graphs.pop(key, None)
-            rows[name].append(Row(tiling, None, math.inf, None, said(problem)))
+            rows[name].append(Row(tiling, problem=said(problem)))
     reference = first.get(f"{CUTLASS} | ")
     for key, timing in time_graphs(graphs, rounds).items():
         name, tiling = key.split(" | ")
@@ -360,9 +352,10 @@ def compared(
         if name in OURS and not torch.equal(got, first[key]):
             problem = "replays differ"
         away = None if reference is None else float((got.float() - reference.float()).abs().max())
-        rows[name].append(Row(tiling, timing, error, away, problem))
+        error = error if math.isfinite(error) else None
+        rows[name].append(Row(tiling, timing.us, timing.low, timing.high, error, away, problem))
     for several in rows.values():
-        several.sort(key=lambda row: row.timing.us if row.timing and not row.problem else math.inf)
+        several.sort(key=lambda row: row.us if row.us and not row.problem else math.inf)
     return rows
 
 
@@ -378,31 +371,12 @@ def lines(rows: dict[int, dict[str, list[Row]]], floors: dict[int, float]) -> It
     yield f"{'floor':40}" + "".join(f"{floor:8.1f}" for floor in floors.values())
     for name in dict.fromkeys(name for several in rows.values() for name in several):
         best = [several.get(name, [None])[0] for several in rows.values()]
-        times = [row.timing.us if row and row.timing and not row.problem else math.nan for row in best]
+        times = [row.us if row and row.us and not row.problem else math.nan for row in best]
         notes = dict.fromkeys(row.problem or row.tiling for row in best if row)
         yield f"{name:40}" + "".join(f"{us:8.1f}" for us in times) + "  " + " | ".join(note for note in notes if note)
         failed = [row for several in rows.values() for row in several.get(name, ()) if row.problem]
         if failed and not any(row.problem for row in best if row):
             yield f"    {len(failed)} tilings failed, {failed[0].tiling}: {failed[0].problem}"
-
-
-def written(rows: dict[int, dict[str, list[Row]]], floors: dict[int, float]) -> dict[str, Any]:
-    """A shape as JSON."""
-    entrants = {
-        tokens: {
-            name: [
-                {
-                    "tiling": row.tiling, "us": row.timing and row.timing.us, "low": row.timing and row.timing.low,
-                    "high": row.timing and row.timing.high, "error": row.error if math.isfinite(row.error) else None,
-                    "from_cutlass": row.from_cutlass, "problem": row.problem,
-                }
-                for row in several
-            ]
-            for name, several in by_name.items()
-        }
-        for tokens, by_name in rows.items()
-    }  # fmt: skip
-    return {"floors": floors, "entrants": entrants}
 
 
 def measured(given: argparse.Namespace) -> int:
@@ -439,9 +413,12 @@ def measured(given: argparse.Namespace) -> int:
         wrong |= any(row.problem for by_name in rows.values() for name in OURS[::2] for row in by_name[name])
         print(f"\n{f'{columns} x {depth}, us with':40}" + "".join(f"{each:8}" for each in rows) + " tokens")
         print("\n".join(lines(rows, floors)), f"\nafter {time.monotonic() - begun:.0f} s", flush=True)
-        found["shapes"][f"{columns}x{depth}"] = written(rows, floors)
+        entrants = {
+            each: {name: [row._asdict() for row in some] for name, some in by.items()} for each, by in rows.items()
+        }
+        found["shapes"][f"{columns}x{depth}"] = {"floors": floors, "entrants": entrants}
         if given.out:
-            given.out.write_text(json.dumps(found, indent=1))
+            save(given.out, found)
     return int(wrong)
 
 
@@ -461,18 +438,6 @@ def interpreted_error(columns: int, depth: int, tokens: int, tiling: Tiling, nam
     return relative_error(torch.stack([call() for call in (*calls, *calls)]), right.repeat(2, 1, 1))
 
 
-def interpreted() -> int:
-    """Check our kernel in Triton's interpreter; 1 where it is wrong."""
-    wrong = False
-    for columns, depth, tokens in ((192, 1024, 1), (320, 640, 5), (192, 640, 64)):
-        for tiling in (Tiling(64, 1, 3, "plain"), Tiling(64, 4, 3, "plain"), Tiling(128, 3, 3, "plain")):
-            for name in OURS[::2]:
-                error = interpreted_error(columns, depth, tokens, tiling, name)
-                wrong |= error > MOST_ERROR
-                print(f"{columns} x {depth}, {tokens} tokens, {name}, {tiling}: error {error:.5f}", flush=True)
-    return int(wrong)
-
-
 def main() -> int:
     """Time each entrant and print a table per shape, in microseconds."""
     parser = argparse.ArgumentParser(description=main.__doc__)
@@ -482,11 +447,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--limit", type=float, default=150, help="seconds after which no further case is begun")
     parser.add_argument("--out", type=Path, help="a JSON file, written after each shape")
-    parser.add_argument("--interpret", action="store_true", help="only check ours, without a GPU")
     given = parser.parse_args()
-    if given.interpret:
-        os.environ["TRITON_INTERPRET"] = "1"
-        return interpreted()
     if not torch.cuda.is_available():
         print("nothing measured: the kernels take a GPU")
         return 0

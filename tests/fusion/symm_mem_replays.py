@@ -1,7 +1,6 @@
-# ruff: noqa: N803 (constants of a kernel are written in capitals)
 """Replays of a CUDA graph of fused all-reduces, every result of every replay compared, while ranks come late at random.
 
-    python benchmarks/all_reduce_replays.py --ranks 2 --replays 100000 [--shots 1] [--save]
+    python tests/fusion/symm_mem_replays.py --ranks 2 --replays 100000 [--shots 1] [--save]
 
 A rank is a process with a GPU. The graph holds pairs of calls with changing numbers of rows. Before each pair, a kernel waits for a
 time of its own on each rank and replay; the second call adds to what the first gave, with nothing between them. Inputs take
@@ -17,7 +16,7 @@ import time
 from functools import partial
 from typing import Any
 
-import all_reduce_replays  # by its name: ranks import what they call
+import symm_mem_replays  # by its name: ranks import what they call
 import torch
 import torch.distributed as dist
 import triton
@@ -151,7 +150,7 @@ def main() -> int:
     parser.add_argument("--shots", type=int, choices=(1, 2), default=1)
     parser.add_argument("--widths", type=lambda said: [int(each) for each in said.split(",")], default=[2880, 7168])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/all_reduce_replays-*.json")
+    parser.add_argument("--save", action="store_true", help="write its result beside the others")
     given = parser.parse_args()
     if torch.cuda.device_count() < given.ranks:
         print(
@@ -161,7 +160,7 @@ def main() -> int:
     cases, failed = [], False
     with Ranks(given.ranks) as ranks:
         for width in given.widths:
-            every = ranks.call(all_reduce_replays.run, given, width)
+            every = ranks.call(symm_mem_replays.run, given, width)
             cases.append(
                 every[0]
                 | {name: [each[name] for each in every] for name in ("wrong_elements", "buffer_empty_at_the_end")}

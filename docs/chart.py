@@ -1,4 +1,4 @@
-"""The chart of README.md, docs/assets/decode.svg, from what is on by default in vLLM: `python benchmarks/policy_chart.py`."""
+"""The chart of README.md, docs/assets/decode.svg, from what is on by default in vLLM: `python docs/chart.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from layerfuse.fusion.policy import Measurement, shipped
 
-OUT = Path(__file__).parents[1] / "docs" / "assets" / "decode.svg"
+OUT = Path(__file__).parent / "assets" / "decode.svg"
 COLOURS = {"1": "#1b6ca8", "8": "#3aa17e", "64": "#c8842a", "256": "#8e5ea2"}
 """By batch."""
 
