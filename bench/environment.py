@@ -82,10 +82,14 @@ def version_of(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Of the repository whose root this package is; an installed copy may lie inside somebody else's."""
-    root = Path(__file__).resolve().parent.parent
+    """Of this package's own repository; an installed copy may lie inside somebody else's."""
+    return git(Path(__file__).resolve().parent.parent, *arguments)
+
+
+def git(root: Path, *arguments: str) -> str | None:
+    """What git says of the repository with this root; None where it is no root of one."""
     top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    return _output("git", "-C", str(root), *arguments) if top is not None and Path(top).resolve() == root else None
+    return _output("git", "-C", str(root), *arguments) if top is not None and Path(top) == root.resolve() else None
 
 
 def _output(*command: str) -> str | None:
