@@ -14,8 +14,7 @@ import torch
 
 from .. import __version__
 
-PACKAGES = ("torch", "triton", "transformers", "amd-aiter", "liger-kernel", "flash-linear-attention", "quack-kernels",
-            "flashinfer-python", "vllm")  # fmt: skip
+PACKAGES = ("torch", "triton", "transformers", "amd-aiter", "flash-linear-attention", "flashinfer-python", "vllm")
 CPU = torch.device("cpu")
 
 

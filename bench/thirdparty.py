@@ -128,35 +128,6 @@ def halves_joined(gate: Tensor, up: Tensor) -> Tensor:
     return gate.as_strided((gate.shape[0], 2 * gate.shape[-1]), gate.stride())
 
 
-# ---- Liger-Kernel
-
-
-def _liger_norms(work: Work) -> Function:
-    from liger_kernel.transformers.functional import liger_rms_norm
-
-    (q_weight, q_epsilon), (kv_weight, kv_epsilon) = norms_of(work)
-
-    def call(q: Tensor, kv: Tensor) -> Results:
-        return (
-            liger_rms_norm(q, q_weight, q_epsilon, in_place=False),
-            liger_rms_norm(kv, kv_weight, kv_epsilon, in_place=False),
-        )
-
-    return call
-
-
-def _liger_add(work: Work) -> Function:
-    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
-
-    ((weight, epsilon),) = norms_of(work)
-
-    def call(x: Tensor, residual: Tensor) -> Results:
-        normed, total = liger_fused_add_rms_norm(x, residual, weight, epsilon, in_place=False)
-        return normed, total
-
-    return call
-
-
 # ---- flash-linear-attention
 
 
@@ -192,14 +163,7 @@ def _fla_gated(work: Work) -> Function:
     return lambda x, gate: (norm(x, gate),)
 
 
-# ---- quack, FlashInfer
-
-
-def _quack_add(work: Work) -> Function:
-    from quack import rmsnorm
-
-    ((weight, epsilon),) = norms_of(work)
-    return lambda x, residual: tuple(rmsnorm(x, weight, residual=residual, eps=epsilon, prenorm=True))
+# ---- FlashInfer
 
 
 def _flashinfer_add(work: Work) -> Function:
@@ -235,13 +199,6 @@ IN_PLACE = "in place, on copies of the inputs"
 
 THIRD_PARTIES = (
     ThirdParty(
-        name="liger", package="liger-kernel", module="liger_kernel.transformers.functional", needs=needs_triton,
-        offers={
-            "mla_dual_rms_norm": Offer(about="Liger-Kernel's liger_rms_norm twice", make=_liger_norms),
-            "add_rms_norm": Offer(about="Liger-Kernel's liger_fused_add_rms_norm", make=_liger_add),
-        },
-    ),
-    ThirdParty(
         name="fla", package="flash-linear-attention", module="fla.modules", needs=needs_triton,
         offers={
             "mla_dual_rms_norm": Offer(about="flash-linear-attention's RMSNorm module twice", make=_fla_norms),
@@ -249,14 +206,6 @@ THIRD_PARTIES = (
             "gated_rms_norm": Offer(
                 about="flash-linear-attention's FusedRMSNormGated module", make=_fla_gated, takes=frozenset({"wide weights"})
             ),
-        },
-    ),
-    ThirdParty(
-        name="quack", package="quack-kernels", module="quack", needs=needs_gpu,
-        offers={
-            "add_rms_norm": Offer(
-                about="quack.rmsnorm with a residual", make=_quack_add, takes=frozenset({"wide weights"})
-            )
         },
     ),
     ThirdParty(

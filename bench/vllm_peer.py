@@ -52,24 +52,15 @@ def _static(work: Work) -> Function:
     return call
 
 
-def _per_token(work: Work) -> Function:
-    ((weight, epsilon),) = norms_of(work)
+def _dynamic(work: Work) -> Function:
+    """A scale for each token, or for each group of columns."""
+    ((weight, epsilon),), size = norms_of(work), work.case.group_size
+    op = _ops().rms_norm_dynamic_per_token_quant if size is None else _ops().rms_norm_per_block_quant
+    more = () if size is None else (size, work.case.column_major)
 
     def call(x: Tensor, residual: Tensor | None = None) -> Results:
         values, scales = _values(work, x), _scales(work, x)
-        _ops().rms_norm_dynamic_per_token_quant(values, x, weight, scales, epsilon, None, residual)
-        return (values, scales) if residual is None else (values, scales, residual)
-
-    return call
-
-
-def _group(work: Work) -> Function:
-    ((weight, epsilon),) = norms_of(work)
-    size, turned = work.case.group_size, work.case.column_major
-
-    def call(x: Tensor, residual: Tensor | None = None) -> Results:
-        values, scales = _values(work, x), _scales(work, x)
-        _ops().rms_norm_per_block_quant(values, x, weight, scales, epsilon, None, residual, size, turned)
+        op(values, x, weight, scales, epsilon, None, residual, *more)
         return (values, scales) if residual is None else (values, scales, residual)
 
     return call
@@ -126,13 +117,13 @@ OFFERS: dict[str, Offer] = {
     "add_rms_norm": _offer(f"fused_add_rms_norm, {IN_PLACE}", _add, in_place=True),
     "rms_norm_static_quant": _offer("rms_norm_static_fp8_quant", _static),
     "add_rms_norm_static_quant": _offer(f"fused_add_rms_norm_static_fp8_quant, {IN_PLACE}", _static, in_place=True),
-    "rms_norm_per_token_quant": _offer("rms_norm_dynamic_per_token_quant", _per_token),
+    "rms_norm_per_token_quant": _offer("rms_norm_dynamic_per_token_quant", _dynamic),
     "add_rms_norm_per_token_quant": _offer(
-        f"rms_norm_dynamic_per_token_quant with a residual, {IN_PLACE}", _per_token, in_place=True
+        f"rms_norm_dynamic_per_token_quant with a residual, {IN_PLACE}", _dynamic, in_place=True
     ),
-    "rms_norm_group_quant": _offer("rms_norm_per_block_quant", _group, takes=_TURNED, refuses=_whole_groups),
+    "rms_norm_group_quant": _offer("rms_norm_per_block_quant", _dynamic, takes=_TURNED, refuses=_whole_groups),
     "add_rms_norm_group_quant": _offer(
-        f"rms_norm_per_block_quant with a residual, {IN_PLACE}", _group, in_place=True, takes=_TURNED,
+        f"rms_norm_per_block_quant with a residual, {IN_PLACE}", _dynamic, in_place=True, takes=_TURNED,
         refuses=_whole_groups,
     ),
     "silu_mul_static_quant": _offer("silu_and_mul_quant", _silu_static),

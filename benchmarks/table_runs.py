@@ -157,9 +157,9 @@ SUITES = {
     "gpu": Suite(
         title="Single ops in brief",
         runs=on_one_gpu,
-        peers=("layerfuse (triton)", *COMPILERS, AITER, "liger", FLA, "quack", "flashinfer", VLLM, COPY),
+        peers=("layerfuse (triton)", *COMPILERS, AITER, FLA, "flashinfer", VLLM, COPY),
         on_a_cpu=("layerfuse", "eager", COPY),
-        columns=(COPY, *COMPILERS, AITER, VLLM, FLA, "liger", "quack", "flashinfer"),
+        columns=(COPY, *COMPILERS, AITER, VLLM, FLA, "flashinfer"),
         ratios=(COPY, INDUCTOR, AITER, VLLM),
     ),
     "all_reduce": Suite(
