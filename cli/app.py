@@ -402,7 +402,7 @@ def bisect(
     "--out",
     metavar="FOLDER",
     type=click.Path(file_okay=False, path_type=Path),
-    help="For the files; by default here, or benchmarks/results of a checkout.",
+    help="For the files; by default here, or bench/results of a checkout.",
 )
 @_files
 @_json

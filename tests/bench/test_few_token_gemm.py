@@ -1,4 +1,4 @@
-"""benchmarks/few_token_gemm.py without a GPU: its kernel in Triton's interpreter, and compiled for the GPU that it was written for."""
+"""bench/scripts/few_token_gemm.py without a GPU: its kernel in Triton's interpreter, and compiled for the GPU that it was written for."""
 
 import json
 import os
@@ -11,12 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = Path(__file__).parents[2] / "bench" / "scripts"
 
 
 @pytest.fixture
 def harness(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     import few_token_gemm
 
     return few_token_gemm

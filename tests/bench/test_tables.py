@@ -9,10 +9,10 @@ from helpers import ROOT
 from layerfuse.bench.cases import forms_over_ranks
 from layerfuse.bench.result import Measured, Row
 
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "bench" / "scripts"))
 tables, given = importlib.import_module("tables"), importlib.import_module("table_runs")
 
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "bench" / "results"
 OURS = "layerfuse (triton)"
 NAMES = {
     "ours": OURS, "aiter": "aiter triton", "combo": "inductor combo_kernels", "nccl": "nccl + inductor", "vllm": "vllm + layerfuse",

@@ -27,7 +27,7 @@ def test_the_table_is_aiters_own_function(release):
 
 
 def test_it_was_held_to_the_releases_asked_for():
-    result = json.loads((ROOT / "benchmarks" / "results" / "metadata_formula.json").read_text())
+    result = json.loads((ROOT / "bench" / "results" / "metadata_formula.json").read_text())
     assert result["mismatches"] == 0
     assert result["not in the checkout"] == []
     assert all(result["releases"][release]["points"]["decode"] >= 2_000 for release in aiter_formula.ASKED)

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-CHECKPOINTS = Path(__file__).parents[1] / "tests" / "engines" / "checkpoints"
+CHECKPOINTS = Path(__file__).parents[2] / "tests" / "engines" / "checkpoints"
 VOCABULARY = 16384
 PUBLISHED: dict[str, dict[str, Any]] = {
     # huggingface.co/Qwen/Qwen3-32B-FP8, Qwen/Qwen3-4B and meta-llama/Llama-3.3-70B-Instruct: config.json of each.

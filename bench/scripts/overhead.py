@@ -1,4 +1,4 @@
-"""What layerfuse itself costs the host: `python benchmarks/overhead.py [registry] [metadata] [passes] [aiter_bindings]`.
+"""What layerfuse itself costs the host: `python bench/scripts/overhead.py [registry] [metadata] [passes] [aiter_bindings]`.
 
 Each writes a file of its name below `results`. A number is the least of several repeats, in microseconds unless its name says else.
 `passes` compiles DeepSeek-V3 of 4, 16 and 61 layers, which takes minutes; `--layers 4` is quick.
@@ -25,7 +25,7 @@ from layerfuse.bench.files import RESULTS, save
 from layerfuse.bench.timing import least
 
 MODEL = "deepseek-v3"
-STANDINS = Path(__file__).parents[1] / "tests" / "aiter"
+STANDINS = Path(__file__).parents[2] / "tests" / "aiter"
 
 
 # ---- reading specs and planning

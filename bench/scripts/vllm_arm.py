@@ -1,6 +1,6 @@
 """One vLLM engine for `vllm_engine`, in a process of its own: starts, then answers one command per line until its input ends.
 
-    python benchmarks/vllm_arm.py '{"model": ..., "seqs": 64, ...}' ANSWERS
+    python bench/scripts/vllm_arm.py '{"model": ..., "seqs": 64, ...}' ANSWERS
 
 Commands and answers are JSON, the answers to a file descriptor, since standard output is vLLM's log.
 """

@@ -1,4 +1,4 @@
-"""The cells of `policy.toml` from the results of `vllm_engine`: `python benchmarks/policy_rows.py STAGE ARM` prints one row's."""
+"""The cells of `policy.toml` from the results of `vllm_engine`: `python bench/scripts/policy_rows.py STAGE ARM` prints one row's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}
 """Number of turns -> the two-sided 95 % quantile of Student's t."""
 

@@ -1,9 +1,9 @@
 """Tables of the repository, each figure held to what was set as its goal: about eight minutes on one H200, four on two.
 
-    python benchmarks/tables.py gpu --aiter FOLDER --out FOLDER --limit 480
-    python benchmarks/tables.py all_reduce --ranks 2 --out FOLDER
-    python benchmarks/tables.py gpu --list                       # the runs with their numbers
-    python benchmarks/tables.py gpu --summarise --out FOLDER     # from the files of several calls; needs no GPU
+    python bench/scripts/tables.py gpu --aiter FOLDER --out FOLDER --limit 480
+    python bench/scripts/tables.py all_reduce --ranks 2 --out FOLDER
+    python bench/scripts/tables.py gpu --list                       # the runs with their numbers
+    python bench/scripts/tables.py gpu --summarise --out FOLDER     # from the files of several calls; needs no GPU
 
 Beside the files of each run it writes `gpu_tables.md` or `all_reduce_tables.md`, all of them in brief. What matters most comes first.
 After `--limit` seconds no further run begins, and the last line says with which `--skip` to go on. Goals are ratios within one run,
@@ -25,6 +25,7 @@ from table_runs import BEST, BEST_UNFUSED, COMPILERS, COPY, INDUCTOR, PLAIN, SUI
 
 from layerfuse import bench
 from layerfuse.bench.against import AGAINST, best_unfused
+from layerfuse.bench.files import RESULTS
 from layerfuse.bench.peers import OURS
 from layerfuse.bench.report import remarks
 from layerfuse.bench.result import FORMAT, Result, Row
@@ -144,7 +145,7 @@ def main() -> int:
     """Measure and write; 1 where one of our own results was wrong or failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES, nargs="?", default="gpu")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--limit", type=float, default=480.0, help="seconds after which no further run begins")
     parser.add_argument(
         "--skip", type=int, default=0, help="leave out the first runs: to go on where a limit ended one"

@@ -1,6 +1,6 @@
 """vLLM's own engine with and without layerfuse: GPU time of vLLM's full decode graph, greedy tokens, kernels of a step.
 
-    python benchmarks/vllm_engine.py [STAGE ...] --out results.json --logs FOLDER [--limit 540] [--turns 6] [--one-by-one]
+    python bench/scripts/vllm_engine.py [STAGE ...] --out results.json --logs FOLDER [--limit 540] [--turns 6] [--one-by-one]
 
 A stage is a model at its published widths with few layers and random weights (`vllm_shapes`), and several arms: vLLM without
 layerfuse as it is installed and in others of its own ways, and layerfuse in it. Each arm is an engine in processes of its own
