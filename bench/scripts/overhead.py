@@ -1,4 +1,4 @@
-"""What layerfuse itself costs the host: `python bench/scripts/overhead.py [registry] [metadata] [passes] [aiter_bindings]`.
+"""What layerfuse itself costs the host: `python bench/scripts/overhead.py [registry] [metadata] [passes]`.
 
 Each writes a file of its name below `results`. A number is the least of several repeats, in microseconds unless its name says else.
 `passes` compiles DeepSeek-V3 of 4, 16 and 61 layers, which takes minutes; `--layers 4` is quick.
@@ -7,25 +7,20 @@ Each writes a file of its name below `results`. A number is the least of several
 from __future__ import annotations
 
 import argparse
-import importlib
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 import torch
-from torch import Tensor
 
 from layerfuse import fusion, registry
 from layerfuse.bench.files import RESULTS, save
 from layerfuse.bench.timing import least
 
 MODEL = "deepseek-v3"
-STANDINS = Path(__file__).parents[2] / "tests" / "aiter"
 
 
 # ---- reading specs and planning
@@ -141,73 +136,9 @@ def _compiled(layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-# ---- AITER's bindings
-
-
-def of_bindings() -> dict[str, Any]:
-    """A bound call above the same one written by hand, over stand-ins for AITER's functions that do nothing."""
-    sys.path.insert(0, str(STANDINS))
-    from check_tools import installed
-    from standin import make_standin
-
-    from layerfuse.fusion.backends import aiter as amd
-
-    release, epsilon, fp8 = "v0.1.20", 1e-6, torch.float8_e4m3fn
-    whole = torch.randn(4, 2112).bfloat16()
-    q, kv, _ = whole.split([1536, 512, 64], -1)
-    weights = torch.ones(1536).bfloat16(), torch.ones(512).bfloat16()
-    x, residual, weight = torch.randn(4, 7168).bfloat16(), torch.randn(4, 7168).bfloat16(), torch.ones(7168).bfloat16()
-    named = {"q": q, "q_weight": weights[0], "k_weight": weights[1]}
-
-    def identity(q_out: Tensor, k_out: Tensor, **_: object) -> tuple[Tensor, Tensor]:
-        return q_out, k_out
-
-    def nothing(**_: object) -> None:
-        pass
-
-    def dual() -> object:
-        return identity(torch.empty((4, 1536), dtype=q.dtype), torch.empty((4, 512), dtype=q.dtype), k=kv, q_eps=epsilon,
-                        k_eps=epsilon, **named)  # fmt: skip
-
-    def grouped() -> object:
-        out, kv_out = torch.empty((4, 1536), dtype=fp8), torch.empty((4, 512), dtype=q.dtype)
-        scale = torch.empty((4, 12), dtype=torch.float32)
-        nothing(q_out_quantized=out, q_out_scale=scale, k_out=kv_out, k=kv, q_epsilon=epsilon, k_epsilon=epsilon, group_size=128,
-                transpose_scale=False, **named)  # fmt: skip
-        return out, scale, kv_out
-
-    def add() -> object:
-        out, residual_out = torch.empty_like(x), torch.empty_like(x)
-        nothing(out=out, input=x, residual_in=residual, residual_out=residual_out, weight=weight, epsilon=epsilon)
-        return out, residual_out
-
-    latents = (q, kv, *weights, epsilon, epsilon, 0.0, 0.0)
-    calls: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Callable[[], object]]] = {
-        "mla_dual_rms_norm": (identity, latents, dual),
-        "mla_dual_rms_norm_group_quant": (nothing, (*latents, fp8, 128, False, False, False), grouped),
-        "add_rms_norm": (nothing, (x, residual, weight, epsilon, 0.0), add),
-    }
-    found: dict[str, Any] = {"stand_in": release}
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        installed(make_standin(Path(folder) / "a", release)),
-        torch.inference_mode(),
-    ):
-        for name, (function, given, by_hand) in calls.items():
-            module, _, attribute = amd.bound(name).path.partition(":")
-            setattr(importlib.import_module(module), attribute, function)
-            amd.binding._bind.cache_clear()
-            bound = amd.bound(name).call
-            ours, direct = least(lambda bound=bound, given=given: bound(*given), 20_000), least(by_hand, 20_000)
-            found[name] = {"bound_us": ours, "by_hand_us": direct, "above_us": ours - direct}
-        found["find_build_ms"] = least(lambda: (amd.forget(), amd.find_build()), 5, 5) / 1000
-        found["probe_every_binding_ms"] = least(lambda: (amd.forget(), amd.probe_all()), 3, 5) / 1000
-    return found
-
-
 def main() -> None:
     """Take the measurements that are named, or all."""
-    every = {"registry": of_registry, "metadata": of_metadata, "passes": of_passes, "aiter_bindings": of_bindings}
+    every = {"registry": of_registry, "metadata": of_metadata, "passes": of_passes}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(every))
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 61], help="of passes")
