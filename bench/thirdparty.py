@@ -131,27 +131,6 @@ def halves_joined(gate: Tensor, up: Tensor) -> Tensor:
 # ---- flash-linear-attention
 
 
-def _fla_modules(work: Work) -> list[Any]:
-    from fla.modules import RMSNorm
-
-    norms = []
-    for weight, epsilon in norms_of(work):
-        norm = RMSNorm(weight.shape[0], eps=epsilon).to(work.device, work.dtype).requires_grad_(False)
-        norm.weight.copy_(weight)
-        norms.append(norm)
-    return norms
-
-
-def _fla_norms(work: Work) -> Function:
-    q_norm, kv_norm = _fla_modules(work)
-    return lambda q, kv: (q_norm(q), kv_norm(kv))
-
-
-def _fla_add(work: Work) -> Function:
-    (norm,) = _fla_modules(work)
-    return lambda x, residual: tuple(norm(x, residual=residual, prenorm=True))
-
-
 def _fla_gated(work: Work) -> Function:
     from fla.modules import FusedRMSNormGated
 
@@ -201,8 +180,6 @@ THIRD_PARTIES = (
     ThirdParty(
         name="fla", package="flash-linear-attention", module="fla.modules", needs=needs_triton,
         offers={
-            "mla_dual_rms_norm": Offer(about="flash-linear-attention's RMSNorm module twice", make=_fla_norms),
-            "add_rms_norm": Offer(about="flash-linear-attention's RMSNorm module with a residual", make=_fla_add),
             "gated_rms_norm": Offer(
                 about="flash-linear-attention's FusedRMSNormGated module", make=_fla_gated, takes=frozenset({"wide weights"})
             ),
