@@ -112,8 +112,7 @@ class _Shape:
     columns_after: int | None
     epsilons: dict[str, float]
     weight_offsets: dict[str, float]
-    heads: int | None = None
-    given: Options = field(factory=Options)
+    given: dict[str, Any] = field(factory=dict)
     "What the model says of the options."
 
 
@@ -140,28 +139,27 @@ def make_case(
     if problem is not None:
         raise BenchError(problem)
     shape = _of_model(registry, model, fusion, form) if widths is None else _of_widths(widths, fusion, form)
+    asked = attrs.asdict(options)
+    options = attrs.evolve(options, **{name: its for name, its in shape.given.items() if asked[name] is None})
     quant, op, gated = step_of(form, Quant), form.op, step_of(form, GatedNorm)
-    heads = None if gated is None else options.heads or shape.heads
-    if gated is not None and heads is None:
+    if gated is not None and options.heads is None:
         raise BenchError(f"{name} norms head by head, so widths given by hand need --heads")
-    padded = _padded_width(form, shape, options)
     offsets = shape.weight_offsets
     if options.weight_offset is not None:
         offsets = dict.fromkeys(names_of(op, WeightOffset), options.weight_offset)
-    limit = options.limit or shape.given.limit
     case = Case(
         fusion=fusion.name,
         op=op.name,
         name=shape.name,
         widths=shape.widths,
-        heads=heads,
-        row_width=None if shape.columns_after is None else sum(_widths_of_rows(form, shape)) + shape.columns_after,
-        padded_width=padded,
+        heads=options.heads,
+        row_width=_row_width(form, shape),
+        padded_width=_padded_width(form, shape, options),
         epsilons=shape.epsilons,
         weight_offsets=offsets,
-        activation=None if gated is None else options.activation or shape.given.activation or GATES[0],
-        norm_before_gate=None if gated is None else not _first(options.gate_first, shape.given.gate_first, False),
-        limit=limit if limit is not None and math.isfinite(limit) else None,
+        activation=None if gated is None else options.activation or GATES[0],
+        norm_before_gate=None if gated is None else not options.gate_first,
+        limit=options.limit,
         dtype=options.dtype,
         weight_dtype=options.weight_dtype or options.dtype,
         quant=None if quant is None else quant.format.scheme,
@@ -175,10 +173,6 @@ def make_case(
     if quant is not None and quant.format.mx and case.width_of(op.rows[0].name) % MX_COLUMNS:
         raise BenchError(f"{name} has one exponent per {MX_COLUMNS} columns: the width must be a multiple of that")
     return case
-
-
-def _first(*several: Any) -> Any:
-    return next(value for value in several if value is not None)
 
 
 def _refusals(name: str, form: Form, options: Options) -> Iterator[str]:
@@ -238,8 +232,9 @@ def _padded_width(form: Form, shape: _Shape, options: Options) -> int | None:
     return wanted
 
 
-def _widths_of_rows(form: Form, shape: _Shape) -> list[int]:
-    return [shape.widths[rows.width] for rows in form.op.rows]
+def _row_width(form: Form, shape: _Shape) -> int | None:
+    after = shape.columns_after
+    return None if after is None else sum(shape.widths[rows.width] for rows in form.op.rows) + after
 
 
 def _with_groups() -> list[str]:
@@ -260,7 +255,7 @@ def _of_widths(widths: Sequence[int], fusion: Fusion, form: Form) -> _Shape:
             f"widths of {fusion.name} are {len(names)} number{'s' if len(names) > 1 else ''}, {', '.join(names)}{more}; "
             f"got {','.join(map(str, widths))}"
         )
-    parts = [f"{_short(name)}{width}" for name, width in zip(names, given, strict=True)]
+    parts = [f"{name.removesuffix('_width')}{width}" for name, width in zip(names, given, strict=True)]
     return _Shape(
         name="-".join([*parts, *(f"rope{columns}" for columns in after)]),
         widths=dict(zip(names, given, strict=True)),
@@ -273,10 +268,6 @@ def _of_widths(widths: Sequence[int], fusion: Fusion, form: Form) -> _Shape:
 def _halves(form: Form) -> int | None:
     """Gate and up are the halves of one projection's row, with nothing behind them."""
     return None if step_of(form, SiluMul) is None else 0
-
-
-def _short(width: str) -> str:
-    return width.removesuffix("_width")
 
 
 # ---- of a model
@@ -340,19 +331,19 @@ def _at(site: Site, form: Form) -> dict[str, Any] | str:
     if missing:
         return f"no norm says the {', '.join(missing)} of {op.name}"
     in_order = {name: widths[name] for name in op.widths}
-    return {"widths": in_order, "epsilons": epsilons, "weight_offsets": offsets, **_gate_of(site, form)}
+    return {"widths": in_order, "epsilons": epsilons, "weight_offsets": offsets, "given": _gate_of(site, form)}
 
 
 def _gate_of(site: Site, form: Form) -> dict[str, Any]:
     """What a site says of a gate: heads, activation and order, or the clamp of a gated MLP."""
+    spec: Any = site.spec
     if step_of(form, GatedNorm) is not None:
-        spec: Any = site.spec
         norm: Any = site.norms[0]
-        given = Options(activation=norm.activation, gate_first=not norm.norm_before_gate)
-        return {"heads": spec.gated_norm_shape[0], "given": given}
+        heads = spec.gated_norm_shape[0]
+        return {"heads": heads, "activation": norm.activation, "gate_first": not norm.norm_before_gate}
     if step_of(form, SiluMul) is not None:
-        clamped: Any = site.spec
-        return {"given": Options(limit=clamped.swiglu_limit)}
+        limit = spec.swiglu_limit
+        return {"limit": limit if limit is not None and math.isfinite(limit) else None}
     return {}
 
 

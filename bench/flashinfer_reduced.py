@@ -87,19 +87,24 @@ def flashinfer_reduced_peer(setting: Setting, one_shot: bool | None = None) -> P
 
     Args:
         setting: what is measured.
-        one_shot: forces one shot or two; None leaves it to FlashInfer's own rule.
+        one_shot: False forces two; None leaves it to FlashInfer's own rule.
     """
-    shots = {None: "in as many shots as it chooses", True: "in one shot", False: "in two shots"}[one_shot]
+    shots, name = ("as many shots as it chooses", "fused") if one_shot is None else ("two shots", "two-shot")
     offers = {
         f"all_reduce_add_rms_norm{form}": Offer(
-            about=f"FlashInfer's allreduce_fusion of TensorRT-LLM's kernels with PDL, {shots}",
+            about=f"FlashInfer's allreduce_fusion of TensorRT-LLM's kernels with PDL, in {shots}",
             make=functools.partial(_make, pattern, one_shot), rounds_between="Quant" in pattern, takes=frozenset({"offset"}),
             refuses=_refuses,
         )
         for form, pattern in PATTERNS.items()
     }  # fmt: skip
-    name = "flashinfer" + {None: " fused", True: " one-shot", False: " two-shot"}[one_shot]
     return peer_of(
-        ThirdParty(name=name, package="flashinfer-python", module="flashinfer.comm", needs=needs_gpu, offers=offers),
+        ThirdParty(
+            name=f"flashinfer {name}",
+            package="flashinfer-python",
+            module="flashinfer.comm",
+            needs=needs_gpu,
+            offers=offers,
+        ),
         setting,
     )
