@@ -254,7 +254,7 @@ def entrants(names: Sequence[str], x: Tensor, weights: list[Weight]) -> Iterator
     tokens, (columns, depth) = len(x), weights[0][0].shape
     for tiling in tilings(columns, depth):
         for name in OURS:
-            yield name, str(tiling), partial(_our_calls, name, tiling, tokens, x, weights)
+            yield name, str(tiling), partial(our_calls, name, tiling, tokens, x, weights)
 
 
 def _peer_calls(name: str, in_front: bool, x: Tensor, weights: list[Weight]) -> Calls:
@@ -266,7 +266,7 @@ def _peer_calls(name: str, in_front: bool, x: Tensor, weights: list[Weight]) -> 
     return [partial(multiply, *given, *weight) for weight in loaded]
 
 
-def _our_calls(name: str, tiling: Tiling, tokens: int, x: Tensor, weights: list[Weight]) -> Calls:
+def our_calls(name: str, tiling: Tiling, tokens: int, x: Tensor, weights: list[Weight]) -> Calls:
     inside = name == OURS[2]
     multiply = Product(tiling, len(weights[0][0]), tokens, quantises=inside, device=x.device.type)
     if name == OURS[1]:
@@ -420,22 +420,6 @@ def measured(given: argparse.Namespace) -> int:
         if given.out:
             save(given.out, found)
     return int(wrong)
-
-
-def exact(tokens: int, depth: int) -> Tensor:
-    """Random bfloat16 that e4m3 holds as it is: Triton's interpreter does not round to e4m3 as a GPU does."""
-    values = (torch.randn(tokens, depth // BLOCK, BLOCK) * LARGEST / 4).clamp(-LARGEST, LARGEST).to(FP8).float()
-    values[..., 0] = LARGEST
-    return (values * 0.5 ** torch.randint(9, (*values.shape[:2], 1))).flatten(1).bfloat16()
-
-
-def interpreted_error(columns: int, depth: int, tokens: int, tiling: Tiling, name: str) -> float:
-    """Of our kernel with small weights in Triton's interpreter, over two calls with each of two weights."""
-    weights = [drawn(columns, depth, "cpu") for _ in range(2)]
-    x = exact(tokens, depth)
-    right = right_results(*quantised(x), weights)
-    calls = _our_calls(name, tiling, tokens, x, weights)
-    return relative_error(torch.stack([call() for call in (*calls, *calls)]), right.repeat(2, 1, 1))
 
 
 def main() -> int:
