@@ -25,6 +25,7 @@ from torch import Tensor
 from layerfuse.bench.files import save
 from layerfuse.bench.rank_group import said
 from layerfuse.bench.timing import Graph, time_graphs
+from layerfuse.fusion.ops.quantisation import quantise
 
 SHAPES = ((2112, 7168), (3072, 1536), (7168, 2048), (4608, 7168), (7168, 2304))
 """Columns and depth: q_a and kv_a, q_b, o, gate and up, down."""
@@ -284,10 +285,7 @@ def dequantised(values: Tensor, scales: Tensor, rows_per_scale: int) -> Tensor:
 
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens, depth) to e4m3 and float32 scales, column by column."""
-    groups = x.float().unflatten(-1, (-1, BLOCK))
-    scales = groups.abs().amax(-1).clamp(min=1e-10) / LARGEST
-    values = (groups / scales.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(FP8).flatten(-2)
-    return values, scales.t().contiguous().t()
+    return quantise(x.float(), FP8, BLOCK, column_major=True, use_ue8m0=False)
 
 
 def drawn(columns: int, depth: int, device: str) -> Weight:
