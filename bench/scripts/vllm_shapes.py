@@ -39,6 +39,14 @@ CHANNELS = {  # compressed-tensors' w8a8: a scale per column of the weight, and 
         "input_activations": {**_FP8, "strategy": "token", "dynamic": True},
     }},
 }  # fmt: skip
+INT4_EXPERTS = {  # compressed-tensors' w4a16 of Kimi-K2.5: experts alone, in groups of 32
+    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "input_activations": None,
+        "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False},
+    }},
+}  # fmt: skip
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
 
 _EIGHTH = {
@@ -81,6 +89,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     # eight tokens' worth to experts and takes as much: 8 of 32 per token of its own.
     "deepseek-v3-dp-dense": ("deepseek-v3", {**_ALL_DENSE, "num_hidden_layers": 4, "first_k_dense_replace": 4}),
     "deepseek-v3-dp-mixture": ("deepseek-v3", {**_ALL_MIXED, "n_routed_experts": 32}),
+    "kimi-k2.5-rank8-mixture": (
+        "kimi-k2.5",
+        {"num_hidden_layers": 3, "first_k_dense_replace": 0, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 2304,
+         "moe_intermediate_size": 256, "quantization_config": INT4_EXPERTS},
+    ),
     "qwen3-32b-fp8": ("qwen3-32b", {"num_hidden_layers": 4, "quantization_config": BLOCKS}),
     "qwen3-32b-fp8-rank4": (
         "qwen3-32b",
@@ -116,6 +129,7 @@ def folder_of(shape: str, below: Path) -> Path:
     """A folder with the config of a shape and a tokenizer of one word per token."""
     base, changes = SHAPES[shape]
     config = PUBLISHED.get(base) or json.loads((CHECKPOINTS / base / "config.json").read_text())
+    config = config.get("text_config", config)
     config = config | {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
     config = {key: value for key, value in {**config, **changes}.items() if value is not None}
     config.setdefault("torch_dtype", "bfloat16")
@@ -164,12 +178,16 @@ def fill(state: dict[str, Any], sharded: frozenset[str] = frozenset(), rank: int
                 tensor.fill_(118 if inner else 120)
             else:
                 tensor.random_(0, 256, generator=generator)
+        elif name.endswith("_packed"):  # eight values of four bits along its columns
+            tensor.random_(-(2**31), 2**31, generator=generator)
         elif not tensor.is_floating_point():
             continue
         elif tensor.dim() == 1 and "norm" in name:
             tensor.uniform_(0.5, 1.5, generator=generator)
         elif tensor.dim() == 1 or name.endswith("bias"):
             tensor.uniform_(-0.1, 0.1, generator=generator)
+        elif (packed := name.replace("_scale", "_packed")) != name and packed in state:
+            tensor.fill_(_gain(name, state[packed].shape[-1] * 8, inner, parts) / 8)
         elif "scale" in name:
             columns = state[name.removesuffix("_scale_inv").removesuffix("_scale")].shape[-1]
             tensor.fill_(_gain(name, columns, inner, parts) / 224)
