@@ -188,31 +188,34 @@ def _refusals(name: str, form: Form, options: Options) -> Iterator[str]:
             yield f"{what} must be one of {', '.join(known)}, got {shown(value)}{did_you_mean(value, list(known))}"
     if quant is None and (options.fp8 is not None or options.ue8m0):
         yield f"{name} quantises nothing, so it has no {'ue8m0 scales' if options.ue8m0 else 'fp8 format'} to choose"
-    if quant is not None and options.fp8 not in (None, FP8[0]) and not names_of(op, QuantDtype):
-        yield f"{name} has a format of its own, so it has no fp8 format to choose"
-    if quant is not None and options.ue8m0 and UE8M0.name not in names_of(op, type(UE8M0)):
-        yield f"{name} has no scales that could be rounded to powers of two"
-    grouped = (options.group_size is not None, options.column_major, options.tma_aligned)
-    if any(grouped) and not names_of(op, GroupSize):
-        yield f"{name} has no groups; {' and '.join(_with_groups()) or 'no fusion'} has"
-    flags = {argument.name for argument in op.args}
-    if options.column_major and COLUMN_MAJOR.name not in flags:
-        yield f"{name} has row-major scales only"
-    if options.tma_aligned and TMA_ALIGNED.name not in flags:
-        yield f"{name} has no TMA-aligned scales"
     if options.group_size is not None and options.group_size not in GROUP_SIZES:
         yield f"the group size must be one of {', '.join(map(str, GROUP_SIZES))}, got {shown(options.group_size)}"
-    gates = (options.heads, options.activation, options.gate_first)
-    if step_of(form, GatedNorm) is None and any(option is not None for option in gates):
-        yield f"{name} has no gated norm, so it takes no heads and no gate"
     if options.heads is not None and options.heads < 1:
         yield f"heads must be at least 1, got {options.heads}"
-    if options.pad_to is not None and not names_of(op, PaddedWidth):
-        yield f"{name} pads nothing"
-    if options.weight_offset is not None and not names_of(op, WeightOffset):
-        yield f"{name} takes no offset of its weights"
-    if options.limit is not None and (not names_of(op, Limit) or not options.limit > 0):
-        yield f"{name} takes no such limit"
+    takes, flags = {type(argument) for argument in op.args}, {argument.name for argument in op.args}
+    gates = (options.heads, options.activation, options.gate_first)
+    grouped = options.group_size is not None or options.column_major or options.tma_aligned
+    for asked, can, said in (
+        (
+            options.fp8 not in (None, FP8[0]),
+            QuantDtype in takes,
+            "has a format of its own, so it has no fp8 format to choose",
+        ),
+        (options.ue8m0, UE8M0.name in flags, "has no scales that could be rounded to powers of two"),
+        (grouped, GroupSize in takes, f"has no groups; {' and '.join(_with_groups()) or 'no fusion'} has"),
+        (options.column_major, COLUMN_MAJOR.name in flags, "has row-major scales only"),
+        (options.tma_aligned, TMA_ALIGNED.name in flags, "has no TMA-aligned scales"),
+        (
+            gates != (None,) * 3,
+            step_of(form, GatedNorm) is not None,
+            "has no gated norm, so it takes no heads and no gate",
+        ),
+        (options.pad_to is not None, PaddedWidth in takes, "pads nothing"),
+        (options.weight_offset is not None, WeightOffset in takes, "takes no offset of its weights"),
+        (options.limit is not None, Limit in takes and (options.limit or 0) > 0, "takes no such limit"),
+    ):
+        if asked and not can:
+            yield f"{name} {said}"
 
 
 def _fp8(form: Form, options: Options, detected: str) -> str | None:

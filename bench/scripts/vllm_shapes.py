@@ -1,6 +1,7 @@
 """Models at their published widths and with few layers, as folders that vLLM loads without a network, and their random weights.
 
-Published are the configs in `tests/engines/checkpoints`. What is smaller here is said in `SHAPES`: layers, and the vocabulary, which no
+Published are the configs in `tests/engines/checkpoints`, and in `checkpoints` here what no test needs (huggingface.co/Qwen/Qwen3-32B-FP8,
+Qwen/Qwen3-4B, meta-llama/Llama-3.3-70B-Instruct). What is smaller here is said in `SHAPES`: layers, and the vocabulary, which no
 decode graph holds.
 """
 
@@ -10,27 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-CHECKPOINTS = Path(__file__).parents[2] / "tests" / "engines" / "checkpoints"
+CHECKPOINTS = (Path(__file__).parents[2] / "tests" / "engines" / "checkpoints", Path(__file__).parent / "checkpoints")
 VOCABULARY = 16384
-PUBLISHED: dict[str, dict[str, Any]] = {
-    # huggingface.co/Qwen/Qwen3-32B-FP8, Qwen/Qwen3-4B and meta-llama/Llama-3.3-70B-Instruct: config.json of each.
-    "qwen3-32b": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 64, "hidden_size": 5120, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 25600, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-        "rope_theta": 1000000, "attention_bias": False, "tie_word_embeddings": False,
-    },
-    "qwen3-4b": {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 2560, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 9728, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-        "rope_theta": 1000000, "attention_bias": False, "tie_word_embeddings": False,
-    },
-    "llama-3.3-70b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 28672, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-        "rope_theta": 500000, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
-"""Configs that no test needs."""
 _FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "block_structure": None, "group_size": None}
 CHANNELS = {  # compressed-tensors' w8a8: a scale per column of the weight, and per token
     "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
@@ -128,7 +110,9 @@ def layers_of(shape: str) -> int:
 def folder_of(shape: str, below: Path) -> Path:
     """A folder with the config of a shape and a tokenizer of one word per token."""
     base, changes = SHAPES[shape]
-    config = PUBLISHED.get(base) or json.loads((CHECKPOINTS / base / "config.json").read_text())
+    config = next(
+        json.loads(path.read_text()) for path in (each / base / "config.json" for each in CHECKPOINTS) if path.exists()
+    )
     config = config.get("text_config", config)
     config = config | {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
     config = {key: value for key, value in {**config, **changes}.items() if value is not None}
