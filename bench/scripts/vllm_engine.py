@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,63 +150,44 @@ class Engine:
         os.close(self.answers)
 
 
-def run(
-    name: str,
-    stage: Stage,
-    logs: Path,
-    work: Path,
-    until: float,
-    turns: int,
-    one_by_one: bool,
-    only: list[str],
-    texts: bool,
-) -> dict[str, Any]:
-    """A stage's results, as far as they came; of `only` these arms, if it names any; `texts`: compare what they think of texts too."""
+def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: argparse.Namespace) -> dict[str, Any]:
+    """A stage's results, as far as they came; `given`: the options of the command."""
     result: dict[str, Any] = {
-        "shape": stage.shape,
-        "tp": stage.tp,
-        "variables": stage.variables,
-        "context": CONTEXT,
-        "layers": layers_of(stage.shape),
-        "arms": {},
-        "errors": {},
-    }
+        "shape": stage.shape, "tp": stage.tp, "variables": stage.variables, "context": CONTEXT, "layers": layers_of(stage.shape),
+        "arms": {}, "errors": {},
+    }  # fmt: skip
     engines: dict[str, Engine] = {}
     started = time.monotonic()
     try:
-        for arm in _arms(stage, only):
+        for arm in _arms(stage, given.arms):
             engines[arm] = Engine(arm, f"{name}.{arm}", stage, work, logs)
             ours = stage.arms.get(arm)
             way = stage.ways[ours.way if ours else arm]
-            result["arms"][arm] = {
-                "fusions": ours and ours.fusions,
-                "way": asdict(way, filter=lambda _, value: bool(value)),
-            }
-            if one_by_one:
+            said = asdict(way, filter=lambda _, value: bool(value))
+            result["arms"][arm] = {"fusions": ours and ours.fusions, "way": said}
+            if given.one_by_one:
                 _try(result, engines, arm, until, None)
-        if not one_by_one:
+        if not given.one_by_one:
             for arm in list(engines):
                 _try(result, engines, arm, until, None)
         result["started_s"] = round(time.monotonic() - started, 1)
         for batch in BATCHES:
             _settle_together(result, engines, batch, until)
         for batch in BATCHES:
-            _time(result, engines, batch, until, turns)
+            _time(result, engines, batch, until, given.turns)
         for arm in list(engines):
             for batch in BATCHES:
                 # A graph that is replayed with what another batch left behind may read and write anywhere: attention kernels
                 # take lengths and splits of each sequence from memory.
                 _try(result, engines, arm, until, "settle", batch, CONTEXT)
                 _try(result, engines, arm, until, "kernels", batch)
-        if not texts:
+        if given.no_texts:
             return _concluded(result, {f"{name}.{arm}": arm for arm in result["arms"]}, logs)
         for arm in list(engines):
             drew = _try(result, engines, arm, until, "tokens")
-            if (
-                drew
-                and (few := len({each for text in drawn(drew).values() for row in text for each in row})) < DISTINCT
-            ):
-                what = f"its greedy texts hold {few} different tokens: vLLM did not take the seeded weights"
+            few = {each for text in drawn(drew or {}).values() for row in text for each in row}
+            if drew and len(few) < DISTINCT:
+                what = f"its greedy texts hold {len(few)} different tokens: vLLM did not take the seeded weights"
                 result["errors"][arm] = what
                 engines.pop(arm).stop()
         if "vllm" in engines:
@@ -214,7 +196,7 @@ def run(
                 _try(result, engines, arm, until, "forced", text)
             _try(result, engines, "vllm", until, "one_by_one", text)
         for number, length in TOGETHER:
-            _time_prompts(result, engines, number, length, until, turns)
+            _time_prompts(result, engines, number, length, until, given.turns)
         for arm in [arm for arm in engines if arm == "vllm" or arm in stage.arms]:
             _try(result, engines, arm, until, "prefill", list(LENGTHS))
     finally:
@@ -229,10 +211,10 @@ def _arms(stage: Stage, only: list[str]) -> list[str]:
     return [arm for arm in (*stage.ways, *stage.arms) if not only or arm in only]
 
 
-def starts(name: str, stage: Stage, logs: Path, work: Path, until: float, only: list[str]) -> dict[str, Any]:
+def starts(name: str, stage: Stage, logs: Path, work: Path, until: float, given: argparse.Namespace) -> dict[str, Any]:
     """Each arm's cold start and the next one from its caches, alone on the machine: arm -> what it said and vLLM's lines of its times."""
     found: dict[str, Any] = {}
-    for arm in _arms(stage, only):
+    for arm in _arms(stage, given.arms):
         for kind in ("cold", "warm"):
             engine = Engine(arm, f"{name}.{arm}", stage, work, logs)
             try:
@@ -278,6 +260,12 @@ def _settle_together(result: dict[str, Any], engines: dict[str, Engine], batch: 
             engines.pop(arm).stop()
 
 
+def _in_turns(engines: dict[str, Engine], turns: int) -> Iterator[str]:
+    """All arms in every turn, in every other one backwards."""
+    for turn in range(turns):
+        yield from [*engines][:: 1 if turn % 2 == 0 else -1]
+
+
 def _time(result: dict[str, Any], engines: dict[str, Engine], batch: int, until: float, turns: int) -> None:
     times: dict[str, list[float]] = {arm: [] for arm in engines}
     once: dict[str, float] = {}
@@ -285,13 +273,11 @@ def _time(result: dict[str, Any], engines: dict[str, Engine], batch: int, until:
         _try(result, engines, arm, until, "settle", batch, CONTEXT)
         found = _try(result, engines, arm, until, "replay", batch, 20, 2, 10)
         once[arm] = max(rank[-1] for rank in found) if found else 0.0
-    for turn in range(turns):
-        order = list(engines)
-        for arm in order if turn % 2 == 0 else reversed(order):
-            each = max(5, min(100, int(20000 / once[arm])))
-            found = _try(result, engines, arm, until, "replay", batch, 4 * each, 5, each)
-            if found:
-                times[arm].append(statistics.median(map(max, zip(*found, strict=True))))
+    for arm in _in_turns(engines, turns):
+        each = max(5, min(100, int(20000 / once[arm])))
+        found = _try(result, engines, arm, until, "replay", batch, 4 * each, 5, each)
+        if found:
+            times[arm].append(statistics.median(map(max, zip(*found, strict=True))))
     for arm, several in times.items():
         if arm in engines and several:
             result["arms"][arm][f"batch {batch}"] = {
@@ -308,11 +294,9 @@ def _time_prompts(
     times: dict[str, list[float]] = {arm: [] for arm in engines}
     warm = [_try(result, engines, arm, until, "prompts", number, length, 5) for arm in list(engines)]
     rounds = max(5, min(40, int(A_TURN / max([1, *(min(found) for found in warm if found)]))))
-    for turn in range(turns):
-        order = list(engines)
-        for arm in order if turn % 2 == 0 else reversed(order):
-            found = _try(result, engines, arm, until, "prompts", number, length, rounds)
-            times[arm] += [min(found)] if found else []
+    for arm in _in_turns(engines, turns):
+        found = _try(result, engines, arm, until, "prompts", number, length, rounds)
+        times[arm] += [min(found)] if found else []
     for arm in list(engines):
         ranks = _try(result, engines, arm, until, "prompt_kernels", number, length)
         if ranks and (several := times[arm]):
@@ -400,12 +384,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     given = parser.parse_args()
     if given.list:
-        print(
-            "\n".join(
-                f"{name}: {stage.shape}, tp {stage.tp}: {', '.join([*stage.ways, *stage.arms])}"
-                for name, stage in STAGES.items()
-            )
-        )
+        for name, stage in STAGES.items():
+            print(f"{name}: {stage.shape}, tp {stage.tp}: {', '.join([*stage.ways, *stage.arms])}")
         return
     unknown = [name for name in given.stages if name not in STAGES]
     if unknown:
@@ -429,15 +409,11 @@ def main() -> None:
         else:
             print(f"{name}: begins at {time.monotonic() - BEGAN:.0f} s", flush=True)
             until = min(BEGAN + given.limit, time.monotonic() + 2 * stage.needs + 60)
-            if given.starts:
-                results.setdefault("starts", {})[name] = starts(name, stage, logs, work, until, given.arms)
-                given.out.write_text(json.dumps(results, indent=1) + "\n")
-                continue
-            results["stages"][name] = run(
-                name, stage, logs, work, until, given.turns, given.one_by_one, given.arms, not given.no_texts
-            )
+            kind, measure = ("starts", starts) if given.starts else ("stages", run)
+            results.setdefault(kind, {})[name] = measure(name, stage, logs, work, until, given)
             given.out.write_text(json.dumps(results, indent=1) + "\n")
-            print(table({"stages": {name: results["stages"][name]}}, BATCHES), flush=True)
+            if not given.starts:
+                print(table({"stages": {name: results["stages"][name]}}, BATCHES), flush=True)
     print(f"after {time.monotonic() - BEGAN:.0f} s\n{table(results, BATCHES)}")
 
 
