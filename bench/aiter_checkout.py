@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from .._version import commit_of
 from ..fusion.backends.aiter.detect import Absent, find_build
-from .environment import git
 
 _ARCH_INFO = "aiter.ops.triton.utils._triton.arch_info"
 _DTYPES = "aiter.utility.dtypes"
@@ -67,7 +67,7 @@ def version(checkout: Path | None) -> str | None:
     if checkout is None:
         found = find_build()
         return None if isinstance(found, Absent) else found.version
-    commit = git(checkout, "rev-parse", "HEAD")
+    commit = commit_of(checkout)
     return None if commit is None else f"commit {commit}"
 
 

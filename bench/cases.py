@@ -14,16 +14,7 @@ from attrs import frozen
 from ..adapters.errors import shown
 from ..fusion.catalog import FUSIONS
 from ..fusion.chain import Form, Fusion
-from ..fusion.declare import (
-    Exponents,
-    Like,
-    Packed,
-    Padded,
-    Quantised,
-    Result,
-    Rows,
-    Weight,
-)
+from ..fusion.declare import Exponents, Like, Packed, Padded, Quantised, Result, Rows, Weight
 from .errors import BenchError, UnknownFusionError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from .._version import commit_of
 
 PACKAGES = ("torch", "triton", "transformers", "amd-aiter", "flash-linear-attention", "flashinfer-python", "vllm")
 CPU = torch.device("cpu")
@@ -20,7 +21,6 @@ CPU = torch.device("cpu")
 
 def environment(device: torch.device = CPU) -> dict[str, Any]:
     """Plain data; None where something cannot be known. Of the CPU it asks no GPU anything."""
-    commit = _git("rev-parse", "HEAD")
     return {
         "device": device_name(device),
         **(_gpu(device) if device.type == "cuda" else {"cores": os.cpu_count(), "threads": torch.get_num_threads()}),
@@ -33,8 +33,7 @@ def environment(device: torch.device = CPU) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "layerfuse": __version__,
-        "commit": commit,
-        "clean": None if commit is None else _git("status", "--porcelain", "--untracked-files=no") == "",
+        "commit": commit_of(Path(__file__).parents[1]),
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
     }
 
@@ -78,17 +77,6 @@ def version_of(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _git(*arguments: str) -> str | None:
-    """Of this package's own repository; an installed copy may lie inside somebody else's."""
-    return git(Path(__file__).resolve().parent.parent, *arguments)
-
-
-def git(root: Path, *arguments: str) -> str | None:
-    """What git says of the repository with this root; None where it is no root of one."""
-    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    return _output("git", "-C", str(root), *arguments) if top is not None and Path(top) == root.resolve() else None
 
 
 def _output(*command: str) -> str | None:

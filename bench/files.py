@@ -14,9 +14,6 @@ from .errors import CannotMeasureError
 from .report import markdown
 from .result import Result
 
-RESULTS = Path(__file__).parent / "results"
-"""Of a checkout. The wheel has none."""
-
 
 def save(path: Path, found: dict[str, Any]) -> None:
     """Write what a script has found as JSON, with what it was measured on, and say where."""

@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from layerfuse import fusion, registry
-from layerfuse.bench.files import RESULTS, save
+from layerfuse.bench.files import save
 from layerfuse.bench.timing import least
 
 MODEL = "deepseek-v3"
@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(every))
     parser.add_argument("--layers", type=int, nargs="+", default=[4, 16, 61], help="of passes")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     given = parser.parse_args()
     torch.set_num_threads(1)
     for name in given.names or every:

@@ -25,7 +25,6 @@ from table_runs import BEST, BEST_UNFUSED, COMPILERS, COPY, INDUCTOR, PLAIN, SUI
 
 from layerfuse import bench
 from layerfuse.bench.against import AGAINST, best_unfused
-from layerfuse.bench.files import RESULTS
 from layerfuse.bench.peers import OURS
 from layerfuse.bench.report import remarks
 from layerfuse.bench.result import FORMAT, Result, Row
@@ -145,7 +144,7 @@ def main() -> int:
     """Measure and write; 1 where one of our own results was wrong or failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES, nargs="?", default="gpu")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds after which no further run begins")
     parser.add_argument(
         "--skip", type=int, default=0, help="leave out the first runs: to go on where a limit ended one"

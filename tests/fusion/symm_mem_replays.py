@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import symm_mem_replays  # by its name: ranks import what they call
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from layerfuse.bench.files import RESULTS, save
+from layerfuse.bench.files import save
 from layerfuse.bench.ranks import Ranks
 from layerfuse.fusion import FUSIONS
 from layerfuse.fusion.backends.symm_mem import function_of, workspaces
@@ -170,7 +171,10 @@ def main() -> int:
     print("WRONG" if failed else "nothing wrong")
     if given.save:
         name = f"all_reduce_replays-{given.ranks}-ranks-{given.shots}-shots"
-        save(RESULTS / f"{name}.json", {"gpu": torch.cuda.get_device_name(), "cases": cases})
+        save(
+            Path(__file__).parents[2] / "bench" / "results" / f"{name}.json",
+            {"gpu": torch.cuda.get_device_name(), "cases": cases},
+        )
     return int(failed)
 
 
