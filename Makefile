@@ -7,7 +7,7 @@
 #   make fuzz           model files, layers and configs that chance has changed, 20 minutes for each kind
 #   make lint           formatting, lint, types
 #   make docs           the documentation as a site, in build/site
-#   make bench          every fusion against its peers, quickly (build/bench), and the scripts of benchmarks/
+#   make bench          every fusion against its peers, quickly, and what layerfuse itself costs the host (build/bench)
 #   make test-engines   the tests against real vLLM and SGLang layers, in environments of their own (.venv-vllm, ...);
 #                       ENGINES=vllm-0.26: an older vLLM
 #   make clean          removes all of that
@@ -53,12 +53,10 @@ lint: $(VENV)/.installed
 docs: $(VENV)/.installed
 	$(BIN)/mkdocs build --strict
 
-# The tables go to build/bench: quick ones must not take the place of those in benchmarks/results.
+# The tables go to build/bench: quick ones must not take the place of those in bench/results.
 bench: $(VENV)/.installed
 	$(BIN)/layerfuse bench --quick --out build/bench
-	@for file in benchmarks/*.py; do \
-		if grep -q "__main__" $$file; then echo "== $$file"; $(BIN)/python $$file || exit 1; fi; \
-	done
+	$(BIN)/python bench/scripts/overhead.py --layers 4 --out build/bench
 
 test-engines: $(ENGINES:%=test-engine-%)
 

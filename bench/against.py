@@ -41,8 +41,8 @@ def _best(row: Row) -> float | None:
 
 AGAINST: dict[str, Callable[[Row], float | None]] = {
     "best unfused": _best,
-    "library": of_library,
-    "one-shot alone": one_shot_alone,
+    "library, add and norm": of_library,
+    "torch one-shot alone": one_shot_alone,
 }
 """By a word: from the times of one number of tokens to those that ours is divided by."""
 

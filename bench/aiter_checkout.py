@@ -11,7 +11,6 @@ import contextlib
 import importlib
 import os
 import re
-import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -20,10 +19,12 @@ from typing import Any
 
 import torch
 
+from .._version import commit_of
 from ..fusion.backends.aiter.detect import Absent, find_build
 
 _ARCH_INFO = "aiter.ops.triton.utils._triton.arch_info"
 _DTYPES = "aiter.utility.dtypes"
+_TRITON_ONLY = "AITER_TRITON_ONLY"
 _ARCHES = {torch.float8_e4m3fn: "gfx950", torch.float8_e4m3fnuz: "gfx942"}
 """An architecture that has each fp8 format: AITER derives the one from the other."""
 
@@ -50,7 +51,7 @@ def load(checkout: Path | None, fp8: torch.dtype, path: str) -> Any:
     """
     module, _, name = path.partition(":")
     off_rocm = checkout is not None and torch.version.hip is None
-    with _on_path(checkout), _triton_only() if off_rocm else contextlib.nullcontext():
+    with _importing(checkout, off_rocm):
         if checkout is not None and off_rocm and "aiter" not in sys.modules:
             dtypes = _dtypes(fp8)
             sys.modules[_ARCH_INFO] = _arch_info(checkout, fp8)
@@ -66,39 +67,18 @@ def version(checkout: Path | None) -> str | None:
     if checkout is None:
         found = find_build()
         return None if isinstance(found, Absent) else found.version
-    done = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    top = subprocess.run(
-        ["git", "-C", str(checkout), "rev-parse", "--show-toplevel"], capture_output=True, text=True, check=False
-    )
-    # A folder inside some other repository has a HEAD too, but not its own.
-    own = top.returncode == 0 and Path(top.stdout.strip()).resolve() == checkout.resolve()
-    return f"commit {done.stdout.strip()}" if done.returncode == 0 and own else None
+    commit = commit_of(checkout)
+    return None if commit is None else f"commit {commit}"
 
 
 def _dtypes(fp8: torch.dtype) -> types.ModuleType:
     """Stands in for the module of dtype names: torch's own dtypes under AITER's names."""
     module = types.ModuleType(_DTYPES)
-    byte = torch.uint8
     module.__dict__.update(
-        {
-            "fp8": fp8,
-            "fp8_e8m0": torch.float8_e8m0fnu,
-            "fp4x2": byte,
-            "i4x2": byte,
-            "fp16": torch.float16,
-            "bf16": torch.bfloat16,
-            "fp32": torch.float32,
-            "i8": torch.int8,
-            "i16": torch.int16,
-            "i32": torch.int32,
-            "i64": torch.int64,
-            "u8": byte,
-            "u32": torch.uint32,
-            "u64": torch.uint64,
-        }
-    )
+        fp8=fp8, fp8_e8m0=torch.float8_e8m0fnu, fp16=torch.float16, bf16=torch.bfloat16, fp32=torch.float32, u32=torch.uint32,
+        u64=torch.uint64, **dict.fromkeys(("fp4x2", "i4x2", "u8"), torch.uint8),
+        **{f"i{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    )  # fmt: skip
     return module
 
 
@@ -113,25 +93,16 @@ def _arch_info(checkout: Path, fp8: torch.dtype) -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def _on_path(folder: Path | None) -> Iterator[None]:
-    if folder is None:
-        yield
-        return
-    sys.path.insert(0, str(folder))
+def _importing(checkout: Path | None, off_rocm: bool) -> Iterator[None]:
+    """A checkout comes first in the path; off ROCm AITER is told to build nothing."""
+    before = os.environ.get(_TRITON_ONLY)
+    sys.path[:0] = [] if checkout is None else [str(checkout)]
+    if off_rocm:
+        os.environ[_TRITON_ONLY] = "1"
     try:
         yield
     finally:
-        sys.path.remove(str(folder))
-
-
-@contextlib.contextmanager
-def _triton_only() -> Iterator[None]:
-    before = os.environ.get("AITER_TRITON_ONLY")
-    os.environ["AITER_TRITON_ONLY"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["AITER_TRITON_ONLY"]
-        else:
-            os.environ["AITER_TRITON_ONLY"] = before
+        if checkout is not None:
+            sys.path.remove(str(checkout))
+        os.environ.pop(_TRITON_ONLY, None)
+        os.environ.update({} if before is None else {_TRITON_ONLY: before})

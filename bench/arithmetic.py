@@ -40,13 +40,6 @@ def compose(form: Form, how: Arithmetic) -> Callable[..., Results]:
 # ---- as a model without fused kernels has it -------------------------------------------------------------------------
 
 
-def wide_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
-    """The norm in float32, not yet rounded."""
-    wide = x.float()
-    factor = weight.float() + offset if offset else weight.float()
-    return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * factor
-
-
 def quantise(
     values: Tensor, dtype: torch.dtype, group_size: int | None, column_major: bool, ue8m0: bool, tma_aligned: bool
 ) -> tuple[Tensor, Tensor]:
@@ -82,15 +75,11 @@ def _torch_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Ten
     return F.rms_norm(x, x.shape[-1:], weight + offset if offset else weight, epsilon)
 
 
-def _activated(gate: Tensor, activation: str) -> Tensor:
-    return F.silu(gate) if activation == "silu" else gate.sigmoid()
-
-
-def _gated(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _gated(norm: Callable[..., Tensor], dtype: torch.dtype = torch.float32) -> Callable[..., Tensor]:
     def gated(
         x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, offset: float, activation: str, norm_before_gate: bool
     ) -> Tensor:
-        factor = _activated(gate.float(), activation)
+        factor = F.silu(gate.to(dtype)) if activation == "silu" else gate.to(dtype).sigmoid()
         if norm_before_gate:
             return norm(x, weight, epsilon, offset) * factor
         return norm(x * factor, weight, epsilon, offset)
@@ -134,52 +123,39 @@ EAGER: Arithmetic = {
 }
 """PyTorch's own operations one after another, with a rounding after each."""
 
-FUSABLE: Arithmetic = {
-    **_ROUNDED,
-    "_all_reduce": lambda x, group: gathered(x, group).float().sum(0),
-    "_add": lambda x, residual: x.float() + residual.float(),
-    "_wide": Tensor.float,
-    "_norm": wide_norm,
-    "_gated_norm": _gated(wide_norm),
-    "_silu_mul": lambda gate, up, limit: silu_mul(gate.float(), up.float(), limit),
-    "_store": lambda value, rows: value.to(rows.dtype),
-}
-"""The arithmetic without a rounding in between, for a compiler to fuse."""
+
+# ---- without a rounding in between -----------------------------------------------------------------------------------
 
 
-# ---- exactly ---------------------------------------------------------------------------------------------------------
+def _in(dtype: torch.dtype) -> Arithmetic:
+    """All but what quantises, in one dtype."""
+
+    def norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+        wide, factor = x.to(dtype), weight.to(dtype)
+        return (
+            wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon) * (factor + offset if offset else factor)
+        )
+
+    return {
+        "_all_reduce": lambda x, group: gathered(x, group).to(dtype).sum(0),
+        "_add": lambda x, residual: x.to(dtype) + residual.to(dtype),
+        "_wide": lambda x: x.to(dtype),
+        "_norm": norm,
+        "_gated_norm": _gated(norm, dtype),
+        "_silu_mul": lambda gate, up, limit: silu_mul(gate.to(dtype), up.to(dtype), limit),
+        "_pad": _padded,
+    }
 
 
-def _exact_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
-    wide = x.double()
-    return wide * (wide.square().mean(-1, keepdim=True) + epsilon).rsqrt() * (weight.double() + offset)
-
-
-def _unquantised(values: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return values, values
-
-
-def _exact_gated(
-    x: Tensor, gate: Tensor, weight: Tensor, epsilon: float, offset: float, activation: str, norm_before_gate: bool
-) -> Tensor:
-    factor = _activated(gate.double(), activation)
-    if norm_before_gate:
-        return _exact_norm(x, weight, epsilon, offset) * factor
-    return _exact_norm(x.double() * factor, weight, epsilon, offset)
-
+FUSABLE: Arithmetic = {**_in(torch.float32), **_ROUNDED, "_store": lambda value, rows: value.to(rows.dtype)}
+"""For a compiler to fuse."""
 
 EXACT: Arithmetic = {
-    "_all_reduce": lambda x, group: gathered(x, group).double().sum(0),
-    "_add": lambda x, residual: x.double() + residual.double(),
-    "_wide": Tensor.double,
-    "_norm": _exact_norm,
-    "_gated_norm": _exact_gated,
-    "_silu_mul": lambda gate, up, limit: silu_mul(gate.double(), up.double(), limit),
-    "_quantise": _unquantised,
+    **_in(torch.float64),
+    "_quantise": lambda values, *_: (values, values),
     "_quantise_static": lambda values, *_: values,
-    "_quantise_mxfp8": _unquantised,
-    "_quantise_mxfp4": _unquantised,
-    "_pad": _padded,
+    "_quantise_mxfp8": lambda values: (values, values),
+    "_quantise_mxfp4": lambda values: (values, values),
     "_store": lambda value, _: value,
 }
 """In float64 and never rounded. In place of quantised values and of their scales, the values themselves."""

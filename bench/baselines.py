@@ -12,7 +12,7 @@ from .peers import Peer, Setting, added
 from .plain_torch import COMBO_KERNELS, COPY, EAGER_TORCH, INDUCTOR, MAX_AUTOTUNE
 from .thirdparty import THIRD_PARTIES, peer_of
 from .unfused import unfused_peers
-from .vllm_peer import vllm_peer
+from .vllm_peer import VLLM_OPS
 
 WHOLE_OPS: tuple[Callable[[Setting], Peer], ...] = (
     flashinfer_reduced_peer,
@@ -37,5 +37,5 @@ def _others(setting: Setting) -> list[Peer]:
         whole = [peer(setting) for peer in WHOLE_OPS]
         return [*whole, *unfused_peers(setting), *added(), COPY]
     compilers = (INDUCTOR, COMBO_KERNELS, MAX_AUTOTUNE)
-    others = (aiter_peer(setting), vllm_peer(setting), *(peer_of(third, setting) for third in THIRD_PARTIES))
+    others = (aiter_peer(setting), *(peer_of(third, setting) for third in (VLLM_OPS, *THIRD_PARTIES)))
     return [EAGER_TORCH, *compilers, *others, *added(), COPY]

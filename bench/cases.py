@@ -14,16 +14,7 @@ from attrs import frozen
 from ..adapters.errors import shown
 from ..fusion.catalog import FUSIONS
 from ..fusion.chain import Form, Fusion
-from ..fusion.declare import (
-    Exponents,
-    Like,
-    Packed,
-    Padded,
-    Quantised,
-    Result,
-    Rows,
-    Weight,
-)
+from ..fusion.declare import Exponents, Like, Packed, Padded, Quantised, Result, Rows, Weight
 from .errors import BenchError, UnknownFusionError
 
 if TYPE_CHECKING:
@@ -131,13 +122,16 @@ class Case:
             elements = 1
             for size in self.shape_of(result, tokens):
                 elements *= size
-            written += elements * self._bytes_of(result)
+            written += elements * ITEM_SIZES.get(self.dtype_of(result), 1)
         return written
 
-    def _bytes_of(self, result: Result) -> int:
+    def dtype_of(self, result: Result) -> str:
+        """Of one result: that of the rows, uint8, the fp8 format, or fp32."""
         if isinstance(result, Like | Padded):
-            return ITEM_SIZES[self.dtype]
-        return 1 if isinstance(result, Quantised | Packed | Exponents) else 4
+            return self.dtype
+        if isinstance(result, Packed | Exponents):
+            return "uint8"
+        return self.fp8 or "" if isinstance(result, Quantised) else "fp32"
 
     def bytes_moved(self, tokens: int) -> int:
         """What the op must read and write."""

@@ -15,12 +15,12 @@ from attrs import frozen
 from torch import Tensor
 
 from ..fusion.closeness import FLOAT32, NORM_UNITS, SCALE_UNITS
-from ..fusion.declare import Exponents, Like, Packed, Padded, Quantised, Result
+from ..fusion.declare import Like, Padded
 from ..fusion.ops.quantisation import scale_strides
 from ..fusion.steps import Add, Quant
 from .arithmetic import EXACT, LARGEST, SMALLEST_AMAX, compose
 from .cases import MX_COLUMNS, step_of
-from .inputs import Work
+from .inputs import DTYPES, FP8_DTYPES, Work
 
 SUM_UNITS = 0.6
 """Largest relative error of a residual sum, which is rounded once, in units of its dtype's epsilon as `NORM_UNITS`."""
@@ -121,7 +121,7 @@ def _rounding_problem(work: Work, error: float, what: str) -> str:
 
 def _shapes(work: Work, results: tuple[Tensor, ...]) -> str:
     case = work.case
-    wanted = [(case.shape_of(result, work.tokens), _dtype_of(work, result)) for result in case.form.op.results]
+    wanted = [(case.shape_of(result, work.tokens), _DTYPES[case.dtype_of(result)]) for result in case.form.op.results]
     found = [(tuple(result.shape), result.dtype) for result in results]
     if found != wanted:
         return f"results are {_listed(found)}, expected {_listed(wanted)}"
@@ -134,12 +134,7 @@ def _shapes(work: Work, results: tuple[Tensor, ...]) -> str:
     return ""
 
 
-def _dtype_of(work: Work, result: Result) -> torch.dtype:
-    if isinstance(result, Like | Padded):
-        return work.dtype
-    if isinstance(result, Packed | Exponents):
-        return torch.uint8
-    return work.fp8 if isinstance(result, Quantised) else torch.float32
+_DTYPES = {**DTYPES, **FP8_DTYPES, "uint8": torch.uint8}
 
 
 def _listed(shapes: list[Any]) -> str:

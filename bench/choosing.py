@@ -112,8 +112,7 @@ class _Shape:
     columns_after: int | None
     epsilons: dict[str, float]
     weight_offsets: dict[str, float]
-    heads: int | None = None
-    given: Options = field(factory=Options)
+    given: dict[str, Any] = field(factory=dict)
     "What the model says of the options."
 
 
@@ -140,28 +139,27 @@ def make_case(
     if problem is not None:
         raise BenchError(problem)
     shape = _of_model(registry, model, fusion, form) if widths is None else _of_widths(widths, fusion, form)
+    asked = attrs.asdict(options)
+    options = attrs.evolve(options, **{name: its for name, its in shape.given.items() if asked[name] is None})
     quant, op, gated = step_of(form, Quant), form.op, step_of(form, GatedNorm)
-    heads = None if gated is None else options.heads or shape.heads
-    if gated is not None and heads is None:
+    if gated is not None and options.heads is None:
         raise BenchError(f"{name} norms head by head, so widths given by hand need --heads")
-    padded = _padded_width(form, shape, options)
     offsets = shape.weight_offsets
     if options.weight_offset is not None:
         offsets = dict.fromkeys(names_of(op, WeightOffset), options.weight_offset)
-    limit = options.limit or shape.given.limit
     case = Case(
         fusion=fusion.name,
         op=op.name,
         name=shape.name,
         widths=shape.widths,
-        heads=heads,
-        row_width=None if shape.columns_after is None else sum(_widths_of_rows(form, shape)) + shape.columns_after,
-        padded_width=padded,
+        heads=options.heads,
+        row_width=_row_width(form, shape),
+        padded_width=_padded_width(form, shape, options),
         epsilons=shape.epsilons,
         weight_offsets=offsets,
-        activation=None if gated is None else options.activation or shape.given.activation or GATES[0],
-        norm_before_gate=None if gated is None else not _first(options.gate_first, shape.given.gate_first, False),
-        limit=limit if limit is not None and math.isfinite(limit) else None,
+        activation=None if gated is None else options.activation or GATES[0],
+        norm_before_gate=None if gated is None else not options.gate_first,
+        limit=options.limit,
         dtype=options.dtype,
         weight_dtype=options.weight_dtype or options.dtype,
         quant=None if quant is None else quant.format.scheme,
@@ -177,10 +175,6 @@ def make_case(
     return case
 
 
-def _first(*several: Any) -> Any:
-    return next(value for value in several if value is not None)
-
-
 def _refusals(name: str, form: Form, options: Options) -> Iterator[str]:
     """What cannot be asked of a form, each as a sentence."""
     quant, op = step_of(form, Quant), form.op
@@ -194,31 +188,34 @@ def _refusals(name: str, form: Form, options: Options) -> Iterator[str]:
             yield f"{what} must be one of {', '.join(known)}, got {shown(value)}{did_you_mean(value, list(known))}"
     if quant is None and (options.fp8 is not None or options.ue8m0):
         yield f"{name} quantises nothing, so it has no {'ue8m0 scales' if options.ue8m0 else 'fp8 format'} to choose"
-    if quant is not None and options.fp8 not in (None, FP8[0]) and not names_of(op, QuantDtype):
-        yield f"{name} has a format of its own, so it has no fp8 format to choose"
-    if quant is not None and options.ue8m0 and UE8M0.name not in names_of(op, type(UE8M0)):
-        yield f"{name} has no scales that could be rounded to powers of two"
-    grouped = (options.group_size is not None, options.column_major, options.tma_aligned)
-    if any(grouped) and not names_of(op, GroupSize):
-        yield f"{name} has no groups; {' and '.join(_with_groups()) or 'no fusion'} has"
-    flags = {argument.name for argument in op.args}
-    if options.column_major and COLUMN_MAJOR.name not in flags:
-        yield f"{name} has row-major scales only"
-    if options.tma_aligned and TMA_ALIGNED.name not in flags:
-        yield f"{name} has no TMA-aligned scales"
     if options.group_size is not None and options.group_size not in GROUP_SIZES:
         yield f"the group size must be one of {', '.join(map(str, GROUP_SIZES))}, got {shown(options.group_size)}"
-    gates = (options.heads, options.activation, options.gate_first)
-    if step_of(form, GatedNorm) is None and any(option is not None for option in gates):
-        yield f"{name} has no gated norm, so it takes no heads and no gate"
     if options.heads is not None and options.heads < 1:
         yield f"heads must be at least 1, got {options.heads}"
-    if options.pad_to is not None and not names_of(op, PaddedWidth):
-        yield f"{name} pads nothing"
-    if options.weight_offset is not None and not names_of(op, WeightOffset):
-        yield f"{name} takes no offset of its weights"
-    if options.limit is not None and (not names_of(op, Limit) or not options.limit > 0):
-        yield f"{name} takes no such limit"
+    takes, flags = {type(argument) for argument in op.args}, {argument.name for argument in op.args}
+    gates = (options.heads, options.activation, options.gate_first)
+    grouped = options.group_size is not None or options.column_major or options.tma_aligned
+    for asked, can, said in (
+        (
+            options.fp8 not in (None, FP8[0]),
+            QuantDtype in takes,
+            "has a format of its own, so it has no fp8 format to choose",
+        ),
+        (options.ue8m0, UE8M0.name in flags, "has no scales that could be rounded to powers of two"),
+        (grouped, GroupSize in takes, f"has no groups; {' and '.join(_with_groups()) or 'no fusion'} has"),
+        (options.column_major, COLUMN_MAJOR.name in flags, "has row-major scales only"),
+        (options.tma_aligned, TMA_ALIGNED.name in flags, "has no TMA-aligned scales"),
+        (
+            gates != (None,) * 3,
+            step_of(form, GatedNorm) is not None,
+            "has no gated norm, so it takes no heads and no gate",
+        ),
+        (options.pad_to is not None, PaddedWidth in takes, "pads nothing"),
+        (options.weight_offset is not None, WeightOffset in takes, "takes no offset of its weights"),
+        (options.limit is not None, Limit in takes and (options.limit or 0) > 0, "takes no such limit"),
+    ):
+        if asked and not can:
+            yield f"{name} {said}"
 
 
 def _fp8(form: Form, options: Options, detected: str) -> str | None:
@@ -238,8 +235,9 @@ def _padded_width(form: Form, shape: _Shape, options: Options) -> int | None:
     return wanted
 
 
-def _widths_of_rows(form: Form, shape: _Shape) -> list[int]:
-    return [shape.widths[rows.width] for rows in form.op.rows]
+def _row_width(form: Form, shape: _Shape) -> int | None:
+    after = shape.columns_after
+    return None if after is None else sum(shape.widths[rows.width] for rows in form.op.rows) + after
 
 
 def _with_groups() -> list[str]:
@@ -260,7 +258,7 @@ def _of_widths(widths: Sequence[int], fusion: Fusion, form: Form) -> _Shape:
             f"widths of {fusion.name} are {len(names)} number{'s' if len(names) > 1 else ''}, {', '.join(names)}{more}; "
             f"got {','.join(map(str, widths))}"
         )
-    parts = [f"{_short(name)}{width}" for name, width in zip(names, given, strict=True)]
+    parts = [f"{name.removesuffix('_width')}{width}" for name, width in zip(names, given, strict=True)]
     return _Shape(
         name="-".join([*parts, *(f"rope{columns}" for columns in after)]),
         widths=dict(zip(names, given, strict=True)),
@@ -273,10 +271,6 @@ def _of_widths(widths: Sequence[int], fusion: Fusion, form: Form) -> _Shape:
 def _halves(form: Form) -> int | None:
     """Gate and up are the halves of one projection's row, with nothing behind them."""
     return None if step_of(form, SiluMul) is None else 0
-
-
-def _short(width: str) -> str:
-    return width.removesuffix("_width")
 
 
 # ---- of a model
@@ -340,19 +334,19 @@ def _at(site: Site, form: Form) -> dict[str, Any] | str:
     if missing:
         return f"no norm says the {', '.join(missing)} of {op.name}"
     in_order = {name: widths[name] for name in op.widths}
-    return {"widths": in_order, "epsilons": epsilons, "weight_offsets": offsets, **_gate_of(site, form)}
+    return {"widths": in_order, "epsilons": epsilons, "weight_offsets": offsets, "given": _gate_of(site, form)}
 
 
 def _gate_of(site: Site, form: Form) -> dict[str, Any]:
     """What a site says of a gate: heads, activation and order, or the clamp of a gated MLP."""
+    spec: Any = site.spec
     if step_of(form, GatedNorm) is not None:
-        spec: Any = site.spec
         norm: Any = site.norms[0]
-        given = Options(activation=norm.activation, gate_first=not norm.norm_before_gate)
-        return {"heads": spec.gated_norm_shape[0], "given": given}
+        heads = spec.gated_norm_shape[0]
+        return {"heads": heads, "activation": norm.activation, "gate_first": not norm.norm_before_gate}
     if step_of(form, SiluMul) is not None:
-        clamped: Any = site.spec
-        return {"given": Options(limit=clamped.swiglu_limit)}
+        limit = spec.swiglu_limit
+        return {"limit": limit if limit is not None and math.isfinite(limit) else None}
     return {}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,14 @@ from typing import Any
 import torch
 
 from .. import __version__
+from .._version import commit_of
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "amd-aiter",
-    "liger-kernel",
-    "flash-linear-attention",
-    "quack-kernels",
-    "flashinfer-python",
-    "vllm",
-)
+PACKAGES = ("torch", "triton", "transformers", "amd-aiter", "flash-linear-attention", "flashinfer-python", "vllm")
+CPU = torch.device("cpu")
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Plain data; None where something cannot be known."""
-    commit = _git("rev-parse", "HEAD")
+def environment(device: torch.device = CPU) -> dict[str, Any]:
+    """Plain data; None where something cannot be known. Of the CPU it asks no GPU anything."""
     return {
         "device": device_name(device),
         **(_gpu(device) if device.type == "cuda" else {"cores": os.cpu_count(), "threads": torch.get_num_threads()}),
@@ -35,13 +28,13 @@ def environment(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "processor": _processor(),
         "load": os.getloadavg()[0],
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version_of(name) for name in PACKAGES},
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "layerfuse": __version__,
-        "commit": commit,
-        "clean": None if commit is None else _git("status", "--porcelain", "--untracked-files=no") == "",
+        "commit": commit_of(Path(__file__).parents[1]),
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
     }
 
 
@@ -78,18 +71,12 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """That is installed, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _git(*arguments: str) -> str | None:
-    """Of the repository whose root this package is; an installed copy may lie inside somebody else's."""
-    root = Path(__file__).resolve().parent.parent
-    top = _output("git", "-C", str(root), "rev-parse", "--show-toplevel")
-    return _output("git", "-C", str(root), *arguments) if top is not None and Path(top).resolve() == root else None
 
 
 def _output(*command: str) -> str | None:

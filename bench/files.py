@@ -1,4 +1,4 @@
-"""A result as files: JSON, Markdown and a picture, each whole or not at all."""
+"""Results as files, each whole or not at all: a run's JSON, Markdown and picture, and what a script has found."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from ..adapters.arguments import expect
 from . import plot
 from .errors import CannotMeasureError
 from .report import markdown
 from .result import Result
+
+
+def save(path: Path, found: dict[str, Any]) -> None:
+    """Write what a script has found as JSON, with what it was measured on, and say where."""
+    from .environment import environment
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _whole(path, json.dumps({"environment": environment(), **found}, indent=1) + "\n")
+    print(f"written to {path}")
 
 
 def write(result: Result, folder: str | Path) -> list[Path]:

@@ -1,99 +1,110 @@
-"""FlashInfer's fused all-reduce as a peer of the fusions that start with one: what it takes of a case, and its memory between calls."""
+"""FlashInfer's fused all-reduce as a peer of the fusions that start with one: its own interface, over memory without multicast."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import flashinfer_allreduce
 from .cases import Case
-from .flashinfer_allreduce import FusedAllReduce
-from .inputs import DTYPES, Work
+from .inputs import Work
 from .peers import Peer, RefusedError, Setting, needs_gpu
 from .rank_group import team
-from .thirdparty import Function, Offer, Results, norms_of, why_not_offered
+from .thirdparty import Function, Offer, Results, ThirdParty, norms_of, peer_of
 
-_Call = Callable[..., Results]
-_OFFSET = frozenset({"offset"})
-_ready: dict[tuple[Path, int, torch.dtype, bool | None], tuple[int, FusedAllReduce]] = {}
-"""By library, width, dtype and shots: the most tokens, and what takes them. It grows when more are asked for, on all ranks."""
+RANKS = (2, 4, 8)
+"""For which it says up to which size it takes one shot."""
+_ready: dict[tuple[int, torch.dtype], tuple[int, Any]] = {}
+"""By width and dtype: the most tokens, and the memory for them. It grows when more are asked for, on all ranks."""
 
 
-def _kernel(path: Path, one_shot: bool | None, work: Work) -> _Call:
-    width = work.case.width_of("x")
-    if one_shot is False and work.tokens <= team().size:
-        raise RefusedError(f"it takes two shots beyond {team().size} tokens, the number of ranks")
-    key = path, width, work.dtype, one_shot
+def _workspace(work: Work) -> Any:
+    from flashinfer import comm
+    from flashinfer.comm.mnnvl import TorchDistBackend
+
+    key = width, _ = work.case.width_of("x"), work.dtype
     if key not in _ready or _ready[key][0] < work.tokens:
         _ready.pop(key, None)
+        group = dist.group.WORLD
         with torch.inference_mode(False):
-            kernel = FusedAllReduce(
-                path, dist.group.WORLD, work.tokens, width, work.dtype, work.device, one_shot=one_shot
-            )
-        _ready[key] = work.tokens, kernel
+            workspace = comm.create_allreduce_fusion_workspace(
+                backend="trtllm", world_size=team().size, rank=team().rank, max_token_num=work.tokens, hidden_dim=width,
+                dtype=work.dtype, comm_backend=TorchDistBackend(group=group), group=group,
+            )  # fmt: skip
+        _ready[key] = work.tokens, workspace
     return _ready[key][1]
 
 
-def _norm(path: Path, one_shot: bool | None, work: Work) -> Function:
-    kernel, ((weight, epsilon),) = _kernel(path, one_shot, work), norms_of(work)
-    (offset,) = work.case.weight_offsets.values()
-    return lambda x, residual: kernel(x, residual, weight, epsilon, offset)
+def _make(pattern: str, one_shot: bool | None, work: Work) -> Function:
+    from flashinfer import comm
 
-
-def _static(path: Path, one_shot: bool | None, work: Work, *, with_norm: bool) -> Function:
-    kernel, ((weight, epsilon),) = _kernel(path, one_shot, work), norms_of(work)
+    if one_shot is False and work.tokens <= team().size:
+        raise RefusedError(f"it takes two shots beyond {team().size} tokens, the number of ranks")
+    ((weight, epsilon),) = norms_of(work)
     (offset,) = work.case.weight_offsets.values()
+    given = {
+        "workspace": _workspace(work), "pattern": getattr(comm.AllReduceFusionPattern, pattern), "launch_with_pdl": True,
+        "rms_gamma": weight, "rms_eps": epsilon, "weight_bias": offset, "scale_factor": work.weights.get("scale"),
+        "use_oneshot": one_shot,
+    }  # fmt: skip
+    quantises, keeps = "Quant" in pattern, "Quant" not in pattern or "Out" in pattern
 
     def call(x: Tensor, residual: Tensor) -> Results:
-        return kernel(x, residual, weight, epsilon, offset, scale=work.weights["scale"], with_norm=with_norm)
+        total = torch.empty_like(x)
+        norm = torch.empty_like(x) if keeps else None
+        values = torch.empty_like(x, dtype=torch.float8_e4m3fn) if quantises else None
+        comm.allreduce_fusion(
+            input=x, residual_in=residual, residual_out=total, norm_out=norm, quant_out=values, **given
+        )
+        return tuple(each for each in (values, norm, total) if each is not None)
 
     return call
 
 
-def _only_e4m3fn(case: Case) -> str | None:
-    return None if case.fp8 == "e4m3fn" else f"its fp8 is e4m3fn, not {case.fp8}"
+def _refuses(case: Case) -> str | None:
+    if case.ranks not in RANKS:
+        return f"it says for {', '.join(map(str, RANKS))} ranks when it takes one shot, not for {case.ranks}"
+    if case.fp8 not in (None, "e4m3fn"):
+        return f"its fp8 is e4m3fn, not {case.fp8}"
+    width = case.width_of("x")
+    # Its kernels load 16 bytes at a time.
+    return f"a row of {width} is no multiple of 8 columns" if width % 8 else None
 
 
-def _offers(path: Path, one_shot: bool | None) -> dict[str, Offer]:
-    """By op. Scales of groups come packed, four to an int32, which is another result than the op's, and so is not measured."""
-    shots = {None: "in as many shots as it chooses", True: "in one shot", False: "in two shots"}[one_shot]
-    about = f"FlashInfer's trtllm_allreduce_fusion over unicast memory with PDL, {shots}"
-    offers = {"": Offer(about=about, make=functools.partial(_norm, path, one_shot), takes=_OFFSET)}
-    for with_norm, suffix in ((False, ""), (True, "_with_norm")):
-        offers[f"_static_quant{suffix}"] = Offer(
-            about=about, make=functools.partial(_static, path, one_shot, with_norm=with_norm), rounds_between=True,
-            takes=_OFFSET, refuses=_only_e4m3fn,
-        )  # fmt: skip
-    return {f"all_reduce_add_rms_norm{ending}": offer for ending, offer in offers.items()}
+PATTERNS = {
+    "": "kARResidualRMSNorm",
+    "_static_quant": "kARResidualRMSNormFP8Quant",
+    "_static_quant_with_norm": "kARResidualRMSNormOutFP8Quant",
+}
+"""By form. Scales of groups come packed, four to an int32, which is another result than the op's, and so is not measured."""
 
 
 def flashinfer_reduced_peer(setting: Setting, one_shot: bool | None = None) -> Peer:
     """FlashInfer's fused all-reduce as a peer for what is measured.
 
     Args:
-        setting: what is measured, and where FlashInfer's library is.
-        one_shot: forces one shot or two; None leaves it to FlashInfer's own rule.
+        setting: what is measured.
+        one_shot: False forces two; None leaves it to FlashInfer's own rule.
     """
-    path = setting.flashinfer
-    offers = _offers(path or Path(), one_shot)
-    offer = offers.get(setting.case.op)
-
-    def why_not(setting: Setting) -> str | None:
-        case = setting.case
-        said = why_not_offered(offers, "FlashInfer's fused all-reduce", setting) or needs_gpu(setting)
-        said = said or flashinfer_allreduce.refuses(case.ranks, case.width_of("x"), DTYPES[case.dtype])
-        return said or flashinfer_allreduce.why_not(path)
-
-    return Peer(
-        name="flashinfer" + {None: " fused", True: " one-shot", False: " two-shot"}[one_shot],
-        about="FlashInfer's fused all-reduce" if offer is None else offer.about,
-        why_not=why_not,
-        build=lambda work, _: offers[work.case.op].calls(work),
-        rounds_between=offer is not None and offer.rounds_between,
-        version=lambda _: None if (found := path and flashinfer_allreduce.library(path)) is None else found.name,
+    shots, name = ("as many shots as it chooses", "fused") if one_shot is None else ("two shots", "two-shot")
+    offers = {
+        f"all_reduce_add_rms_norm{form}": Offer(
+            about=f"FlashInfer's allreduce_fusion of TensorRT-LLM's kernels with PDL, in {shots}",
+            make=functools.partial(_make, pattern, one_shot), rounds_between="Quant" in pattern, takes=frozenset({"offset"}),
+            refuses=_refuses,
+        )
+        for form, pattern in PATTERNS.items()
+    }  # fmt: skip
+    return peer_of(
+        ThirdParty(
+            name=f"flashinfer {name}",
+            package="flashinfer-python",
+            module="flashinfer.comm",
+            needs=needs_gpu,
+            offers=offers,
+        ),
+        setting,
     )

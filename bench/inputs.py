@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..fusion.declare import (
     Argument,
-    Epsilon,
     GroupName,
     GroupSize,
     Limit,
@@ -26,7 +25,6 @@ from ..fusion.declare import (
     Rows,
     StaticScale,
     Weight,
-    WeightOffset,
 )
 from ..fusion.steps import AllReduce, GatedNorm, Quant, SiluMul
 from .cases import ITEM_SIZES, Case, step_of
@@ -87,33 +85,24 @@ def arguments(case: Case, rows: Sequence[Tensor], weights: Mapping[str, Tensor])
 
 def _constant(case: Case, argument: Argument) -> Any:
     name, quant, gated = argument.name, step_of(case.form, Quant), step_of(case.form, GatedNorm)
-    if isinstance(argument, Epsilon):
-        return case.epsilons[name]
-    if isinstance(argument, WeightOffset):
-        return case.weight_offsets[name]
-    if isinstance(argument, QuantDtype):
-        return fp8_of(case)
-    if isinstance(argument, GroupSize):
-        return case.group_size
+    named: dict[Any, Any] = {**case.epsilons, **case.weight_offsets}
+    if gated is not None:
+        named |= {gated.activation: case.activation, gated.norm_before_gate: case.norm_before_gate}
+    if quant is not None:
+        named |= {
+            quant.use_ue8m0: case.ue8m0,
+            quant.column_major: case.column_major,
+            quant.tma_aligned: case.tma_aligned,
+        }
+    if name in named:
+        return named[name]
     if isinstance(argument, GroupName):
         return torch.distributed.group.WORLD.group_name
-    if isinstance(argument, PaddedWidth):
-        return case.padded_width
-    if isinstance(argument, Limit):
-        return float("inf") if case.limit is None else case.limit
     if isinstance(argument, Number):
         return argument.sample
-    if gated is not None and name == gated.activation:
-        return case.activation
-    if gated is not None and name == gated.norm_before_gate:
-        return case.norm_before_gate
-    if quant is not None and name == quant.use_ue8m0:
-        return case.ue8m0
-    if quant is not None and name == quant.column_major:
-        return case.column_major
-    if quant is not None and name == quant.tma_aligned:
-        return case.tma_aligned
-    return argument.default
+    limit = float("inf") if case.limit is None else case.limit
+    kinds = {QuantDtype: fp8_of(case), GroupSize: case.group_size, PaddedWidth: case.padded_width, Limit: limit}
+    return next((value for kind, value in kinds.items() if isinstance(argument, kind)), argument.default)
 
 
 def sets_for(case: Case, tokens: int, device: torch.device, peers: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 from types import NoneType
@@ -14,7 +15,7 @@ from attrs import frozen
 
 from ..adapters.arguments import check_counts, expect, expect_callable
 from ..adapters.errors import shown
-from .cases import TOKENS, Case, check_tokens, known_form
+from .cases import TOKENS, check_tokens, known_form
 from .choosing import make_case, options_named
 from .errors import BenchError, CannotMeasureError
 from .rank_group import first, team
@@ -45,13 +46,9 @@ OVER_RANKS = "; {} ranks, each with parts of its own, replay the same in the sam
 class _Question:
     """What is measured with whom: the same on every rank."""
 
-    case: Case
+    setting: Setting
     counts: tuple[int, ...]
-    device: str
     peers: tuple[str, ...] | None
-    aiter: Path | None
-    vllm: Path | None
-    flashinfer: Path | None
     quick: bool
     rounds: int
 
@@ -64,8 +61,6 @@ def run(
     tokens: Sequence[int] | None = None,
     peers: Sequence[str] | None = None,
     aiter: Path | None = None,  # noqa: A002 (the project, not the builtin)
-    vllm: Path | None = None,
-    flashinfer: Path | None = None,
     quick: bool = False,
     device: str | None = None,
     ranks: int | Ranks | None = None,
@@ -84,8 +79,6 @@ def run(
         tokens: how many rows to try; by default from one to 65536 on a GPU and to 1024 on a CPU.
         peers: names of those to measure, `layerfuse` for all of ours; all that are here if not given.
         aiter: a checkout of ROCm/aiter, for its Triton ops.
-        vllm: vLLM's compiled library or the folder that holds it, for its CUDA ops; the installed one if not given.
-        flashinfer: FlashInfer's compiled all-reduces or the folder that holds them, for fusions that start with one.
         quick: fewer tokens and rounds.
         device: cuda or cpu; the GPU if there is one.
         ranks: of a fusion that starts with an all-reduce, how many processes to start, one per GPU: all GPUs if not given,
@@ -108,16 +101,11 @@ def run(
     from ..registry.lookup import Registry
 
     for name, value, kinds, what in (
-        ("model", model, (str, NoneType), "a model's name"),
-        ("peers", peers, (list, tuple, NoneType), "names of peers in a list"),
-        ("aiter", aiter, (str, Path, NoneType), "a folder"),
-        ("vllm", vllm, (str, Path, NoneType), "a folder"),
-        ("flashinfer", flashinfer, (str, Path, NoneType), "a folder"),
-        ("quick", quick, bool, "True or False"),
-        ("device", device, (str, NoneType), "cuda or cpu"),
+        ("model", model, (str, NoneType), "a model's name"), ("peers", peers, (list, tuple, NoneType), "names of peers in a list"),
+        ("aiter", aiter, (str, Path, NoneType), "a folder"), ("quick", quick, bool, "True or False"),
+        ("device", device, (str, NoneType), "cuda or cpu"), ("registry", registry, (Registry, NoneType), "a Registry"),
         ("ranks", ranks, (int, Ranks, NoneType), "a number of processes, or bench.Ranks"),
-        ("registry", registry, (Registry, NoneType), "a Registry"),
-    ):
+    ):  # fmt: skip
         expect(name, value, kinds, what)
     if rounds is not None:
         check_counts(rounds=rounds)
@@ -152,26 +140,21 @@ def run(
         options=options_named(options),
     )
     compose(case.form, EXACT)  # what cannot be checked is not measured
+    setting = Setting(case=case, device=kind, aiter=aiter)
     if peers is not None and over_ranks and not (isinstance(ranks, Ranks) and ranks.started):
         # Processes take seconds to start. Those that run may have peers of their own, and are asked.
-        check_names(names(Setting(case=case, device=kind)), peers)
+        check_names(names(setting), peers)
     question = _Question(
-        case=case,
+        setting=setting,
         counts=check_tokens(TOKENS[kind, quick] if tokens is None else tokens),
-        device=kind,
         peers=None if peers is None else tuple(peers),
-        aiter=aiter,
-        vllm=vllm,
-        flashinfer=flashinfer,
         quick=quick,
         rounds=rounds or (QUICK_ROUNDS if quick else ROUNDS),
     )
     if not over_ranks:
         result = measured(question, step)
-    elif isinstance(ranks, Ranks):
-        result = ranks.call(measured, question, step=step)[0]
     else:
-        with Ranks(size, kind) as started:
+        with nullcontext(ranks) if isinstance(ranks, Ranks) else Ranks(size, kind) as started:
             result = started.call(measured, question, step=step)[0]
     return attrs.evolve(result, seconds=round(time.perf_counter() - begun, 1))
 
@@ -182,13 +165,10 @@ def measured(question: _Question, step: Step) -> Result:
 
     from . import environment, ours, runs
     from .baselines import all_peers
-    from .peers import Setting, select
+    from .peers import select
 
-    case, counts, ranks = question.case, question.counts, team().size
-    place = torch.device(question.device, *([torch.cuda.current_device()] if question.device == "cuda" else []))
-    setting = Setting(
-        case=case, device=place.type, aiter=question.aiter, vllm=question.vllm, flashinfer=question.flashinfer
-    )
+    setting, counts, ranks = question.setting, question.counts, team().size
+    place = torch.device(setting.device, *([torch.cuda.current_device()] if setting.device == "cuda" else []))
     if ranks > 1:
         ours.settle(setting, place)
     everybody = all_peers(setting)
@@ -217,7 +197,7 @@ def measured(question: _Question, step: Step) -> Result:
                 torch.cuda.empty_cache()
     chosen = ours.chosen_name(setting)
     return Result(
-        case=case,
+        case=setting.case,
         ours=chosen if any(peer.name == chosen for peer in present) else None,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         device=place.type,

@@ -33,10 +33,6 @@ class Setting:
     "torch's device type: cuda or cpu."
     aiter: Path | None = None
     "A checkout of ROCm/aiter, or None to take what is installed."
-    vllm: Path | None = None
-    "vLLM's compiled library or the folder that holds it, or None to take what is installed."
-    flashinfer: Path | None = None
-    "FlashInfer's compiled all-reduces or the folder that holds them."
 
 
 @frozen(kw_only=True, eq=False)

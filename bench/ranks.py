@@ -239,17 +239,12 @@ def ranks_for(size: int | None, device: str | None) -> tuple[int, str]:
     device = device or ("cuda" if there else "cpu")
     if device not in ("cpu", "cuda"):
         raise BenchError(f"device must be cuda or cpu, got {shown(device)}")
-    if size is None:
-        size = min(there, MOST) if device == "cuda" else 2
-        if size < 2:
-            raise BenchError(
-                f"this machine has {there} GPU{'' if there == 1 else 's'}, and an all-reduce takes at least two, one rank each; "
-                "device cpu takes processes instead"
-            )
+    asked, size = size, size or (min(there, MOST) if device == "cuda" else 2)
     if device == "cuda" and not 2 <= size <= there:
+        wanted = "" if asked is None else f": {asked} are asked for"
         raise BenchError(
-            f"an all-reduce is measured on 2 or more GPUs, one rank each: {size} are asked for, and torch finds {there}; "
-            "device cpu takes processes instead"
+            f"an all-reduce is measured on 2 or more GPUs, one rank each{wanted}, and torch finds {there}; device cpu takes "
+            "processes instead"
         )
     if size < 2:
         raise BenchError(f"an all-reduce is measured on 2 or more ranks, got {size}")

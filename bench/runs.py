@@ -168,17 +168,16 @@ def _anew(entrant: Entrant, index: int) -> tuple[torch.Tensor, ...]:
 def _measured(entrant: Entrant, timing: Timing | None) -> Measured:
     verdict = entrant.verdict
     word = ("refused" if entrant.refused else "failed") if verdict is None else "ok" if verdict.ok else "wrong"
+    figures = (
+        {"us": None, "low": None, "high": None, "rounds": 0, "calls": 0} if timing is None else attrs.asdict(timing)
+    )
     return Measured(
         peer=entrant.peer.name,
         verdict=word,
-        us=None if timing is None else timing.us,
-        low=None if timing is None else timing.low,
-        high=None if timing is None else timing.high,
-        rounds=0 if timing is None else timing.rounds,
-        calls=0 if timing is None else timing.calls,
         error=None if verdict is None or entrant.peer.is_copy else _finite(verdict.error),
         quant_error=None if verdict is None else _finite(verdict.quant_error),
         message=entrant.failure if verdict is None else verdict.message,
+        **figures,
     )
 
 

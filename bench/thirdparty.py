@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -13,8 +12,10 @@ from attrs import field, frozen
 from torch import Tensor
 
 from .cases import Case
+from .environment import version_of
 from .inputs import Work
 from .peers import Call, InPlace, Peer, Setting, missing, needs_gpu, needs_triton, over_sets
+from .rank_group import said
 
 Results = tuple[Tensor, ...]
 Function = Callable[..., Results]
@@ -92,32 +93,26 @@ def peer_of(third: ThirdParty, setting: Setting) -> Peer:
         why_not=functools.partial(_why_not, third),
         build=lambda work, _: third.offers[setting.case.op].calls(work),
         rounds_between=offer is not None and offer.rounds_between,
-        version=lambda _: _version_of(third.package),
+        version=lambda _: version_of(third.package),
     )
 
 
 def _why_not(third: ThirdParty, setting: Setting) -> str | None:
-    said = why_not_offered(third.offers, third.package, setting)
-    if said is None and missing(third.module.partition(".")[0]):
-        said = f"{third.package} is not installed (pip install {third.package})"
-    if said is None and setting.case.dtype not in third.dtypes:
-        said = f"its kernels take {' and '.join(third.dtypes)}, not {setting.case.dtype}"
-    return said or third.needs(setting) or _why_not_imported(third)
+    refused = why_not_offered(third.offers, third.package, setting)
+    if refused is None and setting.case.dtype not in third.dtypes:
+        refused = f"its kernels take {' and '.join(third.dtypes)}, not {setting.case.dtype}"
+    return refused or third.needs(setting) or why_not_imported(third)
 
 
-def _why_not_imported(third: ThirdParty) -> str | None:
+def why_not_imported(third: ThirdParty) -> str | None:
+    """Import it; None, or why that cannot be."""
+    if missing(third.module.partition(".")[0]):
+        return f"{third.package} is not installed (pip install {third.package})"
     try:
         importlib.import_module(third.module)
     except Exception as error:  # a package that is built for another torch may fail in any way
-        return f"{third.module} cannot be imported: {type(error).__name__}: {str(error).partition(chr(10))[0]}"[:300]
+        return f"{third.module} cannot be imported: {said(error)}"
     return None
-
-
-def _version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def norms_of(work: Work) -> tuple[tuple[Tensor, float], ...]:
@@ -133,57 +128,7 @@ def halves_joined(gate: Tensor, up: Tensor) -> Tensor:
     return gate.as_strided((gate.shape[0], 2 * gate.shape[-1]), gate.stride())
 
 
-# ---- Liger-Kernel
-
-
-def _liger_norms(work: Work) -> Function:
-    from liger_kernel.transformers.functional import liger_rms_norm
-
-    (q_weight, q_epsilon), (kv_weight, kv_epsilon) = norms_of(work)
-
-    def call(q: Tensor, kv: Tensor) -> Results:
-        return (
-            liger_rms_norm(q, q_weight, q_epsilon, in_place=False),
-            liger_rms_norm(kv, kv_weight, kv_epsilon, in_place=False),
-        )
-
-    return call
-
-
-def _liger_add(work: Work) -> Function:
-    from liger_kernel.transformers.functional import liger_fused_add_rms_norm
-
-    ((weight, epsilon),) = norms_of(work)
-
-    def call(x: Tensor, residual: Tensor) -> Results:
-        normed, total = liger_fused_add_rms_norm(x, residual, weight, epsilon, in_place=False)
-        return normed, total
-
-    return call
-
-
 # ---- flash-linear-attention
-
-
-def _fla_modules(work: Work) -> list[Any]:
-    from fla.modules import RMSNorm
-
-    norms = []
-    for weight, epsilon in norms_of(work):
-        norm = RMSNorm(weight.shape[0], eps=epsilon).to(work.device, work.dtype).requires_grad_(False)
-        norm.weight.copy_(weight)
-        norms.append(norm)
-    return norms
-
-
-def _fla_norms(work: Work) -> Function:
-    q_norm, kv_norm = _fla_modules(work)
-    return lambda q, kv: (q_norm(q), kv_norm(kv))
-
-
-def _fla_add(work: Work) -> Function:
-    (norm,) = _fla_modules(work)
-    return lambda x, residual: tuple(norm(x, residual=residual, prenorm=True))
 
 
 def _fla_gated(work: Work) -> Function:
@@ -197,14 +142,7 @@ def _fla_gated(work: Work) -> Function:
     return lambda x, gate: (norm(x, gate),)
 
 
-# ---- quack, FlashInfer
-
-
-def _quack_add(work: Work) -> Function:
-    from quack import rmsnorm
-
-    ((weight, epsilon),) = norms_of(work)
-    return lambda x, residual: tuple(rmsnorm(x, weight, residual=residual, eps=epsilon, prenorm=True))
+# ---- FlashInfer
 
 
 def _flashinfer_add(work: Work) -> Function:
@@ -240,28 +178,11 @@ IN_PLACE = "in place, on copies of the inputs"
 
 THIRD_PARTIES = (
     ThirdParty(
-        name="liger", package="liger-kernel", module="liger_kernel.transformers.functional", needs=needs_triton,
-        offers={
-            "mla_dual_rms_norm": Offer(about="Liger-Kernel's liger_rms_norm twice", make=_liger_norms),
-            "add_rms_norm": Offer(about="Liger-Kernel's liger_fused_add_rms_norm", make=_liger_add),
-        },
-    ),
-    ThirdParty(
         name="fla", package="flash-linear-attention", module="fla.modules", needs=needs_triton,
         offers={
-            "mla_dual_rms_norm": Offer(about="flash-linear-attention's RMSNorm module twice", make=_fla_norms),
-            "add_rms_norm": Offer(about="flash-linear-attention's RMSNorm module with a residual", make=_fla_add),
             "gated_rms_norm": Offer(
                 about="flash-linear-attention's FusedRMSNormGated module", make=_fla_gated, takes=frozenset({"wide weights"})
             ),
-        },
-    ),
-    ThirdParty(
-        name="quack", package="quack-kernels", module="quack", needs=needs_gpu,
-        offers={
-            "add_rms_norm": Offer(
-                about="quack.rmsnorm with a residual", make=_quack_add, takes=frozenset({"wide weights"})
-            )
         },
     ),
     ThirdParty(

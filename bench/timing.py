@@ -9,6 +9,7 @@ import gc
 import random
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -61,6 +62,11 @@ def repeats_for(sets: int, moved: int) -> int:
     fastest = _FASTEST_CALL_US if team().size == 1 else _FASTEST_ALL_REDUCE_US
     once = sets * max(fastest, moved / _FASTEST_BYTES_PER_US)
     return max(1, min(round(SHORTEST_GRAPH_US / once + 0.5), MOST_CALLS // sets))
+
+
+def least(call: Callable[[], object], number: int, repeats: int = 9) -> float:
+    """Microseconds of the host per call, the least of some repeats: what else runs on the machine only adds."""
+    return min(timeit.repeat(call, number=number, repeat=repeats)) / number * 1e6
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from .reducers import Reducer, Reduction, parts_of, reducers, remembered
 from .vllm_all_reduce import vllm_reducer
 
 Function = Callable[..., tuple[Tensor, ...]]
+Behind = Callable[[Work, Work, Setting], Sequence[Call | None]]
+"""From the work, the same without its all-reduce on rows that are summed, and its setting: what comes behind each reduction."""
 
 
 def unfused_peers(setting: Setting) -> list[Peer]:
@@ -46,7 +48,7 @@ def _three(reducer: Reducer, setting: Setting) -> Iterator[Peer]:
         name=reducer.name + ALONE,
         about=f"{reducer.about}, with nothing behind it",
         why_not=reducer.why_not,
-        build=functools.partial(_alone, reducer),
+        build=functools.partial(_build, reducer, None, _nothing),
         captured=reducer.captured,
         version=reducer.version,
         check=sums.check_sum,
@@ -68,20 +70,14 @@ def _why_not(
     return reducer.why_not(setting) or why_not(attrs.evolve(setting, case=local))
 
 
-def _build(
-    reducer: Reducer,
-    local: Case | None,
-    behind: Callable[[Work, Work, Setting], Sequence[Call]],
-    work: Work,
-    setting: Setting,
-) -> list[Call]:
-    assert local is not None
-    reductions = reducer.reductions(work, setting)
+def _build(reducer: Reducer, local: Case | None, behind: Behind, work: Work, setting: Setting) -> list[Call]:
+    reductions, parts = reducer.reductions(work, setting), parts_of(work)
     # The sum takes the place of this rank's part.
-    parts = {id(part): found.total for part, found in zip(parts_of(work), reductions, strict=True)}
-    sets = tuple(tuple(parts.get(id(rows), rows) for rows in each) for each in work.sets)
-    after = behind(work, attrs.evolve(work, case=local, sets=sets), attrs.evolve(setting, case=local))
-    return [_call(found, part, call) for found, part, call in zip(reductions, parts_of(work), after, strict=True)]
+    totals = {id(part): found.total for part, found in zip(parts, reductions, strict=True)}
+    sets = tuple(tuple(totals.get(id(rows), rows) for rows in each) for each in work.sets)
+    case = work.case if local is None else local
+    after = behind(work, attrs.evolve(work, case=case, sets=sets), attrs.evolve(setting, case=case))
+    return [_call(found, part, call) for found, part, call in zip(reductions, parts, after, strict=True)]
 
 
 def _call(found: Reduction, part: Tensor, behind: Call | None) -> Call:
@@ -92,10 +88,8 @@ def _call(found: Reduction, part: Tensor, behind: Call | None) -> Call:
     return InPlace(call, [part], [found.part]) if found.total is found.part else call
 
 
-def _alone(reducer: Reducer, work: Work, setting: Setting) -> list[Call]:
-    return [
-        _call(found, part, None) for found, part in zip(reducer.reductions(work, setting), parts_of(work), strict=True)
-    ]
+def _nothing(work: Work, _local: Work, _: Setting) -> Sequence[None]:
+    return [None] * len(work.sets)
 
 
 def _inductor(work: Work, local: Work, _: Setting) -> Sequence[Call]:

@@ -1,29 +1,18 @@
-"""vLLM's CUDA ops as a peer, loaded from its compiled library alone: vLLM's Python is neither imported nor needed.
-
-`--vllm` takes the library or a folder that holds it; else that of an installed vLLM is taken. It is built for one release of
-torch, and another one says so when it loads.
-"""
+"""vLLM's CUDA ops as a peer, of an installed vLLM."""
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..fusion.ops.quantisation import empty_scales
-from ..fusion.steps import Add
-from .cases import Case, step_of
+from .cases import Case
 from .inputs import Work
-from .peers import Peer, Setting, needs_gpu
-from .thirdparty import IN_PLACE, Function, Offer, Results, halves_joined, norms_of, why_not_offered
-
-LIBRARIES = ("_C_stable_libtorch.abi3.so", "_C.abi3.so")
-"""Where releases keep these ops, the newest first."""
+from .peers import needs_gpu
+from .thirdparty import IN_PLACE, Function, Offer, Results, ThirdParty, halves_joined, norms_of
 
 
 def _ops() -> Any:
@@ -63,24 +52,15 @@ def _static(work: Work) -> Function:
     return call
 
 
-def _per_token(work: Work) -> Function:
-    ((weight, epsilon),) = norms_of(work)
+def _dynamic(work: Work) -> Function:
+    """A scale for each token, or for each group of columns."""
+    ((weight, epsilon),), size = norms_of(work), work.case.group_size
+    op = _ops().rms_norm_dynamic_per_token_quant if size is None else _ops().rms_norm_per_block_quant
+    more = () if size is None else (size, work.case.column_major)
 
     def call(x: Tensor, residual: Tensor | None = None) -> Results:
         values, scales = _values(work, x), _scales(work, x)
-        _ops().rms_norm_dynamic_per_token_quant(values, x, weight, scales, epsilon, None, residual)
-        return (values, scales) if residual is None else (values, scales, residual)
-
-    return call
-
-
-def _group(work: Work) -> Function:
-    ((weight, epsilon),) = norms_of(work)
-    size, turned = work.case.group_size, work.case.column_major
-
-    def call(x: Tensor, residual: Tensor | None = None) -> Results:
-        values, scales = _values(work, x), _scales(work, x)
-        _ops().rms_norm_per_block_quant(values, x, weight, scales, epsilon, None, residual, size, turned)
+        op(values, x, weight, scales, epsilon, None, residual, *more)
         return (values, scales) if residual is None else (values, scales, residual)
 
     return call
@@ -137,13 +117,13 @@ OFFERS: dict[str, Offer] = {
     "add_rms_norm": _offer(f"fused_add_rms_norm, {IN_PLACE}", _add, in_place=True),
     "rms_norm_static_quant": _offer("rms_norm_static_fp8_quant", _static),
     "add_rms_norm_static_quant": _offer(f"fused_add_rms_norm_static_fp8_quant, {IN_PLACE}", _static, in_place=True),
-    "rms_norm_per_token_quant": _offer("rms_norm_dynamic_per_token_quant", _per_token),
+    "rms_norm_per_token_quant": _offer("rms_norm_dynamic_per_token_quant", _dynamic),
     "add_rms_norm_per_token_quant": _offer(
-        f"rms_norm_dynamic_per_token_quant with a residual, {IN_PLACE}", _per_token, in_place=True
+        f"rms_norm_dynamic_per_token_quant with a residual, {IN_PLACE}", _dynamic, in_place=True
     ),
-    "rms_norm_group_quant": _offer("rms_norm_per_block_quant", _group, takes=_TURNED, refuses=_whole_groups),
+    "rms_norm_group_quant": _offer("rms_norm_per_block_quant", _dynamic, takes=_TURNED, refuses=_whole_groups),
     "add_rms_norm_group_quant": _offer(
-        f"rms_norm_per_block_quant with a residual, {IN_PLACE}", _group, in_place=True, takes=_TURNED,
+        f"rms_norm_per_block_quant with a residual, {IN_PLACE}", _dynamic, in_place=True, takes=_TURNED,
         refuses=_whole_groups,
     ),
     "silu_mul_static_quant": _offer("silu_and_mul_quant", _silu_static),
@@ -154,63 +134,6 @@ OFFERS: dict[str, Offer] = {
 }  # fmt: skip
 """By op."""
 
-
-def vllm_peer(setting: Setting) -> Peer:
-    """What vLLM has for what is measured, as a peer."""
-    offer = OFFERS.get(setting.case.op)
-    return Peer(
-        name="vllm",
-        about="vLLM's CUDA ops" if offer is None else offer.about,
-        why_not=_why_not,
-        build=lambda work, _: OFFERS[setting.case.op].calls(work),
-        rounds_between=offer is not None and offer.rounds_between,
-        version=lambda setting: version_of(library_of(setting.vllm)),
-    )
-
-
-def _why_not(setting: Setting) -> str | None:
-    said = why_not_offered(OFFERS, "vLLM's compiled library", setting)
-    if said is None and setting.case.dtype == "fp32" and step_of(setting.case.form, Add) is not None:
-        said = "vLLM's fused add is for bf16 and fp16"
-    return said or needs_gpu(setting) or why_not_loaded(setting)
-
-
-def why_not_loaded(setting: Setting) -> str | None:
-    """Load the library, if it was not; None, or why it cannot be."""
-    library = library_of(setting.vllm)
-    if library is None:
-        where = "vLLM is not installed" if setting.vllm is None else f"{setting.vllm.name} holds none of its libraries"
-        return f"{where}; --vllm takes the folder of {LIBRARIES[0]}"
-    return _load(str(library))
-
-
-def library_of(given: Path | None) -> Path | None:
-    """The file, or None where there is none."""
-    if given is not None and given.is_file():
-        return given
-    spec = importlib.util.find_spec("vllm") if given is None else None
-    folders = [given] if given is not None else list(map(Path, (spec and spec.submodule_search_locations) or ()))
-    found = (folder / name for name in LIBRARIES for folder in folders)
-    return next((path for path in found if path.is_file()), None)
-
-
-@functools.cache
-def _load(path: str) -> str | None:
-    """Load a library once; None, or why it cannot be."""
-    try:
-        if not hasattr(torch.ops._C, "rms_norm"):
-            torch.ops.load_library(path)
-    except OSError as error:
-        # torch says only that it could not; the loader's own words are the cause.
-        return f"{Path(path).name} cannot be loaded: {str(error.__cause__ or error).splitlines()[0]}"[:300]
-    return None if hasattr(torch.ops._C, "rms_norm") else f"{Path(path).name} holds no norm"
-
-
-def version_of(library: Path | None) -> str | None:
-    """Of the installed package; a library alone does not say."""
-    from importlib import metadata
-
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return None if library is None else library.name
+VLLM_OPS = ThirdParty(
+    name="vllm", package="vllm", module="vllm._custom_ops", needs=needs_gpu, offers=OFFERS, dtypes=("bf16", "fp16")
+)

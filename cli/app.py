@@ -406,18 +406,6 @@ def bisect(
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="A checkout of ROCm/aiter, for its Triton ops.",
 )
-@click.option(
-    "--vllm",
-    metavar="FOLDER",
-    type=click.Path(exists=True, path_type=Path),
-    help="vLLM's compiled library, for its ops.",
-)
-@click.option(
-    "--flashinfer",
-    metavar="FOLDER",
-    type=click.Path(exists=True, path_type=Path),
-    help="FlashInfer's compiled all-reduces.",
-)
 @click.option("--quick", is_flag=True, help="Fewer tokens and rounds, and nothing that takes minutes to tune.")
 @click.option("--device", metavar="NAME", help="cuda or cpu; by default the GPU if there is one.")
 @click.option("--ranks", type=int, help="Processes of an all-reduce; by default one per GPU, two on a CPU.")
@@ -425,7 +413,7 @@ def bisect(
     "--out",
     metavar="FOLDER",
     type=click.Path(file_okay=False, path_type=Path),
-    help="For the files; by default here, or benchmarks/results of a checkout.",
+    help="For the files; by default here, or bench/results of a checkout.",
 )
 @_files
 @_json

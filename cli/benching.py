@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..bench.measure import Step
     from ..bench.result import Result
 
-REPOSITORY_RESULTS = Path("benchmarks") / "results"
+REPOSITORY_RESULTS = Path("bench") / "results"
 
 
 def answer_bench(

@@ -25,7 +25,7 @@ from layerfuse.fusion.backends.aiter.table import BY_NAME
 from layerfuse.fusion.policy import shipped
 
 HERE = Path(__file__).parent
-RESULTS = HERE.parent / "benchmarks" / "results"
+RESULTS = HERE.parent / "bench" / "results"
 SPECS = (
     specs.MLASpec,
     specs.GatedDeltaNetSpec,

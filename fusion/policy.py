@@ -85,7 +85,7 @@ class Measurement:
     date: datetime.date
     commit: str
     file: str
-    "Where the figures are, below benchmarks/results."
+    "Where the figures are, below bench/results."
     stage: str
     arm: str
     "Of the file."

@@ -24,7 +24,7 @@ CHECKED = sorted(
     path
     for folder in (*FLOORS, ".")
     for path in (ROOT / folder).glob("*.py" if folder == "." else "**/*.py")
-    if "__pycache__" not in path.parts
+    if not {"__pycache__", "scripts"} & {*path.parts}
 )
 
 
@@ -329,13 +329,13 @@ def test_nobody_asks_which_step_or_which_backend_something_is() -> None:
 
 
 def test_every_file_says_what_it_is() -> None:
-    paths = [*CHECKED, *(ROOT / "benchmarks").glob("*.py")]
+    paths = [*CHECKED, *(ROOT / "bench" / "scripts").glob("*.py")]
     assert [name_of(path) for path in paths if path.read_text().strip() and not ast.get_docstring(parsed(path))] == []
 
 
 def test_the_floors_are_all_there_is() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages - {"tests", "benchmarks", "docs"} == set(FLOORS)
+    assert packages - {"tests", "docs"} == set(FLOORS)
 
 
 def test_test_files_have_names_of_their_own() -> None:

@@ -20,11 +20,11 @@ FOLDERS = ("adapters", "bench", "cli", "engines", "fusion", "registry", "testing
 
 
 def packages_in_repository() -> set[str]:
-    """Every folder of the floors that holds Python."""
+    """Every folder of the floors that holds Python, but for the scripts that only we run."""
     found = {"layerfuse"}
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
-            if "__pycache__" not in path.parts:
+            if not {"__pycache__", "scripts"} & {*path.parts}:
                 found.add(".".join(("layerfuse", *path.relative_to(ROOT).parts[:-1])))
     return found
 
@@ -73,7 +73,7 @@ def _only(*patterns: str):  # type: ignore[no-untyped-def]
     """For copytree: what the build needs, and no caches, environments or tests."""
     from fnmatch import fnmatch
 
-    skipped = {"tests", "docs", "benchmarks", "build", "dist", "site", "__pycache__", ".git"}
+    skipped = {"tests", "docs", "build", "dist", "site", "__pycache__", ".git"}
 
     def ignore(folder: str, names: list[str]) -> set[str]:
         left = {name for name in names if name in skipped or name.startswith((".", "layerfuse.egg"))}
@@ -107,7 +107,7 @@ def test_every_module_of_the_repository_is_in_the_wheel(files: set[str]) -> None
         f"layerfuse/{path.relative_to(ROOT)}"
         for folder in (*FOLDERS, ".")
         for path in (ROOT / folder).glob("*.py" if folder == "." else "**/*.py")
-        if "__pycache__" not in path.parts and path != ROOT / "setup.py"
+        if not {"__pycache__", "scripts"} & {*path.parts} and path != ROOT / "setup.py"
     }
     assert modules <= files
     assert "layerfuse/setup.py" not in files
@@ -116,7 +116,9 @@ def test_every_module_of_the_repository_is_in_the_wheel(files: set[str]) -> None
 
 def test_nothing_with_a_generic_name_lands_at_the_top(files: set[str]) -> None:
     assert {name.partition("/")[0].partition("-")[0] for name in files} == {"layerfuse"}
-    assert not any(part in name for name in files for part in ("/tests/", "/benchmarks/", "/docs/", "/.scratch/"))
+    assert not any(
+        part in name for name in files for part in ("/tests/", "/scripts/", "/results/", "/docs/", "/.scratch/")
+    )
 
 
 def test_nothing_depends_on_the_unrelated_project_called_aiter() -> None:

@@ -1,4 +1,4 @@
-"""Compiles the kernel of benchmarks/few_token_gemm.py for sm90 without such a GPU, and prints what came out as JSON.
+"""Compiles the kernel of bench/scripts/few_token_gemm.py for sm90 without such a GPU, and prints what came out as JSON.
 
 Run by test_few_token_gemm, whose own process interprets kernels and cannot compile them.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench" / "scripts"))
 
 import few_token_gemm
 from few_token_gemm_kernel import few_token_mm

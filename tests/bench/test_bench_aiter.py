@@ -85,5 +85,5 @@ def test_the_version_is_the_commit_of_the_checkout_and_not_of_what_it_lies_in(ch
     git("init", "-q")
     git("add", ".")
     git("commit", "-qm", "all")
-    assert aiter_checkout.version(checkout) == f"commit {git('rev-parse', 'HEAD')}"
+    assert aiter_checkout.version(checkout) == f"commit {git('rev-parse', '--short=12', 'HEAD')}"
     assert aiter_checkout.version(checkout / "aiter") is None

@@ -95,10 +95,10 @@ def test_the_help_fits_a_screen(type_in, monkeypatch):
 
 
 def test_in_the_repository_they_go_to_its_results(type_in, tmp_path):
-    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "bench" / "results").mkdir(parents=True)
     (tmp_path / "models.toml").touch()
     type_in("mla_dual_rms_norm", *TINY)
-    assert len(list((tmp_path / "benchmarks" / "results").glob("mla_dual_rms_norm-*"))) == 3
+    assert len(list((tmp_path / "bench" / "results").glob("mla_dual_rms_norm-*"))) == 3
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_everybody_says_for_every_fusion_what_is_called_or_why_not(case, fusion)
     assert len(set(names)) == len(names)
     assert names[0].startswith("layerfuse (") and names[-1] == "copy"
     assert {"eager", "inductor", "inductor combo_kernels", "inductor max-autotune", "aiter triton"} < set(names)
-    assert {"liger", "fla", "quack", "flashinfer", "vllm"} < set(names)
+    assert {"fla", "flashinfer", "vllm"} < set(names)
     for peer in peers:
         said = peer.why_not(setting)
         assert said is None or said[-1] != "."
@@ -107,10 +107,10 @@ def test_third_parties_have_what_they_offer_and_say_what_they_have_not(case):
         return {peer.name: peer.why_not(setting) for peer in all_peers(setting)}
 
     quant = reasons("mla_dual_rms_norm_group_quant")
-    assert quant["liger"] == "liger-kernel has no kernel for mla_dual_rms_norm_group_quant"
-    assert "no kernel" not in reasons("add_rms_norm")["liger"]
+    assert quant["fla"] == "flash-linear-attention has no kernel for mla_dual_rms_norm_group_quant"
+    assert "no kernel" not in reasons("gated_rms_norm")["fla"]
     shifted = reasons("add_rms_norm", model="qwen3-next-80b-a3b")
-    assert shifted["fla"] == "flash-linear-attention is not measured with zero-centred weights"
+    assert shifted["vllm"] == "vllm is not measured with zero-centred weights"
     turned = reasons("mla_dual_rms_norm_group_quant", tma_aligned=True)
     assert turned["aiter triton"] == "AITER's Triton library is not measured with TMA-aligned scales"
     assert "not measured" not in reasons("rms_norm_group_quant", tma_aligned=True)["vllm"]

@@ -1,4 +1,4 @@
-"""benchmarks/few_token_gemm.py without a GPU: its kernel in Triton's interpreter, and compiled for the GPU that it was written for."""
+"""bench/scripts/few_token_gemm.py without a GPU: its kernel in Triton's interpreter, and compiled for the GPU that it was written for."""
 
 import json
 import os
@@ -11,15 +11,22 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = Path(__file__).parents[2] / "bench" / "scripts"
 
 
 @pytest.fixture
 def harness(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     import few_token_gemm
 
     return few_token_gemm
+
+
+def exact(tokens, depth):
+    """Random bfloat16 that e4m3 holds as it is: Triton's interpreter does not round to e4m3 as a GPU does."""
+    values = (torch.randn(tokens, depth // 128, 128) * 112).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    values[..., 0] = 448
+    return (values * 0.5 ** torch.randint(9, (*values.shape[:2], 1))).flatten(1).bfloat16()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
@@ -32,8 +39,12 @@ def harness(monkeypatch):
 def test_the_kernel_agrees_with_float64(harness, columns, depth, tokens, width, split, name):
     torch.manual_seed(tokens)
     tiling = harness.Tiling(width, split, 3, "plain")
+    weights = [harness.drawn(columns, depth, "cpu") for _ in range(2)]
+    x = exact(tokens, depth)
+    calls = harness.our_calls(name, tiling, tokens, x, weights)
+    right = harness.right_results(*harness.quantised(x), weights).repeat(2, 1, 1)
     # The interpreter truncates where a GPU rounds to bfloat16.
-    assert harness.interpreted_error(columns, depth, tokens, tiling, name) < 0.005
+    assert harness.relative_error(torch.stack([call() for call in (*calls, *calls)]), right) < 0.005
 
 
 def test_tilings_share_the_depth_of_every_shape(harness):

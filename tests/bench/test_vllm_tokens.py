@@ -1,15 +1,15 @@
-"""benchmarks/vllm_tokens.py: how far log probabilities are apart, and where an arm is further from vLLM than its own ways are."""
+"""bench/scripts/vllm_tokens.py: how far log probabilities are apart, and where an arm is further from vLLM than its own ways are."""
 
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = Path(__file__).parents[2] / "bench" / "scripts"
 
 
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
 
 
 def text(off=0.0, once=0.0, best=((7, -1.0), (8, -1.03125))):

@@ -1,4 +1,4 @@
-"""benchmarks/vllm_forced.py in vLLM's real sampler: requests that name their tokens get them, and log probabilities of the model's own."""
+"""bench/scripts/vllm_forced.py in vLLM's real sampler: requests that name their tokens get them, and log probabilities of the model's own."""
 
 from pathlib import Path
 
@@ -7,11 +7,11 @@ import pytest
 pytest.importorskip("vllm_host")  # before vllm: it chooses the platform
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCRIPTS = Path(__file__).parents[2] / "bench" / "scripts"
 
 
 def test_named_tokens_are_drawn(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(SCRIPTS))
     from vllm import SamplingParams
     from vllm.v1.sample import logits_processor
     from vllm.v1.sample.logits_processor import BatchUpdate

@@ -21,7 +21,7 @@ from layerfuse.fusion.catalog import UnknownFusionError
 from layerfuse.fusion.policy import SHIPPED, Measurement, Policy, PolicyError, read_policy, shipped
 from layerfuse.registry import model
 
-sys.path.append(str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "bench" / "scripts"))
 
 import policy_rows
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
-from helpers import ROOT, in_turn
+from helpers import in_turn
 
 pytest.importorskip("transformers")
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import quantised_logits
 

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
+import aiter_formula
 import pytest
 from helpers import ROOT
 
 from layerfuse.fusion.backends.aiter.releases import RELEASES
 from layerfuse.fusion.metadata import sizes
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import metadata_formula
-
-CHECKOUT = os.environ.get(metadata_formula.VARIABLE, "")
+CHECKOUT = os.environ.get(aiter_formula.VARIABLE, "")
 
 
-@pytest.mark.skipif(not CHECKOUT, reason=f"{metadata_formula.VARIABLE} names no checkout of ROCm/aiter")
+@pytest.mark.skipif(not CHECKOUT, reason=f"{aiter_formula.VARIABLE} names no checkout of ROCm/aiter")
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_table_is_aiters_own_function(release):
-    found = metadata_formula.compare(Path(CHECKOUT), release)
+    found = aiter_formula.compare(Path(CHECKOUT), release)
     if not found:
         pytest.skip(f"the checkout has no metadata functions of {release}")
     assert found["mismatches"] == 0, found["first"]
@@ -31,10 +27,10 @@ def test_the_table_is_aiters_own_function(release):
 
 
 def test_it_was_held_to_the_releases_asked_for():
-    result = json.loads((ROOT / "benchmarks" / "results" / "metadata_formula.json").read_text())
+    result = json.loads((ROOT / "bench" / "results" / "metadata_formula.json").read_text())
     assert result["mismatches"] == 0
     assert result["not in the checkout"] == []
-    assert all(result["releases"][release]["points"]["decode"] >= 2_000 for release in metadata_formula.ASKED)
+    assert all(result["releases"][release]["points"]["decode"] >= 2_000 for release in aiter_formula.ASKED)
 
 
 GFX942 = {"arch": "gfx942", "cu_count": 304}

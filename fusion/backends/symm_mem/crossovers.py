@@ -13,7 +13,7 @@ WIDEST_BYTES = 32768
 
 ONE_SHOT_BYTES = {2: 56 << 20, 4: 272 << 10, 8: 128 << 10}
 """World size -> the largest `tokens * hidden * itemsize` of a rank that is pushed to every peer. Two and four ranks: measured on
-H200s (benchmarks/results/all_reduce_tuning-*-ranks.json); with two, one shot is ahead as far as it was tried. Eight are not measured
+H200s (bench/results/all_reduce_tuning-*-ranks.json); with two, one shot is ahead as far as it was tried. Eight are not measured
 here: SGLang 0.5.23's figure for pushes in one shot on H200 in a CUDA graph (its CustomAllReduceV2). A size between two of
 them has the figure of the larger one."""
 

@@ -120,7 +120,7 @@ def launch(
 
 
 def shape(width: int, item: int, group: int, world_size: int, many: bool) -> tuple[int, int]:
-    """Columns of a chunk and warps of a program, found on two and four H200s (benchmarks/results/all_reduce_tuning-*-ranks.json).
+    """Columns of a chunk and warps of a program, found on two and four H200s (bench/results/all_reduce_tuning-*-ranks.json).
 
     A row comes in one chunk up to 16 KiB, as every chunk waits for its peers anew. A thread makes one 16-byte access per rank
     and chunk, or four where rows are narrow and there is one peer. Where there are more rows than programs at once, several

@@ -32,7 +32,7 @@ def steps_of(case: Any) -> tuple[int, ...]:
 def most(heads: int, nope: int) -> int:
     """Tokens up to which the GEMM is ours, for heads of so many columns.
 
-    Beyond, a whole decode layer is faster with torch's and one more launch (benchmarks/results/mla_chain-*.json; 16 and 128 heads).
+    Beyond, a whole decode layer is faster with torch's and one more launch (bench/results/mla_chain-*.json; 16 and 128 heads).
     """
     return 0 if nope > DEEPEST else 64 if heads <= 32 else 32
 

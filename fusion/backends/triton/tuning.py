@@ -1,6 +1,6 @@
 """How a kernel is launched: rules over the widths, in a few steps over the number of rows.
 
-They were found on an H200 (benchmarks/results/row_norm_tuning.json) and hold for the
+They were found on an H200 (bench/results/row_norm_tuning.json) and hold for the
 widths that were measured there. They count in threads, so that a wave of 64 takes the place of two warps; on AMD they
 are a starting point that nobody has timed. What they come down to:
 

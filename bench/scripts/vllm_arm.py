@@ -1,0 +1,204 @@
+"""One vLLM engine for `vllm_engine`, in a process of its own: starts, then answers one command per line until its input ends.
+
+    python bench/scripts/vllm_arm.py '{"model": ..., "seqs": 64, ...}' ANSWERS
+
+Commands and answers are JSON, the answers to a file descriptor, since standard output is vLLM's log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+STARTED = time.time()
+PROMPTS = {"short": (4, 48), "batch": (16, 33), "long": (2, 600)}
+"""Name -> sequences and their length. The long ones are prefilled outside of any CUDA graph."""
+
+
+def _forced() -> str:
+    """The logits processor of the model runner that vLLM takes: the second where there is one and nobody chose the first."""
+    import vllm_forced
+
+    second = hasattr(vllm_forced, "ForcedThere") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1") != "0"
+    return "ForcedThere" if second else "Forced"
+
+
+class Arm:
+    """An engine and what can be asked of it."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.vocabulary = asked["vocabulary"]
+        before = time.time()
+        self.llm = LLM(
+            model=asked["model"], load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=2048,
+            gpu_memory_utilization=0.05, kv_cache_memory_bytes=asked["cache"], max_num_seqs=max(asked["batches"]),
+            max_num_batched_tokens=8192, enable_prefix_caching=False, seed=0, tensor_parallel_size=asked["tp"],
+            worker_extension_cls="vllm_probe.Probe", logits_processors=[f"vllm_forced:{_forced()}"],
+            compilation_config={"cudagraph_capture_sizes": asked["captured"], **asked["compilation"]},
+            additional_config=asked["additional"], **asked["engine"],
+        )  # fmt: skip
+        self.start = {"import_s": round(before - STARTED, 1), "start_s": round(time.time() - before, 1)}
+
+    def ready(self) -> dict[str, Any]:
+        """What was started."""
+        config = self.llm.llm_engine.vllm_config.compilation_config
+        passes = vars(config.pass_config)
+        return {
+            **self.start,
+            "cudagraph": str(config.cudagraph_mode),
+            "custom_ops": list(config.custom_ops),
+            "passes": sorted(name for name, on in passes.items() if on is True),
+            "workers": self.llm.collective_rpc("probe_state"),
+        }
+
+    def _prompts(self, number: int, length: int, seed: int) -> list[Any]:
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(2, self.vocabulary, (number, length), generator=generator)
+        return [{"prompt_token_ids": row} for row in drawn.tolist()]
+
+    def tokens(self) -> dict[str, Any]:
+        """Greedy tokens, with the best five of each step: name -> [tokens, [[token, log probability], ...]] of each sequence."""
+        from vllm import SamplingParams
+
+        greedy = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, logprobs=5, detokenize=False)
+        found = {}
+        for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
+            outputs = [
+                each.outputs[0]
+                for each in self.llm.generate(self._prompts(number, length, seed), greedy, use_tqdm=False)
+            ]
+            found[name] = [
+                [
+                    list(each.token_ids),
+                    [[[i, round(p.logprob, 5)] for i, p in step.items()] for step in each.logprobs or ()],
+                ]
+                for each in outputs
+            ]
+        return found
+
+    def forced(self, tokens: dict[str, list[list[int]]], together: bool = True) -> dict[str, Any]:
+        """What is thought of given tokens behind the same prompts.
+
+        Args:
+            tokens: name -> of each sequence, so many of the first as there are.
+            together: all sequences of a name in one batch; otherwise one after another.
+
+        Returns:
+            name -> of each sequence the log probabilities of its `prompt`, from the second token, and of its `tokens`, and of each step
+            the `best` two tokens with theirs.
+        """
+        from vllm import SamplingParams
+
+        found = {}
+        for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
+            wanted = [
+                SamplingParams(
+                    temperature=0, max_tokens=len(row), ignore_eos=True, prompt_logprobs=0, logprobs=2, detokenize=False,
+                    extra_args={"tokens": row},
+                )
+                for row in tokens[name]
+            ]  # fmt: skip
+            asked = list(zip(self._prompts(number, length, seed), wanted, strict=False))
+            batches = [asked] if together else [[each] for each in asked]
+            outputs = [
+                output
+                for batch in batches
+                for output in self.llm.generate([each for each, _ in batch], [how for _, how in batch], use_tqdm=False)
+            ]
+            found[name] = [_thought(*each) for each in zip(outputs, tokens[name], strict=True)]
+        return found
+
+    def one_by_one(self, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
+        """`forced`, each of the first four sequences in a batch of its own."""
+        return self.forced({name: rows[:4] for name, rows in tokens.items()}, together=False)
+
+    def settle(self, batch: int, context: int) -> None:
+        """Decode so many sequences behind so many tokens each, so that the graph's inputs are those of such a decode step."""
+        from vllm import SamplingParams
+
+        few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        self.llm.generate(self._prompts(batch, context, 7), few, use_tqdm=False)
+
+    def prompts(self, number: int, length: int, rounds: int) -> list[float]:
+        """Milliseconds of vLLM's step for so many prompts together, once for each round: by the host's clock, its own work in it."""
+        from vllm import SamplingParams
+
+        one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+        given, times = self._prompts(number, length, 13), []
+        for _ in range(rounds):
+            began = time.perf_counter()
+            self.llm.generate(given, one, use_tqdm=False)
+            times.append((time.perf_counter() - began) * 1000)
+        return times
+
+    def prompt_kernels(self, number: int, length: int) -> list[dict[str, Any]]:
+        """Kernel -> launches and microseconds of one such step, of every rank."""
+        rounds = 4
+        self.llm.collective_rpc("probe_begin")
+        self.prompts(number, length, rounds)
+        return self.llm.collective_rpc("probe_end", args=(rounds,))
+
+    def prefill(self, lengths: list[int]) -> None:
+        """Prompts of these lengths, one after another: whatever is compiled late is compiled now, and vLLM's log says so."""
+        from vllm import SamplingParams
+
+        one = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True, detokenize=False)
+        for length in lengths:
+            # Sequences are no longer than 2048: several make one step of `length` tokens.
+            parts = [1024] * (length // 1024) + ([length % 1024] if length % 1024 else [])
+            self.llm.generate([self._prompts(1, part, 11)[0] for part in parts], one, use_tqdm=False)
+
+    def replay(self, tokens: int, warm: int, rounds: int, each: int) -> list[list[float]]:
+        """Of every rank."""
+        return self.llm.collective_rpc("probe_replay", args=(tokens, warm, rounds, each))
+
+    def kernels(self, tokens: int) -> list[dict[str, Any]]:
+        """Of every rank."""
+        return self.llm.collective_rpc("probe_kernels", args=(tokens,))
+
+
+def _thought(output: Any, tokens: list[int]) -> dict[str, Any]:
+    drawn = output.outputs[0]
+    if list(drawn.token_ids) != tokens:
+        raise RuntimeError(f"vLLM drew {list(drawn.token_ids)[:4]}... where it was to draw {tokens[:4]}...")
+    prompt = [
+        step[token].logprob for token, step in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True) if step
+    ]
+    best = [sorted(step.items(), key=lambda each: (-each[1].logprob, each[1].rank))[:2] for step in drawn.logprobs]
+    return {
+        "prompt": [round(each, 5) for each in prompt],
+        "tokens": [round(step[token].logprob, 5) for token, step in zip(tokens, drawn.logprobs, strict=True)],
+        "best": [[[token, round(one.logprob, 5)] for token, one in step] for step in best],
+    }
+
+
+def main() -> None:
+    """Serve commands."""
+    answers = os.fdopen(int(sys.argv[2]), "w")
+
+    def say(**what: Any) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    try:
+        arm = Arm(json.loads(sys.argv[1]))
+        say(result=arm.ready())
+        for line in sys.stdin:
+            name, *arguments = json.loads(line)
+            say(result=getattr(arm, name)(*arguments))
+    except BaseException as error:
+        say(error=f"{type(error).__name__}: {error}"[:2000])
+        raise
+    finally:
+        answers.close()
+
+
+if __name__ == "__main__":
+    main()

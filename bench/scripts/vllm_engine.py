@@ -1,0 +1,429 @@
+"""vLLM's own engine with and without layerfuse: GPU time of vLLM's full decode graph, greedy tokens, kernels of a step.
+
+    python bench/scripts/vllm_engine.py [STAGE ...] --out results.json --logs FOLDER [--limit 540] [--turns 6] [--one-by-one]
+
+A stage is a model at its published widths with few layers and random weights (`vllm_shapes`), and several arms: vLLM without
+layerfuse as it is installed and in others of its own ways, and layerfuse in it. Each arm is an engine in processes of its own
+(`vllm_arm`). All arms of a stage are started together
+on the same GPUs, then take turns: while one is timed, the others wait. A time is that of vLLM's CUDA graph for a decode step,
+replayed behind 1024 tokens of context (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's
+clock. Beside it stand the times of all kernels of the first rank, added up (`gpu_ms`; those of an all-reduce wait for the other ranks).
+A ratio is the median over the turns, each of which times every arm.
+
+Tokens are compared with those of the first arm. Where two sequences part, the two best logits of the first arm at that step say whether
+it was a tie: one bf16 step apart or less. Then every arm is given the first arm's tokens, and its log probabilities of them are compared
+(`vllm_tokens`, which also says when they hold).
+
+Results are written after every stage; a stage that the file holds is not run again, unless it is named with --again. One that would
+not end before --limit is not begun. `--list` prints the stages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import selectors
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict
+from vllm_shapes import VOCABULARY, folder_of, layers_of
+from vllm_stages import DEFAULT, STAGES, Stage
+from vllm_table import table
+from vllm_tokens import agreement, distances, drawn, exceeds
+
+from layerfuse.bench.environment import environment
+
+HERE = Path(__file__).parent
+BEGAN = time.monotonic()
+BATCHES = (1, 8, 64, 256)
+CONTEXT = 1024
+"""Tokens behind which a decode step is timed."""
+OURS = ("row_norm", "dual_norm", "norm_rope_cache", "query", "gated_norm", "silu_mul", "all_reduce_row_norm")
+"""Functions that layerfuse's Triton kernels are compiled from."""
+DISTINCT = 50
+"""The fewest different tokens that greedy texts of seeded weights hold; fewer say that the weights were not taken."""
+LATE = "JIT compilation during inference"
+"""In the warnings of vLLM's monitor of kernels that are compiled late."""
+CAPTURED = 512
+"""The most tokens of a step that vLLM runs in CUDA graphs by default: in pieces around the attention, where prompts are."""
+TOGETHER = ((1, 512), (8, 1024))
+"""Prompts of one step, and tokens of each, that are timed."""
+A_TURN = 400
+"""Milliseconds that an arm's prompts are timed in a turn."""
+LENGTHS = (65, 300, 500, 800, 1100, 2500, 5000, 8192)
+"""Tokens of prefills, one for each step of launch variants."""
+
+QUIET = {
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false", "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
+    # A sampler of FlashInfer's is compiled by nvcc at the first start; it is in no decode graph.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONUNBUFFERED": "1",
+    # No NVLink multicast, which is a matter of the whole host: neither NCCL's, nor torch's, nor vLLM's.
+    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+}  # fmt: skip
+
+
+class ArmError(RuntimeError):
+    """An arm did not do what it was asked for."""
+
+
+class Engine:
+    """The process of an arm, seen from here."""
+
+    def __init__(self, arm: str, name: str, stage: Stage, work: Path, logs: Path) -> None:
+        ours = stage.arms.get(arm)
+        way, fusions = stage.ways[arm if ours is None else ours.way], None if ours is None else ours.fusions
+        self.name, self.log = name, logs / f"{name}.log"
+        self.report = logs / f"{name}.report.json"
+        chosen = {} if fusions == DEFAULT else {"fusions": list(fusions or ())}
+        options = {} if fusions is None else {"layerfuse": {**chosen, "report": str(self.report)}}
+        asked = {
+            "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
+            "captured": [*BATCHES, CAPTURED], "cache": stage.cache, "additional": options,
+            "compilation": {"pass_config": way.passes, "custom_ops": list(way.custom_ops)}, "engine": {**stage.engine, **way.engine},
+        }  # fmt: skip
+        variables = {
+            **{name: value for name, value in os.environ.items() if name != "LAYERFUSE_FUSIONS"}, **QUIET, **stage.variables, **way.variables,
+            "VLLM_PLUGINS": "" if fusions is None else "layerfuse", "VLLM_CACHE_ROOT": str(work / "cache" / name),
+            "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }  # fmt: skip
+        reading, writing = os.pipe()
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "vllm_arm.py"), json.dumps(asked), str(writing)],
+            stdin=subprocess.PIPE, stdout=self.log.open("w"), stderr=subprocess.STDOUT, text=True, env=variables, pass_fds=(writing,),
+            start_new_session=True,
+        )  # fmt: skip
+        os.close(writing)
+        self.answers, self.rest = reading, b""
+
+    def answer(self, until: float) -> Any:
+        """The next answer.
+
+        Raises:
+            ArmError: an error there, or none came in time.
+        """
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.answers, selectors.EVENT_READ)
+            while b"\n" not in self.rest:
+                if not selector.select(max(0.0, until - time.monotonic())):
+                    raise ArmError(f"{self.name}: no answer in time")
+                more = os.read(self.answers, 1 << 16)
+                if not more:
+                    raise ArmError(f"{self.name}: its process has ended; see {self.log.name}")
+                self.rest += more
+        line, _, self.rest = self.rest.partition(b"\n")
+        said = json.loads(line)
+        if "error" in said:
+            raise ArmError(f"{self.name}: {said['error']}")
+        return said["result"]
+
+    def tell(self, *command: Any) -> None:
+        """A command, whose answer is to be asked for."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, until: float, *command: Any) -> Any:
+        """What it answers to a command."""
+        self.tell(*command)
+        return self.answer(until)
+
+    def stop(self) -> None:
+        """End it and its workers."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, 15)
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, 9)
+        os.close(self.answers)
+
+
+def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: argparse.Namespace) -> dict[str, Any]:
+    """A stage's results, as far as they came; `given`: the options of the command."""
+    result: dict[str, Any] = {
+        "shape": stage.shape, "tp": stage.tp, "variables": stage.variables, "context": CONTEXT, "layers": layers_of(stage.shape),
+        "arms": {}, "errors": {},
+    }  # fmt: skip
+    engines: dict[str, Engine] = {}
+    started = time.monotonic()
+    try:
+        for arm in _arms(stage, given.arms):
+            engines[arm] = Engine(arm, f"{name}.{arm}", stage, work, logs)
+            ours = stage.arms.get(arm)
+            way = stage.ways[ours.way if ours else arm]
+            said = asdict(way, filter=lambda _, value: bool(value))
+            result["arms"][arm] = {"fusions": ours and ours.fusions, "way": said}
+            if given.one_by_one:
+                _try(result, engines, arm, until, None)
+        if not given.one_by_one:
+            for arm in list(engines):
+                _try(result, engines, arm, until, None)
+        result["started_s"] = round(time.monotonic() - started, 1)
+        for batch in BATCHES:
+            _settle_together(result, engines, batch, until)
+        for batch in BATCHES:
+            _time(result, engines, batch, until, given.turns)
+        for arm in list(engines):
+            for batch in BATCHES:
+                # A graph that is replayed with what another batch left behind may read and write anywhere: attention kernels
+                # take lengths and splits of each sequence from memory.
+                _try(result, engines, arm, until, "settle", batch, CONTEXT)
+                _try(result, engines, arm, until, "kernels", batch)
+        if given.no_texts:
+            return _concluded(result, {f"{name}.{arm}": arm for arm in result["arms"]}, logs)
+        for arm in list(engines):
+            drew = _try(result, engines, arm, until, "tokens")
+            few = {each for text in drawn(drew or {}).values() for row in text for each in row}
+            if drew and len(few) < DISTINCT:
+                what = f"its greedy texts hold {len(few)} different tokens: vLLM did not take the seeded weights"
+                result["errors"][arm] = what
+                engines.pop(arm).stop()
+        if "vllm" in engines:
+            text = drawn(result["arms"]["vllm"]["tokens"])
+            for arm in list(engines):
+                _try(result, engines, arm, until, "forced", text)
+            _try(result, engines, "vllm", until, "one_by_one", text)
+        for number, length in TOGETHER:
+            _time_prompts(result, engines, number, length, until, given.turns)
+        for arm in [arm for arm in engines if arm == "vllm" or arm in stage.arms]:
+            _try(result, engines, arm, until, "prefill", list(LENGTHS))
+    finally:
+        for engine in engines.values():
+            engine.stop()
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return _concluded(result, {f"{name}.{arm}": arm for arm in result["arms"]}, logs)
+
+
+def _arms(stage: Stage, only: list[str]) -> list[str]:
+    """Of a stage, its ways first."""
+    return [arm for arm in (*stage.ways, *stage.arms) if not only or arm in only]
+
+
+def starts(name: str, stage: Stage, logs: Path, work: Path, until: float, given: argparse.Namespace) -> dict[str, Any]:
+    """Each arm's cold start and the next one from its caches, alone on the machine: arm -> what it said and vLLM's lines of its times."""
+    found: dict[str, Any] = {}
+    for arm in _arms(stage, given.arms):
+        for kind in ("cold", "warm"):
+            engine = Engine(arm, f"{name}.{arm}", stage, work, logs)
+            try:
+                ready = engine.answer(until)
+            except ArmError as error:
+                ready = {"error": str(error)}
+            finally:
+                engine.stop()
+            lines = engine.log.read_text(errors="replace").splitlines()
+            said = [line[-240:] for line in lines if " took " in line or "layerfuse" in line or "seconds" in line]
+            found[f"{arm}, {kind}"] = {**{key: ready.get(key) for key in ("start_s", "error")}, "said": said}
+    return found
+
+
+def _try(
+    result: dict[str, Any], engines: dict[str, Engine], arm: str, until: float, command: str | None, *given: Any
+) -> Any:
+    """Ask one arm; one that fails takes no further part. No command: wait until it has started."""
+    if arm not in engines:
+        return None
+    try:
+        found = engines[arm].answer(until) if command is None else engines[arm].ask(until, command, *given)
+    except (ArmError, OSError) as error:
+        result["errors"][arm] = f"{command or 'start'} {' '.join(map(str, given))}: {error}"
+        engines.pop(arm).stop()
+        return None
+    key = " ".join(["ready" if command is None else command, *(str(each) for each in given if isinstance(each, int))])
+    if command not in ("replay", "settle", "prefill", "prompts", "prompt_kernels"):
+        result["arms"][arm][key] = found
+    return found
+
+
+def _settle_together(result: dict[str, Any], engines: dict[str, Engine], batch: int, until: float) -> None:
+    """Have all arms meet these sizes at once: what compiles its kernels at their first call does so on all cores."""
+    for engine in engines.values():
+        with contextlib.suppress(OSError):  # its answer says that it has ended
+            engine.tell("settle", batch, CONTEXT)
+    for arm in list(engines):
+        try:
+            engines[arm].answer(until)
+        except ArmError as error:
+            result["errors"][arm] = f"settle {batch}: {error}"
+            engines.pop(arm).stop()
+
+
+def _in_turns(engines: dict[str, Engine], turns: int) -> Iterator[str]:
+    """All arms in every turn, in every other one backwards."""
+    for turn in range(turns):
+        yield from [*engines][:: 1 if turn % 2 == 0 else -1]
+
+
+def _time(result: dict[str, Any], engines: dict[str, Engine], batch: int, until: float, turns: int) -> None:
+    times: dict[str, list[float]] = {arm: [] for arm in engines}
+    once: dict[str, float] = {}
+    for arm in list(engines):
+        _try(result, engines, arm, until, "settle", batch, CONTEXT)
+        found = _try(result, engines, arm, until, "replay", batch, 20, 2, 10)
+        once[arm] = max(rank[-1] for rank in found) if found else 0.0
+    for arm in _in_turns(engines, turns):
+        each = max(5, min(100, int(20000 / once[arm])))
+        found = _try(result, engines, arm, until, "replay", batch, 4 * each, 5, each)
+        if found:
+            times[arm].append(statistics.median(map(max, zip(*found, strict=True))))
+    for arm, several in times.items():
+        if arm in engines and several:
+            result["arms"][arm][f"batch {batch}"] = {
+                "us": round(statistics.median(several), 2),
+                "turns_us": [round(each, 2) for each in several],
+                "times_faster": _faster(times.get("vllm", []), several),
+            }
+
+
+def _time_prompts(
+    result: dict[str, Any], engines: dict[str, Engine], number: int, length: int, until: float, turns: int
+) -> None:
+    """Steps that hold prompts alone; the host needs now more and now less time for the same, so the fastest round of a turn counts."""
+    times: dict[str, list[float]] = {arm: [] for arm in engines}
+    warm = [_try(result, engines, arm, until, "prompts", number, length, 5) for arm in list(engines)]
+    rounds = max(5, min(40, int(A_TURN / max([1, *(min(found) for found in warm if found)]))))
+    for arm in _in_turns(engines, turns):
+        found = _try(result, engines, arm, until, "prompts", number, length, rounds)
+        times[arm] += [min(found)] if found else []
+    for arm in list(engines):
+        ranks = _try(result, engines, arm, until, "prompt_kernels", number, length)
+        if ranks and (several := times[arm]):
+            result["arms"][arm][f"prompts {number} x {length}"] = {
+                "ms": round(statistics.median(several), 3),
+                "turns_ms": [round(each, 3) for each in several],
+                "times_faster": _faster(times.get("vllm", []), several),
+                "gpu_ms": round(sum(us for _, us in ranks[0].values()) / 1000, 3),
+                "launches": round(sum(count for count, _ in ranks[0].values()), 1),
+            }
+
+
+def _faster(first: list[float], several: list[float]) -> float | None:
+    """The median over the turns of how many times faster than the first arm; None: that was not timed."""
+    ratios = [a / b for a, b in zip(first, several, strict=False)]
+    return round(statistics.median(ratios), 4) if ratios else None
+
+
+def _concluded(result: dict[str, Any], names: dict[str, str], logs: Path) -> dict[str, Any]:
+    """The results with what follows from them: fused kernels, tokens against the first arm's, late compilations."""
+    first = result["arms"].get("vllm", {}).get("tokens")
+    for name, arm in names.items():
+        found = result["arms"][arm]
+        for batch in BATCHES:
+            ranks = found.pop(f"kernels {batch}", None)
+            if ranks:
+                found[f"fused {batch}"] = _ours(ranks[0])
+                found[f"launches {batch}"] = round(sum(count for count, _ in ranks[0].values()), 1)
+                most = sorted(ranks[0].items(), key=lambda each: -each[1][1])
+                found[f"kernels {batch}"] = [[kernel, *numbers] for kernel, numbers in most[:40]]
+        if first is not None and arm != "vllm" and "tokens" in found:
+            found["agreement"] = agreement(first, found["tokens"])
+        log = logs / f"{name}.log"
+        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+        found["late"] = sorted({line[-200:] for line in lines if LATE in line})
+        found["said"] = [line[-300:] for line in lines if "layerfuse" in line][:40]
+        report = logs / f"{name}.report.json"
+        if report.exists():
+            modules = json.loads(report.read_text())["modules"].values()
+            found["missed"] = [module["missed"] for module in modules if module["missed"]]
+            found["problems"] = [problem for module in modules for problem in module["problems"]]
+    _compared(result)
+    for found in result["arms"].values():
+        for texts in ("tokens", "forced", "one_by_one"):
+            found.pop(texts, None)
+    return result
+
+
+def _compared(result: dict[str, Any]) -> None:
+    """Log probabilities against the first arm's, and against how far vLLM's own ways are apart."""
+    arms = result["arms"]
+    first = arms.get("vllm", {})
+    if "forced" in first:
+        ways = {"other batches": distances(first["forced"], first["one_by_one"])} if "one_by_one" in first else {}
+        for name, found in arms.items():
+            if found is not first and "forced" in found:
+                found["log probabilities"] = distances(first["forced"], found["forced"])
+                if found["fusions"] is None:
+                    ways[name] = found["log probabilities"]
+        first["ways"] = ways
+        for found in arms.values():
+            if found["fusions"] is not None and "log probabilities" in found and ways:
+                found["exceeds"] = exceeds(found["log probabilities"], ways)
+
+
+def _ours(kernels: dict[str, list[float]]) -> dict[str, float]:
+    counts = {ours: sum(n for kernel, (n, _) in kernels.items() if kernel.startswith(ours)) for ours in OURS}
+    return {ours: count for ours, count in counts.items() if count}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="of --list; all that fit the GPUs if none")
+    parser.add_argument("--out", type=Path, default=Path("vllm_engine.json"))
+    parser.add_argument("--logs", type=Path, default=None)
+    parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--one-by-one", action="store_true", help="start engines one after another")
+    parser.add_argument("--arms", nargs="*", default=[], help="of each stage, where not all")
+    parser.add_argument(
+        "--no-texts", action="store_true", help="times and kernels alone: no tokens, no log probabilities, no prompts"
+    )
+    parser.add_argument("--starts", action="store_true", help="time cold and warm starts alone, nothing else")
+    parser.add_argument("--again", action="store_true", help="also stages that --out holds")
+    parser.add_argument("--list", action="store_true")
+    given = parser.parse_args()
+    if given.list:
+        for name, stage in STAGES.items():
+            print(f"{name}: {stage.shape}, tp {stage.tp}: {', '.join([*stage.ways, *stage.arms])}")
+        return
+    unknown = [name for name in given.stages if name not in STAGES]
+    if unknown:
+        parser.error(f"no stage is called {unknown[0]!r}; known: {', '.join(STAGES)}")
+    work = Path(tempfile.gettempdir()) / "vllm_engine"
+    logs = given.logs or work / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    results = json.loads(given.out.read_text()) if given.out.exists() else {"stages": {}}
+    results["environment"] = {**environment(), "began": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())}
+    gpus = _gpus()
+    results["environment"]["gpus"] = gpus
+    for name in given.stages or [name for name in STAGES if not name.startswith("tiny")]:
+        stage = STAGES[name]
+        left = given.limit - (time.monotonic() - BEGAN)
+        if name in results["stages"] and not given.again:
+            print(f"{name}: done before")
+        elif stage.tp > len(gpus):
+            print(f"{name}: needs {stage.tp} GPUs, and there are {len(gpus)}")
+        elif left < stage.needs:
+            print(f"{name}: not begun, {left:.0f} s are left and it needs about {stage.needs}")
+        else:
+            print(f"{name}: begins at {time.monotonic() - BEGAN:.0f} s", flush=True)
+            until = min(BEGAN + given.limit, time.monotonic() + 2 * stage.needs + 60)
+            kind, measure = ("starts", starts) if given.starts else ("stages", run)
+            results.setdefault(kind, {})[name] = measure(name, stage, logs, work, until, given)
+            given.out.write_text(json.dumps(results, indent=1) + "\n")
+            if not given.starts:
+                print(table({"stages": {name: results["stages"][name]}}, BATCHES), flush=True)
+    print(f"after {time.monotonic() - BEGAN:.0f} s\n{table(results, BATCHES)}")
+
+
+def _gpus() -> list[str]:
+    try:
+        asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.sm", "--format=csv,noheader"]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+if __name__ == "__main__":
+    main()

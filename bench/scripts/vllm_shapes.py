@@ -1,0 +1,191 @@
+"""Models at their published widths and with few layers, as folders that vLLM loads without a network, and their random weights.
+
+Published are the configs in `tests/engines/checkpoints`, and in `checkpoints` here what no test needs (huggingface.co/Qwen/Qwen3-32B-FP8,
+Qwen/Qwen3-4B, meta-llama/Llama-3.3-70B-Instruct). What is smaller here is said in `SHAPES`: layers, and the vocabulary, which no
+decode graph holds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CHECKPOINTS = (Path(__file__).parents[2] / "tests" / "engines" / "checkpoints", Path(__file__).parent / "checkpoints")
+VOCABULARY = 16384
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "block_structure": None, "group_size": None}
+CHANNELS = {  # compressed-tensors' w8a8: a scale per column of the weight, and per token
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "weights": {**_FP8, "strategy": "channel", "dynamic": False},
+        "input_activations": {**_FP8, "strategy": "token", "dynamic": True},
+    }},
+}  # fmt: skip
+INT4_EXPERTS = {  # compressed-tensors' w4a16 of Kimi-K2.5: experts alone, in groups of 32
+    "quant_method": "compressed-tensors", "format": "pack-quantized",
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+    "config_groups": {"group_0": {
+        "targets": ["Linear"], "input_activations": None,
+        "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False},
+    }},
+}  # fmt: skip
+BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+_EIGHTH = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "intermediate_size": 2304,
+    "moe_intermediate_size": 256,
+}
+_DENSE = {"num_hidden_layers": 4, "first_k_dense_replace": 4, "n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+_ALL_DENSE = {**_DENSE, "num_hidden_layers": 6, "first_k_dense_replace": 6, "quantization_config": BLOCKS}
+_ALL_MIXED = {"num_hidden_layers": 3, "first_k_dense_replace": 0, "quantization_config": BLOCKS}
+_GPT_OSS = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    # No layer is a mixture: the experts that the config must name are never built.
+    "deepseek-v3": ("deepseek-v3", _DENSE),
+    "deepseek-v3-fp8": ("deepseek-v3", {**_DENSE, "quantization_config": BLOCKS}),
+    # What a rank of eight holds of the attention, and all of it on one rank; the hidden size of DeepSeek-V2-Lite for the former.
+    "mla-16": (
+        "deepseek-v3",
+        {**_DENSE, "num_hidden_layers": 6, "first_k_dense_replace": 6, "hidden_size": 2048, "num_attention_heads": 16,
+         "num_key_value_heads": 16, "intermediate_size": 5632},
+    ),
+    "mla-128": ("deepseek-v3", {**_DENSE, "num_hidden_layers": 2, "first_k_dense_replace": 2}),
+    # What a rank of eight holds, its experts by columns as vLLM splits them.
+    "deepseek-v3-rank8-dense": ("deepseek-v3", {**_ALL_DENSE, **_EIGHTH}),
+    "deepseek-v3-rank8-mixture": ("deepseek-v3", {**_ALL_MIXED, **_EIGHTH}),
+    # Attention, dense layers and shared experts whole on each rank, and whole experts, 32 of 256. Each of eight such ranks sends
+    # eight tokens' worth to experts and takes as much: 8 of 32 per token of its own.
+    "deepseek-v3-dp-dense": ("deepseek-v3", {**_ALL_DENSE, "num_hidden_layers": 4, "first_k_dense_replace": 4}),
+    "deepseek-v3-dp-mixture": ("deepseek-v3", {**_ALL_MIXED, "n_routed_experts": 32}),
+    "kimi-k2.5-rank8-mixture": (
+        "kimi-k2.5",
+        {"num_hidden_layers": 3, "first_k_dense_replace": 0, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 2304,
+         "moe_intermediate_size": 256, "quantization_config": INT4_EXPERTS},
+    ),
+    "qwen3-32b-fp8": ("qwen3-32b", {"num_hidden_layers": 4, "quantization_config": BLOCKS}),
+    "qwen3-32b-fp8-rank4": (
+        "qwen3-32b",
+        {"num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 6400,
+         "quantization_config": BLOCKS},
+    ),
+    "llama-70b-w8a8-rank4": (
+        "llama-3.3-70b",
+        {"num_hidden_layers": 6, "num_attention_heads": 16, "num_key_value_heads": 2, "intermediate_size": 7168,
+         "quantization_config": CHANNELS},
+    ),
+    "qwen3-4b": ("qwen3-4b", {"num_hidden_layers": 6}),
+    "qwen3-next-fp8": ("qwen3-next-80b-a3b", {"num_hidden_layers": 4, "quantization_config": BLOCKS}),
+    # Three delta nets and one attention, all experts.
+    "qwen3-next": ("qwen3-next-80b-a3b", {"num_hidden_layers": 4}),
+    "gpt-oss-120b": ("gpt-oss-120b", _GPT_OSS),
+    # Small enough to try the benchmark itself.
+    "tiny": (
+        "deepseek-v3",
+        {**_DENSE, "num_hidden_layers": 2, "first_k_dense_replace": 2, "hidden_size": 1024, "num_attention_heads": 16,
+         "num_key_value_heads": 16, "intermediate_size": 2048},
+    ),
+}  # fmt: skip
+"""Shape -> the published config, and what differs from it."""
+
+
+def layers_of(shape: str) -> int:
+    """How many decoder layers a shape has."""
+    return int(SHAPES[shape][1]["num_hidden_layers"])
+
+
+def folder_of(shape: str, below: Path) -> Path:
+    """A folder with the config of a shape and a tokenizer of one word per token."""
+    base, changes = SHAPES[shape]
+    config = next(
+        json.loads(path.read_text()) for path in (each / base / "config.json" for each in CHECKPOINTS) if path.exists()
+    )
+    config = config.get("text_config", config)
+    config = config | {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "bos_token_id": 0, "eos_token_id": 1}
+    config = {key: value for key, value in {**config, **changes}.items() if value is not None}
+    config.setdefault("torch_dtype", "bfloat16")
+    if isinstance(config.get("rope_scaling"), dict):
+        config["max_position_embeddings"] = int(
+            config["rope_scaling"]["original_max_position_embeddings"] * config["rope_scaling"]["factor"]
+        )
+    path = below / shape
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    words = {f"t{i}": i for i in range(VOCABULARY)}
+    tokenizer = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None, "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "t2"},
+    }  # fmt: skip
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t0", "eos_token": "t1", "unk_token": "t2"}
+    (path / "tokenizer_config.json").write_text(json.dumps(about))
+    return path
+
+
+def fill(state: dict[str, Any], sharded: frozenset[str] = frozenset(), rank: int = 0, ranks: int = 1) -> None:
+    """Draw weights that make a model's numbers worth comparing: rows of unit gain, small residual branches, logits apart.
+
+    vLLM's dummy weights make all logits alike. Each tensor has a seed of its own, the same at every start, and of what is sharded
+    each rank has another part: equal ones would make every token tie with those of the other ranks.
+
+    Args:
+        state: of the model on this rank.
+        sharded: names of what each rank has a part of.
+        rank: this one.
+        ranks: that share them.
+    """
+    import torch
+
+    for place, (name, tensor) in enumerate(sorted(state.items()), 1):
+        seed = place + (100_000 * rank if name in sharded else 0)
+        parts = ranks if name in sharded or name.removesuffix("_scale_inv").removesuffix("_scale") in sharded else 1
+        if tensor.device.type == "meta" or tensor.numel() == 1:
+            continue
+        generator = torch.Generator(device=tensor.device).manual_seed(seed)
+        inner = any(word in name for word in ("o_proj", "down_proj", "out_proj", "w2_"))
+        if tensor.dtype == torch.uint8:  # MXFP4: codes, and exponents plus 127
+            if "scale" in name:
+                tensor.fill_(118 if inner else 120)
+            else:
+                tensor.random_(0, 256, generator=generator)
+        elif name.endswith("_packed"):  # eight values of four bits along its columns
+            tensor.random_(-(2**31), 2**31, generator=generator)
+        elif not tensor.is_floating_point():
+            continue
+        elif tensor.dim() == 1 and "norm" in name:
+            tensor.uniform_(0.5, 1.5, generator=generator)
+        elif tensor.dim() == 1 or name.endswith("bias"):
+            tensor.uniform_(-0.1, 0.1, generator=generator)
+        elif (packed := name.replace("_scale", "_packed")) != name and packed in state:
+            tensor.fill_(_gain(name, state[packed].shape[-1] * 8, inner, parts) / 8)
+        elif "scale" in name:
+            columns = state[name.removesuffix("_scale_inv").removesuffix("_scale")].shape[-1]
+            tensor.fill_(_gain(name, columns, inner, parts) / 224)
+        elif tensor.element_size() == 1:
+            drawn = torch.empty(tensor.shape, dtype=torch.bfloat16, device=tensor.device)
+            tensor.copy_(drawn.uniform_(-224, 224, generator=generator))
+        else:
+            gain = _gain(name, tensor.shape[-1], inner, parts)
+            tensor.uniform_(-gain, gain, generator=generator)
+
+
+def _gain(name: str, columns: int, inner: bool, parts: int) -> float:
+    if "embed" in name:
+        return 1.7
+    # What ends a residual branch is split along its columns.
+    whole = columns * parts if inner else columns
+    return float((3.0 / whole) ** 0.5 * (0.3 if inner else 3.0 if "lm_head" in name else 1.0))
