@@ -11,9 +11,18 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from .kernel_specs import GatedDeltaNetKernelSpec, GQAKernelSpec, KernelSpec, MLAKernelSpec
-from .layer_specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, GQASpec, LayerSpec, MLASpec, ResidualSpec
+from .layer_specs import (
+    FinalNormSpec,
+    GatedDeltaNetSpec,
+    GatedMLPSpec,
+    GQASpec,
+    LayerSpec,
+    MLASpec,
+    MLPSpec,
+    ResidualSpec,
+)
 from .linear_specs import LinearSpec, WeightSpec
-from .norm_specs import WHOLE, GatedNormSpec, HeadPair, NormSpec, Parallel, shard_heads, shard_kv_heads
+from .norm_specs import WHOLE, GatedNormSpec, HeadPair, LayerNormSpec, NormSpec, Parallel, shard_heads, shard_kv_heads
 from .rope_specs import NO_ROPE, RopeSpec
 from .spec_fields import ACTIVATIONS, LARGEST, MLP_ACTIVATIONS, goes_with, kind_of, problem_of
 
@@ -36,10 +45,12 @@ __all__ = [
     "GatedNormSpec",
     "HeadPair",
     "KernelSpec",
+    "LayerNormSpec",
     "LayerSpec",
     "LinearSpec",
     "MLAKernelSpec",
     "MLASpec",
+    "MLPSpec",
     "NormSpec",
     "Parallel",
     "ResidualSpec",
@@ -58,6 +69,7 @@ AnySpec: TypeAlias = (
     | GatedDeltaNetSpec
     | GQASpec
     | GatedMLPSpec
+    | MLPSpec
     | ResidualSpec
     | FinalNormSpec
     | MLAKernelSpec
@@ -70,6 +82,7 @@ FAMILIES: dict[str, type[Any]] = {
     "gated_delta_net": GatedDeltaNetSpec,
     "gqa": GQASpec,
     "gated_mlp": GatedMLPSpec,
+    "mlp": MLPSpec,
     "residual": ResidualSpec,
     "final": FinalNormSpec,
     "mla_kernel": MLAKernelSpec,
