@@ -23,6 +23,7 @@ from ..adapters.rope_source import ROPE_WORDS
 from ..adapters.specs import FAMILIES, LARGEST, NormSpec, kind_of
 from .catalog import MOST_LAYERS, ModelEntry
 from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLPKind, RopeWords, Yarn
+from .published import QuantKind
 
 _COUNT = {"minimum": 1, "maximum": LARGEST}
 _BOUNDS: dict[str, dict[str, int]] = {
@@ -44,7 +45,17 @@ _OWN_BOUNDS = {
 """Of the numbers that no spec has a field for."""
 
 
-_CLASSES: tuple[type[Any], ...] = (ModelEntry, *KINDS.values(), MLPKind, EngineFacts, Every, GateWords, RopeWords, Yarn)
+_CLASSES: tuple[type[Any], ...] = (
+    ModelEntry,
+    *KINDS.values(),
+    MLPKind,
+    QuantKind,
+    EngineFacts,
+    Every,
+    GateWords,
+    RopeWords,
+    Yarn,
+)
 
 
 def schema() -> dict[str, Any]:
