@@ -305,18 +305,26 @@ def parse_path(text: str, field: str) -> Path | Quotient:
     Raises:
         FactsError: not of that form.
     """
+    try:
+        return _path(text)
+    except FactsError as error:
+        raise FactsError(f"{field}: {error}") from None
+
+
+@lru_cache(maxsize=4096)  # the classes of many models say the same
+def _path(text: str) -> Path | Quotient:
     parts = [part.strip() for part in text.split("/")]
     if len(parts) > 2:
-        raise FactsError(f'{field}: "{cut(text)}" divides more than once')
+        raise FactsError(f'"{cut(text)}" divides more than once')
     paths = []
     for part in parts:
         steps = tuple(part.split("."))
         if len(steps) > _LONGEST_PATH or not all(_STEP.fullmatch(step) for step in steps):
             raise FactsError(
-                f'{field}: "{cut(text)}" is no attribute path (letters, digits, dots; -1 for the last of a sequence; at most one " / ")'
+                f'"{cut(text)}" is no attribute path (letters, digits, dots; -1 for the last of a sequence; at most one " / ")'
             )
         if any(step.startswith("__") for step in steps):
-            raise FactsError(f'{field}: "{cut(text)}" reads a dunder attribute, which no layer says anything with')
+            raise FactsError(f'"{cut(text)}" reads a dunder attribute, which no layer says anything with')
         paths.append(Path(steps))
     return paths[0] if len(paths) == 1 else paths[0] / paths[1]
 
