@@ -85,6 +85,7 @@ def test_how_entries_are_quantised() -> None:
         *((name, f"{fp8}; activations group128") for name in ("deepseek-v3", "deepseek-r1", "kimi-k2-instruct")),
         *((name, f"{fp8}; activations group128,ue8m0") for name in ("deepseek-v3.1", "deepseek-v3.2")),
         *((name, f"{mx}; activations as they are") for name in ("gpt-oss-20b", "gpt-oss-120b", "kimi-k3")),
+        ("minimax-m2.5", fp8.replace("all linears", "attention, experts") + "; activations group128"),
         ("kimi-k2.5", "experts in int4, groups of 1 x 32; activations as they are"),
     }
     assert all(kind.source for entry in registry.models().values() for kind in entry.quant.values())
