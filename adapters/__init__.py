@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .qwen3_next import QWEN3_NEXT
     from .reader import LayerReader
     from .rope_source import rope
-    from .sources import const, gated_norm, norm
+    from .sources import const, gated_norm, layer_norm, norm
     from .specs import (
         NO_ROPE,
         WHOLE,
@@ -44,10 +44,12 @@ if TYPE_CHECKING:
         GQAKernelSpec,
         GQASpec,
         KernelSpec,
+        LayerNormSpec,
         LayerSpec,
         LinearSpec,
         MLAKernelSpec,
         MLASpec,
+        MLPSpec,
         NormSpec,
         Parallel,
         ResidualSpec,
@@ -81,12 +83,14 @@ __all__ = [
     "GatedNormSpec",
     "InnerLayerError",
     "KernelSpec",
+    "LayerNormSpec",
     "LayerReader",
     "LayerSpec",
     "LayerfuseError",
     "LinearSpec",
     "MLAKernelSpec",
     "MLASpec",
+    "MLPSpec",
     "MissingAttributeError",
     "NormSpec",
     "Parallel",
@@ -101,6 +105,7 @@ __all__ = [
     "const",
     "describe_linear_quant",
     "gated_norm",
+    "layer_norm",
     "norm",
     "rope",
     "tensor_parallel",
@@ -123,7 +128,7 @@ __getattr__, __dir__ = attach(
         **dict.fromkeys(("ActivationQuant", "ActivationQuantError"), ".activation_quant"),
         **dict.fromkeys(("activation_quant_of", "describe_linear_quant"), ".linear_quant"),
         "rope": ".rope_source",
-        **dict.fromkeys(("const", "gated_norm", "norm"), ".sources"),
+        **dict.fromkeys(("const", "gated_norm", "layer_norm", "norm"), ".sources"),
         **dict.fromkeys(
             (
                 "ArgumentError",
@@ -151,10 +156,12 @@ __getattr__, __dir__ = attach(
                 "GatedMLPSpec",
                 "GatedNormSpec",
                 "KernelSpec",
+                "LayerNormSpec",
                 "LayerSpec",
                 "LinearSpec",
                 "MLAKernelSpec",
                 "MLASpec",
+                "MLPSpec",
                 "NormSpec",
                 "Parallel",
                 "ResidualSpec",

@@ -19,7 +19,7 @@ from .errors import FactsError, did_you_mean, shown
 from .rope_source import RopeSource, parse_rope
 from .sources import Const, NormSource, Path, Source, parse_linears, parse_norm, parse_source, parse_weight
 from .spec_fields import problem_of
-from .specs import FAMILY_OF, GatedNormSpec, LayerSpec, ResidualSpec, RopeSpec, kind_of
+from .specs import FAMILY_OF, GatedNormSpec, LayerNormSpec, LayerSpec, ResidualSpec, RopeSpec, kind_of
 from .values import VALUES, same
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*")
@@ -40,12 +40,15 @@ _EVERYTHINGS_BASE = frozenset(
 PARALLEL_WORDS = ("tp_size", "tp_rank", "tp_weight")
 """Beside the spec's own fields: the tensor-parallel size and rank (paths), and linear modules whose weight tells."""
 
+LAYER_WORDS = (*PARALLEL_WORDS, "unless")
+"""Those and the places which, where something is there, make a layer one that the spec does not describe: cross-attention."""
+
 RESIDUAL_WORDS = ("mlp_weight", "added_as_given", "last_linear", "mixture")
 """What a residual stream's facts may say besides: where the weights lie that tell over how many ranks the MLP is summed,
 whether what attention and MLP give is added as it is, where the linear is whose result is added last, and where a mixture of experts."""
 
-MAY_BE_UNSAID = ("rope",)
-"""Fields that facts need not speak of: on the spec they are then None, which says so."""
+MAY_BE_UNSAID = ("rope", "parallel_residual", "post_norms")
+"""Fields that facts need not speak of: on the spec they then have their default."""
 
 Parsed: TypeAlias = tuple[Source, ...] | NormSource | RopeSource | tuple[NormSource, ...] | tuple[Path, ...]
 
@@ -121,7 +124,7 @@ def fields_of(spec: type[Any]) -> dict[str, str]:
 
 def words_of(spec: type[Any]) -> tuple[str, ...]:
     """All that facts may speak of: the fields, and what says how the layer was sharded."""
-    sharded = PARALLEL_WORDS if issubclass(spec, LayerSpec) else ()
+    sharded = LAYER_WORDS if issubclass(spec, LayerSpec) else ()
     return (*fields_of(spec), *sharded, *(RESIDUAL_WORDS if spec is ResidualSpec else ()))
 
 
@@ -140,7 +143,7 @@ def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]
     return {name: _parse_one(name, kinds.get(name, name), words[name]) for name in allowed if name in words}
 
 
-_PARALLEL_KINDS = {"tp_size": "count", "tp_rank": "index", "added_as_given": "flag"}
+_PARALLEL_KINDS = {"tp_size": "count", "tp_rank": "index", "added_as_given": "flag", "unless": "optional_flag"}
 
 
 def _parse_one(name: str, kind: str, words: Any) -> Parsed:
@@ -166,12 +169,12 @@ def _parse_one(name: str, kind: str, words: Any) -> Parsed:
 
 
 def _checked_norm(source: NormSource, name: str) -> NormSource:
-    _check_parts(source, name, GatedNormSpec)
+    _check_parts(source, name, GatedNormSpec, LayerNormSpec)
     return source
 
 
-def _check_parts(source: NormSource | RopeSource, name: str, spec: type[Any]) -> None:
-    kinds = {a.name: kind_of(a) for a in attrs.fields(spec)}
+def _check_parts(source: NormSource | RopeSource, name: str, *specs: type[Any]) -> None:
+    kinds = {a.name: kind_of(a) for spec in specs for a in attrs.fields(spec)}
     for part, places in source.fields:
         _checked(places, f"{name}.{part}", kinds[part])
 

@@ -8,7 +8,8 @@ from .deepseek_v3 import DEEPSEEK_V3
 from .gpt_oss import GPT_OSS
 from .kimi_k2 import KIMI_K2
 from .kimi_linear import KIMI_LINEAR
+from .layer_norm_decoders import LAYER_NORM_DECODERS
 from .qwen3_next import QWEN3_NEXT
 
-BUILTIN: tuple[Adapter, ...] = (DEEPSEEK_V3, KIMI_K2, KIMI_LINEAR, GPT_OSS, QWEN3_NEXT, DECODERS)
+BUILTIN: tuple[Adapter, ...] = (DEEPSEEK_V3, KIMI_K2, KIMI_LINEAR, GPT_OSS, QWEN3_NEXT, DECODERS, LAYER_NORM_DECODERS)
 """In the order they are registered."""

@@ -83,6 +83,11 @@ def _yarn_mscale(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
+def _inverse_root(value: Any) -> Any:
+    value = whole(value)
+    return value**-0.5 if type(value) is int and value > 0 else value
+
+
 def _length(value: Any) -> int:
     try:
         return len(value)
@@ -105,12 +110,22 @@ def _name_index(per_layer: int) -> Callable[[Any], int]:
 _ACTIVATIONS = {
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_python": "gelu",
+    "relu_squared": "relu2",
     # Of torch and of transformers: activations.py
     "SiLU": "silu",
     "SiLUActivation": "silu",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
     "ReLUSquaredActivation": "relu2",
+    "ReLU": "relu",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "QuickGELUActivation": "quick_gelu",
+    "XIELUActivation": "xielu",
+    "BloomGelu": "gelu_tanh",
     # Of the engines: layers/activation.py in vLLM and SGLang, model_ops/activation.py and models/kimi_k3.py in ATOM
     "SiluAndMul": "silu",
     "SituAndMul": "situ",
@@ -145,6 +160,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "rope_scaling": _rope_scaling,
     "none": _nothing,
     "length": _length,
+    "inverse_root": _inverse_root,
     "window_before": _window_before,
     "name_index": _name_index(1),
     "name_index_of_pairs": _name_index(2),
@@ -152,7 +168,8 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 }
 """`present`: whether it is set at all. `not`: a flag that means the opposite. `rope_scaling`: of a transformers config, the
 factor on cos and sin. `none`: no matter what is there, it shows that the field is None (an MLA kernel has
-no sliding window). `length`: how many a sequence holds (the decoder layers of a model). `window_before`: a sliding window
+no sliding window). `length`: how many a sequence holds (the decoder layers of a model). `inverse_root`: 1 over the square root,
+as the softmax scale of a head's width. `window_before`: a sliding window
 counted without the current token. `name_index`: the one number in a dotted layer name. `name_index_of_pairs`: the same
 where each decoder layer holds two attentions (`model.layers.3.self_attn.1` is 7). `parent_name`: a dotted name without its
 last part, in words."""

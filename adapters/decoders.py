@@ -30,11 +30,19 @@ _ATTENTIONS: tuple[tuple[Facts, str], ...] = (
     ),
     (_OF_THE_LAYER, "Afmoe Beam Cwm Dots1 Gemma2 Mellum Ministral Olmo3 Qwen2 Qwen3Moe SmolLM3 VaultGemma"),
     (_OF_THE_CONFIG, "Ministral3 Mistral Mixtral Olmoe"),
+    # Kept by the layers that do not slide, too.
+    (_FULL.but(sliding_window={"path": "sliding_window", "where": "is_sliding"}), "Exaone4 ExaoneMoe Kolibri1"),
+    # Heads that differ between layers.
+    (_OF_THE_LAYER.but(num_heads="num_heads"), "Laguna"),
+    (
+        _WITH_SINKS.but(num_kv_heads="config.num_attention_heads / num_key_value_groups", v_head_dim="v_head_dim"),
+        "MiMoV2Flash",
+    ),
     # Set on the layers that slide alone.
     (_FULL.but(sliding_window=["sliding_window", _NO_WINDOW]), "Qwen2Moe"),
     (_WITH_SINKS, "Flint GraniteMoeSWA GraniteSWA"),
     # One linear for queries, keys and values. Its output is gathered, so that every rank has all heads.
-    (_OF_THE_CONFIG.but(tp_weight="qkv_proj.in_features"), "Phi3"),
+    (_OF_THE_CONFIG.but(tp_weight="qkv_proj.in_features"), "Phi3 Phi4Multimodal"),
 )
 
 _NORMS = streams.TRANSFORMERS_RESIDUAL
@@ -55,14 +63,14 @@ def _named(facts: Facts, post_attention: str, before: str = "input_layernorm") -
 _STREAMS: tuple[tuple[Facts, str], ...] = (
     (
         _NORMS,
-        "Arcee AriaText Cwm Dots1 Ernie4_5 Ernie4_5_Moe Flint Glm Glm4Moe HYV3 HunYuanDenseV1 HunYuanMoEV1 Mellum MiniMaxM2"
-        " Ministral Ministral3 Mistral Mixtral Olmoe Phi3 Qwen2 Qwen2Moe Qwen3Moe SeedOss SmolLM3 SolarOpen",
+        "AXK1 Arcee AriaText BailingHybrid Cwm Dots1 Ernie4_5 Ernie4_5_Moe ExaoneMoe Flint Glm Glm4Moe HYV3 HunYuanDenseV1"
+        " HunYuanMoEV1 Laguna Mellum MiMoV2Flash MiniMaxM2 Ministral Ministral3 Mistral Mixtral Olmoe Phi3 Phi4Multimodal Qwen2 Qwen2Moe Qwen3Moe SeedOss SmolLM3 SolarOpen",
     ),
     (_named(_NORMS, "feedforward_layernorm", "attention_layernorm"), "Apertus"),
     # What the blocks give is scaled, normed or dropped before it is added.
     (
         _NORMS.but(**_NOT_AS_GIVEN),
-        "Emu3 Glm4 Granite GraniteMoe GraniteMoeSWA GraniteMoeShared GraniteSWA HyperCLOVAX",
+        "Emu3 Glm4 Granite GraniteMoe GraniteMoeSWA GraniteMoeShared GraniteSWA HyperCLOVAX Kolibri1",
     ),
     (_named(_NORMS, "pre_mlp_layernorm").but(**_NOT_AS_GIVEN), "Afmoe"),
     (_named(_NORMS, "pre_feedforward_layernorm").but(**_NOT_AS_GIVEN), "Beam"),
@@ -70,16 +78,17 @@ _STREAMS: tuple[tuple[Facts, str], ...] = (
     (_named(_ZERO_CENTRED, "pre_feedforward_layernorm"), "VaultGemma"),
     (_named(_ZERO_CENTRED, "pre_feedforward_layernorm").but(**_NOT_AS_GIVEN), "Gemma2"),
     # The norms stand on what the blocks give.
-    (_NORMS.but(input_norms=[], post_attention_norms=[], **_NOT_AS_GIVEN), "FlexOlmo Olmo2 Olmo3"),
+    (_NORMS.but(input_norms=[], post_attention_norms=[], **_NOT_AS_GIVEN), "Exaone4 FlexOlmo Olmo2 Olmo3"),
 )
 
 _FINAL_NORMS: tuple[tuple[Facts, str], ...] = (
     (_ZERO_CENTRED, "Gemma Gemma2 VaultGemma"),
     (
         _NORMS,
-        "Afmoe Apertus Arcee AriaText Beam Cwm Dots1 Emu3Text Ernie4_5 Ernie4_5_Moe FlexOlmo Flint Glm Glm4 Glm4Moe Granite GraniteMoe"
-        " GraniteMoeSWA GraniteMoeShared GraniteSWA HYV3 HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Mellum MiniMaxM2 Ministral"
-        " Ministral3 Mistral Mixtral Olmo2 Olmo3 Olmoe Phi3 Qwen2 Qwen2Moe Qwen3Moe SeedOss SmolLM3 SolarOpen",
+        "AXK1 Afmoe Apertus Arcee AriaText BailingHybrid Beam Cwm Dots1 Emu3Text Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe FlexOlmo Flint"
+        " Glm Glm4 Glm4Moe Granite GraniteMoe GraniteMoeSWA GraniteMoeShared GraniteSWA HYV3 HunYuanDenseV1 HunYuanMoEV1"
+        " HyperCLOVAX Kolibri1 Laguna Mellum MiMoV2Flash MiniMaxM2 Ministral Ministral3 Mistral Mixtral Olmo2 Olmo3 Olmoe Phi3"
+        " Phi4Multimodal Qwen2 Qwen2Moe Qwen3Moe SeedOss SmolLM3 SolarOpen",
     ),
 )
 
@@ -92,11 +101,11 @@ _MERGED_MLP = mlps.TRANSFORMERS_MLP.but(
 _MLPS: tuple[tuple[Facts, str], ...] = (
     (
         mlps.TRANSFORMERS_MLP,
-        "Afmoe AriaSharedExperts Beam Cwm Dots1 Emu3 Ernie4_5 Ernie4_5_Moe Flint Gemma Gemma2 Glm4Moe Granite GraniteSWA HYV3"
-        " HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Ministral Ministral3 Mistral Olmo2 Olmo3 Qwen2 Qwen2Moe Qwen3Moe SeedOss SmolLM3"
+        "AXK1 Afmoe AriaSharedExperts BailingHybrid Beam Cwm Dots1 Emu3 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Flint Gemma Gemma2"
+        " Glm4Moe Granite GraniteSWA HYV3 HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Kolibri1 Laguna MiMoV2Flash Ministral Ministral3 Mistral Olmo2 Olmo3 Qwen2 Qwen2Moe Qwen3Moe SeedOss SmolLM3"
         " SolarOpen VaultGemma",
     ),
-    (_MERGED_MLP, "Glm Glm4 Phi3"),
+    (_MERGED_MLP, "Glm Glm4 Phi3 Phi4Multimodal"),
 )
 
 
@@ -108,6 +117,11 @@ _TRANSFORMERS = {
     **_classes("Attention", _ATTENTIONS),
     **_classes("DecoderLayer", _STREAMS),
     **_classes("MLP", _MLPS),
+    "transformers:AXK1Attention": words.TRANSFORMERS_MLA,
+    "transformers:BailingHybridAttention": words.TRANSFORMERS_MLA.but(
+        q_lora_rank=const(None), rope={**words.TRANSFORMERS_MLA.words["rope"], "interleaved": const(True)}
+    ),
+    "transformers:BailingHybridDeltaAttention": words.TRANSFORMERS_KDA,
     **_classes("Model", ((streams.final_norm(facts), names) for facts, names in _FINAL_NORMS)),
 }
 
@@ -168,8 +182,17 @@ DECODERS = Adapter(
         **{key: part for each in _VLLM_MODELS for key, part in _vllm(*each).items()},
         **{f"{_FILES}.{file}:{name}": mlps.VLLM_MLP for file, name in _VLLM_MLPS.items()},
     },
-    # Drafts: what comes to these layers is more than the stream, and their bases' norms stand elsewhere in them.
     ignored=(
+        # Of pictures and sound.
+        "transformers:GitVisionAttention",
+        "transformers:GotOcr2VisionAttention",
+        "transformers:MossTranscribeDiarizeAudioAttention",
+        "transformers:Phi4MultimodalAudioAttention",
+        "transformers:Phi4MultimodalVisionAttention",
+        "transformers:Phi4MultimodalVisionMultiheadAttentionPoolingHead",
+        "transformers:SiglipAttention",
+        "transformers:SiglipMultiheadAttentionPoolingHead",
+        # Drafts: what comes to these layers is more than the stream, and their bases' norms stand elsewhere in them.
         f"{_FILES}.llama_eagle:LlamaDecoderLayer",
         f"{_FILES}.llama_eagle3:LlamaDecoderLayer",
         f"{_FILES}.mistral_eagle:EagleMistralDecoderLayer",

@@ -12,7 +12,7 @@ from attrs import frozen
 from .conversions import whole
 from .errors import UnreadableError, shown
 from .reader import LayerReader, Reading
-from .sources import Const, NormSource, Source
+from .sources import Const, NormSource, Path, Source
 from .specs import ExpertsSpec, NormSpec, Parallel, RopeSpec
 from .values import VALUES
 
@@ -88,8 +88,8 @@ class _Noting(Reading):
             self.note(f"{name}.{part}", str(place) if isinstance(place, Const) else f"{within}{place}")
         return read
 
-    def norm(self, name: str, source: NormSource, gated: bool) -> NormSpec:
-        spec = super().norm(name, source, gated)
+    def norm(self, name: str, source: NormSource, gated: bool, also: tuple[Path, ...] = ()) -> NormSpec:
+        spec = super().norm(name, source, gated, also)
         if spec.feeds:
             self.note(f"{name}.quant", ", ".join(linear.path for linear in spec.feeds))
         return spec

@@ -228,11 +228,8 @@ class GQASpec(LayerSpec):
 
 
 @frozen(kw_only=True)
-class GatedMLPSpec(LayerSpec):
-    """A gated MLP, `down(act(gate(x)) * up(x))` (arXiv 2002.05202): that of a dense decoder layer, or shared experts.
-
-    Routed experts are none: their kernels run them all at once, and no linear of theirs stands alone (`ExpertsSpec`).
-    """
+class MLPSpec(LayerSpec):
+    """A plain MLP, `down(act(up(x)))`: that of GPT-2 and of most models before gates."""
 
     pairs: ClassVar[tuple[HeadPair, ...]] = (
         HeadPair(total="intermediate_size", local="local_intermediate_size", replicates=False, what="columns"),
@@ -244,18 +241,27 @@ class GatedMLPSpec(LayerSpec):
     intermediate_size: int = count()
     "Width between the projections in the whole model: of the gate alone, not of gate and up as engines merge them."
     local_intermediate_size: int = count()
-    "The same on this rank: the columns of the activation's result, which down_proj takes."
+    "The same on this rank: the columns of the activation's result, which the down-projection takes."
     activation: str = of_kind("mlp_activation")
-    "What the gate passes through."
-    swiglu_limit: float | None = of_kind("optional_positive", converter=as_float)
-    "The gate is clamped to at most this and up to within plus and minus this before the activation; None: neither is."
+    "What stands between the projections; of a gated one, what the gate passes through."
     quant: ActivationQuant | None = of_kind("activation_quant", default=None, eq=False, repr=False)
-    """How down_proj quantises the activation's result, or None: it does not, or was not read. As with a norm it is no part
+    """How the down-projection quantises what it takes, or None: it does not, or was not read. As with a norm it is no part
     of what the MLP is, so equal ones may differ in it."""
     unquantised: str | None = of_kind("optional_text", default=None, eq=False, repr=False)
-    "What down_proj does instead, as a sentence, where it quantises and `quant` cannot say how."
+    "What the down-projection does instead, as a sentence, where it quantises and `quant` cannot say how."
     feeds: tuple[LinearSpec, ...] = of_kind("linears", default=(), eq=False, repr=False)
-    "down_proj, which reads the activation's result; empty where it was not read."
+    "The down-projection, which reads the activation's result; empty where it was not read."
+
+
+@frozen(kw_only=True)
+class GatedMLPSpec(MLPSpec):
+    """A gated MLP, `down(act(gate(x)) * up(x))` (arXiv 2002.05202): that of a dense decoder layer, or shared experts.
+
+    Routed experts are none: their kernels run them all at once, and no linear of theirs stands alone (`ExpertsSpec`).
+    """
+
+    swiglu_limit: float | None = of_kind("optional_positive", converter=as_float)
+    "The gate is clamped to at most this and up to within plus and minus this before the activation; None: neither is."
 
 
 @frozen(kw_only=True)
@@ -321,15 +327,23 @@ NESTED.update(optional_mlp=GatedMLPSpec, optional_experts=ExpertsSpec)
 class ResidualSpec(LayerSpec):
     """The residual stream through one decoder layer: the norms that read it, in pairs, one pair per attention block.
 
-    Where no norm reads it there are none: those of OLMo-2 stand on what attention and MLP give, before it is added.
+    Where no norm reads it there are none: those of OLMo-2 stand on what attention and MLP give, before it is added. Those of BERT
+    stand behind the adds, and what they give is the stream from there on: `post_norms`.
     `parallel` is that of the attention block, whose output projection is what an all-reduce sums into the stream.
     """
 
+    parallel_residual: bool = of_kind("flag", default=False)
+    """Whether the MLP reads the stream as it enters the layer, beside the attention and not behind it, and what both give is added
+    at once (GPT-J, GPT-NeoX, Falcon, Phi, Cohere)."""
     input_norms: tuple[NormSpec, ...] = of_kind("norms")
     "The norm of the stream that each attention block reads: one, two in LongCat-Flash, none in OLMo-2."
     post_attention_norms: tuple[NormSpec, ...] = of_kind("norms")
     """The norm of the stream that the MLP reads, after the attention's result was added: one per attention block. No norm of
-    what the attention or the MLP gives, before it is added, is a field: Gemma 3 calls one of those post_attention_layernorm."""
+    what the attention or the MLP gives, before it is added, is a field: Gemma 3 calls one of those post_attention_layernorm.
+    With a `parallel_residual` nothing was added in front of it, and there is none where the MLP reads the input norm (GPT-J)."""
+    post_norms: tuple[NormSpec, ...] = of_kind("norms", default=())
+    """The norms behind the adds that give the stream itself, x = norm(x + f(x)): the attention's, then the MLP's (BERT, GPT-1). Their
+    layers have no others."""
     mlp_ranks: int | None = of_kind("optional_count", default=None, eq=False, repr=False)
     """Over how many ranks what the layer's MLP or experts give is summed, or None: nothing says it. Attention and MLP of one
     layer may differ: transformers' plan for DeepSeek-V3 replicates the attention."""
@@ -355,6 +369,11 @@ class ResidualSpec(LayerSpec):
         return dict(_without_linears(self)) | mixture
 
     @property
+    def adds_one(self) -> bool:
+        """Whether one result at a time is added to the stream, as attention or MLP gave it: what an all-reduce can be fused with."""
+        return self.added_as_given and not self.parallel_residual
+
+    @property
     def input_norm(self) -> NormSpec | None:
         """The norm at the layer's entry, or None where no norm reads the stream."""
         return self.input_norms[0] if self.input_norms else None
@@ -365,15 +384,18 @@ class ResidualSpec(LayerSpec):
         return self.post_attention_norms[0] if self.post_attention_norms else None
 
     def _contradictions(self) -> Iterator[str]:
-        if len(self.input_norms) != len(self.post_attention_norms):
+        if self.post_norms and (self.input_norms or self.post_attention_norms or len(self.post_norms) != 2):
+            yield f"post_norms: expected 2 and no others, got {len(self.post_norms)} beside {len(self.input_norms)} in front"
+        alone = self.parallel_residual and not self.post_attention_norms
+        if len(self.input_norms) != len(self.post_attention_norms) and not alone:
             yield (
                 f"post_attention_norms: expected one per input norm, got {len(self.post_attention_norms)} "
                 f"for {len(self.input_norms)}"
             )
-        if not self.input_norms and self.added_as_given:
+        if not self.input_norms and not self.post_norms and self.added_as_given:
             # Forgotten, it would promise that an all-reduce is fused with the norm behind the next layer's add.
             yield "added_as_given: expected false where no norm reads the stream, as the layer's norms stand before its adds"
-        for norm in (*self.input_norms, *self.post_attention_norms):
+        for norm in (*self.input_norms, *self.post_attention_norms, *self.post_norms):
             if norm.width != self.hidden_size:
                 yield f"a norm's width {norm.width} is not the hidden_size {self.hidden_size}"
 

@@ -79,6 +79,19 @@ class GatedNormSpec(NormSpec):
             yield f"group_size {self.group_size} does not divide the width {self.width}"
 
 
+@frozen(kw_only=True, cache_hash=True)
+class LayerNormSpec(NormSpec):
+    """One LayerNorm over the last dimension (arXiv 1607.06450): `(x - mean(x)) / sqrt(var(x) + epsilon) * weight + bias`.
+
+    It stands in the fields of plain norms. No fusion of the library takes it, and plans say so.
+    """
+
+    has_weight: bool = of_kind("flag")
+    "Whether it multiplies by a weight: OLMo's does not."
+    has_bias: bool = of_kind("flag")
+    "Whether it adds a bias: Cohere's and MPT's do not."
+
+
 NESTED.update(
     parallel=Parallel,
     norm=NormSpec,

@@ -94,6 +94,8 @@ def shards_of_linear(linear: Any, dimensions: tuple[int, ...] = (0, 1)) -> Shard
     try:
         weight, declared = linear.weight, (whole(linear.out_features), whole(linear.in_features))
     except AttributeError as error:
+        if _holds_transposed(linear):
+            return UNCUT
         raise UnreadableError(f"{type(linear).__name__} has no {shown(error.name)}") from None
     if is_dtensor(weight):
         return _shards_of_mesh(weight, dimensions, _is_fsdps(linear))
@@ -108,6 +110,12 @@ def shards_of_linear(linear: Any, dimensions: tuple[int, ...] = (0, 1)) -> Shard
         if len(held) == 2 and held[kept] == declared[kept] and held[short] > 0 and declared[short] % held[short] == 0:
             return Shards(declared[short] // held[short], None) if short in dimensions else UNCUT
     raise UnreadableError(f"a weight of shape {held} is no even shard of {shown(declared)}")
+
+
+def _holds_transposed(linear: Any) -> bool:
+    """Whether this is a whole Conv1D of transformers (GPT-2's linear), whose weight is (in, out) and called so nowhere."""
+    held = vars(linear) if hasattr(linear, "nx") else {}
+    return {"nx", "nf"} <= held.keys() and _shape_of(linear.weight) == (held["nx"], held["nf"])
 
 
 def is_dtensor(weight: Any) -> bool:

@@ -34,7 +34,18 @@ from .linears import linear_of
 from .parallel import ambient, ranks_summed, shards_of_linear
 from .pipeline import norms_nothing
 from .rope_source import RopeSource
-from .sources import TORCH_NORM, Const, Named, NormSource, Path, Source, has_keys, is_index, is_torch_norm
+from .sources import (
+    TORCH_LAYER_NORM,
+    TORCH_NORM,
+    Const,
+    Named,
+    NormSource,
+    Path,
+    Source,
+    has_keys,
+    is_index,
+    torchs_norm,
+)
 from .spec_fields import made
 from .specs import (
     LARGEST,
@@ -43,6 +54,7 @@ from .specs import (
     FinalNormSpec,
     GatedMLPSpec,
     GatedNormSpec,
+    LayerNormSpec,
     LayerSpec,
     NormSpec,
     Parallel,
@@ -68,8 +80,12 @@ class LayerReader:
         self.plugin = plugin
         "The installed plugin that brought them, in words that name its package; empty for others."
         self.facts = facts
-        self.around = {id(norm): (Linears(norm.feeds), Linears(norm.fed_by)) for norm in facts.norms}
-        "The linears that read each norm, and those that feed it. Keyed by the identity of the facts' norms."
+        self.around = {
+            id(norm): (Linears(norm.feeds), Linears(norm.fed_by), LayerNormSpec if norm.is_layer_norm else NormSpec)
+            for norm in facts.norms
+        }
+        "The linears that read each norm, those that feed it, and what it is if it is not gated. Keyed by the identity of the facts' norms."
+        self.unless: Any = facts.parsed.get("unless", ())
         self.at_once = _AtOnce(facts)
         self.fields: list[tuple[str, str, str | None, Any]] = [
             (attribute.name, kind_of(attribute), goes_with(attribute), facts.parsed[attribute.name])
@@ -163,6 +179,8 @@ class Reading:
     def spec(self, parallel: Parallel | None, around: Parallel | None) -> Any:
         """The spec, or an error with every reason."""
         try:
+            if self.reader.unless:
+                self.refuse_others(self.reader.unless)
             values = self.values()
             if issubclass(self.facts.spec, LayerSpec):
                 values["parallel"] = self.parallel(values, parallel, around)
@@ -194,6 +212,19 @@ class Reading:
 
     # ---- fields
 
+    def refuse_others(self, places: Any) -> None:
+        """Of what no spec describes, some has a place of its own on the layer."""
+        for place in places:
+            try:
+                _, found = self.first((place,))
+            except UnreadableError:
+                continue
+            if found is not None and found is not False:
+                what = (
+                    f"{place} is {shown(found)}" if isinstance(found, (bool, int, float, str)) else f"it has a {place}"
+                )
+                raise SpecError(self.facts.spec.__name__, [f"{what}, and no spec describes such a layer"])
+
     def values(self) -> dict[str, Any]:
         """The fields that the facts speak of."""
         values = self.reader.at_once.of(self.layer)
@@ -207,30 +238,56 @@ class Reading:
             elif kind == "optional_rope":
                 values[name] = self.rope_or_unsaid(name, parsed)
             elif kind == "norms":
-                values[name] = tuple(self.norm(name, source, False) for source in parsed)
+                values[name] = self.norms(name, parsed, may_lack=values.get("parallel_residual") is True)
             elif kind == "activation_quant":
                 values |= self.reader_of_product(name, parsed)
             else:
                 _, values[name] = self.answered(name, parsed, VALUES.get(kind, same))
         return values
 
-    def norm(self, name: str, source: NormSource, gated: bool) -> NormSpec:
-        """A norm, and the linears around it."""
+    def norms(self, name: str, sources: tuple[NormSource, ...], may_lack: bool) -> tuple[NormSpec, ...]:
+        """The norms of a stream. With a parallel residual the MLP may have none of its own, and reads the one before the attention."""
+        if not may_lack:
+            return tuple([self.norm(name, source, False) for source in sources])
+        after: Any = self.facts.parsed["post_attention_norms"]
+        lacked = [source for source in after if not self.has(source.module)]
+        also = tuple(path for source in lacked for path in source.feeds)
+        if name == "post_attention_norms":
+            return tuple(self.norm(name, source, False) for source in sources if source not in lacked)
+        return tuple(self.norm(name, source, False, also) for source in sources)
+
+    def has(self, module: Path) -> bool:
+        """Whether something is at this path."""
+        try:
+            return self.first((module,))[1] is not None
+        except UnreadableError:
+            return False
+
+    def norm(self, name: str, source: NormSource, gated: bool, also: tuple[Path, ...] = ()) -> NormSpec:
+        """A norm, and the linears around it. `also`: of those that read it, what its source does not name."""
         try:
             module = source.module.read(self.layer)
             if module is None:
                 raise UnreadableError(f"{source.module}: is None")
         except UnreadableError as error:
             raise self.missing(name, [str(error)]) from error.__cause__
-        feeds, fed_by = [linears.of(self.layer) for linears in self.reader.around[id(source)]]
+        readers, writers, kind = self.reader.around[id(source)]
+        feeds, fed_by = readers.of(self.layer), writers.of(self.layer)
+        if also:
+            feeds = Linears((*source.feeds, *also)).of(self.layer)
         quant, unquantised = agreed(feeds)
-        torchs = not gated and is_torch_norm(module)
-        read = self.parts_of(name, TORCH_NORM if torchs else source.fields, _NORM_VALUES, module, f"{source.module}.")
-        if torchs and read["epsilon"] is None:
+        cls: Any = type(module)
+        fields, torchs = source.fields, None
+        if gated:
+            kind = GatedNormSpec
+        elif (torchs := torchs_norm(cls)) is not None:
+            fields, kind = _TORCHS[torchs]
+        read = self.parts_of(name, fields, _NORM_VALUES, module, f"{source.module}.")
+        if torchs is not None and read["epsilon"] is None:
             why = "torch.nn.RMSNorm with eps=None takes the eps of the dtype that it is called with, which no spec can say"
             raise SpecError("NormSpec", [f"{name}.epsilon: {why}: build it with a number"])
         around = {"quant": quant, "unquantised": unquantised, "feeds": feeds, "fed_by": fed_by}
-        return self.part(name, GatedNormSpec if gated else NormSpec, {**read, **around, "module": str(source.module)})
+        return self.part(name, kind, {**read, **around, "module": str(source.module)})
 
     def parts_of(
         self, name: str, fields: _Places, values: Mapping[str, _Convert], start: Any, within: str
@@ -463,8 +520,13 @@ def existing_names(layer: Any, most: int = 60) -> list[str]:
     return listed if len(listed) <= most else [*listed[:most], f"and {len(listed) - most} more"]
 
 
-_NORM_VALUES = {a.name: VALUES.get(kind_of(a), same) for a in attrs.fields(GatedNormSpec)}
+_NORM_VALUES = {
+    a.name: VALUES.get(kind_of(a), same) for spec in (GatedNormSpec, LayerNormSpec) for a in attrs.fields(spec)
+}
 """Of the fields of a norm, by name."""
+
+_TORCHS = {"RMSNorm": (TORCH_NORM, NormSpec), "LayerNorm": (TORCH_LAYER_NORM, LayerNormSpec)}
+"""Where the fields of torch's own norms are, and what they are."""
 
 _ROPE_VALUES = {a.name: VALUES.get(kind_of(a), same) for a in attrs.fields(RopeSpec)}
 """Of the fields of a rope, by name."""

@@ -10,6 +10,8 @@ TOML tables are written in these words and parsed by `parse_source`.
     ["scaling", "scale"]                the first of these that exists (None and 0 are values, not gaps)
     {const = "sigmoid"}                 a fact about the class that no attribute says; {const = "none"} is None
     {path = "sinks", as = "present"}    a path whose value is converted, see CONVERSIONS
+    {path = "sliding_window", where = "is_sliding"}    a path that counts where another says so; None elsewhere
+    {path = "window", where = "kind", is = "local"}    the same, where the other says this
     {name_as = "name_index"}            the layer's own name in its model, converted: what no attribute says
     {module = "o_norm", activation = {const = "sigmoid"}, ...}    a norm, read from that child module
     {module = "q_a_layernorm", feeds = ["q_b_proj"]}    and the linears that read its result, as far as a layer has them
@@ -186,6 +188,27 @@ class Converted:
 
 
 @frozen
+class Where:
+    """A path that counts where another one has a certain value. Elsewhere the field is None."""
+
+    path: Path | Quotient
+    where: Path | Quotient
+    value: Any = True
+
+    def __str__(self) -> str:
+        return f"{self.path} where {self.where} is {shown(self.value)}"
+
+    def read(self, obj: Any) -> Any:
+        """The value of the path, or None.
+
+        Raises:
+            UnreadableError: the other path does not exist, or, where it has that value, the path itself.
+        """
+        found = self.where.read(obj)
+        return self.path.read(obj) if type(found) is type(self.value) and found == self.value else None
+
+
+@frozen
 class Named:
     """What the layer's name in its model says, as the caller gives it: for modules that know nothing of their place."""
 
@@ -205,7 +228,7 @@ class Named:
         return CONVERSIONS[self.convert](name)
 
 
-Source: TypeAlias = Path | Quotient | Const | Converted | Named
+Source: TypeAlias = Path | Quotient | Const | Converted | Where | Named
 """One place to look."""
 
 
@@ -223,7 +246,16 @@ class NormSource:
     @property
     def gated(self) -> bool:
         """Whether this describes a gated norm."""
-        return any(name == "activation" for name, _ in self.fields)
+        return self.says("activation")
+
+    @property
+    def is_layer_norm(self) -> bool:
+        """Whether this describes a LayerNorm of a class of its own."""
+        return self.says("has_bias")
+
+    def says(self, field: str) -> bool:
+        """Whether it says where this field of a norm is."""
+        return any(name == field for name, _ in self.fields)
 
     def __str__(self) -> str:
         return f"norm at {self.module}"
@@ -262,24 +294,37 @@ def gated_norm(module: str, **words: Any) -> dict[str, Any]:
     }
 
 
+def layer_norm(module: str, **words: Any) -> dict[str, Any]:
+    """A LayerNorm module of a class of its own; torch's is told by its class. With a weight and no bias, unless `words` say otherwise."""
+    return {"module": module, "has_weight": const(True), "has_bias": const(False), **words}
+
+
 def parse_path(text: str, field: str) -> Path | Quotient:
     """`a.b`, or `a.b / c`.
 
     Raises:
         FactsError: not of that form.
     """
+    try:
+        return _path(text)
+    except FactsError as error:
+        raise FactsError(f"{field}: {error}") from None
+
+
+@lru_cache(maxsize=4096)  # the classes of many models say the same
+def _path(text: str) -> Path | Quotient:
     parts = [part.strip() for part in text.split("/")]
     if len(parts) > 2:
-        raise FactsError(f'{field}: "{cut(text)}" divides more than once')
+        raise FactsError(f'"{cut(text)}" divides more than once')
     paths = []
     for part in parts:
         steps = tuple(part.split("."))
         if len(steps) > _LONGEST_PATH or not all(_STEP.fullmatch(step) for step in steps):
             raise FactsError(
-                f'{field}: "{cut(text)}" is no attribute path (letters, digits, dots; -1 for the last of a sequence; at most one " / ")'
+                f'"{cut(text)}" is no attribute path (letters, digits, dots; -1 for the last of a sequence; at most one " / ")'
             )
         if any(step.startswith("__") for step in steps):
-            raise FactsError(f'{field}: "{cut(text)}" reads a dunder attribute, which no layer says anything with')
+            raise FactsError(f'"{cut(text)}" reads a dunder attribute, which no layer says anything with')
         paths.append(Path(steps))
     return paths[0] if len(paths) == 1 else paths[0] / paths[1]
 
@@ -326,10 +371,17 @@ def _parse_table(words: Mapping[str, Any], field: str) -> Source:
         if not isinstance(words["path"], str):
             raise FactsError(f"{field}: path is a text, got {shown(words['path'])}")
         return Converted(parse_path(words["path"], field), convert)
+    if {"path", "where"} <= set(words) <= {"path", "where", "is"}:
+        paths = [words["path"], words["where"]]
+        if not all(isinstance(path, str) for path in paths) or type(words.get("is", True)) not in (bool, int, str):
+            raise FactsError(f"{field}: path and where are texts, is a flag, a number or a text, got {shown(words)}")
+        path, where = (parse_path(each, field) for each in paths)
+        return Where(path, where, words.get("is", True))
     if set(words) == {"name_as"}:
         return Named(_conversion(words["name_as"], field))
     raise FactsError(
-        f"{field}: expected {{const = ...}}, {{path = ..., as = ...}} or {{name_as = ...}}, got the keys {shown(sorted(map(str, words)))}"
+        f"{field}: expected {{const = ...}}, {{path = ..., as = ...}}, {{path = ..., where = ...}} or {{name_as = ...}}, "
+        f"got the keys {shown(sorted(map(str, words)))}"
     )
 
 
@@ -349,6 +401,7 @@ _NORM_DEFAULTS: dict[str, Any] = {
     "weight_offset": const(0.0),
 }
 _GATED = ("activation", "norm_before_gate", "group_size")
+_LAYER = ("has_weight", "has_bias")
 _AROUND = ("feeds", "fed_by")
 
 TORCH_NORM = (
@@ -359,13 +412,24 @@ TORCH_NORM = (
 """Where the fields of torch's own RMSNorm are: it may stand where a class's own norm, which has other names, usually does."""
 
 
-def is_torch_norm(module: Any) -> bool:
-    """Whether this is torch.nn.RMSNorm, or a class that computes what it does."""
-    own: Any = type(module)
+TORCH_LAYER_NORM = (
+    ("width", (Path(("normalized_shape", "0")),)),
+    *TORCH_NORM[1:],
+    ("has_weight", (Converted(Path(("weight",)), "present"),)),
+    ("has_bias", (Converted(Path(("bias",)), "present"),)),
+)
+"""Those of torch's LayerNorm."""
+
+
+@lru_cache(maxsize=512)
+def torchs_norm(cls: Hashable) -> str | None:
+    """The name of torch.nn's norm that this class is, or computes what it does; None of all others."""
+    own: Any = cls
     for base in own.__mro__:
-        if base.__name__ == "RMSNorm" and base.__module__.startswith("torch.nn.") and own.forward is base.forward:
-            return True
-    return False
+        if base.__name__ in ("RMSNorm", "LayerNorm") and base.__module__.startswith("torch.nn."):
+            name: str = base.__name__
+            return name if own.forward is base.forward else None
+    return None
 
 
 def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
@@ -378,13 +442,14 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
         words = {"module": words}
     if not isinstance(words, Mapping) or not isinstance(words.get("module"), str):
         raise FactsError(f'{field}: expected a norm, {{module = "...", ...}}, got {shown(words)}')
-    allowed = ("module", *_AROUND, *_NORM_DEFAULTS, *(_GATED if gated else ()))
+    allowed = ("module", *_AROUND, *_NORM_DEFAULTS, *(_GATED if gated else _LAYER))
     for word in words:
         if word not in allowed:
             raise FactsError(f"{field}: a norm has no {shown(word)}{did_you_mean(word, allowed)}")
-    missing = [word for word in (_GATED if gated else ()) if word not in words]
+    kind, needed = ("gated norm", _GATED) if gated else ("LayerNorm", _LAYER if any(w in words for w in _LAYER) else ())
+    missing = [word for word in needed if word not in words]
     if missing:
-        raise FactsError(f"{field}: a gated norm must also say its {', '.join(missing)}")
+        raise FactsError(f"{field}: a {kind} must also say its {', '.join(missing)}")
     module = parse_path(words["module"], field)
     if not isinstance(module, Path):
         raise FactsError(f"{field}: a norm's module is a path, not a quotient")

@@ -19,10 +19,11 @@ from .layer_specs import (
     GQASpec,
     LayerSpec,
     MLASpec,
+    MLPSpec,
     ResidualSpec,
 )
 from .linear_specs import LinearSpec, WeightSpec
-from .norm_specs import WHOLE, GatedNormSpec, HeadPair, NormSpec, Parallel, shard_heads, shard_kv_heads
+from .norm_specs import WHOLE, GatedNormSpec, HeadPair, LayerNormSpec, NormSpec, Parallel, shard_heads, shard_kv_heads
 from .rope_specs import NO_ROPE, RopeSpec
 from .spec_fields import ACTIVATIONS, LARGEST, MLP_ACTIVATIONS, goes_with, kind_of, problem_of
 
@@ -46,10 +47,12 @@ __all__ = [
     "GatedNormSpec",
     "HeadPair",
     "KernelSpec",
+    "LayerNormSpec",
     "LayerSpec",
     "LinearSpec",
     "MLAKernelSpec",
     "MLASpec",
+    "MLPSpec",
     "NormSpec",
     "Parallel",
     "ResidualSpec",
@@ -68,6 +71,7 @@ AnySpec: TypeAlias = (
     | GatedDeltaNetSpec
     | GQASpec
     | GatedMLPSpec
+    | MLPSpec
     | ResidualSpec
     | FinalNormSpec
     | MLAKernelSpec
@@ -80,6 +84,7 @@ FAMILIES: dict[str, type[Any]] = {
     "gated_delta_net": GatedDeltaNetSpec,
     "gqa": GQASpec,
     "gated_mlp": GatedMLPSpec,
+    "mlp": MLPSpec,
     "residual": ResidualSpec,
     "final": FinalNormSpec,
     "mla_kernel": MLAKernelSpec,

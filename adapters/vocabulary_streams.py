@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import PARALLEL_WORDS, Facts
+from .base import LAYER_WORDS, Facts
 from .sources import below, const, norm
 from .specs import FinalNormSpec, ResidualSpec
 
@@ -103,16 +103,16 @@ def zero_centred(facts: Facts, epsilon: str) -> Facts:
     )
 
 
-def final_norm(decoder: Facts) -> Facts:
-    """The class that holds these decoder layers as `layers`, and after them a norm of the same kind as `norm`.
+def final_norm(decoder: Facts, layers: str = "layers", module: str = "norm") -> Facts:
+    """The class that holds these decoder layers at `layers`, and after them a norm of the same kind at `module`.
 
     What reads that norm is the language-model head, which the class around this one holds.
     """
     (like,) = decoder.words["input_norms"]
     like = {name: word for name, word in like.items() if name not in ("feeds", "fed_by")}
-    said = ("hidden_size", *PARALLEL_WORDS)
+    said = ("hidden_size", *LAYER_WORDS)
     return Facts(
         FinalNormSpec,
-        {name: below("layers.-1", decoder.words[name]) for name in said if name in decoder.words}
-        | {"layer_index": {"path": "layers", "as": "length"}, "final_norm": {**like, "module": "norm", "feeds": []}},
+        {name: below(f"{layers}.-1", decoder.words[name]) for name in said if name in decoder.words}
+        | {"layer_index": {"path": layers, "as": "length"}, "final_norm": {**like, "module": module, "feeds": []}},
     )

@@ -112,7 +112,8 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     "--quant",
     metavar="[ROLE=]HOW",
     multiple=True,
-    help="The linear layers quantise their activations to fp8: static, per_token, group32, group64, group128, "
+    help="By default the linears are as published, where the model's entry says it. Else none of them is quantised (none), or all quantise "
+    "their activations to fp8: static, per_token, group32, group64, group128, "
     "mxfp8 or mxfp4, then perhaps ,column_major, ,tma_aligned or ,ue8m0; for every role but final, or for one (latents, "
     "input, post_attention, final, output, activation). Fusions that take this in change numerics, so this plans at "
     "level 2. Repeatable.",
@@ -169,6 +170,8 @@ def plan(
       engine_does  fusion -> where the engine does the same itself
       target   {arch, vendor, fp8, aiter}
       config   which fusions were wanted
+      published  how the checkpoint's linears are quantised, where the
+               plan is of that: a list of texts
       kinds    a list of {kind, family, count, layers, spec, sites};
                sites: role -> a list of {fusion, decision, reason,
                tokens, sites}, decision: expected, fallback, refused

@@ -16,7 +16,9 @@ from ..adapters.specs import (
     GatedMLPSpec,
     GatedNormSpec,
     GQASpec,
+    LayerNormSpec,
     MLASpec,
+    MLPSpec,
     NormSpec,
     ResidualSpec,
 )
@@ -117,17 +119,21 @@ def rows_of(spec: Any) -> list[tuple[str, str]]:
             ("sliding window", "off" if spec.sliding_window is None else f"{spec.sliding_window} tokens"),
             ("sinks", "one per head" if spec.has_sinks else "none"),
         ]
-    if isinstance(spec, GatedMLPSpec):
-        clamp = "" if spec.swiglu_limit is None else f", gate and up clamped at {spec.swiglu_limit:g}"
+    if isinstance(spec, MLPSpec):
+        limit = spec.swiglu_limit if isinstance(spec, GatedMLPSpec) else None
+        clamp = "" if limit is None else f", gate and up clamped at {limit:g}"
         return [
             ("width", f"{spec.intermediate_size} total, {spec.local_intermediate_size} local"),
             ("activation", spec.activation + clamp),
         ]
     if isinstance(spec, ResidualSpec):
+        if spec.post_norms:
+            return [("hidden size", str(spec.hidden_size)), ("norms behind the adds", _several(spec.post_norms))]
+        shared = spec.parallel_residual and not spec.post_attention_norms
         return [
             ("hidden size", str(spec.hidden_size)),
             ("input norm", _several(spec.input_norms)),
-            ("post-attention norm", _several(spec.post_attention_norms)),
+            ("post-attention norm", "the input norm" if shared else _several(spec.post_attention_norms)),
         ]
     if isinstance(spec, FinalNormSpec):
         return [("hidden size", str(spec.hidden_size)), ("norm", norm_line(spec.final_norm))]
@@ -143,7 +149,10 @@ def _several(norms: tuple[NormSpec, ...]) -> str:
 
 def norm_line(norm: NormSpec) -> str:
     """A norm in one line."""
-    text = f"RMSNorm over {norm.width}, epsilon {norm.epsilon:g}"
+    kind = "LayerNorm" if isinstance(norm, LayerNormSpec) else "RMSNorm"
+    text = f"{kind} over {norm.width}, epsilon {norm.epsilon:g}"
+    if isinstance(norm, LayerNormSpec) and not norm.has_bias:
+        text += ", no bias" if norm.has_weight else ", no weight or bias"
     if norm.weight_offset:
         text += f", weight + {norm.weight_offset:g}"
     if isinstance(norm, GatedNormSpec):
@@ -169,10 +178,13 @@ def line_of(spec: Any) -> str:
         window = "full" if spec.sliding_window is None else f"window {spec.sliding_window}"
         sinks = ", sinks" if spec.has_sinks else ""
         return f"{spec.num_heads} heads over {spec.num_kv_heads} key/value heads of {spec.head_dim}, {window}{sinks}"
-    if isinstance(spec, GatedMLPSpec):
-        return f"{spec.intermediate_size} wide, {spec.activation}"
+    if isinstance(spec, MLPSpec):
+        return f"{spec.intermediate_size} wide, {spec.activation}" + (
+            "" if isinstance(spec, GatedMLPSpec) else ", no gate"
+        )
     if isinstance(spec, ResidualSpec):
-        norms = "no norm reads it" if spec.input_norm is None else f"norms eps {spec.input_norm.epsilon:g}"
+        one = next(iter((*spec.input_norms, *spec.post_norms)), None)
+        norms = "no norm reads it" if one is None else f"norms eps {one.epsilon:g}"
         return f"hidden {spec.hidden_size}, {norms}"
     if isinstance(spec, FinalNormSpec):
         return f"hidden {spec.hidden_size}, norm eps {spec.final_norm.epsilon:g}"

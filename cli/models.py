@@ -81,7 +81,10 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
             raise
     found = inspected(Path(config), registry)
     if found.same_as:
-        return registry.model(found.same_as[0])
+        import attrs
+
+        # The layers of a declared model; how this copy of it is quantised, its own config says.
+        return attrs.evolve(registry.model(found.same_as[0]), quant=found.entry.quant)
     said = f"layerfuse: {config} was read alone; `layerfuse inspect` holds what it says to the model's own code"
     print(said, file=sys.stderr)
     return found.entry

@@ -78,15 +78,17 @@ def target_here(engine: str) -> str:
     return found.name
 
 
-def sharded(entry: ModelEntry, tp: int, rank: int, engine: str | None) -> list[tuple[str, Any]]:
-    """The specs of one rank.
+def sharded(
+    entry: ModelEntry, tp: int, rank: int, engine: str | None, published: bool = False
+) -> list[tuple[str, Any]]:
+    """The specs of one rank, as published where that is asked for.
 
     Raises:
         TooManyRanksError: the model cannot be sharded that way.
     """
     try:
         _check_engine(entry, engine)
-        return list(entry.specs(tp, rank, engine=engine))
+        return list(entry.specs(tp, rank, engine=engine, published=published))
     except SpecError as error:
         raise TooManyRanksError(entry.name, tp, error.problems, _sizes(entry, engine)) from None
 
@@ -116,6 +118,7 @@ def plan_data(
     release: str | None = None,
     engine_version: str | None = None,
     enforce_eager: bool = False,
+    published: bool = False,
 ) -> dict[str, Any]:
     """The whole answer as plain data; the keys of `layerfuse plan --help` do not change, others are for people (`_SHOWN`).
 
@@ -124,7 +127,7 @@ def plan_data(
         UnknownTargetError: no such target.
         UnknownReleaseOfVllmError: nothing is recorded of this release.
     """
-    specs = sharded(entry, tp, rank, engine)
+    specs = sharded(entry, tp, rank, engine, published)
     device = Target.named(target)
     if release is not None:
         from ..fusion.metadata import releases_named
@@ -174,6 +177,7 @@ def plan_data(
         "fusions": summed(decided, kinds, does.values()),
         "engine_does": does,
         "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *modules],
+        "published": [str(kind) for kind in entry.quant.values()] if published else [],
     }
 
 
@@ -227,6 +231,9 @@ def show_plan(data: dict[str, Any], to: Console, verbose: bool = False) -> None:
     about = ", ".join(filter(None, [data["hf_id"], f"adapter {data['adapter']}"]))
     to.print(Text.assemble((data["model"], "bold"), f" ({about})"))
     to.print(f"rank {data['rank']} of {data['tp']}, {data['num_hidden_layers']} decoder layers, target {_target(data)}")
+    if data["published"]:
+        said = f"as published (see --quant): {' | '.join(data['published'])}"
+        show(Text(said), to, prose_width(to))
     to.print()
     notes = show_summary(data["fusions"], to)
     if data["notes"]:
@@ -298,6 +305,15 @@ def _documented(data: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in data.items() if key not in _SHOWN}
 
 
+NO_QUANT = "none"
+"""What `--quant` calls linears that take their activations as they are."""
+
+
+def as_published(entry: ModelEntry, quant: Sequence[str]) -> bool:
+    """Whether the plan is of the checkpoint as published: unless all roles are said to be something else."""
+    return bool(entry.quant) and all("=" in words for words in quant)
+
+
 def config_for(quant: Sequence[str], engine: str | None = None) -> FusionConfig:
     """What the environment wants, and the quantisation that was asked about, which level 1 would refuse.
 
@@ -311,13 +327,13 @@ def config_for(quant: Sequence[str], engine: str | None = None) -> FusionConfig:
         config = Options().config()
     else:
         config = FusionConfig.from_environment()
-    if not quant:
+    if not quant or list(quant) == [NO_QUANT]:
         return config
     declared: dict[str, ActivationQuant | None] = {}
     for words in sorted(quant, key=lambda words: "=" in words):  # a role's own words count more than those for all
         role, equals, how = words.partition("=")
         if equals:
-            declared[role.strip()] = ActivationQuant.parse(how)
+            declared[role.strip()] = None if how.strip() == NO_QUANT else ActivationQuant.parse(how)
         else:
             declared = dict(FusionConfig(quant=ActivationQuant.parse(words)).quant)
     return attrs.evolve(config, quant=declared, level=0 if config.level == 0 else 2)
@@ -352,6 +368,7 @@ def answer_plan(
         target=target,
         engine=engine,
         config=config_for(quant, engine),
+        published=as_published(entry, quant),
         release=asked.get("release"),
         engine_version=engine_version,
         enforce_eager=enforce_eager,

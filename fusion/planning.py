@@ -306,13 +306,9 @@ def _reduced(placed: Iterable[tuple[str, AnySpec]], sites: Iterable[Site]) -> It
         if isinstance(spec, ResidualSpec) and spec.mlp_ranks is not None:
             mlps[spec.layer_index] = spec.mlp_ranks
     for _, spec in placed:
-        if (
-            isinstance(spec, ResidualSpec)
-            and not spec.added_as_given
-            and mlps.get(spec.layer_index, spec.parallel.size) > 1
-        ):
+        if isinstance(spec, ResidualSpec) and not spec.adds_one and mlps.get(spec.layer_index, spec.parallel.size) > 1:
             mlps[spec.layer_index] = 0
-    given = {s.layer_index: s.gives for _, s in placed if isinstance(s, ResidualSpec) and s.added_as_given}
+    given = {s.layer_index: s.gives for _, s in placed if isinstance(s, ResidualSpec) and s.adds_one}
     for site in sites:
         after_mlp = site.role == FINAL or (site.role == INPUT and site.adds)
         if isinstance(site.spec, ResidualSpec) and site.spec.handed_over and site.block == 0:

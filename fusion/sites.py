@@ -6,6 +6,7 @@ The site is the unit of planning, matching and reporting. A layer has several, a
 from __future__ import annotations
 
 from functools import partial
+from itertools import zip_longest
 
 from attrs import field, frozen
 
@@ -19,6 +20,7 @@ from ..adapters.specs import (
     LinearSpec,
     MLAKernelSpec,
     MLASpec,
+    MLPSpec,
     NormSpec,
     ResidualSpec,
 )
@@ -188,6 +190,9 @@ def sites_of(layer: str, spec: AnySpec, mixture: ExpertsSpec | None = None) -> t
     if isinstance(spec, GatedMLPSpec):
         experts = mixture if mixture is not None and spec == mixture.shared else None
         return (Site(layer=layer, role=ACTIVATION, norms=(), spec=spec, experts=experts),)
+    if isinstance(spec, MLPSpec):
+        absent = "the MLP has no gate, so that there is no product in front of its down-projection"
+        return (Site(layer=layer, role=ACTIVATION, norms=(), spec=spec, absent=absent),)
     if isinstance(spec, MLAKernelSpec):
         reason = f"an inner kernel layer knows no norms; ask {spec.outer}"
         return (Site(layer=layer, role=LATENTS, norms=(), spec=spec, unknown=reason),)
@@ -206,18 +211,27 @@ def _latents(layer: str, spec: MLASpec) -> Site:
 def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
     if not spec.input_norms:
         absent = "no norm reads the residual stream in this layer: its norms stand on what attention and MLP give"
+        if spec.post_norms:
+            absent = "this layer's norms stand behind its adds, and what they give is the stream itself, so that no sum is kept"
         return [Site(layer=layer, role=role, norms=(), spec=spec, absent=absent) for role in (INPUT, POST_ATTENTION)]
     starts = spec.layer_index == 0 if spec.starts_stream is None else spec.starts_stream
     sites = []
-    for block, (before, after) in enumerate(zip(spec.input_norms, spec.post_attention_norms, strict=True)):
+    for block, (before, after) in enumerate(zip_longest(spec.input_norms, spec.post_attention_norms)):
         first = starts and block == 0
         at = partial(Site, layer=layer, spec=spec, block=block)
-        ranks = spec.parallel.size if spec.added_as_given or spec.parallel.size == 1 else 0
+        ranks = spec.parallel.size if spec.adds_one or spec.parallel.size == 1 else 0
         whole = first or (spec.handed_over and block == 0)
-        entering, leaving = (before.fed_by, after.fed_by) if spec.added_as_given else ((), ())
+        entering = before.fed_by if spec.adds_one else ()
         sites.append(at(role=INPUT, norms=(before,), adds=not first, reduced=1 if whole else ranks, producers=entering))
         mixture = None if block else spec.experts
-        sites.append(
-            at(role=POST_ATTENTION, norms=(after,), adds=True, reduced=ranks, producers=leaving, experts=mixture)
-        )
+        if after is None:
+            absent = "the MLP reads the norm that the attention reads"
+            sites.append(at(role=POST_ATTENTION, norms=(), absent=absent))
+        elif spec.parallel_residual:  # of the same sum as the norm before
+            sites.append(at(role=POST_ATTENTION, norms=(after,), experts=mixture))
+        else:
+            leaving = after.fed_by if spec.adds_one else ()
+            sites.append(
+                at(role=POST_ATTENTION, norms=(after,), adds=True, reduced=ranks, producers=leaving, experts=mixture)
+            )
     return sites

@@ -16,6 +16,7 @@ from ..adapters.errors import SpecError
 from ..adapters.specs import WHOLE, FinalNormSpec, LayerSpec, NormSpec, ResidualSpec
 from .errors import UnknownEngineError
 from .kinds import ENGINES, SHARED_EXPERTS, Around, At, EngineFacts, Every, GQAKind, LayerKind, MLPKind, experts_around
+from .published import Published, QuantKind
 
 FINAL = "final"
 """The name of the norm after a declared model's last layer."""
@@ -62,6 +63,8 @@ class ModelEntry:
     "`model_type` of its config.json."
     architectures: list[str] = field(factory=list)
     "`architectures` of its config.json."
+    quant: dict[str, QuantKind] = field(factory=dict)
+    "How the checkpoint that `hf_id` names is quantised, by names of their own; nothing: it is not, or nothing says it."
     engines: dict[str, EngineFacts] = field(factory=dict)
     "Engines that build the model otherwise than published: norms with another epsilon, KV heads without replicas."
     layer_classes: dict[str, Any] = field(factory=dict)
@@ -99,7 +102,9 @@ class ModelEntry:
             raise SpecError(self.name, _listed(problems))
         return claimed
 
-    def specs(self, tp: int = 1, rank: int | None = None, *, engine: str | None = None) -> list[tuple[str, LayerSpec]]:
+    def specs(
+        self, tp: int = 1, rank: int | None = None, *, engine: str | None = None, published: bool = False
+    ) -> list[tuple[str, LayerSpec]]:
         """The spec of every layer on one rank, as (name, spec) in layer order, and that of the final norm after them.
 
         Args:
@@ -107,6 +112,7 @@ class ModelEntry:
             rank: which of those ranks; 0 unless given.
             engine: whose epsilons to use where engines disagree ("transformers", "vllm", ...). None, and an
                 engine that the entry notes no exception for: the published.
+            published: also say how the linears of the published checkpoint quantise what they read, where `quant` says it.
 
         Raises:
             SpecError: the entry contradicts itself, or a layer cannot be sharded that way, by this engine or by any.
@@ -119,6 +125,9 @@ class ModelEntry:
         if refused is not None:
             raise SpecError(f"{self.name} at tensor-parallel size {tp}", [refused])
         whole = list(self._whole(engine, self.kind_at(), self.mlp_at()))
+        if published and self.quant:
+            as_published = Published(self.quant)
+            whole = [(path, as_published.of(spec, shared=SHARED_EXPERTS in path.split("."))) for path, spec in whole]
         if tp == 1 and rank in (None, 0):
             return whole
         sharded: dict[LayerSpec, LayerSpec] = {}

@@ -23,6 +23,7 @@ from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
 from .hf_layers import layers_of
 from .hf_mlps import mlps_of
+from .hf_quant import held_by, quant_of
 from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
 
 if TYPE_CHECKING:
@@ -165,6 +166,10 @@ def inspect(
     if own != wanted:
         recognised.append(f"the entry is called {cut(own)}, since {cut(wanted)} is a name of {taken[wanted]}")
     hub_name = _hub_name(config)
+    mlps = {} if sibling is None else mlps_of(hf, total, sibling)
+    said = config.get("quantization_config", values.get("quantization_config"))
+    quant, unread = quant_of(said, list(held_by(mlps, values)), total, f"{file}, quantization_config")
+    hf.notes.extend([] if unread is None else [unread])
     entry = ModelEntry(
         name=own,
         adapter=adapter,
@@ -173,7 +178,8 @@ def inspect(
         hidden_size=hidden_size,
         rms_norm_eps=epsilon,
         layers={word: _with_code(kind, sibling) for word, kind in layers.items()},
-        mlps={} if sibling is None else mlps_of(hf, total, sibling),
+        mlps=mlps,
+        quant=quant,
         norm_weight_offset=_offset(sibling, types),
         added_as_given=sibling is None or sibling.added_as_given,
         attentions_per_layer=1 if sibling is None else sibling.attentions_per_layer,

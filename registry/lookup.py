@@ -19,7 +19,7 @@ from ..adapters.arguments import expect, expect_callable
 from ..adapters.base import Adapter
 from ..adapters.errors import FOREIGN, ArgumentError, UnknownLayerError, cut, said, shown
 from ..adapters.pipeline import stands_for_missing
-from ..adapters.specs import FinalNormSpec, GatedMLPSpec, Parallel, ResidualSpec
+from ..adapters.specs import FinalNormSpec, MLPSpec, Parallel, ResidualSpec
 from .errors import UnknownModelError
 from .streams import Streams, within
 from .tables import Readers, Tables
@@ -66,14 +66,14 @@ class Registry:
         """What this layer is, read now.
 
         Args:
-            layer: an attention layer, a gated MLP, a decoder layer or an inner kernel layer of any known engine.
+            layer: an attention layer, an MLP, a decoder layer or an inner kernel layer of any known engine.
             of: the spec type wanted, where a class is two kinds of layer at once.
             parallel: the tensor-parallel degree and rank, where the layer does not say them itself. Contradicting what
                 it does say is an error.
             path: the layer's name in its model, for messages, and for the index of an MLP, which keeps none.
 
         Returns:
-            An MLASpec, GatedDeltaNetSpec, GQASpec, GatedMLPSpec, ResidualSpec, FinalNormSpec, or the spec of a kernel layer.
+            An MLASpec, GatedDeltaNetSpec, GQASpec, GatedMLPSpec, MLPSpec, ResidualSpec, FinalNormSpec, or the spec of a kernel layer.
 
         Raises:
             UnknownLayerError: no adapter knows the class.
@@ -123,7 +123,7 @@ class Registry:
     def specs_in(self, model: Any, *, of: type[Any] | None = None, parallel: Parallel | None = None) -> list[Any]:
         """The specs of a model's layers as (path, spec), in the order of its modules, which is that of its layers.
 
-        Decoder layers give their residual stream, attention layers their attention, gated MLPs themselves; a routed expert
+        Decoder layers give their residual stream, attention layers their attention, MLPs themselves; a routed expert
         gives nothing. The first decoder layer of a module that holds some starts a stream (`ResidualSpec.starts_stream`).
         The module around the layers gives the final norm, after them; on a rank of a pipeline that does not hold the last layer or
         that norm it gives nothing. Kernel layers inside a layer that is itself known are left out; ask `spec_for` for those, or pass
@@ -155,7 +155,7 @@ class Registry:
                 streams.passes(path)
             readers = self._readers_of(type(module))
             # A decoder layer that is its own attention holds an MLP all the same.
-            mlp = any(reader.facts.spec is GatedMLPSpec for reader in readers)
+            mlp = any(issubclass(reader.facts.spec, MLPSpec) for reader in readers)
             if not readers or (_ROUTED_EXPERT.search(path) if mlp else of is None and within(path, inside)):
                 continue
             # A class that is both gives its residual stream first, as a decoder layer comes before its attention.

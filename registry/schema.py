@@ -17,12 +17,13 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import attrs
 
-from ..adapters.base import PARALLEL_WORDS, RESIDUAL_WORDS, fields_of
+from ..adapters.base import LAYER_WORDS, RESIDUAL_WORDS, fields_of
 from ..adapters.conversions import CONVERSIONS
 from ..adapters.rope_source import ROPE_WORDS
 from ..adapters.specs import FAMILIES, LARGEST, NormSpec, kind_of
 from .catalog import MOST_LAYERS, ModelEntry
 from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLPKind, RopeWords, Yarn
+from .published import QuantKind
 
 _COUNT = {"minimum": 1, "maximum": LARGEST}
 _BOUNDS: dict[str, dict[str, int]] = {
@@ -44,7 +45,17 @@ _OWN_BOUNDS = {
 """Of the numbers that no spec has a field for."""
 
 
-_CLASSES: tuple[type[Any], ...] = (ModelEntry, *KINDS.values(), MLPKind, EngineFacts, Every, GateWords, RopeWords, Yarn)
+_CLASSES: tuple[type[Any], ...] = (
+    ModelEntry,
+    *KINDS.values(),
+    MLPKind,
+    QuantKind,
+    EngineFacts,
+    Every,
+    GateWords,
+    RopeWords,
+    Yarn,
+)
 
 
 def schema() -> dict[str, Any]:
@@ -197,7 +208,8 @@ def _facts() -> dict[str, Any]:
         "The modules in the place of the MLP that may be a mixture of experts: the first that is one is read."
     )
     described["last_linear"] = "The linear whose result the layer adds to the stream last, as far as a layer has it."
-    for name in (*PARALLEL_WORDS, *RESIDUAL_WORDS):
+    described["unless"] = "What, where it is there, makes a layer one that the spec does not describe: cross-attention."
+    for name in (*LAYER_WORDS, *RESIDUAL_WORDS):
         properties[name] = {"description": described[name], "$ref": "#/$defs/place"}
     return {
         "description": "Where each field of a layer's spec is read, in the words of adapters.",
@@ -229,6 +241,16 @@ def _place() -> dict[str, Any]:
         "required": ["path", "as"],
         "properties": {"path": {"type": "string"}, "as": {"enum": list(CONVERSIONS)}},
     }
+    where = {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["path", "where"],
+        "properties": {
+            "path": {"type": "string"},
+            "where": {"type": "string"},
+            "is": {"type": ["string", "integer", "boolean"]},
+        },
+    }
     named = {
         "type": "object",
         "additionalProperties": False,
@@ -238,15 +260,24 @@ def _place() -> dict[str, Any]:
     several = {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/place"}}
     return {
         "description": (
-            'An attribute path, a list of them tried in order, {const = ...}, {path = ..., as = "..."}, or {name_as = "..."} '
-            "for what the layer's name in its model says."
+            'An attribute path, a list of them tried in order, {const = ...}, {path = ..., as = "..."}, {path = ..., where = '
+            '"..."} for what counts where another path says so, or {name_as = "..."} for what the layer\'s name in its model says.'
         ),
-        "anyOf": [{"type": "string", "minLength": 1}, several, constant, converted, named],
+        "anyOf": [{"type": "string", "minLength": 1}, several, constant, converted, where, named],
     }
 
 
 def _norm() -> dict[str, Any]:
-    fields = ("width", "epsilon", "weight_offset", "activation", "norm_before_gate", "group_size")
+    fields = (
+        "width",
+        "epsilon",
+        "weight_offset",
+        "activation",
+        "norm_before_gate",
+        "group_size",
+        "has_weight",
+        "has_bias",
+    )
     table = {
         "type": "object",
         "additionalProperties": False,

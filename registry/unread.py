@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 from ..adapters.reader import LayerReader
-from ..adapters.specs import FinalNormSpec, GatedMLPSpec, KernelSpec, ResidualSpec
+from ..adapters.specs import FinalNormSpec, KernelSpec, MLPSpec, ResidualSpec
 from .streams import Streams, within
 from .tables import Readers
 
@@ -38,7 +38,7 @@ _OF_TORCH = "put both into a class of your own, and declare that"
 
 def is_attention(reader: LayerReader) -> bool:
     """Whether layers are read as attention."""
-    return not issubclass(reader.facts.spec, (ResidualSpec, FinalNormSpec, KernelSpec, GatedMLPSpec))
+    return not issubclass(reader.facts.spec, (ResidualSpec, FinalNormSpec, KernelSpec, MLPSpec))
 
 
 def class_name(cls: type) -> str:
@@ -84,13 +84,15 @@ class Unread:
         left: list[str] = []
         strange: list[str] = []
         inside: str | None = None
+        read = [path for path, cls in self._classes.items() if any(map(is_attention, self._readers[cls]))]
         for path, cls in self._classes.items():
             if within(path, inside):
                 continue
             if any(map(is_attention, self._readers[cls])) or cls in self._ignored:
                 left.append(inside := path)
             elif not self._readers[cls] and (
-                _LOOKS_LIKE_ATTENTION.search(cls.__name__) or self._in_layer(path, _ATTENTIONS)
+                (_LOOKS_LIKE_ATTENTION.search(cls.__name__) or self._in_layer(path, _ATTENTIONS))
+                and not any(within(each, path) for each in read)  # BERT's only wraps it
             ):
                 strange.append(inside := path)
         return left, strange
@@ -116,8 +118,11 @@ class Unread:
 
     def _final_norms(self) -> Iterator[tuple[str, str]]:
         read = {path for path in self._classes for _ in self._read_as(path, FinalNormSpec)}
+        # Layers that end with a norm of their own: one behind them is of the head.
+        ends = [path for path, reader in self._layers.items() if "post_norms" in reader.facts.parsed]
+        ended = set(map(self._streams.outermost, ends))
         for holder, layer in self._last.items():
-            if holder in self._streams.cut or _around(layer, read) is not None:
+            if holder in self._streams.cut or _around(layer, read) is not None or layer in ended:
                 continue
             norm = self._norm_beside(layer)
             if norm is None:

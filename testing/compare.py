@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from ..adapters.specs import FinalNormSpec, GatedDeltaNetSpec, GatedMLPSpec, LinearSpec, NormSpec, ResidualSpec
+from ..adapters.specs import FinalNormSpec, GatedDeltaNetSpec, LinearSpec, MLPSpec, NormSpec, ResidualSpec
 
 SCALE_TOLERANCE = 1e-12
 """Relative. The softmax scale is computed by each engine in its own order of floating-point operations."""
@@ -42,7 +42,7 @@ def _close(one: float, other: float) -> bool:
 
 def linears_of(spec: Any) -> Iterator[tuple[LinearSpec, str, int, int]]:
     """The linears around a spec's norms and products: each with its side that is known, and that side's width in the model and on this rank."""
-    if isinstance(spec, GatedMLPSpec):
+    if isinstance(spec, MLPSpec):
         for linear in spec.feeds:
             yield linear, "in", spec.intermediate_size, spec.local_intermediate_size
         return
@@ -82,7 +82,7 @@ def without_index(spec: Any) -> Any:
 
 def is_attention(spec: Any) -> bool:
     """Whether this is an attention layer, or the kernel layer of one."""
-    return not (is_stream(spec) or isinstance(spec, GatedMLPSpec))
+    return not (is_stream(spec) or isinstance(spec, MLPSpec))
 
 
 def is_stream(spec: Any) -> bool:
@@ -96,5 +96,5 @@ def attention_first(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     A decoder layer may make its MLP first, as OLMo-hybrid's linear ones do: that says nothing of what it runs first.
     """
     layers = list(accumulate(is_stream(spec) for _, spec in pairs))
-    order = sorted(range(len(pairs)), key=lambda i: (layers[i], isinstance(pairs[i][1], GatedMLPSpec)))
+    order = sorted(range(len(pairs)), key=lambda i: (layers[i], isinstance(pairs[i][1], MLPSpec)))
     return [pairs[i] for i in order]

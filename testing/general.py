@@ -72,7 +72,8 @@ def general_recipe(model_type: str, *, headless: bool = False) -> Recipe | None:
     if not isinstance(model, str) or not hasattr(transformers, model):
         return None
     known = config_class().to_dict()
-    known |= dict.fromkeys(config_class.attribute_map)
+    # Some classes ask for a head_dim (Qwen3-MoE) that their configs take and have no default for.
+    known |= dict.fromkeys((*config_class.attribute_map, "head_dim"))
     linear = GDN_KEYS if "linear_num_value_heads" in known else KDA_KEYS
     families: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "mla": MLA_KEYS,

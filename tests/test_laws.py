@@ -15,7 +15,16 @@ from helpers import ROOT, THOROUGH_ALONE, in_turn, run_python, thorough_alone
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerfuse.adapters.specs import FAMILIES, ExpertsSpec, GatedNormSpec, LinearSpec, NormSpec, Parallel, WeightSpec
+from layerfuse.adapters.specs import (
+    FAMILIES,
+    ExpertsSpec,
+    GatedNormSpec,
+    LayerNormSpec,
+    LinearSpec,
+    NormSpec,
+    Parallel,
+    WeightSpec,
+)
 
 FLOORS = ("adapters", "registry", "fusion", "engines", "testing", "bench", "cli")
 """From the ground up: a door opens downward only."""
@@ -227,17 +236,26 @@ def test_law_2_what_finds_what_runs_and_what_rewrites_do_not_import_in_turn(room
 def test_law_3_no_field_of_a_spec_has_a_default() -> None:
     defaults = {
         f"{spec.__name__}.{attribute.name}"
-        for spec in (*FAMILIES.values(), Parallel, NormSpec, GatedNormSpec, LinearSpec, ExpertsSpec, WeightSpec)
+        for spec in (
+            *FAMILIES.values(),
+            Parallel,
+            NormSpec,
+            GatedNormSpec,
+            LayerNormSpec,
+            LinearSpec,
+            ExpertsSpec,
+            WeightSpec,
+        )
         for attribute in attrs.fields(spec)
         if attribute.default is not attrs.NOTHING
     }
-    # An ordinary RMSNorm adds nothing to its weight, and an ordinary layer what its blocks give; where it was read and what reads it are no geometry. None says that
+    # An ordinary norm adds nothing to its weight, and an ordinary layer what its blocks give, one behind the other, with norms in front; where it was read and what reads it are no geometry. None says that
     # nothing was read, or that nothing says it.
     assert defaults == {
-        "GatedMLPSpec.quant",
-        "GatedMLPSpec.unquantised",
-        "GatedMLPSpec.feeds",
+        *(f"{mlp}.{field}" for mlp in ("GatedMLPSpec", "MLPSpec") for field in ("quant", "unquantised", "feeds")),
         "MLASpec.rope",
+        "ResidualSpec.parallel_residual",
+        "ResidualSpec.post_norms",
         "ResidualSpec.mlp_ranks",
         "ResidualSpec.added_as_given",
         "ResidualSpec.starts_stream",
@@ -247,7 +265,7 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         "ResidualSpec.gives",
     } | {
         f"{n}.{field}"
-        for n in ("NormSpec", "GatedNormSpec")
+        for n in ("NormSpec", "GatedNormSpec", "LayerNormSpec")
         for field in ("weight_offset", "module", "quant", "unquantised", "feeds", "fed_by")
     }
 

@@ -211,11 +211,17 @@ def test_a_name_without_one_layer_number_is_refused(name: str) -> None:
         (None, "expected an attribute path, a list of them"),
         ([], "expected an attribute path, a list of them"),
         ([["a"], 7], "expected an attribute path, a list of them"),
-        ({}, "expected {const = ...}, {path = ..., as = ...} or {name_as = ...}, got the keys []"),
-        ({"path": "a"}, "expected {const = ...}, {path = ..., as = ...} or {name_as = ...}, got the keys ['path']"),
+        (
+            {},
+            "expected {const = ...}, {path = ..., as = ...}, {path = ..., where = ...} or {name_as = ...}, got the keys []",
+        ),
+        (
+            {"path": "a"},
+            "expected {const = ...}, {path = ..., as = ...}, {path = ..., where = ...} or {name_as = ...}, got the keys ['path']",
+        ),
         (
             {"const": 1, "as": "present"},
-            "expected {const = ...}, {path = ..., as = ...} or {name_as = ...}, got the keys ['as', 'const']",
+            "expected {const = ...}, {path = ..., as = ...}, {path = ..., where = ...} or {name_as = ...}, got the keys ['as', 'const']",
         ),
         ({"const": [1]}, "a constant is a number, a text or a flag, got [1]"),
         ({"const": {"a": 1}}, "a constant is a number, a text or a flag"),

@@ -248,7 +248,7 @@ def test_a_clamp_and_another_activation_are_taken():
     ("changes", "said"),
     [
         ({"n_shared_experts": None}, "n_shared_experts is null"),
-        ({"hidden_act": "relu"}, "hidden_act = 'relu', which no spec describes"),
+        ({"hidden_act": "tanh"}, "hidden_act = 'tanh', which no spec describes"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 61 times dense or sparse, got ['dense']"),
         ({"first_k_dense_replace": "absent"}, "neither mlp_layer_types nor first_k_dense_replace says which"),
     ],

@@ -286,3 +286,17 @@ def test_in_an_engine_without_a_plugin_every_decision_says_so(run, engine, monke
         name = {"sglang": "SGLang", "atom": "ATOM"}[engine]
         assert said == {f"nothing of layerfuse runs inside {name} yet: it has no plugin for it"}
     assert not any("unless switched on" in reason for _, reason in found.values())
+
+
+def test_a_model_is_planned_as_it_was_published(run):
+    """Without a word about it: the quantised fusions of DeepSeek-V3, and with `--quant none` those of its bfloat16."""
+    asked = ["deepseek-v3", "--target", "sm90"]
+    published = decisions(run, *asked)
+    assert published["post_attention", GROUP][0] == published["latents", f"{DUAL}_group_quant"][0] == "expected"
+    assert "as published (see --quant): all linears in float8_e4m3fn" in run("plan", *asked, "--engine", "vllm").out
+    plain = decisions(run, *asked, "--quant", "none")
+    assert plain["post_attention", GROUP][0] == "not_applicable"
+    assert "as published" not in run("plan", *asked, "--quant", "none").out
+    one = decisions(run, *asked, "--quant", "latents=none")
+    assert one["post_attention", GROUP][0] == "expected"
+    assert one["latents", f"{DUAL}_group_quant"][0] == "not_applicable"

@@ -20,7 +20,7 @@ from torch import nn
 from layerfuse import registry
 from layerfuse.adapters.reader import LayerReader
 from layerfuse.adapters.rope_source import RopeSource
-from layerfuse.adapters.sources import Converted, NormSource, Path, Quotient, Weight
+from layerfuse.adapters.sources import Converted, NormSource, Path, Quotient, Weight, Where
 
 _CONVERTED: Mapping[str, Any] = {
     "length": [None] * 8,
@@ -34,6 +34,9 @@ _NAMED: Mapping[str, Any] = {
     "activation": "silu",
     "act_fn": "silu",
     "norm_before_gate": True,
+    "has_weight": True,
+    "has_bias": True,
+    "parallel_residual": False,
     "has_sinks": False,
     "tp_size": 1,
     "tp_rank": 0,
@@ -71,6 +74,8 @@ def places_of(reader: LayerReader) -> tuple[Place, ...]:
     """Everywhere that a reader looks, weights of linears included."""
     found: dict[tuple[str, ...], Any] = {}
     for field, parsed in reader.facts.parsed.items():
+        if field == "unless":
+            continue  # nothing is there when all is well
         for source in parsed if isinstance(parsed, tuple) else (parsed,):
             for steps, good in _places(field, source):
                 found.setdefault(steps, good)
@@ -100,6 +105,9 @@ def _places(field: str, source: Any, below: tuple[str, ...] = ()) -> Iterator[tu
         yield (*below, *source.steps), _NAMED.get(field, 8)
     elif isinstance(source, Quotient):
         yield from ((path.steps, 8) for path in (source.dividend, source.divisor))
+    elif isinstance(source, Where):
+        yield from _places(field, source.path, below)
+        yield from ((steps, source.value) for steps, _ in _places(field, source.where, below))
     elif isinstance(source, Converted):
         path = source.path.dividend if isinstance(source.path, Quotient) else source.path
         steps = (*below, *path.steps)

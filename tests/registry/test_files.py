@@ -63,7 +63,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once_with_file_and_path() -> Non
         "mine.toml: expected a whole number, got '0' @ $.models.mine.layers['mla'].at[0]",
         "mine.toml: expected 'silu' or 'sigmoid', got 'swish' @ $.models.mine.layers['delta'].output_norm.activation",
         f"mine.toml: unknown key 'hiden_size'; did you mean 'hidden_size'? (known: adapter, source, {known}, model_type, "
-        "architectures, engines, layer_classes) @ $.models.mine",
+        "architectures, quant, engines, layer_classes) @ $.models.mine",
     ]
 
 

@@ -1,0 +1,210 @@
+"""How published checkpoints are quantised: what entries declare, what a config says, what plans make of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import attrs
+import pytest
+from helpers import fresh_model
+
+from layerfuse import registry
+from layerfuse.adapters import ActivationQuant, GatedMLPSpec, MLASpec, ResidualSpec
+from layerfuse.fusion import Target, plan
+from layerfuse.registry.files import structure, unstructure
+from layerfuse.registry.inspect import inspect
+from layerfuse.registry.published import LINEARS, QuantKind
+
+GROUP = ActivationQuant(group_size=128)
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True, "dynamic": False}
+TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+
+
+def compressed(weights: dict[str, Any], reads: Any = None, ignore: tuple[str, ...] = ("lm_head",)) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": reads}}
+    return {"quant_method": "compressed-tensors", "format": "any", "config_groups": groups, "ignore": list(ignore)}
+
+
+def found(said: Any, model: str = "deepseek-v3") -> tuple[dict[str, QuantKind], list[str]]:
+    """What `inspect` reads of a config of this model with such a `quantization_config`, and the notes on it."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CONFIG_MAPPING[registry.model(model).model_type]().to_dict()
+    answer = inspect({**config, "quantization_config": said}, registry=registry.default)
+    return answer.entry.quant, [note for note in answer.notes if "quantization_config" in note]
+
+
+# ---- entries
+
+
+def test_a_published_checkpoint_reads_as_transformers_builds_it() -> None:
+    """Each norm and product of DeepSeek-V3 in fp8 blocks, on the real layers."""
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    from transformers import FineGrainedFP8Config
+
+    kept = ["lm_head", "mlp.experts"]
+    model = finegrained.replace_with_fp8_linear(fresh_model("deepseek-v3"), kept, FineGrainedFP8Config(), True)
+    entry = registry.model("deepseek-v3")
+    assert entry.specs(published=True) == entry.specs()
+
+    def quants(specs: Any) -> list[tuple[str, int | None, Any]]:
+        parts = [
+            *(
+                (type(s).__name__, s.layer_index, n.quant)
+                for _, s in specs
+                if isinstance(s, ResidualSpec)
+                for n in (s.input_norm, s.post_attention_norm)
+            ),
+            *((type(s).__name__, s.layer_index, s.q_norm.quant) for _, s in specs if isinstance(s, MLASpec)),
+            *((type(s).__name__, s.layer_index, s.quant) for _, s in specs if isinstance(s, GatedMLPSpec)),
+        ]
+        return sorted(parts, key=str)
+
+    declared = quants(entry.specs(published=True))
+    assert declared == quants(registry.specs_in(model))
+    assert {quant for *_, quant in declared} == {GROUP}
+    assert {quant for *_, quant in quants(entry.specs())} == {None}
+
+
+def test_linears_that_no_table_names_are_not_quantised() -> None:
+    entry = registry.model("kimi-k2.5")
+    specs = [spec for _, spec in entry.specs(published=True) if isinstance(spec, GatedMLPSpec)]
+    assert {spec.quant for spec in specs} == {None}
+    assert {spec.unquantised for spec in specs} == {"they are not quantised in the published checkpoint"}
+    found = plan(entry.specs(tp=8, published=True), Target.named("sm90"))
+    reasons = {decision.reason for decision in found.decisions if "not known to quantise" in decision.reason}
+    assert reasons == set()
+
+
+def test_how_entries_are_quantised() -> None:
+    entries = registry.models().values()
+    said = {(entry.name, str(kind)) for entry in entries for kind in entry.quant.values()}
+    fp8, mx = "all linears in float8_e4m3fn, blocks of 128 x 128", "experts in float4_e2m1fn, MX groups of 1 x 32"
+    assert said == {
+        *((name, f"{fp8}; activations group128") for name in ("deepseek-v3", "deepseek-r1", "kimi-k2-instruct")),
+        *((name, f"{fp8}; activations group128,ue8m0") for name in ("deepseek-v3.1", "deepseek-v3.2")),
+        *((name, f"{mx}; activations as they are") for name in ("gpt-oss-20b", "gpt-oss-120b", "kimi-k3")),
+        ("minimax-m2.5", fp8.replace("all linears", "attention, experts") + "; activations group128"),
+        ("kimi-k2.5", "experts in int4, groups of 1 x 32; activations as they are"),
+    }
+    assert all(kind.source for entry in registry.models().values() for kind in entry.quant.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"linears": []}, "quant.fp8.linears: expected at least one"),
+        (
+            {"activation": "group7"},
+            "quant.fp8.activation: ActivationQuant.group_size: expected None or one of 32, 64, 128, got 7",
+        ),
+        ({"block": None}, "quant.fp8.block: a weight of the scheme block has one, got None"),
+        ({"block": [128]}, "quant.fp8.block: expected output and input features, each at least 1, got (128,)"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(changes: dict[str, Any], problem: str) -> None:
+    entry = registry.model("deepseek-v3")
+    wrong = attrs.evolve(entry.quant["fp8"], **changes)
+    document = unstructure({entry.name: attrs.evolve(entry, quant={"fp8": wrong})})
+    with pytest.raises(registry.CatalogError) as caught:
+        structure(document, "models.toml")
+    assert caught.value.problems[0].startswith(problem)
+
+
+def test_linears_belong_to_one_table() -> None:
+    entry = registry.model("deepseek-v3")
+    twice = attrs.evolve(entry, quant={**entry.quant, "more": entry.quant["fp8"]})
+    with pytest.raises(registry.CatalogError, match=r"quant.more.linears: 'attention' already belongs to fp8"):
+        structure(unstructure({entry.name: twice}), "models.toml")
+    assert structure(unstructure({entry.name: entry}), "models.toml")[entry.name] == entry
+
+
+# ---- configs
+
+
+@pytest.mark.parametrize(
+    ("said", "linears", "weight", "block", "activation"),
+    [
+        (FP8, list(LINEARS), "float8_e4m3fn", [128, 128], "group128"),
+        ({**FP8, "scale_fmt": "ue8m0"}, list(LINEARS), "float8_e4m3fn", [128, 128], "group128,ue8m0"),
+        (
+            {**FP8, "modules_to_not_convert": ["gate", "lm_head"]},
+            list(LINEARS),
+            "float8_e4m3fn",
+            [128, 128],
+            "group128",
+        ),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, list(LINEARS), "float8_e4m3fn", None, "static"),
+        (
+            {
+                "quant_method": "mxfp4",
+                "modules_to_not_convert": [
+                    "model.layers.*.self_attn",
+                    "shared_experts",
+                    "mlp.gate_proj",
+                    "mlp.up_proj",
+                    "mlp.down_proj",
+                ],
+            },
+            ["experts"],
+            "float4_e2m1fn",
+            [1, 32],
+            "none",
+        ),
+        (
+            compressed(INT4, None, ("re:.*self_attn.*", "re:.*shared_experts.*", "re:.*mlp\\.(gate|up|down)_proj.*")),
+            ["experts"],
+            "int4",
+            [1, 32],
+            "none",
+        ),
+        (
+            compressed({"num_bits": 8, "type": "float", "strategy": "channel"}, TOKEN, ("re:.*self_attn.*",)),
+            ["mlps", "shared_experts", "experts"],
+            "float8_e4m3fn",
+            None,
+            "per_token",
+        ),
+    ],
+)
+def test_a_quantization_config_is_read(said: Any, linears: list[str], weight: str, block: Any, activation: str) -> None:
+    quant, notes = found(said)
+    (kind,) = quant.values()
+    assert (kind.linears, kind.weight, kind.block, kind.activation, notes) == (linears, weight, block, activation, [])
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"quant_method": "modelopt"}, "its quant_method is 'modelopt'"),
+        ({"quant_method": ["fp8"]}, "quantization_config is not read: unhashable"),
+        ("fp8", "expected a table, got 'fp8'"),
+        ({**FP8, "weight_block_size": "all"}, "quantization_config is not read"),
+        ({**FP8, "modules_to_not_convert": 3}, "quantization_config is not read"),
+        ({**FP8, "modules_to_not_convert": ["model.layers.3.self_attn"]}, "it leaves out some of the attention"),
+        ({**FP8, "modules_to_not_convert": ["model.layers"] * 3_000}, "it leaves out 3000 names"),
+        (compressed(INT4, None, ("re:(.*)*(.*)*x",)), "it leaves out what matches"),
+        (compressed({**INT4, "num_bits": 3}), "weights of 3 bits"),
+        (compressed(INT4, {**TOKEN, "num_bits": 4}), "activations quantised as"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "several groups of linears"),
+    ],
+)
+def test_what_is_not_known_of_a_quantization_config_is_a_note(said: Any, why: str) -> None:
+    quant, notes = found(said)
+    assert quant == {}
+    assert len(notes) == 1
+    assert why in notes[0]
+
+
+def test_a_quantised_copy_of_a_declared_model_is_planned_as_it_says(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from layerfuse.cli.models import find_model
+
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CONFIG_MAPPING["deepseek_v3"]().to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert find_model(str(tmp_path)).quant == {}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": FP8}))
+    assert set(find_model(str(tmp_path)).quant) == {"fp8"}
