@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import matplotlib as mpl
@@ -19,10 +20,14 @@ def named(row: Measurement) -> str:
     """What a row is of: the model, and what was on in it."""
     ranks = "" if row.ranks == 1 else f", {row.ranks} GPUs"
     linears = "" if row.linears is None else f", {row.linears}"
-    on = dict.fromkeys(name.removesuffix("_group_quant") for name in row.fusions)
+    on = dict.fromkeys(re.sub("_(group|per_token|static)_quant$", "", name) for name in row.fusions)
     quant = " to fp8" if any(name.endswith("_quant") for name in row.fusions) else ""
     where = f"{row.release.removesuffix('.0')} on {row.device.split()[1]}"
-    return f"{row.model.removesuffix(', without FlashInfer')}{linears}{ranks}\n{', '.join(on)}{quant} ({where})"
+    return f"{row.model.removesuffix(', without FlashInfer')}{linears}{ranks}\n{_short(list(on))}{quant} ({where})"
+
+
+def _short(names: list[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 2 else ", ".join(names)
 
 
 def main() -> None:

@@ -193,7 +193,9 @@ def inspect(
     problems = contradictions(entry)
     if problems:
         raise ConfigError(file, problems, recognised)
-    same = _same(entry, registry.models().values())
+    # Models of other code may have the same sizes.
+    kin = [each for each in registry.models().values() if sibling is not None and each.adapter == sibling.adapter]
+    same = _same(entry, kin)
     return Inspection(
         config=values,
         entry=entry,
@@ -281,14 +283,12 @@ def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes
 
 
 def _same(entry: ModelEntry, declared: Iterable[ModelEntry]) -> tuple[str, ...]:
+    """The names of those with the same layers, the ones of the same model_type first."""
     mine = [spec for _, spec in entry.specs()]
-    # Of equal ones, those of the same model_type come first.
-    declared = sorted(declared, key=lambda other: other.model_type != entry.model_type)
     return tuple(
         other.name
-        for other in declared
-        if (other.num_hidden_layers, other.hidden_size) == (entry.num_hidden_layers, entry.hidden_size)
-        and [spec for _, spec in other.specs()] == mine
+        for other in sorted(declared, key=lambda other: other.model_type != entry.model_type)
+        if [spec for _, spec in other.specs()] == mine
     )
 
 

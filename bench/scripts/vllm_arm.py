@@ -120,10 +120,19 @@ class Arm:
         return self.forced({name: rows[:4] for name, rows in tokens.items()}, together=False)
 
     def settle(self, batch: int, context: int) -> None:
-        """Decode so many sequences behind so many tokens each, so that the graph's inputs are those of such a decode step."""
+        """Decode so many sequences behind so many tokens each, so that the graph's inputs are those of such a decode step.
+
+        The tokens are given. Random weights draw few different ones, each engine its own, and a mixture then reads more or fewer experts.
+        """
         from vllm import SamplingParams
 
-        few = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+        few = [
+            SamplingParams(
+                temperature=0, max_tokens=8, ignore_eos=True, detokenize=False,
+                extra_args={"tokens": row["prompt_token_ids"]},
+            )
+            for row in self._prompts(batch, 8, 8)
+        ]  # fmt: skip
         self.llm.generate(self._prompts(batch, context, 7), few, use_tqdm=False)
 
     def prompts(self, number: int, length: int, rounds: int) -> list[float]:

@@ -32,12 +32,12 @@ def config(given: Any) -> FusionConfig:
 
 def test_a_measurement_that_is_entered_turns_planning_on_where_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     first, already = shipped().measurement[0], defaults.on_by_default()
-    more = attrs.evolve(first, fusions=("rms_norm_per_token_quant",), arch="sm100", ranks=2)
+    more = attrs.evolve(first, fusions=("add_rms_norm_static_quant",), arch="sm100", ranks=2)
     none = attrs.evolve(more, arch="gfx950", decode={"1": (1.0, 0.9, 1.1)})
     entered = Policy(measurement=(*shipped().measurement, more, none))
     monkeypatch.setattr(defaults, "shipped", lambda: entered)
-    assert defaults.on_by_default() == {**already, "rms_norm_per_token_quant": ("sm100",)}
-    assert "rms_norm_per_token_quant" not in defaults.on_by_default("gfx950")
+    assert defaults.on_by_default() == {**already, "add_rms_norm_static_quant": ("sm100",)}
+    assert "add_rms_norm_static_quant" not in defaults.on_by_default("gfx950")
     given = vllm_config(quantised=True, ranks=2)
     for arch, nothing in (("sm100", False), ("gfx950", True)):
         monkeypatch.setattr("layerfuse.engines.vllm.defaults.arch_here", lambda arch=arch: arch)
