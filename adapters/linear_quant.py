@@ -158,6 +158,24 @@ def quantises_inside(linear: Any) -> bool:
     return isinstance(answer, ActivationQuant) and answer.inside
 
 
+def quantiser_of(linear: Any) -> Any:
+    """What quantises the activations of a linear of vLLM's, or None where that is not known.
+
+    vllm/model_executor/kernels/linear/scaled_mm: a kernel calls a `QuantFP8` of its own with its input, in front of its product; one that
+    quantises inside of the product is itself the answer.
+    """
+    for holder in (linear, *[stored(linear, name) for name in HOLDERS]):
+        asked, entry = holder, _entry(holder.__class__)
+        while isinstance(entry, Asks):
+            asked = maybe(asked, entry.attribute)
+            entry = _entry(asked.__class__)
+        if entry is read.flashinfer_or_deep_gemm:
+            return asked
+        if entry is read.quant_fp8:
+            return maybe(asked, "quant_fp8")
+    return None
+
+
 def plain_dtype(linear: Any) -> Any:
     """The dtype of the weight where this is torch's own linear with nothing attached: most are, and a layer is read often. Else None."""
     try:

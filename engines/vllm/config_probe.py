@@ -82,7 +82,9 @@ def engine_for(vllm_config: Any, target: Target, at_modules: str | None = None, 
     )
     if at_modules is not None:
         architectures = (*vllm_config.model_config.architectures, model)
-        return native_fusions.uncompiled(at_modules, architectures, place, usable())
+        return attrs.evolve(
+            native_fusions.uncompiled(at_modules, architectures, place, usable()), inside=inside.why_not()
+        )
     foreign = why_not_ops()
     if foreign is not None:
         return Engine(name="vllm", refuses={"*": foreign})

@@ -16,18 +16,23 @@ from contextvars import ContextVar
 from types import MethodType
 from typing import Any
 
+import attrs
 from attrs import define, field
 from torch import nn
 
+from ...adapters.activation_quant import ActivationQuant
 from ...adapters.errors import LayerfuseError
+from ...adapters.linear_quant import quantiser_of
 from ...adapters.specs import GatedNormSpec
 from ...fusion.catalog import FUSIONS
+from ...fusion.declare import Op
 from ...fusion.ops import FUNCTIONS
 from ...fusion.report import GraphRecord, Use
 from ...fusion.rewrite.attribution import join
 from ...fusion.sites import OUTPUT, Site
 from . import trial
 from .compiled_module import CompiledModule, Piece
+from .handover import give, reader_of
 from .hooks import Hook
 from .native import Native, NotNativeError, native, native_call, native_function
 from .process import once
@@ -38,6 +43,7 @@ REFUSALS = (LayerfuseError, TypeError, ValueError)
 """What an op raises for arguments that it does not take."""
 
 NOT_CALLED = "vLLM did not call its norms together in the first run"
+NOT_TAKEN = "no linear behind the norm asked for what the op had quantised in the first run"
 
 GONE = "layerfuse: a fused op is not called any more: %s"
 """What is said when something else was put in the place of what an op stands in."""
@@ -65,6 +71,12 @@ class Standing:
     "Site -> the module in which an op stands, and the forward that was put there."
     held: tuple[tuple[Mapping[str, Any], str, Any], ...] = field(default=(), repr=False)
     "Where and under which name the model holds these modules, what is around them, and their forwards."
+    wrong: set[str] = field(factory=set)
+    "Sites at which something else than the op's meaning was found to run."
+    stands: dict[str, str] = field(factory=dict)
+    "Site -> the fusion that stands there: the one that is expected, or its fallback."
+    forms: dict[str, str] = field(factory=dict)
+    "Site -> the op that is called there, where it is another form of the fusion's."
     asked: set[str] = field(factory=set)
     "Sites that an op was to stand at so far."
 
@@ -74,10 +86,13 @@ class Standing:
             if decision.site in self.asked:
                 continue
             self.asked.add(decision.site)
-            site = self.unit.plan.site[decision.site]
-            problem = self._put_in(site, decision.fusion)
-            if problem is not None:
-                self.missed[site.name] = problem
+            fallback = (each.fusion for each in self.unit.plan.fallback() if each.site == decision.site)
+            for fusion in (decision.fusion, *fallback):
+                problem = self._put_in(self.unit.plan.site[decision.site], fusion)
+                if problem is None:
+                    self.stands[decision.site] = fusion
+                    break
+                self.missed.setdefault(decision.site, problem)
 
     def _put_in(self, site: Site, fusion: str) -> str | None:
         """Why not, or None."""
@@ -95,12 +110,16 @@ class Standing:
         if not seam.plain(module):
             return f"this {type(module).__qualname__} does more than its spec says"
         try:
-            if seam.function is None:
+            if seam.reader is not None:
+                problem = self._quantised(module, seam, site, fusion)
+            elif seam.function is None:
                 self._norm(module, seam, site, fusion)
             else:
                 self._function(module, seam, site, fusion)
         except NotNativeError as error:
             return str(error)
+        if problem is not None:
+            return problem
         self.inside[path] = module
         self.forwards[site.name] = module, vars(module)["forward"]
         return None
@@ -157,28 +176,46 @@ class Standing:
 
     def _counted(self, site: str, fusion: str, own: Callable[..., Any]) -> Callable[..., Any]:
         """The fused op, or vLLM's own code where it refuses or something else runs there; each given its arguments ready."""
-        declared = FUSIONS[fusion].op
-        op, wrong = FUNCTIONS[declared.name], False
-        tried = False
+        op = FUNCTIONS[FUSIONS[fusion].op.name]
 
-        def run(fused: tuple[Any, ...], plain: tuple[Any, ...]) -> Any:
-            nonlocal tried, wrong
-            if not tried and trial.possible():
-                tried = True
-                problem = trial.difference(declared.reference, fused, own, plain)
-                if problem is not None:
-                    wrong, self.missed[site] = True, problem
-            if wrong:
-                return own(*plain)
-            try:
-                result = op(*fused)
-            except REFUSALS as error:
-                self.missed[site] = f"the fused op refused its arguments: {error}"
-                return own(*plain)
+        def call(*fused: Any) -> Any:
+            result = op(*fused)
             self.ran[site] += 1
             return result
 
+        return self._tried(site, call, FUSIONS[fusion].op.reference, own)
+
+    def _tried(
+        self, site: str, call: Callable[..., Any], meaning: Callable[..., Any], own: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """`call`, or vLLM's own code where that refuses, or where `meaning` is found to be something else."""
+        tried = False
+
+        def run(fused: tuple[Any, ...], plain: tuple[Any, ...]) -> Any:
+            nonlocal tried
+            if not tried and trial.possible():
+                tried = True
+                problem = trial.difference(meaning, fused, own, plain)
+                if problem is not None:
+                    self._refuse(site, problem)
+            if site in self.wrong:
+                return own(*plain)
+            try:
+                return call(*fused)
+            except REFUSALS as error:
+                self.missed[site] = f"the fused op refused its arguments: {error}"
+                return own(*plain)
+
         return run
+
+    def _refuse(self, site: str, why: str) -> None:
+        """Leave a site to vLLM from now on: what runs there computes something else."""
+        self.wrong.add(site)
+        self.missed[site] = why
+
+    def _took(self, site: str) -> None:
+        """Count a call of the op at a site, once for its readers, when the first of them takes what it has quantised."""
+        self.ran[site] += 1
 
     def _norm(self, module: Any, seam: Seam, site: Site, fusion: str) -> None:
         (norm,) = site.norms
@@ -200,6 +237,47 @@ class Standing:
             return run((x, args[0].view(x.shape), module.weight, *settings), (x, *args))
 
         _stand(module, forward)
+
+    def _quantised(self, module: Any, seam: Seam, site: Site, fusion: str) -> str | None:
+        """Let an op norm and quantise, and the linears behind it take what it has quantised; why it cannot, or None."""
+        (norm,), quant = site.norms, site.quant
+        assert quant is not None, "a fusion that quantises is expected where linears do"
+        assert seam.reader is not None
+        linears = [
+            join(site.layer, linear.path)
+            for linear in norm.feeds
+            if isinstance(linear.activation, ActivationQuant) and linear.activation == quant
+        ]
+        found = [reader_of(quantiser_of(self.model.get_submodule(path)), seam.reader, quant) for path in linears]
+        readers = [each for each in found if each is not None]
+        if len(readers) < len(found) or not found:
+            strange = linears[found.index(None)] if found else "no linear behind it"
+            return f"{strange} does not quantise in a way that layerfuse knows a place in"
+        op = FUSIONS[fusion].forms[-1].op
+        settings = (norm.epsilon, norm.weight_offset, *_format_of(op, quant))
+        stood, own = (native(module), *(each.stood for each in readers)), _of_its_class(module)
+        run = self._tried(
+            site.name,
+            lambda *fused: _one(give(site.name, FUNCTIONS[op.name](*fused))),
+            lambda *fused: op.reference(*fused)[2:],  # the values and scales are compared where they are taken
+            own,
+        )
+        adds, second = FUSIONS[fusion].chain[0].adds, seam.second
+
+        def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.keys() == {second} and not args:
+                args, kwargs = (kwargs[second],), {}
+            given = tuple(each for each in args if each is not None)
+            plain = len(given) == adds and not kwargs
+            if not plain or not self._as_it_was(site.name, stood):
+                return own(x, *args, **kwargs)
+            return run((x, *given, module.weight, *settings), (x, *given))
+
+        for reader in readers:
+            reader.stand(site.name, self._took, self._refuse)
+        _stand(module, forward)
+        self.forms[site.name] = op.name
+        return None
 
     def _function(self, module: Any, seam: Seam, site: Site, fusion: str) -> None:
         q, kv = site.norms
@@ -248,21 +326,37 @@ class Standing:
         """Write what the first run was as a record of the unit."""
         uses, unreached = [], []
         for decision in self.unit.plan.expected():
-            site, op = decision.site, FUSIONS[decision.fusion].op.name
+            site = decision.site
+            stands = self.stands.get(site, decision.fusion)
+            op = self.forms.get(site, FUSIONS[stands].op.name)
             why = self.missed.get(site)
             if why is None and not self.ran[site] and self.unit.plan.site[site].role != OUTPUT:
-                why = self._other(site) or NOT_CALLED
-            if why is not None:
-                uses.append(Use(site=site, fused=None, missed={decision.fusion: why}))
-            elif not self.ran[site]:
+                why = self._other(site) or (NOT_TAKEN if site in self.forms else NOT_CALLED)
+            missed = {} if why is None else {decision.fusion: why}
+            instead = missed if stands != decision.fusion else {}
+            if missed and not (instead and self.ran[site]):
+                uses.append(Use(site=site, fused=None, missed=missed))
+            elif why is None and not self.ran[site]:
                 # vLLM skips the recurrence, and all that is inside of it, where there is no cache yet.
                 unreached.append(site)
                 uses.append(Use(site=site, fused=decision.fusion, how="module"))
-            uses += [Use(site=site, fused=decision.fusion, form=op, how="module")] * self.ran[site]
+            uses += [Use(site=site, fused=stands, form=op, how="module", missed=instead)] * self.ran[site]
         self.unit.pieces.append(
             Piece(number=0, tokens="any", source="module", record=GraphRecord(graph=0, uses=tuple(uses)))
         )
         self.unit.unreached = tuple(unreached)
+
+
+def _format_of(op: Op, quant: ActivationQuant) -> Iterator[Any]:
+    """What an op is told of a quantisation, behind a norm's settings."""
+    from vllm.platforms import current_platform
+
+    said = {**attrs.asdict(quant), "dtype": current_platform.fp8_dtype()}
+    return (said[argument.name] for argument in op.args if argument.name in said)
+
+
+def _one(several: tuple[Any, ...]) -> Any:
+    return several if len(several) > 1 else several[0]
 
 
 def _stand(module: Any, forward: Callable[..., Any]) -> None:

@@ -133,9 +133,16 @@ def native_call(module: nn.Module, *methods: tuple[Any, str]) -> Native:
     """
     look = _Look()
     look.module(module)
-    for instance, name in methods:
-        look.attribute(type(instance), name, instance)
-    return look.native()
+    return look.methods(*methods)
+
+
+def native_methods(*methods: tuple[Any, str]) -> Native:
+    """The same of methods of instances that are no modules.
+
+    Raises:
+        NotNativeError: some of it is not vLLM's own code.
+    """
+    return _Look().methods(*methods)
 
 
 def native_function(module: str, name: str) -> None:
@@ -199,6 +206,12 @@ class _Look:
             codes=[*map(_code_of, self.functions)],
             chosen=tuple(self.chosen),
         )
+
+    def methods(self, *methods: tuple[Any, str]) -> Native:
+        """What was found, with these methods of instances."""
+        for instance, name in methods:
+            self.attribute(type(instance), name, instance)
+        return self.native()
 
     # ---- modules
 

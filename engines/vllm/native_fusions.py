@@ -253,8 +253,12 @@ def compiled(place: Place, switched: Mapping[str, bool] | None = None) -> Engine
         name="vllm",
         does={name: f"vLLM does it: {by}; {INSTEAD}" for name, by in does.items()},
         experts=EXPERTS,
-        inside=None if place.vendor == "nvidia" else "vLLM has such linears on NVIDIA GPUs alone",
+        inside=_inside(place),
     )
+
+
+def _inside(place: Place) -> str | None:
+    return None if place.vendor == "nvidia" else "vLLM has such linears on NVIDIA GPUs alone"
 
 
 def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: Iterable[str]) -> Engine:
@@ -286,4 +290,5 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
         does=does,
         keeps=keeps,
         experts=EXPERTS,
+        inside=_inside(place),
     )

@@ -25,10 +25,13 @@ def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
     """
     for hook in HOOKS:
         yield hook.place, hook.does, check_source(hook, folder)
-    for seam in SEAMS:
-        does = f"{seam.fusion} stands there in models that vLLM does not compile"
-        problems = (check_source(hook, folder) for hook in seam.hooks)
-        yield ":".join(seam.key), does, next(filter(None, problems), None)
+    for key in dict.fromkeys(seam.key for seam in SEAMS):
+        several = [seam for seam in SEAMS if seam.key == key]
+        does = f"{', '.join(seam.fusion for seam in several)}: there in models that vLLM does not compile"
+        hooks = (hook for seam in several for hook in (seam.hook, seam.function) if hook is not None)
+        yield ":".join(key), does, next(filter(None, (check_source(hook, folder) for hook in hooks)), None)
+    for reader in dict.fromkeys(seam.reader for seam in SEAMS if seam.reader is not None):
+        yield reader.place, "linears take there what such a norm has quantised", check_source(reader, folder)
     yield ":".join(CLASS), f"{NAME} stands there, compiled or not", why_not_source(folder)
 
 

@@ -28,10 +28,14 @@ class Release:
     "Fusions that can go in at module level where nothing is compiled (`seams.SEAMS`)."
 
 
+_QUANTISED = tuple(
+    f"{norm}_{scheme}_quant" for norm in ("add_rms_norm", "rms_norm") for scheme in ("group", "per_token")
+)
+
 RELEASES = {
     release.name: release
     for release in (
-        Release(name="0.26", breakable=frozenset(), seams=frozenset({"add_rms_norm", "gated_rms_norm"})),
+        Release(name="0.26", breakable=frozenset(), seams=frozenset({"add_rms_norm", "gated_rms_norm", *_QUANTISED})),
         Release(
             name="0.33",
             breakable=frozenset(
@@ -42,7 +46,7 @@ RELEASES = {
                     "KimiLinearForCausalLM",
                 }
             ),
-            seams=frozenset({"add_rms_norm", "gated_rms_norm", "mla_dual_rms_norm"}),
+            seams=frozenset({"add_rms_norm", "gated_rms_norm", "mla_dual_rms_norm", *_QUANTISED}),
         ),
     )
 }

@@ -18,6 +18,13 @@ _MLA = "vllm.model_executor.layers.mla"
 _KDA = "vllm.third_party.flash_linear_attention.ops.kda"
 _K3 = "vllm.models.kimi_k3.nvidia.mla"
 _FUNCTION = "fused_q_kv_rmsnorm"
+_QUANTISER = Hook(
+    name="seam",
+    module="vllm.model_executor.layers.quantization.input_quant_fp8",
+    path="QuantFP8.forward_native",
+    takes=("self", "x", "scale", "scale_ub"),
+    others="optional",
+)
 _TAKES = ("qr", "kv", "q_weight", "kv_weight", "eps")
 
 
@@ -40,6 +47,8 @@ class Seam:
     "What the instance calls of its module for the same chain."
     switch: str | None = None
     "The attribute that makes the instance call it."
+    reader: Hook | None = None
+    "What linears behind a norm quantise by, where they do not inside of their product: it is given what the op has quantised."
     plain: Callable[[Any], bool] = field(default=_always, repr=False)
     "Whether an instance computes what the spec says and nothing else."
 
@@ -56,7 +65,7 @@ class Seam:
     @property
     def hooks(self) -> tuple[Hook, ...]:
         """What has to be as expected."""
-        return (self.hook,) if self.function is None else (self.hook, self.function)
+        return tuple(hook for hook in (self.hook, self.function, self.reader) if hook is not None)
 
     def is_there(self) -> bool:
         """Whether this vLLM has something of these names. Imports nothing."""
@@ -86,6 +95,12 @@ def _norm(fusion: str, module: str, name: str, second: str, **more: Any) -> Seam
     return Seam(fusion=fusion, hook=hook, **more)
 
 
+def _quantised(name: str, **more: Any) -> tuple[Seam, ...]:
+    """The same norm with the quantisation of the linears behind it, with an add in front and without."""
+    chains = (f"{chain}_{scheme}_quant" for chain in ("add_rms_norm", "rms_norm") for scheme in ("group", "per_token"))
+    return tuple(_norm(chain, _NORMS, name, "residual", reader=_QUANTISER, **more) for chain in chains)
+
+
 def _latents(module: str, name: str, **more: Any) -> Seam:
     return Seam(
         fusion="mla_dual_rms_norm",
@@ -102,15 +117,15 @@ def _latents(module: str, name: str, **more: Any) -> Seam:
     )
 
 
+def _plain(norm: Any) -> bool:
+    return bool(norm.has_weight and norm.variance_size_override is None)
+
+
 SEAMS = (
-    _norm(
-        "add_rms_norm",
-        _NORMS,
-        "RMSNorm",
-        "residual",
-        plain=lambda norm: norm.has_weight and norm.variance_size_override is None,
-    ),
+    _norm("add_rms_norm", _NORMS, "RMSNorm", "residual", plain=_plain),
     _norm("add_rms_norm", _NORMS, "GemmaRMSNorm", "residual"),
+    *_quantised("RMSNorm", plain=_plain),
+    *_quantised("GemmaRMSNorm"),
     _norm("gated_rms_norm", _NORMS, "RMSNormGated", "z", plain=lambda norm: norm.bias is None),
     _norm("gated_rms_norm", _KDA, "FusedRMSNormGated", "g", plain=lambda norm: norm.weight is not None),
     _latents(_MLA, "MultiHeadLatentAttentionWrapper", switch="fuse_qkv_rmsnorm"),

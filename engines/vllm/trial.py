@@ -30,16 +30,17 @@ def difference(
 
     Args:
         meaning: the op's reference.
-        fused: its arguments, of which the first two are rows of one shape but for their width.
+        fused: its arguments, of which the first, or the first two, are rows of one shape but for their width.
         own: vLLM's.
-        plain: its arguments; the first two are the same rows, perhaps in another shape.
+        plain: its arguments; the first, or the first two, are the same rows, perhaps in another shape.
     """
-    x, second = (random(each) for each in _few(plain[0], plain[1]))
+    rows = [random(each) for each in _few(*plain[:2])]
     try:
         with torch.no_grad():
-            theirs = own(x.clone(), second.clone(), *plain[2:])
-            like = x.shape[:-1] + fused[1].shape[-1:]
-            ours = meaning(x, second.view(like), *fused[2:])
+            theirs = own(*(each.clone() for each in rows), *plain[2:])
+            like = rows[0].shape[:-1]
+            given = (each.view(like + of.shape[-1:]) for each, of in zip(rows, fused, strict=False))
+            ours = meaning(*given, *fused[len(rows) :])
     except Exception as error:  # of anybody's
         return raised(error)
     return why_apart(zip(_several(theirs), _several(ours), strict=False))
@@ -50,17 +51,24 @@ def raised(error: Exception) -> str:
     return f"trying out what runs there raised {type(error).__name__}: {error}"
 
 
-def why_apart(pairs: Iterable[tuple[Any, Tensor]]) -> str | None:
-    """How vLLM's results, the first of each pair, differ from ours, as a sentence; None where they do not."""
+def why_apart(pairs: Iterable[tuple[Any, Tensor]], tolerance: float | None = None) -> str | None:
+    """How vLLM's results, the first of each pair, differ from ours, as a sentence; None where they do not.
+
+    Args:
+        pairs: of results.
+        tolerance: how far they may be apart; None: by the bytes of an element.
+    """
     for theirs, ours in pairs:
         off = _apart(theirs, ours)
-        if not off <= TOLERANCE.get(ours.element_size(), 1e-4):
+        if not off <= (tolerance or TOLERANCE.get(ours.element_size(), 1e-4)):
             return f"what runs there computes something else: its results are off by {off:.1e} of their norm"
     return None
 
 
-def _few(x: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """A few tokens of both."""
+def _few(x: Tensor, second: Tensor | None = None) -> tuple[Tensor, ...]:
+    """A few tokens of each."""
+    if second is None:
+        return (x[:ROWS],)
     if x.dim() == second.dim() + 1:  # Kimi's delta nets give the gate without the leading dimension of 1
         return x[:, :ROWS], second[:ROWS]
     return x[:ROWS], second[:ROWS]

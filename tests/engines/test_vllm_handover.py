@@ -1,0 +1,212 @@
+"""Norms that quantise for the linears behind them in models that vLLM does not compile: vLLM's own layers and fp8 kernels, on CPU torch.
+
+Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm_started")
+from test_vllm_inside import as_installed, seen
+from test_vllm_modules import counts, line
+from test_vllm_plugin import (  # noqa: F401 (`fresh` is a fixture)
+    ADD,
+    COLUMNS,
+    GROUP_FP8,
+    PER_TOKEN_FP8,
+    ROWS,
+    TOKENS,
+    fresh,
+    said,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor import custom_op
+from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
+from vllm_started import Started, close, fp8, quantised_as_on_cuda, started
+
+from layerfuse.engines.vllm import handover
+from layerfuse.engines.vllm.native import native_methods
+from layerfuse.fusion import FusionMissedError
+
+NORM = "rms_norm"  # the first layer has no residual to add
+FORMATS = pytest.mark.parametrize(
+    ("kernel", "quantised", "scheme"),
+    [
+        pytest.param(ROWS, contextlib.nullcontext, "group", id="row by row, plain torch"),
+        pytest.param(ROWS, quantised_as_on_cuda, "group", id="row by row, vLLM's op", marks=pytest.mark.thorough),
+        pytest.param(COLUMNS, contextlib.nullcontext, "group", id="column by column, plain torch"),
+        pytest.param(TOKENS, contextlib.nullcontext, "per_token", id="per token, plain torch"),
+        pytest.param(TOKENS, quantised_as_on_cuda, "per_token", id="per token, vLLM's op"),
+    ],
+)
+
+
+@contextlib.contextmanager
+def model(tmp_path: Path, layerfuse: Any, kernel: str = ROWS, scheme: str = "group") -> Iterator[Started]:
+    """Two layers of DeepSeek-V3, a dense one and a mixture."""
+    overrides = GROUP_FP8 if scheme == "group" else PER_TOKEN_FP8
+    with (
+        fp8(kernel),
+        started(
+            "deepseek-v3", tmp_path, layerfuse=layerfuse, mode="NONE", dtype="bfloat16", overrides=overrides
+        ) as engine,
+    ):
+        yield engine
+
+
+def asked(scheme: str = "group", **more: Any) -> dict[str, Any]:
+    return {"fusions": [f"{ADD}_{scheme}_quant", f"{NORM}_{scheme}_quant"], **more}
+
+
+class Calls(TorchDispatchMode):
+    """The calls of an op."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.calls = f"{name}.default", 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += str(func).partition(".")[2] == self.name
+        return func(*args, **(kwargs or {}))
+
+
+@FORMATS
+def test_linears_take_what_the_norm_in_front_of_them_has_quantised(
+    kernel: str, quantised: Any, scheme: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with quantised(), model(tmp_path, False, kernel, scheme) as engine:
+        plain = [engine(tokens) for tokens in (6, 1, 33)]
+    caplog.clear()
+    with quantised(), model(tmp_path, asked(scheme, strict=True), kernel, scheme) as engine:
+        assert all(close(engine(tokens), each) for tokens, each in zip((6, 1, 33), plain, strict=True))
+    assert counts(said(caplog)) == [line(f"{ADD}_{scheme}_quant", 2), line(f"{NORM}_{scheme}_quant", 1)]
+    assert not any("another" in each or "does not" in each for each in said(caplog))
+
+
+@pytest.mark.parametrize("powers_of_two", [False, True])
+def test_linears_that_quantise_inside_of_their_product_take_it_too(
+    powers_of_two: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As vLLM is installed on Hopper: the same two kernels multiply, and find fp8."""
+    options: dict[str, Any] = {"mode": "NONE", "dtype": "bfloat16", "overrides": GROUP_FP8}
+    nothing = native_methods()  # the kernels are plain torch here
+    with (
+        as_installed(powers_of_two),
+        mock.patch.object(handover, "native_methods", return_value=nothing),
+        started("deepseek-v3", tmp_path, layerfuse=False, **options) as engine,
+    ):
+        plain = [engine(tokens) for tokens in (6, 40)]
+        inside_theirs = given_to_kernels()
+    caplog.clear()
+    with (
+        as_installed(powers_of_two),
+        mock.patch.object(handover, "native_methods", return_value=nothing),
+        started("deepseek-v3", tmp_path, layerfuse=asked(strict=True), **options) as engine,
+    ):
+        engine()  # in which both ways are compared
+        given_to_kernels()
+        assert all(close(engine(tokens), each) for tokens, each in zip((6, 40), plain, strict=True))
+        inside_ours = given_to_kernels()
+    assert counts(said(caplog)) == [line(f"{ADD}_group_quant", 2), line(f"{NORM}_group_quant", 1)]
+    assert [whose for whose, _, _ in inside_ours] == [whose for whose, _, _ in inside_theirs]
+    few = [dtype for whose, dtype, _ in inside_ours if whose == "FlashInfer"]
+    assert few.count(torch.float8_e4m3fn) == 3 and few.count(torch.bfloat16) == 10 - 3
+
+
+def given_to_kernels() -> list[Any]:
+    """What the kernels were given since the last time."""
+    found = seen.copy()
+    seen.clear()
+    return found
+
+
+def test_vllms_quantisers_are_not_called_where_the_norm_has_quantised(tmp_path: Path) -> None:
+    calls = []
+    for options in (False, asked(strict=True)):
+        with quantised_as_on_cuda(), model(tmp_path, options) as engine:
+            engine()  # in which both ways are compared
+            with Calls("per_token_group_fp8_quant") as counted:
+                engine()
+            calls.append(counted.calls)
+    assert calls == [8, 8 - 3]
+
+
+def test_a_norm_that_is_changed_on_its_way_is_quantised_by_vllm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In place, so that the tensor is the same: the first call of each linear compares both ways."""
+
+    def twice(_: Any, args: tuple[Any, ...]) -> None:
+        args[0].mul_(2)
+
+    results = []
+    for options in (False, asked()):
+        caplog.clear()
+        with model(tmp_path, options) as engine:
+            engine.model.model.layers[0].mlp.gate_up_proj.register_forward_pre_hook(twice)
+            results.append([engine(), engine(3)])
+    assert all(close(*each) for each in zip(*results, strict=True))
+    lines = said(caplog)
+    assert f"{ADD}_group_quant: 2 expected, 1 fused, 1 missed; called 2 times in the first run" in lines
+    assert any("layers.0:post_attention: what runs there computes something else" in each for each in lines)
+
+
+def test_where_no_linear_is_given_the_norms_result_that_is_a_miss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def copied(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (args[0].clone(), *args[1:])
+
+    with model(tmp_path, asked(strict=True)) as engine:
+        engine.model.model.layers[0].mlp.gate_up_proj.register_forward_pre_hook(copied)
+        with pytest.raises(FusionMissedError, match="no linear behind the norm asked for what the op had quantised"):
+            engine()
+
+
+def test_a_quantiser_of_another_plugin_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = QuantFP8.forward_native
+
+    @functools.wraps(own)
+    def louder(self: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+        values, scales = own(self, x, *args, **kwargs)
+        return values, scales * 2
+
+    monkeypatch.setattr(QuantFP8, "forward_native", louder)
+    results = []
+    for options in (False, asked()):
+        caplog.clear()
+        with model(tmp_path, options) as engine:
+            results.append(engine())
+    assert torch.equal(*results)
+    assert any("is not vLLM's own: it is from test_vllm_handover" in each for each in said(caplog))
+
+
+class Derived(QuantFP8):
+    """As another package's: it may do something else."""
+
+
+def test_a_derived_quantiser_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm alone is fused there where that is asked for too: the plan's fallback."""
+    monkeypatch.setitem(custom_op.op_registry_oot, "QuantFP8", Derived)  # what CustomOp.register_oot does
+    for more, calls in (([], 0), ([ADD], 4)):
+        caplog.clear()
+        with model(tmp_path, {"fusions": [*asked()["fusions"], *more]}) as engine, Calls(ADD) as counted:
+            engine()
+        lines = said(caplog)
+        assert f"{ADD}_group_quant: 2 expected, 0 fused, 2 missed; called 0 times in the first run" in lines
+        assert any("does not quantise in a way that layerfuse knows a place in" in each for each in lines)
+        assert not any("problem" in each for each in lines)
+        assert counted.calls == calls
