@@ -18,18 +18,19 @@ from typing import Any
 
 import attrs
 from attrs import define, field
-from torch import nn
+from torch import Tensor, nn
 
 from ...adapters.activation_quant import ActivationQuant
 from ...adapters.errors import LayerfuseError
 from ...adapters.linear_quant import quantiser_of
-from ...adapters.specs import GatedNormSpec
+from ...adapters.specs import FinalNormSpec, GatedNormSpec, KernelSpec
 from ...fusion.catalog import FUSIONS
 from ...fusion.declare import Op
 from ...fusion.ops import FUNCTIONS
 from ...fusion.report import GraphRecord, Use
-from ...fusion.rewrite.attribution import join
-from ...fusion.sites import OUTPUT, Site
+from ...fusion.rewrite.attribution import is_around, join
+from ...fusion.rewrite.unknown_norms import UnknownNorm
+from ...fusion.sites import OUTPUT, STREAM, Site
 from . import trial
 from .compiled_module import CompiledModule, Piece
 from .handover import give, reader_of
@@ -79,6 +80,8 @@ class Standing:
     "Site -> the op that is called there, where it is another form of the fusion's."
     asked: set[str] = field(factory=set)
     "Sites that an op was to stand at so far."
+    strange: dict[UnknownNorm, None] = field(factory=dict)
+    "Norms of the residual stream that belong to no layer that was read."
 
     def put_in(self) -> None:
         """Let the planned ops stand at their sites. Those at which some were to stand before are left as they are."""
@@ -123,6 +126,32 @@ class Standing:
         self.inside[path] = module
         self.forwards[site.name] = module, vars(module)["forward"]
         return None
+
+    @contextmanager
+    def looking_for_strangers(self) -> Iterator[None]:
+        """Take down what is called like a norm of the residual stream, with its residual, and belongs to no layer that was read.
+
+        Such a module holds one weight as wide as the stream, and no other module.
+        """
+        plan, hooks = self.unit.plan, []
+        read = {path for path, spec in plan.specs if not isinstance(spec, FinalNormSpec | KernelSpec)}
+        read |= {join(site.layer, norm.module or "") for site in plan.site.values() for norm in site.norms}
+        read |= self.unit.around.ignored
+        widths = {(spec.hidden_size,) for _, spec in plan.specs if not isinstance(spec, KernelSpec)}
+        on_stream = any(plan.site[each.site].role in STREAM for each in plan.expected())
+        for path, module in self.model.named_modules() if on_stream else ():
+            alone = next(module.children(), None) is None and any(
+                tuple(each.shape) in widths for each in module.parameters(recurse=False)
+            )
+            if alone and not any(is_around(outer, path) for outer in read):
+                holder, _, name = path.rpartition(".")
+                hook = _with_residual(self.strange, (holder, name))
+                hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def watch(self) -> None:
         """Look before each later call whether what an op stands in is there."""
@@ -341,10 +370,20 @@ class Standing:
                 unreached.append(site)
                 uses.append(Use(site=site, fused=decision.fusion, how="module"))
             uses += [Use(site=site, fused=stands, form=op, how="module", missed=instead)] * self.ran[site]
-        self.unit.pieces.append(
-            Piece(number=0, tokens="any", source="module", record=GraphRecord(graph=0, uses=tuple(uses)))
-        )
+        record = GraphRecord(graph=0, uses=tuple(uses), strange=tuple(self.strange))
+        self.unit.pieces.append(Piece(number=0, tokens="any", source="module", record=record))
         self.unit.unreached = tuple(unreached)
+
+
+def _with_residual(found: dict[UnknownNorm, None], norm: UnknownNorm) -> Callable[..., None]:
+    """A hook that takes note of a norm when it is called with two tensors of one shape."""
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shapes = [each.shape for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        if len(shapes) > 1 and shapes[0] == shapes[1]:
+            found[norm] = None
+
+    return hook
 
 
 def _format_of(op: Op, quant: ActivationQuant) -> Iterator[Any]:
@@ -427,7 +466,7 @@ def at_first_call(
         before(unit)
         standing.put_in()
         standing.ran.clear()
-        with counted(unit):
+        with counted(unit), standing.looking_for_strangers():
             result = own(*args, **kwargs)
         # A call that raised is none: the next one is reported.
         if model.forward is first:

@@ -335,6 +335,25 @@ class Elsewhere(DeepseekV2Model):
         self.norm = Scale(self.norm.weight)
 
 
+def test_where_nothing_is_compiled_it_is_named_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeepseekV2Model, "__module__", "elsewhere")
+    monkeypatch.setattr(DeepseekV2ForCausalLM, "model_cls", Elsewhere)
+    for strict in (False, True):
+        caplog.clear()
+        with started("deepseek-v3", tmp_path, layerfuse={"fusions": [ADD], "strict": strict}, mode="NONE") as engine:
+            if strict:
+                with pytest.raises(FusionMissedError) as raised:
+                    engine()
+                assert raised.value.unknown == {"model": "RMS norms of its residual stream: norm"}
+            else:
+                engine()
+            assert not engine.model.model.norm._forward_pre_hooks
+        assert "unknown: no adapter knows RMS norms of its residual stream: norm (model)" in said(caplog)
+        assert f"{ADD}: 5 expected, 5 fused, 0 missed; called 5 times in the first run" in said(caplog)
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_a_final_norm_that_no_adapter_reads_is_named_whatever_it_is_called(
     split: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
