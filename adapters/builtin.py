@@ -10,6 +10,16 @@ from .kimi_k2 import KIMI_K2
 from .kimi_linear import KIMI_LINEAR
 from .layer_norm_decoders import LAYER_NORM_DECODERS
 from .qwen3_next import QWEN3_NEXT
+from .vllm_decoders import VLLM_DECODERS
 
-BUILTIN: tuple[Adapter, ...] = (DEEPSEEK_V3, KIMI_K2, KIMI_LINEAR, GPT_OSS, QWEN3_NEXT, DECODERS, LAYER_NORM_DECODERS)
+BUILTIN: tuple[Adapter, ...] = (
+    DEEPSEEK_V3,
+    KIMI_K2,
+    KIMI_LINEAR,
+    GPT_OSS,
+    QWEN3_NEXT,
+    DECODERS,
+    LAYER_NORM_DECODERS,
+    VLLM_DECODERS,
+)
 """In the order they are registered."""

@@ -129,6 +129,10 @@ _ACTIVATIONS = {
     # Of the engines: layers/activation.py in vLLM and SGLang, model_ops/activation.py and models/kimi_k3.py in ATOM
     "SiluAndMul": "silu",
     "SituAndMul": "situ",
+    "NewGELU": "gelu_tanh",
+    "FastGELU": "gelu_tanh",
+    "QuickGELU": "quick_gelu",
+    "XIELU": "xielu",
 }
 
 
@@ -138,7 +142,9 @@ def mlp_activation(value: Any) -> Any:
         return _ACTIVATIONS.get(value, value)
     names = [base.__name__ for base in type(value).__mro__]
     if "GELU" in names or "GeluAndMul" in names:
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(value.approximate, names[0])
+        # vLLM's class of that name has no choice.
+        how = value.approximate if hasattr(value, "approximate") else "none"
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(how, names[0])
     if "SiluAndMulWithClamp" in names:  # x * sigmoid(alpha * x) * (up + beta) is silu(x) * up for 1 and 0 alone
         return (
             "silu"

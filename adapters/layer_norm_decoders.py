@@ -103,7 +103,7 @@ _OPENAI_ATTENTION = _attention(
 # ---- MLPs
 
 
-def _mlp(up: str, down: str, activation: str, **words: Any) -> Facts:
+def plain_mlp(up: str, down: str, activation: str, **words: Any) -> Facts:
     """A plain MLP by the names of its linears."""
     return Facts(
         MLPSpec,
@@ -119,11 +119,11 @@ def _mlp(up: str, down: str, activation: str, **words: Any) -> Facts:
     )
 
 
-_4H = _mlp("dense_h_to_4h", "dense_4h_to_h", "act")
-_UP_DOWN = _mlp("up_proj", "down_proj", "act_fn")
-_FC = _mlp("fc1", "fc2", "activation_fn")
-_C_FC = _mlp("c_fc", "c_proj", "act")
-_FC_IN = _mlp("fc_in", "fc_out", "act")
+_4H = plain_mlp("dense_h_to_4h", "dense_4h_to_h", "act")
+_UP_DOWN = plain_mlp("up_proj", "down_proj", "act_fn")
+_FC = plain_mlp("fc1", "fc2", "activation_fn")
+_C_FC = plain_mlp("c_fc", "c_proj", "act")
+_FC_IN = plain_mlp("fc_in", "fc_out", "act")
 _C_FC_CONV1D = _C_FC.but(hidden_size="c_proj.nf", intermediate_size="c_proj.nx", tp_weight="c_proj")
 
 _MLPS = {
@@ -142,7 +142,7 @@ _MLPS = {
     "GPTNeoXJapanese": _4H,
     "GPTJ": _FC_IN,
     "Jais2": _UP_DOWN,
-    "Mpt": _mlp("up_proj", "down_proj", "act"),
+    "Mpt": plain_mlp("up_proj", "down_proj", "act"),
     "Nemotron": _UP_DOWN,
     "Olmo": TRANSFORMERS_MLP,
     "Persimmon": _4H,
@@ -220,7 +220,7 @@ _LAYERS: dict[str, tuple[Facts, ...]] = {
     ),
     "EncoderLayer": (
         _layer("multi_head_attention", "dense", ["Wq", "Wk", "Wv"], ("layernorm1", "layernorm2"), ["ffn.0"]),
-        _mlp("ffn.0", "ffn.2", "ffn.1"),
+        plain_mlp("ffn.0", "ffn.2", "ffn.1"),
     ),
     "FalconDecoderLayer": (
         _layer(
@@ -293,7 +293,7 @@ _BERT_ATTENTION = _attention(
     hidden_size="query.in_features",
     tp_weight="query.out_features",
 )
-_BERT_MLP = _mlp("intermediate.dense", "output.dense", "intermediate.intermediate_act_fn")
+_BERT_MLP = plain_mlp("intermediate.dense", "output.dense", "intermediate.intermediate_act_fn")
 _BERT_POST = Facts(
     ResidualSpec,
     {

@@ -102,14 +102,19 @@ def built(model_type: str, name: str) -> tuple[Any, Any]:
     # The class's own, as the model type may be that of a whole with pictures.
     config = getattr(transformers, name).config_class(**WANTED.get(model_type, {}))
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        total = getattr(part, "num_hidden_layers", None)
-        if isinstance(total, int) and total > LAYERS:
-            part.num_hidden_layers = LAYERS
-            for key, value in list(vars(part).items()):
-                if isinstance(value, list) and len(value) == total:
-                    setattr(part, key, value[:LAYERS])
+        cut(part)
     with torch.device("meta"):
         return getattr(transformers, name)(config), config.get_text_config()
+
+
+def cut(config: Any) -> None:
+    """Leave the first layers."""
+    total = getattr(config, "num_hidden_layers", None)
+    if isinstance(total, int) and total > LAYERS:
+        config.num_hidden_layers = LAYERS
+        for key, value in list(vars(config).items()):
+            if isinstance(value, list) and len(value) == total:
+                setattr(config, key, value[:LAYERS])
 
 
 def answer(name: str, model: Any, config: Any) -> Answer:

@@ -104,6 +104,7 @@ def test_linears_that_quantise_inside_of_their_product_take_it_too(
         mock.patch.object(handover, "native_methods", return_value=nothing),
         started("deepseek-v3", tmp_path, layerfuse=False, **options) as engine,
     ):
+        given_to_kernels()  # in other tests
         plain = [engine(tokens) for tokens in (6, 40)]
         inside_theirs = given_to_kernels()
     caplog.clear()

@@ -1,0 +1,259 @@
+"""vLLM's decoders whose parts have other names than usual, or whose norms do: by the file, because drafts have classes of the same names.
+
+What each `forward` does was read in vLLM 0.33: where norms stand, what is added as it is, which linears read a norm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from . import vocabulary as words
+from . import vocabulary_streams as streams
+from .base import Adapter, Facts
+from .layer_norm_decoders import plain_mlp
+from .sources import const, layer_norm, norm
+from .vocabulary_mlps import VLLM_MLP
+
+FILES = "vllm.model_executor.models"
+NAMES = ("input_layernorm", "post_attention_layernorm")
+_NOT_AS_GIVEN: dict[str, Any] = {"added_as_given": const(False)}
+_AT_ONCE: dict[str, Any] = {"parallel_residual": const(True)}
+_ZERO_CENTRED: dict[str, Any] = {"weight_offset": const(1.0)}
+
+
+def stream(
+    norms: Sequence[Any] = NAMES,
+    *,
+    attention: str = "self_attn",
+    out: str = "o_proj",
+    first: str = "qkv_proj",
+    mlp: str = "mlp",
+    up: Sequence[str] = ("gate_up_proj",),
+    down: str = "down_proj",
+    also: Sequence[str] = (),
+    like: dict[str, Any] | None = None,
+    **more: Any,
+) -> Facts:
+    """A decoder layer by the names of its norms, its attention and that one's linears, its MLP or mixture and the linears of that.
+
+    Args:
+        norms: names, or norms; one where attention and MLP read the same, none where they stand behind both.
+        attention: where it is.
+        out: its last linear.
+        first: what of it reads the norm in front.
+        mlp: where that or the mixture is.
+        up: what of it reads the norm in front.
+        down: its last linear.
+        also: what else reads that norm.
+        like: what is said of norms that are given by name.
+        more: other words.
+    """
+    made = [
+        norm(each, **{"epsilon": "variance_epsilon", **(like or {})}) if isinstance(each, str) else each
+        for each in norms
+    ]
+    read, behind = [f"{attention}.{first}"], [*(f"{mlp}.{each}" for each in up), *also]
+    last = f"{attention}.{out}"
+    before, after = made[:1], made[1:]
+    return streams.VLLM_RESIDUAL.but(
+        hidden_size=f"{last}.output_size",
+        layer_index={"path": f"{attention}.attn.layer_name", "as": "name_index"},
+        tp_size=f"{last}.tp_size",
+        tp_rank=f"{last}.tp_rank",
+        last_linear=f"{mlp}.{down}",
+        mixture=[mlp],
+        input_norms=[{**each, "feeds": read if after else [*read, *behind]} for each in before],
+        post_attention_norms=[{**each, "feeds": behind, "fed_by": [last]} for each in after],
+        **more,
+    )
+
+
+def _of(facts: Facts, down: str) -> Facts:
+    """The same MLP whose last linear is called so."""
+    return facts.but(
+        hidden_size=f"{down}.output_size",
+        intermediate_size=f"{down}.input_size",
+        local_intermediate_size=f"{down}.input_size_per_partition",
+        quant=down,
+        tp_weight=None,
+        tp_size=f"{down}.tp_size",
+        tp_rank=f"{down}.tp_rank",
+    )
+
+
+_TORCHS: dict[str, Any] = {"epsilon": "eps"}
+"""Of torch's own LayerNorm."""
+_COHERE = layer_norm("input_layernorm", epsilon="variance_epsilon")
+_1P = [layer_norm(each, epsilon="eps", has_bias=const(True), **_ZERO_CENTRED) for each in NAMES]
+_GQA = words.VLLM_GQA
+
+_MODELS: dict[str, tuple[str, Facts, Facts]] = {
+    "afmoe": ("Afmoe", _GQA, stream(("input_layernorm", "pre_mlp_layernorm"), **_NOT_AS_GIVEN)),
+    "apertus": (
+        "Apertus",
+        _GQA.but(hidden_size="hidden_size"),
+        stream(("attention_layernorm", "feedforward_layernorm"), up=["up_proj"]),
+    ),
+    "commandr": ("Cohere", _GQA, stream([_COHERE], **_AT_ONCE)),
+    # With RMSNorms where the config says their epsilon.
+    "cohere2_moe": ("Cohere2Moe", _GQA, stream([_COHERE], **_AT_ONCE, unless="uses_rms_norm")),
+    "exaone_moe": ("ExaoneMoe", _GQA, stream()),
+    "granitemoe": ("GraniteMoe", _GQA, stream(mlp="block_sparse_moe", **_NOT_AS_GIVEN)),
+    "hy_v3": ("HYV3", _GQA, stream()),
+    "laguna": ("Laguna", _GQA, stream(up=["gate_proj", "up_proj"])),
+    "minicpm": ("MiniCPM", _GQA, stream(**_NOT_AS_GIVEN)),
+    "nemotron": ("Nemotron", _GQA, stream(_1P, up=["up_proj"])),
+    "orion": ("Orion", _GQA, stream(like=_TORCHS)),
+    "solar": ("Solar", _GQA, stream()),
+}
+"""File -> what its classes begin with, and the facts of its attention and its decoder layer."""
+
+_INTERN = stream(
+    ("attention_norm", "ffn_norm"), attention="attention", out="wo", first="wqkv", mlp="feed_forward", down="w2"
+)
+_EXAONE = stream(("ln_1", "ln_2"), attention="attn.attention", out="out_proj", down="c_proj")
+_BAILING = stream(attention="attention", out="dense", first="query_key_value")
+_STEP1 = stream()
+_PANGU = stream(unless=["sandwich_norm", "use_sink_attention"])
+_PHIMOE = stream(like=_TORCHS, mlp="block_sparse_moe")
+_MIMO = stream()
+_STABLELM = stream(like=_TORCHS)
+_GRANITE_SHARED = stream(mlp="block_sparse_moe", also=["shared_mlp.input_linear"], **_NOT_AS_GIVEN)
+
+_FALCON = stream(
+    like=_TORCHS,
+    attention="self_attention",
+    out="dense",
+    first="query_key_value",
+    up=["dense_h_to_4h"],
+    down="dense_4h_to_h",
+    parallel_residual="config.parallel_attn",
+    unless="ln_attn",
+)
+_GPTJ = stream(["ln_1"], like=_TORCHS, attention="attn", out="out_proj", up=["fc_in"], down="fc_out", **_AT_ONCE)
+_GPT2 = stream(
+    ["ln_1", "ln_2"], like=_TORCHS, attention="attn", out="c_proj", first="c_attn", up=["c_fc"], down="c_proj"
+)
+_OPT = stream(
+    ["self_attn_layer_norm", "final_layer_norm"],
+    like=_TORCHS,
+    out="out_proj",
+    up=[],
+    also=["fc1"],
+    unless={"path": "do_layer_norm_before", "as": "not"},
+).but(last_linear="fc2", mixture=None)
+_ALL_HEADS = _GQA.but(num_local_heads="num_heads", num_local_kv_heads="num_heads")
+"""Each head has keys and values of its own."""
+
+_OTHERS: dict[str, Facts | tuple[Facts, ...]] = {
+    "bailing_moe:BailingAttention": _GQA.but(
+        num_kv_heads="total_kv_heads", softmax_scale="scale", tp_rank="dense.tp_rank"
+    ),
+    "bailing_moe:BailingMoeBlock": _BAILING,
+    "bailing_moe:BailingMoeModel": streams.final_norm(_BAILING),
+    "deepseek_v2:DeepseekAttention": _GQA,
+    "exaone4:Exaone4Attention": _GQA,
+    "exaone4:Exaone4DecoderLayer": stream((), **_NOT_AS_GIVEN),
+    "exaone4:Exaone4Model": streams.final_norm(stream()),
+    "exaone:ExaoneAttention": _GQA.but(tp_rank="out_proj.tp_rank"),
+    "exaone:ExaoneDecoderLayer": _EXAONE,
+    "exaone:ExaoneModel": streams.final_norm(_EXAONE, "h", "ln_f"),
+    "falcon:FalconAttention": _GQA.but(softmax_scale="inv_norm_factor", tp_rank="dense.tp_rank"),
+    "falcon:FalconDecoderLayer": _FALCON,
+    "falcon:FalconModel": streams.final_norm(_FALCON, "h", "ln_f"),
+    "glm4_moe_lite:Glm4MoeLiteDecoderLayer": streams.VLLM_RESIDUAL,
+    "glm4_moe_lite:Glm4MoeLiteModel": streams.final_norm(streams.VLLM_RESIDUAL),
+    "gpt_j:GPTJAttention": _ALL_HEADS.but(
+        head_dim="head_size",
+        num_kv_heads="total_num_heads",
+        softmax_scale="attn.impl.scale",
+        tp_rank="out_proj.tp_rank",
+    ),
+    "gpt_j:GPTJBlock": _GPTJ,
+    "gpt_j:GPTJModel": streams.final_norm(_GPTJ, "h", "ln_f"),
+    "gpt2:GPT2Attention": _ALL_HEADS.but(
+        num_heads="c_proj.input_size / head_dim",
+        num_kv_heads="c_proj.input_size / head_dim",
+        softmax_scale="scale",
+        tp_rank="c_proj.tp_rank",
+    ),
+    "gpt2:GPT2Block": _GPT2,
+    "gpt2:GPT2Model": streams.final_norm(_GPT2, "h", "ln_f"),
+    "granitemoeshared:GraniteMoeSharedDecoderLayer": _GRANITE_SHARED,
+    "granitemoeshared:GraniteMoeSharedModel": streams.final_norm(_GRANITE_SHARED),
+    "internlm2:InternLM2Attention": _GQA.but(tp_rank="wo.tp_rank"),
+    "internlm2:InternLMDecoderLayer": _INTERN,
+    "internlm2:InternLM2Model": streams.final_norm(_INTERN),
+    "mimo_v2:MiMoV2Attention": _GQA,
+    "mimo_v2:MiMoV2FlashDecoderLayer": _MIMO,
+    "mimo_v2:MiMoV2Model": streams.final_norm(_MIMO),
+    "openpangu:OpenPanguEmbeddedAttention": _GQA,
+    "openpangu:OpenPanguDecoderLayer": _PANGU,
+    "openpangu:OpenPanguModel": streams.final_norm(_PANGU),
+    "opt:OPTAttention": _ALL_HEADS.but(
+        num_heads="out_proj.input_size / head_dim",
+        num_kv_heads="out_proj.input_size / head_dim",
+        hidden_size="embed_dim",
+        tp_rank="out_proj.tp_rank",
+    ),
+    "opt:OPTDecoderLayer": (_OPT, _of(plain_mlp("fc1", "fc2", "activation_fn"), "fc2")),
+    "opt:OPTDecoder": streams.final_norm(_OPT, "layers", "final_layer_norm"),
+    "phimoe:PhiMoEAttention": _GQA,
+    "phimoe:PhiMoEDecoderLayer": _PHIMOE,
+    "phimoe:PhiMoEModel": streams.final_norm(_PHIMOE),
+    "stablelm:StablelmAttention": _GQA.but(
+        num_kv_heads="total_num_key_value_heads", num_local_kv_heads="num_key_value_heads"
+    ),
+    "stablelm:StablelmDecoderLayer": _STABLELM,
+    "stablelm:StableLMEpochModel": streams.final_norm(_STABLELM),
+    "step1:StepAttention": _GQA.but(softmax_scale="scale"),
+    "step1:StepDecoderLayer": _STEP1,
+    "step1:StepDecoderModel": streams.final_norm(_STEP1),
+}
+
+_PLAIN = _of(plain_mlp("up_proj", "down_proj", "act_fn"), "down_proj")
+_MLPS: dict[str, Facts] = {
+    **dict.fromkeys(
+        [
+            "bailing_moe:BailingMLP",
+            "commandr:CohereMLP",
+            "cohere2_moe:Cohere2MoeMLP",
+            "exaone4:Exaone4GatedMLP",
+            "hy_v3:HYV3FeedForward",
+            "minicpm:MiniCPMMLP",
+            "mimo_v2:MiMoV2MLP",
+            "openpangu:OpenPanguMLP",
+            "orion:OrionMLP",
+            "solar:SolarMLP",
+            "stablelm:StablelmMLP",
+            "step1:StepMLP",
+        ],
+        VLLM_MLP,
+    ),
+    "apertus:ApertusMLP": _PLAIN,
+    "exaone:ExaoneGatedMLP": _of(VLLM_MLP, "c_proj"),
+    "granitemoeshared:GraniteMoeSharedMLP": _of(VLLM_MLP, "output_linear"),
+    "falcon:FalconMLP": _of(plain_mlp("dense_h_to_4h", "dense_4h_to_h", "act"), "dense_4h_to_h"),
+    "gpt_j:GPTJMLP": _of(plain_mlp("fc_in", "fc_out", "act"), "fc_out"),
+    "gpt2:GPT2MLP": _of(plain_mlp("c_fc", "c_proj", "act"), "c_proj"),
+    "internlm2:InternLM2MLP": _of(VLLM_MLP, "w2"),
+    "laguna:LagunaMLP": VLLM_MLP.but(activation=const("silu"), swiglu_limit=const(None)),
+    "nemotron:NemotronMLP": _PLAIN,
+}
+
+VLLM_DECODERS = Adapter(
+    "vllm_decoders",
+    layers={
+        **{
+            f"{FILES}.{file}:{name}{end}": facts
+            for file, (name, attention, layer) in _MODELS.items()
+            for end, facts in (
+                ("Attention", attention),
+                ("DecoderLayer", layer),
+                ("Model", streams.final_norm(layer)),
+            )
+        },
+        **{f"{FILES}.{place}": facts for place, facts in {**_OTHERS, **_MLPS}.items()},
+    },
+)
