@@ -24,10 +24,11 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.platforms import current_platform
 from vllm_started import BLOCK_FP8, ROUNDING, TWO_LAYERS, apart, fp8, loaded_from_cache, started
 
-from layerfuse.engines.vllm import plugin, process
+from layerfuse.engines.vllm import defaults, loading, plugin, process
 from layerfuse.engines.vllm.keys import in_place_of_options
 from layerfuse.engines.vllm.rank_report import Outcome, RankReport, lines_of
-from layerfuse.fusion import FusionMissedError, backends
+from layerfuse.fusion import FusionMissedError, Target, backends
+from layerfuse.fusion.policy import Policy, shipped
 
 ADD = "add_rms_norm"
 OPEN = {"fusions": [ADD]}
@@ -393,3 +394,25 @@ def test_linears_that_quantise_inside_of_flashinfers_kernel_are_said_at_load(
         ((_, unit),) = process.this.waiting.values()
         assert any(decision.fusion.endswith("_group_quant") for decision in unit.plan.expected())
     assert not any("FlashInfer" in line for line in lines(caplog))
+
+
+def test_a_policy_that_changes_between_two_starts_is_followed_by_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without options, planned for sm90. What was kept with one policy is not served with the other."""
+    every, product = shipped(), "silu_mul_group_quant"
+    fewer = Policy(measurement=tuple(row for row in every.measurement if product not in row.fusions))
+    given = {"dtype": "bfloat16", "overrides": {**TWO_LAYERS["deepseek-v3"], **BLOCK_FP8}}
+    for policy, products in ((every, 1), (fewer, 0), (every, 1)):
+        caplog.clear()
+        places = ("engines.vllm.defaults", "fusion.config", "fusion.planning")
+        with contextlib.ExitStack() as stack:
+            for place in places:
+                stack.enter_context(mock.patch(f"layerfuse.{place}.shipped", lambda policy=policy: policy))
+            stack.enter_context(fp8("cutlass:CutlassFp8BlockScaledMMKernel"))
+            stack.enter_context(mock.patch.object(loading, "_target_of", return_value=Target.named("sm90")))
+            stack.enter_context(mock.patch.object(defaults, "arch_here", return_value="sm90"))
+            stack.enter_context(start(tmp_path, layerfuse=None, **given))()
+        found = [line for line in lines(caplog) if "expected" in line]
+        assert sum(line.startswith(f"{product}: 1 expected, 1 fused, 0 missed") for line in found) == products, found
+        assert any(line.startswith(f"{ADD}_group_quant: 2 expected, 2 fused, 0 missed") for line in found), found
