@@ -39,7 +39,7 @@ NO_MLP_SAID = "whether an MLP is gated is not said by any config"
 NO_STREAM_SAID = "where the norms stand is not said by any config"
 """Notes that end with an answer of the model's code."""
 
-_FAMILY_ADAPTERS = {"mla": "deepseek_v3", "gqa": "gpt_oss"}
+_FAMILY_ADAPTERS = {"mla": "deepseek_v3", "gqa": "decoders"}
 _ZERO_CENTRED = ("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "recurrent_gemma")
 """Model types whose norms add 1 to the stored weight, as transformers 5.23 builds them, beside the declared ones."""
 

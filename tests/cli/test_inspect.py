@@ -422,7 +422,7 @@ def test_half_a_latent_attention(key):
     assert f"{key} = 64 belongs to multi-head latent attention, and kv_lora_rank is missing" in problems(
         PLAIN, **{key: 64}
     )
-    assert ask(PLAIN, **{key: 0}).entry.adapter == "gpt_oss"
+    assert ask(PLAIN, **{key: 0}).entry.adapter == "decoders"
 
 
 def test_what_is_derived_is_noted_as_to_be_checked(run):
