@@ -338,17 +338,33 @@ def doctor(json: bool) -> None:
 
 @_command("Run the adapter contract on real layers of a model")
 @_model
+@click.option(
+    "--weights",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Instead: hold the entry to the headers of the safetensors files there. Needs no torch.",
+)
 @_files
 @_json
-def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
+def contract(model: str, weights: Path | None, files: tuple[Path, ...], json: bool) -> None:
     """Run the adapter contract for a declared model, on the real layers that transformers builds.
 
     The scenarios are docs/contract.md. Exits with 1 where one fails, and where transformers cannot build the model.
 
+    With --weights it reads names, dtypes and shapes of a checkpoint's tensors, and no data: each linear and norm of each
+    layer is there, as wide and as quantised as declared, and none that the entry should name is left over. MODEL may then
+    also be a config.json, or its folder.
+
     \b
-    Example:
+    Examples:
       layerfuse contract glm-4.7-flash
+      layerfuse contract deepseek-v3 --weights checkpoints/DeepSeek-V3
     """
+    if weights is not None:
+        from .weighing import answer_weights
+
+        answer_weights(model, weights, files=files, json=json)
+        return
     from .contracting import answer_contract
 
     answer_contract(model, files=files, json=json)
