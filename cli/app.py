@@ -370,6 +370,33 @@ def contract(model: str, weights: Path | None, files: tuple[Path, ...], json: bo
     answer_contract(model, files=files, json=json)
 
 
+@_command("The specs of a model's layers on one rank")
+@_model
+@click.option("--tp", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Tensor-parallel size.")
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
+@click.option("--engine", type=str.lower, metavar="NAME", help="With the epsilons that it builds norms with.")
+@click.option("--published", is_flag=True, help="Say how the published checkpoint is quantised, too.")
+@_files
+@_json
+def specs(
+    model: str, tp: int, rank: int, engine: str | None, published: bool, files: tuple[Path, ...], json: bool
+) -> None:
+    """Print the spec of every layer on one rank. Needs no torch.
+
+    MODEL is a declared name, or the path of a config.json or of its folder. The JSON is held to specs.schema.json, which
+    the package ships: every object says its `type`, and `version` says which schema it is.
+
+    \b
+    Example:
+      layerfuse specs deepseek-v3 --tp 8 --json
+    """
+    if rank >= tp:
+        raise click.BadParameter(f"ranks are 0 to {tp - 1} at --tp {tp}, got {rank}", param_hint="--rank")
+    from .specs import answer_specs
+
+    answer_specs(model, tp=tp, rank=rank, engine=engine, published=published, files=files, json=json)
+
+
 @_command("Find the fusions and sites that move a model's numbers")
 @_model
 @click.argument("prompts", type=_FILE)
