@@ -338,20 +338,63 @@ def doctor(json: bool) -> None:
 
 @_command("Run the adapter contract on real layers of a model")
 @_model
+@click.option(
+    "--weights",
+    metavar="FOLDER",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Instead: hold the entry to the headers of the safetensors files there. Needs no torch.",
+)
 @_files
 @_json
-def contract(model: str, files: tuple[Path, ...], json: bool) -> None:
+def contract(model: str, weights: Path | None, files: tuple[Path, ...], json: bool) -> None:
     """Run the adapter contract for a declared model, on the real layers that transformers builds.
 
     The scenarios are docs/contract.md. Exits with 1 where one fails, and where transformers cannot build the model.
 
+    With --weights it reads names, dtypes and shapes of a checkpoint's tensors, and no data: each linear and norm of each
+    layer is there, as wide and as quantised as declared, and none that the entry should name is left over. MODEL may then
+    also be a config.json, or its folder.
+
     \b
-    Example:
+    Examples:
       layerfuse contract glm-4.7-flash
+      layerfuse contract deepseek-v3 --weights checkpoints/DeepSeek-V3
     """
+    if weights is not None:
+        from .weighing import answer_weights
+
+        answer_weights(model, weights, files=files, json=json)
+        return
     from .contracting import answer_contract
 
     answer_contract(model, files=files, json=json)
+
+
+@_command("The specs of a model's layers on one rank")
+@_model
+@click.option("--tp", type=click.IntRange(1, 1 << 20), default=1, show_default=True, help="Tensor-parallel size.")
+@click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
+@click.option("--engine", type=str.lower, metavar="NAME", help="With the epsilons that it builds norms with.")
+@click.option("--published", is_flag=True, help="Say how the published checkpoint is quantised, too.")
+@_files
+@_json
+def specs(
+    model: str, tp: int, rank: int, engine: str | None, published: bool, files: tuple[Path, ...], json: bool
+) -> None:
+    """Print the spec of every layer on one rank. Needs no torch.
+
+    MODEL is a declared name, or the path of a config.json or of its folder. The JSON is held to specs.schema.json, which
+    the package ships: every object says its `type`, and `version` says which schema it is.
+
+    \b
+    Example:
+      layerfuse specs deepseek-v3 --tp 8 --json
+    """
+    if rank >= tp:
+        raise click.BadParameter(f"ranks are 0 to {tp - 1} at --tp {tp}, got {rank}", param_hint="--rank")
+    from .specs import answer_specs
+
+    answer_specs(model, tp=tp, rank=rank, engine=engine, published=published, files=files, json=json)
 
 
 @_command("Find the fusions and sites that move a model's numbers")

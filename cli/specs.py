@@ -1,0 +1,30 @@
+"""`layerfuse specs`: the specs of a model on one rank, for people and as JSON for engines in other languages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..registry.spec_json import to_json
+from .console import print_json
+from .kinds import kinds_of, ranges
+from .models import find_model
+
+
+def answer_specs(
+    model: str, *, tp: int, rank: int, engine: str | None, published: bool, files: Sequence[Path], json: bool
+) -> None:
+    """Print the spec of every layer on one rank.
+
+    Raises:
+        UnknownModelError: no entry has this name.
+        SpecError: the model cannot be sharded that way.
+    """
+    entry = find_model(model, files)
+    specs = entry.specs(tp, rank, engine=engine, published=published)
+    if json:
+        print_json({"model": entry.name, "tp": tp, "rank": rank, "engine": engine, **to_json(specs)})
+        return
+    for kind in kinds_of(specs):
+        print(f"{kind.name} of layers {ranges(kind.indices)}" if kind.indices else kind.name)
+        print(f"  {kind.spec}")

@@ -1,0 +1,278 @@
+"""Entries held to checkpoints: small ones, written by transformers and safetensors, whole, cut and mutated."""
+
+import json
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from layerfuse.adapters.errors import LayerfuseError
+from layerfuse.cli import main
+from layerfuse.cli.models import find_model
+from layerfuse.registry import default
+from layerfuse.registry.safetensors import INDEX, Tensor, WeightsError, read_header, read_headers
+from layerfuse.registry.weights import Weighed, weigh
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 4,
+    "vocab_size": 64,
+}
+_GQA = {"num_key_value_heads": 2, "head_dim": 32}
+_MLA = {
+    "q_lora_rank": 48,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+}
+_MIXTURE = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "first_k_dense_replace": 1}
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **_COMMON, **_MLA, **_MIXTURE, n_shared_experts=1, n_group=1, topk_group=1
+    ),
+    "llama": lambda: transformers.LlamaConfig(**_COMMON, **_GQA),
+    "qwen3": lambda: transformers.Qwen3Config(**_COMMON, **_GQA),
+    "gpt_oss": lambda: transformers.GptOssConfig(**_COMMON, **_GQA, num_local_experts=4, num_experts_per_tok=2),
+    "kimi_linear": lambda: transformers.KimiLinearConfig(
+        **_COMMON,
+        **(_MLA | {"q_lora_rank": None}),
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        n_shared_experts=1,
+        pad_token_id=0,
+    ),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **_COMMON,
+        **_GQA,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=96,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    made: dict[str, Path] = {}
+
+    def checkpoint(kind: str, **how: Any) -> Path:
+        key = f"{kind}{how}"
+        if key not in made:
+            made[key] = folder = tmp_path_factory.mktemp(kind) / f"small-{kind}".replace("_", "-")
+            transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).bfloat16().save_pretrained(folder, **how)
+        return made[key]
+
+    return checkpoint
+
+
+@cache
+def _entry(folder: Path) -> Any:
+    return find_model(str(folder))
+
+
+def _weighed(folder: Path, tensors: dict[str, Tensor] | None = None) -> Weighed:
+    return weigh(_entry(folder), tensors or read_headers(folder), default.adapters().values())
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_transformers_writes_is_as_its_config_says(kind: str, checkpoint: Callable[..., Path]) -> None:
+    found = _weighed(checkpoint(kind))
+    assert found.problems == []
+    assert found.held >= 4 * 6 + 1
+
+
+def test_many_shards_are_one_checkpoint(checkpoint: Callable[..., Path]) -> None:
+    whole, cut = checkpoint("llama"), checkpoint("llama", max_shard_size="500KB")
+    assert len(list(cut.glob("*.safetensors"))) > 2
+    assert read_headers(cut) == read_headers(whole)
+    next(iter(cut.glob("*.safetensors"))).rename(cut / "gone")
+    with pytest.raises(WeightsError, match="cannot be read: No such file"):
+        read_headers(cut)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_each_tensor_of_a_linear_or_a_norm_that_is_lost_or_grows_is_told(
+    kind: str, checkpoint: Callable[..., Path]
+) -> None:
+    folder = checkpoint(kind)
+    tensors = read_headers(folder)
+    aside = (
+        "embed_tokens",
+        "lm_head",
+        "gate.",
+        "router",
+        "expert_gate",
+        "conv1d",
+        "_bias",
+        ".bias",
+        "A_log",
+        "dt_bias",
+    )
+    aside = (*aside, "sinks", "k_norm", "self_attn.q_norm", "correction")
+    merged = (".experts.gate_up_proj", ".experts.down_proj")
+    unsaid = (*aside, *merged)
+    for name in (name for name in tensors if not any(each in name for each in unsaid)):
+        without = {other: tensor for other, tensor in tensors.items() if other != name}
+        assert _weighed(folder, without).problems, name
+        wider = Tensor(tensors[name].dtype, (tensors[name].shape[0] + 8, *tensors[name].shape[1:]))
+        assert _weighed(folder, {**tensors, name: wider}).problems, name
+
+
+def test_what_the_entry_does_not_name_is_left_over(checkpoint: Callable[..., Path]) -> None:
+    folder = checkpoint("qwen3")
+    tensors = read_headers(folder)
+    more = {"model.layers.2.self_attn.r_proj.weight": Tensor("BF16", (8, 256))}
+    (problem,) = _weighed(folder, tensors | more).problems
+    assert problem == "model.layers.2.self_attn.r_proj: is not named by the entry: weight BF16 [8, 256]"
+    more = {"model.layers.4.self_attn.q_proj.weight": Tensor("BF16", (128, 256))}
+    assert _weighed(folder, tensors | more).problems == ["model.layers.4: is one more than the 4 declared layers"]
+
+
+def _quantised(folder: Path, target: Path, quant: dict[str, Any], change: Callable[[str, Any], dict[str, Any]]) -> Path:
+    """The same checkpoint with what `change` makes of the weights of attention, MLPs and experts."""
+    target.mkdir()
+    config = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": quant}))
+    tensors: dict[str, Any] = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        is_linear = name.endswith("_proj.weight") or "with_mqa" in name
+        tensors |= change(name.removesuffix(".weight"), weight) if is_linear else {name: weight}
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def _fp8(name: str, weight: Any) -> dict[str, Any]:
+    scales = torch.ones([math.ceil(side / 128) for side in weight.shape])
+    return {f"{name}.weight": weight.to(torch.float8_e4m3fn), f"{name}.weight_scale_inv": scales}
+
+
+def test_fp8_in_blocks_as_deepseek_publishes_it(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    folder = _quantised(checkpoint("deepseek_v3"), tmp_path / "fp8", said, _fp8)
+    found = _weighed(folder)
+    assert found.problems == []
+    tensors = read_headers(folder)
+    for name in [name for name in tensors if name.endswith("_scale_inv")]:
+        assert len(_weighed(folder, {**tensors, name: Tensor("F32", (7, 7))}).problems) == 1, name
+    plain = {"model.layers.0.self_attn.o_proj.weight": Tensor("BF16", (256, 96))}
+    (problem,) = _weighed(folder, tensors | plain).problems
+    assert problem.startswith("model.layers.0.self_attn.o_proj: expected weight F8_E4M3 [256, 96], got ")
+    unsaid = checkpoint("deepseek_v3")
+    assert "not quantised" in _weighed(unsaid, tensors).problems[0]
+
+
+def test_int4_in_groups_as_compressed_tensors_packs_it(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    said = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": group}}
+
+    def packed(name: str, weight: Any) -> dict[str, Any]:
+        rows, columns = weight.shape
+        return {
+            f"{name}.weight_packed": torch.zeros(rows, math.ceil(columns / 8), dtype=torch.int32),
+            f"{name}.weight_scale": torch.ones(rows, math.ceil(columns / 32), dtype=torch.bfloat16),
+            f"{name}.weight_shape": torch.tensor([rows, columns]),
+        }
+
+    folder = _quantised(checkpoint("llama"), tmp_path / "int4", said | {"ignore": ["lm_head"]}, packed)
+    assert _weighed(folder).problems == []
+    tensors = read_headers(folder)
+    name = "model.layers.1.mlp.up_proj.weight_packed"
+    (problem,) = _weighed(folder, {**tensors, name: Tensor("I32", (384, 31))}).problems
+    assert "expected weight_packed I32 [384, 32]" in problem
+
+
+def test_the_command_says_it_and_exits_with_1_where_something_differs(
+    checkpoint: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoint("qwen3")
+    with pytest.raises(SystemExit) as right:
+        main(["contract", str(folder), "--weights", str(folder)])
+    assert right.value.code == 0
+    assert "37 linears and norms as declared, 0 problems" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as wrong:
+        main(["contract", "qwen3-8b", "--weights", str(folder), "--json"])
+    assert wrong.value.code == 1
+    said = json.loads(capsys.readouterr().out)
+    assert "model.layers.35: no tensor of this layer is there" in said["problems"]
+
+
+def _written(path: Path, header: bytes, data: int = 0, length: int | None = None) -> Path:
+    path.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header + bytes(data))
+    return path
+
+
+_GOOD = {"a": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "length", "message"),
+    [
+        (b"{}", 0, 1 << 62, "more than the format allows"),
+        (b"{}", 0, 999, "more than the 10 bytes of the file hold"),
+        (b"[]", 0, None, "expected a JSON object"),
+        (b"[" * 100_000, 0, None, "nested too deeply"),
+        (b"\xff\xfe", 0, None, "not JSON"),
+        (b'{"a":1,"a":2}', 0, None, "'a' stands there twice"),
+        (b'{"a":1}', 0, None, "expected dtype, shape and data_offsets"),
+        (b'{"__metadata__":{"a":1}}', 0, None, "expected an object of texts"),
+        (json.dumps(_GOOD).encode(), 15, None, "its tensors take 16 bytes, and it holds 15"),
+        (json.dumps(_GOOD | {"b": _GOOD["a"]}).encode(), 16, None, "'b' begins at 0"),
+        (json.dumps(_GOOD).replace("F32", "F31").encode(), 16, None, "no dtype of the format"),
+        (json.dumps(_GOOD).replace("[2, 2]", "[2, true]").encode(), 16, None, "expected whole numbers"),
+        (json.dumps(_GOOD).replace("[2, 2]", "[2, 3]").encode(), 16, None, "does not take the bytes 0 to 16"),
+    ],
+)
+def test_hostile_headers_get_a_clear_error(
+    header: bytes, data: int, length: int | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(WeightsError, match=message):
+        read_header(_written(tmp_path / "a.safetensors", header, data, length))
+
+
+def test_an_index_names_files_of_its_own_folder(tmp_path: Path) -> None:
+    for file in ("../a.safetensors", "/etc/passwd", "a\0.safetensors"):
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": file}}))
+        with pytest.raises(WeightsError, match="no safetensors file of the same folder"):
+            read_headers(tmp_path)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_a_mutated_header_is_read_or_refused(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    words: Any = json.loads(json.dumps(_GOOD))
+    target = data.draw(st.sampled_from([words, words["a"]]))
+    target[data.draw(st.sampled_from(["a", "dtype", "shape", "data_offsets", "__metadata__"]))] = data.draw(_JSON)
+    header = bytearray(json.dumps(words).encode())
+    for at in data.draw(st.lists(st.integers(0, len(header) - 1), max_size=3)):
+        header[at] = data.draw(st.integers(0, 255))
+    path = _written(tmp_path_factory.getbasetemp() / "mutated.safetensors", bytes(header), 16)
+    try:
+        read_header(path)
+    except LayerfuseError as error:
+        assert str(path) in str(error)
