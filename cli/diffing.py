@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..adapters.errors import shown
-from ..registry.inspect import read_config
+from ..registry.inspect import ConfigError, read_config
 from .console import print_json
 
 _NAMES = ("kind", "fusion", "model", "path", "name")
@@ -21,7 +21,7 @@ def answer_diff(before: Path, after: Path, *, json: bool) -> None:
         ConfigError: a file cannot be read, or holds no JSON object.
         SystemExit: with 1, where they differ.
     """
-    old, new = dict(_leaves(read_config(before))), dict(_leaves(read_config(after)))
+    old, new = _read(before), _read(after)
     gone = {place: old[place] for place in old if place not in new}
     fresh = {place: new[place] for place in new if place not in old}
     changed = {place: [old[place], new[place]] for place in old if place in new and old[place] != new[place]}
@@ -36,6 +36,13 @@ def answer_diff(before: Path, after: Path, *, json: bool) -> None:
         print(f"{len(fresh)} new, {len(gone)} gone, {len(changed)} changed")
     if fresh or gone or changed:
         raise SystemExit(1)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return dict(_leaves(read_config(file)))
+    except RecursionError:
+        raise ConfigError(str(file), ["is nested too deeply to be a plan or a report"]) from None
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:

@@ -21,3 +21,12 @@ def test_what_another_size_changes_in_a_plan_is_said_by_its_place(run, tmp_path)
     gone = json.loads(run("diff", *files, "--json").out)
     assert gone["gone"]
     assert not gone["new"]
+
+
+def test_a_file_that_is_no_plan_gets_a_clear_error(run, tmp_path) -> None:
+    file = tmp_path / "deep.json"
+    for text in ('{"a":' * 2_000 + "1" + "}" * 2_000, "[]", "no"):
+        file.write_text(text)
+        answer = run("diff", file, file)
+        assert answer.code == 1
+        assert answer.err.startswith(f"layerfuse: {file}")
