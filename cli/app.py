@@ -397,6 +397,24 @@ def specs(
     answer_specs(model, tp=tp, rank=rank, engine=engine, published=published, files=files, json=json)
 
 
+@_command("What two plans or two reports say differently")
+@click.argument("before", type=_FILE)
+@click.argument("after", type=_FILE)
+@_json
+def diff(before: Path, after: Path, json: bool) -> None:
+    """Show what is new, gone and changed between two JSON files of `plan --json`, or two reports.
+
+    Exits with 1 where they differ.
+
+    \b
+    Example:
+      layerfuse diff before.json after.json
+    """
+    from .diffing import answer_diff
+
+    answer_diff(before, after, json=json)
+
+
 @_command("Find the fusions and sites that move a model's numbers")
 @_model
 @click.argument("prompts", type=_FILE)

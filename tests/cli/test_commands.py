@@ -12,7 +12,20 @@ import layerfuse
 from layerfuse import __version__, registry
 from layerfuse._version import commit_of
 
-COMMANDS = ("models", "plan", "verify", "inspect", "check", "doctor", "contract", "bench", "bisect", "completion")
+COMMANDS = (
+    "models",
+    "plan",
+    "specs",
+    "diff",
+    "verify",
+    "inspect",
+    "check",
+    "doctor",
+    "contract",
+    "bench",
+    "bisect",
+    "completion",
+)
 
 GOOD = """
 [models.mine]
