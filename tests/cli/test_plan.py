@@ -5,84 +5,16 @@ from xml.etree import ElementTree
 
 import pytest
 import tomli_w
+from helpers import ROOT
 
 from layerfuse import registry
 from layerfuse.fusion.sites import ROLES
 
 KIMI_CONFIG = Path(__file__).parent.parent / "engines" / "checkpoints" / "kimi-k2.5" / "config.json"
 
-KIMI = """\
-kimi-k2.5 (moonshotai/Kimi-K2.5, adapter kimi_k2)
-rank 0 of 8, 61 decoder layers, target gfx950 (amd, fp8 e4m3fn)
-as published (see --quant): experts in int4, groups of 1 x 32; activations as they are
-
-fusion                    sites   yes      no       depends
-──────────────────────────────────────────────────────────────
-mla_dual_rms_norm            61   61 [1]
-all_reduce_add_rms_norm     123            1 [2]    122 [3, 4]
-add_rms_norm                123            1 [2]    122 [5, 6]
-any at activation            61            61 [7]
-
-[1] rms_norm(1536, epsilon 1e-05) and rms_norm(512, epsilon 1e-05) are one launch on gfx950
-[2] the first layer's input norm has no residual to add
-[3] up to 4681 tokens: all-reduce over 8 ranks, residual add and rms_norm(7168, epsilon 1e-05) are
-    one launch on gfx950: one stage to 16 tokens, two stages to 4681 tokens
-[4] from 4682 tokens: the plain all-reduce, then the fused add and norm: one stage: AITER's limit of
-    224 KiB; two stages: AITER's limit of under 64 MiB (AITER v0.1.20.post1)
-[5] up to 4681 tokens: all_reduce_add_rms_norm takes the same nodes; this is taken where it is
-    missed
-[6] from 4682 tokens: the residual add and rms_norm(7168, epsilon 1e-05) are one launch on gfx950
-[7] the linears that read the activation site agree on no quantisation that a fusion knows: they are
-    not quantised in the published checkpoint
-
-transformers builds the latent norms with epsilon 1e-06; --engine transformers shows that
-"""
-
-LAYERS = """
-residual: 61 layers (0-60)
-  hidden size                              7168
-  input norm                               RMSNorm over 7168, epsilon 1e-05
-  post-attention norm                      RMSNorm over 7168, epsilon 1e-05
-  input: all_reduce_add_rms_norm           not applicable at 1 of 61 [2]
-  input: add_rms_norm                      not applicable at 1 of 61 [2]
-  input: all_reduce_add_rms_norm           yes at 60 of 61, up to 4681 tokens [3]
-  input: all_reduce_add_rms_norm           not applicable at 60 of 61, from 4682 tokens [4]
-  input: add_rms_norm                      fallback at 60 of 61, up to 4681 tokens [5]
-  input: add_rms_norm                      yes at 60 of 61, from 4682 tokens [6]
-  post_attention: all_reduce_add_rms_norm  yes, up to 4681 tokens [3]
-  post_attention: all_reduce_add_rms_norm  not applicable, from 4682 tokens [4]
-  post_attention: add_rms_norm             fallback, up to 4681 tokens [5]
-  post_attention: add_rms_norm             yes, from 4682 tokens [6]
-
-mla: 61 layers (0-60)
-  heads                       64 total, 8 local
-  query latent                1536
-  key/value latent            512, cache entry 576 wide
-  split sizes                 1536 + 512 + 64
-  head dims                   query/key 192 (nope 128 + rope 64), value 128
-  query norm                  RMSNorm over 1536, epsilon 1e-05
-  key/value norm              RMSNorm over 512, epsilon 1e-05
-  softmax scale               0.1446796
-  latents: mla_dual_rms_norm  yes [1]
-
-dense: 1 layer (0)
-  width                   18432 total, 2304 local
-  activation              silu
-  activation: any fusion  not applicable [7]
-
-shared_experts: 60 layers (1-60)
-  width                   2048 total, 256 local
-  activation              silu
-  activation: any fusion  not applicable [7]
-
-final: the norm after the last layer
-  hidden size                     7168
-  norm                            RMSNorm over 7168, epsilon 1e-05
-  final: all_reduce_add_rms_norm  yes, up to 4681 tokens [3]
-  final: all_reduce_add_rms_norm  not applicable, from 4682 tokens [4]
-  final: add_rms_norm             fallback, up to 4681 tokens [5]
-  final: add_rms_norm             yes, from 4682 tokens [6]
-"""
+KIMI, LAYERS = (
+    (ROOT / "tests" / "data" / f"plan_kimi_k25{part}.txt").read_text(encoding="utf-8") for part in ("", "_layers")
+)
 
 
 def said(answer):
