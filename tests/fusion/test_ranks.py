@@ -12,6 +12,7 @@ from ranks import RanksFailedError, run_on_ranks
 
 
 def a_mistake(rank: int, what: str) -> None:
+    dist.barrier()  # both are connected
     if rank == 1 and what == "raises":
         raise ValueError("this one fails")
     if rank == 1:

@@ -104,7 +104,9 @@ def _places(field: str, source: Any, below: tuple[str, ...] = ()) -> Iterator[tu
     elif isinstance(source, Path):
         yield (*below, *source.steps), _NAMED.get(field, 8)
     elif isinstance(source, Quotient):
-        yield from ((path.steps, 8) for path in (source.dividend, source.divisor))
+        # Of a linear's width that is shared out to heads; other quotients are counts by counts.
+        yield source.dividend.steps, 64 if source.dividend.steps[-1] == "input_size" else 8
+        yield source.divisor.steps, 8
     elif isinstance(source, Where):
         yield from _places(field, source.path, below)
         yield from ((steps, source.value) for steps, _ in _places(field, source.where, below))
