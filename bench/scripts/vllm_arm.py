@@ -120,20 +120,36 @@ class Arm:
         return self.forced({name: rows[:4] for name, rows in tokens.items()}, together=False)
 
     def settle(self, batch: int, context: int) -> None:
-        """Decode so many sequences behind so many tokens each, so that the graph's inputs are those of such a decode step.
+        """Decode so many sequences together behind so many tokens each: the graph's inputs are then those of such a decode step.
 
-        The tokens are given. Random weights draw few different ones, each engine its own, and a mixture then reads more or fewer experts.
+        Prompts are prefilled a few at a time, so the first to come would end before the last begins. All end at one step instead, which
+        is one of all of them. The tokens are given: random weights draw few different ones, each engine its own, and a mixture then
+        reads more or fewer experts. Nor is the last token one for all, which may be the input of the graph's last step.
+
+        Raises:
+            RuntimeError: The sequences never decoded all together; the cache may be too small for them.
         """
         from vllm import SamplingParams
 
-        few = [
-            SamplingParams(
-                temperature=0, max_tokens=8, ignore_eos=True, detokenize=False,
-                extra_args={"tokens": row["prompt_token_ids"]},
+        asked = []
+        for row in self._prompts(batch, 2 * batch + 16, 8):
+            *before, last = row["prompt_token_ids"]
+            tokens = [each for each in before if each != last] + [last]
+            asked.append(
+                SamplingParams(
+                    temperature=0, max_tokens=len(tokens) - 1, ignore_eos=True, detokenize=False, stop_token_ids=[last],
+                    extra_args={"tokens": tokens, "together": batch},
+                )
+            )  # fmt: skip
+        ended = [
+            each.outputs[0].finish_reason
+            for each in self.llm.generate(self._prompts(batch, context, 7), asked, use_tqdm=False)
+        ]
+        if ended != ["stop"] * batch:
+            raise RuntimeError(
+                f"{batch} sequences of {context} tokens did not decode together: {ended.count('stop')} of them met the step at which "
+                "all end. Give the engine more bytes for keys and values."
             )
-            for row in self._prompts(batch, 8, 8)
-        ]  # fmt: skip
-        self.llm.generate(self._prompts(batch, context, 7), few, use_tqdm=False)
 
     def prompts(self, number: int, length: int, rounds: int) -> list[float]:
         """Milliseconds of vLLM's step for so many prompts together, once for each round: by the host's clock, its own work in it."""

@@ -7,11 +7,29 @@ text, in its own decode steps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
+
+
+def _following(step: list[tuple[dict[str, Any], int]]) -> list[int | None]:
+    """What each sequence of a step draws: its next token, or its last one when all that are to end together decode together.
+
+    Args:
+        step: of each sequence what its request names (`tokens`, and how many sequences end `together`), and how many tokens it has drawn.
+    """
+    end = all(len(step) == named.get("together") and drawn >= 2 for named, drawn in step)
+    return [
+        named["tokens"][-1 if end else drawn] if 0 <= drawn < len(named["tokens"]) else None for named, drawn in step
+    ]
+
+
+def _force(_named: dict[str, Any], _drawn: list[int], logits: Tensor) -> Tensor:
+    """Stands in vLLM's list of what changes a request's logits: `Forced.apply` needs all of a step."""
+    return logits
 
 
 class Forced(AdapterLogitsProcessor):
@@ -22,17 +40,17 @@ class Forced(AdapterLogitsProcessor):
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Callable[[list[int], Tensor], Tensor] | None:
-        """What changes the logits of one request."""
-        tokens = (params.extra_args or {}).get("tokens")
-        if tokens is None:
-            return None
+        """What a request names."""
+        named = params.extra_args or {}
+        return partial(_force, named) if named.get("tokens") else None
 
-        def force(drawn: list[int], logits: Tensor) -> Tensor:
-            if len(drawn) < len(tokens):
-                logits[tokens[len(drawn)]] = 1e6
-            return logits
-
-        return force
+    def apply(self, logits: Tensor) -> Tensor:
+        """What changes the logits of all requests of a step."""
+        step = [(each.args[0], len(each.args[1])) for each in self.req_info.values()]
+        for row, token in zip(self.req_info, _following(step), strict=True):
+            if token is not None:
+                logits[row, token] = 1e6
+        return logits
 
 
 try:
@@ -45,18 +63,21 @@ else:
         """The same for vLLM's second model runner."""
 
         def __init__(self, _vllm_config: Any, req_states: Any) -> None:
-            self.state, self.wanted = req_states, {}
+            self.state, self.named = req_states, {}
 
         def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
             """Whether this request names its tokens."""
-            self.wanted[req_idx] = (sampling_params.extra_args or {}).get("tokens")
-            return self.wanted[req_idx] is not None
+            self.named[req_idx] = sampling_params.extra_args or {}
+            return bool(self.named[req_idx].get("tokens"))
 
         def apply(self, logits: Tensor, ctx: Any) -> Tensor:
             """What changes the logits of all requests of a step."""
-            slots, positions = ctx.expanded_idx_mapping.tolist(), ctx.pos.tolist()
-            for row, (slot, position) in enumerate(zip(slots[: logits.shape[0]], positions, strict=False)):
-                tokens, drawn = self.wanted.get(slot), position + 1 - int(self.state.prompt_len.np[slot])
-                if tokens is not None and 0 <= drawn < len(tokens):
-                    logits[row, tokens[drawn]] = 1e6
+            slots, positions = ctx.expanded_idx_mapping.tolist()[: logits.shape[0]], ctx.pos.tolist()
+            step = [
+                ({"tokens": []} | self.named.get(slot, {}), position + 1 - int(self.state.prompt_len.np[slot]))
+                for slot, position in zip(slots, positions, strict=False)
+            ]
+            for row, token in enumerate(_following(step)):
+                if token is not None:
+                    logits[row, token] = 1e6
             return logits

@@ -44,7 +44,7 @@ class Stage:
     variables: dict[str, str] = field(factory=dict)
     engine: dict[str, Any] = field(factory=dict)
     "Arguments of vLLM's engine."
-    cache: int = 3 << 30
+    cache: int = 4 << 30
     "Bytes for keys and values."
     needs: int = 150
     "Seconds that it takes about."
@@ -87,19 +87,19 @@ _DECODE, _FP8_CACHE = {"decode": Arm(("mla_decode",))}, {"kv_cache_dtype": "fp8"
 STAGES = {
     # The shapes that are served: what one rank holds, with random weights, on one GPU.
     "deepseek-v3-rank8-dense": Stage("deepseek-v3-rank8-dense", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
-    "deepseek-v3-rank8-mixture": Stage("deepseek-v3-rank8-mixture", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=1 << 30, needs=230),
+    "deepseek-v3-rank8-mixture": Stage("deepseek-v3-rank8-mixture", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=2 << 30, needs=230),
     "deepseek-v3-dp-dense": Stage("deepseek-v3-dp-dense", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
-    "deepseek-v3-dp-mixture": Stage("deepseek-v3-dp-mixture", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=1 << 30, needs=230),
-    "qwen3-32b-fp8": Stage("qwen3-32b-fp8", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=5 << 30),
+    "deepseek-v3-dp-mixture": Stage("deepseek-v3-dp-mixture", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=2 << 30, needs=230),
+    "qwen3-32b-fp8": Stage("qwen3-32b-fp8", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=6 << 30),
     "qwen3-32b-fp8-rank4": Stage("qwen3-32b-fp8-rank4", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED),
     "kimi-k2.5-rank8-mixture": Stage("kimi-k2.5-rank8-mixture", {"default": Arm(), **_DECODE}, engine=_UNTRIED, needs=100),
     "llama-70b-w8a8-rank4": Stage("llama-70b-w8a8-rank4", {"default": Arm(), "quantised": _PER_TOKEN}, _UNFUSED | _KERNELS, engine=_UNTRIED, needs=100),
     "gpt-oss-120b": Stage("gpt-oss-120b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",))}, _KERNELS),
-    "qwen3-4b": Stage("qwen3-4b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",))}, _KERNELS, cache=5 << 30),
+    "qwen3-4b": Stage("qwen3-4b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",))}, _KERNELS, cache=8 << 30),
     # On Hopper vLLM takes FlashInfer for a delta net's prefill, which is not measured here: its kernel is compiled by nvcc.
     "qwen3-next": Stage("qwen3-next", {"default": Arm(), "all": Arm(("gated_rms_norm", "add_rms_norm"))},
                         engine={"gdn_prefill_backend": "triton"}),
-    "qwen3-next-fp8": Stage("qwen3-next-fp8", _BLOCKS | {"gated": _GATED}, _WAYS, variables=_SKIP, engine=_UNTRIED | {"gdn_prefill_backend": "triton"}, needs=230),
+    "qwen3-next-fp8": Stage("qwen3-next-fp8", _BLOCKS | {"gated": _GATED}, _WAYS, variables=_SKIP, engine=_UNTRIED | {"gdn_prefill_backend": "triton"}, cache=8 << 30, needs=230),
     # Attention alone.
     "mla16": Stage("mla-16", _DECODE, _KERNELS),
     "mla128": Stage("mla-128", _DECODE, _KERNELS),

@@ -5,7 +5,7 @@ A patch looks like what it stands for: `functools.wraps` copies name, parameters
 
 from __future__ import annotations
 
-import ast
+import dis
 import functools
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,16 +15,21 @@ from typing import Any
 
 
 @functools.cache
-def codes(module: str) -> Mapping[str, tuple[CodeType, ...]]:
-    """Qualified name -> the code objects that the source file of a module compiles to; nothing where there is no file."""
+def _compiled(module: str) -> CodeType | None:
+    """What the source file of a module compiles to; nothing where there is no file."""
     spec = getattr(sys.modules.get(module), "__spec__", None)
-    found: dict[str, tuple[CodeType, ...]] = {}
     try:
         # Python's own loader, whatever loaded the module: it takes the compiled file that lies beside the source if that is as new.
-        top = SourceFileLoader(module, spec.origin).get_code(module)  # type: ignore[union-attr]
+        return SourceFileLoader(module, spec.origin).get_code(module)  # type: ignore[union-attr]
     except (AttributeError, TypeError, ImportError, OSError, SyntaxError, ValueError):
-        return found
-    for code in _inner(top):
+        return None
+
+
+@functools.cache
+def codes(module: str) -> Mapping[str, tuple[CodeType, ...]]:
+    """Qualified name -> the code objects that the source file of a module compiles to; nothing where there is no file."""
+    found: dict[str, tuple[CodeType, ...]] = {}
+    for code in _inner(_compiled(module)):
         found[code.co_qualname] = (*found.get(code.co_qualname, ()), code)
     return found
 
@@ -32,23 +37,36 @@ def codes(module: str) -> Mapping[str, tuple[CodeType, ...]]:
 @functools.cache
 def imported(module: str) -> Mapping[str, frozenset[str]]:
     """Name -> the modules that the source file of a module imports under it, as far as they are loaded; nothing without a file."""
-    spec = getattr(sys.modules.get(module), "__spec__", None)
     found: dict[str, frozenset[str]] = {}
-    try:
-        tree = ast.parse(SourceFileLoader(module, spec.origin).get_data(spec.origin))  # type: ignore[union-attr]
-    except (AttributeError, TypeError, OSError, SyntaxError, ValueError):
-        return found
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and not node.level:
-            pairs = [(each.asname or each.name, f"{node.module}.{each.name}") for each in node.names]
-        elif isinstance(node, ast.Import):
-            pairs = [(each.asname, each.name) for each in node.names if each.asname]
-        else:
-            continue
-        for name, path in pairs:
-            if path in sys.modules:
-                found[name] = found.get(name, frozenset()) | {path}
+    for name, path in imports_of(_compiled(module)):
+        if path in sys.modules:
+            found[name] = found.get(name, frozenset()) | {path}
     return found
+
+
+def imports_of(top: CodeType | None) -> Iterator[tuple[str, str]]:
+    """What the code of a module imports by absolute names: the name that it gets and its path, be that a module or not.
+
+    Of the compiled code: to parse the sources again takes a hundred times as long.
+    """
+    raw = b"" if top is None else top.co_code
+    constants: list[Any] = [None, None]
+    path, whole, given, wide = "", False, "", 0
+    for kind, low in zip(raw[::2], raw[1::2], strict=True):
+        op, number = dis.opname[kind], wide << 8 | low
+        wide = number if op == "EXTENDED_ARG" else 0
+        if op in ("LOAD_CONST", "LOAD_SMALL_INT"):
+            constants = [constants[1], top.co_consts[number] if op == "LOAD_CONST" else number]
+        elif op == "IMPORT_NAME":
+            level, names = constants
+            path, whole = "" if level else top.co_names[number], names is None
+            given = path.partition(".")[0] if whole else ""
+        elif op == "IMPORT_FROM":  # of `import a.b as c` too
+            given = path and (path if whole else f"{path}.{top.co_names[number]}")
+        elif op in ("STORE_NAME", "STORE_GLOBAL"):  # as where a function below says `global`
+            if given:
+                yield top.co_names[number], given
+            given = ""
 
 
 def _inner(code: CodeType | None) -> Iterator[CodeType]:

@@ -18,7 +18,9 @@ from torch.fx import Graph, Node
 PARAMETER = "layerfuse_parameter"
 """Placeholder meta key: the `Parameter` that the input is. `fusion.compile` sets it."""
 
-_FRAME = re.compile(r"^L\[['\"][^'\"]*['\"]\]")
+_FRAME = re.compile(r"^[LG]\[['\"][^'\"]*['\"]\](?:\[[^\]]*\]|\.__self__\b)*")
+"""A local or global of the frame, and the module that it holds: an item (`args[0]` of a decorator), or what a method is bound to."""
+
 _METHOD = re.compile(r"\.\w+\.__self__\b")
 """A method that a module holds as an attribute, and the module that it is bound to: that module."""
 
@@ -39,7 +41,7 @@ class Parameter:
 
 
 def module_path(text: str) -> str:
-    """A path below the frame, from the way Dynamo writes it: `L['self']._modules['layers'][0].mlp` -> `layers.0.mlp`."""
+    """A path below the frame, from the way Dynamo writes it: `L['args'][0]._modules['layers'][0].mlp` -> `layers.0.mlp`."""
     return _INDEX.sub(r".\1", _METHOD.sub("", _FRAME.sub("", text, count=1))).lstrip(".")
 
 

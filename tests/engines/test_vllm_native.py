@@ -38,7 +38,7 @@ from vllm.v1.attention.backend import MLAAttentionImpl
 from vllm_paged import paged
 from vllm_started import ROUNDING, TWO_LAYERS, apart, started
 
-from layerfuse.engines.vllm import loading, trial
+from layerfuse.engines.vllm import loading, trial, whose
 from layerfuse.engines.vllm.config_probe import engine_for
 from layerfuse.engines.vllm.decode_facts import beside
 from layerfuse.engines.vllm.native import _Look, why_not_ops
@@ -891,3 +891,30 @@ def test_a_copy_of_a_norm_runs_with_its_own_weight(norm_of: tuple[str, str, str]
             setattr(engine.model.get_submodule(owner), name, norm)
             results.append(engine())
     assert apart(*results) < ROUNDING
+
+
+def test_what_a_file_imports_is_read_from_its_code() -> None:
+    source = """
+from __future__ import annotations
+import os, json.decoder
+import json.encoder as encoder
+from a.b import c, d as e
+from . import near
+from .. import far as further
+from a import *
+try:
+    import g as h
+except ImportError:
+    h = None
+def inside():
+    global later
+    import own
+    from a import later
+import z as later
+"""
+    assert [*whose.imports_of(compile(source, "file", "exec"))] == [
+        ("annotations", "__future__.annotations"),
+        *[("os", "os"), ("json", "json"), ("encoder", "json.encoder"), ("c", "a.b.c"), ("e", "a.b.d"), ("h", "g")],
+        ("later", "z"),
+    ]
+    assert not [*whose.imports_of(None)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +109,42 @@ def test_a_model_of_one_graph(way: Callable[..., Any]) -> None:
     result = way(model, strict=True, config=FusionConfig())
     torch.testing.assert_close(logits(result), wanted, rtol=1e-5, atol=1e-5)
     assert len(report(result, model).matched) == 4
+
+
+def decorated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """As transformers renames an argument: the frame that Dynamo compiles has no `self`."""
+    return functools.wraps(forward)(lambda *args, **kwargs: forward(*args, **kwargs))
+
+
+class Decorated(Final):
+    forward = decorated(Final.forward)
+
+
+HELD = Decorated()
+
+
+def called(model: nn.Module, how: str) -> Callable[..., Any]:
+    bound, items = model.forward, (model,)
+    ways: dict[str, Callable[..., Any]] = {
+        "itself": model,
+        "global": lambda *rows: HELD(*rows),
+        "bound method": lambda *rows: bound(*rows),
+        "item": lambda *rows: items[0](*rows),
+    }
+    return ways[how]
+
+
+@pytest.mark.parametrize("how", ["itself", "global", "bound method", "item"])
+def test_a_norm_is_found_however_the_frame_holds_the_model(how: str, monkeypatch: Any) -> None:
+    """And its graph is known to be of the whole model: no sibling layer can run it, so nothing of one is missed there."""
+    model = Decorated()
+    monkeypatch.setitem(globals(), "HELD", model)
+    with torch.no_grad():
+        torch.compile(called(model, how), backend=layerfuse, options={"model": model, "specs": [("", SPEC)]})(
+            *torch.randn(2, 3, 64)
+        )
+    (use,) = fusion.report_of(model).records[0].uses
+    assert (use.fused, use.how, use.whole) == ("add_rms_norm", "parameter", True)
 
 
 @WAYS
