@@ -49,10 +49,11 @@ def imports_of(top: CodeType | None) -> Iterator[tuple[str, str]]:
 
     Of the compiled code: to parse the sources again takes a hundred times as long.
     """
-    raw = b"" if top is None else top.co_code
+    if top is None:
+        return
     constants: list[Any] = [None, None]
     path, whole, given, wide = "", False, "", 0
-    for kind, low in zip(raw[::2], raw[1::2], strict=True):
+    for kind, low in zip(top.co_code[::2], top.co_code[1::2], strict=True):
         op, number = dis.opname[kind], wide << 8 | low
         wide = number if op == "EXTENDED_ARG" else 0
         if op in ("LOAD_CONST", "LOAD_SMALL_INT"):
