@@ -68,9 +68,9 @@ QUIET = {
     # A sampler of FlashInfer's is compiled by nvcc at the first start; it is in no decode graph.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "PYTHONUNBUFFERED": "1",
-    # No NVLink multicast, which is a matter of the whole host: neither NCCL's, nor torch's, nor vLLM's.
+    # No NVLink multicast, which is a matter of the whole host: neither NCCL's, nor torch's, nor vLLM's, nor FlashInfer's.
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1",
-    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
 }  # fmt: skip
 
 

@@ -67,6 +67,17 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     # What a rank of eight holds, its experts by columns as vLLM splits them.
     "deepseek-v3-rank8-dense": ("deepseek-v3", {**_ALL_DENSE, **_EIGHTH}),
     "deepseek-v3-rank8-mixture": ("deepseek-v3", {**_ALL_MIXED, **_EIGHTH}),
+    # Two such ranks.
+    "deepseek-v3-rank8-dense-tp2": (
+        "deepseek-v3",
+        {**_ALL_DENSE, **_EIGHTH, "num_attention_heads": 32, "num_key_value_heads": 32, "intermediate_size": 4608},
+    ),
+    # As many layers as one GPU serves twice, the published three dense ones among them.
+    "deepseek-v3-rank8-12-layers": (
+        "deepseek-v3",
+        {**_EIGHTH, "num_hidden_layers": 12, "first_k_dense_replace": 3, "quantization_config": BLOCKS},
+    ),
+    "gpt-oss-20b": ("gpt-oss-20b", {"quantization_config": _GPT_OSS["quantization_config"]}),
     # Attention, dense layers and shared experts whole on each rank, and whole experts, 32 of 256. Each of eight such ranks sends
     # eight tokens' worth to experts and takes as much: 8 of 32 per token of its own.
     "deepseek-v3-dp-dense": ("deepseek-v3", {**_ALL_DENSE, "num_hidden_layers": 4, "first_k_dense_replace": 4}),

@@ -81,6 +81,11 @@ _REDUCED_QUANTISED = {
     "default": Arm(),
     "all_reduce": Arm(("all_reduce_add_rms_norm", "all_reduce_add_rms_norm_group_quant")),
 }
+_REDUCED_INSTALLED = {
+    "default": Arm(),
+    "all_reduce": Arm(("+all_reduce_add_rms_norm", "+all_reduce_add_rms_norm_group_quant")),
+}
+_OWN_REDUCE = {"vllm": Way(), "unreduced": Way(passes={"fuse_allreduce_rms": False})}
 _GATED = Arm(("+gated_rms_norm_group_quant",))
 _PER_TOKEN = Arm(("add_rms_norm_per_token_quant", "rms_norm_per_token_quant", "silu_mul_per_token_quant"))
 _DECODE, _FP8_CACHE = {"decode": Arm(("mla_decode",))}, {"kv_cache_dtype": "fp8"}
@@ -107,6 +112,9 @@ STAGES = {
     "mla128-fp8-cache": Stage("mla-128", _DECODE, _KERNELS, engine=_FP8_CACHE),
     # Several GPUs.
     "gpt-oss-tp2": Stage("gpt-oss-120b", _REDUCED, _NCCL, tp=2),
+    # Two ranks as installed: FlashInfer's fused all-reduce is vLLM's own then, by its kernels that need no multicast (`QUIET` in `vllm_engine`).
+    "deepseek-v3-rank8-dense-tp2": Stage("deepseek-v3-rank8-dense-tp2", _REDUCED_INSTALLED, _OWN_REDUCE, tp=2, variables=_SKIP, engine=_UNTRIED, needs=230),
+    "gpt-oss-120b-tp2": Stage("gpt-oss-120b", {"default": Arm(), "all_reduce": Arm(("+all_reduce_add_rms_norm",))}, _OWN_REDUCE, tp=2, engine=_UNTRIED, needs=150),
     "fp8-tp2": Stage("deepseek-v3-fp8", _REDUCED_QUANTISED, _UNFUSED | _NCCL, tp=2, needs=190),
     "bf16-tp2": Stage("deepseek-v3", _REDUCED, _NCCL, tp=2),
     "gpt-oss-tp4": Stage("gpt-oss-120b", _REDUCED, _NCCL, tp=4),

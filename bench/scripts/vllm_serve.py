@@ -1,0 +1,143 @@
+"""`vllm serve` with and without layerfuse, asked by `vllm bench serve`: tokens per second, and times to the first and to each next token.
+
+    python bench/scripts/vllm_serve.py SHAPE [--rounds 3] [--at-once 64] [--requests 256] --out serve.json --logs FOLDER
+
+Both servers hold the same random weights of a shape of `vllm_shapes`, stand on one GPU, and are asked in turns: while one is timed, the
+other waits. Each round asks both for the same random prompts of 1024 tokens and answers of 128; one round before them is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+from vllm_engine import LATE, QUIET
+from vllm_shapes import SHAPES, folder_of
+from vllm_stages import _SKIP, _UNTRIED
+
+from layerfuse.bench.environment import environment
+
+HERE = Path(__file__).parent
+WORK = Path(tempfile.gettempdir()) / "vllm_serve"
+PROMPT, ANSWER = 1024, 128
+ARMS = {"vllm": None, "default": {}}
+"""Name -> layerfuse's options; None: without it."""
+KEYS = (
+    "output_throughput", "total_token_throughput", "request_throughput", "mean_ttft_ms", "median_ttft_ms", "mean_tpot_ms", "median_tpot_ms",
+    "completed", "duration",
+)  # fmt: skip
+"""Of what `vllm bench serve` writes."""
+CLI = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
+
+
+def server(arm: str, model: Path, port: int, logs: Path, cache: int) -> subprocess.Popen[bytes]:
+    """Begin to serve."""
+    options = ARMS[arm]
+    additional = {} if options is None else {"layerfuse": {**options, "report": str(logs / f"{arm}.report.json")}}
+    variables = {
+        **os.environ, **QUIET, **_SKIP, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_PLUGINS": "" if options is None else "layerfuse",
+        "VLLM_CACHE_ROOT": str(WORK / "cache" / model.name / arm),
+        "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }  # fmt: skip
+    command = [
+        *CLI, "serve", str(model), "--served-model-name", "m", "--port", str(port), "--host", "127.0.0.1", "--load-format", "dummy",
+        "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.05",
+        "--kv-cache-memory-bytes", str(cache), "--no-enable-prefix-caching", "--worker-extension-cls", "vllm_probe.Probe",
+        "--kernel-config", json.dumps(_UNTRIED["kernel_config"]), "--additional-config", json.dumps(additional),
+    ]  # fmt: skip
+    with (logs / f"{arm}.log").open("w") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
+
+
+def wait(process: subprocess.Popen[bytes], port: int, until: float) -> None:
+    """Until it answers.
+
+    Raises:
+        RuntimeError: it has ended, or did not answer in time.
+    """
+    while time.monotonic() < until and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            time.sleep(1)
+    raise RuntimeError(
+        f"the server on port {port} " + ("did not start in time" if process.poll() is None else "has ended")
+    )
+
+
+def ask(model: Path, port: int, requests: int, at_once: int, seed: int) -> dict[str, Any]:
+    """One round of `vllm bench serve`."""
+    found = WORK / f"{port}-{seed}.json"
+    subprocess.run(
+        [
+            *CLI, "bench", "serve", "--backend", "openai", "--base-url", f"http://127.0.0.1:{port}", "--model", "m",
+            "--tokenizer", str(model), "--dataset-name", "random", "--random-input-len", str(PROMPT), "--random-output-len", str(ANSWER),
+            "--num-prompts", str(requests), "--max-concurrency", str(at_once), "--ignore-eos", "--seed", str(seed), "--disable-tqdm",
+            "--percentile-metrics", "ttft,tpot", "--save-result", "--result-dir", str(found.parent), "--result-filename", found.name,
+        ],
+        env={**os.environ, **QUIET, "CUDA_VISIBLE_DEVICES": ""}, check=True, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    said = json.loads(found.read_text())
+    return {key: round(said[key], 3) for key in KEYS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=[*SHAPES], metavar="SHAPE")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--at-once", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--cache", type=int, default=12 << 30, help="bytes for keys and values, of each server")
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--limit", type=float, default=480, help="seconds for everything")
+    parser.add_argument("--out", type=Path, default=Path("vllm_serve.json"))
+    parser.add_argument("--logs", type=Path, default=WORK / "logs")
+    given = parser.parse_args()
+    logs, until = given.logs / given.shape, time.monotonic() + given.limit
+    logs.mkdir(parents=True, exist_ok=True)
+    model = folder_of(given.shape, WORK / "models")
+    ports = {arm: given.port + place for place, arm in enumerate(ARMS)}
+    servers = {arm: server(arm, model, port, logs, given.cache) for arm, port in ports.items()}
+    rounds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    try:
+        for arm, process in servers.items():
+            wait(process, ports[arm], until)
+        print(f"{given.shape}: ready", flush=True)
+        for turn in range(given.rounds + 1):
+            for arm in [*ARMS][:: 1 if turn % 2 else -1]:
+                found = ask(model, ports[arm], given.requests, given.at_once, turn)
+                print(turn, arm, found, flush=True)
+                if turn:
+                    rounds[arm].append(found)
+    finally:
+        for process in servers.values():
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+    lines = {arm: (logs / f"{arm}.log").read_text(errors="replace").splitlines() for arm in ARMS}
+    result = {
+        "shape": given.shape, "prompt": PROMPT, "answer": ANSWER, "requests": given.requests, "at_once": given.at_once, "rounds": rounds,
+        "median": {arm: {key: statistics.median(each[key] for each in several) for key in KEYS} for arm, several in rounds.items()},
+        "late": {arm: sorted({line[-200:] for line in several if LATE in line}) for arm, several in lines.items()},
+        "said": [line[-300:] for line in lines["default"] if "layerfuse" in line][:40],
+    }  # fmt: skip
+    results = json.loads(given.out.read_text()) if given.out.exists() else {"shapes": {}}
+    results["environment"] = {**environment(), "ended": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())}
+    results["shapes"][given.shape] = result
+    given.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
