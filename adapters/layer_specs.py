@@ -269,7 +269,7 @@ class ExpertsSpec(Checked):
     """A mixture of experts (arXiv 1701.06538) in the place of a decoder layer's MLP: its router, its experts, those that all tokens share.
 
     Ranks share whole experts (expert parallelism), the columns of each (tensor parallelism), or both. A size is None where nothing says
-    it: a model's entry declares the shared experts only, and engines pad.
+    it: a model's entry may declare its shared experts only, and engines pad.
     """
 
     path: str | None = of_kind("module_path")
@@ -292,6 +292,8 @@ class ExpertsSpec(Checked):
     "What scores the experts; None where it was not read."
     shared: GatedMLPSpec | None = of_kind("optional_mlp")
     "The experts that every token passes, as the one MLP that they are built as. None: there are none, or they are run as routed ones."
+    beside_mlp: bool = of_kind("flag", default=False, eq=False, repr=False)
+    "Whether a dense MLP of the layer reads the norm too, as in LongCat-Flash: so it was declared. Of a layer that was read, its linears tell."
 
     @property
     def reads(self) -> tuple[LinearSpec | ExpertsSpec, ...]:
@@ -305,7 +307,7 @@ class ExpertsSpec(Checked):
             SpecError: the shared experts cannot be cut so.
         """
         shared = None if self.shared is None else self.shared.shard(parallel.size, parallel.rank)
-        unsaid = {"num_local_experts": None, "local_intermediate_size": None, "router": None}
+        unsaid: dict[str, Any] = {"num_local_experts": None, "local_intermediate_size": None, "router": None}
         return attrs.evolve(self, shared=shared, **unsaid)
 
     def _contradictions(self) -> Iterator[str]:

@@ -11,6 +11,7 @@ from attrs import frozen
 
 from ..adapters.specs import (
     FAMILY_OF,
+    ExpertsSpec,
     FinalNormSpec,
     GatedDeltaNetSpec,
     GatedMLPSpec,
@@ -52,6 +53,16 @@ def kinds_of(specs: Iterable[tuple[str, Any]]) -> list[Kind]:
         )
         for (name, same), layers in groups.items()
     ]
+
+
+def mixtures_of(specs: Iterable[tuple[str, Any]]) -> list[Kind]:
+    """The mixtures of experts in these decoder layers, which are a part of their residual's spec."""
+    groups: dict[ExpertsSpec, list[int]] = {}
+    for _, spec in specs:
+        if isinstance(spec, ResidualSpec) and spec.experts is not None:
+            shared = None if spec.experts.shared is None else attrs.evolve(spec.experts.shared, layer_index=None)
+            groups.setdefault(attrs.evolve(spec.experts, shared=shared), []).append(spec.layer_index)
+    return [Kind(name="experts", family="experts", spec=s, paths=(), indices=tuple(at)) for s, at in groups.items()]
 
 
 def _name(path: str, spec: Any) -> str:
@@ -125,6 +136,14 @@ def rows_of(spec: Any) -> list[tuple[str, str]]:
         return [
             ("width", f"{spec.intermediate_size} total, {spec.local_intermediate_size} local"),
             ("activation", spec.activation + clamp),
+        ]
+    if isinstance(spec, ExpertsSpec):
+        local = "" if spec.num_local_experts is None else f", {spec.num_local_experts} local"
+        return [
+            ("experts", f"{spec.num_experts} total{local}, {spec.experts_per_token} per token"),
+            ("width", str(spec.intermediate_size)),
+            ("shared experts", "none" if spec.shared is None else f"{spec.shared.intermediate_size} wide"),
+            *([] if spec.weight is None else [("weights", str(spec.weight))]),
         ]
     if isinstance(spec, ResidualSpec):
         if spec.post_norms:

@@ -13,7 +13,7 @@ from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
 from ..fusion.engine import NAMES as ENGINES
 from ..fusion.planning import ANY
 from .console import prose_width, require_writable, show, write_text
-from .kinds import kinds_of, ranges, rows_of, spec_dict
+from .kinds import kinds_of, mixtures_of, ranges, rows_of, spec_dict
 from .summary import Footnotes, possible, show_summary, summed, with_tokens
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def plan_data(
         around = beside(around) if stands else around
     decided = plan(specs, device, config, around)
     kinds = []
-    for kind in kinds_of(specs):
+    for kind in (*kinds_of(specs), *mixtures_of(specs)):
         kinds.append(
             {
                 "kind": kind.name,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..registry.spec_json import to_json
 from .console import print_json
-from .kinds import kinds_of, ranges
+from .kinds import kinds_of, mixtures_of, ranges
 from .models import find_model
 
 
@@ -25,6 +25,6 @@ def answer_specs(
     if json:
         print_json({"model": entry.name, "tp": tp, "rank": rank, "engine": engine, **to_json(specs)})
         return
-    for kind in kinds_of(specs):
+    for kind in (*kinds_of(specs), *mixtures_of(specs)):
         print(f"{kind.name} of layers {ranges(kind.indices)}" if kind.indices else kind.name)
         print(f"  {kind.spec}")

@@ -331,6 +331,10 @@ def _label(spec: AnySpec) -> str:
     return "final norm" if isinstance(spec, FinalNormSpec) else name
 
 
+ROUTED_ALONE = "routed experts alone read the norm, which take it as it is and quantise inside of their own kernels; no fusion stands in front of those"
+"""Why no quantised fusion stands in front of a mixture without shared experts, where no engine says how it runs them."""
+
+
 class _Decider:
     """Decides site by site. Sites that differ in their place only are decided once."""
 
@@ -398,7 +402,7 @@ class _Decider:
             )
         # transformers' shared experts are linears like any others, and torch.compile sees them.
         if site.experts is None or engine is None or engine.name == "transformers" or "*" in engine.refuses:
-            return None
+            return ROUTED_ALONE if site.routed_alone else None
         if site.beside_experts:
             return None
         return engine.experts or f"not known: how {engine.name} runs a mixture's experts, and what it gives them"

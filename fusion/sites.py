@@ -142,7 +142,14 @@ class Site:
     def beside_experts(self) -> bool:
         """Whether a linear that is none of the mixture's reads the norm too: LongCat-Flash has a dense MLP beside its experts."""
         within = f"{self.experts.path}." if self.experts is not None else ""
-        return any(not linear.path.startswith(within) for norm in self.norms for linear in norm.feeds)
+        declared = self.experts is not None and self.experts.beside_mlp
+        return declared or any(not linear.path.startswith(within) for norm in self.norms for linear in norm.feeds)
+
+    @property
+    def routed_alone(self) -> bool:
+        """Whether routed experts, and nothing else but their router, read the norm."""
+        alone = self.experts is not None and self.experts.shared is None and bool(self.norms)
+        return alone and not self.beside_experts and not any(norm.feeds for norm in self.norms)
 
     @property
     def quantising(self) -> str | None:

@@ -13,9 +13,21 @@ from attrs import field, frozen
 
 from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import SpecError
-from ..adapters.specs import WHOLE, FinalNormSpec, LayerSpec, NormSpec, ResidualSpec
+from ..adapters.specs import WHOLE, ExpertsSpec, FinalNormSpec, GatedMLPSpec, LayerSpec, NormSpec, ResidualSpec
 from .errors import UnknownEngineError
-from .kinds import ENGINES, SHARED_EXPERTS, Around, At, EngineFacts, Every, GQAKind, LayerKind, MLPKind, experts_around
+from .kinds import (
+    ENGINES,
+    SHARED_EXPERTS,
+    Around,
+    At,
+    EngineFacts,
+    Every,
+    ExpertsKind,
+    GQAKind,
+    LayerKind,
+    MLPKind,
+    experts_around,
+)
 from .published import Published, QuantKind
 
 FINAL = "final"
@@ -48,6 +60,8 @@ class ModelEntry:
     "The kinds of attention layer by name; together they cover every decoder layer exactly once."
     mlps: dict[str, MLPKind] = field(factory=dict)
     "The kinds of gated MLP by name, `shared_experts` for those of mixtures. One per attention block, or none."
+    experts: ExpertsKind | None = None
+    "The routed experts of its mixtures, if it has some; left out: nothing is said of them."
     norm_weight_offset: float = 0.0
     "1.0 where the decoder layers' norms and the final norm are zero-centred (Gemma, Qwen3-Next)."
     added_as_given: bool = True
@@ -101,6 +115,29 @@ class ModelEntry:
         if problems:
             raise SpecError(self.name, _listed(problems))
         return claimed
+
+    def mixture_at(self) -> list[bool]:
+        """Which decoder layers have routed experts, as far as that is declared.
+
+        Raises:
+            SpecError: they claim a layer that does not exist, or no layer, or one that `mlps` gives shared experts to is not among them.
+        """
+        mlps = self.mlp_at()
+        if self.experts is None:
+            return [mlp == SHARED_EXPERTS for mlp in mlps]
+        if self.experts.at == "rest":
+            found = [mlp in (None, SHARED_EXPERTS) for mlp in mlps]
+            problems = [] if any(found) else ['experts.at: no layer is left for "rest"']
+        else:
+            claimed, problems = _claims(self.num_hidden_layers, "", {"experts": self.experts})
+            found = [name is not None for name in claimed]
+            alone = [
+                i for i, (mlp, mixed) in enumerate(zip(mlps, found, strict=True)) if mlp == SHARED_EXPERTS and not mixed
+            ]
+            problems += [f"experts.at: layer {index}, which has shared experts, is not among them" for index in alone]
+        if problems:
+            raise SpecError(self.name, _listed(problems))
+        return found
 
     def specs(
         self, tp: int = 1, rank: int | None = None, *, engine: str | None = None, published: bool = False
@@ -172,7 +209,9 @@ class ModelEntry:
         """
         self.check_engine(engine)
         kinds, mlps = self.kind_at(), self.mlp_at()
-        return list(self._whole(engine, kinds, mlps, {*map(kinds.index, kinds), *map(mlps.index, mlps)}))
+        mixtures = self.mixture_at()
+        firsts = {*map(kinds.index, kinds), *map(mlps.index, mlps), *map(mixtures.index, mixtures)}
+        return list(self._whole(engine, kinds, mlps, firsts))
 
     def _whole(
         self, engine: str | None, kinds: list[str], mlps: list[str | None], only: set[int] | None = None
@@ -180,7 +219,7 @@ class ModelEntry:
         norms = EngineFacts() if engine is None else self.engines.get(engine, EngineFacts())
         eps = self.rms_norm_eps if norms.rms_norm_eps is None else norms.rms_norm_eps
         norm = NormSpec(width=self.hidden_size, epsilon=eps, weight_offset=self.norm_weight_offset)
-        each = self.attentions_per_layer
+        each, mixtures = self.attentions_per_layer, self.mixture_at()
         decoder_norms = (norm,) * each
         for index, (kind, mlp) in enumerate(zip(kinds, mlps, strict=True)):
             if only is not None and index not in only:
@@ -195,8 +234,8 @@ class ModelEntry:
                     input_norms=read,
                     post_attention_norms=read,
                     added_as_given=self.added_as_given and read != (),
-                    experts=experts_around(made[""]) if mlp == SHARED_EXPERTS else None,
-                    undeclared=mlp is None,
+                    experts=self._mixture(mlp, made) if mixtures[index] else None,
+                    undeclared=mlp is None and not mixtures[index],
                 ),
             )
             for suffix, common in blocks:
@@ -205,6 +244,14 @@ class ModelEntry:
             yield from ((f"layers.{index}.{mlp}{suffix}", spec) for suffix, spec in made.items())
         if only is None:
             yield FINAL, FinalNormSpec(**self._common(self.num_hidden_layers), final_norm=norm)
+
+    def _mixture(self, mlp: str | None, made: Mapping[str, GatedMLPSpec]) -> ExpertsSpec:
+        """The experts of one layer, beside what its MLP is made into."""
+        shared = made[""] if mlp == SHARED_EXPERTS else None
+        if self.experts is not None:
+            return self.experts.spec(shared, beside_mlp=mlp not in (None, SHARED_EXPERTS))
+        assert shared is not None
+        return experts_around(shared)
 
     def _common(self, layer_index: int) -> dict[str, Any]:
         return {"hidden_size": self.hidden_size, "layer_index": layer_index, "parallel": WHOLE}
@@ -215,28 +262,31 @@ def _listed(problems: list[str], most: int = 20) -> list[str]:
     return problems if len(problems) <= most else [*problems[:most], f"and {len(problems) - most} more"]
 
 
-def _claims(total: int, table: str, kinds: Mapping[str, LayerKind | MLPKind]) -> tuple[list[str | None], list[str]]:
+def _claims(
+    total: int, table: str, kinds: Mapping[str, LayerKind | MLPKind | ExpertsKind]
+) -> tuple[list[str | None], list[str]]:
     """Which kind claims each decoder layer, and what is wrong with the claims."""
     if not 1 <= total <= MOST_LAYERS:
         return [], [f"num_hidden_layers: expected 1 to {MOST_LAYERS}, got {total}"]
     claimed: list[str | None] = [None] * total
     problems = []
+    table = f"{table}." if table else ""
     rest = [name for name, kind in kinds.items() if kind.at == "rest"]
     if len(rest) > 1:
-        problems.append(f'{table}: only one kind can be at "rest", got {", ".join(rest)}')
+        problems.append(f'{table[:-1]}: only one kind can be at "rest", got {", ".join(rest)}')
     for name, kind in kinds.items():
         for index in _places(kind.at, total):
             if not 0 <= index < total:
-                problems.append(f"{table}.{name}.at: layer {index} does not exist among {total} (counted from 0)")
+                problems.append(f"{table}{name}.at: layer {index} does not exist among {total} (counted from 0)")
             elif claimed[index] is not None:
-                problems.append(f"{table}.{name}.at: layer {index} already belongs to {claimed[index]}")
+                problems.append(f"{table}{name}.at: layer {index} already belongs to {claimed[index]}")
             else:
                 claimed[index] = name
     nowhere = [name for name, kind in kinds.items() if kind.at != "rest" and name not in claimed]
     # A kind that another one pushed out is reported already.
-    problems += [f"{table}.{name}.at: claims no layer" for name in nowhere if not problems]
+    problems += [f"{table}{name}.at: claims no layer" for name in nowhere if not problems]
     if rest and None not in claimed:
-        problems.append(f'{table}.{rest[0]}.at: no layer is left for "rest"')
+        problems.append(f'{table}{rest[0]}.at: no layer is left for "rest"')
     return [name if name is not None else rest[0] if rest else None for name in claimed], problems
 
 

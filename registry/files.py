@@ -23,7 +23,20 @@ from ..adapters.arguments import expect
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
 from .catalog import MOST_LAYERS, ModelEntry
 from .errors import MOST_PROBLEMS, TOO_MANY_PROBLEMS, CatalogError
-from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLAKind, MLPKind, Rope, RopeWords, Yarn
+from .kinds import (
+    KINDS,
+    At,
+    EngineFacts,
+    Every,
+    ExpertsKind,
+    GateWords,
+    LayerKind,
+    MLAKind,
+    MLPKind,
+    Rope,
+    RopeWords,
+    Yarn,
+)
 from .published import QuantKind, problems_of
 from .values import wrong_values
 
@@ -58,7 +71,7 @@ def make_converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda t: t == LayerKind, lambda value, _: _layer_kind(converter, value))
     converter.register_structure_hook_func(_is_any, lambda value, _: value)
     converter.register_structure_hook_func(lambda t: t == Rope, lambda value, _: _rope(converter, value))
-    for cls in (*KINDS.values(), MLPKind, QuantKind, EngineFacts, Every, GateWords, RopeWords, Yarn):
+    for cls in (*KINDS.values(), MLPKind, ExpertsKind, QuantKind, EngineFacts, Every, GateWords, RopeWords, Yarn):
         converter.register_structure_hook(cls, make_dict_structure_fn(cls, converter))
         converter.register_unstructure_hook(cls, make_dict_unstructure_fn(cls, converter, _cattrs_omit_if_default=True))
     converter.register_unstructure_hook(

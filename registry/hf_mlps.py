@@ -1,10 +1,11 @@
-"""The gated MLPs that a Hugging Face config describes, for an architecture that a declared model is known to have.
+"""The gated MLPs and routed experts that a Hugging Face config describes, for an architecture that a declared model is known to have.
 
-Whether an MLP is gated at all, no config says; so where no declared model tells, none is written.
+Whether an MLP is gated at all, and what the experts' width is called, no config says; so where no declared model tells, none is written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ..adapters.conversions import mlp_activation
@@ -13,7 +14,7 @@ from ..adapters.specs import MLP_ACTIVATIONS
 from .catalog import ModelEntry
 from .hf_config import HFConfig
 from .hf_layers import at_of, is_rest
-from .kinds import SHARED_EXPERTS, MLPKind
+from .kinds import SHARED_EXPERTS, At, ExpertsKind, MLPKind
 
 
 def mlps_of(config: HFConfig, total: int, sibling: ModelEntry) -> dict[str, MLPKind]:
@@ -22,7 +23,7 @@ def mlps_of(config: HFConfig, total: int, sibling: ModelEntry) -> dict[str, MLPK
         return {}
     asked = HFConfig(config.values)
     activation = _activation(asked, sibling)
-    sparse = _sparse(asked, total)
+    sparse = _sparse(asked, total, sibling)
     places = {
         "dense": [index for index, mixture in enumerate(sparse) if not mixture],
         SHARED_EXPERTS: [index for index, mixture in enumerate(sparse) if mixture],
@@ -44,6 +45,33 @@ def mlps_of(config: HFConfig, total: int, sibling: ModelEntry) -> dict[str, MLPK
     return kinds
 
 
+_EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
+_EXPERT_WIDTH = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+"""What configs call the same thing, the likelier first."""
+
+
+def experts_of(config: HFConfig, total: int, sibling: ModelEntry, mlps: Mapping[str, MLPKind]) -> ExpertsKind | None:
+    """The routed experts beside these MLPs; None, and a note, where the config does not say enough.
+
+    Where only some layers have some and the declared model has no dense MLP, those are not declared.
+    """
+    if sibling.experts is None:
+        return None
+    asked = HFConfig(config.values)
+    keys = [next((key for key in keys if asked.has(key)), keys[0]) for keys in (_EXPERTS, _PER_TOKEN, _EXPERT_WIDTH)]
+    number, each, width = map(asked.count, keys)
+    at: At = "rest"
+    if sibling.experts.at != "rest":
+        at = sibling.experts.at
+    elif not mlps and not all(sparse := _sparse(asked, total, sibling)):
+        at = at_of([index for index, mixture in enumerate(sparse) if mixture], total, rest=False)
+    if asked.problems:
+        config.notes.append(f"the routed experts are left out: {'; '.join(dict.fromkeys(asked.problems))}")
+        return None
+    return ExpertsKind(num_experts=number, experts_per_token=each, intermediate_size=width, at=at)
+
+
 def _activation(config: HFConfig, sibling: ModelEntry) -> Any:
     """Where the config leaves it to the code, it is the declared model's."""
     if not config.has("hidden_act"):
@@ -61,12 +89,16 @@ def _dense_width(config: HFConfig) -> int:
 def _shared_width(config: HFConfig) -> int:
     if config.has("shared_expert_intermediate_size"):
         return config.count("shared_expert_intermediate_size")
-    number = "num_shared_experts" if config.has("num_shared_experts") else "n_shared_experts"
+    names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+    number = next((name for name in names if config.has(name)), names[0])
     return config.count("moe_intermediate_size") * config.count(number)
 
 
-def _sparse(config: HFConfig, total: int) -> list[bool]:
-    """Which decoder layers have a mixture of experts in the place of their MLP."""
+def _sparse(config: HFConfig, total: int, sibling: ModelEntry) -> list[bool]:
+    """Which decoder layers have a mixture of experts in the place of their MLP.
+
+    Where the config leaves it to the code, it is all of them if the declared model has one in all.
+    """
     values = config.values
     if config.has("ffn_hidden_size"):  # LongCat: its experts stand beside the MLPs
         return [False] * total
@@ -84,6 +116,16 @@ def _sparse(config: HFConfig, total: int) -> list[bool]:
         step = max(1, config.count("decoder_sparse_step")) if config.has("decoder_sparse_step") else 1
         dense = values["mlp_only_layers"] if isinstance(values.get("mlp_only_layers"), list) else []
         return [index not in dense and (index + 1) % step == 0 for index in range(total)]
+    if config.has("moe_layer_start_index"):  # Ernie
+        first, last = config.count("moe_layer_start_index"), total - 1
+        if config.values.get("moe_layer_end_index") not in (None, -1):
+            last = config.count("moe_layer_end_index")
+        step = max(1, config.count("moe_layer_interval")) if config.has("moe_layer_interval") else 1
+        return [first <= index <= last and (index + 1) % step == 0 for index in range(total)]
+    if config.has("num_local_experts"):  # Mixtral
+        return [True] * total
+    if config.has("n_routed_experts") and all(sibling.mixture_at()):
+        return [True] * total
     if config.has("n_routed_experts"):
         config.problems.append("neither mlp_layer_types nor first_k_dense_replace says which layers are dense")
     return [False] * total

@@ -22,7 +22,7 @@ from ..adapters.errors import LayerfuseError, cut, shown
 from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
 from .hf_layers import layers_of
-from .hf_mlps import mlps_of
+from .hf_mlps import experts_of, mlps_of
 from .hf_quant import held_by, quant_of
 from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
 
@@ -167,6 +167,7 @@ def inspect(
         recognised.append(f"the entry is called {cut(own)}, since {cut(wanted)} is a name of {taken[wanted]}")
     hub_name = _hub_name(config)
     mlps = {} if sibling is None else mlps_of(hf, total, sibling)
+    experts = None if sibling is None else experts_of(hf, total, sibling, mlps)
     said = config.get("quantization_config", values.get("quantization_config"))
     quant, unread = quant_of(said, list(held_by(mlps, values)), total, f"{file}, quantization_config")
     hf.notes.extend([] if unread is None else [unread])
@@ -179,6 +180,7 @@ def inspect(
         rms_norm_eps=epsilon,
         layers={word: _with_code(kind, sibling) for word, kind in layers.items()},
         mlps=mlps,
+        experts=experts,
         quant=quant,
         norm_weight_offset=_offset(sibling, types),
         added_as_given=sibling is None or sibling.added_as_given,
@@ -311,7 +313,8 @@ def _flat(entry: ModelEntry) -> dict[str, Any]:
         "attentions_per_layer",
     )
     flat: dict[str, Any] = {name: getattr(entry, name) for name in numbers}
-    for name, kind in [*entry.layers.items(), *entry.mlps.items()]:
+    experts = {} if entry.experts is None else {"experts": entry.experts}
+    for name, kind in [*entry.layers.items(), *entry.mlps.items(), *experts.items()]:
         flat.update({f"{name}.{a.name}": getattr(kind, a.name) for a in attrs.fields(type(kind)) if a.name != "at"})
     return flat
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
-import attrs
 from attrs import frozen
 
 from ..adapters.spec_fields import made
@@ -263,10 +262,41 @@ class MLPKind:
         )
 
 
+@frozen(kw_only=True)
+class ExpertsKind:
+    """The routed experts of a model's mixtures, which are alike in all of its layers."""
+
+    num_experts: int
+    "Routed experts: neither shared ones, nor those that give back what they are given (LongCat's zero experts)."
+    experts_per_token: int
+    "Routed experts that each token passes."
+    intermediate_size: int
+    "Width between the projections of one expert."
+    at: At = "rest"
+    'Which decoder layers, 0-based: a list, {start, step}, "all", or "rest", those where no dense MLP is declared.'
+
+    def spec(self, shared: GatedMLPSpec | None, *, beside_mlp: bool) -> ExpertsSpec:
+        """The spec of one such mixture, whole."""
+        return ExpertsSpec(
+            num_experts=self.num_experts,
+            num_local_experts=self.num_experts,
+            experts_per_token=self.experts_per_token,
+            intermediate_size=self.intermediate_size,
+            local_intermediate_size=self.intermediate_size,
+            shared=shared,
+            beside_mlp=beside_mlp,
+            **_UNSAID,
+        )
+
+
 def experts_around(shared: GatedMLPSpec) -> ExpertsSpec:
     """The mixture that a model's entry says no more of than its shared experts."""
-    unsaid: dict[str, Any] = dict.fromkeys(attribute.name for attribute in attrs.fields(ExpertsSpec))
-    return ExpertsSpec(**unsaid | {"shared": shared})
+    names = ("num_experts", "num_local_experts", "experts_per_token", "intermediate_size", "local_intermediate_size")
+    sizes: dict[str, Any] = dict.fromkeys(names)
+    return ExpertsSpec(shared=shared, **_UNSAID, **sizes)
+
+
+_UNSAID: dict[str, Any] = dict.fromkeys(("path", "weight", "activation", "router"))
 
 
 EPSILONS = {"rms_norm_eps": "decoder norms", "latent_norm_eps": "latent norms", "output_norm_eps": "output norms"}

@@ -113,7 +113,8 @@ class Published:
         """A declared mixture with what its experts' weights are."""
         kind = self._said.get("experts")
         shared = None if mixture.shared is None else self._reads(mixture.shared, "shared_experts")
-        return attrs.evolve(mixture, shared=shared, weight=None if kind is None else kind.weight_spec)
+        held: dict[str, Any] = {} if kind is None else {"weight": kind.weight_spec, "activation": kind.quant}
+        return attrs.evolve(mixture, shared=shared, **held)
 
     def of(self, spec: LayerSpec, *, shared: bool) -> LayerSpec:
         """The same layer as the checkpoint has it; `shared`: an MLP is the shared experts of a mixture."""
@@ -121,10 +122,12 @@ class Published:
             norms = tuple(self._reads(norm, "attention") for norm in spec.input_norms)
             after = spec.post_attention_norms
             if not spec.undeclared:  # routed experts take the norm's result as it is
-                reader: Linears = "mlps" if spec.experts is None else "shared_experts"
-                after = tuple(self._reads(norm, reader) for norm in after)
-            mixture = None if spec.experts is None else self._mixture(spec.experts)
-            return attrs.evolve(spec, input_norms=norms, post_attention_norms=after, experts=mixture)
+                mixture = spec.experts
+                reader: Linears = "mlps" if mixture is None or mixture.beside_mlp else "shared_experts"
+                if mixture is None or mixture.beside_mlp or mixture.shared is not None:
+                    after = tuple(self._reads(norm, reader) for norm in after)
+            experts = None if spec.experts is None else self._mixture(spec.experts)
+            return attrs.evolve(spec, input_norms=norms, post_attention_norms=after, experts=experts)
         if isinstance(spec, MLASpec) and spec.q_norm is not None:
             return attrs.evolve(spec, q_norm=self._reads(spec.q_norm, "attention"))
         if isinstance(spec, GatedDeltaNetSpec):

@@ -20,9 +20,9 @@ import attrs
 from ..adapters.base import LAYER_WORDS, RESIDUAL_WORDS, fields_of
 from ..adapters.conversions import CONVERSIONS
 from ..adapters.rope_source import ROPE_WORDS
-from ..adapters.specs import FAMILIES, LARGEST, NormSpec, kind_of
+from ..adapters.specs import FAMILIES, LARGEST, ExpertsSpec, NormSpec, kind_of
 from .catalog import MOST_LAYERS, ModelEntry
-from .kinds import KINDS, At, EngineFacts, Every, GateWords, LayerKind, MLPKind, RopeWords, Yarn
+from .kinds import KINDS, At, EngineFacts, Every, ExpertsKind, GateWords, LayerKind, MLPKind, RopeWords, Yarn
 from .published import QuantKind
 
 _COUNT = {"minimum": 1, "maximum": LARGEST}
@@ -49,6 +49,7 @@ _CLASSES: tuple[type[Any], ...] = (
     ModelEntry,
     *KINDS.values(),
     MLPKind,
+    ExpertsKind,
     QuantKind,
     EngineFacts,
     Every,
@@ -121,7 +122,7 @@ def _field(name: str, hint: Any) -> dict[str, Any]:
 
 def _bounds(name: str) -> dict[str, int]:
     """The bounds of the spec field of the same name."""
-    for spec in (*FAMILIES.values(), NormSpec):
+    for spec in (*FAMILIES.values(), NormSpec, ExpertsSpec):
         for attribute in attrs.fields(spec):
             if attribute.name == name:
                 return _BOUNDS.get(kind_of(attribute), {})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from ..adapters.spec_fields import kinds_in, problem_of
-from ..adapters.specs import FAMILIES, GatedMLPSpec, NormSpec, ResidualSpec
+from ..adapters.specs import FAMILIES, ExpertsSpec, GatedMLPSpec, NormSpec, ResidualSpec
 
 if TYPE_CHECKING:
     from .catalog import ModelEntry
@@ -27,6 +27,8 @@ def wrong_values(entry: ModelEntry) -> Iterator[str]:
         yield from _wrong(f"layers.{name}.", kind, FAMILIES[kind.family])
     for name, mlp in entry.mlps.items():
         yield from _wrong(f"mlps.{name}.", mlp, GatedMLPSpec)
+    if entry.experts is not None:
+        yield from _wrong("experts.", entry.experts, ExpertsSpec)
     for name, facts in entry.engines.items():
         yield from _wrong(f"engines.{name}.", facts, NormSpec)
 

@@ -256,6 +256,7 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         "MLASpec.rope",
         "ResidualSpec.parallel_residual",
         "ResidualSpec.post_norms",
+        "ExpertsSpec.beside_mlp",
         "ResidualSpec.mlp_ranks",
         "ResidualSpec.added_as_given",
         "ResidualSpec.starts_stream",

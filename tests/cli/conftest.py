@@ -6,11 +6,15 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import attrs
 import pytest
+import tomli_w
 import torch
 from attrs import frozen
 
+from layerfuse import registry
 from layerfuse.cli import main
+from layerfuse.registry import files
 
 
 @frozen
@@ -18,6 +22,16 @@ class Answer:
     code: int
     out: str
     err: str
+
+
+@pytest.fixture
+def silent_models(tmp_path: Path) -> Path:
+    """A file with gpt-oss, which says nothing of its experts."""
+    entry = registry.model("gpt-oss-120b")
+    silent = attrs.evolve(entry, name="silent-gpt-oss", aliases=[], hf_id=None, experts=None, layer_classes={})
+    path = tmp_path / "silent.toml"
+    path.write_text(tomli_w.dumps(files.unstructure({silent.name: silent})), encoding="utf-8")
+    return path
 
 
 @pytest.fixture(autouse=True)

@@ -58,8 +58,9 @@ def test_the_sites_of_a_row_are_those_of_the_json(run):
     assert {name: found[name] for name in wanted} == wanted
 
 
-def test_a_fusion_whose_answer_hangs_on_something_depends(run):
-    out = run("plan", "gpt-oss-120b", "--target", "sm90", "--quant", "per_token").out
+def test_a_fusion_whose_answer_hangs_on_something_depends(run, silent_models):
+    asked = ["--models", silent_models, "--target", "sm90", "--quant", "per_token"]
+    out = run("plan", "silent-gpt-oss", *asked).out
     row = re.search(r"^add_rms_norm_per_token_quant +72 +35 \[(\d+)\] +1 \[\d+\] +36 \[(\d+)\]$", out, re.MULTILINE)
     assert row, out
     assert f"[{row[2]}] not known: the model's entry declares no MLP" in out
@@ -186,7 +187,7 @@ def test_the_json_holds_what_its_help_promises(run):
         *("model", "hf_id", "adapter", "tp", "rank", "engine"),
         *("target", "config", "published", "num_hidden_layers", "notes", "kinds", "engine_does"),
     }
-    kinds = ["residual", "kda", "dense", "shared_experts", "mla", "final"]
+    kinds = ["residual", "kda", "dense", "shared_experts", "mla", "final", "experts"]
     assert [kind["kind"] for kind in data["kinds"]] == kinds
     for kind in data["kinds"]:
         assert set(kind) == {"kind", "family", "count", "layers", "spec", "sites"}

@@ -230,12 +230,16 @@ def test_in_front_of_vllms_experts_and_in_them_nothing_quantised_is_promised(run
 
 
 @pytest.mark.parametrize("engine", [None, "vllm", "transformers"])
-def test_where_no_mlp_is_declared_what_reads_its_norm_is_not_known(run, engine):
-    """gpt-oss has routed experts only, whose kernels quantise by themselves."""
-    asked = ["gpt-oss-120b", "--target", "sm90", "--quant", "per_token", *(["--engine", engine] if engine else [])]
+@pytest.mark.parametrize("silent", [False, True])
+def test_what_reads_the_norm_of_routed_experts_alone(run, engine, silent, silent_models):
+    """gpt-oss has no others, and their kernels quantise by themselves; an entry may say nothing of them."""
+    model = ["silent-gpt-oss", "--models", silent_models] if silent else ["gpt-oss-120b"]
+    asked = [*model, "--target", "sm90", "--quant", "per_token", *(["--engine", engine] if engine else [])]
     found = of_layers(run, *asked)
     sites, reason = found["residual", "post_attention", f"{ADD}_per_token_quant", "not_applicable"]
-    assert sites == 36 and reason.startswith("not known: the model's entry declares no MLP of this layer")
+    alone = "vLLM runs a mixture's experts" if engine == "vllm" else "routed experts alone read the norm"
+    said = "not known: the model's entry declares no MLP of this layer" if silent else alone
+    assert sites == 36 and reason.startswith(said)
     assert ("residual", "input", f"{ADD}_per_token_quant", "not_applicable") in found  # the first layer's
     assert found["residual", "input", "rms_norm_per_token_quant", "fallback"][0] >= 35
 

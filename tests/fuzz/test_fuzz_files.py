@@ -14,12 +14,16 @@ from layerfuse.adapters import SpecError
 from layerfuse.registry import CatalogError, files
 from layerfuse.registry.declare import declared_adapters
 from layerfuse.registry.defaults import MODELS_TOML
-from layerfuse.registry.kinds import KINDS, EngineFacts, MLPKind
+from layerfuse.registry.kinds import KINDS, EngineFacts, ExpertsKind, MLPKind
 
 SHORT = ("deepseek-v2-lite", "kimi-linear-48b-a3b", "gpt-oss-20b", "qwen3.5-27b", "longcat-flash")
 DOCUMENT = {"models": {name: files.tomllib.loads(MODELS_TOML.read_text())["models"][name] for name in SHORT}}
 KEYS = sorted(
-    {a.name for cls in (registry.ModelEntry, *KINDS.values(), MLPKind, EngineFacts) for a in attrs.fields(cls)}
+    {
+        a.name
+        for cls in (registry.ModelEntry, *KINDS.values(), MLPKind, ExpertsKind, EngineFacts)
+        for a in attrs.fields(cls)
+    }
     | {
         "transformers",
         "vllm",

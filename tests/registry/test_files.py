@@ -56,7 +56,7 @@ def test_all_mistakes_of_a_file_are_reported_at_once_with_file_and_path() -> Non
     )
     with pytest.raises(CatalogError) as caught:
         files.parse(text, "mine.toml")
-    known = "num_hidden_layers, hidden_size, rms_norm_eps, layers, mlps, norm_weight_offset, added_as_given, attentions_per_layer, aliases, hf_id"
+    known = "num_hidden_layers, hidden_size, rms_norm_eps, layers, mlps, experts, norm_weight_offset, added_as_given, attentions_per_layer, aliases, hf_id"
     assert str(caught.value).splitlines() == [
         "mine.toml: required key 'hidden_size' is missing @ $.models.mine.hidden_size",
         "mine.toml: expected a whole number, got True @ $.models.mine.layers['mla'].num_heads",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import attrs
 import pytest
 from helpers import ROOT
 
 from layerfuse import registry
 from layerfuse.adapters import GatedDeltaNetSpec, GatedMLPSpec, GQASpec, MLASpec, ResidualSpec, SpecError
 from layerfuse.adapters.conversions import mlp_activation
+from layerfuse.testing.models import published_model
 
 PUBLISHED = json.loads((ROOT / "tests" / "data" / "published_dims.json").read_text())
 MODELS: dict[str, Any] = PUBLISHED["models"]
@@ -79,8 +81,7 @@ def test_every_gated_mlp_is_as_published(name: str) -> None:
     dense = config.get("ffn_hidden_size", config.get("intermediate_size"))
     shared = config.get("shared_expert_intermediate_size")
     if shared is None and "moe_intermediate_size" in config:
-        number = config["num_shared_experts"] if "num_shared_experts" in config else config["n_shared_experts"]
-        shared = config["moe_intermediate_size"] * number
+        shared = config["moe_intermediate_size"] * config.get("num_shared_experts", config.get("n_shared_experts", 0))
     expected = {"dense": dense, "shared_experts": shared}
     assert {kind: mlp.intermediate_size for kind, mlp in entry.mlps.items()} == {
         kind: expected[kind] for kind in entry.mlps
@@ -93,6 +94,52 @@ def test_every_gated_mlp_is_as_published(name: str) -> None:
     else:
         assert len(set(entry.mlp_at())) == 1
     assert (entry.mlps == {}) == (entry.model_type in ("gpt_oss", "minimax_m2", "mixtral", "qwen3_moe"))
+
+
+EXPERTS = ("n_routed_experts", "num_local_experts", "num_experts")
+PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_routed_experts_are_as_published(name: str) -> None:
+    entry, config = registry.model(name), published(name)
+    expected = [next((config[key] for key in keys if key in config), None) for keys in (EXPERTS, PER_TOKEN, WIDTHS)]
+    if expected[0] is None:
+        assert entry.experts is None
+        return
+    assert entry.experts is not None
+    assert [entry.experts.num_experts, entry.experts.experts_per_token, entry.experts.intermediate_size] == expected
+    for tp in (1, 2):
+        streams = [spec for _, spec in entry.specs(tp) if isinstance(spec, ResidualSpec)]
+        mixtures = [spec.experts for spec in streams if spec.experts is not None]
+        assert [spec.experts is not None for spec in streams] == entry.mixture_at()
+        assert not any(spec.undeclared for spec in streams)
+        assert {mixture.num_experts for mixture in mixtures} == {entry.experts.num_experts}
+        # Whether ranks share whole experts or cut each, an engine decides.
+        assert {mixture.num_local_experts for mixture in mixtures} == {entry.experts.num_experts if tp == 1 else None}
+        shared = {mixture.shared is not None for mixture in mixtures}
+        assert shared == {"shared_experts" in entry.mlps}
+        assert {mixture.beside_mlp for mixture in mixtures} == {name == "longcat-flash"}
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-30b-a3b", "mixtral-8x7b", "gpt-oss-20b", "qwen3-next-80b-a3b"])
+def test_real_layers_have_the_declared_experts(name: str) -> None:
+    pytest.importorskip("transformers")
+    entry = registry.model(name)
+    config = {**published(name), "num_hidden_layers": 4, "max_position_embeddings": 4096}
+    specs = registry.specs_in(published_model(entry, {k: v for k, v in config.items() if v is not None}))
+    real = [spec.experts for _, spec in specs if isinstance(spec, ResidualSpec)]
+    declared = [spec.experts for _, spec in entry.specs() if isinstance(spec, ResidualSpec)][:4]
+    sizes = ("num_experts", "num_local_experts", "experts_per_token", "intermediate_size", "local_intermediate_size")
+    for found, said in zip(real, declared, strict=True):
+        assert (found is None) == (said is None)
+        if found is not None and said is not None:
+            assert [getattr(found, size) for size in sizes] == [getattr(said, size) for size in sizes]
+            assert found.shared is None or said.shared is not None
+            assert said.shared is None or found.shared == attrs.evolve(
+                said.shared, layer_index=found.shared.layer_index
+            )
 
 
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model["layers"]])

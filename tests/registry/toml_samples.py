@@ -45,6 +45,8 @@ def also(line: str, table: str = "[models.mine]") -> str:
 
 
 MLA = "[models.mine.layers.mla]"
+EXPERTS = "experts = { num_experts = 8, experts_per_token = 2, intermediate_size = 16 }"
+DENSE = '\nmlps.dense = { intermediate_size = 16, activation = "silu" }'
 
 BAD: dict[str, tuple[str, str]] = {
     # name -> (file, what one of the problems must say)
@@ -96,6 +98,17 @@ BAD: dict[str, tuple[str, str]] = {
     "step of zero": (but("at = [0, 2]", "at = { step = 0 }"), "expected a step of at least 1"),
     "negative start": (but("at = [0, 2]", "at = { step = 2, start = -2 }"), "a start of at least 0"),
     "10^9 layers": (but("num_hidden_layers = 4", "num_hidden_layers = 1_000_000_000"), "expected 1 to 1000"),
+    "no experts": (also(EXPERTS.replace("8", "0")), "experts.num_experts: expected at least 1, got 0 @"),
+    "more experts per token": (
+        also(EXPERTS.replace("8", "1")),
+        "experts_per_token: expected at most num_experts 1, got 2",
+    ),
+    "experts nowhere": (also(EXPERTS + DENSE), 'experts.at: no layer is left for "rest" @'),
+    "experts beyond the last layer": (also(EXPERTS.replace("}", ", at = [4] }")), "experts.at: layer 4 does not exist"),
+    "shared experts alone": (
+        also(EXPERTS.replace("}", ", at = [0] }") + DENSE.replace("dense", "shared_experts")),
+        "experts.at: layer 1, which has shared experts, is not among them",
+    ),
     "no layers": (
         but("num_hidden_layers = 4", "num_hidden_layers = 0"),
         "num_hidden_layers: expected 1 to 1000, got 0",
@@ -135,7 +148,8 @@ BAD: dict[str, tuple[str, str]] = {
 NOT_OF_ONE_VALUE = {
     # What contradicts something elsewhere in the file: no schema of single values can know it. A schema takes 8.0 for 8.
     *("odd rope", "layer out of range", "layer claimed twice", "no layer for a kind", "unclaimed layers", "two rests"),
-    *("nothing left for rest",),
+    *("nothing left for rest", "experts nowhere", "experts beyond the last layer", "shared experts alone"),
+    "more experts per token",
 }
 
 BAD_CLASSES: dict[str, tuple[str, str]] = {
