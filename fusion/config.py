@@ -200,12 +200,11 @@ class FusionConfig:
             raise FusionConfigError(
                 f"{origin}: {alone!r} stands alone, and {cut(', '.join(words))} are {len(words)} words"
             )
+        names = {word: _known(word[1:] if word[0] in "+-" else word, origin) for word in words}
         check_signs(words, origin)
-        wanted = [_known(word, origin) for word in words if word[0] not in "+-"]
+        wanted = [name for word, name in names.items() if word == name]
         switches = {name: name in wanted for name in FUSIONS} if wanted else {}
-        for word in words:
-            if word[0] in "+-":
-                switches[_known(word[1:], origin)] = word[0] == "+"
+        switches |= {name: word[0] == "+" for word, name in names.items() if word != name}
         return cls(switches=switches, origin=origin, strict=strict)
 
     def why_off(

@@ -138,6 +138,9 @@ def units_of(
     if unfound and stops:
         raise NotFusedError(type(model).__name__, "", unfound)
     say_unfound(type(model).__name__, unfound)
+    for _, unit in units:
+        if stops and unit.engine is not None and "*" in unit.engine.refuses:
+            _nothing(model, unit.engine.refuses["*"], stops)
     if reason is not None and not any(unit.active or unit.door is not None for _, unit in units):
         if not (unfound and options.names_alone):
             _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)

@@ -71,21 +71,25 @@ class Options:
         Raises:
             FusionConfigError: a fusion that does not exist, one that is both on and off, or an unknown level.
         """
+        from ...fusion.catalog import FUSIONS
         from ...fusion.config import FusionConfig, FusionConfigError, check_signs
 
         origin = f"additional_config[{KEY!r}]"
         line = self._line
         text, _ = without(line)
         said = f"{'LAYERFUSE_FUSIONS' if self._from_environment else 'fusions'}={line}"
-        check_signs(filter(None, map(str.strip, line.split(","))), said)
+        words = [word for word in map(str.strip, line.split(",")) if word]
         if text:
             try:
                 config = FusionConfig.parse(text, origin=said, strict=self.strict)
             except FusionConfigError as error:
+                if {word.lstrip("+-") for word in words} <= {*FUSIONS, NAME, "all", "none"}:
+                    raise
                 # Of the graphs' fusions only those are named there.
                 raise FusionConfigError(f"{error} Beside the fusions of graphs, vLLM has {NAME}.") from None
         else:
             config = FusionConfig(strict=self.strict)
+        check_signs(words, said)  # of `mla_decode` too
         return config if self.level is None else attrs.evolve(config, level=self.level, origin=origin)
 
     @property

@@ -684,6 +684,16 @@ def test_batch_invariance_is_honoured(
         started("deepseek-v3", tmp_path, **SHORT, layerfuse={**BOTH, "strict": True}),
     ):
         pass
+    for asks in ({"fusions": "all"}, {"level": 2}):
+        with (
+            pytest.raises(
+                NotFusedError, match="nothing is fused in DeepseekV3ForCausalLM: VLLM_BATCH_INVARIANT is set"
+            ),
+            started("deepseek-v3", tmp_path, **SHORT, layerfuse={**asks, "strict": True}),
+        ):
+            pass
+    with started("deepseek-v3", tmp_path, **SHORT, layerfuse={"strict": True}):  # nothing is asked for
+        pass
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH):
         ((_, unit),) = process.this.waiting.values()
         assert not unit.active

@@ -136,6 +136,20 @@ def test_what_is_both_on_and_off_is_an_error_at_once(line: str, name: str, monke
         options_in({})
 
 
+@pytest.mark.parametrize(
+    "line", ["+nosuch,-nosuch", "+nosuch,+add_rms_norm,-add_rms_norm", "mla_decode,-nosuch,+nosuch"]
+)
+def test_that_a_name_does_not_exist_is_said_before_how_it_was_switched(line: str) -> None:
+    with pytest.raises(FusionConfigError, match=r"no fusion is called 'nosuch'.* vLLM has mla_decode\.$"):
+        options_in({"layerfuse": {"fusions": line}})
+
+
+@pytest.mark.parametrize("line", ["all,-add_rms_norm", "none,add_rms_norm", "all,mla_decode,none"])
+def test_what_is_wrong_with_known_names_has_nothing_to_do_with_others(line: str) -> None:
+    with pytest.raises(FusionConfigError, match=r"stands alone, and .* are \d words$"):
+        options_in({"layerfuse": {"fusions": line}})
+
+
 @pytest.mark.parametrize("options", [{}, {"fusions": "all"}, {"strict": True}, {"level": 0}])
 def test_a_backend_that_does_not_exist_is_an_error_at_once(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
