@@ -72,6 +72,8 @@ class Form:
 
     chain: tuple[Step, ...]
     op: Op
+    in_graphs: bool = True
+    "Whether a graph may hold it. One that is not stands at module level alone."
 
 
 @define(kw_only=True, eq=False, frozen=True, slots=False)
@@ -151,7 +153,8 @@ class Fusion:
         kept = first and first.keeping()
         if kept is not None and self.format is not None:
             chain = tuple(kept if step is first else step for step in self.chain)
-            found.append(Form(chain=chain, op=op_of(f"{self.name}_with_norm", chain)))
+            form = op_of(f"{self.name}_with_{'norm' if kept.is_norm else 'product'}", chain)
+            found.append(Form(chain=chain, op=form, in_graphs=kept.in_graphs))
         return tuple(found)
 
     @property

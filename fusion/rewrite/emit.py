@@ -46,7 +46,7 @@ def replace(fusion: Fusion, use: SiteMatch, plan: Plan, moved: dict[Node, Node])
     """
     problem = Unmatched(f"{fusion.name} has no form")
     left: str | None = None
-    for form in fusion.forms:
+    for form in filter(lambda each: each.in_graphs, fusion.forms):
         stays = any(step.is_left(use) for step in form.chain)
         try:
             _replace(fusion, form, use, plan, moved)
@@ -61,7 +61,7 @@ def replace(fusion: Fusion, use: SiteMatch, plan: Plan, moved: dict[Node, Node])
 def why_not_there(fusion: Fusion, use: SiteMatch, plan: Plan, moved: dict[Node, Node]) -> str | None:
     """Which step of the fusion is not in the graph, as `replace` would say it, or None where all are. The graph stays as it is."""
     problem: str | None = None
-    for form in fusion.forms:
+    for form in filter(lambda each: each.in_graphs, fusion.forms):
         try:
             _bind(fusion, form, use, plan, moved)
         except Unmatched as reason:

@@ -87,7 +87,7 @@ class Quant(Step):
 
     def said(self, before: str, source: Source) -> str:
         which = f"{source.main.outs[0]} " if source.several else ""
-        kept = "; the norm itself too" if source.main.is_kept else ""
+        kept = f"; the {'norm' if source.main.is_norm else 'product'} itself too" if source.main.is_kept else ""
         return f"{before}; {which}quantised ({self.format.says}){kept}"
 
     def source(self, source: Source) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from ...adapters.specs import GatedMLPSpec
 from ..declare import Argument, Like, Limit, Result, Rows
@@ -28,6 +28,19 @@ class SiluMul(Step):
     up: str = "up"
     limit: str = "limit"
     out: str = "product"
+    kept: bool = False
+    "Whether the op gives it beside its quantisation, for code at module level that passes it on."
+
+    @property
+    def is_kept(self) -> bool:
+        return self.kept
+
+    @property
+    def in_graphs(self) -> bool:
+        return False
+
+    def keeping(self) -> SiluMul:
+        return evolve(self, kept=True)
 
     def arguments(self) -> tuple[Argument, ...]:
         return (

@@ -126,6 +126,11 @@ class Step(ABC):
         """Whether its result is one of the op's also where a sink takes it."""
         return False
 
+    @property
+    def in_graphs(self) -> bool:
+        """Whether a graph may hold an op that gives its result beside a quantisation of it."""
+        return True
+
     def keeping(self) -> Step | None:
         """Itself with its result as one of the op's, beside what a quantisation makes of it; None where no op can give both."""
         return None

@@ -28,6 +28,8 @@ from layerfuse.fusion.backends.aiter.releases import RELEASES as KNOWN
 NOTHING_FOR = {
     "gated_rms_norm",
     "gated_rms_norm_static_quant",
+    *(f"gated_rms_norm_{form}_quant_with_norm" for form in ("static", "per_token", "group")),
+    *(f"silu_mul_{form}_quant_with_product" for form in ("static", "per_token", "group")),
     "rms_norm_mxfp8_quant_with_norm",
     "add_rms_norm_mxfp8_quant_with_norm",
     "all_reduce_add_rms_norm_static_quant",

@@ -264,7 +264,7 @@ def _launch_dual(
 
 
 def _gated(form: Form) -> Callable[..., Any]:
-    name, mode, *_ = form
+    name, mode, keeps, *_ = form
 
     def function(
         x: Tensor,
@@ -279,9 +279,10 @@ def _gated(form: Form) -> Callable[..., Any]:
         heads, width = x.shape[-2:]
         shape = x.shape if mode == NO_QUANT else (*x.shape[:-2], heads * width)
         given = quantised(mode, x, shape, options)
+        kept = _empty(x, x.dtype) if keeps else given.out
         x, gate = _heads(x), _heads(gate)
         tokens = x.shape[0]
-        results = given.results if len(given.results) > 1 else given.results[0]
+        results = _with(given, kept if keeps else None)
         if tokens == 0:
             return results
         rows = tokens if mode == PER_TOKEN else tokens * heads
@@ -297,19 +298,21 @@ def _gated(form: Form) -> Callable[..., Any]:
             reads[0] | reads[1] | reads[2] | reads[3],
             rows | strides[0] | strides[1] | strides[2] | strides[3] | given.strides[1],
         )
-        every = (x, gate, weight, given.scale_in, given.out, given.scales)
+        every = (x, gate, weight, given.scale_in, kept, given.out, given.scales)
         special = launcher.special(high, reads, every) if bits & 15 or high >> 31 or launcher.HIP else None
         step, device = tuning.regime(tokens * heads), x.get_device()
         key = (
             name, device, step, x.dtype, weight.dtype, given.out.dtype, heads, width, epsilon, offset, activation,
             norm_before_gate, x_unit, gate_unit, given.group, given.ue8m0, special,
         )  # fmt: skip
-        if launcher.again(key, device, (*reads, given.out.data_ptr(), given.scales.data_ptr()), numbers):
+        if launcher.again(
+            key, device, (*reads, kept.data_ptr(), given.out.data_ptr(), given.scales.data_ptr()), numbers
+        ):
             return results
         plan = tuning.launch_gated(step, heads if mode == PER_TOKEN else 0, width, given.group, launcher.wave(x.device))
         constants = (
             heads, width, epsilon, offset, x_unit, gate_unit, activation == "sigmoid", norm_before_gate, mode,
-            given.group, given.largest, given.ue8m0, plan.chunk, plan.rows,
+            given.group, given.largest, given.ue8m0, plan.chunk, plan.rows, keeps,
         )  # fmt: skip
         each = 1 if mode == PER_TOKEN else plan.rows
         launcher.first(gated_norm, key, every, numbers, constants, rows=each, sides=1, warps=plan.warps)
@@ -322,13 +325,14 @@ def _gated(form: Form) -> Callable[..., Any]:
 
 
 def _product(form: Form) -> Callable[..., Any]:
-    name, mode, *_ = form
+    name, mode, keeps, *_ = form
 
     def function(gate: Tensor, up: Tensor, limit: float, *options: Any) -> Any:
         given = quantised(mode, gate, gate.shape, options)
+        kept = _empty(gate, gate.dtype) if keeps else given.out
         gate, up = as_rows(gate), as_rows(up)
         rows, width = gate.shape
-        results = given.results if len(given.results) > 1 else given.results[0]
+        results = _with(given, kept if keeps else None)
         if rows == 0:
             return results
         gate_stride, up_stride = gate.stride(0), up.stride(0)
@@ -340,18 +344,20 @@ def _product(form: Form) -> Callable[..., Any]:
         numbers = (rows, gate_stride // gate_unit, up_stride // up_unit, *given.strides)
         reads = gate.data_ptr(), up.data_ptr(), given.scale_in.data_ptr()
         bits, high = reads[0] | reads[1] | reads[2], rows | gate_stride | up_stride | given.strides[1]
-        every = (gate, up, given.scale_in, given.out, given.scales)
+        every = (gate, up, given.scale_in, kept, given.out, given.scales)
         special = launcher.special(high, reads, every) if bits & 15 or high >> 31 or launcher.HIP else None
         key = (
             name, device, step, gate.dtype, given.out.dtype, width, limit, gate_unit, up_unit, given.group, given.ue8m0,
             special,
         )  # fmt: skip
-        if launcher.again(key, device, (*reads, given.out.data_ptr(), given.scales.data_ptr()), numbers):
+        if launcher.again(
+            key, device, (*reads, kept.data_ptr(), given.out.data_ptr(), given.scales.data_ptr()), numbers
+        ):
             return results
         plan = tuning.launch_product(step, width, mode == PER_TOKEN, group, launcher.wave(gate.device))
         constants = (
             width, limit if math.isfinite(limit) else 0.0, gate_unit, up_unit, mode, group, given.largest, given.ue8m0,
-            plan.chunk, plan.rows,
+            plan.chunk, plan.rows, keeps,
         )  # fmt: skip
         launcher.first(silu_mul, key, every, numbers, constants, rows=plan.rows, sides=1, warps=plan.warps)
         return results
@@ -361,6 +367,12 @@ def _product(form: Form) -> Callable[..., Any]:
 
 _MADE = {("norm",): _row, ("norm", "norm"): _dual, ("gated_norm",): _gated, ("silu_mul",): _product}
 """From the middle of a chain, as its steps say themselves (`Step.kernel`), to what makes the function."""
+
+
+def _with(given: Given, kept: Tensor | None) -> Any:
+    """What an op gives: what is quantised, and what it keeps beside."""
+    results = given.results if kept is None else (*given.results, kept)
+    return results if len(results) > 1 else results[0]
 
 
 def as_rows(x: Tensor) -> Tensor:

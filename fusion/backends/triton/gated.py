@@ -15,12 +15,12 @@ from .rows import NO_QUANT, PER_TOKEN, STATIC, clamped, magnitude, quant_scale
 
 @triton.jit(do_not_specialize=["rows", "x_token", "x_head", "gate_token", "gate_head", "scale_stride", "group_stride"])
 def gated_norm(
-    x, gate, weight, scale_in, out, scales,
+    x, gate, weight, scale_in, kept, out, scales,
     rows, x_token, x_head, gate_token, gate_head, scale_stride, group_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, EPSILON: tl.constexpr, OFFSET: tl.constexpr,
     X_UNIT: tl.constexpr, GATE_UNIT: tl.constexpr, SIGMOID: tl.constexpr, NORM_FIRST: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Norm heads of WIDTH columns, with the activated gate as a factor behind the norm (NORM_FIRST) or before it.
 
@@ -58,6 +58,8 @@ def gated_norm(
     normed = value * scale[:, None] * factor
     if NORM_FIRST:
         normed *= activated
+    if KEPT:  # the norm itself beside its quantisation
+        tl.store(kept + number[:, None] * WIDTH + column, normed.to(kept.dtype.element_ty), mask=mask)
     at = out + number[:, None] * WIDTH + column
     if QUANT == NO_QUANT:
         result = normed

@@ -25,11 +25,11 @@ def _product(gate, up, at_gate, at_up, mask, LIMIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "gate_units", "up_units", "scale_stride", "group_stride"])
 def silu_mul(
-    gate, up, scale_in, out, scales,
+    gate, up, scale_in, kept, out, scales,
     rows, gate_units, up_units, scale_stride, group_stride,
     WIDTH: tl.constexpr, LIMIT: tl.constexpr, GATE_UNIT: tl.constexpr, UP_UNIT: tl.constexpr,
     QUANT: tl.constexpr, GROUP: tl.constexpr, LARGEST: tl.constexpr, UE8M0: tl.constexpr,
-    CHUNK: tl.constexpr, GROUPS: tl.constexpr, EARLY: tl.constexpr,
+    CHUNK: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The product of rows of WIDTH columns. One scale per token: CHUNK columns at a time, all of a row in a program.
 
@@ -52,6 +52,8 @@ def silu_mul(
                 column < WIDTH,
                 LIMIT,
             )
+            if KEPT:  # the product itself beside its quantisation
+                tl.store(kept + row * WIDTH + column, product.to(kept.dtype.element_ty), mask=column < WIDTH)
             bits = tl.maximum(bits, magnitude(product))
             products = products + (product,)
         own = quant_scale(tl.max(bits).to(tl.float32, bitcast=True), LARGEST, UE8M0)
@@ -70,6 +72,8 @@ def silu_mul(
         mask = column < WIDTH
         at_gate, at_up = (row * gate_units * GATE_UNIT)[:, None] + column, (row * up_units * UP_UNIT)[:, None] + column
         value = _product(gate, up, at_gate, at_up, mask, LIMIT)
+        if KEPT:
+            tl.store(kept + (row * WIDTH)[:, None] + column, value.to(kept.dtype.element_ty), mask=mask)
         if QUANT == PER_GROUP:
             own = quant_scale(tl.max(magnitude(value), axis=1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
             tl.store(scales + row * scale_stride + group.to(tl.int64) * group_stride, own)
