@@ -78,6 +78,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_EIGHTH, "num_hidden_layers": 12, "first_k_dense_replace": 3, "quantization_config": BLOCKS},
     ),
     "gpt-oss-20b": ("gpt-oss-20b", {"quantization_config": _GPT_OSS["quantization_config"]}),
+    "deepseek-v3.2-rank8-dense": ("deepseek-v3.2", {**_ALL_DENSE, **_EIGHTH}),
     # Attention, dense layers and shared experts whole on each rank, and whole experts, 32 of 256. Each of eight such ranks sends
     # eight tokens' worth to experts and takes as much: 8 of 32 per token of its own.
     "deepseek-v3-dp-dense": ("deepseek-v3", {**_ALL_DENSE, "num_hidden_layers": 4, "first_k_dense_replace": 4}),

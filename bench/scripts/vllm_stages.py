@@ -89,6 +89,20 @@ _OWN_REDUCE = {"vllm": Way(), "unreduced": Way(passes={"fuse_allreduce_rms": Fal
 _GATED = Arm(("+gated_rms_norm_group_quant",))
 _PER_TOKEN = Arm(("add_rms_norm_per_token_quant", "rms_norm_per_token_quant", "silu_mul_per_token_quant"))
 _DECODE, _FP8_CACHE = {"decode": Arm(("mla_decode",))}, {"kv_cache_dtype": "fp8"}
+# As vLLM runs the architectures of its own that it does not compile: CUDA graphs that are broken around the attention.
+_BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+_UNCOMPILED = {
+    "vllm": Way(),
+    "deep_gemm": Way(variables=_FLASHINFER_OFF),
+    "compiled": Way(variables={"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}),
+}
+_NORMS = ("add_rms_norm_group_quant", "rms_norm_group_quant")
+_INNER = ("mla_dual_rms_norm_group_quant", "silu_mul_group_quant")
+_SEAMS = {
+    "norms": Arm(_NORMS),
+    "seams": Arm((*_NORMS, *_INNER)),
+    "seams_deep_gemm": Arm((*_NORMS, *_INNER), way="deep_gemm"),
+}
 STAGES = {
     # The shapes that are served: what one rank holds, with random weights, on one GPU.
     "deepseek-v3-rank8-dense": Stage("deepseek-v3-rank8-dense", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
@@ -105,6 +119,9 @@ STAGES = {
     "qwen3-next": Stage("qwen3-next", {"default": Arm(), "all": Arm(("gated_rms_norm", "add_rms_norm"))},
                         engine={"gdn_prefill_backend": "triton"}),
     "qwen3-next-fp8": Stage("qwen3-next-fp8", _BLOCKS | {"gated": _GATED}, _WAYS, variables=_SKIP, engine=_UNTRIED | {"gdn_prefill_backend": "triton"}, cache=8 << 30, needs=230),
+    # The same where vLLM compiles nothing.
+    "deepseek-v3-rank8-dense-uncompiled": Stage("deepseek-v3-rank8-dense", _SEAMS, _UNCOMPILED, variables=_SKIP | _BREAKABLE, engine=_UNTRIED, needs=230),
+    "deepseek-v3.2-rank8-dense": Stage("deepseek-v3.2-rank8-dense", {"norms": Arm(_NORMS), "seams": Arm((*_NORMS, "silu_mul_group_quant"))}, {"vllm": Way()}, variables=_SKIP, engine=_UNTRIED, needs=230),
     # Attention alone.
     "mla16": Stage("mla-16", _DECODE, _KERNELS),
     "mla128": Stage("mla-128", _DECODE, _KERNELS),

@@ -14,7 +14,7 @@ from ... import registry
 from ...fusion.backends.aiter import bound
 from ...fusion.metadata import HeadsRefusedError, MLAMetadataPlan, plan_metadata
 from ...fusion.target import Target
-from .process import once
+from ..process import once
 
 BUFFERS = (
     "_mla_work_meta_data",

@@ -24,13 +24,17 @@ from torch import nn
 
 from ...adapters.specs import AnySpec, MLASpec
 from ...fusion.ops.agreement import RankDisagreementError, agree
+from ..hooks import HookError, check, wrapped_by
+from ..native import Native, NotNativeError, native, native_call
+from ..process import once
+from ..seams import seam_of
 from .decode_facts import ATTENTION, CHANGED, CLASS, HOOKS, LEFT, NAME, WRITE, why_not_here, why_not_read, why_not_spec
-from .hooks import HookError, check, wrapped_by
-from .native import Native, NotNativeError, native, native_call
-from .process import once
-from .seams import seam_of
+from .seams import SEAMS
 
 _loaded = count(1)
+
+WRITES = "mla_norm_rope_cache_into"
+"""The op that is called once in each layer of every step."""
 
 BYPASSED = frozenset({"q_a_layernorm", "kv_a_layernorm", "rotary_emb", "mla_attn"})
 """The children of vLLM's wrapper that our forward does not call."""
@@ -59,6 +63,8 @@ def why_not_vllm() -> str | None:
 class Door:
     """The layers of one module that vLLM runs whose forward is to be ours: all of its MLA layers, or none."""
 
+    name: str = NAME
+    op: str = WRITES
     module: nn.Module = field(repr=False)
     layers: dict[str, MLASpec]
     "By their path in the module."
@@ -180,13 +186,18 @@ class Door:
                 del layer.wrapper.forward
         return True
 
-    def decoded(self) -> int:
-        """The layers that have run a decode step."""
-        return sum(layer.name not in layer.waiting for layer in self.made)
+    def notes(self, run: str) -> Iterator[str]:
+        """How many of the layers have run a decode step: vLLM's profiling run makes none."""
+        decoded = sum(layer.name not in layer.waiting for layer in self.made)
+        yield f"{NAME}: {decoded or 'none'} of these calls decoded in the {run}"
 
     def left(self) -> str | None:
         """Why a layer has gone vLLM's way, as a sentence, or None where none has."""
         return next(filter(None, (layer.left for layer in self.made)), None)
+
+    def modules(self) -> dict[str, nn.Module]:
+        """Path of a layer -> the wrapper whose forward is ours; empty where none is."""
+        return dict(zip(self.layers, (layer.wrapper for layer in self.made), strict=True)) if self.stands else {}
 
     def sites(self) -> tuple[str, ...]:
         """The names of the layers' sites, as the report has them."""
@@ -222,7 +233,7 @@ def _why_not_layer(wrapper: Any, spec: MLASpec) -> str | None:
     )
     problem = next((why for found, why in checks if found), None)
     for norm in (wrapper.q_a_layernorm, wrapper.kv_a_layernorm):
-        seam = seam_of(type(norm), "add_rms_norm")
+        seam = seam_of(SEAMS, type(norm), "add_rms_norm")
         if problem is None and (seam is None or not seam.plain(norm)):
             problem = f"its norm, a {type(norm).__module__}.{type(norm).__qualname__}, does more than its spec says"
     return problem

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .hooks import Hook, check_source
+from ..hooks import Hook, check_source
 from .switches import BATCH_INVARIANT, INVARIANT, MLA_DISABLE, is_set
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from vllm.utils import torch_utils
 from ...adapters.errors import LayerfuseError
 from ...fusion.backends import listening, steps
 from ...fusion.ops.library import case_maker, declared, direct, repeating
+from ..native import Native
+from ..process import once
 from .decode_facts import CHANGED
-from .native import Native
-from .process import once
 
 _STEADY = True
 """Nothing writes to what absorbs the query while a step runs."""

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..trial import ROWS, raised, random, why_apart
 from .decode_ops import Layer
-from .trial import ROWS, raised, random, why_apart
 
 
 class _With:

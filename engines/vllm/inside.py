@@ -24,7 +24,7 @@ from torch.fx import Graph, Node
 
 from ...adapters.errors import FOREIGN
 from ...fusion.match.values import value
-from .native import NotNativeError, native_function
+from ..native import NotNativeError, native_function
 
 KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.flashinfer"
 """vLLM's module that defines the op."""

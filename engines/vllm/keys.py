@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 
 from ...fusion.rewrite.identity import hash_of, key_of
 from ...fusion.rewrite.ranks import kernels_here
-from .compiled_module import CompiledModule
+from ..compiled_module import CompiledModule
 from .options import KEY, OWN
 from .passes import tensor_parallel_group, why_not_now
 
@@ -35,16 +35,16 @@ def key_for(unit: CompiledModule) -> str:
     said.append(str(why_not_now(unit.plan)))
     said.append(str(sorted(unit.around.ignored)))
     if parallel_state.model_parallel_is_initialized():
-        dtype = unit.vllm_config.model_config.dtype
+        dtype = unit.config.model_config.dtype
         said += kernels_here(unit.plan, tensor_parallel_group(), dtype, unit.device)
-    if unit.door is not None and unit.door.stands:
-        said.append(unit.door.key)
+    if unit.placed is not None and unit.placed.why_not is None:
+        said.append(unit.placed.key)
     return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
 
 @cache
 def _own_source() -> str:
-    return hash_of(Path(__file__).parent)
+    return hash_of(Path(__file__).parents[1])
 
 
 def check_table(vllm_config: Any) -> None:
@@ -66,7 +66,7 @@ def in_place_of_options(unit: CompiledModule) -> Iterator[None]:
 
     A unit without a key leaves the cache to vLLM alone: neither options nor key are there.
     """
-    config = unit.vllm_config
+    config = unit.config
     given = config.additional_config
     others = {name: value for name, value in given.items() if name != KEY}
     config.additional_config = {**others, KEY: {OWN: unit.key}} if unit.key else others

@@ -19,13 +19,13 @@ from ...adapters.specs import AnySpec, FinalNormSpec
 from ...fusion.live_plan import module_index_of
 from ...fusion.planning import plan
 from ...fusion.target import Target
-from .compiled_module import CompiledModule, say_unfound, unfound_lines
+from ..compiled_module import CompiledModule, say_unfound, unfound_lines
+from ..process import of_each_class, once
 from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import Door
 from .decode_facts import NAME, TAKES, beside
 from .keys import check_table
 from .options import Options
-from .process import of_each_class, once
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
 
 
@@ -119,13 +119,13 @@ def units_of(
                     path=path,
                     plan=plan(inside, target, config, beside(engine) if taken else engine),
                     around=around,
-                    vllm_config=vllm_config,
+                    config=vllm_config,
                     device=_device_of(module),
                     strict=config.strict,
                     report_path=options.report,
                     unknown=strangers,
                     at_modules=reason,
-                    door=door,
+                    placed=door,
                     engine=engine,
                 ),
             )
@@ -141,7 +141,7 @@ def units_of(
     for _, unit in units:
         if stops and unit.engine is not None and "*" in unit.engine.refuses:
             _nothing(model, unit.engine.refuses["*"], stops)
-    if reason is not None and not any(unit.active or unit.door is not None for _, unit in units):
+    if reason is not None and not any(unit.active or unit.placed is not None for _, unit in units):
         if not (unfound and options.names_alone):
             _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
         return
@@ -169,7 +169,7 @@ def _unfound(options: Options, units: list[CompiledModule]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in options.named:
         if name == NAME:
-            if all(unit.door is None for unit in units):
+            if all(unit.placed is None for unit in units):
                 found[name] = "it has no MLA layer"
             continue
         decisions = [each for unit in units for each in unit.plan.decisions if each.fusion == name]

@@ -1,162 +1,52 @@
-"""Whether what runs at a place of vLLM's is its own code: what its source files compile to, all the way down.
-
-Other packages patch vLLM's classes, functions and instances, often with `functools.wraps` and the same parameters. Where something of
-ours would be called instead, theirs would not be: such a place is left alone.
-"""
+"""What vLLM's ops of its IR run: each chooses one of several implementations, and packages bring implementations of their own."""
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Container, Hashable, Iterator, Mapping
 from operator import attrgetter
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType
 from typing import Any
 
-import torch.nn.modules.module as torch_module
-from attrs import frozen
-from torch import nn
-
-from ...adapters.errors import LayerfuseError
-from .whose import codes, imported, is_source, module_of, names_in, package, plain, within
-
-VLLM = "vllm"
-OURS = __name__.partition(".")[0]
-AROUND = frozenset({OURS, "torch", "triton", *sys.stdlib_module_names})
-"""Packages whose wrappers are looked through, and whose functions are not looked at."""
-
-_code_of = attrgetter("__code__")
-_CALLS = ("__call__", "_call_impl")
-"""How torch comes to the forward of a module."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+from ..native import OBJECTS, Look, NotNativeError
+from ..whose import HOLDERS, plain
 
 
-class NotNativeError(LayerfuseError, RuntimeError):
-    """What runs at a place is not vLLM's own code; the message says whose it is."""
+def _op(look: Look, op: Any, place: str) -> None:
+    """How an op is called, and the implementation that it chooses, of vLLM's own or of a provider from elsewhere."""
+    if op in look.seen or "impls" not in vars(op):
+        return
+    look.seen.add(op)
+    for each in filter(None, (op, vars(op).get("maybe_inplace"))):
+        look.attribute(type(each), "__call__", each)
+    chosen = vars(op).get("_priority_impls")
+    if chosen is not None:
+        kept = [*chosen]
 
-    def __init__(self, place: str, owner: str, file: str | None = None) -> None:
-        self.place, self.owner, self.file = place, owner, file
-        super().__init__(place, owner, file)
+        def other() -> str | None:
+            now = op._priority_impls
+            if now == kept:
+                return None
+            return f"{place} is computed by {' or '.join(each.provider for each in now) or 'native'} now"
 
-    def __str__(self) -> str:
-        if self.file is not None:
-            return f"{self.place} is not what vLLM's source says: its code is from {self.file}"
-        return f"{self.place} is not vLLM's own: it is from {self.owner}"
-
-
-class HookedError(NotNativeError):
-    """A hook is registered on a module that would not be called."""
-
-    def __str__(self) -> str:
-        return f"{self.place}, from {self.owner}, would not be called"
-
-
-@frozen(kw_only=True)
-class Native:
-    """All that runs at a place, as it was when every part of it was vLLM's own."""
-
-    held: tuple[tuple[Mapping[str, Any], str, Any, str], ...]
-    "Where, under which name, what, and what errors call it; None: nothing."
-    empty: tuple[tuple[Mapping[Any, Any], str], ...]
-    "Hooks of modules that would be called from elsewhere, and whose they are."
-    classes: tuple[tuple[nn.Module, type], ...]
-    "Modules, and what they are."
-    functions: Mapping[FunctionType, str]
-    "Functions of vLLM's, and what errors call them."
-    codes: list[CodeType]
-    "Theirs, in the same order."
-    chosen: tuple[tuple[Mapping[str, Any], list[Any], str], ...]
-    "Ops of vLLM's IR by their attributes, the implementations that they choose from, and what errors call them."
-
-    @property
-    def alike(self) -> frozenset[Hashable]:
-        """What places share at which the same code runs with the same settings."""
-        return frozenset((place, _told(what)) for _, _, what, place in self.held)
-
-    def changed(self) -> str | None:
-        """What has been put there since then, as a sentence; None where it is as it was. About two microseconds for a norm."""
-        for where, name, what, place in self.held:
-            now = where.get(name)
-            if now is not what and not _stands_for(now, what):
-                code = callable(now) or callable(what)
-                return str(NotNativeError(place, module_of(now))) if code else f"{place} was {what}, and is {now}"
-        for hooks, place in self.empty:
-            if hooks:
-                return str(HookedError(place, module_of(next(iter(hooks.values())))))
-        for module, cls in self.classes:
-            if type(module) is not cls:
-                return str(
-                    NotNativeError(f"this {cls.__qualname__}", f"{type(module).__module__}:{type(module).__qualname__}")
-                )
-        for op, impls, place in self.chosen:
-            if op["_priority_impls"] != impls:
-                return f"{place} is computed by {' or '.join(each.provider for each in op['_priority_impls']) or 'native'} now"
-        if [*map(_code_of, self.functions)] != self.codes:
-            function = next(f for f, code in zip(self.functions, self.codes, strict=True) if f.__code__ != code)
-            return str(NotNativeError(self.functions[function], module_of(function), function.__code__.co_filename))
-        return None
+        look.others.append(other)
+    if not chosen:
+        look.hold(op.impls, "native", op.impls["native"], place, op.impls)
+    for impl in chosen or [op.impls["native"]]:
+        where = f"the implementation {impl.provider!r} of {place}"
+        function = plain(impl.impl_fn)
+        if isinstance(function, FunctionType):
+            look.function(function, where)
+        look.hold(vars(impl), "impl_fn", impl.impl_fn, where, impl)
+        look.attribute(type(impl), "func_impl_fn", impl)
 
 
-def _stands_for(now: Any, what: Any) -> bool:
-    """Whether something is a function of ours that passes a function of vLLM's on. Those who wrap it copy its attributes."""
-    return module_of(now).startswith(f"{OURS}.") and getattr(now, "__layerfuse_original__", None) is what
-
-
-def _told(what: Any) -> Hashable:
-    """A setting as it is, and the identity of code: children differ between layers, and what they are does not."""
-    if isinstance(what, nn.Module):
-        return id(type(what))
-    return what if isinstance(what, bool | int | float | str | None) else id(plain(what))
-
-
-def native(module: nn.Module, *, bypassed: Container[str] = (), values: bool = True) -> Native:
-    """All that runs where a forward of ours stands in a module of vLLM's, whose hooks are called as ever.
-
-    Args:
-        module: vLLM's.
-        bypassed: the names of its children that are not called either, nor their hooks.
-        values: whether the numbers that it reads off itself have to stay.
-
-    Raises:
-        NotNativeError: some of it is not vLLM's own code.
-    """
-    look = _Look(module, bypassed, values)
-    look.forward(module)
-    return look.native()
-
-
-def native_call(module: nn.Module, *methods: tuple[Any, str]) -> Native:
-    """The same of a module that is not called at all, and neither are the given methods of the given instances.
-
-    Raises:
-        NotNativeError: some of it is not vLLM's own code, or it has hooks.
-    """
-    look = _Look()
-    look.module(module)
-    return look.methods(*methods)
-
-
-def native_methods(*methods: tuple[Any, str]) -> Native:
-    """The same of methods of instances that are no modules.
-
-    Raises:
-        NotNativeError: some of it is not vLLM's own code.
-    """
-    return _Look().methods(*methods)
-
-
-def native_function(module: str, name: str) -> None:
-    """Hold a function of one of vLLM's modules, and all that it calls, to the source.
-
-    Raises:
-        NotNativeError: some of it is not vLLM's own code.
-    """
-    _Look().named(vars(sys.modules[module]), name, frozenset({name}))
+OBJECTS["vllm.ir.op"] = _op
+HOLDERS["vllm.ir.op", "IrOpImpl"] = attrgetter("impl_fn")
 
 
 def why_not_ops() -> str | None:
     """Why vLLM's ops for norms, which graphs hold by name, do not compute what vLLM's own do; None where they do."""
-    look, ops = _Look(), sys.modules.get("vllm.ir.ops")
+    look, ops = Look(), sys.modules.get("vllm.ir.ops")
     try:
         for name in ("fused_add_rms_norm", "rms_norm"):
             if ops is not None and name in vars(ops):
@@ -170,7 +60,7 @@ def why_not_all_reduce() -> str | None:
     """The same of its op for an all-reduce over the tensor-parallel ranks."""
     from vllm.distributed import parallel_state
 
-    look, group = _Look(), parallel_state.get_tp_group()
+    look, group = Look(), parallel_state.get_tp_group()
     try:
         look.named(vars(parallel_state), "all_reduce", frozenset({"all_reduce"}))
         look.attribute(type(group), "_all_reduce_out_place", group)
@@ -179,212 +69,3 @@ def why_not_all_reduce() -> str | None:
     except NotNativeError as error:
         return str(error)
     return None
-
-
-class _Look:
-    """One look at all that runs at a place."""
-
-    def __init__(self, top: nn.Module | None = None, bypassed: Container[str] = (), values: bool = True) -> None:
-        self.top, self.bypassed, self.values = top, bypassed, values
-        self.held: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, str]] = {}
-        self.empty: list[tuple[Mapping[Any, Any], str]] = []
-        self.classes: dict[int, tuple[nn.Module, type]] = {}
-        self.functions: dict[FunctionType, str] = {}
-        self.chosen: list[tuple[Mapping[str, Any], list[Any], str]] = []
-        self._seen: set[Any] = set()
-
-    def _hold(self, where: Mapping[str, Any], name: str, what: Any, place: str, key: object) -> None:
-        self.held[id(key), name] = (where, name, what, place)
-
-    def native(self) -> Native:
-        """What was found."""
-        return Native(
-            held=tuple(self.held.values()),
-            empty=tuple(self.empty),
-            classes=tuple(self.classes.values()),
-            functions=self.functions,
-            codes=[*map(_code_of, self.functions)],
-            chosen=tuple(self.chosen),
-        )
-
-    def methods(self, *methods: tuple[Any, str]) -> Native:
-        """What was found, with these methods of instances."""
-        for instance, name in methods:
-            self.attribute(type(instance), name, instance)
-        return self.native()
-
-    # ---- modules
-
-    def module(self, module: nn.Module) -> None:
-        """A module that is not called: neither its forward nor what is around that."""
-        cls = type(module)
-        for name in _CALLS:
-            place = f"{cls.__qualname__}.{name}"
-            for base in cls.__mro__:
-                held = vars(base).get(name)
-                self._hold(vars(base), name, held, place, base)
-                if held is not None:
-                    if module_of(held) != torch_module.__name__:
-                        raise NotNativeError(place, module_of(held))
-                    break
-        every = [(vars(torch_module)[f"_global{name}"], "a hook of every module") for name in _HOOKS]
-        for hooks, place in (*every, *((vars(module)[name], f"a hook of this {cls.__qualname__}") for name in _HOOKS)):
-            if hooks:
-                raise HookedError(place, module_of(next(iter(hooks.values()))))
-            self.empty.append((hooks, place))
-        self.forward(module)
-
-    def forward(self, module: nn.Module) -> None:
-        """What the forward of a module runs."""
-        self.classes[id(module)] = (module, type(module))
-        mine, place = vars(module), f"the forward of this {type(module).__qualname__}"
-        if "forward" in mine:
-            raise NotNativeError(place, module_of(mine["forward"]))
-        if module is not self.top:  # there something of ours will stand
-            self._hold(mine, "forward", None, place, module)
-        self.attribute(type(module), "forward", module)
-
-    def attribute(self, cls: type, name: str, instance: Any = None) -> None:
-        """What a class has under a name, if that is code."""
-        passed = []
-        for base in cls.__mro__:
-            if name not in vars(base):
-                passed.append(base)
-                continue
-            held, place = vars(base)[name], f"{base.__module__}:{base.__qualname__}.{name}"
-            function = plain(held)
-            if isinstance(function, FunctionType):
-                if package(base.__module__) in AROUND and package(module_of(function)) in AROUND:
-                    return
-                for each in passed:
-                    self._hold(vars(each), name, None, place, each)
-                self._hold(vars(base), name, held, place, base)
-                ours = instance is self.top and name == "forward"
-                if instance is not None and name not in vars(instance) and name[:2] != "__" and not ours:
-                    self._hold(vars(instance), name, None, f"{name} of this {cls.__qualname__}", instance)
-                self.function(function, place, cls, instance)
-                if not any(_is_of(each, base) for each in _chain(function)):
-                    raise NotNativeError(place, f"{module_of(function)}:{function.__code__.co_qualname}")
-            elif f"{base.__qualname__}.{name}" in codes(base.__module__):
-                raise NotNativeError(place, module_of(held))
-            return
-
-    # ---- functions
-
-    def function(self, function: FunctionType, place: str, cls: type | None = None, instance: Any = None) -> None:
-        """A function's code, and all that it names."""
-        if (function, cls, id(instance)) in self._seen:
-            return
-        self._seen.add((function, cls, id(instance)))
-        owner = module_of(function)
-        if package(owner) not in (VLLM, *AROUND):
-            raise NotNativeError(place, owner)
-        native = package(owner) == VLLM
-        if native and not is_source(function.__code__, owner):
-            raise NotNativeError(place, owner, function.__code__.co_filename)
-        if native:
-            self.functions[function] = place
-        for each in within(function):
-            self.function(each, place, cls, instance)
-        if native:
-            self._all_named(function, cls, instance)
-
-    def _all_named(self, function: FunctionType, cls: type | None, instance: Any) -> None:
-        names = names_in(function.__code__)
-        for name in sorted(names):
-            if cls is not None:
-                self.attribute(cls, name, instance)
-            if instance is not None:
-                self._of_instance(instance, name)
-            for each in (name, f"_{name}"):  # the function of torch.ops.vllm.name
-                if each in function.__globals__:
-                    self.named(function.__globals__, each, names)
-            if package(name) == VLLM and name in sys.modules:  # imported inside
-                self._in_module(sys.modules[name], names)
-
-    def _of_instance(self, instance: Any, name: str) -> None:
-        mine = vars(instance)
-        child = mine.get("_modules", {}).get(name)
-        if child is not None and (instance is not self.top or name in self.bypassed):
-            self._hold(mine["_modules"], name, child, f"{name} of this {type(instance).__qualname__}", mine["_modules"])
-            self.module(child)
-        if name not in mine:
-            return
-        held = mine[name]
-        if (
-            isinstance(held, bool | int | float | str | None)
-            and name[0] != "_"
-            and (instance is not self.top or self.values)
-        ):
-            self._hold(mine, name, held, f"{name} of this {type(instance).__qualname__}", instance)
-        if isinstance(held, FunctionType | MethodType | functools.partial):
-            cls, function, place = type(instance), plain(held), f"{name} of this {type(instance).__qualname__}"
-            own = isinstance(held, MethodType) and held.__self__ is instance
-            if isinstance(held, MethodType) and own:  # what vLLM has chosen
-                place = f"{cls.__module__}:{cls.__qualname__}.{held.__name__}"
-            self._hold(mine, name, held, place, instance)
-            if isinstance(function, FunctionType):
-                self.function(function, place, cls if own else None, instance if own else None)
-        elif callable(held) and package(module_of(held)) not in (VLLM, *AROUND):
-            raise NotNativeError(f"{name} of this {type(instance).__qualname__}", module_of(held))
-
-    def named(self, where: Mapping[str, Any], name: str, names: frozenset[str]) -> None:
-        """What a module has under a name."""
-        held, module = where[name], str(where.get("__name__"))
-        found, place = plain(held), f"{module}:{name}"
-        modules = [each for each in imported(module).get(name, ()) if package(each) == VLLM]
-        owner = found.__name__ if isinstance(found, ModuleType) else module_of(found)
-        # What another package puts where vLLM imports a module of its own may be a module too, or any object with the same names.
-        if modules and owner not in modules:
-            raise NotNativeError(place, owner)
-        if isinstance(found, ModuleType):
-            if package(found.__name__) == VLLM:
-                self._hold(where, name, held, place, module)
-            self._in_module(found, names)
-        elif isinstance(found, FunctionType):
-            self._hold(where, name, held, place, module)
-            self.function(found, place)
-        elif type(found).__module__ == "vllm.ir.op" and "impls" in vars(found):
-            self._hold(where, name, held, place, module)
-            self._op(found, place)
-        elif not isinstance(found, type) and callable(found) and package(module_of(found)) not in (VLLM, *AROUND):
-            raise NotNativeError(place, module_of(found))
-
-    def _in_module(self, module: ModuleType, names: frozenset[str]) -> None:
-        if package(module.__name__) != VLLM or (module.__name__, names) in self._seen:
-            return
-        self._seen.add((module.__name__, names))
-        for name in sorted(names):  # the reason is the same on every rank
-            if name in vars(module):
-                self.named(vars(module), name, names)
-
-    def _op(self, op: Any, place: str) -> None:
-        """An op of vLLM's IR: how it is called, and the implementation that it chooses, of vLLM's own or of a provider from elsewhere."""
-        if op in self._seen:
-            return
-        self._seen.add(op)
-        for each in filter(None, (op, vars(op).get("maybe_inplace"))):
-            self.attribute(type(each), "__call__", each)
-        chosen = vars(op).get("_priority_impls")
-        if chosen is not None:
-            self.chosen.append((vars(op), [*chosen], place))
-        if not chosen:
-            self._hold(op.impls, "native", op.impls["native"], place, op.impls)
-        for impl in chosen or [op.impls["native"]]:
-            where = f"the implementation {impl.provider!r} of {place}"
-            function = plain(impl.impl_fn)
-            if isinstance(function, FunctionType):
-                self.function(function, where)
-            self._hold(vars(impl), "impl_fn", impl.impl_fn, where, impl)
-            self.attribute(type(impl), "func_impl_fn", impl)
-
-
-def _chain(function: FunctionType) -> Iterator[FunctionType]:
-    yield function
-    for each in within(function):
-        yield from _chain(each)
-
-
-def _is_of(function: FunctionType, cls: type) -> bool:
-    """Whether a function is one that a class defines, under whichever name."""
-    return (module_of(function), function.__code__.co_qualname.rpartition(".")[0]) == (cls.__module__, cls.__qualname__)

@@ -55,7 +55,8 @@ class Pass:
         return place.vendor == self.vendor and (place.aiter or not self.aiter)
 
 
-def _quantised(*names: str, per: Iterable[str] = _PER_QUANT) -> tuple[str, ...]:
+def quantised(*names: str, per: Iterable[str] = _PER_QUANT) -> tuple[str, ...]:
+    """The names of chains with the quantisation behind them."""
     return tuple(f"{name}_{each}" for name in names for each in per)
 
 
@@ -89,7 +90,7 @@ PASSES = (
     ),
     # In its place come a reduce-scatter, the norm of a part of the tokens and an all-gather; not in 0.33 any more.
     Pass(
-        fusions=("all_reduce_add_rms_norm", *_quantised("all_reduce_add_rms_norm")),
+        fusions=("all_reduce_add_rms_norm", *quantised("all_reduce_add_rms_norm")),
         switch="enable_sp",
         by="SequenceParallelismPass",
         vendor="nvidia",
@@ -97,45 +98,45 @@ PASSES = (
     ),
     # Of both latent norms it takes the one that is quantised.
     Pass(
-        fusions=_quantised(*_NORMS, per=_GROUP), switch="fuse_norm_quant", by="RMSNormQuantFusionPass", vendor="nvidia"
+        fusions=quantised(*_NORMS, per=_GROUP), switch="fuse_norm_quant", by="RMSNormQuantFusionPass", vendor="nvidia"
     ),
     # Where nothing makes the norm or the quantisation an op of its own, that is left to Inductor.
     Pass(
-        fusions=_quantised(*_NORMS, per=_OTHER),
+        fusions=quantised(*_NORMS, per=_OTHER),
         switch="fuse_norm_quant",
         by="RMSNormQuantFusionPass",
         vendor="nvidia",
         by_default=False,
     ),
     Pass(
-        fusions=(*_quantised("add_rms_norm", "rms_norm"), "gated_rms_norm_group_quant"),
+        fusions=(*quantised("add_rms_norm", "rms_norm"), "gated_rms_norm_group_quant"),
         switch="fuse_norm_quant",
         by="RocmAiterRMSNormQuantFusionPass",
         vendor="amd",
         aiter=True,
     ),
     Pass(
-        fusions=("mla_dual_rms_norm", *_quantised("mla_dual_rms_norm", per=("per_token_quant", "group_quant"))),
+        fusions=("mla_dual_rms_norm", *quantised("mla_dual_rms_norm", per=("per_token_quant", "group_quant"))),
         switch="fuse_mla_dual_rms_norm",
         by="MLADualRMSNormFusionPass",
         vendor="amd",
         aiter=True,
     ),
     Pass(
-        fusions=_quantised("silu_mul", per=_GROUP),
+        fusions=quantised("silu_mul", per=_GROUP),
         switch="fuse_act_quant",
         by="ActivationQuantFusionPass",
         vendor="nvidia",
     ),
     Pass(
-        fusions=_quantised("silu_mul", per=("static_quant",)),
+        fusions=quantised("silu_mul", per=("static_quant",)),
         switch="fuse_act_quant",
         by="ActivationQuantFusionPass",
         vendor="nvidia",
         by_default=False,
     ),
     Pass(
-        fusions=_quantised("silu_mul", per=_GROUP),
+        fusions=quantised("silu_mul", per=_GROUP),
         switch="fuse_act_quant",
         by="RocmAiterSiluMulFp8GroupQuantFusionPass",
         vendor="amd",
@@ -187,7 +188,7 @@ CODE = (
     Code(fusions=("add_rms_norm",), by="its own op for the add and the norm (fused_add_rms_norm)"),
     Code(fusions=("gated_rms_norm",), by="its own kernel for the gated norm (rms_norm_gated)"),
     Code(
-        fusions=("mla_dual_rms_norm",),
+        fusions=("mla_dual_rms_norm", *quantised("mla_dual_rms_norm")),
         by="fused_norm_rope in the code of the model",
         architectures=SPARSE_MODELS,
         kept=True,
@@ -282,7 +283,8 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
     refuses = dict.fromkeys(without, f"{reason}; at module level there is no place for it")
     no_mla = why_no_mla(architectures)
     if no_mla is not None:
-        refuses["mla_dual_rms_norm"] = f"{no_mla}, and calls each of their norms by itself"
+        for name in ("mla_dual_rms_norm", *quantised("mla_dual_rms_norm")):
+            refuses[name] = f"{no_mla}, and calls each of their norms by itself"
     return Engine(
         name="vllm",
         uncompiled=reason,

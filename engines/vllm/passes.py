@@ -12,10 +12,10 @@ from vllm.distributed import parallel_state
 from ...fusion.catalog import FUSIONS
 from ...fusion.planning import Plan
 from ...fusion.rewrite import Pipeline
+from ..process import troubled
+from ..whose import module_of
 from .inside import TakenOut, why_not
 from .native import why_not_all_reduce, why_not_ops
-from .process import troubled
-from .whose import module_of
 
 AFTER = frozenset({"NoOpEliminationPass"})
 """Passes of vLLM's that ours stands behind, being first otherwise: they only tidy what would hide a chain."""

@@ -10,9 +10,11 @@ from typing import Literal
 
 from ...fusion.backends import BackendError
 from ...fusion.config import FusionConfigError
+from ..hooks import check_source
 from .decode_facts import CLASS, NAME, why_not_source
 from .defaults import on_by_default
-from .hooks import HOOKS, TESTED, check_source
+from .hooks import HOOKS
+from .host import VLLM
 from .options import BACKEND, Options, check_backend
 from .seams import SEAMS
 
@@ -30,8 +32,12 @@ def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
         does = f"{', '.join(seam.fusion for seam in several)}: there in models that vLLM does not compile"
         hooks = (hook for seam in several for hook in (seam.hook, seam.function) if hook is not None)
         yield ":".join(key), does, next(filter(None, (check_source(hook, folder) for hook in hooks)), None)
-    for reader in dict.fromkeys(seam.reader for seam in SEAMS if seam.reader is not None):
-        yield reader.place, "linears take there what such a norm has quantised", check_source(reader, folder)
+    for consumer in dict.fromkeys(seam.consumer for seam in SEAMS if seam.consumer is not None):
+        yield (
+            consumer.hook.place,
+            "linears take there what such a norm has quantised",
+            check_source(consumer.hook, folder),
+        )
     yield ":".join(CLASS), f"{NAME} stands there, compiled or not", why_not_source(folder)
 
 
@@ -44,8 +50,10 @@ def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "brok
     """
     problems = [p for hook in HOOKS if hook.needed and (p := check_source(hook, folder)) is not None]
     if problems:
-        return "broken", f"vLLM {version} would be left alone (tested with {', '.join(TESTED)}): {problems[0]}"
-    known = "tested" if version in TESTED else f"not tested ({', '.join(TESTED)} are), and has what is expected"
+        return "broken", f"vLLM {version} would be left alone (tested with {', '.join(VLLM.tested)}): {problems[0]}"
+    known = (
+        "tested" if version in VLLM.tested else f"not tested ({', '.join(VLLM.tested)} are), and has what is expected"
+    )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and "layerfuse" not in allowed.split(","):
         return "absent", f"VLLM_PLUGINS={allowed} keeps vLLM from loading it"

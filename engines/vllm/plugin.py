@@ -19,16 +19,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ...adapters.errors import LayerfuseError
-from . import process
-from .hooks import HOOKS, Hook, HookError, stand_at, wrapped_by
-from .imports import when_imported
+from .. import process
+from ..hooks import Hook, HookError, stand_at, wrapped_by
+from ..host import enter
+from ..imports import when_imported
+from ..process import leave_alone, once, say_if_untested, troubled
+from .hooks import HOOKS
+from .host import VLLM
 from .options import KEY, Options, is_off, options_in
-from .process import leave_alone, logger, once, say_if_untested, troubled, version
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .compiled_module import CompiledModule
+    from ..compiled_module import CompiledModule
 
 
 FORCED = "VLLM_FORCE_AOT_LOAD"
@@ -50,6 +53,7 @@ def register() -> None:
     if process.this.registered:
         return
     process.this.registered = True
+    enter(VLLM)
     arounds: dict[str, Callable[..., Any]] = {
         "options": _at_options,
         "specs": _at_specs,
@@ -77,7 +81,7 @@ def _stand(hook: Hook, around: Callable[..., Any], module: ModuleType) -> None:
         leave_alone(f"{hook.place}: {type(error).__name__}: {error}")
     else:
         if other is not None:
-            logger.info("layerfuse: %s is wrapped by %s already; layerfuse stands around it", hook.place, other)
+            VLLM.logger.info("layerfuse: %s is wrapped by %s already; layerfuse stands around it", hook.place, other)
 
 
 def _say_gone(hook: Hook, problem: str) -> None:
@@ -121,7 +125,7 @@ def _stop_if(strict: bool) -> None:
         NotHereError: strict.
     """
     if strict:
-        raise NotHereError(f"layerfuse is strict, and leaves vLLM {version()} alone: {process.this.off}")
+        raise NotHereError(f"layerfuse is strict, and leaves vLLM {VLLM.version()} alone: {process.this.off}")
 
 
 def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +139,7 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _check_that_one_was_read(config)  # what it drafts for, which is loaded first
     with _quietly("taking note of the model"):
         process.this.read.add(model)
-        process.this.know(config)
+        process.this.know(config.scheduler_config)
     options = Options()
     with _quietly("reading the options"):
         options = options_in(config.additional_config)
@@ -160,14 +164,15 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from .loading import units_of
 
         for module, unit in units_of(config, model, options, draft):
-            if unit.door is not None:
-                unit.door.put_in()
+            if unit.placed is not None:
+                unit.placed.put_in()
             if unit.at_modules is None:
                 _wait_for(module, unit)
             else:
-                from .modules import at_first_call
+                from ..standing import at_first_call
+                from .seams import SEAMS
 
-                at_first_call(module, unit, _look_again, _finish)
+                at_first_call(module, unit, SEAMS, _look_again, _finish)
     return model
 
 
@@ -176,7 +181,7 @@ def _say_where_defaults_come_from() -> None:
 
     from .defaults import arch_here, measured_elsewhere
 
-    said = measured_elsewhere(arch_here(), current_platform.get_device_name(), version())
+    said = measured_elsewhere(arch_here(), current_platform.get_device_name(), VLLM.version())
     if said is not None:
         once(logging.INFO, "layerfuse: %s", said)
 
@@ -257,7 +262,7 @@ def _look_again(unit: CompiledModule) -> None:
 
 def _find_key(unit: CompiledModule) -> None:
     """Before vLLM looks into its cache: tell it by what key this module is known."""
-    if process.this.off is None and (unit.active or (unit.door is not None and unit.door.stands)):
+    if process.this.off is None and (unit.active or (unit.placed is not None and unit.placed.why_not is None)):
         unit.key = uuid.uuid4().hex  # where none can be found, one that no other start has
         with _quietly("finding the key of the fusions for vLLM's cache", unit.strict):
             from .keys import key_for
@@ -274,7 +279,9 @@ def _warm_up(seen: dict[Any, None]) -> None:
         launches = warm_up(seen)
         if launches:
             took = time.perf_counter() - began
-            logger.info("layerfuse: %d launches for fewer tokens than the profiling run's, in %.1f s", launches, took)
+            VLLM.logger.info(
+                "layerfuse: %d launches for fewer tokens than the profiling run's, in %.1f s", launches, took
+            )
 
 
 def _running() -> CompiledModule | None:
@@ -320,14 +327,15 @@ def _at_step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _check_that_one_was_read(config: Any) -> None:
     """Once for an engine, as `_say_not_read`, where no model of it was read so far."""
+    # By the scheduler's config: vLLM copies its config for parts of a model, for drafts and for kernels, and keeps that.
     try:  # as `_quietly`, which takes longer: every step comes by here
-        known = config.model_config is None or process.this.knows(config)
+        known = config.model_config is None or process.this.knows(config.scheduler_config)
     except Exception as error:
         troubled("asking whether the model was read", error)
         return
     if not known:
         _say_not_read(config)
-        process.this.know(config)
+        process.this.know(config.scheduler_config)
 
 
 def _say_not_read(config: Any) -> None:
@@ -363,9 +371,9 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _add_pass(backend: Any, unit: CompiledModule) -> None:
     """Add the unit's pass. Where that is not possible, this start keeps nothing of what it compiles: the key says that it is fused."""
     try:
-        from .passes import caller_of, insert
+        from .passes import FusionPass, caller_of, insert
 
-        unit.added = insert(backend, unit.new_pass())
+        unit.added = insert(backend, FusionPass(unit.pipeline, unit.key))
         unit.manager = caller_of(backend.pass_manager)
         if unit.distrusts:
             backend.compiler_manager.cache.clear()  # pieces that were kept with the module
@@ -383,7 +391,7 @@ def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     started = None
     with _quietly("reading a piece of the graph"):
-        from .pieces import outline_of
+        from ..pieces import outline_of
 
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         number, tokens = given.get("graph_index", 0), given["compile_range"]
@@ -406,7 +414,7 @@ def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     unit = _running()
     if unit is not None:
         with _quietly("naming the folder of Triton's kernels"):
-            from .record_cache import name_tritons_folder
+            from ..record_cache import name_tritons_folder
 
             name_tritons_folder(unit.device.index or 0)
     if unit is None or not unit.active:
@@ -442,6 +450,6 @@ def _finish(unit: CompiledModule) -> None:
         _stop_if(unit.strict)
         return
     with _quietly("reporting", unit.strict):
-        from .reporting import publish
+        from ..reporting import publish
 
         publish(unit)

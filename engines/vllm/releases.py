@@ -28,14 +28,16 @@ class Release:
     "Fusions that can go in at module level where nothing is compiled (`seams.SEAMS`)."
 
 
-_QUANTISED = tuple(
-    f"{norm}_{scheme}_quant" for norm in ("add_rms_norm", "rms_norm") for scheme in ("group", "per_token")
+_EVERYWHERE = (
+    "add_rms_norm",
+    "gated_rms_norm",
+    *native_fusions.quantised("add_rms_norm", "rms_norm", "gated_rms_norm", "silu_mul"),
 )
 
 RELEASES = {
     release.name: release
     for release in (
-        Release(name="0.26", breakable=frozenset(), seams=frozenset({"add_rms_norm", "gated_rms_norm", *_QUANTISED})),
+        Release(name="0.26", breakable=frozenset(), seams=frozenset(_EVERYWHERE)),
         Release(
             name="0.33",
             breakable=frozenset(
@@ -46,7 +48,7 @@ RELEASES = {
                     "KimiLinearForCausalLM",
                 }
             ),
-            seams=frozenset({"add_rms_norm", "gated_rms_norm", "mla_dual_rms_norm", *_QUANTISED}),
+            seams=frozenset({*_EVERYWHERE, "mla_dual_rms_norm", *native_fusions.quantised("mla_dual_rms_norm")}),
         ),
     )
 }

@@ -35,7 +35,7 @@ from layerfuse.fusion import FusionMissedError
 from layerfuse.fusion.backends import counting, listening
 
 ON = {"fusions": ["mla_decode"], "strict": True}
-LINE = "mla_decode: stands in 3 of 3 MLA layers; called 3 times in the profiling run, none of them to decode"
+LINE = "mla_decode: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run"
 UNCOMPILED = LINE.replace("profiling run", "first run")
 SHORT = -2
 """Two rows of padding without slots."""
@@ -261,7 +261,7 @@ def test_only_decode_steps_that_ran_in_two_launches_are_reported(
     with paged("deepseek-v3", tmp_path, layerfuse=ON, mode="NONE") as engine:
         (path,) = tmp_path.rglob("layerfuse-report.json")
         (module,) = json.loads(path.read_text())["modules"].values()
-        assert {row["outcome"] for row in module["sites"] if row["fusion"] == "mla_decode"} == {"stands"}
+        assert {row["outcome"] for row in module["sites"] if row["fusion"] == "mla_decode"} == {"fused"}
         engine.step(((0, 5),))
         with monkeypatch.context() as patch:
             patch.setattr(decode_ops.Layer, "decodes", lambda *_: False)
@@ -327,7 +327,7 @@ def alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> str:
         wrappers = [m for m in engine.engine.model.modules() if isinstance(m, mla.MultiHeadLatentAttentionWrapper)]
         assert len(wrappers) == 3 and not any("forward" in vars(wrapper) for wrapper in wrappers)
     lines = said(caplog)
-    assert "mla_decode: stands in 0 of 3 MLA layers; called 0 times in the first run" in lines
+    assert "mla_decode: 3 expected, 0 fused, 3 missed; called 0 times in the first run" in lines
     (warning,) = [line for line in lines if line.startswith("layerfuse: mla_decode leaves vLLM's MLA layers alone: ")]
     why = warning.partition("alone: ")[2]
     assert f"missed: model.layers.0.self_attn:decode and 2 more: {why}" in lines

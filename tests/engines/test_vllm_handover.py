@@ -17,27 +17,32 @@ import torch
 
 pytest.importorskip("vllm_started")
 from test_vllm_inside import as_installed, seen
-from test_vllm_modules import counts, line
+from test_vllm_modules import GATED, HERE, counts, line
 from test_vllm_plugin import (  # noqa: F401 (`fresh` is a fixture)
     ADD,
     COLUMNS,
+    DUAL,
     GROUP_FP8,
     PER_TOKEN_FP8,
     ROWS,
+    STATIC_FP8,
     TOKENS,
     fresh,
     said,
 )
+from test_vllm_specs import PER_TOKEN
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm_started import Started, close, fp8, quantised_as_on_cuda, started
 
-from layerfuse.engines.vllm import handover
-from layerfuse.engines.vllm.native import native_methods
+from layerfuse.engines.native import native_methods
+from layerfuse.engines.vllm import readers
 from layerfuse.fusion import FusionMissedError
 
 NORM = "rms_norm"  # the first layer has no residual to add
+PRODUCT = "silu_mul"  # of the dense layer: shared experts run with the others
+LATENTS = 2 * (f"{DUAL}_group_quant" in HERE)  # of two layers; 0.26 has no switch for both latent norms
 FORMATS = pytest.mark.parametrize(
     ("kernel", "quantised", "scheme"),
     [
@@ -46,6 +51,7 @@ FORMATS = pytest.mark.parametrize(
         pytest.param(COLUMNS, contextlib.nullcontext, "group", id="column by column, plain torch"),
         pytest.param(TOKENS, contextlib.nullcontext, "per_token", id="per token, plain torch"),
         pytest.param(TOKENS, quantised_as_on_cuda, "per_token", id="per token, vLLM's op"),
+        pytest.param(TOKENS, contextlib.nullcontext, "static", id="by a static scale, plain torch"),
     ],
 )
 
@@ -53,7 +59,7 @@ FORMATS = pytest.mark.parametrize(
 @contextlib.contextmanager
 def model(tmp_path: Path, layerfuse: Any, kernel: str = ROWS, scheme: str = "group") -> Iterator[Started]:
     """Two layers of DeepSeek-V3, a dense one and a mixture."""
-    overrides = GROUP_FP8 if scheme == "group" else PER_TOKEN_FP8
+    overrides = {"group": GROUP_FP8, "per_token": PER_TOKEN_FP8, "static": STATIC_FP8}[scheme]
     with (
         fp8(kernel),
         started(
@@ -64,7 +70,15 @@ def model(tmp_path: Path, layerfuse: Any, kernel: str = ROWS, scheme: str = "gro
 
 
 def asked(scheme: str = "group", **more: Any) -> dict[str, Any]:
-    return {"fusions": [f"{ADD}_{scheme}_quant", f"{NORM}_{scheme}_quant"], **more}
+    names = (ADD, NORM, PRODUCT, DUAL) if LATENTS else (ADD, NORM, PRODUCT)
+    return {"fusions": [f"{name}_{scheme}_quant" for name in names], **more}
+
+
+def sites(scheme: str = "group") -> list[str]:
+    """The lines where every site is fused, called in the first run."""
+    latents = [line(f"{DUAL}_{scheme}_quant", LATENTS)] if LATENTS else []
+    rest = [line(f"{NORM}_{scheme}_quant", 1), line(f"{PRODUCT}_{scheme}_quant", 1)]
+    return [line(f"{ADD}_{scheme}_quant", 2), *latents, *rest]
 
 
 class Calls(TorchDispatchMode):
@@ -88,7 +102,7 @@ def test_linears_take_what_the_norm_in_front_of_them_has_quantised(
     caplog.clear()
     with quantised(), model(tmp_path, asked(scheme, strict=True), kernel, scheme) as engine:
         assert all(close(engine(tokens), each) for tokens, each in zip((6, 1, 33), plain, strict=True))
-    assert counts(said(caplog)) == [line(f"{ADD}_{scheme}_quant", 2), line(f"{NORM}_{scheme}_quant", 1)]
+    assert counts(said(caplog)) == sites(scheme)
     assert not any("another" in each or "does not" in each for each in said(caplog))
 
 
@@ -101,7 +115,7 @@ def test_linears_that_quantise_inside_of_their_product_take_it_too(
     nothing = native_methods()  # the kernels are plain torch here
     with (
         as_installed(powers_of_two),
-        mock.patch.object(handover, "native_methods", return_value=nothing),
+        mock.patch.object(readers, "native_methods", return_value=nothing),
         started("deepseek-v3", tmp_path, layerfuse=False, **options) as engine,
     ):
         given_to_kernels()  # in other tests
@@ -110,17 +124,28 @@ def test_linears_that_quantise_inside_of_their_product_take_it_too(
     caplog.clear()
     with (
         as_installed(powers_of_two),
-        mock.patch.object(handover, "native_methods", return_value=nothing),
+        mock.patch.object(readers, "native_methods", return_value=nothing),
         started("deepseek-v3", tmp_path, layerfuse=asked(strict=True), **options) as engine,
     ):
         engine()  # in which both ways are compared
         given_to_kernels()
         assert all(close(engine(tokens), each) for tokens, each in zip((6, 40), plain, strict=True))
         inside_ours = given_to_kernels()
-    assert counts(said(caplog)) == [line(f"{ADD}_group_quant", 2), line(f"{NORM}_group_quant", 1)]
+    assert counts(said(caplog)) == sites()
     assert [whose for whose, _, _ in inside_ours] == [whose for whose, _, _ in inside_theirs]
     few = [dtype for whose, dtype, _ in inside_ours if whose == "FlashInfer"]
-    assert few.count(torch.float8_e4m3fn) == 3 and few.count(torch.bfloat16) == 10 - 3
+    assert few.count(torch.float8_e4m3fn) == 4 + LATENTS and few.count(torch.bfloat16) == 10 - 4 - LATENTS
+
+
+def test_a_gated_norm_hands_over_its_heads_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM flattens the heads that the norm gives before the linear reads them."""
+    results, asked_for = [], {"fusions": [f"{GATED}_per_token_quant"], "strict": True}
+    options: dict[str, Any] = {"mode": "NONE", "dtype": "bfloat16", "overrides": {"quantization_config": PER_TOKEN}}
+    for layerfuse in (False, asked_for):
+        with fp8(TOKENS), started("qwen3-next", tmp_path, layerfuse=layerfuse, **options) as engine:
+            results.append([engine(tokens) for tokens in (6, 33)])
+    assert all(close(*both) for both in zip(*results, strict=True))
+    assert counts(said(caplog)) == [line(f"{GATED}_per_token_quant", 3)]
 
 
 def given_to_kernels() -> list[Any]:
@@ -138,7 +163,7 @@ def test_vllms_quantisers_are_not_called_where_the_norm_has_quantised(tmp_path: 
             with Calls("per_token_group_fp8_quant") as counted:
                 engine()
             calls.append(counted.calls)
-    assert calls == [8, 8 - 3]
+    assert calls == [8, 8 - 4 - LATENTS]
 
 
 def test_a_norm_that_is_changed_on_its_way_is_quantised_by_vllm(
@@ -169,7 +194,7 @@ def test_where_no_linear_is_given_the_norms_result_that_is_a_miss(
 
     with model(tmp_path, asked(strict=True)) as engine:
         engine.model.model.layers[0].mlp.gate_up_proj.register_forward_pre_hook(copied)
-        with pytest.raises(FusionMissedError, match="no linear behind the norm asked for what the op had quantised"):
+        with pytest.raises(FusionMissedError, match="no linear behind it asked for what the op had quantised"):
             engine()
 
 

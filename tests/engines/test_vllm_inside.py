@@ -23,8 +23,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from vllm_layers import fp8_kernel
 from vllm_started import BLOCK_FP8, apart, close, quantised_as_on_cuda, started
 
+from layerfuse.engines.native import NotNativeError
 from layerfuse.engines.vllm import inside, loading
-from layerfuse.engines.vllm.native import NotNativeError
 from layerfuse.fusion import Target
 
 KERNELS = importlib.import_module(inside.KERNELS)

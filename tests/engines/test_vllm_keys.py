@@ -24,9 +24,10 @@ from vllm.compilation.passes.pass_manager import PostGradPassManager
 from vllm.platforms import current_platform
 from vllm_started import BLOCK_FP8, ROUNDING, TWO_LAYERS, apart, fp8, loaded_from_cache, started
 
-from layerfuse.engines.vllm import defaults, loading, plugin, process
+from layerfuse.engines import process
+from layerfuse.engines.rank_report import Outcome, RankReport, lines_of
+from layerfuse.engines.vllm import defaults, loading, plugin
 from layerfuse.engines.vllm.keys import in_place_of_options
-from layerfuse.engines.vllm.rank_report import Outcome, RankReport, lines_of
 from layerfuse.fusion import FusionMissedError, Target, backends
 from layerfuse.fusion.policy import Policy, shipped
 

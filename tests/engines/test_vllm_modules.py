@@ -22,9 +22,10 @@ from vllm.model_executor.layers import mla
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm_started import KDA, ROUNDING, apart, as_near, engine_config, started
 
-from layerfuse.engines.vllm import process, seams
-from layerfuse.engines.vllm.hooks import check_source
-from layerfuse.engines.vllm.rank_report import CallsDifferError
+from layerfuse.engines import process
+from layerfuse.engines.hooks import check_source
+from layerfuse.engines.rank_report import CallsDifferError
+from layerfuse.engines.vllm import seams
 from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.engines.vllm.seams import SEAMS
 from layerfuse.fusion import FusionMissedError

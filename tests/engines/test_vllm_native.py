@@ -38,10 +38,12 @@ from vllm.v1.attention.backend import MLAAttentionImpl
 from vllm_paged import paged
 from vllm_started import ROUNDING, TWO_LAYERS, apart, started
 
-from layerfuse.engines.vllm import loading, trial, whose
+from layerfuse.engines import trial, whose
+from layerfuse.engines.native import Look
+from layerfuse.engines.vllm import loading
 from layerfuse.engines.vllm.config_probe import engine_for
 from layerfuse.engines.vllm.decode_facts import beside
-from layerfuse.engines.vllm.native import _Look, why_not_ops
+from layerfuse.engines.vllm.native import why_not_ops
 from layerfuse.engines.vllm.seams import SEAMS
 from layerfuse.fusion import FusionMissedError
 
@@ -591,7 +593,7 @@ def test_what_mla_decode_would_have_taken_is_fused_where_it_steps_aside_at_the_f
     for got, theirs in zip(*results, strict=True):
         torch.testing.assert_close(got, theirs, rtol=1e-4, atol=1e-5)
     lines, run = said(caplog), "first run" if mode == "NONE" else "profiling run"
-    assert f"mla_decode: stands in 0 of 2 MLA layers; called 0 times in the {run}" in lines
+    assert f"mla_decode: 2 expected, 0 fused, 2 missed; called 0 times in the {run}" in lines
     assert f"{DUAL}: 2 expected, 2 fused, 0 missed; called 2 times in the {run}" in lines
 
 
@@ -856,7 +858,7 @@ def test_every_way_that_vllm_dispatches_a_norm_is_its_own() -> None:
         ways = [name for name in dir(cls) if name.startswith("forward")]
         assert "forward" in ways
         for name in ways:
-            look = _Look()
+            look = Look()
             look.attribute(cls, name)
             assert look.held
 
@@ -867,7 +869,7 @@ def test_every_implementation_of_vllms_ops_for_norms_is_its_own() -> None:
     for op in (ops.rms_norm, ops.fused_add_rms_norm):
         assert {"native", "vllm_c", "aiter"} <= {*op.impls}
         for impl in op.impls.values():
-            _Look().function(impl.impl_fn, impl.provider)
+            Look().function(impl.impl_fn, impl.provider)
     assert why_not_ops() is None
 
 

@@ -30,7 +30,7 @@ import torch
 
 pytest.importorskip("vllm_started")
 import vllm
-from test_vllm_specs import PER_TOKEN
+from test_vllm_specs import PER_TOKEN, compressed
 from torch import Tensor
 from vllm import forward_context
 from vllm.compilation import backends
@@ -58,12 +58,15 @@ from vllm_started import (
 )
 
 from layerfuse import registry
-from layerfuse.engines.vllm import defaults, loading, plugin, process
+from layerfuse.engines import process
+from layerfuse.engines.hooks import Hook, check_source
+from layerfuse.engines.rank_report import CallsDifferError
+from layerfuse.engines.vllm import defaults, loading, plugin
 from layerfuse.engines.vllm.config_probe import why_not_compiled
-from layerfuse.engines.vllm.hooks import HOOKS, Hook, check_source
+from layerfuse.engines.vllm.hooks import HOOKS
+from layerfuse.engines.vllm.host import VLLM
 from layerfuse.engines.vllm.loading import NotFusedError
 from layerfuse.engines.vllm.plugin import NotHereError
-from layerfuse.engines.vllm.rank_report import CallsDifferError
 from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.fusion import FusionMissedError, Target
 from layerfuse.fusion import backends as fused_backends
@@ -165,6 +168,10 @@ def test_every_site_of_other_models_is_fused(
 
 GROUP_FP8 = {**TWO_LAYERS["deepseek-v3"], **BLOCK_FP8}
 PER_TOKEN_FP8 = {**GROUP_FP8, "quantization_config": PER_TOKEN}
+STATIC_FP8 = {
+    **GROUP_FP8,
+    "quantization_config": compressed({"strategy": "tensor", "dynamic": False}, strategy="channel"),
+}
 ROWS, COLUMNS, TOKENS = (
     "triton:TritonFp8BlockScaledMMKernel",
     "cutlass:CutlassFp8BlockScaledMMKernel",  # which sm90 takes where DeepGEMM is off
@@ -541,9 +548,7 @@ def test_a_release_that_nobody_tested_is_said_and_fused_where_its_hooks_are_as_e
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH) as engine:
         runs_on(engine)
     lines = said(caplog)
-    assert (
-        lines[0] == f"layerfuse: vLLM 0.40.0 is not tested ({', '.join(process.TESTED)} are); its hooks are as expected"
-    )
+    assert lines[0] == f"layerfuse: vLLM 0.40.0 is not tested ({', '.join(VLLM.tested)} are); its hooks are as expected"
     assert sum("not tested" in line for line in lines) == 1
     assert f"{ADD}: 4 expected, 4 fused, 0 missed; called 4 times in the profiling run" in lines
 
@@ -555,7 +560,7 @@ def test_a_cache_that_cannot_be_written_costs_the_report_only(
         raise PermissionError(13, "Permission denied")
 
     # As root every folder can be written.
-    monkeypatch.setattr("layerfuse.engines.vllm.record_cache.tempfile.NamedTemporaryFile", refuse)
+    monkeypatch.setattr("layerfuse.engines.record_cache.tempfile.NamedTemporaryFile", refuse)
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH) as engine:
         runs_on(engine)
     lines = said(caplog)

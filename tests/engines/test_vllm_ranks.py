@@ -159,9 +159,9 @@ def test_all_ranks_take_the_decode_chain_or_none(starts: dict[str, Any]) -> None
         assert alone in rank["mla_decode-broken"]["said"]
         assert alone not in rank["mla_decode"]["said"]
     both, none = (ranks[0][name]["said"] for name in DECODE)
-    called = "called 3 times in the first run of every rank, none of them to decode"
-    assert f"mla_decode: stands in 3 of 3 MLA layers; {called}" in both
-    assert "mla_decode: stands in 0 of 3 MLA layers; called 0 times in the first run of every rank" in none
+    called = "called 3 times in the first run of every rank"
+    assert f"mla_decode: 3 expected, 3 fused, 0 missed; {called}" in both
+    assert "mla_decode: 3 expected, 0 fused, 3 missed; called 0 times in the first run of every rank" in none
     assert "all ranks say the same" in both
     assert "all ranks say the same" in none
 

@@ -35,7 +35,8 @@ from vllm_started import (
 from vllm.config import set_current_vllm_config  # isort: skip  (vllm_started comes before vllm)
 from vllm.distributed import parallel_state
 
-from layerfuse.engines.vllm import decode_ops, defaults, loading, process, register
+from layerfuse.engines import process
+from layerfuse.engines.vllm import decode_ops, defaults, loading, register
 from layerfuse.fusion import Target, backends
 
 

@@ -474,6 +474,7 @@ def load(config: VllmConfig) -> Started:
     for path, parameter in model.named_parameters():
         if parameter.is_floating_point():
             drawn = torch.rand(parameter.shape, generator=generator) * 0.2
+            drawn = drawn + 0.11 if path.endswith("input_scale") else drawn
             # The same numbers in every dtype.
             parameter.data.copy_((drawn + 0.9 if "norm" in path else drawn - 0.1).bfloat16())
     return Started(config=config, model=model)

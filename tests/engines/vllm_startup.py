@@ -81,7 +81,8 @@ class Timed:
 @contextlib.contextmanager
 def timing() -> Iterator[Timed]:
     """Register layerfuse with every function at a hook timed, and its pass."""
-    from layerfuse.engines.vllm import passes, plugin, process
+    from layerfuse.engines import process
+    from layerfuse.engines.vllm import passes, plugin
 
     timed = Timed()
     hooks = [name for name in vars(plugin) if name.startswith("_at_")]

@@ -13,8 +13,9 @@ from typing import Any
 import attrs
 import pytest
 
-from layerfuse.engines.vllm.hooks import HOOKS, Hook, HookError, check, check_source, stand_at, wrapped_by
-from layerfuse.engines.vllm.imports import when_imported
+from layerfuse.engines.hooks import Hook, HookError, check, check_source, stand_at, wrapped_by
+from layerfuse.engines.imports import when_imported
+from layerfuse.engines.vllm.hooks import HOOKS
 
 HOOK = Hook(name="test", module="vllm.some", path="Backend.compile", takes=("self", "graph"))
 SOURCE = """

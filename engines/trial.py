@@ -1,6 +1,6 @@
-"""Whether what stands at a place of vLLM's computes what a fused op does: tried out once, on numbers of its own.
+"""Whether what stands at a place of an engine's computes what a fused op does: tried out once, on numbers of its own.
 
-Code can be held to its source (`native`). What objects of other packages do, that stand where vLLM looks functions up, shows in their
+Code can be held to its source (`native`). What objects of other packages do, that stand where an engine looks functions up, shows in their
 numbers only.
 """
 
@@ -26,12 +26,12 @@ def possible() -> bool:
 def difference(
     meaning: Callable[..., Any], fused: Sequence[Any], own: Callable[..., Any], plain: Sequence[Any]
 ) -> str | None:
-    """Call vLLM's own and the reference of a fused op on random rows: how they differ, as a sentence, or None where they do not.
+    """Call the engine's own and the reference of a fused op on random rows: how they differ, as a sentence, or None where they do not.
 
     Args:
         meaning: the op's reference.
         fused: its arguments, of which the first, or the first two, are rows of one shape but for their width.
-        own: vLLM's.
+        own: the engine's.
         plain: its arguments; the first, or the first two, are the same rows, perhaps in another shape.
     """
     rows = [random(each) for each in _few(*plain[:2])]
@@ -52,7 +52,7 @@ def raised(error: Exception) -> str:
 
 
 def why_apart(pairs: Iterable[tuple[Any, Tensor]], tolerance: float | None = None) -> str | None:
-    """How vLLM's results, the first of each pair, differ from ours, as a sentence; None where they do not.
+    """How the engine's results, the first of each pair, differ from ours, as a sentence; None where they do not.
 
     Args:
         pairs: of results.
@@ -75,7 +75,7 @@ def _few(x: Tensor, second: Tensor | None = None) -> tuple[Tensor, ...]:
 
 
 def random(like: Tensor) -> Tensor:
-    """Numbers of a tensor's shape, dtype and device. The generator is their own: what vLLM draws afterwards stays what it was."""
+    """Numbers of a tensor's shape, dtype and device. The generator is their own: what the engine draws afterwards stays what it was."""
     generator = torch.Generator(device=like.device).manual_seed(0)
     return torch.randn(like.shape, generator=generator, device=like.device).to(like.dtype)
 

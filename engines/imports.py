@@ -1,4 +1,4 @@
-"""Do something when a module has been imported, whenever that is: so that waiting for vLLM's modules costs nothing."""
+"""Do something when a module has been imported, whenever that is: so that waiting for an engine's modules costs nothing."""
 
 from __future__ import annotations
 

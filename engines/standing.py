@@ -1,6 +1,6 @@
-"""Fused ops at module level, in a model that vLLM does not compile: put in, counted in its first run, reported.
+"""Fused ops at module level, in a model that an engine does not compile: put in, counted in its first run, reported.
 
-Each stands in one instance of vLLM's own classes, at a site of the plan. Where an op refuses its arguments, vLLM's own code
+Each stands in one instance of the engine's own classes, at a site of the plan. Where an op refuses its arguments, the engine's own code
 runs, and the report says so.
 """
 
@@ -8,33 +8,33 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import attrs
 from attrs import define, field
 from torch import Tensor, nn
 
-from ...adapters.activation_quant import ActivationQuant
-from ...adapters.errors import LayerfuseError
-from ...adapters.linear_quant import quantiser_of
-from ...adapters.specs import FinalNormSpec, GatedNormSpec, KernelSpec
-from ...fusion.catalog import FUSIONS
-from ...fusion.declare import Op
-from ...fusion.ops import FUNCTIONS
-from ...fusion.report import GraphRecord, Use
-from ...fusion.rewrite.attribution import is_around, join
-from ...fusion.rewrite.unknown_norms import UnknownNorm
-from ...fusion.sites import OUTPUT, STREAM, Site
+from ..adapters.activation_quant import ActivationQuant
+from ..adapters.errors import LayerfuseError
+from ..adapters.specs import FinalNormSpec, GatedNormSpec, KernelSpec, LinearSpec
+from ..fusion.catalog import FUSIONS
+from ..fusion.ops import FUNCTIONS
+from ..fusion.report import GraphRecord, Use
+from ..fusion.rewrite.attribution import is_around, join
+from ..fusion.rewrite.unknown_norms import UnknownNorm
+from ..fusion.sites import OUTPUT, STREAM, Site
 from . import trial
 from .compiled_module import CompiledModule, Piece
-from .handover import give, reader_of
+from .handover import Reader, give
 from .hooks import Hook
+from .host import here
 from .native import Native, NotNativeError, native, native_call, native_function
 from .process import once
 from .seams import Seam, seam_of
@@ -43,8 +43,11 @@ from .whose import module_of
 REFUSALS = (LayerfuseError, TypeError, ValueError)
 """What an op raises for arguments that it does not take."""
 
-NOT_CALLED = "vLLM did not call its norms together in the first run"
-NOT_TAKEN = "no linear behind the norm asked for what the op had quantised in the first run"
+Run: TypeAlias = Callable[..., Any]
+"""Given the arguments of a fused op, those of what the engine runs, and that: calls one of the two."""
+
+NOT_CALLED = "{engine} did not call its {what} in the first run"
+NOT_TAKEN = "no linear behind it asked for what the op had quantised in the first run"
 
 GONE = "layerfuse: a fused op is not called any more: %s"
 """What is said when something else was put in the place of what an op stands in."""
@@ -62,6 +65,8 @@ class Standing:
 
     unit: CompiledModule
     model: nn.Module = field(repr=False)
+    seams: Sequence[Seam] = field(repr=False)
+    "The engine's."
     ran: Counter[str] = field(factory=Counter)
     "Site -> calls of its fused op."
     missed: dict[str, str] = field(factory=dict)
@@ -102,10 +107,12 @@ class Standing:
         path = join(site.layer, site.norms[0].module or "") if len(site.norms) == 1 else site.layer
         around = self.model.get_submodule(path)
         inner = [around] if len(site.norms) == 1 else list(around.modules())
-        found = next(((each, seam) for each in inner if (seam := seam_of(type(each), fusion)) is not None), None)
+        found = next(
+            ((each, seam) for each in inner if (seam := seam_of(self.seams, type(each), fusion)) is not None), None
+        )
         if found is None:
             cls = type(around)
-            return f"{cls.__module__}.{cls.__qualname__} is no class of vLLM's that layerfuse knows a place in"
+            return f"{cls.__module__}.{cls.__qualname__} is no class of {here().name}'s that layerfuse knows a place in"
         module, seam = found
         problem = seam.why_not()
         if problem is not None:
@@ -113,19 +120,48 @@ class Standing:
         if not seam.plain(module):
             return f"this {type(module).__qualname__} does more than its spec says"
         try:
-            if seam.reader is not None:
-                problem = self._quantised(module, seam, site, fusion)
-            elif seam.function is None:
-                self._norm(module, seam, site, fusion)
-            else:
-                self._function(module, seam, site, fusion)
+            readers = self._readers(seam, site)
+            if isinstance(readers, str):
+                return readers
+            behind = tuple(each.stood for each in readers)
+            stood = behind if seam.function is not None else (native(module), *behind)
+            if seam.function is not None:
+                native_function(seam.function.module, seam.function.path)
+            quant = site.quant if readers else None
+            run = (
+                self._plainly(site.name, fusion)
+                if quant is None
+                else self._handing_over(site.name, seam, quant, readers)
+            )
+            {"norm": self._norm, "pair": self._pair, "product": self._product}[seam.call](
+                module, seam, site, run, stood
+            )
         except NotNativeError as error:
             return str(error)
-        if problem is not None:
-            return problem
+        for reader in readers:
+            reader.stand(site.name, self._took, self._refuse)
+            self.forms[site.name] = FUSIONS[fusion].forms[-1].op.name
         self.inside[path] = module
         self.forwards[site.name] = module, vars(module)["forward"]
         return None
+
+    def _readers(self, seam: Seam, site: Site) -> tuple[Reader, ...] | str:
+        """How the linears behind a site take what is quantised there, none where nothing is; or why they cannot."""
+        if seam.consumer is None:
+            return ()
+        assert site.quant is not None, "a fusion that quantises is expected where linears do"
+        feeds = site.norms[0].feeds if site.norms else site.consumers
+        linears = [
+            join(site.layer, each.path)
+            for each in feeds
+            if isinstance(each, LinearSpec) and each.activation == site.quant
+        ]
+        found = [seam.consumer.reader(self.model.get_submodule(path), site.quant) for path in linears]
+        readers = tuple(each for each in found if each is not None)
+        if len(readers) == len(found) and found:
+            return readers
+        strange = linears[found.index(None)] if found else "no linear behind it"
+        return f"{strange} does not quantise in a way that layerfuse knows a place in"
 
     @contextmanager
     def looking_for_strangers(self) -> Iterator[None]:
@@ -155,9 +191,8 @@ class Standing:
 
     def watch(self) -> None:
         """Look before each later call whether what an op stands in is there."""
-        if self.unit.door is not None and self.unit.door.stands:
-            wrappers = (layer.wrapper for layer in self.unit.door.made)
-            self.inside.update(zip(self.unit.door.layers, wrappers, strict=True))
+        if self.unit.placed is not None:
+            self.inside.update(self.unit.placed.modules())
         if self.inside:
             self._hold()
             self.model.register_forward_pre_hook(lambda *_: self._look())
@@ -195,7 +230,7 @@ class Standing:
         return None if now is ours else OTHER % module_of(now)
 
     def _as_it_was(self, site: str, stood: Iterable[Native]) -> bool:
-        """Whether nothing has been put in the place of vLLM's code since ours stands there: what has is called instead, and said."""
+        """Whether nothing has been put in the place of the engine's code since ours stands there: what has is called instead, and said."""
         problem = next(filter(None, (each.changed() for each in stood)), None)
         if problem is None:
             return True
@@ -203,8 +238,8 @@ class Standing:
         once(logging.WARNING, GONE, problem)
         return False
 
-    def _counted(self, site: str, fusion: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        """The fused op, or vLLM's own code where it refuses or something else runs there; each given its arguments ready."""
+    def _plainly(self, site: str, fusion: str) -> Run:
+        """The fused op of a chain that quantises nothing."""
         op = FUNCTIONS[FUSIONS[fusion].op.name]
 
         def call(*fused: Any) -> Any:
@@ -212,15 +247,27 @@ class Standing:
             self.ran[site] += 1
             return result
 
-        return self._tried(site, call, FUSIONS[fusion].op.reference, own)
+        return self._tried(site, call, FUSIONS[fusion].op.reference)
 
-    def _tried(
-        self, site: str, call: Callable[..., Any], meaning: Callable[..., Any], own: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """`call`, or vLLM's own code where that refuses, or where `meaning` is found to be something else."""
+    def _handing_over(self, site: str, seam: Seam, quant: ActivationQuant, readers: Sequence[Reader]) -> Run:
+        """The fused op of a chain that quantises, with the plain result too: what reads that is given what is quantised."""
+        op, scale = FUSIONS[seam.fusion].forms[-1].op, readers[0].scale
+        rows = _halves if seam.call == "product" else _as_given
+        said = {**attrs.asdict(quant), "dtype": here().fp8_dtype(), "scale": scale}
+        options = tuple(said[argument.name] for argument in op.args if argument.name in said)
+        function, quantised = FUNCTIONS[op.name], 1 if scale is not None else 2
+        # The values and scales are compared where they are taken.
+        return self._tried(
+            site,
+            lambda *fused: _one(give(site, function(*rows(*fused), *options), scale)),
+            lambda *fused: op.reference(*rows(*fused), *options)[quantised:],
+        )
+
+    def _tried(self, site: str, call: Callable[..., Any], meaning: Callable[..., Any]) -> Run:
+        """`call`, or the engine's own code where that refuses, or where `meaning` is found to be something else."""
         tried = False
 
-        def run(fused: tuple[Any, ...], plain: tuple[Any, ...]) -> Any:
+        def run(fused: tuple[Any, ...], plain: tuple[Any, ...], own: Callable[..., Any]) -> Any:
             nonlocal tried
             if not tried and trial.possible():
                 tried = True
@@ -238,7 +285,7 @@ class Standing:
         return run
 
     def _refuse(self, site: str, why: str) -> None:
-        """Leave a site to vLLM from now on: what runs there computes something else."""
+        """Leave a site to the engine from now on: what runs there computes something else."""
         self.wrong.add(site)
         self.missed[site] = why
 
@@ -246,78 +293,52 @@ class Standing:
         """Count a call of the op at a site, once for its readers, when the first of them takes what it has quantised."""
         self.ran[site] += 1
 
-    def _norm(self, module: Any, seam: Seam, site: Site, fusion: str) -> None:
+    def _norm(self, module: Any, seam: Seam, site: Site, run: Run, stood: tuple[Native, ...]) -> None:
         (norm,) = site.norms
         settings: tuple[Any, ...] = (norm.epsilon, norm.weight_offset)
         if isinstance(norm, GatedNormSpec):
             settings = (*settings, norm.activation, norm.norm_before_gate)
-        stood, second = (native(module),), seam.second
-        own = _of_its_class(module)
-        run = self._counted(site.name, fusion, own)
-
-        def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.keys() == {second} and not args:
-                args, kwargs = (kwargs[second],), {}
-            # Without the second tensor, or with options of vLLM's, it is another computation.
-            plain = len(args) == 1 and not kwargs and args[0] is not None and args[0].numel() == x.numel()
-            if not plain or not self._as_it_was(site.name, stood):
-                return own(x, *args, **kwargs)
-            # Kimi's delta nets give the gate without the leading dimension of 1.
-            return run((x, args[0].view(x.shape), module.weight, *settings), (x, *args))
-
-        _stand(module, forward)
-
-    def _quantised(self, module: Any, seam: Seam, site: Site, fusion: str) -> str | None:
-        """Let an op norm and quantise, and the linears behind it take what it has quantised; why it cannot, or None."""
-        (norm,), quant = site.norms, site.quant
-        assert quant is not None, "a fusion that quantises is expected where linears do"
-        assert seam.reader is not None
-        linears = [
-            join(site.layer, linear.path)
-            for linear in norm.feeds
-            if isinstance(linear.activation, ActivationQuant) and linear.activation == quant
-        ]
-        found = [reader_of(quantiser_of(self.model.get_submodule(path)), seam.reader, quant) for path in linears]
-        readers = [each for each in found if each is not None]
-        if len(readers) < len(found) or not found:
-            strange = linears[found.index(None)] if found else "no linear behind it"
-            return f"{strange} does not quantise in a way that layerfuse knows a place in"
-        op = FUSIONS[fusion].forms[-1].op
-        settings = (norm.epsilon, norm.weight_offset, *_format_of(op, quant))
-        stood, own = (native(module), *(each.stood for each in readers)), _of_its_class(module)
-        run = self._tried(
-            site.name,
-            lambda *fused: _one(give(site.name, FUNCTIONS[op.name](*fused))),
-            lambda *fused: op.reference(*fused)[2:],  # the values and scales are compared where they are taken
-            own,
-        )
-        adds, second = FUSIONS[fusion].chain[0].adds, seam.second
+        own, second = _of_its_class(module), seam.second
+        several = FUSIONS[seam.fusion].chain[0].adds or isinstance(norm, GatedNormSpec)
 
         def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.keys() == {second} and not args:
                 args, kwargs = (kwargs[second],), {}
             given = tuple(each for each in args if each is not None)
-            plain = len(given) == adds and not kwargs
+            # Without the second tensor, or with options of the engine's, it is another computation.
+            plain = (
+                len(args) <= 1
+                and len(given) == several
+                and not kwargs
+                and all(each.numel() == x.numel() for each in given)
+            )
             if not plain or not self._as_it_was(site.name, stood):
                 return own(x, *args, **kwargs)
-            return run((x, *given, module.weight, *settings), (x, *given))
+            # Kimi's delta nets give the gate without the leading dimension of 1.
+            return run((x, *(each.view(x.shape) for each in given), module.weight, *settings), (x, *given), own)
 
-        for reader in readers:
-            reader.stand(site.name, self._took, self._refuse)
         _stand(module, forward)
-        self.forms[site.name] = op.name
-        return None
 
-    def _function(self, module: Any, seam: Seam, site: Site, fusion: str) -> None:
+    def _product(self, module: Any, _: Seam, site: Site, run: Run, stood: tuple[Native, ...]) -> None:
+        own = _of_its_class(module)
+
+        def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+            if args or kwargs or not self._as_it_was(site.name, stood):
+                return own(x, *args, **kwargs)
+            return run((x, math.inf), (x,), own)  # a class that clamps is another one
+
+        _stand(module, forward)
+
+    def _pair(self, module: Any, seam: Seam, site: Site, run: Run, behind: tuple[Native, ...]) -> None:
         q, kv = site.norms
         function: Any = seam.function
-        native_function(function.module, function.path)
         original, own = _dispatched(function), _of_its_class(module)
         paths = [join(site.layer, norm.module or "") for norm in site.norms]
         switched = seam.switch is not None and not getattr(module, seam.switch)
-        stood: list[Native] = []
-        if switched:  # vLLM would call its norms
-            stood = [native(module, values=False), *(native_call(self.model.get_submodule(path)) for path in paths)]
+        stood = behind
+        if switched:  # the engine would call its norms
+            norms = (native_call(self.model.get_submodule(path)) for path in paths)
+            stood = (native(module, values=False), *norms, *behind)
 
         def plain(x: Any, y: Any, *others: Any) -> Any:
             if not switched:
@@ -325,16 +346,15 @@ class Standing:
             first, second = map(self.model.get_submodule, paths)
             return first(x), second(y)
 
-        run = self._counted(site.name, fusion, plain)
         settings = (q.epsilon, kv.epsilon, q.weight_offset, kv.weight_offset)
 
         def fused(x: Any, y: Any, x_weight: Any, y_weight: Any, epsilon: float) -> Any:
             if epsilon != q.epsilon:
-                why = f"vLLM calls {function.path} with epsilon {epsilon} here; the spec says {q.epsilon}"
+                why = f"{here().name} calls {function.path} with epsilon {epsilon} here; the spec says {q.epsilon}"
                 self.missed[site.name] = why
                 once(logging.WARNING, GONE, why)
                 return plain(x, y, x_weight, y_weight, epsilon)
-            return run((x, y, x_weight, y_weight, *settings), (x, y, x_weight, y_weight, epsilon))
+            return run((x, y, x_weight, y_weight, *settings), (x, y, x_weight, y_weight, epsilon), plain)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._as_it_was(site.name, stood):
@@ -360,13 +380,17 @@ class Standing:
             op = self.forms.get(site, FUSIONS[stands].op.name)
             why = self.missed.get(site)
             if why is None and not self.ran[site] and self.unit.plan.site[site].role != OUTPUT:
-                why = self._other(site) or (NOT_TAKEN if site in self.forms else NOT_CALLED)
+                why = self._other(site) or (
+                    NOT_TAKEN
+                    if site in self.forms
+                    else NOT_CALLED.format(engine=here().name, what=_what(self.unit.plan.site[site]))
+                )
             missed = {} if why is None else {decision.fusion: why}
             instead = missed if stands != decision.fusion else {}
             if missed and not (instead and self.ran[site]):
                 uses.append(Use(site=site, fused=None, missed=missed))
             elif why is None and not self.ran[site]:
-                # vLLM skips the recurrence, and all that is inside of it, where there is no cache yet.
+                # An engine skips the recurrence, and all that is inside of it, where there is no cache yet.
                 unreached.append(site)
                 uses.append(Use(site=site, fused=decision.fusion, how="module"))
             uses += [Use(site=site, fused=stands, form=op, how="module", missed=instead)] * self.ran[site]
@@ -386,12 +410,16 @@ def _with_residual(found: dict[UnknownNorm, None], norm: UnknownNorm) -> Callabl
     return hook
 
 
-def _format_of(op: Op, quant: ActivationQuant) -> Iterator[Any]:
-    """What an op is told of a quantisation, behind a norm's settings."""
-    from vllm.platforms import current_platform
+def _as_given(*fused: Any) -> tuple[Any, ...]:
+    return fused
 
-    said = {**attrs.asdict(quant), "dtype": current_platform.fp8_dtype()}
-    return (said[argument.name] for argument in op.args if argument.name in said)
+
+def _what(site: Site) -> str:
+    return "norms together" if site.norms else "product by itself"
+
+
+def _halves(x: Tensor, *others: Any) -> tuple[Any, ...]:
+    return (*x.chunk(2, dim=-1), *others)
 
 
 def _one(several: tuple[Any, ...]) -> Any:
@@ -418,7 +446,7 @@ def _of_its_class(module: Any) -> Callable[..., Any]:
 
 
 def _dispatched(function: Hook) -> Callable[..., Any]:
-    """The function of vLLM's that a place calls, from now on through what stands for it while an instance runs."""
+    """The function of an engine's that a place calls, from now on through what stands for it while an instance runs."""
     module: Any = sys.modules[function.module]
     name = function.path
     held: Any = vars(module)[name]
@@ -439,7 +467,7 @@ def _dispatched(function: Hook) -> Callable[..., Any]:
 @contextmanager
 def counted(unit: CompiledModule) -> Iterator[None]:
     """Count the fused ops that are called while this lasts."""
-    from ...fusion.backends import counting
+    from ..fusion.backends import counting
 
     with counting() as calls:
         yield
@@ -447,17 +475,22 @@ def counted(unit: CompiledModule) -> Iterator[None]:
 
 
 def at_first_call(
-    model: Any, unit: CompiledModule, before: Callable[[CompiledModule], None], done: Callable[[CompiledModule], None]
+    model: Any,
+    unit: CompiledModule,
+    seams: Sequence[Seam],
+    before: Callable[[CompiledModule], None],
+    done: Callable[[CompiledModule], None],
 ) -> None:
-    """Put the planned ops into a model, and report after its first call: vLLM's profiling run if it makes one, else the first step.
+    """Put the planned ops into a model, and report after its first call: the engine's profiling run if it makes one, else the first step.
 
     Args:
         model: as loaded.
         unit: its plan.
+        seams: the engine's.
         before: called with the unit before that call; it may plan anew.
         done: called with the unit when the record of that call is in it.
     """
-    standing = Standing(unit=unit, model=model)
+    standing = Standing(unit=unit, model=model, seams=seams)
     standing.put_in()
     own = model.forward
 

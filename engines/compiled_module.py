@@ -1,4 +1,4 @@
-"""One module that vLLM compiles: its plan, and what became of each piece of its graph in each range of tokens."""
+"""One module that an engine compiles: its plan, and what became of each piece of its graph in each range of tokens."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 from attrs import define, field, frozen
 from torch._dynamo.utils import counters
 
-from ...fusion.engine import Engine
-from ...fusion.planning import Plan, plan
-from ...fusion.report import GraphRecord, Report, Use
-from ...fusion.rewrite import ModuleIndex, Pipeline
+from ..fusion.engine import Engine
+from ..fusion.planning import Plan, plan
+from ..fusion.report import GraphRecord, Report, Use
+from ..fusion.rewrite import ModuleIndex, Pipeline
 from . import record_cache
-from .decode import Door
-from .passes import FusionPass
+from .host import here
 from .pieces import Outline, PieceRecord, Sites
+from .placement import Placement
 from .process import once
 
 Source = Literal["rewritten", "equal", "cache", "unknown", "kept", "module"]
 """Whether a piece was rewritten here, is equal to one that was, came from a cache with a record or without one, or was read
-with the whole model from vLLM's cache. `module`: it is none, but what stands in the modules of a model that is not compiled."""
+with the whole model from the engine's cache. `module`: it is none, but what stands in the modules of a model that is not compiled."""
 
 
 @frozen(kw_only=True)
@@ -40,7 +40,7 @@ class Started:
     "Graphs that AOTAutograd's cache did not hold; Inductor's may."
     served: int = field(factory=lambda: counters["inductor"]["fxgraph_cache_hit"])
     compiled: int = field(factory=lambda: counters["inductor"]["fxgraph_cache_miss"])
-    "Those that neither held; some of vLLM's ways ask AOTAutograd's alone."
+    "Those that neither held; some of an engine's ways ask AOTAutograd's alone."
 
     def compiled_since(self) -> bool:
         """Whether torch has compiled a graph since then, as no cache of its held it."""
@@ -54,7 +54,7 @@ class Piece:
 
     number: int
     tokens: str
-    "The range of tokens as vLLM writes it."
+    "The range of tokens as the engine writes it."
     source: Source
     record: GraphRecord
     sites: tuple[str, ...] = ()
@@ -73,7 +73,8 @@ class CompiledModule:
     "Where the module is in that; the plan's sites are below it."
     plan: Plan
     around: ModuleIndex
-    vllm_config: Any = field(repr=False)
+    config: Any = field(repr=False)
+    "The engine's own."
     device: torch.device
     "Of the module's parameters."
     strict: bool
@@ -87,18 +88,18 @@ class CompiledModule:
     find_unfound: Callable[[], dict[str, str]] = field(default=dict, repr=False)
     "Finds `unfound`, by the plans of all of the model's modules as they are then."
     at_modules: str | None = None
-    "Why vLLM does not compile the model, where the fused ops stand in its modules; None: it compiles it."
+    "Why the engine does not compile the model, where the fused ops stand in its modules; None: it compiles it."
     unreached: tuple[str, ...] = ()
     "Sites with a fused op that the profiling run did not come to."
-    door: Door | None = None
-    "The MLA layers whose forward is to be ours; None: that is not asked for, or there is none."
+    placed: Placement | None = None
+    "What takes some of its sites by code of its own; None: that is not asked for, or there is none."
     engine: Engine | None = None
-    "What is planned for where none of them is ours."
+    "What is planned for where it takes none."
     pieces: list[Piece] = field(factory=list)
     artefact: Path | None = None
-    "The file that vLLM keeps the compiled module in."
+    "The file that the engine keeps the compiled module in."
     kept_since: str | None = None
-    "When the module was compiled, where it came from vLLM's cache with its report."
+    "When the module was compiled, where it came from the engine's cache with its report."
     from_cache: bool = False
     counted: Counter[str] | None = None
     "Calls of ops in the profiling run, which is the first call of the module, by the op's name; None before it."
@@ -109,15 +110,15 @@ class CompiledModule:
     key: str = field(default="", init=False)
     "What caches know the module by (`keys.key_for`); empty before its first call, and where nothing of it is to be rewritten."
     vouched: bool = field(default=False, init=False)
-    "Whether a compiled module that lies in vLLM's cache is taken."
+    "Whether a compiled module that lies in the engine's cache is taken."
     distrusts: bool = field(default=False, init=False)
-    "Whether a compiled module without records lay in vLLM's cache: it is compiled anew, and nothing of what was kept with it is taken."
-    added: FusionPass | None = field(default=None, init=False, repr=False)
-    "The pass as it stands among vLLM's."
+    "Whether a compiled module without records lay in the engine's cache: it is compiled anew, and nothing of what was kept with it is taken."
+    added: Any = field(default=None, init=False, repr=False)
+    "The pass as it stands among the engine's."
     manager: str = field(default="", init=False)
-    "The class of vLLM's manager of passes, and whose code calls them."
+    "The class of the engine's manager of passes, and whose code calls them."
     spoiled: str | None = field(default=None, init=False)
-    "Why the pass is not among vLLM's, as a sentence: nothing is fused, and nothing that is compiled may be kept under the key."
+    "Why the pass is not among the engine's, as a sentence: nothing is fused, and nothing that is compiled may be kept under the key."
     _records: dict[tuple[str, str], PieceRecord] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -130,8 +131,8 @@ class CompiledModule:
         return self.find_unfound()
 
     def look_again(self) -> None:
-        """Before the first call: where `mla_decode` stands aside from now on, plan anew what it would have taken."""
-        if self.door is not None and self.door.look_again():
+        """Before the first call: where what was placed stands aside from now on, plan anew what it would have taken."""
+        if self.placed is not None and self.placed.look_again():
             before = self.unfound
             self.plan = plan(self.plan.specs, self.plan.target, self.plan.config, self.engine)
             self.__attrs_post_init__()
@@ -144,17 +145,13 @@ class CompiledModule:
 
     @property
     def run(self) -> str:
-        """What the module's first call is: vLLM makes a profiling run of what it compiles, and need not of what it does not."""
+        """What the module's first call is: an engine makes a profiling run of what it compiles, and need not of what it does not."""
         return "profiling run" if self.at_modules is None else "first run"
-
-    def new_pass(self) -> FusionPass:
-        """The pass to give to vLLM's pass manager."""
-        return FusionPass(self.pipeline, self.key)
 
     # ---- pieces as they are compiled
 
     def piece_starts(self, outline: Outline, tokens: str) -> Started:
-        """To be handed to `piece_ends` when vLLM has its piece, which Inductor's cache is asked for as it is known there."""
+        """To be handed to `piece_ends` when the engine has its piece, which Inductor's cache is asked for as it is known there."""
         if self.added is not None:
             self.added.start = record_cache.start_of(self.key, outline.digest, tokens)
         return Started(graphs=self.pipeline.report.graphs)
@@ -183,7 +180,7 @@ class CompiledModule:
         place, fresh = len(self.pieces), self.pipeline.report.records[started.graphs :]
         failed = self.spoiled
         if failed is None and not fresh and started.compiled_since():
-            failed = f"vLLM's manager of passes ({self.manager}) compiled it without calling layerfuse's pass"
+            failed = f"{here().name}'s manager of passes ({self.manager}) compiled it without calling layerfuse's pass"
         if failed is not None:
             # A record of an equal piece would be of one that the pass came to.
             record = GraphRecord(graph=place, uses=(), failed=failed)
@@ -211,7 +208,7 @@ class CompiledModule:
         nothing = GraphRecord(graph=place, uses=())
         return Piece(number=number, tokens=tokens, source="unknown", record=nothing, sites=self.sites.within(outline))
 
-    # ---- kept with what vLLM keeps of the model
+    # ---- kept with what the engine keeps of the model
 
     @property
     def _beside(self) -> Path:
@@ -221,8 +218,8 @@ class CompiledModule:
         """Whether the compiled module may be taken: records under this key lie beside it. Without them nobody knows what is in it.
 
         Args:
-            artefact: the file that vLLM keeps it in.
-            forced: whether vLLM has to take it whatever lies beside it.
+            artefact: the file that the engine keeps it in.
+            forced: whether the engine has to take it whatever lies beside it.
         """
         self.artefact = artefact
         self.vouched = forced or record_cache.read(self._beside, self.key) is not None
@@ -230,7 +227,7 @@ class CompiledModule:
         return self.vouched
 
     def forget(self) -> None:
-        """Take away the compiled module and its records: another one takes its place, and where vLLM cannot save that, none does."""
+        """Take away the compiled module and its records: another one takes its place, and where the engine cannot save that, none does."""
         if self.artefact is not None:
             self._beside.unlink(missing_ok=True)
             with suppress(OSError):  # of a cache that cannot be written: nothing is kept beside it either
@@ -252,7 +249,7 @@ class CompiledModule:
         return record_cache.write(self._beside, {"key": self.key, "compiled": now, "pieces": pieces})
 
     def take_kept(self) -> None:
-        """Read the records that were written when vLLM compiled what it has now read from its cache."""
+        """Read the records that were written when the engine compiled what it has now read from its cache."""
         self.from_cache = True
         self.pieces.clear()
         data = None if self.artefact is None else record_cache.read(self._beside, self.key)

@@ -1,19 +1,14 @@
-"""What one process knows of layerfuse inside vLLM beside its plans, and its lines in vLLM's log, each of them once."""
+"""What one process knows of layerfuse inside an engine beside its plans, and its lines in the engine's log, each of them once."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
-from .hooks import TESTED
-
-logger = logging.getLogger("vllm.layerfuse")
-# Below "vllm", so that vLLM's own handlers and levels hold.
+from .host import here
 
 
 class Process:
@@ -22,53 +17,44 @@ class Process:
     def __init__(self) -> None:
         self.registered = False
         self.off: str | None = None
-        "Why vLLM is left alone, or None."
+        "Why the engine is left alone, or None."
         self.read: WeakSet[Any] = WeakSet()
         "The models that were loaded in a place that layerfuse stands at."
-        # By the scheduler's config: vLLM copies its config for parts of a model, for drafts and for kernels, and keeps that.
         self._engines: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self.waiting: dict[int, tuple[Any, Any]] = {}
-        "The modules that vLLM will compile at their first call, each with its `CompiledModule`, by identity."
+        "The modules that will be compiled at their first call, each with its `CompiledModule`, by identity."
         self.running: list[Any] = []
         "The units of the modules that are at their first call, the innermost last."
         self.said: set[str] = set()
 
-    def knows(self, vllm_config: Any) -> bool:
-        """Whether a model of this engine was read, or was said not to be."""
-        return id(vllm_config.scheduler_config) in self._engines
+    def knows(self, engine: Any) -> bool:
+        """Whether a model was read, or was said not to be, of the engine that an object stands for."""
+        return id(engine) in self._engines
 
-    def know(self, vllm_config: Any) -> None:
+    def know(self, engine: Any) -> None:
         """From now on it is known, and what was said of the one before is said of it too."""
-        if not self.knows(vllm_config):
+        if not self.knows(engine):
             self.said.clear()
-        self._engines[id(vllm_config.scheduler_config)] = vllm_config.scheduler_config
+        self._engines[id(engine)] = engine
 
 
 this = Process()
 """This one."""
 
 
-def version() -> str:
-    """The version of vLLM, or what stands in a sentence in its place."""
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return "of an unknown version"
-
-
 def say_if_untested() -> None:
-    """Say once that nobody has tested this release of vLLM, where that is so."""
-    if version().partition("+")[0] not in TESTED:
-        known = ", ".join(TESTED)
-        once(logging.INFO, "layerfuse: vLLM %s is not tested (%s are); its hooks are as expected", version(), known)
+    """Say once that nobody has tested this release of the engine, where that is so."""
+    host, said = here(), "layerfuse: %s %s is not tested (%s are); its hooks are as expected"
+    if host.version().partition("+")[0] not in host.tested:
+        once(logging.INFO, said, host.name, host.version(), ", ".join(host.tested))
 
 
 def leave_alone(reason: str) -> None:
     """Do nothing from now on, and say why once."""
     if this.off is None:
         this.off = reason
-        known = ", ".join(TESTED)
-        logger.warning("layerfuse leaves vLLM %s alone (tested with %s): %s", version(), known, reason)
+        host, said = here(), "layerfuse leaves %s %s alone (tested with %s): %s"
+        host.logger.warning(said, host.name, host.version(), ", ".join(host.tested), reason)
 
 
 def troubled(doing: str, error: Exception) -> None:
@@ -78,7 +64,7 @@ def troubled(doing: str, error: Exception) -> None:
         if text not in unit.trouble:
             unit.trouble.append(text)
     once(logging.WARNING, "layerfuse: %s", text)
-    logger.debug("layerfuse: %s", doing, exc_info=error)
+    here().logger.debug("layerfuse: %s", doing, exc_info=error)
 
 
 def of_each_class(unknown: Mapping[str, str]) -> Iterator[str]:
@@ -95,14 +81,6 @@ def of_each_class(unknown: Mapping[str, str]) -> Iterator[str]:
 def once(level: int, message: str, *arguments: Any) -> None:
     """Log a line, unless this process has. What is no warning is the same on every rank, and the first one says it."""
     text = message % arguments
-    if text not in this.said and (level > logging.INFO or _is_first()):
+    if text not in this.said and (level > logging.INFO or here().ranks()[0] == 0):
         this.said.add(text)
-        logger.log(level, "%s", text)
-
-
-def _is_first() -> bool:
-    """Whether this is the first rank of its tensor-parallel group, or there is no group yet."""
-    state = sys.modules.get("vllm.distributed.parallel_state")
-    if state is None or not state.model_parallel_is_initialized():
-        return True
-    return bool(state.get_tp_group().rank_in_group == 0)
+        here().logger.log(level, "%s", text)

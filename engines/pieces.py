@@ -1,6 +1,6 @@
-"""A piece of a model's graph as vLLM hands it to its compiler, and what was fused there said so that equal pieces can read it.
+"""A piece of a model's graph as an engine hands it to its compiler, and what was fused there said so that equal pieces can read it.
 
-vLLM compiles pieces that are equal once, and caches serve them to other ranks. So a piece's record names nodes of the piece,
+Pieces that are equal are compiled once, and caches serve them to other ranks. So a piece's record names nodes of the piece,
 not layers, and each piece says by itself which layers those are.
 """
 
@@ -15,11 +15,11 @@ import torch
 from attrs import field, frozen
 from torch.fx import GraphModule, Node
 
-from ...fusion.planning import Plan
-from ...fusion.report import GraphRecord, Use
-from ...fusion.rewrite.attribution import ModuleIndex, join
-from ...fusion.rewrite.parameters import module_path
-from ...fusion.sites import Site
+from ..fusion.planning import Plan
+from ..fusion.report import GraphRecord, Use
+from ..fusion.rewrite.attribution import ModuleIndex, join
+from ..fusion.rewrite.parameters import module_path
+from ..fusion.sites import Site
 
 
 @frozen(kw_only=True)

@@ -1,4 +1,4 @@
-"""What a rank says of a compiled module after vLLM's profiling run, and what the ranks of a group say together."""
+"""What a rank says of a compiled module after the engine's profiling run, and what the ranks of a group say together."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from typing import Any
 
 from attrs import field, frozen
 
-from ...adapters.errors import LayerfuseError
-from ...fusion.catalog import FUSIONS
-from ...fusion.planning import Plan
-from ...fusion.report import FusionMissedError, Missed, Report
+from ..adapters.errors import LayerfuseError
+from ..fusion.catalog import FUSIONS
+from ..fusion.planning import Plan
+from ..fusion.report import FusionMissedError, Missed, Report
 from .compiled_module import CompiledModule
-from .decode_facts import NAME
+from .host import here
 from .process import of_each_class
-
-WRITES = "mla_norm_rope_cache_into"
-"""The op that `mla_decode` calls once in each layer of every step."""
-
-NOT_CALLED = "vLLM did not call these layers once each in the {run}"
-
 
 _FIGURES = re.compile(r" \([^()]*\d[^()]*\)$")
 """What was measured, at the end of a reason: of another machine, as likely as not. The report's file has it."""
@@ -50,8 +44,6 @@ class RankReport:
     "Fusion -> expected sites whose graphs are for other numbers of tokens."
     called: dict[str, int] | None
     "Fusion -> calls of its ops in the profiling run; None where they were not counted."
-    decoded: int = 0
-    "Layers that ran a decode step through `mla_decode` in that run, which vLLM makes without one."
     problems: tuple[str, ...] = ()
     "Where the calls differ from the report, and what went wrong in layerfuse itself."
     notes: tuple[str, ...] = ()
@@ -83,7 +75,7 @@ def rank_report_of(unit: CompiledModule, rank: int) -> RankReport:
         of = report.of(name)
         lost = dict(of.missed)
         if unit.from_cache and unit.kept_since is None:
-            lost = dict.fromkeys(lost, "the model came from vLLM's cache, which holds no report of it")
+            lost = dict.fromkeys(lost, f"the model came from {here().name}'s cache, which holds no report of it")
         unsure = [site for site in lost if unit.from_cache and unit.kept_since is None] or _unsure(unit, lost)
         proven = bool(unsure) and called is not None and called.get(name, 0) == len(of.expected)
         if proven:
@@ -94,22 +86,22 @@ def rank_report_of(unit: CompiledModule, rank: int) -> RankReport:
         beyond[name] = tuple(of.beyond)
         if lost:
             missed[name] = lost
-    if unit.door is not None:
-        sites_there, calls = unit.door.sites(), 0 if unit.counted is None else unit.counted[WRITES]
-        called = None if called is None else {**called, NAME: calls}
-        why = unit.door.why_not
+    if unit.placed is not None:
+        name, sites_there, why = unit.placed.name, unit.placed.sites(), unit.placed.why_not
+        calls = 0 if unit.counted is None else unit.counted[unit.placed.op]
+        called = None if called is None else {**called, name: calls}
         if why is None and unit.counted is not None and calls != len(sites_there):
-            why = unit.door.left() or NOT_CALLED.format(run=unit.run)
-        fused[NAME] = sites_there if why is None else ()
-        if why is not None:
-            missed[NAME] = dict.fromkeys(sites_there, why)
+            why = unit.placed.left() or f"{here().name} did not call these layers once each in the {unit.run}"
+        if why is None:
+            fused[name] = sites_there
+        else:
+            missed[name] = dict.fromkeys(sites_there, why)
     return RankReport(
         rank=rank,
         fused={name: sites for name, sites in fused.items() if sites},
         missed=missed,
         beyond={name: sites for name, sites in beyond.items() if sites},
         called=called,
-        decoded=0 if unit.door is None else unit.door.decoded(),
         problems=(*unit.trouble, *_differences(unit, report)),
         notes=tuple(_notes(unit)),
         sources=dict(Counter(piece.source for piece in unit.pieces)),
@@ -163,19 +155,21 @@ def _notes(unit: CompiledModule) -> Iterable[str]:
     if unit.unreached:
         yield f"the {unit.run} did not come to {unit.unreached[0]}{_more(unit.unreached)}, where fused ops stand too"
     if unit.kept_since is not None:
-        yield f"the model came from vLLM's cache; this is the report that was kept with it on {unit.kept_since}"
+        yield f"the model came from {here().name}'s cache; this is the report that was kept with it on {unit.kept_since}"
     elif unit.from_cache:
-        yield "the model came from vLLM's cache without a report (delete that folder of the cache to have one)"
+        yield f"the model came from {here().name}'s cache without a report (delete that folder of the cache to have one)"
     if sources["equal"]:
         yield f"{sources['equal']} graphs are equal to others, and were compiled with them"
     if sources["cache"]:
         yield f"{sources['cache']} graphs came from Inductor's cache with the records of those that filled it"
     if sources["unknown"]:
         yield f"{sources['unknown']} graphs came from a cache without a record"
+    if unit.placed is not None and unit.placed.why_not is None:
+        yield from unit.placed.notes(unit.run)
     yield from (f"not read, as no text runs it: {of_a_class}" for of_a_class in of_each_class(unit.unread))
     if unit.outside:
         shown = ", ".join(unit.outside[:3]) + (f" and {len(unit.outside) - 3} more" if len(unit.outside) > 3 else "")
-        yield f"outside of what vLLM compiles: {shown}"
+        yield f"outside of what {here().name} compiles: {shown}"
 
 
 def _more(several: Sequence[str]) -> str:
@@ -255,42 +249,44 @@ class Outcome:
                     "reason": reason,
                 }
             )
-        for outcome, several in (("stands", dict.fromkeys(self.fused(NAME), "")), ("missed", missed.get(NAME, {}))):
-            rows += [
-                {
-                    "site": site,
-                    "fusion": NAME,
-                    "tokens": "any number of tokens",
-                    "decision": "expected",
-                    "outcome": outcome,
-                    "reason": why,
-                }
-                for site, why in several.items()
-            ]
+        for name in self.placed():
+            for outcome, several in (("fused", dict.fromkeys(self.fused(name), "")), ("missed", missed.get(name, {}))):
+                rows += [
+                    {
+                        "site": site,
+                        "fusion": name,
+                        "tokens": "any number of tokens",
+                        "decision": "expected",
+                        "outcome": outcome,
+                        "reason": why,
+                    }
+                    for site, why in several.items()
+                ]
         return rows
+
+    def placed(self) -> tuple[str, ...]:
+        """What was put in place by code of its own, and is no fusion of graphs."""
+        names = dict.fromkeys(name for verdict in self.ranks for name in (*verdict.fused, *verdict.missed))
+        return tuple(name for name in names if name not in FUSIONS)
 
 
 def lines_of(outcome: Outcome) -> list[str]:
     """The outcome for people: a line for each fusion that concerns the model, and what of it did not happen."""
     missed = outcome.missed
     lines = []
-    for name in filter(outcome.plan.concerns, FUSIONS):
-        expected = len({decision.site for decision in outcome.plan.expected(name)})
+    for name in (*filter(outcome.plan.concerns, FUSIONS), *outcome.placed()):
         refused = outcome.plan.refused(name)
         called = _calls(name, outcome)
         fused = len(outcome.fused(name))
+        expected = len({decision.site for decision in outcome.plan.expected(name)})
+        if name not in FUSIONS:
+            expected = fused + len(missed.get(name, {}))
         if not expected and not fused:
             reasons = Counter(_FIGURES.sub("", decision.reason) for decision in refused)
             lines += [f"{name}: off at {count} sites: {reason}" for reason, count in reasons.items()]
             continue
         lines.append(f"{name}: {expected} expected, {fused} fused, {len(missed.get(name, {}))} missed{called}")
         lines += [f"  missed: {line}" for line in _grouped(missed.get(name, {}))]
-    if any(NAME in (*verdict.fused, *verdict.missed) for verdict in outcome.ranks):
-        lost, sites = missed.get(NAME, {}), outcome.fused(NAME)
-        calls, decoded = _calls(NAME, outcome), min(verdict.decoded for verdict in outcome.ranks)
-        told = f", {decoded or 'none'} of them to decode" if calls and sites else ""
-        lines.append(f"{NAME}: stands in {len(sites)} of {len(lost) + len(sites)} MLA layers{calls}{told}")
-        lines += [f"  missed: {line}" for line in _grouped(lost)]
     return lines
 
 

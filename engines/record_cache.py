@@ -1,4 +1,4 @@
-"""Records kept beside what vLLM's compiler keeps, so that a start from a cache has a report too. JSON files, written whole.
+"""Records kept beside what an engine's compiler keeps, so that a start from a cache has a report too. JSON files, written whole.
 
 A record that cannot be written or read is no error: the engine runs, and the report says what it does not know.
 """
@@ -18,7 +18,7 @@ FORMAT = 1
 """Raised when the files change their form: older ones are then not read."""
 
 BESIDE = "layerfuse.json"
-"""The name of the file in the folder of vLLM's compiled model, one for each rank."""
+"""The name of the file in the folder of a compiled model, one for each rank."""
 
 
 def write(path: Path, data: dict[str, Any]) -> str | None:
@@ -52,7 +52,7 @@ def name_tritons_folder(device: int) -> None:
     """Let Triton keep its kernels beside the compiled model, cold and warm, unless somebody has said where.
 
     Inductor names that folder as it compiles its first kernel, and kernels that are launched later go there, ours too. A start from
-    vLLM's cache compiles none: it looked for ours elsewhere, and compiled them again.
+    a cache compiles none: it looked for ours elsewhere, and compiled them again.
     """
     if os.environ.get(TRITON_CACHE) is None:
         from torch._inductor.runtime.cache_dir_utils import triton_cache_dir

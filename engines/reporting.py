@@ -1,4 +1,4 @@
-"""The report: one block in vLLM's log, one JSON file, over all pieces, ranges of tokens and tensor-parallel ranks."""
+"""The report: one block in the engine's log, one JSON file, over all pieces, ranges of tokens and tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from typing import Any
 import attrs
 import torch.distributed as dist
 
-from ... import __version__
-from ...fusion.ops.agreement import patience
+from .. import __version__
+from ..fusion.ops.agreement import patience
 from . import record_cache
 from .compiled_module import CompiledModule
-from .process import logger, of_each_class, once, version
+from .host import here
+from .process import of_each_class, once
 from .rank_report import Outcome, RankReport, lines_of, rank_report_of
-
-NAME = "layerfuse-report.json"
 
 PATIENCE = timedelta(minutes=2)
 """How long a rank waits for the others' verdicts."""
 
 _written: dict[Path, tuple[str, dict[str, Any]]] = {}
-"""What this process has written into each file, and for which of vLLM's engines: a model may have several compiled modules."""
+"""What this process has written into each file, and for which engine: a model may have several compiled modules."""
 
 
 def publish(unit: CompiledModule) -> None:
@@ -39,15 +38,15 @@ def publish(unit: CompiledModule) -> None:
     if unit.pieces and not unit.from_cache and unit.at_modules is None:
         problem = unit.keep()
         if problem is not None:
-            once(logging.WARNING, "layerfuse: a start from vLLM's cache will have no report: %s", problem)
+            once(logging.WARNING, "layerfuse: a start from %s's cache will have no report: %s", here().name, problem)
     if rank == 0:
-        path = _file(unit)
-        problem = _write(path, unit, outcome)
+        path, engine = _file(unit)
+        problem = _write(path, engine, unit, outcome)
         if problem is not None:
             once(logging.WARNING, "layerfuse: the report is in this log only: %s", problem)
         where = [] if problem is not None else [f"in full: {path}"]
         level = logging.WARNING if outcome.missed or outcome.problems or outcome.unknown else logging.INFO
-        logger.log(level, "%s", "\n  ".join([_title(unit, outcome), *_lines(unit, outcome), *where]))
+        here().logger.log(level, "%s", "\n  ".join([_title(unit, outcome), *_lines(unit, outcome), *where]))
     if unit.strict:
         outcome.check()
 
@@ -55,7 +54,7 @@ def publish(unit: CompiledModule) -> None:
 def _title(unit: CompiledModule, outcome: Outcome) -> str:
     ranks = len(outcome.ranks)
     of = "" if ranks == 1 else f", {ranks} ranks"
-    return f"layerfuse {__version__} in vLLM {version()}: {unit.name} on {unit.plan.target}{of}"
+    return f"layerfuse {__version__} in {here().name} {here().version()}: {unit.name} on {unit.plan.target}{of}"
 
 
 def _lines(unit: CompiledModule, outcome: Outcome) -> list[str]:
@@ -80,25 +79,10 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _file(unit: CompiledModule) -> Path:
-    """Where the report goes: as asked for, else beside what vLLM's compiler keeps, which all ranks share; else in its cache."""
-    parallel, compilation = unit.vllm_config.parallel_config, unit.vllm_config.compilation_config
-    if unit.report_path is not None:
-        path = Path(unit.report_path).expanduser()
-    elif unit.artefact is not None:
-        path = unit.artefact.parent.parent / NAME
-    elif compilation.cache_dir:
-        path = Path(compilation.cache_dir) / NAME
-    else:
-        import vllm.envs
-
-        path = Path(vllm.envs.VLLM_CACHE_ROOT) / "layerfuse" / unit.vllm_config.compute_hash() / NAME
-    # Stages of a pipeline and replicas are engines of their own, as far as a report goes.
-    stage = parallel.rank // parallel.tensor_parallel_size
-    parts = [f"pp{stage}"] if parallel.pipeline_parallel_size > 1 else []
-    parts += [f"dp{parallel.data_parallel_index}"] if parallel.data_parallel_size > 1 else []
-    path = path.with_name("-".join([path.stem, *parts]) + path.suffix)
-    return path if unit.report_path is None else _not_anothers(path, unit.vllm_config.instance_id)
+def _file(unit: CompiledModule) -> tuple[Path, str]:
+    """Where the report goes, and which of the engines of this host writes it."""
+    path, engine = here().report_file(unit)
+    return (path if unit.report_path is None else _not_anothers(path, engine)), engine
 
 
 def _not_anothers(path: Path, engine: str) -> Path:
@@ -127,11 +111,10 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _write(path: Path, unit: CompiledModule, outcome: Outcome) -> str | None:
+def _write(path: Path, engine: str, unit: CompiledModule, outcome: Outcome) -> str | None:
     """Write the report of every module of this process so far. None, or why that was not possible."""
-    engine = unit.vllm_config.instance_id
     known, modules = _written.get(path, (engine, {}))
-    if known != engine:  # beside what vLLM keeps: the same model, started again
+    if known != engine:  # beside what the engine keeps: the same model, started again
         modules = {}
     _written[path] = engine, modules
     modules[".".join(filter(None, (unit.model, unit.path)))] = {
@@ -158,28 +141,25 @@ def _write(path: Path, unit: CompiledModule, outcome: Outcome) -> str | None:
         ],
     }
     return record_cache.write(
-        path, {"layerfuse": __version__, "vllm": version(), "pid": os.getpid(), "modules": modules}
+        path, {"layerfuse": __version__, here().package: here().version(), "pid": os.getpid(), "modules": modules}
     )
 
 
 def _together(unit: CompiledModule) -> tuple[int, tuple[RankReport, ...]]:
     """This rank, and the verdicts of all ranks of its tensor-parallel group."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    rank, size = group.rank_in_group, group.world_size
+    rank, size, group = here().ranks()
     try:
         own = rank_report_of(unit, rank)
     except Exception as error:  # the others wait for an answer
         problem = f"no verdict: {type(error).__name__}: {error}"
         own = RankReport(rank=rank, fused={}, missed={}, called=None, problems=(problem,))
-    if size == 1 or not (unit.active or unit.door) or dist.get_backend(group.cpu_group) != "gloo":
+    if size == 1 or not (unit.active or unit.placed) or dist.get_backend(group) != "gloo":
         return rank, (own,)
     verdicts: list[Any] = [None] * size
     try:
         # All ranks have just run the model together; one that does not come has failed elsewhere, and must not be waited for.
-        dist.monitored_barrier(group.cpu_group, timeout=min(PATIENCE, patience(group.cpu_group)))
-        dist.all_gather_object(verdicts, own, group=group.cpu_group)
+        dist.monitored_barrier(group, timeout=min(PATIENCE, patience(group)))
+        dist.all_gather_object(verdicts, own, group=group)
     except RuntimeError as error:
         problem = f"not all of the {size} ranks gave an answer: {error}"
         return rank, (attrs.evolve(own, problems=(*own.problems, problem)),)

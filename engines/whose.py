@@ -8,10 +8,13 @@ from __future__ import annotations
 import dis
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FunctionType, MethodType
 from typing import Any
+
+HOLDERS: dict[tuple[str, str], Callable[[Any], Any]] = {}
+"""Module and name of an engine's class whose objects hold a function -> what gets it from one."""
 
 
 @functools.cache
@@ -111,8 +114,8 @@ def plain(held: Any) -> Any:
             held = held.func
         elif isinstance(held, functools._lru_cache_wrapper):
             held = held.__wrapped__
-        elif (type(held).__module__, type(held).__name__) == ("vllm.ir.op", "IrOpImpl"):
-            held = held.impl_fn
+        elif (type(held).__module__, type(held).__name__) in HOLDERS:
+            held = HOLDERS[type(held).__module__, type(held).__name__](held)
         elif package(type(held).__module__) == "triton" and isinstance(getattr(held, "fn", None), FunctionType):
             return held.fn
         else:

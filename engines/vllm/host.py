@@ -1,0 +1,58 @@
+"""What all engines share has to know of vLLM."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..host import Host
+
+if TYPE_CHECKING:
+    from ..compiled_module import CompiledModule
+
+REPORT = "layerfuse-report.json"
+
+
+def _ranks() -> tuple[int, int, Any]:
+    state = sys.modules.get("vllm.distributed.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return 0, 1, None
+    group = state.get_tp_group()
+    return group.rank_in_group, group.world_size, group.cpu_group
+
+
+def _report_file(unit: CompiledModule) -> tuple[Path, str]:
+    """As asked for, else beside what vLLM's compiler keeps, which all ranks share; else in its cache."""
+    parallel, compilation = unit.config.parallel_config, unit.config.compilation_config
+    if unit.report_path is not None:
+        path = Path(unit.report_path).expanduser()
+    elif unit.artefact is not None:
+        path = unit.artefact.parent.parent / REPORT
+    elif compilation.cache_dir:
+        path = Path(compilation.cache_dir) / REPORT
+    else:
+        import vllm.envs
+
+        path = Path(vllm.envs.VLLM_CACHE_ROOT) / "layerfuse" / unit.config.compute_hash() / REPORT
+    # Stages of a pipeline and replicas are engines of their own, as far as a report goes.
+    stage = parallel.rank // parallel.tensor_parallel_size
+    parts = [f"pp{stage}"] if parallel.pipeline_parallel_size > 1 else []
+    parts += [f"dp{parallel.data_parallel_index}"] if parallel.data_parallel_size > 1 else []
+    return path.with_name("-".join([path.stem, *parts]) + path.suffix), unit.config.instance_id
+
+
+def _fp8_dtype() -> Any:
+    from vllm.platforms import current_platform
+
+    return current_platform.fp8_dtype()
+
+
+VLLM = Host(
+    name="vLLM",
+    package="vllm",
+    tested=("0.26.0", "0.33.0"),
+    ranks=_ranks,
+    report_file=_report_file,
+    fp8_dtype=_fp8_dtype,
+)
