@@ -275,12 +275,12 @@ def lines_of(outcome: Outcome) -> list[str]:
     missed = outcome.missed
     lines = []
     for name in (*filter(outcome.plan.concerns, FUSIONS), *outcome.placed()):
-        refused = outcome.plan.refused(name)
         called = _calls(name, outcome)
         fused = len(outcome.fused(name))
-        expected = len({decision.site for decision in outcome.plan.expected(name)})
-        if name not in FUSIONS:
-            expected = fused + len(missed.get(name, {}))
+        planned = name in FUSIONS
+        refused = outcome.plan.refused(name) if planned else ()
+        sites = {decision.site for decision in outcome.plan.expected(name)} if planned else ()
+        expected = len(sites) if planned else fused + len(missed.get(name, {}))
         if not expected and not fused:
             reasons = Counter(_FIGURES.sub("", decision.reason) for decision in refused)
             lines += [f"{name}: off at {count} sites: {reason}" for reason, count in reasons.items()]
