@@ -31,6 +31,7 @@ from layerfuse.bench.environment import environment
 HERE = Path(__file__).parent
 WORK = Path(tempfile.gettempdir()) / "vllm_serve"
 PROMPT, ANSWER = 1024, 128
+SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 128, 256)
 ARMS = {"vllm": None, "default": {}}
 """Name -> layerfuse's options; None: without it."""
 KEYS = (
@@ -54,7 +55,8 @@ def server(arm: str, model: Path, port: int, logs: Path, cache: int) -> subproce
         *CLI, "serve", str(model), "--served-model-name", "m", "--port", str(port), "--host", "127.0.0.1", "--load-format", "dummy",
         "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.05",
         "--kv-cache-memory-bytes", str(cache), "--no-enable-prefix-caching", "--worker-extension-cls", "vllm_probe.Probe",
-        "--kernel-config", json.dumps(_UNTRIED["kernel_config"]), "--additional-config", json.dumps(additional),
+        # vLLM's own 51 sizes would have DeepGEMM compile kernels for each, which only makes the start longer.
+        "--cudagraph-capture-sizes", *map(str, SIZES), "--kernel-config", json.dumps(_UNTRIED["kernel_config"]), "--additional-config", json.dumps(additional),
     ]  # fmt: skip
     with (logs / f"{arm}.log").open("w") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True)
