@@ -134,6 +134,7 @@ def small_entry(
         hidden_size=hidden_size,
         layers=kinds,
         mlps=_small_mlps(entry),
+        experts=None,
         layer_classes={},
         aliases=[],
     )
