@@ -300,8 +300,7 @@ def environment(*, on: str, has_torch: bool, has_vllm: bool) -> list[Finding]:
         has_torch: without torch no backend is registered, so that none can be looked up.
         has_vllm: vLLM takes one name more.
     """
-    from .engines.vllm.decode_facts import NAME
-    from .engines.vllm.options import Options
+    from .engines.options import NAME, Options
     from .fusion import FUSIONS, FusionConfig
     from .fusion.backends import ENVIRONMENT as BACKEND
     from .fusion.config import ENVIRONMENT as WANTED

@@ -322,7 +322,7 @@ def config_for(quant: Sequence[str], engine: str | None = None) -> FusionConfig:
         FusionConfigError: LAYERFUSE_FUSIONS names a fusion that does not exist.
     """
     if engine == "vllm":
-        from ..engines.vllm.options import Options
+        from ..engines.options import Options
 
         config = Options().config()
     else:

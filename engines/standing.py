@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from types import MethodType
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import attrs
 from attrs import define, field
@@ -23,19 +20,19 @@ from torch import Tensor, nn
 
 from ..adapters.activation_quant import ActivationQuant
 from ..adapters.errors import LayerfuseError
-from ..adapters.specs import FinalNormSpec, GatedNormSpec, KernelSpec, LinearSpec
+from ..adapters.specs import FinalNormSpec, KernelSpec, LinearSpec
 from ..fusion.catalog import FUSIONS
 from ..fusion.ops import FUNCTIONS
 from ..fusion.report import GraphRecord, Use
 from ..fusion.rewrite.attribution import is_around, join
 from ..fusion.rewrite.unknown_norms import UnknownNorm
 from ..fusion.sites import OUTPUT, STREAM, Site
-from . import trial
+from . import calls, trial
+from .calls import GONE, Run
 from .compiled_module import CompiledModule, Piece
 from .handover import Reader, give
-from .hooks import Hook
 from .host import here
-from .native import Native, NotNativeError, native, native_call, native_function
+from .native import Native, NotNativeError
 from .process import once
 from .seams import Seam, seam_of
 from .whose import module_of
@@ -43,20 +40,11 @@ from .whose import module_of
 REFUSALS = (LayerfuseError, TypeError, ValueError)
 """What an op raises for arguments that it does not take."""
 
-Run: TypeAlias = Callable[..., Any]
-"""Given the arguments of a fused op, those of what the engine runs, and that: calls one of the two."""
-
 NOT_CALLED = "{engine} did not call its {what} in the first run"
 NOT_TAKEN = "no linear behind it asked for what the op had quantised in the first run"
 
-GONE = "layerfuse: a fused op is not called any more: %s"
-"""What is said when something else was put in the place of what an op stands in."""
-
 OTHER = "another forward was put where the fused op stands, from %s"
 """What is said of a module whose forward is ours no more: the other one may call ours, or not."""
-
-_inside: ContextVar[Callable[..., Any] | None] = ContextVar("layerfuse_inside", default=None)
-"""What stands for a module's function while an instance runs."""
 
 
 @define(kw_only=True)
@@ -123,19 +111,19 @@ class Standing:
             readers = self._readers(seam, site)
             if isinstance(readers, str):
                 return readers
-            behind = tuple(each.stood for each in readers)
-            stood = behind if seam.function is not None else (native(module), *behind)
-            if seam.function is not None:
-                native_function(seam.function.module, seam.function.path)
+            norms = partial(self._norms, site)
+            stood = (*calls.stood(module, seam, norms()), *(each.stood for each in readers))
+            same = partial(self._as_it_was, site.name, stood)
             quant = site.quant if readers else None
             run = (
                 self._plainly(site.name, fusion)
                 if quant is None
                 else self._handing_over(site.name, seam, quant, readers)
             )
-            {"norm": self._norm, "pair": self._pair, "product": self._product}[seam.call](
-                module, seam, site, run, stood
-            )
+            if seam.call == "pair":
+                calls.pair(module, seam, site, run, same, norms, partial(self.missed.__setitem__, site.name))
+            else:
+                {"norm": calls.norm, "product": calls.product}[seam.call](module, seam, site, run, same)
         except NotNativeError as error:
             return str(error)
         for reader in readers:
@@ -144,6 +132,10 @@ class Standing:
         self.inside[path] = module
         self.forwards[site.name] = module, vars(module)["forward"]
         return None
+
+    def _norms(self, site: Site) -> tuple[nn.Module, ...]:
+        """The norms of a site as they are now."""
+        return tuple(self.model.get_submodule(join(site.layer, norm.module or "")) for norm in site.norms)
 
     def _readers(self, seam: Seam, site: Site) -> tuple[Reader, ...] | str:
         """How the linears behind a site take what is quantised there, none where nothing is; or why they cannot."""
@@ -252,7 +244,7 @@ class Standing:
     def _handing_over(self, site: str, seam: Seam, quant: ActivationQuant, readers: Sequence[Reader]) -> Run:
         """The fused op of a chain that quantises, with the plain result too: what reads that is given what is quantised."""
         op, scale = FUSIONS[seam.fusion].forms[-1].op, readers[0].scale
-        rows = _halves if seam.call == "product" else _as_given
+        rows = calls.halves if seam.call == "product" else _as_given
         said = {**attrs.asdict(quant), "dtype": here().fp8_dtype(), "scale": scale}
         options = tuple(said[argument.name] for argument in op.args if argument.name in said)
         function, quantised = FUNCTIONS[op.name], 1 if scale is not None else 2
@@ -293,84 +285,6 @@ class Standing:
         """Count a call of the op at a site, once for its readers, when the first of them takes what it has quantised."""
         self.ran[site] += 1
 
-    def _norm(self, module: Any, seam: Seam, site: Site, run: Run, stood: tuple[Native, ...]) -> None:
-        (norm,) = site.norms
-        settings: tuple[Any, ...] = (norm.epsilon, norm.weight_offset)
-        if isinstance(norm, GatedNormSpec):
-            settings = (*settings, norm.activation, norm.norm_before_gate)
-        own, second = _of_its_class(module), seam.second
-        several = FUSIONS[seam.fusion].chain[0].adds or isinstance(norm, GatedNormSpec)
-
-        def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.keys() == {second} and not args:
-                args, kwargs = (kwargs[second],), {}
-            given = tuple(each for each in args if each is not None)
-            # Without the second tensor, or with options of the engine's, it is another computation.
-            plain = (
-                len(args) <= 1
-                and len(given) == several
-                and not kwargs
-                and all(each.numel() == x.numel() for each in given)
-            )
-            if not plain or not self._as_it_was(site.name, stood):
-                return own(x, *args, **kwargs)
-            # Kimi's delta nets give the gate without the leading dimension of 1.
-            return run((x, *(each.view(x.shape) for each in given), module.weight, *settings), (x, *given), own)
-
-        _stand(module, forward)
-
-    def _product(self, module: Any, _: Seam, site: Site, run: Run, stood: tuple[Native, ...]) -> None:
-        own = _of_its_class(module)
-
-        def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
-            if args or kwargs or not self._as_it_was(site.name, stood):
-                return own(x, *args, **kwargs)
-            return run((x, math.inf), (x,), own)  # a class that clamps is another one
-
-        _stand(module, forward)
-
-    def _pair(self, module: Any, seam: Seam, site: Site, run: Run, behind: tuple[Native, ...]) -> None:
-        q, kv = site.norms
-        function: Any = seam.function
-        original, own = _dispatched(function), _of_its_class(module)
-        paths = [join(site.layer, norm.module or "") for norm in site.norms]
-        switched = seam.switch is not None and not getattr(module, seam.switch)
-        stood = behind
-        if switched:  # the engine would call its norms
-            norms = (native_call(self.model.get_submodule(path)) for path in paths)
-            stood = (native(module, values=False), *norms, *behind)
-
-        def plain(x: Any, y: Any, *others: Any) -> Any:
-            if not switched:
-                return original(x, y, *others)
-            first, second = map(self.model.get_submodule, paths)
-            return first(x), second(y)
-
-        settings = (q.epsilon, kv.epsilon, q.weight_offset, kv.weight_offset)
-
-        def fused(x: Any, y: Any, x_weight: Any, y_weight: Any, epsilon: float) -> Any:
-            if epsilon != q.epsilon:
-                why = f"{here().name} calls {function.path} with epsilon {epsilon} here; the spec says {q.epsilon}"
-                self.missed[site.name] = why
-                once(logging.WARNING, GONE, why)
-                return plain(x, y, x_weight, y_weight, epsilon)
-            return run((x, y, x_weight, y_weight, *settings), (x, y, x_weight, y_weight, epsilon), plain)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._as_it_was(site.name, stood):
-                if switched:
-                    setattr(module, str(seam.switch), False)
-                return own(*args, **kwargs)
-            before = _inside.set(fused)
-            try:
-                return own(*args, **kwargs)
-            finally:
-                _inside.reset(before)
-
-        _stand(module, forward)
-        if switched:
-            setattr(module, str(seam.switch), True)
-
     def take_down(self) -> None:
         """Write what the first run was as a record of the unit."""
         uses, unreached = [], []
@@ -410,58 +324,16 @@ def _with_residual(found: dict[UnknownNorm, None], norm: UnknownNorm) -> Callabl
     return hook
 
 
-def _as_given(*fused: Any) -> tuple[Any, ...]:
-    return fused
-
-
 def _what(site: Site) -> str:
     return "norms together" if site.norms else "product by itself"
 
 
-def _halves(x: Tensor, *others: Any) -> tuple[Any, ...]:
-    return (*x.chunk(2, dim=-1), *others)
+def _as_given(*fused: Any) -> tuple[Any, ...]:
+    return fused
 
 
 def _one(several: tuple[Any, ...]) -> Any:
     return several if len(several) > 1 else several[0]
-
-
-def _stand(module: Any, forward: Callable[..., Any]) -> None:
-    """Let the forward of a module be ours. A copy of it takes this along, and runs what its class has, with its own weight."""
-
-    @functools.wraps(module.forward)
-    def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs) if self is module else type(self).forward(self, *args, **kwargs)
-
-    module.forward = MethodType(instead, module)  # which copies are bound to anew
-
-
-def _of_its_class(module: Any) -> Callable[..., Any]:
-    """The forward of a module in which ours stands: what its class has when it is called."""
-
-    def own(*args: Any, **kwargs: Any) -> Any:
-        return type(module).forward(module, *args, **kwargs)
-
-    return own
-
-
-def _dispatched(function: Hook) -> Callable[..., Any]:
-    """The function of an engine's that a place calls, from now on through what stands for it while an instance runs."""
-    module: Any = sys.modules[function.module]
-    name = function.path
-    held: Any = vars(module)[name]
-    known = vars(held).get("__layerfuse_original__")
-    if known is not None:
-        return known  # type: ignore[no-any-return]
-
-    @functools.wraps(held)
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        standing = _inside.get()
-        return held(*args, **kwargs) if standing is None else standing(*args, **kwargs)
-
-    setattr(dispatch, "__layerfuse_original__", held)  # noqa: B010 (functions have no such attribute by type)
-    setattr(module, name, dispatch)
-    return held  # type: ignore[no-any-return]
 
 
 @contextmanager

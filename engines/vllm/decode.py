@@ -26,9 +26,10 @@ from ...adapters.specs import AnySpec, MLASpec
 from ...fusion.ops.agreement import RankDisagreementError, agree
 from ..hooks import HookError, check, wrapped_by
 from ..native import Native, NotNativeError, native, native_call
+from ..options import NAME
 from ..process import once
 from ..seams import seam_of
-from .decode_facts import ATTENTION, CHANGED, CLASS, HOOKS, LEFT, NAME, WRITE, why_not_here, why_not_read, why_not_spec
+from .decode_facts import ATTENTION, CHANGED, CLASS, HOOKS, LEFT, WRITE, why_not_here, why_not_read, why_not_spec
 from .seams import SEAMS
 
 _loaded = count(1)

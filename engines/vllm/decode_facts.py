@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..hooks import Hook, check_source
+from ..options import NAME, without
 from .switches import BATCH_INVARIANT, INVARIANT, MLA_DISABLE, is_set
 
 if TYPE_CHECKING:
     from ...adapters.specs import AnySpec, MLASpec
     from ...fusion import ActivationQuant, Engine, FusionConfig
-
-NAME = "mla_decode"
-"""Among the `fusions` that are asked for."""
 
 TAKES = f"{NAME} takes what stands there"
 """The reason in the plan of what is taken at the same sites."""
@@ -252,21 +250,6 @@ def beside(engine: Engine) -> Engine:
     from ...fusion.sites import LATENTS
 
     return attrs.evolve(engine, keeps={**engine.keeps, LATENTS: TAKES})
-
-
-def without(fusions: str) -> tuple[str, bool]:
-    """A line of fusions without this name, and whether it was asked for.
-
-    The line is as `LAYERFUSE_FUSIONS` has it. What is left of one that asked for nothing else is `none`.
-    """
-    names = [name.strip() for name in fusions.split(",")]
-    left = [name for name in names if name.lstrip("+-") != NAME]
-    if len(left) == len(names):
-        return fusions, False
-    if NAME in names and all(name[:1] in ("+", "-") for name in left):
-        # Names alone are all that is on; without one, those with a sign would leave the rest as it is by default.
-        left = [name[1:] for name in left if name.startswith("+")] or ["none"]
-    return ",".join(left), NAME in names or f"+{NAME}" in names
 
 
 def planned(

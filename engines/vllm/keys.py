@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from ...fusion.rewrite.identity import hash_of, key_of
 from ...fusion.rewrite.ranks import kernels_here
 from ..compiled_module import CompiledModule
-from .options import KEY, OWN
+from ..options import KEY, OWN
 from .passes import tensor_parallel_group, why_not_now
 
 

@@ -20,12 +20,12 @@ from ...fusion.live_plan import module_index_of
 from ...fusion.planning import plan
 from ...fusion.target import Target
 from ..compiled_module import CompiledModule, say_unfound, unfound_lines
+from ..options import NAME, Options
 from ..process import of_each_class, once
 from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import Door
-from .decode_facts import NAME, TAKES, beside
+from .decode_facts import TAKES, beside
 from .keys import check_table
-from .options import Options
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
 
 

@@ -6,6 +6,7 @@ Read in vLLM 0.26.0 and 0.33.0. Needs no vLLM, so that plans are made beforehand
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 from attrs import frozen
 
@@ -13,6 +14,7 @@ from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.sites import FINAL
 from .decode_facts import SPARSE_MODELS, why_no_mla
+from .switches import is_set
 
 _PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
 
@@ -176,8 +178,8 @@ class Code:
     "Function, and where."
     architectures: frozenset[str] = frozenset()
     "Empty: every model."
-    reduced: bool = False
-    "Only with more than one rank."
+    ranks: Literal["any", "one", "several"] = "any"
+    "Only on one rank, or with several; one that holds its whole embedding (VLLM_REPLICATE_EMBED) counts as one."
     vendor: str | None = None
     "Only on this vendor's GPUs; None: on all."
     kept: bool = False
@@ -197,8 +199,15 @@ CODE = (
         fusions=("all_reduce_add_rms_norm", "add_rms_norm"),
         by=f"fused_allreduce_rms_norm in the code of the model{NEEDS_FLASHINFER}, and else an all-reduce and a norm with its add",
         architectures=SPARSE_MODELS,
-        reduced=True,
+        ranks="several",
         vendor="nvidia",
+        kept=True,
+    ),
+    Code(
+        fusions=quantised("rms_norm"),
+        by="fused_embed_norm in the code of the model, for the first norm",
+        architectures=SPARSE_MODELS,
+        ranks="one",
         kept=True,
     ),
     Code(
@@ -207,7 +216,7 @@ CODE = (
         architectures=frozenset({"KimiK3ForConditionalGeneration"}),
     ),
     Code(
-        fusions=("add_rms_norm",),
+        fusions=("add_rms_norm", *quantised("add_rms_norm", "rms_norm")),
         by="attn_res in the code of the model",
         architectures=frozenset({"KimiK3ForConditionalGeneration"}),
         kept=True,
@@ -215,12 +224,15 @@ CODE = (
 )
 """What models do that vLLM runs without compiling them; later rows are the more special ones."""
 
+COPIED = frozenset({"KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"})
+"""Whose delta nets norm inside of an op, which copies the result out of itself before a linear reads it."""
+
 APART = {
     **{
         architecture: {
             FINAL: "vLLM applies the final norm of this model in compute_logits, apart from the residual add"
         }
-        for architecture in ("KimiK3ForConditionalGeneration", "KimiLinearForCausalLM")
+        for architecture in sorted(COPIED)
     },
     **{
         draft: {FINAL: "vLLM's code of this draft adds the residual by itself, and calls the final norm with the sum"}
@@ -233,12 +245,12 @@ APART = {
 
 def by_code(architectures: Iterable[str], place: Place) -> dict[str, Code]:
     """Fusion -> what does it in a model that is not compiled."""
-    given = set(architectures)
+    given, whole = set(architectures), ("one",) if is_set("VLLM_REPLICATE_EMBED") else ()
     return {
         name: each
         for each in CODE
         if (not each.architectures or each.architectures & given)
-        and (place.ranks > 1 or not each.reduced)
+        and each.ranks in ("any", "several" if place.ranks > 1 else "one", *whole)
         and each.vendor in (None, place.vendor)
         for name in each.fusions
     }
@@ -281,6 +293,9 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
             does[name] = f"vLLM does it: {code.by}; {INSTEAD}"
     without = [name for name in FUSIONS if name not in known and name not in keeps]
     refuses = dict.fromkeys(without, f"{reason}; at module level there is no place for it")
+    if not COPIED.isdisjoint(architectures):
+        copied = "vLLM copies what the norm of this delta net gives before a linear reads it"
+        refuses |= dict.fromkeys(quantised("gated_rms_norm"), copied)
     no_mla = why_no_mla(architectures)
     if no_mla is not None:
         for name in ("mla_dual_rms_norm", *quantised("mla_dual_rms_norm")):

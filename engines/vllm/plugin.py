@@ -23,10 +23,10 @@ from .. import process
 from ..hooks import Hook, HookError, stand_at, wrapped_by
 from ..host import enter
 from ..imports import when_imported
+from ..options import KEY, Options, is_off, options_in
 from ..process import leave_alone, once, say_if_untested, troubled
 from .hooks import HOOKS
 from .host import VLLM
-from .options import KEY, Options, is_off, options_in
 
 if TYPE_CHECKING:
     from torch import nn

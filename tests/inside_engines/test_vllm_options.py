@@ -11,9 +11,9 @@ import attrs
 import pytest
 from helpers import ROOT, run_python
 
+from layerfuse.engines.options import Options, OptionsError, options_in
 from layerfuse.engines.vllm import defaults
 from layerfuse.engines.vllm.decode_facts import without
-from layerfuse.engines.vllm.options import Options, OptionsError, options_in
 from layerfuse.engines.vllm.plugin import _nothing_on
 from layerfuse.fusion import FusionConfig, FusionConfigError
 from layerfuse.fusion.backends import BackendError
@@ -140,7 +140,7 @@ def test_what_is_both_on_and_off_is_an_error_at_once(line: str, name: str, monke
     "line", ["+nosuch,-nosuch", "+nosuch,+add_rms_norm,-add_rms_norm", "mla_decode,-nosuch,+nosuch"]
 )
 def test_that_a_name_does_not_exist_is_said_before_how_it_was_switched(line: str) -> None:
-    with pytest.raises(FusionConfigError, match=r"no fusion is called 'nosuch'.* vLLM has mla_decode\.$"):
+    with pytest.raises(FusionConfigError, match=r"no fusion is called 'nosuch'.* there is mla_decode\.$"):
         options_in({"layerfuse": {"fusions": line}})
 
 
@@ -239,7 +239,7 @@ def test_mla_decode_is_asked_for_among_the_fusions(asked: str, left: str, on: bo
 def test_a_name_that_is_mistyped_may_be_that_of_mla_decode() -> None:
     with pytest.raises(
         FusionConfigError,
-        match=r"no fusion is called 'mla_decod'.* Beside the fusions of graphs, vLLM has mla_decode\.$",
+        match=r"no fusion is called 'mla_decod'.* Beside the fusions of graphs, there is mla_decode\.$",
     ):
         Options(fusions="+mla_decod").config()
 

@@ -1,4 +1,4 @@
-"""What the user asks of layerfuse inside vLLM: `--additional-config '{"layerfuse": {...}}'` and `LAYERFUSE_FUSIONS`."""
+"""What the user asks of layerfuse inside an engine: by a table of the engine's options, and `LAYERFUSE_FUSIONS`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import field, frozen
 
-from ...adapters.errors import LayerfuseError, did_you_mean, shown
-from .decode_facts import NAME, without
+from ..adapters.errors import LayerfuseError, did_you_mean, shown
 
 if TYPE_CHECKING:
-    from ...fusion.config import FusionConfig
+    from ..fusion.config import FusionConfig
 
 KEY = "layerfuse"
-"""Under this name of vLLM's `additional_config`."""
+"""Under this name of the table."""
 
 
 BACKEND = "LAYERFUSE_BACKEND"
+
+NAME = "mla_decode"
+"""Among the `fusions` that are asked for, and no fusion of graphs: see `placement`."""
 
 
 class OptionsError(LayerfuseError, ValueError):
@@ -61,9 +63,9 @@ class Options:
     strict: bool = field(default=False, validator=_is(bool, "true or false"))
     "Whether an expected fusion that did not happen stops the engine, or one that is named and has no site in the model."
     eager: bool = field(default=True, validator=_is(bool, "true or false"))
-    "Whether fused ops stand in the modules of a model that vLLM does not compile."
+    "Whether fused ops stand in the modules of a model that the engine does not compile."
     report: str | None = field(default=None, validator=[_is(str, "a path"), _file])
-    "The file that the report is written to; None: beside what vLLM's compiler keeps."
+    "The file that the report is written to; None: beside what the engine's compiler keeps."
 
     def config(self) -> FusionConfig:
         """The same for plans.
@@ -71,8 +73,8 @@ class Options:
         Raises:
             FusionConfigError: a fusion that does not exist, one that is both on and off, or an unknown level.
         """
-        from ...fusion.catalog import FUSIONS
-        from ...fusion.config import FusionConfig, FusionConfigError, check_signs
+        from ..fusion.catalog import FUSIONS
+        from ..fusion.config import FusionConfig, FusionConfigError, check_signs
 
         origin = f"additional_config[{KEY!r}]"
         line = self._line
@@ -86,7 +88,7 @@ class Options:
                 if {word.lstrip("+-") for word in words} <= {*FUSIONS, NAME, "all", "none"}:
                     raise
                 # Of the graphs' fusions only those are named there.
-                raise FusionConfigError(f"{error} Beside the fusions of graphs, vLLM has {NAME}.") from None
+                raise FusionConfigError(f"{error} Beside the fusions of graphs, there is {NAME}.") from None
         else:
             config = FusionConfig(strict=self.strict)
         check_signs(words, said)  # of `mla_decode` too
@@ -137,13 +139,28 @@ class Options:
         return self.fusions is None and self.level is None and not os.environ.get("LAYERFUSE_FUSIONS", "").strip()
 
 
+def without(fusions: str) -> tuple[str, bool]:
+    """A line of fusions without this name, and whether it was asked for.
+
+    The line is as `LAYERFUSE_FUSIONS` has it. What is left of one that asked for nothing else is `none`.
+    """
+    names = [name.strip() for name in fusions.split(",")]
+    left = [name for name in names if name.lstrip("+-") != NAME]
+    if len(left) == len(names):
+        return fusions, False
+    if NAME in names and all(name[:1] in ("+", "-") for name in left):
+        # Names alone are all that is on; without one, those with a sign would leave the rest as it is by default.
+        left = [name[1:] for name in left if name.startswith("+")] or ["none"]
+    return ",".join(left), NAME in names or f"+{NAME}" in names
+
+
 def is_off(additional_config: Any) -> bool:
     """Whether layerfuse is switched off as a whole: `false` in the place of its options."""
     return isinstance(additional_config, Mapping) and additional_config.get(KEY) is False
 
 
 def options_in(additional_config: Any) -> Options:
-    """The options in vLLM's `additional_config`; `false` in their place stands for no fusion.
+    """The options in an engine's table, as vLLM's `additional_config`; `false` in their place stands for no fusion.
 
     Raises:
         OptionsError: an unknown option, or a value of another type.
@@ -186,11 +203,11 @@ def check_backend() -> None:
         BackendError: no op has one of that name.
     """
     if os.environ.get(BACKEND):
-        from ...fusion import backends
-        from ...fusion import ops as _ops  # noqa: F401 (registers the backends)
+        from ..fusion import backends
+        from ..fusion import ops as _ops  # noqa: F401 (registers the backends)
 
         backends.check_forced()
 
 
 OWN = "key"
-"""What stands in the place of the options while vLLM makes the key of its cache (`keys`)."""
+"""What stands in the place of the options while an engine makes the key of its cache."""

@@ -1,0 +1,181 @@
+"""The calls of an engine's own classes in whose place a fused op is called: of a norm, of a product, of two norms together.
+
+Each is given its instance, the seam, the site, what runs the op or the engine's own, and whether all is still as it was when the op was put in.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import sys
+from collections.abc import Callable
+from contextvars import ContextVar
+from types import MethodType
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from ..adapters.specs import GatedNormSpec
+from ..fusion.catalog import FUSIONS
+from ..fusion.sites import Site
+from .hooks import Hook
+from .host import here
+from .native import Native, native, native_call, native_function
+from .process import once
+from .seams import Seam
+
+Run: TypeAlias = Callable[..., Any]
+"""Given the arguments of a fused op, those of what the engine runs, and that: calls one of the two."""
+
+Same: TypeAlias = Callable[[], bool]
+"""Whether nothing has been put in the place of the engine's code since ours stands there."""
+
+GONE = "layerfuse: a fused op is not called any more: %s"
+"""What is said when something else was put in the place of what an op stands in."""
+
+_inside: ContextVar[Callable[..., Any] | None] = ContextVar("layerfuse_inside", default=None)
+"""What stands for a module's function while an instance runs."""
+
+
+def norm(module: Any, seam: Seam, site: Site, run: Run, same: Same) -> None:
+    """One norm: with a residual or a gate where the chain has one."""
+    (spec,) = site.norms
+    settings: tuple[Any, ...] = (spec.epsilon, spec.weight_offset)
+    if isinstance(spec, GatedNormSpec):
+        settings = (*settings, spec.activation, spec.norm_before_gate)
+    own, second = _of_its_class(module), seam.second
+    several = FUSIONS[seam.fusion].chain[0].adds or isinstance(spec, GatedNormSpec)
+
+    def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.keys() == {second} and not args:
+            args, kwargs = (kwargs[second],), {}
+        given = tuple(each for each in args if each is not None)
+        # Without the second tensor, or with options of the engine's, it is another computation.
+        plain = len(args) <= 1 and len(given) == several and not kwargs
+        if not plain or any(each.numel() != x.numel() for each in given) or not same():
+            return own(x, *args, **kwargs)
+        # Kimi's delta nets give the gate without the leading dimension of 1.
+        return run((x, *(each.view(x.shape) for each in given), module.weight, *settings), (x, *given), own)
+
+    _stand(module, forward)
+
+
+def product(module: Any, _seam: Seam, _site: Site, run: Run, same: Same) -> None:
+    """`silu(gate) * up` of one tensor that holds both."""
+    own = _of_its_class(module)
+
+    def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or not same():
+            return own(x, *args, **kwargs)
+        return run((x, math.inf), (x,), own)  # a class that clamps is another one
+
+    _stand(module, forward)
+
+
+def halves(x: Tensor, *others: Any) -> tuple[Any, ...]:
+    """The arguments of an op for a product."""
+    return (*x.chunk(2, dim=-1), *others)
+
+
+def pair(
+    module: Any,
+    seam: Seam,
+    site: Site,
+    run: Run,
+    same: Same,
+    norms: Callable[[], tuple[nn.Module, ...]],
+    miss: Callable[[str], None],
+) -> None:
+    """Both `norms` of one site, as they are when it is called, that the instance calls a function for; `miss` is told where it calls that in another way."""
+    q, kv = site.norms
+    function: Any = seam.function
+    original, own, switched = _dispatched(function), _of_its_class(module), is_switched(module, seam)
+
+    def plain(x: Any, y: Any, *others: Any) -> Any:
+        if not switched:
+            return original(x, y, *others)
+        first, second = norms()
+        return first(x), second(y)
+
+    settings = (q.epsilon, kv.epsilon, q.weight_offset, kv.weight_offset)
+
+    def fused(x: Any, y: Any, x_weight: Any, y_weight: Any, epsilon: float) -> Any:
+        if epsilon != q.epsilon:
+            why = f"{here().name} calls {function.path} with epsilon {epsilon} here; the spec says {q.epsilon}"
+            miss(why)
+            once(logging.WARNING, GONE, why)
+            return plain(x, y, x_weight, y_weight, epsilon)
+        return run((x, y, x_weight, y_weight, *settings), (x, y, x_weight, y_weight, epsilon), plain)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not same():
+            if switched:
+                setattr(module, str(seam.switch), False)
+            return own(*args, **kwargs)
+        before = _inside.set(fused)
+        try:
+            return own(*args, **kwargs)
+        finally:
+            _inside.reset(before)
+
+    _stand(module, forward)
+    if switched:
+        setattr(module, str(seam.switch), True)
+
+
+def is_switched(module: Any, seam: Seam) -> bool:
+    """Whether the engine would call its norms by themselves, and has to be told to call the function."""
+    return seam.switch is not None and not getattr(module, seam.switch)
+
+
+def stood(module: Any, seam: Seam, norms: tuple[nn.Module, ...]) -> tuple[Native, ...]:
+    """What the engine would run in place of a call.
+
+    Raises:
+        NotNativeError: some of it is not the engine's own.
+    """
+    if seam.function is None:
+        return (native(module),)
+    native_function(seam.function.module, seam.function.path)
+    if not is_switched(module, seam):
+        return ()
+    return native(module, values=False), *map(native_call, norms)
+
+
+def _stand(module: Any, forward: Callable[..., Any]) -> None:
+    """Let the forward of a module be ours. A copy of it takes this along, and runs what its class has, with its own weight."""
+
+    @functools.wraps(module.forward)
+    def instead(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self is module else type(self).forward(self, *args, **kwargs)
+
+    module.forward = MethodType(instead, module)  # which copies are bound to anew
+
+
+def _of_its_class(module: Any) -> Callable[..., Any]:
+    """The forward of a module in which ours stands: what its class has when it is called."""
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    return own
+
+
+def _dispatched(function: Hook) -> Callable[..., Any]:
+    """The function of an engine's that a place calls, from now on through what stands for it while an instance runs."""
+    module: Any = sys.modules[function.module]
+    name = function.path
+    held: Any = vars(module)[name]
+    known = vars(held).get("__layerfuse_original__")
+    if known is not None:
+        return known  # type: ignore[no-any-return]
+
+    @functools.wraps(held)
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        standing = _inside.get()
+        return held(*args, **kwargs) if standing is None else standing(*args, **kwargs)
+
+    setattr(dispatch, "__layerfuse_original__", held)  # noqa: B010 (functions have no such attribute by type)
+    setattr(module, name, dispatch)
+    return held  # type: ignore[no-any-return]
