@@ -18,7 +18,7 @@ from attrs import field, frozen
 from .errors import FactsError, did_you_mean, shown
 from .rope_source import RopeSource, parse_rope
 from .sources import Const, NormSource, Path, Source, parse_linears, parse_norm, parse_source, parse_weight
-from .spec_fields import problem_of
+from .spec_fields import GATED, problem_of
 from .specs import FAMILY_OF, GatedNormSpec, LayerNormSpec, LayerSpec, ResidualSpec, RopeSpec, kind_of
 from .values import VALUES, same
 
@@ -147,8 +147,13 @@ _PARALLEL_KINDS = {"tp_size": "count", "tp_rank": "index", "added_as_given": "fl
 
 
 def _parse_one(name: str, kind: str, words: Any) -> Parsed:
-    if kind in ("norm", "optional_norm", "gated_norm"):
-        return _checked_norm(parse_norm(words, name, gated=kind == "gated_norm"), name)
+    if kind in ("norm", "optional_norm", *GATED):
+        norm = parse_norm(words, name, gated=kind in GATED)
+        if norm.where and kind != "optional_gated_norm":
+            raise FactsError(
+                f"{name}: where is said of a norm that a layer may be without, and this one every layer has"
+            )
+        return _checked_norm(norm, name)
     if kind == "optional_rope":
         source = parse_rope(words, name)
         _check_parts(source, name, RopeSpec)

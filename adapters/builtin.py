@@ -6,11 +6,13 @@ from .base import Adapter
 from .decoders import DECODERS
 from .deepseek_v3 import DEEPSEEK_V3
 from .gpt_oss import GPT_OSS
+from .hybrids import HYBRIDS
 from .kimi_k2 import KIMI_K2
 from .kimi_linear import KIMI_LINEAR
 from .layer_norm_decoders import LAYER_NORM_DECODERS
 from .qwen3_next import QWEN3_NEXT
 from .vllm_decoders import VLLM_DECODERS
+from .vllm_hybrids import VLLM_HYBRIDS
 
 BUILTIN: tuple[Adapter, ...] = (
     DEEPSEEK_V3,
@@ -20,6 +22,8 @@ BUILTIN: tuple[Adapter, ...] = (
     QWEN3_NEXT,
     DECODERS,
     LAYER_NORM_DECODERS,
+    HYBRIDS,
     VLLM_DECODERS,
+    VLLM_HYBRIDS,
 )
 """In the order they are registered."""

@@ -342,7 +342,8 @@ class ResidualSpec(LayerSpec):
     post_attention_norms: tuple[NormSpec, ...] = of_kind("norms")
     """The norm of the stream that the MLP reads, after the attention's result was added: one per attention block. No norm of
     what the attention or the MLP gives, before it is added, is a field: Gemma 3 calls one of those post_attention_layernorm.
-    With a `parallel_residual` nothing was added in front of it, and there is none where the MLP reads the input norm (GPT-J)."""
+    With a `parallel_residual` nothing was added in front of it, and there is none where the MLP reads the input norm (GPT-J).
+    Nor is there one in a layer of one block (Mamba-2, Nemotron-H), whose mixer or MLP reads the input norm."""
     post_norms: tuple[NormSpec, ...] = of_kind("norms", default=())
     """The norms behind the adds that give the stream itself, x = norm(x + f(x)): the attention's, then the MLP's (BERT, GPT-1). Their
     layers have no others."""
@@ -376,6 +377,11 @@ class ResidualSpec(LayerSpec):
         return self.added_as_given and not self.parallel_residual
 
     @property
+    def is_one_block(self) -> bool:
+        """Whether the layer is a mixer or an MLP alone, and one norm in front of it."""
+        return bool(self.input_norms) and not self.post_attention_norms and not self.parallel_residual
+
+    @property
     def input_norm(self) -> NormSpec | None:
         """The norm at the layer's entry, or None where no norm reads the stream."""
         return self.input_norms[0] if self.input_norms else None
@@ -388,7 +394,7 @@ class ResidualSpec(LayerSpec):
     def _contradictions(self) -> Iterator[str]:
         if self.post_norms and (self.input_norms or self.post_attention_norms or len(self.post_norms) != 2):
             yield f"post_norms: expected 2 and no others, got {len(self.post_norms)} beside {len(self.input_norms)} in front"
-        alone = self.parallel_residual and not self.post_attention_norms
+        alone = not self.post_attention_norms and (self.parallel_residual or len(self.input_norms) == 1)
         if len(self.input_norms) != len(self.post_attention_norms) and not alone:
             yield (
                 f"post_attention_norms: expected one per input norm, got {len(self.post_attention_norms)} "

@@ -98,6 +98,7 @@ NESTED.update(
     norms=NormSpec,
     optional_norm=NormSpec,
     gated_norm=GatedNormSpec,
+    optional_gated_norm=GatedNormSpec,
     activation_quant=ActivationQuant,
 )
 

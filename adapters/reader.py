@@ -46,7 +46,7 @@ from .sources import (
     is_index,
     torchs_norm,
 )
-from .spec_fields import made
+from .spec_fields import GATED, made
 from .specs import (
     LARGEST,
     NO_ROPE,
@@ -231,10 +231,12 @@ class Reading:
         for name, kind, partner, parsed in self.reader.fields:
             if name in values:
                 continue
-            if partner is not None and values[partner] is None:
+            if (partner is not None and values[partner] is None) or (
+                kind == "optional_gated_norm" and not self.holds(name, parsed)
+            ):
                 values[name] = None
-            elif kind in ("norm", "optional_norm", "gated_norm"):
-                values[name] = self.norm(name, parsed, kind == "gated_norm")
+            elif kind in ("norm", "optional_norm", *GATED):
+                values[name] = self.norm(name, parsed, kind in GATED)
             elif kind == "optional_rope":
                 values[name] = self.rope_or_unsaid(name, parsed)
             elif kind == "norms":
@@ -255,6 +257,17 @@ class Reading:
         if name == "post_attention_norms":
             return tuple(self.norm(name, source, False) for source in sources if source not in lacked)
         return tuple(self.norm(name, source, False, also) for source in sources)
+
+    def holds(self, name: str, source: NormSource) -> bool:
+        """Whether the layer says that it norms here, where its facts name a flag for it."""
+        if not source.where:
+            return True
+        place, found = self.answered(f"{name}.where", source.where, same)
+        if type(found) is not bool:
+            raise SpecError(
+                self.facts.spec.__name__, [f"{name}: expected {place} to be true or false, got {shown(found)}"]
+            )
+        return found
 
     def has(self, module: Path) -> bool:
         """Whether something is at this path."""

@@ -242,6 +242,8 @@ class NormSource:
     "The linears that read its result, relative to the layer. Those that a layer lacks are passed over."
     fed_by: tuple[Path, ...] = ()
     "The linears whose result joins the residual stream in front of it, in the same words."
+    where: tuple[Source, ...] = ()
+    "The layer's flag that is false where it norms nothing, of a norm that may be absent."
 
     @property
     def gated(self) -> bool:
@@ -284,7 +286,10 @@ def norm(module: str, **words: Any) -> dict[str, Any]:
 
 
 def gated_norm(module: str, **words: Any) -> dict[str, Any]:
-    """A gated RMSNorm module. Norm first, one group and an `activation` attribute, unless `words` say otherwise."""
+    """A gated RMSNorm module. Norm first, one group and an `activation` attribute, unless `words` say otherwise.
+
+    `where` is the layer's flag for it, where a layer may have none.
+    """
     return {
         "module": module,
         "activation": "activation",
@@ -403,6 +408,7 @@ _NORM_DEFAULTS: dict[str, Any] = {
 _GATED = ("activation", "norm_before_gate", "group_size")
 _LAYER = ("has_weight", "has_bias")
 _AROUND = ("feeds", "fed_by")
+_WHERE = "where"
 
 TORCH_NORM = (
     ("width", (Path(("weight", "shape", "0")),)),
@@ -442,7 +448,7 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
         words = {"module": words}
     if not isinstance(words, Mapping) or not isinstance(words.get("module"), str):
         raise FactsError(f'{field}: expected a norm, {{module = "...", ...}}, got {shown(words)}')
-    allowed = ("module", *_AROUND, *_NORM_DEFAULTS, *(_GATED if gated else _LAYER))
+    allowed = ("module", *_AROUND, *_NORM_DEFAULTS, *((*_GATED, _WHERE) if gated else _LAYER))
     for word in words:
         if word not in allowed:
             raise FactsError(f"{field}: a norm has no {shown(word)}{did_you_mean(word, allowed)}")
@@ -453,11 +459,14 @@ def parse_norm(words: Any, field: str, *, gated: bool) -> NormSource:
     module = parse_path(words["module"], field)
     if not isinstance(module, Path):
         raise FactsError(f"{field}: a norm's module is a path, not a quotient")
-    said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k not in ("module", *_AROUND)}}
+    said = {**_NORM_DEFAULTS, **{k: v for k, v in words.items() if k not in ("module", _WHERE, *_AROUND)}}
+    feeds, fed_by = (parse_linears(words.get(word, []), f"{field}.{word}") for word in _AROUND)
     return NormSource(
         module,
         tuple((name, parse_source(source, f"{field}.{name}")) for name, source in said.items()),
-        *(parse_linears(words.get(word, []), f"{field}.{word}") for word in _AROUND),
+        feeds=feeds,
+        fed_by=fed_by,
+        where=parse_source(words[_WHERE], f"{field}.{_WHERE}") if _WHERE in words else (),
     )
 
 

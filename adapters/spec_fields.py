@@ -49,6 +49,7 @@ _OPTIONAL = (
     "optional_count",
     "optional_index",
     "optional_norm",
+    "optional_gated_norm",
     "optional_positive",
     "optional_flag",
     "window",
@@ -65,6 +66,9 @@ _OPTIONAL = (
     "block",
 )
 """The kinds of which None is a value."""
+
+GATED = ("gated_norm", "optional_gated_norm")
+"""The kinds that are gated norms."""
 
 _SEVERAL = ("norms", "linears", "paths", "counts", "block")
 """The kinds that are tuples."""

@@ -23,6 +23,7 @@ from .layer_specs import (
     ResidualSpec,
 )
 from .linear_specs import LinearSpec, WeightSpec
+from .mixer_specs import Mamba2Spec, OtherMixerSpec
 from .norm_specs import WHOLE, GatedNormSpec, HeadPair, LayerNormSpec, NormSpec, Parallel, shard_heads, shard_kv_heads
 from .rope_specs import NO_ROPE, RopeSpec
 from .spec_fields import ACTIVATIONS, LARGEST, MLP_ACTIVATIONS, goes_with, kind_of, problem_of
@@ -53,7 +54,10 @@ __all__ = [
     "MLAKernelSpec",
     "MLASpec",
     "MLPSpec",
+    "Mamba2Spec",
+    "MixerSpec",
     "NormSpec",
+    "OtherMixerSpec",
     "Parallel",
     "ResidualSpec",
     "RopeSpec",
@@ -66,10 +70,13 @@ __all__ = [
 ]
 
 AttentionSpec: TypeAlias = MLASpec | GatedDeltaNetSpec | GQASpec
+MixerSpec: TypeAlias = AttentionSpec | Mamba2Spec | OtherMixerSpec
 AnySpec: TypeAlias = (
     MLASpec
     | GatedDeltaNetSpec
     | GQASpec
+    | Mamba2Spec
+    | OtherMixerSpec
     | GatedMLPSpec
     | MLPSpec
     | ResidualSpec
@@ -83,6 +90,8 @@ FAMILIES: dict[str, type[Any]] = {
     "mla": MLASpec,
     "gated_delta_net": GatedDeltaNetSpec,
     "gqa": GQASpec,
+    "mamba2": Mamba2Spec,
+    "other": OtherMixerSpec,
     "gated_mlp": GatedMLPSpec,
     "mlp": MLPSpec,
     "residual": ResidualSpec,

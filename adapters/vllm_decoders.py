@@ -69,7 +69,7 @@ def stream(
     )
 
 
-def _of(facts: Facts, down: str) -> Facts:
+def mlp_of(facts: Facts, down: str) -> Facts:
     """The same MLP whose last linear is called so."""
     return facts.but(
         hidden_size=f"{down}.output_size",
@@ -197,7 +197,7 @@ _OTHERS: dict[str, Facts | tuple[Facts, ...]] = {
         hidden_size="embed_dim",
         tp_rank="out_proj.tp_rank",
     ),
-    "opt:OPTDecoderLayer": (_OPT, _of(plain_mlp("fc1", "fc2", "activation_fn"), "fc2")),
+    "opt:OPTDecoderLayer": (_OPT, mlp_of(plain_mlp("fc1", "fc2", "activation_fn"), "fc2")),
     "opt:OPTDecoder": streams.final_norm(_OPT, "layers", "final_layer_norm"),
     "phimoe:PhiMoEAttention": _GQA,
     "phimoe:PhiMoEDecoderLayer": _PHIMOE,
@@ -212,7 +212,7 @@ _OTHERS: dict[str, Facts | tuple[Facts, ...]] = {
     "step1:StepDecoderModel": streams.final_norm(_STEP1),
 }
 
-_PLAIN = _of(plain_mlp("up_proj", "down_proj", "act_fn"), "down_proj")
+_PLAIN = mlp_of(plain_mlp("up_proj", "down_proj", "act_fn"), "down_proj")
 _MLPS: dict[str, Facts] = {
     **dict.fromkeys(
         [
@@ -232,12 +232,12 @@ _MLPS: dict[str, Facts] = {
         VLLM_MLP,
     ),
     "apertus:ApertusMLP": _PLAIN,
-    "exaone:ExaoneGatedMLP": _of(VLLM_MLP, "c_proj"),
-    "granitemoeshared:GraniteMoeSharedMLP": _of(VLLM_MLP, "output_linear"),
-    "falcon:FalconMLP": _of(plain_mlp("dense_h_to_4h", "dense_4h_to_h", "act"), "dense_4h_to_h"),
-    "gpt_j:GPTJMLP": _of(plain_mlp("fc_in", "fc_out", "act"), "fc_out"),
-    "gpt2:GPT2MLP": _of(plain_mlp("c_fc", "c_proj", "act"), "c_proj"),
-    "internlm2:InternLM2MLP": _of(VLLM_MLP, "w2"),
+    "exaone:ExaoneGatedMLP": mlp_of(VLLM_MLP, "c_proj"),
+    "granitemoeshared:GraniteMoeSharedMLP": mlp_of(VLLM_MLP, "output_linear"),
+    "falcon:FalconMLP": mlp_of(plain_mlp("dense_h_to_4h", "dense_4h_to_h", "act"), "dense_4h_to_h"),
+    "gpt_j:GPTJMLP": mlp_of(plain_mlp("fc_in", "fc_out", "act"), "fc_out"),
+    "gpt2:GPT2MLP": mlp_of(plain_mlp("c_fc", "c_proj", "act"), "c_proj"),
+    "internlm2:InternLM2MLP": mlp_of(VLLM_MLP, "w2"),
     "laguna:LagunaMLP": VLLM_MLP.but(activation=const("silu"), swiglu_limit=const(None)),
     "nemotron:NemotronMLP": _PLAIN,
 }

@@ -18,6 +18,7 @@ from ..adapters.specs import (
     GatedNormSpec,
     GQASpec,
     LayerNormSpec,
+    Mamba2Spec,
     MLASpec,
     MLPSpec,
     NormSpec,
@@ -119,6 +120,15 @@ def rows_of(spec: Any) -> list[tuple[str, str]]:
             ("convolution", f"{spec.conv_kernel_size} taps, {spec.conv_dim} local channels"),
             ("output norm", norm_line(spec.output_norm)),
         ]
+    if isinstance(spec, Mamba2Spec):
+        copies = ", copies of the model's" if spec.num_local_groups * spec.parallel.size > spec.num_groups else ""
+        return [
+            ("heads", f"{spec.num_heads} total, {spec.num_local_heads} local, {spec.head_dim} wide"),
+            ("groups", f"{spec.num_groups} total, {spec.num_local_groups} local{copies}"),
+            ("state", f"{spec.ssm_state_size} per channel"),
+            ("convolution", f"{spec.conv_kernel_size} taps, {spec.conv_dim} local channels"),
+            ("output norm", "none: the gate alone" if spec.output_norm is None else norm_line(spec.output_norm)),
+        ]
     if isinstance(spec, GQASpec):
         replicas = f", each on {spec.num_kv_head_replicas} ranks" if spec.num_kv_head_replicas > 1 else ""
         width = f"{spec.head_dim}" + (f", value {spec.v_head_dim}" if spec.v_head_dim != spec.head_dim else "")
@@ -149,6 +159,8 @@ def rows_of(spec: Any) -> list[tuple[str, str]]:
         if spec.post_norms:
             return [("hidden size", str(spec.hidden_size)), ("norms behind the adds", _several(spec.post_norms))]
         shared = spec.parallel_residual and not spec.post_attention_norms
+        if spec.is_one_block:
+            return [("hidden size", str(spec.hidden_size)), ("its only norm", _several(spec.input_norms))]
         return [
             ("hidden size", str(spec.hidden_size)),
             ("input norm", _several(spec.input_norms)),
@@ -193,6 +205,9 @@ def line_of(spec: Any) -> str:
             f"{spec.num_k_heads} key and {spec.num_v_heads} value heads, {spec.head_k_dim} and {spec.head_v_dim} wide, "
             f"{gate.activation} gated norm eps {gate.epsilon:g}"
         )
+    if isinstance(spec, Mamba2Spec):
+        norm = "no norm" if spec.output_norm is None else f"gated norm eps {spec.output_norm.epsilon:g}"
+        return f"{spec.num_heads} heads of {spec.head_dim} in {spec.num_groups} groups, state {spec.ssm_state_size}, {norm}"
     if isinstance(spec, GQASpec):
         window = "full" if spec.sliding_window is None else f"window {spec.sliding_window}"
         sinks = ", sinks" if spec.has_sinks else ""
@@ -210,7 +225,15 @@ def line_of(spec: Any) -> str:
     return ", ".join(f"{label} {value}" for label, value in rows_of(spec))
 
 
-DERIVED = ("qk_head_dim", "latent_width", "split_sizes", "gated_norm_shape", "conv_dim", "num_kv_head_replicas")
+DERIVED = (
+    "qk_head_dim",
+    "latent_width",
+    "split_sizes",
+    "gated_norm_shape",
+    "conv_dim",
+    "state_shape",
+    "num_kv_head_replicas",
+)
 """Properties that the JSON of a spec lists beside its fields, where the spec has them."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import partial
 from itertools import zip_longest
 
+import attrs
 from attrs import field, frozen
 
 from ..adapters.activation_quant import ActivationQuant
@@ -18,6 +19,7 @@ from ..adapters.specs import (
     GatedDeltaNetSpec,
     GatedMLPSpec,
     LinearSpec,
+    Mamba2Spec,
     MLAKernelSpec,
     MLASpec,
     MLPSpec,
@@ -68,7 +70,7 @@ ROLES: dict[str, Role] = {
         ),
         Role(
             name=OUTPUT,
-            doc="the gated norm of a delta net's value heads",
+            doc="the gated norm of a delta net's value heads, or of a Mamba-2 layer",
             norms=1,
         ),
         Role(
@@ -161,7 +163,7 @@ class Site:
     @property
     def quantised_width(self) -> int:
         """Columns of what a quantisation takes here: a rank's heads of a gated norm are joined."""
-        if isinstance(self.spec, GatedDeltaNetSpec):
+        if isinstance(self.spec, GatedDeltaNetSpec | Mamba2Spec):
             heads, width = self.spec.gated_norm_shape
             return heads * width
         if isinstance(self.spec, GatedMLPSpec):
@@ -194,6 +196,8 @@ def sites_of(layer: str, spec: AnySpec, mixture: ExpertsSpec | None = None) -> t
         )
     if isinstance(spec, GatedDeltaNetSpec):
         return (Site(layer=layer, role=OUTPUT, norms=(spec.output_norm,), spec=spec),)
+    if isinstance(spec, Mamba2Spec):
+        return (_scanned(layer, spec),)
     if isinstance(spec, GatedMLPSpec):
         experts = mixture if mixture is not None and spec == mixture.shared else None
         return (Site(layer=layer, role=ACTIVATION, norms=(), spec=spec, experts=experts),)
@@ -206,6 +210,18 @@ def sites_of(layer: str, spec: AnySpec, mixture: ExpertsSpec | None = None) -> t
     if isinstance(spec, MLASpec):
         return (_latents(layer, spec),)
     return ()
+
+
+def _scanned(layer: str, spec: Mamba2Spec) -> Site:
+    """The gated norm of a Mamba-2 layer: on this rank it is as wide as its heads, unless ranks share what it takes the variance of."""
+    norm = spec.output_norm
+    if norm is None:
+        absent = "the layer has no norm before its output projection: the gate alone stands there"
+        return Site(layer=layer, role=OUTPUT, norms=(), spec=spec, absent=absent)
+    if spec.num_groups < spec.parallel.size:
+        absent = f"its variance is over the heads of {spec.parallel.size // spec.num_groups} ranks, which no kernel of a rank sees"
+        return Site(layer=layer, role=OUTPUT, norms=(norm,), spec=spec, absent=absent)
+    return Site(layer=layer, role=OUTPUT, norms=(attrs.evolve(norm, width=spec.local_intermediate_size),), spec=spec)
 
 
 def _latents(layer: str, spec: MLASpec) -> Site:
@@ -229,8 +245,19 @@ def _stream(layer: str, spec: ResidualSpec) -> list[Site]:
         ranks = spec.parallel.size if spec.adds_one or spec.parallel.size == 1 else 0
         whole = first or (spec.handed_over and block == 0)
         entering = before.fed_by if spec.adds_one else ()
-        sites.append(at(role=INPUT, norms=(before,), adds=not first, reduced=1 if whole else ranks, producers=entering))
         mixture = None if block else spec.experts
+        sites.append(
+            at(
+                role=INPUT,
+                norms=(before,),
+                adds=not first,
+                reduced=1 if whole else ranks,
+                producers=entering,
+                experts=mixture if spec.is_one_block else None,
+            )
+        )
+        if spec.is_one_block:
+            continue
         if after is None:
             absent = "the MLP reads the norm that the attention reads"
             sites.append(at(role=POST_ATTENTION, norms=(), absent=absent))

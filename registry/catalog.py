@@ -15,21 +15,22 @@ from ..adapters.arguments import check_whole, expect
 from ..adapters.errors import SpecError
 from ..adapters.specs import WHOLE, ExpertsSpec, FinalNormSpec, GatedMLPSpec, LayerSpec, NormSpec, ResidualSpec
 from .errors import UnknownEngineError
+from .kind_words import At, Every
 from .kinds import (
     ENGINES,
     SHARED_EXPERTS,
     Around,
-    At,
     EngineFacts,
-    Every,
     ExpertsKind,
     GQAKind,
     LayerKind,
     MLPKind,
     experts_around,
 )
+from .mixer_kinds import Mamba2Kind, MLPBlockKind
 from .published import Published, QuantKind
 
+_ATTENTIONS = ("mla", "gated_delta_net", "gqa")
 FINAL = "final"
 """The name of the norm after a declared model's last layer."""
 
@@ -57,7 +58,8 @@ class ModelEntry:
     rms_norm_eps: float
     "Epsilon of the decoder layers' norms and the final norm, and of the others unless they say otherwise."
     layers: dict[str, LayerKind]
-    "The kinds of attention layer by name; together they cover every decoder layer exactly once."
+    """The kinds of layer by name, by their attention or what stands in its place; together they cover every decoder layer exactly once.
+    What is `beside_attention` is counted apart."""
     mlps: dict[str, MLPKind] = field(factory=dict)
     "The kinds of gated MLP by name, `shared_experts` for those of mixtures. One per attention block, or none."
     experts: ExpertsKind | None = None
@@ -95,7 +97,8 @@ class ModelEntry:
         Raises:
             SpecError: the kinds leave a layer out, or claim one twice.
         """
-        claimed, problems = _claims(self.num_hidden_layers, "layers", self.layers)
+        alone = {name: kind for name, kind in self.layers.items() if name not in self.beside}
+        claimed, problems = _claims(self.num_hidden_layers, "layers", alone)
         left = [index for index, name in enumerate(claimed) if name is None]
         if left and not problems:
             problems.append(
@@ -105,6 +108,32 @@ class ModelEntry:
             raise SpecError(self.name, _listed(problems))
         return [name for name in claimed if name is not None]
 
+    @property
+    def beside(self) -> dict[str, Mamba2Kind]:
+        """The kinds that stand beside an attention."""
+        return {
+            name: kind for name, kind in self.layers.items() if isinstance(kind, Mamba2Kind) and kind.beside_attention
+        }
+
+    def beside_at(self) -> list[str | None]:
+        """The kind beside the attention of each decoder layer, in order; None where there is none.
+
+        Raises:
+            SpecError: the kinds claim a layer twice, one that does not exist, or one that has no attention.
+        """
+        if not self.beside:
+            return [None] * self.num_hidden_layers
+        claimed, problems = _claims(self.num_hidden_layers, "layers", self.beside)
+        kinds = self.kind_at()
+        problems += [
+            f"layers.{name}.beside_attention: layer {index} is of the kind {kinds[index]}, which is no attention"
+            for index, name in enumerate(claimed)
+            if name is not None and self.layers[kinds[index]].family not in _ATTENTIONS
+        ]
+        if problems:
+            raise SpecError(self.name, _listed(problems))
+        return claimed
+
     def mlp_at(self) -> list[str | None]:
         """The kind of gated MLP of each decoder layer, in order; None where it has none, or none is declared.
 
@@ -112,6 +141,13 @@ class ModelEntry:
             SpecError: the kinds claim a layer twice, or one that does not exist.
         """
         claimed, problems = _claims(self.num_hidden_layers, "mlps", self.mlps)
+        if self.num_hidden_layers == len(claimed) and any(claimed):
+            kinds = self.kind_at()
+            problems += [
+                f"mlps.{name}.at: layer {index} is of the kind {kinds[index]}, which is one block without an MLP"
+                for index, name in enumerate(claimed)
+                if name is not None and self.layers[kinds[index]].stream_norms == "one"
+            ]
         if problems:
             raise SpecError(self.name, _listed(problems))
         return claimed
@@ -123,10 +159,15 @@ class ModelEntry:
             SpecError: they claim a layer that does not exist, or no layer, or one that `mlps` gives shared experts to is not among them.
         """
         mlps = self.mlp_at()
+        blocks = [self.layers[kind] for kind in self.kind_at()]
+        with_shared = [isinstance(block, MLPBlockKind) and block.shared_experts for block in blocks]
         if self.experts is None:
-            return [mlp == SHARED_EXPERTS for mlp in mlps]
+            return [mlp == SHARED_EXPERTS or block for mlp, block in zip(mlps, with_shared, strict=True)]
         if self.experts.at == "rest":
-            found = [mlp in (None, SHARED_EXPERTS) for mlp in mlps]
+            found = [
+                mlp == SHARED_EXPERTS or with_shared[i] or (mlp is None and blocks[i].stream_norms != "one")
+                for i, mlp in enumerate(mlps)
+            ]
             problems = [] if any(found) else ['experts.at: no layer is left for "rest"']
         else:
             claimed, problems = _claims(self.num_hidden_layers, "", {"experts": self.experts})
@@ -209,8 +250,8 @@ class ModelEntry:
         """
         self.check_engine(engine)
         kinds, mlps = self.kind_at(), self.mlp_at()
-        mixtures = self.mixture_at()
-        firsts = {*map(kinds.index, kinds), *map(mlps.index, mlps), *map(mixtures.index, mixtures)}
+        said: list[list[Any]] = [kinds, mlps, self.mixture_at(), self.beside_at()]
+        firsts = {place for each in said for place in map(each.index, each)}
         return list(self._whole(engine, kinds, mlps, firsts))
 
     def _whole(
@@ -221,26 +262,31 @@ class ModelEntry:
         norm = NormSpec(width=self.hidden_size, epsilon=eps, weight_offset=self.norm_weight_offset)
         each, mixtures = self.attentions_per_layer, self.mixture_at()
         decoder_norms = (norm,) * each
+        beside = self.beside_at()
         for index, (kind, mlp) in enumerate(zip(kinds, mlps, strict=True)):
             if only is not None and index not in only:
                 continue
             blocks = [(f".{block}" if each > 1 else "", self._common(index * each + block)) for block in range(each)]
-            read = decoder_norms if self.layers[kind].stream_norms is None else ()
+            declared = self.layers[kind]
+            read = () if declared.stream_norms == "none" else decoder_norms
+            one = declared.stream_norms == "one"
             made = {} if mlp is None else {suffix: self.mlps[mlp].spec(common) for suffix, common in blocks}
             yield (
                 f"layers.{index}",
                 ResidualSpec(
                     **self._common(index),
                     input_norms=read,
-                    post_attention_norms=read,
+                    post_attention_norms=() if one else read,
                     added_as_given=self.added_as_given and read != (),
                     experts=self._mixture(mlp, made) if mixtures[index] else None,
-                    undeclared=mlp is None and not mixtures[index],
+                    undeclared=mlp is None and not mixtures[index] and not one,
                 ),
             )
             for suffix, common in blocks:
                 around = Around(common=common, rms_norm_eps=self.rms_norm_eps, engine=norms)
-                yield f"layers.{index}.{kind}{suffix}", self.layers[kind].spec(around)
+                yield f"layers.{index}.{kind}{suffix}", declared.spec(around)
+                if (other := beside[index]) is not None:
+                    yield f"layers.{index}.{other}{suffix}", self.layers[other].spec(around)
             yield from ((f"layers.{index}.{mlp}{suffix}", spec) for suffix, spec in made.items())
         if only is None:
             yield FINAL, FinalNormSpec(**self._common(self.num_hidden_layers), final_norm=norm)
@@ -250,7 +296,6 @@ class ModelEntry:
         shared = made[""] if mlp == SHARED_EXPERTS else None
         if self.experts is not None:
             return self.experts.spec(shared, beside_mlp=mlp not in (None, SHARED_EXPERTS))
-        assert shared is not None
         return experts_around(shared)
 
     def _common(self, layer_index: int) -> dict[str, Any]:

@@ -23,20 +23,8 @@ from ..adapters.arguments import expect
 from ..adapters.errors import LayerfuseError, did_you_mean, shown
 from .catalog import MOST_LAYERS, ModelEntry
 from .errors import MOST_PROBLEMS, TOO_MANY_PROBLEMS, CatalogError
-from .kinds import (
-    KINDS,
-    At,
-    EngineFacts,
-    Every,
-    ExpertsKind,
-    GateWords,
-    LayerKind,
-    MLAKind,
-    MLPKind,
-    Rope,
-    RopeWords,
-    Yarn,
-)
+from .kind_words import At, Every, GateWords, Rope, RopeWords, Yarn
+from .kinds import KINDS, EngineFacts, ExpertsKind, LayerKind, MLAKind, MLPKind
 from .published import QuantKind, problems_of
 from .values import wrong_values
 

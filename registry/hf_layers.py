@@ -13,7 +13,8 @@ from ..adapters.errors import UnreadableError, shown
 from ..adapters.spec_fields import as_float
 from .catalog import MOST_LAYERS
 from .hf_config import HFConfig
-from .kinds import At, Every, GatedDeltaNetKind, GateWords, GQAKind, LayerKind, MLAKind, Rope, RopeWords, Yarn
+from .kind_words import At, Every, GateWords, Rope, RopeWords, Yarn
+from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
 from .layer_pattern import layer_words
 
 _GATES: Mapping[str, Literal["silu", "sigmoid"]] = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}

@@ -5,7 +5,6 @@ The words are the specs' own field names; what a published config leaves to be d
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
@@ -23,61 +22,8 @@ from ..adapters.specs import (
     NormSpec,
     RopeSpec,
 )
-
-
-@frozen(kw_only=True)
-class Every:
-    """Layers at regular distances: `start`, `start + step`, ..."""
-
-    step: int
-    "Distance between two of them, at least 1."
-    start: int = 0
-    "The first, 0-based."
-
-
-At: TypeAlias = Literal["all", "rest"] | list[int] | Every
-
-
-@frozen(kw_only=True)
-class Yarn:
-    """What of a `rope_scaling` of type yarn changes the softmax scale (DeepSeek's mscale)."""
-
-    factor: float
-    "Context extension factor."
-    mscale_all_dim: float
-    "Weight of the correction; 0 switches it off."
-
-    @property
-    def mscale(self) -> float:
-        """Factor on each of query and key: 0.1 * mscale_all_dim * ln(factor) + 1 (YaRN, arXiv 2309.00071)."""
-        if self.factor <= 1 or self.mscale_all_dim == 0:
-            return 1.0
-        return 0.1 * self.mscale_all_dim * math.log(self.factor) + 1.0
-
-
-@frozen(kw_only=True)
-class RopeWords:
-    """The rotary position embedding of latent attention, over all of its rope columns."""
-
-    interleaved: bool
-    "true: columns 2i and 2i + 1 are a pair (DeepSeek). false: columns i and i + width / 2 are."
-    attention_scaling: float = 1.0
-    "Factor on cos and sin, where there is one: yarn's with an mscale that is not mscale_all_dim, longrope's."
-
-
-Rope: TypeAlias = RopeWords | Literal["none"] | None
-
-
-@frozen(kw_only=True)
-class GateWords:
-    """The gated norm of a delta net, where it cannot be derived."""
-
-    activation: Literal["silu", "sigmoid"]
-    "What the gate passes through."
-    norm_before_gate: bool
-    "True: norm(x) * act(gate)."
-    group_size: int | Literal["none"]
-    'Elements per variance group; "none": the whole head is one group.'
+from .kind_words import At, GateWords, Rope, StreamNorms, Yarn
+from .mixer_kinds import Mamba2Kind, MLPBlockKind, OtherKind
 
 
 @frozen(kw_only=True)
@@ -107,8 +53,9 @@ class MLAKind:
     'How the rope columns are turned; "none": they are not. Left out: nothing is said of it.'
     latent_norm_eps: float | None = None
     "Epsilon of both latent norms, where it is not the model's rms_norm_eps."
-    stream_norms: Literal["none"] | None = None
-    'Only where no norm reads the residual stream in these layers: "none". Theirs stand on what attention and MLP give.'
+    stream_norms: StreamNorms = None
+    """Only where others than two norms read the residual stream in these layers. "none": they stand on what attention and MLP give.
+    "one": the layer is this alone, with a norm in front, and no MLP (Nemotron-H)."""
 
     def spec(self, around: Around) -> MLASpec:
         """The spec of one such layer, whole."""
@@ -165,8 +112,9 @@ class GatedDeltaNetKind:
     'Which decoder layers, 0-based: "all", "rest", a list, or {start, step}.'
     output_norm_eps: float | None = None
     "Epsilon of the gated norm, where it is not the model's rms_norm_eps."
-    stream_norms: Literal["none"] | None = None
-    'Only where no norm reads the residual stream in these layers: "none". Theirs stand on what attention and MLP give.'
+    stream_norms: StreamNorms = None
+    """Only where others than two norms read the residual stream in these layers. "none": they stand on what attention and MLP give.
+    "one": the layer is this alone, with a norm in front, and no MLP (Nemotron-H)."""
 
     def spec(self, around: Around) -> GatedDeltaNetSpec:
         """The spec of one such layer, whole."""
@@ -211,8 +159,9 @@ class GQAKind:
     "Width of one value head, where it is not head_dim."
     softmax_scale: float | None = None
     "Only where it is not head_dim ** -0.5."
-    stream_norms: Literal["none"] | None = None
-    'Only where no norm reads the residual stream in these layers: "none". Theirs stand on what attention and MLP give.'
+    stream_norms: StreamNorms = None
+    """Only where others than two norms read the residual stream in these layers. "none": they stand on what attention and MLP give.
+    "one": the layer is this alone, with a norm in front, and no MLP (Nemotron-H)."""
 
     def spec(self, around: Around) -> GQASpec:
         """The spec of one such layer, whole."""
@@ -230,9 +179,16 @@ class GQAKind:
         )
 
 
-LayerKind: TypeAlias = MLAKind | GatedDeltaNetKind | GQAKind
-KINDS: Mapping[str, type[Any]] = {"mla": MLAKind, "gated_delta_net": GatedDeltaNetKind, "gqa": GQAKind}
-"""The kinds of attention layer by the `family` word that tells them apart."""
+LayerKind: TypeAlias = MLAKind | GatedDeltaNetKind | GQAKind | Mamba2Kind | OtherKind | MLPBlockKind
+KINDS: Mapping[str, type[Any]] = {
+    "mla": MLAKind,
+    "gated_delta_net": GatedDeltaNetKind,
+    "gqa": GQAKind,
+    "mamba2": Mamba2Kind,
+    "other": OtherKind,
+    "mlp": MLPBlockKind,
+}
+"""The kinds of layer by the `family` word that tells them apart."""
 
 SHARED_EXPERTS = "shared_experts"
 """What the MLPs of mixtures are called in `mlps`. What a kind of any other name claims is a dense layer."""
@@ -289,7 +245,7 @@ class ExpertsKind:
         )
 
 
-def experts_around(shared: GatedMLPSpec) -> ExpertsSpec:
+def experts_around(shared: GatedMLPSpec | None) -> ExpertsSpec:
     """The mixture that a model's entry says no more of than its shared experts."""
     names = ("num_experts", "num_local_experts", "experts_per_token", "intermediate_size", "local_intermediate_size")
     sizes: dict[str, Any] = dict.fromkeys(names)

@@ -15,6 +15,7 @@ from ..adapters.specs import (
     FinalNormSpec,
     GatedDeltaNetSpec,
     LayerSpec,
+    Mamba2Spec,
     MLASpec,
     MLPSpec,
     ResidualSpec,
@@ -130,7 +131,7 @@ class Published:
             return attrs.evolve(spec, input_norms=norms, post_attention_norms=after, experts=experts)
         if isinstance(spec, MLASpec) and spec.q_norm is not None:
             return attrs.evolve(spec, q_norm=self._reads(spec.q_norm, "attention"))
-        if isinstance(spec, GatedDeltaNetSpec):
+        if isinstance(spec, GatedDeltaNetSpec | Mamba2Spec) and spec.output_norm is not None:
             return attrs.evolve(spec, output_norm=self._reads(spec.output_norm, "attention"))
         if isinstance(spec, FinalNormSpec):
             return attrs.evolve(spec, final_norm=self._reads(spec.final_norm, None))

@@ -22,7 +22,8 @@ from ..adapters.conversions import CONVERSIONS
 from ..adapters.rope_source import ROPE_WORDS
 from ..adapters.specs import FAMILIES, LARGEST, ExpertsSpec, NormSpec, kind_of
 from .catalog import MOST_LAYERS, ModelEntry
-from .kinds import KINDS, At, EngineFacts, Every, ExpertsKind, GateWords, LayerKind, MLPKind, RopeWords, Yarn
+from .kind_words import At, Every, GateWords, RopeWords, Yarn
+from .kinds import KINDS, EngineFacts, ExpertsKind, LayerKind, MLPKind
 from .published import QuantKind
 
 _COUNT = {"minimum": 1, "maximum": LARGEST}
@@ -294,6 +295,10 @@ def _norm() -> dict[str, Any]:
                 "description": "The linears whose result joins the residual stream in front of it, as far as a layer has them.",
                 "type": "array",
                 "items": {"type": "string"},
+            },
+            "where": {
+                "description": "The layer's flag that is false where it has no such norm, of a gated norm that may be absent.",
+                "$ref": "#/$defs/place",
             },
             **{name: {"$ref": "#/$defs/place"} for name in fields},
         },

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..adapters.spec_fields import kinds_in, problem_of
+from ..adapters.spec_fields import GATED, kinds_in, problem_of
 from ..adapters.specs import FAMILIES, ExpertsSpec, GatedMLPSpec, NormSpec, ResidualSpec
 
 if TYPE_CHECKING:
@@ -55,5 +55,7 @@ def _numbers_of(cls: type[Any], spec: type[Any]) -> tuple[tuple[str, str], ...]:
             a.name: "positive" if a.name.endswith(("_eps", "_scale")) else kinds.get(a.name, "text")
             for a in attrs.fields(cls)
         }
-        found = _NUMBERS_OF[cls, spec] = tuple((name, kind) for name, kind in several.items() if kind != "text")
+        found = _NUMBERS_OF[cls, spec] = tuple(
+            (name, kind) for name, kind in several.items() if kind not in ("text", *GATED)
+        )
     return found

@@ -9,7 +9,16 @@ from typing import Any
 
 import attrs
 
-from ..adapters.specs import FinalNormSpec, GatedDeltaNetSpec, LinearSpec, MLPSpec, NormSpec, ResidualSpec
+from ..adapters.specs import (
+    FinalNormSpec,
+    GatedDeltaNetSpec,
+    LinearSpec,
+    Mamba2Spec,
+    MLPSpec,
+    NormSpec,
+    OtherMixerSpec,
+    ResidualSpec,
+)
 
 SCALE_TOLERANCE = 1e-12
 """Relative. The softmax scale is computed by each engine in its own order of floating-point operations."""
@@ -52,8 +61,11 @@ def linears_of(spec: Any) -> Iterator[tuple[LinearSpec, str, int, int]]:
         heads, local_heads = 1, 1
         if isinstance(spec, GatedDeltaNetSpec):
             heads, local_heads = spec.num_v_heads, spec.num_local_v_heads
+        width, local_width = heads * norm.width, local_heads * norm.width
+        if isinstance(spec, Mamba2Spec):
+            local_width = spec.local_intermediate_size
         for linear in norm.feeds:
-            yield linear, "in", heads * norm.width, local_heads * norm.width
+            yield linear, "in", width, local_width
         for linear in norm.fed_by:
             yield linear, "out", norm.width, norm.width
 
@@ -90,11 +102,15 @@ def is_stream(spec: Any) -> bool:
     return isinstance(spec, (ResidualSpec, FinalNormSpec))
 
 
+def _place(spec: Any) -> int:
+    return 2 if isinstance(spec, MLPSpec) else int(isinstance(spec, Mamba2Spec | OtherMixerSpec))
+
+
 def attention_first(pairs: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """(path, spec) pairs with each layer's MLPs behind its attentions, as entries have them.
+    """(path, spec) pairs with each layer's MLPs behind its attentions and what stands beside those between them, as entries have them.
 
     A decoder layer may make its MLP first, as OLMo-hybrid's linear ones do: that says nothing of what it runs first.
     """
     layers = list(accumulate(is_stream(spec) for _, spec in pairs))
-    order = sorted(range(len(pairs)), key=lambda i: (layers[i], isinstance(pairs[i][1], MLPSpec)))
+    order = sorted(range(len(pairs)), key=lambda i: (layers[i], _place(pairs[i][1])))
     return [pairs[i] for i in order]

@@ -19,7 +19,9 @@ from ..adapters.reader import LayerReader
 from ..adapters.specs import GatedDeltaNetSpec, GatedMLPSpec, GQASpec, MLASpec, ResidualSpec, RopeSpec
 from ..registry.declare import facts_from_words
 from ..registry.inspect import NO_MLP_SAID, NO_OFFSET_SAID, NO_SINKS_SAID, NO_STREAM_SAID, NOT_DECLARED, Inspection
-from ..registry.kinds import EngineFacts, GatedDeltaNetKind, GateWords, GQAKind, MLAKind, Rope, RopeWords
+from ..registry.kind_words import GateWords, Rope, RopeWords
+from ..registry.kinds import EngineFacts, GatedDeltaNetKind, GQAKind, MLAKind
+from ..registry.mixer_kinds import MLPBlockKind
 from .compare import differences
 from .contract_case import ContractCase
 from .models import NotBuildableError, published_model
@@ -120,23 +122,10 @@ def ask_code(found: Inspection, registry: Registry) -> Inspection:
         problems.append(
             f"the norms of the stream add {said_of} to their weight, and an entry has one norm_weight_offset"
         )
-    notes = [*known, *([] if problems else asked.unread), *mlps, *_of_other_code(entry, model)]
+    notes = [*known, *([] if problems else asked.unread), *mlps]
     return attrs.evolve(
         found, entry=entry, notes=tuple(dict.fromkeys(notes)), problems=(*(asked.unread if problems else ()), *problems)
     )
-
-
-def _of_other_code(entry: ModelEntry, model: Any) -> Iterator[str]:
-    """Architectures of the config that are not transformers' for its model_type, as those of code that lies beside the weights."""
-    import transformers
-
-    for name in entry.architectures:
-        config = getattr(getattr(transformers, name, None), "config_class", None)
-        if config is None or config.model_type != entry.model_type:
-            yield (
-                f"the config names {name}, which is not of transformers' model_type {entry.model_type}: what was checked are the layers of "
-                f"{type(model).__name__}, and those of {name} may be others"
-            )
 
 
 def _offsets(model: Any, hidden_size: int) -> set[float | None]:
@@ -275,7 +264,8 @@ def _with_answers(entry: ModelEntry, asked: _Asked) -> ModelEntry:
                 as_given = as_given and spec.added_as_given
             else:
                 word = kinds[spec.layer_index]
-                layers[word] = attrs.evolve(layers[word], stream_norms="none")
+                if not isinstance(kind := layers[word], MLPBlockKind):
+                    layers[word] = attrs.evolve(kind, stream_norms="none")
         for name, kind in layers.items():
             if isinstance(spec, GQASpec) and isinstance(kind, GQAKind):
                 layers[name] = attrs.evolve(kind, has_sinks=kind.has_sinks or spec.has_sinks)

@@ -15,7 +15,8 @@ import attrs
 from ..adapters.arguments import check_counts, expect
 from ..adapters.errors import ArgumentError, ArgumentValueError, LayerfuseError, said, shown
 from ..registry.catalog import ModelEntry
-from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLPKind
+from ..registry.kinds import SHARED_EXPERTS, GatedDeltaNetKind, GQAKind, LayerKind, MLAKind, MLPKind
+from ..registry.mixer_kinds import Mamba2Kind, MLPBlockKind
 from .general import general_recipe, yarn_rope
 from .recipes import NOT_IN_TRANSFORMERS, RECIPES, Recipe
 
@@ -283,7 +284,11 @@ def _few_heads(kind: LayerKind, heads: int) -> LayerKind:
         each = kind.num_v_heads // kind.num_k_heads
         keys = heads if each == 1 else max(2, heads // 2)
         return attrs.evolve(kind, num_k_heads=keys, num_v_heads=keys * each)
-    return attrs.evolve(kind, num_heads=heads)
+    if isinstance(kind, Mamba2Kind):
+        return attrs.evolve(kind, num_heads=heads, num_groups=1)
+    if isinstance(kind, MLPBlockKind):
+        return attrs.evolve(kind, intermediate_size=SMALL_MLP)
+    return attrs.evolve(kind, num_heads=heads) if isinstance(kind, MLAKind) else kind
 
 
 def _made(recipe: Recipe, config: Any, *, device: str, dtype: torch.dtype | None) -> nn.Module:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from ..registry.kinds import SHARED_EXPERTS, RopeWords
+from ..registry.kind_words import RopeWords
+from ..registry.kinds import SHARED_EXPERTS
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry

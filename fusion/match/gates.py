@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 from torch.fx import Node
 
 from ...adapters.specs import GatedNormSpec, NormSpec
@@ -61,7 +61,8 @@ def find_gated_norms(index: GraphIndex, norms: Iterable[FoundNorm]) -> tuple[lis
     found: list[FoundGatedNorm] = []
     reasons: dict[Node, str] = {}
     roots = index.graph.find_nodes(op="call_function", target=aten.rsqrt.default)
-    starts = [(root, _Gated(norm=norm)) for root in roots if (norm := reading_of(root)) is not None]
+    readings = {root: norm for root in roots if (norm := reading_of(root)) is not None}
+    starts = [(root, _Gated(norm=evolve(norm, through_views=True))) for root, norm in readings.items()]
     starts += [(norm.out, _of_norm(norm)) for norm in norms if root_of(norm) is norm.out]
     for node, start in starts:
         try:

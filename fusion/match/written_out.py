@@ -14,6 +14,7 @@ from torch.fx import Node
 from .arithmetic import ADDS, aten, between, is_rounding, narrow, operands, rounded_to, squared, what_is
 from .errors import Unmatched
 from .found import FoundNorm
+from .provenance import ROW_PRESERVING
 from .values import is_last, last_width, same, value
 
 FORMS = {
@@ -41,6 +42,8 @@ class Reading:
     word: str = ""
     weight: Node | None = None
     weight_offset: float = 0.0
+    through_views: bool = False
+    "Whether views of whole rows may stand between its factors: Mamba-2's norm with one group has two."
 
     @property
     def is_whole(self) -> bool:
@@ -61,6 +64,9 @@ class Reading:
         if is_rounding(reader):
             self.out = reader
             self.word += "r" if value(reader).dtype == value(narrow(self.normed)).dtype else "?"
+            return None
+        if self.through_views and reader.target in ROW_PRESERVING and same(last_width(reader), self.width):
+            self.out = reader
             return None
         others = [other for one, other in operands(reader, aten.mul.Tensor) if one is self.out]
         if len(others) != 1:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import Node
 
-from ...adapters.specs import GatedDeltaNetSpec, GatedNormSpec
+from ...adapters.specs import GatedDeltaNetSpec, GatedNormSpec, Mamba2Spec
 from ..match.errors import Unmatched
 from ..match.gates import FoundGatedNorm, why_ungated
 from ..match.products import FoundProduct
@@ -36,7 +36,7 @@ def bind_gated_norm(bound: Binding, step: GatedNorm) -> None:
     site = bound.use.site
     if not isinstance(norm, FoundGatedNorm):
         raise Unmatched(why_ungated(norm))
-    if not isinstance(spec, GatedNormSpec) or not isinstance(site.spec, GatedDeltaNetSpec):
+    if not isinstance(spec, GatedNormSpec) or not isinstance(site.spec, GatedDeltaNetSpec | Mamba2Spec):
         raise Unmatched(f"the spec says of no heads that {norm.out} is gated")
     if norm.activation != spec.activation:
         raise Unmatched(f"the gate of {norm.out} passes through {norm.activation}; the spec says {spec.activation}")

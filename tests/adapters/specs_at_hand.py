@@ -15,9 +15,11 @@ from layerfuse.adapters.specs import (
     GatedNormSpec,
     GQAKernelSpec,
     GQASpec,
+    Mamba2Spec,
     MLAKernelSpec,
     MLASpec,
     NormSpec,
+    OtherMixerSpec,
     Parallel,
     ResidualSpec,
     shard_kv_heads,
@@ -64,6 +66,17 @@ _GQA = {
     "sliding_window": 128,
     "has_sinks": True,
 }
+_MAMBA2 = {
+    **_LAYER,
+    "num_heads": 64,
+    "num_local_heads": 64,
+    "head_dim": 64,
+    "ssm_state_size": 128,
+    "num_groups": 8,
+    "num_local_groups": 8,
+    "conv_kernel_size": 4,
+    "output_norm": GatedNormSpec(**{**_GATED, "width": 4096, "group_size": 512}),
+}
 _MLP = {
     **_LAYER,
     "intermediate_size": 18432,
@@ -89,6 +102,14 @@ def delta_net(**changes: Any) -> GatedDeltaNetSpec:
 
 def gqa(**changes: Any) -> GQASpec:
     return GQASpec(**{**_GQA, **changes})
+
+
+def mamba2(**changes: Any) -> Mamba2Spec:
+    return Mamba2Spec(**{**_MAMBA2, **changes})
+
+
+def other_mixer(**changes: Any) -> OtherMixerSpec:
+    return OtherMixerSpec(**{**_LAYER, "mixer": "mamba", **changes})
 
 
 def gated_mlp(**changes: Any) -> GatedMLPSpec:
@@ -132,6 +153,8 @@ OUTER = {
     "mla": mla,
     "gated_delta_net": delta_net,
     "gqa": gqa,
+    "mamba2": mamba2,
+    "other": other_mixer,
     "gated_mlp": gated_mlp,
     "residual": residual,
     "final": final,
@@ -201,6 +224,21 @@ def whole_delta_net(draw: st.DrawFn) -> GatedDeltaNetSpec:
 
 
 @st.composite
+def whole_mamba2(draw: st.DrawFn) -> Mamba2Spec:
+    """With its norm or without."""
+    groups, each, width = draw(st.integers(1, 16)), draw(st.integers(1, 16)), draw(widths)
+    norm = gated_norm(width=groups * each * width, group_size=each * width)
+    return mamba2(
+        num_heads=groups * each,
+        num_local_heads=groups * each,
+        num_groups=groups,
+        num_local_groups=groups,
+        head_dim=width,
+        output_norm=draw(st.none() | st.just(norm)),
+    )
+
+
+@st.composite
 def whole_mlp(draw: st.DrawFn) -> GatedMLPSpec:
     width = draw(widths)
     return gated_mlp(
@@ -211,4 +249,4 @@ def whole_mlp(draw: st.DrawFn) -> GatedMLPSpec:
     )
 
 
-whole = st.one_of(whole_mla(), whole_gqa(), whole_delta_net(), whole_mlp())
+whole = st.one_of(whole_mla(), whole_gqa(), whole_delta_net(), whole_mamba2(), whole_mlp())

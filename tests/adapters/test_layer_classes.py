@@ -79,7 +79,13 @@ def test_every_declared_class_is_one_that_was_found_in_an_engine() -> None:
         for key, owner in registry.layer_classes().items()
         if key not in older
         and owner
-        not in ("decoders", "layer_norm_decoders", "vllm_decoders")  # many, and held to the engines themselves
+        not in (
+            "decoders",
+            "layer_norm_decoders",
+            "vllm_decoders",
+            "hybrids",
+            "vllm_hybrids",
+        )  # many, and held to the engines themselves
         and not any(
             name.partition(":")[2] == key.partition(":")[2] and name.startswith(key.partition(":")[0]) for name in found
         )
@@ -93,7 +99,7 @@ def test_every_common_decoder_of_transformers_is_a_class_of_it() -> None:
     defined = {name for file in files for name in re.findall(r"^class (\w+)\(", file.read_text(encoding="utf-8"), re.M)}
     declared = {
         key.partition(":")[2]
-        for name in ("decoders", "layer_norm_decoders")
+        for name in ("decoders", "layer_norm_decoders", "hybrids")
         for key in registry.adapters()[name].layers
         if key.startswith("transformers")
     }

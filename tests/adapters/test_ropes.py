@@ -21,7 +21,7 @@ from layerfuse.adapters.conversions import CONVERSIONS
 from layerfuse.adapters.errors import MissingAttributeError, UnreadableError
 from layerfuse.adapters.rope_source import rope
 from layerfuse.adapters.vocabulary import TRANSFORMERS_MLA, VLLM_MLA_ITSELF
-from layerfuse.registry.kinds import RopeWords
+from layerfuse.registry.kind_words import RopeWords
 from layerfuse.testing import models
 
 transformers = pytest.importorskip("transformers")

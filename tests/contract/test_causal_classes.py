@@ -21,8 +21,10 @@ from layerfuse.adapters import (
     GatedDeltaNetSpec,
     GatedMLPSpec,
     GQASpec,
+    Mamba2Spec,
     MLASpec,
     MLPSpec,
+    OtherMixerSpec,
     ResidualSpec,
     UnknownLayerError,
 )
@@ -57,6 +59,7 @@ REASONS: Mapping[str, str] = {
     "BltForCausalLM": "a stream of patches between two of bytes, with cross-attention, which no spec describes",
     "DiffLlamaForCausalLM": "the difference of two attentions, which no spec describes",
     "DogeForCausalLM": "a stream that is multiplied with weights before others add to it, which no spec describes",
+    "FalconH1ForCausalLM": "MLPs that multiply their gate by a factor, which no spec describes",
     "HeliumForCausalLM": "its classes are not declared: they are those of the example in the docs",
     "HrmTextForCausalLM": "two stacks of layers that run in turns over one stream, with norms without weights, which no spec describes",
     "JetMoeForCausalLM": "attention with experts for heads, which no spec describes",
@@ -64,11 +67,11 @@ REASONS: Mapping[str, str] = {
     "ModernBertDecoderForCausalLM": "a first layer without a norm in front of its attention, which no spec describes",
     "MoshiForCausalLM": "layers that keep a sliding window and do not use it: its class is not declared",
     "NanoChatForCausalLM": "norms without weights, which no spec describes",
-    "RwkvForCausalLM": "layers that are no attention (recurrent), which no spec describes",
     "XLMWithLMHeadModel": "no module for a layer: its attentions, MLPs and norms are in lists of their own",
     "XLNetLMHeadModel": "attention over two streams, with weights for relative positions, which no spec describes",
     "XmodForCausalLM": "adapters of a language behind its MLPs, with adds of their own, which no spec describes",
-    "xLSTMForCausalLM": "layers that are no attention (recurrent), which no spec describes",
+    "Zamba2ForCausalLM": "attention layers that several places of the stream share, beside Mamba-2, which no spec describes",
+    "xLSTMForCausalLM": "recurrent layers without an index, which are not declared",
 }
 """Of classes that are not read, where their config does not tell."""
 
@@ -79,7 +82,7 @@ class Answer:
 
     name: str
     read: str
-    "in full, in part, no, or not built"
+    "in full, its stream, in part, no, or not built"
     why: str = ""
 
     def __str__(self) -> str:
@@ -126,15 +129,32 @@ def answer(name: str, model: Any, config: Any) -> Answer:
     check(specs, config)
     left = list(dict.fromkeys(what.partition(":")[2].partition(":")[0] for _, what in registry.unknown_in(model)))
     if left:
-        return Answer(name, "in part", f"nobody reads {', '.join(left)}")
+        return Answer(name, "in part", REASONS.get(name) or f"nobody reads {', '.join(left)}")
     counts = {kind: sum(isinstance(spec, kind) for _, spec in specs) for kind in (ResidualSpec, FinalNormSpec)}
-    attentions = sum(isinstance(spec, (GQASpec, MLASpec, GatedDeltaNetSpec)) for _, spec in specs)
-    post = any(isinstance(spec, ResidualSpec) and spec.post_norms for _, spec in specs)
-    assert attentions and attentions % counts[ResidualSpec] == 0 and counts[FinalNormSpec] == (not post), (name, counts)
+    mixers = [spec for _, spec in specs if isinstance(spec, MIXERS)]
+    streams = [spec for _, spec in specs if isinstance(spec, ResidualSpec)]
+    post = any(spec.post_norms for spec in streams)
+    assert counts[FinalNormSpec] == (not post), (name, counts)
+    if all(spec.is_one_block for spec in streams):  # some are MLPs
+        assert mixers, name
+    else:
+        assert mixers and len(mixers) % len(streams) == 0, (name, counts)
+    others = sorted({spec.mixer for spec in mixers if isinstance(spec, OtherMixerSpec)})
+    if others:
+        return Answer(name, "its stream", f"known by name only: {', '.join(others)}")
     plain = [type(m).__name__ for path, m in model.named_modules() if path.endswith(".0.mlp")]
     mlps = any(isinstance(spec, MLPSpec) for _, spec in specs)
     experts = any("expert" in path for path, _ in model.named_modules())
-    return Answer(name, "in full") if mlps or experts else Answer(name, "in part", f"{', '.join(plain)} has no gate")
+    alone = all(isinstance(spec, Mamba2Spec) for spec in mixers)
+    return (
+        Answer(name, "in full")
+        if mlps or experts or alone
+        else Answer(name, "in part", f"{', '.join(plain)} has no gate")
+    )
+
+
+MIXERS = (GQASpec, MLASpec, GatedDeltaNetSpec, Mamba2Spec, OtherMixerSpec)
+"""What stands in a decoder layer in front of its MLP."""
 
 
 def why_not(config: Any) -> str:
@@ -148,7 +168,7 @@ def why_not(config: Any) -> str:
 
 def check(specs: list[tuple[str, Any]], config: Any) -> None:
     """Heads, widths, windows and epsilons against the config's."""
-    heads = config.num_attention_heads
+    heads = said(config, "num_attention_heads")
     kv_heads = said(config, "num_key_value_heads", default=1 if said(config, "multi_query") else heads)
     for path, spec in specs:
         assert spec.hidden_size == config.hidden_size, path
@@ -157,14 +177,28 @@ def check(specs: list[tuple[str, Any]], config: Any) -> None:
             assert (spec.num_heads, spec.num_kv_heads) == (heads, kv_heads * 2 if doubled else kv_heads), path
             assert spec.sliding_window == window(config, spec.layer_index), path
         if isinstance(spec, MLPSpec) and not isinstance(spec, GatedMLPSpec):
-            names = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "dff")
+            names = ["intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "dff"]
+            if path.endswith("shared_experts"):
+                names = ["moe_shared_expert_intermediate_size"]
             assert spec.intermediate_size == said(config, *names, default=4 * config.hidden_size), path
+        if isinstance(spec, Mamba2Spec):
+            check_mamba2(path, spec, config)
     norms = [
         norm for _, spec in specs if isinstance(spec, ResidualSpec) for norm in (*spec.input_norms, *spec.post_norms)
     ]
     names = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "layernorm_epsilon")
     expected = OWN_EPSILONS.get(config.model_type, said(config, *names))
     assert expected is None or {norm.epsilon for norm in norms} <= {expected}
+
+
+def check_mamba2(path: str, spec: Mamba2Spec, config: Any) -> None:
+    """Sizes against the config's."""
+    assert (spec.num_heads, spec.head_dim, spec.ssm_state_size, spec.num_groups) == (
+        said(config, "mamba_num_heads", "mamba_n_heads", "num_heads"),
+        said(config, "mamba_head_dim", "mamba_d_head", "head_dim"),
+        said(config, "mamba_d_state", "ssm_state_size", "state_size"),
+        said(config, "mamba_n_groups", "n_groups"),
+    ), path
 
 
 OWN_EPSILONS = {"biogpt": 1e-5, "bert-generation": 1e-12}
@@ -188,13 +222,14 @@ def window(config: Any, layer: int) -> int | None:
 
 def page(found: list[Answer]) -> str:
     """The page of the docs."""
-    counts = {read: sum(each.read == read for each in found) for read in ("in full", "in part", "no", "not built")}
+    words = ("in full", "its stream", "in part", "no", "not built")
+    counts = {read: sum(each.read == read for each in found) for read in words}
     lines = "\n".join(map(str, found))
     return f"""# Causal language models of transformers
 
 Each class that transformers {transformers.__version__} names as a causal language model, built from its default config, cut to at most {LAYERS} layers, on
-the meta device. {counts["in full"]} of {len(found) - counts["not built"]} are read in full: residual stream, attention or delta net, MLP or experts, final norm (but of those whose layers
-end with one). {counts["in part"]} are read in part,
+the meta device. {counts["in full"]} of {len(found) - counts["not built"]} are read in full: residual stream, attention, delta net or Mamba-2, MLP or experts, final norm (but of those whose
+layers end with one). Of {counts["its stream"]} the stream is read, so that it is planned, and its mixers are known by name. {counts["in part"]} are read in part,
 {counts["no"]} not at all. {counts["not built"]} cannot be built from their default configs. `make test` reads them again and compares this page.
 
 | class | read | why not |

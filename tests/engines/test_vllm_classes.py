@@ -30,10 +30,11 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from layerfuse import registry
 from layerfuse.adapters import (
     FinalNormSpec,
-    GatedDeltaNetSpec,
     GQASpec,
+    Mamba2Spec,
     MLASpec,
     MLPSpec,
+    OtherMixerSpec,
     ResidualSpec,
     UnknownLayerError,
 )
@@ -64,6 +65,11 @@ MORE: Mapping[str, Mapping[str, Any]] = {
         "sliding_window": 128, "n_group": 1, "topk_group": 1, "swa_num_attention_heads": 8, "swa_num_key_value_heads": 4,
         "swa_head_dim": 64, "attention_bias": False,
     },
+    "Lfm2ForCausalLM": {
+        "block_dim": 2560, "conv_dim": 2560, "layer_types": ["conv", "full_attention", "conv", "conv"],
+    },
+    # Experts without a gate vLLM builds on GPUs only.
+    "NemotronHForCausalLM": {"layers_block_type": ["mamba", "mlp", "attention", "mamba"], "hybrid_override_pattern": "M-*M"},
     "MiniMaxM2ForCausalLM": {"rotary_dim": 64, "scoring_func": "sigmoid"},
 }  # fmt: skip
 """What vLLM asks a config for, and the default one of transformers does not say."""
@@ -184,12 +190,11 @@ def answer(name: str, model: Any, config: Any) -> causal.Answer:
     of = {
         kind: [spec for _, spec in specs if isinstance(spec, kind)] for kind in (ResidualSpec, FinalNormSpec, MLPSpec)
     }
-    mixers = sum(isinstance(spec, (GQASpec, MLASpec, GatedDeltaNetSpec)) for _, spec in specs)
+    mixers = [spec for _, spec in specs if isinstance(spec, causal.MIXERS)]
     layers = of[ResidualSpec]
+    alone = bool(layers) and all(spec.is_one_block for spec in layers)
     mixed = len({spec.layer_index for spec in of[MLPSpec]} | {s.layer_index for s in layers if s.experts is not None})
-    if mixers < len(layers):
-        return causal.Answer(name, "in part", "layers that are no attention (state-space), which no spec describes")
-    if not layers or len(of[FinalNormSpec]) != 1 or mixed < len(layers):
+    if not layers or len(of[FinalNormSpec]) != 1 or (not alone and (len(mixers) < len(layers) or mixed < len(layers))):
         return causal.Answer(name, "in part", REASONS[name])
     for path, spec in specs:
         assert spec.hidden_size == config.hidden_size, f"spec of {name}, {path}"
@@ -199,17 +204,19 @@ def answer(name: str, model: Any, config: Any) -> causal.Answer:
                 config, "num_key_value_heads", default=1 if causal.said(config, "multi_query") else heads
             )
             assert (spec.num_heads, spec.num_kv_heads) == (heads, kv_heads), f"spec of {name}, {path}"
+        if isinstance(spec, Mamba2Spec):
+            causal.check_mamba2(path, spec, config)
+    others = sorted({spec.mixer for spec in mixers if isinstance(spec, OtherMixerSpec)})
+    if others:
+        return causal.Answer(name, "its stream", f"known by name only: {', '.join(others)}")
     return causal.Answer(name, "in full")
 
 
 VARYING = ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM", "LagunaForCausalLM")
 """Whose layers differ in their heads."""
-STATE = "layers that are no attention (state-space, convolution), which no spec describes"
 REASONS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ["FalconMambaForCausalLM", "FalconH1ForCausalLM", "JambaForCausalLM", "MambaForCausalLM", "Mamba2ForCausalLM", "GraniteMoeHybridForCausalLM", "Zamba2ForCausalLM"],
-        STATE,
-    ),
+    "FalconH1ForCausalLM": causal.REASONS["FalconH1ForCausalLM"],
+    "Zamba2ForCausalLM": causal.REASONS["Zamba2ForCausalLM"],
     "BeamForCausalLM": "its classes are not declared",
     "HrmTextForCausalLM": "two stacks of layers that run in turns over one stream, with norms without weights, which no spec describes",
     "Llama4ForCausalLM": "attention in chunks, which no spec describes",
@@ -218,13 +225,14 @@ REASONS: Mapping[str, str] = {
 
 def page(found: list[causal.Answer]) -> str:
     """The page of the docs."""
-    counts = {read: sum(each.read == read for each in found) for read in ("in full", "in part", "no", "not built")}
+    words = ("in full", "its stream", "in part", "no", "not built")
+    counts = {read: sum(each.read == read for each in found) for read in words}
     lines = "\n".join(map(str, found))
     return f"""# Text models of vLLM
 
 Each text architecture of vLLM {RELEASE}, its own classes built without a GPU, on the meta device: from the default config of transformers' class of that
-name, or from a small one made for the test. {counts["in full"]} of {len(found)} are read in full: residual stream, attention or delta net, MLP or experts, final norm.
-{counts["in part"]} are read in part, {counts["no"]} not at all. {counts["not built"]} were not built, so that nothing is said of them.
+name, or from a small one made for the test. {counts["in full"]} of {len(found)} are read in full: residual stream, attention, delta net or Mamba-2, MLP or experts,
+final norm. Of {counts["its stream"]} the stream is read, so that it is planned, and its mixers are known by name. {counts["in part"]} are read in part, {counts["no"]} not at all. {counts["not built"]} were not built, so that nothing is said of them.
 `make test-engines` reads them again and compares this page.
 
 | class | read | why not |
@@ -244,14 +252,16 @@ def test_every_architecture_is_read_or_named_with_the_reason(tmp_path: Path) -> 
 
 def test_every_class_that_is_declared_is_one_of_vllms() -> None:
     """A misspelt declaration would never be noticed otherwise."""
-    declared = [key for key, owner in registry.layer_classes().items() if owner == "vllm_decoders"]
-    assert len(declared) > 80
+    declared = [key for key, owner in registry.layer_classes().items() if owner in ("vllm_decoders", "vllm_hybrids")]
+    assert len(declared) > 100
     for key in declared:
         assert isinstance(import_model(key), type)
 
 
 def test_on_the_second_of_two_ranks_each_holds_its_half(tmp_path: Path) -> None:
-    names = [row.split("`")[1] for row in PAGE.read_text().splitlines() if row.endswith("| in full | - |")]
+    names = [
+        row.split("`")[1] for row in PAGE.read_text().splitlines() if "| in full |" in row or "| its stream |" in row
+    ]
     read = []
     for name in names:
         with contextlib.ExitStack() as stack:
@@ -267,6 +277,9 @@ def test_on_the_second_of_two_ranks_each_holds_its_half(tmp_path: Path) -> None:
                     assert spec.num_local_heads * 2 == spec.num_heads, (name, path)
                 if isinstance(spec, GQASpec):
                     assert spec.num_local_kv_heads == max(1, spec.num_kv_heads // 2), (name, path)
-                if isinstance(spec, MLPSpec):
+                if isinstance(spec, (MLPSpec, Mamba2Spec)):
                     assert spec.local_intermediate_size * 2 == spec.intermediate_size, (name, path)
+                if isinstance(spec, Mamba2Spec):
+                    assert spec.num_local_groups == max(1, spec.num_groups // 2), (name, path)
+                    assert spec == spec.shard(1).shard(2, 1), (name, path)
     assert len(read) >= 60, set(names) - set(read)

@@ -79,8 +79,11 @@ BAD: dict[str, tuple[str, str]] = {
     ),
     "text for an epsilon": (but("rms_norm_eps = 1e-6", 'rms_norm_eps = "1e-6"'), "expected a number, got '1e-6'"),
     "odd rope": (but("qk_rope_head_dim = 4", "qk_rope_head_dim = 5"), "rotary embedding turns pairs"),
-    "unknown family": (but('family = "mla"', 'family = "mlaa"'), "got 'mlaa'; did you mean 'mla'?"),
-    "no family": (but('family = "mla"\n', ""), "family: expected one of mla, gated_delta_net, gqa, got None"),
+    "unknown family": (but('family = "mla"', 'family = "mlaa"'), "got 'mlaa'; did you mean 'mla' or 'mamba2'?"),
+    "no family": (
+        but('family = "mla"\n', ""),
+        "family: expected one of mla, gated_delta_net, gqa, mamba2, other, mlp, got None",
+    ),
     "unknown activation": (
         but('activation = "silu"', 'activation = "swish"'),
         "expected 'silu' or 'sigmoid', got 'swish'",
