@@ -33,6 +33,7 @@ from test_vllm_plugin import (  # noqa: F401 (`fresh` is a fixture)
 from test_vllm_specs import PER_TOKEN
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor import custom_op
+from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
 from vllm_started import Started, close, fp8, quantised_as_on_cuda, started
 
@@ -220,6 +221,26 @@ def test_a_quantiser_of_another_plugin_is_left_alone(
         with model(tmp_path, options) as engine:
             results.append(engine())
     assert torch.equal(*results)
+    assert any("is not vLLM's own: it is from test_vllm_handover" in each for each in said(caplog))
+
+
+def test_a_product_of_another_plugin_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = SiluAndMul.forward_native
+
+    @functools.wraps(own)
+    def louder(x: torch.Tensor) -> torch.Tensor:
+        return own(x) * 2
+
+    monkeypatch.setattr(SiluAndMul, "forward_native", staticmethod(louder))
+    results = []
+    for options in (False, {"fusions": [f"{PRODUCT}_group_quant"]}):
+        caplog.clear()
+        with model(tmp_path, options) as engine:
+            results.append(engine())
+    assert torch.equal(*results)
+    assert f"{PRODUCT}_group_quant: 1 expected, 0 fused, 1 missed; called 0 times in the first run" in said(caplog)
     assert any("is not vLLM's own: it is from test_vllm_handover" in each for each in said(caplog))
 
 
