@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from ..adapters.specs import GatedNormSpec
+from ..adapters.specs import GatedDeltaNetSpec, GatedNormSpec
 from ..fusion.catalog import FUSIONS
 from ..fusion.sites import Site
 from .hooks import Hook
@@ -46,6 +46,8 @@ def norm(module: Any, seam: Seam, site: Site, run: Run, same: Same) -> None:
         settings = (*settings, spec.activation, spec.norm_before_gate)
     own, second = _of_its_class(module), seam.second
     several = FUSIONS[seam.fusion].chain[0].adds or isinstance(spec, GatedNormSpec)
+    # What is quantised are the rows of all heads.
+    heads = site.spec.gated_norm_shape if seam.consumer is not None and isinstance(site.spec, GatedDeltaNetSpec) else ()
 
     def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.keys() == {second} and not args:
@@ -55,8 +57,11 @@ def norm(module: Any, seam: Seam, site: Site, run: Run, same: Same) -> None:
         plain = len(args) <= 1 and len(given) == several and not kwargs
         if not plain or any(each.numel() != x.numel() for each in given) or not same():
             return own(x, *args, **kwargs)
-        # Kimi's delta nets give the gate without the leading dimension of 1.
-        return run((x, *(each.view(x.shape) for each in given), module.weight, *settings), (x, *given), own)
+        # Kimi's delta nets give the gate without the leading dimension of 1; vLLM 0.26 gives heads as rows.
+        shape = (-1, *heads) if heads and x.dim() == 2 else x.shape
+        rows = (each.reshape(shape) for each in (x, *given))
+        result = run((*rows, module.weight, *settings), (x, *given), own)
+        return result if shape == x.shape else result.view(x.shape)
 
     _stand(module, forward)
 

@@ -71,6 +71,8 @@ class Standing:
     "Site -> the fusion that stands there: the one that is expected, or its fallback."
     forms: dict[str, str] = field(factory=dict)
     "Site -> the op that is called there, where it is another form of the fusion's."
+    given: set[str] = field(factory=set)
+    "Sites whose op has quantised something for the linears behind it."
     asked: set[str] = field(factory=set)
     "Sites that an op was to stand at so far."
     strange: dict[UnknownNorm, None] = field(factory=dict)
@@ -248,10 +250,16 @@ class Standing:
         said = {**attrs.asdict(quant), "dtype": here().fp8_dtype(), "scale": scale}
         options = tuple(said[argument.name] for argument in op.args if argument.name in said)
         function, quantised = FUNCTIONS[op.name], 1 if scale is not None else 2
+
+        def call(*fused: Any) -> Any:
+            results = function(*rows(*fused), *options)
+            self.given.add(site)
+            return _one(give(site, results, scale))
+
         # The values and scales are compared where they are taken.
         return self._tried(
             site,
-            lambda *fused: _one(give(site, function(*rows(*fused), *options), scale)),
+            call,
             lambda *fused: op.reference(*rows(*fused), *options)[quantised:],
         )
 
@@ -293,7 +301,8 @@ class Standing:
             stands = self.stands.get(site, decision.fusion)
             op = self.forms.get(site, FUSIONS[stands].op.name)
             why = self.missed.get(site)
-            if why is None and not self.ran[site] and self.unit.plan.site[site].role != OUTPUT:
+            reached = site in self.given or self.unit.plan.site[site].role != OUTPUT
+            if why is None and not self.ran[site] and reached:
                 why = self._other(site) or (
                     NOT_TAKEN
                     if site in self.forms

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.quantization.input_quant_fp8 import QuantFP8
-from vllm_started import Started, close, fp8, quantised_as_on_cuda, started
+from vllm_started import Started, apart, close, fp8, quantised_as_on_cuda, started
 
 from layerfuse.engines.native import native_methods
 from layerfuse.engines.vllm import readers
@@ -150,7 +150,8 @@ def test_a_gated_norm_hands_over_its_heads_joined(tmp_path: Path, caplog: pytest
     for layerfuse in (False, asked_for):
         with fp8(TOKENS), started("qwen3-next", tmp_path, layerfuse=layerfuse, **options) as engine:
             results.append([engine(tokens) for tokens in (6, 33)])
-    assert all(close(*both) for both in zip(*results, strict=True))
+    tokens = [rows for both in zip(*results, strict=True) for rows in zip(*both, strict=True)]
+    assert max(apart(*rows) for rows in tokens) < 0.06  # 0.033: roundings to 8 bits, which the next layers carry on
     assert counts(said(caplog)) == [line(f"{GATED}_per_token_quant", 3)]
 
 
