@@ -7,7 +7,7 @@ the same values, which need not be checked twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
@@ -80,22 +80,47 @@ class LayerReader:
         self.plugin = plugin
         "The installed plugin that brought them, in words that name its package; empty for others."
         self.facts = facts
-        self.around = {
+
+    # Made when the first layer of the class is read: of the hundreds of classes that are known, a process meets a few.
+
+    @cached_property
+    def around(self) -> dict[int, tuple[Linears, Linears, type[NormSpec]]]:
+        """The linears that read each norm, those that feed it, and what it is if it is not gated. Keyed by the identity of the facts' norms."""
+        return {
             id(norm): (Linears(norm.feeds), Linears(norm.fed_by), LayerNormSpec if norm.is_layer_norm else NormSpec)
-            for norm in facts.norms
+            for norm in self.facts.norms
         }
-        "The linears that read each norm, those that feed it, and what it is if it is not gated. Keyed by the identity of the facts' norms."
-        self.unless: Any = facts.parsed.get("unless", ())
-        self.at_once = _AtOnce(facts)
-        self.fields: list[tuple[str, str, str | None, Any]] = [
-            (attribute.name, kind_of(attribute), goes_with(attribute), facts.parsed[attribute.name])
-            for attribute in attrs.fields(facts.spec)
-            if attribute.name in facts.parsed
+
+    @cached_property
+    def unless(self) -> Any:
+        """Where the layer says that it is none."""
+        return self.facts.parsed.get("unless", ())
+
+    @cached_property
+    def at_once(self) -> _AtOnce:
+        """What is read in one step."""
+        return _AtOnce(self.facts)
+
+    @cached_property
+    def fields(self) -> list[tuple[str, str, str | None, Any]]:
+        """The fields that are read, with their kinds, the field that each goes with, and where they are."""
+        return [
+            (attribute.name, kind_of(attribute), goes_with(attribute), self.facts.parsed[attribute.name])
+            for attribute in attrs.fields(self.facts.spec)
+            if attribute.name in self.facts.parsed
         ]
-        "The fields that are read, with their kinds, the field that each goes with, and where they are."
-        last: Any = facts.parsed.get("last_linear", ())
-        self.last = Linears(last)
-        self.mixtures = Linears(facts.parsed.get("mixture", ()))  # type: ignore[arg-type]
+
+    @cached_property
+    def last(self) -> Linears:
+        """The linear whose result the layer adds last."""
+        found: Any = self.facts.parsed.get("last_linear", ())
+        return Linears(found)
+
+    @cached_property
+    def mixtures(self) -> Linears:
+        """Where a mixture of experts may stand."""
+        found: Any = self.facts.parsed.get("mixture", ())
+        return Linears(found)
 
     def __repr__(self) -> str:
         return f"LayerReader({self.key!r}, {self.owner!r}, {self.facts.spec.__name__})"

@@ -45,6 +45,9 @@ class _WrongValueError(ValueError):
     """A value of the wrong type or form; the text is the problem."""
 
 
+_TABLES = (*KINDS.values(), MLPKind, ExpertsKind, QuantKind, EngineFacts, Every, GateWords, RopeWords, Yarn)
+
+
 @functools.cache
 def make_converter() -> cattrs.Converter:
     """The converter for models.toml values, made once. Numbers, texts and flags are taken as written, never coerced."""
@@ -59,8 +62,16 @@ def make_converter() -> cattrs.Converter:
     converter.register_structure_hook_func(lambda t: t == LayerKind, lambda value, _: _layer_kind(converter, value))
     converter.register_structure_hook_func(_is_any, lambda value, _: value)
     converter.register_structure_hook_func(lambda t: t == Rope, lambda value, _: _rope(converter, value))
-    for cls in (*KINDS.values(), MLPKind, ExpertsKind, QuantKind, EngineFacts, Every, GateWords, RopeWords, Yarn):
+    for cls in _TABLES:
         converter.register_structure_hook(cls, make_dict_structure_fn(cls, converter))
+    return converter
+
+
+@functools.cache
+def _make_writer() -> cattrs.Converter:
+    """The converter back, made once; what only reads does not wait for it."""
+    converter = cattrs.Converter()
+    for cls in _TABLES:
         converter.register_unstructure_hook(cls, make_dict_unstructure_fn(cls, converter, _cattrs_omit_if_default=True))
     converter.register_unstructure_hook(
         ModelEntry,
@@ -319,7 +330,7 @@ def _format(error: BaseException, kind: type | None) -> str:
 
 def unstructure(entries: Mapping[str, ModelEntry]) -> dict[str, Any]:
     """The document that `structure` reads back into the same entries, ready for a TOML writer."""
-    converter = make_converter()
+    converter = _make_writer()
     return {"models": {name: _without_none(converter.unstructure(entry)) for name, entry in entries.items()}}
 
 

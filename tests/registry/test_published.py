@@ -81,11 +81,15 @@ def test_how_entries_are_quantised() -> None:
     entries = registry.models().values()
     said = {(entry.name, str(kind)) for entry in entries for kind in entry.quant.values()}
     fp8, mx = "all linears in float8_e4m3fn, blocks of 128 x 128", "experts in float4_e2m1fn, MX groups of 1 x 32"
+    dense, routed = (fp8.replace("all linears", f"attention, {others}") for others in ("mlps", "experts"))
     assert said == {
         *((name, f"{fp8}; activations group128") for name in ("deepseek-v3", "deepseek-r1", "kimi-k2-instruct")),
+        *((name, f"{fp8}; activations group128") for name in ("glm-5-fp8", "glm-5.2-fp8")),
+        *((name, f"{dense}; activations group128") for name in ("qwen3-8b-fp8", "qwen3-32b-fp8")),
+        *((name, f"{routed}; activations group128") for name in ("qwen3-30b-a3b-fp8", "qwen3-235b-a22b-fp8")),
+        *((name, f"{routed}; activations group128") for name in ("minimax-m2.5", "minimax-m2.7")),
         *((name, f"{fp8}; activations group128,ue8m0") for name in ("deepseek-v3.1", "deepseek-v3.2")),
         *((name, f"{mx}; activations as they are") for name in ("gpt-oss-20b", "gpt-oss-120b", "kimi-k3")),
-        ("minimax-m2.5", fp8.replace("all linears", "attention, experts") + "; activations group128"),
         ("kimi-k2.5", "experts in int4, groups of 1 x 32; activations as they are"),
     }
     assert all(kind.source for entry in registry.models().values() for kind in entry.quant.values())
