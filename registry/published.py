@@ -27,6 +27,13 @@ LINEARS: tuple[Linears, ...] = ("attention", "mlps", "shared_experts", "experts"
 """The linears of a layer by what holds them: `mlps` are those of dense layers, `experts` the routed ones."""
 
 
+ELSEWHERE: Mapping[str, str] = {
+    "int8": "int8, with one scale per token",
+    "nvfp4": "NVFP4: 4 bits, in groups of 16 with scales in fp8",
+}
+"""Quantisations of activations that checkpoints have and no fusion does, in words."""
+
+
 @frozen(kw_only=True)
 class QuantKind:
     """Linears of a published checkpoint that are quantised in one way. Those that no such table names are not."""
@@ -38,7 +45,8 @@ class QuantKind:
     scheme: Literal["tensor", "channel", "block", "group", "mx"]
     "What shares a scale, as `WeightSpec.scheme`."
     activation: str
-    'What they do to what they read, as `plan --quant` takes it: "group128"; "none": they take it as it is.'
+    """What they do to what they read, as `plan --quant` takes it: "group128"; "none": they take it as it is. "int8" and "nvfp4": they quantise it
+    so, which no fusion does."""
     source: str
     "Where that was read."
     block: list[int] | None = None
@@ -46,8 +54,8 @@ class QuantKind:
 
     @property
     def quant(self) -> ActivationQuant | None:
-        """How what they read is quantised; None: it is not."""
-        return None if self.activation == "none" else ActivationQuant.parse(self.activation)
+        """How what they read is quantised; None: it is not, or in a way that no fusion does."""
+        return None if self.activation in ("none", *ELSEWHERE) else ActivationQuant.parse(self.activation)
 
     @property
     def weight_spec(self) -> WeightSpec:
@@ -77,7 +85,7 @@ class QuantKind:
         scales = (
             f"one scale per {self.scheme}" if self.block is None else f"{groups} of {' x '.join(map(str, self.block))}"
         )
-        reads = "as they are" if self.quant is None else self.activation
+        reads = "as they are" if self.activation == "none" else self.activation
         which = "all linears" if set(self.linears) == set(LINEARS) else ", ".join(self.linears).replace("_", " ")
         return f"{which} in {self.weight}, {scales}; activations {reads}"
 
@@ -103,18 +111,23 @@ class Published:
         kind = None if linears is None else self._said.get(linears)
         if kind is not None and kind.quant is not None:
             return attrs.evolve(part, quant=kind.quant)
-        how = (
-            "they are not quantised"
-            if kind is None
-            else f"their weights are {kind.weight}, and they take what they read as it is,"
-        )
+        if kind is None:
+            how = "they are not quantised"
+        elif kind.activation in ELSEWHERE:
+            how = f"they quantise what they read to {ELSEWHERE[kind.activation]}"
+        else:
+            how = f"their weights are {kind.weight}, and they take what they read as it is,"
         return attrs.evolve(part, unquantised=f"{how} in the published checkpoint")
 
     def _mixture(self, mixture: ExpertsSpec) -> ExpertsSpec:
         """A declared mixture with what its experts' weights are."""
         kind = self._said.get("experts")
         shared = None if mixture.shared is None else self._reads(mixture.shared, "shared_experts")
-        held: dict[str, Any] = {} if kind is None else {"weight": kind.weight_spec, "activation": kind.quant}
+        held: dict[str, Any] = (
+            {}
+            if kind is None
+            else {"weight": kind.weight_spec, "activation": kind.quant or ELSEWHERE.get(kind.activation)}
+        )
         return attrs.evolve(mixture, shared=shared, **held)
 
     def of(self, spec: LayerSpec, *, shared: bool) -> LayerSpec:

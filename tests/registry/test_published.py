@@ -15,6 +15,7 @@ from layerfuse.fusion import Target, plan
 from layerfuse.registry.files import structure, unstructure
 from layerfuse.registry.inspect import inspect
 from layerfuse.registry.published import LINEARS, QuantKind
+from layerfuse.registry.quant_methods import METHODS, UNREAD
 
 GROUP = ActivationQuant(group_size=128)
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
@@ -181,8 +182,24 @@ def test_a_quantization_config_is_read(said: Any, linears: list[str], weight: st
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"quant_method": "modelopt"}, "its quant_method is 'modelopt'"),
-        ({"quant_method": ["fp8"]}, "quantization_config is not read: unhashable"),
+        ({"quant_method": "modelopt"}, "its quant_algo is None"),
+        ({"quant_method": "other"}, "its quant_method is 'other': fp8, mxfp8,"),
+        ({"quant_method": ["fp8"]}, "its quant_method is ['fp8']: expected a text"),
+        ({"quant_method": "aqlm"}, "'aqlm': weights that are numbers of entries in a codebook"),
+        ({"quant_method": "gptq", "bits": 5}, "weights of 5 bits"),
+        (
+            {"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*down.*": {}}},
+            "dynamic quantises some linears otherwise",
+        ),
+        ({"quant_method": "gptq", "bits": 4, "group_size": "all"}, "quantization_config is not read"),
+        ({"quant_method": "bitsandbytes"}, "neither load_in_4bit nor load_in_8bit"),
+        ({"quant_method": "quanto", "weights": "int4", "activations": "int8"}, "activations quantised as 'int8'"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "New"}}}, "torchao's 'New'"),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "quant_type is 'int4_weight_only'"),
+        ({"quant_method": "quark", "layer_quant_config": {"a": {}}}, "some linears are quantised otherwise"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int2"}}}, "weights ('int2'"),
+        ({"quant_method": "hqq", "dynamic_config": {"a": {}}}, "some linears are quantised otherwise"),
+        ({**FP8, "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
         ("fp8", "expected a table, got 'fp8'"),
         ({**FP8, "weight_block_size": "all"}, "quantization_config is not read"),
         ({**FP8, "modules_to_not_convert": 3}, "quantization_config is not read"),
@@ -199,6 +216,127 @@ def test_what_is_not_known_of_a_quantization_config_is_a_note(said: Any, why: st
     assert quant == {}
     assert len(notes) == 1
     assert why in notes[0]
+
+
+FP8_WEIGHT, FP4_WEIGHT = "float8_e4m3fn", "float4_e2m1fn"
+
+
+@pytest.mark.parametrize(
+    ("made", "values", "expected"),
+    [
+        ("GPTQConfig", {"bits": 4, "group_size": 64}, ("int4", "group", [1, 64], "none")),
+        ("GPTQConfig", {"bits": 8, "group_size": -1}, ("int8", "channel", None, "none")),
+        ("AwqConfig", {}, ("int4", "group", [1, 128], "none")),
+        ("AutoRoundConfig", {}, ("int4", "group", [1, 128], "none")),
+        ("BitsAndBytesConfig", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, ("nf4", "group", [1, 64], "none")),
+        ("BitsAndBytesConfig", {"load_in_8bit": True}, ("int8", "channel", None, "int8")),
+        ("QuantoConfig", {"weights": "float8"}, (FP8_WEIGHT, "channel", None, "none")),
+        ("QuantoConfig", {"weights": "int4"}, ("int4", "group", [1, 128], "none")),
+        ("EetqConfig", {}, ("int8", "channel", None, "none")),
+        ("FbgemmFp8Config", {}, (FP8_WEIGHT, "channel", None, "per_token")),
+        ("FineGrainedFP8Config", {}, (FP8_WEIGHT, "block", [128, 128], "group128")),
+        ("Mxfp4Config", {}, (FP4_WEIGHT, "mx", [1, 32], "none")),
+        ("NVFP4Config", {}, (FP4_WEIGHT, "group", [1, 16], "nvfp4")),
+        ("MetalConfig", {}, ("int4", "group", [1, 64], "none")),
+    ],
+)
+def test_what_the_classes_of_transformers_write_is_read(made: str, values: dict[str, Any], expected: Any) -> None:
+    transformers = pytest.importorskip("transformers.utils.quantization_config")
+    said = getattr(transformers, made)(**values).to_dict()
+    ((_, kind),) = found(json.loads(json.dumps(said, default=str)))[0].items()
+    assert (kind.weight, kind.scheme, kind.block, kind.activation) == expected
+    assert kind.linears == list(LINEARS)
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            {
+                "quant_method": "hqq",
+                "quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64, "axis": 0}},
+                "skip_modules": ["lm_head"],
+            },
+            ("int4", "group", [64, 1], "none"),
+        ),
+        (
+            {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]},
+            (FP8_WEIGHT, "tensor", None, "static"),
+        ),
+        (
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}},
+            (FP4_WEIGHT, "group", [1, 16], "nvfp4"),
+        ),
+        (
+            {
+                "quant_method": "quark",
+                "exclude": ["lm_head", "re:.*router.*"],
+                "global_quant_config": {
+                    "weight": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "is_dynamic": False},
+                    "input_tensors": {"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "is_dynamic": True},
+                },
+            },
+            (FP4_WEIGHT, "mx", [1, 32], "mxfp4"),
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}}},
+            },
+            ("int4", "group", [1, 32], "none"),
+        ),
+        (
+            compressed({"num_bits": 8, "type": "int", "strategy": "channel"}, {**TOKEN, "type": "int"}),
+            ("int8", "channel", None, "int8"),
+        ),
+        (
+            compressed(
+                {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
+                {"num_bits": 4, "type": "float", "strategy": "tensor_group", "dynamic": "local"},
+            ),
+            (FP4_WEIGHT, "group", [1, 16], "nvfp4"),
+        ),
+    ],
+)
+def test_what_other_libraries_write_is_read(said: Any, expected: Any) -> None:
+    ((_, kind),) = found(said)[0].items()
+    assert (kind.weight, kind.scheme, kind.block, kind.activation) == expected
+
+
+def test_every_method_of_transformers_is_read_or_said_why_not() -> None:
+    transformers = pytest.importorskip("transformers.utils.quantization_config")
+    known = {method.value for method in transformers.QuantizationMethod}
+    assert known == {*METHODS, *UNREAD} - {"modelopt"}
+    assert not set(METHODS) & set(UNREAD)
+
+
+def test_what_is_left_out_is_read_of_every_method() -> None:
+    attention = "re:.*self_attn.*"
+    for key in (
+        "modules_to_not_convert",
+        "ignore",
+        "exclude_modules",
+        "exclude",
+        "skip_modules",
+        "llm_int8_skip_modules",
+    ):
+        quant, notes = found({"quant_method": "eetq", key: [attention]})
+        assert [kind.linears for kind in quant.values()] == [["mlps", "shared_experts", "experts"]], (key, notes)
+
+
+def test_linears_that_quantise_as_no_fusion_does_say_so() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = {
+        **transformers.CONFIG_MAPPING["deepseek_v3"]().to_dict(),
+        "quantization_config": {"quant_method": "nvfp4"},
+    }
+    entry = inspect(config, registry=registry.default).entry
+    specs = [spec for _, spec in entry.specs(published=True) if isinstance(spec, ResidualSpec)]
+    norms = [norm for spec in specs for norm in (*spec.input_norms, *spec.post_attention_norms)]
+    assert {norm.quant for norm in norms} == {None}
+    assert all("they quantise what they read to NVFP4" in str(norm.unquantised) for norm in norms)
+    mixtures = [spec.experts for spec in specs if spec.experts is not None]
+    assert {str(mixture.activation).partition(":")[0] for mixture in mixtures} == {"NVFP4"}
 
 
 def test_a_quantised_copy_of_a_declared_model_is_planned_as_it_says(
