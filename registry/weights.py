@@ -8,32 +8,28 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from attrs import field, frozen
 
 from ..adapters.base import Adapter
-from ..adapters.errors import shown
 from ..adapters.specs import (
     FinalNormSpec,
     GatedDeltaNetSpec,
     GatedMLPSpec,
-    GQASpec,
     MLASpec,
     NormSpec,
     ResidualSpec,
-    WeightSpec,
 )
 from .catalog import ModelEntry
-from .kinds import SHARED_EXPERTS
+from .kinds import SHARED_EXPERTS, ExpertsKind
 from .published import Linears
 from .safetensors import Tensor
+from .weight_forms import FLOATS, Form, Sizes, forms, held_as, in_words
 
-Sizes: TypeAlias = tuple[int, int]
-"""What a linear gives and what it reads."""
-Form: TypeAlias = Mapping[str, Sizes]
-"""Linears of a layer by their names, in one way to cut them."""
+_Linear: TypeAlias = tuple[str, Mapping[str, Tensor]]
+"""A linear's module and its tensors."""
 _Held: TypeAlias = dict[str, dict[str, Tensor]]
 """The tensors of each module, by what is behind its path: weight, weight_scale."""
 
@@ -51,7 +47,8 @@ _GATES = frozenset(
 """Small projections of gates, which many checkpoints keep unquantised."""
 _DRAFT = "eh_proj"
 """What only a layer of multi-token prediction has, which stands behind the model's layers."""
-_FLOATS = ("BF16", "F16", "F32")
+_DOWN = ("down_proj", "w2", "output_linear")
+"""What the linear is called by which experts give the stream."""
 
 
 @frozen
@@ -87,62 +84,6 @@ def _norm_names(adapters: Iterable[Adapter]) -> dict[str, set[str]]:
                             if isinstance(each, dict) and isinstance(each.get("module"), str):
                                 names[name].add(each["module"])
     return dict(names)
-
-
-def _forms(spec: Any) -> tuple[list[Form], Form]:
-    """The ways in which checkpoints cut a layer's linears, and those that some have beside them."""
-    hidden = spec.hidden_size
-    if isinstance(spec, MLASpec):
-        values = spec.num_heads * spec.v_head_dim
-        queries = spec.num_heads * spec.qk_head_dim
-        form = {
-            "kv_a_proj_with_mqa": (spec.kv_lora_rank + spec.qk_rope_head_dim, hidden),
-            "kv_b_proj": (spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim), spec.kv_lora_rank),
-            "o_proj": (hidden, values),
-        }
-        if spec.q_lora_rank is None:
-            form["q_proj"] = (queries, hidden)
-        else:
-            form |= {"q_a_proj": (spec.q_lora_rank, hidden), "q_b_proj": (queries, spec.q_lora_rank)}
-        return [form], {"g_proj": (values, hidden)}
-    if isinstance(spec, GQASpec):
-        queries, values = spec.num_heads * spec.head_dim, spec.num_heads * spec.v_head_dim
-        keys, kv_values = spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim
-        out = {"o_proj": (hidden, values)}
-        cut = out | {"k_proj": (keys, hidden), "v_proj": (kv_values, hidden)}
-        return [
-            cut | {"q_proj": (queries, hidden)},
-            cut | {"q_proj": (queries + values, hidden)},  # with the output's gate
-            out | {"qkv_proj": (queries + keys + kv_values, hidden)},
-        ], {"g_proj": (values, hidden)}
-    if isinstance(spec, GatedDeltaNetSpec):
-        keys, values = spec.num_k_heads * spec.head_k_dim, spec.num_v_heads * spec.head_v_dim
-        qkv = {
-            "q_proj": (keys, hidden),
-            "k_proj": (keys, hidden),
-            "v_proj": (values, hidden),
-            "o_proj": (hidden, values),
-        }
-        gates = {"b_proj": (spec.num_v_heads, hidden)}
-        whole, out = {"in_proj_qkv": (2 * keys + values, hidden)}, {"out_proj": (hidden, values)}
-        return [
-            out | {"in_proj_qkvz": (2 * keys + 2 * values, hidden), "in_proj_ba": (2 * spec.num_v_heads, hidden)},
-            out
-            | whole
-            | {"in_proj_z": (values, hidden)}
-            | dict.fromkeys(("in_proj_a", "in_proj_b"), (spec.num_v_heads, hidden)),
-            qkv | gates | {"g_proj": (values, hidden), "a_proj": (spec.num_v_heads, hidden)},  # Olmo
-            qkv
-            | gates
-            | {"f_a_proj": (spec.head_v_dim, hidden), "f_b_proj": (keys, spec.head_v_dim)}
-            | {"g_a_proj": (spec.head_v_dim, hidden), "g_b_proj": (values, spec.head_v_dim)},  # Kimi
-        ], {}
-    if isinstance(spec, GatedMLPSpec):
-        inner = spec.intermediate_size
-        down = {"down_proj": (hidden, inner)}
-        split = down | {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
-        return [split, down | {"gate_up_proj": (2 * inner, hidden)}], {}
-    return [], {}
 
 
 class _Weighing:
@@ -237,19 +178,19 @@ class _Weighing:
             category, parents = "shared_experts", [f"{parent}.{name}" for parent in parents for name in _SHARED]
         elif is_mlp:
             category = "mlps"
-        forms, optional = _forms(spec)
-        if not forms:
+        ways, optional = forms(spec)
+        if not ways:
             self._notes.append(f"{path}: what a checkpoint calls the linears of a {type(spec).__name__} is not known")
             return
         for parent in parents:
             names = {module.removeprefix(f"{parent}.") for module in modules if module.startswith(f"{parent}.")}
-            if any(names & set(form) for form in forms):
+            if any(names & set(form) for form in ways):
                 break
         else:
             self._say(f"{self._stem}{where[:-1]}", f"no linear of its {kind} is there, below {' or '.join(parents)}")
             return
         below = f"{parent}."
-        form = max(forms, key=lambda form: (len(names & set(form)), self._fitting(modules, below, form), -len(form)))
+        form = max(ways, key=lambda form: (len(names & set(form)), self._fitting(modules, below, form), -len(form)))
         for name, sizes in {**form, **{name: optional[name] for name in names & set(optional)}}.items():
             held = modules.pop(below + name, None)
             if held is None:
@@ -268,7 +209,12 @@ class _Weighing:
     @staticmethod
     def _fitting(modules: _Held, below: str, form: Form) -> int:
         """How many of these linears give as much as is there."""
-        firsts = {name: [t.shape[:1] for t in modules.get(below + name, {}).values()] for name in form}
+        firsts = {}
+        for name in form:
+            held = modules.get(below + name, {})
+            # GPTQ and AWQ keep a linear the other way round.
+            sides = [held["scales"].shape[-1:]] if "qweight" in held and "scales" in held else None
+            firsts[name] = sides or [tensor.shape[:1] for tensor in held.values()]
         return sum((given,) in firsts[name] for name, (given, _) in form.items())
 
     def _linear(
@@ -276,46 +222,72 @@ class _Weighing:
     ) -> None:
         kind = self._kinds.get(category)
         weight = None if kind is None else kind.weight_spec
-        if may_be_plain and "weight" in held and held["weight"].dtype in _FLOATS:
+        if may_be_plain and "weight" in held and held["weight"].dtype in FLOATS:
             weight = None
-        problems = list(_held_as(held, weight, sizes))
+        problems = list(held_as(held, weight, sizes))
         self._problems += [f"{where}: {problem}" for problem in problems]
         self._held += not problems
 
     def _experts(self, where: str, modules: _Held) -> None:
-        """Routed experts, of which an entry says how they are quantised, and that they read and give the stream."""
-        hidden = self._entry.hidden_size
-        numbers: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
+        """Routed experts: each has its three linears, or all are merged into two tensors; as many and as wide as declared."""
+        said = self._entry.experts
+        if not modules or said is None:
+            unsaid = "the entry says nothing of its routed experts"
+            if modules and unsaid not in self._notes:
+                self._notes.append(unsaid)
+            return
+        numbers: defaultdict[str, dict[int, _Linear]] = defaultdict(dict)
         for module, held in modules.items():
             expert, _, name = module.partition("experts.")[2].partition(".")
-            if not expert.isdecimal():
-                shapes = [tensor.shape for tensor in held.values()]
-                quantised = self._kinds.get("experts") is not None
-                if not any(hidden in shape or hidden // 32 in shape for shape in shapes):
-                    self._say(where + module, f"no side of the experts is the hidden size {hidden}, got {shapes}")
-                elif quantised == any(t.dtype in _FLOATS and len(t.shape) == 3 for t in held.values()):
-                    self._say(where + module, f"expected {self._as_declared('experts')}, got {_in_words(held)}")
-                else:
-                    self._held += 1
-                continue
-            stored = held.get("weight") or held.get("weight_packed") or held.get("qweight")
-            if stored is None or len(stored.shape) != 2:
-                self._say(where + module, f"expected the weight of a linear, got {_in_words(held)}")
-                continue
-            numbers[name][int(expert)] = stored
-            gives_stream = stored.shape[0] == hidden and name in ("down_proj", "w2")
-            packed = 1 if "weight" in held else 8 if stored.dtype == "I32" else 2
-            read = stored.shape[1] * packed
-            if not gives_stream and read != hidden:
-                self._say(where + module, f"expected the hidden size {hidden} on one side, got {stored}")
+            if expert.isdecimal():
+                numbers[name][int(expert)] = (module, held)
             else:
-                self._linear(where + module, held, (stored.shape[0], read), "experts")
-        total = 1 + max((max(found) for found in numbers.values()), default=-1)
+                self._merged(where + module, expert, held, said)
         for name, found in numbers.items():
-            if len(found) != total:
-                self._say(f"{where}experts", f"{total - len(found)} of {total} {name} are not there")
-            if len({tensor.shape for tensor in found.values()}) > 1:
-                self._say(f"{where}experts", f"{name} are not all of one shape")
+            sizes = (self._entry.hidden_size, said.intermediate_size)
+            sizes = sizes if name in _DOWN else sizes[::-1]
+            for _, (module, held) in sorted(found.items())[: said.num_experts]:
+                self._linear(where + module, held, sizes, "experts")
+            missing = [number for number in range(said.num_experts) if number not in found]
+            if missing:
+                more = f" and {len(missing) - 1} more" if missing[1:] else ""
+                self._say(
+                    f"{where}experts", f"the {name} of expert {missing[0]}{more} of {said.num_experts} is not there"
+                )
+        # LongCat's zero experts give back what they are given: they have rows in some tensors, and no down-projection.
+        whole = set.intersection(*(set(found) for found in numbers.values())) if numbers else set()
+        beyond = [number for number in whole if number >= said.num_experts]
+        if beyond:
+            self._say(f"{where}experts", f"there are {len(whole)}, and {said.num_experts} are declared")
+
+    def _merged(self, where: str, name: str, held: Mapping[str, Tensor], said: ExpertsKind) -> None:
+        """All experts' linears of one kind in one tensor, as transformers keeps them, or in blocks of MXFP4 as gpt-oss is published."""
+        hidden, width = self._entry.hidden_size, said.intermediate_size
+        given, read = (hidden, width) if name in _DOWN else (2 * width if "gate_up" in name else width, hidden)
+        kind = self._kinds.get("experts")
+        if "blocks" in held or "scales" in held:
+            groups = (said.num_experts, given, math.ceil(read / 32))
+            expected = {"blocks": Tensor("U8", (*groups, 16)), "scales": Tensor("U8", groups)}
+            found = {what: held[what] for what in expected if what in held}
+            if kind is None or (kind.weight, kind.scheme) != ("float4_e2m1fn", "mx"):
+                self._say(where, f"expected {self._as_declared('experts')}, got {in_words(held)}")
+            elif found != expected:
+                self._say(where, f"expected {in_words(expected)}, got {in_words(held)}")
+            else:
+                self._held += 1
+            return
+        tensors = [tensor for tensor in held.values() if len(tensor.shape) == 3]
+        plain = [tensor for tensor in tensors if tensor.dtype in FLOATS]
+        if not tensors and kind is None and all(len(tensor.shape) == 2 for tensor in held.values()):
+            return  # biases
+        if (kind is None) != bool(plain):
+            self._say(where, f"expected {self._as_declared('experts')}, got {in_words(held)}")
+        elif kind is None and not any(
+            t.shape[0] == said.num_experts and sorted(t.shape[1:]) == sorted((given, read)) for t in plain
+        ):
+            self._say(where, f"expected [{said.num_experts}, {given}, {read}], got {in_words(held)}")
+        else:
+            self._held += 1
 
     def _as_declared(self, category: Linears) -> str:
         kind = self._kinds.get(category)
@@ -323,7 +295,7 @@ class _Weighing:
 
     def _left_over(self) -> None:
         """What no spec of the entry has named."""
-        undeclared = self._entry.mlp_at()
+        undeclared, mixtures = self._entry.mlp_at(), self._entry.mixture_at()
         for index, modules in sorted(self._layers.items()):
             where = f"{self._stem}layers.{index}."
             if index >= self._entry.num_hidden_layers:
@@ -332,10 +304,14 @@ class _Weighing:
                 else:
                     self._say(where[:-1], f"is one more than the {self._entry.num_hidden_layers} declared layers")
                 continue
-            self._experts(where, {name: held for name, held in modules.items() if ".experts." in f".{name}"})
+            experts = {name: held for name, held in modules.items() if ".experts." in f".{name}"}
+            self._experts(where, experts)
+            if self._entry.experts is not None and mixtures[index] != bool(experts):
+                how = "none is declared in this layer" if experts else "none is there"
+                self._say(f"{where}experts", f"of routed experts, {how}")
             for name, held in modules.items():
                 first = name.partition(".")[0].rstrip("s")
-                is_linear = any(len(t.shape) == 2 and what != "" for what, t in held.items())
+                is_linear = any(len(t.shape) == 2 and what not in ("", "bias") for what, t in held.items())
                 if ".experts." in f".{name}" or not (is_linear or "qweight" in held):
                     continue
                 if first in _PARTS["mlp"] and (
@@ -344,49 +320,9 @@ class _Weighing:
                     continue  # routers and gates of mixtures, and MLPs that the entry says nothing of
                 if ".indexer." in f".{name}":
                     continue  # chooses tokens for sparse attention, which is no part of a spec
-                self._say(where + name, f"is not named by the entry: {_in_words(held)}")
-        silent = undeclared.count(None)
+                self._say(where + name, f"is not named by the entry: {in_words(held)}")
+        silent = sum(mlp is None and not mixture for mlp, mixture in zip(undeclared, mixtures, strict=True))
         if silent:
             self._notes.append(
-                f"the entry declares no MLP of {silent} layers: only experts' sides were looked at there"
+                f"the entry declares neither an MLP nor experts of {silent} layers: none was looked at there"
             )
-
-
-def _in_words(held: Mapping[str, Tensor]) -> str:
-    return ", ".join(f"{what} {tensor}".strip() for what, tensor in held.items()) or "nothing"
-
-
-def _held_as(held: Mapping[str, Tensor], weight: WeightSpec | None, sizes: Sizes) -> Iterator[str]:
-    """What in these tensors of a linear is not as it is declared."""
-    given, read = sizes
-    if weight is None:
-        found = held.get("weight")
-        if found is None or found.dtype not in _FLOATS or "weight_scale_inv" in held or "weight_scale" in held:
-            yield f"expected a weight that is not quantised, got {_in_words(held)}"
-        elif found.shape != sizes:
-            yield f"expected a weight {list(sizes)}, got {found}"
-        return
-    rows, columns = weight.block or (1, 1)
-    scales: dict[str, list[tuple[int, ...]]] = {
-        "tensor": [(), (1,)],
-        "channel": [(given, 1), (given,)],
-        "plain": [],
-    }
-    scale_shapes = scales.get(weight.scheme, [(math.ceil(given / rows), math.ceil(read / columns))])
-    stored: dict[str, list[tuple[str, str, tuple[int, ...]]]] = {
-        "float8_e4m3fn": [("weight", "F8_E4M3", sizes)],
-        "int8": [("weight", "I8", sizes), ("weight_packed", "I32", (given, math.ceil(read / 4)))],
-        "int4": [("weight_packed", "I32", (given, math.ceil(read / 8)))],
-        "float4_e2m1fn": [("weight_packed", "U8", (given, math.ceil(read / 2)))],
-    }
-    ways = stored.get(weight.dtype)
-    if ways is None:
-        yield f"how a checkpoint holds {shown(weight.dtype)} is not known"
-        return
-    if not any(what in held and (held[what].dtype, held[what].shape) == (dtype, shape) for what, dtype, shape in ways):
-        expected = " or ".join(f"{what} {dtype} {list(shape)}" for what, dtype, shape in ways)
-        yield f"expected {expected}, got {_in_words(held)}"
-        return
-    scale = held.get("weight_scale_inv") or held.get("weight_scale")
-    if scale_shapes and (scale is None or scale.shape not in scale_shapes):
-        yield f"expected scales {' or '.join(str(list(shape)) for shape in scale_shapes)}, got {scale or 'none'}"

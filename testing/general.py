@@ -27,6 +27,7 @@ _SMALL: Mapping[str, Any] = {
     "shared_expert_intermediate_size": 16,
     "n_shared_experts": 1,
     "num_shared_experts": 1,
+    "moe_num_shared_experts": 1,
     "n_routed_experts": 4,
     "num_local_experts": 4,
     "num_experts": 4,

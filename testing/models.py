@@ -28,6 +28,10 @@ SMALL_MLP = 64
 """Width of the MLPs of a small model."""
 
 
+_HEADS_FILL = ("olmoe",)
+"""Model types whose code takes the hidden size for the width of all query heads."""
+
+
 class NotBuildableError(LayerfuseError, LookupError):
     """transformers cannot build this entry; the text says why."""
 
@@ -129,6 +133,8 @@ def small_entry(
         for name, kind in entry.layers.items()
         if name in kept
     }
+    if entry.model_type in _HEADS_FILL:
+        kinds = {name: attrs.evolve(kind, head_dim=hidden_size // heads) for name, kind in kinds.items()}
     return attrs.evolve(
         entry,
         num_hidden_layers=len(kept),
