@@ -128,7 +128,7 @@ def _quark(said: Mapping[str, Any]) -> Words:
     keys = ("dtype", "qscheme", "group_size", "is_dynamic")
     held = tuple(weight.get(key) for key in keys[:3])
     given = None if reads is None else tuple(reads.get(key) for key in (keys[0], keys[1], keys[3]))
-    known = {
+    known: dict[Any, Words] = {
         (("fp4", "per_group", 32), None): _weight(_FP4, "mx", [1, 32]),
         (("fp4", "per_group", 32), ("fp4", "per_group", True)): _weight(_FP4, "mx", [1, 32], "mxfp4"),
         (("fp8_e4m3", "per_tensor", None), ("fp8_e4m3", "per_tensor", False)): _weight(_FP8, "tensor", None, "static"),

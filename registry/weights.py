@@ -246,8 +246,9 @@ class _Weighing:
         for name, found in numbers.items():
             sizes = (self._entry.hidden_size, said.intermediate_size)
             sizes = sizes if name in _DOWN else sizes[::-1]
-            for _, (module, held) in sorted(found.items())[: said.num_experts]:
-                self._linear(where + module, held, sizes, "experts")
+            for number in sorted(found)[: said.num_experts]:
+                module, tensors = found[number]
+                self._linear(where + module, tensors, sizes, "experts")
             missing = [number for number in range(said.num_experts) if number not in found]
             if missing:
                 more = f" and {len(missing) - 1} more" if missing[1:] else ""

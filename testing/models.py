@@ -134,7 +134,8 @@ def small_entry(
         if name in kept
     }
     if entry.model_type in _HEADS_FILL:
-        kinds = {name: attrs.evolve(kind, head_dim=hidden_size // heads) for name, kind in kinds.items()}
+        own = {name: kind for name, kind in kinds.items() if isinstance(kind, GQAKind)}
+        kinds |= {name: attrs.evolve(kind, head_dim=hidden_size // heads) for name, kind in own.items()}
     return attrs.evolve(
         entry,
         num_hidden_layers=len(kept),

@@ -17,7 +17,7 @@ def _same_small_model(entry):
     """An earlier entry of the same classes with the same kinds of layers: compiling it with other widths shows nothing new."""
 
     def shape(other):
-        kinds = {(name, kind.family, kind.stream_norms) for name, kind in other.layers.items()}
+        kinds = {(name, kind.family, getattr(kind, "stream_norms", None)) for name, kind in other.layers.items()}
         return other.model_type, kinds, bool(other.mlps)
 
     for other in ENTRIES:
