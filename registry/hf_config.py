@@ -39,7 +39,7 @@ _NOT_DESCRIBED: Mapping[str, str] = {
             "attn_layer_period",
             "conv_L_cache",
         ),
-        "layers that are no attention (state-space, convolution), which no spec describes",
+        "layers that are no attention (state-space, convolution), which are not read of this model type",
     ),
     **dict.fromkeys(
         (
@@ -165,10 +165,10 @@ class HFConfig:
                 known_ones = " and ".join(FAMILIES[name] for name in FAMILIES if name in families)
                 self.problems.append(f"{known} has {known_ones}, and {key} says {FAMILIES[family]}: which is meant?")
 
-    def refuse_what_is_not_described(self) -> None:
-        """Note a problem for each thing that no entry could say."""
+    def refuse_what_is_not_described(self, read: Collection[str] = ()) -> None:
+        """Note a problem for each thing that no entry could say, but for the keys that are `read`."""
         for key, why in _NOT_DESCRIBED.items():
-            if self.values.get(key):
+            if self.values.get(key) and key not in read:
                 self.problems.append(f"{key} = {shown(self.values[key])}: {why}")
         streams = next((key for key, value in self.values.items() if value and _OTHER_STREAMS.search(key)), None)
         if streams is not None:

@@ -13,7 +13,7 @@ from ..adapters.errors import UnreadableError, shown
 from ..adapters.spec_fields import as_float
 from .catalog import MOST_LAYERS
 from .hf_config import HFConfig
-from .kind_words import At, Every, GateWords, Rope, RopeWords, Yarn
+from .kind_words import At, Every, GateWords, Rope, RopeWords, StreamNorms, Yarn
 from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
 from .layer_pattern import layer_words
 
@@ -55,7 +55,7 @@ def layers_of(
                 config.problems.append("latent attention with a sliding window, which no entry can say")
             kinds["mla"] = _mla(config, at, rope)
         else:
-            kinds[word] = _gqa(config, at, sliding=word == "sliding")
+            kinds[word] = gqa_of(config, at, window="sliding_window" if word == "sliding" else None)
     return kinds
 
 
@@ -174,7 +174,8 @@ def _delta_net(config: HFConfig, at: At, gate: GateWords | None) -> tuple[str, G
     )
 
 
-def _gqa(config: HFConfig, at: At, *, sliding: bool) -> GQAKind:
+def gqa_of(config: HFConfig, at: At, *, window: str | None, stream_norms: StreamNorms = None) -> GQAKind:
+    """Grouped-query attention. `window`: the key of its sliding window, None where it has none."""
     heads = config.count("num_attention_heads")
     v_head_dim = config.count("v_head_dim") if config.has("v_head_dim") else None
     if config.has("head_dim"):
@@ -198,10 +199,11 @@ def _gqa(config: HFConfig, at: At, *, sliding: bool) -> GQAKind:
         num_heads=heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        sliding_window=config.count("sliding_window") if sliding else "off",
+        sliding_window="off" if window is None else config.count(window),
         has_sinks=False,
         at=at,
         v_head_dim=None if v_head_dim == head_dim else v_head_dim,
+        stream_norms=stream_norms,
         softmax_scale=_scale(config, head_dim),
     )
 

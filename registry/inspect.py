@@ -21,6 +21,7 @@ from ..adapters.arguments import expect
 from ..adapters.errors import LayerfuseError, cut, shown
 from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
+from .hf_hybrids import HYBRIDS, READ_HERE, hybrid_layers, layers_in
 from .hf_layers import layers_of
 from .hf_mlps import experts_of, mlps_of
 from .hf_quant import held_by, quant_of
@@ -147,17 +148,25 @@ def inspect(
     if part is not None:
         recognised.append(f"the language model is described under {part}")
     adapter = sibling.adapter if sibling is not None else _FAMILY_ADAPTERS.get(family[0]) if family else None
-    if sibling is None and family is not None:
+    hybrid = HYBRIDS.get(types[-1]) if types else None
+    if hybrid is not None and sibling is None:
+        adapter = "hybrids"
+        recognised.append(f"adapter hybrids, by model_type {types[-1]}")
+    elif sibling is None and family is not None:
         if adapter is None:
             adapter = "kimi_linear" if "linear_attn_config" in family[1] else "qwen3_next"
         recognised.append(f"adapter {adapter}, by family: {family[1]}")
-    if sibling is not None:
+    if sibling is not None and hybrid is None:
         hf.refuse_another_family(why, {kind.family for kind in sibling.layers.values()})
-    hf.refuse_what_is_not_described()
-    count = "num_layers" if sibling is not None and sibling.attentions_per_layer > 1 else "num_hidden_layers"
-    total = hf.count(count)
-    layers = layers_of(hf, total, types[-1] if types else "", _gate(sibling), _rope(sibling))
-    hidden_size, epsilon = hf.count("hidden_size"), hf.number("rms_norm_eps")
+    hf.refuse_what_is_not_described(() if hybrid is None else READ_HERE)
+    if hybrid is not None:
+        total = layers_in(hf, hybrid)
+        layers = hybrid_layers(hf, total, hybrid)
+    else:
+        count = "num_layers" if sibling is not None and sibling.attentions_per_layer > 1 else "num_hidden_layers"
+        total = hf.count(count)
+        layers = layers_of(hf, total, types[-1] if types else "", _gate(sibling), _rope(sibling))
+    hidden_size, epsilon = hf.count("hidden_size"), hf.number("rms_norm_eps" if hybrid is None else hybrid.epsilon)
     if hf.problems or adapter is None:
         raise ConfigError(file, list(dict.fromkeys(hf.problems)), recognised)
     taken = {known: other.name for other in registry.models().values() for known in other.names}
@@ -182,8 +191,8 @@ def inspect(
         mlps=mlps,
         experts=experts,
         quant=quant,
-        norm_weight_offset=_offset(sibling, types),
-        added_as_given=sibling is None or sibling.added_as_given,
+        norm_weight_offset=_offset(sibling, types) if hybrid is None else hybrid.offset,
+        added_as_given=hybrid.as_given if hybrid is not None else sibling is None or sibling.added_as_given,
         attentions_per_layer=1 if sibling is None else sibling.attentions_per_layer,
         hf_id=None if hub_name is None or hub_name.lower() in taken else hub_name,  # one model has it
         model_type=types[0] if types else None,
@@ -204,7 +213,7 @@ def inspect(
         recognised=tuple(recognised),
         same_as=same,
         differs=() if same or sibling is None else tuple(_differences(entry, sibling)),
-        notes=(*hf.notes, *_unsaid(hf, entry, sibling, classes)),
+        notes=(*hf.notes, *([] if hybrid is not None else _unsaid(hf, entry, sibling, classes))),
     )
 
 

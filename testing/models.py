@@ -103,8 +103,18 @@ def published_model(entry: ModelEntry, config: Mapping[str, Any]) -> nn.Module:
         raise NotBuildableError(reason or f"{entry.name} has no recipe")
     import transformers
 
-    made = getattr(transformers, recipe.config).from_dict(copy.deepcopy(dict(config)))
+    made = getattr(transformers, recipe.config).from_dict(_with_floats(dict(config)))
     return _made(recipe, _around(recipe, made), device="meta", dtype=None)
+
+
+def _with_floats(said: Any) -> Any:
+    """A copy in which infinities are numbers, which transformers writes as `{"__float__": "Infinity"}` (Mamba-2's `time_step_limit`)."""
+    if isinstance(said, dict):
+        word = said.get("__float__")
+        return (
+            float(word) if word in ("Infinity", "-Infinity", "NaN") else {k: _with_floats(v) for k, v in said.items()}
+        )
+    return [*map(_with_floats, said)] if isinstance(said, list) else copy.deepcopy(said)
 
 
 def small_entry(

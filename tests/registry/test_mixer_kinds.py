@@ -11,6 +11,7 @@ import torch
 
 from layerfuse import fusion, registry
 from layerfuse.registry import CatalogError, files, schema, spec_json
+from layerfuse.registry.inspect import ConfigError, inspect
 from layerfuse.testing.compare import attention_first, differences
 
 transformers = pytest.importorskip("transformers")
@@ -103,4 +104,63 @@ def test_what_is_declared_is_what_the_real_layers_say(name: str) -> None:
 def test_what_cannot_be_true_is_refused(text: str, says: str) -> None:
     with pytest.raises(CatalogError) as caught:
         files.parse(f"{HEAD}num_hidden_layers = 2\n{text}")
+    assert says in str(caught.value)
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": {
+        **HEADS, **MAMBA, "num_hidden_layers": 2, "layer_types": ["mamba", "attention"], "attention_multiplier": 0.3,
+    },
+    "FalconMambaForCausalLM": {"num_hidden_layers": 2},
+    "JambaForCausalLM": {**HEADS, "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
+    "Lfm2ForCausalLM": {**HEADS, "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "norm_eps": 1e-3},
+    "RecurrentGemmaForCausalLM": {
+        **HEADS, "num_hidden_layers": 4, "block_types": ["recurrent", "attention"], "attention_window_size": 7, "lru_width": 64,
+    },
+}  # fmt: skip
+
+
+def config_of(name: str) -> Any:
+    own = ENTRIES[name][1] if name in ENTRIES else MORE[name]
+    return getattr(transformers, name).config_class(**{**SMALL, **own})
+
+
+def said_by(name: str) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads(config_of(name).to_json_string(use_diff=False))
+    return said
+
+
+@pytest.mark.parametrize("name", [*ENTRIES, *MORE])
+def test_inspect_writes_what_the_real_layers_say(name: str) -> None:
+    with torch.device("meta"):
+        model = getattr(transformers, name)(config_of(name))
+    entry = inspect(said_by(name), registry=registry.default).entry
+    assert entry.adapter == "hybrids"
+    assert files.structure(files.unstructure({"mine": entry}), "again")["mine"].specs() == entry.specs()
+    declared, found = attention_first(entry.specs()), attention_first(registry.specs_in(model))
+    # No config says whether an MLP is gated: none is written, but where it is a layer of its own.
+    found = [pair for pair in found if type(pair[1]).__name__ != "GatedMLPSpec"]
+    assert len(declared) == len(found)
+    for (path, spec), (_, real) in zip(declared, found, strict=True):
+        assert [*differences(spec, real)] == [], path
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "says"),
+    [
+        ("BambaForCausalLM", {"mamba_n_heads": None}, "mamba_n_heads is null"),
+        ("BambaForCausalLM", {"mamba_expand": 3}, "mamba_n_heads 8 of 16 are 128 wide, and the mixer is 192 wide"),
+        ("BambaForCausalLM", {"layer_types": ["mamba", "rwkv", "mamba"]}, "layer_types: 'rwkv' is a kind of layer that no spec describes"),
+        ("NemotronHForCausalLM", {"layers_block_type": ["mamba"], "num_hidden_layers": 4},
+         "layers_block_type: expected the kinds of 4 layers"),
+        ("NemotronHForCausalLM", {"mlp_hidden_act": "tanh"}, "mlp_hidden_act: expected relu2, relu, silu or gelu, got 'tanh'"),
+        ("RecurrentGemmaForCausalLM", {"block_types": []}, "block_types: expected the kinds of layers, got []"),
+        ("JambaForCausalLM", {"model_type": "new"}, "which are not read of this model type"),
+        ("Mamba2ForCausalLM", {"hc_mult": 4}, "hc_mult = 4: a residual stream that is mixed"),
+        ("Mamba2ForCausalLM", {"num_hidden_layers": 10**6}, "num_hidden_layers: expected 1 to 1000, got 1000000"),
+    ],
+)  # fmt: skip
+def test_a_config_that_does_not_say_it_is_refused_by_the_key(name: str, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        inspect({**said_by(name), **changes}, registry=registry.default)
     assert says in str(caught.value)
