@@ -60,12 +60,14 @@ from vllm_started import (
 from layerfuse import registry
 from layerfuse.engines import process
 from layerfuse.engines.hooks import Hook, check_source
+from layerfuse.engines.host import Host
 from layerfuse.engines.rank_report import CallsDifferError
 from layerfuse.engines.vllm import defaults, loading, plugin
 from layerfuse.engines.vllm.config_probe import why_not_compiled
 from layerfuse.engines.vllm.hooks import HOOKS
 from layerfuse.engines.vllm.host import VLLM
 from layerfuse.engines.vllm.loading import NotFusedError
+from layerfuse.engines.vllm.passes import FusionPass
 from layerfuse.engines.vllm.plugin import NotHereError
 from layerfuse.engines.vllm.releases import RELEASES
 from layerfuse.fusion import FusionMissedError, Target
@@ -398,7 +400,7 @@ def test_launches_for_fewer_tokens_are_made_behind_the_profiling_run_and_count_f
 def test_copies_of_the_pass_write_to_the_same_report(tmp_path: Path) -> None:
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH):
         ((_, unit),) = process.this.waiting.values()
-        added = unit.new_pass()
+        added = FusionPass(unit.pipeline, unit.key)
         for copied in (copy.deepcopy(added), pickle.loads(pickle.dumps(added))):
             assert copied.uuid() == added.uuid()
             assert copied.pipeline.report is unit.pipeline.report
@@ -544,7 +546,7 @@ def test_hooks_that_another_plugin_wraps_and_a_pass_in_the_slot_go_together_with
 def test_a_release_that_nobody_tested_is_said_and_fused_where_its_hooks_are_as_expected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "version", lambda: "0.40.0")
+    monkeypatch.setattr(Host, "version", lambda _: "0.40.0")
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH) as engine:
         runs_on(engine)
     lines = said(caplog)
