@@ -62,7 +62,33 @@ def loop(columns: int, split: int, stages: int, ahead: bool, warps: int = 4) -> 
     )  # fmt: skip
 
 
-def ways(columns: int, depth: int, tokens: int) -> Iterator[Way]:
+def gluon_ways(columns: int, depth: int, tokens: int) -> Iterator[Way]:
+    """Of the kernel whose weights come by TMA before the kernel in front has ended."""
+    groups = depth // BLOCK
+    tiles = -(-columns // 64)
+    for part in (2, 3, 4, 6, 7, 8, 9, 14):
+        split = groups // part
+        if groups % part or not 100 <= tiles * split <= 700:
+            continue
+        for ring in dict.fromkeys((part, min(part, 4), min(part, 6), min(part, 3))):
+            if ring < 3 and part > ring:
+                continue
+            for first in (False, True) if ring == part else (True,):
+                yield Way(
+                    "few_token_gemm_gluon", "boxed_mm", 64, split, 4, 3,
+                    (("GROUPS", part), ("RING", ring), ("FIRST", first), ("AHEAD", part if tokens <= 16 else 1)),
+                )  # fmt: skip
+    for part in (2, 3, 4, 6, 7, 8):
+        split = groups // part
+        if groups % part or not 60 <= -(-columns // 128) * split <= 400:
+            continue
+        yield Way(
+            "few_token_gemm_gluon", "boxed_mm", 128, split, 8, 3,
+            (("GROUPS", part), ("RING", min(part, 4)), ("FIRST", True), ("AHEAD", part if tokens <= 16 else 1)),
+        )  # fmt: skip
+
+
+def plain_ways(columns: int, depth: int, tokens: int) -> Iterator[Way]:
     """What is worth trying for a shape and so many tokens."""
     groups = depth // BLOCK
     few = tokens <= 16
@@ -103,6 +129,15 @@ def kinds(tokens: int, inputs: list[bool]) -> list[bool]:
     return inputs if tokens <= 16 else [True, False]
 
 
+WAYS = {"plain": plain_ways, "gluon": gluon_ways}
+
+
+def ways(columns: int, depth: int, tokens: int) -> Iterator[Way]:
+    """Of the kinds that are asked for; a variable of the environment, as processes of a pool read it too."""
+    for kind in os.environ.get("WAYS", "plain,gluon").split(","):
+        yield from WAYS[kind](columns, depth, tokens)
+
+
 class Product:
     """A way, with the memory that its programs share."""
 
@@ -124,6 +159,13 @@ class Product:
             "token_stride": scales.stride(0), "group_stride": scales.stride(1),
             "out": torch.empty(tokens, len(weight), dtype=torch.bfloat16, device="cuda"),
         }  # fmt: skip
+        if "boxes" in self.kernel.arg_names:
+            from triton.experimental.gluon.language import NVMMASharedLayout
+            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+            known["boxes"] = TensorDescriptor.from_tensor(
+                weight, [self.way.columns, BLOCK], NVMMASharedLayout(128, 8, 2)
+            )
         return {name: known[name] for name in self.kernel.arg_names if name in known}
 
     def __call__(self, *tensors: Tensor) -> Tensor:
