@@ -55,117 +55,97 @@ class Way(NamedTuple):
         return f"{self.kernel} {self.columns}/{self.split} w{self.warps} s{self.stages} {more}"
 
 
-def loop(columns: int, split: int, stages: int, ahead: bool, warps: int = 4) -> Way:
-    return Way(
-        "few_token_gemm_kernel", "few_token_mm", columns, split, warps, stages,
-        (("BOXES", False), ("EARLY", True), ("AHEAD", ahead)),
-    )  # fmt: skip
+INSIDE, FP8_IN, IN_FRONT = "bf16, inside", "fp8 in", "bf16, in front"
+GLUON, PLAIN = "few_token_gemm_gluon", "few_token_gemm_ways"
 
 
-def gluon_ways(columns: int, depth: int, tokens: int) -> Iterator[Way]:
-    """Of the kernel whose weights come by TMA before the kernel in front has ended."""
+def inputs(way: Way, tokens: int) -> tuple[str, ...]:
+    """How x comes, and who quantises it."""
+    if way.kernel == "boxed_mm":
+        return (INSIDE,)
+    if way.kernel == "both_boxed_mm":
+        return (FP8_IN, IN_FRONT)
+    return (INSIDE,) if tokens <= 16 else (INSIDE, FP8_IN)
+
+
+def each_of(tokens: int, split: int) -> int:
+    """How many tokens each program sums, if each sums some."""
+    return max(2, 1 << (-(-tokens // split) - 1).bit_length())
+
+
+def few(columns: int, depth: int) -> Iterator[Way]:
+    """For up to 16 tokens."""
     groups = depth // BLOCK
-    tiles = -(-columns // 64)
-    for part in (2, 3, 4, 6, 7, 8, 9, 14):
-        split = groups // part
-        if groups % part or not 100 <= tiles * split <= 700:
-            continue
-        for ring in dict.fromkeys((part, min(part, 4), min(part, 6), min(part, 3))):
-            if ring < 3 and part > ring:
+    for width, warps, most in ((64, 4, 1050), (128, 8, 520), (128, 4, 520)):
+        tiles = -(-columns // width)
+        for part in (2, 3, 4, 6, 7, 8, 9, 14, 18):
+            split = groups // part
+            if groups % part or not 90 <= tiles * split <= most:
                 continue
-            for first in (False, True) if ring == part else (True,):
-                yield Way(
-                    "few_token_gemm_gluon", "boxed_mm", 64, split, 4, 3,
-                    (("GROUPS", part), ("RING", ring), ("FIRST", first), ("AHEAD", part if tokens <= 16 else 1)),
-                )  # fmt: skip
-    for part in (2, 3, 4, 6, 7, 8):
-        split = groups // part
-        if groups % part or not 60 <= -(-columns // 128) * split <= 400:
-            continue
-        yield Way(
-            "few_token_gemm_gluon", "boxed_mm", 128, split, 8, 3,
-            (("GROUPS", part), ("RING", min(part, 4)), ("FIRST", True), ("AHEAD", part if tokens <= 16 else 1)),
-        )  # fmt: skip
+            if part * width <= 4 * 256 and (warps == 8 or width == 64):
+                more = (("GROUPS", part), ("FIRST", True), ("AHEAD", part), ("EACH", 0))
+                yield Way(PLAIN, "held_mm", width, split, warps, 3, more)
+            rings = dict.fromkeys(each for each in (part, 4, 6, 3) if each <= part)
+            for ring in list(rings)[: 3 if warps != 4 or width == 64 else 1]:
+                once = ring == part and part <= 8
+                more = (("GROUPS", part), ("RING", ring), ("FIRST", True), ("ONCE", once), ("EACH", 0))
+                yield Way(GLUON, "boxed_mm", width, split, warps, 3, more)
+                if once and part in (4, 7):
+                    yield Way(GLUON, "boxed_mm", width, split, warps, 3, (*more[:2], ("FIRST", False), *more[3:]))
+                    yield Way(GLUON, "boxed_mm", width, split, warps, 3, (*more[:3], ("ONCE", False), more[4]))
 
 
-def plain_ways(columns: int, depth: int, tokens: int) -> Iterator[Way]:
-    """What is worth trying for a shape and so many tokens."""
+def many(columns: int, depth: int, tokens: int) -> Iterator[Way]:
+    """For more of them."""
     groups = depth // BLOCK
-    few = tokens <= 16
-    tiles = -(-columns // 64)
-    known = {2112: (8, 5), 3072: (6, 5), 7168: (2, 5), 4608: (4, 5)}
-    split, stages = known[columns]
-    yield loop(64, split, stages, False)
-    yield loop(64, split, stages, True)
-    for part in (2, 3, 4, 6, 7, 8, 9):
-        split = -(-groups // part)
-        if groups % part or not 100 <= tiles * split <= 1000:
-            continue
-        for first in (False, True) if part in (4, 7) and few else (True,):
-            for ahead in ((part,) if few else (1,)):
-                for warps in (4,) if few else (4, 8):
-                    yield Way(
-                        "few_token_gemm_ways", "held_mm", 64, split, warps, 3,
-                        (("GROUPS", part), ("FIRST", first), ("AHEAD", ahead)),
-                    )  # fmt: skip
-    for part in (2, 3, 4, 6, 7):
-        split = -(-groups // part)
-        if groups % part or not 100 <= -(-columns // 128) * split <= 700:
-            continue
-        yield Way(
-            "few_token_gemm_ways", "held_mm", 128, split, 8, 3,
-            (("GROUPS", part), ("FIRST", True), ("AHEAD", part if few else 1)),
-        )  # fmt: skip
-    if few:
-        for wide, stages, width in ((4, 3, 16), (8, 3, 16), (4, 3, 32)):
-            for split in (1, 2):
+    for width, warps in ((64, 4), (128, 4), (128, 8)):
+        tiles = -(-columns // width)
+        for part in (2, 3, 4, 6, 7, 8, 9, 14, 18):
+            split = groups // part
+            if groups % part or not 70 <= tiles * split <= 400:
+                continue
+            each = 0 if split == 1 else each_of(tokens, split)
+            for ring in dict.fromkeys((min(part, 4), min(part, 6))) if width == 64 else (min(part, 4),):
+                more = (("GROUPS", part), ("RING", ring), ("ONCE", False), ("EACH", each))
+                yield Way(GLUON, "both_boxed_mm", width, split, warps, 3, more)
+            if width == 64 and 7 <= part <= 9:
                 yield Way(
-                    "few_token_gemm_ways", "narrow_mm", width, split, wide, stages, (("WIDE", wide), ("FIRST", True))
-                )
-
-
-def kinds(tokens: int, inputs: list[bool]) -> list[bool]:
-    """Whether x comes in bfloat16."""
-    return inputs if tokens <= 16 else [True, False]
-
-
-WAYS = {"plain": plain_ways, "gluon": gluon_ways}
+                    PLAIN, "held_mm", width, split, 8, 3,
+                    (("GROUPS", part), ("FIRST", True), ("AHEAD", 1), ("EACH", each)),
+                )  # fmt: skip
 
 
 def ways(columns: int, depth: int, tokens: int) -> Iterator[Way]:
-    """Of the kinds that are asked for; a variable of the environment, as processes of a pool read it too."""
-    for kind in os.environ.get("WAYS", "plain,gluon").split(","):
-        yield from WAYS[kind](columns, depth, tokens)
+    """What is worth trying for a shape and so many tokens."""
+    return few(columns, depth) if tokens <= 16 else many(columns, depth, tokens)
 
 
 class Product:
     """A way, with the memory that its programs share."""
 
-    def __init__(self, way: Way, columns: int, tokens: int, quantises: bool) -> None:
-        self.way, self.grid = way, (-(-columns // way.columns), way.split)
+    def __init__(self, way: Way, columns: int, tokens: int, comes: str) -> None:
+        self.way, self.grid, self.comes = way, (way.split, -(-columns // way.columns)), comes
         self.parts = torch.empty(way.split, tokens, columns, device="cuda")
-        self.arrived = torch.zeros(self.grid[0], dtype=torch.int32, device="cuda")
+        self.arrived = torch.zeros(self.grid[1], dtype=torch.int32, device="cuda")
         self.constants = {
             "TILE_N": way.columns, "TILE_M": max(16, 1 << (tokens - 1).bit_length()), "SPLIT": way.split,
-            "QUANT": quantises, "num_warps": way.warps, "num_stages": way.stages, **dict(way.more), **dict(way.launch),
+            "QUANT": comes == INSIDE, "num_warps": way.warps, "num_stages": way.stages, **dict(way.more), **dict(way.launch),
         }  # fmt: skip
+        if way.file == GLUON:
+            del self.constants["QUANT"], self.constants["num_stages"]
         self.kernel = getattr(import_module(way.file), way.kernel)
 
     def arguments(self, x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> dict[str, Any]:
         tokens, depth = x.shape
         known = {
-            "x": x, "x_scales": scales, "weight": weight, "weight_boxes": weight, "weight_scales": weight_scales,
-            "parts": self.parts, "arrived": self.arrived, "tokens": tokens, "columns": len(weight), "depth": depth,
+            "x": x, "x_scales": scales, "weight": weight, "weight_scales": weight_scales, "parts": self.parts,
+            "arrived": self.arrived, "tokens": tokens, "columns": len(weight), "depth": depth,
             "token_stride": scales.stride(0), "group_stride": scales.stride(1),
             "out": torch.empty(tokens, len(weight), dtype=torch.bfloat16, device="cuda"),
         }  # fmt: skip
-        if "boxes" in self.kernel.arg_names:
-            from triton.experimental.gluon.language import NVMMASharedLayout
-            from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-            known["boxes"] = TensorDescriptor.from_tensor(
-                weight, [self.way.columns, BLOCK], NVMMASharedLayout(128, 8, 2)
-            )
+        if self.way.file == GLUON:
+            known["boxes"] = _boxes(weight, self.way.columns)
+            known["x_boxes"] = _boxes(x, self.constants["TILE_M"]) if x.dtype == FP8 else None
         return {name: known[name] for name in self.kernel.arg_names if name in known}
 
     def __call__(self, *tensors: Tensor) -> Tensor:
@@ -175,45 +155,68 @@ class Product:
 
     def compile(self) -> None:
         tokens = self.parts.shape[1]
-        x = torch.empty(tokens, 2048, dtype=torch.bfloat16 if self.constants["QUANT"] else FP8, device="cuda")
+        x = torch.empty(tokens, 2048, dtype=torch.bfloat16 if self.comes == INSIDE else FP8, device="cuda")
         weight = torch.empty(256, 2048, dtype=FP8, device="cuda")
         scales = torch.empty(64, 16, device="cuda")
         self.kernel.warmup(**self.arguments(x, scales, weight, scales), grid=self.grid, **self.constants)
 
 
-def _compile(way: Way, tokens: int, quantises: bool) -> None:
-    Product(way, 256, tokens, quantises).compile()
+def _boxes(tensor: Tensor, rows: int) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(tensor, [rows, BLOCK], NVMMASharedLayout(128, 8, 2))
 
 
-def calls(way: Way, quantises: bool, x: Tensor, weights: list[Weight]) -> Calls:
-    multiply = Product(way, len(weights[0][0]), len(x), quantises)
+def _compile(way: Way, tokens: int, comes: str) -> None:
+    Product(way, 256, tokens, comes).compile()
+
+
+def in_front(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantised by a kernel of its own, which lets the next one start."""
+    from few_token_gemm_ways import quantise_groups
+
+    tokens, depth = x.shape
+    groups = depth // BLOCK
+    values = torch.empty(tokens, depth, dtype=FP8, device="cuda")
+    scales = torch.empty(groups, -(-tokens // 4) * 4, device="cuda").t()[:tokens]
+    quantise_groups[(-(-tokens * groups // 4),)](
+        x, values, scales, tokens, depth, scales.stride(0), scales.stride(1), GROUPS=4, num_warps=2, launch_pdl=True
+    )
+    return values, scales
+
+
+def calls(way: Way, comes: str, x: Tensor, weights: list[Weight]) -> Calls:
+    multiply = Product(way, len(weights[0][0]), len(x), comes)
+    if comes == IN_FRONT:
+        return [lambda weight=weight: multiply(*in_front(x), *weight) for weight in weights]
     values, scales = quantised(x)
-    return [partial(multiply, x if quantises else values, scales, *weight) for weight in weights]
+    return [partial(multiply, x if comes == INSIDE else values, scales, *weight) for weight in weights]
 
 
-def compared(x: Tensor, weights: list[Weight], right: Tensor, rounds: int, inputs: list[bool]) -> list[dict[str, Any]]:
+def compared(x: Tensor, weights: list[Weight], right: Tensor, rounds: int) -> list[dict[str, Any]]:
     graphs, rows, held, first = dict[Any, Graph](), list[dict[str, Any]](), list[Calls](), dict[Any, Tensor]()
     columns, depth = weights[0][0].shape
     for way in ways(columns, depth, len(x)):
-        for quantises in inputs:
-            key = (way, quantises)
+        for comes in inputs(way, len(x)):
+            key = (way, comes)
             try:
-                held.append(calls(way, quantises, x, weights))
+                held.append(calls(way, comes, x, weights))
                 graphs[key] = Graph(held[-1], 1)  # type: ignore[arg-type]
                 graphs[key].start()
                 first[key] = torch.stack(graphs[key].results)  # type: ignore[arg-type]
             except Exception as problem:
                 graphs.pop(key, None)
-                rows.append({"way": str(way), "quantises": quantises, "us": None, "problem": said(problem)})
-    for (way, quantises), timing in time_graphs(graphs, rounds).items():  # type: ignore[arg-type]
-        got = torch.stack(graphs[way, quantises].results)  # type: ignore[arg-type]
+                rows.append({"way": str(way), "comes": comes, "us": None, "problem": said(problem)})
+    for (way, comes), timing in time_graphs(graphs, rounds).items():  # type: ignore[arg-type]
+        got = torch.stack(graphs[way, comes].results)  # type: ignore[arg-type]
         error = relative_error(got, right)
         problem = f"off by {error:.3g}" if error > MOST_ERROR else ""
-        if not torch.equal(got, first[way, quantises]):
+        if not torch.equal(got, first[way, comes]):
             problem = "replays differ"
         rows.append(
             {
-                "way": str(way), "quantises": quantises, "us": timing.us, "low": timing.low, "high": timing.high,
+                "way": str(way), "comes": comes, "us": timing.us, "low": timing.low, "high": timing.high,
                 "error": error if math.isfinite(error) else None, "problem": problem,
             }
         )  # fmt: skip
@@ -224,7 +227,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shapes", default="0,2,1,3,4")
     parser.add_argument("--tokens", default="8,64,1,16")
-    parser.add_argument("--inputs", default="1", help="1: bfloat16, quantised inside; 0: fp8; both where there are more than 16 tokens")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=170)
     parser.add_argument("--out", type=Path)
@@ -232,10 +234,9 @@ def main() -> int:
     begun = time.monotonic()
     shapes = [SHAPES[int(each)] for each in given.shapes.split(",")]
     tokens = [int(each) for each in given.tokens.split(",")]
-    inputs = [bool(int(each)) for each in given.inputs.split(",")]
     todo = dict.fromkeys(
-        (way, max(16, each), quantises)
-        for shape in shapes for each in tokens for way in ways(*shape, each) for quantises in kinds(each, inputs)
+        (way, max(16, each), comes if comes == INSIDE else FP8_IN)
+        for shape in shapes for each in tokens for way in ways(*shape, each) for comes in inputs(way, each)
     )  # fmt: skip
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), get_context("spawn")) as pool:
         for each in todo:
@@ -257,14 +258,14 @@ def main() -> int:
             right = right_results(*quantised(x), weights)
             gc.collect()
             gc.freeze()
-            rows = compared(x, weights, right, given.rounds, kinds(each, inputs))
+            rows = compared(x, weights, right, given.rounds)
             found["rows"] += [{"columns": columns, "depth": depth, "tokens": each, **row} for row in rows]
-            for quantises in kinds(each, inputs):
-                mine = [row for row in rows if row["quantises"] == quantises]
-                good = [row for row in mine if row["us"] and not row["problem"]][:4]
+            for comes in dict.fromkeys(row["comes"] for row in rows):
+                mine = [row for row in rows if row["comes"] == comes]
+                good = [row for row in mine if row["us"] and not row["problem"]][:5]
                 bad = [row for row in mine if row["problem"]]
                 lines.append(
-                    f"{columns}x{depth} {each:2} {'bf16' if quantises else 'fp8 '} "
+                    f"{columns}x{depth} {each:2} {comes} "
                     + " | ".join(f"{row['us']:.2f} {row['way']}" for row in good)
                     + (f" || {len(bad)} bad: {bad[0]['way']}: {bad[0]['problem'][:80]}" if bad else "")
                 )

@@ -1,7 +1,5 @@
 # ruff: noqa: N803, RUF005 (constants of a kernel are written in capitals; Triton knows no unpacking in a tuple)
-"""Other ways to multiply by few tokens, tried in `few_token_gemm`: weights in registers before the kernel in front has ended, and
-tiles so narrow that no program shares its depth with another.
-"""
+"""A few-token product whose weights are on their way to registers before the kernel in front has ended; tried in `few_token_gemm_try`."""
 
 import triton
 import triton.language as tl
@@ -14,43 +12,66 @@ LARGEST = tl.constexpr(448.0)
 @triton.jit
 def _quantised(values, AXIS: tl.constexpr):
     wide = values.to(tl.float32)
-    scale = tl.maximum(tl.max(tl.abs(wide), AXIS, keep_dims=True), 1e-10) / LARGEST
-    return tl.clamp(wide / scale, -LARGEST, LARGEST).to(tl.float8e4nv), scale
+    largest = tl.maximum(tl.max(tl.abs(wide), AXIS, keep_dims=True), 1e-10)
+    return (wide * (LARGEST / largest)).to(tl.float8e4nv), largest * (1.0 / LARGEST)
 
 
 @triton.jit
-def _share(total, parts, arrived, out, tile, part, at, mask, tokens, columns, SPLIT: tl.constexpr):
-    """Of a tile's programs the last to arrive sums all parts, always in the same order."""
+def _share(
+    total, parts, arrived, out, tile, part, tokens, columns,
+    TILE_N: tl.constexpr, TILE_M: tl.constexpr, SPLIT: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """Sum the parts of a tile, always in the same order: EACH tokens by each of its programs, or 0: all by the last to arrive."""
+    n, m = tile * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_M)
+    at = m[None, :] * columns + n[:, None]
+    mask = (m < tokens)[None, :] & (n < columns)[:, None]
     if SPLIT == 1:
         tl.store(out + at, total.to(tl.bfloat16), mask=mask)
     else:
         tl.store(parts + part * tokens * columns + at, total, mask=mask)
         tl.debug_barrier()
-        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1:
-            several = ()
-            for each in tl.static_range(SPLIT):
-                several = several + (
-                    tl.load(parts + each * tokens * columns + at, mask=mask, other=0.0, cache_modifier=".cg"),
-                )
-            total = several[0]
-            for each in tl.static_range(1, SPLIT):
-                total += several[each]
-            tl.store(out + at, total.to(tl.bfloat16), mask=mask)
-            tl.store(arrived + tile, 0)
+        if EACH == 0:
+            if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1:
+                several = ()
+                for each in tl.static_range(SPLIT):
+                    several = several + (
+                        tl.load(parts + each * tokens * columns + at, mask=mask, other=0.0, cache_modifier=".cg"),
+                    )
+                total = several[0]
+                for each in tl.static_range(1, SPLIT):
+                    total += several[each]
+                tl.store(out + at, total.to(tl.bfloat16), mask=mask)
+                tl.store(arrived + tile, 0)
+        else:
+            # All programs of a tile together turn its highest bit, which each of them waits for.
+            old = tl.atomic_add(arrived + tile, tl.where(part == 0, 2147483647 - (SPLIT - 2), 1), sem="acq_rel")
+            seen = old
+            while (seen ^ old) >= 0:
+                seen = tl.atomic_add(arrived + tile, 0, sem="acquire")
+            if part * EACH < tokens:
+                row = part * EACH + tl.arange(0, EACH)
+                place = row[:, None] * columns + n[None, :]
+                there = (row < tokens)[:, None] & (n < columns)[None, :]
+                sums = tl.zeros((EACH, TILE_N), tl.float32)
+                for each in tl.static_range(SPLIT):
+                    sums += tl.load(
+                        parts + each * tokens * columns + place, mask=there, other=0.0, cache_modifier=".cg"
+                    )
+                tl.store(out + place, sums.to(tl.bfloat16), mask=there)
 
 
 @triton.jit(do_not_specialize=["tokens", "token_stride", "group_stride"])
 def held_mm(
     x, x_scales, weight, weight_scales, parts, arrived, out, tokens, columns, depth, token_stride, group_stride,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, SPLIT: tl.constexpr, GROUPS: tl.constexpr, QUANT: tl.constexpr,
-    FIRST: tl.constexpr, AHEAD: tl.constexpr,
+    FIRST: tl.constexpr, AHEAD: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """All of a program's weights are asked for at once, and stay in registers until the activations are there.
 
     GROUPS: of a part, the last of which may have fewer. FIRST: the next kernel is let in before this one waits. AHEAD: how many
     groups of x are asked for before the first is multiplied.
     """
-    tile, part = tl.program_id(0), tl.program_id(1)
+    part, tile = tl.program_id(0), tl.program_id(1)
     groups = depth // GROUP
     first = part * GROUPS
     n, m, k = tile * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_M), tl.arange(0, GROUP)
@@ -89,51 +110,18 @@ def held_mm(
         else:
             right, scale = rights[i], right_scales[i]
         total += tl.dot(lefts[i], tl.trans(right)) * (scale * left_scales[i])[None, :]
-    at = m[None, :] * columns + n[:, None]
-    mask = (m < tokens)[None, :] & (n < columns)[:, None]
-    _share(total, parts, arrived, out, tile, part, at, mask, tokens, columns, SPLIT)
+    _share(total, parts, arrived, out, tile, part, tokens, columns, TILE_N, TILE_M, SPLIT, EACH)
 
 
 @triton.jit(do_not_specialize=["tokens", "token_stride", "group_stride"])
-def narrow_mm(
-    x, x_scales, weight, weight_scales, parts, arrived, out, tokens, columns, depth, token_stride, group_stride,
-    TILE_N: tl.constexpr, TILE_M: tl.constexpr, SPLIT: tl.constexpr, WIDE: tl.constexpr, QUANT: tl.constexpr,
-    FIRST: tl.constexpr,
-):  # fmt: skip
-    """WIDE groups at a time, each by a warp of its own; the warps' sums meet at the end."""
-    tile, part = tl.program_id(0), tl.program_id(1)
+def quantise_groups(x, values, scales, tokens, depth, token_stride, group_stride, GROUPS: tl.constexpr):
+    """GROUPS groups of a token per program. All groups of all tokens are counted through."""
+    tl_cuda.gdc_launch_dependents()
     groups = depth // GROUP
-    steps = tl.cdiv(groups, SPLIT * WIDE)
-    first = part * steps * WIDE
-    n, m, k, w = tile * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_M), tl.arange(0, GROUP), tl.arange(0, WIDE)
-    row, token = tl.minimum(n, columns - 1), tl.minimum(m, tokens - 1)
-    weight_at = weight + row[None, :, None].to(tl.int64) * depth + k[None, None, :]
-    scales_at = weight_scales + (tile * TILE_N // GROUP) * groups
-    x_at = x + token[None, :, None] * depth + k[None, None, :]
-    if FIRST:
-        tl_cuda.gdc_launch_dependents()
+    number = tl.minimum(tl.program_id(0) * GROUPS + tl.arange(0, GROUPS), tokens * groups - 1)
+    at = number[:, None].to(tl.int64) * GROUP + tl.arange(0, GROUP)[None, :]
     tl_cuda.gdc_wait()
-    if not FIRST:
-        tl_cuda.gdc_launch_dependents()
-    total = tl.zeros((WIDE, TILE_N, TILE_M), tl.float32)
-    for step in range(steps):
-        group = first + step * WIDE + w
-        there = group < groups
-        offset = (group * GROUP)[:, None, None]
-        left = tl.load(weight_at + offset, mask=there[:, None, None], other=0.0, eviction_policy="evict_first")
-        values = tl.load(x_at + offset, mask=there[:, None, None], other=0.0)
-        left_scale = tl.load(scales_at + group, mask=there, other=0.0)
-        if QUANT:
-            right, scale = _quantised(values, 2)
-            scale = tl.reshape(scale, (WIDE, TILE_M))
-        else:
-            right = values
-            scale = tl.load(
-                x_scales + (token * token_stride)[None, :] + (group * group_stride)[:, None],
-                mask=there[:, None],
-                other=0.0,
-            )
-        total += tl.dot(left, tl.trans(right, 0, 2, 1)) * (scale * left_scale[:, None])[:, None, :]
-    at = m[None, :] * columns + n[:, None]
-    mask = (m < tokens)[None, :] & (n < columns)[:, None]
-    _share(tl.sum(total, 0), parts, arrived, out, tile, part, at, mask, tokens, columns, SPLIT)
+    right, scale = _quantised(tl.load(x + at), 1)
+    tl.store(values + at, right)
+    scale = tl.reshape(scale, (GROUPS,))
+    tl.store(scales + number // groups * token_stride + number % groups * group_stride, scale)
