@@ -267,10 +267,13 @@ def _backend_plugins() -> list[Finding]:
     from .fusion.backends.backend import GROUP, BackendError, installed
     from .fusion.catalog import CANONICAL
     from .fusion.latent_ops import MLA
+    from .fusion.linear_ops import LINEARS
     from .registry.entry_points import of_group
 
     ops = (
-        {form.op.name for fusion in FUSIONS.values() for form in fusion.forms} | {op.name for op in MLA} | {*CANONICAL}
+        {form.op.name for fusion in FUSIONS.values() for form in fusion.forms}
+        | {op.name for op in (*MLA, *LINEARS)}
+        | {*CANONICAL}
     )
     findings = []
     for point, package in of_group(GROUP):

@@ -278,6 +278,36 @@ class HeadWeight(Argument):
     "The rows of heads that are multiplied by it."
 
 
+@frozen(kw_only=True)
+class LinearWeight(Argument):
+    """A linear's weight in fp8, (columns of the product, width of `of`); rows of any stride, last stride 1."""
+
+    schema = "Tensor"
+
+    of: str
+    "The rows that are multiplied by it."
+    doc: str = "(columns, width), fp8; rows of any stride."
+
+
+@frozen(kw_only=True)
+class BlockScales(Argument):
+    """The float32 scales of a `LinearWeight`, one per 128 x 128, contiguous; the last blocks may be short."""
+
+    schema = "Tensor"
+
+    weight: str
+    doc: str = "float32, (columns / 128, width / 128), rounded up: one per block of the weight."
+
+
+@frozen(kw_only=True)
+class NamedOp(Argument):
+    """An op by its name, `namespace::op`; empty: none."""
+
+    schema = "str"
+
+    default = ""
+
+
 PAIRS = ("interleaved", "halves", "interleaved_to_halves", "none")
 """Which columns of a rope are a pair: 2i and 2i + 1, or i and i + width / 2. The third reads the one and writes the other, as
 transformers does for DeepSeek. none: nothing is turned."""
@@ -340,6 +370,13 @@ class Joined(Result):
     beside: str
     through: str | None = None
     "The argument of kind `HeadWeight` that `of` is multiplied by: the product's width counts, not that of `of`."
+
+
+@frozen(kw_only=True)
+class Product(Result):
+    """A tensor of the dtype of `of`, as wide as the argument of kind `LinearWeight` called `through` has rows."""
+
+    through: str
 
 
 Results: TypeAlias = tuple[Result, ...]
@@ -474,7 +511,7 @@ class Op:
             others: tuple[str | None, ...] = ()
             if isinstance(argument, Rows):
                 others = (argument.like,)
-            elif isinstance(argument, Weight | Index | Table | HeadWeight):
+            elif isinstance(argument, Weight | Index | Table | HeadWeight | LinearWeight):
                 others = (argument.of,)
             elif isinstance(argument, Cache):
                 others = argument.parts

@@ -124,10 +124,11 @@ def add(fusions: dict[str, Fusion], fusion: Fusion) -> None:
 def _taken(fusion: Fusion) -> str | None:
     """Why a fusion's ops cannot be called as they are: another op of layerfuse is, which is no fusion's."""
     from ..latent_ops import MLA
+    from ..linear_ops import LINEARS
 
-    mla = {op.name: op for op in MLA}
+    alone = {op.name: op for op in (*MLA, *LINEARS)}
     for form in fusion.forms:
-        if form.op.name in CANONICAL or mla.get(form.op.name, form.op) is not form.op:
+        if form.op.name in CANONICAL or alone.get(form.op.name, form.op) is not form.op:
             return f"two ops are called {form.op.name!r}: one of layerfuse, one of {fusion.owner}. Rename yours"
     return None
 

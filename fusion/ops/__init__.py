@@ -1,6 +1,6 @@
 """The ops, registered with torch.library when this package is imported: `torch.ops.layerfuse.*`.
 
-They are the canonical ops, those of MLA decode layers, and the ops of every fusion in the catalog, other packages' included, each as a function here.
+They are the canonical ops, those of MLA decode layers, those of linears with few tokens, and the ops of every fusion in the catalog, other packages' included, each as a function here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from ...adapters.errors import said
 from ..catalog import FUSIONS
 from ..chain import LAYERFUSE, Fusion
 from ..latent_ops import MLA
+from ..linear_ops import LINEARS
 from .canonical import CANONICAL
 from .library import public
 
@@ -29,7 +30,7 @@ def _of(fusion: Fusion) -> dict[str, Callable[..., Any]]:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{op.name: public(op) for op in CANONICAL},
-    **{op.name: public(op, kernels) for op, kernels in MLA.items()},
+    **{op.name: public(op, kernels) for op, kernels in (MLA | LINEARS).items()},
 }
 """Every op by name, as users call it."""
 for _fusion in tuple(FUSIONS.values()):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..declare import (
     Argument,
+    BlockScales,
     Cache,
     Choice,
     ColumnMajor,
@@ -24,6 +25,8 @@ from ..declare import (
     HeadWeight,
     Index,
     Limit,
+    LinearWeight,
+    NamedOp,
     Op,
     Packed,
     PaddedWidth,
@@ -38,6 +41,7 @@ from ..declare import (
 )
 from .cache_layout import layout_of
 from .groups import GroupError, process_group
+from .linear import op_of, scales_shape
 from .norm import FLOATS
 from .quantisation import GROUP_SIZES, LARGEST, MX_COLUMNS
 
@@ -221,6 +225,36 @@ def _head_weight(_: Op, argument: HeadWeight, weight: Any, values: Values) -> It
         yield f"{name} has strides {tuple(weight.stride())}, none of the last two is 1; pass {name}.contiguous()"
 
 
+def _linear_weight(_: Op, argument: LinearWeight, weight: Any, values: Values) -> Iterator[str]:
+    name, of, x = argument.name, argument.of, values[argument.of]
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not len(weight):
+        yield f"{name} must be (columns, {x.shape[-1]}), as wide as {of}; got {tuple(weight.shape)}"
+    if weight.dtype not in LARGEST:
+        yield _one_of(name, tuple(LARGEST), weight.dtype)
+    if weight.device != x.device:
+        yield _elsewhere(name, weight, of, x)
+    if weight.stride(1) != 1 and weight.shape[1] > 1:
+        yield _gaps(name, weight)
+
+
+def _block_scales(_: Op, argument: BlockScales, scales: Any, values: Values) -> Iterator[str]:
+    name, weight = argument.name, values[argument.weight]
+    if tuple(scales.shape) != (shape := scales_shape(weight)):
+        yield f"{name} must be {shape}, one per 128 x 128 of {argument.weight} {tuple(weight.shape)}; got {tuple(scales.shape)}"
+    if scales.dtype != torch.float32 or scales.device != weight.device:
+        yield f"{name} must be torch.float32 on {weight.device}, got {scales.dtype} on {scales.device}"
+    if not scales.is_contiguous():
+        yield f"{name} has strides {tuple(scales.stride())}; pass {name}.contiguous()"
+
+
+def _named_op(_: Op, argument: NamedOp, name: Any, __: Values) -> Iterator[str]:
+    try:
+        if name:
+            op_of(name)
+    except AttributeError:
+        yield f"{argument.name}: no op is registered as {name!r}; import what registers it, and write namespace::op"
+
+
 def _cache(op: Op, argument: Cache, cache: Any, values: Values) -> Iterator[str]:
     latent, rope = (values[part] for part in argument.parts)
     name = f"layerfuse::{op.name}: {argument.name}"
@@ -245,6 +279,9 @@ _PROBLEMS: dict[type[Argument], Callable[..., Iterator[str]]] = {
     Index: _index,
     Table: _table,
     HeadWeight: _head_weight,
+    LinearWeight: _linear_weight,
+    BlockScales: _block_scales,
+    NamedOp: _named_op,
     Cache: _cache,
 }
 

@@ -17,6 +17,7 @@ from ..backends.backend import backend_of, kernels_for
 from ..declare import (
     REQUIRED,
     Argument,
+    BlockScales,
     Cache,
     ColumnMajor,
     Epsilon,
@@ -28,10 +29,12 @@ from ..declare import (
     Joined,
     Kernel,
     Like,
+    LinearWeight,
     Op,
     Packed,
     Padded,
     PaddedWidth,
+    Product,
     QuantDtype,
     Quantised,
     Result,
@@ -191,6 +194,8 @@ def fake_of(op: Op) -> Callable[..., Any]:
             return torch.empty(
                 (*x.shape[:-1], width), dtype=x.dtype if dtype is None else given[dtype], device=x.device
             )
+        if isinstance(result, Product):
+            return torch.empty((*x.shape[:-1], len(given[places[result.through]])), dtype=x.dtype, device=x.device)
         if isinstance(result, Padded):
             return torch.empty((*shape[:-1], option(padded, given)), dtype=x.dtype, device=x.device)
         if isinstance(result, Quantised):
@@ -209,9 +214,9 @@ def fake_of(op: Op) -> Callable[..., Any]:
     return fake
 
 
-_BY_DTYPE = (Weight, Table, Cache)
+_BY_DTYPE = (Weight, Table, Cache, LinearWeight)
 """Of these the case knows the dtype."""
-_NOT_OF_THE_CASE = (Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight)
+_NOT_OF_THE_CASE = (Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight, BlockScales)
 
 
 def case_fields(op: Op) -> tuple[str, ...]:

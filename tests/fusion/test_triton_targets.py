@@ -55,6 +55,14 @@ def test_the_kernels_of_a_decode_layer_become_machine_code(cases: str) -> None:
     assert all(each["wide_loads"] for each in built if each["op"].startswith("mla_query_concat"))
 
 
+def test_linears_become_machine_code_that_fits_everywhere() -> None:
+    built = compiled("compile_linear_kernels.py")
+    assert {each["target"] for each in built} == TARGETS
+    assert all(each["binary"] > 1000 and each["spills"] == 0 and each["overlap"] == each["early"] for each in built)
+    assert all(each["shared"] <= (99 if each["target"].startswith("sm") else 64) << 10 for each in built)
+    assert all(each["wide_loads"] for each in built)
+
+
 def test_every_variant_becomes_machine_code(kernels: list[dict[str, Any]]) -> None:
     for kernel in ("dual_norm", "row_norm", "gated_norm", "silu_mul"):
         assert {built["target"] for built in kernels if built["kernel"] == kernel} == TARGETS

@@ -1,0 +1,95 @@
+# ruff: noqa: N803, RUF005 (constants of a kernel are written in capitals; Triton knows no unpacking in a tuple)
+"""The kernel of a linear with few tokens, which waits for its weights and little else.
+
+A program asks for all its weights at once, before the kernel in front has ended where they do not depend on it, and quantises the
+activations that it reads. The depth is split, so that enough programs read; the last of a tile's programs to arrive sums their parts,
+always in the same order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from .rows import magnitude, quant_scale
+
+
+@triton.jit(do_not_specialize=["tokens", "x_row", "weight_row"])
+def few_token_linear(
+    x, weight, weight_scale, parts, arrived, out,
+    tokens, x_row, weight_row,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, X_UNIT: tl.constexpr, WEIGHT_UNIT: tl.constexpr,
+    LARGEST: tl.constexpr, UE8M0: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
+    SPLIT: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """TILE columns of the product of all tokens, no more than TOKENS, over GROUPS groups of BLOCK columns, per program.
+
+    parts (SPLIT, tokens, COLUMNS) in float32 holds what the programs of a tile have summed, and arrived counts them: zeros, and left as
+    zeros. WIDE: for Triton's interpreter, which multiplies no fp8. AHEAD: weights are read while the kernel in front may still run.
+    """
+    depth_groups: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
+    short: tl.constexpr = DEPTH % BLOCK != 0
+    tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    first = part * GROUPS
+    n, m, k = tile * TILE + tl.arange(0, TILE), tl.arange(0, TOKENS), tl.arange(0, BLOCK)
+    # Beyond the last is the last one: a load without a mask, whose result nobody stores.
+    row, token = tl.minimum(n, COLUMNS - 1).to(tl.int64), tl.minimum(m, tokens - 1).to(tl.int64)
+    weight_at = weight + (row * weight_row)[:, None] * WEIGHT_UNIT + k[None, :]
+    scale_at = weight_scale + tile * TILE // BLOCK * depth_groups
+    x_at = x + (token * x_row)[:, None] * X_UNIT + k[None, :]
+    if EARLY:
+        tl_cuda.gdc_launch_dependents()
+        if not AHEAD:
+            tl_cuda.gdc_wait()
+    lefts = ()
+    left_scales = ()
+    for i in tl.static_range(GROUPS):
+        group = tl.minimum(first + i, depth_groups - 1)
+        at = weight_at + group * BLOCK
+        if short:
+            left = tl.load(at, mask=(group * BLOCK + k < DEPTH)[None, :], other=0.0, eviction_policy="evict_first")
+        else:
+            left = tl.load(at, eviction_policy="evict_first")
+        lefts = lefts + (left,)
+        left_scales = left_scales + (tl.load(scale_at + group),)
+    if EARLY and AHEAD:
+        tl_cuda.gdc_wait()
+    rights = ()
+    for i in tl.static_range(GROUPS):
+        group = tl.minimum(first + i, depth_groups - 1)
+        # Groups beyond the last are zeros: the weights there are the last ones once more.
+        column = (first + i) * BLOCK + k
+        if short or depth_groups != SPLIT * GROUPS:
+            right = tl.load(x_at + group * BLOCK, mask=(column < DEPTH)[None, :], other=0.0)
+        else:
+            right = tl.load(x_at + group * BLOCK)
+        rights = rights + (right,)
+    total = tl.zeros((TILE, TOKENS), tl.float32)
+    for i in tl.static_range(GROUPS):
+        wide = rights[i].to(tl.float32)
+        scale = quant_scale(tl.max(magnitude(wide), 1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
+        right = (wide * (1.0 / scale)[:, None]).to(weight.dtype.element_ty)
+        if WIDE:
+            product = tl.dot(lefts[i].to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee")
+        else:
+            product = tl.dot(lefts[i], tl.trans(right))
+        total += product * (scale * left_scales[i])[None, :]
+    at = m[None, :] * COLUMNS + n[:, None]
+    mask = (m < tokens)[None, :] & (n < COLUMNS)[:, None]
+    if SPLIT == 1:
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+    else:
+        tl.store(parts + part * tokens * COLUMNS + at, total, mask=mask)
+        tl.debug_barrier()  # all of the program's stores, before its one thread says that it has arrived
+        if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1:
+            several = ()
+            for each in tl.static_range(SPLIT):
+                several = several + (
+                    tl.load(parts + each * tokens * COLUMNS + at, mask=mask, other=0.0, cache_modifier=".cg"),
+                )
+            total = several[0]
+            for each in tl.static_range(1, SPLIT):
+                total += several[each]
+            tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+            tl.store(arrived + tile, 0)

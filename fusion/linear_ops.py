@@ -1,0 +1,56 @@
+"""The ops of linears with few tokens, declared. Nothing here needs torch.
+
+`group_quant_linear`: activations quantised in groups of 128 columns, and their product with an fp8 weight in blocks of 128 x 128
+(DeepSeek-V3, arXiv 2412.19437, section 3.3.2). For a few tokens both are one launch, as a product then waits for its weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .declare import UE8M0, BlockScales, Flag, Kernel, LinearWeight, NamedOp, Op, Product, Rows
+
+
+def _reference(*args: Any) -> Any:
+    from .backends.backend import imported
+
+    return imported(f"{__package__}.ops.linear:group_quant_linear")(*args)
+
+
+GROUP_QUANT_LINEAR = Op(
+    name="group_quant_linear",
+    doc="x, quantised to fp8 with one scale per 128 columns, times an fp8 weight with one scale per 128 x 128: for up to 16 tokens in "
+    "one launch (DeepSeek-V3, arXiv 2412.19437, section 3.3.2).",
+    args=(
+        Rows(name="x"),
+        LinearWeight(name="weight", of="x"),
+        BlockScales(name="weight_scale", weight="weight"),
+        UE8M0,
+        Flag(
+            name="steady",
+            doc="nothing on the stream writes to the weight and its scales, as to parameters: they may be read while the kernel in front "
+            "still runs.",
+        ),
+        NamedOp(
+            name="beyond",
+            doc="what takes more tokens, as `namespace::op` of (x, weight, weight_scale): what an engine would have called. Empty: plain torch, "
+            "which is slow.",
+        ),
+    ),
+    results=(
+        Product(name="out", of="x", through="weight", doc="(..., columns), in the dtype of x; sums are in float32."),
+    ),
+    reference=_reference,
+)
+
+LINEARS = {
+    GROUP_QUANT_LINEAR: (
+        Kernel(
+            backend="triton",
+            made_by="layerfuse.fusion.backends.triton.linear:function_of",
+            refuses="layerfuse.fusion.backends.triton.linear:refuses",
+            steps="layerfuse.fusion.backends.triton.linear:steps_of",
+        ),
+    ),
+}
+"""The ops, with their kernels beside the reference."""

@@ -1,0 +1,42 @@
+"""The references of linears with few tokens, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .quantisation import quantise, scale_shape
+
+BLOCK = 128
+"""Columns that share a scale, and rows of a weight."""
+
+
+def scales_shape(weight: Tensor) -> tuple[int, int]:
+    """Of a weight (columns, width): one per block, the last of which may be short."""
+    return scale_shape((-(-weight.shape[0] // BLOCK),), weight.shape[1], BLOCK)  # type: ignore[return-value]
+
+
+def dequantised(values: Tensor, scales: Tensor, rows: int) -> Tensor:
+    """In float32. values (..., M, width), scales (..., M / rows, width / 128); the last rows and columns may be short."""
+    wide = scales.repeat_interleave(BLOCK, -1)[..., : values.shape[-1]]
+    return values.float() * wide.repeat_interleave(rows, -2)[..., : values.shape[-2], :]
+
+
+def group_quant_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, use_ue8m0: bool, *_: object) -> Tensor:
+    """`layerfuse::group_quant_linear`, of which `steady` and `beyond` are nothing here: it multiplies any number of tokens itself."""
+    values, scales = quantise(x.reshape(-1, x.shape[-1]).float(), weight.dtype, BLOCK, False, use_ue8m0)
+    product = dequantised(values, scales, 1) @ dequantised(weight, weight_scale, BLOCK).t()
+    return product.to(x.dtype).view(*x.shape[:-1], len(weight))
+
+
+def op_of(name: str) -> Callable[..., Tensor]:
+    """What is registered as `namespace::op`.
+
+    Raises:
+        AttributeError: nothing is.
+    """
+    namespace, _, op = name.partition("::")
+    found: Callable[..., Tensor] = getattr(getattr(torch.ops, namespace), op)
+    return found
