@@ -36,6 +36,7 @@ from torch import Tensor
 
 from layerfuse.bench.rank_group import said
 from layerfuse.bench.timing import Graph, time_graphs
+from layerfuse.fusion import ops
 
 
 class Way(NamedTuple):
@@ -208,6 +209,15 @@ def compared(x: Tensor, weights: list[Weight], right: Tensor, rounds: int) -> li
             except Exception as problem:
                 graphs.pop(key, None)
                 rows.append({"way": str(way), "comes": comes, "us": None, "problem": said(problem)})
+    key = ("layerfuse::group_quant_linear", INSIDE)
+    try:
+        held.append([partial(ops.group_quant_linear, x, *weight, steady=True) for weight in weights])
+        graphs[key] = Graph(held[-1], 1)  # type: ignore[arg-type]
+        graphs[key].start()
+        first[key] = torch.stack(graphs[key].results)  # type: ignore[arg-type]
+    except Exception as problem:
+        graphs.pop(key, None)
+        rows.append({"way": key[0], "comes": INSIDE, "us": None, "problem": said(problem)})
     for (way, comes), timing in time_graphs(graphs, rounds).items():  # type: ignore[arg-type]
         got = torch.stack(graphs[way, comes].results)  # type: ignore[arg-type]
         error = relative_error(got, right)
@@ -264,8 +274,10 @@ def main() -> int:
                 mine = [row for row in rows if row["comes"] == comes]
                 good = [row for row in mine if row["us"] and not row["problem"]][:5]
                 bad = [row for row in mine if row["problem"]]
+                own = next((row for row in mine if row["way"].startswith("layerfuse::") and row["us"]), None)
                 lines.append(
                     f"{columns}x{depth} {each:2} {comes} "
+                    + (f"op {own['us']:.2f}{own['problem']} | " if own else "")
                     + " | ".join(f"{row['us']:.2f} {row['way']}" for row in good)
                     + (f" || {len(bad)} bad: {bad[0]['way']}: {bad[0]['problem'][:80]}" if bad else "")
                 )
