@@ -1,4 +1,4 @@
-"""Block-scaled fp8 products with few tokens, where a GEMM waits for its weights: one split-K Triton kernel beside what engines call.
+"""Block-scaled fp8 products with few tokens, where a GEMM waits for its weights: `group_quant_linear` beside what engines call.
 
 Shapes are the five linears of a rank of eight of DeepSeek-V3. Each entrant multiplies with so many weights in turn, in one CUDA
 graph, that none is in the L2 cache. With "in front" the activations come in bfloat16 and the entrant's engine quantises them first.
@@ -10,12 +10,9 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +22,7 @@ from torch import Tensor
 from layerfuse.bench.files import save
 from layerfuse.bench.rank_group import said
 from layerfuse.bench.timing import Graph, time_graphs
+from layerfuse.fusion import ops
 from layerfuse.fusion.ops.quantisation import quantise
 
 SHAPES = ((2112, 7168), (3072, 1536), (7168, 2048), (4608, 7168), (7168, 2304))
@@ -34,121 +32,12 @@ BLOCK = 128
 """Columns of an activation's scale, and both sides of a weight's (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
 FP8, LARGEST = torch.float8_e4m3fn, 448.0
 FEWEST_WEIGHTS, MOST_CACHED = 24, 200_000_000
-PROCESSORS = 132
 MOST_ERROR = 0.02
 """Of all results together, relative to float64. Rounding the result to bfloat16 makes 0.0017."""
 
 Calls = list[Callable[[], Tensor]]
 Weight = tuple[Tensor, Tensor]
 """Values (columns, depth) and scales (blocks of columns, blocks of depth)."""
-
-
-class Tiling(NamedTuple):
-    """How our kernel is launched: the columns of a program, and how many share the depth of a tile."""
-
-    columns: int
-    split: int
-    stages: int
-    way: str
-    """plain, early: launches overlap, ahead: the L2 cache is also filled before the kernel in front has ended, boxes: by TMA too."""
-
-    def constants(self, tokens: int, quantises: bool) -> dict[str, Any]:
-        """For so many tokens. With less than 16 of them in a tile, some releases of Triton leave fp8's tensor cores aside."""
-        held = max(16, 1 << (tokens - 1).bit_length())
-        return {
-            "TILE_N": self.columns, "TILE_M": held, "SPLIT": self.split, "QUANT": quantises,
-            "BOXES": self.way == "boxes", "EARLY": self.way != "plain", "AHEAD": self.way in ("ahead", "boxes"),
-            "num_warps": 4 if self.columns * held <= 64 * 64 else 8, "num_stages": self.stages,
-        } | ({"launch_pdl": True} if self.way != "plain" else {})  # fmt: skip
-
-    def __str__(self) -> str:
-        return f"{self.columns} columns / {self.split}, {self.stages} stages, {self.way}"
-
-
-def tilings(columns: int, depth: int) -> list[Tiling]:
-    """What is worth trying: one, two and four programs per processor, and for two of them all ways."""
-    found = []
-    for width in (64, 128):
-        for each, stages in ((1, 6), (2, 5), (4, 4)):
-            split = min(depth // BLOCK, max(1, round(each * PROCESSORS / -(-columns // width))))
-            found += [Tiling(width, split, stages, way) for way in (WAYS if each == 2 else ["ahead"])]
-    return list(dict.fromkeys(found))
-
-
-WAYS = ("plain", "early", "ahead", "boxes")
-
-
-class Product:
-    """Our kernel in one tiling, with the memory that its programs share; its calls must follow each other.
-
-    Args:
-        tiling: how it is launched.
-        columns: of the weights.
-        tokens: of the activations.
-        quantises: whether those come in bfloat16.
-        device: of all of them.
-    """
-
-    def __init__(self, tiling: Tiling, columns: int, tokens: int, *, quantises: bool, device: str) -> None:
-        self.tiling, self.grid = tiling, (-(-columns // tiling.columns), tiling.split)
-        self.parts = torch.empty(tiling.split, tokens, columns, device=device)
-        self.arrived = torch.zeros(self.grid[0], dtype=torch.int32, device=device)
-        self.constants = tiling.constants(tokens, quantises)
-
-    def arguments(
-        self, x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor
-    ) -> tuple[tuple[Any, ...], Tensor]:
-        """The kernel's, and the result, which it writes."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        (tokens, depth), columns = x.shape, len(weight)
-        boxes = (
-            TensorDescriptor.from_tensor(weight, [self.tiling.columns, BLOCK]) if self.constants["BOXES"] else weight
-        )
-        out = torch.empty(tokens, columns, dtype=torch.bfloat16, device=x.device)
-        given = x, scales, weight, boxes, weight_scales, self.parts, self.arrived, out, tokens, columns, depth
-        return (*given, scales.stride(0), scales.stride(1)), out
-
-    def __call__(self, x: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
-        """(tokens, depth) and (columns, depth) to (tokens, columns); `scales` is not read where it quantises."""
-        from few_token_gemm_kernel import few_token_mm
-
-        arguments, out = self.arguments(x, scales, weight, weight_scales)
-        few_token_mm[self.grid](*arguments, **self.constants)
-        return out
-
-    def compile(self, depth: int) -> None:
-        """As a call with tensors of this depth does."""
-        from few_token_gemm_kernel import few_token_mm
-
-        tokens, columns = self.parts.shape[1:]
-        x = torch.empty(
-            tokens, depth, dtype=torch.bfloat16 if self.constants["QUANT"] else FP8, device=self.parts.device
-        )
-        weight = torch.empty(columns, depth, dtype=FP8, device=x.device)
-        scales = torch.empty(max(tokens, -(-columns // BLOCK)), depth // BLOCK, device=x.device)
-        arguments, _ = self.arguments(x, scales, weight, scales)
-        few_token_mm.warmup(*arguments, grid=self.grid, **self.constants)
-
-
-def _compile(tiling: Tiling, tokens: int, quantises: bool) -> None:
-    """In a process of its own. What Triton compiles does not depend on the sizes of tensors."""
-    Product(tiling, 2 * BLOCK, tokens, quantises=quantises, device="cuda").compile(16 * BLOCK)
-
-
-def compile_all(shapes: Sequence[tuple[int, int]], tokens: Sequence[int], peers: Sequence[str]) -> None:
-    """All kernels that are to be timed, on all cores, into Triton's cache, while peers are imported here.
-
-    What does not compile, or is not installed, says so when it is called.
-    """
-    several = list(dict.fromkeys(tiling for shape in shapes for tiling in tilings(*shape)))
-    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), get_context("spawn")) as pool:
-        for tiling in several:
-            for each in dict.fromkeys(max(16, each) for each in tokens):
-                for quantises in (False, True):
-                    pool.submit(_compile, tiling, each, quantises)
-        for name in peers:
-            _made(name)
 
 
 class Peer(NamedTuple):
@@ -224,7 +113,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     CUTLASS: _cutlass, "DeepGEMM": _deep_gemm, "FlashInfer": _flashinfer, "vLLM Triton": _vllm_triton,
     "FlashInfer, bfloat16 in": _flashinfer_inside,
 }  # fmt: skip
-OURS = ("ours", "ours, quantisation in front", "ours, bfloat16 in")
+OURS = "layerfuse, bfloat16 in"
 
 
 @cache
@@ -243,19 +132,15 @@ def peer(name: str) -> Peer:
     return made
 
 
-def entrants(names: Sequence[str], x: Tensor, weights: list[Weight]) -> Iterator[tuple[str, str, Callable[[], Calls]]]:
-    """Name, tiling or nothing, and what makes the calls. x: (tokens, depth) in bfloat16."""
+def entrants(names: Sequence[str], x: Tensor, weights: list[Weight]) -> Iterator[tuple[str, Callable[[], Calls]]]:
+    """Name, and what makes the calls. x: (tokens, depth) in bfloat16."""
     for name in names:
         for in_front in (False, True) if ", bfloat16 in" not in name else (False,):
             yield (
                 f"{name}, quantisation in front" if in_front else name,
-                "",
                 partial(_peer_calls, name, in_front, x, weights),
             )
-    tokens, (columns, depth) = len(x), weights[0][0].shape
-    for tiling in tilings(columns, depth):
-        for name in OURS:
-            yield name, str(tiling), partial(our_calls, name, tiling, tokens, x, weights)
+    yield OURS, lambda: [partial(ops.group_quant_linear, x, *weight, steady=True) for weight in weights]
 
 
 def _peer_calls(name: str, in_front: bool, x: Tensor, weights: list[Weight]) -> Calls:
@@ -265,16 +150,6 @@ def _peer_calls(name: str, in_front: bool, x: Tensor, weights: list[Weight]) -> 
         return [lambda weight=weight: multiply(*quantise(x), *weight) for weight in loaded]
     given = quantise(x)
     return [partial(multiply, *given, *weight) for weight in loaded]
-
-
-def our_calls(name: str, tiling: Tiling, tokens: int, x: Tensor, weights: list[Weight]) -> Calls:
-    inside = name == OURS[2]
-    multiply = Product(tiling, len(weights[0][0]), tokens, quantises=inside, device=x.device.type)
-    if name == OURS[1]:
-        quantise = peer(CUTLASS).quantise
-        return [lambda weight=weight: multiply(*quantise(x), *weight) for weight in weights]
-    values, scales = quantised(x)
-    return [partial(multiply, x if inside else values, scales, *weight) for weight in weights]
 
 
 def dequantised(values: Tensor, scales: Tensor, rows_per_scale: int) -> Tensor:
@@ -314,7 +189,6 @@ def relative_error(got: Tensor, right: Tensor) -> float:
 class Row(NamedTuple):
     """One entrant with so many tokens: the median and quartiles in microseconds, or why there are none."""
 
-    tiling: str
     us: float | None = None
     low: float | None = None
     high: float | None = None
@@ -324,36 +198,29 @@ class Row(NamedTuple):
     problem: str = ""
 
 
-def compared(
-    names: Sequence[str], x: Tensor, weights: list[Weight], right: Tensor, rounds: int
-) -> dict[str, list[Row]]:
-    """By entrant, the fastest first. Results are compared after all replays, and with those of the first."""
-    graphs, first, rows = {}, {}, dict[str, list[Row]]()
+def compared(names: Sequence[str], x: Tensor, weights: list[Weight], right: Tensor, rounds: int) -> dict[str, Row]:
+    """By entrant. Results are compared after all replays, and with those of the first."""
+    graphs, first, rows = {}, {}, dict[str, Row]()
     held: list[Calls] = []  # a graph does not hold what its calls read
-    for name, tiling, made in entrants(names, x, weights):
-        key = f"{name} | {tiling}"
-        rows.setdefault(name, [])
+    for name, made in entrants(names, x, weights):
         try:
             held.append(made())
-            graphs[key] = Graph(held[-1], 1)  # type: ignore[arg-type]
-            graphs[key].start()
-            first[key] = torch.stack(graphs[key].results)  # type: ignore[arg-type]
+            graphs[name] = Graph(held[-1], 1)  # type: ignore[arg-type]
+            graphs[name].start()
+            first[name] = torch.stack(graphs[name].results)  # type: ignore[arg-type]
         except Exception as problem:  # whatever is not installed here, or does not run
-            graphs.pop(key, None)
-            rows[name].append(Row(tiling, problem=said(problem)))
-    reference = first.get(f"{CUTLASS} | ")
-    for key, timing in time_graphs(graphs, rounds).items():
-        name, tiling = key.split(" | ")
-        got = torch.stack(graphs[key].results)  # type: ignore[arg-type]
+            graphs.pop(name, None)
+            rows[name] = Row(problem=said(problem))
+    reference = first.get(CUTLASS)
+    for name, timing in time_graphs(graphs, rounds).items():
+        got = torch.stack(graphs[name].results)  # type: ignore[arg-type]
         error = relative_error(got, right)
         problem = f"off by {error:.3g}" if error > MOST_ERROR else ""
-        if name in OURS and not torch.equal(got, first[key]):
+        if name == OURS and not torch.equal(got, first[name]):
             problem = "replays differ"
         away = None if reference is None else float((got.float() - reference.float()).abs().max())
         error = error if math.isfinite(error) else None
-        rows[name].append(Row(tiling, timing.us, timing.low, timing.high, error, away, problem))
-    for several in rows.values():
-        several.sort(key=lambda row: row.us if row.us and not row.problem else math.inf)
+        rows[name] = Row(timing.us, timing.low, timing.high, error, away, problem)
     return rows
 
 
@@ -364,17 +231,14 @@ def copy_speed() -> float:
     return 2 * source.numel() / time_graphs({"copy": graph}, rounds=9)["copy"].us
 
 
-def lines(rows: dict[int, dict[str, list[Row]]], floors: dict[int, float]) -> Iterator[str]:
+def lines(rows: dict[int, dict[str, Row]], floors: dict[int, float]) -> Iterator[str]:
     """A shape's table: an entrant per line, a column per number of tokens, then what there is to say."""
     yield f"{'floor':40}" + "".join(f"{floor:8.1f}" for floor in floors.values())
     for name in dict.fromkeys(name for several in rows.values() for name in several):
-        best = [several.get(name, [None])[0] for several in rows.values()]
-        times = [row.us if row and row.us and not row.problem else math.nan for row in best]
-        notes = dict.fromkeys(row.problem or row.tiling for row in best if row)
-        yield f"{name:40}" + "".join(f"{us:8.1f}" for us in times) + "  " + " | ".join(note for note in notes if note)
-        failed = [row for several in rows.values() for row in several.get(name, ()) if row.problem]
-        if failed and not any(row.problem for row in best if row):
-            yield f"    {len(failed)} tilings failed, {failed[0].tiling}: {failed[0].problem}"
+        each = [several[name] for several in rows.values()]
+        times = [row.us if row.us and not row.problem else math.nan for row in each]
+        notes = dict.fromkeys(row.problem for row in each if row.problem)
+        yield f"{name:40}" + "".join(f"{us:8.1f}" for us in times) + "  " + " | ".join(notes)
 
 
 def measured(given: argparse.Namespace) -> int:
@@ -383,11 +247,12 @@ def measured(given: argparse.Namespace) -> int:
     shapes = [SHAPES[int(each)] for each in given.shapes.split(",")]
     tokens = [int(each) for each in given.tokens.split(",")]
     names = [name for name in PEERS if any(each in name for each in given.peers.split(",") if each)]
-    compile_all(shapes, tokens, names)
+    for name in names:
+        _made(name)
     speed, wrong = copy_speed(), False
     found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "bytes_per_us": speed, "shapes": {}}
     print(
-        f"{found['gpu']}: a copy moves {speed / 1e6:.2f} TB/s; compiled after {time.monotonic() - begun:.0f} s",
+        f"{found['gpu']}: a copy moves {speed / 1e6:.2f} TB/s; begun after {time.monotonic() - begun:.0f} s",
         flush=True,
     )
     for columns, depth in shapes:
@@ -401,19 +266,17 @@ def measured(given: argparse.Namespace) -> int:
         right = right_results(*quantised(x), weights)
         gc.collect()
         gc.freeze()  # or each graph looks through all that was imported
-        rows, floors = dict[int, dict[str, list[Row]]](), dict[int, float]()
+        rows, floors = dict[int, dict[str, Row]](), dict[int, float]()
         for each in tokens:
             if time.monotonic() - begun > given.limit:
                 print(f"out of time before {each} tokens")
                 break
             floors[each] = (weights[0][0].nbytes + weights[0][1].nbytes + each * (depth + 2 * columns)) / speed
             rows[each] = compared(names, x[:each], weights, right[:, :each], given.rounds)
-        wrong |= any(row.problem for by_name in rows.values() for name in OURS[::2] for row in by_name[name])
+        wrong |= any(by_name[OURS].problem for by_name in rows.values())
         print(f"\n{f'{columns} x {depth}, us with':40}" + "".join(f"{each:8}" for each in rows) + " tokens")
         print("\n".join(lines(rows, floors)), f"\nafter {time.monotonic() - begun:.0f} s", flush=True)
-        entrants = {
-            each: {name: [row._asdict() for row in some] for name, some in by.items()} for each, by in rows.items()
-        }
+        entrants = {each: {name: row._asdict() for name, row in by.items()} for each, by in rows.items()}
         found["shapes"][f"{columns}x{depth}"] = {"floors": floors, "entrants": entrants}
         if given.out:
             save(given.out, found)
