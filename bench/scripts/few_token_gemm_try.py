@@ -1,4 +1,4 @@
-"""Many ways to multiply by few tokens with fp8 weights, timed side by side; a search, whose winner goes into `few_token_gemm`."""
+"""Many ways to multiply by few tokens with fp8 weights, timed side by side; a search, whose winner becomes the op's kernel."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from layerfuse.fusion.backends.triton import launcher, linear
 from layerfuse.fusion.linear_ops import GROUP_QUANT_LINEAR
 from layerfuse.fusion.ops.linear import scales_shape
 
-SHAPES = ((2112, 7168), (3072, 1536), (7168, 2304), (272, 1040))
+SHAPES = ((2112, 7168), (3072, 1536), (7168, 2304), (272, 18432))
 
 
 def built(name: str, columns: int, depth: int, early: bool) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def built(name: str, columns: int, depth: int, early: bool) -> dict[str, Any]:
     launcher.first = compiler  # type: ignore[assignment]
     launcher.again = lambda *_: False  # type: ignore[assignment]
     launcher.wave = lambda _: target.warp_size  # type: ignore[assignment]
-    linear._counters = lambda device, tiles: torch.zeros(tiles, dtype=torch.int32, device=device)
+    linear._counters = lambda device: torch.zeros(1024, dtype=torch.int32, device=device)
     launcher.interpreted = lambda _: False
     weight = torch.empty(columns, depth, dtype=fp8)
     x = torch.empty(linear.MOST, depth, dtype=torch.bfloat16)

@@ -55,7 +55,7 @@ def close(got: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("shape", "tokens", "dtype"),
     in_turn(
-        [(64, 128), (192, 1536), (80, 272), (16, 16), (200, 896), (130, 1040)],
+        [(64, 128), (192, 1536), (80, 272), (16, 16), (200, 896), (130, 1040), (32, 4400)],
         [1, 3, 16, 17],
         [torch.bfloat16, torch.float16, torch.float32],
     ),

@@ -12,15 +12,20 @@ from torch import Tensor
 from ...declare import Op
 from ...ops import linear
 from ...ops.quantisation import LARGEST
-from . import launcher, refuses_fp8, tuning
+from . import launcher, refuses_fp8
 from .linear_kernel import few_token_linear
 
 MOST = 16
-"""Tokens up to which the product is ours: beyond, DeepGEMM's and FlashInfer's are faster (bench/results/few_token_gemm-*.json)."""
+"""Tokens up to which the product is ours: at 64, DeepGEMM's and FlashInfer's are faster (bench/results/few_token_gemm*.json)."""
 _UNIT = 16
 """Bytes of the widest load."""
 
-_arrived: dict[tuple[torch.device, int], Tensor] = {}
+WIDEST = 65536
+"""Columns of a product up to which it is ours."""
+
+_SLOTS, _TILES = 64, WIDEST // 64
+_slabs: dict[torch.device, Tensor] = {}
+_slots: dict[tuple[torch.device, int], int] = {}
 
 
 class Shape(NamedTuple):
@@ -36,17 +41,15 @@ class Shape(NamedTuple):
 
 
 def shape_of(columns: int, depth: int) -> Shape:
-    """About two programs per processor of an H100, with all their weights in registers; the same for any number of tokens.
+    """The same for any number of tokens, so that what a token gives does not depend on the others.
 
-    So what a token gives does not depend on the others.
+    By bench/results/few_token_gemm_search-nvidia-h100.json: programs of 128 columns and 4 groups, or 6 where these divide the depth, and
+    smaller ones of a weight that is read in less time than a launch takes.
     """
     groups, tile = -(-depth // linear.BLOCK), 128 if columns * depth >= 8 << 20 else 64
-    tiles = -(-columns // tile)
-    least = -(-groups * tiles // 512)
-    held = min(max(least, 4 if tile == 128 else 2), 6, groups)
-    # As even as the depth allows: the last part may be short.
-    each = -(-groups // -(-groups // held))
-    return Shape(tile, each, -(-groups // each), 8 if tile == 128 else 4)
+    wanted = 6 if groups > 64 else next((each for each in (4, 6, 5) if groups % each == 0), 4) if tile == 128 else 2
+    held = min(wanted, groups)
+    return Shape(tile, held, -(-groups // held), 8 if tile == 128 else 4)
 
 
 def refuses(case: Any) -> str | None:
@@ -65,7 +68,7 @@ def function_of(op: Op) -> Callable[..., Any]:
 
     def function(x: Tensor, weight: Tensor, weight_scale: Tensor, use_ue8m0: bool, steady: bool, beyond: str) -> Tensor:
         tokens = x.shape[:-1].numel()
-        if tokens > MOST:
+        if tokens > MOST or len(weight) > WIDEST:
             if beyond:
                 return linear.op_of(beyond)(x, weight, weight_scale)
             return linear.group_quant_linear(x, weight, weight_scale, use_ue8m0)
@@ -77,18 +80,24 @@ def function_of(op: Op) -> Callable[..., Any]:
     return function
 
 
-def _counters(device: torch.device, tiles: int) -> Tensor:
-    """Zeros, which every launch leaves as zeros; a stream has its own, as its launches follow each other."""
-    key = (device, 0 if launcher.interpreted(device) else torch.cuda.current_stream(device).cuda_stream)
-    known = _arrived.get(key)
-    if known is None or len(known) < tiles:
-        # A graph that is being captured keeps the old ones by their address, so they are not let go of.
-        known = _arrived[key] = torch.zeros(max(1024, tuning.power_of_two(tiles)), dtype=torch.int32, device=device)
-        _kept.append(known)
-    return known
+def _counters(device: torch.device) -> Tensor:
+    """Zeros, which every launch leaves as zeros. A stream has its own, as its launches follow each other; the 65th shares the first's.
 
-
-_kept: list[Tensor] = []
+    Raises:
+        RuntimeError: the first call of a process is captured in a CUDA graph, which would make zeros at each replay.
+    """
+    interpreted = launcher.interpreted(device)
+    slab = _slabs.get(device)
+    if slab is None:
+        if not interpreted and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "layerfuse::group_quant_linear is captured in a CUDA graph before it ever ran: call it once in front"
+            )
+        slab = _slabs[device] = torch.zeros(_SLOTS, _TILES, dtype=torch.int32, device=device)
+        if not interpreted:
+            torch.cuda.synchronize(device)  # other streams will use it
+    stream = 0 if interpreted else torch.cuda.current_stream(device).cuda_stream
+    return slab[_slots.setdefault((device, stream), len(_slots)) % _SLOTS]
 
 
 def _launch(
@@ -99,7 +108,7 @@ def _launch(
     tiles = -(-columns // shape.tile)
     parts = torch.empty(shape.split if shape.split > 1 else 0, tokens, columns, dtype=torch.float32, device=x.device)
     x_unit, weight_unit = _unit_of(x), _unit_of(weight)
-    every = (x, weight, weight_scale, parts, _counters(x.device, tiles), out)
+    every = (x, weight, weight_scale, parts, _counters(x.device), out)
     numbers = (tokens, x.stride(0) // x_unit, weight.stride(0) // weight_unit)
     addresses = tuple(tensor.data_ptr() for tensor in every)
     device = out.get_device()

@@ -83,13 +83,18 @@ def few_token_linear(
         tl.store(parts + part * tokens * COLUMNS + at, total, mask=mask)
         tl.debug_barrier()  # all of the program's stores, before its one thread says that it has arrived
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1:
-            several = ()
-            for each in tl.static_range(SPLIT):
-                several = several + (
-                    tl.load(parts + each * tokens * COLUMNS + at, mask=mask, other=0.0, cache_modifier=".cg"),
-                )
-            total = several[0]
-            for each in tl.static_range(1, SPLIT):
-                total += several[each]
+            if SPLIT <= 16:  # all of them at once, while there are registers for it
+                several = ()
+                for each in tl.static_range(SPLIT):
+                    several = several + (
+                        tl.load(parts + each * tokens * COLUMNS + at, mask=mask, other=0.0, cache_modifier=".cg"),
+                    )
+                total = several[0]
+                for each in tl.static_range(1, SPLIT):
+                    total += several[each]
+            else:
+                total = tl.zeros((TILE, TOKENS), tl.float32)
+                for each in range(SPLIT):
+                    total += tl.load(parts + each * tokens * COLUMNS + at, mask=mask, other=0.0, cache_modifier=".cg")
             tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
             tl.store(arrived + tile, 0)
