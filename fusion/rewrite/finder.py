@@ -23,7 +23,7 @@ from ..match.index import GraphIndex
 from ..match.latents import base_of, why_unpaired
 from ..match.norms import find_norms
 from ..match.products import FoundProduct, find_products
-from ..sites import ACTIVATION, OUTPUT, Site
+from ..sites import ACTIVATION, INPUT, OUTPUT, Site
 from .attribution import Attribution, Location, ModuleIndex
 from .missing import why_missing
 from .unknown_norms import UnknownNormFinder
@@ -104,7 +104,8 @@ class Finder:
         self._hand_out(parts, found, near)
         self._add_near(near, found)
         self._add_unnormed(index.graph, found)
-        found.strange = self._strangers(index.graph, near)
+        first = [norm for use in found.uses if _starts(use.site) for norm in use.norms]
+        found.strange = self._strangers(index.graph, near, map(PartialMatch.of, first))
 
     def _norms(self, index: GraphIndex) -> tuple[list[FoundNorm], list[PartialMatch]]:
         """The norms of a graph, those of gated sites with their gates, and what resembles one."""
@@ -256,6 +257,11 @@ class Finder:
                     f"its weight is read by {' and '.join(map(str, readers))}, and no norm in a known form is there"
                 )
                 found.uses.append(use_at(site, (where,), problem=problem))
+
+
+def _starts(site: Site) -> bool:
+    """Whether a site is the entry of a residual stream."""
+    return site.role == INPUT and not site.adds
 
 
 def _why_unpaired(site: Site, q: FoundNorm, kv: FoundNorm) -> str | None:

@@ -49,11 +49,27 @@ class UnknownNormFinder:
         self.asked = around.whole and stream
         "Whether all of the model was to be read, and a fusion that takes such a norm is on."
 
-    def __call__(self, graph: Graph, near: Iterable[PartialMatch]) -> tuple[UnknownNorm, ...]:
-        """Each norm once. `near`: the norms of the graph that are at no site."""
+    def __call__(
+        self, graph: Graph, near: Iterable[PartialMatch], first: Iterable[PartialMatch] = ()
+    ) -> tuple[UnknownNorm, ...]:
+        """Each norm once.
+
+        Args:
+            graph: of the model.
+            near: its norms that are at no site.
+            first: those at the entry of a stream, where nothing is added. Of layers that run in turns they stand behind others.
+        """
         sums = [norm for norm in near if norm.width in self._widths and _is_sum(norm.x)] if self.asked else []
+        again = [norm for norm in first if _is_sum(norm.x)] if self.asked else []
         behind = self._behind_layers(graph) if sums else ()
-        return tuple(dict.fromkeys(self._named(norm) for norm in sums if norm.x in behind and not self._is_read(norm)))
+        found = [self._named(norm) for norm in sums if norm.x in behind and not self._is_read(norm)]
+        # What comes into the graph may be anything there: an embedding that is given, and a sum with positions.
+        behind = self._behind_layers(graph, inputs=False) if again else ()
+        for norm in again:
+            if norm.x in behind:
+                layer, name = self._named(norm)
+                found.append((layer, f"{name}, where it runs behind other layers"))
+        return tuple(dict.fromkeys(found))
 
     def _is_read(self, norm: PartialMatch) -> bool:
         where = self._ownership.locate(norm.weights, norm.root)
@@ -62,8 +78,13 @@ class UnknownNormFinder:
         apart = self._layers | self._around.ignored
         return any(_within(apart, path) for path in self._ownership.modules(norm.weights, norm.root))
 
-    def _behind_layers(self, graph: Graph) -> set[Node]:
-        """What layers that are read have a part in. After a graph break their results are inputs of the graph, as wide as the stream."""
+    def _behind_layers(self, graph: Graph, inputs: bool = True) -> set[Node]:
+        """What layers that are read have a part in. After a graph break their results are inputs of the graph, as wide as the stream.
+
+        Args:
+            graph: of the model.
+            inputs: whether such inputs count.
+        """
         found: set[Node] = set()
         for node in graph.nodes:
             parameter: Parameter | None = node.meta.get(PARAMETER)
@@ -72,7 +93,7 @@ class UnknownNormFinder:
             elif parameter is not None:
                 part = any(_within(self._layers, name) for name in parameter.names)
             else:
-                part = last_width(node) in self._widths and value(node).dtype.is_floating_point
+                part = inputs and last_width(node) in self._widths and value(node).dtype.is_floating_point
             if part:
                 found.add(node)
         return found

@@ -178,6 +178,30 @@ def test_strict_refuses_them_in_each_call_and_says_where_they_stand() -> None:
         fused(IDS)
 
 
+class Turns(Model):
+    """All layers twice, one after the other."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.front(self.embedding(ids))
+        rope = self.rotary(x, torch.arange(x.shape[1])[None])
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x, rope)
+        return x
+
+
+def test_the_first_norm_of_layers_that_run_again_is_named() -> None:
+    assert unknown(Turns(known(), nn.Identity())) == {"layers.0": "input_layernorm, where it runs behind other layers"}
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
 class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -209,6 +233,7 @@ class Products(Scale):
         (lambda: Model([Own(lambda: nn.LayerNorm(64))], nn.LayerNorm(64)), {}),
         (lambda: Model(known(), nn.LayerNorm(64), front=Tower()), {}),
         (lambda: Model(known(), nn.LayerNorm(64), head=Tower().linear), {}),
+        (lambda: Model(known(), nn.LayerNorm(64), front=Positions()), {}),
         (lambda: Model([Own(Scale)], Scale()), {"specs": []}),
         (lambda: Model([Own(Scale)], Scale()), {"config": FusionConfig(level=0)}),
         (lambda: Model([Own(Scale)], Scale()), {"config": FusionConfig.parse("-add_rms_norm")}),
@@ -219,6 +244,7 @@ class Products(Scale):
         "layer norms",
         "a tower in front",
         "a linear behind",
+        "positions",
         "specs that are given",
         "level 0",
         "switched off",
