@@ -67,6 +67,9 @@ def _why_not(entry: ModelEntry) -> str | None:
     for name in (recipe.config, recipe.model):
         if not hasattr(transformers, name):
             return f"transformers {transformers.__version__} has no {name}"
+    unwritten = sorted({kind.family for kind in entry.layers.values()} - set(recipe.keys))
+    if unwritten:
+        return f"no config with layers of the family {' or '.join(unwritten)} is written here; `layerfuse inspect` holds one to its model"
     return None
 
 

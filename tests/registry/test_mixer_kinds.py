@@ -13,6 +13,7 @@ from layerfuse import fusion, registry
 from layerfuse.registry import CatalogError, files, schema, spec_json
 from layerfuse.registry.inspect import ConfigError, inspect
 from layerfuse.testing.compare import attention_first, differences
+from layerfuse.testing.models import published_model, why_not
 
 transformers = pytest.importorskip("transformers")
 
@@ -164,3 +165,10 @@ def test_a_config_that_does_not_say_it_is_refused_by_the_key(name: str, changes:
     with pytest.raises(ConfigError) as caught:
         inspect({**said_by(name), **changes}, registry=registry.default)
     assert says in str(caught.value)
+
+
+def test_a_model_that_cannot_be_built_from_the_entry_says_so() -> None:
+    entry = inspect(said_by("BambaForCausalLM"), registry=registry.default).entry
+    assert "no config with layers of the family mamba2 is written here" in str(why_not(entry))
+    with torch.device("meta"):
+        assert registry.specs_in(published_model(entry, said_by("BambaForCausalLM")))
