@@ -11,6 +11,7 @@ from .kimi_k2 import KIMI_K2
 from .kimi_linear import KIMI_LINEAR
 from .layer_norm_decoders import LAYER_NORM_DECODERS
 from .qwen3_next import QWEN3_NEXT
+from .sglang_decoders import SGLANG_DECODERS
 from .vllm_decoders import VLLM_DECODERS
 from .vllm_hybrids import VLLM_HYBRIDS
 
@@ -25,5 +26,6 @@ BUILTIN: tuple[Adapter, ...] = (
     HYBRIDS,
     VLLM_DECODERS,
     VLLM_HYBRIDS,
+    SGLANG_DECODERS,
 )
 """In the order they are registered."""

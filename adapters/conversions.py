@@ -120,6 +120,7 @@ _ACTIVATIONS = {
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
     "ReLUSquaredActivation": "relu2",
+    "ReLU2": "relu2",
     "ReLU": "relu",
     "NewGELUActivation": "gelu_tanh",
     "FastGELUActivation": "gelu_tanh",

@@ -28,7 +28,7 @@ KIMI_LINEAR = Adapter(
         "sglang:KimiK3DeltaAttention": words.SGLANG_KDA.but(tp_size="attn_tp_size", tp_rank="attn_tp_rank"),
         "sglang:RadixLinearAttention": words.SGLANG_GDN_KERNEL,
         # SGLang builds Kimi-Linear with this one.
-        "sglang:LlamaMLP": mlps.SGLANG_MLP,
+        "sglang.srt.models.llama:LlamaMLP": mlps.SGLANG_MLP,
         "sglang:KimiK3MLP": mlps.SGLANG_MLP,
         # The decoder layer keeps no index of its own, and each kind of attention spells it differently.
         "sglang:KimiDecoderLayer": streams.SGLANG_RESIDUAL.but(

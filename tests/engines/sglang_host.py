@@ -92,17 +92,20 @@ def without_gpu() -> Iterator[None]:
         yield
 
 
+def published_config(checkpoint: str) -> dict[str, Any]:
+    """The keys of ``config.json`` of one of ``CHECKPOINTS``."""
+    config: dict[str, Any] = json.loads((CHECKPOINTS / checkpoint / "config.json").read_text())
+    return config
+
+
 @contextlib.contextmanager
 def server_args(
-    checkpoint: str, *, tp: int, pp: int = 1, patch: Mapping[str, Any], text_patch: Mapping[str, Any]
+    config: Mapping[str, Any], *, tp: int, pp: int = 1, patch: Mapping[str, Any], **more: Any
 ) -> Iterator[ServerArgs]:
-    """The arguments with which SGLang would serve ``checkpoint`` at ``tp`` and ``pp``, valid inside the ``with`` block.
+    """The arguments with which SGLang would serve a ``config.json`` at ``tp`` and ``pp``, valid inside the ``with`` block.
 
-    ``text_patch`` replaces keys of the text model's part of ``config.json``; ``patch`` replaces attributes of the
-    configuration object that was made of it.
+    ``patch`` replaces attributes of the configuration object that is made of it; ``more`` are further arguments.
     """
-    config = json.loads((CHECKPOINTS / checkpoint / "config.json").read_text())
-    config.get("text_config", config).update(text_patch)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         yield ServerArgs(
@@ -120,6 +123,7 @@ def server_args(
             disable_cuda_graph=True,
             disable_custom_all_reduce=True,
             disable_radix_cache=True,  # on a CPU it does not go with linear attention
+            **more,
         )
 
 

@@ -10,10 +10,11 @@ the decoder layer itself is the layer.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang_host import model_config, server_args, sglang_parallel, without_gpu  # isort: skip  (before SGLang)
+from sglang_host import model_config, published_config, server_args, sglang_parallel, without_gpu  # isort: skip  (before SGLang)
 import torch
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.model_loader.loader import _initialize_model
@@ -113,15 +114,23 @@ def build_model(
     The parallel state is gone when this returns.
     """
     recipe = MODELS[name]
+    config = published_config(recipe.checkpoint)
+    config.get("text_config", config).update(overrides)
+    return build_of(config, tp=tp, rank=rank, pp=pp, device=device, patch=recipe.patch)[0]
+
+
+def build_of(
+    config: Mapping[str, Any], *, rank: int, device: str = "meta", patch: Mapping[str, Any], **arguments: Any
+) -> tuple[nn.Module, Any]:
+    """The model of a ``config.json`` and its text config; ``arguments`` are those of ``server_args``."""
     with contextlib.ExitStack() as stack:
-        given = server_args(recipe.checkpoint, tp=tp, pp=pp, patch=recipe.patch, text_patch=overrides)
-        arguments = stack.enter_context(given)
+        given = stack.enter_context(server_args(config, patch=patch, **arguments))
         stack.enter_context(without_gpu())
-        stack.enter_context(sglang_parallel(arguments, rank))
-        config = model_config(arguments)
+        stack.enter_context(sglang_parallel(given, rank))
+        made = model_config(given)
         stack.enter_context(set_default_torch_dtype(torch.bfloat16))
         stack.enter_context(torch.device(device))
-        return _initialize_model(config, LoadConfig())
+        return _initialize_model(made, LoadConfig()), made.hf_text_config
 
 
 def build_layer(name: str, *, tp: int = 1, rank: int = 0, **overrides: Any) -> nn.Module:
