@@ -376,12 +376,23 @@ def contract(model: str, weights: Path | None, files: tuple[Path, ...], json: bo
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
 @click.option("--engine", type=str.lower, metavar="NAME", help="With the epsilons that it builds norms with.")
 @click.option("--published", is_flag=True, help="Say how the published checkpoint is quantised, too.")
+@click.option("--names", is_flag=True, help="Names for vLLM and transformers instead, as JSON. Needs transformers.")
 @_files
 @_json
 def specs(
-    model: str, tp: int, rank: int, engine: str | None, published: bool, files: tuple[Path, ...], json: bool
+    model: str,
+    tp: int,
+    rank: int,
+    engine: str | None,
+    published: bool,
+    names: bool,
+    files: tuple[Path, ...],
+    json: bool,
 ) -> None:
     """Print the spec of every layer on one rank. Needs no torch.
+
+    With --names it prints the packed_modules_mapping that vLLM asks of a model, and the keys under which transformers'
+    KernelConfig takes a kernel for a norm and the module behind it.
 
     MODEL is a declared name, or the path of a config.json or of its folder. The JSON is held to specs.schema.json, which
     the package ships: every object says its `type`, and `version` says which schema it is.
@@ -392,8 +403,11 @@ def specs(
     """
     if rank >= tp:
         raise click.BadParameter(f"ranks are 0 to {tp - 1} at --tp {tp}, got {rank}", param_hint="--rank")
-    from .specs import answer_specs
+    from .specs import answer_names, answer_specs
 
+    if names:
+        answer_names(model, files=files)
+        return
     answer_specs(model, tp=tp, rank=rank, engine=engine, published=published, files=files, json=json)
 
 

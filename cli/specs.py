@@ -8,7 +8,23 @@ from pathlib import Path
 from ..registry.spec_json import to_json
 from .console import print_json
 from .kinds import kinds_of, mixtures_of, ranges
-from .models import find_model
+from .models import find_model, registry_with
+
+
+def answer_names(model: str, *, files: Sequence[Path]) -> None:
+    """Print, as JSON, names for other machinery that follow from the specs of the model as transformers builds it.
+
+    Raises:
+        NotBuildableError: transformers has no such model.
+    """
+    from ..registry.machinery import kernel_fusions, packed_modules
+    from ..testing.models import full_model
+
+    entry = find_model(model, files)
+    specs = registry_with(files).specs_in(full_model(entry))
+    print_json(
+        {"model": entry.name, "packed_modules_mapping": packed_modules(specs), "kernel_fusions": kernel_fusions(specs)}
+    )
 
 
 def answer_specs(
