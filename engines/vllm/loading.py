@@ -85,6 +85,8 @@ def units_of(
             raise
         _nothing(model, "no adapter knows any of its layers")
         return
+    if not _is_last_stage():  # which may hold all layers, and a norm that it never calls
+        specs = [(layer, spec) for layer, spec in specs if not isinstance(spec, FinalNormSpec)]
     units = []
     held: set[str] = set()
     ignored = set(registry.default.ignored_in(model))
@@ -184,6 +186,12 @@ def _nothing(model: nn.Module, why: str, stops: bool = False) -> None:
     if stops:
         raise NotFusedError(type(model).__name__, why)
     once(logging.WARNING, "layerfuse: nothing is fused in %s: %s", type(model).__name__, why)
+
+
+def _is_last_stage() -> bool:
+    from vllm.distributed import parallel_state
+
+    return not parallel_state.model_parallel_is_initialized() or bool(parallel_state.get_pp_group().is_last_rank)
 
 
 def _run_by_text(model: nn.Module) -> str:

@@ -43,6 +43,15 @@ def test_every_stage_starts_in_strict(
     )
 
 
+def test_a_stage_that_holds_all_layers_and_is_not_the_last_has_no_final_norm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "4,0")
+    with started("gpt-oss-20b", tmp_path, layerfuse={"fusions": [ADD], "strict": True}, pp=2, rank=0) as engine:
+        engine()
+    assert f"{ADD}: 7 expected, 7 fused, 0 missed; called 7 times in the profiling run" in said(caplog)
+
+
 @pytest.mark.parametrize(("stage", "sites"), [(0, 3), (1, 4)])
 def test_what_another_stage_has_summed_is_not_expected_to_be_summed_here(
     stage: int, sites: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
