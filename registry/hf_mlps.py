@@ -14,7 +14,6 @@ from ..adapters.specs import MLP_ACTIVATIONS
 from .catalog import ModelEntry
 from .hf_config import HFConfig
 from .hf_layers import at_of, is_rest
-from .kind_words import At
 from .kinds import SHARED_EXPERTS, ExpertsKind, MLPKind
 
 
@@ -27,7 +26,7 @@ def mlps_of(config: HFConfig, total: int, sibling: ModelEntry) -> dict[str, MLPK
     sparse = _sparse(asked, total, sibling)
     places = {
         "dense": [index for index, mixture in enumerate(sparse) if not mixture],
-        SHARED_EXPERTS: [index for index, mixture in enumerate(sparse) if mixture],
+        SHARED_EXPERTS: [index for index, mixture in enumerate(sparse) if mixture and _has_shared(config)],
     }
     places = {name: indices for name, indices in places.items() if indices}
     limit = asked.number("swiglu_limit") if asked.has("swiglu_limit") else None
@@ -62,11 +61,13 @@ def experts_of(config: HFConfig, total: int, sibling: ModelEntry, mlps: Mapping[
     asked = HFConfig(config.values)
     keys = [next((key for key in keys if asked.has(key)), keys[0]) for keys in (_EXPERTS, _PER_TOKEN, _EXPERT_WIDTH)]
     number, each, width = map(asked.count, keys)
-    at: At = "rest"
-    if sibling.experts.at != "rest":
-        at = sibling.experts.at
-    elif not mlps and not all(sparse := _sparse(asked, total, sibling)):
-        at = at_of([index for index, mixture in enumerate(sparse) if mixture], total, rest=False)
+    at = sibling.experts.at
+    if at == "rest":
+        sparse = _sparse(asked, total, sibling)
+        if not any(sparse) and not asked.problems:
+            return None
+        if not mlps and not all(sparse):
+            at = at_of([index for index, mixture in enumerate(sparse) if mixture], total, rest=False)
     if asked.problems:
         config.notes.append(f"the routed experts are left out: {'; '.join(dict.fromkeys(asked.problems))}")
         return None
@@ -87,11 +88,17 @@ def _dense_width(config: HFConfig) -> int:
     return config.count("ffn_hidden_size" if config.has("ffn_hidden_size") else "intermediate_size")
 
 
+_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+
+
+def _has_shared(config: HFConfig) -> bool:
+    return not any(config.values.get(name) == 0 for name in ("shared_expert_intermediate_size", *_SHARED))
+
+
 def _shared_width(config: HFConfig) -> int:
     if config.has("shared_expert_intermediate_size"):
         return config.count("shared_expert_intermediate_size")
-    names = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-    number = next((name for name in names if config.has(name)), names[0])
+    number = next((name for name in _SHARED if config.has(name)), _SHARED[0])
     return config.count("moe_intermediate_size") * config.count(number)
 
 

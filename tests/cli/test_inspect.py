@@ -8,6 +8,7 @@ import tomli_w
 
 from layerfuse import registry
 from layerfuse.registry import files
+from layerfuse.adapters import ResidualSpec
 from layerfuse.registry.inspect import ConfigError, inspect, read_config
 
 CHECKPOINTS = sorted((Path(__file__).parent.parent / "engines" / "checkpoints").glob("*/config.json"))
@@ -237,6 +238,19 @@ def test_mixtures_come_after_the_first_dense_layers_or_as_listed():
     only = ask(published("qwen3-next-80b-a3b"), mlp_only_layers=[0, 5]).entry
     assert [i for i, kind in enumerate(only.mlp_at()) if kind == "dense"] == [0, 5]
     assert only.mlps["dense"].intermediate_size == 5120
+
+
+def test_a_mixture_without_shared_experts_has_dense_mlps_alone():
+    entry = ask(published("deepseek-v3"), n_shared_experts=0).entry
+    assert entry.mlp_at() == ["dense"] * 3 + [None] * 58
+    assert entry.mixture_at() == [False] * 3 + [True] * 58
+    mixtures = [spec.experts for _, spec in entry.specs() if isinstance(spec, ResidualSpec)]
+    assert [each.shared if each else "dense" for each in mixtures] == ["dense"] * 3 + [None] * 58
+
+
+def test_a_mixture_all_of_whose_layers_are_dense_has_no_experts():
+    entry = ask(published("deepseek-v3"), first_k_dense_replace=61).entry
+    assert (entry.experts, entry.mlp_at()) == (None, ["dense"] * 61)
 
 
 def test_a_clamp_and_another_activation_are_taken():
