@@ -42,6 +42,7 @@ def _known(name: str, where: str) -> str:
         raise FusionConfigError(
             f"{where}: no fusion is called {shown(name)}"
             + (did_you_mean(name, FUSIONS) or f". Known: {', '.join(FUSIONS)}.")
+            + "".join(f" Not usable: {error}" for error in FUSIONS.refused)
         )
     return name
 

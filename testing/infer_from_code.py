@@ -122,10 +122,23 @@ def ask_code(found: Inspection, registry: Registry) -> Inspection:
         problems.append(
             f"the norms of the stream add {said_of} to their weight, and an entry has one norm_weight_offset"
         )
-    notes = [*known, *([] if problems else asked.unread), *mlps]
+    notes = [*known, *([] if problems else asked.unread), *mlps, *_of_other_code(entry, model)]
     return attrs.evolve(
         found, entry=entry, notes=tuple(dict.fromkeys(notes)), problems=(*(asked.unread if problems else ()), *problems)
     )
+
+
+def _of_other_code(entry: ModelEntry, model: Any) -> Iterator[str]:
+    """Architectures of the config that are not transformers' for its model_type, as those of code that lies beside the weights."""
+    import transformers
+
+    for name in entry.architectures:
+        config = getattr(getattr(transformers, name, None), "config_class", None)
+        if config is None or config.model_type != entry.model_type:
+            yield (
+                f"the config names {name}, which is not of transformers' model_type {entry.model_type}: what was checked are the layers of "
+                f"{type(model).__name__}, and those of {name} may be others"
+            )
 
 
 def _offsets(model: Any, hidden_size: int) -> set[float | None]:

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "docs"))
 from doc_blocks import blocks_of  # noqa: E402
-from helpers import run_python  # noqa: E402
+from helpers import outside_package, run_python  # noqa: E402
 
 NAME, TIMES = "example_silu_mul", "example_add_rms_norm_times"
 PAGE = blocks_of((ROOT / "docs" / "adding-a-fusion.md").read_text())
@@ -407,6 +407,15 @@ def test_everything_else_works_beside_packages_that_cannot_be_used(
     assert {"add_rms_norm", "mla_query_rope", "good"} <= set(answers["ops"]) and "alone" not in answers["ops"]
     assert answers["doctor"]["findings"]["fusions of good (mine)"] == {"state": "found", "detail": "known: good"}
     assert any(line.startswith("good (of good) on cpu: yes") for line in answers["doctor"]["enables"])
+
+
+def test_a_name_that_is_not_there_any_more_is_said_with_the_packages_that_broke(tmp_path: Path) -> None:
+    (outside_package(tmp_path, 1.0) / "outside.py").write_text("raise ImportError('half of an upgrade')")
+    code = "from layerfuse.fusion import FusionConfig; FusionConfig.parse('outside_add_rms_norm')"
+    said = run_python(code, tmp_path).stderr.splitlines()[-1]
+    assert "no fusion is called 'outside_add_rms_norm'" in said
+    assert "Not usable: entry point 'mine' of outside: " in said
+    assert "half of an upgrade" in said
 
 
 # ---- backends of other packages

@@ -284,6 +284,23 @@ def test_what_cannot_be_asked_is_said(monkeypatch):
     assert "of its own, was not asked, and no layer was checked: transformers is not installed" in notes[-1]
 
 
+@pytest.mark.parametrize(
+    ("names", "others"),
+    [
+        (["Qwen3ForCausalLM"], []),
+        (["Qwen3ForSequenceClassification"], []),
+        (["MineForCausalLM"], ["MineForCausalLM"]),
+        (["LlamaForCausalLM"], ["LlamaForCausalLM"]),
+    ],
+)
+def test_a_class_of_other_code_is_named(names, others):
+    values = {**transformers.Qwen3Config(num_hidden_layers=2).to_dict(), "architectures": names}
+    found = ask_code(inspect(values, registry=registry.default, name="mine"), registry.default)
+    said = [note for note in found.notes if "which is not of transformers' model_type qwen3" in note]
+    assert [note.split()[3].rstrip(",") for note in said] == others
+    assert all("what was checked are the layers of Qwen3ForCausalLM" in note for note in said)
+
+
 def test_a_declared_model_is_not_asked_again():
     found = inspect(transformers.DeepseekV3Config(**V3).to_dict(), registry=registry.default)
     assert found.same_as
