@@ -135,10 +135,8 @@ def _of_other_code(entry: ModelEntry, model: Any) -> Iterator[str]:
     for name in entry.architectures:
         config = getattr(getattr(transformers, name, None), "config_class", None)
         if config is None or config.model_type != entry.model_type:
-            yield (
-                f"the config names {name}, which is not of transformers' model_type {entry.model_type}: what was checked are the layers of "
-                f"{type(model).__name__}, and those of {name} may be others"
-            )
+            what = f"the config names {name}, which is not of transformers' model_type {entry.model_type}: what was checked are the layers"
+            yield f"{what} of {type(model).__name__}, and those of {name} may be others"
 
 
 def _offsets(model: Any, hidden_size: int) -> set[float | None]:

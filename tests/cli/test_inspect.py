@@ -7,8 +7,8 @@ import pytest
 import tomli_w
 
 from layerfuse import registry
-from layerfuse.registry import files
 from layerfuse.adapters import ResidualSpec
+from layerfuse.registry import files
 from layerfuse.registry.inspect import ConfigError, inspect, read_config
 
 CHECKPOINTS = sorted((Path(__file__).parent.parent / "engines" / "checkpoints").glob("*/config.json"))
