@@ -264,7 +264,7 @@ def test_a_plan_from_published_dimensions_promises_what_the_layers_themselves_do
         model = build_model(name, quantization_config=BLOCK)
     entry, target = registry.model(ENTRIES.get(name, name)), Target.named("sm90")
     if "first_k_dense_replace" in MODELS[name].overrides:
-        entry = attrs.evolve(entry, mlps={"dense": attrs.evolve(entry.mlps["dense"], at="all")})
+        entry = attrs.evolve(entry, mlps={"dense": attrs.evolve(entry.mlps["dense"], at="all")}, experts=None)
     read, config = registry.specs_in(model), FusionConfig(level=2, switches=SWITCHED)
     for engine in (native_fusions.compiled(PLACE), engine_of(entry.architectures, target=target)):
         real = plan(read, target, config, engine)

@@ -57,7 +57,7 @@ def check_every_layer(model: Any, engine: str, name: str, tp: int, rank: int, *,
     """
     entry = registry.model(ENTRIES.get(name, name))
     if all_dense:
-        entry = attrs.evolve(entry, mlps={"dense": attrs.evolve(entry.mlps["dense"], at="all")})
+        entry = attrs.evolve(entry, mlps={"dense": attrs.evolve(entry.mlps["dense"], at="all")}, experts=None)
 
     read = registry.specs_in(model)
 
