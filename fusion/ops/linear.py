@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
+from torch._library.utils import lookup_op
 
 from .quantisation import quantise, scale_shape
 
@@ -37,6 +37,5 @@ def op_of(name: str) -> Callable[..., Tensor]:
     Raises:
         AttributeError: nothing is.
     """
-    namespace, _, op = name.partition("::")
-    found: Callable[..., Tensor] = getattr(getattr(torch.ops, namespace), op)
+    found: Callable[..., Tensor] = lookup_op(name)
     return found
