@@ -215,12 +215,6 @@ class GQASpec(LayerSpec):
     "Tokens a query sees, itself included, or None where it sees all."
     has_sinks: bool = of_kind("flag")
     "Whether each query head has a learned sink logit in the softmax."
-    q_norm: NormSpec | None = of_kind("optional_norm", default=None)
-    "Norm of each query head, as wide as a head. None: there is none, or nothing says it; norms over all heads at once have no field."
-    k_norm: NormSpec | None = of_kind("optional_norm", default=None)
-    "Norm of each key head, likewise; the two come together."
-    rope: RopeSpec | None = of_kind("optional_rope", default=None)
-    "How query and key are turned: the first columns of each head. None: nothing says it, and `qk_norm_rope` leaves the layer alone."
 
     @property
     def num_kv_head_replicas(self) -> int:
@@ -231,13 +225,6 @@ class GQASpec(LayerSpec):
         yield from LayerSpec._contradictions(self)
         if self.num_heads % self.num_kv_heads:
             yield f"num_heads: {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
-        if (self.q_norm is None) != (self.k_norm is None):
-            yield f"k_norm: the norms of query and key come together, got {self.q_norm} and {self.k_norm}"
-        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
-            if norm is not None and norm.width != self.head_dim:
-                yield f"{name}: width {norm.width} is not the head_dim {self.head_dim}"
-        if self.rope is not None and self.rope.width > self.head_dim:
-            yield f"rope: width {self.rope.width} is more than the head_dim {self.head_dim}"
 
 
 @frozen(kw_only=True)

@@ -30,8 +30,6 @@ class Offer:
     "From the work to a function of the op's rows, with everything else bound."
     in_place: bool = False
     "Whether it writes over its rows."
-    rows: Callable[[Work, tuple[Tensor, ...]], Sequence[Tensor]] = lambda _, rows: rows
-    "From the op's rows to those that its function takes."
     rounds_between: bool = False
     "Whether it quantises the rounded norm."
     takes: frozenset[str] = frozenset()
@@ -42,9 +40,7 @@ class Offer:
     def calls(self, work: Work) -> Sequence[Call]:
         """One per set."""
         function = self.make(work)
-        if not self.in_place:
-            return over_sets(function, work)
-        return [InPlace(function, self.rows(work, rows)) for rows in work.sets]
+        return [InPlace(function, rows) for rows in work.sets] if self.in_place else over_sets(function, work)
 
 
 @frozen(kw_only=True, eq=False)

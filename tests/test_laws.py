@@ -254,7 +254,6 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
     assert defaults == {
         *(f"{mlp}.{field}" for mlp in ("GatedMLPSpec", "MLPSpec") for field in ("quant", "unquantised", "feeds")),
         "MLASpec.rope",
-        *(f"GQASpec.{field}" for field in ("q_norm", "k_norm", "rope")),
         "ResidualSpec.parallel_residual",
         "ResidualSpec.post_norms",
         "ExpertsSpec.beside_mlp",

@@ -102,10 +102,6 @@ def _replace(fusion: Fusion, form: Form, use: SiteMatch, plan: Plan, moved: dict
         if name in bound.views:
             with node.graph.inserting_before(first):
                 result = view(node.graph, result, bound.views[name], {})
-        if name in bound.orders:
-            result.meta = {"val": value(node).permute(_back(bound.orders[name]))}
-            with node.graph.inserting_before(first):
-                result = node.graph.call_function(torch.ops.aten.permute.default, (result, list(bound.orders[name])))
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         moved[node] = result
@@ -148,24 +144,17 @@ def _check_results(fusion: Fusion, form: Form, bound: Binding, val: Any) -> None
 
 def _check_alike(bound: Binding, form: Form) -> None:
     """What the op's own check would say less clearly, and what only the graph knows."""
-    rows = [argument for argument in form.op.args if isinstance(argument, Rows)]
-    one, *others = (val_of(bound.args[argument.name]) for argument in rows)
-    for other in others:
+    rows = [bound.args[argument.name] for argument in form.op.args if isinstance(argument, Rows)]
+    one = val_of(rows[0])
+    for other in map(val_of, rows[1:]):
         if one.dtype != other.dtype or one.device != other.device:
             raise Unmatched(f"the inputs differ: {one.dtype} on {one.device} and {other.dtype} on {other.device}")
-        end = -2 if rows[0].own_heads else -1
-        if not same_shape(one.shape[:end], other.shape[:end]):
-            raise Unmatched(f"the leading dimensions differ: {tuple(one.shape[:end])} and {tuple(other.shape[:end])}")
-    for name, node in bound.outs.items():
+        if not same_shape(one.shape[:-1], other.shape[:-1]):
+            raise Unmatched(f"the leading dimensions differ: {tuple(one.shape[:-1])} and {tuple(other.shape[:-1])}")
+    for node in bound.outs.values():
         # Views that follow were traced on these strides; the op's results are contiguous.
-        order = bound.orders.get(name)
-        if not is_contiguous(value(node) if order is None else value(node).permute(_back(order))):
+        if not is_contiguous(value(node)):
             raise Unmatched(f"{node} is not contiguous, as it comes from a transposed tensor")
-
-
-def _back(order: tuple[int, ...]) -> list[int]:
-    """The order that undoes one."""
-    return [order.index(i) for i in range(len(order))]
 
 
 def _span(bound: Binding) -> tuple[Node, Node]:
