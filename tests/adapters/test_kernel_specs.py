@@ -13,8 +13,8 @@ from specs_at_hand import KERNELS, OUTER, mla_kernel
 from layerfuse.adapters.errors import InnerLayerError
 from layerfuse.adapters.specs import KernelSpec
 
-# No layer around a kernel knows the final norm, which is the model's, or the MLP, which stands beside it.
-AROUND = [make for kind, make in OUTER.items() if kind not in ("final", "gated_mlp")]
+# No layer around a kernel knows the final norm, which is the model's, the MLP, which stands beside it, or mixers whose kernels have no spec.
+AROUND = [make for kind, make in OUTER.items() if kind not in ("final", "gated_mlp", "mamba2", "other")]
 OUTER_NAMES = sorted({a.name for make in AROUND for a in attrs.fields(type(make()))})
 
 

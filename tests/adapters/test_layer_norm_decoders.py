@@ -130,9 +130,17 @@ def test_two_results_that_are_added_at_once_are_not_summed_as_one() -> None:
         post_attention_norms=(),
     )
     assert [site.reduced for site in sites_of("", spec)] == [0, 1]
-    with pytest.raises(SpecError, match="post_attention_norms: expected one per input norm"):
+    one = ResidualSpec(
+        hidden_size=64, layer_index=1, parallel=spec.parallel, input_norms=(norm,), post_attention_norms=()
+    )
+    assert one.is_one_block and not spec.is_one_block
+    with pytest.raises(SpecError, match="post_attention_norms: expected"):
         ResidualSpec(
-            hidden_size=64, layer_index=1, parallel=spec.parallel, input_norms=(norm,), post_attention_norms=()
+            hidden_size=64,
+            layer_index=1,
+            parallel=spec.parallel,
+            input_norms=(norm,),
+            post_attention_norms=(norm, norm),
         )
 
 

@@ -150,8 +150,8 @@ def test_a_norm_is_no_layer_and_no_layer_is_close_to_it(key: str) -> None:
     ("key", "first"),
     [
         ("vllm.model_executor.models.llama4:LlamaAttention", "vllm.model_executor.models.llama:LlamaAttention"),
-        ("sglang.srt.models.llama:LlamaDecoderLayer", "sglang:KimiDecoderLayer"),
-        ("sglang.srt.models.qwen3:Qwen3MLP", "sglang:Qwen2MoeMLP"),
+        ("sglang.srt.models.llama9:LlamaDecoderLayer", "sglang.srt.models.llama:LlamaDecoderLayer"),
+        ("sglang.srt.models.qwen3:Qwen3MLP", "sglang.srt.models.qwen2:Qwen2MLP"),
         ("sglang.srt.models.new:KimiK4DecoderLayer", "sglang:KimiK3DecoderLayer"),
         ("my.lib:DeepseekV4Model", "transformers:DeepseekV3Model"),
         ("vllm.x:GptOssModel2", "vllm:GptOssModel"),
