@@ -18,6 +18,7 @@ from standins import layer_class
 from torch import nn
 
 from layerfuse import registry
+from layerfuse.adapters.mixer_specs import Mamba2Spec
 from layerfuse.adapters.reader import LayerReader
 from layerfuse.adapters.rope_source import RopeSource
 from layerfuse.adapters.sources import Converted, NormSource, Path, Quotient, Weight, Where
@@ -38,6 +39,7 @@ _NAMED: Mapping[str, Any] = {
     "has_bias": True,
     "parallel_residual": False,
     "has_sinks": False,
+    "has_norm": True,
     "tp_size": 1,
     "tp_rank": 0,
     "softmax_scale": 0.125,
@@ -78,7 +80,9 @@ def places_of(reader: LayerReader) -> tuple[Place, ...]:
             continue  # nothing is there when all is well
         for source in parsed if isinstance(parsed, tuple) else (parsed,):
             for steps, good in _places(field, source):
-                found.setdefault(steps, good)
+                # The norm of a Mamba-2 mixer is as wide as its heads together, in groups.
+                one = reader.facts.spec is Mamba2Spec and field in ("head_dim", "num_groups")
+                found.setdefault(steps, 1 if one else good)
     # An activation is a name, which holds no limit. What else lies around another place is made for that one.
     found = {steps: good for steps, good in found.items() if steps[:-1] != ("act_fn",)}
     return tuple(Place(steps, good) for steps, good in found.items() if not _is_around(steps, found))
@@ -93,6 +97,8 @@ def _places(field: str, source: Any, below: tuple[str, ...] = ()) -> Iterator[tu
         for part, places in source.fields:
             for place in places:
                 yield from _places(part, place, source.module.steps)
+        for place in source.where:
+            yield from _places("has_norm", place)
         for path in source.feeds:
             yield from _linear(path.steps)
     elif isinstance(source, RopeSource):
@@ -105,8 +111,8 @@ def _places(field: str, source: Any, below: tuple[str, ...] = ()) -> Iterator[tu
         yield (*below, *source.steps), _NAMED.get(field, 8)
     elif isinstance(source, Quotient):
         # Of a linear's width that is shared out to heads; other quotients are counts by counts.
-        yield source.dividend.steps, 64 if source.dividend.steps[-1] == "input_size" else 8
-        yield source.divisor.steps, 8
+        yield (*below, *source.dividend.steps), 64 if source.dividend.steps[-1] == "input_size" else 8
+        yield (*below, *source.divisor.steps), 1 if field == "group_size" else 8
     elif isinstance(source, Where):
         yield from _places(field, source.path, below)
         yield from ((steps, source.value) for steps, _ in _places(field, source.where, below))

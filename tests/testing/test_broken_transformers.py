@@ -7,7 +7,7 @@ import pytest
 from helpers import run_python
 
 CONFIG = {
-    "model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64,
+    "model_type": "unheard_of", "architectures": ["UnheardOfForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64,
     "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 
