@@ -22,8 +22,8 @@ TESTS ?=
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml README.md $(wildcard *.py *.toml *.json py.typed) \
-           $(shell find adapters bench cli engines fusion registry testing -name '*.py' 2>/dev/null)
+SOURCES := pyproject.toml README.md $(wildcard *.py *.pyi *.toml *.json py.typed) \
+           $(shell find adapters bench cli engines fusion registry testing -name '*.py' -o -name '__init__.pyi' 2>/dev/null)
 
 .DELETE_ON_ERROR:
 .PHONY: help verify test test-all fuzz lint docs bench test-engines clean

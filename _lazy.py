@@ -1,22 +1,27 @@
 """Names of a package that are imported when first used (PEP 562), so that importing it costs next to nothing.
 
 An engine's start-up and a command line both import more than they use; this keeps torch, attrs and the adapters out
-until something needs them.
+until something needs them. A package's public names stand once, in its `__init__.pyi`, which type checkers read too.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 
-def attach(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` for a package: public name -> the relative module that holds it.
+def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """`__getattr__`, `__dir__` and `__all__` for a package.
 
-    A module of the package itself is written as its own name, as in `{"fusion": ".fusion"}`.
+    Args:
+        package: its name.
+        file: its `__init__.py`. Beside it, `__init__.pyi` holds a line `from .module import name as name` for each public name.
     """
+    with open(f"{file}i", encoding="utf-8") as stub:
+        lines = [line.split() for line in stub if line.startswith("from ")]
+    names = {name: module if module.strip(".") else f"{module}{name}" for _, module, _, name, *_ in lines}
 
     def load(name: str) -> Any:
         if name not in names:
@@ -26,4 +31,4 @@ def attach(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any]
         setattr(sys.modules[package], name, value)
         return value
 
-    return load, lambda: sorted(names)
+    return load, lambda: sorted(names), sorted(names)

@@ -10,57 +10,6 @@ On the command line: `layerfuse bench mla_dual_rms_norm`. How it measures is doc
 imports no torch; running it does.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from .._lazy import attach
-from .cases import Case
-from .choosing import Options
-from .errors import BenchError, CannotMeasureError, UnknownFusionError, UnknownPeerError
 
-if TYPE_CHECKING:
-    from .files import write
-    from .measure import run
-    from .peers import InPlace, Peer, RefusedError, register, unregister
-    from .rank_group import RankError
-    from .ranks import Ranks
-    from .report import markdown
-    from .result import Result
-
-_LATER = {
-    "InPlace": ".peers",
-    "Peer": ".peers",
-    "RankError": ".rank_group",
-    "Ranks": ".ranks",
-    "RefusedError": ".peers",
-    "Result": ".result",
-    "markdown": ".report",
-    "register": ".peers",
-    "run": ".measure",
-    "unregister": ".peers",
-    "write": ".files",
-}
-
-__all__ = [
-    "BenchError",
-    "CannotMeasureError",
-    "Case",
-    "InPlace",
-    "Options",
-    "Peer",
-    "RankError",
-    "Ranks",
-    "RefusedError",
-    "Result",
-    "UnknownFusionError",
-    "UnknownPeerError",
-    "markdown",
-    "register",
-    "run",
-    "unregister",
-    "write",
-]
-
-_getattr, _dir = attach(__name__, _LATER)
-__getattr__, __dir__ = _getattr, lambda: sorted({*_dir(), *__all__})
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -44,7 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import shutil
 
     source = tmp_path_factory.mktemp("source") / "layerfuse"
-    listed = ("*.py", "*.toml", "*.json", "*.md", "LICENSE*", "py.typed")
+    listed = ("*.py", "*.pyi", "*.toml", "*.json", "*.md", "LICENSE*", "py.typed")
     shutil.copytree(ROOT, source, ignore=_only(*listed))
     stale = source / "build" / "lib" / "layerfuse" / "fusion" / "gone.py"
     stale.parent.mkdir(parents=True)

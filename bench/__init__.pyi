@@ -1,0 +1,17 @@
+from .cases import Case as Case
+from .choosing import Options as Options
+from .errors import BenchError as BenchError
+from .errors import CannotMeasureError as CannotMeasureError
+from .errors import UnknownFusionError as UnknownFusionError
+from .errors import UnknownPeerError as UnknownPeerError
+from .files import write as write
+from .measure import run as run
+from .peers import InPlace as InPlace
+from .peers import Peer as Peer
+from .peers import RefusedError as RefusedError
+from .peers import register as register
+from .peers import unregister as unregister
+from .rank_group import RankError as RankError
+from .ranks import Ranks as Ranks
+from .report import markdown as markdown
+from .result import Result as Result

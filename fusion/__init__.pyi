@@ -1,0 +1,24 @@
+from ..adapters.activation_quant import ActivationQuant as ActivationQuant
+from ..adapters.activation_quant import ActivationQuantError as ActivationQuantError
+from . import metadata as metadata
+from .catalog import FUSIONS as FUSIONS
+from .chain import Fusion as Fusion
+from .chain import FusionError as FusionError
+from .compiler import FusedModel as FusedModel
+from .compiler import compile as compile  # noqa: A004 (torch.compile's own name)
+from .config import FusionConfig as FusionConfig
+from .config import FusionConfigError as FusionConfigError
+from .dynamo_backend import report_of as report_of
+from .engine import Engine as Engine
+from .planning import Decision as Decision
+from .planning import Plan as Plan
+from .planning import plan as plan
+from .recurrences import keep_recurrences as keep_recurrences
+from .report import FusionMissedError as FusionMissedError
+from .report import Report as Report
+from .rewrite import Pipeline as Pipeline
+from .shadow import ResultsDifferError as ResultsDifferError
+from .sites import Site as Site
+from .sites import sites_of as sites_of
+from .target import Target as Target
+from .target import UnknownTargetError as UnknownTargetError
