@@ -7,9 +7,12 @@ until something needs them. A package's public names stand once, in its `__init_
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+
+TYPE_CHECKING = False  # `typing` takes longer to import than this package; type checkers know the name
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 
 def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:

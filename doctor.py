@@ -201,12 +201,12 @@ def plugins() -> list[Finding]:
     from .adapters.builtin import BUILTIN
     from .registry import ConflictError
     from .registry import plugins as found
-    from .registry.defaults import MODELS_TOML
+    from .registry.entries import MODELS_TOML, Entries
     from .registry.lookup import Registry
 
     registry = Registry()
     registry.register_adapters(BUILTIN, "layerfuse itself")
-    registry.load(MODELS_TOML)
+    registry.register_models(Entries.shipped(), str(MODELS_TOML))
     findings: list[Finding] = []
     owners: dict[str, str] = {}
     for plugin in found.installed():

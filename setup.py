@@ -1,6 +1,8 @@
-"""What pyproject.toml cannot say: a wheel and an sdist hold the commit that they were built from, where it is known."""
+"""What pyproject.toml cannot say: a wheel and an sdist hold the commit that they were built from, where it is known, and a wheel the models as JSON."""
 
+import json
 import runpy
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
@@ -27,7 +29,11 @@ class BuildWithCommit(build_py):
     def run(self) -> None:  # noqa: D102
         super().run()
         if not self.editable_mode:
-            write_commit(Path(self.build_lib) / "layerfuse")
+            package = Path(self.build_lib) / "layerfuse"
+            write_commit(package)
+            # Read each time that a model is asked for (registry/entries.py), where TOML would take 40 ms.
+            models = tomllib.loads((ROOT / "models.toml").read_text(encoding="utf-8"))
+            (package / "models.json").write_text(json.dumps(models), encoding="utf-8")
 
 
 class SdistWithCommit(sdist):

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 def _names(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
     """Model names for the shell's completion."""
-    from .models import shipped
+    from ..registry.entries import shipped_tables
 
-    names = [name for key, table in shipped().items() for name in (key, *table.get("aliases", ()))]
+    names = [name for key, table in shipped_tables().items() for name in (key, *table.get("aliases", ()))]
     return [name for name in names if name.startswith(incomplete.lower())]
 
 

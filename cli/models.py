@@ -6,23 +6,15 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..registry.entries import Entries
 from ..registry.errors import UnknownModelError
 
 if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
     from ..registry.inspect import Inspection
     from ..registry.lookup import Registry
-
-
-def shipped() -> dict[str, Any]:
-    """The tables of the models.toml that ships with the library, by name."""
-    import tomllib
-
-    text = (Path(__file__).parent.parent / "models.toml").read_text(encoding="utf-8")
-    tables: dict[str, Any] = tomllib.loads(text)["models"]
-    return tables
 
 
 def registry_with(files: Sequence[Path]) -> Registry:
@@ -58,8 +50,8 @@ def inspected(path: Path, registry: Registry, name: str | None = None) -> Inspec
 def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
     """One model by its name, an alias of it or its Hugging Face id; or that of a config.json, by its path or folder.
 
-    A model that ships with the library is read alone: checking all others, and looking for plugins, would take longer
-    than everything else that `plan` does.
+    A model that ships with the library is read alone: looking for plugins would take longer than everything else that
+    `plan` does.
 
     Raises:
         UnknownModelError: with the closest names.
@@ -67,12 +59,10 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
         CatalogError: one of `files` holds mistakes.
     """
     if not files:
-        wanted = name.lower()
-        for key, table in shipped().items():
-            if wanted in (key, table.get("hf_id", "").lower(), *table.get("aliases", ())):
-                from ..registry.files import structure
-
-                return structure({"models": {key: table}}, "models.toml")[key]
+        shipped = Entries.shipped()
+        for key, head in shipped.heads.items():
+            if name.lower() in head.names:
+                return shipped[key]
     registry, config = registry_with(files), os.path.join(name, "config.json") if os.path.isdir(name) else name
     try:
         return registry.model(name)

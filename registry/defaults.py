@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ..adapters.builtin import BUILTIN
+from .entries import MODELS_TOML, Entries
 from .lookup import Registry
 from .plugins import load_plugins
-
-MODELS_TOML = Path(__file__).parent.parent / "models.toml"
-"""The models that ship with the library."""
 
 
 def _fill(registry: Registry) -> None:
     for adapter in BUILTIN:
         registry.register_adapter(adapter, "layerfuse itself")
-    registry.load(MODELS_TOML)
+    registry.register_models(Entries.shipped(), str(MODELS_TOML))
     registry.on_miss(load_plugins)
 
 

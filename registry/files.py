@@ -237,7 +237,6 @@ def structure(document: Mapping[str, Any], file: str, more: More | None = None) 
     tables = document.get("models", {})
     if not isinstance(tables, dict):
         raise CatalogError(file, [*problems, f"expected tables [models.<name>], got {shown(tables)} @ $.models"])
-    converter = make_converter()
     entries: dict[str, ModelEntry] = {}
     for name, table in tables.items():
         if len(problems) >= TOO_MANY_PROBLEMS:
@@ -251,10 +250,10 @@ def structure(document: Mapping[str, Any], file: str, more: More | None = None) 
         if "name" in table:
             problems.append(f"the table's own name is the model's name; remove this key @ {where}.name")
         try:
-            entry = converter.structure({**table, "name": name}, ModelEntry)
+            entry = one(name, table)
         except (ClassValidationError, IterableValidationError) as error:
             problems += transform_error(error, path=where, format_exception=_format)
-            entries[name] = _names_in(name, table)
+            entries[name] = head(name, table)
             continue
         problems += [f"{problem} @ {where}" for problem in contradictions(entry)]
         entries[name] = entry
@@ -264,9 +263,21 @@ def structure(document: Mapping[str, Any], file: str, more: More | None = None) 
     return entries
 
 
-def _names_in(name: str, table: Mapping[str, Any]) -> ModelEntry:
-    """What a table that is no entry names of others: its adapter, its engines, its layer classes."""
-    adapter, engines, classes = (table.get(key) for key in ("adapter", "engines", "layer_classes"))
+def one(name: str, table: Mapping[str, Any]) -> ModelEntry:
+    """The entry of one table, as far as each value alone tells.
+
+    Raises:
+        ClassValidationError: a value is not of its type, a key is missing or unknown.
+    """
+    entry: ModelEntry = make_converter().structure({**table, "name": name}, ModelEntry)
+    return entry
+
+
+def head(name: str, table: Mapping[str, Any]) -> ModelEntry:
+    """What a table that is not structured says of its names, and names of others: its adapter, its engines, its layer classes."""
+    adapter, engines, classes, hf_id, aliases = (
+        table.get(key) for key in ("adapter", "engines", "layer_classes", "hf_id", "aliases")
+    )
     return ModelEntry(
         name=name,
         adapter=adapter if isinstance(adapter, str) else name,
@@ -275,6 +286,8 @@ def _names_in(name: str, table: Mapping[str, Any]) -> ModelEntry:
         hidden_size=1,
         rms_norm_eps=1.0,
         layers={},
+        aliases=aliases if isinstance(aliases, list) and all(isinstance(alias, str) for alias in aliases) else [],
+        hf_id=hf_id if isinstance(hf_id, str) else None,
         engines=engines if isinstance(engines, dict) else {},
         layer_classes=classes if isinstance(classes, dict) else {},
     )

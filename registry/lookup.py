@@ -20,6 +20,7 @@ from ..adapters.base import Adapter
 from ..adapters.errors import FOREIGN, ArgumentError, UnknownLayerError, cut, said, shown
 from ..adapters.pipeline import stands_for_missing
 from ..adapters.specs import FinalNormSpec, MLPSpec, Parallel, ResidualSpec
+from .entries import Entries
 from .errors import UnknownModelError
 from .streams import Streams, within
 from .tables import Readers, Tables
@@ -232,11 +233,11 @@ class Registry:
             UnknownModelError: with the closest names.
         """
         expect("name", name, str, "a model's name")
-        models = self.models()
-        wanted = name.lower()
-        for entry in models.values():
-            if wanted in entry.names:
-                return entry
+        self._complete()
+        models, wanted = self._tables.models, name.lower()
+        for known, head in models.heads.items():
+            if wanted in head.names:
+                return models[known]
         raise UnknownModelError(name, models)
 
     def adapters(self) -> Mapping[str, Adapter]:
@@ -298,7 +299,8 @@ class Registry:
 
         expect("entries", entries, Mapping, "ModelEntries by name")
         expect("source", source, str, "who declares them")
-        for name, entry in entries.items():
+        heads = entries.heads if isinstance(entries, Entries) else entries
+        for name, entry in heads.items():
             expect("entries", entry, ModelEntry, "ModelEntries by name")
             if name != entry.name:
                 raise ArgumentError(f"entries: the entry {shown(entry.name)} stands under {shown(name)}")
@@ -306,7 +308,7 @@ class Registry:
         from .declare import declared_adapters
 
         with self._lock:
-            self._add(declared_adapters(self._tables, entries, source), entries, source)
+            self._add(declared_adapters(self._tables, heads, source), entries, source)
 
     def load(self, path: str | Path) -> Mapping[str, ModelEntry]:
         """Read a models.toml file and register all it declares, or nothing if it holds a mistake.

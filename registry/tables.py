@@ -9,6 +9,7 @@ from attrs import field, frozen
 
 from ..adapters.base import Adapter
 from ..adapters.reader import LayerReader
+from .entries import Entries
 from .errors import ConflictError
 
 if TYPE_CHECKING:
@@ -27,8 +28,8 @@ class Tables:
 
     adapters: Mapping[str, Adapter] = field(factory=dict)
     "By name."
-    models: Mapping[str, ModelEntry] = field(factory=dict)
-    "By name."
+    models: Entries = field(factory=lambda: Entries({}, {}))
+    "By name; those that ship with the library are structured when they are asked for."
     owners: Mapping[str, str] = field(factory=dict)
     "Layer class (`package:ClassName`) -> the name of its adapter."
     readers: Mapping[str, tuple[tuple[str, Readers], ...]] = field(factory=dict)
@@ -44,7 +45,7 @@ class Tables:
         Raises:
             ConflictError: something is declared differently by two owners; all that is, is said.
         """
-        by_name, owners, entries = dict(self.adapters), dict(self.owners), dict(self.models)
+        by_name, owners = dict(self.adapters), dict(self.owners)
         readers = {name: list(found) for name, found in self.readers.items()}
         declared_by = dict(self.declared_by)
         ignored = self.ignored
@@ -75,12 +76,13 @@ class Tables:
                 names.add(name)
         for name in sorted(names):
             conflicts += _nested(name, [prefix for prefix, _ in readers[name]], by_name, owners, declared_by)
-        for name, entry in models.items():
+        for name in models:
             what = f"the model {name}"
-            if entries.setdefault(name, entry) != entry:
+            if name in self.models and self.models[name] != models[name]:
                 conflicts.append(ConflictError(what, [declared_by[what], source]))
             declared_by.setdefault(what, source)
-        conflicts += _same_names(entries, declared_by)
+        entries = self.models.adding(models)
+        conflicts += _same_names(entries.heads, declared_by)
         if conflicts:
             raise ConflictError.of(conflicts)
         longest_first = {

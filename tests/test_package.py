@@ -15,7 +15,7 @@ import pytest
 from helpers import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-DATA = ("models.toml", "models.schema.json", "specs.schema.json", "policy.toml", "py.typed")
+DATA = ("models.toml", "models.json", "models.schema.json", "specs.schema.json", "policy.toml", "py.typed")
 FOLDERS = ("adapters", "bench", "cli", "engines", "fusion", "registry", "testing")
 
 
