@@ -45,14 +45,9 @@ _NOT_DESCRIBED: Mapping[str, str] = {
         (
             "global_head_dim",
             "num_global_key_value_heads",
-            "swa_num_attention_heads",
-            "swa_num_key_value_heads",
-            "swa_head_dim",
             "attention_other_setting",
             "block_configs",
-            "hybrid_layer_pattern",
             "per_layer_config",
-            "num_attention_heads_per_layer",
             "num_sliding_attention_heads",
         ),
         "heads that differ between layers in a way that is not read here",
@@ -70,7 +65,6 @@ _OTHER_STREAMS = re.compile(r"^m?hc_|hyper_?connection|residual_stream|residual_
 
 _CODE_DIFFERS: Mapping[str, str] = {
     "phimoe": "its norms are LayerNorms, though their epsilon is called rms_norm_eps; specs describe RMSNorms",
-    "mimo_v2_flash": "its code doubles num_key_value_heads on sliding layers, which the config does not say",
 }
 """Model types whose transformers code is known to contradict their config."""
 

@@ -13,6 +13,7 @@ from ..adapters.errors import UnreadableError, shown
 from ..adapters.spec_fields import as_float
 from .catalog import MOST_LAYERS
 from .hf_config import HFConfig
+from .hf_heads import SINKS, heads_of
 from .kind_words import At, Every, GateWords, Rope, RopeWords, StreamNorms, Yarn
 from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
 from .layer_pattern import layer_words
@@ -44,18 +45,22 @@ def layers_of(
         return {}
     words: list[str] = [*layer_words(config, total, model_type, linear=found[0] == "gated_delta_net")]
     kinds: dict[str, LayerKind] = {}
-    places = {word: [i for i, at in enumerate(words) if at == word] for word in dict.fromkeys(words)}
-    for word, indices in places.items():
+    heads = heads_of(config, words, model_type, latent=config.has("kv_lora_rank"))
+    places: dict[str, list[int]] = {}
+    for index, (name, _) in enumerate(heads):
+        places.setdefault(name, []).append(index)
+    for name, indices in places.items():
+        word, part = words[indices[0]], heads[indices[0]][1]
         at = at_of(indices, total, rest=is_rest(indices, places))
         if word == "linear":
-            name, kind = _delta_net(config, at, gate)
-            kinds[name] = kind
+            called, kind = _delta_net(config, at, gate)
+            kinds[called] = kind
         elif config.has("kv_lora_rank"):
             if word == "sliding":
                 config.problems.append("latent attention with a sliding window, which no entry can say")
             kinds["mla"] = _mla(config, at, rope)
         else:
-            kinds[word] = gqa_of(config, at, window="sliding_window" if word == "sliding" else None)
+            kinds[name] = gqa_of(part, at, window="sliding_window" if word == "sliding" else None)
     return kinds
 
 
@@ -200,7 +205,7 @@ def gqa_of(config: HFConfig, at: At, *, window: str | None, stream_norms: Stream
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         sliding_window="off" if window is None else config.count(window),
-        has_sinks=False,
+        has_sinks=config.values.get(SINKS[window is not None]) is True,
         at=at,
         v_head_dim=None if v_head_dim == head_dim else v_head_dim,
         stream_norms=stream_norms,

@@ -21,6 +21,7 @@ from ..adapters.arguments import expect
 from ..adapters.errors import LayerfuseError, cut, shown
 from .catalog import ModelEntry
 from .hf_config import HFConfig, text_part
+from .hf_heads import SINKS
 from .hf_hybrids import HYBRIDS, READ_HERE, hybrid_layers, layers_in
 from .hf_layers import layers_of
 from .hf_mlps import experts_of, mlps_of
@@ -166,7 +167,7 @@ def inspect(
         count = "num_layers" if sibling is not None and sibling.attentions_per_layer > 1 else "num_hidden_layers"
         total = hf.count(count)
         layers = layers_of(hf, total, types[-1] if types else "", _gate(sibling), _rope(sibling))
-    hidden_size, epsilon = hf.count("hidden_size"), hf.number("rms_norm_eps" if hybrid is None else hybrid.epsilon)
+    hidden_size, epsilon = hf.count("hidden_size"), hf.number(_epsilon(hf, types) if hybrid is None else hybrid.epsilon)
     if hf.problems or adapter is None:
         raise ConfigError(file, list(dict.fromkeys(hf.problems)), recognised)
     taken = {known: other.name for other in registry.models().values() for known in other.names}
@@ -259,6 +260,12 @@ def _with_code(kind: LayerKind, sibling: ModelEntry | None) -> LayerKind:
     return kind
 
 
+def _epsilon(hf: HFConfig, types: Sequence[str]) -> str:
+    """What the epsilon of the stream's RMSNorms is called."""
+    own = types and types[-1].startswith("mimo_v2") and not hf.has("rms_norm_eps")
+    return "layernorm_epsilon" if own else "rms_norm_eps"
+
+
 def _offset(sibling: ModelEntry | None, types: Sequence[str]) -> float:
     if sibling is not None:
         return sibling.norm_weight_offset
@@ -271,7 +278,7 @@ def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes
         notes.append(f"attn_logit_softcapping = {shown(hf.values['attn_logit_softcapping'])}: no spec describes it")
     if sibling is not None:
         return notes
-    if any(isinstance(kind, GQAKind) for kind in entry.layers.values()):
+    if any(isinstance(kind, GQAKind) for kind in entry.layers.values()) and not hf.has(SINKS[True]):
         notes.append(f"{NO_SINKS_SAID}; false was written: check the attention class for sinks")
     offset = f"{NO_OFFSET_SAID}; {entry.norm_weight_offset} was written"
     if not entry.norm_weight_offset:

@@ -41,6 +41,8 @@ def layer_words(config: HFConfig, total: int, model_type: str, *, linear: bool) 
     values = config.values
     if config.has("layer_types"):
         return _listed(config, values["layer_types"], total)
+    if config.has("hybrid_layer_pattern"):
+        return _flagged(config, values["hybrid_layer_pattern"], total)
     kimi = values.get("linear_attn_config")
     if isinstance(kimi, Mapping):
         return _kimi(config, kimi, total)
@@ -82,6 +84,18 @@ def _listed(config: HFConfig, listed: Any, total: int) -> list[Word]:
     if "sliding" in words and not config.has("sliding_window"):
         config.problems.append("layer_types: has sliding_attention, and sliding_window is not set")
     return words
+
+
+def _flagged(config: HFConfig, flags: Any, total: int) -> list[Word]:
+    """MiMo-V2: 1 for a layer that slides, 0 for one that does not."""
+    if (
+        not isinstance(flags, list)
+        or len(flags) != total
+        or not all(type(flag) is int and flag in (0, 1) for flag in flags)
+    ):
+        config.problems.append(f"hybrid_layer_pattern: expected {total} times 0 or 1, got {shown(flags)}")
+        return _whole(total)
+    return ["sliding" if flag else "full" for flag in flags]
 
 
 def _kimi(config: HFConfig, kimi: Mapping[str, Any], total: int) -> list[Word]:
