@@ -39,6 +39,25 @@ def fresh_layer(name: str, path: str = "model.layers.3.self_attn") -> Any:
     return fresh_model(name).get_submodule(path)
 
 
+def twin_of(name: str) -> str | None:
+    """An earlier entry of the same classes with the same kinds of layers: code runs no other way for it, with other numbers."""
+
+    def shape(entry: Any) -> Any:
+        kinds = {(kind, each.family, getattr(each, "stream_norms", None)) for kind, each in entry.layers.items()}
+        return entry.model_type, kinds, bool(entry.mlps)
+
+    own = shape(registry.model(name))
+    first = next(other for other, entry in registry.models().items() if shape(entry) == own)
+    return None if first == name else first
+
+
+def every_model() -> list[Any]:
+    """Each declared entry, for a test of code, not of the entry's numbers: a twin is `thorough`."""
+    return [
+        pytest.param(name, id=name, marks=pytest.mark.thorough if twin_of(name) else []) for name in registry.models()
+    ]
+
+
 def in_turn(*axes: Iterable[Any]) -> list[Any]:
     """The product of some axes. In a default run each value of each axis stands beside others in turn; the rest is `thorough`.
 

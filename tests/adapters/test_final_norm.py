@@ -8,35 +8,32 @@ import attrs
 import pytest
 import standins_sglang
 from fake_ranks import cut, ranks
-from helpers import fresh_model, real_model
+from helpers import every_model, fresh_model, real_model
 from standins import Rank, module
 from torch import nn
 
 from layerfuse import registry
 from layerfuse.adapters import WHOLE, FinalNormSpec, MissingAttributeError, NormSpec, Parallel, SpecError
 
-EVERY_MODEL = sorted(registry.models())
-
 
 def final_norms(model: Any) -> list[tuple[str, FinalNormSpec]]:
     return registry.specs_in(model, of=FinalNormSpec)
 
 
-@pytest.mark.parametrize("name", EVERY_MODEL)
-def test_every_declared_model_ends_in_its_final_norm(name: str) -> None:
-    entry = registry.model(name)
-    specs = entry.specs(engine="vllm")
-    path, last = specs[-1]
-    assert (path, type(last)) == ("final", FinalNormSpec)
-    assert isinstance(last, FinalNormSpec)
-    assert (last.layer_index, last.hidden_size) == (entry.num_hidden_layers, entry.hidden_size)
-    assert last.final_norm == NormSpec(
-        width=entry.hidden_size, epsilon=entry.rms_norm_eps, weight_offset=entry.norm_weight_offset
-    )
-    assert sum(isinstance(spec, FinalNormSpec) for _, spec in specs) == 1
+def test_every_declared_model_ends_in_its_final_norm() -> None:
+    for name, entry in registry.models().items():
+        specs = entry.specs(engine="vllm")
+        path, last = specs[-1]
+        assert (path, type(last)) == ("final", FinalNormSpec), name
+        assert isinstance(last, FinalNormSpec)
+        assert (last.layer_index, last.hidden_size) == (entry.num_hidden_layers, entry.hidden_size), name
+        assert last.final_norm == NormSpec(
+            width=entry.hidden_size, epsilon=entry.rms_norm_eps, weight_offset=entry.norm_weight_offset
+        ), name
+        assert sum(isinstance(spec, FinalNormSpec) for _, spec in specs) == 1, name
 
 
-@pytest.mark.parametrize("name", EVERY_MODEL)
+@pytest.mark.parametrize("name", every_model())
 def test_every_real_model_gives_it_after_its_layers_with_the_path_of_the_model(name: str) -> None:
     model = real_model(name)
     found = registry.specs_in(model)

@@ -13,31 +13,13 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from helpers import fresh_layer, fresh_model, real_model
+from helpers import every_model, fresh_layer, fresh_model, real_model
 
 from layerfuse import registry
-from layerfuse.adapters import Adapter, KernelSpec, MLASpec, MLPSpec, NormSpec, ResidualSpec, SpecError
+from layerfuse.adapters import Adapter, KernelSpec, MLASpec, NormSpec, ResidualSpec, SpecError
 from layerfuse.adapters.errors import UnreadableError
 from layerfuse.adapters.sources import Path
 from layerfuse.adapters.vocabulary import SGLANG_MLA, TRANSFORMERS_MLA
-from layerfuse.testing.compare import attention_first
-
-EVERY_MODEL = sorted(registry.models())
-
-
-@pytest.mark.parametrize("name", EVERY_MODEL)
-def test_every_real_layer_reads_as_its_entry_declares(name: str) -> None:
-    model = real_model(name)
-    read = registry.specs_in(model)
-    entry = registry.model(name)
-    # An entry that declares no MLP speaks of routed experts, in whose place a model built from it may have dense MLPs.
-    held = [pair for pair in read if entry.mlps or not isinstance(pair[1], MLPSpec)]
-    assert [spec for _, spec in attention_first(held)] == [spec for _, spec in entry.specs(engine="transformers")]
-    for path, spec in read:
-        assert registry.spec_for(model.get_submodule(path), type(spec), path=path) == spec
-    assert registry.specs_in(model) == read
-    assert registry.unknown_in(model) == []
-
 
 REWRITES = [
     ("deepseek-v3", "model.layers.3.self_attn", "num_heads", 64, "num_heads"),
@@ -299,7 +281,7 @@ def test_a_norm_says_from_which_module_it_was_read(name: str, path: str, field: 
     assert norm.module == module
 
 
-@pytest.mark.parametrize("name", EVERY_MODEL)
+@pytest.mark.parametrize("name", every_model())
 def test_every_norm_that_is_read_names_its_module_and_no_declared_one_does(name: str) -> None:
     assert {norm.module for _, spec in registry.model(name).specs() for norm in norms_of(spec)} <= {None}
     model = real_model(name)
@@ -320,7 +302,7 @@ def as_numpy(value: Any) -> Any:
     return tuple(map(as_numpy, value)) if type(value) is tuple else value
 
 
-@pytest.mark.parametrize("name", EVERY_MODEL)
+@pytest.mark.parametrize("name", every_model())
 def test_numpys_numbers_read_as_python_s_own(name: str) -> None:
     model = fresh_model(name)
     plain = registry.specs_in(model)

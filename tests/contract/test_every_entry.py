@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
+from helpers import twin_of
 
 from layerfuse import registry
+from layerfuse.testing import SCENARIOS
 from layerfuse.testing.models import why_not
 from layerfuse.testing.run import contract_of
 
 pytest.importorskip("transformers")
 
-ENTRIES = list(registry.models().values())
+OF_NUMBERS = ("C1", "C2", "C9")
+"""Scenarios that hold the entry's own numbers; the others hold its classes, and a twin's are the same."""
 
 
-def _same_small_model(entry):
-    """An earlier entry of the same classes with the same kinds of layers: compiling it with other widths shows nothing new."""
-
-    def shape(other):
-        kinds = {(name, kind.family, getattr(kind, "stream_norms", None)) for name, kind in other.layers.items()}
-        return other.model_type, kinds, bool(other.mlps)
-
-    for other in ENTRIES:
-        if other is entry:
-            return None
-        if shape(other) == shape(entry):
-            return other.name
-    return None
+@functools.cache
+def contract(name: str) -> Any:
+    """The contract of one entry, whose model is built once."""
+    return contract_of(registry.model(name))()
 
 
-def _skipped(reason):
-    @pytest.mark.skip(reason=reason)
-    def test_c14_planned_equals_matched(self):
-        """C14."""
+@pytest.mark.parametrize(
+    ("name", "scenario"),
+    [
+        pytest.param(
+            name,
+            scenario,
+            id=f"{name}-{scenario.id}",
+            marks=pytest.mark.thorough if scenario.id not in OF_NUMBERS and twin_of(name) else [],
+        )
+        for name in registry.models()
+        for scenario in SCENARIOS
+    ],
+)
+def test_the_contract(name: str, scenario: Any) -> None:
+    getattr(contract(name), scenario.method)()
 
-    return test_c14_planned_equals_matched
 
-
-for _entry in ENTRIES:
-    _class = contract_of(_entry)
-    _twin = _same_small_model(_entry)
-    if _twin is not None:
-        _class.test_c14_planned_equals_matched = _skipped(f"the small model is that of {_twin}")
-    # pytest collects the contract classes that this module holds.
-    globals()[f"Test_{_entry.name}"] = _class
-del _entry, _class, _twin
-
-
-def test_only_kimi_k3_cannot_be_built():
+def test_only_kimi_k3_cannot_be_built() -> None:
     """A sentence for each entry that is held to the contract without a model, so that none drops out unseen."""
-    assert {e.name: why_not(e) for e in ENTRIES if why_not(e)} == {
+    assert {e.name: why_not(e) for e in registry.models().values() if why_not(e)} == {
         "kimi-k3": "transformers 5.23 has no kimi_k3; vLLM's layers of it are read instead (docs/engines.md)"
     }
