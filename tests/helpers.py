@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -128,6 +130,46 @@ def run_python(code: str, *paths: str | Path, **variables: str) -> subprocess.Co
         timeout=120,
         check=False,
     )
+
+
+# Ranks, pages and other code that wants a process of its own run in copies of one that has imported what is slow to import. Nothing of
+# layerfuse: what it reads once, such as the installed plugins, each shall read for itself.
+multiprocessing.set_forkserver_preload(
+    [
+        "torch._inductor.compile_fx",
+        "torch._inductor.codegen.cpp",
+        "torch._inductor.fx_passes.joint_graph",
+        "torch.distributed.tensor.parallel",
+        "torch.profiler",
+        "transformers.models.deepseek_v3.modeling_deepseek_v3",
+        "rich.console",
+        "pytest",
+    ]
+)
+
+
+def run_copy(code: str, *paths: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """As `run_python`, for code that needs torch: nothing is imported again but layerfuse. What runs at exit does not."""
+    context = multiprocessing.get_context("forkserver")
+    with tempfile.TemporaryDirectory() as folder:
+        process = context.Process(target=_in_copy, args=(code, paths, {**os.environ, **variables}, Path(folder)))
+        process.start()
+        process.join(600)
+        process.kill()
+        process.join()
+        out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
+    return subprocess.CompletedProcess(code, process.exitcode or 0, out, err)
+
+
+def _in_copy(code: str, paths: Iterable[str | Path], environment: dict[str, str], folder: Path) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / name, os.O_CREAT | os.O_WRONLY), number)
+    sys.path[:0] = map(str, paths)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "layerfuse"]:
+        del sys.modules[name]
+    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
 
 
 OUTSIDE = """

@@ -3,7 +3,7 @@
 import subprocess
 
 import pytest
-from helpers import run_python
+from helpers import run_copy
 
 from layerfuse.bench import aiter_checkout
 
@@ -53,7 +53,7 @@ def checkout(tmp_path):
 
 @pytest.mark.parametrize(("fp8", "arch"), [("float8_e4m3fn", "gfx950"), ("float8_e4m3fnuz", "gfx942")])
 def test_off_rocm_two_modules_are_stood_in_for_and_nothing_else(checkout, fp8, arch):
-    done = run_python(
+    done = run_copy(
         "import os, sys, torch\n"
         "from pathlib import Path\n"
         "from layerfuse.bench import aiter_checkout\n"

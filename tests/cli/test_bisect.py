@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers import backend_at_hand, outside_package
+from helpers import backend_at_hand, outside_package, run_copy
 
 from layerfuse import bisecting, registry
 from layerfuse.bisecting import smallest
@@ -23,7 +20,7 @@ torch.set_num_threads(1)
 import torch._inductor.compile_fx as inductor
 inductor.compile_fx_inner = lambda gm, _inputs, **_: gm
 from layerfuse.cli import main
-main(sys.argv[1:])
+main({!r})
 """
 
 
@@ -40,16 +37,15 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-def bisected(run_python: Callable[..., Any], outside: Path, *arguments: object, fusions: str) -> Any:
-    paths = os.pathsep.join([str(outside), *filter(None, [os.environ.get("PYTHONPATH"), *sys.path])])
-    env = {"PYTHONPATH": paths, "LAYERFUSE_FUSIONS": fusions, "CUDA_VISIBLE_DEVICES": ""}
-    return run_python("-c", RUN, "bisect", *map(str, arguments), env=env)
+def bisected(outside: Path, *arguments: object, fusions: str) -> Any:
+    code = RUN.format(["bisect", *map(str, arguments)])
+    return run_copy(code, outside, LAYERFUSE_FUSIONS=fusions, CUDA_VISIBLE_DEVICES="")
 
 
-def test_a_wrong_kernel_is_named_with_its_site(run_python, outside, prompts):
-    answer = bisected(run_python, outside, "deepseek-v3", prompts, fusions="outside_add_rms_norm,mla_dual_rms_norm")
-    assert answer.code == 1, answer.out + answer.err
-    lines = answer.out.splitlines()
+def test_a_wrong_kernel_is_named_with_its_site(outside, prompts):
+    answer = bisected(outside, "deepseek-v3", prompts, fusions="outside_add_rms_norm,mla_dual_rms_norm")
+    assert answer.returncode == 1, answer.stdout + answer.stderr
+    lines = answer.stdout.splitlines()
     assert "outside_add_rms_norm at 4 sites" in lines[0] and "mla_dual_rms_norm at 2 sites" in lines[0]
     assert any(line.startswith("outside_add_rms_norm at 2 sites: off by ") for line in lines)
     end = lines.index("found:")
@@ -58,16 +54,14 @@ def test_a_wrong_kernel_is_named_with_its_site(run_python, outside, prompts):
     assert lines[end + 3].startswith("without it: off by ") and lines[end + 3].endswith("too far")
 
 
-def test_nothing_moves_where_fusions_are_right_and_the_model_comes_from_a_folder(
-    run_python, outside, prompts, tmp_path
-):
+def test_nothing_moves_where_fusions_are_right_and_the_model_comes_from_a_folder(outside, prompts, tmp_path):
     model = small_model(registry.model("deepseek-v3"), layers=1, hidden_size=64, heads=2)
     model.save_pretrained(tmp_path / "model")
-    answer = bisected(run_python, outside, tmp_path / "model", prompts, fusions="-outside_add_rms_norm")
-    assert answer.code == 0, answer.out + answer.err
-    assert "near enough" in answer.out and answer.out.endswith("no fusion moves a number\n")
-    wrong = bisected(run_python, outside, tmp_path / "model", prompts, "--greedy", fusions="outside_add_rms_norm")
-    assert wrong.code == 0, wrong.out + wrong.err
+    answer = bisected(outside, tmp_path / "model", prompts, fusions="-outside_add_rms_norm")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "near enough" in answer.stdout and answer.stdout.endswith("no fusion moves a number\n")
+    wrong = bisected(outside, tmp_path / "model", prompts, "--greedy", fusions="outside_add_rms_norm")
+    assert wrong.returncode == 0, wrong.stdout + wrong.stderr
 
 
 def test_what_is_wrong_with_the_arguments_is_said(run, prompts, tmp_path):

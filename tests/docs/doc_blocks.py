@@ -98,17 +98,6 @@ def run_command(words):
 
 
 _forkserver = multiprocessing.get_context("forkserver")
-# Nothing of layerfuse: what it reads once, such as the installed plugins, each page shall read for itself.
-_forkserver.set_forkserver_preload(
-    [
-        "torch._inductor.compile_fx",
-        "torch._inductor.codegen.cpp",
-        "torch._inductor.fx_passes.joint_graph",
-        "torch.profiler",
-        "transformers.models.deepseek_v3.modeling_deepseek_v3",
-        "rich.console",
-    ]
-)
 
 
 def in_own_process(folder, function, argument):

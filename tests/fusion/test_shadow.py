@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import backend_at_hand, outside_package, run_python
+from helpers import backend_at_hand, outside_package, run_copy
 from latent_support import Widths, latents
 
 from layerfuse import FinalNormSpec, NormSpec, Parallel, fusion, registry
@@ -61,7 +61,7 @@ print("SAID " + json.dumps(said))
 
 @pytest.mark.parametrize("factor", [1.0, 1.01])
 def test_a_kernel_of_another_package_is_held_to_its_reference(tmp_path: Path, factor: float) -> None:
-    done = run_python(IN_A_MODEL, outside_package(tmp_path, factor), CUDA_VISIBLE_DEVICES="")
+    done = run_copy(IN_A_MODEL, outside_package(tmp_path, factor), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(done.stdout.rpartition("SAID ")[2])
     assert said["unchanged"] and said["executed"][0] == said["executed"][1] > 0

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "docs"))
 from doc_blocks import blocks_of  # noqa: E402
-from helpers import outside_package, run_python  # noqa: E402
+from helpers import outside_package, run_copy, run_python  # noqa: E402
 
 NAME, TIMES = "example_silu_mul", "example_add_rms_norm_times"
 PAGE = blocks_of((ROOT / "docs" / "adding-a-fusion.md").read_text())
@@ -97,7 +97,7 @@ print("SAID " + json.dumps(said))
 
 def test_it_is_known_everywhere(site: Path) -> None:
     page = "".join(block.code for block in PAGE if block.language == "python" and not block.title)
-    done = run_python(EVERYTHING.format(page=page, name=NAME, times=TIMES), site, CUDA_VISIBLE_DEVICES="")
+    done = run_copy(EVERYTHING.format(page=page, name=NAME, times=TIMES), site, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.rpartition("SAID ")[2])
     assert said["plan"]
@@ -120,7 +120,7 @@ def test_the_template_keeps_its_contracts(site: Path, tmp_path: Path) -> None:
     """By the test file that the page shows."""
     (test,) = (block for block in PAGE if block.title == "test_layerfuse_example.py")
     (tmp_path / test.title).write_text(test.code)
-    done = run_python(
+    done = run_copy(
         f"import pytest; pytest.main(['-q', '-p', 'no:randomly', '-p', 'no:cacheprovider', '-o', 'addopts=', {str(tmp_path)!r}])",
         site,
     )
@@ -186,7 +186,7 @@ def test_what_a_step_does_is_in_the_key_and_what_it_raises_stops_nobody(site: Pa
         assert before in file.read_text()
         file.write_text(file.read_text().replace(before, after))
     sites = [str(tmp_path / name) for name in CHANGED]
-    done = run_python(f"SITES = {sites!r}\n{STEP}", CUDA_VISIBLE_DEVICES="")
+    done = run_copy(f"SITES = {sites!r}\n{STEP}", CUDA_VISIBLE_DEVICES="")
     lines = [line.removeprefix("SAID ") for line in done.stdout.splitlines() if line.startswith("SAID ")]
     assert len(lines) == len(CHANGED), done.stderr[-3000:]
     said = dict(zip(CHANGED, map(json.loads, lines), strict=True))
@@ -243,7 +243,7 @@ print("SAID " + json.dumps(said))
 
 
 def test_a_package_brings_a_kind_of_norm_and_its_step(site: Path) -> None:
-    done = run_python(LAYER_NORM, site, CUDA_VISIBLE_DEVICES="")
+    done = run_copy(LAYER_NORM, site, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.rpartition("SAID ")[2])
     assert said["torch.float32"] == said["torch.bfloat16"] == [True, 4, 4, False]
@@ -479,7 +479,7 @@ def test_a_package_brings_a_backend_with_kernels_for_ops_that_exist(tmp_path: Pa
     write_package(tmp_path, "fast_package", broken + BACKEND)
     points = tmp_path / "fast_package-1.0.dist-info" / "entry_points.txt"
     points.write_text(points.read_text() + "[layerfuse.backends]\n" + "\n".join(BACKENDS) + "\n")
-    done = run_python(WITH_BACKENDS, tmp_path, CUDA_VISIBLE_DEVICES="")
+    done = run_copy(WITH_BACKENDS, tmp_path, CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["names"] == ["aiter", "triton", "fast", "reference"]
