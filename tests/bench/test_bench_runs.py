@@ -19,8 +19,16 @@ def takes(fusion, option):
     return fusion.removesuffix("_with_norm").endswith(TAKES[option])
 
 
-MORE = [(fusion, {"ue8m0": True}) for fusion in ALL if takes(fusion, "ue8m0")]
-MORE += [(fusion, {"fp8": "e4m3fnuz"}) for fusion in ALL if takes(fusion, "fp8")]
+def more(option, value):
+    """Each kind of quantisation once in a default run: chains differ in what stands in front of it."""
+    seen = set()
+    for fusion in filter(lambda name: takes(name, option), ALL):
+        kind = next(kind for kind in TAKES[option] if kind in fusion)
+        yield pytest.param(fusion, {option: value}, marks=pytest.mark.thorough if kind in seen else [])
+        seen.add(kind)
+
+
+MORE = [*more("ue8m0", True), *more("fp8", "e4m3fnuz")]
 
 
 @pytest.mark.parametrize(("fusion", "options"), [*in_turn(ALL, [{}, {"dtype": "fp16"}, {"dtype": "fp32"}]), *MORE])

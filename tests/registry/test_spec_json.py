@@ -5,15 +5,16 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from helpers import every_model
 
 from layerfuse.registry import default, spec_json
 
 ROOT = Path(__file__).parents[2]
-ENTRIES = list(default.models().values())
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
-def test_every_entry_is_read_back_equal_and_is_of_the_schema(entry) -> None:
+@pytest.mark.parametrize("name", every_model())
+def test_every_entry_is_read_back_equal_and_is_of_the_schema(name) -> None:
+    entry = default.model(name)
     validator = jsonschema.Draft202012Validator(spec_json.schema())
     for tp, published in ((1, False), (2, True)):
         if entry.refusal(tp, None) is not None:
