@@ -41,6 +41,7 @@ def fresh_layer(name: str, path: str = "model.layers.3.self_attn") -> Any:
     return fresh_model(name).get_submodule(path)
 
 
+@functools.cache
 def twin_of(name: str) -> str | None:
     """An earlier entry of the same classes with the same kinds of layers: code runs no other way for it, with other numbers."""
 
