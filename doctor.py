@@ -11,6 +11,7 @@ import shutil
 from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
+from itertools import starmap
 from pathlib import Path
 from typing import Any, Literal
 from warnings import catch_warnings, simplefilter
@@ -50,6 +51,7 @@ class Diagnosis:
     aiter: tuple[AiterFunction, ...] = ()
     "Every function of AITER's that layerfuse calls, in the order of docs/aiter.md; empty without AITER."
     vllm: tuple[Finding, ...] = ()
+    sglang: tuple[Finding, ...] = ()
     "Every place that layerfuse stands at in vLLM: hooks, then modules of models that are not compiled; empty without vLLM."
 
     @property
@@ -65,6 +67,7 @@ class Diagnosis:
             "problems": list(self.problems),
             "aiter": {f.name: {"state": f.state, "detail": f.detail, "convention": f.convention} for f in self.aiter},
             "vllm": {f.name: {"state": f.state, "detail": f.detail} for f in self.vllm},
+            "sglang": {f.name: {"state": f.state, "detail": f.detail} for f in self.sglang},
         }
 
 
@@ -80,6 +83,7 @@ def diagnose() -> Diagnosis:
         _compiler(),
         *map(_version, ENGINES),
         *inside_vllm(),
+        *inside_sglang(),
         find_aiter(),
         *plugins(),
         *environment(
@@ -89,7 +93,13 @@ def diagnose() -> Diagnosis:
         ),
     ]
     enables = tuple(_enables({found.name: found for found in findings}))
-    return Diagnosis(findings=tuple(findings), enables=enables, aiter=aiter_bindings(), vllm=places_in_vllm())
+    return Diagnosis(
+        findings=tuple(findings),
+        enables=enables,
+        aiter=aiter_bindings(),
+        vllm=places_in_vllm(),
+        sglang=places_in_sglang(),
+    )
 
 
 def _version(name: str) -> Finding:
@@ -144,17 +154,35 @@ def inside_vllm() -> list[Finding]:
     return [Finding(name="inside vllm", state=state, detail=detail)]
 
 
+def inside_sglang() -> list[Finding]:
+    """The same for SGLang."""
+    from .engines.sglang.places import inside
+
+    version, folder = _version("sglang"), _source_of("sglang")
+    if version.state == "absent" or folder is None:
+        return []
+    state, detail = inside(version.detail, folder)
+    return [Finding(name="inside sglang", state=state, detail=detail)]
+
+
 def places_in_vllm() -> tuple[Finding, ...]:
     """Every place that layerfuse stands at in vLLM, and whether the installed source has it as expected; empty without vLLM."""
     from .engines.vllm.places import places
 
     folder = _source_of("vllm")
-    return tuple(
-        Finding(name=name, state="absent", detail=problem)
-        if problem
-        else Finding(name=name, state="found", detail=does)
-        for name, does, problem in (() if folder is None else places(folder))
-    )
+    return () if folder is None else tuple(starmap(_place, places(folder)))
+
+
+def places_in_sglang() -> tuple[Finding, ...]:
+    """The same for SGLang."""
+    from .engines.sglang.places import places
+
+    folder = _source_of("sglang")
+    return () if folder is None else tuple(starmap(_place, places(folder)))
+
+
+def _place(name: str, does: str, problem: str | None) -> Finding:
+    return Finding(name=name, state="absent" if problem else "found", detail=problem or does)
 
 
 def _source_of(package: str) -> Path | None:

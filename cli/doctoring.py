@@ -36,6 +36,7 @@ def answer_doctor(json: bool) -> None:
         show(_grid(diagnosis.findings), out)
         for title, more in (
             ("Where layerfuse stands in vLLM, by its source", list(_together("place", diagnosis.vllm))),
+            ("Where layerfuse stands in SGLang, by its source", list(_together("place", diagnosis.sglang))),
             ("What layerfuse calls of AITER, by its source", diagnosis.aiter),
         ):
             if more:

@@ -140,6 +140,10 @@ def plan_data(
         around = engine_of(
             entry.architectures, target=device, ranks=tp, release=engine_version, enforce_eager=enforce_eager
         )
+    elif engine == "sglang":
+        from ..engines.sglang import facts
+
+        around = facts.engine_of()
     modules: list[str] = []
     if around is not None and engine == "vllm":
         from ..engines.vllm.decode_facts import beside, planned

@@ -54,7 +54,7 @@ def norm(module: Any, seam: Seam, site: Site, run: Run, same: Same) -> None:
             args, kwargs = (kwargs[second],), {}
         given = tuple(each for each in args if each is not None)
         # Without the second tensor, or with options of the engine's, it is another computation.
-        plain = len(args) <= 1 and len(given) == several and not kwargs
+        plain = len(given) == several and all(each is not None for each in args[:several]) and not kwargs
         if not plain or any(each.numel() != x.numel() for each in given) or not same():
             return own(x, *args, **kwargs)
         # Kimi's delta nets give the gate without the leading dimension of 1; vLLM 0.26 gives heads as rows.

@@ -26,6 +26,8 @@ class Host:
     report_file: Callable[[Any], tuple[Path, str]]
     "Where the report of a `CompiledModule` goes if nobody else writes there, and by what its engine is told from others on this host."
 
+    kernels: frozenset[str] = frozenset()
+    "Packages of kernels that its code calls, and that are no part of it. What stands in the place of theirs is not looked into."
     fp8_dtype: Callable[[], Any]
     "The dtype that its linears quantise to."
 

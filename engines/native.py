@@ -161,7 +161,7 @@ class Look:
     """One look at all that runs at a place."""
 
     def __init__(self, top: nn.Module | None = None, bypassed: Container[str] = (), values: bool = True) -> None:
-        self.own = here().package
+        self.own, self.around = here().package, AROUND | here().kernels
         self.top, self.bypassed, self.values = top, bypassed, values
         self.held: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, str]] = {}
         self.empty: list[tuple[Mapping[Any, Any], str]] = []
@@ -232,7 +232,7 @@ class Look:
             held, place = vars(base)[name], f"{base.__module__}:{base.__qualname__}.{name}"
             function = plain(held)
             if isinstance(function, FunctionType):
-                if package(base.__module__) in AROUND and package(module_of(function)) in AROUND:
+                if package(base.__module__) in self.around and package(module_of(function)) in self.around:
                     return
                 for each in passed:
                     self.hold(vars(each), name, None, place, each)
@@ -255,7 +255,7 @@ class Look:
             return
         self.seen.add((function, cls, id(instance)))
         owner = module_of(function)
-        if package(owner) not in (self.own, *AROUND):
+        if package(owner) not in (self.own, *self.around):
             raise NotNativeError(place, owner)
         native = package(owner) == self.own
         if native and not is_source(function.__code__, owner):
@@ -303,7 +303,7 @@ class Look:
             self.hold(mine, name, held, place, instance)
             if isinstance(function, FunctionType):
                 self.function(function, place, cls if own else None, instance if own else None)
-        elif callable(held) and package(module_of(held)) not in (self.own, *AROUND):
+        elif callable(held) and package(module_of(held)) not in (self.own, *self.around):
             raise NotNativeError(f"{name} of this {type(instance).__qualname__}", module_of(held))
 
     def named(self, where: Mapping[str, Any], name: str, names: frozenset[str]) -> None:
@@ -325,7 +325,11 @@ class Look:
         elif type(found).__module__ in OBJECTS:
             self.hold(where, name, held, place, module)
             OBJECTS[type(found).__module__](self, found, place)
-        elif not isinstance(found, type) and callable(found) and package(module_of(found)) not in (self.own, *AROUND):
+        elif (
+            not isinstance(found, type)
+            and callable(found)
+            and package(module_of(found)) not in (self.own, *self.around)
+        ):
             raise NotNativeError(place, module_of(found))
 
     def _in_module(self, module: ModuleType, names: frozenset[str]) -> None:

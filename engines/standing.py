@@ -189,7 +189,15 @@ class Standing:
             self.inside.update(self.unit.placed.modules())
         if self.inside:
             self._hold()
-            self.model.register_forward_pre_hook(lambda *_: self._look())
+            for module in {id(each): each for each in (self.model, self._around())}.values():
+                module.register_forward_pre_hook(lambda *_: self._look())
+
+    def _around(self) -> nn.Module:
+        """The innermost module that is around all of them and has a forward: SGLang calls the model's forward past its hooks, vLLM what is inside."""
+        first = next(iter(self.inside)).split(".")
+        paths = (".".join(first[:end]) for end in range(len(first) - 1, 0, -1))
+        outer = (self.model.get_submodule(path) for path in paths if all(is_around(path, each) for each in self.inside))
+        return next((each for each in outer if not isinstance(each, nn.ModuleList | nn.ModuleDict)), self.model)
 
     def _hold(self) -> None:
         """Take note of where the model holds those modules and the ones around them, and of their forwards."""
@@ -377,6 +385,8 @@ def at_first_call(
 
     @functools.wraps(own)
     def first(*args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(each, Tensor) and not each.numel() for each in (*args, *kwargs.values())):
+            return own(*args, **kwargs)  # of no tokens, as on a rank without requests: an engine skips norms there
         before(unit)
         standing.put_in()
         standing.ran.clear()

@@ -81,8 +81,7 @@ class Engine:
                 f"no engine is called {shown(name)}{did_you_mean(name, NAMES) or '.'} Known: {', '.join(NAMES)}. "
                 "For another one, give plan() an Engine(name=...)."
             )
-        nothing = {"*": f"nothing of layerfuse runs inside {SPELT[name]} yet: it has no plugin for it"}
-        return cls(name=name, refuses=nothing if name in _WITHOUT else {})
+        return cls(name=name, refuses={"*": _UNKNOWN[name]} if name in _UNKNOWN else {})
 
     def why_not(self, fusion: str, role: str) -> str | None:
         """Why the engine does not let a fusion happen at a role, or None where it does."""
@@ -107,5 +106,8 @@ SPELT = {"transformers": "transformers", "vllm": "vLLM", "sglang": "SGLang", "at
 
 NAMES = tuple(SPELT)
 
-_WITHOUT = ("sglang", "atom")
-"""Those of them whose layers are read, and in which no fusion is put."""
+_UNKNOWN = {
+    "sglang": "what can stand inside SGLang is in layerfuse.engines.sglang.facts.engine_of(), which the name alone does not say",
+    "atom": "nothing of layerfuse runs inside ATOM yet: it has no plugin for it",
+}
+"""Those of which the name alone says too little for any fusion -> why."""

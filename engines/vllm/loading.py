@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import attrs
-import torch
 from torch import nn
 
 from ... import registry
-from ...adapters.errors import LayerfuseError, UnknownLayerError
+from ...adapters.errors import UnknownLayerError
 from ...adapters.linear_quant import quantises_inside
 from ...adapters.specs import AnySpec, FinalNormSpec
 from ...fusion.live_plan import module_index_of
 from ...fusion.planning import plan
-from ...fusion.target import Target
-from ..compiled_module import CompiledModule, say_unfound, unfound_lines
+from ..compiled_module import CompiledModule, say_unfound
+from ..loading import NotFusedError, device_of, nothing, target_of, why_unfound
 from ..options import NAME, Options
 from ..process import of_each_class, once
 from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
@@ -27,19 +25,6 @@ from .decode import Door
 from .decode_facts import TAKES, beside
 from .keys import check_table
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
-
-
-class NotFusedError(LayerfuseError, RuntimeError):
-    """`strict` is set, and of what is asked for nothing can happen in a model. `fusions` holds a reason for each; empty: for any."""
-
-    def __init__(self, model: str, why: str, fusions: dict[str, str] | None = None) -> None:
-        self.model, self.why, self.fusions = model, why, fusions or {}
-        super().__init__(model, why, fusions)
-
-    def __str__(self) -> str:
-        told = [f"layerfuse is strict, and {line}" for line in unfound_lines(self.model, self.fusions)]
-        told = told or [f"layerfuse is strict, and nothing is fused in {self.model}: {self.why}"]
-        return "\n".join([*told, "Leave it out of `fusions`, or set `strict` to false, if that is acceptable."])
 
 
 def units_of(
@@ -72,7 +57,7 @@ def units_of(
         reason = f"no module of {type(model).__name__} is one that vLLM compiles"
     if reason is not None:
         if not options.eager or not runs_modules(vllm_config):
-            _nothing(model, reason, stops)
+            nothing(model, reason, stops)
             return
         compiled = {"": model}
     for of_a_class in of_each_class(unknown):
@@ -83,7 +68,7 @@ def units_of(
     except UnknownLayerError:
         if config.strict:
             raise
-        _nothing(model, "no adapter knows any of its layers")
+        nothing(model, "no adapter knows any of its layers")
         return
     if not _is_last_stage():  # which may hold all layers, and a norm that it never calls
         specs = [(layer, spec) for layer, spec in specs if not isinstance(spec, FinalNormSpec)]
@@ -102,7 +87,7 @@ def units_of(
         strangers = {layer: cls for layer, cls in unknown.items() if _is_below(layer, path)}
         if not inside and not strangers:
             continue  # what sees or hears
-        target = _target_of(module)
+        target = target_of(module)
         door = Door.of(module, inside, vllm_config) if options.decode else None
         engine = engine_for(vllm_config, target, reason, type(model).__name__)
         taken = door is not None and door.stands
@@ -122,7 +107,7 @@ def units_of(
                     plan=plan(inside, target, config, beside(engine) if taken else engine),
                     around=around,
                     config=vllm_config,
-                    device=_device_of(module),
+                    device=device_of(module),
                     strict=config.strict,
                     report_path=options.report,
                     unknown=strangers,
@@ -142,10 +127,10 @@ def units_of(
     say_unfound(type(model).__name__, unfound)
     for _, unit in units:
         if stops and unit.engine is not None and "*" in unit.engine.refuses:
-            _nothing(model, unit.engine.refuses["*"], stops)
+            nothing(model, unit.engine.refuses["*"], stops)
     if reason is not None and not any(unit.active or unit.placed is not None for _, unit in units):
         if not (unfound and options.names_alone):
-            _nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
+            nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
         return
     for _, unit in units:
         unit.find_unfound = find_unfound
@@ -174,18 +159,10 @@ def _unfound(options: Options, units: list[CompiledModule]) -> dict[str, str]:
             if all(unit.placed is None for unit in units):
                 found[name] = "it has no MLA layer"
             continue
-        decisions = [each for unit in units for each in unit.plan.decisions if each.fusion == name]
-        if not any(each.kind in ("expected", "fallback") or each.reason == TAKES for each in decisions):
-            refused = [each.reason for each in decisions if each.kind == "refused"]
-            reasons = Counter(refused or [each.reason for each in decisions])
-            found[name] = reasons.most_common(1)[0][0] if reasons else "none of its layers has such a chain"
+        why = why_unfound(name, (each for unit in units for each in unit.plan.decisions), TAKES)
+        if why is not None:
+            found[name] = why
     return found
-
-
-def _nothing(model: nn.Module, why: str, stops: bool = False) -> None:
-    if stops:
-        raise NotFusedError(type(model).__name__, why)
-    once(logging.WARNING, "layerfuse: nothing is fused in %s: %s", type(model).__name__, why)
 
 
 def _is_last_stage() -> bool:
@@ -234,12 +211,3 @@ def _is_below(path: str, outer: str) -> bool:
 
 def _below(path: str, outer: str) -> str:
     return path if not outer else path.removeprefix(outer).removeprefix(".")
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None else first.device
-
-
-def _target_of(module: nn.Module) -> Target:
-    return Target.named("cpu") if _device_of(module).type == "cpu" else Target.detect()

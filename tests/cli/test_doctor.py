@@ -264,7 +264,7 @@ def test_what_keeps_vllm_from_loading_the_plugin_is_said(packages, monkeypatch):
 def test_the_answer_for_people_and_for_programs_agree(run):
     answer = run("doctor")
     data = json.loads(run("doctor", "--json").out)
-    assert set(data) == {"findings", "enables", "problems", "aiter", "vllm"}
+    assert set(data) == {"findings", "enables", "problems", "aiter", "vllm", "sglang"}
     for name in ("python", "layerfuse", "torch", "triton", "gpu", "c++ compiler", "vllm", "sglang", "aiter"):
         assert name in data["findings"]
         assert name in answer.out

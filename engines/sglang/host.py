@@ -1,0 +1,59 @@
+"""What all engines share has to know of SGLang."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..host import Host
+
+if TYPE_CHECKING:
+    from ..compiled_module import CompiledModule
+
+REPORT = "layerfuse-report.json"
+
+
+def _ranks() -> tuple[int, int, Any]:
+    """Of the ranks that always run one batch together: under data-parallel attention those of one replica of it."""
+    state = sys.modules.get("sglang.srt.distributed.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return 0, 1, None
+    group = state.get_attn_tp_group()
+    return group.rank_in_group, group.world_size, group.cpu_group
+
+
+def _report_file(unit: CompiledModule) -> tuple[Path, str]:
+    """As asked for, else in SGLang's cache by the model's name. Stages, replicas and drafts have files of their own."""
+    from sglang.srt.environ import envs
+    from sglang.srt.runtime_context import get_parallel
+
+    runner, parallel = unit.config, get_parallel()
+    if unit.report_path is not None:
+        path = Path(unit.report_path).expanduser()
+    else:
+        name = Path(runner.model_config.model_path).name or "model"
+        path = Path(os.path.expanduser(envs.SGLANG_CACHE_DIR.get())) / "layerfuse" / name / REPORT
+    parts = [f"pp{parallel.pp_rank}"] if parallel.pp_size > 1 else []
+    parts += [f"dp{parallel.attn_dp_rank}"] if parallel.attn_dp_size > 1 else []
+    parts += ["draft"] if runner.is_draft_worker else []
+    # An engine's ranks on one host have one parent.
+    return path.with_name("-".join([path.stem, *parts]) + path.suffix), str(os.getppid())
+
+
+def _fp8_dtype() -> Any:
+    from sglang.srt.layers.quantization.fp8_kernel import fp8_dtype
+
+    return fp8_dtype
+
+
+SGLANG = Host(
+    name="SGLang",
+    package="sglang",
+    kernels=frozenset({"sgl_kernel", "flashinfer"}),
+    tested=("0.5.23",),
+    ranks=_ranks,
+    report_file=_report_file,
+    fp8_dtype=_fp8_dtype,
+)

@@ -1,0 +1,91 @@
+"""From a model that SGLang has loaded to what layerfuse will do in it: its specs, and the plan for it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import attrs
+
+from ... import registry
+from ...adapters.errors import UnknownLayerError
+from ...fusion.engine import Engine
+from ...fusion.live_plan import module_index_of
+from ...fusion.planning import plan
+from ..compiled_module import CompiledModule, say_unfound
+from ..loading import NotFusedError, device_of, nothing, target_of, why_unfound
+from ..options import NAME, Options
+from ..process import of_each_class, once
+from .facts import engine_of
+
+
+def unit_of(runner: Any, options: Options) -> CompiledModule | None:
+    """What layerfuse plans in the model of a `ModelRunner`; None where nothing can be done in it, which is said once.
+
+    Raises:
+        LayerfuseError: a layer cannot be read.
+        NotFusedError: strict, and nothing can happen in the model of what is asked for, or of a fusion that is named.
+    """
+    model, config, engine = runner.model, options.config(), _engine(runner)
+    # A draft's layers, or those of another stage of a pipeline, may hold what these do not.
+    stops = config.strict and not runner.is_draft_worker and runner.server_args.pp_size == 1
+    if "*" in engine.refuses:
+        nothing(model, engine.refuses["*"], stops)
+        return None
+    unknown = dict(registry.unknown_in(model))
+    for of_a_class in of_each_class(unknown):
+        once(logging.WARNING, "layerfuse: no adapter knows %s: nothing is fused there", of_a_class)
+    try:
+        specs = registry.specs_in(model)
+    except UnknownLayerError:
+        nothing(model, "no adapter knows any of its layers", stops)
+        return None
+    name = type(model).__qualname__
+    ignored = frozenset(registry.default.ignored_in(model))
+    unit = CompiledModule(
+        name=name,
+        model=name,
+        path="",
+        plan=plan(specs, target_of(model), config, engine),
+        around=attrs.evolve(module_index_of(model), whole=True, ignored=ignored),
+        config=runner,
+        device=device_of(model),
+        strict=config.strict,
+        report_path=options.report,
+        unknown=unknown,
+        at_modules=engine.uncompiled,
+        engine=engine,
+    )
+    unfound = _unfound(options, unit)
+    if unfound and stops:
+        raise NotFusedError(name, "", unfound)
+    say_unfound(name, unfound)
+    if not unit.active:
+        if not (unfound and options.names_alone):
+            nothing(model, "no site of it has a fusion that is asked for", stops)
+        return None
+    return unit
+
+
+def _unfound(options: Options, unit: CompiledModule) -> dict[str, str]:
+    """The fusions that are asked for by name and can happen at no site -> why."""
+    found = {name: why_unfound(name, unit.plan.decisions) for name in options.named if name != NAME}
+    if NAME in options.named:
+        found[NAME] = "it does not stand inside SGLang yet"
+    return {name: why for name, why in found.items() if why is not None}
+
+
+def _engine(runner: Any) -> Engine:
+    """SGLang as it is started here."""
+    from sglang.kernels.fused_op import get_fused_op_backend
+    from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
+
+    engine, arguments = engine_of(), runner.server_args
+    why = None
+    if is_batch_invariant_mode_enabled() or arguments.enable_deterministic_inference:
+        why = "SGLang keeps to kernels whose results do not depend on the batch"
+    elif arguments.enable_torch_compile:
+        why = "enable_torch_compile is set, and layerfuse was not tried inside of what SGLang compiles"
+    elif get_fused_op_backend() is not None:
+        why = "SGLANG_FORCE_FUSED_OP_BACKEND chooses the kernels of SGLang's ops"
+    return engine if why is None else attrs.evolve(engine, refuses={"*": why})

@@ -1,0 +1,47 @@
+"""Where layerfuse stands in SGLang and what would happen there, read from SGLang's source without importing it: for the doctor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from ..hooks import check_source
+from . import ASKED
+from .hooks import LOADED
+from .host import SGLANG
+from .seams import SEAMS
+
+
+def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
+    """The hook, then every class that a fused op can stand in: its name, what is done there, and what is not as expected.
+
+    Args:
+        folder: of the package sglang.
+    """
+    yield LOADED.place, LOADED.does, check_source(LOADED, folder)
+    for seam in SEAMS:
+        yield ":".join(seam.key), f"{seam.fusion} can stand there", check_source(seam.hook, folder)
+
+
+def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "broken"], str]:
+    """Whether layerfuse would work inside of this SGLang, and a sentence.
+
+    Args:
+        version: of SGLang.
+        folder: of the package sglang.
+    """
+    tested = ", ".join(SGLANG.tested)
+    problem = check_source(LOADED, folder)
+    if problem is not None:
+        return "broken", f"SGLang {version} would be left alone (tested with {tested}): {problem}"
+    allowed = os.environ.get("SGLANG_PLUGINS", "").strip()
+    if allowed and "layerfuse" not in [name.strip() for name in allowed.split(",")]:
+        return "absent", f"SGLANG_PLUGINS={allowed} keeps SGLang from loading it"
+    known = "tested" if version in SGLANG.tested else f"not tested ({tested} is), and has what is expected"
+    asked = os.environ.get(ASKED, "").strip()
+    return (
+        "found",
+        f"SGLang {version} is {known}; {f'{ASKED}={asked} decides' if asked else 'no fusion is on by default'}",
+    )

@@ -1,0 +1,116 @@
+"""What layerfuse does at SGLang's hook. Whatever goes wrong here is one warning, and SGLang runs on as it would without.
+
+Nothing but `strict` and options that do not exist stops an engine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ...adapters.errors import LayerfuseError, shown
+from .. import process
+from ..hooks import HookError, check, wrapped_by
+from ..host import enter
+from ..imports import when_imported
+from ..options import Options, OptionsError, check_backend
+from ..process import leave_alone, say_if_untested, troubled
+from .hooks import LOADED
+from .host import SGLANG
+
+STRICT = "LAYERFUSE_STRICT"
+REPORT = "LAYERFUSE_REPORT"
+
+
+class NotHereError(LayerfuseError, RuntimeError):
+    """`LAYERFUSE_STRICT` is set, and this SGLang is not what this version of layerfuse knows."""
+
+
+def register() -> None:
+    """Wait for the module of SGLang's model runner: a process that runs no model never imports it."""
+    if process.this.registered:
+        return
+    process.this.registered = True
+    enter(SGLANG)
+    when_imported(LOADED.module, _stand)
+
+
+def _stand(module: ModuleType) -> None:
+    """Stand at the hook by SGLang's own registry, so that others' hooks at the same place stay what they are."""
+    try:
+        check(LOADED, module)
+        from sglang.srt.plugins import hook_registry as hooks
+
+        other = wrapped_by(LOADED, module)
+        target = f"{LOADED.module}.{LOADED.path}"
+        alone = target not in hooks.HookRegistry._hooks
+        source = hooks.HookSource(plugin_name="layerfuse", dist_name="layerfuse")
+        hooks.HookRegistry.register(target, _at_load, hooks.HookType.AROUND, source=source)
+        # While SGLang loads its plugins it will apply all hooks in the end; later it does so for hooks at the same place only.
+        if alone and hooks._current_plugin_source.get() is None:
+            hooks.HookRegistry.apply_hooks()
+    except HookError as error:
+        leave_alone(str(error))
+    except Exception as error:  # an import of SGLang's must not fail here
+        leave_alone(f"{LOADED.place}: {type(error).__name__}: {error}")
+    else:
+        if other is not None:
+            SGLANG.logger.info(
+                "layerfuse: %s is wrapped by %s already; layerfuse stands around it", LOADED.place, other
+            )
+
+
+def options_here() -> Options:
+    """What the environment asks for.
+
+    Raises:
+        OptionsError: a value that says nothing.
+        FusionConfigError: a fusion that does not exist.
+        BackendError: `LAYERFUSE_BACKEND` names a backend that no op has.
+    """
+    said = os.environ.get(STRICT, "").strip().lower()
+    if said not in ("", "0", "1", "false", "true"):
+        raise OptionsError(f"{STRICT}: expected 0 or 1, got {shown(said)}")
+    strict = said in ("1", "true")
+    options = Options(strict=strict, report=os.environ.get(REPORT, "").strip() or None)
+    options.config()
+    check_backend()
+    return options
+
+
+def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """When a model is loaded, of an engine or of its draft: plan, put in what was asked for, and report after the first run."""
+    options = options_here()
+    result = original(*args, **kwargs)
+    runner = args[0]
+    if process.this.off is not None:
+        if options.strict:
+            raise NotHereError(f"layerfuse is strict, and leaves SGLang {SGLANG.version()} alone: {process.this.off}")
+        return result
+    try:
+        say_if_untested()
+        from ..standing import at_first_call
+        from .loading import unit_of
+        from .seams import SEAMS
+
+        unit = unit_of(runner, options)
+        if unit is not None:
+            at_first_call(runner.model, unit, SEAMS, lambda _: None, _finish)
+    except Exception as error:
+        if options.strict:
+            raise
+        troubled("planning", error)
+    return result
+
+
+def _finish(unit: Any) -> None:
+    from ..reporting import publish
+
+    try:
+        publish(unit)
+    except Exception as error:
+        if unit.strict:
+            raise
+        troubled("reporting", error)

@@ -1,0 +1,56 @@
+"""The places of SGLang where a fused op can go in, as data. Each is held to the released code when it is used."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ..hooks import Hook
+from ..seams import Seam
+
+_NORMS = "sglang.srt.layers.layernorm"
+_TAKES = ("self", "x", "residual", "post_residual_addition")
+
+
+def _norm(fusion: str, name: str, **more: Any) -> Seam:
+    hook = Hook(name="seam", module=_NORMS, path=f"{name}.forward_native", takes=_TAKES, others="optional")
+    return Seam(fusion=fusion, hook=hook, **more)
+
+
+def _chosen(norm: Any) -> None:
+    """Let SGLang choose the method that the norm's `forward` calls, as it would at its first call, so that it can be looked at."""
+    if norm._forward_method is None:
+        norm._forward_method = norm._resolve_forward_method()
+
+
+def _plain(norm: Any) -> bool:
+    _chosen(norm)
+    return bool(
+        norm.has_weight
+        and norm.variance_size_override is None
+        and norm.override_orig_dtype is None
+        and not norm.fp32_residual
+        and not norm.cast_x_before_out_mul
+        # AITER's kernel pads what it gives; elsewhere there is no such attribute.
+        and not vars(norm).get("x_pad_to_multiple")
+        and not _quantises(norm)
+    )
+
+
+def _quantises(norm: Any) -> bool:
+    """Whether SGLang's own kernel quantises for the linear behind the norm, by a static scale."""
+    module: Any = sys.modules[_NORMS]
+    available = module._flashinfer_rmsnorm_quant_available
+    return bool(available and module._fp8_static_input_scale(norm._quant_linear) is not None)
+
+
+def _gemma(norm: Any) -> bool:
+    _chosen(norm)
+    return True
+
+
+SEAMS = (
+    _norm("add_rms_norm", "RMSNorm", plain=_plain),
+    _norm("add_rms_norm", "GemmaRMSNorm", plain=_gemma),
+)
+"""Every place. The fused op of a site is that of the plan; a norm is the site's own module."""

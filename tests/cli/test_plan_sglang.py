@@ -1,0 +1,88 @@
+"""What `layerfuse plan --engine sglang` and the doctor say beforehand, without SGLang."""
+
+import json
+import sys
+
+import pytest
+from test_doctor import packages  # noqa: F401 (a fixture)
+
+from layerfuse import doctor
+from layerfuse.cli.models import find_model
+from layerfuse.engines.sglang.facts import SEAMS as RECORDED
+from layerfuse.engines.sglang.seams import SEAMS
+from layerfuse.fusion import FusionConfig, Target, plan
+
+ADD, GROUP, DUAL = "add_rms_norm", "add_rms_norm_group_quant", "mla_dual_rms_norm"
+HERE = ["plan", "deepseek-v3", "--engine", "sglang", "--target", "sm90"]
+RUNNER = "class ModelRunner:\n    def load_model(self): ...\n"
+NORMS = """
+class RMSNorm:
+    def forward_native(self, x, residual=None, post_residual_addition=None, quant_linear=None): ...
+class GemmaRMSNorm:
+    def forward_native(self, x, residual=None): ...
+"""
+
+
+def decisions(run):
+    """(role, fusion) -> decision and reason, of the first kind of layers that has it."""
+    kinds = json.loads(run(*HERE, "--json").out)["kinds"]
+    rows = [(role, each) for kind in kinds for role, several in kind["sites"].items() for each in several]
+    return {(role, each["fusion"]): (each["decision"], each["reason"]) for role, each in reversed(rows)}
+
+
+def test_nothing_is_on_where_nothing_was_measured(run, monkeypatch):
+    monkeypatch.delenv("LAYERFUSE_FUSIONS", raising=False)
+    found = decisions(run)
+    assert {kind for kind, _ in found.values()} <= {"refused", "not_applicable"}
+    does = "SGLang does it: its own kernel for the add and the norm (fused_add_rmsnorm); naming the fusion takes it instead"
+    assert found["post_attention", ADD] == ("not_applicable", does)
+
+
+def test_what_is_asked_for_stands_where_there_is_a_place_for_it(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD},{GROUP},{DUAL}")
+    found = decisions(run)
+    assert found["post_attention", ADD][0] == found["final", ADD][0] == "expected"
+    none = "SGLang compiles no model, and layerfuse knows no place for it in SGLang's code yet"
+    assert found["post_attention", GROUP] == found["latents", DUAL] == ("refused", none)
+    assert "fused ops can stand in its modules only" in " ".join(run(*HERE).out.split())
+
+
+def test_a_plan_by_the_engines_name_alone_expects_nothing():
+    specs = list(find_model("deepseek-v3", ()).specs(1, 0))
+    found = plan(specs, Target.named("sm90"), FusionConfig.parse(ADD), "sglang")
+    assert not found.expected()
+    assert "engine_of()" in found.refused(ADD)[0].reason
+
+
+def test_plans_know_the_places_that_there_are():
+    assert {seam.fusion for seam in SEAMS} == RECORDED
+
+
+@pytest.mark.parametrize(
+    ("version", "runner", "state", "detail"),
+    [
+        ("0.5.23", RUNNER, "found", "SGLang 0.5.23 is tested; no fusion is on by default"),
+        ("0.6.0", RUNNER, "found", "SGLang 0.6.0 is not tested (0.5.23 is), and has what is expected"),
+        ("0.6.0", RUNNER.replace("self", "self, config"), "broken", "would be left alone (tested with 0.5.23): "),
+    ],
+)
+def test_an_installed_sglang_is_read_and_not_imported(version, runner, state, detail, packages, run, monkeypatch):  # noqa: F811
+    for name in ("SGLANG_PLUGINS", "LAYERFUSE_FUSIONS"):
+        monkeypatch.delenv(name, raising=False)
+    files = {"srt/model_executor/model_runner.py": runner, "srt/layers/layernorm.py": NORMS}
+    folder = packages("sglang", dist="sglang", version=version, files=["__init__.py"])
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    (found,) = doctor.inside_sglang()
+    assert found.state == state
+    assert detail in found.detail
+    places = json.loads(run("doctor", "--json").out)["sglang"]
+    norms = "sglang.srt.layers.layernorm"
+    assert places[f"{norms}:RMSNorm"] == {"state": "found", "detail": f"{ADD} can stand there"}
+    assert "is expected to take self, x, residual, post_residual_addition" in places[f"{norms}:GemmaRMSNorm"]["detail"]
+    assert "Where layerfuse stands in SGLang, by its source" in run("doctor").out
+    monkeypatch.setenv("SGLANG_PLUGINS", "other")
+    (found,) = doctor.inside_sglang()
+    assert found.state == ("broken" if state == "broken" else "absent")
+    assert "sglang" not in sys.modules

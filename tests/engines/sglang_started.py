@@ -1,0 +1,69 @@
+"""A real SGLang engine on a CPU, with two ranks: run as a script, as it starts processes of its own.
+
+    python sglang_started.py FOLDER
+
+The folder gets a tiny Llama; the last line is JSON: the tokens of the engine, and those of transformers for the same prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8, 9]]
+NEW = 8
+
+
+def made(folder: str) -> list[list[int]]:
+    """Write the model, and return what transformers says to the prompts. In float32 only their rounding differs."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, max_position_embeddings=256, initializer_range=0.3, tie_word_embeddings=False, eos_token_id=None,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for path, parameter in model.named_parameters():
+        if "norm" in path:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    said = []
+    for prompt in PROMPTS:
+        given = torch.tensor([prompt])
+        mask = torch.ones_like(given)
+        found = model.generate(given, attention_mask=mask, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        said.append(found[0, len(prompt) :].tolist())
+    return said
+
+
+def main(folder: str) -> dict[str, Any]:
+    expected = made(folder)
+    from sglang.srt.entrypoints.engine import Engine
+
+    engine = Engine(
+        model_path=folder,
+        device="cpu",
+        dtype="float32",
+        tp_size=2,
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_radix_cache=True,
+        max_total_tokens=512,
+        max_running_requests=4,
+        skip_tokenizer_init=True,
+        log_level="info",
+    )
+    sampling = {"temperature": 0, "max_new_tokens": NEW, "ignore_eos": True}
+    found = [answer["output_ids"] for answer in engine.generate(input_ids=PROMPTS, sampling_params=sampling)]
+    engine.shutdown()
+    return {"found": found, "expected": expected}
+
+
+if __name__ == "__main__":
+    answer = main(str(Path(sys.argv[1])))
+    print(json.dumps(answer))

@@ -1,0 +1,396 @@
+"""layerfuse inside SGLang: norms of real models, built on a CPU, with fused ops in them; what is not SGLang's own is left alone.
+
+Run by `make test-engines` in an environment of its own. A whole engine is in `test_sglang_engine.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("sglang_layers")
+from sglang_layers import build_model, build_of  # isort: skip  (before sglang)
+import torch
+from sglang.kernels import fused_op
+from sglang.srt.layers import layernorm
+from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
+from sglang.srt.model_executor import model_runner
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from torch import nn
+
+from layerfuse import registry
+from layerfuse.engines import process
+from layerfuse.engines.compiled_module import CompiledModule
+from layerfuse.engines.host import enter
+from layerfuse.engines.loading import NotFusedError
+from layerfuse.engines.native import NotNativeError, native
+from layerfuse.engines.options import OptionsError
+from layerfuse.engines.sglang import facts, plugin
+from layerfuse.engines.sglang.hooks import LOADED
+from layerfuse.engines.sglang.host import SGLANG
+from layerfuse.engines.sglang.loading import unit_of
+from layerfuse.engines.sglang.seams import SEAMS
+from layerfuse.engines.standing import Standing, at_first_call
+from layerfuse.fusion.backends import counting
+from layerfuse.fusion.config import FusionConfigError
+
+ADD = "add_rms_norm"
+FIRST, SECOND = "model.layers.1.input_layernorm", "model.layers.0.post_attention_layernorm"
+SITES = {"model.layers.0:post_attention", "model.layers.1:input", "model.layers.1:post_attention", "model:final"}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A new process of SGLang's, as far as layerfuse knows, that asks for one fusion."""
+    monkeypatch.setattr(process, "this", process.Process())
+    monkeypatch.setattr(plugin.process, "this", process.this)
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", ADD)
+    enter(SGLANG)
+    held = vars(model_runner.ModelRunner)["load_model"]
+    yield
+    model_runner.ModelRunner.load_model = held
+    HookRegistry.reset()
+
+
+def llama() -> nn.Module:
+    model, _ = build_of(LLAMA, tp=1, rank=0, patch={}, device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data = torch.rand(parameter.shape, generator=generator).to(parameter.dtype)
+    return model
+
+
+def runner_of(model: nn.Module, **arguments: Any) -> Any:
+    """What is asked of SGLang's `ModelRunner`."""
+    given = {"pp_size": 1, "enable_torch_compile": False, "enable_deterministic_inference": False, **arguments}
+    return SimpleNamespace(model=model, is_draft_worker=False, server_args=SimpleNamespace(**given))
+
+
+def standing_in(model: nn.Module) -> Standing:
+    unit = unit_of(runner_of(model), plugin.options_here())
+    assert isinstance(unit, CompiledModule)
+    standing = Standing(unit=unit, model=model, seams=SEAMS)
+    standing.put_in()
+    return standing
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "sglang.layerfuse"]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="sglang.layerfuse")
+    return caplog
+
+
+def called(norm: nn.Module, *args: Any) -> tuple[Any, int]:
+    """What a norm gives, and how often the fused op was called."""
+    with counting() as calls, torch.inference_mode():
+        return norm(*(each.clone() if isinstance(each, torch.Tensor) else each for each in args)), calls[ADD]
+
+
+def rows(width: int = 64, tokens: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, residual = torch.randn(2, tokens, width, generator=generator).bfloat16()
+    return x, residual
+
+
+def test_every_norm_that_adds_is_one_call_of_the_op() -> None:
+    model, own = llama(), llama()
+    standing = standing_in(model)
+    assert (set(standing.stands), standing.missed) == (SITES, {})
+    for path in (FIRST, SECOND, "model.norm"):
+        found, times = called(model.get_submodule(path), *rows())
+        expected, none = called(own.get_submodule(path), *rows())
+        assert (times, none) == (1, 0)
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_the_options_of_a_norm_are_sglangs() -> None:
+    """The boundary of a layer passes its third argument, which is None for most models."""
+    model, own = llama(), llama()
+    standing_in(model)
+    norm, theirs = model.get_submodule(FIRST), own.get_submodule(FIRST)
+    assert called(norm, *rows(), None)[1] == 1
+    x, residual = rows()
+    found, times = called(norm, x, residual, torch.ones_like(x))
+    assert times == 0
+    torch.testing.assert_close(found, called(theirs, x, residual, torch.ones_like(x))[0])
+    assert called(norm, x)[1] == called(norm, x, None)[1] == 0
+    torch.testing.assert_close(called(norm, x)[0], called(theirs, x)[0])
+
+
+def test_a_gemma_norm_adds_one_to_its_weight() -> None:
+    norm = GemmaRMSNorm(64)
+    norm.weight.data.uniform_(-0.5, 0.5)
+    model = build_model("qwen3-next", num_hidden_layers=4)
+    standing = standing_in(model)
+    assert not standing.missed
+    assert {site.rpartition(":")[2] for site in standing.stands} == {"input", "post_attention", "final"}
+    assert all(isinstance(module, GemmaRMSNorm) for module in standing.inside.values())
+
+
+def norms_alone(self: Any, ids: torch.Tensor, *_: Any) -> Any:
+    """All that adds in a forward of a Llama, without attention and MLPs."""
+    first, second = self.model.layers
+    x, residual = rows(tokens=len(ids))
+    for norm in (
+        first.post_attention_layernorm,
+        second.input_layernorm,
+        second.post_attention_layernorm,
+        self.model.norm,
+    ):
+        x, residual = norm(x, residual) if len(ids) else (x, residual)
+    return x
+
+
+def test_a_batch_without_tokens_is_no_first_run(log: pytest.LogCaptureFixture) -> None:
+    """Under data-parallel attention a rank without requests runs along, and its norms are skipped."""
+    model, done = llama(), []
+    with mock.patch.object(type(model), "forward", norms_alone), torch.inference_mode():
+        unit = unit_of(runner_of(model), plugin.options_here())
+        at_first_call(model, unit, SEAMS, lambda _: None, done.append)
+        model.forward(torch.arange(0))
+        assert not done
+        model.forward(torch.arange(3))
+        model.forward(torch.arange(3))
+    assert done == [unit]
+    assert (unit.counted[ADD], len(unit.report().of(ADD).missed)) == (4, 0)
+
+
+def test_another_module_in_the_place_of_one_with_an_op_is_said(log: pytest.LogCaptureFixture) -> None:
+    """SGLang calls the model's forward past its hooks, and what is inside of it by them."""
+    model = llama()
+    standing_in(model).watch()
+    model.model.layers[1].input_layernorm = RMSNorm(64)
+    with contextlib.suppress(AttributeError, TypeError):
+        model.model(None)
+    assert said(log) == [f"layerfuse: a fused op is not called any more: another module stands at {FIRST}"]
+
+
+# ---- what is not SGLang's own
+
+
+def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+    return torch.zeros_like(args[0])
+
+
+def patched_method(model: nn.Module) -> Any:
+    return mock.patch.object(RMSNorm, "forward_native", functools.wraps(RMSNorm.forward_native)(theirs))
+
+
+def patched_dispatch(model: nn.Module) -> Any:
+    return mock.patch.object(fused_op.BaseFusedOp, "forward", functools.wraps(fused_op.BaseFusedOp.forward)(theirs))
+
+
+def platform(model: nn.Module) -> Any:
+    """An out-of-tree platform with a norm of its own."""
+    return mock.patch.multiple(
+        fused_op.BaseFusedOp, _resolve_forward_method=lambda self: theirs.__get__(self), create=False
+    )
+
+
+def pinned(model: nn.Module) -> Any:
+    norm = model.get_submodule(FIRST)
+    norm._forward_method = functools.partial(theirs, norm)
+    return mock.MagicMock()
+
+
+def derived(model: nn.Module) -> Any:
+    model.get_submodule(FIRST).__class__ = type("RMSNorm", (RMSNorm,), {"__module__": "neighbour"})
+    return mock.MagicMock()
+
+
+def instead(model: nn.Module) -> Any:
+    norm = model.get_submodule(FIRST)
+    norm.forward = functools.partial(theirs, norm)
+    return mock.MagicMock()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (patched_method, "forward_native is not SGLang's own: it is from test_sglang_plugin"),
+        (patched_dispatch, "forward is not SGLang's own: it is from test_sglang_plugin"),
+        (platform, "is not SGLang's own: it is from test_sglang_plugin"),
+        (pinned, "_forward_method of this RMSNorm is not SGLang's own: it is from test_sglang_plugin"),
+        (derived, "neighbour.RMSNorm is no class of SGLang's that layerfuse knows a place in"),
+        (instead, "the forward of this RMSNorm is not SGLang's own: it is from test_sglang_plugin"),
+    ],
+)
+def test_a_neighbours_norm_is_left_alone_and_named(change: Callable[[nn.Module], Any], why: str) -> None:
+    model = llama()
+    with change(model):
+        standing = standing_in(model)
+        norm = model.get_submodule(FIRST)
+        assert why in standing.missed["model.layers.1:input"]
+        assert "model.layers.1:input" not in standing.stands
+        assert called(norm, *rows())[1] == 0
+
+
+def test_a_norm_that_is_patched_later_is_the_neighbours_from_then_on(log: pytest.LogCaptureFixture) -> None:
+    model = llama()
+    standing_in(model)
+    norm = model.get_submodule(FIRST)
+    assert called(norm, *rows())[1] == 1
+    with patched_method(model):
+        norm._forward_method = None  # as in an engine that has not run yet
+        found, times = called(norm, *rows())
+    assert (times, found.count_nonzero()) == (0, 0)
+    (line,) = said(log)
+    assert line.startswith("layerfuse: a fused op is not called any more: ")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"fp32_residual": True},
+        {"cast_x_before_out_mul": True},
+        {"override_orig_dtype": torch.float32},
+        {"variance_size_override": 32},
+        {"has_weight": False},
+        {"x_pad_to_multiple": 256},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_a_norm_that_does_more_is_left_alone(changed: dict[str, Any]) -> None:
+    model = llama()
+    vars(model.get_submodule(FIRST)).update(changed)
+    assert standing_in(model).missed == {"model.layers.1:input": "this RMSNorm does more than its spec says"}
+
+
+def test_a_norm_with_which_sglangs_kernel_quantises_is_left_alone() -> None:
+    """FlashInfer's, by the static scale of the linear behind it: what that gives is no plain tensor."""
+    with (
+        mock.patch.object(layernorm, "_flashinfer_rmsnorm_quant_available", True),
+        mock.patch.object(layernorm, "_fp8_static_input_scale", side_effect=lambda linear: linear and torch.ones(1)),
+    ):
+        assert set(standing_in(llama()).missed) == SITES - {"model:final"}
+
+
+def test_kernels_of_sglangs_packages_are_no_strangers() -> None:
+    """On a GPU its norms call functions of sgl_kernel, which cannot be run here: they are looked at only."""
+    kernels, other = ModuleType("sgl_kernel"), ModuleType("neighbour")
+    for module in (kernels, other):
+        exec("def fused_add_rmsnorm(*args): ...", vars(module))
+    norm = llama().get_submodule(FIRST)
+    norm._forward_method = norm.forward_cuda
+    with mock.patch.object(layernorm, "fused_add_rmsnorm", kernels.fused_add_rmsnorm, create=True):
+        native(norm)
+    with (
+        mock.patch.object(layernorm, "fused_add_rmsnorm", other.fused_add_rmsnorm, create=True),
+        pytest.raises(NotNativeError, match="layernorm:fused_add_rmsnorm is not SGLang's own: it is from neighbour"),
+    ):
+        native(norm)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [({"enable_torch_compile": True}, "enable_torch_compile"), ({"enable_deterministic_inference": True}, "the batch")],
+)
+def test_where_sglang_compiles_or_is_deterministic_nothing_is_fused(
+    arguments: dict[str, Any], why: str, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = runner_of(llama(), **arguments)
+    assert unit_of(runner, plugin.options_here()) is None
+    (line,) = said(log)
+    assert line.startswith("layerfuse: nothing is fused in LlamaForCausalLM: ") and why in line
+    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
+    with pytest.raises(NotFusedError, match=why):
+        unit_of(runner, plugin.options_here())
+
+
+def test_a_fusion_that_has_no_place_is_named(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD},silu_mul_group_quant,mla_decode")
+    model = llama()
+    assert unit_of(runner_of(model), plugin.options_here()) is not None
+    assert [line.partition(":")[2].partition(":")[0] for line in said(log)] == [
+        " silu_mul_group_quant is asked for, and has no site in LlamaForCausalLM",
+        " mla_decode is asked for, and has no site in LlamaForCausalLM",
+    ]
+    monkeypatch.setenv("LAYERFUSE_STRICT", "true")
+    with pytest.raises(NotFusedError, match="silu_mul_group_quant is asked for, and has no site"):
+        unit_of(runner_of(model), plugin.options_here())
+
+
+# ---- the hook
+
+
+def test_ours_stands_around_a_neighbours_hook_at_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    HookRegistry.register(f"{LOADED.module}.{LOADED.path}", lambda self: ran.append("neighbour's"), HookType.REPLACE)
+    process.this.off = "tried"
+    monkeypatch.setattr(plugin, "options_here", lambda: ran.append("ours") or SimpleNamespace(strict=False))
+    plugin.register()
+    HookRegistry.apply_hooks()
+    model_runner.ModelRunner.load_model(SimpleNamespace())
+    assert ran == ["ours", "neighbour's"]
+
+
+@pytest.mark.parametrize("other", [None, lambda self, model_config: None])
+def test_another_release_is_left_alone_with_one_line(
+    other: Any, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if other is None:
+        monkeypatch.delattr(model_runner.ModelRunner, "load_model")
+    else:
+        monkeypatch.setattr(model_runner.ModelRunner, "load_model", other)
+    plugin.register()
+    plugin.register()
+    (line,) = said(log)
+    assert line.startswith(
+        f"layerfuse leaves SGLang {SGLANG.version()} alone (tested with {facts.RELEASE}): {LOADED.place}"
+    )
+    assert vars(model_runner.ModelRunner).get("load_model") is other
+    assert not HookRegistry._hooks
+
+
+def test_strict_stops_where_sglang_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    process.this.off = "something is expected"
+    assert plugin._at_load(lambda runner: None, runner_of(llama())) is None
+    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
+    with pytest.raises(plugin.NotHereError, match=r"leaves SGLang .* alone: something is expected"):
+        plugin._at_load(lambda runner: None, runner_of(llama()))
+
+
+def test_what_goes_wrong_is_one_warning_and_stops_only_where_it_is_strict(
+    log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: nn.Module) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(registry, "unknown_in", broken)
+    plugin._at_load(lambda runner: None, runner_of(llama()))
+    assert said(log) == ["layerfuse: planning failed: RuntimeError: broken"]
+    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
+    with pytest.raises(RuntimeError, match="broken"):
+        plugin._at_load(lambda runner: None, runner_of(llama()))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("LAYERFUSE_FUSIONS", "add_rms_nrom", FusionConfigError),
+        ("LAYERFUSE_STRICT", "maybe", OptionsError),
+        ("LAYERFUSE_REPORT", "/", OptionsError),
+    ],
+)
+def test_options_that_do_not_exist_stop_the_engine_before_it_loads(
+    name: str, value: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(error):
+        plugin._at_load(lambda runner: pytest.fail("it loaded"), runner_of(llama()))

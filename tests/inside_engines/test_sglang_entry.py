@@ -1,0 +1,41 @@
+"""SGLang's entry point of the wheel, as a process without SGLang sees it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+CALLED = """
+import json, sys
+from layerfuse.engines.sglang import register
+register(); register()
+print(json.dumps([name for name in sys.modules if name in ("torch", "sglang", "layerfuse.engines.sglang.plugin")]))
+"""
+
+
+def test_the_wheel_names_it() -> None:
+    (found,) = [
+        each for each in importlib.metadata.entry_points(group="sglang.srt.plugins") if each.name == "layerfuse"
+    ]
+    assert found.load().__module__ == "layerfuse.engines.sglang"
+
+
+@pytest.mark.parametrize("asked", [None, "", " none "])
+def test_where_nothing_is_asked_for_it_imports_nothing(asked: str | None) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "LAYERFUSE_FUSIONS"}
+    environment |= {} if asked is None else {"LAYERFUSE_FUSIONS": asked}
+    said = subprocess.run([sys.executable, "-c", CALLED], env=environment, capture_output=True, text=True, check=True)
+    assert json.loads(said.stdout) == []
+
+
+def test_where_something_is_asked_for_it_waits_for_sglang_without_importing_it() -> None:
+    environment = {**os.environ, "LAYERFUSE_FUSIONS": "add_rms_norm"}
+    said = subprocess.run([sys.executable, "-c", CALLED], env=environment, capture_output=True, text=True, check=True)
+    assert "layerfuse.engines.sglang.plugin" in json.loads(said.stdout)
+    assert "sglang" not in json.loads(said.stdout)
+    assert not said.stderr
