@@ -19,7 +19,7 @@ WHOLE_OPS: tuple[Callable[[Setting], Peer], ...] = (
     partial(flashinfer_reduced_peer, one_shot=False),
 )
 """Libraries that do the all-reduce, the add and the norm in one op: from what is measured to the peer, here or not. Its `build` is
-called on all ranks at once; `rank_group.team()` is how they talk, and torch.distributed's default group is theirs."""
+called on all ranks at once; `rank_group.rank_group()` is how they talk, and torch.distributed's default group is theirs."""
 
 
 def all_peers(setting: Setting) -> list[Peer]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .cases import Case
 from .inputs import Work
 from .peers import Peer, RefusedError, Setting, needs_gpu
-from .rank_group import team
+from .rank_group import rank_group
 from .thirdparty import Function, Offer, Results, ThirdParty, norms_of, peer_of
 
 RANKS = (2, 4, 8)
@@ -31,7 +31,7 @@ def _workspace(work: Work) -> Any:
         group = dist.group.WORLD
         with torch.inference_mode(False):
             workspace = comm.create_allreduce_fusion_workspace(
-                backend="trtllm", world_size=team().size, rank=team().rank, max_token_num=work.tokens, hidden_dim=width,
+                backend="trtllm", world_size=rank_group().size, rank=rank_group().rank, max_token_num=work.tokens, hidden_dim=width,
                 dtype=work.dtype, comm_backend=TorchDistBackend(group=group), group=group,
             )  # fmt: skip
         _ready[key] = work.tokens, workspace
@@ -41,8 +41,8 @@ def _workspace(work: Work) -> Any:
 def _make(pattern: str, one_shot: bool | None, work: Work) -> Function:
     from flashinfer import comm
 
-    if one_shot is False and work.tokens <= team().size:
-        raise RefusedError(f"it takes two shots beyond {team().size} tokens, the number of ranks")
+    if one_shot is False and work.tokens <= rank_group().size:
+        raise RefusedError(f"it takes two shots beyond {rank_group().size} tokens, the number of ranks")
     ((weight, epsilon),) = norms_of(work)
     (offset,) = work.case.weight_offsets.values()
     given = {

@@ -28,7 +28,7 @@ from ..fusion.declare import (
 )
 from ..fusion.steps import AllReduce, GatedNorm, Quant, SiluMul
 from .cases import ITEM_SIZES, Case, step_of
-from .rank_group import team
+from .rank_group import rank_group
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP8_DTYPES = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
@@ -133,7 +133,7 @@ def make(case: Case, tokens: int, device: torch.device, sets: int, seed: int = 0
     spread = 1.0 if step_of(case.form, SiluMul) is None else 0.25
 
     reduced = step_of(case.form, AllReduce)
-    own = torch.Generator(device).manual_seed(seed + tokens + (1 + team().rank) * 1_000_003)
+    own = torch.Generator(device).manual_seed(seed + tokens + (1 + rank_group().rank) * 1_000_003)
 
     def normal(*shape: int, of: torch.Generator = generator) -> Tensor:
         return torch.randn(*shape, device=device, generator=of)

@@ -18,7 +18,7 @@ from ..adapters.errors import shown
 from .cases import TOKENS, check_tokens, known_form
 from .choosing import make_case, options_named
 from .errors import BenchError, CannotMeasureError
-from .rank_group import first, team
+from .rank_group import first, rank_group
 from .ranks import Ranks, need_torch, ranks_for
 from .result import NOT_ASKED_FOR, Attendance, Host, Result, Row
 
@@ -167,13 +167,13 @@ def measured(question: _Question, step: Step) -> Result:
     from .baselines import all_peers
     from .peers import select
 
-    setting, counts, ranks = question.setting, question.counts, team().size
+    setting, counts, ranks = question.setting, question.counts, rank_group().size
     place = torch.device(setting.device, *([torch.cuda.current_device()] if setting.device == "cuda" else []))
     if ranks > 1:
         ours.settle(setting, place)
     everybody = all_peers(setting)
     wanted = select(everybody, question.peers, setting, question.quick)
-    reasons = {peer.name: first(team().gather(peer.why_not(setting))) for peer in wanted}
+    reasons = {peer.name: first(rank_group().gather(peer.why_not(setting))) for peer in wanted}
     present = [peer for peer in wanted if reasons[peer.name] is None]
     if not present:
         raise CannotMeasureError(

@@ -13,7 +13,7 @@ from ..fusion.declare import StaticScale, Weight
 from ..fusion.ops.library import case_maker, public
 from .inputs import DTYPES, Work, arguments
 from .peers import OURS, Call, Peer, Setting
-from .rank_group import team
+from .rank_group import rank_group
 
 
 def our_peers(setting: Setting) -> list[Peer]:
@@ -38,7 +38,7 @@ def settle(setting: Setting, place: torch.device) -> None:
         RankError: on all ranks, where that failed beyond a reason.
     """
     _public(setting)
-    prepared = team().together(lambda: backends.prepare(setting.case.op, place, _case(setting)))
+    prepared = rank_group().together(lambda: backends.prepare(setting.case.op, place, _case(setting)))
     if any(problem is not None for _, problem in prepared):
         backends.decide_again()
 

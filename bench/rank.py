@@ -63,7 +63,7 @@ def _join(rank: int, size: int, device: str, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    from .rank_group import PATIENCE, Team, join
+    from .rank_group import PATIENCE, RankGroup, join
 
     warnings.filterwarnings("ignore", module=r"(torch|triton)\b")
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
@@ -76,7 +76,7 @@ def _join(rank: int, size: int, device: str, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
     library = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(library, store=store, rank=rank, world_size=size, timeout=PATIENCE, **more)
-    join(Team(store, rank, size, here))
+    join(RankGroup(store, rank, size, here))
 
 
 if __name__ == "__main__":

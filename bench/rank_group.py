@@ -61,7 +61,7 @@ class Alone:
         return {name: [max(row) for row in zip(*(each[name] for each in every), strict=True)] for name in samples}
 
 
-class Team(Alone):
+class RankGroup(Alone):
     """The ranks of a benchmark, seen from one of them."""
 
     def __init__(self, store: Any, rank: int, size: int, device: torch.device) -> None:
@@ -123,7 +123,7 @@ ALONE = Alone()
 _team: list[Alone] = [ALONE]
 
 
-def team() -> Alone:
+def rank_group() -> Alone:
     """The ranks that this process measures with."""
     return _team[0]
 

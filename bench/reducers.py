@@ -21,7 +21,7 @@ from .against import LIBRARIES, ONE_SHOT, TWO_SHOT
 from .cases import step_of
 from .inputs import Work
 from .peers import Setting
-from .rank_group import team
+from .rank_group import rank_group
 
 
 @frozen(kw_only=True, eq=False)
@@ -145,7 +145,7 @@ def _why_not_symmetric(setting: Setting) -> str | None:
     if setting.case.dtype == "fp16":
         return "torch's all-reduces over symmetric memory take bf16 and fp32"
     # Each rank sums whole vectors of its share.
-    if setting.case.width_of(setting.case.form.op.rows[0].name) % (team().size * 8):
+    if setting.case.width_of(setting.case.form.op.rows[0].name) % (rank_group().size * 8):
         return "the width is not a multiple of 16 bytes for each rank"
     return None
 

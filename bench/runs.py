@@ -11,13 +11,13 @@ from attrs import define
 from . import check, inputs, sums, timing
 from .inputs import Work
 from .peers import Call, InPlace, Peer, RefusedError, Setting, is_ours
-from .rank_group import first, said, team
+from .rank_group import first, rank_group, said
 from .result import Host, Measured, Row
 from .timing import Graph, Timing
 
 
 @define
-class Entrant:
+class PeerRun:
     """A peer, and what has become of it."""
 
     peer: Peer
@@ -40,18 +40,18 @@ def row(
     peers: Sequence[Peer],
     rounds: int,
     step: Callable[[str], None],
-) -> tuple[Row, list[Entrant]]:
+) -> tuple[Row, list[PeerRun]]:
     """All peers with one number of tokens."""
     case, cache = setting.case, inputs.cache_size(place)
-    sets = min(team().gather(inputs.sets_for(case, tokens, place, len(peers))))
+    sets = min(rank_group().gather(inputs.sets_for(case, tokens, place, len(peers))))
     work = inputs.make(case, tokens, place, sets)
-    entrants = []
+    runs = []
     for peer in peers:
         step(f"{tokens} tokens: {peer.name}")
-        entrants.append(_prepare(peer, work, setting))
+        runs.append(_prepare(peer, work, setting))
     step(f"{tokens} tokens: timing")
-    _check(work, entrants)
-    good = [entrant for entrant in entrants if entrant.ok]
+    _check(work, runs)
+    good = [run for run in runs if run.ok]
     if place.type == "cuda":
         timings = timing.time_graphs({one.peer.name: one.graph for one in good if one.graph is not None}, rounds)
     else:
@@ -63,59 +63,59 @@ def row(
         bytes_read=case.bytes_read(tokens),
         bytes_written=case.bytes_written(tokens),
         caches=round(sets * moved / cache, 3) if cache else None,
-        measured=tuple(_measured(entrant, timings.get(entrant.peer.name)) for entrant in entrants),
-    ), entrants
+        measured=tuple(_measured(run, timings.get(run.peer.name)) for run in runs),
+    ), runs
 
 
-def _prepare(peer: Peer, work: Work, setting: Setting) -> Entrant:
+def _prepare(peer: Peer, work: Work, setting: Setting) -> PeerRun:
     """Build and compile it. What it raises is its own failure, and stops nobody else."""
-    entrant = Entrant(peer)
+    run = PeerRun(peer)
 
     def build() -> None:
-        entrant.calls = peer.build(work, setting)
+        run.calls = peer.build(work, setting)
 
     def capture() -> None:
         if work.device.type == "cuda":
             repeats = timing.repeats_for(len(work.sets), work.case.bytes_moved(work.tokens))
-            entrant.graph = timing.Graph(entrant.calls, repeats)
+            run.graph = timing.Graph(run.calls, repeats)
         else:
-            for call in entrant.calls:
+            for call in run.calls:
                 call()
 
     def start() -> None:
-        if entrant.graph is not None:
+        if run.graph is not None:
             if peer.captured is not None:
                 peer.captured()
-            entrant.graph.start()
+            run.graph.start()
 
     for do in (build, capture, start):
         problem = None
         try:
             do()
         except RefusedError as error:
-            entrant.refused, problem = True, str(error)
+            run.refused, problem = True, str(error)
         except Exception as error:
             problem = said(error)
         # No rank calls what another one could not prepare.
-        entrant.failure = first(team().gather(problem)) or ""
-        if entrant.failure:
+        run.failure = first(rank_group().gather(problem)) or ""
+        if run.failure:
             break
-    return entrant
+    return run
 
 
-def _check(work: Work, entrants: Sequence[Entrant]) -> None:
+def _check(work: Work, runs: Sequence[PeerRun]) -> None:
     """The first and the last set of everybody, written anew after all results were made NaN."""
-    alive = [entrant for entrant in entrants if not entrant.failure]
+    alive = [run for run in runs if not run.failure]
     for index in dict.fromkeys((0, len(work.sets) - 1)):
         right = check.expected(work, index)
         senses = sums.senses(work, index)
-        for entrant in alive:
-            if entrant.verdict is not None and not entrant.verdict.ok:
+        for run in alive:
+            if run.verdict is not None and not run.verdict.ok:
                 continue
-            verdict = _worst(team().gather(_verdict(work, index, right, senses, entrant)))
-            if entrant.verdict is None or not verdict.ok or verdict.error > entrant.verdict.error:
-                message = verdict.message or (entrant.verdict.message if entrant.verdict is not None else "")
-                entrant.verdict = attrs.evolve(verdict, message=message)
+            verdict = _worst(rank_group().gather(_verdict(work, index, right, senses, run)))
+            if run.verdict is None or not verdict.ok or verdict.error > run.verdict.error:
+                message = verdict.message or (run.verdict.message if run.verdict is not None else "")
+                run.verdict = attrs.evolve(verdict, message=message)
 
 
 def _verdict(
@@ -123,9 +123,9 @@ def _verdict(
     index: int,
     right: tuple[torch.Tensor, ...],
     senses: Mapping[str, check.Slack | None],
-    entrant: Entrant,
+    run: PeerRun,
 ) -> check.Verdict:
-    results, peer = _anew(entrant, index), entrant.peer
+    results, peer = _anew(run, index), run.peer
     if peer.is_copy:
         return check.check_copy(results)
     if peer.check is not None:
@@ -135,7 +135,7 @@ def _verdict(
         if verdict.ok:
             verdict = attrs.evolve(verdict, message=sense or verdict.message)
             break
-    if team().size > 1 and is_ours(peer) and not sums.same_bits(results):
+    if rank_group().size > 1 and is_ours(peer) and not sums.same_bits(results):
         return attrs.evolve(verdict, ok=False, message="its bits differ from those of the first rank")
     return verdict
 
@@ -149,15 +149,15 @@ def _worst(verdicts: Sequence[check.Verdict]) -> check.Verdict:
     return attrs.evolve(worst, message=next((each.message for each in verdicts if each.message), ""))
 
 
-def _anew(entrant: Entrant, index: int) -> tuple[torch.Tensor, ...]:
-    written = 1 if entrant.peer.is_copy else None  # the second result of the copy is its source
-    if entrant.graph is not None:
-        graph = entrant.graph.checked
+def _anew(run: PeerRun, index: int) -> tuple[torch.Tensor, ...]:
+    written = 1 if run.peer.is_copy else None  # the second result of the copy is its source
+    if run.graph is not None:
+        graph = run.graph.checked
         for results in graph.results:
             check.poison(results[:written])
         graph.write_anew()
         return graph.results[index]
-    call = entrant.calls[index]
+    call = run.calls[index]
     # A fresh allocation of the same size is likely to get this memory.
     check.poison(call()[:written])
     if isinstance(call, InPlace):
@@ -165,18 +165,18 @@ def _anew(entrant: Entrant, index: int) -> tuple[torch.Tensor, ...]:
     return call()
 
 
-def _measured(entrant: Entrant, timing: Timing | None) -> Measured:
-    verdict = entrant.verdict
-    word = ("refused" if entrant.refused else "failed") if verdict is None else "ok" if verdict.ok else "wrong"
+def _measured(run: PeerRun, timing: Timing | None) -> Measured:
+    verdict = run.verdict
+    word = ("refused" if run.refused else "failed") if verdict is None else "ok" if verdict.ok else "wrong"
     figures = (
         {"us": None, "low": None, "high": None, "rounds": 0, "calls": 0} if timing is None else attrs.asdict(timing)
     )
     return Measured(
-        peer=entrant.peer.name,
+        peer=run.peer.name,
         verdict=word,
-        error=None if verdict is None or entrant.peer.is_copy else _finite(verdict.error),
+        error=None if verdict is None or run.peer.is_copy else _finite(verdict.error),
         quant_error=None if verdict is None else _finite(verdict.quant_error),
-        message=entrant.failure if verdict is None else verdict.message,
+        message=run.failure if verdict is None else verdict.message,
         **figures,
     )
 
@@ -186,8 +186,8 @@ def _finite(number: float | None) -> float | None:
     return number if number is not None and abs(number) < float("inf") else None
 
 
-def host(entrants: Sequence[Entrant]) -> tuple[Host, ...]:
+def host(runs: Sequence[PeerRun]) -> tuple[Host, ...]:
     """What a call of a GPU's costs the host, of whoever is right."""
-    calls = {one.peer.name: one.calls[0] for one in entrants if one.ok and not one.peer.is_copy}
+    calls = {one.peer.name: one.calls[0] for one in runs if one.ok and not one.peer.is_copy}
     timings = timing.time_host(calls, torch.cuda.synchronize)
     return tuple(Host(peer=name, us=found.us, low=found.low, high=found.high) for name, found in timings.items())

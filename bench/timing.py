@@ -18,7 +18,7 @@ from attrs import frozen
 from torch import Tensor
 
 from .peers import Call, InPlace
-from .rank_group import team
+from .rank_group import rank_group
 
 Results = tuple[Tensor, ...]
 
@@ -59,7 +59,7 @@ def summary(samples: Sequence[float], calls: int) -> Timing:
 
 def repeats_for(sets: int, moved: int) -> int:
     """How often a graph goes through all sets of inputs; `moved` is the bytes that one call moves."""
-    fastest = _FASTEST_CALL_US if team().size == 1 else _FASTEST_ALL_REDUCE_US
+    fastest = _FASTEST_CALL_US if rank_group().size == 1 else _FASTEST_ALL_REDUCE_US
     once = sets * max(fastest, moved / _FASTEST_BYTES_PER_US)
     return max(1, min(round(SHORTEST_GRAPH_US / once + 0.5), MOST_CALLS // sets))
 
@@ -140,7 +140,7 @@ def time_graphs(graphs: Mapping[str, Graph], rounds: int) -> dict[str, Timing]:
         # Untimed: while this one runs, the host gets ahead, and no graph waits for its launch.
         graphs[order[-1]].replay()
         for name in order:
-            team().line_up()
+            rank_group().line_up()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             graphs[name].replay()
@@ -151,7 +151,7 @@ def time_graphs(graphs: Mapping[str, Graph], rounds: int) -> dict[str, Timing]:
         name: [start.elapsed_time(end) * 1e3 / graphs[name].calls for start, end in pairs]
         for name, pairs in events.items()
     }
-    return {name: summary(taken, graphs[name].calls) for name, taken in team().slowest(samples).items()}
+    return {name: summary(taken, graphs[name].calls) for name, taken in rank_group().slowest(samples).items()}
 
 
 def time_calls(peers: Mapping[str, Sequence[Call]], rounds: int, seconds: float = CPU_SECONDS) -> dict[str, Timing]:
@@ -160,17 +160,17 @@ def time_calls(peers: Mapping[str, Sequence[Call]], rounds: int, seconds: float 
     samples: dict[str, list[float]] = {name: [] for name in order}
     begun = time.perf_counter()
     for done in range(rounds):
-        if done >= min(FEWEST_ROUNDS, rounds) and any(team().gather(time.perf_counter() - begun > seconds)):
+        if done >= min(FEWEST_ROUNDS, rounds) and any(rank_group().gather(time.perf_counter() - begun > seconds)):
             break
         shuffle(order)
         for name in order:
             calls = peers[name]
-            team().line_up()
+            rank_group().line_up()
             start = time.perf_counter()
             for call in calls:
                 call()
             samples[name].append((time.perf_counter() - start) * 1e6 / len(calls))
-    return {name: summary(taken, len(peers[name])) for name, taken in team().slowest(samples).items()}
+    return {name: summary(taken, len(peers[name])) for name, taken in rank_group().slowest(samples).items()}
 
 
 def time_host(

@@ -18,7 +18,7 @@ from .against import VLLM
 from .environment import version_of
 from .inputs import Work
 from .peers import RefusedError, Setting, needs_gpu
-from .rank_group import team
+from .rank_group import rank_group
 from .reducers import Reducer, Reduction, copies_in, parts_of, pitch_of
 from .thirdparty import why_not_imported
 from .vllm_peer import VLLM_OPS
@@ -49,7 +49,7 @@ def _communicator() -> Any:
         if not _group:
             _group.append(dist.new_group(backend="gloo"))
         made = CustomAllreduce(_group[0], torch.device("cuda", torch.cuda.current_device()))
-    if any(team().gather(made.disabled)):
+    if any(rank_group().gather(made.disabled)):
         raise RefusedError("vLLM turns its custom all-reduce off here; its log says why")
     _latest[:] = [made]
     return made
@@ -82,8 +82,8 @@ def _registered() -> None:
 
 def _why_not(setting: Setting) -> str | None:
     said = needs_gpu(setting)
-    if said is None and team().size not in WORLD_SIZES:
-        said = f"vLLM's custom all-reduce is for {', '.join(map(str, WORLD_SIZES))} ranks, not for {team().size}"
+    if said is None and rank_group().size not in WORLD_SIZES:
+        said = f"vLLM's custom all-reduce is for {', '.join(map(str, WORLD_SIZES))} ranks, not for {rank_group().size}"
     if said is None and setting.case.width_of(setting.case.form.op.rows[0].name) % 8:
         said = "vLLM's custom all-reduce takes whole vectors of 16 bytes"
     return said or why_not_imported(VLLM_OPS)

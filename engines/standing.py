@@ -158,7 +158,7 @@ class Standing:
         return f"{strange} does not quantise in a way that layerfuse knows a place in"
 
     @contextmanager
-    def looking_for_strangers(self) -> Iterator[None]:
+    def looking_for_unknown_norms(self) -> Iterator[None]:
         """Take down what is called like a norm of the residual stream, with its residual, and belongs to no layer that was read.
 
         Such a module holds one weight as wide as the stream, and no other module.
@@ -390,7 +390,7 @@ def at_first_call(
         before(unit)
         standing.put_in()
         standing.ran.clear()
-        with counted(unit), standing.looking_for_strangers():
+        with counted(unit), standing.looking_for_unknown_norms():
             result = own(*args, **kwargs)
         # A call that raised is none: the next one is reported.
         if model.forward is first:

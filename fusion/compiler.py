@@ -33,7 +33,7 @@ from .target import Target
 
 _OWN = frozenset(
     {
-        *("original", "report", "_arguments", "_compiled", "_pipeline", "_strict", "_tally"),
+        *("original", "report", "_arguments", "_compiled", "_pipeline", "_strict", "_counter"),
         # What nn.Module sets on itself in `compile` and `register_full_backward_hook`: of this object's calls.
         *("_compiled_call_impl", "_is_full_backward_hook"),
     }
@@ -85,7 +85,7 @@ class FusedModel(nn.Module):  # type: ignore[misc]
             And what reading the specs raises, before each compilation.
         """
         # The call is where it compiles.
-        with self._tally.call() as call, floats_as_constants(), _unwrapped():
+        with self._counter.call() as call, floats_as_constants(), _unwrapped():
             result = self._compiled(*args, **kwargs)
         if self._strict:
             self.report.check_call(call.record)
@@ -103,7 +103,7 @@ class FusedModel(nn.Module):  # type: ignore[misc]
         """
 
         def call() -> None:
-            with self._tally.call(), floats_as_constants():
+            with self._counter.call(), floats_as_constants():
                 self._compiled(*args, **kwargs)
 
         return audit_call(call, self.report)
@@ -267,18 +267,18 @@ def _prepare(fused: FusedModel) -> None:
         refuse_inner(model)
         again = live.look_again(model)
         if again:
-            tally.replan(pipeline.plan, live.seen.around)
+            counter.replan(pipeline.plan, live.seen.around)
         return again
 
     if arguments["shadow"]:
         pipeline.report.shadow = Shadow(arguments["shadow"])
-    tally = CallCounter(model, pipeline.plan, pipeline.report, live.seen.around, look_again, pipeline.report.shadow)
-    fused.report, fused._pipeline, fused._tally = pipeline.report, pipeline, tally
+    counter = CallCounter(model, pipeline.plan, pipeline.report, live.seen.around, look_again, pipeline.report.shadow)
+    fused.report, fused._pipeline, fused._counter = pipeline.report, pipeline, counter
     fused._strict = live.asked.is_strict
-    backend = inductor_with(pipeline, model, tally=tally, before=look_again)
+    backend = inductor_with(pipeline, model, counter=counter, before=look_again)
     fused._compiled = torch.compile(model, backend=backend, **arguments["torch"])
     if arguments["torch"].get("disable"):
-        tally.off = "fusion.compile was given disable=True: nothing is compiled"
+        counter.off = "fusion.compile was given disable=True: nothing is compiled"
 
 
 def refuse_inner(model: nn.Module) -> None:
@@ -299,7 +299,7 @@ def inductor_with(
     pipeline: Pipeline | Callable[[torch.fx.Graph], GraphRecord | None],
     model: nn.Module | None = None,
     lower: Callable[..., Any] | None = None,
-    tally: CallCounter | None = None,
+    counter: CallCounter | None = None,
     before: Callable[[], object] = lambda: None,
 ) -> Callable[..., Any]:
     """A torch.compile backend: Inductor, with the pipeline run on each inference or forward graph.
@@ -309,7 +309,7 @@ def inductor_with(
         model: norms are assigned to sites by the identity of its weights, which survives graph breaks.
         lower: what compiles the rewritten graph, called as `compile_fx_inner` is; Inductor if not given. One that
             returns the graph module itself runs it op by op, which is quick to compile.
-        tally: counts the calls of the compiled graphs.
+        counter: counts the calls of the compiled graphs.
         before: called before each graph is compiled.
     """
     from torch._functorch import config as functorch_config
@@ -347,10 +347,10 @@ def inductor_with(
         # A hit in AOTAutograd's own cache would skip inner_compile, and with it the rewriting and the report.
         with functorch_config.patch(enable_autograd_cache=False):
             compiled = compile_fx(gm, inputs, inner_compile=inner_compile, config_patches=patches or None)
-        if tally is None or not any(record.uses or record.strange for record in records):
+        if counter is None or not any(record.uses or record.strange for record in records):
             return compiled
         for record in records:
-            compiled = tally.counted(record, compiled)
+            compiled = counter.counted(record, compiled)
         return compiled
 
     return backend

@@ -69,18 +69,6 @@ def empty_scales(x: Tensor, group_size: int | None, column_major: bool, tma_alig
     return torch.empty_strided(shape, strides, dtype=torch.float32, device=x.device)
 
 
-def check_quant(op: str, dtype: torch.dtype, group_size: int | None) -> None:
-    """What every backend needs of the options.
-
-    Raises:
-        ValueError: a dtype or group size that no backend takes; the message names it.
-    """
-    if dtype not in LARGEST:
-        raise ValueError(f"{op}: dtype must be one of {', '.join(map(str, LARGEST))}, got {dtype}")
-    if group_size is not None and group_size not in GROUP_SIZES:
-        raise ValueError(f"{op}: group_size must be one of {', '.join(map(str, GROUP_SIZES))}, got {group_size}")
-
-
 def round_up_to_power_of_two(scale: Tensor) -> Tensor:
     """The smallest power of two that is not below each positive float32: exact, on the bits."""
     bits = (scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000

@@ -140,8 +140,8 @@ class Finder:
 
     # ---- whose they are
 
-    def _part(self, found: FoundNorm | FoundProduct, weights: Iterable[Node], ownership: Attribution) -> _Part:
-        where = ownership.locate(weights, found.out)
+    def _part(self, found: FoundNorm | FoundProduct, weights: Iterable[Node], attribution: Attribution) -> _Part:
+        where = attribution.locate(weights, found.out)
         certain = where.how != "structure"
         # Sites of which nothing is expected too: a graph may serve siblings of which something is.
         places = {(site.name, i): site for site, i in where.places if found.why_not(site, i, certain) is None}

@@ -40,12 +40,12 @@ UnknownNorm = tuple[str, str]
 class UnknownNormFinder:
     """Finds them in a model's graphs by what a fusion of the stream takes: a sum with a layer's result in it, and a norm of that sum."""
 
-    def __init__(self, plan: Plan, ownership: Attribution, around: ModuleIndex, stream: bool) -> None:
+    def __init__(self, plan: Plan, attribution: Attribution, around: ModuleIndex, stream: bool) -> None:
         """Args: stream: whether a fusion of the stream is on."""
         read = [(path, spec) for path, spec in plan.specs if not isinstance(spec, FinalNormSpec | KernelSpec)]
         self._layers = {path for path, _ in read}
         self._widths = {spec.hidden_size for _, spec in read}
-        self._ownership, self._around = ownership, around
+        self._attribution, self._around = attribution, around
         self.asked = around.whole and stream
         "Whether all of the model was to be read, and a fusion that takes such a norm is on."
 
@@ -72,11 +72,11 @@ class UnknownNormFinder:
         return tuple(dict.fromkeys(found))
 
     def _is_read(self, norm: PartialMatch) -> bool:
-        where = self._ownership.locate(norm.weights, norm.root)
+        where = self._attribution.locate(norm.weights, norm.root)
         if where.places and where.how != "structure":
             return True
         apart = self._layers | self._around.ignored
-        return any(_within(apart, path) for path in self._ownership.modules(norm.weights, norm.root))
+        return any(_within(apart, path) for path in self._attribution.modules(norm.weights, norm.root))
 
     def _behind_layers(self, graph: Graph, inputs: bool = True) -> set[Node]:
         """What layers that are read have a part in. After a graph break their results are inputs of the graph, as wide as the stream.
@@ -99,7 +99,7 @@ class UnknownNormFinder:
         return found
 
     def _named(self, norm: PartialMatch) -> UnknownNorm:
-        path = next(iter(self._ownership.modules(norm.weights, norm.root)), "")
+        path = next(iter(self._attribution.modules(norm.weights, norm.root)), "")
         holder, _, name = path.rpartition(".")
         if not path or any(is_around(path, other) for other in self._around.paths - {path}):
             holder, name = path, ""  # which norms with no module of its own

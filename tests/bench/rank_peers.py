@@ -9,7 +9,7 @@ from layerfuse.bench import Peer, RefusedError, register, sums
 from layerfuse.bench.choosing import Options, make_case
 from layerfuse.bench.inputs import make
 from layerfuse.bench.peers import over_sets
-from layerfuse.bench.rank_group import team
+from layerfuse.bench.rank_group import rank_group
 from layerfuse.bench.reducers import parts_of
 from layerfuse.fusion import ops
 from layerfuse.registry import default
@@ -20,11 +20,11 @@ def _ours(work, change=lambda *results: results):
 
 
 def _on_second(change):
-    return change if team().rank == 1 else lambda *results: results
+    return change if rank_group().rank == 1 else lambda *results: results
 
 
 def _raises(work, setting):
-    if team().rank == 1:
+    if rank_group().rank == 1:
         raise ZeroDivisionError("no good")
     return _ours(work)
 
@@ -36,7 +36,7 @@ def _refuses(work, setting):
 
 
 def _dies(work, setting):
-    if team().rank == 1:
+    if rank_group().rank == 1:
         os._exit(3)
     return _ours(work)
 
@@ -78,29 +78,29 @@ def add_peers():
 def first_row():
     """This rank's part and its residual, of the first set."""
     case = make_case("all_reduce_add_rms_norm", registry=default, widths=[64], ranks=2, options=Options())
-    x, residual = make(case, 3, team()._token.device, 2).sets[0]
+    x, residual = make(case, 3, rank_group()._token.device, 2).sets[0]
     return x.tolist(), residual.tolist()
 
 
 def slowest():
-    return team().slowest({"a": [1.0 + team().rank, 5.0 - team().rank]})
+    return rank_group().slowest({"a": [1.0 + rank_group().rank, 5.0 - rank_group().rank]})
 
 
 def together():
-    return team().together(lambda: 1 // (1 - team().rank))
+    return rank_group().together(lambda: 1 // (1 - rank_group().rank))
 
 
 def waits_for_the_second(seconds):
-    if team().rank == 0:
-        team().gather("here", timedelta(seconds=seconds))
+    if rank_group().rank == 0:
+        rank_group().gather("here", timedelta(seconds=seconds))
 
 
 def sleeps(seconds):
     import time
 
-    if team().rank == 1:
+    if rank_group().rank == 1:
         time.sleep(seconds)
-    return team().rank
+    return rank_group().rank
 
 
 def variables():

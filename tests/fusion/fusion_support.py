@@ -120,7 +120,7 @@ def trace(
     model = function if by_weight and isinstance(function, nn.Module) else None
     around = module_index_of(function) if isinstance(function, nn.Module) and (by_weight or by_path) else None
     pipeline = Pipeline(made, around=around)
-    tally = None if model is None or around is None else CallCounter(model, made, pipeline.report, around)
+    counter = None if model is None or around is None else CallCounter(model, made, pipeline.report, around)
     traced = Traced(None, pipeline.report)
 
     def recorded(graph: torch.fx.Graph) -> GraphRecord:
@@ -130,9 +130,9 @@ def trace(
         traced.after.append(graph_text(graph))
         return record
 
-    backend = inductor_with(recorded, model, lower=lower, tally=tally)
+    backend = inductor_with(recorded, model, lower=lower, counter=counter)
     compiled = torch.compile(function, backend=backend, **compile_kwargs)
-    with torch.set_grad_enabled(grad), nullcontext() if tally is None else tally.call():
+    with torch.set_grad_enabled(grad), nullcontext() if counter is None else counter.call():
         traced.output = compiled(*args, **(kwargs or {}))
     return traced
 

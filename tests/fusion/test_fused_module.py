@@ -107,7 +107,7 @@ def test_strict_is_about_the_call_of_its_own_thread() -> None:
 
     def other() -> None:
         inside.other = True
-        with torch.no_grad(), fused._tally.call():
+        with torch.no_grad(), fused._counter.call():
             fused.original(x)
 
     def and_another(record: Any) -> None:

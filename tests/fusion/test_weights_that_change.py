@@ -76,7 +76,7 @@ def assert_counted(fused: FusedModel, calls: int = 1) -> None:
 
 @contextmanager
 def kept_by_layerfuse(bytes_at_most: int) -> Iterator[None]:
-    files = [tracemalloc.Filter(True, f"*/fusion/{name}.py") for name in ("compiler", "held", "report", "tally")]
+    files = [tracemalloc.Filter(True, f"*/fusion/{name}.py") for name in ("compiler", "held", "report", "call_counter")]
     tracemalloc.start()
     try:
         yield
