@@ -13,7 +13,7 @@ from attrs import frozen
 from . import vocabulary as words
 from . import vocabulary_streams as streams
 from .base import Adapter, Facts
-from .layer_norm_decoders import plain_mlp
+from .layer_norm_parts import plain_mlp
 from .sources import const, gated_norm, norm
 from .specs import Mamba2Spec, OtherMixerSpec, ResidualSpec
 from .vocabulary_mlps import TRANSFORMERS_MLP

@@ -13,7 +13,7 @@ from . import vllm_decoders as vllm
 from . import vocabulary as words
 from . import vocabulary_streams as streams
 from .base import Adapter, Facts
-from .layer_norm_decoders import plain_mlp
+from .layer_norm_parts import plain_mlp
 from .sources import const, layer_norm
 from .vocabulary_mlps import SGLANG_MLP
 

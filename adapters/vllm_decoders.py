@@ -11,7 +11,7 @@ from typing import Any
 from . import vocabulary as words
 from . import vocabulary_streams as streams
 from .base import Adapter, Facts
-from .layer_norm_decoders import plain_mlp
+from .layer_norm_parts import plain_mlp
 from .sources import const, layer_norm, norm
 from .vocabulary_mlps import VLLM_MLP
 

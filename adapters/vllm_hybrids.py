@@ -8,7 +8,7 @@ from . import vocabulary as words
 from . import vocabulary_streams as streams
 from .base import Adapter, Facts
 from .hybrids import GATE, NOT_AS_GIVEN, TRANSFORMERS_MAMBA2, Engine, other, stream_of
-from .layer_norm_decoders import plain_mlp
+from .layer_norm_parts import plain_mlp
 from .sources import gated_norm, norm
 from .vllm_decoders import FILES, mlp_of
 from .vocabulary_mlps import VLLM_MLP
