@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from . import vocabulary_streams as streams
 from .base import Facts
 from .layer_norm_parts import attention, plain_mlp
@@ -71,7 +73,7 @@ _BERT_FINALS = {
     "XLMRobertaXLEncoder": ("XLMRobertaXL", "layer", "LayerNorm"),
 }
 
-BERT_LAYERS = {
+BERT_LAYERS: dict[str, Facts | Sequence[Facts]] = {
     **{f"transformers:{name}SelfAttention": _BERT_ATTENTION for name in _BERTS},
     **{f"transformers:{name}Layer": (facts, _BERT_MLP) for name, facts in _BERTS.items()},
     **{f"transformers:{name}": streams.final_norm(_BERTS[of], *at) for name, (of, *at) in _BERT_FINALS.items()},

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .console import console, print_json, show
 from .models import registry_with
+from .progress import progress
 
 if TYPE_CHECKING:
-    from ..bench.measure import Step
     from ..bench.result import Result
 
 REPOSITORY_RESULTS = Path("bench") / "results"
@@ -50,6 +49,7 @@ def answer_bench(
     folder = writable(_default_folder() if out is None else out)
     registry = registry_with(files)
     warnings.filterwarnings("ignore", module=r"(torch|triton)\b")
+    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
     results: list[Result] = []
     unknown: bench.UnknownPeerError | None = None
     with contextlib.ExitStack() as processes:
@@ -64,7 +64,7 @@ def answer_bench(
         together = shared() if over_ranks and (names or ranks is not None) else None
         for name in dict.fromkeys(wanted):
             try:
-                with _progress() as step:
+                with progress() as step:
                     if name in over_ranks:
                         together = together or shared()
                     result = bench.run(
@@ -131,29 +131,3 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
 def _default_folder() -> Path:
     """Where the repository keeps its results, when run from its root; else here."""
     return REPOSITORY_RESULTS if REPOSITORY_RESULTS.is_dir() and Path("models.toml").is_file() else Path()
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Step]:
-    """A bar on a terminal; a line per step elsewhere. Both on stderr."""
-    logging.getLogger("torch._inductor").setLevel(logging.ERROR)
-    if not sys.stderr.isatty():
-        done = 0
-
-        def line(doing: str, total: int) -> None:
-            nonlocal done
-            done += 1
-            print(f"[{done}/{total}] {doing}", file=sys.stderr, flush=True)
-
-        yield line
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def advance(doing: str, total: int) -> None:
-            bar.update(task, description=doing, advance=1, total=total)
-
-        yield advance

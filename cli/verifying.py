@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .console import console, require_writable, show, write_text
 from .kinds import kinds_of, line_of
 from .models import registry_with
+from .progress import progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..verify import Step, Verified
+    from ..verify import Verified
 
 
 def answer_verify(
@@ -48,13 +47,14 @@ def answer_verify(
     quiet()
     out = console()
     results: list[Verified] = []
-    with _progress(len(entries) * job.steps_per_model()) as step:
+    total = len(entries) * job.steps_per_model()
+    with progress() as step:
         for entry in entries:
             result = job.verify(
                 entry,
                 registry=registry,
                 device=device,
-                step=lambda doing, name=entry.name: step(f"{name}: {doing}"),  # type: ignore[misc]
+                step=lambda doing, name=entry.name: step(f"{name}: {doing}", total),  # type: ignore[misc]
             )
             results.append(result)
             _show(result, out)
@@ -77,31 +77,6 @@ def quiet() -> None:
     torch._logging.set_logs(dynamo=logging.ERROR)
 
     transformers.utils.logging.set_verbosity_error()
-
-
-@contextlib.contextmanager
-def _progress(total: int) -> Iterator[Step]:
-    """A bar on a terminal; a line per step elsewhere, so that a log shows where the time goes. Both on stderr."""
-    if not sys.stderr.isatty():
-        done = 0
-
-        def line(doing: str) -> None:
-            nonlocal done
-            done += 1
-            print(f"[{done}/{total}] {doing}", file=sys.stderr, flush=True)
-
-        yield line
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=console(stderr=True), transient=True) as bar:
-        task = bar.add_task("starting", total=total)
-
-        def advance(doing: str) -> None:
-            bar.update(task, description=doing, advance=1)
-
-        yield advance
 
 
 def _show(result: Verified, to: Console) -> None:

@@ -1,0 +1,38 @@
+"""How far a command is that takes minutes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from .console import console
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str, int], None]]:
+    """A bar on a terminal; a line per step elsewhere, so that a log shows where the time goes. Both on stderr.
+
+    Yields:
+        What is called at each step, with what is done in it and how many steps there are in all.
+    """
+    if not sys.stderr.isatty():
+        done = 0
+
+        def line(doing: str, total: int) -> None:
+            nonlocal done
+            done += 1
+            print(f"[{done}/{total}] {doing}", file=sys.stderr, flush=True)
+
+        yield line
+        return
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (BarColumn(), TextColumn("{task.completed}/{task.total}"), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def advance(doing: str, total: int) -> None:
+            bar.update(task, description=doing, advance=1, total=total)
+
+        yield advance
