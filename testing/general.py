@@ -81,6 +81,9 @@ def general_recipe(model_type: str, *, headless: bool = False) -> Recipe | None:
         "gqa": GQA_KEYS,
         "gated_delta_net": linear,
     }
+    extras = {key: extra for key, extra in EXTRAS.items() if key in known}
+    if "indexed_attention" in (known.get("layer_types") or ()):  # layers with an indexer, which no spec speaks of
+        del extras["layer_types"]
     shared = "shared_expert_intermediate_size"
     return Recipe(
         config=config_class.__name__,
@@ -89,11 +92,11 @@ def general_recipe(model_type: str, *, headless: bool = False) -> Recipe | None:
             family: {field: tuple(key for key in keys if key in known) for field, keys in fields.items()}
             for family, fields in families.items()
         },
-        dense="intermediate_size",
+        dense="intermediate_size" if "intermediate_size" in known else None,
         shared=shared if shared in known else "moe_intermediate_size",
         small={key: value for key, value in _SMALL.items() if key in known},
         extra=(
-            *(_taken(extra, config_class) for key, extra in EXTRAS.items() if key in known),
+            *(_taken(extra, config_class) for extra in extras.values()),
             lambda entry: _softmax_scale(entry, known),
             lambda entry: _activation(entry, known),
             lambda entry: _rope(entry, known),

@@ -1,4 +1,6 @@
-"""How a models.toml entry becomes the config of a real transformers model: one recipe per `model_type`, as data.
+"""How a models.toml entry becomes the config of a real transformers model: the recipe of a `model_type`, as data.
+
+Most models have the one that `general` makes.
 
 A recipe says which classes to use, which config key each declared field goes to, and what to make small because no
 spec speaks of it: vocabulary, routed experts, the vision tower.
@@ -153,27 +155,6 @@ _KIMI_VISION = {
 }
 
 RECIPES: Mapping[str, Recipe] = {
-    "deepseek_v2": Recipe(
-        config="DeepseekV2Config",
-        model="DeepseekV2ForCausalLM",
-        keys={"mla": MLA_KEYS},
-        small=_DEEPSEEK_SMALL,
-        extra=(_first_dense,),
-    ),
-    "deepseek_v3": Recipe(
-        config="DeepseekV3Config",
-        model="DeepseekV3ForCausalLM",
-        keys={"mla": MLA_KEYS},
-        small=_DEEPSEEK_SMALL,
-        extra=(_first_dense, _rope_interleave),
-    ),
-    "deepseek_v32": Recipe(
-        config="DeepseekV32Config",
-        model="DeepseekV32ForCausalLM",
-        keys={"mla": MLA_KEYS},
-        small={**_DEEPSEEK_SMALL, "index_n_heads": 2, "index_topk": 16},
-        extra=(_first_dense,),
-    ),
     # transformers has no kimi_k2: its checkpoints are DeepSeek-V3's code.
     "kimi_k2": Recipe(
         config="DeepseekV3Config",
@@ -189,80 +170,6 @@ RECIPES: Mapping[str, Recipe] = {
         small=_DEEPSEEK_SMALL,
         extra=(_first_dense, _rope_interleave),
         around=("Kimi_K25Config", _KIMI_VISION),
-    ),
-    "kimi_linear": Recipe(
-        config="KimiLinearConfig",
-        model="KimiLinearForCausalLM",
-        keys={"mla": MLA_KEYS, "gated_delta_net": KDA_KEYS},
-        small={
-            **_VOCABULARY,
-            **_DENSE,
-            **_GROUPED,
-            "moe_intermediate_size": 16,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_shared_experts": 1,
-        },
-        extra=(_layer_types, _mlp_layer_types),
-    ),
-    "gpt_oss": Recipe(
-        config="GptOssConfig",
-        model="GptOssForCausalLM",
-        keys={"gqa": GQA_KEYS},
-        small={**_VOCABULARY, **_DENSE, "num_local_experts": 2, "num_experts_per_tok": 1},
-        extra=(_layer_types, _window),
-    ),
-    "qwen3_next": Recipe(
-        config="Qwen3NextConfig",
-        model="Qwen3NextForCausalLM",
-        keys={"gated_delta_net": GDN_KEYS, "gqa": GQA_KEYS},
-        small={
-            **_VOCABULARY,
-            **_DENSE,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-        },
-        shared="shared_expert_intermediate_size",
-        extra=(_layer_types, _dense_ones),
-    ),
-    "qwen3_5": Recipe(
-        config="Qwen3_5TextConfig",
-        model="Qwen3_5ForCausalLM",
-        keys={"gated_delta_net": GDN_KEYS, "gqa": GQA_KEYS},
-        small={**_VOCABULARY, **_DENSE},
-        extra=(_layer_types,),
-    ),
-    "qwen3_5_moe": Recipe(
-        config="Qwen3_5MoeTextConfig",
-        model="Qwen3_5MoeForCausalLM",
-        keys={"gated_delta_net": GDN_KEYS, "gqa": GQA_KEYS},
-        small={
-            **_VOCABULARY,
-            "moe_intermediate_size": 16,
-            "shared_expert_intermediate_size": 16,
-            "num_experts": 2,
-            "num_experts_per_tok": 1,
-        },
-        dense=None,
-        shared="shared_expert_intermediate_size",
-        extra=(_layer_types,),
-    ),
-    # No `head_dim` here: Glm4MoeLiteConfig takes it for another name of qk_rope_head_dim.
-    "glm4_moe_lite": Recipe(
-        config="Glm4MoeLiteConfig",
-        model="Glm4MoeLiteForCausalLM",
-        keys={"mla": MLA_KEYS},
-        small=_DEEPSEEK_SMALL,
-        extra=(_mlp_layer_types, _rope_interleave),
-    ),
-    "glm_moe_dsa": Recipe(
-        config="GlmMoeDsaConfig",
-        model="GlmMoeDsaForCausalLM",
-        keys={"mla": MLA_KEYS},
-        small={**_DEEPSEEK_SMALL, "index_n_heads": 2, "index_topk": 16},
-        extra=(_mlp_layer_types,),
     ),
     "longcat_flash": Recipe(
         config="LongcatFlashConfig",
@@ -281,7 +188,7 @@ RECIPES: Mapping[str, Recipe] = {
         extra=(_own_head_dim,),
     ),
 }
-"""The recipes by the `model_type` that entries declare."""
+"""By the `model_type` that entries declare, those that `general` makes none of, or another."""
 
 NOT_IN_TRANSFORMERS: Mapping[str, str] = {
     "kimi_k3": "transformers 5.23 has no kimi_k3; vLLM's layers of it are read instead (docs/engines.md)",

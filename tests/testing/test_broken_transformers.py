@@ -32,11 +32,11 @@ def broken(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
 
 def test_the_contract_says_what_is_wrong(broken: tuple[str, Path]) -> None:
     why, site = broken
-    done = run_python(MAIN.format(["contract", "deepseek-v3"]), site)
+    done = run_python(MAIN.format(["contract", "kimi-k2-instruct"]), site)
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("layerfuse: deepseek-v3 was held to nothing: the installed transformers cannot be used: ")
+    assert line.startswith("layerfuse: kimi-k2-instruct was held to nothing: the installed transformers cannot be used: ")
     assert why in line
     assert "install it anew" in line
 
