@@ -121,6 +121,15 @@ class ArgumentValueError(ArgumentError, ValueError):
     """An argument whose value the function does not take: the message names it, and says what it takes."""
 
 
+class UnknownNameError(LayerfuseError, LookupError):
+    """Nothing has this name. `known` holds the names that there are."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        self.name = name
+        self.known = tuple(known)
+        super().__init__(name, self.known)
+
+
 class SpecError(LayerfuseError, ValueError):
     """A spec whose numbers cannot all be true. `problems` holds one sentence each."""
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from ..adapters.errors import LayerfuseError, did_you_mean, shown
+from ..adapters.errors import LayerfuseError, UnknownNameError, did_you_mean, shown
 from ..fusion.catalog import UnknownFusionError as UnknownFusionError
 
 
@@ -16,13 +14,8 @@ class CannotMeasureError(LayerfuseError, RuntimeError):
     """Something that measuring needs is not here: torch, a device, any peer, a folder to write to."""
 
 
-class UnknownPeerError(LayerfuseError, LookupError):
+class UnknownPeerError(UnknownNameError):
     """No peer has this name. `known` holds the names that exist."""
-
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        self.name = name
-        self.known = tuple(known)
-        super().__init__(name, self.known)
 
     def __str__(self) -> str:
         return (

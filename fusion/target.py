@@ -11,16 +11,11 @@ from typing import Any
 import attrs
 from attrs import field, frozen
 
-from ..adapters.errors import ArgumentError, ArgumentValueError, LayerfuseError, did_you_mean, shown
+from ..adapters.errors import ArgumentError, ArgumentValueError, UnknownNameError, did_you_mean, shown
 
 
-class UnknownTargetError(LayerfuseError, LookupError):
+class UnknownTargetError(UnknownNameError):
     """A target name that is neither an architecture nor a GPU. `known` holds the names that are declared."""
-
-    def __init__(self, name: str, known: tuple[str, ...]) -> None:
-        self.name = name
-        self.known = known
-        super().__init__(name, known)
 
     def __str__(self) -> str:
         return (

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from ..adapters.errors import LayerfuseError, closest, cut, did_you_mean, shown
+from ..adapters.errors import LayerfuseError, UnknownNameError, closest, cut, did_you_mean, shown
 
 
 class ConflictError(LayerfuseError, ValueError):
@@ -72,27 +72,21 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-class UnknownModelError(LayerfuseError, LookupError):
+class UnknownModelError(UnknownNameError):
     """No models.toml entry has this name."""
 
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        self.name = name
-        self.known = tuple(known)
-        self.closest = tuple(closest(cut(name.lower(), 200), self.known))
-        super().__init__(name, self.known)
+    @property
+    def closest(self) -> tuple[str, ...]:
+        """The names that are most like it."""
+        return tuple(closest(cut(self.name.lower(), 200), self.known))
 
     def __str__(self) -> str:
         near = f"; did you mean {' or '.join(self.closest)}?" if self.closest else "."
         return f"no model is called {shown(self.name)}{near} `layerfuse models` lists all {len(self.known)}."
 
 
-class UnknownEngineError(LayerfuseError, LookupError):
+class UnknownEngineError(UnknownNameError):
     """No engine of this name is known."""
-
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        self.name = name
-        self.known = tuple(known)
-        super().__init__(name, self.known)
 
     def __str__(self) -> str:
         return f"no engine is called {shown(self.name)}{did_you_mean(self.name, self.known)} (known: {', '.join(self.known)})"

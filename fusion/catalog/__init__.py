@@ -11,13 +11,13 @@ import importlib
 import pkgutil
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
 import attrs
 
-from ...adapters.errors import FOREIGN, LayerfuseError, did_you_mean, said, shown
+from ...adapters.errors import FOREIGN, UnknownNameError, did_you_mean, said, shown
 from ...registry.entry_points import of_group
 from ..chain import COLLECTIVE, FAMILY, Fusion, FusionError
 from ..kernel_source import why_absent
@@ -42,13 +42,8 @@ class FusionPluginError(FusionError):
         super().__init__(f"entry point {plugin!r} of {package}: {problem}{stop} Fix the package, or uninstall it.")
 
 
-class UnknownFusionError(LayerfuseError, KeyError):
+class UnknownFusionError(UnknownNameError, KeyError):
     """No fusion has this name. `known` holds the names of the catalog."""
-
-    def __init__(self, name: str, known: Iterable[str]) -> None:
-        self.name = name
-        self.known = tuple(known)
-        super().__init__(name, self.known)
 
     def __str__(self) -> str:
         others = did_you_mean(self.name, self.known) or f". Known: {', '.join(self.known)}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...adapters.errors import LayerfuseError, cut, did_you_mean, shown
+from ...adapters.errors import LayerfuseError, UnknownNameError, cut, did_you_mean, shown
 
 
 class HeadsRefusedError(LayerfuseError, ValueError):
@@ -74,13 +74,8 @@ class MixedGroupError(LayerfuseError, ValueError):
         )
 
 
-class UnknownReleaseError(LayerfuseError, LookupError):
+class UnknownReleaseError(UnknownNameError):
     """A release of AITER that is not supported, or none at all. `known` lists the supported ones, oldest first."""
-
-    def __init__(self, name: str, known: Sequence[str]) -> None:
-        self.name = name
-        self.known = tuple(known)
-        super().__init__(name, self.known)
 
     def __str__(self) -> str:
         near = did_you_mean(self.name, self.known) or "."
