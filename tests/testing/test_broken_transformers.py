@@ -36,7 +36,9 @@ def test_the_contract_says_what_is_wrong(broken: tuple[str, Path]) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stderr
     (line,) = done.stderr.splitlines()
-    assert line.startswith("layerfuse: kimi-k2-instruct was held to nothing: the installed transformers cannot be used: ")
+    assert line.startswith(
+        "layerfuse: kimi-k2-instruct was held to nothing: the installed transformers cannot be used: "
+    )
     assert why in line
     assert "install it anew" in line
 
