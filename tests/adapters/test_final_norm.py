@@ -8,7 +8,7 @@ import attrs
 import pytest
 import standins_sglang
 from fake_ranks import cut, ranks
-from helpers import every_model, fresh_model, real_model
+from helpers import fresh_model, real_model
 from standins import Rank, module
 from torch import nn
 
@@ -31,19 +31,6 @@ def test_every_declared_model_ends_in_its_final_norm() -> None:
             width=entry.hidden_size, epsilon=entry.rms_norm_eps, weight_offset=entry.norm_weight_offset
         ), name
         assert sum(isinstance(spec, FinalNormSpec) for _, spec in specs) == 1, name
-
-
-@pytest.mark.parametrize("name", every_model())
-def test_every_real_model_gives_it_after_its_layers_with_the_path_of_the_model(name: str) -> None:
-    model = real_model(name)
-    found = registry.specs_in(model)
-    (final,) = final_norms(model)
-    assert found[-1] == final
-    path, spec = final
-    assert spec == registry.model(name).specs(engine="transformers")[-1][1]
-    assert spec.final_norm.module == "norm"
-    assert model.get_submodule(f"{path}.norm").weight.shape == (spec.hidden_size,)
-    assert registry.spec_for(model.get_submodule(path), path=path) == spec
 
 
 def test_it_is_read_live() -> None:
