@@ -47,7 +47,7 @@ RESIDUAL_WORDS = ("mlp_weight", "added_as_given", "last_linear", "mixture")
 """What a residual stream's facts may say besides: where the weights lie that tell over how many ranks the MLP is summed,
 whether what attention and MLP give is added as it is, where the linear is whose result is added last, and where a mixture of experts."""
 
-MAY_BE_UNSAID = ("rope", "parallel_residual", "post_norms")
+MAY_BE_UNSAID = ("rope", "parallel_residual", "post_norms", "shares_kv", "values_are_keys")
 """Fields that facts need not speak of: on the spec they then have their default."""
 
 Parsed: TypeAlias = tuple[Source, ...] | NormSource | RopeSource | tuple[NormSource, ...] | tuple[Path, ...]

@@ -38,6 +38,15 @@ _ATTENTIONS: tuple[tuple[Facts, str], ...] = (
         _WITH_SINKS.but(num_kv_heads="config.num_attention_heads / num_key_value_groups", v_head_dim="v_head_dim"),
         "MiMoV2Flash",
     ),
+    # Heads that differ between layers, and layers that read the keys and values of others.
+    (
+        _OF_THE_LAYER.but(
+            num_kv_heads="config.num_attention_heads / num_key_value_groups",
+            shares_kv="is_kv_shared_layer",
+            values_are_keys="use_alternative_attention",
+        ),
+        "Gemma4Text Gemma4UnifiedText",
+    ),
     # Set on the layers that slide alone.
     (_FULL.but(sliding_window=["sliding_window", _NO_WINDOW]), "Qwen2Moe"),
     (_WITH_SINKS, "Flint GraniteMoeSWA GraniteSWA"),
@@ -102,7 +111,7 @@ _MLPS: tuple[tuple[Facts, str], ...] = (
     (
         mlps.TRANSFORMERS_MLP,
         "AXK1 Afmoe AriaSharedExperts BailingHybrid Beam Cwm Dots1 Emu3 Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Flint Gemma Gemma2"
-        " Glm4Moe Granite GraniteSWA HYV3 HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Kolibri1 Laguna MiMoV2Flash Ministral Ministral3 Mistral Olmo2 Olmo3 Qwen2 Qwen2Moe Qwen3Moe SeedOss SmolLM3"
+        " Gemma4Text Gemma4UnifiedText Glm4Moe Granite GraniteSWA HYV3 HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX Kolibri1 Laguna MiMoV2Flash Ministral Ministral3 Mistral Olmo2 Olmo3 Qwen2 Qwen2Moe Qwen3Moe SeedOss SmolLM3"
         " SolarOpen VaultGemma",
     ),
     (_MERGED_MLP, "Glm Glm4 Phi3 Phi4Multimodal"),

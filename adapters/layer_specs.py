@@ -215,6 +215,11 @@ class GQASpec(LayerSpec):
     "Tokens a query sees, itself included, or None where it sees all."
     has_sinks: bool = of_kind("flag")
     "Whether each query head has a learned sink logit in the softmax."
+    shares_kv: bool = of_kind("flag", default=False)
+    """Whether it reads the keys and values that an earlier layer of its kind made (Gemma 4), so that it projects none and has no cache.
+    The heads are then those of what it reads."""
+    values_are_keys: bool = of_kind("flag", default=False)
+    "Whether its values are what the key projection gives, so that there is no other projection (Gemma 4); they are cached all the same."
 
     @property
     def num_kv_head_replicas(self) -> int:

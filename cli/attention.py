@@ -106,6 +106,8 @@ def _cache(specs: Sequence[tuple[str, Any]], asked: Asked) -> list[dict[str, Any
             width = spec.latent_width
         elif isinstance(spec, GQASpec):
             width, window = spec.num_local_kv_heads * (spec.head_dim + spec.v_head_dim), spec.sliding_window
+            if spec.shares_kv:
+                width = 0
         else:
             continue
         per_token = width * ITEM_SIZE[asked.kv]

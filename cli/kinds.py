@@ -134,7 +134,7 @@ def rows_of(spec: Any) -> list[tuple[str, str]]:
         width = f"{spec.head_dim}" + (f", value {spec.v_head_dim}" if spec.v_head_dim != spec.head_dim else "")
         return [
             ("heads", f"{spec.num_heads} total, {spec.num_local_heads} local"),
-            ("key/value heads", f"{spec.num_kv_heads} total, {spec.num_local_kv_heads} local{replicas}"),
+            ("key/value heads", f"{spec.num_kv_heads} total, {spec.num_local_kv_heads} local{replicas}{_whose(spec)}"),
             ("head dim", width),
             ("softmax scale", f"{spec.softmax_scale:.7g}"),
             ("sliding window", "off" if spec.sliding_window is None else f"{spec.sliding_window} tokens"),
@@ -211,7 +211,7 @@ def line_of(spec: Any) -> str:
     if isinstance(spec, GQASpec):
         window = "full" if spec.sliding_window is None else f"window {spec.sliding_window}"
         sinks = ", sinks" if spec.has_sinks else ""
-        return f"{spec.num_heads} heads over {spec.num_kv_heads} key/value heads of {spec.head_dim}, {window}{sinks}"
+        return f"{spec.num_heads} heads over {spec.num_kv_heads} key/value heads of {spec.head_dim}{_whose(spec)}, {window}{sinks}"
     if isinstance(spec, MLPSpec):
         return f"{spec.intermediate_size} wide, {spec.activation}" + (
             "" if isinstance(spec, GatedMLPSpec) else ", no gate"
@@ -235,6 +235,13 @@ DERIVED = (
     "num_kv_head_replicas",
 )
 """Properties that the JSON of a spec lists beside its fields, where the spec has them."""
+
+
+def _whose(spec: GQASpec) -> str:
+    """Where keys and values come from, if not from projections of the layer's own."""
+    if spec.shares_kv:
+        return " (an earlier layer's)"
+    return " (values are the keys)" if spec.values_are_keys else ""
 
 
 def spec_dict(spec: Any) -> dict[str, Any]:

@@ -159,6 +159,10 @@ class GQAKind:
     "Width of one value head, where it is not head_dim."
     softmax_scale: float | None = None
     "Only where it is not head_dim ** -0.5."
+    shares_kv: bool = False
+    "Whether these layers read the keys and values that an earlier layer made (Gemma 4), and make none."
+    values_are_keys: bool = False
+    "Whether their values are what the key projection gives (Gemma 4)."
     stream_norms: StreamNorms = None
     """Only where others than two norms read the residual stream in these layers. "none": they stand on what attention and MLP give.
     "one": the layer is this alone, with a norm in front, and no MLP (Nemotron-H)."""
@@ -176,6 +180,8 @@ class GQAKind:
             softmax_scale=max(self.head_dim, 1) ** -0.5 if self.softmax_scale is None else self.softmax_scale,
             sliding_window=None if self.sliding_window == "off" else self.sliding_window,
             has_sinks=self.has_sinks,
+            shares_kv=self.shares_kv,
+            values_are_keys=self.values_are_keys,
         )
 
 

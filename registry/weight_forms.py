@@ -36,8 +36,16 @@ def forms(spec: Any) -> tuple[list[Form], Form]:
     if isinstance(spec, GQASpec):
         queries, values = spec.num_heads * spec.head_dim, spec.num_heads * spec.v_head_dim
         keys, kv_values = spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.v_head_dim
-        out = {"o_proj": (hidden, values)}
-        cut = out | {"k_proj": (keys, hidden), "v_proj": (kv_values, hidden)}
+        out, of_keys, of_values = (
+            {"o_proj": (hidden, values)},
+            {"k_proj": (keys, hidden)},
+            {"v_proj": (kv_values, hidden)},
+        )
+        if spec.shares_kv:  # some checkpoints hold what no layer reads
+            return [out | {"q_proj": (queries, hidden)}], of_keys | of_values
+        if spec.values_are_keys:
+            return [out | of_keys | {"q_proj": (queries, hidden)}], {}
+        cut = out | of_keys | of_values
         return [
             cut | {"q_proj": (queries, hidden)},
             cut | {"q_proj": (queries + values, hidden)},  # with the output's gate

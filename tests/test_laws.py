@@ -249,11 +249,13 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         for attribute in attrs.fields(spec)
         if attribute.default is not attrs.NOTHING
     }
-    # An ordinary norm adds nothing to its weight, and an ordinary layer what its blocks give, one behind the other, with norms in front; where it was read and what reads it are no geometry. None says that
+    # An ordinary norm adds nothing to its weight, an ordinary attention projects keys and values, and an ordinary layer adds what its blocks give, one behind the other, with norms in front; where it was read and what reads it are no geometry. None says that
     # nothing was read, or that nothing says it.
     assert defaults == {
         *(f"{mlp}.{field}" for mlp in ("GatedMLPSpec", "MLPSpec") for field in ("quant", "unquantised", "feeds")),
         "MLASpec.rope",
+        "GQASpec.shares_kv",
+        "GQASpec.values_are_keys",
         "ResidualSpec.parallel_residual",
         "ResidualSpec.post_norms",
         "ExpertsSpec.beside_mlp",

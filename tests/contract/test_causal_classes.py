@@ -60,6 +60,10 @@ REASONS: Mapping[str, str] = {
     "DiffLlamaForCausalLM": "the difference of two attentions, which no spec describes",
     "DogeForCausalLM": "a stream that is multiplied with weights before others add to it, which no spec describes",
     "FalconH1ForCausalLM": "MLPs that multiply their gate by a factor, which no spec describes",
+    **dict.fromkeys(
+        [f"Gemma4{name}For{what}" for name in ("", "Unified") for what in ("CausalLM", "ConditionalGeneration")],
+        "a stream that is multiplied by a weight behind each layer's last add, which no spec describes",
+    ),
     "HeliumForCausalLM": "its classes are not declared: they are those of the example in the docs",
     "HrmTextForCausalLM": "two stacks of layers that run in turns over one stream, with norms without weights, which no spec describes",
     "JetMoeForCausalLM": "attention with experts for heads, which no spec describes",
@@ -174,7 +178,12 @@ def check(specs: list[tuple[str, Any]], config: Any) -> None:
         assert spec.hidden_size == config.hidden_size, path
         if isinstance(spec, GQASpec):
             doubled = config.model_type == "mimo_v2_flash" and spec.sliding_window is not None
-            assert (spec.num_heads, spec.num_kv_heads) == (heads, kv_heads * 2 if doubled else kv_heads), path
+            of_layer = kv_heads * 2 if doubled else kv_heads
+            if config.model_type.startswith("gemma4"):
+                layer = config.per_layer_config[spec.layer_index]
+                of_layer = layer.num_key_value_heads
+                assert spec.head_dim == layer.head_dim, path
+            assert (spec.num_heads, spec.num_kv_heads) == (heads, of_layer), path
             assert spec.sliding_window == window(config, spec.layer_index), path
         if isinstance(spec, MLPSpec) and not isinstance(spec, GatedMLPSpec):
             names = ["intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner", "dff"]

@@ -39,6 +39,8 @@ _NAMED: Mapping[str, Any] = {
     "has_bias": True,
     "parallel_residual": False,
     "has_sinks": False,
+    "shares_kv": False,
+    "values_are_keys": False,
     "has_norm": True,
     "tp_size": 1,
     "tp_rank": 0,

@@ -1,4 +1,4 @@
-"""Heads that change from layer to layer: what `inspect` writes from a config is what transformers' own layers say."""
+"""Heads that change from layer to layer, and layers that read what others made: as transformers' own layers have them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from layerfuse import registry
-from layerfuse.adapters import GQASpec
+from layerfuse.adapters import GatedMLPSpec, GQASpec
+from layerfuse.cli.attention import Asked, attention_data
+from layerfuse.registry import files
 from layerfuse.registry.inspect import ConfigError, inspect
+from layerfuse.registry.spec_json import from_json, to_json
+from layerfuse.registry.weight_forms import forms
 
 transformers = pytest.importorskip("transformers")
 
@@ -142,3 +146,68 @@ def test_latent_attention_has_no_such_keys() -> None:
     }
     with pytest.raises(ConfigError, match="swa_num_attention_heads = 4: heads that differ between layers"):
         of_config(config)
+
+
+# ---- layers that read what others made
+
+GEMMA_4: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "global_head_dim": 64,
+    "layer_types": TYPES,
+    "sliding_window": 16,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 16,
+}
+
+
+@pytest.mark.parametrize("name", ["Gemma4", "Gemma4Unified"])
+@pytest.mark.parametrize(
+    ("changes", "full", "shared"),
+    [
+        ({"num_kv_shared_layers": 2}, (4, 64, False), [False, False, True, True]),
+        ({"attention_k_eq_v": True, "num_global_key_value_heads": 2}, (2, 64, True), [False] * 4),
+    ],
+)
+def test_gemma_4_s_layers_differ_in_heads_and_in_whose_keys_they_read(
+    name: str, changes: dict[str, Any], full: tuple[int, int, bool], shared: list[bool]
+) -> None:
+    text = getattr(transformers, f"{name}TextConfig")(**SMALL, **GEMMA_4, **changes)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(text)
+    read = registry.specs_in(model, of=GQASpec)
+    assert [(s.num_kv_heads, s.head_dim, s.values_are_keys) for _, s in read] == [full, *[(4, 32, False)] * 2, full]
+    assert [spec.shares_kv for _, spec in read] == shared
+    assert [spec.sliding_window for _, spec in read] == [None, 16, 16, None]
+    for path, spec in read:
+        assert (spec.num_heads, spec.softmax_scale, spec.hidden_size) == (8, 1.0, 512)
+        children = model.get_submodule(path).named_children()
+        linears = {child: tuple(it.weight.shape) for child, it in children if isinstance(it, torch.nn.Linear)}
+        assert forms(spec)[0][0] == linears
+    mlps = registry.specs_in(model, of=GatedMLPSpec)
+    assert {(spec.intermediate_size, spec.activation) for _, spec in mlps} == {(512, "gelu_tanh")}
+
+
+def test_an_entry_says_what_its_layers_read() -> None:
+    entry = files.parse(
+        """
+        [models.mine]
+        adapter = "decoders"
+        source = "made up"
+        num_hidden_layers = 3
+        hidden_size = 512
+        rms_norm_eps = 1e-6
+        layers.full = { family = "gqa", num_heads = 8, num_kv_heads = 2, head_dim = 64, sliding_window = "off", has_sinks = false, at = [0], values_are_keys = true }
+        layers.sliding = { family = "gqa", num_heads = 8, num_kv_heads = 4, head_dim = 32, sliding_window = 16, has_sinks = false, at = [1] }
+        layers.shared = { family = "gqa", num_heads = 8, num_kv_heads = 4, head_dim = 32, sliding_window = 16, has_sinks = false, at = [2], shares_kv = true }
+        """
+    )["mine"]
+    specs = entry.specs(tp=2)
+    found = [spec for _, spec in specs if isinstance(spec, GQASpec)]
+    assert [(s.num_local_kv_heads, s.head_dim, s.values_are_keys, s.shares_kv) for s in found] == [
+        *((1, 64, True, False), (2, 32, False, False), (2, 32, False, True))
+    ]
+    assert from_json(json.loads(json.dumps(to_json(specs)))) == specs
+    cached = {row["kind"]: row["bytes_per_token_and_layer"] for row in attention_data(specs, "sm90", Asked())["cache"]}
+    assert [*cached.values()] == [2 * 2 * 64, 2 * 2 * 2 * 32, 0]
