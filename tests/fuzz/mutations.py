@@ -1,6 +1,7 @@
 """Documents that are wrong in ways nobody thought of: seeded, so that the number of a case is the case.
 
-Each test runs for LAYERFUSE_FUZZ_SECONDS (a few seconds if it is not set), beginning at case LAYERFUSE_FUZZ_FIRST.
+Each test runs for LAYERFUSE_FUZZ_SECONDS (a few seconds if it is not set), or through LAYERFUSE_FUZZ_CASES cases however long they take,
+beginning at case LAYERFUSE_FUZZ_FIRST.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 SECONDS = float(os.environ.get("LAYERFUSE_FUZZ_SECONDS", "4"))
+CASES = int(os.environ.get("LAYERFUSE_FUZZ_CASES", "0"))
 FIRST = int(os.environ.get("LAYERFUSE_FUZZ_FIRST", "0"))
 
 ODD: tuple[Any, ...] = (
@@ -27,10 +29,10 @@ ODD: tuple[Any, ...] = (
 
 
 def cases(seconds: float | None = None) -> Iterator[random.Random]:
-    """A source of chance for each case, until the time is up."""
+    """A source of chance for each case, until the time is up, or for as many as are wanted."""
     end = time.monotonic() + (SECONDS if seconds is None else seconds)
     number = FIRST
-    while time.monotonic() < end:
+    while number < FIRST + CASES if CASES and seconds is None else time.monotonic() < end:
         source = random.Random(number)
         source.number = number  # type: ignore[attr-defined]
         yield source

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import math
 import random
+import tempfile
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from mutations import SECONDS, garbled, mutated, tried
+from mutations import CASES, SECONDS, garbled, mutated, tried
 
 from layerfuse import registry
 from layerfuse.registry.safetensors import _BITS, INDEX, WeightsError, read_headers
@@ -94,6 +95,8 @@ def one(path: Path, chance: random.Random) -> str:
 def test_any_checkpoint_is_weighed_or_refused(tmp_path: Path) -> None:
     for name in SHORT:
         small(name)
-    found = tried(partial(one, tmp_path))
+    in_memory = Path("/dev/shm")  # a new file on a disk takes longer than all that is done with it
+    with tempfile.TemporaryDirectory(dir=in_memory if in_memory.is_dir() else tmp_path) as folder:
+        found = tried(partial(one, Path(folder)))
     assert min(found["refused"], found["differs"], found["holds"]) * 50 > found.total()
-    assert found.total() >= (100_000 if SECONDS >= 1200 else 1)
+    assert found.total() >= (100_000 if SECONDS >= 1200 and not CASES else 1)
