@@ -141,6 +141,10 @@ class ModelEntry:
             SpecError: the kinds claim a layer twice, or one that does not exist.
         """
         claimed, problems = _claims(self.num_hidden_layers, "mlps", self.mlps)
+        if self.attentions_per_layer > 1 and SHARED_EXPERTS in claimed:
+            problems.append(
+                f"mlps.{SHARED_EXPERTS}: of {self.attentions_per_layer} MLPs in a layer, which stands beside its experts is not known"
+            )
         if self.num_hidden_layers == len(claimed) and any(claimed):
             kinds = self.kind_at()
             problems += [

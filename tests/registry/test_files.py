@@ -90,6 +90,14 @@ def test_layers_may_be_at_regular_distances() -> None:
     assert files.parse(text)["mine"].kind_at() == ["delta", "mla", "delta", "delta"]
 
 
+def test_shared_experts_in_layers_of_several_mlps_are_refused() -> None:
+    table = {**files.tomllib.loads(MODELS_TOML.read_text())["models"]["deepseek-v2-lite"], "attentions_per_layer": 2}
+    with pytest.raises(
+        CatalogError, match=r"mlps\.shared_experts: of 2 MLPs in a layer, which stands beside its experts"
+    ):
+        files.structure({"models": {"mine": table}}, "mine.toml")
+
+
 def test_a_file_goes_round_unchanged() -> None:
     for entries in (files.read_file(MODELS_TOML), files.parse(with_class('[{ like = "vllm:MLAAttention" }]'))):
         document = files.unstructure(entries)
