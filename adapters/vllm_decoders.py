@@ -87,6 +87,7 @@ _TORCHS: dict[str, Any] = {"epsilon": "eps"}
 _COHERE = layer_norm("input_layernorm", epsilon="variance_epsilon")
 _1P = [layer_norm(each, epsilon="eps", has_bias=const(True), **_ZERO_CENTRED) for each in NAMES]
 _GQA = words.VLLM_GQA
+_MLA = streams.VLLM_RESIDUAL.but(layer_index={"path": "self_attn.attn.layer_name", "as": "name_index"})
 
 _MODELS: dict[str, tuple[str, Facts, Facts]] = {
     "afmoe": ("Afmoe", _GQA, stream(("input_layernorm", "pre_mlp_layernorm"), **_NOT_AS_GIVEN)),
@@ -100,9 +101,10 @@ _MODELS: dict[str, tuple[str, Facts, Facts]] = {
     "cohere2_moe": ("Cohere2Moe", _GQA, stream([_COHERE], **_AT_ONCE, unless="uses_rms_norm")),
     "exaone_moe": ("ExaoneMoe", _GQA, stream()),
     "granitemoe": ("GraniteMoe", _GQA, stream(mlp="block_sparse_moe", **_NOT_AS_GIVEN)),
-    "hy_v3": ("HYV3", _GQA, stream()),
+    "hy_v3": ("HYV3", _GQA, stream(also=["mlp.shared_mlp.gate_up_proj"])),
     "laguna": ("Laguna", _GQA, stream(up=["gate_proj", "up_proj"])),
     "minicpm": ("MiniCPM", _GQA, stream(**_NOT_AS_GIVEN)),
+    "minicpm3": ("MiniCPM3", words.VLLM_MLA_EXPANDED, _MLA.but(**_NOT_AS_GIVEN)),
     "nemotron": ("Nemotron", _GQA, stream(_1P, up=["up_proj"])),
     "orion": ("Orion", _GQA, stream(like=_TORCHS)),
     "solar": ("Solar", _GQA, stream()),

@@ -24,7 +24,11 @@ from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import Door
 from .decode_facts import TAKES, beside
 from .keys import check_table
+from .native_fusions import by_transformers
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
+
+_BY_TRANSFORMERS = "vllm.model_executor.models.transformers."
+"""vLLM's classes around the code of transformers, or of a checkpoint."""
 
 
 def units_of(
@@ -48,6 +52,10 @@ def units_of(
     """
     config = options.config()
     stops = config.strict and not draft and options.asks
+    if _is_transformers(model):
+        of = (draft and draft_of(vllm_config)) or vllm_config.model_config
+        _nothing(model, by_transformers("vLLM", str(of.architectures[0])), stops)
+        return
     text = _run_by_text(model)
     everywhere = dict(registry.unknown_in(model))
     unknown = {layer: cls for layer, cls in everywhere.items() if _is_below(layer, text)}
@@ -169,6 +177,11 @@ def _is_last_stage() -> bool:
     from vllm.distributed import parallel_state
 
     return not parallel_state.model_parallel_is_initialized() or bool(parallel_state.get_pp_group().is_last_rank)
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    """Whether vLLM has no code of its own for a model's layers."""
+    return any(f"{cls.__module__}.".startswith(_BY_TRANSFORMERS) for cls in type(model).__mro__)
 
 
 def _run_by_text(model: nn.Module) -> str:

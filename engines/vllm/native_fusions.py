@@ -13,7 +13,7 @@ from attrs import frozen
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 from ...fusion.sites import FINAL
-from .decode_facts import SPARSE_MODELS, why_no_mla
+from .decode_facts import CLASS, SPARSE_MODELS, why_no_mla
 from .switches import is_set
 
 _PER_QUANT = ("static_quant", "per_token_quant", "group_quant")
@@ -227,6 +227,11 @@ CODE = (
 COPIED = frozenset({"KimiK3ForConditionalGeneration", "KimiLinearForCausalLM"})
 """Whose delta nets norm inside of an op, which copies the result out of itself before a linear reads it."""
 
+BY_ITSELF = frozenset({"MiniCPM3ForCausalLM"})
+"""Whose MLA layers are written out in the code of the model, where each latent norm is called by itself."""
+
+NO_WRAPPER = f"vLLM's code of this model has no {CLASS[1]}"
+
 APART = {
     **{
         architecture: {
@@ -254,6 +259,13 @@ def by_code(architectures: Iterable[str], place: Place) -> dict[str, Code]:
         and each.vendor in (None, place.vendor)
         for name in each.fusions
     }
+
+
+def by_transformers(vllm: str, architecture: str) -> str:
+    """Why nothing is fused in a model that vLLM has no code of its own for, as a sentence."""
+    return (
+        f"{vllm} runs {architecture} by transformers' code with linears of its own in it, which layerfuse does not read"
+    )
 
 
 INSTEAD = "naming the fusion takes it instead"
@@ -296,7 +308,7 @@ def uncompiled(reason: str, architectures: Iterable[str], place: Place, seams: I
     if not COPIED.isdisjoint(architectures):
         copied = "vLLM copies what the norm of this delta net gives before a linear reads it"
         refuses |= dict.fromkeys(quantised("gated_rms_norm"), copied)
-    no_mla = why_no_mla(architectures)
+    no_mla = why_no_mla(architectures) or (None if BY_ITSELF.isdisjoint(architectures) else NO_WRAPPER)
     if no_mla is not None:
         for name in ("mla_dual_rms_norm", *quantised("mla_dual_rms_norm")):
             refuses[name] = f"{no_mla}, and calls each of their norms by itself"

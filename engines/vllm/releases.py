@@ -26,6 +26,9 @@ class Release:
     "Architectures that run in breakable CUDA graphs on NVIDIA's GPUs, and are not compiled: of those in models.toml."
     seams: frozenset[str]
     "Fusions that can go in at module level where nothing is compiled (`seams.SEAMS`)."
+    without: frozenset[str]
+    """Architectures of models.toml that it has no code of its own for, so that it runs transformers'. Mistral 4 it reads in Mistral's
+    own format, and runs by DeepSeek's code. Not recorded of 0.26."""
 
 
 _EVERYWHERE = (
@@ -37,7 +40,7 @@ _EVERYWHERE = (
 RELEASES = {
     release.name: release
     for release in (
-        Release(name="0.26", breakable=frozenset(), seams=frozenset(_EVERYWHERE)),
+        Release(name="0.26", breakable=frozenset(), seams=frozenset(_EVERYWHERE), without=frozenset()),
         Release(
             name="0.33",
             breakable=frozenset(
@@ -49,6 +52,16 @@ RELEASES = {
                 }
             ),
             seams=frozenset({*_EVERYWHERE, "mla_dual_rms_norm", *native_fusions.quantised("mla_dual_rms_norm")}),
+            without=frozenset(
+                {
+                    "CwmForCausalLM",
+                    "Olmo2ForCausalLM",
+                    "SeedOssForCausalLM",
+                    "SmolLM3ForCausalLM",
+                    "SolarOpenForCausalLM",
+                    "YoutuForCausalLM",
+                }
+            ),
         ),
     )
 }
@@ -84,6 +97,9 @@ def engine_of(
         raise UnknownReleaseOfVllmError(f"nothing is recorded of vLLM {cut(name)}; known: {', '.join(RELEASES)}")
     if is_set(BATCH_INVARIANT):
         return Engine(name="vllm", refuses={"*": INVARIANT})
+    architectures = tuple(architectures)
+    if architectures and RELEASES[name].without.issuperset(architectures):
+        return Engine(name="vllm", refuses={"*": native_fusions.by_transformers(f"vLLM {name}", architectures[0])})
     place = native_fusions.Place(
         vendor=target.vendor, arch=target.arch, ranks=ranks, aiter=is_set("VLLM_ROCM_USE_AITER")
     )

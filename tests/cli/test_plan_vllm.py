@@ -173,6 +173,27 @@ def test_without_mla_nothing_at_module_level_takes_the_latent_norms(run, monkeyp
         assert (kind == "refused" and reason.startswith("VLLM_MLA_DISABLE is set")) == switched
 
 
+def test_latent_norms_that_vllms_code_calls_by_themselves_have_no_place_at_module_level(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", DUAL)
+    kind, reason = decisions(run, "minicpm3-4b", "--target", "sm90", "--enforce-eager")["latents", DUAL]
+    assert kind == "refused" and reason.startswith("vLLM's code of this model has no MultiHeadLatentAttentionWrapper")
+    assert decisions(run, "minicpm3-4b", "--target", "sm90")["latents", DUAL][0] == "expected"
+
+
+def test_a_model_that_vllm_runs_by_transformers_code_has_no_fusion(run, monkeypatch):
+    """Whatever is switched on: its layers are transformers', with linears of vLLM's in them."""
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "all")
+    for model, version, runs in (
+        ("smollm3-3b", "0.33", False),
+        ("seed-oss-36b", "0.33", False),
+        ("seed-oss-36b", "0.26", True),
+    ):
+        found = decisions(run, model, "--target", "sm90", "--engine-version", version)
+        kind, reason = found["post_attention", ADD]
+        assert (kind == "expected") == runs, (model, version, reason)
+        assert runs or (kind == "refused" and "by transformers' code" in reason and f"vLLM {version} runs" in reason)
+
+
 MIXTURES = {
     "deepseek-v2-lite": 26,
     "deepseek-v3": 58,

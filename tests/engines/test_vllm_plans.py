@@ -1,0 +1,188 @@
+"""What `layerfuse plan --engine vllm` says beforehand is what is planned when vLLM has loaded that model: every architecture of models.toml.
+
+vLLM's own classes on the meta device, of small configs, as an H100 would have them. Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+from vllm_host import config_on_cpu, import_model, vllm_parallel, without_gpu  # isort: skip  (before vllm)
+import vllm.config.vllm as configs
+from helpers import ROOT
+from test_vllm_classes import config_of
+from test_vllm_specs import BLOCK, PER_TOKEN
+from vllm.config import CompilationMode, set_current_vllm_config
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models import ModelRegistry, registry
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm_layers import RELEASE, fp8_kernel
+
+from layerfuse.cli.main import main
+from layerfuse.engines.host import enter
+from layerfuse.engines.options import Options
+from layerfuse.engines.vllm import loading, native_fusions
+from layerfuse.engines.vllm.host import VLLM
+from layerfuse.engines.vllm.releases import NEWEST, RELEASES
+from layerfuse.fusion import Target
+
+pytestmark = pytest.mark.skipif(RELEASE != NEWEST, reason="which code an older release has is not recorded")
+
+H100 = Target.named("sm90")
+MODELS = tomllib.loads((ROOT / "models.toml").read_text())["models"]
+ARCHITECTURES = sorted({name for model in MODELS.values() for name in model["architectures"]})
+OWN = {
+    name: place
+    for name, place in {**registry._TEXT_GENERATION_MODELS, **registry._MULTIMODAL_MODELS}.items()
+    if place[0] != "transformers"
+}
+"""Architecture -> file and class of vLLM's own."""
+BREAKABLE = RELEASES[RELEASE].breakable
+
+
+def test_architectures_without_code_in_vllm_are_recorded() -> None:
+    assert RELEASES[RELEASE].without == {name for name in ARCHITECTURES if name not in OWN} - {"Mistral4ForCausalLM"}
+
+
+@contextlib.contextmanager
+def loaded(folder: Path, tp: int, eager: bool, kernel: str | None) -> Iterator[tuple[Any, Any]]:
+    """The model of a config, as vLLM has it on the second of two H100s or on one, and vLLM's config."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    file, cls = OWN.get(name, ("transformers", "TransformersForCausalLM"))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(without_gpu())
+        if kernel is not None:
+            stack.enter_context(fp8_kernel(kernel))
+        model_class = import_model(f"{'' if file.startswith('vllm') else 'vllm.model_executor.models.'}{file}:{cls}")
+        ModelRegistry.register_model(name, model_class)
+        config = config_on_cpu(
+            str(folder),
+            tp=tp,
+            rank=tp - 1,
+            model={"dtype": "bfloat16", "max_model_len": 512, "language_model_only": True, "enforce_eager": eager},
+            compilation={"mode": CompilationMode.NONE},
+            whole_experts=True,
+        )
+        compilation = config.compilation_config
+        if not eager and name not in BREAKABLE:
+            compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
+        for each in native_fusions.PASSES:
+            setattr(compilation.pass_config, each.switch, False)
+        for each in native_fusions.PASSES:
+            if each.vendor == "nvidia" and each.by_default and H100.arch in (each.archs or (H100.arch,)):
+                setattr(compilation.pass_config, each.switch, True)
+        stack.enter_context(mock.patch.object(loading, "_target_of", return_value=H100))
+        if not eager and BREAKABLE:
+            listed = "default_breakable_cudagraph_architectures"
+            stack.enter_context(mock.patch.object(configs, listed, return_value=BREAKABLE))
+        stack.enter_context(set_current_vllm_config(config))
+        stack.enter_context(vllm_parallel(tp, tp - 1))
+        stack.enter_context(set_default_torch_dtype(torch.bfloat16))
+        stack.enter_context(torch.device("meta"))
+        yield initialize_model(config, model_class=model_class), config
+
+
+def beforehand(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> collections.Counter[Any]:
+    """Role, fusion, decision, tokens and reason -> at how many sites, by the command."""
+    capsys.readouterr()
+    asked = ["--engine", "vllm", "--engine-version", RELEASE, "--target", "sm90", "--json", *arguments]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", str(folder), *asked])
+    assert not ended.value.code
+    found: collections.Counter[Any] = collections.Counter()
+    for kind in json.loads(capsys.readouterr().out)["kinds"]:
+        for role, several in kind["sites"].items():
+            for d in several:
+                found[role, d["fusion"], d["decision"], d["tokens"], _said(d["reason"])] += d["sites"]
+    return found
+
+
+def when_loaded(model: Any, config: Any, options: Options) -> collections.Counter[Any]:
+    """The same of what is planned in the model's compiled module, or in its modules."""
+    units = list(loading.units_of(config, model, options))
+    return collections.Counter(
+        (site.role, d.fusion, d.kind, str(d.tokens), _said(d.reason))
+        for _, unit in units
+        for site in unit.plan.sites
+        for d in unit.plan.at(site.name)
+    )
+
+
+def _said(reason: str) -> str:
+    """Without the release, which a loaded vLLM does not say, and how much is known of the head, which no model that is compiled holds."""
+    head = re.sub(r"^(the linears that read the final site).*", r"\1", reason)
+    return head.replace(f"vLLM {RELEASE} runs", "vLLM runs")
+
+
+NAMED = ("add_rms_norm", "mla_dual_rms_norm", "gated_rms_norm", "all_reduce_add_rms_norm")
+WAYS: dict[str, dict[str, Any]] = {
+    "two ranks": {"tp": 2},
+    "fp8 in blocks": {"fp8": (BLOCK, "triton:TritonFp8BlockScaledMMKernel")},
+    "fp8 per token, two ranks, all of it": {
+        "tp": 2,
+        "fp8": (PER_TOKEN, "cutlass:CutlassFP8ScaledMMLinearKernel"),
+        "fusions": ("all",),
+    },
+    "enforce_eager, named": {"eager": True, "fusions": NAMED},
+}
+UNFIT = {"DeepseekV2ForCausalLM", "MiniCPM3ForCausalLM"}
+"""Whose default configs have sizes that blocks of 128 do not divide."""
+ASKS = {
+    "Mistral4ForCausalLM": "vLLM reads its checkpoint in Mistral's own format, and runs DeepSeek's code (MistralLarge3ForCausalLM)",
+    "Gemma3ForConditionalGeneration": "it asks for torchvision",
+    "KimiK25ForConditionalGeneration": "transformers has no config for it (`test_vllm_specs.py` has its layers)",
+    "KimiK3ForConditionalGeneration": "transformers has no config for it (`test_vllm_specs.py` has its layers)",
+    "OlmoHybridForCausalLM": "it asks for Triton's allocator while it is imported",
+}
+"""Which cannot be built here."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_plan_made_beforehand_is_the_one_of_the_loaded_model(
+    name: str, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Site by site of a role: the decisions, their reasons, and how many there are."""
+    asked = WAYS[way]
+    if name in ASKS or (name in UNFIT and "blocks" in way):
+        pytest.skip(ASKS.get(name, "blocks do not divide it"))
+    tp, eager, fusions = asked.get("tp", 1), asked.get("eager", False), asked.get("fusions")
+    quantization, kernel = asked.get("fp8", (None, None))
+    enter(VLLM)
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join(fusions or ()))
+    config = {**config_of(name), **({} if quantization is None else {"quantization_config": quantization})}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    more = ["--enforce-eager"] if eager else []
+    plan = beforehand(tmp_path, capsys, "--tp", str(tp), "--rank", str(tp - 1), *more)
+    with loaded(tmp_path, tp, eager, kernel) as (model, config):
+        real = when_loaded(model, config, Options(fusions=fusions))
+    if name not in OWN or (name in BREAKABLE and not fusions):  # nothing is looked for
+        assert not real and not {key for key in plan if key[2] in ("expected", "fallback")}
+        return
+    assert plan and plan == real
+
+
+def test_strict_stops_where_vllm_runs_the_code_of_transformers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its layers hold linears of vLLM's, which no adapter of transformers' layers reads."""
+    enter(VLLM)
+    (tmp_path / "config.json").write_text(json.dumps(config_of("SmolLM3ForCausalLM")))
+    why = "vLLM runs SmolLM3ForCausalLM by transformers' code with linears of its own in it, which layerfuse does not read"
+    with loaded(tmp_path, 1, False, None) as (model, config):
+        with pytest.raises(loading.NotFusedError, match=why):
+            list(loading.units_of(config, model, Options(fusions=NAMED, strict=True)))
+        assert not list(loading.units_of(config, model, Options(fusions=NAMED)))
+    assert f"nothing is fused in TransformersForCausalLM: {why}" in caplog.text
