@@ -54,7 +54,7 @@ def units_of(
     stops = config.strict and not draft and options.asks
     if _is_transformers(model):
         of = (draft and draft_of(vllm_config)) or vllm_config.model_config
-        _nothing(model, by_transformers("vLLM", str(of.architectures[0])), stops)
+        nothing(model, by_transformers("vLLM", str(of.architectures[0])), stops)
         return
     text = _run_by_text(model)
     everywhere = dict(registry.unknown_in(model))

@@ -80,7 +80,7 @@ def as_installed(powers_of_two: bool = False) -> Iterator[None]:
         mock.patch.object(KERNELS, "flashinfer_fp8_blockscale_gemm", _flashinfer),
         mock.patch.object(KERNELS, "fp8_gemm_nt", _deep_gemm),
         mock.patch.object(inside, "native_function"),  # which would find the two
-        mock.patch.object(loading, "_target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
+        mock.patch.object(loading, "target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
     ):
         yield
 

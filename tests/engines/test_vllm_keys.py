@@ -411,7 +411,7 @@ def test_a_policy_that_changes_between_two_starts_is_followed_by_the_next(
             for place in places:
                 stack.enter_context(mock.patch(f"layerfuse.{place}.shipped", lambda policy=policy: policy))
             stack.enter_context(fp8("cutlass:CutlassFp8BlockScaledMMKernel"))
-            stack.enter_context(mock.patch.object(loading, "_target_of", return_value=Target.named("sm90")))
+            stack.enter_context(mock.patch.object(loading, "target_of", return_value=Target.named("sm90")))
             stack.enter_context(mock.patch.object(defaults, "arch_here", return_value="sm90"))
             stack.enter_context(start(tmp_path, layerfuse=None, **given))()
         found = [line for line in lines(caplog) if "expected" in line]

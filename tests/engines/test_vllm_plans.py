@@ -83,7 +83,7 @@ def loaded(folder: Path, tp: int, eager: bool, kernel: str | None) -> Iterator[t
         for each in native_fusions.PASSES:
             if each.vendor == "nvidia" and each.by_default and H100.arch in (each.archs or (H100.arch,)):
                 setattr(compilation.pass_config, each.switch, True)
-        stack.enter_context(mock.patch.object(loading, "_target_of", return_value=H100))
+        stack.enter_context(mock.patch.object(loading, "target_of", return_value=H100))
         if not eager and BREAKABLE:
             listed = "default_breakable_cudagraph_architectures"
             stack.enter_context(mock.patch.object(configs, listed, return_value=BREAKABLE))

@@ -244,7 +244,7 @@ def test_without_a_word_what_was_measured_faster_is_fused_on_hopper(
     """No option at all, as installing it leaves vLLM; the plan is for sm90, and the ops run as on a CPU."""
     with (
         fp8(COLUMNS),
-        mock.patch.object(loading, "_target_of", return_value=Target.named("sm90")),
+        mock.patch.object(loading, "target_of", return_value=Target.named("sm90")),
         mock.patch.object(defaults, "arch_here", return_value="sm90"),
         started(name, tmp_path, dtype="bfloat16", overrides=overrides) as engine,
     ):

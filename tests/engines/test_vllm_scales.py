@@ -85,7 +85,7 @@ def on_cuda() -> Iterator[None]:
             "apply_block_scaled_mm",
             lambda _, A, B, As, Bs: torch.ops.layerfuse_tests.block_product(A, B, As, Bs),
         ),
-        mock.patch.object(loading, "_target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
+        mock.patch.object(loading, "target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
     ):
         yield
 

@@ -71,7 +71,7 @@ def on(arch: str | None) -> Iterator[None]:
         yield
         return
     with (
-        mock.patch.object(loading, "_target_of", return_value=Target.named(arch)),
+        mock.patch.object(loading, "target_of", return_value=Target.named(arch)),
         mock.patch.object(defaults, "arch_here", return_value=arch),
     ):
         yield

@@ -308,7 +308,7 @@ def fp8(kernel: str) -> Iterator[None]:
     with (
         fp8_kernel(kernel),
         mock.patch.object(cls, product, plain),
-        mock.patch.object(loading, "_target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
+        mock.patch.object(loading, "target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
     ):
         yield
 
