@@ -47,8 +47,8 @@ RESIDUAL_WORDS = ("mlp_weight", "added_as_given", "last_linear", "mixture")
 """What a residual stream's facts may say besides: where the weights lie that tell over how many ranks the MLP is summed,
 whether what attention and MLP give is added as it is, where the linear is whose result is added last, and where a mixture of experts."""
 
-MAY_BE_UNSAID = ("rope", "parallel_residual", "post_norms", "shares_kv", "values_are_keys")
-"""Fields that facts need not speak of: on the spec they then have their default."""
+MAY_BE_UNSAID = ("rope", "q_norm", "k_norm", "parallel_residual", "post_norms", "shares_kv", "values_are_keys")
+"""Fields that facts need not speak of where a spec has a default for them, which it then has."""
 
 Parsed: TypeAlias = tuple[Source, ...] | NormSource | RopeSource | tuple[NormSource, ...] | tuple[Path, ...]
 
@@ -94,7 +94,7 @@ class Facts:
 
     def liked(self, said: Iterable[str] = ()) -> Facts:
         """The same facts for a class that is like this one, and has `said` these fields itself."""
-        inherited = frozenset(name for name in MAY_BE_UNSAID if name in self.words and name not in said)
+        inherited = frozenset(name for name in _unsaid(self.spec) if name in self.words and name not in said)
         if inherited == self.inherited:
             return self
         alike = copy.copy(self)  # parsed already, which takes longer than all else of a large file
@@ -122,6 +122,11 @@ def fields_of(spec: type[Any]) -> dict[str, str]:
     return {a.name: kind_of(a) for a in attrs.fields(spec) if a.name not in unread}
 
 
+def _unsaid(spec: type[Any]) -> tuple[str, ...]:
+    """Of `MAY_BE_UNSAID`, what this spec has a default for."""
+    return tuple(a.name for a in attrs.fields(spec) if a.name in MAY_BE_UNSAID and a.default is not attrs.NOTHING)
+
+
 def words_of(spec: type[Any]) -> tuple[str, ...]:
     """All that facts may speak of: the fields, and what says how the layer was sharded."""
     sharded = LAYER_WORDS if issubclass(spec, LayerSpec) else ()
@@ -134,7 +139,7 @@ def _parse_words(spec: type[Any], words: Mapping[str, Any]) -> dict[str, Parsed]
     for name in words:
         if name not in allowed:
             raise FactsError(f"{spec.__name__} has no field {shown(name)}{did_you_mean(name, allowed)}")
-    missing = [name for name in kinds if name not in words and name not in MAY_BE_UNSAID]
+    missing = [name for name in kinds if name not in words and name not in _unsaid(spec)]
     for pair in spec.pairs if shardable else ():
         if (pair.total in missing) != (pair.local in missing):
             missing = [name for name in missing if name not in (pair.total, pair.local)]

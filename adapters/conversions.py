@@ -51,6 +51,13 @@ def _rope_scaling(config: Any) -> float:
     return rope_attention_scaling(config.rope_parameters, config.max_position_embeddings)
 
 
+def _rope_width(config: Any) -> int:
+    """Columns of a head that are turned, as transformers has it (`modeling_rope_utils`): all of them unless a config says which part."""
+    rope = config.rope_parameters
+    part = rope.get("partial_rotary_factor", 1.0)
+    return int(config.head_dim * part)
+
+
 def rope_attention_scaling(rope: Mapping[str, Any], longest: int | None) -> float:
     """What cos and sin are multiplied with, as transformers has it (`modeling_rope_utils.ROPE_INIT_FUNCTIONS`).
 
@@ -165,6 +172,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "present": _present,
     "not": _negated,
     "rope_scaling": _rope_scaling,
+    "rope_width": _rope_width,
     "none": _nothing,
     "length": _length,
     "inverse_root": _inverse_root,

@@ -28,7 +28,8 @@ _ATTENTIONS: tuple[tuple[Facts, str], ...] = (
         "Apertus Arcee AriaText Emu3 Ernie4_5 Ernie4_5_Moe FlexOlmo Gemma Glm Glm4 Glm4Moe Granite GraniteMoe GraniteMoeShared"
         " HYV3 HunYuanDenseV1 HunYuanMoEV1 HyperCLOVAX MiniMaxM2 Olmo2 SeedOss SolarOpen",
     ),
-    (_OF_THE_LAYER, "Afmoe Beam Cwm Dots1 Gemma2 Mellum Ministral Olmo3 Qwen2 Qwen3Moe SmolLM3 VaultGemma"),
+    (_OF_THE_LAYER, "Afmoe Beam Cwm Dots1 Gemma2 Mellum Ministral Olmo3 Qwen2 SmolLM3 VaultGemma"),
+    (_OF_THE_LAYER.but(**words.qk_norms("variance_epsilon"), rope=words.TRANSFORMERS_QK_ROPE), "Qwen3Moe"),
     (_OF_THE_CONFIG, "Ministral3 Mistral Mixtral Olmoe"),
     # Kept by the layers that do not slide, too.
     (_FULL.but(sliding_window={"path": "sliding_window", "where": "is_sliding"}), "Exaone4 ExaoneMoe Kolibri1"),
@@ -179,9 +180,19 @@ _VLLM_MLPS = {
 _FILES = "vllm.model_executor.models"
 
 
+_WITH_QK_NORMS = words.VLLM_GQA.but(**words.qk_norms("variance_epsilon"), rope=words.QK_ROPE_MODULE)
+
+
 def _vllm(facts: Facts, models: Mapping[str, str]) -> dict[str, Facts]:
-    parts = {"Attention": words.VLLM_GQA, "DecoderLayer": facts, "Model": streams.final_norm(facts)}
-    return {f"{_FILES}.{file}:{name}{end}": part for file, name in models.items() for end, part in parts.items()}
+    parts = {"DecoderLayer": facts, "Model": streams.final_norm(facts)}
+    return {
+        f"{_FILES}.{file}:{name}{end}": part
+        for file, name in models.items()
+        for end, part in {
+            "Attention": _WITH_QK_NORMS if name in ("Qwen3", "Qwen3Moe") else words.VLLM_GQA,
+            **parts,
+        }.items()
+    }
 
 
 DECODERS = Adapter(

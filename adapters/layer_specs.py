@@ -220,6 +220,12 @@ class GQASpec(LayerSpec):
     The heads are then those of what it reads."""
     values_are_keys: bool = of_kind("flag", default=False)
     "Whether its values are what the key projection gives, so that there is no other projection (Gemma 4); they are cached all the same."
+    q_norm: NormSpec | None = of_kind("optional_norm", default=None)
+    "Norm of each query head, as wide as a head. None: there is none, or nothing says it; norms over all heads at once have no field."
+    k_norm: NormSpec | None = of_kind("optional_norm", default=None)
+    "Norm of each key head, likewise; the two come together."
+    rope: RopeSpec | None = of_kind("optional_rope", default=None)
+    "How query and key are turned: the first columns of each head. None: nothing says it, and `qk_norm_rope` leaves the layer alone."
 
     @property
     def num_kv_head_replicas(self) -> int:
@@ -230,6 +236,13 @@ class GQASpec(LayerSpec):
         yield from LayerSpec._contradictions(self)
         if self.num_heads % self.num_kv_heads:
             yield f"num_heads: {self.num_heads} is no multiple of num_kv_heads {self.num_kv_heads}"
+        if (self.q_norm is None) != (self.k_norm is None):
+            yield f"k_norm: the norms of query and key come together, got {self.q_norm} and {self.k_norm}"
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            if norm is not None and norm.width != self.head_dim:
+                yield f"{name}: width {norm.width} is not the head_dim {self.head_dim}"
+        if self.rope is not None and self.rope.width > self.head_dim:
+            yield f"rope: width {self.rope.width} is more than the head_dim {self.head_dim}"
 
 
 @frozen(kw_only=True)

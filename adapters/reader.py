@@ -7,7 +7,7 @@ the same values, which need not be checked twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
@@ -65,6 +65,7 @@ from .specs import (
 from .values import VALUES, same
 
 S = TypeVar("S")
+P = TypeVar("P", NormSource, RopeSource)
 _Convert: TypeAlias = Callable[[Any], Any]
 _Places: TypeAlias = Iterable[tuple[str, tuple[Source, ...]]]
 
@@ -261,9 +262,9 @@ class Reading:
             ):
                 values[name] = None
             elif kind in ("norm", "optional_norm", *GATED):
-                values[name] = self.norm(name, parsed, kind in GATED)
+                values[name] = self.or_unsaid(name, parsed, partial(self.norm, gated=kind in GATED))
             elif kind == "optional_rope":
-                values[name] = self.rope_or_unsaid(name, parsed)
+                values[name] = self.or_unsaid(name, parsed, self.rope)
             elif kind == "norms":
                 values[name] = self.norms(name, parsed, may_lack=values.get("parallel_residual") is True)
             elif kind == "activation_quant":
@@ -357,10 +358,10 @@ class Reading:
         how = {name: None, "unquantised": said} if isinstance(said, str) else {name: said}
         return {**how, "feeds": (spec,)}
 
-    def rope_or_unsaid(self, name: str, source: RopeSource) -> RopeSpec | None:
-        """None where the class did not speak of it itself, and the layer has nothing at the places of the class that it is like."""
+    def or_unsaid(self, name: str, source: P, read: Callable[[str, P], S]) -> S | None:
+        """None where the class did not speak of a norm or rope itself, and the layer has nothing at the places of the class that it is like."""
         try:
-            return self.rope(name, source)
+            return read(name, source)
         except MissingAttributeError as error:
             # A module that is there says all of its rope, and what fails in its own way is not absent.
             partly = source.module is not None and error.field != name

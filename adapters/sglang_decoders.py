@@ -63,6 +63,7 @@ def mlp(facts: Facts = SGLANG_MLP, down: str = "down_proj") -> Facts:
 
 
 _GQA = attention()
+_QK_NORMS = _GQA.but(**words.qk_norms("variance_epsilon"), rope=words.QK_ROPE_MODULE)
 _USUAL = stream()
 _SCALED = stream(**_NOT_AS_GIVEN)
 _SPARSE = stream(mlp="block_sparse_moe")
@@ -108,8 +109,8 @@ _MODELS: dict[str, tuple[str, Facts, Facts]] = {
     "phimoe": ("PhiMoE", _GQA, stream(like=_TORCHS, mlp="block_sparse_moe")),
     "qwen2": ("Qwen2", _GQA, _USUAL),
     "qwen2_moe": ("Qwen2Moe", _GQA, _USUAL),
-    "qwen3": ("Qwen3", _GQA, _USUAL),
-    "qwen3_moe": ("Qwen3Moe", _GQA, _USUAL),
+    "qwen3": ("Qwen3", _QK_NORMS, _USUAL),
+    "qwen3_moe": ("Qwen3Moe", _QK_NORMS, _USUAL),
     "solar": ("Solar", _GQA, _USUAL),
     "xverse": ("Xverse", _GQA, _USUAL),
     "xverse_moe": ("Xverse", _GQA, _USUAL),

@@ -168,6 +168,25 @@ ATOM_MLA_KERNEL = Facts(
     },
 )
 
+# ---- query and key ---------------------------------------------------------------------------------------------------
+
+
+def qk_norms(epsilon: str, **norms: Any) -> dict[str, Any]:
+    """The norms of each query and key head; what reads them is the rope."""
+    return {name: norm(name, epsilon=epsilon, **norms) for name in ("q_norm", "k_norm")}
+
+
+TRANSFORMERS_QK_ROPE = rope(
+    width=_read_as("config", "rope_width"),
+    interleaved=const(False),
+    attention_scaling=_read_as("config", "rope_scaling"),
+    table=const("values"),
+)
+"""Of a model that computes cos and sin once, as most of transformers."""
+QK_ROPE_MODULE = _rope_module("rotary_emb", "cos_sin")
+"""Of vLLM and SGLang."""
+ATOM_QK_ROPE = _rope_module("rotary_emb", "cos_and_sin")
+
 # ---- gated delta nets ------------------------------------------------------------------------------------------------
 
 _KDA_HEADS = {

@@ -94,6 +94,16 @@ def silu_mul(gate: Tensor, up: Tensor, limit: float) -> Tensor:
     return F.silu(gate) * up
 
 
+def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str) -> Tensor:
+    """Of heads (tokens, heads, width), in their dtype, as vLLM's native form has it."""
+    c, s = (table[positions].unsqueeze(1).to(x.dtype) for table in (cos, sin))
+    turned, rest = x[..., : 2 * c.shape[-1]], x[..., 2 * c.shape[-1] :]
+    first, second = turned.chunk(2, -1) if pairs == "halves" else (turned[..., ::2], turned[..., 1::2])
+    both = first * c - second * s, second * c + first * s
+    whole = torch.cat(both, -1) if pairs == "halves" else torch.stack(both, -1).flatten(-2)
+    return torch.cat([whole, rest], -1)
+
+
 def quantise_static(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """By a given scale of one element."""
     return (values.float() / scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
@@ -119,6 +129,7 @@ EAGER: Arithmetic = {
     "_norm": _torch_norm,
     "_gated_norm": _gated(_torch_norm),
     "_silu_mul": silu_mul,
+    "_rope": rope,
     "_store": lambda value, rows: value.to(rows.dtype),
 }
 """PyTorch's own operations one after another, with a rounding after each."""
@@ -143,6 +154,7 @@ def _in(dtype: torch.dtype) -> Arithmetic:
         "_norm": norm,
         "_gated_norm": _gated(norm, dtype),
         "_silu_mul": lambda gate, up, limit: silu_mul(gate.to(dtype), up.to(dtype), limit),
+        "_rope": rope,
         "_pad": _padded,
     }
 

@@ -14,7 +14,7 @@ from attrs import frozen
 from ..adapters.errors import shown
 from ..fusion.catalog import FUSIONS
 from ..fusion.chain import Form, Fusion
-from ..fusion.declare import Exponents, Like, Packed, Padded, Quantised, Result, Rows, Weight
+from ..fusion.declare import Exponents, Index, Like, Packed, Padded, Quantised, Result, Rows, Table, Weight
 from .errors import BenchError, UnknownFusionError
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 ITEM_SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of one element of a dtype."""
+
+INDEX_SIZE = 8
+"""Bytes of one position of a token."""
 
 EPSILON = 1e-6
 """Of every norm, where widths are given instead of a model."""
@@ -74,6 +77,10 @@ class Case:
     ue8m0: bool
     ranks: int = 1
     "How many sum the rows, one GPU or process each."
+    kv_heads: int | None = None
+    "Heads of the key, where it has as many as it likes; None elsewhere."
+    turned: int | None = None
+    "Columns of each head that a rope turns; None where there is none."
 
     @property
     def declared(self) -> Fusion:
@@ -89,15 +96,21 @@ class Case:
         """The chain that is measured, and its op."""
         return next(form for form in self.declared.forms if form.op.name == self.op)
 
+    def heads_of(self, rows: Rows) -> int | None:
+        """Heads of an argument of kind `Rows`; None where it is (tokens, width)."""
+        return self.kv_heads if rows.own_heads and rows.like is not None else self.heads
+
     def width_of(self, name: str) -> int:
         """Columns of an argument of kind `Rows`, its heads joined."""
-        return self.widths[rows_of(self.form.op, name).width] * (self.heads or 1)
+        rows = rows_of(self.form.op, name)
+        return self.widths[rows.width] * (self.heads_of(rows) or 1)
 
     def shape_of(self, result: Result, tokens: int) -> tuple[int, ...]:
         """Of one result."""
         width = self.width_of(result.of)
         if isinstance(result, Like):
-            return (tokens, width) if self.heads is None else (tokens, self.heads, width // self.heads)
+            heads = self.heads_of(rows_of(self.form.op, result.of))
+            return (tokens, width) if heads is None else (tokens, heads, width // heads)
         if isinstance(result, Padded):
             return tokens, self.padded_width or width
         if isinstance(result, Quantised):
@@ -109,11 +122,14 @@ class Case:
         return tokens, 1 if self.group_size is None else -(-width // self.group_size)
 
     def bytes_read(self, tokens: int) -> int:
-        """The rows of every token, the weights and a static scale, each once."""
+        """The rows of every token with its row of a rope's tables, the weights and a static scale, each once."""
         op, size = self.form.op, ITEM_SIZES[self.dtype]
         rows = sum(self.width_of(rows.name) for rows in op.rows)
         weights = sum(self.widths[rows_of(op, each.of).width] for each in op.args if isinstance(each, Weight))
-        return tokens * rows * size + weights * ITEM_SIZES[self.weight_dtype] + 4 * (self.quant == "static")
+        if self.turned is not None:
+            rows += len(names_of(op, Table)) * self.turned // 2
+        index = INDEX_SIZE * len(names_of(op, Index))
+        return tokens * (rows * size + index) + weights * ITEM_SIZES[self.weight_dtype] + 4 * (self.quant == "static")
 
     def bytes_written(self, tokens: int) -> int:
         """All results of every token, the scales included, each once."""

@@ -1,6 +1,6 @@
 """Whether a peer's results are right: every element, against float64.
 
-What is right is the form's chain in float64. A norm may err by its roundings, a sum by one, and padding not at all. A
+What is right is the form's chain in float64. A norm may err by its roundings, a turned one by those of its pair, a sum by one, and padding not at all. A
 quantised value may err by half a step of its format at its size, a scale by float32's rounding, and an exponent of the MX
 formats not at all; a peer that quantises the rounded norm is held to that norm's rounding on top. A sum over ranks may err as
 float32's additions do, and where it is rounded before the residual is added, by that rounding too (`sums`).
@@ -84,7 +84,7 @@ def check(
             width = work.case.width_of(result.of) if isinstance(result, Padded) else got.shape[-1]
             is_sum = add is not None and result.name == add.out
             slack = None if more is None else more.total if is_sum else more.norm
-            off = _norm_error(got[..., :width], exact[..., :width], slack)
+            off = _norm_error(got[..., :width], exact[..., :width], slack, work.case.turned)
             error = max(error, off, key=_nan_above_all)
             problems.append(_rounding_problem(work, off, "sum" if is_sum else "norm"))
             # NaN is not zero either: a padding that was not written.
@@ -141,9 +141,14 @@ def _listed(shapes: list[Any]) -> str:
     return ", ".join(f"{dtype} {shape}".removeprefix("torch.") for shape, dtype in shapes)
 
 
-def _norm_error(got: Tensor, right: Tensor, slack: Tensor | None) -> float:
+def _norm_error(got: Tensor, right: Tensor, slack: Tensor | None, turned: int | None) -> float:
     info = torch.finfo(got.dtype)
-    unit = right.abs().clamp_(min=info.tiny).mul_(info.eps)
+    size = right.abs()
+    if turned is not None:  # what a turned column is the difference of is as large as its pair
+        first, second, rest = size.split([turned // 2, turned // 2, right.shape[-1] - turned], -1)
+        pair = torch.hypot(first, second)
+        size = torch.cat([pair, pair, rest], -1)
+    unit = size.clamp_(min=info.tiny).mul_(info.eps)
     # silu of -90 is -90 / (1 + exp(90)), and exp(90) is infinite in float32: such a gate may be zero.
     off = (got.double() - right).abs_().sub_(128 * torch.finfo(torch.float32).tiny)
     error = (off if slack is None else off.sub_(slack)).div_(unit).max()  # NaN goes through

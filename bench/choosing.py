@@ -25,7 +25,7 @@ from ..fusion.declare import (
     WeightOffset,
 )
 from ..fusion.sites import LATENTS, ROLES, Site, sites_of
-from ..fusion.steps import GATES, Add, GatedNorm, Quant, SiluMul
+from ..fusion.steps import GATES, Add, GatedNorm, Quant, Rope, SiluMul
 from .cases import EPSILON, ITEM_SIZES, MX_COLUMNS, Case, forms, known_form, names_of, rows_of, step_of, whole_numbers
 from .errors import BenchError
 
@@ -39,7 +39,7 @@ GROUP_SIZE = 128
 PAD_MULTIPLE = 256
 """Of what padded results are as wide as, unless told otherwise."""
 
-MODELS = ("deepseek-v3", "qwen3-next-80b-a3b")
+MODELS = ("deepseek-v3", "qwen3-next-80b-a3b", "qwen3-4b")
 """Whose widths are taken where nothing is asked for: the first that has a site."""
 PADDED_MODELS = ("gpt-oss-20b",)
 """Likewise where something is padded: a width that is no multiple of anything."""
@@ -64,7 +64,11 @@ class Options:
     ue8m0: bool = False
     "Scales that are powers of two."
     heads: int | None = None
-    "Of a gated norm."
+    "Of a gated norm, or of a query."
+    kv_heads: int | None = None
+    "Of a key; as many as of the query if not given."
+    turned: int | None = None
+    "Columns of each head that a rope turns; all of them if not given."
     pad_to: int | None = None
     "Columns of a padded result; the next multiple of 256 if not given."
     weight_offset: float | None = None
@@ -142,8 +146,14 @@ def make_case(
     asked = attrs.asdict(options)
     options = attrs.evolve(options, **{name: its for name, its in shape.given.items() if asked[name] is None})
     quant, op, gated = step_of(form, Quant), form.op, step_of(form, GatedNorm)
-    if gated is not None and options.heads is None:
+    if op.rows[0].heads and options.heads is None:
         raise BenchError(f"{name} norms head by head, so widths given by hand need --heads")
+    if step_of(form, Rope) is not None:
+        width = shape.widths[op.rows[0].width]
+        turned = options.turned or width // 2 * 2
+        if turned > width or turned % 2:
+            raise BenchError(f"a rope turns pairs of columns of a head of {width}, got {turned}")
+        options = attrs.evolve(options, kv_heads=options.kv_heads or options.heads, turned=turned)
     offsets = shape.weight_offsets
     if options.weight_offset is not None:
         offsets = dict.fromkeys(names_of(op, WeightOffset), options.weight_offset)
@@ -153,7 +163,7 @@ def make_case(
         name=shape.name,
         widths=shape.widths,
         heads=options.heads,
-        row_width=_row_width(form, shape),
+        row_width=_row_width(form, shape, options),
         padded_width=_padded_width(form, shape, options),
         epsilons=shape.epsilons,
         weight_offsets=offsets,
@@ -169,6 +179,8 @@ def make_case(
         tma_aligned=options.tma_aligned,
         ue8m0=options.ue8m0,
         ranks=ranks,
+        kv_heads=options.kv_heads,
+        turned=options.turned,
     )
     if quant is not None and quant.format.mx and case.width_of(op.rows[0].name) % MX_COLUMNS:
         raise BenchError(f"{name} has one exponent per {MX_COLUMNS} columns: the width must be a multiple of that")
@@ -190,10 +202,11 @@ def _refusals(name: str, form: Form, options: Options) -> Iterator[str]:
         yield f"{name} quantises nothing, so it has no {'ue8m0 scales' if options.ue8m0 else 'fp8 format'} to choose"
     if options.group_size is not None and options.group_size not in GROUP_SIZES:
         yield f"the group size must be one of {', '.join(map(str, GROUP_SIZES))}, got {shown(options.group_size)}"
-    if options.heads is not None and options.heads < 1:
-        yield f"heads must be at least 1, got {options.heads}"
+    for what, count in (("heads", options.heads), ("kv_heads", options.kv_heads), ("turned", options.turned)):
+        if count is not None and count < 1:
+            yield f"{what} must be at least 1, got {count}"
     takes, flags = {type(argument) for argument in op.args}, {argument.name for argument in op.args}
-    gates = (options.heads, options.activation, options.gate_first)
+    gates = (options.activation, options.gate_first)
     grouped = options.group_size is not None or options.column_major or options.tma_aligned
     for asked, can, said in (
         (
@@ -206,9 +219,15 @@ def _refusals(name: str, form: Form, options: Options) -> Iterator[str]:
         (options.column_major, COLUMN_MAJOR.name in flags, "has row-major scales only"),
         (options.tma_aligned, TMA_ALIGNED.name in flags, "has no TMA-aligned scales"),
         (
-            gates != (None,) * 3,
+            gates != (None,) * 2,
             step_of(form, GatedNorm) is not None,
-            "has no gated norm, so it takes no heads and no gate",
+            "has no gated norm, so it takes no gate",
+        ),
+        (options.heads is not None, op.rows[0].heads, "norms no heads, so it takes no number of them"),
+        (
+            (options.kv_heads, options.turned) != (None, None),
+            step_of(form, Rope) is not None,
+            "has no rope, so it takes no heads of a key and no columns that are turned",
         ),
         (options.pad_to is not None, PaddedWidth in takes, "pads nothing"),
         (options.weight_offset is not None, WeightOffset in takes, "takes no offset of its weights"),
@@ -235,7 +254,9 @@ def _padded_width(form: Form, shape: _Shape, options: Options) -> int | None:
     return wanted
 
 
-def _row_width(form: Form, shape: _Shape) -> int | None:
+def _row_width(form: Form, shape: _Shape, options: Options) -> int | None:
+    if step_of(form, Rope) is not None:  # the values follow, as many as there are keys
+        return ((options.heads or 1) + 2 * (options.kv_heads or 1)) * shape.widths[form.op.rows[0].width]
     after = shape.columns_after
     return None if after is None else sum(shape.widths[rows.width] for rows in form.op.rows) + after
 
@@ -338,8 +359,11 @@ def _at(site: Site, form: Form) -> dict[str, Any] | str:
 
 
 def _gate_of(site: Site, form: Form) -> dict[str, Any]:
-    """What a site says of a gate: heads, activation and order, or the clamp of a gated MLP."""
+    """What a site says of a gate, heads, activation and order, or the clamp of a gated MLP; or of a rope, heads and columns."""
     spec: Any = site.spec
+    if step_of(form, Rope) is not None:
+        turned = None if spec.rope is None else spec.rope.width or None
+        return {"heads": spec.num_local_heads, "kv_heads": spec.num_local_kv_heads, "turned": turned}
     if step_of(form, GatedNorm) is not None:
         norm: Any = site.norms[0]
         heads = spec.gated_norm_shape[0]

@@ -6,7 +6,7 @@ tensors of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,14 @@ from ..fusion.declare import (
     Argument,
     GroupName,
     GroupSize,
+    Index,
     Limit,
     Number,
     PaddedWidth,
     QuantDtype,
     Rows,
     StaticScale,
+    Table,
     Weight,
 )
 from ..fusion.steps import AllReduce, GatedNorm, Quant, SiluMul
@@ -37,6 +39,8 @@ FEWEST_SETS, MOST_SETS = 8, 64
 """On a GPU; on a CPU, whose cache may outsize anything that is worth the time, always the fewest."""
 STATIC_SCALE = 0.02
 """Of a norm of about one: the largest values are near the middle of fp8's range, and few are clamped."""
+POSITIONS, ROPE_BASE = 8192, 1e6
+"""Rows of the tables of a rope, and Qwen3's base of its frequencies."""
 CACHES = 4
 """How many times the last-level cache all sets together should hold."""
 
@@ -51,7 +55,7 @@ class Work:
     sets: tuple[tuple[Tensor, ...], ...]
     "The arguments of kind `Rows` in the op's order, (tokens, width) or (tokens, heads, width) each."
     weights: dict[str, Tensor]
-    "By argument, (width,) each; a static scale, (1,)."
+    "By argument, (width,) each; a static scale, (1,); the tables of a rope, halves of one, and a position for each token."
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +82,9 @@ def arguments(case: Case, rows: Sequence[Tensor], weights: Mapping[str, Tensor])
     op = case.form.op
     tensors = {**{each.name: tensor for each, tensor in zip(op.rows, rows, strict=True)}, **weights}
     return tuple(
-        tensors[argument.name] if isinstance(argument, Rows | Weight | StaticScale) else _constant(case, argument)
+        tensors[argument.name]
+        if isinstance(argument, Rows | Weight | StaticScale | Table | Index)
+        else _constant(case, argument)
         for argument in op.args
     )
 
@@ -139,15 +145,20 @@ def make(case: Case, tokens: int, device: torch.device, sets: int, seed: int = 0
         return torch.randn(*shape, device=device, generator=of)
 
     def tensor(width: int, of: torch.Generator = generator) -> Tensor:
-        rows = normal(tokens, width, of=of).mul_(normal(tokens, 1, of=of).mul_(spread).exp_()).to(DTYPES[case.dtype])
-        return rows if case.heads is None else rows.unflatten(-1, (case.heads, -1))
+        return normal(tokens, width, of=of).mul_(normal(tokens, 1, of=of).mul_(spread).exp_()).to(DTYPES[case.dtype])
+
+    def headed(several: Iterable[Tensor]) -> tuple[Tensor, ...]:
+        counts = [case.heads_of(each) for each in op.rows]
+        return tuple(
+            x if count is None else x.unflatten(-1, (count, -1)) for x, count in zip(several, counts, strict=True)
+        )
 
     def rows() -> tuple[Tensor, ...]:
         if case.row_width is None:
             parts = [reduced is not None and each.name == reduced.x for each in op.rows]
-            return tuple(tensor(width, own if part else generator) for width, part in zip(widths, parts, strict=True))
+            return headed(tensor(width, own if part else generator) for width, part in zip(widths, parts, strict=True))
         shared = tensor(case.row_width)
-        return tuple(shared.split([*widths, case.row_width - sum(widths)], dim=-1)[:-1])
+        return headed(shared.split([*widths, case.row_width - sum(widths)], dim=-1)[:-1])
 
     weights = {
         each.name: (centre + 0.2 * normal(case.widths[width])).to(DTYPES[case.weight_dtype])
@@ -163,8 +174,21 @@ def make(case: Case, tokens: int, device: torch.device, sets: int, seed: int = 0
         tokens=tokens,
         device=device,
         sets=tuple(rows() for _ in range(sets)),
-        weights={**weights, **scales},
+        weights={**weights, **scales, **_of_rope(case, tokens, device, generator)},
     )
+
+
+def _of_rope(case: Case, tokens: int, device: torch.device, generator: torch.Generator) -> dict[str, Tensor]:
+    """One table as vLLM has it, cos and then sin in each row, by its two halves; and positions in any order. Empty without a rope."""
+    names = [each.name for each in case.form.op.args if isinstance(each, Table)]
+    if case.turned is None or not names:
+        return {}
+    frequencies = 1.0 / ROPE_BASE ** (torch.arange(0, case.turned, 2, device=device).double() / case.turned)
+    angles = torch.arange(POSITIONS, device=device).double()[:, None] * frequencies
+    table = torch.cat([angles.cos(), angles.sin()], -1).to(DTYPES[case.dtype])
+    indices = [each.name for each in case.form.op.args if isinstance(each, Index)]
+    positions = torch.randint(0, POSITIONS, (tokens,), device=device, generator=generator)
+    return {**dict(zip(names, table.chunk(2, -1), strict=True)), **dict.fromkeys(indices, positions)}
 
 
 def cache_size(device: torch.device) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..fusion import backends
-from ..fusion.declare import StaticScale, Weight
+from ..fusion.declare import Index, StaticScale, Table, Weight
 from ..fusion.ops.library import case_maker, public
 from .inputs import DTYPES, Work, arguments
 from .peers import OURS, Call, Peer, Setting
@@ -79,14 +79,21 @@ def _case(setting: Setting) -> Hashable:
     def tensor(dtype: str, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=DTYPES[dtype], device="meta")
 
-    heads = () if case.heads is None else (case.heads,)
-    rows = [tensor(case.dtype, 1, *heads, case.widths[each.width]) for each in op.rows]
+    heads = [case.heads_of(each) for each in op.rows]
+    rows = [
+        tensor(case.dtype, 1, *(() if count is None else (count,)), case.widths[each.width])
+        for each, count in zip(op.rows, heads, strict=True)
+    ]
     weights = {
         each.name: tensor(case.weight_dtype, case.widths[next(r.width for r in op.rows if r.name == each.of)])
         for each in op.args
         if isinstance(each, Weight)
     }
     weights.update({each.name: tensor("fp32", 1) for each in op.args if isinstance(each, StaticScale)})
+    weights.update({each.name: tensor(case.dtype, 1, 1) for each in op.args if isinstance(each, Table)})
+    weights.update(
+        {each.name: torch.empty(1, dtype=torch.int64, device="meta") for each in op.args if isinstance(each, Index)}
+    )
     return case_maker(op)(*arguments(case, rows, weights))
 
 

@@ -104,7 +104,8 @@ def heading(result: Result) -> str:
     widths = " and ".join(map(str, case.widths.values()))
     shape = f"width{'s' if len(case.widths) > 1 else ''} {widths}"
     if case.heads is not None:
-        shape = f"{case.heads} heads of {widths}, {case.activation}"
+        more = case.activation if case.turned is None else f"{case.kv_heads} of the key, {case.turned} columns turned"
+        shape = f"{case.heads} heads of {widths}, {more}"
     if case.row_width is not None:
         shape += f" of rows of {case.row_width}"
     if case.padded_width is not None:

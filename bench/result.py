@@ -123,7 +123,7 @@ class Result:
         if case.ranks > 1:
             parts.append(f"{case.ranks}-ranks")
         if case.heads is not None:
-            parts[1] += f"-heads{case.heads}"
+            parts[1] += f"-heads{case.heads}" + (f"-{case.kv_heads}" if case.kv_heads is not None else "")
         if case.weight_dtype != case.dtype:
             parts.append(f"weights-{case.weight_dtype}")
         if any(case.weight_offsets.values()):

@@ -30,6 +30,8 @@ class Offer:
     "From the work to a function of the op's rows, with everything else bound."
     in_place: bool = False
     "Whether it writes over its rows."
+    rows: Callable[[Work, tuple[Tensor, ...]], Sequence[Tensor]] = lambda _, rows: rows
+    "From the op's rows to those that its function takes."
     rounds_between: bool = False
     "Whether it quantises the rounded norm."
     takes: frozenset[str] = frozenset()
@@ -40,7 +42,9 @@ class Offer:
     def calls(self, work: Work) -> Sequence[Call]:
         """One per set."""
         function = self.make(work)
-        return [InPlace(function, rows) for rows in work.sets] if self.in_place else over_sets(function, work)
+        if not self.in_place:
+            return over_sets(function, work)
+        return [InPlace(function, self.rows(work, rows)) for rows in work.sets]
 
 
 @frozen(kw_only=True, eq=False)

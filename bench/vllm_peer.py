@@ -99,6 +99,36 @@ def _silu_per_token(work: Work) -> Function:
     return call
 
 
+def _qk_norm_rope(work: Work) -> Function:
+    """It turns query and key where they lie, in the rows of one projection, and has one epsilon for both."""
+    (q_weight, epsilon), (k_weight, _) = norms_of(work)
+    case, cos, positions = work.case, work.weights["cos"], work.weights["positions"]
+    heads, kv_heads, width = case.heads or 0, case.kv_heads or 0, q_weight.shape[0]
+    table = cos.as_strided((cos.shape[0], 2 * cos.shape[1]), cos.stride())
+
+    def call(qkv: Tensor) -> Results:
+        _ops().fused_qk_norm_rope(
+            qkv, heads, kv_heads, kv_heads, width, epsilon, q_weight, k_weight, table, True, positions, -1
+        )
+        q, k, _ = qkv.split([heads * width, kv_heads * width, kv_heads * width], -1)
+        return q.unflatten(-1, (heads, width)), k.unflatten(-1, (kv_heads, width))
+
+    return call
+
+
+def _rows_of_all(work: Work, rows: tuple[Tensor, ...]) -> list[Tensor]:
+    """The rows of the projection that query and key are columns of."""
+    q = rows[0]
+    return [q.as_strided((q.shape[0], work.case.row_width or 0), (q.stride(0), 1))]
+
+
+def _other_heads(case: Case) -> str | None:
+    width, epsilons = case.widths["width"], set(case.epsilons.values())
+    if width not in (64, 128, 256):
+        return f"vLLM's kernel has heads of 64, 128 and 256 columns, not {width}"
+    return None if len(epsilons) == 1 else "vLLM's kernel has one epsilon for both norms"
+
+
 def _whole_groups(case: Case) -> str | None:
     width, size = case.width_of(case.form.op.rows[0].name), case.group_size
     if size not in (64, 128):
@@ -115,6 +145,9 @@ _SILU_TURNED = frozenset({"column_major"})
 
 OFFERS: dict[str, Offer] = {
     "add_rms_norm": _offer(f"fused_add_rms_norm, {IN_PLACE}", _add, in_place=True),
+    "qk_norm_rope": _offer(
+        f"fused_qk_norm_rope, {IN_PLACE}", _qk_norm_rope, in_place=True, rows=_rows_of_all, refuses=_other_heads
+    ),
     "rms_norm_static_quant": _offer("rms_norm_static_fp8_quant", _static),
     "add_rms_norm_static_quant": _offer(f"fused_add_rms_norm_static_fp8_quant, {IN_PLACE}", _static, in_place=True),
     "rms_norm_per_token_quant": _offer("rms_norm_dynamic_per_token_quant", _dynamic),

@@ -19,7 +19,22 @@ from .declare import REQUIRED, Kernel, Op
 from .formats import FORMATS, Format
 from .limits import TokenLimit
 from .sites import ROLES, Site
-from .steps import STAGES, Add, AllReduce, FusionError, GatedNorm, Norm, Pad, Quant, SiluMul, Step, format_of, main_step
+from .steps import (
+    STAGES,
+    Add,
+    AllReduce,
+    FusionError,
+    GatedNorm,
+    HeadNorm,
+    Norm,
+    Pad,
+    Quant,
+    Rope,
+    SiluMul,
+    Step,
+    format_of,
+    main_step,
+)
 
 Limit: TypeAlias = Callable[[Site, Any, Any], TokenLimit | None]
 """From a site, a target and an engine or None to up to how many tokens a fusion is taken there; None: any number."""
@@ -299,9 +314,11 @@ __all__ = [
     "Fusion",
     "FusionError",
     "GatedNorm",
+    "HeadNorm",
     "Norm",
     "Pad",
     "Quant",
+    "Rope",
     "SiluMul",
     "Step",
     "TokenLimit",

@@ -1,6 +1,6 @@
 """The op that a chain composes to, and the chain written out as straight Python: nothing here needs torch.
 
-Arguments come in the order rows, weights, epsilons, process group, weight offsets, options; results in the order quantisation, norms, sum.
+Arguments come in the order rows, weights, epsilons, process group, tables of a rope, weight offsets, options; results in the order quantisation, norms, sum.
 """
 
 from __future__ import annotations
@@ -8,10 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .declare import Argument, Epsilon, GroupName, Like, Op, Padded, Result, Rows, Weight, WeightOffset
+from attrs import evolve
+
+from .declare import (
+    Argument,
+    Epsilon,
+    GroupName,
+    Index,
+    Like,
+    Op,
+    Padded,
+    Result,
+    Rows,
+    Table,
+    Weight,
+    WeightOffset,
+)
 from .steps.step import MIDDLE, SINKS, SOURCES, FusionError, Source, Step, main_step
 
-_KINDS: tuple[type[Argument], ...] = (Rows, Weight, Epsilon, GroupName, WeightOffset)
+_KINDS: tuple[type[Argument], ...] = (Rows, Weight, Epsilon, GroupName, Table, Index, WeightOffset)
 
 
 def op_of(name: str, chain: Sequence[Step]) -> Op:
@@ -34,7 +49,7 @@ def op_of(name: str, chain: Sequence[Step]) -> Op:
     # Several norms share the leading dimensions of the first.
     for each in rows[1:]:
         if each.like is None:
-            arguments[each.name] = Rows(name=each.name, width=each.width, like=rows[0].name, doc=each.doc)
+            arguments[each.name] = evolve(each, like=rows[0].name)
     ordered = sorted(arguments.values(), key=_rank)
     results = tuple(_results(chain, of))
     return Op(
@@ -48,7 +63,9 @@ def op_of(name: str, chain: Sequence[Step]) -> Op:
 
 
 def is_inner(step: Step, chain: Sequence[Step]) -> bool:
-    """Whether a step's result stays inside of an op: what a sink takes is no result of its own, unless it is kept."""
+    """Whether a step's result stays inside of an op: what another step takes is no result of its own, unless it is kept."""
+    if any(step.out in each.takes for each in chain if each is not step and each.stage == MIDDLE):
+        return True
     return step is main_step(chain) and not step.is_kept and any(each.stage == SINKS for each in chain)
 
 

@@ -18,7 +18,7 @@ from .catalog import FUSIONS
 from .chain import Fusion
 from .engine import Engine
 from .policy import Measurement, Policy, shipped
-from .sites import FINAL, ROLES, Site
+from .sites import FINAL, QK, ROLES, Site
 
 ENVIRONMENT = "LAYERFUSE_FUSIONS"
 """The environment variable that `FusionConfig.from_environment` reads."""
@@ -108,8 +108,8 @@ def _quants(value: ActivationQuant | Mapping[str, ActivationQuant | None] | Quan
     if value is None:
         return ()
     if isinstance(value, ActivationQuant):
-        # What reads the final norm, a language-model head, is quantised in hardly any checkpoint.
-        return tuple((role, value) for role in ROLES if role != FINAL)
+        # What reads the final norm, a language-model head, is quantised in hardly any checkpoint; no linear reads query and key.
+        return tuple((role, value) for role in ROLES if role not in (FINAL, QK))
     if not _is_pairs(value):
         raise FusionConfigError(
             f"FusionConfig.quant: expected an ActivationQuant, or a mapping from roles to them, got {shown(value)}"

@@ -44,7 +44,7 @@ class Argument:
     @property
     def annotation(self) -> str:
         """Its type in Python."""
-        return "torch.dtype" if self.schema == "ScalarType" else self.schema
+        return {"ScalarType": "torch.dtype", "Tensor?": "Tensor | None"}.get(self.schema, self.schema)
 
     @property
     def default(self) -> Any:
@@ -53,8 +53,8 @@ class Argument:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it is a tensor."""
-        return self.schema == "Tensor"
+        """Whether it is a tensor, or None where it may be left out."""
+        return self.schema in ("Tensor", "Tensor?")
 
     @property
     def is_mutated(self) -> bool:
@@ -80,6 +80,8 @@ class Rows(Argument):
     "True: the last stride may be another than 1."
     heads: bool = False
     "True: (..., heads, width), normed head by head. Quantised results are those of (..., heads * width)."
+    own_heads: bool = False
+    "True: it may have another number of heads than the rows that it is like, as the key has."
     mutated: bool = False
     "Whether the op writes to them."
     wider_than: str | None = None
@@ -245,6 +247,14 @@ class Index(Argument):
 
 
 @frozen(kw_only=True)
+class OptionalIndex(Index):
+    """One that may be left out: token t then has the number t, counted anew behind the last one that there is."""
+
+    schema = "Tensor?"
+    default = None
+
+
+@frozen(kw_only=True)
 class Table(Argument):
     """A table of cos or sin, (positions, width / 2), of any floating dtype, last stride 1."""
 
@@ -252,6 +262,8 @@ class Table(Argument):
 
     of: str
     "The rows that are turned by it."
+    partial: bool = False
+    "True: it may be narrower than half of them. The columns behind are then not turned."
 
 
 @frozen(kw_only=True)

@@ -18,6 +18,7 @@ from ..adapters.specs import (
     FinalNormSpec,
     GatedDeltaNetSpec,
     GatedMLPSpec,
+    GQASpec,
     LinearSpec,
     Mamba2Spec,
     MLAKernelSpec,
@@ -31,6 +32,7 @@ INPUT = "input"
 POST_ATTENTION = "post_attention"
 FINAL = "final"
 LATENTS = "latents"
+QK = "qk"
 OUTPUT = "output"
 ACTIVATION = "activation"
 
@@ -69,6 +71,11 @@ ROLES: dict[str, Role] = {
             norms=2,
         ),
         Role(
+            name=QK,
+            doc="the norms of a grouped-query attention's query and key heads, and the rope behind them",
+            norms=2,
+        ),
+        Role(
             name=OUTPUT,
             doc="the gated norm of a delta net's value heads, or of a Mamba-2 layer",
             norms=1,
@@ -95,7 +102,7 @@ class Site:
     role: str
     "A name of `ROLES`."
     norms: tuple[NormSpec, ...]
-    "In the order of the role: for `latents` the query's, then the key/value's."
+    "In the order of the role: for `latents` the query's, then the key/value's; for `qk` the query's, then the key's."
     spec: AnySpec = field(repr=False)
     block: int = 0
     "Which attention block of the layer: LongCat-Flash has two, each with an input and a post-attention norm."
@@ -166,6 +173,8 @@ class Site:
         if isinstance(self.spec, GatedDeltaNetSpec | Mamba2Spec):
             heads, width = self.spec.gated_norm_shape
             return heads * width
+        if isinstance(self.spec, GQASpec):
+            return self.spec.num_local_heads * self.spec.head_dim
         if isinstance(self.spec, GatedMLPSpec):
             return self.spec.local_intermediate_size
         return self.norms[0].width if self.norms else 0
@@ -209,6 +218,8 @@ def sites_of(layer: str, spec: AnySpec, mixture: ExpertsSpec | None = None) -> t
         return (Site(layer=layer, role=LATENTS, norms=(), spec=spec, unknown=reason),)
     if isinstance(spec, MLASpec):
         return (_latents(layer, spec),)
+    if isinstance(spec, GQASpec) and spec.q_norm is not None and spec.k_norm is not None:
+        return (Site(layer=layer, role=QK, norms=(spec.q_norm, spec.k_norm), spec=spec),)
     return ()
 
 

@@ -287,7 +287,12 @@ class ModelEntry:
                 ),
             )
             for suffix, common in blocks:
-                around = Around(common=common, rms_norm_eps=self.rms_norm_eps, engine=norms)
+                around = Around(
+                    common=common,
+                    rms_norm_eps=self.rms_norm_eps,
+                    norm_weight_offset=self.norm_weight_offset,
+                    engine=norms,
+                )
                 yield f"layers.{index}.{kind}{suffix}", declared.spec(around)
                 if (other := beside[index]) is not None:
                     yield f"layers.{index}.{other}{suffix}", self.layers[other].spec(around)

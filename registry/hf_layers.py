@@ -22,7 +22,7 @@ _GATES: Mapping[str, Literal["silu", "sigmoid"]] = {"swish": "silu", "silu": "si
 
 
 def layers_of(
-    config: HFConfig, total: int, model_type: str, gate: GateWords | None, rope: Rope
+    config: HFConfig, total: int, model_type: str, gate: GateWords | None, turned: MLAKind | GQAKind | None
 ) -> dict[str, LayerKind]:
     """The kinds of layer by name, with their places. On a problem the result means nothing.
 
@@ -31,7 +31,7 @@ def layers_of(
         total: how many decoder layers there are.
         model_type: of that part.
         gate: of a delta net, where a declared model of this architecture says it.
-        rope: of latent attention, likewise.
+        turned: the kind of layers of such a model that has a rope, likewise.
     """
     found = config.family()
     if found is None or not 1 <= total <= MOST_LAYERS:
@@ -58,9 +58,9 @@ def layers_of(
         elif config.has("kv_lora_rank"):
             if word == "sliding":
                 config.problems.append("latent attention with a sliding window, which no entry can say")
-            kinds["mla"] = _mla(config, at, rope)
+            kinds["mla"] = _mla(config, at, turned.rope if isinstance(turned, MLAKind) else None)
         else:
-            kinds[name] = gqa_of(part, at, window="sliding_window" if word == "sliding" else None)
+            kinds[name] = gqa_of(part, at, window="sliding_window" if word == "sliding" else None, turned=turned)
     return kinds
 
 
@@ -101,17 +101,37 @@ def _rope(config: HFConfig, declared: Rope) -> Rope:
                 "which columns the rope turns together is not said; interleaved, as in DeepSeek's layers, was written: "
                 "check the layer's rotary embedding"
             )
+    return RopeWords(interleaved=interleaved, attention_scaling=_rope_scaling(config))
+
+
+def _rope_scaling(config: HFConfig) -> float:
     said = _rope_values(config)
     try:
-        scaling = (
-            rope_attention_scaling(said, config.values.get("max_position_embeddings"))
-            if isinstance(said, Mapping)
-            else 1.0
-        )
+        if isinstance(said, Mapping):
+            return rope_attention_scaling(said, config.values.get("max_position_embeddings"))
     except (UnreadableError, TypeError, ValueError, ArithmeticError) as error:
         config.problems.append(f"rope_scaling: what it multiplies cos and sin with cannot be told: {error}")
-        scaling = 1.0
-    return RopeWords(interleaved=interleaved, attention_scaling=scaling)
+    return 1.0
+
+
+def _rope_of_heads(config: HFConfig, declared: MLAKind | GQAKind | None, head_dim: int) -> Rope:
+    """Only where a declared model of the architecture says that there is one. The part of a head that it turns is the config's, else that model's."""
+    if not isinstance(declared, GQAKind) or not isinstance(declared.rope, RopeWords):
+        return None
+    said = _rope_values(config)
+    places = (said if isinstance(said, Mapping) else {}, config.values)
+    part = next((place["partial_rotary_factor"] for place in places if "partial_rotary_factor" in place), None)
+    usual = declared.head_dim if declared.rope.width is None else declared.rope.width
+    part = usual / max(declared.head_dim, 1) if part is None else as_float(part)
+    if type(part) is not float or not 0 < part <= 1:
+        config.problems.append(f"partial_rotary_factor: expected a number above 0 and at most 1, got {shown(part)}")
+        part = 1.0
+    width = int(head_dim * part)
+    return RopeWords(
+        interleaved=declared.rope.interleaved,
+        attention_scaling=_rope_scaling(config),
+        width=None if width == head_dim else width,
+    )
 
 
 def _rope_values(config: HFConfig) -> Any:
@@ -179,8 +199,23 @@ def _delta_net(config: HFConfig, at: At, gate: GateWords | None) -> tuple[str, G
     )
 
 
-def gqa_of(config: HFConfig, at: At, *, window: str | None, stream_norms: StreamNorms = None) -> GQAKind:
-    """Grouped-query attention. `window`: the key of its sliding window, None where it has none."""
+def gqa_of(
+    config: HFConfig,
+    at: At,
+    *,
+    window: str | None,
+    stream_norms: StreamNorms = None,
+    turned: MLAKind | GQAKind | None = None,
+) -> GQAKind:
+    """Grouped-query attention.
+
+    Args:
+        config: the language model's part.
+        at: where these layers are.
+        window: the key of their sliding window, None where they have none.
+        stream_norms: which norms read the stream, where not two do.
+        turned: such a layer of a declared model that has a rope.
+    """
     heads = config.count("num_attention_heads")
     v_head_dim = config.count("v_head_dim") if config.has("v_head_dim") else None
     if config.has("head_dim"):
@@ -210,6 +245,7 @@ def gqa_of(config: HFConfig, at: At, *, window: str | None, stream_norms: Stream
         v_head_dim=None if v_head_dim == head_dim else v_head_dim,
         stream_norms=stream_norms,
         softmax_scale=_scale(config, head_dim),
+        rope=_rope_of_heads(config, turned, head_dim),
     )
 
 

@@ -166,7 +166,7 @@ def inspect(
     else:
         count = "num_layers" if sibling is not None and sibling.attentions_per_layer > 1 else "num_hidden_layers"
         total = hf.count(count)
-        layers = layers_of(hf, total, types[-1] if types else "", _gate(sibling), _rope(sibling))
+        layers = layers_of(hf, total, types[-1] if types else "", _gate(sibling), _turned(sibling))
     hidden_size, epsilon = hf.count("hidden_size"), hf.number(_epsilon(hf, types) if hybrid is None else hybrid.epsilon)
     if hf.problems or adapter is None:
         raise ConfigError(file, list(dict.fromkeys(hf.problems)), recognised)
@@ -242,12 +242,12 @@ def _gate(sibling: ModelEntry | None) -> Any:
     return next((kind.output_norm for kind in kinds if isinstance(kind, GatedDeltaNetKind)), None)
 
 
-def _rope(sibling: ModelEntry | None) -> Any:
+def _turned(sibling: ModelEntry | None) -> MLAKind | GQAKind | None:
     kinds = () if sibling is None else sibling.layers.values()
-    return next((kind.rope for kind in kinds if isinstance(kind, MLAKind)), None)
+    return next((kind for kind in kinds if isinstance(kind, MLAKind | GQAKind) and kind.rope is not None), None)
 
 
-_OF_THE_CODE = ("has_sinks", "stream_norms", "latent_norm_eps", "output_norm_eps")
+_OF_THE_CODE = ("has_sinks", "qk_norms", "stream_norms", "latent_norm_eps", "output_norm_eps")
 """What no config says of a kind of layers: where declared ones of the same architecture and family agree, it is theirs."""
 
 

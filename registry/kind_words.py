@@ -40,12 +40,14 @@ class Yarn:
 
 @frozen(kw_only=True)
 class RopeWords:
-    """The rotary position embedding of latent attention, over all of its rope columns."""
+    """A rotary position embedding: of latent attention over all of its rope columns, of others over all of a head unless it says less."""
 
     interleaved: bool
     "true: columns 2i and 2i + 1 are a pair (DeepSeek). false: columns i and i + width / 2 are."
     attention_scaling: float = 1.0
     "Factor on cos and sin, where there is one: yarn's with an mscale that is not mscale_all_dim, longrope's."
+    width: int | None = None
+    "Columns of each query and key head that are turned, the first ones, where that is not all of them; of grouped-query attention alone."
 
 
 Rope: TypeAlias = RopeWords | Literal["none"] | None

@@ -26,6 +26,16 @@ from .kind_words import At, GateWords, Rope, StreamNorms, Yarn
 from .mixer_kinds import Mamba2Kind, MLPBlockKind, OtherKind
 
 
+def _rope_of(said: Rope, width: int) -> RopeSpec | None:
+    """The rope of so many columns, unless it says how many."""
+    if said is None:
+        return None
+    if said == "none" or width == 0:
+        return NO_ROPE
+    read = {"interleaved": said.interleaved, "attention_scaling": said.attention_scaling}
+    return made(RopeSpec, {"width": width if said.width is None else said.width, **read})
+
+
 @frozen(kw_only=True)
 class MLAKind:
     """Layers of multi-head latent attention."""
@@ -79,16 +89,8 @@ class MLAKind:
             q_norm=None if q_lora_rank is None else made(NormSpec, {"width": q_lora_rank, "epsilon": eps}),
             kv_norm=made(NormSpec, {"width": self.kv_lora_rank, "epsilon": eps}),
             softmax_scale=scale,
-            rope=self._rope(),
+            rope=_rope_of(self.rope, self.qk_rope_head_dim),
         )
-
-    def _rope(self) -> RopeSpec | None:
-        if self.rope is None:
-            return None
-        if self.rope == "none" or self.qk_rope_head_dim == 0:
-            return NO_ROPE
-        read = {"interleaved": self.rope.interleaved, "attention_scaling": self.rope.attention_scaling}
-        return made(RopeSpec, {"width": self.qk_rope_head_dim, **read})
 
 
 @frozen(kw_only=True)
@@ -163,6 +165,10 @@ class GQAKind:
     "Whether these layers read the keys and values that an earlier layer made (Gemma 4), and make none."
     values_are_keys: bool = False
     "Whether their values are what the key projection gives (Gemma 4)."
+    qk_norms: bool = False
+    "Whether each query and key head is normed, with the model's rms_norm_eps and norm_weight_offset. Said together with rope."
+    rope: Rope = None
+    'How query and key are turned; "none": they are not. Left out: nothing is said of it.'
     stream_norms: StreamNorms = None
     """Only where others than two norms read the residual stream in these layers. "none": they stand on what attention and MLP give.
     "one": the layer is this alone, with a norm in front, and no MLP (Nemotron-H)."""
@@ -182,7 +188,17 @@ class GQAKind:
             has_sinks=self.has_sinks,
             shares_kv=self.shares_kv,
             values_are_keys=self.values_are_keys,
+            q_norm=self._norm(around),
+            k_norm=self._norm(around),
+            rope=_rope_of(self.rope, self.head_dim),
         )
+
+    def _norm(self, around: Around) -> NormSpec | None:
+        eps, offset = around.rms_norm_eps, around.norm_weight_offset
+        if around.engine.rms_norm_eps is not None:
+            eps = around.engine.rms_norm_eps
+        words = {"width": self.head_dim, "epsilon": eps, "weight_offset": offset}
+        return made(NormSpec, words) if self.qk_norms else None
 
 
 LayerKind: TypeAlias = MLAKind | GatedDeltaNetKind | GQAKind | Mamba2Kind | OtherKind | MLPBlockKind
@@ -288,6 +304,7 @@ class Around:
 
     common: Mapping[str, Any]
     rms_norm_eps: float
+    norm_weight_offset: float
     engine: EngineFacts
 
     def epsilon(self, name: str, declared: float | None) -> float:

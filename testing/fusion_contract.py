@@ -25,7 +25,7 @@ from ..adapters.errors import said
 from ..fusion import FUSIONS, FusionConfig, Target, plan
 from ..fusion.backends import choose, force, forced, survey
 from ..fusion.closeness import FLOAT32, compare
-from ..fusion.declare import REFERENCE, Flag, Like, Op, Padded, Rows
+from ..fusion.declare import REFERENCE, Argument, Flag, Index, Like, Op, Padded, Rows
 from ..fusion.ops.library import case_maker, declared, overload
 from .op_inputs import arguments_of, results_of
 from .scenario import Verbs, scenario
@@ -343,7 +343,14 @@ def _odd(given: list[Any], op: Op) -> Iterator[tuple[str, list[Any]]]:
         ", all of them one": lambda rows: rows[:1].expand_as(rows),
     }
     for words, way in ways.items():
-        yield words, [way(each) if isinstance(a, Rows) else each for a, each in zip(op.args, given, strict=True)]
+        several = len(way(given[0])) != len(given[0])  # as many again: each has the numbers of its own tokens
+
+        def laid(argument: Argument, each: Any, way: Callable[..., Any] = way, several: bool = several) -> Any:
+            if isinstance(argument, Rows):
+                return way(each)
+            return each.repeat(2) if several and isinstance(argument, Index) else each
+
+        yield words, list(map(laid, op.args, given))
 
 
 def _off_the_grid(rows: Tensor) -> Tensor:

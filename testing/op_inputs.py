@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -15,16 +16,21 @@ from ..fusion.declare import (
     Limit,
     Number,
     Op,
+    OptionalIndex,
     PaddedWidth,
     QuantDtype,
     Rows,
     StaticScale,
+    Table,
     Weight,
     WeightOffset,
 )
 
 HEADS = 3
-"""Of rows that are normed head by head."""
+"""Of rows that are normed head by head; those that have a number of their own have one less."""
+
+POSITIONS = 7
+"""Rows of the tables of a rope."""
 
 
 def arguments_of(
@@ -67,7 +73,8 @@ def arguments_of(
             return options[argument.name]
         if isinstance(argument, Rows):
             own = rows[argument.name] = widths[argument.width]
-            shape = (*leading, *((HEADS,) if argument.heads else ()), own + gap)
+            heads = HEADS - 1 if argument.own_heads and argument.like else HEADS
+            shape = (*leading, *((heads,) if argument.heads else ()), own + gap)
             size = torch.randn(*shape[:-1], 1, generator=generator).exp()
             return (torch.randn(shape, generator=generator) * size).to(dtype).to(device)[..., :own]
         if isinstance(argument, Weight):
@@ -75,6 +82,13 @@ def arguments_of(
             return weight.to(weight_dtype or dtype).to(device)
         if isinstance(argument, StaticScale):
             return torch.tensor([0.013], device=device)
+        if isinstance(argument, Table) and argument.partial:
+            # Of one angle each, so that what is turned keeps its length.
+            angles = torch.rand(POSITIONS, rows[argument.of] // 2, generator=torch.Generator().manual_seed(seed)) * 6.3
+            first = next(each.name for each in op.args if isinstance(each, Table))
+            return (angles.cos() if argument.name == first else angles.sin()).to(device)
+        if isinstance(argument, OptionalIndex):
+            return torch.randint(0, POSITIONS, (prod(leading),), generator=generator).to(device)
         if isinstance(argument, PaddedWidth):
             return width + 40
         if isinstance(argument, Number):

@@ -55,11 +55,13 @@ class Rank:
 
 def rotary(key: str, kind: Any, *tables: str) -> Any:
     """A rotary module of an engine, with its tables of cos and sin; only DeepSeek's for yarn holds what they are scaled by."""
-    said = {} if kind.yarn is None else {"mscale": kind.rope.attention_scaling}
+    latent = kind.family == "mla"
+    said = {"mscale": kind.rope.attention_scaling} if latent and kind.yarn is not None else {}
+    head = kind.qk_rope_head_dim if latent else kind.head_dim
     return module(
         key,
-        head_size=kind.qk_rope_head_dim,
-        rotary_dim=kind.qk_rope_head_dim,
+        head_size=head,
+        rotary_dim=kind.rope.width or head,
         is_neox_style=not kind.rope.interleaved,
         **{table: torch.empty(0, device="meta") for table in tables},
         **said,

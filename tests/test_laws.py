@@ -256,6 +256,7 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         "MLASpec.rope",
         "GQASpec.shares_kv",
         "GQASpec.values_are_keys",
+        *(f"GQASpec.{field}" for field in ("q_norm", "k_norm", "rope")),
         "ResidualSpec.parallel_residual",
         "ResidualSpec.post_norms",
         "ExpertsSpec.beside_mlp",

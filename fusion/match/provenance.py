@@ -69,7 +69,7 @@ def columns_of(node: Node) -> Columns | None:
         return None
     start = 0
     while True:
-        step = _step(node)
+        step = step_back(node)
         if step is None:
             break
         node, offset = step
@@ -87,7 +87,7 @@ def source_of(projection: Node) -> Columns | None:
     return columns_of(activations) if isinstance(activations, Node) else None
 
 
-def _step(node: Node) -> tuple[Node, int] | None:
+def step_back(node: Node) -> tuple[Node, int] | None:
     """One step towards the origin: the node before, and the columns skipped."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return None

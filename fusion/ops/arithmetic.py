@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812 (everybody's name for it)
 from .groups import world_size
 from .norm import accumulator, normalise_over, normalise_wide
 from .quantisation import quantise, quantise_mxfp4, quantise_mxfp8, quantise_static
+from .rope import turn_heads
 
 
 @frozen(eq=False)
@@ -106,6 +107,7 @@ REFERENCE: dict[str, Callable[..., Any]] = {
     "_norm": _norm,
     "_gated_norm": gated_norm,
     "_silu_mul": silu_mul,
+    "_rope": turn_heads,
     "_quantise": quantise,
     "_quantise_static": quantise_static,
     "_quantise_mxfp8": quantise_mxfp8,

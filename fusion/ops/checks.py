@@ -70,7 +70,11 @@ def checker(op: Op) -> Callable[..., None]:
         for of in blocks:
             if values[of].shape[-1] % MX_COLUMNS:
                 raise ValueError(f"{name}: rows of {values[of].shape[-1]} columns are no multiple of {MX_COLUMNS}")
-        if op.backward is None and torch.is_grad_enabled() and any(given[place].requires_grad for place in tensors):
+        if (
+            op.backward is None
+            and torch.is_grad_enabled()
+            and any(given[place].requires_grad for place in tensors if given[place] is not None)
+        ):
             raise RuntimeError(f"{name} is for inference and has no backward; use torch.no_grad()")
         if op.check is not None:
             op.check(*given)
@@ -102,8 +106,9 @@ def _rows(op: Op, argument: Rows, x: Any, values: Values) -> Iterator[str]:
             yield _elsewhere(name, x, like, other)
         if x.dtype != other.dtype:
             yield f"{name} is {x.dtype}, {like} is {other.dtype}; they must agree"
-        if shape[:-1] != other.shape[:-1]:
-            yield f"{name} must have the leading dimensions of {like} {tuple(other.shape[:-1])}, got {tuple(shape[:-1])}"
+        end = -2 if argument.own_heads else -1
+        if shape[:end] != other.shape[:end]:
+            yield f"{name} must have the leading dimensions of {like} {tuple(other.shape[:end])}, got {tuple(shape[:end])}"
     first = next(rows.name for rows in op.rows if rows.width == argument.width)
     if first != name and shape[-1] != (width := values[first].shape[-1]):
         yield f"{name} must be as wide as {first}, {width} columns; got {tuple(shape)}"
@@ -188,6 +193,8 @@ def _aligned(op: Op, _: TmaAligned, aligned: Any, values: Values) -> Iterator[st
 
 
 def _index(op: Op, argument: Index, index: Any, values: Values) -> Iterator[str]:
+    if index is None:
+        return
     name, of, x = argument.name, argument.of, values[argument.of]
     tokens = prod(x.shape[: -2 if op.rows[0].heads else -1])
     if index.dtype not in (torch.int32, torch.int64):
@@ -200,11 +207,17 @@ def _index(op: Op, argument: Index, index: Any, values: Values) -> Iterator[str]
         yield f"{name} has stride {index.stride(0)}; pass {name}.contiguous()"
 
 
-def _table(_: Op, argument: Table, table: Any, values: Values) -> Iterator[str]:
+def _table(op: Op, argument: Table, table: Any, values: Values) -> Iterator[str]:
     name, of, x = argument.name, argument.of, values[argument.of]
-    if table.dim() != 2 or table.shape[1] != x.shape[-1] // 2:
-        yield f"{name} must be (positions, {x.shape[-1] // 2}), half as wide as {of}; got {tuple(table.shape)}"
-    if x.shape[-1] % 2:
+    half = x.shape[-1] // 2
+    first = next(each.name for each in op.args if isinstance(each, Table))
+    fits = table.dim() == 2 and (1 <= table.shape[1] <= half if argument.partial else table.shape[1] == half)
+    if not fits:
+        most = "at most " if argument.partial else ""
+        yield f"{name} must be (positions, {most}{half}), half as wide as {of}; got {tuple(table.shape)}"
+    elif argument.partial and table.shape[1] != values[first].shape[1]:
+        yield f"{name} must be as wide as {first}, {values[first].shape[1]} columns; got {tuple(table.shape)}"
+    if x.shape[-1] % 2 and not argument.partial:
         yield f"{of} has {x.shape[-1]} columns, and a rope turns pairs of them"
     if table.dtype not in FLOATS:
         yield _one_of(name, FLOATS, table.dtype)

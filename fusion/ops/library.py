@@ -259,12 +259,12 @@ def case_maker(op: Op) -> Callable[..., Hashable]:
 
 def signature_maker(op: Op) -> Callable[..., Hashable]:
     """From the op's arguments to everything that checks and backends look at, as a key."""
-    parts = [
-        f"{each.name}.shape, {each.name}.stride(), {each.name}.dtype, {each.name}.device"
-        if each.is_tensor
-        else each.name
-        for each in op.args
-    ]
+    parts = []
+    for each in op.args:
+        looked_at = f"{each.name}.shape, {each.name}.stride(), {each.name}.dtype, {each.name}.device"
+        if each.default is None:  # a tensor that may be left out
+            looked_at = f"{each.name} is None or ({looked_at})"
+        parts.append(looked_at if each.is_tensor else each.name)
     source = f"lambda {', '.join(each.name for each in op.args)}: ({', '.join(parts)},)"
     made: Callable[..., Hashable] = eval(compile(source, f"<signature of {op.name}>", "eval"))
     return made

@@ -1,4 +1,4 @@
-"""The rope and the write to a cache of latents in plain torch: what every backend does, rules for broken input included.
+"""The rope, of heads and of the columns of a latent, and the write to a cache of latents in plain torch: what every backend does, rules for broken input included.
 
 - A token whose slot is below 0 is padding: nothing of it is written, and its query is given all the same. So is one whose
   slot lies behind the end of the cache.
@@ -51,6 +51,24 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, pairs: str, use
     first, second = (wide[..., 0::2], wide[..., 1::2]) if pairs != "halves" else wide.chunk(2, -1)
     turned = first * c - second * s, second * c + first * s
     return torch.stack(turned, -1).flatten(-2) if pairs == "interleaved" else torch.cat(turned, -1)
+
+
+def turn_heads(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, pairs: str) -> Tensor:
+    """The rope of the first columns of heads, in the accumulator dtype; the others are as they were.
+
+    Args:
+        x: (..., heads, width).
+        cos: (positions, half of the columns that are turned).
+        sin: of the same shape.
+        positions: one for each token; None: token t takes row t, counted anew behind the last row.
+        pairs: a word of `PAIRS`.
+    """
+    heads, width = x.reshape(-1, *x.shape[-2:]), 2 * cos.shape[1]
+    if positions is None:
+        rows = max(1, min(cos.shape[0], sin.shape[0]))
+        positions = torch.arange(heads.shape[0], device=x.device) % rows
+    turned = turn(heads[..., :width], cos, sin, positions, pairs)
+    return torch.cat([turned, heads[..., width:].to(turned.dtype)], -1).view(x.shape)
 
 
 def _refuse(outside: Tensor, positions: Tensor, rows: int) -> None:
@@ -124,4 +142,4 @@ def _bytes(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-__all__ = ["PAIRS", "read_entries", "slots_used", "turn", "write_entries"]
+__all__ = ["PAIRS", "read_entries", "slots_used", "turn", "turn_heads", "write_entries"]

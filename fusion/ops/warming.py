@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from .. import backends
-from ..declare import GroupName, Op, Rows
+from ..declare import Argument, GroupName, Index, Op, Rows
 from .agreement import agree
 from .library import case_maker, declared, overload
 
@@ -144,12 +144,13 @@ def _rows(op: Op, given: tuple[Any, ...]) -> int:
 
 def _resized(op: Op, given: tuple[Any, ...], number: int) -> tuple[Any, ...]:
     lead = _lead(op, given)
-    return tuple(
-        _Shape((number, *each.shape[lead:]), each.strides[lead - 1 :], each.dtype, each.device, each.beyond)
-        if isinstance(argument, Rows) and lead
-        else each
-        for argument, each in zip(op.args, given, strict=True)
-    )
+
+    def resized(argument: Argument, each: Any) -> Any:
+        if isinstance(argument, Rows) and lead:
+            return _Shape((number, *each.shape[lead:]), each.strides[lead - 1 :], each.dtype, each.device, each.beyond)
+        return evolve(each, shape=(number,)) if isinstance(argument, Index) and each is not None else each
+
+    return tuple(resized(argument, each) for argument, each in zip(op.args, given, strict=True))
 
 
 def _tensors(given: tuple[Any, ...], memory: _Memory) -> tuple[Any, ...]:

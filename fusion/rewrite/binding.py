@@ -42,6 +42,8 @@ class Binding:
     "Result -> the node that it replaces, of the same dtype, contiguous."
     views: dict[str, tuple[Size, ...]] = field(factory=dict)
     "Result -> the sizes of the node that it replaces, where its own are others."
+    orders: dict[str, tuple[int, ...]] = field(factory=dict)
+    "Result -> its dimensions in the order of the node that it replaces, where that is another."
     like: torch.Tensor | None = None
     "What the op's quantised results are shaped like, where that is not the node that is quantised."
     nodes: list[Node] = field(factory=list)

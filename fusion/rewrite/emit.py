@@ -102,6 +102,8 @@ def _replace(fusion: Fusion, form: Form, use: SiteMatch, plan: Plan, moved: dict
         if name in bound.views:
             with node.graph.inserting_before(first):
                 result = view(node.graph, result, bound.views[name], {})
+        if name in bound.orders:
+            result = _ordered(node, result, bound.orders[name], first)
         result.meta = dict(node.meta)
         node.replace_all_uses_with(result)
         moved[node] = result
@@ -144,17 +146,37 @@ def _check_results(fusion: Fusion, form: Form, bound: Binding, val: Any) -> None
 
 def _check_alike(bound: Binding, form: Form) -> None:
     """What the op's own check would say less clearly, and what only the graph knows."""
-    rows = [bound.args[argument.name] for argument in form.op.args if isinstance(argument, Rows)]
-    one = val_of(rows[0])
-    for other in map(val_of, rows[1:]):
+    rows = [argument for argument in form.op.args if isinstance(argument, Rows)]
+    one, *others = (val_of(bound.args[argument.name]) for argument in rows)
+    for other in others:
         if one.dtype != other.dtype or one.device != other.device:
             raise Unmatched(f"the inputs differ: {one.dtype} on {one.device} and {other.dtype} on {other.device}")
-        if not same_shape(one.shape[:-1], other.shape[:-1]):
-            raise Unmatched(f"the leading dimensions differ: {tuple(one.shape[:-1])} and {tuple(other.shape[:-1])}")
-    for node in bound.outs.values():
+        end = -2 if rows[0].own_heads else -1
+        if not same_shape(one.shape[:end], other.shape[:end]):
+            raise Unmatched(f"the leading dimensions differ: {tuple(one.shape[:end])} and {tuple(other.shape[:end])}")
+    for name, node in bound.outs.items():
         # Views that follow were traced on these strides; the op's results are contiguous.
-        if not is_contiguous(value(node)):
+        order = bound.orders.get(name)
+        if not is_contiguous(value(node)) and (order is None or not is_contiguous(_back(value(node), order))):
             raise Unmatched(f"{node} is not contiguous, as it comes from a transposed tensor")
+
+
+def _ordered(node: Node, result: Node, order: tuple[int, ...], first: Node) -> Node:
+    """A result with its dimensions in the order of the node that it replaces; copied where that node lies in memory in this order, too."""
+    back = _back(value(node), order)
+    result.meta = {"val": back.contiguous()}
+    with node.graph.inserting_before(first):
+        turned = node.graph.call_function(torch.ops.aten.permute.default, (result, list(order)))
+        if is_contiguous(back):
+            return turned
+        turned.meta = {"val": value(result).permute(order)}
+        kept = {"memory_format": torch.contiguous_format}
+        return node.graph.call_function(torch.ops.aten.clone.default, (turned,), kept)
+
+
+def _back(val: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """A tensor with its dimensions in the order that they were in."""
+    return val.permute([order.index(i) for i in range(len(order))])
 
 
 def _span(bound: Binding) -> tuple[Node, Node]:

@@ -16,13 +16,14 @@ from torch._ops import HigherOrderOperator
 from torch.fx import Graph, Node
 
 from ...adapters.errors import FOREIGN, said
-from ...adapters.specs import MLASpec
+from ...adapters.specs import GQASpec, MLASpec
 from ..match.found import FoundNorm, PartialMatch
 from ..match.gates import find_gated_norms
 from ..match.index import GraphIndex
 from ..match.latents import base_of, why_unpaired
 from ..match.norms import find_norms
 from ..match.products import FoundProduct, find_products
+from ..match.values import same, value
 from ..sites import ACTIVATION, INPUT, OUTPUT, Site
 from .attribution import Attribution, Location, ModuleIndex
 from .missing import why_missing
@@ -266,5 +267,15 @@ def _starts(site: Site) -> bool:
 
 def _why_unpaired(site: Site, q: FoundNorm, kv: FoundNorm) -> str | None:
     if q.weight is kv.weight:
-        return f"both norms share the weight {q.weight}, so they are not an MLA layer's two latent norms"
+        return f"both norms share the weight {q.weight}, so they are not the two norms of one layer"
+    if isinstance(site.spec, GQASpec):
+        return _why_no_heads(site.spec, q, kv)
     return why_unpaired(site.spec, q, kv) if isinstance(site.spec, MLASpec) else None
+
+
+def _why_no_heads(spec: GQASpec, q: FoundNorm, k: FoundNorm) -> str | None:
+    heads = [value(norm.out).shape[-2] if value(norm.out).dim() > 2 else None for norm in (q, k)]
+    wanted = [spec.num_local_heads, spec.num_local_kv_heads]
+    if any(count is None or not same(count, want) for count, want in zip(heads, wanted, strict=True)):
+        return f"{q.out} and {k.out} norm {heads[0]} and {heads[1]} heads; the spec says {wanted[0]} and {wanted[1]}"
+    return None

@@ -76,23 +76,26 @@ def view(graph: Graph, of: Node, sizes: Sequence[Size], meta: dict[str, Any]) ->
     return made
 
 
-def lay_out(tensors: Sequence[Node], tail: tuple[int, ...]) -> list[Node | Made]:
-    """Tensors of as many elements as views of one shape, (..., *tail), whose last stride is 1.
+def lay_out(tensors: Sequence[Node], *tails: tuple[int, ...]) -> list[Node | Made]:
+    """Tensors as views (..., *tail) with the same leading dimensions, whose last stride is 1; one tail for all, or one for each.
 
     Raises:
         Unmatched: no such views of all of them.
     """
+    ends = tails * len(tensors) if len(tails) == 1 else tails
     chains = [list(sources_of(tensor)) for tensor in tensors]
     # What lies furthest back is wanted: a strided tensor before the copy that flattens it.
     depth = max(map(len, chains))
-    for like in [chain[i] for i in range(depth) for chain in chains if i < len(chain)]:
+    both = list(zip(chains, ends, strict=True))
+    for like, tail in [(chain[i], tail) for i in range(depth) for chain, tail in both if i < len(chain)]:
         leading = _leading(like, tail)
         if leading is not None:
-            made = [next(filter(None, (_as(node, leading, tail, like) for node in chain)), None) for chain in chains]
+            made = [next(filter(None, (_as(node, leading, end, like) for node in chain)), None) for chain, end in both]
             if None not in made:
                 return [each for each in made if each is not None]
     shapes = " and ".join(f"{tensor} {tuple(value(tensor).shape)}" for tensor in tensors)
-    raise Unmatched(f"{shapes} have no views (..., {', '.join(map(str, tail))}) of one shape with a last stride of 1")
+    wanted = " and ".join(f"(..., {', '.join(map(str, tail))})" for tail in tails)
+    raise Unmatched(f"{shapes} have no views {wanted} of one shape with a last stride of 1")
 
 
 def sizes_of(shape: Sequence[Any], *nodes: Node, before: Node | None = None) -> tuple[Size, ...]:

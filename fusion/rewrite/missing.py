@@ -7,9 +7,9 @@ from collections.abc import Container, Iterable
 from ...adapters.specs import NormSpec
 from ..match.found import PartialMatch, epsilon_in_words
 from ..match.values import is_number
-from ..sites import Site
+from ..sites import LATENTS, QK, Site
 
-_SIDES = ("query", "key/value")
+_SIDES = {LATENTS: ("query", "key/value"), QK: ("query", "key")}
 
 
 def why_missing(site: Site, has: Container[int], near: Iterable[PartialMatch]) -> str:
@@ -17,7 +17,7 @@ def why_missing(site: Site, has: Container[int], near: Iterable[PartialMatch]) -
     several = list(near)
     if len(site.norms) == 1:
         return _why("norm", site.norms[0], several)
-    sides = list(zip(_SIDES, site.norms, strict=True))
+    sides = list(zip(_SIDES[site.role], site.norms, strict=True))
     found = "".join(f"found the {name} norm only: " for i, (name, _) in enumerate(sides) if i in has)
     return found + "; ".join(
         _why(f"{name} norm", norm, several) for i, (name, norm) in enumerate(sides) if i not in has

@@ -11,7 +11,7 @@ from ..match.found import FoundNorm
 from ..match.gates import FoundGatedNorm
 from ..match.products import FoundProduct
 from ..match.values import value
-from ..sites import Site
+from ..sites import QK, Site
 from .attribution import Location
 from .unknown_norms import UnknownNorm
 
@@ -36,7 +36,7 @@ class SiteMatch:
     def tokens(self) -> Any:
         """How many rows of the whole layer there are: a number, or one that varies."""
         rows = value(self.norms[0].x if self.product is None else self.product.out)
-        heads = bool(self.norms) and isinstance(self.norms[0], FoundGatedNorm)
+        heads = bool(self.norms) and (isinstance(self.norms[0], FoundGatedNorm) or self.site.role == QK)
         return rows.numel() // (self.site.quantised_width if heads else rows.shape[-1])
 
     @property

@@ -6,6 +6,7 @@ from .gated_norm import GATES, GatedNorm
 from .norm import Norm
 from .pad import Pad
 from .quant import FP8_FORMATS, Quant
+from .rope import HeadNorm, Rope
 from .silu_mul import SiluMul
 from .step import MIDDLE, SINKS, SOURCES, STAGES, At, FusionError, Kind, Legality, Source, Step, format_of, main_step
 
@@ -21,11 +22,13 @@ __all__ = [
     "At",
     "FusionError",
     "GatedNorm",
+    "HeadNorm",
     "Kind",
     "Legality",
     "Norm",
     "Pad",
     "Quant",
+    "Rope",
     "SiluMul",
     "Source",
     "Step",

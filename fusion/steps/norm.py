@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from attrs import evolve, frozen
 
@@ -35,7 +35,7 @@ class Norm(Step):
     "Whether the op gives the norm itself beside its quantisation, for its other readers."
 
     @classmethod
-    def of(cls, name: str, latent: str = "") -> Norm:
+    def of(cls, name: str, latent: str = "") -> Self:
         """One norm of several: `of("q")` takes `q`, `q_weight`, `q_epsilon` and `q_weight_offset`, and gives `q`."""
         return cls(
             x=name,

@@ -117,6 +117,11 @@ class Step(ABC):
     "The name of its result, if it has one."
 
     @property
+    def takes(self) -> tuple[str, ...]:
+        """The results of steps of the middle before it that it takes, by their names. Sinks take that of the first without saying it."""
+        return ()
+
+    @property
     def outs(self) -> tuple[str, ...]:
         """The names of its results."""
         return (self.out,) if self.out else ()

@@ -276,6 +276,9 @@ def _full(entry: ModelEntry, kind: Any, index: int, rank: Rank, name: str) -> An
         num_kv_heads=kv,
         head_dim=dim,
         scaling=dim**-0.5,
+        q_norm=_gemma(dim, entry.rms_norm_eps),
+        k_norm=_gemma(dim, entry.rms_norm_eps),
+        rotary_emb=_rotary(kind),
         o_proj=_linear("RowParallelLinear", local * dim, entry.hidden_size, rank),
         attn=_attention(local, kv, dim, index, None, None, name),
     )

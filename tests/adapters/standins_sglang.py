@@ -286,6 +286,7 @@ def _qwen(entry: ModelEntry, kind: Any, index: int, rank: Rank, name: str, relea
         attn_tp_size=rank.size,
         q_norm=_rms(kind.head_dim, entry.rms_norm_eps, "GemmaRMSNorm"),
         k_norm=_rms(kind.head_dim, entry.rms_norm_eps, "GemmaRMSNorm"),
+        rotary_emb=rotary(_ROTARY, kind, "cos_sin_cache"),
         **_gqa(entry, kind, index, rank, -1),
     )
 

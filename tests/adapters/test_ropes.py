@@ -80,7 +80,7 @@ def around_of(name: str) -> Any:
     from layerfuse.registry.kinds import Around, EngineFacts
 
     common = {"hidden_size": 64, "layer_index": 0, "parallel": WHOLE}
-    return Around(common=common, rms_norm_eps=1e-6, engine=EngineFacts())
+    return Around(common=common, rms_norm_eps=1e-6, norm_weight_offset=0.0, engine=EngineFacts())
 
 
 def columns(width: int) -> torch.Tensor:

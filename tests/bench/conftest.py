@@ -24,7 +24,7 @@ def _the_reference_is_ours():
 @pytest.fixture
 def case():
     def make(fusion="mla_dual_rms_norm", model=None, widths=None, **options):
-        if widths is not None and fusion.startswith("gated"):
+        if widths is not None and fusion.startswith(("gated", "qk")):
             options.setdefault("heads", 2)
         return make_case(fusion, registry=registry.default, model=model, widths=widths, options=Options(**options))
 
@@ -36,7 +36,7 @@ def tiny():
     """Run with our reference, `eager` and the copy, or others."""
 
     def run(fusion="mla_dual_rms_norm", names=(OURS, "eager", "copy"), **given):
-        heads = {"heads": 2} if fusion.startswith("gated") and "model" not in given else {}
+        heads = {"heads": 2} if fusion.startswith(("gated", "qk")) and "model" not in given else {}
         return bench.run(fusion, peers=names, **{"widths": widths_for(fusion), **heads, **TINY, **given})
 
     return run

@@ -7,7 +7,7 @@ from layerfuse import bench
 from layerfuse.bench import inputs, plain_torch
 from layerfuse.bench.peers import Setting
 from layerfuse.bench.thirdparty import halves_joined
-from layerfuse.fusion.declare import Rows, StaticScale, Weight
+from layerfuse.fusion.declare import Index, Rows, StaticScale, Table, Weight
 
 
 def test_a_model_says_widths_epsilons_and_what_its_rows_are_views_of(case):
@@ -64,8 +64,13 @@ def test_the_copy_moves_those_bytes_to_half_a_percent_of_a_round_number(case, fu
     assert 0 <= too_few <= max(2 * 16, 0.005 * made.bytes_moved(tokens))
     # And what must be moved is what tensors of the real shapes hold.
     kinds = made.form.op.args
-    given = [tensor for tensor in work.arguments(work.sets[0]) if isinstance(tensor, torch.Tensor)]
-    assert len(given) == len([argument for argument in kinds if isinstance(argument, Rows | Weight | StaticScale)])
+    given = [
+        tensor[:tokens] if isinstance(argument, Table) else tensor  # a token's row of a table of thousands
+        for argument, tensor in zip(kinds, work.arguments(work.sets[0]), strict=True)
+        if isinstance(tensor, torch.Tensor)
+    ]
+    tensors = (Rows, Weight, StaticScale, Table, Index)
+    assert len(given) == len([argument for argument in kinds if isinstance(argument, tensors)])
     results = plain_torch.EAGER_TORCH.build(work, setting)[0]()
     assert made.bytes_moved(tokens) == sum(tensor.numel() * tensor.itemsize for tensor in (*given, *results))
 
@@ -142,7 +147,7 @@ def test_other_rows_are_contiguous_tensors_of_their_own(case):
         ({"ue8m0": True}, "mla_dual_rms_norm quantises nothing, so it has no ue8m0 scales"),
         ({"fp8": "e4m3fn"}, "mla_dual_rms_norm quantises nothing, so it has no fp8 format"),
         ({"group_size": 64}, "mla_dual_rms_norm has no groups; add_rms_norm_group_quant and"),
-        ({"heads": 4}, "mla_dual_rms_norm has no gated norm, so it takes no heads and no gate"),
+        ({"heads": 4}, "mla_dual_rms_norm norms no heads, so it takes no number of them"),
         ({"fusion": "gated_rms_norm", "heads": 0}, "heads must be at least 1, got 0"),
         ({"fusion": "gated_rms_norm", "activation": "gelu"}, "activation must be one of silu, sigmoid, got 'gelu'"),
         ({"fusion": "add_rms_norm", "pad_to": 3072}, "add_rms_norm pads nothing"),

@@ -214,7 +214,7 @@ def test_switching_a_fusion_off_shows_as_the_reason(run, monkeypatch):
     assert run("plan", "deepseek-v3").code == 2
 
 
-ALL_BUT_FINAL = [role for role in ROLES if role != "final"]
+ALL_BUT_FINAL = [role for role in ROLES if role not in ("final", "qk")]
 """What one quantisation for all is for: a language-model head is rarely quantised."""
 QUANTISED = """\
   softmax scale                           0.1446796

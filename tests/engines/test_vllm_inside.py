@@ -181,6 +181,7 @@ def test_zero_centred_norms_whose_weights_are_float32_in_the_graph(
         "rms_norm_group_quant: 1 expected, 1 fused, 0 missed",
         "silu_mul_group_quant: 4 expected, 4 fused, 0 missed",
         "gated_rms_norm: 3 expected, 3 fused, 0 missed",
+        "qk_norm_rope: 1 expected, 1 fused, 0 missed",
     }
 
 

@@ -104,6 +104,7 @@ _KNOWN: dict[str, Model] = {
     "longcat-flash": Model(
         checkpoint="longcat-flash", model_class="vllm.model_executor.models.longcat_flash:LongcatFlashForCausalLM"
     ),
+    "qwen3": Model(checkpoint="qwen3-4b", model_class="vllm.model_executor.models.qwen3:Qwen3ForCausalLM"),
     "qwen3-next": Model(
         checkpoint="qwen3-next-80b-a3b", model_class="vllm.model_executor.models.qwen3_next:Qwen3NextForCausalLM"
     ),

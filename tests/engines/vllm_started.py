@@ -98,6 +98,15 @@ TINY = {
         "vocab_size": 128,
     },
 }
+TINY["qwen3"] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 256,
+    "vocab_size": 128,
+}
 TINY["kimi-k2"] = {
     **TINY["deepseek-v3"],
     "first_k_dense_replace": 1,

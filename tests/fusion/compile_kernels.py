@@ -16,6 +16,7 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile  # noqa: A004
 
+from layerfuse.fusion.backends.backend import imported
 from layerfuse.fusion.backends.symm_mem import launch as symm_mem
 from layerfuse.fusion.backends.triton import family, launcher, tuning
 from layerfuse.fusion.catalog import FUSIONS
@@ -111,6 +112,10 @@ def built(name: str, op: str, widths: tuple[int, ...], step: int, early: bool = 
             args.append(torch.empty(of[rows.width], dtype=torch.bfloat16))
         elif kind == "StaticScale":
             args.append(torch.empty(1))
+        elif kind == "Table":
+            args.append(torch.empty(4096, widths[0])[:, : widths[0] // 2])
+        elif kind == "OptionalIndex":
+            args.append(torch.zeros(8, dtype=torch.int64))
         elif kind == "QuantDtype":
             args.append(dtype)
         else:
@@ -122,6 +127,9 @@ def built(name: str, op: str, widths: tuple[int, ...], step: int, early: bool = 
 
 def made(declared: Op, shots: int = 1, resident: int = 132) -> Any:
     """The function of an op; one that starts with an all-reduce is a rank's of four, without its group."""
+    own = [kernel.function for fusion in FUSIONS.values() if fusion.op is declared for kernel in fusion.backends]
+    if any(own):
+        return imported(own[-1])
     if not any(isinstance(step, AllReduce) for step in declared.chain or ()):
         return family.function_of(declared)
     rest = op_of(declared.name, (declared.chain or ())[1:])

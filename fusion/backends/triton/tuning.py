@@ -16,6 +16,7 @@ are a starting point that nobody has timed. What they come down to:
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from typing import NamedTuple
 
@@ -282,6 +283,22 @@ def launch_query(step: int, width: int, quantised: bool, wave: int) -> Launch:
     chunk = min(power_of_two(width), 256 if quantised and step == len(STEPS) else 512)
     rows = 1 if step <= 1 else 4
     return Launch(chunk, 0, 0, rows, False, _waves(max(1, rows * chunk // 512), wave))
+
+
+def launch_heads(step: int, k_heads: int, width: int, wave: int) -> tuple[int, int, int]:
+    """Heads, tokens and warps of a program of `qk_norm_rope`: eight heads, and eight columns for a thread, on an H100 at every number of tokens.
+
+    Args:
+        step: from `regime`, of the number of tokens.
+        k_heads: heads of the key.
+        width: of a head.
+        wave: threads of a warp: 32, or 64 on AMD's data-centre GPUs.
+    """
+    columns = power_of_two(width)
+    rows = max(1, min(8, 2048 // columns))
+    # Few tokens: as many programs as there can be. Many: so many tokens that the key's heads fill their programs.
+    tokens = 1 if step == 0 else rows // math.gcd(rows, k_heads)
+    return rows, tokens, _waves(max(1, rows * columns // 256), wave)
 
 
 def launch_absorb(block: int, heads: int, latent: int, depth: int, wave: int) -> tuple[int, int, int]:
