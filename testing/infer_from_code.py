@@ -51,8 +51,8 @@ _ATTENTIONS: tuple[Mapping[str, Any], ...] = (
 )
 """What a class that no adapter knows may be like, the most telling first: of what fits, the first is taken."""
 
-_PLAIN_ATTENTION: Mapping[str, Any] = {"like": "transformers:Qwen3NextAttention"}
-"""The last of them: an attention that holds no window of its own."""
+_PLAIN_ATTENTION: Mapping[str, Any] = {**_ATTENTIONS[-1], "sliding_window": {"const": "none"}}
+"""The last of them: an attention that holds no window of its own. Norms of heads and ropes of unknown code are left open."""
 
 _MERGED_HEADS = {"tp_weight": "qkv_proj.in_features"}
 """Of an attention whose queries, keys and values are one linear. Its output is gathered, so that every rank has all heads."""
@@ -279,9 +279,10 @@ def _with_answers(entry: ModelEntry, asked: _Asked) -> ModelEntry:
                     layers[word] = attrs.evolve(kind, stream_norms="none")
         for name, kind in layers.items():
             if isinstance(spec, GQASpec) and isinstance(kind, GQAKind):
-                layers[name] = attrs.evolve(kind, has_sinks=kind.has_sinks or spec.has_sinks)
+                sinks, turned = kind.has_sinks or spec.has_sinks, _rope(spec.rope, spec.head_dim)
+                layers[name] = attrs.evolve(kind, has_sinks=sinks, qk_norms=spec.q_norm is not None, rope=turned)
             elif isinstance(spec, MLASpec) and isinstance(kind, MLAKind):
-                layers[name] = attrs.evolve(kind, rope=_rope(spec.rope))
+                layers[name] = attrs.evolve(kind, rope=_rope(spec.rope, spec.qk_rope_head_dim))
             elif isinstance(spec, GatedDeltaNetSpec) and isinstance(kind, GatedDeltaNetKind):
                 layers[name] = attrs.evolve(kind, output_norm=_gate(spec))
     facts = attrs.evolve(entry.engines.get("transformers", EngineFacts()), **own)
@@ -301,10 +302,11 @@ def _own(own: dict[str, Any], name: str, epsilons: set[float], published: float)
         own[name] = epsilons.pop()
 
 
-def _rope(spec: RopeSpec | None) -> Rope:
+def _rope(spec: RopeSpec | None, whole: int) -> Rope:
     if spec is None or spec.width == 0:
         return None if spec is None else "none"
-    return RopeWords(interleaved=spec.interleaved, attention_scaling=spec.attention_scaling)
+    width = None if spec.width == whole else spec.width
+    return RopeWords(interleaved=spec.interleaved, attention_scaling=spec.attention_scaling, width=width)
 
 
 def _gate(spec: GatedDeltaNetSpec) -> GateWords:

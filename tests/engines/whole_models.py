@@ -95,8 +95,8 @@ def norms_that_feed_nothing(model: Any) -> set[str]:
     """Norms of which no layer has a linear where the adapter says that its readers are, as `layer class.norm module`."""
     found, fed = set(), set()
     for path, spec in registry.specs_in(model):
-        if isinstance(spec, FinalNormSpec):
-            continue  # the head reads it, which is outside of the module that holds it
+        if isinstance(spec, FinalNormSpec | GQASpec):
+            continue  # the head reads it, which is outside of the module that holds it; the rope reads the norms of heads
         layer = model.get_submodule(path)
         children = dict(layer.named_modules(remove_duplicate=False))
         (facts,) = [
