@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import vllm_standins as vllm
 from helpers import fresh_layer, fresh_model, real_model
-from standins import module
+from standins import module, weight
 from test_traps import atom, sglang, transformers
 
 from layerfuse import registry
@@ -118,7 +118,8 @@ def test_trap_24_head_counts_are_not_derived_from_a_query_projection_twice_as_wi
         ("gpt-oss-20b", "model.layers.0.self_attn", 64),
     ):
         layer = fresh_layer(name, path)
-        config = {name: getattr(layer.config, name) for name in ("hidden_size", "num_key_value_heads")}
+        of_the_rope = ("head_dim", "rope_parameters", "max_position_embeddings")
+        config = {name: getattr(layer.config, name) for name in ("hidden_size", "num_key_value_heads", *of_the_rope)}
         layer.config = type("Config", (), config)()
         assert registry.spec_for(layer).num_heads == heads
 
@@ -207,6 +208,7 @@ def test_trap_32_a_head_width_derived_from_the_share_is_the_layers_own_number() 
     # layer can be read, and only for checkpoints without head_dim: the entry's number differs from the layer's then.
     layer: Any = atom("qwen3-next-80b-a3b", "3.self_attn")
     layer.head_dim = layer.hidden_size // layer.num_heads
+    layer.q_norm.weight = layer.k_norm.weight = weight(layer.head_dim)
     read = registry.spec_for(layer)
     declared = next(spec for _, spec in registry.model("qwen3-next-80b-a3b").specs(8, 5) if isinstance(spec, GQASpec))
     assert (read.head_dim, declared.head_dim) == (1024, 256)
