@@ -112,8 +112,7 @@ class Unread:
             apart = cls in self._ignored or self._readers[cls] or path in self._apart
             if apart or _around(path, self._apart | self._layers.keys()) is not None:
                 continue
-            held = any(map(self._is_norm, self._children.get(path, ())))
-            if held and not any(within(each, path) for each in self._layers):
+            if self._holds_norms(path) and not any(within(each, path) for each in self._layers):
                 yield path, _STREAM.format(class_name(cls))
 
     def _final_norms(self) -> Iterator[tuple[str, str]]:
@@ -155,7 +154,7 @@ class Unread:
         path = self._streams.outermost(attention)
         while path:
             path = _parent(path)
-            if any(map(self._is_norm, self._children.get(path, ()))):
+            if self._holds_norms(path):
                 yield path
                 return
             if path.rpartition(".")[2].isdecimal():
@@ -166,6 +165,14 @@ class Unread:
         holder, _, name = path.rpartition(".")
         known = holder in self._last or (holder != "" and bool(self._read_as(_parent(holder), FinalNormSpec)))
         return name.isdecimal() and known
+
+    def _holds_norms(self, path: str) -> bool:
+        """Whether a norm is among its children, or lists of norms are, as of a layer with two attentions."""
+        for child in self._children.get(path, ()):
+            listed = self._children.get(child, ()) if self._of_torch(child) else ()
+            if self._is_norm(child) or (listed and all(map(self._is_norm, listed))):
+                return True
+        return False
 
     def _is_norm(self, path: str) -> bool:
         """An RMS norm by the name of its class, or of the class of a decoder layer's norms; or what wraps one."""

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from layerfuse.adapters import (
     GatedDeltaNetSpec,
     GatedMLPSpec,
     GQASpec,
+    LayerNormSpec,
     Mamba2Spec,
     MLASpec,
     MLPSpec,
@@ -254,3 +256,88 @@ def test_every_class_is_read_or_named_with_the_reason() -> None:
     if os.environ.get("UPDATE_DOCS"):
         PAGE.write_text(found)
     assert PAGE.read_text() == found
+
+
+# ---- what no adapter reads is named, of every class
+
+PARTS: Mapping[str, tuple[str, Any]] = {
+    "attention": ("Attention", MIXERS),
+    "an MLP": ("MLP", GatedMLPSpec),
+    "decoder layers": ("DecoderLayer", ResidualSpec),
+    "what holds them": ("Model", FinalNormSpec),
+}
+"""Part -> how its class is called when it is a stranger's, and its specs."""
+
+
+@contextlib.contextmanager
+def of_a_stranger(model: Any, paths: Iterable[str], end: str) -> Iterator[None]:
+    """These modules of another class, which holds the same."""
+    modules, kept = dict(model.named_modules()), []
+    stranger = type(f"Stranger{end}", (torch.nn.Module,), {"__module__": "elsewhere"})
+    for path in paths:
+        module, (holder, _, name) = stranger.__new__(stranger), path.rpartition(".")
+        module.__dict__.update(vars(modules[path]))
+        kept.append((modules[holder]._modules, name, modules[path]))
+        modules[holder]._modules[name] = module
+    try:
+        yield
+    finally:
+        for children, name, module in kept:
+            children[name] = module
+
+
+def fusible(spec: Any) -> bool:
+    """Whether any fusion could stand at a layer: none does where LayerNorms read the stream, and an MLP without a gate none begins with."""
+    if isinstance(spec, ResidualSpec):
+        return any(not isinstance(norm, LayerNormSpec) for norm in (*spec.input_norms, *spec.post_norms))
+    return True
+
+
+def silent_parts(name: str, model: Any) -> list[str]:
+    """The parts of a class that nobody would read, and nothing would name, if their class were a stranger's."""
+    try:
+        specs, found = registry.specs_in(model), []
+    except UnknownLayerError:  # says what it does not know by itself
+        return []
+    modules = dict(model.named_modules())
+    for part, (end, kinds) in PARTS.items():
+        paths = [path for path, spec in specs if path and isinstance(spec, kinds) and fusible(spec)]
+        paths = [path for path in paths if type(modules[path]) is type(modules[paths[0]])]
+        with of_a_stranger(model, paths, end):
+            named = dict(registry.unknown_in(model))
+            with contextlib.suppress(UnknownLayerError):  # that nothing is left to read is said by itself
+                assert not {path for path, _ in registry.specs_in(model)}.intersection(paths) - named.keys()
+        # A class around it may be named in its place, as BERT's, which only wraps its attention.
+        if not all(any(f"{path}.".startswith(f"{other}.") for other in named) for path in paths):
+            found.append(f"{name}: {part}, {paths[:2]}")
+    return found
+
+
+BY_ANOTHER_NAME = {"CpmAntForCausalLM"}
+"""Whose norms are RMS norms in classes that are called LayerNorm, and lie two modules deep: nothing tells them by their names."""
+
+SAMPLE = (
+    "LlamaForCausalLM",
+    "DeepseekV3ForCausalLM",
+    "LongcatFlashForCausalLM",
+    "Gemma3ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "MixtralForCausalLM",
+)
+
+
+@pytest.mark.parametrize(
+    "names", [pytest.param(SAMPLE, id="six"), pytest.param(None, id="all", marks=pytest.mark.thorough)]
+)
+def test_each_part_of_a_class_is_named_where_no_adapter_reads_it(names: tuple[str, ...] | None) -> None:
+    silent, swept = [], 0
+    for name, model_type in sorted({name: model_type for model_type, name in CLASSES.items()}.items()):
+        if names is not None and name not in names:
+            continue
+        try:
+            model, _ = built(model_type, name)
+        except Exception:  # its default config cannot be built: the page says which
+            continue
+        silent += silent_parts(name, model) if name not in BY_ANOTHER_NAME else []
+        swept += 1
+    assert not silent and swept >= (100 if names is None else len(names)), (swept, silent)
