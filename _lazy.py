@@ -22,8 +22,15 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         package: its name.
         file: its `__init__.py`. Beside it, `__init__.pyi` holds a line `from .module import name as name` for each public name.
     """
-    with open(f"{file}i", encoding="utf-8") as stub:
-        lines = [line.split() for line in stub if line.startswith("from ")]
+    stub = f"{file.rpartition('__init__.')[0]}__init__.pyi"
+    loader: Any = sys.modules[package].__loader__
+    try:  # by the package's own loader, which may read an archive
+        data = loader.get_data(stub)
+    except OSError as error:
+        raise ImportError(
+            f"{stub} is missing or cannot be read: this installation of layerfuse is incomplete"
+        ) from error
+    lines = [line.split() for line in data.decode().splitlines() if line.startswith("from ")]
     names = {name: module if module.strip(".") else f"{module}{name}" for _, module, _, name, *_ in lines}
 
     def load(name: str) -> Any:

@@ -55,7 +55,8 @@ def _rope_width(config: Any) -> int:
     """Columns of a head that are turned, as transformers has it (`modeling_rope_utils`): all of them unless a config says which part."""
     rope = config.rope_parameters
     part = rope.get("partial_rotary_factor", 1.0)
-    return int(config.head_dim * part)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return int(head_dim * part)
 
 
 def rope_attention_scaling(rope: Mapping[str, Any], longest: int | None) -> float:

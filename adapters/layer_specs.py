@@ -243,6 +243,10 @@ class GQASpec(LayerSpec):
                 yield f"{name}: width {norm.width} is not the head_dim {self.head_dim}"
         if self.rope is not None and self.rope.width > self.head_dim:
             yield f"rope: width {self.rope.width} is more than the head_dim {self.head_dim}"
+        if self.rope is not None and self.rope.width % 2:
+            yield f"rope: width {self.rope.width} is odd, and columns are turned in pairs"
+        if self.values_are_keys and self.v_head_dim != self.head_dim:
+            yield f"v_head_dim: {self.v_head_dim} is not the head_dim {self.head_dim}, and values_are_keys says that values are keys"
 
 
 @frozen(kw_only=True)

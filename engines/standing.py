@@ -385,7 +385,8 @@ def at_first_call(
 
     @functools.wraps(own)
     def first(*args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(each, Tensor) and not each.numel() for each in (*args, *kwargs.values())):
+        tokens = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
+        if tokens is not None and not tokens.numel():
             return own(*args, **kwargs)  # of no tokens, as on a rank without requests: an engine skips norms there
         before(unit)
         standing.put_in()

@@ -219,7 +219,8 @@ def sites_of(layer: str, spec: AnySpec, mixture: ExpertsSpec | None = None) -> t
     if isinstance(spec, MLASpec):
         return (_latents(layer, spec),)
     if isinstance(spec, GQASpec) and spec.q_norm is not None and spec.k_norm is not None:
-        return (Site(layer=layer, role=QK, norms=(spec.q_norm, spec.k_norm), spec=spec),)
+        shared = "it reads the keys of an earlier layer, and norms none of its own" if spec.shares_kv else None
+        return (Site(layer=layer, role=QK, norms=(spec.q_norm, spec.k_norm), spec=spec, absent=shared),)
     return ()
 
 

@@ -58,9 +58,13 @@ class Entries(Mapping[str, "ModelEntry"]):
         if name not in self._tables:
             return self.heads[name]
         if name not in self._made:
-            from .files import one
+            from .files import one, structure
 
-            self._made[name] = one(name, self._tables[name])
+            try:
+                self._made[name] = one(name, self._tables[name])
+            except Exception:
+                structure({"models": {name: self._tables[name]}}, MODELS_TOML.name)  # says what is wrong, and where
+                raise
         return self._made[name]
 
     def __contains__(self, name: object) -> bool:

@@ -169,10 +169,17 @@ class Unread:
     def _holds_norms(self, path: str) -> bool:
         """Whether a norm is among its children, or lists of norms are, as of a layer with two attentions."""
         for child in self._children.get(path, ()):
-            listed = self._children.get(child, ()) if self._of_torch(child) else ()
-            if self._is_norm(child) or (listed and all(map(self._is_norm, listed))):
+            if self._is_norm(child) or any(map(self._is_norm, self._listed(child))):
                 return True
         return False
+
+    def _listed(self, path: str) -> Iterator[str]:
+        """What lies in a module that is a list or dict of modules, and in those within it."""
+        names = {base.__name__ for base in self._classes[path].__mro__ if base.__module__.startswith("torch.")}
+        if not names.isdisjoint(("ModuleList", "ModuleDict")):
+            for child in self._children.get(path, ()):
+                yield child
+                yield from self._listed(child)
 
     def _is_norm(self, path: str) -> bool:
         """An RMS norm by the name of its class, or of the class of a decoder layer's norms; or what wraps one."""

@@ -52,6 +52,9 @@ def angles_of(factors: Iterable[tuple[Node | None, int]], half: int, shape: Any,
     sizes = [1] * (len(shape) - value(factor).dim()) + list(value(factor).shape[:-1])
     own = [size for _, size in sorted(zip(order[:-1], sizes, strict=True), key=lambda pair: pair[0])]
     tokens, given = list(shape[:-2]), own[:-1]
+    laid = [dim for dim in order if dim < len(tokens)]
+    if laid != sorted(laid) and sum(not same(size, 1) for size in given) > 1:
+        raise Unmatched(f"the tokens of {factor} lie in another order than those of the norm")
     while given and same(given[0], 1) and not same(tokens[0], 1):
         tokens, given = tokens[1:], given[1:]
     if not same(own[-1], 1) or not same_shape(given, tokens):

@@ -15,7 +15,7 @@ from helpers import fresh_layer
 from standins import Rank, module
 
 from layerfuse import registry
-from layerfuse.adapters import NO_ROPE, Adapter, FactsError, MLASpec, RopeSpec, SpecError, const
+from layerfuse.adapters import NO_ROPE, Adapter, FactsError, GQASpec, MLASpec, RopeSpec, SpecError, const
 from layerfuse.adapters.base import Facts
 from layerfuse.adapters.conversions import CONVERSIONS
 from layerfuse.adapters.errors import MissingAttributeError, UnreadableError
@@ -288,3 +288,19 @@ def test_equal_ropes_may_differ_in_where_they_come_from() -> None:
     other = RopeSpec(width=64, interleaved=True, attention_scaling=1.0, interleaved_out=False, table="values")
     assert other == DEEPSEEK and hash(other) == hash(DEEPSEEK)
     assert RopeSpec(width=64, interleaved=False, attention_scaling=1.0) != DEEPSEEK
+
+
+def test_a_mixture_of_qwen3_whose_config_says_no_head_dim() -> None:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=1,
+        num_experts=2,
+    )
+    assert getattr(config, "head_dim", None) is None
+    with torch.device("meta"):
+        model = transformers.Qwen3MoeForCausalLM(config)
+    (found,) = (spec for _, spec in registry.specs_in(model, of=GQASpec))
+    assert (found.head_dim, found.rope.width) == (2, 2)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from specs_at_hand import EVERY, OUTER, delta_net, gated_norm, gqa, mla, parallels, residual, whole
 
 from layerfuse.adapters.errors import SpecError
-from layerfuse.adapters.specs import LARGEST, WHOLE, NormSpec, Parallel, kind_of
+from layerfuse.adapters.specs import LARGEST, WHOLE, NormSpec, Parallel, RopeSpec, kind_of
 
 COUNTS = [
     (make, attribute.name)
@@ -159,6 +159,20 @@ def test_a_query_latent_and_its_norm_come_together(changes: dict[str, Any], prob
     (found,) = problems_of(mla, **changes)
     assert found.startswith(problem)
     assert mla(q_lora_rank=None, q_norm=None).split_sizes == (512, 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"rope": RopeSpec(width=7, interleaved=False, attention_scaling=1.0)}, "rope: width 7 is odd"),
+        ({"values_are_keys": True, "v_head_dim": 32}, "v_head_dim: 32 is not the head_dim 64"),
+    ],
+)
+def test_heads_of_grouped_queries_are_turned_in_pairs_and_keys_are_as_wide_as_values_that_are_keys(
+    changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(SpecError, match=problem):
+        gqa(**changes)
 
 
 def test_a_delta_net_ties_its_norm_and_its_heads() -> None:

@@ -346,6 +346,40 @@ def _not_turned(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
     return q * 1.5, k * 1.5
 
 
+def _doubled(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
+    return looked_up(q + q, k + k, positions, table)
+
+
+def _cos_twice(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
+    cos, sin = (each.unsqueeze(-2) for each in table[positions].chunk(2, -1))
+
+    def turn(x: Tensor) -> Tensor:
+        one, other = x.chunk(2, -1)
+        return torch.cat([one * cos + one * cos - other * sin, other * cos + other * cos + one * sin], -1)
+
+    return turn(q), turn(k)
+
+
+def _two_cosines(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
+    cos, sin = (each.unsqueeze(-2) for each in table[positions].chunk(2, -1))
+
+    def turn(x: Tensor) -> Tensor:
+        one, other = x.chunk(2, -1)
+        return torch.cat([one * cos + one * cos.flip(0) - other * sin, other * cos + one * sin], -1)
+
+    return turn(q), turn(k)
+
+
+def _sin_twice(q: Tensor, k: Tensor, positions: Tensor, table: Tensor) -> Any:
+    cos, sin = (each.unsqueeze(-2) for each in table[positions].chunk(2, -1))
+
+    def turn(x: Tensor) -> Tensor:
+        one, other = x.chunk(2, -1)
+        return torch.cat([one * cos - (other * sin + other * sin), other * cos + one * sin], -1)
+
+    return turn(q), turn(k)
+
+
 REFUSED: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "the norm has other readers": (_read_twice, "is no part of a rope of", {}),
     "an intermediate is a result": (_inside_read, "is no part of a rope of", {}),
@@ -355,6 +389,10 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, dict[str, Any]]] = {
     "cos differs between halves": (_each_half, "nothing tells that both halves of", {}),
     "cos differs between heads": (_each_head, "has no angles of its own for each token", {}),
     "interleaved, written out": (_interleaved, "is no part of a rope of", {"interleaved": True}),
+    "a head is added to itself": (_doubled, "is no part of a rope of", {}),
+    "cos is added twice": (_cos_twice, "is no part of a rope of", {}),
+    "two cosines are added": (_two_cosines, "is no part of a rope of", {}),
+    "sin is subtracted twice": (_sin_twice, "is no part of a rope of", {}),
     "nothing is turned": (_not_turned, "is no part of a rope of", {}),
     "as many columns as the spec says not": (
         partly,
@@ -378,6 +416,27 @@ def test_what_is_not_known_is_left_with_its_reason(name: str) -> None:
     assert f"layerfuse.{FUSION}" not in traced.after[0]
 
 
+class _Swapped(Attention):
+    """Norms over (2, 3) tokens, which are turned as (3, 2)."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Any:
+        q, k, _ = self.qkv(x).split([HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH], -1)
+        q, k = self.q_norm(q.unflatten(-1, (-1, WIDTH))), self.k_norm(k.unflatten(-1, (-1, WIDTH)))
+        return self.turn(q.transpose(0, 1), k.transpose(0, 1), positions, self.table)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 2), (1, 3)], ids=str)
+def test_tokens_that_are_turned_in_another_order_than_they_are_normed(shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model, x = _Swapped(looked_up), torch.randn(*shape, HIDDEN)
+    positions = torch.arange(x[..., 0].numel()).view(shape[::-1]) * 3
+    traced = trace(model, x, positions, specs=[("", spec())])
+    with torch.no_grad():
+        torch.testing.assert_close(traced.output, model(x, positions), **TOLERANCE[torch.float32])
+    if 1 not in shape:
+        assert "lie in another order" in traced.report.records[0].uses[0].missed[FUSION]
+
+
 # ---- in plans --------------------------------------------------------------------------------------------------------
 
 
@@ -389,8 +448,9 @@ def test_what_is_not_known_is_left_with_its_reason(name: str) -> None:
             {"rope": RopeSpec(width=0, interleaved=False, attention_scaling=1.0)},
             "the heads of this layer are not turned",
         ),
+        ({"shares_kv": True}, "it reads the keys of an earlier layer"),
     ],
-    ids=["unsaid", "none"],
+    ids=["unsaid", "none", "another layer's keys"],
 )
 def test_a_layer_without_a_known_rope_is_left_alone(change: dict[str, Any], reason: str) -> None:
     made = plan([("", attrs.evolve(spec(), **change))], Target.named("sm90"))

@@ -8,6 +8,7 @@ import sys
 import tomllib
 
 import attrs
+import pytest
 from helpers import ROOT, real_model
 
 import layerfuse
@@ -45,6 +46,12 @@ def test_each_entry_is_what_the_checked_file_says_and_its_head_has_its_names() -
         assert (head.names, head.adapter, [*head.engines], head.layer_classes) == (
             *(entry.names, entry.adapter, [*entry.engines], entry.layer_classes),
         )
+
+
+def test_a_wrong_value_in_the_shipped_file_is_said_with_its_key() -> None:
+    tables = {"bad": {**tomllib.loads(MODELS_TOML.read_text())["models"]["kimi-k2.5"], "hidden_sise": 7168}}
+    with pytest.raises(registry.CatalogError, match="hidden_sise"):
+        Entries({"bad": files.head("bad", tables["bad"])}, tables)["bad"]
 
 
 def test_the_json_that_is_read_says_what_models_toml_says() -> None:

@@ -260,6 +260,26 @@ def test_attention_of_any_name_in_a_known_layer_is_known_by_its_children() -> No
     assert kinds(model) == {"model.layers.0.self_attn": "TokenMixer"}
 
 
+class _Norms(nn.ModuleList):
+    pass
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [
+        lambda norm: nn.ModuleList([norm, nn.Identity()]),
+        lambda norm: nn.ModuleList([nn.ModuleList([norm]), nn.Dropout()]),
+        lambda norm: nn.ModuleDict({"before": norm, "after": nn.Identity()}),
+        lambda norm: _Norms([norm, nn.Dropout()]),
+    ],
+    ids=["beside others", "in lists of lists", "in a dict", "in a list of its own class"],
+)
+def test_norms_of_an_unknown_decoder_layer_may_lie_in_any_list(norms: Callable[[nn.Module], nn.Module]) -> None:
+    layer = qwen().model.layers[0]
+    model = Own(blocks=nn.ModuleList([Own(norms=norms(layer.input_layernorm), attn=layer.self_attn)]))
+    assert kinds(model) == {"blocks.0": "Own as ResidualSpec"}
+
+
 def test_experts_and_towers_are_left_alone_and_other_gated_mlps_named() -> None:
     model = qwen()
 

@@ -286,7 +286,7 @@ def launch_query(step: int, width: int, quantised: bool, wave: int) -> Launch:
 
 
 def launch_heads(step: int, k_heads: int, width: int, wave: int) -> tuple[int, int, int]:
-    """Heads, tokens and warps of a program of `qk_norm_rope`: eight heads, and eight columns for a thread, on an H100 at every number of tokens.
+    """Heads, tokens and warps of a program of `qk_norm_rope`: eight heads, and eight columns for a thread: the best of a short sweep on one H100, which was not kept.
 
     Args:
         step: from `regime`, of the number of tokens.
