@@ -179,6 +179,7 @@ def test_strict_stops_where_vllm_runs_the_code_of_transformers(
 ) -> None:
     """Its layers hold linears of vLLM's, which no adapter of transformers' layers reads."""
     enter(VLLM)
+    caplog.set_level("INFO", logger="vllm.layerfuse")
     (tmp_path / "config.json").write_text(json.dumps(config_of("SmolLM3ForCausalLM")))
     why = "vLLM runs SmolLM3ForCausalLM by transformers' code with linears of its own in it, which layerfuse does not read"
     with loaded(tmp_path, 1, False, None) as (model, config):

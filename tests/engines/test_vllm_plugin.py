@@ -151,7 +151,7 @@ def test_every_site_is_fused_called_and_reported_cold_and_warm(
         pytest.param("kimi-k2", {ADD: 6, DUAL: 3}, marks=pytest.mark.thorough),
         ("gpt-oss-20b", {ADD: 4}),
         # Its norms are zero-centred: vLLM gives them to its op with one added to the weight.
-        ("qwen3-next", {ADD: 8, "gated_rms_norm": 3}),
+        ("qwen3-next", {"qk_norm_rope": 1, ADD: 8, "gated_rms_norm": 3}),
     ],
 )
 def test_every_site_of_other_models_is_fused(

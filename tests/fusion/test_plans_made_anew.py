@@ -23,7 +23,7 @@ from layerfuse.fusion import FusedModel, FusionConfig, FusionMissedError
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("_op_by_op")
 
-ADD, QUANT = "add_rms_norm", "add_rms_norm_per_token_quant"
+ADD, QUANT, HEADS = "add_rms_norm", "add_rms_norm_per_token_quant", "qk_norm_rope"
 IDS = {"input_ids": torch.arange(6)[None], "use_cache": False}
 
 
@@ -141,7 +141,7 @@ def quantise(model: Any) -> None:
 def test_linears_that_are_quantised_after_compile() -> None:
     fused = fusion.compile(qwen3(), target=CPU_FP8, config=FusionConfig(level=2), strict=True)
     call(fused)
-    assert expected(fused) == {ADD: 4}
+    assert expected(fused) == {ADD: 4, HEADS: 2}
     quantise(fused.original)
     assert_as_planned_afresh(fused, 5e-2)
     assert expected(fused)[QUANT] == 3
@@ -186,8 +186,8 @@ def parallelised(_rank: int) -> tuple[Counter[str], Counter[str], Counter[str], 
 
 def test_a_model_that_is_sharded_after_compile() -> None:
     for before, after, counted, error in run_on_ranks(parallelised, 2):
-        assert before == {ADD: 4}
-        assert after == counted == {"all_reduce_add_rms_norm": 4}
+        assert before == {ADD: 4, HEADS: 2}
+        assert after == counted == {"all_reduce_add_rms_norm": 4, HEADS: 2}
         assert error < 1e-5
 
 

@@ -124,6 +124,8 @@ def _places(field: str, source: Any, below: tuple[str, ...] = ()) -> Iterator[tu
         if source.convert == "rope_scaling":
             yield (*steps, "rope_parameters"), {"rope_type": "default"}
             yield (*steps, "max_position_embeddings"), 8
+        elif source.convert == "rope_width":
+            yield (*steps, "head_dim"), 8
         else:
             yield steps, _CONVERTED.get(source.convert, 8)
 
