@@ -13,7 +13,7 @@ import quantised_logits
 FARTHER = {"mean": 1.15, "max": 1.5}
 """How much farther the fused logits may be: on average, and at the one worst logit of a few thousand."""
 
-SITES = {"deepseek-v3": 9, "qwen3-next": 8, "llama": 7}
+SITES = {"deepseek-v3": 9, "qwen3-next": 9, "llama": 7}
 """Expected fusions of two layers and the final norm: an MLP each, latents or a delta net's output where there are any."""
 
 
@@ -27,7 +27,7 @@ def test_no_farther_from_float64(name: str, kind: tuple[torch.dtype, str]) -> No
     # It is strict too: an expected fusion that did not run has raised.
     assert found["expected"] == sum(found["executed"].values()) == SITES[name], found
     word = {"group64": "group", "per_token": "per_token", "static": "static"}[scheme]
-    assert all(fused.endswith(f"_{word}_quant") for fused in found["executed"]), found
+    assert all(fused.endswith(f"_{word}_quant") or fused == "qk_norm_rope" for fused in found["executed"]), found
     for what, factor in FARTHER.items():
         assert found[f"ac_{what}"] <= factor * found[f"ab_{what}"], found
     # In float32 both round alike, but for values that lie on a tie. In bfloat16 the unfused one rounds each norm first, so
