@@ -55,7 +55,12 @@ def _rope_width(config: Any) -> int:
     """Columns of a head that are turned, as transformers has it (`modeling_rope_utils`): all of them unless a config says which part."""
     rope = config.rope_parameters
     part = rope.get("partial_rotary_factor", 1.0)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    try:
+        head_dim = config.head_dim
+    except AttributeError:  # of Qwen3's mixtures
+        head_dim = None
+    if head_dim is None:
+        head_dim = config.hidden_size // config.num_attention_heads
     return int(head_dim * part)
 
 
