@@ -114,6 +114,22 @@ def test_every_module_of_the_repository_is_in_the_wheel(files: set[str]) -> None
     assert {f"layerfuse/{name}" for name in DATA} <= files
 
 
+def test_packages_are_imported_from_an_archive(wheel: Path) -> None:
+    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import layerfuse, layerfuse.fusion as f; print(layerfuse.__file__, *dir(f))"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(str(wheel)) and " plan " in done.stdout
+
+
+def test_a_package_without_its_public_names_says_which_file_is_missing(wheel: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(wheel) as whole:
+        whole.extractall(tmp_path)
+    (tmp_path / "layerfuse" / "registry" / "__init__.pyi").unlink()
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import layerfuse.registry"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True)
+    assert "registry/__init__.pyi is missing" in done.stderr.splitlines()[-1]
+    assert "this installation of layerfuse is incomplete" in done.stderr
+
+
 def test_nothing_with_a_generic_name_lands_at_the_top(files: set[str]) -> None:
     assert {name.partition("/")[0].partition("-")[0] for name in files} == {"layerfuse"}
     assert not any(

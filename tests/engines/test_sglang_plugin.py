@@ -165,7 +165,8 @@ def test_a_batch_without_tokens_is_no_first_run(log: pytest.LogCaptureFixture) -
         at_first_call(model, unit, SEAMS, lambda _: None, done.append)
         model.forward(torch.arange(0))
         assert not done
-        model.forward(torch.arange(3))
+        model.forward(torch.arange(3), torch.empty(0))  # what else is empty, of no pictures say, tells of no tokens
+        assert done == [unit]
         model.forward(torch.arange(3))
     assert done == [unit]
     assert (unit.counted[ADD], len(unit.report().of(ADD).missed)) == (4, 0)

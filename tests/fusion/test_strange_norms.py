@@ -130,12 +130,11 @@ def known() -> list[nn.Module]:
 
 def unknown(model: nn.Module, **arguments: Any) -> dict[str, str]:
     """What holds norms that nobody reads, after a call that gives the model's numbers -> which norms."""
+    # Without the op of Qwen3's heads, which rounds once where the model rounds each step.
+    arguments.setdefault("config", FusionConfig(switches={"qk_norm_rope": False}))
     fused = fusion.compile(model.eval(), **arguments)
     with torch.no_grad():
-        got, wanted = fused(IDS), model(IDS)
-    # Heads are normed and turned in float32 and rounded once, where the model rounds each step.
-    allowed = 3e-2 if wanted.dtype is torch.bfloat16 else 1e-3
-    torch.testing.assert_close(got, wanted, rtol=allowed, atol=allowed)
+        torch.testing.assert_close(fused(IDS), model(IDS), rtol=1e-3, atol=1e-3)
     said = fused.report.to_dict()["unknown"]
     try:
         fused.report.check_call()
