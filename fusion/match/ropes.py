@@ -267,9 +267,8 @@ def _arithmetic(node: Node, rows: dict[Node, _Row]) -> _Row | None:
         if a is None or b is None or a.joined or b.joined or a.order != b.order:
             return None
         second = tuple(_signed(b.pieces, -1 if node.target is aten.sub.Tensor else 1))
-        summed = [piece for piece in _summed(a.pieces, second) if piece is not None]
-        whole = sum(piece.width for piece in summed) == sum(piece.width for piece in a.pieces)
-        return a._replace(pieces=tuple(summed)) if whole else None
+        summed = _summed(a.pieces, second)
+        return None if summed is None else a._replace(pieces=summed)
     return None
 
 
@@ -301,14 +300,16 @@ def _ends(pieces: Iterable[_Piece]) -> set[int]:
     return found
 
 
-def _summed(one: tuple[_Piece, ...], other: tuple[_Piece, ...]) -> Iterator[_Piece | None]:
+def _summed(one: tuple[_Piece, ...], other: tuple[_Piece, ...]) -> tuple[_Piece, ...] | None:
     """The pieces of a sum; None where columns are added to themselves, which no rope does and a set of terms cannot count."""
-    start = 0
+    start, found = 0, []
     for stop in sorted(_ends(one) | _ends(other)):
         (a,), (b,) = (tuple(_cut(pieces, start, stop)) for pieces in (one, other))
-        twice = {term.start for term in a.terms} & {term.start for term in b.terms}
-        yield None if twice else _Piece(stop - start, a.terms | b.terms)
+        if {term.start for term in a.terms} & {term.start for term in b.terms}:
+            return None
+        found.append(_Piece(stop - start, a.terms | b.terms))
         start = stop
+    return tuple(found)
 
 
 def _rope_of(row: _Row, width: int) -> tuple[int, list[_Term], list[_Term]] | None:
