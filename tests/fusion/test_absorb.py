@@ -19,13 +19,6 @@ DEVICE = "cuda" if GPU else "cpu"
 UNIT = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}
 
 
-@pytest.fixture(params=["reference", "triton"])
-def backend(request: pytest.FixtureRequest) -> Any:
-    backends.force(request.param)
-    yield request.param
-    backends.force(None)
-
-
 def given_of(
     widths: Widths,
     tokens: int,

@@ -20,13 +20,6 @@ UNIT = {torch.bfloat16: 2**-8 if GPU else 2**-7, torch.float16: 2**-11, torch.fl
 """One rounding. Triton's interpreter cuts float32 down to bfloat16."""
 
 
-@pytest.fixture(params=["reference", "triton"])
-def backend(request: pytest.FixtureRequest) -> Any:
-    backends.force(request.param)
-    yield request.param
-    backends.force(None)
-
-
 def given_of(tokens: int, columns: int, width: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
     """Activations that fp8 holds exactly, with scales of 1: Triton's interpreter rounds to fp8 as no hardware does."""
     generator = torch.Generator().manual_seed(5)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,15 +34,6 @@ LAYOUTS = {
     "pages of 8": {"pages": 3, "page_size": 8},
 }
 FORMS = ("plain", "fp8", "fp8_ds_mla")
-
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
-@pytest.fixture(params=["reference", pytest.param("triton", marks=needs_triton)])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    backends.force(request.param)
-    yield request.param
-    backends.force(None)
 
 
 def cache_for(form: str, widths: Widths, dtype: torch.dtype, layout: str = "pages of 8", **changes: Any) -> Guarded:

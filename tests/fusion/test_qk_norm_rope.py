@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -15,21 +14,12 @@ from helpers import in_turn
 from torch import Tensor, nn
 
 from layerfuse.adapters.specs import GQASpec, NormSpec, RopeSpec
-from layerfuse.fusion import FusionConfig, Target, backends, ops, plan
+from layerfuse.fusion import FusionConfig, Target, ops, plan
 
 FUSION = "qk_norm_rope"
 HEADS, KV_HEADS, WIDTH, HIDDEN = 4, 2, 16, 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPS = {torch.float32: 2**-21, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
-@pytest.fixture(params=["reference", pytest.param("triton", marks=needs_triton)])
-def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    backends.force(request.param)
-    yield request.param
-    backends.force(None)
-
 
 # ---- the op ----------------------------------------------------------------------------------------------------------
 
