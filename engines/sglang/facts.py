@@ -11,7 +11,10 @@ from ...fusion.engine import Engine
 RELEASE = "0.5.23"
 """Of which this is known."""
 
-SEAMS = frozenset({"add_rms_norm"})
+CHAINS = ("add_rms_norm", "rms_norm")
+SCHEMES = ("static", "per_token", "group")
+
+SEAMS = frozenset({"add_rms_norm", *(f"{chain}_{scheme}_quant" for chain in CHAINS for scheme in SCHEMES)})
 """Fusions that can go in at module level (`seams.SEAMS`)."""
 
 UNCOMPILED = "SGLang compiles no model"

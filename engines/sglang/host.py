@@ -43,7 +43,7 @@ def _report_file(unit: CompiledModule) -> tuple[Path, str]:
 
 
 def _fp8_dtype() -> Any:
-    from sglang.srt.layers.quantization.fp8_kernel import fp8_dtype
+    from sglang.kernels.ops.quantization.fp8_kernel import fp8_dtype
 
     return fp8_dtype
 

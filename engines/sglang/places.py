@@ -11,7 +11,7 @@ from ..hooks import check_source
 from . import ASKED
 from .hooks import LOADED
 from .host import SGLANG
-from .seams import SEAMS
+from .seams import LINEARS, SEAMS
 
 
 def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
@@ -21,8 +21,12 @@ def places(folder: Path) -> Iterator[tuple[str, str, str | None]]:
         folder: of the package sglang.
     """
     yield LOADED.place, LOADED.does, check_source(LOADED, folder)
-    for seam in SEAMS:
-        yield ":".join(seam.key), f"{seam.fusion} can stand there", check_source(seam.hook, folder)
+    for key in dict.fromkeys(seam.key for seam in SEAMS):
+        several = [seam for seam in SEAMS if seam.key == key]
+        can = f"{', '.join(seam.fusion for seam in several)} can stand there"
+        yield ":".join(key), can, next(filter(None, (check_source(seam.hook, folder) for seam in several)), None)
+    takes = "linears take there what such a norm has quantised"
+    yield LINEARS.hook.place, takes, check_source(LINEARS.hook, folder)
 
 
 def inside(version: str, folder: Path) -> tuple[Literal["found", "absent", "broken"], str]:

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..hooks import Hook
-from ..seams import Seam
+from ..seams import Consumer, Seam
+from .facts import CHAINS, SCHEMES
+
+if TYPE_CHECKING:
+    from ...adapters.activation_quant import ActivationQuant
+    from ..handover import Reader
 
 _NORMS = "sglang.srt.layers.layernorm"
 _TAKES = ("self", "x", "residual", "post_residual_addition")
+_APPLY = Hook(
+    name="seam",
+    module="sglang.srt.layers.quantization.fp8",
+    path="Fp8LinearMethod.apply",
+    takes=("self", "layer", "x", "bias"),
+    others="optional",
+)
+
+
+def _reader(linear: Any, quant: ActivationQuant) -> Reader | None:
+    from .readers import reader_of  # which needs torch
+
+    return reader_of(linear, quant, _APPLY)
+
+
+LINEARS = Consumer(hook=_APPLY, reader=_reader)
+"""The fp8 linears of SGLang's: in blocks and not."""
 
 
 def _norm(fusion: str, name: str, **more: Any) -> Seam:
@@ -49,8 +71,13 @@ def _gemma(norm: Any) -> bool:
     return True
 
 
-SEAMS = (
-    _norm("add_rms_norm", "RMSNorm", plain=_plain),
-    _norm("add_rms_norm", "GemmaRMSNorm", plain=_gemma),
-)
+def _stream(name: str, plain: Any) -> tuple[Seam, ...]:
+    """A norm of the residual stream, with the quantisation of the linears behind it too."""
+    quantised = (
+        _norm(f"{chain}_{scheme}_quant", name, plain=plain, consumer=LINEARS) for chain in CHAINS for scheme in SCHEMES
+    )
+    return _norm("add_rms_norm", name, plain=plain), *quantised
+
+
+SEAMS = (*_stream("RMSNorm", _plain), *_stream("GemmaRMSNorm", _gemma))
 """Every place. The fused op of a site is that of the plan; a norm is the site's own module."""

@@ -21,6 +21,7 @@ class RMSNorm:
 class GemmaRMSNorm:
     def forward_native(self, x, residual=None): ...
 """
+LINEARS = "class Fp8LinearMethod:\n    def apply(self, layer, x, bias=None): ...\n"
 
 
 def decisions(run):
@@ -41,9 +42,10 @@ def test_nothing_is_on_where_nothing_was_measured(run, monkeypatch):
 def test_what_is_asked_for_stands_where_there_is_a_place_for_it(run, monkeypatch):
     monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD},{GROUP},{DUAL}")
     found = decisions(run)
-    assert found["post_attention", ADD][0] == found["final", ADD][0] == "expected"
+    assert found["post_attention", GROUP][0] == found["final", ADD][0] == "expected"
+    assert found["post_attention", ADD][0] == "fallback"
     none = "SGLang compiles no model, and layerfuse knows no place for it in SGLang's code yet"
-    assert found["post_attention", GROUP] == found["latents", DUAL] == ("refused", none)
+    assert found["latents", DUAL] == ("refused", none)
     assert "fused ops can stand in its modules only" in " ".join(run(*HERE).out.split())
 
 
@@ -69,7 +71,11 @@ def test_plans_know_the_places_that_there_are():
 def test_an_installed_sglang_is_read_and_not_imported(version, runner, state, detail, packages, run, monkeypatch):  # noqa: F811
     for name in ("SGLANG_PLUGINS", "LAYERFUSE_FUSIONS"):
         monkeypatch.delenv(name, raising=False)
-    files = {"srt/model_executor/model_runner.py": runner, "srt/layers/layernorm.py": NORMS}
+    files = {
+        "srt/model_executor/model_runner.py": runner,
+        "srt/layers/layernorm.py": NORMS,
+        "srt/layers/quantization/fp8.py": LINEARS,
+    }
     folder = packages("sglang", dist="sglang", version=version, files=["__init__.py"])
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +85,8 @@ def test_an_installed_sglang_is_read_and_not_imported(version, runner, state, de
     assert detail in found.detail
     places = json.loads(run("doctor", "--json").out)["sglang"]
     norms = "sglang.srt.layers.layernorm"
-    assert places[f"{norms}:RMSNorm"] == {"state": "found", "detail": f"{ADD} can stand there"}
+    assert (places[f"{norms}:RMSNorm"]["state"], GROUP in places[f"{norms}:RMSNorm"]["detail"]) == ("found", True)
+    assert places["sglang.srt.layers.quantization.fp8:Fp8LinearMethod.apply"]["state"] == "found"
     assert "is expected to take self, x, residual, post_residual_addition" in places[f"{norms}:GemmaRMSNorm"]["detail"]
     assert "Where layerfuse stands in SGLang, by its source" in run("doctor").out
     monkeypatch.setenv("SGLANG_PLUGINS", "other")

@@ -17,6 +17,7 @@ from typing import Any
 from sglang_host import model_config, published_config, server_args, sglang_parallel, without_gpu  # isort: skip  (before SGLang)
 import torch
 from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.model_loader.loader import _initialize_model
 from sglang.srt.model_loader.utils import set_default_torch_dtype
 from torch import nn
@@ -120,7 +121,13 @@ def build_model(
 
 
 def build_of(
-    config: Mapping[str, Any], *, rank: int, device: str = "meta", patch: Mapping[str, Any], **arguments: Any
+    config: Mapping[str, Any],
+    *,
+    rank: int,
+    device: str = "meta",
+    patch: Mapping[str, Any],
+    quantised: QuantizationConfig | None = None,
+    **arguments: Any,
 ) -> tuple[nn.Module, Any]:
     """The model of a ``config.json`` and its text config; ``arguments`` are those of ``server_args``."""
     with contextlib.ExitStack() as stack:
@@ -130,7 +137,7 @@ def build_of(
         made = model_config(given)
         stack.enter_context(set_default_torch_dtype(torch.bfloat16))
         stack.enter_context(torch.device(device))
-        return _initialize_model(made, LoadConfig()), made.hf_text_config
+        return _initialize_model(made, LoadConfig(), quantised), made.hf_text_config
 
 
 def build_layer(name: str, *, tp: int = 1, rank: int = 0, **overrides: Any) -> nn.Module:

@@ -1,0 +1,171 @@
+"""Norms that quantise for the fp8 linears behind them inside SGLang: its own layers and linear methods, built on a CPU.
+
+Its kernels for that are Triton's and sgl_kernel's; here plain torch stands for them, and for nothing else.
+Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("sglang_layers")
+from sglang_layers import build_of  # isort: skip  (before sglang)
+import torch
+from sglang.srt.layers.quantization import fp8, fp8_utils
+from sglang.srt.layers.quantization.fp8 import Fp8Config
+from test_sglang_plugin import ADD, LLAMA, fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
+from torch import Tensor, nn
+
+from layerfuse.engines.native import NotNativeError, native_methods
+from layerfuse.engines.sglang import loading, plugin, readers
+from layerfuse.engines.sglang.loading import unit_of
+from layerfuse.engines.sglang.seams import SEAMS
+from layerfuse.engines.standing import NOT_TAKEN, at_first_call
+from layerfuse.fusion import Target
+
+NORM = "rms_norm"  # the first layer has no residual to add
+FP8 = torch.float8_e4m3fn
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+BLOCKS = {"weight_block_size": [128, 128]}
+QUANTS: dict[str, dict[str, Any]] = {"group": BLOCKS, "per_token": {}, "static": {"activation_scheme": "static"}}
+
+
+class Kernels:
+    """Plain torch in the place of SGLang's kernels, which counts what it quantises."""
+
+    def __init__(self) -> None:
+        self.quantised = 0
+
+    def _by(self, x: Tensor, scale: Tensor) -> Tensor:
+        self.quantised += 1
+        return (x / scale).clamp(-448, 448).to(FP8)
+
+    def group_quant(self, x: Tensor, size: int, column_major_scales: bool = False) -> tuple[Tensor, Tensor]:
+        groups = x.float().unflatten(-1, (-1, size))
+        scale = groups.abs().amax(-1).clamp(min=1e-10) / 448
+        return self._by(groups, scale[..., None]).flatten(-2), scale
+
+    def block_product(
+        self, x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, *_: Any, output_dtype: Any
+    ) -> Tensor:
+        rows = x.float() * x_scale.repeat_interleave(128, -1)
+        columns = weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return (rows @ columns.t()).to(output_dtype)
+
+    def linear(
+        self, input: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None, bias: Any = None,
+        pre_quant_output_dtype: Any = None, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        if input.dtype == FP8:
+            values, dtype = input, pre_quant_output_dtype
+        else:
+            dtype = input.dtype
+            if input_scale is None:
+                input_scale = input.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+            values = self._by(input.float(), input_scale)
+        return ((values.float() * input_scale) @ (weight.float() * weight_scale.flatten()[:1])).to(dtype)
+
+
+@pytest.fixture
+def kernels() -> Iterator[Kernels]:
+    made = Kernels()
+    with (
+        mock.patch.object(fp8_utils, "per_token_group_quant_fp8", made.group_quant),
+        mock.patch.object(fp8_utils, "w8a8_block_fp8_matmul_triton", made.block_product),
+        mock.patch.object(fp8, "apply_fp8_linear", made.linear),
+        mock.patch.object(readers, "native_methods", return_value=native_methods()),
+        mock.patch.object(loading, "target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
+    ):
+        yield made
+
+
+def llama(scheme: str) -> nn.Module:
+    quantised = Fp8Config.from_config({"quant_method": "fp8", "activation_scheme": "dynamic", **QUANTS[scheme]})
+    model, _ = build_of({**LLAMA, **SIZES}, tp=1, rank=0, patch={}, device="cpu", quantised=quantised)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        values = torch.rand(parameter.shape, generator=generator)
+        scaled = values / 256 if name.endswith("scale_inv") or name.endswith("scale") else values - 0.5
+        parameter.data = (values if "norm" in name else scaled).to(parameter.dtype)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, fp8.Fp8LinearMethod) and scheme != "group":
+            module.weight = nn.Parameter(
+                module.weight.t(), requires_grad=False
+            )  # as SGLang lays it out when it is loaded
+            method.use_per_token_if_dynamic = True
+            if scheme == "static":
+                module.input_scale = nn.Parameter(torch.full((1,), 0.02), requires_grad=False)
+    return model
+
+
+def products(self: Any, ids: Tensor, *_: Any) -> Tensor:
+    """The norms of a Llama and the linears behind them, without attention and activations."""
+    generator = torch.Generator().manual_seed(1)
+    x, residual = torch.randn(len(ids), 256, generator=generator).to(self.model.norm.weight.dtype), None
+    for layer in self.model.layers:
+        if residual is None:
+            x, residual = layer.input_layernorm(x), x
+        else:
+            x, residual = layer.input_layernorm(x, residual)
+        x = layer.self_attn.qkv_proj(x)[0][:, :256]
+        x, residual = layer.post_attention_layernorm(x, residual)
+        x = layer.mlp.gate_up_proj(x)[0][:, :256]
+    return x + residual
+
+
+@pytest.mark.parametrize("scheme", QUANTS)
+def test_linears_take_what_the_norm_in_front_of_them_has_quantised(
+    scheme: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{ADD}_{scheme}_quant", f"{NORM}_{scheme}_quant"]
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join(names))
+    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
+    model, own, done = llama(scheme), llama(scheme), []
+    with mock.patch.object(type(model), "forward", products), torch.inference_mode():
+        unit = unit_of(runner_of(model), plugin.options_here())
+        at_first_call(model, unit, SEAMS, lambda _: None, done.append)
+        model.forward(torch.arange(3))
+        assert done[0].counted == Counter({names[0] + "_with_norm": 3, names[1] + "_with_norm": 1})
+        assert not [each for name in names for each in done[0].report().of(name).missed]
+        kernels.quantised = 0
+        found = model.forward(torch.arange(5))
+        assert kernels.quantised == 0
+        torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
+        assert kernels.quantised == 4
+
+
+def test_a_product_that_would_change_the_dtype_is_given_the_plain_tensor(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks, SGLang gives bfloat16 where it is given fp8."""
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD}_group_quant")
+    model, own, done = llama("group").float(), llama("group").float(), []
+    for each in (model, own):
+        for module in each.modules():
+            if isinstance(getattr(module, "quant_method", None), fp8.Fp8LinearMethod):
+                module.weight.data = module.weight.data.to(FP8)
+    with mock.patch.object(type(model), "forward", products), torch.inference_mode():
+        unit = unit_of(runner_of(model), plugin.options_here())
+        at_first_call(model, unit, SEAMS, lambda _: None, done.append)
+        torch.testing.assert_close(model.forward(torch.arange(3)), own.forward(torch.arange(3)), rtol=2e-2, atol=2e-2)
+    missed = done[0].report().of(f"{ADD}_group_quant").missed
+    assert (len(missed), set(missed.values())) == (3, {NOT_TAKEN})
+
+
+def test_a_linear_that_is_not_sglangs_own_is_left_alone_and_named() -> None:
+    """All that it calls is held to the source: here its block product is another's."""
+    method = llama("group").model.layers[0].mlp.gate_up_proj.quant_method
+    native_methods((method, "apply"))
+    with (
+        mock.patch.object(fp8.Fp8LinearMethod, "apply", lambda self, layer, x, bias=None: x),
+        pytest.raises(NotNativeError, match="apply .*is not SGLang's own: it is from test_sglang_handover"),
+    ):
+        readers.reader_of(
+            mock.Mock(quant_method=method), mock.Mock(scheme="group", inside=False), SEAMS[-1].consumer.hook
+        )
