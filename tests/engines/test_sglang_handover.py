@@ -58,7 +58,7 @@ class Kernels:
         return (rows @ columns.t()).to(output_dtype)
 
     def linear(
-        self, input: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None, bias: Any = None,
+        self, input: Tensor, weight: Tensor, weight_scale: Tensor, input_scale: Tensor | None, bias: Any = None,  # noqa: A002 (its name)
         pre_quant_output_dtype: Any = None, **_: Any,
     ) -> Tensor:  # fmt: skip
         if input.dtype == FP8:
@@ -90,7 +90,7 @@ def llama(scheme: str) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         values = torch.rand(parameter.shape, generator=generator)
-        scaled = values / 256 if name.endswith("scale_inv") or name.endswith("scale") else values - 0.5
+        scaled = values / 256 if name.endswith(("scale_inv", "scale")) else values - 0.5
         parameter.data = (values if "norm" in name else scaled).to(parameter.dtype)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
@@ -164,7 +164,7 @@ def test_a_linear_that_is_not_sglangs_own_is_left_alone_and_named() -> None:
     native_methods((method, "apply"))
     with (
         mock.patch.object(fp8.Fp8LinearMethod, "apply", lambda self, layer, x, bias=None: x),
-        pytest.raises(NotNativeError, match="apply .*is not SGLang's own: it is from test_sglang_handover"),
+        pytest.raises(NotNativeError, match=r"apply .*is not SGLang's own: it is from test_sglang_handover"),
     ):
         readers.reader_of(
             mock.Mock(quant_method=method), mock.Mock(scheme="group", inside=False), SEAMS[-1].consumer.hook
