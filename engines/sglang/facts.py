@@ -12,15 +12,19 @@ RELEASE = "0.5.23"
 """Of which this is known."""
 
 CHAINS = ("add_rms_norm", "rms_norm")
+GATED = "gated_rms_norm"
 SCHEMES = ("static", "per_token", "group")
 
-SEAMS = frozenset({"add_rms_norm", *(f"{chain}_{scheme}_quant" for chain in CHAINS for scheme in SCHEMES)})
+SEAMS = frozenset(
+    {"add_rms_norm", GATED, *(f"{chain}_{scheme}_quant" for chain in (*CHAINS, GATED) for scheme in SCHEMES)}
+)
 """Fusions that can go in at module level (`seams.SEAMS`)."""
 
 UNCOMPILED = "SGLang compiles no model"
 
 DOES = {
     "add_rms_norm": "its own kernel for the add and the norm (fused_add_rmsnorm)",
+    GATED: "its own kernel for the norm and the gate",
 }
 """Fusion -> what does the same in one launch there, on GPUs."""
 

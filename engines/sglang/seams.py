@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..hooks import Hook
 from ..seams import Consumer, Seam
-from .facts import CHAINS, SCHEMES
+from .facts import CHAINS, GATED, SCHEMES
 
 if TYPE_CHECKING:
     from ...adapters.activation_quant import ActivationQuant
     from ..handover import Reader
 
 _NORMS = "sglang.srt.layers.layernorm"
+_FLA = "sglang.kernels.ops.attention.fla"
 _TAKES = ("self", "x", "residual", "post_residual_addition")
 _APPLY = Hook(
     name="seam",
@@ -34,8 +35,10 @@ LINEARS = Consumer(hook=_APPLY, reader=_reader)
 """The fp8 linears of SGLang's: in blocks and not."""
 
 
-def _norm(fusion: str, name: str, **more: Any) -> Seam:
-    hook = Hook(name="seam", module=_NORMS, path=f"{name}.forward_native", takes=_TAKES, others="optional")
+def _norm(
+    fusion: str, name: str, module: str = _NORMS, path: str = "forward_native", takes: Any = _TAKES, **more: Any
+) -> Seam:
+    hook = Hook(name="seam", module=module, path=f"{name}.{path}", takes=takes, others="optional")
     return Seam(fusion=fusion, hook=hook, **more)
 
 
@@ -71,13 +74,31 @@ def _gemma(norm: Any) -> bool:
     return True
 
 
+def _unbiased(norm: Any) -> bool:
+    return norm.weight is not None and norm.bias is None
+
+
+def _with_quantised(chains: tuple[str, ...], *place: Any, **more: Any) -> tuple[Seam, ...]:
+    """A norm for chains with the quantisation of the linears behind it."""
+    names = (f"{chain}_{scheme}_quant" for chain in chains for scheme in SCHEMES)
+    return tuple(_norm(name, *place, consumer=LINEARS, **more) for name in names)
+
+
 def _stream(name: str, plain: Any) -> tuple[Seam, ...]:
-    """A norm of the residual stream, with the quantisation of the linears behind it too."""
-    quantised = (
-        _norm(f"{chain}_{scheme}_quant", name, plain=plain, consumer=LINEARS) for chain in CHAINS for scheme in SCHEMES
-    )
-    return _norm("add_rms_norm", name, plain=plain), *quantised
+    """A norm of the residual stream."""
+    return _norm("add_rms_norm", name, plain=plain), *_with_quantised(CHAINS, name, plain=plain)
 
 
-SEAMS = (*_stream("RMSNorm", _plain), *_stream("GemmaRMSNorm", _gemma))
+def _gated(name: str, file: str, gate: str) -> tuple[Seam, ...]:
+    """A delta net's norm."""
+    place = (name, f"{_FLA}.{file}", "forward", ("self", "x", gate))
+    return _norm(GATED, *place, plain=_unbiased), *_with_quantised((GATED,), *place, plain=_unbiased)
+
+
+SEAMS = (
+    *_stream("RMSNorm", _plain),
+    *_stream("GemmaRMSNorm", _gemma),
+    *_gated("RMSNorm", "layernorm_gated", "z"),
+    *_gated("FusedRMSNormGated", "fused_norm_gate", "g"),
+)
 """Every place. The fused op of a site is that of the plan; a norm is the site's own module."""

@@ -14,13 +14,15 @@ from unittest import mock
 import pytest
 
 pytest.importorskip("sglang_layers")
-from sglang_layers import build_of  # isort: skip  (before sglang)
+from sglang_layers import build_of, published_config  # isort: skip  (before sglang)
 import torch
+from sglang.kernels.ops.attention.fla import fused_norm_gate
 from sglang.srt.layers.quantization import fp8, fp8_utils
 from sglang.srt.layers.quantization.fp8 import Fp8Config
-from test_sglang_plugin import ADD, LLAMA, fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
+from test_sglang_plugin import ADD, LLAMA, fresh, runner_of  # noqa: F401 (a fixture)
 from torch import Tensor, nn
 
+from layerfuse.engines import calls
 from layerfuse.engines.native import NotNativeError, native_methods
 from layerfuse.engines.sglang import loading, plugin, readers
 from layerfuse.engines.sglang.loading import unit_of
@@ -84,14 +86,22 @@ def kernels() -> Iterator[Kernels]:
         yield made
 
 
-def llama(scheme: str) -> nn.Module:
-    quantised = Fp8Config.from_config({"quant_method": "fp8", "activation_scheme": "dynamic", **QUANTS[scheme]})
-    model, _ = build_of({**LLAMA, **SIZES}, tp=1, rank=0, patch={}, device="cpu", quantised=quantised)
+def config_of(scheme: str, *without: str) -> Fp8Config:
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": list(without)}
+    return Fp8Config.from_config({**said, **QUANTS[scheme]})
+
+
+def fill(model: nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         values = torch.rand(parameter.shape, generator=generator)
         scaled = values / 256 if name.endswith(("scale_inv", "scale")) else values - 0.5
         parameter.data = (values if "norm" in name else scaled).to(parameter.dtype)
+
+
+def llama(scheme: str) -> nn.Module:
+    model, _ = build_of({**LLAMA, **SIZES}, tp=1, rank=0, patch={}, device="cpu", quantised=config_of(scheme))
+    fill(model)
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, fp8.Fp8LinearMethod) and scheme != "group":
@@ -138,6 +148,60 @@ def test_linears_take_what_the_norm_in_front_of_them_has_quantised(
         assert kernels.quantised == 0
         torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
         assert kernels.quantised == 4
+
+
+QWEN = {
+    **published_config("qwen3-next-80b-a3b"), "hidden_size": 256, "num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "vocab_size": 64,
+}  # fmt: skip
+
+
+def qwen() -> nn.Module:
+    """Its delta net's output projection quantises in blocks."""
+    quantised = config_of("group", "model.layers.0.linear_attn.in_proj_ba")
+    model, _ = build_of(QWEN, tp=1, rank=0, patch={}, device="cpu", quantised=quantised)
+    fill(model)
+    return model
+
+
+def gated(self: Any, ids: Tensor, *_: Any) -> Tensor:
+    """A delta net's norm and the linear behind it."""
+    net = self.model.layers[0].linear_attn
+    x, z = torch.randn(2, len(ids) * 4, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    normed = net.norm(x, z).reshape(len(ids), -1)
+    return net.out_proj.quant_method.apply(
+        net.out_proj, normed, None
+    )  # as its forward does, which asks for a group of ranks
+
+
+def plainly(x: Tensor, gate: Tensor, weight: Tensor, *_: Any, eps: float, **__: Any) -> Tensor:
+    """What SGLang's Triton kernel computes."""
+    normed = x.float() * (x.float().square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+    return (normed * torch.nn.functional.silu(gate.float())).to(x.dtype)
+
+
+@pytest.mark.parametrize("form", ["", "_group_quant"])
+def test_a_delta_nets_gated_norm_is_one_call_and_hands_over(
+    form: str, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"gated_rms_norm{form}"
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", name)
+    monkeypatch.setenv("LAYERFUSE_STRICT", "1")
+    model, own, done = qwen(), qwen(), []
+    with (
+        mock.patch.object(type(model), "forward", gated),
+        mock.patch.object(fused_norm_gate, "rms_norm_gated", plainly),
+        mock.patch.object(calls, "native", return_value=native_methods()),
+        torch.inference_mode(),
+    ):
+        unit = unit_of(runner_of(model), plugin.options_here())
+        at_first_call(model, unit, SEAMS, lambda _: None, done.append)
+        model.forward(torch.arange(3))
+        assert done[0].counted == Counter({f"{name}_with_norm" if form else name: 1})
+        kernels.quantised = 0
+        found = model.forward(torch.arange(5))
+        assert kernels.quantised == (0 if form else 1)
+        torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
 
 
 def test_a_product_that_would_change_the_dtype_is_given_the_plain_tensor(

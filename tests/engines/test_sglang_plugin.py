@@ -19,6 +19,7 @@ pytest.importorskip("sglang_layers")
 from sglang_layers import build_model, build_of  # isort: skip  (before sglang)
 import torch
 from sglang.kernels import fused_op
+from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
 from sglang.srt.layers import layernorm
 from sglang.srt.layers.layernorm import GemmaRMSNorm, RMSNorm
 from sglang.srt.model_executor import model_runner
@@ -133,14 +134,13 @@ def test_the_options_of_a_norm_are_sglangs() -> None:
     torch.testing.assert_close(called(norm, x)[0], called(theirs, x)[0])
 
 
-def test_a_gemma_norm_adds_one_to_its_weight() -> None:
-    norm = GemmaRMSNorm(64)
-    norm.weight.data.uniform_(-0.5, 0.5)
+def test_the_norms_of_qwen3_next_have_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD},gated_rms_norm")
     model = build_model("qwen3-next", num_hidden_layers=4)
     standing = standing_in(model)
     assert not standing.missed
-    assert {site.rpartition(":")[2] for site in standing.stands} == {"input", "post_attention", "final"}
-    assert all(isinstance(module, GemmaRMSNorm) for module in standing.inside.values())
+    assert {site.rpartition(":")[2] for site in standing.stands} == {"input", "post_attention", "final", "output"}
+    assert {type(module) for module in standing.inside.values()} == {GemmaRMSNorm, FusedRMSNormGated}
 
 
 def norms_alone(self: Any, ids: torch.Tensor, *_: Any) -> Any:
