@@ -105,6 +105,20 @@ def _stands_for(now: Any, what: Any) -> bool:
     return module_of(now).startswith(f"{OURS}.") and getattr(now, "__layerfuse_original__", None) is what
 
 
+def _still_says(instance: Any, names: list[str]) -> Callable[[], str | None]:
+    """Asks whether an instance says the values that it holds: its class may come to answer for them, by a property."""
+    known = [(name, attrgetter(name), attrgetter(name)(instance)) for name in names]
+
+    def changed() -> str | None:
+        for name, read, was in known:
+            now = read(instance)
+            if now is not was and now != was:
+                return f"{name} of this {type(instance).__qualname__} was {was}, and is {now}"
+        return None
+
+    return changed
+
+
 def _told(what: Any) -> Hashable:
     """A setting as it is, and the identity of code: children differ between layers, and what they are does not."""
     if isinstance(what, nn.Module):
@@ -168,6 +182,7 @@ class Look:
         self.classes: dict[int, tuple[nn.Module, type]] = {}
         self.functions: dict[FunctionType, str] = {}
         self.others: list[Callable[[], str | None]] = []
+        self.values_of: dict[int, tuple[Any, list[str]]] = {}
         self.seen: set[Any] = set()
 
     def hold(self, where: Mapping[str, Any], name: str, what: Any, place: str, key: object) -> None:
@@ -182,7 +197,7 @@ class Look:
             classes=tuple(self.classes.values()),
             functions=self.functions,
             codes=[*map(_code_of, self.functions)],
-            others=tuple(self.others),
+            others=(*self.others, *(_still_says(instance, names) for instance, names in self.values_of.values())),
         )
 
     def methods(self, *methods: tuple[Any, str]) -> Native:
@@ -295,6 +310,7 @@ class Look:
             and (instance is not self.top or self.values)
         ):
             self.hold(mine, name, held, f"{name} of this {type(instance).__qualname__}", instance)
+            self.values_of.setdefault(id(instance), (instance, []))[1].append(name)
         if isinstance(held, FunctionType | MethodType | functools.partial):
             cls, function, place = type(instance), plain(held), f"{name} of this {type(instance).__qualname__}"
             own = isinstance(held, MethodType) and held.__self__ is instance
