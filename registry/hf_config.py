@@ -60,8 +60,11 @@ _NOT_DESCRIBED: Mapping[str, str] = {
     "is_encoder_decoder": "an encoder and a decoder; specs are of decoder-only models",
 }
 
-_OTHER_STREAMS = re.compile(r"^m?hc_|hyper_?connection|residual_stream|residual_gate|^altup_|^laurel_")
+_OTHER_STREAMS = re.compile(r"^m?hc_|hyper_?connection|residual_stream|residual_gate|^altup_|^laurel_|^n(um)?_streams$")
 """Keys of hyper-connections (DeepSeek-V4, GLM-5-Next, HY-V4, Qwen4), of AltUp and LAuReL (Gemma-3n) and of gated adds (Muse Spark)."""
+
+_SIDE_BY_SIDE = re.compile(r"parallel_(residual|attn|attention|block)")
+"""Keys of layers that add attention and MLP to the stream at once (GPT-NeoX, Falcon), so that no norm stands behind the first add."""
 
 _CODE_DIFFERS: Mapping[str, str] = {
     "phimoe": "its norms are LayerNorms, though their epsilon is called rms_norm_eps; specs describe RMSNorms",
@@ -159,16 +162,25 @@ class HFConfig:
                 known_ones = " and ".join(FAMILIES[name] for name in FAMILIES if name in families)
                 self.problems.append(f"{known} has {known_ones}, and {key} says {FAMILIES[family]}: which is meant?")
 
+    def said_by(self, keys: re.Pattern[str]) -> str | None:
+        """The first of these keys that is switched on, with its value; None where none is."""
+        return next(
+            (f"{key} = {shown(value)}" for key, value in self.values.items() if value and keys.search(key)), None
+        )
+
     def refuse_what_is_not_described(self, read: Collection[str] = ()) -> None:
         """Note a problem for each thing that no entry could say, but for the keys that are `read`."""
         for key, why in _NOT_DESCRIBED.items():
             if self.values.get(key) and key not in read:
                 self.problems.append(f"{key} = {shown(self.values[key])}: {why}")
-        streams = next((key for key, value in self.values.items() if value and _OTHER_STREAMS.search(key)), None)
+        beside = self.said_by(_SIDE_BY_SIDE)
+        if beside is not None:
+            self.problems.append(f"{beside}: attention and MLP side by side in one add, which no entry can say")
+        streams = self.said_by(_OTHER_STREAMS)
         if streams is not None:
             self.problems.append(
-                f"{streams} = {shown(self.values[streams])}: a residual stream that is mixed (of several streams, or gated) where "
-                "others add to it, which no spec describes"
+                f"{streams}: a residual stream that is mixed (of several streams, or gated) where others add to it, which no "
+                "spec describes"
             )
         model_type = self.values.get("model_type")
         if isinstance(model_type, str) and model_type in _CODE_DIFFERS:

@@ -45,6 +45,9 @@ _FAMILY_ADAPTERS = {"mla": "deepseek_v3", "gqa": "decoders"}
 _ZERO_CENTRED = ("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "recurrent_gemma")
 """Model types whose norms add 1 to the stored weight, as transformers 5.23 builds them, beside the declared ones."""
 
+_NORMS_ELSEWHERE = re.compile(r"(post|sandwich|peri)_?(layer)?norm")
+"""Keys by which a config may say that norms stand behind attention and MLP."""
+
 
 class ConfigError(LayerfuseError, ValueError):
     """A config.json that does not say what an entry needs: every reason, and the adapter where one was recognised."""
@@ -283,8 +286,10 @@ def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes
     offset = f"{NO_OFFSET_SAID}; {entry.norm_weight_offset} was written"
     if not entry.norm_weight_offset:
         notes.append(f"{offset}: check whether the norms add 1 to their weight")
+    elsewhere = hf.said_by(_NORMS_ELSEWHERE)
     notes.append(
-        f"{NO_STREAM_SAID}; one before the attention and one before the MLP were written: where they stand behind them "
+        f"{NO_STREAM_SAID}{'' if elsewhere is None else f', but {elsewhere} may mean it'}; one before the attention and one before "
+        "the MLP were written: where they stand behind them "
         'instead, write stream_norms = "none" under layers, and where they stand there too, added_as_given = false'
     )
     notes.append(f"{NO_MLP_SAID}; none was written: declare them under mlps")

@@ -308,6 +308,9 @@ def test_whether_an_unknown_architecture_s_mlps_are_gated_no_config_says():
         ({"use_hyperconnections": True}, "use_hyperconnections = True: a residual stream that is mixed"),
         ({"hyper_connection_rate": 4}, "hyper_connection_rate = 4: a residual stream that is mixed"),
         ({"altup_num_inputs": 4}, "altup_num_inputs = 4: a residual stream that is mixed"),
+        ({"num_streams": 4}, "num_streams = 4: a residual stream that is mixed"),
+        ({"use_parallel_residual": True}, "use_parallel_residual = True: attention and MLP side by side"),
+        ({"parallel_attn": True}, "parallel_attn = True: attention and MLP side by side"),
         ({"num_attention_heads": 24, "num_key_value_heads": 24}, "does not divide hidden_size"),
         ({"num_key_value_heads": 5}, "num_heads: 32 is no multiple of num_kv_heads 5"),
     ],
@@ -316,8 +319,16 @@ def test_what_cannot_be_told_is_refused_with_the_reason(changes, said):
     assert said in problems(PLAIN, **changes)
 
 
+def test_what_a_config_says_of_the_norms_is_in_the_note_that_asks_where_they_stand():
+    said = ask(PLAIN, use_sandwich_norm=True).notes
+    assert any(
+        "where the norms stand is not said by any config, but use_sandwich_norm = True may mean it" in note
+        for note in said
+    )
+
+
 def test_streams_that_are_switched_off_are_no_streams():
-    off = {"hc_mult": None, "use_hyper_connections": False, "num_residual_streams": 0}
+    off = {"hc_mult": None, "use_hyper_connections": False, "num_residual_streams": 0, "parallel_attn": False}
     assert kinds(PLAIN, **off) == kinds(PLAIN)
 
 
