@@ -349,7 +349,7 @@ def doctor(json: bool) -> None:
 def contract(model: str, weights: Path | None, files: tuple[Path, ...], json: bool) -> None:
     """Run the adapter contract for a declared model, on the real layers that transformers builds.
 
-    The scenarios are docs/contract.md. Exits with 1 where one fails, and where transformers cannot build the model.
+    Prints a line for each scenario. Exits with 1 where one fails, and where transformers cannot build the model.
 
     With --weights it reads names, dtypes and shapes of a checkpoint's tensors, and no data: each linear and norm of each
     layer is there, as wide and as quantised as declared, and none that the entry should name is left over. MODEL may then

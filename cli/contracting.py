@@ -32,7 +32,7 @@ def answer_contract(model: str, *, files: Sequence[Path], json: bool) -> None:
     if (reason := why_not(entry)) is not None:
         raise CannotTestError(
             f"{entry.name} was held to nothing: {reason}. Give the model yourself: a subclass of "
-            "layerfuse.testing.AdapterContract with a build() of your own, and pytest (docs/contract.md)"
+            "layerfuse.testing.AdapterContract with a build() of your own, and pytest"
         )
     warnings.filterwarnings("ignore", module=r"(torch|transformers)\b")
     try:

@@ -52,7 +52,7 @@ def answer_inspect(path: Path, *, name: str | None, files: Sequence[Path], json:
     if found.problems:
         said += found.problems
         said.append(
-            "so the entry is a draft, printed as comments: correct it, declare what is missing (docs/adding-a-model.md), and check "
+            "so the entry is a draft, printed as comments: correct it, declare what is missing, and check "
             f"it with `layerfuse contract {found.entry.name} --models FILE`"
         )
     elif found.notes:

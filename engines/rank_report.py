@@ -159,7 +159,7 @@ def _notes(unit: CompiledModule) -> Iterable[str]:
     elif unit.from_cache:
         yield f"the model came from {here().name}'s cache without a report (delete that folder of the cache to have one)"
     if sources["equal"]:
-        yield f"{sources['equal']} graphs are equal to others, and were compiled with them"
+        yield f"graphs that are equal to others, and were compiled with them: {sources['equal']}"
     if sources["cache"]:
         yield f"{sources['cache']} graphs came from Inductor's cache with the records of those that filled it"
     if sources["unknown"]:

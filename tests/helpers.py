@@ -6,6 +6,7 @@ import functools
 import itertools
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,13 @@ def patch_language_once() -> None:
         return scope
 
     interpreter._patch_lang = once
+
+
+def shown(page: str, says: str) -> list[str]:
+    """The lines of the one log on a page that says something, without the path of the report: an engine's tests hold it to what is logged."""
+    blocks = re.findall(r"^```text\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = (block for block in blocks if says in block)
+    return [line.strip() for line in block.splitlines() if "in full: " not in line]
 
 
 def run_python(code: str, *paths: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:

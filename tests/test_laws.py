@@ -50,6 +50,26 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+# ---- what a user is told
+
+
+def said_to_users(path: Path) -> Iterator[str]:
+    """The texts of a file but for its docstrings; those of a command are its help."""
+    nodes = [*ast.walk(parsed(path))]
+    docs = (
+        set() if path == ROOT / "cli" / "app.py" else {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    )
+    for node in nodes:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
+            yield node.value
+
+
+def test_no_message_leads_to_a_page_that_the_wheel_does_not_hold() -> None:
+    assert any("layerfuse contract glm-4.7-flash" in text for text in said_to_users(ROOT / "cli" / "app.py"))
+    told = {(name_of(path), text) for path in CHECKED for text in said_to_users(path) if "docs/" in text}
+    assert not told
+
+
 # ---- law 1: no getattr, hasattr or __dict__ on a layer outside adapters/
 
 ALLOWED = {

@@ -10,13 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import fresh_layer
 from linear_quant_checks import GROUP, PER_TOKEN, STATIC, check
 from standins import layer_class, module, weight
 from torch import nn
 
+from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
 from layerfuse.adapters.linear_quant import TABLE, Asks
 from layerfuse.adapters.linear_quant_readings import grouped
+from layerfuse.fusion import FusionConfig, Target, plan
 
 # ---- transformers, the real thing
 
@@ -108,14 +111,20 @@ class Wrapped(torch.Tensor):
     """A tensor whose class can be told to be torchao's."""
 
 
-def with_weight(name: str, **held: Any) -> Any:
+def with_weight(name: str, linear: Any = None, **held: Any) -> Any:
     cls = type(name, (Wrapped,), {"__module__": "torchao.quantization"})
-    linear: Any = nn.Linear(8, 8)
-    linear.weight = nn.Parameter(torch.empty(8, 8).as_subclass(cls), requires_grad=False)
+    linear = nn.Linear(8, 8) if linear is None else linear
+    linear.weight = nn.Parameter(linear.weight.data.as_subclass(cls), requires_grad=False)
     assert type(linear.weight).__name__ == name
     for attribute, value in held.items():
         setattr(linear.weight, attribute, value)
     return linear
+
+
+def float8(granularity: Any, **held: Any) -> Any:
+    """How activations are quantised: torchao's `QuantizeTensorToFloat8Kwargs`."""
+    base = {"float8_dtype": torch.float8_e4m3fn, "hp_value_lb": None, "hp_value_ub": None, "granularity": granularity}
+    return SimpleNamespace(**{**base, **held})
 
 
 def granularity(name: str, **held: Any) -> Any:
@@ -142,11 +151,19 @@ ROW = granularity("PerRow", dim=-1)
     ids=lambda value: str(value)[:60],
 )
 def test_torchao_float8_tensor(kwargs: dict[str, Any] | None, expected: Any) -> None:
-    held = None
-    if kwargs is not None:
-        base = {"float8_dtype": torch.float8_e4m3fn, "hp_value_lb": None, "hp_value_ub": None}
-        held = SimpleNamespace(**{**base, **kwargs})
-    check(with_weight("Float8Tensor", act_quant_kwargs=held), expected)
+    check(with_weight("Float8Tensor", act_quant_kwargs=None if kwargs is None else float8(**kwargs)), expected)
+
+
+def test_a_plan_says_how_torchaos_linears_quantise_that_no_fusion_can_serve() -> None:
+    layer = fresh_layer("qwen3-4b", "model.layers.0")
+    for linear in (layer.mlp.gate_proj, layer.mlp.up_proj):
+        with_weight("Float8Tensor", linear, act_quant_kwargs=float8(granularity("PerTensor")))
+    made = plan([("0", registry.spec_for(layer))], Target.named("sm90"), FusionConfig(level=2))
+    (reason,) = {d.reason for d in made.at("0:post_attention") if d.fusion == "add_rms_norm_static_quant"}
+    assert reason == (
+        "the linears that read the post_attention site agree on no quantisation that a fusion knows: "
+        "mlp.gate_proj and mlp.up_proj: Linear quantises activations with one scale for all tokens"
+    )
 
 
 def test_torchao_before_float8_tensor() -> None:

@@ -210,18 +210,18 @@ def test_facts_may_be_silent_about_the_rope_and_the_spec_then_says_so() -> None:
     assert own.spec_for(layer).rope is None
 
 
-def like_deepseek(**words: Any) -> registry.Registry:
-    """A registry in which a class of another package is like transformers' DeepSeek attention."""
-    classes = {"mylib:Attention": {"like": "transformers:DeepseekV3Attention", **words}}
+def like_deepseek(like: str = "transformers:DeepseekV3Attention", **words: Any) -> registry.Registry:
+    """A registry in which a class of another package is like transformers' DeepSeek attention, or like another one."""
+    classes = {"mylib:Attention": {"like": like, **words}}
     entry = attrs.evolve(registry.model("deepseek-v3"), name="mine", aliases=[], hf_id=None, layer_classes=classes)
     own = registry.fresh()
     own.register_model(entry)
     return own
 
 
-def attention_of(mylib_class: str = "Attention") -> Any:
-    layer = fresh_layer("deepseek-v3")
-    layer.__class__ = type(mylib_class, (type(layer),), {"__module__": "mylib"})
+def attention_of(model: str = "deepseek-v3") -> Any:
+    layer = fresh_layer(model)
+    layer.__class__ = type("Attention", (type(layer),), {"__module__": "mylib"})
     return layer
 
 
@@ -235,6 +235,14 @@ def test_a_rope_that_a_class_is_only_like_another_in_is_unsaid_where_it_is_not_t
         MissingAttributeError, match=r"rope\.interleaved"
     ):  # a class that was declared with it has to have it
         registry.spec_for(layer)
+
+
+def test_norms_of_heads_that_a_class_is_only_like_another_in_are_none_where_it_has_none() -> None:
+    own = like_deepseek("transformers:Qwen3NextAttention")
+    plain = own.spec_for(attention_of("llama-3.3-70b"))
+    assert (plain.q_norm, plain.k_norm) == (None, None) and plain.rope is not None
+    normed = own.spec_for(attention_of("qwen3-next-80b-a3b"))
+    assert normed.q_norm == normed.k_norm is not None
 
 
 def test_what_a_class_says_itself_of_its_rope_has_to_be_there() -> None:

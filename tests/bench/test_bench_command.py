@@ -105,6 +105,7 @@ def test_in_the_repository_they_go_to_its_results(type_in, tmp_path):
     ("typed", "code", "said"),
     [
         (["mla_dual_rmsnorm"], 2, "no fusion is called 'mla_dual_rmsnorm'; did you mean 'mla_dual_rms_norm'"),
+        (["nosuch"], 2, "no fusion is called 'nosuch'. Known: "),
         (["mla_dual_rms_norm", *TINY, "--peers", "eagr"], 2, "no peer is called 'eagr'; did you mean 'eager'?"),
         (["mla_dual_rms_norm", "--model", "deepseek-v4"], 2, "did you mean deepseek-v3 or"),
         (["mla_dual_rms_norm", "--model", "deepseek-v2-lite"], 2, "q_lora_rank is None"),

@@ -30,6 +30,7 @@ import torch
 
 pytest.importorskip("vllm_started")
 import vllm
+from helpers import shown
 from test_vllm_specs import PER_TOKEN, compressed
 from torch import Tensor
 from vllm import forward_context
@@ -69,7 +70,7 @@ from layerfuse.engines.vllm.host import VLLM
 from layerfuse.engines.vllm.loading import NotFusedError
 from layerfuse.engines.vllm.passes import FusionPass
 from layerfuse.engines.vllm.plugin import NotHereError
-from layerfuse.engines.vllm.releases import RELEASES
+from layerfuse.engines.vllm.releases import NEWEST, RELEASES
 from layerfuse.fusion import FusionMissedError, Target
 from layerfuse.fusion import backends as fused_backends
 from layerfuse.fusion.rewrite.driver import Driver
@@ -134,7 +135,12 @@ def test_every_site_is_fused_called_and_reported_cold_and_warm(
         assert f"{DUAL}: 3 expected, 3 fused, 0 missed; called 3 times in the profiling run" in lines
         assert any("the report that was kept" in line for line in lines) == (start == "warm")
         # Layers 1 and 2 differ in nothing but their names: the piece between their attentions is compiled once.
-        assert ("1 graphs are equal to others, and were compiled with them" in lines) == (split and start == "cold")
+        assert ("graphs that are equal to others, and were compiled with them: 1" in lines) == (
+            split and start == "cold"
+        )
+        if split and start == "cold" and RELEASE == NEWEST:
+            page = shown("docs/vllm.md", "DeepseekV2Model on cpu")
+            assert lines[: len(page)] == page
         module = written(tmp_path)
         assert outcomes(module) == {(ADD, "fused"): 6, (DUAL, "fused"): 3}
         assert (module["kept_since"] is not None) == (start == "warm")
@@ -673,6 +679,8 @@ def test_a_model_that_vllms_compiler_does_not_see_is_said_once_with_the_reason(
         f"nothing is fused in DeepseekV3ForCausalLM: vLLM's compilation mode is {mode} here; fusions need VLLM_COMPILE"
     )
     assert said(caplog) == [f"layerfuse: {nothing}"]
+    if mode == "DYNAMO_TRACE_ONCE":
+        assert said(caplog) == shown("docs/vllm.md", mode)
     with (
         pytest.raises(NotFusedError, match=f"layerfuse is strict, and {nothing}"),
         started("deepseek-v3", tmp_path, **SHORT, layerfuse={**options, "strict": True}, mode=mode),

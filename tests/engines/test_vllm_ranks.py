@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm_started")
+from helpers import shown
 from vllm_layers import MODELS, RELEASE
 from vllm_started import ROUNDING
 
-from layerfuse.engines.vllm.releases import RELEASES
+from layerfuse.engines.vllm.releases import NEWEST, RELEASES
 
 RANK = Path(__file__).with_name("vllm_rank.py")
 ADD, DUAL, GATED, REDUCED = "add_rms_norm", "mla_dual_rms_norm", "gated_rms_norm", "all_reduce_add_rms_norm"
@@ -132,6 +133,14 @@ def test_two_ranks_fuse_every_site_alike_and_give_vllms_numbers(name: str, when:
     assert reports[name]["ranks"][0]["fused"] == reports[name]["ranks"][1]["fused"]
     for rank in (first, second):
         assert rank["near"] if "dtype" in given else rank["apart"] < ROUNDING
+
+
+@pytest.mark.skipif(RELEASE != NEWEST, reason="the README shows the newest release's")
+def test_the_readme_shows_the_log_of_two_ranks(starts: dict[str, Any]) -> None:
+    first, second = (rank["qwen3-next"]["said"] for rank in starts["cold"][0])
+    page = shown("README.md", "2 ranks")
+    told = iter(first)
+    assert all(line in told for line in page if line != "...") and second == []
 
 
 def test_ranks_that_start_apart_take_what_the_cache_has_for_each(starts: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ IMPORT_NAME = "aiter"
 DISTRIBUTIONS = ("amd-aiter", "aiter")
 """AMD's wheel, and PyPI's helper; AMD's oldest wheels were called so too."""
 
-INSTALL = "install amd-aiter from a wheel of ROCm/aiter's releases, or from source (docs/aiter.md)"
+INSTALL = "install amd-aiter from a wheel of ROCm/aiter's releases, or from source"
 
 
 @frozen(kw_only=True)
