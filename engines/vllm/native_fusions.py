@@ -264,7 +264,8 @@ def by_code(architectures: Iterable[str], place: Place) -> dict[str, Code]:
 def by_transformers(vllm: str, architecture: str) -> str:
     """Why nothing is fused in a model that vLLM has no code of its own for, as a sentence."""
     return (
-        f"{vllm} runs {architecture} by transformers' code with linears of its own in it, which layerfuse does not read"
+        f"{vllm} has no code of its own for {architecture}: it can run transformers' alone, with linears of its own in it, "
+        "which layerfuse does not read"
     )
 
 

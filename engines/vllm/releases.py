@@ -27,8 +27,8 @@ class Release:
     seams: frozenset[str]
     "Fusions that can go in at module level where nothing is compiled (`seams.SEAMS`)."
     without: frozenset[str]
-    """Architectures of models.toml that it has no code of its own for, so that it runs transformers'. Mistral 4 it reads in Mistral's
-    own format, and runs by DeepSeek's code. Not recorded of 0.26."""
+    """Architectures of models.toml that it has no code of its own for, so that it can run transformers' alone. Mistral 4 it reads in
+    Mistral's own format, and runs by DeepSeek's code."""
 
 
 _EVERYWHERE = (
@@ -37,10 +37,18 @@ _EVERYWHERE = (
     *native_fusions.quantised("add_rms_norm", "rms_norm", "gated_rms_norm", "silu_mul"),
 )
 
+_NOWHERE = ("Olmo2ForCausalLM", "SmolLM3ForCausalLM", "SolarOpenForCausalLM", "YoutuForCausalLM")
+"""Architectures that no release has code of its own for."""
+
 RELEASES = {
     release.name: release
     for release in (
-        Release(name="0.26", breakable=frozenset(), seams=frozenset(_EVERYWHERE), without=frozenset()),
+        Release(
+            name="0.26",
+            breakable=frozenset(),
+            seams=frozenset(_EVERYWHERE),
+            without=frozenset({*_NOWHERE, "KimiK3ForConditionalGeneration"}),
+        ),
         Release(
             name="0.33",
             breakable=frozenset(
@@ -52,16 +60,7 @@ RELEASES = {
                 }
             ),
             seams=frozenset({*_EVERYWHERE, "mla_dual_rms_norm", *native_fusions.quantised("mla_dual_rms_norm")}),
-            without=frozenset(
-                {
-                    "CwmForCausalLM",
-                    "Olmo2ForCausalLM",
-                    "SeedOssForCausalLM",
-                    "SmolLM3ForCausalLM",
-                    "SolarOpenForCausalLM",
-                    "YoutuForCausalLM",
-                }
-            ),
+            without=frozenset({*_NOWHERE, "CwmForCausalLM", "SeedOssForCausalLM"}),
         ),
     )
 }

@@ -187,11 +187,14 @@ def test_a_model_that_vllm_runs_by_transformers_code_has_no_fusion(run, monkeypa
         ("smollm3-3b", "0.33", False),
         ("seed-oss-36b", "0.33", False),
         ("seed-oss-36b", "0.26", True),
+        ("smollm3-3b", "0.26", False),
+        ("olmo-2-7b", "0.26", False),
+        ("kimi-k3", "0.26", False),
     ):
         found = decisions(run, model, "--target", "sm90", "--engine-version", version)
-        kind, reason = found["post_attention", ADD]
-        assert (kind == "expected") == runs, (model, version, reason)
-        assert runs or (kind == "refused" and "by transformers' code" in reason and f"vLLM {version} runs" in reason)
+        assert ("expected" in {kind for kind, _ in found.values()}) == runs, (model, version)
+        why = f"vLLM {version} has no code of its own for"
+        assert any(kind == "refused" and why in reason for kind, reason in found.values()) != runs, (model, version)
 
 
 MIXTURES = {
