@@ -33,6 +33,8 @@ class HeldWeights:
         self._model = model
         self._names: tuple[str, ...] = ()
         self._slots: dict[str, _Slot] = {}
+        self._places: list[tuple[dict[str, Any], str, nn.Module]] = []
+        "Where each module on the way to a slot was found: the children of the one around it, its name there, and itself."
         self._found = _Found()
 
     def watch(self, names: Iterable[str]) -> None:
@@ -45,6 +47,9 @@ class HeldWeights:
     def start(self) -> None:
         """A call of the model begins: weights may be tied, or be others, since the last one."""
         self._found.names, self._found.looked = {}, False
+        # As may modules: two layers that change one of their norms leave every weight where it was.
+        if any(children.get(name) is not module for children, name, module in self._places):
+            self._look_up()
 
     def names_of(self, weight: torch.Tensor) -> tuple[str, ...]:
         """Those watched names that the model has for a weight now."""
@@ -61,14 +66,16 @@ class HeldWeights:
         return found.names.get(id(weight), ())
 
     def _look_up(self) -> None:
-        slots = {}
+        slots: dict[str, _Slot] = {}
+        places: list[tuple[dict[str, Any], str, nn.Module]] = []
+        found = {"": self._model}
         for name in self._names:
             path, _, last = name.rpartition(".")
             try:
-                slots[name] = (self._model.get_submodule(path)._parameters, last)
+                slots[name] = (_module(path, found, places)._parameters, last)
             except AttributeError:
                 continue
-        self._slots = slots
+        self._slots, self._places = slots, places
 
     def _by_identity(self) -> dict[int, tuple[str, ...]]:
         names: dict[int, tuple[str, ...]] = {}
@@ -81,3 +88,14 @@ class HeldWeights:
 def _held(slot: _Slot) -> Any:
     parameters, name = slot
     return parameters.get(name)
+
+
+def _module(path: str, found: dict[str, nn.Module], places: list[tuple[dict[str, Any], str, nn.Module]]) -> nn.Module:
+    """The module at a path below those that were found, and where it and those around it are."""
+    if path not in found:
+        outer, _, name = path.rpartition(".")
+        around = _module(outer, found, places)
+        found[path] = around.get_submodule(name)
+        if name in around._modules:  # wrappers pass names on to what they wrap
+            places.append((around._modules, name, found[path]))
+    return found[path]

@@ -136,6 +136,16 @@ def test_modules_that_are_replaced_by_equal_ones() -> None:
     assert_counted(fused, calls=2)
 
 
+def test_norms_that_two_layers_change_or_share() -> None:
+    """Every weight stays in its module."""
+    fused = compiled(Layers())
+    first, second, _ = fused.original.layers
+    first.q_norm, second.q_norm = second.q_norm, first.q_norm
+    assert_counted(fused, calls=2)
+    second.kv_norm = first.kv_norm
+    assert_counted(fused, calls=2)
+
+
 class Offloading:
     """As accelerate offloads: weights are on the device while their layer runs, and nowhere else."""
 
