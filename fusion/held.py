@@ -72,9 +72,11 @@ class HeldWeights:
         for name in self._names:
             path, _, last = name.rpartition(".")
             try:
-                slots[name] = (_module(path, found, places)._parameters, last)
+                parameters = _module(path, found, places)._parameters
             except AttributeError:
                 continue
+            if isinstance(parameters, dict):  # TorchScript's modules run no graph of ours, and keep none
+                slots[name] = parameters, last
         self._slots, self._places = slots, places
 
     def _by_identity(self) -> dict[int, tuple[str, ...]]:
@@ -96,6 +98,7 @@ def _module(path: str, found: dict[str, nn.Module], places: list[tuple[dict[str,
         outer, _, name = path.rpartition(".")
         around = _module(outer, found, places)
         found[path] = around.get_submodule(name)
-        if name in around._modules:  # wrappers pass names on to what they wrap
+        # Wrappers pass names on to what they wrap; TorchScript's modules keep no dict.
+        if isinstance(around._modules, dict) and name in around._modules:
             places.append((around._modules, name, found[path]))
     return found[path]

@@ -85,7 +85,8 @@ def _unwrapped(function: Any) -> Iterator[FunctionType]:
 def _codes(module: nn.Module) -> Iterator[CodeType]:
     """The code of a module's forward, without decorators, and what Dynamo made of it after graph breaks."""
     made = ContinueExecutionCache.cache
-    pending = [function.__code__ for function in _unwrapped(type(module).forward)]
+    # TorchScript's classes have a descriptor there that answers for no class.
+    pending = [function.__code__ for function in _unwrapped(inspect.getattr_static(type(module), "forward"))]
     while pending:
         code = pending.pop()
         yield code

@@ -19,7 +19,7 @@ from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGe
 
 from layerfuse import fusion
 from layerfuse.adapters.specs import NormSpec
-from layerfuse.fusion import FusedModel
+from layerfuse.fusion import FusedModel, FusionMissedError
 from layerfuse.fusion.rewrite.parameters import PARAMETER, Parameter, mark
 
 pytestmark = pytest.mark.usefixtures("_op_by_op")
@@ -144,6 +144,15 @@ def test_norms_that_two_layers_change_or_share() -> None:
     assert_counted(fused, calls=2)
     second.kv_norm = first.kv_norm
     assert_counted(fused, calls=2)
+
+
+def test_a_layer_of_torchscript_is_named() -> None:
+    """Its modules hold what they have in no dict."""
+    fused = compiled(Layers())
+    fused.original.layers[1] = torch.jit.trace(fused.original.layers[1], (X,), check_trace=False)
+    with torch.no_grad(), pytest.raises(FusionMissedError, match=r"layers\.1:latents: .*") as missed:
+        fused(X)
+    assert [*missed.value.missed[DUAL]] == ["layers.1:latents"]
 
 
 class Offloading:
