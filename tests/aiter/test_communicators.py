@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +35,8 @@ FORMS = [name for name in OPS if name.startswith(OP) and "static" not in name]
 
 def together(part: Callable[..., None], folder: Path, *args: Any) -> None:
     """Run a part on two gloo processes; what one of them raises is raised here."""
-    torch.multiprocessing.spawn(_rank, (part, str(folder / "store"), args), nprocs=2)
+    given = (part, str(folder / "store"), args)
+    torch.multiprocessing.start_processes(_rank, given, nprocs=2, start_method="forkserver")
 
 
 def _rank(rank: int, part: Callable[..., None], store: str, args: tuple[Any, ...]) -> None:
@@ -144,7 +144,7 @@ def agreement(rank: int) -> None:
     assert made._ptr == 0
 
 
-def handed_over(rank: int) -> None:
+def handed_over(rank: int, store: Path) -> None:
     module = sys.modules["aiter.dist.device_communicators.custom_all_reduce"]
     group, engine = world(), module.CustomAllreduce(dist.new_group(), CPU)
     communicators.attach(group, engine)
@@ -172,7 +172,6 @@ def handed_over(rank: int) -> None:
     # A group of the same name, later: the communicator of the first one is not used for it.
     first = communicators.communicator(group, CPU)
     dist.destroy_process_group()
-    store = os.environ["STORE_OF_A_TEST"]
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     assert world() == group
     run(OP, rank)
@@ -180,17 +179,16 @@ def handed_over(rank: int) -> None:
     assert communicators.communicator(group, CPU) is not first
 
 
-def life(rank: int, folder: Path) -> None:
+def life(rank: int, folder: Path, store: Path) -> None:
     with imported(folder), installed(folder):
         sys.modules.get("aiter") or amd.bound(OP)
         amd.bound(OP)
         agreement(rank)
-        handed_over(rank)
+        handed_over(rank, store)
 
 
-def test_all_ranks_use_one_or_none_does(tmp_path, monkeypatch):
-    monkeypatch.setenv("STORE_OF_A_TEST", str(tmp_path / "second"))
-    together(life, tmp_path, shared_standin("v0.1.20"))
+def test_all_ranks_use_one_or_none_does(tmp_path):
+    together(life, tmp_path, shared_standin("v0.1.20"), tmp_path / "second")
 
 
 # ---- on one

@@ -6,10 +6,7 @@ On real Inductor where generated code or its caches are the point, else op by op
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import FUSION, HIDDEN, KV, FusedProjection, TwoProjections, mla_spec
+from helpers import run_copy
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
@@ -24,7 +22,6 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
-import layerfuse
 from layerfuse import fusion
 from layerfuse.adapters.specs import Parallel
 from layerfuse.fusion import FusionConfig, FusionMissedError, Target, plan
@@ -229,8 +226,7 @@ def test_uuid_covers_specs_plan_and_config() -> None:
 
 
 CHILD = """
-import json, sys
-sys.path.insert(0, {here!r})
+import json
 import torch._inductor.config as inductor_config
 
 # As `own_cache` patches them; older releases of torch read no variable for these.
@@ -267,9 +263,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 def compiled_in_a_process(epsilon: float) -> tuple[dict[str, int], list[str], dict[str, str]]:
     """`compiled_with` in a process of its own: what other tests have left in this one is in Inductor's keys too."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(layerfuse.__path__[0]).parent)}
-    code = CHILD.format(here=str(HERE), epsilon=epsilon)
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = run_copy(CHILD.format(epsilon=epsilon), HERE)
     assert done.returncode == 0, done.stderr
     inductors, matched, missed = json.loads(done.stdout.splitlines()[-1])
     return inductors, matched, missed

@@ -102,7 +102,10 @@ def report(result: Any, model: nn.Module) -> Any:
     return found.of("add_rms_norm")
 
 
-@WAYS
+# The other ways are those of several graphs, below, of a smaller model.
+@pytest.mark.parametrize(
+    "way", [compiled, *(pytest.param(way, marks=pytest.mark.thorough) for way in (in_place, by_function))]
+)
 def test_a_model_of_one_graph(way: Callable[..., Any]) -> None:
     model = qwen()
     wanted = logits(model)

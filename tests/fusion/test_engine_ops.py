@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_ops import scale_buffer
 from fusion_support import HIDDEN, FusedProjection, mla_spec
+from helpers import in_turn
 from quant_support import FP8, MAX, assert_quantised, exact_query, fusion_of, trace_quantised
 from stream_support import EPSILON, SITE, Stream, exact_norm, form_of, rows, run, stream_spec
 from test_quant_static import assert_half_a_step
@@ -69,8 +70,7 @@ QUANTS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", QUANTS)
+@pytest.mark.parametrize(("name", "dynamic"), in_turn(QUANTS, [False, True]))
 def test_quantisations_into_buffers(name: str, dynamic: bool) -> None:
     quantise, quant = QUANTS[name]
     module = Stream(quantise)
@@ -251,8 +251,7 @@ def test_what_else_is_added_to_a_weight_is_no_zero_centred_norm(weight: Any) -> 
     assert "adds 0 to its weight; the spec says 1" in traced.report.of("add_rms_norm").missed[SITE]
 
 
-@pytest.mark.parametrize("name", ["vllm", "vllm ir"])
-@pytest.mark.parametrize("reads", ["quantised", "both", "no sum"])
+@pytest.mark.parametrize(("reads", "name"), in_turn(["quantised", "both", "no sum"], ["vllm", "vllm ir"]))
 def test_and_what_follows_is_quantised(name: str, reads: str) -> None:
     module = ADDS[name]()
 

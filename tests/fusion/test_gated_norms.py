@@ -149,9 +149,9 @@ READERS = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("name", "reader"), in_turn(["silu", "rounded before the weight", "after a sigmoid gate"], READERS)
+    ("reader", "name", "layout"),
+    in_turn(READERS, ["silu", "rounded before the weight", "after a sigmoid gate"], LAYOUTS),
 )
 def test_quantised_in_the_readers_shapes(name: str, layout: str, reader: tuple[Any, str]) -> None:
     (make, activation, before, offset), (quantise, quant) = FORMS[name], reader
@@ -185,8 +185,7 @@ class TwoProjections(Quantised):
         return self.proj(hidden).unflatten(-1, (HEADS, WIDTH)), self.gate_proj(hidden)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("reader", "make"), in_turn(READERS[:2], [Quantised, TwoProjections]))
+@pytest.mark.parametrize(("layout", "reader", "make"), in_turn(LAYOUTS, READERS[:2], [Quantised, TwoProjections]))
 def test_quantised_where_batches_and_tokens_both_vary(reader: tuple[Any, str], make: Any, layout: str) -> None:
     quantise, quant = reader
     model = make(GatedNorm(), layout, quantise).bfloat16()

@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 from fusion_support import FUSION, mla_spec, trace
+from helpers import in_turn
 from quant_support import config
 from stream_support import SITE, Layer, Stream, checked, exact_norm, form_of, rows, run, stream_spec
 from torch import Tensor, nn
@@ -79,9 +80,7 @@ def assert_quantised(values: Tensor, scales: Tensor, normed: Tensor) -> None:
     assert (beyond <= 1.0 if bits == 1 else beyond == 0).all()
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("shape", [(5,), (2, 3), (0,)], ids=str)
+@pytest.mark.parametrize(("form", "target", "shape"), in_turn(FORMS, TARGETS, [(5,), (2, 3), (0,)]), ids=str)
 def test_the_stream(form: str, target: Target, shape: tuple[int, ...]) -> None:
     scheme, quantise = FORMS[form]
     module = Stream(quantise)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import in_turn
 from quant_support import CPU_FP8, FP8, MAX, config
 from stream_support import SITE, Norm, Stream, exact_norm, form_of, rows, run, stream_spec
 from torch import Tensor, nn
@@ -61,9 +62,12 @@ def assert_half_a_step(values: Tensor, scale: Tensor, normed: Tensor, rounding: 
     assert (error <= allowed).all(), (error / allowed).max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("quantise", [divided, inverted, narrow, flattened, canonical])
-@pytest.mark.parametrize("shape", [(1,), ()])
+@pytest.mark.parametrize(
+    ("quantise", "dtype", "shape"),
+    in_turn(
+        [divided, inverted, narrow, flattened, canonical], [torch.float32, torch.bfloat16, torch.float16], [(1,), ()]
+    ),
+)
 def test_fused(quantise: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     module = Static(quantise, shape)
     module.norm.to(dtype)

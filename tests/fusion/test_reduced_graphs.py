@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from engine_ops import _op
 from fusion_support import Traced, trace
+from helpers import in_turn
 from quant_support import vllm_group, vllm_per_token
 from reduced_support import FORMS, REDUCED, Joined, Over, c10d, one_of_two, reduced, sharded_spec
 from stream_support import SITE, Layer, form_of, rows, run
@@ -51,8 +52,7 @@ def missed(found: Traced) -> str:
 # ---- found
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(("name", "dynamic"), in_turn(FORMS, [False, True]))
 def test_found(name: str, dynamic: bool, over: Over) -> None:
     found = traced(FORMS[name], over, dynamic=dynamic)
     (text,) = found.after

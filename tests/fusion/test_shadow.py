@@ -32,7 +32,7 @@ from layerfuse import fusion, registry
 from layerfuse.testing import small_model
 import torch._inductor.compile_fx as inductor
 inductor.compile_fx_inner = lambda gm, _inputs, **_: gm
-model = small_model(registry.model("deepseek-v3"), layers=2, hidden_size=64, heads=2)
+model = small_model(registry.model("deepseek-v3"), layers=1, hidden_size=64, heads=2)
 config = fusion.FusionConfig.parse("outside_add_rms_norm,mla_dual_rms_norm")
 ids = torch.arange(6).reshape(1, 6)
 answers, reports, said = {}, {}, {}
@@ -59,18 +59,19 @@ print("SAID " + json.dumps(said))
 """
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.01])
+# A kernel that is right is compared below, in this process.
+@pytest.mark.parametrize("factor", [pytest.param(1.0, marks=pytest.mark.thorough), 1.01])
 def test_a_kernel_of_another_package_is_held_to_its_reference(tmp_path: Path, factor: float) -> None:
     done = run_copy(IN_A_MODEL, outside_package(tmp_path, factor), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(done.stdout.rpartition("SAID ")[2])
     assert said["unchanged"] and said["executed"][0] == said["executed"][1] > 0
     theirs = {each["site"]: each for each in said["found"] if each["fusion"] == "outside_add_rms_norm"}
-    sites = {"model.layers.0:post_attention", "model.layers.1:input", "model.layers.1:post_attention", "model:final"}
+    sites = {"model.layers.0:post_attention", "model:final"}
     assert set(theirs) == sites
     assert {(each["calls"], each["backend"]) for each in theirs.values()} == {(3, "outside")}
     ours = [each for each in said["found"] if each["fusion"] == "mla_dual_rms_norm"]
-    assert [each["not_compared"] for each in ours] == ["its reference is what runs"] * 2
+    assert [each["not_compared"] for each in ours] == ["its reference is what runs"]
     if factor == 1:
         assert "strict" not in said and said["warnings"] == []
         assert {each["beyond"] for each in theirs.values()} == {None}

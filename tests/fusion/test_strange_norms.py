@@ -12,6 +12,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import in_turn
 from torch import Tensor, nn
 
 from layerfuse import fusion, registry
@@ -145,15 +146,18 @@ def unknown(model: nn.Module, **arguments: Any) -> dict[str, str]:
     return {path: what.rpartition(": ")[2] for path, what in said.items()}
 
 
-@pytest.mark.parametrize("norm", [Scale, Halves, Buffer, Alone, lambda: T5LayerNorm(64)])
-def test_a_final_norm_of_any_name_is_named(norm: Callable[[], nn.Module]) -> None:
-    assert unknown(Model(known(), norm())) == {"": "last"}
-    head = nn.Sequential(nn.Identity(), norm(), nn.Linear(64, 64))
-    assert unknown(Model(known(), nn.Identity(), head)) == {"head": "1"}
+@pytest.mark.parametrize(
+    ("norm", "in_a_head"), in_turn([Scale, Halves, Buffer, Alone, lambda: T5LayerNorm(64)], [False, True])
+)
+def test_a_final_norm_of_any_name_is_named(norm: Callable[[], nn.Module], in_a_head: bool) -> None:
+    if in_a_head:
+        head = nn.Sequential(nn.Identity(), norm(), nn.Linear(64, 64))
+        assert unknown(Model(known(), nn.Identity(), head)) == {"head": "1"}
+    else:
+        assert unknown(Model(known(), norm())) == {"": "last"}
 
 
-@pytest.mark.parametrize("layer", [Own, Flat])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("layer", "dtype"), in_turn([Own, Flat], [torch.float32, torch.bfloat16]))
 def test_the_norms_of_ones_own_decoder_layers_are_named(layer: type[Own], dtype: torch.dtype) -> None:
     model = Model([layer(Scale), layer(Scale)], Scale()).to(dtype)
     # The first norm of all has no residual to add, and no fusion takes it.

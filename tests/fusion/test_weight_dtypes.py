@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import in_turn
 from quant_support import assert_quantised, vllm_group
 from stream_support import EPSILON, SITE, Norm, Stream, exact_norm, form_of, rows, run, stream_spec
 from torch import Tensor, nn
@@ -37,9 +38,9 @@ NORMS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("weights", [torch.float32, None], ids=["float32 weight", "the input's"])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    ("name", "weights", "dtype"), in_turn(NORMS, [torch.float32, None], [torch.bfloat16, torch.float16]), ids=str
+)
 def test_found(name: str, weights: torch.dtype | None, dtype: torch.dtype) -> None:
     norm = NORMS[name]()
     norm.to(weights or dtype)
