@@ -17,6 +17,7 @@ from unittest import mock
 import attrs
 import pytest
 import torch
+from helpers import in_turn
 
 pytest.importorskip("vllm_paged")
 import vllm_paged
@@ -101,17 +102,17 @@ CLOSE = {
 """Cache and dtype -> how close the hidden states are, as the norm of the difference by theirs, and the entries."""
 
 
-@pytest.mark.parametrize("mode", ["VLLM_COMPILE", "NONE"])
-@pytest.mark.parametrize(("cache_dtype", "dtype"), CLOSE)
+@pytest.mark.parametrize(("stored", "mode"), in_turn(CLOSE, ["VLLM_COMPILE", "NONE"]))
 def test_every_step_gives_vllms_numbers_and_its_cache(
-    cache_dtype: str, dtype: str, mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    stored: tuple[str, str], mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = {"cache_dtype": cache_dtype, "dtype": dtype, "mode": mode}
-    states, entries = CLOSE[cache_dtype, dtype]
-    own, own_caches, none = ran("deepseek-v3", tmp_path / "own", False, **config)
+    cache_dtype, dtype = stored
+    config = {"cache_dtype": cache_dtype, "dtype": dtype}
+    states, entries = CLOSE[stored]
+    own, own_caches, none = ran("deepseek-v3", tmp_path / "own", False, mode="NONE", **config)
     assert none == [{VLLMS: 3}] * len(STEPS)
     caplog.clear()
-    got, caches, calls = ran("deepseek-v3", tmp_path / "ours", ON, **config)
+    got, caches, calls = ran("deepseek-v3", tmp_path / "ours", ON, mode=mode, **config)
     lines = said(caplog)
     stands = UNCOMPILED if mode == "NONE" else LINE
     assert lines.index(stands) < lines.index(DECODED) < lines.index(ASIDE)
@@ -214,7 +215,7 @@ def test_a_start_from_vllms_cache_is_the_same_and_takes_nothing_of_a_start_witho
 
 def test_fusions_of_the_graphs_around_it_are_as_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """But for both latent norms, which are no longer there."""
-    own = ran("deepseek-v3", tmp_path / "own", False)[0]
+    own = own_states()
     caplog.clear()
     asked = {"fusions": ["mla_decode", "add_rms_norm", "mla_dual_rms_norm"], "strict": True}
     got = ran("deepseek-v3", tmp_path / "ours", asked)[0]

@@ -85,7 +85,7 @@ def as_installed(powers_of_two: bool = False) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("powers_of_two", [False, True])
+@pytest.mark.parametrize("powers_of_two", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_named_fusion_takes_the_quantisation_out_and_the_same_kernels_multiply(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, powers_of_two: bool
 ) -> None:

@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("vllm")
 from vllm_host import config_on_cpu, import_model, vllm_parallel, without_gpu  # isort: skip  (before vllm)
 import vllm.config.vllm as configs
-from helpers import ROOT
+from helpers import ROOT, in_turn
 from test_vllm_classes import config_of
 from test_vllm_specs import BLOCK, PER_TOKEN
 from vllm.config import CompilationMode, set_current_vllm_config
@@ -150,8 +150,7 @@ ASKS = {
 
 
 @newest
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(("name", "way"), in_turn(ARCHITECTURES, WAYS))
 def test_a_plan_made_beforehand_is_the_one_of_the_loaded_model(
     name: str, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

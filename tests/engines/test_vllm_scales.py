@@ -90,7 +90,10 @@ def on_cuda() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("aligned", [True, False], ids=["TMA-aligned", "column by column"])
+@pytest.mark.parametrize(
+    "aligned",
+    [pytest.param(True, id="TMA-aligned", marks=pytest.mark.thorough), pytest.param(False, id="column by column")],
+)
 def test_fused_quantisations_give_what_vllms_own_op_gives_in_its_layout(
     aligned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

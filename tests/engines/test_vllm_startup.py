@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm_started")
@@ -9,19 +11,23 @@ pytest.importorskip("vllm_started")
 import vllm_startup as startup
 
 
-def test_a_start_with_nothing_to_do_costs_less_than_50_ms() -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        pytest.param(False, marks=pytest.mark.thorough),
+        pytest.param({"fusions": "none"}, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_start_with_nothing_to_do_costs_less_than_50_ms(options: Any) -> None:
     """DeepSeek-V3 in float32: on Hopper, as here, other models have fusions that are on by default."""
-    found = [
-        startup.in_a_process(f"with_nothing_to_do({options!r}, 'sm90', {tries})")
-        # To register is the same with all options.
-        for options, tries in ((None, 1), (False, 0), ({"fusions": "none"}, 0))
-    ]
-    assert all(found[0]["register_ms"] + each["hooks_ms"] < 50 for each in found), found
+    found = startup.in_a_process(f"with_nothing_to_do({options!r}, 'sm90', 1)")
+    assert found["total_ms"] < 50, found
 
 
 def test_fusions_cost_less_than_3_percent_of_vllms_compile_time() -> None:
-    """Of a compile time without generated code: what a GPU's takes is several times as long. DeepSeek-V3 has twice the layers."""
-    found = startup.in_a_process("with_fusions(32)")
+    """Of a compile time without generated code: what a GPU's takes is several times as long. DeepSeek-V3 has four times the layers."""
+    found = startup.in_a_process("with_fusions(16)")
     assert found["share"] < 0.03, found
     # Every part of layerfuse was timed.
     assert {"_at_specs", "_at_pass", "_at_piece", "FusionPass.__call__", "_finish"} <= {*found["by function"]}

@@ -159,6 +159,8 @@ TWO_LAYERS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
 }
 """Overrides where no test looks at equal pieces: two layers are compiled in two thirds of the time of three."""
+ONE_LAYER = {"num_hidden_layers": 1, "first_k_dense_replace": 1}
+"""Of DeepSeek-V3, where none looks at several layers or at experts either: in half of that."""
 
 _OURS = torch.library.Library("layerfuse_tests", "FRAGMENT")
 _OURS.define("attend(Tensor q, Tensor k, Tensor v, int width) -> Tensor")
