@@ -143,7 +143,7 @@ def plan_data(
     elif engine == "sglang":
         from ..engines.sglang import facts
 
-        around = facts.engine_of()
+        around = facts.engine_of(entry.architectures)
     modules: list[str] = []
     if around is not None and engine == "vllm":
         from ..engines.vllm.decode_facts import beside, planned

@@ -5,6 +5,8 @@ Read in SGLang 0.5.23. It compiles no model by default: its ops are chosen one b
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...fusion.catalog import FUSIONS
 from ...fusion.engine import Engine
 
@@ -29,13 +31,52 @@ DOES = {
 """Fusion -> what does the same in one launch there, on GPUs."""
 
 
-def engine_of() -> Engine:
-    """What a plan needs to know of SGLang. Nothing was measured there: a fusion stands where it is asked for by name."""
+WITHOUT_CODE = frozenset(
+    {
+        *(
+            "CwmForCausalLM",
+            "Ernie4_5ForCausalLM",
+            "Mistral4ForCausalLM",
+            "OlmoHybridForCausalLM",
+            "SeedOssForCausalLM",
+        ),
+        *("SmolLM3ForCausalLM", "SolarOpenForCausalLM", "YoutuForCausalLM"),
+    }
+)
+"""Declared architectures that SGLang has no class for: it can run transformers' code alone."""
+
+OTHER_NORMS = dict.fromkeys(("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), "Gemma3RMSNorm")
+"""Architecture -> the class of its norms, which is none of `seams.SEAMS`."""
+
+ADDS_ITSELF = frozenset({"MiniCPM3ForCausalLM", "Olmo2ForCausalLM"})
+"""Architectures whose code in SGLang adds to the stream in front of a norm, and never gives a norm the residual."""
+
+
+def engine_of(architectures: Sequence[str] = ()) -> Engine:
+    """What a plan needs to know of SGLang. Nothing was measured there: a fusion stands where it is asked for by name.
+
+    Args:
+        architectures: of the model, as its config.json says them, or the class that SGLang has loaded.
+    """
+    nothing = next(filter(None, map(_why_nothing, architectures)), None)
     without = [name for name in FUSIONS if name not in SEAMS]
+    nowhere = f"{UNCOMPILED}, and layerfuse knows no place for it in SGLang's code yet"
+    refuses = dict.fromkeys(without, nowhere)
+    for each in ADDS_ITSELF.intersection(architectures):
+        adding = [name for name in SEAMS if name.startswith("add_rms_norm")]
+        refuses.update(dict.fromkeys(adding, f"SGLang's code of {each} adds by itself in front of its norms"))
     return Engine(
         name="sglang",
         uncompiled=UNCOMPILED,
-        refuses=dict.fromkeys(without, f"{UNCOMPILED}, and layerfuse knows no place for it in SGLang's code yet"),
+        refuses=refuses if nothing is None else {"*": nothing},
         does={name: f"SGLang does it: {by}; naming the fusion takes it instead" for name, by in DOES.items()},
         inside="layerfuse knows no such linear in SGLang yet",
     )
+
+
+def _why_nothing(architecture: str) -> str | None:
+    """Why no fused op can stand in a model of this architecture, as a sentence, or None where some can."""
+    if architecture in WITHOUT_CODE or architecture.startswith("Transformers"):
+        return f"SGLang {RELEASE} has no code of its own for {architecture.removeprefix('Transformers')}: it can run transformers' alone"
+    norm = OTHER_NORMS.get(architecture)
+    return None if norm is None else f"layerfuse knows no place in SGLang's {norm}, which {architecture} has"

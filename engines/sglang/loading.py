@@ -80,7 +80,7 @@ def _engine(runner: Any) -> Engine:
     from sglang.kernels.fused_op import get_fused_op_backend
     from sglang.srt.batch_invariant_ops import is_batch_invariant_mode_enabled
 
-    engine, arguments = engine_of(), runner.server_args
+    engine, arguments = engine_of([type(runner.model).__name__]), runner.server_args
     why = None
     if is_batch_invariant_mode_enabled() or arguments.enable_deterministic_inference:
         why = "SGLang keeps to kernels whose results do not depend on the batch"

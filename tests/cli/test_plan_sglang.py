@@ -49,6 +49,22 @@ def test_what_is_asked_for_stands_where_there_is_a_place_for_it(run, monkeypatch
     assert "fused ops can stand in its modules only" in " ".join(run(*HERE).out.split())
 
 
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        ("gemma-3-27b", "layerfuse knows no place in SGLang's Gemma3RMSNorm, which Gemma3ForConditionalGeneration has"),
+        ("smollm3-3b", "has no code of its own for SmolLM3ForCausalLM: it can run transformers' alone"),
+        ("minicpm3-4b", "SGLang's code of MiniCPM3ForCausalLM adds by itself in front of its norms"),
+    ],
+)
+def test_where_a_model_has_no_place_for_a_fused_op_none_is_promised(model, why, run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", ADD)
+    kinds = json.loads(run("plan", model, "--engine", "sglang", "--target", "sm90", "--json").out)["kinds"]
+    found = [each for kind in kinds for several in kind["sites"].values() for each in several if each["fusion"] == ADD]
+    assert {each["decision"] for each in found} <= {"refused", "not_applicable"}
+    assert any(why in each["reason"] for each in found)
+
+
 def test_a_plan_by_the_engines_name_alone_expects_nothing():
     specs = list(find_model("deepseek-v3", ()).specs(1, 0))
     found = plan(specs, Target.named("sm90"), FusionConfig.parse(ADD), "sglang")

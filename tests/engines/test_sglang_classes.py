@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -23,6 +24,8 @@ from sglang_layers import build_of  # noqa: E402
 
 from layerfuse import registry  # noqa: E402
 from layerfuse.adapters import GatedMLPSpec, GQASpec, MLASpec, ResidualSpec, SpecError  # noqa: E402
+from layerfuse.engines.sglang.facts import ADDS_ITSELF, OTHER_NORMS, WITHOUT_CODE  # noqa: E402
+from layerfuse.engines.sglang.seams import SEAMS  # noqa: E402
 
 PAGE = census.ROOT / "docs" / "sglang-classes.md"
 RELEASE = importlib.metadata.version("sglang")
@@ -194,3 +197,15 @@ def test_dense_mlps_that_every_rank_holds_whole_are_not_cut() -> None:
 
 def _shares(spec: Any) -> tuple[int, int]:
     return spec.parallel.size, spec.parallel.rank
+
+
+def test_plans_know_the_declared_models_in_which_nothing_can_stand() -> None:
+    declared = {name for entry in registry.models().values() for name in entry.architectures}
+    assert {name for name in declared if name not in ModelRegistry.models} == WITHOUT_CODE
+    for name in ADDS_ITSELF:
+        code = inspect.getsource(importlib.import_module(ModelRegistry.models[name].__module__))
+        assert "norm(hidden_states)" in code and "norm(hidden_states, residual" not in code
+    for norm in OTHER_NORMS.values():
+        code = inspect.getsource(importlib.import_module("sglang.srt.models.gemma3_causal"))
+        assert f"= {norm}(" in code
+    assert not set(OTHER_NORMS.values()) & {seam.key[1] for seam in SEAMS}
