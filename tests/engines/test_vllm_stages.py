@@ -50,7 +50,7 @@ def test_a_stage_that_holds_all_layers_and_is_not_the_last_has_no_final_norm(
     assert f"{ADD}: 7 expected, 7 fused, 0 missed; called 7 times in the profiling run" in said(caplog)
 
 
-@pytest.mark.parametrize(("stage", "sites"), [(0, 3), (1, 4)])
+@pytest.mark.parametrize(("stage", "sites"), [pytest.param(0, 3, marks=pytest.mark.thorough), (1, 4)])
 def test_what_another_stage_has_summed_is_not_expected_to_be_summed_here(
     stage: int, sites: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -113,7 +113,7 @@ def torchs_own_parallel_styles(rank: int, over: Over) -> None:
 # ---- the tests
 
 
-@pytest.mark.parametrize(("function", "size"), [(on_two, 2), (on_four, 4)])
+@pytest.mark.parametrize(("function", "size"), [(on_two, 2), pytest.param(on_four, 4, marks=pytest.mark.thorough)])
 def test_ranks_get_what_the_layer_gives_and_all_the_same_bits(function: Any, size: int) -> None:
     one, *others = run_on_ranks(function, size)
     # Ranks whose bits differ would drift apart.
