@@ -48,6 +48,9 @@ _ZERO_CENTRED = ("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma", "recu
 _NORMS_ELSEWHERE = re.compile(r"(post|sandwich|peri)_?(layer)?norm")
 """Keys by which a config may say that norms stand behind attention and MLP."""
 
+_OFFSETS = re.compile(r"zero_cent(er|re)ed|unit_offset|layernorm_1p")
+"""Keys by which a config may say that norms add 1 to their weight."""
+
 
 class ConfigError(LayerfuseError, ValueError):
     """A config.json that does not say what an entry needs: every reason, and the adapter where one was recognised."""
@@ -285,7 +288,10 @@ def _unsaid(hf: HFConfig, entry: ModelEntry, sibling: ModelEntry | None, classes
         notes.append(f"{NO_SINKS_SAID}; false was written: check the attention class for sinks")
     offset = f"{NO_OFFSET_SAID}; {entry.norm_weight_offset} was written"
     if not entry.norm_weight_offset:
-        notes.append(f"{offset}: check whether the norms add 1 to their weight")
+        said = hf.said_by(_OFFSETS)
+        notes.append(
+            f"{offset}: {'check whether' if said is None else f'{said} may mean that'} the norms add 1 to their weight"
+        )
     elsewhere = hf.said_by(_NORMS_ELSEWHERE)
     notes.append(
         f"{NO_STREAM_SAID}{'' if elsewhere is None else f', but {elsewhere} may mean it'}; one before the attention and one before "

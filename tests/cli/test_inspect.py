@@ -319,12 +319,10 @@ def test_what_cannot_be_told_is_refused_with_the_reason(changes, said):
     assert said in problems(PLAIN, **changes)
 
 
-def test_what_a_config_says_of_the_norms_is_in_the_note_that_asks_where_they_stand():
-    said = ask(PLAIN, use_sandwich_norm=True).notes
-    assert any(
-        "where the norms stand is not said by any config, but use_sandwich_norm = True may mean it" in note
-        for note in said
-    )
+def test_what_a_config_says_of_the_norms_is_in_the_notes_that_ask():
+    notes = " ".join(ask(PLAIN, use_sandwich_norm=True, zero_centered_gamma=True).notes)
+    assert "where the norms stand is not said by any config, but use_sandwich_norm = True may mean it" in notes
+    assert "0.0 was written: zero_centered_gamma = True may mean that the norms add 1 to their weight" in notes
 
 
 def test_streams_that_are_switched_off_are_no_streams():
