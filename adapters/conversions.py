@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Hashable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any
 
@@ -155,34 +154,17 @@ def mlp_activation(value: Any) -> Any:
     """The activation that a name or a module means. One that is not known here is named, for the spec to refuse."""
     if isinstance(value, str):
         return _ACTIVATIONS.get(value, value)
-    cls: Any = type(value)
-    known = activation_of(cls)
-    if known is not None:
-        return known
-    names = [base.__name__ for base in cls.__mro__]
+    names = [base.__name__ for base in type(value).__mro__]
     if "GELU" in names or "GeluAndMul" in names:
         # vLLM's class of that name has no choice.
         how = value.approximate if hasattr(value, "approximate") else "none"
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(how, names[0])
-    # x * sigmoid(alpha * x) * (up + beta) is silu(x) * up for 1 and 0 alone
-    return (
-        "silu"
-        if (value.alpha, value.beta) == (1.0, 0.0)
-        else f"{names[0]} of {shown(value.alpha)}, {shown(value.beta)}"
-    )
-
-
-_CHOOSE = frozenset({"GELU", "GeluAndMul", "SiluAndMulWithClamp"})
-"""Activations whose attributes say which they are."""
-
-
-@lru_cache(maxsize=512)
-def activation_of(cls: Hashable) -> str | None:
-    """The activation that every module of this class is, or None where its attributes say it."""
-    assert isinstance(cls, type)
-    names = [base.__name__ for base in cls.__mro__]
-    if not _CHOOSE.isdisjoint(names):
-        return None
+    if "SiluAndMulWithClamp" in names:  # x * sigmoid(alpha * x) * (up + beta) is silu(x) * up for 1 and 0 alone
+        return (
+            "silu"
+            if (value.alpha, value.beta) == (1.0, 0.0)
+            else f"{names[0]} of {shown(value.alpha)}, {shown(value.beta)}"
+        )
     return next((_ACTIVATIONS[name] for name in names if name in _ACTIVATIONS), names[0])
 
 

@@ -7,8 +7,9 @@ ATOM run them in one module that knows its share of whole experts and of the col
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from contextlib import suppress
 from functools import lru_cache
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from .base import Facts
 from .conversions import whole
@@ -21,14 +22,22 @@ from .linear_specs import LinearSpec, WeightSpec, linear_spec
 from .linear_weights import plain_weight, weight_of
 from .linears import linear_of
 from .parallel import is_dtensor
+from .spec_fields import made
 from .vocabulary_mlps import ATOM_MLP, SGLANG_MLP, TRANSFORMERS_MLP, VLLM_MLP
 
 Sizes: TypeAlias = tuple[Any, Any, Any, Any, Any]
-"""Experts of the model, of this rank and of a token, and their width in the model and on this rank."""
-T = TypeVar("T")
+"""What `_SIZED` names, in that order."""
 Shared: TypeAlias = Callable[[str, str, Any], GatedMLPSpec]
 """Reads shared experts: their path, the engine, their module."""
 
+_SIZED = (
+    "num_experts",
+    "num_local_experts",
+    "experts_per_token",
+    "intermediate_size",
+    "local_intermediate_size",
+)
+_UNSAID: dict[str, Any] = dict.fromkeys((*_SIZED, "weight", "activation", "router", "shared"))
 _ROUTERS = ("gate", "router")
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 
@@ -51,46 +60,26 @@ def experts_of(path: str, mixture: Any, shared: Shared) -> ExpertsSpec | None:
         return None
     scores = next((name for name in _ROUTERS if children.get(name) is not None), None)
     together = next((name for name in _SHARED if children.get(name) is not None), None)
-    beside = None if together is None else _tried(shared, f"{path}.{together}", engine, children[together])
-    router = None if scores is None else _tried(_router, f"{path}.{scores}", children[scores])
-    weight, activation = _tried(_held, experts) or (None, None)
-    # The shared experts that are equal may say more or less.
-    made_of = (path, id(beside), beside, router, weight, activation)
+    values: dict[str, Any] = {"path": path, **_UNSAID}
+    with suppress(*FOREIGN):
+        values["weight"], values["activation"] = _held(experts)
+    if together is not None:
+        with suppress(*FOREIGN):
+            values["shared"] = shared(f"{path}.{together}", engine, children[together])
+    if scores is not None:
+        with suppress(*FOREIGN):
+            values["router"] = _router(f"{path}.{scores}", children[scores])
+    parts = (id(values["shared"]),)
     try:
-        return _experts(*made_of, *map(whole, _SIZES[engine](mixture, experts, router)))
+        sizes = map(whole, _SIZES[engine](mixture, experts, values["router"]))
+        return made(ExpertsSpec, {**values, **dict(zip(_SIZED, sizes, strict=True))}, parts)
     except FOREIGN:
-        return _experts(*made_of, *[None] * 5)
-
-
-def _tried(read: Callable[..., T], *given: Any) -> T | None:
-    try:
-        return read(*given)
-    except FOREIGN:
-        return None
-
-
-@lru_cache(maxsize=4096, typed=True)
-def _experts(
-    path: str, _: int, shared: Any, router: Any, weight: Any, activation: Any, total: Any, local: Any, each: Any,
-    width: Any, local_width: Any,
-) -> ExpertsSpec:  # fmt: skip
-    return ExpertsSpec(
-        path=path,
-        num_experts=total,
-        num_local_experts=local,
-        experts_per_token=each,
-        intermediate_size=width,
-        local_intermediate_size=local_width,
-        weight=weight,
-        activation=activation,
-        router=router,
-        shared=shared,
-    )
+        return made(ExpertsSpec, values, parts)
 
 
 def _router(path: str, router: Any) -> LinearSpec:
     """A linear of an engine, or of transformers, whose routers are modules of their own around a weight."""
-    held = router.__dict__
+    held = vars(router)
     if "in_features" in held or "input_size" in held:
         return linear_of(path, (path,), router)
     weight = stored(router, "weight")
@@ -103,7 +92,8 @@ def _held(experts: Any) -> tuple[WeightSpec | None, Any]:
     """How the experts hold their weights, and what their kernel does to what it reads."""
     holder = stored(experts, "routed_experts") or experts  # vLLM runs them by another module
     weight = stored(holder, "down_proj")
-    if weight is not None and weight.dtype.itemsize > 1 and all(stored(holder, name) is None for name in HOLDERS):
+    method = [name for name in HOLDERS if stored(holder, name) is not None]
+    if weight is not None and not method and weight.dtype.itemsize > 1:
         return plain_weight(weight.dtype), None
     return weight_of(holder), describe_linear_quant(holder)
 
@@ -113,10 +103,9 @@ def _held(experts: Any) -> tuple[WeightSpec | None, Any]:
 
 def _transformers(mixture: Any, experts: Any, _: Any) -> Sizes:
     """The experts of a rank are those in its tensors; what of their width it has, the third side tells, whichever is the hidden size."""
-    children = children_of(mixture)
-    scores = children[_ROUTERS[0]] if _ROUTERS[0] in children else children[_ROUTERS[1]]
-    total, hidden = stored(scores, "weight").shape
-    weight, held = stored(experts, "down_proj"), experts.__dict__
+    scores = next(stored(mixture, name) for name in _ROUTERS if stored(mixture, name) is not None)
+    total, hidden = scores.weight.shape
+    weight, held = stored(experts, "down_proj"), vars(experts)
     width = held["intermediate_dim"] if "intermediate_dim" in held else held["intermediate_size"]
     local, *sides = weight.to_local().shape if is_dtensor(weight) else weight.shape
     packed = 1 if weight.dtype.is_floating_point else 2  # two of four bits in a byte

@@ -191,11 +191,6 @@ def plain_dtype(linear: Any) -> Any:
         return None
 
 
-def says_nothing(cls: Hashable) -> bool:
-    """Whether this is a class of torch's own that says nothing of a quantisation."""
-    return _entry(cls) is _NOBODYS
-
-
 def _answer(linear: Any) -> Answer:
     strange = ""
     for held in (linear, *[stored(linear, name) for name in HOLDERS]):

@@ -46,15 +46,14 @@ def maybe(obj: Any, name: str) -> Any:
 def stored(obj: Any, name: str) -> Any:
     """What an object itself holds under a name, or None: torch's own lookup takes far longer to say that there is nothing."""
     try:
-        held = obj.__dict__
-    except AttributeError:  # a text, a tensor's dtype: it holds nothing
+        held = vars(obj)
+    except TypeError:  # a text, a tensor's dtype: it holds nothing
         return None
     if name in held:
         return held[name]
-    if "_parameters" in held and name in held["_parameters"]:
-        return held["_parameters"][name]
-    if "_modules" in held and name in held["_modules"]:
-        return held["_modules"][name]
+    for store in ("_parameters", "_modules"):
+        if name in held.get(store, ()):
+            return held[store][name]
     return None
 
 

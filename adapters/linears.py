@@ -12,18 +12,15 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from .errors import FOREIGN, SpecError, UnreadableError
-from .linear_quant import HOLDERS, describe_linear_quant, plain_dtype, says_nothing
+from .linear_quant import describe_linear_quant, plain_dtype
 from .linear_quant_readings import maybe
 from .linear_specs import LinearSpec, linear_spec
 from .linear_weights import plain_weight, weight_of
-from .parallel import Shards, has_mesh, is_dtensor, shards_of_linear, shards_of_shape
+from .parallel import is_dtensor, shards_of_linear
 
 Held: TypeAlias = Mapping[str, Any]
 Sizes: TypeAlias = tuple[int | None, int | None, int | None, int | None, tuple[int, ...], str | None]
 """In and out features, each the model's and this rank's; this rank's outputs; the style."""
-
-Plain: TypeAlias = tuple[int, int, Any, tuple[int, ...]]
-"""In and out features, dtype and shape of the weight: all that torch's own linear says."""
 
 _WHOLE = frozenset({int, NoneType})
 _UNSAID: Sizes = (None, None, None, None, (), None)
@@ -46,43 +43,6 @@ def linear_of(path: str, together: tuple[str, ...], linear: Any) -> LinearSpec:
         return linear_spec(path, together, _sizes(linear), weight, activation, takes)
     except SpecError:  # sizes that contradict each other say nothing
         return linear_spec(path, together, _UNSAID, weight, activation, takes)
-
-
-def plain_of(linear: Any) -> Plain | None:
-    """What torch's own linear says that has nothing attached and a plain weight, as most have; None of all others, which `linear_of` reads."""
-    try:
-        held = linear.__dict__
-        if held["_modules"] or not held.keys().isdisjoint(HOLDERS):
-            return None
-        weight, read, given = held["_parameters"]["weight"], held["in_features"], held["out_features"]
-        dtype = weight.dtype
-        if not type(read) is type(given) is int or not _are_torchs(linear.__class__, weight.__class__, dtype):
-            return None
-        return read, given, dtype, weight.shape
-    except FOREIGN:
-        return None
-
-
-def is_whole(plain: Plain) -> bool:
-    """Whether the weight has all features that the linear has in the model."""
-    read, given, _, shape = plain
-    return shape == (given, read)
-
-
-@lru_cache(maxsize=512)
-def _are_torchs(cls: Hashable, of_weight: Hashable, dtype: Any) -> bool:
-    return dtype.itemsize > 1 and says_nothing(cls) and says_nothing(of_weight) and not has_mesh(of_weight)
-
-
-def plain_spec(path: str, together: tuple[str, ...], plain: Plain) -> LinearSpec:
-    """The spec of a linear that said this; the other arguments as of `linear_of`."""
-    read, given, dtype, shape = plain
-    weight = plain_weight(dtype)
-    try:
-        sizes = _cut(read, given, lambda side: shards_of_shape(shape, (given, read), dtype, (side,)))
-        return linear_spec(path, together, sizes, weight, None, False)
-    except FOREIGN:  # sizes that are none, or contradict each other, say nothing
-        return linear_spec(path, together, _UNSAID, weight, None, False)
 
 
 def _sizes(linear: Any) -> Sizes:
@@ -110,13 +70,8 @@ def _declared(linear: Any, held: Held) -> Sizes:
     weight = held["_parameters"]["weight"]
     if weight.shape == (given, read) and not is_dtensor(weight):
         return read, read, given, given, (given,), "replicated"
-    return _cut(read, given, lambda side: shards_of_linear(linear, (side,)))
-
-
-def _cut(read: int, given: int, shards: Callable[[int], Shards]) -> Sizes:
-    """The sizes of a linear of `read` and `given` features in the model, from the shards along each side of its weight."""
     try:
-        columns, rows = (shards(side).size for side in (0, 1))
+        columns, rows = (shards_of_linear(linear, (side,)).size for side in (0, 1))
     except UnreadableError:
         return read, None, given, None, (), None
     style = "column" if columns > 1 else "row" if rows > 1 else "replicated"

@@ -99,24 +99,17 @@ def shards_of_linear(linear: Any, dimensions: tuple[int, ...] = (0, 1)) -> Shard
         raise UnreadableError(f"{type(linear).__name__} has no {shown(error.name)}") from None
     if is_dtensor(weight):
         return _shards_of_mesh(weight, dimensions, _is_fsdps(linear))
+    held = _shape_of(weight)
     if not _WHOLE.issuperset(map(type, declared)):
         raise UnreadableError(f"out_features and in_features are {shown(declared)}, which are no whole numbers")
-    held = _shape_of(weight)
-    return UNCUT if held == declared else shards_of_shape(held, declared, weight.dtype, dimensions)
-
-
-def shards_of_shape(
-    held: tuple[int, ...], declared: tuple[int, int], dtype: Any, dimensions: tuple[int, ...]
-) -> Shards:
-    """The same from the shape of a weight that is no DTensor, its dtype and (out_features, in_features)."""
     if held == declared:
         return UNCUT
-    if _is_packed(dtype):
-        raise UnreadableError(f"a packed weight of {dtype} and shape {tuple(held)} tells nothing of {shown(declared)}")
+    if _is_packed(weight):
+        raise UnreadableError(f"a packed weight of {weight.dtype} and shape {held} tells nothing of {shown(declared)}")
     for kept, short in ((1, 0), (0, 1)):
         if len(held) == 2 and held[kept] == declared[kept] and held[short] > 0 and declared[short] % held[short] == 0:
             return Shards(declared[short] // held[short], None) if short in dimensions else UNCUT
-    raise UnreadableError(f"a weight of shape {tuple(held)} is no even shard of {shown(declared)}")
+    raise UnreadableError(f"a weight of shape {held} is no even shard of {shown(declared)}")
 
 
 def _holds_transposed(linear: Any) -> bool:
@@ -128,19 +121,12 @@ def _holds_transposed(linear: Any) -> bool:
 def is_dtensor(weight: Any) -> bool:
     """Whether this is torch's DTensor, told without importing torch."""
     cls: Any = type(weight)
-    return has_mesh(cls)
+    return _has_mesh(cls)
 
 
 @lru_cache(maxsize=512)
-def has_mesh(cls: Hashable) -> bool:
-    """Whether tensors of this class are DTensors."""
+def _has_mesh(cls: Hashable) -> bool:
     return hasattr(cls, "device_mesh")
-
-
-@lru_cache(maxsize=512)
-def is_plain_tensor(cls: Hashable) -> bool:
-    """Whether this is a tensor's class, and no DTensor's: it tells nothing of its shards."""
-    return hasattr(cls, "data_ptr") and not has_mesh(cls)
 
 
 def _shape_of(weight: Any) -> tuple[int, ...]:
@@ -148,12 +134,12 @@ def _shape_of(weight: Any) -> tuple[int, ...]:
     shape = weight.shape if hasattr(weight, "shape") else None
     if not isinstance(shape, tuple) or not _WHOLE.issuperset(map(type, shape)):
         raise UnreadableError(f"its weight is no tensor, but a {cut(type(weight).__name__)}")
-    return shape
+    return tuple(shape)
 
 
-def _is_packed(dtype: Any) -> bool:
+def _is_packed(weight: Any) -> bool:
     """Whether one element may hold several weights: integers of 4-bit formats, and pairs of float4."""
-    return not dtype.is_floating_point or str(dtype).endswith("_x2")
+    return not weight.dtype.is_floating_point or str(weight.dtype).endswith("_x2")
 
 
 def _is_fsdps(module: Any) -> bool:

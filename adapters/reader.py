@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, lru_cache, partial
+from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -28,20 +29,21 @@ from .errors import (
     shown,
 )
 from .experts import SHARED, experts_of
-from .feeds import Around, Linears
-from .linears import is_whole, linear_of, plain_of
-from .parallel import ambient, is_plain_tensor, ranks_summed, shards_of_linear
+from .feeds import Linears, agreed
+from .linears import linear_of
+from .parallel import ambient, ranks_summed, shards_of_linear
 from .pipeline import norms_nothing
 from .rope_source import RopeSource
-from .samples import Probe, probes_of, shards
 from .sources import (
-    ABSENT,
     TORCH_LAYER_NORM,
     TORCH_NORM,
+    Const,
     Named,
     NormSource,
     Path,
     Source,
+    has_keys,
+    is_index,
     torchs_norm,
 )
 from .spec_fields import GATED, made
@@ -68,10 +70,6 @@ _Convert: TypeAlias = Callable[[Any], Any]
 _Places: TypeAlias = Iterable[tuple[str, tuple[Source, ...]]]
 
 
-_MOST = 16384
-"""Specs that are kept of one class of layers."""
-
-
 class LayerReader:
     """The facts of one layer class, compiled for reading."""
 
@@ -83,21 +81,14 @@ class LayerReader:
         self.plugin = plugin
         "The installed plugin that brought them, in words that name its package; empty for others."
         self.facts = facts
-        self.known: dict[Any, Any] = {}
-        "Specs by the samples that they were made of."
 
     # Made when the first layer of the class is read: of the hundreds of classes that are known, a process meets a few.
 
     @cached_property
-    def around(self) -> dict[int, tuple[Linears, Linears, type[NormSpec], str]]:
-        """The linears that read each norm, those that feed it, what it is if it is not gated, its path. Keyed by the identity of the facts' norms."""
+    def around(self) -> dict[int, tuple[Linears, Linears, type[NormSpec]]]:
+        """The linears that read each norm, those that feed it, and what it is if it is not gated. Keyed by the identity of the facts' norms."""
         return {
-            id(norm): (
-                Linears(norm.feeds),
-                Linears(norm.fed_by),
-                LayerNormSpec if norm.is_layer_norm else NormSpec,
-                str(norm.module),
-            )
+            id(norm): (Linears(norm.feeds), Linears(norm.fed_by), LayerNormSpec if norm.is_layer_norm else NormSpec)
             for norm in self.facts.norms
         }
 
@@ -107,29 +98,9 @@ class LayerReader:
         return self.facts.parsed.get("unless", ())
 
     @cached_property
-    def probes(self) -> list[Probe]:
-        """What takes a sample of a layer, but for its mixture and the ranks of its MLP."""
-        parsed: Mapping[str, Any] = self.facts.parsed
-        after = [path for source in parsed.get("post_attention_norms", ()) for path in source.feeds]
-        also = {"input_norms": tuple(after)} if "parallel_residual" in parsed else {}
-        found = [probe for name, kind, _, at in self.fields for probe in probes_of(kind, at, also.get(name, ()))]
-        for name in ("tp_size", "tp_rank", "unless", "last_linear"):
-            found += probes_of(name, parsed[name]) if name in parsed else ()
-        return [*found, shards(parsed["tp_weight"])] if "tp_weight" in parsed else found
-
-    @cached_property
-    def is_named(self) -> bool:
-        """Whether a layer's name in its model is read."""
-        said = self.facts.parsed.values()
-        parts = [part for each in said for part in (each if isinstance(each, tuple) else (each,))]
-        inside = [
-            place
-            for part in parts
-            if isinstance(part, (NormSource, RopeSource))
-            for _, at in part.fields
-            for place in at
-        ]
-        return any(isinstance(place, Named) for place in (*parts, *inside))
+    def at_once(self) -> _AtOnce:
+        """What is read in one step."""
+        return _AtOnce(self.facts)
 
     @cached_property
     def fields(self) -> list[tuple[str, str, str | None, Any]]:
@@ -188,21 +159,36 @@ class LayerReader:
             raise ArgumentError(f"parallel: expected Parallel(size=..., rank=...), got {shown(parallel)}")
         if not isinstance(path, str):
             raise ArgumentError(f"path: expected the layer's name in its model, got {shown(path)}")
-        around = ambient()
-        if reading is not None:
-            return reading.spec(parallel, around)
-        reading = Reading(self, layer, path)
-        said = reading.sample(parallel, around)
-        kept = None if said is None else self.known.get(said)
-        if kept is not None:
-            return kept
-        spec = reading.spec(parallel, around)
-        # Another thread may change the layer meanwhile.
-        if said is not None and said == reading.sample(parallel, around):
-            if len(self.known) >= _MOST:
-                self.known.clear()
-            self.known[said] = spec
-        return spec
+        return (reading or Reading(self, layer, path)).spec(parallel, ambient())
+
+
+class _AtOnce:
+    """The numbers and words that are constants, or each one attribute of the layer, read all at once: most layers hold them all."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._constants: dict[str, Any] = {}
+        self._fields: list[tuple[str, _Convert]] = []
+        steps: list[str] = []
+        for attribute in attrs.fields(facts.spec):
+            kind, places = kind_of(attribute), facts.parsed.get(attribute.name)
+            match places:
+                case (Const(value=value), *_) if kind in VALUES:
+                    self._constants[attribute.name] = VALUES[kind](value)
+                case (Path(steps=(step,)),) if kind in VALUES and not is_index(step):
+                    self._fields.append((attribute.name, VALUES[kind]))
+                    steps.append(step)
+        self._get = attrgetter(*steps) if len(steps) > 1 else None
+
+    def of(self, layer: Any) -> dict[str, Any]:
+        """Their values by name; none where one is missing, so that each is asked for alone and says why."""
+        cls: Any = type(layer)
+        if self._get is None or has_keys(cls):
+            return {}
+        try:
+            read = {name: convert(said) for (name, convert), said in zip(self._fields, self._get(layer), strict=True)}
+        except FOREIGN:
+            return {}
+        return read | self._constants
 
 
 class Reading:
@@ -228,30 +214,12 @@ class Reading:
             if "mlp_weight" in self.facts.parsed:
                 values["mlp_ranks"] = self.mlp_ranks(self.facts.parsed["mlp_weight"])
             if "last_linear" in self.facts.parsed:
-                values["gives"] = self.reader.last.of(self.layer).specs
+                values["gives"] = self.reader.last.of(self.layer)
             if "mixture" in self.facts.parsed:
                 values["experts"] = self.experts()
             return made(self.facts.spec, values, tuple(self.parts))
         except SpecError as error:
             raise SpecError(f"{self.name()} ({error.what})", error.problems) from None
-
-    def sample(self, *parallel: Parallel | None) -> Any:
-        """All that the spec is made of, as one key, or None where the layer says something in a way that nothing can be kept under."""
-        parsed: Mapping[str, Any] = self.facts.parsed
-        said: list[Any] = [*parallel]
-        try:
-            for probe in self.reader.probes:
-                probe(self.layer, said)
-            if "mlp_weight" in parsed:
-                said.append(self.mlp_ranks(parsed["mlp_weight"]))
-            if "mixture" in parsed:
-                experts = self.experts()
-                said += experts, id(experts)  # equal ones may say more or less of those that are shared
-            if self.reader.is_named:
-                said.append(self.path)
-        except FOREIGN:
-            return None
-        return tuple(said)
 
     def name(self) -> str:
         """The layer in words: its path if known, else its class and the index it claims; and who, of other packages, declares it."""
@@ -285,8 +253,10 @@ class Reading:
 
     def values(self) -> dict[str, Any]:
         """The fields that the facts speak of."""
-        values: dict[str, Any] = {}
+        values = self.reader.at_once.of(self.layer)
         for name, kind, partner, parsed in self.reader.fields:
+            if name in values:
+                continue
             if (partner is not None and values[partner] is None) or (
                 kind == "optional_gated_norm" and not self.holds(name, parsed)
             ):
@@ -340,10 +310,11 @@ class Reading:
                 raise UnreadableError(f"{source.module}: is None")
         except UnreadableError as error:
             raise self.missing(name, [str(error)]) from error.__cause__
-        readers, writers, kind, module_path = self.reader.around[id(source)]
+        readers, writers, kind = self.reader.around[id(source)]
         feeds, fed_by = readers.of(self.layer), writers.of(self.layer)
         if also:
             feeds = Linears((*source.feeds, *also)).of(self.layer)
+        quant, unquantised = agreed(feeds)
         cls: Any = type(module)
         fields, torchs = source.fields, None
         if gated:
@@ -354,7 +325,8 @@ class Reading:
         if torchs is not None and read["epsilon"] is None:
             why = "torch.nn.RMSNorm with eps=None takes the eps of the dtype that it is called with, which no spec can say"
             raise SpecError("NormSpec", [f"{name}.epsilon: {why}: build it with a number"])
-        return self.part(name, _norm, {**read, "kind": kind, "module": module_path, "feeds": feeds, "fed_by": fed_by})
+        around = {"quant": quant, "unquantised": unquantised, "feeds": feeds, "fed_by": fed_by}
+        return self.part(name, kind, {**read, **around, "module": str(source.module)})
 
     def parts_of(
         self, name: str, fields: _Places, values: Mapping[str, _Convert], start: Any, within: str
@@ -368,7 +340,7 @@ class Reading:
                 raise self.missing(f"{name}.{part}", [within + tried for tried in error.args]) from error.__cause__
         return read
 
-    def part(self, name: str, spec: Callable[..., S], values: dict[str, Any]) -> S:
+    def part(self, name: str, spec: type[S], values: dict[str, Any]) -> S:
         """A norm or rope of these values, or an error that names the field that it is."""
         try:
             found = made(spec, values)
@@ -534,11 +506,8 @@ class Reading:
         """Over how many ranks the MLP is summed, where its weights tell."""
         for path in paths:
             try:
-                part = path.find(self.layer)
-                if part is not ABSENT and not is_plain_tensor(part.__class__):
-                    plain = plain_of(part)
-                    return 1 if plain is not None and is_whole(plain) else ranks_summed(part)
-            except FOREIGN:
+                return ranks_summed(path.read(self.layer))
+            except UnreadableError:
                 continue
         return None
 
@@ -594,12 +563,6 @@ _NORM_VALUES = {
     a.name: VALUES.get(kind_of(a), same) for spec in (GatedNormSpec, LayerNormSpec) for a in attrs.fields(spec)
 }
 """Of the fields of a norm, by name."""
-
-
-def _norm(kind: Callable[..., NormSpec], feeds: Around, fed_by: Around, **values: Any) -> NormSpec:
-    agreed = {"quant": feeds.quant, "unquantised": feeds.unquantised}
-    return kind(**values, **agreed, feeds=feeds.specs, fed_by=fed_by.specs)
-
 
 _TORCHS = {"RMSNorm": (TORCH_NORM, NormSpec), "LayerNorm": (TORCH_LAYER_NORM, LayerNormSpec)}
 """Where the fields of torch's own norms are, and what they are."""

@@ -37,13 +37,6 @@ _LONGEST_PATH = 12
 _SIDES = ("out_features", "in_features")
 
 
-class _Absent:
-    """What is at the end of a path that leads nowhere."""
-
-
-ABSENT = _Absent()
-
-
 @frozen
 class Path:
     """An attribute path such as `self_attn.q_a_layernorm.variance_epsilon`."""
@@ -82,37 +75,6 @@ class Path:
                 raise UnreadableError(f"{self}: {type(obj).__name__} {why}") from None
         return obj
 
-    def find(self, obj: Any) -> Any:
-        """As `read`, but ABSENT where there is nothing, which `read` takes far longer to say in words. What an object's own code raises comes through."""
-        for key in self._keys:
-            cls: Any = type(obj)
-            if not _is_torchs(cls):
-                if obj is None:
-                    return ABSENT
-                obj = _way(cls, key)(obj, key)
-                continue
-            held = obj.__dict__
-            if key.__class__ is int:
-                children = held["_modules"]
-                obj = children[str(key)] if str(key) in children and _is_list(cls) else obj[key]
-                continue
-            if key in held or hasattr(cls, key):  # type: ignore[arg-type]
-                obj = getattr(obj, key)  # type: ignore[arg-type]
-            elif key in held["_modules"]:
-                obj = held["_modules"][key]
-            elif key in held["_parameters"]:
-                obj = held["_parameters"][key]
-            elif key in held["_buffers"]:
-                obj = held["_buffers"][key]
-            else:
-                return ABSENT
-        return obj
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """Itself: all that it reads."""
-        return (self,)
-
 
 def _why_not(cls: type, step: str) -> str:
     """In a module an AttributeError inside of a property comes out as if there were no such property."""
@@ -135,15 +97,10 @@ def _way(cls: Hashable, key: str | int) -> Callable[[Any, Any], Any]:
     """How an object of this class is asked for one step."""
     if type(key) is int or has_keys(cls):
         return getitem
-    return _of_module if _is_torchs(cls) else getattr
-
-
-@lru_cache(maxsize=4096)
-def _is_torchs(cls: Hashable) -> bool:
-    """Whether an object of this class is asked for an attribute in torch's way."""
     own: Any = cls
     is_torchs = hasattr(own, "__getattr__") and own.__getattr__.__module__ == "torch.nn.modules.module"
-    return is_torchs and own.__getattribute__ is object.__getattribute__
+    is_plain = own.__getattribute__ is object.__getattribute__
+    return _of_module if is_torchs and is_plain else getattr
 
 
 def _of_module(module: Any, name: str) -> Any:
@@ -154,14 +111,6 @@ def _of_module(module: Any, name: str) -> Any:
             if name in held[table]:
                 return held[table][name]
     return getattr(module, name)
-
-
-@lru_cache(maxsize=512)
-def _is_list(cls: Hashable) -> bool:
-    """Whether this is torch's ModuleList, which takes far longer to find a child by its index than by its name."""
-    own: Any = cls
-    by_index = own.__getitem__
-    return (by_index.__module__, by_index.__qualname__) == ("torch.nn.modules.container", "ModuleList.__getitem__")
 
 
 @frozen
@@ -189,11 +138,6 @@ class Quotient:
 
     dividend: Path
     divisor: Path
-
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """All that it reads."""
-        return (self.dividend, self.divisor)
 
     def __str__(self) -> str:
         return f"{self.dividend} / {self.divisor}"
@@ -251,11 +195,6 @@ class Where:
     where: Path | Quotient
     value: Any = True
 
-    @property
-    def paths(self) -> tuple[Path, ...]:
-        """All that it reads."""
-        return (*self.where.paths, *self.path.paths)
-
     def __str__(self) -> str:
         return f"{self.path} where {self.where} is {shown(self.value)}"
 
@@ -286,19 +225,7 @@ class Named:
         """
         if not isinstance(name, str) or not name:
             raise UnreadableError(f"{self}: no name was given, pass path=")
-        found, why = _of_name(self.convert, name)
-        if why is not None:
-            raise UnreadableError(why)
-        return found
-
-
-@lru_cache(maxsize=4096)
-def _of_name(convert: str, name: str) -> tuple[Any, str | None]:
-    """What a name says, or why it says nothing."""
-    try:
-        return CONVERSIONS[convert](name), None
-    except UnreadableError as error:
-        return None, str(error)
+        return CONVERSIONS[self.convert](name)
 
 
 Source: TypeAlias = Path | Quotient | Const | Converted | Where | Named
