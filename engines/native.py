@@ -17,7 +17,7 @@ import torch.nn.modules.module as torch_module
 from attrs import frozen
 from torch import nn
 
-from ..adapters.errors import LayerfuseError
+from ..adapters.errors import FOREIGN, LayerfuseError
 from .host import here
 from .whose import codes, imported, is_source, module_of, names_in, package, plain, within
 
@@ -105,15 +105,28 @@ def _stands_for(now: Any, what: Any) -> bool:
     return module_of(now).startswith(f"{OURS}.") and getattr(now, "__layerfuse_original__", None) is what
 
 
+_NOTHING = object()
+_VALUES = bool | int | float | str
+
+
 def _still_says(instance: Any, names: list[str]) -> Callable[[], str | None]:
     """Asks whether an instance says the values that it holds: its class may come to answer for them, by a property."""
-    known = [(name, attrgetter(name), attrgetter(name)(instance)) for name in names]
+
+    def said_by(read: Callable[[Any], Any]) -> Any:
+        try:
+            return read(instance)
+        except FOREIGN:  # a property of somebody's
+            return _NOTHING
+
+    known = [(name, read, said_by(read)) for name, read in zip(names, map(attrgetter, names), strict=True)]
 
     def changed() -> str | None:
         for name, read, was in known:
-            now = read(instance)
-            if now is not was and now != was:
-                return f"{name} of this {type(instance).__qualname__} was {was}, and is {now}"
+            now = said_by(read)
+            # What else it may give, a tensor say, need not compare as a value does.
+            if now is not was and not (type(now) is type(was) and isinstance(was, _VALUES) and now == was):
+                what = "raises an error" if now is _NOTHING else f"is {now}"
+                return f"{name} of this {type(instance).__qualname__} was {was}, and {what}"
         return None
 
     return changed
@@ -304,11 +317,7 @@ class Look:
         if name not in mine:
             return
         held = mine[name]
-        if (
-            isinstance(held, bool | int | float | str | None)
-            and name[0] != "_"
-            and (instance is not self.top or self.values)
-        ):
+        if isinstance(held, _VALUES | None) and name[0] != "_" and (instance is not self.top or self.values):
             self.hold(mine, name, held, f"{name} of this {type(instance).__qualname__}", instance)
             self.values_of.setdefault(id(instance), (instance, []))[1].append(name)
         if isinstance(held, FunctionType | MethodType | functools.partial):

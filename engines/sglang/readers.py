@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +14,9 @@ from ...adapters.activation_quant import ActivationQuant
 from ..handover import Reader, Wanted, why_products_apart
 from ..hooks import Hook
 from ..native import native_methods
+from ..process import once
+
+RELOADED = "layerfuse: weights were loaded again, and linears have other static scales: what was quantised for them is not taken any more"
 
 
 def reader_of(linear: Any, quant: ActivationQuant, method: Hook) -> Reader | None:
@@ -45,9 +49,15 @@ def _apply(place: Any, called: str, scheme: str, static: Tensor | None, wanted: 
             return getattr(cls, called)(place, layer, given, bias)
 
         given = wanted(x) if isinstance(x, Tensor) else None
-        # A product in blocks gives bfloat16 where it is given fp8. Of several static scales, the op has quantised by one.
-        refused = scheme == "group" and isinstance(x, Tensor) and x.dtype != torch.bfloat16
-        if given is None or refused or (static is not None and given.scales is not static):
+        # Of several linears with static scales of their own, the op has quantised by one.
+        if given is None or (static is not None and given.scales is not static):
+            return multiply(x)
+        if (
+            scheme == "group" and x.dtype != torch.bfloat16
+        ):  # which is what a product in blocks gives where it is given fp8
+            return multiply(x)
+        if scheme != "group" and layer._parameters.get("input_scale") is not static:
+            once(logging.WARNING, RELOADED)
             return multiply(x)
         ours = (given.values, given.scales) if scheme == "group" else (given.values, given.scales, x.dtype)
         return wanted.taken(given, lambda: multiply(x), lambda: multiply(ours), why_products_apart)

@@ -19,7 +19,7 @@ import torch
 from sglang.kernels.ops.attention.fla import fused_norm_gate
 from sglang.srt.layers.quantization import fp8, fp8_utils
 from sglang.srt.layers.quantization.fp8 import Fp8Config
-from test_sglang_plugin import ADD, LLAMA, fresh, runner_of  # noqa: F401 (a fixture)
+from test_sglang_plugin import ADD, LLAMA, fresh, log, runner_of, said  # noqa: F401 (two are fixtures)
 from torch import Tensor, nn
 
 from layerfuse.engines import calls
@@ -87,8 +87,8 @@ def kernels() -> Iterator[Kernels]:
 
 
 def config_of(scheme: str, *without: str) -> Fp8Config:
-    said = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": list(without)}
-    return Fp8Config.from_config({**said, **QUANTS[scheme]})
+    config = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": list(without)}
+    return Fp8Config.from_config({**config, **QUANTS[scheme]})
 
 
 def fill(model: nn.Module) -> None:
@@ -202,6 +202,25 @@ def test_a_delta_nets_gated_norm_is_one_call_and_hands_over(
         found = model.forward(torch.arange(5))
         assert kernels.quantised == (0 if form else 1)
         torch.testing.assert_close(found, own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
+
+
+def test_a_static_scale_that_is_made_anew_is_the_one_that_counts(
+    kernels: Kernels,
+    monkeypatch: pytest.MonkeyPatch,
+    log: pytest.LogCaptureFixture,  # noqa: F811 (the fixture)
+) -> None:
+    """As SGLang does it when weights are updated from a disk."""
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD}_static_quant,{NORM}_static_quant")
+    model, own = llama("static"), llama("static")
+    with mock.patch.object(type(model), "forward", products), torch.inference_mode():
+        unit = unit_of(runner_of(model), plugin.options_here())
+        at_first_call(model, unit, SEAMS, lambda _: None, lambda _: None)
+        model.forward(torch.arange(3))
+        for each in (model, own):
+            linear = each.model.layers[1].mlp.gate_up_proj
+            linear.input_scale = nn.Parameter(torch.full((1,), 0.5), requires_grad=False)
+        torch.testing.assert_close(model.forward(torch.arange(5)), own.forward(torch.arange(5)), rtol=2e-2, atol=2e-2)
+    assert readers.RELOADED in said(log)
 
 
 def test_a_product_that_would_change_the_dtype_is_given_the_plain_tensor(

@@ -282,6 +282,20 @@ def test_a_norm_with_which_sglangs_kernel_quantises_is_left_alone() -> None:
         assert set(standing_in(llama()).missed) == SITES - {"model:final"}
 
 
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [(lambda _: 1 / 0, "raises an error"), (lambda _: torch.ones(2), "is tensor"), (lambda _: True, "is True")],
+)
+def test_a_value_that_a_class_comes_to_answer_for_is_another(answer: Callable[..., Any], why: str) -> None:
+    """Whatever it answers: an engine's step is not ended by the question."""
+    norm = llama().get_submodule(FIRST)
+    norm.variance_epsilon = 1.0
+    stood = native(norm)
+    assert stood.changed() is None
+    with mock.patch.object(RMSNorm, "variance_epsilon", property(answer), create=True):
+        assert f"variance_epsilon of this RMSNorm was 1.0, and {why}" in str(stood.changed())
+
+
 def test_kernels_of_sglangs_packages_are_no_strangers() -> None:
     """On a GPU its norms call functions of sgl_kernel, which cannot be run here: they are looked at only."""
     kernels, other = ModuleType("sgl_kernel"), ModuleType("neighbour")
