@@ -31,6 +31,10 @@ OBJECTS: dict[str, Callable[[Look, Any, str], None]] = {}
 _code_of = attrgetter("__code__")
 _CALLS = ("__call__", "_call_impl")
 """How torch comes to the forward of a module."""
+_VALUES = bool | int | float | str
+"""What settings are."""
+_NOTHING = object()
+"""What a setting says whose property raises an error."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -103,10 +107,6 @@ class Native:
 def _stands_for(now: Any, what: Any) -> bool:
     """Whether something is a function of ours that passes a function of the engine's on. Those who wrap it copy its attributes."""
     return module_of(now).startswith(f"{OURS}.") and getattr(now, "__layerfuse_original__", None) is what
-
-
-_NOTHING = object()
-_VALUES = bool | int | float | str
 
 
 def _still_says(instance: Any, names: list[str]) -> Callable[[], str | None]:

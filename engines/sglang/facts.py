@@ -32,16 +32,16 @@ DOES = {
 
 
 WITHOUT_CODE = frozenset(
-    {
-        *(
-            "CwmForCausalLM",
-            "Ernie4_5ForCausalLM",
-            "Mistral4ForCausalLM",
-            "OlmoHybridForCausalLM",
-            "SeedOssForCausalLM",
-        ),
-        *("SmolLM3ForCausalLM", "SolarOpenForCausalLM", "YoutuForCausalLM"),
-    }
+    [
+        "CwmForCausalLM",
+        "Ernie4_5ForCausalLM",
+        "Mistral4ForCausalLM",
+        "OlmoHybridForCausalLM",
+        "SeedOssForCausalLM",
+        "SmolLM3ForCausalLM",
+        "SolarOpenForCausalLM",
+        "YoutuForCausalLM",
+    ]
 )
 """Declared architectures that SGLang has no class for: it can run transformers' code alone."""
 
@@ -76,7 +76,9 @@ def engine_of(architectures: Sequence[str] = ()) -> Engine:
 
 def _why_nothing(architecture: str) -> str | None:
     """Why no fused op can stand in a model of this architecture, as a sentence, or None where some can."""
-    if architecture in WITHOUT_CODE or architecture.startswith("Transformers"):
-        return f"SGLang {RELEASE} has no code of its own for {architecture.removeprefix('Transformers')}: it can run transformers' alone"
+    if architecture in WITHOUT_CODE:
+        return f"SGLang {RELEASE} has no code of its own for {architecture}: it can run transformers' alone"
+    if architecture.startswith("Transformers"):
+        return f"SGLang has no code of its own for the model, and runs transformers' ({architecture})"
     norm = OTHER_NORMS.get(architecture)
     return None if norm is None else f"layerfuse knows no place in SGLang's {norm}, which {architecture} has"

@@ -52,9 +52,8 @@ def _apply(place: Any, called: str, scheme: str, static: Tensor | None, wanted: 
         # Of several linears with static scales of their own, the op has quantised by one.
         if given is None or (static is not None and given.scales is not static):
             return multiply(x)
-        if (
-            scheme == "group" and x.dtype != torch.bfloat16
-        ):  # which is what a product in blocks gives where it is given fp8
+        # A product in blocks gives bfloat16 where it is given fp8.
+        if scheme == "group" and x.dtype != torch.bfloat16:
             return multiply(x)
         if scheme != "group" and layer._parameters.get("input_scale") is not static:
             once(logging.WARNING, RELOADED)

@@ -9,6 +9,7 @@ from test_doctor import packages  # noqa: F401 (a fixture)
 from layerfuse import doctor
 from layerfuse.cli.models import find_model
 from layerfuse.engines.sglang.facts import SEAMS as RECORDED
+from layerfuse.engines.sglang.facts import engine_of
 from layerfuse.engines.sglang.seams import SEAMS
 from layerfuse.fusion import FusionConfig, Target, plan
 
@@ -63,6 +64,11 @@ def test_where_a_model_has_no_place_for_a_fused_op_none_is_promised(model, why, 
     found = [each for kind in kinds for several in kind["sites"].values() for each in several if each["fusion"] == ADD]
     assert {each["decision"] for each in found} <= {"refused", "not_applicable"}
     assert any(why in each["reason"] for each in found)
+
+
+def test_a_model_that_sglang_has_loaded_by_transformers_code_is_named():
+    said = engine_of(["TransformersForCausalLM"]).refuses["*"]
+    assert said == "SGLang has no code of its own for the model, and runs transformers' (TransformersForCausalLM)"
 
 
 def test_a_plan_by_the_engines_name_alone_expects_nothing():

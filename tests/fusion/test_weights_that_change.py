@@ -97,7 +97,7 @@ def test_weights_that_are_loaded_anew_at_every_step() -> None:
         anew(fused)
         assert_counted(fused)
     with kept_by_layerfuse(bytes_at_most=10_000):
-        for _ in range(300):
+        for _ in range(1500):
             anew(fused)
             with torch.no_grad():
                 fused(X)
