@@ -81,6 +81,9 @@ def _prepare(seed: int) -> None:
     # Not imported for this: most tests of the lower floors need neither.
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed)
+    if "torch._dynamo.guards" in sys.modules:
+        # Each graph's guards are timed, for a debug line, behind a flush of all of the processor's caches: 20 ms.
+        sys.modules["torch._dynamo.guards"].profile_guard_manager = lambda *_: 0.0
     if "triton.runtime.interpreter" in sys.modules:
         patch_language_once()
     if "torch" in sys.modules:

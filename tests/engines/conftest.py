@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import multiprocessing
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from layerfuse.engines import process
+
+if importlib.util.find_spec("vllm"):
+    # For `run_copy`: vLLM takes ten seconds to import.
+    multiprocessing.set_forkserver_preload(["vllm_host", "vllm.model_executor.models.deepseek_v2"])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.fixture(autouse=True)

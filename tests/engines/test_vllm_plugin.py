@@ -12,12 +12,9 @@ import importlib
 import inspect
 import json
 import logging
-import os
 import pickle
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -30,7 +27,7 @@ import torch
 
 pytest.importorskip("vllm_started")
 import vllm
-from helpers import shown
+from helpers import run_copy, shown
 from test_vllm_specs import PER_TOKEN, compressed
 from torch import Tensor
 from vllm import forward_context
@@ -655,15 +652,8 @@ def test_vllm_loads_the_plugin_by_its_entry_point(tmp_path: Path) -> None:
         "import vllm.model_executor.model_loader.base_loader as loader\n"
         "print(loader.BaseModelLoader.load_model.__layerfuse__)"
     )
-    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "PYTHONPATH": paths, "VLLM_PLUGINS": "layerfuse", "VLLM_TARGET_DEVICE": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.splitlines() == [hook.place for hook in HOOKS[:2]]
+    done = run_copy(code, tmp_path, VLLM_PLUGINS="layerfuse")
+    assert done.stdout.splitlines() == [hook.place for hook in HOOKS[:2]], done.stderr
 
 
 def test_options_that_do_not_exist_stop_the_start(tmp_path: Path) -> None:

@@ -6,21 +6,20 @@ import json
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm_started")
-from helpers import shown
+from helpers import run_copy, shown
 from vllm_layers import MODELS, RELEASE
 from vllm_started import ROUNDING
 
 from layerfuse.engines.vllm.releases import NEWEST, RELEASES
 
-RANK = Path(__file__).with_name("vllm_rank.py")
 ADD, DUAL, GATED, REDUCED = "add_rms_norm", "mla_dual_rms_norm", "gated_rms_norm", "all_reduce_add_rms_norm"
 GROUPS = {
     f"{REDUCED}_group_quant": 2,
@@ -72,29 +71,15 @@ def start(folder: Path, names: Collection[str]) -> tuple[list[dict[str, Any]], d
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                RANK,
-                str(rank),
-                "2",
-                port,
-                str(folder),
-                json.dumps({name: GIVEN[name] for name in names}),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=600)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n\n".join(said)
+    given = {name: GIVEN[name] for name in names}
+
+    def rank(number: int) -> subprocess.CompletedProcess[str]:
+        code = f"import vllm_rank; vllm_rank.main({number}, 2, {port!r}, {str(folder)!r}, {given!r})"
+        return run_copy(code)
+
+    with ThreadPoolExecutor(2) as both:
+        ranks = list(both.map(rank, range(2)))
+    assert all(rank.returncode == 0 for rank in ranks), "\n\n".join(rank.stdout + rank.stderr for rank in ranks)
     reports = {}
     for name in HERE.keys() & names:
         (path,) = (folder / name).rglob("layerfuse-report.json")

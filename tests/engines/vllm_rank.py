@@ -1,4 +1,4 @@
-"""One rank of a real tensor-parallel group of vLLM's, on gloo: `vllm_rank.py RANK SIZE PORT FOLDER RUNS`.
+"""One rank of a real tensor-parallel group of vLLM's, on gloo, in a process of its own.
 
 Runs tiny models, one after another, with layerfuse and without it, and writes what layerfuse said and how far the results are apart
 to FOLDER/rank-RANK.json. RUNS is a table of names to what `run` takes.
@@ -10,7 +10,6 @@ import contextlib
 import gc
 import json
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -153,18 +152,16 @@ def run_decode(folder: Path, *, tp: int, rank: int, broken: bool, layerfuse: Any
     return {"said": said.lines}
 
 
-def main(rank: int, size: int, port: str, folder: Path, runs: dict[str, Any]) -> None:
+def main(rank: int, size: int, port: str, folder: str, runs: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    gc.freeze()  # vLLM collects garbage twice for each model that it loads, and need not look among modules
     logging.getLogger("vllm.layerfuse").setLevel(logging.INFO)
     with real_groups(rank, size, port):
         done = {}
         for name, given in runs.items():
             with mock.patch.dict("os.environ"):  # vLLM sets a variable for models that it does not compile
-                done[name] = (run_decode if "broken" in given else run)(folder / name, tp=size, rank=rank, **given)
+                done[name] = (run_decode if "broken" in given else run)(
+                    Path(folder) / name, tp=size, rank=rank, **given
+                )
         dist.barrier()
-    (folder / f"rank-{rank}.json").write_text(json.dumps(done))
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    gc.freeze()  # vLLM collects garbage twice for each model that it loads, and need not look among modules
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]), json.loads(sys.argv[5]))
+    (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(done))

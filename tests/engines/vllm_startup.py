@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -23,15 +20,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from helpers import run_copy
+
 FUSIONS = ["add_rms_norm", "mla_dual_rms_norm"]
-NOTHING = """
-import sys, time, vllm.config, vllm.model_executor.model_loader.base_loader
-began = time.thread_time()
-from layerfuse.engines.vllm import register
-register()
-print(time.thread_time() - began)
-"""
-"""In a process that has imported what vLLM's own processes have."""
 
 
 class Timed:
@@ -119,44 +110,36 @@ def with_fusions(layers: int) -> dict[str, Any]:
     }
 
 
-def with_nothing_to_do(options: Any, arch: str = "cpu", tries: int = 3) -> dict[str, Any]:
-    """Registering, and loading a model with no fusion on.
+def registering() -> float:
+    """Seconds to import and register layerfuse where all else is imported already, as in vLLM's own processes."""
+    importlib.import_module("vllm.model_executor.model_loader.base_loader")
+    began = time.thread_time()
+    from layerfuse.engines.vllm import register
+
+    register()
+    return time.thread_time() - began
+
+
+def with_nothing_to_do(options: Any, arch: str) -> float:
+    """Seconds in layerfuse's functions while a model is loaded and called with no fusion on.
 
     Args:
         options: as in `additional_config`.
         arch: said to be the GPU's.
-        tries: processes that register, of which the median counts; 0: registering is not timed.
     """
     from vllm_started import engine_config, in_engine, load
 
-    registering = []
-    for _ in range(tries):
-        done = subprocess.run([sys.executable, "-c", NOTHING], capture_output=True, text=True, check=True)
-        registering.append(float(done.stdout.split()[-1]))
     with tempfile.TemporaryDirectory() as folder, timing() as timed:
         config = engine_config("deepseek-v3", layerfuse=options)
         here = mock.patch("layerfuse.engines.vllm.defaults.arch_here", return_value=arch)
         with in_engine(config, Path(folder)), here:
             load(config)()
-    own = sum(timed.own.values())
-    register = statistics.median(registering or [0.0])
-    return {
-        "options": options,
-        "arch": arch,
-        "register_ms": round(register * 1e3, 1),
-        "hooks_ms": round(own * 1e3, 1),
-        "total_ms": round((register + own) * 1e3, 1),
-    }
+    return sum(timed.own.values())
 
 
-def in_a_process(call: str) -> dict[str, Any]:
-    """What one of the functions above returns, in a process of its own."""
-    code = f"import json, vllm_startup; print(json.dumps(vllm_startup.{call}))"
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-    # Without a layerfuse that vLLM would load by itself, before anything is timed.
-    variables = {**os.environ, "PYTHONPATH": paths, "VLLM_PLUGINS": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=variables)
+def in_a_process(call: str) -> Any:
+    """What one of the functions above returns, in a process of its own, in which nothing has loaded layerfuse."""
+    done = run_copy(f"import json, vllm_startup; print(json.dumps(vllm_startup.{call}))")
     if done.returncode:
         raise RuntimeError(f"{call}: {done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
