@@ -341,17 +341,17 @@ def test_a_model_of_transformers_with_quantised_mlps() -> None:
     transformers = pytest.importorskip("transformers")
     small = {"vocab_size": 64, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**small, intermediate_size=INNER, num_hidden_layers=2, max_position_embeddings=64)
+        transformers.LlamaConfig(**small, intermediate_size=INNER, num_hidden_layers=1, max_position_embeddings=64)
     ).eval()
-    for layer in model.model.layers:
-        layer.mlp.down_proj = Quantising(layer.mlp.down_proj)
-    specs = [(f"model.layers.{i}.mlp", mlp(index=i)) for i in range(2)]
+    held = model.model.layers[0].mlp
+    held.down_proj = Quantising(held.down_proj)
+    specs = [("model.layers.0.mlp", mlp())]
     fused = fusion.compile(model.bfloat16(), specs=specs, target=CPU_FP8, config=config("group128"), strict=True)
     arguments = {"input_ids": torch.arange(6)[None], "use_cache": False}
     with torch.no_grad():
         audit = fused.audit(**arguments)
         difference = (fused(**arguments).logits - model(**arguments).logits).abs().max()
-    assert audit.ok and audit.fusions[GROUP].profiled == 2
+    assert audit.ok and audit.fusions[GROUP].profiled == 1
     assert difference < 0.05
 
 

@@ -84,6 +84,16 @@ def specs(count: int = 1, **changes: Any) -> list[tuple[str, Any]]:
 X = torch.randn(5, HIDDEN)
 
 
+def one(**how: Any) -> FusedModel:
+    """Of one layer, which Dynamo traces in a tenth of the time of transformers' own: what is said of a whole call is said of it too."""
+    return fusion.compile(Layers([TwoProjections()]), specs=specs(), **how)
+
+
+def outputs(fused: Any, length: int = 5) -> Any:
+    with torch.no_grad():
+        return fused(X[:length])
+
+
 def test_a_layer_called_twice_in_one_forward() -> None:
     fused = fusion.compile(Layers([TwoProjections(), TwoProjections()], times=2), specs=specs(2), strict=True)
     with torch.no_grad():
@@ -142,9 +152,9 @@ def hooked(model: Any) -> Any:
 
 
 def test_graph_breaks_per_layer() -> None:
-    fused = fusion.compile(hooked(deepseek(3)))
+    fused = fusion.compile(hooked(deepseek(2)))
     torch.testing.assert_close(call(fused), call(fused.original), rtol=1e-5, atol=1e-5)
-    audit = assert_agree(fused, {DUAL: 3, ADD: 6}, {DUAL: 3, ADD: fused.report.of(ADD).last_call or 0}, **IDS)
+    audit = assert_agree(fused, {DUAL: 2, ADD: 4}, {DUAL: 2, ADD: fused.report.of(ADD).last_call or 0}, **IDS)
     assert not any("profiler" in problem for problem in audit.problems)
     assert fused.report.of(DUAL).complete
 
@@ -229,6 +239,8 @@ def test_a_disabled_attention() -> None:
         audit = fused.audit(**IDS)
     assert (audit.fusions[DUAL].profiled, audit.fusions[DUAL].counted, audit.fusions[DUAL].expected) == (1, 1, 2)
     assert list(fused.report.of(DUAL).missed) == ["model.layers.1.self_attn:latents"]
+    # After the break, layer 0 may run the graph of layer 1, in which the residual add is expected and missed.
+    assert "model.layers.0:input" not in audit.missed[ADD]
 
 
 def test_disabled_decoder_layers() -> None:
@@ -246,20 +258,20 @@ def test_disabled_decoder_layers() -> None:
 
 
 def test_a_stance_and_a_switch_after_a_good_call() -> None:
-    fused = fusion.compile(deepseek(1), strict=True)
-    call(fused)
+    fused = one(strict=True)
+    outputs(fused)
     with torch.compiler.set_stance("force_eager"), pytest.raises(FusionMissedError, match="set_stance"):
-        call(fused)
+        outputs(fused)
     assert fused.report.of(DUAL).last_call == 0
-    call(fused)
+    outputs(fused)
     assert fused.report.of(DUAL).complete
 
 
 def test_a_switch_before_the_first_call() -> None:
     with torch._dynamo.config.patch(disable=True):
-        fused = fusion.compile(deepseek(1), strict=True)
+        fused = one(strict=True)
         with pytest.raises(FusionMissedError, match=r"config\.disable is set"):
-            call(fused)
+            outputs(fused)
 
 
 # ---- one miss is not for ever, and a later graph that loses a fusion shows (findings 2 and 19) -----------------------
@@ -378,11 +390,11 @@ def test_it_is_a_module_that_behaves_as_the_model() -> None:
 
 
 def test_copies_compile_for_themselves() -> None:
-    fused = fusion.compile(deepseek(1), strict=True)
-    wanted = call(fused)
+    fused = one(strict=True)
+    wanted = outputs(fused)
     for again in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
         assert isinstance(again, FusedModel) and again.original is not fused.original
-        torch.testing.assert_close(call(again), wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(outputs(again), wanted, rtol=1e-6, atol=1e-6)
         assert again.report is not fused.report
         assert again.report.of(DUAL).last_call == 1
     assert copy.copy(fused).original is fused.original
@@ -392,12 +404,12 @@ def test_copies_compile_for_themselves() -> None:
 
 
 def test_two_threads_with_dynamic_shapes() -> None:
-    models = [fusion.compile(deepseek(1), dynamic=True) for _ in range(2)]
+    models = [one(dynamic=True) for _ in range(2)]
     before = torch._dynamo.config.specialize_float
     after: list[bool] = []
 
     def run(fused: FusedModel) -> None:
-        call(fused)
+        outputs(fused)
         after.append(torch._dynamo.config.specialize_float)
 
     threads = [threading.Thread(target=run, args=(fused,)) for fused in models]
@@ -417,33 +429,33 @@ def test_two_threads_with_dynamic_shapes() -> None:
 
 
 def only_reason(fused: FusedModel) -> str:
-    call(fused)
+    outputs(fused)
     (reason,) = {why for sites in fused.report.missed().values() for why in sites.values()}
     return reason
 
 
 def test_disabled_as_a_whole() -> None:
-    assert "disable=True" in only_reason(fusion.compile(deepseek(1), disable=True))
+    assert "disable=True" in only_reason(one(disable=True))
 
 
 def test_a_forced_backend() -> None:
     with torch.compiler.set_stance("default", force_backend="eager"):
-        assert "force_backend='eager'" in only_reason(fusion.compile(deepseek(1)))
+        assert "force_backend='eager'" in only_reason(one())
 
 
 def test_a_model_that_was_compiled_in_place() -> None:
-    model = deepseek(1)
+    model = Layers([TwoProjections()])
     model.compile(backend="eager")
-    assert "nn.Module.compile" in only_reason(fusion.compile(model))
+    assert "nn.Module.compile" in only_reason(fusion.compile(model, specs=specs()))
 
 
 def test_dynamos_limit_over_all_models_is_named() -> None:
-    fused = fusion.compile(deepseek(1), dynamic=False)
+    fused = one(dynamic=False)
     with torch._dynamo.config.patch(accumulated_recompile_limit=2):
-        for length in range(1, 4):
-            call(fused, length)
+        for length in range(2, 5):
+            outputs(fused, length)
     assert fused.report.last is not None
-    assert "accumulated_recompile_limit" in fused.report.last.missed[DUAL]["model.layers.0.self_attn:latents"]
+    assert "accumulated_recompile_limit" in fused.report.last.missed[DUAL]["layers.0:latents"]
 
 
 def test_a_compile_region(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,30 +493,20 @@ def test_a_fused_model_inside_another_is_refused() -> None:
             super().__init__()
             self.inner = inner
 
-        def forward(self, **kwargs: Any) -> Any:
-            return self.inner(**kwargs)
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.inner(x)
 
-    outer = Outer(fusion.compile(deepseek(1), strict=True))
+    outer, inside = Outer(one(strict=True)), [("inner.layers.0", mla_spec())]
     with pytest.raises(TypeError, match=r"its inner is compiled with fusions already.*set_submodule\('inner'"):
-        fusion.compile(outer)
+        fusion.compile(outer, specs=inside)
     # As it is, the inner one runs fused; and put back it is a part of the whole.
-    call(outer)
+    outputs(outer)
     assert outer.inner.report.of(DUAL).last_call == 1
     outer.set_submodule("inner", outer.get_submodule("inner").original)
-    assert_agree(fusion.compile(outer, strict=True), {DUAL: 1, ADD: 2}, {DUAL: 1, ADD: 2}, **IDS)
+    assert_agree(fusion.compile(outer, specs=inside, strict=True), {DUAL: 1}, {DUAL: 1}, X)
 
 
 # ---- graphs that sibling layers share
-
-
-def test_a_graph_of_a_sibling_of_which_more_is_expected() -> None:
-    # After the break, layer 0 may run the graph of layer 1, in which the residual add is expected and missed.
-    model = deepseek(2)
-    attention = model.model.layers[1].self_attn
-    attention.forward = torch.compiler.disable(attention.forward)
-    with torch.no_grad():
-        audit = fusion.compile(model).audit(**IDS)
-    assert "model.layers.0:input" not in audit.missed[ADD]
 
 
 def test_a_miss_in_a_shared_graph_is_of_the_layer_that_ran_it() -> None:
@@ -546,9 +548,9 @@ def test_a_parametrised_norm() -> None:
 
 
 def test_an_audit_of_a_model_that_compiles_at_every_call_says_so() -> None:
-    model, kept = deepseek(1), []
-    model.model.layers[0].self_attn.q_a_layernorm.register_forward_hook(lambda *given: kept.append(given[2]))
+    fused, kept = one(), []
+    fused.original.layers[0].q_norm.register_forward_hook(lambda *given: kept.append(given[2]))
     with torch.no_grad():
-        audit = fusion.compile(model).audit(**IDS)
+        audit = fused.audit(X)
     assert audit.compiled
     assert "while compiling" in audit.problems[0]
