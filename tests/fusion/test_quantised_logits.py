@@ -20,6 +20,7 @@ SITES = {"deepseek-v3": 9, "qwen3-next": 9, "llama": 7}
 SCHEMES = [(torch.bfloat16, "static"), (torch.bfloat16, "group64"), (torch.float32, "per_token")]
 
 
+@pytest.mark.usefixtures("_op_by_op")  # the arithmetic is that of the ops
 @pytest.mark.parametrize(("name", "kind"), in_turn(quantised_logits.MODELS, SCHEMES), ids=str)
 def test_no_farther_from_float64(name: str, kind: tuple[torch.dtype, str]) -> None:
     dtype, scheme = kind
