@@ -109,6 +109,8 @@ class CompiledModule:
     sites: Sites = field(init=False)
     key: str = field(default="", init=False)
     "What caches know the module by (`keys.key_for`); empty before its first call, and where nothing of it is to be rewritten."
+    forced: bool = field(default=False, init=False)
+    "Whether the engine takes it whatever lies beside it."
     vouched: bool = field(default=False, init=False)
     "Whether a compiled module that lies in the engine's cache is taken."
     distrusts: bool = field(default=False, init=False)
@@ -118,7 +120,7 @@ class CompiledModule:
     manager: str = field(default="", init=False)
     "The class of the engine's manager of passes, and whose code calls them."
     spoiled: str | None = field(default=None, init=False)
-    "Why the pass is not among the engine's, as a sentence: nothing is fused, and nothing that is compiled may be kept under the key."
+    "Why the pass is not among the engine's, or nobody was told of what is compiled, as a sentence: nothing of it may be kept under the key."
     _records: dict[tuple[str, str], PieceRecord] = field(factory=dict, init=False)
 
     def __attrs_post_init__(self) -> None:
@@ -222,6 +224,7 @@ class CompiledModule:
             forced: whether the engine has to take it whatever lies beside it.
         """
         self.artefact = artefact
+        self.forced = forced
         self.vouched = forced or record_cache.read(self._beside, self.key) is not None
         self.distrusts = not self.vouched and artefact.exists()
         return self.vouched

@@ -74,9 +74,10 @@ def rank_report_of(unit: CompiledModule, rank: int) -> RankReport:
     for name in filter(unit.plan.concerns, FUSIONS):
         of = report.of(name)
         lost = dict(of.missed)
-        if unit.from_cache and unit.kept_since is None:
-            lost = dict.fromkeys(lost, f"the model came from {here().name}'s cache, which holds no report of it")
-        unsure = [site for site in lost if unit.from_cache and unit.kept_since is None] or _unsure(unit, lost)
+        blind = _why_blind(unit)
+        if blind is not None:
+            lost = dict.fromkeys(lost, blind)
+        unsure = _unsure(unit, lost) if blind is None else list(lost)
         proven = bool(unsure) and called is not None and called.get(name, 0) == len(of.expected)
         if proven:
             # As many calls as sites: what no record tells, the run does.
@@ -102,10 +103,17 @@ def rank_report_of(unit: CompiledModule, rank: int) -> RankReport:
         missed=missed,
         beyond={name: sites for name, sites in beyond.items() if sites},
         called=called,
-        problems=(*unit.trouble, *_differences(unit, report)),
+        problems=(*unit.trouble, *differences(unit, report)),
         notes=tuple(_notes(unit)),
         sources=dict(Counter(piece.source for piece in unit.pieces)),
     )
+
+
+def _why_blind(unit: CompiledModule) -> str | None:
+    """Why nothing is known of any graph of a module, as a sentence; None where something is."""
+    if unit.from_cache and unit.kept_since is None:
+        return f"the model came from {here().name}'s cache, which holds no report of it"
+    return None if unit.pieces else unit.spoiled
 
 
 def _unsure(unit: CompiledModule, lost: dict[str, str]) -> list[str]:
@@ -130,7 +138,7 @@ def _called(unit: CompiledModule) -> dict[str, int] | None:
     return dict(found)
 
 
-def _differences(unit: CompiledModule, report: Report) -> Iterable[str]:
+def differences(unit: CompiledModule, report: Report) -> Iterable[str]:
     """Sentences on calls that the records do not account for; none where a record is missing that would tell."""
     told = bool(unit.pieces) and not any(piece.source == "unknown" for piece in unit.pieces)
     if unit.counted is None or not told or not report.graphs:
@@ -158,6 +166,8 @@ def _notes(unit: CompiledModule) -> Iterable[str]:
         yield f"the model came from {here().name}'s cache; this is the report that was kept with it on {unit.kept_since}"
     elif unit.from_cache:
         yield f"the model came from {here().name}'s cache without a report (delete that folder of the cache to have one)"
+    if unit.spoiled is not None and not unit.pieces:
+        yield f"{unit.spoiled}: what is fused is known by the calls of the {unit.run} alone"
     if sources["equal"]:
         yield f"graphs that are equal to others, and were compiled with them: {sources['equal']}"
     if sources["cache"]:

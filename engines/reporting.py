@@ -17,7 +17,7 @@ from . import record_cache
 from .compiled_module import CompiledModule
 from .host import here
 from .process import of_each_class, once
-from .rank_report import Outcome, RankReport, lines_of, rank_report_of
+from .rank_report import Outcome, RankReport, differences, lines_of, rank_report_of
 
 PATIENCE = timedelta(minutes=2)
 """How long a rank waits for the others' verdicts."""
@@ -39,6 +39,8 @@ def publish(unit: CompiledModule) -> None:
         problem = unit.keep()
         if problem is not None:
             once(logging.WARNING, "layerfuse: a start from %s's cache will have no report: %s", here().name, problem)
+    if unit.from_cache and not unit.forced and any(differences(unit, unit.report())):
+        unit.forget()  # another one than the report is of, as two starts at the same time may leave: the next start compiles anew
     if rank == 0:
         path, engine = _file(unit)
         problem = _write(path, engine, unit, outcome)

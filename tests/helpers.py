@@ -158,7 +158,14 @@ multiprocessing.set_forkserver_preload(
 
 
 def run_copy(code: str, *paths: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """As `run_python`, for code that needs torch: nothing is imported again but layerfuse. What runs at exit does not."""
+    """As `run_python`, for code that needs torch: nothing is imported again but layerfuse. What runs at exit does not.
+
+    Where torch sees a GPU, it is `run_python`: a copy of a process that has counted the GPUs can neither use nor overlook them.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return run_python(code, *paths, **variables)
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         process = context.Process(target=_in_copy, args=(code, paths, {**os.environ, **variables}, Path(folder)))

@@ -114,10 +114,13 @@ def insert(backend: Any, added: FusionPass) -> FusionPass:
     if not isinstance(passes, list):
         raise TypeError(f"{type(manager).__module__}.{type(manager).__qualname__} has no list of passes")
     standing = next((each for each in passes if isinstance(each, FusionPass)), None)
-    if standing is None:
-        place = next((i + 1 for i, each in enumerate(passes) if type(each).__name__ in AFTER), 0)
-        passes.insert(place, added)
-    return standing or added
+    if standing is not None and standing.pipeline is added.pipeline:
+        return standing
+    # That of another module: somebody's manager may serve them all.
+    passes[:] = [each for each in passes if each is not standing]
+    place = next((i + 1 for i, each in enumerate(passes) if type(each).__name__ in AFTER), 0)
+    passes.insert(place, added)
+    return added
 
 
 def caller_of(manager: Any) -> str:

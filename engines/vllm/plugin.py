@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -20,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from ...adapters.errors import LayerfuseError
 from .. import process
-from ..hooks import Hook, HookError, stand_at, wrapped_by
+from ..hooks import Hook, HookError, owner_of, stand_at, wrapped_by
 from ..host import enter
 from ..imports import when_imported
 from ..options import KEY, Options, is_off, options_in
 from ..process import leave_alone, once, say_if_untested, troubled
+from ..whose import module_of, package
 from .hooks import HOOKS
 from .host import VLLM
 
@@ -248,6 +250,7 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
             process.this.running.pop()
         unit.counted = calls
         if unit.active:
+            _say_who_passed_by(unit, "pass", "piece", "artefact")
             _warm_up(seen)
         _finish(unit)
         return result
@@ -258,6 +261,18 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
 def _look_again(unit: CompiledModule) -> None:
     with _quietly("looking at the MLA layers again", unit.strict):
         unit.look_again()
+
+
+def _say_who_passed_by(unit: CompiledModule, *names: str) -> None:
+    """Where vLLM compiled without coming to these hooks: who has put something else in their place since layerfuse stood there."""
+    if unit.from_cache or unit.pieces or unit.spoiled is not None:
+        return
+    with _quietly("looking who stands at the hooks"):
+        for hook in HOOKS:
+            other = module_of(owner_of(hook, sys.modules[hook.module])[2]) if hook.name in names else "layerfuse"
+            if package(other) != "layerfuse":
+                unit.spoiled = f"{hook.place} is {other}'s by now, which does not call layerfuse"
+                return
 
 
 def _find_key(unit: CompiledModule) -> None:
@@ -393,6 +408,8 @@ def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _quietly("reading a piece of the graph"):
         from ..pieces import outline_of
 
+        if unit.added is None:
+            _say_who_passed_by(unit, "pass")
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         number, tokens = given.get("graph_index", 0), given["compile_range"]
         outline = outline_of(given["graph"])

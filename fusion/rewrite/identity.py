@@ -8,7 +8,6 @@ import json
 import sys
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from .. import backends
@@ -60,22 +59,29 @@ def plan_hash(plan: Plan) -> str:
 
 
 def _meaning_of(fusion: Fusion) -> str:
-    """What a fusion of another package computes and where it is found: its chain, and the files of its steps and of its reference."""
+    """What a fusion of another package computes and where it is found: its chain, and the code of its steps and of its reference."""
     code: list[Any] = [] if isinstance(fusion.op.reference, Reference) else [fusion.op.reference]
     for step in fusion.chain:
         code += [*type(step).__mro__, *step.reference().values()]
-    modules = {module for each in code if (module := inspect.getmodule(each)) is not None}
-    files = sorted(file for file in map(_file_of, modules) if file is not None)
-    return (
-        f"{fusion.op.schema} {fusion.chain!r} {[hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files]}"
-    )
+    modules = {module.__name__ for each in code if (module := inspect.getmodule(each)) is not None}
+    return f"{fusion.op.schema} {fusion.chain!r} {sorted(filter(None, map(_code_of, modules)))}"
 
 
-def _file_of(module: ModuleType) -> str | None:
-    """The source of another package's module; `source_hash` has ours, and Python's own is in every key."""
-    if module.__name__.partition(".")[0] in (__name__.partition(".")[0], *sys.stdlib_module_names):
+@cache
+def _code_of(module: str) -> str | None:
+    """A hash of the package that another package's module is of: a step may call what stands beside it.
+
+    `source_hash` has ours; Python's own and torch's are in every key.
+    """
+    top = module.partition(".")[0]
+    if top in (__name__.partition(".")[0], "torch", *sys.stdlib_module_names):
         return None
+    whole = sys.modules.get(top, sys.modules[module])
+    folders = [*getattr(whole, "__path__", ())]
+    if folders:
+        return " ".join(hash_of(Path(folder)) for folder in folders)
     try:
-        return inspect.getsourcefile(module)
+        file = inspect.getsourcefile(whole)
     except TypeError:  # made by hand
         return None
+    return None if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()

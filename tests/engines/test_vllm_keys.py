@@ -6,6 +6,9 @@ Run by `make test-engines` in an environment of its own.
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import inspect
 import json
 import logging
 import os
@@ -26,8 +29,10 @@ from vllm.platforms import current_platform
 from vllm_started import BLOCK_FP8, ONE_LAYER, ROUNDING, TWO_LAYERS, apart, fp8, loaded_from_cache, started
 
 from layerfuse.engines import process
-from layerfuse.engines.rank_report import Outcome, RankReport, lines_of
+from layerfuse.engines.hooks import owner_of
+from layerfuse.engines.rank_report import CallsDifferError, Outcome, RankReport, lines_of
 from layerfuse.engines.vllm import defaults, loading, plugin
+from layerfuse.engines.vllm.hooks import HOOKS
 from layerfuse.engines.vllm.keys import in_place_of_options
 from layerfuse.fusion import FusionMissedError, Target, backends
 from layerfuse.fusion.policy import Policy, shipped
@@ -224,6 +229,80 @@ def test_another_manager_of_passes_has_a_key_of_its_own(
         assert FUSED in lines(caplog)
 
 
+def bypassed(*hooks: str) -> contextlib.AbstractContextManager[None]:
+    """Another package's functions stand at hooks since layerfuse stood there, and call vLLM's own."""
+    stack = contextlib.ExitStack()
+    for hook in HOOKS:
+        if hook.name in hooks:
+            owner, name, held = owner_of(hook, importlib.import_module(hook.module))
+            own = inspect.unwrap(held)
+            theirs = functools.wraps(own)(lambda *args, own=own, **kwargs: own(*args, **kwargs))
+            stack.enter_context(mock.patch.object(owner, name, theirs))
+    return stack
+
+
+PASSED_BY = f"is {__name__}'s by now, which does not call layerfuse"
+CONFIGURE = "vllm.compilation.backends:VllmBackend.configure_post_pass"
+
+
+@pytest.mark.parametrize("hooks", [("pass",), ("pass", "piece")])
+def test_a_start_whose_hook_another_package_has_taken_away_says_whose_it_is_and_leaves_nothing_behind(
+    hooks: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        with (
+            start(tmp_path) as engine,
+            bypassed(*hooks),
+            pytest.raises(FusionMissedError, match=f"{CONFIGURE} {PASSED_BY}"),
+        ):
+            engine()
+        assert f"{ADD}: 2 expected, 0 fused, 2 missed; called 0 times in the profiling run" in lines(caplog)
+    before = loaded_from_cache()
+    for warm in (False, True):
+        with start(tmp_path) as engine:
+            assert apart(engine(), engine.uncompiled()) < ROUNDING
+        assert FUSED in lines(caplog)
+        assert loaded_from_cache() - before == warm
+
+
+@pytest.mark.parametrize("hook", ["piece", "artefact"])
+def test_where_nobody_tells_of_graphs_the_calls_tell_what_is_fused(
+    hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    if hook == "artefact":
+        with start(tmp_path) as engine:
+            engine()
+    lines(caplog)
+    with start(tmp_path) as engine, bypassed(hook):
+        assert apart(engine(), engine.uncompiled()) < ROUNDING
+    told = lines(caplog)
+    assert FUSED in told
+    assert any(f"{PASSED_BY}: what is fused is known by the calls of the profiling run alone" in line for line in told)
+
+
+class OneManager(PostGradPassManager):
+    """One of which one object serves every model of a process, and keeps what was added."""
+
+    def configure(self, config: Any) -> None:
+        before = [each for each in vars(self).get("passes", ()) if type(each).__module__.startswith("layerfuse")]
+        super().configure(config)
+        self.passes[:0] = before
+
+
+def test_a_manager_that_serves_all_models_of_a_process_has_the_pass_of_the_one_that_is_compiled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = OneManager()
+    monkeypatch.setattr(f"{__name__}.the_manager", lambda: manager, raising=False)
+    monkeypatch.setattr(
+        type(current_platform), "get_pass_manager_cls", classmethod(lambda _: f"{__name__}.the_manager")
+    )
+    for fusion in (ADD, "mla_dual_rms_norm", ADD):
+        with start(tmp_path, layerfuse={"fusions": [fusion], "strict": True}) as engine:
+            assert apart(engine(), engine.uncompiled()) < ROUNDING
+        assert f"{fusion}: {TOLD.format(2 if fusion == ADD else 1)}" in lines(caplog)
+
+
 def key(engine: Any) -> str:
     """What vLLM's cache knows the engine's model by."""
     ((_, unit),) = process.this.waiting.values()
@@ -288,6 +367,27 @@ def test_a_compiled_model_without_its_report_is_compiled_anew(tmp_path: Path, ca
             engine()
         assert FUSED in lines(caplog)
         assert loaded_from_cache() - before == (there == "both")
+
+
+def test_a_compiled_model_that_is_another_than_its_report_is_served_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As two starts at the same time leave it, of which one could not fuse: the last to write the model, and the last to write the report."""
+    models = {}
+    for options in (OPEN, False):
+        with start(tmp_path / str(options), layerfuse=options) as engine:
+            engine()
+        (models[str(options)],) = (path for path in (tmp_path / str(options)).rglob("model") if path.is_file())
+    models[str(OPEN)].write_bytes(models["False"].read_bytes())
+    lines(caplog)
+    with (
+        start(tmp_path / str(OPEN)) as engine,
+        pytest.raises(CallsDifferError, match="was called 0 times in the profiling run; the graphs hold it 2 times"),
+    ):
+        engine()
+    with start(tmp_path / str(OPEN)) as engine:
+        assert apart(engine(), engine.uncompiled()) < ROUNDING
+    assert FUSED in lines(caplog)
 
 
 def test_triton_keeps_its_kernels_in_one_folder_cold_and_warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

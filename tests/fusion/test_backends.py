@@ -162,8 +162,11 @@ def test_calls_said_to_be_alike_are_checked_once_and_made_by_what_the_backend_ha
 ) -> None:
     from layerfuse.fusion.backends.triton import queries
 
-    query = torch.randn(2, 3, 24)
-    given = (torch.randn(2, 3, 8), torch.ones(4, 4), torch.zeros(4, 4), torch.tensor([1, 2]), "halves")
+    # On a GPU where there is one: Triton's interpreter, which takes tensors on the CPU, is off there.
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    query = torch.randn(2, 3, 24, device=device)
+    tensors = (torch.randn(2, 3, 8), torch.ones(4, 4), torch.zeros(4, 4), torch.tensor([1, 2]))
+    given = (*(each.to(device) for each in tensors), "halves")
     made: list[str] = []
     monkeypatch.setitem(backends.repeatable, queries.rope_into, lambda: lambda *_: made.append("alike"))
     call = repeating("mla_query_rope")

@@ -130,6 +130,8 @@ def test_positions_outside_the_tables(backend: str) -> None:
     given = inputs(3, turned=8)
     given["positions"] = torch.tensor([1, 32, -1], device=DEVICE)
     if backend == "reference":
+        if DEVICE == "cuda":
+            pytest.skip("a failed assertion on the device ends the process")
         with pytest.raises(ValueError, match="position 32 lies outside the 32 rows"):
             getattr(ops, FUSION)(**given)
         return

@@ -185,13 +185,21 @@ def test_what_a_step_does_is_in_the_key_and_what_it_raises_stops_nobody(site: Pa
         file = tmp_path / name / "layerfuse_example_times.py"
         assert before in file.read_text()
         file.write_text(file.read_text().replace(before, after))
-    sites = [str(tmp_path / name) for name in CHANGED]
+    beside = ("NUMBER = 1", "NUMBER = 2")
+    for number in beside:  # a package, in which the step's file imports another
+        shutil.copytree(site, tmp_path / number)
+        folder = tmp_path / number / "layerfuse_example_times"
+        folder.mkdir()
+        folder.with_suffix(".py").rename(folder / "__init__.py")
+        (folder / "beside.py").write_text(number)
+    cases = (*CHANGED, *beside)
+    sites = [str(tmp_path / name) for name in cases]
     done = run_copy(f"SITES = {sites!r}\n{STEP}", CUDA_VISIBLE_DEVICES="")
     lines = [line.removeprefix("SAID ") for line in done.stdout.splitlines() if line.startswith("SAID ")]
-    assert len(lines) == len(CHANGED), done.stderr[-3000:]
-    said = dict(zip(CHANGED, map(json.loads, lines), strict=True))
-    assert len({each["key"] for each in said.values()}) == len(CHANGED)
-    for name in ("as it is", "another bind"):
+    assert len(lines) == len(cases), done.stderr[-3000:]
+    said = dict(zip(cases, map(json.loads, lines), strict=True))
+    assert len({each["key"] for each in said.values()}) == len(cases)
+    for name in ("as it is", "another bind", *beside):
         assert f"{TIMES}: 1 expected, 1 matched" in said[name]["report"]
     for name, part in (("bind raises", "report"), ("why_not raises", "plan")):
         assert "of layerfuse-example raised" in str(said[name][part])
