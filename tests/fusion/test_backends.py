@@ -160,6 +160,7 @@ def test_calls_of_a_compiled_graph_are_counted_once() -> None:
 def test_calls_said_to_be_alike_are_checked_once_and_made_by_what_the_backend_has_for_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    pytest.importorskip("triton")
     from layerfuse.fusion.backends.triton import queries
 
     # On a GPU where there is one: Triton's interpreter, which takes tensors on the CPU, is off there.
