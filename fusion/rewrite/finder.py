@@ -166,6 +166,7 @@ class Finder:
             elif owners:
                 pairs = any(len(site.norms) > 1 for site in owners.values())
                 unsure.setdefault(base_of(part.found) if pairs else part.found.out, []).append(part)
+        _join_partners(certain, unsure)
         for group in certain.values():
             (site,) = group[0].owners.values()
             has = {i for part in group for _, i in part.places}
@@ -258,6 +259,27 @@ class Finder:
                     f"its weight is read by {' and '.join(map(str, readers))}, and no norm in a known form is there"
                 )
                 found.uses.append(use_at(site, (where,), problem=problem))
+
+
+def _join_partners(certain: dict[str, list[_Part]], unsure: dict[Node, list[_Part]]) -> None:
+    """Move a norm that several layers share to the one layer whose other norm stands beside it."""
+    for base, group in unsure.items():
+        beside: dict[str, set[int]] = {}
+        for name, parts in certain.items():
+            held = {
+                i
+                for part in parts
+                if len(part.owners[name].norms) > 1 and base_of(part.found) is base
+                for _, i in part.places
+            }
+            if held:
+                beside[name] = held
+        for part in list(group):
+            wanted = {(name, i): site for (name, i), site in part.places.items() if i not in beside.get(name, {i})}
+            if len(wanted) == 1:
+                ((name, _),) = wanted
+                group.remove(part)
+                certain[name].append(attrs.evolve(part, places=wanted))
 
 
 def _starts(site: Site) -> bool:

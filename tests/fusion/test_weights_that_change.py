@@ -127,6 +127,19 @@ def test_weights_that_are_tied_after_a_call_and_untied_again() -> None:
     assert_counted(fused, calls=2)
 
 
+@pytest.mark.parametrize("name", ["q_norm", "kv_norm"])
+@pytest.mark.parametrize("whole", [True, False], ids=["module", "weight"])
+def test_one_of_the_two_norms_is_that_of_another_layer_too(name: str, whole: bool) -> None:
+    """From the start: the other one tells the layer."""
+    model = Layers()
+    first, second, _ = model.layers
+    if whole:
+        setattr(second, name, getattr(first, name))
+    else:
+        getattr(second, name).weight = getattr(first, name).weight
+    assert_counted(compiled(model), calls=2)
+
+
 def test_modules_that_are_replaced_by_equal_ones() -> None:
     fused = compiled(Layers())
     for layer in fused.original.layers:
