@@ -98,7 +98,7 @@ class CallCounter:
         self._graphs[number] = _Graph(record=record, plan=self._plan, positions=tuple(positions))
         self._watch()
         self._complete.clear()
-        current, names_of = self._current, self._held.names_of
+        current, names_of, forget = self._current, self._held.names_of, self._held.forget
         if self._shadow is not None:
             compiled = self._shadow.around(compiled, lambda args: self._placed(number, args))
 
@@ -111,6 +111,9 @@ class CallCounter:
             # Now: FSDP and offloading give a model other parameters after the call.
             named = (number, tuple([names_of(args[position]) for position in positions]))
             calls = current.calls
+            if named in calls:  # a parameter through which every layer is loaded may be in one more by now
+                forget()
+                named = (number, tuple([names_of(args[position]) for position in positions]))
             calls[named] = calls.get(named, 0) + 1
             return compiled(*args)
 

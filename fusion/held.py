@@ -51,6 +51,10 @@ class HeldWeights:
         if any(children.get(name) is not module for children, name, module in self._places):
             self._look_up()
 
+    def forget(self) -> None:
+        """Ask anew, in the same call: a weight may be in more places than it was."""
+        self._found.names = {}
+
     def names_of(self, weight: torch.Tensor) -> tuple[str, ...]:
         """Those watched names that the model has for a weight now."""
         found, slots = self._found, self._slots

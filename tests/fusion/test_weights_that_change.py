@@ -140,6 +140,36 @@ def test_one_of_the_two_norms_is_that_of_another_layer_too(name: str, whole: boo
     assert_counted(compiled(model), calls=2)
 
 
+@pytest.mark.parametrize("leaves", [True, False])
+def test_one_parameter_through_which_every_layer_is_loaded(leaves: bool) -> None:
+    """It stands in the layer that runs, and before the second call in those that ran; or every layer has a tensor of its own again behind it."""
+    model = Layers()
+    staged = {name: nn.Parameter(torch.empty_like(held)) for name, held in model.layers[0].named_parameters()}
+
+    def put(layer: nn.Module, name: str, held: nn.Parameter) -> None:
+        path, _, last = name.rpartition(".")
+        setattr(layer.get_submodule(path), last, held)
+
+    for layer in model.layers:
+        kept = {name: held.detach().clone().uniform_() for name, held in layer.named_parameters()}
+
+        @torch.compiler.disable
+        def load(layer: nn.Module, *_: Any, kept: dict[str, torch.Tensor] = kept) -> None:
+            for name, values in kept.items():
+                staged[name].data.copy_(values)
+                put(layer, name, staged[name])
+
+        @torch.compiler.disable
+        def drop(layer: nn.Module, *_: Any, kept: dict[str, torch.Tensor] = kept) -> None:
+            for name, values in kept.items():
+                put(layer, name, nn.Parameter(torch.empty_like(values)))
+
+        layer.register_forward_pre_hook(load)
+        if leaves:
+            layer.register_forward_hook(drop)
+    assert_counted(compiled(model), calls=2)
+
+
 def test_modules_that_are_replaced_by_equal_ones() -> None:
     fused = compiled(Layers())
     for layer in fused.original.layers:
