@@ -314,7 +314,7 @@ class Report:
         if call is None:
             self._raise({}, self.unknown)
         else:
-            self._raise(call.missed, {**_in_words(call.strange), **self.unknown})
+            self._raise(call.missed, self._with(call.strange))
 
     def _raise(self, missed: Missed, unknown: dict[str, str]) -> None:
         if missed or unknown:
@@ -322,7 +322,17 @@ class Report:
 
     def all_unknown(self) -> dict[str, str]:
         """What no adapter reads, by its class, and what graphs hold of norms beyond that."""
-        return {**_in_words(pair for record in self.records for pair in record.strange), **self.unknown}
+        return self._with(pair for record in self.records for pair in record.strange)
+
+    def _with(self, strange: Iterable[tuple[str, str]]) -> dict[str, str]:
+        """What no adapter reads, and these norms of the residual stream with what holds them, as far as it is not said of that."""
+        found: dict[str, dict[str, None]] = {}
+        for path, norm in strange:
+            if f" {norm} " not in self.unknown.get(path, ""):
+                found.setdefault(path, {})[norm] = None
+        words = {path: f"RMS norms of its residual stream: {', '.join(norms)}" for path, norms in found.items()}
+        also = {path: f"{words[path]}; {cls}" if path in words else cls for path, cls in self.unknown.items()}
+        return {**words, **also}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -348,14 +358,6 @@ class Report:
         if self.shadow is not None:
             lines += ["  " + line for line in str(self.shadow).splitlines()]
         return "\n".join(lines)
-
-
-def _in_words(strange: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """What holds norms of the residual stream that nobody reads -> which."""
-    found: dict[str, dict[str, None]] = {}
-    for path, norm in strange:
-        found.setdefault(path, {})[norm] = None
-    return {path: f"RMS norms of its residual stream: {', '.join(norms)}" for path, norms in found.items()}
 
 
 def with_fallback(reason: str, fused: str | None) -> str:

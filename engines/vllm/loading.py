@@ -80,6 +80,9 @@ def units_of(
         return
     if not _is_last_stage():  # which may hold all layers, and a norm that it never calls
         specs = [(layer, spec) for layer, spec in specs if not isinstance(spec, FinalNormSpec)]
+    if not specs:  # the last stage has a norm all the same, which says neither how many ranks share its model nor of what stream it is
+        nothing(model, "this stage of the pipeline holds none of its layers")
+        return
     units = []
     held: set[str] = set()
     ignored = set(registry.default.ignored_in(model))

@@ -50,6 +50,18 @@ def test_a_stage_that_holds_all_layers_and_is_not_the_last_has_no_final_norm(
     assert f"{ADD}: 7 expected, 7 fused, 0 missed; called 7 times in the profiling run" in said(caplog)
 
 
+@pytest.mark.parametrize(("stage", "partition"), [(0, "0,4"), (1, "4,0")])
+def test_a_stage_without_layers_is_told_and_stops_nobody(
+    stage: int, partition: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    options = {"fusions": "all", "strict": True}
+    with started("gpt-oss-20b", tmp_path, layerfuse=options, pp=2, rank=stage, mode="NONE"):
+        pass
+    why = "this stage of the pipeline holds none of its layers"
+    assert said(caplog) == [f"layerfuse: nothing is fused in GptOssForCausalLM: {why}"]
+
+
 @pytest.mark.parametrize(("stage", "sites"), [pytest.param(0, 3, marks=pytest.mark.thorough), (1, 4)])
 def test_what_another_stage_has_summed_is_not_expected_to_be_summed_here(
     stage: int, sites: int, tmp_path: Path, caplog: pytest.LogCaptureFixture

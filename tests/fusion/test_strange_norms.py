@@ -157,6 +157,34 @@ def test_a_final_norm_of_any_name_is_named(norm: Callable[[], nn.Module], in_a_h
         assert unknown(Model(known(), norm())) == {"": "last"}
 
 
+class Two(Model):
+    """With a norm that names tell to be the final one, and another."""
+
+    def __init__(self) -> None:
+        super().__init__(known(), Scale())
+        self.norm = qwen3.Qwen3RMSNorm(64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        rope = self.rotary(x, torch.arange(x.shape[1])[None])
+        for layer in self.layers:
+            x = layer(x, rope)
+        return self.last(x) + self.norm(x)
+
+
+def test_of_two_norms_beside_the_layers_both_are_named() -> None:
+    fused = fusion.compile(Two().eval())
+    with torch.no_grad():
+        fused(IDS)
+    found = fused.report.all_unknown()
+    assert [*found] == [""]
+    assert found[""].startswith(
+        f"RMS norms of its residual stream: last; {__name__}:Two as FinalNormSpec: its norm stands"
+    )
+    with pytest.raises(FusionMissedError, match="stream: last; .*: its norm stands beside"):
+        fused.report.check_call()
+
+
 @pytest.mark.parametrize(("layer", "dtype"), in_turn([Own, Flat], [torch.float32, torch.bfloat16]))
 def test_the_norms_of_ones_own_decoder_layers_are_named(layer: type[Own], dtype: torch.dtype) -> None:
     model = Model([layer(Scale), layer(Scale)], Scale()).to(dtype)
