@@ -166,10 +166,14 @@ class UnknownLayerError(LayerfuseError, LookupError):
 
     def __str__(self) -> str:
         near = "; the closest known are " + ", ".join(self.closest) if self.closest else ""
+        # Where nothing is like it, any example would be one of another kind of layer.
+        how = (
+            f'for example like = "{self.closest[0]}"'
+            if self.closest
+            else "with its family and where it says each field"
+        )
         remedy = self.hint or (
-            "To register one, declare it in a models.toml entry under layer_classes "
-            f'(for example like = "{self.closest[0] if self.closest else "transformers:DeepseekV3Attention"}"), '
-            "or call registry.register_adapter."
+            f"To register one, declare it in a models.toml entry under layer_classes ({how}), or call registry.register_adapter."
         )
         return f"no adapter knows the layer class {self.class_name}{self.where}{near}. {remedy}"
 

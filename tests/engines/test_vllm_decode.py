@@ -17,7 +17,7 @@ from unittest import mock
 import attrs
 import pytest
 import torch
-from helpers import in_turn
+from helpers import in_turn, shown
 
 pytest.importorskip("vllm_paged")
 import vllm_paged
@@ -61,10 +61,7 @@ def broken(*_: Any, **__: Any) -> None:
     raise RuntimeError("no such kernel")
 
 
-DECODED = "layerfuse: mla_decode: a decode step went through the fused ops in every MLA layer"
-ASIDE = (
-    "layerfuse: mla_decode: a decode step without a slot for each token, or without a cache, is done as vLLM does it"
-)
+DECODED, ASIDE, IN_PIECES = shown("docs/mla-decode.md", "a decode step went through")
 
 
 def ran(
@@ -133,7 +130,9 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
         assert counted == {"mla_norm_rope_cache_into": 3, query: 3, VLLMS: 0 if decodes else 3}
 
 
-def test_in_graphs_of_pieces_each_step_launches_the_same_and_decodes_as_vllm_does(tmp_path: Path) -> None:
+def test_in_graphs_of_pieces_each_step_launches_the_same_and_decodes_as_vllm_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """What a piece holds was captured in one step and runs in all: no op in it may depend on what the step is."""
     steps = [requests for requests, _ in STEPS]
     with paged("deepseek-v3", tmp_path / "own", layerfuse=False, mode="NONE") as engine:
@@ -144,6 +143,8 @@ def test_in_graphs_of_pieces_each_step_launches_the_same_and_decodes_as_vllm_doe
             with counting() as counted:
                 torch.testing.assert_close(engine.step(requests, pieces=True), wanted, rtol=1e-4, atol=1e-5)
             assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_rope": 3} and len(written) == 3
+    lines = said(caplog)
+    assert IN_PIECES in lines and DECODED not in lines
 
 
 def test_a_refusal_elsewhere_meanwhile_leaves_a_step_as_it_began(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_of_two_norms_beside_the_layers_both_are_named() -> None:
     assert found[""].startswith(
         f"RMS norms of its residual stream: last; {__name__}:Two as FinalNormSpec: its norm stands"
     )
-    with pytest.raises(FusionMissedError, match="stream: last; .*: its norm stands beside"):
+    with pytest.raises(FusionMissedError, match=r"stream: last; .*: its norm stands beside"):
         fused.report.check_call()
 
 

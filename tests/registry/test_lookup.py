@@ -110,10 +110,18 @@ def test_the_same_name_in_another_package_is_not_the_same_class() -> None:
     assert isinstance(caught.value, LookupError)
 
 
-def test_an_empty_registry_suggests_nothing() -> None:
+class Zorp(nn.Module):
+    """Like no class that is known."""
+
+
+@pytest.mark.parametrize(("asked", "layer"), [(registry.Registry(), GptOssAttention()), (registry, Zorp())])
+def test_where_nothing_is_like_a_class_no_other_is_suggested(asked: Any, layer: nn.Module) -> None:
     with pytest.raises(UnknownLayerError) as caught:
-        registry.Registry().spec_for(GptOssAttention())
-    assert "closest" not in str(caught.value)
+        asked.spec_for(layer)
+    assert str(caught.value) == (
+        f"no adapter knows the layer class {__name__}:{type(layer).__name__}. To register one, declare it in a models.toml entry "
+        "under layer_classes (with its family and where it says each field), or call registry.register_adapter."
+    )
 
 
 @pytest.mark.parametrize(
