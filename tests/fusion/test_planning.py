@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,6 +22,7 @@ from layerfuse.fusion import FUSIONS, FusionConfig, FusionConfigError, Target, U
 from layerfuse.fusion.chain import Fusion, Norm
 from layerfuse.fusion.config import ENVIRONMENT
 from layerfuse.fusion.legality import legality
+from layerfuse.fusion.rewrite.identity import plan_hash
 from layerfuse.fusion.sites import LATENTS, Site, sites_of
 from layerfuse.fusion.steps import At, Legality
 
@@ -262,6 +264,7 @@ from layerfuse.fusion import Target, plan
 from layerfuse.fusion.rewrite.identity import plan_hash
 print(plan_hash(plan(registry.model("kimi-linear-48b-a3b").specs(8), Target.named("gfx950"))))
 """
-    said = [run_python(code, PYTHONHASHSEED=seed) for seed in ("1", "2")]
-    assert [each.stderr for each in said if each.returncode] == []
-    assert len({each.stdout for each in said}) == 1
+    here = plan_hash(plan(registry.model("kimi-linear-48b-a3b").specs(8), Target.named("gfx950")))
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    said = run_python(code, PYTHONHASHSEED=seed)
+    assert said.stdout.split() == [here], said.stderr
