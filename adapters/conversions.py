@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from functools import lru_cache
 from types import NoneType
 from typing import Any
 
@@ -48,7 +49,8 @@ def _negated(value: Any) -> Any:
 
 
 def _rope_scaling(config: Any) -> float:
-    return rope_attention_scaling(config.rope_parameters, config.max_position_embeddings)
+    rope = config.rope_parameters
+    return rope_attention_scaling(rope, config.max_position_embeddings if _kind_of_rope(rope) == "longrope" else None)
 
 
 def _rope_width(config: Any) -> int:
@@ -74,7 +76,7 @@ def rope_attention_scaling(rope: Mapping[str, Any], longest: int | None) -> floa
     Raises:
         UnreadableError: a type of rope that is not known here.
     """
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = _kind_of_rope(rope)
     if kind in ("default", "linear", "dynamic", "proportional", "llama3"):
         return 1.0
     said: Any = rope.get("attention_factor")
@@ -90,6 +92,10 @@ def rope_attention_scaling(rope: Mapping[str, Any], longest: int | None) -> floa
     original: Any = rope.get("original_max_position_embeddings")
     ratio = longest / original if longest and original and factor is None else factor
     return 1.0 if ratio is None or ratio <= 1 else math.sqrt(1 + math.log(ratio) / math.log(original))
+
+
+def _kind_of_rope(rope: Mapping[str, Any]) -> Any:
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _yarn_mscale(factor: float, weight: float) -> float:
@@ -154,18 +160,30 @@ def mlp_activation(value: Any) -> Any:
     """The activation that a name or a module means. One that is not known here is named, for the spec to refuse."""
     if isinstance(value, str):
         return _ACTIVATIONS.get(value, value)
-    names = [base.__name__ for base in type(value).__mro__]
+    cls: Any = type(value)
+    known, names = _activation_of(cls)
+    if known is not None:
+        return known
     if "GELU" in names or "GeluAndMul" in names:
         # vLLM's class of that name has no choice.
         how = value.approximate if hasattr(value, "approximate") else "none"
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(how, names[0])
-    if "SiluAndMulWithClamp" in names:  # x * sigmoid(alpha * x) * (up + beta) is silu(x) * up for 1 and 0 alone
-        return (
-            "silu"
-            if (value.alpha, value.beta) == (1.0, 0.0)
-            else f"{names[0]} of {shown(value.alpha)}, {shown(value.beta)}"
-        )
-    return next((_ACTIVATIONS[name] for name in names if name in _ACTIVATIONS), names[0])
+    # x * sigmoid(alpha * x) * (up + beta) is silu(x) * up for 1 and 0 alone
+    return (
+        "silu"
+        if (value.alpha, value.beta) == (1.0, 0.0)
+        else f"{names[0]} of {shown(value.alpha)}, {shown(value.beta)}"
+    )
+
+
+@lru_cache(maxsize=512)
+def _activation_of(cls: Hashable) -> tuple[str | None, tuple[str, ...]]:
+    """The activation that every module of this class is, or None where its attributes say it; the names of the class and its bases."""
+    assert isinstance(cls, type)
+    names = tuple(base.__name__ for base in cls.__mro__)
+    if not {"GELU", "GeluAndMul", "SiluAndMulWithClamp"}.isdisjoint(names):
+        return None, names
+    return next((_ACTIVATIONS[name] for name in names if name in _ACTIVATIONS), names[0]), names
 
 
 def _parent_name(value: Any) -> str:

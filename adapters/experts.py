@@ -7,9 +7,8 @@ ATOM run them in one module that knows its share of whole experts and of the col
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import suppress
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from .base import Facts
 from .conversions import whole
@@ -25,6 +24,7 @@ from .parallel import is_dtensor
 from .spec_fields import made
 from .vocabulary_mlps import ATOM_MLP, SGLANG_MLP, TRANSFORMERS_MLP, VLLM_MLP
 
+T = TypeVar("T")
 Sizes: TypeAlias = tuple[Any, Any, Any, Any, Any]
 """What `_SIZED` names, in that order."""
 Shared: TypeAlias = Callable[[str, str, Any], GatedMLPSpec]
@@ -58,23 +58,37 @@ def experts_of(path: str, mixture: Any, shared: Shared) -> ExpertsSpec | None:
         return None
     if engine is None:
         return None
-    scores = next((name for name in _ROUTERS if children.get(name) is not None), None)
-    together = next((name for name in _SHARED if children.get(name) is not None), None)
     values: dict[str, Any] = {"path": path, **_UNSAID}
-    with suppress(*FOREIGN):
-        values["weight"], values["activation"] = _held(experts)
-    if together is not None:
-        with suppress(*FOREIGN):
-            values["shared"] = shared(f"{path}.{together}", engine, children[together])
-    if scores is not None:
-        with suppress(*FOREIGN):
-            values["router"] = _router(f"{path}.{scores}", children[scores])
+    values["weight"], values["activation"] = _tried(_held, experts) or (None, None)
+    name, module = _first(_SHARED, children)
+    if name is not None:
+        values["shared"] = _tried(shared, f"{path}.{name}", engine, module)
+    name, module = _first(_ROUTERS, children)
+    if name is not None:
+        values["router"] = _tried(_router, f"{path}.{name}", module)
     parts = (id(values["shared"]),)
     try:
-        sizes = map(whole, _SIZES[engine](mixture, experts, values["router"]))
-        return made(ExpertsSpec, {**values, **dict(zip(_SIZED, sizes, strict=True))}, parts)
-    except FOREIGN:
+        for name, size in zip(_SIZED, _SIZES[engine](mixture, experts, values["router"]), strict=True):
+            values[name] = whole(size)
         return made(ExpertsSpec, values, parts)
+    except FOREIGN:
+        return made(ExpertsSpec, {**values, **dict.fromkeys(_SIZED)}, parts)
+
+
+def _tried(read: Callable[..., T], *given: Any) -> T | None:
+    try:
+        return read(*given)
+    except FOREIGN:
+        return None
+
+
+def _first(names: tuple[str, ...], children: Mapping[str, Any]) -> tuple[str | None, Any]:
+    """The first of these that is there."""
+    for name in names:
+        child = children.get(name)
+        if child is not None:
+            return name, child
+    return None, None
 
 
 def _router(path: str, router: Any) -> LinearSpec:
@@ -83,19 +97,33 @@ def _router(path: str, router: Any) -> LinearSpec:
     if "in_features" in held or "input_size" in held:
         return linear_of(path, (path,), router)
     weight = stored(router, "weight")
-    given, read = weight.shape
-    sizes = (read, read, given, given, (given,), "replicated")
-    return linear_spec(path, (path,), sizes, plain_weight(weight.dtype), None, False)
+    return _scores(path, weight.shape, weight.dtype)
+
+
+@lru_cache(maxsize=512)
+def _scores(path: str, shape: Any, dtype: Any) -> LinearSpec:
+    given, read = shape
+    return linear_spec(
+        path, (path,), (read, read, given, given, (given,), "replicated"), plain_weight(dtype), None, False
+    )
 
 
 def _held(experts: Any) -> tuple[WeightSpec | None, Any]:
     """How the experts hold their weights, and what their kernel does to what it reads."""
     holder = stored(experts, "routed_experts") or experts  # vLLM runs them by another module
     weight = stored(holder, "down_proj")
-    method = [name for name in HOLDERS if stored(holder, name) is not None]
-    if weight is not None and not method and weight.dtype.itemsize > 1:
+    if weight is not None and weight.dtype.itemsize > 1 and _is_alone(holder):
         return plain_weight(weight.dtype), None
     return weight_of(holder), describe_linear_quant(holder)
+
+
+def _is_alone(holder: Any) -> bool:
+    """Whether nothing of a quantisation is attached."""
+    held: Mapping[str, Any] = vars(holder)
+    modules, parameters = held["_modules"].keys(), held["_parameters"].keys()
+    if held.keys().isdisjoint(HOLDERS) and modules.isdisjoint(HOLDERS) and parameters.isdisjoint(HOLDERS):
+        return True
+    return all(stored(holder, name) is None for name in HOLDERS)
 
 
 # ---- the vocabularies
@@ -103,8 +131,8 @@ def _held(experts: Any) -> tuple[WeightSpec | None, Any]:
 
 def _transformers(mixture: Any, experts: Any, _: Any) -> Sizes:
     """The experts of a rank are those in its tensors; what of their width it has, the third side tells, whichever is the hidden size."""
-    scores = next(stored(mixture, name) for name in _ROUTERS if stored(mixture, name) is not None)
-    total, hidden = scores.weight.shape
+    _, scores = _first(_ROUTERS, children_of(mixture))
+    total, hidden = stored(scores, "weight").shape
     weight, held = stored(experts, "down_proj"), vars(experts)
     width = held["intermediate_dim"] if "intermediate_dim" in held else held["intermediate_size"]
     local, *sides = weight.to_local().shape if is_dtensor(weight) else weight.shape

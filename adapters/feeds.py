@@ -6,8 +6,7 @@ projections of gates. Those are not listed as `feeds`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from .activation_quant import ActivationQuant
@@ -19,42 +18,71 @@ from .sources import Path
 _NOTHING: dict[str, Any] = {}
 
 
+class Below:
+    """What modules below a layer hold. They are gone through once for all linears of it, parent by parent, as a layer is read often."""
+
+    def __init__(self) -> None:
+        self._index: dict[tuple[str, ...], int] = {(): 0}
+        self._parents: list[tuple[int, str]] = []
+
+    def index_of(self, steps: tuple[str, ...]) -> int:
+        """Where the children of the module at this path are."""
+        if steps not in self._index:
+            self._parents.append((self.index_of(steps[:-1]), steps[-1]))
+            self._index[steps] = len(self._parents)
+        return self._index[steps]
+
+    def of(self, layer: Any) -> list[Mapping[str, Any]]:
+        """The children of each.
+
+        Raises:
+            Exception: whatever the layer's own code raises.
+        """
+        tables = [children_of(layer)]
+        for above, step in self._parents:
+            parent = tables[above].get(step)
+            tables.append(_NOTHING if parent is None else children_of(parent))
+        return tables
+
+
 class Linears:
-    """Those linears at some paths that a layer has. They are looked for parent by parent, as a layer is read often."""
+    """Those linears at some paths that a layer has."""
 
-    def __init__(self, paths: tuple[Path, ...]) -> None:
-        below: dict[tuple[str, ...], list[str]] = {}
+    def __init__(self, paths: Iterable[Path], below: Below | None = None) -> None:
+        together: dict[tuple[str, ...], list[str]] = {}
         for path in paths:
-            below.setdefault(path.steps[:-1], []).append(path.steps[-1])
-        self._below = [(steps, [(name, ".".join((*steps, name))) for name in names]) for steps, names in below.items()]
+            together.setdefault(path.steps[:-1], []).append(path.steps[-1])
+        self._alone = Below()
+        at = [(steps, name) for steps, names in together.items() for name in names]
+        self._places, self._own = (
+            [(each.index_of(steps), name, ".".join((*steps, name))) for steps, name in at]
+            for each in (below or self._alone, self._alone)
+        )
 
-    def of(self, layer: Any) -> tuple[LinearSpec, ...]:
-        """What they are, as the layer says it now."""
-        if not self._below:
-            return ()
-        found = self.modules(layer)
+    def modules(self, layer: Any, tables: list[Mapping[str, Any]] | None) -> list[tuple[str, Any]]:
+        """Those that are there, each with its path; none where the layer's own code fails on the way, as they decide no spec.
+
+        Args:
+            layer: what they are below.
+            tables: what all of `below` hold; None where one of them fails, so that these are looked for alone.
+        """
+        places = self._places
+        if not places:
+            return []
+        try:
+            if tables is None:
+                tables, places = self._alone.of(layer), self._own
+            return [(path, child) for at, name, path in places if (child := tables[at].get(name)) is not None]
+        except FOREIGN:
+            return []
+
+    def of(self, layer: Any, tables: list[Mapping[str, Any]] | None) -> tuple[LinearSpec, ...]:
+        """What they are."""
+        found = self.modules(layer, tables)
         together = tuple([path for path, _ in found])
         return tuple([linear_of(path, together, linear) for path, linear in found])
 
-    def modules(self, layer: Any) -> list[tuple[str, Any]]:
-        """Those that are there, each with its path; none where the layer's own code fails on the way, as they decide no spec."""
-        found: list[tuple[str, Any]] = []
-        try:
-            for steps, names in self._below:
-                children = children_of(layer)
-                for step in steps:
-                    parent = children.get(step)
-                    if parent is None:
-                        break
-                    children = children_of(parent)
-                else:
-                    found += [(path, children[name]) for name, path in names if children.get(name) is not None]
-        except FOREIGN:
-            return []
-        return found
 
-
-@lru_cache(maxsize=4096)
 def agreed(linears: tuple[LinearSpec, ...]) -> tuple[ActivationQuant | None, str | None]:
     """How linears that read the same quantise it; None where they differ, do not, or there are none.
 

@@ -249,7 +249,7 @@ class GQASpec(LayerSpec):
             yield f"v_head_dim: {self.v_head_dim} is not the head_dim {self.head_dim}, and values_are_keys says that values are keys"
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class MLPSpec(LayerSpec):
     """A plain MLP, `down(act(up(x)))`: that of GPT-2 and of most models before gates."""
 
@@ -275,7 +275,7 @@ class MLPSpec(LayerSpec):
     "The down-projection, which reads the activation's result; empty where it was not read."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class GatedMLPSpec(MLPSpec):
     """A gated MLP, `down(act(gate(x)) * up(x))` (arXiv 2002.05202): that of a dense decoder layer, or shared experts.
 
@@ -286,7 +286,7 @@ class GatedMLPSpec(MLPSpec):
     "The gate is clamped to at most this and up to within plus and minus this before the activation; None: neither is."
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class ExpertsSpec(Checked):
     """A mixture of experts (arXiv 1701.06538) in the place of a decoder layer's MLP: its router, its experts, those that all tokens share.
 

@@ -191,6 +191,11 @@ def plain_dtype(linear: Any) -> Any:
         return None
 
 
+def says_nothing(cls: Hashable) -> bool:
+    """Whether objects of this class say nothing of a quantisation: torch's Linear and Parameter."""
+    return _entry(cls) is _NOBODYS
+
+
 def _answer(linear: Any) -> Answer:
     strange = ""
     for held in (linear, *[stored(linear, name) for name in HOLDERS]):

@@ -26,6 +26,9 @@ BY_KERNEL = "multiplies by a kernel that decides itself whether it quantises act
 SWIZZLED = "quantises activations to an MX format with exponents laid out for its kernel"
 
 
+_NOTHING: Mapping[str, Any] = {}
+
+
 def at(obj: Any, path: str) -> Any:
     """The value at the end of a dotted path.
 
@@ -51,10 +54,8 @@ def stored(obj: Any, name: str) -> Any:
         return None
     if name in held:
         return held[name]
-    for store in ("_parameters", "_modules"):
-        if name in held.get(store, ()):
-            return held[store][name]
-    return None
+    parameters = held.get("_parameters", ())
+    return parameters[name] if name in parameters else held.get("_modules", _NOTHING).get(name)
 
 
 def grouped(

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from .errors import FOREIGN, SpecError, UnreadableError
-from .linear_quant import describe_linear_quant, plain_dtype
+from .linear_quant import HOLDERS, describe_linear_quant, plain_dtype, says_nothing
 from .linear_quant_readings import maybe
 from .linear_specs import LinearSpec, linear_spec
 from .linear_weights import plain_weight, weight_of
@@ -34,6 +34,9 @@ def linear_of(path: str, together: tuple[str, ...], linear: Any) -> LinearSpec:
         together: the paths of all that read the same tensor, this one's among them.
         linear: the module.
     """
+    spec = _plain(path, together, linear)
+    if spec is not None:
+        return spec
     dtype = plain_dtype(linear)
     if dtype is not None:
         weight, activation, takes = plain_weight(dtype), None, False
@@ -43,6 +46,39 @@ def linear_of(path: str, together: tuple[str, ...], linear: Any) -> LinearSpec:
         return linear_spec(path, together, _sizes(linear), weight, activation, takes)
     except SpecError:  # sizes that contradict each other say nothing
         return linear_spec(path, together, _UNSAID, weight, activation, takes)
+
+
+def is_whole(linear: Any) -> bool:
+    """Whether this is torch's own linear with nothing attached, and its weight has all features that it declares."""
+    return _plain("", (), linear) is not None
+
+
+def _plain(path: str, together: tuple[str, ...], linear: Any) -> LinearSpec | None:
+    """The spec of such a linear: most are, and a layer is read often. None of all others."""
+    try:
+        held = linear.__dict__
+        if held["_modules"] or not held.keys().isdisjoint(HOLDERS):
+            return None
+        weight = held["_parameters"]["weight"]
+        read, given = held["in_features"], held["out_features"]
+        if not type(read) is type(given) is int:
+            return None
+        return _whole(path, together, linear.__class__, weight.__class__, weight.dtype, weight.shape, read, given)
+    except FOREIGN:  # of which the full reading has words
+        return None
+
+
+@lru_cache(maxsize=16384)
+def _whole(
+    path: str, together: tuple[str, ...], cls: Hashable, of_weight: Any, dtype: Any, shape: Any, read: int, given: int
+) -> LinearSpec | None:
+    is_torchs = says_nothing(cls) and says_nothing(of_weight) and _reading(cls) is _declared
+    if not is_torchs or dtype.itemsize < 2 or hasattr(of_weight, "device_mesh"):
+        return None
+    if shape != (given, read):
+        return None
+    sizes = (read, read, given, given, (given,), "replicated")
+    return linear_spec(path, together, sizes, plain_weight(dtype), None, False)
 
 
 def _sizes(linear: Any) -> Sizes:

@@ -124,6 +124,17 @@ def is_dtensor(weight: Any) -> bool:
     return _has_mesh(cls)
 
 
+def is_plain_tensor(part: Any) -> bool:
+    """Whether this is a tensor that tells nothing of its shards."""
+    cls: Any = type(part)
+    return _is_tensor(cls) and not _has_mesh(cls) and not hasattr(part, "in_features")
+
+
+@lru_cache(maxsize=512)
+def _is_tensor(cls: Hashable) -> bool:
+    return hasattr(cls, "data_ptr")
+
+
 @lru_cache(maxsize=512)
 def _has_mesh(cls: Hashable) -> bool:
     return hasattr(cls, "device_mesh")

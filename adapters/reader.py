@@ -29,12 +29,14 @@ from .errors import (
     shown,
 )
 from .experts import SHARED, experts_of
-from .feeds import Linears, agreed
-from .linears import linear_of
-from .parallel import ambient, ranks_summed, shards_of_linear
+from .feeds import Below, Linears, agreed
+from .linear_specs import LinearSpec
+from .linears import is_whole, linear_of
+from .parallel import ambient, is_plain_tensor, ranks_summed, shards_of_linear
 from .pipeline import norms_nothing
 from .rope_source import RopeSource
 from .sources import (
+    ABSENT,
     TORCH_LAYER_NORM,
     TORCH_NORM,
     Const,
@@ -42,6 +44,7 @@ from .sources import (
     NormSource,
     Path,
     Source,
+    Weight,
     has_keys,
     is_index,
     torchs_norm,
@@ -50,6 +53,7 @@ from .spec_fields import GATED, made
 from .specs import (
     LARGEST,
     NO_ROPE,
+    WHOLE,
     ExpertsSpec,
     FinalNormSpec,
     GatedMLPSpec,
@@ -58,6 +62,7 @@ from .specs import (
     LayerSpec,
     NormSpec,
     Parallel,
+    ResidualSpec,
     RopeSpec,
     goes_with,
     kind_of,
@@ -85,12 +90,9 @@ class LayerReader:
     # Made when the first layer of the class is read: of the hundreds of classes that are known, a process meets a few.
 
     @cached_property
-    def around(self) -> dict[int, tuple[Linears, Linears, type[NormSpec]]]:
-        """The linears that read each norm, those that feed it, and what it is if it is not gated. Keyed by the identity of the facts' norms."""
-        return {
-            id(norm): (Linears(norm.feeds), Linears(norm.fed_by), LayerNormSpec if norm.is_layer_norm else NormSpec)
-            for norm in self.facts.norms
-        }
+    def near(self) -> _Near:
+        """The modules below a layer by which no spec is decided."""
+        return _Near(self.facts)
 
     @cached_property
     def unless(self) -> Any:
@@ -99,8 +101,27 @@ class LayerReader:
 
     @cached_property
     def at_once(self) -> _AtOnce:
-        """What is read in one step."""
-        return _AtOnce(self.facts)
+        """The numbers and words of a layer."""
+        return _AtOnce([(name, at) for name, kind, _, at in self.fields if kind in VALUES], self.values)
+
+    @cached_property
+    def others(self) -> list[tuple[str, str, str | None, Any]]:
+        """The fields that are not read in one go."""
+        return [field for field in self.fields if field[1] not in VALUES]
+
+    @cached_property
+    def values(self) -> dict[str, _Convert]:
+        """What each field's kind makes of what is read."""
+        return {name: VALUES.get(kind, same) for name, kind, _, _ in self.fields}
+
+    @cached_property
+    def parts(self) -> dict[int, _AtOnce]:
+        """The fields of each norm and rope. Keyed by the identity of their places in the facts."""
+        of_norms = [norm.fields for norm in self.facts.norms] + [fields for fields, _ in _TORCHS.values()]
+        of_ropes = [rope.fields for rope in self.facts.parsed.values() if isinstance(rope, RopeSource)]
+        return {id(at): _AtOnce(at, _NORM_VALUES) for at in of_norms} | {
+            id(at): _AtOnce(at, _ROPE_VALUES) for at in of_ropes
+        }
 
     @cached_property
     def fields(self) -> list[tuple[str, str, str | None, Any]]:
@@ -112,16 +133,10 @@ class LayerReader:
         ]
 
     @cached_property
-    def last(self) -> Linears:
-        """The linear whose result the layer adds last."""
-        found: Any = self.facts.parsed.get("last_linear", ())
-        return Linears(found)
-
-    @cached_property
-    def mixtures(self) -> Linears:
-        """Where a mixture of experts may stand."""
-        found: Any = self.facts.parsed.get("mixture", ())
-        return Linears(found)
+    def weights(self) -> list[tuple[str, Weight]]:
+        """Where the weights lie that tell over how many ranks the heads are shared, in words too."""
+        found: Any = self.facts.parsed.get("tp_weight", ())
+        return [(f"the weight of {'.'.join(path.steps)}", path) for path in found]
 
     def __repr__(self) -> str:
         return f"LayerReader({self.key!r}, {self.owner!r}, {self.facts.spec.__name__})"
@@ -162,33 +177,86 @@ class LayerReader:
         return (reading or Reading(self, layer, path)).spec(parallel, ambient())
 
 
-class _AtOnce:
-    """The numbers and words that are constants, or each one attribute of the layer, read all at once: most layers hold them all."""
+class _Near:
+    """The linears around norms, and what stands in the place of an MLP."""
 
     def __init__(self, facts: Facts) -> None:
+        parsed: Mapping[str, Any] = facts.parsed
+        self.below = Below()
+        self.norms = {
+            id(norm): (
+                Linears(norm.feeds, self.below),
+                Linears(norm.fed_by, self.below),
+                LayerNormSpec if norm.is_layer_norm else NormSpec,
+                str(norm.module),
+                f"{norm.module}.",
+            )
+            for norm in facts.norms
+        }
+        """Those that read each norm, those that feed it, what it is if it is not gated, its path, that in front of what it holds.
+        Keyed by the identity of the facts' norms."""
+        self.last = Linears(parsed.get("last_linear", ()), self.below)
+        "The linear whose result the layer adds last."
+        self.mixtures = Linears(parsed.get("mixture", ()), self.below)
+        "Where a mixture of experts may stand."
+        self.mlp_weights = [
+            (
+                self.below.index_of(steps[:-1]),
+                steps[-1],
+                self.below.index_of(steps[:-2]),
+                steps[-2:-1],
+                Path(steps[-1:]),
+            )
+            for steps in (path.steps for path in parsed.get("mlp_weight", ()))
+        ]
+        """Where the weights lie that tell over how many ranks the MLP is summed: a module among the children of another, or what that holds
+        itself, which is found among children too."""
+
+
+class _AtOnce:
+    """Fields that are read in one go, as most layers and norms hold them all: what takes an error to be said is read again, field by field."""
+
+    def __init__(self, fields: _Places, values: Mapping[str, _Convert]) -> None:
         self._constants: dict[str, Any] = {}
-        self._fields: list[tuple[str, _Convert]] = []
+        self._attributes: list[tuple[str, _Convert]] = []
+        self._others: list[tuple[str, list[tuple[bool, _Convert]], _Convert]] = []
         steps: list[str] = []
-        for attribute in attrs.fields(facts.spec):
-            kind, places = kind_of(attribute), facts.parsed.get(attribute.name)
+        for name, places in fields:
+            convert = values[name]
             match places:
-                case (Const(value=value), *_) if kind in VALUES:
-                    self._constants[attribute.name] = VALUES[kind](value)
-                case (Path(steps=(step,)),) if kind in VALUES and not is_index(step):
-                    self._fields.append((attribute.name, VALUES[kind]))
+                case (Const(value=value), *_):
+                    self._constants[name] = convert(value)
+                case (Path(steps=(step,)),) if not is_index(step):
+                    self._attributes.append((name, convert))
                     steps.append(step)
+                case _:
+                    self._others.append((name, [(type(place) is Named, place.find) for place in places], convert))
+        if len(steps) == 1:  # which attrgetter gives as it is, and several as a tuple
+            ((only, convert),) = self._attributes
+            self._others.append((only, [(False, attrgetter(*steps))], convert))
         self._get = attrgetter(*steps) if len(steps) > 1 else None
 
-    def of(self, layer: Any) -> dict[str, Any]:
-        """Their values by name; none where one is missing, so that each is asked for alone and says why."""
-        cls: Any = type(layer)
-        if self._get is None or has_keys(cls):
+    def of(self, start: Any, path: str) -> dict[str, Any]:
+        """Their values by name; none where one is missing."""
+        cls: Any = type(start)
+        if has_keys(cls):
             return {}
+        read = self._constants.copy()
         try:
-            read = {name: convert(said) for (name, convert), said in zip(self._fields, self._get(layer), strict=True)}
+            if self._get is not None:
+                for (name, convert), found in zip(self._attributes, self._get(start), strict=True):
+                    read[name] = convert(found)
+            for name, finds, convert in self._others:
+                for named, find in finds:
+                    found = find(path if named else start)
+                    if found is not ABSENT:
+                        read[name] = convert(found)
+                        break
+                else:
+                    return {}
         except FOREIGN:
             return {}
-        return read | self._constants
+        return read
 
 
 class Reading:
@@ -201,6 +269,13 @@ class Reading:
         self.facts = reader.facts
         self.parts: list[int] = []
         "The identities of the norms and ropes that were read."
+        self.near = reader.near
+        self.tables: list[Mapping[str, Any]] | None
+        "What the modules hold that are near; None where the layer's own code fails on the way."
+        try:
+            self.tables = self.near.below.of(layer)
+        except FOREIGN:
+            self.tables = None
 
     def spec(self, parallel: Parallel | None, around: Parallel | None) -> Any:
         """The spec, or an error with every reason."""
@@ -211,11 +286,9 @@ class Reading:
             if issubclass(self.facts.spec, LayerSpec):
                 values["parallel"] = self.parallel(values, parallel, around)
                 self.complete(values)
-            if "mlp_weight" in self.facts.parsed:
-                values["mlp_ranks"] = self.mlp_ranks(self.facts.parsed["mlp_weight"])
-            if "last_linear" in self.facts.parsed:
-                values["gives"] = self.reader.last.of(self.layer)
-            if "mixture" in self.facts.parsed:
+            if self.facts.spec is ResidualSpec:
+                values["mlp_ranks"] = self.mlp_ranks()
+                values["gives"] = self.near.last.of(self.layer, self.tables)
                 values["experts"] = self.experts()
             return made(self.facts.spec, values, tuple(self.parts))
         except SpecError as error:
@@ -242,10 +315,10 @@ class Reading:
         """Of what no spec describes, some has a place of its own on the layer."""
         for place in places:
             try:
-                _, found = self.first((place,))
-            except UnreadableError:
+                found = place.find(self.layer)
+            except FOREIGN:
                 continue
-            if found is not None and found is not False:
+            if found is not None and found is not False and found is not ABSENT:
                 what = (
                     f"{place} is {shown(found)}" if isinstance(found, (bool, int, float, str)) else f"it has a {place}"
                 )
@@ -253,15 +326,14 @@ class Reading:
 
     def values(self) -> dict[str, Any]:
         """The fields that the facts speak of."""
-        values = self.reader.at_once.of(self.layer)
-        for name, kind, partner, parsed in self.reader.fields:
-            if name in values:
-                continue
+        reader = self.reader
+        values = reader.at_once.of(self.layer, self.path)
+        for name, kind, partner, parsed in reader.others if values else reader.fields:
             if (partner is not None and values[partner] is None) or (
                 kind == "optional_gated_norm" and not self.holds(name, parsed)
             ):
                 values[name] = None
-            elif kind in ("norm", "optional_norm", *GATED):
+            elif kind in _NORMS:
                 values[name] = self.or_unsaid(name, parsed, partial(self.norm, gated=kind in GATED))
             elif kind == "optional_rope":
                 values[name] = self.or_unsaid(name, parsed, self.rope)
@@ -270,7 +342,7 @@ class Reading:
             elif kind == "activation_quant":
                 values |= self.reader_of_product(name, parsed)
             else:
-                _, values[name] = self.answered(name, parsed, VALUES.get(kind, same))
+                _, values[name] = self.answered(name, parsed, reader.values[name])
         return values
 
     def norms(self, name: str, sources: tuple[NormSource, ...], may_lack: bool) -> tuple[NormSpec, ...]:
@@ -310,29 +382,29 @@ class Reading:
                 raise UnreadableError(f"{source.module}: is None")
         except UnreadableError as error:
             raise self.missing(name, [str(error)]) from error.__cause__
-        readers, writers, kind = self.reader.around[id(source)]
-        feeds, fed_by = readers.of(self.layer), writers.of(self.layer)
-        if also:
-            feeds = Linears((*source.feeds, *also)).of(self.layer)
-        quant, unquantised = agreed(feeds)
+        readers, writers, kind, place, within = self.near.norms[id(source)]
+        feeds = Linears((*source.feeds, *also)).of(self.layer, None) if also else readers.of(self.layer, self.tables)
+        fed_by = writers.of(self.layer, self.tables)
         cls: Any = type(module)
         fields, torchs = source.fields, None
         if gated:
             kind = GatedNormSpec
         elif (torchs := torchs_norm(cls)) is not None:
             fields, kind = _TORCHS[torchs]
-        read = self.parts_of(name, fields, _NORM_VALUES, module, f"{source.module}.")
+        read = self.parts_of(name, fields, _NORM_VALUES, module, within)
         if torchs is not None and read["epsilon"] is None:
             why = "torch.nn.RMSNorm with eps=None takes the eps of the dtype that it is called with, which no spec can say"
             raise SpecError("NormSpec", [f"{name}.epsilon: {why}: build it with a number"])
-        around = {"quant": quant, "unquantised": unquantised, "feeds": feeds, "fed_by": fed_by}
-        return self.part(name, kind, {**read, **around, "module": str(source.module)})
+        read |= {"kind": kind, "feeds": feeds, "fed_by": fed_by, "module": place}
+        return self.part(name, _norm, read)
 
     def parts_of(
         self, name: str, fields: _Places, values: Mapping[str, _Convert], start: Any, within: str
     ) -> dict[str, Any]:
         """The fields of a norm or rope. `within`: its module, in front of the paths in a message."""
-        read = {}
+        read = self.reader.parts[id(fields)].of(self.layer if start is None else start, self.path)
+        if read:
+            return read
         for part, places in fields:
             try:
                 _, read[part] = self.first(places, start, values[part])
@@ -340,7 +412,7 @@ class Reading:
                 raise self.missing(f"{name}.{part}", [within + tried for tried in error.args]) from error.__cause__
         return read
 
-    def part(self, name: str, spec: type[S], values: dict[str, Any]) -> S:
+    def part(self, name: str, spec: Callable[..., S], values: dict[str, Any]) -> S:
         """A norm or rope of these values, or an error that names the field that it is."""
         try:
             found = made(spec, values)
@@ -355,8 +427,9 @@ class Reading:
         path = str(place)
         spec = linear_of(path, (path,), linear)
         said = spec.activation
-        how = {name: None, "unquantised": said} if isinstance(said, str) else {name: said}
-        return {**how, "feeds": (spec,)}
+        if isinstance(said, str):
+            return {name: None, "unquantised": said, "feeds": (spec,)}
+        return {name: said, "feeds": (spec,)}
 
     def or_unsaid(self, name: str, source: P, read: Callable[[str, P], S]) -> S | None:
         """None where the class did not speak of a norm or rope itself, and the layer has nothing at the places of the class that it is like."""
@@ -394,9 +467,20 @@ class Reading:
 
     def first(self, places: Any, start: Any = None, convert: _Convert = same) -> tuple[Source, Any]:
         """The first place that says something. Whatever the layer's own code raises on the way is a reason why one does not."""
+        start = self.layer if start is None else start
+        for source in places:
+            try:
+                found = source.find(self.path if type(source) is Named else start)
+                if found is not ABSENT:
+                    return source, convert(found)
+            except FOREIGN:
+                continue
+        return self.silent(places, start, convert)
+
+    def silent(self, places: Any, start: Any, convert: _Convert) -> tuple[Source, Any]:
+        """The same in full, for what is to be said of each place that says nothing."""
         tried: list[str] = []
         cause: BaseException | None = None
-        start = self.layer if start is None else start
         for source in places:
             try:
                 return source, convert(source.read(self.path if type(source) is Named else start))
@@ -420,7 +504,7 @@ class Reading:
 
     def experts(self) -> ExpertsSpec | None:
         """The mixture in the place of the MLP, at the first of its places that holds one."""
-        for path, mixture in self.reader.mixtures.modules(self.layer):
+        for path, mixture in self.near.mixtures.modules(self.layer, self.tables):
             found = experts_of(path, mixture, self.shared)
             if found is not None:
                 self.parts.append(id(found))
@@ -429,7 +513,8 @@ class Reading:
 
     def shared(self, path: str, engine: str, mlp: Any) -> GatedMLPSpec:
         """The shared experts of a mixture, in the vocabulary of its engine."""
-        read: GatedMLPSpec = _reader_of_shared(engine).read(mlp, path=f"{self.path}.{path}" if self.path else path)
+        reading = Reading(_reader_of_shared(engine), mlp, f"{self.path}.{path}" if self.path else path)
+        read: GatedMLPSpec = reading.spec(None, ambient())
         return read
 
     # ---- parallelism
@@ -459,7 +544,7 @@ class Reading:
             )
         if rank is None and hint is not None and hint.size == size:
             rank = hint.rank
-        return made(Parallel, {"size": size, "rank": 0 if size == 1 else rank})
+        return WHOLE if size == 1 else made(Parallel, {"size": size, "rank": rank})
 
     def evidence(self, values: Mapping[str, Any]) -> tuple[dict[str, int], int | None, list[str]]:
         """What says the size (source -> size), the rank if anything says it, and what stayed silent."""
@@ -490,10 +575,13 @@ class Reading:
             except UnreadableError:
                 rank = None
         if not sources and "tp_weight" in parsed:
-            for path in parsed["tp_weight"]:
-                source = f"the weight of {'.'.join(path.steps)}"
+            for source, path in self.reader.weights:
                 try:
-                    shards = shards_of_linear(path.read(self.layer), path.dimensions)
+                    linear = path.read(self.layer)
+                    if is_whole(linear):
+                        sources[source], rank = 1, 0 if rank is None else rank
+                        break
+                    shards = shards_of_linear(linear, path.dimensions)
                 except UnreadableError as error:
                     silent.append(f"{source}: {error}")
                     continue
@@ -502,12 +590,18 @@ class Reading:
                 break
         return sources, rank, silent
 
-    def mlp_ranks(self, paths: Any) -> int | None:
+    def mlp_ranks(self) -> int | None:
         """Over how many ranks the MLP is summed, where its weights tell."""
-        for path in paths:
+        tables = self.tables or []
+        for at, name, above, holder, place in self.near.mlp_weights if tables else ():
             try:
-                return ranks_summed(path.read(self.layer))
-            except UnreadableError:
+                part = tables[at].get(name)
+                if part is None:  # of experts it is a parameter
+                    found = tables[above].get(holder[0]) if holder else self.layer
+                    part = ABSENT if found is None else place.find(found)
+                if part is not ABSENT and not is_plain_tensor(part):
+                    return 1 if is_whole(part) else ranks_summed(part)
+            except FOREIGN:
                 continue
         return None
 
@@ -558,6 +652,14 @@ def existing_names(layer: Any, most: int = 60) -> list[str]:
         return []
     return listed if len(listed) <= most else [*listed[:most], f"and {len(listed) - most} more"]
 
+
+def _norm(kind: Callable[..., NormSpec], feeds: tuple[LinearSpec, ...], **values: Any) -> NormSpec:
+    quant, unquantised = agreed(feeds)
+    return kind(**values, feeds=feeds, quant=quant, unquantised=unquantised)
+
+
+_NORMS = ("norm", "optional_norm", *GATED)
+"""The kinds of single norms."""
 
 _NORM_VALUES = {
     a.name: VALUES.get(kind_of(a), same) for spec in (GatedNormSpec, LayerNormSpec) for a in attrs.fields(spec)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import lru_cache
-from operator import getitem
 from typing import Any, TypeAlias
 
 from attrs import field, frozen
@@ -37,6 +36,14 @@ _LONGEST_PATH = 12
 _SIDES = ("out_features", "in_features")
 
 
+class _Absent:
+    """Nothing of it can be asked for."""
+
+
+ABSENT: Any = _Absent()
+"""What a place finds that does not exist. Where several are tried, or one is passed over, an error for each would take most of a reading."""
+
+
 @frozen
 class Path:
     """An attribute path such as `self_attn.q_a_layernorm.variance_epsilon`."""
@@ -48,11 +55,24 @@ class Path:
     def _parsed(self) -> tuple[str | int, ...]:
         return tuple(int(step) if is_index(step) else step for step in self.steps)
 
-    def __str__(self) -> str:
+    _text: str = field(init=False, eq=False, repr=False)
+
+    @_text.default
+    def _joined(self) -> str:
         return ".".join(self.steps)
+
+    def __str__(self) -> str:
+        return self._text
 
     def __truediv__(self, divisor: Path) -> Quotient:
         return Quotient(self, divisor)
+
+    def find(self, obj: Any) -> Any:
+        """As `read`, but ABSENT where it leads nowhere, and what the layer's own code raises comes through."""
+        for key in self._keys:
+            cls: Any = type(obj)
+            obj = _way(cls, key)(obj, key)
+        return obj
 
     def read(self, obj: Any) -> Any:
         """The value at the end of the path.
@@ -60,10 +80,20 @@ class Path:
         Raises:
             UnreadableError: a step does not exist, or leads through None.
         """
+        try:
+            found = self.find(obj)
+            if found is not ABSENT:
+                return found
+        except FOREIGN:
+            pass
+        return self._refused(obj)
+
+    def _refused(self, obj: Any) -> Any:
+        """The same, step by step, for what is to be said of the one that leads nowhere."""
         for depth, key in enumerate(self._keys):
+            cls: Any = type(obj)
             try:
-                cls: Any = type(obj)
-                obj = _way(cls, key)(obj, key)
+                obj = getattr(obj, key) if isinstance(key, str) and not has_keys(cls) else obj[key]
             except FOREIGN as error:
                 if obj is None:
                     raise UnreadableError(f"{self}: {'.'.join(self.steps[:depth])} is None") from None
@@ -95,22 +125,44 @@ def has_keys(cls: Hashable) -> bool:
 @lru_cache(maxsize=4096)
 def _way(cls: Hashable, key: str | int) -> Callable[[Any, Any], Any]:
     """How an object of this class is asked for one step."""
+    if cls is _Absent:
+        return _nothing
     if type(key) is int or has_keys(cls):
-        return getitem
+        return _item
     own: Any = cls
     is_torchs = hasattr(own, "__getattr__") and own.__getattr__.__module__ == "torch.nn.modules.module"
     is_plain = own.__getattribute__ is object.__getattribute__
-    return _of_module if is_torchs and is_plain else getattr
+    return _of_module if is_torchs and is_plain else _attribute
+
+
+def _nothing(*_: Any) -> Any:
+    return ABSENT
+
+
+def _item(obj: Any, key: Any) -> Any:
+    try:
+        return obj[key]
+    except LookupError:
+        return ABSENT
+
+
+def _attribute(obj: Any, name: str) -> Any:
+    try:
+        return getattr(obj, name)
+    except AttributeError:
+        return ABSENT
 
 
 def _of_module(module: Any, name: str) -> Any:
     """A parameter, a buffer or a child as torch looks it up, which takes it far longer, unless the class holds the name by now."""
-    held = vars(module)
-    if name not in held and not hasattr(type(module), name):
-        for table in ("_parameters", "_buffers", "_modules"):
-            if name in held[table]:
-                return held[table][name]
-    return getattr(module, name)
+    held = module.__dict__
+    if name in held or hasattr(type(module), name):
+        return _attribute(module, name)
+    parameters = held["_parameters"]
+    if name in parameters:
+        return parameters[name]
+    buffers = held["_buffers"]
+    return buffers[name] if name in buffers else held["_modules"].get(name, ABSENT)
 
 
 @frozen
@@ -124,7 +176,7 @@ class Weight(Path):
     side: str | None = None
 
     def __str__(self) -> str:
-        return ".".join((*self.steps, self.side) if self.side else self.steps)
+        return f"{self._text}.{self.side}" if self.side else self._text
 
     @property
     def dimensions(self) -> tuple[int, ...]:
@@ -141,6 +193,16 @@ class Quotient:
 
     def __str__(self) -> str:
         return f"{self.dividend} / {self.divisor}"
+
+    def find(self, obj: Any) -> Any:
+        """As `read`, but ABSENT where there is none."""
+        dividend = self.dividend.find(obj)
+        if dividend is ABSENT:
+            return ABSENT
+        dividend, divisor = whole(dividend), whole(self.divisor.find(obj))
+        if type(dividend) is not int or type(divisor) is not int or divisor == 0 or dividend % divisor:
+            return ABSENT
+        return dividend // divisor
 
     def read(self, obj: Any) -> Any:
         """The quotient.
@@ -167,6 +229,8 @@ class Const:
         """The constant, whatever the layer."""
         return self.value
 
+    find = read
+
 
 @frozen
 class Converted:
@@ -177,6 +241,11 @@ class Converted:
 
     def __str__(self) -> str:
         return f"{self.path} as {self.convert}"
+
+    def find(self, obj: Any) -> Any:
+        """As `read`, but ABSENT where the path leads nowhere."""
+        found = self.path.find(obj)
+        return found if found is ABSENT else CONVERSIONS[self.convert](found)
 
     def read(self, obj: Any) -> Any:
         """The converted value.
@@ -197,6 +266,13 @@ class Where:
 
     def __str__(self) -> str:
         return f"{self.path} where {self.where} is {shown(self.value)}"
+
+    def find(self, obj: Any) -> Any:
+        """As `read`, but ABSENT where a path that counts leads nowhere."""
+        found = self.where.find(obj)
+        if type(found) is type(self.value) and found == self.value:
+            return self.path.find(obj)
+        return found if found is ABSENT else None
 
     def read(self, obj: Any) -> Any:
         """The value of the path, or None.
@@ -226,6 +302,18 @@ class Named:
         if not isinstance(name, str) or not name:
             raise UnreadableError(f"{self}: no name was given, pass path=")
         return CONVERSIONS[self.convert](name)
+
+    def find(self, name: Any) -> Any:
+        """As `read`; ABSENT is what a text is kept to say nothing as."""
+        return _named(self.convert, name) if type(name) is str else self.read(name)
+
+
+@lru_cache(maxsize=4096)
+def _named(convert: str, name: str) -> Any:
+    try:
+        return Named(convert).read(name)
+    except UnreadableError:
+        return ABSENT
 
 
 Source: TypeAlias = Path | Quotient | Const | Converted | Where | Named

@@ -6,7 +6,7 @@ The kind is data on the field, so that reading a layer, structuring TOML and val
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -189,11 +189,11 @@ class Checked:
         yield from ()
 
 
-def made(spec: type[S], values: Mapping[str, Any], parts: tuple[int, ...] = ()) -> S:
+def made(spec: Callable[..., S], values: Mapping[str, Any], parts: tuple[int, ...] = ()) -> S:
     """The spec of these values, which is made and checked once: layers are read often, and say the same.
 
     Args:
-        spec: its class.
+        spec: its class, or what makes it.
         values: of its fields.
         parts: the identities of those specs in it that are equal to others which say more or less (who reads a norm).
 
