@@ -60,8 +60,11 @@ bench: $(VENV)/.installed
 
 test-engines: $(ENGINES:%=test-engine-%)
 
-test-engine-%: $(SOURCES)
+.PRECIOUS: env-%
+env-%:
 	PYTHON="$(PYTHON)" tests/engines/make_env.sh $* $(VENV)-$*
+
+test-engine-%: env-% $(SOURCES)
 	rm -rf build/lib
 	$(VENV)-$*/bin/python -m pip install -qq --no-deps --force-reinstall .
 	$(VENV)-$*/bin/python -m pytest -q tests/engines/test_$(firstword $(subst -, ,$*))_*.py
