@@ -49,9 +49,13 @@ with mock.patch.object(importlib.metadata, "version", lambda name: _version(name
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers.attention import mla_attention
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+    from vllm.model_executor.models import registry as models
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
+
+# A class that is found by its architecture's name is inspected in a process of its own, ten seconds, so that CUDA stays untouched here.
+models._run_in_subprocess = lambda inspect: inspect()
 
 # Layers ask for ops that no CPU build has, to keep them, and passes to look for them in graphs; none is called.
 _C = torch.library.Library("_C", "FRAGMENT")
