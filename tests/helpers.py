@@ -130,13 +130,19 @@ def shown(page: str, says: str) -> list[str]:
 
 def run_python(code: str, *paths: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run `code` in a Python of its own, which finds this checkout as `layerfuse`; `paths` come first."""
+    return _run_python(code, paths, variables, 120)
+
+
+def _run_python(
+    code: str, paths: Iterable[str | Path], variables: dict[str, str], seconds: int
+) -> subprocess.CompletedProcess[str]:
     found = os.pathsep.join(entry for entry in (*map(str, paths), os.environ.get("PYTHONPATH"), *sys.path) if entry)
     return subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": found, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=seconds,
         check=False,
     )
 
@@ -165,7 +171,7 @@ def run_copy(code: str, *paths: str | Path, **variables: str) -> subprocess.Comp
     import torch
 
     if torch.cuda.is_available():
-        return run_python(code, *paths, **variables)
+        return _run_python(code, paths, variables, 600)
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
         process = context.Process(target=_in_copy, args=(code, paths, {**os.environ, **variables}, Path(folder)))
