@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +19,19 @@ _TORCH_OWN = frozenset(vars(nn.Module()))
 _WORTH_A_LOOK = frozenset({"impl", "tp_group"})
 """Objects, not modules, that hold numbers of the layer: its kernel, and the group that a projection is sharded over."""
 _SCALARS = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Where one attention layer sits: the model, the decoder layer, and the name of the layer in it, "" for itself."""
+
+    model: str
+    decoder: str
+    name: str = "self_attn"
+
+    @property
+    def path(self) -> str:
+        return f"{self.decoder}.{self.name}" if self.name else self.decoder
 
 
 def facts(module: nn.Module) -> dict[str, Any]:

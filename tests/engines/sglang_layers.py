@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang_host import model_config, published_config, server_args, sglang_parallel, without_gpu  # isort: skip  (before SGLang)
 import torch
+from layer_facts import Layer
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.model_loader.loader import _initialize_model
@@ -30,19 +31,6 @@ class Model:
     checkpoint: str
     patch: dict[str, Any] = field(default_factory=dict)
     tp_sizes: tuple[int, ...] = (1, 2, 8)
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Where one attention layer sits: the model, the decoder layer, and the name of the layer in it, "" for itself."""
-
-    model: str
-    decoder: str
-    name: str = "self_attn"
-
-    @property
-    def path(self) -> str:
-        return f"{self.decoder}.{self.name}" if self.name else self.decoder
 
 
 MODELS: dict[str, Model] = {

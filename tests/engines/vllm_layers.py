@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from layer_facts import Layer
 from torch import nn
 
 from vllm_host import architecture, import_model, vllm_config, vllm_parallel, without_gpu  # isort: skip  (before vllm)
@@ -36,19 +37,6 @@ class Model:
     overrides: dict[str, Any] = field(default_factory=dict)
     environ: dict[str, str] = field(default_factory=dict)
     tp_sizes: tuple[int, ...] = (1, 2, 8)
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Where one attention layer sits: the model, the decoder layer, and the name of the layer in it."""
-
-    model: str
-    decoder: str
-    name: str = "self_attn"
-
-    @property
-    def path(self) -> str:
-        return f"{self.decoder}.{self.name}"
 
 
 _DEEPSEEK = "vllm.model_executor.models.deepseek_v2:DeepseekV3ForCausalLM"

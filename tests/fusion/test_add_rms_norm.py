@@ -18,12 +18,7 @@ from layerfuse.testing import small_model
 
 ADD = "add_rms_norm"
 UNITS = {torch.float32: 8, torch.bfloat16: 1.01, torch.float16: 1.01, torch.float64: 64}
-
-
-@pytest.fixture(autouse=True)
-def _op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx_inner", lambda gm, _inputs, **_: gm)
+pytestmark = pytest.mark.usefixtures("_op_by_op")
 
 
 # ---- the op

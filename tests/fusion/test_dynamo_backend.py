@@ -20,15 +20,7 @@ from layerfuse.fusion.dynamo_backend import layerfuse
 transformers = pytest.importorskip("transformers")
 
 TOKENS = torch.arange(8).reshape(1, 8)
-
-
-@pytest.fixture(autouse=True)
-def _op_by_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs that Inductor would be given, run as they are."""
-    import torch._inductor.compile_fx as inductor
-
-    monkeypatch.setattr(inductor, "compile_fx_inner", lambda gm, _inputs, **_: gm)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("_op_by_op")
 
 
 def qwen(layers: int = 2) -> Any:
