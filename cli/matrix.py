@@ -61,11 +61,14 @@ def _reduced(entry: ModelEntry, size: int, target: Target) -> dict[str, Any]:
     """Up to how many tokens the all-reduce after an attention block is fused with the add and the norm."""
     cell: dict[str, Any] = {"tp": size, "tokens": None, "stages": [], "reason": None, "refused": None}
     try:
-        spec = next(spec for _, spec in entry.specs(size, 0) if isinstance(spec, ResidualSpec))
+        spec, *others = (spec for _, spec in entry.specs(size, 0) if isinstance(spec, ResidualSpec))
     except SpecError as error:
         return {**cell, "refused": error.problems[0]}
+    name = "layer:post_attention"
+    if spec.is_one_block and others:  # what its mixer gives is added in front of the next layer's norm
+        spec, name = others[0], "layer:input"
     decided = plan([("layer", spec)], target)
-    site = decided.site["layer:post_attention"]
+    site = decided.site[name]
     found = [d for d in decided.at(site.name) if d.fusion == FUSED]
     expected = next((d for d in found if d.applies), None)
     if expected is None:

@@ -93,6 +93,8 @@ class Hybrid:
     "What that is."
     epsilon: str = "rms_norm_eps"
     "The key of the norms' epsilon; they are RMSNorms, whatever it is called."
+    head_dim: bool = False
+    "Whether transformers takes a width of heads that the config does not say for another one than hidden_size / num_attention_heads."
     one_block: bool = False
     "Whether its layers have one norm each, and no MLP behind their mixer."
     beside: bool = False
@@ -125,6 +127,7 @@ HYBRIDS: Mapping[str, Hybrid] = {
     "nemotron_h": Hybrid(
         words=_listed("layers_block_type", "hybrid_override_pattern"),
         mamba2=("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+        head_dim=True,
         epsilon="layer_norm_epsilon",
         one_block=True,
     ),
@@ -173,6 +176,8 @@ def hybrid_layers(config: HFConfig, total: int, hybrid: Hybrid) -> dict[str, Lay
         elif word in ("mlp", "moe"):
             kinds[word] = _mlp(config, at, shared=word == "moe")
         else:
+            if hybrid.head_dim and not config.has("attention_head_dim"):
+                config.count("head_dim")
             kinds[word] = gqa_of(config, at, window=hybrid.window if word == "sliding" else None, stream_norms=norms)
     if hybrid.beside:
         kinds["ssm"] = _ssm(config, hybrid, "all", norms)

@@ -218,8 +218,11 @@ def gqa_of(
     """
     heads = config.count("num_attention_heads")
     v_head_dim = config.count("v_head_dim") if config.has("v_head_dim") else None
-    if config.has("head_dim"):
-        head_dim = config.count("head_dim")
+    said = next(
+        (key for key in ("head_dim", "attention_head_dim") if config.has(key)), None
+    )  # the latter of Nemotron-H
+    if said is not None:
+        head_dim = config.count(said)
     else:
         hidden_size = config.count("hidden_size")
         head_dim = hidden_size // max(heads, 1)

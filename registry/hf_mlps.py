@@ -85,19 +85,25 @@ def _activation(config: HFConfig, sibling: ModelEntry) -> Any:
 
 
 def _dense_width(config: HFConfig) -> int:
-    return config.count("ffn_hidden_size" if config.has("ffn_hidden_size") else "intermediate_size")
+    """Granite 4 keeps the width of its experts under the usual key, and that of its one MLP, or of its shared experts, elsewhere."""
+    keys = ("ffn_hidden_size", "shared_intermediate_size", "intermediate_size")
+    return config.count(next((key for key in keys if config.has(key)), keys[-1]))
 
 
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 
 
 def _has_shared(config: HFConfig) -> bool:
-    return not any(config.values.get(name) == 0 for name in ("shared_expert_intermediate_size", *_SHARED))
+    return not any(
+        config.values.get(name) == 0
+        for name in ("shared_expert_intermediate_size", "shared_intermediate_size", *_SHARED)
+    )
 
 
 def _shared_width(config: HFConfig) -> int:
-    if config.has("shared_expert_intermediate_size"):
-        return config.count("shared_expert_intermediate_size")
+    for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
+        if config.has(key):
+            return config.count(key)
     number = next((name for name in _SHARED if config.has(name)), _SHARED[0])
     return config.count("moe_intermediate_size") * config.count(number)
 
@@ -130,8 +136,8 @@ def _sparse(config: HFConfig, total: int, sibling: ModelEntry) -> list[bool]:
             last = config.count("moe_layer_end_index")
         step = max(1, config.count("moe_layer_interval")) if config.has("moe_layer_interval") else 1
         return [first <= index <= last and (index + 1) % step == 0 for index in range(total)]
-    if config.has("num_local_experts"):  # Mixtral
-        return [True] * total
+    if config.has("num_local_experts"):  # Mixtral; Granite 4's dense models have none
+        return [values["num_local_experts"] != 0] * total
     if config.has("n_routed_experts") and all(sibling.mixture_at()):
         return [True] * total
     if config.has("n_routed_experts"):

@@ -45,6 +45,25 @@ KDA_KEYS = {
     "conv_kernel_size": ("linear_conv_kernel_dim",),
 }
 
+MAMBA2_KEYS = {
+    "num_heads": ("mamba_n_heads",),
+    "head_dim": ("mamba_d_head",),
+    "ssm_state_size": ("mamba_d_state",),
+    "num_groups": ("mamba_n_groups",),
+    "conv_kernel_size": ("mamba_d_conv",),
+}
+NEMOTRON_H_KEYS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "gqa": GQA_KEYS,
+    "mamba2": {
+        "num_heads": ("mamba_num_heads",),
+        "head_dim": ("mamba_head_dim",),
+        "ssm_state_size": ("ssm_state_size",),
+        "num_groups": ("n_groups",),
+        "conv_kernel_size": ("conv_kernel",),
+    },
+    "mlp": {"intermediate_size": ("intermediate_size",), "activation": ("mlp_hidden_act",)},
+}
+
 _VOCABULARY = {"vocab_size": 128, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 _DENSE = {"intermediate_size": 64}
 _ROUTED = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
@@ -99,6 +118,30 @@ def _rope_interleave(entry: ModelEntry) -> dict[str, Any]:
     ropes = [kind.rope for kind in entry.layers.values() if kind.family == "mla"]
     said = [rope.interleaved for rope in ropes if isinstance(rope, RopeWords)]
     return {"rope_interleave": said[0]} if said else {}
+
+
+def _attentions(entry: ModelEntry) -> dict[str, Any]:
+    return {"attn_layer_indices": [i for i, kind in enumerate(entry.kind_at()) if entry.layers[kind].family == "gqa"]}
+
+
+def _mixers(entry: ModelEntry) -> dict[str, Any]:
+    words = {"gqa": "full_attention", "mamba2": "linear_attention", "mlp": "mlp"}
+    return {"layer_types": [words[entry.layers[kind].family] for kind in entry.kind_at()]}
+
+
+def _blocks(entry: ModelEntry) -> dict[str, Any]:
+    return {"layers_block_type": _mixers(entry)["layer_types"], "layer_norm_epsilon": entry.rms_norm_eps}
+
+
+def _expand(entry: ModelEntry) -> dict[str, Any]:
+    """How many times as wide as the stream Mamba-2's heads are, which its width must be."""
+    widths = [kind.num_heads * kind.head_dim for kind in entry.layers.values() if kind.family == "mamba2"]
+    return {"mamba_expand": widths[0] // entry.hidden_size} if widths else {}
+
+
+def _scale(entry: ModelEntry) -> dict[str, Any]:
+    scales = [kind.softmax_scale for kind in entry.layers.values() if kind.family == "gqa"]
+    return {"attention_multiplier": scales[0]} if scales else {}
 
 
 EXTRAS: Mapping[str, Extra] = {
@@ -186,6 +229,28 @@ RECIPES: Mapping[str, Recipe] = {
             "moe_topk": 2,
         },
         extra=(_own_head_dim,),
+    ),
+    "bamba": Recipe(
+        config="BambaConfig",
+        model="BambaForCausalLM",
+        keys={"gqa": GQA_KEYS, "mamba2": MAMBA2_KEYS},
+        small={**_VOCABULARY, **_DENSE},
+        extra=(_attentions, _expand),
+    ),
+    "granitemoehybrid": Recipe(
+        config="GraniteMoeHybridConfig",
+        model="GraniteMoeHybridForCausalLM",
+        keys={"gqa": GQA_KEYS, "mamba2": MAMBA2_KEYS},
+        dense="shared_intermediate_size",
+        small={**_VOCABULARY, "shared_intermediate_size": 64, "num_local_experts": 0},
+        extra=(_mixers, _expand, _scale),
+    ),
+    "nemotron_h": Recipe(
+        config="NemotronHConfig",
+        model="NemotronHForCausalLM",
+        keys=NEMOTRON_H_KEYS,
+        small=_VOCABULARY,
+        extra=(_blocks,),
     ),
 }
 """By the `model_type` that entries declare, those that `general` makes none of, or another."""

@@ -139,8 +139,10 @@ def test_inspect_writes_what_the_real_layers_say(name: str) -> None:
     assert entry.adapter == "hybrids"
     assert files.structure(files.unstructure({"mine": entry}), "again")["mine"].specs() == entry.specs()
     declared, found = attention_first(entry.specs()), attention_first(registry.specs_in(model))
-    # No config says whether an MLP is gated: none is written, but where it is a layer of its own.
-    found = [pair for pair in found if type(pair[1]).__name__ != "GatedMLPSpec"]
+    if (
+        not entry.mlps
+    ):  # no config says whether one is gated: where no declared model tells, none is written, but as a layer of its own
+        found = [pair for pair in found if type(pair[1]).__name__ != "GatedMLPSpec"]
     assert len(declared) == len(found)
     for (path, spec), (_, real) in zip(declared, found, strict=True):
         assert [*differences(spec, real)] == [], path
@@ -168,7 +170,7 @@ def test_a_config_that_does_not_say_it_is_refused_by_the_key(name: str, changes:
 
 
 def test_a_model_that_cannot_be_built_from_the_entry_says_so() -> None:
-    entry = inspect(said_by("BambaForCausalLM"), registry=registry.default).entry
-    assert "no config with layers of the family mamba2 is written here" in str(why_not(entry))
+    entry = inspect(said_by("JambaForCausalLM"), registry=registry.default).entry
+    assert "no config with layers of the family other is written here" in str(why_not(entry))
     with torch.device("meta"):
-        assert registry.specs_in(published_model(entry, said_by("BambaForCausalLM")))
+        assert registry.specs_in(published_model(entry, said_by("JambaForCausalLM")))
