@@ -77,7 +77,7 @@ def _code_of(module: str) -> str | None:
     if top in (__name__.partition(".")[0], "torch", *sys.stdlib_module_names):
         return None
     whole = sys.modules.get(top, sys.modules[module])
-    folders = [*getattr(whole, "__path__", ())]
+    folders = whole.__spec__ and whole.__spec__.submodule_search_locations
     if folders:
         return " ".join(hash_of(Path(folder)) for folder in folders)
     try:
