@@ -12,6 +12,7 @@ from .kimi_linear import KIMI_LINEAR
 from .layer_norm_decoders import LAYER_NORM_DECODERS
 from .qwen3_next import QWEN3_NEXT
 from .sglang_decoders import SGLANG_DECODERS
+from .sglang_hybrids import SGLANG_HYBRIDS
 from .vllm_decoders import VLLM_DECODERS
 from .vllm_hybrids import VLLM_HYBRIDS
 
@@ -27,5 +28,6 @@ BUILTIN: tuple[Adapter, ...] = (
     VLLM_DECODERS,
     VLLM_HYBRIDS,
     SGLANG_DECODERS,
+    SGLANG_HYBRIDS,
 )
 """In the order they are registered."""

@@ -15,7 +15,7 @@ from .vocabulary_mlps import VLLM_MLP
 
 _VLLM = Engine("output_size", {"tp_size": "tp_size", "tp_rank": "tp_rank"}, {"path": "prefix", "as": "name_index"})
 
-_MAMBA2 = TRANSFORMERS_MAMBA2.but(
+VLLM_MAMBA2 = TRANSFORMERS_MAMBA2.but(
     # With fewer groups than ranks its own n_groups counts copies; the norm keeps the model's.
     num_groups="norm.n_groups",
     hidden_size="out_proj.output_size",
@@ -156,7 +156,7 @@ VLLM_HYBRIDS = Adapter(
     "vllm_hybrids",
     layers={
         f"{_LAYERS}.mamba_mixer:MambaMixer": other(_VLLM, "mamba"),
-        f"{_LAYERS}.mamba_mixer2:MambaMixer2": _MAMBA2,
+        f"{_LAYERS}.mamba_mixer2:MambaMixer2": VLLM_MAMBA2,
         f"{_LAYERS}.short_conv:ShortConv": other(_VLLM, "short convolution"),
         **{f"{FILES}.{place}": facts for place, facts in _CLASSES.items()},
     },

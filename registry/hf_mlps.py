@@ -85,7 +85,7 @@ def _activation(config: HFConfig, sibling: ModelEntry) -> Any:
 
 
 def _dense_width(config: HFConfig) -> int:
-    """Granite 4 keeps the width of its experts under the usual key, and that of its one MLP, or of its shared experts, elsewhere."""
+    """Granite 4 keeps the width of its experts under the usual key, and that of its one MLP elsewhere."""
     keys = ("ffn_hidden_size", "shared_intermediate_size", "intermediate_size")
     return config.count(next((key for key in keys if config.has(key)), keys[-1]))
 
@@ -101,9 +101,13 @@ def _has_shared(config: HFConfig) -> bool:
 
 
 def _shared_width(config: HFConfig) -> int:
-    for key in ("shared_expert_intermediate_size", "shared_intermediate_size"):
-        if config.has(key):
-            return config.count(key)
+    if config.has("shared_expert_intermediate_size"):
+        return config.count("shared_expert_intermediate_size")
+    if config.has("shared_intermediate_size"):
+        config.problems.append(
+            "shared_intermediate_size is that of an MLP which stands beside the mixture, and not in it"
+        )
+        return 1
     number = next((name for name in _SHARED if config.has(name)), _SHARED[0])
     return config.count("moe_intermediate_size") * config.count(number)
 

@@ -33,6 +33,7 @@ DOES = {
 
 WITHOUT_CODE = frozenset(
     [
+        "BambaForCausalLM",
         "CwmForCausalLM",
         "Ernie4_5ForCausalLM",
         "Mistral4ForCausalLM",
@@ -48,7 +49,10 @@ WITHOUT_CODE = frozenset(
 OTHER_NORMS = dict.fromkeys(("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"), "Gemma3RMSNorm")
 """Architecture -> the class of its norms, which is none of `seams.SEAMS`."""
 
-ADDS_ITSELF = frozenset({"MiniCPM3ForCausalLM", "Olmo2ForCausalLM"})
+MAMBA2 = frozenset({"GraniteMoeHybridForCausalLM", "NemotronHForCausalLM"})
+"""Architectures whose gated norms are of a class that is none of `seams.SEAMS`: Mixer2RMSNormGated."""
+
+ADDS_ITSELF = frozenset({"GraniteMoeHybridForCausalLM", "MiniCPM3ForCausalLM", "Olmo2ForCausalLM"})
 """Architectures whose code in SGLang adds to the stream in front of a norm, and never gives a norm the residual."""
 
 
@@ -65,6 +69,11 @@ def engine_of(architectures: Sequence[str] = ()) -> Engine:
     for each in ADDS_ITSELF.intersection(architectures):
         adding = [name for name in SEAMS if name.startswith("add_rms_norm")]
         refuses.update(dict.fromkeys(adding, f"SGLang's code of {each} adds by itself in front of its norms"))
+    for each in MAMBA2.intersection(architectures):
+        gated = [name for name in SEAMS if name.startswith(GATED)]
+        refuses.update(
+            dict.fromkeys(gated, f"layerfuse knows no place in SGLang's Mixer2RMSNormGated, which {each} has")
+        )
     return Engine(
         name="sglang",
         uncompiled=UNCOMPILED,

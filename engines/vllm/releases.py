@@ -37,7 +37,7 @@ _EVERYWHERE = (
     *native_fusions.quantised("add_rms_norm", "rms_norm", "gated_rms_norm", "silu_mul"),
 )
 
-_NOWHERE = ("Olmo2ForCausalLM", "SmolLM3ForCausalLM", "SolarOpenForCausalLM", "YoutuForCausalLM")
+_NOWHERE = ("BambaForCausalLM", "Olmo2ForCausalLM", "SmolLM3ForCausalLM", "SolarOpenForCausalLM", "YoutuForCausalLM")
 """Architectures that no release has code of its own for."""
 
 RELEASES = {

@@ -80,7 +80,15 @@ def test_every_declared_class_is_one_that_was_found_in_an_engine() -> None:
         if key not in older
         # Of decoders there are many, which are held to the engines themselves.
         and owner
-        not in ("decoders", "layer_norm_decoders", "vllm_decoders", "hybrids", "vllm_hybrids", "sglang_decoders")
+        not in (
+            "decoders",
+            "layer_norm_decoders",
+            "vllm_decoders",
+            "hybrids",
+            "vllm_hybrids",
+            "sglang_decoders",
+            "sglang_hybrids",
+        )
         and not any(
             name.partition(":")[2] == key.partition(":")[2] and name.startswith(key.partition(":")[0]) for name in found
         )

@@ -140,6 +140,7 @@ WAYS: dict[str, dict[str, Any]] = {
 UNFIT = {"DeepseekV2ForCausalLM", "MiniCPM3ForCausalLM"}
 """Whose default configs have sizes that blocks of 128 do not divide."""
 ASKS = {
+    "BambaForCausalLM": "vLLM has no code of its own for it, and does not run transformers'",
     "Mistral4ForCausalLM": "vLLM reads its checkpoint in Mistral's own format, and runs DeepSeek's code (MistralLarge3ForCausalLM)",
     "Gemma3ForConditionalGeneration": "it asks for torchvision",
     "KimiK25ForConditionalGeneration": "transformers has no config for it (`test_vllm_specs.py` has its layers)",
@@ -147,6 +148,12 @@ ASKS = {
     "OlmoHybridForCausalLM": "it asks for Triton's allocator while it is imported",
 }
 """Which cannot be built here."""
+
+
+AS_DECLARED: dict[str, dict[str, Any]] = {
+    "GraniteMoeHybridForCausalLM": {"num_local_experts": 0, "layer_types": ["mamba", "attention", "mamba", "mamba"]},
+}
+"""What a default config says otherwise than the declared model: a mixture, beside which Granite's shared MLP stands, is not declared."""
 
 
 @newest
@@ -162,7 +169,11 @@ def test_a_plan_made_beforehand_is_the_one_of_the_loaded_model(
     quantization, kernel = asked.get("fp8", (None, None))
     enter(VLLM)
     monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join(fusions or ()))
-    config = {**config_of(name), **({} if quantization is None else {"quantization_config": quantization})}
+    config = {
+        **config_of(name),
+        **AS_DECLARED.get(name, {}),
+        **({} if quantization is None else {"quantization_config": quantization}),
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     more = ["--enforce-eager"] if eager else []
     plan = beforehand(tmp_path, capsys, "--tp", str(tp), "--rank", str(tp - 1), *more)
