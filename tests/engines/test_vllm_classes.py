@@ -107,7 +107,11 @@ def built(name: str, folder: Path, tp: int = 1, rank: int = 0) -> Iterator[tuple
         yield model, config.model_config.hf_text_config
 
 
+_INKLING = "a convolution over the tokens of what attention and MLP give, in front of the add, which no spec describes"
 REASONS: Mapping[str, str] = {
+    "Gemma4ForCausalLM": census.causal.REASONS["Gemma4ForCausalLM"],
+    "InklingForCausalLM": _INKLING,
+    "InklingForConditionalGeneration": _INKLING,
     "FalconH1ForCausalLM": census.causal.REASONS["FalconH1ForCausalLM"],
     "Zamba2ForCausalLM": census.causal.REASONS["Zamba2ForCausalLM"],
     "BeamForCausalLM": "its classes are not declared",
