@@ -94,6 +94,21 @@ class Rows(Argument):
 
 
 @frozen(kw_only=True)
+class QuantisedRows(Rows):
+    """Rows in fp8."""
+
+
+@frozen(kw_only=True)
+class RowScales(Argument):
+    """The float32 scales of `QuantisedRows`, (..., width / 128 rounded up), of any strides: by rows or by columns."""
+
+    schema = "Tensor"
+
+    of: str
+    doc: str = "float32, (..., width / 128), rounded up: one per 128 columns of a row, in any strides."
+
+
+@frozen(kw_only=True)
 class Weight(Argument):
     """A norm's weight, (width,), of any floating dtype."""
 
@@ -144,6 +159,17 @@ class QuantDtype(Argument):
     name: str = "dtype"
     doc: str = "torch.float8_e4m3fn, or torch.float8_e4m3fnuz for gfx942."
     default = Source("torch.float8_e4m3fn")
+
+
+@frozen(kw_only=True)
+class FloatDtype(Argument):
+    """The dtype of a result whose rows are quantised."""
+
+    schema = "ScalarType"
+
+    name: str = "out_dtype"
+    doc: str = "torch.bfloat16, torch.float16 or torch.float32."
+    default = Source("torch.bfloat16")
 
 
 @frozen(kw_only=True)
@@ -386,7 +412,7 @@ class Joined(Result):
 
 @frozen(kw_only=True)
 class Product(Result):
-    """A tensor of the dtype of `of`, as wide as the argument of kind `LinearWeight` called `through` has rows."""
+    """A tensor of the dtype of `of`, or of the argument of kind `FloatDtype`, as wide as the argument of kind `LinearWeight` called `through` has rows."""
 
     through: str
 
@@ -523,7 +549,7 @@ class Op:
             others: tuple[str | None, ...] = ()
             if isinstance(argument, Rows):
                 others = (argument.like,)
-            elif isinstance(argument, Weight | Index | Table | HeadWeight | LinearWeight):
+            elif isinstance(argument, Weight | Index | Table | HeadWeight | LinearWeight | RowScales):
                 others = (argument.of,)
             elif isinstance(argument, Cache):
                 others = argument.parts

@@ -113,7 +113,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     CUTLASS: _cutlass, "DeepGEMM": _deep_gemm, "FlashInfer": _flashinfer, "vLLM Triton": _vllm_triton,
     "FlashInfer, bfloat16 in": _flashinfer_inside,
 }  # fmt: skip
-OURS = "layerfuse, bfloat16 in"
+OURS = ("layerfuse", "layerfuse, bfloat16 in")
 
 
 @cache
@@ -140,7 +140,13 @@ def entrants(names: Sequence[str], x: Tensor, weights: list[Weight]) -> Iterator
                 f"{name}, quantisation in front" if in_front else name,
                 partial(_peer_calls, name, in_front, x, weights),
             )
-    yield OURS, lambda: [partial(ops.group_quant_linear, x, *weight, steady=True) for weight in weights]
+    yield OURS[0], lambda: _quantised_calls(x, weights)
+    yield OURS[1], lambda: [partial(ops.group_quant_linear, x, *weight, steady=True) for weight in weights]
+
+
+def _quantised_calls(x: Tensor, weights: list[Weight]) -> Calls:
+    given = ops.quantise_group(x, FP8, BLOCK, column_major=True, tma_aligned=True)
+    return [partial(ops.block_scaled_linear, *given, *weight, steady=True) for weight in weights]
 
 
 def _peer_calls(name: str, in_front: bool, x: Tensor, weights: list[Weight]) -> Calls:
@@ -216,7 +222,7 @@ def compared(names: Sequence[str], x: Tensor, weights: list[Weight], right: Tens
         got = torch.stack(graphs[name].results)  # type: ignore[arg-type]
         error = relative_error(got, right)
         problem = f"off by {error:.3g}" if error > MOST_ERROR else ""
-        if name == OURS and not torch.equal(got, first[name]):
+        if name in OURS and not torch.equal(got, first[name]):
             problem = "replays differ"
         away = None if reference is None else float((got.float() - reference.float()).abs().max())
         error = error if math.isfinite(error) else None
@@ -273,7 +279,7 @@ def measured(given: argparse.Namespace) -> int:
                 break
             floors[each] = (weights[0][0].nbytes + weights[0][1].nbytes + each * (depth + 2 * columns)) / speed
             rows[each] = compared(names, x[:each], weights, right[:, :each], given.rounds)
-        wrong |= any(by_name[OURS].problem for by_name in rows.values())
+        wrong |= any(by_name[name].problem for by_name in rows.values() for name in OURS)
         print(f"\n{f'{columns} x {depth}, us with':40}" + "".join(f"{each:8}" for each in rows) + " tokens")
         print("\n".join(lines(rows, floors)), f"\nafter {time.monotonic() - begun:.0f} s", flush=True)
         entrants = {each: {name: row._asdict() for name, row in by.items()} for each, by in rows.items()}

@@ -20,6 +20,7 @@ from ..declare import (
     ColumnMajor,
     Epsilon,
     Exponents,
+    FloatDtype,
     GroupName,
     GroupSize,
     HeadWeight,
@@ -32,7 +33,9 @@ from ..declare import (
     PaddedWidth,
     QuantDtype,
     Quantised,
+    QuantisedRows,
     Rows,
+    RowScales,
     StaticScale,
     Table,
     TmaAligned,
@@ -41,9 +44,9 @@ from ..declare import (
 )
 from .cache_layout import layout_of
 from .groups import GroupError, process_group
-from .linear import op_of, scales_shape
+from .linear import BLOCK, op_of, scales_shape
 from .norm import FLOATS
-from .quantisation import GROUP_SIZES, LARGEST, MX_COLUMNS
+from .quantisation import GROUP_SIZES, LARGEST, MX_COLUMNS, scale_shape
 
 _QUANTISED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -94,6 +97,7 @@ def _rows(op: Op, argument: Rows, x: Any, values: Values) -> Iterator[str]:
             else f"{name} needs at least one dimension, got a scalar"
         )
     known = _QUANTISED_FROM if any(isinstance(result, Quantised | Packed) for result in op.results) else FLOATS
+    known = tuple(LARGEST) if isinstance(argument, QuantisedRows) else known
     if x.dtype not in known:
         yield _one_of(name, known, x.dtype)
     if shape[-1] == 0:
@@ -260,6 +264,19 @@ def _block_scales(_: Op, argument: BlockScales, scales: Any, values: Values) -> 
         yield f"{name} has strides {tuple(scales.stride())}; pass {name}.contiguous()"
 
 
+def _row_scales(_: Op, argument: RowScales, scales: Any, values: Values) -> Iterator[str]:
+    name, x = argument.name, values[argument.of]
+    if tuple(scales.shape) != (shape := scale_shape(x.shape[:-1], x.shape[-1], BLOCK)):
+        yield f"{name} must be {shape}, one per 128 columns of {argument.of} {tuple(x.shape)}; got {tuple(scales.shape)}"
+    if scales.dtype != torch.float32 or scales.device != x.device:
+        yield f"{name} must be torch.float32 on {x.device}, got {scales.dtype} on {scales.device}"
+
+
+def _float_dtype(_: Op, argument: FloatDtype, dtype: Any, __: Values) -> Iterator[str]:
+    if dtype not in _QUANTISED_FROM:
+        yield _one_of(argument.name, _QUANTISED_FROM, dtype)
+
+
 def _named_op(_: Op, argument: NamedOp, name: Any, __: Values) -> Iterator[str]:
     try:
         if name:
@@ -294,6 +311,8 @@ _PROBLEMS: dict[type[Argument], Callable[..., Iterator[str]]] = {
     HeadWeight: _head_weight,
     LinearWeight: _linear_weight,
     BlockScales: _block_scales,
+    RowScales: _row_scales,
+    FloatDtype: _float_dtype,
     NamedOp: _named_op,
     Cache: _cache,
 }

@@ -22,6 +22,7 @@ from ..declare import (
     ColumnMajor,
     Epsilon,
     Exponents,
+    FloatDtype,
     GroupName,
     GroupSize,
     HeadWeight,
@@ -37,8 +38,10 @@ from ..declare import (
     Product,
     QuantDtype,
     Quantised,
+    QuantisedRows,
     Result,
     Rows,
+    RowScales,
     StaticScale,
     Table,
     TmaAligned,
@@ -177,7 +180,7 @@ def fake_of(op: Op) -> Callable[..., Any]:
         return next((place for place, argument in enumerate(op.args) if isinstance(argument, kind)), None)
 
     dtype, padded, group = place_of(QuantDtype), place_of(PaddedWidth), place_of(GroupSize)
-    major, aligned = place_of(ColumnMajor), place_of(TmaAligned)
+    major, aligned, floating = place_of(ColumnMajor), place_of(TmaAligned), place_of(FloatDtype)
     joined = {rows.name for rows in op.rows if rows.heads}
 
     def option(place: int | None, given: tuple[Any, ...]) -> Any:
@@ -195,7 +198,8 @@ def fake_of(op: Op) -> Callable[..., Any]:
                 (*x.shape[:-1], width), dtype=x.dtype if dtype is None else given[dtype], device=x.device
             )
         if isinstance(result, Product):
-            return torch.empty((*x.shape[:-1], len(given[places[result.through]])), dtype=x.dtype, device=x.device)
+            made = x.dtype if floating is None else given[floating]
+            return torch.empty((*x.shape[:-1], len(given[places[result.through]])), dtype=made, device=x.device)
         if isinstance(result, Padded):
             return torch.empty((*shape[:-1], option(padded, given)), dtype=x.dtype, device=x.device)
         if isinstance(result, Quantised):
@@ -216,7 +220,7 @@ def fake_of(op: Op) -> Callable[..., Any]:
 
 _BY_DTYPE = (Weight, Table, Cache, LinearWeight)
 """Of these the case knows the dtype."""
-_NOT_OF_THE_CASE = (Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight, BlockScales)
+_NOT_OF_THE_CASE = (Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight, BlockScales, RowScales)
 
 
 def case_fields(op: Op) -> tuple[str, ...]:
@@ -320,6 +324,7 @@ def docstring(op: Op) -> str:
 def _describe(op: Op, argument: Argument) -> str:
     if isinstance(argument, Rows):
         dtypes = "bfloat16, float16 or float32" if any(isinstance(a, QuantDtype) for a in op.args) else "floating"
+        dtypes = "fp8" if isinstance(argument, QuantisedRows) else dtypes
         like = f" Leading dimensions, dtype and device are those of {argument.like}." if argument.like else ""
         stride = "" if argument.any_strides else " Its last stride is 1."
         return f"{argument.doc or '(..., ' + argument.width + ').'}{like or f' Its dtype is {dtypes}.'}{stride}"

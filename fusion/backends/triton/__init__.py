@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from attrs import frozen
 
+from ...declare import QuantisedRows
 from ..backend import Backend
 from .tuning import STEPS, WIDEST
 
@@ -36,7 +37,7 @@ class Triton(Backend):
 
     def refuses(self, case: Any) -> str | None:
         """A dtype, a width or an fp8 format, see `refuses_case`."""
-        return refuses_case(case) or super().refuses(case)
+        return refuses_case(case, isinstance(self.op.rows[0], QuantisedRows)) or super().refuses(case)
 
     def own_steps(self, case: Any) -> tuple[int, ...]:
         """Those of `steps_of`."""
@@ -48,10 +49,10 @@ def steps_of(case: Any) -> tuple[int, ...]:
     return tuple(rows // case._asdict().get("heads", 1) for rows in STEPS)
 
 
-def refuses_case(case: Any) -> str | None:
-    """From an op's case: a dtype, a width or an fp8 format that these kernels cannot have here."""
+def refuses_case(case: Any, quantised: bool = False) -> str | None:
+    """From an op's case: a dtype, a width or an fp8 format that these kernels cannot have here. quantised: whether rows come in fp8."""
     said = case._asdict()
-    if case.dtype not in _FLOATS:
+    if case.dtype not in _FLOATS and not quantised:
         return f"the rows are {case.dtype}; the kernel takes {', '.join(map(str, _FLOATS))}"
     widest = max(value for name, value in said.items() if name == "width" or name.endswith("_width"))
     if "heads" in said and "use_ue8m0" in said and "group_size" not in said:

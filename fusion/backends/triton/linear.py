@@ -1,4 +1,4 @@
-"""The launch of `group_quant_linear`, see `family` for what all launches have in common."""
+"""The launch of linears with few tokens, see `family` for what all launches have in common."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from .linear_kernel import few_token_linear
 
 MOST = 16
 """Tokens up to which the product is ours: at 64, DeepGEMM's and FlashInfer's are faster (bench/results/few_token_gemm*.json)."""
+MOST_QUANTISED = 64
+"""The same where activations come quantised."""
+_BUCKETS = (16, 32, 64)
+"""Tokens that a kernel is compiled for."""
 _UNIT = 16
 """Bytes of the widest load."""
 
@@ -54,12 +58,47 @@ def shape_of(columns: int, depth: int) -> Shape:
 
 def refuses(case: Any) -> str | None:
     """As `Kernel.refuses`: what Triton cannot multiply here."""
+    if case.dtype in LARGEST and case.dtype != case.weight_dtype:
+        return f"x is {case.dtype} and the weight {case.weight_dtype}; the kernel multiplies one format"
     return refuses_fp8(case.weight_dtype)
 
 
 def steps_of(case: Any) -> tuple[int, ...]:  # noqa: ARG001 (every backend is asked for a case)
     """As `Backend.steps`: what is launched changes behind these numbers of tokens."""
     return (MOST,)
+
+
+def quantised_steps_of(case: Any) -> tuple[int, ...]:  # noqa: ARG001 (every backend is asked for a case)
+    """As `steps_of`, where activations come quantised."""
+    return _BUCKETS
+
+
+def quantised_function_of(op: Op) -> Callable[..., Any]:
+    """As `function_of`, of an op that takes quantised activations."""
+    name = op.name
+
+    def function(
+        x: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        out_dtype: torch.dtype,
+        steady: bool,
+        beyond: str,
+    ) -> Tensor:
+        tokens = x.shape[:-1].numel()
+        if tokens > MOST_QUANTISED or len(weight) > WIDEST:
+            if beyond:
+                return linear.op_of(beyond)(x, scale, weight, weight_scale)
+            return linear.block_scaled_linear(x, scale, weight, weight_scale, out_dtype)
+        out = torch.empty((*x.shape[:-1], len(weight)), dtype=out_dtype, device=x.device)
+        if tokens:
+            # A view has no layout of scales by columns where the tokens have several dimensions.
+            rows = scale if scale.dim() == 2 else scale.reshape(tokens, -1)
+            _launch(name, x.reshape(tokens, -1), rows, weight, weight_scale, out, False, steady)
+        return out
+
+    return function
 
 
 def function_of(op: Op) -> Callable[..., Any]:
@@ -74,7 +113,7 @@ def function_of(op: Op) -> Callable[..., Any]:
             return linear.group_quant_linear(x, weight, weight_scale, use_ue8m0)
         out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
         if tokens:
-            _launch(name, x.reshape(tokens, -1), weight, weight_scale, out, use_ue8m0, steady)
+            _launch(name, x.reshape(tokens, -1), None, weight, weight_scale, out, use_ue8m0, steady)
         return out
 
     return function
@@ -101,30 +140,39 @@ def _counters(device: torch.device) -> Tensor:
 
 
 def _launch(
-    name: str, x: Tensor, weight: Tensor, weight_scale: Tensor, out: Tensor, use_ue8m0: bool, steady: bool
+    name: str,
+    x: Tensor,
+    scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor,
+    out: Tensor,
+    use_ue8m0: bool,
+    steady: bool,
 ) -> None:
     (tokens, depth), columns = x.shape, len(weight)
     shape = shape_of(columns, depth)
     tiles = -(-columns // shape.tile)
     parts = torch.empty(shape.split if shape.split > 1 else 0, tokens, columns, dtype=torch.float32, device=x.device)
     x_unit, weight_unit = _unit_of(x), _unit_of(weight)
-    every = (x, weight, weight_scale, parts, _counters(x.device), out)
-    numbers = (tokens, x.stride(0) // x_unit, weight.stride(0) // weight_unit)
+    most = next(each for each in _BUCKETS if tokens <= each)
+    every = (x, weight_scale if scale is None else scale, weight, weight_scale, parts, _counters(x.device), out)
+    strides = (0, 0) if scale is None else scale.stride()
+    numbers = (tokens, x.stride(0) // x_unit, *strides, weight.stride(0) // weight_unit)
     addresses = tuple(tensor.data_ptr() for tensor in every)
     device = out.get_device()
     key = (
-        name, device, x.dtype, weight.dtype, columns, depth, x_unit, weight_unit, use_ue8m0, steady,
+        name, device, x.dtype, weight.dtype, out.dtype, columns, depth, most, x_unit, weight_unit, use_ue8m0, steady,
         launcher.special(max(numbers), addresses, every),
     )  # fmt: skip
     if launcher.again(key, device, addresses, numbers):
         return
     constants = (
-        columns, depth, linear.BLOCK, x_unit, weight_unit, LARGEST[weight.dtype], use_ue8m0, MOST, shape.tile, shape.groups, shape.split,
-        launcher.interpreted(out.device), steady,
+        columns, depth, linear.BLOCK, x_unit, weight_unit, LARGEST[weight.dtype], use_ue8m0, most, shape.tile, shape.groups, shape.split,
+        scale is not None, launcher.interpreted(out.device), steady,
     )  # fmt: skip
     launcher.first(
         few_token_linear, key, every, numbers, constants,
-        rows=MOST, sides=tiles * shape.split, warps=shape.warps * 32 // launcher.wave(out.device),
+        rows=most, sides=tiles * shape.split, warps=shape.warps * 32 // launcher.wave(out.device),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 """The kernel of a linear with few tokens, which waits for its weights and little else.
 
 A program asks for all its weights at once, before the kernel in front has ended where they do not depend on it, and quantises the
-activations that it reads. The depth is split, so that enough programs read; the last of a tile's programs to arrive sums their parts,
+activations that it reads, or takes them as they were quantised. The depth is split, so that enough programs read; the last of a tile's programs to arrive sums their parts,
 always in the same order.
 """
 
@@ -15,18 +15,18 @@ from triton.language.extra import cuda as tl_cuda
 from .rows import magnitude, quant_scale
 
 
-@triton.jit(do_not_specialize=["tokens", "x_row", "weight_row"])
+@triton.jit(do_not_specialize=["tokens", "x_row", "scale_row", "scale_group", "weight_row"])
 def few_token_linear(
-    x, weight, weight_scale, parts, arrived, out,
-    tokens, x_row, weight_row,
+    x, x_scale, weight, weight_scale, parts, arrived, out,
+    tokens, x_row, scale_row, scale_group, weight_row,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, X_UNIT: tl.constexpr, WEIGHT_UNIT: tl.constexpr,
     LARGEST: tl.constexpr, UE8M0: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr,
-    SPLIT: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, GIVEN: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """TILE columns of the product of all tokens, no more than TOKENS, over GROUPS groups of BLOCK columns, per program.
 
     parts (SPLIT, tokens, COLUMNS) in float32 holds what the programs of a tile have summed, and arrived counts them: zeros, and left as
-    zeros. WIDE: for Triton's interpreter, which multiplies no fp8. AHEAD: weights are read while the kernel in front may still run.
+    zeros. GIVEN: x is quantised, with x_scale; else x_scale is not read. WIDE: for Triton's interpreter, which multiplies no fp8. AHEAD: weights are read while the kernel in front may still run.
     """
     depth_groups: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
     short: tl.constexpr = DEPTH % BLOCK != 0
@@ -56,6 +56,7 @@ def few_token_linear(
     if EARLY and AHEAD:
         tl_cuda.gdc_wait()
     rights = ()
+    right_scales = ()
     for i in tl.static_range(GROUPS):
         group = tl.minimum(first + i, depth_groups - 1)
         # Groups beyond the last are zeros: the weights there are the last ones once more.
@@ -65,11 +66,16 @@ def few_token_linear(
         else:
             right = tl.load(x_at + group * BLOCK)
         rights = rights + (right,)
+        if GIVEN:
+            right_scales = right_scales + (tl.load(x_scale + token * scale_row + group * scale_group),)
     total = tl.zeros((TILE, TOKENS), tl.float32)
     for i in tl.static_range(GROUPS):
-        wide = rights[i].to(tl.float32)
-        scale = quant_scale(tl.max(magnitude(wide), 1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
-        right = (wide * (1.0 / scale)[:, None]).to(weight.dtype.element_ty)
+        if GIVEN:
+            right, scale = rights[i], right_scales[i]
+        else:
+            wide = rights[i].to(tl.float32)
+            scale = quant_scale(tl.max(magnitude(wide), 1).to(tl.float32, bitcast=True), LARGEST, UE8M0)
+            right = (wide * (1.0 / scale)[:, None]).to(weight.dtype.element_ty)
         if WIDE:
             product = tl.dot(lefts[i].to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee")
         else:
