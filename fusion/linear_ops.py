@@ -68,7 +68,7 @@ GROUP_QUANT_LINEAR = Op(
 
 BLOCK_SCALED_LINEAR = Op(
     name="block_scaled_linear",
-    doc="x in fp8 with one scale per 128 columns, times an fp8 weight with one scale per 128 x 128: for up to 64 tokens in one launch.",
+    doc="x in fp8 with one scale per 128 columns, times an fp8 weight with one scale per 128 x 128: for up to 32 tokens in one launch.",
     args=(
         QuantisedRows(name="x"),
         RowScales(name="x_scale", of="x"),

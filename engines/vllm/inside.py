@@ -1,13 +1,15 @@
 """Block fp8 linears that quantise inside of their op: the quantisation is taken out for as long as fusions look for theirs.
 
 Where FlashInfer is, vLLM on Hopper multiplies by one op that takes bfloat16 (kernels/linear/scaled_mm/flashinfer.py of 0.26 and 0.33): by
-FlashInfer's kernel below 32 tokens, else by a quantisation and DeepGEMM. Both kernels read values in e4m3 and float32 scales that lie
-column by column, each column from 16 bytes on. So what a fused op has quantised goes to an op of ours that asks the same two. Where no
-fusion has taken a quantisation, vLLM's own op is put back.
+FlashInfer's kernel below 32 tokens, else by a quantisation and DeepGEMM. What a fused op has quantised goes to DeepGEMM too, or, with few
+tokens, to a kernel of layerfuse's (`fusion.ops.linear` says up to how many): such a product waits for its weights, and that kernel waits
+less (bench/results/few_token_gemm-nvidia-h100.json). Where no fusion has taken a quantisation it is put back, and few tokens go to a kernel
+that quantises inside as FlashInfer does.
 
-vLLM's default rounds scales to powers of two in front of DeepGEMM, and FlashInfer does not round them. What is taken out rounds in front of
-both, as vLLM does at every size where it multiplies by DeepGEMM alone: models are trained with such scales (DeepSeek-V3.1), and one that is
-not loses no more than it does with 32 tokens.
+DeepGEMM reads values in e4m3 and float32 scales that lie column by column, each column from 16 bytes on. vLLM's default rounds scales to
+powers of two in front of it, and FlashInfer does not round them. What is taken out rounds for any number of tokens, as vLLM does where it
+multiplies by DeepGEMM alone: models are trained with such scales (DeepSeek-V3.1), and one that is not loses no more than it does with 32
+tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import importlib
 import inspect
 import operator
 import sys
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +27,7 @@ from torch.fx import Graph, Node
 
 from ...adapters.errors import FOREIGN
 from ...fusion.match.values import value
+from ...fusion.ops.linear import scales_shape
 from ..native import NotNativeError, native_function
 
 KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.flashinfer"
@@ -31,12 +35,10 @@ KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.flashinfer"
 NAME = "dynamic_flashinfer_deepgemm_blockscale_gemm"
 ARGUMENTS = ("input", "weight", "weight_scale", "group_size", "use_deep_gemm_e8m0")
 GROUP = 128
-FEW = 32
-"""Fewer tokens than these go to FlashInfer."""
 
 
 def multiply(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
-    """What vLLM's op computes behind its quantisation.
+    """What vLLM's op computes behind its quantisation where there are many tokens.
 
     Args:
         values: (tokens, depth), float8_e4m3fn.
@@ -48,22 +50,11 @@ def multiply(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tenso
     Returns:
         (tokens, columns), bfloat16.
     """
-    if len(values) < FEW:
-        return _few(values, weight, scales, weight_scale)
     out = values.new_empty((len(values), len(weight)), dtype=torch.bfloat16)
-    _many((values, scales), (weight, weight_scale), out, powers_of_two)
-    return out
-
-
-def _few(values: Tensor, weight: Tensor, scales: Tensor, weight_scale: Tensor) -> Tensor:
-    found: Tensor = sys.modules[KERNELS].flashinfer_fp8_blockscale_gemm(
-        input=values, weight=weight, input_scale=scales, weight_scale=weight_scale, out_dtype=torch.bfloat16
+    sys.modules[KERNELS].fp8_gemm_nt(
+        (values, scales), (weight, weight_scale), out, is_deep_gemm_e8m0_used=powers_of_two
     )
-    return found
-
-
-def _many(rows: tuple[Tensor, Tensor], weight: tuple[Tensor, Tensor], out: Tensor, powers_of_two: bool) -> None:
-    sys.modules[KERNELS].fp8_gemm_nt(rows, weight, out, is_deep_gemm_e8m0_used=powers_of_two)
+    return out
 
 
 def _fake(values: Tensor, _scales: Tensor, weight: Tensor, _weight_scale: Tensor, _powers_of_two: bool) -> Tensor:
@@ -78,6 +69,43 @@ _LIBRARY.define(
 _LIBRARY.impl("block_product", multiply, "CompositeExplicitAutograd")
 torch.library.register_fake("layerfuse_vllm::block_product", _fake, lib=_LIBRARY)
 PRODUCT = torch.ops.layerfuse_vllm.block_product.default
+
+
+def _own(x: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
+    found: Tensor = getattr(torch.ops.vllm, NAME)(x, weight, weight_scale, GROUP, powers_of_two)
+    return found
+
+
+def _beyond(powers_of_two: bool) -> tuple[str, str]:
+    """Two ops for more tokens than few, by name: of quantised rows, and of others."""
+    rows, weights = ("Tensor values, Tensor scales", "Tensor x"), "Tensor weight, Tensor weight_scale"
+    names = []
+    for name, given, function in zip(("block_product", "block_linear"), rows, (multiply, _own), strict=True):
+        names.append(f"{name}_{'rounded' if powers_of_two else 'exact'}")
+        _LIBRARY.define(f"{names[-1]}({given}, {weights}) -> Tensor")
+        _LIBRARY.impl(names[-1], partial(_with, function, powers_of_two), "CompositeExplicitAutograd")
+    return f"layerfuse_vllm::{names[0]}", f"layerfuse_vllm::{names[1]}"
+
+
+def _with(function: Any, last: bool, *given: Tensor) -> Tensor:
+    found: Tensor = function(*given, last)
+    return found
+
+
+BEYOND = {powers_of_two: _beyond(powers_of_two) for powers_of_two in (False, True)}
+"""By whether DeepGEMM's scales are rounded to powers of two."""
+
+
+LINEAR = torch.ops.layerfuse.group_quant_linear.default
+BLOCK_LINEAR = torch.ops.layerfuse.block_scaled_linear.default
+
+
+def product(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
+    """As `multiply`, by layerfuse's kernel where there are few tokens."""
+    if not _has_whole_scales(weight, weight_scale):
+        return multiply(values, scales, weight, weight_scale, powers_of_two)
+    found: Tensor = BLOCK_LINEAR(values, scales, weight, weight_scale, torch.bfloat16, True, BEYOND[powers_of_two][0])
+    return found
 
 
 def why_not() -> str | None:
@@ -135,19 +163,32 @@ class TakenOut:
         return node
 
     def put_back(self) -> None:
-        """Let vLLM's op do again what no fusion has taken."""
-        op = getattr(torch.ops.vllm, NAME).default
-        ours = {values for values, _ in self._quantised.values()}
+        """Let few tokens be multiplied by layerfuse, and more by DeepGEMM where a fusion has taken a quantisation, else by vLLM's op."""
+        left = {values for values, _ in self._quantised.values()}
         for product in self._products:
-            values, _, weight, weight_scale, rounds = product.args
-            if values in ours:
+            values, scales, weight, weight_scale, rounds = product.args
+            few = _has_whole_scales(weight, weight_scale)
+            if values in left:
                 x = values.args[0].args[0]  # of a fusion that quantises nothing, where one stands in front
-                with self._graph.inserting_before(product):
-                    again = self._graph.call_function(op, (x, weight, weight_scale, GROUP, rounds))
-                again.meta = dict(product.meta)
-                product.replace_all_uses_with(again)
-                self._graph.erase_node(product)
+                again: tuple[Any, ...] = (getattr(torch.ops.vllm, NAME).default, x, weight, weight_scale, GROUP, rounds)
+                if few:
+                    again = LINEAR, x, weight, weight_scale, False, True, BEYOND[rounds][1]
+            elif few:
+                again = BLOCK_LINEAR, values, scales, weight, weight_scale, torch.bfloat16, True, BEYOND[rounds][0]
+            else:
+                continue
+            with self._graph.inserting_before(product):
+                node = self._graph.call_function(again[0], again[1:])
+            node.meta = dict(product.meta)
+            product.replace_all_uses_with(node)
+            self._graph.erase_node(product)
         for both in self._quantised.values():
             for node in (*both, both[0].args[0]):
                 if isinstance(node, Node) and not node.users and not node._erased:
                     self._graph.erase_node(node)
+
+
+def _has_whole_scales(weight: Any, weight_scale: Any) -> bool:
+    """Whether a weight's scales lie as layerfuse's kernels read them."""
+    scales, values = (each if isinstance(each, Tensor) else value(each) for each in (weight_scale, weight))
+    return scales_shape(values) == tuple(scales.shape) and scales.is_contiguous()

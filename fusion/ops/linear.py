@@ -14,6 +14,17 @@ BLOCK = 128
 """Columns that share a scale, and rows of a weight."""
 
 
+MOST = 16
+"""Tokens up to which quantisation and product are one launch."""
+MOST_QUANTISED = 32
+"""The same where activations come quantised. At 64 DeepGEMM and FlashInfer are faster (bench/results/few_token_gemm-nvidia-h100.json)."""
+
+
+def goes_beyond(x: Tensor, most: int, beyond: str) -> Callable[..., Tensor] | None:
+    """What takes this many tokens in the place of a kernel for few; None where they are few, or nothing is named."""
+    return op_of(beyond) if beyond and x.shape[:-1].numel() > most else None
+
+
 def scales_shape(weight: Tensor) -> tuple[int, int]:
     """Of a weight (columns, width): one per block, the last of which may be short."""
     return scale_shape((-(-weight.shape[0] // BLOCK),), weight.shape[1], BLOCK)  # type: ignore[return-value]
@@ -25,17 +36,25 @@ def dequantised(values: Tensor, scales: Tensor, rows: int) -> Tensor:
     return values.float() * wide.repeat_interleave(rows, -2)[..., : values.shape[-2], :]
 
 
-def group_quant_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, use_ue8m0: bool, *_: object) -> Tensor:
-    """`layerfuse::group_quant_linear`, of which `steady` and `beyond` are nothing here: it multiplies any number of tokens itself."""
+def group_quant_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, use_ue8m0: bool, _steady: bool, beyond: str
+) -> Tensor:
+    """`layerfuse::group_quant_linear`."""
+    other = goes_beyond(x, MOST, beyond)
+    if other is not None:
+        return other(x, weight, weight_scale)
     values, scales = quantise(x.reshape(-1, x.shape[-1]).float(), weight.dtype, BLOCK, False, use_ue8m0)
     product = dequantised(values, scales, 1) @ dequantised(weight, weight_scale, BLOCK).t()
     return product.to(x.dtype).view(*x.shape[:-1], len(weight))
 
 
 def block_scaled_linear(
-    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, out_dtype: torch.dtype, *_: object
+    x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, out_dtype: torch.dtype, _steady: bool, beyond: str
 ) -> Tensor:
-    """`layerfuse::block_scaled_linear`, of which `steady` and `beyond` are nothing here: it multiplies any number of tokens itself."""
+    """`layerfuse::block_scaled_linear`."""
+    other = goes_beyond(x, MOST_QUANTISED, beyond)
+    if other is not None:
+        return other(x, x_scale, weight, weight_scale)
     product = dequantised(x, x_scale, 1) @ dequantised(weight, weight_scale, BLOCK).t()
     return product.to(out_dtype)
 

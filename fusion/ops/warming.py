@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from .. import backends
-from ..declare import Argument, GroupName, Index, Op, Rows
+from ..declare import Argument, GroupName, Index, LinearWeight, Op, Rows, RowScales
 from .agreement import agree
 from .library import case_maker, declared, overload
 
@@ -52,11 +52,12 @@ Call: TypeAlias = "tuple[str, tuple[Any, ...]]"
 
 @contextmanager
 def recording() -> Iterator[dict[Call, None]]:
-    """The calls of ops that are made from chains, in this process while this lasts: each once, in their order. Others write to caches."""
+    """The calls of ops that are made from chains, and of linears, in this process while this lasts: each once, in their order. Others write to caches."""
     calls: dict[Call, None] = {}
 
     def take_down(name: str, given: tuple[Any, ...]) -> None:
-        if declared(name).chain is None:
+        op = declared(name)
+        if op.chain is None and not any(isinstance(argument, LinearWeight) for argument in op.args):
             return
         # What ranks call together has to be alike on all of them, and addresses are not.
         alone = not any(isinstance(argument, GroupName) for argument in declared(name).args)
@@ -148,6 +149,8 @@ def _resized(op: Op, given: tuple[Any, ...], number: int) -> tuple[Any, ...]:
     def resized(argument: Argument, each: Any) -> Any:
         if isinstance(argument, Rows) and lead:
             return _Shape((number, *each.shape[lead:]), each.strides[lead - 1 :], each.dtype, each.device, each.beyond)
+        if isinstance(argument, RowScales) and lead == 1:  # by rows or by columns
+            return evolve(each, shape=(number, *each.shape[1:]))
         return evolve(each, shape=(number,)) if isinstance(argument, Index) and each is not None else each
 
     return tuple(resized(argument, each) for argument, each in zip(op.args, given, strict=True))

@@ -26,6 +26,8 @@ from vllm_started import BLOCK_FP8, apart, close, quantised_as_on_cuda, started
 from layerfuse.engines.native import NotNativeError
 from layerfuse.engines.vllm import inside, loading
 from layerfuse.fusion import Target
+from layerfuse.fusion.backends import counting
+from layerfuse.fusion.ops.linear import MOST, MOST_QUANTISED
 
 KERNELS = importlib.import_module(inside.KERNELS)
 DEEP_GEMM = importlib.import_module(inside.KERNELS.replace("flashinfer", "deep_gemm"))
@@ -86,7 +88,7 @@ def as_installed(powers_of_two: bool = False) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("powers_of_two", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_a_named_fusion_takes_the_quantisation_out_and_the_same_kernels_multiply(
+def test_a_named_fusion_takes_the_quantisation_out_and_layerfuse_multiplies_few_tokens(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, powers_of_two: bool
 ) -> None:
     options = {"fusions": "all", "strict": True}
@@ -95,20 +97,24 @@ def test_a_named_fusion_takes_the_quantisation_out_and_the_same_kernels_multiply
         started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=GROUP_FP8) as engine,
     ):
         engine()  # compiles
-        for tokens, kernel in ((6, "FlashInfer"), (31, "FlashInfer"), (32, "DeepGEMM"), (40, "DeepGEMM")):
+        for tokens in (6, 16, 17, 31, 32, 33):
             seen.clear()
             rounded.clear()
-            fused, mine = engine(tokens), seen.copy()
-            assert rounded <= {powers_of_two}, "FlashInfer is given what DeepGEMM's quantisation makes"
+            with counting() as called:
+                fused, mine = engine(tokens), seen.copy()
+            assert rounded <= {powers_of_two}, "scales are those of DeepGEMM's quantisation"
             seen.clear()
             plain, theirs = engine.uncompiled(tokens), seen.copy()
             assert close(fused, plain)
-            assert [whose for whose, _, _ in mine] == [whose for whose, _, _ in theirs]
-            assert len(mine) == 2 * 5 and {whose for whose, _, many in mine if many == tokens} == {kernel}
-            if kernel == "FlashInfer":  # what no norm and no product stands in front of is quantised inside, as ever
-                assert [dtype for _, dtype, _ in theirs] == [torch.bfloat16] * 10
-                fp8 = sum(dtype == torch.float8_e4m3fn for _, dtype, _ in mine)
-                assert fp8 == FUSED, [str(dtype) for _, dtype, _ in mine]
+            assert theirs == [("FlashInfer" if tokens < 32 else "DeepGEMM", *how) for _, *how in theirs]
+            assert len(theirs) == FUSED + UNFUSED + IN_ATTENTION
+            assert called["block_scaled_linear"] == FUSED and called["group_quant_linear"] == UNFUSED
+            own = ("FlashInfer", torch.bfloat16) if tokens < 32 else ("DeepGEMM", torch.float8_e4m3fn)
+            wanted = [own] * (IN_ATTENTION + (UNFUSED if tokens > MOST else 0))
+            wanted += [("DeepGEMM", torch.float8_e4m3fn)] * (FUSED if tokens > MOST_QUANTISED else 0)
+            assert sorted((whose, str(dtype)) for whose, dtype, many in mine if many == tokens) == sorted(
+                (whose, str(dtype)) for whose, dtype in wanted
+            )
     assert {line.partition(";")[0] for line in said(caplog) if "expected" in line} >= {
         f"{ADD}_group_quant: 2 expected, 2 fused, 0 missed",
         f"{DUAL}_group_quant: 2 expected, 2 fused, 0 missed",
@@ -118,6 +124,10 @@ def test_a_named_fusion_takes_the_quantisation_out_and_the_same_kernels_multiply
 
 FUSED = 2 + 2 + 1 + 1
 """Linears behind adds with norms, latent norms, the first norm, and products."""
+UNFUSED = 2
+"""Behind attention."""
+IN_ATTENTION = 2
+"""In vLLM's op for a prompt's attention, which is in no graph."""
 
 
 def test_a_plan_says_whose_code_keeps_a_quantisation_inside(tmp_path: Path) -> None:
@@ -185,7 +195,7 @@ def test_zero_centred_norms_whose_weights_are_float32_in_the_graph(
     }
 
 
-def test_what_no_fusion_takes_is_put_back_as_it_was() -> None:
+def test_what_no_fusion_takes_is_put_back_for_more_than_few_tokens() -> None:
     x, weight, scales = torch.rand(6, 256).bfloat16(), torch.rand(384, 256).to(torch.float8_e4m3fn), torch.rand(3, 2)
 
     def four(x: Tensor, weight: Tensor, scales: Tensor) -> list[Tensor]:
@@ -204,7 +214,26 @@ def test_what_no_fusion_takes_is_put_back_as_it_was() -> None:
     graph.lint()
     taken.put_back()
     graph.lint()
-    assert [(str(node.target), tuple(map(str, node.args[3:]))) for node in graph.nodes] == before
+    names = {False: "layerfuse_vllm::block_linear_exact", True: "layerfuse_vllm::block_linear_rounded"}
+    after = [(str(node.target), tuple(map(str, node.args[3:]))) for node in graph.nodes]
+    ours = [
+        ("layerfuse.group_quant_linear.default", ("False", "True", names[rounds])) for rounds in (False, False, True)
+    ]
+    assert [each for each in after if each in ours] == ours
+    assert [each for each in after if each not in ours] == [each for each in before if each[1][:1] != ("128",)]
+
+
+def test_scales_that_lie_otherwise_leave_a_product_as_it_was() -> None:
+    x, weight, scales = (
+        torch.rand(6, 256).bfloat16(),
+        torch.rand(384, 256).to(torch.float8_e4m3fn),
+        torch.rand(2, 3).t(),
+    )
+    op = getattr(torch.ops.vllm, inside.NAME)
+    graph = make_fx(lambda *given: op(*given, 128, False), tracing_mode="fake")(x, weight, scales).graph
+    before = [str(node.target) for node in graph.nodes]
+    inside.TakenOut(graph).put_back()
+    assert [str(node.target) for node in graph.nodes] == before
 
 
 def test_the_op_is_vllms_own_or_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from compile_kernels import TARGETS, Compiler
 
 from layerfuse.fusion.backends.triton import launcher, linear
 from layerfuse.fusion.linear_ops import GROUP_QUANT_LINEAR
-from layerfuse.fusion.ops.linear import scales_shape
+from layerfuse.fusion.ops.linear import MOST, scales_shape
 
 SHAPES = ((2112, 7168), (3072, 1536), (7168, 2304), (272, 18432))
 
@@ -26,7 +26,7 @@ def built(name: str, columns: int, depth: int, early: bool) -> dict[str, Any]:
     linear._counters = lambda device: torch.zeros(1024, dtype=torch.int32, device=device)
     launcher.interpreted = lambda _: False
     weight = torch.empty(columns, depth, dtype=fp8)
-    x = torch.empty(linear.MOST, depth, dtype=torch.bfloat16)
+    x = torch.empty(MOST, depth, dtype=torch.bfloat16)
     linear.function_of(GROUP_QUANT_LINEAR)(x, weight, torch.ones(scales_shape(weight)), False, True, "")
     return compiler.built | {"target": name, "early": early}
 

@@ -10,7 +10,7 @@ from helpers import in_turn
 
 from layerfuse.fusion import backends, ops
 from layerfuse.fusion.backends.triton import linear
-from layerfuse.fusion.ops.linear import dequantised, scales_shape
+from layerfuse.fusion.ops.linear import MOST, dequantised, scales_shape
 from layerfuse.fusion.ops.quantisation import quantise
 
 GPU = torch.cuda.is_available()
@@ -97,10 +97,11 @@ def test_a_token_gives_the_same_bits_whatever_stands_beside_it() -> None:
     backends.force("triton")
     try:
         given = given_of(16, 128, 768)
-        all_of_them = ops.group_quant_linear(**given)
-        for tokens in (1, 2, 9):
-            few = ops.group_quant_linear(**(given | {"x": given["x"][:tokens]}))
-            assert torch.equal(few, all_of_them[:tokens])
+        for several, fewer in ((8, (1, 2)), (16, (9, 15))):
+            all_of_them = ops.group_quant_linear(**(given | {"x": given["x"][:several]}))
+            for tokens in fewer:
+                few = ops.group_quant_linear(**(given | {"x": given["x"][:tokens]}))
+                assert torch.equal(few, all_of_them[:tokens])
     finally:
         backends.force(None)
 
@@ -123,7 +124,7 @@ def test_no_tokens_give_nothing(backend: str) -> None:
     ("shape", "tokens", "dtype", "column_major"),
     in_turn(
         [(64, 128), (192, 1536), (80, 272), (16, 16), (200, 896), (130, 1040), (32, 4400)],
-        [1, 3, 16, 17, 64, 65],
+        [1, 3, 8, 9, 16, 32, 33],
         [torch.bfloat16, torch.float16, torch.float32],
         [False, True],
     ),
@@ -159,9 +160,9 @@ def test_more_tokens_are_the_other_ops() -> None:
     library.impl("product", lambda x, weight, _: x.new_ones(len(x), len(weight)), "CompositeExplicitAutograd")
     backends.force("triton")
     try:
-        given = given_of(linear.MOST + 1, 64, 128)
+        given = given_of(MOST + 1, 64, 128)
         assert ops.group_quant_linear(**given, beyond="layerfuse_test_linears::product").eq(1).all()
-        few = given | {"x": given["x"][: linear.MOST]}
+        few = given | {"x": given["x"][:MOST]}
         assert not ops.group_quant_linear(**few, beyond="layerfuse_test_linears::product").eq(1).all()
     finally:
         backends.force(None)
@@ -205,9 +206,8 @@ def test_its_fake_gives_the_same_shape_and_dtype() -> None:
     assert got.shape == (3, 80) and got.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("columns", "depth"), [(2112, 7168), (3072, 1536), (7168, 2048), (4608, 7168), (256, 65536), (65536, 256)]
-)
-def test_a_program_holds_few_groups_and_all_programs_have_some(columns: int, depth: int) -> None:
-    shape = linear.shape_of(columns, depth)
-    assert shape.groups <= 6 and shape.groups * (shape.split - 1) < depth / 128 <= shape.groups * shape.split
+@pytest.mark.parametrize("depth", [16, 256, 1536, 2048, 2304, 7168, 65536])
+@pytest.mark.parametrize(("most", "quantised"), [(8, True), (16, False), (32, True)])
+def test_a_program_holds_few_groups_and_all_programs_have_some(depth: int, most: int, quantised: bool) -> None:
+    shape = linear.shape_of(depth, most, quantised)
+    assert shape.groups <= 8 and shape.groups * (shape.split - 1) < depth / 128 <= shape.groups * shape.split

@@ -15,11 +15,7 @@ from ...ops.quantisation import LARGEST
 from . import launcher, refuses_fp8
 from .linear_kernel import few_token_linear
 
-MOST = 16
-"""Tokens up to which the product is ours: at 64, DeepGEMM's and FlashInfer's are faster (bench/results/few_token_gemm*.json)."""
-MOST_QUANTISED = 64
-"""The same where activations come quantised."""
-_BUCKETS = (16, 32, 64)
+_BUCKETS = (8, 16, 32)
 """Tokens that a kernel is compiled for."""
 _UNIT = 16
 """Bytes of the widest load."""
@@ -44,16 +40,23 @@ class Shape(NamedTuple):
     warps: int
 
 
-def shape_of(columns: int, depth: int) -> Shape:
-    """The same for any number of tokens, so that what a token gives does not depend on the others.
+def shape_of(depth: int, most: int, quantised: bool) -> Shape:
+    """By bench/results/few_token_shapes-nvidia-h100.json: on nine shapes no other one for all of them is faster.
 
-    By bench/results/few_token_gemm_search-nvidia-h100.json: programs of 128 columns and 4 groups, or 6 where these divide the depth, and
-    smaller ones of a weight that is read in less time than a launch takes.
+    Args:
+        depth: of the product.
+        most: the tokens that a kernel is compiled for. What a token gives is the same for all numbers up to them.
+        quantised: whether activations come in fp8.
     """
-    groups, tile = -(-depth // linear.BLOCK), 128 if columns * depth >= 8 << 20 else 64
-    wanted = 6 if groups > 64 else next((each for each in (4, 6, 5) if groups % each == 0), 4) if tile == 128 else 2
+    groups, tile, warps = -(-depth // linear.BLOCK), 128, 8
+    if most == _BUCKETS[0]:  # weights stay in registers
+        wanted, warps = 3, 4
+    elif quantised:
+        wanted, tile, warps = min((8, 6), key=lambda held: -groups % held), 64, 4
+    else:
+        wanted = 5
     held = min(wanted, groups)
-    return Shape(tile, held, -(-groups // held), 8 if tile == 128 else 4)
+    return Shape(tile, held, -(-groups // held), warps)
 
 
 def refuses(case: Any) -> str | None:
@@ -65,7 +68,7 @@ def refuses(case: Any) -> str | None:
 
 def steps_of(case: Any) -> tuple[int, ...]:  # noqa: ARG001 (every backend is asked for a case)
     """As `Backend.steps`: what is launched changes behind these numbers of tokens."""
-    return (MOST,)
+    return tuple(each for each in _BUCKETS if each <= linear.MOST)
 
 
 def quantised_steps_of(case: Any) -> tuple[int, ...]:  # noqa: ARG001 (every backend is asked for a case)
@@ -87,10 +90,10 @@ def quantised_function_of(op: Op) -> Callable[..., Any]:
         beyond: str,
     ) -> Tensor:
         tokens = x.shape[:-1].numel()
-        if tokens > MOST_QUANTISED or len(weight) > WIDEST:
+        if tokens > linear.MOST_QUANTISED or len(weight) > WIDEST:
             if beyond:
                 return linear.op_of(beyond)(x, scale, weight, weight_scale)
-            return linear.block_scaled_linear(x, scale, weight, weight_scale, out_dtype)
+            return linear.block_scaled_linear(x, scale, weight, weight_scale, out_dtype, steady, beyond)
         out = torch.empty((*x.shape[:-1], len(weight)), dtype=out_dtype, device=x.device)
         if tokens:
             # A view has no layout of scales by columns where the tokens have several dimensions.
@@ -107,10 +110,10 @@ def function_of(op: Op) -> Callable[..., Any]:
 
     def function(x: Tensor, weight: Tensor, weight_scale: Tensor, use_ue8m0: bool, steady: bool, beyond: str) -> Tensor:
         tokens = x.shape[:-1].numel()
-        if tokens > MOST or len(weight) > WIDEST:
+        if tokens > linear.MOST or len(weight) > WIDEST:
             if beyond:
                 return linear.op_of(beyond)(x, weight, weight_scale)
-            return linear.group_quant_linear(x, weight, weight_scale, use_ue8m0)
+            return linear.group_quant_linear(x, weight, weight_scale, use_ue8m0, steady, beyond)
         out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
         if tokens:
             _launch(name, x.reshape(tokens, -1), None, weight, weight_scale, out, use_ue8m0, steady)
@@ -150,11 +153,12 @@ def _launch(
     steady: bool,
 ) -> None:
     (tokens, depth), columns = x.shape, len(weight)
-    shape = shape_of(columns, depth)
-    tiles = -(-columns // shape.tile)
-    parts = torch.empty(shape.split if shape.split > 1 else 0, tokens, columns, dtype=torch.float32, device=x.device)
-    x_unit, weight_unit = _unit_of(x), _unit_of(weight)
     most = next(each for each in _BUCKETS if tokens <= each)
+    shape = shape_of(depth, most, scale is not None)
+    tiles = -(-columns // shape.tile)
+    x_unit, weight_unit = _unit_of(x), _unit_of(weight)
+    size = (tiles, shape.split, shape.tile, most) if shape.split > 1 else (0,)
+    parts = torch.empty(size, dtype=torch.float32, device=x.device)
     every = (x, weight_scale if scale is None else scale, weight, weight_scale, parts, _counters(x.device), out)
     strides = (0, 0) if scale is None else scale.stride()
     numbers = (tokens, x.stride(0) // x_unit, *strides, weight.stride(0) // weight_unit)

@@ -25,7 +25,7 @@ def few_token_linear(
 ):  # fmt: skip
     """TILE columns of the product of all tokens, no more than TOKENS, over GROUPS groups of BLOCK columns, per program.
 
-    parts (SPLIT, tokens, COLUMNS) in float32 holds what the programs of a tile have summed, and arrived counts them: zeros, and left as
+    parts (tiles, SPLIT, TILE, TOKENS) in float32 holds what the programs of a tile have summed, and arrived counts them: zeros, and left as
     zeros. GIVEN: x is quantised, with x_scale; else x_scale is not read. WIDE: for Triton's interpreter, which multiplies no fp8. AHEAD: weights are read while the kernel in front may still run.
     """
     depth_groups: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
@@ -86,21 +86,21 @@ def few_token_linear(
     if SPLIT == 1:
         tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
     else:
-        tl.store(parts + part * tokens * COLUMNS + at, total, mask=mask)
+        # A tile's part is TOKENS numbers for each column, also of tokens that are not there: stores and loads need no mask.
+        mine = parts + tile * (SPLIT * TILE * TOKENS) + tl.arange(0, TILE)[:, None] * TOKENS + m[None, :]
+        tl.store(mine + part * (TILE * TOKENS), total)
         tl.debug_barrier()  # all of the program's stores, before its one thread says that it has arrived
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1:
             if SPLIT <= 16:  # all of them at once, while there are registers for it
                 several = ()
                 for each in tl.static_range(SPLIT):
-                    several = several + (
-                        tl.load(parts + each * tokens * COLUMNS + at, mask=mask, other=0.0, cache_modifier=".cg"),
-                    )
+                    several = several + (tl.load(mine + each * (TILE * TOKENS), cache_modifier=".cg"),)
                 total = several[0]
                 for each in tl.static_range(1, SPLIT):
                     total += several[each]
             else:
                 total = tl.zeros((TILE, TOKENS), tl.float32)
                 for each in range(SPLIT):
-                    total += tl.load(parts + each * tokens * COLUMNS + at, mask=mask, other=0.0, cache_modifier=".cg")
+                    total += tl.load(mine + each * (TILE * TOKENS), cache_modifier=".cg")
             tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
             tl.store(arrived + tile, 0)
