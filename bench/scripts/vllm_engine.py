@@ -47,7 +47,16 @@ BEGAN = time.monotonic()
 BATCHES = (1, 8, 64, 256)
 CONTEXT = 1024
 """Tokens behind which a decode step is timed."""
-OURS = ("row_norm", "dual_norm", "norm_rope_cache", "query", "gated_norm", "silu_mul", "all_reduce_row_norm")
+OURS = (
+    "row_norm",
+    "dual_norm",
+    "norm_rope_cache",
+    "query",
+    "gated_norm",
+    "silu_mul",
+    "all_reduce_row_norm",
+    "few_token_linear",
+)
 """Functions that layerfuse's Triton kernels are compiled from."""
 DISTINCT = 50
 """The fewest different tokens that greedy texts of seeded weights hold; fewer say that the weights were not taken."""

@@ -120,6 +120,8 @@ def test_a_named_fusion_takes_the_quantisation_out_and_layerfuse_multiplies_few_
         f"{DUAL}_group_quant: 2 expected, 2 fused, 0 missed",
         "silu_mul_group_quant: 1 expected, 1 fused, 0 missed",
     }
+    note = f"{FUSED + UNFUSED} fp8 products are layerfuse's for up to 16 tokens, or 32 that a fusion has quantised"
+    assert note in said(caplog)
 
 
 FUSED = 2 + 2 + 1 + 1

@@ -28,8 +28,8 @@ def gated_norm(
     x_token, x_head: strides in units of X_UNIT elements.
     """
     if EARLY:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     if QUANT == PER_TOKEN:
         token = tl.program_id(0).to(tl.int64)
         head = tl.arange(0, ROWS).to(tl.int64)

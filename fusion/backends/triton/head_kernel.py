@@ -65,8 +65,8 @@ def head_norms_rope(
 ):  # fmt: skip
     """NUMBERED: positions say which row of cos and sin a token takes; without them its own number does."""
     if EARLY:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     OF_Q: tl.constexpr = (TOKENS * Q_HEADS + ROWS - 1) // ROWS
     PARTS: tl.constexpr = OF_Q + (TOKENS * K_HEADS + ROWS - 1) // ROWS
     part = tl.program_id(0) % PARTS

@@ -1,7 +1,8 @@
 """The kernels of the norm family, put together from the steps in `rows`. Every switch is a compile-time constant.
 
 EARLY (NVIDIA from sm90 on): a launch may overlap the end of the kernel before, so nothing is read, the weights included,
-until that kernel's writes are visible.
+until that kernel's writes are visible. The next kernel may start before that: what it needs of this one it waits for itself, and a linear
+behind a norm fetches its weights meanwhile.
 HOLD: what is read leaves the cache last. Everything is read before anything is written: more reads are on their way at once.
 """
 
@@ -43,8 +44,8 @@ def dual_norm(
     """
     READ: tl.constexpr = LAST if HOLD else USUAL
     if EARLY:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     if SPLIT:
         row = row_numbers(tl.program_id(0) // 2 * ROWS, rows, ROWS)
         if tl.program_id(0) % 2 == 0:
@@ -93,8 +94,8 @@ def row_norm(
     """
     READ: tl.constexpr = LAST if HOLD else USUAL
     if EARLY:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     row = row_numbers(tl.program_id(0) * ROWS, rows, ROWS)
     if PADDED > WIDTH:  # which waits for nothing
         write_zeros(out, row, PADDED, WIDTH, ZEROS)

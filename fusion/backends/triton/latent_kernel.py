@@ -130,8 +130,8 @@ def norm_rope_cache(
     """
     READ: tl.constexpr = LAST if HOLD else USUAL
     if EARLY:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     if SPLIT:
         row = (tl.program_id(0) // 2).to(tl.int64)
         if tl.program_id(0) % 2 == 0:

@@ -36,8 +36,8 @@ def silu_mul(
     Otherwise GROUPS groups of GROUP columns per program, and `rows` counts the groups. LIMIT 0: nothing is clamped.
     """
     if EARLY:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     if QUANT == PER_TOKEN:
         row = tl.program_id(0).to(tl.int64)
         bits = tl.zeros((CHUNK,), tl.int32)
