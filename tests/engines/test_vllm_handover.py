@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from vllm_started import Started, apart, close, fp8, quantised_as_on_cuda, start
 from layerfuse.engines.native import native_methods
 from layerfuse.engines.vllm import readers
 from layerfuse.fusion import FusionMissedError
+from layerfuse.fusion.backends import counting
 
 NORM = "rms_norm"  # the first layer has no residual to add
 PRODUCT = "silu_mul"  # of the dense layer: shared experts run with the others
@@ -111,7 +113,7 @@ def test_linears_take_what_the_norm_in_front_of_them_has_quantised(
 def test_linears_that_quantise_inside_of_their_product_take_it_too(
     powers_of_two: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As vLLM is installed on Hopper: the same two kernels multiply, and find fp8."""
+    """As vLLM is installed on Hopper: layerfuse multiplies few tokens that were quantised before, and DeepGEMM more."""
     options: dict[str, Any] = {"mode": "NONE", "dtype": "bfloat16", "overrides": GROUP_FP8}
     nothing = native_methods()  # the kernels are plain torch here
     with (
@@ -130,12 +132,15 @@ def test_linears_that_quantise_inside_of_their_product_take_it_too(
     ):
         engine()  # in which both ways are compared
         given_to_kernels()
-        assert all(close(engine(tokens), each) for tokens, each in zip((6, 40), plain, strict=True))
+        with counting() as called:
+            assert all(close(engine(tokens), each) for tokens, each in zip((6, 40), plain, strict=True))
         inside_ours = given_to_kernels()
     assert counts(said(caplog)) == sites()
-    assert [whose for whose, _, _ in inside_ours] == [whose for whose, _, _ in inside_theirs]
-    few = [dtype for whose, dtype, _ in inside_ours if whose == "FlashInfer"]
-    assert few.count(torch.float8_e4m3fn) == 4 + LATENTS and few.count(torch.bfloat16) == 10 - 4 - LATENTS
+    assert called["block_scaled_linear"] == 2 * (4 + LATENTS)
+    theirs, ours = (Counter(whose for whose, _, _ in each) for each in (inside_theirs, inside_ours))
+    assert theirs == {"FlashInfer": 10, "DeepGEMM": 10}
+    assert ours == {"FlashInfer": 10 - 4 - LATENTS, "DeepGEMM": 10}
+    assert {dtype for whose, dtype, _ in inside_ours if whose == "FlashInfer"} == {torch.bfloat16}
 
 
 def test_a_gated_norm_hands_over_its_heads_joined(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

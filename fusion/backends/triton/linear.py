@@ -90,6 +90,7 @@ def quantised_function_of(op: Op) -> Callable[..., Any]:
         beyond: str,
     ) -> Tensor:
         tokens = x.shape[:-1].numel()
+        _make_ready(x.device)
         if tokens > linear.MOST_QUANTISED or len(weight) > WIDEST:
             if beyond:
                 return linear.op_of(beyond)(x, scale, weight, weight_scale)
@@ -110,6 +111,7 @@ def function_of(op: Op) -> Callable[..., Any]:
 
     def function(x: Tensor, weight: Tensor, weight_scale: Tensor, use_ue8m0: bool, steady: bool, beyond: str) -> Tensor:
         tokens = x.shape[:-1].numel()
+        _make_ready(x.device)
         if tokens > linear.MOST or len(weight) > WIDEST:
             if beyond:
                 return linear.op_of(beyond)(x, weight, weight_scale)
@@ -120,6 +122,12 @@ def function_of(op: Op) -> Callable[..., Any]:
         return out
 
     return function
+
+
+def _make_ready(device: torch.device) -> None:
+    """Make the counters at a call with any number of tokens: an engine's profiling run, in front of its captures, has many."""
+    if device not in _slabs and (launcher.interpreted(device) or not torch.cuda.is_current_stream_capturing()):
+        _counters(device)
 
 
 def _counters(device: torch.device) -> Tensor:
@@ -133,7 +141,7 @@ def _counters(device: torch.device) -> Tensor:
     if slab is None:
         if not interpreted and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "layerfuse::group_quant_linear is captured in a CUDA graph before it ever ran: call it once in front"
+                "a linear with few tokens is captured in a CUDA graph before one ever ran: call group_quant_linear once in front"
             )
         slab = _slabs[device] = torch.zeros(_SLOTS, _TILES, dtype=torch.int32, device=device)
         if not interpreted:
