@@ -132,7 +132,10 @@ def _is_alone(holder: Any) -> bool:
 def _transformers(mixture: Any, experts: Any, _: Any) -> Sizes:
     """The experts of a rank are those in its tensors; what of their width it has, the third side tells, whichever is the hidden size."""
     _, scores = _first(_ROUTERS, children_of(mixture))
-    total, hidden = stored(scores, "weight").shape
+    if scores is None:  # held as an attribute
+        scores = next(stored(mixture, name) for name in _ROUTERS if stored(mixture, name) is not None)
+    held_there = stored(scores, "weight")
+    total, hidden = (scores.weight if held_there is None else held_there).shape  # or behind a wrapper
     weight, held = stored(experts, "down_proj"), vars(experts)
     width = held["intermediate_dim"] if "intermediate_dim" in held else held["intermediate_size"]
     local, *sides = weight.to_local().shape if is_dtensor(weight) else weight.shape

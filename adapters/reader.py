@@ -199,18 +199,6 @@ class _Near:
         "The linear whose result the layer adds last."
         self.mixtures = Linears(parsed.get("mixture", ()), self.below)
         "Where a mixture of experts may stand."
-        self.mlp_weights = [
-            (
-                self.below.index_of(steps[:-1]),
-                steps[-1],
-                self.below.index_of(steps[:-2]),
-                steps[-2:-1],
-                Path(steps[-1:]),
-            )
-            for steps in (path.steps for path in parsed.get("mlp_weight", ()))
-        ]
-        """Where the weights lie that tell over how many ranks the MLP is summed: a module among the children of another, or what that holds
-        itself, which is found among children too."""
 
 
 class _AtOnce:
@@ -592,14 +580,11 @@ class Reading:
 
     def mlp_ranks(self) -> int | None:
         """Over how many ranks the MLP is summed, where its weights tell."""
-        tables = self.tables or []
-        for at, name, above, holder, place in self.near.mlp_weights if tables else ():
+        paths: Any = self.facts.parsed.get("mlp_weight", ())
+        for path in paths:
             try:
-                part = tables[at].get(name)
-                if part is None:  # of experts it is a parameter
-                    found = tables[above].get(holder[0]) if holder else self.layer
-                    part = ABSENT if found is None else place.find(found)
-                if part is not ABSENT and not is_plain_tensor(part):
+                part = path.find(self.layer)
+                if part is not ABSENT and not is_plain_tensor(part):  # as experts' are
                     return 1 if is_whole(part) else ranks_summed(part)
             except FOREIGN:
                 continue

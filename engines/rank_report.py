@@ -12,7 +12,7 @@ from attrs import field, frozen
 from ..adapters.errors import LayerfuseError
 from ..fusion.catalog import FUSIONS
 from ..fusion.linear_ops import LINEARS
-from ..fusion.ops.linear import MOST, MOST_QUANTISED
+from ..fusion.ops.linear import MOST
 from ..fusion.planning import Plan
 from ..fusion.report import FusionMissedError, Missed, Report
 from .compiled_module import CompiledModule
@@ -178,7 +178,7 @@ def _notes(unit: CompiledModule) -> Iterable[str]:
         yield f"{sources['unknown']} graphs came from a cache without a record"
     linears = 0 if unit.counted is None else sum(unit.counted[op.name] for op in LINEARS)
     if linears:
-        yield f"{linears} fp8 products are layerfuse's for up to {MOST} tokens, or {MOST_QUANTISED} that a fusion has quantised"
+        yield f"{linears} fp8 products are layerfuse's for up to {MOST} tokens"
     if unit.placed is not None and unit.placed.why_not is None:
         yield from unit.placed.notes(unit.run)
     yield from (f"not read, as no text runs it: {of_a_class}" for of_a_class in of_each_class(unit.unread))

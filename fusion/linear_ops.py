@@ -68,7 +68,7 @@ GROUP_QUANT_LINEAR = Op(
 
 BLOCK_SCALED_LINEAR = Op(
     name="block_scaled_linear",
-    doc="x in fp8 with one scale per 128 columns, times an fp8 weight with one scale per 128 x 128: for up to 32 tokens in one launch.",
+    doc="x in fp8 with one scale per 128 columns, times an fp8 weight with one scale per 128 x 128: for up to 16 tokens in one launch.",
     args=(
         QuantisedRows(name="x"),
         RowScales(name="x_scale", of="x"),
@@ -95,7 +95,7 @@ LINEARS = {
             backend="triton",
             made_by="layerfuse.fusion.backends.triton.linear:quantised_function_of",
             refuses="layerfuse.fusion.backends.triton.linear:refuses",
-            steps="layerfuse.fusion.backends.triton.linear:quantised_steps_of",
+            steps="layerfuse.fusion.backends.triton.linear:steps_of",
         ),
     ),
 }

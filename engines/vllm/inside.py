@@ -102,7 +102,7 @@ BLOCK_LINEAR = torch.ops.layerfuse.block_scaled_linear.default
 
 def product(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
     """As `multiply`, by layerfuse's kernel where there are few tokens."""
-    if not _has_whole_scales(weight, weight_scale):
+    if not _is_layerfuses(weight, weight_scale):
         return multiply(values, scales, weight, weight_scale, powers_of_two)
     found: Tensor = BLOCK_LINEAR(values, scales, weight, weight_scale, torch.bfloat16, True, BEYOND[powers_of_two][0])
     return found
@@ -167,9 +167,11 @@ class TakenOut:
         left = {values for values, _ in self._quantised.values()}
         for product in self._products:
             values, scales, weight, weight_scale, rounds = product.args
-            few = _has_whole_scales(weight, weight_scale)
-            if values in left:
-                x = values.args[0].args[0]  # of a fusion that quantises nothing, where one stands in front
+            x = (
+                values.args[0].args[0] if values in left else None
+            )  # of a fusion that quantises nothing, where one stands in front
+            few = _is_layerfuses(weight, weight_scale, x)
+            if x is not None:
                 again: tuple[Any, ...] = (getattr(torch.ops.vllm, NAME).default, x, weight, weight_scale, GROUP, rounds)
                 if few:
                     again = LINEAR, x, weight, weight_scale, False, True, BEYOND[rounds][1]
@@ -188,7 +190,12 @@ class TakenOut:
                     self._graph.erase_node(node)
 
 
-def _has_whole_scales(weight: Any, weight_scale: Any) -> bool:
-    """Whether a weight's scales lie as layerfuse's kernels read them."""
+def _is_layerfuses(weight: Any, weight_scale: Any, x: Any = None) -> bool:
+    """Whether few tokens may be layerfuse's: parameters, which nothing writes to, as its kernels read them. x: what is to be quantised, if it is."""
     scales, values = (each if isinstance(each, Tensor) else value(each) for each in (weight_scale, weight))
-    return scales_shape(values) == tuple(scales.shape) and scales.is_contiguous()
+    written = any(
+        isinstance(each, Node) and each.op not in ("placeholder", "get_attr") for each in (weight, weight_scale)
+    )
+    fits = scales_shape(values) == tuple(scales.shape) and scales.dtype == torch.float32 and scales.is_contiguous()
+    rows = x is None or (value(x).dtype == torch.bfloat16 and value(x).stride(-1) == 1)
+    return not written and fits and values.stride(-1) == 1 and rows

@@ -15,14 +15,13 @@ BLOCK = 128
 
 
 MOST = 16
-"""Tokens up to which quantisation and product are one launch."""
-MOST_QUANTISED = 32
-"""The same where activations come quantised. At 64 DeepGEMM and FlashInfer are faster (bench/results/few_token_gemm-nvidia-h100.json)."""
+"""Tokens up to which a product is one launch of layerfuse's: at 64 DeepGEMM and FlashInfer are faster (bench/results/few_token_gemm-nvidia-h100.json), and
+at 32 they are where a weight is large."""
 
 
-def goes_beyond(x: Tensor, most: int, beyond: str) -> Callable[..., Tensor] | None:
+def goes_beyond(x: Tensor, beyond: str) -> Callable[..., Tensor] | None:
     """What takes this many tokens in the place of a kernel for few; None where they are few, or nothing is named."""
-    return op_of(beyond) if beyond and x.shape[:-1].numel() > most else None
+    return op_of(beyond) if beyond and x.shape[:-1].numel() > MOST else None
 
 
 def scales_shape(weight: Tensor) -> tuple[int, int]:
@@ -40,7 +39,7 @@ def group_quant_linear(
     x: Tensor, weight: Tensor, weight_scale: Tensor, use_ue8m0: bool, _steady: bool, beyond: str
 ) -> Tensor:
     """`layerfuse::group_quant_linear`."""
-    other = goes_beyond(x, MOST, beyond)
+    other = goes_beyond(x, beyond)
     if other is not None:
         return other(x, weight, weight_scale)
     values, scales = quantise(x.reshape(-1, x.shape[-1]).float(), weight.dtype, BLOCK, False, use_ue8m0)
@@ -52,11 +51,12 @@ def block_scaled_linear(
     x: Tensor, x_scale: Tensor, weight: Tensor, weight_scale: Tensor, out_dtype: torch.dtype, _steady: bool, beyond: str
 ) -> Tensor:
     """`layerfuse::block_scaled_linear`."""
-    other = goes_beyond(x, MOST_QUANTISED, beyond)
+    other = goes_beyond(x, beyond)
     if other is not None:
         return other(x, x_scale, weight, weight_scale)
-    product = dequantised(x, x_scale, 1) @ dequantised(weight, weight_scale, BLOCK).t()
-    return product.to(out_dtype)
+    rows = dequantised(x.reshape(-1, x.shape[-1]), x_scale.reshape(-1, x_scale.shape[-1]), 1)
+    product = rows @ dequantised(weight, weight_scale, BLOCK).t()
+    return product.to(out_dtype).view(*x.shape[:-1], len(weight))
 
 
 def op_of(name: str) -> Callable[..., Tensor]:

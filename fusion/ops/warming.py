@@ -149,8 +149,8 @@ def _resized(op: Op, given: tuple[Any, ...], number: int) -> tuple[Any, ...]:
     def resized(argument: Argument, each: Any) -> Any:
         if isinstance(argument, Rows) and lead:
             return _Shape((number, *each.shape[lead:]), each.strides[lead - 1 :], each.dtype, each.device, each.beyond)
-        if isinstance(argument, RowScales) and lead == 1:  # by rows or by columns
-            return evolve(each, shape=(number, *each.shape[1:]))
+        if isinstance(argument, RowScales) and lead:  # by rows or by columns
+            return evolve(each, shape=(number, *each.shape[lead:]), strides=each.strides[lead - 1 :])
         return evolve(each, shape=(number,)) if isinstance(argument, Index) and each is not None else each
 
     return tuple(resized(argument, each) for argument, each in zip(op.args, given, strict=True))

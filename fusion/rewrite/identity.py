@@ -76,7 +76,9 @@ def _code_of(module: str) -> str | None:
     top = module.partition(".")[0]
     if top in (__name__.partition(".")[0], "torch", *sys.stdlib_module_names):
         return None
-    whole = sys.modules.get(top, sys.modules[module])
+    whole = sys.modules.get(top) or sys.modules.get(module)
+    if whole is None:
+        return None
     folders = whole.__spec__ and whole.__spec__.submodule_search_locations
     if folders:
         return " ".join(hash_of(Path(folder)) for folder in folders)

@@ -27,7 +27,7 @@ from layerfuse.engines.native import NotNativeError
 from layerfuse.engines.vllm import inside, loading
 from layerfuse.fusion import Target
 from layerfuse.fusion.backends import counting
-from layerfuse.fusion.ops.linear import MOST, MOST_QUANTISED
+from layerfuse.fusion.ops.linear import MOST
 
 KERNELS = importlib.import_module(inside.KERNELS)
 DEEP_GEMM = importlib.import_module(inside.KERNELS.replace("flashinfer", "deep_gemm"))
@@ -111,7 +111,7 @@ def test_a_named_fusion_takes_the_quantisation_out_and_layerfuse_multiplies_few_
             assert called["block_scaled_linear"] == FUSED and called["group_quant_linear"] == UNFUSED
             own = ("FlashInfer", torch.bfloat16) if tokens < 32 else ("DeepGEMM", torch.float8_e4m3fn)
             wanted = [own] * (IN_ATTENTION + (UNFUSED if tokens > MOST else 0))
-            wanted += [("DeepGEMM", torch.float8_e4m3fn)] * (FUSED if tokens > MOST_QUANTISED else 0)
+            wanted += [("DeepGEMM", torch.float8_e4m3fn)] * (FUSED if tokens > MOST else 0)
             assert sorted((whose, str(dtype)) for whose, dtype, many in mine if many == tokens) == sorted(
                 (whose, str(dtype)) for whose, dtype in wanted
             )
@@ -120,7 +120,7 @@ def test_a_named_fusion_takes_the_quantisation_out_and_layerfuse_multiplies_few_
         f"{DUAL}_group_quant: 2 expected, 2 fused, 0 missed",
         "silu_mul_group_quant: 1 expected, 1 fused, 0 missed",
     }
-    note = f"{FUSED + UNFUSED} fp8 products are layerfuse's for up to 16 tokens, or 32 that a fusion has quantised"
+    note = f"{FUSED + UNFUSED} fp8 products are layerfuse's for up to 16 tokens"
     assert note in said(caplog)
 
 

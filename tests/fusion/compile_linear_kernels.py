@@ -4,38 +4,49 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from compile_kernels import TARGETS, Compiler
 
 from layerfuse.fusion.backends.triton import launcher, linear
-from layerfuse.fusion.linear_ops import GROUP_QUANT_LINEAR
-from layerfuse.fusion.ops.linear import MOST, scales_shape
+from layerfuse.fusion.linear_ops import BLOCK_SCALED_LINEAR, GROUP_QUANT_LINEAR
+from layerfuse.fusion.ops.linear import scales_shape
 
 SHAPES = ((2112, 7168), (3072, 1536), (7168, 2304), (272, 18432))
 
 
-def built(name: str, columns: int, depth: int, early: bool) -> dict[str, Any]:
-    """What one shape compiles to."""
-    compiler = Compiler(name, early)
+def built(name: str, columns: int, depth: int, early: bool) -> Iterator[dict[str, Any]]:
+    """What one shape compiles to: of activations to be quantised and of quantised ones, for each number of tokens with a kernel of its own."""
     target, fp8 = TARGETS[name]
-    launcher.first = compiler  # type: ignore[assignment]
     launcher.again = lambda *_: False  # type: ignore[assignment]
     launcher.wave = lambda _: target.warp_size  # type: ignore[assignment]
+    launcher.HIP = target.backend == "hip"
     linear._counters = lambda device: torch.zeros(1024, dtype=torch.int32, device=device)
+    linear._make_ready = lambda _: None
     launcher.interpreted = lambda _: False
     weight = torch.empty(columns, depth, dtype=fp8)
-    x = torch.empty(MOST, depth, dtype=torch.bfloat16)
-    linear.function_of(GROUP_QUANT_LINEAR)(x, weight, torch.ones(scales_shape(weight)), False, True, "")
-    return compiler.built | {"target": name, "early": early}
+    scale = torch.ones(scales_shape(weight))
+    for tokens in linear._buckets():
+        for quantised in (False, True):
+            compiler = Compiler(name, early)
+            launcher.first = compiler  # type: ignore[assignment]
+            x = torch.empty(tokens, depth, dtype=fp8 if quantised else torch.bfloat16)
+            if quantised:
+                given = torch.ones(tokens, scale.shape[1])
+                linear.quantised_function_of(BLOCK_SCALED_LINEAR)(x, given, weight, scale, torch.bfloat16, True, "")
+            else:
+                linear.function_of(GROUP_QUANT_LINEAR)(x, weight, scale, False, True, "")
+            yield compiler.built | {"target": name, "early": early, "tokens": tokens, "quantised": quantised}
 
 
 if __name__ == "__main__":
     found = [
-        built(target, *shape, early=target == "sm90")
+        each
         for place, shape in enumerate(SHAPES)
         for number, target in enumerate(TARGETS)
         if sys.argv[1:] == ["all"] or place % len(TARGETS) == number
+        for each in built(target, *shape, early=target == "sm90")
     ]
     json.dump(found, sys.stdout)

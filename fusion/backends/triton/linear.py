@@ -15,8 +15,8 @@ from ...ops.quantisation import LARGEST
 from . import launcher, refuses_fp8
 from .linear_kernel import few_token_linear
 
-_BUCKETS = (8, 16, 32)
-"""Tokens that a kernel is compiled for."""
+_FEWEST = 8
+"""Tokens of a kernel of its own on NVIDIA GPUs. For AMD's it is compiled with a thousand spilled registers."""
 _UNIT = 16
 """Bytes of the widest load."""
 
@@ -41,7 +41,7 @@ class Shape(NamedTuple):
 
 
 def shape_of(depth: int, most: int, quantised: bool) -> Shape:
-    """By bench/results/few_token_shapes-nvidia-h100.json: on nine shapes no other one for all of them is faster.
+    """By bench/results/few_token_shapes-nvidia-h100.json: of those for all nine shapes none is more than 1 % faster.
 
     Args:
         depth: of the product.
@@ -49,7 +49,7 @@ def shape_of(depth: int, most: int, quantised: bool) -> Shape:
         quantised: whether activations come in fp8.
     """
     groups, tile, warps = -(-depth // linear.BLOCK), 128, 8
-    if most == _BUCKETS[0]:  # weights stay in registers
+    if most == _FEWEST:
         wanted, warps = 3, 4
     elif quantised:
         wanted, tile, warps = min((8, 6), key=lambda held: -groups % held), 64, 4
@@ -57,6 +57,11 @@ def shape_of(depth: int, most: int, quantised: bool) -> Shape:
         wanted = 5
     held = min(wanted, groups)
     return Shape(tile, held, -(-groups // held), warps)
+
+
+def _buckets() -> tuple[int, ...]:
+    """Tokens that kernels are compiled for, so that each is launched up to there."""
+    return (linear.MOST,) if launcher.HIP else (_FEWEST, linear.MOST)
 
 
 def refuses(case: Any) -> str | None:
@@ -68,12 +73,7 @@ def refuses(case: Any) -> str | None:
 
 def steps_of(case: Any) -> tuple[int, ...]:  # noqa: ARG001 (every backend is asked for a case)
     """As `Backend.steps`: what is launched changes behind these numbers of tokens."""
-    return tuple(each for each in _BUCKETS if each <= linear.MOST)
-
-
-def quantised_steps_of(case: Any) -> tuple[int, ...]:  # noqa: ARG001 (every backend is asked for a case)
-    """As `steps_of`, where activations come quantised."""
-    return _BUCKETS
+    return _buckets()
 
 
 def quantised_function_of(op: Op) -> Callable[..., Any]:
@@ -91,7 +91,7 @@ def quantised_function_of(op: Op) -> Callable[..., Any]:
     ) -> Tensor:
         tokens = x.shape[:-1].numel()
         _make_ready(x.device)
-        if tokens > linear.MOST_QUANTISED or len(weight) > WIDEST:
+        if tokens > linear.MOST or len(weight) > WIDEST:
             if beyond:
                 return linear.op_of(beyond)(x, scale, weight, weight_scale)
             return linear.block_scaled_linear(x, scale, weight, weight_scale, out_dtype, steady, beyond)
@@ -161,7 +161,7 @@ def _launch(
     steady: bool,
 ) -> None:
     (tokens, depth), columns = x.shape, len(weight)
-    most = next(each for each in _BUCKETS if tokens <= each)
+    most = next(each for each in _buckets() if tokens <= each)
     shape = shape_of(depth, most, scale is not None)
     tiles = -(-columns // shape.tile)
     x_unit, weight_unit = _unit_of(x), _unit_of(weight)
