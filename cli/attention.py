@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from ..adapters.specs import GQASpec, MLASpec
+from ..adapters.specs import GQASpec, Mamba2Spec, MLASpec, OtherMixerSpec
 from ..fusion import Target
 from ..fusion.metadata import (
     BufferSpec,
@@ -60,6 +60,7 @@ def attention_data(specs: Sequence[tuple[str, Any]], target: str, asked: Asked) 
         "aiter": asked.release,
         "groups": groups,
         "cache": (cache := _cache(specs, asked)),
+        "uncounted": sum(isinstance(spec, Mamba2Spec | OtherMixerSpec) for _, spec in specs),
         "state_bytes_per_sequence": (
             state := sum(group["layers"] * group["state"]["bytes_per_sequence"] for group in groups if "state" in group)
         ),
@@ -200,5 +201,6 @@ def _memory(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
         everything = sum(total.values())
         yield (
             "in all",
-            f"{byte_text(everything)}, of which {byte_text(total['cache'])} are cache of {data['batch']} sequences",
+            f"{byte_text(everything)}, of which {byte_text(total['cache'])} are cache of {data['batch']} sequences"
+            + (f"; the state of {data['uncounted']} mixers is not counted" if data["uncounted"] else ""),
         )

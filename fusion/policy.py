@@ -202,7 +202,7 @@ class Policy:
         known = [each for each in self.of(fusion, engine.name) if each.compiled == engine.compiled]
         if inside and not any(each.inside for each in known):
             return f"it was not benchmarked in {engine.name} with linears that quantise inside of their op"
-        where = [each.where for each in known if each.faster and each.inside == inside]
+        where = dict.fromkeys(each.where for each in known if each.faster and each.inside == inside)
         if where:
             return f"it was measured faster on {'; '.join(where)}"
         how = "" if engine.compiled else " where that compiles nothing"

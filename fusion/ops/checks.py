@@ -229,6 +229,8 @@ def _table(op: Op, argument: Table, table: Any, values: Values) -> Iterator[str]
         yield _elsewhere(name, table, of, x)
     if table.stride(1) != 1 and table.shape[1] > 1:
         yield f"{name} has stride {table.stride(1)} along its rows; pass {name}.contiguous()"
+    if table.dim() == 2 and table.shape[0] != (rows := values[first].shape[0]):
+        yield f"{name} must have as many positions as {first}, {rows}; got {tuple(table.shape)}"
 
 
 def _head_weight(_: Op, argument: HeadWeight, weight: Any, values: Values) -> Iterator[str]:
@@ -281,7 +283,7 @@ def _named_op(_: Op, argument: NamedOp, name: Any, __: Values) -> Iterator[str]:
     try:
         if name:
             op_of(name)
-    except AttributeError:
+    except (AttributeError, ValueError):  # torch has a sentence of its own for a name without a namespace
         yield f"{argument.name}: no op is registered as {name!r}; import what registers it, and write namespace::op"
 
 

@@ -73,6 +73,11 @@ def test_delta_nets_have_state_and_windows_end(run):
     assert "6.0 KiB per token of the last 128, 768.0 KiB per sequence of 131072" in oss
 
 
+def test_what_is_not_counted_is_said(run):
+    said = attention_of(run, "bamba-9b", "--batch", 4, "--context", 1024)
+    assert "are cache of 4 sequences; the state of 29 mixers is not counted" in said
+
+
 def test_json_holds_the_same(run):
     data = json.loads(run("plan", "kimi-k2.5", "--tp", 8, "--batch", 256, "--context", 1000, "--json").out)["attention"]
     (group,) = data["groups"]

@@ -194,6 +194,7 @@ def test_more_tokens_are_the_other_ops() -> None:
         ({"weight": torch.zeros(128, 256)}, "weight must be one of torch.float8_e4m3fn, torch.float8_e4m3fnuz, got torch.float32"),
         ({"weight_scale": torch.ones(2, 1)}, r"weight_scale must be \(1, 2\), one per 128 x 128 of weight \(128, 256\); got \(2, 1\)"),
         ({"weight_scale": torch.ones(1, 2).bfloat16()}, "weight_scale must be torch.float32 on cpu, got torch.bfloat16"),
+        ({"beyond": "nope"}, "layerfuse::group_quant_linear: beyond: no op is registered as 'nope'; import what registers it"),
         ({"beyond": "layerfuse::no_such_op"}, "beyond: no op is registered as 'layerfuse::no_such_op'; import what registers it"),
     ],
 )  # fmt: skip

@@ -125,6 +125,12 @@ def test_large_values_and_int32_positions(backend: str) -> None:
     assert_op(given)
 
 
+def test_tables_have_as_many_positions() -> None:
+    given = inputs(3, turned=8)
+    with pytest.raises(ValueError, match=f"sin must have as many positions as cos, {len(given['cos'])}; got"):
+        getattr(ops, FUSION)(**given | {"sin": given["sin"][:-1]})
+
+
 def test_positions_outside_the_tables(backend: str) -> None:
     """An error by the reference, NaN of the token's own columns that are turned by a kernel."""
     given = inputs(3, turned=8)
