@@ -180,7 +180,7 @@ def plan_data(
         "kinds": kinds,
         "fusions": summed(decided, kinds, does.values()),
         "engine_does": does,
-        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *modules],
+        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *_linears(decided), *modules],
         "published": [str(kind) for kind in entry.quant.values()] if published else [],
     }
 
@@ -226,6 +226,18 @@ def _uncompiled(engine: Engine | None) -> list[str]:
     if engine is None or engine.uncompiled is None:
         return []
     return [f"{engine.uncompiled}: fused ops can stand in its modules only."]
+
+
+def _linears(decided: Plan) -> list[str]:
+    """What vLLM takes on Hopper for linears in blocks of 128, where that decides on what can be fused (engines/vllm/inside.py)."""
+    quants = {decided.config.quant_at(site) for site in decided.sites}
+    blocks = any(each is not None and each.group_size == 128 and not each.inside for each in quants)
+    if not blocks or decided.engine is None or decided.engine.name != "vllm" or decided.target.arch != "sm90":
+        return []
+    return [
+        "Where FlashInfer is installed, vLLM quantises inside of its linears: --quant group128,inside plans that; "
+        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 takes DeepGEMM."
+    ]
 
 
 def show_plan(data: dict[str, Any], to: Console, verbose: bool = False) -> None:

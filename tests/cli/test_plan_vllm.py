@@ -322,3 +322,18 @@ def test_a_model_is_planned_as_it_was_published(run):
     one = decisions(run, *asked, "--quant", "latents=none")
     assert one["post_attention", GROUP][0] == "expected"
     assert one["latents", f"{DUAL}_group_quant"][0] == "not_applicable"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["deepseek-v3", "--target", "h100"], True),
+        (["deepseek-v3", "--target", "h100", "--quant", "group128,inside"], False),
+        (["deepseek-v3", "--target", "mi300x"], False),
+        (["qwen3-32b", "--target", "h100"], False),
+    ],
+    ids=str,
+)
+def test_a_plan_says_that_linears_may_quantise_inside(run, arguments, says):
+    notes = json.loads(run("plan", *arguments, "--engine", "vllm", "--json").out)["notes"]
+    assert any("--quant group128,inside plans that" in note for note in notes) is says
