@@ -79,22 +79,17 @@ def _own(x: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -
 def _beyond(powers_of_two: bool) -> tuple[str, str]:
     """Two ops for more tokens than few, by name: of quantised rows, and of others."""
     rows, weights = ("Tensor values, Tensor scales", "Tensor x"), "Tensor weight, Tensor weight_scale"
+    functions: tuple[Any, ...] = (multiply, _own)
     names = []
-    for name, given, function in zip(("block_product", "block_linear"), rows, (multiply, _own), strict=True):
+    for name, given, function in zip(("block_product", "block_linear"), rows, functions, strict=True):
         names.append(f"{name}_{'rounded' if powers_of_two else 'exact'}")
         _LIBRARY.define(f"{names[-1]}({given}, {weights}) -> Tensor")
-        _LIBRARY.impl(names[-1], partial(_with, function, powers_of_two), "CompositeExplicitAutograd")
+        _LIBRARY.impl(names[-1], partial(function, powers_of_two=powers_of_two), "CompositeExplicitAutograd")
     return f"layerfuse_vllm::{names[0]}", f"layerfuse_vllm::{names[1]}"
-
-
-def _with(function: Any, last: bool, *given: Tensor) -> Tensor:
-    found: Tensor = function(*given, last)
-    return found
 
 
 BEYOND = {powers_of_two: _beyond(powers_of_two) for powers_of_two in (False, True)}
 """By whether DeepGEMM's scales are rounded to powers of two."""
-
 
 LINEAR = torch.ops.layerfuse.group_quant_linear.default
 BLOCK_LINEAR = torch.ops.layerfuse.block_scaled_linear.default
@@ -167,9 +162,8 @@ class TakenOut:
         left = {values for values, _ in self._quantised.values()}
         for product in self._products:
             values, scales, weight, weight_scale, rounds = product.args
-            x = (
-                values.args[0].args[0] if values in left else None
-            )  # of a fusion that quantises nothing, where one stands in front
+            # What a fusion that quantises nothing gives, where one stands in front.
+            x = values.args[0].args[0] if values in left else None
             few = _is_layerfuses(weight, weight_scale, x)
             if x is not None:
                 again: tuple[Any, ...] = (getattr(torch.ops.vllm, NAME).default, x, weight, weight_scale, GROUP, rounds)
