@@ -103,6 +103,10 @@ class CompiledModule:
     from_cache: bool = False
     counted: Counter[str] | None = None
     "Calls of ops in the profiling run, which is the first call of the module, by the op's name; None before it."
+    shared: int = 0
+    "Linears of shared experts, which stand in no graph, whose few tokens are layerfuse's."
+    aside: Callable[[], Counter[str]] = field(default=Counter, repr=False)
+    "Counts calls of fused ops at seams of shared experts, by the op's name."
     trouble: list[str] = field(factory=list)
     "What went wrong in layerfuse itself."
     pipeline: Pipeline = field(init=False)

@@ -26,8 +26,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...adapters.errors import FOREIGN
+from ...fusion.catalog import FUSIONS
 from ...fusion.match.values import value
 from ...fusion.ops.linear import scales_shape
+from ...fusion.planning import Plan
 from ..native import NotNativeError, native_function
 
 KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.flashinfer"
@@ -97,10 +99,22 @@ BLOCK_LINEAR = torch.ops.layerfuse.block_scaled_linear.default
 
 def product(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
     """As `multiply`, by layerfuse's kernel where there are few tokens."""
-    if not _is_layerfuses(weight, weight_scale):
+    if not is_layerfuses(weight, weight_scale):
         return multiply(values, scales, weight, weight_scale, powers_of_two)
     found: Tensor = BLOCK_LINEAR(values, scales, weight, weight_scale, torch.bfloat16, True, BEYOND[powers_of_two][0])
     return found
+
+
+def linear(x: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool) -> Tensor:
+    """As vLLM's op, by layerfuse's kernel where there are few tokens. Weights are as `is_layerfuses` takes them."""
+    found: Tensor = LINEAR(x, weight, weight_scale, False, True, BEYOND[powers_of_two][1])
+    return found
+
+
+def looks_inside(plan: Plan) -> bool:
+    """Whether a fusion is expected whose quantisation stands inside of a linear's op."""
+    inside = {site.name for site in plan.sites if (quant := plan.config.quant_at(site)) is not None and quant.inside}
+    return any(each.site in inside and FUSIONS[each.fusion].format is not None for each in plan.expected())
 
 
 def why_not() -> str | None:
@@ -164,7 +178,7 @@ class TakenOut:
             values, scales, weight, weight_scale, rounds = product.args
             # What a fusion that quantises nothing gives, where one stands in front.
             x = values.args[0].args[0] if values in left else None
-            few = _is_layerfuses(weight, weight_scale, x)
+            few = is_layerfuses(weight, weight_scale, x)
             if x is not None:
                 again: tuple[Any, ...] = (getattr(torch.ops.vllm, NAME).default, x, weight, weight_scale, GROUP, rounds)
                 if few:
@@ -184,12 +198,18 @@ class TakenOut:
                     self._graph.erase_node(node)
 
 
-def _is_layerfuses(weight: Any, weight_scale: Any, x: Any = None) -> bool:
+def is_layerfuses(weight: Any, weight_scale: Any, x: Any = None) -> bool:
     """Whether few tokens may be layerfuse's: parameters, which nothing writes to, as its kernels read them. x: what is to be quantised, if it is."""
-    scales, values = (each if isinstance(each, Tensor) else value(each) for each in (weight_scale, weight))
+    scales, values = _tensor(weight_scale), _tensor(weight)
     written = any(
         isinstance(each, Node) and each.op not in ("placeholder", "get_attr") for each in (weight, weight_scale)
     )
     fits = scales_shape(values) == tuple(scales.shape) and scales.dtype == torch.float32 and scales.is_contiguous()
-    rows = x is None or (value(x).dtype == torch.bfloat16 and value(x).stride(-1) == 1)
+    rows = x is None or (_tensor(x).dtype == torch.bfloat16 and _tensor(x).stride(-1) == 1)
     return not written and fits and values.stride(-1) == 1 and rows
+
+
+def _tensor(each: Any) -> Tensor:
+    """Of a node, or itself."""
+    found: Tensor = each if isinstance(each, Tensor) else value(each)
+    return found

@@ -70,7 +70,7 @@ NEEDS_FLASHINFER = ", where FlashInfer is there and has a workspace for as many 
 
 EXPERTS = (
     "vLLM runs a mixture's experts, shared ones too, in ops of its own (vllm::moe_forward_shared), which take what they read "
-    "unquantised, and in which nothing is fused"
+    "unquantised, and which no graph shows"
 )
 """Why no quantised fusion stands in front of experts, nor in shared ones."""
 

@@ -14,7 +14,7 @@ from ...fusion.planning import Plan
 from ...fusion.rewrite import Pipeline
 from ..process import troubled
 from ..whose import module_of
-from .inside import TakenOut, why_not
+from .inside import TakenOut, looks_inside, why_not
 from .native import why_not_all_reduce, why_not_ops
 
 AFTER = frozenset({"NoOpEliminationPass"})
@@ -49,7 +49,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
             troubled("rewriting a graph", error)
 
     def _rewrite(self, graph: Graph) -> None:
-        if not _looks_inside(self.pipeline.plan):
+        if not looks_inside(self.pipeline.plan):
             self.pipeline(graph)
             return
         taken = TakenOut(graph)
@@ -76,13 +76,7 @@ def why_not_now(plan: Plan) -> str | None:
     Asked again at each compilation: another package may choose an implementation once a model is loaded.
     """
     reduced = any(FUSIONS[decision.fusion].across_ranks for decision in plan.expected())
-    return why_not_ops() or (why_not_all_reduce() if reduced else None) or (why_not() if _looks_inside(plan) else None)
-
-
-def _looks_inside(plan: Plan) -> bool:
-    """Whether a fusion is expected whose quantisation stands inside of a linear's op."""
-    inside = {site.name for site in plan.sites if (quant := plan.config.quant_at(site)) is not None and quant.inside}
-    return any(each.site in inside and FUSIONS[each.fusion].format is not None for each in plan.expected())
+    return why_not_ops() or (why_not_all_reduce() if reduced else None) or (why_not() if looks_inside(plan) else None)
 
 
 def tensor_parallel_group() -> str:

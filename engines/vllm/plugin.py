@@ -168,6 +168,10 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for module, unit in units_of(config, model, options, draft):
             if unit.placed is not None:
                 unit.placed.put_in()
+            with _quietly("looking at shared experts"):
+                from . import shared_experts
+
+                shared_experts.put_in(unit, module)
             if unit.at_modules is None:
                 _wait_for(module, unit)
             else:
@@ -227,8 +231,8 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
     def first_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if id(self) not in process.this.waiting:
             return own(self, *args, **kwargs)
-        from ...fusion.backends import counting
         from ...fusion.ops.warming import recording
+        from ..standing import counted
 
         _, unit = process.this.waiting.pop(id(self))
         process.this.running.append(unit)
@@ -240,7 +244,7 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
             _look_again(unit)
             _find_key(unit)
             # Tracing and compiling run no fused op.
-            with in_place_of_options(unit), counting() as calls, recording() as seen:
+            with in_place_of_options(unit), counted(unit), recording() as seen:
                 result = own(self, *args, **kwargs)
         except BaseException:
             unit.pieces.clear()
@@ -248,7 +252,6 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
             raise
         finally:
             process.this.running.pop()
-        unit.counted = calls
         if unit.active:
             _say_who_passed_by(unit, "pass", "piece", "artefact")
             _warm_up(seen)

@@ -136,10 +136,11 @@ def test_linears_that_quantise_inside_of_their_product_take_it_too(
             assert all(close(engine(tokens), each) for tokens, each in zip((6, 40), plain, strict=True))
         inside_ours = given_to_kernels()
     assert counts(said(caplog)) == sites()
-    assert called["block_scaled_linear"] == 2 * (4 + LATENTS)
+    assert called["block_scaled_linear"] == 2 * (4 + LATENTS + 1), "down_proj of the shared experts among them"
+    assert called["group_quant_linear"] == 2 * 1, "their gate_up_proj"
     theirs, ours = (Counter(whose for whose, _, _ in each) for each in (inside_theirs, inside_ours))
     assert theirs == {"FlashInfer": 10, "DeepGEMM": 10}
-    assert ours == {"FlashInfer": 10 - 4 - LATENTS, "DeepGEMM": 10}
+    assert ours == {"FlashInfer": 10 - 4 - LATENTS - 2, "DeepGEMM": 10}
     assert {dtype for whose, dtype, _ in inside_ours if whose == "FlashInfer"} == {torch.bfloat16}
 
 

@@ -1,0 +1,110 @@
+"""Shared experts, which vLLM runs behind an op of its own, so that no graph that it compiles shows their linears.
+
+Few tokens are multiplied there by layerfuse too, in the place of their kernels' product, under the same conditions as in graphs (`inside`).
+Where a dense MLP's silu * up would be quantised in the same launch, theirs is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+
+from ...adapters.linear_quant import activation_quant_of, quantiser_of
+from ...adapters.specs import GatedMLPSpec, ResidualSpec
+from ...fusion.planning import plan
+from ..compiled_module import CompiledModule
+from ..native import Native, NotNativeError, native_methods
+from ..process import once
+from ..standing import Standing
+from ..whose import module_of
+from . import inside
+from .readers import PRODUCT
+from .seams import SEAMS
+
+CLASS = "vllm.model_executor.layers.fused_moe.runner.shared_experts", "SharedExperts"
+TAKES = ("self", "A", "B", "As", "Bs")
+"""What a kernel's product takes."""
+LEFT = "layerfuse: the linears of shared experts are left to vLLM: %s"
+GONE = "layerfuse: a linear of shared experts is vLLM's own from now on: %s"
+
+
+def put_in(unit: CompiledModule, module: nn.Module) -> None:
+    """Let few tokens be layerfuse's in a module's shared experts, where its plan takes quantisations out of linears. Else it is said once why not."""
+    if not inside.looks_inside(unit.plan):
+        return
+    shared = [each for each in module.modules() if (type(each).__module__, type(each).__qualname__) == CLASS]
+    within = {id(each): each for around in shared for each in around.modules()}
+    quants = ((each, activation_quant_of(each)) for each in within.values())
+    places = [(quantiser_of(each), quant.use_ue8m0) for each, quant in quants if quant is not None and quant.inside]
+    if not places and (shared or not _has_some(unit)):
+        return
+    stood: list[Native] = []
+    try:
+        problem = inside.why_not() or _why_not(unit, [place for place, _ in places])
+        if problem is None:
+            stood += [native_methods((place, PRODUCT)) for place, _ in places]
+    except NotNativeError as error:
+        problem = str(error)
+    if problem is not None:
+        once(logging.WARNING, LEFT, problem)
+        return
+    mlps = [
+        (path, spec)
+        for path, spec in unit.plan.specs
+        if isinstance(spec, GatedMLPSpec) and id(module.get_submodule(path)) in within
+    ]
+    alone = plan(mlps, unit.plan.target, unit.plan.config, unit.plan.engine)
+    standing = Standing(unit=attrs.evolve(unit, plan=alone), model=module, seams=SEAMS)
+    standing.put_in()
+    unit.aside = lambda: Counter({standing.forms[site]: calls for site, calls in standing.ran.items()})
+    unit.shared = len(places)
+    for (place, powers_of_two), held in zip(places, stood, strict=True):
+        if PRODUCT not in vars(place):  # else it takes what is quantised in front of it
+            setattr(place, PRODUCT, _product(place, powers_of_two, held))
+
+
+def _has_some(unit: CompiledModule) -> bool:
+    """Whether the model has shared experts whose linears quantise inside."""
+    mixtures = (spec.experts for _, spec in unit.plan.specs if isinstance(spec, ResidualSpec))
+    quants = (each.shared.quant for each in mixtures if each is not None and each.shared is not None)
+    return any(quant is not None and quant.inside for quant in quants)
+
+
+def _why_not(unit: CompiledModule, places: list[Any]) -> str | None:
+    """Why nothing of ours can stand in these kernels, as a sentence, or None."""
+    if not places:
+        return f"this vLLM runs them otherwise than by {'.'.join(CLASS)}"
+    if unit.config.lora_config is not None:
+        return "LoRA may add to them"
+    for place in places:
+        cls: Any = type(place)
+        if cls.__module__ != inside.KERNELS:
+            return f"{cls.__module__}.{cls.__qualname__} is no kernel of {inside.KERNELS}"
+        takes = tuple(inspect.signature(getattr(cls, PRODUCT)).parameters)
+        if takes != TAKES:
+            return f"{cls.__qualname__}.{PRODUCT} takes {', '.join(takes)}, and not {', '.join(TAKES)}"
+        if PRODUCT in vars(place):
+            return f"{PRODUCT} of this {cls.__qualname__} is from {module_of(vars(place)[PRODUCT])}"
+    return None
+
+
+def _product(place: Any, powers_of_two: bool, stood: Native) -> Callable[..., Tensor]:
+    """The product of one kernel."""
+    cls: Any = type(place)
+
+    def product(A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:  # noqa: N803 (named as vLLM names them)
+        problem = stood.changed()
+        if problem is not None:
+            once(logging.WARNING, GONE, problem)
+        elif inside.is_layerfuses(B, Bs, A):
+            return inside.linear(A, B, Bs, powers_of_two)
+        found: Tensor = getattr(cls, PRODUCT)(place, A, B, As, Bs)
+        return found
+
+    return product
