@@ -52,13 +52,11 @@ def mutated(definition: Definition, mutation: Mutation | None) -> Mutated:
     """A definition under a mutation, or unchanged if it is of another function.
 
     Raises:
-        ValueError: the mutation names a parameter that is not there, or lacks what its kind needs.
+        ValueError: the mutation names a parameter that is not there.
     """
     values = {parameter.name: parameter.name for parameter in definition.parameters}
     if mutation is None or mutation.function != definition.key:
         return Mutated(definition, definition.name, values)
-    if mutation.kind in ("rename", "rename_parameter", "insert") and not mutation.name:
-        raise ValueError(f"a mutation of the kind {mutation.kind!r} needs a name")
     name = mutation.name or ""
     if mutation.kind == "rename":
         return Mutated(definition, name, values)
@@ -79,18 +77,4 @@ def mutated(definition: Definition, mutation: Mutation | None) -> Mutated:
     else:
         del parameters[at]
         values[chosen.name] = chosen.default or "None"
-    _check_order(parameters, definition, mutation)
     return Mutated(replace(definition, parameters=tuple(parameters)), definition.name, values)
-
-
-def _check_order(parameters: list[Parameter], definition: Definition, mutation: Mutation) -> None:
-    """Refuses what Python would not compile: a required positional parameter after one with a default."""
-    optional = False
-    for parameter in parameters:
-        if parameter.keyword_only:
-            return
-        if optional and parameter.default is None:
-            raise ValueError(
-                f"{mutation.kind} leaves {parameter.name!r} of {definition.key} required after one with a default"
-            )
-        optional = optional or parameter.default is not None
