@@ -69,6 +69,12 @@ def arguments(form: Form, leading: tuple[int, ...], width: int, options: Options
     return arguments_of(form.op, leading, width, dtype, **said, **more)
 
 
+def kernel_of(name: str) -> Any:
+    from layerfuse.fusion.backends.triton.family import function_of
+
+    return function_of(FORMS[name].op)
+
+
 def exact(form: Form, given: list[Any]) -> tuple[Tensor, ...]:
     """The results in float64; of what is quantised, and of its scales, the values themselves."""
     result = written(form.op.name, form.chain, form.op.args, form.op.results, EXACT)(*given)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
 
 import attrs
 import pytest
 import torch
-from family_support import DEVICE, E4M3, FORMS, GPU, Options, arguments, problems
+from family_support import DEVICE, E4M3, FORMS, GPU, Options, arguments, kernel_of, problems
 from helpers import in_turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,12 +17,6 @@ from layerfuse.fusion.declare import Exponents, Flag, GroupSize, Limit, Rows
 from layerfuse.testing.op_inputs import HEADS
 
 triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-
-
-def kernel_of(name: str) -> Any:
-    from layerfuse.fusion.backends.triton.family import function_of
-
-    return function_of(FORMS[name].op)
 
 
 def cases_of(name: str) -> list[Options]:
