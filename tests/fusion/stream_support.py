@@ -26,11 +26,11 @@ def stream_spec(offset: float = 0.0, epsilon: float = EPSILON, width: int = WIDT
 
 
 class Norm(nn.Module):
-    """As transformers writes it: `after_weight` rounds once, as Gemma and torch do."""
+    """As transformers writes it, in bfloat16: `after_weight` rounds once, as Gemma and torch do."""
 
     def __init__(self, width: int = WIDTH, offset: float = 0.0, after_weight: bool = False) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(width) + 0.5 - offset)
+        self.weight = nn.Parameter((torch.rand(width) + 0.5 - offset).bfloat16())
         self.offset, self.after_weight = offset, after_weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -74,7 +74,6 @@ QUANTS: dict[str, tuple[Any, str]] = {
 def test_quantisations_into_buffers(name: str, dynamic: bool) -> None:
     quantise, quant = QUANTS[name]
     module = Stream(quantise)
-    module.norm.bfloat16()
     x, residual = rows(7)
     if dynamic:
         for each in (x, residual):
@@ -119,7 +118,6 @@ def aiter_static(values: Tensor, x: Tensor, scale: Tensor, dynamic: bool = False
 @pytest.mark.parametrize("write", [vllm_static, sglang_static, aiter_static])
 def test_a_static_scale(write: Any) -> None:
     module = Static(write)
-    module.norm.bfloat16()
     x, residual = rows()
     traced = run(module, "static", x, residual)
     assert form_of(traced) == STATIC, str(traced.report)
@@ -145,7 +143,6 @@ def test_a_static_scale(write: Any) -> None:
 )
 def test_left(quantise: Any, quant: str, reason: str) -> None:
     module = Stream(quantise)
-    module.norm.bfloat16()
     x, residual = rows(7)
     traced = run(module, quant, x, residual)
     fusion = f"add_rms_norm_{fusion_of(quant).removeprefix('mla_dual_rms_norm_')}"
@@ -170,9 +167,7 @@ def test_left(quantise: Any, quant: str, reason: str) -> None:
     ],
 )
 def test_no_single_static_scale(write: Any, shape: tuple[int, ...], reason: str) -> None:
-    module = Static(write, shape)
-    module.norm.bfloat16()
-    traced = run(module, "static", *rows())
+    traced = run(Static(write, shape), "static", *rows())
     assert reason in traced.report.of(STATIC).missed[SITE]
     assert form_of(traced) == "add_rms_norm"
 
@@ -336,7 +331,6 @@ def test_a_norm_into_a_buffer() -> None:
             return *vllm_token(out), total
 
     module = Buffered(None)  # type: ignore[arg-type]
-    module.norm.bfloat16()
     x, residual = rows()
     traced = run(module, "per_token", x, residual)
     assert form_of(traced) == "add_rms_norm_per_token_quant", str(traced.report)
@@ -396,7 +390,7 @@ def test_what_the_engine_has_fused_is_left_where_nothing_is_added_to_it() -> Non
             return values, scales, total
 
     module = Fused(None)  # type: ignore[arg-type]
-    module.norm.bfloat16().requires_grad_(False)
+    module.norm.requires_grad_(False)
     traced = run(module, "group128", *rows())
     assert form_of(traced) is None and "auto_functionalized" in traced.after[0]
     reason = traced.report.of("add_rms_norm_group_quant").missed[SITE]

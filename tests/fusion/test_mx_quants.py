@@ -84,7 +84,6 @@ def assert_quantised(values: Tensor, scales: Tensor, normed: Tensor) -> None:
 def test_the_stream(form: str, target: Target, shape: tuple[int, ...]) -> None:
     scheme, quantise = FORMS[form]
     module = Stream(quantise)
-    module.norm.bfloat16()
     x, residual = (torch.randn(*shape, 256).bfloat16() for _ in range(2))
     traced = run(module, scheme, x, residual, target=target)
     name = f"add_rms_norm_{scheme}_quant"
@@ -106,7 +105,6 @@ def test_tokens_flattened_and_shaped_again(form: str) -> None:
         return values.view(*x.shape[:-1], -1), scales
 
     module = Stream(flattened)
-    module.norm.bfloat16()
     given = [each.view(2, 3, -1) for each in rows(6)]
     traced = run(module, scheme, *given, target=TARGETS[0])
     assert form_of(traced) == f"add_rms_norm_{scheme}_quant", str(traced.report)
@@ -115,9 +113,7 @@ def test_tokens_flattened_and_shaped_again(form: str) -> None:
 
 @pytest.mark.parametrize("scheme", REFERENCE)
 def test_a_router_keeps_the_norm(scheme: str) -> None:
-    module = Stream(lambda normed: (*OURS[scheme](normed), normed.exp()))
-    module.norm.bfloat16()
-    traced = run(module, scheme, *rows(), target=TARGETS[0])
+    traced = run(Stream(lambda normed: (*OURS[scheme](normed), normed.exp())), scheme, *rows(), target=TARGETS[0])
     assert form_of(traced) == f"add_rms_norm_{scheme}_quant_with_norm"
 
 
@@ -126,7 +122,7 @@ def test_no_residual(scheme: str) -> None:
     class First(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm = Stream(lambda x: x).norm.bfloat16()
+            self.norm = Stream(lambda x: x).norm
 
         def forward(self, x: Tensor) -> Any:
             return OURS[scheme](self.norm(x))
@@ -143,7 +139,6 @@ def test_no_residual(scheme: str) -> None:
 def test_compiled_for_good() -> None:
     """Through Inductor, with nothing interpreted: what no fusion took runs too."""
     module = Stream(lambda normed: (*OURS["mxfp8"](normed), *OURS["mxfp4"](normed)))
-    module.norm.bfloat16()
     model = Layer(module).requires_grad_(False)
     compiled = fusion.compile(
         model, specs=[("layer", stream_spec())], target=TARGETS[0], config=config("mxfp8"), strict=False
@@ -192,7 +187,6 @@ REFUSED = [
 @pytest.mark.parametrize(("quant", "quantise", "reason"), REFUSED)
 def test_left_alone(quant: str, quantise: Any, reason: str) -> None:
     module = Stream(quantise)
-    module.norm.bfloat16()
     with torch.no_grad():
         traced = run(module, quant, *rows(), target=TARGETS[0])
     scheme = "group" if quant == "group32" else quant
@@ -206,7 +200,6 @@ def test_exponents_column_by_column() -> None:
     line = quant_forms.ONE_OP_QUANTS["vllm::rocm_aiter_dynamic_mxfp4_quant"]
     with mock.patch.dict(quant_forms.ONE_OP_QUANTS, {"layerfuse_tests::mxfp4": line}):
         module = Stream(columns)
-        module.norm.bfloat16()
         traced = run(module, "mxfp4", *rows(), target=TARGETS[0])
     assert "strides (1, 5), and the fused op gives" in traced.report.of("add_rms_norm_mxfp4_quant").missed[SITE]
 

@@ -67,7 +67,6 @@ def test_any_width_and_multiple(width: int, more: int) -> None:
 
 def test_three_dimensions() -> None:
     module = Stream(lambda x: (pad(x.view(-1, 256), (0, 32)), x.sum(-1)))
-    module.norm.bfloat16()
     x, residual = (each.view(2, 3, 256) for each in rows(6))
     traced = run(module, None, x, residual)
     assert form_of(traced) == f"{ADD}_pad"
@@ -123,7 +122,6 @@ def assert_padded(module: Any, dtype: torch.dtype, width: int = 256, wide: int =
 )
 def test_another_padding_is_left_behind_the_plain_norm_with_its_reason(reads: Any, reason: str | None) -> None:
     module = Stream(reads)
-    module.norm.bfloat16()
     x, residual = rows()
     traced = run(module, None, x, residual)
     verdict = traced.report.of(ADD)

@@ -56,7 +56,6 @@ def keeps_the_largest(x: Tensor) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_one_launch_gives_both(reads: Any, dynamic: bool) -> None:
     module = Stream(reads)
-    module.norm.bfloat16()
     x, residual = rows()
     if dynamic:
         torch._dynamo.mark_dynamic(x, 0)
@@ -76,9 +75,7 @@ def test_one_launch_gives_both(reads: Any, dynamic: bool) -> None:
 
 
 def test_without_another_reader_the_norm_is_not_written() -> None:
-    module = Stream(vllm_group)
-    module.norm.bfloat16()
-    traced = run(module, "group128", *rows())
+    traced = run(Stream(vllm_group), "group128", *rows())
     assert form_of(traced) == GROUP
 
 
@@ -94,7 +91,6 @@ def test_without_another_reader_the_norm_is_not_written() -> None:
 def test_two_quantisations_that_differ(other: Any, more: str) -> None:
     """The one that is as planned is fused, and the other quantises the norm that is kept: it is normed once."""
     module = Stream(lambda x: (*vllm_group(x), *other(x), *sglang_group(x)))
-    module.norm.bfloat16()
     x, residual = rows()
     traced = run(module, "group128", x, residual)
     assert form_of(traced) == f"{GROUP}_with_norm", str(traced.report)
@@ -110,9 +106,7 @@ def test_two_quantisations_that_differ(other: Any, more: str) -> None:
 
 
 def test_two_equal_ones_are_one_result() -> None:
-    module = Stream(lambda x: (*sglang_group(x), *vllm_group(x)))
-    module.norm.bfloat16()
-    traced = run(module, "group128", *rows())
+    traced = run(Stream(lambda x: (*sglang_group(x), *vllm_group(x))), "group128", *rows())
     assert form_of(traced) == GROUP
     assert torch.equal(traced.output[0].float(), traced.output[2].float())
     assert torch.equal(traced.output[1], traced.output[3])
@@ -150,16 +144,12 @@ def test_the_query_latent_beside_its_quantisation(quant: str) -> None:
     ],
 )
 def test_where_none_is_as_planned_the_norm_alone_is_fused(reads: Any, reason: str) -> None:
-    module = Stream(reads)
-    module.norm.bfloat16()
-    traced = run(module, "group128", *rows())
+    traced = run(Stream(reads), "group128", *rows())
     assert form_of(traced) == "add_rms_norm"
     assert reason in traced.report.of(GROUP).missed[SITE]
 
 
 def test_nothing_is_kept_where_no_quantisation_is_planned() -> None:
-    module = Stream(routed)
-    module.norm.bfloat16()
-    traced = run(module, None, *rows())
+    traced = run(Stream(routed), None, *rows())
     assert form_of(traced) == "add_rms_norm"
     assert not traced.report.of(GROUP).missed

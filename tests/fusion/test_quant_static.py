@@ -88,7 +88,6 @@ def test_fused(quantise: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Non
 
 def test_a_scale_of_low_precision_is_widened() -> None:
     module = Static(inverted, (1,), torch.bfloat16)
-    module.norm.bfloat16()
     x, residual = rows()
     traced = run(module, "static", x, residual)
     assert form_of(traced) == STATIC
@@ -97,7 +96,6 @@ def test_a_scale_of_low_precision_is_widened() -> None:
 
 def test_any_number_of_tokens() -> None:
     module = Static(inverted)
-    module.norm.bfloat16()
     x, residual = rows(7)
     for each in (x, residual):
         torch._dynamo.mark_dynamic(each, 0)
@@ -116,7 +114,6 @@ def test_a_buffer_and_the_product_of_two_scales() -> None:
             return inverted(normed, self.scale * self.other), normed.sum() * 0
 
     module = Buffers()
-    module.norm.bfloat16()
     x, residual = rows()
     traced = run(module, "static", x, residual)
     assert form_of(traced) == f"{STATIC}_with_norm"
@@ -136,7 +133,6 @@ def test_two_linears_with_scales_of_their_own() -> None:
             return inverted(normed, self.scale), inverted(normed, self.other), inverted(normed, self.scale)
 
     module = Two()
-    module.norm.bfloat16()
     x, residual = rows()
     traced = run(module, "static", x, residual)
     assert form_of(traced) == f"{STATIC}_with_norm"
@@ -198,7 +194,6 @@ def by_another_tensor(x: Tensor, scale: Tensor) -> Tensor:
 )
 def test_left(quantise: Any, shape: tuple[int, ...], reason: str) -> None:
     module = Static(quantise, shape)
-    module.norm.bfloat16()
     x, residual = rows()
     traced = run(module, "static", x, residual)
     assert traced.report.of(STATIC).matched == ()
@@ -212,25 +207,21 @@ def test_left(quantise: Any, shape: tuple[int, ...], reason: str) -> None:
 
 
 def test_a_static_scale_where_the_plan_has_one_per_token() -> None:
-    module = Static(inverted)
-    module.norm.bfloat16()
-    traced = run(module, "per_token", *rows())
+    traced = run(Static(inverted), "per_token", *rows())
     reason = traced.report.of("add_rms_norm_per_token_quant").missed[SITE]
     assert "is static: it does not come from the values, and the plan says one scale per token" in reason
 
 
 @pytest.mark.parametrize("epsilon", [1e-6 + 1e-7, 1e-5])
 def test_an_epsilon_off(epsilon: float) -> None:
-    module = Static(inverted)
-    module.norm.bfloat16()
-    traced = run(module, "static", *rows(), specs=[("layer", stream_spec(epsilon=epsilon))])
+    traced = run(Static(inverted), "static", *rows(), specs=[("layer", stream_spec(epsilon=epsilon))])
     assert "has epsilon" in traced.report.of(STATIC).missed[SITE]
     assert form_of(traced) is None and "layerfuse" not in traced.after[0]
 
 
 def test_zero_centred() -> None:
     module = Static(inverted)
-    module.norm = Norm(offset=1.0, after_weight=True).bfloat16()
+    module.norm = Norm(offset=1.0, after_weight=True)
     x, residual = rows()
     traced = run(module, "static", x, residual, specs=[("layer", stream_spec(offset=1.0))])
     assert form_of(traced) == STATIC

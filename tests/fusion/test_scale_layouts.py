@@ -53,7 +53,6 @@ def with_scales(lay_out: Any) -> Any:
 
 def traced_with(lay_out: Any, quant: str, count: int = 6, dynamic: bool = False) -> tuple[Any, Any, Any]:
     module = Stream(with_scales(lay_out))
-    module.norm.bfloat16()
     x, residual = rows(count)
     if dynamic:
         for each in (x, residual):
@@ -108,7 +107,6 @@ def test_tokens_flattened_for_the_quantisation(
         return values, scales, (scales.view(*x.shape[:-1], -1) if back else scales).exp2()
 
     module = Stream(quantise)
-    module.norm.bfloat16()
     given = tuple(each.view(*shape, -1) for each in rows(count))
     if dynamic:
         for each in given:

@@ -65,7 +65,6 @@ def test_a_product_that_stays_in_float32_is_another_norm() -> None:
             wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)
             return self.weight * wide.to(x.dtype)
 
-    module = Stream(lambda n: n * 2, Wide())
-    traced = run(module, None, *rows())
+    traced = run(Stream(lambda n: n * 2, Wide().float()), None, *rows())
     assert form_of(traced) is None
     assert "rounds to another dtype" in traced.report.of("add_rms_norm").missed[SITE]
