@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from ..adapters.errors import LayerfuseError
 from ..fusion.catalog import FUSIONS
-from ..fusion.linear_ops import LINEARS
+from ..fusion.linear_ops import BLOCK_SCALED
 from ..fusion.ops.linear import MOST
 from ..fusion.planning import Plan
 from ..fusion.report import FusionMissedError, Missed, Report
@@ -176,7 +176,7 @@ def _notes(unit: CompiledModule) -> Iterable[str]:
         yield f"{sources['cache']} graphs came from Inductor's cache with the records of those that filled it"
     if sources["unknown"]:
         yield f"{sources['unknown']} graphs came from a cache without a record"
-    linears = 0 if unit.counted is None else sum(unit.counted[op.name] for op in LINEARS)
+    linears = 0 if unit.counted is None else sum(unit.counted[op.name] for op in BLOCK_SCALED)
     if linears:
         shared = f", {unit.shared} of them of shared experts" if unit.shared else ""
         yield f"{linears} fp8 products are layerfuse's for up to {MOST} tokens{shared}"

@@ -328,6 +328,24 @@ class LinearWeight(Argument):
 
 
 @frozen(kw_only=True)
+class PlainWeight(LinearWeight):
+    """One of the dtype of the rows, without scales."""
+
+    doc: str = "(columns, width), of the dtype of x; rows of any stride."
+
+
+@frozen(kw_only=True)
+class Bias(Argument):
+    """What a linear adds to each column, (columns,), of the weight's dtype; it may be left out."""
+
+    schema = "Tensor?"
+    default = None
+
+    weight: str
+    doc: str = "(columns,), of the dtype of the weight; None: nothing is added."
+
+
+@frozen(kw_only=True)
 class BlockScales(Argument):
     """The float32 scales of a `LinearWeight`, one per 128 x 128, contiguous; the last blocks may be short."""
 

@@ -3,6 +3,7 @@
 `group_quant_linear`: activations quantised in groups of 128 columns, and their product with an fp8 weight in blocks of 128 x 128
 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). For a few tokens both are one launch, as a product then waits for its weights.
 `block_scaled_linear`: the product alone, of activations that were quantised in front of it.
+`few_token_linear`: the product with a weight of 16 bits, without scales.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 from .declare import (
     UE8M0,
+    Bias,
     BlockScales,
     Flag,
     FloatDtype,
@@ -19,6 +21,7 @@ from .declare import (
     LinearWeight,
     NamedOp,
     Op,
+    PlainWeight,
     Product,
     QuantisedRows,
     Rows,
@@ -81,6 +84,20 @@ BLOCK_SCALED_LINEAR = Op(
     reference=_reference("block_scaled_linear"),
 )
 
+FEW_TOKEN_LINEAR = Op(
+    name="few_token_linear",
+    doc="x times a weight of bfloat16 or float16, as torch.nn.functional.linear: for up to 16 tokens in one launch, which shares out the depth. "
+    "That function takes more tokens, and float32.",
+    args=(Rows(name="x"), PlainWeight(name="weight", of="x"), Bias(name="bias", weight="weight"), _STEADY),
+    results=(
+        Product(name="out", of="x", through="weight", doc="(..., columns), in the dtype of x; sums are in float32."),
+    ),
+    reference=_reference("few_token_linear"),
+)
+
+BLOCK_SCALED = (GROUP_QUANT_LINEAR, BLOCK_SCALED_LINEAR)
+"""Those with fp8 weights in blocks of 128 x 128."""
+
 LINEARS = {
     GROUP_QUANT_LINEAR: (
         Kernel(
@@ -95,6 +112,14 @@ LINEARS = {
             backend="triton",
             made_by="layerfuse.fusion.backends.triton.linear:quantised_function_of",
             refuses="layerfuse.fusion.backends.triton.linear:refuses",
+            steps="layerfuse.fusion.backends.triton.linear:steps_of",
+        ),
+    ),
+    FEW_TOKEN_LINEAR: (
+        Kernel(
+            backend="triton",
+            made_by="layerfuse.fusion.backends.triton.linear:plain_function_of",
+            refuses="layerfuse.fusion.backends.triton.linear:refuses_plain",
             steps="layerfuse.fusion.backends.triton.linear:steps_of",
         ),
     ),

@@ -1,6 +1,7 @@
-"""Block-scaled fp8 products with few tokens, where a GEMM waits for its weights: `group_quant_linear` beside what engines call.
+"""Products with few tokens, where a GEMM waits for its weights: layerfuse's linears beside what engines call.
 
-Shapes are the five linears of a rank of eight of DeepSeek-V3. Each entrant multiplies with so many weights in turn, in one CUDA
+In fp8 with blocks of 128 x 128 these are `group_quant_linear` and `block_scaled_linear`, with --bfloat16 `few_token_linear`; --search tries more
+ways to share out that one. Shapes are the five linears of a rank of eight of DeepSeek-V3, then the four of Qwen3-4B. Each entrant multiplies with so many weights in turn, in one CUDA
 graph, that none is in the L2 cache. With "in front" the activations come in bfloat16 and the entrant's engine quantises them first.
 Where launches overlap, the kernel in front is the same product with another weight, which lets the next one start.
 """
@@ -11,10 +12,11 @@ import argparse
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,10 +25,26 @@ from layerfuse.bench.files import save
 from layerfuse.bench.rank_group import said
 from layerfuse.bench.timing import Graph, time_graphs
 from layerfuse.fusion import ops
+from layerfuse.fusion.ops.linear import MOST
 from layerfuse.fusion.ops.quantisation import quantise
 
-SHAPES = ((2112, 7168), (3072, 1536), (7168, 2048), (4608, 7168), (7168, 2304))
-"""Columns and depth: q_a and kv_a, q_b, o, gate and up, down."""
+SHAPES = (
+    (2112, 7168),
+    (3072, 1536),
+    (7168, 2048),
+    (4608, 7168),
+    (7168, 2304),
+    (6144, 2560),
+    (2560, 4096),
+    (19456, 2560),
+    (2560, 9728),
+)
+"""Columns and depth: q_a and kv_a, q_b, o, gate and up, down of DeepSeek-V3; q, k and v, o, gate and up, down of Qwen3-4B."""
+SEARCHED = (
+    (64, 128, 2, 2, 4), (64, 128, 3, 3, 4), (64, 128, 4, 4, 4), (64, 128, 5, 3, 4), (64, 128, 10, 4, 4), (64, 64, 6, 6, 4), (128, 64, 3, 3, 4),
+    (128, 64, 5, 5, 4), (128, 128, 2, 2, 8), (128, 128, 4, 3, 8), (64, 256, 2, 2, 4), (128, 128, 2, 2, 4),
+)  # fmt: skip
+"""Of `linear.plain_shape`: columns of a program, of a group, groups, those on their way at once, warps."""
 TOKENS = (1, 8, 16, 64)
 BLOCK = 128
 """Columns of an activation's scale, and both sides of a weight's (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
@@ -114,6 +132,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "FlashInfer, bfloat16 in": _flashinfer_inside,
 }  # fmt: skip
 OURS = ("layerfuse", "layerfuse, bfloat16 in")
+CUBLAS = "cuBLAS"
 
 
 @cache
@@ -158,6 +177,39 @@ def _peer_calls(name: str, in_front: bool, x: Tensor, weights: list[Weight]) -> 
     return [partial(multiply, *given, *weight) for weight in loaded]
 
 
+def plain_entrants(
+    names: Sequence[str], x: Tensor, weights: list[Tensor], search: bool
+) -> Iterator[tuple[str, Callable[[], Calls]]]:
+    """As `entrants`, of weights in bfloat16."""
+    yield CUBLAS, lambda: [partial(torch.nn.functional.linear, x, weight) for weight in weights]
+    if any("vLLM" in name for name in names) and len(x) <= MOST:
+        yield "vLLM fused_a_gemm", lambda: [partial(_fused_a, x, weight) for weight in weights]
+    yield OURS[0], lambda: [partial(ops.few_token_linear, x, weight, steady=True) for weight in weights]
+    for shape in SEARCHED if search and len(x) <= MOST else ():
+        yield _named(shape), lambda shape=shape: [partial(_shared_out, shape, x, weight) for weight in weights]
+
+
+def _named(shape: tuple[int, ...]) -> str:
+    tile, block, groups, held, warps = shape
+    return f"{tile} columns, {groups} x {block}, {held} at once, {warps} warps"
+
+
+def _fused_a(x: Tensor, weight: Tensor) -> Tensor:
+    from vllm._custom_ops import dsv3_fused_a_gemm
+
+    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    dsv3_fused_a_gemm(out, x, weight.T)
+    return out
+
+
+def _shared_out(shape: tuple[int, ...], x: Tensor, weight: Tensor) -> Tensor:
+    from layerfuse.fusion.backends.triton import linear
+
+    with mock.patch.object(linear, "plain_shape_of", lambda depth, _: linear.plain_shape(depth, *shape)):
+        found: Tensor = ops.few_token_linear(x, weight, steady=True)
+        return found
+
+
 def dequantised(values: Tensor, scales: Tensor, rows_per_scale: int) -> Tensor:
     """In float32; `rows_per_scale`: 1 for activations, 128 for weights."""
     wide = scales.repeat_interleave(BLOCK, -1)[:, : values.shape[1]]
@@ -199,16 +251,16 @@ class Row(NamedTuple):
     low: float | None = None
     high: float | None = None
     error: float | None = None
-    from_cutlass: float | None = None
-    "The largest difference of a result."
+    from_first: float | None = None
+    "The largest difference of a result from CUTLASS's or cuBLAS's."
     problem: str = ""
 
 
-def compared(names: Sequence[str], x: Tensor, weights: list[Weight], right: Tensor, rounds: int) -> dict[str, Row]:
+def compared(several: Iterable[tuple[str, Callable[[], Calls]]], right: Tensor, rounds: int) -> dict[str, Row]:
     """By entrant. Results are compared after all replays, and with those of the first."""
     graphs, first, rows = {}, {}, dict[str, Row]()
     held: list[Calls] = []  # a graph does not hold what its calls read
-    for name, made in entrants(names, x, weights):
+    for name, made in several:
         try:
             held.append(made())
             graphs[name] = Graph(held[-1], 1)  # type: ignore[arg-type]
@@ -217,12 +269,12 @@ def compared(names: Sequence[str], x: Tensor, weights: list[Weight], right: Tens
         except Exception as problem:  # whatever is not installed here, or does not run
             graphs.pop(name, None)
             rows[name] = Row(problem=said(problem))
-    reference = first.get(CUTLASS)
+    reference = first.get(CUTLASS, first.get(CUBLAS))
     for name, timing in time_graphs(graphs, rounds).items():
         got = torch.stack(graphs[name].results)  # type: ignore[arg-type]
         error = relative_error(got, right)
         problem = f"off by {error:.3g}" if error > MOST_ERROR else ""
-        if name in OURS and not torch.equal(got, first[name]):
+        if (name in OURS or name in map(_named, SEARCHED)) and not torch.equal(got, first[name]):
             problem = "replays differ"
         away = None if reference is None else float((got.float() - reference.float()).abs().max())
         error = error if math.isfinite(error) else None
@@ -267,9 +319,16 @@ def measured(given: argparse.Namespace) -> int:
             break
         torch.manual_seed(columns)
         count = max(FEWEST_WEIGHTS, -(-MOST_CACHED // (columns * depth)))
-        weights = [drawn(columns, depth, "cuda") for _ in range(count)]
         x = torch.randn(max(tokens), depth, device="cuda").bfloat16()
-        right = right_results(*quantised(x), weights)
+        weights: list[Any]
+        if given.bfloat16:
+            weights = [(torch.randn(columns, depth, device="cuda") * depth**-0.5).bfloat16() for _ in range(count)]
+            right = torch.stack([x.double() @ weight.double().t() for weight in weights])
+            enter = partial(plain_entrants, names, weights=weights, search=given.search)
+        else:
+            weights = [drawn(columns, depth, "cuda") for _ in range(count)]
+            right = right_results(*quantised(x), weights)
+            enter = partial(entrants, names, weights=weights)
         gc.collect()
         gc.freeze()  # or each graph looks through all that was imported
         rows, floors = dict[int, dict[str, Row]](), dict[int, float]()
@@ -277,13 +336,14 @@ def measured(given: argparse.Namespace) -> int:
             if time.monotonic() - begun > given.limit:
                 print(f"out of time before {each} tokens")
                 break
-            floors[each] = (weights[0][0].nbytes + weights[0][1].nbytes + each * (depth + 2 * columns)) / speed
-            rows[each] = compared(names, x[:each], weights, right[:, :each], given.rounds)
-        wrong |= any(by_name[name].problem for by_name in rows.values() for name in OURS)
+            held = weights[0].nbytes if given.bfloat16 else weights[0][0].nbytes + weights[0][1].nbytes
+            floors[each] = (held + each * ((1 + given.bfloat16) * depth + 2 * columns)) / speed
+            rows[each] = compared(enter(x=x[:each]), right[:, :each], given.rounds)
+        wrong |= any(by_name[name].problem for by_name in rows.values() for name in OURS if name in by_name)
         print(f"\n{f'{columns} x {depth}, us with':40}" + "".join(f"{each:8}" for each in rows) + " tokens")
         print("\n".join(lines(rows, floors)), f"\nafter {time.monotonic() - begun:.0f} s", flush=True)
-        entrants = {each: {name: row._asdict() for name, row in by.items()} for each, by in rows.items()}
-        found["shapes"][f"{columns}x{depth}"] = {"floors": floors, "entrants": entrants}
+        timed = {each: {name: row._asdict() for name, row in by.items()} for each, by in rows.items()}
+        found["shapes"][f"{columns}x{depth}"] = {"floors": floors, "entrants": timed}
         if given.out:
             save(given.out, found)
     return int(wrong)
@@ -292,6 +352,8 @@ def measured(given: argparse.Namespace) -> int:
 def main() -> int:
     """Time each entrant and print a table per shape, in microseconds."""
     parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--bfloat16", action="store_true", help="weights in bfloat16, beside cuBLAS")
+    parser.add_argument("--search", action="store_true", help="with --bfloat16: more ways to share out a product")
     parser.add_argument("--shapes", default="0,1,2,3,4", help=f"places in {SHAPES}")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="up to 64")
     parser.add_argument("--peers", default="vLLM,DeepGEMM,FlashInfer", help="parts of names; empty: none")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..declare import (
     Argument,
+    Bias,
     BlockScales,
     Cache,
     Choice,
@@ -31,6 +32,7 @@ from ..declare import (
     Op,
     Packed,
     PaddedWidth,
+    PlainWeight,
     QuantDtype,
     Quantised,
     QuantisedRows,
@@ -248,12 +250,25 @@ def _linear_weight(_: Op, argument: LinearWeight, weight: Any, values: Values) -
     name, of, x = argument.name, argument.of, values[argument.of]
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not len(weight):
         yield f"{name} must be (columns, {x.shape[-1]}), as wide as {of}; got {tuple(weight.shape)}"
-    if weight.dtype not in LARGEST:
-        yield _one_of(name, tuple(LARGEST), weight.dtype)
+    known = (x.dtype,) if isinstance(argument, PlainWeight) else tuple(LARGEST)
+    if weight.dtype not in known:
+        yield _one_of(name, known, weight.dtype)
     if weight.device != x.device:
         yield _elsewhere(name, weight, of, x)
     if weight.stride(1) != 1 and weight.shape[1] > 1:
         yield _gaps(name, weight)
+
+
+def _bias(_: Op, argument: Bias, bias: Any, values: Values) -> Iterator[str]:
+    name, of, weight = argument.name, argument.weight, values[argument.weight]
+    if bias is None:
+        return
+    if tuple(bias.shape) != (len(weight),):
+        yield f"{name} must be ({len(weight)},), as {of} {tuple(weight.shape)} has columns; got {tuple(bias.shape)}"
+    if bias.dtype != weight.dtype or bias.device != weight.device:
+        yield f"{name} must be {weight.dtype} on {weight.device}, got {bias.dtype} on {bias.device}"
+    if bias.stride(0) != 1 and len(bias) > 1:
+        yield _gaps(name, bias)
 
 
 def _block_scales(_: Op, argument: BlockScales, scales: Any, values: Values) -> Iterator[str]:
@@ -312,6 +327,7 @@ _PROBLEMS: dict[type[Argument], Callable[..., Iterator[str]]] = {
     Table: _table,
     HeadWeight: _head_weight,
     LinearWeight: _linear_weight,
+    Bias: _bias,
     BlockScales: _block_scales,
     RowScales: _row_scales,
     FloatDtype: _float_dtype,

@@ -17,6 +17,7 @@ from ..backends.backend import backend_of, kernels_for
 from ..declare import (
     REQUIRED,
     Argument,
+    Bias,
     BlockScales,
     Cache,
     ColumnMajor,
@@ -220,7 +221,7 @@ def fake_of(op: Op) -> Callable[..., Any]:
 
 _BY_DTYPE = (Weight, Table, Cache, LinearWeight)
 """Of these the case knows the dtype."""
-_NOT_OF_THE_CASE = (Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight, BlockScales, RowScales)
+_NOT_OF_THE_CASE = (Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight, BlockScales, RowScales, Bias)
 
 
 def case_fields(op: Op) -> tuple[str, ...]:

@@ -59,6 +59,11 @@ def block_scaled_linear(
     return product.to(out_dtype).view(*x.shape[:-1], len(weight))
 
 
+def few_token_linear(x: Tensor, weight: Tensor, bias: Tensor | None, _steady: bool) -> Tensor:
+    """`layerfuse::few_token_linear`."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
 def op_of(name: str) -> Callable[..., Tensor]:
     """What is registered as `namespace::op`.
 

@@ -11,14 +11,16 @@ import torch
 from compile_kernels import TARGETS, Compiler
 
 from layerfuse.fusion.backends.triton import launcher, linear
-from layerfuse.fusion.linear_ops import BLOCK_SCALED_LINEAR, GROUP_QUANT_LINEAR
+from layerfuse.fusion.linear_ops import BLOCK_SCALED_LINEAR, FEW_TOKEN_LINEAR, GROUP_QUANT_LINEAR
 from layerfuse.fusion.ops.linear import scales_shape
 
 SHAPES = ((2112, 7168), (3072, 1536), (7168, 2304), (272, 18432))
+FORMS = ("quantises", "quantised", "plain")
+"""Whether activations come in bfloat16 to be quantised, in fp8, or are multiplied as they are."""
 
 
 def built(name: str, columns: int, depth: int, early: bool) -> Iterator[dict[str, Any]]:
-    """What one shape compiles to: of activations to be quantised and of quantised ones, for each number of tokens with a kernel of its own."""
+    """What one shape compiles to, in each form and for each number of tokens with a kernel of its own."""
     target, fp8 = TARGETS[name]
     launcher.again = lambda *_: False  # type: ignore[assignment]
     launcher.wave = lambda _: target.warp_size  # type: ignore[assignment]
@@ -29,16 +31,19 @@ def built(name: str, columns: int, depth: int, early: bool) -> Iterator[dict[str
     weight = torch.empty(columns, depth, dtype=fp8)
     scale = torch.ones(scales_shape(weight))
     for tokens in linear._buckets():
-        for quantised in (False, True):
+        for form in FORMS:
             compiler = Compiler(name, early)
             launcher.first = compiler  # type: ignore[assignment]
-            x = torch.empty(tokens, depth, dtype=fp8 if quantised else torch.bfloat16)
-            if quantised:
+            x = torch.empty(tokens, depth, dtype=fp8 if form == "quantised" else torch.bfloat16)
+            if form == "quantised":
                 given = torch.ones(tokens, scale.shape[1])
                 linear.quantised_function_of(BLOCK_SCALED_LINEAR)(x, given, weight, scale, torch.bfloat16, True, "")
-            else:
+            elif form == "quantises":
                 linear.function_of(GROUP_QUANT_LINEAR)(x, weight, scale, False, True, "")
-            yield compiler.built | {"target": name, "early": early, "tokens": tokens, "quantised": quantised}
+            else:
+                plain = torch.empty(columns, depth, dtype=torch.bfloat16)
+                linear.plain_function_of(FEW_TOKEN_LINEAR)(x, plain, torch.empty_like(plain[:, 0]), True)
+            yield compiler.built | {"target": name, "early": early, "tokens": tokens, "form": form}
 
 
 if __name__ == "__main__":

@@ -173,6 +173,51 @@ def test_counters_are_there_whatever_number_of_tokens_ran_first(monkeypatch: pyt
         backends.force(None)
 
 
+@pytest.mark.skipif(not GPU, reason="captures a CUDA graph")
+def test_a_stream_that_leaves_a_graphs_own_and_comes_back() -> None:
+    """As vLLM runs shared experts: behind a norm on one stream, beside experts on another."""
+    hidden, width, beside = 1024, 256, torch.cuda.Stream()
+    up, down = given_of(4, 2 * width, hidden), given_of(4, hidden, width)
+    for each, factor in ((up, 100), (down, 1000)):  # so that what they give is no smaller than what it is added to
+        del each["x"]
+        each["weight_scale"] *= factor
+    x, residual = (torch.randn(4, hidden, device=DEVICE).bfloat16() for _ in range(2))
+    weight = torch.ones(hidden, device=DEVICE).bfloat16()
+
+    def layer(x: torch.Tensor, residual: torch.Tensor, stream: torch.cuda.Stream | None) -> tuple[torch.Tensor, ...]:
+        normed, summed = ops.add_rms_norm(x, residual, weight, 1e-6)
+        here = torch.cuda.current_stream()
+        if stream is not None:
+            stream.wait_stream(here)
+        with torch.cuda.stream(stream or here):
+            gate, other = ops.group_quant_linear(normed, **up, steady=True).chunk(2, -1)
+            values, scales = ops.silu_mul_group_quant(gate, other)
+            shared = ops.block_scaled_linear(values, scales, **down, steady=True)
+        routed = torch.nn.functional.silu(normed) + ops.group_quant_linear(summed, **up, steady=True)[:, :1]
+        if stream is not None:
+            here.wait_stream(stream)
+        return (routed + shared).clamp(-3, 3), summed
+
+    def layers(stream: torch.cuda.Stream | None) -> tuple[torch.Tensor, ...]:
+        result = (x, residual)
+        for _ in range(8):
+            result = layer(*result, stream)
+        return result
+
+    right = layers(None)
+    graph = torch.cuda.CUDAGraph()
+    layers(beside)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        got = layers(beside)
+    for _ in range(20):
+        for each in got:
+            each.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(*pair) for pair in zip(got, right, strict=True))
+
+
 def test_more_tokens_are_the_other_ops() -> None:
     library = torch.library.Library("layerfuse_test_linears", "FRAGMENT")
     library.define("product(Tensor x, Tensor weight, Tensor weight_scale) -> Tensor")

@@ -13,7 +13,7 @@ from ...declare import Op
 from ...ops import linear
 from ...ops.quantisation import LARGEST
 from . import launcher, refuses_fp8
-from .linear_kernel import few_token_linear
+from .linear_kernel import few_token_linear, few_token_plain
 
 _FEWEST = 8
 """Tokens of a kernel of its own on NVIDIA GPUs. For AMD's it is compiled with a thousand spilled registers."""
@@ -59,6 +59,34 @@ def shape_of(depth: int, most: int, quantised: bool) -> Shape:
     return Shape(tile, held, -(-groups // held), warps)
 
 
+class PlainShape(NamedTuple):
+    """How a product of 16 bits is shared out."""
+
+    tile: int
+    "Columns of a program."
+    block: int
+    "Columns of the depth in a group."
+    groups: int
+    "Groups that a program takes."
+    held: int
+    "Of them those that are on their way at once."
+    split: int
+    "Programs that share a tile's depth."
+    warps: int
+
+
+def plain_shape(depth: int, tile: int, block: int, groups: int, held: int, warps: int) -> PlainShape:
+    """A shape of no more groups than the depth has."""
+    several = -(-depth // block)
+    taken = min(groups, several)
+    return PlainShape(tile, block, taken, min(held, taken), -(-several // taken), warps)
+
+
+def plain_shape_of(depth: int, most: int) -> PlainShape:
+    """Not searched: as many bytes of weights in a program as `shape_of` gives it of fp8. The arguments are its too."""
+    return plain_shape(depth, 64, 128, *((3, 3) if most == _FEWEST else (4, 4)), 4)
+
+
 def _buckets() -> tuple[int, ...]:
     """Tokens that kernels are compiled for, so that each is launched up to there."""
     return (linear.MOST,) if launcher.HIP else (_FEWEST, linear.MOST)
@@ -69,6 +97,13 @@ def refuses(case: Any) -> str | None:
     if case.dtype in LARGEST and case.dtype != case.weight_dtype:
         return f"x is {case.dtype} and the weight {case.weight_dtype}; the kernel multiplies one format"
     return refuses_fp8(case.weight_dtype)
+
+
+def refuses_plain(case: Any) -> str | None:
+    """The same of a linear without scales."""
+    if case.dtype.itemsize != 2:
+        return f"x is {case.dtype}; the kernel multiplies bfloat16 and float16"
+    return None
 
 
 def steps_of(case: Any) -> tuple[int, ...]:  # noqa: ARG001 (every backend is asked for a case)
@@ -124,6 +159,23 @@ def function_of(op: Op) -> Callable[..., Any]:
     return function
 
 
+def plain_function_of(op: Op) -> Callable[..., Any]:
+    """As `function_of`, of an op whose weight is as wide as its activations are."""
+    name = op.name
+
+    def function(x: Tensor, weight: Tensor, bias: Tensor | None, steady: bool) -> Tensor:
+        tokens = x.shape[:-1].numel()
+        _make_ready(x.device)
+        if tokens > linear.MOST or len(weight) > WIDEST:
+            return linear.few_token_linear(x, weight, bias, steady)
+        out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
+        if tokens:
+            _launch_plain(name, x.reshape(tokens, -1), weight, bias, out, steady)
+        return out
+
+    return function
+
+
 def _make_ready(device: torch.device) -> None:
     """Make the counters at a call with any number of tokens: an engine's profiling run, in front of its captures, has many."""
     if device not in _slabs and (launcher.interpreted(device) or not torch.cuda.is_current_stream_capturing()):
@@ -141,7 +193,7 @@ def _counters(device: torch.device) -> Tensor:
     if slab is None:
         if not interpreted and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "a linear with few tokens is captured in a CUDA graph before one ever ran: call group_quant_linear once in front"
+                "a linear with few tokens is captured in a CUDA graph before one ever ran: call it once in front"
             )
         slab = _slabs[device] = torch.zeros(_SLOTS, _TILES, dtype=torch.int32, device=device)
         if not interpreted:
@@ -165,8 +217,7 @@ def _launch(
     shape = shape_of(depth, most, scale is not None)
     tiles = -(-columns // shape.tile)
     x_unit, weight_unit = _unit_of(x), _unit_of(weight)
-    size = (tiles, shape.split, shape.tile, most) if shape.split > 1 else (0,)
-    parts = torch.empty(size, dtype=torch.float32, device=x.device)
+    parts = _parts(tiles, shape, most, x.device)
     every = (x, weight_scale if scale is None else scale, weight, weight_scale, parts, _counters(x.device), out)
     strides = (0, 0) if scale is None else scale.stride()
     numbers = (tokens, x.stride(0) // x_unit, *strides, weight.stride(0) // weight_unit)
@@ -186,6 +237,39 @@ def _launch(
         few_token_linear, key, every, numbers, constants,
         rows=most, sides=tiles * shape.split, warps=shape.warps * 32 // launcher.wave(out.device),
     )  # fmt: skip
+
+
+def _launch_plain(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, steady: bool) -> None:
+    (tokens, depth), columns = x.shape, len(weight)
+    most = next(each for each in _buckets() if tokens <= each)
+    shape = plain_shape_of(depth, most)
+    tiles = -(-columns // shape.tile)
+    x_unit, weight_unit = _unit_of(x), _unit_of(weight)
+    parts, added = _parts(tiles, shape, most, x.device), weight if bias is None else bias
+    every = (x, weight, added, parts, _counters(x.device), out)
+    numbers = (tokens, x.stride(0) // x_unit, weight.stride(0) // weight_unit)
+    addresses = tuple(tensor.data_ptr() for tensor in every)
+    device = out.get_device()
+    key = (
+        name, device, x.dtype, columns, depth, most, shape, x_unit, weight_unit, bias is None, steady,
+        launcher.special(max(numbers), addresses, every),
+    )  # fmt: skip
+    if launcher.again(key, device, addresses, numbers):
+        return
+    constants = (
+        columns, depth, shape.block, x_unit, weight_unit, most, shape.tile, shape.groups, shape.split, shape.held,
+        bias is not None, launcher.interpreted(out.device), steady,
+    )  # fmt: skip
+    launcher.first(
+        few_token_plain, key, every, numbers, constants,
+        rows=most, sides=tiles * shape.split, warps=shape.warps * 32 // launcher.wave(out.device),
+    )  # fmt: skip
+
+
+def _parts(tiles: int, shape: Shape | PlainShape, most: int, device: torch.device) -> Tensor:
+    """What the programs that share a tile leave each other."""
+    size = (tiles, shape.split, shape.tile, most) if shape.split > 1 else (0,)
+    return torch.empty(size, dtype=torch.float32, device=device)
 
 
 def _unit_of(rows: Tensor) -> int:

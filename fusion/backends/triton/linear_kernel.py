@@ -83,11 +83,27 @@ def few_token_linear(
         total += product * (scale * left_scales[i])[None, :]
     at = m[None, :] * COLUMNS + n[:, None]
     mask = (m < tokens)[None, :] & (n < COLUMNS)[:, None]
+    _hand_in(total, 0.0, parts, arrived, out, at, mask, tile, part, TOKENS, TILE, SPLIT, False)
+
+
+@triton.jit
+def _hand_in(
+    total, bias, parts, arrived, out, at, mask, tile, part,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Leave what one program has summed, or be the last of a tile's to arrive, and store what all have, with the bias if there is one."""
     if SPLIT == 1:
+        if BIAS:
+            total += bias
         tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
     else:
         # A tile's part is TOKENS numbers for each column, also of tokens that are not there: stores and loads need no mask.
-        mine = parts + tile * (SPLIT * TILE * TOKENS) + tl.arange(0, TILE)[:, None] * TOKENS + m[None, :]
+        mine = (
+            parts
+            + tile * (SPLIT * TILE * TOKENS)
+            + tl.arange(0, TILE)[:, None] * TOKENS
+            + tl.arange(0, TOKENS)[None, :]
+        )
         tl.store(mine + part * (TILE * TOKENS), total)
         tl.debug_barrier()  # all of the program's stores, before its one thread says that it has arrived
         if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == SPLIT - 1:
@@ -102,5 +118,66 @@ def few_token_linear(
                 total = tl.zeros((TILE, TOKENS), tl.float32)
                 for each in range(SPLIT):
                     total += tl.load(mine + each * (TILE * TOKENS), cache_modifier=".cg")
+            if BIAS:
+                total += bias
             tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
             tl.store(arrived + tile, 0)
+
+
+@triton.jit(do_not_specialize=["tokens", "x_row", "weight_row"])
+def few_token_plain(
+    x, weight, bias, parts, arrived, out,
+    tokens, x_row, weight_row,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, X_UNIT: tl.constexpr, WEIGHT_UNIT: tl.constexpr,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr,
+    BIAS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The same of weights and activations of 16 bits, which have no scales, in groups of BLOCK columns: HELD of them are on their way at once.
+
+    BIAS: one number per column is added to the sum; else bias is not read.
+    """
+    depth_groups: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
+    short: tl.constexpr = DEPTH % BLOCK != 0
+    masked: tl.constexpr = short or depth_groups != SPLIT * GROUPS
+    tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
+    first = part * GROUPS
+    n, m, k = tile * TILE + tl.arange(0, TILE), tl.arange(0, TOKENS), tl.arange(0, BLOCK)
+    row, token = tl.minimum(n, COLUMNS - 1).to(tl.int64), tl.minimum(m, tokens - 1).to(tl.int64)
+    weight_at = weight + (row * weight_row)[:, None] * WEIGHT_UNIT + k[None, :]
+    x_at = x + (token * x_row)[:, None] * X_UNIT + k[None, :]
+    if EARLY:
+        tl_cuda.gdc_launch_dependents()
+        if not AHEAD:
+            tl_cuda.gdc_wait()
+    added = tl.load(bias + row).to(tl.float32)[:, None] if BIAS else 0.0
+    lefts = ()
+    for i in tl.static_range(HELD):
+        lefts = lefts + (_columns(weight_at, first + i, k, DEPTH, BLOCK, short, "evict_first"),)
+    if EARLY and AHEAD:
+        tl_cuda.gdc_wait()
+    rights = ()
+    for i in tl.static_range(HELD):
+        rights = rights + (_columns(x_at, first + i, k, DEPTH, BLOCK, masked, ""),)
+    total = tl.zeros((TILE, TOKENS), tl.float32)
+    for i in tl.static_range(GROUPS):
+        if i + HELD < GROUPS:
+            lefts = lefts + (_columns(weight_at, first + i + HELD, k, DEPTH, BLOCK, short, "evict_first"),)
+            rights = rights + (_columns(x_at, first + i + HELD, k, DEPTH, BLOCK, masked, ""),)
+        if WIDE:
+            total += tl.dot(lefts[i].to(tl.float32), tl.trans(rights[i].to(tl.float32)), input_precision="ieee")
+        else:
+            total = tl.dot(lefts[i], tl.trans(rights[i]), total)
+    at = m[None, :] * COLUMNS + n[:, None]
+    mask = (m < tokens)[None, :] & (n < COLUMNS)[:, None]
+    _hand_in(total, added, parts, arrived, out, at, mask, tile, part, TOKENS, TILE, SPLIT, BIAS)
+
+
+@triton.jit
+def _columns(
+    rows, group, k, DEPTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr, POLICY: tl.constexpr
+):  # fmt: skip
+    """One group of columns of all rows. MASKED: those beyond the last are zeros, else they are the last group's once more."""
+    at = rows + tl.minimum(group, (DEPTH - 1) // BLOCK) * BLOCK
+    if MASKED:
+        return tl.load(at, mask=(group * BLOCK + k < DEPTH)[None, :], other=0.0, eviction_policy=POLICY)
+    return tl.load(at, eviction_policy=POLICY)
