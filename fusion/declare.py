@@ -356,6 +356,56 @@ class BlockScales(Argument):
 
 
 @frozen(kw_only=True)
+class ExpertWeights(Argument):
+    """The weights of experts in fp8, (experts, columns of the product, width of `of`); last stride 1, columns and width divide by 128."""
+
+    schema = "Tensor"
+
+    of: str
+    "The rows that are multiplied by it, or the `ExpertWeights` whose product is: half as wide, gates times the others."
+
+
+@frozen(kw_only=True)
+class ExpertScales(Argument):
+    """The float32 scales of `ExpertWeights`, one per 128 x 128, contiguous."""
+
+    schema = "Tensor"
+
+    weights: str
+    doc: str = "float32, (experts, columns / 128, width / 128), contiguous: one per block of the weights."
+
+
+@frozen(kw_only=True)
+class RouterWeights(Argument):
+    """What each expert that a token of `of` chose counts: (tokens, choices), float32, last stride 1."""
+
+    schema = "Tensor"
+
+    of: str
+    doc: str = "float32, (tokens, choices): what each chosen expert counts."
+
+
+@frozen(kw_only=True)
+class ExpertIds(Argument):
+    """The experts that were chosen, of the shape of the `RouterWeights` called `of`: int32 or int64, last stride 1."""
+
+    schema = "Tensor"
+
+    of: str
+    doc: str = "int32 or int64, (tokens, choices): the chosen experts. One that is none, as -1, counts nothing."
+
+
+@frozen(kw_only=True)
+class Output(Argument):
+    """What the op writes its result to: of the shape of the rows called `of`, any floating dtype, rows of any stride, last stride 1."""
+
+    schema = "Tensor"
+
+    of: str
+    is_mutated = True
+
+
+@frozen(kw_only=True)
 class NamedOp(Argument):
     """An op by its name, `namespace::op`; empty: none."""
 

@@ -15,15 +15,20 @@ from .declare import (
     UE8M0,
     Bias,
     BlockScales,
+    ExpertIds,
+    ExpertScales,
+    ExpertWeights,
     Flag,
     FloatDtype,
     Kernel,
     LinearWeight,
     NamedOp,
     Op,
+    Output,
     PlainWeight,
     Product,
     QuantisedRows,
+    RouterWeights,
     Rows,
     RowScales,
 )
@@ -43,11 +48,11 @@ def _beyond(takes: str) -> NamedOp:
     )
 
 
-def _reference(name: str) -> Callable[..., Any]:
+def _reference(name: str, module: str = "linear") -> Callable[..., Any]:
     def reference(*args: Any) -> Any:
         from .backends.backend import imported
 
-        return imported(f"{__package__}.ops.linear:{name}")(*args)
+        return imported(f"{__package__}.ops.{module}:{name}")(*args)
 
     return reference
 
@@ -98,6 +103,28 @@ FEW_TOKEN_LINEAR = Op(
 BLOCK_SCALED = (GROUP_QUANT_LINEAR, BLOCK_SCALED_LINEAR)
 """Those with fp8 weights in blocks of 128 x 128."""
 
+BLOCK_SCALED_EXPERTS = Op(
+    name="block_scaled_experts",
+    doc="The routed experts of a mixture on x in fp8 with one scale per 128 columns, by fp8 weights with one scale per 128 x 128: "
+    "silu(gate) * up of each chosen expert, quantised as x is, times its w2, and the sum of these as the router weighs them. In two launches "
+    "for up to 16 tokens, which read each expert once (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).",
+    args=(
+        QuantisedRows(name="x", doc="(tokens, width)."),
+        RowScales(name="x_scale", of="x"),
+        ExpertWeights(name="w13", of="x", doc="(experts, 2 * inner, width), fp8: gates, then as many others."),
+        ExpertScales(name="w13_scale", weights="w13"),
+        ExpertWeights(name="w2", of="w13", doc="(experts, width, inner), fp8."),
+        ExpertScales(name="w2_scale", weights="w2"),
+        RouterWeights(name="topk_weights", of="x"),
+        ExpertIds(name="topk_ids", of="topk_weights"),
+        Output(name="out", of="x", doc="(tokens, width), floating: written to; sums are in float32."),
+        Flag(name="use_ue8m0", doc="round the scales of the products up to powers of two."),
+        _STEADY,
+    ),
+    results=(),
+    reference=_reference("block_scaled_experts", "experts"),
+)
+
 LINEARS = {
     GROUP_QUANT_LINEAR: (
         Kernel(
@@ -120,6 +147,14 @@ LINEARS = {
             backend="triton",
             made_by="layerfuse.fusion.backends.triton.linear:plain_function_of",
             refuses="layerfuse.fusion.backends.triton.linear:refuses_plain",
+            steps="layerfuse.fusion.backends.triton.linear:steps_of",
+        ),
+    ),
+    BLOCK_SCALED_EXPERTS: (
+        Kernel(
+            backend="triton",
+            made_by="layerfuse.fusion.backends.triton.experts:function_of",
+            refuses="layerfuse.fusion.backends.triton.experts:refuses",
             steps="layerfuse.fusion.backends.triton.linear:steps_of",
         ),
     ),

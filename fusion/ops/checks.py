@@ -20,6 +20,9 @@ from ..declare import (
     Choice,
     ColumnMajor,
     Epsilon,
+    ExpertIds,
+    ExpertScales,
+    ExpertWeights,
     Exponents,
     FloatDtype,
     GroupName,
@@ -30,12 +33,14 @@ from ..declare import (
     LinearWeight,
     NamedOp,
     Op,
+    Output,
     Packed,
     PaddedWidth,
     PlainWeight,
     QuantDtype,
     Quantised,
     QuantisedRows,
+    RouterWeights,
     Rows,
     RowScales,
     StaticScale,
@@ -289,6 +294,63 @@ def _row_scales(_: Op, argument: RowScales, scales: Any, values: Values) -> Iter
         yield f"{name} must be torch.float32 on {x.device}, got {scales.dtype} on {scales.device}"
 
 
+def _expert_weights(_: Op, argument: ExpertWeights, weights: Any, values: Values) -> Iterator[str]:
+    name, of, x = argument.name, argument.of, values[argument.of]
+    if x.dim() == 3:  # of experts too
+        wanted = (x.shape[0], x.shape[2], x.shape[1] // 2)
+        if tuple(weights.shape) != wanted:
+            yield f"{name} must be {wanted}: as many experts as {of}, as many columns as that is wide, and half as wide; got {tuple(weights.shape)}"
+    elif weights.dim() != 3 or weights.shape[2] != x.shape[-1]:
+        yield f"{name} must be (experts, columns, {x.shape[-1]}), as wide as {of}; got {tuple(weights.shape)}"
+    elif x.dim() != 2:
+        yield f"{of} must be (tokens, width); got {tuple(x.shape)}"
+    elif weights.shape[1] % (2 * BLOCK) or weights.shape[2] % BLOCK or not len(weights):
+        yield f"{name} must be whole blocks of 128 x 128, gates and as many others; got {tuple(weights.shape)}"
+    if weights.dtype not in LARGEST:
+        yield _one_of(name, tuple(LARGEST), weights.dtype)
+    if weights.device != x.device:
+        yield _elsewhere(name, weights, of, x)
+    if weights.stride(-1) != 1:
+        yield _gaps(name, weights)
+
+
+def _expert_scales(_: Op, argument: ExpertScales, scales: Any, values: Values) -> Iterator[str]:
+    name, weights = argument.name, values[argument.weights]
+    if weights.dim() == 3 and tuple(scales.shape) != (shape := (len(weights), *scales_shape(weights[0]))):
+        yield f"{name} must be {shape}, one per 128 x 128 of {argument.weights} {tuple(weights.shape)}; got {tuple(scales.shape)}"
+    if scales.dtype != torch.float32 or scales.device != weights.device:
+        yield f"{name} must be torch.float32 on {weights.device}, got {scales.dtype} on {scales.device}"
+    if not scales.is_contiguous():
+        yield f"{name} has strides {tuple(scales.stride())}; pass {name}.contiguous()"
+
+
+def _router(_: Op, argument: RouterWeights | ExpertIds, given: Any, values: Values) -> Iterator[str]:
+    name, of, x = argument.name, argument.of, values[argument.of]
+    wanted = (torch.int32, torch.int64) if isinstance(argument, ExpertIds) else (torch.float32,)
+    if isinstance(argument, ExpertIds) and given.shape != x.shape:
+        yield f"{name} must be {tuple(x.shape)}, as {of}; got {tuple(given.shape)}"
+    elif given.dim() != 2 or len(given) != len(x) or not given.shape[1]:
+        yield f"{name} must be ({len(x)}, choices), a row for each of {of}; got {tuple(given.shape)}"
+    if given.dtype not in wanted:
+        yield _one_of(name, wanted, given.dtype)
+    if given.device != x.device:
+        yield _elsewhere(name, given, of, x)
+    if given.stride(-1) != 1 and given.shape[-1] > 1:
+        yield _gaps(name, given)
+
+
+def _output(_: Op, argument: Output, out: Any, values: Values) -> Iterator[str]:
+    name, of, x = argument.name, argument.of, values[argument.of]
+    if out.shape != x.shape:
+        yield f"{name} must be {tuple(x.shape)}, as {of}; got {tuple(out.shape)}"
+    if out.dtype not in FLOATS:
+        yield _one_of(name, FLOATS, out.dtype)
+    if out.device != x.device:
+        yield _elsewhere(name, out, of, x)
+    if out.stride(-1) != 1:
+        yield _gaps(name, out)
+
+
 def _float_dtype(_: Op, argument: FloatDtype, dtype: Any, __: Values) -> Iterator[str]:
     if dtype not in _QUANTISED_FROM:
         yield _one_of(argument.name, _QUANTISED_FROM, dtype)
@@ -330,6 +392,11 @@ _PROBLEMS: dict[type[Argument], Callable[..., Iterator[str]]] = {
     Bias: _bias,
     BlockScales: _block_scales,
     RowScales: _row_scales,
+    ExpertWeights: _expert_weights,
+    ExpertScales: _expert_scales,
+    RouterWeights: _router,
+    ExpertIds: _router,
+    Output: _output,
     FloatDtype: _float_dtype,
     NamedOp: _named_op,
     Cache: _cache,

@@ -22,6 +22,9 @@ from ..declare import (
     Cache,
     ColumnMajor,
     Epsilon,
+    ExpertIds,
+    ExpertScales,
+    ExpertWeights,
     Exponents,
     FloatDtype,
     GroupName,
@@ -33,6 +36,7 @@ from ..declare import (
     Like,
     LinearWeight,
     Op,
+    Output,
     Packed,
     Padded,
     PaddedWidth,
@@ -41,6 +45,7 @@ from ..declare import (
     Quantised,
     QuantisedRows,
     Result,
+    RouterWeights,
     Rows,
     RowScales,
     StaticScale,
@@ -200,7 +205,7 @@ def fake_of(op: Op) -> Callable[..., Any]:
             )
         if isinstance(result, Product):
             made = x.dtype if floating is None else given[floating]
-            return torch.empty((*x.shape[:-1], len(given[places[result.through]])), dtype=made, device=x.device)
+            return torch.empty((*x.shape[:-1], given[places[result.through]].shape[-2]), dtype=made, device=x.device)
         if isinstance(result, Padded):
             return torch.empty((*shape[:-1], option(padded, given)), dtype=x.dtype, device=x.device)
         if isinstance(result, Quantised):
@@ -219,9 +224,11 @@ def fake_of(op: Op) -> Callable[..., Any]:
     return fake
 
 
-_BY_DTYPE = (Weight, Table, Cache, LinearWeight)
+_BY_DTYPE = (Weight, Table, Cache, LinearWeight, ExpertWeights)
 """Of these the case knows the dtype."""
-_NOT_OF_THE_CASE = (Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight, BlockScales, RowScales, Bias)
+_NOT_OF_THE_CASE = (
+    Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight, BlockScales, RowScales, ExpertScales, ExpertIds, RouterWeights, Output, Bias,
+)  # fmt: skip
 
 
 def case_fields(op: Op) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ _UNIT = 16
 WIDEST = 65536
 """Columns of a product up to which it is ours."""
 
-_SLOTS, _TILES = 64, WIDEST // 64
+_SLOTS, MOST_TILES = 64, 8192
 _slabs: dict[torch.device, Tensor] = {}
 _slots: dict[tuple[torch.device, int], int] = {}
 
@@ -87,7 +87,7 @@ def plain_shape_of(depth: int, most: int) -> PlainShape:
     return plain_shape(depth, 64, 128, *((3, 3) if most == _FEWEST else (4, 4)), 4)
 
 
-def _buckets() -> tuple[int, ...]:
+def buckets() -> tuple[int, ...]:
     """Tokens that kernels are compiled for, so that each is launched up to there."""
     return (linear.MOST,) if launcher.HIP else (_FEWEST, linear.MOST)
 
@@ -108,7 +108,7 @@ def refuses_plain(case: Any) -> str | None:
 
 def steps_of(case: Any) -> tuple[int, ...]:  # noqa: ARG001 (every backend is asked for a case)
     """As `Backend.steps`: what is launched changes behind these numbers of tokens."""
-    return _buckets()
+    return buckets()
 
 
 def quantised_function_of(op: Op) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ def quantised_function_of(op: Op) -> Callable[..., Any]:
         beyond: str,
     ) -> Tensor:
         tokens = x.shape[:-1].numel()
-        _make_ready(x.device)
+        make_ready(x.device)
         if tokens > linear.MOST or len(weight) > WIDEST:
             if beyond:
                 return linear.op_of(beyond)(x, scale, weight, weight_scale)
@@ -146,7 +146,7 @@ def function_of(op: Op) -> Callable[..., Any]:
 
     def function(x: Tensor, weight: Tensor, weight_scale: Tensor, use_ue8m0: bool, steady: bool, beyond: str) -> Tensor:
         tokens = x.shape[:-1].numel()
-        _make_ready(x.device)
+        make_ready(x.device)
         if tokens > linear.MOST or len(weight) > WIDEST:
             if beyond:
                 return linear.op_of(beyond)(x, weight, weight_scale)
@@ -165,7 +165,7 @@ def plain_function_of(op: Op) -> Callable[..., Any]:
 
     def function(x: Tensor, weight: Tensor, bias: Tensor | None, steady: bool) -> Tensor:
         tokens = x.shape[:-1].numel()
-        _make_ready(x.device)
+        make_ready(x.device)
         if tokens > linear.MOST or len(weight) > WIDEST:
             return linear.few_token_linear(x, weight, bias, steady)
         out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
@@ -176,13 +176,13 @@ def plain_function_of(op: Op) -> Callable[..., Any]:
     return function
 
 
-def _make_ready(device: torch.device) -> None:
+def make_ready(device: torch.device) -> None:
     """Make the counters at a call with any number of tokens: an engine's profiling run, in front of its captures, has many."""
     if device not in _slabs and (launcher.interpreted(device) or not torch.cuda.is_current_stream_capturing()):
-        _counters(device)
+        counters(device)
 
 
-def _counters(device: torch.device) -> Tensor:
+def counters(device: torch.device) -> Tensor:
     """Zeros, which every launch leaves as zeros. A stream has its own, as its launches follow each other; the 65th shares the first's.
 
     Raises:
@@ -195,7 +195,7 @@ def _counters(device: torch.device) -> Tensor:
             raise RuntimeError(
                 "a linear with few tokens is captured in a CUDA graph before one ever ran: call it once in front"
             )
-        slab = _slabs[device] = torch.zeros(_SLOTS, _TILES, dtype=torch.int32, device=device)
+        slab = _slabs[device] = torch.zeros(_SLOTS, MOST_TILES, dtype=torch.int32, device=device)
         if not interpreted:
             torch.cuda.synchronize(device)  # other streams will use it
     stream = 0 if interpreted else torch.cuda.current_stream(device).cuda_stream
@@ -213,12 +213,12 @@ def _launch(
     steady: bool,
 ) -> None:
     (tokens, depth), columns = x.shape, len(weight)
-    most = next(each for each in _buckets() if tokens <= each)
+    most = next(each for each in buckets() if tokens <= each)
     shape = shape_of(depth, most, scale is not None)
     tiles = -(-columns // shape.tile)
-    x_unit, weight_unit = _unit_of(x), _unit_of(weight)
+    x_unit, weight_unit = unit_of(x), unit_of(weight)
     parts = _parts(tiles, shape, most, x.device)
-    every = (x, weight_scale if scale is None else scale, weight, weight_scale, parts, _counters(x.device), out)
+    every = (x, weight_scale if scale is None else scale, weight, weight_scale, parts, counters(x.device), out)
     strides = (0, 0) if scale is None else scale.stride()
     numbers = (tokens, x.stride(0) // x_unit, *strides, weight.stride(0) // weight_unit)
     addresses = tuple(tensor.data_ptr() for tensor in every)
@@ -241,12 +241,12 @@ def _launch(
 
 def _launch_plain(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, steady: bool) -> None:
     (tokens, depth), columns = x.shape, len(weight)
-    most = next(each for each in _buckets() if tokens <= each)
+    most = next(each for each in buckets() if tokens <= each)
     shape = plain_shape_of(depth, most)
     tiles = -(-columns // shape.tile)
-    x_unit, weight_unit = _unit_of(x), _unit_of(weight)
+    x_unit, weight_unit = unit_of(x), unit_of(weight)
     parts, added = _parts(tiles, shape, most, x.device), weight if bias is None else bias
-    every = (x, weight, added, parts, _counters(x.device), out)
+    every = (x, weight, added, parts, counters(x.device), out)
     numbers = (tokens, x.stride(0) // x_unit, weight.stride(0) // weight_unit)
     addresses = tuple(tensor.data_ptr() for tensor in every)
     device = out.get_device()
@@ -272,7 +272,7 @@ def _parts(tiles: int, shape: Shape | PlainShape, most: int, device: torch.devic
     return torch.empty(size, dtype=torch.float32, device=device)
 
 
-def _unit_of(rows: Tensor) -> int:
+def unit_of(rows: Tensor) -> int:
     """The largest power of two, up to a load's, that all rows start on."""
     most = _UNIT // rows.element_size()
-    return math.gcd(rows.stride(0), most)
+    return math.gcd(*rows.stride()[:-1], most)

@@ -1,0 +1,197 @@
+"""Routed experts with few tokens, whose products wait for their weights: `block_scaled_experts` beside vLLM's.
+
+Shapes are what one GPU holds of a mixture: fp8 weights in blocks of 128 x 128. Each token chooses different experts at random, as many as the model
+says, anew for each call of a CUDA graph, so that no weights are in the L2 cache. Activations come in bfloat16 and are quantised by vLLM's own
+kernel for both. The floor is what reading each chosen expert once takes at a copy's speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from few_token_gemm import copy_speed
+from torch import Tensor
+
+from layerfuse.bench.files import save
+from layerfuse.bench.timing import Graph, time_graphs
+from layerfuse.fusion import ops
+from layerfuse.fusion.backends.triton import experts as launches
+from layerfuse.fusion.ops.experts import block_scaled_experts as reference
+
+
+class Mixture(NamedTuple):
+    """What one GPU holds."""
+
+    experts: int
+    choices: int
+    width: int
+    inner: int
+
+
+MIXTURES = {
+    "DeepSeek-V3, a rank of eight": Mixture(256, 8, 7168, 256),
+    "Qwen3-Next-80B-A3B, one GPU": Mixture(512, 10, 2048, 512),
+    "Qwen3-235B-A22B, a rank of four": Mixture(128, 8, 4096, 384),
+}
+TOKENS = (1, 2, 4, 8, 16)
+CALLS = 16
+MOST_ERROR = 0.02
+VLLM, OURS = "vLLM", "layerfuse"
+
+
+class Held(NamedTuple):
+    """Weights and their scales."""
+
+    w13: Tensor
+    w13_scale: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+
+
+def drawn(mixture: Mixture) -> Held:
+    """Random weights: what they are does not change a time."""
+
+    def weights(columns: int, depth: int) -> tuple[Tensor, Tensor]:
+        values = torch.empty(mixture.experts, columns, depth, dtype=torch.float8_e4m3fn, device="cuda")
+        for each in values:
+            each.copy_(torch.randn(columns, depth, device="cuda") * 60)
+        scales = torch.rand(mixture.experts, columns // 128, depth // 128, device="cuda") + 0.5
+        return values, scales * depth**-0.5 / 60
+
+    return Held(*weights(2 * mixture.inner, mixture.width), *weights(mixture.width, mixture.inner))
+
+
+def chosen(mixture: Mixture, tokens: int) -> tuple[Tensor, Tensor]:
+    """Weights and ids of a router."""
+    ids = torch.rand(tokens, mixture.experts, device="cuda").topk(mixture.choices).indices.int()
+    return torch.rand(tokens, mixture.choices, device="cuda").softmax(-1), ids
+
+
+def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    found: tuple[Tensor, Tensor] = per_token_group_quant_fp8(x, 128)
+    return found
+
+
+def _ours(x: Tensor, held: Held, router: Tensor, ids: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    ops.block_scaled_experts(*_quantise(x), *held, router, ids, out, steady=True)
+    return out
+
+
+def _vllms(held: Held) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    config = fp8_w8a8_moe_quant_config(held.w13_scale, held.w2_scale, block_shape=[128, 128])
+    return lambda x, router, ids: fused_experts(x, held.w13, held.w2, router, ids, quant_config=config)
+
+
+def measured(mixture: Mixture, held: Held, tokens: int, rounds: int, speed: float, shapes: list[Any]) -> dict[str, Any]:
+    """Entrant -> microseconds and error; the floor."""
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, mixture.width, device="cuda").bfloat16()
+    routes = [chosen(mixture, tokens) for _ in range(CALLS)]
+    right = torch.stack([x.double()] * CALLS)
+    for result, route in zip(right, routes, strict=True):
+        reference(*_quantise(x), *held, *route, result, False, False)
+    many = sum(len(ids.unique()) for _, ids in routes) / CALLS
+    graphs: dict[str, Graph] = {}
+    problems: dict[str, str] = {}
+    own = launches.shape_of
+
+    def enter(name: str, call: Callable[..., Tensor]) -> None:
+        try:
+            graphs[name] = Graph([partial(call, *route) for route in routes], 1)
+            graphs[name].start()
+        except Exception as problem:  # whatever does not run here
+            graphs.pop(name, None)
+            problems[name] = f"{type(problem).__name__}: {str(problem)[:200]}"
+
+    try:
+        theirs = _vllms(held)
+        enter(VLLM, lambda router, ids: theirs(x, router, ids))
+    except ImportError as problem:
+        problems[VLLM] = str(problem)
+    enter(OURS, lambda router, ids: _ours(x, held, router, ids))
+    for shape in shapes:
+        launches.shape_of = lambda *_, shape=shape: shape
+        enter(" ".join(map(str, shape)), lambda router, ids: _ours(x, held, router, ids))
+    launches.shape_of = own
+    found: dict[str, Any] = {
+        "floor": many * mixture.width * mixture.inner * 3 / speed, "experts": many, "problems": problems,
+        "us": {}, "error": {},
+    }  # fmt: skip
+    for name, timing in time_graphs(graphs, rounds).items():
+        got = torch.stack(graphs[name].results).double()  # type: ignore[arg-type]
+        error = float((got - right).norm() / right.norm())
+        found["error"][name] = error
+        if not error < MOST_ERROR:
+            problems[name] = f"off by {error:.3g}"
+        found["us"][name] = [timing.us, timing.low, timing.high]
+    return found
+
+
+def searched(tokens: int, inner: int) -> list[launches.Shape]:
+    """Ways to share the products out, to choose from."""
+    groups, each = ((2, 3, 4, 7), (1, 2)) if tokens < 4 else ((4, 7, 8), (1, 2, 4))
+    batch = inner // 128
+    ups = [(64, g, w) for g in groups for w in (4, 8)] + [(32, g, 4) for g in groups[-2:]]
+    downs = [(tile, e, min(4, b * e), w) for tile in (64, 128) for e in each for b in (min(2, batch),) for w in (4, 8)]
+    first, second = launches.shape_of(tokens, inner)[:3], launches.shape_of(tokens, inner)[3:]
+    ups, downs = [(*up, *second) for up in ups], [(*first, *down) for down in downs]
+    return [launches.Shape(*each) for each in dict.fromkeys(itertools.chain(ups, downs))]
+
+
+def main() -> int:
+    """Time vLLM's kernels and layerfuse's, in microseconds."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--mixtures", default="0,1,2", help=f"places in {', '.join(MIXTURES)}")
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--search", action="store_true", help="other ways to share the products out too")
+    parser.add_argument("--limit", type=float, default=150, help="seconds after which no further case is begun")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("nothing measured: the kernels take a GPU")
+        return 0
+    begun, speed, wrong = time.monotonic(), copy_speed(), False
+    found: dict[str, Any] = {"gpu": torch.cuda.get_device_name(), "bytes_per_us": speed, "mixtures": {}}
+    print(f"{found['gpu']}: a copy moves {speed / 1e6:.2f} TB/s", flush=True)
+    for name in [list(MIXTURES)[int(place)] for place in given.mixtures.split(",")]:
+        mixture = MIXTURES[name]
+        held = drawn(mixture)
+        rows = found["mixtures"][name] = {**mixture._asdict(), "tokens": {}}
+        for tokens in map(int, given.tokens.split(",")):
+            if time.monotonic() - begun > given.limit:
+                print(f"out of time before {name}, {tokens} tokens")
+                break
+            shapes = searched(tokens, mixture.inner) if given.search else []
+            row = rows["tokens"][tokens] = measured(mixture, held, tokens, given.rounds, speed, shapes)
+            wrong |= OURS in row["problems"]
+            times = sorted(row["us"].items(), key=lambda each: each[1][0])
+            said = ", ".join(f"{entrant} {us[0]:.1f}" for entrant, us in times[:12])
+            worst = max((row["error"].get(entrant, 9.9) for entrant in (OURS, VLLM)), default=9.9)
+            print(
+                f"{name}, {tokens} tokens, {row['experts']:.1f} experts: floor {row['floor']:.1f} us; {said}; vLLM {row['us'].get(VLLM, [0])[0]:.1f}, "
+                f"layerfuse {row['us'].get(OURS, [0])[0]:.1f}; error {worst:.4f}; {row['problems'] or ''}",
+                flush=True,
+            )
+            if given.out:
+                save(given.out, found)
+        del held
+        torch.cuda.empty_cache()
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
