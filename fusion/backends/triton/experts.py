@@ -35,7 +35,8 @@ class Shape(NamedTuple):
 def shape_of(tokens: int, inner: int) -> Shape:
     """For so many tokens, and so many columns between the two products."""
     batch = min(4, inner // BLOCK)
-    return Shape(64, 3 if tokens <= 2 else 7, 4, 128, 1 if tokens <= 2 else 2, batch, 4)
+    few = tokens <= 2
+    return Shape(64, 3 if few else 4, 4, 128, 1 if few else 2, batch, 4)
 
 
 def refuses(case: Any) -> str | None:
