@@ -180,6 +180,8 @@ def _notes(unit: CompiledModule) -> Iterable[str]:
     if linears:
         shared = f", {unit.shared} of them of shared experts" if unit.shared else ""
         yield f"{linears} fp8 products are layerfuse's for up to {MOST} tokens{shared}"
+    if unit.routed():
+        yield f"the routed experts of {unit.routed()} layers are layerfuse's for up to {MOST} tokens"
     if unit.placed is not None and unit.placed.why_not is None:
         yield from unit.placed.notes(unit.run)
     yield from (f"not read, as no text runs it: {of_a_class}" for of_a_class in of_each_class(unit.unread))

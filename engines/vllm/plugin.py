@@ -168,10 +168,11 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for module, unit in units_of(config, model, options, draft):
             if unit.placed is not None:
                 unit.placed.put_in()
-            with _quietly("looking at shared experts"):
-                from . import shared_experts
+            with _quietly("looking at experts"):
+                from . import routed_experts, shared_experts
 
                 shared_experts.put_in(unit, module)
+                routed_experts.put_in(unit, module)
             if unit.at_modules is None:
                 _wait_for(module, unit)
             else:

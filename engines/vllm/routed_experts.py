@@ -1,0 +1,204 @@
+"""Routed experts with few tokens, which vLLM's Triton kernels multiply behind an op of its own: two launches of layerfuse's in their place.
+
+vLLM quantises the activations in front of `TritonExperts.apply`, which launches its kernel for both products, a product with its quantisation
+between them and a sum behind. For few tokens all of that is `block_scaled_experts`, which reads each chosen expert once.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import nn
+
+from ...adapters.errors import LayerfuseError
+from ...fusion.catalog import FUSIONS
+from ...fusion.ops.linear import BLOCK, MOST
+from ..compiled_module import CompiledModule
+from ..hooks import Hook, HookError, check
+from ..native import Native, NotNativeError, native_function, native_methods
+from ..process import once
+from ..trial import TOLERANCE, possible, raised, why_apart
+
+METHODS = "vllm.model_executor.layers.fused_moe.experts."
+APPLY = Hook(
+    name="seam",
+    module=f"{METHODS}triton_moe",
+    path="TritonExperts.apply",
+    takes=(
+        "self", "output", "hidden_states", "w1", "w2", "topk_weights", "topk_ids", "activation", "global_num_experts", "expert_map",
+        "a1q_scale", "a2_scale", "workspace13", "workspace2", "expert_tokens_meta", "apply_router_weight_on_input",
+    ),
+    others="none",
+)  # fmt: skip
+ROUNDS = "vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"
+"""What says whether vLLM rounds the scales of activations up to powers of two."""
+LEFT = "layerfuse: routed experts are left to vLLM: %s"
+GONE = "layerfuse: few tokens of routed experts are vLLM's own from now on: %s"
+SIZES = (1, MOST // 2, MOST)
+"""Numbers of tokens that are launched in other ways."""
+
+
+def put_in(unit: CompiledModule, module: nn.Module) -> None:
+    """Let few tokens be layerfuse's in a module's mixtures, where a fused quantisation in groups of 128 is expected. Else it is said once why not."""
+    if not _is_on(unit):
+        return
+    standing = []
+    for experts in _experts_in(module):
+        try:
+            problem = _why_not(unit, experts)
+            if problem is None:
+                rounds = native_rounds()
+                standing.append(Experts(experts=experts, rounds=rounds, stood=native_methods((experts, "apply"))))
+        except (HookError, NotNativeError) as error:
+            problem = str(error)
+        if problem is not None:
+            once(logging.WARNING, LEFT, problem)
+            return
+    for each in standing:
+        each.put_in()
+    unit.routed = lambda: sum(each.tried and each.why_not is None for each in standing)
+
+
+def native_rounds() -> Callable[[], bool]:
+    """VLLM's own function for that.
+
+    Raises:
+        NotNativeError: it is another one.
+    """
+    native_function(*ROUNDS)
+    found: Callable[[], bool] = getattr(sys.modules[ROUNDS[0]], ROUNDS[1])
+    return found
+
+
+def _is_on(unit: CompiledModule) -> bool:
+    formats = {FUSIONS[each.fusion].format for each in unit.plan.expected()}
+    grouped = any(each is not None and each.word == "group" for each in formats)
+    return grouped and unit.plan.target.arch.startswith("sm") and unit.device.type == "cuda"
+
+
+def _experts_in(module: nn.Module) -> Iterator[Any]:
+    """The objects of vLLM's that multiply by Triton's kernels, once each; of one that chooses among two, the second."""
+    found: dict[int, Any] = {}
+    for each in module.modules():
+        held: Any = vars(each).get("quant_method")
+        for name in ("moe_kernel", "impl", "fused_experts"):
+            held = None if held is None else vars(held).get(name)
+        if held is not None:
+            held = vars(held).get("fallback_experts", held)
+            if (type(held).__module__, f"{type(held).__qualname__}.apply") == (APPLY.module, APPLY.path):
+                found.setdefault(id(held), held)
+    yield from found.values()
+
+
+def _why_not(unit: CompiledModule, experts: Any) -> str | None:
+    """Why nothing of ours can stand there, as a sentence, or None. What does not fit layerfuse's kernels without being strange is no reason: see `_fits`."""
+    if unit.config.lora_config is not None:
+        return "LoRA may add to them"
+    check(APPLY, sys.modules[APPLY.module])
+    if "apply" in vars(experts):
+        return f"apply of this {type(experts).__qualname__} is another one's already"
+    return None
+
+
+def _fits(experts: Any) -> bool:
+    """Whether these experts are in fp8 with scales in blocks of 128 x 128, silu * up without a clamp between them, and nothing else."""
+    quant, activation = experts.quant_config, experts.activation_config
+    return bool(
+        quant.use_fp8_w8a8
+        and quant.block_shape == [BLOCK, BLOCK]
+        and activation.clamp_limit is None
+        and quant.w1_bias is None
+        and quant.w2_bias is None
+        and not experts.quantization_emulation
+    )
+
+
+@define(kw_only=True, eq=False)
+class Experts:
+    """The experts of one layer."""
+
+    experts: Any = field(repr=False)
+    "VLLM's object."
+    rounds: Callable[[], bool] = field(repr=False)
+    stood: Native = field(repr=False)
+    tried: bool = False
+    "Whether both ways were compared."
+    why_not: str | None = None
+    "Why it is vLLM's way from now on, as a sentence."
+
+    def put_in(self) -> None:
+        """Stand at vLLM's call."""
+
+        def apply(_experts: Any, *args: Any, **kwargs: Any) -> Any:
+            given = dict(zip(APPLY.takes[1:], args, strict=False)) | kwargs
+            if not self._takes(given):
+                return self._own(given)
+            tokens = len(given["hidden_states"])
+            if not self.tried and possible():
+                self._try_out(given)
+            if not self.tried or self.why_not is not None or tokens > MOST:
+                return self._own(given)
+            problem = self.stood.changed()
+            if problem is None:
+                try:
+                    self._ours(given)
+                except (LayerfuseError, TypeError, ValueError) as error:
+                    problem = str(error)
+                else:
+                    return None
+            self._leave(problem)
+            return self._own(given)
+
+        self.experts.apply = MethodType(apply, self.experts)
+
+    def _takes(self, given: dict[str, Any]) -> bool:
+        """Whether a call is one that layerfuse computes."""
+        experts = self.experts
+        return bool(
+            self.why_not is None
+            and given["hidden_states"].dtype == torch.float8_e4m3fn
+            and given["a1q_scale"] is not None
+            and given["expert_map"] is None
+            and not given["apply_router_weight_on_input"]
+            and given["activation"].name == "SILU"
+            and experts._lora_context is None
+            and experts.post_gemm2_hook is None
+            and _fits(experts)
+        )
+
+    def _own(self, given: dict[str, Any]) -> Any:
+        return type(self.experts).apply(self.experts, **given)
+
+    def _ours(self, given: dict[str, Any]) -> None:
+        quant = self.experts.quant_config
+        torch.ops.layerfuse.block_scaled_experts.default(
+            given["hidden_states"], given["a1q_scale"], given["w1"], quant.w1_scale, given["w2"], quant.w2_scale, given["topk_weights"],
+            given["topk_ids"], given["output"], self.rounds(), True,
+        )  # fmt: skip
+
+    def _try_out(self, given: dict[str, Any]) -> None:
+        """Compare both ways on the first tokens of a call, with as many as are launched in another way each."""
+        self.tried, problem = True, None
+        try:
+            for tokens in (size for size in SIZES if size <= len(given["hidden_states"])):
+                some = given | {
+                    name: given[name][:tokens] for name in ("hidden_states", "a1q_scale", "topk_weights", "topk_ids")
+                }
+                theirs, ours = (torch.empty_like(given["output"][:tokens]) for _ in range(2))
+                self._own(some | {"output": theirs})
+                self._ours(some | {"output": ours})
+                problem = problem or why_apart([(theirs, ours)], TOLERANCE[1])
+        except Exception as error:  # of anybody's: vLLM runs on
+            problem = raised(error)
+        if problem is not None:
+            self._leave(problem)
+
+    def _leave(self, problem: str | None) -> None:
+        self.why_not = problem
+        once(logging.WARNING, GONE, problem)

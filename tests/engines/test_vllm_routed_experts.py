@@ -1,0 +1,248 @@
+"""Routed experts, which vLLM's Triton kernels multiply behind an op of its own: few tokens are layerfuse's, or all are vLLM's, and it says why.
+
+Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm_started")
+
+import vllm.model_executor.layers.fused_moe.experts.triton_moe as vllm_experts
+from torch import nn
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import fp8_w8a8_moe_quant_config
+from vllm.model_executor.layers.fused_moe.experts.triton_deep_gemm_moe import TritonOrDeepGemmExperts
+from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+from layerfuse.engines import process
+from layerfuse.engines.host import enter
+from layerfuse.engines.native import native_methods
+from layerfuse.engines.vllm import routed_experts
+from layerfuse.engines.vllm.host import VLLM
+from layerfuse.fusion import ops
+from layerfuse.fusion.backends import counting
+from layerfuse.fusion.ops.experts import block_scaled_experts
+
+FP8 = torch.float8_e4m3fn
+MANY, WIDTH, INNER, CHOICES = 6, 256, 128, 2
+OP = "block_scaled_experts"
+
+
+@pytest.fixture(autouse=True)
+def _entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter(VLLM)
+    monkeypatch.setattr(process.this, "said", set(), raising=False)
+    # vLLM's CPU platform knows no fp8 of its own, and says nothing of powers of two.
+    monkeypatch.setattr(routed_experts, "_is_on", lambda _: True)
+
+
+def config(**changes: Any) -> Any:
+    fields = dict.fromkeys(
+        ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta", "activation_situ_linear_beta")
+    )
+    return SimpleNamespace(**(fields | changes))
+
+
+def scales(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(1)) / 500
+
+
+def experts_of(block: int = 128, **changes: Any) -> TritonExperts:
+    """VLLM's own object, for experts of these sizes."""
+    quant = fp8_w8a8_moe_quant_config(
+        scales(MANY, 2 * INNER // 128, WIDTH // 128),
+        scales(MANY, WIDTH // 128, INNER // 128),
+        block_shape=[block, block],
+    )
+    return TritonExperts(config(**changes), quant)
+
+
+def model_of(*several: Any) -> nn.Module:
+    """A model whose layers multiply by these objects, as vLLM holds them."""
+    model = nn.ModuleList(nn.Identity() for _ in several)
+    for layer, experts in zip(model, several, strict=True):
+        layer.quant_method = SimpleNamespace(moe_kernel=SimpleNamespace(impl=SimpleNamespace(fused_experts=experts)))
+    return model
+
+
+@pytest.fixture
+def vllms(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The tokens of each call of vLLM's kernels, which plain torch stands for."""
+    seen: list[int] = []
+
+    def apply(
+        self: Any, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, activation: Any,
+        global_num_experts: Any, expert_map: Any, a1q_scale: Any, a2_scale: Any, workspace13: Any, workspace2: Any,
+        expert_tokens_meta: Any, apply_router_weight_on_input: Any,
+    ) -> None:  # fmt: skip
+        seen.append(len(hidden_states))
+        quant = self.quant_config
+        block_scaled_experts(
+            hidden_states,
+            a1q_scale,
+            w1,
+            quant.w1_scale,
+            w2,
+            quant.w2_scale,
+            topk_weights,
+            topk_ids,
+            output,
+            False,
+            True,
+        )
+
+    apply.__module__ = TritonExperts.__module__
+    apply.__qualname__ = "TritonExperts.apply"
+    monkeypatch.setattr(TritonExperts, "apply", apply)
+    monkeypatch.setattr(routed_experts, "native_methods", lambda *_: native_methods())
+    return seen
+
+
+def given_of(tokens: int, **changes: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(tokens, WIDTH, generator=generator).bfloat16()
+    values, scale = ops.quantise_group(x)
+    return {
+        "output": torch.full((tokens, WIDTH), float("nan"), dtype=torch.bfloat16),
+        "hidden_states": values,
+        "w1": (torch.randn(MANY, 2 * INNER, WIDTH, generator=generator) * 60).to(FP8),
+        "w2": (torch.randn(MANY, WIDTH, INNER, generator=generator) * 60).to(FP8),
+        "topk_weights": torch.rand(tokens, CHOICES, generator=generator),
+        "topk_ids": torch.stack([torch.randperm(MANY, generator=generator)[:CHOICES] for _ in range(tokens)]).int(),
+        "activation": MoEActivation.SILU,
+        "global_num_experts": MANY,
+        "expert_map": None,
+        "a1q_scale": scale,
+        "a2_scale": None,
+        "workspace13": torch.empty(0),
+        "workspace2": torch.empty(0),
+        "expert_tokens_meta": None,
+        "apply_router_weight_on_input": False,
+    } | changes
+
+
+def unit_of(**changes: Any) -> Any:
+    return SimpleNamespace(**({"config": SimpleNamespace(lora_config=None), "routed": int} | changes))
+
+
+def put_in(*several: Any, **changes: Any) -> Any:
+    unit = unit_of(**changes)
+    routed_experts.put_in(unit, model_of(*several))
+    return unit
+
+
+def called(experts: Any, tokens: int, **changes: Any) -> int:
+    """Calls of layerfuse's op in one of vLLM's, whose result is right."""
+    given = given_of(tokens, **changes)
+    with counting() as calls:
+        experts.apply(**given)
+    right = torch.empty_like(given["output"])
+    quant = experts.quant_config
+    block_scaled_experts(
+        given["hidden_states"], given["a1q_scale"], given["w1"], quant.w1_scale, given["w2"], quant.w2_scale, given["topk_weights"],
+        given["topk_ids"], right, False, True,
+    )  # fmt: skip
+    assert torch.equal(given["output"], right)
+    return calls[OP]
+
+
+def test_few_tokens_are_layerfuses_once_both_ways_were_compared(vllms: list[int]) -> None:
+    first, second = experts_of(), experts_of()
+    unit = put_in(first, second)
+    assert unit.routed() == 0
+    assert called(first, 40) == 3 and vllms == [1, 8, 16, 40]
+    vllms.clear()
+    assert [called(first, tokens) for tokens in (1, 16, 17)] == [1, 1, 0] and vllms == [17]
+    assert unit.routed() == 1
+    called(second, 20)
+    assert unit.routed() == 2
+
+
+def test_the_second_of_two_ways_is_stood_at(vllms: list[int]) -> None:
+    both = object.__new__(TritonOrDeepGemmExperts)
+    both.fallback_experts = experts_of()
+    put_in(both, both)
+    called(both.fallback_experts, 20)
+    vllms.clear()
+    assert called(both.fallback_experts, 3) == 1 and not vllms
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"apply_router_weight_on_input": True},
+        {"activation": MoEActivation.GELU},
+        {"expert_map": torch.arange(MANY)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_other_calls_are_vllms(changes: dict[str, Any], vllms: list[int]) -> None:
+    experts = experts_of()
+    put_in(experts)
+    called(experts, 20)
+    vllms.clear()
+    assert called(experts, 3, **changes) == 0 and vllms == [3]
+    assert called(experts, 3) == 1
+
+
+@pytest.mark.parametrize("other", [{"block": 64}, {"swiglu_limit": 7.0}], ids=str)
+def test_other_experts_are_vllms(other: dict[str, Any], vllms: list[int]) -> None:
+    experts = experts_of(**other)
+    unit = put_in(experts)
+    assert called(experts, 20) == 0 and called(experts, 3) == 0
+    assert vllms == [20, 3] and unit.routed() == 0
+
+
+def test_lora_on_them_is_vllms(vllms: list[int]) -> None:
+    experts = experts_of()
+    put_in(experts, config=SimpleNamespace(lora_config=object()))
+    assert "apply" not in vars(experts)
+
+
+def test_what_computes_something_else_is_left_alone(vllms: list[int]) -> None:
+    experts = experts_of()
+    unit = put_in(experts)
+    own = TritonExperts.apply
+
+    def doubled(self: Any, **given: Any) -> None:
+        own(self, **given)
+        given["output"].mul_(2)
+
+    with mock.patch.object(TritonExperts, "apply", doubled):
+        given = given_of(20)
+        experts.apply(**given)
+    assert unit.routed() == 0
+    vllms.clear()
+    assert called(experts, 3) == 0 and vllms == [3]
+
+
+def test_no_graph_is_captured_before_both_were_compared(vllms: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = experts_of()
+    put_in(experts)
+    monkeypatch.setattr(routed_experts, "possible", lambda: False)
+    assert called(experts, 3) == 0 and vllms == [3]
+    monkeypatch.setattr(routed_experts, "possible", lambda: True)
+    called(experts, 20)
+    vllms.clear()
+    assert called(experts, 3) == 1 and not vllms
+
+
+def test_another_ones_apply_is_left_alone(vllms: list[int]) -> None:
+    experts = experts_of()
+    experts.apply = other = lambda **_: None
+    unit = put_in(experts)
+    assert vars(experts)["apply"] is other and unit.routed() == 0
+
+
+def test_vllms_own_code_is_what_is_known() -> None:
+    """In the release that is installed, down to all that it calls."""
+    assert vllm_experts.TritonExperts.apply.__module__ == routed_experts.APPLY.module
+    assert native_methods((experts_of(), "apply")).changed() is None
+    assert routed_experts.native_rounds()() in (False, True)
