@@ -21,18 +21,19 @@ from ...fusion.rewrite.identity import hash_of, key_of
 from ...fusion.rewrite.ranks import kernels_here
 from ..compiled_module import CompiledModule
 from ..options import KEY, OWN
+from . import products
 from .passes import tensor_parallel_group, why_not_now
 
 
 def key_for(unit: CompiledModule) -> str:
     """The key of one module. Where the ranks of a group decide together, all of them make this call.
 
-    It holds the plan, why nothing of it is done, the source, torch's release, the forced backend, whether the GPUs have kernels for fused
+    It holds the plan, why nothing of it is done or no product is layerfuse's, the source, torch's release, the forced backend, whether the GPUs have kernels for fused
     all-reduces, who manages vLLM's passes, and the layers of `mla_decode`; and what is left unread on purpose, as the report that is
     kept names the norms of all else.
     """
     said = [key_of(unit.plan), _own_source(), torch.__version__, str(current_platform.get_pass_manager_cls())]
-    said.append(str(why_not_now(unit.plan)))
+    said.append(f"{why_not_now(unit.plan)}, {products.why_not()}")
     said.append(str(sorted(unit.around.ignored)))
     if parallel_state.model_parallel_is_initialized():
         dtype = unit.config.model_config.dtype

@@ -14,6 +14,7 @@ from ...fusion.planning import Plan
 from ...fusion.rewrite import Pipeline
 from ..process import troubled
 from ..whose import module_of
+from . import products
 from .inside import TakenOut, looks_inside, why_not
 from .native import why_not_all_reduce, why_not_ops
 
@@ -49,12 +50,12 @@ class FusionPass(InductorPass):  # type: ignore[misc]
             troubled("rewriting a graph", error)
 
     def _rewrite(self, graph: Graph) -> None:
-        if not looks_inside(self.pipeline.plan):
-            self.pipeline(graph)
-            return
-        taken = TakenOut(graph)
+        taken = TakenOut(graph) if looks_inside(self.pipeline.plan) else None
         self.pipeline(graph)
-        taken.put_back()
+        if taken is not None:
+            taken.put_back()
+        if products.expects(self.pipeline.plan) and products.why_not() is None:
+            products.put_in(graph)
 
     def uuid(self) -> str:
         """Part of Inductor's key: changes with the key of the module (`keys.key_for`), with the group, and where a piece is distrusted.

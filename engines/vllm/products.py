@@ -1,0 +1,149 @@
+"""Block fp8 products behind a quantisation that vLLM's graphs show, by DeepGEMM or CUTLASS: few tokens are multiplied by layerfuse there too.
+
+Both read values in e4m3 and float32 scales, CUTLASS of a weight that is turned. What is anything else is left as it is: other scales, such as
+the exponents that DeepGEMM packs on Blackwell, a bias in the product, a weight that something writes to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ...fusion.catalog import FUSIONS
+from ...fusion.match.calls import Call, call_of, name_of_op
+from ...fusion.match.values import same_shape, value
+from ...fusion.ops.linear import BLOCK
+from ...fusion.planning import Plan
+from ..native import NotNativeError, native_function
+from . import inside
+
+DEEP_GEMM = "vllm.model_executor.kernels.linear.scaled_mm.deep_gemm"
+"""vLLM's module that defines the op."""
+ARCHS = ("sm90", "cpu")
+"""Where layerfuse's kernel was timed beside both, and where tests run and no such kernel is."""
+
+aten = torch.ops.aten
+
+
+def cutlass(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    """CUTLASS's product, as vLLM calls it, of what `inside.multiply` takes, in bfloat16."""
+    out = values.new_empty((len(values), len(weight)), dtype=torch.bfloat16)
+    torch.ops._C.cutlass_scaled_mm(out, values, weight.t(), scales, weight_scale.t(), None)
+    return out
+
+
+_LIBRARY = torch.library.Library("layerfuse_vllm", "FRAGMENT")
+_LIBRARY.define("block_product_cutlass(Tensor values, Tensor scales, Tensor weight, Tensor weight_scale) -> Tensor")
+_LIBRARY.impl("block_product_cutlass", cutlass, "CompositeExplicitAutograd")
+
+
+@frozen
+class Product:
+    """What one of vLLM's products is given, and the op that takes more tokens than few."""
+
+    values: Any
+    scales: Any
+    weight: Any
+    weight_scale: Any
+    beyond: str
+    out: int
+    "Which of its arguments it writes."
+
+
+def _by_deep_gemm(call: Call) -> Product | None:
+    """vllm::fp8_gemm_nt_op(q_input, input_scale, weight, weight_scale, output, use_deep_gemm_e8m0)."""
+    rounds = call[5]
+    if type(rounds) is not bool:
+        return None
+    return Product(call[0], call[1], call[2], call[3], inside.BEYOND[rounds][0], 4)
+
+
+def _by_cutlass(call: Call) -> Product | None:
+    """_C::cutlass_scaled_mm(out, a, b, a_scales, b_scales, bias)."""
+    if call[5] is not None:
+        return None
+    return Product(call[1], call[3], _turned(call[2]), _turned(call[4]), "layerfuse_vllm::block_product_cutlass", 0)
+
+
+READ: dict[str, Callable[[Call], Product | None]] = {
+    "vllm::fp8_gemm_nt_op": _by_deep_gemm,
+    "_C::cutlass_scaled_mm": _by_cutlass,
+}
+
+
+def _turned(node: Any) -> Any:
+    """What a node is the transpose of; None where it is none."""
+    if not isinstance(node, Node):
+        return None
+    dims = [*node.args[1]] if node.target is aten.permute.default else [*node.args[1:]]
+    wanted = {aten.t.default: ([],), aten.permute.default: ([1, 0],), aten.transpose.int: ([0, 1], [1, 0])}
+    return node.args[0] if dims in wanted.get(node.target, ()) else None
+
+
+def expects(plan: Plan) -> bool:
+    """Whether a fusion is expected that quantises in groups for linears, on a GPU where few tokens are faster by layerfuse."""
+    quants = {site.name: plan.config.quant_at(site) for site in plan.sites}
+    return plan.target.arch in ARCHS and any(
+        FUSIONS[each.fusion].format is not None and getattr(quants[each.site], "scheme", None) == "group"
+        for each in plan.expected()
+    )
+
+
+def why_not() -> str | None:
+    """Why vLLM's products stay as they are, as a sentence; None where few tokens may be layerfuse's."""
+    try:
+        for name in ("_fp8_gemm_nt_op", "fp8_gemm_nt"):
+            native_function(DEEP_GEMM, name)
+    except NotNativeError as error:
+        return str(error)
+    except KeyError as error:
+        return f"{DEEP_GEMM} has no {error}, or is not loaded"
+    return None
+
+
+def put_in(graph: Graph) -> None:
+    """Let few tokens be multiplied by layerfuse in a graph, in place."""
+    for node in list(graph.nodes):
+        read = READ.get(name_of_op(node) or "")
+        if read is not None:
+            call = call_of(node)
+            product = read(call)
+            if product is not None and _fits(call, product):
+                _replace(graph, call, product)
+
+
+def _fits(call: Call, product: Product) -> bool:
+    """Whether layerfuse's kernel reads all of it, and gives what it gives."""
+    every = value(product.values), value(product.scales), value(product.weight), value(product.weight_scale)
+    result = value(call.results.get(product.out))
+    if call.parts or result is None or not all(isinstance(each, Tensor) and each.dim() == 2 for each in every):
+        return False
+    values, scales, weight, _ = every
+    (tokens, depth), columns = values.shape, weight.shape[0]
+    return (
+        values.dtype == weight.dtype == torch.float8_e4m3fn
+        and values.stride(-1) == 1
+        and weight.shape[1] == depth
+        and scales.dtype == torch.float32
+        and same_shape(scales.shape, (tokens, -(-depth // BLOCK)))
+        and inside.is_layerfuses(product.weight, product.weight_scale)
+        and result.dtype == torch.bfloat16
+        and same_shape(result.shape, (tokens, columns))
+    )
+
+
+def _replace(graph: Graph, call: Call, product: Product) -> None:
+    given = product.values, product.scales, product.weight, product.weight_scale
+    result = call.results[product.out]
+    with graph.inserting_before(call.node):
+        node = graph.call_function(inside.BLOCK_LINEAR, (*given, torch.bfloat16, True, product.beyond))
+    node.meta = dict(result.meta)
+    result.replace_all_uses_with(node)
+    for each in (*reversed(call.nodes), *call.buffers):
+        if not each.users and not each._erased:
+            graph.erase_node(each)

@@ -1,0 +1,208 @@
+"""Block fp8 products as vLLM has them without FlashInfer, by DeepGEMM and by CUTLASS: layerfuse multiplies few tokens, they multiply more.
+
+Both kernels are plain torch here, behind vLLM's own ops. Run by `make test-engines` in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip("vllm_started")
+
+from test_vllm_inside import DEEP_GEMM, KERNELS, _deep_gemm, _product, seen
+from test_vllm_plugin import ADD, GROUP_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from torch import Tensor
+from torch._higher_order_ops.auto_functionalize import auto_functionalized
+from torch.fx import Graph
+from torch.fx.experimental.proxy_tensor import make_fx
+from vllm_host import _C
+from vllm_layers import fp8_kernel
+from vllm_started import close, quantised_as_on_cuda, started
+
+from layerfuse import registry
+from layerfuse.engines.vllm import inside, loading, products
+from layerfuse.fusion import FusionConfig, Target, plan
+from layerfuse.fusion.backends import counting
+
+_SCHEMA = "cutlass_scaled_mm(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias) -> ()"
+
+
+def _cutlass(out: Tensor, a: Tensor, b: Tensor, a_scales: Tensor, b_scales: Tensor, bias: Tensor | None) -> None:
+    seen.append(("CUTLASS", a.dtype, len(out)))
+    rows = a.float() * a_scales.repeat_interleave(128, -1)[:, : a.shape[-1]]
+    out.copy_(_product(rows, b.t(), b_scales.t()) + (0 if bias is None else bias))
+
+
+if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
+    _C.define(_SCHEMA)
+    _C.impl("cutlass_scaled_mm", _cutlass, "CPU")
+    torch.library.register_fake("_C::cutlass_scaled_mm", lambda *_: None, lib=_C)
+
+WAYS = {
+    "DeepGEMM": "deep_gemm:DeepGemmFp8BlockScaledMMKernel",
+    "CUTLASS": "cutlass:CutlassFp8BlockScaledMMKernel",
+}
+
+
+@contextlib.contextmanager
+def multiplying(way: str, powers_of_two: bool = False) -> Iterator[None]:
+    """vLLM's fp8 linears by one of the two."""
+    with (
+        mock.patch.object(DEEP_GEMM, "is_deep_gemm_e8m0_used", return_value=powers_of_two),
+        fp8_kernel(WAYS[way]),
+        quantised_as_on_cuda(),
+        mock.patch.object(DEEP_GEMM, "fp8_gemm_nt", _deep_gemm),
+        mock.patch.object(KERNELS, "fp8_gemm_nt", _deep_gemm),
+        mock.patch.object(products, "native_function"),  # which would find that
+        mock.patch.object(loading, "target_of", return_value=Target(arch="cpu", vendor="cpu", fp8="e4m3fn")),
+    ):
+        yield
+
+
+IN_GRAPHS, SHARED = 8, 2
+"""Linears of two layers of DeepSeek-V3, and those of shared experts, which no graph shows."""
+
+
+@pytest.mark.parametrize(("way", "powers_of_two"), [("DeepGEMM", False), ("DeepGEMM", True), ("CUTLASS", False)])
+def test_few_tokens_are_layerfuses_and_more_are_multiplied_as_before(
+    way: str, powers_of_two: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"fusions": "all", "strict": True}
+    with (
+        multiplying(way, powers_of_two),
+        started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=GROUP_FP8) as engine,
+    ):
+        engine()  # compiles
+        for tokens in (1, 16, 17):
+            seen.clear()
+            with counting() as called:
+                fused, mine = engine(tokens), seen.copy()
+            assert called["block_scaled_linear"] == IN_GRAPHS
+            assert mine == [(way, torch.float8_e4m3fn, tokens)] * (SHARED + (IN_GRAPHS if tokens > 16 else 0))
+            seen.clear()
+            assert close(fused, engine.uncompiled(tokens))
+            assert seen == [(way, torch.float8_e4m3fn, tokens)] * (SHARED + IN_GRAPHS)
+    assert f"{IN_GRAPHS} fp8 products are layerfuse's for up to 16 tokens" in said(caplog)
+
+
+def test_without_a_quantised_fusion_they_stay(tmp_path: Path) -> None:
+    options = {"fusions": ADD, "strict": True}
+    with (
+        multiplying("CUTLASS"),
+        started("deepseek-v3", tmp_path, layerfuse=options, dtype="bfloat16", overrides=GROUP_FP8) as engine,
+    ):
+        engine()
+        with counting() as called:
+            engine()
+    assert not called["block_scaled_linear"]
+
+
+# ---- graphs
+
+
+def given() -> dict[str, Tensor]:
+    values, weight = torch.rand(6, 256).to(torch.float8_e4m3fn), torch.rand(384, 256).to(torch.float8_e4m3fn)
+    return {"values": values, "scales": torch.rand(2, 6).t(), "weight": weight, "weight_scale": torch.rand(3, 2)}
+
+
+def by_deep_gemm(values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+    out = torch.empty(len(values), len(weight), dtype=torch.bfloat16)
+    op = torch.ops.vllm.fp8_gemm_nt_op.default
+    named = dict(
+        zip(("q_input", "input_scale", "weight", "weight_scale"), (values, scales, weight, weight_scale), strict=True)
+    )
+    return auto_functionalized(op, **named, output=out, use_deep_gemm_e8m0=True)[1]
+
+
+def by_cutlass(
+    values: Tensor, scales: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    out = torch.empty(len(values), len(weight), dtype=torch.bfloat16)
+    turned = {"b": weight.t(), "b_scales": weight_scale.t()}
+    op = torch.ops._C.cutlass_scaled_mm.default
+    return auto_functionalized(op, out=out, a=values, a_scales=scales, bias=bias, **turned)[1]
+
+
+def graph_of(function: Any, **tensors: Tensor) -> Graph:
+    """The graph of a call, by the names of its tensors."""
+    names = list(tensors)
+    return make_fx(lambda *each: function(**dict(zip(names, each, strict=True))), tracing_mode="fake")(
+        *tensors.values()
+    ).graph
+
+
+def targets(graph: Graph) -> list[str]:
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+@pytest.mark.parametrize(
+    ("function", "beyond"),
+    [
+        (by_deep_gemm, "layerfuse_vllm::block_product_rounded"),
+        (by_cutlass, "layerfuse_vllm::block_product_cutlass"),
+    ],
+)
+def test_a_product_becomes_one_op_that_knows_who_takes_more_tokens(function: Any, beyond: str) -> None:
+    graph = graph_of(function, **given())
+    products.put_in(graph)
+    graph.lint()
+    (node,) = (node for node in graph.nodes if node.target is inside.BLOCK_LINEAR)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    assert node.args == (*placeholders, torch.bfloat16, True, beyond)
+    assert "auto_functionalized" not in targets(graph)
+    assert not any("empty" in target for target in targets(graph))
+
+
+@pytest.mark.parametrize("function", [by_deep_gemm, by_cutlass])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scales": torch.ones(1, 6, dtype=torch.int32).t()},  # as DeepGEMM packs exponents on Blackwell
+        {"scales": torch.rand(6, 1)},  # one for a token
+        {"weight_scale": torch.rand(2, 3).t()},
+        {"weight_scale": torch.rand(384, 1)},  # one for a column of the product
+        {"weight_scale": torch.rand(3, 2).to(torch.bfloat16)},
+        {"values": torch.rand(6, 512).to(torch.float8_e4m3fn)[:, ::2]},
+    ],
+    ids=lambda change: "-".join(f"{name}{tuple(each.shape)}{each.dtype}" for name, each in change.items()),
+)
+def test_scales_and_values_that_the_kernel_does_not_read_are_left_alone(
+    function: Any, change: dict[str, Tensor]
+) -> None:
+    graph = graph_of(function, **(given() | change))
+    before = targets(graph)
+    products.put_in(graph)
+    assert targets(graph) == before
+
+
+def test_a_bias_or_a_weight_that_is_written_to_is_left_alone() -> None:
+    def doubled(**each: Tensor) -> Tensor:
+        return by_deep_gemm(
+            **(each | {"weight": each["weight"].view(torch.uint8).bitwise_or(1).view(torch.float8_e4m3fn)})
+        )
+
+    for function, more in ((by_cutlass, {"bias": torch.rand(384).bfloat16()}), (doubled, {})):
+        graph = graph_of(function, **(given() | more))
+        before = targets(graph)
+        products.put_in(graph)
+        assert targets(graph) == before
+
+
+def test_what_another_package_multiplies_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert products.why_not() is None
+    monkeypatch.setattr(DEEP_GEMM, "fp8_gemm_nt", _deep_gemm)
+    assert "fp8_gemm_nt is not vLLM's own: it is from test_vllm_inside" in (products.why_not() or "")
+
+
+@pytest.mark.parametrize(("arch", "expected"), [("sm90", True), ("sm100", False), ("gfx950", False)])
+def test_only_where_the_kernel_was_timed(arch: str, expected: bool) -> None:
+    specs = list(registry.model("deepseek-v3").specs(published=True))
+    for level, asked in ((1, False), (2, expected)):
+        assert products.expects(plan(specs, Target.named(arch), FusionConfig(level=level))) is asked
