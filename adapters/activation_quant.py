@@ -55,7 +55,7 @@ FIXED = ("static", "mxfp8", "mxfp4")
 """Schemes that leave nothing to choose."""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, cache_hash=True)
 class ActivationQuant:
     """Quantisation of activations: dynamic fp8 unless `fixed` says otherwise.
 

@@ -15,8 +15,8 @@ from .conversions import whole
 from .errors import FOREIGN
 from .feeds import children_of
 from .layer_specs import ExpertsSpec, GatedMLPSpec
-from .linear_quant import HOLDERS, describe_linear_quant
-from .linear_quant_readings import stored
+from .linear_quant import describe_linear_quant
+from .linear_quant_readings import HOLDERS, stored
 from .linear_specs import LinearSpec, WeightSpec, linear_spec
 from .linear_weights import plain_weight, weight_of
 from .linears import linear_of

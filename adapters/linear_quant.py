@@ -15,7 +15,7 @@ from attrs import frozen
 from . import linear_quant_readings as read
 from .activation_quant import ActivationQuant
 from .errors import FOREIGN, UnreadableError, said
-from .linear_quant_readings import Answer, maybe, stored
+from .linear_quant_readings import HOLDERS, Answer, holders_of, maybe
 
 
 @frozen
@@ -111,10 +111,6 @@ TABLE: dict[str, Entry] = {
 }
 """What each class does to activations: how it is read, who is asked instead, an answer, or the reason why there is none."""
 
-HOLDERS = ("quantization_scheme", "scheme", "quant_method", "weight")
-"""What of a linear is looked up after the linear itself: the first that the table knows answers."""
-
-
 @frozen
 class _Strange:
     """A class that the table does not know."""
@@ -137,14 +133,18 @@ def activation_quant_of(linear: Any) -> ActivationQuant | None:
     return answer if isinstance(answer, ActivationQuant) else None
 
 
-def describe_linear_quant(linear: Any) -> ActivationQuant | str | None:
+def describe_linear_quant(linear: Any, holders: list[Any] | None = None) -> ActivationQuant | str | None:
     """As `activation_quant_of`, and where activations may be quantised in a way that it cannot say, the reason.
+
+    Args:
+        linear: the module.
+        holders: of it, where they were looked up already.
 
     Returns:
         None where the activations stay as they are; a sentence where ActivationQuant has no words for it.
     """
     try:
-        answer = _answer(linear)
+        answer = _answer(linear, holders_of(linear) if holders is None else holders)
     except UnreadableError as error:
         answer = f"does not say how it quantises activations: {error.args[0]}"
     except FOREIGN as error:  # a property of the linear that fails in its own way: in words, as this decides no spec
@@ -164,7 +164,7 @@ def quantiser_of(linear: Any) -> Any:
     vllm/model_executor/kernels/linear/scaled_mm: a kernel calls a `QuantFP8` of its own with its input, in front of its product; one that
     quantises inside of the product is itself the answer.
     """
-    for holder in (linear, *[stored(linear, name) for name in HOLDERS]):
+    for holder in holders_of(linear):
         asked, entry = holder, _entry(holder.__class__)
         while isinstance(entry, Asks):
             asked = maybe(asked, entry.attribute)
@@ -196,20 +196,26 @@ def says_nothing(cls: Hashable) -> bool:
     return _entry(cls) is _NOBODYS
 
 
-def _answer(linear: Any) -> Answer:
-    strange = ""
-    for held in (linear, *[stored(linear, name) for name in HOLDERS]):
-        entry = _entry(held.__class__)
-        if not isinstance(entry, _Strange):
-            return _resolved(entry, held, linear)
-        if held is not linear and not strange:
-            strange = entry.name
-    if strange:
-        return f"is quantised by {strange}, which is not known here"
-    dtype = maybe(stored(linear, "weight"), "dtype")
+def _answer(linear: Any, holders: list[Any]) -> Answer:
+    at, entry = _speaker(*[held.__class__ for held in holders])
+    if not isinstance(entry, _Strange):
+        return _resolved(entry, holders[at], linear)
+    if entry.name:
+        return f"is quantised by {entry.name}, which is not known here"
+    dtype = maybe(holders[-1], "dtype")
     if dtype is None or dtype.itemsize < 2:
         return f"is no plain linear (weight: {dtype}), and its class is not known here"
     return None
+
+
+@lru_cache(maxsize=1024)
+def _speaker(*classes: Hashable) -> tuple[int, Entry | _Strange]:
+    """Which of a linear and its holders the table knows, and what it says there; else the first holder that it does not know."""
+    entries = [_entry(cls) for cls in classes]
+    for at, entry in enumerate(entries):
+        if not isinstance(entry, _Strange):
+            return at, entry
+    return -1, next((entry for entry in entries[1:] if entry is not _NOBODYS), _NOBODYS)
 
 
 def _resolved(entry: Entry, held: Any, linear: Any) -> Answer:

@@ -9,11 +9,14 @@ neither would be true. Attribute names are those of transformers 5.23, compresse
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 from .activation_quant import ActivationQuant, ActivationQuantError
-from .errors import shown
+from .errors import FOREIGN, shown
 from .sources import Path
+from .spec_fields import made
 
 Answer: TypeAlias = ActivationQuant | str | None
 """What is known of a linear's activations: the quantisation, none, or the reason why ActivationQuant cannot say it."""
@@ -35,7 +38,28 @@ def at(obj: Any, path: str) -> Any:
     Raises:
         UnreadableError: the path leads nowhere.
     """
-    return Path(tuple(path.split("."))).read(obj)
+    return _parsed(path).read(obj)
+
+
+@lru_cache(maxsize=512)
+def _parsed(path: str) -> Path:
+    return Path(tuple(path.split(".")))
+
+
+def several(obj: Any, *paths: str) -> tuple[Any, ...]:
+    """The values at the ends of two or more dotted paths, all of which the object should have.
+
+    Raises:
+        UnreadableError: a path leads nowhere.
+    """
+    try:
+        found: tuple[Any, ...] = _getter(*paths)(obj)
+        return found
+    except FOREIGN:  # of which `at` has words
+        return tuple([at(obj, path) for path in paths])
+
+
+_getter = lru_cache(maxsize=64)(attrgetter)
 
 
 def maybe(obj: Any, name: str) -> Any:
@@ -58,18 +82,39 @@ def stored(obj: Any, name: str) -> Any:
     return parameters[name] if name in parameters else held.get("_modules", _NOTHING).get(name)
 
 
+HOLDERS = ("quantization_scheme", "scheme", "quant_method", "weight")
+"""What of a linear is looked up after the linear itself: the first that a table knows answers."""
+
+
+def holders_of(linear: Any) -> list[Any]:
+    """The linear, and what it holds under each of `HOLDERS`, None where there is nothing."""
+    try:
+        held = vars(linear)
+    except TypeError:
+        return [linear, None, None, None, None]
+    parameters, modules = held.get("_parameters", _NOTHING), held.get("_modules", _NOTHING)
+    found = [linear]
+    for name in HOLDERS:
+        if name in held:
+            found.append(held[name])
+        else:
+            found.append(parameters[name] if name in parameters else modules.get(name))
+    return found
+
+
 def grouped(
     size: Any, *, column_major: bool = False, use_ue8m0: bool = False, tma_aligned: bool = False, inside: bool = False
 ) -> Answer:
     """One scale per `size` columns, if a fusion can describe that."""
+    values = {
+        "group_size": size,
+        "column_major": bool(column_major),
+        "use_ue8m0": bool(use_ue8m0),
+        "tma_aligned": bool(column_major and tma_aligned),
+        "inside": inside,
+    }
     try:
-        return ActivationQuant(
-            group_size=size,
-            column_major=bool(column_major),
-            use_ue8m0=bool(use_ue8m0),
-            tma_aligned=bool(column_major and tma_aligned),
-            inside=inside,
-        )
+        return made(ActivationQuant, values)
     except ActivationQuantError:
         return f"quantises activations in groups of {shown(size)} columns"
 
@@ -179,8 +224,8 @@ def quant_fp8(kernel: Any, _: Any) -> Answer:
     if maybe(kernel, "apply_input_quant") is False:
         return IN_KERNEL
     op = at(kernel, "quant_fp8")
-    rows, columns = at(op, "group_shape.row"), at(op, "group_shape.col")
-    if at(op, "static"):
+    rows, columns, static = several(op, "group_shape.row", "group_shape.col", "static")
+    if static:
         return STATIC if (rows, columns) == (-1, -1) else f"has static scales for blocks of {rows} by {columns}"
     if (rows, columns) == (1, -1):
         return PER_TOKEN  # `use_ue8m0` is on the op, and only its group form looks at it
@@ -188,12 +233,9 @@ def quant_fp8(kernel: Any, _: Any) -> Answer:
         return PER_TENSOR
     # Of the op's forms only that for CUDA aligns columns; in plain torch they are laid out, and not aligned.
     cuda = maybe(maybe(op, "_forward_method"), "__name__") == "forward_cuda"
-    return grouped(
-        columns,
-        column_major=at(op, "column_major_scales"),
-        use_ue8m0=at(op, "use_ue8m0"),
-        tma_aligned=cuda and bool(maybe(op, "tma_aligned_scales")),
-    )
+    column_major, use_ue8m0 = several(op, "column_major_scales", "use_ue8m0")
+    aligned = cuda and bool(maybe(op, "tma_aligned_scales"))
+    return grouped(columns, column_major=column_major, use_ue8m0=use_ue8m0, tma_aligned=aligned)
 
 
 def flashinfer_or_deep_gemm(kernel: Any, _: Any) -> Answer:
@@ -202,7 +244,7 @@ def flashinfer_or_deep_gemm(kernel: Any, _: Any) -> Answer:
     Both read scales as DeepGEMM's quantisation lays them out. Where that rounds them to powers of two (VLLM_USE_DEEP_GEMM_E8M0, which is
     vLLM's default), FlashInfer's alone does not: taken out, one quantisation serves both ways, and it is DeepGEMM's.
     """
-    columns, use_ue8m0 = at(kernel, "weight_group_shape.col"), at(kernel, "fallback.use_deep_gemm_e8m0")
+    columns, use_ue8m0 = several(kernel, "weight_group_shape.col", "fallback.use_deep_gemm_e8m0")
     return grouped(columns, column_major=True, use_ue8m0=use_ue8m0, tma_aligned=True, inside=True)
 
 

@@ -10,8 +10,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from .errors import FOREIGN
-from .linear_quant import HOLDERS
-from .linear_quant_readings import at, is_fp8, maybe, stored
+from .linear_quant_readings import at, holders_of, is_fp8, maybe, stored
 from .linear_specs import WeightSpec, weight_spec
 
 _FP4 = "float4_e2m1fn"
@@ -20,16 +19,14 @@ Reading: TypeAlias = Callable[[Any, Any], WeightSpec | None]
 """Given the object that the table knows and the linear itself; None where neither says it."""
 
 
-def weight_of(linear: Any) -> WeightSpec | None:
-    """How a linear that is not plain holds its weight, or None where it is not known."""
+def weight_of(linear: Any, holders: list[Any] | None = None) -> WeightSpec | None:
+    """How a linear that is not plain holds its weight, or None where it is not known. `holders`: as of `describe_linear_quant`."""
     try:
-        for held in (linear, *[stored(linear, name) for name in HOLDERS]):
-            reading = _reading(held.__class__)
-            if reading is not None:
-                return reading(held, linear)
+        holders = holders_of(linear) if holders is None else holders
+        at, reading = _speaker(*[held.__class__ for held in holders])
+        return None if reading is None else reading(holders[at], linear)
     except FOREIGN:  # a linear whose own code fails where it is asked: this decides no spec
-        pass
-    return None
+        return None
 
 
 @lru_cache(maxsize=64)
@@ -195,6 +192,13 @@ TABLE: dict[str, Reading] = {
     "atom:Fp8MoEMethod": _atom_fp8_experts,
     "atom:CompressedTensorsFp8MoEMethod": _atom_fp8_experts,
 }
+
+
+@lru_cache(maxsize=1024)
+def _speaker(*classes: Hashable) -> tuple[int, Reading | None]:
+    """Which of a linear and its holders the table knows, and how it is read."""
+    readings = map(_reading, classes)
+    return next(((at, reading) for at, reading in enumerate(readings) if reading is not None), (-1, None))
 
 
 @lru_cache(maxsize=512)

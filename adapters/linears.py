@@ -12,8 +12,8 @@ from types import NoneType
 from typing import Any, TypeAlias
 
 from .errors import FOREIGN, SpecError, UnreadableError
-from .linear_quant import HOLDERS, describe_linear_quant, plain_dtype, says_nothing
-from .linear_quant_readings import maybe
+from .linear_quant import describe_linear_quant, plain_dtype, says_nothing
+from .linear_quant_readings import HOLDERS, holders_of, maybe
 from .linear_specs import LinearSpec, linear_spec
 from .linear_weights import plain_weight, weight_of
 from .parallel import is_dtensor, shards_of_linear
@@ -41,11 +41,20 @@ def linear_of(path: str, together: tuple[str, ...], linear: Any) -> LinearSpec:
     if dtype is not None:
         weight, activation, takes = plain_weight(dtype), None, False
     else:
-        weight, activation, takes = weight_of(linear), describe_linear_quant(linear), _takes_quantised(linear)
+        holders = _holders_of(linear)
+        weight, activation = weight_of(linear, holders), describe_linear_quant(linear, holders)
+        takes = _takes_quantised(linear)
     try:
         return linear_spec(path, together, _sizes(linear), weight, activation, takes)
     except SpecError:  # sizes that contradict each other say nothing
         return linear_spec(path, together, _UNSAID, weight, activation, takes)
+
+
+def _holders_of(linear: Any) -> list[Any] | None:
+    try:
+        return holders_of(linear)
+    except FOREIGN:  # of which each that asks has words of its own
+        return None
 
 
 def is_whole(linear: Any) -> bool:
