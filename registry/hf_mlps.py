@@ -80,7 +80,10 @@ def _activation(config: HFConfig, sibling: ModelEntry) -> Any:
         return next(iter(sibling.mlps.values())).activation
     word = mlp_activation(config.values["hidden_act"])
     if word not in MLP_ACTIVATIONS:
-        config.problems.append(f"hidden_act = {shown(config.values['hidden_act'])}, which no spec describes")
+        known = ", ".join(MLP_ACTIVATIONS)
+        config.problems.append(
+            f"hidden_act: expected one that a spec describes ({known}), got {shown(config.values['hidden_act'])}"
+        )
     return word
 
 

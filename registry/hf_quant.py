@@ -13,7 +13,7 @@ from typing import Any
 
 from ..adapters.errors import FOREIGN, LayerfuseError, cut, shown
 from .published import LINEARS, Linears, QuantKind
-from .quant_methods import METHODS, UNREAD, UnreadError
+from .quant_methods import METHODS, UNREAD, MalformedError, UnreadError
 
 _NAMES: Mapping[Linears, tuple[str, ...]] = {
     "attention": (
@@ -51,32 +51,65 @@ def quant_of(said: Any, held: Sequence[Linears], total: int, file: str) -> tuple
         held: what the model has linears of.
         total: how many decoder layers there are.
         file: what messages call the config.
+
+    Raises:
+        MalformedError: it is no table, or has a value that its method cannot have there.
     """
     if said is None:
         return {}, None
+    if not isinstance(said, Mapping):
+        raise MalformedError(f'expected a table, as {{"quant_method": "fp8", ...}}, got {shown(said)}')
+    noting = _Noting(said)
     try:
-        return _read(said, held, total, file), None
+        return _read(noting, held, total, file), None
     except UnreadError as why:
         return {}, f"quantization_config is not read: {why}; declare it under quant"
-    except FOREIGN as error:
-        return {}, f"quantization_config is not read: {cut(str(error))}; declare it under quant"
+    except MalformedError:
+        raise
+    except FOREIGN:
+        key, value = noting.last
+        raise MalformedError(
+            f"{key}: got {shown(value)}, which {shown(said.get('quant_method'))} does not have there"
+        ) from None
 
 
-def _read(said: Any, held: Sequence[Linears], total: int, file: str) -> dict[str, QuantKind]:
-    if not isinstance(said, Mapping):
-        raise UnreadError(f"expected a table, got {shown(said)}")
+class _Noting(Mapping[str, Any]):
+    """A table that knows what of it was looked at last: where a value is of another type than any method has, that is the one."""
+
+    def __init__(self, table: Mapping[str, Any], above: _Noting | None = None, name: str = "") -> None:
+        self._table = table
+        self._top = above or self
+        self._name = name
+        self.last: tuple[str, Any] = ("", table)
+
+    def __getitem__(self, key: str) -> Any:
+        value, place = self._table[key], f"{self._name}{key}"
+        self._top.last = place, value
+        return _Noting(value, self._top, f"{place}.") if isinstance(value, Mapping) else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def __repr__(self) -> str:
+        return repr(self._table)
+
+
+def _read(said: Mapping[str, Any], held: Sequence[Linears], total: int, file: str) -> dict[str, QuantKind]:
     method = said.get("quant_method")
+    if method is not None and not isinstance(method, str):
+        raise MalformedError(f'quant_method: expected a text, as "fp8", got {shown(method)}')
     if method is None and (said.get("producer") or {}).get("name") == "modelopt":
         method = "modelopt"
     if isinstance(said.get("quantization"), Mapping):  # ModelOpt's own file
         said = {**said, **said["quantization"]}
-    reading = METHODS.get(method) if isinstance(method, str) else None
+    reading = METHODS.get(str(method))
     if reading is None:
-        why = (
-            UNREAD.get(method, f"{', '.join(METHODS)} are known here") if isinstance(method, str) else "expected a text"
-        )
+        why = UNREAD.get(str(method), f"{', '.join(METHODS)} are known here")
         raise UnreadError(f"its quant_method is {shown(method)}: {why}")
-    left = [text for key in _LEFT_OUT for text in said.get(key) or ()]
+    left = [text for key in _LEFT_OUT for text in _texts(said, key)]
     if len(left) > MOST_NAMES:
         raise UnreadError(f"it leaves out {len(left)} names")
     linears = [each for each in LINEARS if each in held and not _is_left_out(each, left, total)]
@@ -90,6 +123,15 @@ def _read(said: Any, held: Sequence[Linears], total: int, file: str) -> dict[str
     if problems:
         raise UnreadError("; ".join(problems))
     return {str(method) if str(method).startswith(("fp8", "mx", "nv")) else kind.weight.partition("_")[0]: kind}
+
+
+def _texts(said: Mapping[str, Any], key: str) -> list[str]:
+    value = said.get(key)
+    if value is None:
+        return []
+    if not isinstance(value, (list, tuple)) or not all(isinstance(text, str) for text in value):
+        raise MalformedError(f'{key}: expected a list of texts, as ["lm_head"], got {shown(value)}')
+    return list(value)
 
 
 def _is_left_out(linears: Linears, left: Sequence[Any], total: int) -> bool:

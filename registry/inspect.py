@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from .hf_layers import layers_of
 from .hf_mlps import experts_of, mlps_of
 from .hf_quant import held_by, quant_of
 from .kinds import GatedDeltaNetKind, GQAKind, LayerKind, MLAKind
+from .quant_methods import MalformedError
 
 if TYPE_CHECKING:
     from .lookup import Registry
@@ -147,6 +148,8 @@ def inspect(
     expect("config", config, Mapping, "a parsed config.json (read_config reads one)")
     values, part = text_part(config)
     hf = HFConfig(values)
+    for each in (config,) if part is None else (config, values):
+        hf.problems.extend(_odd_texts(each))
     types = [t for t in (config.get("model_type"), values.get("model_type")) if isinstance(t, str)]
     classes = [*_texts(config.get("architectures")), *_texts(values.get("architectures"))]
     sibling, why = _sibling(registry.models().values(), types, classes)
@@ -185,7 +188,10 @@ def inspect(
     mlps = {} if sibling is None else mlps_of(hf, total, sibling)
     experts = None if sibling is None else experts_of(hf, total, sibling, mlps)
     said = config.get("quantization_config", values.get("quantization_config"))
-    quant, unread = quant_of(said, list(held_by(mlps, values)), total, f"{file}, quantization_config")
+    try:
+        quant, unread = quant_of(said, list(held_by(mlps, values)), total, f"{file}, quantization_config")
+    except MalformedError as why:
+        raise ConfigError(file, [f"quantization_config: {why}{CORRECT}"], recognised) from None
     hf.notes.extend([] if unread is None else [unread])
     entry = ModelEntry(
         name=own,
@@ -222,6 +228,21 @@ def inspect(
         differs=() if same or sibling is None else tuple(_differences(entry, sibling)),
         notes=(*hf.notes, *([] if hybrid is not None else _unsaid(hf, entry, sibling, classes))),
     )
+
+
+CORRECT = ": correct it in the config, or take it out"
+_TEXTS = {"model_type": "qwen3", "hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"}
+"""Keys whose values are texts, each with one."""
+
+
+def _odd_texts(config: Mapping[str, Any]) -> Iterator[str]:
+    for key, example in _TEXTS.items():
+        value = config.get(key)
+        if value is not None and not isinstance(value, str):
+            yield f'{key}: expected a text, as "{example}", got {shown(value)}{CORRECT}'
+    classes = config.get("architectures")
+    if classes is not None and not (isinstance(classes, list) and all(isinstance(one, str) for one in classes)):
+        yield f'architectures: expected a list of texts, as ["Qwen3ForCausalLM"], got {shown(classes)}{CORRECT}'
 
 
 # ---- recognising -----------------------------------------------------------------------------------------------------

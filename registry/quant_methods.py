@@ -20,6 +20,25 @@ class UnreadError(Exception):
     """Why a quantization_config is not read."""
 
 
+class MalformedError(Exception):
+    """A value of a quantization_config that its method cannot have there: its key, what was expected, and what it is."""
+
+
+def _block(said: Mapping[str, Any], key: str) -> list[int]:
+    """Output and input features that share a scale."""
+    value = said.get(key)
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) != 2
+        or not all(type(side) is int and side > 0 for side in value)
+    ):
+        raise MalformedError(
+            f"{key}: expected two whole numbers above 0, the output and input features that share a scale, as [128, 128], "
+            f"got {shown(value)}"
+        )
+    return list(value)
+
+
 def _weight(dtype: str, scheme: str, block: Any = None, activation: str = "none") -> Words:
     words: Words = {"weight": dtype, "scheme": scheme, "activation": activation}
     return words if block is None else {**words, "block": block}
@@ -43,7 +62,8 @@ def _fp8(said: Mapping[str, Any]) -> Words:
     if block is None or scheme != "dynamic":
         raise UnreadError(f"weight_block_size {shown(block)} with activation_scheme {shown(scheme)}")
     powers = ",ue8m0" if said.get("scale_fmt") == "ue8m0" else ""
-    return _weight(_FP8, "block", list(block), f"group{block[1]}{powers}")
+    sides = _block(said, "weight_block_size")
+    return _weight(_FP8, "block", sides, f"group{sides[1]}{powers}")
 
 
 def _gptq(said: Mapping[str, Any]) -> Words:
@@ -163,7 +183,7 @@ def _compressed_tensors(said: Mapping[str, Any]) -> Words:
         raise UnreadError(f"weights of {shown(bits)} bits of type {shown(kind)}, one scale per {shown(strategy)}")
     block = None
     if strategy in ("group", "block"):
-        block = [1, size] if strategy == "group" else list(weights["block_structure"])
+        block = [1, size] if strategy == "group" else _block(weights, "block_structure")
     return _weight(dtypes[bits, kind], "mx" if mx else strategy, block, _compressed_activation(reads))
 
 

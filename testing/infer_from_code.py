@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from attrs import field, frozen
 
-from ..adapters.errors import LayerfuseError, said
+from ..adapters.errors import LayerfuseError, said, shown
 from ..adapters.reader import LayerReader
 from ..adapters.specs import GatedDeltaNetSpec, GatedMLPSpec, GQASpec, MLASpec, ResidualSpec, RopeSpec
 from ..registry.declare import facts_from_words
@@ -103,7 +103,7 @@ def ask_code(found: Inspection, registry: Registry) -> Inspection:
         note = f"transformers' code, which may have epsilons and sinks of its own, was not asked, and no layer was checked: {error}"
         return attrs.evolve(found, notes=(*found.notes, note))
     except Exception as error:  # a config class refuses in its own way what it does not take, and so do layers
-        why = " ".join(said(error).split())
+        why = _of_a_value(error, found.config) or " ".join(said(error).split())
         problem = f"transformers builds no model of this config, so that no layer was checked: {why}"
         return attrs.evolve(found, problems=(problem,))
     offsets = _offsets(model, found.entry.hidden_size)
@@ -126,6 +126,18 @@ def ask_code(found: Inspection, registry: Registry) -> Inspection:
     return attrs.evolve(
         found, entry=entry, notes=tuple(dict.fromkeys(notes)), problems=(*(asked.unread if problems else ()), *problems)
     )
+
+
+def _of_a_value(error: Exception, config: Mapping[str, Any]) -> str | None:
+    """What of the config an error is about, where a table of transformers' does not hold a value of it (`ACT2FN`)."""
+    wanted = error.args[0] if isinstance(error, KeyError) and error.args else None
+    keys = [key for key, value in config.items() if type(value) is str and value == wanted]
+    if not keys:
+        return None
+    from importlib.metadata import version
+
+    release = version("transformers")
+    return f"{' or '.join(keys)}: transformers {release} does not know {shown(wanted)}: correct it in the config, or take it out"
 
 
 def _of_other_code(entry: ModelEntry, model: Any) -> Iterator[str]:

@@ -261,8 +261,27 @@ def test_a_clamp_and_another_activation_are_taken():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        ({"model_type": 7}, 'model_type: expected a text, as "qwen3", got 7'),
+        ({"model_type": ["new"]}, """model_type: expected a text, as "qwen3", got ['new']"""),
+        ({"hidden_act": 3}, 'hidden_act: expected a text, as "silu", got 3'),
+        ({"hidden_activation": False}, 'hidden_activation: expected a text, as "gelu_pytorch_tanh", got False'),
+        ({"architectures": "New"}, """architectures: expected a list of texts, as ["Qwen3ForCausalLM"], got 'New'"""),
+        ({"architectures": [1]}, 'architectures: expected a list of texts, as ["Qwen3ForCausalLM"], got [1]'),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_name_that_is_no_text_is_refused_by_its_key(changes, said, inside):
+    config = {**MLA, **changes}
+    if inside:
+        config = {"model_type": "seen", "architectures": ["SeenForCausalLM"], "text_config": config}
+    assert problems(config) == f"{said}: correct it in the config, or take it out"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
         ({"n_shared_experts": None}, "n_shared_experts is null"),
-        ({"hidden_act": "tanh"}, "hidden_act = 'tanh', which no spec describes"),
+        ({"hidden_act": "tanh"}, "hidden_act: expected one that a spec describes (silu, gelu,"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 61 times dense or sparse, got ['dense']"),
         ({"first_k_dense_replace": "absent"}, "neither mlp_layer_types nor first_k_dense_replace says which"),
     ],

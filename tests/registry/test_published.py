@@ -13,7 +13,7 @@ from layerfuse import registry
 from layerfuse.adapters import ActivationQuant, GatedMLPSpec, MLASpec, ResidualSpec
 from layerfuse.fusion import Target, plan
 from layerfuse.registry.files import structure, unstructure
-from layerfuse.registry.inspect import inspect
+from layerfuse.registry.inspect import ConfigError, inspect
 from layerfuse.registry.published import LINEARS, QuantKind
 from layerfuse.registry.quant_methods import METHODS, UNREAD
 
@@ -184,7 +184,6 @@ def test_a_quantization_config_is_read(said: Any, linears: list[str], weight: st
     [
         ({"quant_method": "modelopt"}, "its quant_algo is None"),
         ({"quant_method": "other"}, "its quant_method is 'other': fp8, mxfp8,"),
-        ({"quant_method": ["fp8"]}, "its quant_method is ['fp8']: expected a text"),
         ({"quant_method": "aqlm"}, "'aqlm': weights that are numbers of entries in a codebook"),
         ({"quant_method": "gptq", "bits": 5}, "weights of 5 bits"),
         (
@@ -200,9 +199,6 @@ def test_a_quantization_config_is_read(said: Any, linears: list[str], weight: st
         ({"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int2"}}}, "weights ('int2'"),
         ({"quant_method": "hqq", "dynamic_config": {"a": {}}}, "some linears are quantised otherwise"),
         ({**FP8, "expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
-        ("fp8", "expected a table, got 'fp8'"),
-        ({**FP8, "weight_block_size": "all"}, "quantization_config is not read"),
-        ({**FP8, "modules_to_not_convert": 3}, "quantization_config is not read"),
         ({**FP8, "modules_to_not_convert": ["model.layers.3.self_attn"]}, "it leaves out some of the attention"),
         ({**FP8, "modules_to_not_convert": ["model.layers"] * 3_000}, "it leaves out 3000 names"),
         (compressed(INT4, None, ("re:(.*)*(.*)*x",)), "it leaves out what matches"),
@@ -216,6 +212,48 @@ def test_what_is_not_known_of_a_quantization_config_is_a_note(said: Any, why: st
     assert quant == {}
     assert len(notes) == 1
     assert why in notes[0]
+
+
+TWO_SIDES = "expected two whole numbers above 0, the output and input features that share a scale, as [128, 128], got"
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ("fp8", """expected a table, as {"quant_method": "fp8", ...}, got 'fp8'"""),
+        ([1], """expected a table, as {"quant_method": "fp8", ...}, got [1]"""),
+        ({"quant_method": ["fp8"]}, """quant_method: expected a text, as "fp8", got ['fp8']"""),
+        ({"quant_method": 3}, """quant_method: expected a text, as "fp8", got 3"""),
+        *[
+            ({**FP8, "weight_block_size": odd}, f"weight_block_size: {TWO_SIDES} {odd!r}")
+            for odd in ([128], [128, 128, 128], [0, 128], ["a", 128], [True, 128], "all", 128)
+        ],
+        (
+            {**FP8, "modules_to_not_convert": 3},
+            """modules_to_not_convert: expected a list of texts, as ["lm_head"], got 3""",
+        ),
+        (
+            {**FP8, "ignored_layers": "lm_head"},
+            """ignored_layers: expected a list of texts, as ["lm_head"], got 'lm_head'""",
+        ),
+        (
+            compressed({**INT4, "num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128]}),
+            f"block_structure: {TWO_SIDES} [128]",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": ["all"]},
+            "config_groups: got ['all'], which 'compressed-tensors' does not have there",
+        ),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": 8}},
+            "global_quant_config.weight: got 8, which 'quark' does not have there",
+        ),
+    ],
+)
+def test_a_value_that_its_method_cannot_have_is_refused_by_its_key(said: Any, why: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        found(said)
+    assert raised.value.problems == (f"quantization_config: {why}: correct it in the config, or take it out",)
 
 
 FP8_WEIGHT, FP4_WEIGHT = "float8_e4m3fn", "float4_e2m1fn"

@@ -1,5 +1,6 @@
 """What `inspect` learns from transformers' own code, of models that no entry declares: published defaults of its configs."""
 
+import re
 import sys
 
 import attrs
@@ -268,6 +269,13 @@ def test_an_entry_that_cannot_be_registered_is_a_draft():
     found = inspect(transformers.LlamaConfig().to_dict(), registry=own, name="decoders")
     (problem,) = ask_code(found, own).problems
     assert problem.startswith("the adapter decoders is declared differently by the registry and by the entry")
+
+
+def test_a_value_that_transformers_does_not_know_is_named_by_its_key():
+    said = "hidden_act: transformers .* does not know 'foo': correct it in the config, or take it out$"
+    found, _ = asked("Qwen3Config", num_hidden_layers=2, hidden_act="foo")
+    (problem,) = found.problems
+    assert re.search(said, problem)
 
 
 def test_what_cannot_be_asked_is_said(monkeypatch):
