@@ -115,13 +115,20 @@ def _length(value: Any) -> int:
 
 
 def _name_index(per_layer: int) -> Callable[[Any], int]:
-    def convert(value: Any) -> int:
-        numbers = [int(n) for n in re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", value)] if isinstance(value, str) else []
+    @lru_cache(maxsize=4096)
+    def of_text(value: str) -> int:
+        numbers = [int(n) for n in re.findall(r"(?:^|\.)(\d{1,9})(?=\.|$)", value)]
         if len(numbers) == 1:
             return numbers[0]
         if len(numbers) == 2 and numbers[1] < per_layer:
             return numbers[0] * per_layer + numbers[1]
         raise UnreadableError(f"{shown(value)} holds no single layer number")
+
+    def convert(value: Any) -> int:
+        if not isinstance(value, str):
+            raise UnreadableError(f"{shown(value)} holds no single layer number")
+        # A text of a class of its own is not kept under a name that it may change.
+        return of_text(value) if type(value) is str else of_text.__wrapped__(value)
 
     return convert
 

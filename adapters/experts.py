@@ -16,7 +16,7 @@ from .errors import FOREIGN
 from .feeds import children_of
 from .layer_specs import ExpertsSpec, GatedMLPSpec
 from .linear_quant import describe_linear_quant
-from .linear_quant_readings import HOLDERS, stored
+from .linear_quant_readings import HOLDERS, holders_of, stored
 from .linear_specs import LinearSpec, WeightSpec, linear_spec
 from .linear_weights import plain_weight, weight_of
 from .linears import linear_of
@@ -38,6 +38,7 @@ _SIZED = (
     "local_intermediate_size",
 )
 _UNSAID: dict[str, Any] = dict.fromkeys((*_SIZED, "weight", "activation", "router", "shared"))
+_ALL_WHOLE = frozenset({int})
 _ROUTERS = ("gate", "router")
 _SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 
@@ -58,18 +59,22 @@ def experts_of(path: str, mixture: Any, shared: Shared) -> ExpertsSpec | None:
         return None
     if engine is None:
         return None
-    values: dict[str, Any] = {"path": path, **_UNSAID}
+    values = _UNSAID.copy()
+    values["path"] = path
     values["weight"], values["activation"] = _tried(_held, experts) or (None, None)
     name, module = _first(_SHARED, children)
     if name is not None:
         values["shared"] = _tried(shared, f"{path}.{name}", engine, module)
-    name, module = _first(_ROUTERS, children)
+    name, scores = _first(_ROUTERS, children)
     if name is not None:
-        values["router"] = _tried(_router, f"{path}.{name}", module)
+        values["router"] = _tried(_router, f"{path}.{name}", scores)
     parts = (id(values["shared"]),)
     try:
-        for name, size in zip(_SIZED, _SIZES[engine](mixture, experts, values["router"]), strict=True):
-            values[name] = whole(size)
+        sizes = _SIZES[engine](mixture, experts, scores, values["router"])
+        if _ALL_WHOLE.issuperset(map(type, sizes)):
+            values.update(zip(_SIZED, sizes, strict=True))
+        else:
+            values.update(zip(_SIZED, map(whole, sizes), strict=True))
         return made(ExpertsSpec, values, parts)
     except FOREIGN:
         return made(ExpertsSpec, {**values, **dict.fromkeys(_SIZED)}, parts)
@@ -114,7 +119,8 @@ def _held(experts: Any) -> tuple[WeightSpec | None, Any]:
     weight = stored(holder, "down_proj")
     if weight is not None and weight.dtype.itemsize > 1 and _is_alone(holder):
         return plain_weight(weight.dtype), None
-    return weight_of(holder), describe_linear_quant(holder)
+    holders = holders_of(holder)
+    return weight_of(holder, holders), describe_linear_quant(holder, holders)
 
 
 def _is_alone(holder: Any) -> bool:
@@ -129,9 +135,8 @@ def _is_alone(holder: Any) -> bool:
 # ---- the vocabularies
 
 
-def _transformers(mixture: Any, experts: Any, _: Any) -> Sizes:
+def _transformers(mixture: Any, experts: Any, scores: Any, _: Any) -> Sizes:
     """The experts of a rank are those in its tensors; what of their width it has, the third side tells, whichever is the hidden size."""
-    _, scores = _first(_ROUTERS, children_of(mixture))
     if scores is None:  # held as an attribute
         scores = next(stored(mixture, name) for name in _ROUTERS if stored(mixture, name) is not None)
     held_there = stored(scores, "weight")
@@ -143,7 +148,7 @@ def _transformers(mixture: Any, experts: Any, _: Any) -> Sizes:
     return total, local, scores.top_k, width, packed * sides[0] * sides[1] // hidden
 
 
-def _vllm(_: Any, experts: Any, __: Any) -> Sizes:
+def _vllm(_: Any, experts: Any, __: Any, ___: Any) -> Sizes:
     """vllm/model_executor/layers/fused_moe/config.py, `FusedMoEConfig`: experts are counted with their copies but as `logical` ones."""
     config = experts.moe_config
     width = config.intermediate_size_per_partition_unpadded
@@ -158,7 +163,7 @@ def _vllm(_: Any, experts: Any, __: Any) -> Sizes:
     )
 
 
-def _sglang(_: Any, experts: Any, router: LinearSpec | None) -> Sizes:
+def _sglang(_: Any, experts: Any, __: Any, router: LinearSpec | None) -> Sizes:
     """sglang/srt/layers/moe/fused_moe_triton/layer.py, `FusedMoE`: shared experts may be run as routed ones, and experts be copied."""
     total = experts._num_global_routed
     if router is not None and router.out_features is not None:
@@ -169,7 +174,7 @@ def _sglang(_: Any, experts: Any, router: LinearSpec | None) -> Sizes:
     return total, experts._num_local_routed, experts.top_k - experts.num_fused_shared_experts, whole_width, width
 
 
-def _atom(_: Any, experts: Any, __: Any) -> Sizes:
+def _atom(_: Any, experts: Any, __: Any, ___: Any) -> Sizes:
     """atom/model_ops/moe.py, `FusedMoE`; fused_moe/expert_layout.py, `MoEExpertLayout`: shared experts may be among the local ones."""
     layout, width = experts.expert_layout, experts.intermediate_size_per_partition
     fused = layout.num_fused_shared_experts
@@ -178,7 +183,7 @@ def _atom(_: Any, experts: Any, __: Any) -> Sizes:
     return layout.num_routed, local, experts.top_k, width * experts.moe_parallel_config.tp_size, width
 
 
-_SIZES: Mapping[str, Callable[[Any, Any, LinearSpec | None], Sizes]] = {
+_SIZES: Mapping[str, Callable[[Any, Any, Any, LinearSpec | None], Sizes]] = {
     "transformers": _transformers,
     "vllm": _vllm,
     "sglang": _sglang,

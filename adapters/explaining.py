@@ -81,15 +81,16 @@ class _Noting(Reading):
         self.note(name, str(place))
         return place, value
 
-    def parts_of(self, name: str, fields: Any, values: Mapping[str, Any], start: Any, within: str) -> dict[str, Any]:
-        read = super().parts_of(name, fields, values, start, within)
-        for part, places in fields:
-            place, _ = self.first(places, start, values[part])
-            self.note(f"{name}.{part}", str(place) if isinstance(place, Const) else f"{within}{place}")
+    def parts_of(self, name: str, part: Any, start: Any, module: Path | None) -> dict[str, Any]:
+        read = super().parts_of(name, part, start, module)
+        for field, places in part.fields:
+            place, _ = self.first(places, start, part.values[field])
+            within = "" if module is None or isinstance(place, Const) else f"{module}."
+            self.note(f"{name}.{field}", f"{within}{place}")
         return read
 
-    def norm(self, name: str, source: NormSource, gated: bool, also: tuple[Path, ...] = ()) -> NormSpec:
-        spec = super().norm(name, source, gated, also)
+    def norm(self, name: str, source: NormSource, also: tuple[Path, ...] = ()) -> NormSpec:
+        spec = super().norm(name, source, also)
         if spec.feeds:
             self.note(f"{name}.quant", ", ".join(linear.path for linear in spec.feeds))
         return spec

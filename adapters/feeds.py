@@ -12,7 +12,7 @@ from typing import Any
 from .activation_quant import ActivationQuant
 from .errors import FOREIGN
 from .linear_specs import LinearSpec
-from .linears import linear_of
+from .linears import other_linear, plain_linear
 from .sources import Path
 
 _NOTHING: dict[str, Any] = {}
@@ -41,7 +41,13 @@ class Below:
         tables = [children_of(layer)]
         for above, step in self._parents:
             parent = tables[above].get(step)
-            tables.append(_NOTHING if parent is None else children_of(parent))
+            if parent is None:
+                tables.append(_NOTHING)
+                continue
+            try:
+                tables.append(parent.__dict__["_modules"])
+            except (AttributeError, LookupError):
+                tables.append(children_of(parent))
         return tables
 
 
@@ -58,6 +64,7 @@ class Linears:
             [(each.index_of(steps), name, ".".join((*steps, name))) for steps, name in at]
             for each in (below or self._alone, self._alone)
         )
+        self._together = tuple([path for _, _, path in self._own])
 
     def modules(self, layer: Any, tables: list[Mapping[str, Any]] | None) -> list[tuple[str, Any]]:
         """Those that are there, each with its path; none where the layer's own code fails on the way, as they decide no spec.
@@ -67,20 +74,28 @@ class Linears:
             tables: what all of `below` hold; None where one of them fails, so that these are looked for alone.
         """
         places = self._places
-        if not places:
-            return []
+        found = []
         try:
             if tables is None:
                 tables, places = self._alone.of(layer), self._own
-            return [(path, child) for at, name, path in places if (child := tables[at].get(name)) is not None]
+            for at, name, path in places:
+                child = tables[at].get(name)
+                if child is not None:
+                    found.append((path, child))
         except FOREIGN:
             return []
+        return found
 
     def of(self, layer: Any, tables: list[Mapping[str, Any]] | None) -> tuple[LinearSpec, ...]:
         """What they are."""
         found = self.modules(layer, tables)
-        together = tuple([path for path, _ in found])
-        return tuple([linear_of(path, together, linear) for path, linear in found])
+        if not found:
+            return ()
+        together = self._together if len(found) == len(self._together) else tuple([path for path, _ in found])
+        specs = []
+        for path, linear in found:
+            specs.append(plain_linear(path, together, linear) or other_linear(path, together, linear))
+        return tuple(specs)
 
 
 def agreed(linears: tuple[LinearSpec, ...]) -> tuple[ActivationQuant | None, str | None]:

@@ -15,7 +15,7 @@ from attrs import frozen
 from . import linear_quant_readings as read
 from .activation_quant import ActivationQuant
 from .errors import FOREIGN, UnreadableError, said
-from .linear_quant_readings import HOLDERS, Answer, holders_of, maybe
+from .linear_quant_readings import HOLDERS, Answer, Holders, holders_of, maybe
 
 
 @frozen
@@ -111,6 +111,7 @@ TABLE: dict[str, Entry] = {
 }
 """What each class does to activations: how it is read, who is asked instead, an answer, or the reason why there is none."""
 
+
 @frozen
 class _Strange:
     """A class that the table does not know."""
@@ -133,7 +134,7 @@ def activation_quant_of(linear: Any) -> ActivationQuant | None:
     return answer if isinstance(answer, ActivationQuant) else None
 
 
-def describe_linear_quant(linear: Any, holders: list[Any] | None = None) -> ActivationQuant | str | None:
+def describe_linear_quant(linear: Any, holders: Holders | None = None) -> ActivationQuant | str | None:
     """As `activation_quant_of`, and where activations may be quantised in a way that it cannot say, the reason.
 
     Args:
@@ -144,7 +145,7 @@ def describe_linear_quant(linear: Any, holders: list[Any] | None = None) -> Acti
         None where the activations stay as they are; a sentence where ActivationQuant has no words for it.
     """
     try:
-        answer = _answer(linear, holders_of(linear) if holders is None else holders)
+        answer = _answer(linear, *(holders or holders_of(linear)))
     except UnreadableError as error:
         answer = f"does not say how it quantises activations: {error.args[0]}"
     except FOREIGN as error:  # a property of the linear that fails in its own way: in words, as this decides no spec
@@ -164,7 +165,7 @@ def quantiser_of(linear: Any) -> Any:
     vllm/model_executor/kernels/linear/scaled_mm: a kernel calls a `QuantFP8` of its own with its input, in front of its product; one that
     quantises inside of the product is itself the answer.
     """
-    for holder in holders_of(linear):
+    for holder in holders_of(linear)[0]:
         asked, entry = holder, _entry(holder.__class__)
         while isinstance(entry, Asks):
             asked = maybe(asked, entry.attribute)
@@ -180,7 +181,7 @@ def plain_dtype(linear: Any) -> Any:
     """The dtype of the weight where this is torch's own linear with nothing attached: most are, and a layer is read often. Else None."""
     try:
         held = vars(linear)
-        if held["_modules"] or not held.keys().isdisjoint(HOLDERS):
+        if "quant_method" in held or held["_modules"] or not held.keys().isdisjoint(HOLDERS):
             return None
         weight = held["_parameters"]["weight"]
         if not _entry(linear.__class__) is _entry(weight.__class__) is _NOBODYS:
@@ -196,8 +197,8 @@ def says_nothing(cls: Hashable) -> bool:
     return _entry(cls) is _NOBODYS
 
 
-def _answer(linear: Any, holders: list[Any]) -> Answer:
-    at, entry = _speaker(*[held.__class__ for held in holders])
+def _answer(linear: Any, holders: list[Any], classes: tuple[type, ...]) -> Answer:
+    at, entry = _speaker(classes)
     if not isinstance(entry, _Strange):
         return _resolved(entry, holders[at], linear)
     if entry.name:
@@ -209,7 +210,7 @@ def _answer(linear: Any, holders: list[Any]) -> Answer:
 
 
 @lru_cache(maxsize=1024)
-def _speaker(*classes: Hashable) -> tuple[int, Entry | _Strange]:
+def _speaker(classes: tuple[type, ...]) -> tuple[int, Entry | _Strange]:
     """Which of a linear and its holders the table knows, and what it says there; else the first holder that it does not know."""
     entries = [_entry(cls) for cls in classes]
     for at, entry in enumerate(entries):

@@ -86,20 +86,28 @@ HOLDERS = ("quantization_scheme", "scheme", "quant_method", "weight")
 """What of a linear is looked up after the linear itself: the first that a table knows answers."""
 
 
-def holders_of(linear: Any) -> list[Any]:
-    """The linear, and what it holds under each of `HOLDERS`, None where there is nothing."""
+Holders: TypeAlias = tuple[list[Any], tuple[type, ...]]
+"""A linear and what it holds under each of `HOLDERS`, None where there is nothing; and the class of each."""
+
+
+def holders_of(linear: Any) -> Holders:
+    """The linear, what it holds, and the classes of these.
+
+    Raises:
+        Exception: whatever the linear's own code raises.
+    """
+    found = [linear]
     try:
         held = vars(linear)
     except TypeError:
-        return [linear, None, None, None, None]
+        held = _NOTHING
     parameters, modules = held.get("_parameters", _NOTHING), held.get("_modules", _NOTHING)
-    found = [linear]
     for name in HOLDERS:
         if name in held:
             found.append(held[name])
         else:
             found.append(parameters[name] if name in parameters else modules.get(name))
-    return found
+    return found, tuple([each.__class__ for each in found])
 
 
 def grouped(

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from .errors import FOREIGN
-from .linear_quant_readings import at, holders_of, is_fp8, maybe, stored
+from .linear_quant_readings import Holders, at, holders_of, is_fp8, maybe, stored
 from .linear_specs import WeightSpec, weight_spec
 
 _FP4 = "float4_e2m1fn"
@@ -19,12 +19,12 @@ Reading: TypeAlias = Callable[[Any, Any], WeightSpec | None]
 """Given the object that the table knows and the linear itself; None where neither says it."""
 
 
-def weight_of(linear: Any, holders: list[Any] | None = None) -> WeightSpec | None:
+def weight_of(linear: Any, holders: Holders | None = None) -> WeightSpec | None:
     """How a linear that is not plain holds its weight, or None where it is not known. `holders`: as of `describe_linear_quant`."""
     try:
-        holders = holders_of(linear) if holders is None else holders
-        at, reading = _speaker(*[held.__class__ for held in holders])
-        return None if reading is None else reading(holders[at], linear)
+        held, classes = holders or holders_of(linear)
+        at, reading = _speaker(classes)
+        return None if reading is None else reading(held[at], linear)
     except FOREIGN:  # a linear whose own code fails where it is asked: this decides no spec
         return None
 
@@ -195,7 +195,7 @@ TABLE: dict[str, Reading] = {
 
 
 @lru_cache(maxsize=1024)
-def _speaker(*classes: Hashable) -> tuple[int, Reading | None]:
+def _speaker(classes: tuple[type, ...]) -> tuple[int, Reading | None]:
     """Which of a linear and its holders the table knows, and how it is read."""
     readings = map(_reading, classes)
     return next(((at, reading) for at, reading in enumerate(readings) if reading is not None), (-1, None))

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from .errors import FOREIGN, SpecError, UnreadableError
 from .linear_quant import describe_linear_quant, plain_dtype, says_nothing
-from .linear_quant_readings import HOLDERS, holders_of, maybe
+from .linear_quant_readings import Holders, holders_of, maybe
 from .linear_specs import LinearSpec, linear_spec
 from .linear_weights import plain_weight, weight_of
 from .parallel import is_dtensor, shards_of_linear
@@ -34,9 +34,11 @@ def linear_of(path: str, together: tuple[str, ...], linear: Any) -> LinearSpec:
         together: the paths of all that read the same tensor, this one's among them.
         linear: the module.
     """
-    spec = _plain(path, together, linear)
-    if spec is not None:
-        return spec
+    return plain_linear(path, together, linear) or other_linear(path, together, linear)
+
+
+def other_linear(path: str, together: tuple[str, ...], linear: Any) -> LinearSpec:
+    """As `linear_of`, of all that are not plain."""
     dtype = plain_dtype(linear)
     if dtype is not None:
         weight, activation, takes = plain_weight(dtype), None, False
@@ -50,7 +52,7 @@ def linear_of(path: str, together: tuple[str, ...], linear: Any) -> LinearSpec:
         return linear_spec(path, together, _UNSAID, weight, activation, takes)
 
 
-def _holders_of(linear: Any) -> list[Any] | None:
+def _holders_of(linear: Any) -> Holders | None:
     try:
         return holders_of(linear)
     except FOREIGN:  # of which each that asks has words of its own
@@ -59,14 +61,20 @@ def _holders_of(linear: Any) -> list[Any] | None:
 
 def is_whole(linear: Any) -> bool:
     """Whether this is torch's own linear with nothing attached, and its weight has all features that it declares."""
-    return _plain("", (), linear) is not None
+    return plain_linear("", (), linear) is not None
 
 
-def _plain(path: str, together: tuple[str, ...], linear: Any) -> LinearSpec | None:
+def plain_linear(path: str, together: tuple[str, ...], linear: Any) -> LinearSpec | None:
     """The spec of such a linear: most are, and a layer is read often. None of all others."""
     try:
         held = linear.__dict__
-        if held["_modules"] or not held.keys().isdisjoint(HOLDERS):
+        if (
+            held["_modules"]
+            or "quant_method" in held
+            or "scheme" in held
+            or "quantization_scheme" in held
+            or "weight" in held
+        ):
             return None
         weight = held["_parameters"]["weight"]
         read, given = held["in_features"], held["out_features"]

@@ -7,7 +7,7 @@ the same values, which need not be checked twice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from operator import attrgetter
 from typing import Any, TypeAlias, TypeVar
 
@@ -67,12 +67,14 @@ from .specs import (
     goes_with,
     kind_of,
 )
-from .values import VALUES, same
+from .values import UNCHANGED, VALUES, same
 
 S = TypeVar("S")
 P = TypeVar("P", NormSource, RopeSource)
 _Convert: TypeAlias = Callable[[Any], Any]
 _Places: TypeAlias = Iterable[tuple[str, tuple[Source, ...]]]
+_Told: TypeAlias = tuple[str, type | None, _Convert]
+"""A field, of which type its values need no change, and what others become."""
 
 
 class LayerReader:
@@ -110,18 +112,29 @@ class LayerReader:
         return [field for field in self.fields if field[1] not in VALUES]
 
     @cached_property
+    def group(self) -> _AtOnce | None:
+        """The tensor-parallel size and rank of a layer that says each at one place."""
+        places: Any = [(name, self.facts.parsed.get(name, ())) for name in ("tp_size", "tp_rank")]
+        alone = all(len(each) == 1 for _, each in places)
+        return _AtOnce(places, {"tp_size": same, "tp_rank": whole}) if alone else None
+
+    @cached_property
+    def told_by_weights(self) -> bool:
+        """Whether nothing but the weights tells over how many ranks the heads are shared."""
+        parsed = self.facts.parsed
+        halves = [(pair.total in parsed, pair.local in parsed) for pair in self.facts.spec.pairs if not pair.replicates]
+        return "tp_weight" in parsed and parsed.keys().isdisjoint(("tp_size", "tp_rank")) and (True, True) not in halves
+
+    @cached_property
     def values(self) -> dict[str, _Convert]:
         """What each field's kind makes of what is read."""
         return {name: VALUES.get(kind, same) for name, kind, _, _ in self.fields}
 
     @cached_property
-    def parts(self) -> dict[int, _AtOnce]:
-        """The fields of each norm and rope. Keyed by the identity of their places in the facts."""
-        of_norms = [norm.fields for norm in self.facts.norms] + [fields for fields, _ in _TORCHS.values()]
-        of_ropes = [rope.fields for rope in self.facts.parsed.values() if isinstance(rope, RopeSource)]
-        return {id(at): _AtOnce(at, _NORM_VALUES) for at in of_norms} | {
-            id(at): _AtOnce(at, _ROPE_VALUES) for at in of_ropes
-        }
+    def rope(self) -> _AtOnce:
+        """The fields of the layer's rope."""
+        rope: Any = self.facts.parsed["rope"]
+        return _AtOnce(rope.fields, _ROPE_VALUES, module=None if rope.module is None else str(rope.module))
 
     @cached_property
     def fields(self) -> list[tuple[str, str, str | None, Any]]:
@@ -183,46 +196,64 @@ class _Near:
     def __init__(self, facts: Facts) -> None:
         parsed: Mapping[str, Any] = facts.parsed
         self.below = Below()
-        self.norms = {
-            id(norm): (
-                Linears(norm.feeds, self.below),
-                Linears(norm.fed_by, self.below),
-                LayerNormSpec if norm.is_layer_norm else NormSpec,
-                str(norm.module),
-                f"{norm.module}.",
-            )
-            for norm in facts.norms
-        }
-        """Those that read each norm, those that feed it, what it is if it is not gated, its path, that in front of what it holds.
-        Keyed by the identity of the facts' norms."""
+        self.norms = {id(norm): _NearNorm(norm, self.below) for norm in facts.norms}
+        "Keyed by the identity of the facts' norms."
         self.last = Linears(parsed.get("last_linear", ()), self.below)
         "The linear whose result the layer adds last."
         self.mixtures = Linears(parsed.get("mixture", ()), self.below)
         "Where a mixture of experts may stand."
 
 
+class _NearNorm:
+    """What is read of one norm."""
+
+    def __init__(self, norm: NormSource, below: Below) -> None:
+        place = str(norm.module)
+        self.find = norm.module.find
+        self.readers, self.writers = Linears(norm.feeds, below), Linears(norm.fed_by, below)
+        kind = GatedNormSpec if norm.gated else LayerNormSpec if norm.is_layer_norm else NormSpec
+        self.own = _AtOnce(norm.fields, _NORM_VALUES, kind=kind, module=place)
+        "The fields of the norm that the facts describe."
+        self.torchs = {
+            name: _AtOnce(fields, _NORM_VALUES, kind=kind, module=place)
+            for name, (fields, kind) in ({} if norm.gated else _TORCHS).items()
+        }
+        "Those of torch's own, which may stand in its place."
+
+
 class _AtOnce:
     """Fields that are read in one go, as most layers and norms hold them all: what takes an error to be said is read again, field by field."""
 
-    def __init__(self, fields: _Places, values: Mapping[str, _Convert]) -> None:
-        self._constants: dict[str, Any] = {}
-        self._attributes: list[tuple[str, _Convert]] = []
+    def __init__(self, fields: _Places, values: Mapping[str, _Convert], **given: Any) -> None:
+        self.fields = fields
+        self.values = values
+        self.given = given
+        "What is known without a layer."
+        self._constants = dict(given)
+        self._alone: list[tuple[_Convert, _Told]] = []
         self._others: list[tuple[str, list[tuple[bool, _Convert]], _Convert]] = []
-        steps: list[str] = []
+        together: dict[tuple[str, ...], list[tuple[str, _Told]]] = {}
         for name, places in fields:
             convert = values[name]
+            told = (name, UNCHANGED.get(convert), convert)
             match places:
                 case (Const(value=value), *_):
                     self._constants[name] = convert(value)
-                case (Path(steps=(step,)),) if not is_index(step):
-                    self._attributes.append((name, convert))
-                    steps.append(step)
+                case (Path(steps=(*above, step)),) if not is_index(step):
+                    together.setdefault(tuple(above), []).append((step, told))
+                case (Path() as place,):
+                    self._alone.append((place.find, told))
                 case _:
                     self._others.append((name, [(type(place) is Named, place.find) for place in places], convert))
-        if len(steps) == 1:  # which attrgetter gives as it is, and several as a tuple
-            ((only, convert),) = self._attributes
-            self._others.append((only, [(False, attrgetter(*steps))], convert))
-        self._get = attrgetter(*steps) if len(steps) > 1 else None
+        self._together: list[tuple[_Convert | None, _Convert, tuple[_Told, ...]]] = []
+        "Where several attributes are, the getter of all of them, and what each tells."
+        for head, held in together.items():
+            steps, several = tuple([step for step, _ in held]), tuple([told for _, told in held])
+            if len(held) > 1:
+                self._together.append((Path(head).find if head else None, attrgetter(*steps), several))
+            else:
+                (told,) = several
+                self._alone.append((Path((*head, *steps)).find if head else attrgetter(*steps), told))
 
     def of(self, start: Any, path: str) -> dict[str, Any]:
         """Their values by name; none where one is missing."""
@@ -231,9 +262,20 @@ class _AtOnce:
             return {}
         read = self._constants.copy()
         try:
-            if self._get is not None:
-                for (name, convert), found in zip(self._attributes, self._get(start), strict=True):
-                    read[name] = convert(found)
+            for above, get, several in self._together:
+                held = start
+                if above is not None:
+                    held = above(start)
+                    cls = type(held)
+                    if has_keys(cls):
+                        return {}
+                for (name, unchanged, convert), found in zip(several, get(held), strict=True):
+                    read[name] = found if type(found) is unchanged else convert(found)
+            for find, (name, unchanged, convert) in self._alone:
+                found = find(start)
+                if found is ABSENT:
+                    return {}
+                read[name] = found if type(found) is unchanged else convert(found)
             for name, finds, convert in self._others:
                 for named, find in finds:
                     found = find(path if named else start)
@@ -321,12 +363,12 @@ class Reading:
                 kind == "optional_gated_norm" and not self.holds(name, parsed)
             ):
                 values[name] = None
-            elif kind in _NORMS:
-                values[name] = self.or_unsaid(name, parsed, partial(self.norm, gated=kind in GATED))
-            elif kind == "optional_rope":
-                values[name] = self.or_unsaid(name, parsed, self.rope)
             elif kind == "norms":
                 values[name] = self.norms(name, parsed, may_lack=values.get("parallel_residual") is True)
+            elif kind in _NORMS:
+                values[name] = self.or_unsaid(name, parsed, self.norm)
+            elif kind == "optional_rope":
+                values[name] = self.or_unsaid(name, parsed, self.rope)
             elif kind == "activation_quant":
                 values |= self.reader_of_product(name, parsed)
             else:
@@ -336,13 +378,13 @@ class Reading:
     def norms(self, name: str, sources: tuple[NormSource, ...], may_lack: bool) -> tuple[NormSpec, ...]:
         """The norms of a stream. With a parallel residual the MLP may have none of its own, and reads the one before the attention."""
         if not may_lack:
-            return tuple([self.norm(name, source, False) for source in sources])
+            return tuple([self.norm(name, source) for source in sources])
         after: Any = self.facts.parsed["post_attention_norms"]
         lacked = [source for source in after if not self.has(source.module)]
         also = tuple(path for source in lacked for path in source.feeds)
         if name == "post_attention_norms":
-            return tuple(self.norm(name, source, False) for source in sources if source not in lacked)
-        return tuple(self.norm(name, source, False, also) for source in sources)
+            return tuple(self.norm(name, source) for source in sources if source not in lacked)
+        return tuple(self.norm(name, source, also) for source in sources)
 
     def holds(self, name: str, source: NormSource) -> bool:
         """Whether the layer says that it norms here, where its facts name a flag for it."""
@@ -362,42 +404,54 @@ class Reading:
         except UnreadableError:
             return False
 
-    def norm(self, name: str, source: NormSource, gated: bool, also: tuple[Path, ...] = ()) -> NormSpec:
+    def norm(self, name: str, source: NormSource, also: tuple[Path, ...] = ()) -> NormSpec:
         """A norm, and the linears around it. `also`: of those that read it, what its source does not name."""
-        try:
-            module = source.module.read(self.layer)
-            if module is None:
-                raise UnreadableError(f"{source.module}: is None")
-        except UnreadableError as error:
-            raise self.missing(name, [str(error)]) from error.__cause__
-        readers, writers, kind, place, within = self.near.norms[id(source)]
-        feeds = Linears((*source.feeds, *also)).of(self.layer, None) if also else readers.of(self.layer, self.tables)
-        fed_by = writers.of(self.layer, self.tables)
+        near = self.near.norms[id(source)]
+        module = self.module_of(name, source, near)
+        feeds = (
+            Linears((*source.feeds, *also)).of(self.layer, None) if also else near.readers.of(self.layer, self.tables)
+        )
+        fed_by = near.writers.of(self.layer, self.tables)
         cls: Any = type(module)
-        fields, torchs = source.fields, None
-        if gated:
-            kind = GatedNormSpec
-        elif (torchs := torchs_norm(cls)) is not None:
-            fields, kind = _TORCHS[torchs]
-        read = self.parts_of(name, fields, _NORM_VALUES, module, within)
+        own = near.own
+        torchs = torchs_norm(cls) if near.torchs else None
+        if torchs is not None:
+            own = near.torchs[torchs]
+        read = self.parts_of(name, own, module, source.module)
         if torchs is not None and read["epsilon"] is None:
             why = "torch.nn.RMSNorm with eps=None takes the eps of the dtype that it is called with, which no spec can say"
             raise SpecError("NormSpec", [f"{name}.epsilon: {why}: build it with a number"])
-        read |= {"kind": kind, "feeds": feeds, "fed_by": fed_by, "module": place}
+        read["feeds"], read["fed_by"] = feeds, fed_by
         return self.part(name, _norm, read)
 
-    def parts_of(
-        self, name: str, fields: _Places, values: Mapping[str, _Convert], start: Any, within: str
-    ) -> dict[str, Any]:
-        """The fields of a norm or rope. `within`: its module, in front of the paths in a message."""
-        read = self.reader.parts[id(fields)].of(self.layer if start is None else start, self.path)
+    def module_of(self, name: str, source: NormSource, near: _NearNorm) -> Any:
+        """The module of a norm."""
+        try:
+            found = near.find(self.layer)
+            if found is not None and found is not ABSENT:
+                return found
+        except FOREIGN:
+            pass
+        try:  # again, for what is to be said of it
+            found = source.module.read(self.layer)
+        except UnreadableError as error:
+            raise self.missing(name, [str(error)]) from error.__cause__
+        if found is None:
+            raise self.missing(name, [f"{source.module}: is None"])
+        return found
+
+    def parts_of(self, name: str, part: _AtOnce, start: Any, module: Path | None) -> dict[str, Any]:
+        """The fields of a norm or rope, which is at `module`, if at any."""
+        read = part.of(start, self.path)
         if read:
             return read
-        for part, places in fields:
+        read = dict(part.given)
+        for field, places in part.fields:
             try:
-                _, read[part] = self.first(places, start, values[part])
+                _, read[field] = self.first(places, start, part.values[field])
             except UnreadableError as error:
-                raise self.missing(f"{name}.{part}", [within + tried for tried in error.args]) from error.__cause__
+                within = "" if module is None else f"{module}."
+                raise self.missing(f"{name}.{field}", [within + tried for tried in error.args]) from error.__cause__
         return read
 
     def part(self, name: str, spec: Callable[..., S], values: dict[str, Any]) -> S:
@@ -432,19 +486,18 @@ class Reading:
 
     def rope(self, name: str, source: RopeSource) -> RopeSpec:
         """A rotary embedding, or that there is none."""
-        start, prefix = None, ""
+        start = self.layer
         if source.module is not None:
             try:
                 start = source.module.read(self.layer)
             except UnreadableError as error:
                 raise self.missing(name, [str(error)]) from error.__cause__
-            prefix = f"{source.module}."
-        if not source.fields or (source.module is not None and start is None):
+        if not source.fields or start is None:
             return NO_ROPE
-        read = self.parts_of(name, source.fields, _ROPE_VALUES, start, prefix)
+        read = self.parts_of(name, self.reader.rope, start, source.module)
         if type(read["width"]) is int and read["width"] == 0:  # an odd one is left for the spec to refuse
             return NO_ROPE
-        return self.part(name, RopeSpec, {**read, "module": None if source.module is None else str(source.module)})
+        return self.part(name, RopeSpec, read)
 
     def answered(self, name: str, places: tuple[Source, ...], convert: _Convert) -> tuple[Source, Any]:
         """The place that answered for a field, and its answer."""
@@ -509,6 +562,8 @@ class Reading:
 
     def parallel(self, values: Mapping[str, Any], given: Parallel | None, around: Parallel | None) -> Parallel:
         """How the layer was sharded, by itself, by the caller, or by what stands around the call."""
+        if given is None and self.reader.told_by_weights and self.is_whole():
+            return WHOLE
         sources, rank, silent = self.evidence(values)
         if given is not None:
             sources["the parallel argument"] = given.size
@@ -534,15 +589,24 @@ class Reading:
             rank = hint.rank
         return WHOLE if size == 1 else made(Parallel, {"size": size, "rank": rank})
 
+    def is_whole(self) -> bool:
+        """Whether the first weight that tells the sharding has all features, as most layers that no engine built."""
+        path = self.reader.weights[0][1]
+        try:
+            return is_whole(path.find(self.layer))
+        except FOREIGN:  # of which `evidence` has words
+            return False
+
     def evidence(self, values: Mapping[str, Any]) -> tuple[dict[str, int], int | None, list[str]]:
         """What says the size (source -> size), the rank if anything says it, and what stayed silent."""
         sources: dict[str, int] = {}
         rank: int | None = None
         silent: list[str] = []
         parsed: Mapping[str, Any] = self.facts.parsed
+        group = self.reader.group.of(self.layer, self.path) if self.reader.group is not None else {}
         if "tp_size" in parsed:
             try:
-                place, said_size = self.first(parsed["tp_size"])
+                place, said_size = (parsed["tp_size"][0], group["tp_size"]) if group else self.first(parsed["tp_size"])
                 sources[str(place)] = self.size(str(place), said_size)
             except UnreadableError as error:
                 silent.extend(error.args)
@@ -557,7 +621,9 @@ class Reading:
                 sources[ratio] = total // local
             else:
                 silent.append(f"{ratio}: {shown(total)} / {shown(local)} is no whole number of ranks")
-        if "tp_rank" in parsed:
+        if group:
+            rank = group["tp_rank"]
+        elif "tp_rank" in parsed:
             try:
                 _, rank = self.first(parsed["tp_rank"], convert=whole)
             except UnreadableError:

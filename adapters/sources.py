@@ -21,7 +21,7 @@ TOML tables are written in these words and parsed by `parse_source`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -69,9 +69,41 @@ class Path:
 
     def find(self, obj: Any) -> Any:
         """As `read`, but ABSENT where it leads nowhere, and what the layer's own code raises comes through."""
-        for key in self._keys:
+        # All ways in one place: most of a reading are steps.
+        keys: tuple[Any, ...] = self._keys
+        for key in keys:
             cls: Any = type(obj)
-            obj = _way(cls, key)(obj, key)
+            way = _way(cls, key)
+            if way is _MODULE:
+                # A parameter, a buffer or a child as torch looks it up, which takes it far longer, unless the class holds the name by now.
+                held = obj.__dict__
+                if key in held or hasattr(cls, key):
+                    way = _ATTRIBUTE
+                elif (
+                    key in (named := held["_parameters"])
+                    or key in (named := held["_buffers"])
+                    or key in (named := held["_modules"])
+                ):
+                    obj = named[key]
+                    continue
+                else:
+                    return ABSENT
+            if way is _ATTRIBUTE:
+                try:
+                    obj = getattr(obj, key)
+                except AttributeError:
+                    return ABSENT
+            elif way is _LIST:
+                held = obj.__dict__["_modules"]
+                at = key if key >= 0 else len(held) + key
+                obj = held.get(str(at), ABSENT) if 0 <= at < len(held) else ABSENT
+                if obj is ABSENT:
+                    return obj
+            else:
+                try:
+                    obj = obj[key]
+                except LookupError:
+                    return ABSENT
         return obj
 
     def read(self, obj: Any) -> Any:
@@ -122,47 +154,32 @@ def has_keys(cls: Hashable) -> bool:
     return isinstance(cls, type) and issubclass(cls, Mapping)
 
 
+_ATTRIBUTE, _ITEM, _MODULE, _LIST = range(4)
+"""How an object is asked for one step: by name, by key, and as torch's Module and ModuleList find what they hold, which takes them far longer."""
+
+
 @lru_cache(maxsize=4096)
-def _way(cls: Hashable, key: str | int) -> Callable[[Any, Any], Any]:
+def _way(cls: Hashable, key: str | int) -> int:
     """How an object of this class is asked for one step."""
-    if cls is _Absent:
-        return _nothing
-    if type(key) is int or has_keys(cls):
-        return _item
     own: Any = cls
-    is_torchs = hasattr(own, "__getattr__") and own.__getattr__.__module__ == "torch.nn.modules.module"
     is_plain = own.__getattribute__ is object.__getattribute__
-    return _of_module if is_torchs and is_plain else _attribute
+    if type(key) is int or has_keys(cls):
+        return _LIST if type(key) is int and is_plain and _is_torchs_list(own) else _ITEM
+    is_torchs = hasattr(own, "__getattr__") and own.__getattr__.__module__ == "torch.nn.modules.module"
+    return _MODULE if is_torchs and is_plain else _ATTRIBUTE
 
 
-def _nothing(*_: Any) -> Any:
-    return ABSENT
-
-
-def _item(obj: Any, key: Any) -> Any:
-    try:
-        return obj[key]
-    except LookupError:
-        return ABSENT
-
-
-def _attribute(obj: Any, name: str) -> Any:
-    try:
-        return getattr(obj, name)
-    except AttributeError:
-        return ABSENT
-
-
-def _of_module(module: Any, name: str) -> Any:
-    """A parameter, a buffer or a child as torch looks it up, which takes it far longer, unless the class holds the name by now."""
-    held = module.__dict__
-    if name in held or hasattr(type(module), name):
-        return _attribute(module, name)
-    parameters = held["_parameters"]
-    if name in parameters:
-        return parameters[name]
-    buffers = held["_buffers"]
-    return buffers[name] if name in buffers else held["_modules"].get(name, ABSENT)
+def _is_torchs_list(cls: type[Any]) -> bool:
+    """Whether indices into it are those of torch's ModuleList, and no class has others."""
+    found: Any = next((base for base in cls.__mro__ if base.__name__ == "ModuleList"), None)
+    if found is None or found.__module__ != "torch.nn.modules.container":
+        return False
+    return (
+        cls.__getitem__ is found.__getitem__
+        and cls.__len__ is found.__len__
+        and hasattr(found, "_get_abs_string_index")
+        and cls._get_abs_string_index is found._get_abs_string_index
+    )
 
 
 @frozen

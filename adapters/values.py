@@ -57,3 +57,6 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "number": _number,
 }
 """By kind of field; the values of other kinds are read as they are."""
+
+UNCHANGED: dict[Callable[[Any], Any], type] = {whole: int, _number: float}
+"""Of which type a value is that needs no change: most are, and a layer is read often."""

@@ -18,7 +18,16 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from layerfuse import registry
-from layerfuse.adapters import LayerfuseError, experts, feeds, linears, reader, sources, spec_fields
+from layerfuse.adapters import (
+    LayerfuseError,
+    experts,
+    feeds,
+    linear_quant_readings,
+    linears,
+    reader,
+    sources,
+    spec_fields,
+)
 from layerfuse.adapters.errors import UnreadableError
 from layerfuse.adapters.feeds import children_of
 from layerfuse.adapters.parallel import ranks_summed
@@ -56,6 +65,8 @@ def _modules(paths: Any, layer: Any) -> list[tuple[str, Any]]:
 
 
 class _Linears(feeds.Linears):
+    _together = ()  # none that was made beforehand
+
     def __init__(self, paths: Any, below: Any = None) -> None:
         parents = dict.fromkeys(path.steps[:-1] for path in paths)
         self.paths = [(steps, path.steps[-1]) for steps in parents for path in paths if path.steps[:-1] == steps]
@@ -82,7 +93,13 @@ def slowly() -> Iterator[None]:
         for owner, name, other in (
             (sources.Path, "read", sources.Path._refused),
             (reader._AtOnce, "of", lambda *_: {}),
-            (linears, "_plain", lambda *_: None),
+            (linears, "plain_linear", lambda *_: None),
+            (
+                linear_quant_readings,
+                "several",
+                lambda obj, *paths: tuple(linear_quant_readings.at(obj, each) for each in paths),
+            ),
+            (feeds, "plain_linear", lambda *_: None),
             (linears, "linear_spec", linears.linear_spec.__wrapped__),
             (experts, "linear_spec", experts.linear_spec.__wrapped__),
             (experts, "_scores", experts._scores.__wrapped__),
