@@ -24,7 +24,7 @@ class Process:
         self.waiting: dict[int, tuple[Any, Any]] = {}
         "The modules that will be compiled at their first call, each with its `CompiledModule`, by identity."
         self.running: list[Any] = []
-        "The units of the modules that are at their first call, the innermost last."
+        "The compiled modules that are at their first call, the innermost last."
         self.said: set[str] = set()
 
     def knows(self, engine: Any) -> bool:
@@ -60,9 +60,9 @@ def leave_alone(reason: str) -> None:
 def troubled(doing: str, error: Exception) -> None:
     """Take note of an error of layerfuse's own: a warning, and in `strict` an error once the model has run."""
     text = f"{doing} failed: {type(error).__name__}: {error}"
-    for unit in this.running[-1:]:
-        if text not in unit.trouble:
-            unit.trouble.append(text)
+    for compiled in this.running[-1:]:
+        if text not in compiled.trouble:
+            compiled.trouble.append(text)
     once(logging.WARNING, "layerfuse: %s", text)
     here().logger.debug("layerfuse: %s", doing, exc_info=error)
 

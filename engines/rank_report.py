@@ -66,20 +66,20 @@ def _unnumbered(reason: str) -> str:
     return re.sub(r"\b([A-Za-z]\w*?)_\d+\b", r"\1", reason)
 
 
-def rank_report_of(unit: CompiledModule, rank: int) -> RankReport:
+def rank_report_of(compiled: CompiledModule, rank: int) -> RankReport:
     """What one rank says, from its records and from the calls that were counted."""
-    report = unit.report()
-    called = _called(unit)
+    report = compiled.report()
+    called = _called(compiled)
     missed: Missed = {}
     fused: dict[str, tuple[str, ...]] = {}
     beyond: dict[str, tuple[str, ...]] = {}
-    for name in filter(unit.plan.concerns, FUSIONS):
+    for name in filter(compiled.plan.concerns, FUSIONS):
         of = report.of(name)
         lost = dict(of.missed)
-        blind = _why_blind(unit)
+        blind = _why_blind(compiled)
         if blind is not None:
             lost = dict.fromkeys(lost, blind)
-        unsure = _unsure(unit, lost) if blind is None else list(lost)
+        unsure = _unsure(compiled, lost) if blind is None else list(lost)
         proven = bool(unsure) and called is not None and called.get(name, 0) == len(of.expected)
         if proven:
             # As many calls as sites: what no record tells, the run does.
@@ -89,12 +89,12 @@ def rank_report_of(unit: CompiledModule, rank: int) -> RankReport:
         beyond[name] = tuple(of.beyond)
         if lost:
             missed[name] = lost
-    if unit.placed is not None:
-        name, sites_there, why = unit.placed.name, unit.placed.sites(), unit.placed.why_not
-        calls = 0 if unit.counted is None else unit.counted[unit.placed.op]
+    if compiled.placed is not None:
+        name, sites_there, why = compiled.placed.name, compiled.placed.sites(), compiled.placed.why_not
+        calls = 0 if compiled.counted is None else compiled.counted[compiled.placed.op]
         called = None if called is None else {**called, name: calls}
-        if why is None and unit.counted is not None and calls != len(sites_there):
-            why = unit.placed.left() or f"{here().name} did not call these layers once each in the {unit.run}"
+        if why is None and compiled.counted is not None and calls != len(sites_there):
+            why = compiled.placed.left() or f"{here().name} did not call these layers once each in the {compiled.run}"
         if why is None:
             fused[name] = sites_there
         else:
@@ -105,22 +105,22 @@ def rank_report_of(unit: CompiledModule, rank: int) -> RankReport:
         missed=missed,
         beyond={name: sites for name, sites in beyond.items() if sites},
         called=called,
-        problems=(*unit.trouble, *differences(unit, report)),
-        notes=tuple(_notes(unit)),
-        sources=dict(Counter(piece.source for piece in unit.pieces)),
+        problems=(*compiled.trouble, *differences(compiled, report)),
+        notes=tuple(_notes(compiled)),
+        sources=dict(Counter(piece.source for piece in compiled.pieces)),
     )
 
 
-def _why_blind(unit: CompiledModule) -> str | None:
+def _why_blind(compiled: CompiledModule) -> str | None:
     """Why nothing is known of any graph of a module, as a sentence; None where something is."""
-    if unit.from_cache and unit.kept_since is None:
+    if compiled.from_cache and compiled.kept_since is None:
         return f"the model came from {here().name}'s cache, which holds no report of it"
-    return None if unit.pieces else unit.spoiled
+    return None if compiled.pieces else compiled.spoiled
 
 
-def _unsure(unit: CompiledModule, lost: dict[str, str]) -> list[str]:
+def _unsure(compiled: CompiledModule, lost: dict[str, str]) -> list[str]:
     """Missed sites that stand in a piece of which no record is known."""
-    inside = {site for piece in unit.pieces if piece.source == "unknown" for site in piece.sites}
+    inside = {site for piece in compiled.pieces if piece.source == "unknown" for site in piece.sites}
     return [site for site in lost if site in inside]
 
 
@@ -129,24 +129,24 @@ def fused_ops() -> dict[str, str]:
     return {form.op.name: fusion.name for fusion in FUSIONS.values() for form in fusion.forms}
 
 
-def _called(unit: CompiledModule) -> dict[str, int] | None:
-    if unit.counted is None:
+def _called(compiled: CompiledModule) -> dict[str, int] | None:
+    if compiled.counted is None:
         return None
     fusions = fused_ops()
     found: Counter[str] = Counter()
-    for op, calls in unit.counted.items():
+    for op, calls in compiled.counted.items():
         if op in fusions:  # others are canonical forms, which a graph may hold as well
             found[fusions[op]] += calls
     return dict(found)
 
 
-def differences(unit: CompiledModule, report: Report) -> Iterable[str]:
+def differences(compiled: CompiledModule, report: Report) -> Iterable[str]:
     """Sentences on calls that the records do not account for; none where a record is missing that would tell."""
-    told = bool(unit.pieces) and not any(piece.source == "unknown" for piece in unit.pieces)
-    if unit.counted is None or not told or not report.graphs:
+    told = bool(compiled.pieces) and not any(piece.source == "unknown" for piece in compiled.pieces)
+    if compiled.counted is None or not told or not report.graphs:
         return
-    planned, known = unit.ranges(), fused_ops()
-    counted = Counter({op: calls for op, calls in unit.counted.items() if op in known})
+    planned, known = compiled.ranges(), fused_ops()
+    counted = Counter({op: calls for op, calls in compiled.counted.items() if op in known})
     # The run had one number of tokens, so that one range of those that were compiled was called.
     if any(calls == counted for calls in planned.values()):
         return
@@ -155,38 +155,40 @@ def differences(unit: CompiledModule, report: Report) -> Iterable[str]:
         said = sorted({calls[name] for calls in planned.values()})
         if counted[name] not in said:
             several = " or ".join(map(str, said))
-            yield f"{name} was called {counted[name]} times in the {unit.run}; the graphs hold it {several} times"
+            yield f"{name} was called {counted[name]} times in the {compiled.run}; the graphs hold it {several} times"
 
 
-def _notes(unit: CompiledModule) -> Iterable[str]:
-    sources = Counter(piece.source for piece in unit.pieces)
-    if unit.at_modules is not None:
-        yield f"the fused ops stand in the model's modules: {unit.at_modules}"
-    if unit.unreached:
-        yield f"the {unit.run} did not come to {unit.unreached[0]}{_more(unit.unreached)}, where fused ops stand too"
-    if unit.kept_since is not None:
-        yield f"the model came from {here().name}'s cache; this is the report that was kept with it on {unit.kept_since}"
-    elif unit.from_cache:
+def _notes(compiled: CompiledModule) -> Iterable[str]:
+    sources = Counter(piece.source for piece in compiled.pieces)
+    if compiled.at_modules is not None:
+        yield f"the fused ops stand in the model's modules: {compiled.at_modules}"
+    if compiled.unreached:
+        yield f"the {compiled.run} did not come to {compiled.unreached[0]}{_more(compiled.unreached)}, where fused ops stand too"
+    if compiled.kept_since is not None:
+        yield f"the model came from {here().name}'s cache; this is the report that was kept with it on {compiled.kept_since}"
+    elif compiled.from_cache:
         yield f"the model came from {here().name}'s cache without a report (delete that folder of the cache to have one)"
-    if unit.spoiled is not None and not unit.pieces:
-        yield f"{unit.spoiled}: what is fused is known by the calls of the {unit.run} alone"
+    if compiled.spoiled is not None and not compiled.pieces:
+        yield f"{compiled.spoiled}: what is fused is known by the calls of the {compiled.run} alone"
     if sources["equal"]:
         yield f"graphs that are equal to others, and were compiled with them: {sources['equal']}"
     if sources["cache"]:
         yield f"{sources['cache']} graphs came from Inductor's cache with the records of those that filled it"
     if sources["unknown"]:
         yield f"{sources['unknown']} graphs came from a cache without a record"
-    linears = 0 if unit.counted is None else sum(unit.counted[op.name] for op in BLOCK_SCALED)
+    linears = 0 if compiled.counted is None else sum(compiled.counted[op.name] for op in BLOCK_SCALED)
     if linears:
-        shared = f", {unit.shared} of them of shared experts" if unit.shared else ""
+        shared = f", {compiled.shared} of them of shared experts" if compiled.shared else ""
         yield f"{linears} fp8 products are layerfuse's for up to {MOST} tokens{shared}"
-    if unit.routed():
-        yield f"the routed experts of {unit.routed()} layers are layerfuse's for up to {MOST} tokens"
-    if unit.placed is not None and unit.placed.why_not is None:
-        yield from unit.placed.notes(unit.run)
-    yield from (f"not read, as no text runs it: {of_a_class}" for of_a_class in of_each_class(unit.unread))
-    if unit.outside:
-        shown = ", ".join(unit.outside[:3]) + (f" and {len(unit.outside) - 3} more" if len(unit.outside) > 3 else "")
+    if compiled.routed():
+        yield f"the routed experts of {compiled.routed()} layers are layerfuse's for up to {MOST} tokens"
+    if compiled.placed is not None and compiled.placed.why_not is None:
+        yield from compiled.placed.notes(compiled.run)
+    yield from (f"not read, as no text runs it: {of_a_class}" for of_a_class in of_each_class(compiled.unread))
+    if compiled.outside:
+        shown = ", ".join(compiled.outside[:3]) + (
+            f" and {len(compiled.outside) - 3} more" if len(compiled.outside) > 3 else ""
+        )
         yield f"outside of what {here().name} compiles: {shown}"
 
 

@@ -26,48 +26,48 @@ _written: dict[Path, tuple[str, dict[str, Any]]] = {}
 """What this process has written into each file, and for which engine: a model may have several compiled modules."""
 
 
-def publish(unit: CompiledModule) -> None:
+def publish(compiled: CompiledModule) -> None:
     """Say what became of a module's plan, on the first rank of its group.
 
     Raises:
         FusionMissedError: strict, and an expected fusion is missing on some rank.
         CallsDifferError: strict, and the profiling run called other fused ops than the report says.
     """
-    rank, ranks = _together(unit)
-    outcome = Outcome(plan=unit.plan, ranks=ranks, unknown=unit.report().all_unknown(), run=unit.run)
-    if unit.pieces and not unit.from_cache and unit.at_modules is None:
-        problem = unit.keep()
+    rank, ranks = _together(compiled)
+    outcome = Outcome(plan=compiled.plan, ranks=ranks, unknown=compiled.report().all_unknown(), run=compiled.run)
+    if compiled.pieces and not compiled.from_cache and compiled.at_modules is None:
+        problem = compiled.keep()
         if problem is not None:
             once(logging.WARNING, "layerfuse: a start from %s's cache will have no report: %s", here().name, problem)
-    if unit.from_cache and not unit.forced and any(differences(unit, unit.report())):
-        unit.forget()  # another one than the report is of, as two starts at the same time may leave: the next start compiles anew
+    if compiled.from_cache and not compiled.forced and any(differences(compiled, compiled.report())):
+        compiled.forget()  # another one than the report is of, as two starts at the same time may leave: the next start compiles anew
     if rank == 0:
-        path, engine = _file(unit)
-        problem = _write(path, engine, unit, outcome)
+        path, engine = _file(compiled)
+        problem = _write(path, engine, compiled, outcome)
         if problem is not None:
             once(logging.WARNING, "layerfuse: the report is in this log only: %s", problem)
         where = [] if problem is not None else [f"in full: {path}"]
         level = logging.WARNING if outcome.missed or outcome.problems or outcome.unknown else logging.INFO
-        here().logger.log(level, "%s", "\n  ".join([_title(unit, outcome), *_lines(unit, outcome), *where]))
-    if unit.strict:
+        here().logger.log(level, "%s", "\n  ".join([_title(compiled, outcome), *_lines(compiled, outcome), *where]))
+    if compiled.strict:
         outcome.check()
 
 
-def _title(unit: CompiledModule, outcome: Outcome) -> str:
+def _title(compiled: CompiledModule, outcome: Outcome) -> str:
     ranks = len(outcome.ranks)
     of = "" if ranks == 1 else f", {ranks} ranks"
-    return f"layerfuse {__version__} in {here().name} {here().version()}: {unit.name} on {unit.plan.target}{of}"
+    return f"layerfuse {__version__} in {here().name} {here().version()}: {compiled.name} on {compiled.plan.target}{of}"
 
 
-def _lines(unit: CompiledModule, outcome: Outcome) -> list[str]:
+def _lines(compiled: CompiledModule, outcome: Outcome) -> list[str]:
     lines = lines_of(outcome)
     first = outcome.ranks[0]
     if len(outcome.ranks) > 1:
         differing = [verdict.rank for verdict in outcome.ranks if not verdict.same_as(first)]
         lines.append(f"ranks that differ from rank 0: {differing}" if differing else "all ranks say the same")
-    ranges = {piece.tokens: None for piece in unit.pieces}
-    if ranges and unit.at_modules is None:
-        pieces = len({piece.number for piece in unit.pieces})
+    ranges = {piece.tokens: None for piece in compiled.pieces}
+    if ranges and compiled.at_modules is None:
+        pieces = len({piece.number for piece in compiled.pieces})
         lines.append(
             f"over {_count(pieces, 'graph')} and {_count(len(ranges), 'range')} of tokens: {', '.join(ranges)}"
         )
@@ -81,10 +81,10 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _file(unit: CompiledModule) -> tuple[Path, str]:
+def _file(compiled: CompiledModule) -> tuple[Path, str]:
     """Where the report goes, and which of the engines of this host writes it."""
-    path, engine = here().report_file(unit)
-    return (path if unit.report_path is None else _not_anothers(path, engine)), engine
+    path, engine = here().report_file(compiled)
+    return (path if compiled.report_path is None else _not_anothers(path, engine)), engine
 
 
 def _not_anothers(path: Path, engine: str) -> Path:
@@ -113,24 +113,24 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def _write(path: Path, engine: str, unit: CompiledModule, outcome: Outcome) -> str | None:
+def _write(path: Path, engine: str, compiled: CompiledModule, outcome: Outcome) -> str | None:
     """Write the report of every module of this process so far. None, or why that was not possible."""
     known, modules = _written.get(path, (engine, {}))
     if known != engine:  # beside what the engine keeps: the same model, started again
         modules = {}
     _written[path] = engine, modules
-    modules[".".join(filter(None, (unit.model, unit.path)))] = {
-        "class": unit.name,
-        "target": unit.plan.target.to_dict(),
-        "config": unit.plan.config.to_dict(),
-        "kept_since": unit.kept_since,
+    modules[".".join(filter(None, (compiled.model, compiled.path)))] = {
+        "class": compiled.name,
+        "target": compiled.plan.target.to_dict(),
+        "config": compiled.plan.config.to_dict(),
+        "kept_since": compiled.kept_since,
         "sites": outcome.sites(),
         "missed": outcome.missed,
         "problems": list(outcome.problems),
         "unknown": dict(outcome.unknown),
-        "outside": list(unit.outside),
-        "unread": dict(unit.unread),
-        "unfound": dict(unit.unfound),
+        "outside": list(compiled.outside),
+        "unread": dict(compiled.unread),
+        "unfound": dict(compiled.unfound),
         "ranks": [attrs.asdict(verdict) for verdict in outcome.ranks],
         "graphs": [
             {
@@ -139,7 +139,7 @@ def _write(path: Path, engine: str, unit: CompiledModule, outcome: Outcome) -> s
                 "source": p.source,
                 "uses": [attrs.asdict(u) for u in p.record.uses],
             }
-            for p in unit.pieces
+            for p in compiled.pieces
         ],
     }
     return record_cache.write(
@@ -147,15 +147,15 @@ def _write(path: Path, engine: str, unit: CompiledModule, outcome: Outcome) -> s
     )
 
 
-def _together(unit: CompiledModule) -> tuple[int, tuple[RankReport, ...]]:
+def _together(compiled: CompiledModule) -> tuple[int, tuple[RankReport, ...]]:
     """This rank, and the verdicts of all ranks of its tensor-parallel group."""
     rank, size, group = here().ranks()
     try:
-        own = rank_report_of(unit, rank)
+        own = rank_report_of(compiled, rank)
     except Exception as error:  # the others wait for an answer
         problem = f"no verdict: {type(error).__name__}: {error}"
         own = RankReport(rank=rank, fused={}, missed={}, called=None, problems=(problem,))
-    if size == 1 or not (unit.active or unit.placed) or dist.get_backend(group) != "gloo":
+    if size == 1 or not (compiled.active or compiled.placed) or dist.get_backend(group) != "gloo":
         return rank, (own,)
     verdicts: list[Any] = [None] * size
     try:

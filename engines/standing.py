@@ -51,7 +51,7 @@ OTHER = "another forward was put where the fused op stands, from %s"
 class Standing:
     """The fused ops that stand in one model."""
 
-    unit: CompiledModule
+    compiled: CompiledModule
     model: nn.Module = field(repr=False)
     seams: Sequence[Seam] = field(repr=False)
     "The engine's."
@@ -80,13 +80,13 @@ class Standing:
 
     def put_in(self) -> None:
         """Let the planned ops stand at their sites. Those at which some were to stand before are left as they are."""
-        for decision in self.unit.plan.expected():
+        for decision in self.compiled.plan.expected():
             if decision.site in self.asked:
                 continue
             self.asked.add(decision.site)
-            fallback = (each.fusion for each in self.unit.plan.fallback() if each.site == decision.site)
+            fallback = (each.fusion for each in self.compiled.plan.fallback() if each.site == decision.site)
             for fusion in (decision.fusion, *fallback):
-                problem = self._put_in(self.unit.plan.site[decision.site], fusion)
+                problem = self._put_in(self.compiled.plan.site[decision.site], fusion)
                 if problem is None:
                     self.stands[decision.site] = fusion
                     break
@@ -163,10 +163,10 @@ class Standing:
 
         Such a module holds one weight as wide as the stream, and no other module.
         """
-        plan, hooks = self.unit.plan, []
+        plan, hooks = self.compiled.plan, []
         read = {path for path, spec in plan.specs if not isinstance(spec, FinalNormSpec | KernelSpec)}
         read |= {join(site.layer, norm.module or "") for site in plan.site.values() for norm in site.norms}
-        read |= self.unit.around.ignored
+        read |= self.compiled.around.ignored
         widths = {(spec.hidden_size,) for _, spec in plan.specs if not isinstance(spec, KernelSpec)}
         on_stream = any(plan.site[each.site].role in STREAM for each in plan.expected())
         for path, module in self.model.named_modules() if on_stream else ():
@@ -185,8 +185,8 @@ class Standing:
 
     def watch(self) -> None:
         """Look before each later call whether what an op stands in is there."""
-        if self.unit.placed is not None:
-            self.inside.update(self.unit.placed.modules())
+        if self.compiled.placed is not None:
+            self.inside.update(self.compiled.placed.modules())
         if self.inside:
             self._hold()
             for module in {id(each): each for each in (self.model, self._around())}.values():
@@ -302,19 +302,19 @@ class Standing:
         self.ran[site] += 1
 
     def take_down(self) -> None:
-        """Write what the first run was as a record of the unit."""
+        """Write what the first run was as a record of the compiled module."""
         uses, unreached = [], []
-        for decision in self.unit.plan.expected():
+        for decision in self.compiled.plan.expected():
             site = decision.site
             stands = self.stands.get(site, decision.fusion)
             op = self.forms.get(site, FUSIONS[stands].op.name)
             why = self.missed.get(site)
-            reached = site in self.given or self.unit.plan.site[site].role != OUTPUT
+            reached = site in self.given or self.compiled.plan.site[site].role != OUTPUT
             if why is None and not self.ran[site] and reached:
                 why = self._other(site) or (
                     NOT_TAKEN
                     if site in self.forms
-                    else NOT_CALLED.format(engine=here().name, what=_what(self.unit.plan.site[site]))
+                    else NOT_CALLED.format(engine=here().name, what=_what(self.compiled.plan.site[site]))
                 )
             missed = {} if why is None else {decision.fusion: why}
             instead = missed if stands != decision.fusion else {}
@@ -326,8 +326,8 @@ class Standing:
                 uses.append(Use(site=site, fused=decision.fusion, how="module"))
             uses += [Use(site=site, fused=stands, form=op, how="module", missed=instead)] * self.ran[site]
         record = GraphRecord(graph=0, uses=tuple(uses), strange=tuple(self.strange))
-        self.unit.pieces.append(Piece(number=0, tokens="any", source="module", record=record))
-        self.unit.unreached = tuple(unreached)
+        self.compiled.pieces.append(Piece(number=0, tokens="any", source="module", record=record))
+        self.compiled.unreached = tuple(unreached)
 
 
 def _with_residual(found: dict[UnknownNorm, None], norm: UnknownNorm) -> Callable[..., None]:
@@ -354,19 +354,19 @@ def _one(several: tuple[Any, ...]) -> Any:
 
 
 @contextmanager
-def counted(unit: CompiledModule) -> Iterator[None]:
+def counted(compiled: CompiledModule) -> Iterator[None]:
     """Count the fused ops that are called while this lasts, but for those in shared experts, which no graph and no site holds."""
     from ..fusion.backends import counting
 
-    before = unit.aside()
+    before = compiled.aside()
     with counting() as calls:
         yield
-    unit.counted = calls - (unit.aside() - before)
+    compiled.counted = calls - (compiled.aside() - before)
 
 
 def at_first_call(
     model: Any,
-    unit: CompiledModule,
+    compiled: CompiledModule,
     seams: Sequence[Seam],
     before: Callable[[CompiledModule], None],
     done: Callable[[CompiledModule], None],
@@ -375,12 +375,12 @@ def at_first_call(
 
     Args:
         model: as loaded.
-        unit: its plan.
+        compiled: its plan.
         seams: the engine's.
-        before: called with the unit before that call; it may plan anew.
-        done: called with the unit when the record of that call is in it.
+        before: called with the compiled before that call; it may plan anew.
+        done: called with the compiled when the record of that call is in it.
     """
-    standing = Standing(unit=unit, model=model, seams=seams)
+    standing = Standing(compiled=compiled, model=model, seams=seams)
     standing.put_in()
     own = model.forward
 
@@ -389,17 +389,17 @@ def at_first_call(
         tokens = next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None)
         if tokens is not None and not tokens.numel():
             return own(*args, **kwargs)  # of no tokens, as on a rank without requests: an engine skips norms there
-        before(unit)
+        before(compiled)
         standing.put_in()
         standing.ran.clear()
-        with counted(unit), standing.looking_for_unknown_norms():
+        with counted(compiled), standing.looking_for_unknown_norms():
             result = own(*args, **kwargs)
         # A call that raised is none: the next one is reported.
         if model.forward is first:
             del model.forward  # later calls are the model's own
         standing.watch()
         standing.take_down()
-        done(unit)
+        done(compiled)
         return result
 
     model.forward = first

@@ -53,10 +53,10 @@ class ClassScenarios(ContractCase):
         for sample in self.samples():
             kind = type(sample.layer)
             name = kind.__name__ + "V9"
-            stranger = type(name, (), {"__module__": kind.__module__})()
+            of_no_kind = type(name, (), {"__module__": kind.__module__})()
             error = self.validate_refuses(
                 UnknownLayerError,
-                partial(self.asked.spec_for, stranger),
+                partial(self.asked.spec_for, of_no_kind),
                 name,
                 "register",
                 where=f"a class {name} in the module of {sample.reader.key}",

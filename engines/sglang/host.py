@@ -24,14 +24,14 @@ def _ranks() -> tuple[int, int, Any]:
     return group.rank_in_group, group.world_size, group.cpu_group
 
 
-def _report_file(unit: CompiledModule) -> tuple[Path, str]:
+def _report_file(compiled: CompiledModule) -> tuple[Path, str]:
     """As asked for, else in SGLang's cache by the model's name. Stages, replicas and drafts have files of their own."""
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_parallel
 
-    runner, parallel = unit.config, get_parallel()
-    if unit.report_path is not None:
-        path = Path(unit.report_path).expanduser()
+    runner, parallel = compiled.config, get_parallel()
+    if compiled.report_path is not None:
+        path = Path(compiled.report_path).expanduser()
     else:
         name = Path(runner.model_config.model_path).name or "model"
         path = Path(os.path.expanduser(envs.SGLANG_CACHE_DIR.get())) / "layerfuse" / name / REPORT

@@ -19,7 +19,7 @@ from ..process import of_each_class, once
 from .facts import engine_of
 
 
-def unit_of(runner: Any, options: Options) -> CompiledModule | None:
+def compiled_module_of(runner: Any, options: Options) -> CompiledModule | None:
     """What layerfuse plans in the model of a `ModelRunner`; None where nothing can be done in it, which is said once.
 
     Raises:
@@ -42,7 +42,7 @@ def unit_of(runner: Any, options: Options) -> CompiledModule | None:
         return None
     name = type(model).__qualname__
     ignored = frozenset(registry.default.ignored_in(model))
-    unit = CompiledModule(
+    compiled = CompiledModule(
         name=name,
         model=name,
         path="",
@@ -56,20 +56,20 @@ def unit_of(runner: Any, options: Options) -> CompiledModule | None:
         at_modules=engine.uncompiled,
         engine=engine,
     )
-    unfound = _unfound(options, unit)
+    unfound = _unfound(options, compiled)
     if unfound and stops:
         raise NotFusedError(name, "", unfound)
     say_unfound(name, unfound)
-    if not unit.active:
+    if not compiled.active:
         if not (unfound and options.names_alone):
             nothing(model, "no site of it has a fusion that is asked for", stops)
         return None
-    return unit
+    return compiled
 
 
-def _unfound(options: Options, unit: CompiledModule) -> dict[str, str]:
+def _unfound(options: Options, compiled: CompiledModule) -> dict[str, str]:
     """The fusions that are asked for by name and can happen at no site -> why."""
-    found = {name: why_unfound(name, unit.plan.decisions) for name in options.named if name != NAME}
+    found = {name: why_unfound(name, compiled.plan.decisions) for name in options.named if name != NAME}
     if NAME in options.named:
         found[NAME] = "it does not stand inside SGLang yet"
     return {name: why for name, why in found.items() if why is not None}

@@ -92,12 +92,12 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     try:
         say_if_untested()
         from ..standing import at_first_call
-        from .loading import unit_of
+        from .loading import compiled_module_of
         from .seams import SEAMS
 
-        unit = unit_of(runner, options)
-        if unit is not None:
-            at_first_call(runner.model, unit, SEAMS, lambda _: None, _finish)
+        compiled = compiled_module_of(runner, options)
+        if compiled is not None:
+            at_first_call(runner.model, compiled, SEAMS, lambda _: None, _finish)
     except Exception as error:
         if options.strict:
             raise
@@ -105,12 +105,12 @@ def _at_load(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-def _finish(unit: Any) -> None:
+def _finish(compiled: Any) -> None:
     from ..reporting import publish
 
     try:
-        publish(unit)
+        publish(compiled)
     except Exception as error:
-        if unit.strict:
+        if compiled.strict:
             raise
         troubled("reporting", error)

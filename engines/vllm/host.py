@@ -22,24 +22,24 @@ def _ranks() -> tuple[int, int, Any]:
     return group.rank_in_group, group.world_size, group.cpu_group
 
 
-def _report_file(unit: CompiledModule) -> tuple[Path, str]:
+def _report_file(compiled: CompiledModule) -> tuple[Path, str]:
     """As asked for, else beside what vLLM's compiler keeps, which all ranks share; else in its cache."""
-    parallel, compilation = unit.config.parallel_config, unit.config.compilation_config
-    if unit.report_path is not None:
-        path = Path(unit.report_path).expanduser()
-    elif unit.artefact is not None:
-        path = unit.artefact.parent.parent / REPORT
+    parallel, compilation = compiled.config.parallel_config, compiled.config.compilation_config
+    if compiled.report_path is not None:
+        path = Path(compiled.report_path).expanduser()
+    elif compiled.artefact is not None:
+        path = compiled.artefact.parent.parent / REPORT
     elif compilation.cache_dir:
         path = Path(compilation.cache_dir) / REPORT
     else:
         import vllm.envs
 
-        path = Path(vllm.envs.VLLM_CACHE_ROOT) / "layerfuse" / unit.config.compute_hash() / REPORT
+        path = Path(vllm.envs.VLLM_CACHE_ROOT) / "layerfuse" / compiled.config.compute_hash() / REPORT
     # Stages of a pipeline and replicas are engines of their own, as far as a report goes.
     stage = parallel.rank // parallel.tensor_parallel_size
     parts = [f"pp{stage}"] if parallel.pipeline_parallel_size > 1 else []
     parts += [f"dp{parallel.data_parallel_index}"] if parallel.data_parallel_size > 1 else []
-    return path.with_name("-".join([path.stem, *parts]) + path.suffix), unit.config.instance_id
+    return path.with_name("-".join([path.stem, *parts]) + path.suffix), compiled.config.instance_id
 
 
 def _fp8_dtype() -> Any:

@@ -25,21 +25,21 @@ from . import products
 from .passes import tensor_parallel_group, why_not_now
 
 
-def key_for(unit: CompiledModule) -> str:
+def key_for(compiled: CompiledModule) -> str:
     """The key of one module. Where the ranks of a group decide together, all of them make this call.
 
     It holds the plan, why nothing of it is done or no product is layerfuse's, the source, torch's release, the forced backend, whether the GPUs have kernels for fused
     all-reduces, who manages vLLM's passes, and the layers of `mla_decode`; and what is left unread on purpose, as the report that is
     kept names the norms of all else.
     """
-    said = [key_of(unit.plan), _own_source(), torch.__version__, str(current_platform.get_pass_manager_cls())]
-    said.append(f"{why_not_now(unit.plan)}, {products.why_not()}")
-    said.append(str(sorted(unit.around.ignored)))
+    said = [key_of(compiled.plan), _own_source(), torch.__version__, str(current_platform.get_pass_manager_cls())]
+    said.append(f"{why_not_now(compiled.plan)}, {products.why_not()}")
+    said.append(str(sorted(compiled.around.ignored)))
     if parallel_state.model_parallel_is_initialized():
-        dtype = unit.config.model_config.dtype
-        said += kernels_here(unit.plan, tensor_parallel_group(), dtype, unit.device)
-    if unit.placed is not None and unit.placed.why_not is None:
-        said.append(unit.placed.key)
+        dtype = compiled.config.model_config.dtype
+        said += kernels_here(compiled.plan, tensor_parallel_group(), dtype, compiled.device)
+    if compiled.placed is not None and compiled.placed.why_not is None:
+        said.append(compiled.placed.key)
     return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
 
@@ -62,15 +62,15 @@ def check_table(vllm_config: Any) -> None:
 
 
 @contextmanager
-def in_place_of_options(unit: CompiledModule) -> Iterator[None]:
-    """Let vLLM's config hold the unit's key in the place of layerfuse's options, which decide nothing beside it.
+def in_place_of_options(compiled: CompiledModule) -> Iterator[None]:
+    """Let vLLM's config hold the compiled module's key in the place of layerfuse's options, which decide nothing beside it.
 
-    A unit without a key leaves the cache to vLLM alone: neither options nor key are there.
+    A compiled without a key leaves the cache to vLLM alone: neither options nor key are there.
     """
-    config = unit.config
+    config = compiled.config
     given = config.additional_config
     others = {name: value for name, value in given.items() if name != KEY}
-    config.additional_config = {**others, KEY: {OWN: unit.key}} if unit.key else others
+    config.additional_config = {**others, KEY: {OWN: compiled.key}} if compiled.key else others
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ _BY_TRANSFORMERS = "vllm.model_executor.models.transformers."
 """vLLM's classes around the code of transformers, or of a checkpoint."""
 
 
-def units_of(
+def compiled_modules_of(
     vllm_config: Any, model: nn.Module, options: Options, draft: bool = False
 ) -> Iterator[tuple[nn.Module, CompiledModule]]:
     """The modules that vLLM will compile, with what layerfuse plans in each.
@@ -59,15 +59,15 @@ def units_of(
     text = _run_by_text(model)
     everywhere = dict(registry.unknown_in(model))
     unknown = {layer: cls for layer, cls in everywhere.items() if _is_below(layer, text)}
-    compiled = dict(_compiled(model))
+    modules = dict(_compiled(model))
     reason = why_not_compiled(vllm_config)
-    if reason is None and not compiled:
+    if reason is None and not modules:
         reason = f"no module of {type(model).__name__} is one that vLLM compiles"
     if reason is not None:
         if not options.eager or not runs_modules(vllm_config):
             nothing(model, reason, stops)
             return
-        compiled = {"": model}
+        modules = {"": model}
     for of_a_class in of_each_class(unknown):
         once(logging.WARNING, "layerfuse: no adapter knows %s: nothing is fused there", of_a_class)
     _say_quantised_inside(vllm_config, model)
@@ -83,11 +83,11 @@ def units_of(
     if not specs:  # the last stage has a norm all the same, which says neither how many ranks share its model nor of what stream it is
         nothing(model, "this stage of the pipeline holds none of its layers")
         return
-    units = []
+    compiled_modules = []
     held: set[str] = set()
     ignored = set(registry.default.ignored_in(model))
     behind = set(_behind_a_gather(model, specs))
-    for path, module in compiled.items():
+    for path, module in modules.items():
         here = [
             (layer, spec)
             for layer, spec in specs
@@ -95,8 +95,8 @@ def units_of(
         ]
         inside = [(_below(layer, path), spec) for layer, spec in here]
         held.update(layer for layer, _ in here)
-        strangers = {layer: cls for layer, cls in unknown.items() if _is_below(layer, path)}
-        if not inside and not strangers:
+        unknown_here = {layer: cls for layer, cls in unknown.items() if _is_below(layer, path)}
+        if not inside and not unknown_here:
             continue  # what sees or hears
         target = target_of(module)
         door = Door.of(module, inside, vllm_config) if options.decode else None
@@ -108,7 +108,7 @@ def units_of(
             whole=True,
             ignored=frozenset(_below(layer, path) for layer in left if _is_below(layer, path)),
         )
-        units.append(
+        compiled_modules.append(
             (
                 module,
                 CompiledModule(
@@ -121,7 +121,7 @@ def units_of(
                     device=device_of(module),
                     strict=config.strict,
                     report_path=options.report,
-                    unknown=strangers,
+                    unknown=unknown_here,
                     at_modules=reason,
                     placed=door,
                     engine=engine,
@@ -131,26 +131,28 @@ def units_of(
     # What has no site here may have one in another stage of the pipeline, or in the model that is loaded beside this one.
     alone = draft_of(vllm_config) is None and vllm_config.parallel_config.pipeline_parallel_size == 1
     stops = stops and alone
-    find_unfound = partial(_unfound, options, [unit for _, unit in units])
+    find_unfound = partial(_unfound, options, [compiled for _, compiled in compiled_modules])
     unfound = find_unfound()
     if unfound and stops:
         raise NotFusedError(type(model).__name__, "", unfound)
     say_unfound(type(model).__name__, unfound)
-    for _, unit in units:
-        if stops and unit.engine is not None and "*" in unit.engine.refuses:
-            nothing(model, unit.engine.refuses["*"], stops)
-    if reason is not None and not any(unit.active or unit.placed is not None for _, unit in units):
+    for _, compiled in compiled_modules:
+        if stops and compiled.engine is not None and "*" in compiled.engine.refuses:
+            nothing(model, compiled.engine.refuses["*"], stops)
+    if reason is not None and not any(
+        compiled.active or compiled.placed is not None for _, compiled in compiled_modules
+    ):
         if not (unfound and options.names_alone):
             nothing(model, INVARIANT if is_set(BATCH_INVARIANT) else reason, stops)
         return
-    for _, unit in units:
-        unit.find_unfound = find_unfound
-    if units:
-        first = units[0][1]
+    for _, compiled in compiled_modules:
+        compiled.find_unfound = find_unfound
+    if compiled_modules:
+        first = compiled_modules[0][1]
         first.outside = tuple(layer for layer, _ in specs if _is_below(layer, text) and layer not in held)
         first.unread = {layer: cls for layer, cls in everywhere.items() if layer not in unknown}
     check_table(vllm_config)
-    yield from units
+    yield from compiled_modules
 
 
 def _say_quantised_inside(vllm_config: Any, model: nn.Module) -> None:
@@ -162,15 +164,15 @@ def _say_quantised_inside(vllm_config: Any, model: nn.Module) -> None:
             once(logging.INFO, said, inside, type(model).__name__)
 
 
-def _unfound(options: Options, units: list[CompiledModule]) -> dict[str, str]:
+def _unfound(options: Options, compiled_modules: list[CompiledModule]) -> dict[str, str]:
     """The fusions that are asked for by name and can happen at no site of a model -> why."""
     found: dict[str, str] = {}
     for name in options.named:
         if name == NAME:
-            if all(unit.placed is None for unit in units):
+            if all(compiled.placed is None for compiled in compiled_modules):
                 found[name] = "it has no MLA layer"
             continue
-        why = why_unfound(name, (each for unit in units for each in unit.plan.decisions), TAKES)
+        why = why_unfound(name, (each for compiled in compiled_modules for each in compiled.plan.decisions), TAKES)
         if why is not None:
             found[name] = why
     return found

@@ -163,23 +163,23 @@ def _at_specs(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with _quietly("looking for vLLM's modules"):
         _say_which_modules_are_gone()
     with _quietly("planning", options.strict):
-        from .loading import units_of
+        from .loading import compiled_modules_of
 
-        for module, unit in units_of(config, model, options, draft):
-            if unit.placed is not None:
-                unit.placed.put_in()
+        for module, compiled in compiled_modules_of(config, model, options, draft):
+            if compiled.placed is not None:
+                compiled.placed.put_in()
             with _quietly("looking at experts"):
                 from . import routed_experts, shared_experts
 
-                shared_experts.put_in(unit, module)
-                routed_experts.put_in(unit, module)
-            if unit.at_modules is None:
-                _wait_for(module, unit)
+                shared_experts.put_in(compiled, module)
+                routed_experts.put_in(compiled, module)
+            if compiled.at_modules is None:
+                _wait_for(module, compiled)
             else:
                 from ..standing import at_first_call
                 from .seams import SEAMS
 
-                at_first_call(module, unit, SEAMS, _look_again, _finish)
+                at_first_call(module, compiled, SEAMS, _look_again, _finish)
     return model
 
 
@@ -218,9 +218,9 @@ def _nothing_on(options: Options, vllm_config: Any) -> bool:
     return not may_find_a_site(vllm_config, arch_here())
 
 
-def _wait_for(module: nn.Module, unit: CompiledModule) -> None:
+def _wait_for(module: nn.Module, compiled: CompiledModule) -> None:
     """Be told of a module's first call, in which vLLM compiles it and makes its profiling run. Later calls are its own."""
-    process.this.waiting[id(module)] = module, unit
+    process.this.waiting[id(module)] = module, compiled
     # vLLM gives a class that it compiles a __call__ of its own; classes derived from it have that too.
     cls: Any = next(each for each in type(module).__mro__ if "__call__" in vars(each))
     own = cls.__call__
@@ -235,58 +235,60 @@ def _first_call(own: Callable[..., Any], cls: Any) -> Callable[..., Any]:
         from ...fusion.ops.warming import recording
         from ..standing import counted
 
-        _, unit = process.this.waiting.pop(id(self))
-        process.this.running.append(unit)
+        _, compiled = process.this.waiting.pop(id(self))
+        process.this.running.append(compiled)
         try:
             from .keys import in_place_of_options
 
             if not any(isinstance(other, cls) for other, _ in process.this.waiting.values()):
                 cls.__call__ = own
-            _look_again(unit)
-            _find_key(unit)
+            _look_again(compiled)
+            _find_key(compiled)
             # Tracing and compiling run no fused op.
-            with in_place_of_options(unit), counted(unit), recording() as seen:
+            with in_place_of_options(compiled), counted(compiled), recording() as seen:
                 result = own(self, *args, **kwargs)
         except BaseException:
-            unit.pieces.clear()
-            _wait_for(self, unit)  # a call that raised is none
+            compiled.pieces.clear()
+            _wait_for(self, compiled)  # a call that raised is none
             raise
         finally:
             process.this.running.pop()
-        if unit.active:
-            _say_who_passed_by(unit, "pass", "piece", "artefact")
+        if compiled.active:
+            _say_who_passed_by(compiled, "pass", "piece", "artefact")
             _warm_up(seen)
-        _finish(unit)
+        _finish(compiled)
         return result
 
     return first_call
 
 
-def _look_again(unit: CompiledModule) -> None:
-    with _quietly("looking at the MLA layers again", unit.strict):
-        unit.look_again()
+def _look_again(compiled: CompiledModule) -> None:
+    with _quietly("looking at the MLA layers again", compiled.strict):
+        compiled.look_again()
 
 
-def _say_who_passed_by(unit: CompiledModule, *names: str) -> None:
+def _say_who_passed_by(compiled: CompiledModule, *names: str) -> None:
     """Where vLLM compiled without coming to these hooks: who has put something else in their place since layerfuse stood there."""
-    if unit.from_cache or unit.pieces or unit.spoiled is not None:
+    if compiled.from_cache or compiled.pieces or compiled.spoiled is not None:
         return
     with _quietly("looking who stands at the hooks"):
         for hook in HOOKS:
             other = module_of(owner_of(hook, sys.modules[hook.module])[2]) if hook.name in names else "layerfuse"
             if package(other) != "layerfuse":
-                unit.spoiled = f"{hook.place} is {other}'s by now, which does not call layerfuse"
+                compiled.spoiled = f"{hook.place} is {other}'s by now, which does not call layerfuse"
                 return
 
 
-def _find_key(unit: CompiledModule) -> None:
+def _find_key(compiled: CompiledModule) -> None:
     """Before vLLM looks into its cache: tell it by what key this module is known."""
-    if process.this.off is None and (unit.active or (unit.placed is not None and unit.placed.why_not is None)):
-        unit.key = uuid.uuid4().hex  # where none can be found, one that no other start has
-        with _quietly("finding the key of the fusions for vLLM's cache", unit.strict):
+    if process.this.off is None and (
+        compiled.active or (compiled.placed is not None and compiled.placed.why_not is None)
+    ):
+        compiled.key = uuid.uuid4().hex  # where none can be found, one that no other start has
+        with _quietly("finding the key of the fusions for vLLM's cache", compiled.strict):
             from .keys import key_for
 
-            unit.key = key_for(unit)
+            compiled.key = key_for(compiled)
 
 
 def _warm_up(seen: dict[Any, None]) -> None:
@@ -380,47 +382,47 @@ def _say_not_read(config: Any) -> None:
 def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a backend has made its passes: add ours, first."""
     result = original(*args, **kwargs)
-    backend, unit = _argument(original, args, kwargs, "self"), _running()
+    backend, compiled = _argument(original, args, kwargs, "self"), _running()
     _check_that_one_was_read(vars(backend).get("vllm_config"))  # here too: the hook of steps is none that is needed
-    if unit is not None and unit.active:
-        _add_pass(backend, unit)
+    if compiled is not None and compiled.active:
+        _add_pass(backend, compiled)
     return result
 
 
-def _add_pass(backend: Any, unit: CompiledModule) -> None:
-    """Add the unit's pass. Where that is not possible, this start keeps nothing of what it compiles: the key says that it is fused."""
+def _add_pass(backend: Any, compiled: CompiledModule) -> None:
+    """Add the compiled module's pass. Where that is not possible, this start keeps nothing of what it compiles: the key says that it is fused."""
     try:
         from .passes import FusionPass, caller_of, insert
 
-        unit.added = insert(backend, FusionPass(unit.pipeline, unit.key))
-        unit.manager = caller_of(backend.pass_manager)
-        if unit.distrusts:
+        compiled.added = insert(backend, FusionPass(compiled.pipeline, compiled.key))
+        compiled.manager = caller_of(backend.pass_manager)
+        if compiled.distrusts:
             backend.compiler_manager.cache.clear()  # pieces that were kept with the module
     except Exception as error:
         troubled("adding the pass to vLLM's", error)
-        unit.spoiled = f"layerfuse's pass could not be added to vLLM's: {error}"
+        compiled.spoiled = f"layerfuse's pass could not be added to vLLM's: {error}"
         with _quietly("keeping this start out of vLLM's cache"):
             backend.inductor_config["force_disable_caches"] = True
 
 
 def _at_piece(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """When a piece is compiled: take down what became of it."""
-    unit = _running()
-    if unit is None or not unit.active:
+    compiled = _running()
+    if compiled is None or not compiled.active:
         return original(*args, **kwargs)
     started = None
     with _quietly("reading a piece of the graph"):
         from ..pieces import outline_of
 
-        if unit.added is None:
-            _say_who_passed_by(unit, "pass")
+        if compiled.added is None:
+            _say_who_passed_by(compiled, "pass")
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         number, tokens = given.get("graph_index", 0), given["compile_range"]
         outline = outline_of(given["graph"])
-        started = unit.piece_starts(outline, str(tokens))
+        started = compiled.piece_starts(outline, str(tokens))
     result = original(*args, **kwargs)
     with _quietly("recording a piece of the graph"):
-        if started is not None and not unit.piece_ends(outline, number, str(tokens), started):
+        if started is not None and not compiled.piece_ends(outline, number, str(tokens), started):
             manager = given["self"]
             manager.cache.pop((tokens, number, manager.compiler.name), None)
     return result
@@ -432,23 +434,23 @@ def _at_artefact(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     Without it nobody knows what is in the model: the start that compiled it could not add the pass, or did not come to its end.
     """
     _check_that_one_was_read(vars(_argument(original, args, kwargs, "model")).get("vllm_config"))
-    unit = _running()
-    if unit is not None:
+    compiled = _running()
+    if compiled is not None:
         with _quietly("naming the folder of Triton's kernels"):
             from ..record_cache import name_tritons_folder
 
-            name_tritons_folder(unit.device.index or 0)
-    if unit is None or not unit.active:
+            name_tritons_folder(compiled.device.index or 0)
+    if compiled is None or not compiled.active:
         return original(*args, **kwargs)
     known = forced = os.environ.get(FORCED) == "1"
     with _quietly("looking for the report that was kept"):
-        known = unit.look_beside(Path(_argument(original, args, kwargs, "aot_compilation_path")), forced)
+        known = compiled.look_beside(Path(_argument(original, args, kwargs, "aot_compilation_path")), forced)
     loaded = original(*args, **kwargs) if known else None
     with _quietly("reading the report that was kept"):
         if loaded is None:
-            unit.forget()
+            compiled.forget()
         else:
-            unit.take_kept()
+            compiled.take_kept()
     return loaded
 
 
@@ -465,12 +467,12 @@ def _at_metadata(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return result
 
 
-def _finish(unit: CompiledModule) -> None:
+def _finish(compiled: CompiledModule) -> None:
     """After the first call: say what became of the plan, and in `strict` raise where that is not what it should be."""
     if process.this.off is not None:
-        _stop_if(unit.strict)
+        _stop_if(compiled.strict)
         return
-    with _quietly("reporting", unit.strict):
+    with _quietly("reporting", compiled.strict):
         from ..reporting import publish
 
-        publish(unit)
+        publish(compiled)

@@ -44,14 +44,14 @@ SIZES = (1, MOST // 2, MOST)
 """Numbers of tokens that are launched in other ways."""
 
 
-def put_in(unit: CompiledModule, module: nn.Module) -> None:
+def put_in(compiled: CompiledModule, module: nn.Module) -> None:
     """Let few tokens be layerfuse's in a module's mixtures, where a fused quantisation in groups of 128 is expected. Else it is said once why not."""
-    if not _is_on(unit):
+    if not _is_on(compiled):
         return
     standing = []
     for experts in _experts_in(module):
         try:
-            problem = _why_not(unit, experts)
+            problem = _why_not(compiled, experts)
             if problem is None:
                 rounds = native_rounds()
                 standing.append(Experts(experts=experts, rounds=rounds, stood=native_methods((experts, "apply"))))
@@ -62,7 +62,7 @@ def put_in(unit: CompiledModule, module: nn.Module) -> None:
             return
     for each in standing:
         each.put_in()
-    unit.routed = lambda: sum(each.tried and each.why_not is None for each in standing)
+    compiled.routed = lambda: sum(each.tried and each.why_not is None for each in standing)
 
 
 def native_rounds() -> Callable[[], bool]:
@@ -76,10 +76,10 @@ def native_rounds() -> Callable[[], bool]:
     return found
 
 
-def _is_on(unit: CompiledModule) -> bool:
-    formats = {FUSIONS[each.fusion].format for each in unit.plan.expected()}
+def _is_on(compiled: CompiledModule) -> bool:
+    formats = {FUSIONS[each.fusion].format for each in compiled.plan.expected()}
     grouped = any(each is not None and each.word == "group" for each in formats)
-    return grouped and unit.plan.target.arch.startswith("sm") and unit.device.type == "cuda"
+    return grouped and compiled.plan.target.arch.startswith("sm") and compiled.device.type == "cuda"
 
 
 def _experts_in(module: nn.Module) -> Iterator[Any]:
@@ -96,9 +96,9 @@ def _experts_in(module: nn.Module) -> Iterator[Any]:
     yield from found.values()
 
 
-def _why_not(unit: CompiledModule, experts: Any) -> str | None:
+def _why_not(compiled: CompiledModule, experts: Any) -> str | None:
     """Why nothing of ours can stand there, as a sentence, or None. What does not fit layerfuse's kernels without being strange is no reason: see `_fits`."""
-    if unit.config.lora_config is not None:
+    if compiled.config.lora_config is not None:
         return "LoRA may add to them"
     check(APPLY, sys.modules[APPLY.module])
     if "apply" in vars(experts):

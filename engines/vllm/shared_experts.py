@@ -34,19 +34,19 @@ LEFT = "layerfuse: the linears of shared experts are left to vLLM: %s"
 GONE = "layerfuse: a linear of shared experts is vLLM's own from now on: %s"
 
 
-def put_in(unit: CompiledModule, module: nn.Module) -> None:
+def put_in(compiled: CompiledModule, module: nn.Module) -> None:
     """Let few tokens be layerfuse's in a module's shared experts, where its plan takes quantisations out of linears. Else it is said once why not."""
-    if not inside.looks_inside(unit.plan):
+    if not inside.looks_inside(compiled.plan):
         return
     shared = [each for each in module.modules() if (type(each).__module__, type(each).__qualname__) == CLASS]
     within = {id(each): each for around in shared for each in around.modules()}
     quants = ((each, activation_quant_of(each)) for each in within.values())
     places = [(quantiser_of(each), quant.use_ue8m0) for each, quant in quants if quant is not None and quant.inside]
-    if not places and (shared or not _has_some(unit)):
+    if not places and (shared or not _has_some(compiled)):
         return
     stood: list[Native] = []
     try:
-        problem = inside.why_not() or _why_not(unit, [place for place, _ in places])
+        problem = inside.why_not() or _why_not(compiled, [place for place, _ in places])
         if problem is None:
             stood += [native_methods((place, PRODUCT)) for place, _ in places]
     except NotNativeError as error:
@@ -56,31 +56,31 @@ def put_in(unit: CompiledModule, module: nn.Module) -> None:
         return
     mlps = [
         (path, spec)
-        for path, spec in unit.plan.specs
+        for path, spec in compiled.plan.specs
         if isinstance(spec, GatedMLPSpec) and id(module.get_submodule(path)) in within
     ]
-    alone = plan(mlps, unit.plan.target, unit.plan.config, unit.plan.engine)
-    standing = Standing(unit=attrs.evolve(unit, plan=alone), model=module, seams=SEAMS)
+    alone = plan(mlps, compiled.plan.target, compiled.plan.config, compiled.plan.engine)
+    standing = Standing(compiled=attrs.evolve(compiled, plan=alone), model=module, seams=SEAMS)
     standing.put_in()
-    unit.aside = lambda: Counter({standing.forms[site]: calls for site, calls in standing.ran.items()})
-    unit.shared = len(places)
+    compiled.aside = lambda: Counter({standing.forms[site]: calls for site, calls in standing.ran.items()})
+    compiled.shared = len(places)
     for (place, powers_of_two), held in zip(places, stood, strict=True):
         if PRODUCT not in vars(place):  # else it takes what is quantised in front of it
             setattr(place, PRODUCT, _product(place, powers_of_two, held))
 
 
-def _has_some(unit: CompiledModule) -> bool:
+def _has_some(compiled: CompiledModule) -> bool:
     """Whether the model has shared experts whose linears quantise inside."""
-    mixtures = (spec.experts for _, spec in unit.plan.specs if isinstance(spec, ResidualSpec))
+    mixtures = (spec.experts for _, spec in compiled.plan.specs if isinstance(spec, ResidualSpec))
     quants = (each.shared.quant for each in mixtures if each is not None and each.shared is not None)
     return any(quant is not None and quant.inside for quant in quants)
 
 
-def _why_not(unit: CompiledModule, places: list[Any]) -> str | None:
+def _why_not(compiled: CompiledModule, places: list[Any]) -> str | None:
     """Why nothing of ours can stand in these kernels, as a sentence, or None."""
     if not places:
         return f"this vLLM runs them otherwise than by {'.'.join(CLASS)}"
-    if unit.config.lora_config is not None:
+    if compiled.config.lora_config is not None:
         return "LoRA may add to them"
     for place in places:
         cls: Any = type(place)

@@ -157,21 +157,21 @@ def _written_out(norm: Node, heads: int) -> _Read:
         raise Unmatched(f"the norm {norm} {tuple(shape)} has no dimension of its {heads} heads")
     rows = {norm: _Row((_Piece(width, frozenset({_Term(0, 1)})),), tuple(range(len(shape))))}
     waiting = list(norm.users)
-    strangers: dict[Node, Node] = {}
+    elsewhere: dict[Node, Node] = {}
     results: list[tuple[Node, Any]] = []
     while waiting:
         node = min(waiting)  # in the graph's order, so that all before it is known
         waiting = [each for each in waiting if each is not node]
         row = _row_of(node, rows, shape)
         if row is None:
-            strangers |= {source: node for source in node.all_input_nodes if source in rows}  # each use counts
+            elsewhere |= {source: node for source in node.all_input_nodes if source in rows}  # each use counts
             continue
         rows[node] = row
         if (read := _rope_of(row, width)) is not None:
             results.append((node, read))
         else:
             waiting += [user for user in node.users if user not in rows]
-    for source, reader in strangers.items():
+    for source, reader in elsewhere.items():
         raise Unmatched(f"{what_is(reader)} reads {source}, and is no part of a rope of {norm} in a known form")
     if len(results) != 1:
         raise Unmatched(f"{len(results)} ropes of {norm} are there, expected one")

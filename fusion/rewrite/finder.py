@@ -63,7 +63,7 @@ class Finder:
         around = ModuleIndex() if around is None else around
         self._of_norms = Attribution([site for site in plan.sites if site.norms], around)
         self._of_products = Attribution([site for site in plan.sites if site.role == ACTIVATION], around)
-        self._strangers = UnknownNormFinder(plan, self._of_norms, around, stream)
+        self._unknown_norms = UnknownNormFinder(plan, self._of_norms, around, stream)
         self._visits: Counter[str] = Counter()
         kinds = {type(norm) for site in wanted for norm in site.norms}
         # Of each kind by whoever brings it: several chains may hold one step.
@@ -77,7 +77,7 @@ class Finder:
     def __call__(self, graph: Graph) -> Found:
         """What a graph holds of the plan."""
         found, index = Found(), GraphIndex(graph)
-        if self._wanted or self._strangers.asked:
+        if self._wanted or self._unknown_norms.asked:
             self._find_norms(index, found)
         if self._multiplied:
             self._find_products(index, found)
@@ -106,7 +106,7 @@ class Finder:
         self._add_near(near, found)
         self._add_unnormed(index.graph, found)
         first = [norm for use in found.uses if _starts(use.site) for norm in use.norms]
-        found.strange = self._strangers(index.graph, near, map(PartialMatch.of, first))
+        found.strange = self._unknown_norms(index.graph, near, map(PartialMatch.of, first))
 
     def _norms(self, index: GraphIndex) -> tuple[list[FoundNorm], list[PartialMatch]]:
         """The norms of a graph, those of gated sites with their gates, and what resembles one."""

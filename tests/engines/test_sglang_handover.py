@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from layerfuse.engines import calls
 from layerfuse.engines.native import NotNativeError, native_methods
 from layerfuse.engines.sglang import loading, plugin, readers
-from layerfuse.engines.sglang.loading import unit_of
+from layerfuse.engines.sglang.loading import compiled_module_of
 from layerfuse.engines.sglang.seams import SEAMS
 from layerfuse.engines.standing import NOT_TAKEN, at_first_call
 from layerfuse.fusion import Target
@@ -138,8 +138,8 @@ def test_linears_take_what_the_norm_in_front_of_them_has_quantised(
     monkeypatch.setenv("LAYERFUSE_STRICT", "1")
     model, own, done = llama(scheme), llama(scheme), []
     with mock.patch.object(type(model), "forward", products), torch.inference_mode():
-        unit = unit_of(runner_of(model), plugin.options_here())
-        at_first_call(model, unit, SEAMS, lambda _: None, done.append)
+        compiled = compiled_module_of(runner_of(model), plugin.options_here())
+        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
         model.forward(torch.arange(3))
         assert done[0].counted == Counter({names[0] + "_with_norm": 3, names[1] + "_with_norm": 1})
         assert not [each for name in names for each in done[0].report().of(name).missed]
@@ -194,8 +194,8 @@ def test_a_delta_nets_gated_norm_is_one_call_and_hands_over(
         mock.patch.object(calls, "native", return_value=native_methods()),
         torch.inference_mode(),
     ):
-        unit = unit_of(runner_of(model), plugin.options_here())
-        at_first_call(model, unit, SEAMS, lambda _: None, done.append)
+        compiled = compiled_module_of(runner_of(model), plugin.options_here())
+        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
         model.forward(torch.arange(3))
         assert done[0].counted == Counter({f"{name}_with_norm" if form else name: 1})
         kernels.quantised = 0
@@ -213,8 +213,8 @@ def test_a_static_scale_that_is_made_anew_is_the_one_that_counts(
     monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD}_static_quant,{NORM}_static_quant")
     model, own = llama("static"), llama("static")
     with mock.patch.object(type(model), "forward", products), torch.inference_mode():
-        unit = unit_of(runner_of(model), plugin.options_here())
-        at_first_call(model, unit, SEAMS, lambda _: None, lambda _: None)
+        compiled = compiled_module_of(runner_of(model), plugin.options_here())
+        at_first_call(model, compiled, SEAMS, lambda _: None, lambda _: None)
         model.forward(torch.arange(3))
         for each in (model, own):
             linear = each.model.layers[1].mlp.gate_up_proj
@@ -234,8 +234,8 @@ def test_a_product_that_would_change_the_dtype_is_given_the_plain_tensor(
             if isinstance(getattr(module, "quant_method", None), fp8.Fp8LinearMethod):
                 module.weight.data = module.weight.data.to(FP8)
     with mock.patch.object(type(model), "forward", products), torch.inference_mode():
-        unit = unit_of(runner_of(model), plugin.options_here())
-        at_first_call(model, unit, SEAMS, lambda _: None, done.append)
+        compiled = compiled_module_of(runner_of(model), plugin.options_here())
+        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
         torch.testing.assert_close(model.forward(torch.arange(3)), own.forward(torch.arange(3)), rtol=2e-2, atol=2e-2)
     missed = done[0].report().of(f"{ADD}_group_quant").missed
     assert (len(missed), set(missed.values())) == (3, {NOT_TAKEN})

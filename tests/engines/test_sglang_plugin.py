@@ -36,7 +36,7 @@ from layerfuse.engines.options import OptionsError
 from layerfuse.engines.sglang import facts, plugin
 from layerfuse.engines.sglang.hooks import LOADED
 from layerfuse.engines.sglang.host import SGLANG
-from layerfuse.engines.sglang.loading import unit_of
+from layerfuse.engines.sglang.loading import compiled_module_of
 from layerfuse.engines.sglang.seams import SEAMS
 from layerfuse.engines.standing import Standing, at_first_call
 from layerfuse.fusion.backends import counting
@@ -80,9 +80,9 @@ def runner_of(model: nn.Module, **arguments: Any) -> Any:
 
 
 def standing_in(model: nn.Module) -> Standing:
-    unit = unit_of(runner_of(model), plugin.options_here())
-    assert isinstance(unit, CompiledModule)
-    standing = Standing(unit=unit, model=model, seams=SEAMS)
+    compiled = compiled_module_of(runner_of(model), plugin.options_here())
+    assert isinstance(compiled, CompiledModule)
+    standing = Standing(compiled=compiled, model=model, seams=SEAMS)
     standing.put_in()
     return standing
 
@@ -161,15 +161,15 @@ def test_a_batch_without_tokens_is_no_first_run(log: pytest.LogCaptureFixture) -
     """Under data-parallel attention a rank without requests runs along, and its norms are skipped."""
     model, done = llama(), []
     with mock.patch.object(type(model), "forward", norms_alone), torch.inference_mode():
-        unit = unit_of(runner_of(model), plugin.options_here())
-        at_first_call(model, unit, SEAMS, lambda _: None, done.append)
+        compiled = compiled_module_of(runner_of(model), plugin.options_here())
+        at_first_call(model, compiled, SEAMS, lambda _: None, done.append)
         model.forward(torch.arange(0))
         assert not done
         model.forward(torch.arange(3), torch.empty(0))  # what else is empty, of no pictures say, tells of no tokens
-        assert done == [unit]
+        assert done == [compiled]
         model.forward(torch.arange(3))
-    assert done == [unit]
-    assert (unit.counted[ADD], len(unit.report().of(ADD).missed)) == (4, 0)
+    assert done == [compiled]
+    assert (compiled.counted[ADD], len(compiled.report().of(ADD).missed)) == (4, 0)
 
 
 def test_another_module_in_the_place_of_one_with_an_op_is_said(log: pytest.LogCaptureFixture) -> None:
@@ -296,7 +296,7 @@ def test_a_value_that_a_class_comes_to_answer_for_is_another(answer: Callable[..
         assert f"variance_epsilon of this RMSNorm was 1.0, and {why}" in str(stood.changed())
 
 
-def test_kernels_of_sglangs_packages_are_no_strangers() -> None:
+def test_kernels_of_sglangs_packages_are_its_own() -> None:
     """On a GPU its norms call functions of sgl_kernel, which cannot be run here: they are looked at only."""
     kernels, other = ModuleType("sgl_kernel"), ModuleType("neighbour")
     for module in (kernels, other):
@@ -320,25 +320,25 @@ def test_where_sglang_compiles_or_is_deterministic_nothing_is_fused(
     arguments: dict[str, Any], why: str, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = runner_of(llama(), **arguments)
-    assert unit_of(runner, plugin.options_here()) is None
+    assert compiled_module_of(runner, plugin.options_here()) is None
     (line,) = said(log)
     assert line.startswith("layerfuse: nothing is fused in LlamaForCausalLM: ") and why in line
     monkeypatch.setenv("LAYERFUSE_STRICT", "1")
     with pytest.raises(NotFusedError, match=why):
-        unit_of(runner, plugin.options_here())
+        compiled_module_of(runner, plugin.options_here())
 
 
 def test_a_fusion_that_has_no_place_is_named(log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAYERFUSE_FUSIONS", f"{ADD},silu_mul_group_quant,mla_decode")
     model = llama()
-    assert unit_of(runner_of(model), plugin.options_here()) is not None
+    assert compiled_module_of(runner_of(model), plugin.options_here()) is not None
     assert [line.partition(":")[2].partition(":")[0] for line in said(log)] == [
         " silu_mul_group_quant is asked for, and has no site in LlamaForCausalLM",
         " mla_decode is asked for, and has no site in LlamaForCausalLM",
     ]
     monkeypatch.setenv("LAYERFUSE_STRICT", "true")
     with pytest.raises(NotFusedError, match="silu_mul_group_quant is asked for, and has no site"):
-        unit_of(runner_of(model), plugin.options_here())
+        compiled_module_of(runner_of(model), plugin.options_here())
 
 
 # ---- the hook

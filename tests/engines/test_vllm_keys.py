@@ -130,7 +130,7 @@ class OwnManager(PostGradPassManager):
         return said
 
 
-def without_strangers(self: Any, graph: Any) -> None:
+def without_unknown_norms(self: Any, graph: Any) -> None:
     """As a manager calls its passes that leaves out those of others."""
     kept = self.passes
     self.passes = [each for each in kept if type(each).__module__.startswith("vllm.")]
@@ -157,7 +157,7 @@ TROUBLES = [
     ),
     (
         f"{PostGradPassManager.__module__}.PostGradPassManager.__call__",
-        {"new": without_strangers},
+        {"new": without_unknown_norms},
         f"PostGradPassManager, called by {__name__}) compiled it without calling layerfuse's pass",
     ),
 ]
@@ -305,9 +305,9 @@ def test_a_manager_that_serves_all_models_of_a_process_has_the_pass_of_the_one_t
 
 def key(engine: Any) -> str:
     """What vLLM's cache knows the engine's model by."""
-    ((_, unit),) = process.this.waiting.values()
-    plugin._find_key(unit)
-    with in_place_of_options(unit):
+    ((_, compiled),) = process.this.waiting.values()
+    plugin._find_key(compiled)
+    with in_place_of_options(compiled):
         return str(engine.config.compute_hash())
 
 
@@ -462,10 +462,10 @@ def test_ranks_differ_where_their_reasons_do_and_not_in_the_numbers_of_nodes(
 
 def test_misses_that_differ_in_the_names_of_nodes_are_one_line(tmp_path: Path) -> None:
     with start(tmp_path) as engine:
-        ((_, unit),) = process.this.waiting.values()
-        sites = [decision.site for decision in unit.plan.expected(ADD)]
+        ((_, compiled),) = process.this.waiting.values()
+        sites = [decision.site for decision in compiled.plan.expected(ADD)]
         missed = {ADD: {site: f"mm_{number} is read twice" for number, site in enumerate(sites)}}
-        said = lines_of(Outcome(plan=unit.plan, ranks=(RankReport(rank=0, fused={}, missed=missed, called=None),)))
+        said = lines_of(Outcome(plan=compiled.plan, ranks=(RankReport(rank=0, fused={}, missed=missed, called=None),)))
     assert f"{ADD}: 2 expected, 0 fused, 2 missed" in said
     assert "  missed: layers.0:post_attention and 1 more: mm_0 is read twice" in said
     assert engine is not None
@@ -487,13 +487,13 @@ def test_linears_that_quantise_inside_of_flashinfers_kernel_are_said_at_load(
     kernel = "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel"
     given = {"dtype": "bfloat16", "overrides": BLOCK_FP8}
     with fp8(kernel), start(tmp_path, layerfuse={"fusions": "+add_rms_norm"}, **given):
-        ((_, unit),) = process.this.waiting.values()
-        assert not any(decision.fusion.endswith("_group_quant") for decision in unit.plan.expected())
+        ((_, compiled),) = process.this.waiting.values()
+        assert not any(decision.fusion.endswith("_group_quant") for decision in compiled.plan.expected())
     (line,) = [line for line in lines(caplog) if "FlashInfer" in line]
     assert re.match(r"layerfuse: \d+ linears of DeepseekV3ForCausalLM quantise inside of FlashInfer's op", line)
     with fp8("cutlass:CutlassFp8BlockScaledMMKernel"), start(tmp_path, layerfuse={"fusions": "all"}, **given):
-        ((_, unit),) = process.this.waiting.values()
-        assert any(decision.fusion.endswith("_group_quant") for decision in unit.plan.expected())
+        ((_, compiled),) = process.this.waiting.values()
+        assert any(decision.fusion.endswith("_group_quant") for decision in compiled.plan.expected())
     assert not any("FlashInfer" in line for line in lines(caplog))
 
 

@@ -111,12 +111,12 @@ def beforehand(folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str
 
 def when_loaded(model: Any, config: Any, options: Options) -> collections.Counter[Any]:
     """The same of what is planned in the model's compiled module, or in its modules."""
-    units = list(loading.units_of(config, model, options))
+    compiled_modules = list(loading.compiled_modules_of(config, model, options))
     return collections.Counter(
         (site.role, d.fusion, d.kind, str(d.tokens), _said(d.reason))
-        for _, unit in units
-        for site in unit.plan.sites
-        for d in unit.plan.at(site.name)
+        for _, compiled in compiled_modules
+        for site in compiled.plan.sites
+        for d in compiled.plan.at(site.name)
     )
 
 
@@ -196,6 +196,6 @@ def test_strict_stops_where_vllm_runs_the_code_of_transformers(
     why = "vLLM has no code of its own for SmolLM3ForCausalLM: it can run transformers' alone, with linears of its own in it"
     with loaded(tmp_path, 1, False, None) as (model, config):
         with pytest.raises(loading.NotFusedError, match=why):
-            list(loading.units_of(config, model, Options(fusions=NAMED, strict=True)))
-        assert not list(loading.units_of(config, model, Options(fusions=NAMED)))
+            list(loading.compiled_modules_of(config, model, Options(fusions=NAMED, strict=True)))
+        assert not list(loading.compiled_modules_of(config, model, Options(fusions=NAMED)))
     assert f"nothing is fused in TransformersForCausalLM: {why}" in caplog.text

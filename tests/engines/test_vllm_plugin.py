@@ -407,11 +407,11 @@ def test_launches_for_fewer_tokens_are_made_behind_the_profiling_run_and_count_f
 
 def test_copies_of_the_pass_write_to_the_same_report(tmp_path: Path) -> None:
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH):
-        ((_, unit),) = process.this.waiting.values()
-        added = FusionPass(unit.pipeline, unit.key)
+        ((_, compiled),) = process.this.waiting.values()
+        added = FusionPass(compiled.pipeline, compiled.key)
         for copied in (copy.deepcopy(added), pickle.loads(pickle.dumps(added))):
             assert copied.uuid() == added.uuid()
-            assert copied.pipeline.report is unit.pipeline.report
+            assert copied.pipeline.report is compiled.pipeline.report
 
 
 # ---- hostile conditions: vLLM runs on, and one line says why
@@ -707,8 +707,8 @@ def test_batch_invariance_is_honoured(
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse={"strict": True}):  # nothing is asked for
         pass
     with started("deepseek-v3", tmp_path, **SHORT, layerfuse=BOTH):
-        ((_, unit),) = process.this.waiting.values()
-        assert not unit.active
-        assert {d.reason for d in unit.plan.refused(ADD)} == {
+        ((_, compiled),) = process.this.waiting.values()
+        assert not compiled.active
+        assert {d.reason for d in compiled.plan.refused(ADD)} == {
             "VLLM_BATCH_INVARIANT is set: vLLM keeps to kernels whose results do not depend on the batch"
         }

@@ -128,14 +128,14 @@ def given_of(tokens: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def unit_of(**changes: Any) -> Any:
+def compiled_module_of(**changes: Any) -> Any:
     return SimpleNamespace(**({"config": SimpleNamespace(lora_config=None), "routed": int} | changes))
 
 
 def put_in(*several: Any, **changes: Any) -> Any:
-    unit = unit_of(**changes)
-    routed_experts.put_in(unit, model_of(*several))
-    return unit
+    compiled = compiled_module_of(**changes)
+    routed_experts.put_in(compiled, model_of(*several))
+    return compiled
 
 
 def called(experts: Any, tokens: int, **changes: Any) -> int:
@@ -155,14 +155,14 @@ def called(experts: Any, tokens: int, **changes: Any) -> int:
 
 def test_few_tokens_are_layerfuses_once_both_ways_were_compared(vllms: list[int]) -> None:
     first, second = experts_of(), experts_of()
-    unit = put_in(first, second)
-    assert unit.routed() == 0
+    compiled = put_in(first, second)
+    assert compiled.routed() == 0
     assert called(first, 40) == 3 and vllms == [1, 8, 16, 40]
     vllms.clear()
     assert [called(first, tokens) for tokens in (1, 16, 17)] == [1, 1, 0] and vllms == [17]
-    assert unit.routed() == 1
+    assert compiled.routed() == 1
     called(second, 20)
-    assert unit.routed() == 2
+    assert compiled.routed() == 2
 
 
 def test_the_second_of_two_ways_is_stood_at(vllms: list[int]) -> None:
@@ -195,9 +195,9 @@ def test_other_calls_are_vllms(changes: dict[str, Any], vllms: list[int]) -> Non
 @pytest.mark.parametrize("other", [{"block": 64}, {"swiglu_limit": 7.0}], ids=str)
 def test_other_experts_are_vllms(other: dict[str, Any], vllms: list[int]) -> None:
     experts = experts_of(**other)
-    unit = put_in(experts)
+    compiled = put_in(experts)
     assert called(experts, 20) == 0 and called(experts, 3) == 0
-    assert vllms == [20, 3] and unit.routed() == 0
+    assert vllms == [20, 3] and compiled.routed() == 0
 
 
 def test_lora_on_them_is_vllms(vllms: list[int]) -> None:
@@ -208,7 +208,7 @@ def test_lora_on_them_is_vllms(vllms: list[int]) -> None:
 
 def test_what_computes_something_else_is_left_alone(vllms: list[int]) -> None:
     experts = experts_of()
-    unit = put_in(experts)
+    compiled = put_in(experts)
     own = TritonExperts.apply
 
     def doubled(self: Any, **given: Any) -> None:
@@ -218,7 +218,7 @@ def test_what_computes_something_else_is_left_alone(vllms: list[int]) -> None:
     with mock.patch.object(TritonExperts, "apply", doubled):
         given = given_of(20)
         experts.apply(**given)
-    assert unit.routed() == 0
+    assert compiled.routed() == 0
     vllms.clear()
     assert called(experts, 3) == 0 and vllms == [3]
 
@@ -237,8 +237,8 @@ def test_no_graph_is_captured_before_both_were_compared(vllms: list[int], monkey
 def test_another_ones_apply_is_left_alone(vllms: list[int]) -> None:
     experts = experts_of()
     experts.apply = other = lambda **_: None
-    unit = put_in(experts)
-    assert vars(experts)["apply"] is other and unit.routed() == 0
+    compiled = put_in(experts)
+    assert vars(experts)["apply"] is other and compiled.routed() == 0
 
 
 def test_vllms_own_code_is_what_is_known() -> None:

@@ -95,9 +95,9 @@ def with_lora(patch: pytest.MonkeyPatch) -> str:
 
 
 def _with_lora(why_not: Callable[..., Any]) -> Callable[..., Any]:
-    def asked(unit: Any, places: Any) -> Any:
-        with mock.patch.object(unit.config, "lora_config", object()):
-            return why_not(unit, places)
+    def asked(compiled: Any, places: Any) -> Any:
+        with mock.patch.object(compiled.config, "lora_config", object()):
+            return why_not(compiled, places)
 
     return asked
 

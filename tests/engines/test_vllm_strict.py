@@ -33,7 +33,7 @@ from vllm_started import Started, engine_config, in_engine, load, started
 from layerfuse import registry
 from layerfuse.engines.options import Options
 from layerfuse.engines.vllm import plugin
-from layerfuse.engines.vllm.loading import NotFusedError, units_of
+from layerfuse.engines.vllm.loading import NotFusedError, compiled_modules_of
 from layerfuse.engines.vllm.plugin import NotHereError
 from layerfuse.fusion import FusionMissedError
 
@@ -259,12 +259,12 @@ def test_where_another_model_may_have_the_site_a_strict_engine_starts(
             mock.patch.dict(vars(made), speculative_config=speculative if where == "beside a draft" else None),
             mock.patch.object(made.parallel_config, "pipeline_parallel_size", 2 if "stage" in where else 1),
         ):
-            ((_, unit),) = units_of(made, model, options, draft=where == "a draft")
+            ((_, compiled),) = compiled_modules_of(made, model, options, draft=where == "a draft")
         # Where drafts come from the prompt alone, no other model is loaded.
         same = mock.Mock(draft_model_config=made.model_config, target_model_config=made.model_config)
         with mock.patch.dict(vars(made), speculative_config=same), pytest.raises(NotFusedError, match=GATED):
-            list(units_of(made, model, options))
-    assert list(unit.unfound) == [GATED]
+            list(compiled_modules_of(made, model, options))
+    assert list(compiled.unfound) == [GATED]
     assert any(f"{GATED} is asked for, and has no site in GptOssForCausalLM" in line for line in said(caplog))
 
 

@@ -57,10 +57,10 @@ def standing_in(architecture: str) -> Standing:
     engine = uncompiled("", [architecture], Place(vendor="nvidia", arch="sm90"), [seam.fusion for seam in SEAMS])
     asked = FusionConfig.parse(",".join(dict.fromkeys(seam.fusion for seam in SEAMS)), origin="the tests")
     planned = plan(registry.specs_in(model), Target.named("sm90"), asked, engine)
-    unit = CompiledModule(
+    compiled = CompiledModule(
         name="", model="", path="", plan=planned, around=module_index_of(model), config=None, device=torch.device("meta"), strict=False
     )  # fmt: skip
-    standing = Standing(unit=unit, model=model, seams=SEAMS)
+    standing = Standing(compiled=compiled, model=model, seams=SEAMS)
     standing.put_in()
     return standing
 
@@ -68,7 +68,7 @@ def standing_in(architecture: str) -> Standing:
 def rows_of(architecture: str) -> Iterator[str]:
     """Each role of an architecture: how many sites, how many of them the plan expects, what stands there, and the reasons of the others."""
     standing = standing_in(architecture)
-    planned = standing.unit.plan
+    planned = standing.compiled.plan
     expected = {decision.site for decision in planned.expected()}
     for role in ROLES:
         sites = [name for name, site in planned.site.items() if site.role == role]
@@ -172,7 +172,7 @@ def test_every_site_stands_or_has_its_reason() -> None:
 def test_what_the_plan_expects_stands(architecture: str) -> None:
     register()
     standing = standing_in(architecture)
-    expected = {decision.site for decision in standing.unit.plan.expected()}
+    expected = {decision.site for decision in standing.compiled.plan.expected()}
     assert expected
     assert expected == set(standing.stands), "a site without an op, and without a fallback"
     assert not standing.missed

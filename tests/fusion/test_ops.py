@@ -135,7 +135,7 @@ def test_the_dual_norm_is_for_inference() -> None:
         mla_dual_rms_norm(ONE, ONE, weight, W4, 1e-6, 1e-6)
 
 
-# ---- the door for backends -------------------------------------------------------------------------------------------
+# ---- which backend is chosen -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
