@@ -152,6 +152,10 @@ def plan_data(
         modules, stands = planned([spec for _, spec in specs], entry.architectures, config)
         around = beside(around) if stands else around
     decided = plan(specs, device, config, around)
+    if engine == "vllm":
+        from ..engines.vllm.few_tokens import note
+
+        modules = [*filter(None, [note(decided)]), *modules]
     kinds = []
     for kind in (*kinds_of(specs), *mixtures_of(specs)):
         kinds.append(

@@ -33,6 +33,10 @@ from .declare import (
     RowScales,
 )
 
+MOST = 16
+"""Tokens up to which a product is one launch of layerfuse's: at 64 DeepGEMM and FlashInfer are faster (bench/results/few_token_gemm-nvidia-h100.json), and
+at 32 they are where a weight is large."""
+
 _WEIGHT = (LinearWeight(name="weight", of="x"), BlockScales(name="weight_scale", weight="weight"))
 _STEADY = Flag(
     name="steady",

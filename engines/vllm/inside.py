@@ -26,10 +26,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ...adapters.errors import FOREIGN
-from ...fusion.catalog import FUSIONS
 from ...fusion.match.values import value
 from ...fusion.ops.linear import scales_shape
-from ...fusion.planning import Plan
 from ..native import NotNativeError, native_function
 
 KERNELS = "vllm.model_executor.kernels.linear.scaled_mm.flashinfer"
@@ -109,12 +107,6 @@ def linear(x: Tensor, weight: Tensor, weight_scale: Tensor, powers_of_two: bool)
     """As vLLM's op, by layerfuse's kernel where there are few tokens. Weights are as `is_layerfuses` takes them."""
     found: Tensor = LINEAR(x, weight, weight_scale, False, True, BEYOND[powers_of_two][1])
     return found
-
-
-def looks_inside(plan: Plan) -> bool:
-    """Whether a fusion is expected whose quantisation stands inside of a linear's op."""
-    inside = {site.name for site in plan.sites if (quant := plan.config.quant_at(site)) is not None and quant.inside}
-    return any(each.site in inside and FUSIONS[each.fusion].format is not None for each in plan.expected())
 
 
 def why_not() -> str | None:

@@ -15,7 +15,8 @@ from ...fusion.rewrite import Pipeline
 from ..process import troubled
 from ..whose import module_of
 from . import products
-from .inside import TakenOut, looks_inside, why_not
+from .few_tokens import expects_products, looks_inside
+from .inside import TakenOut, why_not
 from .native import why_not_all_reduce, why_not_ops
 
 AFTER = frozenset({"NoOpEliminationPass"})
@@ -54,7 +55,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         self.pipeline(graph)
         if taken is not None:
             taken.put_back()
-        if products.expects(self.pipeline.plan) and products.why_not() is None:
+        if expects_products(self.pipeline.plan) and products.why_not() is None:
             products.put_in(graph)
 
     def uuid(self) -> str:

@@ -14,18 +14,14 @@ from attrs import frozen
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ...fusion.catalog import FUSIONS
 from ...fusion.match.calls import Call, call_of, name_of_op
 from ...fusion.match.values import same_shape, value
 from ...fusion.ops.linear import BLOCK
-from ...fusion.planning import Plan
 from ..native import NotNativeError, native_function
 from . import inside
 
 DEEP_GEMM = "vllm.model_executor.kernels.linear.scaled_mm.deep_gemm"
 """vLLM's module that defines the op."""
-ARCHS = ("sm90", "cpu")
-"""Where layerfuse's kernel was timed beside both, and where tests run and no such kernel is."""
 
 aten = torch.ops.aten
 
@@ -83,15 +79,6 @@ def _turned(node: Any) -> Any:
     dims = [*node.args[1]] if node.target is aten.permute.default else [*node.args[1:]]
     wanted = {aten.t.default: ([],), aten.permute.default: ([1, 0],), aten.transpose.int: ([0, 1], [1, 0])}
     return node.args[0] if dims in wanted.get(node.target, ()) else None
-
-
-def expects(plan: Plan) -> bool:
-    """Whether a fusion is expected that quantises in groups for linears, on a GPU where few tokens are faster by layerfuse."""
-    quants = {site.name: plan.config.quant_at(site) for site in plan.sites}
-    return plan.target.arch in ARCHS and any(
-        FUSIONS[each.fusion].format is not None and getattr(quants[each.site], "scheme", None) == "group"
-        for each in plan.expected()
-    )
 
 
 def why_not() -> str | None:

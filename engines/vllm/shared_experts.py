@@ -24,6 +24,7 @@ from ..process import once
 from ..standing import Standing
 from ..whose import module_of
 from . import inside
+from .few_tokens import looks_inside
 from .readers import PRODUCT
 from .seams import SEAMS
 
@@ -36,7 +37,7 @@ GONE = "layerfuse: a linear of shared experts is vLLM's own from now on: %s"
 
 def put_in(compiled: CompiledModule, module: nn.Module) -> None:
     """Let few tokens be layerfuse's in a module's shared experts, where its plan takes quantisations out of linears. Else it is said once why not."""
-    if not inside.looks_inside(compiled.plan):
+    if not looks_inside(compiled.plan):
         return
     shared = [each for each in module.modules() if (type(each).__module__, type(each).__qualname__) == CLASS]
     within = {id(each): each for around in shared for each in around.modules()}

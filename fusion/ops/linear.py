@@ -8,15 +8,11 @@ import torch
 from torch import Tensor
 from torch._library.utils import lookup_op
 
+from ..linear_ops import MOST as MOST
 from .quantisation import quantise, scale_shape
 
 BLOCK = 128
 """Columns that share a scale, and rows of a weight."""
-
-
-MOST = 16
-"""Tokens up to which a product is one launch of layerfuse's: at 64 DeepGEMM and FlashInfer are faster (bench/results/few_token_gemm-nvidia-h100.json), and
-at 32 they are where a weight is large."""
 
 
 def goes_beyond(x: Tensor, beyond: str) -> Callable[..., Tensor] | None:

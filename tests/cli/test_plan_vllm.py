@@ -337,3 +337,29 @@ def test_a_model_is_planned_as_it_was_published(run):
 def test_a_plan_says_that_linears_may_quantise_inside(run, arguments, says):
     notes = json.loads(run("plan", *arguments, "--engine", "vllm", "--json").out)["notes"]
     assert any("--quant group128,inside plans that" in note for note in notes) is says
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        # 61 layers of attention with 3 each, 3 dense MLPs and 58 mixtures with 2.
+        (["--quant", "group128,inside"], f"{61 * 3 + 61 * 2} fp8 products of attention and MLPs in a step are layerfuse's, {58 * 2} of them in shared experts."),
+        # Shared experts are in no graph.
+        ([], f"{61 * 3 + 3 * 2} fp8 products of attention and MLPs in a step are layerfuse's."),
+        (["--quant", "per_token"], None),
+        (["--enforce-eager"], None),
+        (["--target", "sm100"], None),
+    ],
+)  # fmt: skip
+def test_a_plan_says_how_many_products_of_few_tokens_are_layerfuses(run, asked, says):
+    notes = json.loads(run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90", "--json", *asked).out)[
+        "notes"
+    ]
+    said = [note for note in notes if "products" in note]
+    assert said == ([] if says is None else [f"With up to 16 tokens, {says}"])
+
+
+def test_no_product_is_layerfuses_without_a_quantised_fusion(run, monkeypatch):
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "none")
+    notes = json.loads(run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90", "--json").out)["notes"]
+    assert not any("products" in note for note in notes)

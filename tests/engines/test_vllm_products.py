@@ -27,7 +27,7 @@ from vllm_layers import fp8_kernel
 from vllm_started import close, quantised_as_on_cuda, started
 
 from layerfuse import registry
-from layerfuse.engines.vllm import inside, loading, products
+from layerfuse.engines.vllm import few_tokens, inside, loading, products
 from layerfuse.fusion import FusionConfig, Target, plan
 from layerfuse.fusion.backends import counting
 
@@ -205,4 +205,4 @@ def test_what_another_package_multiplies_is_left_alone(monkeypatch: pytest.Monke
 def test_only_where_the_kernel_was_timed(arch: str, expected: bool) -> None:
     specs = list(registry.model("deepseek-v3").specs(published=True))
     for level, asked in ((1, False), (2, expected)):
-        assert products.expects(plan(specs, Target.named(arch), FusionConfig(level=level))) is asked
+        assert few_tokens.expects_products(plan(specs, Target.named(arch), FusionConfig(level=level))) is asked
