@@ -19,7 +19,7 @@ from warnings import catch_warnings, simplefilter
 from attrs import evolve, frozen
 
 from ._version import version_text
-from .adapters.errors import LayerfuseError, cut, did_you_mean
+from .adapters.errors import ArgumentError, LayerfuseError, cut, did_you_mean
 
 ENGINES = ("transformers", "vllm", "sglang")
 
@@ -335,7 +335,7 @@ def environment(*, on: str, has_torch: bool, has_vllm: bool) -> list[Finding]:
     from .fusion import FUSIONS, FusionConfig
     from .fusion.backends import ENVIRONMENT as BACKEND
     from .fusion.config import ENVIRONMENT as WANTED
-    from .fusion.config import FusionConfigError
+    from .fusion.config import SHADOW, FusionConfigError, shadow_calls
 
     findings = []
     if wanted := os.environ.get(WANTED, "").strip():
@@ -354,6 +354,15 @@ def environment(*, on: str, has_torch: bool, has_vllm: bool) -> list[Finding]:
             if has_torch
             else Finding(name=BACKEND, state="found", detail=f"{forced}; unknown without torch")
         )
+    if os.environ.get(SHADOW, "").strip():
+        try:
+            calls = shadow_calls()
+            compared = (
+                f"{calls} calls of each fused op are compared with its reference" if calls else "nothing is compared"
+            )
+            findings.append(Finding(name=SHADOW, state="found", detail=f"{compared}, in fusion.compile alone"))
+        except ArgumentError as error:
+            findings.append(Finding(name=SHADOW, state="broken", detail=str(error)))
     return findings
 
 

@@ -71,6 +71,17 @@ def app() -> None:
     """
 
 
+def _wanted_elsewhere(_: click.Context, __: click.Parameter, names: str | None) -> None:
+    """What vLLM's option is called, an environment variable is here."""
+    if names is not None:
+        from ..fusion.config import OUTSIDE_OF_GRAPHS
+
+        said = "".join(f"; {name}: {OUTSIDE_OF_GRAPHS[name]}" for name in names.split(",") if name in OUTSIDE_OF_GRAPHS)
+        raise click.UsageError(
+            f"which fusions are wanted is said by LAYERFUSE_FUSIONS, as LAYERFUSE_FUSIONS={names} layerfuse plan ...{said}"
+        )
+
+
 def _command(summary: str) -> Callable[[Callable[..., Any]], click.Command]:
     """A command with its line in the list of all, which is short enough to stand there whole."""
     return app.command(short_help=f"{summary}.")
@@ -97,7 +108,7 @@ def models(files: tuple[Path, ...], json: bool) -> None:
 @click.option("--rank", type=click.IntRange(0), default=0, show_default=True, help="Which of the ranks.")
 @click.option(
     "--target",
-    help="h200, mi355x, another usual GPU, any gfxNNN or smNN, or cpu. By default gfx950; with --engine vllm the GPU of this machine.",
+    help="h200, mi355x, another usual GPU, any gfxNNN or smNN, or cpu. By default gfx950; with --engine vllm or sglang the GPU of this machine (sglang without one: sm90).",
 )
 @click.option(
     "--engine",
@@ -125,6 +136,7 @@ def models(files: tuple[Path, ...], json: bool) -> None:
 @click.option(
     "--aiter", "release", metavar="RELEASE", help="AITER's release, as v0.1.18; the newest known if not given."
 )
+@click.option("--fusions", hidden=True, expose_value=False, callback=_wanted_elsewhere)
 @click.option("--all-tp", is_flag=True, help="Matrices instead: models against tensor-parallel sizes.")
 @click.option("-v", "--verbose", is_flag=True, help="Also each kind of layer: its dimensions, and what stands where.")
 @_files
@@ -416,9 +428,9 @@ def specs(
 @click.argument("after", type=_FILE)
 @_json
 def diff(before: Path, after: Path, json: bool) -> None:
-    """Show what is new, gone and changed between two JSON files of `plan --json`, or two reports.
+    """Show what is new, gone and changed between two JSON files of `plan --json` or `specs --json`, or two reports: of one kind.
 
-    Exits with 1 where they differ.
+    Exits with 1 where they differ, and where a file holds something else.
 
     \b
     Example:

@@ -10,6 +10,15 @@ from ..adapters.errors import shown
 from ..registry.inspect import ConfigError, read_config
 from .console import print_json
 
+_KINDS = {
+    "a plan (plan --json)": {"model", "target", "kinds"},
+    "plans of many sizes (plan --all-tp --json)": {"target", "degrees", "models"},
+    "specs (specs --json)": {"model", "version", "layers"},
+    "an engine's report (layerfuse-report.json)": {"layerfuse", "modules"},
+    "a report of fusion.compile (its to_dict() as JSON)": {"target", "fusions", "records"},
+}
+"""What is compared, and the keys by which each is known."""
+
 _NAMES = ("kind", "fusion", "model", "path", "name")
 """What tells the objects of a list apart; without one, their places do."""
 
@@ -18,10 +27,12 @@ def answer_diff(before: Path, after: Path, *, json: bool) -> None:
     """Print what is new, gone and changed.
 
     Raises:
-        ConfigError: a file cannot be read, or holds no JSON object.
+        ConfigError: a file cannot be read, or holds nothing that is compared; or the two hold different things.
         SystemExit: with 1, where they differ.
     """
-    old, new = _read(before), _read(after)
+    (kind, old), (other, new) = _read(before), _read(after)
+    if kind != other:
+        raise ConfigError(str(after), [f"expected {kind}, as {before} is, got {other}"])
     gone = {place: old[place] for place in old if place not in new}
     fresh = {place: new[place] for place in new if place not in old}
     changed = {place: [old[place], new[place]] for place in old if place in new and old[place] != new[place]}
@@ -38,9 +49,14 @@ def answer_diff(before: Path, after: Path, *, json: bool) -> None:
         raise SystemExit(1)
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> tuple[str, dict[str, Any]]:
+    data = read_config(file)
+    kind = next((kind for kind, keys in _KINDS.items() if keys <= data.keys()), None)
+    if kind is None:
+        has = f"the keys {', '.join(map(shown, list(data)[:6]))}" if data else "no keys"
+        raise ConfigError(str(file), [f"expected {'; or '.join(_KINDS)}; got an object with {has}"])
     try:
-        return dict(_leaves(read_config(file)))
+        return kind, dict(_leaves(data))
     except RecursionError:
         raise ConfigError(str(file), ["is nested too deeply to be a plan or a report"]) from None
 

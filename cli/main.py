@@ -17,6 +17,7 @@ WRONG_QUESTIONS = frozenset(
         "ActivationQuantError",
         "BenchError",
         "FusionConfigError",
+        "NoConfigError",
         "NoGPUHereError",
         "PromptsError",
         "UnknownEngineError",

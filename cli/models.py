@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..adapters.errors import shown
 from ..registry.entries import Entries
 from ..registry.errors import UnknownModelError
 
@@ -15,6 +16,27 @@ if TYPE_CHECKING:
     from ..registry.catalog import ModelEntry
     from ..registry.inspect import Inspection
     from ..registry.lookup import Registry
+
+
+class NoConfigError(UnknownModelError):
+    """A path that leads to no config.json."""
+
+    def __str__(self) -> str:
+        there = f"there is no config.json {'in' if os.path.isdir(self.name) else 'at'}"
+        return (
+            f"{there} {shown(self.name, 400)}: expected the path of a config.json or of the folder that holds it, or the name or Hugging Face "
+            f"id of a declared model (`layerfuse models` lists all {len(self.known)})"
+        )
+
+
+def _is_path(name: str) -> bool:
+    """Whether this means a file and no model: names have no slash, and Hugging Face's ids have one."""
+    return (
+        os.path.exists(name)
+        or name.startswith(("/", "./", "../", "~"))
+        or name.endswith(".json")
+        or name.count("/") > 1
+    )
 
 
 def registry_with(files: Sequence[Path]) -> Registry:
@@ -66,8 +88,10 @@ def find_model(name: str, files: Sequence[Path] = ()) -> ModelEntry:
     registry, config = registry_with(files), os.path.join(name, "config.json") if os.path.isdir(name) else name
     try:
         return registry.model(name)
-    except UnknownModelError:
-        if os.path.basename(config) != "config.json" or not os.path.isfile(config):
+    except UnknownModelError as error:
+        if not os.path.isfile(config) or not config.endswith(".json"):
+            if _is_path(name):
+                raise NoConfigError(name, error.known) from None
             raise
     found = inspected(Path(config), registry)
     if found.same_as:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from ..adapters.errors import LayerfuseError, SpecError
+from ..adapters.errors import LayerfuseError, SpecError, cut, did_you_mean, shown
 from ..fusion import ActivationQuant, Engine, FusionConfig, Plan, Target, plan
+from ..fusion.config import FusionConfigError
 from ..fusion.engine import NAMES as ENGINES
 from ..fusion.planning import ANY
+from ..fusion.sites import QK, ROLES
 from .console import prose_width, require_writable, show, write_text
 from .kinds import kinds_of, mixtures_of, ranges, rows_of, spec_dict
 from .summary import Footnotes, possible, show_summary, summed, with_tokens
@@ -20,9 +23,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..registry.catalog import ModelEntry
+    from ..registry.published import Linears
 
 DEFAULT_TARGET = "gfx950"
-"""Of plans that nobody gave a target for, unless they are for vLLM, which fuses other chains itself on other GPUs."""
+"""Of plans that nobody gave a target for, unless they are for vLLM or SGLang."""
+SGLANG_TARGET = "sm90"
+"""Of those for SGLang where torch can use no GPU: H100s and H200s run most of it."""
 
 LARGEST_TP_LISTED = 64
 _SHOWN = ("fusions", "rows", "paths")
@@ -78,6 +84,23 @@ def target_here(engine: str) -> str:
     return found.name
 
 
+def target_for(engine: str | None) -> tuple[str, str | None]:
+    """The target of a plan that nobody gave one for, and a sentence on it where it may not be the one that is meant.
+
+    Raises:
+        NoGPUHereError: vLLM fuses other chains itself on other GPUs, and torch can use none here.
+    """
+    if engine == "vllm":
+        return target_here(engine), None
+    if engine != "sglang":
+        return DEFAULT_TARGET, None
+    try:
+        return target_here(engine), None
+    except NoGPUHereError:
+        said = f"Planned for {SGLANG_TARGET} (H100, H200), as no --target was given and torch can use no GPU here; --target names another."
+        return SGLANG_TARGET, said
+
+
 def sharded(
     entry: ModelEntry, tp: int, rank: int, engine: str | None, published: bool = False
 ) -> list[tuple[str, Any]]:
@@ -127,8 +150,13 @@ def plan_data(
         UnknownTargetError: no such target.
         UnknownReleaseOfVllmError: nothing is recorded of this release.
     """
-    specs = sharded(entry, tp, rank, engine, published)
     device = Target.named(target)
+    inside = None
+    if engine == "vllm" and published:
+        from ..engines.vllm.releases import inside_as_installed
+
+        inside = inside_as_installed(device, engine_version)
+    specs = sharded(entry if inside is None else _quantising(entry, inside), tp, rank, engine, published)
     if release is not None:
         from ..fusion.metadata import releases_named
 
@@ -184,7 +212,13 @@ def plan_data(
         "kinds": kinds,
         "fusions": summed(decided, kinds, does.values()),
         "engine_does": does,
-        "notes": [*_engine_notes(entry, engine), *_uncompiled(around), *_linears(decided), *modules],
+        "notes": [
+            *_engine_notes(entry, engine),
+            *_of_release(engine, engine_version),
+            *_uncompiled(around),
+            *_linears(decided),
+            *modules,
+        ],
         "published": [str(kind) for kind in entry.quant.values()] if published else [],
     }
 
@@ -232,15 +266,52 @@ def _uncompiled(engine: Engine | None) -> list[str]:
     return [f"{engine.uncompiled}: fused ops can stand in its modules only."]
 
 
+def _of_release(engine: str | None, release: str | None) -> list[str]:
+    if engine != "vllm":
+        return []
+    from ..engines.vllm.releases import about_release
+
+    said = about_release(release)
+    return [] if said is None else [said]
+
+
+_BLOCKS = (128, 128)
+
+
+def _quantising(entry: ModelEntry, how: str) -> ModelEntry:
+    """The entry whose linears in fp8 blocks quantise in another way. Routed experts are run by kernels of their own."""
+    quant = {}
+    for name, kind in entry.quant.items():
+        if kind.weight_spec.block == _BLOCKS and kind.quant is not None and kind.quant.group_size == _BLOCKS[1]:
+            linears: list[Linears] = [each for each in kind.linears if each != "experts"]
+            if "experts" in kind.linears:
+                quant[f"{name}_experts"] = attrs.evolve(kind, linears=["experts"])
+            quant[name] = attrs.evolve(kind, linears=linears, activation=how)
+        else:
+            quant[name] = kind
+    return attrs.evolve(entry, quant=quant)
+
+
 def _linears(decided: Plan) -> list[str]:
     """What vLLM takes on Hopper for linears in blocks of 128, where that decides on what can be fused (engines/vllm/inside.py)."""
+    from ..engines.vllm.releases import BLOCKS_INSIDE
+
+    if decided.engine is None or decided.engine.name != "vllm" or decided.target.arch != "sm90":
+        return []
     quants = {decided.config.quant_at(site) for site in decided.sites}
-    blocks = any(each is not None and each.group_size == 128 and not each.inside for each in quants)
-    if not blocks or decided.engine is None or decided.engine.name != "vllm" or decided.target.arch != "sm90":
+    blocks = [each for each in quants if each is not None and each.group_size == 128]
+    if any(each.inside for each in blocks) and not any(
+        each.inside for _, each in decided.config.quant if each is not None
+    ):
+        return [
+            f"FlashInfer is taken to be installed, with which vLLM quantises inside of its linears; --quant group128 plans for DeepGEMM "
+            f"({BLOCKS_INSIDE}=0), or without FlashInfer."
+        ]
+    if not blocks or any(each.inside for each in blocks) or os.environ.get(BLOCKS_INSIDE) == "0":
         return []
     return [
         "Where FlashInfer is installed, vLLM quantises inside of its linears: --quant group128,inside plans that; "
-        "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0 takes DeepGEMM."
+        f"{BLOCKS_INSIDE}=0 takes DeepGEMM."
     ]
 
 
@@ -350,13 +421,34 @@ def config_for(quant: Sequence[str], engine: str | None = None) -> FusionConfig:
     if not quant or list(quant) == [NO_QUANT]:
         return config
     declared: dict[str, ActivationQuant | None] = {}
-    for words in sorted(quant, key=lambda words: "=" in words):  # a role's own words count more than those for all
+    everywhere = [words for words in quant if "=" not in words]
+    if len(set(everywhere)) > 1:
+        raise FusionConfigError(
+            f"--quant {everywhere[0]} and --quant {everywhere[1]} are both of all roles: give one of them, and others as ROLE=HOW, as "
+            f"--quant {everywhere[0]} --quant latents={everywhere[1]}"
+        )
+    if everywhere and everywhere[0] != NO_QUANT:
+        declared = dict(FusionConfig(quant=_quant_of(everywhere[0], everywhere[0])).quant)
+    for words in quant:
         role, equals, how = words.partition("=")
         if equals:
-            declared[role.strip()] = None if how.strip() == NO_QUANT else ActivationQuant.parse(how)
-        else:
-            declared = dict(FusionConfig(quant=ActivationQuant.parse(words)).quant)
+            roles = [known for known in ROLES if known != QK]  # no linear reads query and key
+            if role.strip() not in roles:
+                raise FusionConfigError(
+                    f"--quant {cut(words)}: no role is called {shown(role)}{did_you_mean(role, roles) or '.'} Known: {', '.join(roles)}."
+                )
+            declared[role.strip()] = None if how.strip() == NO_QUANT else _quant_of(how, words)
     return attrs.evolve(config, quant=declared, level=0 if config.level == 0 else 2)
+
+
+def _quant_of(how: str, words: str) -> ActivationQuant:
+    """What stands for a role, or for all of them."""
+    if not how.strip():
+        place = words.strip()
+        raise FusionConfigError(
+            f"--quant {place or repr(words)}: expected how, as --quant {place}group128, or --quant {place}{NO_QUANT}"
+        )
+    return ActivationQuant.parse(how)
 
 
 def answer_plan(
@@ -380,7 +472,7 @@ def answer_plan(
 
     require_writable(svg)
     entry = find_model(model, files)
-    target = target or (target_here(engine) if engine == "vllm" else DEFAULT_TARGET)
+    target, unsaid = (target, None) if target else target_for(engine)
     data = plan_data(
         entry,
         tp=tp,
@@ -393,6 +485,7 @@ def answer_plan(
         engine_version=engine_version,
         enforce_eager=enforce_eager,
     )
+    data["notes"] = [*filter(None, [unsaid]), *data["notes"]]
     if asked:
         from .attention import Asked, attention_data
 

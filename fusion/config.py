@@ -37,7 +37,31 @@ class FusionConfigError(LayerfuseError, ValueError):
     """A switch or level that does not exist."""
 
 
+SHADOW = "LAYERFUSE_SHADOW"
+"""The environment variable that says how many calls are compared at each site, where `fusion.compile` is not told."""
+
+
+def shadow_calls() -> int:
+    """How many calls `LAYERFUSE_SHADOW` says are to be compared at each site; 0 where it is not set.
+
+    Raises:
+        ArgumentError: that is no number.
+    """
+    text = os.environ.get(SHADOW, "").strip()
+    if text and not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise ArgumentError(f"{SHADOW}={cut(text)}: expected how many calls are compared at each site, as 3")
+    return int(text or 0)
+
+
+OUTSIDE_OF_GRAPHS = {
+    "mla_decode": "it stands in vLLM's MLA layers and in no graph: `layerfuse plan --engine vllm` plans it, and vLLM's plugin takes it"
+}
+"""What is asked for as fusions are and is none of the catalog, and where it is known."""
+
+
 def _known(name: str, where: str) -> str:
+    if isinstance(name, str) and name in OUTSIDE_OF_GRAPHS:
+        raise FusionConfigError(f"{where}: {name} is not known here: {OUTSIDE_OF_GRAPHS[name]}.")
     if not isinstance(name, str) or name not in FUSIONS:
         raise FusionConfigError(
             f"{where}: no fusion is called {shown(name)}"

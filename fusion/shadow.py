@@ -5,7 +5,6 @@ It listens where a backend is chosen (`backends.listening`), and only while a gr
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -15,14 +14,12 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from ..adapters.errors import ArgumentError, LayerfuseError, cut, said, shown
+from ..adapters.errors import ArgumentError, LayerfuseError, said, shown
 from . import backends
 from .closeness import Apart, compare
+from .config import shadow_calls
 from .declare import REFERENCE, GroupName
 from .ops.library import case_maker, declared
-
-ENVIRONMENT = "LAYERFUSE_SHADOW"
-"""The environment variable that says how many calls are compared at each site, where `fusion.compile` is not told."""
 
 ELSEWHERE = "outside of any site"
 """Where a model calls an op by name."""
@@ -46,10 +43,7 @@ def calls_asked(shadow: int | None) -> int:
         ArgumentError: that is no number, or one below 0.
     """
     if shadow is None:
-        text = os.environ.get(ENVIRONMENT, "").strip()
-        if not text.isdecimal() and text:
-            raise ArgumentError(f"{ENVIRONMENT}={cut(text)}: expected how many calls are compared at each site, as 3")
-        return int(text or 0)
+        return shadow_calls()
     if type(shadow) is not int or shadow < 0:
         raise ArgumentError(f"shadow: expected how many calls are compared at each site, got {shown(shadow)}")
     return shadow

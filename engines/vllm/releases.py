@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable
 
 from attrs import frozen
 
-from ...adapters.errors import LayerfuseError, cut
+from ...adapters.errors import LayerfuseError, cut, shown
 from ...fusion.engine import Engine
 from ...fusion.target import Target
 from . import native_fusions
@@ -29,6 +31,8 @@ class Release:
     without: frozenset[str]
     """Architectures of models.toml that it has no code of its own for, so that it can run transformers' alone. Mistral 4 it reads in
     Mistral's own format, and runs by DeepSeek's code."""
+    inside: frozenset[str] = frozenset()
+    "Archs of GPUs on which it asks FlashInfer's op first for linears with fp8 weights in blocks of 128, which quantises inside of itself."
 
 
 _EVERYWHERE = (
@@ -61,12 +65,65 @@ RELEASES = {
             ),
             seams=frozenset({*_EVERYWHERE, "mla_dual_rms_norm", *native_fusions.quantised("mla_dual_rms_norm")}),
             without=frozenset({*_NOWHERE, "CwmForCausalLM", "SeedOssForCausalLM"}),
+            inside=frozenset({"sm90"}),
         ),
     )
 }
 """By their first two numbers, the oldest first."""
 
 NEWEST = next(reversed(RELEASES))
+
+_RELEASE = re.compile(r"v?(\d+\.\d+)((?:\.|rc|\.?dev|\.?post|\+).*)?", re.ASCII)
+
+
+def release_named(text: str | None) -> Release:
+    """What is recorded of a release, by its first two numbers: `0.33`, `v0.33` and `0.33.1` are one. None: the newest.
+
+    Raises:
+        UnknownReleaseOfVllmError: nothing is recorded of it, or this is no release.
+    """
+    if text is None:
+        return RELEASES[NEWEST]
+    found = _RELEASE.fullmatch(text.strip())
+    if found is None:
+        raise UnknownReleaseOfVllmError(
+            f"expected a release of vLLM, as {NEWEST} or {NEWEST}.1, got {shown(text)}; known: {', '.join(RELEASES)}"
+        )
+    if found[1] not in RELEASES:
+        raise UnknownReleaseOfVllmError(f"nothing is recorded of vLLM {cut(found[1])}; known: {', '.join(RELEASES)}")
+    return RELEASES[found[1]]
+
+
+def about_release(text: str | None) -> str | None:
+    """What a plan says where it was asked about a release that is recorded as another one; None where it was not.
+
+    Raises:
+        UnknownReleaseOfVllmError: as `release_named`.
+    """
+    known = release_named(text)
+    numbers = "" if text is None else text.strip().removeprefix("v")
+    if numbers in ("", known.name, f"{known.name}.0"):
+        return None
+    return f"Planned as vLLM {known.name}, by which layerfuse records it; {cut(numbers)} may differ in what it fuses itself."
+
+
+BLOCKS_INSIDE = "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER"
+"""vLLM's switch for linears that quantise inside of FlashInfer's op, on by default."""
+
+
+def inside_as_installed(target: Target, release: str | None) -> str | None:
+    """How vLLM as it is installed, FlashInfer with it, quantises inside of its linears with fp8 weights in blocks of 128.
+
+    Returns:
+        In the words of `plan --quant`, as `linear_quant_readings.flashinfer_or_deep_gemm` reads it off such a linear; None: it does not.
+
+    Raises:
+        UnknownReleaseOfVllmError: as `release_named`.
+    """
+    if target.arch not in release_named(release).inside or os.environ.get(BLOCKS_INSIDE) == "0":
+        return None
+    powers_of_two = "" if os.environ.get("VLLM_USE_DEEP_GEMM_E8M0") == "0" else ",ue8m0"
+    return f"group128,tma_aligned{powers_of_two},inside"
 
 
 def engine_of(
@@ -91,22 +148,21 @@ def engine_of(
     Raises:
         UnknownReleaseOfVllmError: nothing is recorded of this release.
     """
-    name = NEWEST if release is None else ".".join(release.split(".")[:2])
-    if name not in RELEASES:
-        raise UnknownReleaseOfVllmError(f"nothing is recorded of vLLM {cut(name)}; known: {', '.join(RELEASES)}")
+    recorded = release_named(release)
+    name = recorded.name
     if is_set(BATCH_INVARIANT):
         return Engine(name="vllm", refuses={"*": INVARIANT})
     architectures = tuple(architectures)
-    if architectures and RELEASES[name].without.issuperset(architectures):
+    if architectures and recorded.without.issuperset(architectures):
         return Engine(name="vllm", refuses={"*": native_fusions.by_transformers(f"vLLM {name}", architectures[0])})
     place = native_fusions.Place(
         vendor=target.vendor, arch=target.arch, ranks=ranks, aiter=is_set("VLLM_ROCM_USE_AITER")
     )
-    known = sorted(RELEASES[name].breakable.intersection(architectures))
+    known = sorted(recorded.breakable.intersection(architectures))
     if enforce_eager:
         reason = "enforce_eager is set: vLLM compiles nothing"
     elif known and target.vendor == "nvidia":
         reason = f"vLLM {name} runs {known[0]} in breakable CUDA graphs by default, and does not compile it"
     else:
         return native_fusions.compiled(place)
-    return native_fusions.uncompiled(reason, architectures, place, RELEASES[name].seams)
+    return native_fusions.uncompiled(reason, architectures, place, recorded.seams)

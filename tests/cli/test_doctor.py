@@ -273,6 +273,26 @@ def test_the_answer_for_people_and_for_programs_agree(run):
     assert "vllm" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    ("calls", "state", "detail"),
+    [
+        ("3", "found", "3 calls of each fused op are compared with its reference, in fusion.compile alone"),
+        ("0", "found", "nothing is compared, in fusion.compile alone"),
+        ("abc", "broken", "LAYERFUSE_SHADOW=abc: expected how many calls are compared at each site, as 3"),
+        ("-1", "broken", "LAYERFUSE_SHADOW=-1: expected how many calls are compared at each site, as 3"),
+        ("9" * 5000, "broken", "expected how many calls are compared at each site, as 3"),
+    ],
+    ids=lambda each: each[:10],
+)
+def test_how_many_calls_are_compared_is_checked(run, monkeypatch, calls, state, detail):
+    monkeypatch.setenv("LAYERFUSE_SHADOW", calls)
+    answer = run("doctor", "--json")
+    found = json.loads(answer.out)["findings"]["LAYERFUSE_SHADOW"]
+    assert found["state"] == state
+    assert detail in found["detail"]
+    assert answer.code == (state == "broken")
+
+
 def test_what_the_environment_forces_is_shown(run_python):
     found = {"LAYERFUSE_FUSIONS": "none", "LAYERFUSE_BACKEND": "reference"}
     data = json.loads(run_python("-m", "layerfuse", "doctor", "--json", env=found).out)["findings"]

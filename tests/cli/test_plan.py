@@ -313,6 +313,59 @@ def test_a_quantisation_of_one_role(run):
     assert "no role is called 'latent'; did you mean 'latents'" in answer.err
 
 
+@pytest.mark.parametrize(
+    ("quant", "says"),
+    [
+        (
+            ["none", "group128"],
+            "--quant none and --quant group128 are both of all roles: give one of them, and others as ROLE=HOW",
+        ),
+        (["per_token", "latents=none", "group128"], "--quant per_token and --quant group128 are both of all roles"),
+        (["latents="], "--quant latents=: expected how, as --quant latents=group128, or --quant latents=none"),
+        ([""], "--quant '': expected how, as --quant group128, or --quant none"),
+        (["qk="], "no role is called 'qk'. Known: input, post_attention, final, latents, output, activation."),
+        (["=none"], "no role is called ''. Known: input"),
+    ],
+)
+def test_quantisations_that_say_nothing_or_too_much_are_refused(run, quant, says):
+    answer = run("plan", "kimi-k2.5", *(word for how in quant for word in ("--quant", how)))
+    assert (answer.code, answer.out) == (2, "")
+    assert says in answer.err
+
+
+def test_none_is_said_of_all_roles_beside_others_of_some(run):
+    def said(*quant):
+        data = json.loads(
+            run("plan", "deepseek-v3", *(word for how in quant for word in ("--quant", how)), "--json").out
+        )
+        return data["published"], data["config"]["quant"]
+
+    published, quant = said("none", "latents=group128")
+    assert published == []
+    assert {role: found["group_size"] for role, found in quant.items()} == {"latents": 128}
+    assert said("none", "none") == said("none") == ([], {})
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("path", ["nothing", "folder", "nothing/config.json", "nothing.json"])
+def test_a_path_that_leads_to_no_config_is_refused_as_one(run, tmp_path, monkeypatch, path, there):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    name = str(tmp_path / path) if there or path == "nothing" else path
+    answer = run("plan", name)
+    assert (answer.code, answer.out) == (2, "")
+    where = "in" if path == "folder" else "at"
+    assert answer.err.startswith(
+        f"layerfuse: there is no config.json {where} '{name}': expected the path of a config.json or of the folder"
+    )
+
+
+def test_a_config_may_be_called_otherwise(run, tmp_path):
+    config = json.loads((KIMI_CONFIG.parents[1] / "deepseek-v3" / "config.json").read_text())
+    (tmp_path / "mine.json").write_text(json.dumps(config))
+    assert run("plan", tmp_path / "mine.json").out.startswith("deepseek-v3 (deepseek-ai/DeepSeek-V3")
+
+
 def test_an_engine_says_what_is_off_there_and_why(run):
     out = said(run("plan", "kimi-k2.5", "--target", "gfx950", "--engine", "vllm"))
     assert "] mla_dual_rms_norm is off in vllm unless switched on: vLLM's compiler merges" in out

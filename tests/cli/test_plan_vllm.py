@@ -8,6 +8,7 @@ import torch
 from layerfuse import registry
 from layerfuse.adapters import ActivationQuant
 from layerfuse.engines.vllm.native_fusions import NEEDS_FLASHINFER, Place, by_passes
+from layerfuse.engines.vllm.releases import BLOCKS_INSIDE
 from layerfuse.fusion import Engine, FusionConfig, Target, plan
 from layerfuse.fusion.policy import shipped
 
@@ -146,7 +147,7 @@ def test_what_vllms_mla_layers_take_at_module_level_is_said(run, monkeypatch):
     quantised = run("plan", "kimi-k2.5", "--engine", "vllm", "--target", "sm90", "--quant", "group128").out
     assert "mla_decode at 61 MLA layers: not possible: the projection behind its query norm quantises with" in quantised
     refused = run("plan", "kimi-k2.5", "--engine", "sglang")
-    assert refused.code == 2 and "no fusion is called 'mla_decode'" in refused.err
+    assert refused.code == 2 and "mla_decode is not known here: it stands in vLLM's MLA layers" in refused.err
 
 
 def test_what_mla_decode_takes_no_fusion_of_graphs_does(run, monkeypatch):
@@ -324,28 +325,37 @@ def test_a_model_is_planned_as_it_was_published(run):
     assert one["latents", f"{DUAL}_group_quant"][0] == "not_applicable"
 
 
+INSTALLED, ELSEWHERE = "FlashInfer is taken to be installed", "--quant group128,inside plans that"
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["deepseek-v3", "--target", "h100"], True),
-        (["deepseek-v3", "--target", "h100", "--quant", "group128,inside"], False),
-        (["deepseek-v3", "--target", "mi300x"], False),
-        (["qwen3-32b", "--target", "h100"], False),
+        (["deepseek-v3", "--target", "h100"], INSTALLED),
+        (["deepseek-v3", "--target", "h100", "--engine-version", "v0.33"], INSTALLED),
+        (["deepseek-v3", "--target", "h100", "--quant", "latents=none"], INSTALLED),
+        (["deepseek-v3", "--target", "h100", "--engine-version", "0.26"], ELSEWHERE),
+        (["deepseek-v3", "--target", "h100", "--quant", "group128"], ELSEWHERE),
+        (["deepseek-v3", "--target", "h100", "--quant", "group128,inside"], None),
+        (["deepseek-v3", "--target", "b200"], None),
+        (["deepseek-v3", "--target", "mi300x"], None),
+        (["qwen3-32b", "--target", "h100"], None),
     ],
     ids=str,
 )
 def test_a_plan_says_that_linears_may_quantise_inside(run, arguments, says):
     notes = json.loads(run("plan", *arguments, "--engine", "vllm", "--json").out)["notes"]
-    assert any("--quant group128,inside plans that" in note for note in notes) is says
+    found = [said for said in (INSTALLED, ELSEWHERE) if any(said in note for note in notes)]
+    assert found == [said for said in (says,) if said is not None]
 
 
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
         # 61 layers of attention with 3 each, 3 dense MLPs and 58 mixtures with 2.
-        (["--quant", "group128,inside"], f"{61 * 3 + 61 * 2} fp8 products of attention and MLPs in a step are layerfuse's, {58 * 2} of them in shared experts."),
+        ([], f"{61 * 3 + 61 * 2} fp8 products of attention and MLPs in a step are layerfuse's, {58 * 2} of them in shared experts."),
         # Shared experts are in no graph.
-        ([], f"{61 * 3 + 3 * 2} fp8 products of attention and MLPs in a step are layerfuse's."),
+        (["--quant", "group128"], f"{61 * 3 + 3 * 2} fp8 products of attention and MLPs in a step are layerfuse's."),
         (["--quant", "per_token"], None),
         (["--enforce-eager"], None),
         (["--target", "sm100"], None),
@@ -363,3 +373,67 @@ def test_no_product_is_layerfuses_without_a_quantised_fusion(run, monkeypatch):
     monkeypatch.setenv("LAYERFUSE_FUSIONS", "none")
     notes = json.loads(run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90", "--json").out)["notes"]
     assert not any("products" in note for note in notes)
+
+
+def test_linears_in_blocks_quantise_as_in_vllm_as_it_is_installed(run, monkeypatch):
+    """On Hopper in 0.33: what was measured beside FlashInfer counts, and vLLM's switch takes that back."""
+    asked = ["deepseek-v3", "--target", "sm90"]
+    decision, reason = decisions(run, *asked)["post_attention", GROUP]
+    assert decision == "expected"
+    assert "powers of two inside of the product; measured" in reason
+    assert "FlashInfer linears" in reason
+    monkeypatch.setenv("VLLM_USE_DEEP_GEMM_E8M0", "0")
+    assert "TMA-aligned inside of the product" in decisions(run, *asked)["post_attention", GROUP][1]
+    monkeypatch.setenv(BLOCKS_INSIDE, "0")
+    decision, reason = decisions(run, *asked)["post_attention", GROUP]
+    assert decision == "expected"
+    assert "inside" not in reason
+    assert "FlashInfer" not in " ".join(json.loads(run("plan", *asked, "--engine", "vllm", "--json").out)["notes"])
+
+
+@pytest.mark.parametrize(
+    ("release", "note"),
+    [
+        *[(same, None) for same in ("0.33", "v0.33", "0.33.0", " v0.33.0 ")],
+        *[
+            (other, f"Planned as vLLM 0.33, by which layerfuse records it; {other.lstrip('v')} may")
+            for other in ("0.33.1", "v0.33.2rc1", "0.33.0+cu130")
+        ],
+    ],
+)
+def test_a_release_is_known_by_its_first_two_numbers(run, release, note):
+    asked = ["plan", "qwen3-8b", "--target", "sm90", "--engine", "vllm", "--json"]
+    told, plain = (json.loads(run(*asked, *more).out) for more in (("--engine-version", release), ()))
+    said = [each for each in told.pop("notes") if each not in plain["notes"]]
+    assert [each[: len(note)] for each in said] == [note] if note else said == []
+    assert told == {key: value for key, value in plain.items() if key != "notes"}
+
+
+@pytest.mark.parametrize(
+    ("release", "says"),
+    [
+        ("0.34", "nothing is recorded of vLLM 0.34; known: 0.26, 0.33"),
+        ("v0.11.2", "nothing is recorded of vLLM 0.11; known: 0.26, 0.33"),
+        ("", "expected a release of vLLM, as 0.33 or 0.33.1, got ''; known: 0.26, 0.33"),
+        ("33", "expected a release of vLLM, as 0.33 or 0.33.1, got '33'; known: 0.26, 0.33"),
+        ("0.33x", "expected a release of vLLM, as 0.33 or 0.33.1, got '0.33x'; known: 0.26, 0.33"),
+    ],
+)
+def test_what_is_no_known_release_is_refused(run, release, says):
+    answer = run("plan", "qwen3-8b", "--target", "sm90", "--engine", "vllm", "--engine-version", release)
+    assert (answer.code, answer.err) == (2, f"layerfuse: {says}\n")
+
+
+def test_what_stands_in_vllm_alone_is_said_to(run, monkeypatch):
+    """However it is asked for without that engine."""
+    hint = "it stands in vLLM's MLA layers and in no graph: `layerfuse plan --engine vllm` plans it"
+    option = run("plan", "deepseek-v3", "--fusions", "mla_decode")
+    assert option.code == 2
+    assert "LAYERFUSE_FUSIONS=mla_decode layerfuse plan" in option.err
+    assert hint in option.err
+    monkeypatch.setenv("LAYERFUSE_FUSIONS", "add_rms_norm,mla_decode")
+    for engine in ([], ["--engine", "sglang", "--target", "sm90"]):
+        answer = run("plan", "deepseek-v3", *engine)
+        assert answer.code == 2
+        assert f"mla_decode is not known here: {hint}" in answer.err
+    assert run("plan", "deepseek-v3", "--engine", "vllm", "--target", "sm90").code == 0

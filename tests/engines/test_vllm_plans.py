@@ -35,7 +35,7 @@ from layerfuse.engines.host import enter
 from layerfuse.engines.options import Options
 from layerfuse.engines.vllm import loading, native_fusions
 from layerfuse.engines.vllm.host import VLLM
-from layerfuse.engines.vllm.releases import NEWEST, RELEASES
+from layerfuse.engines.vllm.releases import BLOCKS_INSIDE, NEWEST, RELEASES
 from layerfuse.fusion import Target
 
 newest = pytest.mark.skipif(RELEASE != NEWEST, reason="an older release builds no model for a GPU that is not there")
@@ -54,6 +54,17 @@ BREAKABLE = RELEASES[RELEASE].breakable
 
 def test_architectures_without_code_in_vllm_are_recorded() -> None:
     assert RELEASES[RELEASE].without == {name for name in ARCHITECTURES if name not in OWN} - {"Mistral4ForCausalLM"}
+
+
+@newest
+def test_which_linears_vllm_asks_first_on_hopper_is_recorded() -> None:
+    from vllm import envs
+    from vllm.model_executor.kernels.linear import _POSSIBLE_FP8_BLOCK_KERNELS
+    from vllm.platforms import PlatformEnum
+
+    first = _POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CUDA][0].__name__
+    assert (first == "FlashInferFp8DeepGEMMDynamicBlockScaledKernel") is (RELEASES[RELEASE].inside == {"sm90"})
+    assert envs.environment_variables[BLOCKS_INSIDE]() is True
 
 
 @contextlib.contextmanager
@@ -129,7 +140,11 @@ def _said(reason: str) -> str:
 NAMED = ("add_rms_norm", "mla_dual_rms_norm", "gated_rms_norm", "all_reduce_add_rms_norm")
 WAYS: dict[str, dict[str, Any]] = {
     "two ranks": {"tp": 2},
-    "fp8 in blocks": {"fp8": (BLOCK, "triton:TritonFp8BlockScaledMMKernel")},
+    "fp8 in blocks": {"fp8": (BLOCK, "triton:TritonFp8BlockScaledMMKernel"), "environment": {BLOCKS_INSIDE: "0"}},
+    "fp8 in blocks, as installed": {
+        "fp8": (BLOCK, "flashinfer:FlashInferFp8DeepGEMMDynamicBlockScaledKernel"),
+        "environment": {"VLLM_USE_DEEP_GEMM_E8M0": "0"},  # as on a CPU
+    },
     "fp8 per token, two ranks, all of it": {
         "tp": 2,
         "fp8": (PER_TOKEN, "cutlass:CutlassFP8ScaledMMLinearKernel"),
@@ -169,6 +184,8 @@ def test_a_plan_made_beforehand_is_the_one_of_the_loaded_model(
     quantization, kernel = asked.get("fp8", (None, None))
     enter(VLLM)
     monkeypatch.setenv("LAYERFUSE_FUSIONS", ",".join(fusions or ()))
+    for variable, value in asked.get("environment", {}).items():
+        monkeypatch.setenv(variable, value)
     config = {
         **config_of(name),
         **AS_DECLARED.get(name, {}),
