@@ -8,7 +8,6 @@ kernel for both. The floor is what reading each chosen expert once takes at a co
 from __future__ import annotations
 
 import argparse
-import itertools
 import time
 from collections.abc import Callable
 from functools import partial
@@ -140,15 +139,23 @@ def measured(mixture: Mixture, held: Held, tokens: int, rounds: int, speed: floa
     return found
 
 
+UPS = (
+    (64, 3, 4), (64, 2, 4), (64, 4, 4), (64, 3, 8), (64, 7, 8), (32, 3, 2), (32, 4, 2), (32, 6, 2), (64, 3, 2), (32, 3, 4), (32, 7, 4),
+)  # fmt: skip
+"""As the first three fields of `Shape`."""
+DOWNS = (
+    (128, 1, 2, 4), (64, 1, 2, 2), (64, 1, 2, 4), (64, 2, 4, 2), (64, 2, 2, 2), (128, 2, 2, 4), (128, 2, 4, 8), (32, 2, 4, 2), (32, 4, 4, 2),
+    (64, 4, 2, 2), (128, 4, 4, 8),
+)  # fmt: skip
+"""As its others."""
+
+
 def searched(tokens: int, inner: int) -> list[launches.Shape]:
     """Ways to share the products out, to choose from."""
-    groups, each = ((2, 3, 4, 7), (1, 2)) if tokens < 4 else ((4, 7, 8), (1, 2, 4))
-    batch = inner // 128
-    ups = [(64, g, w) for g in groups for w in (4, 8)] + [(32, g, 4) for g in groups[-2:]]
-    downs = [(tile, e, min(4, b * e), w) for tile in (64, 128) for e in each for b in (min(2, batch),) for w in (4, 8)]
-    first, second = launches.shape_of(tokens, inner)[:3], launches.shape_of(tokens, inner)[3:]
-    ups, downs = [(*up, *second) for up in ups], [(*first, *down) for down in downs]
-    return [launches.Shape(*each) for each in dict.fromkeys(itertools.chain(ups, downs))]
+    own = launches.shape_of(tokens, inner)
+    downs = [(tile, each, min(batch, each * inner // 128), warps) for tile, each, batch, warps in DOWNS]
+    several = [(*up, *own[3:]) for up in UPS] + [(*own[:3], *down) for down in downs]
+    return [launches.Shape(*each) for each in dict.fromkeys(several)]
 
 
 def main() -> int:
