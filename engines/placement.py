@@ -13,8 +13,6 @@ class Placement(Protocol):
 
     name: str
     "As it is asked for, and reported."
-    op: str
-    "The op that it calls once in each layer of every step."
     why_not: str | None
     "Why it stands nowhere, as a sentence; None where it does."
 
@@ -27,6 +25,12 @@ class Placement(Protocol):
 
     def look_again(self) -> bool:
         """Stand aside where something was put in the place of the engine's code since; whether it does from now on."""
+
+    def calls(self) -> int:
+        """How often its layers were called so far: each once in every step."""
+
+    def plain_beyond(self) -> int | None:
+        """The tokens behind which its ops are taken out of graphs again; None where they stand in all."""
 
     def left(self) -> str | None:
         """Why a layer has gone the engine's way, as a sentence, or None where none has."""

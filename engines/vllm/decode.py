@@ -34,9 +34,6 @@ from .seams import SEAMS
 
 _loaded = count(1)
 
-WRITES = "mla_norm_rope_cache_into"
-"""The op that is called once in each layer of every step."""
-
 BYPASSED = frozenset({"q_a_layernorm", "kv_a_layernorm", "rotary_emb", "mla_attn"})
 """The children of vLLM's wrapper that our forward does not call."""
 
@@ -65,23 +62,28 @@ class Door:
     """The layers of one module that vLLM runs whose forward is to be ours: all of its MLA layers, or none."""
 
     name: str = NAME
-    op: str = WRITES
     module: nn.Module = field(repr=False)
     layers: dict[str, MLASpec]
     "By their path in the module."
     vllm_config: Any = field(repr=False)
+    compiled: bool = True
+    "Whether vLLM compiles the module."
     why_not: str | None = None
     "Why no layer is ours, as a sentence, or None where all are."
+    most: int | None = None
+    "The tokens behind which graphs hold plain torch in the place of what stands in front of the attention; None: none do."
     made: list[Any] = field(factory=list, repr=False)
     "A `decode_ops.Layer` for each."
 
     @classmethod
-    def of(cls, module: nn.Module, specs: Iterable[tuple[str, AnySpec]], vllm_config: Any) -> Door | None:
+    def of(
+        cls, module: nn.Module, specs: Iterable[tuple[str, AnySpec]], vllm_config: Any, compiled: bool = True
+    ) -> Door | None:
         """What is to be done in a module; None where it has no MLA layer. Nothing changes yet, and what is decided here holds."""
         found = {path: spec for path, spec in specs if isinstance(spec, MLASpec)}
         if not found:
             return None
-        door = cls(module=module, layers=found, vllm_config=vllm_config)
+        door = cls(module=module, layers=found, vllm_config=vllm_config, compiled=compiled)
         door.why_not = door._why_not_together(door._why_not_here())
         return door
 
@@ -116,9 +118,9 @@ class Door:
     def key(self) -> str:
         """What vLLM's cache has to know this by."""
         digest = hashlib.sha256()
-        for name in ("decode.py", "decode_ops.py"):
+        for name in ("decode.py", "decode_ops.py", "decode_beyond.py"):
             digest.update(Path(__file__).with_name(name).read_bytes())
-        return f"{NAME} {digest.hexdigest()} {sorted(self.layers.items())!r}"
+        return f"{NAME} {digest.hexdigest()} {self.most} {sorted(self.layers.items())!r}"
 
     @property
     def stands(self) -> bool:
@@ -168,9 +170,15 @@ class Door:
             if layer.attention.impl.dcp_world_size == -1:
                 layer.attention.impl.dcp_world_size = 1  # as vLLM does at its first step
             layer.wrapper.forward = layer.forward = forward_of(layer.wrapper, layer.name, ops, layer.around, self)
-        split = self.vllm_config.compilation_config.splitting_ops
+        compilation = self.vllm_config.compilation_config
+        split = compilation.splitting_ops
         if split and ops.SPLIT not in split:
             split.append(ops.SPLIT)
+        from .decode_beyond import endpoint_for
+
+        self.most = endpoint_for(compilation) if self.compiled else None
+        if self.most is not None and self.most not in compilation.compile_ranges_endpoints:
+            compilation.compile_ranges_endpoints = sorted([*compilation.compile_ranges_endpoints, self.most])
 
     def look_again(self) -> bool:
         """Stand aside where something was put in the place of vLLM's code since, which vLLM is about to trace; whether it does from now on."""
@@ -191,6 +199,14 @@ class Door:
         """How many of the layers have run a decode step: vLLM's profiling run makes none."""
         decoded = sum(layer.name not in layer.waiting for layer in self.made)
         yield f"{NAME}: {decoded or 'none'} of these calls decoded in the {run}"
+
+    def calls(self) -> int:
+        """Of all layers, so far."""
+        return sum(layer.calls for layer in self.made)
+
+    def plain_beyond(self) -> int | None:
+        """The tokens behind which plain torch stands in graphs, where the layers are ours."""
+        return self.most if self.stands else None
 
     def left(self) -> str | None:
         """Why a layer has gone vLLM's way, as a sentence, or None where none has."""
@@ -282,7 +298,8 @@ def forward_of(wrapper: Any, name: str, ops: Any, stood: Native, door: Door) -> 
         stood: what vLLM would run. Where something else is put there, that is called.
         door: says whether it is ours at all.
     """
-    latents, turn, attend, layer = ops.latents, ops.turn, ops.attend, ops.encoded(name)
+    latents, turn, attend, layer, held = ops.latents, ops.turn, ops.attend, ops.encoded(name), ops.layers[name]
+    settings, pairs, heads = [*held.epsilons, *held.offsets], held.pairs, held.attention.num_heads
 
     @wraps(wrapper.forward)
     def forward(positions: Any, hidden_states: Any, llama_4_scaling: Any = None) -> Any:
@@ -295,9 +312,11 @@ def forward_of(wrapper: Any, name: str, ops: Any, stood: Native, door: Door) -> 
             return type(wrapper).forward(wrapper, positions, hidden_states, llama_4_scaling)
         rows = wrapper.fused_qkv_a_proj(hidden_states)[0]
         q, kv, k_rope = rows.split([wrapper.q_lora_rank, wrapper.kv_lora_rank, wrapper.qk_rope_head_dim], dim=-1)
-        normed, entries = latents(q, kv, k_rope, positions, layer)
+        table = wrapper.rotary_emb.cos_sin_cache
+        weights = wrapper.q_a_layernorm.weight, wrapper.kv_a_layernorm.weight
+        normed, entries = latents(q, kv, k_rope, positions, *weights, table, settings, pairs, layer)
         query = wrapper.q_b_proj(normed)[0]
-        turn(query, positions, layer)
+        turn(query, positions, table, heads, pairs, layer)
         output = query.new_empty((query.shape[0], wrapper.num_heads * wrapper.v_head_dim))
         attend(query, entries, positions, output, layer)
         return wrapper.o_proj(output)[0]

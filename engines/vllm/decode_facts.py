@@ -167,7 +167,7 @@ def why_not_spec(spec: MLASpec) -> str | None:
         return "q_lora_rank is None: there is no query latent"
     if spec.rope is None or spec.rope.width == 0:
         return "none of its columns is roped" if spec.rope is not None else "nothing says how its columns are roped"
-    if spec.q_norm.quant is not None:
+    if spec.q_norm.quant is not None and not spec.q_norm.quant.inside:
         return _quantises(spec.q_norm.quant)
     return None
 
@@ -271,7 +271,7 @@ def planned(
     if everywhere is None and not WRAPPED & given:
         everywhere = f"vLLM's code of this model is not known to hold a {CLASS[1]}"
     quant = None if config is None else dict(config.quant).get(LATENTS)
-    if everywhere is None and quant is not None:
+    if everywhere is None and quant is not None and not quant.inside:
         everywhere = _quantises(quant)
     reasons = Counter(everywhere or why_not_spec(spec) for spec in layers)
     _, asked = without(os.environ.get("LAYERFUSE_FUSIONS", ""))

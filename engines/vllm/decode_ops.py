@@ -94,6 +94,8 @@ class Layer:
     "Whether an op did not take a step's tensors: from then on vLLM's own way is gone."
     left: str | None = None
     "Why vLLM's own way was gone last, as a sentence, or None where it was not."
+    calls: int = 0
+    "How often its attention was called."
 
     def __attrs_post_init__(self) -> None:
         self.children = self.wrapper._modules
@@ -226,7 +228,9 @@ layers: dict[str, Layer] = {}
 """By name, of this process."""
 
 
-def _latents(q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, layer_name: Any) -> tuple[Tensor, Tensor]:
+def _latents(q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    # The others are there for graphs in which plain torch takes this op's place. The layer knows them as they are now.
+    layer_name = others[-1]
     layer, tokens = layers[_plain(layer_name)], kv.shape[0]
     metadata, _, cache, slots = vllm_mla.get_attention_context(layer.name)
     rows, normed, entries = (q, kv, k_rope), *_made(q, kv, k_rope)
@@ -247,18 +251,20 @@ def _made(q: Tensor, kv: Tensor, k_rope: Tensor, *_: Any) -> tuple[Tensor, Tenso
     return q.new_empty(q.shape), kv.new_empty(kv.shape[0], kv.shape[-1] + k_rope.shape[-1])
 
 
-def _turn(q: Tensor, positions: Tensor, layer_name: Any) -> None:
+def _turn(q: Tensor, positions: Tensor, *others: Any) -> None:
     if not _here.decodes:
-        layer = layers[_plain(layer_name)]
+        layer = layers[_plain(others[-1])]
         layer.rope_in_place(layer.heads(q), positions)
 
 
 def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer_name: Any) -> None:
     layer = layers[_plain(layer_name)]
+    layer.calls += 1
     metadata, attention, cache, slots = vllm_mla.get_attention_context(layer.name)
     heads = layer.heads(q)
     # What is replayed with a graph says nothing here.
     decodes = layer.decodes(metadata, cache, slots, entries.shape[0]) if in_pieces() else _here.decodes
+    _here.decodes = False  # where plain torch makes the next layer's latents, nobody says so
     if decodes:
         count = metadata.num_actual_tokens
         try:
@@ -313,11 +319,17 @@ def encoded(name: str) -> Any:
 
 latents = _define(
     "mla_latents",
-    "(Tensor q, Tensor kv, Tensor k_rope, Tensor positions, {name} layer_name) -> (Tensor, Tensor)",
+    "(Tensor q, Tensor kv, Tensor k_rope, Tensor positions, Tensor q_weight, Tensor kv_weight, Tensor table, float[] settings, str pairs, "
+    "{name} layer_name) -> (Tensor, Tensor)",
     _latents,
     _made,
 )
-turn = _define("mla_rope", "(Tensor(a!) q, Tensor positions, {name} layer_name) -> ()", _turn, lambda *_: None)
+turn = _define(
+    "mla_rope",
+    "(Tensor(a!) q, Tensor positions, Tensor table, int heads, str pairs, {name} layer_name) -> ()",
+    _turn,
+    lambda *_: None,
+)
 attend = _define(
     "mla_attend",
     "(Tensor q, Tensor entries, Tensor positions, Tensor(a!) output, {name} layer_name) -> ()",

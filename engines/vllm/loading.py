@@ -99,7 +99,7 @@ def compiled_modules_of(
         if not inside and not unknown_here:
             continue  # what sees or hears
         target = target_of(module)
-        door = Door.of(module, inside, vllm_config) if options.decode else None
+        door = Door.of(module, inside, vllm_config, reason is None) if options.decode else None
         engine = engine_for(vllm_config, target, reason, type(model).__name__)
         taken = door is not None and door.stands
         left = ignored | {layer for layer, _ in specs} - {layer for layer, _ in here}

@@ -386,6 +386,12 @@ def _at_pass(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     _check_that_one_was_read(vars(backend).get("vllm_config"))  # here too: the hook of steps is none that is needed
     if compiled is not None and compiled.active:
         _add_pass(backend, compiled)
+    most = None if compiled is None or compiled.placed is None else compiled.placed.plain_beyond()
+    if most is not None:
+        with _quietly("adding the pass for many tokens to vLLM's"):
+            from .decode_beyond import PlainBeyond
+
+            backend.pass_manager.passes.insert(0, PlainBeyond(most))
     return result
 
 

@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from vllm_paged import GUARD, paged, written
 from vllm_started import loaded_from_cache
 
-from layerfuse.engines.vllm import decode, decode_facts, decode_ops, decode_trial
+from layerfuse.engines.vllm import decode, decode_beyond, decode_facts, decode_ops, decode_trial
 from layerfuse.fusion import FusionMissedError
 from layerfuse.fusion.backends import counting, listening
 
@@ -128,6 +128,47 @@ def test_every_step_gives_vllms_numbers_and_its_cache(
         # One launch for the latents in every step; where all tokens are decoded, nothing else writes to the cache.
         query = "mla_query_absorb" if decodes else "mla_query_rope"
         assert counted == {"mla_norm_rope_cache_into": 3, query: 3, VLLMS: 0 if decodes else 3}
+
+
+@pytest.mark.parametrize("stored", CLOSE)
+def test_graphs_for_more_tokens_than_are_captured_hold_plain_torch(
+    stored: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if vLLM captured steps of up to four tokens: with more, nothing of layerfuse's is called, and numbers and cache are as ever."""
+    cache_dtype, dtype = stored
+    config = {"cache_dtype": cache_dtype, "dtype": dtype}
+    states, entries = CLOSE[stored]
+    own, own_caches, _ = ran("deepseek-v3", tmp_path / "own", False, mode="NONE", **config)
+    monkeypatch.setattr(decode_beyond, "endpoint_for", lambda _: 4)
+    got, caches, calls = ran("deepseek-v3", tmp_path / "ours", ON, mode="VLLM_COMPILE", **config)
+    for step, (a, b) in enumerate(zip(got, own, strict=True)):
+        assert (a - b).norm() / b.norm() < states, step
+    for found, expected in zip(caches, own_caches, strict=True):
+        for name, held in found.items():
+            a, b = (values(each, cache_dtype, dtype) for each in (held, expected[name]))
+            torch.testing.assert_close(a, b, **entries, equal_nan=True)
+            guarded, wanted = ((each == GUARD).view(-1, held.shape[-1]).all(-1) for each in (held, expected[name]))
+            assert torch.equal(guarded, wanted)
+    for (requests, padded), counted in zip(STEPS, calls, strict=True):
+        tokens = sum(new for _, new in requests) + abs(padded)
+        decodes = all(new == 1 for _, new in requests) and padded != SHORT
+        query = "mla_query_absorb" if decodes else "mla_query_rope"
+        few = {"mla_norm_rope_cache_into": 3, query: 3}
+        assert counted == {**(few if tokens <= 4 else {}), VLLMS: 0 if decodes and tokens <= 4 else 3}, (
+            requests,
+            padded,
+        )
+
+
+def test_where_cuda_graphs_end() -> None:
+    def ends(endpoints: Any, most: int | None) -> int | None:
+        return decode_beyond.endpoint_for(
+            SimpleNamespace(compile_ranges_endpoints=endpoints, max_cudagraph_capture_size=most)
+        )
+
+    assert ends([8192], 512) == 512 and ends([100, 8192], 512) == 512
+    assert ends([512], 512) is None and ends([8192], 0) is None and ends([8192], None) is None
+    assert ends(None, 512) is None and decode_beyond.endpoint_for(SimpleNamespace(max_cudagraph_capture_size=8)) is None
 
 
 def test_in_graphs_of_pieces_each_step_launches_the_same_and_decodes_as_vllm_does(

@@ -1,0 +1,115 @@
+"""`mla_decode` in graphs for more tokens than vLLM captures in CUDA graphs: plain torch stands there, which vLLM's compiler merges as its own.
+
+An op of ours costs the host more than a kernel that Inductor has made, and such steps are prompts, nearly always. So the graph of that range of
+tokens holds no op in front of the attention.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import Graph, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from vllm.compilation.passes.inductor_pass import InductorPass
+
+from ...fusion.ops.norm import normalise_wide
+from . import decode_ops
+
+
+class PlainBeyond(InductorPass):  # type: ignore[misc]
+    """A pass of vLLM's for the ranges of tokens that begin behind so many."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
+    def is_applicable_for_range(self, compile_range: Any) -> bool:
+        """Whether no step of this range is in a CUDA graph."""
+        return bool(compile_range.start > self.most)
+
+    def __call__(self, graph: Graph) -> None:
+        """Put what the ops compute in their place."""
+        for node in list(graph.nodes):
+            if node.target is decode_ops.latents:
+                *tensors, settings, pairs, _ = node.args
+                both = _inline(graph, node, partial(latents, settings=settings, pairs=pairs), tensors)
+                _replace(graph, node, dict(enumerate(both)))
+            elif node.target is torch.ops.higher_order.auto_functionalized and node.args[0] is decode_ops.turn:
+                given = node.kwargs
+                fixed = partial(turned_query, heads=given["heads"], pairs=given["pairs"])
+                (query,) = _inline(graph, node, fixed, [given["q"], given["positions"], given["table"]])
+                _replace(graph, node, {1: query})
+
+    def uuid(self) -> str:
+        """Changes with this file."""
+        return f"{self.most} {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+
+
+def latents(
+    q: Tensor, kv: Tensor, k_rope: Tensor, positions: Tensor, q_weight: Tensor, kv_weight: Tensor, table: Tensor, *,
+    settings: list[float], pairs: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """As `layerfuse_vllm::mla_latents` where a step is no decode step: the normed query latent, and the entries that no cache has yet."""
+    q_epsilon, kv_epsilon, q_offset, kv_offset = settings
+    normed = normalise_wide(q, q_weight, q_epsilon, q_offset).to(q.dtype)
+    latent = normalise_wide(kv, kv_weight, kv_epsilon, kv_offset).to(kv.dtype)
+    return normed, torch.cat([latent, _turned(k_rope, positions, table, pairs)], -1)
+
+
+def turned_query(q: Tensor, positions: Tensor, table: Tensor, *, heads: int, pairs: str) -> tuple[Tensor]:
+    """As `layerfuse_vllm::mla_rope`, with a result of its own."""
+    rows = q.view(q.shape[0], heads, q.shape[1] // heads)
+    width = table.shape[-1]
+    rope = _turned(rows[..., -width:], positions, table, pairs)
+    return (torch.cat([rows[..., :-width], rope], -1).view(q.shape),)
+
+
+def _turned(x: Tensor, positions: Tensor, table: Tensor, pairs: str) -> Tensor:
+    """The rope of (tokens, width) or (tokens, heads, width), by a table of cos beside sin; computed in float32, rounded once."""
+    cos, sin = table.index_select(0, positions).float().chunk(2, -1)
+    if x.dim() == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    wide = x.float()
+    if pairs == "halves":
+        first, second = wide.chunk(2, -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    first, second = wide[..., 0::2], wide[..., 1::2]
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2).to(x.dtype)
+
+
+def _inline(graph: Graph, node: Node, function: Callable[..., Any], given: list[Any]) -> tuple[Node, ...]:
+    """Write what a function of these nodes does in front of a node; its results."""
+    traced = make_fx(function, decomposition_table=select_decomp_table())(*(each.meta["val"] for each in given))
+    traced.graph.eliminate_dead_code()
+    holders = [each for each in traced.graph.nodes if each.op == "placeholder"]
+    with graph.inserting_before(node):
+        made = graph.graph_copy(traced.graph, dict(zip(holders, given, strict=True)))
+    return tuple(made)  # type: ignore[arg-type]
+
+
+def _replace(graph: Graph, node: Node, instead: dict[int, Node]) -> None:
+    """Let those that read a node's results by their place read others."""
+    for user in list(node.users):
+        assert user.target is operator.getitem, user
+        user.replace_all_uses_with(instead[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def endpoint_for(compilation: Any) -> int | None:
+    """The tokens behind which vLLM's CUDA graphs end, where a range of tokens can begin there; None where it cannot, or already does nothing else.
+
+    Args:
+        compilation: vLLM's config of its compiler.
+    """
+    endpoints, most = getattr(compilation, "compile_ranges_endpoints", None), compilation.max_cudagraph_capture_size
+    if not isinstance(endpoints, list) or not endpoints or not most or most >= max(endpoints):
+        return None
+    return int(most)
