@@ -91,7 +91,7 @@ def _inline(graph: Graph, node: Node, function: Callable[..., Any], given: list[
     holders = [each for each in traced.graph.nodes if each.op == "placeholder"]
     with graph.inserting_before(node):
         made = graph.graph_copy(traced.graph, dict(zip(holders, given, strict=True)))
-    return tuple(made)  # type: ignore[arg-type]
+    return tuple(made)
 
 
 def _replace(graph: Graph, node: Node, instead: dict[int, Node]) -> None:
