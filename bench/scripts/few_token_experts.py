@@ -80,9 +80,15 @@ def _quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     return found
 
 
+def _rounds() -> bool:
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    return bool(is_deep_gemm_e8m0_used())
+
+
 def _ours(x: Tensor, held: Held, router: Tensor, ids: Tensor) -> Tensor:
     out = torch.empty_like(x)
-    ops.block_scaled_experts(*_quantise(x), *held, router, ids, out, steady=True)
+    ops.block_scaled_experts(*_quantise(x), *held, router, ids, out, use_ue8m0=_rounds(), steady=True)
     return out
 
 
@@ -101,7 +107,7 @@ def measured(mixture: Mixture, held: Held, tokens: int, rounds: int, speed: floa
     routes = [chosen(mixture, tokens) for _ in range(CALLS)]
     right = torch.stack([x.double()] * CALLS)
     for result, route in zip(right, routes, strict=True):
-        reference(*_quantise(x), *held, *route, result, False, False)
+        reference(*_quantise(x), *held, *route, result, _rounds(), False)
     many = sum(len(ids.unique()) for _, ids in routes) / CALLS
     graphs: dict[str, Graph] = {}
     problems: dict[str, str] = {}
