@@ -181,7 +181,7 @@ def _notes(compiled: CompiledModule) -> Iterable[str]:
         shared = f", {compiled.shared} of them of shared experts" if compiled.shared else ""
         yield f"{linears} fp8 products are layerfuse's for up to {MOST} tokens{shared}"
     if compiled.routed():
-        yield f"the routed experts of {compiled.routed()} layers are layerfuse's for up to {MOST} tokens"
+        yield f"the routed experts of {compiled.routed()} layers are layerfuse's for few tokens"
     if compiled.placed is not None and compiled.placed.why_not is None:
         yield from compiled.placed.notes(compiled.run)
     yield from (f"not read, as no text runs it: {of_a_class}" for of_a_class in of_each_class(compiled.unread))

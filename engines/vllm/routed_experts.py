@@ -18,7 +18,7 @@ from torch import nn
 
 from ...adapters.errors import LayerfuseError
 from ...fusion.catalog import FUSIONS
-from ...fusion.ops.linear import BLOCK, MOST
+from ...fusion.ops.linear import BLOCK
 from ..compiled_module import CompiledModule
 from ..hooks import Hook, HookError, check
 from ..native import Native, NotNativeError, native_function, native_methods
@@ -40,7 +40,9 @@ ROUNDS = "vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"
 """What says whether vLLM rounds the scales of activations up to powers of two."""
 LEFT = "layerfuse: routed experts are left to vLLM: %s"
 GONE = "layerfuse: few tokens of routed experts are vLLM's own from now on: %s"
-SIZES = (1, MOST // 2, MOST)
+FEW = 4
+"""Tokens up to which it is faster than vLLM's kernels (bench/results/few_token_experts-nvidia-h100.json)."""
+SIZES = (1, FEW)
 """Numbers of tokens that are launched in other ways."""
 
 
@@ -142,7 +144,7 @@ class Experts:
             tokens = len(given["hidden_states"])
             if not self.tried and possible():
                 self._try_out(given)
-            if not self.tried or self.why_not is not None or tokens > MOST:
+            if not self.tried or self.why_not is not None or tokens > FEW:
                 return self._own(given)
             problem = self.stood.changed()
             if problem is None:
