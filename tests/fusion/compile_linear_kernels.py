@@ -1,4 +1,4 @@
-"""Compiles the linear with few tokens for GPUs that are not here, as `compile_kernels` does, and prints what came out."""
+"""Compiles linears and experts with few tokens for GPUs that are not here, as `compile_kernels` does, and prints what came out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from compile_kernels import TARGETS, Compiler
 
-from layerfuse.fusion.backends.triton import launcher, linear
-from layerfuse.fusion.linear_ops import BLOCK_SCALED_LINEAR, FEW_TOKEN_LINEAR, GROUP_QUANT_LINEAR
+from layerfuse.fusion.backends.triton import experts, launcher, linear
+from layerfuse.fusion.linear_ops import BLOCK_SCALED_EXPERTS, BLOCK_SCALED_LINEAR, FEW_TOKEN_LINEAR, GROUP_QUANT_LINEAR
 from layerfuse.fusion.ops.linear import scales_shape
 
 SHAPES = ((2112, 7168), (3072, 1536), (7168, 2304), (272, 18432))
@@ -19,21 +19,56 @@ FORMS = ("quantises", "quantised", "plain")
 """Whether activations come in bfloat16 to be quantised, in fp8, or are multiplied as they are."""
 
 
-def built(name: str, columns: int, depth: int, early: bool) -> Iterator[dict[str, Any]]:
-    """What one shape compiles to, in each form and for each number of tokens with a kernel of its own."""
-    target, fp8 = TARGETS[name]
+EXPERTS = ((4, 256, 7168), (3, 768, 2048))
+"""Choices of a token, columns between the two products, and the depth of the first."""
+
+
+def prepared(name: str, early: bool) -> list[dict[str, Any]]:
+    """Let launches compile for a target; what they come to."""
+    target, _ = TARGETS[name]
+    several: list[dict[str, Any]] = []
+
+    def first(*args: Any, **kwargs: Any) -> None:
+        compiler = Compiler(name, early)
+        compiler(*args, **kwargs)
+        several.append(compiler.built | {"target": name, "early": early})
+
+    launcher.first = first  # type: ignore[assignment]
     launcher.again = lambda *_: False  # type: ignore[assignment]
     launcher.wave = lambda _: target.warp_size  # type: ignore[assignment]
     launcher.HIP = target.backend == "hip"
-    linear._counters = lambda device: torch.zeros(1024, dtype=torch.int32, device=device)
-    linear._make_ready = lambda _: None
+    linear.counters = lambda device: torch.zeros(linear.MOST_TILES, dtype=torch.int32, device=device)
+    linear.make_ready = lambda _: None
     launcher.interpreted = lambda _: False
+    return several
+
+
+def experts_built(name: str, choices: int, inner: int, depth: int, early: bool) -> Iterator[dict[str, Any]]:
+    """What both kernels of routed experts compile to, for each number of tokens that is launched in another way."""
+    fp8, several = TARGETS[name][1], prepared(name, early)
+    w13, w2 = torch.empty(4, 2 * inner, depth, dtype=fp8), torch.empty(4, depth, inner, dtype=fp8)
+    scales = torch.ones(4, inner // 64, depth // 128), torch.ones(4, depth // 128, inner // 128)
+    for tokens in (1, 8, 16):
+        router, ids = torch.ones(tokens, choices), torch.zeros(tokens, choices, dtype=torch.int32)
+        x, x_scale, out = (
+            torch.empty(tokens, depth, dtype=fp8),
+            torch.ones(tokens, depth // 128),
+            torch.empty(tokens, depth, dtype=torch.bfloat16),
+        )
+        experts.function_of(BLOCK_SCALED_EXPERTS)(
+            x, x_scale, w13, scales[0], w2, scales[1], router, ids, out, True, True
+        )
+        yield from ({**each, "tokens": tokens, "form": each["kernel"]} for each in several)
+        several.clear()
+
+
+def built(name: str, columns: int, depth: int, early: bool) -> Iterator[dict[str, Any]]:
+    """What one shape compiles to, in each form and for each number of tokens with a kernel of its own."""
+    fp8, several = TARGETS[name][1], prepared(name, early)
     weight = torch.empty(columns, depth, dtype=fp8)
     scale = torch.ones(scales_shape(weight))
-    for tokens in linear._buckets():
+    for tokens in linear.buckets():
         for form in FORMS:
-            compiler = Compiler(name, early)
-            launcher.first = compiler  # type: ignore[assignment]
             x = torch.empty(tokens, depth, dtype=fp8 if form == "quantised" else torch.bfloat16)
             if form == "quantised":
                 given = torch.ones(tokens, scale.shape[1])
@@ -43,7 +78,7 @@ def built(name: str, columns: int, depth: int, early: bool) -> Iterator[dict[str
             else:
                 plain = torch.empty(columns, depth, dtype=torch.bfloat16)
                 linear.plain_function_of(FEW_TOKEN_LINEAR)(x, plain, torch.empty_like(plain[:, 0]), True)
-            yield compiler.built | {"target": name, "early": early, "tokens": tokens, "form": form}
+            yield several.pop() | {"tokens": tokens, "form": form}
 
 
 if __name__ == "__main__":
@@ -53,5 +88,12 @@ if __name__ == "__main__":
         for number, target in enumerate(TARGETS)
         if sys.argv[1:] == ["all"] or place % len(TARGETS) == number
         for each in built(target, *shape, early=target == "sm90")
+    ]
+    found += [
+        each
+        for place, shape in enumerate(EXPERTS)
+        for number, target in enumerate(TARGETS)
+        if sys.argv[1:] == ["all"] or number % len(EXPERTS) == place
+        for each in experts_built(target, *shape, early=target == "sm90")
     ]
     json.dump(found, sys.stdout)

@@ -60,7 +60,10 @@ def test_linears_become_machine_code_that_fits_everywhere() -> None:
     variants = {(each["target"], each["tokens"], each["form"]) for each in built}
     few = [(target, 8) for target in TARGETS if target.startswith("sm")]
     forms = ("quantises", "quantised", "plain")
-    assert variants == {(*each, form) for each in (*few, *((target, 16) for target in TARGETS)) for form in forms}
+    both = ("few_token_experts_up", "few_token_experts_down")
+    assert variants == {(*each, form) for each in (*few, *((target, 16) for target in TARGETS)) for form in forms} | {
+        (target, tokens, form) for target in TARGETS for tokens in (1, 8, 16) for form in both
+    }
     assert all(each["binary"] > 1000 and each["spills"] == 0 and each["overlap"] == each["early"] for each in built)
     assert all(each["shared"] <= (99 if each["target"].startswith("sm") else 64) << 10 for each in built)
     assert all(each["wide_loads"] for each in built)

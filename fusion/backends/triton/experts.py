@@ -33,9 +33,11 @@ class Shape(NamedTuple):
 
 
 def shape_of(tokens: int, inner: int) -> Shape:
-    """By bench/results/few_token_experts-nvidia-h100.json, for so many tokens, and so many columns between the two products."""
-    batch = min(2, inner // BLOCK)
-    return Shape(32, 3, 4, 128, 1, batch, 4) if tokens <= 2 else Shape(64, 4, 4, 64, 4, batch, 2)
+    """By bench/results/few_token_experts_search-nvidia-h100.json, for so many tokens, and so many columns between the two products."""
+    groups = inner // BLOCK
+    if tokens <= 2:
+        return Shape(64, 2, 4, 128, 1, 1 if launcher.HIP else min(4, groups), 4)
+    return Shape(64, 4, 4, 64, 4, min(2, groups), 2)
 
 
 def refuses(case: Any) -> str | None:
@@ -104,7 +106,7 @@ def _run(
     """Launch so many programs for each token."""
     addresses = tuple(tensor.data_ptr() for tensor in tensors)
     dtypes = tuple(tensor.dtype for tensor in tensors)
-    key = (*name, device, dtypes, constants, programs, launcher.special(max(numbers), addresses, tensors))
+    key = (*name, device, dtypes, constants, programs, warps, launcher.special(max(numbers), addresses, tensors))
     if launcher.again(key, device, addresses, numbers):
         return
     launcher.first(
