@@ -22,7 +22,7 @@ from layerfuse.fusion.backends.aiter import BINDINGS, ReleaseRange, calls
 from layerfuse.fusion.backends.aiter.matching import Function
 from layerfuse.fusion.backends.aiter.restrictions import RESTRICTIONS
 from layerfuse.fusion.backends.aiter.table import BY_NAME
-from layerfuse.fusion.policy import shipped
+from layerfuse.fusion.policy import AT_SEAMS, shipped
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "bench" / "results"
@@ -183,7 +183,7 @@ def vllm_table() -> Iterator[str]:
     """What is on in vLLM by default and what is not, with the measurements."""
     yield "| fusion | on by default in vLLM | measured |\n|---|---|---|"
     others = []
-    for name in sorted(FUSIONS):
+    for name in sorted({*FUSIONS, *AT_SEAMS}):
         measured = [*shipped().of(name, "vllm")]
         for each in measured:
             yield f"| `{name}` | {f'yes: {each.where}' if each.faster else 'no'} | {each.figure(name)} |"

@@ -103,9 +103,9 @@ class Options:
         return (os.environ.get("LAYERFUSE_FUSIONS", "") if self._from_environment else self.fusions or "").strip()
 
     @property
-    def decode(self) -> bool:
-        """Whether `mla_decode` is asked for, which is no fusion of graphs."""
-        return without(self._line)[1]
+    def decode(self) -> bool | None:
+        """Whether `mla_decode` is asked for, which is no fusion of graphs; None: that is left to the default."""
+        return False if self.level == 0 else decode_in(self._line)
 
     @property
     def _words(self) -> tuple[str, ...]:
@@ -137,6 +137,15 @@ class Options:
     def says_nothing(self) -> bool:
         """Whether which fusions are on is left to the default."""
         return self.fusions is None and self.level is None and not os.environ.get("LAYERFUSE_FUSIONS", "").strip()
+
+
+def decode_in(fusions: str) -> bool | None:
+    """Whether a line of fusions, as `LAYERFUSE_FUSIONS` has it, asks for `mla_decode`; None: it leaves that to the default."""
+    names = [name for name in map(str.strip, fusions.split(",")) if name]
+    if NAME in names or f"+{NAME}" in names:
+        return True
+    # Names without a sign are all that is on.
+    return None if all(name[0] in "+-" for name in names) and f"-{NAME}" not in names else False
 
 
 def without(fusions: str) -> tuple[str, bool]:

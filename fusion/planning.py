@@ -27,7 +27,7 @@ from .engine import NAMES as ENGINES
 from .engine import Engine
 from .legality import legality
 from .limits import TokenLimit
-from .policy import Policy, shipped
+from .policy import AT_SEAMS, Policy, shipped
 from .sites import FINAL, INPUT, Site, sites_of
 from .steps import Kind, Legality
 from .target import Target
@@ -248,7 +248,8 @@ def plan(
             raise ArgumentError(f"{name}: got {shown(value)}; {how}")
     for measured in () if policy is None else policy.measurement:
         for name in (*measured.fusions, *filter(None, [measured.unless])):
-            FUSIONS.check(name)
+            if name not in AT_SEAMS:
+                FUSIONS.check(name)
     placed = tuple(map(_placed, several(specs)))
     twice = [key for key, n in Counter((layer, type(spec).__name__) for layer, spec in placed).items() if n > 1]
     if twice:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 SHIPPED = Path(__file__).parents[1] / "policy.toml"
 """The measurements that come with the library."""
 
+AT_SEAMS = frozenset({"mla_decode"})
+"""What measurements name beside fusions: chains that an engine's own code stands at its seams."""
+
 NO_SLOWER = 0.995
 """No cell of a measurement may fall below this at the lower end of its interval."""
 FASTER = 1.01

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...fusion.policy import Measurement, shipped
+from ..options import NAME
 
 
 def on_by_default(arch: str | None = None) -> dict[str, tuple[str, ...]]:
@@ -37,8 +38,11 @@ def may_find_a_site(vllm_config: Any, arch: str) -> bool:
     ranks = vllm_config.parallel_config.tensor_parallel_size
     quantised = vllm_config.quant_config is not None
     state = getattr(vllm_config.model_config, "has_inner_state", True)
+    latents = getattr(vllm_config.model_config, "use_mla", True)
     return any(
-        (quantised or not name.endswith("_quant")) and (state or not name.startswith("gated_"))
+        (quantised or not name.endswith("_quant"))
+        and (state or not name.startswith("gated_"))
+        and (latents or name != NAME)
         for each in _faster()
         if each.arch == arch and each.ranks <= ranks
         for name in each.fusions

@@ -22,7 +22,8 @@ from ..options import NAME, Options
 from ..process import of_each_class, once
 from .config_probe import draft_of, engine_for, runs_modules, why_not_compiled
 from .decode import Door
-from .decode_facts import TAKES, beside
+from .decode_facts import LEFT, TAKES, beside
+from .defaults import on_by_default
 from .keys import check_table
 from .native_fusions import by_transformers
 from .switches import BATCH_INVARIANT, INVARIANT, is_set
@@ -99,7 +100,7 @@ def compiled_modules_of(
         if not inside and not unknown_here:
             continue  # what sees or hears
         target = target_of(module)
-        door = Door.of(module, inside, vllm_config, reason is None) if options.decode else None
+        door = _door(module, inside, vllm_config, options.decode, target.arch, reason is None)
         engine = engine_for(vllm_config, target, reason, type(model).__name__)
         taken = door is not None and door.stands
         left = ignored | {layer for layer, _ in specs} - {layer for layer, _ in here}
@@ -153,6 +154,24 @@ def compiled_modules_of(
         first.unread = {layer: cls for layer, cls in everywhere.items() if layer not in unknown}
     check_table(vllm_config)
     yield from compiled_modules
+
+
+def _door(
+    module: nn.Module,
+    specs: list[tuple[str, AnySpec]],
+    vllm_config: Any,
+    asked: bool | None,
+    arch: str,
+    compiled: bool,
+) -> Door | None:
+    """What is to be done in the MLA layers of a module: where it was asked for, or is on by default and can be done."""
+    if not (NAME in on_by_default(arch) if asked is None else asked):
+        return None
+    door = Door.of(module, specs, vllm_config, compiled)
+    if asked is None and door is not None and not door.stands:
+        once(logging.INFO, f"{LEFT} (it is on by default here)", door.why_not)
+        return None
+    return door
 
 
 def _say_quantised_inside(vllm_config: Any, model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from layerfuse.adapters.errors import ArgumentError
 from layerfuse.engines.vllm.releases import engine_of
 from layerfuse.fusion import FUSIONS, Engine, FusionConfig, Plan, Target, plan
 from layerfuse.fusion.catalog import UnknownFusionError
-from layerfuse.fusion.policy import SHIPPED, Measurement, Policy, PolicyError, read_policy, shipped
+from layerfuse.fusion.policy import AT_SEAMS, SHIPPED, Measurement, Policy, PolicyError, read_policy, shipped
 from layerfuse.registry import model
 
 sys.path.append(str(ROOT / "bench" / "scripts"))
@@ -189,7 +189,7 @@ def test_every_row_is_what_its_results_file_says(measured: Measurement) -> None:
     assert {batch: [*cell] for batch, cell in measured.decode.items()} == policy_rows.cells(
         measured.file, measured.stage, measured.arm
     )
-    assert all(name in FUSIONS for name in (*measured.fusions, *filter(None, [measured.unless])))
+    assert all(name in {*FUSIONS, *AT_SEAMS} for name in (*measured.fusions, *filter(None, [measured.unless])))
 
 
 def test_what_a_fusion_needs_of_a_model_is_in_its_name() -> None:

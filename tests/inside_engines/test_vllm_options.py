@@ -11,9 +11,8 @@ import attrs
 import pytest
 from helpers import ROOT, run_python
 
-from layerfuse.engines.options import Options, OptionsError, options_in
+from layerfuse.engines.options import Options, OptionsError, options_in, without
 from layerfuse.engines.vllm import defaults
-from layerfuse.engines.vllm.decode_facts import without
 from layerfuse.engines.vllm.plugin import _nothing_on
 from layerfuse.fusion import FusionConfig, FusionConfigError
 from layerfuse.fusion.backends import BackendError
@@ -226,11 +225,13 @@ def test_a_package_with_broken_entry_points_leaves_what_is_on_as_it_is(
         ("+mla_decode,-gated_rms_norm", "-gated_rms_norm", True),
         ("mla_decode,+add_rms_norm", "add_rms_norm", True),
         ("all", "all", False),
-        ("", "", False),
+        ("none", "none", False),
+        ("-gated_rms_norm", "-gated_rms_norm", None),
+        ("", "", None),
     ],
 )
-def test_mla_decode_is_asked_for_among_the_fusions(asked: str, left: str, on: bool) -> None:
-    assert without(asked) == (left, on)
+def test_mla_decode_is_asked_for_among_the_fusions(asked: str, left: str, on: bool | None) -> None:
+    assert without(asked) == (left, bool(on))
     options = options_in({"layerfuse": {"fusions": asked}})
     assert options.decode is on
     assert options.config().switches == FusionConfig.parse(left).switches
