@@ -56,6 +56,7 @@ OURS = (
     "silu_mul",
     "all_reduce_row_norm",
     "few_token_linear",
+    "few_token_experts",
 )
 """Functions that layerfuse's Triton kernels are compiled from."""
 DISTINCT = 50
