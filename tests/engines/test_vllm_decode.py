@@ -31,7 +31,7 @@ from vllm.v1.attention.backends.mla.triton_mla import TritonMLAImpl
 from vllm_paged import GUARD, paged, written
 from vllm_started import loaded_from_cache
 
-from layerfuse.engines.vllm import decode, decode_beyond, decode_facts, decode_ops, decode_trial
+from layerfuse.engines.vllm import decode, decode_beyond, decode_facts, decode_ops, decode_trial, loading, plugin
 from layerfuse.fusion import FusionMissedError
 from layerfuse.fusion.backends import counting, listening
 
@@ -449,6 +449,37 @@ def test_a_class_of_another_plugins_is_left_alone(
     monkeypatch.setitem(custom_op.op_registry_oot, "MultiHeadLatentAttentionWrapper", Derived)
     why = alone(tmp_path, caplog)
     assert "is not vLLM's MultiHeadLatentAttentionWrapper, and holds none" in why
+
+
+@pytest.fixture
+def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it was measured faster on this machine."""
+    monkeypatch.setattr(loading, "on_by_default", lambda _: {"mla_decode": ("cpu",)})
+    monkeypatch.setattr(plugin, "_nothing_on", lambda *_: False)
+
+
+@pytest.mark.usefixtures("_measured")
+@pytest.mark.parametrize(
+    ("fusions", "stands"),
+    [(None, True), ("-add_rms_norm", True), ("-mla_decode", False), ("add_rms_norm", False), ("all", False)],
+)
+def test_where_it_was_measured_faster_it_is_on_unless_it_is_switched_off(
+    fusions: str | None, stands: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with paged("deepseek-v3", tmp_path, layerfuse={} if fusions is None else {"fusions": fusions}, mode="NONE"):
+        pass
+    assert any(line == UNCOMPILED for line in said(caplog)) is stands
+
+
+@pytest.mark.usefixtures("_measured")
+def test_what_is_on_by_itself_and_cannot_be_done_is_one_line_and_no_miss(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "why_not_here", lambda _: "no place")
+    with paged("deepseek-v3", tmp_path, layerfuse={"strict": True}, mode="NONE"):
+        pass
+    lines = [line for line in said(caplog) if "mla_decode" in line]
+    assert lines == ["layerfuse: mla_decode leaves vLLM's MLA layers alone: no place (it is on by default here)"]
 
 
 def test_a_strict_engine_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
