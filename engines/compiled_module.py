@@ -95,6 +95,8 @@ class CompiledModule:
     "What takes some of its sites by code of its own; None: that is not asked for, or there is none."
     engine: Engine | None = None
     "What is planned for where it takes none."
+    few_token_linears: bool = False
+    "Whether linears of 16 bits in its graphs are layerfuse's for few tokens."
     pieces: list[Piece] = field(factory=list)
     artefact: Path | None = None
     "The file that the engine keeps the compiled module in."
@@ -149,7 +151,8 @@ class CompiledModule:
     @property
     def active(self) -> bool:
         """Whether there is anything to rewrite."""
-        return any(decision.kind in ("expected", "fallback") for decision in self.plan.decisions)
+        fusions = any(decision.kind in ("expected", "fallback") for decision in self.plan.decisions)
+        return fusions or self.few_token_linears
 
     @property
     def run(self) -> str:

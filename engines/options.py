@@ -66,6 +66,8 @@ class Options:
     "Whether fused ops stand in the modules of a model that the engine does not compile."
     report: str | None = field(default=None, validator=[_is(str, "a path"), _file])
     "The file that the report is written to; None: beside what the engine's compiler keeps."
+    few_token_linears: bool = field(default=False, validator=_is(bool, "true or false"))
+    "Whether linears of 16 bits in the graphs that vLLM compiles are layerfuse's for few tokens (`few_token_linear`). No measurement of an engine says so yet."
 
     def config(self) -> FusionConfig:
         """The same for plans.
@@ -126,17 +128,18 @@ class Options:
     @property
     def asks(self) -> bool:
         """Whether anything is asked for: to switch one off asks for nothing."""
-        return bool(self._words or self.level)
+        return bool(self._words or self.level or self.few_token_linears)
 
     @property
     def off(self) -> bool:
         """Whether no fusion is wanted at all."""
-        return (self.fusions or "").strip() == "none" and not self.level
+        return (self.fusions or "").strip() == "none" and not self.level and not self.few_token_linears
 
     @property
     def says_nothing(self) -> bool:
-        """Whether which fusions are on is left to the default."""
-        return self.fusions is None and self.level is None and not os.environ.get("LAYERFUSE_FUSIONS", "").strip()
+        """Whether what is on is left to the default."""
+        said = self.fusions is not None or self.level is not None or self.few_token_linears
+        return not said and not os.environ.get("LAYERFUSE_FUSIONS", "").strip()
 
 
 def decode_in(fusions: str) -> bool | None:

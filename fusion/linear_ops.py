@@ -37,6 +37,9 @@ MOST = 16
 """Tokens up to which a product is one launch of layerfuse's: at 64 DeepGEMM and FlashInfer are faster (bench/results/few_token_gemm-nvidia-h100.json), and
 at 32 they are where a weight is large."""
 
+WIDEST = 65536
+"""Columns of a product up to which it is layerfuse's."""
+
 _WEIGHT = (LinearWeight(name="weight", of="x"), BlockScales(name="weight_scale", weight="weight"))
 _STEADY = Flag(
     name="steady",

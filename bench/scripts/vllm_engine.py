@@ -97,6 +97,7 @@ class Engine:
         self.name, self.log = name, logs / f"{name}.log"
         self.report = logs / f"{name}.report.json"
         chosen = {} if fusions == DEFAULT else {"fusions": list(fusions or ())}
+        chosen |= {} if ours is None else ours.options
         options = {} if fusions is None else {"layerfuse": {**chosen, "report": str(self.report)}}
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,

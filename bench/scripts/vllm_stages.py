@@ -31,6 +31,8 @@ class Arm:
     fusions: tuple[str, ...] = DEFAULT
     way: str = "vllm"
     "Of the stage's, that vLLM runs besides."
+    options: dict[str, Any] = field(factory=dict)
+    "Of layerfuse's, beside its fusions."
 
 
 @frozen
@@ -115,7 +117,7 @@ STAGES = {
     "kimi-k2.5-rank8-mixture": Stage("kimi-k2.5-rank8-mixture", {"default": Arm(), **_DECODE}, engine=_UNTRIED, needs=100),
     "llama-70b-w8a8-rank4": Stage("llama-70b-w8a8-rank4", {"default": Arm(), "quantised": _PER_TOKEN}, _UNFUSED | _KERNELS, engine=_UNTRIED, needs=100),
     "gpt-oss-120b": Stage("gpt-oss-120b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",))}, _KERNELS),
-    "qwen3-4b": Stage("qwen3-4b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",))}, _KERNELS, cache=8 << 30),
+    "qwen3-4b": Stage("qwen3-4b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",)), "linears": Arm(options={"few_token_linears": True})}, _KERNELS, cache=8 << 30),
     # On Hopper vLLM takes FlashInfer for a delta net's prefill, which is not measured here: its kernel is compiled by nvcc.
     "qwen3-next": Stage("qwen3-next", {"default": Arm(), "all": Arm(("gated_rms_norm", "add_rms_norm"))},
                         engine={"gdn_prefill_backend": "triton"}),

@@ -126,6 +126,7 @@ def compiled_modules_of(
                     at_modules=reason,
                     placed=door,
                     engine=engine,
+                    few_token_linears=options.few_token_linears and reason is None and "*" not in engine.refuses,
                 ),
             )
         )

@@ -14,7 +14,7 @@ from ...fusion.planning import Plan
 from ...fusion.rewrite import Pipeline
 from ..process import troubled
 from ..whose import module_of
-from . import products
+from . import plain_products, products
 from .few_tokens import expects_products, looks_inside
 from .inside import TakenOut, why_not
 from .native import why_not_all_reduce, why_not_ops
@@ -26,8 +26,9 @@ AFTER = frozenset({"NoOpEliminationPass"})
 class FusionPass(InductorPass):  # type: ignore[misc]
     """Rewrites by a plan. Copies and unpickled ones of the same process write to the same report."""
 
-    def __init__(self, pipeline: Pipeline, key: str, start: str = "") -> None:
+    def __init__(self, pipeline: Pipeline, key: str, start: str = "", linears: bool = False) -> None:
         self.pipeline = pipeline
+        self._linears = linears
         self.start = start
         "Of the piece that is compiled next, as `record_cache.start_of` has it."
         self._key = key
@@ -57,6 +58,8 @@ class FusionPass(InductorPass):  # type: ignore[misc]
             taken.put_back()
         if expects_products(self.pipeline.plan) and products.why_not() is None:
             products.put_in(graph)
+        if self._linears:
+            plain_products.put_in(graph)
 
     def uuid(self) -> str:
         """Part of Inductor's key: changes with the key of the module (`keys.key_for`), with the group, and where a piece is distrusted.
@@ -66,7 +69,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
         return f"{self._key} over {self._group}{self.start}"
 
     def __reduce__(self) -> Any:
-        return FusionPass, (self.pipeline, self._key, self.start)
+        return FusionPass, (self.pipeline, self._key, self.start, self._linears)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusionPass:
         return self

@@ -63,7 +63,7 @@ def _by_cutlass(call: Call) -> Product | None:
     """_C::cutlass_scaled_mm(out, a, b, a_scales, b_scales, bias)."""
     if call[5] is not None:
         return None
-    return Product(call[1], call[3], _turned(call[2]), _turned(call[4]), "layerfuse_vllm::block_product_cutlass", 0)
+    return Product(call[1], call[3], turned(call[2]), turned(call[4]), "layerfuse_vllm::block_product_cutlass", 0)
 
 
 READ: dict[str, Callable[[Call], Product | None]] = {
@@ -72,7 +72,7 @@ READ: dict[str, Callable[[Call], Product | None]] = {
 }
 
 
-def _turned(node: Any) -> Any:
+def turned(node: Any) -> Any:
     """What a node is the transpose of; None where it is none."""
     if not isinstance(node, Node):
         return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...declare import Op
+from ...linear_ops import WIDEST
 from ...ops import linear
 from ...ops.quantisation import LARGEST
 from . import launcher, refuses_fp8
@@ -19,9 +20,6 @@ _FEWEST = 8
 """Tokens of a kernel of its own on NVIDIA GPUs. For AMD's it is compiled with a thousand spilled registers."""
 _UNIT = 16
 """Bytes of the widest load."""
-
-WIDEST = 65536
-"""Columns of a product up to which it is ours."""
 
 _SLOTS, MOST_TILES = 64, 8192
 _slabs: dict[torch.device, Tensor] = {}
