@@ -41,8 +41,8 @@ SHAPES = (
 )
 """Columns and depth: q_a and kv_a, q_b, o, gate and up, down of DeepSeek-V3; q, k and v, o, gate and up, down of Qwen3-4B."""
 SEARCHED = (
-    (64, 128, 2, 2, 4), (64, 128, 3, 3, 4), (64, 128, 4, 4, 4), (64, 128, 5, 3, 4), (64, 128, 10, 4, 4), (64, 64, 6, 6, 4), (128, 64, 3, 3, 4),
-    (128, 64, 5, 5, 4), (128, 128, 2, 2, 8), (128, 128, 4, 3, 8), (64, 256, 2, 2, 4), (128, 128, 2, 2, 4),
+    (64, 256, 2, 2, 4), (64, 128, 3, 3, 4), (64, 128, 4, 4, 4), (64, 128, 5, 3, 4), (64, 128, 5, 5, 4), (64, 512, 1, 1, 4), (64, 256, 2, 2, 8), (128, 128, 2, 2, 8),
+    (64, 128, 3, 3, 2), (64, 128, 2, 2, 2), (64, 64, 3, 3, 2), (64, 64, 4, 4, 2), (32, 128, 4, 4, 2), (64, 256, 1, 1, 2),
 )  # fmt: skip
 """Of `linear.plain_shape`: columns of a program, of a group, groups, those on their way at once, warps."""
 TOKENS = (1, 8, 16, 64)
@@ -205,7 +205,7 @@ def _fused_a(x: Tensor, weight: Tensor) -> Tensor:
 def _shared_out(shape: tuple[int, ...], x: Tensor, weight: Tensor) -> Tensor:
     from layerfuse.fusion.backends.triton import linear
 
-    with mock.patch.object(linear, "plain_shape_of", lambda depth, _: linear.plain_shape(depth, *shape)):
+    with mock.patch.object(linear, "plain_shape_of", lambda _, depth, __: linear.plain_shape(depth, *shape)):
         found: Tensor = ops.few_token_linear(x, weight, steady=True)
         return found
 

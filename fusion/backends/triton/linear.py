@@ -83,8 +83,17 @@ def plain_shape(depth: int, tile: int, block: int, groups: int, held: int, warps
     return PlainShape(tile, block, taken, min(held, taken), -(-several // taken), warps)
 
 
-def plain_shape_of(depth: int, most: int) -> PlainShape:  # noqa: ARG001 (arguments are those of `shape_of`)
-    """By bench/results/few_token_bfloat16-nvidia-h100.json: the fastest in sum over the four linears of Qwen3-4B, of 1 token and of 16."""
+_MANY = 8192
+"""Columns from which programs take twice as many of them for 16 tokens."""
+
+
+def plain_shape_of(columns: int, depth: int, most: int) -> PlainShape:
+    """By bench/results/few_token_bfloat16-nvidia-h100.json: the fastest in sum over the four linears of Qwen3-4B, of 1 token and of 16.
+
+    The arguments are those of `shape_of`, and the columns of the product.
+    """
+    if most > _FEWEST and columns >= _MANY:
+        return plain_shape(depth, 128, 128, 2, 2, 8)
     return plain_shape(depth, 64, 256, 2, 2, 4)
 
 
@@ -243,7 +252,7 @@ def _launch(
 def _launch_plain(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, steady: bool) -> None:
     (tokens, depth), columns = x.shape, len(weight)
     most = next(each for each in buckets() if tokens <= each)
-    shape = plain_shape_of(depth, most)
+    shape = plain_shape_of(columns, depth, most)
     tiles = -(-columns // shape.tile)
     x_unit, weight_unit = unit_of(x), unit_of(weight)
     parts, added = _parts(tiles, shape, most, x.device), weight if bias is None else bias
