@@ -184,21 +184,16 @@ def test_who_waits_for_a_rank_says_for_which_and_how_long():
         started.call(rank_peers.waits_for_the_second, 1)
 
 
-def test_a_rank_that_falls_silent_ends_all(monkeypatch):
-    with bench.Ranks(2, "cpu") as started:
-        started.call(rank_peers.sleeps, 0)  # imports what takes a while
-        monkeypatch.setattr(ranks_module, "SILENCE", 0.5)
-        with pytest.raises(bench.RankError, match="rank 1 of 2, working: nothing was heard for 0 s; ended"):
-            started.call(rank_peers.sleeps, 100)
-        assert not started.alive
-
-
-def test_ranks_that_nobody_entered_start_with_their_first_call():
+def test_ranks_that_nobody_entered_start_with_their_first_call_and_one_that_falls_silent_ends_all(monkeypatch):
     started = bench.Ranks(2, "cpu")
     try:
         assert not started.alive
         assert started.call(rank_peers.sleeps, 0) == [0, 1]
         assert started.alive
+        monkeypatch.setattr(ranks_module, "SILENCE", 0.5)
+        with pytest.raises(bench.RankError, match="rank 1 of 2, working: nothing was heard for 0 s; ended"):
+            started.call(rank_peers.sleeps, 100)
+        assert not started.alive
     finally:
         started.close()
 
@@ -215,11 +210,14 @@ def type_in(capsys, tmp_path, monkeypatch):
     return run
 
 
-def test_the_command_gives_ranks_to_what_starts_with_an_all_reduce_alone(type_in):
+def test_the_command_starts_processes_for_what_starts_with_an_all_reduce_alone(type_in):
     names = ["add_rms_norm", FORM]
     code, out, _ = type_in(*names, "--widths", "256", "--tokens", "1", "--ranks", "2", "--peers", OURS)
     assert code == 0
-    assert [(one["case"]["op"], one["case"]["ranks"]) for one in json.loads(out)] == [(names[0], 1), (FORM, 2)]
+    alone, together = (Result.from_dict(one) for one in json.loads(out))
+    assert [(one.case.op, one.case.ranks, one.ours) for one in (alone, together)] == [
+        *[("add_rms_norm", 1, OURS), (FORM, 2, OURS)],
+    ]
 
 
 def test_the_command_refuses_ranks_where_nothing_starts_with_an_all_reduce(type_in):
@@ -233,13 +231,3 @@ def test_the_command_refuses_ranks_that_cannot_be_before_it_measures(type_in):
     assert (code, out) == (2, "")
     assert err.endswith("an all-reduce is measured on 2 or more ranks, got 1\n")
     assert "[1/" not in err
-
-
-def test_the_command_starts_its_own_processes(type_in):
-    code, out, _ = type_in(
-        FORM, "--widths", "256", "--tokens", "1", "--ranks", "2", "--peers", "layerfuse,gloo + layerfuse"
-    )
-    assert code == 0
-    result = Result.from_dict(json.loads(out))
-    assert result.ours == OURS
-    assert result.rows[0].us("gloo + layerfuse") is not None
