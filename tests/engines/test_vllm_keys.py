@@ -180,7 +180,8 @@ def test_what_was_left_unfused_is_never_served_again(
     with mock.patch(place, **instead), start(tmp_path, layerfuse=OPEN, **given) as engine:
         engine()
     assert any(why in line for line in lines(caplog))
-    for warm in (0, 1, 1) if kept else (0, 1):
+    # A split model is compiled in part at every start; where nothing is kept, one start is as any other.
+    for warm in (0,) if not kept else (0, 1) if split else (0, 1, 1):
         before = loaded_from_cache()
         with start(tmp_path, **given) as engine:
             assert apart(engine(), engine.uncompiled()) < ROUNDING
