@@ -1,7 +1,6 @@
 """Real SGLang attention layers with the dimensions of published checkpoints, at any tensor-parallel size and rank.
 
     model = build_model("kimi-linear", tp=8, rank=5)      # every layer, on the meta device, in well under a second
-    layer = build_layer("kimi-linear/mla", tp=8, rank=5)  # the layer that holds the attention's numbers
 
 The counterpart of ``vllm_layers``, with the same names.  SGLang's Qwen models have no module for full attention: there
 the decoder layer itself is the layer.
@@ -16,7 +15,6 @@ from typing import Any
 
 from sglang_host import model_config, published_config, server_args, sglang_parallel, without_gpu  # isort: skip  (before SGLang)
 import torch
-from layer_facts import Layer
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.model_loader.loader import _initialize_model
@@ -67,32 +65,6 @@ MODELS: dict[str, Model] = {
     "qwen3.5-35b": Model(checkpoint="qwen3.5-35b-a3b"),
 }
 
-LAYERS: dict[str, Layer] = {
-    "deepseek-v3/mla": Layer("deepseek-v3", "model.layers.0"),
-    "deepseek-v2-lite/mla": Layer("deepseek-v2-lite", "model.layers.1"),
-    "deepseek-v3.2/mla": Layer("deepseek-v3.2", "model.layers.0"),
-    "kimi-k2/mla": Layer("kimi-k2", "model.layers.1"),
-    "kimi-k2.5/mla": Layer("kimi-k2.5", "language_model.model.layers.1"),
-    "kimi-linear/kda": Layer("kimi-linear", "model.layers.0"),
-    "kimi-linear/mla": Layer("kimi-linear", "model.layers.3"),
-    "kimi-k3/kda": Layer("kimi-k3", "model.layers.0"),
-    "kimi-k3/mla": Layer("kimi-k3", "model.layers.3"),
-    "gpt-oss-20b/sliding": Layer("gpt-oss-20b", "model.layers.0"),
-    "gpt-oss-20b/full": Layer("gpt-oss-20b", "model.layers.1"),
-    "gpt-oss-120b/sliding": Layer("gpt-oss-120b", "model.layers.0"),
-    "gpt-oss-120b/full": Layer("gpt-oss-120b", "model.layers.1"),
-    "glm-4.7-flash/mla": Layer("glm-4.7-flash", "model.layers.0"),
-    "glm-5/mla": Layer("glm-5", "model.layers.0"),
-    "longcat-flash/mla-first": Layer("longcat-flash", "model.layers.0", "self_attn.0"),
-    "longcat-flash/mla-second": Layer("longcat-flash", "model.layers.0", "self_attn.1"),
-    "qwen3-next/gdn": Layer("qwen3-next", "model.layers.0", "linear_attn"),
-    "qwen3-next/gqa": Layer("qwen3-next", "model.layers.3", ""),
-    "qwen3.5-27b/gdn": Layer("qwen3.5-27b", "model.layers.0", "linear_attn"),
-    "qwen3.5-27b/gqa": Layer("qwen3.5-27b", "model.layers.3", ""),
-    "qwen3.5-35b/gdn": Layer("qwen3.5-35b", "model.layers.0", "linear_attn"),
-    "qwen3.5-35b/gqa": Layer("qwen3.5-35b", "model.layers.3", ""),
-}
-
 
 def build_model(
     name: str, *, tp: int = 1, rank: int = 0, pp: int = 1, device: str = "meta", **overrides: Any
@@ -126,9 +98,3 @@ def build_of(
         stack.enter_context(set_default_torch_dtype(torch.bfloat16))
         stack.enter_context(torch.device(device))
         return _initialize_model(made, LoadConfig(), quantised), made.hf_text_config
-
-
-def build_layer(name: str, *, tp: int = 1, rank: int = 0, **overrides: Any) -> nn.Module:
-    """Build the attention layer ``name`` of ``LAYERS`` as ``rank`` of ``tp``."""
-    layer = LAYERS[name]
-    return build_model(layer.model, tp=tp, rank=rank, **overrides).get_submodule(layer.path)

@@ -11,7 +11,7 @@ from layerfuse import registry
 from layerfuse.adapters import GQASpec, ResidualSpec
 
 sglang_layers = pytest.importorskip("sglang_layers")
-from sglang_layers import MODELS, build_layer, build_model  # noqa: E402
+from sglang_layers import MODELS, build_model  # noqa: E402
 from whole_models import cases, check_every_layer, check_kernel_layers, check_stages, norms_that_feed_nothing  # noqa: E402
 
 WITHOUT_STAGES = ("longcat-flash", "qwen3-next")
@@ -39,7 +39,7 @@ def test_a_decoder_layer_that_is_its_own_attention_reads_as_both() -> None:
 
 
 def test_local_heads_that_the_engine_rewrites_during_a_forward_are_read_anew() -> None:
-    layer = build_layer("deepseek-v3/mla", tp=8, rank=5)
+    layer = build_model("deepseek-v3", tp=8, rank=5).get_submodule("model.layers.0.self_attn")
     assert registry.spec_for(layer).num_local_heads == 16
 
     layer.num_local_heads = 32  # as decode attention with a tensor-parallel size of its own does

@@ -30,7 +30,7 @@ from layerfuse.testing.compare import linears_of, misfit
 vllm_layers = pytest.importorskip("vllm_layers")
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm_host import vllm_config, vllm_parallel, without_gpu  # noqa: E402
-from vllm_layers import MODELS, build_layer, build_model, fp8_kernel  # noqa: E402
+from vllm_layers import MODELS, build_model, fp8_kernel  # noqa: E402
 from whole_models import ENTRIES, check_every_layer, check_kernel_layers, norms_that_feed_nothing  # noqa: E402
 
 from layerfuse.engines.vllm import native_fusions  # noqa: E402
@@ -70,7 +70,7 @@ def test_every_layer_and_its_linears_read_as_declared_however_many_ranks_share_t
 
 
 def test_the_wrapper_inside_an_mla_layer_reads_the_same_though_its_num_heads_is_the_ranks() -> None:
-    layer = build_layer("deepseek-v3/mla", tp=8, rank=5)
+    layer = build_model("deepseek-v3", tp=8, rank=5).get_submodule("model.layers.0.self_attn")
 
     assert layer.num_heads == 128
     assert layer.mla_attn.num_heads == 16
@@ -88,7 +88,7 @@ def test_a_kimi_linear_model_holds_both_kinds_where_the_checkpoint_puts_them() -
 
 def test_more_ranks_than_kv_heads_is_refused_by_name_in_vllms_gpt_oss() -> None:
     """Its local count is a plain floor division: 8 KV heads over 16 ranks are 0, which no kernel can run."""
-    layer = build_layer("gpt-oss-20b/sliding", tp=8, rank=5)
+    layer = build_model("gpt-oss-20b", tp=8, rank=5).get_submodule("model.layers.0.attn")
     layer.num_local_key_value_heads = 8 // 16
 
     with pytest.raises(SpecError, match="num_local_kv_heads: expected at least 1, got 0"):
@@ -96,7 +96,7 @@ def test_more_ranks_than_kv_heads_is_refused_by_name_in_vllms_gpt_oss() -> None:
 
 
 def test_a_layer_that_contradicts_the_caller_is_an_error() -> None:
-    layer = build_layer("deepseek-v3/mla", tp=8, rank=5)
+    layer = build_model("deepseek-v3", tp=8, rank=5).get_submodule("model.layers.0.self_attn")
 
     with pytest.raises(ParallelConflictError, match="says 8, the parallel argument says 4"):
         registry.spec_for(layer, parallel=Parallel(size=4, rank=0))

@@ -1,7 +1,6 @@
 """Real vLLM attention layers with the dimensions of published checkpoints, at any tensor-parallel size and rank.
 
     model = build_model("kimi-linear", tp=8, rank=5)      # every layer, on the meta device, in well under a second
-    layer = build_layer("kimi-linear/mla", tp=8, rank=5)  # the outer attention layer of one decoder layer
 
 A model is vLLM's own, built as vLLM builds it, so its layers have their real names, their decoder layers and norms, and
 their inner kernel layers.  Nothing holds data unless ``device="cpu"`` is asked for.
@@ -17,7 +16,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from layer_facts import Layer
 from torch import nn
 
 from vllm_host import architecture, import_model, vllm_config, vllm_parallel, without_gpu  # isort: skip  (before vllm)
@@ -116,38 +114,6 @@ RELEASE = ".".join(vllm.__version__.split(".")[:2])
 MODELS = {name: model for name, model in _KNOWN.items() if name not in MISSING.get(RELEASE, ())}
 """Those that the installed release has."""
 
-LAYERS: dict[str, Layer] = {
-    "deepseek-v3/mla": Layer("deepseek-v3", "model.layers.0"),
-    "deepseek-v3/mla-off": Layer("deepseek-v3-mla-off", "model.layers.0"),
-    "deepseek-v2-lite/mla": Layer("deepseek-v2-lite", "model.layers.1"),
-    "deepseek-v3.2/mla": Layer("deepseek-v3.2", "model.layers.0"),
-    "deepseek-v3.2-rocm/mla": Layer("deepseek-v3.2-rocm", "model.layers.0"),
-    "kimi-k2/mla": Layer("kimi-k2", "model.layers.1"),
-    "kimi-k2.5/mla": Layer("kimi-k2.5", "language_model.model.layers.1"),
-    "kimi-linear/kda": Layer("kimi-linear", "model.layers.0"),
-    "kimi-linear/mla": Layer("kimi-linear", "model.layers.3"),
-    "kimi-linear-rocm/kda": Layer("kimi-linear-rocm", "model.layers.0"),
-    "kimi-linear-rocm/mla": Layer("kimi-linear-rocm", "model.layers.3"),
-    "kimi-k3/kda": Layer("kimi-k3", "model.layers.0"),
-    "kimi-k3/mla": Layer("kimi-k3", "model.layers.3"),
-    "kimi-k3-rocm/kda": Layer("kimi-k3-rocm", "model.layers.0"),
-    "kimi-k3-rocm/mla": Layer("kimi-k3-rocm", "model.layers.3"),
-    "gpt-oss-20b/sliding": Layer("gpt-oss-20b", "model.layers.0", "attn"),
-    "gpt-oss-20b/full": Layer("gpt-oss-20b", "model.layers.1", "attn"),
-    "gpt-oss-120b/sliding": Layer("gpt-oss-120b", "model.layers.0", "attn"),
-    "gpt-oss-120b/full": Layer("gpt-oss-120b", "model.layers.1", "attn"),
-    "glm-4.7-flash/mla": Layer("glm-4.7-flash", "model.layers.0"),
-    "glm-5/mla": Layer("glm-5", "model.layers.0"),
-    "longcat-flash/mla-first": Layer("longcat-flash", "model.layers.0", "self_attn.0"),
-    "longcat-flash/mla-second": Layer("longcat-flash", "model.layers.0", "self_attn.1"),
-    "qwen3-next/gdn": Layer("qwen3-next", "model.layers.0", "linear_attn"),
-    "qwen3-next/gqa": Layer("qwen3-next", "model.layers.3"),
-    "qwen3.5-27b/gdn": Layer("qwen3.5-27b", "language_model.model.layers.0", "linear_attn"),
-    "qwen3.5-27b/gqa": Layer("qwen3.5-27b", "language_model.model.layers.3"),
-    "qwen3.5-35b/gdn": Layer("qwen3.5-35b", "language_model.model.layers.0", "linear_attn"),
-    "qwen3.5-35b/gqa": Layer("qwen3.5-35b", "language_model.model.layers.3"),
-}
-
 
 def build_model(
     name: str,
@@ -192,9 +158,3 @@ def fp8_kernel(kernel: str) -> Iterator[None]:
         mock.patch.object(cls, "can_implement", return_value=(True, None)),
     ):
         yield
-
-
-def build_layer(name: str, *, tp: int = 1, rank: int = 0, **overrides: Any) -> nn.Module:
-    """Build the outer attention layer ``name`` of ``LAYERS`` as ``rank`` of ``tp``."""
-    layer = LAYERS[name]
-    return build_model(layer.model, tp=tp, rank=rank, **overrides).get_submodule(layer.path)
