@@ -1,4 +1,4 @@
-"""The ops of vLLM and SGLang that write into their arguments, under their real schemas, in plain torch.
+"""Ops of vLLM and SGLang under their real schemas, in plain torch: those that write into their arguments, and `op` for others.
 
 Where an engine has defined an op itself, its own stays: the tests need what the graph says, and run it where it can run.
 """
@@ -17,18 +17,20 @@ _LIBRARIES: dict[str, torch.library.Library] = {}
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 224.0}
 
 
-def _op(
-    schema: str, fake: Callable[..., Any] = lambda *_, **__: None
+def op(
+    schema: str, fake: Callable[..., Any] | None = lambda *_, **__: None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Defines the op that a function is in plain torch. A fake of None: the function is its own."""
     name = schema.partition("(")[0]
-    space, op = name.split("::")
+    space, short = name.split("::")
 
     def define(function: Callable[..., Any]) -> Callable[..., Any]:
         if find_op(name) is None:
             library = _LIBRARIES.setdefault(space, torch.library.Library(space, "FRAGMENT"))
             library.define(schema.replace(f"{space}::", ""))
-            library.impl(op, function, "CPU")
-            torch.library.register_fake(name, fake, lib=library)
+            library.impl(short, function, "CPU" if fake else "CompositeExplicitAutograd")
+            if fake:
+                torch.library.register_fake(name, fake, lib=library)
         return function
 
     return define
@@ -47,7 +49,7 @@ def _quantise(x: Tensor, values: Tensor, scales: Tensor, floor: float, largest: 
     scales.copy_(scale)
 
 
-@_op(
+@op(
     "_C::per_token_group_fp8_quant(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
     "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned) -> ()"
 )
@@ -57,12 +59,12 @@ def per_token_group_fp8_quant(
     _quantise(x, values, scales, eps, high, ue8m0)
 
 
-@_op("_C::dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()")
+@op("_C::dynamic_per_token_scaled_fp8_quant(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()")
 def dynamic_per_token_scaled_fp8_quant(values: Tensor, x: Tensor, scales: Tensor, bound: Tensor | None) -> None:
     _quantise(x, values, scales, 1 / 512, LARGEST[values.dtype])
 
 
-@_op("_C::static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, (int, int)? group_shape=None) -> ()")
+@op("_C::static_scaled_fp8_quant(Tensor! result, Tensor input, Tensor scale, (int, int)? group_shape=None) -> ()")
 def static_scaled_fp8_quant(values: Tensor, x: Tensor, scale: Tensor, shape: Any = None) -> None:
     largest = LARGEST[values.dtype]
     if scale.dim() == 2:
@@ -70,18 +72,18 @@ def static_scaled_fp8_quant(values: Tensor, x: Tensor, scale: Tensor, shape: Any
     values.copy_((x.float() * scale.reciprocal()).clamp(-largest, largest).to(values.dtype))
 
 
-@_op("_C::rms_norm(Tensor! result, Tensor input, Tensor weight, float epsilon) -> ()")
+@op("_C::rms_norm(Tensor! result, Tensor input, Tensor weight, float epsilon) -> ()")
 def rms_norm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float) -> None:
     out.copy_(normed(x, weight, epsilon))
 
 
-@_op("_C::fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()")
+@op("_C::fused_add_rms_norm(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()")
 def fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> None:
     residual.add_(x)
     x.copy_(normed(residual, weight, epsilon))
 
 
-@_op(
+@op(
     "_C::rms_norm_per_block_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, "
     "Tensor? scale_ub, Tensor!? residual, int group_size, bool is_scale_transposed) -> ()"
 )
@@ -93,7 +95,7 @@ def rms_norm_per_block_quant(
     _quantise(normed(x, weight, epsilon), values, scales, 1 / 512, LARGEST[values.dtype])
 
 
-@_op(
+@op(
     "_C::rms_norm_dynamic_per_token_quant(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, "
     "Tensor? scale_ub, Tensor!? residual) -> ()"
 )
@@ -103,27 +105,27 @@ def rms_norm_dynamic_per_token_quant(
     rms_norm_per_block_quant(values, x, weight, scales, epsilon, bound, residual)
 
 
-@_op("_C::rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()")
+@op("_C::rms_norm_static_fp8_quant(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()")
 def rms_norm_static_fp8_quant(values: Tensor, x: Tensor, weight: Tensor, scale: Tensor, epsilon: float) -> None:
     static_scaled_fp8_quant(values, normed(x, weight, epsilon), scale)
 
 
-@_op("sgl_kernel::rmsnorm(Tensor! output, Tensor input, Tensor weight, float eps, bool enable_pdl) -> ()")
+@op("sgl_kernel::rmsnorm(Tensor! output, Tensor input, Tensor weight, float eps, bool enable_pdl) -> ()")
 def sgl_rmsnorm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
     out.copy_(normed(x, weight, epsilon))
 
 
-@_op("sgl_kernel::gemma_rmsnorm(Tensor! output, Tensor input, Tensor weight, float eps, bool enable_pdl) -> ()")
+@op("sgl_kernel::gemma_rmsnorm(Tensor! output, Tensor input, Tensor weight, float eps, bool enable_pdl) -> ()")
 def sgl_gemma_rmsnorm(out: Tensor, x: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
     out.copy_(normed(x, weight, epsilon, 1.0))
 
 
-@_op("sgl_kernel::fused_add_rmsnorm(Tensor! input, Tensor! residual, Tensor weight, float eps, bool enable_pdl) -> ()")
+@op("sgl_kernel::fused_add_rmsnorm(Tensor! input, Tensor! residual, Tensor weight, float eps, bool enable_pdl) -> ()")
 def sgl_fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, pdl: bool) -> None:
     fused_add_rms_norm(x, residual, weight, epsilon)
 
 
-@_op(
+@op(
     "sgl_kernel::gemma_fused_add_rmsnorm(Tensor! input, Tensor! residual, Tensor weight, float eps, "
     "bool enable_pdl) -> ()"
 )
@@ -132,12 +134,12 @@ def sgl_gemma_fused_add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps
     x.copy_(normed(residual, weight, epsilon, 1.0))
 
 
-@_op("sglang::per_token_quant_fp8(Tensor input, Tensor! output_q, Tensor! output_s) -> ()")
+@op("sglang::per_token_quant_fp8(Tensor input, Tensor! output_q, Tensor! output_s) -> ()")
 def sglang_per_token_quant_fp8(x: Tensor, values: Tensor, scales: Tensor) -> None:
     _quantise(x, values, scales, 1e-10, 448.0)
 
 
-@_op(
+@op(
     "sglang::per_token_group_quant_8bit_v2(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, "
     "float min_8bit, float max_8bit, bool scale_ue8m0=False, bool fuse_silu_and_mul=False, Tensor? masked_m=None) -> ()"
 )
@@ -155,34 +157,42 @@ def sglang_per_token_group_quant_8bit_v2(
     _quantise(x, values, scales, eps, high, ue8m0)
 
 
-@_op("sglang::per_tensor_quant_fp8(Tensor input, Tensor! output_q, Tensor! output_s, bool is_static=False) -> ()")
+@op("sglang::per_tensor_quant_fp8(Tensor input, Tensor! output_q, Tensor! output_s, bool is_static=False) -> ()")
 def sglang_per_tensor_quant_fp8(x: Tensor, values: Tensor, scale: Tensor, static: bool) -> None:
     static_scaled_fp8_quant(values, x, scale)
 
 
-@_op("vllm::rocm_aiter_per_tensor_quant(Tensor! out, Tensor x, Tensor! scale, bool is_dynamic) -> ()")
+@op("vllm::rocm_aiter_per_tensor_quant(Tensor! out, Tensor x, Tensor! scale, bool is_dynamic) -> ()")
 def rocm_aiter_per_tensor_quant(values: Tensor, x: Tensor, scale: Tensor, dynamic: bool) -> None:
     if dynamic:
         scale.fill_(float(x.abs().max()) / LARGEST[values.dtype])
     static_scaled_fp8_quant(values, x, scale)
 
 
-if find_op("vllm_ir::fused_add_rms_norm") is None:
-    # vLLM's IR: plain functions, so the implementation is what a fake needs too.
-    _IR = torch.library.Library("vllm_ir", "FRAGMENT")
-    _IR.define(
-        "fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon, int? variance_size=None) "
-        "-> (Tensor, Tensor)"
-    )
+@op(
+    "vllm_ir::fused_add_rms_norm(Tensor x, Tensor x_residual, Tensor? weight, float epsilon, int? variance_size=None) "
+    "-> (Tensor, Tensor)",
+    fake=lambda x, *_: (torch.empty_like(x), torch.empty_like(x)),
+)
+def ir_fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, size: Any = None) -> Any:
+    total = x + residual
+    return normed(total, weight, epsilon).to(x.dtype), total
 
-    def _fused_add(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float, size: Any = None) -> Any:
-        total = x + residual
-        return normed(total, weight, epsilon).to(x.dtype), total
 
-    _IR.impl("fused_add_rms_norm", _fused_add, "CPU")
-    torch.library.register_fake(
-        "vllm_ir::fused_add_rms_norm", lambda x, *_: (torch.empty_like(x), torch.empty_like(x)), lib=_IR
-    )
+def silu_and_mul(
+    out: Tensor, given: Tensor, limit: float = float("inf"), alpha: float = 1.0, beta: float = 0.0
+) -> None:
+    gate, up = given.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    out.copy_(gate * torch.sigmoid(alpha * gate) * (up + beta))
+
+
+for _schema in (
+    "_C::silu_and_mul(Tensor! result, Tensor input) -> ()",
+    "_C::silu_and_mul_with_clamp(Tensor! result, Tensor input, float limit, float alpha=1.0, float beta=0.0) -> ()",
+    "sgl_kernel::silu_and_mul(Tensor! out, Tensor input) -> ()",
+):
+    op(_schema)(silu_and_mul)
 
 
 def scale_buffer(rows: Any, groups: int, layout: str) -> Tensor:
@@ -194,7 +204,7 @@ def scale_buffer(rows: Any, groups: int, layout: str) -> Tensor:
     return torch.empty_strided((rows, groups), (1, -(rows // -4) * 4), dtype=torch.float32)
 
 
-@_op(
+@op(
     "_C::rotary_embedding(Tensor positions, Tensor! query, Tensor!? key, int head_size, Tensor cos_sin_cache, bool is_neox, "
     "int rope_dim_offset=0, bool inverse=False) -> ()"
 )
@@ -209,7 +219,7 @@ def rotary_embedding(
         rows.copy_(torch.cat(parts, -1) if halves else torch.stack(parts, -1).flatten(-2))
 
 
-@_op(
+@op(
     "_C_cache_ops::concat_and_cache_mla(Tensor kv_c, Tensor k_pe, Tensor! kv_cache, Tensor slot_mapping, str kv_cache_dtype, "
     "Tensor scale, bool skip_scale=False) -> ()"
 )
@@ -224,7 +234,7 @@ def concat_and_cache_mla(
             cache[slot // cache.shape[1], slot % cache.shape[1]] = entry
 
 
-@_op(
+@op(
     "vllm::unified_mla_kv_cache_update(Tensor kv_c_normed, Tensor k_pe, str layer_name, str kv_cache_dtype, Tensor k_scale) "
     "-> Tensor",
     fake=lambda latent, *_: latent.new_empty(0),

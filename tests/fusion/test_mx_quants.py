@@ -8,6 +8,7 @@ from unittest import mock
 import attrs
 import pytest
 import torch
+from engine_ops import op
 from fusion_support import FUSION, mla_spec, trace
 from helpers import in_turn
 from quant_support import config
@@ -17,32 +18,25 @@ from torch import Tensor, nn
 from layerfuse import fusion
 from layerfuse.fusion import Target
 from layerfuse.fusion.match import quant_forms
-from layerfuse.fusion.match.calls import find_op
 from layerfuse.fusion.ops.quantisation import quantise_mxfp4, quantise_mxfp8
 
 TARGETS = [Target.named("gfx950"), Target.named("sm100")]
 REFERENCE = {"mxfp8": quantise_mxfp8, "mxfp4": quantise_mxfp4}
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-_LIBRARIES: list[torch.library.Library] = []
 
 
 def engine_op(schema: str, scheme: str, **changes: Any) -> Any:
     """An engine's op by its schema: its own where it is loaded, else a stand-in of our arithmetic."""
-    name = schema.partition("(")[0]
-    space, op = name.split("::")
-    if find_op(name) is None:
-        library = torch.library.Library(space, "FRAGMENT")
-        _LIBRARIES.append(library)
-        library.define(schema.replace(f"{space}::", ""))
 
-        def stand_in(x: Tensor, *_: Any) -> Any:
-            values, scales = REFERENCE[scheme](x)
-            if changes.get("column_major"):
-                scales = scales.t().contiguous().t()
-            return values, scales.view(changes.get("dtype", torch.uint8))
+    def stand_in(x: Tensor, *_: Any) -> Any:
+        values, scales = REFERENCE[scheme](x)
+        if changes.get("column_major"):
+            scales = scales.t().contiguous().t()
+        return values, scales.view(changes.get("dtype", torch.uint8))
 
-        library.impl(op, stand_in, "CompositeExplicitAutograd")
-    return getattr(getattr(torch.ops, space), op)
+    op(schema, fake=None)(stand_in)
+    space, name = schema.partition("(")[0].split("::")
+    return getattr(getattr(torch.ops, space), name)
 
 
 OURS = {"mxfp8": torch.ops.layerfuse.quantise_mxfp8, "mxfp4": torch.ops.layerfuse.quantise_mxfp4}

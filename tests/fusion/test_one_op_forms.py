@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from engine_ops import op
 from fusion_support import FUSION, KV, ROPE, Q, mla_spec
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerfuse.fusion import Target, plan
-from layerfuse.fusion.match.calls import find_op
 from layerfuse.fusion.rewrite import Pipeline
 
-if find_op("vllm_ir::rms_norm") is None:
-    # The schema of vLLM 0.33, which is not installed here; where it is, its own op is used.
-    _library = torch.library.Library("vllm_ir", "FRAGMENT")
-    _library.define("rms_norm(Tensor x, Tensor? weight, float epsilon, int? variance_size=None) -> Tensor")
-    _library.impl("rms_norm", lambda x, weight, epsilon, size=None: torch.empty_like(x), "CompositeExplicitAutograd")
+# The schema of vLLM 0.33, which is not installed here; where it is, its own op is used.
+op("vllm_ir::rms_norm(Tensor x, Tensor? weight, float epsilon, int? variance_size=None) -> Tensor", fake=None)(
+    lambda x, weight, epsilon, size=None: torch.empty_like(x)
+)
 
 FORMS: dict[str, Callable[..., Any]] = {
     "vllm_ir.rms_norm": lambda x, w: torch.ops.vllm_ir.rms_norm(x, w, 1e-6),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+import engine_ops  # noqa: F401 (defines the ops of engines)
 import pytest
 import torch
 from fusion_support import HIDDEN, Traced, trace
@@ -192,37 +193,6 @@ def test_experts_are_not_the_shared_mlp() -> None:
 # ---- engines' ops ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def engine_ops() -> Iterator[None]:
-    """vLLM's and SGLang's ops, with their schemas and a meaning on the CPU."""
-
-    def silu_and_mul(
-        out: Tensor, given: Tensor, limit: float = float("inf"), alpha: float = 1.0, beta: float = 0.0
-    ) -> None:
-        gate, up = given.chunk(2, -1)
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        out.copy_(gate * torch.sigmoid(alpha * gate) * (up + beta))
-
-    libraries = []
-    for space, schema in (
-        ("_C", "silu_and_mul(Tensor! result, Tensor input) -> ()"),
-        (
-            "_C",
-            "silu_and_mul_with_clamp(Tensor! result, Tensor input, float limit, float alpha=1.0, float beta=0.0) -> ()",
-        ),
-        ("sgl_kernel", "silu_and_mul(Tensor! out, Tensor input) -> ()"),
-    ):
-        library = torch.library.Library(space, "FRAGMENT")
-        library.define(schema)
-        name = schema.partition("(")[0]
-        library.impl(name, silu_and_mul, "CPU")
-        torch.library.register_fake(f"{space}::{name}", lambda *_: None, lib=library)
-        libraries.append(library)
-    yield
-    for library in libraries:
-        library._destroy()
-
-
 def by(op: str, *more: float) -> Callable[[Tensor, Tensor], Tensor]:
     space, name = op.split("::")
 
@@ -234,7 +204,6 @@ def by(op: str, *more: float) -> Callable[[Tensor, Tensor], Tensor]:
     return call
 
 
-@pytest.mark.usefixtures("engine_ops")
 @pytest.mark.parametrize(
     ("op", "more", "limit"),
     [
@@ -253,7 +222,6 @@ def test_an_engines_op_goes_in_as_columns_of_its_input(op: str, more: Any, limit
     torch.testing.assert_close(traced.output, model(x), rtol=0.1, atol=0.1)
 
 
-@pytest.mark.usefixtures("engine_ops")
 def test_an_engines_op_that_does_more_is_left_alone() -> None:
     model = GatedMLP(sglang_group, by("_C::silu_and_mul_with_clamp", 7.0, 1.702, 1.0), merged=False).bfloat16()
     traced = traced_mlp(model, torch.randn(5, HIDDEN, dtype=torch.bfloat16), specs=[("", mlp(7.0))])

@@ -7,26 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from engine_ops import op
 from fusion_support import KV, ROPE, Q, mla_spec
 from quant_support import CPU_FNUZ, CPU_FP8, FP8, PLAIN, config, fusion_of
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from layerfuse.fusion import Target, plan
-from layerfuse.fusion.match.calls import find_op
 from layerfuse.fusion.rewrite import Pipeline
 
-_LIBRARIES = []
 
-
-def _stand_in(name: str, arguments: str, group: Callable[..., int | None]) -> None:
+def _stand_in(schema: str, group: Callable[..., int | None]) -> None:
     """vLLM is not installed here; where it is, its own op is used."""
-    if find_op(name) is not None:
-        return
-    namespace, op = name.split("::")
-    library = torch.library.Library(namespace, "FRAGMENT")
-    _LIBRARIES.append(library)
-    library.define(f"{op}({arguments}) -> (Tensor, Tensor)")
 
     def run(x: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         size = group(*args)
@@ -34,19 +26,19 @@ def _stand_in(name: str, arguments: str, group: Callable[..., int | None]) -> No
         groups = 1 if size is None else x.shape[-1] // size
         return torch.empty_like(x, dtype=dtype), torch.empty((*x.shape[:-1], groups), device=x.device)
 
-    library.impl(op, run, "CompositeExplicitAutograd")
+    op(f"{schema} -> (Tensor, Tensor)", fake=None)(run)
 
 
-_stand_in("vllm::rocm_aiter_per_token_quant", "Tensor x, ScalarType quant_dtype, Tensor? scale=None", lambda *_: None)
-_stand_in("vllm::rocm_aiter_group_fp8_quant", "Tensor x, int group_size", lambda size: size)
+_stand_in("vllm::rocm_aiter_per_token_quant(Tensor x, ScalarType quant_dtype, Tensor? scale=None)", lambda *_: None)
+_stand_in("vllm::rocm_aiter_group_fp8_quant(Tensor x, int group_size)", lambda size: size)
 _stand_in(
-    "vllm_ir::dynamic_quant_fp8",
-    "Tensor x, bool per_token, ScalarType fp8_dtype, Tensor? scale_ub=None, int? num_token_padding=None",
+    "vllm_ir::dynamic_quant_fp8(Tensor x, bool per_token, ScalarType fp8_dtype, Tensor? scale_ub=None, "
+    "int? num_token_padding=None)",
     lambda *_: None,
 )
 _stand_in(
-    "vllm_ir::dynamic_group_quant_fp8",
-    "Tensor x, int[] group_shape, bool column_major, bool use_ue8m0, ScalarType fp8_dtype, int scale_alignment=1",
+    "vllm_ir::dynamic_group_quant_fp8(Tensor x, int[] group_shape, bool column_major, bool use_ue8m0, ScalarType fp8_dtype, "
+    "int scale_alignment=1)",
     lambda shape, *_: shape[-1],
 )
 VLLM, IR = torch.ops.vllm, torch.ops.vllm_ir
