@@ -179,22 +179,6 @@ def ir_fused_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, epsilon: 
     return normed(total, weight, epsilon).to(x.dtype), total
 
 
-def silu_and_mul(
-    out: Tensor, given: Tensor, limit: float = float("inf"), alpha: float = 1.0, beta: float = 0.0
-) -> None:
-    gate, up = given.chunk(2, -1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    out.copy_(gate * torch.sigmoid(alpha * gate) * (up + beta))
-
-
-for _schema in (
-    "_C::silu_and_mul(Tensor! result, Tensor input) -> ()",
-    "_C::silu_and_mul_with_clamp(Tensor! result, Tensor input, float limit, float alpha=1.0, float beta=0.0) -> ()",
-    "sgl_kernel::silu_and_mul(Tensor! out, Tensor input) -> ()",
-):
-    op(_schema)(silu_and_mul)
-
-
 def scale_buffer(rows: Any, groups: int, layout: str) -> Tensor:
     """Uninitialised scales as vLLM's `per_token_group_quant_fp8` lays them out."""
     if layout == "row":

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import engine_ops  # noqa: F401 (defines the ops of engines)
 import pytest
 import torch
+from engine_ops import op
 from fusion_support import HIDDEN, Traced, trace
 from gated_support import INNER, PRODUCTS, GatedMLP, clamped, dequantised, mlp, swiglu
 from helpers import in_turn
@@ -193,8 +193,24 @@ def test_experts_are_not_the_shared_mlp() -> None:
 # ---- engines' ops ----------------------------------------------------------------------------------------------------
 
 
-def by(op: str, *more: float) -> Callable[[Tensor, Tensor], Tensor]:
-    space, name = op.split("::")
+def silu_and_mul(
+    out: Tensor, given: Tensor, limit: float = float("inf"), alpha: float = 1.0, beta: float = 0.0
+) -> None:
+    gate, up = given.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    out.copy_(gate * torch.sigmoid(alpha * gate) * (up + beta))
+
+
+for _schema in (
+    "_C::silu_and_mul(Tensor! result, Tensor input) -> ()",
+    "_C::silu_and_mul_with_clamp(Tensor! result, Tensor input, float limit, float alpha=1.0, float beta=0.0) -> ()",
+    "sgl_kernel::silu_and_mul(Tensor! out, Tensor input) -> ()",
+):
+    op(_schema)(silu_and_mul)
+
+
+def by(name: str, *more: float) -> Callable[[Tensor, Tensor], Tensor]:
+    space, name = name.split("::")
 
     def call(gate: Tensor, up: Tensor) -> Tensor:
         out = torch.empty_like(up, memory_format=torch.contiguous_format)

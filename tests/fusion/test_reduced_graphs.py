@@ -15,7 +15,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from engine_ops import _op
+from engine_ops import op
 from fusion_support import Traced, trace
 from helpers import in_turn
 from quant_support import vllm_group, vllm_per_token
@@ -270,7 +270,7 @@ def test_a_group_that_is_no_name(over: Over) -> None:
 # ---- vLLM's own op
 
 
-@_op("vllm::all_reduce(Tensor tensor, str group_name) -> Tensor")
+@op("vllm::all_reduce(Tensor tensor, str group_name) -> Tensor")
 def all_reduce(tensor: Tensor, _group: str) -> Tensor:
     return tensor.clone()
 
@@ -301,7 +301,7 @@ def test_vllm_names_its_groups_itself(monkeypatch: pytest.MonkeyPatch, over: Ove
     assert "vllm.all_reduce" not in text and f", {coordinator.device_group.group_name}, 0.0)" in text
 
 
-@_op("sglang::outplace_all_reduce(Tensor tensor, str group_name, str outplace_all_reduce_method) -> Tensor")
+@op("sglang::outplace_all_reduce(Tensor tensor, str group_name, str outplace_all_reduce_method) -> Tensor")
 def outplace_all_reduce(tensor: Tensor, _group: str, _how: str) -> Tensor:
     return tensor.clone()
 
