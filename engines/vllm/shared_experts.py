@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from ...adapters.linear_quant import activation_quant_of, quantiser_of
-from ...adapters.specs import GatedMLPSpec, ResidualSpec
+from ...adapters.specs import GatedMLPSpec
 from ...fusion.planning import plan
 from ..compiled_module import CompiledModule
 from ..native import Native, NotNativeError, native_methods
@@ -39,11 +41,17 @@ def put_in(compiled: CompiledModule, module: nn.Module) -> None:
     """Let few tokens be layerfuse's in a module's shared experts, where its plan takes quantisations out of linears. Else it is said once why not."""
     if not looks_inside(compiled.plan):
         return
+    mlps = [
+        (site.layer, site.spec)
+        for site in compiled.plan.sites
+        if isinstance(site.spec, GatedMLPSpec) and site.experts is not None
+    ]
     shared = [each for each in module.modules() if (type(each).__module__, type(each).__qualname__) == CLASS]
-    within = {id(each): each for around in shared for each in around.modules()}
-    quants = ((each, activation_quant_of(each)) for each in within.values())
+    shared += [module.get_submodule(path) for path, _ in mlps]
+    linears = {id(each): each for around in shared for each in around.modules()}
+    quants = ((each, activation_quant_of(each)) for each in linears.values())
     places = [(quantiser_of(each), quant.use_ue8m0) for each, quant in quants if quant is not None and quant.inside]
-    if not places and (shared or not _has_some(compiled)):
+    if not places:
         return
     stood: list[Native] = []
     try:
@@ -55,11 +63,6 @@ def put_in(compiled: CompiledModule, module: nn.Module) -> None:
     if problem is not None:
         once(logging.WARNING, LEFT, problem)
         return
-    mlps = [
-        (path, spec)
-        for path, spec in compiled.plan.specs
-        if isinstance(spec, GatedMLPSpec) and id(module.get_submodule(path)) in within
-    ]
     alone = plan(mlps, compiled.plan.target, compiled.plan.config, compiled.plan.engine)
     standing = Standing(compiled=attrs.evolve(compiled, plan=alone), model=module, seams=SEAMS)
     standing.put_in()
@@ -70,16 +73,9 @@ def put_in(compiled: CompiledModule, module: nn.Module) -> None:
             setattr(place, PRODUCT, _product(place, powers_of_two, held))
 
 
-def _has_some(compiled: CompiledModule) -> bool:
-    """Whether the model has shared experts whose linears quantise inside."""
-    mixtures = (spec.experts for _, spec in compiled.plan.specs if isinstance(spec, ResidualSpec))
-    quants = (each.shared.quant for each in mixtures if each is not None and each.shared is not None)
-    return any(quant is not None and quant.inside for quant in quants)
-
-
 def _why_not(compiled: CompiledModule, places: list[Any]) -> str | None:
     """Why nothing of ours can stand in these kernels, as a sentence, or None."""
-    if not places:
+    if not hasattr(sys.modules.get(CLASS[0]), CLASS[1]):
         return f"this vLLM runs them otherwise than by {'.'.join(CLASS)}"
     if compiled.config.lora_config is not None:
         return "LoRA may add to them"
@@ -100,11 +96,13 @@ def _product(place: Any, powers_of_two: bool, stood: Native) -> Callable[..., Te
     cls: Any = type(place)
 
     def product(A: Tensor, B: Tensor, As: Tensor, Bs: Tensor) -> Tensor:  # noqa: N803 (named as vLLM names them)
-        problem = stood.changed()
-        if problem is not None:
-            once(logging.WARNING, GONE, problem)
-        elif inside.is_layerfuses(B, Bs, A):
-            return inside.linear(A, B, Bs, powers_of_two)
+        # Where a graph shows it after all, it holds vLLM's op, for our pass to find.
+        if not torch.compiler.is_compiling():
+            problem = stood.changed()
+            if problem is not None:
+                once(logging.WARNING, GONE, problem)
+            elif inside.is_layerfuses(B, Bs, A):
+                return inside.linear(A, B, Bs, powers_of_two)
         found: Tensor = getattr(cls, PRODUCT)(place, A, B, As, Bs)
         return found
 

@@ -136,7 +136,7 @@ UNFUSED = 2 + 1
 @contextlib.contextmanager
 def as_vllm_has_them(model: torch.nn.Module) -> Iterator[None]:
     """Without what stands in shared experts."""
-    shared = [each for each in model.modules() if type(each).__name__ == "SharedExperts"]
+    shared = [each for path, each in model.named_modules() if path.endswith("shared_experts")]
     held = [
         vars(owner)
         for around in shared
