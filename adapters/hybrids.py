@@ -186,6 +186,9 @@ _RWKV = stream_of(
 )
 _GRIFFIN_FINAL = streams.final_norm(_GRIFFIN, module="final_norm").but(hidden_size="final_norm.weight.shape.0")
 
+MULTIPLIERS = {each: each for each in ("gate_multiplier", "down_multiplier")}
+"""The factors of Falcon-H1's MLPs."""
+
 _W_MLP = TRANSFORMERS_MLP.but(
     hidden_size="w2.out_features",
     intermediate_size="w2.in_features",
@@ -200,7 +203,9 @@ _TRANSFORMERS: dict[str, Facts | tuple[Facts, ...]] = {
     "BambaMixer": TRANSFORMERS_MAMBA2,
     "BambaModel": streams.final_norm(_BAMBA, module="final_layernorm"),
     "FalconH1Attention": words.TRANSFORMERS_GQA,
-    "FalconH1DecoderLayer": _BAMBA.but(**NOT_AS_GIVEN),
+    # A factor stands between its input norm and what reads that.
+    "FalconH1DecoderLayer": _BAMBA.but(**NOT_AS_GIVEN, input_norms=[norm("input_layernorm")]),
+    "FalconH1MLP": TRANSFORMERS_MLP.but(**MULTIPLIERS),
     "FalconH1Mixer": _FALCON_H1,
     "FalconH1Model": streams.final_norm(_BAMBA, module="final_layernorm"),
     "FalconMambaBlock": _MAMBA_BLOCK,

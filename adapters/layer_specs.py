@@ -284,6 +284,10 @@ class GatedMLPSpec(MLPSpec):
 
     swiglu_limit: float | None = of_kind("optional_positive", converter=as_float)
     "The gate is clamped to at most this and up to within plus and minus this before the activation; None: neither is."
+    gate_multiplier: float = of_kind("number", default=1.0, converter=as_float)
+    "Factor on what the gate's projection gives, in front of the activation (Falcon-H1); 1 of nearly all models."
+    down_multiplier: float = of_kind("number", default=1.0, converter=as_float)
+    "Factor on what the down-projection gives, likewise."
 
 
 @frozen(kw_only=True, cache_hash=True)

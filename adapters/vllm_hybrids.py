@@ -7,7 +7,7 @@ from typing import Any
 from . import vocabulary as words
 from . import vocabulary_streams as streams
 from .base import Adapter, Facts
-from .hybrids import GATE, NOT_AS_GIVEN, TRANSFORMERS_MAMBA2, Engine, other, stream_of
+from .hybrids import GATE, MULTIPLIERS, NOT_AS_GIVEN, TRANSFORMERS_MAMBA2, Engine, other, stream_of
 from .layer_norm_parts import plain_mlp
 from .sources import gated_norm, norm
 from .vllm_decoders import FILES, mlp_of
@@ -86,7 +86,7 @@ _FALCON_H1 = stream_of(
     ["feed_forward.down_proj"],
     layer_index=_OF_ATTENTION,
     **NOT_AS_GIVEN,
-)
+).but(input_norms=_norms("input_layernorm"))  # a factor stands between it and what reads it
 _LFM2 = stream_of(
     _VLLM,
     {"self_attn": (("qkv_proj",), "out_proj"), "short_conv": _IN_OUT},
@@ -123,6 +123,7 @@ _NEMOTRON_EITHER = _ONE_BLOCK.but(
 
 _CLASSES: dict[str, Facts | tuple[Facts, ...]] = {
     "falcon_h1:FalconH1AttentionDecoderLayer": words.VLLM_GQA,
+    "falcon_h1:FalconH1MLP": VLLM_MLP.but(**MULTIPLIERS),
     "falcon_h1:FalconH1ParallelHybrid": _FALCON_H1,
     "falcon_h1:FalconH1Model": streams.final_norm(_FALCON_H1, module="final_layernorm"),
     "granitemoehybrid:GraniteMoeHybridAttention": words.VLLM_GQA.but(

@@ -143,6 +143,8 @@ def rows_of(spec: Any) -> list[tuple[str, str]]:
     if isinstance(spec, MLPSpec):
         limit = spec.swiglu_limit if isinstance(spec, GatedMLPSpec) else None
         clamp = "" if limit is None else f", gate and up clamped at {limit:g}"
+        if isinstance(spec, GatedMLPSpec) and (spec.gate_multiplier, spec.down_multiplier) != (1, 1):
+            clamp += f", gate times {spec.gate_multiplier:g}, result times {spec.down_multiplier:g}"
         return [
             ("width", f"{spec.intermediate_size} total, {spec.local_intermediate_size} local"),
             ("activation", spec.activation + clamp),

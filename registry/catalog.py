@@ -208,7 +208,7 @@ class ModelEntry:
             raise SpecError(f"{self.name} at tensor-parallel size {tp}", [refused])
         whole = list(self._whole(engine, self.kind_at(), self.mlp_at()))
         if published and self.quant:
-            as_published = Published(self.quant)
+            as_published = Published(self.quant, scaled=bool(self.beside))
             whole = [(path, as_published.of(spec, shared=SHARED_EXPERTS in path.split("."))) for path, spec in whole]
         if tp == 1 and rank in (None, 0):
             return whole

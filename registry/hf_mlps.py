@@ -5,11 +5,13 @@ Whether an MLP is gated at all, and what the experts' width is called, no config
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from ..adapters.conversions import mlp_activation
 from ..adapters.errors import shown
+from ..adapters.spec_fields import as_float
 from ..adapters.specs import MLP_ACTIVATIONS
 from .catalog import ModelEntry
 from .hf_config import HFConfig
@@ -30,12 +32,15 @@ def mlps_of(config: HFConfig, total: int, sibling: ModelEntry) -> dict[str, MLPK
     }
     places = {name: indices for name, indices in places.items() if indices}
     limit = asked.number("swiglu_limit") if asked.has("swiglu_limit") else None
+    gate_multiplier, down_multiplier = _multipliers(asked)
     kinds = {
         name: MLPKind(
             intermediate_size=_shared_width(asked) if name == SHARED_EXPERTS else _dense_width(asked),
             activation=activation,
             at=at_of(indices, total, rest=is_rest(indices, places)),
             swiglu_limit=limit,
+            gate_multiplier=gate_multiplier,
+            down_multiplier=down_multiplier,
         )
         for name, indices in places.items()
     }
@@ -85,6 +90,20 @@ def _activation(config: HFConfig, sibling: ModelEntry) -> Any:
             f"hidden_act: expected one that a spec describes ({known}), got {shown(config.values['hidden_act'])}"
         )
     return word
+
+
+def _multipliers(config: HFConfig) -> tuple[float, float]:
+    """Falcon-H1's factors on the gate and on the result."""
+    said: Any = config.values.get("mlp_multipliers")
+    if said is None:
+        return 1.0, 1.0
+    factors = [as_float(each) for each in said] if isinstance(said, (list, tuple)) else []
+    if len(factors) != 2 or not all(type(each) is float and math.isfinite(each) for each in factors):
+        config.problems.append(
+            f"mlp_multipliers: expected two numbers, those of the gate and of the result, got {shown(said)}"
+        )
+        return 1.0, 1.0
+    return factors[0], factors[1]
 
 
 def _dense_width(config: HFConfig) -> int:

@@ -228,6 +228,10 @@ class MLPKind:
     'Which decoder layers, 0-based: "all", "rest", a list, or {start, step}. The others have none.'
     swiglu_limit: float | None = None
     "What gate and up are clamped to, where the model does that."
+    gate_multiplier: float = 1.0
+    "Factor on the gate in front of the activation (Falcon-H1)."
+    down_multiplier: float = 1.0
+    "Factor on what the down-projection gives (Falcon-H1)."
 
     def spec(self, common: Mapping[str, Any]) -> GatedMLPSpec:
         """The spec of one such MLP, whole."""
@@ -237,6 +241,8 @@ class MLPKind:
             local_intermediate_size=self.intermediate_size,
             activation=self.activation,
             swiglu_limit=self.swiglu_limit,
+            gate_multiplier=self.gate_multiplier,
+            down_multiplier=self.down_multiplier,
         )
 
 

@@ -33,7 +33,8 @@ class Mamba2Kind:
     at: At = "all"
     'Which decoder layers, 0-based: "all", "rest", a list, or {start, step}.'
     beside_attention: bool = False
-    "true: in these layers it reads the norm that an attention reads too, which another kind declares (Falcon-H1)."
+    """true: in these layers it reads the norm that an attention reads too, which another kind declares (Falcon-H1). Each multiplies what it
+    reads by a factor, so that no quantisation joins the norm."""
     output_norm_eps: float | None = None
     "Epsilon of the gated norm, where it is not the model's rms_norm_eps."
     stream_norms: StreamNorms = None

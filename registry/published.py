@@ -104,7 +104,9 @@ def problems_of(kinds: Mapping[str, QuantKind]) -> Iterator[str]:
 class Published:
     """The specs of declared layers, with what the linears that read their norms and products do."""
 
-    def __init__(self, kinds: Mapping[str, QuantKind]) -> None:
+    def __init__(self, kinds: Mapping[str, QuantKind], *, scaled: bool = False) -> None:
+        """Args: kinds: of the entry. scaled: a factor stands between the input norms and what reads them."""
+        self._scaled = scaled
         self._said = {linears: kind for kind in kinds.values() for linears in kind.linears}
 
     def _reads(self, part: Any, linears: Linears | None) -> Any:
@@ -133,7 +135,9 @@ class Published:
     def of(self, spec: LayerSpec, *, shared: bool) -> LayerSpec:
         """The same layer as the checkpoint has it; `shared`: an MLP is the shared experts of a mixture."""
         if isinstance(spec, ResidualSpec):
-            norms = tuple(self._reads(norm, "attention") for norm in spec.input_norms)
+            norms = spec.input_norms
+            if not self._scaled:
+                norms = tuple(self._reads(norm, "attention") for norm in norms)
             after = spec.post_attention_norms
             if not spec.undeclared:  # routed experts take the norm's result as it is
                 mixture = spec.experts

@@ -26,7 +26,7 @@ _ACTIVATIONS: Mapping[str, Callable[[Any], Any]] = {
 
 
 def why_not_gated(layer: nn.Module, spec: GatedMLPSpec) -> str | None:
-    """Why this layer's forward is not known to be `down(act(gate) * up)`, clamped as its spec says, and nothing else; None where it is.
+    """Why this layer's forward is not known to be `down(act(gate) * up)`, clamped and multiplied as its spec says, and nothing else; None where it is.
 
     Args:
         layer: an MLP with a `down_proj`, and with `gate_proj` and `up_proj` or a `gate_up_proj` of both; it is copied.
@@ -49,12 +49,12 @@ def why_not_gated(layer: nn.Module, spec: GatedMLPSpec) -> str | None:
     try:
         with torch.no_grad():
             result = own(torch.zeros(1, 1, spec.hidden_size))
-        limit = spec.swiglu_limit
+        limit, gate = spec.swiglu_limit, gate * spec.gate_multiplier
         gate, up = (gate, up) if limit is None else (gate.clamp(max=limit), up.clamp(-limit, limit))
         torch.testing.assert_close(down.given, [activation(gate) * up])
     except Exception:  # other parts, which take other widths, or another result
         return other
-    return None if torch.equal(result, down.made) else other
+    return None if torch.equal(result, down.made * spec.down_multiplier) else other
 
 
 class _Linear(nn.Module):  # type: ignore[misc]

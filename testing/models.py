@@ -141,10 +141,12 @@ def small_entry(
     all_kinds = entry.kind_at()
     numbers = _kept(layers, len(all_kinds))
     kept = [all_kinds[number] for number in numbers]
+    beside = [entry.beside_at()[number] for number in numbers]
     kinds = {
-        name: attrs.evolve(_few_heads(kind, heads), at=[i for i, at in enumerate(kept) if at == name])
+        name: attrs.evolve(_few_heads(kind, heads), at=[i for i, at in enumerate(places) if at == name])
         for name, kind in entry.layers.items()
-        if name in kept
+        for places in (beside if name in entry.beside else kept,)
+        if name in places
     }
     if entry.model_type in _HEADS_FILL:
         own = {name: kind for name, kind in kinds.items() if isinstance(kind, GQAKind)}

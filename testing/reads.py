@@ -74,6 +74,10 @@ def reads_of(facts: Facts, spec: Any) -> tuple[Read, ...]:
             if rope is not None and rope.width:  # what a rope that turns nothing says of itself decides nothing
                 found += _rope_reads(name, parsed)
             continue
+        if (
+            isinstance(parsed, NormSource) and parsed.where and getattr(spec, name) is None
+        ):  # the layer norms nothing there
+            continue
         norms = parsed if kind_of(attribute) == "norms" else [parsed] if isinstance(parsed, NormSource) else None
         if norms is None:
             found.append(Read(field=name, kind=kind_of(attribute), places=parsed))

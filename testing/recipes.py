@@ -139,6 +139,18 @@ def _expand(entry: ModelEntry) -> dict[str, Any]:
     return {"mamba_expand": widths[0] // entry.hidden_size} if widths else {}
 
 
+def _beside(entry: ModelEntry) -> dict[str, Any]:
+    """Mamba-2 beside each attention, with a width of its own, and factors in the MLPs."""
+    mixer = next(kind for kind in entry.layers.values() if kind.family == "mamba2")
+    factors = [(mlp.gate_multiplier, mlp.down_multiplier) for mlp in entry.mlps.values()]
+    return {
+        "mamba_d_ssm": mixer.num_heads * mixer.head_dim,
+        "mamba_rms_norm": mixer.output_norm != "none",
+        "mamba_norm_before_gate": mixer.output_norm == "norm_before_gate",
+        **({"mlp_multipliers": list(factors[0])} if factors else {}),
+    }
+
+
 def _scale(entry: ModelEntry) -> dict[str, Any]:
     scales = [kind.softmax_scale for kind in entry.layers.values() if kind.family == "gqa"]
     return {"attention_multiplier": scales[0]} if scales else {}
@@ -244,6 +256,13 @@ RECIPES: Mapping[str, Recipe] = {
         dense="shared_intermediate_size",
         small={**_VOCABULARY, "shared_intermediate_size": 64, "num_local_experts": 0},
         extra=(_mixers, _expand, _scale),
+    ),
+    "falcon_h1": Recipe(
+        config="FalconH1Config",
+        model="FalconH1ForCausalLM",
+        keys={"gqa": GQA_KEYS, "mamba2": MAMBA2_KEYS},
+        small={**_VOCABULARY, **_DENSE},
+        extra=(_beside,),
     ),
     "nemotron_h": Recipe(
         config="NemotronHConfig",

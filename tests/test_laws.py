@@ -269,10 +269,11 @@ def test_law_3_no_field_of_a_spec_has_a_default() -> None:
         for attribute in attrs.fields(spec)
         if attribute.default is not attrs.NOTHING
     }
-    # An ordinary norm adds nothing to its weight, an ordinary attention projects keys and values, and an ordinary layer adds what its blocks give, one behind the other, with norms in front; where it was read and what reads it are no geometry. None says that
+    # An ordinary norm adds nothing to its weight, an ordinary MLP has no factors, an ordinary attention projects keys and values, and an ordinary layer adds what its blocks give, one behind the other, with norms in front; where it was read and what reads it are no geometry. None says that
     # nothing was read, or that nothing says it.
     assert defaults == {
         *(f"{mlp}.{field}" for mlp in ("GatedMLPSpec", "MLPSpec") for field in ("quant", "unquantised", "feeds")),
+        *("GatedMLPSpec.gate_multiplier", "GatedMLPSpec.down_multiplier"),
         "MLASpec.rope",
         "GQASpec.shares_kv",
         "GQASpec.values_are_keys",

@@ -62,6 +62,9 @@ class SiluMul(Step):
         spec = at.site.spec
         if isinstance(spec, GatedMLPSpec) and spec.activation != "silu":
             return Legality("refused", f"its gate passes through {spec.activation}; the fused op knows silu")
+        if isinstance(spec, GatedMLPSpec) and spec.gate_multiplier != 1:
+            why = f"its gate is multiplied by {spec.gate_multiplier:.6g} in front of the activation; the fused op has no factor there"
+            return Legality("refused", why)
         return None
 
     def described(self, at: At) -> str:

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
+import attrs
 import pytest
 import torch
 
 from layerfuse import registry
-from layerfuse.adapters import FactsError, GQASpec, LayerNormSpec, LayerReader, MLPSpec, ResidualSpec, SpecError
+from layerfuse.adapters import (
+    ActivationQuant,
+    FactsError,
+    GatedMLPSpec,
+    GQASpec,
+    LayerNormSpec,
+    LayerReader,
+    MLPSpec,
+    ResidualSpec,
+    SpecError,
+)
 from layerfuse.adapters.hybrids import TRANSFORMERS_MAMBA2
 from layerfuse.adapters.specs import GatedNormSpec, Mamba2Spec, OtherMixerSpec
 from layerfuse.adapters.vocabulary import TRANSFORMERS_GDN
+from layerfuse.fusion import FusionConfig, Target, plan
 from layerfuse.fusion.sites import sites_of
 
 transformers = pytest.importorskip("transformers")
@@ -64,8 +76,29 @@ def test_falcon_h1_has_both_in_a_layer_and_maybe_no_norm(before: bool) -> None:
     mamba2(normed["layers.1.mamba"], 1e-4, before)
     assert isinstance(normed["layers.1.self_attn"], GQASpec)
     assert not normed["layers.1"].added_as_given
+    (norm,) = normed["layers.1"].input_norms
+    assert norm.feeds == (), "a factor stands between it and what reads it"
+    assert [linear.path for linear in normed["layers.1"].post_attention_norm.feeds] == [
+        "feed_forward.gate_proj",
+        "feed_forward.up_proj",
+    ]
     bare = read("FalconH1ForCausalLM", **config, mamba_rms_norm=False)
     mamba2(bare["layers.1.mamba"], 1e-4, output_norm=None)
+
+
+def test_the_factors_in_falcon_h1s_mlps_are_read_and_no_product_of_theirs_is_fused() -> None:
+    config = {**SMALL, **HEADS, **MAMBA, "mamba_d_ssm": 128, "rms_norm_eps": 1e-4, "head_dim": 16}
+    for factors in ((0.5, 2.0), (1.0, 1.0)):
+        mlp = read("FalconH1ForCausalLM", **config, mlp_multipliers=list(factors))["layers.1.feed_forward"]
+        assert isinstance(mlp, GatedMLPSpec)
+        assert (mlp.gate_multiplier, mlp.down_multiplier) == factors
+        quantised = attrs.evolve(
+            mlp, quant=ActivationQuant(group_size=128), intermediate_size=128, local_intermediate_size=128
+        )
+        decided = plan([("layers.1.feed_forward", quantised)], Target.named("sm90"), FusionConfig(level=2))
+        (one,) = [each for each in decided.decisions if each.fusion == "silu_mul_group_quant"]
+        refused = "its gate is multiplied by 0.5 in front of the activation; the fused op has no factor there"
+        assert (one.kind, one.reason == refused) == (("expected", False) if factors[0] == 1 else ("refused", True))
 
 
 def test_granites_hybrid_has_experts_behind_either() -> None:

@@ -281,6 +281,14 @@ def test_a_name_that_is_no_text_is_refused_by_its_key(changes, said, inside):
     ("changes", "said"),
     [
         ({"n_shared_experts": None}, "n_shared_experts is null"),
+        (
+            {"mlp_multipliers": [1.0]},
+            "mlp_multipliers: expected two numbers, those of the gate and of the result, got [1.0]",
+        ),
+        (
+            {"mlp_multipliers": ["a", 1]},
+            "mlp_multipliers: expected two numbers, those of the gate and of the result, got ['a', 1]",
+        ),
         ({"hidden_act": "tanh"}, "hidden_act: expected one that a spec describes (silu, gelu,"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types: expected 61 times dense or sparse, got ['dense']"),
         ({"first_k_dense_replace": "absent"}, "neither mlp_layer_types nor first_k_dense_replace says which"),

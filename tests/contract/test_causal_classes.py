@@ -61,7 +61,6 @@ REASONS: Mapping[str, str] = {
     "BltForCausalLM": "a stream of patches between two of bytes, with cross-attention, which no spec describes",
     "DiffLlamaForCausalLM": "the difference of two attentions, which no spec describes",
     "DogeForCausalLM": "a stream that is multiplied with weights before others add to it, which no spec describes",
-    "FalconH1ForCausalLM": "MLPs that multiply their gate by a factor, which no spec describes",
     **dict.fromkeys(
         [f"Gemma4{name}For{what}" for name in ("", "Unified") for what in ("CausalLM", "ConditionalGeneration")],
         "a stream that is multiplied by a weight behind each layer's last add, which no spec describes",

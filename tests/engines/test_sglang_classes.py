@@ -112,7 +112,7 @@ PUBLISHED = {"DeepseekV2ForCausalLM": "deepseek-v2-lite", "KimiK3LinearForCausal
 SWITCHED = "SGLang takes no attention backend of a CPU's for layers that are no attention"
 REASONS: Mapping[str, str] = {
     "Gemma4ForCausalLM": census.causal.REASONS["Gemma4ForCausalLM"],
-    "FalconH1ForCausalLM": census.causal.REASONS["FalconH1ForCausalLM"],
+    "FalconH1ForCausalLM": "its decoder layers and MLPs are not declared",
     **dict.fromkeys(["Lfm2ForCausalLM", "Lfm2MoeForCausalLM"], SWITCHED),
     "Gemma3nForCausalLM": "several streams, and layers that keep no keys of their own, which no spec describes",
     "HYV4ForCausalLM": "several streams, which no spec describes",

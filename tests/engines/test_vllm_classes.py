@@ -112,7 +112,6 @@ REASONS: Mapping[str, str] = {
     "Gemma4ForCausalLM": census.causal.REASONS["Gemma4ForCausalLM"],
     "InklingForCausalLM": _INKLING,
     "InklingForConditionalGeneration": _INKLING,
-    "FalconH1ForCausalLM": census.causal.REASONS["FalconH1ForCausalLM"],
     "Zamba2ForCausalLM": census.causal.REASONS["Zamba2ForCausalLM"],
     "BeamForCausalLM": "its classes are not declared",
     "HrmTextForCausalLM": "two stacks of layers that run in turns over one stream, with norms without weights, which no spec describes",

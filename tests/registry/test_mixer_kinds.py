@@ -41,8 +41,9 @@ ENTRIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "FalconH1ForCausalLM": (
         f"num_hidden_layers = 2\nadded_as_given = false\nlayers.full = {{ {GQA} }}\n"
-        f"layers.ssm = {{ {SSM}, output_norm = 'none', beside_attention = true }}\n",
-        {**HEADS, **MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128, "mamba_rms_norm": False},
+        f"layers.ssm = {{ {SSM}, output_norm = 'none', beside_attention = true }}\n"
+        "mlps.dense = { intermediate_size = 96, activation = 'silu', gate_multiplier = 0.5, down_multiplier = 3.0 }\n",
+        {**HEADS, **MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128, "mamba_rms_norm": False, "mlp_multipliers": [0.5, 3.0]},
     ),
     "NemotronHForCausalLM": (
         f"num_hidden_layers = 4\nlayers.ssm = {{ {SSM}, {GATED}, stream_norms = 'one', at = [0] }}\n"

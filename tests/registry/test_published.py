@@ -256,6 +256,16 @@ def test_a_value_that_its_method_cannot_have_is_refused_by_its_key(said: Any, wh
     assert raised.value.problems == (f"quantization_config: {why}: correct it in the config, or take it out",)
 
 
+def test_a_norm_whose_result_is_scaled_is_read_by_no_quantising_linear() -> None:
+    """Falcon-H1's attention and mixer multiply it by a factor each; its MLP reads the other norm as it is."""
+    entry = attrs.evolve(registry.model("falcon-h1"), quant=found(FP8)[0])
+    stream = next(spec for _, spec in entry.specs(published=True) if isinstance(spec, ResidualSpec))
+    assert stream.input_norm is not None
+    assert stream.post_attention_norm is not None
+    assert (stream.input_norm.quant, stream.input_norm.unquantised) == (None, None)
+    assert stream.post_attention_norm.quant == ActivationQuant(group_size=128)
+
+
 FP8_WEIGHT, FP4_WEIGHT = "float8_e4m3fn", "float4_e2m1fn"
 
 

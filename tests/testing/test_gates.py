@@ -37,7 +37,7 @@ class MLP(nn.Module):
         return F.dropout(self.factor * self.down_proj(self.between(self, *parts)), 0.5, self.training)
 
 
-def of(activation: str = "silu", limit: float | None = None) -> GatedMLPSpec:
+def of(activation: str = "silu", limit: float | None = None, factors: tuple[float, float] = (1.0, 1.0)) -> GatedMLPSpec:
     return GatedMLPSpec(
         layer_index=0,
         hidden_size=16,
@@ -46,6 +46,8 @@ def of(activation: str = "silu", limit: float | None = None) -> GatedMLPSpec:
         local_intermediate_size=64,
         activation=activation,
         swiglu_limit=limit,
+        gate_multiplier=factors[0],
+        down_multiplier=factors[1],
     )
 
 
@@ -66,6 +68,7 @@ TANH: Callable[[Any, Tensor, Tensor], Tensor] = lambda _, gate, up: up * F.gelu(
         (MLP(TANH), of("gelu_tanh")),
         (MLP(lambda _, gate, up: F.relu(gate) ** 2 * up, merged=True), of("relu2")),
         (MLP(clamped), of(limit=7.0)),
+        (MLP(lambda _, gate, up: F.silu(0.5 * gate) * up, factor=3.0), of(factors=(0.5, 3.0))),
     ],
 )
 def test_what_a_spec_says_is_seen(layer: MLP, spec: GatedMLPSpec) -> None:
@@ -85,6 +88,8 @@ def test_what_a_spec_says_is_seen(layer: MLP, spec: GatedMLPSpec) -> None:
         (MLP(clamped), of()),
         (MLP(SILU), of(limit=7.0)),
         (MLP(SILU, factor=2.0), of()),
+        (MLP(SILU), of(factors=(0.5, 1.0))),
+        (MLP(SILU), of(factors=(1.0, 2.0))),
     ],
 )
 def test_what_it_does_besides_is_seen_too(layer: MLP, spec: GatedMLPSpec) -> None:
