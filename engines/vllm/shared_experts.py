@@ -66,7 +66,8 @@ def put_in(compiled: CompiledModule, module: nn.Module) -> None:
     alone = plan(mlps, compiled.plan.target, compiled.plan.config, compiled.plan.engine)
     standing = Standing(compiled=attrs.evolve(compiled, plan=alone), model=module, seams=SEAMS)
     standing.put_in()
-    compiled.aside = lambda: Counter({standing.forms[site]: calls for site, calls in standing.ran.items()})
+    # Of all layers together: they call the same op.
+    compiled.aside = lambda: Counter(standing.forms[site] for site in standing.ran.elements())
     compiled.shared = len(places)
     for (place, powers_of_two), held in zip(places, stood, strict=True):
         if PRODUCT not in vars(place):  # else it takes what is quantised in front of it

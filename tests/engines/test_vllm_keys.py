@@ -68,6 +68,16 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line.strip() for message in messages for line in message.splitlines()]
 
 
+def test_whether_linears_of_16_bits_are_layerfuses_is_part_of_it(tmp_path: Path) -> None:
+    before = loaded_from_cache()
+    for on, warm in ((False, 0), (True, 0), (True, 1), (False, 2)):
+        options = {**OPEN, "few_token_linears": on}
+        with start(tmp_path, layerfuse=options, dtype="bfloat16") as engine, backends.counting() as called:
+            engine()
+        assert bool(called["few_token_linear"]) is on
+        assert loaded_from_cache() - before == warm
+
+
 @pytest.mark.parametrize(
     ("mega", "split"),
     [

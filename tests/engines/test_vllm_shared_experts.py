@@ -76,6 +76,16 @@ def test_their_products_and_what_stands_between_are_layerfuses_with_few_tokens(m
         assert given_to_vllm(engine, 17) == (2, ops)
 
 
+def test_a_report_counts_them_apart_from_the_sites_of_graphs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of three layers two are mixtures."""
+    layers = {"num_hidden_layers": 3, "first_k_dense_replace": 1}
+    with model(tmp_path, ALL, "VLLM_COMPILE", overrides=GROUP_FP8 | layers) as engine:
+        engine()
+    assert "silu_mul_group_quant: 1 expected, 1 fused, 0 missed; called 1 times in the profiling run" in said(caplog)
+    assert "15 fp8 products are layerfuse's for up to 16 tokens, 4 of them of shared experts" in said(caplog)
+    assert not any(line.startswith("problem") for line in said(caplog))
+
+
 def test_without_that_fusion_both_quantise_for_themselves(tmp_path: Path) -> None:
     with model(tmp_path, ADDS) as engine:
         assert given_to_vllm(engine, 3) == (0, {"group_quant_linear": 2})
