@@ -40,10 +40,8 @@ ROUNDS = "vllm.utils.deep_gemm", "is_deep_gemm_e8m0_used"
 """What says whether vLLM rounds the scales of activations up to powers of two."""
 LEFT = "layerfuse: routed experts are left to vLLM: %s"
 GONE = "layerfuse: few tokens of routed experts are vLLM's own from now on: %s"
-FEW = 4
+FEW = 2
 """Tokens up to which it is faster than vLLM's kernels (bench/results/few_token_experts-nvidia-h100.json)."""
-SIZES = (1, FEW)
-"""Numbers of tokens that are launched in other ways."""
 
 
 def put_in(compiled: CompiledModule, module: nn.Module) -> None:
@@ -185,17 +183,15 @@ class Experts:
         )  # fmt: skip
 
     def _try_out(self, given: dict[str, Any]) -> None:
-        """Compare both ways on the first tokens of a call, with as many as are launched in another way each."""
+        """Compare both ways on the first tokens of a call: whatever is launched for few is compiled then."""
         self.tried, problem = True, None
         try:
-            for tokens in (size for size in SIZES if size <= len(given["hidden_states"])):
-                some = given | {
-                    name: given[name][:tokens] for name in ("hidden_states", "a1q_scale", "topk_weights", "topk_ids")
-                }
-                theirs, ours = (torch.empty_like(given["output"][:tokens]) for _ in range(2))
-                self._own(some | {"output": theirs})
-                self._ours(some | {"output": ours})
-                problem = problem or why_apart([(theirs, ours)], TOLERANCE[1])
+            names = ("hidden_states", "a1q_scale", "topk_weights", "topk_ids")
+            some = given | {name: given[name][:FEW] for name in names}
+            theirs, ours = (torch.empty_like(given["output"][:FEW]) for _ in range(2))
+            self._own(some | {"output": theirs})
+            self._ours(some | {"output": ours})
+            problem = why_apart([(theirs, ours)], TOLERANCE[1])
         except Exception as error:  # of anybody's: vLLM runs on
             problem = raised(error)
         if problem is not None:
