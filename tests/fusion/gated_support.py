@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from fusion_support import HIDDEN
+from quant_support import dequantise
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -218,8 +219,4 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         halves = self.gate_up_proj(x).chunk(2, -1) if self.merged else (self.gate_proj(x), self.up_proj(x))
         product = self.product(*halves)
-        return self.down_proj(product if self.quantise is None else dequantised(*self.quantise(product)).to(x.dtype))
-
-
-def dequantised(values: Tensor, scales: Tensor) -> Tensor:
-    return (values.float().unflatten(-1, (scales.shape[-1], -1)) * scales.unsqueeze(-1)).flatten(-2)
+        return self.down_proj(product if self.quantise is None else dequantise(*self.quantise(product)).to(x.dtype))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fusion_support import FUSION, HIDDEN, FusedProjection, LlamaNorm, Traced, TwoProjections, mla_spec, trace
+from fusion_support import FUSION, HIDDEN, FusedProjection, Layer, LlamaNorm, Traced, TwoProjections, mla_spec, trace
 from torch import Tensor, nn
 
 from layerfuse.fusion import ActivationQuant, FusionConfig, Target
@@ -194,33 +194,22 @@ def assert_quantised(values: Tensor, scales: Tensor, normed: Tensor, *, rounding
 # ---- what is left alone ----------------------------------------------------------------------------------------------
 
 
-class Wrapped(nn.Module):
-    """Puts a module at a path that a spec can name."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Any:
-        return self.layer(x)
-
-
 def assert_left(module: nn.Module, quant: str, reason: str, *, plain: bool = True, **kwargs: Any) -> None:
     x = kwargs.pop("x", None)
     x = torch.randn(5, HIDDEN) if x is None else x
     given: dict[str, Any] = {"specs": [("layer", mla_spec())], **kwargs}
     # The plain norm off: nothing at all changes.
-    off = trace_quantised(Wrapped(module), x, quant, **{**given, "config": config(quant, switches={FUSION: False})})
+    off = trace_quantised(Layer(module), x, quant, **{**given, "config": config(quant, switches={FUSION: False})})
     (said,) = off.report.of(fusion_of(quant)).missed.values()
     assert said.endswith(reason) or reason in said, said
     assert "instead" not in said
     if off.before != off.after:  # canonical ops are lowered, to the same numbers
         assert "layerfuse.quantise" in off.before[0]
-        unfused = trace(Wrapped(module), x, specs=[])
+        unfused = trace(Layer(module), x, specs=[])
         for got, wanted in zip(off.output, unfused.output, strict=True):
             assert torch.equal(got.float().nan_to_num(), wanted.float().nan_to_num())
     # The plain norm on: it takes the pair, and both say so.
-    traced = trace_quantised(Wrapped(module), x, quant, **given)
+    traced = trace_quantised(Layer(module), x, quant, **given)
     verdict, fallback = traced.report.of(fusion_of(quant)), traced.report.of(FUSION)
     assert verdict.matched == ()
     assert not any("_quant(" in text for text in traced.after)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from fusion_support import Traced, trace
+from fusion_support import Layer, Traced, trace
 from quant_support import CPU_FP8, config
 from torch import Tensor, nn
 
@@ -52,17 +52,6 @@ class Stream(nn.Module):
         total = x + residual
         given = self.reads(self.norm(total))
         return (*(given if isinstance(given, tuple) else (given,)), total)
-
-
-class Layer(nn.Module):
-    """Puts a module at the path that the spec names."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *given: Tensor) -> Any:
-        return self.layer(*given)
 
 
 def rows(count: int = 5, dtype: torch.dtype = torch.bfloat16, width: int = WIDTH) -> tuple[Tensor, Tensor]:

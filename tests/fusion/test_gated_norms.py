@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from fusion_support import HIDDEN, trace
-from gated_support import FORMS, GATED, HEADS, WIDTH, GatedNorm, Heads, delta_net, dequantised, exact
+from gated_support import FORMS, GATED, HEADS, WIDTH, GatedNorm, Heads, delta_net, exact
 from helpers import in_turn
-from quant_support import CPU_FP8, config, sglang_group, vllm_group, vllm_per_token
+from quant_support import CPU_FP8, config, dequantise, sglang_group, vllm_group, vllm_per_token
 from stream_support import checked
 from torch import Tensor, nn
 
@@ -171,7 +171,7 @@ def test_quantised_in_the_readers_shapes(name: str, layout: str, reader: tuple[A
     wanted = exact(model.norm, core, gate.unflatten(-1, (HEADS, WIDTH)), activation, before, offset).flatten(-2)
     # Half a step of e4m3 of the largest value that shares the scale.
     bound = 2**-4 * wanted.abs() + scales.double().repeat_interleave(wanted.shape[-1] // scales.shape[-1], -1) * 2**-9
-    assert ((dequantised(values, scales).double() - wanted).abs() <= bound * 1.001).all()
+    assert ((dequantise(values, scales).double() - wanted).abs() <= bound * 1.001).all()
 
 
 class TwoProjections(Quantised):
@@ -202,7 +202,7 @@ def test_quantised_where_batches_and_tokens_both_vary(reader: tuple[Any, str], m
     core, gate = model.halves(hidden)
     wanted = exact(model.norm, core, gate.unflatten(-1, (HEADS, WIDTH)), "silu", True, 0.0).flatten(-2)
     bound = 2**-4 * wanted.abs() + scales.double().repeat_interleave(wanted.shape[-1] // scales.shape[-1], -1) * 2**-9
-    assert ((dequantised(values, scales).double() - wanted).abs() <= bound * 1.001).all()
+    assert ((dequantise(values, scales).double() - wanted).abs() <= bound * 1.001).all()
 
 
 def test_a_quantisation_of_single_heads() -> None:
@@ -215,7 +215,7 @@ def test_a_quantisation_of_single_heads() -> None:
     values, scales = traced.output
     assert values.shape == (5 * HEADS, WIDTH) and scales.shape == (5 * HEADS, 1)
     wanted, wanted_scales = model(hidden)
-    torch.testing.assert_close(dequantised(values, scales), dequantised(wanted, wanted_scales), rtol=0.13, atol=0.05)
+    torch.testing.assert_close(dequantise(values, scales), dequantise(wanted, wanted_scales), rtol=0.13, atol=0.05)
 
 
 def test_a_second_reader_leaves_the_gated_norm_alone_as_the_fallback() -> None:

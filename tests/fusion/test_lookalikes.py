@@ -15,6 +15,7 @@ from fusion_support import (
     KV,
     ROPE,
     FusedProjection,
+    Layer,
     LlamaNorm,
     Q,
     TwoProjections,
@@ -48,22 +49,11 @@ def assert_stays(module: nn.Module, reason: str, *, spec: Any = None, paths: boo
         assert reason in said, (by_weight, named, said)
 
 
-class Wrapped(nn.Module):
-    """Puts a module at a path that a spec can name."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.layer(x)
-
-
 @pytest.mark.parametrize("shape", [FusedProjection, TwoProjections])
 @pytest.mark.parametrize(("epsilon", "off"), [(1e-6 + 1e-7, 1e-6), (1e-6, 1e-6 + 1e-7), (1e-5, 1e-6)])
 def test_an_epsilon_off_by_little(shape: Any, epsilon: float, off: float) -> None:
     reason = "has epsilon" if epsilon != 1e-5 else "has epsilon 1e-05; the spec says 1e-06"
-    assert_stays(Wrapped(shape(epsilon=epsilon, kv_epsilon=off)), reason, paths=True)
+    assert_stays(Layer(shape(epsilon=epsilon, kv_epsilon=off)), reason, paths=True)
 
 
 def test_an_epsilon_off_without_paths() -> None:
@@ -72,7 +62,7 @@ def test_an_epsilon_off_without_paths() -> None:
 
 def test_wrong_width() -> None:
     spec = mla_spec(q_lora_rank=768)
-    assert_stays(Wrapped(FusedProjection()), "no query norm of width 768", spec=spec, paths=True)
+    assert_stays(Layer(FusedProjection()), "no query norm of width 768", spec=spec, paths=True)
 
 
 class TwoInputs(FusedProjection):
@@ -89,10 +79,10 @@ class TwoInputs(FusedProjection):
 
 @pytest.mark.parametrize("paths", [True, False])
 def test_norms_of_different_tensors(paths: bool) -> None:
-    assert_stays(Wrapped(TwoInputs()) if paths else TwoInputs(), "different tensors", paths=paths)
+    assert_stays(Layer(TwoInputs()) if paths else TwoInputs(), "different tensors", paths=paths)
 
 
-class Twice(Wrapped):
+class Twice(Layer):
     """One layer that runs twice in a graph."""
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -161,11 +151,11 @@ class SharedIntermediate(FusedProjection):
 
 
 def test_an_intermediate_used_elsewhere() -> None:
-    assert_stays(Wrapped(SharedIntermediate()), "2 readers", paths=True)
+    assert_stays(Layer(SharedIntermediate()), "2 readers", paths=True)
 
 
 def test_saved_for_the_backward_pass() -> None:
-    assert_stays(Wrapped(FusedProjection()), "saved for the backward pass", paths=True, grad=True)
+    assert_stays(Layer(FusedProjection()), "saved for the backward pass", paths=True, grad=True)
 
 
 class CrossedLayers(nn.Module):
@@ -220,7 +210,7 @@ def test_mixed_dtypes_stay() -> None:
     module.down.bfloat16()
     x = torch.randn(5, HIDDEN, dtype=torch.bfloat16)
     module.up.float()
-    traced = trace(Wrapped(module), x, specs=[("layer", mla_spec())])
+    traced = trace(Layer(module), x, specs=[("layer", mla_spec())])
     assert traced.fused == 0
     assert traced.before == traced.after
     assert "another dtype" in traced.report.of(FUSION).missed["layer:latents"]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from engine_ops import op
 from fusion_support import HIDDEN, Traced, trace
-from gated_support import INNER, PRODUCTS, GatedMLP, clamped, dequantised, mlp, swiglu
+from gated_support import INNER, PRODUCTS, GatedMLP, clamped, mlp, swiglu
 from helpers import in_turn
-from quant_support import CPU_FP8, config, sglang_group, vllm_group, vllm_per_token
+from quant_support import CPU_FP8, config, dequantise, sglang_group, vllm_group, vllm_per_token
 from stream_support import checked
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -55,7 +55,7 @@ def test_every_form_is_found_and_exact(name: str, merged: bool, dtype: torch.dty
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     wanted = F.silu(gate) * up
     bound = 2**-4 * wanted.abs() + scales.double().repeat_interleave(128, -1) * 2**-9
-    assert ((dequantised(values, scales).double() - wanted).abs() <= bound * 1.001).all()
+    assert ((dequantise(values, scales).double() - wanted).abs() <= bound * 1.001).all()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_batches_and_tokens_may_both_vary(reader: tuple[Any, str], merged: bool)
     gate, up = (half.double() for half in model.halves(x))
     wanted = (F.silu(gate) * up).view(values.shape)
     bound = 2**-4 * wanted.abs() + scales.double().repeat_interleave(INNER // scales.shape[-1], -1) * 2**-9
-    assert ((dequantised(values, scales).double() - wanted).abs() <= bound * 1.001).all()
+    assert ((dequantise(values, scales).double() - wanted).abs() <= bound * 1.001).all()
 
 
 def test_without_a_quantisation_nothing_is_planned() -> None:
@@ -173,7 +173,7 @@ def test_experts_are_not_the_shared_mlp() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             gate, up = (x @ self.gate_up).chunk(2, -1)
-            return (dequantised(*sglang_group(F.silu(gate) * up)).to(x.dtype) @ self.down).sum(0)
+            return (dequantise(*sglang_group(F.silu(gate) * up)).to(x.dtype) @ self.down).sum(0)
 
     class Sparse(nn.Module):
         def __init__(self) -> None:
@@ -306,7 +306,7 @@ def test_another_reader_of_the_product() -> None:
     class Read(GatedMLP):
         def forward(self, x: Tensor) -> Any:
             product = swiglu(*self.gate_up_proj(x).chunk(2, -1))
-            return self.down_proj(dequantised(*sglang_group(product)).to(x.dtype)), product.abs().amax()
+            return self.down_proj(dequantise(*sglang_group(product)).to(x.dtype)), product.abs().amax()
 
     traced = traced_mlp(Read(None).bfloat16(), torch.randn(5, HIDDEN, dtype=torch.bfloat16))
     assert traced.after == traced.before
@@ -347,4 +347,4 @@ class Quantising(nn.Module):
         self.linear = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(dequantised(*sglang_group(x)).to(x.dtype))
+        return self.linear(dequantise(*sglang_group(x)).to(x.dtype))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fusion_support import HIDDEN, Q, mla_spec, trace
+from fusion_support import HIDDEN, Layer, Q, mla_spec, trace
 from quant_support import (
     CPU_FNUZ,
     CPU_FP8,
@@ -14,7 +14,6 @@ from quant_support import (
     MAX,
     PLAIN,
     Quantised,
-    Wrapped,
     assert_left,
     canonical_group,
     canonical_per_token,
@@ -90,7 +89,7 @@ def test_saved_for_the_backward_pass() -> None:
             values, scales, *rest = super().forward(x)
             return (values.float() * scales, *rest)
 
-    module = Wrapped(Weighted(vllm_per_token))
+    module = Layer(Weighted(vllm_per_token))
     specs = [("layer", mla_spec())]
     traced = trace_quantised(module, torch.randn(5, HIDDEN), "per_token", specs=specs, grad=True)
     assert traced.fused == 0
@@ -109,7 +108,7 @@ class Breaks(Quantised):
 
 def test_a_graph_break_in_between() -> None:
     traced = trace_quantised(
-        Wrapped(Breaks(vllm_per_token)),
+        Layer(Breaks(vllm_per_token)),
         torch.randn(5, HIDDEN),
         "per_token",
         specs=[("layer", mla_spec())],
