@@ -120,14 +120,14 @@ def said(error: BaseException) -> str:
 
 
 ALONE = Alone()
-_team: list[Alone] = [ALONE]
+_here: list[Alone] = [ALONE]
 
 
 def rank_group() -> Alone:
     """The ranks that this process measures with."""
-    return _team[0]
+    return _here[0]
 
 
 def join(found: Alone) -> None:
     """Measure with these ranks from now on."""
-    _team[0] = found
+    _here[0] = found
