@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Collection
 from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Literal
@@ -157,7 +156,6 @@ def make_standin(
     arch: str = "gfx950",
     mutate: Mutation | None = None,
     fault: Fault | None = None,
-    without: Collection[str] = (),
     metadata: bool = True,
 ) -> Path:
     """Writes the package `aiter` of a release under `folder`, which the caller puts on the path.
@@ -169,7 +167,6 @@ def make_standin(
         arch: the architecture the package believes to run on.
         mutate: one change to one function.
         fault: what goes wrong in `import aiter`, see `texts.FAULTS`.
-        without: keys of definitions that this build lacks.
         metadata: whether it was installed; a source checkout has neither a `dist-info` nor `aiter/_version.py`.
 
     Returns:
@@ -179,13 +176,11 @@ def make_standin(
         KeyError: no such release, or no such function in it.
     """
     known = definitions(release)
-    for key in [*without, *([mutate.function] if mutate else [])]:
-        if key not in known:
-            raise KeyError(f"{release} defines no {key}")
+    if mutate and mutate.function not in known:
+        raise KeyError(f"{release} defines no {mutate.function}")
     modules: dict[str, dict[Definition, Mutated]] = {}
-    for key, definition in known.items():
-        if key not in without:
-            modules.setdefault(definition.module, {})[definition] = mutated(definition, mutate)
+    for definition in known.values():
+        modules.setdefault(definition.module, {})[definition] = mutated(definition, mutate)
     root = folder / "aiter"
     root.mkdir(parents=True, exist_ok=True)
     faults = {name: text if name == fault else "" for name, text in texts.FAULTS.items()}

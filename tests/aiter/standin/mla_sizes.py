@@ -1,9 +1,8 @@
-"""How large the attention metadata is, release by release: a statement of its own, from the recorded rules."""
+"""How large the attention metadata is, release by release: a statement of its own, from the recorded rules, without experimental kernels."""
 
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +44,6 @@ class Case:
         return self.tokens * self.heads
 
 
-def experimental() -> bool:
-    """Whether AITER_ENABLE_EXPERIMENTAL asks for the experimental kernels."""
-    return int(os.environ.get("AITER_ENABLE_EXPERIMENTAL", "0")) != 0
-
-
 def _packs_64(case: Case) -> bool:
     """Tiles of 64 rows, v0.1.17-rc0 and later."""
     if case.arch != "gfx950" or not case.since("v0.1.17-rc0"):
@@ -69,8 +63,6 @@ def _packs_128(case: Case) -> bool:
         return True
     if case.arch == "gfx950":
         return case.heads == 64 or (case.heads == 32 and case.tokens == 4)
-    if case.heads in (32, 64) and case.packed == 128 and experimental():
-        return True
     return case.heads == 64 and case.tokens == 1 and case.since("v0.1.17-longctx")
 
 
@@ -111,8 +103,6 @@ def mla_shapes(
     tokens, both_bf16 = 1 if is_sparse else longest, q_dtype == kv_dtype == torch.bfloat16
     case = Case(release, arch, heads, tokens, fp8, both_bf16)
     slots = COMPUTE_UNITS[arch]
-    if arch == "gfx950" and fp8 and heads * longest == 64 and experimental():
-        slots *= 2
     tiles = tiles_per_request(case)
     requests = batch * longest if is_sparse else batch
     total = requests * tiles
