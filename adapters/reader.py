@@ -88,6 +88,9 @@ class LayerReader:
         self.plugin = plugin
         "The installed plugin that brought them, in words that name its package; empty for others."
         self.facts = facts
+        self.spec: Any = facts.spec
+        self.is_layer = issubclass(facts.spec, LayerSpec)
+        "Whether it has ranks."
 
     # Made when the first layer of the class is read: of the hundreds of classes that are known, a process meets a few.
 
@@ -150,6 +153,12 @@ class LayerReader:
         """Where the weights lie that tell over how many ranks the heads are shared, in words too."""
         found: Any = self.facts.parsed.get("tp_weight", ())
         return [(f"the weight of {'.'.join(path.steps)}", path) for path in found]
+
+    @cached_property
+    def mlp_weights(self) -> list[tuple[str, _Convert, _Convert]]:
+        """Where the weights of an MLP lie, each in two parts: the layer's own attribute, by its name too, and the way from there."""
+        found: Any = self.facts.parsed.get("mlp_weight", ())
+        return [(path.steps[0], Path(path.steps[:1]).find, Path(path.steps[1:]).find) for path in found]
 
     def __repr__(self) -> str:
         return f"LayerReader({self.key!r}, {self.owner!r}, {self.facts.spec.__name__})"
@@ -313,14 +322,16 @@ class Reading:
             if self.reader.unless:
                 self.refuse_others(self.reader.unless)
             values = self.values()
-            if issubclass(self.facts.spec, LayerSpec):
+            spec = self.reader.spec
+            if self.reader.is_layer:
                 values["parallel"] = self.parallel(values, parallel, around)
-                self.complete(values)
-            if self.facts.spec is ResidualSpec:
+                if spec.pairs:
+                    self.complete(values)
+            if spec is ResidualSpec:
                 values["mlp_ranks"] = self.mlp_ranks()
                 values["gives"] = self.near.last.of(self.layer, self.tables)
                 values["experts"] = self.experts()
-            return made(self.facts.spec, values, tuple(self.parts))
+            return made(spec, values, tuple(self.parts))
         except SpecError as error:
             raise SpecError(f"{self.name()} ({error.what})", error.problems) from None
 
@@ -359,12 +370,12 @@ class Reading:
         reader = self.reader
         values = reader.at_once.of(self.layer, self.path)
         for name, kind, partner, parsed in reader.others if values else reader.fields:
-            if (partner is not None and values[partner] is None) or (
+            if kind == "norms":
+                values[name] = self.norms(name, parsed, may_lack=values.get("parallel_residual") is True)
+            elif (partner is not None and values[partner] is None) or (
                 kind == "optional_gated_norm" and not self.holds(name, parsed)
             ):
                 values[name] = None
-            elif kind == "norms":
-                values[name] = self.norms(name, parsed, may_lack=values.get("parallel_residual") is True)
             elif kind in _NORMS:
                 values[name] = self.or_unsaid(name, parsed, self.norm)
             elif kind == "optional_rope":
@@ -646,10 +657,12 @@ class Reading:
 
     def mlp_ranks(self) -> int | None:
         """Over how many ranks the MLP is summed, where its weights tell."""
-        paths: Any = self.facts.parsed.get("mlp_weight", ())
-        for path in paths:
+        heads: dict[str, Any] = {}
+        for name, head, tail in self.reader.mlp_weights:
             try:
-                part = path.find(self.layer)
+                if name not in heads:  # most are in one module
+                    heads[name] = head(self.layer)
+                part = tail(heads[name])
                 if part is not ABSENT and not is_plain_tensor(part):  # as experts' are
                     return 1 if is_whole(part) else ranks_summed(part)
             except FOREIGN:

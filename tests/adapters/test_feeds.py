@@ -212,6 +212,11 @@ def test_every_norm_of_every_built_in_class_says_who_reads_it(adapter: Any) -> N
     before_experts = {"transformers:PhimoeDecoderLayer"}
     # RWKV mixes the results of its norms with those of the token before, in front of the linears.
     before_experts |= {"transformers:RwkvBlock"}
+    # Falcon-H1 multiplies them by a factor there.
+    before_experts |= {
+        "transformers:FalconH1DecoderLayer",
+        "vllm.model_executor.models.falcon_h1:FalconH1ParallelHybrid",
+    }
     silent = {
         (key, source.module.steps[-1])
         for key, several in adapter
