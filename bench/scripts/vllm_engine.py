@@ -57,6 +57,7 @@ OURS = (
     "all_reduce_row_norm",
     "few_token_linear",
     "few_token_experts",
+    "few_token_plain",
 )
 """Functions that layerfuse's Triton kernels are compiled from."""
 DISTINCT = 50
