@@ -187,7 +187,7 @@ def vllm_table() -> Iterator[str]:
         measured = [*shipped().of(name, "vllm")]
         for each in measured:
             yield f"| `{name}` | {f'yes: {each.where}' if each.faster else 'no'} | {each.figure(name)} |"
-        if not measured:
+        if not measured and name in FUSIONS:
             others.append(name)
     if others:
         yield f"| the other {len(others)} | no | not measured in vLLM |"
