@@ -117,7 +117,9 @@ def models(files: tuple[Path, ...], json: bool) -> None:
     help="Plan for this engine: with the epsilons that it builds norms with, and without the fusions that are off "
     "there: transformers, vllm, sglang or atom.",
 )
-@click.option("--engine-version", metavar="VERSION", help="Release of vLLM, as 0.33; the newest known if not given.")
+@click.option(
+    "--engine-version", metavar="VERSION", help="Release of vLLM, as 0.33 or v0.33.1; the newest known if not given."
+)
 @click.option("--enforce-eager", is_flag=True, help="vLLM is started with the option of this name.")
 @click.option(
     "--quant",
@@ -336,8 +338,8 @@ def check(files: tuple[Path, ...]) -> None:
 def doctor(json: bool) -> None:
     """Show what is installed and what that enables. Imports no engine, and not AITER.
 
-    Exits with 1 where something installed cannot work: PyPI's unrelated `aiter`, a broken plugin, or a LAYERFUSE_FUSIONS
-    or LAYERFUSE_BACKEND with an unknown name.
+    Exits with 1 where something installed cannot work: PyPI's unrelated `aiter`, a broken plugin, a LAYERFUSE_FUSIONS
+    or LAYERFUSE_BACKEND with an unknown name, or a LAYERFUSE_SHADOW that is no number.
 
     \b
     Example:
