@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 from ...fusion.ops.norm import normalise_wide
+from ..process import troubled
 from . import decode_ops
 
 
@@ -35,17 +36,15 @@ class PlainBeyond(InductorPass):  # type: ignore[misc]
         return bool(compile_range.start > self.most)
 
     def __call__(self, graph: Graph) -> None:
-        """Put what the ops compute in their place."""
-        for node in list(graph.nodes):
-            if node.target is decode_ops.latents:
-                *tensors, settings, pairs, _ = node.args
-                both = _inline(graph, node, partial(latents, settings=settings, pairs=pairs), tensors)
-                _replace(graph, node, dict(enumerate(both)))
-            elif node.target is torch.ops.higher_order.auto_functionalized and node.args[0] is decode_ops.turn:
-                given = node.kwargs
-                fixed = partial(turned_query, heads=given["heads"], pairs=given["pairs"])
-                (query,) = _inline(graph, node, fixed, [given["q"], given["positions"], given["table"]])
-                _replace(graph, node, {1: query})
+        """Put what the ops compute in their place. Where that cannot be traced they stay, which costs the host more and no more."""
+        try:
+            found = [*_traced(graph)]
+        except Exception as error:
+            troubled("writing mla_decode's ops out in a graph", error)
+            return
+        for node, places, inputs, plain in found:
+            made = _inlined(graph, node, inputs, plain)
+            _replace(graph, node, dict(zip(places, made, strict=True)))
 
     def uuid(self) -> str:
         """Changes with this file."""
@@ -84,13 +83,31 @@ def _turned(x: Tensor, positions: Tensor, table: Tensor, pairs: str) -> Tensor:
     return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2).to(x.dtype)
 
 
-def _inline(graph: Graph, node: Node, function: Callable[..., Any], given: list[Any]) -> tuple[Node, ...]:
-    """Write what a function of these nodes does in front of a node; its results."""
+def _traced(graph: Graph) -> Iterator[tuple[Node, tuple[int, ...], list[Node], Graph]]:
+    """Of each op of ours: its node, the places of its results, the nodes that it reads, and a graph that computes these results of them."""
+    for node in graph.nodes:
+        if node.target is decode_ops.latents:
+            *tensors, settings, pairs, _ = node.args
+            yield node, (0, 1), tensors, _plain(partial(latents, settings=settings, pairs=pairs), tensors)
+        elif node.target is torch.ops.higher_order.auto_functionalized and node.args[0] is decode_ops.turn:
+            given = node.kwargs
+            tensors = [given["q"], given["positions"], given["table"]]
+            function = partial(turned_query, heads=given["heads"], pairs=given["pairs"])
+            yield node, (1,), tensors, _plain(function, tensors)
+
+
+def _plain(function: Callable[..., Any], given: list[Node]) -> Graph:
     traced = make_fx(function, decomposition_table=select_decomp_table())(*(each.meta["val"] for each in given))
     traced.graph.eliminate_dead_code()
-    holders = [each for each in traced.graph.nodes if each.op == "placeholder"]
+    graph: Graph = traced.graph
+    return graph
+
+
+def _inlined(graph: Graph, node: Node, given: list[Node], plain: Graph) -> tuple[Node, ...]:
+    """Write what a graph does with these nodes in front of a node; its results."""
+    holders = [each for each in plain.nodes if each.op == "placeholder"]
     with graph.inserting_before(node):
-        made = graph.graph_copy(traced.graph, dict(zip(holders, given, strict=True)))
+        made = graph.graph_copy(plain, dict(zip(holders, given, strict=True)))
     return tuple(made)
 
 

@@ -160,6 +160,18 @@ def test_graphs_for_more_tokens_than_are_captured_hold_plain_torch(
         )
 
 
+def test_graphs_that_cannot_be_written_out_keep_the_ops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(decode_beyond, "endpoint_for", lambda _: 4)
+    monkeypatch.setattr(decode_beyond, "make_fx", broken)
+    with paged("deepseek-v3", tmp_path, layerfuse={"fusions": ["mla_decode"]}) as engine, counting() as counted:
+        got = engine.step(STEPS[0][0])
+    torch.testing.assert_close(got.float(), own_states()[0], rtol=1e-4, atol=1e-5)
+    assert counted == {"mla_norm_rope_cache_into": 3, "mla_query_rope": 3}
+    assert any("writing mla_decode's ops out in a graph" in line for line in said(caplog))
+
+
 def test_where_cuda_graphs_end() -> None:
     def ends(endpoints: Any, most: int | None) -> int | None:
         return decode_beyond.endpoint_for(
