@@ -21,7 +21,8 @@ from helpers import in_turn, shown
 
 pytest.importorskip("vllm_paged")
 import vllm_paged
-from test_vllm_plugin import fresh, said  # noqa: F401 (`fresh` is a fixture)
+from test_vllm_inside import as_installed
+from test_vllm_plugin import GROUP_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
 from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.model_executor import custom_op
@@ -548,3 +549,24 @@ def test_a_step_that_an_op_refuses_is_done_as_vllm_does_it_and_so_are_all_after_
     assert [counted[VLLMS] for counted in calls] == [3] * first + [3 if what == "latents" else 0] + [3] * (
         len(STEPS) - first - 1
     )
+
+
+def test_linears_that_quantise_inside_of_their_op_are_multiplied_beside_it(tmp_path: Path) -> None:
+    """DeepSeek-V3's dense layers as they are published, in a vLLM as it is installed: nothing in front of `q_b_proj` quantises. (A router may choose other experts.)"""
+    given: dict[str, Any] = {"dtype": "bfloat16", "overrides": {**GROUP_FP8, "first_k_dense_replace": 2}}
+    with as_installed():
+        with paged("deepseek-v3", tmp_path / "own", layerfuse=False, mode="NONE", **given) as engine:
+            own = [engine.step(requests).float() for requests, _ in STEPS[:3]]
+        options = {"fusions": ["mla_decode", "add_rms_norm_group_quant"], "strict": True}
+        with paged("deepseek-v3", tmp_path / "ours", layerfuse=options, **given) as engine:
+            found, calls = [], []
+            for requests, _ in STEPS[:3]:
+                with counting() as counted:
+                    found.append(engine.step(requests).float())
+                calls.append(counted)
+            layers = len(engine.layers)
+    for a, b in zip(found, own, strict=True):
+        assert (a - b).norm() / b.norm() < 0.1
+    for counted, query in zip(calls, ("mla_query_rope", "mla_query_rope", "mla_query_absorb"), strict=True):
+        assert counted["mla_norm_rope_cache_into"] == counted[query] == layers
+        assert counted["group_quant_linear"] and counted["block_scaled_linear"]
