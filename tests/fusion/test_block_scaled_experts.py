@@ -99,10 +99,10 @@ def close(got: torch.Tensor, right: torch.Tensor) -> None:
     ("tokens", "choices", "many", "width", "inner", "ids", "use_ue8m0"),
     in_turn(
         [1, 2, 8, 9, 16, 17],
-        [1, 3, 8, 10],
+        [10, 8, 1, 3, 2],
         [10, 16],
         [128, 384],
-        [128, 256, 384],
+        [384, 256, 256, 128],
         [torch.int32, torch.int64],
         [False, True],
     ),
@@ -187,7 +187,7 @@ def test_no_tokens_give_nothing(backend: str) -> None:
 
 
 def test_the_same_call_gives_the_same_bits(backend: str) -> None:
-    given = given_of(16, 8, 32, 384, 256)
+    given = given_of(9, 3, 8, 384, 256)
     first = experts_of(**given)
     for _ in range(5 if GPU else 1):
         assert torch.equal(experts_of(**given), first)
