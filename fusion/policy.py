@@ -201,14 +201,13 @@ class Policy:
 
     def why_off(self, fusion: str, engine: Engine, quant: ActivationQuant | None = None) -> str:
         """Why a fusion is off in an engine unless it is switched on, where no measurement turns it on; `quant`: as for `faster_at`."""
-        inside = _inside(fusion, quant)
+        inside, how = _inside(fusion, quant), "" if engine.compiled else " where that compiles nothing"
         known = [each for each in self.of(fusion, engine.name) if each.compiled == engine.compiled]
         if inside and not any(each.inside for each in known):
-            return f"it was not benchmarked in {engine.name} with linears that quantise inside of their op"
+            return f"it was not benchmarked in {engine.name}{how} with linears that quantise inside of their op"
         where = dict.fromkeys(each.where for each in known if each.faster and each.inside == inside)
         if where:
             return f"it was measured faster on {'; '.join(where)}"
-        how = "" if engine.compiled else " where that compiles nothing"
         return self.why_nothing_gained(fusion, engine) or f"it was not benchmarked in {engine.name}{how}"
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ...adapters.activation_quant import ActivationQuant
-from ...adapters.specs import AnySpec, GQASpec, MLASpec, MLPSpec
+from ...adapters.specs import AnySpec, GQASpec, MLASpec, MLPSpec, ResidualSpec
 from ...fusion.catalog import FUSIONS
 from ...fusion.linear_ops import MOST
 from ...fusion.planning import Plan
@@ -61,5 +61,14 @@ def note(plan: Plan) -> str | None:
             counts[shared] += number
     if not counts.total():
         return None
+    held = (
+        spec.experts.weight for _, spec in plan.specs if isinstance(spec, ResidualSpec) and spec.experts is not None
+    )
+    routed = sum(each is not None and each.dtype == "float8_e4m3fn" and each.block == (128, 128) for each in held)
+    beside = (
+        f" Routed experts of {routed} layers are, with one token or two, where vLLM's Triton kernels multiply them."
+        if routed
+        else ""
+    )
     apart = f", {counts[True]} of them in shared experts" if counts[True] else ""
-    return f"With up to {MOST} tokens, {counts.total()} fp8 products of attention and MLPs in a step are layerfuse's{apart}."
+    return f"With up to {MOST} tokens, {counts.total()} fp8 products of attention and MLPs in a step are layerfuse's{apart}.{beside}"

@@ -24,6 +24,7 @@ from ..hooks import Hook, HookError, check
 from ..native import Native, NotNativeError, native_function, native_methods
 from ..process import once
 from ..trial import TOLERANCE, possible, raised, why_apart
+from .few_tokens import ARCH
 
 METHODS = "vllm.model_executor.layers.fused_moe.experts."
 APPLY = Hook(
@@ -79,7 +80,7 @@ def native_rounds() -> Callable[[], bool]:
 def _is_on(compiled: CompiledModule) -> bool:
     formats = {FUSIONS[each.fusion].format for each in compiled.plan.expected()}
     grouped = any(each is not None and each.word == "group" for each in formats)
-    return grouped and compiled.plan.target.arch.startswith("sm") and compiled.device.type == "cuda"
+    return grouped and compiled.plan.target.arch == ARCH and compiled.device.type == "cuda"
 
 
 def _experts_in(module: nn.Module) -> Iterator[Any]:

@@ -348,7 +348,7 @@ def _output(_: Op, argument: Output, out: Any, values: Values) -> Iterator[str]:
     if out.device != x.device:
         yield _elsewhere(name, out, of, x)
     if out.stride(-1) != 1:
-        yield _gaps(name, out)
+        yield f"{name} has stride {out.stride(-1)} along its rows; write into a contiguous tensor and copy it from there"
 
 
 def _float_dtype(_: Op, argument: FloatDtype, dtype: Any, __: Values) -> Iterator[str]:

@@ -353,7 +353,8 @@ def test_a_plan_says_that_linears_may_quantise_inside(run, arguments, says):
     ("asked", "says"),
     [
         # 61 layers of attention with 3 each, 3 dense MLPs and 58 mixtures with 2.
-        ([], f"{61 * 3 + 61 * 2} fp8 products of attention and MLPs in a step are layerfuse's, {58 * 2} of them in shared experts."),
+        ([], f"{61 * 3 + 61 * 2} fp8 products of attention and MLPs in a step are layerfuse's, {58 * 2} of them in shared experts. "
+         "Routed experts of 58 layers are, with one token or two, where vLLM's Triton kernels multiply them."),
         # Shared experts are in no graph.
         (["--quant", "group128"], f"{61 * 3 + 3 * 2} fp8 products of attention and MLPs in a step are layerfuse's."),
         (["--quant", "per_token"], None),
