@@ -107,7 +107,8 @@ class Options:
     @property
     def decode(self) -> bool | None:
         """Whether `mla_decode` is asked for, which is no fusion of graphs; None: that is left to the default."""
-        return False if self.level == 0 else decode_in(self._line)
+        asked = decode_in(self._line)
+        return False if asked is None and self.level == 0 else asked
 
     @property
     def _words(self) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ def rank_report_of(compiled: CompiledModule, rank: int) -> RankReport:
             missed[name] = lost
     if compiled.placed is not None:
         name, sites_there, why = compiled.placed.name, compiled.placed.sites(), compiled.placed.why_not
-        calls = 0 if compiled.counted is None else compiled.placed.calls()
+        calls = 0 if compiled.counted is None else compiled.counted[name]
         called = None if called is None else {**called, name: calls}
         if why is None and compiled.counted is not None and calls != len(sites_there):
             why = compiled.placed.left() or f"{here().name} did not call these layers once each in the {compiled.run}"

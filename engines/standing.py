@@ -358,10 +358,12 @@ def counted(compiled: CompiledModule) -> Iterator[None]:
     """Count the fused ops that are called while this lasts, but for those in shared experts, which no graph and no site holds."""
     from ..fusion.backends import counting
 
-    before = compiled.aside()
+    before, placed = compiled.aside(), 0 if compiled.placed is None else compiled.placed.calls()
     with counting() as calls:
         yield
     compiled.counted = calls - (compiled.aside() - before)
+    if compiled.placed is not None:
+        compiled.counted[compiled.placed.name] = compiled.placed.calls() - placed
 
 
 def at_first_call(

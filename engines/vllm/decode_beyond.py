@@ -88,12 +88,25 @@ def _traced(graph: Graph) -> Iterator[tuple[Node, tuple[int, ...], list[Node], G
     for node in graph.nodes:
         if node.target is decode_ops.latents:
             *tensors, settings, pairs, _ = node.args
+            _checked(node, (0, 1))
             yield node, (0, 1), tensors, _plain(partial(latents, settings=settings, pairs=pairs), tensors)
         elif node.target is torch.ops.higher_order.auto_functionalized and node.args[0] is decode_ops.turn:
             given = node.kwargs
+            _checked(node, (1,))
             tensors = [given["q"], given["positions"], given["table"]]
             function = partial(turned_query, heads=given["heads"], pairs=given["pairs"])
             yield node, (1,), tensors, _plain(function, tensors)
+
+
+def _checked(node: Node, places: tuple[int, ...]) -> None:
+    """That a node is read by the places of its results alone.
+
+    Raises:
+        TypeError: it is not.
+    """
+    for user in node.users:
+        if user.target is not operator.getitem or user.args[1] not in places:
+            raise TypeError(f"{user} reads {node} in another way than by its results")
 
 
 def _plain(function: Callable[..., Any], given: list[Node]) -> Graph:
@@ -114,7 +127,6 @@ def _inlined(graph: Graph, node: Node, given: list[Node], plain: Graph) -> tuple
 def _replace(graph: Graph, node: Node, instead: dict[int, Node]) -> None:
     """Let those that read a node's results by their place read others."""
     for user in list(node.users):
-        assert user.target is operator.getitem, user
         user.replace_all_uses_with(instead[user.args[1]])
         graph.erase_node(user)
     graph.erase_node(node)

@@ -28,7 +28,7 @@ def put_in(graph: Graph) -> None:
         x, weight, bias = given[0], turned(given[1]), given[2]
         if _fits(x, weight, bias):
             with graph.inserting_before(node):
-                made = graph.call_function(LINEAR, (x, weight, bias, True))
+                made = graph.call_function(LINEAR, (x, weight, bias, False))
             made.meta = dict(node.meta)
             node.replace_all_uses_with(made)
             graph.erase_node(node)
@@ -42,6 +42,8 @@ def _fits(x: Any, weight: Any, bias: Any) -> bool:
     if weight is None or not all(isinstance(each, Node) and each.op in ("placeholder", "get_attr") for each in every):
         return False
     rows, held, added = value(x), value(weight), value(bias)
+    if not isinstance(held, Tensor) or not all(type(size) is int for size in held.shape):
+        return False  # of so many tokens: it is another activation
     if not isinstance(rows, Tensor) or not isinstance(held, Tensor) or rows.dtype.itemsize != 2:
         return False
     return (

@@ -120,7 +120,9 @@ def inside_as_installed(target: Target, release: str | None) -> str | None:
     Raises:
         UnknownReleaseOfVllmError: as `release_named`.
     """
-    if target.arch not in release_named(release).inside or os.environ.get(BLOCKS_INSIDE) == "0":
+    if target.arch not in release_named(release).inside or "0" in map(
+        os.environ.get, (BLOCKS_INSIDE, "VLLM_USE_DEEP_GEMM")
+    ):
         return None
     powers_of_two = "" if os.environ.get("VLLM_USE_DEEP_GEMM_E8M0") == "0" else ",ue8m0"
     return f"group128,tma_aligned{powers_of_two},inside"

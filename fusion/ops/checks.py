@@ -294,17 +294,18 @@ def _row_scales(_: Op, argument: RowScales, scales: Any, values: Values) -> Iter
         yield f"{name} must be torch.float32 on {x.device}, got {scales.dtype} on {scales.device}"
 
 
-def _expert_weights(_: Op, argument: ExpertWeights, weights: Any, values: Values) -> Iterator[str]:
+def _expert_weights(op: Op, argument: ExpertWeights, weights: Any, values: Values) -> Iterator[str]:
     name, of, x = argument.name, argument.of, values[argument.of]
-    if x.dim() == 3:  # of experts too
+    behind = any(each.name == of and isinstance(each, ExpertWeights) for each in op.args)
+    if behind and x.dim() == 3:
         wanted = (x.shape[0], x.shape[2], x.shape[1] // 2)
         if tuple(weights.shape) != wanted:
             yield f"{name} must be {wanted}: as many experts as {of}, as many columns as that is wide, and half as wide; got {tuple(weights.shape)}"
-    elif weights.dim() != 3 or weights.shape[2] != x.shape[-1]:
-        yield f"{name} must be (experts, columns, {x.shape[-1]}), as wide as {of}; got {tuple(weights.shape)}"
-    elif x.dim() != 2:
+    elif not behind and x.dim() != 2:
         yield f"{of} must be (tokens, width); got {tuple(x.shape)}"
-    elif weights.shape[1] % (2 * BLOCK) or weights.shape[2] % BLOCK or not len(weights):
+    elif not behind and (weights.dim() != 3 or weights.shape[2] != x.shape[-1]):
+        yield f"{name} must be (experts, columns, {x.shape[-1]}), as wide as {of}; got {tuple(weights.shape)}"
+    elif not behind and (weights.shape[1] % (2 * BLOCK) or weights.shape[2] % BLOCK or not len(weights)):
         yield f"{name} must be whole blocks of 128 x 128, gates and as many others; got {tuple(weights.shape)}"
     if weights.dtype not in LARGEST:
         yield _one_of(name, tuple(LARGEST), weights.dtype)

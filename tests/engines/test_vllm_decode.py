@@ -173,6 +173,20 @@ def test_graphs_that_cannot_be_written_out_keep_the_ops(
     assert any("writing mla_decode's ops out in a graph" in line for line in said(caplog))
 
 
+@pytest.mark.parametrize("mode", ["NONE", "VLLM_COMPILE"])
+def test_a_first_call_that_raised_counts_for_nothing(
+    mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with paged("deepseek-v3", tmp_path, layerfuse=ON, mode=mode, profile=False) as engine:
+        with (
+            mock.patch.object(decode_ops.Layer, "heads", side_effect=RuntimeError("once")),
+            pytest.raises(RuntimeError, match="once"),
+        ):
+            engine.engine()
+        engine.engine()
+    assert (UNCOMPILED if mode == "NONE" else LINE) in said(caplog)
+
+
 def test_where_cuda_graphs_end() -> None:
     def ends(endpoints: Any, most: int | None) -> int | None:
         return decode_beyond.endpoint_for(

@@ -85,7 +85,7 @@ X, W, B = torch.rand(6, 64).bfloat16(), torch.rand(96, 64).bfloat16(), torch.ran
 def test_with_a_bias_and_without() -> None:
     graph = graph_of(lambda x, w, b: (torch.mm(x, w.t()), torch.addmm(b, x, w.t())), X, W, B)
     x, weight, bias = (node for node in graph.nodes if node.op == "placeholder")
-    assert few(graph) == [(x, weight, None, True), (x, weight, bias, True)]
+    assert few(graph) == [(x, weight, None, False), (x, weight, bias, False)]
     assert not any("mm" in str(node.target) or "aten.t." in str(node.target) for node in graph.nodes)
 
 
@@ -107,3 +107,11 @@ def test_other_products_stay(function: Any, tensors: tuple[Tensor, ...]) -> None
     before = [str(node.target) for node in graph.nodes]
     assert few(graph) == []
     assert [str(node.target) for node in graph.nodes] == before
+
+
+def test_another_activation_of_the_graph_is_no_weight() -> None:
+    """A piece's inputs are activations of other pieces too: of as many tokens as the step has."""
+    rows = torch.rand(4, 32).bfloat16(), torch.rand(6, 32).bfloat16()
+    graph = make_fx(lambda q, k: torch.relu(q) @ k.t(), tracing_mode="symbolic")(*rows).graph
+    plain_products.put_in(graph)
+    assert few(graph) == []

@@ -33,6 +33,7 @@ from layerfuse.fusion.ops.experts import block_scaled_experts
 FP8 = torch.float8_e4m3fn
 MANY, WIDTH, INNER, CHOICES = 6, 256, 128, 2
 OP = "block_scaled_experts"
+IS_ON = routed_experts._is_on
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +116,7 @@ def given_of(tokens: int, **changes: Any) -> dict[str, Any]:
         "w1": (torch.randn(MANY, 2 * INNER, WIDTH, generator=generator) * 60).to(FP8),
         "w2": (torch.randn(MANY, WIDTH, INNER, generator=generator) * 60).to(FP8),
         "topk_weights": torch.rand(tokens, CHOICES, generator=generator),
-        "topk_ids": torch.stack([torch.randperm(MANY, generator=generator)[:CHOICES] for _ in range(tokens)]).int(),
+        "topk_ids": torch.rand(tokens, MANY, generator=generator).argsort()[:, :CHOICES].int().contiguous(),
         "activation": MoEActivation.SILU,
         "global_num_experts": MANY,
         "expert_map": None,
@@ -232,6 +233,69 @@ def test_no_graph_is_captured_before_both_were_compared(vllms: list[int], monkey
     called(experts, 20)
     vllms.clear()
     assert called(experts, 2) == 1 and not vllms
+
+
+def test_a_call_without_tokens_decides_nothing(vllms: list[int]) -> None:
+    experts = experts_of()
+    unit = put_in(experts)
+    assert called(experts, 0) == 0
+    called(experts, 20)
+    assert unit.routed() == 1
+
+
+def test_scales_that_are_rounded_where_vllm_does_not_are_seen(
+    vllms: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = experts_of()
+    unit = put_in(experts)
+    own = ops.block_scaled_experts
+
+    def weighed(*args: Any) -> None:
+        args = list(args)
+        args[6] = args[6] * 1.1
+        own(*args)
+
+    monkeypatch.setattr(routed_experts.Experts, "_ours", lambda self, given: weighed(*arguments(self, given)))
+    called(experts, 20)
+    assert unit.routed() == 0
+
+
+def arguments(self: Any, given: dict[str, Any]) -> list[Any]:
+    quant = self.experts.quant_config
+    return [
+        given["hidden_states"], given["a1q_scale"], given["w1"], quant.w1_scale, given["w2"], quant.w2_scale, given["topk_weights"],
+        given["topk_ids"], given["output"], False, True,
+    ]  # fmt: skip
+
+
+def test_a_launch_that_fails_later_is_vllms_call(vllms: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    experts = experts_of()
+    unit = put_in(experts)
+    called(experts, 20)
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(routed_experts.Experts, "_ours", failing)
+    vllms.clear()
+    assert called(experts, 1) == 0 and vllms == [1] and unit.routed() == 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "device", "fusions", "on"),
+    [
+        ("sm90", "cuda", ("add_rms_norm_group_quant",), True),
+        ("sm90", "cuda", ("add_rms_norm", "add_rms_norm_per_token_quant"), False),
+        ("sm100", "cuda", ("add_rms_norm_group_quant",), False),
+        ("sm90", "cpu", ("add_rms_norm_group_quant",), False),
+    ],
+)
+def test_they_stand_where_they_were_timed_and_a_quantisation_in_groups_is_fused(
+    arch: str, device: str, fusions: tuple[str, ...], on: bool
+) -> None:
+    expected = tuple(SimpleNamespace(fusion=name) for name in fusions)
+    plan = SimpleNamespace(expected=lambda: expected, target=SimpleNamespace(arch=arch))
+    assert IS_ON(SimpleNamespace(plan=plan, device=torch.device(device))) is on
 
 
 def test_another_ones_apply_is_left_alone(vllms: list[int]) -> None:

@@ -10,8 +10,8 @@ import torch
 from helpers import in_turn
 from torch.nn import functional
 
-from layerfuse.fusion import ops
-from layerfuse.fusion.backends.triton import experts
+from layerfuse.fusion import backends, ops
+from layerfuse.fusion.backends.triton import experts, linear
 from layerfuse.fusion.ops.experts import block_scaled_experts as reference
 from layerfuse.fusion.ops.linear import dequantised
 
@@ -196,6 +196,10 @@ def test_the_same_call_gives_the_same_bits(backend: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
+        (
+            {"x": torch.zeros(1, 2, 256, dtype=FP8), "x_scale": torch.zeros(1, 2, 2)},
+            "x must be (tokens, width); got (1, 2, 256)",
+        ),
         ({"w13": torch.zeros(5, 256, 128, dtype=FP8)}, "w13 must be (experts, columns, 256), as wide as x"),
         ({"w13": torch.zeros(5, 192, 256, dtype=FP8)}, "w13 must be whole blocks of 128 x 128"),
         ({"w2": torch.zeros(4, 256, 128, dtype=FP8)}, "w2 must be (5, 256, 128): as many experts as w13"),
@@ -207,13 +211,34 @@ def test_the_same_call_gives_the_same_bits(backend: str) -> None:
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, torch.Tensor], says: str) -> None:
-    given = given_of(2) | {name: tensor.to(DEVICE) for name, tensor in change.items()}
+    given = (
+        given_of(2)
+        | {name: tensor.to(DEVICE) for name, tensor in change.items()}
+        | {"out": torch.zeros(2, 256, device=DEVICE)}
+    )
     with pytest.raises(ValueError, match=re.escape(says)):
-        experts_of(**given)
+        ops.block_scaled_experts(**given)
 
 
-def test_all_shapes_that_are_launched_fit_the_counters() -> None:
-    from layerfuse.fusion.backends.triton import linear
+def test_a_broken_expert_breaks_those_that_chose_it_alone(backend: str) -> None:
+    given = given_of(4, 2, 6)
+    given["topk_ids"][:] = torch.tensor([[1, 2], [3, 1], [2, 4], [4, 1]])
+    given["w2_scale"][3], given["w2_scale"][0] = float("inf"), float("nan")
+    got = experts_of(**given)
+    assert got[[0, 2, 3]].isfinite().all() and not got[1].isfinite().all()
 
-    for inner in (128, 2048, 4096):
-        assert 128 * (inner // experts.shape_of(16, inner).up_tile) <= linear.MOST_TILES
+
+def test_more_tiles_than_are_counted_are_launched_in_parts_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = given_of(6, 2, 4, 256, 128)
+    launched: list[int] = []
+    own = experts._launch
+    monkeypatch.setattr(experts, "_launch", lambda *args: (launched.append(len(args[1][0])), own(*args))[1])
+    backends.force("triton")
+    try:
+        for counters, several in ((8192, [6]), (8, [2, 2, 2]), (2, [])):
+            monkeypatch.setattr(linear, "MOST_TILES", counters)
+            launched.clear()
+            close(experts_of(**given), wanted(given))
+            assert launched == several
+    finally:
+        backends.force(None)

@@ -237,6 +237,13 @@ def test_mla_decode_is_asked_for_among_the_fusions(asked: str, left: str, on: bo
     assert options.config().switches == FusionConfig.parse(left).switches
 
 
+@pytest.mark.parametrize(
+    ("fusions", "on"), [("mla_decode", True), ("+mla_decode", True), (None, False), ("-gated_rms_norm", False)]
+)
+def test_level_0_leaves_what_is_named(fusions: str | None, on: bool) -> None:
+    assert Options(fusions=fusions, level=0).decode is on
+
+
 def test_a_name_that_is_mistyped_may_be_that_of_mla_decode() -> None:
     with pytest.raises(
         FusionConfigError,

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ...declare import Op
+from ...linear_ops import WIDEST
+from ...ops.experts import block_scaled_experts as reference
 from ...ops.linear import BLOCK, MOST
 from ...ops.quantisation import LARGEST
 from . import launcher, linear, refuses_fp8
@@ -57,8 +59,13 @@ def function_of(op: Op) -> Callable[..., Any]:
     ) -> None:  # fmt: skip
         linear.make_ready(x.device)
         weights = (w13, w13_scale, w2, w2_scale)
-        for at in range(0, len(x), MOST):
-            some = slice(at, at + MOST)
+        tiles = w2.shape[2] // shape_of(MOST, w2.shape[2]).up_tile
+        most = min(MOST, linear.MOST_TILES // (ids.shape[1] * tiles))
+        if most == 0 or w2.shape[1] > WIDEST:  # more tiles than are counted
+            reference(x, x_scale, w13, w13_scale, w2, w2_scale, router, ids, out, use_ue8m0, steady)
+            return
+        for at in range(0, len(x), most):
+            some = slice(at, at + most)
             _launch(name, (x[some], x_scale[some], router[some], ids[some]), weights, out[some], use_ue8m0, steady)
 
     return function

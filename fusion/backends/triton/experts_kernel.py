@@ -163,9 +163,8 @@ def few_token_experts_down(
                 mask=(k < tl.where(there, BLOCK, 0))[None, :], other=0.0, eviction_policy="evict_first",
             )  # fmt: skip
             lefts = lefts + (left,)
-            left_scales = left_scales + (
-                tl.load(scale_at + expert * (((COLUMNS + BLOCK - 1) // BLOCK) * groups) + group),
-            )
+            scale = tl.load(scale_at + expert * (((COLUMNS + BLOCK - 1) // BLOCK) * groups) + group)
+            left_scales = left_scales + (tl.where(there, scale, 0.0),)
             experts = experts + (tl.where(there, expert, EXPERTS),)
         if EARLY and AHEAD and batches == 1:
             tl_cuda.gdc_wait()
@@ -183,7 +182,8 @@ def few_token_experts_down(
                 product = tl.dot(lefts[i].to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee")
             else:
                 product = tl.dot(lefts[i], tl.trans(right))
-            total += product * (scale * left_scales[i] * weights)[None, :]
+            # A broken expert breaks the tokens that chose it.
+            total += tl.where(has[None, :], product * (scale * left_scales[i] * weights)[None, :], 0.0)
     mine = parts + (tile * split).to(tl.int64) * (TILE * TOKENS) + tl.arange(0, TILE)[:, None] * TOKENS + m[None, :]
     tl.store(mine + part * (TILE * TOKENS), total)
     tl.debug_barrier()
