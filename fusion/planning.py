@@ -266,7 +266,8 @@ def plan(
         for site in sites_of(layer, spec, mixtures.get(spec.layer_index) if isinstance(spec, GatedMLPSpec) else None)
     )
     sites = tuple(_reduced(placed, found))
-    decide = _Decider(target, config, engine, shipped() if policy is None else policy)
+    roles = frozenset(site.role for site in sites)
+    decide = _Decider(target, config, engine, shipped() if policy is None else policy, roles)
     decisions = tuple(chain.from_iterable(map(decide, sites)))
     return Plan(target=target, config=config, engine=engine, specs=placed, sites=sites, decisions=decisions)
 
@@ -339,8 +340,11 @@ ROUTED_ALONE = "routed experts alone read the norm, which take it as it is and q
 class _Decider:
     """Decides site by site. Sites that differ in their place only are decided once."""
 
-    def __init__(self, target: Target, config: FusionConfig, engine: Engine | None, policy: Policy) -> None:
+    def __init__(
+        self, target: Target, config: FusionConfig, engine: Engine | None, policy: Policy, roles: frozenset[str]
+    ) -> None:
         self._target = target
+        self._roles = roles
         self._config = config
         self._engine = engine
         self._policy = policy
@@ -408,6 +412,10 @@ class _Decider:
             return None
         return engine.experts or f"not known: how {engine.name} runs a mixture's experts, and what it gives them"
 
+    def _is_foreign(self, name: str) -> bool:
+        """Whether the model has no site for a fusion."""
+        return name in FUSIONS and self._roles.isdisjoint(FUSIONS[name].roles)
+
     def _limit(self, fusion: Fusion, site: Site) -> TokenLimit | None:
         return None if fusion.limit is None else fusion.limit(site, self._target, self._engine)
 
@@ -419,7 +427,11 @@ class _Decider:
         if found.kind != "expected":
             return found
         engine, switched = self._engine, fusion.name in dict(self._config.switches)
-        measured = None if engine is None else self._policy.faster_at(fusion.name, engine, self._target, site, quant)
+        measured = (
+            None
+            if engine is None
+            else self._policy.faster_at(fusion.name, engine, self._target, site, quant, self._is_foreign)
+        )
         refusal = None if engine is None else engine.why_not(fusion.name, site.role)
         if engine is not None and refusal is None:
             elsewhere = engine.why_kept(fusion.name, site.role)

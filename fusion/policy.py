@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import functools
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,21 +178,28 @@ class Policy:
         return (each for each in self.measurement if fusion in each.fusions and each.engine == engine)
 
     def faster_at(
-        self, fusion: str, engine: Engine, target: Target, site: Site, quant: ActivationQuant | None
+        self,
+        fusion: str,
+        engine: Engine,
+        target: Target,
+        site: Site,
+        quant: ActivationQuant | None,
+        foreign: Callable[[str], bool] = lambda _: False,
     ) -> Measurement | None:
-        """The measurement that turns a fusion on in an engine at such a site, or None."""
-        return next(
-            (
-                each
-                for each in self.of(fusion, engine.name)
-                if each.faster
-                and each.compiled == engine.compiled
-                and each.unless not in engine.does
-                and each.inside == _inside(fusion, quant)
-                and each.holds(target, site, quant)
-            ),
-            None,
+        """The measurement that turns a fusion on in an engine at such a site, or None.
+
+        Of several it is the one with the fewest fusions that are `foreign` to the model, as it has no site for them; of these the first.
+        """
+        there = (
+            each
+            for each in self.of(fusion, engine.name)
+            if each.faster
+            and each.compiled == engine.compiled
+            and each.unless not in engine.does
+            and each.inside == _inside(fusion, quant)
+            and each.holds(target, site, quant)
         )
+        return min(there, key=lambda each: sum(map(foreign, each.fusions)), default=None)
 
     def why_nothing_gained(self, fusion: str, engine: Engine) -> str | None:
         """The measurement in words that says that nothing is gained in an engine that compiles, or None."""

@@ -376,6 +376,18 @@ def test_no_product_is_layerfuses_without_a_quantised_fusion(run, monkeypatch):
     assert not any("products" in note for note in notes)
 
 
+@pytest.mark.parametrize(
+    ("model", "tp", "measured"),
+    [
+        ("qwen3-32b-fp8", 4, "Qwen3-32B-FP8, a rank of four"),
+        ("deepseek-v3", 8, "DeepSeek-V3 in fp8, a rank of eight, dense layers"),
+    ],
+)
+def test_the_measurement_of_a_like_model_is_the_one_that_is_said(run, model, tp, measured):
+    found = decisions(run, model, "--tp", str(tp), "--target", "sm90")
+    assert f"({measured}, FlashInfer linears, vLLM 0.33.0" in found["post_attention", GROUP][1]
+
+
 def test_linears_in_blocks_quantise_as_in_vllm_as_it_is_installed(run, monkeypatch):
     """On Hopper in 0.33: what was measured beside FlashInfer counts, and vLLM's switch takes that back."""
     asked = ["deepseek-v3", "--target", "sm90"]
