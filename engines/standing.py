@@ -379,8 +379,8 @@ def at_first_call(
         model: as loaded.
         compiled: its plan.
         seams: the engine's.
-        before: called with the compiled before that call; it may plan anew.
-        done: called with the compiled when the record of that call is in it.
+        before: called with `compiled` before that call; it may plan anew.
+        done: called with `compiled` when the record of that call is in it.
     """
     standing = Standing(compiled=compiled, model=model, seams=seams)
     standing.put_in()
