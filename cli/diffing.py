@@ -56,7 +56,8 @@ def _read(file: Path) -> tuple[str, dict[str, Any]]:
         has = f"the keys {', '.join(map(shown, list(data)[:6]))}" if data else "no keys"
         raise ConfigError(str(file), [f"expected {'; or '.join(_KINDS)}; got an object with {has}"])
     try:
-        return kind, dict(_leaves(data))
+        # What was decided comes before why.
+        return kind, dict(sorted(_leaves(data), key=lambda leaf: leaf[0].endswith(".reason")))
     except RecursionError:
         raise ConfigError(str(file), ["is nested too deeply to be a plan or a report"]) from None
 

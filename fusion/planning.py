@@ -267,7 +267,8 @@ def plan(
     )
     sites = tuple(_reduced(placed, found))
     roles = frozenset(site.role for site in sites)
-    decide = _Decider(target, config, engine, shipped() if policy is None else policy, roles)
+    mixed = frozenset(index for index, experts in mixtures.items() if experts is not None and index is not None)
+    decide = _Decider(target, config, engine, shipped() if policy is None else policy, roles, mixed)
     decisions = tuple(chain.from_iterable(map(decide, sites)))
     return Plan(target=target, config=config, engine=engine, specs=placed, sites=sites, decisions=decisions)
 
@@ -341,10 +342,17 @@ class _Decider:
     """Decides site by site. Sites that differ in their place only are decided once."""
 
     def __init__(
-        self, target: Target, config: FusionConfig, engine: Engine | None, policy: Policy, roles: frozenset[str]
+        self,
+        target: Target,
+        config: FusionConfig,
+        engine: Engine | None,
+        policy: Policy,
+        roles: frozenset[str],
+        mixed: frozenset[int],
     ) -> None:
         self._target = target
         self._roles = roles
+        self._mixed = mixed
         self._config = config
         self._engine = engine
         self._policy = policy
@@ -357,7 +365,8 @@ class _Decider:
         self._known: dict[Any, list[tuple[str, Kind, str, Tokens]]] = {}
 
     def __call__(self, site: Site) -> list[Decision]:
-        key: int | str = self._alike.number(site) if self._anywhere and self._config.only is None else site.name
+        alike = self._anywhere and self._config.only is None
+        key = (self._alike.number(site) if alike else site.name, self._is_mixed(site))
         found = self._known.get(key)
         if found is None:
             found = self._known[key] = list(self._decide(site, self._config.quant_at(site)))
@@ -412,6 +421,10 @@ class _Decider:
             return None
         return engine.experts or f"not known: how {engine.name} runs a mixture's experts, and what it gives them"
 
+    def _is_mixed(self, site: Site) -> bool:
+        """Whether its layer holds a mixture of experts."""
+        return not isinstance(site.spec, KernelSpec) and site.spec.layer_index in self._mixed
+
     def _is_foreign(self, name: str) -> bool:
         """Whether the model has no site for a fusion."""
         return name in FUSIONS and self._roles.isdisjoint(FUSIONS[name].roles)
@@ -430,7 +443,9 @@ class _Decider:
         measured = (
             None
             if engine is None
-            else self._policy.faster_at(fusion.name, engine, self._target, site, quant, self._is_foreign)
+            else self._policy.faster_at(
+                fusion.name, engine, self._target, site, quant, self._is_foreign, self._is_mixed(site)
+            )
         )
         refusal = None if engine is None else engine.why_not(fusion.name, site.role)
         if engine is not None and refusal is None:

@@ -102,6 +102,8 @@ class Measurement:
     "It holds where what reads the site quantises like this: a word of `ActivationQuant.scheme`. None: however it does."
     inside: bool = False
     "Whether the linears quantise inside of the op that multiplies (`ActivationQuant.inside`); of no account where nothing is quantised."
+    mixtures: bool | None = None
+    "Whether its layers were mixtures of experts; None: both kinds. Of several measurements that hold at a site, a plan quotes one of its kind."
     compiled: bool = True
     "Whether the engine compiled the model. False: the fusions stood at module level."
     why: str | None = None
@@ -185,10 +187,12 @@ class Policy:
         site: Site,
         quant: ActivationQuant | None,
         foreign: Callable[[str], bool] = lambda _: False,
+        mixture: bool = False,
     ) -> Measurement | None:
         """The measurement that turns a fusion on in an engine at such a site, or None.
 
-        Of several it is the one with the fewest fusions that are `foreign` to the model, as it has no site for them; of these the first.
+        Of several it is the one with the fewest fusions that are `foreign` to the model, as it has no site for them; of these one of layers
+        like this one, a `mixture` or not; of these the first.
         """
         there = (
             each
@@ -199,7 +203,9 @@ class Policy:
             and each.inside == _inside(fusion, quant)
             and each.holds(target, site, quant)
         )
-        return min(there, key=lambda each: sum(map(foreign, each.fusions)), default=None)
+        return min(
+            there, key=lambda each: (sum(map(foreign, each.fusions)), each.mixtures is not mixture), default=None
+        )
 
     def why_nothing_gained(self, fusion: str, engine: Engine) -> str | None:
         """The measurement in words that says that nothing is gained in an engine that compiles, or None."""

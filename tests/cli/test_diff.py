@@ -15,6 +15,8 @@ def test_what_another_size_changes_in_a_plan_is_said_by_its_place(run, tmp_path)
     assert said["changed"]["tp"] == [1, 2]
     assert any("all_reduce" in place and place.endswith(".decision") for place in said["changed"])
     assert "changed  tp: 1 -> 2" in run("diff", *files).out
+    why = [place.endswith(".reason") for place in said["changed"]]
+    assert why == sorted(why), "a decision comes before its reasons"
     without = json.loads(files[0].read_text())
     del without["kinds"][0]
     files[1].write_text(json.dumps(without))

@@ -172,6 +172,18 @@ def test_a_measurement_holds_where_the_model_was_compiled_as_it_is_here() -> Non
         assert not plan(specs, SM90, None, there, policy).expected(name)
 
 
+def test_a_plan_quotes_what_layers_of_a_kind_gained() -> None:
+    engine = engine_of(["DeepseekV3ForCausalLM"], target=SM90)
+    name = "mla_dual_rms_norm"
+    policy = Policy(
+        measurement=tuple(row(name, model=kind, mixtures=kind == "mixtures") for kind in ("dense", "mixtures"))
+    )
+    made = plan(model("deepseek-v3").specs(), SM90, None, engine, policy)
+    quoted = [each.reason for each in made.expected(name)]
+    assert ["(dense, " in reason for reason in quoted] == [True] * 3 + [False] * 58
+    assert ["(mixtures, " in reason for reason in quoted] == [False] * 3 + [True] * 58
+
+
 def test_a_policy_is_one() -> None:
     with pytest.raises(ArgumentError, match=r"policy: got 'here'; fusion\.policy\.read_policy"):
         plan((), SM90, policy="here")  # type: ignore[arg-type]
