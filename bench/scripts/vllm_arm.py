@@ -170,6 +170,13 @@ class Arm:
         self.prompts(number, length, rounds)
         return self.llm.collective_rpc("probe_end", args=(rounds,))
 
+    def prompt_calls(self, number: int, length: int) -> list[dict[str, float]]:
+        """Function -> calls of one such step, Python's and C's, of every rank."""
+        rounds = 4
+        self.llm.collective_rpc("probe_count")
+        self.prompts(number, length, rounds)
+        return self.llm.collective_rpc("probe_counted", args=(rounds,))
+
     def prefill(self, lengths: list[int]) -> None:
         """Prompts of these lengths, one after another: whatever is compiled late is compiled now, and vLLM's log says so."""
         from vllm import SamplingParams

@@ -1,14 +1,20 @@
 """vLLM's own engine with and without layerfuse: GPU time of vLLM's full decode graph, greedy tokens, kernels of a step.
 
     python bench/scripts/vllm_engine.py [STAGE ...] --out results.json --logs FOLDER [--limit 540] [--turns 6] [--one-by-one]
+    python bench/scripts/vllm_engine.py [STAGE ...] --prompts --arms vllm decode --out results.json
 
 A stage is a model at its published widths with few layers and random weights (`vllm_shapes`), and several arms: vLLM without
 layerfuse as it is installed and in others of its own ways, and layerfuse in it. Each arm is an engine in processes of its own
 (`vllm_arm`). All arms of a stage are started together
 on the same GPUs, then take turns: while one is timed, the others wait. A time is that of vLLM's CUDA graph for a decode step,
-replayed behind 1024 tokens of context (`vllm_probe`); with several GPUs it is the slowest rank's. Steps of prompts are timed by the host's
-clock. Beside it stand the times of all kernels of the first rank, added up (`gpu_ms`; those of an all-reduce wait for the other ranks).
+replayed behind 1024 tokens of context (`vllm_probe`); with several GPUs it is the slowest rank's.
 A ratio is the median over the turns, each of which times every arm.
+
+Steps of prompts are timed by the host's clock, in many short turns, with all arms on the same few cores (`cores`): two processes take different
+times for the same work, so `--prompts`, which times nothing else, starts vLLM twice, and `vllm_again` says how far that alone is from 1. Ratios and
+differences are medians over the turns with their intervals of 95 %. Beside them stand the times of all kernels of the first
+rank, added up (`gpu_ms`; those of an all-reduce wait for the other ranks), and the calls of one step, with the functions that are called more often
+than in vLLM alone.
 
 Tokens are compared with those of the first arm. Where two sequences part, the two best logits of the first arm at that step say whether
 it was a tie: one bf16 step apart or less. Then every arm is given the first arm's tokens, and its log probabilities of them are compared
@@ -23,6 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import selectors
 import statistics
@@ -34,7 +41,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict
+from attrs import asdict, evolve
 from vllm_shapes import VOCABULARY, folder_of, layers_of
 from vllm_stages import DEFAULT, STAGES, Stage
 from vllm_table import table
@@ -66,10 +73,12 @@ LATE = "JIT compilation during inference"
 """In the warnings of vLLM's monitor of kernels that are compiled late."""
 CAPTURED = 512
 """The most tokens of a step that vLLM runs in CUDA graphs by default: in pieces around the attention, where prompts are."""
-TOGETHER = ((1, 512), (8, 1024))
+TOGETHER = ((1, 512), (1, 1024), (7, 1024))
 """Prompts of one step, and tokens of each, that are timed."""
-A_TURN = 400
+A_TURN = 80
 """Milliseconds that an arm's prompts are timed in a turn."""
+AGAIN = "vllm_again"
+"""A second engine of the first arm: what differs between the two is chance."""
 LENGTHS = (65, 300, 500, 800, 1100, 2500, 5000, 8192)
 """Tokens of prefills, one for each step of launch variants."""
 
@@ -151,6 +160,17 @@ class Engine:
         self.tell(*command)
         return self.answer(until)
 
+    def threads(self) -> list[int]:
+        """Of its process and all that it began; the first is the one that runs vLLM's engine."""
+        own = self.process.pid
+        processes = [own, *(each for each in map(int, filter(str.isdigit, os.listdir("/proc"))) if each != own)]
+        found: list[int] = []
+        for each in processes:
+            with contextlib.suppress(OSError):  # it has ended
+                if os.getsid(each) == own:
+                    found += map(int, os.listdir(f"/proc/{each}/task"))
+        return sorted(found, key=lambda thread: thread != own)
+
     def stop(self) -> None:
         """End it and its workers."""
         if self.process.poll() is None:
@@ -183,6 +203,9 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
             for arm in list(engines):
                 _try(result, engines, arm, until, None)
         result["started_s"] = round(time.monotonic() - started, 1)
+        if given.prompts:
+            _all_prompts(result, engines, stage, until, given)
+            return _concluded(result, {f"{name}.{arm}": arm for arm in result["arms"]}, logs)
         for batch in BATCHES:
             _settle_together(result, engines, batch, until)
         for batch in BATCHES:
@@ -207,8 +230,7 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
             for arm in list(engines):
                 _try(result, engines, arm, until, "forced", text)
             _try(result, engines, "vllm", until, "one_by_one", text)
-        for number, length in TOGETHER:
-            _time_prompts(result, engines, number, length, until, given.turns)
+        _all_prompts(result, engines, stage, until, given)
         for arm in [arm for arm in engines if arm == "vllm" or arm in stage.arms]:
             _try(result, engines, arm, until, "prefill", list(LENGTHS))
     finally:
@@ -220,7 +242,7 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
 
 def _arms(stage: Stage, only: list[str]) -> list[str]:
     """Of a stage, its ways first."""
-    return [arm for arm in (*stage.ways, *stage.arms) if not only or arm in only]
+    return [arm for arm in (*stage.ways, *stage.arms) if not only or arm in only or arm == AGAIN]
 
 
 def starts(name: str, stage: Stage, logs: Path, work: Path, until: float, given: argparse.Namespace) -> dict[str, Any]:
@@ -254,7 +276,7 @@ def _try(
         engines.pop(arm).stop()
         return None
     key = " ".join(["ready" if command is None else command, *(str(each) for each in given if isinstance(each, int))])
-    if command not in ("replay", "settle", "prefill", "prompts", "prompt_kernels"):
+    if command not in ("replay", "settle", "prefill", "prompts", "prompt_kernels", "prompt_calls"):
         result["arms"][arm][key] = found
     return found
 
@@ -299,26 +321,88 @@ def _time(result: dict[str, Any], engines: dict[str, Engine], batch: int, until:
             }
 
 
+@contextlib.contextmanager
+def _on_cores(engines: dict[str, Engine], number: int) -> Iterator[list[int]]:
+    """Let all arms run on the same cores, whose numbers these are: their engines' threads on the first, where nothing else of theirs is; 0: anywhere."""
+    before: dict[int, set[int]] = {}
+    cores = sorted(os.sched_getaffinity(0))[-number:] if number else []
+    try:
+        for engine in engines.values() if cores else ():
+            for thread in engine.threads():
+                with contextlib.suppress(OSError):  # it has ended
+                    before[thread] = os.sched_getaffinity(thread)
+                    os.sched_setaffinity(thread, cores[:1] if thread == engine.process.pid else cores[1:] or cores)
+        yield cores
+    finally:
+        for thread, where in before.items():
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(thread, where)
+
+
+def _all_prompts(
+    result: dict[str, Any], engines: dict[str, Engine], stage: Stage, until: float, given: argparse.Namespace
+) -> None:
+    with _on_cores(engines, given.cores and given.cores + stage.tp - 1) as cores:
+        result["cores"] = cores
+        for number, length in TOGETHER:
+            _time_prompts(result, engines, number, length, until, given.prompt_turns)
+    for number, length in TOGETHER:
+        _count_calls(result, engines, number, length, until)
+
+
 def _time_prompts(
     result: dict[str, Any], engines: dict[str, Engine], number: int, length: int, until: float, turns: int
 ) -> None:
-    """Steps that hold prompts alone; the host needs now more and now less time for the same, so the fastest round of a turn counts."""
+    """Steps that hold prompts alone. The first of a turn finds what other arms have left in the caches of its cores, and does not count."""
     times: dict[str, list[float]] = {arm: [] for arm in engines}
     warm = [_try(result, engines, arm, until, "prompts", number, length, 5) for arm in list(engines)]
-    rounds = max(5, min(40, int(A_TURN / max([1, *(min(found) for found in warm if found)]))))
+    rounds = 1 + max(3, min(20, int(A_TURN / max([1, *(min(found) for found in warm if found)]))))
     for arm in _in_turns(engines, turns):
         found = _try(result, engines, arm, until, "prompts", number, length, rounds)
-        times[arm] += [min(found)] if found else []
+        times[arm] += [statistics.median(found[1:])] if found else []
     for arm in list(engines):
         ranks = _try(result, engines, arm, until, "prompt_kernels", number, length)
         if ranks and (several := times[arm]):
+            first = times.get("vllm", [])
+            pairs = [*zip(first, several, strict=False)]
             result["arms"][arm][f"prompts {number} x {length}"] = {
                 "ms": round(statistics.median(several), 3),
                 "turns_ms": [round(each, 3) for each in several],
-                "times_faster": _faster(times.get("vllm", []), several),
+                "times_faster": _faster(first, several),
+                "times_faster_95": _interval([a / b for a, b in pairs]),
+                "more_ms": round(statistics.median(b - a for a, b in pairs), 4) if pairs else None,
+                "more_ms_95": _interval([b - a for a, b in pairs]),
                 "gpu_ms": round(sum(us for _, us in ranks[0].values()) / 1000, 3),
                 "launches": round(sum(count for count, _ in ranks[0].values()), 1),
             }
+
+
+def _count_calls(result: dict[str, Any], engines: dict[str, Engine], number: int, length: int, until: float) -> None:
+    """Of such a step, in each arm: all calls, and of which functions there are more or fewer than in the first arm."""
+    first: dict[str, float] = {}
+    for arm in list(engines):
+        ranks = _try(result, engines, arm, until, "prompt_calls", number, length)
+        found = result["arms"][arm].get(f"prompts {number} x {length}")
+        if ranks and found:
+            counted = ranks[0]
+            first = counted if arm == "vllm" else first
+            found |= {"calls": round(sum(counted.values())), "more_calls": _more(first, counted) if first else None}
+
+
+def _more(first: dict[str, float], others: dict[str, float]) -> dict[str, float]:
+    """What is called more often than in the first arm (or less), the greatest differences first."""
+    found = {name: round(others.get(name, 0) - first.get(name, 0), 1) for name in {**first, **others}}
+    return dict([each for each in sorted(found.items(), key=lambda each: -abs(each[1])) if each[1]][:60])
+
+
+def _interval(values: list[float]) -> list[float] | None:
+    """Between which of these values their median lies with 95 % (by the sign test, which asks nothing of their distribution); None: too few."""
+    count, below, lowest = len(values), 0.0, -1
+    while below + math.comb(count, lowest + 1) / 2**count <= 0.025:
+        lowest += 1
+        below += math.comb(count, lowest) / 2**count
+    ordered = sorted(values)
+    return None if lowest < 0 else [round(ordered[lowest], 4), round(ordered[count - 1 - lowest], 4)]
 
 
 def _faster(first: list[float], several: list[float]) -> float | None:
@@ -386,6 +470,14 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=None)
     parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--prompts", action="store_true", help=f"time prompts alone, with {AGAIN} as one more arm")
+    parser.add_argument("--prompt-turns", type=int, default=40, help="in which prompts are timed; short ones")
+    parser.add_argument(
+        "--cores",
+        type=int,
+        default=4,
+        help="that all arms share while prompts are timed, besides one for each further rank; 0: any",
+    )
     parser.add_argument("--one-by-one", action="store_true", help="start engines one after another")
     parser.add_argument("--arms", nargs="*", default=[], help="of each stage, where not all")
     parser.add_argument(
@@ -409,10 +501,13 @@ def main() -> None:
     results["environment"] = {**environment(), "began": time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())}
     gpus = _gpus()
     results["environment"]["gpus"] = gpus
+    kind = "starts" if given.starts else "prompts" if given.prompts else "stages"
     for name in given.stages or [name for name in STAGES if not name.startswith("tiny")]:
         stage = STAGES[name]
+        if given.prompts:
+            stage = evolve(stage, ways={**stage.ways, AGAIN: stage.ways["vllm"]})
         left = given.limit - (time.monotonic() - BEGAN)
-        if name in results["stages"] and not given.again:
+        if name in results.get(kind, {}) and not given.again:
             print(f"{name}: done before")
         elif stage.tp > len(gpus):
             print(f"{name}: needs {stage.tp} GPUs, and there are {len(gpus)}")
@@ -421,11 +516,11 @@ def main() -> None:
         else:
             print(f"{name}: begins at {time.monotonic() - BEGAN:.0f} s", flush=True)
             until = min(BEGAN + given.limit, time.monotonic() + 2 * stage.needs + 60)
-            kind, measure = ("starts", starts) if given.starts else ("stages", run)
+            measure = starts if given.starts else run
             results.setdefault(kind, {})[name] = measure(name, stage, logs, work, until, given)
             given.out.write_text(json.dumps(results, indent=1) + "\n")
             if not given.starts:
-                print(table({"stages": {name: results["stages"][name]}}, BATCHES), flush=True)
+                print(table({"stages": {name: results[kind][name]}}, BATCHES), flush=True)
     print(f"after {time.monotonic() - BEGAN:.0f} s\n{table(results, BATCHES)}")
 
 

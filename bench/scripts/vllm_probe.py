@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ except ImportError:
 
 _managers: list[Any] = []
 _profiles: list[Any] = []
+_counts: list[Counter[Any]] = []
 _filled: list[int] = []
 
 
@@ -122,6 +124,27 @@ class Probe:
                 counts[event.name[:160]] += 1
                 took[event.name[:160]] += event.time_range.elapsed_us()
         return {name: [count / times, round(took[name] / times, 2)] for name, count in counts.items()}
+
+    def probe_count(self) -> None:
+        """Count calls of this thread from now on. In one process with the engine, its own are among them."""
+        counts: Counter[Any] = Counter()
+        _counts.append(counts)
+
+        def see(frame: Any, event: str, given: Any) -> None:
+            if event == "call":
+                counts[frame.f_code] += 1
+            elif event == "c_call":
+                counts[getattr(given, "__qualname__", "?")] += 1
+
+        sys.setprofile(see)
+
+    def probe_counted(self, times: int) -> dict[str, float]:
+        """Function -> calls since then, divided by so many times."""
+        sys.setprofile(None)
+        named: Counter[str] = Counter()
+        for what, count in _counts.pop().items():
+            named[what[-60:] if isinstance(what, str) else f"{Path(what.co_filename).name}:{what.co_qualname}"] += count
+        return {name: count / times for name, count in named.items()}
 
     def probe_state(self) -> dict[str, Any]:
         """What this worker runs."""

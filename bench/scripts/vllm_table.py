@@ -31,7 +31,8 @@ def table(results: dict[str, Any], batches: tuple[int, ...]) -> str:
             fused = ", ".join(f"{count:g} {kernel}" for kernel, count in found.get(f"fused {batches[0]}", {}).items())
             late = f"; {len(found['late'])} compiled late" if found.get("late") else ""
             late += "".join(
-                f"; {key}: {each['ms']:.2f} ms ({each['times_faster'] or 0:.3f}), gpu {each['gpu_ms']:.2f}"
+                f"; {key}: {each['ms']:.2f} ms ({each['times_faster'] or 0:.3f}{_between(each.get('times_faster_95'))}), "
+                f"gpu {each['gpu_ms']:.2f}{_called(each)}"
                 for key, each in found.items()
                 if key.startswith("prompts")
             )
@@ -40,6 +41,14 @@ def table(results: dict[str, Any], batches: tuple[int, ...]) -> str:
             )
         lines += [f"{name}: {arm} failed: {error[:300]}" for arm, error in stage["errors"].items()]
     return "\n".join(lines + whole(results["stages"], batches))
+
+
+def _between(interval: list[float] | None) -> str:
+    return "" if interval is None else f", {interval[0]:.3f} to {interval[1]:.3f}"
+
+
+def _called(found: dict[str, Any]) -> str:
+    return f", {found['calls']} calls" if "calls" in found else ""
 
 
 def whole(stages: dict[str, Any], batches: tuple[int, ...]) -> list[str]:

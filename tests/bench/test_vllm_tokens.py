@@ -1,5 +1,9 @@
 """bench/scripts/vllm_tokens.py: how far log probabilities are apart, and where an arm is further from vLLM than its own ways are."""
 
+import os
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,7 +74,7 @@ def test_prompts_are_timed_in_turns_and_one_that_fails_takes_no_further_part():
             assert (number, length) == (2, 64)
             if command == "prompt_kernels":
                 return [{"one": [3, 500.0], "other": [1, 20.0]}]
-            assert rounds == ((5,) if len(self.answers) == 3 else (40,))
+            assert rounds == ((5,) if len(self.answers) == 3 else (9,))
             answer = self.answers.pop(0)
             if answer is None:
                 raise ArmError("gone")
@@ -79,24 +83,94 @@ def test_prompts_are_timed_in_turns_and_one_that_fails_takes_no_further_part():
         def stop(self):
             self.stopped = True
 
-    last = Fake([9.0], [1.0], None)
+    last = Fake([9.0], [1.0, 1.0], None)
     engines = {
-        "vllm": Fake([9.0, 20.0], [6.0, 5.0], [4.0, 9.0]),
-        "decode": Fake([8.0], [3.0, 4.0], [3.0]),
+        "vllm": Fake([9.0, 20.0], [60.0, 5.0], [4.0, 7.0, 5.0]),
+        "decode": Fake([8.0], [30.0, 4.0, 2.0], [90.0, 4.0]),
         "last": last,
     }
     result = {"arms": {name: {"fusions": None} for name in engines}, "errors": {}}
     _time_prompts(result, engines, 2, 64, 0.0, 2)
     found = result["arms"]["decode"]["prompts 2 x 64"]
     assert found == {
-        "ms": 3.0,
-        "turns_ms": [3.0, 3.0],
-        "times_faster": 1.5,
+        "ms": 3.5,
+        "turns_ms": [3.0, 4.0],
+        "times_faster": 1.5833,
+        "times_faster_95": None,
+        "more_ms": -2.0,
+        "more_ms_95": None,
         "gpu_ms": 0.52,
         "launches": 4.0,
     }
     assert last.stopped and list(result["errors"]) == ["last"] and set(engines) == {"vllm", "decode"}
-    assert "prompts 2 x 64: 3.00 ms (1.500), gpu 0.52" in table({"stages": {"a stage": result}}, (1,))
+    assert "prompts 2 x 64: 3.50 ms (1.583), gpu 0.52 |" in table({"stages": {"a stage": result}}, (1,))
+    found |= {"times_faster_95": [1.5, 1.75], "calls": 70}
+    assert "3.50 ms (1.583, 1.500 to 1.750), gpu 0.52, 70 calls |" in table({"stages": {"a stage": result}}, (1,))
+
+
+def test_an_interval_holds_the_median_19_times_of_20():
+    from vllm_engine import _interval
+
+    assert _interval([1.0] * 5) is None, "five values lie on one side of the median once in 16 times"
+    assert _interval([3.0, 1.0, 2.0, 6.0, 5.0, 4.0]) == [1.0, 6.0]
+    assert _interval([float(each) for each in range(40)]) == [13.0, 26.0]  # as tables of the sign test have it
+    chance = random.Random(0)
+    intervals = [_interval([chance.gauss(0.0, 1.0) for _ in range(20)]) for _ in range(1000)]
+    assert 940 < sum(low <= 0.0 <= high for low, high in intervals) < 980
+
+
+def test_calls_are_told_by_what_the_first_arm_does_less_often():
+    from vllm_engine import _count_calls
+
+    class Fake:
+        def __init__(self, **calls):
+            self.calls = calls
+
+        def ask(self, *_):
+            return [self.calls, {}]
+
+    result = {"arms": {arm: {"prompts 1 x 8": {"ms": 1.0}} for arm in ("vllm", "ours")}, "errors": {}}
+    _count_calls(result, {"vllm": Fake(a=3.0, b=1.0), "ours": Fake(a=3.0, c=7.25)}, 1, 8, 0.0)
+    assert [result["arms"][arm]["prompts 1 x 8"] for arm in ("vllm", "ours")] == [
+        {"ms": 1.0, "calls": 4, "more_calls": {}},
+        {"ms": 1.0, "calls": 10, "more_calls": {"c": 7.2, "b": -1.0}},
+    ]
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads are bound to cores on Linux alone")
+def test_while_prompts_are_timed_all_arms_have_the_same_cores():
+    """The engine's own thread is the only one of its arm on its core, and afterwards every thread is where it was."""
+    from vllm_engine import Engine, _on_cores
+
+    allowed = os.sched_getaffinity(0)
+    asleep = "import sys, threading; threading.Thread(target=sys.stdin.read).start(); print(flush=True)"
+    begun = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {asleep!r}])"
+    engines = {}
+    for name in ("one", "two"):
+        engine = engines[name] = Engine.__new__(Engine)
+        engine.process = subprocess.Popen(
+            [sys.executable, "-c", begun], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+    try:
+        for engine in engines.values():
+            engine.process.stdout.readline()
+            threads = engine.threads()
+            assert threads[0] == engine.process.pid and len(threads) == 3
+        with _on_cores(engines, 2) as cores:
+            assert cores == sorted(allowed)[-2:]
+            for engine in engines.values():
+                first, *others = map(os.sched_getaffinity, engine.threads())
+                assert first == set(cores[:1]) and others == [set(cores[1:]) or first] * 2
+        with _on_cores(engines, 0) as cores:
+            assert cores == []
+            assert all(
+                os.sched_getaffinity(each) == allowed for engine in engines.values() for each in engine.threads()
+            )
+    finally:
+        for engine in engines.values():
+            engine.process.stdin.close()
+            engine.process.stdout.close()
+            engine.process.wait(10)
 
 
 def test_a_whole_model_is_the_sum_of_its_layers():
