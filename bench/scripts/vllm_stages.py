@@ -92,6 +92,10 @@ _GATED = Arm(("+gated_rms_norm_group_quant",))
 _PER_TOKEN = Arm(("add_rms_norm_per_token_quant", "rms_norm_per_token_quant", "silu_mul_per_token_quant"))
 _DECODE, _FP8_CACHE = {"decode": Arm(("mla_decode",))}, {"kv_cache_dtype": "fp8"}
 _BLOCKS_MLA = {**_BLOCKS, "decode": Arm(("+mla_decode",))}
+# Which fusion it is that moves numbers.
+_WITHOUT = {
+    f"without_{name}": Arm((f"-{name}_group_quant",)) for name in ("silu_mul", "mla_dual_rms_norm", "add_rms_norm")
+}
 # As vLLM runs the architectures of its own that it does not compile: CUDA graphs that are broken around the attention.
 _BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
 _UNCOMPILED = {
@@ -109,7 +113,7 @@ _SEAMS = {
 STAGES = {
     # The shapes that are served: what one rank holds, with random weights, on one GPU.
     "deepseek-v3-rank8-dense": Stage("deepseek-v3-rank8-dense", _BLOCKS_MLA, _WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
-    "deepseek-v3-rank8-mixture": Stage("deepseek-v3-rank8-mixture", _BLOCKS_MLA, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=2 << 30, needs=230),
+    "deepseek-v3-rank8-mixture": Stage("deepseek-v3-rank8-mixture", _BLOCKS_MLA | _WITHOUT, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=2 << 30, needs=230),
     "deepseek-v3-dp-dense": Stage("deepseek-v3-dp-dense", _BLOCKS_MLA, _WAYS, variables=_SKIP, engine=_UNTRIED, needs=230),
     "deepseek-v3-dp-mixture": Stage("deepseek-v3-dp-mixture", _BLOCKS_MLA, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=2 << 30, needs=230),
     "qwen3-32b-fp8": Stage("qwen3-32b-fp8", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=6 << 30),

@@ -98,9 +98,22 @@ def warm_up(calls: dict[Call, None]) -> int:
             )
         if problem is not None:
             raise problem
+        _compile_ahead(made, memory)
         for name, given in made:
             overload(name)(*_tensors(given, memory))
     return len(made)
+
+
+def _compile_ahead(made: tuple[Call, ...], memory: _Memory) -> None:
+    """Compile several kernels at once for calls that a rank makes alone on a GPU; each would be compiled by itself when it is launched."""
+    alone = [(name, given) for name, given in made if given[0].device.type == "cuda" and not _groups([(name, given)])]
+    if len(alone) < 2:
+        return
+    from ..backends.triton import launcher
+
+    with launcher.compiling_ahead() as ahead:
+        for name, given in alone if ahead else ():
+            overload(name)(*_tensors(given, memory))
 
 
 def _planned(calls: Iterable[Call], memory: _Memory) -> dict[Call, None]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -52,3 +54,40 @@ def test_what_is_launched_gives_the_same(known: bool, monkeypatch: pytest.Monkey
     finally:
         backends.force(None)
     assert bool(kept) is known
+
+
+def test_what_is_compiled_ahead_is_not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: dict[tuple[object, ...], launcher.Compiled] = {}
+    monkeypatch.setattr(launcher, "_compiled", kept)
+    monkeypatch.setattr(launcher, "interpreted", lambda _: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    kernel = MagicMock()
+    rows = torch.ones(4, 8)
+    with launcher.compiling_ahead() as ahead:
+        launcher.first(kernel, ("key",), (rows,), (4, 8), (True,), rows=2, sides=1, warps=4)
+    assert ahead
+    kernel.warmup.assert_called_once_with(rows, 4, 8, True, False, grid=(2, 1, 1), num_warps=4)
+    kernel.__getitem__.assert_not_called()
+    assert not kept
+    launcher.first(kernel, ("key",), (rows,), (4, 8), (True,), rows=2, sides=1, warps=4)
+    kernel.__getitem__.assert_called_once_with((2, 1, 1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_was_compiled_ahead_is_launched_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **said: compiled.append(said["repr"]))
+    x, residual = (torch.randn(5, 1048, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    weight = torch.rand(1048, device="cuda", dtype=torch.bfloat16)
+    try:
+        backends.force("reference")
+        wanted = ops.add_rms_norm(x, residual, weight, 1e-6)
+        backends.force("triton")
+        with launcher.compiling_ahead():
+            ops.add_rms_norm(x, residual, weight, 1e-6)
+        assert len(compiled) == 1
+        for got, want in zip(ops.add_rms_norm(x, residual, weight, 1e-6), wanted, strict=True):
+            torch.testing.assert_close(got, want, rtol=2**-7, atol=0)
+        assert len(compiled) == 1
+    finally:
+        backends.force(None)

@@ -7,7 +7,9 @@ to what the inputs are aligned. Only what is launched for the first time goes th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,10 @@ def is_known(release: str) -> bool:
 
 
 _direct = is_known(triton.__version__)
+_ahead: list[bool] = []
+"""Not empty while kernels are compiled ahead, and not launched."""
+THREADS = 8
+"""The most kernels that are compiled at once; more would wait for Python's lock."""
 
 
 class Compiled(NamedTuple):
@@ -122,6 +128,25 @@ def again(key: tuple[Any, ...], device: int, addresses: tuple[int, ...], numbers
     return True
 
 
+@contextmanager
+def compiling_ahead() -> Iterator[bool]:
+    """What would be launched for the first time is only compiled while this lasts, several kernels at once; all are ready at its end.
+
+    Yields:
+        False where this release of Triton cannot do it: calls would launch as ever.
+    """
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:
+        yield False
+        return
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads, mode(threads):
+        _ahead.append(True)
+        try:
+            yield True
+        finally:
+            _ahead.pop()
+
+
 def first(
     kernel: Any,
     key: tuple[Any, ...],
@@ -134,7 +159,7 @@ def first(
     warps: int,
     beside: int = 0,
 ) -> None:
-    """Compile a kernel, launch it, and keep it where it can be called directly.
+    """Compile a kernel, launch it, and keep it where it can be called directly. In `compiling_ahead` it is only compiled.
 
     Args:
         kernel: the Triton kernel. Its arguments are the tensors, the numbers, the constants and then whether launches overlap.
@@ -156,6 +181,9 @@ def first(
         kernel[grid](*tensors, *numbers, *constants, **options)
         return
     with torch.cuda.device(device):
+        if _ahead:
+            kernel.warmup(*tensors, *numbers, *constants, grid=grid, **options)
+            return
         built = kernel[grid](*tensors, *numbers, *constants, **options)
     if _direct and not (HIP and _has_large_storage(tensors)) and max(numbers) < 2**31:
         _compiled[key] = Compiled(built.run, built.function, built.packed_metadata, rows, sides, beside, constants)
