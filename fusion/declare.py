@@ -336,7 +336,7 @@ class PlainWeight(LinearWeight):
 
 @frozen(kw_only=True)
 class Bias(Argument):
-    """What a linear adds to each column, (columns,), of the weight's dtype; it may be left out."""
+    """What a linear adds to each column, (columns,); it may be left out. Its dtype is that of `FloatDtype` if the op has it, else the weight's."""
 
     schema = "Tensor?"
     default = None
@@ -353,6 +353,28 @@ class BlockScales(Argument):
 
     weight: str
     doc: str = "float32, (columns / 128, width / 128), rounded up: one per block of the weight."
+
+
+@frozen(kw_only=True)
+class TokenScales(Argument):
+    """The float32 scales of `QuantisedRows`, (..., 1), rows of any stride, or one element for all of them."""
+
+    schema = "Tensor"
+
+    of: str
+    doc: str = "float32, (..., 1): one per token, or one element for all."
+
+
+@frozen(kw_only=True)
+class ChannelScales(Argument):
+    """The float32 scales of a `LinearWeight`: contiguous, one per column of the product in any shape, or one element for all of them."""
+
+    schema = "Tensor"
+
+    weight: str
+    doc: str = (
+        "float32, one per column of the product, as (columns,), (columns, 1) or (1, columns), or one element for all."
+    )
 
 
 @frozen(kw_only=True)

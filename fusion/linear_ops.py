@@ -3,6 +3,7 @@
 `group_quant_linear`: activations quantised in groups of 128 columns, and their product with an fp8 weight in blocks of 128 x 128
 (DeepSeek-V3, arXiv 2412.19437, section 3.3.2). For a few tokens both are one launch, as a product then waits for its weights.
 `block_scaled_linear`: the product alone, of activations that were quantised in front of it.
+`scaled_linear`: of fp8 activations with a scale per token, or one, and an fp8 weight with a scale per column of the product, or one.
 `few_token_linear`: the product with a weight of 16 bits, without scales.
 """
 
@@ -15,6 +16,7 @@ from .declare import (
     UE8M0,
     Bias,
     BlockScales,
+    ChannelScales,
     ExpertIds,
     ExpertScales,
     ExpertWeights,
@@ -31,6 +33,7 @@ from .declare import (
     RouterWeights,
     Rows,
     RowScales,
+    TokenScales,
 )
 
 MOST = 16
@@ -96,6 +99,24 @@ BLOCK_SCALED_LINEAR = Op(
     reference=_reference("block_scaled_linear"),
 )
 
+SCALED_LINEAR = Op(
+    name="scaled_linear",
+    doc="x in fp8 with a scale per token or one for all, times an fp8 weight with a scale per column of the product or one for all: for up to "
+    "16 tokens in one launch. Scales are applied to the sum, then the bias.",
+    args=(
+        QuantisedRows(name="x"),
+        TokenScales(name="x_scale", of="x"),
+        LinearWeight(name="weight", of="x"),
+        ChannelScales(name="weight_scale", weight="weight"),
+        Bias(name="bias", weight="weight", doc="(columns,), of out_dtype; None: nothing is added."),
+        FloatDtype(),
+        _STEADY,
+        _beyond("x, x_scale, weight, weight_scale, bias"),
+    ),
+    results=(Product(name="out", of="x", through="weight", doc="(..., columns), in out_dtype; sums are in float32."),),
+    reference=_reference("scaled_linear"),
+)
+
 FEW_TOKEN_LINEAR = Op(
     name="few_token_linear",
     doc="x times a weight of bfloat16 or float16, as torch.nn.functional.linear: for up to 16 tokens in one launch, which shares out the depth. "
@@ -145,6 +166,14 @@ LINEARS = {
         Kernel(
             backend="triton",
             made_by="layerfuse.fusion.backends.triton.linear:quantised_function_of",
+            refuses="layerfuse.fusion.backends.triton.linear:refuses",
+            steps="layerfuse.fusion.backends.triton.linear:steps_of",
+        ),
+    ),
+    SCALED_LINEAR: (
+        Kernel(
+            backend="triton",
+            made_by="layerfuse.fusion.backends.triton.linear:scaled_function_of",
             refuses="layerfuse.fusion.backends.triton.linear:refuses",
             steps="layerfuse.fusion.backends.triton.linear:steps_of",
         ),

@@ -1,7 +1,8 @@
 """Products with few tokens, where a GEMM waits for its weights: layerfuse's linears beside what engines call.
 
-In fp8 with blocks of 128 x 128 these are `group_quant_linear` and `block_scaled_linear`, with --bfloat16 `few_token_linear`; --search tries more
-ways to share out that one. Shapes are the five linears of a rank of eight of DeepSeek-V3, then the four of Qwen3-4B. Each entrant multiplies with so many weights in turn, in one CUDA
+In fp8 with blocks of 128 x 128 these are `group_quant_linear` and `block_scaled_linear`, with --bfloat16 `few_token_linear`, with --channels
+`scaled_linear` of fp8 with a scale per token and per column of the product; --search tries more ways to share out the last two. Shapes are the
+five linears of a rank of eight of DeepSeek-V3, then the four of Qwen3-4B, then the four of a rank of four of Llama-3.3-70B. Each entrant multiplies with so many weights in turn, in one CUDA
 graph, that none is in the L2 cache. With "in front" the activations come in bfloat16 and the entrant's engine quantises them first.
 Where launches overlap, the kernel in front is the same product with another weight, which lets the next one start.
 """
@@ -14,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -38,13 +40,25 @@ SHAPES = (
     (2560, 4096),
     (19456, 2560),
     (2560, 9728),
+    (2560, 8192),
+    (8192, 2048),
+    (14336, 8192),
+    (8192, 7168),
 )
-"""Columns and depth: q_a and kv_a, q_b, o, gate and up, down of DeepSeek-V3; q, k and v, o, gate and up, down of Qwen3-4B."""
+"""Columns and depth: q_a and kv_a, q_b, o, gate and up, down of DeepSeek-V3; q, k and v, o, gate and up, down of Qwen3-4B, and of Llama-3.3-70B."""
+OF_BLOCKS, OF_CHANNELS = "0,1,2,3,4", "9,10,11,12"
 SEARCHED = (
     (64, 256, 2, 2, 4), (64, 128, 3, 3, 4), (64, 128, 4, 4, 4), (64, 128, 5, 3, 4), (64, 128, 5, 5, 4), (64, 512, 1, 1, 4), (64, 256, 2, 2, 8), (128, 128, 2, 2, 8),
     (64, 128, 3, 3, 2), (64, 128, 2, 2, 2), (64, 64, 3, 3, 2), (64, 64, 4, 4, 2), (32, 128, 4, 4, 2), (64, 256, 1, 1, 2),
 )  # fmt: skip
 """Of `linear.plain_shape`: columns of a program, of a group, groups, those on their way at once, warps."""
+SEARCHED_CHANNELS = {
+    8: ((64, 128, 3, 3, 2), (64, 128, 4, 4, 2), (64, 128, 8, 3, 2), (64, 128, 8, 4, 2), (64, 128, 16, 4, 2), (64, 256, 2, 2, 2), (64, 256, 4, 2, 2),
+        (32, 256, 4, 4, 2), (64, 128, 8, 8, 4)),
+    16: ((64, 128, 4, 4, 4), (64, 128, 8, 4, 4), (64, 128, 8, 8, 4), (64, 128, 16, 4, 4), (64, 256, 4, 2, 4), (128, 128, 4, 4, 8), (128, 128, 8, 4, 8),
+         (64, 128, 8, 3, 2)),
+}  # fmt: skip
+"""The same of `scaled_linear`, by the tokens that a kernel is compiled for."""
 TOKENS = (1, 8, 16, 64)
 BLOCK = 128
 """Columns of an activation's scale, and both sides of a weight's (DeepSeek-V3, arXiv 2412.19437, section 3.3.2)."""
@@ -126,19 +140,41 @@ def _flashinfer_inside() -> Peer:
     return Peer(lambda x, weight, weight_scales: multiply(x, weight, None, weight_scales), lambda x: (x,))
 
 
+def _channel_cutlass() -> Peer:
+    from vllm._custom_ops import cutlass_scaled_mm, scaled_fp8_quant
+
+    return Peer(
+        lambda x, scales, weight, weight_scales: cutlass_scaled_mm(
+            x, weight.T, out_dtype=torch.bfloat16, scale_a=scales, scale_b=weight_scales
+        ),
+        partial(scaled_fp8_quant, use_per_token_if_dynamic=True),
+    )
+
+
+def _channel_torch() -> Peer:
+    return Peer(
+        lambda x, scales, weight, weight_scales: torch._scaled_mm(
+            x, weight.T, scale_a=scales, scale_b=weight_scales.T, out_dtype=torch.bfloat16
+        ),
+        ops.quantise_per_token,
+    )
+
+
 CUTLASS = "vLLM CUTLASS"
 PEERS: dict[str, Callable[[], Peer]] = {
     CUTLASS: _cutlass, "DeepGEMM": _deep_gemm, "FlashInfer": _flashinfer, "vLLM Triton": _vllm_triton,
     "FlashInfer, bfloat16 in": _flashinfer_inside,
 }  # fmt: skip
-OURS = ("layerfuse", "layerfuse, bfloat16 in")
+SCALED_MM = "vLLM cutlass_scaled_mm"
+CHANNEL_PEERS: dict[str, Callable[[], Peer]] = {SCALED_MM: _channel_cutlass, "torch._scaled_mm": _channel_torch}
+OURS = ("layerfuse", "layerfuse, bfloat16 in", "layerfuse, quantisation in front")
 CUBLAS = "cuBLAS"
 
 
 @cache
 def _made(name: str) -> Peer | Exception:
     try:
-        return PEERS[name]()
+        return (PEERS | CHANNEL_PEERS)[name]()
     except Exception as problem:  # whatever is not installed here
         return problem
 
@@ -189,6 +225,37 @@ def plain_entrants(
         yield _named(shape), lambda shape=shape: [partial(_shared_out, shape, x, weight) for weight in weights]
 
 
+def channel_entrants(
+    names: Sequence[str], x: Tensor, weights: list[Weight], search: bool
+) -> Iterator[tuple[str, Callable[[], Calls]]]:
+    """As `entrants`, of weights with a scale per column of the product."""
+    for name in names:
+        for in_front in (False, True):
+            shown = f"{name}, quantisation in front" if in_front else name
+            yield shown, partial(_peer_calls, name, in_front, x, weights)
+    if len(x) > MOST:
+        return
+    given = ops.quantise_per_token(x)
+    yield OURS[0], lambda: [partial(ops.scaled_linear, *given, *weight, steady=True) for weight in weights]
+    yield OURS[2], lambda: [partial(_quantised_in_front, x, weight) for weight in weights]
+    several = next(each for most, each in SEARCHED_CHANNELS.items() if len(x) <= most) if search else ()
+    for shape in several:
+        yield _named(shape), lambda shape=shape: [partial(_shared_channels, shape, given, weight) for weight in weights]
+
+
+def _quantised_in_front(x: Tensor, weight: Weight) -> Tensor:
+    found: Tensor = ops.scaled_linear(*ops.quantise_per_token(x), *weight, steady=True)
+    return found
+
+
+def _shared_channels(shape: tuple[int, ...], given: tuple[Tensor, ...], weight: Weight) -> Tensor:
+    from layerfuse.fusion.backends.triton import linear
+
+    with mock.patch.object(linear, "scaled_shape_of", lambda _, depth, __: linear.plain_shape(depth, *shape)):
+        found: Tensor = ops.scaled_linear(*given, *weight, steady=True)
+        return found
+
+
 def _named(shape: tuple[int, ...]) -> str:
     tile, block, groups, held, warps = shape
     return f"{tile} columns, {groups} x {block}, {held} at once, {warps} warps"
@@ -216,6 +283,13 @@ def dequantised(values: Tensor, scales: Tensor, rows_per_scale: int) -> Tensor:
     return values.float() * wide.repeat_interleave(rows_per_scale, 0)[: values.shape[0]]
 
 
+def right_channels(x: Tensor, weights: list[Weight]) -> Tensor:
+    """As `right_results`, of activations that are quantised with one scale per token."""
+    values, scales = ops.quantise_per_token(x)
+    rows = values.double() * scales
+    return torch.stack([rows @ (values.double() * scales).t() for values, scales in weights])
+
+
 def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens, depth) to e4m3 and float32 scales, column by column."""
     return quantise(x.float(), FP8, BLOCK, column_major=True, use_ue8m0=False)
@@ -230,6 +304,13 @@ def drawn(columns: int, depth: int, device: str) -> Weight:
     scales = blocks.abs().amax((1, 3)).clamp(min=1e-10) / LARGEST
     values = (blocks / scales[:, None, :, None]).flatten(2).flatten(0, 1)[:columns]
     return values.to(FP8), scales
+
+
+def drawn_channels(columns: int, depth: int, device: str) -> Weight:
+    """A random weight, quantised with a scale per column of the product, (columns, 1)."""
+    wide = torch.randn(columns, depth, device=device) * depth**-0.5
+    scales = wide.abs().amax(1, keepdim=True) / LARGEST
+    return (wide / scales).to(FP8), scales
 
 
 def right_results(values: Tensor, scales: Tensor, weights: list[Weight]) -> Tensor:
@@ -269,12 +350,13 @@ def compared(several: Iterable[tuple[str, Callable[[], Calls]]], right: Tensor, 
         except Exception as problem:  # whatever is not installed here, or does not run
             graphs.pop(name, None)
             rows[name] = Row(problem=said(problem))
-    reference = first.get(CUTLASS, first.get(CUBLAS))
+    reference = next((first[name] for name in (CUTLASS, CUBLAS, SCALED_MM) if name in first), None)
+    searched = {_named(shape) for shape in (*SEARCHED, *chain.from_iterable(SEARCHED_CHANNELS.values()))}
     for name, timing in time_graphs(graphs, rounds).items():
         got = torch.stack(graphs[name].results)  # type: ignore[arg-type]
         error = relative_error(got, right)
         problem = f"off by {error:.3g}" if error > MOST_ERROR else ""
-        if (name in OURS or name in map(_named, SEARCHED)) and not torch.equal(got, first[name]):
+        if (name in OURS or name in searched) and not torch.equal(got, first[name]):
             problem = "replays differ"
         away = None if reference is None else float((got.float() - reference.float()).abs().max())
         error = error if math.isfinite(error) else None
@@ -302,9 +384,11 @@ def lines(rows: dict[int, dict[str, Row]], floors: dict[int, float]) -> Iterator
 def measured(given: argparse.Namespace) -> int:
     """Time all shapes; 1 where one of ours is wrong."""
     begun = time.monotonic()
-    shapes = [SHAPES[int(each)] for each in given.shapes.split(",")]
+    places = given.shapes or (OF_CHANNELS if given.channels else OF_BLOCKS)
+    shapes = [SHAPES[int(each)] for each in places.split(",")]
     tokens = [int(each) for each in given.tokens.split(",")]
-    names = [name for name in PEERS if any(each in name for each in given.peers.split(",") if each)]
+    peers = CHANNEL_PEERS if given.channels else PEERS
+    names = [name for name in peers if any(each in name for each in given.peers.split(",") if each)]
     for name in names:
         _made(name)
     speed, wrong = copy_speed(), False
@@ -325,6 +409,10 @@ def measured(given: argparse.Namespace) -> int:
             weights = [(torch.randn(columns, depth, device="cuda") * depth**-0.5).bfloat16() for _ in range(count)]
             right = torch.stack([x.double() @ weight.double().t() for weight in weights])
             enter = partial(plain_entrants, names, weights=weights, search=given.search)
+        elif given.channels:
+            weights = [drawn_channels(columns, depth, "cuda") for _ in range(count)]
+            right = right_channels(x, weights)
+            enter = partial(channel_entrants, names, weights=weights, search=given.search)
         else:
             weights = [drawn(columns, depth, "cuda") for _ in range(count)]
             right = right_results(*quantised(x), weights)
@@ -353,10 +441,11 @@ def main() -> int:
     """Time each entrant and print a table per shape, in microseconds."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--bfloat16", action="store_true", help="weights in bfloat16, beside cuBLAS")
-    parser.add_argument("--search", action="store_true", help="with --bfloat16: more ways to share out a product")
-    parser.add_argument("--shapes", default="0,1,2,3,4", help=f"places in {SHAPES}")
+    parser.add_argument("--channels", action="store_true", help="fp8 with a scale per token and per column")
+    parser.add_argument("--search", action="store_true", help="of these two: more ways to share out a product")
+    parser.add_argument("--shapes", help=f"places in {SHAPES}; else {OF_BLOCKS}, with --channels {OF_CHANNELS}")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="up to 64")
-    parser.add_argument("--peers", default="vLLM,DeepGEMM,FlashInfer", help="parts of names; empty: none")
+    parser.add_argument("--peers", default="vLLM,DeepGEMM,FlashInfer,torch", help="parts of names; empty: none")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--limit", type=float, default=150, help="seconds after which no further case is begun")
     parser.add_argument("--out", type=Path, help="a JSON file, written after each shape")

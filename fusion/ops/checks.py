@@ -17,6 +17,7 @@ from ..declare import (
     Bias,
     BlockScales,
     Cache,
+    ChannelScales,
     Choice,
     ColumnMajor,
     Epsilon,
@@ -46,6 +47,7 @@ from ..declare import (
     StaticScale,
     Table,
     TmaAligned,
+    TokenScales,
     Weight,
     WeightOffset,
 )
@@ -264,14 +266,15 @@ def _linear_weight(_: Op, argument: LinearWeight, weight: Any, values: Values) -
         yield _gaps(name, weight)
 
 
-def _bias(_: Op, argument: Bias, bias: Any, values: Values) -> Iterator[str]:
+def _bias(op: Op, argument: Bias, bias: Any, values: Values) -> Iterator[str]:
     name, of, weight = argument.name, argument.weight, values[argument.weight]
     if bias is None:
         return
     if tuple(bias.shape) != (len(weight),):
         yield f"{name} must be ({len(weight)},), as {of} {tuple(weight.shape)} has columns; got {tuple(bias.shape)}"
-    if bias.dtype != weight.dtype or bias.device != weight.device:
-        yield f"{name} must be {weight.dtype} on {weight.device}, got {bias.dtype} on {bias.device}"
+    dtype = next((values[each.name] for each in op.args if isinstance(each, FloatDtype)), weight.dtype)
+    if bias.dtype != dtype or bias.device != weight.device:
+        yield f"{name} must be {dtype} on {weight.device}, got {bias.dtype} on {bias.device}"
     if bias.stride(0) != 1 and len(bias) > 1:
         yield _gaps(name, bias)
 
@@ -292,6 +295,30 @@ def _row_scales(_: Op, argument: RowScales, scales: Any, values: Values) -> Iter
         yield f"{name} must be {shape}, one per 128 columns of {argument.of} {tuple(x.shape)}; got {tuple(scales.shape)}"
     if scales.dtype != torch.float32 or scales.device != x.device:
         yield f"{name} must be torch.float32 on {x.device}, got {scales.dtype} on {scales.device}"
+
+
+def _token_scales(_: Op, argument: TokenScales, scales: Any, values: Values) -> Iterator[str]:
+    name, x = argument.name, values[argument.of]
+    if not _is_one(scales) and tuple(scales.shape) != (shape := (*x.shape[:-1], 1)):
+        yield f"{name} must be {shape}, one per token of {argument.of} {tuple(x.shape)}, or one element; got {tuple(scales.shape)}"
+    if scales.dtype != torch.float32 or scales.device != x.device:
+        yield f"{name} must be torch.float32 on {x.device}, got {scales.dtype} on {scales.device}"
+
+
+def _channel_scales(_: Op, argument: ChannelScales, scales: Any, values: Values) -> Iterator[str]:
+    name, weight = argument.name, values[argument.weight]
+    columns = len(weight)
+    if not _is_one(scales) and tuple(scales.shape) not in ((columns,), (columns, 1), (1, columns)):
+        yield f"{name} must be ({columns},), ({columns}, 1) or (1, {columns}), or one element; got {tuple(scales.shape)}"
+    if scales.dtype != torch.float32 or scales.device != weight.device:
+        yield f"{name} must be torch.float32 on {weight.device}, got {scales.dtype} on {scales.device}"
+    if not scales.is_contiguous():
+        yield f"{name} has strides {tuple(scales.stride())}; pass {name}.contiguous()"
+
+
+def _is_one(scales: Tensor) -> bool:
+    """Whether it is one element, without a guard on the number of tokens."""
+    return all(type(size) is int and size == 1 for size in scales.shape)
 
 
 def _expert_weights(op: Op, argument: ExpertWeights, weights: Any, values: Values) -> Iterator[str]:
@@ -393,6 +420,8 @@ _PROBLEMS: dict[type[Argument], Callable[..., Iterator[str]]] = {
     Bias: _bias,
     BlockScales: _block_scales,
     RowScales: _row_scales,
+    TokenScales: _token_scales,
+    ChannelScales: _channel_scales,
     ExpertWeights: _expert_weights,
     ExpertScales: _expert_scales,
     RouterWeights: _router,

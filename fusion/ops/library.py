@@ -20,6 +20,7 @@ from ..declare import (
     Bias,
     BlockScales,
     Cache,
+    ChannelScales,
     ColumnMajor,
     Epsilon,
     ExpertIds,
@@ -51,6 +52,7 @@ from ..declare import (
     StaticScale,
     Table,
     TmaAligned,
+    TokenScales,
     Weight,
 )
 from .agreement import agree
@@ -227,7 +229,8 @@ def fake_of(op: Op) -> Callable[..., Any]:
 _BY_DTYPE = (Weight, Table, Cache, LinearWeight, ExpertWeights)
 """Of these the case knows the dtype."""
 _NOT_OF_THE_CASE = (
-    Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight, BlockScales, RowScales, ExpertScales, ExpertIds, RouterWeights, Output, Bias,
+    Rows, *_BY_DTYPE, Epsilon, StaticScale, Index, HeadWeight, BlockScales, RowScales, TokenScales, ChannelScales, ExpertScales, ExpertIds,
+    RouterWeights, Output, Bias,
 )  # fmt: skip
 
 

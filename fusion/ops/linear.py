@@ -60,6 +60,25 @@ def few_token_linear(x: Tensor, weight: Tensor, bias: Tensor | None, _steady: bo
     return torch.nn.functional.linear(x, weight, bias)
 
 
+def scaled_linear(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    _steady: bool,
+    beyond: str,
+) -> Tensor:
+    """`layerfuse::scaled_linear`."""
+    other = goes_beyond(x, beyond)
+    if other is not None:
+        return other(x, x_scale, weight, weight_scale, bias)
+    rows = x.reshape(-1, x.shape[-1]).float() * x_scale.reshape(-1, 1)
+    product = rows @ (weight.float() * weight_scale.reshape(-1, 1)).t()
+    return (product if bias is None else product + bias).to(out_dtype).view(*x.shape[:-1], len(weight))
+
+
 def op_of(name: str) -> Callable[..., Tensor]:
     """What is registered as `namespace::op`.
 

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from .. import backends
-from ..declare import Argument, GroupName, Index, LinearWeight, Op, Rows, RowScales
+from ..declare import Argument, GroupName, Index, LinearWeight, Op, Rows, RowScales, TokenScales
 from .agreement import agree
 from .library import case_maker, declared, overload
 
@@ -162,7 +162,8 @@ def _resized(op: Op, given: tuple[Any, ...], number: int) -> tuple[Any, ...]:
     def resized(argument: Argument, each: Any) -> Any:
         if isinstance(argument, Rows) and lead:
             return _Shape((number, *each.shape[lead:]), each.strides[lead - 1 :], each.dtype, each.device, each.beyond)
-        if isinstance(argument, RowScales) and lead:  # by rows or by columns
+        of_rows = isinstance(argument, TokenScales) and each.shape[:-1] == given[0].shape[:lead]
+        if (isinstance(argument, RowScales) or of_rows) and lead:  # by rows or by columns
             return evolve(each, shape=(number, *each.shape[lead:]), strides=each.strides[lead - 1 :])
         return evolve(each, shape=(number,)) if isinstance(argument, Index) and each is not None else each
 

@@ -11,12 +11,18 @@ import torch
 from compile_kernels import TARGETS, Compiler
 
 from layerfuse.fusion.backends.triton import experts, launcher, linear
-from layerfuse.fusion.linear_ops import BLOCK_SCALED_EXPERTS, BLOCK_SCALED_LINEAR, FEW_TOKEN_LINEAR, GROUP_QUANT_LINEAR
+from layerfuse.fusion.linear_ops import (
+    BLOCK_SCALED_EXPERTS,
+    BLOCK_SCALED_LINEAR,
+    FEW_TOKEN_LINEAR,
+    GROUP_QUANT_LINEAR,
+    SCALED_LINEAR,
+)
 from layerfuse.fusion.ops.linear import scales_shape
 
 SHAPES = ((2112, 7168), (3072, 1536), (7168, 2304), (272, 18432))
-FORMS = ("quantises", "quantised", "plain")
-"""Whether activations come in bfloat16 to be quantised, in fp8, or are multiplied as they are."""
+FORMS = ("quantises", "quantised", "channels", "plain")
+"""Whether activations come in bfloat16 to be quantised, in fp8 with scales of groups or of tokens, or are multiplied as they are."""
 
 
 EXPERTS = ((4, 256, 7168), (3, 768, 2048))
@@ -69,10 +75,14 @@ def built(name: str, columns: int, depth: int, early: bool) -> Iterator[dict[str
     scale = torch.ones(scales_shape(weight))
     for tokens in linear.buckets():
         for form in FORMS:
-            x = torch.empty(tokens, depth, dtype=fp8 if form == "quantised" else torch.bfloat16)
+            x = torch.empty(tokens, depth, dtype=torch.bfloat16 if form in ("quantises", "plain") else fp8)
             if form == "quantised":
                 given = torch.ones(tokens, scale.shape[1])
                 linear.quantised_function_of(BLOCK_SCALED_LINEAR)(x, given, weight, scale, torch.bfloat16, True, "")
+            elif form == "channels":
+                given, channels, bias = torch.ones(tokens, 1), torch.ones(columns, 1), torch.ones(columns).bfloat16()
+                scaled = linear.scaled_function_of(SCALED_LINEAR)
+                scaled(x, given, weight, channels, bias, torch.bfloat16, True, "")
             elif form == "quantises":
                 linear.function_of(GROUP_QUANT_LINEAR)(x, weight, scale, False, True, "")
             else:

@@ -59,7 +59,7 @@ def test_linears_become_machine_code_that_fits_everywhere() -> None:
     built = compiled("compile_linear_kernels.py")
     variants = {(each["target"], each["tokens"], each["form"]) for each in built}
     few = [(target, 8) for target in TARGETS if target.startswith("sm")]
-    forms = ("quantises", "quantised", "plain")
+    forms = ("quantises", "quantised", "channels", "plain")
     both = ("few_token_experts_up", "few_token_experts_down")
     assert variants == {(*each, form) for each in (*few, *((target, 16) for target in TARGETS)) for form in forms} | {
         (target, tokens, form) for target in TARGETS for tokens in (1, 8, 16) for form in both

@@ -61,7 +61,7 @@ def shape_of(depth: int, most: int, quantised: bool) -> Shape:
 
 
 class PlainShape(NamedTuple):
-    """How a product of 16 bits is shared out."""
+    """How a product without scales inside of its sums is shared out."""
 
     tile: int
     "Columns of a program."
@@ -95,6 +95,19 @@ def plain_shape_of(columns: int, depth: int, most: int) -> PlainShape:
     if most > _FEWEST and columns >= _MANY:
         return plain_shape(depth, 128, 128, 2, 2, 8)
     return plain_shape(depth, 64, 256, 2, 2, 4)
+
+
+_LARGE = 1 << 25
+"""Numbers of a weight from which programs take twice as much of the depth."""
+
+
+def scaled_shape_of(columns: int, depth: int, most: int) -> PlainShape:
+    """Of weights in fp8: as many bytes on their way as in `shape_of`, in programs that leave few parts of a large weight. Not tuned yet.
+
+    The arguments are those of `plain_shape_of`.
+    """
+    groups = 4 if columns * depth < _LARGE else 8
+    return plain_shape(depth, 64, 128, groups, 4, 2 if most == _FEWEST else 4)
 
 
 def buckets() -> tuple[int, ...]:
@@ -180,7 +193,36 @@ def plain_function_of(op: Op) -> Callable[..., Any]:
             return linear.few_token_linear(x, weight, bias, steady)
         out = torch.empty((*x.shape[:-1], len(weight)), dtype=x.dtype, device=x.device)
         if tokens:
-            _launch_plain(name, x.reshape(tokens, -1), weight, bias, out, steady)
+            _launch_plain(name, x.reshape(tokens, -1), None, weight, None, bias, out, steady)
+        return out
+
+    return function
+
+
+def scaled_function_of(op: Op) -> Callable[..., Any]:
+    """As `function_of`, of an op whose weight and activations have scales of whole rows."""
+    name = op.name
+
+    def function(
+        x: Tensor,
+        scale: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None,
+        out_dtype: torch.dtype,
+        steady: bool,
+        beyond: str,
+    ) -> Tensor:
+        tokens = x.shape[:-1].numel()
+        make_ready(x.device)
+        if tokens > linear.MOST or len(weight) > WIDEST:
+            if beyond:
+                return linear.op_of(beyond)(x, scale, weight, weight_scale, bias)
+            return linear.scaled_linear(x, scale, weight, weight_scale, bias, out_dtype, steady, beyond)
+        out = torch.empty((*x.shape[:-1], len(weight)), dtype=out_dtype, device=x.device)
+        if tokens:
+            rows = scale if scale.dim() == 2 else scale.reshape(-1, 1)
+            _launch_plain(name, x.reshape(tokens, -1), rows, weight, weight_scale, bias, out, steady)
         return out
 
     return function
@@ -249,26 +291,39 @@ def _launch(
     )  # fmt: skip
 
 
-def _launch_plain(name: str, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, steady: bool) -> None:
+def _launch_plain(
+    name: str,
+    x: Tensor,
+    scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    steady: bool,
+) -> None:
     (tokens, depth), columns = x.shape, len(weight)
     most = next(each for each in buckets() if tokens <= each)
-    shape = plain_shape_of(columns, depth, most)
+    shape = (plain_shape_of if scale is None else scaled_shape_of)(columns, depth, most)
     tiles = -(-columns // shape.tile)
     x_unit, weight_unit = unit_of(x), unit_of(weight)
-    parts, added = _parts(tiles, shape, most, x.device), weight if bias is None else bias
-    every = (x, weight, added, parts, counters(x.device), out)
-    numbers = (tokens, x.stride(0) // x_unit, weight.stride(0) // weight_unit)
+    parts = _parts(tiles, shape, most, x.device)
+    # What is not there is not read: another address stands for it.
+    scales = (x, weight) if scale is None or weight_scale is None else (scale, weight_scale)
+    every = (x, scales[0], weight, scales[1], weight if bias is None else bias, parts, counters(x.device), out)
+    scale_row = 0 if scale is None or len(scale) == 1 else scale.stride(0)
+    numbers = (tokens, x.stride(0) // x_unit, scale_row, weight.stride(0) // weight_unit)
+    channels = weight_scale is not None and weight_scale.numel() > 1
     addresses = tuple(tensor.data_ptr() for tensor in every)
     device = out.get_device()
     key = (
-        name, device, x.dtype, columns, depth, most, shape, x_unit, weight_unit, bias is None, steady,
+        name, device, x.dtype, weight.dtype, out.dtype, columns, depth, most, shape, x_unit, weight_unit, channels, bias is None, steady,
         launcher.special(max(numbers), addresses, every),
     )  # fmt: skip
     if launcher.again(key, device, addresses, numbers):
         return
     constants = (
         columns, depth, shape.block, x_unit, weight_unit, most, shape.tile, shape.groups, shape.split, shape.held,
-        bias is not None, launcher.interpreted(out.device), steady,
+        scale is not None, channels, bias is not None, launcher.interpreted(out.device), steady,
     )  # fmt: skip
     launcher.first(
         few_token_plain, key, every, numbers, constants,

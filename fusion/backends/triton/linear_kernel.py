@@ -83,19 +83,27 @@ def few_token_linear(
         total += product * (scale * left_scales[i])[None, :]
     at = m[None, :] * COLUMNS + n[:, None]
     mask = (m < tokens)[None, :] & (n < COLUMNS)[:, None]
-    _hand_in(total, 0.0, parts, arrived, out, at, mask, tile, part, TOKENS, TILE, SPLIT, False)
+    _hand_in(total, 1.0, 1.0, 0.0, parts, arrived, out, at, mask, tile, part, TOKENS, TILE, SPLIT, False, False)
+
+
+@triton.jit
+def _finish(total, left_scale, right_scale, bias, out, at, mask, SCALED: tl.constexpr, BIAS: tl.constexpr):
+    """Store what all programs of a tile have summed, with scales of its columns and tokens and the bias if there are any."""
+    if SCALED:
+        total = total * left_scale * right_scale
+    if BIAS:
+        total += bias
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _hand_in(
-    total, bias, parts, arrived, out, at, mask, tile, part,
-    TOKENS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr,
+    total, left_scale, right_scale, bias, parts, arrived, out, at, mask, tile, part,
+    TOKENS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SCALED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Leave what one program has summed, or be the last of a tile's to arrive, and store what all have, with the bias if there is one."""
+    """Leave what one program has summed, or be the last of a tile's to arrive, and finish."""
     if SPLIT == 1:
-        if BIAS:
-            total += bias
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+        _finish(total, left_scale, right_scale, bias, out, at, mask, SCALED, BIAS)
     else:
         # A tile's part is TOKENS numbers for each column, also of tokens that are not there: stores and loads need no mask.
         mine = (
@@ -118,23 +126,23 @@ def _hand_in(
                 total = tl.zeros((TILE, TOKENS), tl.float32)
                 for each in range(SPLIT):
                     total += tl.load(mine + each * (TILE * TOKENS), cache_modifier=".cg")
-            if BIAS:
-                total += bias
-            tl.store(out + at, total.to(out.dtype.element_ty), mask=mask)
+            _finish(total, left_scale, right_scale, bias, out, at, mask, SCALED, BIAS)
             tl.store(arrived + tile, 0)
 
 
-@triton.jit(do_not_specialize=["tokens", "x_row", "weight_row"])
+@triton.jit(do_not_specialize=["tokens", "x_row", "scale_row", "weight_row"])
 def few_token_plain(
-    x, weight, bias, parts, arrived, out,
-    tokens, x_row, weight_row,
+    x, x_scale, weight, weight_scale, bias, parts, arrived, out,
+    tokens, x_row, scale_row, weight_row,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BLOCK: tl.constexpr, X_UNIT: tl.constexpr, WEIGHT_UNIT: tl.constexpr,
     TOKENS: tl.constexpr, TILE: tl.constexpr, GROUPS: tl.constexpr, SPLIT: tl.constexpr, HELD: tl.constexpr,
-    BIAS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    SCALED: tl.constexpr, CHANNELS: tl.constexpr, BIAS: tl.constexpr, WIDE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The same of weights and activations of 16 bits, which have no scales, in groups of BLOCK columns: HELD of them are on their way at once.
+    """The same without scales inside of the sum, in groups of BLOCK columns: HELD of them are on their way at once.
 
-    BIAS: one number per column is added to the sum; else bias is not read.
+    SCALED: weights and activations in fp8, each with scales of a whole row that wait for the end: one per token, scale_row apart, and one per
+    column of the product where CHANNELS, else one. Not SCALED: weights and activations of 16 bits, and no scale is read. BIAS: one number per
+    column is added at the end; else bias is not read.
     """
     depth_groups: tl.constexpr = (DEPTH + BLOCK - 1) // BLOCK
     short: tl.constexpr = DEPTH % BLOCK != 0
@@ -150,11 +158,16 @@ def few_token_plain(
         if not AHEAD:
             tl_cuda.gdc_wait()
     added = tl.load(bias + row).to(tl.float32)[:, None] if BIAS else 0.0
+    left_scale, right_scale = 1.0, 1.0
+    if SCALED:
+        left_scale = tl.load(weight_scale + row)[:, None] if CHANNELS else tl.load(weight_scale)
     lefts = ()
     for i in tl.static_range(HELD):
         lefts = lefts + (_columns(weight_at, first + i, k, DEPTH, BLOCK, short, "evict_first"),)
     if EARLY and AHEAD:
         tl_cuda.gdc_wait()
+    if SCALED:
+        right_scale = tl.load(x_scale + token * scale_row)[None, :]
     rights = ()
     for i in tl.static_range(HELD):
         rights = rights + (_columns(x_at, first + i, k, DEPTH, BLOCK, masked, ""),)
@@ -165,11 +178,15 @@ def few_token_plain(
             rights = rights + (_columns(x_at, first + i + HELD, k, DEPTH, BLOCK, masked, ""),)
         if WIDE:
             total += tl.dot(lefts[i].to(tl.float32), tl.trans(rights[i].to(tl.float32)), input_precision="ieee")
+        elif SCALED:  # Hopper's tensor cores keep 14 bits of a sum of fp8 products: each group is summed anew
+            total += tl.dot(lefts[i], tl.trans(rights[i]))
         else:
             total = tl.dot(lefts[i], tl.trans(rights[i]), total)
     at = m[None, :] * COLUMNS + n[:, None]
     mask = (m < tokens)[None, :] & (n < COLUMNS)[:, None]
-    _hand_in(total, added, parts, arrived, out, at, mask, tile, part, TOKENS, TILE, SPLIT, BIAS)
+    _hand_in(
+        total, left_scale, right_scale, added, parts, arrived, out, at, mask, tile, part, TOKENS, TILE, SPLIT, SCALED, BIAS
+    )  # fmt: skip
 
 
 @triton.jit
