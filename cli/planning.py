@@ -177,7 +177,7 @@ def plan_data(
         from ..engines.vllm.decode_facts import beside, planned
 
         # What its layers take at module level, which is no fusion of graphs.
-        modules, stands = planned([spec for _, spec in specs], entry.architectures, device.arch, config)
+        modules, stands = planned([spec for _, spec in specs], entry.architectures, device.arch)
         around = beside(around) if stands else around
     decided = plan(specs, device, config, around)
     if engine == "vllm":

@@ -29,7 +29,7 @@ from ..native import Native, NotNativeError, native, native_call
 from ..options import NAME
 from ..process import once
 from ..seams import seam_of
-from .decode_facts import ATTENTION, CHANGED, CLASS, HOOKS, LEFT, WRITE, why_not_here, why_not_read, why_not_spec
+from .decode_facts import ATTENTION, CHANGED, CLASS, HOOKS, LEFT, WHY, WRITE, why_not_here, why_not_read, why_not_spec
 from .seams import SEAMS
 
 _loaded = count(1)
@@ -92,6 +92,7 @@ class Door:
         if problem is not None:
             yield problem
             return
+        shared = getattr(self.vllm_config.parallel_config, "decode_context_parallel_size", 1) > 1
         for path, spec in self.layers.items():
             wrapper = self._wrapper(path)
             problem = why_not_spec(spec)
@@ -99,7 +100,7 @@ class Door:
                 kind = type(self.module.get_submodule(path))
                 problem = f"{kind.__module__}.{kind.__qualname__} is not vLLM's {CLASS[1]}, and holds none"
             if problem is None:
-                problem = _why_not_layer(wrapper, spec)
+                problem = _why_not_layer(wrapper, spec, shared)
             if problem is not None:
                 yield f"{path}: {problem}"
 
@@ -221,34 +222,34 @@ class Door:
         return tuple(f"{path}:decode" for path in self.layers)
 
 
-def _why_not_layer(wrapper: Any, spec: MLASpec) -> str | None:
-    """Why one layer cannot be ours, from what vLLM made of it."""
+def _why_not_layer(wrapper: Any, spec: MLASpec, shared: bool) -> str | None:
+    """Why one layer cannot be ours, from what vLLM made of it; `shared`: whether its cache is split over ranks."""
     attention = wrapper.mla_attn
     kind = type(attention)
     if (kind.__module__, kind.__qualname__) != ATTENTION:
-        return f"{kind.__module__}.{kind.__qualname__} is not vLLM's {ATTENTION[1]}"
+        return WHY["attention"].format(kind=f"{kind.__module__}.{kind.__qualname__}", known=ATTENTION[1])
     backend = attention.attn_backend.get_name()
     base = getattr(sys.modules[WRITE[0]], WRITE[1])
     write = getattr(attention.impl, WRITE[2], None)
     checks = (
-        (getattr(write, "__func__", None) is not getattr(base, WRITE[2]), f"{backend} has a cache write of its own"),
-        (spec.rope is None or spec.rope.table != "cos_sin", "its rope has no table of cos and sin"),
-        (wrapper.is_sparse or wrapper.indexer is not None, "its attention is sparse"),
-        (getattr(wrapper, "g_proj", None) is not None, "it has an output gate"),
-        (getattr(attention, "calculate_kv_scales", False), "vLLM computes the scales of its cache from its first step"),
-        (getattr(attention, "hisparse_cache", None) is not None, "its cache is one of several tiers"),
-        (
-            attention.is_aiter_triton_fp4_bmm_enabled or attention.is_aiter_triton_fp8_bmm_enabled,
-            "AITER's quantised GEMM absorbs its query",
-        ),
-        (getattr(attention, "is_amx_bmm_enabled", False), "its query is absorbed by an AMX kernel"),
-        (attention.q_pad_num_heads is not None, f"{backend} pads its heads"),
-        (
-            _cache_of(attention) is None,
-            f"its cache is {attention.kv_cache_dtype}, a form that the fused op does not write",
-        ),
+        ("write", getattr(write, "__func__", None) is not getattr(base, WRITE[2])),
+        ("no table", spec.rope is None or spec.rope.table != "cos_sin"),
+        ("sparse", wrapper.is_sparse or wrapper.indexer is not None),
+        ("gate", getattr(wrapper, "g_proj", None) is not None),
+        ("scales", getattr(attention, "calculate_kv_scales", False)),
+        ("tiers", getattr(attention, "hisparse_cache", None) is not None),
+        ("aiter", attention.is_aiter_triton_fp4_bmm_enabled or attention.is_aiter_triton_fp8_bmm_enabled),
+        ("amx", getattr(attention, "is_amx_bmm_enabled", False)),
+        # In fp8 vLLM gives such a kernel the heads that there are, and in other forms leaves room for more behind them.
+        ("padded", attention.q_pad_num_heads not in (None, attention.num_heads) and not _query_in_fp8(attention)),
+        ("cache", _cache_of(attention) is None),
+        ("own ranks", shared and getattr(attention, "dcp_manager", None) is None),
+        ("all queries", getattr(wrapper, "dcp_q_replicate", False)),
     )
-    problem = next((why for found, why in checks if found), None)
+    said = {
+        "backend": backend, "few": attention.num_heads, "many": attention.q_pad_num_heads, "dtype": attention.kv_cache_dtype,
+    }  # fmt: skip
+    problem = next((WHY[why].format(**said) for why, found in checks if found), None)
     for norm in (wrapper.q_a_layernorm, wrapper.kv_a_layernorm):
         seam = seam_of(SEAMS, type(norm), "add_rms_norm")
         if problem is None and (seam is None or not seam.plain(norm)):
@@ -266,11 +267,14 @@ def _cache_of(attention: Any) -> tuple[Any] | None:
     return (None,) if name in ("auto", "bfloat16", "float16", "half", "float32") else None
 
 
+def _query_in_fp8(attention: Any) -> bool:
+    return bool(attention.kv_cache_dtype.startswith("fp8") and attention.impl.supports_quant_query_input)
+
+
 def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str]) -> Any:
     attention = wrapper.mla_attn
     q_norm, kv_norm, rope = spec.q_norm, spec.kv_norm, spec.rope
     (cache_dtype,) = _cache_of(attention) or (None,)
-    quantised = attention.kv_cache_dtype.startswith("fp8") and attention.impl.supports_quant_query_input
     from vllm.platforms import current_platform
 
     return ops.Layer(
@@ -281,7 +285,7 @@ def _layer(wrapper: Any, spec: MLASpec, ops: Any, waiting: set[str]) -> Any:
         offsets=(q_norm.weight_offset, kv_norm.weight_offset),  # type: ignore[union-attr]
         pairs="interleaved" if rope.interleaved else "halves",  # type: ignore[union-attr]
         cache_dtype=cache_dtype,
-        query_dtype=current_platform.fp8_dtype() if quantised else None,
+        query_dtype=current_platform.fp8_dtype() if _query_in_fp8(attention) else None,
         around=native(wrapper, bypassed=BYPASSED, values=False),
         stood=native_call(attention, (attention.impl, WRITE[2])),
         waiting=waiting,

@@ -16,7 +16,7 @@ from .switches import BATCH_INVARIANT, INVARIANT, MLA_DISABLE, is_set
 
 if TYPE_CHECKING:
     from ...adapters.specs import AnySpec, MLASpec
-    from ...fusion import ActivationQuant, Engine, FusionConfig
+    from ...fusion import Engine
 
 TAKES = f"{NAME} takes what stands there"
 """The reason in the plan of what is taken at the same sites."""
@@ -35,8 +35,6 @@ WRITE = ("vllm.v1.attention.backend", "MLAAttentionImpl", "do_kv_cache_update")
 
 SPARSE_MODELS = frozenset({"DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"})
 """Architectures of models.toml whose attention is sparse: vLLM has code of its own for them."""
-
-SPARSE = "its attention is sparse"
 
 WRAPPED = frozenset(
     [
@@ -80,6 +78,33 @@ HOOKS = tuple(
     )
 )
 """What of vLLM is called, or done in its place."""
+
+WHY = {
+    "no latent": "q_lora_rank is None: there is no query latent",
+    "not roped": "none of its columns is roped",
+    "rope unknown": "nothing says how its columns are roped",
+    "no table": "its rope has no table of cos and sin",
+    "sparse": "its attention is sparse",
+    "gate": "it has an output gate",
+    "attention": "{kind} is not vLLM's {known}",
+    "write": "{backend} has a cache write of its own",
+    "padded": "{backend} takes {few} heads as {many}, and the query in {dtype}",
+    "aiter": "AITER's quantised GEMM absorbs its query",
+    "amx": "its query is absorbed by an AMX kernel",
+    "cache": "its cache is {dtype}, a form that the fused op does not write",
+    "scales": "vLLM computes the scales of its cache from its first step",
+    "tiers": "its cache is one of several tiers",
+    "prompts split": "prefill_context_parallel_size is {size}: each rank has a part of a prompt",
+    "own ranks": "the cache is split over ranks in a way that this version of layerfuse does not know",
+    "all queries": "each rank makes the queries of all ranks that share its cache (dcp_q_replicate)",
+    "output": "vLLM's pass for attention and quantisation (fuse_attn_quant) looks for its own ops",
+    "pieces": "vLLM decodes in CUDA graphs of pieces alone (cudagraph_mode is PIECEWISE), which hold the same in every step",
+    "breakable": "vLLM captures its CUDA graphs in pieces around its own ops (VLLM_USE_BREAKABLE_CUDAGRAPH=1)",
+    "mode": "vLLM's compilation mode is {mode}",
+    "disabled": f"{MLA_DISABLE} is set: vLLM runs these layers without MLA",
+    "invariant": INVARIANT,
+}
+"""What a model has or asks for -> why its layers are left to vLLM. docs/mla-decode.md has each of them with what would have to be done."""
 
 READS = {
     "MultiHeadLatentAttentionWrapper.forward": frozenset(
@@ -165,16 +190,10 @@ READS = {
 def why_not_spec(spec: MLASpec) -> str | None:
     """Why a layer cannot take it, from its spec alone, as a sentence; None where it can."""
     if spec.q_norm is None:
-        return "q_lora_rank is None: there is no query latent"
+        return WHY["no latent"]
     if spec.rope is None or spec.rope.width == 0:
-        return "none of its columns is roped" if spec.rope is not None else "nothing says how its columns are roped"
-    if spec.q_norm.quant is not None and not spec.q_norm.quant.inside:
-        return _quantises(spec.q_norm.quant)
+        return WHY["rope unknown" if spec.rope is None else "not roped"]
     return None
-
-
-def _quantises(quant: ActivationQuant) -> str:
-    return f"the projection behind its query norm quantises with {quant}, which vLLM fuses with the norm"
 
 
 def why_not_read(hook: Hook, source: ast.AST) -> str | None:
@@ -218,30 +237,28 @@ def why_not_here(vllm_config: Any) -> str | None:
     if problem is not None:
         return problem
     parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
-    for what in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, what, 1) > 1:
-            return f"{what} is {getattr(parallel, what)}: each rank has a part of the cache"
+    size = getattr(parallel, "prefill_context_parallel_size", 1)
+    if size > 1:
+        return WHY["prompts split"].format(size=size)
     if getattr(compilation.pass_config, "fuse_attn_quant", False):
-        return "vLLM's pass for attention and quantisation (fuse_attn_quant) looks for its own ops"
+        return WHY["output"]
     if getattr(compilation.cudagraph_mode, "name", None) == "PIECEWISE":
-        return "vLLM decodes in CUDA graphs of pieces alone (cudagraph_mode is PIECEWISE), which hold the same in every step"
+        return WHY["pieces"]
     if compilation.mode is not None and compilation.mode.name not in ("NONE", "VLLM_COMPILE"):
-        return f"vLLM's compilation mode is {compilation.mode.name}"
+        return WHY["mode"].format(mode=compilation.mode.name)
     return None
 
 
 def _why_not_environment() -> str | None:
     if is_set(BATCH_INVARIANT):
-        return INVARIANT
-    if os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1":
-        return "vLLM captures its CUDA graphs in pieces around its own ops (VLLM_USE_BREAKABLE_CUDAGRAPH=1)"
-    return None
+        return WHY["invariant"]
+    return WHY["breakable"] if os.environ.get("VLLM_USE_BREAKABLE_CUDAGRAPH") == "1" else None
 
 
 def why_no_mla(architectures: Iterable[str]) -> str | None:
     """Why vLLM runs the MLA layers of these models in code without MLA, as a sentence; None where it does not."""
     disabled = is_set(MLA_DISABLE) and not SWITCHED.isdisjoint(architectures)
-    return f"{MLA_DISABLE} is set: vLLM runs these layers without MLA" if disabled else None
+    return WHY["disabled"] if disabled else None
 
 
 def beside(engine: Engine) -> Engine:
@@ -261,28 +278,21 @@ MEASURED = (
 """Of `mla_decode`, as plans say it."""
 
 
-def planned(
-    specs: Iterable[AnySpec], architectures: Iterable[str], arch: str, config: FusionConfig | None = None
-) -> tuple[list[str], bool]:
+def planned(specs: Iterable[AnySpec], architectures: Iterable[str], arch: str) -> tuple[list[str], bool]:
     """What `layerfuse plan` says of it: a sentence for each kind of MLA layer, by the environment's wishes, and whether it stands.
 
     Args:
         specs: of the whole model.
         architectures: of the model.
         arch: as `Target.arch`.
-        config: how what reads the norms quantises, where the specs do not say it.
     """
     from ...adapters.specs import MLASpec
-    from ...fusion.sites import LATENTS
 
     layers = [spec for spec in specs if isinstance(spec, MLASpec)]
     given = frozenset(architectures)
-    everywhere = SPARSE if SPARSE_MODELS & given else None
+    everywhere = WHY["sparse"] if SPARSE_MODELS & given else None
     if everywhere is None and not WRAPPED & given:
         everywhere = f"vLLM's code of this model is not known to hold a {CLASS[1]}"
-    quant = None if config is None else dict(config.quant).get(LATENTS)
-    if everywhere is None and quant is not None and not quant.inside:
-        everywhere = _quantises(quant)
     reasons = Counter(everywhere or why_not_spec(spec) for spec in layers)
     wanted = decode_in(os.environ.get("LAYERFUSE_FUSIONS", ""))
     default = NAME in on_by_default(arch)

@@ -274,7 +274,13 @@ def _attend(q: Tensor, entries: Tensor, positions: Tensor, output: Tensor, layer
             heads = heads.clone()
             layer.rope_in_place(heads, positions)
         else:
-            attended, _ = attention.impl.forward_mqa(query, layer.seen(cache), metadata, attention)
+            shared = attention.dcp_manager if attention.impl.dcp_world_size > 1 else None
+            if shared is not None:
+                query = shared.query_gather(query)
+            attended, weights = attention.impl.forward_mqa(query, layer.seen(cache), metadata, attention)
+            if shared is not None:  # each rank has attended to its part of the cache, for the heads of all
+                starts = metadata.query_start_loc[: metadata.num_decodes + 1]
+                attended = shared.combine(attended, weights, seq_lens=metadata.decode.seq_lens, query_start_loc=starts)
             attention._v_up_proj(attended, out=output[:count])
             layer.has_decoded()
             return

@@ -86,7 +86,7 @@ def _results(layer: Layer, vllm_config: Any) -> Iterator[tuple[Any, Tensor]]:
         seen.update(q=q, entries=torch.cat([normed, k_rope.view(ROWS, rope)], -1))
         scale = attention._k_scale
         attention.impl.do_kv_cache_update(normed, k_rope, caches[0], slots, attention.kv_cache_dtype, scale)
-        inside = _With(attention, impl=_With(attention.impl, forward_mqa=kernel))
+        inside = _With(attention, impl=_With(attention.impl, forward_mqa=kernel, dcp_world_size=1))
         type(attention).forward_impl(inside, q, normed, k_rope, caches[0], step, output=output[0])
         return output[0]
 

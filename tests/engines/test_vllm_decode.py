@@ -22,9 +22,19 @@ from helpers import in_turn, shown
 pytest.importorskip("vllm_paged")
 import vllm_paged
 from test_vllm_inside import as_installed
-from test_vllm_plugin import GROUP_FP8, fresh, said  # noqa: F401 (`fresh` is a fixture)
+from test_vllm_plugin import (  # noqa: F401 (`fresh` is a fixture)
+    COLUMNS,
+    GROUP_FP8,
+    PER_TOKEN_FP8,
+    ROWS,
+    TOKENS,
+    fp8,
+    fresh,
+    said,
+)
 from torch import Tensor
 from vllm.config import CUDAGraphMode
+from vllm.distributed import parallel_state
 from vllm.model_executor import custom_op
 from vllm.model_executor.layers import mla
 from vllm.model_executor.layers.attention import mla_attention
@@ -66,13 +76,18 @@ DECODED, ASIDE, IN_PIECES = shown("docs/mla-decode.md", "a decode step went thro
 
 
 def ran(
-    name: str, path: Path, layerfuse: Any, meanwhile: Callable[[], None] = lambda: None, **config: Any
+    name: str,
+    path: Path,
+    layerfuse: Any,
+    meanwhile: Callable[[], None] = lambda: None,
+    steps: Any = STEPS,
+    **config: Any,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], list[dict[str, int]]]:
     """Of each step: what comes out, all bytes of the caches after it, and what was called how often."""
     results, caches, calls = [], [], []
     with paged(name, path, layerfuse=layerfuse, **config) as engine:
         meanwhile()
-        for requests, padded in STEPS:
+        for requests, padded in steps:
             written.clear()
             with counting() as counted:
                 results.append(engine.step(requests, abs(padded), padded >= 0).float())
@@ -322,6 +337,115 @@ def test_the_query_comes_in_fp8_where_attention_takes_that(tmp_path: Path) -> No
         assert (a - b).norm() / b.norm() < 2e-2
 
 
+DRAFTED: tuple[tuple[tuple[tuple[int, int], ...], int], ...] = (
+    (((0, 5), (1, 7)), 0),
+    (((0, 2), (1, 2)), 0),  # two tokens of each, one of them drafted
+    (((1, 2), (0, 2)), 4),  # the same, padded for a graph
+    (((0, 1), (1, 2)), 0),  # one sequence without a draft
+    (((0, 2), (1, 1), (2, 3)), 0),  # beside a prompt
+    (((0, 2), (1, 2), (2, 2)), 0),
+)
+
+
+@pytest.mark.parametrize(("stored", "mode"), in_turn(CLOSE, ["VLLM_COMPILE", "NONE"]))
+def test_tokens_that_were_drafted_are_decoded_with_the_one_before(
+    stored: tuple[str, str], mode: str, tmp_path: Path
+) -> None:
+    """Speculative decoding: several tokens of a sequence, where vLLM's metadata calls them decoded."""
+    config = {"cache_dtype": stored[0], "dtype": stored[1], "steps": DRAFTED, "drafted": 1}
+    states, entries = CLOSE[stored]
+    own, own_caches, _ = ran("deepseek-v3", tmp_path / "own", False, mode="NONE", **config)
+    got, caches, calls = ran("deepseek-v3", tmp_path / "ours", ON, mode=mode, **config)
+    for step, (a, b) in enumerate(zip(got, own, strict=True)):
+        assert (a - b).norm() / b.norm() < states, step
+    for found, expected in zip(caches, own_caches, strict=True):
+        for name, held in found.items():
+            a, b = (values(each, *stored) for each in (held, expected[name]))
+            torch.testing.assert_close(a, b, **entries, equal_nan=True)
+    for (requests, _), counted in zip(DRAFTED, calls, strict=True):
+        query = "mla_query_absorb" if all(new <= 2 for _, new in requests) else "mla_query_rope"
+        assert counted == {"mla_norm_rope_cache_into": 3, query: 3, VLLMS: 0 if query == "mla_query_absorb" else 3}
+
+
+class Shared:
+    """Two ranks with the same part of a cache, in the place of what gathers their queries and combines what they found."""
+
+    seen: list[tuple[Tensor, ...]]
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def query_gather(self, query: Tensor) -> Tensor:
+        self.seen.append((query.clone(),))
+        return torch.cat([query, query * 0.5], 1)
+
+    def combine(self, attended: Tensor, weights: Tensor, *, seq_lens: Tensor, query_start_loc: Tensor) -> Tensor:
+        self.seen.append((weights, seq_lens, query_start_loc))
+        first, second = attended.chunk(2, 1)
+        return first * 0.75 + second * 0.25
+
+
+@pytest.mark.skipif(not hasattr(mla_attention, "MLADCPManager"), reason="0.26 shares a cache in another way")
+@pytest.mark.parametrize("known", [True, False])
+def test_a_cache_that_ranks_share_is_attended_to_as_vllm_does_it(
+    known: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode context parallelism: queries of all ranks to each, results back, around the attention kernel."""
+    attend, make = vllm_paged._decode, vllm_paged.engine_config
+
+    def decode_with_weights(*args: Any) -> tuple[Tensor, Tensor]:
+        attended = attend(*args)[0]
+        return attended, attended.sum(-1)
+
+    def shared_config(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        made.parallel_config.decode_context_parallel_size = 2
+        return made
+
+    monkeypatch.setattr(vllm_paged, "_decode", decode_with_weights)
+    monkeypatch.setattr(vllm_paged, "engine_config", shared_config)
+    monkeypatch.setattr(parallel_state, "get_dcp_world_size_and_rank", lambda _=True: (2, 0))
+    monkeypatch.setattr(mla_attention, "MLADCPManager", Shared if known else lambda *_, **__: None)
+    if not known:
+        assert alone(tmp_path, caplog).endswith(decode_facts.WHY["own ranks"])
+        return
+    config = {"mode": "NONE", "steps": DRAFTED, "drafted": 1}
+    found = []
+    for on in (False, ON):
+        monkeypatch.setattr(Shared, "seen", [], raising=False)
+        results, _, calls = ran("deepseek-v3", tmp_path / str(bool(on)), on, **config)
+        found.append((results, Shared.seen))
+    (own, own_seen), (got, seen) = found
+    assert sum("mla_query_absorb" in counted for counted in calls) == 4
+    assert len(seen) == len(own_seen) == 2 * 3 * (len(DRAFTED) - 1), "two for each layer in a step that decodes"
+    for given, wanted in zip(seen, own_seen, strict=True):
+        torch.testing.assert_close(given, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, own, rtol=1e-4, atol=1e-4)
+
+
+DENSE_FP8 = {**GROUP_FP8, "first_k_dense_replace": 2}
+QUANTISED = {
+    "in blocks": (ROWS, DENSE_FP8),
+    "in blocks, column by column": (COLUMNS, DENSE_FP8),
+    "per token": (TOKENS, {**PER_TOKEN_FP8, "first_k_dense_replace": 2}),
+}
+
+
+@pytest.mark.parametrize("how", QUANTISED)
+def test_a_projection_that_quantises_by_itself_does_so_behind_the_ops(how: str, tmp_path: Path) -> None:
+    """As with DeepGEMM's and CUTLASS's linears: one launch more than where nothing quantises."""
+    kernel, overrides = QUANTISED[how]
+    given: dict[str, Any] = {"dtype": "bfloat16", "overrides": overrides}
+    with fp8(kernel):
+        own = ran("deepseek-v3", tmp_path / "own", False, mode="NONE", **given)[0]
+        got, _, calls = ran("deepseek-v3", tmp_path / "ours", ON, **given)
+    for a, b in zip(got, own, strict=True):
+        assert (a - b).norm() / b.norm() < 0.1
+    assert [counted.get("mla_query_absorb", 0) > 0 for counted in calls] == [
+        all(new == 1 for _, new in requests) and padded != SHORT for requests, padded in STEPS
+    ]
+
+
 # ---- what is said of decode steps, and what is tried before
 
 
@@ -565,9 +689,10 @@ def test_a_step_that_an_op_refuses_is_done_as_vllm_does_it_and_so_are_all_after_
     )
 
 
-def test_linears_that_quantise_inside_of_their_op_are_multiplied_beside_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", ["auto", "fp8"])
+def test_linears_that_quantise_inside_of_their_op_are_multiplied_beside_it(stored: str, tmp_path: Path) -> None:
     """DeepSeek-V3's dense layers as they are published, in a vLLM as it is installed: nothing in front of `q_b_proj` quantises. (A router may choose other experts.)"""
-    given: dict[str, Any] = {"dtype": "bfloat16", "overrides": {**GROUP_FP8, "first_k_dense_replace": 2}}
+    given: dict[str, Any] = {"dtype": "bfloat16", "overrides": DENSE_FP8, "cache_dtype": stored}
     with as_installed():
         with paged("deepseek-v3", tmp_path / "own", layerfuse=False, mode="NONE", **given) as engine:
             own = [engine.step(requests).float() for requests, _ in STEPS[:3]]

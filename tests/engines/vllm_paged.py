@@ -117,6 +117,8 @@ class Paged:
     engine: Started
     layers: dict[str, Any]
     blocks: int = 24
+    drafted: int = 0
+    "The most tokens of a sequence that are decoded together beside the first."
     lengths: dict[int, int] = field(factory=dict)
     "Sequence -> tokens of it in the cache. Sequence s has the blocks s, s + 4, s + 8, ..."
 
@@ -149,23 +151,27 @@ class Paged:
             pieces: whether the step is said to be one of such graphs.
         """
         ids, positions, slots, decodes, prefills = [], [], [], [], []
+        starts, lengths = [0], []
         for sequence, new in requests:
             before = self.lengths.get(sequence, 0)
             self.lengths[sequence] = before + new
             ids += [(7 * sequence + 3 * i) % 64 for i in range(before, before + new)]
             positions += range(before, before + new)
             slots.append(self.slots(sequence, before, before + new))
-            if new == 1 and before and not prefills:
-                decodes.append(self.slots(sequence, 0, before + 1))
+            if new <= 1 + self.drafted and before and not prefills:
+                decodes += [self.slots(sequence, 0, before + each + 1) for each in range(new)]
+                starts.append(len(decodes))
+                lengths.append(before + new)
             else:
                 prefills.append((self.slots(sequence, 0, before), new))
         count = len(ids)
         metadata = SimpleNamespace(
             num_actual_tokens=count,
-            num_decodes=len(decodes),
+            num_decodes=len(lengths),
             num_decode_tokens=len(decodes),
             num_prefills=len(prefills),
-            decode=SimpleNamespace(slots=decodes),
+            decode=SimpleNamespace(slots=decodes, seq_lens=torch.tensor(lengths)),
+            query_start_loc=torch.tensor(starts),
             prefill=SimpleNamespace(requests=prefills, chunked_context=None) if prefills else None,
         )
         mapping = torch.cat([*slots, torch.full((padded if slots_too else 0,), -1)])
@@ -186,7 +192,14 @@ class Paged:
 
 @contextlib.contextmanager
 def paged(
-    name: str, cache: Path, *, cache_dtype: str = "auto", profile: bool = True, groups: Any = None, **config: Any
+    name: str,
+    cache: Path,
+    *,
+    cache_dtype: str = "auto",
+    profile: bool = True,
+    groups: Any = None,
+    drafted: int = 0,
+    **config: Any,
 ) -> Iterator[Paged]:
     """A model that has made its profiling run, with its caches. `groups`: as for `in_engine`; `config`: as for `engine_config`."""
     made = engine_config(name, **config)
@@ -207,7 +220,7 @@ def paged(
             layer.process_weights_after_loading(
                 torch.get_default_dtype() if config.get("dtype") is None else getattr(torch, config["dtype"])
             )
-        started = Paged(engine, layers)
+        started = Paged(engine, layers, drafted=drafted)
         if profile:
             engine()
             started.allocate()
