@@ -91,7 +91,11 @@ _OWN_REDUCE = {"vllm": Way(), "unreduced": Way(passes={"fuse_allreduce_rms": Fal
 _GATED = Arm(("+gated_rms_norm_group_quant",))
 _PER_TOKEN = Arm(("add_rms_norm_per_token_quant", "rms_norm_per_token_quant", "silu_mul_per_token_quant"))
 _DECODE, _FP8_CACHE = {"decode": Arm(("mla_decode",))}, {"kv_cache_dtype": "fp8"}
-_BLOCKS_MLA = {**_BLOCKS, "decode": Arm(("+mla_decode",))}
+_BLOCKS_MLA = {
+    **_BLOCKS,
+    "decode": Arm(("+mla_decode",)),
+    "decode_deep_gemm": Arm(("+mla_decode",), way="deep_gemm"),
+}
 # Which fusion it is that moves numbers.
 _WITHOUT = {
     f"without_{name}": Arm((f"-{name}_group_quant",)) for name in ("silu_mul", "mla_dual_rms_norm", "add_rms_norm")

@@ -5,7 +5,10 @@ Run by `make test-engines` in an environment of its own.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
+import re
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -17,7 +20,7 @@ from unittest import mock
 import attrs
 import pytest
 import torch
-from helpers import in_turn, shown
+from helpers import ROOT, in_turn, shown
 
 pytest.importorskip("vllm_paged")
 import vllm_paged
@@ -367,6 +370,51 @@ def test_tokens_that_were_drafted_are_decoded_with_the_one_before(
         assert counted == {"mla_norm_rope_cache_into": 3, query: 3, VLLMS: 0 if query == "mla_query_absorb" else 3}
 
 
+@pytest.mark.parametrize(
+    ("heads", "stored", "served"), [(4, "auto", True), (8, "auto", False), (8, "fp8", True), (8, "fp8 alone", False)]
+)
+def test_heads_that_a_kernel_counts_otherwise(
+    heads: int, stored: str, served: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CUTLASS's kernel reads 128 of each token. In fp8 vLLM gives it the query as it is; otherwise it leaves room behind fewer."""
+    counts = property(lambda _: heads, lambda _, __: None)
+    steady = as_steady(TritonMLAImpl) if stored == "fp8" else contextlib.nullcontext()
+    given = {"cache_dtype": stored.partition(" ")[0], "mode": "NONE"}
+    with mock.patch.object(TritonMLAImpl, "q_pad_num_heads", counts, create=True), steady:
+        if not served:
+            why = alone(tmp_path, caplog, **given)
+            assert why.endswith(f"TRITON_MLA takes 4 heads as {heads}, and the query in {given['cache_dtype']}")
+            return
+        own = ran("deepseek-v3", tmp_path / "own", False, **given)[0]
+        got, _, calls = ran("deepseek-v3", tmp_path / "ours", ON, **given)
+    for a, b in zip(got, own, strict=True):
+        assert (a - b).norm() / b.norm() < (1e-4 if stored == "auto" else 2e-2)
+    assert sum("mla_query_absorb" in str(counted) for counted in calls) == 3
+
+
+def test_which_attention_writes_its_cache_itself_and_that_every_other_takes_a_joined_query() -> None:
+    """FlashInfer's, CUTLASS's and FlashMLA's cannot be imported here; their source says it."""
+    folder = Path(mla_attention.__file__).parents[3] / "v1" / "attention" / "backends" / "mla"
+    own, joined = set(), set()
+    for path in folder.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and node.name.endswith("Impl"):
+                methods = {each.name: ast.unparse(each) for each in node.body if isinstance(each, ast.FunctionDef)}
+                if "do_kv_cache_update" in methods and "sparse" not in path.name:
+                    own.add(path.stem)
+                if re.search(r"(isinstance\(q, tuple\)|type\(q\) is tuple)", methods.get("forward_mqa", "")):
+                    joined.add(path.stem)
+    assert own <= {"amx_mla", "cpu_mla"}
+    assert joined >= {"cutlass_mla", "flashattn_mla", "flashinfer_mla", "flashmla", "triton_mla"}
+
+
+def test_the_page_has_every_reason_of_refusal_as_it_is_said() -> None:
+    page = (ROOT / "docs" / "mla-decode.md").read_text()
+    (table,) = re.findall(r"^\| said as \|.*?\n\n", page, re.MULTILINE | re.DOTALL)
+    rows = [line.split(" | ")[0].removeprefix("| ").strip("`") for line in table.strip().splitlines()[2:]]
+    assert rows == list(decode_facts.WHY.values())
+
+
 class Shared:
     """Two ranks with the same part of a cache, in the place of what gathers their queries and combines what they found."""
 
@@ -515,9 +563,10 @@ def test_the_numbers_of_each_kind_of_layer_are_tried_once_and_nothing_else_sees_
 # ---- where it cannot stand: vLLM runs on, and one line says why
 
 
-def alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> str:
+def alone(tmp_path: Path, caplog: pytest.LogCaptureFixture, **config: Any) -> str:
     """Why the layers are left to vLLM, as it is said."""
-    with paged("deepseek-v3", tmp_path, layerfuse={"fusions": ["mla_decode"]}, mode="NONE") as engine:
+    given = {"mode": "NONE", **config}
+    with paged("deepseek-v3", tmp_path, layerfuse={"fusions": ["mla_decode"]}, **given) as engine:
         wrappers = [m for m in engine.engine.model.modules() if isinstance(m, mla.MultiHeadLatentAttentionWrapper)]
         assert len(wrappers) == 3 and not any("forward" in vars(wrapper) for wrapper in wrappers)
     lines = said(caplog)
