@@ -96,7 +96,7 @@ class CompiledModule:
     engine: Engine | None = None
     "What is planned for where it takes none."
     few_token_linears: bool = False
-    "Whether linears of 16 bits in its graphs are layerfuse's for few tokens."
+    "Whether linears of 16 bits, and of fp8 with scales of whole rows, in its graphs are layerfuse's for few tokens."
     pieces: list[Piece] = field(factory=list)
     artefact: Path | None = None
     "The file that the engine keeps the compiled module in."

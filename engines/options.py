@@ -67,7 +67,8 @@ class Options:
     report: str | None = field(default=None, validator=[_is(str, "a path"), _file])
     "The file that the report is written to; None: beside what the engine's compiler keeps."
     few_token_linears: bool = field(default=False, validator=_is(bool, "true or false"))
-    "Whether linears of 16 bits in the graphs that vLLM compiles are layerfuse's for few tokens (`few_token_linear`). The one engine that was measured with it was slower."
+    """Whether linears of 16 bits, and those of fp8 with scales of whole rows, in the graphs that vLLM compiles are layerfuse's for few tokens
+    (`few_token_linear`, `scaled_linear`). The one engine that was measured with the first was slower; the second has not been measured."""
 
     def config(self) -> FusionConfig:
         """The same for plans.

@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from ..adapters.errors import LayerfuseError
 from ..fusion.catalog import FUSIONS
-from ..fusion.linear_ops import BLOCK_SCALED, FEW_TOKEN_LINEAR
+from ..fusion.linear_ops import BLOCK_SCALED, FEW_TOKEN_LINEAR, SCALED_LINEAR
 from ..fusion.ops.linear import MOST
 from ..fusion.planning import Plan
 from ..fusion.report import FusionMissedError, Missed, Report
@@ -180,9 +180,9 @@ def _notes(compiled: CompiledModule) -> Iterable[str]:
     if linears:
         shared = f", {compiled.shared} of them of shared experts" if compiled.shared else ""
         yield f"{linears} fp8 products are layerfuse's for up to {MOST} tokens{shared}"
-    plain = 0 if compiled.counted is None else compiled.counted[FEW_TOKEN_LINEAR.name]
-    if plain:
-        yield f"{plain} linears of 16 bits are layerfuse's for up to {MOST} tokens"
+    for op, which in ((FEW_TOKEN_LINEAR, "linears of 16 bits"), (SCALED_LINEAR, "fp8 linears with scales of rows")):
+        if compiled.counted is not None and compiled.counted[op.name]:
+            yield f"{compiled.counted[op.name]} {which} are layerfuse's for up to {MOST} tokens"
     if compiled.routed():
         yield f"the routed experts of {compiled.routed()} layers are layerfuse's for few tokens"
     if compiled.placed is not None and compiled.placed.why_not is None:

@@ -90,6 +90,7 @@ _REDUCED_INSTALLED = {
 _OWN_REDUCE = {"vllm": Way(), "unreduced": Way(passes={"fuse_allreduce_rms": False})}
 _GATED = Arm(("+gated_rms_norm_group_quant",))
 _PER_TOKEN = Arm(("add_rms_norm_per_token_quant", "rms_norm_per_token_quant", "silu_mul_per_token_quant"))
+_LINEARS = Arm(options={"few_token_linears": True})
 _DECODE, _FP8_CACHE = {"decode": Arm(("mla_decode",))}, {"kv_cache_dtype": "fp8"}
 _BLOCKS_MLA = {
     **_BLOCKS,
@@ -123,9 +124,9 @@ STAGES = {
     "qwen3-32b-fp8": Stage("qwen3-32b-fp8", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED, cache=6 << 30),
     "qwen3-32b-fp8-rank4": Stage("qwen3-32b-fp8-rank4", _BLOCKS, _WAYS, variables=_SKIP, engine=_UNTRIED),
     "kimi-k2.5-rank8-mixture": Stage("kimi-k2.5-rank8-mixture", {"default": Arm(), **_DECODE}, engine=_UNTRIED, needs=100),
-    "llama-70b-w8a8-rank4": Stage("llama-70b-w8a8-rank4", {"default": Arm(), "quantised": _PER_TOKEN}, _UNFUSED | _KERNELS, engine=_UNTRIED, needs=100),
+    "llama-70b-w8a8-rank4": Stage("llama-70b-w8a8-rank4", {"default": Arm(), "quantised": _PER_TOKEN, "linears": _LINEARS}, _UNFUSED | _KERNELS, engine=_UNTRIED, needs=100),
     "gpt-oss-120b": Stage("gpt-oss-120b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",))}, _KERNELS),
-    "qwen3-4b": Stage("qwen3-4b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",)), "linears": Arm(options={"few_token_linears": True})}, _KERNELS, cache=8 << 30),
+    "qwen3-4b": Stage("qwen3-4b", {"default": Arm(), "add_norm": Arm(("add_rms_norm",)), "linears": _LINEARS}, _KERNELS, cache=8 << 30),
     # On Hopper vLLM takes FlashInfer for a delta net's prefill, which is not measured here: its kernel is compiled by nvcc.
     "qwen3-next": Stage("qwen3-next", {"default": Arm(), "all": Arm(("gated_rms_norm", "add_rms_norm"))},
                         engine={"gdn_prefill_backend": "triton"}),

@@ -14,7 +14,7 @@ from ...fusion.planning import Plan
 from ...fusion.rewrite import Pipeline
 from ..process import troubled
 from ..whose import module_of
-from . import plain_products, products
+from . import plain_products, products, scaled_products
 from .few_tokens import expects_products, looks_inside
 from .inside import TakenOut, why_not
 from .native import why_not_all_reduce, why_not_ops
@@ -60,6 +60,7 @@ class FusionPass(InductorPass):  # type: ignore[misc]
             products.put_in(graph)
         if self._linears:
             plain_products.put_in(graph)
+            scaled_products.put_in(graph)
 
     def uuid(self) -> str:
         """Part of Inductor's key: changes with the key of the module (`keys.key_for`), with the group, and where a piece is distrusted.

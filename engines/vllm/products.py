@@ -127,8 +127,13 @@ def _fits(call: Call, product: Product) -> bool:
 def _replace(graph: Graph, call: Call, product: Product) -> None:
     given = product.values, product.scales, product.weight, product.weight_scale
     result = call.results[product.out]
+    put_in_place(graph, call, result, inside.BLOCK_LINEAR, (*given, torch.bfloat16, True, product.beyond))
+
+
+def put_in_place(graph: Graph, call: Call, result: Node, op: Any, given: tuple[Any, ...]) -> None:
+    """Let an op give what a call gives as its only result."""
     with graph.inserting_before(call.node):
-        node = graph.call_function(inside.BLOCK_LINEAR, (*given, torch.bfloat16, True, product.beyond))
+        node = graph.call_function(op, given)
     node.meta = dict(result.meta)
     result.replace_all_uses_with(node)
     for each in (*reversed(call.nodes), *call.buffers):
