@@ -275,11 +275,12 @@ def vllm_fp8_experts(method: Any, _: Any) -> Answer:
 
 # ---- SGLang ----------------------------------------------------------------------------------------------------------
 
-_ROW_MAJOR, _COLUMN_MAJOR = False, True
-_SGLANG_BLOCK: dict[str, bool | str] = {
+_ROW_MAJOR: dict[str, bool] = {}
+_TMA_ALIGNED = {"column_major": True, "tma_aligned": True}
+_SGLANG_BLOCK: dict[str, dict[str, bool] | str] = {
     "triton_w8a8_block_fp8_linear": _ROW_MAJOR,
     "torch_w8a8_block_fp8_linear": _ROW_MAJOR,
-    "deepgemm_w8a8_block_fp8_linear_with_fallback": _COLUMN_MAJOR,
+    "deepgemm_w8a8_block_fp8_linear_with_fallback": _TMA_ALIGNED,
     "aiter_w8a8_block_fp8_linear": _ROW_MAJOR,
     "cutlass_w8a8_block_fp8_linear_with_fallback": "pads the rows of its quantised activations",
     "flashinfer_gemm_w8a8_block_fp8_linear_with_fallback": "lays out the scales as the GPU's FlashInfer kernel takes them",
@@ -319,13 +320,13 @@ def _sglang_block(method: Any, linear: Any, scale: str) -> Answer:
     if isinstance(layout, str):
         return layout
     power_of_two = bool(bound.get("act_scale_ue8m0"))
-    if layout is _COLUMN_MAJOR and power_of_two:
+    if layout is _TMA_ALIGNED and power_of_two:
         return "lays out scales that are powers of two by the GPU it runs on"
     if maybe(maybe(linear, scale), "format_ue8m0") or "int32" in str(maybe(maybe(linear, scale), "dtype")):
         return "packs four scales that are powers of two into one whole number"
     if maybe(linear, "aiter_bpreshuffled"):
         return "lays out the scales by the number of tokens"
-    return grouped(at(method, "weight_block_size")[1], column_major=layout, use_ue8m0=power_of_two)
+    return grouped(at(method, "weight_block_size")[1], use_ue8m0=power_of_two, **layout)
 
 
 def _sglang_whole(method: Any, linear: Any) -> Answer:

@@ -210,7 +210,7 @@ SGLANG = {
     ),
     "DeepGEMM": (
         {"w8a8_block_fp8_linear": product(DEEP)},
-        ActivationQuant(group_size=128, column_major=True),
+        ActivationQuant(group_size=128, column_major=True, tma_aligned=True),
     ),
     "DeepGEMM on Blackwell": (
         {"w8a8_block_fp8_linear": product(DEEP), "scale": SimpleNamespace(format_ue8m0=True, dtype=torch.int32)},
