@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 STARTED = time.time()
@@ -24,6 +25,14 @@ def _forced() -> str:
 
     second = hasattr(vllm_forced, "ForcedThere") and os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "1") != "0"
     return "ForcedThere" if second else "Forced"
+
+
+def prompts(vocabulary: int, number: int, length: int, seed: int) -> list[list[int]]:
+    """Random tokens, the same at every call."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, vocabulary, (number, length), generator=generator).tolist()  # type: ignore[no-any-return]
 
 
 class Arm:
@@ -57,11 +66,7 @@ class Arm:
         }
 
     def _prompts(self, number: int, length: int, seed: int) -> list[Any]:
-        import torch
-
-        generator = torch.Generator().manual_seed(seed)
-        drawn = torch.randint(2, self.vocabulary, (number, length), generator=generator)
-        return [{"prompt_token_ids": row} for row in drawn.tolist()]
+        return [{"prompt_token_ids": row} for row in prompts(self.vocabulary, number, length, seed)]
 
     def tokens(self) -> dict[str, Any]:
         """Greedy tokens, with the best five of each step: name -> [tokens, [[token, log probability], ...]] of each sequence."""
@@ -211,8 +216,8 @@ def _thought(output: Any, tokens: list[int]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Serve commands."""
+def serve(kind: Callable[[dict[str, Any]], Any]) -> None:
+    """Serve commands, each a method of what `kind` makes of what was asked for."""
     answers = os.fdopen(int(sys.argv[2]), "w")
 
     def say(**what: Any) -> None:
@@ -220,7 +225,7 @@ def main() -> None:
         answers.flush()
 
     try:
-        arm = Arm(json.loads(sys.argv[1]))
+        arm = kind(json.loads(sys.argv[1]))
         say(result=arm.ready())
         for line in sys.stdin:
             name, *arguments = json.loads(line)
@@ -233,4 +238,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Arm)

@@ -43,7 +43,7 @@ from typing import Any
 
 from attrs import asdict, evolve
 from vllm_shapes import VOCABULARY, folder_of, layers_of
-from vllm_stages import DEFAULT, STAGES, Stage
+from vllm_stages import DEFAULT, STAGES, Stage, Way
 from vllm_table import table
 from vllm_tokens import agreement, distances, drawn, exceeds
 
@@ -101,32 +101,49 @@ class ArmError(RuntimeError):
 class Engine:
     """The process of an arm, seen from here."""
 
+    script = "vllm_arm.py"
+    first = "vllm"
+    "The arm that all are compared with."
+    prompts = True
+    "Whether steps of prompts can be timed."
+
     def __init__(self, arm: str, name: str, stage: Stage, work: Path, logs: Path) -> None:
         ours = stage.arms.get(arm)
         way, fusions = stage.ways[arm if ours is None else ours.way], None if ours is None else ours.fusions
         self.name, self.log = name, logs / f"{name}.log"
         self.report = logs / f"{name}.report.json"
-        chosen = {} if fusions == DEFAULT else {"fusions": list(fusions or ())}
-        chosen |= {} if ours is None else ours.options
-        options = {} if fusions is None else {"layerfuse": {**chosen, "report": str(self.report)}}
         asked = {
             "model": str(folder_of(stage.shape, work / "models")), "vocabulary": VOCABULARY, "batches": list(BATCHES), "tp": stage.tp,
-            "captured": [*BATCHES, CAPTURED], "cache": stage.cache, "additional": options,
-            "compilation": {"pass_config": way.passes, "custom_ops": list(way.custom_ops)}, "engine": {**stage.engine, **way.engine},
+            "captured": [*BATCHES, CAPTURED], "cache": stage.cache, "engine": {**stage.engine, **way.engine},
+            **self.asked(way, fusions, {} if ours is None else ours.options),
         }  # fmt: skip
         variables = {
             **{name: value for name, value in os.environ.items() if name != "LAYERFUSE_FUSIONS"}, **QUIET, **stage.variables, **way.variables,
-            "VLLM_PLUGINS": "" if fusions is None else "layerfuse", "VLLM_CACHE_ROOT": str(work / "cache" / name),
-            "PYTHONPATH": os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            **self.variables(fusions, work),
         }  # fmt: skip
+        paths = [str(HERE), variables.get("PYTHONPATH"), os.environ.get("PYTHONPATH")]
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(paths)))
         reading, writing = os.pipe()
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "vllm_arm.py"), json.dumps(asked), str(writing)],
+            [sys.executable, str(HERE / self.script), json.dumps(asked), str(writing)],
             stdin=subprocess.PIPE, stdout=self.log.open("w"), stderr=subprocess.STDOUT, text=True, env=variables, pass_fds=(writing,),
             start_new_session=True,
         )  # fmt: skip
         os.close(writing)
         self.answers, self.rest = reading, b""
+
+    def asked(self, way: Way, fusions: tuple[str, ...] | None, options: dict[str, Any]) -> dict[str, Any]:
+        """What its process is to be told, beside what all are; `fusions` is None without layerfuse."""
+        chosen = ({} if fusions == DEFAULT else {"fusions": list(fusions or ())}) | options
+        return {
+            "additional": {} if fusions is None else {"layerfuse": {**chosen, "report": str(self.report)}},
+            "compilation": {"pass_config": way.passes, "custom_ops": list(way.custom_ops)},
+        }
+
+    def variables(self, fusions: tuple[str, ...] | None, work: Path) -> dict[str, str]:
+        """Of its environment."""
+        cache = str(work / "cache" / self.name)
+        return {"VLLM_PLUGINS": "" if fusions is None else "layerfuse", "VLLM_CACHE_ROOT": cache}
 
     def answer(self, until: float) -> Any:
         """The next answer.
@@ -186,13 +203,13 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
     """A stage's results, as far as they came; `given`: the options of the command."""
     result: dict[str, Any] = {
         "shape": stage.shape, "tp": stage.tp, "variables": stage.variables, "context": CONTEXT, "layers": layers_of(stage.shape),
-        "arms": {}, "errors": {},
+        "first": (first := given.engine.first), "arms": {}, "errors": {},
     }  # fmt: skip
     engines: dict[str, Engine] = {}
     started = time.monotonic()
     try:
         for arm in _arms(stage, given.arms):
-            engines[arm] = Engine(arm, f"{name}.{arm}", stage, work, logs)
+            engines[arm] = given.engine(arm, f"{name}.{arm}", stage, work, logs)
             ours = stage.arms.get(arm)
             way = stage.ways[ours.way if ours else arm]
             said = asdict(way, filter=lambda _, value: bool(value))
@@ -222,17 +239,18 @@ def run(name: str, stage: Stage, logs: Path, work: Path, until: float, given: ar
             drew = _try(result, engines, arm, until, "tokens")
             few = {each for text in drawn(drew or {}).values() for row in text for each in row}
             if drew and len(few) < DISTINCT:
-                what = f"its greedy texts hold {len(few)} different tokens: vLLM did not take the seeded weights"
+                what = f"its greedy texts hold {len(few)} different tokens: the engine did not take the seeded weights"
                 result["errors"][arm] = what
                 engines.pop(arm).stop()
-        if "vllm" in engines:
-            text = drawn(result["arms"]["vllm"]["tokens"])
+        if first in engines:
+            text = drawn(result["arms"][first]["tokens"])
             for arm in list(engines):
                 _try(result, engines, arm, until, "forced", text)
-            _try(result, engines, "vllm", until, "one_by_one", text)
-        _all_prompts(result, engines, stage, until, given)
-        for arm in [arm for arm in engines if arm == "vllm" or arm in stage.arms]:
-            _try(result, engines, arm, until, "prefill", list(LENGTHS))
+            _try(result, engines, first, until, "one_by_one", text)
+        if given.engine.prompts:
+            _all_prompts(result, engines, stage, until, given)
+            for arm in [arm for arm in engines if arm == first or arm in stage.arms]:
+                _try(result, engines, arm, until, "prefill", list(LENGTHS))
     finally:
         for engine in engines.values():
             engine.stop()
@@ -250,7 +268,7 @@ def starts(name: str, stage: Stage, logs: Path, work: Path, until: float, given:
     found: dict[str, Any] = {}
     for arm in _arms(stage, given.arms):
         for kind in ("cold", "warm"):
-            engine = Engine(arm, f"{name}.{arm}", stage, work, logs)
+            engine = given.engine(arm, f"{name}.{arm}", stage, work, logs)
             try:
                 ready = engine.answer(until)
             except ArmError as error:
@@ -317,7 +335,7 @@ def _time(result: dict[str, Any], engines: dict[str, Engine], batch: int, until:
             result["arms"][arm][f"batch {batch}"] = {
                 "us": round(statistics.median(several), 2),
                 "turns_us": [round(each, 2) for each in several],
-                "times_faster": _faster(times.get("vllm", []), several),
+                "times_faster": _faster(times.get(_first(result), []), several),
             }
 
 
@@ -363,7 +381,7 @@ def _time_prompts(
     for arm in list(engines):
         ranks = _try(result, engines, arm, until, "prompt_kernels", number, length)
         if ranks and (several := times[arm]):
-            first = times.get("vllm", [])
+            first = times.get(_first(result), [])
             pairs = [*zip(first, several, strict=False)]
             result["arms"][arm][f"prompts {number} x {length}"] = {
                 "ms": round(statistics.median(several), 3),
@@ -385,7 +403,7 @@ def _count_calls(result: dict[str, Any], engines: dict[str, Engine], number: int
         found = result["arms"][arm].get(f"prompts {number} x {length}")
         if ranks and found:
             counted = ranks[0]
-            first = counted if arm == "vllm" else first
+            first = counted if arm == _first(result) else first
             found |= {"calls": round(sum(counted.values())), "more_calls": _more(first, counted) if first else None}
 
 
@@ -405,6 +423,11 @@ def _interval(values: list[float]) -> list[float] | None:
     return None if lowest < 0 else [round(ordered[lowest], 4), round(ordered[count - 1 - lowest], 4)]
 
 
+def _first(result: dict[str, Any]) -> str:
+    """The arm that all are compared with."""
+    return str(result.get("first", "vllm"))
+
+
 def _faster(first: list[float], several: list[float]) -> float | None:
     """The median over the turns of how many times faster than the first arm; None: that was not timed."""
     ratios = [a / b for a, b in zip(first, several, strict=False)]
@@ -413,7 +436,7 @@ def _faster(first: list[float], several: list[float]) -> float | None:
 
 def _concluded(result: dict[str, Any], names: dict[str, str], logs: Path) -> dict[str, Any]:
     """The results with what follows from them: fused kernels, tokens against the first arm's, late compilations."""
-    first = result["arms"].get("vllm", {}).get("tokens")
+    first = result["arms"].get(_first(result), {}).get("tokens")
     for name, arm in names.items():
         found = result["arms"][arm]
         for batch in BATCHES:
@@ -423,7 +446,7 @@ def _concluded(result: dict[str, Any], names: dict[str, str], logs: Path) -> dic
                 found[f"launches {batch}"] = round(sum(count for count, _ in ranks[0].values()), 1)
                 most = sorted(ranks[0].items(), key=lambda each: -each[1][1])
                 found[f"kernels {batch}"] = [[kernel, *numbers] for kernel, numbers in most[:40]]
-        if first is not None and arm != "vllm" and "tokens" in found:
+        if first is not None and arm != _first(result) and "tokens" in found:
             found["agreement"] = agreement(first, found["tokens"])
         log = logs / f"{name}.log"
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
@@ -444,7 +467,7 @@ def _concluded(result: dict[str, Any], names: dict[str, str], logs: Path) -> dic
 def _compared(result: dict[str, Any]) -> None:
     """Log probabilities against the first arm's, and against how far vLLM's own ways are apart."""
     arms = result["arms"]
-    first = arms.get("vllm", {})
+    first = arms.get(_first(result), {})
     if "forced" in first:
         ways = {"other batches": distances(first["forced"], first["one_by_one"])} if "one_by_one" in first else {}
         for name, found in arms.items():
@@ -463,10 +486,12 @@ def _ours(kernels: dict[str, list[float]]) -> dict[str, float]:
     return {ours: count for ours, count in counts.items() if count}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(about: str | None = __doc__, engine: type[Engine] = Engine, stages: dict[str, Stage] = STAGES) -> None:
+    """The command, for an engine and its stages."""
+    global BATCHES, CONTEXT
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help="of --list; all that fit the GPUs if none")
-    parser.add_argument("--out", type=Path, default=Path("vllm_engine.json"))
+    parser.add_argument("--out", type=Path, default=Path(f"{engine.first}_engine.json"))
     parser.add_argument("--logs", type=Path, default=None)
     parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
     parser.add_argument("--turns", type=int, default=6)
@@ -486,15 +511,18 @@ def main() -> None:
     parser.add_argument("--starts", action="store_true", help="time cold and warm starts alone, nothing else")
     parser.add_argument("--again", action="store_true", help="also stages that --out holds")
     parser.add_argument("--list", action="store_true")
-    given = parser.parse_args()
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES, help="sequences of decode steps")
+    parser.add_argument("--context", type=int, default=CONTEXT, help="tokens behind which a decode step is timed")
+    given = parser.parse_args(namespace=argparse.Namespace(engine=engine))
+    BATCHES, CONTEXT = tuple(given.batches), given.context
     if given.list:
-        for name, stage in STAGES.items():
+        for name, stage in stages.items():
             print(f"{name}: {stage.shape}, tp {stage.tp}: {', '.join([*stage.ways, *stage.arms])}")
         return
-    unknown = [name for name in given.stages if name not in STAGES]
+    unknown = [name for name in given.stages if name not in stages]
     if unknown:
-        parser.error(f"no stage is called {unknown[0]!r}; known: {', '.join(STAGES)}")
-    work = Path(tempfile.gettempdir()) / "vllm_engine"
+        parser.error(f"no stage is called {unknown[0]!r}; known: {', '.join(stages)}")
+    work = Path(tempfile.gettempdir()) / f"{engine.first}_engine"
     logs = given.logs or work / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     results = json.loads(given.out.read_text()) if given.out.exists() else {"stages": {}}
@@ -502,14 +530,14 @@ def main() -> None:
     gpus = _gpus()
     results["environment"]["gpus"] = gpus
     kind = "starts" if given.starts else "prompts" if given.prompts else "stages"
-    for name in given.stages or [name for name in STAGES if not name.startswith("tiny")]:
-        stage = STAGES[name]
+    for name in given.stages or [name for name in stages if not name.startswith("tiny")]:
+        stage = stages[name]
         if given.prompts:
-            stage = evolve(stage, ways={**stage.ways, AGAIN: stage.ways["vllm"]})
+            stage = evolve(stage, ways={**stage.ways, AGAIN: stage.ways[engine.first]})
         left = given.limit - (time.monotonic() - BEGAN)
         if name in results.get(kind, {}) and not given.again:
             print(f"{name}: done before")
-        elif stage.tp > len(gpus):
+        elif stage.tp > len(gpus) and stage.engine.get("device") != "cpu":
             print(f"{name}: needs {stage.tp} GPUs, and there are {len(gpus)}")
         elif left < stage.needs:
             print(f"{name}: not begun, {left:.0f} s are left and it needs about {stage.needs}")

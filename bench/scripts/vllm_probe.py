@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import steps
 import torch
 import triton
 import vllm.model_executor.model_loader.dummy_loader as loader
@@ -37,13 +38,8 @@ def _initialize(module: torch.nn.Module, *_: Any, **__: Any) -> None:
         _one_configuration("vllm.third_party.flash_linear_attention")
         _filled.append(id(module))
         group = get_tp_group()
-        sharded = {
-            f"{path}.{name}"
-            for path, each in module.named_modules()
-            if getattr(each, "tp_size", 1) > 1 or ".experts" in path
-            for name, _ in each.named_parameters(recurse=False)
-        }
-        vllm_shapes.fill(module.state_dict(), frozenset(sharded), group.rank_in_group, group.world_size)
+        sharded = vllm_shapes.sharded_in(module)
+        vllm_shapes.fill(module.state_dict(), sharded, group.rank_in_group, group.world_size)
 
 
 if hasattr(loader, "initialize_single_dummy_weight"):
@@ -83,20 +79,7 @@ class Probe:
 
     def probe_replay(self, tokens: int, warm: int, rounds: int, each: int) -> list[float]:
         """Microseconds of one replay of the full decode graph of so many tokens, once for each round."""
-        graph = _graph(tokens)
-        for _ in range(warm):
-            graph.replay()
-        torch.cuda.synchronize()
-        found = []
-        for _ in range(rounds):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(each):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            found.append(begin.elapsed_time(end) * 1000 / each)
-        return found
+        return steps.timed(_graph(tokens).replay, warm, rounds, each)
 
     def probe_kernels(self, tokens: int) -> dict[str, list[float]]:
         """Kernel -> launches and microseconds, of one replay."""
@@ -117,13 +100,7 @@ class Probe:
         torch.cuda.synchronize()
         seen = _profiles.pop()
         seen.__exit__(None, None, None)
-        counts: Counter[str] = Counter()
-        took: Counter[str] = Counter()
-        for event in seen.events():
-            if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset")):
-                counts[event.name[:160]] += 1
-                took[event.name[:160]] += event.time_range.elapsed_us()
-        return {name: [count / times, round(took[name] / times, 2)] for name, count in counts.items()}
+        return steps.kernels(seen, times)
 
     def probe_count(self) -> None:
         """Count calls of this thread from now on. In one process with the engine, its own are among them."""

@@ -104,7 +104,11 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     # Three delta nets and one attention, all experts.
     "qwen3-next": ("qwen3-next-80b-a3b", {"num_hidden_layers": 4}),
     "gpt-oss-120b": ("gpt-oss-120b", _GPT_OSS),
-    # Small enough to try the benchmark itself.
+    # Small enough to try the benchmark itself, and to do so on a CPU.
+    "tiny-qwen3": (
+        "qwen3-4b",
+        {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 512},
+    ),
     "tiny": (
         "deepseek-v3",
         {**_DENSE, "num_hidden_layers": 2, "first_k_dense_replace": 2, "hidden_size": 1024, "num_attention_heads": 16,
@@ -146,6 +150,16 @@ def folder_of(shape: str, below: Path) -> Path:
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "t0", "eos_token": "t1", "unk_token": "t2"}
     (path / "tokenizer_config.json").write_text(json.dumps(about))
     return path
+
+
+def sharded_in(model: Any) -> frozenset[str]:
+    """The parameters of an engine's model that each rank has a part of."""
+    return frozenset(
+        f"{path}.{name}"
+        for path, each in model.named_modules()
+        if getattr(each, "tp_size", 1) > 1 or ".experts" in path
+        for name, _ in each.named_parameters(recurse=False)
+    )
 
 
 def fill(state: dict[str, Any], sharded: frozenset[str] = frozenset(), rank: int = 0, ranks: int = 1) -> None:

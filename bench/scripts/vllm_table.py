@@ -20,7 +20,7 @@ def table(results: dict[str, Any], batches: tuple[int, ...]) -> str:
             cells = []
             for batch in batches:
                 timed = found.get(f"batch {batch}")
-                more = "" if timed is None or arm == "vllm" else f" ({timed['times_faster']:.3f})"
+                more = "" if timed is None or arm == stage.get("first", "vllm") else f" ({timed['times_faster']:.3f})"
                 cells.append("-" if timed is None else f"{timed['us']:.1f} us{more}")
             agreed = found.get("agreement")
             said = (
@@ -67,7 +67,7 @@ def whole(stages: dict[str, Any], batches: tuple[int, ...]) -> list[str]:
             for batch in batches:
                 steps = {each: _step(stages, counts, each, batch) for each in arms}
                 own = [us for each, us in steps.items() if us and kinds[next(iter(counts))][each]["fusions"] is None]
-                if (mine := steps[arm]) and (first := steps.get("vllm")):
+                if (mine := steps[arm]) and (first := steps.get(stages[next(iter(counts))].get("first", "vllm"))):
                     cells.append(f"{mine / 1000:.2f} ms ({first / mine:.3f}, {min(own) / mine:.3f})")
                 else:
                     cells.append("-")

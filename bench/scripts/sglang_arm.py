@@ -1,0 +1,188 @@
+"""One SGLang engine for `sglang_engine`, in a process of its own: starts, then answers one command per line until its input ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from sglang_probe import FOLDER
+from vllm_arm import PROMPTS, STARTED, prompts, serve
+
+AFTER = 64
+"""Tokens that sequences draw which are to decode together: the first may begin before the last is there."""
+PATIENCE = 300
+"""Seconds that they may take until they do; kernels that nvcc compiles are among them."""
+
+
+class Arm:
+    """An engine and what can be asked of it."""
+
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked, self.vocabulary = asked, asked["vocabulary"]
+        self.folder = Path(tempfile.mkdtemp())
+        self.held: list[Any] = []
+        self.generating: threading.Thread | None = None
+        self.batch, self.failed = 0, ""
+        self.waiting = socket.socket(socket.AF_UNIX)
+        self.waiting.bind(str(self.folder / "held"))
+        self.waiting.listen()
+        self.waiting.settimeout(1)
+        os.environ[FOLDER] = str(self.folder)
+        _plugin(self.folder)
+        from sglang.srt.entrypoints.engine import Engine
+
+        before = time.time()
+        self.engine = Engine(**{
+            "model_path": asked["model"], "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "context_length": 2048,
+            "mem_fraction_static": 0.5, "max_total_tokens": asked["cache"], "max_running_requests": max(asked["batches"]),
+            "chunked_prefill_size": 8192, "disable_radix_cache": True, "tp_size": asked["tp"], "random_seed": 0,
+            "cuda_graph_bs_decode": asked["batches"], "disable_prefill_cuda_graph": True, "sampling_backend": "pytorch", "grammar_backend": "none",
+            "watchdog_timeout": 100_000, "log_level": "info", "port": 20_000 + os.getpid() % 300 * 100, **asked["engine"],
+        })  # fmt: skip
+        self.start = {"import_s": round(before - STARTED, 1), "start_s": round(time.time() - before, 1)}
+
+    def ready(self) -> dict[str, Any]:
+        """What was started."""
+        self._generate(
+            prompts(self.vocabulary, 1, 8, 1), {"max_new_tokens": 2}
+        )  # in this thread first, for its event loop
+        self.settle(min(self.asked["batches"]), 16)
+        return {**self.start, "workers": self._ask("state")}
+
+    def _generate(self, rows: list[list[int]], sampling: dict[str, Any], **more: Any) -> list[dict[str, Any]]:
+        sampling = {"temperature": 0, "ignore_eos": True, **sampling}
+        return self.engine.generate(input_ids=rows, sampling_params=sampling, **more)  # type: ignore[no-any-return]
+
+    def settle(self, batch: int, context: int) -> None:
+        """Decode so many sequences together behind so many tokens each, and hold that step until the next command of another kind.
+
+        Raises:
+            RuntimeError: they never decoded together.
+        """
+        self._let_go()
+        self.batch, self.failed = batch, ""
+        (self.folder / "batch").write_text(str(batch))
+        rows = prompts(self.vocabulary, batch, context, 7)
+
+        def generate() -> None:
+            try:
+                self._generate(rows, {"max_new_tokens": AFTER})
+            except Exception as error:
+                self.failed = f"{type(error).__name__}: {error}"
+
+        self.generating = threading.Thread(target=generate)
+        self.generating.start()
+        until = time.monotonic() + PATIENCE
+        while len(self.held) < self.asked["tp"]:
+            with suppress(TimeoutError):
+                held, _ = self.waiting.accept()
+                held.settimeout(PATIENCE)
+                self.held.append(held.makefile("rw"))
+                held.close()
+                continue
+            if not self.generating.is_alive() or time.monotonic() > until:
+                self._let_go()
+                raise RuntimeError(f"{batch} sequences of {context} tokens did not decode together. {self.failed}")
+
+    def _let_go(self) -> None:
+        """Let the engine go on, to its end."""
+        (self.folder / "batch").unlink(missing_ok=True)
+        for each in self.held:
+            each.close()
+        self.held.clear()
+        if self.generating is not None:
+            self.generating.join(PATIENCE)
+        self.generating = None
+
+    def _ask(self, *command: Any) -> list[Any]:
+        """Every rank that is held, all at once."""
+        if not self.held:
+            raise RuntimeError("no step is held")
+        for each in self.held:
+            each.write(json.dumps(command) + "\n")
+            each.flush()
+        said = [json.loads(each.readline()) for each in self.held]
+        for each in said:
+            if "error" in each:
+                raise RuntimeError(each["error"])
+        return [each["result"] for each in said]
+
+    def replay(self, batch: int, warm: int, rounds: int, each: int) -> list[list[float]]:
+        """Of every rank."""
+        if batch != self.batch:
+            raise RuntimeError(f"a step of {self.batch} sequences is held, not of {batch}")
+        return self._ask("replay", warm, rounds, each)
+
+    def kernels(self, _batch: int) -> list[dict[str, Any]]:
+        """Of every rank."""
+        return self._ask("kernels")
+
+    def tokens(self) -> dict[str, Any]:
+        """Greedy tokens, with the best five of each step: name -> [tokens, [[token, log probability], ...]] of each sequence."""
+        self._let_go()
+        found = {}
+        for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
+            rows = prompts(self.vocabulary, number, length, seed)
+            several = self._generate(rows, {"max_new_tokens": 64}, return_logprob=True, top_logprobs_num=5)
+            found[name] = [
+                [each["output_ids"], [_best(step) for step in _meta(each, "output_top")]] for each in several
+            ]
+        return found
+
+    def forced(self, tokens: dict[str, list[list[int]]], together: bool = True) -> dict[str, Any]:
+        """What is thought of given tokens behind the same prompts. SGLang's own steps of prompts say it, and no decode graph runs.
+
+        Args and returns are those of `vllm_arm.Arm.forced`.
+        """
+        self._let_go()
+        found = {}
+        for seed, (name, (number, length)) in enumerate(PROMPTS.items()):
+            drawn = prompts(self.vocabulary, number, length, seed)
+            rows = [prompt + row for prompt, row in zip(drawn, tokens[name], strict=False)]
+            batches = [rows] if together else [[row] for row in rows]
+            how: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+            several = [each for batch in batches for each in self._generate(batch, {"max_new_tokens": 1}, **how)]
+            found[name] = [_thought(each, row, length) for each, row in zip(several, rows, strict=True)]
+        return found
+
+    def one_by_one(self, tokens: dict[str, list[list[int]]]) -> dict[str, Any]:
+        """`forced`, each of the first four sequences in a batch of its own."""
+        return self.forced({name: rows[:4] for name, rows in tokens.items()}, together=False)
+
+
+def _meta(answer: dict[str, Any], which: str) -> list[Any]:
+    return answer["meta_info"][f"{which}_logprobs"]  # type: ignore[no-any-return]
+
+
+def _best(step: Any) -> list[list[Any]]:
+    return [[token, round(logprob, 5)] for logprob, token, *_ in step]
+
+
+def _thought(answer: dict[str, Any], row: list[int], length: int) -> dict[str, Any]:
+    every, best = _meta(answer, "input_token"), _meta(answer, "input_top")
+    if [token for _, token, *_ in every] != row or len(best) != len(row):
+        raise RuntimeError("SGLang gives log probabilities of other tokens than those that it was given")
+    logprobs = [logprob if logprob is None else round(logprob, 5) for logprob, *_ in every]
+    return {"prompt": logprobs[1:length], "tokens": logprobs[length:], "best": [_best(step) for step in best[length:]]}
+
+
+def _plugin(folder: Path) -> None:
+    """Have SGLang find `sglang_probe` among its plugins, in this process and in those that it begins."""
+    about = folder / "sglang_probe-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-probe\nVersion: 0\n")
+    (about / "entry_points.txt").write_text("[sglang.srt.plugins]\nsglang_probe = sglang_probe:register\n")
+    sys.path.insert(0, str(folder))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+
+
+if __name__ == "__main__":
+    serve(Arm)

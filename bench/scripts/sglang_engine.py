@@ -1,0 +1,72 @@
+"""SGLang's own engine with and without layerfuse: GPU time of its decode graph, greedy tokens, kernels of a step.
+
+    python bench/scripts/sglang_engine.py [STAGE ...] --out results.json --logs FOLDER [--limit 540] [--turns 6] [--arms sglang named]
+
+What `vllm_engine` says of stages, arms, turns and files holds here too. A time is that of SGLang's CUDA graph for a decode step, replayed inside
+of the scheduler behind some 1024 tokens of context, with all that it reads as a real step left it (`sglang_probe`).
+
+The first arm is SGLang as it is installed, `default` the same with layerfuse installed and no fusion named, which is to change nothing.
+Greedy tokens are decoded in SGLang's graphs. The log probabilities of given tokens are those of steps of prompts: SGLang's scheduler
+gives those of its own logits only where it is not told what to draw.
+
+Without a GPU: `tiny --batches 1 8 --context 32`, with `tests/engines/sglang_site` on PYTHONPATH; steps are then timed by the clock.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import vllm_engine
+from vllm_stages import DEFAULT, Arm, Stage, Way
+
+QUANTISED = ("add_rms_norm_group_quant", "rms_norm_group_quant")
+NAMED = ("add_rms_norm", *QUANTISED)
+"""All that can stand in a model in fp8 blocks."""
+_ARMS = {"default": Arm(way="sglang"), "quantised": Arm(QUANTISED, "sglang"), "named": Arm(NAMED, "sglang")}
+_WAYS = {
+    "sglang": Way(),
+    "triton": Way(engine={"fp8_gemm_runner_backend": "triton"}),
+    "breakable": Way(engine={"cuda_graph_backend_decode": "breakable"}),
+}
+_CACHE = 340_000
+"""Tokens of the cache: 256 sequences, and those that they draw."""
+_CPU: dict[str, Any] = {
+    "device": "cpu", "attention_backend": "torch_native", "disable_cuda_graph": True, "max_total_tokens": 4096, "cuda_graph_bs_decode": None,
+    "disable_prefill_cuda_graph": False, "mem_fraction_static": None,
+}  # fmt: skip
+STAGES = {
+    "deepseek-v3-rank8-dense": Stage("deepseek-v3-rank8-dense", _ARMS, _WAYS, cache=_CACHE, needs=240),
+    "deepseek-v3-rank8-mixture": Stage("deepseek-v3-rank8-mixture", _ARMS, _WAYS, cache=_CACHE, needs=240),
+    "qwen3-32b-fp8-rank4": Stage("qwen3-32b-fp8-rank4", _ARMS, _WAYS, cache=_CACHE, needs=240),
+    # For trying this script.
+    "tiny": Stage(
+        "tiny-qwen3", {"default": Arm(way="sglang"), "named": Arm(("add_rms_norm",), "sglang")}, {"sglang": Way()}, cache=4096, needs=300,
+        engine=_CPU, variables={"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0", "OMP_NUM_THREADS": "1"},
+    ),
+    "tiny-gpu": Stage("tiny", {"default": Arm(way="sglang"), "named": Arm(("add_rms_norm",), "sglang")}, {"sglang": Way()}, cache=_CACHE, needs=100),
+}  # fmt: skip
+
+
+class Engine(vllm_engine.Engine):
+    """The process of an arm."""
+
+    script, first, prompts = "sglang_arm.py", "sglang", False
+
+    def asked(self, _way: Way, _fusions: tuple[str, ...] | None, _options: dict[str, Any]) -> dict[str, Any]:
+        """Nothing more: layerfuse is told by variables."""
+        return {}
+
+    def variables(self, fusions: tuple[str, ...] | None, work: Path) -> dict[str, str]:
+        """Of its environment. What nvcc compiles is shared by all arms."""
+        found = {
+            "SGLANG_PLUGINS": "sglang_probe" + (",layerfuse" if fusions else ""),
+            "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
+            "LAYERFUSE_FUSIONS": "" if fusions in (None, DEFAULT) else ",".join(fusions or ()),
+            "LAYERFUSE_REPORT": str(self.report),
+        }
+        return {"SGLANG_CACHE_DIR": str(work / "cache"), **found}
+
+
+if __name__ == "__main__":
+    vllm_engine.main(__doc__, Engine, STAGES)

@@ -1,0 +1,130 @@
+"""What `sglang_engine` has SGLang's scheduler do beside serving: take seeded weights, and run one decode step again and again.
+
+A plugin of SGLang's, in every process of an engine. In the scheduler's, a step of so many sequences as `sglang_arm` waits for is held:
+the step runs as ever, then its caller is told, and until that lets it go on the same step can be run again, with all that it reads
+as it was. On a GPU it is the replay of SGLang's CUDA graph for that batch, elsewhere the forward.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FOLDER = "SGLANG_PROBE"
+"""The variable that names a folder: the file `batch` in it says which step to hold, the socket `held` is told."""
+SETTLED = 3
+"""The step of all sequences that is held."""
+_seen = [0]
+
+
+def register() -> None:
+    """SGLang's hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    runners = "sglang.srt.model_executor.runner"
+    HookRegistry.register("sglang.srt.model_loader.loader.initialize_dummy_weights", _fill, HookType.REPLACE)
+    HookRegistry.register(f"{runners}.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute", _graph, HookType.AROUND)
+    HookRegistry.register(f"{runners}.eager_runner.EagerRunner.execute", _eager, HookType.AROUND)
+
+
+def _fill(model: Any, *_: Any, **__: Any) -> None:
+    import torch
+    from sglang.srt.distributed.parallel_state import get_tp_group
+    from vllm_shapes import fill, sharded_in
+
+    group = get_tp_group()
+    with torch.no_grad():
+        fill(model.state_dict(), sharded_in(model), group.rank_in_group, group.world_size)
+
+
+def _graph(execute: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    found = execute(runner, batch, *args, **kwargs)
+    _step(runner, batch.batch_size, lambda: runner.backend.replay(runner._replay_graph_key, batch))
+    return found
+
+
+def _eager(execute: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    found = execute(runner, batch, *args, **kwargs)
+    if batch.forward_mode.is_decode():
+        _step(runner, batch.batch_size, lambda: execute(runner, batch, *args, **kwargs))
+    return found
+
+
+def _step(runner: Any, batch: int, step: Callable[[], Any]) -> None:
+    try:
+        wanted = int(Path(os.environ[FOLDER], "batch").read_text())
+    except (OSError, ValueError):
+        _seen[0] = 0
+        return
+    if batch != wanted:
+        time.sleep(0.05)  # the others are on their way
+    elif _seen[0] < SETTLED:
+        _seen[0] += 1
+        if _seen[0] == SETTLED:
+            _hold(runner, step)
+
+
+def _hold(runner: Any, step: Callable[[], Any]) -> None:
+    """Serve commands until the caller lets go. What goes wrong is its to know."""
+    with socket.socket(socket.AF_UNIX) as caller:
+        caller.connect(str(Path(os.environ[FOLDER], "held")))
+        with caller.makefile("rw") as lines:
+            for line in lines:
+                name, *arguments = json.loads(line)
+                try:
+                    answer = {"result": COMMANDS[name](runner, step, *arguments)}
+                except Exception as error:
+                    answer = {"error": f"{type(error).__name__}: {error}"[:2000]}
+                lines.write(json.dumps(answer) + "\n")
+                lines.flush()
+
+
+def _replay(_: Any, step: Callable[[], Any], warm: int, rounds: int, each: int) -> list[float]:
+    """Microseconds of one step, once for each round."""
+    import steps
+
+    return steps.timed(step, warm, rounds, each)
+
+
+def _kernels(_: Any, step: Callable[[], Any]) -> dict[str, list[float]]:
+    """Kernel -> launches and microseconds, of one step."""
+    import steps
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    step()
+    with profile(activities=[ProfilerActivity.CUDA if steps.ON_GPU else ProfilerActivity.CPU]) as seen:
+        for _ in range(10):
+            step()
+        if steps.ON_GPU:
+            torch.cuda.synchronize()
+    return steps.kernels(seen, 10)
+
+
+def _state(runner: Any, _: Any) -> dict[str, Any]:
+    """What runs here."""
+    import torch
+
+    model, graphs = runner.model_runner.model, vars(vars(runner).get("backend", object)).get("_graphs", {})
+    methods = [vars(each)["quant_method"] for each in model.modules() if vars(each).get("quant_method") is not None]
+    linears = [vars(each)["w8a8_block_fp8_linear"] for each in methods if vars(each).get("w8a8_block_fp8_linear")]
+    forwards = [vars(each)["_forward_method"] for each in model.modules() if vars(each).get("_forward_method")]
+    return {
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "runner": type(runner).__name__,
+        "graphs": sorted(key.size for key in graphs),
+        "graphs_by": type(vars(runner).get("backend")).__name__,
+        "attention": type(runner.model_runner.attn_backend).__name__,
+        "parameters": sum(each.numel() for each in model.parameters()),
+        "linears": sorted({getattr(each, "__name__", str(each)) for each in linears}),
+        "methods": sorted({type(each).__name__ for each in methods}),
+        "ops": sorted({each.__qualname__ for each in forwards}),
+    }
+
+
+COMMANDS: dict[str, Callable[..., Any]] = {"replay": _replay, "kernels": _kernels, "state": _state}
